@@ -1,0 +1,53 @@
+"""Descriptor arrays: which bytes go where, as three equally long int64 arrays."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+Int64Array = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Copies:
+    """Descriptors of a batch of copies: ``sizes[i]`` bytes from ``sources[i]`` to ``destinations[i]``.
+
+    Arrays of shape [n], int64. Addresses are absolute, each in its own process. The order carries no
+    meaning: engines may run the copies in any order or at once.
+    """
+
+    destinations: Int64Array
+    sources: Int64Array
+    sizes: Int64Array
+
+    def __post_init__(self) -> None:
+        if not self.destinations.shape == self.sources.shape == self.sizes.shape:
+            raise ValueError(
+                f"descriptor arrays differ in length: {self.destinations.shape}, {self.sources.shape}, "
+                f"{self.sizes.shape}"
+            )
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    def __getitem__(self, item: slice) -> "Copies":
+        return Copies(self.destinations[item], self.sources[item], self.sizes[item])
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes moved by all descriptors together."""
+        return int(self.sizes.sum())
+
+
+EMPTY = Copies(np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0, np.int64))
+
+
+def concatenate(parts: list[Copies]) -> Copies:
+    """One batch that holds the descriptors of all ``parts``, in their order."""
+    if not parts:
+        return EMPTY
+    return Copies(
+        np.concatenate([part.destinations for part in parts]),
+        np.concatenate([part.sources for part in parts]),
+        np.concatenate([part.sizes for part in parts]),
+    )

@@ -1,0 +1,1 @@
+"""Moves bytes between processes and speaks the control protocol. Knows memory, not vLLM."""

@@ -1,0 +1,191 @@
+"""The control protocol between a decode engine (D) and the prefill engines (P) that it pulls from.
+
+The story. A client's request is prefilled on P. P's scheduler grants a *lease* over the request's KV blocks
+and sends its id, the block ids and the address of its control endpoint along with the response. D's
+scheduler keeps that lease alive (renew) until its workers have read the blocks. Every D worker that takes
+part says release when it has read its share, and learns whether the lease was still valid at that moment:
+only then may the data be used. A D that will never read says cancel. P frees the blocks when all readers
+have released, when the lease is cancelled, or when it was not renewed for its time to live.
+
+    D worker                                   P scheduler process
+       | hello {engine_id} ----------------------> |
+       | <---- welcome {model, workers}            |   once per P engine: the geometry of every P rank
+       |                                           |
+       | (reads the blocks through the transfer engine; P's process takes no part)
+       |                                           |
+       | release {lease_id, reader, readers} ----> |
+       | <---- released {valid}                    |   valid: the blocks were unchanged all the time
+
+    D scheduler
+       | renew {lease_ids} ----------------------> |   every third of the time to live
+       | <---- renewed {valid}                     |   the ids that are still valid
+       | cancel {lease_ids} ---------------------> |   the request left before it was pulled
+       | <---- cancelled {}                        |
+
+Format. One ZeroMQ frame per message (DEALER at D, ROUTER at P), MessagePack: the array
+``[version, message_id, body]``. ``version`` is ``PROTOCOL_VERSION``; it comes first and keeps its place in every
+future version. ``message_id`` is a positive integer chosen by the asker and returned in the answer. ``body`` is a
+map whose key ``type`` names the message; all other keys are the fields of the classes below. Any MessagePack
+library can speak it; unknown keys are ignored, so fields may be added.
+
+Reliability. Each request is idempotent and answered; the asker resends it with the same ``message_id`` until the
+answer comes or its time is out. Messages may be lost, repeated, late or reordered.
+
+Errors. A request that cannot be served is answered with ``error``, whose ``code`` is one of ``ErrorCode``. A frame
+that is not a well-formed message is dropped and counted, or answered with ``error`` where its ``message_id`` could be
+read. Every request names the engine id that it believes to talk to: a restarted engine has a new one and answers
+``unknown_engine``.
+"""
+
+from enum import StrEnum
+from typing import Any
+
+import msgspec
+
+from layout.geometry import ModelIdentity, WorkerGeometry
+
+PROTOCOL_VERSION = 1
+
+#: Frames above this size are dropped unread. The largest message is a welcome: a few hundred bytes a layer
+#: and rank.
+MAX_FRAME_BYTES = 16 * 1024 * 1024
+
+
+class ErrorCode(StrEnum):
+    """Why a request was not served."""
+
+    MALFORMED = "malformed"  # not a message of this protocol
+    VERSION = "version"  # another protocol version; the message names both
+    UNKNOWN_ENGINE = "unknown_engine"  # the engine id is not this engine's: it has restarted, or the address is wrong
+    NOT_READY = "not_ready"  # the engine is still starting; ask again
+    INTERNAL = "internal"  # the handler failed; its log says why
+
+
+class Hello(msgspec.Struct, frozen=True, tag="hello"):
+    """Ask for the geometry of all workers of an engine."""
+
+    engine_id: str
+
+
+class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
+    """The geometry of all workers of an engine, and its model."""
+
+    engine_id: str
+    model: ModelIdentity
+    workers: tuple[WorkerGeometry, ...]
+
+
+class Renew(msgspec.Struct, frozen=True, tag="renew"):
+    """Keep leases alive for another time to live, counted on P's clock from when this arrives."""
+
+    engine_id: str
+    lease_ids: tuple[str, ...]
+
+
+class Renewed(msgspec.Struct, frozen=True, tag="renewed"):
+    """The leases of a renew that were still valid; the others have ended."""
+
+    valid: tuple[str, ...]
+    ttl_s: float  # seconds from the arrival of the renew
+
+
+class Release(msgspec.Struct, frozen=True, tag="release"):
+    """A reader has finished reading (or will not read) its share of a lease's blocks."""
+
+    engine_id: str
+    lease_id: str
+    reader: int  # which of the readers, 0 <= reader < readers
+    readers: int  # how many readers will release this lease
+
+
+class Released(msgspec.Struct, frozen=True, tag="released"):
+    """Whether the lease was valid when the release arrived. If not, what was read must not be used."""
+
+    valid: bool
+
+
+class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
+    """End leases at once, whoever still reads. Unknown ids are ignored."""
+
+    engine_id: str
+    lease_ids: tuple[str, ...]
+
+
+class Cancelled(msgspec.Struct, frozen=True, tag="cancelled"):
+    """The leases have ended."""
+
+
+class Error(msgspec.Struct, frozen=True, tag="error"):
+    """The request was not served."""
+
+    code: ErrorCode
+    message: str  # for people: names the values and the rule
+
+
+Request = Hello | Renew | Release | Cancel
+Reply = Welcome | Renewed | Released | Cancelled | Error
+
+
+class Envelope(msgspec.Struct, frozen=True, array_like=True):
+    """What every frame holds. The body stays undecoded until the version is known to be ours."""
+
+    version: int
+    message_id: int
+    body: msgspec.Raw
+
+
+class MalformedMessage(ValueError):  # noqa: N818
+    """A frame is not a message of this protocol. ``message_id`` is 0 where it could not be read."""
+
+    def __init__(self, reason: str, *, code: ErrorCode = ErrorCode.MALFORMED, message_id: int = 0) -> None:
+        super().__init__(reason)
+        self.code = code
+        self.message_id = message_id
+
+
+_encoder = msgspec.msgpack.Encoder()
+_envelopes = msgspec.msgpack.Decoder(Envelope)
+_requests = msgspec.msgpack.Decoder(Request)
+_replies = msgspec.msgpack.Decoder(Reply)
+
+
+def encode(message_id: int, body: Request | Reply) -> bytes:
+    """One frame."""
+    return _encoder.encode(Envelope(PROTOCOL_VERSION, message_id, msgspec.Raw(_encoder.encode(body))))
+
+
+def decode_request(frame: bytes) -> tuple[int, Request]:
+    """The message id and body of a frame that P received.
+
+    Raises:
+        MalformedMessage: the frame is too large, not MessagePack, of another version, or not a request.
+    """
+    return _decode(frame, _requests)
+
+
+def decode_reply(frame: bytes) -> tuple[int, Reply]:
+    """The message id and body of a frame that D received.
+
+    Raises:
+        MalformedMessage: as for ``decode_request``.
+    """
+    return _decode(frame, _replies)
+
+
+def _decode(frame: bytes, bodies: msgspec.msgpack.Decoder[Any]) -> tuple[int, Any]:
+    if len(frame) > MAX_FRAME_BYTES:
+        raise MalformedMessage(f"frame of {len(frame)} bytes; at most {MAX_FRAME_BYTES} are accepted")
+    try:
+        envelope = _envelopes.decode(frame)
+    except msgspec.MsgspecError as error:
+        raise MalformedMessage(f"not a message of this protocol: {error}") from error
+    if envelope.version != PROTOCOL_VERSION:
+        raise MalformedMessage(
+            f"protocol version {envelope.version}; this side speaks {PROTOCOL_VERSION}",
+            code=ErrorCode.VERSION,
+            message_id=envelope.message_id,
+        )
+    try:
+        return envelope.message_id, bodies.decode(envelope.body)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise MalformedMessage(f"bad message body: {error}", message_id=envelope.message_id) from error

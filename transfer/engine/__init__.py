@@ -1,0 +1,1 @@
+"""One read, three ends: the transfer engine's contract and its implementations."""
