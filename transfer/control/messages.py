@@ -23,10 +23,11 @@ have released, when the lease is cancelled, or when it was not renewed for its t
        | <---- cancelled {}                        |
 
 Format. One ZeroMQ frame per message (DEALER at D, ROUTER at P), MessagePack: the array
-``[version, message_id, body]``. ``version`` is ``PROTOCOL_VERSION``; it comes first and keeps its place in every
-future version. ``message_id`` is a positive integer chosen by the asker and returned in the answer. ``body`` is a
-map whose key ``type`` names the message; all other keys are the fields of the classes below. Any MessagePack
-library can speak it; unknown keys are ignored, so fields may be added.
+``[version, message_id, body]``. ``version`` is ``PROTOCOL_VERSION``; it and ``message_id`` come first and keep their
+places in every future version, so that a mismatch can always be answered. ``message_id`` is a positive integer below
+2**63, chosen by the asker and returned in the answer. ``body`` is a map whose key ``type`` names the message; all
+other keys are the fields of the classes below. Any MessagePack library can speak it; unknown keys are ignored, so
+fields may be added.
 
 Reliability. Each request is idempotent and answered; the asker resends it with the same ``message_id`` until the
 answer comes or its time is out. Messages may be lost, repeated, late or reordered.
@@ -38,7 +39,7 @@ read. Every request names the engine id that it believes to talk to: a restarted
 """
 
 from enum import StrEnum
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -46,9 +47,14 @@ from layout.geometry import ModelIdentity, WorkerGeometry
 
 PROTOCOL_VERSION = 1
 
-#: Frames above this size are dropped unread. The largest message is a welcome: a few hundred bytes a layer
+#: Replies above this size are dropped unread. The largest message is a welcome: a few hundred bytes a layer
 #: and rank.
 MAX_FRAME_BYTES = 16 * 1024 * 1024
+
+#: Requests above this size are refused: it bounds what a peer can make an engine hold. A renew of 20,000 leases fits.
+MAX_REQUEST_BYTES = 1024 * 1024
+
+_MAX_REASON_CHARACTERS = 300  # of a decoder's words, which may quote the frame
 
 
 class ErrorCode(StrEnum):
@@ -130,7 +136,7 @@ class Envelope(msgspec.Struct, frozen=True, array_like=True):
     """What every frame holds. The body stays undecoded until the version is known to be ours."""
 
     version: int
-    message_id: int
+    message_id: Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
     body: msgspec.Raw
 
 
@@ -148,6 +154,9 @@ _envelopes = msgspec.msgpack.Decoder(Envelope)
 _requests = msgspec.msgpack.Decoder(Request)
 _replies = msgspec.msgpack.Decoder(Reply)
 
+# What the decoder raises on bytes of a stranger's choice: besides its own errors, deep nesting and invalid UTF-8.
+_DECODE_ERRORS = (msgspec.MsgspecError, RecursionError, UnicodeDecodeError)
+
 
 def encode(message_id: int, body: Request | Reply) -> bytes:
     """One frame."""
@@ -160,7 +169,7 @@ def decode_request(frame: bytes) -> tuple[int, Request]:
     Raises:
         MalformedMessage: the frame is too large, not MessagePack, of another version, or not a request.
     """
-    return _decode(frame, _requests)
+    return _decode(frame, _requests, MAX_REQUEST_BYTES)
 
 
 def decode_reply(frame: bytes) -> tuple[int, Reply]:
@@ -169,16 +178,30 @@ def decode_reply(frame: bytes) -> tuple[int, Reply]:
     Raises:
         MalformedMessage: as for ``decode_request``.
     """
-    return _decode(frame, _replies)
+    return _decode(frame, _replies, MAX_FRAME_BYTES)
 
 
-def _decode(frame: bytes, bodies: msgspec.msgpack.Decoder[Any]) -> tuple[int, Any]:
-    if len(frame) > MAX_FRAME_BYTES:
-        raise MalformedMessage(f"frame of {len(frame)} bytes; at most {MAX_FRAME_BYTES} are accepted")
+def message_id_of(frame: bytes) -> int:
+    """The message id of a frame of any version, 0 where it cannot be read."""
     try:
-        envelope = _envelopes.decode(frame)
-    except msgspec.MsgspecError as error:
-        raise MalformedMessage(f"not a message of this protocol: {error}") from error
+        return _envelope(frame).message_id
+    except MalformedMessage:
+        return 0
+
+
+def _envelope(frame: bytes) -> Envelope:
+    try:
+        return _envelopes.decode(frame)
+    except _DECODE_ERRORS as error:
+        raise MalformedMessage(f"not a message of this protocol: {_reason(error)}") from error
+
+
+def _decode(frame: bytes, bodies: msgspec.msgpack.Decoder[Any], max_bytes: int) -> tuple[int, Any]:
+    envelope = _envelope(frame)
+    if len(frame) > max_bytes:
+        raise MalformedMessage(
+            f"frame of {len(frame)} bytes; at most {max_bytes} are accepted", message_id=envelope.message_id
+        )
     if envelope.version != PROTOCOL_VERSION:
         raise MalformedMessage(
             f"protocol version {envelope.version}; this side speaks {PROTOCOL_VERSION}",
@@ -187,5 +210,10 @@ def _decode(frame: bytes, bodies: msgspec.msgpack.Decoder[Any]) -> tuple[int, An
         )
     try:
         return envelope.message_id, bodies.decode(envelope.body)
-    except (msgspec.MsgspecError, RecursionError) as error:
-        raise MalformedMessage(f"bad message body: {error}", message_id=envelope.message_id) from error
+    except _DECODE_ERRORS as error:
+        raise MalformedMessage(f"bad message body: {_reason(error)}", message_id=envelope.message_id) from error
+
+
+def _reason(error: Exception) -> str:
+    text = str(error)
+    return text if len(text) <= _MAX_REASON_CHARACTERS else f"{text[:_MAX_REASON_CHARACTERS]}..."

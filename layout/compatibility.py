@@ -1,0 +1,67 @@
+"""What two engines must agree on before a byte moves, checked field by field.
+
+Refusals name the field and both values, because the person who reads them has two command lines to compare.
+"""
+
+from dataclasses import fields
+
+from layout.geometry import CacheGroup, ModelIdentity, Plane
+
+
+class IncompatibleCachesError(ValueError):
+    """KV blocks of the remote engine cannot be used by the local one."""
+
+
+_HINTS = {
+    "config_digest": "the two engines serve different models or revisions",
+    "weights_digest": "the two engines serve different weights of one architecture",
+    "cache_dtype": "start both with the same --kv-cache-dtype and --dtype",
+    "model_dtype": "start both with the same --dtype",
+}
+
+
+def check_models(local: ModelIdentity, remote: ModelIdentity) -> None:
+    """Raise unless both sides serve the same model with the same KV cache data type.
+
+    A digest that is empty on either side means "not known" and is not compared.
+
+    Raises:
+        IncompatibleCachesError: naming every field that differs, with both values.
+    """
+    differing = [
+        field.name
+        for field in fields(ModelIdentity)
+        if getattr(local, field.name) != getattr(remote, field.name)
+        and not (field.name.endswith("_digest") and "" in (getattr(local, field.name), getattr(remote, field.name)))
+    ]
+    if differing:
+        values = "; ".join(
+            f"{name} is {getattr(local, name)!r} here and {getattr(remote, name)!r} there" for name in differing
+        )
+        hints = "; ".join(_HINTS[name] for name in differing if name in _HINTS)
+        raise IncompatibleCachesError(f"the remote engine's model differs: {values}" + (f" ({hints})" if hints else ""))
+
+
+def check_planes(local: Plane, remote: Plane, local_group: CacheGroup, remote_group: CacheGroup) -> None:
+    """Raise unless bytes of ``remote`` can become bytes of ``local`` by moving (layer, head, token) runs.
+
+    Raises:
+        IncompatibleCachesError: naming the field and both values.
+    """
+    for field in ("content", "item_size", "packing"):
+        ours, theirs = getattr(local, field), getattr(remote, field)
+        if ours != theirs:
+            raise IncompatibleCachesError(
+                f"KV cache field {field!r} of part {local.part!r}, layer {local.layers[0]!r} is {ours!r} here and "
+                f"{theirs!r} on the remote engine; it must be equal on both"
+            )
+    if local.packing and local.block_tokens != remote.block_tokens:
+        raise IncompatibleCachesError(
+            f"block size is {local.block_tokens} tokens here and {remote.block_tokens} on the remote engine, and the "
+            f"kernels' packing {local.packing!r} cannot be cut by token; start both with the same --block-size"
+        )
+    if local_group.window != remote_group.window:
+        raise IncompatibleCachesError(
+            f"sliding window of layer {local.layers[0]!r} is {local_group.window} tokens here and "
+            f"{remote_group.window} on the remote engine; it must be equal on both"
+        )

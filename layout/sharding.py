@@ -1,0 +1,116 @@
+"""Which rank holds which heads and layers, and from which remote ranks a local rank reads them.
+
+Pure functions over geometry. Releases are counted by reader, so nothing here has to be decided alike on both
+sides.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from layout.compatibility import IncompatibleCachesError
+from layout.geometry import Plane, WorkerGeometry
+
+
+def held_heads(kv_heads: int, tp_size: int, tp_rank: int) -> tuple[int, int]:
+    """The half-open range of KV heads that a TP rank holds.
+
+    As in vLLM's attention layers: with at most as many ranks as heads each rank holds an equal share, with
+    more ranks than heads each head is held by ``tp_size / kv_heads`` consecutive ranks.
+
+    Raises:
+        ValueError: one of ``kv_heads`` and ``tp_size`` does not divide the other.
+    """
+    if kv_heads % tp_size == 0:
+        share = kv_heads // tp_size
+        return tp_rank * share, (tp_rank + 1) * share
+    if tp_size % kv_heads == 0:
+        head = tp_rank * kv_heads // tp_size
+        return head, head + 1
+    raise ValueError(
+        f"{kv_heads} KV heads cannot be shared among {tp_size} tensor-parallel ranks: neither divides the other"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """A box of one local plane that is read from one remote plane."""
+
+    local_group: int
+    local_plane: int
+    remote_group: int
+    remote_plane: int
+    layers: tuple[str, ...]
+    head_start: int  # global
+    head_end: int  # global, exclusive
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Everything that a local rank reads from one remote rank."""
+
+    remote: int  # index into the remote engine's workers
+    shares: tuple[Share, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Holder:
+    """A remote plane that holds a layer."""
+
+    remote: int
+    group: int
+    plane: int
+    head_start: int
+    head_end: int
+
+
+def choose_sources(local: WorkerGeometry, remotes: Sequence[WorkerGeometry]) -> tuple[Source, ...]:
+    """The remote ranks from which ``local`` reads, and what from each: every (layer, head) exactly once.
+
+    Where several remote ranks hold the same head, local ranks take them in turn, so that replicas share the
+    load.
+
+    Raises:
+        IncompatibleCachesError: a layer or head that is needed here is held nowhere on the remote side.
+    """
+    holders = _holders(remotes)
+    boxes: dict[tuple[int, int, int, int, int, int, int], list[str]] = defaultdict(list)
+    for group_index, group in enumerate(local.groups):
+        for plane_index, plane in enumerate(group.planes):
+            for layer in plane.layers:
+                candidates = holders.get((plane.part, layer), [])
+                for holder, start, end in _cover(plane, layer, candidates, turn=local.tp_rank):
+                    key = (holder.remote, group_index, plane_index, holder.group, holder.plane, start, end)
+                    boxes[key].append(layer)
+    sources: dict[int, list[Share]] = defaultdict(list)
+    for (remote, group_index, plane_index, *box), layers in boxes.items():
+        sources[remote].append(Share(group_index, plane_index, box[0], box[1], tuple(layers), box[2], box[3]))
+    return tuple(Source(remote, tuple(sources[remote])) for remote in sorted(sources))
+
+
+def _holders(remotes: Sequence[WorkerGeometry]) -> dict[tuple[str, str], list[_Holder]]:
+    """Remote planes by (part, layer)."""
+    found: dict[tuple[str, str], list[_Holder]] = defaultdict(list)
+    for remote, worker in enumerate(remotes):
+        for group_index, group in enumerate(worker.groups):
+            for plane_index, plane in enumerate(group.planes):
+                for layer in plane.layers:
+                    holder = _Holder(remote, group_index, plane_index, plane.head_start, plane.head_end)
+                    found[plane.part, layer].append(holder)
+    return found
+
+
+def _cover(plane: Plane, layer: str, candidates: list[_Holder], turn: int) -> Iterator[tuple[_Holder, int, int]]:
+    """Cut a plane's heads into ranges that each have one holder: longest range first, ties in turn."""
+    head = plane.head_start
+    while head < plane.head_end:
+        holding = [holder for holder in candidates if holder.head_start <= head < holder.head_end]
+        if not holding:
+            raise IncompatibleCachesError(
+                f"the remote engine holds no KV cache part {plane.part!r} for head {head} of layer {layer!r}, which is "
+                "needed here; both engines must serve the same model, with the same draft or MTP layers"
+            )
+        end = min(plane.head_end, max(holder.head_end for holder in holding))
+        longest = [holder for holder in holding if holder.head_end >= end]
+        yield longest[turn % len(longest)], head, end
+        head = end

@@ -1,0 +1,94 @@
+"""The connector's settings: the keys of ``kv_connector_extra_config``, typed and validated.
+
+Every key has a default; an unknown key or a wrong value is refused at start-up with the nearest valid key or the
+rule that it breaks.
+"""
+
+import difflib
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Port = Annotated[int, Field(ge=0, le=65535)]
+Count = Annotated[int, Field(ge=1)]
+
+
+class ConfigError(ValueError):
+    """A setting of ``kv_connector_extra_config`` is unknown or wrong."""
+
+
+class ConnectorConfig(BaseModel):
+    """Settings of one vLLM instance. The field descriptions are the documentation."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    host: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Address under which other machines reach this one, for the control channel and the transfer "
+        "engine. Default: vLLM's own choice (VLLM_HOST_IP, else the address of the default route).",
+    )
+    port: Port = Field(
+        default=0, description="Port of the control channel of a prefill engine; 0 lets the system choose a free one."
+    )
+    protocol: Literal["auto", "tcp", "rdma", "ascend"] = Field(
+        default="auto",
+        description="Transport of the transfer engine. auto: tcp on CPU, rdma on CUDA, ascend on NPU.",
+    )
+    devices: str = Field(
+        default="", description="Network devices for rdma, separated by commas; empty lets the engine choose."
+    )
+    cross_layer_blocks: bool = Field(
+        default=True,
+        description="Keep all layers of a block together in memory where the attention backend allows it, so that a "
+        "block is one transfer.",
+    )
+    lease_ttl_s: Seconds = Field(
+        default=30.0,
+        description="How long a prefill engine keeps a finished prompt's blocks after the last sign of interest from "
+        "the decode engine.",
+    )
+    handshake_timeout_s: Seconds = Field(
+        default=10.0, description="How long a decode engine waits for a prefill engine to describe its caches."
+    )
+    pull_timeout_s: Seconds = Field(
+        default=60.0, description="How long a request may wait for its blocks, all steps together, before it fails."
+    )
+    descriptors_per_call: Annotated[int, Field(ge=1, le=1024)] = Field(
+        default=256, description="Descriptors handed to the transfer engine in one call."
+    )
+    max_descriptors_in_flight: Annotated[int, Field(ge=1, le=1024)] = Field(
+        default=1024,
+        description="Descriptors under way to one peer at any time. The engine's TCP transport breaks above.",
+    )
+    peer_idle_s: Seconds = Field(
+        default=600.0, description="After how long without a pull the connection to a prefill engine is closed."
+    )
+    model_check: Literal["weights", "config", "off"] = Field(
+        default="weights",
+        description="What must be equal on both sides besides the shape of the caches. weights: the model's "
+        "configuration and a sample of its weight files; config: the configuration only; off: neither, for models "
+        "that are known to produce the same KV cache from different files (such as differently quantised ones).",
+    )
+
+
+def parse_config(extra_config: dict[str, Any]) -> ConnectorConfig:
+    """Validate ``kv_connector_extra_config``.
+
+    Raises:
+        ConfigError: an unknown key (with the nearest valid one) or a wrong value (with the value and the rule).
+    """
+    try:
+        return ConnectorConfig.model_validate(extra_config)
+    except ValidationError as error:
+        problems = [_explain(str(item["loc"][0]), item["type"], item["msg"], item["input"]) for item in error.errors()]
+        raise ConfigError("kv_connector_extra_config: " + "; ".join(problems)) from None
+
+
+def _explain(key: str, kind: str, message: str, value: Any) -> str:
+    if kind != "extra_forbidden":
+        return f"{key} = {value!r}: {message[0].lower()}{message[1:]}"
+    valid = list(ConnectorConfig.model_fields)
+    near = difflib.get_close_matches(key, valid, n=1)
+    return f"unknown key {key!r}" + (f", did you mean {near[0]!r}?" if near else f"; valid keys are {', '.join(valid)}")

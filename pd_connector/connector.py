@@ -1,0 +1,219 @@
+"""``PDConnector``: vLLM's face of the connector. Delegates to the two halves and holds no logic of its own.
+
+Every call that vLLM's scheduler or model thread makes is timed, so that "the connector never waits" is a number.
+"""
+
+from collections.abc import Callable
+from functools import wraps
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
+
+import torch
+
+from pd_connector.config import parse_config
+from pd_connector.cpu_layouts import wanted_layout
+from pd_connector.metadata import StepOrders, WorkerHandshake
+from pd_connector.scheduler.half import SchedulerHalf
+from pd_connector.stats import ConnectorPromMetrics, ConnectorStats, StatsRecorder
+from pd_connector.vllm_compat import (
+    CacheHitSource,
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    SupportsHMA,
+    check_supported,
+    extra_config,
+    share_logging,
+)
+from pd_connector.worker.half import WorkerHalf
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _timed(method: Callable[Concatenate["PDConnector", P], R]) -> Callable[Concatenate["PDConnector", P], R]:
+    """Measure the wall time of a connector call, see ``StatsRecorder.timed``."""
+
+    name = method.__name__
+
+    @wraps(method)
+    def measured(self: "PDConnector", /, *args: P.args, **kwargs: P.kwargs) -> R:
+        with self.stats.timed(f"{self.side}.{name}"):
+            return method(self, *args, **kwargs)
+
+    return measured
+
+
+class PDConnector(KVConnectorBase_V1, SupportsHMA):
+    """Prefill/decode disaggregation by pulling KV blocks. One instance per process: scheduler or worker side.
+
+    Settings are the keys of ``kv_connector_extra_config``, see ``pd_connector.config``.
+    """
+
+    _cache_hit_source = CacheHitSource.P2P
+
+    def __init__(self, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: "KVCacheConfig") -> None:
+        """Called by vLLM in the scheduler process and in every worker.
+
+        Raises:
+            ConfigError: a setting is unknown or wrong.
+            UnsupportedError: the engine's configuration cannot be served.
+            ControlStartError: the control port is in use.
+        """
+        share_logging()
+        super().__init__(vllm_config, role, kv_cache_config)
+        config = parse_config(dict(extra_config(vllm_config)))
+        check_supported(vllm_config)
+        self.stats = StatsRecorder()
+        self._scheduler_half: SchedulerHalf | None = None
+        self._worker_half: WorkerHalf | None = None
+        if role == KVConnectorRole.SCHEDULER:
+            self._scheduler_half = SchedulerHalf(vllm_config, config, self.stats)
+        else:
+            self._worker_half = WorkerHalf(vllm_config, kv_cache_config, config, self.stats)
+
+    @property
+    def side(self) -> str:
+        """ "scheduler" or "worker"."""
+        return "scheduler" if self._scheduler_half is not None else "worker"
+
+    @property
+    def _scheduler(self) -> SchedulerHalf:
+        assert self._scheduler_half is not None, "called on the worker side"
+        return self._scheduler_half
+
+    @property
+    def _worker(self) -> WorkerHalf:
+        assert self._worker_half is not None, "called on the scheduler side"
+        return self._worker_half
+
+    def shutdown(self) -> None:
+        """End all transfers and threads of this process."""
+        for half in (self._scheduler_half, self._worker_half):
+            if half is not None:
+                half.shutdown()
+
+    # Both sides
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: "VllmConfig") -> str | None:
+        """The physical layout that keeps all layers of a block together, where the backend allows it."""
+        return wanted_layout(vllm_config)
+
+    def get_kv_connector_stats(self) -> ConnectorStats | None:
+        """What was counted in this process since the last call."""
+        if self._scheduler_half is not None:
+            self._scheduler_half.count_leases()
+        return self.stats.take()
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> ConnectorStats | None:
+        """Statistics from the form in which they travel between processes."""
+        return ConnectorStats(data) if data else None
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: "VllmConfig",
+        metric_types: dict[type[Any], type[Any]],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> ConnectorPromMetrics:
+        """The connector's metrics on vLLM's ``/metrics``."""
+        return ConnectorPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    # Scheduler side
+
+    @_timed
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
+    ) -> None:
+        """Take the workers' caches, keyed by (pipeline rank, tensor-parallel rank)."""
+        self._scheduler.set_workers(
+            {key: value for key, value in metadata.items() if isinstance(value, WorkerHandshake)}
+        )
+
+    @_timed
+    def on_new_request(self, request: "Request") -> None:
+        """A request has arrived."""
+        self._scheduler.add_request(request)
+
+    @_timed
+    def get_num_new_matched_tokens(self, request: "Request", num_computed_tokens: int) -> tuple[int | None, bool]:
+        """Prompt tokens to be pulled beyond ``num_computed_tokens``; always asynchronously."""
+        missing = self._scheduler.missing_tokens(request, num_computed_tokens)
+        return missing, missing > 0
+
+    @_timed
+    def update_state_after_alloc(self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int) -> None:
+        """The request has its blocks."""
+        self._scheduler.blocks_allocated(request, blocks, num_external_tokens)
+
+    @_timed
+    def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> KVConnectorMetadata:
+        """The orders of this step."""
+        return self._scheduler.step_orders()
+
+    @_timed
+    def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
+        """Take what all workers have reported."""
+        self._scheduler.pulls_settled(set(connector_output.finished_recving or ()))
+
+    def request_finished(self, request: "Request", block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """As ``request_finished_all_groups``, for a model with one cache group."""
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    @_timed
+    def request_finished_all_groups(
+        self, request: "Request", block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """A request has ended: whether its blocks are kept under a lease, and the params for the decode leg."""
+        return self._scheduler.request_finished(request, block_ids)
+
+    # Worker side
+
+    @_timed
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Take the caches of the model runner."""
+        self._worker.register_caches(kv_caches)
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        """This worker's caches, for the scheduler process."""
+        return self._worker.handshake()
+
+    @_timed
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """Carry out a step's orders.
+
+        Not in ``start_load_kv``, which vLLM calls after the forward pass: pulls go into blocks that no forward pass
+        touches (vLLM defers the reuse of freed blocks for consumers), so they can start before it.
+        """
+        super().bind_connector_metadata(connector_metadata)
+        assert isinstance(connector_metadata, StepOrders)
+        self._worker.execute(connector_metadata)
+
+    @_timed
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """What has ended on this rank since the last call."""
+        return self._worker.take_results()
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Nothing to do: see ``bind_connector_metadata``."""
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing to do: a request is scheduled only when its blocks are complete."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+        """Nothing to do: decode engines read the blocks where they are."""
+
+    def wait_for_save(self) -> None:
+        """Nothing to do: decode engines read the blocks where they are."""

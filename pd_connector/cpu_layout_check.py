@@ -1,0 +1,159 @@
+"""The proof that a paged attention kernel works on a KV cache of another physical layout.
+
+Kernels are run on a plain LBHNC cache, and again, with the same inputs, on views into one allocation of several
+layers in the layout under test. Outputs and cache contents must agree bit for bit after every step, and as every
+byte of the allocation belongs to some layer and block, so must the bytes that the step had no business with.
+
+This module knows arithmetic and torch. How a backend's kernels are called, and what follows from a failure, is the
+business of ``cpu_layouts``.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+LAYERS = 3
+BLOCKS = 7
+
+#: Physical axis order of the logical axes [L, B, H, N, C]: the layout that the proof starts from.
+PLAIN = (0, 1, 2, 3, 4)
+
+#: The blocks of two sequences, out of order; blocks 2 and 4 belong to nobody.
+_BLOCK_TABLE = ((5, 0, 3), (1, 6, 2))
+
+
+@dataclass(frozen=True, slots=True)
+class CacheShape:
+    """What one layer's kernels read and write, as one worker sees it."""
+
+    heads: int  # query heads
+    kv_heads: int
+    head_size: int  # items
+    block_tokens: int
+    dtype: torch.dtype  # of queries, keys, values
+    cache_dtype: torch.dtype
+
+    def __str__(self) -> str:
+        return (
+            f"{self.heads} heads, {self.kv_heads} KV heads, head size {self.head_size}, block size "
+            f"{self.block_tokens}, {self.dtype}, cache {self.cache_dtype}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One step over both sequences: which tokens are new, and where they go."""
+
+    query_start: torch.Tensor  # int32 [3]: where each sequence's new tokens begin, and their number
+    sequence_lengths: torch.Tensor  # int32 [2]: tokens, the new ones counted
+    longest_query: int
+    longest_sequence: int
+    block_table: torch.Tensor  # int32 [2, 3]
+    slots: torch.Tensor  # int64 [tokens]: block * block_tokens + offset of each new token
+
+    @property
+    def tokens(self) -> int:
+        """New tokens of both sequences."""
+        return int(self.query_start[-1])
+
+
+class Kernels(Protocol):
+    """The two kernels of a paged attention layer. ``cache`` is a view [B, H, N, C] of one layer, C = K and V."""
+
+    def write(self, key: torch.Tensor, value: torch.Tensor, cache: torch.Tensor, batch: Batch) -> None:
+        """Store the new tokens' keys and values, each [tokens, kv_heads, head_size]."""
+
+    def attend(self, query: torch.Tensor, cache: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """The attention output [tokens, heads, head_size] of the new tokens' queries of the same shape."""
+
+
+def difference(kernels: Kernels, shape: CacheShape, order: tuple[int, ...]) -> str:
+    """Where the kernels behave differently in the layout ``order``; empty if nowhere.
+
+    ``order`` is the physical order of the logical axes [L, B, H, N, C]. An exception that the kernels raise in
+    this layout alone is a difference; one that they raise on the plain layout comes out.
+    """
+    with torch.no_grad():
+        return _difference(kernels, shape, order)
+
+
+def _difference(kernels: Kernels, shape: CacheShape, order: tuple[int, ...]) -> str:
+    plain, tested = _allocation(shape, PLAIN), _allocation(shape, order)
+    for step, batch in enumerate(_batches(shape.block_tokens)):
+        inputs = [_inputs(shape, batch, seed=step * LAYERS + layer) for layer in range(LAYERS)]
+        # Every layer writes before any attends: a layer that wrote over another one's bytes shows in both.
+        for layer, (_, key, value) in enumerate(inputs):
+            kernels.write(key, value, plain[layer], batch)
+            try:
+                kernels.write(key, value, tested[layer], batch)
+            except Exception as error:
+                return f"writing raises {type(error).__name__}: {error}"
+        if not _same_bits(plain, tested):
+            return f"after writing in step {step} the cache holds other bytes than in LBHNC"
+        for layer, (query, _, _) in enumerate(inputs):
+            expected = kernels.attend(query, plain[layer], batch)
+            try:
+                output = kernels.attend(query, tested[layer], batch)
+            except Exception as error:
+                return f"attention raises {type(error).__name__}: {error}"
+            if not _same_bits(expected, output):
+                return f"the attention output of layer {layer} in step {step} differs from LBHNC"
+    return "" if _same_bits(plain, tested) else "attention changed the cache"
+
+
+def _allocation(shape: CacheShape, order: tuple[int, ...]) -> torch.Tensor:
+    """A cache [L, B, H, N, C] whose memory lies in ``order``, filled with finite values that depend on the place."""
+    sizes = (LAYERS, BLOCKS, shape.kv_heads, shape.block_tokens, 2 * shape.head_size)
+    memory = torch.empty([sizes[axis] for axis in order], dtype=shape.cache_dtype, device="cpu")
+    cache = memory.permute([order.index(axis) for axis in range(len(order))])
+    # The period is prime: no stride of a cache is a multiple of it, so that a wrong place has other contents.
+    period = torch.arange(509, device="cpu")
+    if shape.cache_dtype.is_floating_point:
+        values = ((period - 254) / 128).to(shape.cache_dtype)
+    else:
+        values = (period % 61).to(shape.cache_dtype)  # quantised: no NaN in any 8-bit float format
+    cache.copy_(values.repeat(cache.numel() // 509 + 1)[: cache.numel()].view(sizes))
+    return cache
+
+
+def _inputs(shape: CacheShape, batch: Batch, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Query, key and value of one layer's step. A generator of its own: the global one belongs to the model."""
+    random = torch.Generator(device="cpu").manual_seed(seed)
+
+    def normal(heads: int) -> torch.Tensor:
+        values = torch.randn(
+            (batch.tokens, heads, shape.head_size), generator=random, dtype=torch.float32, device="cpu"
+        )
+        return values.to(shape.dtype)
+
+    return normal(shape.heads), normal(shape.kv_heads), normal(shape.kv_heads)
+
+
+def _batches(block_tokens: int) -> Iterator[Batch]:
+    """Prefill of two sequences; a chunk of one beside a decode of the other; decodes, one into a new block."""
+    for first, second in (
+        ((0, block_tokens + 3), (0, block_tokens - 1)),
+        ((block_tokens + 3, 2 * block_tokens + 4), (block_tokens - 1, block_tokens)),
+        ((2 * block_tokens + 4, 2 * block_tokens + 5), (block_tokens, block_tokens + 1)),
+    ):
+        lengths = [first[1] - first[0], second[1] - second[0]]
+        slots = [
+            blocks[token // block_tokens] * block_tokens + token % block_tokens
+            for blocks, tokens in zip(_BLOCK_TABLE, (first, second), strict=True)
+            for token in range(*tokens)
+        ]
+        yield Batch(
+            query_start=torch.tensor([0, lengths[0], sum(lengths)], dtype=torch.int32, device="cpu"),
+            sequence_lengths=torch.tensor([first[1], second[1]], dtype=torch.int32, device="cpu"),
+            longest_query=max(lengths),
+            longest_sequence=max(first[1], second[1]),
+            block_table=torch.tensor(_BLOCK_TABLE, dtype=torch.int32, device="cpu"),
+            slots=torch.tensor(slots, dtype=torch.int64, device="cpu"),
+        )
+
+
+def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[one.element_size()]
+    return bool(torch.equal(one.view(bits), other.view(bits)))

@@ -1,0 +1,45 @@
+"""What the scheduler half tells the worker half in one step, and what workers say about themselves at start-up.
+
+The two halves share nothing else. Everything here is plain frozen data that survives the way between processes.
+"""
+
+from dataclasses import dataclass, field
+
+from layout.geometry import WorkerGeometry
+from pd_connector.params import RemotePrefill
+from pd_connector.vllm_compat import KVConnectorHandshakeMetadata, KVConnectorMetadata
+
+
+@dataclass(frozen=True)
+class PullOrder:
+    """Read a request's prompt tokens ``first_token`` to ``end_token`` (exclusive) from a prefill engine."""
+
+    request_id: str
+    remote: RemotePrefill
+    local_block_ids: tuple[tuple[int, ...], ...]  # per cache group, the whole block table; 0 marks a hole
+    first_token: int
+    end_token: int
+
+
+@dataclass(frozen=True)
+class RefuseOrder:
+    """Report a request as failed: it cannot be pulled, and the scheduler half knows why."""
+
+    request_id: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class StepOrders(KVConnectorMetadata):
+    """All orders of one scheduler step."""
+
+    pulls: tuple[PullOrder, ...] = field(default=())
+    refusals: tuple[RefuseOrder, ...] = field(default=())
+    ended_leases: tuple[str, ...] = field(default=())  # request ids whose blocks the prefill engine may free
+
+
+@dataclass(frozen=True)
+class WorkerHandshake(KVConnectorHandshakeMetadata):
+    """A worker's caches, handed to the scheduler process, which describes them to decode engines."""
+
+    geometry: WorkerGeometry

@@ -1,0 +1,89 @@
+"""``kv_transfer_params``: what a prefill engine tells a decode engine about a request, by way of the router.
+
+The keys that existing routers know are kept (``do_remote_prefill``, ``remote_engine_id``, ``remote_block_ids``, ...);
+routers pass the others on as they are. A decode engine gets them from a client, so every field is checked.
+"""
+
+import hashlib
+from typing import Annotated, Any
+
+import msgspec
+
+Text = Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
+BlockId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+
+
+class ParamsError(ValueError):
+    """The ``kv_transfer_params`` of a request are missing something, wrong, or belong to another request."""
+
+
+class RemotePrefill(msgspec.Struct, frozen=True):
+    """A prompt whose KV blocks wait on a prefill engine, under a lease."""
+
+    remote_engine_id: Text
+    remote_request_id: Text
+    remote_host: Text
+    remote_port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
+    remote_block_ids: tuple[tuple[BlockId, ...], ...]  # per cache group, one entry a block; 0 marks a block not held
+    remote_num_tokens: Annotated[int, msgspec.Meta(ge=1)]  # prompt tokens whose KV the blocks hold
+    tp_size: Annotated[int, msgspec.Meta(ge=1)]
+    lease_id: Text
+    lease_ttl_s: Annotated[float, msgspec.Meta(gt=0)]
+    prompt_digest: str  # of the prompt that was prefilled, see ``prompt_digest``
+
+    def to_params(self) -> dict[str, Any]:
+        """The JSON-ready form that the prefill engine answers with."""
+        return {"do_remote_prefill": True, "do_remote_decode": False, **msgspec.to_builtins(self)}
+
+
+def is_prefill_leg(params: dict[str, Any] | None) -> bool:
+    """Whether the request asks this engine to prefill for another one."""
+    return bool(params and params.get("do_remote_decode"))
+
+
+def is_decode_leg(params: dict[str, Any] | None) -> bool:
+    """Whether the request asks this engine to pull the prompt's KV blocks from another one."""
+    return bool(params and params.get("do_remote_prefill"))
+
+
+def parse_remote_prefill(params: dict[str, Any], num_tokens: int, digest: str) -> RemotePrefill:
+    """Check the params of a decode leg against the request that brought them.
+
+    Args:
+        params: as received.
+        num_tokens: prompt tokens of the request.
+        digest: ``prompt_digest`` of the request.
+
+    Raises:
+        ParamsError: naming the field, the value and the rule.
+    """
+    try:
+        remote = msgspec.convert(params, RemotePrefill)
+    except msgspec.ValidationError as error:
+        raise ParamsError(
+            f"kv_transfer_params are not what a PDConnector prefill engine answered with: {error}. Pass the "
+            "kv_transfer_params of its response on unchanged"
+        ) from None
+    if remote.remote_num_tokens != num_tokens:
+        raise ParamsError(
+            f"the prefill engine computed {remote.remote_num_tokens} prompt tokens and this request has {num_tokens}: "
+            "the two legs must carry the same prompt, through the same tokenizer and chat template"
+        )
+    if remote.prompt_digest and digest and remote.prompt_digest != digest:
+        raise ParamsError(
+            f"the prefilled prompt (digest {remote.prompt_digest}) is not the one of this request ({digest}): "
+            "kv_transfer_params belong to one prompt and cannot be used for another"
+        )
+    return remote
+
+
+def prompt_digest(token_ids: list[int] | None, extra: tuple[str, ...]) -> str:
+    """16 hexadecimal digits that tell prompts apart; empty for a prompt without token ids.
+
+    ``extra`` names what else shapes the KV cache: LoRA adapter, multimodal inputs.
+    """
+    if not token_ids:
+        return ""
+    digest = hashlib.blake2b(digest_size=8)
+    digest.update(msgspec.msgpack.encode((token_ids, extra)))
+    return digest.hexdigest()

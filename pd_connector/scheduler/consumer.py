@@ -1,0 +1,149 @@
+"""The scheduler half of a decode engine: decides what is pulled, keeps the leases alive, lets go of them.
+
+A request with a prompt on a prefill engine passes through these states, each entered once:
+
+    waiting --- blocks allocated ---> pulling --- all ranks have settled ---> (forgotten)
+       |                                 ^
+       |--- nothing is missing ----------|-----> lease cancelled, computed here
+       |--- left before allocation ------|-----> lease cancelled
+       '--- params refused --------------'       reported as failed by the workers
+
+Everything runs on the scheduler's thread and nothing here waits: messages to prefill engines are handed to the
+control client, whose thread resends them until they are answered.
+"""
+
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pd_connector.metadata import PullOrder, RefuseOrder
+from pd_connector.params import ParamsError, RemotePrefill, parse_remote_prefill, prompt_digest
+from pd_connector.vllm_compat import init_logger, prompt_shape
+from transfer.control.client import ControlClient
+from transfer.control.messages import Cancel, Renew, Reply
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+logger = init_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Refused:
+    """A decode leg whose params cannot be used."""
+
+    reason: str
+
+
+class Consumer:
+    """Owns the decode engine's view of its pulls. All methods belong to the scheduler's thread."""
+
+    def __init__(
+        self, client: ControlClient, message_timeout_s: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._client = client
+        self._message_timeout_s = message_timeout_s
+        self._clock = clock
+        self._waiting: dict[str, RemotePrefill | _Refused] = {}
+        self._pulling: dict[str, RemotePrefill | _Refused] = {}
+        self._renew_at: dict[str, float] = {}  # by request id, for all leases that are kept alive
+        self._pulls: list[PullOrder] = []
+        self._refusals: list[RefuseOrder] = []
+
+    def add_request(self, request: "Request") -> None:
+        """Take up a request whose prompt waits on a prefill engine. An id that is here already keeps its first params."""
+        if request.request_id in self._waiting or request.request_id in self._pulling:
+            logger.error("PDConnector: request %s came twice; the second one is ignored", request.request_id)
+            return
+        try:
+            digest = prompt_digest(*prompt_shape(request))
+            remote = parse_remote_prefill(request.kv_transfer_params, request.num_prompt_tokens, digest)
+        except ParamsError as error:
+            logger.error("PDConnector: request %s cannot pull its prompt: %s", request.request_id, error)
+            self._waiting[request.request_id] = _Refused(str(error))
+            return
+        self._waiting[request.request_id] = remote
+        self._renew_at[request.request_id] = self._clock() + remote.lease_ttl_s / 3
+
+    def missing_tokens(self, request: "Request", computed_tokens: int) -> int:
+        """Prompt tokens to pull beyond the ``computed_tokens`` that the local prefix cache holds.
+
+        The last prompt token is always computed here, because its output is the first token to sample.
+        """
+        if request.request_id not in self._waiting:
+            return 0
+        wanted: int = request.num_prompt_tokens - 1
+        return max(wanted - computed_tokens, 0)
+
+    def start_pull(self, request: "Request", block_ids: tuple[tuple[int, ...], ...], external_tokens: int) -> None:
+        """Order the pull of ``external_tokens`` tokens into the request's blocks, or let go of the lease if none."""
+        entry = self._waiting.pop(request.request_id, None)
+        if entry is None:
+            return
+        if external_tokens == 0:
+            self._cancel(request.request_id, entry)
+            return
+        self._pulling[request.request_id] = entry
+        if isinstance(entry, _Refused):
+            self._refusals.append(RefuseOrder(request.request_id, entry.reason))
+            return
+        end = request.num_prompt_tokens - 1
+        self._pulls.append(PullOrder(request.request_id, entry, block_ids, end - external_tokens, end))
+
+    def take_orders(self) -> tuple[tuple[PullOrder, ...], tuple[RefuseOrder, ...]]:
+        """The orders since the last step; renews the leases that are due."""
+        self._renew_due()
+        orders = tuple(self._pulls), tuple(self._refusals)
+        self._pulls, self._refusals = [], []
+        return orders
+
+    def settle(self, request_id: str) -> None:
+        """All ranks have reported a pull; they have released its lease themselves."""
+        self._pulling.pop(request_id, None)
+        self._renew_at.pop(request_id, None)
+
+    def finish_request(self, request_id: str) -> None:
+        """A request has left. Its lease is let go of unless workers are still reading; they release it."""
+        entry = self._waiting.pop(request_id, None)
+        if entry is not None:
+            self._cancel(request_id, entry)
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless the books balance."""
+        assert not self._waiting.keys() & self._pulling.keys(), "a request waits and pulls at once"
+        leased = {
+            request_id
+            for request_id, entry in (self._waiting | self._pulling).items()
+            if isinstance(entry, RemotePrefill)
+        }
+        assert leased == self._renew_at.keys(), "leases are renewed for other requests than those that need them"
+
+    def _cancel(self, request_id: str, entry: RemotePrefill | _Refused) -> None:
+        self._renew_at.pop(request_id, None)
+        if isinstance(entry, RemotePrefill):
+            message = Cancel(entry.remote_engine_id, (entry.lease_id,))
+            self._send(entry.remote_host, entry.remote_port, message)
+
+    def _renew_due(self) -> None:
+        now = self._clock()
+        due = [request_id for request_id, at in self._renew_at.items() if at <= now]
+        by_engine: dict[tuple[str, str, int], list[str]] = defaultdict(list)
+        for request_id in due:
+            entry = self._waiting.get(request_id) or self._pulling[request_id]
+            assert isinstance(entry, RemotePrefill)
+            by_engine[entry.remote_engine_id, entry.remote_host, entry.remote_port].append(entry.lease_id)
+            self._renew_at[request_id] = now + entry.lease_ttl_s / 3
+        for (engine_id, host, port), lease_ids in by_engine.items():
+            self._send(host, port, Renew(engine_id, tuple(lease_ids)))
+
+    def _send(self, host: str, port: int, message: Renew | Cancel) -> None:
+        """Hand a message over; if it is never answered, the lease ends by itself."""
+        self._client.request(host, port, message, self._message_timeout_s).add_done_callback(_log_failure)
+
+
+def _log_failure(future: "Future[Reply]") -> None:
+    if not future.cancelled() and (error := future.exception()) is not None:
+        logger.warning("PDConnector: a prefill engine was not told about a lease, which will expire: %s", error)

@@ -1,0 +1,114 @@
+"""The scheduler half: what vLLM's scheduler asks the connector, answered by the producer and the consumer."""
+
+from typing import TYPE_CHECKING, Any
+
+from pd_connector.config import ConnectorConfig
+from pd_connector.metadata import StepOrders, WorkerHandshake
+from pd_connector.params import is_decode_leg, is_prefill_leg
+from pd_connector.scheduler.consumer import Consumer
+from pd_connector.scheduler.producer import Producer
+from pd_connector.stats import StatsRecorder
+from pd_connector.vllm_compat import (
+    EngineRole,
+    block_ids_by_group,
+    engine_ranks,
+    host_address,
+    init_logger,
+    model_identity,
+    prefill_is_complete,
+)
+from transfer.control.client import ControlClient
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.request import Request
+
+logger = init_logger(__name__)
+
+
+class SchedulerHalf:
+    """Lives in the engine core; every method is called on the scheduler's thread and none waits for a peer."""
+
+    def __init__(self, vllm_config: "VllmConfig", config: ConnectorConfig, stats: StatsRecorder) -> None:
+        self._stats = stats
+        role = EngineRole.of(vllm_config)
+        self._producer: Producer | None = None
+        self._consumer: Consumer | None = None
+        self._client: ControlClient | None = None
+        if role.produces:
+            host = config.host or host_address()
+            model = model_identity(vllm_config, config.model_check)
+            tp_size, _ = engine_ranks(vllm_config)
+            self._producer = Producer(host, config.port, config.lease_ttl_s, model, tp_size)
+        if role.consumes:
+            self._client = ControlClient()
+            self._consumer = Consumer(self._client, config.handshake_timeout_s)
+
+    def set_workers(self, handshakes: dict[tuple[int, int], WorkerHandshake]) -> None:
+        """Take the workers' caches, keyed by (pipeline rank, tensor-parallel rank)."""
+        if self._producer is not None:
+            self._producer.set_workers(tuple(handshakes[ranks].geometry for ranks in sorted(handshakes)))
+
+    def add_request(self, request: "Request") -> None:
+        """A request has arrived."""
+        params = request.kv_transfer_params
+        if is_decode_leg(params):
+            if self._consumer is not None:
+                self._consumer.add_request(request)
+            else:
+                self._warn_of_role(request, "do_remote_prefill", "kv_consumer")
+        elif is_prefill_leg(params) and self._producer is None:
+            self._warn_of_role(request, "do_remote_decode", "kv_producer")
+
+    def missing_tokens(self, request: "Request", computed_tokens: int) -> int:
+        """Prompt tokens that will be pulled, beyond the computed ones."""
+        return self._consumer.missing_tokens(request, computed_tokens) if self._consumer else 0
+
+    def blocks_allocated(self, request: "Request", blocks: "KVCacheBlocks", external_tokens: int) -> None:
+        """The request has its blocks; the pull can start."""
+        if self._consumer is not None:
+            self._consumer.start_pull(request, block_ids_by_group(blocks), external_tokens)
+
+    def step_orders(self) -> StepOrders:
+        """What the workers have to do in this step."""
+        pulls, refusals = self._consumer.take_orders() if self._consumer else ((), ())
+        ended = self._producer.leases.collect() if self._producer else ()
+        return StepOrders(pulls, refusals, ended)
+
+    def pulls_settled(self, request_ids: set[str]) -> None:
+        """All ranks have reported these pulls."""
+        if self._consumer is not None:
+            for request_id in request_ids:
+                self._consumer.settle(request_id)
+
+    def request_finished(
+        self, request: "Request", block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """A request has ended: whether its blocks must be kept, and what the response tells the router."""
+        if self._consumer is not None:
+            self._consumer.finish_request(request.request_id)
+        leased = self._producer is not None and is_prefill_leg(request.kv_transfer_params)
+        if not leased or not prefill_is_complete(request) or not any(block_ids):
+            return False, None
+        assert self._producer is not None
+        return True, self._producer.finish_prefill(request, block_ids)
+
+    def count_leases(self) -> None:
+        """Add the leases granted and ended since the last call to the statistics."""
+        if self._producer is not None:
+            for event, number in self._producer.leases.take_events().items():
+                self._stats.count("leases", number, event)
+
+    def shutdown(self) -> None:
+        """Stop answering and asking; joins all threads."""
+        if self._producer is not None:
+            self._producer.close()
+        if self._client is not None:
+            self._client.close()
+
+    def _warn_of_role(self, request: "Request", key: str, role: str) -> None:
+        logger.warning(
+            "PDConnector: request %s asks for %s, which needs kv_role %s or kv_both; it is served without a transfer",
+            request.request_id, key, role,
+        )  # fmt: skip

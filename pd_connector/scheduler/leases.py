@@ -1,0 +1,154 @@
+"""The leases of a prefill engine: which requests' blocks must stay unchanged, and until when.
+
+A lease is granted when a prefill ends and ends exactly once: released by all its readers, cancelled, or expired.
+Only then may the request's blocks be freed, which the owner learns from ``collect``. Ended leases are remembered
+for a while so that repeated messages get the answer that the first one got.
+"""
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+
+class LeaseEnd(StrEnum):
+    """How a lease ended."""
+
+    RELEASED = "released"
+    CANCELLED = "cancelled"
+    EXPIRED = "expired"
+
+
+@dataclass(slots=True)
+class _Lease:
+    request_id: str
+    expires_at: float
+    readers: int = 0  # as the first reader said; 0 while nobody has
+    released_by: set[int] = field(default_factory=set)
+
+
+@dataclass(frozen=True, slots=True)
+class _PastLease:
+    readers: int
+    released_by: frozenset[int]  # the readers whose release was valid
+    forget_at: float
+
+
+class LeaseTable:
+    """All leases of one prefill engine.
+
+    Thread-safe: the scheduler's thread grants and collects, the control channel's thread renews, releases and
+    cancels. Every method takes microseconds. Expiry is decided on ``clock``, a monotonic clock in seconds.
+    """
+
+    def __init__(self, ttl_s: float, clock: Callable[[], float]) -> None:
+        self.ttl_s = ttl_s
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._active: dict[str, _Lease] = {}
+        self._past: dict[str, _PastLease] = {}  # in the order in which they ended
+        self._ended_requests: list[str] = []  # since the last collect
+        self._no_expiry_before = 0.0  # renewals only move expiries back, so this bound saves most scans
+        self._events: Counter[str] = Counter()
+
+    def grant(self, lease_id: str, request_id: str) -> None:
+        """Start a lease over a request's blocks. The caller keeps the blocks until ``collect`` names the request.
+
+        Raises:
+            ValueError: the id was used before.
+        """
+        with self._lock:
+            if lease_id in self._active or lease_id in self._past:
+                raise ValueError(f"lease {lease_id} was granted before")
+            self._active[lease_id] = _Lease(request_id, self._clock() + self.ttl_s)
+            self._events["granted"] += 1
+
+    def renew(self, lease_ids: Iterable[str]) -> tuple[str, ...]:
+        """Give leases another time to live; returns those that were still valid."""
+        with self._lock:
+            now = self._clock()
+            self._expire(now)
+            renewed = tuple(lease_id for lease_id in lease_ids if lease_id in self._active)
+            for lease_id in renewed:
+                self._active[lease_id].expires_at = now + self.ttl_s
+            return renewed
+
+    def release(self, lease_id: str, reader: int, readers: int) -> bool:
+        """Count one reader as done; the last one ends the lease.
+
+        Returns whether the lease was valid, that is, whether its blocks were unchanged until now. Repeating a
+        release returns what the first one did.
+        """
+        with self._lock:
+            self._expire(self._clock())
+            lease = self._active.get(lease_id)
+            if lease is None:
+                past = self._past.get(lease_id)
+                return past is not None and readers == past.readers and reader in past.released_by
+            if lease.readers not in (0, readers) or not 0 <= reader < readers:
+                return False
+            lease.readers = readers
+            lease.released_by.add(reader)
+            if len(lease.released_by) == readers:
+                self._end(lease_id, LeaseEnd.RELEASED)
+            return True
+
+    def cancel(self, lease_ids: Iterable[str]) -> None:
+        """End leases at once. Unknown and ended ones are ignored."""
+        with self._lock:
+            self._expire(self._clock())
+            for lease_id in lease_ids:
+                if lease_id in self._active:
+                    self._end(lease_id, LeaseEnd.CANCELLED)
+
+    def collect(self) -> tuple[str, ...]:
+        """The request ids of leases that ended since the last call, each exactly once."""
+        with self._lock:
+            self._expire(self._clock())
+            ended = tuple(self._ended_requests)
+            self._ended_requests.clear()
+            return ended
+
+    def take_events(self) -> dict[str, int]:
+        """How many leases were granted and ended, by kind, since the last call."""
+        with self._lock:
+            events = dict(self._events)
+            self._events.clear()
+            return events
+
+    @property
+    def active(self) -> int:
+        """Leases that have not ended."""
+        with self._lock:
+            return len(self._active)
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless the books balance."""
+        with self._lock:
+            assert not self._active.keys() & self._past.keys(), "a lease is active and past at once"
+            assert len(set(self._ended_requests)) == len(self._ended_requests), "a request is to be freed twice"
+            held = {lease.request_id for lease in self._active.values()}
+            assert not held & set(self._ended_requests), "a request is held and to be freed at once"
+            for lease_id, lease in self._active.items():
+                assert not lease.readers or len(lease.released_by) < lease.readers, f"{lease_id} should have ended"
+                assert lease.expires_at >= self._no_expiry_before, f"{lease_id} would not be seen to expire"
+
+    def _expire(self, now: float) -> None:
+        """End what has expired, and forget what ended long ago."""
+        if now < self._no_expiry_before:
+            return
+        for lease_id in [lease_id for lease_id, lease in self._active.items() if now >= lease.expires_at]:
+            self._end(lease_id, LeaseEnd.EXPIRED)
+        while self._past and next(iter(self._past.values())).forget_at <= now:
+            del self._past[next(iter(self._past))]
+        self._no_expiry_before = min(
+            (lease.expires_at for lease in self._active.values()), default=now + min(self.ttl_s, 1.0)
+        )
+
+    def _end(self, lease_id: str, how: LeaseEnd) -> None:
+        lease = self._active.pop(lease_id)
+        # Long enough that no resent message of the lease's readers can still be on its way.
+        self._past[lease_id] = _PastLease(lease.readers, frozenset(lease.released_by), self._clock() + 2 * self.ttl_s)
+        self._ended_requests.append(lease.request_id)
+        self._events[how.value] += 1

@@ -1,0 +1,104 @@
+"""The scheduler half of a prefill engine: grants leases and answers for them on the control channel."""
+
+import time
+import uuid
+from typing import TYPE_CHECKING, Any
+
+from layout.geometry import ModelIdentity, WorkerGeometry
+from pd_connector.params import RemotePrefill, prompt_digest
+from pd_connector.scheduler.leases import LeaseTable
+from pd_connector.vllm_compat import init_logger, prompt_shape
+from transfer.control.messages import (
+    Cancel,
+    Cancelled,
+    Error,
+    ErrorCode,
+    Hello,
+    Release,
+    Released,
+    Renew,
+    Renewed,
+    Reply,
+    Request,
+    Welcome,
+)
+from transfer.control.server import ControlServer
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request as VllmRequest
+
+logger = init_logger(__name__)
+
+
+class Producer:
+    """Owns the leases and the control endpoint of one prefill engine.
+
+    ``handle`` runs on the control channel's thread, everything else on the scheduler's.
+    """
+
+    def __init__(self, host: str, port: int, lease_ttl_s: float, model: ModelIdentity, tp_size: int) -> None:
+        # A new process is a new engine, whatever the user called it: its memory has other contents.
+        self.engine_id = uuid.uuid4().hex
+        self.leases = LeaseTable(lease_ttl_s, time.monotonic)
+        self._host = host
+        self._model = model
+        self._tp_size = tp_size
+        self._workers: tuple[WorkerGeometry, ...] = ()
+        self._server = ControlServer(self, host, port)
+        self._server.start()
+        logger.info(
+            "PDConnector: prefill engine %s answers on the control channel at %s:%d", self.engine_id, host, self.port
+        )
+
+    @property
+    def port(self) -> int:
+        """Port of the control channel."""
+        return self._server.port
+
+    def set_workers(self, workers: tuple[WorkerGeometry, ...]) -> None:
+        """Make the workers' caches known; until then peers are told to ask again."""
+        self._workers = workers
+
+    def finish_prefill(self, request: "VllmRequest", block_ids: tuple[list[int], ...]) -> dict[str, Any]:
+        """Grant a lease over a finished prompt's blocks; returns the ``kv_transfer_params`` of the response."""
+        lease_id = uuid.uuid4().hex
+        self.leases.grant(lease_id, request.request_id)
+        return RemotePrefill(
+            remote_engine_id=self.engine_id,
+            remote_request_id=request.request_id,
+            remote_host=self._host,
+            remote_port=self.port,
+            remote_block_ids=tuple(tuple(ids) for ids in block_ids),
+            remote_num_tokens=request.num_prompt_tokens,
+            tp_size=self._tp_size,
+            lease_id=lease_id,
+            lease_ttl_s=self.leases.ttl_s,
+            prompt_digest=prompt_digest(*prompt_shape(request)),
+        ).to_params()
+
+    def handle(self, request: Request) -> Reply:
+        """Answer one message of the control protocol."""
+        if request.engine_id != self.engine_id:
+            return Error(
+                ErrorCode.UNKNOWN_ENGINE,
+                f"engine {request.engine_id} is not here: {self._host}:{self.port} is engine {self.engine_id}. It has "
+                "restarted since, or the address is wrong",
+            )
+        match request:
+            case Hello():
+                if not self._workers:
+                    return Error(ErrorCode.NOT_READY, "the engine is still starting")
+                return Welcome(self.engine_id, self._model, self._workers)
+            case Renew(lease_ids=lease_ids):
+                return Renewed(self.leases.renew(lease_ids), self.leases.ttl_s)
+            case Release(lease_id=lease_id, reader=reader, readers=readers):
+                return Released(self.leases.release(lease_id, reader, readers))
+            case Cancel(lease_ids=lease_ids):
+                self.leases.cancel(lease_ids)
+                return Cancelled()
+
+    def close(self) -> None:
+        """Stop answering. Leases end with the process."""
+        if outstanding := self.leases.active:
+            logger.warning("PDConnector: shutting down with %d leases that were not released", outstanding)
+        self._server.close()

@@ -1,0 +1,261 @@
+"""Everything of vLLM that may change between releases, in one place.
+
+All other modules import vLLM's classes from here and ask these functions instead of reaching into vLLM's objects.
+Written for and tested with vLLM 0.32. (The CPU attention backend's layouts are in ``cpu_layouts``, which must not
+import vLLM before it is needed.)
+"""
+
+import hashlib
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    SupportsHMA,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+from vllm.logger import init_logger
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+from vllm.v1.request import RequestStatus
+
+from layout.geometry import ModelIdentity
+from pd_connector.cpu_layouts import cpu_packing
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
+
+__all__ = [
+    "CacheHitSource",
+    "KVConnectorBase_V1",
+    "KVConnectorHandshakeMetadata",
+    "KVConnectorMetadata",
+    "KVConnectorPromMetrics",
+    "KVConnectorRole",
+    "KVConnectorStats",
+    "KVConnectorTransferResults",
+    "SupportsHMA",
+    "init_logger",
+]
+
+
+class UnsupportedError(ValueError):
+    """A vLLM configuration that the connector cannot serve; the message names the setting."""
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Where a worker stands among the workers of its engine."""
+
+    tp_rank: int
+    tp_size: int
+    pp_rank: int
+    pp_size: int
+
+    @property
+    def index(self) -> int:
+        """This worker's number, 0 <= index < world_size."""
+        return self.pp_rank * self.tp_size + self.tp_rank
+
+    @property
+    def world_size(self) -> int:
+        """All workers of the engine."""
+        return self.tp_size * self.pp_size
+
+
+@dataclass(frozen=True)
+class GroupSpec:
+    """One KV cache group as vLLM's cache manager sees it."""
+
+    layer_names: tuple[str, ...]
+    block_tokens: int
+    window: int  # tokens; 0 for full attention
+    packing: str = ""  # see ``layout.geometry.Plane.packing``
+
+
+@dataclass(frozen=True)
+class EngineRole:
+    """What an engine does with KV caches of requests, by its ``kv_role`` and ``kv_load_failure_policy``."""
+
+    produces: bool  # prefills for others
+    consumes: bool  # pulls what others prefilled
+    recomputes: bool  # a request whose pull failed is computed here; otherwise it fails
+
+    @classmethod
+    def of(cls, vllm_config: "VllmConfig") -> "EngineRole":
+        """The role that the user gave to this engine."""
+        transfer = vllm_config.kv_transfer_config
+        return cls(transfer.is_kv_producer, transfer.is_kv_consumer, transfer.kv_load_failure_policy == "recompute")
+
+
+def share_logging() -> None:
+    """Let this project's packages log like vLLM does: to its handlers, at its level. Idempotent."""
+    vllm_logger = logging.getLogger("vllm")
+    for package in ("layout", "transfer", "pd_connector"):
+        logger = logging.getLogger(package)
+        logger.handlers = list(vllm_logger.handlers)
+        logger.setLevel(vllm_logger.level)
+        logger.propagate = vllm_logger.propagate
+
+
+def check_supported(vllm_config: "VllmConfig") -> None:
+    """Raise for parallelism that the connector does not know.
+
+    Raises:
+        UnsupportedError: context parallelism is on.
+    """
+    parallel = vllm_config.parallel_config
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        size = getattr(parallel, name, 1)
+        if size != 1:
+            raise UnsupportedError(f"{name} = {size}: PDConnector does not support context parallelism; set it to 1")
+
+
+def worker_ranks() -> Ranks:
+    """This worker process's ranks. Call it in a worker, after its process groups exist."""
+    from vllm.distributed.parallel_state import get_pp_group, get_tp_group  # noqa: PLC0415  only exists in workers
+
+    tp, pp = get_tp_group(), get_pp_group()
+    return Ranks(tp.rank_in_group, tp.world_size, pp.rank_in_group, pp.world_size)
+
+
+def engine_ranks(vllm_config: "VllmConfig") -> tuple[int, int]:
+    """Tensor- and pipeline-parallel size of the engine."""
+    parallel = vllm_config.parallel_config
+    return parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+
+
+def host_address() -> str:
+    """The address that vLLM would give to other machines for this one."""
+    from vllm.utils.network_utils import get_ip  # noqa: PLC0415  looks at the network
+
+    return str(get_ip())
+
+
+def default_protocol() -> str:
+    """The transfer engine's transport for this platform."""
+    return {"cuda": "rdma", "npu": "ascend"}.get(_device_type(), "tcp")
+
+
+def _device_type() -> str:
+    from vllm.platforms import current_platform  # noqa: PLC0415  resolves the platform on first use
+
+    return str(current_platform.device_type)
+
+
+def cache_groups(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> tuple[GroupSpec, ...]:
+    """The KV cache groups in vLLM's order.
+
+    Raises:
+        UnsupportedError: a group holds something else than attention (such as Mamba state), whose blocks do not
+            belong to tokens.
+    """
+    groups = []
+    for group in kv_cache_config.kv_cache_groups:
+        spec = group.kv_cache_spec
+        layer_specs = list(getattr(spec, "kv_cache_specs", {}).values()) or [spec]
+        if not all(hasattr(layer_spec, "num_kv_heads") for layer_spec in layer_specs):
+            raise UnsupportedError(
+                f"KV cache group of {group.layer_names[0]!r} is a {type(layer_specs[0]).__name__}: PDConnector moves "
+                "attention caches only"
+            )
+        window = max(int(getattr(layer_spec, "sliding_window", None) or 0) for layer_spec in layer_specs)
+        packing = _packing(vllm_config, layer_specs[0])
+        groups.append(GroupSpec(tuple(group.layer_names), int(spec.block_size), window, packing))
+    return tuple(groups)
+
+
+def _packing(vllm_config: "VllmConfig", layer_spec: Any) -> str:
+    """How kernels order the bytes inside one (layer, block, head) of the CPU backend; empty if by strides."""
+    if _device_type() != "cpu" or vllm_config.model_config.use_mla:
+        return ""
+    cache_dtype = str(vllm_config.cache_config.cache_dtype)
+    return cpu_packing(vllm_config.model_config.dtype, layer_spec.block_size, layer_spec.head_size, cache_dtype)
+
+
+def model_identity(vllm_config: "VllmConfig", check: str) -> ModelIdentity:
+    """What must be equal on both sides of a transfer.
+
+    ``check`` is the setting ``model_check``: "weights", "config" or "off".
+    """
+    model = vllm_config.model_config
+    model_dtype = str(model.dtype).removeprefix("torch.")
+    cache_dtype = str(vllm_config.cache_config.cache_dtype)
+    return ModelIdentity(
+        architecture=str(model.architecture),
+        config_digest="" if check == "off" else _config_digest(model),
+        weights_digest=_weights_digest(Path(model.model)) if check == "weights" else "",
+        layers=int(model.get_total_num_hidden_layers()),
+        kv_heads=1 if model.use_mla else int(model.get_total_num_kv_heads()),
+        head_size=int(model.get_head_size()),
+        model_dtype=model_dtype,
+        cache_dtype=model_dtype if cache_dtype == "auto" else cache_dtype,
+    )
+
+
+#: Keys of a model's configuration that say how it was saved or run, not what it computes.
+_VOLATILE_KEYS = frozenset({"_name_or_path", "dtype", "torch_dtype", "transformers_version", "use_cache"})
+
+
+def _config_digest(model_config: Any) -> str:
+    """Digest of the model's own configuration file, or of what transformers made of it if there is none."""
+    path = Path(model_config.model) / "config.json"
+    config = json.loads(path.read_text()) if path.is_file() else model_config.hf_config.to_diff_dict()
+    content = {key: value for key, value in config.items() if key not in _VOLATILE_KEYS}
+    return hashlib.blake2b(json.dumps(content, sort_keys=True, default=str).encode(), digest_size=8).hexdigest()
+
+
+_SAMPLE_BYTES = 4096
+_SAMPLES_PER_FILE = 8
+
+
+def _weights_digest(directory: Path) -> str:
+    """Digest of a few kilobytes of every weight file; empty if the model is not a local directory of safetensors.
+
+    Fine-tuned variants of one model differ in almost every tensor, so a sample tells them apart at no cost.
+    """
+    files = sorted(directory.glob("*.safetensors")) if directory.is_dir() else []
+    if not files:
+        return ""
+    digest = hashlib.blake2b(digest_size=8)
+    for file in files:
+        size = file.stat().st_size
+        digest.update(f"{file.name}:{size}".encode())
+        with file.open("rb") as stream:
+            for sample in range(_SAMPLES_PER_FILE):
+                stream.seek(size * (2 * sample + 1) // (2 * _SAMPLES_PER_FILE))
+                digest.update(stream.read(_SAMPLE_BYTES))
+    return digest.hexdigest()
+
+
+def prompt_shape(request: "Request") -> tuple[list[int] | None, tuple[str, ...]]:
+    """A request's prompt token ids, and the names of all else that shapes its KV cache."""
+    extra = [f"lora:{request.lora_request.lora_name}"] if request.lora_request else []
+    extra += [f"mm:{feature.identifier}" for feature in request.mm_features]
+    has_embeds = getattr(request, "prompt_embeds", None) is not None
+    return (None if has_embeds else request.prompt_token_ids), tuple(extra)
+
+
+def prefill_is_complete(request: "Request") -> bool:
+    """Whether a finished request got its first token, so that its whole prompt is in the cache."""
+    return request.status in (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
+
+
+def block_ids_by_group(blocks: "KVCacheBlocks") -> tuple[tuple[int, ...], ...]:
+    """The block table of each cache group; 0 is vLLM's null block, which holds nothing."""
+    return tuple(tuple(ids) for ids in blocks.get_block_ids())
+
+
+def extra_config(vllm_config: "VllmConfig") -> Mapping[str, Any]:
+    """The user's ``kv_connector_extra_config``."""
+    return dict(vllm_config.kv_transfer_config.kv_connector_extra_config)

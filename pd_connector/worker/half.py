@@ -1,0 +1,159 @@
+"""The worker half: registers the caches, carries out the scheduler half's orders, reports what has settled."""
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+import torch
+
+from layout.geometry import WorkerGeometry
+from pd_connector.config import ConnectorConfig
+from pd_connector.metadata import StepOrders, WorkerHandshake
+from pd_connector.stats import StatsRecorder
+from pd_connector.vllm_compat import (
+    EngineRole,
+    KVConnectorTransferResults,
+    Ranks,
+    cache_groups,
+    default_protocol,
+    host_address,
+    init_logger,
+    model_identity,
+    worker_ranks,
+)
+from pd_connector.worker.caches import describe_caches
+from pd_connector.worker.peer import PullContext, Settled
+from pd_connector.worker.pulls import PullService
+from transfer.control.client import ControlClient
+from transfer.engine.base import TransferEngine
+from transfer.engine.mooncake import MooncakeEngine, MooncakeOptions
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+logger = init_logger(__name__)
+
+
+class WorkerHalf:
+    """Lives in one worker; every method is called on the model's thread and none waits for a peer."""
+
+    def __init__(
+        self,
+        vllm_config: "VllmConfig",
+        kv_cache_config: "KVCacheConfig",
+        config: ConnectorConfig,
+        stats: StatsRecorder,
+        make_engine: Callable[[ConnectorConfig], TransferEngine] | None = None,
+    ) -> None:
+        self._vllm_config = vllm_config
+        self._kv_cache_config = kv_cache_config
+        self._config = config
+        self._stats = stats
+        self._role = EngineRole.of(vllm_config)
+        self._make_engine = make_engine or _mooncake
+        self._engine: TransferEngine | None = None
+        self._client: ControlClient | None = None
+        self._pulls: PullService | None = None
+        self._geometry: WorkerGeometry | None = None
+        self._freed: set[str] = set()
+
+    def register_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
+        """Describe the caches, register their memory with the transfer engine, get ready to pull.
+
+        Raises:
+            UnknownCacheError: a cache cannot be described.
+            EngineStartError: the transfer engine does not start or refuses the memory.
+        """
+        ranks = worker_ranks()
+        model = model_identity(self._vllm_config, self._config.model_check)
+        self._engine = self._make_engine(self._config)
+        groups = cache_groups(self._vllm_config, self._kv_cache_config)
+        geometry = describe_caches(kv_caches, groups, ranks, model.kv_heads, self._engine.address)
+        self._engine.register(geometry.regions)
+        self._geometry = geometry
+        logger.info(
+            "PDConnector: rank %d of %d: %d bytes of KV cache registered, %d bytes a block in %d planes",
+            ranks.index, ranks.world_size, sum(region.size for region in geometry.regions), geometry.block_bytes,
+            sum(len(group.planes) for group in geometry.groups),
+        )  # fmt: skip
+        if self._role.consumes:
+            self._client = ControlClient()
+            self._pulls = PullService(lambda settle: self._context(ranks, settle), self._config.peer_idle_s)
+
+    def handshake(self) -> WorkerHandshake | None:
+        """This worker's caches, for the scheduler process to describe to peers."""
+        return WorkerHandshake(self._geometry) if self._geometry is not None else None
+
+    def execute(self, orders: StepOrders) -> None:
+        """Start what the scheduler half ordered."""
+        self._freed.update(orders.ended_leases)
+        if self._pulls is not None:
+            for refusal in orders.refusals:
+                self._pulls.refuse(refusal)
+            for order in orders.pulls:
+                self._pulls.submit(order)
+
+    def take_results(self) -> KVConnectorTransferResults:
+        """What has ended on this rank since the last call: leases whose blocks may be freed, and pulls."""
+        settled = self._pulls.take_settled() if self._pulls is not None else []
+        for end in settled:
+            self._record(end)
+        freed, self._freed = self._freed, set()
+        return KVConnectorTransferResults(
+            finished_sending=freed,
+            finished_recving={end.request_id for end in settled},
+            failed_recving={end.request_id for end in settled if end.cause},
+        )
+
+    def shutdown(self) -> None:
+        """End all transfers, unregister the memory, join all threads."""
+        if self._pulls is not None:
+            self._pulls.close()
+        if self._client is not None:
+            self._client.close()
+        if self._engine is not None:
+            self._engine.close()
+
+    def _context(self, ranks: Ranks, settle: Callable[[Settled], None]) -> PullContext:
+        assert self._geometry is not None
+        assert self._engine is not None
+        assert self._client is not None
+        return PullContext(
+            local=self._geometry,
+            model=model_identity(self._vllm_config, self._config.model_check),
+            engine=self._engine,
+            client=self._client,
+            reader=ranks.index,
+            readers=ranks.world_size,
+            handshake_timeout_s=self._config.handshake_timeout_s,
+            pull_timeout_s=self._config.pull_timeout_s,
+            settle=settle,
+        )
+
+    def _record(self, end: Settled) -> None:
+        if end.cause:
+            self._stats.count("pull_failures", label=end.cause)
+            logger.error(
+                "PDConnector: request %s: %s. %s", end.request_id, end.reason,
+                "Its prompt is computed here instead" if self._role.recomputes else "The request fails",
+            )  # fmt: skip
+            return
+        self._stats.count("pulls")
+        self._stats.count("pull_bytes", end.copied_bytes)
+        self._stats.count("pull_descriptors", end.descriptors)
+        self._stats.count("pull_tokens", end.tokens)
+        for phase, seconds in end.seconds.items():
+            self._stats.observe(phase, seconds)
+
+
+def _mooncake(config: ConnectorConfig) -> TransferEngine:
+    protocol = default_protocol() if config.protocol == "auto" else config.protocol
+    return MooncakeEngine(
+        MooncakeOptions(
+            host=config.host or host_address(),
+            protocol=protocol,
+            devices=config.devices,
+            descriptors_per_call=config.descriptors_per_call,
+            max_descriptors_in_flight=config.max_descriptors_in_flight,
+        )
+    )

@@ -1,0 +1,312 @@
+"""All pulls of one worker from one prefill engine, on a thread of their own, so that no peer delays another.
+
+The way of a pull: handshake (once per engine), plan, read from every prefill rank that holds a share, release. A pull
+is settled exactly once, whatever happens, and not before every read of it is settled: until then its blocks may
+still be written to.
+"""
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from layout.compatibility import IncompatibleCachesError, check_models
+from layout.copies import Copies
+from layout.geometry import ModelIdentity, WorkerGeometry
+from layout.plan import BlockTable, Plan, PlanError, compile_plans
+from layout.sharding import choose_sources
+from pd_connector.metadata import PullOrder
+from pd_connector.vllm_compat import init_logger
+from transfer.control.client import ControlClient
+from transfer.control.errors import ControlError, PeerRefused
+from transfer.control.messages import Hello, Release, Released, Reply, Welcome
+from transfer.engine.base import Link, ReadFailed, TransferEngine
+
+logger = init_logger(__name__)
+
+
+@dataclass(frozen=True)
+class Settled:
+    """The end of a pull on this rank. ``cause`` is empty if all bytes arrived under a valid lease."""
+
+    request_id: str
+    cause: str = ""  # one word for the metrics
+    reason: str = ""  # a sentence for people
+    tokens: int = 0
+    copied_bytes: int = 0
+    descriptors: int = 0
+    seconds: dict[str, float] = field(default_factory=dict)  # by phase
+
+
+@dataclass(frozen=True)
+class PullContext:
+    """What all pulls of a worker share."""
+
+    local: WorkerGeometry
+    model: ModelIdentity
+    engine: TransferEngine
+    client: ControlClient
+    reader: int  # this worker among the readers of a lease
+    readers: int
+    handshake_timeout_s: float
+    pull_timeout_s: float
+    settle: Callable[[Settled], None]  # called once per pull, on any thread
+
+
+class PullFailed(Exception):  # noqa: N818
+    """A pull cannot be completed; nothing writes to its blocks any more."""
+
+    def __init__(self, cause: str, reason: str) -> None:
+        super().__init__(reason)
+        self.cause = cause
+
+
+@dataclass
+class _Peer:
+    """A prefill engine after the handshake. Owned by the session's thread."""
+
+    workers: Sequence[WorkerGeometry]
+    plans: dict[int, Plan]  # by index into workers
+    links: dict[int, Link] = field(default_factory=dict)
+
+
+class _Stopwatch:
+    """Durations of the phases of one pull, in seconds."""
+
+    def __init__(self, started: float) -> None:
+        self.started = started
+        self.seconds: dict[str, float] = {}
+        self._lap = started
+
+    def lap(self, phase: str) -> None:
+        now = time.monotonic()
+        self.seconds[phase] = now - self._lap
+        self._lap = now
+
+    def total(self) -> dict[str, float]:
+        return {**self.seconds, "total": time.monotonic() - self.started}
+
+
+class PeerSession:
+    """Pulls from one prefill engine, in the order of their submission.
+
+    ``submit``, ``close`` and ``join`` belong to one thread; the work is done on the session's own.
+    """
+
+    def __init__(self, context: PullContext, engine_id: str, host: str, port: int) -> None:
+        self.last_used = time.monotonic()
+        self._context = context
+        self._engine_id, self._host, self._port = engine_id, host, port
+        self._peer: _Peer | None = None
+        self._orders: queue.SimpleQueue[tuple[PullOrder, float] | None] = queue.SimpleQueue()
+        self._unsettled = 0  # pulls that were submitted and have not been read yet; touched under _lock
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(target=self._run, name=f"pd-pull-{engine_id[:8]}", daemon=True)
+        self._thread.start()
+
+    @property
+    def idle(self) -> bool:
+        """Whether no pull is under way or waiting."""
+        with self._lock:
+            return self._unsettled == 0
+
+    def submit(self, order: PullOrder) -> None:
+        """Queue a pull. It is settled within the pull timeout, or as soon after as its reads have settled."""
+        with self._lock:
+            self._unsettled += 1
+        self.last_used = time.monotonic()
+        self._orders.put((order, self.last_used))
+
+    def close(self) -> None:
+        """Stop after the pulls that are queued. Does not wait."""
+        self._orders.put(None)
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait for the thread after ``close``; whether it has ended."""
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        while (item := self._orders.get()) is not None:
+            self._pull(*item)
+            with self._lock:
+                self._unsettled -= 1
+        for link in self._peer.links.values() if self._peer else ():
+            link.close()
+
+    def _pull(self, order: PullOrder, submitted: float) -> None:
+        watch = _Stopwatch(submitted)
+        watch.lap("queue")
+        deadline = submitted + self._context.pull_timeout_s
+        try:
+            copies = self._read_all(order, deadline, watch)
+        except PullFailed as error:
+            self._fail(order, error.cause, str(error), watch)
+            if error.cause == "unreachable":
+                self._fail_queued(error)
+        except Exception as error:
+            # A peer's geometry is data from another machine. Whatever it makes us trip over, the request must end.
+            logger.exception("PDConnector: unexpected failure of the pull of request %s", order.request_id)
+            self._drop_links()
+            self._fail(order, "internal", f"{type(error).__name__}: {error}", watch)
+        else:
+            self._release(order, copies, deadline, watch)
+
+    def _read_all(self, order: PullOrder, deadline: float, watch: _Stopwatch) -> list[Copies]:
+        """Bring all bytes of a pull.
+
+        Raises:
+            PullFailed: some are missing; every read has settled.
+        """
+        peer = self._handshake(deadline)
+        watch.lap("handshake")
+        local = [_block_table(ids) for ids in order.local_block_ids]
+        remote = [_block_table(ids) for ids in order.remote.remote_block_ids]
+        if len(remote) != len(peer.workers[0].groups):
+            raise PullFailed(
+                "params",
+                f"remote_block_ids holds {len(remote)} block tables; the prefill engine has "
+                f"{len(peer.workers[0].groups)} cache groups",
+            )
+        try:
+            batches = {
+                index: plan.instantiate(local, remote, order.first_token, order.end_token)
+                for index, plan in peer.plans.items()
+            }
+        except PlanError as error:
+            raise PullFailed("params", str(error)) from error
+        watch.lap("plan")
+        for index, copies in batches.items():
+            logger.debug("request %s, prefill rank %d: %s", order.request_id, index, peer.plans[index].describe(copies))
+            self._read(peer, index, copies, deadline)
+        watch.lap("read")
+        return list(batches.values())
+
+    def _read(self, peer: _Peer, index: int, copies: Copies, deadline: float) -> None:
+        remaining = deadline - time.monotonic()
+        if remaining <= 0:
+            raise PullFailed(
+                "timeout", f"the pull timeout of {self._context.pull_timeout_s} s was over before the read"
+            )
+        try:
+            self._link(peer, index).read(copies, remaining)
+        except ReadFailed as error:
+            # Closing the link settles its reads: after that the blocks may be given to other requests.
+            if (link := peer.links.pop(index, None)) is not None:
+                link.close()
+            raise PullFailed("read", f"prefill rank {index}: {error}") from error
+        except ValueError as error:
+            raise PullFailed("params", f"prefill rank {index}: {error}") from error
+
+    def _link(self, peer: _Peer, index: int) -> Link:
+        if index not in peer.links:
+            worker = peer.workers[index]
+            peer.links[index] = self._context.engine.open(worker.engine_address, worker.regions)
+        return peer.links[index]
+
+    def _handshake(self, deadline: float) -> _Peer:
+        """Learn the engine's geometry, compile the plans and connect; once per engine.
+
+        Raises:
+            PullFailed: the engine does not answer, is another one, or its caches cannot be used here.
+        """
+        if self._peer is not None:
+            return self._peer
+        context = self._context
+        timeout = min(context.handshake_timeout_s, max(deadline - time.monotonic(), 0.001))
+        try:
+            welcome = context.client.request(self._host, self._port, Hello(self._engine_id), timeout).result()
+        except PeerRefused as error:
+            raise PullFailed("refused", str(error)) from error
+        except ControlError as error:
+            raise PullFailed("unreachable", str(error)) from error
+        assert isinstance(welcome, Welcome)
+        try:
+            check_models(context.model, welcome.model)
+            sources = choose_sources(context.local, welcome.workers)
+            plans = compile_plans(context.local, welcome.workers, sources)
+        except (IncompatibleCachesError, PlanError) as error:
+            raise PullFailed("incompatible", str(error)) from error
+        peer = _Peer(welcome.workers, plans)
+        try:
+            for index in plans:
+                self._link(peer, index)
+        except ReadFailed as error:
+            for link in peer.links.values():
+                link.close()
+            raise PullFailed("unreachable", f"transfer engine: {error}") from error
+        self._peer = peer
+        logger.info(
+            "PDConnector: rank %d pulls from engine %s at %s:%d, ranks %s of %d",
+            context.reader, self._engine_id, self._host, self._port, sorted(plans), len(welcome.workers),
+        )  # fmt: skip
+        return peer
+
+    def _release(self, order: PullOrder, copies: list[Copies], deadline: float, watch: _Stopwatch) -> None:
+        """Ask whether the lease was valid all the time; the answer settles the pull. Does not wait for it."""
+        done = Settled(
+            order.request_id,
+            tokens=order.end_token - order.first_token,
+            copied_bytes=sum(batch.total_bytes for batch in copies),
+            descriptors=sum(len(batch) for batch in copies),
+        )
+        timeout = max(deadline - time.monotonic(), 1.0)
+
+        def settle(future: "Future[Reply]") -> None:
+            watch.lap("release")
+            error = None if future.cancelled() else future.exception()
+            if error is not None or future.cancelled():
+                self._settle_failed(order, "unconfirmed", f"the release was not answered: {error}", watch)
+                return
+            reply = future.result()
+            if isinstance(reply, Released) and reply.valid:
+                self._context.settle(replace(done, seconds=watch.total()))
+            else:
+                reason = f"lease {order.remote.lease_id} had ended when the read was done: its blocks may have changed"
+                self._settle_failed(order, "lease", reason, watch)
+
+        self._send_release(order, timeout).add_done_callback(settle)
+
+    def _fail(self, order: PullOrder, cause: str, reason: str, watch: _Stopwatch) -> None:
+        """Settle a failed pull, and tell the engine that this reader will not come back."""
+        if cause != "unreachable":
+            self._send_release(order, self._context.handshake_timeout_s)
+        self._settle_failed(order, cause, reason, watch)
+
+    def _fail_queued(self, error: PullFailed) -> None:
+        """Fail the pulls behind one that found the engine unreachable, instead of letting each wait as long."""
+        while not self._orders.empty():
+            item = self._orders.get_nowait()
+            if item is None:
+                self._orders.put(None)
+                return
+            order, submitted = item
+            self._fail(order, error.cause, str(error), _Stopwatch(submitted))
+            with self._lock:
+                self._unsettled -= 1
+
+    def _send_release(self, order: PullOrder, timeout_s: float) -> "Future[Reply]":
+        message = Release(self._engine_id, order.remote.lease_id, self._context.reader, self._context.readers)
+        return self._context.client.request(self._host, self._port, message, timeout_s)
+
+    def _settle_failed(self, order: PullOrder, cause: str, reason: str, watch: _Stopwatch) -> None:
+        source = f"engine {self._engine_id} at {self._host}:{self._port}"
+        self._context.settle(
+            Settled(order.request_id, cause, f"pull from {source} failed: {reason}", seconds=watch.total())
+        )
+
+    def _drop_links(self) -> None:
+        if self._peer is not None:
+            for link in self._peer.links.values():
+                link.close()
+            self._peer = None
+
+
+def _block_table(block_ids: Sequence[int]) -> BlockTable:
+    """A request's block table; vLLM's null block, id 0, is a hole."""
+    ids = np.array(block_ids, np.int64)
+    return BlockTable.of(np.where(ids == 0, -1, ids))

@@ -1,0 +1,75 @@
+"""Real servers for the end-to-end tests: started once a deployment, checked around every test, logs shown on failure.
+
+A test names its deployment and servers with ``on``; pytest runs the tests of a deployment together.
+"""
+
+from collections.abc import Generator, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.cluster import Cluster, Server, tail
+from tests.e2e.deployments import Deployment
+from tests.e2e.pair import Pair
+
+_LOG_MARKS = pytest.StashKey[dict[Path, int]]()
+
+
+def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
+    """Everything in this directory starts servers, which on a busy machine takes a minute or two."""
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.e2e)
+
+
+@pytest.fixture(scope="session")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """Every server of the session; all are gone when it ends."""
+    cluster = Cluster(tmp_path_factory.mktemp("servers"))
+    yield cluster
+    cluster.close()
+
+
+@pytest.fixture(scope="session")
+def deployment(request: pytest.FixtureRequest, cluster: Cluster) -> Iterator[dict[str, Server]]:
+    """The servers of a ``Deployment``, by name."""
+    wanted: Deployment = request.param
+    names = [name for name, _ in wanted.servers]
+    servers = cluster.start(spec for _, spec in wanted.servers)
+    yield dict(zip(names, servers, strict=True))
+    cluster.stop(servers)
+
+
+@pytest.fixture
+def servers(request: pytest.FixtureRequest, cluster: Cluster, deployment: dict[str, Server]) -> dict[str, Server]:
+    """The servers of the test's deployment, all healthy: those that an earlier test has ended are started again."""
+    for server in deployment.values():
+        if not server.client.is_healthy():
+            cluster.restart(server)
+    request.node.stash[_LOG_MARKS] = {server.log: server.log_size for server in deployment.values()}
+    return deployment
+
+
+@pytest.fixture
+def pair(request: pytest.FixtureRequest, servers: dict[str, Server]) -> Iterator[Pair]:
+    """The prefill and decode server that the test names. After it both must be healthy and hold nothing."""
+    prefill, decode = request.param
+    pair = Pair(servers[prefill], servers[decode])
+    yield pair
+    for server in (pair.prefill, pair.decode):
+        assert server.client.is_healthy(), f"the test has ended {server.spec.name}"
+    pair.wait_until_at_rest()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Show what the servers logged during a failed test."""
+    report = yield
+    if report.failed:
+        for path, offset in item.stash.get(_LOG_MARKS, {}).items():
+            with path.open("rb") as file:
+                file.seek(offset)
+                log = tail(file.read().decode(errors="replace"))
+            if log:
+                report.sections.append((f"{path.name} during this test", log))
+    return report

@@ -1,0 +1,129 @@
+"""A prefill and a decode server seen as one: two-leg requests, and the books that must balance after them."""
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from tests.e2e.client import LOGPROB_TOLERANCE, Completion, KVTransferParams, Metrics, wait_until
+from tests.e2e.cluster import Server
+from tests.e2e.models import VOCABULARY
+
+AT_REST_TIMEOUT_S = 40.0
+LEASE_ENDS = ("released", "cancelled", "expired")
+
+
+def make_prompt(tokens: int, seed: object) -> list[int]:
+    """A random prompt; equal seeds give equal prompts, and one is the start of the longer other."""
+    generator = random.Random(str(seed))
+    return [generator.randrange(VOCABULARY) for _ in range(tokens)]
+
+
+@dataclass(slots=True)
+class Traffic:
+    """What both servers counted while a ``Pair.traffic`` block ran. Filled in when the block ends."""
+
+    prefill: Metrics | None = None
+    decode: Metrics | None = None
+
+    def source(self, source: str) -> int:
+        """The decode server's prompt tokens by source; see ``Metrics.prompt_tokens``."""
+        assert self.decode is not None
+        return self.decode.prompt_tokens(source)
+
+    def pulled(self, what: str) -> int:
+        """A counter of the decode server's pulls: pulls, pull_bytes, pull_descriptors, pull_tokens."""
+        assert self.decode is not None
+        return int(self.decode.value(f"vllm:pd_{what}_total"))
+
+    def failures(self, cause: str | None = None) -> int:
+        """Failed pulls, of one cause or of all."""
+        assert self.decode is not None
+        labels = {} if cause is None else {"cause": cause}
+        return int(self.decode.value("vllm:pd_pull_failures_total", **labels))
+
+    def leases(self, event: str) -> int:
+        """The prefill server's leases: granted, released, cancelled or expired."""
+        assert self.prefill is not None
+        return int(self.prefill.value("vllm:pd_leases_total", event=event))
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A prefill server and a decode server of the same model."""
+
+    prefill: Server
+    decode: Server
+
+    @property
+    def decode_ranks(self) -> int:
+        """The ranks of the decode server: its pull counters are sums over them."""
+        return self.decode.spec.tensor_parallel
+
+    def disaggregate(self, prompt: list[int], max_tokens: int = 16, **options: object) -> Completion:
+        """Both legs of a request, as a router sends them. Both succeed."""
+        completion = self.decode_leg(prompt, self.prefill.client.prefill(prompt), max_tokens, **options)
+        assert completion.status == 200, completion.body
+        return completion
+
+    def decode_leg(
+        self, prompt: list[int], params: KVTransferParams, max_tokens: int = 16, **options: object
+    ) -> Completion:
+        """The second leg alone."""
+        return self.decode.client.complete(prompt, max_tokens, kv_transfer_params=params, **options)
+
+    def assert_right(self, completion: Completion, prompt: list[int]) -> None:
+        """The tokens and logprobs are those that the decode server computes from the prompt by itself."""
+        assert completion.status == 200, completion.body
+        assert_same_output(completion, self.decode.client.compute(prompt, len(completion.tokens)))
+
+    @contextmanager
+    def traffic(self) -> Iterator[Traffic]:
+        """Count what the servers do in this block. Ends when both are at rest again."""
+        self.wait_until_at_rest()
+        prefill, decode = self.prefill.client.metrics(), self.decode.client.metrics()
+        traffic = Traffic()
+        yield traffic
+        self.wait_until_at_rest()
+        traffic.prefill = self.prefill.client.metrics().since(prefill)
+        traffic.decode = self.decode.client.metrics().since(decode)
+
+    def wait_until_at_rest(self) -> None:
+        """Wait until no request, no block and no lease is held on either side."""
+        for server in (self.prefill, self.decode):
+            wait_until_at_rest(server)
+
+
+def wait_until_at_rest(server: Server) -> None:
+    """Wait until a server holds no request, no block and no lease; fail with what it still holds.
+
+    The time allows for the expiry of a lease, which only tests of expiry may depend on.
+    """
+    books: list[str] = []
+
+    def balanced() -> bool:
+        books[:] = open_books(server.client.metrics())
+        return not books
+
+    try:
+        wait_until(balanced, AT_REST_TIMEOUT_S, "all requests, blocks and leases have ended")
+    except AssertionError as error:
+        raise AssertionError(f"{server.spec.name}: {error}; still open: {', '.join(books)}") from None
+
+
+def assert_same_output(a: Completion, b: Completion) -> None:
+    """Equal tokens, and logprobs equal but for rounding."""
+    assert a.tokens == b.tokens, f"outputs differ, logprobs by up to {a.logprob_difference(b):.6f}"
+    assert a.logprob_difference(b) < LOGPROB_TOLERANCE
+
+
+def open_books(metrics: Metrics) -> list[str]:
+    """What a server still holds, for people; empty when it is at rest."""
+    counts = {
+        name: metrics.value(f"vllm:{name}")
+        for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+    }
+    granted = metrics.value("vllm:pd_leases_total", event="granted")
+    ended = sum(metrics.value("vllm:pd_leases_total", event=event) for event in LEASE_ENDS)
+    counts["leases"] = granted - ended
+    return [f"{name} = {value:g}" for name, value in counts.items() if value]

@@ -1,0 +1,209 @@
+"""Small HTTP servers in the place of vLLM, on real sockets: they record what they get and misbehave on request.
+
+All run on one event loop in a thread of its own. What a server does with a request is its ``script``, a coroutine
+function over (what was received, the wire to answer on), which a test may replace at any time.
+"""
+
+import asyncio
+import json
+import threading
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+TRANSFER: dict[str, Any] = {
+    "do_remote_prefill": True,
+    "do_remote_decode": False,
+    "remote_engine_id": "engine-1",
+    "remote_block_ids": [[3, 4, 5]],
+    "remote_host": "::1",
+    "remote_port": 4711,
+    "lease_id": "unknown to every router",
+}
+
+
+class Received:
+    """One request as a server got it."""
+
+    def __init__(self, method: str, path: str, headers: dict[str, str], content: bytes) -> None:
+        self.method = method
+        self.path = path
+        self.headers = headers
+        self.body: Any = json.loads(content) if content else None
+        self.left = threading.Event()  # the peer closed the connection before the answer was complete
+
+
+class Wire:
+    """What a script answers on."""
+
+    def __init__(self, writer: asyncio.StreamWriter) -> None:
+        self._writer = writer
+
+    async def raw(self, content: bytes) -> None:
+        self._writer.write(content)
+        await self._writer.drain()
+
+    async def head(self, status: int = 200, headers: dict[str, str] | None = None) -> None:
+        lines = [f"HTTP/1.1 {status} Whatever"]
+        lines += [f"{name}: {value}" for name, value in (headers or {"Content-Type": "text/event-stream"}).items()]
+        await self.raw("\r\n".join([*lines, "Transfer-Encoding: chunked", "", ""]).encode())
+
+    async def chunk(self, content: bytes) -> None:
+        await self.raw(b"%x\r\n%s\r\n" % (len(content), content))
+
+    async def end(self) -> None:
+        await self.raw(b"0\r\n\r\n")
+
+    async def whole(self, status: int, content: bytes, headers: dict[str, str] | None = None) -> None:
+        lines = [f"HTTP/1.1 {status} Whatever", f"Content-Length: {len(content)}"]
+        lines += [f"{name}: {value}" for name, value in (headers or {"Content-Type": "application/json"}).items()]
+        await self.raw("\r\n".join([*lines, "", ""]).encode() + content)
+
+    async def json(self, status: int, body: object) -> None:
+        await self.whole(status, json.dumps(body).encode())
+
+    def drop(self) -> None:
+        """Close the connection where it stands."""
+        self._writer.close()
+
+
+Script = Callable[[Received, Wire], Awaitable[None]]
+
+
+class FakeServer:
+    """One server on a free port of the loopback address."""
+
+    def __init__(self, script: Script) -> None:
+        self.script = script
+        self.received: list[Received] = []
+        self.url = ""
+        self._arrival = threading.Condition()
+        self._server: asyncio.Server | None = None
+        self._connections: set[asyncio.Task[None]] = set()
+
+    @property
+    def bodies(self) -> list[Any]:
+        """The JSON bodies of all requests so far."""
+        return [one.body for one in self.received]
+
+    def wait(self, count: int = 1) -> Received:
+        """The ``count``-th request, once it is there."""
+        with self._arrival:
+            assert self._arrival.wait_for(lambda: len(self.received) >= count, timeout=30), "no request came"
+            return self.received[count - 1]
+
+    async def start(self, port: int = 0) -> None:
+        self._server = await asyncio.start_server(self._connected, "127.0.0.1", port)
+        self.url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+
+    async def stop(self) -> None:
+        assert self._server is not None
+        self._server.close()
+        for task in self._connections:
+            task.cancel()
+        await asyncio.gather(*self._connections, return_exceptions=True)
+
+    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._connections.add(task)
+        try:
+            early = b""
+            while not writer.is_closing():
+                received = await _read(early, reader)
+                with self._arrival:
+                    self.received.append(received)
+                    self._arrival.notify_all()
+                early = await self._answer(received, reader, writer)
+        except (asyncio.IncompleteReadError, ConnectionError, asyncio.CancelledError):
+            pass
+        finally:
+            self._connections.discard(task)
+            writer.close()
+
+    async def _answer(self, received: Received, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
+        """Run the script; note when the peer leaves. Returns what the peer already sent of its next request."""
+        script = asyncio.ensure_future(self.script(received, Wire(writer)))
+        watch = asyncio.ensure_future(reader.read(1))
+        try:
+            await asyncio.wait((script, watch), return_when=asyncio.FIRST_COMPLETED)
+            if not script.done() or isinstance(script.exception(), ConnectionError):
+                received.left.set()
+                raise ConnectionError
+            script.result()
+            return watch.result() if watch.done() else b""
+        finally:
+            script.cancel()
+            watch.cancel()
+            await asyncio.gather(script, watch, return_exceptions=True)
+
+
+async def _read(early: bytes, reader: asyncio.StreamReader) -> Received:
+    head = early + await reader.readuntil(b"\r\n\r\n")
+    first, *lines = head.decode("latin-1").rstrip("\r\n").split("\r\n")
+    headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    content = await reader.readexactly(int(headers.get("content-length", "0")))
+    method, path, _ = first.split(" ")
+    return Received(method, path, headers, content)
+
+
+class Loop:
+    """An event loop in a thread."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="fake servers")
+        self._thread.start()
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(timeout=30)
+
+    def close(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+async def prefills(received: Received, wire: Wire) -> None:
+    """What a healthy prefill server does."""
+    if received.path == "/health":
+        await wire.whole(200, b"")
+    else:
+        await wire.json(200, {"choices": [{"finish_reason": "length"}], "kv_transfer_params": TRANSFER})
+
+
+async def decodes(received: Received, wire: Wire) -> None:
+    """What a healthy decode server does."""
+    if received.path == "/health":
+        await wire.whole(200, b"")
+    elif received.path == "/v1/models":
+        await wire.json(200, {"object": "list", "data": [{"id": "tiny"}]})
+    else:
+        await wire.json(200, {"choices": [{"text": " the answer"}]})
+
+
+async def stalls(_: Received, __: Wire) -> None:
+    """Take the request and stay silent."""
+    await asyncio.Event().wait()
+
+
+async def drops(_: Received, wire: Wire) -> None:
+    """Take the request and close the connection."""
+    wire.drop()
+
+
+def answers(status: int, content: bytes, **headers: str) -> Script:
+    """Answer every request with this."""
+
+    async def script(_: Received, wire: Wire) -> None:
+        shown = {name.replace("_", "-"): value for name, value in headers.items()}
+        await wire.whole(status, content, shown or None)
+
+    return script
+
+
+async def opened(gate: threading.Event) -> None:
+    """Wait on the loop for an event that a test sets in its own thread."""
+    while not gate.is_set():
+        await asyncio.sleep(0.002)

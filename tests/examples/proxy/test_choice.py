@@ -1,0 +1,75 @@
+"""Which of several servers gets a request."""
+
+import threading
+import time
+
+import pytest
+
+from tests.examples.proxy.conftest import Proxy, RawClient, Setup, until
+from tests.examples.proxy.fakes import TRANSFER, FakeServer, decodes, prefills, stalls
+
+REQUEST = b'{"model": "tiny", "prompt": "a"}'
+
+
+def test_idle_servers_take_turns(setup: Setup, p: FakeServer, d: FakeServer) -> None:
+    more_p, more_d = setup.server(prefills), setup.server(decodes)
+    proxy = setup.proxy([p, more_p], [d, more_d])
+    for _ in range(6):
+        assert proxy.complete().status_code == 200
+    assert [len(one.received) for one in (p, more_p, d, more_d)] == [3, 3, 3, 3]
+
+
+@pytest.mark.parametrize("leg", ["prefill", "decode"])
+def test_the_server_with_the_fewest_requests_in_flight_is_chosen(
+    setup: Setup, p: FakeServer, d: FakeServer, leg: str
+) -> None:
+    busy = setup.server(stalls)
+    idle = p if leg == "prefill" else d
+    proxy = setup.proxy([busy, p], [d]) if leg == "prefill" else setup.proxy([p], [busy, d])
+    hanging = RawClient.completing(proxy, REQUEST)
+    busy.wait()
+    for _ in range(3):
+        assert proxy.complete().status_code == 200
+    assert (len(busy.received), len(idle.received)) == (1, 3)
+    hanging.leave()
+    until(lambda: proxy.in_flight() == 0)
+
+
+def test_a_refusing_prefill_server_is_skipped_for_a_while(
+    setup: Setup, p: FakeServer, d: FakeServer, closed_port: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    proxy = setup.proxy([closed_port, p], [d], skip_s=0.5)
+    first = time.monotonic()
+    assert proxy.complete().status_code == 200
+    (warning,) = caplog.messages
+    assert f"prefill server {closed_port} cannot be reached" in warning
+    assert proxy.complete().status_code == 200
+    assert len(caplog.messages) == 1 or time.monotonic() - first > 0.5
+    until(lambda: proxy.complete().status_code == 200 and len(caplog.messages) >= 2)
+
+
+def test_a_decode_server_that_never_saw_the_request_is_replaced_without_a_second_prefill(
+    setup: Setup, p: FakeServer, d: FakeServer, closed_port: str
+) -> None:
+    assert setup.proxy([p], [closed_port, d]).complete().status_code == 200
+    assert len(p.received) == 1
+    assert d.bodies[0]["kv_transfer_params"] == TRANSFER
+
+
+def test_a_server_that_is_back_is_used_at_once_where_no_other_is_left(
+    setup: Setup, p: FakeServer, closed_port: str
+) -> None:
+    proxy = setup.proxy([p], [closed_port], skip_s=60)
+    assert proxy.complete().status_code == 502
+    setup.server(decodes, port=int(closed_port.rsplit(":", 1)[1]))
+    assert proxy.complete().status_code == 200
+
+
+def test_a_failed_leg_gives_its_place_in_the_count_back(setup: Setup, p: FakeServer, closed_port: str) -> None:
+    proxy: Proxy = setup.proxy([p], [closed_port])
+    threads = [threading.Thread(target=proxy.complete) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    until(lambda: proxy.in_flight() == 0)

@@ -1,0 +1,88 @@
+"""What is refused before a byte moves: the message names the field and both values."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from layout.compatibility import IncompatibleCachesError, check_models
+from layout.geometry import ModelIdentity
+from tests.layout.oracle import Engine, Model, build
+from tests.layout.pulls import LOCAL_BASE, REMOTE_BASE, plans_of
+
+IDENTITY = ModelIdentity("LlamaForCausalLM", "c0ffee", "beef", 24, 8, 128, "bfloat16", "bfloat16")
+MODEL = Model(2, (2, 2), 2, ((0, 1),), (0,))
+
+
+def compile_between(local: Engine, remote: Engine, remote_model: Model = MODEL) -> None:
+    (ours,) = build(MODEL, local, 1, LOCAL_BASE)
+    plans_of(ours.geometry, [rank.geometry for rank in build(remote_model, remote, 2, REMOTE_BASE)])
+
+
+def test_equal_models_are_accepted() -> None:
+    check_models(IDENTITY, replace(IDENTITY))
+
+
+@pytest.mark.parametrize(
+    ("field", "theirs", "message"),
+    [
+        ("architecture", "Qwen3ForCausalLM", "architecture is 'LlamaForCausalLM' here and 'Qwen3ForCausalLM' there"),
+        ("config_digest", "dead", "config_digest is 'c0ffee' here and 'dead' there .*different models or revisions"),
+        ("weights_digest", "dead", "weights_digest is 'beef' here and 'dead' there .*different weights"),
+        ("layers", 25, "layers is 24 here and 25 there"),
+        ("kv_heads", 4, "kv_heads is 8 here and 4 there"),
+        ("head_size", 64, "head_size is 128 here and 64 there"),
+        ("model_dtype", "float16", "model_dtype is 'bfloat16' here and 'float16' there .*same --dtype"),
+        ("cache_dtype", "fp8", "cache_dtype is 'bfloat16' here and 'fp8' there .*same --kv-cache-dtype"),
+    ],
+)
+def test_a_field_of_the_model_that_differs_is_named_with_both_values(
+    field: str, theirs: str | int, message: str
+) -> None:
+    values: dict[str, Any] = {field: theirs}
+    with pytest.raises(IncompatibleCachesError, match=message):
+        check_models(IDENTITY, replace(IDENTITY, **values))
+
+
+def test_every_field_that_differs_is_named() -> None:
+    with pytest.raises(
+        IncompatibleCachesError, match=r"layers is 24 here and 1 there; .*kv_heads is 8 here and 2 there"
+    ):
+        check_models(IDENTITY, replace(IDENTITY, layers=1, kv_heads=2))
+
+
+@pytest.mark.parametrize("unsampled", ["local", "remote"])
+def test_weights_that_were_not_sampled_are_not_compared(unsampled: str) -> None:
+    empty = replace(IDENTITY, weights_digest="")
+    check_models(*((empty, IDENTITY) if unsampled == "local" else (IDENTITY, empty)))
+
+
+@pytest.mark.parametrize(
+    ("theirs", "message"),
+    [
+        (replace(MODEL, item_size=4), "'item_size' of part 'kv', layer 'model.layers.0' is 2 here and 4 on the remote"),
+        (
+            replace(MODEL, contents=(4, 4)),
+            "'content' of part 'kv', layer 'model.layers.0' is 4 here and 8 on the remote",
+        ),
+        (
+            replace(MODEL, windows=(64,)),
+            "sliding window of layer 'model.layers.0' is 0 tokens here and 64 on the remote",
+        ),
+    ],
+)
+def test_planes_that_hold_other_elements_are_refused(theirs: Model, message: str) -> None:
+    with pytest.raises(IncompatibleCachesError, match=message):
+        compile_between(Engine(), Engine(), theirs)
+
+
+def test_packings_of_different_kernels_are_refused() -> None:
+    with pytest.raises(IncompatibleCachesError, match=r"'packing' .* is 'k_transposed' here and 'amx' on the remote"):
+        compile_between(Engine(form="packed"), Engine(form="packed", packing="amx"))
+    with pytest.raises(IncompatibleCachesError, match=r"'packing' .* is '' here and 'k_transposed' on the remote"):
+        compile_between(Engine(form="fused"), Engine(form="packed"))
+
+
+def test_packed_blocks_of_unequal_size_are_refused_with_the_way_out() -> None:
+    with pytest.raises(IncompatibleCachesError, match=r"block size is 16 tokens here and 32 .*same --block-size"):
+        compile_between(Engine(form="packed"), Engine(form="packed", block_tokens=32))

@@ -1,0 +1,76 @@
+"""What the tests of the connector share: requests as vLLM's scheduler hands them over, a clock, params of a prefill."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from pd_connector.params import RemotePrefill, prompt_digest
+
+
+@dataclass
+class FakeRequest:
+    """As much of a vLLM request as the connector looks at."""
+
+    request_id: str
+    prompt_token_ids: list[int] | None
+    kv_transfer_params: dict[str, Any] | None = None
+    lora_request: Any = None
+    mm_features: list[Any] = field(default_factory=list)
+    status: Any = None
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt_token_ids or ())
+
+
+class ManualClock:
+    """A monotonic clock that stands still until it is told to move."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def advance(self, seconds: float) -> None:
+        self.now += seconds
+
+
+def a_prompt(tokens: int, seed: int = 0) -> list[int]:
+    return [(seed * 7919 + position) % 512 for position in range(tokens)]
+
+
+def a_remote(prompt: list[int], **changes: Any) -> RemotePrefill:
+    """What a prefill engine with 16 tokens a block answers for ``prompt``."""
+    remote = RemotePrefill(
+        remote_engine_id="engine-p",
+        remote_request_id="cmpl-1-at-p",
+        remote_host="10.0.0.5",
+        remote_port=8998,
+        remote_block_ids=(tuple(range(1, -(-len(prompt) // 16) + 1)),),
+        remote_num_tokens=len(prompt),
+        tp_size=1,
+        lease_id="lease-1",
+        lease_ttl_s=30.0,
+        prompt_digest=prompt_digest(prompt, ()),
+    )
+    return msgspec.structs.replace(remote, **changes)
+
+
+def a_decode_request(request_id: str, tokens: int = 70, **changes: Any) -> FakeRequest:
+    """The decode leg of a request; ``changes`` are those of ``a_remote``."""
+    prompt = a_prompt(tokens)
+    return FakeRequest(request_id, prompt, a_remote(prompt, **changes).to_params())
+
+
+def until(condition: Callable[[], bool], within_s: float = 5.0) -> bool:
+    """Whether ``condition`` comes true in time."""
+    deadline = time.monotonic() + within_s
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.002)
+    return True

@@ -1,0 +1,137 @@
+"""The settings: every key has a default, and whatever cannot be meant is refused with the way out."""
+
+import math
+from typing import Any
+
+import pytest
+
+from pd_connector.config import ConfigError, ConnectorConfig, parse_config
+
+DEFAULTS = {
+    "host": None,
+    "port": 0,
+    "protocol": "auto",
+    "devices": "",
+    "cross_layer_blocks": True,
+    "lease_ttl_s": 30.0,
+    "handshake_timeout_s": 10.0,
+    "pull_timeout_s": 60.0,
+    "descriptors_per_call": 256,
+    "max_descriptors_in_flight": 1024,
+    "peer_idle_s": 600.0,
+    "model_check": "weights",
+}
+
+ACCEPTED = [
+    ("host", "10.0.0.5"),
+    ("host", None),
+    ("port", 65535),
+    ("protocol", "tcp"),
+    ("protocol", "rdma"),
+    ("protocol", "ascend"),
+    ("devices", "mlx5_0,mlx5_1"),
+    ("cross_layer_blocks", False),
+    ("lease_ttl_s", 0.5),
+    ("handshake_timeout_s", 3),
+    ("pull_timeout_s", 120),
+    ("descriptors_per_call", 1),
+    ("descriptors_per_call", 1024),
+    ("max_descriptors_in_flight", 1024),
+    ("peer_idle_s", 1.5),
+    ("model_check", "config"),
+    ("model_check", "off"),
+]
+
+REFUSED = [
+    ("host", ""),
+    ("host", 7),
+    ("port", -1),
+    ("port", 65536),
+    ("port", "8998"),
+    ("port", 8998.0),
+    ("protocol", "roce"),
+    ("protocol", None),
+    ("devices", ["mlx5_0"]),
+    ("cross_layer_blocks", "true"),
+    ("cross_layer_blocks", 1),
+    ("lease_ttl_s", 0),
+    ("lease_ttl_s", -1.0),
+    ("lease_ttl_s", math.nan),
+    ("lease_ttl_s", "30"),
+    ("lease_ttl_s", True),
+    ("handshake_timeout_s", math.inf),
+    ("pull_timeout_s", 0.0),
+    ("pull_timeout_s", math.inf),
+    ("descriptors_per_call", 0),
+    ("descriptors_per_call", 1025),
+    ("descriptors_per_call", 2.5),
+    ("max_descriptors_in_flight", 2048),
+    ("peer_idle_s", 0),
+    ("model_check", False),
+    ("model_check", "none"),
+]
+
+
+def test_without_settings_every_key_has_its_default() -> None:
+    assert parse_config({}).model_dump() == DEFAULTS
+
+
+def test_every_key_has_a_valid_and_a_wrong_value_here() -> None:
+    assert {key for key, _ in ACCEPTED} == {key for key, _ in REFUSED} == set(ConnectorConfig.model_fields)
+
+
+@pytest.mark.parametrize(("key", "value"), ACCEPTED)
+def test_a_valid_value_is_taken(key: str, value: Any) -> None:
+    assert parse_config({key: value}).model_dump() == DEFAULTS | {key: value}
+
+
+@pytest.mark.parametrize(("key", "value"), REFUSED)
+def test_a_wrong_value_is_refused_naming_key_and_value(key: str, value: Any) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        parse_config({key: value})
+    assert f"kv_connector_extra_config: {key} = {value!r}: " in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "rule"),
+    [
+        ("lease_ttl_s", 0, "greater than 0"),
+        ("port", 65536, "less than or equal to 65535"),
+        ("max_descriptors_in_flight", 2048, "less than or equal to 1024"),
+        ("protocol", "roce", "'auto', 'tcp', 'rdma' or 'ascend'"),
+    ],
+)
+def test_the_refusal_of_a_value_names_the_rule(key: str, value: Any, rule: str) -> None:
+    with pytest.raises(ConfigError, match=rule):
+        parse_config({key: value})
+
+
+@pytest.mark.parametrize(
+    ("key", "nearest"),
+    [("lease_ttl", "lease_ttl_s"), ("cross_layer_block", "cross_layer_blocks"), ("Port", "port"), ("hots", "host")],
+)
+def test_an_unknown_key_is_refused_with_the_nearest_valid_one(key: str, nearest: str) -> None:
+    with pytest.raises(ConfigError, match=f"unknown key '{key}', did you mean '{nearest}'"):
+        parse_config({key: 1})
+
+
+def test_an_unknown_key_like_no_other_is_refused_with_all_valid_ones() -> None:
+    with pytest.raises(ConfigError) as refusal:
+        parse_config({"xyzzy": 1})
+    assert "unknown key 'xyzzy'" in str(refusal.value)
+    assert ", ".join(DEFAULTS) in str(refusal.value)
+
+
+def test_all_problems_are_named_at_once() -> None:
+    with pytest.raises(ConfigError) as refusal:
+        parse_config({"lease_ttl_s": -1, "leese_ttl_s": 3, "port": "x"})
+    assert all(name in str(refusal.value) for name in ("lease_ttl_s = -1", "'leese_ttl_s'", "port = 'x'"))
+
+
+def test_settings_cannot_be_changed_later() -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        parse_config({}).port = 1  # type: ignore[misc]
+
+
+def test_every_key_is_documented() -> None:
+    assert all(field.description for field in ConnectorConfig.model_fields.values())

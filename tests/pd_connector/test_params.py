@@ -1,0 +1,139 @@
+"""``kv_transfer_params``: what a prefill engine answers, a router relays, and a decode engine believes."""
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+
+from pd_connector.params import (
+    ParamsError,
+    RemotePrefill,
+    is_decode_leg,
+    is_prefill_leg,
+    parse_remote_prefill,
+    prompt_digest,
+)
+from tests.pd_connector.support import a_prompt, a_remote
+
+PROMPT = a_prompt(70)
+DIGEST = prompt_digest(PROMPT, ())
+REMOTE = a_remote(PROMPT)
+
+
+def parse(params: dict[str, Any]) -> RemotePrefill:
+    return parse_remote_prefill(params, len(PROMPT), DIGEST)
+
+
+def test_params_survive_the_way_through_a_router() -> None:
+    assert parse(json.loads(json.dumps(REMOTE.to_params()))) == REMOTE
+
+
+def test_the_answer_turns_a_prefill_leg_into_a_decode_leg() -> None:
+    assert is_decode_leg(REMOTE.to_params())
+    assert not is_prefill_leg(REMOTE.to_params())
+
+
+def test_the_answer_has_the_keys_that_existing_routers_relay() -> None:
+    assert REMOTE.to_params().keys() >= {
+        "do_remote_prefill",
+        "do_remote_decode",
+        "remote_engine_id",
+        "remote_request_id",
+        "remote_block_ids",
+        "remote_host",
+        "remote_port",
+        "tp_size",
+    }
+
+
+@pytest.mark.parametrize("params", [None, {}, {"do_remote_prefill": False, "do_remote_decode": False}])
+def test_a_request_without_flags_is_neither_leg(params: dict[str, Any] | None) -> None:
+    assert not is_prefill_leg(params)
+    assert not is_decode_leg(params)
+
+
+def test_a_routers_own_keys_are_ignored() -> None:
+    assert parse({**REMOTE.to_params(), "router_session": {"id": 7}, "transfer_id": "t"}) == REMOTE
+
+
+@pytest.mark.parametrize("field", msgspec.structs.fields(RemotePrefill), ids=lambda field: field.name)
+def test_a_missing_field_is_refused_by_name(field: msgspec.structs.FieldInfo) -> None:
+    params = REMOTE.to_params()
+    del params[field.name]
+    with pytest.raises(ParamsError, match=f"`{field.name}`.*on unchanged"):
+        parse(params)
+
+
+WRONG = [
+    ("remote_engine_id", ""),
+    ("remote_engine_id", None),
+    ("remote_engine_id", "x" * 513),
+    ("remote_request_id", ""),
+    ("remote_request_id", 5),
+    ("remote_host", ""),
+    ("remote_host", ["10.0.0.5"]),
+    ("remote_port", 0),
+    ("remote_port", 65536),
+    ("remote_port", "8998"),
+    ("remote_port", True),
+    ("remote_block_ids", [1, 2, 3]),
+    ("remote_block_ids", [[1, -2]]),
+    ("remote_block_ids", [[1, 2**31]]),
+    ("remote_block_ids", [[1, "2"]]),
+    ("remote_block_ids", None),
+    ("remote_num_tokens", 0),
+    ("remote_num_tokens", 70.5),
+    ("tp_size", 0),
+    ("tp_size", "1"),
+    ("lease_id", ""),
+    ("lease_id", 9),
+    ("lease_ttl_s", 0),
+    ("lease_ttl_s", -3.0),
+    ("lease_ttl_s", float("nan")),
+    ("lease_ttl_s", "30"),
+    ("prompt_digest", None),
+]
+
+
+@pytest.mark.parametrize(("field", "value"), WRONG)
+def test_a_wrong_field_is_refused_by_name(field: str, value: Any) -> None:
+    with pytest.raises(ParamsError, match=f"{field}"):
+        parse({**REMOTE.to_params(), field: value})
+
+
+def test_every_field_has_a_wrong_value_here() -> None:
+    assert {field for field, _ in WRONG} == {field.name for field in msgspec.structs.fields(RemotePrefill)}
+
+
+def test_another_number_of_tokens_is_refused_with_both_numbers() -> None:
+    with pytest.raises(ParamsError, match="computed 70 prompt tokens and this request has 71"):
+        parse_remote_prefill(REMOTE.to_params(), 71, prompt_digest(a_prompt(71), ()))
+
+
+def test_another_prompt_of_the_same_length_is_refused_with_both_digests() -> None:
+    other = prompt_digest(a_prompt(70, seed=1), ())
+    with pytest.raises(ParamsError, match=f"digest {DIGEST}.*{other}"):
+        parse_remote_prefill(REMOTE.to_params(), 70, other)
+
+
+def test_a_prompt_without_token_ids_is_compared_by_length_only() -> None:
+    assert parse_remote_prefill(REMOTE.to_params(), 70, "") == REMOTE
+    embeds = msgspec.structs.replace(REMOTE, prompt_digest="")
+    assert parse_remote_prefill(embeds.to_params(), 70, DIGEST) == embeds
+
+
+def test_the_digest_tells_apart_what_shapes_the_cache() -> None:
+    digests = [
+        prompt_digest([1, 2, 3], ()),
+        prompt_digest([1, 2, 4], ()),
+        prompt_digest([1, 2], ()),
+        prompt_digest([12, 3], ()),
+        prompt_digest([1, 2, 3], ("lora:a",)),
+        prompt_digest([1, 2, 3], ("lora:b",)),
+        prompt_digest([1, 2, 3], ("lora:a", "mm:cat")),
+    ]
+    assert len(set(digests)) == len(digests)
+    assert prompt_digest([1, 2, 3], ()) == digests[0]
+    assert all(len(digest) == 16 for digest in digests)
+    assert prompt_digest(None, ()) == ""

@@ -1,0 +1,205 @@
+"""Statistics: counted in one process, added up over ranks, exported under the documented names."""
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+from prometheus_client import REGISTRY, Counter, Gauge, Histogram
+
+from pd_connector.connector import PDConnector
+from pd_connector.stats import PHASES, ConnectorPromMetrics, ConnectorStats, StatsRecorder
+from tests.pd_connector.support import ManualClock
+
+
+def a_report(pulls: int, seconds: float, call_s: float) -> ConnectorStats:
+    recorder = StatsRecorder()
+    recorder.count("pulls", pulls)
+    recorder.count("pull_failures", pulls, "lease")
+    for _ in range(pulls):
+        recorder.observe("read", seconds)
+    report = recorder.take()
+    assert report is not None
+    report.data["calls"]["worker.get_transfer_results"] = call_s
+    return report
+
+
+def test_nothing_recorded_is_no_report() -> None:
+    assert StatsRecorder().take() is None
+
+
+def test_a_report_holds_what_happened_since_the_last_one() -> None:
+    recorder = StatsRecorder()
+    recorder.count("pulls")
+    recorder.count("pulls", 2)
+    recorder.count("leases", 3, "granted")
+    recorder.observe("read", 0.25)
+    report = recorder.take()
+    assert report is not None
+    assert report.data == {"counts": {"pulls": 3, "leases:granted": 3}, "seconds": {"read": [0.25]}, "calls": {}}
+    assert recorder.take() is None
+
+
+def test_counting_none_is_no_event() -> None:
+    recorder = StatsRecorder()
+    recorder.count("pull_bytes", 0)
+    assert recorder.take() is None
+
+
+def test_a_report_is_not_changed_by_what_is_recorded_after_it() -> None:
+    recorder = StatsRecorder()
+    recorder.count("pulls")
+    recorder.observe("read", 1.0)
+    report = recorder.take()
+    recorder.count("pulls")
+    recorder.observe("read", 2.0)
+    assert report is not None
+    assert report.data["counts"] == {"pulls": 1}
+    assert report.data["seconds"] == {"read": [1.0]}
+
+
+def test_only_a_longer_call_than_ever_is_reported() -> None:
+    clock = ManualClock()
+    recorder = StatsRecorder(clock)
+    reported = []
+    for seconds in (0.5, 0.25, 0.5, 0.75):
+        with recorder.timed("worker.handle"):
+            clock.advance(seconds)
+        report = recorder.take()
+        reported.append(report.data["calls"]["worker.handle"] if report else None)
+    assert reported == [0.5, None, None, 0.75]
+
+
+def test_a_call_that_raises_is_timed_too() -> None:
+    clock = ManualClock()
+    recorder = StatsRecorder(clock)
+    with pytest.raises(KeyError), recorder.timed("worker.handle"):
+        clock.advance(2.0)
+        raise KeyError
+    report = recorder.take()
+    assert report is not None
+    assert report.data["calls"] == {"worker.handle": 2.0}
+
+
+def test_ranks_are_added_up_and_the_longest_call_kept() -> None:
+    total = a_report(1, 0.1, 0.5).aggregate(a_report(2, 0.4, 0.2))
+    assert total.data == {
+        "counts": {"pulls": 3, "pull_failures:lease": 3},
+        "seconds": {"read": [0.1, 0.4, 0.4]},
+        "calls": {"worker.get_transfer_results": 0.5},
+    }
+
+
+def test_adding_up_leaves_the_other_report_alone() -> None:
+    empty, other = ConnectorStats(), a_report(1, 0.1, 0.5)
+    empty.aggregate(other)
+    empty.aggregate(a_report(1, 0.2, 0.6))
+    assert other.data == a_report(1, 0.1, 0.5).data
+
+
+def test_an_empty_report_says_so_and_adds_nothing() -> None:
+    assert ConnectorStats().is_empty()
+    assert ConnectorStats({}).is_empty()
+    report = a_report(1, 0.1, 0.5)
+    assert not report.is_empty()
+    assert report.aggregate(ConnectorStats()).data == a_report(1, 0.1, 0.5).data
+    report.reset()
+    assert report.is_empty()
+
+
+def test_the_log_line_has_one_number_a_name() -> None:
+    assert a_report(2, 0.25, 0.5).reduce() == {"pulls": 2, "pull_failures:lease": 2, "read mean (ms)": 250.0}
+    assert ConnectorStats().reduce() == {}
+
+
+def test_a_report_travels_between_processes_as_plain_data() -> None:
+    report = a_report(2, 0.25, 0.5)
+    for travelled in (
+        json.loads(json.dumps(report.to_dict())),
+        msgspec.msgpack.decode(msgspec.msgpack.encode(report.to_dict())),
+    ):
+        assert PDConnector.build_kv_connector_stats(travelled) == report
+    assert PDConnector.build_kv_connector_stats(None) is None
+
+
+class _Unregistered:
+    """Metric classes of prometheus_client that keep off the process's registry, by the name vLLM asks for."""
+
+    def __init__(self) -> None:
+        self.made: dict[str, Any] = {}
+
+    def types(self) -> dict[Any, Any]:
+        return {kind: self._maker(kind) for kind in (Counter, Gauge, Histogram)}
+
+    def _maker(self, kind: Any) -> Any:
+        def make(**arguments: Any) -> Any:
+            metric = self.made[arguments["name"]] = kind(**arguments, registry=None)
+            return metric
+
+        return make
+
+    def samples(self) -> dict[tuple[str, tuple[str, ...]], float]:
+        """By sample name and values of its labels."""
+        return {
+            (sample.name, tuple(sample.labels.values())): sample.value
+            for metric in self.made.values()
+            for family in metric.collect()
+            for sample in family.samples
+            if not sample.name.endswith(("_created", "_bucket"))
+        }
+
+
+@pytest.fixture
+def exported() -> tuple[ConnectorPromMetrics, _Unregistered]:
+    vllm_config = type("Config", (), {"kv_transfer_config": None})()
+    metrics = _Unregistered()
+    engines: dict[int, list[object]] = {0: ["m", "0"], 1: ["m", "1"]}
+    made = PDConnector.build_prom_metrics(vllm_config, metrics.types(), ["model_name", "engine"], engines)
+    return made, metrics
+
+
+def test_the_exported_names_are_these(exported: tuple[ConnectorPromMetrics, _Unregistered]) -> None:
+    assert exported[1].made.keys() == {
+        "vllm:pd_pulls",
+        "vllm:pd_pull_bytes",
+        "vllm:pd_pull_descriptors",
+        "vllm:pd_pull_tokens",
+        "vllm:pd_pull_failures",
+        "vllm:pd_leases",
+        "vllm:pd_pull_seconds",
+        "vllm:pd_connector_call_seconds_max",
+    }
+    assert not [name for name in REGISTRY._names_to_collectors if name.startswith("vllm:pd_")]
+
+
+def test_pulls_are_exported_as_zero_before_the_first(exported: tuple[ConnectorPromMetrics, _Unregistered]) -> None:
+    assert exported[1].samples()["vllm:pd_pulls_total", ("m", "1")] == 0
+
+
+def test_reports_are_exported_for_their_engine(exported: tuple[ConnectorPromMetrics, _Unregistered]) -> None:
+    metrics, prometheus = exported
+    metrics.observe(a_report(2, 0.25, 0.5).to_dict(), engine_idx=1)
+    metrics.observe(a_report(1, 0.5, 0.125).to_dict(), engine_idx=1)
+    samples = prometheus.samples()
+    assert samples["vllm:pd_pulls_total", ("m", "1")] == 3
+    assert samples["vllm:pd_pulls_total", ("m", "0")] == 0
+    assert samples["vllm:pd_pull_failures_total", ("m", "1", "lease")] == 3
+    assert samples["vllm:pd_pull_seconds_count", ("m", "1", "read")] == 3
+    assert samples["vllm:pd_pull_seconds_sum", ("m", "1", "read")] == 1.0
+    assert samples["vllm:pd_connector_call_seconds_max", ("m", "1", "worker.get_transfer_results")] == 0.5
+
+
+def test_everything_that_is_counted_can_be_exported(exported: tuple[ConnectorPromMetrics, _Unregistered]) -> None:
+    recorder = StatsRecorder()
+    for name in ("pulls", "pull_bytes", "pull_descriptors", "pull_tokens"):
+        recorder.count(name, 5)
+    for cause in ("unreachable", "refused", "incompatible", "params", "read", "timeout", "lease", "unconfirmed"):
+        recorder.count("pull_failures", 1, cause)
+    for event in ("granted", "released", "cancelled", "expired"):
+        recorder.count("leases", 1, event)
+    for phase in PHASES:
+        recorder.observe(phase, 0.1)
+    report = recorder.take()
+    assert report is not None
+    exported[0].observe(report.to_dict())
+    assert exported[1].samples()["vllm:pd_leases_total", ("m", "0", "expired")] == 1

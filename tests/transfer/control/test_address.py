@@ -1,0 +1,82 @@
+import socket
+
+import pytest
+
+from transfer.control.address import Address, listen_address, peer_address, resolve
+from transfer.control.errors import BadAddress
+
+
+@pytest.mark.parametrize(
+    ("host", "endpoint"),
+    [
+        ("10.0.0.5", "tcp://10.0.0.5:5600"),
+        ("::1", "tcp://[::1]:5600"),
+        ("[::1]", "tcp://[::1]:5600"),
+        ("fe80::1%eth0", "tcp://[fe80::1%eth0]:5600"),
+        ("prefill-0.svc.local", "tcp://prefill-0.svc.local:5600"),
+        ("node_7", "tcp://node_7:5600"),
+    ],
+)
+def test_hosts_that_can_be_reached(host: str, endpoint: str) -> None:
+    assert peer_address(host, 5600).endpoint == endpoint
+
+
+def test_both_spellings_of_an_ipv6_host_are_one_peer() -> None:
+    assert peer_address("[::1]", 1) == peer_address("::1", 1) == Address("::1", 1)
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        "",
+        " ",
+        "*",
+        "10.0.0.5:5600",
+        "tcp://10.0.0.5",
+        "eth0;10.0.0.5",
+        "host/path",
+        "a b",
+        "host\n",
+        "[10.0.0.5]",
+        "[host]",
+        "[::1",
+        "::1%a;b",
+        "-host",
+        "a..b",
+        "x" * 64,
+        "a." * 200,
+        "h\u00f6st",
+        None,
+        7,
+        b"10.0.0.5",
+    ],
+)
+def test_what_is_not_a_host_is_named(host: object) -> None:
+    with pytest.raises(BadAddress) as caught:
+        peer_address(host, 5600)
+    assert repr(host)[:100] in str(caught.value)
+
+
+@pytest.mark.parametrize("port", [0, -1, 65536, "5600", 5600.0, None, True])
+def test_what_is_not_a_port_is_named(port: object) -> None:
+    with pytest.raises(BadAddress, match=rf"port {port!r} is not an integer in 1\.\.65535"):
+        peer_address("10.0.0.5", port)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "[::]"])
+def test_a_wildcard_can_be_listened_on_but_not_reached(host: str) -> None:
+    assert listen_address(host, 0).port == 0
+    with pytest.raises(BadAddress, match="an address to listen on, not one to reach"):
+        peer_address(host, 5600)
+
+
+def test_a_name_with_both_families_resolves_to_ipv4(monkeypatch: pytest.MonkeyPatch) -> None:
+    ipv6 = (socket.AF_INET6, socket.SOCK_STREAM, 6, "", ("2001:db8::1", 0, 0, 0))
+    ipv4 = (socket.AF_INET, socket.SOCK_STREAM, 6, "", ("10.0.0.5", 0))
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [ipv6, ipv4])
+    assert resolve("prefill-0") == "10.0.0.5"
+
+
+def test_a_numeric_host_is_not_looked_up() -> None:
+    assert resolve("::1") == "::1"
+    assert resolve("10.0.0.5") == "10.0.0.5"

@@ -1,0 +1,387 @@
+"""One client, well-behaved and misbehaving peers."""
+
+import contextlib
+import math
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import CancelledError, wait
+
+import pytest
+import zmq
+
+from tests.transfer.control.support import (
+    CANCEL,
+    HELLO,
+    RELEASE,
+    RENEW,
+    REPLIES,
+    REQUESTS,
+    WELCOME,
+    Handler,
+    free_port,
+    pack,
+    unpack,
+    wait_until,
+)
+from transfer.control.client import ControlClient
+from transfer.control.errors import (
+    BadAddress,
+    BadRequest,
+    ClientClosed,
+    PeerRefused,
+    PeerUnreachable,
+    TooManyPeers,
+)
+from transfer.control.messages import (
+    MAX_REQUEST_BYTES,
+    PROTOCOL_VERSION,
+    Error,
+    ErrorCode,
+    Hello,
+    Released,
+    Renew,
+    Renewed,
+    Reply,
+    Request,
+    encode,
+)
+from transfer.control.server import ControlServer
+
+HERE = "127.0.0.1"
+
+
+@contextlib.contextmanager
+def raw_router() -> Iterator[tuple[zmq.Socket[bytes], int]]:
+    """A peer that answers by hand."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    router = context.socket(zmq.ROUTER)
+    router.setsockopt(zmq.RCVTIMEO, 5000)
+    port = router.bind_to_random_port(f"tcp://{HERE}")
+    try:
+        yield router, port
+    finally:
+        context.destroy(linger=0)
+
+
+@pytest.mark.parametrize(
+    ("request_", "reply"),
+    [(request, reply) for request, reply in zip(REQUESTS, REPLIES, strict=True) if request != RENEW],
+    ids=lambda message: type(message).__name__,
+)
+def test_every_request_gets_its_answer(
+    client: ControlClient, server: ControlServer, handler: Handler, request_: Request, reply: Reply
+) -> None:
+    assert client.request(HERE, server.port, request_, 5).result() == reply
+    assert handler.asked == [request_]
+
+
+def test_answers_match_their_requests_when_many_are_pending(client: ControlClient, server: ControlServer) -> None:
+    futures = [client.request(HERE, server.port, Renew("e", (f"lease-{i}",)), 10) for i in range(2000)]
+    assert [future.result() for future in futures] == [Renewed((f"lease-{i}",), 30.0) for i in range(2000)]
+
+
+def test_many_threads_may_ask(client: ControlClient, server: ControlServer) -> None:
+    answers: dict[int, list[Reply]] = {}
+
+    def ask(who: int) -> None:
+        requests = [Renew("e", (f"{who}-{i}",)) for i in range(100)]
+        answers[who] = [client.request(HERE, server.port, request, 10).result() for request in requests]
+
+    threads = [threading.Thread(target=ask, args=(who,)) for who in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert answers == {who: [Renewed((f"{who}-{i}",), 30.0) for i in range(100)] for who in range(8)}
+
+
+def test_a_callback_may_ask_again(client: ControlClient, server: ControlServer) -> None:
+    second: list[Reply] = []
+    done = threading.Event()
+
+    def finish(reply: Reply) -> None:
+        second.append(reply)
+        done.set()
+
+    first = client.request(HERE, server.port, HELLO, 5)
+    first.add_done_callback(
+        lambda _: client.request(HERE, server.port, RELEASE, 5).add_done_callback(lambda f: finish(f.result()))
+    )
+    assert done.wait(5)
+    assert second == [Released(True)]
+
+
+# -- peers that cannot be reached
+
+
+@pytest.mark.parametrize(
+    ("host", "port"), [("", 1), (HERE, 0), (HERE, 65536), (None, 1), ("a;b", 1), ("0.0.0.0", 1), (HERE, "80")]
+)
+def test_a_bad_address_fails_the_future(client: ControlClient, host: str, port: int) -> None:
+    with pytest.raises(BadAddress):
+        client.request(host, port, HELLO, 1).result(1)
+
+
+def test_a_closed_port_is_unreachable_and_says_so(client: ControlClient) -> None:
+    port = free_port()
+    with pytest.raises(PeerUnreachable, match=rf"127\.0\.0\.1:{port}.*'hello'.*no connection could be made") as caught:
+        client.request(HERE, port, HELLO, 0.2).result(5)
+    assert (caught.value.host, caught.value.port, caught.value.request_type) == (HERE, port, "hello")
+    assert caught.value.attempts == 0
+    assert 0.2 <= caught.value.tried_s < 2
+
+
+def test_a_peer_that_never_answers_is_asked_several_times(impatient: ControlClient) -> None:
+    with raw_router() as (router, port):
+        with pytest.raises(PeerUnreachable, match="sent over a connection but never answered") as caught:
+            impatient.request(HERE, port, HELLO, 1.0).result(5)
+        frames = [router.recv_multipart()[1] for _ in range(caught.value.attempts)]
+    assert 2 <= caught.value.attempts <= 10  # after 0.05, 0.15, 0.35 s and every 0.2 s from then on
+    assert len(set(frames)) == 1  # the same message id each time
+
+
+def test_a_listener_that_is_no_control_server_is_unreachable(client: ControlClient) -> None:
+    with socket.create_server((HERE, 0)) as listener, pytest.raises(PeerUnreachable):
+        client.request(HERE, listener.getsockname()[1], HELLO, 0.2).result(5)
+
+
+def test_an_unknown_host_name_is_unreachable_and_named(client: ControlClient) -> None:
+    with pytest.raises(PeerUnreachable, match=r"no-such-host\.invalid.*could not be looked up"):
+        client.request("no-such-host.invalid", 1, HELLO, 30).result(20)
+
+
+def test_a_peer_that_comes_up_late_is_reached(client: ControlClient, handler: Handler) -> None:
+    port = free_port()
+    waiting = client.request(HERE, port, HELLO, 10)
+    time.sleep(0.3)
+    server = ControlServer(handler, HERE, port)
+    server.start()
+    assert waiting.result() == WELCOME
+    assert len(handler.asked) == 1  # nothing had piled up for it
+    server.close()
+
+
+def test_dead_peers_do_not_delay_a_live_one(client: ControlClient, server: ControlServer) -> None:
+    client.request(HERE, server.port, HELLO, 5).result()
+    with socket.create_server((HERE, 0)) as silent, raw_router() as (_, deaf_port):
+        hosts = [(HERE, free_port()), ("192.0.2.1", 9), (HERE, silent.getsockname()[1]), (HERE, deaf_port)]
+        hosts.append(("no-such-host.invalid", 9))
+        dead = [client.request(host, port, HELLO, 20) for host, port in hosts for _ in range(50)]
+        started = time.monotonic()
+        for _ in range(50):
+            client.request(HERE, server.port, HELLO, 5).result()
+        assert time.monotonic() - started < 5
+        client.close()
+        for future in dead:
+            assert isinstance(future.exception(), (PeerUnreachable, ClientClosed))
+
+
+# -- peers that refuse
+
+
+def test_an_error_reply_fails_the_future_with_code_and_words(
+    client: ControlClient, server: ControlServer, handler: Handler
+) -> None:
+    handler.answer = lambda request: Error(ErrorCode.UNKNOWN_ENGINE, "this is engine-2")
+    with pytest.raises(PeerRefused, match="unknown_engine: this is engine-2") as caught:
+        client.request(HERE, server.port, HELLO, 5).result()
+    assert (caught.value.code, caught.value.reason) == (ErrorCode.UNKNOWN_ENGINE, "this is engine-2")
+    assert len(handler.asked) == 1
+
+
+def test_a_peer_that_is_not_ready_is_asked_again(
+    impatient: ControlClient, server: ControlServer, handler: Handler
+) -> None:
+    handler.answer = lambda request: (
+        Error(ErrorCode.NOT_READY, "loading") if len(handler.asked) < 3 else handler.usual(request)
+    )
+    assert impatient.request(HERE, server.port, HELLO, 5).result() == WELCOME
+    assert len(handler.asked) >= 3
+
+
+def test_a_peer_that_never_gets_ready_has_refused(
+    impatient: ControlClient, server: ControlServer, handler: Handler
+) -> None:
+    handler.answer = lambda request: Error(ErrorCode.NOT_READY, "loading")
+    with pytest.raises(PeerRefused, match="not_ready: loading"):
+        impatient.request(HERE, server.port, HELLO, 0.2).result(5)
+
+
+def test_a_peer_of_another_version_is_refused_at_once(client: ControlClient) -> None:
+    with raw_router() as (router, port):
+        future = client.request(HERE, port, HELLO, 30)
+        peer, frame = router.recv_multipart()
+        router.send_multipart([peer, pack([PROTOCOL_VERSION + 1, unpack(frame)[1], {"type": "new"}])])
+        with pytest.raises(PeerRefused, match=f"version {PROTOCOL_VERSION + 1}"):
+            future.result(5)
+
+
+# -- replies that must not count
+
+
+def test_what_is_not_the_answer_is_ignored_and_the_request_repeated(
+    impatient: ControlClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    with raw_router() as (router, port):
+        future = impatient.request(HERE, port, RELEASE, 10)
+        peer, frame = router.recv_multipart()
+        message_id = unpack(frame)[1]
+        good = encode(message_id, Released(True))
+        router.send_multipart([peer, good[:-1]])
+        router.send_multipart([peer, good, b""])
+        router.send_multipart([peer, b"\xc1"])
+        router.send_multipart([peer, encode(message_id, WELCOME)])
+        router.send_multipart([peer, encode(message_id + 1, Released(False))])
+        assert router.recv_multipart()[1] == frame
+        assert not future.done()
+        router.send_multipart([peer, good])
+        router.send_multipart([peer, good])
+        assert future.result() == Released(True)
+        wait_until(lambda: impatient.counters.late_replies == 2)
+    assert impatient.counters.malformed_replies == 4
+    assert len(caplog.records) == 1  # whatever a peer sends, it does not fill the log
+
+
+def test_a_peer_cannot_answer_for_another(client: ControlClient) -> None:
+    with raw_router() as (asked, asked_port), raw_router() as (other, other_port):
+        future = client.request(HERE, asked_port, RELEASE, 10)
+        client.request(HERE, other_port, RELEASE, 10)
+        peer, frame = asked.recv_multipart()
+        impostor, _ = other.recv_multipart()
+        other.send_multipart([impostor, encode(unpack(frame)[1], Released(True))])
+        wait_until(lambda: client.counters.late_replies == 1)
+        assert not future.done()
+        asked.send_multipart([peer, encode(unpack(frame)[1], Released(False))])
+        assert future.result() == Released(False)
+
+
+# -- requests that cannot be sent
+
+
+def test_too_large_a_request_is_refused_here(client: ControlClient) -> None:
+    with pytest.raises(BadRequest, match=rf"'renew'.*{MAX_REQUEST_BYTES}.*split"):
+        client.request(HERE, 1, Renew("e", ("x" * MAX_REQUEST_BYTES,)), 1).result(1)
+
+
+def test_a_name_that_no_wire_can_carry_is_refused_here(client: ControlClient, server: ControlServer) -> None:
+    with pytest.raises(BadRequest, match="'hello'"):
+        client.request(HERE, server.port, Hello("\ud800"), 1).result(1)
+    assert client.request(HERE, server.port, HELLO, 5).result() == WELCOME
+
+
+@pytest.mark.parametrize("timeout_s", [0, -1, math.inf, math.nan])
+def test_a_timeout_must_be_positive_and_finite(client: ControlClient, timeout_s: float) -> None:
+    with pytest.raises(ValueError, match="timeout_s"):
+        client.request(HERE, 1, HELLO, timeout_s)
+
+
+# -- cancelling, closing, holding few sockets
+
+
+def test_a_cancelled_future_is_forgotten(client: ControlClient) -> None:
+    with raw_router() as (router, port):
+        future = client.request(HERE, port, CANCEL, 30)
+        peer, frame = router.recv_multipart()
+        assert future.cancel()
+        assert wait([future], 5).done == {future}
+        sent = client.counters.sent
+        router.send_multipart([peer, encode(unpack(frame)[1], Released(True))])
+        wait_until(lambda: client.counters.late_replies == 1)
+        assert client.counters.sent == sent
+        with pytest.raises(CancelledError):
+            future.result()
+
+
+def test_close_fails_what_is_pending_and_what_comes_after(client: ControlClient) -> None:
+    pending = [client.request(HERE, free_port(), HELLO, 30) for _ in range(3)]
+    client.close()
+    client.close()
+    later = client.request(HERE, 1, HELLO, 30)
+    for future in [*pending, later]:
+        with pytest.raises(ClientClosed, match="'hello'"):
+            future.result(1)
+
+
+def test_a_request_that_was_not_taken_up_yet_fails_at_close(client: ControlClient) -> None:
+    busy, finish = threading.Event(), threading.Event()
+
+    def hold_the_thread(_: object) -> None:
+        busy.set()
+        finish.wait(10)
+
+    client.request(HERE, free_port(), HELLO, 0.05).add_done_callback(hold_the_thread)
+    assert busy.wait(5)
+    waiting = client.request(HERE, 1, HELLO, 30)
+    closer = threading.Thread(target=client.close)
+    closer.start()
+    wait_until(lambda: client.request(HERE, 1, HELLO, 30).done())  # refused: close has begun
+    finish.set()
+    closer.join()
+    with pytest.raises(ClientClosed):
+        waiting.result(1)
+
+
+def test_no_request_is_left_behind_by_a_close_at_the_same_time(server: ControlServer) -> None:
+    for _ in range(20):
+        client = ControlClient()
+        closer = threading.Thread(target=client.close)
+        futures = [client.request(HERE, server.port, HELLO, 30) for _ in range(20)]
+        closer.start()
+        futures += [client.request(HERE, server.port, HELLO, 30) for _ in range(20)]
+        closer.join()
+        for future in futures:
+            error = future.exception(5)
+            assert error is None or isinstance(error, ClientClosed)
+
+
+def test_an_idle_peer_is_closed_and_reached_again(server: ControlServer) -> None:
+    client = ControlClient(idle_s=0.1)
+    assert client.request(HERE, server.port, HELLO, 5).result() == WELCOME
+    wait_until(lambda: client.counters.peers_closed == 1)
+    assert client.request(HERE, server.port, HELLO, 5).result() == WELCOME
+    assert client.counters.peers_opened == 2
+    client.close()
+
+
+def test_a_peer_that_is_being_asked_is_not_idle() -> None:
+    client = ControlClient(idle_s=0.05)
+    with raw_router() as (router, port):
+        waiting = client.request(HERE, port, RELEASE, 10)
+        peer, frame = router.recv_multipart()
+        time.sleep(0.2)
+        router.send_multipart([peer, encode(unpack(frame)[1], Released(True))])
+        assert waiting.result() == Released(True)
+        assert client.counters.peers_opened == 1
+    client.close()
+
+
+def test_the_peer_that_was_not_used_for_longest_makes_room(handler: Handler) -> None:
+    servers = [ControlServer(handler, HERE) for _ in range(3)]
+    client = ControlClient(max_peers=2)
+    for server in servers:
+        server.start()
+        assert client.request(HERE, server.port, HELLO, 5).result() == WELCOME
+    assert (client.counters.peers_opened, client.counters.peers_closed) == (3, 1)
+    assert client.request(HERE, servers[1].port, HELLO, 5).result() == WELCOME
+    assert client.counters.peers_opened == 3
+    client.close()
+    for server in servers:
+        server.close()
+
+
+def test_more_peers_than_may_be_held_are_refused_while_all_are_asked(handler: Handler) -> None:
+    client = ControlClient(max_peers=2)
+    waiting = [client.request(HERE, free_port(), HELLO, 30) for _ in range(2)]
+    with pytest.raises(TooManyPeers, match="max_peers=2"):
+        client.request(HERE, free_port(), HELLO, 30).result(5)
+    assert not any(future.done() for future in waiting)
+    client.close()
+
+
+def test_settings_that_make_no_sense_are_refused() -> None:
+    with pytest.raises(ValueError, match="retry_s"):
+        ControlClient(retry_s=0)
+    with pytest.raises(ValueError, match="max_peers"):
+        ControlClient(max_peers=0)

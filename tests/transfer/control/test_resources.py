@@ -1,0 +1,59 @@
+"""Threads and file descriptors: nothing is left after close."""
+
+import os
+import threading
+
+import pytest
+
+from tests.transfer.control.support import HELLO, WELCOME, Handler, free_port, wait_until
+from transfer.control.client import ControlClient
+from transfer.control.errors import ControlStartError
+from transfer.control.server import ControlServer
+from transfer.control.wakeup import Wakeup
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_close_leaves_no_threads_and_no_descriptors(handler: Handler) -> None:
+    descriptors_before, threads_before = descriptors(), set(threading.enumerate())
+    for _ in range(10):
+        servers = [ControlServer(handler, "127.0.0.1") for _ in range(2)]
+        client = ControlClient()
+        for server in servers:
+            server.start()
+            assert client.request("127.0.0.1", server.port, HELLO, 5).result() == WELCOME
+        assert client.request("localhost", servers[0].port, HELLO, 5).result() == WELCOME
+        client.request("127.0.0.1", free_port(), HELLO, 30)
+        with pytest.raises(ControlStartError):
+            ControlServer(handler, "127.0.0.1", servers[0].port).start()
+        client.close()
+        for server in servers:
+            server.close()
+    assert set(threading.enumerate()) == threads_before
+    wait_until(lambda: descriptors() <= descriptors_before)
+
+
+def test_unreachable_peers_leave_no_descriptors(client: ControlClient, server: ControlServer) -> None:
+    assert client.request("127.0.0.1", server.port, HELLO, 5).result() == WELCOME
+    before = descriptors()
+    futures = [client.request("127.0.0.1", free_port(), HELLO, 0.1) for _ in range(20)]
+    for future in futures:
+        assert future.exception(5) is not None
+    wait_until(lambda: descriptors() <= before)
+
+
+def test_a_wakeup_is_readable_from_set_to_clear_however_often_it_was_set() -> None:
+    wakeup = Wakeup()
+    for _ in range(100_000):  # more than the pipe holds
+        wakeup.set()
+    wakeup.clear()
+    with pytest.raises(BlockingIOError):
+        os.read(wakeup.fileno(), 1)
+    wakeup.set()
+    assert os.read(wakeup.fileno(), 10) == b"\0"
+    wakeup.close()
+    wakeup.close()
+    wakeup.set()
+    assert wakeup.fileno() == -1

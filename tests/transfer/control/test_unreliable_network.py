@@ -1,0 +1,106 @@
+"""Messages may be lost, repeated, late or reordered: requests are answered all the same, each with its own answer."""
+
+import time
+from concurrent.futures import Future
+
+import pytest
+
+from tests.transfer.control.faults import (
+    Delivery,
+    Direction,
+    FaultyNetwork,
+    chaos,
+    deliver,
+    lose_everything,
+    lose_first,
+)
+from tests.transfer.control.support import HELLO, RELEASE, WELCOME, Handler, wait_until
+from transfer.control.client import ControlClient
+from transfer.control.errors import PeerUnreachable
+from transfer.control.messages import Release, Released, Renew, Renewed, Reply, Request
+from transfer.control.server import ControlServer
+
+HERE = "127.0.0.1"
+
+
+def test_a_lost_request_is_sent_again(impatient: ControlClient, server: ControlServer, handler: Handler) -> None:
+    with FaultyNetwork(server.port, lose_first(2, Direction.REQUEST)) as network:
+        assert impatient.request(HERE, network.port, HELLO, 10).result() == WELCOME
+    assert handler.asked[0] == HELLO
+    assert impatient.counters.sent >= 3
+
+
+def test_a_lost_reply_makes_the_handler_see_the_request_again(
+    impatient: ControlClient, server: ControlServer, handler: Handler
+) -> None:
+    with FaultyNetwork(server.port, lose_first(2, Direction.REPLY)) as network:
+        assert impatient.request(HERE, network.port, RELEASE, 10).result() == Released(True)
+    assert handler.asked[:3] == [RELEASE] * 3
+
+
+def test_repeated_replies_are_ignored(client: ControlClient, server: ControlServer) -> None:
+    with FaultyNetwork(server.port, lambda way, frame: [(0.0, frame)] * 3) as network:
+        for _ in range(20):
+            assert client.request(HERE, network.port, HELLO, 10).result() == WELCOME
+        wait_until(lambda: client.counters.late_replies == 20 * (3 * 3 - 1))
+    assert client.counters.answered == 20
+
+
+def test_a_reply_after_the_timeout_is_ignored(client: ControlClient, server: ControlServer) -> None:
+    def slow_replies(way: Direction, frame: bytes) -> list[Delivery]:
+        return [(0.3 if way is Direction.REPLY else 0.0, frame)]
+
+    with FaultyNetwork(server.port, slow_replies) as network:
+        kept = client.request(HERE, network.port, HELLO, 10)  # keeps the connection beyond the other's timeout
+        with pytest.raises(PeerUnreachable):
+            client.request(HERE, network.port, RELEASE, 0.1).result(5)
+        assert kept.result() == WELCOME
+        wait_until(lambda: client.counters.late_replies >= 1)
+
+
+def test_a_garbled_reply_is_ignored_and_the_next_one_taken(impatient: ControlClient, server: ControlServer) -> None:
+    damage = lose_first(1, Direction.REPLY)
+
+    def garble_first(way: Direction, frame: bytes) -> list[Delivery]:
+        return list(damage(way, frame)) or [(0.0, b"\x93\x01" + frame[3:])]
+
+    with FaultyNetwork(server.port, garble_first) as network:
+        assert impatient.request(HERE, network.port, HELLO, 10).result() == WELCOME
+    assert impatient.counters.malformed_replies == 1
+
+
+def test_a_network_that_is_cut_and_mended(impatient: ControlClient, server: ControlServer) -> None:
+    with FaultyNetwork(server.port) as network:
+        assert impatient.request(HERE, network.port, HELLO, 5).result() == WELCOME
+        network.rule = lose_everything
+        with pytest.raises(PeerUnreachable):
+            impatient.request(HERE, network.port, HELLO, 0.2).result(5)
+        waiting = impatient.request(HERE, network.port, HELLO, 10)
+        time.sleep(0.1)
+        network.rule = deliver
+        assert waiting.result() == WELCOME
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_every_request_gets_its_own_answer_through_chaos(server: ControlServer, handler: Handler, seed: int) -> None:
+    released: dict[str, int] = {}
+
+    def release_once(request: Request) -> Reply:
+        if isinstance(request, Release):
+            first = released.setdefault(request.lease_id, request.reader)
+            return Released(first == request.reader)
+        return handler.usual(request)
+
+    handler.answer = release_once
+    client = ControlClient(retry_s=0.03, retry_cap_s=0.06)
+    with FaultyNetwork(server.port, chaos(seed, lose=0.3, repeat=0.3, longest_delay_s=0.05)) as network:
+        asked: list[tuple[Future[Reply], Reply]] = []
+        for i in range(150):
+            renew, release = Renew("e", (f"lease-{i}",)), Release("e", f"lease-{i}", i, 200)
+            asked.append((client.request(HERE, network.port, renew, 20), Renewed((f"lease-{i}",), 30.0)))
+            asked.append((client.request(HERE, network.port, release, 20), Released(True)))
+        for future, answer in asked:
+            assert future.result(20) == answer
+    assert client.counters.sent > 300
+    assert len(handler.asked) > 300
+    client.close()

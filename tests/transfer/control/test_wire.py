@@ -1,0 +1,150 @@
+"""The server spoken to without this package: a raw DEALER socket and the msgpack package."""
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import zmq
+
+from tests.transfer.control.support import ENGINE, Handler, pack, unpack, wait_until
+from transfer.control.messages import MAX_REQUEST_BYTES, PROTOCOL_VERSION, Error, ErrorCode, Reply, Request
+from transfer.control.server import ControlServer
+
+
+class Stranger:
+    """Sends frames as they are and reads what comes back."""
+
+    def __init__(self, port: int) -> None:
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.socket = self.context.socket(zmq.DEALER)
+        self.socket.setsockopt(zmq.RCVTIMEO, 3000)
+        self.socket.connect(f"tcp://127.0.0.1:{port}")
+
+    def ask(self, *frames: bytes) -> Any:
+        self.socket.send_multipart(frames)
+        return unpack(self.socket.recv())
+
+    def close(self) -> None:
+        self.context.destroy(linger=0)
+
+
+@pytest.fixture
+def stranger(server: ControlServer) -> Iterator[Stranger]:
+    stranger = Stranger(server.port)
+    yield stranger
+    stranger.close()
+
+
+HELLO = pack([PROTOCOL_VERSION, 11, {"type": "hello", "engine_id": ENGINE}])
+
+
+def test_hello_is_answered_with_the_geometry_of_all_workers(stranger: Stranger) -> None:
+    version, message_id, body = stranger.ask(HELLO)
+    assert (version, message_id, body["type"]) == (PROTOCOL_VERSION, 11, "welcome")
+    assert [worker["tp_rank"] for worker in body["workers"]] == [0, 1]
+    assert body["workers"][1]["groups"][0]["planes"][0]["layers"] == ["layers.0", "layers.1"]
+    assert body["model"]["architecture"] == "LlamaForCausalLM"
+
+
+@pytest.mark.parametrize(
+    ("body", "answer"),
+    [
+        (
+            {"type": "renew", "engine_id": ENGINE, "lease_ids": ["a", "b"]},
+            {"type": "renewed", "valid": ["a", "b"], "ttl_s": 30.0},
+        ),
+        (
+            {"type": "release", "engine_id": ENGINE, "lease_id": "a", "reader": 0, "readers": 1},
+            {"type": "released", "valid": True},
+        ),
+        ({"type": "cancel", "engine_id": ENGINE, "lease_ids": ["a"]}, {"type": "cancelled"}),
+    ],
+    ids=["renew", "release", "cancel"],
+)
+def test_lease_messages_are_answered(stranger: Stranger, body: dict[str, Any], answer: dict[str, Any]) -> None:
+    assert stranger.ask(pack([PROTOCOL_VERSION, 12, body])) == [PROTOCOL_VERSION, 12, answer]
+
+
+def test_another_version_is_answered_with_both_versions(stranger: Stranger, server: ControlServer) -> None:
+    _, message_id, body = stranger.ask(pack([PROTOCOL_VERSION + 1, 13, ["whatever"]]))
+    assert (message_id, body["type"], body["code"]) == (13, "error", "version")
+    assert body["message"] == f"protocol version {PROTOCOL_VERSION + 1}; this side speaks {PROTOCOL_VERSION}"
+    assert server.counters.wrong_version == 1
+
+
+def test_a_bad_body_is_answered_where_the_message_id_is_readable(stranger: Stranger, server: ControlServer) -> None:
+    _, message_id, body = stranger.ask(pack([PROTOCOL_VERSION, 14, {"type": "steal"}]))
+    assert (message_id, body["code"]) == (14, "malformed")
+    assert "steal" in body["message"]
+    assert server.counters.malformed == 1
+
+
+def test_unreadable_frames_are_dropped_and_counted(stranger: Stranger, server: ControlServer) -> None:
+    for frame in (b"", b"\xc1", HELLO[:-2]):
+        stranger.socket.send(frame)
+    assert stranger.ask(HELLO)[1] == 11  # the first answer is to the first frame that could be answered
+    assert server.counters.malformed == 3
+
+
+def test_an_empty_delimiter_as_req_sockets_send_it_is_refused(stranger: Stranger, server: ControlServer) -> None:
+    _, message_id, body = stranger.ask(b"", HELLO)
+    assert (message_id, body["code"]) == (11, "malformed")
+    assert "DEALER" in body["message"]
+    assert server.counters.wrong_frames == 1
+
+
+def test_too_large_a_request_is_answered(stranger: Stranger, server: ControlServer) -> None:
+    body = {"type": "hello", "engine_id": "e" * MAX_REQUEST_BYTES}
+    _, message_id, answer = stranger.ask(pack([PROTOCOL_VERSION, 15, body]))
+    assert (message_id, answer["code"]) == (15, "malformed")
+    assert str(MAX_REQUEST_BYTES) in answer["message"]
+    assert server.counters.oversized == 1
+
+
+def test_a_request_of_many_megabytes_is_not_even_read(stranger: Stranger, server: ControlServer) -> None:
+    stranger.socket.send(b"\0" * (8 * MAX_REQUEST_BYTES))
+    second = Stranger(server.port)
+    assert second.ask(HELLO)[1] == 11
+    second.close()
+    assert (server.counters.oversized, server.counters.malformed) == (0, 0)
+
+
+def test_a_repeated_request_reaches_the_handler_and_is_answered_each_time(stranger: Stranger, handler: Handler) -> None:
+    answers = [stranger.ask(HELLO) for _ in range(3)]
+    assert len(handler.asked) == 3
+    assert answers[0] == answers[1] == answers[2]
+
+
+def test_a_peer_that_never_reads_loses_replies_and_does_not_stop_the_server(handler: Handler) -> None:
+    handler.answer = lambda request: Error(ErrorCode.UNKNOWN_ENGINE, "x" * 100_000)
+    server = ControlServer(handler, "127.0.0.1", queued_replies=4)
+    server.start()
+    deaf, other = Stranger(server.port), Stranger(server.port)
+    deaf.socket.setsockopt(zmq.RCVTIMEO, 0)
+    for _ in range(1000):  # more than the socket buffers of both ends and the queues hold
+        deaf.socket.send(HELLO)
+    wait_until(lambda: server.counters.replies_dropped > 0)
+    assert other.ask(HELLO)[1] == 11
+    deaf.close()
+    other.close()
+    server.close()
+
+
+def test_a_peer_that_has_left_is_not_answered(server: ControlServer, handler: Handler) -> None:
+    arrived, left = threading.Event(), threading.Event()
+
+    def wait_for_it_to_leave(request: Request) -> Reply:
+        arrived.set()
+        left.wait(5)
+        return handler.usual(request)
+
+    handler.answer = wait_for_it_to_leave
+    leaving = Stranger(server.port)
+    leaving.socket.send(HELLO)
+    assert arrived.wait(5)
+    leaving.close()
+    left.set()
+    other = Stranger(server.port)
+    assert other.ask(HELLO)[1] == 11
+    other.close()

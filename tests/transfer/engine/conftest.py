@@ -1,0 +1,82 @@
+"""One pair of engines for the contract tests, of each kind; and a count of what a process holds."""
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import pytest
+
+from tests.transfer.engine.memory import Memory
+from transfer.engine.base import TransferEngine
+from transfer.engine.in_process import InProcessEngine, InProcessFabric
+from transfer.engine.mooncake import MooncakeEngine, MooncakeOptions
+
+MEMORY_BYTES = 8 << 20
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A reader and a peer, each with memory registered; the peer's is patterned with seed 1."""
+
+    reader: TransferEngine
+    peer: TransferEngine
+    destination: Memory
+    source: Memory
+
+
+def in_process_engines() -> Iterator[TransferEngine]:
+    fabric = InProcessFabric()
+    while True:
+        yield InProcessEngine(fabric)
+
+
+def mooncake_engines(link_per_peer: bool | None = None) -> Iterator[TransferEngine]:
+    while True:
+        yield MooncakeEngine(MooncakeOptions("127.0.0.1", link_per_peer=link_per_peer, progress_timeout_s=1.0))
+
+
+ENGINES: dict[str, Callable[[], Iterator[TransferEngine]]] = {
+    "in_process": in_process_engines,
+    "mooncake": mooncake_engines,
+    "mooncake_shared": lambda: mooncake_engines(link_per_peer=False),
+}
+
+
+@pytest.fixture(params=ENGINES)
+def engines(request: pytest.FixtureRequest) -> Iterator[Iterator[TransferEngine]]:
+    """Makes engines of one kind that can reach each other, and closes them."""
+    made: list[TransferEngine] = []
+
+    def make() -> Iterator[TransferEngine]:
+        for engine in ENGINES[request.param]():
+            made.append(engine)
+            yield engine
+
+    yield make()
+    for engine in made:
+        engine.close()
+
+
+@pytest.fixture
+def pair(engines: Iterator[TransferEngine]) -> Pair:
+    destination, source = Memory(MEMORY_BYTES), Memory.patterned(MEMORY_BYTES, seed=1)
+    reader, peer = next(engines), next(engines)
+    reader.register([destination.region])
+    peer.register([source.region])
+    return Pair(reader, peer, destination, source)
+
+
+def held() -> tuple[int, int]:
+    """Threads and file descriptors of this process."""
+    return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
+
+
+def until(condition: Callable[[], bool], within_s: float = 5.0) -> bool:
+    """Whether ``condition`` comes true in time."""
+    deadline = time.monotonic() + within_s
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.002)
+    return True

@@ -1,0 +1,304 @@
+"""Real Mooncake over loopback TCP: peers that stop, die or refuse, and what is left behind."""
+
+import gc
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from layout.copies import concatenate
+from layout.geometry import Region
+from tests.transfer.engine.conftest import held, until
+from tests.transfer.engine.memory import Memory, even_copies, pattern
+from tests.transfer.engine.peer_process import PeerProcess
+from transfer.engine.base import EngineStartError, ReadFailed
+from transfer.engine.mooncake import MooncakeEngine, MooncakeLink, MooncakeOptions
+
+MIB = 1 << 20
+SIZE = 64 * MIB
+
+
+@pytest.fixture(scope="module")
+def destination() -> Memory:
+    return Memory(SIZE)
+
+
+@pytest.fixture
+def engine(destination: Memory) -> Iterator[MooncakeEngine]:
+    destination.view[:] = 0
+    engine = MooncakeEngine(MooncakeOptions("127.0.0.1", connect_timeout_s=0.5, progress_timeout_s=2.0))
+    engine.register([destination.region])
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(scope="module")
+def peer() -> Iterator[PeerProcess]:
+    """A peer that stays healthy."""
+    with PeerProcess(SIZE, seed=5) as peer:
+        yield peer
+
+
+@pytest.fixture
+def victim() -> Iterator[PeerProcess]:
+    """A peer to be stopped or killed."""
+    with PeerProcess(SIZE, seed=5) as peer:
+        yield peer
+
+
+def fail_mid_read(link: MooncakeLink, peer: PeerProcess, destination: Memory, happens: str) -> ReadFailed:
+    """Stop or kill the peer once bytes begin to land; the failure of the read."""
+    failures: list[ReadFailed] = []
+
+    def read() -> None:
+        try:
+            timeout_s = 1.0 if happens == "stopped" else 20.0
+            link.read(even_copies(destination.region, peer.region, 1024, SIZE // 1024), timeout_s)
+        except ReadFailed as error:
+            failures.append(error)
+
+    reading = threading.Thread(target=read)
+    reading.start()
+    assert until(lambda: bool(destination.view[0]))
+    peer.stop()  # before it is killed too, so that it does not finish first
+    if happens == "killed":
+        peer.kill()
+    reading.join()
+    assert failures, "the read was over before the peer was stopped: give it more bytes"
+    return failures[0]
+
+
+def test_a_peer_that_stops_fails_the_read_in_time_and_no_byte_lands_after_close(
+    engine: MooncakeEngine, victim: PeerProcess, destination: Memory
+) -> None:
+    link = engine.open(victim.address, [victim.region])
+    failure = fail_mid_read(link, victim, destination, "stopped")
+    assert not failure.settled
+    assert "did not finish within 1.000 s" in str(failure)
+    link.close()
+    destination.view[:] = 0
+    victim.go_on()
+    time.sleep(0.5)
+    assert not destination.view.any()
+
+
+def test_late_bytes_do_land_while_the_link_is_open(
+    engine: MooncakeEngine, victim: PeerProcess, destination: Memory
+) -> None:
+    # The case that the test above guards against is real: without this one it could pass for another reason.
+    link = engine.open(victim.address, [victim.region])
+    fail_mid_read(link, victim, destination, "stopped")
+    destination.view[:] = 0
+    victim.go_on()
+    assert until(lambda: bool(destination.view[SIZE // 2 :].any()))
+
+
+def test_a_peer_that_is_killed_fails_the_read_unsettled(
+    engine: MooncakeEngine, victim: PeerProcess, destination: Memory
+) -> None:
+    link = engine.open(victim.address, [victim.region])
+    failure = fail_mid_read(link, victim, destination, "killed")
+    assert not failure.settled
+    assert victim.address in str(failure)
+    assert "Mooncake reported an error" in str(failure)
+
+
+def test_a_failed_link_refuses_reads_until_it_is_closed_and_a_new_one_works(
+    engine: MooncakeEngine, peer: PeerProcess, destination: Memory
+) -> None:
+    unregistered = Region(4096, MIB)
+    link = engine.open(peer.address, [peer.region, unregistered])
+    with pytest.raises(ReadFailed, match=r"failed in call 1 of 1 \(4 descriptors, 262144 bytes\)") as failure:
+        link.read(even_copies(destination.region, unregistered, 4, 65536), 5)
+    assert not failure.value.settled
+    good = even_copies(destination.region, peer.region, 16, 65536)
+    with pytest.raises(ReadFailed, match="must be closed first") as refusal:
+        link.read(good, 5)
+    assert refusal.value.settled
+    link.close()
+    engine.open(peer.address, [peer.region]).read(good, 5)
+    assert np.array_equal(destination.view[:MIB], pattern(SIZE, 5)[:MIB])
+
+
+def test_a_failure_before_the_last_descriptor_of_a_call_is_not_missed(
+    engine: MooncakeEngine, peer: PeerProcess, destination: Memory
+) -> None:
+    unregistered = Region(4096, MIB)
+    link = engine.open(peer.address, [peer.region, unregistered])
+    bad, good = (even_copies(destination.region, region, 1, 4096) for region in (unregistered, peer.region))
+    with pytest.raises(ReadFailed, match="Mooncake reported an error"):
+        link.read(concatenate([bad, good]), 10)
+
+
+def test_a_peer_that_accepts_but_never_answers_is_given_up_after_the_connect_timeout(
+    engine: MooncakeEngine, victim: PeerProcess
+) -> None:
+    before = held()
+    victim.stop()
+    started = time.monotonic()
+    with pytest.raises(ReadFailed, match="accepts connections but does not answer") as failure:
+        engine.open(victim.address, [victim.region])
+    assert failure.value.settled
+    assert time.monotonic() - started < 10  # by itself it would take 60
+    assert until(lambda: held() == before)
+
+
+def test_a_closed_port_cannot_be_opened(engine: MooncakeEngine) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    with pytest.raises(ReadFailed, match=f"cannot reach the transfer engine at 127.0.0.1:{port}") as failure:
+        engine.open(f"127.0.0.1:{port}", [Region(4096, 4096)])
+    assert failure.value.settled
+
+
+@pytest.mark.parametrize("address", ["no port", "host:", "1.2.3.4:99999"])
+def test_an_address_that_is_none_cannot_be_opened(engine: MooncakeEngine, address: str) -> None:
+    with pytest.raises(ReadFailed, match="is not a transfer engine address"):
+        engine.open(address, [Region(4096, 4096)])
+
+
+def test_a_healthy_peer_is_read_while_another_hangs(
+    engine: MooncakeEngine, peer: PeerProcess, destination: Memory
+) -> None:
+    with PeerProcess(MIB, seed=6) as hanging:
+        hanging.stop()
+        failures: list[ReadFailed] = []
+
+        def open_the_hanging_one() -> None:
+            try:
+                engine.open(hanging.address, [hanging.region])
+            except ReadFailed as error:
+                failures.append(error)
+
+        opening = threading.Thread(target=open_the_hanging_one)
+        opening.start()
+        engine.open(peer.address, [peer.region]).read(even_copies(destination.region, peer.region, 4, 4096), 5)
+        overtook = opening.is_alive()
+        opening.join()
+        assert overtook
+        assert failures
+
+
+def test_descriptors_in_flight_stay_within_the_window(
+    engine: MooncakeEngine, peer: PeerProcess, destination: Memory
+) -> None:
+    link = engine.open(peer.address, [peer.region])
+    link.read(even_copies(destination.region, peer.region, 5000, 4096), 30)
+    assert 512 <= link.window.most_in_flight <= 1024
+    assert link.window.in_flight == 0
+    assert np.array_equal(destination.view[: 5000 * 4096], pattern(SIZE, 5)[: 5000 * 4096])
+
+
+def test_links_to_one_peer_share_its_window(engine: MooncakeEngine, peer: PeerProcess) -> None:
+    first, second = (engine.open(peer.address, [peer.region]) for _ in range(2))
+    assert first.window is second.window
+
+
+def test_a_read_that_finds_the_window_full_fails_settled_and_the_link_stays_usable(
+    engine: MooncakeEngine, peer: PeerProcess, destination: Memory
+) -> None:
+    link = engine.open(peer.address, [peer.region])
+    batch = even_copies(destination.region, peer.region, 4, 4096)
+    assert link.window.try_acquire(1024)
+    with pytest.raises(ReadFailed, match="failed waiting") as failure:
+        link.read(batch, 0.01)
+    assert failure.value.settled
+    link.window.release(1024)
+    link.read(batch, 5)
+    assert np.array_equal(destination.view[:16384], pattern(SIZE, 5)[:16384])
+
+
+def test_a_failed_read_gives_its_place_in_the_window_back_on_close(
+    engine: MooncakeEngine, victim: PeerProcess, destination: Memory
+) -> None:
+    link = engine.open(victim.address, [victim.region])
+    fail_mid_read(link, victim, destination, "stopped")
+    assert link.window.in_flight > 0
+    link.close()
+    assert link.window.in_flight == 0
+
+
+def test_closing_ends_a_read_that_is_under_way(
+    engine: MooncakeEngine, victim: PeerProcess, destination: Memory
+) -> None:
+    link = engine.open(victim.address, [victim.region])
+    victim.stop()
+    failures: list[ReadFailed] = []
+
+    def read() -> None:
+        try:
+            link.read(even_copies(destination.region, victim.region, 4, 4096), 60)
+        except ReadFailed as error:
+            failures.append(error)
+
+    reading = threading.Thread(target=read)
+    reading.start()
+    assert until(lambda: link.window.in_flight == 4)
+    engine.close()
+    reading.join()
+    assert "the link was closed" in str(failures[0])
+
+
+def test_close_leaves_no_thread_and_no_file_behind(peer: PeerProcess, destination: Memory) -> None:
+    gc.collect()
+    before = held()
+    for _ in range(3):
+        engine = MooncakeEngine(MooncakeOptions("127.0.0.1"))
+        engine.register([destination.region])
+        link = engine.open(peer.address, [peer.region])
+        link.read(even_copies(destination.region, peer.region, 4, 4096), 5)
+        with pytest.raises(ReadFailed):
+            engine.open("127.0.0.1:1", [peer.region])
+        engine.close()
+        engine.close()
+    assert until(lambda: held() == before), (before, held())
+
+
+def test_closing_a_link_does_not_stop_other_python_threads(engine: MooncakeEngine, peer: PeerProcess) -> None:
+    ticks: list[float] = []
+    done = threading.Event()
+
+    def tick() -> None:
+        while not done.wait(0.001):
+            ticks.append(time.monotonic())
+
+    ticking = threading.Thread(target=tick)
+    ticking.start()
+    longest = []
+    for _ in range(3):
+        link = engine.open(peer.address, [peer.region])
+        assert until(lambda: len(ticks) > 1)
+        ticks.clear()
+        ticks.append(time.monotonic())
+        link.close()
+        longest.append(float(np.diff([*ticks, time.monotonic()]).max()))
+    done.set()
+    ticking.join()
+    assert sorted(longest)[1] < 0.3  # Mooncake's destructor by itself: 1.0
+
+
+def test_a_shared_engine_waits_until_a_failed_read_has_settled(peer: PeerProcess, destination: Memory) -> None:
+    engine = MooncakeEngine(MooncakeOptions("127.0.0.1", link_per_peer=False, progress_timeout_s=0.01))
+    engine.register([destination.region])
+    unregistered = Region(4096, MIB)
+    link = engine.open(peer.address, [peer.region, unregistered])
+    with pytest.raises(ReadFailed) as failure:
+        link.read(even_copies(destination.region, unregistered, 1, 4096), 5)
+    assert not failure.value.settled
+    failed = time.monotonic()
+    link.close()
+    assert time.monotonic() - failed > 0.9
+    engine.open(peer.address, [peer.region]).read(even_copies(destination.region, peer.region, 4, 4096), 5)
+    engine.close()
+
+
+def test_registration_that_fails_half_way_takes_nothing(engine: MooncakeEngine, destination: Memory) -> None:
+    good, stranger = Memory(4096), Memory(8192)
+    # Behind the engine's back, so that the second of two regions meets Mooncake's own refusal.
+    engine._native.register(Region(stranger.region.address, 4096))
+    with pytest.raises(EngineStartError, match=r"overlaps memory that is registered already \(code -7\)"):
+        engine.register([good.region, stranger.region])
+    engine.register([good.region])

@@ -1,0 +1,147 @@
+"""The asking end of the control channel, as its callers see it: a request in, a future out.
+
+The work is done on one thread, ``client_loop``, with the sockets of ``peers``. What the answers mean is the caller's
+business. The channel itself is not authenticated.
+"""
+
+import logging
+import math
+import threading
+import time
+from concurrent.futures import Future
+from functools import partial
+from itertools import count
+
+from transfer.control.address import peer_address
+from transfer.control.client_loop import Abandoned, ClientCounters, ClientLoop, Inbox, LoopSettings, Pending
+from transfer.control.errors import BadAddress, BadRequest
+from transfer.control.messages import MAX_REQUEST_BYTES, Reply, Request, encode
+from transfer.control.peers import PeerSettings
+
+logger = logging.getLogger(__name__)
+
+
+class ControlClient:
+    """Asks any number of peers, none of which can delay another.
+
+    Threads: ``request`` may be called from any thread, the scheduler's too: it never waits for a socket. Callbacks of
+    a future run on the client's thread when it completes there: they must be short and must not call ``close``.
+    """
+
+    def __init__(
+        self,
+        retry_s: float = 0.5,
+        *,
+        retry_cap_s: float = 2.0,
+        idle_s: float = 300.0,
+        max_peers: int = 256,
+        max_resolvers: int = 16,
+        heartbeat_s: float = 3.0,
+        connect_timeout_s: float = 3.0,
+        linger_s: float = 0.1,
+        log_interval_s: float = 60.0,
+        close_timeout_s: float = 5.0,
+    ) -> None:
+        """Start the thread.
+
+        ``retry_s``: first wait for an answer before the request is sent again; the waits double up to
+        ``retry_cap_s``. ``idle_s``: a peer's socket is closed when unused for that long. ``max_peers``: sockets at a
+        time. ``max_resolvers``: host names being looked up at a time (numeric hosts need none). ``heartbeat_s``: how
+        often a connection is probed; one that is silent for three of these is made anew. ``linger_s``: how long
+        ``close`` lets the last requests leave. ``log_interval_s``: at most one warning per cause in that time.
+        ``close_timeout_s``: how long ``close`` waits for the thread.
+        """
+        if not 0 < retry_s <= retry_cap_s < math.inf:
+            raise ValueError(f"retry_s={retry_s} and retry_cap_s={retry_cap_s}: 0 < retry_s <= retry_cap_s must hold")
+        if max_peers < 1 or max_resolvers < 1 or not 0 < idle_s < math.inf:
+            raise ValueError(
+                f"max_peers={max_peers}, max_resolvers={max_resolvers} and idle_s={idle_s} must all be positive"
+            )
+        self._close_timeout_s = close_timeout_s
+        self._ids = count(1)
+        self._inbox = Inbox()
+        self._loop = ClientLoop(
+            self._inbox,
+            LoopSettings(
+                retry_s=retry_s,
+                retry_cap_s=retry_cap_s,
+                linger_s=linger_s,
+                log_interval_s=log_interval_s,
+                resolvers_s=close_timeout_s / 2,
+            ),
+            PeerSettings(
+                idle_s=idle_s,
+                max_peers=max_peers,
+                max_resolvers=max_resolvers,
+                heartbeat_s=heartbeat_s,
+                connect_timeout_s=connect_timeout_s,
+            ),
+        )
+        self._thread = threading.Thread(target=self._loop.run, name="pd-control-client", daemon=True)
+        self._thread.start()
+
+    def request(self, host: str, port: int, message: Request, timeout_s: float) -> Future[Reply]:
+        """Ask the peer at ``host``:``port`` until it answers or ``timeout_s`` seconds are over.
+
+        The future's result is the answer that belongs to the request's type (``Welcome`` to a ``Hello``), never an
+        ``Error``. A future that the caller cancels is forgotten; the peer may have acted on the request all the same.
+
+        The future fails with:
+            BadAddress: host or port cannot be a peer's address.
+            PeerUnreachable: no answer in time, or the host name has no address.
+            PeerRefused: the peer answered with an error, or speaks another protocol version. ``NOT_READY`` is asked
+                again, and reported so only when the time is out.
+            BadRequest: above ``MAX_REQUEST_BYTES``, or a field that MessagePack cannot hold.
+            TooManyPeers: ``max_peers`` peers are being asked, or ``max_resolvers`` names looked up, already.
+            ClientClosed: the client was closed.
+
+        Raises:
+            ValueError: ``timeout_s`` is not positive and finite.
+        """
+        if not 0 < timeout_s < math.inf:
+            raise ValueError(f"timeout_s={timeout_s} of a control request must be positive and finite")
+        future: Future[Reply] = Future()
+        message_id = next(self._ids)
+        try:
+            address = peer_address(host, port)
+            frame = _frame(message_id, message)
+        except (BadAddress, BadRequest) as error:
+            future.set_exception(error)
+            return future
+        started = time.monotonic()
+        asked = Pending(message_id, address, message, frame, future, started, started + timeout_s)
+        future.add_done_callback(partial(self._forget_if_cancelled, message_id))
+        if not self._inbox.put(asked):
+            future.set_exception(asked.closed())
+        return future
+
+    def close(self) -> None:
+        """Fail what is pending, join the thread, close every socket. Idempotent."""
+        self._inbox.close()
+        self._thread.join(self._close_timeout_s)
+        if self._thread.is_alive():
+            logger.error("the control client's thread has not ended for %.1f s", self._close_timeout_s)
+            return
+        self._inbox.wakeup.close()
+
+    @property
+    def counters(self) -> ClientCounters:
+        """What the client's thread has done so far."""
+        return self._loop.counters
+
+    def _forget_if_cancelled(self, message_id: int, future: Future[Reply]) -> None:
+        if future.cancelled():
+            self._inbox.put(Abandoned(message_id))
+
+
+def _frame(message_id: int, message: Request) -> bytes:
+    kind = str(message.__struct_config__.tag)
+    try:
+        frame = encode(message_id, message)
+    except (TypeError, ValueError, OverflowError) as error:  # e.g. a lease id with a lone surrogate, as JSON may hold
+        raise BadRequest(f"control request {kind!r} cannot be written as MessagePack: {error}") from error
+    if len(frame) > MAX_REQUEST_BYTES:
+        raise BadRequest(
+            f"control request {kind!r} takes {len(frame)} bytes; at most {MAX_REQUEST_BYTES} are accepted: split it"
+        )
+    return frame

@@ -1,0 +1,345 @@
+"""The client's thread: requests are sent, repeated, matched with their answers and given up here.
+
+``ClientLoop`` is the only owner of pending requests and timers, ``peers`` of the sockets. Other threads reach it
+through its inbox alone.
+"""
+
+import heapq
+import logging
+import math
+import random
+import threading
+import time
+from collections import deque
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+import msgspec
+import zmq
+
+from transfer.control.address import Address
+from transfer.control.errors import ClientClosed, ControlError, PeerRefused, PeerUnreachable, TooManyPeers
+from transfer.control.messages import (
+    Cancel,
+    Cancelled,
+    Error,
+    ErrorCode,
+    Hello,
+    MalformedMessage,
+    Release,
+    Released,
+    Renew,
+    Renewed,
+    Reply,
+    Request,
+    Welcome,
+    decode_reply,
+)
+from transfer.control.peers import Peer, PeerPool, PeerSettings, Resolved
+from transfer.control.throttle import ThrottledWarnings
+from transfer.control.wakeup import Wakeup
+
+logger = logging.getLogger(__name__)
+
+_ANSWER_OF: dict[type, type] = {Hello: Welcome, Renew: Renewed, Release: Released, Cancel: Cancelled}
+_REPLIES_PER_TURN = 64  # of one peer, then the others have theirs
+
+
+class ClientCounters(msgspec.Struct, frozen=True):
+    """What the client's thread has done so far."""
+
+    requests: int = 0  # taken up
+    sent: int = 0  # frames handed to a connection, repetitions included
+    answered: int = 0
+    refused: int = 0  # answered with an error that asking again would not mend
+    unreachable: int = 0  # out of time without an answer
+    malformed_replies: int = 0  # ignored: not a message of this protocol, or not an answer to what was asked
+    late_replies: int = 0  # ignored: already answered, cancelled or out of time
+    peers_opened: int = 0  # sockets made
+    peers_closed: int = 0
+
+
+class LoopSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """How requests are repeated and how the thread ends. See ``ControlClient`` for the meaning of each."""
+
+    retry_s: float
+    retry_cap_s: float
+    linger_s: float
+    log_interval_s: float
+    resolvers_s: float  # how long the end waits for look-ups of host names
+
+
+@dataclass(slots=True, eq=False)
+class Pending:
+    """A request that was not answered yet. Belongs to the loop's thread once it is in the inbox."""
+
+    message_id: int
+    address: Address
+    request: Request
+    frame: bytes
+    future: Future[Reply]
+    started: float  # monotonic seconds, like all times here
+    deadline: float
+    attempts: int = 0
+    resend_at: float = math.inf  # infinite while it waits to be sent
+    not_ready: str = ""  # the peer's words, when its latest answer was NOT_READY
+
+    @property
+    def kind(self) -> str:
+        """The message type on the wire."""
+        return str(self.request.__struct_config__.tag)
+
+    def closed(self) -> ClientClosed:
+        """What the future fails with when the client is closed."""
+        return ClientClosed(f"the control client was closed before {self.address} answered {self.kind!r}")
+
+    def unreachable(self, reason: str = "") -> PeerUnreachable:
+        """What the future fails with when there is no answer."""
+        return PeerUnreachable(
+            host=self.address.host,
+            port=self.address.port,
+            request_type=self.kind,
+            tried_s=time.monotonic() - self.started,
+            attempts=self.attempts,
+            reason=reason,
+        )
+
+
+class Abandoned(msgspec.Struct, frozen=True):
+    """The caller cancelled the future of this request."""
+
+    message_id: int
+
+
+Item = Pending | Abandoned | Resolved
+
+
+class Inbox:
+    """What other threads have for the loop. The lock is held for an append, never during I/O."""
+
+    def __init__(self) -> None:
+        self.wakeup = Wakeup()
+        self._lock = threading.Lock()
+        self._items: deque[Item] = deque()
+        self._closed = False
+
+    @property
+    def closed(self) -> bool:
+        """Whether nothing is taken any more."""
+        return self._closed
+
+    def put(self, item: Item) -> bool:
+        """Add ``item`` and wake the loop. False, and nothing added, after ``close``."""
+        with self._lock:
+            if self._closed:
+                return False
+            self._items.append(item)
+        self.wakeup.set()
+        return True
+
+    def take(self) -> Item | None:
+        """The oldest item, None when there is no more."""
+        with self._lock:
+            return self._items.popleft() if self._items else None
+
+    def close(self) -> None:
+        """Take nothing more and tell the loop. Idempotent."""
+        with self._lock:
+            self._closed = True
+        self.wakeup.set()
+
+
+class ClientLoop:
+    """The client's thread: sends, receives, repeats, gives up."""
+
+    def __init__(self, inbox: Inbox, settings: LoopSettings, peers: PeerSettings) -> None:
+        self._counters = ClientCounters()  # replaced by this thread only
+        self._settings = settings
+        self._inbox = inbox
+        self._warnings = ThrottledWarnings(logger, settings.log_interval_s)
+        self._peers = PeerPool(peers, inbox.wakeup.fileno(), inbox.put)
+        self._pending: dict[int, Pending] = {}
+        self._timers: list[tuple[float, int]] = []  # heap of (when, message id); stale entries are skipped
+
+    @property
+    def counters(self) -> ClientCounters:
+        """What was done so far; from any thread."""
+        return msgspec.structs.replace(self._counters, peers_opened=self._peers.opened, peers_closed=self._peers.closed)
+
+    def run(self) -> None:
+        """Until the inbox is closed."""
+        try:
+            while not self._inbox.closed:
+                next_at = min(self._timers[0][0] if self._timers else math.inf, self._peers.sweep_at)
+                ready = self._peers.poll(next_at - time.monotonic())
+                for peer, events in ready:
+                    if events & zmq.POLLIN:
+                        self._receive(peer)
+                    if events & zmq.POLLOUT:
+                        self._send_waiting(peer)
+                self._inbox.wakeup.clear()
+                while (item := self._inbox.take()) is not None:
+                    self._take(item)
+                self._fire_timers()
+                self._peers.close_idle()
+        except Exception:
+            logger.exception("the control client failed and is closed: every request fails from now on")
+        finally:
+            self._end()
+
+    def _take(self, item: Item) -> None:
+        match item:
+            case Pending():
+                self._begin(item)
+            case Abandoned(message_id):
+                abandoned = self._pending.get(message_id)
+                if abandoned is not None:
+                    self._settle(abandoned, None)
+            case Resolved():
+                for peer, failure in self._peers.resolved(item):
+                    if failure:
+                        self._give_up_peer(peer, failure)
+                    else:
+                        self._send_waiting(peer)
+
+    def _begin(self, asked: Pending) -> None:
+        self._count(requests=self._counters.requests + 1)
+        self._pending[asked.message_id] = asked
+        try:
+            peer = self._peers.get(asked.address)
+        except TooManyPeers as error:
+            self._settle(asked, error)
+        except zmq.ZMQError as error:
+            self._settle(asked, asked.unreachable(f"no socket: {error}"))
+        else:
+            peer.asked.add(asked.message_id)
+            peer.unsent.append(asked.message_id)
+            heapq.heappush(self._timers, (asked.deadline, asked.message_id))
+            self._send_waiting(peer)
+
+    def _settle(self, asked: Pending, outcome: Reply | ControlError | None) -> None:
+        """Forget a request and give its future the outcome, None where the caller has cancelled it."""
+        self._pending.pop(asked.message_id, None)
+        peer = self._peers.find(asked.address)
+        if peer is not None:
+            peer.asked.discard(asked.message_id)
+            peer.used_at = time.monotonic()
+        if not asked.future.set_running_or_notify_cancel():
+            return
+        if isinstance(outcome, ControlError):
+            asked.future.set_exception(outcome)
+        elif outcome is not None:
+            asked.future.set_result(outcome)
+
+    def _fire_timers(self) -> None:
+        now = time.monotonic()
+        while self._timers and self._timers[0][0] <= now:
+            _, message_id = heapq.heappop(self._timers)
+            asked = self._pending.get(message_id)
+            if asked is None:
+                continue
+            if asked.deadline <= now:
+                self._give_up(asked)
+            elif asked.resend_at <= now:
+                asked.resend_at = math.inf
+                peer = self._peers.get(asked.address)
+                peer.unsent.append(message_id)
+                self._send_waiting(peer)
+
+    def _give_up(self, asked: Pending) -> None:
+        if asked.not_ready:
+            self._refuse(asked, ErrorCode.NOT_READY, asked.not_ready)
+            return
+        self._count(unreachable=self._counters.unreachable + 1)
+        self._settle(asked, asked.unreachable())
+        peer = self._peers.find(asked.address)
+        if peer is not None and not peer.asked:
+            self._peers.drop(peer)  # so that the next request starts afresh: a new connection, a new look-up
+
+    def _give_up_peer(self, peer: Peer, reason: str) -> None:
+        for message_id in list(peer.asked):
+            asked = self._pending[message_id]
+            self._count(unreachable=self._counters.unreachable + 1)
+            self._settle(asked, asked.unreachable(reason))
+        self._peers.drop(peer)
+
+    def _refuse(self, asked: Pending, code: ErrorCode, reason: str) -> None:
+        self._count(refused=self._counters.refused + 1)
+        host, port = asked.address.host, asked.address.port
+        self._settle(asked, PeerRefused(host=host, port=port, request_type=asked.kind, code=code, reason=reason))
+
+    def _send_waiting(self, peer: Peer) -> None:
+        """Send what the connection takes; a poll tells when it takes more."""
+        if peer.socket is None:
+            return
+        while peer.unsent:
+            asked = self._pending.get(peer.unsent[0])
+            if asked is not None:
+                try:
+                    peer.socket.send(asked.frame, zmq.NOBLOCK)
+                except zmq.Again:
+                    break
+                self._sent(asked)
+            peer.unsent.popleft()
+        self._peers.watch(peer, writable=bool(peer.unsent))
+
+    def _sent(self, asked: Pending) -> None:
+        self._count(sent=self._counters.sent + 1)
+        wait_s = min(self._settings.retry_cap_s, self._settings.retry_s * 2 ** min(asked.attempts, 30))
+        asked.attempts += 1
+        asked.resend_at = time.monotonic() + wait_s * random.uniform(0.9, 1.1)  # noqa: S311  only spreads the load
+        heapq.heappush(self._timers, (asked.resend_at, asked.message_id))
+
+    def _receive(self, peer: Peer) -> None:
+        assert peer.socket is not None
+        for _ in range(_REPLIES_PER_TURN):
+            try:
+                frames = peer.socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._take_reply(peer, frames)
+
+    def _take_reply(self, peer: Peer, frames: list[bytes]) -> None:
+        try:
+            if len(frames) != 1:
+                raise MalformedMessage(f"{len(frames)} frames; a message is one frame")
+            message_id, reply = decode_reply(frames[0])
+        except MalformedMessage as error:
+            asked = self._pending.get(error.message_id)
+            if error.code is ErrorCode.VERSION and asked is not None and asked.address == peer.address:
+                self._refuse(asked, ErrorCode.VERSION, str(error))
+            else:
+                self._ignore_malformed(peer, str(error))
+            return
+        asked = self._pending.get(message_id)
+        if asked is None or asked.address != peer.address:
+            self._count(late_replies=self._counters.late_replies + 1)
+        elif isinstance(reply, Error):
+            self._take_error(asked, reply)
+        elif not isinstance(reply, _ANSWER_OF[type(asked.request)]):
+            self._ignore_malformed(peer, f"a {reply.__struct_config__.tag!r} does not answer a {asked.kind!r}")
+        else:
+            self._count(answered=self._counters.answered + 1)
+            self._settle(asked, reply)
+
+    def _take_error(self, asked: Pending, error: Error) -> None:
+        if error.code is ErrorCode.NOT_READY:
+            asked.not_ready = error.message or "the engine is still starting"
+        else:
+            self._refuse(asked, error.code, error.message)
+
+    def _ignore_malformed(self, peer: Peer, reason: str) -> None:
+        self._count(malformed_replies=self._counters.malformed_replies + 1)
+        self._warnings.warn("malformed_reply", f"ignored a control reply of {peer.address}: {reason!r}")
+
+    def _end(self) -> None:
+        self._inbox.close()
+        while (item := self._inbox.take()) is not None:
+            if isinstance(item, Pending):
+                self._pending[item.message_id] = item
+        for asked in list(self._pending.values()):
+            self._settle(asked, asked.closed())
+        self._peers.close(self._settings.linger_s, self._settings.resolvers_s)
+
+    def _count(self, **changes: int) -> None:
+        self._counters = msgspec.structs.replace(self._counters, **changes)

@@ -1,0 +1,287 @@
+"""The answering end of the control channel: one ROUTER socket and one thread that asks a handler.
+
+Frames become requests and replies become frames here, and nothing a peer sends can stop it. What a request means
+(leases, geometry) is the handler's business. The channel itself is not authenticated.
+"""
+
+import errno
+import logging
+import threading
+from typing import Protocol
+
+import msgspec
+import zmq
+
+from transfer.control.address import Address, listen_address, numeric, resolve
+from transfer.control.errors import BadAddress, ControlStartError
+from transfer.control.messages import (
+    MAX_FRAME_BYTES,
+    MAX_REQUEST_BYTES,
+    Error,
+    ErrorCode,
+    MalformedMessage,
+    Reply,
+    Request,
+    decode_request,
+    encode,
+    message_id_of,
+)
+from transfer.control.throttle import ThrottledWarnings
+from transfer.control.wakeup import Wakeup
+
+logger = logging.getLogger(__name__)
+
+# Frames up to twice the limit are read, so that they can be counted and answered; for larger ones libzmq closes the
+# connection unread.
+_READ_BYTES = 2 * MAX_REQUEST_BYTES
+_QUEUED_REQUESTS = 64  # per peer, read ahead of the handler; a peer that sends faster is held back by TCP
+_FRAMES_PER_TURN = 256  # then look whether the server is to stop
+
+_WAY_OUT = {
+    errno.EADDRINUSE: "another process holds the port: choose a different one, or 0 to let the OS choose",
+    errno.EADDRNOTAVAIL: "the host is not an address of this machine: name one that is, or 0.0.0.0 for all",
+    errno.EACCES: "this user may not bind the port: choose one above 1023, or 0 to let the OS choose",
+}
+
+
+class ControlHandler(Protocol):
+    """What gives the requests their meaning."""
+
+    def handle(self, request: Request) -> Reply:
+        """Answer ``request``; called on the server's thread, which serves nobody else meanwhile.
+
+        A request may arrive more than once, so the effect of a repetition must be nothing and its answer the same.
+        An exception is logged and answered with ``ErrorCode.INTERNAL``.
+        """
+        ...
+
+
+class ServerCounters(msgspec.Struct, frozen=True):
+    """Frames received since the start, by their end. Every frame is counted once in the first five fields."""
+
+    requests: int = 0  # well-formed and passed to the handler, repetitions included
+    malformed: int = 0  # not a request of this protocol
+    oversized: int = 0  # above MAX_REQUEST_BYTES, as far as it was read at all
+    wrong_version: int = 0
+    wrong_frames: int = 0  # not exactly one frame
+    handler_failures: int = 0  # requests whose handler raised, or whose reply could not be encoded
+    replies_dropped: int = 0  # the peer has left, or does not read its replies
+
+
+class ControlServer:
+    """Serves ``handler`` at ``host``:``port`` from ``start`` to ``close``.
+
+    Threads: ``start`` and ``close`` belong to the owner; everything else may be read from any thread.
+    """
+
+    def __init__(
+        self,
+        handler: ControlHandler,
+        host: str,
+        port: int = 0,
+        *,
+        queued_replies: int = 1000,
+        log_interval_s: float = 60.0,
+        heartbeat_s: float = 15.0,
+        linger_s: float = 0.2,
+        close_timeout_s: float = 5.0,
+    ) -> None:
+        """Nothing is bound before ``start``.
+
+        ``queued_replies``: how many a peer may leave unread before further ones are dropped (it asks again).
+        ``log_interval_s``: at most one warning per cause in that time. ``heartbeat_s``: how often silent peers are
+        probed, so that vanished ones are forgotten. ``linger_s``: how long ``close`` lets the last replies leave.
+        ``close_timeout_s``: how long ``close`` waits for a handler that has not returned.
+        """
+        self._handler = handler
+        self._host = host
+        self._port = port
+        self._queued_replies = queued_replies
+        self._heartbeat_s = heartbeat_s
+        self._linger_s = linger_s
+        self._close_timeout_s = close_timeout_s
+        self._warnings = ThrottledWarnings(logger, log_interval_s)
+        self._counters = ServerCounters()  # replaced by the server's thread only
+        self._address: Address | None = None
+        self._stopping = threading.Event()
+        self._wakeup: Wakeup | None = None
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Bind the socket and start the thread. A server starts once.
+
+        Raises:
+            ControlStartError: host and port cannot be bound.
+        """
+        if self._thread is not None or self._stopping.is_set():
+            raise ControlStartError("this control server was started or closed before: make a new one")
+        address = _to_bind(self._host, self._port)
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        try:
+            socket, port = self._bind(context, address)
+        except BaseException:
+            context.destroy(linger=0)
+            raise
+        self._address = Address(address.host, port)
+        self._wakeup = Wakeup()
+        _warn_if_exposed(self._address)
+        self._thread = threading.Thread(
+            target=self._run, args=(context, socket, self._wakeup), name="pd-control-server", daemon=True
+        )
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop serving, join the thread, close the socket. Idempotent."""
+        self._stopping.set()
+        if self._thread is None or self._wakeup is None:
+            return
+        self._wakeup.set()
+        self._thread.join(self._close_timeout_s)
+        if self._thread.is_alive():
+            logger.error(
+                "the control server's handler has not returned for %.1f s: its thread is left behind",
+                self._close_timeout_s,
+            )
+            return
+        self._wakeup.close()
+
+    @property
+    def port(self) -> int:
+        """The port that was bound."""
+        return self._bound.port
+
+    @property
+    def endpoint(self) -> str:
+        """The bound address as a ZeroMQ endpoint, e.g. ``tcp://[::1]:5555``."""
+        return self._bound.endpoint
+
+    @property
+    def counters(self) -> ServerCounters:
+        """What was received so far."""
+        return self._counters
+
+    @property
+    def _bound(self) -> Address:
+        if self._address is None:
+            raise RuntimeError("the control server has no address before start()")
+        return self._address
+
+    def _bind(self, context: zmq.Context[zmq.Socket[bytes]], address: Address) -> tuple[zmq.Socket[bytes], int]:
+        socket = context.socket(zmq.ROUTER)
+        socket.setsockopt(zmq.MAXMSGSIZE, _READ_BYTES)
+        socket.setsockopt(zmq.RCVHWM, _QUEUED_REQUESTS)
+        socket.setsockopt(zmq.SNDHWM, self._queued_replies)
+        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a reply that cannot be queued is an error, so that it is counted
+        socket.setsockopt(zmq.HEARTBEAT_IVL, int(self._heartbeat_s * 1000))
+        socket.setsockopt(zmq.IPV6, ":" in address.host)
+        try:
+            socket.bind(address.endpoint)
+        except zmq.ZMQError as error:
+            way_out = _WAY_OUT.get(error.errno or 0, "check host and port")
+            raise ControlStartError(f"cannot bind the control channel to {address}: {error}: {way_out}") from error
+        return socket, int(socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
+
+    def _run(self, context: zmq.Context[zmq.Socket[bytes]], socket: zmq.Socket[bytes], wakeup: Wakeup) -> None:
+        poller = zmq.Poller()
+        poller.register(socket, zmq.POLLIN)
+        poller.register(wakeup.fileno(), zmq.POLLIN)
+        try:
+            while not self._stopping.is_set():
+                poller.poll()
+                wakeup.clear()
+                self._serve_waiting(socket)
+        finally:
+            socket.close(linger=int(self._linger_s * 1000))
+            context.term()
+
+    def _serve_waiting(self, socket: zmq.Socket[bytes]) -> None:
+        for _ in range(_FRAMES_PER_TURN):
+            try:
+                peer, *frames = socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return
+            answer = self._answer(frames)
+            if answer is not None:
+                self._send(socket, peer.bytes, answer)
+
+    def _send(self, socket: zmq.Socket[bytes], peer: bytes, answer: bytes) -> None:
+        try:
+            socket.send_multipart([peer, answer], zmq.NOBLOCK)
+        except zmq.ZMQError:  # it has left (EHOSTUNREACH) or its queue is full (EAGAIN); it will ask again
+            self._count(replies_dropped=self._counters.replies_dropped + 1)
+
+    def _answer(self, frames: list[zmq.Frame]) -> bytes | None:
+        """The frame to send back, None where nothing tells what it would answer."""
+        now = self._counters
+        if len(frames) != 1:
+            self._count(wrong_frames=now.wrong_frames + 1)
+            reason = f"{len(frames)} frames; a message is one frame: use a DEALER socket and no empty delimiter"
+            return self._refuse("wrong_frames", frames, message_id_of(frames[-1].bytes), ErrorCode.MALFORMED, reason)
+        frame = frames[0].bytes
+        try:
+            message_id, request = decode_request(frame)
+        except MalformedMessage as error:
+            cause = "malformed"
+            if len(frame) > MAX_REQUEST_BYTES:
+                cause = "oversized"
+                self._count(oversized=now.oversized + 1)
+            elif error.code is ErrorCode.VERSION:
+                cause = "wrong_version"
+                self._count(wrong_version=now.wrong_version + 1)
+            else:
+                self._count(malformed=now.malformed + 1)
+            return self._refuse(cause, frames, error.message_id, error.code, str(error))
+        self._count(requests=now.requests + 1)
+        return self._ask_handler(message_id, request)
+
+    def _refuse(
+        self, cause: str, frames: list[zmq.Frame], message_id: int, code: ErrorCode, reason: str
+    ) -> bytes | None:
+        self._warnings.warn(cause, f"refused a control message from {_sender(frames[0])}: {reason!r}")
+        return encode(message_id, Error(code, reason)) if message_id else None
+
+    def _ask_handler(self, message_id: int, request: Request) -> bytes:
+        kind = str(request.__struct_config__.tag)
+        try:
+            answer = encode(message_id, self._handler.handle(request))
+            if len(answer) > MAX_FRAME_BYTES:
+                raise ValueError(f"the reply takes {len(answer)} bytes; a frame holds at most {MAX_FRAME_BYTES}")
+        except Exception as error:  # whatever it is, the other peers are still to be served
+            self._count(handler_failures=self._counters.handler_failures + 1)
+            self._warnings.warn(f"handler:{kind}", f"handling a control request {kind!r} failed", error=error)
+            reason = f"the engine failed to handle {kind!r} ({type(error).__name__}); its log says why"
+            return encode(message_id, Error(ErrorCode.INTERNAL, reason))
+        return answer
+
+    def _count(self, **changes: int) -> None:
+        self._counters = msgspec.structs.replace(self._counters, **changes)
+
+
+def _to_bind(host: str, port: int) -> Address:
+    try:
+        address = listen_address(host, port)
+        return Address(resolve(address.host), address.port)
+    except BadAddress as error:
+        raise ControlStartError(f"cannot bind the control channel: {error}") from error
+    except OSError as error:
+        raise ControlStartError(
+            f"cannot bind the control channel to {host}:{port}: the host name has no address ({error}): name an IP "
+            "address of this machine"
+        ) from error
+
+
+def _warn_if_exposed(address: Address) -> None:
+    ip = numeric(address.host)
+    if ip is None or not ip.is_loopback:
+        logger.warning(
+            "the control channel at %s is not authenticated: whoever reaches it can read memory layouts and end "
+            "leases. Isolate its network: let only prefill and decode hosts connect (firewall, network policy or VLAN)",
+            address,
+        )
+
+
+def _sender(frame: zmq.Frame) -> str:
+    try:
+        return repr(frame.get("Peer-Address"))
+    except zmq.ZMQError:
+        return "an unknown address"

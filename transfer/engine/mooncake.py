@@ -1,0 +1,304 @@
+"""The transfer engine over Mooncake: which engine a link uses, how a batch is submitted, and when it has settled.
+
+On TCP the engine that peers reach is passive: it holds the registered memory and reads nothing. Every link has a
+Mooncake engine of its own, with no memory registered. A peer that hangs, breaks its connection or restarts then
+harms its own link only, and deleting that engine is the one way in which Mooncake lets us be sure that no byte
+arrives any more. On RDMA and Ascend, where memory must be registered with the engine that reads into it and
+connections are dear, all links share one engine, and a failed read has settled when its time has passed.
+
+How a batch travels is in ``mooncake_read``, the calls into the library in ``mooncake_native``, the checks of a batch
+in ``limits``.
+"""
+
+import ctypes
+import difflib
+import math
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from layout.copies import Copies
+from layout.geometry import Region
+from transfer.engine.base import EngineStartError, Link, ReadFailed, TransferEngine
+from transfer.engine.limits import RegionTable, Window, check_copies, split_large
+from transfer.engine.mooncake_native import NativeEngine, NativeOptions, split_address
+from transfer.engine.mooncake_read import SHORTEST_POLL_S, MooncakeRead
+
+PROTOCOLS = ("tcp", "rdma", "ascend")
+INFINIBAND_DEVICES = Path("/sys/class/infiniband")
+
+#: Larger descriptors are cut on TCP: this bounds what may still be under way when the last descriptor of a call is
+#: done, and so the time that a read can spend past its timeout. For speed it hardly matters (medians on loopback, in
+#: turns): one run of 34 MB took 17.0 ms whole, 21.5 in pieces of 4 MiB, 20.2 in 1 MiB; eight took 103, 104 and 133.
+TCP_PIECE_BYTES = 4 * 1024 * 1024
+
+_TCP_CONNECTIONS_PER_PEER = 4  # Mooncake's default; each works off its descriptors one by one
+_PROBE_BYTES = 64
+_SETTLE_MARGIN_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class MooncakeOptions:
+    """How a Mooncake engine is started and driven.
+
+    Raises:
+        EngineStartError: a value cannot work.
+    """
+
+    host: str  # this machine's address as peers reach it, without port
+    protocol: str = "tcp"  # one of PROTOCOLS
+    devices: str = ""  # comma-separated network devices, "" for all
+    descriptors_per_call: int = 256
+    max_descriptors_in_flight: int = 1024  # to one peer, over all threads
+    progress_timeout_s: float = 10.0  # a transfer that moves no byte for so long has failed
+    connect_timeout_s: float = 5.0  # for the first answer of a peer
+    link_per_peer: bool | None = None  # an engine of its own for each link; None: on TCP
+
+    def __post_init__(self) -> None:
+        if self.protocol not in PROTOCOLS:
+            near = difflib.get_close_matches(self.protocol.lower(), PROTOCOLS, n=1, cutoff=0.4)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise EngineStartError(f"unknown protocol {self.protocol!r}, known are {', '.join(PROTOCOLS)}{hint}")
+        self._check_host()
+        if not 0 < self.descriptors_per_call <= self.max_descriptors_in_flight:
+            raise EngineStartError(
+                f"descriptors_per_call {self.descriptors_per_call} must be from 1 to max_descriptors_in_flight "
+                f"{self.max_descriptors_in_flight}"
+            )
+        if self.progress_timeout_s <= 0 or self.connect_timeout_s <= 0:
+            raise EngineStartError(
+                f"progress_timeout_s {self.progress_timeout_s} and connect_timeout_s {self.connect_timeout_s} must be "
+                "above 0 seconds"
+            )
+
+    def _check_host(self) -> None:
+        if not self.host or self.host in ("0.0.0.0", "::"):  # noqa: S104  refused, not bound
+            raise EngineStartError(f"host {self.host!r} is no address that a peer can reach; give this machine's own")
+        if self.host.startswith("[") or self.host.count(":") == 1:
+            raise EngineStartError(
+                f"host {self.host!r} must be without port and brackets: the operating system chooses the port"
+            )
+
+    @property
+    def isolated(self) -> bool:
+        """Whether each link has an engine of its own."""
+        return self.protocol == "tcp" if self.link_per_peer is None else self.link_per_peer
+
+    @property
+    def native(self) -> NativeOptions:
+        """What the library is started with."""
+        return NativeOptions(self.host, self.protocol, self.devices, self.progress_timeout_s, self.connect_timeout_s)
+
+
+class MooncakeEngine(TransferEngine):
+    """A worker's memory, registered with Mooncake, and its links to peers.
+
+    Safe to use from any thread. The regions, the set of open links and the windows are guarded by one lock.
+
+    Raises:
+        EngineStartError: Mooncake is not installed or does not start with these options.
+    """
+
+    def __init__(self, options: MooncakeOptions) -> None:
+        if options.protocol == "rdma" and not (INFINIBAND_DEVICES.is_dir() and any(INFINIBAND_DEVICES.iterdir())):
+            raise EngineStartError(
+                f"protocol 'rdma', but this machine shows no RDMA device in {INFINIBAND_DEVICES}: pass the devices "
+                "into the container, or use protocol 'tcp'"
+            )
+        self._options = options
+        self._lock = threading.Lock()
+        self._local = RegionTable(())
+        self._links: set[MooncakeLink] = set()
+        self._windows: weakref.WeakValueDictionary[str, Window] = weakref.WeakValueDictionary()
+        self._closed = False
+        self._native = NativeEngine(options.native)
+        self._address = self._native.address
+
+    @property
+    def address(self) -> str:
+        """Where peers reach this engine."""
+        return self._address
+
+    @property
+    def local_regions(self) -> RegionTable:
+        """What is registered at this moment."""
+        return self._local
+
+    def register(self, regions: Sequence[Region]) -> None:
+        """See the contract. Registers all of ``regions`` or none. Holds the GIL: for start-up only."""
+        with self._lock:
+            if self._closed:
+                raise EngineStartError(f"transfer engine {self._address} is closed; memory cannot be registered")
+            try:
+                table = RegionTable((*self._local.regions, *regions))
+            except ValueError as error:
+                raise EngineStartError(f"cannot register memory: {error}") from error
+            done: list[Region] = []
+            try:
+                for region in regions:
+                    self._native.register(region)
+                    done.append(region)
+            except EngineStartError:
+                for region in done:
+                    self._native.unregister(region)
+                raise
+            self._local = table
+
+    def open(self, address: str, regions: Sequence[Region]) -> "MooncakeLink":
+        """See the contract. On TCP it connects and reads a few bytes, so that the first real read finds it warm."""
+        try:
+            split_address(address)
+            peer = RegionTable(regions)
+        except ValueError as error:
+            raise ReadFailed(f"cannot open a link to {address}: {error}", settled=True) from error
+        with self._lock:
+            if self._closed:
+                raise ReadFailed(f"transfer engine {self._address} is closed", settled=True)
+            window = self._windows.setdefault(address, Window(self._options.max_descriptors_in_flight))
+        native = NativeEngine(self._options.native) if self._options.isolated else self._native
+        link = MooncakeLink(self, self._options, native, address, peer, window)
+        try:
+            link.connect()
+        except BaseException:
+            link.close()
+            raise
+        with self._lock:
+            if not self._closed:
+                self._links.add(link)
+                return link
+        link.close()
+        raise ReadFailed(f"transfer engine {self._address} was closed while it opened {address}", settled=True)
+
+    def forget(self, link: "MooncakeLink") -> None:
+        """A link has closed."""
+        with self._lock:
+            self._links.discard(link)
+
+    def close(self) -> None:
+        """See the contract."""
+        with self._lock:
+            self._closed = True
+            links = list(self._links)
+        for link in links:
+            link.close()
+        with self._lock:
+            self._local = RegionTable(())
+            self._native.delete()
+
+
+class MooncakeLink(Link):
+    """A link to one peer. ``read`` belongs to one thread at a time; ``close`` may come from any and ends a read."""
+
+    def __init__(
+        self,
+        engine: MooncakeEngine,
+        options: MooncakeOptions,
+        native: NativeEngine,
+        address: str,
+        peer: RegionTable,
+        window: Window,
+    ) -> None:
+        self._engine = engine
+        self._options = options
+        self._native = native
+        self._address = address
+        self._peer = peer
+        self._window = window
+        self._busy = threading.Lock()  # held by a read, and by close when it ends the engine
+        self._closing = threading.Event()
+        self._closed = False
+        self._broken = ""  # why reads are refused, "" if they are not
+        self._unsettled = 0  # descriptors of failed reads that hold a place in the window
+        self._settled_at = 0.0  # on the monotonic clock, where the engine is shared
+
+    @property
+    def window(self) -> Window:
+        """The descriptors in flight to this peer."""
+        return self._window
+
+    def connect(self) -> None:
+        """Make the peer answer within the connect timeout: on TCP by reading a few bytes of its first region.
+
+        Raises:
+            ReadFailed: it did not (always settled: nothing but the link's own scratch memory was a destination).
+        """
+        started = time.monotonic()
+        answers: list[bool] = []
+        attempt = self._probe_by_reading if self._options.isolated and self._peer.regions else self._probe
+        # Mooncake's first call to a peer cannot be given a timeout, so another thread makes it.
+        thread = threading.Thread(target=lambda: answers.append(attempt()), name="pd-connect", daemon=True)
+        thread.start()
+        thread.join(self._options.connect_timeout_s)
+        late = thread.is_alive()
+        while thread.is_alive():
+            self._closing.set()
+            self._native.interrupt(self._address)
+            thread.join(0.05)
+        if late or answers != [True]:
+            took = f"{time.monotonic() - started:.3f} s"
+            reason = "it accepts connections but does not answer" if late else "it refused the connection or the read"
+            raise ReadFailed(
+                f"cannot reach the transfer engine at {self._address} ({took}): {reason}; is that process running, and "
+                "does its machine let this one through to its ports?",
+                settled=True,
+            )
+
+    def _probe(self) -> bool:
+        return self._native.probe(self._address)
+
+    def _probe_by_reading(self) -> bool:
+        region = self._peer.regions[0]
+        size = min(_PROBE_BYTES, region.size)
+        scratch = (ctypes.c_char * size)()
+        batch = self._native.submit(self._address, [ctypes.addressof(scratch)], [region.address], [size])
+        if not batch:
+            return False
+        while (state := self._native.poll(batch)) == 0 and not self._closing.is_set():
+            time.sleep(SHORTEST_POLL_S)
+        if state != 1:
+            self._native.delete()  # before the scratch memory goes
+        return state == 1
+
+    def read(self, copies: Copies, timeout_s: float) -> None:
+        """See the contract. After an unsettled failure the link refuses to read until it is closed."""
+        with self._busy:
+            if self._closed or self._broken:
+                raise ReadFailed(f"the link to {self._address} is {self._broken or 'closed'}", settled=True)
+            check_copies(copies, self._engine.local_regions, self._peer, self._address)
+            if self._options.protocol == "tcp":
+                copies = split_large(copies, TCP_PIECE_BYTES)
+            reading = MooncakeRead(
+                self._native, self._address, copies, self._options.descriptors_per_call, self._window
+            )
+            try:
+                reading.run(timeout_s, self._closing.is_set)
+            finally:
+                if reading.in_flight:
+                    self._unsettled = reading.in_flight
+                    self._settled_at = time.monotonic() + self._settle_s(reading.in_flight)
+                    self._broken = "broken by a read that failed and must be closed first"
+
+    def _settle_s(self, in_flight: int) -> float:
+        rounds = math.ceil(in_flight / _TCP_CONNECTIONS_PER_PEER) if self._options.protocol == "tcp" else 1
+        return rounds * self._options.progress_timeout_s + _SETTLE_MARGIN_S
+
+    def close(self) -> None:
+        """See the contract. Takes milliseconds where the link has its own engine.
+
+        Where it shares one, a failed read may write until all that it had in flight has met Mooncake's progress
+        timeout; that is waited for.
+        """
+        self._closing.set()
+        with self._busy:
+            if self._closed:
+                return
+            self._closed = True
+            if self._options.isolated:
+                self._native.delete()
+            else:
+                time.sleep(max(0.0, self._settled_at - time.monotonic()))
+            self._window.release(self._unsettled)
+        self._engine.forget(self)
