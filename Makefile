@@ -21,7 +21,7 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 # Arguments for the targets: make test ARGS='-k lease', make demo ARGS='--keep-running'
 ARGS ?=
 
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 
 .PHONY: help setup demo check lint types test test-all bench clean
 

@@ -7,14 +7,16 @@ one contiguous blocking read through Mooncake's own call. Medians over the round
 """
 
 import argparse
-import ctypes
 import multiprocessing as mp
 import statistics
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from typing import Any, cast
 
+import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from layout.copies import Copies
 from layout.geometry import CacheGroup, ModelIdentity, Plane, Region, WorkerGeometry
@@ -29,9 +31,10 @@ from transfer.engine.mooncake import MooncakeEngine, MooncakeOptions
 LAYERS, HEADS, HEAD_SIZE, ITEM, BLOCK_TOKENS = 30, 3, 64, 2, 32  # SmolLM2-135M in bfloat16
 MODEL = ModelIdentity("LlamaForCausalLM", "", "", LAYERS, HEADS, HEAD_SIZE, "bfloat16", "bfloat16")
 HOST = "127.0.0.1"
+CONTIGUOUS = "one contiguous read, our engine"
 
 
-def geometry(memory: np.ndarray, blocks: int, address: str) -> WorkerGeometry:
+def geometry(memory: npt.NDArray[np.uint8], blocks: int, address: str) -> WorkerGeometry:
     """One worker's cache in BHLNC over ``memory``."""
     page = BLOCK_TOKENS * 2 * HEAD_SIZE * ITEM
     plane = Plane(
@@ -67,7 +70,7 @@ def serve(pipe: Connection, blocks: int, tokens: int) -> None:
     number = 0
     while (block_ids := pipe.recv()) is not None:
         producer.leases.collect()
-        pipe.send(producer.finish_prefill(_Request(f"r{number}", tokens), (block_ids,)))  # type: ignore[arg-type]
+        pipe.send(producer.finish_prefill(cast("Any", _Request(f"r{number}", tokens)), (block_ids,)))
         number += 1
     producer.close()
     engine.close()
@@ -95,8 +98,8 @@ class Puller:
 
     def pull(self, params: dict[str, object], block_ids: list[int], tokens: int) -> Settled:
         """One pull, waited for as the model runner does: by looking in again and again."""
-        remote = RemotePrefill(**{k: v for k, v in params.items() if not k.startswith("do_")})  # type: ignore[arg-type]
-        self.pulls.submit(PullOrder(remote.remote_request_id, remote, (tuple(block_ids),), 0, tokens))
+        remote = msgspec.convert(params, RemotePrefill)
+        self.pulls.submit(PullOrder(remote.remote_request_id, remote, (tuple(block_ids),), 0, tokens, remote.lease_id))
         while not (settled := self.pulls.take_settled()):
             time.sleep(1e-4)
         assert not settled[0].cause, settled[0].reason
@@ -109,9 +112,89 @@ class Puller:
         self.engine.close()
 
 
-def raw_read(te: object, address: str, destination: int, source: int, size: int) -> None:
-    """One blocking read of one descriptor through Mooncake itself."""
-    assert te.batch_transfer_sync_read(address, [destination], [source], [size]) == 0  # type: ignore[attr-defined]
+class Measured:
+    """Seconds by name, over the rounds."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, list[float]] = {}
+
+    def add(self, name: str, seconds: float) -> None:
+        """One more round."""
+        self.seconds.setdefault(name, []).append(seconds)
+
+    def time(self, name: str, action: Callable[[], object]) -> None:
+        """Measure one call."""
+        start = time.perf_counter()
+        action()
+        self.add(name, time.perf_counter() - start)
+
+    def report(self, size: int, base: str) -> None:
+        """A line a name: median, rate, and the rate as a share of that of ``base``."""
+        reference = statistics.median(self.seconds[base])
+        for name, values in self.seconds.items():
+            median = statistics.median(values)
+            rate = f"{size / median / 1e9:6.2f} GB/s {reference / median:6.0%}" if "release" not in name else ""
+            print(f"  {name:44s} {1e3 * median:8.2f} ms {rate}")
+
+
+class Bench:
+    """One prefill process, one puller, and Mooncake's own call for comparison."""
+
+    def __init__(self, tokens: int) -> None:
+        self.tokens = tokens
+        self.needed = -(-tokens // BLOCK_TOKENS)
+        self.size = self.needed * block_bytes()
+        self._blocks = 3 * self.needed
+        self._pipe, other = mp.Pipe()
+        self._process = mp.get_context("spawn").Process(target=serve, args=(other, self._blocks, tokens), daemon=True)
+        self._process.start()
+        self._address, self._remote, remote_size = self._pipe.recv()
+        self._puller = Puller(self._blocks)
+        self._link = self._puller.engine.open(self._address, [Region(self._remote, remote_size)])
+        self._mooncake = _plain_mooncake()
+        self._random = np.random.default_rng(2)
+
+    def pull(self, measured: Measured, scattered: bool) -> None:
+        """One pull of a prompt whose blocks lie side by side or anywhere, on both sides."""
+        ours, theirs = (self._block_ids(scattered) for _ in range(2))
+        self._pipe.send(theirs)
+        params = self._pipe.recv()
+        name = f"{'scattered' if scattered else 'adjacent'} blocks"
+        start = time.perf_counter()
+        settled = self._puller.pull(params, ours, self.tokens)
+        measured.add(f"pull, {name}", time.perf_counter() - start)
+        measured.add(f"  its read, {name}", settled.seconds["read"])
+        measured.add(f"  its release, {name}", settled.seconds["release"])
+
+    def contiguous(self) -> None:
+        """One descriptor through our engine."""
+        here = self._puller.memory.ctypes.data
+        self._link.read(Copies(np.array([here]), np.array([self._remote]), np.array([self.size])), 60.0)
+
+    def plain(self) -> None:
+        """One descriptor through Mooncake's blocking call."""
+        here = self._puller.memory.ctypes.data
+        assert self._mooncake.batch_transfer_sync_read(self._address, [here], [self._remote], [self.size]) == 0
+
+    def close(self) -> None:
+        """End everything."""
+        self._link.close()
+        self._puller.close()
+        self._pipe.send(None)
+        self._process.join(10)
+
+    def _block_ids(self, scattered: bool) -> list[int]:
+        if not scattered:
+            return list(range(1, self.needed + 1))
+        return [int(block) + 1 for block in self._random.permutation(self._blocks - 1)[: self.needed]]
+
+
+def _plain_mooncake() -> Any:
+    from mooncake.engine import TransferEngine  # noqa: PLC0415  after our engine has set its environment
+
+    engine = TransferEngine()
+    engine.initialize(HOST, "P2PHANDSHAKE", "tcp", "")
+    return engine
 
 
 def main() -> None:
@@ -120,61 +203,18 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=1500)
     parser.add_argument("--rounds", type=int, default=20)
     arguments = parser.parse_args()
-    tokens = arguments.tokens
-    needed = -(-tokens // BLOCK_TOKENS)
-    blocks = 3 * needed
-    pipe, other = mp.Pipe()
-    process = mp.get_context("spawn").Process(target=serve, args=(other, blocks, tokens), daemon=True)
-    process.start()
-    address, remote_memory, remote_size = pipe.recv()
-    puller = Puller(blocks)
-    link = puller.engine.open(address, [Region(remote_memory, remote_size)])
-
-    from mooncake.engine import TransferEngine  # noqa: PLC0415  after our engine has set its environment
-
-    te = TransferEngine()
-    te.initialize(HOST, "P2PHANDSHAKE", "tcp", "")
-    size = needed * block_bytes()
-    whole = Copies(
-        np.array([puller.memory.ctypes.data]), np.array([remote_memory]), np.array([size])
-    )
-    times: dict[str, list[float]] = {}
-    order = np.random.default_rng(2)
-    for round_number in range(arguments.rounds + 3):
-        for scattered in (False, True):
-            ours, theirs = (
-                sorted(order.choice(blocks - 1, needed, replace=False) + 1) if scattered else range(1, needed + 1)
-                for _ in range(2)
-            )
-            pipe.send([int(i) for i in theirs])
-            params = pipe.recv()
-            ids = [int(i) for i in ours]
-            start = time.perf_counter()
-            settled = puller.pull(params, ids, tokens)
-            total = time.perf_counter() - start
-            if round_number >= 3:
-                name = "scattered blocks" if scattered else "adjacent blocks"
-                times.setdefault(f"pull, {name} ({settled.descriptors} descriptors)" if not scattered else f"pull, {name}", []).append(total)
-                times.setdefault(f"  of which read, {name}", []).append(settled.seconds["read"])
-                times.setdefault(f"  of which release, {name}", []).append(settled.seconds["release"])
-        start = time.perf_counter()
-        link.read(whole, 60.0)
-        contiguous = time.perf_counter() - start
-        start = time.perf_counter()
-        raw_read(te, address, puller.memory.ctypes.data, remote_memory, size)
-        raw = time.perf_counter() - start
-        if round_number >= 3:
-            times.setdefault("one contiguous read, our engine", []).append(contiguous)
-            times.setdefault("one contiguous read, Mooncake's blocking call", []).append(raw)
-    base = statistics.median(times["one contiguous read, our engine"])
-    print(f"{tokens} tokens of SmolLM2-135M, {size / 1e6:.1f} MB, median of {arguments.rounds}")
-    for name, values in times.items():
-        median = statistics.median(values)
-        print(f"{name:48s} {1e3 * median:8.2f} ms {size / median / 1e9:6.2f} GB/s {base / median:6.0%} of contiguous rate")
-    link.close()
-    puller.close()
-    pipe.send(None)
-    process.join(10)
+    bench = Bench(arguments.tokens)
+    warm_up, measured = Measured(), Measured()
+    for round_number in range(-3, arguments.rounds):
+        into = measured if round_number >= 0 else warm_up
+        bench.pull(into, scattered=False)
+        bench.pull(into, scattered=True)
+        into.time(CONTIGUOUS, bench.contiguous)
+        into.time("one contiguous read, Mooncake's blocking call", bench.plain)
+    print(f"\n{bench.tokens} tokens of SmolLM2-135M, {bench.size / 1e6:.1f} MB, median of {arguments.rounds}")
+    print("the last column is the rate as a share of one contiguous read through our engine; target 85%")
+    measured.report(bench.size, CONTIGUOUS)
+    bench.close()
 
 
 if __name__ == "__main__":

@@ -157,7 +157,7 @@ def _compile(local: WorkerGeometry, remote: WorkerGeometry, share: Share) -> _Bo
     ours, theirs = local.groups[share.local_group], remote.groups[share.remote_group]
     to, source = ours.planes[share.local_plane], theirs.planes[share.remote_plane]
     check_planes(to, source, ours, theirs)
-    unit = to.block_tokens if to.packing else gcd(to.block_tokens, source.block_tokens)
+    unit = gcd(to.block_tokens, source.block_tokens)
     run, local_offsets, remote_offsets = _fuse(to.item_size, _dimensions(to, source, share, unit))
     sizes = np.full(local_offsets.shape, run, np.int64)
     local_offsets, remote_offsets, sizes = merge_adjacent(local_offsets, remote_offsets, sizes)

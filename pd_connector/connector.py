@@ -149,9 +149,9 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA):
 
     @_timed
     def get_num_new_matched_tokens(self, request: "Request", num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Prompt tokens to be pulled beyond ``num_computed_tokens``; always asynchronously."""
+        """Prompt tokens to be pulled beyond ``num_computed_tokens``, None to be asked later; always asynchronously."""
         missing = self._scheduler.missing_tokens(request, num_computed_tokens)
-        return missing, missing > 0
+        return missing, bool(missing)
 
     @_timed
     def update_state_after_alloc(self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int) -> None:

@@ -19,6 +19,7 @@ class PullOrder:
     local_block_ids: tuple[tuple[int, ...], ...]  # per cache group, the whole block table; 0 marks a hole
     first_token: int
     end_token: int
+    pull_id: str  # the same on all ranks, of this pull only
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,12 @@ _LABELLED = {
 }
 
 
+def metric_names() -> list[str]:
+    """The names of all metrics, without Prometheus' suffixes."""
+    names = [*_COUNTERS, *_LABELLED, "pull_seconds", "connector_call_seconds_max"]
+    return [f"vllm:pd_{name}" for name in names]
+
+
 class ConnectorStats(KVConnectorStats):
     """What happened since the last report: plain numbers, so that any process can read it.
 

@@ -16,6 +16,7 @@ from contextlib import aclosing
 from http import HTTPStatus
 from typing import Any, NoReturn
 
+import anyio
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Message, Receive, Scope, Send
@@ -71,7 +72,7 @@ class Completions:
             await client.fail(HTTPStatus.BAD_REQUEST, str(error))
             return
         record.identity = passed.request_id(client.headers, body)
-        await while_connected(request.receive, self._serve(body, client))
+        await while_connected(request.receive, client, self._serve(body, client))
 
     async def _serve(self, body: Body, client: "Client") -> None:
         record = client.record
@@ -137,26 +138,35 @@ class Client:
     def __init__(self, scope: Scope, send: Send, record: Record) -> None:
         self.headers = Headers(scope=scope)
         self.record = record
+        self.complete = False  # all of the answer's body is sent
         self._send_message = send
         self._started = False
+        self._missing: int | None = None  # bytes of the body not yet sent, where its length was announced
 
     async def start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         """Send status and headers."""
         self._started = True
         self.record.status = status
+        lengths = [int(value) for name, value in headers if name == b"content-length"]
+        self._missing = lengths[0] if lengths else None
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
 
     async def send_piece(self, piece: bytes) -> None:
         """Send a part of the body; waits while the client is slow to read."""
+        if self._missing is not None:
+            self._missing -= len(piece)
+            self.complete = self._missing == 0
         await self._send({"type": "http.response.body", "body": piece, "more_body": True})
 
     async def end(self) -> None:
         """The answer is complete."""
+        self.complete = True
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def send_whole(self, status: int, headers: list[tuple[bytes, bytes]], content: bytes) -> None:
         """Send a complete answer."""
         await self.start(status, headers)
+        self.complete = True
         await self._send({"type": "http.response.body", "body": content, "more_body": False})
 
     async def fail(self, status: HTTPStatus, message: str) -> None:
@@ -226,28 +236,37 @@ def _finish_reason(answer: Any) -> str:
         return "missing"
 
 
-async def while_connected(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
+async def while_connected(receive: Receive, client: Client, work: Coroutine[Any, Any, None]) -> None:
     """Run ``work`` to its end, or cancel it when the client leaves. The request's body must have been read.
 
     Raises:
-        ClientDisconnect: the client left; ``work`` has ended.
+        ClientDisconnect: the client left before it had its whole answer; ``work`` has ended.
     """
-    working = asyncio.ensure_future(work)
-    watching = asyncio.ensure_future(_disconnected(receive))
-    try:
-        await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            raise ClientDisconnect
-    finally:
-        working.cancel()
-        watching.cancel()
-        await asyncio.gather(working, watching, return_exceptions=True)
-    working.result()
+    failure: Exception | None = None
+    left = False
 
+    async def watch() -> None:
+        nonlocal left
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        # A client that knows the length may leave with its last byte, before the work has ended.
+        if not client.complete:
+            left = True
+            group.cancel_scope.cancel()
 
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
+    # Cancelled through a scope and not through the task: the HTTP client closes idle connections of other requests
+    # on the way and shields that from a scope's cancellation only.
+    async with anyio.create_task_group() as group:
+        group.start_soon(watch)
+        try:
+            await work
+        except Exception as error:  # raised below: the group would wrap it
+            failure = error
+        group.cancel_scope.cancel()
+    if left:
+        raise ClientDisconnect
+    if failure is not None:
+        raise failure
 
 
 def _refuse(answer: Answer, text: bytes, identity: str) -> NoReturn:

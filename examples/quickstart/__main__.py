@@ -134,7 +134,7 @@ def _demonstrate(console: Console, servers: Servers, deployment: Deployment, dec
             servers.check()
     console.print()
     report.show_answers(console, outcomes)
-    console.print(report.table(outcomes, decode_tp))
+    report.show_table(console, outcomes, decode_tp)
     good = report.show_verdict(console, outcomes)
     report.show_engines(console, metrics.scrape(deployment.prefill.url), metrics.scrape(deployment.decode.url))
     return good

@@ -1,11 +1,11 @@
 """The verdict of the demonstration, and what it shows of it."""
 
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rich.console import Console
 from rich.markup import escape
-from rich.padding import Padding
 from rich.table import Table
 
 from examples.quickstart.metrics import Snapshot, Work
@@ -97,8 +97,8 @@ def table(outcomes: Sequence[Outcome], decode_tp: int) -> Table:
     result.add_column("question", no_wrap=True)
     for heading in ("prompt\ntokens", "KV\nMB", "descrip-\ntors", "pull\nms", "read\nGB/s"):
         result.add_column(heading, justify="right")
-    result.add_column("first token, ms\nwith P/D", justify="right")
-    result.add_column("\nD alone", justify="right")
+    result.add_column("first token,\nP/D, ms", justify="right")
+    result.add_column("first token,\nD alone, ms", justify="right")
     result.add_column("answers")
     for outcome in outcomes:
         result.add_row(*_cells(outcome, decode_tp))
@@ -120,6 +120,15 @@ def _cells(outcome: Outcome, decode_tp: int) -> list[str]:
         f"{1e3 * first_token_s(outcome.direct, outcome.direct_work):,.0f}",
         "[green]identical[/]" if outcome.identical else "[red]different[/]",
     ]
+
+
+def show_table(console: Console, outcomes: Sequence[Outcome], decode_tp: int) -> None:
+    """The table, and how to read it."""
+    console.print(table(outcomes, decode_tp))
+    console.print(
+        "[dim]pull: from D's order to P's word that the blocks were unchanged; read: the transfer alone. P and D share "
+        "this machine, so P/D cannot be faster than D alone here: the difference is what the detour costs.[/]\n"
+    )
 
 
 def show_answers(console: Console, outcomes: Sequence[Outcome]) -> None:
@@ -177,7 +186,9 @@ def show_engines(console: Console, prefill: Snapshot, decode: Snapshot) -> None:
 
 
 def _indent(console: Console, text: str) -> None:
-    console.print(Padding(escape(text.strip()), (0, 0, 0, 2)))
+    for line in text.strip().splitlines():
+        wrapped = textwrap.fill(line, console.width, initial_indent="  ", subsequent_indent="  ")
+        console.print(wrapped, markup=False, highlight=False)
 
 
 def _count(number: int, noun: str) -> str:

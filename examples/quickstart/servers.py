@@ -23,6 +23,8 @@ _HEALTH_TIMEOUT_S = 2.0
 _GRACE_S = 5.0
 
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+# The last line of a traceback, as it is or behind vLLM's prefixes: "(Worker pid=7) ERROR 11-21 ...] ValueError: ...".
+_ERROR = re.compile(r"(\(\w+ pid=\d+\) )?(ERROR .*?\] )?[\w.]+(Error|Exception|Failed|Refused): ")
 # What the interpreter and its extension modules write after the last word of a dying vLLM.
 _NOISE = re.compile(
     r"\s*$|nanobind:| - leaked | - \.\.\. skipped|See https://nanobind|.*resource_tracker|  warnings\.warn"
@@ -132,9 +134,11 @@ class Server:
         """What the process has written so far, without colours."""
         return _COLOUR.sub("", self.log.read_text(errors="replace"))
 
-    def log_tail(self, lines: int = 25) -> str:
-        """The last ``lines`` lines of the log that say something."""
-        return "\n".join([line for line in self.read_log().splitlines() if not _NOISE.match(line)][-lines:])
+    def log_tail(self, lines: int = 12) -> str:
+        """The last ``lines`` lines of the log that say something, after the earlier lines that name an error."""
+        said = [line for line in self.read_log().splitlines() if not _NOISE.match(line)]
+        causes = [line for line in said[:-lines] if _ERROR.match(line)]
+        return "\n".join([*causes[-lines:], *(["..."] if causes else []), *said[-lines:]])
 
     def request_stop(self) -> None:
         """Ask the process and all its descendants to end, and return at once."""

@@ -6,13 +6,18 @@ A request with a prompt on a prefill engine passes through these states, each en
        |                                 ^
        |--- nothing is missing ----------|-----> lease cancelled, computed here
        |--- left before allocation ------|-----> lease cancelled
-       '--- params refused --------------'       reported as failed by the workers
+       |--- params refused --------------'       reported as failed by the workers
+       '--- lease in use by another request ---> waits for it, then takes what the prefix cache holds by then
+
+A lease is good for one pull. Requests that share one (vLLM makes ``n`` requests of ``n`` choices) therefore follow
+the first of them.
 
 Everything runs on the scheduler's thread and nothing here waits: messages to prefill engines are handed to the
 control client, whose thread resends them until they are answered.
 """
 
 import time
+import uuid
 from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -38,6 +43,16 @@ class _Refused:
     reason: str
 
 
+@dataclass(frozen=True, slots=True)
+class _Follower:
+    """A decode leg whose lease is in use by another request."""
+
+    lease_id: str
+
+
+_Entry = RemotePrefill | _Refused | _Follower
+
+
 class Consumer:
     """Owns the decode engine's view of its pulls. All methods belong to the scheduler's thread."""
 
@@ -47,14 +62,15 @@ class Consumer:
         self._client = client
         self._message_timeout_s = message_timeout_s
         self._clock = clock
-        self._waiting: dict[str, RemotePrefill | _Refused] = {}
-        self._pulling: dict[str, RemotePrefill | _Refused] = {}
+        self._waiting: dict[str, _Entry] = {}
+        self._pulling: dict[str, _Entry] = {}
+        self._lease_ids: set[str] = set()  # of the requests that wait or pull, followers left out
         self._renew_at: dict[str, float] = {}  # by request id, for all leases that are kept alive
         self._pulls: list[PullOrder] = []
         self._refusals: list[RefuseOrder] = []
 
     def add_request(self, request: "Request") -> None:
-        """Take up a request whose prompt waits on a prefill engine. An id that is here already keeps its first params."""
+        """Take up a request whose prompt waits on a prefill engine. An id that is here already is left as it is."""
         if request.request_id in self._waiting or request.request_id in self._pulling:
             logger.error("PDConnector: request %s came twice; the second one is ignored", request.request_id)
             return
@@ -65,15 +81,22 @@ class Consumer:
             logger.error("PDConnector: request %s cannot pull its prompt: %s", request.request_id, error)
             self._waiting[request.request_id] = _Refused(str(error))
             return
+        if remote.lease_id in self._lease_ids:
+            self._waiting[request.request_id] = _Follower(remote.lease_id)
+            return
         self._waiting[request.request_id] = remote
+        self._lease_ids.add(remote.lease_id)
         self._renew_at[request.request_id] = self._clock() + remote.lease_ttl_s / 3
 
-    def missing_tokens(self, request: "Request", computed_tokens: int) -> int:
-        """Prompt tokens to pull beyond the ``computed_tokens`` that the local prefix cache holds.
+    def missing_tokens(self, request: "Request", computed_tokens: int) -> int | None:
+        """Prompt tokens to pull beyond the ``computed_tokens`` that the local prefix cache holds; None: ask later.
 
         The last prompt token is always computed here, because its output is the first token to sample.
         """
-        if request.request_id not in self._waiting:
+        entry = self._waiting.get(request.request_id)
+        if isinstance(entry, _Follower):
+            return None if entry.lease_id in self._lease_ids else 0
+        if entry is None:
             return 0
         wanted: int = request.num_prompt_tokens - 1
         return max(wanted - computed_tokens, 0)
@@ -86,12 +109,14 @@ class Consumer:
         if external_tokens == 0:
             self._cancel(request.request_id, entry)
             return
+        assert not isinstance(entry, _Follower), "a follower pulls nothing"
         self._pulling[request.request_id] = entry
         if isinstance(entry, _Refused):
             self._refusals.append(RefuseOrder(request.request_id, entry.reason))
             return
         end = request.num_prompt_tokens - 1
-        self._pulls.append(PullOrder(request.request_id, entry, block_ids, end - external_tokens, end))
+        pull = PullOrder(request.request_id, entry, block_ids, end - external_tokens, end, uuid.uuid4().hex)
+        self._pulls.append(pull)
 
     def take_orders(self) -> tuple[tuple[PullOrder, ...], tuple[RefuseOrder, ...]]:
         """The orders since the last step; renews the leases that are due."""
@@ -102,8 +127,10 @@ class Consumer:
 
     def settle(self, request_id: str) -> None:
         """All ranks have reported a pull; they have released its lease themselves."""
-        self._pulling.pop(request_id, None)
+        entry = self._pulling.pop(request_id, None)
         self._renew_at.pop(request_id, None)
+        if isinstance(entry, RemotePrefill):
+            self._lease_ids.discard(entry.lease_id)
 
     def finish_request(self, request_id: str) -> None:
         """A request has left. Its lease is let go of unless workers are still reading; they release it."""
@@ -120,10 +147,12 @@ class Consumer:
             if isinstance(entry, RemotePrefill)
         }
         assert leased == self._renew_at.keys(), "leases are renewed for other requests than those that need them"
+        assert len(leased) == len(self._lease_ids), "leases in use are not those of the requests that hold one"
 
-    def _cancel(self, request_id: str, entry: RemotePrefill | _Refused) -> None:
+    def _cancel(self, request_id: str, entry: _Entry) -> None:
         self._renew_at.pop(request_id, None)
         if isinstance(entry, RemotePrefill):
+            self._lease_ids.discard(entry.lease_id)
             message = Cancel(entry.remote_engine_id, (entry.lease_id,))
             self._send(entry.remote_host, entry.remote_port, message)
 

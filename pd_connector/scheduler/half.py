@@ -61,8 +61,8 @@ class SchedulerHalf:
         elif is_prefill_leg(params) and self._producer is None:
             self._warn_of_role(request, "do_remote_decode", "kv_producer")
 
-    def missing_tokens(self, request: "Request", computed_tokens: int) -> int:
-        """Prompt tokens that will be pulled, beyond the computed ones."""
+    def missing_tokens(self, request: "Request", computed_tokens: int) -> int | None:
+        """Prompt tokens that will be pulled, beyond the computed ones; None if it is not known yet."""
         return self._consumer.missing_tokens(request, computed_tokens) if self._consumer else 0
 
     def blocks_allocated(self, request: "Request", blocks: "KVCacheBlocks", external_tokens: int) -> None:

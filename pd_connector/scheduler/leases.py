@@ -25,13 +25,13 @@ class _Lease:
     request_id: str
     expires_at: float
     readers: int = 0  # as the first reader said; 0 while nobody has
-    released_by: set[int] = field(default_factory=set)
+    released_by: dict[int, set[str]] = field(default_factory=dict)  # reader to the pulls that it released
 
 
 @dataclass(frozen=True, slots=True)
 class _PastLease:
     readers: int
-    released_by: frozenset[int]  # the readers whose release was valid
+    released: frozenset[tuple[int, str]]  # reader and pull of every valid release
     forget_at: float
 
 
@@ -74,22 +74,23 @@ class LeaseTable:
                 self._active[lease_id].expires_at = now + self.ttl_s
             return renewed
 
-    def release(self, lease_id: str, reader: int, readers: int) -> bool:
+    def release(self, lease_id: str, reader: int, readers: int, pull_id: str) -> bool:
         """Count one reader as done; the last one ends the lease.
 
         Returns whether the lease was valid, that is, whether its blocks were unchanged until now. Repeating a
-        release returns what the first one did.
+        release returns what the first one did. Another pull by the same reader is another release: if it comes
+        after the end of the lease, the blocks may have changed while it read.
         """
         with self._lock:
             self._expire(self._clock())
             lease = self._active.get(lease_id)
             if lease is None:
                 past = self._past.get(lease_id)
-                return past is not None and readers == past.readers and reader in past.released_by
+                return past is not None and readers == past.readers and (reader, pull_id) in past.released
             if lease.readers not in (0, readers) or not 0 <= reader < readers:
                 return False
             lease.readers = readers
-            lease.released_by.add(reader)
+            lease.released_by.setdefault(reader, set()).add(pull_id)
             if len(lease.released_by) == readers:
                 self._end(lease_id, LeaseEnd.RELEASED)
             return True
@@ -149,6 +150,8 @@ class LeaseTable:
     def _end(self, lease_id: str, how: LeaseEnd) -> None:
         lease = self._active.pop(lease_id)
         # Long enough that no resent message of the lease's readers can still be on its way.
-        self._past[lease_id] = _PastLease(lease.readers, frozenset(lease.released_by), self._clock() + 2 * self.ttl_s)
+        forget_at = self._clock() + 2 * self.ttl_s
+        released = frozenset((reader, pull) for reader, pulls in lease.released_by.items() for pull in pulls)
+        self._past[lease_id] = _PastLease(lease.readers, released, forget_at)
         self._ended_requests.append(lease.request_id)
         self._events[how.value] += 1

@@ -91,8 +91,8 @@ class Producer:
                 return Welcome(self.engine_id, self._model, self._workers)
             case Renew(lease_ids=lease_ids):
                 return Renewed(self.leases.renew(lease_ids), self.leases.ttl_s)
-            case Release(lease_id=lease_id, reader=reader, readers=readers):
-                return Released(self.leases.release(lease_id, reader, readers))
+            case Release(lease_id=lease_id, reader=reader, readers=readers, pull_id=pull_id):
+                return Released(self.leases.release(lease_id, reader, readers, pull_id))
             case Cancel(lease_ids=lease_ids):
                 self.leases.cancel(lease_ids)
                 return Cancelled()

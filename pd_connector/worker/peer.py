@@ -290,8 +290,9 @@ class PeerSession:
                 self._unsettled -= 1
 
     def _send_release(self, order: PullOrder, timeout_s: float) -> "Future[Reply]":
-        message = Release(self._engine_id, order.remote.lease_id, self._context.reader, self._context.readers)
-        return self._context.client.request(self._host, self._port, message, timeout_s)
+        context = self._context
+        message = Release(self._engine_id, order.remote.lease_id, context.reader, context.readers, order.pull_id)
+        return context.client.request(self._host, self._port, message, timeout_s)
 
     def _settle_failed(self, order: PullOrder, cause: str, reason: str, watch: _Stopwatch) -> None:
         source = f"engine {self._engine_id} at {self._host}:{self._port}"

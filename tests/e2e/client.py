@@ -86,7 +86,7 @@ class Client:
         return completion.kv_transfer_params
 
     def choices(self, prompt: list[int], count: int, max_tokens: int = 16, **options: object) -> list[tuple[int, ...]]:
-        """The tokens of every choice of one request with ``n = count``."""
+        """The tokens of every choice of one request with ``n = count``; vLLM wants sampling switched on for it."""
         response = self._http.post("/v1/completions", json=_request(prompt, max_tokens, {**options, "n": count}))
         assert response.status_code == 200, response.text
         return [tuple(choice["token_ids"]) for choice in response.json()["choices"]]

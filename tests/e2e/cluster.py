@@ -1,7 +1,10 @@
 """Real vLLM servers on this machine: started together, watched, ended with everything that they started.
 
-Every server is its own session and process group with its own log file. Nothing here knows the connector beyond
-its name and options; what is asked of the servers is in ``client``.
+Every server is its own process group with its own log file. It is not its own session: Linux schedules sessions as
+groups (``kernel.sched_autogroup_enabled``), and vLLM's processes, which wait for each other by calling ``sched_yield``
+in a loop, then keep the other threads of their session from running for seconds on a small machine.
+
+Nothing here knows the connector beyond its name and options; what is asked of the servers is in ``client``.
 """
 
 import contextlib
@@ -132,8 +135,8 @@ class Server:
         """End every process of the server at once, without warning."""
         assert self._guard.stdin is not None
         self._guard.stdin.close()
-        self._guard.wait()
-        self.process.wait()
+        self._guard.wait(STOP_TIMEOUT_S)
+        self.process.wait(STOP_TIMEOUT_S)
 
     def stop(self) -> None:
         """Ask the server to end, and end by force what is left of its process group."""
@@ -219,18 +222,18 @@ def _spawn(spec: ServerSpec, model: Path, port: int, log: int) -> subprocess.Pop
         stdin=subprocess.DEVNULL,
         stdout=log,
         stderr=subprocess.STDOUT,
-        start_new_session=True,
+        process_group=0,
     )
 
 
 def _spawn_guard(group: int) -> subprocess.Popen[bytes]:
     """A process that ends a process group as soon as we close its input, or die in whatever way."""
-    script = 'read -r _; kill -KILL -- "-$1"'
+    script = 'read -r _; kill -s KILL -- "-$1"'
     return subprocess.Popen(
         ["/bin/sh", "-c", script, "guard", str(group)],
         stdin=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
-        start_new_session=True,
+        process_group=0,
     )
 
 

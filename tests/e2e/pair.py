@@ -60,6 +60,11 @@ class Pair:
         """The ranks of the decode server: its pull counters are sums over them."""
         return self.decode.spec.tensor_parallel
 
+    @property
+    def name(self) -> str:
+        """Of both servers: a part of a prompt's seed that keeps it out of the prefix caches of other pairs' tests."""
+        return f"{self.prefill.log.stem} {self.decode.log.stem}"
+
     def disaggregate(self, prompt: list[int], max_tokens: int = 16, **options: object) -> Completion:
         """Both legs of a request, as a router sends them. Both succeed."""
         completion = self.decode_leg(prompt, self.prefill.client.prefill(prompt), max_tokens, **options)

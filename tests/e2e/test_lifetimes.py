@@ -24,7 +24,7 @@ LONG = 3000
 def test_a_request_that_leaves_during_prefill_holds_nothing(pair: Pair) -> None:
     with pair.traffic() as traffic:
         left = pair.prefill.client.abandon(
-            make_prompt(LONG, (pair.prefill.spec.name, "left in prefill")),
+            make_prompt(LONG, (pair.name, "left in prefill")),
             after_s=0.02,
             max_tokens=1,
             kv_transfer_params={"do_remote_decode": True},
@@ -35,7 +35,7 @@ def test_a_request_that_leaves_during_prefill_holds_nothing(pair: Pair) -> None:
 
 def test_a_prompt_that_nobody_decodes_is_freed_when_its_lease_expires(pair: Pair) -> None:
     with pair.traffic() as traffic:
-        pair.prefill.client.prefill(make_prompt(1000, (pair.prefill.spec.name, "nobody decodes")))
+        pair.prefill.client.prefill(make_prompt(1000, (pair.name, "nobody decodes")))
         granted = time.monotonic()
     assert traffic.leases("expired") == 1
     assert time.monotonic() - granted > 0.9 * LEASE_TTL_S, "the lease ended before its time"
@@ -43,7 +43,7 @@ def test_a_prompt_that_nobody_decodes_is_freed_when_its_lease_expires(pair: Pair
 
 def test_requests_that_leave_at_any_moment_of_the_pull_hold_nothing(pair: Pair) -> None:
     delays = [0.001 * 1.4**i for i in range(16)]  # up to 0.16 s
-    prompt = make_prompt(LONG, (pair.decode.spec.name, "left in pull"))
+    prompt = make_prompt(LONG, (pair.name, "left in pull"))
     with pair.traffic() as traffic:
         for i, delay in enumerate(delays):
             params = pair.prefill.client.prefill(prompt)
@@ -56,7 +56,7 @@ def test_requests_that_leave_at_any_moment_of_the_pull_hold_nothing(pair: Pair) 
 
 
 def test_a_request_that_leaves_while_the_prefill_server_is_silent_holds_nothing(pair: Pair) -> None:
-    prompt = make_prompt(500, (pair.decode.spec.name, "left in silence"))
+    prompt = make_prompt(500, (pair.name, "left in silence"))
     params = pair.prefill.client.prefill(prompt)
     pair.prefill.signal(signal.SIGSTOP, "EngineCore")
     try:
@@ -69,7 +69,7 @@ def test_a_request_that_leaves_while_the_prefill_server_is_silent_holds_nothing(
 
 
 def test_requests_that_leave_while_decoding_hold_nothing(pair: Pair) -> None:
-    prompts = [make_prompt(200, (i, pair.decode.spec.name, "left in decode")) for i in range(4)]
+    prompts = [make_prompt(200, (i, pair.name, "left in decode")) for i in range(4)]
 
     def leave_after_three_tokens(prompt: list[int]) -> None:
         params = pair.prefill.client.prefill(prompt)
@@ -84,7 +84,7 @@ def test_requests_that_leave_while_decoding_hold_nothing(pair: Pair) -> None:
 
 
 def test_a_decode_leg_that_the_server_rejects_ends_its_lease_at_once(pair: Pair) -> None:
-    prompt = make_prompt(100, (pair.decode.spec.name, "rejected"))
+    prompt = make_prompt(100, (pair.name, "rejected"))
     with pair.traffic() as traffic:
         params = pair.prefill.client.prefill(prompt)
         completion = pair.decode_leg(prompt, params, max_tokens=1_000_000)
@@ -93,7 +93,7 @@ def test_a_decode_leg_that_the_server_rejects_ends_its_lease_at_once(pair: Pair)
 
 
 def test_a_prefill_worker_that_stalls_costs_time_or_an_error_but_never_a_wrong_answer(pair: Pair) -> None:
-    prompt = make_prompt(LONG, (pair.decode.spec.name, "stall"))
+    prompt = make_prompt(LONG, (pair.name, "stall"))
     params = pair.prefill.client.prefill(prompt)
     with ThreadPoolExecutor(1) as pool:
         pair.prefill.signal(signal.SIGSTOP, "Worker")

@@ -130,7 +130,7 @@ def test_all_problems_are_named_at_once() -> None:
 
 def test_settings_cannot_be_changed_later() -> None:
     with pytest.raises(ValueError, match="frozen"):
-        parse_config({}).port = 1  # type: ignore[misc]
+        parse_config({}).port = 1
 
 
 def test_every_key_is_documented() -> None:

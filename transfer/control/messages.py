@@ -13,7 +13,7 @@ have released, when the lease is cancelled, or when it was not renewed for its t
        |                                           |
        | (reads the blocks through the transfer engine; P's process takes no part)
        |                                           |
-       | release {lease_id, reader, readers} ----> |
+       | release {lease_id, reader, readers, ...}-> |
        | <---- released {valid}                    |   valid: the blocks were unchanged all the time
 
     D scheduler
@@ -102,6 +102,7 @@ class Release(msgspec.Struct, frozen=True, tag="release"):
     lease_id: str
     reader: int  # which of the readers, 0 <= reader < readers
     readers: int  # how many readers will release this lease
+    pull_id: str  # of the read that has ended: tells a repeated release from that of a second read
 
 
 class Released(msgspec.Struct, frozen=True, tag="released"):

@@ -36,7 +36,7 @@ class Proxy:
         self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [self._socket]}, name="proxy")
         self._thread.start()
         until(lambda: self._server.started)
-        self.http = httpx.Client(base_url=self.url, timeout=20, trust_env=False)
+        self.http = httpx.Client(base_url=self.url, timeout=60, trust_env=False)
 
     def complete(self, **body: Any) -> httpx.Response:
         """A completion of one short prompt."""

@@ -95,7 +95,7 @@ def test_a_useless_answer_of_the_prefill_server_names_leg_and_url(
     told: str,
 ) -> None:
     p.script = script
-    proxy = setup.proxy([p], [d], request_timeout_s=0.2)
+    proxy = setup.proxy([p], [d], request_timeout_s=0.2 if script is stalls else 60)
     response = proxy.complete()
     assert response.status_code == status
     assert f"prefill server {p.url}" in message(response)
@@ -143,7 +143,7 @@ def test_a_decode_server_that_fails_before_its_first_byte_is_an_error_and_not_as
     setup: Setup, p: FakeServer, d: FakeServer, script: Script, status: int
 ) -> None:
     bad = setup.server(script)
-    response = setup.proxy([p], [bad, d], request_timeout_s=0.3).complete(stream=True)
+    response = setup.proxy([p], [bad, d], request_timeout_s=1 if status == 504 else 60).complete(stream=True)
     assert response.status_code == status
     assert f"decode server {bad.url}" in message(response)
     assert (len(p.received), len(d.received)) == (1, 0)
@@ -172,7 +172,7 @@ def test_an_answer_that_breaks_off_never_looks_complete(
     setup: Setup, p: FakeServer, d: FakeServer, access_lines: Callable[[int], list[str]], script: Script, http: Any
 ) -> None:
     d.script = script
-    proxy = setup.proxy([p], [d], http=http, request_timeout_s=0.3)
+    proxy = setup.proxy([p], [d], http=http, request_timeout_s=1 if script is stalls_a_stream else 60)
     with proxy.http.stream("POST", "/v1/completions", json={"prompt": "a"}) as response:
         assert response.status_code == 200
         pieces = response.iter_raw()

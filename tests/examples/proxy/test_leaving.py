@@ -1,10 +1,15 @@
 """A client that leaves: the server of the leg under way sees its connection closed, and nothing else is begun."""
 
+import asyncio
 import threading
 from collections.abc import Callable
 
 import pytest
+from starlette.requests import ClientDisconnect
+from starlette.types import Message
 
+from examples.proxy.exchange import Client, while_connected
+from examples.proxy.journal import Record
 from tests.examples.proxy.conftest import Proxy, RawClient, Setup, until
 from tests.examples.proxy.fakes import FakeServer, Received, Wire, decodes, prefills, stalls
 
@@ -35,7 +40,7 @@ def test_during_the_prefill_leg(
     client = RawClient.completing(proxy, REQUEST)
     received = p.wait()
     client.leave()
-    assert received.left.wait(5)
+    assert received.left.wait(30)
     (line,) = access_lines(1)
     assert f"status=499 P={p.url} D=- " in line
     assert line.endswith("problem: the client left")
@@ -50,7 +55,7 @@ def test_while_the_decode_server_has_not_answered(
     client = RawClient.completing(proxy, REQUEST)
     received = d.wait()
     client.leave()
-    assert received.left.wait(5)
+    assert received.left.wait(30)
     assert f"status=499 P={p.url} D={d.url} " in access_lines(1)[0]
     settled(proxy, p, d)
 
@@ -71,11 +76,11 @@ def test_in_the_middle_of_the_answer(
     d.script = begins
     client = RawClient.completing(proxy, REQUEST)
     received = d.wait()
-    assert begun.wait(5)
+    assert begun.wait(30)
     if pieces:
         client.receive_until(b"data: 1\n\n")
     client.leave()
-    assert received.left.wait(5)
+    assert received.left.wait(30)
     assert "status=499" in access_lines(1)[0]
     settled(proxy, p, d)
 
@@ -93,7 +98,7 @@ def test_while_the_decode_server_sends_faster_than_the_client_reads(
     client = RawClient.completing(proxy, REQUEST)
     client.receive_until(b"xxx")
     client.leave()
-    assert d.wait().left.wait(5)
+    assert d.wait().left.wait(30)
     assert "status=499" in access_lines(1)[0]
     settled(proxy, p, d)
 
@@ -104,3 +109,53 @@ def test_a_client_that_stays_is_not_taken_for_one_that_left(
     for _ in range(20):
         proxy.complete()
     assert all("status=200" in line and "problem" not in line for line in access_lines(20))
+
+
+async def gone() -> Message:
+    return {"type": "http.disconnect"}
+
+
+async def silent() -> Message:
+    await asyncio.Event().wait()
+    raise AssertionError
+
+
+async def nowhere(_: Message) -> None:
+    pass
+
+
+@pytest.mark.parametrize("announced", [True, False])
+def test_with_its_last_byte_it_has_left_only_if_it_could_not_know_the_length(announced: bool) -> None:
+    """The work after the last byte is ended in peace, and the request counts as served, where the client had it all."""
+    ended = False
+
+    async def serve(client: Client) -> None:
+        nonlocal ended
+        await client.start(200, [(b"content-length", b"5")] if announced else [])
+        await client.send_piece(b"a")
+        await client.send_piece(b"bcde")
+        await asyncio.sleep(0.01)
+        ended = True
+
+    async def scenario() -> None:
+        client = Client({"type": "http", "headers": []}, nowhere, Record("/"))
+        await while_connected(gone, client, serve(client))
+
+    if announced:
+        asyncio.run(scenario())
+    else:
+        with pytest.raises(ClientDisconnect):
+            asyncio.run(scenario())
+    assert ended is announced
+
+
+def test_an_error_of_the_work_is_raised_as_it_is() -> None:
+    async def fails() -> None:
+        raise KeyError("a programming error")
+
+    async def scenario() -> None:
+        client = Client({"type": "http", "headers": []}, nowhere, Record("/"))
+        await while_connected(silent, client, fails())
+
+    with pytest.raises(KeyError, match="a programming error"):
+        asyncio.run(scenario())

@@ -26,7 +26,7 @@ def test_health_is_good_with_one_server_of_each_leg(
 @pytest.mark.parametrize("leg", ["prefill", "decode"])
 def test_health_is_bad_without_a_server_of_either_leg(setup: Setup, p: FakeServer, d: FakeServer, leg: str) -> None:
     (p if leg == "prefill" else d).script = stalls
-    response = setup.proxy([p], [d], connect_timeout_s=0.2).http.get("/health")
+    response = setup.proxy([p], [d], connect_timeout_s=1).http.get("/health")
     assert response.status_code == 503
     assert response.json()["healthy"] is False
     assert (response.json()["prefill"][p.url], response.json()["decode"][d.url]) == (leg != "prefill", leg != "decode")

@@ -181,7 +181,7 @@ def test_120_requests_are_under_way_at_once_on_each_leg(setup: Setup) -> None:
 
     async def ask_all() -> list[httpx.Response]:
         limits = httpx.Limits(max_connections=None)
-        async with httpx.AsyncClient(base_url=proxy.url, timeout=20, limits=limits, trust_env=False) as client:
+        async with httpx.AsyncClient(base_url=proxy.url, timeout=60, limits=limits, trust_env=False) as client:
             asked = (client.post("/v1/completions", json={"prompt": f"question {i}"}) for i in range(count))
             return await asyncio.gather(*asked)
 

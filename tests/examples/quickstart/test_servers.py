@@ -17,13 +17,12 @@ ROOT = Path(__file__).parents[3]
 
 # Answers /health; like vLLM it starts a helper, here in a session of its own and deaf to SIGTERM.
 FAKE_SERVER = """
-import http.server, pathlib, subprocess, sys
+import http.server, os, pathlib, signal, socketserver, subprocess, sys
 port, pids, mode = int(sys.argv[1]), pathlib.Path(sys.argv[2]), sys.argv[3]
 helper = subprocess.Popen(
     [sys.executable, "-S", "-c", "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"],
     start_new_session=True,
 )
-import os
 pids.write_text(f"{os.getpid()} {helper.pid}")
 if mode == "crash":
     print("no such model")
@@ -31,13 +30,17 @@ if mode == "crash":
 if mode == "killed":
     os.kill(os.getpid(), 9)
 if mode == "deaf":
-    import signal
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+if mode == "tidy":
+    def tidy_up(*_):
+        print("tidied up", flush=True)
+        os._exit(0)
+    signal.signal(signal.SIGTERM, tidy_up)
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         self.send_response(503 if mode == "loading" else 200)
         self.end_headers()
-http.server.HTTPServer(("127.0.0.1", port), Handler).serve_forever()
+socketserver.TCPServer(("127.0.0.1", port), Handler).serve_forever()
 """
 
 
@@ -97,6 +100,12 @@ def test_a_ready_server_answers_and_stop_leaves_no_process(bed: Bed) -> None:
     assert not server.running
 
 
+def test_a_server_may_tidy_up_before_it_ends(bed: Bed) -> None:
+    with bed.server("tidy") as server:
+        eventually(server.ready)
+    assert server.log_tail(lines=1) == "tidied up"
+
+
 def test_a_server_that_ignores_sigterm_is_killed(bed: Bed, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("examples.quickstart.servers._GRACE_S", 0.2)
     with Servers() as servers:
@@ -125,6 +134,13 @@ def test_the_failure_holds_the_end_of_the_log_without_noise(bed: Bed) -> None:
     server.log.write_text("one\n\x1b[31mtwo\x1b[0m\n\nnanobind: leaked 4 instances!\n - leaked type x\n")
     assert server.log_tail() == "one\ntwo"
     assert server.log_tail(lines=1) == "two"
+
+
+def test_the_end_of_the_log_comes_after_the_errors_before_it(bed: Bed) -> None:
+    server = bed.server()
+    cause = "(Worker pid=7) ERROR 11-21 11:02:34 [executor.py:953] RuntimeError: no weights in `/x`"
+    server.log.write_text(f"loading\n{cause}\n    raise RuntimeError(\nlater\nRuntimeError: see above\n")
+    assert server.log_tail(lines=2) == f"{cause}\n...\nlater\nRuntimeError: see above"
 
 
 def test_one_dying_server_ends_the_wait_for_another(bed: Bed) -> None:

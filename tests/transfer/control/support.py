@@ -58,7 +58,7 @@ def geometry(tp_rank: int) -> WorkerGeometry:
 
 HELLO = Hello(ENGINE)
 RENEW = Renew(ENGINE, ("lease-1", "lease-2"))
-RELEASE = Release(ENGINE, "lease-1", 0, 2)
+RELEASE = Release(ENGINE, "lease-1", 0, 2, "pull")
 CANCEL = Cancel(ENGINE, ("lease-1",))
 WELCOME = Welcome(ENGINE, MODEL, (geometry(0), geometry(1)))
 

@@ -1,0 +1,14 @@
+"""Runs every benchmark in turn: ``python -m benchmarks``."""
+
+from benchmarks import planning, pull
+
+
+def main() -> None:
+    """Run all, with their default arguments."""
+    for benchmark in (planning, pull):
+        print(f"== {benchmark.__name__.rpartition('.')[2]}")
+        benchmark.main()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,166 @@
+"""Whole prefill and decode engines in one process: real control channel, real bytes, real leases; no model, no vLLM.
+
+The transfer engine is the in-process one, which fails where a test tells it to.
+"""
+
+import queue
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import msgspec
+import numpy as np
+
+from layout.geometry import ModelIdentity, WorkerGeometry
+from pd_connector.metadata import PullOrder
+from pd_connector.params import RemotePrefill, parse_remote_prefill, prompt_digest
+from pd_connector.scheduler.producer import Producer
+from pd_connector.worker.peer import PullContext, Settled
+from tests.layout.oracle import Engine, Items, Model, Rank, Table, build, unit_tokens
+from tests.pd_connector.support import FakeRequest, a_prompt
+from transfer.control.client import ControlClient
+from transfer.engine.in_process import InProcessEngine, InProcessFabric
+
+MODEL = Model(kv_heads=4, contents=(6, 10), item_size=2, groups=((0, 1, 2),), windows=(0,))
+IDENTITY = ModelIdentity("LlamaForCausalLM", "c0ffee", "beef", 3, 4, 8, "bfloat16", "bfloat16")
+PREFILL = Engine(layout="BHLNC", blocks=12)
+DECODE = Engine(layout="LBHNC", blocks=12)
+
+Blocks = tuple[tuple[int, ...], ...]
+
+
+def placed(ranks: Sequence[Rank]) -> list[Rank]:
+    """The same ranks, described at the addresses that their memory really has."""
+    return [_place(rank) for rank in ranks]
+
+
+def _place(rank: Rank) -> Rank:
+    base = rank.memory.ctypes.data
+    shift = base - rank.base
+    groups = tuple(
+        replace(group, planes=tuple(replace(plane, address=plane.address + shift) for plane in group.planes))
+        for group in rank.geometry.groups
+    )
+    regions = tuple(replace(region, address=region.address + shift) for region in rank.geometry.regions)
+    return replace_rank(rank, replace(rank.geometry, groups=groups, regions=regions), base)
+
+
+def replace_rank(rank: Rank, geometry: WorkerGeometry, base: int) -> Rank:
+    return Rank(rank.model, rank.engine, geometry, base, rank.memory, rank.planes, rank.group_order)
+
+
+def tables(blocks: Blocks) -> list[Table]:
+    """Block tables for the oracle; vLLM's null block is a hole."""
+    return [Table(0, tuple(block or -1 for block in ids)) for ids in blocks]
+
+
+class PrefillEngine:
+    """A prefill engine whose requests have been computed: blocks filled, a lease for each."""
+
+    def __init__(
+        self,
+        fabric: InProcessFabric,
+        engine: Engine = PREFILL,
+        *,
+        model: Model = MODEL,
+        identity: ModelIdentity = IDENTITY,
+        ttl_s: float = 30.0,
+        port: int = 0,
+    ) -> None:
+        self.producer = Producer("127.0.0.1", port, ttl_s, identity, engine.tp)
+        self.ranks = []
+        self.engines = []
+        for rank in placed(build(model, engine, seed=1, base=1 << 40)):
+            transfer = InProcessEngine(fabric)
+            transfer.register(rank.geometry.regions)
+            self.engines.append(transfer)
+            self.ranks.append(replace_rank(rank, replace(rank.geometry, engine_address=transfer.address), rank.base))
+        self.producer.set_workers(tuple(rank.geometry for rank in self.ranks))
+
+    def prefill(self, request_id: str, blocks: Blocks, tokens: int = 70) -> RemotePrefill:
+        """Compute a prompt into ``blocks`` and grant a lease; what the decode engine makes of the answer."""
+        for rank in self.ranks:
+            rank.fill(tables(blocks))
+        request = FakeRequest(request_id, a_prompt(tokens))
+        params = self.producer.finish_prefill(request, tuple(list(ids) for ids in blocks))
+        return parse_remote_prefill(params, tokens, prompt_digest(request.prompt_token_ids, ()))
+
+    def close(self) -> None:
+        self.producer.close()
+        for engine in self.engines:
+            engine.close()
+
+
+@dataclass
+class DecodeWorker:
+    """One decode rank: its memory, its engine, and what its pulls have come to."""
+
+    rank: Rank
+    engine: InProcessEngine
+    client: ControlClient
+    reader: int
+    readers: int
+    before: Items  # the memory as it was at the start
+    ends: "queue.SimpleQueue[Settled]" = field(default_factory=queue.SimpleQueue)
+    identity: ModelIdentity = IDENTITY
+    handshake_timeout_s: float = 5.0
+    pull_timeout_s: float = 20.0
+
+    def context(self) -> PullContext:
+        """For sessions whose pulls end in ``ends``."""
+        return PullContext(
+            local=self.rank.geometry,
+            model=self.identity,
+            engine=self.engine,
+            client=self.client,
+            reader=self.reader,
+            readers=self.readers,
+            handshake_timeout_s=self.handshake_timeout_s,
+            pull_timeout_s=self.pull_timeout_s,
+            settle=self.ends.put,
+        )
+
+    def next_end(self, timeout_s: float = 10.0) -> Settled:
+        """The next pull that settles."""
+        return self.ends.get(timeout=timeout_s)
+
+    def holds(self, pulled: Sequence[tuple[Blocks, int, int]], remote: Engine = PREFILL) -> bool:
+        """Whether the memory is as before, except for pulls: blocks, first token, end token. To the last byte."""
+        expected = self.before.copy()
+        for blocks, first, end in pulled:
+            for held in self.rank.planes:
+                table = tables(blocks)[held.group]
+                unit = unit_tokens(self.rank.engine, remote)
+                tokens = [
+                    token
+                    for token in range(first, -(-end // unit) * unit)
+                    if table.id_at(token, self.rank.engine.block_tokens) >= 0
+                ]
+                expected[self.rank.positions(held, table, tokens)] = self.rank.wanted_values(held, tokens)
+        return bool(np.array_equal(expected, self.rank.memory))
+
+    @property
+    def untouched(self) -> bool:
+        """Whether no byte has changed."""
+        return self.holds([])
+
+    def close(self) -> None:
+        self.client.close()
+        self.engine.close()
+
+
+def decode_workers(fabric: InProcessFabric, engine: Engine = DECODE, model: Model = MODEL) -> list[DecodeWorker]:
+    """All ranks of a decode engine."""
+    workers = []
+    for index, rank in enumerate(placed(build(model, engine, seed=2, base=1 << 41))):
+        transfer = InProcessEngine(fabric)
+        transfer.register(rank.geometry.regions)
+        client = ControlClient(retry_s=0.05, retry_cap_s=0.2)
+        workers.append(DecodeWorker(rank, transfer, client, index, engine.tp * engine.pp, rank.memory.copy()))
+    return workers
+
+
+def an_order(
+    request_id: str, remote: RemotePrefill, local: Blocks, first: int = 0, end: int = 69, **changes: object
+) -> PullOrder:
+    """The order of a pull; ``changes`` are made to what the prefill engine answered."""
+    return PullOrder(request_id, msgspec.structs.replace(remote, **changes), local, first, end, f"pull of {request_id}")

@@ -1,0 +1,396 @@
+"""The lease table: a lease ends exactly once, and nobody is told that it was valid when it was not."""
+
+import itertools
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
+
+from pd_connector.scheduler.leases import LeaseTable
+from tests.pd_connector.support import ManualClock
+
+TTL_S = 8.0
+
+
+class Books:
+    """A lease table on a clock of its own, checked after every use by the tests below."""
+
+    def __init__(self) -> None:
+        self.clock = ManualClock()
+        self.table = LeaseTable(TTL_S, self.clock)
+
+    def grant(self, *lease_ids: str) -> None:
+        for lease_id in lease_ids:
+            self.table.grant(lease_id, f"request of {lease_id}")
+
+    def release(self, lease_id: str, reader: int, readers: int, pull_id: str = "pull") -> bool:
+        return self.table.release(lease_id, reader, readers, pull_id)
+
+
+@pytest.fixture
+def books() -> Books:
+    return Books()
+
+
+def test_a_lease_ends_when_its_last_reader_has_released(books: Books) -> None:
+    books.grant("a")
+    assert books.release("a", 0, 2, "pull")
+    assert books.table.collect() == ()
+    assert books.release("a", 1, 2, "pull")
+    assert books.table.collect() == ("request of a",)
+
+
+def test_a_reader_is_counted_once_however_often_it_releases(books: Books) -> None:
+    books.grant("a")
+    assert all(books.release("a", 0, 2, "pull") for _ in range(3))
+    assert books.table.active == 1
+    assert books.table.collect() == ()
+
+
+def test_a_second_pull_by_the_same_reader_after_the_end_is_refused(books: Books) -> None:
+    """Its data was read after the blocks were given back; only a repetition of the first release is answered alike."""
+    books.grant("a")
+    assert books.table.release("a", 0, 1, "pull")
+    assert not books.table.release("a", 0, 1, "another pull")
+    assert books.table.release("a", 0, 1, "pull")
+
+
+def test_a_second_pull_before_the_end_is_valid_and_counts_no_reader(books: Books) -> None:
+    books.grant("a")
+    assert books.table.release("a", 0, 2, "pull")
+    assert books.table.release("a", 0, 2, "another pull")
+    assert books.table.active == 1
+
+
+def test_a_release_after_expiry_is_refused(books: Books) -> None:
+    books.grant("a")
+    books.clock.advance(TTL_S)
+    assert not books.release("a", 0, 1, "pull")
+
+
+def test_a_release_after_cancel_is_refused(books: Books) -> None:
+    books.grant("a")
+    books.table.cancel(["a"])
+    assert not books.release("a", 0, 1, "pull")
+
+
+def test_a_release_of_a_lease_that_never_was_is_refused(books: Books) -> None:
+    assert not books.release("a", 0, 1, "pull")
+
+
+def test_a_lease_is_valid_until_just_before_its_time_to_live(books: Books) -> None:
+    books.grant("a", "b")
+    books.clock.advance(TTL_S - 0.001)
+    assert books.release("a", 0, 1, "pull")
+    books.clock.advance(0.001)
+    assert not books.release("b", 0, 1, "pull")
+    assert books.table.collect() == ("request of a", "request of b")
+
+
+@pytest.mark.parametrize("end", ["released", "cancelled", "expired"])
+def test_a_repeated_release_gets_the_first_answer_after_the_lease_has_ended(books: Books, end: str) -> None:
+    books.grant("a")
+    assert books.release("a", 0, 2, "pull")
+    if end == "released":
+        assert books.release("a", 1, 2, "pull")
+    elif end == "cancelled":
+        books.table.cancel(["a"])
+    else:
+        books.clock.advance(TTL_S)
+    assert books.release("a", 0, 2, "pull")
+    assert books.release("a", 1, 2, "pull") is (end == "released")
+    assert books.release("a", 1, 2, "pull") is (end == "released")
+
+
+def test_a_second_pull_by_the_same_reader_is_refused_after_the_first_has_ended_the_lease(books: Books) -> None:
+    books.grant("a")
+    assert books.release("a", 0, 1, "first pull")
+    assert not books.release("a", 0, 1, "second pull")
+    assert books.release("a", 0, 1, "first pull")
+    assert not books.release("a", 0, 1, "second pull")
+
+
+def test_a_second_pull_by_the_same_reader_is_valid_while_others_hold_the_lease_but_ends_nothing(books: Books) -> None:
+    books.grant("a")
+    assert books.release("a", 0, 2, "first pull")
+    assert books.release("a", 0, 2, "second pull")
+    assert books.table.active == 1
+    assert books.release("a", 1, 2, "first pull")
+    assert all(books.release("a", 0, 2, pull_id) for pull_id in ("first pull", "second pull"))
+
+
+def test_readers_that_disagree_about_their_number_are_refused(books: Books) -> None:
+    books.grant("a")
+    assert books.release("a", 0, 2, "pull")
+    assert not books.release("a", 1, 3, "pull")
+    assert not books.release("a", 0, 1, "pull")
+    assert books.table.collect() == ()
+    assert books.release("a", 1, 2, "pull")
+
+
+def test_a_refused_release_stays_refused_when_another_reader_of_its_number_was_not(books: Books) -> None:
+    books.grant("a")
+    assert books.release("a", 0, 2, "pull")
+    assert not books.release("a", 1, 3, "pull")
+    assert books.release("a", 1, 2, "pull")
+    assert not books.release("a", 1, 3, "pull")
+
+
+@pytest.mark.parametrize(("reader", "readers"), [(-1, 2), (2, 2), (0, 0), (0, -1), (5, 1)])
+def test_a_reader_outside_its_number_is_refused_and_changes_nothing(books: Books, reader: int, readers: int) -> None:
+    books.grant("a")
+    assert not books.release("a", reader, readers, "pull")
+    assert books.release("a", 0, 1, "pull")
+
+
+def test_a_renewal_gives_another_time_to_live(books: Books) -> None:
+    books.grant("a", "b")
+    books.clock.advance(TTL_S - 1)
+    assert books.table.renew(["a"]) == ("a",)
+    books.clock.advance(TTL_S - 1)
+    assert books.table.collect() == ("request of b",)
+    assert books.release("a", 0, 1, "pull")
+
+
+def test_a_renewal_does_not_revive_what_has_expired(books: Books) -> None:
+    books.grant("a", "b")
+    books.clock.advance(TTL_S - 1)
+    books.table.renew(["b"])
+    books.clock.advance(1)
+    assert books.table.renew(["a", "b", "never granted"]) == ("b",)
+    assert not books.release("a", 0, 1, "pull")
+
+
+def test_cancelling_what_has_ended_or_never_was_is_ignored(books: Books) -> None:
+    books.grant("a")
+    books.table.cancel(["a", "a", "never granted"])
+    books.table.cancel(["a"])
+    assert books.table.collect() == ("request of a",)
+    assert books.table.collect() == ()
+
+
+def test_each_ended_request_is_collected_once(books: Books) -> None:
+    books.grant("a", "b", "c", "d")
+    books.release("a", 0, 1, "pull")
+    books.table.cancel(["b"])
+    assert books.table.collect() == ("request of a", "request of b")
+    books.clock.advance(TTL_S)
+    books.release("a", 0, 1, "pull")
+    books.table.cancel(["b", "c"])
+    assert books.table.collect() == ("request of c", "request of d")
+    assert books.table.collect() == ()
+
+
+def test_a_lease_id_is_never_granted_twice(books: Books) -> None:
+    books.grant("a")
+    with pytest.raises(ValueError, match="lease a was granted before"):
+        books.grant("a")
+    books.table.cancel(["a"])
+    with pytest.raises(ValueError, match="lease a was granted before"):
+        books.grant("a")
+
+
+def test_ended_leases_are_forgotten_after_a_while(books: Books) -> None:
+    books.grant("a")
+    assert books.release("a", 0, 1, "pull")
+    books.clock.advance(2 * TTL_S - 0.5)
+    assert books.release("a", 0, 1, "pull")
+    books.clock.advance(2 * TTL_S)
+    assert not books.release("a", 0, 1, "pull")
+    books.grant("a")  # the proof that nothing of it is left
+
+
+def test_a_busy_table_forgets_too(books: Books) -> None:
+    for number in range(50):
+        books.grant(f"lease {number}")
+        books.table.cancel([f"lease {number}"])
+        books.clock.advance(TTL_S / 2)
+    books.table.collect()
+    kept = [number for number in range(50) if not _grantable(books.table, f"lease {number}")]
+    assert 1 <= len(kept) <= 7
+    assert kept == list(range(50 - len(kept), 50))
+
+
+def _grantable(table: LeaseTable, lease_id: str) -> bool:
+    try:
+        table.grant(lease_id, f"second request of {lease_id}")
+    except ValueError:
+        return False
+    return True
+
+
+def test_events_are_counted_by_kind_since_the_last_time(books: Books) -> None:
+    books.grant("a", "b", "c")
+    books.release("a", 0, 1, "pull")
+    books.table.cancel(["b"])
+    books.clock.advance(TTL_S)
+    books.table.collect()
+    assert books.table.take_events() == {"granted": 3, "released": 1, "cancelled": 1, "expired": 1}
+    assert books.table.take_events() == {}
+
+
+class _Crowd:
+    """Threads that use one table at once; what one of them raises comes out of ``join``."""
+
+    def __init__(self) -> None:
+        self.table = LeaseTable(TTL_S, ManualClock())
+        self.collected: Counter[str] = Counter()
+        self.all_granted = threading.Event()
+        self._failures: list[BaseException] = []
+        self._threads: list[threading.Thread] = []
+
+    def start(self, work: Callable[..., None], *arguments: Any) -> None:
+        def run() -> None:
+            try:
+                work(*arguments)
+            except BaseException as error:
+                self._failures.append(error)
+
+        self._threads.append(threading.Thread(target=run))
+        self._threads[-1].start()
+
+    def collect(self) -> None:
+        while not self.all_granted.is_set() or self.table.active:
+            self.collected.update(self.table.collect())
+            time.sleep(0.0005)
+        self.collected.update(self.table.collect())
+
+    def read(self, lease_ids: list[str], reader: int) -> None:
+        """Renew and release every lease; cancel some."""
+        for number, lease_id in enumerate(lease_ids):
+            self.table.renew([lease_id])
+            self.table.release(lease_id, reader, 3, "pull")
+            if number % 10 == reader:
+                self.table.cancel([lease_id])
+            self.table.check_integrity()
+
+    def join(self) -> None:
+        for thread in self._threads:
+            thread.join()
+        assert not self._failures
+
+
+def test_threads_may_use_the_table_at_once() -> None:
+    """Every lease is renewed, released and cancelled from several threads; each request is collected once."""
+    crowd = _Crowd()
+    lease_ids = [f"lease {number}" for number in range(150)]
+    crowd.start(crowd.collect)
+    for lease_id in lease_ids:
+        crowd.table.grant(lease_id, lease_id)
+    for reader in range(3):
+        crowd.start(crowd.read, lease_ids, reader)
+    crowd.all_granted.set()
+    crowd.join()
+    assert crowd.collected == Counter(lease_ids)
+    events = crowd.table.take_events()
+    assert events["granted"] == events["released"] + events["cancelled"] == len(lease_ids)
+
+
+@dataclass
+class _Promise:
+    """The model's view of a lease: what was said, and when it ended. Knows no tables."""
+
+    expires_at: float
+    ended_at: float | None = None
+    readers: int = 0
+    accepted: set[tuple[int, int, str]] = field(default_factory=set)  # reader, readers, pull id
+
+    def accepts(self, reader: int, readers: int) -> bool:
+        return 0 <= reader < readers and self.readers in (0, readers)
+
+    @property
+    def finished(self) -> bool:
+        return len({reader for reader, _, _ in self.accepted}) == self.readers > 0
+
+
+class LeaseLife(RuleBasedStateMachine):
+    """Any order of messages and any passage of time, against ``_Promise``."""
+
+    leases = Bundle("leases")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.clock = ManualClock()
+        self.table = LeaseTable(TTL_S, self.clock)
+        self.promises: dict[str, _Promise] = {}
+        self.to_collect: set[str] = set()
+        self.numbers = itertools.count()
+
+    @rule(target=leases)
+    def grant(self) -> str:
+        lease_id = f"lease {next(self.numbers)}"
+        self.table.grant(lease_id, lease_id)
+        self.promises[lease_id] = _Promise(self.clock.now + TTL_S)
+        return lease_id
+
+    @rule(lease_ids=st.lists(leases, max_size=4, unique=True))
+    def renew(self, lease_ids: list[str]) -> None:
+        held = [lease_id for lease_id in lease_ids if self.promises[lease_id].ended_at is None]
+        for lease_id in held:
+            self.promises[lease_id].expires_at = self.clock.now + TTL_S
+        assert self.table.renew([*lease_ids, "unknown"]) == tuple(held)
+
+    @rule(lease_id=leases, reader=st.integers(-1, 3), readers=st.sampled_from([1, 2, 2, 2, 3]))
+    def release(self, lease_id: str, reader: int, readers: int) -> None:
+        promise = self.promises[lease_id]
+        answer = self.table.release(lease_id, reader, readers, "pull")
+        first = promise.answers.get((reader, readers), False)
+        if promise.ended_at is None:
+            expected = promise.accepts(reader, readers)
+            assert answer is expected
+            if expected:
+                promise.readers = readers
+                promise.accepted.add((reader, readers, pull_id))
+                if promise.finished:
+                    self.end(lease_id)
+        elif self.clock.now < promise.ended_at + 2 * TTL_S:
+            assert answer is first
+        else:
+            assert first or not answer
+
+    @rule(lease_ids=st.lists(leases, max_size=3))
+    def cancel(self, lease_ids: list[str]) -> None:
+        self.table.cancel([*lease_ids, "unknown"])
+        for lease_id in lease_ids:
+            if self.promises[lease_id].ended_at is None:
+                self.end(lease_id)
+
+    @rule()
+    def collect(self) -> None:
+        collected = self.table.collect()
+        assert len(collected) == len(set(collected))
+        assert set(collected) == self.to_collect
+        self.to_collect.clear()
+
+    @rule(halves=st.sampled_from([1, 2, 5, 15, 16, 40]))
+    def time_passes(self, halves: int) -> None:
+        self.clock.advance(halves / 2)
+        for lease_id, promise in self.promises.items():
+            if promise.ended_at is None and promise.expires_at <= self.clock.now:
+                self.end(lease_id)
+
+    def end(self, lease_id: str) -> None:
+        self.promises[lease_id].ended_at = self.clock.now
+        self.to_collect.add(lease_id)
+
+    @invariant()
+    def books_balance(self) -> None:
+        self.table.check_integrity()
+
+    def teardown(self) -> None:
+        self.clock.advance(TTL_S)
+        held = {lease_id for lease_id, promise in self.promises.items() if promise.ended_at is None}
+        assert set(self.table.collect()) == self.to_collect | held
+        assert self.table.active == 0
+        assert self.table.collect() == ()
+
+
+TestLeaseLife = LeaseLife.TestCase
+TestLeaseLife.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)

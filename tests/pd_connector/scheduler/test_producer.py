@@ -1,0 +1,143 @@
+"""The prefill engine's scheduler half, asked over the real control channel."""
+
+import logging
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from layout.geometry import WorkerGeometry
+from pd_connector.params import parse_remote_prefill, prompt_digest
+from pd_connector.scheduler.leases import LeaseTable
+from pd_connector.scheduler.producer import Producer
+from tests.pd_connector.engines import IDENTITY
+from tests.pd_connector.support import FakeRequest, ManualClock, a_prompt
+from transfer.control.client import ControlClient
+from transfer.control.errors import ControlStartError, PeerRefused
+from transfer.control.messages import (
+    Cancel,
+    Cancelled,
+    ErrorCode,
+    Hello,
+    Release,
+    Released,
+    Renew,
+    Renewed,
+    Reply,
+    Request,
+    Welcome,
+)
+
+TTL_S = 30.0
+WORKER = WorkerGeometry(0, 1, 0, 1, 4, "10.0.0.5:15000", (), ())
+
+
+@pytest.fixture
+def producer() -> Iterator[Producer]:
+    producer = Producer("127.0.0.1", 0, TTL_S, IDENTITY, 2)
+    yield producer
+    producer.close()
+
+
+@pytest.fixture
+def client() -> Iterator[ControlClient]:
+    client = ControlClient(retry_s=0.05, retry_cap_s=0.1)
+    yield client
+    client.close()
+
+
+def ask(client: ControlClient, producer: Producer, message: Request, timeout_s: float = 5.0) -> Reply:
+    return client.request("127.0.0.1", producer.port, message, timeout_s).result()
+
+
+def grant(producer: Producer, request_id: str = "r") -> str:
+    request = FakeRequest(request_id, a_prompt(70))
+    lease_id: str = producer.finish_prefill(request, ([1, 2, 3, 4, 5],))["lease_id"]
+    return lease_id
+
+
+def test_a_finished_prefill_is_answered_with_params_that_a_decode_engine_accepts(producer: Producer) -> None:
+    request = FakeRequest("r", a_prompt(70))
+    params = producer.finish_prefill(request, ([1, 2, 3, 4, 5], [0, 0, 8, 9, 6]))
+    remote = parse_remote_prefill(params, 70, prompt_digest(a_prompt(70), ()))
+    assert remote.remote_engine_id == producer.engine_id
+    assert remote.remote_request_id == "r"
+    assert (remote.remote_host, remote.remote_port) == ("127.0.0.1", producer.port)
+    assert remote.remote_block_ids == ((1, 2, 3, 4, 5), (0, 0, 8, 9, 6))
+    assert (remote.tp_size, remote.lease_ttl_s) == (2, TTL_S)
+    assert producer.leases.active == 1
+
+
+def test_every_lease_and_every_engine_has_an_id_of_its_own(producer: Producer) -> None:
+    assert grant(producer, "a") != grant(producer, "b")
+    other = Producer("127.0.0.1", 0, TTL_S, IDENTITY, 2)
+    other.close()
+    assert other.engine_id != producer.engine_id
+
+
+def test_a_hello_is_answered_with_the_model_and_all_workers(producer: Producer, client: ControlClient) -> None:
+    producer.set_workers((WORKER,))
+    assert ask(client, producer, Hello(producer.engine_id)) == Welcome(producer.engine_id, IDENTITY, (WORKER,))
+
+
+def test_an_engine_that_is_still_starting_is_asked_again_until_its_workers_are_known(
+    producer: Producer, client: ControlClient
+) -> None:
+    answer = client.request("127.0.0.1", producer.port, Hello(producer.engine_id), 5.0)
+    with pytest.raises(PeerRefused, match="still starting"):
+        ask(client, producer, Hello(producer.engine_id), timeout_s=0.1)
+    assert not answer.done()
+    producer.set_workers((WORKER,))
+    assert isinstance(answer.result(), Welcome)
+
+
+@pytest.mark.parametrize(
+    "message", [Hello("old"), Renew("old", ("L",)), Release("old", "L", 0, 1, "pull"), Cancel("old", ("L",))]
+)
+def test_a_message_for_an_engine_that_was_here_before_is_refused_with_both_ids(
+    producer: Producer, client: ControlClient, message: Request
+) -> None:
+    with pytest.raises(PeerRefused) as refusal:
+        ask(client, producer, message)
+    assert refusal.value.code is ErrorCode.UNKNOWN_ENGINE
+    for part in ("engine old is not here", producer.engine_id, str(producer.port), "restarted"):
+        assert part in refusal.value.reason
+
+
+def test_a_release_by_every_reader_ends_the_lease(producer: Producer, client: ControlClient) -> None:
+    lease_id = grant(producer)
+    assert ask(client, producer, Release(producer.engine_id, lease_id, 0, 2, "pull")) == Released(True)
+    assert producer.leases.collect() == ()
+    assert ask(client, producer, Release(producer.engine_id, lease_id, 1, 2, "pull")) == Released(True)
+    assert producer.leases.collect() == ("r",)
+
+
+def test_a_late_release_is_refused(producer: Producer, client: ControlClient) -> None:
+    clock = ManualClock()
+    producer.leases = LeaseTable(TTL_S, clock)
+    lease_id = grant(producer)
+    clock.advance(TTL_S)
+    assert ask(client, producer, Release(producer.engine_id, lease_id, 0, 1, "pull")) == Released(False)
+    assert producer.leases.collect() == ("r",)
+
+
+def test_a_renewal_names_the_leases_that_are_still_valid(producer: Producer, client: ControlClient) -> None:
+    ended, valid = grant(producer, "ended"), grant(producer, "valid")
+    assert ask(client, producer, Cancel(producer.engine_id, (ended, "unknown"))) == Cancelled()
+    assert ask(client, producer, Renew(producer.engine_id, (ended, valid))) == Renewed((valid,), TTL_S)
+    assert producer.leases.collect() == ("ended",)
+
+
+def test_a_lease_that_was_not_released_is_mentioned_at_shutdown(caplog: pytest.LogCaptureFixture) -> None:
+    before = set(threading.enumerate())
+    producer = Producer("127.0.0.1", 0, TTL_S, IDENTITY, 1)
+    grant(producer)
+    with caplog.at_level(logging.WARNING):
+        producer.close()
+    assert "shutting down with 1 leases that were not released" in caplog.text
+    assert set(threading.enumerate()) <= before
+
+
+def test_a_port_that_is_taken_is_refused_by_name(producer: Producer) -> None:
+    with pytest.raises(ControlStartError, match=f"127.0.0.1:{producer.port}.*another process holds the port"):
+        Producer("127.0.0.1", producer.port, TTL_S, IDENTITY, 1)

@@ -1,0 +1,337 @@
+"""``PDConnector`` as vLLM meets it: what it implements and exports, and a request's way through four of them.
+
+The four (scheduler and worker side of a prefill and of a decode engine) are in one process, with the control channel
+between them and the in-process transfer engine. The configurations hold what the connector reads of vLLM's.
+"""
+
+import inspect
+import json
+import logging
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    SupportsHMA,
+)
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import RequestStatus
+
+import pd_connector
+from pd_connector.config import ConfigError
+from pd_connector.connector import PDConnector
+from pd_connector.vllm_compat import Ranks, UnsupportedError
+from pd_connector.worker import half as worker_half
+from tests.pd_connector.support import FakeRequest, a_prompt, until
+from transfer.engine.in_process import Fault, InProcessEngine, InProcessFabric
+
+BLOCK_TOKENS = 32
+LAYERS = ("l0", "l1")
+SPEC = FullAttentionSpec(block_size=BLOCK_TOKENS, num_kv_heads=2, head_size=64, dtype=torch.float32)
+CACHES = KVCacheConfig(8, [], [KVCacheGroupSpec(list(LAYERS), SPEC)])
+
+
+def transfer_config(role: str = "kv_both", policy: str = "fail", **extra: Any) -> KVTransferConfig:
+    return KVTransferConfig(
+        kv_connector="PDConnector",
+        kv_connector_module_path="pd_connector",
+        kv_role=role,
+        kv_load_failure_policy=policy,
+        kv_connector_extra_config={"host": "127.0.0.1", **extra},
+    )
+
+
+def a_config(model: Path, role: str = "kv_both", policy: str = "fail", **extra: Any) -> Any:
+    return SimpleNamespace(
+        kv_transfer_config=transfer_config(role, policy, **extra),
+        parallel_config=SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1),
+        cache_config=SimpleNamespace(cache_dtype="auto"),
+        model_config=SimpleNamespace(
+            model=str(model),
+            dtype=torch.float32,
+            architecture="LlamaForCausalLM",
+            use_mla=False,
+            get_total_num_hidden_layers=lambda: len(LAYERS),
+            get_total_num_kv_heads=lambda: 2,
+            get_head_size=lambda: 64,
+        ),
+    )
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps({"hidden_size": 128, "_name_or_path": "here"}))
+    (tmp_path / "model.safetensors").write_bytes(bytes(range(256)) * 64)
+    return tmp_path
+
+
+# The class
+
+
+def test_every_abstract_method_of_vllms_base_is_implemented() -> None:
+    assert PDConnector.__abstractmethods__ == frozenset()
+    assert issubclass(PDConnector, KVConnectorBase_V1)
+    assert issubclass(PDConnector, SupportsHMA)
+
+
+def test_every_method_that_is_overridden_takes_what_vllm_passes() -> None:
+    bases = (KVConnectorBase_V1, SupportsHMA)
+    for name, method in vars(PDConnector).items():
+        base = next((getattr(base, name) for base in bases if hasattr(base, name)), None)
+        if name.startswith("_") or base is None or not callable(base):
+            continue
+        ours = inspect.signature(getattr(method, "__func__", method)).parameters
+        theirs = inspect.signature(getattr(base, "__func__", base)).parameters
+        assert list(ours) == list(theirs), name
+
+
+def test_vllm_finds_the_connector_by_its_name() -> None:
+    assert KVConnectorFactory.get_connector_class(transfer_config()) is PDConnector
+
+
+def test_one_name_is_exported() -> None:
+    assert pd_connector.__all__ == ["PDConnector"]
+    assert pd_connector.PDConnector is PDConnector
+    with pytest.raises(AttributeError, match="module 'pd_connector' has no attribute 'Connector'"):
+        _ = pd_connector.Connector
+
+
+def test_importing_the_package_loads_neither_torch_nor_vllm() -> None:
+    """vLLM loads the package's plugin in all of its processes."""
+    script = (
+        "import sys, pd_connector, pd_connector.cpu_layouts\n"
+        "print([name for name in ('torch', 'vllm', 'mooncake', 'zmq', 'numpy') if name in sys.modules])"
+    )
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
+    assert ran.stdout.strip() == "[]"
+
+
+# What the constructor refuses
+
+
+@pytest.mark.parametrize("role", list(KVConnectorRole))
+def test_an_unknown_setting_is_refused_by_the_constructor(model: Path, role: KVConnectorRole) -> None:
+    with pytest.raises(ConfigError, match="unknown key 'lease_ttl', did you mean 'lease_ttl_s'"):
+        PDConnector(a_config(model, lease_ttl=1), role, CACHES)
+
+
+def test_context_parallelism_is_refused_by_the_constructor(model: Path) -> None:
+    config = a_config(model)
+    config.parallel_config.decode_context_parallel_size = 2
+    with pytest.raises(UnsupportedError, match=r"decode_context_parallel_size = 2: .* set it to 1"):
+        PDConnector(config, KVConnectorRole.SCHEDULER, CACHES)
+
+
+def test_an_engine_that_only_decodes_opens_no_control_endpoint(model: Path) -> None:
+    before = set(threading.enumerate())
+    connector = PDConnector(a_config(model, "kv_consumer"), KVConnectorRole.SCHEDULER, CACHES)
+    names = {thread.name for thread in set(threading.enumerate()) - before}
+    connector.shutdown()
+    assert names == {"pd-control-client"}
+
+
+@pytest.mark.parametrize(("role", "leg"), [("kv_consumer", "do_remote_decode"), ("kv_producer", "do_remote_prefill")])
+def test_a_request_for_the_other_role_is_served_without_a_transfer(
+    model: Path, role: str, leg: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connector = PDConnector(a_config(model, role), KVConnectorRole.SCHEDULER, CACHES)
+    monkeypatch.setattr(logging.getLogger("pd_connector"), "propagate", True)
+    request = FakeRequest("r", a_prompt(70), {leg: True}, status=RequestStatus.FINISHED_LENGTH_CAPPED)
+    connector.on_new_request(request)
+    assert connector.get_num_new_matched_tokens(request, 0) == (0, False)
+    assert connector.request_finished_all_groups(request, ([1, 2, 3],)) == (False, None)
+    connector.shutdown()
+    assert f"request r asks for {leg}" in caplog.text
+
+
+# A request's way
+
+
+@dataclass
+class EngineUnderTest:
+    """Both sides of one engine's connector, its caches, and what its worker has reported."""
+
+    scheduler: PDConnector
+    worker: PDConnector
+    caches: dict[str, torch.Tensor]
+    results: KVConnectorTransferResults = field(default_factory=KVConnectorTransferResults)
+
+    def step(self) -> None:
+        """What vLLM calls in one step without a model."""
+        orders = self.scheduler.build_connector_meta(SimpleNamespace())
+        self.worker.bind_connector_metadata(orders)
+        results = self.worker.get_transfer_results(set())
+        self.worker.clear_connector_metadata()
+        for name in ("finished_sending", "finished_recving", "failed_recving"):
+            before, new = getattr(self.results, name), getattr(results, name)
+            assert not before & new, "vLLM's scheduler dies of an id that it no longer holds"
+            before |= new
+        self.scheduler.update_connector_output(KVConnectorOutput(finished_recving=results.finished_recving))
+
+    def steps_until(self, condition: Callable[[KVConnectorTransferResults], object]) -> None:
+        def reached() -> bool:
+            self.step()
+            return bool(condition(self.results))
+
+        assert until(reached)
+        self.step()
+
+    def prefill(self, request_id: str, blocks: list[int], status: Any = RequestStatus.FINISHED_LENGTH_CAPPED) -> Any:
+        """A prefill leg, computed and finished: what the connector tells vLLM."""
+        request = FakeRequest(request_id, a_prompt(70), {"do_remote_decode": True}, status=status)
+        self.scheduler.on_new_request(request)
+        assert self.scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
+        return self.scheduler.request_finished_all_groups(request, (blocks,))
+
+    def allocate(self, request: FakeRequest, blocks: list[int]) -> None:
+        """A decode leg that arrives and gets its blocks."""
+        self.scheduler.on_new_request(request)
+        tokens, is_async = self.scheduler.get_num_new_matched_tokens(request, 0)
+        assert is_async
+        assert tokens is not None
+        assert tokens == request.num_prompt_tokens - 1
+        allocated = SimpleNamespace(get_block_ids=lambda: (blocks,))
+        self.scheduler.update_state_after_alloc(request, allocated, tokens)
+
+    def close(self) -> None:
+        self.worker.shutdown()
+        self.scheduler.shutdown()
+
+
+@pytest.fixture
+def fabric(monkeypatch: pytest.MonkeyPatch) -> InProcessFabric:
+    fabric = InProcessFabric()
+    monkeypatch.setattr(worker_half, "_mooncake", lambda config: InProcessEngine(fabric))
+    monkeypatch.setattr(worker_half, "worker_ranks", lambda: Ranks(0, 1, 0, 1))
+    return fabric
+
+
+Start = Callable[..., EngineUnderTest]
+
+
+@pytest.fixture
+def start(model: Path, fabric: InProcessFabric) -> Iterator[Start]:
+    """Starts an engine as vLLM does."""
+    before = set(threading.enumerate())
+    started: list[EngineUnderTest] = []
+
+    def start(role: str, policy: str = "fail", **extra: Any) -> EngineUnderTest:
+        config = a_config(model, role, policy, **extra)
+        generator = torch.Generator().manual_seed(len(started))
+        caches = {name: torch.rand(8, 2, BLOCK_TOKENS, 128, generator=generator) for name in LAYERS}
+        worker = PDConnector(config, KVConnectorRole.WORKER, CACHES)
+        worker.register_kv_caches(caches)
+        scheduler = PDConnector(config, KVConnectorRole.SCHEDULER, CACHES)
+        scheduler.set_xfer_handshake_metadata_pp_aware({(0, 0): worker.get_handshake_metadata()})
+        started.append(EngineUnderTest(scheduler, worker, caches))
+        return started[-1]
+
+    yield start
+    for engine in started:
+        engine.close()
+    assert set(threading.enumerate()) <= before
+
+
+def test_a_prompt_is_computed_on_one_engine_and_used_on_the_other(start: Start) -> None:
+    p, d = start("kv_producer"), start("kv_consumer")
+    keeps_blocks, params = p.prefill("at p", [3, 1, 6])
+    assert keeps_blocks
+    d.allocate(FakeRequest("at d", a_prompt(70), json.loads(json.dumps(params))), [2, 7, 4])
+    untouched = {name: cache[[0, 1, 3, 5, 6]].clone() for name, cache in d.caches.items()}
+    d.steps_until(lambda results: results.finished_recving)
+    assert d.results == KVConnectorTransferResults(finished_recving={"at d"})
+    for name in LAYERS:
+        assert torch.equal(d.caches[name][[2, 7, 4]], p.caches[name][[3, 1, 6]])
+        assert torch.equal(d.caches[name][[0, 1, 3, 5, 6]], untouched[name])
+    p.steps_until(lambda results: results.finished_sending)
+    assert p.results == KVConnectorTransferResults(finished_sending={"at p"})
+
+
+def test_both_sides_count_what_happened(start: Start) -> None:
+    p, d = start("kv_producer"), start("kv_consumer")
+    d.allocate(FakeRequest("r", a_prompt(70), p.prefill("r", [3, 1, 6])[1]), [2, 7, 4])
+    d.steps_until(lambda results: results.finished_recving)
+    pulled, leased = d.worker.get_kv_connector_stats(), p.scheduler.get_kv_connector_stats()
+    assert pulled is not None
+    assert leased is not None
+    counts = pulled.data["counts"]
+    assert (counts["pulls"], counts["pull_tokens"]) == (1, 69)
+    assert counts["pull_bytes"] == 3 * len(LAYERS) * SPEC.page_size_bytes
+    assert leased.data["counts"] == {"leases:granted": 1, "leases:released": 1}
+    assert "worker.get_transfer_results" in pulled.data["calls"]
+    assert "scheduler.request_finished_all_groups" in leased.data["calls"]
+
+
+def test_a_failed_pull_is_reported_as_failed_and_as_finished(
+    start: Start, fabric: InProcessFabric, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    p, d = start("kv_producer"), start("kv_consumer", "recompute")
+    monkeypatch.setattr(logging.getLogger("pd_connector"), "propagate", True)
+    fabric.inject(1, Fault(settled=False))
+    d.allocate(FakeRequest("r", a_prompt(70), p.prefill("r", [3, 1, 6])[1]), [2, 7, 4])
+    d.steps_until(lambda results: results.failed_recving)
+    assert d.results == KVConnectorTransferResults(finished_recving={"r"}, failed_recving={"r"})
+    assert "request r: pull from engine" in caplog.text
+    assert "Its prompt is computed here instead" in caplog.text
+    counted = d.worker.get_kv_connector_stats()
+    assert counted is not None
+    assert counted.data["counts"] == {"pull_failures:read": 1}
+
+
+def test_params_that_cannot_be_used_fail_the_request_instead_of_hanging_it(start: Start) -> None:
+    d = start("kv_consumer")
+    d.allocate(FakeRequest("r", a_prompt(70), {"do_remote_prefill": True}), [2, 7, 4])
+    d.step()
+    assert d.results == KVConnectorTransferResults(finished_recving={"r"}, failed_recving={"r"})
+
+
+def test_an_expired_lease_frees_the_blocks_of_the_prefill_engine(start: Start) -> None:
+    p = start("kv_producer", lease_ttl_s=0.05)
+    assert p.prefill("r", [3, 1, 6])[0]
+    p.steps_until(lambda results: results.finished_sending)
+    assert p.results.finished_sending == {"r"}
+
+
+@pytest.mark.parametrize("status", [RequestStatus.FINISHED_ABORTED, RequestStatus.FINISHED_ERROR])
+def test_a_prefill_that_did_not_complete_is_not_leased(start: Start, status: Any) -> None:
+    p = start("kv_producer")
+    assert p.prefill("r", [3, 1, 6], status) == (False, None)
+
+
+def test_a_prefill_without_blocks_is_not_leased(start: Start) -> None:
+    assert start("kv_producer").prefill("r", []) == (False, None)
+
+
+def test_a_request_of_no_leg_is_not_touched(start: Start) -> None:
+    both = start("kv_both")
+    request = FakeRequest("r", a_prompt(70), status=RequestStatus.FINISHED_STOPPED)
+    both.scheduler.on_new_request(request)
+    assert both.scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
+    both.step()
+    assert both.results == KVConnectorTransferResults()
+    assert both.scheduler.request_finished_all_groups(request, ([1, 2],)) == (False, None)
+
+
+def test_models_of_other_weights_are_told_apart(start: Start, model: Path) -> None:
+    p = start("kv_producer")
+    (model / "model.safetensors").write_bytes(bytes(reversed(range(256))) * 64)
+    d = start("kv_consumer")
+    params = p.prefill("r", [3, 1, 6])[1]
+    d.allocate(FakeRequest("r", a_prompt(70), params), [2, 7, 4])
+    d.steps_until(lambda results: results.failed_recving)
+    counted = d.worker.get_kv_connector_stats()
+    assert counted is not None
+    assert counted.data["counts"] == {"pull_failures:incompatible": 1}

@@ -1,0 +1,256 @@
+"""Caches as vLLM allocates them, described: every element is where the geometry says."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheLayout,
+    KVCacheTensor,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+    compute_layout_strides,
+)
+from vllm.v1.worker.utils import allocate_kv_cache
+
+from layout.geometry import Plane, Region, WorkerGeometry
+from pd_connector.vllm_compat import GroupSpec, Ranks
+from pd_connector.worker.caches import UnknownCacheError, describe_caches
+
+BLOCKS, TOKENS = 5, 16
+LAYOUTS = [layout.name for layout in KVCacheLayout]
+ALONE = Ranks(0, 1, 0, 1)
+
+Caches = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Group:
+    layers: tuple[str, ...]
+    spec: Any
+    window: int = 0
+
+    @property
+    def described(self) -> GroupSpec:
+        return GroupSpec(self.layers, self.spec.block_size, self.window)
+
+
+def attention(heads: int = 2, dtype: torch.dtype = torch.bfloat16, head_size: int = 8) -> Any:
+    return FullAttentionSpec(block_size=TOKENS, num_kv_heads=heads, head_size=head_size, dtype=dtype)
+
+
+def allocate(layout: str, groups: Sequence[Group], kernel_tokens: int | None = None) -> Caches:
+    """What vLLM's model runner would hand over."""
+    order = KVCacheLayout[layout]
+    page = {group.layers: group.spec.page_size_bytes * len(group.layers) for group in groups}
+    block_bytes = max(page.values())
+    outer = block_bytes if order.is_block_outermost else None
+    tensors = []
+    for group in groups:
+        strides = compute_layout_strides(
+            group.spec, BLOCKS, len(group.layers), order, fixed_strides=(None, outer, None, None, None)
+        )
+        tensors.append(KVCacheTensor(block_bytes * BLOCKS, list(group.layers), strides[0], strides[1]))
+    config = KVCacheConfig(BLOCKS, tensors, [KVCacheGroupSpec(list(group.layers), group.spec) for group in groups])
+    kernel_sizes = [kernel_tokens] * len(groups) if kernel_tokens else None
+    caches: Caches = allocate_kv_cache(config, torch.device("cpu"), order, kernel_sizes)
+    return caches
+
+
+def describe(caches: Caches, groups: Sequence[Group], ranks: Ranks = ALONE, kv_heads: int = 2) -> WorkerGeometry:
+    return describe_caches(caches, [group.described for group in groups], ranks, kv_heads, "10.0.0.5:15000")
+
+
+def check_addresses(geometry: WorkerGeometry, caches: Caches) -> None:
+    """Every element of every layer: where the geometry says, and inside the regions."""
+    for group in geometry.groups:
+        assert sorted(name for plane in group.planes for name in plane.layers) == sorted(group.layers)
+        for plane in group.planes:
+            for number, name in enumerate(plane.layers):
+                _check_layer(plane, number, caches[name], geometry.regions)
+
+
+def _check_layer(plane: Plane, number: int, cache: torch.Tensor, regions: Sequence[Region]) -> None:
+    shape = (plane.blocks, plane.heads, plane.block_tokens, plane.content)
+    assert (shape, plane.item_size) == (tuple(cache.shape), cache.element_size())
+    strides = (plane.block_stride, plane.head_stride, plane.token_stride, plane.content_stride)
+    generator = torch.Generator().manual_seed(number)
+    corners = list(product(*((0, size - 1) for size in shape)))
+    inside = [[int(torch.randint(size, (), generator=generator)) for size in shape] for _ in range(50)]
+    for index in (*corners, *inside):
+        place = zip(index, strides, strict=True)
+        address = plane.address + number * plane.layer_stride + sum(at * stride for at, stride in place)
+        block, head, token, content = index
+        assert address == cache[block, head, token, content].data_ptr()
+        assert any(region.address <= address <= region.end - plane.item_size for region in regions)
+
+
+ONE_GROUP = [Group(("l0", "l1", "l2"), attention())]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.uint8])
+def test_every_layout_is_one_plane_whose_addresses_are_the_tensors_own(layout: str, dtype: torch.dtype) -> None:
+    groups = [Group(("l0", "l1", "l2"), attention(dtype=dtype))]
+    caches = allocate(layout, groups)
+    geometry = describe(caches, groups)
+    check_addresses(geometry, caches)
+    ((plane,),) = [group.planes for group in geometry.groups]
+    assert (plane.part, plane.layers, plane.content) == ("kv", ("l0", "l1", "l2"), 16)
+    storage = caches["l0"].untyped_storage()
+    assert geometry.regions == (Region(storage.data_ptr(), storage.nbytes()),)
+    assert geometry.block_bytes * BLOCKS == storage.nbytes()
+
+
+def test_what_else_a_peer_must_know_is_passed_on() -> None:
+    geometry = describe(allocate("LBHNC", ONE_GROUP), ONE_GROUP, Ranks(1, 2, 1, 3), kv_heads=4)
+    assert (geometry.tp_rank, geometry.tp_size, geometry.pp_rank, geometry.pp_size) == (1, 2, 1, 3)
+    assert (geometry.kv_heads, geometry.engine_address) == (4, "10.0.0.5:15000")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layers_are_ordered_by_address_however_they_are_named(layout: str) -> None:
+    caches = allocate(layout, [Group(("l2", "l0", "l1"), attention())])
+    geometry = describe(caches, ONE_GROUP)
+    check_addresses(geometry, caches)
+    assert geometry.groups[0].planes[0].layers == ("l2", "l0", "l1")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_groups_that_overlay_each_other_are_described_apart_and_registered_once(layout: str) -> None:
+    window = SlidingWindowSpec(block_size=TOKENS, num_kv_heads=2, head_size=8, dtype=torch.bfloat16, sliding_window=64)
+    groups = [Group(("l0", "l2"), attention()), Group(("l1", "l3"), window, 64)]
+    caches = allocate(layout, groups)
+    geometry = describe(caches, groups)
+    check_addresses(geometry, caches)
+    assert [(group.window, group.block_tokens) for group in geometry.groups] == [(0, TOKENS), (64, TOKENS)]
+    assert [sorted(group.layers) for group in geometry.groups] == [["l0", "l2"], ["l1", "l3"]]
+    assert len(geometry.regions) == 1
+
+
+@pytest.mark.parametrize("layout", ["LBHNC", "LBNHC"])
+def test_kernel_blocks_smaller_than_the_managers_are_described_as_they_are(layout: str) -> None:
+    caches = allocate(layout, ONE_GROUP, kernel_tokens=4)
+    geometry = describe(caches, ONE_GROUP)
+    check_addresses(geometry, caches)
+    (plane,) = geometry.groups[0].planes
+    assert (geometry.groups[0].block_tokens, plane.block_tokens, plane.blocks) == (TOKENS, 4, 4 * BLOCKS)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("tp_rank", [0, 3])
+def test_mla_has_one_head_that_every_rank_holds(layout: str, tp_rank: int) -> None:
+    spec = MLAAttentionSpec(block_size=TOKENS, num_kv_heads=1, head_size=576, dtype=torch.bfloat16)
+    groups = [Group(("l0", "l1"), spec)]
+    caches = allocate(layout, groups)
+    geometry = describe(caches, groups, Ranks(tp_rank, 4, 0, 1), kv_heads=1)
+    check_addresses(geometry, caches)
+    (plane,) = geometry.groups[0].planes
+    assert (plane.head_start, plane.heads, plane.content) == (0, 1, 576)
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "ranks", "held"),
+    [(8, (0, 4), (0, 2)), (8, (3, 4), (6, 2)), (2, (0, 1), (0, 2)), (1, (5, 8), (0, 1)), (2, (5, 8), (1, 1))],
+)
+def test_a_rank_holds_its_share_of_the_heads(kv_heads: int, ranks: tuple[int, int], held: tuple[int, int]) -> None:
+    groups = [Group(("l0",), attention(heads=held[1]))]
+    geometry = describe(allocate("LBHNC", groups), groups, Ranks(*ranks, 0, 1), kv_heads)
+    (plane,) = geometry.groups[0].planes
+    assert (plane.head_start, plane.heads) == held
+
+
+def test_heads_that_are_not_the_ranks_share_are_refused_with_both_numbers() -> None:
+    with pytest.raises(UnknownCacheError, match="'l0' holds 2 heads; rank 1 of 2 should hold 4 of the model's 8"):
+        describe(allocate("LBHNC", ONE_GROUP), ONE_GROUP, Ranks(1, 2, 0, 1), kv_heads=8)
+
+
+def test_a_view_that_does_not_start_with_its_storage_keeps_its_own_address() -> None:
+    storage = torch.zeros(64 + 3 * BLOCKS * 2 * TOKENS * 8, dtype=torch.float32)
+    grid = storage[64:].view(3, BLOCKS, 2, TOKENS, 8)
+    caches = {f"l{number}": grid[number] for number in range(3)}
+    geometry = describe(caches, ONE_GROUP)
+    check_addresses(geometry, caches)
+    assert geometry.groups[0].planes[0].address == storage.data_ptr() + 256
+    assert geometry.regions == (Region(storage.data_ptr(), storage.nbytes),)
+
+
+def test_layers_of_their_own_allocations_are_all_found_and_registered() -> None:
+    caches = {f"l{number}": torch.zeros(BLOCKS, 2, TOKENS, 8) for number in range(3)}
+    geometry = describe(caches, ONE_GROUP)
+    check_addresses(geometry, caches)
+    assert sum(region.size for region in geometry.regions) == 3 * caches["l0"].nbytes
+
+
+def test_layers_of_two_shapes_become_two_planes() -> None:
+    caches = {
+        "l0": torch.zeros(BLOCKS, 2, TOKENS, 8),
+        "l1": torch.zeros(BLOCKS, 2, TOKENS, 12),
+        "l2": torch.zeros(BLOCKS, 2, TOKENS, 8),
+    }
+    geometry = describe(caches, ONE_GROUP)
+    check_addresses(geometry, caches)
+    assert [plane.layers for plane in geometry.groups[0].planes] == [("l0", "l2"), ("l1",)]
+
+
+def test_layers_at_uneven_distances_are_cut_into_even_runs() -> None:
+    item = BLOCKS * 2 * TOKENS * 8
+    storage = torch.zeros(8 * item)
+    caches = {
+        f"l{number}": storage[start * item : (start + 1) * item].view(BLOCKS, 2, TOKENS, 8)
+        for number, start in enumerate((0, 1, 2, 5, 7))
+    }
+    groups = [Group(tuple(caches), attention())]
+    geometry = describe(caches, groups)
+    check_addresses(geometry, caches)
+    assert [plane.layers for plane in geometry.groups[0].planes] == [("l0", "l1", "l2"), ("l3", "l4")]
+
+
+def test_a_cache_that_belongs_to_no_group_is_left_out() -> None:
+    caches = allocate("LBHNC", ONE_GROUP)
+    geometry = describe({**caches, "l9.shares_l0": caches["l0"], "odd": torch.zeros(3)}, ONE_GROUP)
+    assert geometry == describe(caches, ONE_GROUP)
+
+
+def test_a_stage_without_layers_of_a_group_has_no_planes_in_it() -> None:
+    groups = [*ONE_GROUP, Group((), attention())]
+    geometry = describe(allocate("LBHNC", ONE_GROUP), groups)
+    assert geometry.groups[1].planes == ()
+
+
+@pytest.mark.parametrize(
+    ("cache", "words"),
+    [
+        (torch.zeros(2, BLOCKS, TOKENS, 2, 8), r"shape \(2, 5, 16, 2, 8\), strides"),
+        (torch.zeros(BLOCKS, 2, TOKENS), r"shape \(5, 2, 16\)"),
+        (torch.zeros(BLOCKS, 2, 12, 8), "divides the block size 16"),
+        ([torch.zeros(3), torch.zeros(4)], "list"),
+        ((torch.zeros(3), torch.zeros(3)), "tuple"),
+    ],
+)
+def test_a_form_that_cannot_be_described_is_refused_by_layer(cache: Any, words: str) -> None:
+    groups = [Group(("l0",), attention())]
+    with pytest.raises(UnknownCacheError, match=f"'l0' has .*{words}"):
+        describe({"l0": cache}, groups)
+
+
+@pytest.mark.parametrize("layout", ["LBHNC", "BLHNC", "BHLNC", "LHBNC"])
+def test_packed_caches_keep_the_name_of_their_packing(layout: str) -> None:
+    group = GroupSpec(("l0", "l1", "l2"), TOKENS, 0, "k_transposed")
+    geometry = describe_caches(allocate(layout, ONE_GROUP), [group], ALONE, 2, "a")
+    (plane,) = geometry.groups[0].planes
+    assert plane.packing == "k_transposed"
+    assert (plane.content_stride, plane.token_stride) == (2, 32)
+
+
+@pytest.mark.parametrize("layout", ["LBNHC", "BLNHC"])
+def test_packed_caches_whose_heads_are_interleaved_are_refused(layout: str) -> None:
+    group = GroupSpec(("l0", "l1", "l2"), TOKENS, 0, "k_transposed")
+    with pytest.raises(UnknownCacheError, match="packed as 'k_transposed' but not dense inside a head"):
+        describe_caches(allocate(layout, ONE_GROUP), [group], ALONE, 2, "a")

@@ -1,0 +1,187 @@
+"""Engines that cannot be pulled from and params that do not fit them: refused in words, and nothing is read."""
+
+import logging
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests.layout.oracle import Model
+from tests.pd_connector.engines import DECODE, IDENTITY, MODEL, PREFILL, Blocks, an_order
+from tests.pd_connector.support import until
+from tests.pd_connector.worker.site import OURS, THEIRS, Site, pull_once
+from tests.transfer.control.faults import FaultyNetwork, deliver
+from tests.transfer.control.support import free_port
+
+# Peers that cannot be used
+
+
+def test_an_unreachable_engine_fails_what_is_queued_behind_at_once(site: Site) -> None:
+    prefill, (worker,) = site.prefill(), site.decode()
+    worker.handshake_timeout_s = 0.3
+    port = free_port()
+    remote = prefill.prefill("r", THEIRS)
+    orders = [an_order(f"r{number}", remote, OURS, remote_port=port) for number in range(5)]
+    session = site.session(worker, orders[0].remote)
+    for order in orders:
+        session.submit(order)
+    ends = [worker.next_end() for _ in orders]
+    assert [end.request_id for end in ends] == ["r0", "r1", "r2", "r3", "r4"]
+    assert {end.cause for end in ends} == {"unreachable"}
+    assert all(f"127.0.0.1:{port} did not answer 'hello'" in end.reason for end in ends)
+    assert worker.client.counters.requests == 1  # they did not wait for a handshake each
+    assert until(lambda: session.idle)
+
+
+def test_an_engine_that_has_come_back_is_pulled_from_again(site: Site) -> None:
+    prefill, (worker,) = site.prefill(), site.decode()
+    worker.handshake_timeout_s = 0.2
+    with FaultyNetwork(prefill.producer.port, lambda direction, frame: []) as network:
+        first, second = prefill.prefill("r1", THEIRS), prefill.prefill("r2", THEIRS)
+        order = an_order("r1", first, OURS, remote_port=network.port)
+        session = site.session(worker, order.remote)
+        session.submit(order)
+        assert worker.next_end().cause == "unreachable"
+        network.rule = deliver
+        session.submit(an_order("r2", second, OURS, remote_port=network.port))
+        assert worker.next_end().cause == ""
+    assert worker.holds([(OURS, 0, 69)])
+
+
+def test_an_engine_that_restarted_at_the_same_port_refuses_the_old_params(site: Site) -> None:
+    old = site.prefill()
+    remote = old.prefill("r", THEIRS)
+    old.close()
+    new = site.prefill(port=remote.remote_port)
+    worker = site.decode()[0]
+    end = pull_once(site, remote, worker)
+    assert end.cause == "refused"
+    for part in (remote.remote_engine_id, new.producer.engine_id, "has restarted"):
+        assert part in end.reason
+    assert site.fabric.reads == 0
+    assert worker.untouched
+
+
+def test_an_engine_whose_transfer_port_is_closed_is_unreachable(site: Site) -> None:
+    prefill, (worker,) = site.prefill(), site.decode()
+    prefill.engines[0].close()
+    end = pull_once(site, prefill.prefill("r", THEIRS), worker)
+    assert end.cause == "unreachable"
+    assert f"cannot reach the transfer engine at {prefill.engines[0].address}" in end.reason
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("architecture", "Qwen3ForCausalLM"),
+        ("config_digest", "0ddba11"),
+        ("weights_digest", "f00d"),
+        ("layers", 4),
+        ("kv_heads", 8),
+        ("head_size", 64),
+        ("model_dtype", "float16"),
+        ("cache_dtype", "fp8"),
+    ],
+)
+def test_an_engine_with_another_model_is_incompatible_and_nothing_is_read(site: Site, field: str, value: Any) -> None:
+    prefill = site.prefill(identity=replace(IDENTITY, **{field: value}))
+    worker = site.decode()[0]
+    end = pull_once(site, prefill.prefill("r", THEIRS), worker)
+    assert end.cause == "incompatible"
+    assert f"{field} is {getattr(IDENTITY, field)!r} here and {value!r} there" in end.reason
+    assert site.fabric.reads == 0
+    assert worker.untouched
+    assert until(lambda: prefill.producer.leases.collect() == ("r",))
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        (replace(MODEL, contents=(6, 12)), ("'content'", "16 here and 18 on")),
+        (replace(MODEL, item_size=1), ("'item_size'", "2 here and 1 on")),
+        (replace(MODEL, kv_heads=2), ("head 2 of layer 'model.layers.0'", "same model")),
+        (replace(MODEL, groups=((0, 1),)), ("layer 'model.layers.2'", "same model")),
+        (replace(MODEL, windows=(64,)), ("sliding window", "0 tokens here and 64 on")),
+    ],
+)
+def test_an_engine_with_other_caches_is_incompatible_and_nothing_is_read(
+    site: Site, model: Model, words: tuple[str, ...]
+) -> None:
+    worker = site.decode()[0]
+    end = pull_once(site, site.prefill(model=model).prefill("r", THEIRS), worker)
+    assert end.cause == "incompatible"
+    assert all(word in end.reason for word in words)
+    assert site.fabric.reads == 0
+    assert worker.untouched
+
+
+@pytest.mark.parametrize(
+    ("decode", "prefill", "words"),
+    [
+        ({"form": "packed"}, {"form": "packed", "packing": "amx"}, ("'packing'", "'k_transposed' here and 'amx' on")),
+        ({"form": "packed"}, {"form": "packed", "block_tokens": 32}, ("16 tokens here and 32 on", "--block-size")),
+    ],
+)
+def test_caches_that_kernels_have_packed_in_other_ways_are_incompatible(
+    site: Site, decode: dict[str, Any], prefill: dict[str, Any], words: tuple[str, ...]
+) -> None:
+    worker = site.decode(replace(DECODE, **decode))[0]
+    end = pull_once(site, site.prefill(replace(PREFILL, **prefill)).prefill("r", THEIRS), worker)
+    assert end.cause == "incompatible"
+    assert all(word in end.reason for word in words)
+    assert worker.untouched
+
+
+# Params that do not fit the engine that they name
+
+
+@pytest.mark.parametrize(
+    ("block_ids", "words"),
+    [
+        (((5, 6, 3, 9),), "remote block table holds 4 blocks"),
+        (((),), "remote block table holds 0 blocks"),
+        (((5, 6, 3, 9, 12),), "remote block id 12 does not exist: the cache has 12 blocks"),
+        (((5, 6, 2**31 - 1, 9, 2),), f"remote block id {2**31 - 1} does not exist"),
+        (((5, 6, 0, 9, 2),), "holds no block for token 32"),
+        ((), "holds 0 block tables; the prefill engine has 1 cache groups"),
+        (((5, 6, 3, 9, 2), (5, 6, 3, 9, 2)), "holds 2 block tables; the prefill engine has 1 cache groups"),
+    ],
+)
+def test_block_ids_that_cannot_be_are_refused_and_nothing_is_read(site: Site, block_ids: Blocks, words: str) -> None:
+    prefill, (worker,) = site.prefill(), site.decode()
+    end = pull_once(site, prefill.prefill("r", THEIRS), worker, remote_block_ids=block_ids)
+    assert end.cause == "params"
+    assert words in end.reason
+    assert site.fabric.reads == 0
+    assert worker.untouched
+    assert until(lambda: prefill.producer.leases.collect() == ("r",))
+
+
+def test_a_pull_with_wrong_params_does_not_hurt_the_next_one(site: Site) -> None:
+    prefill, (worker,) = site.prefill(), site.decode()
+    first, second = prefill.prefill("r1", THEIRS), prefill.prefill("r2", THEIRS)
+    session = site.session(worker, first)
+    session.submit(an_order("r1", first, OURS, remote_block_ids=((1,),)))
+    session.submit(an_order("r2", second, OURS))
+    assert [worker.next_end().cause, worker.next_end().cause] == ["params", ""]
+
+
+def test_an_address_that_cannot_be_one_fails_the_pull(site: Site) -> None:
+    end = pull_once(site, site.prefill().prefill("r", THEIRS), remote_host="not a host")
+    assert end.cause == "unreachable"
+    assert "not a host" in end.reason
+
+
+def test_a_surprise_ends_the_pull_and_is_logged(site: Site, caplog: pytest.LogCaptureFixture) -> None:
+    prefill, (worker,) = site.prefill(), site.decode()
+    remote = prefill.prefill("r", THEIRS)
+    session = site.session(worker, remote)
+    with caplog.at_level(logging.ERROR):
+        session.submit(an_order("bad", remote, ()))  # no block tables here: nothing that a scheduler half orders
+        end = worker.next_end()
+    assert end.cause == "internal"
+    assert "IndexError" in end.reason
+    assert "unexpected failure of the pull of request bad" in caplog.text
+    again = prefill.prefill("r2", THEIRS)
+    session.submit(an_order("r2", again, OURS))
+    assert worker.next_end().cause == ""

@@ -1,0 +1,274 @@
+"""A worker's pulls from many engines, and both scheduler halves with them: nobody waits for anybody else."""
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import replace
+
+import pytest
+
+from pd_connector.metadata import PullOrder, RefuseOrder
+from pd_connector.scheduler.consumer import Consumer
+from pd_connector.scheduler.leases import LeaseTable
+from pd_connector.worker import pulls as pulls_module
+from pd_connector.worker.peer import Settled
+from pd_connector.worker.pulls import PullService
+from tests.pd_connector.engines import (
+    DECODE,
+    PREFILL,
+    Blocks,
+    DecodeWorker,
+    an_order,
+    decode_workers,
+)
+from tests.pd_connector.support import FakeRequest, ManualClock, a_prompt, until
+from tests.pd_connector.worker.site import OURS, THEIRS, Site
+from tests.transfer.control.support import free_port
+from transfer.control.client import ControlClient
+from transfer.engine.in_process import Fault, InProcessFabric
+
+
+class DecodeEngine:
+    """The worker halves of a decode engine."""
+
+    def __init__(self, fabric: InProcessFabric, tp: int = 1, peer_idle_s: float = 600.0, **timeouts: float) -> None:
+        self.workers = decode_workers(fabric, replace(DECODE, tp=tp))
+        self.services = [
+            PullService(
+                lambda settle, worker=worker: replace(worker.context(), settle=settle, **timeouts),  # type: ignore[misc]
+                peer_idle_s,
+            )
+            for worker in self.workers
+        ]
+
+    @property
+    def worker(self) -> DecodeWorker:
+        (worker,) = self.workers
+        return worker
+
+    @property
+    def service(self) -> PullService:
+        (service,) = self.services
+        return service
+
+    def run(self, *orders: PullOrder) -> dict[str, list[Settled]]:
+        """Hand orders to all ranks, and wait for the end of each on every rank."""
+        for order in orders:
+            for service in self.services:
+                service.submit(order)
+        return self.wait(len(orders) * len(self.services))
+
+    def wait(self, number: int, timeout_s: float = 10.0) -> dict[str, list[Settled]]:
+        """The next ends, by request id; fails if there are more of them or fewer."""
+        ends: list[Settled] = []
+
+        def arrived() -> bool:
+            ends.extend(end for service in self.services for end in service.take_settled())
+            return len(ends) >= number
+
+        assert until(arrived, timeout_s), f"{len(ends)} of {number} pulls have settled"
+        assert len(ends) == number
+        return {request_id: [end for end in ends if end.request_id == request_id] for request_id in _ids(ends)}
+
+    def close(self) -> None:
+        for service in self.services:
+            service.close()
+        for worker in self.workers:
+            worker.close()
+
+
+def _ids(ends: list[Settled]) -> set[str]:
+    return {end.request_id for end in ends}
+
+
+Decode = Callable[..., DecodeEngine]
+
+
+@pytest.fixture
+def start_decode(site: Site) -> Decode:
+    """Starts a decode engine on the site."""
+    return lambda **options: site.add(DecodeEngine(site.fabric, **options))
+
+
+def pull_threads() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name.startswith("pd-pull-")}
+
+
+def test_requests_of_a_decode_engine_at_tp_2_are_pulled_from_a_prefill_engine_at_tp_2(
+    site: Site, start_decode: Decode
+) -> None:
+    """From the router's params to the freed lease: both scheduler halves, both ranks of both engines."""
+    prefill = site.prefill(engine=replace(PREFILL, tp=2))
+    decode = start_decode(tp=2)
+    client = ControlClient()
+    consumer = Consumer(client, 5.0)
+    tables: dict[str, Blocks] = {"a": ((1, 2, 8, 3, 11),), "b": ((4, 5, 6, 7, 9),)}
+    with closing(client):
+        for request_id, blocks in tables.items():
+            params = prefill.prefill(f"{request_id} at p", THEIRS).to_params()
+            request = FakeRequest(request_id, a_prompt(70), params)
+            consumer.add_request(request)
+            consumer.start_pull(request, blocks, consumer.missing_tokens(request, 0) or 0)
+        orders, refusals = consumer.take_orders()
+        assert refusals == ()
+        ends = decode.run(*orders)
+        for request_id, of_ranks in ends.items():
+            assert [end.cause for end in of_ranks] == ["", ""]
+            consumer.settle(request_id)
+            consumer.check_integrity()
+    assert ends.keys() == tables.keys()
+    assert all(worker.holds([(blocks, 0, 69) for blocks in tables.values()]) for worker in decode.workers)
+    assert sorted(prefill.producer.leases.collect()) == ["a at p", "b at p"]
+    assert prefill.producer.leases.take_events() == {"granted": 2, "released": 2}
+
+
+def test_a_renewal_keeps_the_lease_of_a_slow_pull(site: Site, start_decode: Decode) -> None:
+    prefill, decode = site.prefill(), start_decode()
+    clock, client = ManualClock(), ControlClient()
+    prefill.producer.leases = LeaseTable(30.0, clock)
+    consumer = Consumer(client, 5.0, clock)
+    finish = threading.Event()
+    site.fabric.inject(1, Fault(until=finish, fails=False))
+    with closing(client):
+        request = FakeRequest("r", a_prompt(70), prefill.prefill("r", THEIRS).to_params())
+        consumer.add_request(request)
+        consumer.start_pull(request, OURS, consumer.missing_tokens(request, 0) or 0)
+        ((order,), _) = consumer.take_orders()
+        decode.service.submit(order)
+        for _ in range(9):
+            clock.advance(10.0)
+            answered = client.counters.answered
+            consumer.take_orders()
+            assert until(lambda answered=answered: client.counters.answered > answered)  # type: ignore[misc]
+        finish.set()
+        assert [end.cause for end in decode.wait(1)["r"]] == [""]
+    assert decode.worker.holds([(OURS, 0, 69)])
+
+
+def test_a_request_that_leaves_early_frees_the_blocks_of_the_prefill_engine(site: Site, start_decode: Decode) -> None:
+    prefill = site.prefill()
+    client = ControlClient()
+    consumer = Consumer(client, 5.0)
+    with closing(client):
+        consumer.add_request(FakeRequest("r", a_prompt(70), prefill.prefill("r", THEIRS).to_params()))
+        consumer.finish_request("r")
+        assert until(lambda: prefill.producer.leases.collect() == ("r",))
+
+
+def test_a_dead_engine_does_not_delay_the_pulls_from_another(site: Site, start_decode: Decode) -> None:
+    prefill, decode = site.prefill(), start_decode(handshake_timeout_s=0.5)
+    dead = an_order("dead", prefill.prefill("dead", THEIRS), OURS, remote_engine_id="d", remote_port=free_port())
+    decode.service.submit(dead)
+    time.sleep(0.02)  # its thread is in the handshake by now
+    for number in range(3):
+        assert decode.run(an_order(f"r{number}", prefill.prefill(f"r{number}", THEIRS), OURS)).keys() == {f"r{number}"}
+    assert [end.cause for end in decode.wait(1)["dead"]] == ["unreachable"]
+
+
+def test_a_read_that_hangs_does_not_delay_the_pulls_from_another_engine(site: Site, start_decode: Decode) -> None:
+    hung, prefill, decode = site.prefill(), site.prefill(), start_decode()
+    finish = threading.Event()
+    site.fabric.inject(1, Fault(until=finish, fails=False))
+    decode.service.submit(an_order("hung", hung.prefill("hung", THEIRS), ((4, 5, 6, 7, 9),)))
+    assert until(lambda: site.fabric.reads == 1)
+    assert [end.cause for end in decode.run(an_order("r", prefill.prefill("r", THEIRS), OURS))["r"]] == [""]
+    finish.set()
+    assert [end.cause for end in decode.wait(1)["hung"]] == [""]
+
+
+def test_params_with_a_wrong_address_do_not_divert_other_pulls_from_that_engine(
+    site: Site, start_decode: Decode
+) -> None:
+    prefill, decode = site.prefill(), start_decode(handshake_timeout_s=0.2)
+    wrong = an_order("wrong", prefill.prefill("wrong", THEIRS), OURS, remote_port=free_port())
+    ends = decode.run(wrong, an_order("right", prefill.prefill("right", THEIRS), OURS))
+    assert [end.cause for end in ends["wrong"]] == ["unreachable"]
+    assert [end.cause for end in ends["right"]] == [""]
+
+
+def test_one_rank_that_fails_says_so_and_the_others_do_not(site: Site, start_decode: Decode) -> None:
+    prefill, decode = site.prefill(engine=replace(PREFILL, tp=2)), start_decode(tp=2)
+    site.fabric.inject(1, Fault(settled=False))
+    ends = decode.run(an_order("r", prefill.prefill("r", THEIRS), OURS))["r"]
+    assert sorted(end.cause for end in ends) == ["", "read"]
+    assert site.fabric.deliver_late_bytes() == 0
+    assert until(lambda: prefill.producer.leases.collect() == ("r",))
+
+
+def test_a_refusal_of_the_scheduler_half_is_reported_once_as_failed(site: Site, start_decode: Decode) -> None:
+    decode = start_decode()
+    decode.service.refuse(RefuseOrder("r", "the two legs must carry the same prompt"))
+    (end,) = decode.service.take_settled()
+    assert end == Settled("r", "params", "the two legs must carry the same prompt")
+    assert decode.service.take_settled() == []
+
+
+def test_a_second_settlement_is_never_reported(
+    site: Site, start_decode: Decode, caplog: pytest.LogCaptureFixture
+) -> None:
+    decode = start_decode()
+    decode.service.refuse(RefuseOrder("r", "first"))
+    decode.service._settled.put(Settled("r", "read", "second"))
+    with caplog.at_level(logging.ERROR):
+        assert [end.reason for end in decode.service.take_settled()] == ["first"]
+    assert "request r settled twice" in caplog.text
+
+
+def test_an_id_may_be_pulled_again_after_it_was_reported(site: Site, start_decode: Decode) -> None:
+    prefill, decode = site.prefill(), start_decode()
+    for _ in range(2):
+        assert [end.cause for end in decode.run(an_order("r", prefill.prefill("r", THEIRS), OURS))["r"]] == [""]
+        assert prefill.producer.leases.collect() == ("r",)
+
+
+def test_an_idle_session_is_closed_when_a_new_engine_comes(site: Site, start_decode: Decode) -> None:
+    first, second, decode = site.prefill(), site.prefill(), start_decode(peer_idle_s=0.05)
+    decode.run(an_order("r1", first.prefill("r1", THEIRS), OURS))
+    (idle,) = pull_threads()
+    time.sleep(0.1)
+    decode.run(an_order("r2", second.prefill("r2", THEIRS), OURS))
+    idle.join(5.0)
+    assert len(pull_threads()) == 1
+    assert [end.cause for end in decode.run(an_order("r3", first.prefill("r3", THEIRS), OURS))["r3"]] == [""]
+
+
+def test_a_session_with_a_pull_under_way_is_not_idle(site: Site, start_decode: Decode) -> None:
+    slow, other, decode = site.prefill(), site.prefill(), start_decode(peer_idle_s=0.01)
+    finish = threading.Event()
+    site.fabric.inject(1, Fault(until=finish, fails=False))
+    decode.service.submit(an_order("slow", slow.prefill("slow", THEIRS), ((4, 5, 6, 7, 9),)))
+    time.sleep(0.05)
+    decode.run(an_order("r", other.prefill("r", THEIRS), OURS))
+    decode.service.submit(an_order("behind", slow.prefill("behind", THEIRS), OURS))
+    assert len(pull_threads()) == 2  # one for each engine
+    finish.set()
+    ends = decode.wait(2)
+    assert {end.cause for of_ranks in ends.values() for end in of_ranks} == {""}
+
+
+def test_closing_finishes_what_is_queued_and_joins_all_threads(site: Site, start_decode: Decode) -> None:
+    engines, decode = [site.prefill() for _ in range(3)], start_decode()
+    for number in range(9):
+        decode.service.submit(an_order(f"r{number}", engines[number % 3].prefill(f"r{number}", THEIRS), OURS))
+    assert len(pull_threads()) == 3
+    decode.service.close()
+    assert pull_threads() == set()
+    assert decode.wait(9).keys() == {f"r{number}" for number in range(9)}
+
+
+def test_closing_does_not_wait_for_ever_for_a_read_that_hangs(
+    site: Site, start_decode: Decode, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(pulls_module, "_CLOSE_TIMEOUT_S", 0.05)
+    prefill, decode = site.prefill(), start_decode()
+    finish = threading.Event()
+    site.fabric.inject(1, Fault(until=finish, fails=False))
+    decode.service.submit(an_order("r", prefill.prefill("r", THEIRS), OURS))
+    (stuck,) = pull_threads()
+    decode.service.close()
+    assert "1 reads were still under way at shutdown" in caplog.text
+    finish.set()
+    stuck.join(5.0)
+    assert not stuck.is_alive()
