@@ -91,9 +91,7 @@ class Puller:
         local = geometry(self.memory, blocks, self.engine.address)
         self.engine.register(local.regions)
 
-        def context(settle: Callable[[Settled], None]) -> PullContext:
-            return PullContext(local, MODEL, self.engine, self.client, 0, 1, 10.0, 60.0, settle)
-
+        context = PullContext(local, MODEL, self.engine, self.client, 0, 1, 10.0, 60.0)
         self.pulls = PullService(context, 600.0)
 
     def pull(self, params: dict[str, object], block_ids: list[int], tokens: int) -> Settled:
@@ -108,8 +106,9 @@ class Puller:
     def close(self) -> None:
         """End all threads."""
         self.pulls.close()
-        self.client.close()
         self.engine.close()
+        self.client.close()
+        self.pulls.join()
 
 
 class Measured:

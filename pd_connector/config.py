@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Seconds = Annotated[float, Field(ge=0.1, le=86400, allow_inf_nan=False)]
 Port = Annotated[int, Field(ge=0, le=65535)]
 Count = Annotated[int, Field(ge=1)]
 
@@ -30,7 +30,9 @@ class ConnectorConfig(BaseModel):
         "engine. Default: vLLM's own choice (VLLM_HOST_IP, else the address of the default route).",
     )
     port: Port = Field(
-        default=0, description="Port of the control channel of a prefill engine; 0 lets the system choose a free one."
+        default=0,
+        description="Port of the control channel of a prefill engine, plus the engine's number in a data-parallel "
+        "deployment; 0 lets the system choose a free one.",
     )
     protocol: Literal["auto", "tcp", "rdma", "ascend"] = Field(
         default="auto",
@@ -68,8 +70,9 @@ class ConnectorConfig(BaseModel):
     model_check: Literal["weights", "config", "off"] = Field(
         default="weights",
         description="What must be equal on both sides besides the shape of the caches. weights: the model's "
-        "configuration and a sample of its weight files; config: the configuration only; off: neither, for models "
-        "that are known to produce the same KV cache from different files (such as differently quantised ones).",
+        "configuration and a sample of its weight files, where they are safetensors; config: the configuration only; "
+        "off: neither, for models known to produce the same KV cache from different files, such as differently "
+        "quantised ones.",
     )
 
 

@@ -47,7 +47,7 @@ def _timed(method: Callable[Concatenate["PDConnector", P], R]) -> Callable[Conca
 
     @wraps(method)
     def measured(self: "PDConnector", /, *args: P.args, **kwargs: P.kwargs) -> R:
-        with self.stats.timed(f"{self.side}.{name}"):
+        with self._stats.timed(f"{self._side}.{name}"):
             return method(self, *args, **kwargs)
 
     return measured
@@ -73,16 +73,16 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         config = parse_config(dict(extra_config(vllm_config)))
         check_supported(vllm_config)
-        self.stats = StatsRecorder()
+        self._stats = StatsRecorder()
         self._scheduler_half: SchedulerHalf | None = None
         self._worker_half: WorkerHalf | None = None
         if role == KVConnectorRole.SCHEDULER:
-            self._scheduler_half = SchedulerHalf(vllm_config, config, self.stats)
+            self._scheduler_half = SchedulerHalf(vllm_config, kv_cache_config, config, self._stats)
         else:
-            self._worker_half = WorkerHalf(vllm_config, kv_cache_config, config, self.stats)
+            self._worker_half = WorkerHalf(vllm_config, kv_cache_config, config, self._stats)
 
     @property
-    def side(self) -> str:
+    def _side(self) -> str:
         """ "scheduler" or "worker"."""
         return "scheduler" if self._scheduler_half is not None else "worker"
 
@@ -113,7 +113,7 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA):
         """What was counted in this process since the last call."""
         if self._scheduler_half is not None:
             self._scheduler_half.count_leases()
-        return self.stats.take()
+        return self._stats.take()
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> ConnectorStats | None:
@@ -178,6 +178,11 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> tuple[bool, dict[str, Any] | None]:
         """A request has ended: whether its blocks are kept under a lease, and the params for the decode leg."""
         return self._scheduler.request_finished(request, block_ids)
+
+    def reset_cache(self) -> bool:
+        """vLLM's prefix cache is reset with its connector, as after a change of weights: all leases end."""
+        self._scheduler.reset()
+        return True
 
     # Worker side
 

@@ -9,8 +9,10 @@ from typing import Annotated, Any
 
 import msgspec
 
-Text = Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
-BlockId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+# Bounded and printable: these values come from clients and go into messages and logs.
+Name = Annotated[str, msgspec.Meta(min_length=1, max_length=128, pattern=r"^[\x21-\x7e]+$")]
+Host = Annotated[str, msgspec.Meta(min_length=1, max_length=255, pattern=r"^[A-Za-z0-9._:%\[\]-]+$")]
+BlockIds = Annotated[tuple[Annotated[int, msgspec.Meta(ge=0, lt=2**31)], ...], msgspec.Meta(max_length=2**20)]
 
 
 class ParamsError(ValueError):
@@ -20,16 +22,17 @@ class ParamsError(ValueError):
 class RemotePrefill(msgspec.Struct, frozen=True):
     """A prompt whose KV blocks wait on a prefill engine, under a lease."""
 
-    remote_engine_id: Text
-    remote_request_id: Text
-    remote_host: Text
+    remote_engine_id: Name
+    remote_host: Host
     remote_port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
-    remote_block_ids: tuple[tuple[BlockId, ...], ...]  # per cache group, one entry a block; 0 marks a block not held
+    # Per cache group, one entry a block; 0 marks a block that is not held.
+    remote_block_ids: Annotated[tuple[BlockIds, ...], msgspec.Meta(max_length=64)]
     remote_num_tokens: Annotated[int, msgspec.Meta(ge=1)]  # prompt tokens whose KV the blocks hold
-    tp_size: Annotated[int, msgspec.Meta(ge=1)]
-    lease_id: Text
-    lease_ttl_s: Annotated[float, msgspec.Meta(gt=0)]
-    prompt_digest: str  # of the prompt that was prefilled, see ``prompt_digest``
+    lease_id: Name
+    lease_ttl_s: Annotated[float, msgspec.Meta(ge=0.1, le=86400)]
+    prompt_digest: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{0,64}$")]  # see ``prompt_digest``; empty: not known
+    remote_request_id: str = ""  # for routers
+    tp_size: int = 0  # for routers
 
     def to_params(self) -> dict[str, Any]:
         """The JSON-ready form that the prefill engine answers with."""
@@ -46,13 +49,8 @@ def is_decode_leg(params: dict[str, Any] | None) -> bool:
     return bool(params and params.get("do_remote_prefill"))
 
 
-def parse_remote_prefill(params: dict[str, Any], num_tokens: int, digest: str) -> RemotePrefill:
-    """Check the params of a decode leg against the request that brought them.
-
-    Args:
-        params: as received.
-        num_tokens: prompt tokens of the request.
-        digest: ``prompt_digest`` of the request.
+def parse_remote_prefill(params: dict[str, Any]) -> RemotePrefill:
+    """Read the params of a decode leg.
 
     Raises:
         ParamsError: naming the field, the value and the rule.
@@ -64,6 +62,23 @@ def parse_remote_prefill(params: dict[str, Any], num_tokens: int, digest: str) -
             f"kv_transfer_params are not what a PDConnector prefill engine answered with: {error}. Pass the "
             "kv_transfer_params of its response on unchanged"
         ) from None
+    longest = max(map(len, remote.remote_block_ids), default=0)
+    if longest > remote.remote_num_tokens:
+        raise ParamsError(f"remote_block_ids names {longest} blocks for a prompt of {remote.remote_num_tokens} tokens")
+    return remote
+
+
+def check_prompt(remote: RemotePrefill, num_tokens: int, digest: str) -> None:
+    """Check that the params of a decode leg are those of its prompt.
+
+    Args:
+        remote: what the params say.
+        num_tokens: prompt tokens of the request.
+        digest: ``prompt_digest`` of the request.
+
+    Raises:
+        ParamsError: naming both values.
+    """
     if remote.remote_num_tokens != num_tokens:
         raise ParamsError(
             f"the prefill engine computed {remote.remote_num_tokens} prompt tokens and this request has {num_tokens}: "
@@ -74,7 +89,6 @@ def parse_remote_prefill(params: dict[str, Any], num_tokens: int, digest: str) -
             f"the prefilled prompt (digest {remote.prompt_digest}) is not the one of this request ({digest}): "
             "kv_transfer_params belong to one prompt and cannot be used for another"
         )
-    return remote
 
 
 def prompt_digest(token_ids: list[int] | None, extra: tuple[str, ...]) -> str:

@@ -112,8 +112,13 @@ def check_supported(vllm_config: "VllmConfig") -> None:
     """Raise for parallelism that the connector does not know.
 
     Raises:
-        UnsupportedError: context parallelism is on.
+        UnsupportedError: context parallelism or sleep mode is on.
     """
+    if vllm_config.model_config.enable_sleep_mode:
+        raise UnsupportedError(
+            "enable_sleep_mode: waking up moves the KV cache to other memory than the one registered for transfers; "
+            "start without --enable-sleep-mode"
+        )
     parallel = vllm_config.parallel_config
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         size = getattr(parallel, name, 1)
@@ -133,6 +138,11 @@ def engine_ranks(vllm_config: "VllmConfig") -> tuple[int, int]:
     """Tensor- and pipeline-parallel size of the engine."""
     parallel = vllm_config.parallel_config
     return parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+
+
+def data_parallel_index(vllm_config: "VllmConfig") -> int:
+    """This engine's number among the engines of a data-parallel deployment."""
+    return int(vllm_config.parallel_config.data_parallel_index)
 
 
 def host_address() -> str:
@@ -189,12 +199,13 @@ def model_identity(vllm_config: "VllmConfig", check: str) -> ModelIdentity:
     ``check`` is the setting ``model_check``: "weights", "config" or "off".
     """
     model = vllm_config.model_config
+    directory = _model_directory(model)
     model_dtype = str(model.dtype).removeprefix("torch.")
     cache_dtype = str(vllm_config.cache_config.cache_dtype)
     return ModelIdentity(
         architecture=str(model.architecture),
-        config_digest="" if check == "off" else _config_digest(model),
-        weights_digest=_weights_digest(Path(model.model)) if check == "weights" else "",
+        config_digest="" if check == "off" else _config_digest(model, directory),
+        weights_digest=_weights_digest(directory) if directory and check == "weights" else "",
         layers=int(model.get_total_num_hidden_layers()),
         kv_heads=1 if model.use_mla else int(model.get_total_num_kv_heads()),
         head_size=int(model.get_head_size()),
@@ -207,11 +218,27 @@ def model_identity(vllm_config: "VllmConfig", check: str) -> ModelIdentity:
 _VOLATILE_KEYS = frozenset({"_name_or_path", "dtype", "torch_dtype", "transformers_version", "use_cache"})
 
 
-def _config_digest(model_config: Any) -> str:
-    """Digest of the model's own configuration file, or of what transformers made of it if there is none."""
-    path = Path(model_config.model) / "config.json"
-    config = json.loads(path.read_text()) if path.is_file() else model_config.hf_config.to_diff_dict()
+def _model_directory(model_config: Any) -> Path | None:
+    """Where the model's files are on this machine: a path, or the cache of a model that was named by its hub id."""
+    path = Path(model_config.model)
+    if path.is_dir():
+        return path
+    from huggingface_hub import snapshot_download  # noqa: PLC0415  only for models from a hub
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError  # noqa: PLC0415
+
+    try:
+        return Path(snapshot_download(model_config.model, revision=model_config.revision, local_files_only=True))
+    except (HFValidationError, LocalEntryNotFoundError, OSError):
+        return None
+
+
+def _config_digest(model_config: Any, directory: Path | None) -> str:
+    """Digest of the model's configuration file (of what transformers made of it if there is none) and of overrides."""
+    path = directory / "config.json" if directory else None
+    config = json.loads(path.read_text()) if path and path.is_file() else model_config.hf_config.to_diff_dict()
     content = {key: value for key, value in config.items() if key not in _VOLATILE_KEYS}
+    if overrides := model_config.hf_overrides:
+        content["hf_overrides"] = overrides if isinstance(overrides, dict) else "callable"
     return hashlib.blake2b(json.dumps(content, sort_keys=True, default=str).encode(), digest_size=8).hexdigest()
 
 
@@ -220,11 +247,11 @@ _SAMPLES_PER_FILE = 8
 
 
 def _weights_digest(directory: Path) -> str:
-    """Digest of a few kilobytes of every weight file; empty if the model is not a local directory of safetensors.
+    """Digest of a few kilobytes of every weight file; empty if there are no safetensors.
 
     Fine-tuned variants of one model differ in almost every tensor, so a sample tells them apart at no cost.
     """
-    files = sorted(directory.glob("*.safetensors")) if directory.is_dir() else []
+    files = sorted(directory.glob("*.safetensors"))
     if not files:
         return ""
     digest = hashlib.blake2b(digest_size=8)
@@ -239,11 +266,16 @@ def _weights_digest(directory: Path) -> str:
 
 
 def prompt_shape(request: "Request") -> tuple[list[int] | None, tuple[str, ...]]:
-    """A request's prompt token ids, and the names of all else that shapes its KV cache."""
+    """A request's prompt token ids, None if it has other inputs, and the names of all else that shapes its KV cache."""
     extra = [f"lora:{request.lora_request.lora_name}"] if request.lora_request else []
-    extra += [f"mm:{feature.identifier}" for feature in request.mm_features]
-    has_embeds = getattr(request, "prompt_embeds", None) is not None
-    return (None if has_embeds else request.prompt_token_ids), tuple(extra)
+    # What identifies an image or an embedding to vLLM may differ between engines that are given the same one.
+    is_text = not request.mm_features and getattr(request, "prompt_embeds", None) is None
+    return (request.prompt_token_ids if is_text else None), tuple(extra)
+
+
+def is_placeholder(request: "Request") -> bool:
+    """Whether a request only stands for one that the API server has rejected, and is aborted as soon as it is added."""
+    return bool(getattr(request, "abort_immediately", False))
 
 
 def prefill_is_complete(request: "Request") -> bool:

@@ -121,6 +121,12 @@ def _ask_twice(deployment: Deployment, question: questions.Question, decode_tp: 
     return report.Outcome(question, pulled_answers, direct_answers, pulled_work, direct_work)
 
 
+def _with_the_servers_words(failure: questions.QuestionFailed, deployment: Deployment) -> questions.QuestionFailed:
+    """The failure and what the vLLM servers logged as errors: an answer's 500 alone says nothing."""
+    words = [f"{server.name}: {line}" for server in (deployment.prefill, deployment.decode) for line in server.errors()]
+    return questions.QuestionFailed("\n".join([str(failure), *words]))
+
+
 def _demonstrate(console: Console, servers: Servers, deployment: Deployment, decode_tp: int) -> bool:
     # Together: loading is mostly imports on one core, and there are two servers.
     vllm_servers = [servers.start(deployment.prefill), servers.start(deployment.decode)]
@@ -130,7 +136,10 @@ def _demonstrate(console: Console, servers: Servers, deployment: Deployment, dec
     outcomes = []
     for question in questions.questions():
         with console.status(f"Asking {question.title}, through the proxy and straight at the decode server"):
-            outcomes.append(_ask_twice(deployment, question, decode_tp))
+            try:
+                outcomes.append(_ask_twice(deployment, question, decode_tp))
+            except questions.QuestionFailed as failure:
+                raise _with_the_servers_words(failure, deployment) from failure
             servers.check()
     console.print()
     report.show_answers(console, outcomes)

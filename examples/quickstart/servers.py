@@ -23,8 +23,11 @@ _HEALTH_TIMEOUT_S = 2.0
 _GRACE_S = 5.0
 
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
-# The last line of a traceback, as it is or behind vLLM's prefixes: "(Worker pid=7) ERROR 11-21 ...] ValueError: ...".
-_ERROR = re.compile(r"(\(\w+ pid=\d+\) )?(ERROR .*?\] )?[\w.]+(Error|Exception|Failed|Refused): ")
+# The last line of a traceback, or what vLLM logs as an error, without the rest of a traceback:
+# "(Worker pid=7) ERROR 11-21 11:02:34 [executor.py:953] ValueError: no weights".
+_ERROR = re.compile(
+    r"[\w.]+(Error|Exception|Failed|Refused): |(\(\w+ pid=\d+\) )?ERROR .*?\] (?!Traceback|The above|During)\S"
+)
 # What the interpreter and its extension modules write after the last word of a dying vLLM.
 _NOISE = re.compile(
     r"\s*$|nanobind:| - leaked | - \.\.\. skipped|See https://nanobind|.*resource_tracker|  warnings\.warn"
@@ -93,7 +96,7 @@ class Server:
                 stderr=subprocess.STDOUT,
                 env={**os.environ, **self._environment},
                 cwd=self._cwd,
-                start_new_session=True,  # a Ctrl-C at the terminal reaches us alone
+                process_group=0,  # a Ctrl-C at the terminal reaches us alone
             )
         self._started_at = time.monotonic()
 
@@ -136,9 +139,16 @@ class Server:
 
     def log_tail(self, lines: int = 12) -> str:
         """The last ``lines`` lines of the log that say something, after the earlier lines that name an error."""
-        said = [line for line in self.read_log().splitlines() if not _NOISE.match(line)]
+        said = self._said()
         causes = [line for line in said[:-lines] if _ERROR.match(line)]
         return "\n".join([*causes[-lines:], *(["..."] if causes else []), *said[-lines:]])
+
+    def errors(self, lines: int = 3) -> list[str]:
+        """The last ``lines`` lines of the log that name an error."""
+        return [line for line in self._said() if _ERROR.match(line)][-lines:]
+
+    def _said(self) -> list[str]:
+        return [line for line in self.read_log().splitlines() if not _NOISE.match(line)]
 
     def request_stop(self) -> None:
         """Ask the process and all its descendants to end, and return at once."""

@@ -19,14 +19,14 @@ control client, whose thread resends them until they are answered.
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pd_connector.metadata import PullOrder, RefuseOrder
-from pd_connector.params import ParamsError, RemotePrefill, parse_remote_prefill, prompt_digest
-from pd_connector.vllm_compat import init_logger, prompt_shape
+from pd_connector.params import ParamsError, RemotePrefill, check_prompt, parse_remote_prefill, prompt_digest
+from pd_connector.vllm_compat import init_logger, is_placeholder, prompt_shape
 from transfer.control.client import ControlClient
 from transfer.control.messages import Cancel, Renew, Reply
 
@@ -57,14 +57,21 @@ class Consumer:
     """Owns the decode engine's view of its pulls. All methods belong to the scheduler's thread."""
 
     def __init__(
-        self, client: ControlClient, message_timeout_s: float, clock: Callable[[], float] = time.monotonic
+        self,
+        client: ControlClient,
+        message_timeout_s: float,
+        clock: Callable[[], float] = time.monotonic,
+        windows: Sequence[tuple[int, int]] = (),
     ) -> None:
+        """``windows``: block size and sliding window of every cache group, in tokens; window 0 for full attention."""
         self._client = client
         self._message_timeout_s = message_timeout_s
+        self._windows = windows
         self._clock = clock
         self._waiting: dict[str, _Entry] = {}
         self._pulling: dict[str, _Entry] = {}
         self._lease_ids: set[str] = set()  # of the requests that wait or pull, followers left out
+        self._computed: dict[str, int] = {}  # tokens in the local prefix cache when a request was last asked about
         self._renew_at: dict[str, float] = {}  # by request id, for all leases that are kept alive
         self._pulls: list[PullOrder] = []
         self._refusals: list[RefuseOrder] = []
@@ -75,8 +82,9 @@ class Consumer:
             logger.error("PDConnector: request %s came twice; the second one is ignored", request.request_id)
             return
         try:
-            digest = prompt_digest(*prompt_shape(request))
-            remote = parse_remote_prefill(request.kv_transfer_params, request.num_prompt_tokens, digest)
+            remote = parse_remote_prefill(request.kv_transfer_params)
+            if not is_placeholder(request):
+                check_prompt(remote, request.num_prompt_tokens, prompt_digest(*prompt_shape(request)))
         except ParamsError as error:
             logger.error("PDConnector: request %s cannot pull its prompt: %s", request.request_id, error)
             self._waiting[request.request_id] = _Refused(str(error))
@@ -96,14 +104,20 @@ class Consumer:
         entry = self._waiting.get(request.request_id)
         if isinstance(entry, _Follower):
             return None if entry.lease_id in self._lease_ids else 0
-        if entry is None:
+        if entry is None or (isinstance(entry, RemotePrefill) and self._is_cut_short(entry)):
             return 0
+        self._computed[request.request_id] = computed_tokens
         wanted: int = request.num_prompt_tokens - 1
         return max(wanted - computed_tokens, 0)
+
+    def holds(self, request_id: str) -> bool:
+        """Whether a request waits to be pulled or let go of."""
+        return request_id in self._waiting
 
     def start_pull(self, request: "Request", block_ids: tuple[tuple[int, ...], ...], external_tokens: int) -> None:
         """Order the pull of ``external_tokens`` tokens into the request's blocks, or let go of the lease if none."""
         entry = self._waiting.pop(request.request_id, None)
+        first = self._computed.pop(request.request_id, 0)
         if entry is None:
             return
         if external_tokens == 0:
@@ -114,9 +128,8 @@ class Consumer:
         if isinstance(entry, _Refused):
             self._refusals.append(RefuseOrder(request.request_id, entry.reason))
             return
-        end = request.num_prompt_tokens - 1
-        pull = PullOrder(request.request_id, entry, block_ids, end - external_tokens, end, uuid.uuid4().hex)
-        self._pulls.append(pull)
+        end = first + external_tokens
+        self._pulls.append(PullOrder(request.request_id, entry, block_ids, first, end, uuid.uuid4().hex))
 
     def take_orders(self) -> tuple[tuple[PullOrder, ...], tuple[RefuseOrder, ...]]:
         """The orders since the last step; renews the leases that are due."""
@@ -135,6 +148,7 @@ class Consumer:
     def finish_request(self, request_id: str) -> None:
         """A request has left. Its lease is let go of unless workers are still reading; they release it."""
         entry = self._waiting.pop(request_id, None)
+        self._computed.pop(request_id, None)
         if entry is not None:
             self._cancel(request_id, entry)
 
@@ -147,7 +161,20 @@ class Consumer:
             if isinstance(entry, RemotePrefill)
         }
         assert leased == self._renew_at.keys(), "leases are renewed for other requests than those that need them"
+        assert self._computed.keys() <= self._waiting.keys(), "a request that was asked about does not wait any more"
         assert len(leased) == len(self._lease_ids), "leases in use are not those of the requests that hold one"
+
+    def _is_cut_short(self, remote: RemotePrefill) -> bool:
+        """Whether P has let go of a block that is needed here.
+
+        P keeps of a sliding window what the token after the prompt sees; the last prompt token, which is computed
+        here, sees one token more. If that one was alone in its block, the prompt must be computed here.
+        """
+        for (block_tokens, window), block_ids in zip(self._windows, remote.remote_block_ids, strict=False):
+            block = (remote.remote_num_tokens - window) // block_tokens
+            if window and 0 <= block < len(block_ids) and block_ids[block] == 0:
+                return True
+        return False
 
     def _cancel(self, request_id: str, entry: _Entry) -> None:
         self._renew_at.pop(request_id, None)

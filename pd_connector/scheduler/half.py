@@ -11,6 +11,8 @@ from pd_connector.stats import StatsRecorder
 from pd_connector.vllm_compat import (
     EngineRole,
     block_ids_by_group,
+    cache_groups,
+    data_parallel_index,
     engine_ranks,
     host_address,
     init_logger,
@@ -22,6 +24,7 @@ from transfer.control.client import ControlClient
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
 logger = init_logger(__name__)
@@ -30,20 +33,29 @@ logger = init_logger(__name__)
 class SchedulerHalf:
     """Lives in the engine core; every method is called on the scheduler's thread and none waits for a peer."""
 
-    def __init__(self, vllm_config: "VllmConfig", config: ConnectorConfig, stats: StatsRecorder) -> None:
+    def __init__(
+        self,
+        vllm_config: "VllmConfig",
+        kv_cache_config: "KVCacheConfig",
+        config: ConnectorConfig,
+        stats: StatsRecorder,
+    ) -> None:
         self._stats = stats
+        windows = [(group.block_tokens, group.window) for group in cache_groups(vllm_config, kv_cache_config)]
         role = EngineRole.of(vllm_config)
         self._producer: Producer | None = None
         self._consumer: Consumer | None = None
         self._client: ControlClient | None = None
         if role.produces:
             host = config.host or host_address()
+            # Engines of one data-parallel deployment may share a host.
+            port = config.port and config.port + data_parallel_index(vllm_config)
             model = model_identity(vllm_config, config.model_check)
             tp_size, _ = engine_ranks(vllm_config)
-            self._producer = Producer(host, config.port, config.lease_ttl_s, model, tp_size)
+            self._producer = Producer(host, port, config.lease_ttl_s, model, tp_size)
         if role.consumes:
             self._client = ControlClient()
-            self._consumer = Consumer(self._client, config.handshake_timeout_s)
+            self._consumer = Consumer(self._client, config.handshake_timeout_s, windows=windows)
 
     def set_workers(self, handshakes: dict[tuple[int, int], WorkerHandshake]) -> None:
         """Take the workers' caches, keyed by (pipeline rank, tensor-parallel rank)."""
@@ -67,7 +79,7 @@ class SchedulerHalf:
 
     def blocks_allocated(self, request: "Request", blocks: "KVCacheBlocks", external_tokens: int) -> None:
         """The request has its blocks; the pull can start."""
-        if self._consumer is not None:
+        if self._consumer is not None and self._consumer.holds(request.request_id):
             self._consumer.start_pull(request, block_ids_by_group(blocks), external_tokens)
 
     def step_orders(self) -> StepOrders:
@@ -88,10 +100,10 @@ class SchedulerHalf:
         """A request has ended: whether its blocks must be kept, and what the response tells the router."""
         if self._consumer is not None:
             self._consumer.finish_request(request.request_id)
-        leased = self._producer is not None and is_prefill_leg(request.kv_transfer_params)
-        if not leased or not prefill_is_complete(request) or not any(block_ids):
+        if self._producer is None or not is_prefill_leg(request.kv_transfer_params):
             return False, None
-        assert self._producer is not None
+        if not prefill_is_complete(request) or not any(block_ids):
+            return False, None
         return True, self._producer.finish_prefill(request, block_ids)
 
     def count_leases(self) -> None:
@@ -99,6 +111,11 @@ class SchedulerHalf:
         if self._producer is not None:
             for event, number in self._producer.leases.take_events().items():
                 self._stats.count("leases", number, event)
+
+    def reset(self) -> None:
+        """The caches' contents have lost their meaning, as after a change of weights: no lease is valid any more."""
+        if self._producer is not None:
+            self._producer.leases.cancel_all()
 
     def shutdown(self) -> None:
         """Stop answering and asking; joins all threads."""

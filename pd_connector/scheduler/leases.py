@@ -103,6 +103,13 @@ class LeaseTable:
                 if lease_id in self._active:
                     self._end(lease_id, LeaseEnd.CANCELLED)
 
+    def cancel_all(self) -> None:
+        """End every lease at once."""
+        with self._lock:
+            self._expire(self._clock())
+            for lease_id in list(self._active):
+                self._end(lease_id, LeaseEnd.CANCELLED)
+
     def collect(self) -> tuple[str, ...]:
         """The request ids of leases that ended since the last call, each exactly once."""
         with self._lock:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from layout.geometry import WorkerGeometry
+from layout.geometry import ModelIdentity, WorkerGeometry
 from pd_connector.config import ConnectorConfig
 from pd_connector.metadata import StepOrders, WorkerHandshake
 from pd_connector.stats import StatsRecorder
@@ -35,7 +35,7 @@ logger = init_logger(__name__)
 
 
 class WorkerHalf:
-    """Lives in one worker; every method is called on the model's thread and none waits for a peer."""
+    """Lives in one worker; every method is called on the model's thread and none but ``shutdown`` waits for a peer."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class WorkerHalf:
         )  # fmt: skip
         if self._role.consumes:
             self._client = ControlClient()
-            self._pulls = PullService(lambda settle: self._context(ranks, settle), self._config.peer_idle_s)
+            self._pulls = PullService(self._context(ranks, model), self._config.peer_idle_s)
 
     def handshake(self) -> WorkerHandshake | None:
         """This worker's caches, for the scheduler process to describe to peers."""
@@ -109,25 +109,26 @@ class WorkerHalf:
         """End all transfers, unregister the memory, join all threads."""
         if self._pulls is not None:
             self._pulls.close()
+        if self._engine is not None:
+            self._engine.close()  # ends the reads that the sessions' threads wait for
         if self._client is not None:
             self._client.close()
-        if self._engine is not None:
-            self._engine.close()
+        if self._pulls is not None:
+            self._pulls.join()
 
-    def _context(self, ranks: Ranks, settle: Callable[[Settled], None]) -> PullContext:
+    def _context(self, ranks: Ranks, model: ModelIdentity) -> PullContext:
         assert self._geometry is not None
         assert self._engine is not None
         assert self._client is not None
         return PullContext(
             local=self._geometry,
-            model=model_identity(self._vllm_config, self._config.model_check),
+            model=model,
             engine=self._engine,
             client=self._client,
             reader=ranks.index,
             readers=ranks.world_size,
             handshake_timeout_s=self._config.handshake_timeout_s,
             pull_timeout_s=self._config.pull_timeout_s,
-            settle=settle,
         )
 
     def _record(self, end: Settled) -> None:

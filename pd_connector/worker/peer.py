@@ -5,12 +5,14 @@ is settled exactly once, whatever happens, and not before every read of it is se
 still be written to.
 """
 
+import logging
 import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from enum import StrEnum
 
 import numpy as np
 
@@ -29,12 +31,27 @@ from transfer.engine.base import Link, ReadFailed, TransferEngine
 logger = init_logger(__name__)
 
 
+class Cause(StrEnum):
+    """Why a pull failed: the label of the metric."""
+
+    NONE = ""  # it did not
+    PARAMS = "params"  # kv_transfer_params do not fit the request or the prefill engine
+    UNREACHABLE = "unreachable"  # the prefill engine, or its transfer engine, does not answer
+    REFUSED = "refused"  # another engine answers at its address: it has restarted
+    INCOMPATIBLE = "incompatible"  # its caches cannot be used here
+    READ = "read"  # the transfer engine did not bring all bytes
+    TIMEOUT = "timeout"  # the pull timeout was over before the read
+    LEASE = "lease"  # the lease had ended when the read was done
+    UNCONFIRMED = "unconfirmed"  # whether it had ended could not be learnt
+    INTERNAL = "internal"  # a fault of this code; the log has the traceback
+
+
 @dataclass(frozen=True)
 class Settled:
     """The end of a pull on this rank. ``cause`` is empty if all bytes arrived under a valid lease."""
 
     request_id: str
-    cause: str = ""  # one word for the metrics
+    cause: Cause = Cause.NONE
     reason: str = ""  # a sentence for people
     tokens: int = 0
     copied_bytes: int = 0
@@ -54,13 +71,12 @@ class PullContext:
     readers: int
     handshake_timeout_s: float
     pull_timeout_s: float
-    settle: Callable[[Settled], None]  # called once per pull, on any thread
 
 
 class PullFailed(Exception):  # noqa: N818
     """A pull cannot be completed; nothing writes to its blocks any more."""
 
-    def __init__(self, cause: str, reason: str) -> None:
+    def __init__(self, cause: Cause, reason: str) -> None:
         super().__init__(reason)
         self.cause = cause
 
@@ -97,14 +113,19 @@ class PeerSession:
     ``submit``, ``close`` and ``join`` belong to one thread; the work is done on the session's own.
     """
 
-    def __init__(self, context: PullContext, engine_id: str, host: str, port: int) -> None:
+    def __init__(
+        self, context: PullContext, settle: Callable[[Settled], None], engine_id: str, host: str, port: int
+    ) -> None:
+        """Start the thread. ``settle`` is called once per pull, on any thread."""
         self.last_used = time.monotonic()
         self._context = context
+        self._settle = settle
         self._engine_id, self._host, self._port = engine_id, host, port
         self._peer: _Peer | None = None
         self._orders: queue.SimpleQueue[tuple[PullOrder, float] | None] = queue.SimpleQueue()
         self._unsettled = 0  # pulls that were submitted and have not been read yet; touched under _lock
         self._lock = threading.Lock()
+        self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"pd-pull-{engine_id[:8]}", daemon=True)
         self._thread.start()
 
@@ -115,14 +136,15 @@ class PeerSession:
             return self._unsettled == 0
 
     def submit(self, order: PullOrder) -> None:
-        """Queue a pull. It is settled within the pull timeout, or as soon after as its reads have settled."""
+        """Queue a pull. It is settled within the pull timeout, or when its reads have settled and P has answered."""
         with self._lock:
             self._unsettled += 1
         self.last_used = time.monotonic()
         self._orders.put((order, self.last_used))
 
     def close(self) -> None:
-        """Stop after the pulls that are queued. Does not wait."""
+        """Stop after the read under way; what is queued is dropped and not settled. Does not wait."""
+        self._closing.set()
         self._orders.put(None)
 
     def join(self, timeout_s: float) -> bool:
@@ -131,30 +153,31 @@ class PeerSession:
         return not self._thread.is_alive()
 
     def _run(self) -> None:
-        while (item := self._orders.get()) is not None:
-            self._pull(*item)
+        while (item := self._orders.get()) is not None and not self._closing.is_set():
+            try:
+                self._pull(*item)
+            except Exception:
+                # Reads that could not be settled. Better one request that waits than blocks that are written later.
+                logger.exception("PDConnector: the pull of request %s cannot be settled", item[0].request_id)
             with self._lock:
                 self._unsettled -= 1
-        for link in self._peer.links.values() if self._peer else ():
-            link.close()
+        self._drop_links()
 
     def _pull(self, order: PullOrder, submitted: float) -> None:
         watch = _Stopwatch(submitted)
         watch.lap("queue")
         deadline = submitted + self._context.pull_timeout_s
         try:
-            copies = self._read_all(order, deadline, watch)
+            self._release(order, self._read_all(order, deadline, watch), deadline, watch)
         except PullFailed as error:
             self._fail(order, error.cause, str(error), watch)
-            if error.cause == "unreachable":
+            if error.cause is Cause.UNREACHABLE:
                 self._fail_queued(error)
         except Exception as error:
             # A peer's geometry is data from another machine. Whatever it makes us trip over, the request must end.
             logger.exception("PDConnector: unexpected failure of the pull of request %s", order.request_id)
             self._drop_links()
-            self._fail(order, "internal", f"{type(error).__name__}: {error}", watch)
-        else:
-            self._release(order, copies, deadline, watch)
+            self._fail(order, Cause.INTERNAL, f"{type(error).__name__}: {error}", watch)
 
     def _read_all(self, order: PullOrder, deadline: float, watch: _Stopwatch) -> list[Copies]:
         """Bring all bytes of a pull.
@@ -168,7 +191,7 @@ class PeerSession:
         remote = [_block_table(ids) for ids in order.remote.remote_block_ids]
         if len(remote) != len(peer.workers[0].groups):
             raise PullFailed(
-                "params",
+                Cause.PARAMS,
                 f"remote_block_ids holds {len(remote)} block tables; the prefill engine has "
                 f"{len(peer.workers[0].groups)} cache groups",
             )
@@ -178,10 +201,12 @@ class PeerSession:
                 for index, plan in peer.plans.items()
             }
         except PlanError as error:
-            raise PullFailed("params", str(error)) from error
+            raise PullFailed(Cause.PARAMS, str(error)) from error
         watch.lap("plan")
         for index, copies in batches.items():
-            logger.debug("request %s, prefill rank %d: %s", order.request_id, index, peer.plans[index].describe(copies))
+            if logger.isEnabledFor(logging.DEBUG):
+                plan = peer.plans[index].describe(copies)
+                logger.debug("request %s, prefill rank %d: %s", order.request_id, index, plan)
             self._read(peer, index, copies, deadline)
         watch.lap("read")
         return list(batches.values())
@@ -190,22 +215,26 @@ class PeerSession:
         remaining = deadline - time.monotonic()
         if remaining <= 0:
             raise PullFailed(
-                "timeout", f"the pull timeout of {self._context.pull_timeout_s} s was over before the read"
+                Cause.TIMEOUT, f"the pull timeout of {self._context.pull_timeout_s} s was over before the read"
             )
+        link = self._link(peer, index)
         try:
-            self._link(peer, index).read(copies, remaining)
+            link.read(copies, remaining)
         except ReadFailed as error:
             # Closing the link settles its reads: after that the blocks may be given to other requests.
-            if (link := peer.links.pop(index, None)) is not None:
-                link.close()
-            raise PullFailed("read", f"prefill rank {index}: {error}") from error
+            link.close()
+            del peer.links[index]
+            raise PullFailed(Cause.READ, f"prefill rank {index}: {error}") from error
         except ValueError as error:
-            raise PullFailed("params", f"prefill rank {index}: {error}") from error
+            raise PullFailed(Cause.PARAMS, f"prefill rank {index}: {error}") from error
 
     def _link(self, peer: _Peer, index: int) -> Link:
         if index not in peer.links:
             worker = peer.workers[index]
-            peer.links[index] = self._context.engine.open(worker.engine_address, worker.regions)
+            try:
+                peer.links[index] = self._context.engine.open(worker.engine_address, worker.regions)
+            except ReadFailed as error:
+                raise PullFailed(Cause.UNREACHABLE, f"prefill rank {index}: {error}") from error
         return peer.links[index]
 
     def _handshake(self, deadline: float) -> _Peer:
@@ -221,24 +250,24 @@ class PeerSession:
         try:
             welcome = context.client.request(self._host, self._port, Hello(self._engine_id), timeout).result()
         except PeerRefused as error:
-            raise PullFailed("refused", str(error)) from error
+            raise PullFailed(Cause.REFUSED, str(error)) from error
         except ControlError as error:
-            raise PullFailed("unreachable", str(error)) from error
+            raise PullFailed(Cause.UNREACHABLE, str(error)) from error
         assert isinstance(welcome, Welcome)
         try:
             check_models(context.model, welcome.model)
             sources = choose_sources(context.local, welcome.workers)
             plans = compile_plans(context.local, welcome.workers, sources)
         except (IncompatibleCachesError, PlanError) as error:
-            raise PullFailed("incompatible", str(error)) from error
+            raise PullFailed(Cause.INCOMPATIBLE, str(error)) from error
         peer = _Peer(welcome.workers, plans)
         try:
             for index in plans:
                 self._link(peer, index)
-        except ReadFailed as error:
+        except PullFailed:
             for link in peer.links.values():
                 link.close()
-            raise PullFailed("unreachable", f"transfer engine: {error}") from error
+            raise
         self._peer = peer
         logger.info(
             "PDConnector: rank %d pulls from engine %s at %s:%d, ranks %s of %d",
@@ -254,26 +283,26 @@ class PeerSession:
             copied_bytes=sum(batch.total_bytes for batch in copies),
             descriptors=sum(len(batch) for batch in copies),
         )
-        timeout = max(deadline - time.monotonic(), 1.0)
+        timeout = max(min(deadline - time.monotonic(), self._context.handshake_timeout_s), 1.0)
 
         def settle(future: "Future[Reply]") -> None:
             watch.lap("release")
             error = None if future.cancelled() else future.exception()
             if error is not None or future.cancelled():
-                self._settle_failed(order, "unconfirmed", f"the release was not answered: {error}", watch)
+                self._settle_failed(order, Cause.UNCONFIRMED, f"the release was not answered: {error}", watch)
                 return
             reply = future.result()
             if isinstance(reply, Released) and reply.valid:
-                self._context.settle(replace(done, seconds=watch.total()))
+                self._settle(replace(done, seconds=watch.total()))
             else:
                 reason = f"lease {order.remote.lease_id} had ended when the read was done: its blocks may have changed"
-                self._settle_failed(order, "lease", reason, watch)
+                self._settle_failed(order, Cause.LEASE, reason, watch)
 
         self._send_release(order, timeout).add_done_callback(settle)
 
-    def _fail(self, order: PullOrder, cause: str, reason: str, watch: _Stopwatch) -> None:
+    def _fail(self, order: PullOrder, cause: Cause, reason: str, watch: _Stopwatch) -> None:
         """Settle a failed pull, and tell the engine that this reader will not come back."""
-        if cause != "unreachable":
+        if cause is not Cause.UNREACHABLE:
             self._send_release(order, self._context.handshake_timeout_s)
         self._settle_failed(order, cause, reason, watch)
 
@@ -294,11 +323,9 @@ class PeerSession:
         message = Release(self._engine_id, order.remote.lease_id, context.reader, context.readers, order.pull_id)
         return context.client.request(self._host, self._port, message, timeout_s)
 
-    def _settle_failed(self, order: PullOrder, cause: str, reason: str, watch: _Stopwatch) -> None:
+    def _settle_failed(self, order: PullOrder, cause: Cause, reason: str, watch: _Stopwatch) -> None:
         source = f"engine {self._engine_id} at {self._host}:{self._port}"
-        self._context.settle(
-            Settled(order.request_id, cause, f"pull from {source} failed: {reason}", seconds=watch.total())
-        )
+        self._settle(Settled(order.request_id, cause, f"pull from {source} failed: {reason}", seconds=watch.total()))
 
     def _drop_links(self) -> None:
         if self._peer is not None:

@@ -1,20 +1,19 @@
 """A worker's pulls: hands orders to the sessions of their peers and collects what has settled.
 
-Everything except ``settle`` runs on the thread that vLLM calls the connector on, and none of it waits.
+Everything runs on the thread that vLLM calls the connector on, and nothing but ``join`` waits.
 """
 
 import queue
 import time
-from collections.abc import Callable
 
 from pd_connector.metadata import PullOrder, RefuseOrder
 from pd_connector.vllm_compat import init_logger
-from pd_connector.worker.peer import PeerSession, PullContext, Settled
+from pd_connector.worker.peer import Cause, PeerSession, PullContext, Settled
 
 logger = init_logger(__name__)
 
-#: How long a shutdown waits for reads under way. The process's end stops them in any case.
-_CLOSE_TIMEOUT_S = 5.0
+#: How long a shutdown waits for threads: less than vLLM gives its workers. The process's end stops them in any case.
+_CLOSE_TIMEOUT_S = 2.0
 
 
 class PullService:
@@ -23,10 +22,11 @@ class PullService:
     Both come from a client: a wrong address must not divert the pulls of requests that name the right one.
     """
 
-    def __init__(self, make_context: Callable[[Callable[[Settled], None]], PullContext], peer_idle_s: float) -> None:
+    def __init__(self, context: PullContext, peer_idle_s: float, max_peers: int = 256) -> None:
         self._settled: queue.SimpleQueue[Settled] = queue.SimpleQueue()
-        self._context = make_context(self._settled.put)
+        self._context = context
         self._peer_idle_s = peer_idle_s
+        self._max_peers = max_peers
         self._sessions: dict[tuple[str, str, int], PeerSession] = {}
         self._closing: list[PeerSession] = []
         self._outstanding: set[str] = set()
@@ -34,17 +34,17 @@ class PullService:
     def submit(self, order: PullOrder) -> None:
         """Start a pull; ``take_settled`` reports its end."""
         self._outstanding.add(order.request_id)
-        peer = (order.remote.remote_engine_id, order.remote.remote_host, order.remote.remote_port)
-        session = self._sessions.get(peer)
+        session = self._session(order)
         if session is None:
-            self._close_idle_sessions()
-            session = self._sessions[peer] = PeerSession(self._context, *peer)
+            reason = f"{self._max_peers} prefill engines are being pulled from already, at most that many are at once"
+            self._settled.put(Settled(order.request_id, Cause.UNREACHABLE, reason))
+            return
         session.submit(order)
 
     def refuse(self, order: RefuseOrder) -> None:
         """Settle a request that cannot be pulled as failed."""
         self._outstanding.add(order.request_id)
-        self._settled.put(Settled(order.request_id, "params", order.reason))
+        self._settled.put(Settled(order.request_id, Cause.PARAMS, order.reason))
 
     def take_settled(self) -> list[Settled]:
         """The pulls that have ended since the last call, each exactly once."""
@@ -60,20 +60,35 @@ class PullService:
         return settled
 
     def close(self) -> None:
-        """End all sessions and join their threads."""
-        sessions = [*self._sessions.values(), *self._closing]
+        """End all sessions after the read under way. Does not wait; what is outstanding is not reported any more."""
+        self._closing += self._sessions.values()
         self._sessions.clear()
-        for session in sessions:
+        for session in self._closing:
             session.close()
-        deadline = time.monotonic() + _CLOSE_TIMEOUT_S
-        stuck = [session for session in sessions if not session.join(max(deadline - time.monotonic(), 0.0))]
-        if stuck:
-            logger.warning("PDConnector: %d reads were still under way at shutdown", len(stuck))
 
-    def _close_idle_sessions(self) -> None:
+    def join(self) -> None:
+        """Wait for the sessions' threads after ``close``."""
+        deadline = time.monotonic() + _CLOSE_TIMEOUT_S
+        self._closing = [s for s in self._closing if not s.join(max(deadline - time.monotonic(), 0.0))]
+        if self._closing:
+            logger.warning("PDConnector: %d reads were still under way at shutdown", len(self._closing))
+
+    def _session(self, order: PullOrder) -> PeerSession | None:
+        """The session with an order's prefill engine; None if there are too many."""
+        peer = (order.remote.remote_engine_id, order.remote.remote_host, order.remote.remote_port)
+        if peer not in self._sessions:
+            self._close_idle_sessions(self._peer_idle_s)
+            if len(self._sessions) >= self._max_peers:
+                self._close_idle_sessions(0.0)
+            if len(self._sessions) >= self._max_peers:
+                return None
+            self._sessions[peer] = PeerSession(self._context, self._settled.put, *peer)
+        return self._sessions[peer]
+
+    def _close_idle_sessions(self, idle_s: float) -> None:
         now = time.monotonic()
         for peer, session in list(self._sessions.items()):
-            if session.idle and now - session.last_used > self._peer_idle_s:
+            if session.idle and now - session.last_used >= idle_s:
                 session.close()
                 self._closing.append(self._sessions.pop(peer))
         self._closing = [session for session in self._closing if not session.join(0.0)]

@@ -12,7 +12,7 @@ import numpy as np
 
 from layout.geometry import ModelIdentity, WorkerGeometry
 from pd_connector.metadata import PullOrder
-from pd_connector.params import RemotePrefill, parse_remote_prefill, prompt_digest
+from pd_connector.params import RemotePrefill, parse_remote_prefill
 from pd_connector.scheduler.producer import Producer
 from pd_connector.worker.peer import PullContext, Settled
 from tests.layout.oracle import Engine, Items, Model, Rank, Table, build, unit_tokens
@@ -82,7 +82,7 @@ class PrefillEngine:
             rank.fill(tables(blocks))
         request = FakeRequest(request_id, a_prompt(tokens))
         params = self.producer.finish_prefill(request, tuple(list(ids) for ids in blocks))
-        return parse_remote_prefill(params, tokens, prompt_digest(request.prompt_token_ids, ()))
+        return parse_remote_prefill(params)
 
     def close(self) -> None:
         self.producer.close()
@@ -106,7 +106,7 @@ class DecodeWorker:
     pull_timeout_s: float = 20.0
 
     def context(self) -> PullContext:
-        """For sessions whose pulls end in ``ends``."""
+        """What this rank's pulls share."""
         return PullContext(
             local=self.rank.geometry,
             model=self.identity,
@@ -116,7 +116,6 @@ class DecodeWorker:
             readers=self.readers,
             handshake_timeout_s=self.handshake_timeout_s,
             pull_timeout_s=self.pull_timeout_s,
-            settle=self.ends.put,
         )
 
     def next_end(self, timeout_s: float = 10.0) -> Settled:

@@ -2,12 +2,15 @@
 
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
 from pd_connector.params import RemotePrefill, prompt_digest
+from transfer.control.client import ControlClient
+from transfer.control.messages import Cancel, Renew, Reply, Request
 
 
 @dataclass
@@ -20,6 +23,7 @@ class FakeRequest:
     lora_request: Any = None
     mm_features: list[Any] = field(default_factory=list)
     status: Any = None
+    abort_immediately: bool = False
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -37,6 +41,30 @@ class ManualClock:
 
     def advance(self, seconds: float) -> None:
         self.now += seconds
+
+
+class RecordingClient(ControlClient):
+    """Sends nothing: remembers what it was asked to send, and where to."""
+
+    def __init__(self) -> None:  # no thread
+        self.sent: list[tuple[str, int, Request]] = []
+        self.futures: list[Future[Reply]] = []
+
+    def request(self, host: str, port: int, message: Request, timeout_s: float) -> Future[Reply]:
+        assert timeout_s > 0
+        self.sent.append((host, port, message))
+        self.futures.append(Future())
+        return self.futures[-1]
+
+    def cancelled(self) -> list[str]:
+        """Lease ids, in the order of their cancels."""
+        return [lease for _, _, sent in self.sent if isinstance(sent, Cancel) for lease in sent.lease_ids]
+
+    def take_renewed(self) -> list[str]:
+        """Lease ids of the renewals since the last call."""
+        renewed = [lease for _, _, sent in self.sent if isinstance(sent, Renew) for lease in sent.lease_ids]
+        self.sent = [entry for entry in self.sent if not isinstance(entry[2], Renew)]
+        return renewed
 
 
 def a_prompt(tokens: int, seed: int = 0) -> list[int]:

@@ -95,7 +95,7 @@ def test_a_wrong_value_is_refused_naming_key_and_value(key: str, value: Any) -> 
 @pytest.mark.parametrize(
     ("key", "value", "rule"),
     [
-        ("lease_ttl_s", 0, "greater than 0"),
+        ("lease_ttl_s", 0, "greater than or equal to 0.1"),
         ("port", 65536, "less than or equal to 65535"),
         ("max_descriptors_in_flight", 2048, "less than or equal to 1024"),
         ("protocol", "roce", "'auto', 'tcp', 'rdma' or 'ascend'"),

@@ -57,13 +57,16 @@ def transfer_config(role: str = "kv_both", policy: str = "fail", **extra: Any) -
 def a_config(model: Path, role: str = "kv_both", policy: str = "fail", **extra: Any) -> Any:
     return SimpleNamespace(
         kv_transfer_config=transfer_config(role, policy, **extra),
-        parallel_config=SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1),
+        parallel_config=SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1, data_parallel_index=0),
         cache_config=SimpleNamespace(cache_dtype="auto"),
         model_config=SimpleNamespace(
             model=str(model),
             dtype=torch.float32,
             architecture="LlamaForCausalLM",
             use_mla=False,
+            enable_sleep_mode=False,
+            revision=None,
+            hf_overrides=None,
             get_total_num_hidden_layers=lambda: len(LAYERS),
             get_total_num_kv_heads=lambda: 2,
             get_head_size=lambda: 64,
@@ -299,7 +302,7 @@ def test_params_that_cannot_be_used_fail_the_request_instead_of_hanging_it(start
 
 
 def test_an_expired_lease_frees_the_blocks_of_the_prefill_engine(start: Start) -> None:
-    p = start("kv_producer", lease_ttl_s=0.05)
+    p = start("kv_producer", lease_ttl_s=0.1)
     assert p.prefill("r", [3, 1, 6])[0]
     p.steps_until(lambda results: results.finished_sending)
     assert p.results.finished_sending == {"r"}

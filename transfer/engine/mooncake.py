@@ -295,10 +295,10 @@ class MooncakeLink(Link):
         with self._busy:
             if self._closed:
                 return
-            self._closed = True
             if self._options.isolated:
                 self._native.delete()
             else:
                 time.sleep(max(0.0, self._settled_at - time.monotonic()))
+            self._closed = True
             self._window.release(self._unsettled)
         self._engine.forget(self)

@@ -17,6 +17,7 @@ import socket
 import struct
 import time
 from collections.abc import Iterator, MutableMapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -159,7 +160,10 @@ class NativeEngine:
     def interrupt(self, address: str) -> None:
         """End calls that wait for the peer's first answer: they return as failed."""
         host, port = split_address(address)
-        peers = {entry[4][0] for entry in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)}
+        try:
+            peers = {entry[4][0] for entry in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)}
+        except (OSError, UnicodeError):
+            return  # a host without an address has no connection either
         for connection in _own_sockets(remote_port=port):
             with connection:
                 try:
@@ -171,7 +175,9 @@ class NativeEngine:
     def delete(self) -> None:
         """End the engine: afterwards it writes nothing more. No other call may be running. Idempotent."""
         if self._engine is not None:
-            self._shorten_accept()
+            # Only a matter of speed, and without a free file descriptor it fails: the engine must go all the same.
+            with suppress(OSError):
+                self._shorten_accept()
             self._engine = None
 
     def _shorten_accept(self) -> None:

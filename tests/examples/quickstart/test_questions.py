@@ -5,6 +5,7 @@ import json
 import socketserver
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -114,6 +115,13 @@ def test_a_stream_that_breaks_off_is_no_answer(vllm: FakeVllm, mode: str, words:
     vllm.mode = mode
     with pytest.raises(QuestionFailed, match=words):
         ask(vllm.url, "demo", Question("one", (CHAT,), stream=True), "salt")
+
+
+def test_a_refusal_is_shown_with_what_the_servers_logged(vllm: FakeVllm, tmp_path: Path) -> None:
+    server = Server("decode server", [], url=vllm.url, log=tmp_path / "log")
+    server.log.write_text("(Worker pid=7) ERROR 11-21 11:02:34 [half.py:1] PDConnector: the pull failed\n")
+    failure = demo._with_the_servers_words(QuestionFailed("answered 500"), Deployment(server, server, server))
+    assert str(failure).startswith("answered 500\ndecode server: (Worker pid=7) ERROR")
 
 
 def test_a_server_that_is_gone_is_named() -> None:

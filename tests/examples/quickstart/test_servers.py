@@ -143,6 +143,21 @@ def test_the_end_of_the_log_comes_after_the_errors_before_it(bed: Bed) -> None:
     assert server.log_tail(lines=2) == f"{cause}\n...\nlater\nRuntimeError: see above"
 
 
+def test_the_errors_of_a_log_are_told_from_tracebacks_and_warnings(bed: Bed) -> None:
+    server = bed.server()
+    server.log.write_text(
+        "(Worker pid=7) WARNING 11-21 11:02:34 [base.py:214] experimental\n"
+        "(Worker pid=7) ERROR 11-21 11:02:34 [half.py:136] PDConnector: the pull failed\n"
+        "(Worker pid=7) ERROR 11-21 11:02:34 [executor.py:953] Traceback (most recent call last):\n"
+        "(Worker pid=7) ERROR 11-21 11:02:34 [executor.py:953]     raise RuntimeError(\n"
+        "zmq.error.ZMQError: Address already in use\n"
+    )
+    assert server.errors() == [
+        "(Worker pid=7) ERROR 11-21 11:02:34 [half.py:136] PDConnector: the pull failed",
+        "zmq.error.ZMQError: Address already in use",
+    ]
+
+
 def test_one_dying_server_ends_the_wait_for_another(bed: Bed) -> None:
     with Servers() as servers:
         loading = servers.start(bed.server("loading"))

@@ -1,50 +1,19 @@
 """The decode engine's scheduler half, state by state: what is pulled, which leases are kept alive, which let go of."""
 
-import itertools
 import logging
 from collections.abc import Iterator
-from concurrent.futures import Future
 from dataclasses import dataclass
 
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
 from pd_connector.metadata import PullOrder
-from pd_connector.params import RemotePrefill
 from pd_connector.scheduler.consumer import Consumer
-from tests.pd_connector.support import FakeRequest, ManualClock, a_decode_request, a_prompt
-from transfer.control.client import ControlClient
+from tests.pd_connector.support import FakeRequest, ManualClock, RecordingClient, a_decode_request, a_prompt
 from transfer.control.errors import PeerUnreachable
-from transfer.control.messages import Cancel, Renew, Renewed, Reply, Request
+from transfer.control.messages import Cancel, Renew, Renewed
 
 TTL_S = 30.0
 BLOCKS = ((3, 9, 4, 7, 5),)
-
-
-class RecordingClient(ControlClient):
-    """Sends nothing: remembers what it was asked to send, and where to."""
-
-    def __init__(self) -> None:  # no thread
-        self.sent: list[tuple[str, int, Request]] = []
-        self.futures: list[Future[Reply]] = []
-
-    def request(self, host: str, port: int, message: Request, timeout_s: float) -> Future[Reply]:
-        assert timeout_s > 0
-        self.sent.append((host, port, message))
-        self.futures.append(Future())
-        return self.futures[-1]
-
-    def cancelled(self) -> list[str]:
-        """Lease ids, in the order of their cancels."""
-        return [lease for _, _, sent in self.sent if isinstance(sent, Cancel) for lease in sent.lease_ids]
-
-    def take_renewed(self) -> list[str]:
-        """Lease ids of the renewals since the last call."""
-        renewed = [lease for _, _, sent in self.sent if isinstance(sent, Renew) for lease in sent.lease_ids]
-        self.sent = [entry for entry in self.sent if not isinstance(entry[2], Renew)]
-        return renewed
 
 
 class Checked(Consumer):
@@ -345,120 +314,32 @@ def test_a_follower_that_leaves_does_not_end_the_lease_of_the_first(
     assert desk.consumer.missing_tokens(shared[0], 0) == 69
 
 
-class ConsumerLife(RuleBasedStateMachine):
-    """Requests that come, are allocated, settle and leave in any order, against sets of lease ids."""
-
-    waiting = Bundle("waiting")
-    pulling = Bundle("pulling")
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.clock, self.client = ManualClock(), RecordingClient()
-        self.consumer = Consumer(self.client, 10.0, self.clock)
-        self.numbers = itertools.count()
-        self.renewed_at: dict[str, float] = {}  # of every lease that must be kept alive, by request id
-        self.cancelled: list[str] = []
-        self.ordered: list[str] = []
-        self.refused: list[str] = []
-
-    @rule(target=waiting, good=st.booleans(), tokens=st.integers(1, 100))
-    def arrive(self, good: bool, tokens: int) -> FakeRequest:
-        request_id = f"r{next(self.numbers)}"
-        request = a_decode_request(request_id, tokens, lease_id=request_id)
-        if good:
-            self.renewed_at[request_id] = self.clock.now
-        else:
-            assert request.kv_transfer_params is not None
-            del request.kv_transfer_params["lease_id"]
-        self.consumer.add_request(request)
-        return request
-
-    @rule(target=pulling, request=consumes(waiting), computed=st.integers(0, 6))
-    def allocate(self, request: FakeRequest, computed: int) -> FakeRequest:
-        missing = self.consumer.missing_tokens(request, 16 * computed)
-        assert missing == max(0, request.num_prompt_tokens - 1 - 16 * computed)
-        self.consumer.start_pull(request, BLOCKS, missing)
-        if missing:
-            (self.ordered if request.request_id in self.renewed_at else self.refused).append(request.request_id)
-        else:
-            self.lets_go(request)
-        return request
-
-    @rule(request=consumes(pulling))
-    def settle(self, request: FakeRequest) -> None:
-        self.consumer.settle(request.request_id)
-        self.renewed_at.pop(request.request_id, None)
-
-    @rule(request=consumes(waiting))
-    def leave_early(self, request: FakeRequest) -> None:
-        self.consumer.finish_request(request.request_id)
-        self.lets_go(request)
-
-    @rule(request=pulling)
-    def leave_while_pulling(self, request: FakeRequest) -> None:
-        self.consumer.finish_request(request.request_id)
-
-    @rule(thirds=st.sampled_from([0.0, 0.25, 0.5, 1.0, 1.5]))
-    def step(self, thirds: float) -> None:
-        self.clock.advance(thirds * 10.0)
-        pulls, refusals = self.consumer.take_orders()
-        assert [order.request_id for order in pulls] == self.ordered
-        assert [order.request_id for order in refusals] == self.refused
-        assert all(isinstance(order.remote, RemotePrefill) for order in pulls)
-        self.ordered, self.refused = [], []
-        due = [lease for lease, at in self.renewed_at.items() if self.clock.now >= at + TTL_S / 3]
-        assert sorted(self.client.take_renewed()) == sorted(due)
-        self.renewed_at |= dict.fromkeys(due, self.clock.now)
-
-    def lets_go(self, request: FakeRequest) -> None:
-        if self.renewed_at.pop(request.request_id, None) is not None:
-            self.cancelled.append(request.request_id)
-
-    @invariant()
-    def books_balance(self) -> None:
-        self.consumer.check_integrity()
-        assert self.client.cancelled() == self.cancelled
+def test_a_decode_leg_that_the_api_server_rejected_lets_go_of_its_lease(desk: Desk) -> None:
+    """vLLM adds a placeholder with another prompt for it, and aborts that at once."""
+    request = a_decode_request("r", lease_id="L")
+    request.prompt_token_ids, request.abort_immediately = [0], True
+    desk.consumer.add_request(request)
+    desk.consumer.finish_request("r")
+    assert desk.client.cancelled() == ["L"]
 
 
-TestConsumerLife = ConsumerLife.TestCase
-TestConsumerLife.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+@pytest.mark.parametrize(("tokens", "cut"), [(159, True), (158, False), (160, False), (100, False)])
+def test_a_window_that_the_prefill_engine_has_cut_short_is_computed_here(tokens: int, cut: bool) -> None:
+    """Window 128, blocks of 32: the token after 159 prompt tokens does not see block 0, the last of them does."""
+    clock, client = ManualClock(), RecordingClient()
+    consumer = Checked(client, 10.0, clock, windows=[(32, 0), (32, 128)])
+    let_go = max(tokens + 1 - 128, 0) // 32
+    held = range(1, -(-tokens // 32) + 1)
+    windowed = tuple(0 if block <= let_go else block for block in held)
+    request = a_decode_request("r", tokens, lease_id="L", remote_block_ids=(tuple(held), windowed))
+    consumer.add_request(request)
+    assert consumer.missing_tokens(request, 0) == (0 if cut else tokens - 1)
 
 
-class TestRequestsThatShareALease:
-    """As the ``n`` requests do that vLLM makes of one request for ``n`` choices."""
-
-    def share(self, desk: Desk) -> tuple[FakeRequest, FakeRequest]:
-        leader, follower = (a_decode_request(name, lease_id="L") for name in ("leader", "follower"))
-        desk.consumer.add_request(leader)
-        desk.consumer.add_request(follower)
-        return leader, follower
-
-    def test_the_second_waits_until_the_first_has_pulled_and_pulls_nothing(self, desk: Desk) -> None:
-        leader, follower = self.share(desk)
-        assert desk.consumer.missing_tokens(follower, 0) is None
-        desk.consumer.start_pull(leader, BLOCKS, 69)
-        assert len(desk.pulls()) == 1
-        assert desk.consumer.missing_tokens(follower, 0) is None
-        desk.consumer.settle("leader")
-        assert desk.consumer.missing_tokens(follower, 64) == 0
-        desk.consumer.start_pull(follower, BLOCKS, 0)
-        assert desk.pulls() == ()
-        assert desk.client.cancelled() == []
-
-    def test_the_second_is_computed_when_the_first_leaves_before_its_pull(self, desk: Desk) -> None:
-        _, follower = self.share(desk)
-        desk.consumer.finish_request("leader")
-        assert desk.consumer.missing_tokens(follower, 0) == 0
-        assert desk.client.cancelled() == ["L"]
-
-    def test_the_second_may_leave_first(self, desk: Desk) -> None:
-        leader, _ = self.share(desk)
-        desk.consumer.finish_request("follower")
-        assert desk.client.cancelled() == []
-        assert desk.consumer.missing_tokens(leader, 0) == 69
-
-    def test_only_the_first_renews(self, desk: Desk) -> None:
-        self.share(desk)
-        desk.clock.advance(TTL_S / 3)
-        desk.pulls()
-        assert desk.client.take_renewed() == ["L"]
+def test_a_smaller_offer_than_was_asked_for_is_pulled_from_its_start(desk: Desk) -> None:
+    request = a_decode_request("r", tokens=70)
+    desk.consumer.add_request(request)
+    assert desk.consumer.missing_tokens(request, 16) == 53
+    desk.consumer.start_pull(request, BLOCKS, 48)
+    (order,) = desk.pulls()
+    assert (order.first_token, order.end_token) == (16, 64)

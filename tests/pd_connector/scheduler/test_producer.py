@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from layout.geometry import WorkerGeometry
-from pd_connector.params import parse_remote_prefill, prompt_digest
+from pd_connector.params import check_prompt, parse_remote_prefill, prompt_digest
 from pd_connector.scheduler.leases import LeaseTable
 from pd_connector.scheduler.producer import Producer
 from tests.pd_connector.engines import IDENTITY
@@ -59,7 +59,8 @@ def grant(producer: Producer, request_id: str = "r") -> str:
 def test_a_finished_prefill_is_answered_with_params_that_a_decode_engine_accepts(producer: Producer) -> None:
     request = FakeRequest("r", a_prompt(70))
     params = producer.finish_prefill(request, ([1, 2, 3, 4, 5], [0, 0, 8, 9, 6]))
-    remote = parse_remote_prefill(params, 70, prompt_digest(a_prompt(70), ()))
+    remote = parse_remote_prefill(params)
+    check_prompt(remote, 70, prompt_digest(a_prompt(70), ()))
     assert remote.remote_engine_id == producer.engine_id
     assert remote.remote_request_id == "r"
     assert (remote.remote_host, remote.remote_port) == ("127.0.0.1", producer.port)

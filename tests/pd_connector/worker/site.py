@@ -44,9 +44,10 @@ class Site:
         return [self.add(worker) for worker in decode_workers(self.fabric, engine, model)]
 
     def session(self, worker: DecodeWorker, remote: RemotePrefill, **changes: Any) -> PeerSession:
-        """A session with the engine that ``remote`` names; ``changes`` are made to its context."""
+        """A session with the engine that ``remote`` names; ``changes`` are made to its context, or to ``settle``."""
+        settle = changes.pop("settle", worker.ends.put)
         context: PullContext = replace(worker.context(), **changes)
-        session = PeerSession(context, remote.remote_engine_id, remote.remote_host, remote.remote_port)
+        session = PeerSession(context, settle, remote.remote_engine_id, remote.remote_host, remote.remote_port)
         self._sessions.append(session)
         return session
 

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -13,7 +14,7 @@ from pd_connector.metadata import PullOrder, RefuseOrder
 from pd_connector.scheduler.consumer import Consumer
 from pd_connector.scheduler.leases import LeaseTable
 from pd_connector.worker import pulls as pulls_module
-from pd_connector.worker.peer import Settled
+from pd_connector.worker.peer import Cause, Settled
 from pd_connector.worker.pulls import PullService
 from tests.pd_connector.engines import (
     DECODE,
@@ -33,15 +34,9 @@ from transfer.engine.in_process import Fault, InProcessFabric
 class DecodeEngine:
     """The worker halves of a decode engine."""
 
-    def __init__(self, fabric: InProcessFabric, tp: int = 1, peer_idle_s: float = 600.0, **timeouts: float) -> None:
+    def __init__(self, fabric: InProcessFabric, tp: int = 1, peer_idle_s: float = 600.0, **changes: Any) -> None:
         self.workers = decode_workers(fabric, replace(DECODE, tp=tp))
-        self.services = [
-            PullService(
-                lambda settle, worker=worker: replace(worker.context(), settle=settle, **timeouts),  # type: ignore[misc]
-                peer_idle_s,
-            )
-            for worker in self.workers
-        ]
+        self.services = [PullService(replace(worker.context(), **changes), peer_idle_s) for worker in self.workers]
 
     @property
     def worker(self) -> DecodeWorker:
@@ -75,6 +70,7 @@ class DecodeEngine:
     def close(self) -> None:
         for service in self.services:
             service.close()
+            service.join()
         for worker in self.workers:
             worker.close()
 
@@ -201,7 +197,7 @@ def test_a_refusal_of_the_scheduler_half_is_reported_once_as_failed(site: Site, 
     decode = start_decode()
     decode.service.refuse(RefuseOrder("r", "the two legs must carry the same prompt"))
     (end,) = decode.service.take_settled()
-    assert end == Settled("r", "params", "the two legs must carry the same prompt")
+    assert end == Settled("r", Cause.PARAMS, "the two legs must carry the same prompt")
     assert decode.service.take_settled() == []
 
 
@@ -210,7 +206,7 @@ def test_a_second_settlement_is_never_reported(
 ) -> None:
     decode = start_decode()
     decode.service.refuse(RefuseOrder("r", "first"))
-    decode.service._settled.put(Settled("r", "read", "second"))
+    decode.service._settled.put(Settled("r", Cause.READ, "second"))
     with caplog.at_level(logging.ERROR):
         assert [end.reason for end in decode.service.take_settled()] == ["first"]
     assert "request r settled twice" in caplog.text
@@ -248,14 +244,40 @@ def test_a_session_with_a_pull_under_way_is_not_idle(site: Site, start_decode: D
     assert {end.cause for of_ranks in ends.values() for end in of_ranks} == {""}
 
 
-def test_closing_finishes_what_is_queued_and_joins_all_threads(site: Site, start_decode: Decode) -> None:
+def test_closing_drops_what_is_queued_and_joins_all_threads(site: Site, start_decode: Decode) -> None:
     engines, decode = [site.prefill() for _ in range(3)], start_decode()
+    finish = threading.Event()
+    for read in (1, 2, 3):
+        site.fabric.inject(read, Fault(until=finish, fails=False))
     for number in range(9):
         decode.service.submit(an_order(f"r{number}", engines[number % 3].prefill(f"r{number}", THEIRS), OURS))
-    assert len(pull_threads()) == 3
+    assert until(lambda: site.fabric.reads == 3)
     decode.service.close()
+    finish.set()
+    decode.service.join()
     assert pull_threads() == set()
-    assert decode.wait(9).keys() == {f"r{number}" for number in range(9)}
+    assert site.fabric.reads == 3
+
+
+def test_no_more_engines_are_pulled_from_at_once_than_allowed(site: Site) -> None:
+    """The ids and addresses of engines come from clients: they must not make threads without end."""
+    (worker,), prefill = site.decode(), site.prefill()
+    service = PullService(worker.context(), 600.0, max_peers=2)
+    finish = threading.Event()
+    site.fabric.inject(1, Fault(until=finish, fails=False))
+    service.submit(an_order("real", prefill.prefill("real", THEIRS), OURS))
+    port = free_port()
+    for name in ("x", "y"):
+        remote = prefill.prefill(name, THEIRS)
+        service.submit(an_order(name, remote, OURS, remote_engine_id=name, remote_port=port))
+    (end,) = service.take_settled()
+    assert (end.request_id, end.cause) == ("y", "unreachable")
+    assert len(pull_threads()) == 2
+    finish.set()
+    service.close()
+    worker.client.close()
+    service.join()
+    assert pull_threads() == set()
 
 
 def test_closing_does_not_wait_for_ever_for_a_read_that_hangs(
@@ -267,7 +289,9 @@ def test_closing_does_not_wait_for_ever_for_a_read_that_hangs(
     site.fabric.inject(1, Fault(until=finish, fails=False))
     decode.service.submit(an_order("r", prefill.prefill("r", THEIRS), OURS))
     (stuck,) = pull_threads()
+    assert until(lambda: site.fabric.reads == 1)
     decode.service.close()
+    decode.service.join()
     assert "1 reads were still under way at shutdown" in caplog.text
     finish.set()
     stuck.join(5.0)

@@ -1,0 +1,117 @@
+"""Any order of arrivals, allocations, settlements and departures on a decode engine, against sets of lease ids."""
+
+import itertools
+from typing import Any
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
+
+from pd_connector.params import RemotePrefill
+from pd_connector.scheduler.consumer import Consumer
+from tests.pd_connector.support import FakeRequest, ManualClock, RecordingClient, a_decode_request
+
+TTL_S = 30.0
+BLOCKS = ((3, 9, 4, 7, 5),)
+
+
+class ConsumerLife(RuleBasedStateMachine):
+    """Requests that come, are allocated, settle and leave in any order, against sets of lease ids."""
+
+    waiting = Bundle("waiting")
+    pulling = Bundle("pulling")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.clock, self.client = ManualClock(), RecordingClient()
+        self.consumer = Consumer(self.client, 10.0, self.clock)
+        self.numbers = itertools.count()
+        self.renewed_at: dict[str, float] = {}  # of every lease that must be kept alive, by request id
+        self.cancelled: list[str] = []
+        self.ordered: list[str] = []
+        self.refused: list[str] = []
+        self.following: dict[str, str] = {}  # request id to the lease id that it shares
+
+    @rule(target=waiting, good=st.booleans(), tokens=st.integers(1, 100))
+    def arrive(self, good: bool, tokens: int) -> FakeRequest:
+        request_id = f"r{next(self.numbers)}"
+        request = a_decode_request(request_id, tokens, lease_id=request_id)
+        if good:
+            self.renewed_at[request_id] = self.clock.now
+        else:
+            assert request.kv_transfer_params is not None
+            del request.kv_transfer_params["lease_id"]
+        self.consumer.add_request(request)
+        return request
+
+    @rule(target=waiting, tokens=st.integers(1, 100), data=st.data())
+    def arrive_with_a_lease_in_use(self, tokens: int, data: st.DataObject) -> Any:
+        if not self.renewed_at:
+            return multiple()
+        lease_id = data.draw(st.sampled_from(sorted(self.renewed_at)))
+        request = a_decode_request(f"r{next(self.numbers)}", tokens, lease_id=lease_id)
+        self.following[request.request_id] = lease_id
+        self.consumer.add_request(request)
+        return request
+
+    @rule(target=pulling, request=consumes(waiting), computed=st.integers(0, 6))
+    def allocate(self, request: FakeRequest, computed: int) -> Any:
+        missing = self.consumer.missing_tokens(request, 16 * computed)
+        if (lease_id := self.following.get(request.request_id)) is not None:
+            return self.allocate_follower(request, missing, in_use=lease_id in self.renewed_at)
+        assert missing is not None
+        assert missing == max(0, request.num_prompt_tokens - 1 - 16 * computed)
+        self.consumer.start_pull(request, BLOCKS, missing)
+        if missing:
+            (self.ordered if request.request_id in self.renewed_at else self.refused).append(request.request_id)
+        else:
+            self.lets_go(request)
+        return request
+
+    def allocate_follower(self, request: FakeRequest, missing: int | None, *, in_use: bool) -> Any:
+        """vLLM asks again in a later step while the answer is None; this one leaves instead."""
+        assert missing == (None if in_use else 0)
+        if in_use:
+            self.consumer.finish_request(request.request_id)
+        else:
+            self.consumer.start_pull(request, BLOCKS, 0)
+        return multiple()
+
+    @rule(request=consumes(pulling))
+    def settle(self, request: FakeRequest) -> None:
+        self.consumer.settle(request.request_id)
+        self.renewed_at.pop(request.request_id, None)
+
+    @rule(request=consumes(waiting))
+    def leave_early(self, request: FakeRequest) -> None:
+        self.consumer.finish_request(request.request_id)
+        self.lets_go(request)
+
+    @rule(request=pulling)
+    def leave_while_pulling(self, request: FakeRequest) -> None:
+        self.consumer.finish_request(request.request_id)
+
+    @rule(thirds=st.sampled_from([0.0, 0.25, 0.5, 1.0, 1.5]))
+    def step(self, thirds: float) -> None:
+        self.clock.advance(thirds * 10.0)
+        pulls, refusals = self.consumer.take_orders()
+        assert [order.request_id for order in pulls] == self.ordered
+        assert [order.request_id for order in refusals] == self.refused
+        assert all(isinstance(order.remote, RemotePrefill) for order in pulls)
+        self.ordered, self.refused = [], []
+        due = [lease for lease, at in self.renewed_at.items() if self.clock.now >= at + TTL_S / 3]
+        assert sorted(self.client.take_renewed()) == sorted(due)
+        self.renewed_at |= dict.fromkeys(due, self.clock.now)
+
+    def lets_go(self, request: FakeRequest) -> None:
+        if self.renewed_at.pop(request.request_id, None) is not None:
+            self.cancelled.append(request.request_id)
+
+    @invariant()
+    def books_balance(self) -> None:
+        self.consumer.check_integrity()
+        assert self.client.cancelled() == self.cancelled
+
+
+TestConsumerLife = ConsumerLife.TestCase
+TestConsumerLife.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
