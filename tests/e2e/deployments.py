@@ -6,7 +6,7 @@ from tests.e2e.cluster import Layout, LoadFailurePolicy, ServerSpec
 from tests.e2e.models import DEFAULT_MODEL, ModelSpec
 
 #: Short enough for a test to wait for an expiry, long against everything that a request does on a busy machine.
-LEASE_TTL_S = 10.0
+LEASE_TTL_S = 20.0
 #: Short enough for a test to wait for a peer that does not answer.
 HANDSHAKE_TIMEOUT_S = 4.0
 PULL_TIMEOUT_S = 20.0
