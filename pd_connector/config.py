@@ -52,7 +52,8 @@ class ConnectorConfig(BaseModel):
         "the decode engine.",
     )
     handshake_timeout_s: Seconds = Field(
-        default=10.0, description="How long a decode engine waits for a prefill engine to describe its caches."
+        default=10.0,
+        description="How long a decode engine waits for the first answers of a prefill engine and of its workers.",
     )
     pull_timeout_s: Seconds = Field(
         default=60.0, description="How long a request may wait for its blocks, all steps together, before it fails."

@@ -156,5 +156,6 @@ def _mooncake(config: ConnectorConfig) -> TransferEngine:
             devices=config.devices,
             descriptors_per_call=config.descriptors_per_call,
             max_descriptors_in_flight=config.max_descriptors_in_flight,
+            connect_timeout_s=config.handshake_timeout_s,
         )
     )

@@ -10,6 +10,8 @@ LEASE_TTL_S = 20.0
 #: Short enough for a test to wait for a peer that does not answer.
 HANDSHAKE_TIMEOUT_S = 4.0
 PULL_TIMEOUT_S = 20.0
+#: Where no test waits for them: four servers on two cores can keep each other from running for ten seconds.
+PATIENT = (("handshake_timeout_s", 40.0), ("pull_timeout_s", 60.0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,10 +31,16 @@ def prefill(
 
 
 def decode(
-    policy: LoadFailurePolicy = "fail", layout: Layout = "BHLNC", tensor_parallel: int = 1, dtype: str = "float32"
+    policy: LoadFailurePolicy = "fail",
+    layout: Layout = "BHLNC",
+    tensor_parallel: int = 1,
+    dtype: str = "float32",
+    *,
+    patient: bool = False,
 ) -> ServerSpec:
     """A decode server."""
     options = (("handshake_timeout_s", HANDSHAKE_TIMEOUT_S), ("pull_timeout_s", PULL_TIMEOUT_S))
+    options = PATIENT if patient else options
     return ServerSpec("kv_consumer", DEFAULT_MODEL, layout, tensor_parallel, dtype, policy, options)
 
 
@@ -42,9 +50,9 @@ def _both_sizes(layout: Layout) -> Deployment:
         layout,
         (
             ("P1", prefill(layout=layout)),
-            ("D1", decode(layout=layout)),
+            ("D1", decode(layout=layout, patient=True)),
             ("P2", prefill(layout=layout, tensor_parallel=2)),
-            ("D2", decode(layout=layout, tensor_parallel=2)),
+            ("D2", decode(layout=layout, tensor_parallel=2, patient=True)),
         ),
     )
 
