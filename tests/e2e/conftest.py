@@ -50,11 +50,23 @@ def servers(request: pytest.FixtureRequest, cluster: Cluster, deployment: dict[s
     return deployment
 
 
+@pytest.fixture(scope="session")
+def acquainted() -> set[tuple[int, int]]:
+    """The ports of the pairs of servers that have met."""
+    return set()
+
+
 @pytest.fixture
-def pair(request: pytest.FixtureRequest, servers: dict[str, Server]) -> Iterator[Pair]:
+def pair(
+    request: pytest.FixtureRequest, servers: dict[str, Server], acquainted: set[tuple[int, int]]
+) -> Iterator[Pair]:
     """The prefill and decode server that the test names. After it both must be healthy and hold nothing."""
     prefill, decode = request.param
     pair = Pair(servers[prefill], servers[decode])
+    ports = (pair.prefill.port, pair.decode.port)
+    if ports not in acquainted and pair.is_parallel:
+        pair.get_acquainted()
+        acquainted.add(ports)
     yield pair
     for server in (pair.prefill, pair.decode):
         assert server.client.is_healthy(), f"the test has ended {server.spec.name}"

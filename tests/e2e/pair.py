@@ -5,6 +5,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import pytest
+
 from tests.e2e.client import LOGPROB_TOLERANCE, Completion, KVTransferParams, Metrics, wait_until
 from tests.e2e.cluster import Server
 from tests.e2e.models import VOCABULARY
@@ -64,6 +66,25 @@ class Pair:
     def name(self) -> str:
         """Of both servers: a part of a prompt's seed that keeps it out of the prefix caches of other pairs' tests."""
         return f"{self.prefill.log.stem} {self.decode.log.stem}"
+
+    @property
+    def is_parallel(self) -> bool:
+        """Whether either server has more than one worker."""
+        return max(self.prefill.spec.tensor_parallel, self.decode.spec.tensor_parallel) > 1
+
+    def get_acquainted(self, attempts: int = 4) -> None:
+        """Bring a first pull about.
+
+        On two cores, the busy waiting of several workers can keep their threads from running until the lease of the
+        first pull has ended, and with it the prefill server's waiting. That pull then fails, as it must.
+        """
+        for attempt in range(attempts):
+            prompt = make_prompt(33, ("acquainted", self.name, attempt))
+            if self.decode_leg(prompt, self.prefill.client.prefill(prompt)).status == 200:
+                break
+        else:
+            pytest.fail(f"{self.name}: no pull has succeeded in {attempts} attempts")
+        self.wait_until_at_rest()
 
     def disaggregate(self, prompt: list[int], max_tokens: int = 16, **options: object) -> Completion:
         """Both legs of a request, as a router sends them. Both succeed."""
