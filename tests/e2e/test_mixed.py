@@ -24,7 +24,7 @@ def test_another_physical_layout_gives_the_same_output(pair: Pair, tokens: int) 
 @pytest.mark.parametrize("pair", [("P bfloat16", "D bfloat16")], indirect=True, ids="-".join)
 @pytest.mark.parametrize("tokens", [31, 33, 1000])
 def test_half_precision_is_right_but_for_rounding(pair: Pair, tokens: int) -> None:
-    prompt = make_prompt(tokens, "half")
+    prompt = make_prompt(tokens, ("half", tokens))
     with pair.traffic() as traffic:
         completion = pair.disaggregate(prompt)
     assert traffic.source("external_kv_transfer") == tokens - 1
