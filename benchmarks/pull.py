@@ -64,13 +64,13 @@ def serve(pipe: Connection, blocks: int, tokens: int) -> None:
     engine = MooncakeEngine(MooncakeOptions(HOST))
     worker = geometry(memory, blocks, engine.address)
     engine.register(worker.regions)
-    producer = Producer(HOST, 0, 30.0, MODEL, 1)
+    producer: Producer[None] = Producer(HOST, 0, 30.0, MODEL, 1)
     producer.set_workers((worker,))
     pipe.send((engine.address, memory.ctypes.data, memory.nbytes))
     number = 0
     while (block_ids := pipe.recv()) is not None:
         producer.leases.collect()
-        pipe.send(producer.finish_prefill(cast("Any", _Request(f"r{number}", tokens)), (block_ids,)))
+        pipe.send(producer.finish_prefill(cast("Any", _Request(f"r{number}", tokens)), (block_ids,), None))
         number += 1
     producer.close()
     engine.close()

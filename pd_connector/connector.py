@@ -30,7 +30,7 @@ from pd_connector.worker.half import WorkerHalf
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
@@ -133,6 +133,15 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA):
 
     # Scheduler side
 
+    def bind_kv_cache_manager(self, kv_cache_manager: "KVCacheManager") -> None:
+        """Take the manager of this engine's blocks."""
+        super().bind_kv_cache_manager(kv_cache_manager)
+        self._scheduler.bind_cache_manager(kv_cache_manager)
+
+    def has_pending_push_work(self) -> bool:
+        """Whether the engine must step although it has no requests."""
+        return self._scheduler.wants_step()
+
     @_timed
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
@@ -176,8 +185,8 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(
         self, request: "Request", block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """A request has ended: whether its blocks are kept under a lease, and the params for the decode leg."""
-        return self._scheduler.request_finished(request, block_ids)
+        """A request has ended: the params for the decode leg. vLLM may free its references to the blocks at once."""
+        return False, self._scheduler.request_finished(request, block_ids)
 
     def reset_cache(self) -> bool:
         """vLLM's prefix cache is reset with its connector, as after a change of weights: all leases end."""

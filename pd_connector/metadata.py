@@ -36,7 +36,6 @@ class StepOrders(KVConnectorMetadata):
 
     pulls: tuple[PullOrder, ...] = field(default=())
     refusals: tuple[RefuseOrder, ...] = field(default=())
-    ended_leases: tuple[str, ...] = field(default=())  # request ids whose blocks the prefill engine may free
 
 
 @dataclass(frozen=True)

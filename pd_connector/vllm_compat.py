@@ -8,10 +8,12 @@ import vLLM before it is needed.)
 import hashlib
 import json
 import logging
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import FrameType
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -31,7 +33,8 @@ from pd_connector.cpu_layouts import cpu_packing
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
@@ -96,6 +99,53 @@ class EngineRole:
         """The role that the user gave to this engine."""
         transfer = vllm_config.kv_transfer_config
         return cls(transfer.is_kv_producer, transfer.is_kv_consumer, transfer.kv_load_failure_policy == "recompute")
+
+
+#: Blocks of one request that are kept in use, in the order of their block tables.
+HeldBlocks: TypeAlias = "tuple[KVCacheBlock, ...]"
+
+
+class BlockHolder:
+    """Keeps blocks of finished requests in use, by references of our own.
+
+    vLLM's own way, a request whose blocks are freed later, keeps the engine stepping a thousand times a second until
+    then, with all its workers, and dies of an id that is freed twice. All methods belong to the scheduler's thread.
+    """
+
+    def __init__(self, kv_cache_manager: "KVCacheManager") -> None:
+        self._manager = kv_cache_manager
+
+    def hold(self, request_id: str) -> HeldBlocks:
+        """Take references to all blocks that a request has now."""
+        groups = self._manager.get_blocks(request_id).blocks
+        held = tuple(block for blocks in groups for block in blocks if not block.is_null)
+        for block in held:
+            (block.pool or self._manager.block_pool).touch([block])
+        return held
+
+    def let_go(self, held: HeldBlocks) -> None:
+        """Give the references back; the last blocks of a prompt are the first to be reused."""
+        self._manager.block_pool.free_blocks(reversed(held))
+
+
+def engine_waker() -> Callable[[], None] | None:
+    """What wakes the engine core from its wait for requests, so that it asks ``has_pending_push_work`` again.
+
+    Call it while the engine core constructs the scheduler. The function may be called from any thread. None where no
+    engine core's loop is waiting, as in the in-process ``LLM``.
+    """
+    from vllm.v1.engine import EngineCoreRequestType  # noqa: PLC0415  imports most of vLLM
+    from vllm.v1.engine.core import EngineCoreProc  # noqa: PLC0415
+
+    # vLLM hands connectors no way to its engine core; the one that is being constructed is up the stack.
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        engine = frame.f_locals.get("self")
+        if isinstance(engine, EngineCoreProc):
+            inputs = engine.input_queue
+            return lambda: inputs.put_nowait((EngineCoreRequestType.WAKEUP, None))
+        frame = frame.f_back
+    return None
 
 
 def share_logging() -> None:

@@ -1,4 +1,4 @@
-"""The scheduler half of a decode engine: decides what is pulled, keeps the leases alive, lets go of them.
+"""The scheduler half of a decode engine: decides what is pulled, says which leases it needs, lets go of them.
 
 A request with a prompt on a prefill engine passes through these states, each entered once:
 
@@ -16,19 +16,17 @@ Everything runs on the scheduler's thread and nothing here waits: messages to pr
 control client, whose thread resends them until they are answered.
 """
 
-import time
 import uuid
-from collections import defaultdict
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pd_connector.metadata import PullOrder, RefuseOrder
 from pd_connector.params import ParamsError, RemotePrefill, check_prompt, parse_remote_prefill, prompt_digest
+from pd_connector.scheduler.renewals import Renewals, log_untold
 from pd_connector.vllm_compat import init_logger, is_placeholder, prompt_shape
 from transfer.control.client import ControlClient
-from transfer.control.messages import Cancel, Renew, Reply
+from transfer.control.messages import Cancel
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -60,19 +58,18 @@ class Consumer:
         self,
         client: ControlClient,
         message_timeout_s: float,
-        clock: Callable[[], float] = time.monotonic,
+        renewals: Renewals,
         windows: Sequence[tuple[int, int]] = (),
     ) -> None:
         """``windows``: block size and sliding window of every cache group, in tokens; window 0 for full attention."""
         self._client = client
         self._message_timeout_s = message_timeout_s
         self._windows = windows
-        self._clock = clock
+        self._renewals = renewals
         self._waiting: dict[str, _Entry] = {}
         self._pulling: dict[str, _Entry] = {}
         self._lease_ids: set[str] = set()  # of the requests that wait or pull, followers left out
         self._computed: dict[str, int] = {}  # tokens in the local prefix cache when a request was last asked about
-        self._renew_at: dict[str, float] = {}  # by request id, for all leases that are kept alive
         self._pulls: list[PullOrder] = []
         self._refusals: list[RefuseOrder] = []
 
@@ -94,7 +91,7 @@ class Consumer:
             return
         self._waiting[request.request_id] = remote
         self._lease_ids.add(remote.lease_id)
-        self._renew_at[request.request_id] = self._clock() + remote.lease_ttl_s / 3
+        self._renewals.keep(request.request_id, remote)
 
     def missing_tokens(self, request: "Request", computed_tokens: int) -> int | None:
         """Prompt tokens to pull beyond the ``computed_tokens`` that the local prefix cache holds; None: ask later.
@@ -132,8 +129,7 @@ class Consumer:
         self._pulls.append(PullOrder(request.request_id, entry, block_ids, first, end, uuid.uuid4().hex))
 
     def take_orders(self) -> tuple[tuple[PullOrder, ...], tuple[RefuseOrder, ...]]:
-        """The orders since the last step; renews the leases that are due."""
-        self._renew_due()
+        """The orders since the last step."""
         orders = tuple(self._pulls), tuple(self._refusals)
         self._pulls, self._refusals = [], []
         return orders
@@ -141,7 +137,7 @@ class Consumer:
     def settle(self, request_id: str) -> None:
         """All ranks have reported a pull; they have released its lease themselves."""
         entry = self._pulling.pop(request_id, None)
-        self._renew_at.pop(request_id, None)
+        self._renewals.drop(request_id)
         if isinstance(entry, RemotePrefill):
             self._lease_ids.discard(entry.lease_id)
 
@@ -160,7 +156,7 @@ class Consumer:
             for request_id, entry in (self._waiting | self._pulling).items()
             if isinstance(entry, RemotePrefill)
         }
-        assert leased == self._renew_at.keys(), "leases are renewed for other requests than those that need them"
+        assert leased == self._renewals.request_ids, "leases are renewed for other requests than those that need them"
         assert self._computed.keys() <= self._waiting.keys(), "a request that was asked about does not wait any more"
         assert len(leased) == len(self._lease_ids), "leases in use are not those of the requests that hold one"
 
@@ -177,29 +173,9 @@ class Consumer:
         return False
 
     def _cancel(self, request_id: str, entry: _Entry) -> None:
-        self._renew_at.pop(request_id, None)
+        self._renewals.drop(request_id)
         if isinstance(entry, RemotePrefill):
             self._lease_ids.discard(entry.lease_id)
             message = Cancel(entry.remote_engine_id, (entry.lease_id,))
-            self._send(entry.remote_host, entry.remote_port, message)
-
-    def _renew_due(self) -> None:
-        now = self._clock()
-        due = [request_id for request_id, at in self._renew_at.items() if at <= now]
-        by_engine: dict[tuple[str, str, int], list[str]] = defaultdict(list)
-        for request_id in due:
-            entry = self._waiting.get(request_id) or self._pulling[request_id]
-            assert isinstance(entry, RemotePrefill)
-            by_engine[entry.remote_engine_id, entry.remote_host, entry.remote_port].append(entry.lease_id)
-            self._renew_at[request_id] = now + entry.lease_ttl_s / 3
-        for (engine_id, host, port), lease_ids in by_engine.items():
-            self._send(host, port, Renew(engine_id, tuple(lease_ids)))
-
-    def _send(self, host: str, port: int, message: Renew | Cancel) -> None:
-        """Hand a message over; if it is never answered, the lease ends by itself."""
-        self._client.request(host, port, message, self._message_timeout_s).add_done_callback(_log_failure)
-
-
-def _log_failure(future: "Future[Reply]") -> None:
-    if not future.cancelled() and (error := future.exception()) is not None:
-        logger.warning("PDConnector: a prefill engine was not told about a lease, which will expire: %s", error)
+            future = self._client.request(entry.remote_host, entry.remote_port, message, self._message_timeout_s)
+            future.add_done_callback(log_untold)

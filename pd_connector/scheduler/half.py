@@ -1,5 +1,6 @@
 """The scheduler half: what vLLM's scheduler asks the connector, answered by the producer and the consumer."""
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from pd_connector.config import ConnectorConfig
@@ -7,13 +8,17 @@ from pd_connector.metadata import StepOrders, WorkerHandshake
 from pd_connector.params import is_decode_leg, is_prefill_leg
 from pd_connector.scheduler.consumer import Consumer
 from pd_connector.scheduler.producer import Producer
+from pd_connector.scheduler.renewals import Renewals
 from pd_connector.stats import StatsRecorder
 from pd_connector.vllm_compat import (
+    BlockHolder,
     EngineRole,
+    HeldBlocks,
     block_ids_by_group,
     cache_groups,
     data_parallel_index,
     engine_ranks,
+    engine_waker,
     host_address,
     init_logger,
     model_identity,
@@ -23,7 +28,7 @@ from transfer.control.client import ControlClient
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
@@ -43,19 +48,29 @@ class SchedulerHalf:
         self._stats = stats
         windows = [(group.block_tokens, group.window) for group in cache_groups(vllm_config, kv_cache_config)]
         role = EngineRole.of(vllm_config)
-        self._producer: Producer | None = None
+        self._producer: Producer[HeldBlocks] | None = None
         self._consumer: Consumer | None = None
         self._client: ControlClient | None = None
+        self._renewals: Renewals | None = None
+        self._blocks: BlockHolder | None = None
+        self._wake_engine: Callable[[], None] | None = None
         if role.produces:
             host = config.host or host_address()
             # Engines of one data-parallel deployment may share a host.
             port = config.port and config.port + data_parallel_index(vllm_config)
             model = model_identity(vllm_config, config.model_check)
             tp_size, _ = engine_ranks(vllm_config)
-            self._producer = Producer(host, port, config.lease_ttl_s, model, tp_size)
+            self._producer = Producer(host, port, config.lease_ttl_s, model, tp_size, self._leases_ended)
         if role.consumes:
             self._client = ControlClient()
-            self._consumer = Consumer(self._client, config.handshake_timeout_s, windows=windows)
+            self._renewals = Renewals(self._client, config.handshake_timeout_s)
+            self._renewals.start()
+            self._consumer = Consumer(self._client, config.handshake_timeout_s, self._renewals, windows)
+
+    def bind_cache_manager(self, kv_cache_manager: "KVCacheManager") -> None:
+        """Take the manager of the engine's blocks; called while the engine constructs its scheduler."""
+        self._blocks = BlockHolder(kv_cache_manager)
+        self._wake_engine = engine_waker()
 
     def set_workers(self, handshakes: dict[tuple[int, int], WorkerHandshake]) -> None:
         """Take the workers' caches, keyed by (pipeline rank, tensor-parallel rank)."""
@@ -75,6 +90,7 @@ class SchedulerHalf:
 
     def missing_tokens(self, request: "Request", computed_tokens: int) -> int | None:
         """Prompt tokens that will be pulled, beyond the computed ones; None if it is not known yet."""
+        self._free_ended_leases()  # before blocks are looked for
         return self._consumer.missing_tokens(request, computed_tokens) if self._consumer else 0
 
     def blocks_allocated(self, request: "Request", blocks: "KVCacheBlocks", external_tokens: int) -> None:
@@ -85,8 +101,15 @@ class SchedulerHalf:
     def step_orders(self) -> StepOrders:
         """What the workers have to do in this step."""
         pulls, refusals = self._consumer.take_orders() if self._consumer else ((), ())
-        ended = self._producer.leases.collect() if self._producer else ()
-        return StepOrders(pulls, refusals, ended)
+        self._free_ended_leases()
+        return StepOrders(pulls, refusals)
+
+    def wants_step(self) -> bool:
+        """Whether the engine must step though it has no requests: blocks of ended leases are to be freed."""
+        if self._producer is None:
+            return False
+        # An engine that cannot be woken has to stay awake.
+        return self._producer.leases.has_ended or (self._wake_engine is None and self._producer.leases.active > 0)
 
     def pulls_settled(self, request_ids: set[str]) -> None:
         """All ranks have reported these pulls."""
@@ -94,17 +117,16 @@ class SchedulerHalf:
             for request_id in request_ids:
                 self._consumer.settle(request_id)
 
-    def request_finished(
-        self, request: "Request", block_ids: tuple[list[int], ...]
-    ) -> tuple[bool, dict[str, Any] | None]:
-        """A request has ended: whether its blocks must be kept, and what the response tells the router."""
+    def request_finished(self, request: "Request", block_ids: tuple[list[int], ...]) -> dict[str, Any] | None:
+        """A request has ended: what the response tells the router. Its blocks are kept by references of our own."""
         if self._consumer is not None:
             self._consumer.finish_request(request.request_id)
         if self._producer is None or not is_prefill_leg(request.kv_transfer_params):
-            return False, None
+            return None
         if not prefill_is_complete(request) or not any(block_ids):
-            return False, None
-        return True, self._producer.finish_prefill(request, block_ids)
+            return None
+        assert self._blocks is not None, "vLLM has not handed over its cache manager"
+        return self._producer.finish_prefill(request, block_ids, self._blocks.hold(request.request_id))
 
     def count_leases(self) -> None:
         """Add the leases granted and ended since the last call to the statistics."""
@@ -116,13 +138,25 @@ class SchedulerHalf:
         """The caches' contents have lost their meaning, as after a change of weights: no lease is valid any more."""
         if self._producer is not None:
             self._producer.leases.cancel_all()
+            self._free_ended_leases()
 
     def shutdown(self) -> None:
         """Stop answering and asking; joins all threads."""
         if self._producer is not None:
             self._producer.close()
+        if self._renewals is not None:
+            self._renewals.close()
         if self._client is not None:
             self._client.close()
+
+    def _leases_ended(self) -> None:
+        if self._wake_engine is not None:
+            self._wake_engine()
+
+    def _free_ended_leases(self) -> None:
+        if self._producer is not None and self._blocks is not None:
+            for held in self._producer.leases.collect():
+                self._blocks.let_go(held)
 
     def _warn_of_role(self, request: "Request", key: str, role: str) -> None:
         logger.warning(

@@ -1,8 +1,8 @@
 """The leases of a prefill engine: which requests' blocks must stay unchanged, and until when.
 
 A lease is granted when a prefill ends and ends exactly once: released by all its readers, cancelled, or expired.
-Only then may the request's blocks be freed, which the owner learns from ``collect``. Ended leases are remembered
-for a while so that repeated messages get the answer that the first one got.
+Only then may what it holds be freed, which the owner gets back from ``collect``. Ended leases are remembered for a
+while so that repeated messages get the answer that the first one got.
 """
 
 import threading
@@ -10,6 +10,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Generic, TypeVar
+
+Held = TypeVar("Held")
 
 
 class LeaseEnd(StrEnum):
@@ -21,8 +24,8 @@ class LeaseEnd(StrEnum):
 
 
 @dataclass(slots=True)
-class _Lease:
-    request_id: str
+class _Lease(Generic[Held]):
+    held: Held
     expires_at: float
     readers: int = 0  # as the first reader said; 0 while nobody has
     released_by: dict[int, set[str]] = field(default_factory=dict)  # reader to the pulls that it released
@@ -35,8 +38,8 @@ class _PastLease:
     forget_at: float
 
 
-class LeaseTable:
-    """All leases of one prefill engine.
+class LeaseTable(Generic[Held]):
+    """All leases of one prefill engine; each holds something of the owner's, such as references to blocks.
 
     Thread-safe: the scheduler's thread grants and collects, the control channel's thread renews, releases and
     cancels. Every method takes microseconds. Expiry is decided on ``clock``, a monotonic clock in seconds.
@@ -46,14 +49,14 @@ class LeaseTable:
         self.ttl_s = ttl_s
         self._clock = clock
         self._lock = threading.Lock()
-        self._active: dict[str, _Lease] = {}
+        self._active: dict[str, _Lease[Held]] = {}
         self._past: dict[str, _PastLease] = {}  # in the order in which they ended
-        self._ended_requests: list[str] = []  # since the last collect
+        self._ended: list[Held] = []  # what leases held that ended since the last collect
         self._no_expiry_before = 0.0  # renewals only move expiries back, so this bound saves most scans
         self._events: Counter[str] = Counter()
 
-    def grant(self, lease_id: str, request_id: str) -> None:
-        """Start a lease over a request's blocks. The caller keeps the blocks until ``collect`` names the request.
+    def grant(self, lease_id: str, held: Held) -> None:
+        """Start a lease over what ``held`` stands for, which must stay unchanged until ``collect`` hands it back.
 
         Raises:
             ValueError: the id was used before.
@@ -61,7 +64,7 @@ class LeaseTable:
         with self._lock:
             if lease_id in self._active or lease_id in self._past:
                 raise ValueError(f"lease {lease_id} was granted before")
-            self._active[lease_id] = _Lease(request_id, self._clock() + self.ttl_s)
+            self._active[lease_id] = _Lease(held, self._clock() + self.ttl_s)
             self._events["granted"] += 1
 
     def renew(self, lease_ids: Iterable[str]) -> tuple[str, ...]:
@@ -110,13 +113,20 @@ class LeaseTable:
             for lease_id in list(self._active):
                 self._end(lease_id, LeaseEnd.CANCELLED)
 
-    def collect(self) -> tuple[str, ...]:
-        """The request ids of leases that ended since the last call, each exactly once."""
+    def collect(self) -> tuple[Held, ...]:
+        """What the leases held that ended since the last call, each exactly once."""
         with self._lock:
             self._expire(self._clock())
-            ended = tuple(self._ended_requests)
-            self._ended_requests.clear()
+            ended = tuple(self._ended)
+            self._ended.clear()
             return ended
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether ``collect`` would hand something back."""
+        with self._lock:
+            self._expire(self._clock())
+            return bool(self._ended)
 
     def take_events(self) -> dict[str, int]:
         """How many leases were granted and ended, by kind, since the last call."""
@@ -135,9 +145,9 @@ class LeaseTable:
         """Raise AssertionError unless the books balance."""
         with self._lock:
             assert not self._active.keys() & self._past.keys(), "a lease is active and past at once"
-            assert len(set(self._ended_requests)) == len(self._ended_requests), "a request is to be freed twice"
-            held = {lease.request_id for lease in self._active.values()}
-            assert not held & set(self._ended_requests), "a request is held and to be freed at once"
+            ended = {id(held) for held in self._ended}
+            assert len(ended) == len(self._ended), "something is to be freed twice"
+            assert not ended & {id(lease.held) for lease in self._active.values()}, "something is held and to be freed"
             for lease_id, lease in self._active.items():
                 assert not lease.readers or len(lease.released_by) < lease.readers, f"{lease_id} should have ended"
                 assert lease.expires_at >= self._no_expiry_before, f"{lease_id} would not be seen to expire"
@@ -160,5 +170,5 @@ class LeaseTable:
         forget_at = self._clock() + 2 * self.ttl_s
         released = frozenset((reader, pull) for reader, pulls in lease.released_by.items() for pull in pulls)
         self._past[lease_id] = _PastLease(lease.readers, released, forget_at)
-        self._ended_requests.append(lease.request_id)
+        self._ended.append(lease.held)
         self._events[how.value] += 1

@@ -1,12 +1,14 @@
 """The scheduler half of a prefill engine: grants leases and answers for them on the control channel."""
 
+import threading
 import time
 import uuid
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Generic
 
 from layout.geometry import ModelIdentity, WorkerGeometry
 from pd_connector.params import RemotePrefill, prompt_digest
-from pd_connector.scheduler.leases import LeaseTable
+from pd_connector.scheduler.leases import Held, LeaseTable
 from pd_connector.vllm_compat import init_logger, prompt_shape
 from transfer.control.messages import (
     Cancel,
@@ -29,23 +31,41 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
+#: How often leases are looked through for expired ones, beside every message.
+_EXPIRY_INTERVAL_S = 0.5
+_CLOSE_TIMEOUT_S = 2.0
 
-class Producer:
-    """Owns the leases and the control endpoint of one prefill engine.
 
-    ``handle`` runs on the control channel's thread, everything else on the scheduler's.
+class Producer(Generic[Held]):
+    """Owns the leases and the control endpoint of one prefill engine; each lease holds a request's blocks.
+
+    ``handle`` runs on the control channel's thread, everything public beside it on the scheduler's. A thread of its
+    own sees to it that leases end in time though no message comes and the scheduler sleeps.
     """
 
-    def __init__(self, host: str, port: int, lease_ttl_s: float, model: ModelIdentity, tp_size: int) -> None:
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        lease_ttl_s: float,
+        model: ModelIdentity,
+        tp_size: int,
+        leases_ended: Callable[[], None] = lambda: None,
+    ) -> None:
+        """``leases_ended`` is called on any thread, once or more, when ``leases.collect`` has something to give."""
         # A new process is a new engine, whatever the user called it: its memory has other contents.
         self.engine_id = uuid.uuid4().hex
-        self.leases = LeaseTable(lease_ttl_s, time.monotonic)
+        self.leases: LeaseTable[Held] = LeaseTable(lease_ttl_s, time.monotonic)
+        self._leases_ended = leases_ended
         self._host = host
         self._model = model
         self._tp_size = tp_size
         self._workers: tuple[WorkerGeometry, ...] = ()
         self._server = ControlServer(self, host, port)
         self._server.start()
+        self._closing = threading.Event()
+        self._expiry = threading.Thread(target=self._watch_expiry, name="pd-lease-expiry", daemon=True)
+        self._expiry.start()
         logger.info(
             "PDConnector: prefill engine %s answers on the control channel at %s:%d", self.engine_id, host, self.port
         )
@@ -59,10 +79,10 @@ class Producer:
         """Make the workers' caches known; until then peers are told to ask again."""
         self._workers = workers
 
-    def finish_prefill(self, request: "VllmRequest", block_ids: tuple[list[int], ...]) -> dict[str, Any]:
+    def finish_prefill(self, request: "VllmRequest", block_ids: tuple[list[int], ...], blocks: Held) -> dict[str, Any]:
         """Grant a lease over a finished prompt's blocks; returns the ``kv_transfer_params`` of the response."""
         lease_id = uuid.uuid4().hex
-        self.leases.grant(lease_id, request.request_id)
+        self.leases.grant(lease_id, blocks)
         return RemotePrefill(
             remote_engine_id=self.engine_id,
             remote_request_id=request.request_id,
@@ -78,6 +98,20 @@ class Producer:
 
     def handle(self, request: Request) -> Reply:
         """Answer one message of the control protocol."""
+        reply = self._answer(request)
+        if self.leases.has_ended:
+            self._leases_ended()
+        return reply
+
+    def close(self) -> None:
+        """Stop answering. Leases end with the process."""
+        if outstanding := self.leases.active:
+            logger.warning("PDConnector: shutting down with %d leases that were not released", outstanding)
+        self._closing.set()
+        self._server.close()
+        self._expiry.join(_CLOSE_TIMEOUT_S)
+
+    def _answer(self, request: Request) -> Reply:
         if request.engine_id != self.engine_id:
             return Error(
                 ErrorCode.UNKNOWN_ENGINE,
@@ -97,8 +131,7 @@ class Producer:
                 self.leases.cancel(lease_ids)
                 return Cancelled()
 
-    def close(self) -> None:
-        """Stop answering. Leases end with the process."""
-        if outstanding := self.leases.active:
-            logger.warning("PDConnector: shutting down with %d leases that were not released", outstanding)
-        self._server.close()
+    def _watch_expiry(self) -> None:
+        while not self._closing.wait(min(_EXPIRY_INTERVAL_S, self.leases.ttl_s / 4)):
+            if self.leases.has_ended:
+                self._leases_ended()

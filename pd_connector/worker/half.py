@@ -55,7 +55,6 @@ class WorkerHalf:
         self._client: ControlClient | None = None
         self._pulls: PullService | None = None
         self._geometry: WorkerGeometry | None = None
-        self._freed: set[str] = set()
 
     def register_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Describe the caches, register their memory with the transfer engine, get ready to pull.
@@ -86,7 +85,6 @@ class WorkerHalf:
 
     def execute(self, orders: StepOrders) -> None:
         """Start what the scheduler half ordered."""
-        self._freed.update(orders.ended_leases)
         if self._pulls is not None:
             for refusal in orders.refusals:
                 self._pulls.refuse(refusal)
@@ -94,13 +92,11 @@ class WorkerHalf:
                 self._pulls.submit(order)
 
     def take_results(self) -> KVConnectorTransferResults:
-        """What has ended on this rank since the last call: leases whose blocks may be freed, and pulls."""
+        """The pulls that have ended on this rank since the last call."""
         settled = self._pulls.take_settled() if self._pulls is not None else []
         for end in settled:
             self._record(end)
-        freed, self._freed = self._freed, set()
         return KVConnectorTransferResults(
-            finished_sending=freed,
             finished_recving={end.request_id for end in settled},
             failed_recving={end.request_id for end in settled if end.cause},
         )

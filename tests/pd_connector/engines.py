@@ -66,7 +66,7 @@ class PrefillEngine:
         ttl_s: float = 30.0,
         port: int = 0,
     ) -> None:
-        self.producer = Producer("127.0.0.1", port, ttl_s, identity, engine.tp)
+        self.producer: Producer[str] = Producer("127.0.0.1", port, ttl_s, identity, engine.tp)
         self.ranks = []
         self.engines = []
         for rank in placed(build(model, engine, seed=1, base=1 << 40)):
@@ -81,7 +81,7 @@ class PrefillEngine:
         for rank in self.ranks:
             rank.fill(tables(blocks))
         request = FakeRequest(request_id, a_prompt(tokens))
-        params = self.producer.finish_prefill(request, tuple(list(ids) for ids in blocks))
+        params = self.producer.finish_prefill(request, tuple(list(ids) for ids in blocks), request.request_id)
         return parse_remote_prefill(params)
 
     def close(self) -> None:

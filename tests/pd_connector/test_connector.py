@@ -26,6 +26,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorTransferResults,
     SupportsHMA,
 )
+from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
@@ -143,7 +144,7 @@ def test_an_engine_that_only_decodes_opens_no_control_endpoint(model: Path) -> N
     connector = PDConnector(a_config(model, "kv_consumer"), KVConnectorRole.SCHEDULER, CACHES)
     names = {thread.name for thread in set(threading.enumerate()) - before}
     connector.shutdown()
-    assert names == {"pd-control-client"}
+    assert names == {"pd-control-client", "pd-lease-renewal"}
 
 
 @pytest.mark.parametrize(("role", "leg"), [("kv_consumer", "do_remote_decode"), ("kv_producer", "do_remote_prefill")])
@@ -170,6 +171,8 @@ class EngineUnderTest:
     scheduler: PDConnector
     worker: PDConnector
     caches: dict[str, torch.Tensor]
+    pool: BlockPool
+    tables: dict[str, list[int]] = field(default_factory=dict)
     results: KVConnectorTransferResults = field(default_factory=KVConnectorTransferResults)
 
     def step(self) -> None:
@@ -178,11 +181,17 @@ class EngineUnderTest:
         self.worker.bind_connector_metadata(orders)
         results = self.worker.get_transfer_results(set())
         self.worker.clear_connector_metadata()
-        for name in ("finished_sending", "finished_recving", "failed_recving"):
+        assert not results.finished_sending
+        for name in ("finished_recving", "failed_recving"):
             before, new = getattr(self.results, name), getattr(results, name)
             assert not before & new, "vLLM's scheduler dies of an id that it no longer holds"
             before |= new
         self.scheduler.update_connector_output(KVConnectorOutput(finished_recving=results.finished_recving))
+
+    @property
+    def held(self) -> list[int]:
+        """Blocks that somebody has references to."""
+        return [block.block_id for block in self.pool.blocks if block.ref_cnt and not block.is_null]
 
     def steps_until(self, condition: Callable[[KVConnectorTransferResults], object]) -> None:
         def reached() -> bool:
@@ -197,7 +206,10 @@ class EngineUnderTest:
         request = FakeRequest(request_id, a_prompt(70), {"do_remote_decode": True}, status=status)
         self.scheduler.on_new_request(request)
         assert self.scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
-        return self.scheduler.request_finished_all_groups(request, (blocks,))
+        self.tables[request_id] = blocks
+        answer = self.scheduler.request_finished_all_groups(request, (blocks,))
+        del self.tables[request_id]
+        return answer
 
     def allocate(self, request: FakeRequest, blocks: list[int]) -> None:
         """A decode leg that arrives and gets its blocks."""
@@ -212,6 +224,15 @@ class EngineUnderTest:
     def close(self) -> None:
         self.worker.shutdown()
         self.scheduler.shutdown()
+
+
+def _manager(engine: EngineUnderTest) -> Any:
+    """vLLM's cache manager, as far as the connector uses it, around vLLM's own block pool."""
+
+    def get_blocks(request_id: str) -> Any:
+        return SimpleNamespace(blocks=([engine.pool.blocks[block] for block in engine.tables[request_id]],))
+
+    return SimpleNamespace(block_pool=engine.pool, get_blocks=get_blocks)
 
 
 @pytest.fixture
@@ -238,9 +259,12 @@ def start(model: Path, fabric: InProcessFabric) -> Iterator[Start]:
         worker = PDConnector(config, KVConnectorRole.WORKER, CACHES)
         worker.register_kv_caches(caches)
         scheduler = PDConnector(config, KVConnectorRole.SCHEDULER, CACHES)
+        pool = BlockPool(8, enable_caching=True, hash_block_size=BLOCK_TOKENS)
+        engine = EngineUnderTest(scheduler, worker, caches, pool)
+        scheduler.bind_kv_cache_manager(_manager(engine))
         scheduler.set_xfer_handshake_metadata_pp_aware({(0, 0): worker.get_handshake_metadata()})
-        started.append(EngineUnderTest(scheduler, worker, caches))
-        return started[-1]
+        started.append(engine)
+        return engine
 
     yield start
     for engine in started:
@@ -250,8 +274,9 @@ def start(model: Path, fabric: InProcessFabric) -> Iterator[Start]:
 
 def test_a_prompt_is_computed_on_one_engine_and_used_on_the_other(start: Start) -> None:
     p, d = start("kv_producer"), start("kv_consumer")
-    keeps_blocks, params = p.prefill("at p", [3, 1, 6])
-    assert keeps_blocks
+    frees_later, params = p.prefill("at p", [3, 1, 6])
+    assert not frees_later
+    assert p.held == [1, 3, 6]
     d.allocate(FakeRequest("at d", a_prompt(70), json.loads(json.dumps(params))), [2, 7, 4])
     untouched = {name: cache[[0, 1, 3, 5, 6]].clone() for name, cache in d.caches.items()}
     d.steps_until(lambda results: results.finished_recving)
@@ -259,8 +284,10 @@ def test_a_prompt_is_computed_on_one_engine_and_used_on_the_other(start: Start) 
     for name in LAYERS:
         assert torch.equal(d.caches[name][[2, 7, 4]], p.caches[name][[3, 1, 6]])
         assert torch.equal(d.caches[name][[0, 1, 3, 5, 6]], untouched[name])
-    p.steps_until(lambda results: results.finished_sending)
-    assert p.results == KVConnectorTransferResults(finished_sending={"at p"})
+    assert p.scheduler.has_pending_push_work()
+    p.step()
+    assert p.held == []
+    assert not p.scheduler.has_pending_push_work()
 
 
 def test_both_sides_count_what_happened(start: Start) -> None:
@@ -303,15 +330,42 @@ def test_params_that_cannot_be_used_fail_the_request_instead_of_hanging_it(start
 
 def test_an_expired_lease_frees_the_blocks_of_the_prefill_engine(start: Start) -> None:
     p = start("kv_producer", lease_ttl_s=0.1)
-    assert p.prefill("r", [3, 1, 6])[0]
-    p.steps_until(lambda results: results.finished_sending)
-    assert p.results.finished_sending == {"r"}
+    p.prefill("r", [3, 1, 6])
+    assert p.held == [1, 3, 6]
+    p.steps_until(lambda _: not p.held)
+
+
+def test_blocks_of_ended_leases_are_free_before_blocks_are_looked_for(start: Start) -> None:
+    p = start("kv_producer", lease_ttl_s=0.1)
+    p.prefill("r", [3, 1, 6])
+    request = FakeRequest("next", a_prompt(70))
+    assert until(lambda: p.scheduler.get_num_new_matched_tokens(request, 0) == (0, False) and not p.held)
+
+
+def test_a_block_that_two_leases_hold_is_free_after_both(start: Start) -> None:
+    p = start("kv_producer")
+    p.prefill("a", [3, 1])
+    p.prefill("b", [3, 2])
+    assert p.held == [1, 2, 3]
+    p.scheduler.reset_cache()
+    assert p.held == []
+    assert p.pool.get_num_free_blocks() == 7
+
+
+def test_an_engine_that_cannot_be_woken_stays_awake_while_it_has_leases(start: Start) -> None:
+    p = start("kv_producer")
+    assert not p.scheduler.has_pending_push_work()
+    p.prefill("r", [3, 1, 6])
+    assert p.scheduler.has_pending_push_work()
+    p.scheduler.reset_cache()
+    assert not p.scheduler.has_pending_push_work()
 
 
 @pytest.mark.parametrize("status", [RequestStatus.FINISHED_ABORTED, RequestStatus.FINISHED_ERROR])
 def test_a_prefill_that_did_not_complete_is_not_leased(start: Start, status: Any) -> None:
     p = start("kv_producer")
     assert p.prefill("r", [3, 1, 6], status) == (False, None)
+    assert p.held == []
 
 
 def test_a_prefill_without_blocks_is_not_leased(start: Start) -> None:

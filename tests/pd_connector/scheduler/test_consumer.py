@@ -8,6 +8,7 @@ import pytest
 
 from pd_connector.metadata import PullOrder
 from pd_connector.scheduler.consumer import Consumer
+from pd_connector.scheduler.renewals import Renewals
 from tests.pd_connector.support import FakeRequest, ManualClock, RecordingClient, a_decode_request, a_prompt
 from transfer.control.errors import PeerUnreachable
 from transfer.control.messages import Cancel, Renew, Renewed
@@ -40,6 +41,7 @@ class Checked(Consumer):
 class Desk:
     consumer: Consumer
     client: RecordingClient
+    renewals: Renewals
     clock: ManualClock
 
     def pulls(self) -> tuple[PullOrder, ...]:
@@ -52,7 +54,8 @@ class Desk:
 @pytest.fixture
 def desk() -> Iterator[Desk]:
     clock, client = ManualClock(), RecordingClient()
-    desk = Desk(Checked(client, 10.0, clock), client, clock)
+    renewals = Renewals(client, 10.0, clock)
+    desk = Desk(Checked(client, 10.0, renewals), client, renewals, clock)
     yield desk
     desk.consumer.check_integrity()
 
@@ -111,11 +114,11 @@ def test_a_request_that_leaves_while_workers_read_keeps_its_lease_until_they_hav
     desk.consumer.start_pull(request, BLOCKS, 69)
     desk.consumer.finish_request("r")
     desk.clock.advance(TTL_S / 3)
-    desk.consumer.take_orders()
+    desk.renewals.renew_due()
     assert desk.client.take_renewed() == ["L"]
     desk.consumer.settle("r")
     desk.clock.advance(TTL_S)
-    desk.consumer.take_orders()
+    desk.renewals.renew_due()
     assert desk.client.sent == []
 
 
@@ -137,13 +140,13 @@ def test_leases_are_renewed_every_third_of_their_time_to_live(desk: Desk) -> Non
         desk.consumer.add_request(request)
     desk.consumer.start_pull(pulling, BLOCKS, 69)
     desk.clock.advance(TTL_S / 3 - 0.001)
-    desk.consumer.take_orders()
+    desk.renewals.renew_due()
     assert desk.client.take_renewed() == []
     for _ in range(3):
         desk.clock.advance(TTL_S / 3)
-        desk.consumer.take_orders()
+        desk.renewals.renew_due()
         assert sorted(desk.client.take_renewed()) == ["P", "W"]
-        desk.consumer.take_orders()
+        desk.renewals.renew_due()
         assert desk.client.take_renewed() == []
 
 
@@ -154,7 +157,7 @@ def test_one_renewal_goes_to_each_engine_however_many_leases_it_has(desk: Desk) 
         )
         desk.consumer.add_request(request)
     desk.clock.advance(1.0)
-    desk.consumer.take_orders()
+    desk.renewals.renew_due()
     assert desk.client.sent == [
         ("10.0.0.5", 1, Renew("e1", ("L1", "L2"))),
         ("10.0.0.5", 2, Renew("e2", ("L3",))),
@@ -220,7 +223,7 @@ def test_an_id_that_comes_twice_keeps_its_first_params(
         desk.consumer.add_request(a_decode_request("r", 71 if second == "refused" else 70, lease_id="second"))
     assert "request r came twice" in caplog.text
     desk.clock.advance(TTL_S / 3)
-    desk.consumer.take_orders()
+    desk.renewals.renew_due()
     assert desk.client.take_renewed() == ["first"]
 
 
@@ -309,7 +312,7 @@ def test_a_follower_that_leaves_does_not_end_the_lease_of_the_first(
     desk.consumer.finish_request("second")
     assert desk.client.sent == []
     desk.clock.advance(TTL_S / 3)
-    desk.consumer.take_orders()
+    desk.renewals.renew_due()
     assert desk.client.take_renewed() == ["L"]
     assert desk.consumer.missing_tokens(shared[0], 0) == 69
 
@@ -326,8 +329,8 @@ def test_a_decode_leg_that_the_api_server_rejected_lets_go_of_its_lease(desk: De
 @pytest.mark.parametrize(("tokens", "cut"), [(159, True), (158, False), (160, False), (100, False)])
 def test_a_window_that_the_prefill_engine_has_cut_short_is_computed_here(tokens: int, cut: bool) -> None:
     """Window 128, blocks of 32: the token after 159 prompt tokens does not see block 0, the last of them does."""
-    clock, client = ManualClock(), RecordingClient()
-    consumer = Checked(client, 10.0, clock, windows=[(32, 0), (32, 128)])
+    client = RecordingClient()
+    consumer = Checked(client, 10.0, Renewals(client, 10.0), windows=[(32, 0), (32, 128)])
     let_go = max(tokens + 1 - 128, 0) // 32
     held = range(1, -(-tokens // 32) + 1)
     windowed = tuple(0 if block <= let_go else block for block in held)

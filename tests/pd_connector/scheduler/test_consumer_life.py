@@ -9,6 +9,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 
 from pd_connector.params import RemotePrefill
 from pd_connector.scheduler.consumer import Consumer
+from pd_connector.scheduler.renewals import Renewals
 from tests.pd_connector.support import FakeRequest, ManualClock, RecordingClient, a_decode_request
 
 TTL_S = 30.0
@@ -24,7 +25,8 @@ class ConsumerLife(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.clock, self.client = ManualClock(), RecordingClient()
-        self.consumer = Consumer(self.client, 10.0, self.clock)
+        self.renewals = Renewals(self.client, 10.0, self.clock)
+        self.consumer = Consumer(self.client, 10.0, self.renewals)
         self.numbers = itertools.count()
         self.renewed_at: dict[str, float] = {}  # of every lease that must be kept alive, by request id
         self.cancelled: list[str] = []
@@ -99,6 +101,7 @@ class ConsumerLife(RuleBasedStateMachine):
         assert [order.request_id for order in refusals] == self.refused
         assert all(isinstance(order.remote, RemotePrefill) for order in pulls)
         self.ordered, self.refused = [], []
+        self.renewals.renew_due()
         due = [lease for lease, at in self.renewed_at.items() if self.clock.now >= at + TTL_S / 3]
         assert sorted(self.client.take_renewed()) == sorted(due)
         self.renewed_at |= dict.fromkeys(due, self.clock.now)

@@ -24,7 +24,7 @@ class Books:
 
     def __init__(self) -> None:
         self.clock = ManualClock()
-        self.table = LeaseTable(TTL_S, self.clock)
+        self.table: LeaseTable[str] = LeaseTable(TTL_S, self.clock)
 
     def grant(self, *lease_ids: str) -> None:
         for lease_id in lease_ids:
@@ -198,7 +198,7 @@ def test_a_busy_table_forgets_too(books: Books) -> None:
     assert kept == list(range(50 - len(kept), 50))
 
 
-def _grantable(table: LeaseTable, lease_id: str) -> bool:
+def _grantable(table: LeaseTable[str], lease_id: str) -> bool:
     try:
         table.grant(lease_id, f"second request of {lease_id}")
     except ValueError:
@@ -220,7 +220,7 @@ class _Crowd:
     """Threads that use one table at once; what one of them raises comes out of ``join``."""
 
     def __init__(self) -> None:
-        self.table = LeaseTable(TTL_S, ManualClock())
+        self.table: LeaseTable[str] = LeaseTable(TTL_S, ManualClock())
         self.collected: Counter[str] = Counter()
         self.all_granted = threading.Event()
         self._failures: list[BaseException] = []
@@ -298,7 +298,7 @@ class LeaseLife(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.clock = ManualClock()
-        self.table = LeaseTable(TTL_S, self.clock)
+        self.table: LeaseTable[str] = LeaseTable(TTL_S, self.clock)
         self.promises: dict[str, _Promise] = {}
         self.to_collect: set[str] = set()
         self.numbers = itertools.count()

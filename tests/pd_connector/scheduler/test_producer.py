@@ -33,8 +33,8 @@ WORKER = WorkerGeometry(0, 1, 0, 1, 4, "10.0.0.5:15000", (), ())
 
 
 @pytest.fixture
-def producer() -> Iterator[Producer]:
-    producer = Producer("127.0.0.1", 0, TTL_S, IDENTITY, 2)
+def producer() -> Iterator[Producer[str]]:
+    producer: Producer[str] = Producer("127.0.0.1", 0, TTL_S, IDENTITY, 2)
     yield producer
     producer.close()
 
@@ -46,19 +46,19 @@ def client() -> Iterator[ControlClient]:
     client.close()
 
 
-def ask(client: ControlClient, producer: Producer, message: Request, timeout_s: float = 5.0) -> Reply:
+def ask(client: ControlClient, producer: Producer[str], message: Request, timeout_s: float = 5.0) -> Reply:
     return client.request("127.0.0.1", producer.port, message, timeout_s).result()
 
 
-def grant(producer: Producer, request_id: str = "r") -> str:
+def grant(producer: Producer[str], request_id: str = "r") -> str:
     request = FakeRequest(request_id, a_prompt(70))
-    lease_id: str = producer.finish_prefill(request, ([1, 2, 3, 4, 5],))["lease_id"]
+    lease_id: str = producer.finish_prefill(request, ([1, 2, 3, 4, 5],), request_id)["lease_id"]
     return lease_id
 
 
-def test_a_finished_prefill_is_answered_with_params_that_a_decode_engine_accepts(producer: Producer) -> None:
+def test_a_finished_prefill_is_answered_with_params_that_a_decode_engine_accepts(producer: Producer[str]) -> None:
     request = FakeRequest("r", a_prompt(70))
-    params = producer.finish_prefill(request, ([1, 2, 3, 4, 5], [0, 0, 8, 9, 6]))
+    params = producer.finish_prefill(request, ([1, 2, 3, 4, 5], [0, 0, 8, 9, 6]), "r")
     remote = parse_remote_prefill(params)
     check_prompt(remote, 70, prompt_digest(a_prompt(70), ()))
     assert remote.remote_engine_id == producer.engine_id
@@ -69,20 +69,20 @@ def test_a_finished_prefill_is_answered_with_params_that_a_decode_engine_accepts
     assert producer.leases.active == 1
 
 
-def test_every_lease_and_every_engine_has_an_id_of_its_own(producer: Producer) -> None:
+def test_every_lease_and_every_engine_has_an_id_of_its_own(producer: Producer[str]) -> None:
     assert grant(producer, "a") != grant(producer, "b")
-    other = Producer("127.0.0.1", 0, TTL_S, IDENTITY, 2)
+    other: Producer[str] = Producer("127.0.0.1", 0, TTL_S, IDENTITY, 2)
     other.close()
     assert other.engine_id != producer.engine_id
 
 
-def test_a_hello_is_answered_with_the_model_and_all_workers(producer: Producer, client: ControlClient) -> None:
+def test_a_hello_is_answered_with_the_model_and_all_workers(producer: Producer[str], client: ControlClient) -> None:
     producer.set_workers((WORKER,))
     assert ask(client, producer, Hello(producer.engine_id)) == Welcome(producer.engine_id, IDENTITY, (WORKER,))
 
 
 def test_an_engine_that_is_still_starting_is_asked_again_until_its_workers_are_known(
-    producer: Producer, client: ControlClient
+    producer: Producer[str], client: ControlClient
 ) -> None:
     answer = client.request("127.0.0.1", producer.port, Hello(producer.engine_id), 5.0)
     with pytest.raises(PeerRefused, match="still starting"):
@@ -96,7 +96,7 @@ def test_an_engine_that_is_still_starting_is_asked_again_until_its_workers_are_k
     "message", [Hello("old"), Renew("old", ("L",)), Release("old", "L", 0, 1, "pull"), Cancel("old", ("L",))]
 )
 def test_a_message_for_an_engine_that_was_here_before_is_refused_with_both_ids(
-    producer: Producer, client: ControlClient, message: Request
+    producer: Producer[str], client: ControlClient, message: Request
 ) -> None:
     with pytest.raises(PeerRefused) as refusal:
         ask(client, producer, message)
@@ -105,7 +105,7 @@ def test_a_message_for_an_engine_that_was_here_before_is_refused_with_both_ids(
         assert part in refusal.value.reason
 
 
-def test_a_release_by_every_reader_ends_the_lease(producer: Producer, client: ControlClient) -> None:
+def test_a_release_by_every_reader_ends_the_lease(producer: Producer[str], client: ControlClient) -> None:
     lease_id = grant(producer)
     assert ask(client, producer, Release(producer.engine_id, lease_id, 0, 2, "pull")) == Released(True)
     assert producer.leases.collect() == ()
@@ -113,7 +113,7 @@ def test_a_release_by_every_reader_ends_the_lease(producer: Producer, client: Co
     assert producer.leases.collect() == ("r",)
 
 
-def test_a_late_release_is_refused(producer: Producer, client: ControlClient) -> None:
+def test_a_late_release_is_refused(producer: Producer[str], client: ControlClient) -> None:
     clock = ManualClock()
     producer.leases = LeaseTable(TTL_S, clock)
     lease_id = grant(producer)
@@ -122,16 +122,38 @@ def test_a_late_release_is_refused(producer: Producer, client: ControlClient) ->
     assert producer.leases.collect() == ("r",)
 
 
-def test_a_renewal_names_the_leases_that_are_still_valid(producer: Producer, client: ControlClient) -> None:
+def test_a_renewal_names_the_leases_that_are_still_valid(producer: Producer[str], client: ControlClient) -> None:
     ended, valid = grant(producer, "ended"), grant(producer, "valid")
     assert ask(client, producer, Cancel(producer.engine_id, (ended, "unknown"))) == Cancelled()
     assert ask(client, producer, Renew(producer.engine_id, (ended, valid))) == Renewed((valid,), TTL_S)
     assert producer.leases.collect() == ("ended",)
 
 
+def test_the_end_of_a_lease_is_announced_though_no_message_comes() -> None:
+    """The scheduler of an idle engine sleeps: somebody has to wake it when blocks can be freed."""
+    ended = threading.Event()
+    producer: Producer[str] = Producer("127.0.0.1", 0, 0.2, IDENTITY, 1, ended.set)
+    grant(producer)
+    assert not ended.is_set()
+    assert ended.wait(5.0)
+    assert producer.leases.collect() == ("r",)
+    producer.close()
+
+
+def test_the_end_of_a_lease_is_announced_with_the_message_that_ends_it(client: ControlClient) -> None:
+    announced: list[str] = []
+    producer: Producer[str] = Producer("127.0.0.1", 0, TTL_S, IDENTITY, 1, lambda: announced.append("ended"))
+    lease_id = grant(producer)
+    ask(client, producer, Renew(producer.engine_id, (lease_id,)))
+    assert announced == []
+    ask(client, producer, Release(producer.engine_id, lease_id, 0, 1, "pull"))
+    assert announced == ["ended"]
+    producer.close()
+
+
 def test_a_lease_that_was_not_released_is_mentioned_at_shutdown(caplog: pytest.LogCaptureFixture) -> None:
     before = set(threading.enumerate())
-    producer = Producer("127.0.0.1", 0, TTL_S, IDENTITY, 1)
+    producer: Producer[str] = Producer("127.0.0.1", 0, TTL_S, IDENTITY, 1)
     grant(producer)
     with caplog.at_level(logging.WARNING):
         producer.close()
@@ -139,6 +161,6 @@ def test_a_lease_that_was_not_released_is_mentioned_at_shutdown(caplog: pytest.L
     assert set(threading.enumerate()) <= before
 
 
-def test_a_port_that_is_taken_is_refused_by_name(producer: Producer) -> None:
+def test_a_port_that_is_taken_is_refused_by_name(producer: Producer[str]) -> None:
     with pytest.raises(ControlStartError, match=f"127.0.0.1:{producer.port}.*another process holds the port"):
         Producer("127.0.0.1", producer.port, TTL_S, IDENTITY, 1)
