@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+import zmq
 
 from tests.e2e.client import KVTransferParams
 from tests.e2e.cluster import BLOCK_SIZE, Cluster, Server
@@ -181,6 +182,25 @@ class TestSpoiltParams:
             assert completion.status == 500
         end_lease(params)
         assert_serves(pair, seed)
+
+
+@pytest.mark.usefixtures("quiet")
+@pytest.mark.parametrize("deployment", [FAULTS], indirect=True, ids=lambda one: one.name)
+@pytest.mark.parametrize("pair", [("P", "D fail")], indirect=True)
+def test_garbage_on_the_control_port_disturbs_nobody(pair: Pair) -> None:
+    prompt = make_prompt(PROMPT_TOKENS, "garbage")
+    params = pair.prefill.client.prefill(prompt)
+    address = (params["remote_host"], params["remote_port"])
+    with socket.create_connection(address) as stranger:  # does not even speak ZeroMQ
+        stranger.sendall(b"GET / HTTP/1.1\r\n\r\n" * 100)
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        dealer = context.socket(zmq.DEALER)
+        dealer.connect("tcp://{}:{}".format(*address))
+        for frames in ([b""], [b"\xc1" * 1000], [b"{}"], [b"\x93\x01\x01\x80"], [b"a", b"b"], [bytes(1 << 20)]):
+            dealer.send_multipart(frames)
+        pair.assert_right(pair.decode_leg(prompt, params), prompt)
+        context.destroy(linger=0)
+    assert_serves(pair, "after the garbage")
 
 
 def overwrite_all_blocks(server: Server) -> None:
