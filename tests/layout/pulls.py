@@ -58,12 +58,13 @@ def plans_of(local: WorkerGeometry, remotes: Sequence[WorkerGeometry]) -> dict[i
 
 def wanted_tokens(request: Request, local: Engine, remote: Engine) -> list[list[int]]:
     """The tokens of each group that a pull must deliver: whole units, without the holes of the local table."""
-    unit = unit_tokens(local, remote)
-    end = -(-request.end_token // unit) * unit
-    return [
-        [t for t in range(request.first_token, end) if table.id_at(t, local.block_tokens) >= 0]
-        for table in request.local
-    ]
+    wanted = []
+    for group, blocks in enumerate(request.local):
+        unit = unit_tokens(local, remote, group)
+        end = -(-request.end_token // unit) * unit
+        tokens = range(request.first_token, end)
+        wanted.append([token for token in tokens if blocks.id_at(token, local.tokens_of(group)) >= 0])
+    return wanted
 
 
 def pull(
@@ -97,6 +98,6 @@ def plain(tokens: int, local: Engine, remote: Engine, kind: str = "contiguous", 
     return Request(
         0,
         tokens,
-        tuple(table(kind, local.blocks, -(-tokens // local.block_tokens), seed=g) for g in range(groups)),
-        tuple(table(kind, remote.blocks, -(-tokens // remote.block_tokens), seed=9 + g) for g in range(groups)),
+        tuple(table(kind, local.blocks, -(-tokens // local.tokens_of(g)), seed=g) for g in range(groups)),
+        tuple(table(kind, remote.blocks, -(-tokens // remote.tokens_of(g)), seed=9 + g) for g in range(groups)),
     )

@@ -2,6 +2,8 @@
 
 from collections import Counter
 from dataclasses import replace
+from itertools import product
+from math import ceil
 
 import pytest
 
@@ -77,6 +79,36 @@ def test_replicas_are_spread_over_their_readers() -> None:
 
 def test_a_replica_is_one_that_holds_the_head() -> None:
     assert heads_read(4, 2, 8) == [{0: [(0, 1)], 2: [(1, 2)]}, {5: [(2, 3)], 7: [(3, 4)]}]
+
+
+def readings(model: Model, local: Engine, remote: Engine) -> list[tuple[int, int, str]]:
+    """(remote rank, head, layer) of everything that all local ranks read."""
+    remotes = geometries(model, remote)
+    return [
+        (source.remote, head, layer)
+        for rank in geometries(model, local, LOCAL_BASE)
+        for source in choose_sources(rank, remotes)
+        for share in source.shares
+        for head in range(share.head_start, share.head_end)
+        for layer in share.layers
+    ]
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 3, 4, 8, 12])
+def test_no_replica_serves_more_than_its_share_of_a_heads_readers(kv_heads: int, cases: Counter[str]) -> None:
+    """For every pair of sizes: each (head, layer) goes to each rank that wants it, from replicas that take turns."""
+    served_by_two = model(kv_heads, 2)
+    sizes = [size for size in (1, 2, 3, 4, 6, 8, 16) if kv_heads % size == 0 or size % kv_heads == 0]
+    for local_tp, remote_tp, local_pp, remote_pp in product(sizes, sizes, (1, 2), (1, 2)):
+        local, remote = Engine(tp=local_tp, pp=local_pp), Engine(tp=remote_tp, pp=remote_pp)
+        read = readings(served_by_two, local, remote)
+        readers, replicas = max(1, local_tp // kv_heads), max(1, remote_tp // kv_heads)
+        wanted = product(range(kv_heads), ("model.layers.0", "model.layers.1"))
+        assert Counter((head, layer) for _, head, layer in read) == dict.fromkeys(wanted, readers)
+        assert max(Counter(read).values()) <= ceil(readers / replicas)
+        assert all(head in heads_of(kv_heads, remote_tp, rank % remote_tp) for rank, head, _ in read)
+        assert read == readings(served_by_two, local, remote), "the choice must not depend on anything but the geometry"
+        cases["replicas"] += 1
 
 
 def test_the_holder_of_most_heads_is_read() -> None:

@@ -1,0 +1,215 @@
+"""Buffers that keep all layers of a block together, for engines that let the connector allocate their caches.
+
+Sizes, offsets and strides only: the caller allocates the memory and makes the views, with whichever tensor library
+it has. Every part of a cache (K, V, one of MLA's two, a scale) has a buffer of its own, because parts differ in
+heads, content and item size:
+
+    shape = cross_layer_shapes(parts, layers, blocks, block_tokens)[0]
+    raw = empty(shape.allocation_bytes, dtype=uint8)
+    buffer = shape.at(address of raw)
+    view = buffer.layer_view(name)
+    cache = as_strided(raw.view(dtype), view.shape, view.strides, view.offset)
+
+An attention kernel sees one layer's view, whose blocks are far apart; only a backend that is known to honour the
+view's strides may be given one.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from layout.geometry import Plane, Region
+
+ALIGNMENT = 2 * 1024 * 1024  # bytes; Ascend's transfer engine registers memory in units of this
+AXES = "LBHNC"  # layer, block, head, token, content
+LAYER_AXES = "BNHC"  # of one layer's view: [blocks, tokens, heads, content]
+
+
+class CrossLayerError(ValueError):
+    """A buffer cannot be laid out as asked: the message names the value and the rule."""
+
+
+@dataclass(frozen=True, slots=True)
+class CachePart:
+    """One logical tensor of every layer's cache, as one worker holds it."""
+
+    name: str  # as in ``Plane.part``: "k", "v", "mla_rope"
+    head_start: int  # first global KV head held
+    heads: int  # KV heads held
+    content: int  # items of one (head, token)
+    item_size: int  # bytes of one item
+
+
+@dataclass(frozen=True, slots=True)
+class LayerView:
+    """One layer of a buffer, for a function like ``as_strided``. All numbers count items, not bytes."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int  # of the first item, from the start of the allocation
+
+
+@dataclass(frozen=True, slots=True)
+class CrossLayerShape:
+    """The form of one part's buffer, wherever it will lie. Made by ``cross_layer_shapes``."""
+
+    part: CachePart
+    layers: tuple[str, ...]
+    blocks: int
+    block_tokens: int
+    order: str  # the axes, outermost first
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Indices of each axis."""
+        counts = (len(self.layers), self.blocks, self.part.heads, self.block_tokens, self.part.content)
+        return dict(zip(AXES, counts, strict=True))
+
+    @property
+    def strides(self) -> dict[str, int]:
+        """Items between neighbours on each axis; found by the axis's name, whatever its size."""
+        sizes, strides, step = self.sizes, {}, 1
+        for axis in reversed(self.order):
+            strides[axis] = step
+            step *= sizes[axis]
+        return strides
+
+    @property
+    def size(self) -> int:
+        """Bytes of all elements."""
+        sizes = self.sizes
+        return sizes[self.order[0]] * self.strides[self.order[0]] * self.part.item_size
+
+    @property
+    def allocation_bytes(self) -> int:
+        """Bytes to allocate, so that the elements fit from the next aligned address on."""
+        return self.size + ALIGNMENT
+
+    def at(self, base_address: int) -> "CrossLayerBuffer":
+        """The buffer in an allocation of ``allocation_bytes`` that starts at ``base_address``.
+
+        Raises:
+            CrossLayerError: items would not lie at whole item offsets from ``base_address``.
+        """
+        if base_address < 0 or base_address % self.part.item_size:
+            raise CrossLayerError(
+                f"part {self.part.name!r}: base address {base_address:#x} must be a multiple of the item size "
+                f"{self.part.item_size} and not negative"
+            )
+        return CrossLayerBuffer(self, base_address)
+
+
+@dataclass(frozen=True, slots=True)
+class CrossLayerBuffer:
+    """One part's buffer in memory. Made by ``CrossLayerShape.at``."""
+
+    form: CrossLayerShape
+    base_address: int  # of the allocation
+
+    @property
+    def aligned_offset(self) -> int:
+        """Bytes from the start of the allocation to the first element."""
+        return -self.base_address % ALIGNMENT
+
+    @property
+    def region(self) -> Region:
+        """The memory to register: all elements and nothing else, aligned at its start."""
+        return Region(self.base_address + self.aligned_offset, self.form.size)
+
+    @property
+    def plane(self) -> Plane:
+        """The buffer as planning sees it."""
+        form, part = self.form, self.form.part
+        strides = {axis: step * part.item_size for axis, step in form.strides.items()}
+        return Plane(
+            part=part.name,
+            layers=form.layers,
+            head_start=part.head_start,
+            heads=part.heads,
+            block_tokens=form.block_tokens,
+            content=part.content,
+            item_size=part.item_size,
+            blocks=form.blocks,
+            address=self.base_address + self.aligned_offset,
+            layer_stride=strides["L"],
+            block_stride=strides["B"],
+            head_stride=strides["H"],
+            token_stride=strides["N"],
+            content_stride=strides["C"],
+        )
+
+    def layer_view(self, layer: str, axes: str = LAYER_AXES) -> LayerView:
+        """One layer's cache, with its axes in the order of ``axes``: [blocks, tokens, heads, content] unless told.
+
+        Raises:
+            CrossLayerError: the buffer does not hold the layer, or ``axes`` is no order of a layer's axes.
+        """
+        _check_axes(axes, LAYER_AXES, "a layer's view")
+        form = self.form
+        if layer not in form.layers:
+            raise CrossLayerError(
+                f"part {form.part.name!r} holds no layer {layer!r}; it holds {len(form.layers)} layers, from "
+                f"{form.layers[0]!r} to {form.layers[-1]!r}"
+            )
+        sizes, strides = form.sizes, form.strides
+        return LayerView(
+            tuple(sizes[axis] for axis in axes),
+            tuple(strides[axis] for axis in axes),
+            self.aligned_offset // form.part.item_size + form.layers.index(layer) * strides["L"],
+        )
+
+
+def cross_layer_shapes(
+    parts: Sequence[CachePart], layers: Sequence[str], blocks: int, block_tokens: int, order: str = "BLHNC"
+) -> tuple[CrossLayerShape, ...]:
+    """The form of each part's buffer, in the order of ``parts``.
+
+    Args:
+        parts: of every layer's cache; each may have its own heads, content and item size.
+        layers: names, in the order of the layer axis.
+        blocks: blocks of the kernel.
+        block_tokens: tokens in a block of the kernel.
+        order: the axes layer, block, head, token, content as letters of "LBHNC", outermost first. "BHLNC" and
+            "BLHNC" keep each block of all layers together; "BLNHC" too, in the order of NHD kernels.
+
+    Raises:
+        CrossLayerError: a size is not positive, a name is repeated or missing, or ``order`` is no order of the axes.
+    """
+    _check_axes(order, AXES, "a buffer")
+    _check_names([part.name for part in parts], "parts")
+    _check_names(layers, "layers")
+    _check_positive("blocks", blocks)
+    _check_positive("block_tokens", block_tokens)
+    for part in parts:
+        _check_part(part)
+    return tuple(CrossLayerShape(part, tuple(layers), blocks, block_tokens, order) for part in parts)
+
+
+def _check_axes(axes: str, allowed: str, of: str) -> None:
+    if sorted(axes) != sorted(allowed):
+        raise CrossLayerError(f"axis order {axes!r} of {of} must hold each letter of {allowed!r} exactly once")
+
+
+def _check_names(names: Sequence[str], what: str) -> None:
+    if not names:
+        raise CrossLayerError(f"a cross-layer cache needs at least one of its {what}; none is given")
+    name, count = Counter(names).most_common(1)[0]
+    if count > 1:
+        raise CrossLayerError(f"the names of {what} must differ: {name!r} is given {count} times")
+
+
+def _check_positive(name: str, value: int) -> None:
+    if value < 1:
+        raise CrossLayerError(f"{name} is {value}; it must be at least 1")
+
+
+def _check_part(part: CachePart) -> None:
+    for name in ("heads", "content", "item_size"):
+        _check_positive(f"{name} of part {part.name!r}", getattr(part, name))
+    if part.head_start < 0:
+        raise CrossLayerError(f"head_start of part {part.name!r} is {part.head_start}; it must not be negative")
+    if ALIGNMENT % part.item_size:
+        raise CrossLayerError(
+            f"item_size of part {part.name!r} is {part.item_size} bytes; it must divide the alignment of {ALIGNMENT} "
+            "bytes, so that the first element lies at a whole item"
+        )
