@@ -19,12 +19,14 @@ import numpy as np
 import numpy.typing as npt
 
 from layout.copies import Copies
+from layout.cost import CostModel
 from layout.geometry import CacheGroup, ModelIdentity, Plane, Region, WorkerGeometry
 from pd_connector.metadata import PullOrder
 from pd_connector.params import RemotePrefill
 from pd_connector.scheduler.producer import Producer
 from pd_connector.worker.peer import PullContext, Settled
 from pd_connector.worker.pulls import PullService
+from pd_connector.worker.staged_reads import ReadPlanner
 from transfer.control.client import ControlClient
 from transfer.engine.mooncake import MooncakeEngine, MooncakeOptions
 
@@ -91,7 +93,8 @@ class Puller:
         local = geometry(self.memory, blocks, self.engine.address)
         self.engine.register(local.regions)
 
-        context = PullContext(local, MODEL, self.engine, self.client, 0, 1, 10.0, 60.0)
+        reads = ReadPlanner(CostModel.of_protocol("tcp"), local.regions)
+        context = PullContext(local, MODEL, self.engine, self.client, 0, 1, reads, 10.0, 60.0)
         self.pulls = PullService(context, 600.0)
 
     def pull(self, params: dict[str, object], block_ids: list[int], tokens: int) -> Settled:

@@ -107,15 +107,6 @@ class Plan:
         ]
         return parts[0] if len(parts) == 1 else concatenate(parts)
 
-    def describe(self, copies: Copies) -> str:
-        """One line for the log: what an instantiated plan will do."""
-        if not len(copies):
-            return "nothing to read"
-        return (
-            f"{len(copies)} descriptors, {copies.total_bytes} bytes, {int(copies.sizes.min())} to "
-            f"{int(copies.sizes.max())} bytes each, {len(self.boxes)} boxes"
-        )
-
 
 def compile_plans(
     local: WorkerGeometry, remotes: Sequence[WorkerGeometry], sources: Sequence[Source]

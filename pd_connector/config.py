@@ -65,6 +65,21 @@ class ConnectorConfig(BaseModel):
         default=1024,
         description="Descriptors under way to one peer at any time. The engine's TCP transport breaks above.",
     )
+    staging_bytes: Annotated[int, Field(ge=0)] = Field(
+        default=64 * 1024 * 1024,
+        description="Host memory of each decode worker through which scattered bytes are read in fewer, wider reads; 0 "
+        "reads everything straight to its place. Used on the CPU platform only.",
+    )
+    descriptor_cost_us: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = Field(
+        default=None,
+        description="What a descriptor costs the transfer engine, in microseconds, by which reads are planned. "
+        "Default: 28 for tcp (measured), 2 for rdma, 5 for ascend (estimates).",
+    )
+    byte_cost_ns: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = Field(
+        default=None,
+        description="What a byte costs, in nanoseconds. Default: 0.4 for tcp (measured), 0.04 for rdma and ascend "
+        "(estimates).",
+    )
     peer_idle_s: Seconds = Field(
         default=600.0, description="After how long without a pull the connection to a prefill engine is closed."
     )

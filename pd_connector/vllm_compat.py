@@ -207,6 +207,11 @@ def default_protocol() -> str:
     return {"cuda": "rdma", "npu": "ascend"}.get(_device_type(), "tcp")
 
 
+def caches_are_host_memory() -> bool:
+    """Whether this process can read and write the KV caches with the CPU."""
+    return _device_type() == "cpu"
+
+
 def _device_type() -> str:
     from vllm.platforms import current_platform  # noqa: PLC0415  resolves the platform on first use
 

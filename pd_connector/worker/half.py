@@ -1,10 +1,12 @@
 """The worker half: registers the caches, carries out the scheduler half's orders, reports what has settled."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 
+from layout.cost import CostModel
 from layout.geometry import ModelIdentity, WorkerGeometry
 from pd_connector.config import ConnectorConfig
 from pd_connector.metadata import StepOrders, WorkerHandshake
@@ -14,6 +16,7 @@ from pd_connector.vllm_compat import (
     KVConnectorTransferResults,
     Ranks,
     cache_groups,
+    caches_are_host_memory,
     default_protocol,
     host_address,
     init_logger,
@@ -23,6 +26,7 @@ from pd_connector.vllm_compat import (
 from pd_connector.worker.caches import describe_caches
 from pd_connector.worker.peer import PullContext, Settled
 from pd_connector.worker.pulls import PullService
+from pd_connector.worker.staged_reads import ReadPlanner
 from transfer.control.client import ControlClient
 from transfer.engine.base import TransferEngine
 from transfer.engine.mooncake import MooncakeEngine, MooncakeOptions
@@ -68,7 +72,9 @@ class WorkerHalf:
         self._engine = self._make_engine(self._config)
         groups = cache_groups(self._vllm_config, self._kv_cache_config)
         geometry = describe_caches(kv_caches, groups, ranks, model.kv_heads, self._engine.address)
-        self._engine.register(geometry.regions)
+        reads = self._plan_reads(geometry)
+        staging = () if reads.staging is None else (reads.staging.region,)
+        self._engine.register((*geometry.regions, *staging))
         self._geometry = geometry
         logger.info(
             "PDConnector: rank %d of %d: %d bytes of KV cache registered, %d bytes a block in %d planes",
@@ -77,7 +83,7 @@ class WorkerHalf:
         )  # fmt: skip
         if self._role.consumes:
             self._client = ControlClient()
-            self._pulls = PullService(self._context(ranks, model), self._config.peer_idle_s)
+            self._pulls = PullService(self._context(ranks, model, reads), self._config.peer_idle_s)
 
     def handshake(self) -> WorkerHandshake | None:
         """This worker's caches, for the scheduler process to describe to peers."""
@@ -112,7 +118,18 @@ class WorkerHalf:
         if self._pulls is not None:
             self._pulls.join()
 
-    def _context(self, ranks: Ranks, model: ModelIdentity) -> PullContext:
+    def _plan_reads(self, geometry: WorkerGeometry) -> ReadPlanner:
+        config = self._config
+        cost = CostModel.of_protocol(_protocol(config))
+        if config.descriptor_cost_us is not None:
+            cost = replace(cost, alpha=config.descriptor_cost_us * 1e-6)
+        if config.byte_cost_ns is not None:
+            cost = replace(cost, beta=config.byte_cost_ns * 1e-9)
+        if self._role.consumes and config.staging_bytes and caches_are_host_memory():
+            return ReadPlanner.with_staging(cost, geometry.regions, config.staging_bytes)
+        return ReadPlanner(cost, geometry.regions)
+
+    def _context(self, ranks: Ranks, model: ModelIdentity, reads: ReadPlanner) -> PullContext:
         assert self._geometry is not None
         assert self._engine is not None
         assert self._client is not None
@@ -123,6 +140,7 @@ class WorkerHalf:
             client=self._client,
             reader=ranks.index,
             readers=ranks.world_size,
+            reads=reads,
             handshake_timeout_s=self._config.handshake_timeout_s,
             pull_timeout_s=self._config.pull_timeout_s,
         )
@@ -143,12 +161,15 @@ class WorkerHalf:
             self._stats.observe(phase, seconds)
 
 
+def _protocol(config: ConnectorConfig) -> str:
+    return default_protocol() if config.protocol == "auto" else config.protocol
+
+
 def _mooncake(config: ConnectorConfig) -> TransferEngine:
-    protocol = default_protocol() if config.protocol == "auto" else config.protocol
     return MooncakeEngine(
         MooncakeOptions(
             host=config.host or host_address(),
-            protocol=protocol,
+            protocol=_protocol(config),
             devices=config.devices,
             descriptors_per_call=config.descriptors_per_call,
             max_descriptors_in_flight=config.max_descriptors_in_flight,

@@ -21,8 +21,10 @@ from layout.copies import Copies
 from layout.geometry import ModelIdentity, WorkerGeometry
 from layout.plan import BlockTable, Plan, PlanError, compile_plans
 from layout.sharding import choose_sources
+from layout.staging import Schedule
 from pd_connector.metadata import PullOrder
 from pd_connector.vllm_compat import init_logger
+from pd_connector.worker.staged_reads import ReadPlanner
 from transfer.control.client import ControlClient
 from transfer.control.errors import ControlError, PeerRefused
 from transfer.control.messages import Hello, Release, Released, Reply, Welcome
@@ -69,6 +71,7 @@ class PullContext:
     client: ControlClient
     reader: int  # this worker among the readers of a lease
     readers: int
+    reads: ReadPlanner
     handshake_timeout_s: float
     pull_timeout_s: float
 
@@ -179,7 +182,7 @@ class PeerSession:
             self._drop_links()
             self._fail(order, Cause.INTERNAL, f"{type(error).__name__}: {error}", watch)
 
-    def _read_all(self, order: PullOrder, deadline: float, watch: _Stopwatch) -> list[Copies]:
+    def _read_all(self, order: PullOrder, deadline: float, watch: _Stopwatch) -> list[Schedule]:
         """Bring all bytes of a pull.
 
         Raises:
@@ -203,30 +206,30 @@ class PeerSession:
         except PlanError as error:
             raise PullFailed(Cause.PARAMS, str(error)) from error
         watch.lap("plan")
-        for index, copies in batches.items():
-            if logger.isEnabledFor(logging.DEBUG):
-                plan = peer.plans[index].describe(copies)
-                logger.debug("request %s, prefill rank %d: %s", order.request_id, index, plan)
-            self._read(peer, index, copies, deadline)
+        schedules = [self._read(peer, index, copies, order, deadline) for index, copies in batches.items()]
         watch.lap("read")
-        return list(batches.values())
+        return schedules
 
-    def _read(self, peer: _Peer, index: int, copies: Copies, deadline: float) -> None:
+    def _read(self, peer: _Peer, index: int, copies: Copies, order: PullOrder, deadline: float) -> Schedule:
         remaining = deadline - time.monotonic()
         if remaining <= 0:
             raise PullFailed(
                 Cause.TIMEOUT, f"the pull timeout of {self._context.pull_timeout_s} s was over before the read"
             )
-        link = self._link(peer, index)
-        try:
-            link.read(copies, remaining)
-        except ReadFailed as error:
-            # Closing the link settles its reads: after that the blocks may be given to other requests.
-            link.close()
-            del peer.links[index]
-            raise PullFailed(Cause.READ, f"prefill rank {index}: {error}") from error
-        except ValueError as error:
-            raise PullFailed(Cause.PARAMS, f"prefill rank {index}: {error}") from error
+        link, reads = self._link(peer, index), self._context.reads
+        with reads.planned(copies, peer.workers[index].regions) as schedule:
+            if logger.isEnabledFor(logging.DEBUG):
+                logger.debug("request %s, prefill rank %d: %s", order.request_id, index, schedule.describe())
+            try:
+                reads.carry_out(link, schedule, remaining)
+            except ReadFailed as error:
+                # Closing the link settles its reads: after that blocks and staging may be given to others.
+                link.close()
+                del peer.links[index]
+                raise PullFailed(Cause.READ, f"prefill rank {index}: {error}") from error
+            except ValueError as error:
+                raise PullFailed(Cause.PARAMS, f"prefill rank {index}: {error}") from error
+        return schedule
 
     def _link(self, peer: _Peer, index: int) -> Link:
         if index not in peer.links:
@@ -275,13 +278,13 @@ class PeerSession:
         )  # fmt: skip
         return peer
 
-    def _release(self, order: PullOrder, copies: list[Copies], deadline: float, watch: _Stopwatch) -> None:
+    def _release(self, order: PullOrder, schedules: list[Schedule], deadline: float, watch: _Stopwatch) -> None:
         """Ask whether the lease was valid all the time; the answer settles the pull. Does not wait for it."""
         done = Settled(
             order.request_id,
             tokens=order.end_token - order.first_token,
-            copied_bytes=sum(batch.total_bytes for batch in copies),
-            descriptors=sum(len(batch) for batch in copies),
+            copied_bytes=sum(schedule.wanted_bytes for schedule in schedules),
+            descriptors=sum(schedule.descriptors for schedule in schedules),
         )
         timeout = max(min(deadline - time.monotonic(), self._context.handshake_timeout_s), 1.0)
 

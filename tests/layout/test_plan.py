@@ -88,15 +88,6 @@ def test_layers_that_are_neighbours_on_one_side_only_are_not_taken_for_a_run(
     pull(local_model, engine, engine, request, remote_model=replace(local_model, groups=groups))
 
 
-def test_a_description_tells_descriptors_and_bytes() -> None:
-    plan = the_plan(SMALL, Engine("LBHNC"), Engine("LBHNC"))
-    table = [BlockTable.of([1, 2])]
-    assert plan.describe(plan.instantiate(table, table, 0, 32)) == (
-        "3 descriptors, 3072 bytes, 1024 to 1024 bytes each, 1 boxes"
-    )
-    assert plan.describe(plan.instantiate(table, table, 0, 0)) == "nothing to read"
-
-
 # Tokens: what is read, and what is left alone. ``pull`` compares all of the memory.
 
 

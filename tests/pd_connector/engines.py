@@ -10,11 +10,13 @@ from dataclasses import dataclass, field, replace
 import msgspec
 import numpy as np
 
+from layout.cost import CostModel
 from layout.geometry import ModelIdentity, WorkerGeometry
 from pd_connector.metadata import PullOrder
 from pd_connector.params import RemotePrefill, parse_remote_prefill
 from pd_connector.scheduler.producer import Producer
 from pd_connector.worker.peer import PullContext, Settled
+from pd_connector.worker.staged_reads import ReadPlanner
 from tests.layout.oracle import Engine, Items, Model, Rank, Table, build, unit_tokens
 from tests.pd_connector.support import FakeRequest, a_prompt
 from transfer.control.client import ControlClient
@@ -104,6 +106,7 @@ class DecodeWorker:
     identity: ModelIdentity = IDENTITY
     handshake_timeout_s: float = 5.0
     pull_timeout_s: float = 20.0
+    reads: ReadPlanner | None = None  # without staging if not given
 
     def context(self) -> PullContext:
         """What this rank's pulls share."""
@@ -114,6 +117,7 @@ class DecodeWorker:
             client=self.client,
             reader=self.reader,
             readers=self.readers,
+            reads=self.reads or ReadPlanner(CostModel.of_protocol("tcp"), self.rank.geometry.regions),
             handshake_timeout_s=self.handshake_timeout_s,
             pull_timeout_s=self.pull_timeout_s,
         )

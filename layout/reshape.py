@@ -1,0 +1,93 @@
+"""Executes local copies: the last step of a staged pull, and every change of layout on arrival.
+
+Which bytes go where is decided in ``layout.plan`` and ``layout.staging``; here they are moved, between addresses
+that the CPU can reach, with the interpreter's lock released. Must not decide, allocate or keep anything.
+
+The target is written once and read much later by someone else. Whole cache lines are therefore stored past the
+caches (non-temporal stores): a scattered target otherwise costs a read of every line before it is written.
+"""
+
+from typing import Any
+
+import numpy as np
+from llvmlite import ir  # type: ignore[import-untyped]
+from numba import njit, types
+from numba.extending import intrinsic
+
+from layout.copies import EMPTY, Copies
+
+_LINE_BYTES = 64  # of a cache line
+
+
+def _emit_copy_bytes(_typing: Any, _destination: Any, _source: Any, _size: Any) -> Any:
+    """``copy_bytes(destination, source, size)``: the C library's memcpy between two addresses."""
+
+    def emit(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        byte_pointer = ir.IntType(8).as_pointer()
+        to, origin = (builder.inttoptr(address, byte_pointer) for address in arguments[:2])
+        memcpy = builder.module.declare_intrinsic("llvm.memcpy", [byte_pointer, byte_pointer, arguments[2].type])
+        builder.call(memcpy, [to, origin, arguments[2], ir.Constant(ir.IntType(1), 0)])
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), emit
+
+
+def _emit_store_line(_typing: Any, _destination: Any, _source: Any) -> Any:
+    """``store_line(destination, source)``: one aligned cache line, stored without reading it first."""
+
+    def emit(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        line_pointer = ir.VectorType(ir.IntType(64), _LINE_BYTES // 8).as_pointer()
+        to, origin = (builder.inttoptr(address, line_pointer) for address in arguments)
+        store = builder.store(builder.load(origin, align=1), to, align=_LINE_BYTES)
+        store.set_metadata("nontemporal", builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)]))
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), emit
+
+
+def _emit_fence(_typing: Any) -> Any:
+    """``fence()``: the stores before it are seen before those after it, non-temporal ones too."""
+
+    def emit(context: Any, builder: Any, _signature: Any, _arguments: Any) -> Any:
+        builder.fence("seq_cst")
+        return context.get_dummy_value()
+
+    return types.void(), emit
+
+
+_copy_bytes, _store_line, _fence = (intrinsic(emit) for emit in (_emit_copy_bytes, _emit_store_line, _emit_fence))
+
+
+def _copy_runs(destinations: Any, sources: Any, sizes: Any) -> None:
+    for run in range(sizes.size):
+        to, origin, size = destinations[run], sources[run], sizes[run]
+        if (to | size) & (_LINE_BYTES - 1):
+            _copy_bytes(to, origin, size)
+        else:
+            for offset in range(0, size, _LINE_BYTES):
+                _store_line(to + offset, origin + offset)
+    _fence()
+
+
+_kernel = njit(nogil=True)(_copy_runs)  # compiled at its first call, once per process
+
+
+def run_copies(copies: Copies) -> None:
+    """Copy every run, in the order given; when it returns, every thread sees the bytes.
+
+    Both addresses of a run are of this process and reachable by the CPU; the caller vouches for them, as nothing
+    here can know. Sources and destinations must not overlap. Fastest (faster than memcpy of the same bytes) where
+    destinations and sizes are multiples of 64. Safe from any thread; other threads run Python meanwhile.
+
+    Raises:
+        ValueError: a size is negative. Nothing was copied.
+    """
+    if len(copies) and int(copies.sizes.min()) < 0:
+        index = int(copies.sizes.argmin())
+        raise ValueError(f"copy {index} of {len(copies)} has a negative size: {int(copies.sizes[index])} bytes")
+    _kernel(*(np.ascontiguousarray(a, np.int64) for a in (copies.destinations, copies.sources, copies.sizes)))
+
+
+def warm_up() -> None:
+    """Compile the kernel (about half a second), so that the first pull does not wait for it."""
+    run_copies(EMPTY)

@@ -1,0 +1,35 @@
+"""Prices: the defaults that are there, and the values that are refused."""
+
+import math
+
+import pytest
+
+from layout.cost import CostModel
+
+
+@pytest.mark.parametrize("protocol", ["tcp", "rdma", "ascend"])
+def test_every_protocol_has_defaults(protocol: str) -> None:
+    cost = CostModel.of_protocol(protocol)
+    assert min(cost.alpha, cost.beta, cost.copy_alpha, cost.copy_beta) > 0
+
+
+def test_on_tcp_a_gap_of_some_tens_of_kilobytes_costs_as_much_as_a_descriptor() -> None:
+    cost = CostModel.of_protocol("tcp")
+    assert cost.read_s(1, 64 << 10) < cost.read_s(2, 0) < cost.read_s(1, 80 << 10)
+
+
+def test_an_unknown_protocol_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="'carrier pigeon'"):
+        CostModel.of_protocol("carrier pigeon")
+
+
+@pytest.mark.parametrize("price", [-1e-9, math.nan, math.inf])
+def test_a_price_that_is_no_duration_is_refused(price: float) -> None:
+    with pytest.raises(ValueError, match="copy_beta"):
+        CostModel(1e-6, 1e-9, 1e-9, price)
+
+
+def test_reads_and_copies_are_priced_apart() -> None:
+    cost = CostModel(alpha=100, beta=1, copy_alpha=10, copy_beta=2)
+    assert cost.read_s(2, 30) == 230
+    assert cost.copy_s(3, 5) == 40

@@ -1,0 +1,131 @@
+"""Pulls through staging: the same bytes in fewer descriptors, whatever the size of the buffer, and no slot given away
+while a read may still write to it.
+
+Real control channel, real leases and real bytes; the transfer engine is the in-process one, told where to fail.
+"""
+
+import mmap
+import threading
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from layout.copies import Copies
+from layout.cost import CostModel
+from layout.geometry import Region
+from layout.staging import Schedule, StagedWindow
+from pd_connector.worker.staged_reads import SLOTS, ReadPlanner
+from tests.layout.oracle import Model
+from tests.pd_connector.engines import PREFILL, DecodeWorker, an_order
+from tests.pd_connector.support import until
+from tests.pd_connector.worker.site import OURS, THEIRS, Site, pull_once
+from transfer.engine.base import Link
+from transfer.engine.in_process import Fault
+from transfer.memory import SlotPool
+
+TCP = CostModel.of_protocol("tcp")
+#: Two ranks with two heads each, read by one with four: all heads of a token lie apart in the destination.
+TWO_RANKS = replace(PREFILL, layout="LBHNC", tp=2)
+#: Big enough for several windows of two pages.
+WIDE = Model(kv_heads=4, contents=(60, 100), item_size=4, groups=((0, 1, 2),), windows=(0,))
+
+
+def stage(worker: DecodeWorker, slot_bytes: int) -> SlotPool:
+    """Give a worker a staging buffer; its pulls are then read through it where that is cheaper."""
+    pool = SlotPool(slot_bytes * SLOTS, SLOTS)
+    worker.engine.register([pool.region])
+    worker.reads = ReadPlanner(TCP, worker.rank.geometry.regions, pool)
+    return pool
+
+
+def test_a_staged_pull_brings_the_same_bytes_in_fewer_descriptors(site: Site) -> None:
+    prefill = site.prefill(TWO_RANKS)
+    plain, staged = site.decode()[0], site.decode()[0]
+    stage(staged, 1 << 20)
+    ends = [pull_once(site, prefill.prefill(f"r{n}", THEIRS), worker) for n, worker in enumerate((plain, staged))]
+    assert [end.cause for end in ends] == ["", ""]
+    assert plain.holds([(OURS, 0, 69)], TWO_RANKS)
+    assert staged.holds([(OURS, 0, 69)], TWO_RANKS)
+    assert ends[1].copied_bytes == ends[0].copied_bytes
+    assert ends[1].descriptors < ends[0].descriptors / 2
+
+
+@pytest.mark.parametrize("pages", [1, 2, 3, 64])
+def test_a_pull_that_does_not_fit_the_buffer_comes_in_windows(site: Site, pages: int) -> None:
+    prefill, (worker,) = site.prefill(TWO_RANKS, model=WIDE), site.decode(model=WIDE)
+    stage(worker, pages * mmap.PAGESIZE)
+    assert pull_once(site, prefill.prefill("r", THEIRS), worker).cause == ""
+    assert worker.holds([(OURS, 0, 69)], TWO_RANKS)
+
+
+def test_a_pull_that_finds_no_free_slot_reads_straight_to_its_place(site: Site) -> None:
+    prefill, (worker,) = site.prefill(TWO_RANKS), site.decode()
+    pool = stage(worker, 1 << 20)
+    slots = [pool.borrow() for _ in range(SLOTS)]
+    for slot in slots:
+        slot.__enter__()
+    end = pull_once(site, prefill.prefill("r", THEIRS), worker)
+    for slot in slots:
+        slot.__exit__(None, None, None)
+    assert end.cause == ""
+    assert worker.holds([(OURS, 0, 69)], TWO_RANKS)
+
+
+def test_a_failed_read_into_staging_fails_the_pull_and_changes_no_block(site: Site) -> None:
+    prefill, (worker,) = site.prefill(TWO_RANKS), site.decode()
+    stage(worker, 1 << 20)
+    site.fabric.inject(1, Fault(settled=False, landed=1))
+    assert pull_once(site, prefill.prefill("r", THEIRS), worker).cause == "read"
+    assert worker.untouched
+    assert site.fabric.deliver_late_bytes() == 0, "the link was not closed"
+
+
+def test_a_slot_is_lent_to_nobody_while_a_read_into_it_is_under_way(site: Site) -> None:
+    prefill, (worker,) = site.prefill(TWO_RANKS), site.decode()
+    pool = stage(worker, 1 << 20)
+    finish = threading.Event()
+    site.fabric.inject(1, Fault(until=finish, fails=False))
+    remote = prefill.prefill("r", THEIRS)
+    site.session(worker, remote).submit(an_order("r", remote, OURS))
+    assert until(lambda: site.fabric.reads == 1)
+    others = [pool.borrow() for _ in range(SLOTS)]
+    addresses = [other.__enter__() for other in others]
+    finish.set()
+    assert worker.next_end().cause == ""
+    for other in others:
+        other.__exit__(None, None, None)
+    assert addresses.count(None) == 1
+    assert worker.holds([(OURS, 0, 69)], TWO_RANKS)
+
+
+class NoLink(Link):
+    """Fails the test that reads through it."""
+
+    def read(self, copies: Copies, timeout_s: float) -> None:
+        pytest.fail(f"{len(copies)} descriptors were read within {timeout_s} s")
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def test_a_copy_to_memory_that_is_not_a_cache_is_refused_before_anything_is_read() -> None:
+    pool = SlotPool(SLOTS * mmap.PAGESIZE, SLOTS)
+    planner = ReadPlanner(TCP, (Region(1 << 40, 4096),), pool)
+    window = StagedWindow(_one(pool.region.address, 1 << 41, 64), _one((1 << 40) + 4090, pool.region.address, 64))
+    with pytest.raises(ValueError, match="destination is outside the memory registered here"):
+        planner.carry_out(NoLink(), Schedule(_one(1 << 40, 1 << 41, 8), (window,), 72, 0.0, 0.0), 1.0)
+
+
+def _one(destination: int, source: int, size: int) -> Copies:
+    return Copies(*(np.array([value], np.int64) for value in (destination, source, size)))
+
+
+@pytest.mark.parametrize("tokens", [1, 15, 16, 17, 33, 70])
+def test_prompts_of_every_length_are_staged_exactly(site: Site, tokens: int) -> None:
+    prefill, (worker,) = site.prefill(TWO_RANKS), site.decode()
+    stage(worker, 2 * mmap.PAGESIZE)
+    remote = prefill.prefill("r", (THEIRS[0][: -(-tokens // 16)],), tokens)
+    site.session(worker, remote).submit(an_order("r", remote, OURS, 0, tokens))
+    assert worker.next_end().cause == ""
+    assert worker.holds([(OURS, 0, tokens)], TWO_RANKS)

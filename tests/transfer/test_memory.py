@@ -1,0 +1,68 @@
+"""Memory that is lent out: aligned, disjoint, never twice at once, never waited for."""
+
+import ctypes
+import mmap
+import threading
+from contextlib import ExitStack
+
+import pytest
+
+from transfer.memory import SlotPool
+
+
+def test_slots_are_aligned_disjoint_and_inside_the_region() -> None:
+    pool = SlotPool(10 * mmap.PAGESIZE, 3)
+    assert pool.slot_bytes == 3 * mmap.PAGESIZE
+    with ExitStack() as stack:
+        slots = sorted(stack.enter_context(pool.borrow()) or 0 for _ in range(3))
+        assert slots == [pool.region.address + index * pool.slot_bytes for index in range(3)]
+        assert slots[0] % mmap.PAGESIZE == 0
+        assert slots[-1] + pool.slot_bytes == pool.region.end
+        for number, slot in enumerate(slots):
+            ctypes.memset(slot, number + 1, pool.slot_bytes)
+        assert ctypes.string_at(slots[1], pool.slot_bytes) == bytes([2]) * pool.slot_bytes
+
+
+def test_who_finds_nothing_free_gets_nothing_and_does_not_wait() -> None:
+    pool = SlotPool(mmap.PAGESIZE, 1)
+    with pool.borrow() as first:
+        assert first is not None
+        with pool.borrow() as second:
+            assert second is None
+    with pool.borrow() as again:
+        assert again == first
+
+
+def test_a_slot_comes_back_after_a_failure() -> None:
+    pool = SlotPool(mmap.PAGESIZE, 1)
+    with pytest.raises(RuntimeError, match="read"), pool.borrow():
+        raise RuntimeError("read failed")
+    with pool.borrow() as slot:
+        assert slot is not None
+
+
+def test_threads_never_hold_one_slot_at_once() -> None:
+    pool = SlotPool(4 * mmap.PAGESIZE, 4)
+    held: set[int] = set()
+    clashes: list[int] = []
+
+    def work() -> None:
+        for _ in range(500):
+            with pool.borrow() as slot:
+                if slot is not None:
+                    if slot in held:
+                        clashes.append(slot)
+                    held.add(slot)
+                    held.discard(slot)
+
+    threads = [threading.Thread(target=work) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert clashes == []
+
+
+def test_less_than_a_page_a_slot_is_refused_with_the_values() -> None:
+    with pytest.raises(ValueError, match="1000 bytes cannot be cut into 4 slots"):
+        SlotPool(1000, 4)
