@@ -52,11 +52,12 @@ class CostModel:
 
 
 # Local copies: layout.reshape on one core of a server CPU, memory to memory, 64-byte lines.
-_COPY_ALPHA, _COPY_BETA = 5e-9, 0.13e-9
+_COPY_ALPHA, _COPY_BETA = 30e-9, 0.15e-9
 
 _DEFAULTS = {
-    # Measured: Mooncake over TCP on loopback, 256 B to 4 KB for alpha, 256 KB and more for beta.
-    "tcp": CostModel(28e-6, 0.4e-9, _COPY_ALPHA, _COPY_BETA),
+    # Measured with benchmarks.unequal: Mooncake over TCP on loopback and two cores, whole pulls in pieces of 16 KB
+    # (alpha) and in windows of 8 MB (beta, with what a window costs beside its bytes).
+    "tcp": CostModel(12e-6, 0.75e-9, _COPY_ALPHA, _COPY_BETA),
     # Estimates, not measured: about 2 us for a work request and its completion, one 200 Gbit/s port.
     "rdma": CostModel(2e-6, 0.04e-9, _COPY_ALPHA, _COPY_BETA),
     # Estimates, not measured: a heavier submission than RDMA's, the same port.

@@ -73,11 +73,11 @@ class ConnectorConfig(BaseModel):
     descriptor_cost_us: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = Field(
         default=None,
         description="What a descriptor costs the transfer engine, in microseconds, by which reads are planned. "
-        "Default: 28 for tcp (measured), 2 for rdma, 5 for ascend (estimates).",
+        "Default: 12 for tcp (measured), 2 for rdma, 5 for ascend (estimates).",
     )
     byte_cost_ns: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = Field(
         default=None,
-        description="What a byte costs, in nanoseconds. Default: 0.4 for tcp (measured), 0.04 for rdma and ascend "
+        description="What a byte costs, in nanoseconds. Default: 0.75 for tcp (measured), 0.04 for rdma and ascend "
         "(estimates).",
     )
     peer_idle_s: Seconds = Field(
