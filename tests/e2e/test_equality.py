@@ -37,7 +37,8 @@ def test_a_pulled_prompt_gives_the_same_output(pair: Pair, tokens: int) -> None:
     assert traffic.pulled("pull_tokens") == (tokens - 1) * pair.decode_ranks
     assert traffic.failures() == 0
     assert (traffic.leases("granted"), traffic.leases("released")) == (1, 1)
-    if tokens == 1000:  # read in few descriptors, through staging where heads of other ranks lie between
+    # What lies together on P is read together, through staging where it is apart on D.
+    if tokens == 1000 and pair.prefill.spec.tensor_parallel >= pair.decode.spec.tensor_parallel:
         blocks = -(-tokens // BLOCK_SIZE)
         assert traffic.pulled("pull_descriptors") < 2 * blocks * pair.decode_ranks
     pair.assert_right(completion, prompt)
