@@ -119,8 +119,7 @@ class BlockHolder:
         """Take references to all blocks that a request has now."""
         groups = self._manager.get_blocks(request_id).blocks
         held = tuple(block for blocks in groups for block in blocks if not block.is_null)
-        for block in held:
-            (block.pool or self._manager.block_pool).touch([block])
+        self._manager.block_pool.touch(held)
         return held
 
     def let_go(self, held: HeldBlocks) -> None:

@@ -7,6 +7,7 @@ between them and the in-process transfer engine. The configurations hold what th
 import inspect
 import json
 import logging
+import queue
 import subprocess
 import sys
 import threading
@@ -27,6 +28,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.engine import EngineCoreRequestType
+from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
@@ -350,6 +353,32 @@ def test_a_block_that_two_leases_hold_is_free_after_both(start: Start) -> None:
     p.scheduler.reset_cache()
     assert p.held == []
     assert p.pool.get_num_free_blocks() == 7
+
+
+class EngineCoreUnderConstruction(EngineCoreProc):  # type: ignore[misc]  # vLLM is untyped here
+    """vLLM's engine core at the moment at which it makes its scheduler, which binds the connector."""
+
+    def __init__(self, connector: PDConnector, manager: Any) -> None:
+        self.input_queue: queue.Queue[Any] = queue.Queue()
+        connector.bind_kv_cache_manager(manager)
+
+
+@pytest.mark.parametrize("ttl_s", [0.1, 30.0])
+def test_an_idle_engine_sleeps_while_it_has_leases_and_is_woken_when_one_ends(start: Start, ttl_s: float) -> None:
+    """Awake it would step a thousand times a second, and on few cores keep the pull that it waits for from running."""
+    p, d = start("kv_producer", lease_ttl_s=ttl_s), start("kv_consumer")
+    core = EngineCoreUnderConstruction(p.scheduler, _manager(p))
+    params = p.prefill("r", [3, 1, 6])[1]
+    assert not p.scheduler.has_pending_push_work()
+    assert core.input_queue.empty()
+    if ttl_s > 1.0:  # released, where the other one expires
+        d.allocate(FakeRequest("r", a_prompt(70), params), [2, 7, 4])
+        d.steps_until(lambda results: results.finished_recving)
+    assert core.input_queue.get(timeout=5.0) == (EngineCoreRequestType.WAKEUP, None)
+    assert p.scheduler.has_pending_push_work()
+    p.step()
+    assert p.held == []
+    assert not p.scheduler.has_pending_push_work()
 
 
 def test_an_engine_that_cannot_be_woken_stays_awake_while_it_has_leases(start: Start) -> None:
