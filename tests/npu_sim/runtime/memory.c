@@ -1,0 +1,195 @@
+// Memory. A device's is mapped twice: where the program sees it nothing may be read or written, so that host code that
+// follows a device pointer faults at once, as it may on hardware; the simulated device uses the other mapping.
+
+#define _GNU_SOURCE
+#include <pthread.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include "sim.h"
+
+#define PAGE 4096UL
+#define HUGE_PAGE (2UL << 20)  // what a device's memory is handed out in
+#define DEVICE_BYTES (4UL << 30)
+
+typedef struct Range {
+    char *address;  // as the program sees it
+    char *alias;    // where the simulation may touch it; the same for host memory
+    size_t size;
+    enum Place place;
+    int device;
+    int registered;  // host memory that the program allocated itself
+    struct Range *next;
+} Range;
+
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;  // of all below
+static Range *ranges;
+static size_t used[MAX_DEVICES];
+
+static Range *find(const void *address) {
+    for (Range *range = ranges; range; range = range->next)
+        if ((const char *)address >= range->address && (const char *)address < range->address + range->size)
+            return range;
+    return NULL;
+}
+
+static void add(Range values) {
+    Range *range = malloc(sizeof *range);
+    *range = values;
+    pthread_mutex_lock(&lock);
+    range->next = ranges;
+    ranges = range;
+    if (range->place == DEVICE)
+        used[range->device] += range->size;
+    pthread_mutex_unlock(&lock);
+}
+
+static aclError release(void *address, enum Place place, int registered) {
+    pthread_mutex_lock(&lock);
+    Range **link = &ranges;
+    while (*link && !((*link)->address == address && (*link)->place == place && (*link)->registered == registered))
+        link = &(*link)->next;
+    Range *range = *link;
+    if (range) {
+        *link = range->next;
+        if (place == DEVICE)
+            used[range->device] -= range->size;
+    }
+    pthread_mutex_unlock(&lock);
+    if (!range)
+        return ACL_ERROR_RT_PARAM_INVALID;
+    // Unmapped at once: a copy that is still under way faults instead of going unnoticed.
+    if (place == DEVICE) {
+        munmap(range->alias, range->size);
+        munmap(range->address, range->size);
+    } else if (!registered) {
+        free(range->address);
+    }
+    free(range);
+    return ACL_SUCCESS;
+}
+
+enum Place place_of(const void *address, int *device) {
+    pthread_mutex_lock(&lock);
+    Range *range = find(address);
+    enum Place place = range ? range->place : PAGEABLE_HOST;
+    *device = range ? range->device : 0;
+    pthread_mutex_unlock(&lock);
+    return place;
+}
+
+// Where the simulation reaches `size` bytes at `address`; NULL if they leave the allocation that they begin in.
+static char *reach(const void *address, size_t size) {
+    pthread_mutex_lock(&lock);
+    Range *range = find(address);
+    char *there = (char *)address;
+    if (range) {
+        size_t offset = (const char *)address - range->address;
+        there = size <= range->size - offset ? range->alias + offset : NULL;
+    }
+    pthread_mutex_unlock(&lock);
+    return there;
+}
+
+aclError copy_now(void *to, const void *from, size_t size) {
+    char *target = reach(to, size), *source = reach(from, size);
+    if (!target || !source)
+        return ACL_ERROR_RT_PARAM_INVALID;
+    memcpy(target, source, size);
+    return ACL_SUCCESS;
+}
+
+aclError fill_now(void *to, int value, size_t size) {
+    char *target = reach(to, size);
+    if (!target)
+        return ACL_ERROR_RT_PARAM_INVALID;
+    memset(target, value, size);
+    return ACL_SUCCESS;
+}
+
+// ---- device memory
+
+static aclError allocate(void **address, size_t size) {
+    REQUIRE_DEVICE();
+    if (!size)
+        return ACL_ERROR_RT_PARAM_INVALID;
+    size = (size + HUGE_PAGE - 1) / HUGE_PAGE * HUGE_PAGE;
+    int file = memfd_create("simulated-npu", 0);
+    if (file < 0 || ftruncate(file, size))
+        return ACL_ERROR_RT_MEMORY_ALLOCATION;
+    char *alias = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+    char *seen = mmap(NULL, size, PROT_NONE, MAP_SHARED, file, 0);
+    close(file);
+    if (alias == MAP_FAILED || seen == MAP_FAILED)
+        return ACL_ERROR_RT_MEMORY_ALLOCATION;
+    add((Range){.address = seen, .alias = alias, .size = size, .place = DEVICE, .device = current_device});
+    *address = seen;
+    return ACL_SUCCESS;
+}
+
+EXPORT aclError aclrtMalloc(void **address, size_t size, UNUSED aclrtMemMallocPolicy policy) {
+    return allocate(address, size);
+}
+
+EXPORT aclError aclrtMallocAlign32(void **address, size_t size, UNUSED aclrtMemMallocPolicy policy) {
+    return allocate(address, size);
+}
+
+EXPORT aclError aclrtFree(void *address) { return release(address, DEVICE, 0); }
+
+EXPORT aclError aclrtReserveMemAddress(void **address, size_t size, UNUSED size_t alignment, UNUSED void *expected,
+                                       UNUSED uint64_t flags) {
+    *address = mmap(NULL, size, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    return *address == MAP_FAILED ? ACL_ERROR_RT_MEMORY_ALLOCATION : ACL_SUCCESS;
+}
+
+EXPORT aclError aclrtGetMemInfo(UNUSED aclrtMemAttr kind, size_t *available, size_t *total) {
+    REQUIRE_DEVICE();
+    pthread_mutex_lock(&lock);
+    *total = DEVICE_BYTES;
+    *available = DEVICE_BYTES - used[current_device];
+    pthread_mutex_unlock(&lock);
+    return ACL_SUCCESS;
+}
+
+// ---- pinned host memory
+
+EXPORT aclError aclrtMallocHost(void **address, size_t size) {
+    if (posix_memalign(address, PAGE, size))
+        return ACL_ERROR_RT_MEMORY_ALLOCATION;
+    add((Range){.address = *address, .alias = *address, .size = size, .place = PINNED_HOST});
+    return ACL_SUCCESS;
+}
+
+EXPORT aclError aclrtMallocHostWithCfg(void **address, uint64_t size, UNUSED aclrtMallocConfig *config) {
+    return aclrtMallocHost(address, size);
+}
+
+EXPORT aclError aclrtFreeHost(void *address) { return release(address, PINNED_HOST, 0); }
+
+EXPORT aclError aclrtHostRegisterV2(void *address, uint64_t size, UNUSED uint32_t flags) {
+    int device;
+    if ((uintptr_t)address % PAGE || place_of(address, &device) != PAGEABLE_HOST)
+        return ACL_ERROR_RT_PARAM_INVALID;
+    add((Range){.address = address, .alias = address, .size = size, .place = PINNED_HOST, .registered = 1});
+    return ACL_SUCCESS;
+}
+
+EXPORT aclError aclrtHostUnregister(void *address) { return release(address, PINNED_HOST, 1); }
+
+EXPORT aclError aclrtPointerGetAttributes(const void *address, aclrtPtrAttributes *attributes) {
+    static const aclrtMemLocationType types[] = {
+        [PAGEABLE_HOST] = ACL_MEM_LOCATION_TYPE_UNREGISTERED,
+        [PINNED_HOST] = ACL_MEM_LOCATION_TYPE_HOST,
+        [DEVICE] = ACL_MEM_LOCATION_TYPE_DEVICE,
+    };
+    int device;
+    memset(attributes, 0, sizeof *attributes);
+    attributes->location.type = types[place_of(address, &device)];
+    attributes->location.id = device;
+    attributes->pageSize = PAGE;
+    return ACL_SUCCESS;
+}

@@ -1,0 +1,174 @@
+"""Copies by Ascend's runtime, libascendcl: batches where it has them, single copies where it has not.
+
+Tested against a simulated runtime (``tests/npu_sim``), with and without the real torch_npu binary; not run on an NPU.
+What the batch call asks for, and gives:
+
+- one direction a call, host to device or device to host, copies in no order, no empty ones;
+- attributes that match where every address really is, the device's number included;
+- at most 4,096 copies a call are safe to assume (the synchronous call has that limit);
+- after an error the copies before the refused one are under way;
+- ``FEATURE_NOT_SUPPORT`` at run time, by driver or chip, even where the symbol is there;
+- pageable host memory, at the price of a blocking copy each.
+"""
+
+import ctypes
+import logging
+import mmap
+from typing import Any
+
+from layout.copies import Copies
+from layout.geometry import Region
+from transfer.batch_copy import acl_abi as abi
+from transfer.batch_copy.base import CopierStartError, Direction
+from transfer.batch_copy.device import CopyRuntime, Explanation, Refusal
+from transfer.batch_copy.single import acl_copies
+from transfer.pinned import PinnedMemory
+
+logger = logging.getLogger(__name__)
+
+LIBRARY = "libascendcl.so"
+
+_KINDS = {
+    Direction.HOST_TO_DEVICE: abi.MEMCPY_HOST_TO_DEVICE,
+    Direction.DEVICE_TO_HOST: abi.MEMCPY_DEVICE_TO_HOST,
+    Direction.DEVICE_TO_DEVICE: abi.MEMCPY_DEVICE_TO_DEVICE,
+}
+
+
+class AclRuntime(CopyRuntime):
+    """libascendcl, for copies to and from one device."""
+
+    platform = "acl"
+    chunk = 4096
+
+    def __init__(self, library: ctypes.CDLL, device: int) -> None:
+        """Bind ``library``, whose functions nobody else may hold with other prototypes.
+
+        Raises:
+            CopierStartError: a function is missing that no copy can do without.
+        """
+        self._device = device
+        self._functions = _bind(library)
+        self._v2 = self._functions.get("aclrtMemcpyBatchAsyncV2")  # of CANN 9.1; ACL's version number does not tell
+        self._v1 = self._functions.get("aclrtMemcpyBatchAsync")
+        self._memcpy_address = ctypes.cast(self._functions["aclrtMemcpyAsync"], ctypes.c_void_p).value
+
+    @classmethod
+    def load(cls, device: int) -> "AclRuntime":
+        """The runtime of the installed CANN.
+
+        Raises:
+            CopierStartError: there is none, or it is too old.
+        """
+        try:
+            return cls(ctypes.CDLL(LIBRARY), device)
+        except OSError as error:
+            raise CopierStartError(
+                f"{LIBRARY} cannot be loaded ({error}). It comes with CANN: source its set_env.sh, which puts it on "
+                "LD_LIBRARY_PATH, or use another backend"
+            ) from error
+
+    @property
+    def takes_batches(self) -> bool:
+        """See ``CopyRuntime``."""
+        return self._v2 is not None or self._v1 is not None
+
+    def submit_batch(
+        self,
+        copies: Copies,
+        direction: Direction,
+        stream: int,
+        *,
+        sources_ready: bool,  # the runtime always reads in stream order
+    ) -> Refusal | None:
+        """See ``CopyRuntime``."""
+        device = abi.MemLocation(self._device, abi.LOCATION_DEVICE)
+        host = abi.MemLocation(0, abi.LOCATION_HOST)
+        to, origin = (device, host) if direction is Direction.HOST_TO_DEVICE else (host, device)
+        sizes = copies.sizes.ctypes.data
+        arguments = (
+            copies.destinations.ctypes.data,
+            sizes,  # the room at each destination
+            copies.sources.ctypes.data,
+            sizes,
+            len(copies),
+            ctypes.byref(abi.MemcpyBatchAttr(to, origin)),
+            ctypes.byref(ctypes.c_size_t(0)),  # the attribute's first copy
+            1,
+        )
+        if self._v2 is not None:
+            code = self._v2(*arguments, stream)
+            return Refusal(code, None, "aclrtMemcpyBatchAsyncV2") if code != abi.SUCCESS else None
+        assert self._v1 is not None, "asked for a batch of a runtime that takes none"
+        failed = ctypes.c_size_t(abi.NO_INDEX)
+        code = self._v1(*arguments, ctypes.byref(failed), stream)
+        if code == abi.SUCCESS:
+            return None
+        return Refusal(code, None if failed.value == abi.NO_INDEX else failed.value, "aclrtMemcpyBatchAsync")
+
+    def submit_singly(self, copies: Copies, direction: Direction, stream: int) -> Refusal | None:
+        """See ``CopyRuntime``."""
+        index, code = acl_copies(
+            self._memcpy_address, copies.destinations, copies.sources, copies.sizes, _KINDS[direction], stream
+        )
+        return Refusal(code, index, "aclrtMemcpyAsync") if code != abi.SUCCESS else None
+
+    def is_unsupported(self, code: int) -> bool:
+        """See ``CopyRuntime``."""
+        return code == abi.FEATURE_NOT_SUPPORT
+
+    def is_pageable(self, address: int) -> bool:
+        """See ``CopyRuntime``. False where the runtime cannot tell."""
+        ask = self._functions.get("aclrtPointerGetAttributes")
+        attributes = abi.PtrAttributes()
+        if ask is None or ask(address, ctypes.byref(attributes)) != abi.SUCCESS:
+            return False
+        return bool(attributes.location.type == abi.LOCATION_UNREGISTERED)
+
+    def explain(self, code: int) -> Explanation:
+        """See ``CopyRuntime``. With the runtime's own last words in this thread, where it has any."""
+        name, meaning = abi.ERRORS.get(code, ("an error of ACL", "see CANN's list of error codes"))
+        last_words = self._functions.get("aclGetRecentErrMsg")
+        said = (last_words() or b"").decode(errors="replace").strip() if last_words is not None else ""
+        return Explanation(name, f"{meaning}. The runtime says: {said}" if said else meaning)
+
+    def pinned(self, size: int) -> PinnedMemory:
+        """``size`` bytes of page-aligned host memory of the runtime. A device must be set in the calling thread.
+
+        Raises:
+            ValueError: ``size`` is not positive.
+            CopierStartError: the runtime refuses.
+        """
+        if size <= 0:
+            raise ValueError(f"pinned memory must have some bytes, not {size}")
+        start = ctypes.c_void_p()
+        code = self._functions["aclrtMallocHost"](ctypes.byref(start), size + mmap.PAGESIZE)
+        if code != abi.SUCCESS or start.value is None:
+            error = self.explain(code)
+            raise CopierStartError(f"aclrtMallocHost refused {size} bytes: {code} {error.name}: {error.meaning}")
+        allocation = start.value
+        return PinnedMemory(Region(allocation + -allocation % mmap.PAGESIZE, size), lambda: self._free(allocation))
+
+    def _free(self, allocation: int) -> None:
+        code = self._functions["aclrtFreeHost"](allocation)
+        if code != abi.SUCCESS:
+            error = self.explain(code)
+            logger.warning("aclrtFreeHost refused %#x: %d %s: %s", allocation, code, error.name, error.meaning)
+
+
+def _bind(library: ctypes.CDLL) -> dict[str, Any]:
+    """The functions that the library has, with their prototypes."""
+    functions: dict[str, Any] = {}
+    for name, (argument_types, result_type) in abi.PROTOTYPES.items():
+        try:
+            function = getattr(library, name)
+        except AttributeError:
+            continue
+        function.argtypes, function.restype = argument_types, result_type
+        functions[name] = function
+    missing = [name for name in abi.REQUIRED if name not in functions]
+    if missing:
+        raise CopierStartError(
+            f"{LIBRARY} has no {', '.join(missing)}: it is not CANN's, or far too old. CANN 8.0 or newer is needed"
+        )
+    return functions

@@ -1,0 +1,73 @@
+"""The part of Ascend's ``acl/acl_rt.h`` that copies need, for ctypes: structures, constants, prototypes, error names.
+
+Read off the headers in torch_npu 2.13.0's wheel; a test compiles them against it. No call is made here.
+"""
+
+import ctypes
+from ctypes import POINTER, c_char_p, c_int, c_int32, c_size_t, c_uint8, c_uint32, c_void_p
+
+MEMCPY_HOST_TO_DEVICE = 1
+MEMCPY_DEVICE_TO_HOST = 2
+MEMCPY_DEVICE_TO_DEVICE = 3
+
+LOCATION_HOST = 0
+LOCATION_DEVICE = 1
+LOCATION_UNREGISTERED = 2
+
+SUCCESS = 0
+FEATURE_NOT_SUPPORT = 207000
+NO_INDEX = ctypes.c_size_t(-1).value  # what failIndex holds where no entry is to blame
+
+
+class MemLocation(ctypes.Structure):
+    """``aclrtMemLocation``."""
+
+    _fields_ = (("id", c_uint32), ("type", c_int))
+
+
+class MemcpyBatchAttr(ctypes.Structure):
+    """``aclrtMemcpyBatchAttr``: the destination comes first, ``rsv`` must be zero."""
+
+    _fields_ = (("dstLoc", MemLocation), ("srcLoc", MemLocation), ("rsv", c_uint8 * 16))
+
+
+class PtrAttributes(ctypes.Structure):
+    """``aclrtPtrAttributes``."""
+
+    _fields_ = (("location", MemLocation), ("pageSize", c_uint32), ("rsv", c_uint32 * 4))
+
+
+_BATCH = (c_void_p, c_void_p, c_void_p, c_void_p, c_size_t, POINTER(MemcpyBatchAttr), POINTER(c_size_t), c_size_t)
+
+#: name -> (argument types, result type). Arrays and streams are passed as addresses.
+PROTOTYPES: dict[str, tuple[tuple[type, ...], type]] = {
+    "aclrtMemcpyBatchAsync": ((*_BATCH, POINTER(c_size_t), c_void_p), c_int),
+    "aclrtMemcpyBatchAsyncV2": ((*_BATCH, c_void_p), c_int),
+    "aclrtMemcpyAsync": ((c_void_p, c_size_t, c_void_p, c_size_t, c_int, c_void_p), c_int),
+    "aclrtPointerGetAttributes": ((c_void_p, POINTER(PtrAttributes)), c_int),
+    "aclrtMallocHost": ((POINTER(c_void_p), c_size_t), c_int),
+    "aclrtFreeHost": ((c_void_p,), c_int),
+    "aclrtSetDevice": ((c_int32,), c_int),
+    "aclGetRecentErrMsg": ((), c_char_p),
+}
+
+#: Symbols without which there is nothing to copy with; the others may be missing.
+REQUIRED = ("aclrtMemcpyAsync", "aclrtMallocHost", "aclrtFreeHost")
+
+#: code -> (name, what it means here and what to do). Of the many codes, those that copies have been seen to meet.
+ERRORS: dict[int, tuple[str, str]] = {
+    100000: ("ACL_ERROR_INVALID_PARAM", "the call was malformed"),
+    107000: (
+        "ACL_ERROR_RT_PARAM_INVALID",
+        "an address is not in the memory that the direction says, or not on this device, or the range ends outside it",
+    ),
+    107001: ("ACL_ERROR_RT_INVALID_DEVICEID", "no such device; see ASCEND_RT_VISIBLE_DEVICES"),
+    107002: ("ACL_ERROR_RT_CONTEXT_NULL", "no device is set in the calling thread"),
+    107003: ("ACL_ERROR_RT_STREAM_CONTEXT", "the stream belongs to another device than the one set in this thread"),
+    207000: ("ACL_ERROR_RT_FEATURE_NOT_SUPPORT", "neither driver nor chip can do this"),
+    207001: ("ACL_ERROR_RT_MEMORY_ALLOCATION", "no memory is left; ask for less"),
+    507000: ("ACL_ERROR_RT_INTERNAL_ERROR", "the runtime failed; the device's log says more (~/ascend/log)"),
+    507010: ("ACL_ERROR_RT_LOST_HEARTBEAT", "the device does not answer; restart the process, see npu-smi info"),
+    507046: ("ACL_ERROR_RT_STREAM_SYNC_TIMEOUT", "the stream did not come to its end in time"),
+    507053: ("ACL_ERROR_RT_DEVICE_MEM_ERROR", "the device's memory has an error; see npu-smi info"),
+}

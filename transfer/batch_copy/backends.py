@@ -1,0 +1,59 @@
+"""Makes copiers and pinned memory for a backend by its name. The one door of this package.
+
+Nothing of CUDA, CANN, torch or torch_npu is imported or loaded before it is asked for.
+"""
+
+from enum import Enum
+
+from transfer.batch_copy.acl import AclRuntime
+from transfer.batch_copy.base import BatchCopier, Direction
+from transfer.batch_copy.cuda import CudaRuntime
+from transfer.batch_copy.device import DeviceBackend
+from transfer.batch_copy.host import HostBackend
+from transfer.batch_copy.streams import TorchStream
+from transfer.batch_copy.worker import ThreadedCopier
+from transfer.memory import HostMemory
+from transfer.pinned import PinnedMemory
+
+
+class Backend(Enum):
+    """What moves the bytes."""
+
+    ACL = "acl"  # Ascend NPUs
+    CUDA = "cuda"  # NVIDIA GPUs
+    HOST = "host"  # the CPU: both ends are host memory
+
+
+def open_copier(backend: Backend, direction: Direction, device: int = 0) -> BatchCopier:
+    """A copier that moves bytes in ``direction``, to or from torch's device number ``device``.
+
+    With ``Backend.HOST`` neither means anything. The caller closes the copier.
+
+    Raises:
+        CopierStartError: a library, torch or the device is missing; the message says what was looked for.
+    """
+    name = f"pd-copy-{backend.value}-{direction.name.lower()}"
+    if backend is Backend.HOST:
+        return ThreadedCopier(HostBackend(), name)
+    runtime = _runtime(backend, device)
+    platform = "npu" if backend is Backend.ACL else "cuda"
+    return ThreadedCopier(DeviceBackend(runtime, TorchStream(platform, device), direction), name)
+
+
+def pinned_memory(backend: Backend, size: int, device: int = 0) -> PinnedMemory:
+    """``size`` bytes of page-aligned host memory that ``backend`` copies from and to at full speed.
+
+    For a device, that must be the current one in the calling thread: torch has been used with it there.
+
+    Raises:
+        ValueError: ``size`` is not positive.
+        CopierStartError: a library is missing, or the driver does not pin this much.
+    """
+    if backend is Backend.HOST:
+        memory = HostMemory(size)
+        return PinnedMemory(memory.region, lambda: None, owner=memory)
+    return _runtime(backend, device).pinned(size)
+
+
+def _runtime(backend: Backend, device: int) -> AclRuntime | CudaRuntime:
+    return AclRuntime.load(device) if backend is Backend.ACL else CudaRuntime.load()

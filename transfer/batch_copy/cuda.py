@@ -1,0 +1,176 @@
+"""Copies by the CUDA driver, libcuda: batches by ``cuMemcpyBatchAsync``, single copies by ``cuMemcpyAsync``.
+
+Tested against a simulated driver, and on a GPU where the tests find one.
+
+**Source access order.** A batch says how early the driver may read its sources. Reading in stream order is right
+always. Reading at any time is faster on some platforms and right only where nothing that the stream waits for writes
+the sources. So host to device without an event to wait for is "any": the pinned host memory was complete when the
+batch was submitted. Everything else is "stream": what leaves the device has just been written by a kernel that the
+event stands for, and a load behind an event may follow the very copy that fills its source. Destinations are always
+written in stream order.
+"""
+
+import ctypes
+import logging
+from typing import Any
+
+from layout.copies import Copies
+from transfer.batch_copy import cuda_abi as abi
+from transfer.batch_copy.base import CopierStartError, Direction
+from transfer.batch_copy.device import CopyRuntime, Explanation, Refusal
+from transfer.batch_copy.single import cuda_copies
+from transfer.memory import HostMemory
+from transfer.pinned import PinnedMemory
+
+logger = logging.getLogger(__name__)
+
+LIBRARY = "libcuda.so.1"
+
+
+class CudaRuntime(CopyRuntime):
+    """The CUDA driver; the device is the calling thread's."""
+
+    platform = "cuda"
+    chunk = 1 << 30  # the driver sets no limit
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        """Bind ``library``, whose functions nobody else may hold with other prototypes.
+
+        Raises:
+            CopierStartError: a function is missing that no copy can do without.
+        """
+        self._functions = _bind(library)
+        self._batch = self._find_batch()
+        self._memcpy_address = ctypes.cast(self._functions["cuMemcpyAsync"], ctypes.c_void_p).value
+
+    @classmethod
+    def load(cls) -> "CudaRuntime":
+        """The installed driver.
+
+        Raises:
+            CopierStartError: there is none, or it is too old.
+        """
+        try:
+            return cls(ctypes.CDLL(LIBRARY))
+        except OSError as error:
+            raise CopierStartError(
+                f"{LIBRARY} cannot be loaded ({error}). It comes with NVIDIA's driver; in a container it is there only "
+                "if that was started with access to the GPU (docker run --gpus all)"
+            ) from error
+
+    @property
+    def takes_batches(self) -> bool:
+        """See ``CopyRuntime``."""
+        return self._batch is not None
+
+    def submit_batch(self, copies: Copies, direction: Direction, stream: int, *, sources_ready: bool) -> Refusal | None:
+        """See ``CopyRuntime``."""
+        assert self._batch is not None, "asked for a batch of a driver that takes none"
+        any_time = sources_ready and direction is Direction.HOST_TO_DEVICE
+        order = abi.SRC_ACCESS_ORDER_ANY if any_time else abi.SRC_ACCESS_ORDER_STREAM
+        failed = ctypes.c_size_t(abi.NO_INDEX)
+        code = self._batch(
+            copies.destinations.ctypes.data,
+            copies.sources.ctypes.data,
+            copies.sizes.ctypes.data,
+            len(copies),
+            ctypes.byref(abi.MemcpyAttributes(srcAccessOrder=order)),
+            ctypes.byref(ctypes.c_size_t(0)),  # the attributes' first copy
+            1,
+            ctypes.byref(failed),
+            stream,
+        )
+        if code == abi.SUCCESS:
+            return None
+        return Refusal(code, None if failed.value == abi.NO_INDEX else failed.value, "cuMemcpyBatchAsync")
+
+    def submit_singly(
+        self,
+        copies: Copies,
+        direction: Direction,  # the driver knows it from the addresses
+        stream: int,
+    ) -> Refusal | None:
+        """See ``CopyRuntime``."""
+        index, code = cuda_copies(self._memcpy_address, copies.destinations, copies.sources, copies.sizes, stream)
+        return Refusal(code, index, "cuMemcpyAsync") if code != abi.SUCCESS else None
+
+    def is_unsupported(self, code: int) -> bool:
+        """See ``CopyRuntime``."""
+        return code == abi.NOT_SUPPORTED
+
+    def is_pageable(self, address: int) -> bool:
+        """See ``CopyRuntime``. The driver calls an address invalid that it does not know."""
+        kind = ctypes.c_uint()
+        code = self._functions["cuPointerGetAttribute"](
+            ctypes.addressof(kind), abi.POINTER_ATTRIBUTE_MEMORY_TYPE, address
+        )
+        return bool(code == abi.INVALID_VALUE)
+
+    def explain(self, code: int) -> Explanation:
+        """See ``CopyRuntime``. In the driver's words, with advice where there is any."""
+        said = []
+        for name in ("cuGetErrorName", "cuGetErrorString"):
+            text = ctypes.c_char_p()
+            found = self._functions[name](code, ctypes.byref(text)) == abi.SUCCESS
+            said.append((text.value or b"").decode(errors="replace") if found else "")
+        advice = abi.ADVICE.get(code)
+        meaning = said[1] or "unknown to this driver"
+        return Explanation(said[0] or "an error of CUDA", f"{meaning}: {advice}" if advice else meaning)
+
+    def pinned(self, size: int) -> PinnedMemory:
+        """``size`` bytes of page-aligned host memory, pinned. A device must be set in the calling thread.
+
+        Registered by ``cuMemHostRegister``, on which ``cudaHostRegister`` is built: the exact size, where torch's own
+        pinned allocator takes the next power of two.
+
+        Raises:
+            ValueError: ``size`` is not positive.
+            CopierStartError: the driver refuses.
+        """
+        memory = HostMemory(size)
+        address = memory.region.address
+        code = self._functions["cuMemHostRegister_v2"](address, size, abi.MEM_HOST_REGISTER_PORTABLE)
+        if code != abi.SUCCESS:
+            error = self.explain(code)
+            raise CopierStartError(f"cuMemHostRegister refused {size} bytes: {code} {error.name}: {error.meaning}")
+        return PinnedMemory(memory.region, lambda: self._unpin(address), owner=memory)
+
+    def _unpin(self, address: int) -> None:
+        code = self._functions["cuMemHostUnregister"](address)
+        if code != abi.SUCCESS:
+            error = self.explain(code)
+            logger.warning("cuMemHostUnregister refused %#x: %d %s: %s", address, code, error.name, error.meaning)
+
+    def _find_batch(self) -> Any:
+        """``cuMemcpyBatchAsync`` as of 12.8, by whatever name this driver keeps it; None in older drivers."""
+        find = self._functions.get("cuGetProcAddress_v2")
+        if find is None:
+            return None
+        address, found = ctypes.c_void_p(), ctypes.c_int()
+        code = find(
+            b"cuMemcpyBatchAsync",
+            ctypes.byref(address),
+            abi.BATCH_VERSION,
+            abi.GET_PROC_ADDRESS_DEFAULT,
+            ctypes.byref(found),
+        )
+        if code != abi.SUCCESS or address.value is None:
+            return None
+        return ctypes.CFUNCTYPE(ctypes.c_int, *abi.BATCH_ARGUMENTS)(address.value)
+
+
+def _bind(library: ctypes.CDLL) -> dict[str, Any]:
+    """The functions that the library has, with their prototypes."""
+    functions: dict[str, Any] = {}
+    for name, argument_types in abi.PROTOTYPES.items():
+        try:
+            function = getattr(library, name)
+        except AttributeError as error:
+            if name in abi.OPTIONAL:
+                continue
+            raise CopierStartError(
+                f"{LIBRARY} has no {name}: it is not NVIDIA's driver, or far too old. One for CUDA 12 is needed"
+            ) from error
+        function.argtypes, function.restype = argument_types, ctypes.c_int
+        functions[name] = function
+    return functions

@@ -1,0 +1,80 @@
+"""The part of ``cuda.h`` that copies need, for ctypes: structures, constants and prototypes of the driver's API.
+
+Read off the headers of CUDA 12.8 and 13; the batch call is the one of 12.8 (version 12080), which later drivers still
+give to those who ask for that version. No call is made here.
+"""
+
+import ctypes
+from ctypes import POINTER, c_char_p, c_int, c_size_t, c_uint, c_uint64, c_void_p
+
+BATCH_VERSION = 12080
+GET_PROC_ADDRESS_DEFAULT = 0
+
+SUCCESS = 0
+INVALID_VALUE = 1
+NOT_SUPPORTED = 801
+NO_INDEX = ctypes.c_size_t(-1).value  # what failIdx holds where no copy is to blame
+
+SRC_ACCESS_ORDER_STREAM = 1
+SRC_ACCESS_ORDER_ANY = 3
+
+POINTER_ATTRIBUTE_MEMORY_TYPE = 2
+MEMORY_TYPE_HOST = 1
+
+MEM_HOST_REGISTER_PORTABLE = 1  # pinned for every context
+
+
+class MemLocation(ctypes.Structure):
+    """``CUmemLocation``."""
+
+    _fields_ = (("type", c_uint), ("id", c_int))
+
+
+class MemcpyAttributes(ctypes.Structure):
+    """``CUmemcpyAttributes``. The hints concern managed memory only and stay zero."""
+
+    _fields_ = (
+        ("srcAccessOrder", c_uint),
+        ("srcLocHint", MemLocation),
+        ("dstLocHint", MemLocation),
+        ("flags", c_uint),
+    )
+
+
+#: ``cuMemcpyBatchAsync`` of version 12080: with ``failIdx``, which version 13000 has no more.
+BATCH_ARGUMENTS = (
+    c_void_p,  # dsts
+    c_void_p,  # srcs
+    c_void_p,  # sizes
+    c_size_t,  # count
+    POINTER(MemcpyAttributes),
+    POINTER(c_size_t),  # attrsIdxs
+    c_size_t,  # numAttrs
+    POINTER(c_size_t),  # failIdx
+    c_void_p,  # stream
+)
+
+#: name -> argument types. All return a CUresult.
+PROTOTYPES: dict[str, tuple[type, ...]] = {
+    "cuGetProcAddress_v2": (c_char_p, POINTER(c_void_p), c_int, c_uint64, POINTER(c_int)),
+    "cuMemcpyAsync": (c_uint64, c_uint64, c_size_t, c_void_p),
+    "cuPointerGetAttribute": (c_void_p, c_int, c_uint64),
+    "cuMemHostRegister_v2": (c_void_p, c_size_t, c_uint),
+    "cuMemHostUnregister": (c_void_p,),
+    "cuGetErrorName": (c_int, POINTER(c_char_p)),
+    "cuGetErrorString": (c_int, POINTER(c_char_p)),
+}
+
+#: The first that is new enough for batches; older drivers lack it and copy one by one.
+OPTIONAL = ("cuGetProcAddress_v2",)
+
+#: code -> what to do about it, after the driver's own words.
+ADVICE: dict[int, str] = {
+    1: "an address is not in the memory that the direction says, or the range ends outside it",
+    2: "the host or the limit on locked memory (ulimit -l) has no room for this much; ask for less",
+    201: "no device is set in the calling thread",
+    400: "the stream is not one of this device's",
+    700: "an earlier kernel or copy wrote out of bounds; the process must be restarted",
+    712: "the memory is pinned already",
+    801: "neither driver nor device can do this",
+}

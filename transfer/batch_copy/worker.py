@@ -1,0 +1,115 @@
+"""The one copier there is: a queue of batches and the thread that hands them to a backend, one after another.
+
+Knows nothing of devices. What fails on the thread ends in the handle of its batch and never ends the thread.
+"""
+
+import logging
+import threading
+from dataclasses import dataclass
+from queue import SimpleQueue
+
+from layout.copies import Copies
+from transfer.batch_copy.base import (
+    BatchCopier,
+    CopierStartError,
+    CopyBackend,
+    CopyFailed,
+    DeviceEvent,
+    Handle,
+    Pauses,
+)
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    copies: Copies
+    after: DeviceEvent | Handle | None
+    handle: Handle
+
+
+class ThreadedCopier(BatchCopier):
+    """A copier whose batches are started by a thread of its own."""
+
+    def __init__(self, backend: CopyBackend, name: str) -> None:
+        """Start the thread, called ``name``, and have the backend enter it.
+
+        Raises:
+            CopierStartError: the backend cannot be used in the thread.
+        """
+        self._backend = backend
+        self._batches: SimpleQueue[_Batch | None] = SimpleQueue()
+        self._submitting = threading.Lock()  # no batch goes in behind the None that ends the queue
+        self._closing = threading.Event()
+        self._entered = threading.Event()
+        self._start_error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+        self._entered.wait()
+        if self._start_error is not None:
+            self._thread.join()
+            raise CopierStartError(f"{name} cannot start: {self._start_error}") from self._start_error
+
+    def submit(self, copies: Copies, after: DeviceEvent | Handle | None = None) -> Handle:
+        """See ``BatchCopier``."""
+        if len(copies) and int(copies.sizes.min()) < 0:
+            index = int(copies.sizes.argmin())
+            raise ValueError(f"copy {index} of {len(copies)} has a negative size: {int(copies.sizes[index])} bytes")
+        handle = Handle()
+        with self._submitting:
+            if self._closing.is_set():
+                raise CopyFailed("the copier is closed; nothing was copied", settled=True)
+            self._batches.put(_Batch(copies, after, handle))
+        return handle
+
+    def close(self) -> None:
+        """See ``BatchCopier``."""
+        with self._submitting:
+            if not self._closing.is_set():
+                self._closing.set()
+                self._batches.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            self._backend.enter_thread()
+        except BaseException as error:  # whatever it is, the constructor waits to raise it
+            self._start_error = error
+            return
+        finally:
+            self._entered.set()
+        while (batch := self._batches.get()) is not None:
+            self._begin(batch)
+            del batch  # its descriptors are not needed while the thread waits for the next
+        try:
+            self._backend.drain()
+        except Exception:
+            logger.exception("%s: the device failed while its last copies were awaited", self._thread.name)
+
+    def _begin(self, batch: _Batch) -> None:
+        try:
+            after = self._device_event(batch.after)
+            batch.handle.begun(self._backend.start(batch.copies, after))
+        except CopyFailed as failure:
+            batch.handle.failed(failure)
+        except Exception as error:
+            logger.exception("%s: a batch could not be started", self._thread.name)
+            batch.handle.failed(CopyFailed(f"the batch could not be started: {error!r}", settled=False))
+
+    def _device_event(self, after: DeviceEvent | Handle | None) -> DeviceEvent | None:
+        """What the backend must still wait for: handles are waited for here."""
+        pauses = Pauses()
+        while True:
+            if self._closing.is_set():
+                raise CopyFailed("the copier was closed before this batch began; nothing was copied", settled=True)
+            if not isinstance(after, Handle):
+                return after
+            try:
+                if after.query():
+                    return None
+            except CopyFailed as failure:
+                raise CopyFailed(
+                    f"the batch before this one failed, so nothing of this one was copied: {failure}", settled=True
+                ) from failure
+            self._closing.wait(pauses.next_s())
