@@ -24,8 +24,9 @@ from layout.geometry import CacheGroup, ModelIdentity, Plane, Region, WorkerGeom
 from pd_connector.metadata import PullOrder
 from pd_connector.params import RemotePrefill
 from pd_connector.scheduler.producer import Producer
-from pd_connector.worker.peer import PullContext, Settled
+from pd_connector.worker.peer import PullContext
 from pd_connector.worker.pulls import PullService
+from pd_connector.worker.settlement import Settled
 from pd_connector.worker.staged_reads import ReadPlanner
 from transfer.control.client import ControlClient
 from transfer.engine.mooncake import MooncakeEngine, MooncakeOptions

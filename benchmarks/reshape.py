@@ -19,6 +19,7 @@ from benchmarks.planning import CASES, Case, compiled, table
 from layout.copies import Copies
 from layout.cost import CostModel
 from layout.geometry import Region
+from layout.regions import RegionTable
 from layout.reshape import run_copies, warm_up
 from layout.staging import Schedule, schedule_reads
 
@@ -99,7 +100,7 @@ def moves(megabytes: int, rounds: int) -> None:
 
 def plan(case: Case, rounds: int) -> None:
     """Median time to schedule the largest pull of a case, and what comes out."""
-    everything = [Region(1, 1 << 60)]
+    everything = RegionTable([Region(1, 1 << 60)])
     copies = next(iter(compiled(case).values())).instantiate(table(case, 1), table(case, 2), 0, case.tokens)
 
     def schedule() -> Schedule:

@@ -11,6 +11,7 @@ import argparse
 import multiprocessing as mp
 import statistics
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Literal
@@ -22,6 +23,7 @@ from layout.copies import Copies
 from layout.cost import CostModel
 from layout.geometry import CacheGroup, Plane, Region, WorkerGeometry
 from layout.plan import BlockTable, Plan, compile_plans
+from layout.regions import RegionTable
 from layout.sharding import choose_sources, held_heads
 from pd_connector.worker.staged_reads import ReadPlanner
 from transfer.engine.base import Link
@@ -106,24 +108,27 @@ class Reader:
     ways: dict[str, ReadPlanner]
     plans: dict[int, Plan]
     links: dict[int, Link]
-    remotes: list[WorkerGeometry]
+    regions: dict[int, RegionTable]
     wanted: int  # bytes
 
     def pull(self, planner: ReadPlanner, ours: list[int], theirs: list[int], tokens: int) -> tuple[float, int]:
-        """Seconds and descriptors of one pull."""
-        start = time.perf_counter()
-        descriptors = 0
-        for index, plan in self.plans.items():
-            copies = plan.instantiate([BlockTable.of(ours)], [BlockTable.of(theirs)], 0, tokens)
-            with planner.planned(copies, self.remotes[index].regions) as schedule:
+        """Seconds and descriptors of one pull, from all ranks at once as the connector does it."""
+
+        def read(index: int) -> int:
+            copies = self.plans[index].instantiate([BlockTable.of(ours)], [BlockTable.of(theirs)], 0, tokens)
+            with planner.planned(copies, self.regions[index]) as schedule:
                 planner.carry_out(self.links[index], schedule, 60.0)
-                descriptors += schedule.descriptors
+                return schedule.descriptors
+
+        start = time.perf_counter()
+        with ThreadPoolExecutor(len(self.plans)) as threads:
+            descriptors = sum(threads.map(read, self.plans))
         return time.perf_counter() - start, descriptors
 
     def contiguous(self) -> float:
         """Seconds of one read of the wanted bytes, in as few runs as the peer's memory allows: one."""
         index = next(iter(self.plans))
-        region = self.remotes[index].regions[0]
+        region = self.regions[index].regions[0]
         run = Copies(*(np.array([value], np.int64) for value in (self.memory.ctypes.data, region.address, self.wanted)))
         start = time.perf_counter()
         self.links[index].read(run, 60.0)
@@ -176,8 +181,9 @@ def _reader(layout: Layout, remotes: list[WorkerGeometry], decode: int, blocks: 
         index: engine.open(remotes[index].engine_address, remotes[index].regions) for index in plans
     }
     ways = {"direct": ReadPlanner(cost, local.regions), "planned": staged}
+    regions = {index: RegionTable(remotes[index].regions) for index in plans}
     name = f"{layout}, TP {len(remotes)} to {decode}"
-    return Reader(name, layout, heads, memory, engine, ways, plans, links, remotes, needed * LAYERS * heads * PAGE)
+    return Reader(name, layout, heads, memory, engine, ways, plans, links, regions, needed * LAYERS * heads * PAGE)
 
 
 def _measure(reader: Reader, kind: str, tables: tuple[list[int], list[int]], tokens: int, rounds: int) -> None:

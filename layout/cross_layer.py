@@ -10,8 +10,8 @@ heads, content and item size:
     view = buffer.layer_view(name)
     cache = as_strided(raw.view(dtype), view.shape, view.strides, view.offset)
 
-An attention kernel sees one layer's view, whose blocks are far apart; only a backend that is known to honour the
-view's strides may be given one.
+``pd_connector.worker.cross_layer_tensors`` does so with torch. An attention kernel sees one layer's view, whose blocks
+are far apart; only a backend that is known to honour the view's strides may be given one.
 """
 
 from collections import Counter
@@ -38,6 +38,15 @@ class CachePart:
     heads: int  # KV heads held
     content: int  # items of one (head, token)
     item_size: int  # bytes of one item
+
+    def check_item_size(self, item_size: int, of: str) -> None:
+        """Raise unless items of the type ``of`` have the size of this part's.
+
+        Raises:
+            CrossLayerError: naming both.
+        """
+        if item_size != self.item_size:
+            raise CrossLayerError(f"part {self.name!r} has items of {self.item_size} bytes; {of} has {item_size}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +91,13 @@ class CrossLayerShape:
 
     @property
     def allocation_bytes(self) -> int:
-        """Bytes to allocate, so that the elements fit from the next aligned address on."""
-        return self.size + ALIGNMENT
+        """Bytes to allocate, so that whole aligned units hold the elements from the next aligned address on."""
+        return self.registered_bytes + ALIGNMENT
+
+    @property
+    def registered_bytes(self) -> int:
+        """Bytes of the aligned units that hold the elements."""
+        return -(-self.size // ALIGNMENT) * ALIGNMENT
 
     def at(self, base_address: int) -> "CrossLayerBuffer":
         """The buffer in an allocation of ``allocation_bytes`` that starts at ``base_address``.
@@ -113,8 +127,8 @@ class CrossLayerBuffer:
 
     @property
     def region(self) -> Region:
-        """The memory to register: all elements and nothing else, aligned at its start."""
-        return Region(self.base_address + self.aligned_offset, self.form.size)
+        """The memory to register: all elements, in whole aligned units of this allocation."""
+        return Region(self.base_address + self.aligned_offset, self.form.registered_bytes)
 
     @property
     def plane(self) -> Plane:

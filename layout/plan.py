@@ -13,8 +13,8 @@ divisor of the two block sizes.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from math import gcd
 
 import numpy as np
@@ -66,6 +66,16 @@ class _Box:
         """The unit stride at which neighbouring units join to longer runs, 0 if they never do."""
         return int(self.sizes[0]) if (self.sizes == self.sizes[0]).all() else 0
 
+    @property
+    def moves_with(self) -> tuple[_Side, _Side, int]:
+        """Boxes with an equal value lie at a constant distance from each other, on both sides, in all units."""
+        whole = self.unit_tokens == self.local.block_tokens == self.remote.block_tokens
+        local, remote = (
+            replace(side, address=0, token_stride=0 if whole else side.token_stride)
+            for side in (self.local, self.remote)
+        )
+        return local, remote, self.unit_tokens
+
 
 @dataclass(frozen=True, slots=True)
 class BlockTable:
@@ -88,6 +98,21 @@ class Plan:
     """The compiled reads of one local rank from one remote rank."""
 
     boxes: tuple[_Box, ...]
+
+    @property
+    def unit_tokens(self) -> tuple[int, ...]:
+        """The numbers of tokens that are read together, each once, smallest first."""
+        return tuple(sorted({box.unit_tokens for box in self.boxes}))
+
+    @property
+    def runs(self) -> int:
+        """Runs of one unit of every box."""
+        return sum(len(box.sizes) for box in self.boxes)
+
+    @property
+    def run_bytes(self) -> int:
+        """Bytes of one unit of every box."""
+        return sum(int(box.sizes.sum()) for box in self.boxes)
 
     def instantiate(
         self, local: Sequence[BlockTable], remote: Sequence[BlockTable], first_token: int, end_token: int
@@ -130,7 +155,7 @@ def compile_plans(
     for group_index, group in enumerate(local.groups):
         for plane_index, plane in enumerate(group.planes):
             _check_coverage(plane, by_plane[group_index, plane_index])
-    return {remote: Plan(tuple(of_remote)) for remote, of_remote in boxes.items()}
+    return {remote: Plan(_join_boxes(of_remote)) for remote, of_remote in boxes.items()}
 
 
 def merge_adjacent(
@@ -139,9 +164,15 @@ def merge_adjacent(
     """Sort runs by local address and join those that are neighbours on both sides."""
     order = np.argsort(local, kind="stable")
     local, remote, sizes = local[order], remote[order], sizes[order]
-    apart = (local[:-1] + sizes[:-1] != local[1:]) | (remote[:-1] + sizes[:-1] != remote[1:])
+    apart = _apart(local, remote, sizes)
     starts = np.concatenate(([0], np.flatnonzero(apart) + 1))
     return local[starts], remote[starts], np.add.reduceat(sizes, starts)
+
+
+def _apart(local: Int64Array, remote: Int64Array, sizes: Int64Array) -> npt.NDArray[np.bool_]:
+    """Whether each run but the first does not continue the one before it on both sides. Shape [n] in, [n - 1] out."""
+    continues = (local[:-1] + sizes[:-1] == local[1:]) & (remote[:-1] + sizes[:-1] == remote[1:])
+    return np.asarray(~continues, np.bool_)
 
 
 def _compile(local: WorkerGeometry, remote: WorkerGeometry, share: Share) -> _Box:
@@ -160,6 +191,33 @@ def _compile(local: WorkerGeometry, remote: WorkerGeometry, share: Share) -> _Bo
         remote_offsets,
         sizes,
     )
+
+
+def _join_boxes(boxes: Iterable[_Box]) -> tuple[_Box, ...]:
+    """The same bytes in fewer boxes: those with runs that continue each other, as K and V of a head often do."""
+    moving: dict[tuple[_Side, _Side, int], list[_Box]] = defaultdict(list)
+    for box in boxes:
+        moving[box.moves_with].append(box)
+    return tuple(joined for together in moving.values() for joined in _join_neighbours(together))
+
+
+def _join_neighbours(boxes: Sequence[_Box]) -> Iterator[_Box]:
+    """Boxes that move together, those joined of which some runs touch."""
+    first = boxes[0]
+    local = np.concatenate([box.local_offsets + (box.local.address - first.local.address) for box in boxes])
+    remote = np.concatenate([box.remote_offsets + (box.remote.address - first.remote.address) for box in boxes])
+    sizes = np.concatenate([box.sizes for box in boxes])
+    owner = np.repeat(np.arange(len(boxes)), [len(box.sizes) for box in boxes])
+    order = np.argsort(local, kind="stable")
+    touching = ~_apart(local[order], remote[order], sizes[order])
+    cluster = list(range(len(boxes)))  # of each box: the first box of those that it touches, directly or not
+    for one, other in sorted(set(zip(owner[order][:-1][touching], owner[order][1:][touching], strict=True))):
+        merged = sorted((cluster[one], cluster[other]))
+        cluster = [merged[0] if number == merged[1] else number for number in cluster]
+    for number in sorted(set(cluster)):
+        members = np.isin(owner, [box for box, of in enumerate(cluster) if of == number])
+        runs = merge_adjacent(local[members], remote[members], sizes[members])
+        yield replace(first, local_offsets=runs[0], remote_offsets=runs[1], sizes=runs[2])
 
 
 def _side(plane: Plane, group: int, group_tokens: int) -> _Side:
@@ -263,7 +321,11 @@ def _ids_at(table: BlockTable, tokens: Int64Array, side: _Side, name: str) -> In
 
 
 def _spread(box: _Box, to: Int64Array, source: Int64Array) -> Copies:
-    """Descriptors of all runs at all unit addresses, neighbouring units joined where the runs allow it."""
+    """Descriptors of all runs at all unit addresses, neighbouring units joined where the runs allow it.
+
+    By source, as far as a walk over the units inside a walk over parts of the runs can be: in every layout where a
+    block's runs lie together, or those of a layer.
+    """
     stride = box.joins_units
     counts = np.ones(len(to), np.int64)
     if stride and len(to) > 1:
@@ -271,8 +333,13 @@ def _spread(box: _Box, to: Int64Array, source: Int64Array) -> Copies:
         starts = np.concatenate(([0], np.flatnonzero(apart) + 1))
         counts = np.diff(np.concatenate((starts, [len(to)])))
         to, source = to[starts], source[starts]
+    units, runs = np.argsort(source), np.argsort(box.remote_offsets)
+    to, source, counts = to[units], source[units], counts[units]
+    # Runs that lie further apart than the units reach, such as those of two layers, are of different parts.
+    parts = 1 + int(np.count_nonzero(np.diff(box.remote_offsets[runs]) > source[-1] - source[0]))
+    shape = (parts, 1, -1) if len(runs) % parts == 0 else (1, 1, -1)
     return Copies(
-        np.add.outer(to, box.local_offsets).ravel(),
-        np.add.outer(source, box.remote_offsets).ravel(),
-        np.multiply.outer(counts, box.sizes).ravel(),
+        (to[:, None] + box.local_offsets[runs].reshape(shape)).ravel(),
+        (source[:, None] + box.remote_offsets[runs].reshape(shape)).ravel(),
+        (counts[:, None] * box.sizes[runs].reshape(shape)).ravel(),
     )

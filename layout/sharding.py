@@ -64,11 +64,11 @@ class _Holder:
     head_end: int
 
 
-def choose_sources(local: WorkerGeometry, remotes: Sequence[WorkerGeometry]) -> tuple[Source, ...]:
+def choose_sources(local: WorkerGeometry, remotes: Sequence[WorkerGeometry], turn: int = 0) -> tuple[Source, ...]:
     """The remote ranks from which ``local`` reads, and what from each: every (layer, head) exactly once.
 
     Where several remote ranks hold the same head, local ranks take them in turn, so that replicas share the
-    load.
+    load. ``turn`` is where the ranks of this engine begin: engines with different numbers spread as ranks do.
 
     Raises:
         IncompatibleCachesError: a layer or head that is needed here is held nowhere on the remote side.
@@ -79,7 +79,9 @@ def choose_sources(local: WorkerGeometry, remotes: Sequence[WorkerGeometry]) -> 
         for plane_index, plane in enumerate(group.planes):
             for layer in plane.layers:
                 candidates = holders.get((plane.part, layer), [])
-                for holder, start, end in _cover(plane, layer, candidates, turn=local.tp_rank):
+                for holder, start, end in _cover(plane, candidates, turn + local.tp_rank):
+                    if holder is None:
+                        raise IncompatibleCachesError(_what_is_missing(plane, layer, start, remotes))
                     key = (holder.remote, group_index, plane_index, holder.group, holder.plane, start, end)
                     boxes[key].append(layer)
     sources: dict[int, list[Share]] = defaultdict(list)
@@ -100,17 +102,36 @@ def _holders(remotes: Sequence[WorkerGeometry]) -> dict[tuple[str, str], list[_H
     return found
 
 
-def _cover(plane: Plane, layer: str, candidates: list[_Holder], turn: int) -> Iterator[tuple[_Holder, int, int]]:
-    """Cut a plane's heads into ranges that each have one holder: longest range first, ties in turn."""
+def _cover(plane: Plane, candidates: list[_Holder], turn: int) -> Iterator[tuple[_Holder | None, int, int]]:
+    """Cut a plane's heads into ranges that each have one holder: longest range first, ties in turn.
+
+    Ends with None and the head where there is no holder.
+    """
     head = plane.head_start
     while head < plane.head_end:
         holding = [holder for holder in candidates if holder.head_start <= head < holder.head_end]
         if not holding:
-            raise IncompatibleCachesError(
-                f"the remote engine holds no KV cache part {plane.part!r} for head {head} of layer {layer!r}, which is "
-                "needed here; both engines must serve the same model, with the same draft or MTP layers"
-            )
+            yield None, head, head
+            return
         end = min(plane.head_end, max(holder.head_end for holder in holding))
         longest = [holder for holder in holding if holder.head_end >= end]
         yield longest[turn % len(longest)], head, end
         head = end
+
+
+def _what_is_missing(plane: Plane, layer: str, head: int, remotes: Sequence[WorkerGeometry]) -> str:
+    missing = f"the remote engine holds no KV cache {_described(plane)} for head {head} of layer {layer!r}"
+    planes = [other for worker in remotes for group in worker.groups for other in group.planes if layer in other.layers]
+    if not planes:
+        return f"{missing}; both engines must serve the same model, with the same draft or MTP layers"
+    if any(other.part == plane.part for other in planes):
+        return f"{missing}, only for others; both engines must serve the same model"
+    return (
+        f"{missing}; of this layer it holds {', '.join(sorted({_described(other) for other in planes}))}. Both engines "
+        "must keep the same parts. An opaque one is what a CPU kernel packs in an order of its own, by instruction set "
+        "and data type: run both engines on the same kind of machine, with the same --dtype"
+    )
+
+
+def _described(plane: Plane) -> str:
+    return f"part {plane.part!r}" + (f" (opaque, packing {plane.packing!r})" if plane.packing else "")

@@ -13,18 +13,18 @@ The read of window i + 1 may run while window i is copied out. The read of windo
 has been copied, because it uses the same half.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
+from numba import njit
 
 from layout.copies import EMPTY, Copies, Int64Array
 from layout.cost import CostModel
 from layout.geometry import Region
-
-_Seconds = npt.NDArray[np.float64]
-_Flags = npt.NDArray[np.bool_]
+from layout.regions import RegionTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,29 +34,31 @@ class StagedWindow:
     reads: Copies  # the peer's memory -> staging
     copies: Copies  # staging -> final destination
 
-    @property
-    def staged_bytes(self) -> int:
-        """Bytes of the staging buffer that this window fills."""
-        return self.reads.total_bytes
-
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """All reads of a pull from one peer. ``direct`` may be read at any time; ``windows`` in order.
+    """All reads of a pull from one peer. ``direct`` may be read at any time; what is staged, window by window.
 
     The seconds are the cost model's, with nothing overlapping: reads and copies one after another.
     """
 
     direct: Copies
-    windows: tuple[StagedWindow, ...]
+    reads: Copies  # the peer's memory -> staging, of all windows
+    copies: Copies  # staging -> final destination, of all windows
+    borders: Int64Array  # [windows + 1, 2]: where each window begins in reads and in copies, and where the last ends
     wanted_bytes: int
     predicted_s: float
     direct_s: float  # what the pull would cost if nothing were staged
 
+    def windows(self) -> Iterator[StagedWindow]:
+        """What is staged, in parts that fit half of the buffer, in the order in which they must be read."""
+        for (read, copy), (next_read, next_copy) in pairwise(self.borders.tolist()):
+            yield StagedWindow(self.reads[read:next_read], self.copies[copy:next_copy])
+
     @property
     def descriptors(self) -> int:
         """Descriptors that the transfer engine gets."""
-        return len(self.direct) + sum(len(window.reads) for window in self.windows)
+        return len(self.direct) + len(self.reads)
 
     @property
     def read_bytes(self) -> int:
@@ -66,195 +68,223 @@ class Schedule:
     @property
     def staged_bytes(self) -> int:
         """Bytes that pass through the staging buffer."""
-        return sum(window.staged_bytes for window in self.windows)
+        return self.reads.total_bytes
 
     def describe(self) -> str:
         """One line for the log."""
         if not self.descriptors:
             return "nothing to read"
-        copies = sum(len(window.copies) for window in self.windows)
         return (
             f"{self.descriptors} descriptors ({len(self.direct)} direct), {self.read_bytes} bytes read for "
-            f"{self.wanted_bytes} wanted, {self.staged_bytes} bytes staged in {len(self.windows)} windows with "
-            f"{copies} copies, {1e3 * self.predicted_s:.3f} ms predicted, {1e3 * self.direct_s:.3f} ms all direct"
+            f"{self.wanted_bytes} wanted, {self.staged_bytes} bytes staged in {len(self.borders) - 1} windows with "
+            f"{len(self.copies)} copies, {1e3 * self.predicted_s:.3f} ms predicted, {1e3 * self.direct_s:.3f} ms all "
+            "direct"
         )
 
 
 def schedule_reads(
-    copies: Copies,
-    cost: CostModel,
-    local_regions: Sequence[Region],
-    remote_regions: Sequence[Region],
-    staging: Region | None,
+    copies: Copies, cost: CostModel, local: RegionTable, remote: RegionTable, staging: Region | None
 ) -> Schedule:
     """The cheapest way to bring ``copies``: which runs are read straight to their place, and which through ``staging``.
 
-    The choice of runs is the cheapest of all under ``cost`` where no two runs share source bytes; window borders then
-    add at most one descriptor and one copy each. Never costs more than reading everything directly. Runs that
-    continue each other on both sides are joined. No joined or wider run leaves a region: each lies inside one of
-    ``remote_regions`` and, if direct, inside one of ``local_regions``. Runs that lie in none are passed on unjoined,
-    for the transfer engine to refuse.
+    The choice of runs is the cheapest of all under ``cost`` where no two runs share source bytes and none is larger
+    than a window (such a run is read directly); window borders then add at most one descriptor each. Never costs more
+    than reading everything directly. Runs that continue each other on both sides are joined. No joined or wider run
+    leaves a region: each lies inside one of ``remote`` and, if direct, inside one of ``local``, the memory registered
+    there and here. Runs that lie in none are passed on unjoined, for the transfer engine to refuse.
 
-    ``staging`` is the whole buffer, of which each window uses half; None, or less than two bytes: nothing is staged.
+    Fastest where the sources ascend. ``staging`` is the whole buffer, of which each window uses half; None, or less
+    than two bytes: nothing is staged.
 
     Raises:
         ValueError: a size is not positive.
     """
-    if not len(copies):
-        return Schedule(EMPTY, (), 0, 0.0, 0.0)
-    if int(copies.sizes.min()) <= 0:
+    if len(copies) and int(copies.sizes.min()) <= 0:
         index = int(copies.sizes.argmin())
         raise ValueError(f"descriptor {index} of {len(copies)} has {int(copies.sizes[index])} bytes; it must have some")
-    runs, region = _join(copies, local_regions, remote_regions)
+    runs = _join(_by_source(copies), local, remote)
     wanted = runs.total_bytes
-    direct = Schedule(runs, (), wanted, cost.read_s(len(runs), wanted), cost.read_s(len(runs), wanted))
-    if staging is None or staging.size < 2 or len(runs) < 2:
+    direct_s = cost.read_s(len(runs), wanted)
+    direct = Schedule(runs, EMPTY, EMPTY, np.zeros((1, 2), np.int64), wanted, direct_s, direct_s)
+    if staging is None or staging.size < 2 or not remote.regions or len(runs) < 2:
         return direct
-    staged, first = _choose(runs, region, cost)
-    if not staged.any():
+    begins, ends = _choose(runs, remote, cost, staging.size // 2)
+    if not len(begins):
         return direct
-    windows = _windows(_select(runs, staged), first[staged], staging)
-    reading = [_select(runs, ~staged), *(window.reads for window in windows)]
-    predicted = sum(cost.read_s(len(batch), batch.total_bytes) for batch in reading)
-    predicted += sum(cost.copy_s(len(window.copies), window.copies.total_bytes) for window in windows)
-    return Schedule(reading[0], windows, wanted, predicted, direct.direct_s) if predicted < direct.direct_s else direct
+    rest, reads, moved, borders = _lay_out(runs, begins, ends, staging)
+    predicted = cost.read_s(len(rest) + len(reads), rest.total_bytes + reads.total_bytes)
+    predicted += cost.copy_s(len(moved), moved.total_bytes)
+    return Schedule(rest, reads, moved, borders, wanted, predicted, direct_s) if predicted < direct_s else direct
 
 
-def _select(copies: Copies, which: _Flags | Int64Array) -> Copies:
-    return Copies(copies.destinations[which], copies.sources[which], copies.sizes[which])
-
-
-def _join(copies: Copies, local: Sequence[Region], remote: Sequence[Region]) -> tuple[Copies, Int64Array]:
-    """Runs by source address, joined where both sides continue; and the remote region of each, -1 for none."""
-    runs = _select(copies, np.argsort(copies.sources))
-    there = _region_of(runs.sources, runs.sizes, remote)
-    here = _region_of(runs.destinations, runs.sizes, local)
-    joins = (
-        (np.diff(runs.sources) == runs.sizes[:-1])
-        & (np.diff(runs.destinations) == runs.sizes[:-1])
-        & (np.diff(there) == 0)
-        & (np.diff(here) == 0)
-        & (there[1:] >= 0)
-        & (here[1:] >= 0)
+def warm_up() -> None:
+    """Compile what ``schedule_reads`` runs (a few seconds), so that the first pull does not wait for it."""
+    runs = np.array([1, 3], np.int64)
+    everything = RegionTable([Region(1, 1 << 60)])
+    schedule_reads(
+        Copies(runs, runs, runs[:1].repeat(2)), CostModel(1.0, 0, 0, 0), everything, everything, Region(1, 8)
     )
-    if not joins.any():
-        return runs, there
-    starts = np.flatnonzero(np.concatenate(([True], ~joins)))
-    return Copies(runs.destinations[starts], runs.sources[starts], np.add.reduceat(runs.sizes, starts)), there[starts]
 
 
-def _region_of(addresses: Int64Array, sizes: Int64Array, regions: Sequence[Region]) -> Int64Array:
-    """Number of the region that holds all of each run, -1 where none does. Shape [n] in, [n] out."""
-    if not regions:
-        return np.full(len(addresses), -1, np.int64)
-    ordered = sorted(regions, key=lambda region: region.address)
-    found = np.searchsorted(np.array([region.address for region in ordered], np.int64), addresses, side="right") - 1
-    # A run that ends past int64 would wrap: compare its size with the room that is left instead.
-    room = np.array([region.end for region in ordered], np.int64)[found] - addresses
-    return np.where((found >= 0) & (sizes <= room), found, -1)
+def _by_source(copies: Copies) -> Copies:
+    copies = Copies(*(np.ascontiguousarray(a, np.int64) for a in (copies.destinations, copies.sources, copies.sizes)))
+    if _ascending(copies.sources):
+        return copies
+    order = np.argsort(copies.sources, kind="stable")  # fast where ascending parts follow each other
+    return Copies(copies.destinations[order], copies.sources[order], copies.sizes[order])
 
 
-def _choose(runs: Copies, region: Int64Array, cost: CostModel) -> tuple[_Flags, _Flags]:
-    """Which runs to stage, and which of those begin a read. Runs by source; shape [n] each.
+def _join(runs: Copies, local: RegionTable, remote: RegionTable) -> Copies:
+    """Runs joined where both sides continue, unless that leaves a region. ``runs`` by source."""
+    if not len(runs):
+        return runs
+    continues = np.empty(len(runs), np.bool_)
+    _continues(runs.destinations, runs.sources, runs.sizes, continues)
+    later = np.flatnonzero(continues)
+    before = later - 1
+    both = runs.sizes[before] + runs.sizes[later]
+    apart = remote.outside(runs.sources[before], both) | local.outside(runs.destinations[before], both)
+    continues[later[apart]] = False
+    if not continues.any():
+        return runs
+    starts = np.flatnonzero(~continues)
+    return Copies(runs.destinations[starts], runs.sources[starts], np.add.reduceat(runs.sizes, starts))
+
+
+def _choose(runs: Copies, remote: RegionTable, cost: CostModel, half: int) -> tuple[Int64Array, Int64Array]:
+    """Which runs to stage: read i is of the runs ``begins[i]`` to ``ends[i]``, exclusive. ``runs`` by source."""
+    begins, ends = np.empty((2, len(runs) // 2 + 1), np.int64)  # staging a run alone is never cheaper
+    prices = np.array([cost.alpha, cost.beta, cost.copy_alpha, cost.copy_beta], np.float64)
+    reads = _cheapest(runs.sources, runs.sizes, remote.starts, remote.ends, prices, half, begins, ends)
+    return begins[:reads], ends[:reads]
+
+
+def _lay_out(
+    runs: Copies, begins: Int64Array, ends: Int64Array, staging: Region
+) -> tuple[Copies, Copies, Copies, Int64Array]:
+    """Runs read directly, reads into the staging buffer, copies out of it, and the windows' borders."""
+    half = staging.size // 2
+    staged = int((ends - begins).sum())
+    direct, reads, moves = (np.empty((3, count), np.int64) for count in (len(runs) - staged, staged, staged))
+    borders = np.empty((staged + 1, 2), np.int64)
+    arrays = runs.destinations, runs.sources, runs.sizes
+    windows = _place(arrays, begins, ends, staging.address, half, direct, reads, moves, borders)
+    borders = borders[: windows + 1]
+    return Copies(*direct), Copies(*reads[:, : borders[-1, 0]]), Copies(*moves), borders
+
+
+_NOWHERE = np.iinfo(np.int64).max
+
+# The loops, compiled at their first call. Runs are three arrays: destinations, sources and sizes, by source.
+
+
+def _ascending_loop(values: Any) -> Any:
+    ascending = True
+    for i in range(1, len(values)):
+        ascending &= values[i - 1] <= values[i]
+    return ascending
+
+
+def _continues_loop(destinations: Any, sources: Any, sizes: Any, continues: Any) -> None:
+    """Which runs continue the one before on both sides."""
+    continues[0] = False
+    for i in range(1, len(sizes)):
+        continues[i] = (sources[i] - sources[i - 1] == sizes[i - 1]) & (
+            destinations[i] - destinations[i - 1] == sizes[i - 1]
+        )
+
+
+def _cheapest_loop(
+    sources: Any, sizes: Any, starts: Any, region_ends: Any, prices: Any, half: Any, begins: Any, ends: Any
+) -> Any:
+    """Fill in the runs of each staged read; how many reads.
 
     Walking along the runs there are two states, and the cheapest path through them is wanted:
 
         direct[i] = alpha   + min(direct[i-1], staged[i-1])
         staged[i] = copy[i] + min(direct[i-1] + alpha, staged[i-1] + min(alpha, gap[i]))
 
-    (in seconds beyond those of the wanted bytes). Only the difference of the states matters: see ``_differences``.
+    (in seconds beyond those of the wanted bytes). Only the ``difference``, staged[i] - direct[i], matters. A run is
+    staged if it is negative, direct if it is no less than what a staged run behind it would save, and otherwise in
+    the state of the run behind it. Runs that share bytes with the one before begin a read.
     """
-    copy_s: _Seconds = np.asarray(cost.copy_alpha + cost.copy_beta * runs.sizes, np.float64)
-    # How far runs before reach: sources of a pull hardly ever overlap, but if they do, bytes are read once.
-    ends = np.where(region >= 0, runs.sources + runs.sizes, runs.sources)
-    reached = np.maximum.accumulate(ends)
-    gap = np.full(len(runs), np.inf)
-    gap[1:] = cost.beta * (np.maximum(ends[1:], reached[:-1]) - reached[:-1] - runs.sizes[1:])
-    gap[1:][(region[1:] < 0) | (region[1:] != region[:-1])] = np.inf
-    gap = np.minimum(gap, cost.alpha)
-    difference = _differences(copy_s, gap, cost.alpha)
-    # Backwards: a run's state follows from its own difference, or else is that of the run behind it.
-    to_next = np.concatenate((cost.alpha - gap[1:], [0.0]))
-    decided = (difference < 0) | (difference >= to_next)
-    behind = np.minimum.accumulate(np.where(decided, np.arange(len(runs)), len(runs))[::-1])[::-1]
-    staged = difference[behind] < 0
-    joined = staged & np.concatenate(([False], staged[:-1])) & (gap < cost.alpha)
-    return staged, ~joined
+    alpha, beta, copy_alpha, copy_beta = prices[0], prices[1], prices[2], prices[3]
+    reads = region = undecided = 0
+    grows = False  # whether the run ``undecided``, if staged, belongs to the last read
+    difference = 0.0
+    start = stop = following = 0  # of the region of the run before, and where the next one starts
+    before, end = sources[0], sources[0] + 1  # of the run before; there is none: as if run 0 shared bytes with it
+    for i in range(len(sizes)):  # hardly a branch: which runs lie close together cannot be predicted
+        source, size = sources[i], sizes[i]
+        near = (source >= end) & (before >= start) & (size <= stop - source)
+        saved = alpha - beta * (source - end)  # by reading it together with the run before
+        saved = saved if near & (saved > 0) else 0.0
+        staged = difference < 0
+        decided = staged | (difference >= saved)
+        begins[reads] = undecided
+        reads += staged & (not grows)
+        ends[reads - staged] = i
+        grows = staged & (saved > 0) if decided else grows
+        undecided = i if decided else undecided
+        copy = copy_alpha + copy_beta * size if size <= half else np.inf
+        kept = difference if difference > 0 else 0.0
+        difference = (kept if kept < saved else saved) + (copy - saved)
+        before, end = source, source + size
+        if source >= following:
+            while region + 1 < len(starts) and starts[region + 1] <= source:
+                region += 1
+            start, stop = starts[region], region_ends[region]
+            following = starts[region + 1] if region + 1 < len(starts) else _NOWHERE
+    if difference < 0:
+        begins[reads] = undecided
+        reads += not grows
+        ends[reads - 1] = len(sizes)
+    return reads
 
 
-def _differences(copy_s: _Seconds, gap: _Seconds, alpha: float) -> _Seconds:
-    """``staged[i] - direct[i]`` of all runs.
-
-    One step is ``d -> clip(d, 0, alpha - gap) + copy - alpha + gap``. Such clipped shifts stay of that form when
-    they are chained, so that all prefixes are found by doubling; it ends as soon as no result depends on where its
-    chain began, which is after a few rounds unless a gap costs nearly as much as a descriptor.
-    """
-    shift = copy_s - alpha + gap
-    low, high = shift.copy(), copy_s.copy()
-    low[0] = high[0] = copy_s[0]  # before the first run nothing is staged
-    low[gap >= alpha] = high[gap >= alpha] = copy_s[gap >= alpha]
-    reach = 1
-    while reach < len(low) and (low[reach:] != high[reach:]).any():
-        before, after = slice(None, -reach), slice(reach, None)
-        chained = [np.clip(bound[before] + shift[after], low[after], high[after]) for bound in (low, high)]
-        total = shift[before] + shift[after]
-        low[after], high[after], shift[after] = *chained, total
-        reach *= 2
-    return low
-
-
-def _windows(runs: Copies, first: _Flags, staging: Region) -> tuple[StagedWindow, ...]:
-    """The staged runs as reads and copies, cut where a half of the staging buffer is full.
-
-    Reads lie one after another in a space as long as they are; each stretch of half the buffer is a window.
-    """
-    half = staging.size // 2
-    begins = np.flatnonzero(first)
-    read_sources = runs.sources[begins]
-    widths = np.maximum.reduceat(runs.sources + runs.sizes, begins) - read_sources
-    positions = np.cumsum(widths) - widths
-    of_run = np.cumsum(first) - 1
-    reads = Copies(positions, read_sources, widths)
-    copies = _merge(Copies(runs.destinations, positions[of_run] + runs.sources - read_sources[of_run], runs.sizes))
-    read_window, reads = _cut(reads, reads.destinations, half)
-    copy_window, copies = _cut(copies, copies.sources, half)
-    into = staging.address + read_window % 2 * half + reads.destinations - read_window * half
-    out_of = staging.address + copy_window % 2 * half + copies.sources - copy_window * half
-    reads = Copies(into, reads.sources, reads.sizes)
-    copies = Copies(copies.destinations, out_of, copies.sizes)
-    borders = np.arange(1, int(read_window[-1]) + 1)
-    read_cuts = [0, *np.searchsorted(read_window, borders).tolist(), len(reads)]
-    copy_cuts = [0, *np.searchsorted(copy_window, borders).tolist(), len(copies)]
-    return tuple(
-        StagedWindow(reads[read_cuts[i] : read_cuts[i + 1]], copies[copy_cuts[i] : copy_cuts[i + 1]])
-        for i in range(len(borders) + 1)
-    )
+def _place_loop(
+    runs: Any, begins: Any, ends: Any, buffer: Any, half: Any, direct: Any, reads: Any, moves: Any, borders: Any
+) -> Any:
+    """Fill in the outcome of ``_lay_out``; how many windows. A read ends before the run that its window cannot hold."""
+    _, sources, sizes = runs
+    directs = moved = count = window = filled = done = 0
+    borders[0] = 0
+    for read in range(len(begins)):
+        begin = begins[read]
+        directs = _append(direct, directs, runs, done, begin, 0)
+        done = ends[read]
+        while begin < done:
+            limit = sources[begin] + half - filled
+            end = done
+            if sources[end - 1] + sizes[end - 1] > limit:
+                end = begin + np.searchsorted(sources[begin:done], limit)
+                end -= end > begin and sources[end - 1] + sizes[end - 1] > limit
+            if end == begin:
+                window, filled = window + 1, 0
+                borders[window, 0], borders[window, 1] = count, moved
+                continue
+            address = buffer + window % 2 * half + filled
+            width = sources[end - 1] + sizes[end - 1] - sources[begin]
+            reads[0, count], reads[1, count], reads[2, count] = address, sources[begin], width
+            moved = _append(moves, moved, runs, begin, end, address - sources[begin])
+            count, filled, begin = count + 1, filled + width, end
+    _append(direct, directs, runs, done, len(sizes), 0)
+    borders[window + 1, 0], borders[window + 1, 1] = count, moved
+    return window + 1
 
 
-def _merge(copies: Copies) -> Copies:
-    """Neighbours that continue each other on both sides, joined: whatever the registered regions, it is one buffer."""
-    joins = (np.diff(copies.sources) == copies.sizes[:-1]) & (np.diff(copies.destinations) == copies.sizes[:-1])
-    if not joins.any():
-        return copies
-    starts = np.flatnonzero(np.concatenate(([True], ~joins)))
-    return Copies(copies.destinations[starts], copies.sources[starts], np.add.reduceat(copies.sizes, starts))
+def _append_loop(batch: Any, count: Any, runs: Any, begin: Any, end: Any, shift: Any) -> Any:
+    """Copy runs to ``batch``, their sources moved by ``shift``; how many are in it."""
+    destinations, sources, sizes = runs
+    for i in range(end - begin):
+        batch[0, count + i] = destinations[begin + i]
+        batch[1, count + i] = sources[begin + i] + shift
+        batch[2, count + i] = sizes[begin + i]
+    return count + end - begin
 
 
-def _cut(runs: Copies, positions: Int64Array, every: int) -> tuple[Int64Array, Copies]:
-    """Runs cut wherever their position crosses a multiple of ``every``: the stretch of each piece, and the pieces.
-
-    Ordered by stretch.
-    """
-    stretch = positions // every
-    pieces = (positions + runs.sizes - 1) // every - stretch + 1
-    if (pieces > 1).any():
-        parent = np.repeat(np.arange(len(runs)), pieces)
-        stretch = stretch[parent] + np.arange(len(parent)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
-        start = np.maximum(positions[parent], stretch * every)
-        end = np.minimum((positions + runs.sizes)[parent], (stretch + 1) * every)
-        moved = start - positions[parent]
-        runs = Copies(runs.destinations[parent] + moved, runs.sources[parent] + moved, end - start)
-    if (np.diff(stretch) < 0).any():
-        order = np.argsort(stretch, kind="stable")
-        stretch, runs = stretch[order], _select(runs, order)
-    return stretch, runs
+_compile = njit(nogil=True)
+_append = _compile(_append_loop)
+_ascending, _continues, _cheapest, _place = (
+    _compile(loop) for loop in (_ascending_loop, _continues_loop, _cheapest_loop, _place_loop)
+)

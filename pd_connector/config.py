@@ -7,7 +7,9 @@ rule that it breaks.
 import difflib
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from transfer.control.allowed import AllowedPeers
 
 Seconds = Annotated[float, Field(ge=0.1, le=86400, allow_inf_nan=False)]
 Port = Annotated[int, Field(ge=0, le=65535)]
@@ -67,8 +69,9 @@ class ConnectorConfig(BaseModel):
     )
     staging_bytes: Annotated[int, Field(ge=0)] = Field(
         default=64 * 1024 * 1024,
-        description="Host memory of each decode worker through which scattered bytes are read in fewer, wider reads; 0 "
-        "reads everything straight to its place. Used on the CPU platform only.",
+        description="Memory of each decode worker through which scattered bytes are read in fewer, wider reads; 0 "
+        "reads everything straight to its place. Host memory on CPU, where it is measured; device memory on CUDA and "
+        "NPU, beside what vLLM takes for itself.",
     )
     descriptor_cost_us: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = Field(
         default=None,
@@ -80,6 +83,11 @@ class ConnectorConfig(BaseModel):
         description="What a byte costs, in nanoseconds. Default: 0.75 for tcp (measured), 0.04 for rdma and ascend "
         "(estimates).",
     )
+    drain_timeout_s: Annotated[float, Field(ge=0, le=86400, allow_inf_nan=False)] = Field(
+        default=5.0,
+        description="How long a prefill engine that is told to stop (SIGTERM) stays for decode engines that have yet "
+        "to read from it. vLLM gives it that time only with --shutdown-timeout; it ends 3 s before that.",
+    )
     peer_idle_s: Seconds = Field(
         default=600.0, description="After how long without a pull the connection to a prefill engine is closed."
     )
@@ -90,6 +98,24 @@ class ConnectorConfig(BaseModel):
         "off: neither, for models known to produce the same KV cache from different files, such as differently "
         "quantised ones.",
     )
+    secret_file: str | None = Field(
+        default=None,
+        min_length=1,
+        description="File with the secret that all engines of a deployment share; it switches on authentication and "
+        "encryption of the control channel. At least 16 bytes, mode 600. Default: the environment variable "
+        "PD_CONNECTOR_SECRET, else no authentication.",
+    )
+    allowed_peers: Annotated[list[str], Field(min_length=1)] | None = Field(
+        default=None,
+        description="Prefill engines that a decode engine may contact: IP addresses, networks such as 10.1.0.0/16, "
+        "host names. Default: whichever a request names.",
+    )
+
+    @field_validator("allowed_peers")
+    @classmethod
+    def _check_peers(cls, rules: list[str] | None) -> list[str] | None:
+        AllowedPeers(rules)
+        return rules
 
 
 def parse_config(extra_config: dict[str, Any]) -> ConnectorConfig:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
+    from pd_connector.cpu_head_order import HeadOrder, Write
     from pd_connector.cpu_layout_check import Batch, CacheShape
 
 #: Below vLLM's logger, so that its handlers and level apply.
@@ -70,28 +71,42 @@ def wanted_layout(vllm_config: Any) -> str | None:
         return None
 
 
-def cpu_packing(dtype: "torch.dtype", block_size: int, head_size: int, kv_cache_dtype: str) -> str:
-    """How the CPU attention kernels order the items of one (layer, block, head): ``Plane.packing``.
-
-    K comes first, then V. With "k_transposed" K is [head_size, block_size] and V is [block_size, head_size];
-    the other names stand for what one instruction set's kernels do. Equal names and equal block sizes make the
-    bytes of a (layer, block, head) interchangeable; what an item is (dtype, cache dtype) is not in the name.
+def head_order(vllm_config: Any, block_tokens: int, head_size: int, cache_dtype: "torch.dtype") -> "HeadOrder":
+    """Where this machine's CPU attention kernels put K and V inside a head's block of ``block_tokens`` tokens.
 
     Raises:
-        RuntimeError: this vLLM does not say which kernels it uses.
+        RuntimeError: it cannot be found out; the message says why.
         NotImplementedError: vLLM has no kernel for these values.
     """
+    from pd_connector.cpu_head_order import find_order  # noqa: PLC0415
+
+    dtype = vllm_config.model_config.dtype
     try:
-        from vllm.v1.attention.backends.cpu_attn import _get_attn_isa  # noqa: PLC0415
-    except ImportError as missing:
+        write = _writer(vllm_config, block_tokens, head_size)
+    except (ImportError, AttributeError) as missing:
         raise RuntimeError(
-            f"cannot tell how this vLLM's CPU attention kernels order K and V inside a block ({missing}); "
+            f"cannot call this vLLM's CPU attention kernels to see how they order K and V inside a block ({missing}); "
             "use vLLM 0.32, which this connector is tested with"
         ) from missing
-    isa: str = _get_attn_isa(dtype, block_size, head_size, kv_cache_dtype)
-    # vec16 inherits the writing kernel of vec.
-    name = "vec-k_transposed" if isa in ("vec", "vec16") else f"{isa}-{dtype}".replace("torch.", "")
-    return f"cpu-{name}" + ("-fp8" if kv_cache_dtype.startswith("fp8") else "")
+    return find_order(write, block_tokens, head_size, dtype, cache_dtype)
+
+
+def _writer(vllm_config: Any, block_tokens: int, head_size: int) -> "Write":
+    """The writing kernel of vLLM's CPU attention, for one head and one block."""
+    import torch  # noqa: PLC0415
+    from vllm.config import set_current_vllm_config  # noqa: PLC0415
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl, _get_attn_isa  # noqa: PLC0415
+
+    kv_cache_dtype = vllm_config.cache_config.cache_dtype
+    with set_current_vllm_config(vllm_config):
+        kernels = CPUAttentionBackendImpl(1, head_size, 1.0, 1, None, None, kv_cache_dtype)
+    face = _LayerFace(_get_attn_isa(vllm_config.model_config.dtype, block_tokens, head_size, kv_cache_dtype), 1.0, 1.0)
+    slots = torch.arange(block_tokens, dtype=torch.int64, device="cpu")
+
+    def write(key: "torch.Tensor", value: "torch.Tensor", cache: "torch.Tensor") -> None:
+        kernels.do_kv_cache_update(face, key, value, cache, slots)
+
+    return write
 
 
 def _cross_layer_blocks(vllm_config: Any) -> bool:

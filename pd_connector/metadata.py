@@ -4,10 +4,26 @@ The two halves share nothing else. Everything here is plain frozen data that sur
 """
 
 from dataclasses import dataclass, field
+from enum import StrEnum
 
 from layout.geometry import WorkerGeometry
 from pd_connector.params import RemotePrefill
 from pd_connector.vllm_compat import KVConnectorHandshakeMetadata, KVConnectorMetadata
+
+
+class Cause(StrEnum):
+    """Why a pull failed: the label of the metric."""
+
+    NONE = ""  # it did not
+    PARAMS = "params"  # kv_transfer_params do not fit the request or the prefill engine
+    UNREACHABLE = "unreachable"  # the prefill engine, or its transfer engine, does not answer
+    REFUSED = "refused"  # another engine answers at its address: it has restarted
+    INCOMPATIBLE = "incompatible"  # its caches cannot be used here
+    READ = "read"  # the transfer engine did not bring all bytes
+    TIMEOUT = "timeout"  # the pull timeout was over before the read
+    LEASE = "lease"  # the lease had ended before the read, or when it was done
+    UNCONFIRMED = "unconfirmed"  # whether it had ended could not be learnt
+    INTERNAL = "internal"  # a fault of this code; the log has the traceback
 
 
 @dataclass(frozen=True)
@@ -27,7 +43,8 @@ class RefuseOrder:
     """Report a request as failed: it cannot be pulled, and the scheduler half knows why."""
 
     request_id: str
-    reason: str
+    cause: Cause
+    reason: str  # a sentence for people
 
 
 @dataclass(frozen=True)

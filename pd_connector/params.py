@@ -101,3 +101,13 @@ def prompt_digest(token_ids: list[int] | None, extra: tuple[str, ...]) -> str:
     digest = hashlib.blake2b(digest_size=8)
     digest.update(msgspec.msgpack.encode((token_ids, extra)))
     return digest.hexdigest()
+
+
+def contents_digest(remote: RemotePrefill) -> str:
+    """32 hexadecimal digits of what a lease holds: the block ids, the number of tokens and the prompt's digest.
+
+    A prefill engine makes it of what it answered with, a decode engine of what it was given; they differ if somebody
+    altered any of these between them.
+    """
+    held = msgspec.msgpack.encode((remote.remote_block_ids, remote.remote_num_tokens, remote.prompt_digest))
+    return hashlib.blake2b(held, digest_size=16).hexdigest()

@@ -25,6 +25,7 @@ _COUNTERS = {
 _LABELLED = {
     "pull_failures": ("cause", "Pulls that failed, by cause."),
     "leases": ("event", "Leases granted and ended on this prefill engine, by event."),
+    "control_refusals": ("cause", "Connections and messages that the control channel refused, by cause."),
 }
 
 

@@ -9,8 +9,9 @@ import hashlib
 import json
 import logging
 import sys
+import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -29,14 +30,18 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.request import RequestStatus
 
 from layout.geometry import ModelIdentity
-from pd_connector.cpu_layouts import cpu_packing
+from pd_connector import cpu_layouts
 
 if TYPE_CHECKING:
+    import torch
     from vllm.config import VllmConfig
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
+    from vllm.v1.engine.core import EngineCoreProc
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
+
+    from pd_connector.cpu_head_order import HeadOrder
 
 __all__ = [
     "CacheHitSource",
@@ -83,7 +88,10 @@ class GroupSpec:
     layer_names: tuple[str, ...]
     block_tokens: int
     window: int  # tokens; 0 for full attention
-    packing: str = ""  # see ``layout.geometry.Plane.packing``
+    #: By layer: name and items of each logical tensor that a token's content consists of, in order.
+    parts: Mapping[str, tuple[tuple[str, int], ...]] = field(default_factory=dict)
+    #: By layer: how the kernels order a head's block, where the strides of the tensors do not say it.
+    orders: Mapping[str, "HeadOrder"] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -134,15 +142,43 @@ def engine_waker() -> Callable[[], None] | None:
     engine core's loop is waiting, as in the in-process ``LLM``.
     """
     from vllm.v1.engine import EngineCoreRequestType  # noqa: PLC0415  imports most of vLLM
-    from vllm.v1.engine.core import EngineCoreProc  # noqa: PLC0415
+
+    if (engine := _engine_core()) is None:
+        return None
+    inputs = engine.input_queue
+    return lambda: inputs.put_nowait((EngineCoreRequestType.WAKEUP, None))
+
+
+def stop_watcher() -> Callable[[], bool]:
+    """What tells whether the engine core was told to stop (SIGTERM): it ends as soon as it has no work.
+
+    Call it while the engine core constructs the scheduler. False for ever where no engine core's loop is running.
+    """
+    if (engine := _engine_core()) is None:
+        return lambda: False
+    reference = weakref.ref(engine)
+
+    def is_stopping() -> bool:
+        engine = reference()
+        return engine is None or not engine.is_running()
+
+    return is_stopping
+
+
+def stop_timeout_s(vllm_config: "VllmConfig") -> float:
+    """Seconds after being told to stop when vLLM kills its engine core (``--shutdown-timeout``)."""
+    return float(vllm_config.shutdown_timeout)
+
+
+def _engine_core() -> "EngineCoreProc | None":
+    from vllm.v1.engine.core import EngineCoreProc  # noqa: PLC0415  imports most of vLLM
 
     # vLLM hands connectors no way to its engine core; the one that is being constructed is up the stack.
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         engine = frame.f_locals.get("self")
         if isinstance(engine, EngineCoreProc):
-            inputs = engine.input_queue
-            return lambda: inputs.put_nowait((EngineCoreRequestType.WAKEUP, None))
+            return engine
         frame = frame.f_back
     return None
 
@@ -227,24 +263,42 @@ def cache_groups(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") ->
     groups = []
     for group in kv_cache_config.kv_cache_groups:
         spec = group.kv_cache_spec
-        layer_specs = list(getattr(spec, "kv_cache_specs", {}).values()) or [spec]
+        by_layer = getattr(spec, "kv_cache_specs", None) or dict.fromkeys(group.layer_names, spec)
+        layer_specs = list(by_layer.values()) or [spec]
         if not all(hasattr(layer_spec, "num_kv_heads") for layer_spec in layer_specs):
             raise UnsupportedError(
                 f"KV cache group of {group.layer_names[0]!r} is a {type(layer_specs[0]).__name__}: PDConnector moves "
                 "attention caches only"
             )
         window = max(int(getattr(layer_spec, "sliding_window", None) or 0) for layer_spec in layer_specs)
-        packing = _packing(vllm_config, layer_specs[0])
-        groups.append(GroupSpec(tuple(group.layer_names), int(spec.block_size), window, packing))
+        parts = {name: _parts(vllm_config, layer_spec) for name, layer_spec in by_layer.items()}
+        groups.append(GroupSpec(tuple(group.layer_names), int(spec.block_size), window, parts))
     return tuple(groups)
 
 
-def _packing(vllm_config: "VllmConfig", layer_spec: Any) -> str:
-    """How kernels order the bytes inside one (layer, block, head) of the CPU backend; empty if by strides."""
+def _parts(vllm_config: "VllmConfig", layer_spec: Any) -> tuple[tuple[str, int], ...]:
+    """What a token's content consists of: K and V, or MLA's latent vector and rotary key."""
+    if not vllm_config.model_config.use_mla:
+        return ("k", int(layer_spec.head_size)), ("v", int(layer_spec.head_size_v))
+    model = vllm_config.model_config.hf_text_config
+    latent, rope = getattr(model, "kv_lora_rank", None), getattr(model, "qk_rope_head_dim", None)
+    return (("mla_latent", int(latent)), ("mla_rope", int(rope))) if latent and rope else ()
+
+
+def with_head_orders(vllm_config: "VllmConfig", group: GroupSpec, caches: Mapping[str, "torch.Tensor"]) -> GroupSpec:
+    """``group`` with the orders of the CPU kernels, where they are the ones that write its caches.
+
+    Raises:
+        RuntimeError, NotImplementedError: they cannot be found out.
+    """
     if _device_type() != "cpu" or vllm_config.model_config.use_mla:
-        return ""
-    cache_dtype = str(vllm_config.cache_config.cache_dtype)
-    return cpu_packing(vllm_config.model_config.dtype, layer_spec.block_size, layer_spec.head_size, cache_dtype)
+        return group
+    forms = {name: (*caches[name].shape[-2:], caches[name].dtype) for name in group.layer_names}
+    found = {
+        (block_tokens, content, dtype): cpu_layouts.head_order(vllm_config, block_tokens, content // 2, dtype)
+        for block_tokens, content, dtype in set(forms.values())
+    }
+    return replace(group, orders={name: found[form] for name, form in forms.items()})
 
 
 def model_identity(vllm_config: "VllmConfig", check: str) -> ModelIdentity:

@@ -1,4 +1,4 @@
-"""Host memory that transfers pass through: page aligned, one region to register, lent out in equal slots."""
+"""Memory that transfers pass through: a run of it on the host, and any run of it lent out in equal slots."""
 
 import mmap
 import threading
@@ -10,34 +10,51 @@ import numpy as np
 from layout.geometry import Region
 
 
-class SlotPool:
-    """One run of host memory, cut into ``slots`` equal parts that threads borrow.
+class HostMemory:
+    """A page-aligned run of host memory, for as long as this object lives. Pages are taken once they are written to."""
 
-    Pages take memory only once they are written to. Borrowing never waits: a borrower that gets nothing has another
-    way, so that no slow peer can keep the others from theirs.
+    def __init__(self, size: int) -> None:
+        """``size`` in bytes.
+
+        Raises:
+            ValueError: ``size`` is not positive.
+        """
+        if size <= 0:
+            raise ValueError(f"host memory must have some bytes, not {size}")
+        # Not mmap itself: its pages stay until the last array that shows them has gone.
+        self._pages = np.frombuffer(mmap.mmap(-1, size), np.uint8)
+
+    @property
+    def region(self) -> Region:
+        """All of it."""
+        return Region(self._pages.ctypes.data, self._pages.nbytes)
+
+
+class SlotPool:
+    """A run of memory, of the host or of a device, cut into equal slots that threads borrow. Never touches the memory.
+
+    Borrowing never waits: a borrower that gets nothing has another way, so that no slow peer can keep the others from
+    theirs.
     """
 
-    def __init__(self, total_bytes: int, slots: int) -> None:
-        """Slots are whole pages.
+    def __init__(self, region: Region, slots: int, owner: object) -> None:
+        """Slots are whole pages, one after another from the start of ``region``; what is left at its end is not lent.
+
+        ``owner`` is whatever frees the memory when it goes; the pool keeps it.
 
         Raises:
             ValueError: less than one page a slot.
         """
-        slot_bytes = total_bytes // slots // mmap.PAGESIZE * mmap.PAGESIZE
+        slot_bytes = region.size // slots // mmap.PAGESIZE * mmap.PAGESIZE
         if slot_bytes <= 0:
             raise ValueError(
-                f"{total_bytes} bytes cannot be cut into {slots} slots of at least one page ({mmap.PAGESIZE} bytes)"
+                f"{region.size} bytes cannot be cut into {slots} slots of at least one page ({mmap.PAGESIZE} bytes)"
             )
+        self.region = region  # all of it, for registration with a transfer engine
         self.slot_bytes = slot_bytes
-        # Not mmap itself: its pages stay until the last array that shows them has gone.
-        self._memory = np.frombuffer(mmap.mmap(-1, slot_bytes * slots), np.uint8)
+        self._owner = owner
         self._lock = threading.Lock()
-        self._free = [self.region.address + slot * slot_bytes for slot in range(slots)]
-
-    @property
-    def region(self) -> Region:
-        """All slots, for registration with a transfer engine."""
-        return Region(self._memory.ctypes.data, self._memory.nbytes)
+        self._free = [region.address + slot * slot_bytes for slot in range(slots)]
 
     @contextmanager
     def borrow(self) -> Iterator[int | None]:

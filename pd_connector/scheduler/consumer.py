@@ -6,11 +6,12 @@ A request with a prompt on a prefill engine passes through these states, each en
        |                                 ^
        |--- nothing is missing ----------|-----> lease cancelled, computed here
        |--- left before allocation ------|-----> lease cancelled
-       |--- params refused --------------'       reported as failed by the workers
-       '--- lease in use by another request ---> waits for it, then takes what the prefix cache holds by then
+       |--- params refused --------------|       reported as failed by the workers
+       |--- lease known to have ended ---'       the same
+       '--- lease is another request's ----> waits until that one is settled, then takes what the prefix cache holds
 
 A lease is good for one pull. Requests that share one (vLLM makes ``n`` requests of ``n`` choices) therefore follow
-the first of them.
+the first of them, also if they come when it has been settled already.
 
 Everything runs on the scheduler's thread and nothing here waits: messages to prefill engines are handed to the
 control client, whose thread resends them until they are answered.
@@ -21,7 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pd_connector.metadata import PullOrder, RefuseOrder
+from pd_connector.metadata import Cause, PullOrder, RefuseOrder
 from pd_connector.params import ParamsError, RemotePrefill, check_prompt, parse_remote_prefill, prompt_digest
 from pd_connector.scheduler.renewals import Renewals, log_untold
 from pd_connector.vllm_compat import init_logger, is_placeholder, prompt_shape
@@ -33,6 +34,9 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
+#: Leases that this engine has let go of and still knows; more than requests are on their way to it at any time.
+_SPENT_LEASES = 8192
+
 
 @dataclass(frozen=True, slots=True)
 class _Refused:
@@ -43,7 +47,7 @@ class _Refused:
 
 @dataclass(frozen=True, slots=True)
 class _Follower:
-    """A decode leg whose lease is in use by another request."""
+    """A decode leg whose lease is in use by another request, or was."""
 
     lease_id: str
 
@@ -69,6 +73,7 @@ class Consumer:
         self._waiting: dict[str, _Entry] = {}
         self._pulling: dict[str, _Entry] = {}
         self._lease_ids: set[str] = set()  # of the requests that wait or pull, followers left out
+        self._spent: dict[str, None] = {}  # leases that were let go of, the oldest first; an ordered set
         self._computed: dict[str, int] = {}  # tokens in the local prefix cache when a request was last asked about
         self._pulls: list[PullOrder] = []
         self._refusals: list[RefuseOrder] = []
@@ -86,7 +91,7 @@ class Consumer:
             logger.error("PDConnector: request %s cannot pull its prompt: %s", request.request_id, error)
             self._waiting[request.request_id] = _Refused(str(error))
             return
-        if remote.lease_id in self._lease_ids:
+        if remote.lease_id in self._lease_ids or remote.lease_id in self._spent:
             self._waiting[request.request_id] = _Follower(remote.lease_id)
             return
         self._waiting[request.request_id] = remote
@@ -123,7 +128,10 @@ class Consumer:
         assert not isinstance(entry, _Follower), "a follower pulls nothing"
         self._pulling[request.request_id] = entry
         if isinstance(entry, _Refused):
-            self._refusals.append(RefuseOrder(request.request_id, entry.reason))
+            self._refusals.append(RefuseOrder(request.request_id, Cause.PARAMS, entry.reason))
+            return
+        if (lost := self._renewals.lost(request.request_id)) is not None:
+            self._refusals.append(RefuseOrder(request.request_id, lost.cause, lost.reason))
             return
         end = first + external_tokens
         self._pulls.append(PullOrder(request.request_id, entry, block_ids, first, end, uuid.uuid4().hex))
@@ -137,9 +145,7 @@ class Consumer:
     def settle(self, request_id: str) -> None:
         """All ranks have reported a pull; they have released its lease themselves."""
         entry = self._pulling.pop(request_id, None)
-        self._renewals.drop(request_id)
-        if isinstance(entry, RemotePrefill):
-            self._lease_ids.discard(entry.lease_id)
+        self._let_go(request_id, entry)
 
     def finish_request(self, request_id: str) -> None:
         """A request has left. Its lease is let go of unless workers are still reading; they release it."""
@@ -159,6 +165,9 @@ class Consumer:
         assert leased == self._renewals.request_ids, "leases are renewed for other requests than those that need them"
         assert self._computed.keys() <= self._waiting.keys(), "a request that was asked about does not wait any more"
         assert len(leased) == len(self._lease_ids), "leases in use are not those of the requests that hold one"
+        assert not self._lease_ids & self._spent.keys(), "a lease is in use and spent at once"
+        assert len(self._spent) <= _SPENT_LEASES, "spent leases are never forgotten"
+        self._renewals.check_integrity()
 
     def _is_cut_short(self, remote: RemotePrefill) -> bool:
         """Whether P has let go of a block that is needed here.
@@ -173,9 +182,19 @@ class Consumer:
         return False
 
     def _cancel(self, request_id: str, entry: _Entry) -> None:
-        self._renewals.drop(request_id)
-        if isinstance(entry, RemotePrefill):
-            self._lease_ids.discard(entry.lease_id)
+        lost = self._renewals.lost(request_id)
+        self._let_go(request_id, entry)
+        if isinstance(entry, RemotePrefill) and lost is None:
             message = Cancel(entry.remote_engine_id, (entry.lease_id,))
             future = self._client.request(entry.remote_host, entry.remote_port, message, self._message_timeout_s)
             future.add_done_callback(log_untold)
+
+    def _let_go(self, request_id: str, entry: _Entry | None) -> None:
+        """A request needs its lease no more. Whoever still comes with it is too late to read."""
+        self._renewals.drop(request_id)
+        if not isinstance(entry, RemotePrefill):
+            return
+        self._lease_ids.discard(entry.lease_id)
+        self._spent[entry.lease_id] = None
+        if len(self._spent) > _SPENT_LEASES:
+            del self._spent[next(iter(self._spent))]

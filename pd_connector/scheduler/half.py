@@ -7,8 +7,10 @@ from pd_connector.config import ConnectorConfig
 from pd_connector.metadata import StepOrders, WorkerHandshake
 from pd_connector.params import is_decode_leg, is_prefill_leg
 from pd_connector.scheduler.consumer import Consumer
+from pd_connector.scheduler.drain import Drain
 from pd_connector.scheduler.producer import Producer
 from pd_connector.scheduler.renewals import Renewals
+from pd_connector.shared_secret import load_keys
 from pd_connector.stats import StatsRecorder
 from pd_connector.vllm_compat import (
     BlockHolder,
@@ -23,7 +25,10 @@ from pd_connector.vllm_compat import (
     init_logger,
     model_identity,
     prefill_is_complete,
+    stop_timeout_s,
+    stop_watcher,
 )
+from transfer.control.allowed import AllowedPeers
 from transfer.control.client import ControlClient
 
 if TYPE_CHECKING:
@@ -48,21 +53,24 @@ class SchedulerHalf:
         self._stats = stats
         windows = [(group.block_tokens, group.window) for group in cache_groups(vllm_config, kv_cache_config)]
         role = EngineRole.of(vllm_config)
+        keys = load_keys(config.secret_file)
         self._producer: Producer[HeldBlocks] | None = None
         self._consumer: Consumer | None = None
         self._client: ControlClient | None = None
         self._renewals: Renewals | None = None
         self._blocks: BlockHolder | None = None
         self._wake_engine: Callable[[], None] | None = None
+        self._drain: Drain | None = None
+        self._drain_timeouts_s = config.drain_timeout_s, stop_timeout_s(vllm_config)
         if role.produces:
             host = config.host or host_address()
             # Engines of one data-parallel deployment may share a host.
             port = config.port and config.port + data_parallel_index(vllm_config)
             model = model_identity(vllm_config, config.model_check)
             tp_size, _ = engine_ranks(vllm_config)
-            self._producer = Producer(host, port, config.lease_ttl_s, model, tp_size, self._leases_ended)
+            self._producer = Producer(host, port, config.lease_ttl_s, model, tp_size, self._leases_ended, keys)
         if role.consumes:
-            self._client = ControlClient()
+            self._client = ControlClient(keys=keys, allowed=AllowedPeers(config.allowed_peers))
             self._renewals = Renewals(self._client, config.handshake_timeout_s)
             self._renewals.start()
             self._consumer = Consumer(self._client, config.handshake_timeout_s, self._renewals, windows)
@@ -71,6 +79,7 @@ class SchedulerHalf:
         """Take the manager of the engine's blocks; called while the engine constructs its scheduler."""
         self._blocks = BlockHolder(kv_cache_manager)
         self._wake_engine = engine_waker()
+        self._drain = Drain(*self._drain_timeouts_s, stop_watcher())
 
     def set_workers(self, handshakes: dict[tuple[int, int], WorkerHandshake]) -> None:
         """Take the workers' caches, keyed by (pipeline rank, tensor-parallel rank)."""
@@ -101,15 +110,23 @@ class SchedulerHalf:
     def step_orders(self) -> StepOrders:
         """What the workers have to do in this step."""
         pulls, refusals = self._consumer.take_orders() if self._consumer else ((), ())
+        if self._producer is not None and self._drain is not None:
+            self._drain.must_stay(self._producer.leases.active)  # its time runs while there are requests, too
         self._free_ended_leases()
         return StepOrders(pulls, refusals)
 
     def wants_step(self) -> bool:
-        """Whether the engine must step though it has no requests: blocks of ended leases are to be freed."""
+        """Whether the engine must step though it has no requests.
+
+        To free the blocks of ended leases, and when it is to stop, to stay for decode engines that hold leases.
+        """
         if self._producer is None:
             return False
+        active = self._producer.leases.active
+        if self._drain is not None and self._drain.must_stay(active):
+            return True
         # An engine that cannot be woken has to stay awake.
-        return self._producer.leases.has_ended or (self._wake_engine is None and self._producer.leases.active > 0)
+        return self._producer.leases.has_ended or (self._wake_engine is None and active > 0)
 
     def pulls_settled(self, request_ids: set[str]) -> None:
         """All ranks have reported these pulls."""
@@ -133,6 +150,8 @@ class SchedulerHalf:
         if self._producer is not None:
             for event, number in self._producer.leases.take_events().items():
                 self._stats.count("leases", number, event)
+            for cause, number in self._producer.take_refusals().items():
+                self._stats.count("control_refusals", number, cause)
 
     def reset(self) -> None:
         """The caches' contents have lost their meaning, as after a change of weights: no lease is valid any more."""

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Generic, TypeVar
 
+from transfer.control.messages import InvalidReason, Released
+
 Held = TypeVar("Held")
 
 
@@ -26,13 +28,16 @@ class LeaseEnd(StrEnum):
 @dataclass(slots=True)
 class _Lease(Generic[Held]):
     held: Held
+    contents: str
     expires_at: float
     readers: int = 0  # as the first reader said; 0 while nobody has
-    released_by: dict[int, set[str]] = field(default_factory=dict)  # reader to the pulls that it released
+    released_by: dict[int, set[str]] = field(default_factory=dict)  # reader to its pulls that were valid
 
 
 @dataclass(frozen=True, slots=True)
 class _PastLease:
+    end: LeaseEnd
+    contents: str
     readers: int
     released: frozenset[tuple[int, str]]  # reader and pull of every valid release
     forget_at: float
@@ -55,8 +60,10 @@ class LeaseTable(Generic[Held]):
         self._no_expiry_before = 0.0  # renewals only move expiries back, so this bound saves most scans
         self._events: Counter[str] = Counter()
 
-    def grant(self, lease_id: str, held: Held) -> None:
+    def grant(self, lease_id: str, held: Held, contents: str) -> None:
         """Start a lease over what ``held`` stands for, which must stay unchanged until ``collect`` hands it back.
+
+        ``contents`` is what a reader must say that it has read, see ``contents_digest``.
 
         Raises:
             ValueError: the id was used before.
@@ -64,7 +71,7 @@ class LeaseTable(Generic[Held]):
         with self._lock:
             if lease_id in self._active or lease_id in self._past:
                 raise ValueError(f"lease {lease_id} was granted before")
-            self._active[lease_id] = _Lease(held, self._clock() + self.ttl_s)
+            self._active[lease_id] = _Lease(held, contents, self._clock() + self.ttl_s)
             self._events["granted"] += 1
 
     def renew(self, lease_ids: Iterable[str]) -> tuple[str, ...]:
@@ -77,26 +84,29 @@ class LeaseTable(Generic[Held]):
                 self._active[lease_id].expires_at = now + self.ttl_s
             return renewed
 
-    def release(self, lease_id: str, reader: int, readers: int, pull_id: str) -> bool:
+    def release(self, lease_id: str, reader: int, readers: int, pull_id: str, contents: str) -> Released:
         """Count one reader as done; the last one ends the lease.
 
-        Returns whether the lease was valid, that is, whether its blocks were unchanged until now. Repeating a
-        release returns what the first one did. Another pull by the same reader is another release: if it comes
-        after the end of the lease, the blocks may have changed while it read.
+        Returns whether the lease was valid, that is, whether its blocks were unchanged until now, and if not, why.
+        Repeating a release returns what the first one did. Another pull by the same reader is another release: if it
+        comes after the end of the lease, the blocks may have changed while it read. A reader that has read something
+        else than the lease holds is done as well, but what it read is not valid.
         """
         with self._lock:
             self._expire(self._clock())
             lease = self._active.get(lease_id)
             if lease is None:
-                past = self._past.get(lease_id)
-                return past is not None and readers == past.readers and (reader, pull_id) in past.released
+                return self._release_past(lease_id, reader, readers, pull_id, contents)
             if lease.readers not in (0, readers) or not 0 <= reader < readers:
-                return False
+                return Released(False, InvalidReason.READERS)
             lease.readers = readers
-            lease.released_by.setdefault(reader, set()).add(pull_id)
+            pulls = lease.released_by.setdefault(reader, set())
+            valid = contents == lease.contents
+            if valid:
+                pulls.add(pull_id)
             if len(lease.released_by) == readers:
                 self._end(lease_id, LeaseEnd.RELEASED)
-            return True
+            return Released(True) if valid else Released(False, InvalidReason.CONTENTS)
 
     def cancel(self, lease_ids: Iterable[str]) -> None:
         """End leases at once. Unknown and ended ones are ignored."""
@@ -152,6 +162,17 @@ class LeaseTable(Generic[Held]):
                 assert not lease.readers or len(lease.released_by) < lease.readers, f"{lease_id} should have ended"
                 assert lease.expires_at >= self._no_expiry_before, f"{lease_id} would not be seen to expire"
 
+    def _release_past(self, lease_id: str, reader: int, readers: int, pull_id: str, contents: str) -> Released:
+        """Answer for a lease that has ended: as before to a repetition, otherwise with how it ended."""
+        past = self._past.get(lease_id)
+        if past is None:
+            return Released(False, InvalidReason.UNKNOWN)
+        if past.contents != contents:
+            return Released(False, InvalidReason.CONTENTS)
+        if readers == past.readers and (reader, pull_id) in past.released:
+            return Released(True)
+        return Released(False, InvalidReason(past.end.value))
+
     def _expire(self, now: float) -> None:
         """End what has expired, and forget what ended long ago."""
         if now < self._no_expiry_before:
@@ -169,6 +190,6 @@ class LeaseTable(Generic[Held]):
         # Long enough that no resent message of the lease's readers can still be on its way.
         forget_at = self._clock() + 2 * self.ttl_s
         released = frozenset((reader, pull) for reader, pulls in lease.released_by.items() for pull in pulls)
-        self._past[lease_id] = _PastLease(lease.readers, released, forget_at)
+        self._past[lease_id] = _PastLease(how, lease.contents, lease.readers, released, forget_at)
         self._ended.append(lease.held)
         self._events[how.value] += 1

@@ -1,29 +1,48 @@
-"""Keeps the leases of requests that wait or pull alive, on a thread of its own.
+"""Keeps the leases of requests that wait or pull alive, on a thread of its own, and remembers which have ended.
 
 Not in scheduler steps: a step can take longer than a lease lives, as when a model runs for the first time.
 """
 
+import math
 import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 
+from pd_connector.metadata import Cause
 from pd_connector.params import RemotePrefill
 from pd_connector.vllm_compat import init_logger
 from transfer.control.client import ControlClient
-from transfer.control.messages import Renew, Reply
+from transfer.control.errors import PeerRefused
+from transfer.control.messages import ErrorCode, Renew, Renewed, Reply
 
 logger = init_logger(__name__)
 
 _CLOSE_TIMEOUT_S = 2.0
 
+_Engine = tuple[str, str, int]  # engine id, host and port
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseLost:
+    """A prefill engine has said that a lease is not valid any more. It never becomes valid again."""
+
+    cause: Cause
+    reason: str  # a sentence for people
+
 
 @dataclass(slots=True)
 class _Kept:
     remote: RemotePrefill
-    renew_at: float
+    renew_at: float  # infinite once it is lost
+    lost: LeaseLost | None = None
+
+    @property
+    def engine(self) -> _Engine:
+        return self.remote.remote_engine_id, self.remote.remote_host, self.remote.remote_port
 
 
 class Renewals:
@@ -65,34 +84,73 @@ class Renewals:
         with self._changed:
             self._kept.pop(request_id, None)
 
+    def lost(self, request_id: str) -> LeaseLost | None:
+        """Why the lease of a request that is kept is known to have ended; None if it is not known to."""
+        with self._changed:
+            kept = self._kept.get(request_id)
+            return kept.lost if kept is not None else None
+
     @property
     def request_ids(self) -> frozenset[str]:
-        """The requests whose leases are kept alive."""
+        """The requests whose leases are kept alive, or were lost and not dropped since."""
         with self._changed:
             return frozenset(self._kept)
 
     def renew_due(self) -> None:
         """Send one renewal to every prefill engine with leases that are due."""
         now = self._clock()
-        by_engine: dict[tuple[str, str, int], list[str]] = defaultdict(list)
+        due: dict[_Engine, list[str]] = defaultdict(list)
         with self._changed:
             for kept in self._kept.values():
                 if kept.renew_at <= now:
-                    remote = kept.remote
-                    by_engine[remote.remote_engine_id, remote.remote_host, remote.remote_port].append(remote.lease_id)
-                    kept.renew_at = now + remote.lease_ttl_s / 3
-        for (engine_id, host, port), lease_ids in by_engine.items():
+                    due[kept.engine].append(kept.remote.lease_id)
+                    kept.renew_at = now + kept.remote.lease_ttl_s / 3
+        for engine, lease_ids in due.items():
+            engine_id, host, port = engine
             future = self._client.request(host, port, Renew(engine_id, tuple(lease_ids)), self._message_timeout_s)
-            future.add_done_callback(log_untold)
+            future.add_done_callback(partial(self._take_answer, engine, lease_ids))
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless every lease is either due some time or known to be lost."""
+        with self._changed:
+            for request_id, kept in self._kept.items():
+                assert (kept.lost is None) == (kept.renew_at < math.inf), f"the lease of {request_id} is in two states"
+            assert self._thread is None or self._closing or self._thread.is_alive(), "nobody renews the leases"
+
+    def _take_answer(self, engine: _Engine, asked: list[str], future: "Future[Reply]") -> None:
+        """Done-callback of a renewal, on the control client's thread."""
+        if future.cancelled():
+            return
+        error = future.exception()
+        if error is None:
+            reply = future.result()
+            if isinstance(reply, Renewed):
+                ended = set(asked).difference(reply.valid)
+                self._lose(engine, ended, Cause.LEASE, "it expired or was cancelled before its blocks were read")
+        elif isinstance(error, PeerRefused) and error.code is ErrorCode.UNKNOWN_ENGINE:
+            self._lose(engine, set(asked), Cause.REFUSED, str(error))
+        else:
+            log_untold(future)
+
+    def _lose(self, engine: _Engine, lease_ids: set[str], cause: Cause, reason: str) -> None:
+        engine_id, host, port = engine
+        with self._changed:
+            for kept in self._kept.values():
+                lease_id = kept.remote.lease_id
+                if kept.engine == engine and lease_id in lease_ids and kept.lost is None:
+                    kept.renew_at = math.inf
+                    kept.lost = LeaseLost(
+                        cause, f"lease {lease_id} of engine {engine_id} at {host}:{port} has ended: {reason}"
+                    )
 
     def _run(self) -> None:
         while True:
             with self._changed:
                 if self._closing:
                     return
-                next_at = min((kept.renew_at for kept in self._kept.values()), default=None)
-                if next_at is None or next_at > self._clock():
-                    self._changed.wait(None if next_at is None else next_at - self._clock())
+                next_at = min((kept.renew_at for kept in self._kept.values()), default=math.inf)
+                if next_at > self._clock():
+                    self._changed.wait(None if next_at == math.inf else next_at - self._clock())
                     continue
             self.renew_due()
 

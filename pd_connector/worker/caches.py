@@ -6,12 +6,17 @@ Knows torch tensors and vLLM's shapes; decides nothing about transfers.
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import TypeAlias
 
 import torch
 
 from layout.geometry import CacheGroup, Plane, Region, WorkerGeometry
 from layout.sharding import held_heads
+from pd_connector.cpu_head_order import HeadOrder
 from pd_connector.vllm_compat import GroupSpec, Ranks
+
+#: What a model runner hands over for a layer.
+_Cache: TypeAlias = torch.Tensor | Sequence[torch.Tensor]
 
 
 class UnknownCacheError(ValueError):
@@ -19,11 +24,13 @@ class UnknownCacheError(ValueError):
 
 
 @dataclass(frozen=True)
-class _LayerView:
-    """One layer's tensor, logical shape [blocks, heads, tokens, content]."""
+class _PartView:
+    """One part of one layer's cache, logical shape [blocks, heads, tokens, content]."""
 
-    name: str
+    part: str
+    layer: str
     tensor: torch.Tensor
+    packing: str = ""
 
     @property
     def address(self) -> int:
@@ -31,11 +38,11 @@ class _LayerView:
 
     @property
     def form(self) -> tuple[object, ...]:
-        return tuple(self.tensor.shape), tuple(self.tensor.stride()), self.tensor.dtype
+        return self.part, self.packing, tuple(self.tensor.shape), tuple(self.tensor.stride()), self.tensor.dtype
 
 
 def describe_caches(
-    kv_caches: Mapping[str, torch.Tensor],
+    kv_caches: Mapping[str, _Cache],
     groups: Sequence[GroupSpec],
     ranks: Ranks,
     kv_heads: int,
@@ -45,7 +52,8 @@ def describe_caches(
 
     Args:
         kv_caches: layer name to tensor, each [blocks, heads, tokens, content] in any strides, as vLLM 0.29 and later
-            hand over; layers that share another layer's cache may be among them and are left out.
+            hand over, or to one tensor [blocks, tokens, heads, content] for each part, as vllm-ascend does; layers that
+            share another layer's cache may be among them and are left out.
         groups: vLLM's cache groups.
         ranks: of this worker.
         kv_heads: KV heads of the whole model.
@@ -55,7 +63,7 @@ def describe_caches(
         UnknownCacheError: a tensor is not of the form above.
     """
     described = tuple(_describe_group(kv_caches, group, ranks, kv_heads) for group in groups)
-    used = [kv_caches[name] for group in groups for name in group.layer_names]
+    used = [tensor for group in groups for name in group.layer_names for tensor in _tensors(kv_caches[name])]
     return WorkerGeometry(
         tp_rank=ranks.tp_rank,
         tp_size=ranks.tp_size,
@@ -68,31 +76,80 @@ def describe_caches(
     )
 
 
-def _describe_group(kv_caches: Mapping[str, torch.Tensor], group: GroupSpec, ranks: Ranks, kv_heads: int) -> CacheGroup:
-    views = [_LayerView(name, kv_caches[name]) for name in group.layer_names]
-    for view in views:
-        _check_form(view, group)
-    planes = tuple(_plane(run, ranks, kv_heads, group.packing) for run in _evenly_spaced(views))
+def _describe_group(kv_caches: Mapping[str, _Cache], group: GroupSpec, ranks: Ranks, kv_heads: int) -> CacheGroup:
+    views = [view for name in group.layer_names for view in _part_views(name, kv_caches[name], group)]
+    planes = tuple(_plane(run, ranks, kv_heads) for run in _evenly_spaced(views))
     return CacheGroup(group.block_tokens, group.window, planes)
 
 
-def _check_form(view: _LayerView, group: GroupSpec) -> None:
-    tensor = view.tensor
-    if not isinstance(tensor, torch.Tensor) or tensor.dim() != 4 or group.block_tokens % tensor.shape[2]:
-        is_tensor = isinstance(tensor, torch.Tensor)
-        got = f"shape {tuple(tensor.shape)}, strides {tensor.stride()}" if is_tensor else repr(type(tensor))
+def _part_views(layer: str, cache: _Cache, group: GroupSpec) -> list[_PartView]:
+    """A layer's cache as its logical parts, each in the strides that it has in memory."""
+    parts, order = group.parts.get(layer, ()), group.orders.get(layer)
+    if not isinstance(cache, torch.Tensor):
+        _check_tensors(layer, cache, group)
+        names = [name for name, _ in parts] + [f"part{number}" for number in range(len(parts), len(cache))]
+        return [_PartView(name, layer, tensor.transpose(1, 2)) for name, tensor in zip(names, cache, strict=False)]
+    _check_form(layer, cache, group)
+    if order is not None:
+        return _ordered_views(layer, cache, order)
+    items = [content for _, content in parts]
+    if sum(items) != cache.shape[3]:
+        return [_PartView("kv", layer, cache)]
+    slices = zip(parts, cache.split(items, dim=3), strict=True)
+    return [_PartView(name, layer, tensor) for (name, _), tensor in slices]
+
+
+def _ordered_views(layer: str, cache: torch.Tensor, order: HeadOrder) -> list[_PartView]:
+    """K and V as a CPU kernel puts them into each head's block, or the block as it is, opaque."""
+    blocks, heads, tokens, content = cache.shape
+    block_stride, head_stride, *inside = cache.stride()
+    if inside != [content, 1]:
         raise UnknownCacheError(
-            f"KV cache of layer {view.name!r} has {got}; expected [blocks, heads, tokens, content] with a number of "
-            f"tokens that divides the block size {group.block_tokens}"
+            f"KV cache of layer {layer!r} is written by a CPU kernel but not dense inside a head: strides "
+            f"{tuple(cache.stride())} of shape {tuple(cache.shape)}"
+        )
+    if order.key is None or order.value is None:
+        return [_PartView("kv", layer, cache, order.packing)]
+    return [
+        _PartView(
+            name,
+            layer,
+            cache.as_strided(
+                (blocks, heads, tokens, content // 2),
+                (block_stride, head_stride, part.token_stride, part.content_stride),
+                cache.storage_offset() + part.offset,
+            ),
+        )
+        for name, part in (("k", order.key), ("v", order.value))
+    ]
+
+
+def _check_form(layer: str, tensor: torch.Tensor, group: GroupSpec) -> None:
+    if tensor.dim() != 4 or group.block_tokens % tensor.shape[2]:
+        raise UnknownCacheError(
+            f"KV cache of layer {layer!r} has shape {tuple(tensor.shape)}, strides {tensor.stride()}; expected "
+            f"[blocks, heads, tokens, content] with a number of tokens that divides the block size {group.block_tokens}"
         )
 
 
-def _evenly_spaced(views: Iterable[_LayerView]) -> list[list[_LayerView]]:
-    """Layers of one form whose addresses are one stride apart, in runs as long as possible, by address."""
-    forms: dict[tuple[object, ...], list[_LayerView]] = {}
+def _check_tensors(layer: str, tensors: Sequence[torch.Tensor], group: GroupSpec) -> None:
+    """Raise unless a layer's cache is one tensor for each part, as vllm-ascend allocates it."""
+    for tensor in tensors:
+        if not isinstance(tensor, torch.Tensor) or tensor.dim() != 4 or group.block_tokens % tensor.shape[1]:
+            is_tensor = isinstance(tensor, torch.Tensor)
+            got = f"shape {tuple(tensor.shape)}" if is_tensor else repr(type(tensor))
+            raise UnknownCacheError(
+                f"KV cache of layer {layer!r} has a part of {got}; expected [blocks, tokens, heads, content] with a "
+                f"number of tokens that divides the block size {group.block_tokens}"
+            )
+
+
+def _evenly_spaced(views: Iterable[_PartView]) -> list[list[_PartView]]:
+    """Views of one form whose addresses are one stride apart, in runs as long as possible, by address."""
+    forms: dict[tuple[object, ...], list[_PartView]] = {}
     for view in views:
         forms.setdefault(view.form, []).append(view)
-    runs: list[list[_LayerView]] = []
+    runs: list[list[_PartView]] = []
     for alike in forms.values():
         alike.sort(key=lambda view: view.address)
         runs.append(alike[:1])
@@ -105,49 +162,62 @@ def _evenly_spaced(views: Iterable[_LayerView]) -> list[list[_LayerView]]:
     return runs
 
 
-def _plane(run: list[_LayerView], ranks: Ranks, kv_heads: int, packing: str) -> Plane:
-    tensor = run[0].tensor
-    blocks, heads, tokens, content = tensor.shape
-    item = tensor.element_size()
-    block_stride, head_stride, token_stride, content_stride = (stride * item for stride in tensor.stride())
+def _plane(run: list[_PartView], ranks: Ranks, kv_heads: int) -> Plane:
+    first = run[0]
+    blocks, heads, tokens, content = first.tensor.shape
+    item = first.tensor.element_size()
+    block_stride, head_stride, token_stride, content_stride = (stride * item for stride in first.tensor.stride())
     head_start, head_end = held_heads(kv_heads, ranks.tp_size, ranks.tp_rank)
     if heads != head_end - head_start:
         raise UnknownCacheError(
-            f"KV cache of layer {run[0].name!r} holds {heads} heads; rank {ranks.tp_rank} of {ranks.tp_size} should "
+            f"KV cache of layer {first.layer!r} holds {heads} heads; rank {ranks.tp_rank} of {ranks.tp_size} should "
             f"hold {head_end - head_start} of the model's {kv_heads}"
         )
-    if packing and (content_stride, token_stride) != (item, content * item):
-        raise UnknownCacheError(
-            f"KV cache of layer {run[0].name!r} is packed as {packing!r} but not dense inside a head: strides "
-            f"{tensor.stride()} of shape {tuple(tensor.shape)}"
-        )
     return Plane(
-        part="kv",
-        layers=tuple(view.name for view in run),
+        part=first.part,
+        layers=tuple(view.layer for view in run),
         head_start=head_start,
         heads=heads,
         block_tokens=tokens,
         content=content,
         item_size=item,
         blocks=blocks,
-        address=run[0].address,
+        address=first.address,
         layer_stride=run[1].address - run[0].address if len(run) > 1 else 0,
         block_stride=block_stride,
         head_stride=head_stride,
         token_stride=token_stride,
         content_stride=content_stride,
-        packing=packing,
+        packing=first.packing,
     )
 
 
+def _tensors(cache: _Cache) -> Sequence[torch.Tensor]:
+    return [cache] if isinstance(cache, torch.Tensor) else cache
+
+
 def _regions(tensors: Iterable[torch.Tensor]) -> tuple[Region, ...]:
-    """The memory behind the tensors, without overlaps: few, large regions."""
-    storages = {(storage.data_ptr(), storage.nbytes()) for storage in (tensor.untyped_storage() for tensor in tensors)}
+    """The memory that the tensors use, without overlaps: few, large regions.
+
+    From the first tensor of a storage to the end of the last: an allocation that was cut to an alignment begins before
+    its tensors, and some engines take aligned addresses only.
+    """
+    spans: dict[int, tuple[int, int]] = {}
+    for tensor in tensors:
+        start, end = int(tensor.data_ptr()), int(tensor.data_ptr()) + _span_bytes(tensor)
+        before = spans.get(tensor.untyped_storage().data_ptr(), (start, end))
+        spans[tensor.untyped_storage().data_ptr()] = min(start, before[0]), max(end, before[1])
     regions: list[Region] = []
-    for address, size in sorted(storages):
-        if regions and address < regions[-1].end:
-            start = regions[-1].address
-            regions[-1] = Region(start, max(regions[-1].end, address + size) - start)
+    for start, end in sorted(spans.values()):
+        if regions and start < regions[-1].end:
+            first = regions[-1].address
+            regions[-1] = Region(first, max(regions[-1].end, end) - first)
         else:
-            regions.append(Region(address, size))
+            regions.append(Region(start, end - start))
     return tuple(regions)
+
+
+def _span_bytes(tensor: torch.Tensor) -> int:
+    """Bytes from a tensor's first element to the end of its last."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return int((last + 1) * tensor.element_size())

@@ -1,6 +1,7 @@
 """The worker half: registers the caches, carries out the scheduler half's orders, reports what has settled."""
 
-from collections.abc import Callable, Mapping
+import zlib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -10,6 +11,7 @@ from layout.cost import CostModel
 from layout.geometry import ModelIdentity, WorkerGeometry
 from pd_connector.config import ConnectorConfig
 from pd_connector.metadata import StepOrders, WorkerHandshake
+from pd_connector.shared_secret import load_keys
 from pd_connector.stats import StatsRecorder
 from pd_connector.vllm_compat import (
     EngineRole,
@@ -21,14 +23,18 @@ from pd_connector.vllm_compat import (
     host_address,
     init_logger,
     model_identity,
+    with_head_orders,
     worker_ranks,
 )
 from pd_connector.worker.caches import describe_caches
-from pd_connector.worker.peer import PullContext, Settled
+from pd_connector.worker.peer import PullContext
 from pd_connector.worker.pulls import PullService
+from pd_connector.worker.settlement import Settled
 from pd_connector.worker.staged_reads import ReadPlanner
+from transfer.control.allowed import AllowedPeers
 from transfer.control.client import ControlClient
 from transfer.engine.base import TransferEngine
+from transfer.engine.guarded import GuardedEngine
 from transfer.engine.mooncake import MooncakeEngine, MooncakeOptions
 
 if TYPE_CHECKING:
@@ -55,6 +61,8 @@ class WorkerHalf:
         self._stats = stats
         self._role = EngineRole.of(vllm_config)
         self._make_engine = make_engine or _mooncake
+        self._keys = load_keys(config.secret_file)
+        self._allowed = AllowedPeers(config.allowed_peers)
         self._engine: TransferEngine | None = None
         self._client: ControlClient | None = None
         self._pulls: PullService | None = None
@@ -69,10 +77,13 @@ class WorkerHalf:
         """
         ranks = worker_ranks()
         model = model_identity(self._vllm_config, self._config.model_check)
-        self._engine = self._make_engine(self._config)
-        groups = cache_groups(self._vllm_config, self._kv_cache_config)
+        self._engine = GuardedEngine(self._make_engine(self._config), self._allowed)
+        groups = [
+            with_head_orders(self._vllm_config, group, kv_caches)
+            for group in cache_groups(self._vllm_config, self._kv_cache_config)
+        ]
         geometry = describe_caches(kv_caches, groups, ranks, model.kv_heads, self._engine.address)
-        reads = self._plan_reads(geometry)
+        reads = self._plan_reads(geometry, kv_caches)
         staging = () if reads.staging is None else (reads.staging.region,)
         self._engine.register((*geometry.regions, *staging))
         self._geometry = geometry
@@ -82,7 +93,7 @@ class WorkerHalf:
             sum(len(group.planes) for group in geometry.groups),
         )  # fmt: skip
         if self._role.consumes:
-            self._client = ControlClient()
+            self._client = ControlClient(keys=self._keys, allowed=self._allowed)
             self._pulls = PullService(self._context(ranks, model, reads), self._config.peer_idle_s)
 
     def handshake(self) -> WorkerHandshake | None:
@@ -118,16 +129,23 @@ class WorkerHalf:
         if self._pulls is not None:
             self._pulls.join()
 
-    def _plan_reads(self, geometry: WorkerGeometry) -> ReadPlanner:
+    def _plan_reads(
+        self, geometry: WorkerGeometry, kv_caches: Mapping[str, torch.Tensor | Sequence[torch.Tensor]]
+    ) -> ReadPlanner:
         config = self._config
         cost = CostModel.of_protocol(_protocol(config))
         if config.descriptor_cost_us is not None:
             cost = replace(cost, alpha=config.descriptor_cost_us * 1e-6)
         if config.byte_cost_ns is not None:
             cost = replace(cost, beta=config.byte_cost_ns * 1e-9)
-        if self._role.consumes and config.staging_bytes and caches_are_host_memory():
+        if not (self._role.consumes and config.staging_bytes):
+            return ReadPlanner(cost, geometry.regions)
+        if caches_are_host_memory():
             return ReadPlanner.with_staging(cost, geometry.regions, config.staging_bytes)
-        return ReadPlanner(cost, geometry.regions)
+        tensors = [
+            tensor for cache in kv_caches.values() for tensor in ([cache] if isinstance(cache, torch.Tensor) else cache)
+        ]
+        return ReadPlanner.with_device_staging(cost, geometry.regions, config.staging_bytes, tensors)
 
     def _context(self, ranks: Ranks, model: ModelIdentity, reads: ReadPlanner) -> PullContext:
         assert self._geometry is not None
@@ -143,6 +161,7 @@ class WorkerHalf:
             reads=reads,
             handshake_timeout_s=self._config.handshake_timeout_s,
             pull_timeout_s=self._config.pull_timeout_s,
+            replica_turn=zlib.crc32(str(self._vllm_config.kv_transfer_config.engine_id).encode()),
         )
 
     def _record(self, end: Settled) -> None:

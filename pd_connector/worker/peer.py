@@ -10,55 +10,29 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
-from enum import StrEnum
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from layout.compatibility import IncompatibleCachesError, check_models
+from layout.compatibility import check_models
+from layout.conversion import describe_conversion
 from layout.copies import Copies
 from layout.geometry import ModelIdentity, WorkerGeometry
 from layout.plan import BlockTable, Plan, PlanError, compile_plans
+from layout.regions import RegionTable
 from layout.sharding import choose_sources
 from layout.staging import Schedule
-from pd_connector.metadata import PullOrder
+from pd_connector.metadata import Cause, PullOrder
 from pd_connector.vllm_compat import init_logger
+from pd_connector.worker.settlement import Settled, Settlement, Stopwatch
 from pd_connector.worker.staged_reads import ReadPlanner
 from transfer.control.client import ControlClient
 from transfer.control.errors import ControlError, PeerRefused
-from transfer.control.messages import Hello, Release, Released, Reply, Welcome
+from transfer.control.messages import Hello, Welcome
 from transfer.engine.base import Link, ReadFailed, TransferEngine
 
 logger = init_logger(__name__)
-
-
-class Cause(StrEnum):
-    """Why a pull failed: the label of the metric."""
-
-    NONE = ""  # it did not
-    PARAMS = "params"  # kv_transfer_params do not fit the request or the prefill engine
-    UNREACHABLE = "unreachable"  # the prefill engine, or its transfer engine, does not answer
-    REFUSED = "refused"  # another engine answers at its address: it has restarted
-    INCOMPATIBLE = "incompatible"  # its caches cannot be used here
-    READ = "read"  # the transfer engine did not bring all bytes
-    TIMEOUT = "timeout"  # the pull timeout was over before the read
-    LEASE = "lease"  # the lease had ended when the read was done
-    UNCONFIRMED = "unconfirmed"  # whether it had ended could not be learnt
-    INTERNAL = "internal"  # a fault of this code; the log has the traceback
-
-
-@dataclass(frozen=True)
-class Settled:
-    """The end of a pull on this rank. ``cause`` is empty if all bytes arrived under a valid lease."""
-
-    request_id: str
-    cause: Cause = Cause.NONE
-    reason: str = ""  # a sentence for people
-    tokens: int = 0
-    copied_bytes: int = 0
-    descriptors: int = 0
-    seconds: dict[str, float] = field(default_factory=dict)  # by phase
 
 
 @dataclass(frozen=True)
@@ -74,6 +48,7 @@ class PullContext:
     reads: ReadPlanner
     handshake_timeout_s: float
     pull_timeout_s: float
+    replica_turn: int = 0  # see ``layout.sharding.choose_sources``
 
 
 class PullFailed(Exception):  # noqa: N818
@@ -90,24 +65,8 @@ class _Peer:
 
     workers: Sequence[WorkerGeometry]
     plans: dict[int, Plan]  # by index into workers
+    regions: dict[int, RegionTable]  # of the workers that are read from
     links: dict[int, Link] = field(default_factory=dict)
-
-
-class _Stopwatch:
-    """Durations of the phases of one pull, in seconds."""
-
-    def __init__(self, started: float) -> None:
-        self.started = started
-        self.seconds: dict[str, float] = {}
-        self._lap = started
-
-    def lap(self, phase: str) -> None:
-        now = time.monotonic()
-        self.seconds[phase] = now - self._lap
-        self._lap = now
-
-    def total(self) -> dict[str, float]:
-        return {**self.seconds, "total": time.monotonic() - self.started}
 
 
 class PeerSession:
@@ -122,7 +81,9 @@ class PeerSession:
         """Start the thread. ``settle`` is called once per pull, on any thread."""
         self.last_used = time.monotonic()
         self._context = context
-        self._settle = settle
+        self._settlement = Settlement(
+            context.client, context.reader, context.readers, context.handshake_timeout_s, settle
+        )
         self._engine_id, self._host, self._port = engine_id, host, port
         self._peer: _Peer | None = None
         self._orders: queue.SimpleQueue[tuple[PullOrder, float] | None] = queue.SimpleQueue()
@@ -150,6 +111,12 @@ class PeerSession:
         self._closing.set()
         self._orders.put(None)
 
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless the pulls that are counted are at least those that wait, and are worked on."""
+        with self._lock:
+            assert self._unsettled >= 0, "more pulls have ended than were submitted"
+            assert self._closing.is_set() or self._thread.is_alive(), "nobody reads for this session"
+
     def join(self, timeout_s: float) -> bool:
         """Wait for the thread after ``close``; whether it has ended."""
         self._thread.join(timeout_s)
@@ -167,22 +134,22 @@ class PeerSession:
         self._drop_links()
 
     def _pull(self, order: PullOrder, submitted: float) -> None:
-        watch = _Stopwatch(submitted)
+        watch = Stopwatch(submitted)
         watch.lap("queue")
         deadline = submitted + self._context.pull_timeout_s
         try:
-            self._release(order, self._read_all(order, deadline, watch), deadline, watch)
+            self._confirm(order, self._read_all(order, deadline, watch), deadline, watch)
         except PullFailed as error:
-            self._fail(order, error.cause, str(error), watch)
+            self._settlement.fail(order, error.cause, str(error), watch)
             if error.cause is Cause.UNREACHABLE:
                 self._fail_queued(error)
         except Exception as error:
             # A peer's geometry is data from another machine. Whatever it makes us trip over, the request must end.
             logger.exception("PDConnector: unexpected failure of the pull of request %s", order.request_id)
             self._drop_links()
-            self._fail(order, Cause.INTERNAL, f"{type(error).__name__}: {error}", watch)
+            self._settlement.fail(order, Cause.INTERNAL, f"{type(error).__name__}: {error}", watch)
 
-    def _read_all(self, order: PullOrder, deadline: float, watch: _Stopwatch) -> list[Schedule]:
+    def _read_all(self, order: PullOrder, deadline: float, watch: Stopwatch) -> list[Schedule]:
         """Bring all bytes of a pull.
 
         Raises:
@@ -206,9 +173,24 @@ class PeerSession:
         except PlanError as error:
             raise PullFailed(Cause.PARAMS, str(error)) from error
         watch.lap("plan")
-        schedules = [self._read(peer, index, copies, order, deadline) for index, copies in batches.items()]
+        schedules = self._read_ranks(peer, batches, order, deadline)
         watch.lap("read")
         return schedules
+
+    def _read_ranks(self, peer: _Peer, batches: dict[int, Copies], order: PullOrder, deadline: float) -> list[Schedule]:
+        """Read from all ranks at once. When it returns or raises, the reads of all of them have settled.
+
+        Each thread touches its own rank's link and no other's.
+        """
+        for index in batches:
+            self._link(peer, index)
+        if len(batches) <= 1:
+            return [self._read(peer, index, copies, order, deadline) for index, copies in batches.items()]
+        with ThreadPoolExecutor(len(batches), "pd-read") as threads:
+            reads = [
+                threads.submit(self._read, peer, index, copies, order, deadline) for index, copies in batches.items()
+            ]
+        return [read.result() for read in reads]
 
     def _read(self, peer: _Peer, index: int, copies: Copies, order: PullOrder, deadline: float) -> Schedule:
         remaining = deadline - time.monotonic()
@@ -216,8 +198,8 @@ class PeerSession:
             raise PullFailed(
                 Cause.TIMEOUT, f"the pull timeout of {self._context.pull_timeout_s} s was over before the read"
             )
-        link, reads = self._link(peer, index), self._context.reads
-        with reads.planned(copies, peer.workers[index].regions) as schedule:
+        link, reads = peer.links[index], self._context.reads
+        with reads.planned(copies, peer.regions[index]) as schedule:
             if logger.isEnabledFor(logging.DEBUG):
                 logger.debug("request %s, prefill rank %d: %s", order.request_id, index, schedule.describe())
             try:
@@ -259,11 +241,12 @@ class PeerSession:
         assert isinstance(welcome, Welcome)
         try:
             check_models(context.model, welcome.model)
-            sources = choose_sources(context.local, welcome.workers)
+            sources = choose_sources(context.local, welcome.workers, context.replica_turn)
             plans = compile_plans(context.local, welcome.workers, sources)
-        except (IncompatibleCachesError, PlanError) as error:
+            regions = {index: RegionTable(welcome.workers[index].regions) for index in plans}
+        except ValueError as error:  # IncompatibleCachesError, PlanError, or regions that overlap
             raise PullFailed(Cause.INCOMPATIBLE, str(error)) from error
-        peer = _Peer(welcome.workers, plans)
+        peer = _Peer(welcome.workers, plans, regions)
         try:
             for index in plans:
                 self._link(peer, index)
@@ -273,12 +256,13 @@ class PeerSession:
             raise
         self._peer = peer
         logger.info(
-            "PDConnector: rank %d pulls from engine %s at %s:%d, ranks %s of %d",
+            "PDConnector: rank %d pulls from engine %s at %s:%d, ranks %s of %d: %s",
             context.reader, self._engine_id, self._host, self._port, sorted(plans), len(welcome.workers),
+            describe_conversion(context.local, welcome.workers, plans),
         )  # fmt: skip
         return peer
 
-    def _release(self, order: PullOrder, schedules: list[Schedule], deadline: float, watch: _Stopwatch) -> None:
+    def _confirm(self, order: PullOrder, schedules: list[Schedule], deadline: float, watch: Stopwatch) -> None:
         """Ask whether the lease was valid all the time; the answer settles the pull. Does not wait for it."""
         done = Settled(
             order.request_id,
@@ -286,28 +270,7 @@ class PeerSession:
             copied_bytes=sum(schedule.wanted_bytes for schedule in schedules),
             descriptors=sum(schedule.descriptors for schedule in schedules),
         )
-        timeout = max(min(deadline - time.monotonic(), self._context.handshake_timeout_s), 1.0)
-
-        def settle(future: "Future[Reply]") -> None:
-            watch.lap("release")
-            error = None if future.cancelled() else future.exception()
-            if error is not None or future.cancelled():
-                self._settle_failed(order, Cause.UNCONFIRMED, f"the release was not answered: {error}", watch)
-                return
-            reply = future.result()
-            if isinstance(reply, Released) and reply.valid:
-                self._settle(replace(done, seconds=watch.total()))
-            else:
-                reason = f"lease {order.remote.lease_id} had ended when the read was done: its blocks may have changed"
-                self._settle_failed(order, Cause.LEASE, reason, watch)
-
-        self._send_release(order, timeout).add_done_callback(settle)
-
-    def _fail(self, order: PullOrder, cause: Cause, reason: str, watch: _Stopwatch) -> None:
-        """Settle a failed pull, and tell the engine that this reader will not come back."""
-        if cause is not Cause.UNREACHABLE:
-            self._send_release(order, self._context.handshake_timeout_s)
-        self._settle_failed(order, cause, reason, watch)
+        self._settlement.confirm(order, done, deadline - time.monotonic(), watch)
 
     def _fail_queued(self, error: PullFailed) -> None:
         """Fail the pulls behind one that found the engine unreachable, instead of letting each wait as long."""
@@ -317,18 +280,9 @@ class PeerSession:
                 self._orders.put(None)
                 return
             order, submitted = item
-            self._fail(order, error.cause, str(error), _Stopwatch(submitted))
+            self._settlement.fail(order, error.cause, str(error), Stopwatch(submitted))
             with self._lock:
                 self._unsettled -= 1
-
-    def _send_release(self, order: PullOrder, timeout_s: float) -> "Future[Reply]":
-        context = self._context
-        message = Release(self._engine_id, order.remote.lease_id, context.reader, context.readers, order.pull_id)
-        return context.client.request(self._host, self._port, message, timeout_s)
-
-    def _settle_failed(self, order: PullOrder, cause: Cause, reason: str, watch: _Stopwatch) -> None:
-        source = f"engine {self._engine_id} at {self._host}:{self._port}"
-        self._settle(Settled(order.request_id, cause, f"pull from {source} failed: {reason}", seconds=watch.total()))
 
     def _drop_links(self) -> None:
         if self._peer is not None:

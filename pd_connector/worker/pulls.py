@@ -5,15 +5,44 @@ Everything runs on the thread that vLLM calls the connector on, and nothing but 
 
 import queue
 import time
+from collections.abc import Callable
+from typing import Protocol
 
-from pd_connector.metadata import PullOrder, RefuseOrder
+from pd_connector.metadata import Cause, PullOrder, RefuseOrder
 from pd_connector.vllm_compat import init_logger
-from pd_connector.worker.peer import Cause, PeerSession, PullContext, Settled
+from pd_connector.worker.peer import PeerSession, PullContext
+from pd_connector.worker.settlement import Settled
 
 logger = init_logger(__name__)
 
 #: How long a shutdown waits for threads: less than vLLM gives its workers. The process's end stops them in any case.
 _CLOSE_TIMEOUT_S = 2.0
+
+
+class Session(Protocol):
+    """All pulls from one prefill engine: what ``PeerSession`` is to this service."""
+
+    last_used: float  # on ``time.monotonic``
+
+    @property
+    def idle(self) -> bool:
+        """Whether no pull is under way or waiting."""
+
+    def submit(self, order: PullOrder) -> None:
+        """Queue a pull."""
+
+    def close(self) -> None:
+        """Drop what is queued. Does not wait."""
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait for the end after ``close``; whether it has come."""
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless the books balance."""
+
+
+#: Arguments: the service's context, what to call with the end of each pull, then the engine id, host and port.
+OpenSession = Callable[[PullContext, Callable[[Settled], None], str, str, int], Session]
 
 
 class PullService:
@@ -22,13 +51,20 @@ class PullService:
     Both come from a client: a wrong address must not divert the pulls of requests that name the right one.
     """
 
-    def __init__(self, context: PullContext, peer_idle_s: float, max_peers: int = 256) -> None:
+    def __init__(
+        self,
+        context: PullContext,
+        peer_idle_s: float,
+        max_peers: int = 256,
+        open_session: OpenSession = PeerSession,
+    ) -> None:
         self._settled: queue.SimpleQueue[Settled] = queue.SimpleQueue()
         self._context = context
+        self._open_session = open_session
         self._peer_idle_s = peer_idle_s
         self._max_peers = max_peers
-        self._sessions: dict[tuple[str, str, int], PeerSession] = {}
-        self._closing: list[PeerSession] = []
+        self._sessions: dict[tuple[str, str, int], Session] = {}
+        self._closing: list[Session] = []
         self._outstanding: set[str] = set()
 
     def submit(self, order: PullOrder) -> None:
@@ -44,7 +80,7 @@ class PullService:
     def refuse(self, order: RefuseOrder) -> None:
         """Settle a request that cannot be pulled as failed."""
         self._outstanding.add(order.request_id)
-        self._settled.put(Settled(order.request_id, Cause.PARAMS, order.reason))
+        self._settled.put(Settled(order.request_id, order.cause, order.reason))
 
     def take_settled(self) -> list[Settled]:
         """The pulls that have ended since the last call, each exactly once."""
@@ -73,7 +109,15 @@ class PullService:
         if self._closing:
             logger.warning("PDConnector: %d reads were still under way at shutdown", len(self._closing))
 
-    def _session(self, order: PullOrder) -> PeerSession | None:
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless the books balance, those of the sessions too."""
+        sessions = [*self._sessions.values(), *self._closing]
+        assert len({id(session) for session in sessions}) == len(sessions), "a session is open and closing at once"
+        assert len(self._sessions) <= self._max_peers, "more engines are pulled from than allowed"
+        for session in sessions:
+            session.check_integrity()
+
+    def _session(self, order: PullOrder) -> Session | None:
         """The session with an order's prefill engine; None if there are too many."""
         peer = (order.remote.remote_engine_id, order.remote.remote_host, order.remote.remote_port)
         if peer not in self._sessions:
@@ -82,7 +126,7 @@ class PullService:
                 self._close_idle_sessions(0.0)
             if len(self._sessions) >= self._max_peers:
                 return None
-            self._sessions[peer] = PeerSession(self._context, self._settled.put, *peer)
+            self._sessions[peer] = self._open_session(self._context, self._settled.put, *peer)
         return self._sessions[peer]
 
     def _close_idle_sessions(self, idle_s: float) -> None:

@@ -4,50 +4,106 @@ Which bytes go which way is decided in ``layout.staging``; here it is carried ou
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import replace
+from typing import Protocol
 
+import torch
+
+from layout import reshape, staging
 from layout.copies import Copies
 from layout.cost import CostModel
+from layout.cross_layer import ALIGNMENT
 from layout.geometry import Region
-from layout.reshape import run_copies, warm_up
-from layout.staging import Schedule, StagedWindow, schedule_reads
+from layout.regions import RegionTable
+from layout.reshape_torch import TensorCopier
+from layout.staging import Schedule, schedule_reads
 from transfer.engine.base import Link, ReadFailed
-from transfer.engine.limits import RegionTable, check_copies
-from transfer.memory import SlotPool
+from transfer.engine.limits import check_copies
+from transfer.memory import HostMemory, SlotPool
 
-#: Pulls from so many prefill engines can be staged at once; further ones read straight to their place meanwhile.
+#: Reads from so many prefill ranks can be staged at once; further ones go straight to their place meanwhile.
 SLOTS = 4
 
+#: Seconds of the host for each run that a device copies, to group runs and number their rows: measured on one core.
+#: What the device itself takes is not known; bytes are priced as the CPU's.
+_DEVICE_COPY_ALPHA = 0.2e-6
 
-@dataclass(frozen=True)
+
+class Copier(Protocol):
+    """Carries out copies from the staging buffer to the caches; called by one thread for each pull under way."""
+
+    def __call__(self, copies: Copies, /) -> None:
+        """Return when all bytes are in their places, for every thread and stream; raise if that will not be."""
+
+
 class ReadPlanner:
-    """What decides how a worker's reads are made. ``staging`` is None where the caches are not the CPU's memory."""
+    """What decides how a worker's reads are made. ``staging`` is None where everything is read straight to its place.
 
-    cost: CostModel
-    local_regions: tuple[Region, ...]
-    staging: SlotPool | None = None
+    Compiles what plans a pull, so that no pull waits for it.
+
+    Raises:
+        ValueError: local regions overlap, or one is empty.
+    """
+
+    def __init__(
+        self,
+        cost: CostModel,
+        local_regions: tuple[Region, ...],
+        pool: SlotPool | None = None,
+        copy: Copier = reshape.run_copies,
+    ) -> None:
+        """``copy`` must reach both the memory of ``pool``, which is the staging buffer, and ``local_regions``."""
+        self.staging = pool
+        self._copy = copy
+        self._cost = cost
+        self._local = RegionTable(local_regions)
+        self._staging_table = RegionTable(() if pool is None else (pool.region,))
+        staging.warm_up()
 
     @classmethod
     def with_staging(cls, cost: CostModel, local_regions: tuple[Region, ...], staging_bytes: int) -> "ReadPlanner":
-        """A planner with a staging buffer, whose ``staging.region`` the caller registers. Builds the copy kernel."""
-        warm_up()
-        return cls(cost, local_regions, SlotPool(staging_bytes, SLOTS))
+        """A planner with a staging buffer, whose ``staging.region`` the caller registers. Builds the copy kernel.
+
+        For caches that are host memory.
+
+        Raises:
+            ValueError: ``staging_bytes`` is too little to be cut into slots.
+        """
+        reshape.warm_up()
+        memory = HostMemory(staging_bytes)
+        return cls(cost, local_regions, SlotPool(memory.region, SLOTS, memory))
+
+    @classmethod
+    def with_device_staging(
+        cls, cost: CostModel, local_regions: tuple[Region, ...], staging_bytes: int, caches: Sequence[torch.Tensor]
+    ) -> "ReadPlanner":
+        """The same for ``caches``, all on one device, which only it reaches: the buffer is there, and it copies.
+
+        Raises:
+            ValueError: as ``with_staging`` and ``TensorCopier``.
+            MemoryError: the device has no ``staging_bytes`` left.
+        """
+        cost = replace(cost, copy_alpha=_DEVICE_COPY_ALPHA)
+        buffer = _device_memory(staging_bytes, caches[0].device)
+        pool = SlotPool(Region(buffer.data_ptr(), buffer.numel()), SLOTS, buffer)
+        return cls(cost, local_regions, pool, TensorCopier([*caches, buffer]))
 
     @contextmanager
-    def planned(self, copies: Copies, remote_regions: tuple[Region, ...]) -> Iterator[Schedule]:
-        """How to bring ``copies``. What is staged is good for the time of the ``with`` block.
+    def planned(self, copies: Copies, remote: RegionTable) -> Iterator[Schedule]:
+        """How to bring ``copies`` from a peer that registered ``remote``.
 
-        Leave the block only when no read into the staging buffer can write any more.
+        What is staged is good for the time of the ``with`` block. Leave the block only when no read into the staging
+        buffer can write any more.
         """
         if self.staging is None:
-            yield schedule_reads(copies, self.cost, self.local_regions, remote_regions, None)
+            yield schedule_reads(copies, self._cost, self._local, remote, None)
             return
         with self.staging.borrow() as address:
             slot = Region(address, self.staging.slot_bytes) if address is not None else None
-            yield schedule_reads(copies, self.cost, self.local_regions, remote_regions, slot)
+            yield schedule_reads(copies, self._cost, self._local, remote, slot)
 
     def carry_out(self, link: Link, schedule: Schedule, timeout_s: float) -> None:
         """Read and copy everything; returns when all bytes are in their places.
@@ -60,29 +116,35 @@ class ReadPlanner:
                 at fault was read or copied.
         """
         deadline = time.monotonic() + timeout_s
-        self._check_copies(schedule.windows)
+        # The engine checks what it reads; what is copied is checked here, in the same words.
+        check_copies(schedule.copies, self._local, self._staging_table, "the staging buffer")
         if len(schedule.direct):
             link.read(schedule.direct, timeout_s)
-        if not schedule.windows:
+        if not len(schedule.reads):
             return
         with ThreadPoolExecutor(1, "pd-copies") as copier:
             copying: list[Future[None]] = []
-            for number, window in enumerate(schedule.windows):
+            for number, window in enumerate(schedule.windows()):
                 if number >= 2:
                     copying[number - 2].result()  # it uses the same half of the buffer
                 remaining = deadline - time.monotonic()
                 if remaining <= 0:
                     raise ReadFailed(f"not all windows were read within {timeout_s:.1f} s", settled=True)
                 link.read(window.reads, remaining)
-                copying.append(copier.submit(run_copies, window.copies))
+                copying.append(copier.submit(self._copy, window.copies))
             for copies in copying:
                 copies.result()
 
-    def _check_copies(self, windows: tuple[StagedWindow, ...]) -> None:
-        """The engine checks what it reads; what is copied is checked here, in the same words."""
-        if not windows:
-            return
-        assert self.staging is not None
-        local, staging = RegionTable(self.local_regions), RegionTable([self.staging.region])
-        for window in windows:
-            check_copies(window.copies, local, staging, "the staging buffer")
+
+def _device_memory(size: int, device: torch.device) -> torch.Tensor:
+    """Memory that starts at the address and has the granularity that transfer engines of devices ask for."""
+    size = -(-size // ALIGNMENT) * ALIGNMENT
+    try:
+        memory = torch.empty(size + ALIGNMENT, dtype=torch.uint8, device=device)
+    except RuntimeError as error:  # torch's error for a lack of memory is one
+        raise MemoryError(
+            f"{device} has no {size} bytes left for the staging buffer: lower gpu_memory_utilization or staging_bytes "
+            "(0 reads everything straight to its place)"
+        ) from error
+    start = -memory.data_ptr() % ALIGNMENT
+    return memory[start : start + size]

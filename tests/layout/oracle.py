@@ -67,7 +67,8 @@ class Engine:
 
     A group's blocks have ``block_tokens`` tokens, times the group's factor where ``group_factors`` is given.
     ``form``: "fused" (one plane, content K then V), "views" (one allocation, described as two planes), "apart" (two
-    allocations; MLA parts too), "packed" (opaque for each head of a block: K transposed, then V).
+    allocations; MLA parts too), "packed" (opaque for each head of a block: K transposed, then V), "transposed" (the
+    same bytes as "packed", described as two planes).
     """
 
     layout: str = "LBHNC"
@@ -327,7 +328,12 @@ def _parts(
         tokens = grid.shape[3]
         token, content = np.ogrid[:tokens, : key + value]
         inside = np.where(content < key, content * tokens + token, key * tokens + token * value + content - key)
-        yield "kv", 0, grid.reshape(*grid.shape[:3], -1)[..., inside], grid
+        index = grid.reshape(*grid.shape[:3], -1)[..., inside]
+        if engine.form == "packed":
+            yield "kv", 0, index, grid
+        else:
+            yield "k", 0, index[..., :key], index[..., :key]
+            yield "v", key, index[..., key:], index[..., key:]
 
 
 def _describe(engine: Engine, base: int, held: Held, strided: Int64Array, part: str) -> Plane:

@@ -28,7 +28,7 @@ ORDERS = ["".join(order) for order in permutations("LBHNC")]
 GUARD = 0xA5
 BASES = (0, 8, 4096, ALIGNMENT - 8, ALIGNMENT, 3 * ALIGNMENT + 64)
 KEYS = CachePart("k", 0, 2, 3, 2)
-MLA = (CachePart("mla_nope", 0, 1, 512, 2), CachePart("mla_rope", 0, 1, 64, 2))
+MLA = (CachePart("mla_latent", 0, 1, 512, 2), CachePart("mla_rope", 0, 1, 64, 2))
 
 
 def shape_of(order: str, layers: int, blocks: int, tokens: int, part: CachePart = KEYS) -> CrossLayerShape:
@@ -142,8 +142,11 @@ def test_the_buffer_starts_at_the_next_aligned_address_and_fits(base: int, order
     buffer = shape.at(base)
     assert (base + buffer.aligned_offset) % ALIGNMENT == 0
     assert 0 <= buffer.aligned_offset < ALIGNMENT
-    assert buffer.aligned_offset + shape.size <= shape.allocation_bytes == shape.size + ALIGNMENT
-    assert (buffer.region.address, buffer.region.size) == (base + buffer.aligned_offset, 3 * 5 * 2 * 16 * 3 * 2)
+    assert buffer.region.address == base + buffer.aligned_offset
+    assert buffer.region.address % ALIGNMENT == buffer.region.size % ALIGNMENT == 0
+    assert 0 <= buffer.region.size - shape.size < ALIGNMENT
+    assert buffer.region.end <= base + shape.allocation_bytes
+    assert shape.size == 3 * 5 * 2 * 16 * 3 * 2
     assert buffer.plane.address == buffer.region.address
 
 
@@ -221,7 +224,7 @@ def shapes(**changes: object) -> Callable[[], object]:
         (shapes(order="BLHND"), "axis order 'BLHND' of a buffer must hold each letter of 'LBHNC' exactly once"),
         (shapes(order="BLHNN"), "axis order 'BLHNN' of a buffer must hold each letter of 'LBHNC' exactly once"),
         (lambda: cross_layer_shapes([], names(1), 1, 1), "needs at least one of its parts; none is given"),
-        (lambda: cross_layer_shapes([MLA[0]] * 2, names(1), 1, 1), "'mla_nope' is given 2 times"),
+        (lambda: cross_layer_shapes([MLA[0]] * 2, names(1), 1, 1), "'mla_latent' is given 2 times"),
         (lambda: shape_of("BLHNC", 2, 2, 2).at(4097), "base address 0x1001 must be a multiple of the item size 2"),
         (lambda: shape_of("BLHNC", 2, 2, 2).at(-2), "base address -0x2 must be .* not negative"),
         (

@@ -15,6 +15,7 @@ from tests.layout.oracle import LAYOUTS, Engine, Extra, Model, Table
 from tests.layout.pulls import Request, plain, pull, table
 
 LAYOUT_PAIRS = [*product(LAYOUTS, LAYOUTS)]
+WHOLE_HEADS = ["LBHNC", "LHBNC", "BLHNC", "BHLNC"]  # a head of a block is one run
 GQA = Model(4, (2, 2), 2, ((0, 1),), (0,))
 UNEQUAL = replace(GQA, contents=(3, 2))
 SCALES = (Extra("k_scale", 1, 4), Extra("v_scale", 1, 4))
@@ -60,7 +61,28 @@ def test_scales_of_each_head_and_a_sparse_indexer_of_one_shared_head(
         cases["scales and indexer"] += 1
 
 
-@pytest.mark.parametrize(("here", "there"), [*product(["LBHNC", "LHBNC", "BLHNC", "BHLNC"], repeat=2)])
+@pytest.mark.parametrize(("here", "there"), [*product(WHOLE_HEADS, repeat=2)])
+def test_k_transposed_by_the_kernel_beside_v(here: str, there: str, cases: Counter[str]) -> None:
+    """Described as strides, it can be cut by token and come from, or become, any other form."""
+    for number, sizes in enumerate(product([16, 32, 48, 64], repeat=2)):
+        local = Engine(here, "transposed", tp=2, block_tokens=sizes[0], blocks=6)
+        remote = Engine(there, "transposed", tp=1 + number % 2, block_tokens=sizes[1], blocks=6)
+        pull(UNEQUAL, local, remote, plain(75, local, remote, "fragmented"))
+        cases["k transposed"] += 1
+
+
+@every_layout
+@pytest.mark.parametrize("whole_heads", WHOLE_HEADS)
+def test_k_transposed_on_one_side_only(layout: str, whole_heads: str, cases: Counter[str]) -> None:
+    for form, tokens in product(["views", "apart"], [16, 32]):
+        other = Engine(layout, form, tp=2, block_tokens=tokens, blocks=4)
+        transposed = Engine(whole_heads, "transposed", blocks=4)
+        pull(UNEQUAL, other, transposed, plain(40, other, transposed, "fragmented"))
+        pull(UNEQUAL, transposed, other, plain(40, transposed, other, "fragmented"))
+        cases["k transposed on one side"] += 2
+
+
+@pytest.mark.parametrize(("here", "there"), [*product(WHOLE_HEADS, repeat=2)])
 def test_scales_beside_heads_packed_by_the_kernel(here: str, there: str, cases: Counter[str]) -> None:
     local, remote = Engine(here, "packed", tp=2), Engine(there, "packed", tp=4)
     pull(replace(GQA, extras=SCALES), local, remote, plain(20, local, remote, "fragmented"))
@@ -183,5 +205,5 @@ def test_extra_layers_of_the_remote_side_are_left_there_in_every_layout(
 def test_a_layer_that_no_stage_of_the_remote_side_holds_is_refused(pp: int) -> None:
     three = replace(GQA, groups=((0, 1, 2),))
     local, remote = Engine(tp=2), Engine(tp=4, pp=pp)
-    with pytest.raises(IncompatibleCachesError, match=r"head 0 of layer 'model\.layers\.2', which is needed here"):
+    with pytest.raises(IncompatibleCachesError, match=r"head 0 of layer 'model\.layers\.2'; both engines must"):
         pull(three, local, remote, plain(20, local, remote), remote_model=GQA)

@@ -78,6 +78,14 @@ def test_small_blocks_join_inside_a_larger_block() -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("local_tp", "remote_tp"), [(1, 1), (1, 2), (2, 1)])
+def test_runs_come_in_the_order_of_the_peers_memory(layout: str, local_tp: int, remote_tp: int) -> None:
+    local, remote = Engine(layout, tp=local_tp), Engine(layout, tp=remote_tp)
+    for read in pull(SMALL, local, remote, plain(100, local, remote, "fragmented")):
+        assert (np.diff(read.copies.sources) > 0).all()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("groups", [((0, 2), (1, 3)), ((3, 1, 0, 2),), ((0, 1, 3), (2,))])
 def test_layers_that_are_neighbours_on_one_side_only_are_not_taken_for_a_run(
     layout: str, groups: tuple[tuple[int, ...], ...]
@@ -151,6 +159,37 @@ def test_k_and_v_may_be_views_of_one_allocation_or_allocations_of_their_own(loca
     model = replace(SMALL, contents=(3, 2))
     ours, theirs = Engine("BLNHC", local, tp=2), Engine("LBHNC", remote, tp=4, offset_items=7)
     pull(model, ours, theirs, plain(40, ours, theirs))
+
+
+@pytest.mark.parametrize(("here", "there"), [*product(LAYOUTS, LAYOUTS)])
+@pytest.mark.parametrize("sizes", [(16, 16), (32, 16), (16, 48)])
+def test_k_and_v_of_one_allocation_cost_no_more_descriptors_as_two_planes_than_as_one(
+    here: str, there: str, sizes: tuple[int, int]
+) -> None:
+    counts = {}
+    for form in ("views", "fused"):
+        ours = Engine(here, form, tp=2, block_tokens=sizes[0], blocks=6)
+        theirs = Engine(there, form, tp=1, block_tokens=sizes[1], blocks=6)
+        reads = pull(SMALL, ours, theirs, plain(40, ours, theirs, "fragmented"))
+        counts[form] = [len(read.copies) for read in reads]
+    assert counts["views"] == counts["fused"]
+
+
+@pytest.mark.parametrize("layout", ["LBHNC", "LHBNC", "BLHNC", "BHLNC"])
+def test_k_transposed_beside_v_comes_in_as_few_descriptors_as_an_opaque_head(layout: str) -> None:
+    counts = []
+    for form in ("transposed", "packed"):
+        ours, theirs = Engine(layout, form, tp=2), Engine(layout, form, tp=1)
+        counts.append([len(read.copies) for read in pull(SMALL, ours, theirs, plain(40, ours, theirs, "fragmented"))])
+    assert counts[0] == counts[1]
+
+
+def test_planes_that_do_not_touch_keep_joining_neighbouring_blocks() -> None:
+    """MLA's unequal parts in contiguous blocks: one run each, whatever the number of blocks."""
+    model = Model(kv_heads=1, contents=(512, 64), item_size=2, groups=((0,),), windows=(0,))
+    engine = Engine("LBNHC", "apart")
+    (read,) = pull(model, engine, engine, plain(64, engine, engine, "contiguous"))
+    assert len(read.copies) == 2
 
 
 def test_mla_parts_of_512_and_64_items_come_whole() -> None:

@@ -146,10 +146,18 @@ def test_a_head_that_no_remote_rank_holds_is_refused_by_number() -> None:
         choose_sources(local, geometries(model(4), Engine(tp=2))[:1])
 
 
-def test_k_and_v_fused_on_one_side_only_are_refused() -> None:
-    (local,) = geometries(model(2), Engine(form="fused"), LOCAL_BASE)
-    with pytest.raises(IncompatibleCachesError, match="no KV cache part 'kv'"):
-        choose_sources(local, geometries(model(2), Engine(form="apart")))
+def test_heads_that_a_kernel_packs_on_one_side_only_are_refused_with_both_forms() -> None:
+    (local,) = geometries(model(2), Engine(form="transposed"), LOCAL_BASE)
+    rule = r"no KV cache part 'k' for head 0 of .* holds part 'kv' \(opaque, packing 'amx'\)\. .*same kind of machine"
+    with pytest.raises(IncompatibleCachesError, match=rule):
+        choose_sources(local, geometries(model(2), Engine(form="packed", packing="amx")))
+
+
+def test_engines_of_one_rank_are_spread_over_replicas_by_their_turn() -> None:
+    (local,) = geometries(model(1), Engine(), LOCAL_BASE)
+    replicas = geometries(model(1), Engine(tp=4))
+    chosen = [choose_sources(local, replicas, turn)[0].remote for turn in range(8)]
+    assert chosen == [0, 1, 2, 3, 0, 1, 2, 3]
 
 
 def test_a_worker_without_layers_reads_nothing() -> None:

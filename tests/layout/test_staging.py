@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from layout.copies import Copies, Int64Array
 from layout.cost import CostModel
 from layout.geometry import Region
+from layout.regions import RegionTable
 from layout.staging import Schedule, schedule_reads
 
 REMOTE, LOCAL, STAGING = 1 << 40, 1 << 41, 1 << 42
@@ -25,8 +26,8 @@ def copies_of(runs: Sequence[Run]) -> Copies:
     return Copies(destinations + LOCAL, sources + REMOTE, sizes)
 
 
-def regions_of(base: int, borders: Sequence[int]) -> list[Region]:
-    return [Region(base + start, end - start) for start, end in pairwise(borders)]
+def regions_of(base: int, borders: Sequence[int]) -> RegionTable:
+    return RegionTable([Region(base + start, end - start) for start, end in pairwise(borders)])
 
 
 def schedule(runs: Sequence[Run], budget: int = 1 << 20, cost: CostModel = COST, *borders: int) -> Schedule:
@@ -38,7 +39,7 @@ def schedule(runs: Sequence[Run], budget: int = 1 << 20, cost: CostModel = COST,
 class Memories:
     """A peer's memory, the local memory and a staging buffer, on which a schedule is executed byte by byte."""
 
-    def __init__(self, runs: Sequence[Run], budget: int, remote: Sequence[Region]) -> None:
+    def __init__(self, runs: Sequence[Run], budget: int, remote: RegionTable) -> None:
         noise = np.random.default_rng(7)
         size = max((max(to, origin) + length for to, origin, length in runs), default=0) + 64
         self.peer, self.local, self.staging = (noise.integers(0, 256, n, np.uint8) for n in (size, size, budget))
@@ -52,8 +53,8 @@ class Memories:
 
     def execute(self, plan: Schedule, half: int) -> None:
         self._read(plan.direct, LOCAL, self.local, self.written)
-        for number, window in enumerate(plan.windows):
-            assert window.staged_bytes <= half
+        for number, window in enumerate(plan.windows()):
+            assert window.reads.total_bytes <= half
             used = np.zeros(len(self.staging), np.int64)
             self._read(window.reads, STAGING, self.staging, used)
             assert used.max() == 1, "two reads of a window overlap"
@@ -71,7 +72,9 @@ class Memories:
     def _read(self, copies: Copies, base: int, into: Bytes, count: Int64Array) -> None:
         for to, origin, length in _runs(copies, base, REMOTE):
             assert length > 0
-            holds = [r for r in self.remote if r.address <= REMOTE + origin and REMOTE + origin + length <= r.end]
+            holds = [
+                r for r in self.remote.regions if r.address <= REMOTE + origin and REMOTE + origin + length <= r.end
+            ]
             assert holds, f"a read of {length} bytes at {origin} leaves the registered memory"
             into[to : to + length] = self.peer[origin : origin + length]
             count[to : to + length] += 1
@@ -99,8 +102,11 @@ def cheapest(runs: Sequence[Run], region: Sequence[int], cost: CostModel) -> flo
 
 
 def price(plan: Schedule, cost: CostModel) -> float:
-    total = cost.read_s(plan.descriptors, plan.read_bytes)
-    return total + sum(cost.copy_s(len(window.copies), window.copies.total_bytes) for window in plan.windows)
+    total = cost.read_s(len(plan.direct), plan.direct.total_bytes)
+    for window in plan.windows():
+        total += cost.read_s(len(window.reads), window.reads.total_bytes)
+        total += cost.copy_s(len(window.copies), window.copies.total_bytes)
+    return total
 
 
 @st.composite
@@ -173,7 +179,7 @@ def test_runs_close_together_are_one_wide_read() -> None:
 
 
 def test_a_gap_that_costs_as_much_as_a_descriptor_is_not_read() -> None:
-    assert schedule([(0, 0, 10), (20, 110, 10)]).windows == ()
+    assert not list(schedule([(0, 0, 10), (20, 110, 10)]).windows())
 
 
 def test_a_large_run_between_small_ones_is_read_straight_to_its_place() -> None:
@@ -184,6 +190,21 @@ def test_a_large_run_between_small_ones_is_read_straight_to_its_place() -> None:
 
 def test_a_gap_between_two_regions_is_not_read() -> None:
     assert len(schedule([(0, 0, 10), (20, 20, 10)], 1 << 20, COST, 0, 15, 100).direct) == 2
+
+
+@pytest.mark.parametrize(("apart", "borders"), [(200, (0, 1000)), (1, (0, 45, 1000))])
+def test_groups_far_apart_or_in_two_regions_are_two_wide_reads(apart: int, borders: tuple[int, ...]) -> None:
+    second = 45 + apart - 1
+    runs = [(0, 0, 10), (20, 30, 15), (40, second, 10), (60, second + 30, 10)]
+    plan = schedule(runs, 1 << 20, COST, *borders)
+    assert plan.reads.sources.tolist() == [REMOTE, REMOTE + second]
+    assert plan.reads.sizes.tolist() == [45, 40]
+
+
+def test_a_run_in_front_of_all_regions_is_not_read_with_those_inside() -> None:
+    plan = schedule([(0, 85, 10), (20, 100, 10), (40, 115, 10)], 1 << 20, COST, 100, 1000)
+    assert _runs(plan.direct, LOCAL, REMOTE) == [(0, 85, 10)]
+    assert plan.reads.sizes.tolist() == [25]
 
 
 def test_neighbours_on_both_sides_are_one_descriptor_without_staging() -> None:
@@ -208,7 +229,7 @@ def test_runs_outside_all_regions_are_passed_on_for_the_engine_to_refuse() -> No
 def test_an_address_near_the_end_of_the_address_space_does_not_wrap() -> None:
     far = (1 << 63) - 8
     copies = Copies(np.array([LOCAL, LOCAL + 64]), np.array([far - 32, far]), np.array([16, 32]))
-    region = [Region(1, far)]
+    region = RegionTable([Region(1, far)])
     plan = schedule_reads(copies, COST, regions_of(LOCAL, (0, 1000)), region, Region(STAGING, 1000))
     assert len(plan.direct) == 2
 
@@ -216,13 +237,21 @@ def test_an_address_near_the_end_of_the_address_space_does_not_wrap() -> None:
 def test_a_pull_larger_than_half_the_buffer_is_cut_into_windows() -> None:
     runs = [(n * 20, n * 15, 10) for n in range(100)]
     plan = schedule(runs, 1000)
-    assert [window.staged_bytes for window in plan.windows] == [500, 500, 495]
-    assert [int(window.reads.destinations[0]) - STAGING for window in plan.windows] == [0, 500, 0]
+    assert [window.reads.total_bytes for window in plan.windows()] == [500, 500, 475]
+    assert [int(window.reads.destinations[0]) - STAGING for window in plan.windows()] == [0, 500, 0]
+
+
+def test_a_run_is_copied_whole_and_one_larger_than_half_the_buffer_read_directly() -> None:
+    free = CostModel(alpha=100.0, beta=1.0, copy_alpha=0.0, copy_beta=0.0)
+    plan = schedule([(0, 0, 10), (20, 10, 41), (70, 51, 25), (100, 76, 10), (120, 86, 25), (150, 111, 10)], 80, free)
+    assert _runs(plan.direct, LOCAL, REMOTE) == [(0, 0, 10), (20, 10, 41)]
+    assert [window.reads.total_bytes for window in plan.windows()] == [35, 35]
+    assert plan.copies.sizes.tolist() == [25, 10, 25, 10]
 
 
 def test_a_buffer_too_small_to_pay_is_not_used() -> None:
     plan = schedule([(n * 20, n * 15, 10) for n in range(100)], 4)
-    assert plan.windows == ()
+    assert not list(plan.windows())
     assert plan.predicted_s == plan.direct_s
 
 
@@ -230,7 +259,7 @@ def test_a_buffer_too_small_to_pay_is_not_used() -> None:
 def test_without_a_buffer_everything_is_direct(staging: Region | None) -> None:
     regions = regions_of(LOCAL, (0, 100)), regions_of(REMOTE, (0, 100))
     plan = schedule_reads(copies_of([(0, 0, 10), (20, 15, 10)]), COST, *regions, staging)
-    assert (len(plan.direct), plan.windows) == (2, ())
+    assert (len(plan.direct), list(plan.windows())) == (2, [])
 
 
 def test_an_empty_pull_costs_nothing() -> None:

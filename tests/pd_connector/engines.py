@@ -15,7 +15,8 @@ from layout.geometry import ModelIdentity, WorkerGeometry
 from pd_connector.metadata import PullOrder
 from pd_connector.params import RemotePrefill, parse_remote_prefill
 from pd_connector.scheduler.producer import Producer
-from pd_connector.worker.peer import PullContext, Settled
+from pd_connector.worker.peer import PullContext
+from pd_connector.worker.settlement import Settled
 from pd_connector.worker.staged_reads import ReadPlanner
 from tests.layout.oracle import Engine, Items, Model, Rank, Table, build, unit_tokens
 from tests.pd_connector.support import FakeRequest, a_prompt

@@ -21,8 +21,11 @@ DEFAULTS = {
     "staging_bytes": 64 * 1024 * 1024,
     "descriptor_cost_us": None,
     "byte_cost_ns": None,
+    "drain_timeout_s": 5.0,
     "peer_idle_s": 600.0,
     "model_check": "weights",
+    "secret_file": None,
+    "allowed_peers": None,
 }
 
 ACCEPTED = [
@@ -43,9 +46,12 @@ ACCEPTED = [
     ("staging_bytes", 0),
     ("descriptor_cost_us", 3.5),
     ("byte_cost_ns", 0),
+    ("drain_timeout_s", 0),
     ("peer_idle_s", 1.5),
     ("model_check", "config"),
     ("model_check", "off"),
+    ("secret_file", "/run/secrets/pd"),
+    ("allowed_peers", ["10.0.0.5", "10.1.0.0/16", "fd00::/8", "prefill.internal"]),
 ]
 
 REFUSED = [
@@ -75,9 +81,17 @@ REFUSED = [
     ("descriptors_per_call", 1025),
     ("descriptors_per_call", 2.5),
     ("max_descriptors_in_flight", 2048),
+    ("drain_timeout_s", -0.5),
     ("peer_idle_s", 0),
     ("model_check", False),
     ("model_check", "none"),
+    ("secret_file", ""),
+    ("secret_file", 7),
+    ("allowed_peers", []),
+    ("allowed_peers", "10.0.0.5"),
+    ("allowed_peers", ["10.0.0.5", "10.1.0.0/33"]),
+    ("allowed_peers", ["10.1.0.1/16"]),
+    ("allowed_peers", ["http://prefill"]),
 ]
 
 

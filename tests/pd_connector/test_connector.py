@@ -4,6 +4,7 @@ The four (scheduler and worker side of a prefill and of a decode engine) are in 
 between them and the in-process transfer engine. The configurations hold what the connector reads of vLLM's.
 """
 
+import contextlib
 import inspect
 import json
 import logging
@@ -29,7 +30,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.engine import EngineCoreRequestType
-from vllm.v1.engine.core import EngineCoreProc
+from vllm.v1.engine.core import EngineCoreProc, EngineShutdownState
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
@@ -61,8 +62,11 @@ def transfer_config(role: str = "kv_both", policy: str = "fail", **extra: Any) -
 def a_config(model: Path, role: str = "kv_both", policy: str = "fail", **extra: Any) -> Any:
     return SimpleNamespace(
         kv_transfer_config=transfer_config(role, policy, **extra),
-        parallel_config=SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1, data_parallel_index=0),
+        parallel_config=SimpleNamespace(
+            tensor_parallel_size=1, pipeline_parallel_size=1, data_parallel_index=0, decode_context_parallel_size=1
+        ),
         cache_config=SimpleNamespace(cache_dtype="auto"),
+        shutdown_timeout=60,
         model_config=SimpleNamespace(
             model=str(model),
             dtype=torch.float32,
@@ -360,6 +364,7 @@ class EngineCoreUnderConstruction(EngineCoreProc):  # type: ignore[misc]  # vLLM
 
     def __init__(self, connector: PDConnector, manager: Any) -> None:
         self.input_queue: queue.Queue[Any] = queue.Queue()
+        self.shutdown_state = EngineShutdownState.RUNNING
         connector.bind_kv_cache_manager(manager)
 
 
@@ -421,3 +426,94 @@ def test_models_of_other_weights_are_told_apart(start: Start, model: Path) -> No
     counted = d.worker.get_kv_connector_stats()
     assert counted is not None
     assert counted.data["counts"] == {"pull_failures:incompatible": 1}
+
+
+# An engine that is told to stop
+
+
+def test_an_engine_that_is_told_to_stop_stays_until_its_leases_have_ended(start: Start) -> None:
+    p, d = start("kv_producer"), start("kv_consumer")
+    core = EngineCoreUnderConstruction(p.scheduler, _manager(p))
+    params = p.prefill("r", [3, 1, 6])[1]
+    core.shutdown_state = EngineShutdownState.SHUTTING_DOWN
+    assert p.scheduler.has_pending_push_work()
+    d.allocate(FakeRequest("r", a_prompt(70), params), [2, 7, 4])
+    d.steps_until(lambda results: results.finished_recving)
+    assert d.results == KVConnectorTransferResults(finished_recving={"r"})
+    p.step()
+    assert p.held == []
+    assert not p.scheduler.has_pending_push_work()
+
+
+def test_an_engine_that_is_told_to_stop_does_not_stay_for_ever(start: Start) -> None:
+    p = start("kv_producer", drain_timeout_s=0.1)
+    core = EngineCoreUnderConstruction(p.scheduler, _manager(p))
+    p.prefill("r", [3, 1, 6])
+    core.shutdown_state = EngineShutdownState.REQUESTED
+    assert p.scheduler.has_pending_push_work()
+    assert until(lambda: not p.scheduler.has_pending_push_work())
+    assert p.held == [1, 3, 6]
+
+
+def test_a_late_sibling_is_computed_on_the_decode_engine(start: Start) -> None:
+    """One of ``n`` choices that arrives when the pull of the first has ended: its lease is spent."""
+    p, d = start("kv_producer"), start("kv_consumer")
+    params = p.prefill("r", [3, 1, 6])[1]
+    d.allocate(FakeRequest("first", a_prompt(70), params), [2, 7, 4])
+    d.steps_until(lambda results: results.finished_recving)
+    sibling = FakeRequest("sibling", a_prompt(70), params)
+    d.scheduler.on_new_request(sibling)
+    assert d.scheduler.get_num_new_matched_tokens(sibling, 64) == (0, False)
+    d.step()
+    assert d.results == KVConnectorTransferResults(finished_recving={"first"})
+
+
+def test_a_request_whose_lease_is_known_to_have_ended_fails_without_a_read(
+    start: Start, fabric: InProcessFabric, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    p, d = start("kv_producer", lease_ttl_s=0.3), start("kv_consumer")
+    monkeypatch.setattr(logging.getLogger("pd_connector"), "propagate", True)
+    request = FakeRequest("r", a_prompt(70), p.prefill("r", [3, 1, 6])[1])
+    d.scheduler.on_new_request(request)
+    p.scheduler.reset_cache()
+    consumer = d.scheduler._scheduler._consumer
+    assert consumer is not None
+    assert until(lambda: consumer._renewals.lost("r") is not None)
+    allocated = SimpleNamespace(get_block_ids=lambda: ([2, 7, 4],))
+    d.scheduler.update_state_after_alloc(request, allocated, 69)
+    d.steps_until(lambda results: results.finished_recving)
+    assert d.results == KVConnectorTransferResults(finished_recving={"r"}, failed_recving={"r"})
+    assert fabric.reads == 0
+    assert "has ended: it expired or was cancelled before its blocks were read" in caplog.text
+    counted = d.worker.get_kv_connector_stats()
+    assert counted is not None
+    assert counted.data["counts"] == {"pull_failures:lease": 1}
+
+
+def open_ends() -> set[str]:
+    """Sockets, event counters and shared memory of this process."""
+    descriptors = set()
+    for path in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # that of the directory itself
+            descriptors.add(str(path.readlink()))
+    return {name for name in descriptors if name.startswith(("socket:", "anon_inode:", "/dev/shm/", "/memfd:"))}
+
+
+def test_nothing_is_left_after_the_shutdown_of_engines_with_leases_and_a_pull_under_way(
+    start: Start, fabric: InProcessFabric
+) -> None:
+    ends, before = open_ends(), set(threading.enumerate())
+    p, d = start("kv_producer"), start("kv_consumer")
+    d.allocate(FakeRequest("r", a_prompt(70), p.prefill("r", [3, 1, 6])[1]), [2, 7, 4])
+    d.steps_until(lambda results: results.finished_recving)
+    p.prefill("never read", [2, 4])
+    reading = threading.Event()
+    fabric.inject(fabric.reads + 1, Fault(until=reading))
+    d.allocate(FakeRequest("under way", a_prompt(70), p.prefill("r", [5, 7, 1])[1]), [1, 3, 5])
+    d.step()
+    assert until(lambda: fabric.reads == 2)
+    reading.set()
+    p.close()
+    d.close()
+    assert until(lambda: set(threading.enumerate()) <= before)
+    assert open_ends() <= ends

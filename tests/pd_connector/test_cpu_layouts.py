@@ -84,6 +84,7 @@ def a_config(
     return SimpleNamespace(
         kv_transfer_config=transfer,
         speculative_config=None,
+        parallel_config=SimpleNamespace(decode_context_parallel_size=1),
         compilation_config=SimpleNamespace(static_forward_context={str(i): layer for i, layer in enumerate(held)}),
         model_config=SimpleNamespace(dtype=shape.dtype, is_hybrid=False, use_mla=False),
         cache_config=SimpleNamespace(cache_dtype=kv_cache_dtype(shape), block_size=shape.block_tokens),
@@ -378,34 +379,31 @@ def test_on_an_unknown_platform_nothing_is_wanted(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("head_size", [64, 80])
-def test_a_block_holds_k_transposed_and_then_v(head_size: int) -> None:
-    shape = a_shape(kv_heads=2, head_size=head_size)
-    packing = cpu_layouts.cpu_packing(shape.dtype, shape.block_tokens, head_size, "auto")
-    if not packing.endswith("k_transposed"):
-        pytest.skip(f"this machine's kernels pack otherwise: {packing}")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_order_that_is_found_is_where_the_kernels_put_each_item(head_size: int, dtype: torch.dtype) -> None:
+    shape = a_shape(kv_heads=2, head_size=head_size, dtype=dtype)
+    order = cpu_layouts.head_order(a_config(OURS, shape=shape), shape.block_tokens, head_size, dtype)
+    if order.key is None or order.value is None:
+        pytest.skip(f"this machine's kernels have no strides: {order}")
     layer = Layer(shape, cpu_attn.CPUAttentionBackend)
     isa = cpu_attn._get_attn_isa(shape.dtype, shape.block_tokens, head_size, "auto")
-    key, value = torch.randn(2, shape.block_tokens, shape.kv_heads, head_size)
-    cache = torch.zeros(1, shape.kv_heads, shape.block_tokens, 2 * head_size)
+    key, value = torch.randn(2, shape.block_tokens, shape.kv_heads, head_size).to(dtype)
+    cache = torch.zeros(1, shape.kv_heads, shape.block_tokens, 2 * head_size, dtype=dtype)
     face = SimpleNamespace(isa=isa, _k_scale_float=1.0, _v_scale_float=1.0)
     layer.impl.do_kv_cache_update(face, key, value, cache, torch.arange(shape.block_tokens))
-    packed = cache.view(shape.kv_heads, 2, -1)
-    assert torch.equal(packed[:, 0], key.permute(1, 2, 0).reshape(shape.kv_heads, -1))
-    assert torch.equal(packed[:, 1], value.transpose(0, 1).reshape(shape.kv_heads, -1))
-
-
-def test_instruction_sets_with_their_own_order_have_their_own_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    names = set()
-    for isa in ("vec", "amx", "neon", "rvv"):
-        monkeypatch.setattr(cpu_attn, "_get_attn_isa", lambda *_, isa=isa: isa)
-        names |= {cpu_layouts.cpu_packing(torch.bfloat16, 32, 64, cache) for cache in ("auto", "fp8")}
-    assert len(names) == 8
+    for head in range(shape.kv_heads):
+        block = cache[0, head].flatten()
+        for written, part in ((key, order.key), (value, order.value)):
+            tokens = torch.arange(shape.block_tokens)[:, None] * part.token_stride
+            assert torch.equal(
+                block[part.offset + tokens + torch.arange(head_size) * part.content_stride], written[:, head]
+            )
 
 
 def test_a_vllm_that_hides_its_kernels_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(cpu_attn, "_get_attn_isa")
     with pytest.raises(RuntimeError, match="_get_attn_isa"):
-        cpu_layouts.cpu_packing(torch.float32, 32, 64, "auto")
+        cpu_layouts.head_order(a_config(OURS), 32, 64, torch.float32)
 
 
 # ---- a real model

@@ -1,6 +1,7 @@
 """``kv_transfer_params``: what a prefill engine answers, a router relays, and a decode engine believes."""
 
 import json
+import re
 from typing import Any
 
 import msgspec
@@ -10,6 +11,7 @@ from pd_connector.params import (
     ParamsError,
     RemotePrefill,
     check_prompt,
+    contents_digest,
     is_decode_leg,
     is_prefill_leg,
     parse_remote_prefill,
@@ -141,3 +143,25 @@ def test_the_digest_tells_apart_what_shapes_the_cache() -> None:
     assert prompt_digest([1, 2, 3], ()) == digests[0]
     assert all(len(digest) == 16 for digest in digests)
     assert prompt_digest(None, ()) == ""
+
+
+def test_the_digest_of_what_a_lease_holds_survives_the_way_through_a_router() -> None:
+    relayed = parse_remote_prefill(json.loads(json.dumps(REMOTE.to_params())))
+    assert contents_digest(relayed) == contents_digest(REMOTE)
+    assert re.fullmatch("[0-9a-f]{32}", contents_digest(REMOTE))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"remote_block_ids": ((1, 2, 3, 4, 6),)},
+        {"remote_block_ids": ((2, 1, 3, 4, 5),)},
+        {"remote_block_ids": ((1, 2, 3), (4, 5))},
+        {"remote_block_ids": ((1, 2, 3, 4, 5), ())},
+        {"remote_num_tokens": 71},
+        {"prompt_digest": ""},
+    ],
+    ids=str,
+)
+def test_whoever_alters_what_is_to_be_read_changes_the_digest(change: dict[str, Any]) -> None:
+    assert contents_digest(msgspec.structs.replace(REMOTE, **change)) != contents_digest(REMOTE)

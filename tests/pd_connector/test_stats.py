@@ -171,6 +171,7 @@ def test_the_exported_names_are_these(exported: tuple[ConnectorPromMetrics, _Unr
         "vllm:pd_pull_tokens",
         "vllm:pd_pull_failures",
         "vllm:pd_leases",
+        "vllm:pd_control_refusals",
         "vllm:pd_pull_seconds",
         "vllm:pd_connector_call_seconds_max",
     }

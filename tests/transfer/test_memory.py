@@ -1,30 +1,69 @@
 """Memory that is lent out: aligned, disjoint, never twice at once, never waited for."""
 
 import ctypes
+import gc
 import mmap
 import threading
+import weakref
 from contextlib import ExitStack
 
 import pytest
 
-from transfer.memory import SlotPool
+from layout.geometry import Region
+from transfer.memory import HostMemory, SlotPool
+
+
+def pool_of(size: int, slots: int) -> SlotPool:
+    memory = HostMemory(size)
+    return SlotPool(memory.region, slots, memory)
+
+
+def test_host_memory_is_page_aligned_and_can_be_written_from_end_to_end() -> None:
+    memory = HostMemory(3 * mmap.PAGESIZE + 5)
+    assert memory.region.size == 3 * mmap.PAGESIZE + 5
+    assert memory.region.address % mmap.PAGESIZE == 0
+    ctypes.memset(memory.region.address, 7, memory.region.size)
+    assert ctypes.string_at(memory.region.end - 2, 2) == bytes([7, 7])
+
+
+@pytest.mark.parametrize("size", [0, -1])
+def test_host_memory_without_bytes_is_refused(size: int) -> None:
+    with pytest.raises(ValueError, match=f"must have some bytes, not {size}"):
+        HostMemory(size)
 
 
 def test_slots_are_aligned_disjoint_and_inside_the_region() -> None:
-    pool = SlotPool(10 * mmap.PAGESIZE, 3)
+    pool = pool_of(10 * mmap.PAGESIZE, 3)
     assert pool.slot_bytes == 3 * mmap.PAGESIZE
     with ExitStack() as stack:
         slots = sorted(stack.enter_context(pool.borrow()) or 0 for _ in range(3))
         assert slots == [pool.region.address + index * pool.slot_bytes for index in range(3)]
         assert slots[0] % mmap.PAGESIZE == 0
-        assert slots[-1] + pool.slot_bytes == pool.region.end
+        assert slots[-1] + pool.slot_bytes == pool.region.end - mmap.PAGESIZE
         for number, slot in enumerate(slots):
             ctypes.memset(slot, number + 1, pool.slot_bytes)
         assert ctypes.string_at(slots[1], pool.slot_bytes) == bytes([2]) * pool.slot_bytes
 
 
+def test_a_pool_keeps_its_memory_and_touches_none_of_it() -> None:
+    class Owner:
+        """Stands for a device's memory, which would fault if it were touched."""
+
+    owner = Owner()
+    gone = weakref.ref(owner)
+    pool = SlotPool(Region(1 << 60, 1 << 20), 4, owner)
+    del owner
+    gc.collect()
+    with pool.borrow() as slot:
+        assert slot == (1 << 60) + (3 << 18)
+        assert gone() is not None
+    del pool
+    gc.collect()
+    assert gone() is None
+
+
 def test_who_finds_nothing_free_gets_nothing_and_does_not_wait() -> None:
-    pool = SlotPool(mmap.PAGESIZE, 1)
+    pool = pool_of(mmap.PAGESIZE, 1)
     with pool.borrow() as first:
         assert first is not None
         with pool.borrow() as second:
@@ -34,7 +73,7 @@ def test_who_finds_nothing_free_gets_nothing_and_does_not_wait() -> None:
 
 
 def test_a_slot_comes_back_after_a_failure() -> None:
-    pool = SlotPool(mmap.PAGESIZE, 1)
+    pool = pool_of(mmap.PAGESIZE, 1)
     with pytest.raises(RuntimeError, match="read"), pool.borrow():
         raise RuntimeError("read failed")
     with pool.borrow() as slot:
@@ -42,7 +81,7 @@ def test_a_slot_comes_back_after_a_failure() -> None:
 
 
 def test_threads_never_hold_one_slot_at_once() -> None:
-    pool = SlotPool(4 * mmap.PAGESIZE, 4)
+    pool = pool_of(4 * mmap.PAGESIZE, 4)
     held: set[int] = set()
     clashes: list[int] = []
 
@@ -65,4 +104,4 @@ def test_threads_never_hold_one_slot_at_once() -> None:
 
 def test_less_than_a_page_a_slot_is_refused_with_the_values() -> None:
     with pytest.raises(ValueError, match="1000 bytes cannot be cut into 4 slots"):
-        SlotPool(1000, 4)
+        pool_of(1000, 4)

@@ -1,7 +1,7 @@
 """The asking end of the control channel, as its callers see it: a request in, a future out.
 
 The work is done on one thread, ``client_loop``, with the sockets of ``peers``. What the answers mean is the caller's
-business. The channel itself is not authenticated.
+business.
 """
 
 import logging
@@ -13,8 +13,10 @@ from functools import partial
 from itertools import count
 
 from transfer.control.address import peer_address
+from transfer.control.allowed import AllowedPeers
 from transfer.control.client_loop import Abandoned, ClientCounters, ClientLoop, Inbox, LoopSettings, Pending
 from transfer.control.errors import BadAddress, BadRequest
+from transfer.control.keys import ControlKeys
 from transfer.control.messages import MAX_REQUEST_BYTES, Reply, Request, encode
 from transfer.control.peers import PeerSettings
 
@@ -32,6 +34,8 @@ class ControlClient:
         self,
         retry_s: float = 0.5,
         *,
+        keys: ControlKeys | None = None,
+        allowed: AllowedPeers | None = None,
         retry_cap_s: float = 2.0,
         idle_s: float = 300.0,
         max_peers: int = 256,
@@ -43,6 +47,9 @@ class ControlClient:
         close_timeout_s: float = 5.0,
     ) -> None:
         """Start the thread.
+
+        ``keys``: only servers with the same ones are talked to; None talks to those that have none. ``allowed``: the
+        hosts that may be contacted; None is every host.
 
         ``retry_s``: first wait for an answer before the request is sent again; the waits double up to
         ``retry_cap_s``. ``idle_s``: a peer's socket is closed when unused for that long. ``max_peers``: sockets at a
@@ -76,6 +83,8 @@ class ControlClient:
                 heartbeat_s=heartbeat_s,
                 connect_timeout_s=connect_timeout_s,
             ),
+            keys,
+            allowed or AllowedPeers(),
         )
         self._thread = threading.Thread(target=self._loop.run, name="pd-control-client", daemon=True)
         self._thread.start()
@@ -92,6 +101,8 @@ class ControlClient:
             PeerRefused: the peer answered with an error, or speaks another protocol version. ``NOT_READY`` is asked
                 again, and reported so only when the time is out.
             BadRequest: above ``MAX_REQUEST_BYTES``, or a field that MessagePack cannot hold.
+            AuthenticationFailed: the peer has another secret, or only one side has one.
+            PeerNotAllowed: the host is none of ``allowed``.
             TooManyPeers: ``max_peers`` peers are being asked, or ``max_resolvers`` names looked up, already.
             ClientClosed: the client was closed.
 

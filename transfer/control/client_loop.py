@@ -18,7 +18,17 @@ import msgspec
 import zmq
 
 from transfer.control.address import Address
-from transfer.control.errors import ClientClosed, ControlError, PeerRefused, PeerUnreachable, TooManyPeers
+from transfer.control.allowed import AllowedPeers
+from transfer.control.errors import (
+    AuthenticationFailed,
+    ClientClosed,
+    ControlError,
+    PeerNotAllowed,
+    PeerRefused,
+    PeerUnreachable,
+    TooManyPeers,
+)
+from transfer.control.keys import ControlKeys
 from transfer.control.messages import (
     Cancel,
     Cancelled,
@@ -52,7 +62,9 @@ class ClientCounters(msgspec.Struct, frozen=True):
     sent: int = 0  # frames handed to a connection, repetitions included
     answered: int = 0
     refused: int = 0  # answered with an error that asking again would not mend
-    unreachable: int = 0  # out of time without an answer
+    unreachable: int = 0  # out of time without an answer, or sure to be
+    authentication_failures: int = 0  # the peer has another secret, or only one side has one
+    not_allowed: int = 0  # the peer may not be contacted
     malformed_replies: int = 0  # ignored: not a message of this protocol, or not an answer to what was asked
     late_replies: int = 0  # ignored: already answered, cancelled or out of time
     peers_opened: int = 0  # sockets made
@@ -152,12 +164,19 @@ class Inbox:
 class ClientLoop:
     """The client's thread: sends, receives, repeats, gives up."""
 
-    def __init__(self, inbox: Inbox, settings: LoopSettings, peers: PeerSettings) -> None:
+    def __init__(
+        self,
+        inbox: Inbox,
+        settings: LoopSettings,
+        peers: PeerSettings,
+        keys: ControlKeys | None,
+        allowed: AllowedPeers,
+    ) -> None:
         self._counters = ClientCounters()  # replaced by this thread only
         self._settings = settings
         self._inbox = inbox
         self._warnings = ThrottledWarnings(logger, settings.log_interval_s)
-        self._peers = PeerPool(peers, inbox.wakeup.fileno(), inbox.put)
+        self._peers = PeerPool(peers, keys, allowed, inbox.wakeup.fileno(), inbox.put)
         self._pending: dict[int, Pending] = {}
         self._timers: list[tuple[float, int]] = []  # heap of (when, message id); stale entries are skipped
 
@@ -177,6 +196,8 @@ class ClientLoop:
                         self._receive(peer)
                     if events & zmq.POLLOUT:
                         self._send_waiting(peer)
+                    if peer.failure:
+                        self._give_up_peer(peer, peer.failure)
                 self._inbox.wakeup.clear()
                 while (item := self._inbox.take()) is not None:
                     self._take(item)
@@ -196,9 +217,9 @@ class ClientLoop:
                 if abandoned is not None:
                     self._settle(abandoned, None)
             case Resolved():
-                for peer, failure in self._peers.resolved(item):
-                    if failure:
-                        self._give_up_peer(peer, failure)
+                for peer in self._peers.resolved(item):
+                    if peer.failure:
+                        self._give_up_peer(peer, peer.failure)
                     else:
                         self._send_waiting(peer)
 
@@ -207,6 +228,9 @@ class ClientLoop:
         self._pending[asked.message_id] = asked
         try:
             peer = self._peers.get(asked.address)
+        except PeerNotAllowed as error:
+            self._count(not_allowed=self._counters.not_allowed + 1)
+            self._settle(asked, error)
         except TooManyPeers as error:
             self._settle(asked, error)
         except zmq.ZMQError as error:
@@ -250,17 +274,30 @@ class ClientLoop:
         if asked.not_ready:
             self._refuse(asked, ErrorCode.NOT_READY, asked.not_ready)
             return
-        self._count(unreachable=self._counters.unreachable + 1)
-        self._settle(asked, asked.unreachable())
         peer = self._peers.find(asked.address)
+        reason = ""
+        if peer is not None and peer.ended_handshakes and not asked.attempts:
+            reason = (
+                f"it ended the connection {peer.ended_handshakes} times before it was made: it is no engine, has a "
+                "secret where this one has none, or has too many connections"
+            )
+        self._count(unreachable=self._counters.unreachable + 1)
+        self._settle(asked, asked.unreachable(reason))
         if peer is not None and not peer.asked:
             self._peers.drop(peer)  # so that the next request starts afresh: a new connection, a new look-up
 
-    def _give_up_peer(self, peer: Peer, reason: str) -> None:
+    def _give_up_peer(self, peer: Peer, failure: ControlError | str) -> None:
         for message_id in list(peer.asked):
             asked = self._pending[message_id]
-            self._count(unreachable=self._counters.unreachable + 1)
-            self._settle(asked, asked.unreachable(reason))
+            if isinstance(failure, AuthenticationFailed):
+                self._count(authentication_failures=self._counters.authentication_failures + 1)
+            elif isinstance(failure, PeerNotAllowed):
+                self._count(not_allowed=self._counters.not_allowed + 1)
+            else:
+                self._count(unreachable=self._counters.unreachable + 1)
+            # Each future raises an exception of its own: tracebacks are kept in them.
+            own = type(failure)(str(failure)) if isinstance(failure, ControlError) else asked.unreachable(failure)
+            self._settle(asked, own)
         self._peers.drop(peer)
 
     def _refuse(self, asked: Pending, code: ErrorCode, reason: str) -> None:

@@ -50,6 +50,14 @@ class PeerUnreachable(ControlError):  # noqa: N818
         super().__init__(f"{where} did not answer {request_type!r} in {tried_s:.2f} s, {attempts} times sent: {reason}")
 
 
+class AuthenticationFailed(ControlError):  # noqa: N818
+    """The peer holds another secret, or only one side has one; the message names the peer and says which."""
+
+
+class PeerNotAllowed(ControlError):  # noqa: N818
+    """The host is not one that this engine may contact; nothing was sent. The message names host, rules and setting."""
+
+
 class PeerRefused(ControlError):  # noqa: N818
     """The peer answered with an error. ``code`` says which, ``reason`` is the peer's own text."""
 

@@ -7,6 +7,10 @@ part says release when it has read its share, and learns whether the lease was s
 only then may the data be used. A D that will never read says cancel. P frees the blocks when all readers
 have released, when the lease is cancelled, or when it was not renewed for its time to live.
 
+What D reads, it was told by way of a router and a client. A release therefore names, as a digest, what it
+has read; P compares that with what it leased, so that whoever altered the block ids or the prompt on their way
+gets a failed pull and never another request's blocks.
+
     D worker                                   P scheduler process
        | hello {engine_id} ----------------------> |
        | <---- welcome {model, workers}            |   once per P engine: the geometry of every P rank
@@ -14,11 +18,11 @@ have released, when the lease is cancelled, or when it was not renewed for its t
        | (reads the blocks through the transfer engine; P's process takes no part)
        |                                           |
        | release {lease_id, reader, readers, ...}-> |
-       | <---- released {valid}                    |   valid: the blocks were unchanged all the time
+       | <---- released {valid, reason}            |   valid: the blocks were unchanged all the time
 
     D scheduler
        | renew {lease_ids} ----------------------> |   every third of the time to live
-       | <---- renewed {valid}                     |   the ids that are still valid
+       | <---- renewed {valid}                     |   the ids that are still valid; the others have ended for good
        | cancel {lease_ids} ---------------------> |   the request left before it was pulled
        | <---- cancelled {}                        |
 
@@ -67,6 +71,17 @@ class ErrorCode(StrEnum):
     INTERNAL = "internal"  # the handler failed; its log says why
 
 
+class InvalidReason(StrEnum):
+    """Why a release was not valid."""
+
+    EXPIRED = "expired"  # the lease was not renewed in time
+    CANCELLED = "cancelled"  # D let go of it, or P's caches were reset
+    RELEASED = "released"  # all readers had released it before: it is good for one pull
+    UNKNOWN = "unknown"  # the engine never granted it, or it ended so long ago that it was forgotten
+    READERS = "readers"  # the reader is not one of the readers, or another reader named another number of them
+    CONTENTS = "contents"  # what was read is not what the lease holds: kv_transfer_params were altered on their way
+
+
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
     """Ask for the geometry of all workers of an engine."""
 
@@ -103,12 +118,15 @@ class Release(msgspec.Struct, frozen=True, tag="release"):
     reader: int  # which of the readers, 0 <= reader < readers
     readers: int  # how many readers will release this lease
     pull_id: str  # of the read that has ended: tells a repeated release from that of a second read
+    contents: str  # digest of what was read, which must be the one that P made when it granted the lease
 
 
 class Released(msgspec.Struct, frozen=True, tag="released"):
     """Whether the lease was valid when the release arrived. If not, what was read must not be used."""
 
     valid: bool
+    #: Empty if valid, else one of ``InvalidReason``, or what a later version adds to them.
+    reason: Annotated[str, msgspec.Meta(max_length=64)] = ""
 
 
 class Cancel(msgspec.Struct, frozen=True, tag="cancel"):

@@ -1,6 +1,7 @@
 """The client's sockets: one DEALER per peer address, made on demand, and the look-up of host names.
 
-Opens, connects, closes and evicts. What is said over the sockets is ``client_loop``'s business.
+Opens, connects, closes and evicts, contacts only hosts that are allowed, and notices handshakes that cannot succeed.
+What is said over the sockets is ``client_loop``'s business.
 """
 
 import math
@@ -14,10 +15,25 @@ import msgspec
 import zmq
 
 from transfer.control.address import Address, numeric, resolve
-from transfer.control.errors import TooManyPeers
+from transfer.control.allowed import AllowedPeers
+from transfer.control.errors import AuthenticationFailed, ControlError, PeerNotAllowed, TooManyPeers
+from transfer.control.keys import ControlKeys
 from transfer.control.messages import MAX_FRAME_BYTES
+from transfer.control.monitor import SocketMonitor
 
 _QUEUED_FRAMES = 64  # per peer and direction, in libzmq
+_SOCKETS_PER_PEER = 3  # its own and the two ends of its monitor
+
+_EVENTS = (
+    zmq.EVENT_HANDSHAKE_SUCCEEDED
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
+_OTHER_MECHANISM = zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH
+# A server ends the connection of a client with another secret without a word, as do machines that are just starting.
+_ENDED_HANDSHAKES = 3
+_GIVE_BOTH = "give both engines the same one (secret_file or PD_CONNECTOR_SECRET)"
 
 
 class PeerSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,6 +53,9 @@ class Peer:
     address: Address
     used_at: float  # monotonic seconds
     socket: zmq.Socket[bytes] | None = None
+    monitor: SocketMonitor | None = None
+    ended_handshakes: int = 0  # in a row, by the other side
+    failure: ControlError | str = ""  # why no connection will ever be made: what to raise, or a reason to give
     asked: set[int] = field(default_factory=set)  # message ids that were not answered; while any, the peer is kept
     unsent: deque[int] = field(default_factory=deque)  # of those, the ones that wait for the connection to take them
 
@@ -46,7 +65,7 @@ class Resolved(msgspec.Struct, frozen=True):
 
     host: str
     ip: str
-    failure: str = ""
+    failure: ControlError | str = ""
 
 
 class PeerPool:
@@ -55,14 +74,24 @@ class PeerPool:
     ``report`` is called on a look-up's own thread when that has ended; the owner passes what it gets to ``resolved``.
     """
 
-    def __init__(self, settings: PeerSettings, wakeup_fileno: int, report: Callable[[Resolved], object]) -> None:
+    def __init__(
+        self,
+        settings: PeerSettings,
+        keys: ControlKeys | None,
+        allowed: AllowedPeers,
+        wakeup_fileno: int,
+        report: Callable[[Resolved], object],
+    ) -> None:
         self.opened = 0  # sockets made
         self.closed = 0
         self.sweep_at = math.inf  # monotonic seconds: when to call close_idle next
         self._settings = settings
+        self._keys = keys
+        self._allowed = allowed
         self._report = report
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._context.set(zmq.MAX_SOCKETS, 2 * settings.max_peers + 8)  # closed ones count until libzmq has reaped them
+        # Closed ones count until libzmq has reaped them.
+        self._context.set(zmq.MAX_SOCKETS, 2 * _SOCKETS_PER_PEER * settings.max_peers + 8)
         self._poller = zmq.Poller()
         self._poller.register(wakeup_fileno, zmq.POLLIN)
         self._peers: dict[Address, Peer] = {}
@@ -70,12 +99,21 @@ class PeerPool:
         self._resolvers: dict[str, threading.Thread] = {}  # by host name
 
     def poll(self, timeout_s: float) -> Iterator[tuple[Peer, int]]:
-        """Wait for any socket or the wake-up; yields the peers that are still held, with their ZeroMQ events."""
+        """Wait for any socket or the wake-up; yields the peers that are still held, with their ZeroMQ events.
+
+        A peer whose handshake has failed for good has its ``failure`` set and is yielded with no events.
+        """
         timeout_ms = -1 if timeout_s == math.inf else max(0, math.ceil(timeout_s * 1000))
         for socket, events in self._poller.poll(timeout_ms):
             peer = self._by_socket.get(socket) if isinstance(socket, zmq.Socket) else None
-            if peer is not None:
+            if peer is None:
+                continue
+            if socket is peer.socket:
                 yield peer, events
+            else:
+                self._take_handshakes(peer)
+                if peer.failure:
+                    yield peer, 0
 
     def find(self, address: Address) -> Peer | None:
         """The peer at ``address`` if it is held."""
@@ -86,32 +124,37 @@ class PeerPool:
 
         Raises:
             TooManyPeers: no peer can be dropped for it, or too many names are being looked up.
+            PeerNotAllowed: it may not be contacted.
             zmq.ZMQError: the operating system gives no socket.
         """
         peer = self._peers.get(address)
         if peer is not None:
             return peer
+        host = address.host
+        look_up = numeric(host) is None or self._allowed.needs_names(host)
+        if not look_up:
+            self._allowed.check(host, host)
         self._make_room()
         peer = Peer(address, time.monotonic())
-        if numeric(address.host) is not None:
-            self._connect(peer, address.host)
+        if look_up:
+            self._look_up(host)
         else:
-            self._look_up(address.host)
+            self._connect(peer, host)
         self._peers[address] = peer
         self.sweep_at = min(self.sweep_at, peer.used_at + self._settings.idle_s)
         return peer
 
-    def resolved(self, found: Resolved) -> Iterator[tuple[Peer, str]]:
-        """Connect the peers whose host name was looked up; yields each with "" or why it cannot be reached."""
+    def resolved(self, found: Resolved) -> Iterator[Peer]:
+        """Connect the peers whose host name was looked up; yields each, with its ``failure`` if it has one."""
         self._resolvers.pop(found.host).join()
         for peer in [peer for peer in self._peers.values() if peer.address.host == found.host and peer.socket is None]:
-            failure = found.failure
-            if not failure:
+            peer.failure = found.failure
+            if not peer.failure:
                 try:
                     self._connect(peer, found.ip)
                 except zmq.ZMQError as error:
-                    failure = f"no socket: {error}"
-            yield peer, failure
+                    peer.failure = f"no socket: {error}"
+            yield peer
 
     def watch(self, peer: Peer, *, writable: bool) -> None:
         """Poll the peer's socket for replies and, if ``writable``, for room to send."""
@@ -121,6 +164,10 @@ class PeerPool:
     def drop(self, peer: Peer, linger_s: float = 0.0) -> None:
         """Forget the peer and close its socket; what was sent has ``linger_s`` seconds to leave."""
         del self._peers[peer.address]
+        if peer.monitor is not None:
+            self._poller.unregister(peer.monitor.socket)
+            del self._by_socket[peer.monitor.socket]
+            peer.monitor.close()
         if peer.socket is not None:
             self._poller.unregister(peer.socket)
             del self._by_socket[peer.socket]
@@ -162,16 +209,48 @@ class PeerPool:
         try:
             self._set_options(socket)
             socket.setsockopt(zmq.IPV6, ":" in ip)
+            monitor = SocketMonitor(self._context, socket, str(self.opened), _EVENTS)
             socket.connect(Address(ip, peer.address.port).endpoint)
         except zmq.ZMQError:
             socket.close()
             raise
-        peer.socket = socket
-        self._by_socket[socket] = peer
-        self._poller.register(socket, zmq.POLLIN)
+        peer.socket, peer.monitor = socket, monitor
+        for each in (socket, monitor.socket):
+            self._by_socket[each] = peer
+            self._poller.register(each, zmq.POLLIN)
         self.opened += 1
 
+    def _take_handshakes(self, peer: Peer) -> None:
+        """Set the peer's ``failure`` if its handshakes cannot succeed."""
+        assert peer.monitor is not None
+        for event, value in peer.monitor.take():
+            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                peer.ended_handshakes = 0
+            elif event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
+                peer.ended_handshakes += 1
+                if self._keys is not None and peer.ended_handshakes >= _ENDED_HANDSHAKES:
+                    peer.failure = AuthenticationFailed(
+                        f"authentication with {peer.address} failed: it ended the handshake {_ENDED_HANDSHAKES} times, "
+                        f"most likely because the secrets of the two engines differ or that one has none: {_GIVE_BOTH}"
+                    )
+            elif event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL and value != _OTHER_MECHANISM:
+                # libzmq does not try again after this.
+                peer.failure = f"what listens there does not speak ZeroMQ's protocol as an engine does ({value:#x})"
+            else:
+                peer.failure = AuthenticationFailed(
+                    f"authentication with {peer.address} failed: {self._whose_secret(event)}: {_GIVE_BOTH}"
+                )
+
+    def _whose_secret(self, event: int) -> str:
+        if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+            return "the secrets of the two engines differ"
+        if self._keys is None:
+            return "that engine has a secret and this one has none"
+        return "this engine has a secret and that one has none"
+
     def _set_options(self, socket: zmq.Socket[bytes]) -> None:
+        if self._keys is not None:
+            self._keys.secure_client(socket)
         heartbeat_ms = int(self._settings.heartbeat_s * 1000)
         connect_timeout_ms = int(self._settings.connect_timeout_s * 1000)
         for option, value in {
@@ -202,14 +281,19 @@ class PeerPool:
                 f"addresses, or raise max_resolvers={self._settings.max_resolvers}"
             )
         thread = threading.Thread(
-            target=_look_up, args=(host, self._report), name=f"pd-control-look-up-{host}", daemon=True
+            target=_look_up, args=(host, self._allowed, self._report), name=f"pd-control-look-up-{host}", daemon=True
         )
         self._resolvers[host] = thread
         thread.start()
 
 
-def _look_up(host: str, report: Callable[[Resolved], object]) -> None:
+def _look_up(host: str, allowed: AllowedPeers, report: Callable[[Resolved], object]) -> None:
     try:
-        report(Resolved(host, resolve(host)))
+        ip = resolve(host)
+        allowed.check(host, ip)
+    except PeerNotAllowed as error:
+        report(Resolved(host, "", error))
     except OSError as error:
         report(Resolved(host, "", f"the host name could not be looked up: {error}"))
+    else:
+        report(Resolved(host, ip))

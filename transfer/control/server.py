@@ -1,7 +1,7 @@
 """The answering end of the control channel: one ROUTER socket and one thread that asks a handler.
 
 Frames become requests and replies become frames here, and nothing a peer sends can stop it. What a request means
-(leases, geometry) is the handler's business. The channel itself is not authenticated.
+(leases, geometry) is the handler's business, who may be connected that of ``admission``.
 """
 
 import errno
@@ -13,7 +13,10 @@ import msgspec
 import zmq
 
 from transfer.control.address import Address, listen_address, numeric, resolve
+from transfer.control.admission import Admission, AdmissionCounters
 from transfer.control.errors import BadAddress, ControlStartError
+from transfer.control.keys import ControlKeys
+from transfer.control.limits import Allowances, ServerLimits, excess
 from transfer.control.messages import (
     MAX_FRAME_BYTES,
     MAX_REQUEST_BYTES,
@@ -34,8 +37,12 @@ logger = logging.getLogger(__name__)
 # Frames up to twice the limit are read, so that they can be counted and answered; for larger ones libzmq closes the
 # connection unread.
 _READ_BYTES = 2 * MAX_REQUEST_BYTES
-_QUEUED_REQUESTS = 64  # per peer, read ahead of the handler; a peer that sends faster is held back by TCP
+_QUEUED_REQUESTS = 16  # per peer, read ahead of the handler; a peer that sends faster is held back by TCP
 _FRAMES_PER_TURN = 256  # then look whether the server is to stop
+_AFTER_A_FAULT_S = 0.05
+_BACKLOG = 1024  # connections that all come at once, as after a restart
+_HANDSHAKE_S = 5.0  # after which a connection that has not finished its handshake is closed
+_UNREAD_REPLIES_S = 15.0  # after which a connection that takes no bytes off our hands is closed
 
 _WAY_OUT = {
     errno.EADDRINUSE: "another process holds the port: choose a different one, or 0 to let the OS choose",
@@ -57,15 +64,29 @@ class ControlHandler(Protocol):
 
 
 class ServerCounters(msgspec.Struct, frozen=True):
-    """Frames received since the start, by their end. Every frame is counted once in the first five fields."""
+    """What came since the start, by its end. Every message is counted once in the first seven fields."""
 
     requests: int = 0  # well-formed and passed to the handler, repetitions included
     malformed: int = 0  # not a request of this protocol
     oversized: int = 0  # above MAX_REQUEST_BYTES, as far as it was read at all
     wrong_version: int = 0
     wrong_frames: int = 0  # not exactly one frame
+    over_limits: int = 0  # well-formed, but naming more than ``limits`` accepts
+    rate_limited: int = 0  # dropped unread: its host has asked for more than its share
     handler_failures: int = 0  # requests whose handler raised, or whose reply could not be encoded
     replies_dropped: int = 0  # the peer has left, or does not read its replies
+    admission: AdmissionCounters = AdmissionCounters()
+
+    @property
+    def refusals(self) -> dict[str, int]:
+        """What was not served, by cause: the labels of a metric."""
+        return {
+            "authentication": self.admission.authentication_failures,
+            "handshake": self.admission.handshake_failures,
+            "connections": self.admission.connections_refused + self.admission.connections_cut,
+            "rate": self.rate_limited,
+            "malformed": self.malformed + self.oversized + self.wrong_version + self.wrong_frames + self.over_limits,
+        }
 
 
 class ControlServer:
@@ -80,6 +101,8 @@ class ControlServer:
         host: str,
         port: int = 0,
         *,
+        keys: ControlKeys | None = None,
+        limits: ServerLimits | None = None,
         queued_replies: int = 1000,
         log_interval_s: float = 60.0,
         heartbeat_s: float = 15.0,
@@ -88,12 +111,17 @@ class ControlServer:
     ) -> None:
         """Nothing is bound before ``start``.
 
+        ``keys``: only clients with the same ones are served; None serves whoever can connect.
         ``queued_replies``: how many a peer may leave unread before further ones are dropped (it asks again).
         ``log_interval_s``: at most one warning per cause in that time. ``heartbeat_s``: how often silent peers are
         probed, so that vanished ones are forgotten. ``linger_s``: how long ``close`` lets the last replies leave.
         ``close_timeout_s``: how long ``close`` waits for a handler that has not returned.
         """
         self._handler = handler
+        self._keys = keys
+        self._limits = limits or ServerLimits()
+        self._allowances = Allowances(self._limits.requests_per_s, self._limits.burst)
+        self._admission: Admission | None = None
         self._host = host
         self._port = port
         self._queued_replies = queued_replies
@@ -118,15 +146,17 @@ class ControlServer:
         address = _to_bind(self._host, self._port)
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         try:
-            socket, port = self._bind(context, address)
+            socket, admission = self._bind(context, address)
         except BaseException:
             context.destroy(linger=0)
             raise
-        self._address = Address(address.host, port)
+        self._address = Address(address.host, admission.port)
+        self._admission = admission
         self._wakeup = Wakeup()
-        _warn_if_exposed(self._address)
+        if self._keys is None:
+            _warn_if_exposed(self._address)
         self._thread = threading.Thread(
-            target=self._run, args=(context, socket, self._wakeup), name="pd-control-server", daemon=True
+            target=self._run, args=(context, socket, admission, self._wakeup), name="pd-control-server", daemon=True
         )
         self._thread.start()
 
@@ -158,7 +188,9 @@ class ControlServer:
     @property
     def counters(self) -> ServerCounters:
         """What was received so far."""
-        return self._counters
+        if self._admission is None:
+            return self._counters
+        return msgspec.structs.replace(self._counters, admission=self._admission.counters)
 
     @property
     def _bound(self) -> Address:
@@ -166,42 +198,75 @@ class ControlServer:
             raise RuntimeError("the control server has no address before start()")
         return self._address
 
-    def _bind(self, context: zmq.Context[zmq.Socket[bytes]], address: Address) -> tuple[zmq.Socket[bytes], int]:
+    def _bind(self, context: zmq.Context[zmq.Socket[bytes]], address: Address) -> tuple[zmq.Socket[bytes], Admission]:
         socket = context.socket(zmq.ROUTER)
         socket.setsockopt(zmq.MAXMSGSIZE, _READ_BYTES)
         socket.setsockopt(zmq.RCVHWM, _QUEUED_REQUESTS)
         socket.setsockopt(zmq.SNDHWM, self._queued_replies)
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a reply that cannot be queued is an error, so that it is counted
         socket.setsockopt(zmq.HEARTBEAT_IVL, int(self._heartbeat_s * 1000))
+        socket.setsockopt(zmq.BACKLOG, _BACKLOG)
+        socket.setsockopt(zmq.HANDSHAKE_IVL, int(_HANDSHAKE_S * 1000))
+        socket.setsockopt(zmq.TCP_MAXRT, int(_UNREAD_REPLIES_S * 1000))
         socket.setsockopt(zmq.IPV6, ":" in address.host)
+        admission = Admission(context, socket, self._keys, self._limits, self._warnings)
         try:
             socket.bind(address.endpoint)
         except zmq.ZMQError as error:
             way_out = _WAY_OUT.get(error.errno or 0, "check host and port")
             raise ControlStartError(f"cannot bind the control channel to {address}: {error}: {way_out}") from error
-        return socket, int(socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
+        admission.port = int(socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
+        return socket, admission
 
-    def _run(self, context: zmq.Context[zmq.Socket[bytes]], socket: zmq.Socket[bytes], wakeup: Wakeup) -> None:
+    def _run(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        socket: zmq.Socket[bytes],
+        admission: Admission,
+        wakeup: Wakeup,
+    ) -> None:
         poller = zmq.Poller()
         poller.register(socket, zmq.POLLIN)
         poller.register(wakeup.fileno(), zmq.POLLIN)
+        admission.register(poller)
         try:
             while not self._stopping.is_set():
-                poller.poll()
+                poller.poll(admission.timeout_ms)
                 wakeup.clear()
-                self._serve_waiting(socket)
+                self._turn(socket, admission)
         finally:
+            admission.close()
             socket.close(linger=int(self._linger_s * 1000))
             context.term()
 
-    def _serve_waiting(self, socket: zmq.Socket[bytes]) -> None:
+    def _turn(self, socket: zmq.Socket[bytes], admission: Admission) -> None:
+        try:
+            admission.serve()
+            self._serve_waiting(socket, admission)
+        except Exception as error:  # a fault of this code: whoever has found it must not end the leases of all others
+            self._warnings.warn("turn", "the control server failed and goes on", error=error)
+            self._stopping.wait(_AFTER_A_FAULT_S)
+
+    def _serve_waiting(self, socket: zmq.Socket[bytes], admission: Admission) -> None:
         for _ in range(_FRAMES_PER_TURN):
             try:
                 peer, *frames = socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return
-            answer = self._answer(frames)
+            admission.heard(frames[0])
+            sender = _sender(frames[0])
+            if not self._allowances.take(sender):
+                self._count(rate_limited=self._counters.rate_limited + 1)
+                admission.dropped(frames[0])
+                self._warnings.warn(
+                    "rate",
+                    f"dropped a control message from {sender}: one host may send {self._limits.requests_per_s:g} a "
+                    "second; it will ask again",
+                )
+                continue
+            answer = self._answer(frames, sender)
             if answer is not None:
+                self._allowances.charge(sender, len(answer) // self._limits.reply_bytes_per_request)
                 self._send(socket, peer.bytes, answer)
 
     def _send(self, socket: zmq.Socket[bytes], peer: bytes, answer: bytes) -> None:
@@ -210,13 +275,13 @@ class ControlServer:
         except zmq.ZMQError:  # it has left (EHOSTUNREACH) or its queue is full (EAGAIN); it will ask again
             self._count(replies_dropped=self._counters.replies_dropped + 1)
 
-    def _answer(self, frames: list[zmq.Frame]) -> bytes | None:
+    def _answer(self, frames: list[zmq.Frame], sender: str) -> bytes | None:
         """The frame to send back, None where nothing tells what it would answer."""
         now = self._counters
         if len(frames) != 1:
             self._count(wrong_frames=now.wrong_frames + 1)
             reason = f"{len(frames)} frames; a message is one frame: use a DEALER socket and no empty delimiter"
-            return self._refuse("wrong_frames", frames, message_id_of(frames[-1].bytes), ErrorCode.MALFORMED, reason)
+            return self._refuse("wrong_frames", sender, message_id_of(frames[-1].bytes), ErrorCode.MALFORMED, reason)
         frame = frames[0].bytes
         try:
             message_id, request = decode_request(frame)
@@ -230,14 +295,15 @@ class ControlServer:
                 self._count(wrong_version=now.wrong_version + 1)
             else:
                 self._count(malformed=now.malformed + 1)
-            return self._refuse(cause, frames, error.message_id, error.code, str(error))
+            return self._refuse(cause, sender, error.message_id, error.code, str(error))
+        if reason := excess(request):
+            self._count(over_limits=now.over_limits + 1)
+            return self._refuse("over_limits", sender, message_id, ErrorCode.MALFORMED, reason)
         self._count(requests=now.requests + 1)
         return self._ask_handler(message_id, request)
 
-    def _refuse(
-        self, cause: str, frames: list[zmq.Frame], message_id: int, code: ErrorCode, reason: str
-    ) -> bytes | None:
-        self._warnings.warn(cause, f"refused a control message from {_sender(frames[0])}: {reason!r}")
+    def _refuse(self, cause: str, sender: str, message_id: int, code: ErrorCode, reason: str) -> bytes | None:
+        self._warnings.warn(cause, f"refused a control message from {sender}: {reason!r}")
         return encode(message_id, Error(code, reason)) if message_id else None
 
     def _ask_handler(self, message_id: int, request: Request) -> bytes:
@@ -275,13 +341,15 @@ def _warn_if_exposed(address: Address) -> None:
     if ip is None or not ip.is_loopback:
         logger.warning(
             "the control channel at %s is not authenticated: whoever reaches it can read memory layouts and end "
-            "leases. Isolate its network: let only prefill and decode hosts connect (firewall, network policy or VLAN)",
+            "leases. Give all engines the same secret (secret_file or PD_CONNECTOR_SECRET). Isolate its network in any "
+            "case, because the transfer engine has no authentication: let only prefill and decode hosts connect "
+            "(firewall, network policy or VLAN)",
             address,
         )
 
 
 def _sender(frame: zmq.Frame) -> str:
     try:
-        return repr(frame.get("Peer-Address"))
+        return str(frame.get("Peer-Address"))
     except zmq.ZMQError:
         return "an unknown address"

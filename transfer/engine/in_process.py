@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 from layout.copies import Copies
 from layout.geometry import Region
-from transfer.engine.base import EngineStartError, Link, ReadFailed, TransferEngine
-from transfer.engine.limits import RegionTable, check_copies
+from layout.regions import RegionTable
+from transfer.engine.base import Link, ReadFailed, TransferEngine
+from transfer.engine.limits import RegisteredMemory, check_copies
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +108,7 @@ class InProcessEngine(TransferEngine):
     def __init__(self, fabric: InProcessFabric) -> None:
         self._fabric = fabric
         self._lock = threading.Lock()
-        self._local = RegionTable(())
+        self.memory = RegisteredMemory()
         self._links: set[InProcessLink] = set()
         self._closed = False
         self._address = fabric.join(self)
@@ -117,20 +118,9 @@ class InProcessEngine(TransferEngine):
         """Where peers reach this engine."""
         return self._address
 
-    @property
-    def local_regions(self) -> RegionTable:
-        """What is registered at this moment."""
-        return self._local
-
     def register(self, regions: Sequence[Region]) -> None:
         """See the contract."""
-        with self._lock:
-            if self._closed:
-                raise EngineStartError(f"transfer engine {self._address} is closed; memory cannot be registered")
-            try:
-                self._local = RegionTable((*self._local.regions, *regions))
-            except ValueError as error:
-                raise EngineStartError(f"cannot register memory: {error}") from error
+        self.memory.add(regions)
 
     def open(self, address: str, regions: Sequence[Region]) -> "InProcessLink":
         """See the contract."""
@@ -152,9 +142,9 @@ class InProcessEngine(TransferEngine):
         with self._lock:
             self._closed = True
             links, self._links = self._links, set()
-            self._local = RegionTable(())
         for link in links:
             link.close()
+        self.memory.close()
         self._fabric.remove(self._address)
 
 
@@ -174,7 +164,7 @@ class InProcessLink(Link):
         if self.closed or self._broken:
             state = "closed" if self.closed else "broken by a read that failed and must be closed first"
             raise ReadFailed(f"the link to {self.peer_address} is {state}", settled=True)
-        check_copies(copies, self._engine.local_regions, self._peer, self.peer_address)
+        check_copies(copies, self._engine.memory.table, self._peer, self.peer_address)
         self._check_peer(copies)
         copies, fault = self._fabric.begin_read(copies)
         self._fabric.copy_unless_closed(self, copies[: fault.landed])
@@ -192,7 +182,7 @@ class InProcessLink(Link):
         peer = self._fabric.find(self.peer_address)
         if peer is None:
             self._fail(copies, "the peer is gone", settled=True)
-        elif peer.local_regions.outside(copies.sources, copies.sizes).any():
+        elif peer.memory.table.outside(copies.sources, copies.sizes).any():
             self._fail(copies, "the peer refuses: a source is outside the memory that it registered", settled=True)
 
     def _fail(self, missing: Copies, reason: str, *, settled: bool) -> None:

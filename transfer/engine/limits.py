@@ -1,51 +1,17 @@
 """What a batch of descriptors must respect before it is submitted: registered memory, piece size, the window of a peer.
 
-Plain arithmetic over addresses, and one counter. Nothing here knows Mooncake or touches the memory described.
+Plain arithmetic over addresses, and two small books. Nothing here knows Mooncake or touches the memory described.
 """
 
-import itertools
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
-import numpy.typing as npt
 
-from layout.copies import Copies, Int64Array
+from layout.copies import Copies
 from layout.geometry import Region
-
-
-class RegionTable:
-    """Regions of one process, in the order given, against which many addresses are checked at once. Immutable.
-
-    Raises:
-        ValueError: a region is empty, has no address, or overlaps another.
-    """
-
-    def __init__(self, regions: Sequence[Region]) -> None:
-        self.regions = tuple(regions)
-        ascending = sorted(regions, key=lambda region: region.address)
-        for region in ascending:
-            if region.size <= 0 or region.address <= 0:
-                raise ValueError(f"{describe_region(region)} is empty or has no address")
-        for before, after in itertools.pairwise(ascending):
-            if before.end > after.address:
-                raise ValueError(f"{describe_region(after)} overlaps {describe_region(before)}")
-        self._starts = np.array([region.address for region in ascending], np.int64)
-        self._ends = np.array([region.end for region in ascending], np.int64)
-
-    def outside(self, addresses: Int64Array, sizes: Int64Array) -> npt.NDArray[np.bool_]:
-        """Which runs do not lie within one region. ``sizes`` must be positive. Shape [n] in, [n] out."""
-        if not self.regions:
-            return np.ones(len(addresses), np.bool_)
-        index = np.searchsorted(self._starts, addresses, side="right") - 1
-        # A run that ends past int64 would wrap: compare its size with the room that is left instead.
-        room = np.where(index >= 0, self._ends[index] - addresses, 0)
-        return np.asarray(sizes > room)
-
-
-def describe_region(region: Region) -> str:
-    """A region for an error message."""
-    return f"region at {region.address:#x} of {region.size} bytes"
+from layout.regions import RegionTable
+from transfer.engine.base import EngineStartError
 
 
 def check_copies(copies: Copies, local: RegionTable, peer: RegionTable, peer_address: str) -> None:
@@ -84,6 +50,37 @@ def split_large(copies: Copies, piece_bytes: int) -> Copies:
         np.repeat(copies.sources, pieces) + offsets,
         np.minimum(np.repeat(copies.sizes, pieces) - offsets, piece_bytes),
     )
+
+
+class RegisteredMemory:
+    """The regions that an engine has registered, until it is closed. Safe to use from any thread."""
+
+    def __init__(self) -> None:
+        self.table = RegionTable(())
+        self._closed = False
+        self._lock = threading.Lock()
+
+    def add(self, regions: Sequence[Region], register: Callable[[Sequence[Region]], None] = lambda _: None) -> None:
+        """More regions. ``register`` tells the transport, of all of them or of none.
+
+        Raises:
+            EngineStartError: the engine is closed, a region is empty or overlaps another, or ``register`` says so.
+        """
+        with self._lock:
+            if self._closed:
+                raise EngineStartError("the transfer engine is closed; memory cannot be registered")
+            try:
+                table = RegionTable((*self.table.regions, *regions))
+            except ValueError as error:
+                raise EngineStartError(f"cannot register memory: {error}") from error
+            register(regions)
+            self.table = table
+
+    def close(self) -> None:
+        """Nothing is registered from now on. Waits for an ``add`` under way."""
+        with self._lock:
+            self._closed = True
+            self.table = RegionTable(())
 
 
 class Window:

@@ -22,8 +22,9 @@ from pathlib import Path
 
 from layout.copies import Copies
 from layout.geometry import Region
+from layout.regions import RegionTable
 from transfer.engine.base import EngineStartError, Link, ReadFailed, TransferEngine
-from transfer.engine.limits import RegionTable, Window, check_copies, split_large
+from transfer.engine.limits import RegisteredMemory, Window, check_copies, split_large
 from transfer.engine.mooncake_native import NativeEngine, NativeOptions, split_address
 from transfer.engine.mooncake_read import SHORTEST_POLL_S, MooncakeRead
 
@@ -96,7 +97,7 @@ class MooncakeOptions:
 class MooncakeEngine(TransferEngine):
     """A worker's memory, registered with Mooncake, and its links to peers.
 
-    Safe to use from any thread. The regions, the set of open links and the windows are guarded by one lock.
+    Safe to use from any thread. The set of open links and the windows are guarded by one lock.
 
     Raises:
         EngineStartError: Mooncake is not installed or does not start with these options.
@@ -110,7 +111,7 @@ class MooncakeEngine(TransferEngine):
             )
         self._options = options
         self._lock = threading.Lock()
-        self._local = RegionTable(())
+        self.memory = RegisteredMemory()
         self._links: set[MooncakeLink] = set()
         self._windows: weakref.WeakValueDictionary[str, Window] = weakref.WeakValueDictionary()
         self._closed = False
@@ -122,30 +123,9 @@ class MooncakeEngine(TransferEngine):
         """Where peers reach this engine."""
         return self._address
 
-    @property
-    def local_regions(self) -> RegionTable:
-        """What is registered at this moment."""
-        return self._local
-
     def register(self, regions: Sequence[Region]) -> None:
         """See the contract. Registers all of ``regions`` or none. Holds the GIL: for start-up only."""
-        with self._lock:
-            if self._closed:
-                raise EngineStartError(f"transfer engine {self._address} is closed; memory cannot be registered")
-            try:
-                table = RegionTable((*self._local.regions, *regions))
-            except ValueError as error:
-                raise EngineStartError(f"cannot register memory: {error}") from error
-            done: list[Region] = []
-            try:
-                for region in regions:
-                    self._native.register(region)
-                    done.append(region)
-            except EngineStartError:
-                for region in done:
-                    self._native.unregister(region)
-                raise
-            self._local = table
+        self.memory.add(regions, self._native.register)
 
     def open(self, address: str, regions: Sequence[Region]) -> "MooncakeLink":
         """See the contract. On TCP it connects and reads a few bytes, so that the first real read finds it warm."""
@@ -184,8 +164,8 @@ class MooncakeEngine(TransferEngine):
             links = list(self._links)
         for link in links:
             link.close()
+        self.memory.close()
         with self._lock:
-            self._local = RegionTable(())
             self._native.delete()
 
 
@@ -267,7 +247,7 @@ class MooncakeLink(Link):
         with self._busy:
             if self._closed or self._broken:
                 raise ReadFailed(f"the link to {self._address} is {self._broken or 'closed'}", settled=True)
-            check_copies(copies, self._engine.local_regions, self._peer, self._address)
+            check_copies(copies, self._engine.memory.table, self._peer, self._address)
             if self._options.protocol == "tcp":
                 copies = split_large(copies, TCP_PIECE_BYTES)
             reading = MooncakeRead(

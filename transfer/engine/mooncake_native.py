@@ -16,15 +16,15 @@ import os
 import socket
 import struct
 import time
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterator, MutableMapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from layout.geometry import Region
+from layout.regions import describe_region
 from transfer.engine.base import EngineStartError
-from transfer.engine.limits import describe_region
 
 _CODES = {-1: "invalid argument", -6: "no such device", -7: "it overlaps memory that is registered already"}
 _ACCEPT_TIMEOUT_S = 0.001
@@ -117,22 +117,21 @@ class NativeEngine:
         host = self._options.host
         return f"[{host}]:{self._port}" if ":" in host else f"{host}:{self._port}"
 
-    def register(self, region: Region) -> None:
-        """Let peers read ``region``. Holds the GIL: for start-up only.
+    def register(self, regions: Sequence[Region]) -> None:
+        """Let peers read ``regions``: all of them or none. Holds the GIL: for start-up only.
 
         Raises:
-            EngineStartError: Mooncake refuses it.
+            EngineStartError: Mooncake refuses one.
         """
-        code = self._engine.register_memory(region.address, region.size)
-        if code != 0:
-            raise EngineStartError(
-                f"Mooncake refuses to register the {describe_region(region)}: {_CODES.get(code, 'no reason given')} "
-                f"(code {code})"
-            )
-
-    def unregister(self, region: Region) -> None:
-        """Take ``region`` back."""
-        self._engine.unregister_memory(region.address)
+        for number, region in enumerate(regions):
+            code = self._engine.register_memory(region.address, region.size)
+            if code != 0:
+                for done in regions[:number]:
+                    self._engine.unregister_memory(done.address)
+                raise EngineStartError(
+                    f"Mooncake refuses to register the {describe_region(region)}: "
+                    f"{_CODES.get(code, 'no reason given')} (code {code})"
+                )
 
     def probe(self, address: str) -> bool:
         """Whether the peer answers. Blocks up to 60 s; ``interrupt`` ends it. Releases the GIL."""

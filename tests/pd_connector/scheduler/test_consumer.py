@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import pytest
 
 from pd_connector.metadata import PullOrder
+from pd_connector.scheduler import consumer as consumer_module
 from pd_connector.scheduler.consumer import Consumer
 from pd_connector.scheduler.renewals import Renewals
 from tests.pd_connector.support import FakeRequest, ManualClock, RecordingClient, a_decode_request, a_prompt
@@ -346,3 +347,71 @@ def test_a_smaller_offer_than_was_asked_for_is_pulled_from_its_start(desk: Desk)
     desk.consumer.start_pull(request, BLOCKS, 48)
     (order,) = desk.pulls()
     assert (order.first_token, order.end_token) == (16, 64)
+
+
+def test_a_lease_that_was_let_go_of_is_not_pulled_again(desk: Desk) -> None:
+    """A sibling that comes after the pull has settled, or a router that tries again: it takes the prefix cache's."""
+    for request_id in ("pulled", "left"):
+        desk.consumer.add_request(a_decode_request(request_id, lease_id=request_id))
+    desk.consumer.start_pull(a_decode_request("pulled"), BLOCKS, 69)
+    desk.consumer.settle("pulled")
+    desk.consumer.finish_request("left")
+    assert len(desk.pulls()) == 1
+    for lease_id in ("pulled", "left"):
+        late = a_decode_request(f"late {lease_id}", lease_id=lease_id)
+        desk.consumer.add_request(late)
+        assert desk.consumer.missing_tokens(late, 64) == 0
+        desk.consumer.start_pull(late, BLOCKS, 0)
+    assert desk.pulls() == ()
+    assert desk.client.cancelled() == ["left"]
+
+
+def test_leases_that_were_let_go_of_are_forgotten_in_the_end(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(consumer_module, "_SPENT_LEASES", 3)
+    for number in range(5):
+        desk.consumer.add_request(a_decode_request(f"r{number}", lease_id=f"L{number}"))
+        desk.consumer.finish_request(f"r{number}")
+    for number, missing in ((1, 69), (2, 0)):
+        late = a_decode_request(f"late {number}", lease_id=f"L{number}")
+        desk.consumer.add_request(late)
+        assert desk.consumer.missing_tokens(late, 0) == missing
+
+
+# Leases that a prefill engine says have ended
+
+
+def test_a_request_whose_lease_has_ended_is_refused_instead_of_read(desk: Desk) -> None:
+    request = a_decode_request("r", lease_id="L")
+    desk.consumer.add_request(request)
+    desk.clock.advance(TTL_S / 3)
+    desk.renewals.renew_due()
+    desk.client.futures[-1].set_result(Renewed((), TTL_S))
+    assert desk.consumer.missing_tokens(request, 0) == 69
+    desk.consumer.start_pull(request, BLOCKS, 69)
+    pulls, (refusal,) = desk.consumer.take_orders()
+    assert pulls == ()
+    assert (refusal.request_id, refusal.cause) == ("r", "lease")
+    assert "lease L of engine engine-p at 10.0.0.5:8998 has ended" in refusal.reason
+    desk.consumer.settle("r")
+    assert desk.client.cancelled() == []
+
+
+def test_a_pull_under_way_is_left_to_its_release_when_its_lease_has_ended(desk: Desk) -> None:
+    request = a_decode_request("r")
+    desk.consumer.add_request(request)
+    desk.consumer.start_pull(request, BLOCKS, 69)
+    assert len(desk.pulls()) == 1
+    desk.clock.advance(TTL_S / 3)
+    desk.renewals.renew_due()
+    desk.client.futures[-1].set_result(Renewed((), TTL_S))
+    assert desk.consumer.take_orders() == ((), ())
+    desk.consumer.settle("r")
+
+
+def test_a_lease_that_has_ended_is_not_cancelled(desk: Desk) -> None:
+    desk.consumer.add_request(a_decode_request("r"))
+    desk.clock.advance(TTL_S / 3)
+    desk.renewals.renew_due()
+    desk.client.futures[-1].set_result(Renewed((), TTL_S))
+    desk.consumer.finish_request("r")
+    assert desk.client.cancelled() == []

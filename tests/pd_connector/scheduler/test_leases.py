@@ -13,10 +13,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 
-from pd_connector.scheduler.leases import LeaseTable
+from pd_connector.scheduler.leases import LeaseEnd, LeaseTable
 from tests.pd_connector.support import ManualClock
+from transfer.control.messages import InvalidReason
 
 TTL_S = 8.0
+CONTENTS = "what the lease holds"
 
 
 class Books:
@@ -25,10 +27,19 @@ class Books:
     def __init__(self) -> None:
         self.clock = ManualClock()
         self.table: LeaseTable[str] = LeaseTable(TTL_S, self.clock)
+        self.reason = ""  # of the last release
 
     def grant(self, *lease_ids: str) -> None:
         for lease_id in lease_ids:
-            self.table.grant(lease_id, f"request of {lease_id}")
+            self.table.grant(lease_id, f"request of {lease_id}", CONTENTS)
+
+    def release(self, lease_id: str, reader: int, readers: int, pull_id: str, contents: str = CONTENTS) -> bool:
+        """Whether the release was valid; one that is not says why."""
+        answer = self.table.release(lease_id, reader, readers, pull_id, contents)
+        self.table.check_integrity()
+        assert answer.valid is (answer.reason == "")
+        self.reason = answer.reason
+        return answer.valid
 
 
 @pytest.fixture
@@ -38,15 +49,15 @@ def books() -> Books:
 
 def test_a_lease_ends_when_its_last_reader_has_released(books: Books) -> None:
     books.grant("a")
-    assert books.table.release("a", 0, 2, "pull")
+    assert books.release("a", 0, 2, "pull")
     assert books.table.collect() == ()
-    assert books.table.release("a", 1, 2, "pull")
+    assert books.release("a", 1, 2, "pull")
     assert books.table.collect() == ("request of a",)
 
 
 def test_a_reader_is_counted_once_however_often_it_releases(books: Books) -> None:
     books.grant("a")
-    assert all(books.table.release("a", 0, 2, "pull") for _ in range(3))
+    assert all(books.release("a", 0, 2, "pull") for _ in range(3))
     assert books.table.active == 1
     assert books.table.collect() == ()
 
@@ -54,80 +65,114 @@ def test_a_reader_is_counted_once_however_often_it_releases(books: Books) -> Non
 def test_a_second_pull_by_the_same_reader_after_the_end_is_refused(books: Books) -> None:
     """Its data was read after the blocks were given back; only a repetition of the first release is answered alike."""
     books.grant("a")
-    assert books.table.release("a", 0, 1, "pull")
-    assert not books.table.release("a", 0, 1, "another pull")
-    assert books.table.release("a", 0, 1, "pull")
+    assert books.release("a", 0, 1, "pull")
+    assert not books.release("a", 0, 1, "another pull")
+    assert books.release("a", 0, 1, "pull")
 
 
 def test_a_second_pull_before_the_end_is_valid_and_counts_no_reader(books: Books) -> None:
     books.grant("a")
-    assert books.table.release("a", 0, 2, "pull")
-    assert books.table.release("a", 0, 2, "another pull")
+    assert books.release("a", 0, 2, "pull")
+    assert books.release("a", 0, 2, "another pull")
     assert books.table.active == 1
 
 
 def test_a_release_after_expiry_is_refused(books: Books) -> None:
     books.grant("a")
     books.clock.advance(TTL_S)
-    assert not books.table.release("a", 0, 1, "pull")
+    assert not books.release("a", 0, 1, "pull")
 
 
 def test_a_release_after_cancel_is_refused(books: Books) -> None:
     books.grant("a")
     books.table.cancel(["a"])
-    assert not books.table.release("a", 0, 1, "pull")
+    assert not books.release("a", 0, 1, "pull")
 
 
 def test_a_release_of_a_lease_that_never_was_is_refused(books: Books) -> None:
-    assert not books.table.release("a", 0, 1, "pull")
+    assert not books.release("a", 0, 1, "pull")
 
 
 def test_a_lease_is_valid_until_just_before_its_time_to_live(books: Books) -> None:
     books.grant("a", "b")
     books.clock.advance(TTL_S - 0.001)
-    assert books.table.release("a", 0, 1, "pull")
+    assert books.release("a", 0, 1, "pull")
     books.clock.advance(0.001)
-    assert not books.table.release("b", 0, 1, "pull")
+    assert not books.release("b", 0, 1, "pull")
     assert books.table.collect() == ("request of a", "request of b")
 
 
 @pytest.mark.parametrize("end", ["released", "cancelled", "expired"])
 def test_a_repeated_release_gets_the_first_answer_after_the_lease_has_ended(books: Books, end: str) -> None:
     books.grant("a")
-    assert books.table.release("a", 0, 2, "pull")
+    assert books.release("a", 0, 2, "pull")
     if end == "released":
-        assert books.table.release("a", 1, 2, "pull")
+        assert books.release("a", 1, 2, "pull")
     elif end == "cancelled":
         books.table.cancel(["a"])
     else:
         books.clock.advance(TTL_S)
-    assert books.table.release("a", 0, 2, "pull")
-    assert books.table.release("a", 1, 2, "pull") is (end == "released")
-    assert books.table.release("a", 1, 2, "pull") is (end == "released")
+    assert books.release("a", 0, 2, "pull")
+    assert books.release("a", 1, 2, "pull") is (end == "released")
+    assert books.release("a", 1, 2, "pull") is (end == "released")
 
 
 def test_readers_that_disagree_about_their_number_are_refused(books: Books) -> None:
     books.grant("a")
-    assert books.table.release("a", 0, 2, "pull")
-    assert not books.table.release("a", 1, 3, "pull")
-    assert not books.table.release("a", 0, 1, "pull")
+    assert books.release("a", 0, 2, "pull")
+    assert not books.release("a", 1, 3, "pull")
+    assert not books.release("a", 0, 1, "pull")
+    assert books.reason == "readers"
     assert books.table.collect() == ()
-    assert books.table.release("a", 1, 2, "pull")
+    assert books.release("a", 1, 2, "pull")
 
 
 def test_a_refused_release_stays_refused_when_another_reader_of_its_number_was_not(books: Books) -> None:
     books.grant("a")
-    assert books.table.release("a", 0, 2, "pull")
-    assert not books.table.release("a", 1, 3, "pull")
-    assert books.table.release("a", 1, 2, "pull")
-    assert not books.table.release("a", 1, 3, "pull")
+    assert books.release("a", 0, 2, "pull")
+    assert not books.release("a", 1, 3, "pull")
+    assert books.release("a", 1, 2, "pull")
+    assert not books.release("a", 1, 3, "pull")
 
 
 @pytest.mark.parametrize(("reader", "readers"), [(-1, 2), (2, 2), (0, 0), (0, -1), (5, 1)])
 def test_a_reader_outside_its_number_is_refused_and_changes_nothing(books: Books, reader: int, readers: int) -> None:
     books.grant("a")
-    assert not books.table.release("a", reader, readers, "pull")
-    assert books.table.release("a", 0, 1, "pull")
+    assert not books.release("a", reader, readers, "pull")
+    assert books.release("a", 0, 1, "pull")
+
+
+def test_a_reader_that_read_something_else_is_refused_and_yet_done(books: Books) -> None:
+    """What it read may be another request's blocks, whatever this lease's state."""
+    books.grant("a")
+    assert not books.release("a", 0, 2, "pull", "something else")
+    assert books.reason == "contents"
+    assert books.release("a", 1, 2, "pull")
+    assert books.table.collect() == ("request of a",)
+    assert not books.release("a", 1, 2, "pull", "something else")
+    assert books.reason == "contents"
+    assert books.release("a", 1, 2, "pull")
+    assert not books.release("a", 0, 2, "pull")
+    assert books.reason == "released"
+
+
+@pytest.mark.parametrize("end", ["released", "cancelled", "expired", "unknown"])
+def test_a_release_that_is_too_late_is_told_how_the_lease_ended(books: Books, end: str) -> None:
+    books.grant("a")
+    if end == "released":
+        books.release("a", 0, 1, "pull")
+    elif end == "cancelled":
+        books.table.cancel(["a"])
+    else:
+        books.clock.advance(TTL_S)
+        books.table.collect()
+    books.clock.advance(4 * TTL_S if end == "unknown" else 0.0)
+    assert not books.release("a", 0, 1, "another pull")
+    assert books.reason == end
+
+
+def test_every_end_of_a_lease_is_a_reason_for_a_release_to_be_refused() -> None:
+    assert {end.value for end in LeaseEnd} <= {reason.value for reason in InvalidReason}
 
 
 def test_a_renewal_gives_another_time_to_live(books: Books) -> None:
@@ -136,7 +181,7 @@ def test_a_renewal_gives_another_time_to_live(books: Books) -> None:
     assert books.table.renew(["a"]) == ("a",)
     books.clock.advance(TTL_S - 1)
     assert books.table.collect() == ("request of b",)
-    assert books.table.release("a", 0, 1, "pull")
+    assert books.release("a", 0, 1, "pull")
 
 
 def test_a_renewal_does_not_revive_what_has_expired(books: Books) -> None:
@@ -145,7 +190,7 @@ def test_a_renewal_does_not_revive_what_has_expired(books: Books) -> None:
     books.table.renew(["b"])
     books.clock.advance(1)
     assert books.table.renew(["a", "b", "never granted"]) == ("b",)
-    assert not books.table.release("a", 0, 1, "pull")
+    assert not books.release("a", 0, 1, "pull")
 
 
 def test_cancelling_what_has_ended_or_never_was_is_ignored(books: Books) -> None:
@@ -158,11 +203,11 @@ def test_cancelling_what_has_ended_or_never_was_is_ignored(books: Books) -> None
 
 def test_each_ended_request_is_collected_once(books: Books) -> None:
     books.grant("a", "b", "c", "d")
-    books.table.release("a", 0, 1, "pull")
+    books.release("a", 0, 1, "pull")
     books.table.cancel(["b"])
     assert books.table.collect() == ("request of a", "request of b")
     books.clock.advance(TTL_S)
-    books.table.release("a", 0, 1, "pull")
+    books.release("a", 0, 1, "pull")
     books.table.cancel(["b", "c"])
     assert books.table.collect() == ("request of c", "request of d")
     assert books.table.collect() == ()
@@ -179,11 +224,11 @@ def test_a_lease_id_is_never_granted_twice(books: Books) -> None:
 
 def test_ended_leases_are_forgotten_after_a_while(books: Books) -> None:
     books.grant("a")
-    assert books.table.release("a", 0, 1, "pull")
+    assert books.release("a", 0, 1, "pull")
     books.clock.advance(2 * TTL_S - 0.5)
-    assert books.table.release("a", 0, 1, "pull")
+    assert books.release("a", 0, 1, "pull")
     books.clock.advance(2 * TTL_S)
-    assert not books.table.release("a", 0, 1, "pull")
+    assert not books.release("a", 0, 1, "pull")
     books.grant("a")  # the proof that nothing of it is left
 
 
@@ -200,7 +245,7 @@ def test_a_busy_table_forgets_too(books: Books) -> None:
 
 def _grantable(table: LeaseTable[str], lease_id: str) -> bool:
     try:
-        table.grant(lease_id, f"second request of {lease_id}")
+        table.grant(lease_id, f"second request of {lease_id}", CONTENTS)
     except ValueError:
         return False
     return True
@@ -208,7 +253,7 @@ def _grantable(table: LeaseTable[str], lease_id: str) -> bool:
 
 def test_events_are_counted_by_kind_since_the_last_time(books: Books) -> None:
     books.grant("a", "b", "c")
-    books.table.release("a", 0, 1, "pull")
+    books.release("a", 0, 1, "pull")
     books.table.cancel(["b"])
     books.clock.advance(TTL_S)
     books.table.collect()
@@ -246,7 +291,7 @@ class _Crowd:
         """Renew and release every lease; cancel some."""
         for number, lease_id in enumerate(lease_ids):
             self.table.renew([lease_id])
-            self.table.release(lease_id, reader, 3, "pull")
+            self.table.release(lease_id, reader, 3, "pull", CONTENTS)
             if number % 10 == reader:
                 self.table.cancel([lease_id])
             self.table.check_integrity()
@@ -263,7 +308,7 @@ def test_threads_may_use_the_table_at_once() -> None:
     lease_ids = [f"lease {number}" for number in range(150)]
     crowd.start(crowd.collect)
     for lease_id in lease_ids:
-        crowd.table.grant(lease_id, lease_id)
+        crowd.table.grant(lease_id, lease_id, CONTENTS)
     for reader in range(3):
         crowd.start(crowd.read, lease_ids, reader)
     crowd.all_granted.set()
@@ -306,7 +351,7 @@ class LeaseLife(RuleBasedStateMachine):
     @rule(target=leases)
     def grant(self) -> str:
         lease_id = f"lease {next(self.numbers)}"
-        self.table.grant(lease_id, lease_id)
+        self.table.grant(lease_id, lease_id, CONTENTS)
         self.promises[lease_id] = _Promise(self.clock.now + TTL_S)
         return lease_id
 
@@ -325,7 +370,7 @@ class LeaseLife(RuleBasedStateMachine):
     )
     def release(self, lease_id: str, reader: int, readers: int, pull_id: str) -> None:
         promise = self.promises[lease_id]
-        answer = self.table.release(lease_id, reader, readers, pull_id)
+        answer = self.table.release(lease_id, reader, readers, pull_id, CONTENTS).valid
         first = (reader, readers, pull_id) in promise.accepted
         if promise.ended_at is None:
             expected = promise.accepts(reader, readers)

@@ -4,7 +4,8 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from pd_connector.params import RemotePrefill
-from pd_connector.worker.peer import PeerSession, PullContext, Settled
+from pd_connector.worker.peer import PeerSession, PullContext
+from pd_connector.worker.settlement import Settled
 from tests.layout.oracle import Engine, Model
 from tests.pd_connector.engines import (
     DECODE,
@@ -53,6 +54,7 @@ class Site:
 
     def close(self) -> None:
         for session in self._sessions:
+            session.check_integrity()
             session.close()
         stuck = [session for session in self._sessions if not session.join(10.0)]
         for thing in reversed(self._open):

@@ -20,6 +20,7 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.worker.utils import allocate_kv_cache
 
 from layout.geometry import Plane, Region, WorkerGeometry
+from pd_connector.cpu_head_order import HeadOrder, StridedPart
 from pd_connector.vllm_compat import GroupSpec, Ranks
 from pd_connector.worker.caches import UnknownCacheError, describe_caches
 
@@ -38,7 +39,12 @@ class Group:
 
     @property
     def described(self) -> GroupSpec:
-        return GroupSpec(self.layers, self.spec.block_size, self.window)
+        """As K and V where each has its items; as one part where it has not."""
+        size = self.spec.head_size
+        parts = {
+            name: (("k", size), ("v", size)) for name in self.layers if not isinstance(self.spec, MLAAttentionSpec)
+        }
+        return GroupSpec(self.layers, self.spec.block_size, self.window, parts)
 
 
 def attention(heads: int = 2, dtype: torch.dtype = torch.bfloat16, head_size: int = 8) -> Any:
@@ -70,13 +76,18 @@ def describe(caches: Caches, groups: Sequence[Group], ranks: Ranks = ALONE, kv_h
 def check_addresses(geometry: WorkerGeometry, caches: Caches) -> None:
     """Every element of every layer: where the geometry says, and inside the regions."""
     for group in geometry.groups:
-        assert sorted(name for plane in group.planes for name in plane.layers) == sorted(group.layers)
+        assert len({(plane.part, name) for plane in group.planes for name in plane.layers}) == sum(
+            len(plane.layers) for plane in group.planes
+        )
         for plane in group.planes:
             for number, name in enumerate(plane.layers):
-                _check_layer(plane, number, caches[name], geometry.regions)
+                half = caches[name].shape[3] // 2
+                part = {"k": slice(0, half), "v": slice(half, None), "kv": slice(None)}[plane.part]
+                check_layer(plane, number, caches[name][..., part], geometry.regions)
 
 
-def _check_layer(plane: Plane, number: int, cache: torch.Tensor, regions: Sequence[Region]) -> None:
+def check_layer(plane: Plane, number: int, cache: torch.Tensor, regions: Sequence[Region]) -> None:
+    """Every element of one layer's ``cache``, logical [blocks, heads, tokens, content], is where ``plane`` says."""
     shape = (plane.blocks, plane.heads, plane.block_tokens, plane.content)
     assert (shape, plane.item_size) == (tuple(cache.shape), cache.element_size())
     strides = (plane.block_stride, plane.head_stride, plane.token_stride, plane.content_stride)
@@ -96,13 +107,16 @@ ONE_GROUP = [Group(("l0", "l1", "l2"), attention())]
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.uint8])
-def test_every_layout_is_one_plane_whose_addresses_are_the_tensors_own(layout: str, dtype: torch.dtype) -> None:
+def test_every_layout_is_one_plane_for_k_and_one_for_v_whose_addresses_are_the_tensors_own(
+    layout: str, dtype: torch.dtype
+) -> None:
     groups = [Group(("l0", "l1", "l2"), attention(dtype=dtype))]
     caches = allocate(layout, groups)
     geometry = describe(caches, groups)
     check_addresses(geometry, caches)
-    ((plane,),) = [group.planes for group in geometry.groups]
-    assert (plane.part, plane.layers, plane.content) == ("kv", ("l0", "l1", "l2"), 16)
+    planes = geometry.groups[0].planes
+    assert [plane.part for plane in planes] == ["k", "v"]
+    assert {(plane.layers, plane.content) for plane in planes} == {(("l0", "l1", "l2"), 8)}
     storage = caches["l0"].untyped_storage()
     assert geometry.regions == (Region(storage.data_ptr(), storage.nbytes()),)
     assert geometry.block_bytes * BLOCKS == storage.nbytes()
@@ -139,7 +153,7 @@ def test_kernel_blocks_smaller_than_the_managers_are_described_as_they_are(layou
     caches = allocate(layout, ONE_GROUP, kernel_tokens=4)
     geometry = describe(caches, ONE_GROUP)
     check_addresses(geometry, caches)
-    (plane,) = geometry.groups[0].planes
+    plane = geometry.groups[0].planes[0]
     assert (geometry.groups[0].block_tokens, plane.block_tokens, plane.blocks) == (TOKENS, 4, 4 * BLOCKS)
 
 
@@ -162,7 +176,7 @@ def test_mla_has_one_head_that_every_rank_holds(layout: str, tp_rank: int) -> No
 def test_a_rank_holds_its_share_of_the_heads(kv_heads: int, ranks: tuple[int, int], held: tuple[int, int]) -> None:
     groups = [Group(("l0",), attention(heads=held[1]))]
     geometry = describe(allocate("LBHNC", groups), groups, Ranks(*ranks, 0, 1), kv_heads)
-    (plane,) = geometry.groups[0].planes
+    plane = geometry.groups[0].planes[0]
     assert (plane.head_start, plane.heads) == held
 
 
@@ -178,7 +192,7 @@ def test_a_view_that_does_not_start_with_its_storage_keeps_its_own_address() -> 
     geometry = describe(caches, ONE_GROUP)
     check_addresses(geometry, caches)
     assert geometry.groups[0].planes[0].address == storage.data_ptr() + 256
-    assert geometry.regions == (Region(storage.data_ptr(), storage.nbytes),)
+    assert geometry.regions == (Region(storage.data_ptr() + 256, storage.nbytes - 256),)
 
 
 def test_layers_of_their_own_allocations_are_all_found_and_registered() -> None:
@@ -194,9 +208,12 @@ def test_layers_of_two_shapes_become_two_planes() -> None:
         "l1": torch.zeros(BLOCKS, 2, TOKENS, 12),
         "l2": torch.zeros(BLOCKS, 2, TOKENS, 8),
     }
-    geometry = describe(caches, ONE_GROUP)
+    groups = [Group(tuple(caches), attention(head_size=4))]
+    geometry = describe(caches, groups)
     check_addresses(geometry, caches)
-    assert [set(plane.layers) for plane in geometry.groups[0].planes] == [{"l0", "l2"}, {"l1"}]
+    # Of the layer whose content is not what its specification says, nothing is known but that it is one.
+    described = [(plane.part, set(plane.layers), plane.content) for plane in geometry.groups[0].planes]
+    assert described == [("k", {"l0", "l2"}, 4), ("v", {"l0", "l2"}, 4), ("kv", {"l1"}, 12)]
 
 
 def test_layers_at_uneven_distances_are_cut_into_even_runs() -> None:
@@ -206,10 +223,10 @@ def test_layers_at_uneven_distances_are_cut_into_even_runs() -> None:
         f"l{number}": storage[start * item : (start + 1) * item].view(BLOCKS, 2, TOKENS, 8)
         for number, start in enumerate((0, 1, 2, 5, 7))
     }
-    groups = [Group(tuple(caches), attention())]
+    groups = [Group(tuple(caches), attention(head_size=4))]
     geometry = describe(caches, groups)
     check_addresses(geometry, caches)
-    assert [plane.layers for plane in geometry.groups[0].planes] == [("l0", "l1", "l2"), ("l3", "l4")]
+    assert [plane.layers for plane in geometry.groups[0].planes] == 2 * [("l0", "l1", "l2"), ("l3", "l4")]
 
 
 def test_a_cache_that_belongs_to_no_group_is_left_out() -> None:
@@ -230,8 +247,9 @@ def test_a_stage_without_layers_of_a_group_has_no_planes_in_it() -> None:
         (torch.zeros(2, BLOCKS, TOKENS, 2, 8), r"shape \(2, 5, 16, 2, 8\), strides"),
         (torch.zeros(BLOCKS, 2, TOKENS), r"shape \(5, 2, 16\)"),
         (torch.zeros(BLOCKS, 2, 12, 8), "divides the block size 16"),
-        ([torch.zeros(3), torch.zeros(4)], "list"),
-        ((torch.zeros(3), torch.zeros(3)), "tuple"),
+        ([torch.zeros(3), torch.zeros(4)], r"a part of shape \(3,\); expected \[blocks, tokens, heads, content\]"),
+        ((torch.zeros(BLOCKS, 12, 2, 8),), "a part of .* divides the block size 16"),
+        (("no", "tensors"), "a part of <class 'str'>"),
     ],
 )
 def test_a_form_that_cannot_be_described_is_refused_by_layer(cache: Any, words: str) -> None:
@@ -240,17 +258,63 @@ def test_a_form_that_cannot_be_described_is_refused_by_layer(cache: Any, words: 
         describe({"l0": cache}, groups)
 
 
+def test_parts_in_tensors_of_their_own_keep_their_names_sizes_and_strides() -> None:
+    """As vllm-ascend allocates them: [blocks, tokens, heads, content]; MLA's two parts differ in size."""
+    latent = torch.zeros(BLOCKS, TOKENS, 1, 512, dtype=torch.bfloat16)
+    rope = torch.zeros(BLOCKS, TOKENS, 1, 64, dtype=torch.bfloat16)
+    scale = torch.zeros(BLOCKS, TOKENS, 1, 1)
+    group = GroupSpec(("l0",), TOKENS, 0, {"l0": (("mla_latent", 512), ("mla_rope", 64))})
+    geometry = describe_caches({"l0": (latent, rope, scale)}, [group], ALONE, 1, "a")
+    planes = geometry.groups[0].planes
+    assert [(plane.part, plane.content) for plane in planes] == [("mla_latent", 512), ("mla_rope", 64), ("part2", 1)]
+    for plane, tensor in zip(planes, (latent, rope, scale), strict=True):
+        check_layer(plane, 0, tensor.transpose(1, 2), geometry.regions)
+
+
+def test_parts_in_one_tensor_are_described_like_those_in_tensors_of_their_own() -> None:
+    """What one engine keeps fused and the other apart has equal names and sizes, so that it can be converted."""
+    group = GroupSpec(("l0",), TOKENS, 0, {"l0": (("k", 6), ("v", 4))})
+    fused = torch.zeros(BLOCKS, 2, TOKENS, 10)
+    apart = torch.zeros(BLOCKS, TOKENS, 2, 6), torch.zeros(BLOCKS, TOKENS, 2, 4)
+    described = [
+        [(plane.part, plane.content, plane.heads) for plane in geometry.groups[0].planes]
+        for geometry in (describe_caches({"l0": cache}, [group], ALONE, 2, "a") for cache in (fused, apart))
+    ]
+    assert described == 2 * [[("k", 6, 2), ("v", 4, 2)]]
+
+
+# What CPU kernels order in their own way
+
+TRANSPOSED = HeadOrder("cpu-1", StridedPart(0, 1, TOKENS), StridedPart(8 * TOKENS, 8, 1))
+OPAQUE = HeadOrder("cpu-2", None, None)
+
+
+def described_as(order: HeadOrder, layout: str) -> tuple[Caches, WorkerGeometry]:
+    caches = allocate(layout, ONE_GROUP)
+    group = GroupSpec(("l0", "l1", "l2"), TOKENS, 0, orders=dict.fromkeys(caches, order))
+    return caches, describe_caches(caches, [group], ALONE, 2, "a")
+
+
 @pytest.mark.parametrize("layout", ["LBHNC", "BLHNC", "BHLNC", "LHBNC"])
-def test_packed_caches_keep_the_name_of_their_packing(layout: str) -> None:
-    group = GroupSpec(("l0", "l1", "l2"), TOKENS, 0, "k_transposed")
-    geometry = describe_caches(allocate(layout, ONE_GROUP), [group], ALONE, 2, "a")
-    (plane,) = geometry.groups[0].planes
-    assert plane.packing == "k_transposed"
+def test_heads_in_an_order_without_strides_are_opaque_and_keep_its_name(layout: str) -> None:
+    (plane,) = described_as(OPAQUE, layout)[1].groups[0].planes
+    assert (plane.part, plane.packing) == ("kv", "cpu-2")
     assert (plane.content_stride, plane.token_stride) == (2, 32)
 
 
+@pytest.mark.parametrize("layout", ["LBHNC", "BLHNC", "BHLNC", "LHBNC"])
+def test_heads_in_an_order_with_strides_are_described_by_them(layout: str) -> None:
+    caches, geometry = described_as(TRANSPOSED, layout)
+    key, value = geometry.groups[0].planes
+    for number, name in enumerate(key.layers):
+        heads = caches[name].flatten(2).unflatten(2, (2, -1))  # [blocks, heads, K or V, items]
+        check_layer(key, number, heads[:, :, 0].unflatten(2, (8, TOKENS)).transpose(2, 3), geometry.regions)
+        check_layer(value, number, heads[:, :, 1].unflatten(2, (TOKENS, 8)), geometry.regions)
+    assert (key.packing, value.packing) == ("", "")
+
+
 @pytest.mark.parametrize("layout", ["LBNHC", "BLNHC"])
-def test_packed_caches_whose_heads_are_interleaved_are_refused(layout: str) -> None:
-    group = GroupSpec(("l0", "l1", "l2"), TOKENS, 0, "k_transposed")
-    with pytest.raises(UnknownCacheError, match="packed as 'k_transposed' but not dense inside a head"):
-        describe_caches(allocate(layout, ONE_GROUP), [group], ALONE, 2, "a")
+@pytest.mark.parametrize("order", [OPAQUE, TRANSPOSED])
+def test_heads_in_a_kernels_order_that_are_interleaved_are_refused(layout: str, order: HeadOrder) -> None:
+    with pytest.raises(UnknownCacheError, match="written by a CPU kernel but not dense inside a head"):
+        described_as(order, layout)

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from pd_connector.metadata import PullOrder, RefuseOrder
+from pd_connector.metadata import Cause, PullOrder, RefuseOrder
 from pd_connector.scheduler.consumer import Consumer
 from pd_connector.scheduler.leases import LeaseTable
 from pd_connector.scheduler.renewals import Renewals
 from pd_connector.worker import pulls as pulls_module
-from pd_connector.worker.peer import Cause, Settled
 from pd_connector.worker.pulls import PullService
+from pd_connector.worker.settlement import Settled
 from tests.pd_connector.engines import (
     DECODE,
     PREFILL,
@@ -62,6 +62,8 @@ class DecodeEngine:
 
         def arrived() -> bool:
             ends.extend(end for service in self.services for end in service.take_settled())
+            for service in self.services:
+                service.check_integrity()
             return len(ends) >= number
 
         assert until(arrived, timeout_s), f"{len(ends)} of {number} pulls have settled"
@@ -197,7 +199,7 @@ def test_one_rank_that_fails_says_so_and_the_others_do_not(site: Site, start_dec
 
 def test_a_refusal_of_the_scheduler_half_is_reported_once_as_failed(site: Site, start_decode: Decode) -> None:
     decode = start_decode()
-    decode.service.refuse(RefuseOrder("r", "the two legs must carry the same prompt"))
+    decode.service.refuse(RefuseOrder("r", Cause.PARAMS, "the two legs must carry the same prompt"))
     (end,) = decode.service.take_settled()
     assert end == Settled("r", Cause.PARAMS, "the two legs must carry the same prompt")
     assert decode.service.take_settled() == []
@@ -207,7 +209,7 @@ def test_a_second_settlement_is_never_reported(
     site: Site, start_decode: Decode, caplog: pytest.LogCaptureFixture
 ) -> None:
     decode = start_decode()
-    decode.service.refuse(RefuseOrder("r", "first"))
+    decode.service.refuse(RefuseOrder("r", Cause.PARAMS, "first"))
     decode.service._settled.put(Settled("r", Cause.READ, "second"))
     with caplog.at_level(logging.ERROR):
         assert [end.reason for end in decode.service.take_settled()] == ["first"]

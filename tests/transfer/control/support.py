@@ -13,6 +13,7 @@ from transfer.control.messages import (
     Cancel,
     Cancelled,
     Hello,
+    InvalidReason,
     Release,
     Released,
     Renew,
@@ -58,12 +59,12 @@ def geometry(tp_rank: int) -> WorkerGeometry:
 
 HELLO = Hello(ENGINE)
 RENEW = Renew(ENGINE, ("lease-1", "lease-2"))
-RELEASE = Release(ENGINE, "lease-1", 0, 2, "pull")
+RELEASE = Release(ENGINE, "lease-1", 0, 2, "pull", "contents")
 CANCEL = Cancel(ENGINE, ("lease-1",))
 WELCOME = Welcome(ENGINE, MODEL, (geometry(0), geometry(1)))
 
 REQUESTS: tuple[Request, ...] = (HELLO, RENEW, RELEASE, CANCEL)
-REPLIES: tuple[Reply, ...] = (WELCOME, Renewed(("lease-1",), 30.0), Released(True), Cancelled())
+REPLIES: tuple[Reply, ...] = (WELCOME, Renewed(("lease-1",), 30.0), Released(False, InvalidReason.EXPIRED), Cancelled())
 
 
 class Handler:

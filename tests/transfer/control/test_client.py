@@ -73,6 +73,7 @@ def raw_router() -> Iterator[tuple[zmq.Socket[bytes], int]]:
 def test_every_request_gets_its_answer(
     client: ControlClient, server: ControlServer, handler: Handler, request_: Request, reply: Reply
 ) -> None:
+    handler.answer = lambda _: reply
     assert client.request(HERE, server.port, request_, 5).result() == reply
     assert handler.asked == [request_]
 

@@ -1,83 +1,199 @@
-"""Thousands of frames of a stranger's choice: none stops the server, fills its log, or delays a real client."""
+"""Thousands of frames of a stranger's choice: none stops the server, fills memory or log, or delays a real client."""
 
-import random
+import contextlib
+import itertools
+import resource
 import socket
 import threading
+from collections import deque
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import pytest
 import zmq
 
-from tests.transfer.control.support import HELLO, REPLIES, REQUESTS, WELCOME, Handler, wait_until
+from tests.transfer.control import raw
+from tests.transfer.control.junk import Junk
+from tests.transfer.control.recorder import Recorder
+from tests.transfer.control.support import REPLIES, REQUESTS, Handler, wait_until
 from transfer.control.client import ControlClient
-from transfer.control.messages import encode
+from transfer.control.keys import ControlKeys
+from transfer.control.limits import ServerLimits
+from transfer.control.messages import Reply, Request
 from transfer.control.server import ControlServer
 
-FRAMES = 4000
+HERE = "127.0.0.1"
+STRANGER = "127.0.0.2"
+KEYS = ControlKeys.derive(b"correct horse battery staple")
+HANDSHAKE = raw.greeting() + raw.ready()
+NO_RATE = ServerLimits(requests_per_s=1e9, burst=1e9)  # so that every frame is looked at
+MAX_GROWTH_BYTES = 128 << 20  # the queues of both ends, sockets of libzmq, and what the allocator keeps
+
+MANY = pytest.param(100_000, marks=[pytest.mark.slow, pytest.mark.timeout(600)])
 
 
-def junk(seed: int) -> list[list[bytes]]:
-    """Multipart messages: random bytes, and valid frames with bytes flipped, cut, repeated, or framed wrongly."""
-    dice = random.Random(seed)
-    valid = [encode(dice.randint(1, 2**40), message) for message in (*REQUESTS, *REPLIES)]
-    messages = []
-    for _ in range(FRAMES):
-        frame = bytearray(dice.choice(valid))
-        match dice.randrange(5):
-            case 0:
-                frame = bytearray(dice.randbytes(dice.randrange(200)))
-            case 1:
-                for _ in range(dice.randint(1, 4)):
-                    frame[dice.randrange(len(frame))] = dice.randrange(256)
-            case 2:
-                del frame[dice.randrange(len(frame)) :]
-            case 3:
-                at = dice.randrange(len(frame))
-                frame[at:at] = frame[: dice.randrange(len(frame))]
-            case 4:
-                messages.append([b""] * dice.randint(1, 3) + [bytes(frame)])
-                continue
-        messages.append([bytes(frame)])
-    return messages
+class Forgetful(Handler):
+    """Answers, counts and remembers nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.times_asked = 0
+
+    def handle(self, request: Request) -> Reply:
+        self.times_asked += 1
+        return dict(zip(REQUESTS, REPLIES, strict=True)).get(request) or self.usual(request)
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_a_real_client_is_served_through_a_flood_of_junk(
-    server: ControlServer, client: ControlClient, handler: Handler, caplog: pytest.LogCaptureFixture, seed: int
+class Real:
+    """A client that says hello, renews, releases and cancels, over and over, as long as junk comes."""
+
+    def __init__(self, port: int, keys: ControlKeys | None) -> None:
+        self.served = 0
+        self._port = port
+        self._client = ControlClient(keys=keys)
+
+    def ask_during(self, attack: threading.Thread) -> int:
+        """Every request is answered, and rightly; the most memory that this process had meanwhile, in bytes."""
+        peak = _memory()
+        for request, reply in itertools.cycle(zip(REQUESTS, REPLIES, strict=True)):
+            assert self._client.request(HERE, self._port, request, 10).result() == reply
+            self.served += 1
+            peak = max(peak, _memory())
+            if not attack.is_alive() and self.served >= 100:
+                return peak
+        raise AssertionError
+
+    @property
+    def sent(self) -> int:
+        """Frames, those included that were sent again because an answer took long."""
+        return self._client.counters.sent
+
+    def close(self) -> None:
+        now = self._client.counters
+        assert now.answered == self.served
+        assert now.sent <= 1.05 * self.served, "it hardly had to ask again for want of an answer"
+        self._client.close()
+
+
+@contextlib.contextmanager
+def serving(handler: Handler, keys: ControlKeys | None) -> Iterator[ControlServer]:
+    server = ControlServer(handler, HERE, keys=keys, limits=NO_RATE)
+    server.start()
+    try:
+        yield server
+    finally:
+        server.close()
+
+
+@pytest.mark.parametrize("messages", [10_000, MANY])
+@pytest.mark.parametrize("keys", [None, KEYS], ids=["without a secret", "by one who has the secret"])
+def test_bad_messages_are_counted_and_a_real_client_is_served_all_the_while(
+    caplog: pytest.LogCaptureFixture, keys: ControlKeys | None, messages: int
 ) -> None:
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    stranger = context.socket(zmq.DEALER)
-    stranger.connect(server.endpoint)
-    messages = junk(seed)
+    with serving(Forgetful(), keys) as server:
+        real, before = Real(server.port, keys), _memory()
+        with stranger(server.port, keys) as dealer:
+            attack = threading.Thread(target=send_messages, args=(dealer, Junk(1), messages))
+            attack.start()
+            peak = real.ask_during(attack)
 
-    def flood() -> None:
-        for message in messages:
-            stranger.send_multipart(message)
+            def counted() -> int:
+                return server.counters.requests + server.counters.refusals["malformed"]
 
-    flooding = threading.Thread(target=flood)
-    flooding.start()
-    served = 0
-    while flooding.is_alive() or served < 50:
-        assert client.request("127.0.0.1", server.port, HELLO, 5).result() == WELCOME
-        served += 1
-    flooding.join()
-
-    def counted() -> int:
+            with contextlib.suppress(AssertionError):
+                wait_until(lambda: counted() == messages + real.sent, 20)
+            assert counted() == messages + real.sent, server.counters
         now = server.counters
-        return now.requests + now.malformed + now.oversized + now.wrong_version + now.wrong_frames
+        assert min(now.malformed, now.wrong_version, now.wrong_frames) > messages / 20
+        assert now.oversized > 0
+        assert now.handler_failures == 0
+        real.close()
+    assert peak - before < MAX_GROWTH_BYTES
+    assert len(caplog.records) <= 5, "one line a cause"
 
-    wait_until(lambda: counted() == FRAMES + served)
+
+@pytest.mark.parametrize("frames", [10_000, MANY])
+@pytest.mark.parametrize("keys", [None, KEYS], ids=["without a secret", "with a secret"])
+def test_bad_bytes_end_their_own_connection_at_most(
+    caplog: pytest.LogCaptureFixture, keys: ControlKeys | None, frames: int
+) -> None:
+    handler = Forgetful()
+    with serving(handler, keys) as server:
+        junk = Junk(2, recorded_conversation(server.port, keys))
+        asked_before = handler.times_asked
+        real, before = Real(server.port, keys), _memory()
+        attack = threading.Thread(target=send_conversations, args=(server.port, junk, frames))
+        attack.start()
+        peak = real.ask_during(attack)
+        wait_until(lambda: server.counters.admission.connections == 1, 10)
+        if keys is not None:  # of all that was sent, nothing reached anybody
+            assert handler.times_asked == asked_before + real.served
+            assert server.counters.malformed == server.counters.wrong_frames == 0
+            assert server.counters.refusals["authentication"] > frames / 1000
+        else:
+            assert server.counters.refusals["malformed"] > frames / 6
+        assert server.counters.handler_failures == 0
+        real.close()
+    assert peak - before < MAX_GROWTH_BYTES
+    assert len(caplog.records) <= 8, "one line a cause"
+
+
+@contextlib.contextmanager
+def stranger(port: int, keys: ControlKeys | None) -> Iterator[zmq.Socket[bytes]]:
+    """A socket of another host."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    dealer = context.socket(zmq.DEALER)
+    dealer.setsockopt(zmq.RCVHWM, 0)
+    if keys is not None:
+        keys.secure_client(dealer)
+    dealer.connect(f"tcp://{STRANGER}:0;{HERE}:{port}")
+    yield dealer
     context.destroy(linger=0)
-    assert min(server.counters.malformed, server.counters.wrong_version, server.counters.wrong_frames) > 0
-    assert server.counters.handler_failures == 0
-    assert len(caplog.records) <= 4  # one a cause
 
 
-def test_bytes_that_are_not_even_zeromq_do_no_harm(server: ControlServer, client: ControlClient) -> None:
-    dice = random.Random(7)
-    greeting = b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(48)
-    for beginning in (b"", greeting, b"GET / HTTP/1.1\r\n\r\n"):
-        for _ in range(20):
-            with socket.create_connection(("127.0.0.1", server.port)) as connection:
-                connection.sendall(beginning + dice.randbytes(100))
-    assert client.request("127.0.0.1", server.port, HELLO, 5).result() == WELCOME
-    assert server.counters.requests == 1
+def send_messages(dealer: zmq.Socket[bytes], junk: Junk, number: int) -> None:
+    """Through ZeroMQ; answers are read."""
+    for _ in range(number):
+        dealer.send_multipart(junk.message())
+        with contextlib.suppress(zmq.Again):
+            while True:
+                dealer.recv(zmq.NOBLOCK)
+
+
+def send_conversations(port: int, junk: Junk, number: int) -> None:
+    """Over TCP, until ``number`` frames were sent. A connection stays open while others are made.
+
+    Of one that leaves, libzmq drops what nobody has read yet.
+    """
+    sent = 0
+    connections: deque[socket.socket] = deque()
+    while sent < number:
+        conversation = junk.conversation()
+        sent += conversation.frames
+        connections.append(raw.connect(port, STRANGER))
+        with contextlib.suppress(OSError):
+            for piece in conversation.pieces:
+                connections[-1].sendall(piece)
+                if piece == HANDSHAKE:
+                    raw.await_ready(connections[-1])
+        if len(connections) > 50:
+            connections.popleft().close()
+    for connection in connections:
+        connection.settimeout(0.1)
+        raw.is_ended(connection)
+        connection.close()
+
+
+def recorded_conversation(port: int, keys: ControlKeys | None) -> Sequence[bytes]:
+    """What a client sends that is served, piece by piece."""
+    with Recorder(port) as recorder:
+        client = ControlClient(keys=keys)
+        for request in REQUESTS:
+            client.request(HERE, recorder.port, request, 10).result()
+        client.close()
+    return recorder.sent
+
+
+def _memory() -> int:
+    """Bytes of this process that are in memory now: clients, server and strangers together."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()

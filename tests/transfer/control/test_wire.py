@@ -55,8 +55,16 @@ def test_hello_is_answered_with_the_geometry_of_all_workers(stranger: Stranger) 
             {"type": "renewed", "valid": ["a", "b"], "ttl_s": 30.0},
         ),
         (
-            {"type": "release", "engine_id": ENGINE, "lease_id": "a", "reader": 0, "readers": 1, "pull_id": "p"},
-            {"type": "released", "valid": True},
+            {
+                "type": "release",
+                "engine_id": ENGINE,
+                "lease_id": "a",
+                "reader": 0,
+                "readers": 1,
+                "pull_id": "p",
+                "contents": "c0ffee",
+            },
+            {"type": "released", "valid": True, "reason": ""},
         ),
         ({"type": "cancel", "engine_id": ENGINE, "lease_ids": ["a"]}, {"type": "cancelled"}),
     ],

@@ -32,6 +32,7 @@ class PeerProcess:
 
     def stop(self) -> None:
         os.kill(self._process.pid, signal.SIGSTOP)
+        os.waitpid(self._process.pid, os.WUNTRACED)  # the signal may be sent before all threads stand still
 
     def go_on(self) -> None:
         os.kill(self._process.pid, signal.SIGCONT)

@@ -298,7 +298,7 @@ def test_a_shared_engine_waits_until_a_failed_read_has_settled(peer: PeerProcess
 def test_registration_that_fails_half_way_takes_nothing(engine: MooncakeEngine, destination: Memory) -> None:
     good, stranger = Memory(4096), Memory(8192)
     # Behind the engine's back, so that the second of two regions meets Mooncake's own refusal.
-    engine._native.register(Region(stranger.region.address, 4096))
+    engine._native.register([Region(stranger.region.address, 4096)])
     with pytest.raises(EngineStartError, match=r"overlaps memory that is registered already \(code -7\)"):
         engine.register([good.region, stranger.region])
     engine.register([good.region])

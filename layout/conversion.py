@@ -1,0 +1,50 @@
+"""What becomes of the remote engine's KV blocks on the way, in one line for people.
+
+Words only: what is done is decided in ``layout.plan``.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from layout.geometry import Plane, WorkerGeometry
+from layout.plan import Plan
+
+
+def describe_conversion(local: WorkerGeometry, remotes: Sequence[WorkerGeometry], plans: Mapping[int, Plan]) -> str:
+    """What is converted, from the remote side's value to the local one's, and into how many runs a block is cut.
+
+    ``plans`` are those of ``local``, keyed by index into ``remotes``. A physical order names the axes layer, block,
+    head, token (N) and content with more than one index, outermost first; K and V have two where they differ.
+    """
+    there = remotes[min(plans, default=0)]
+    compared = [
+        ("TP", there.tp_size, local.tp_size),
+        ("PP", there.pp_size, local.pp_size),
+        ("block size", _block_sizes(there), _block_sizes(local)),
+        ("order", _orders(there), _orders(local)),
+    ]
+    changes = [f"{name} {remote} to {ours}" for name, remote, ours in compared if remote != ours]
+    runs = sum(plan.runs for plan in plans.values())
+    size = sum(plan.run_bytes for plan in plans.values())
+    cut = f"{size} bytes in {runs} runs for each {_units(plans)} tokens"
+    return f"{', '.join(changes) or 'the same geometry'}; {cut}, before neighbours are joined"
+
+
+def _block_sizes(worker: WorkerGeometry) -> str:
+    return "/".join(dict.fromkeys(str(group.block_tokens) for group in worker.groups if group.planes))
+
+
+def _orders(worker: WorkerGeometry) -> str:
+    planes = [plane for group in worker.groups for plane in group.planes]
+    return "/".join(dict.fromkeys(physical_order(plane) for plane in planes))
+
+
+def physical_order(plane: Plane) -> str:
+    """The axes of ``plane`` with more than one index, outermost first: "BHLNC" of a plane with many of each."""
+    sizes = (len(plane.layers), plane.blocks, plane.heads, plane.block_tokens, plane.content)
+    strides = (plane.layer_stride, plane.block_stride, plane.head_stride, plane.token_stride, plane.content_stride)
+    axes = [(stride, axis) for stride, axis, size in zip(strides, "LBHNC", sizes, strict=True) if size > 1]
+    return "".join(axis for _, axis in sorted(axes, key=lambda entry: -entry[0]))
+
+
+def _units(plans: Mapping[int, Plan]) -> str:
+    return "/".join(dict.fromkeys(str(unit) for plan in plans.values() for unit in plan.unit_tokens))

@@ -1,0 +1,95 @@
+"""What a prefill engine promises to decode engines, and what it answers when they come back to it.
+
+Leases, ids and answers only: no thread, no socket, no blocks. ``Producer`` puts it on the network.
+"""
+
+import uuid
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Generic
+
+from layout.geometry import ModelIdentity, WorkerGeometry
+from pd_connector.params import RemotePrefill, contents_digest, prompt_digest
+from pd_connector.scheduler.leases import Held, LeaseTable
+from pd_connector.vllm_compat import prompt_shape
+from transfer.control.messages import (
+    Cancel,
+    Cancelled,
+    Error,
+    ErrorCode,
+    Hello,
+    Release,
+    Renew,
+    Renewed,
+    Reply,
+    Request,
+    Welcome,
+)
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request as VllmRequest
+
+
+class LeaseService(Generic[Held]):
+    """Grants leases and answers for them. Thread-safe where ``LeaseTable`` is: ``answer`` may run on any thread."""
+
+    def __init__(self, lease_ttl_s: float, model: ModelIdentity, tp_size: int, clock: Callable[[], float]) -> None:
+        """``clock`` is a monotonic clock in seconds."""
+        # A new process is a new engine, whatever the user called it: its memory has other contents.
+        self.engine_id = uuid.uuid4().hex
+        self.leases: LeaseTable[Held] = LeaseTable(lease_ttl_s, clock)
+        self._model = model
+        self._tp_size = tp_size
+        self._workers: tuple[WorkerGeometry, ...] = ()
+
+    def set_workers(self, workers: tuple[WorkerGeometry, ...]) -> None:
+        """Make the workers' caches known; until then peers are told to ask again."""
+        self._workers = workers
+
+    def grant(
+        self, request: "VllmRequest", block_ids: tuple[list[int], ...], blocks: Held, host: str, port: int
+    ) -> dict[str, Any]:
+        """Grant a lease over a finished prompt's blocks.
+
+        Returns the ``kv_transfer_params`` of the response: ``host`` and ``port`` are where the lease is answered for.
+        """
+        remote = RemotePrefill(
+            remote_engine_id=self.engine_id,
+            remote_request_id=request.request_id,
+            remote_host=host,
+            remote_port=port,
+            remote_block_ids=tuple(tuple(ids) for ids in block_ids),
+            remote_num_tokens=request.num_prompt_tokens,
+            tp_size=self._tp_size,
+            lease_id=uuid.uuid4().hex,
+            lease_ttl_s=self.leases.ttl_s,
+            prompt_digest=prompt_digest(*prompt_shape(request)),
+        )
+        self.leases.grant(remote.lease_id, blocks, contents_digest(remote))
+        return remote.to_params()
+
+    def answer(self, request: Request) -> Reply:
+        """Answer one message of the control protocol. Repeating a message changes nothing more."""
+        if request.engine_id != self.engine_id:
+            return Error(
+                ErrorCode.UNKNOWN_ENGINE,
+                f"engine {request.engine_id} is not here: this is engine {self.engine_id}. It has restarted since, or "
+                "the address is wrong",
+            )
+        match request:
+            case Hello():
+                if not self._workers:
+                    return Error(ErrorCode.NOT_READY, "the engine is still starting")
+                return Welcome(self.engine_id, self._model, self._workers)
+            case Renew(lease_ids=lease_ids):
+                return Renewed(self.leases.renew(lease_ids), self.leases.ttl_s)
+            case Release():
+                return self.leases.release(
+                    request.lease_id, request.reader, request.readers, request.pull_id, request.contents
+                )
+            case Cancel(lease_ids=lease_ids):
+                self.leases.cancel(lease_ids)
+                return Cancelled()
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless the books balance."""
+        self.leases.check_integrity()

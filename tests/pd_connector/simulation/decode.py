@@ -1,0 +1,299 @@
+"""A simulated decode engine: vLLM's scheduler and workers as far as the connector meets them, and their memory."""
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, cast
+
+from pd_connector.metadata import Cause, PullOrder
+from pd_connector.scheduler.consumer import Consumer
+from pd_connector.scheduler.renewals import Renewals
+from pd_connector.worker.peer import PullContext
+from pd_connector.worker.pulls import PullService
+from pd_connector.worker.settlement import Settled, Settlement, Stopwatch
+from tests.pd_connector.simulation.network import HOST, PORT, Network, SimulatedClient
+from tests.pd_connector.simulation.prefill import BLOCK_TOKENS, PrefillSim, Prompt, Stamp
+from tests.pd_connector.support import FakeRequest
+from transfer.control.errors import PeerRefused
+from transfer.control.messages import Hello
+
+RANKS = 2
+MESSAGE_TIMEOUT_S = 10.0
+PULL_TIMEOUT_S = 60.0
+
+FindEngine = Callable[[str], PrefillSim | None]  # the engine of an id, if it lives
+
+
+class State(Enum):
+    WAITING = "waiting"  # for blocks, or for an answer of the connector
+    PULLING = "pulling"
+    RUNNING = "running"
+
+
+@dataclass(eq=False)
+class Job:
+    """A request as vLLM's scheduler holds it."""
+
+    request: FakeRequest
+    prompt: Prompt
+    state: State = State.WAITING
+    blocks: tuple[int, ...] = ()
+    pulled: range = range(0)  # which of its blocks come from the prefill engine
+    pull_id: str = ""
+    since: float = 0.0  # when its pull was ordered
+    was_ordered: bool = False  # once is enough: afterwards it is computed here
+    aborted: bool = False
+    reported_by: set[int] = field(default_factory=set)  # ranks
+    failed: bool = False
+
+
+class SessionSim:
+    """One rank's pulls from one engine: what the thread of ``PeerSession`` does, in steps."""
+
+    def __init__(self, rank: "RankSim", settle: Callable[[Settled], None], engine_id: str) -> None:
+        self.last_used = time.monotonic()
+        self._rank = rank
+        self._engine_id = engine_id
+        self._settlement = Settlement(rank.client, rank.number, RANKS, MESSAGE_TIMEOUT_S, settle)
+        self._orders: deque[tuple[PullOrder, float]] = deque()
+        self._hello: Any = None
+        self._connected = False
+        self._read = 0  # blocks of the first order that were read
+
+    @property
+    def idle(self) -> bool:
+        return not self._orders
+
+    def __len__(self) -> int:
+        return len(self._orders)
+
+    def submit(self, order: PullOrder) -> None:
+        self._orders.append((order, self._rank.now()))
+
+    def close(self) -> None:
+        self._orders.clear()
+
+    def join(self, timeout_s: float) -> bool:
+        return True
+
+    def check_integrity(self) -> None:
+        assert self._orders or not self._read, "something was read for nobody"
+
+    def step(self, blocks: int, *, fails: bool) -> None:
+        """Go on with the first pull: ``blocks`` blocks, if the handshake is done and nothing fails."""
+        if not self._orders or not self._shake_hands():
+            return
+        order, submitted = self._orders[0]
+        engine = self._rank.find_engine(self._engine_id)
+        if self._rank.now() >= submitted + PULL_TIMEOUT_S:
+            self._fail(Cause.TIMEOUT)
+        elif fails or engine is None:
+            self._connected = False
+            self._fail(Cause.READ)
+        else:
+            self._read_blocks(order, engine, blocks, submitted + PULL_TIMEOUT_S)
+
+    def _read_blocks(self, order: PullOrder, engine: PrefillSim, blocks: int, deadline: float) -> None:
+        wanted = range(order.first_token // BLOCK_TOKENS, math.ceil(order.end_token / BLOCK_TOKENS))
+        local, remote = order.local_block_ids[0], order.remote.remote_block_ids[0]
+        for number in wanted[self._read : self._read + blocks]:
+            if number >= len(remote) or not 0 < remote[number] < len(engine.memory):
+                self._fail(Cause.PARAMS)
+                return
+            self._rank.write(local[number], engine.memory[remote[number]], order.request_id)
+        self._read += blocks
+        if self._read >= len(wanted):
+            watch = Stopwatch(time.monotonic())
+            self._settlement.confirm(order, Settled(order.request_id), deadline - self._rank.now(), watch)
+            self._next()
+
+    def _shake_hands(self) -> bool:
+        if self._connected:
+            return True
+        if self._hello is None:
+            self._hello = self._rank.client.request(HOST, PORT, Hello(self._engine_id), MESSAGE_TIMEOUT_S)
+        if not self._hello.done():
+            return False
+        error, self._hello = self._hello.exception(), None
+        if error is None:
+            self._connected = True
+        elif isinstance(error, PeerRefused):
+            self._fail(Cause.REFUSED)
+        else:
+            while self._orders:
+                self._fail(Cause.UNREACHABLE)
+        return self._connected
+
+    def _fail(self, cause: Cause) -> None:
+        self._settlement.fail(self._orders[0][0], cause, "as told", Stopwatch(time.monotonic()))
+        self._next()
+
+    def _next(self) -> None:
+        self._orders.popleft()
+        self._read = 0
+
+
+class RankSim:
+    """One worker: its memory and its pulls."""
+
+    def __init__(self, number: int, engine: "DecodeSim") -> None:
+        self.number = number
+        self.client = engine.client
+        self.find_engine = engine.find_engine
+        self.memory: list[Stamp] = [("nothing", block) for block in range(engine.blocks + 1)]
+        self.sessions: list[SessionSim] = []
+        self.service = PullService(cast("PullContext", None), 600.0, open_session=self._open)
+        self._engine = engine
+
+    def now(self) -> float:
+        return self._engine.network.clock.now
+
+    def write(self, block: int, stamp: Stamp, request_id: str) -> None:
+        """A byte of a pull arrives."""
+        job = self._engine.owners.get(block)
+        assert job is not None, "I5: a read writes to a block that is nobody's"
+        assert job.request.request_id == request_id, "I5: a read writes to another request's block"
+        assert self.number not in job.reported_by, "I5: a read writes after it was reported as settled"
+        self.memory[block] = stamp
+
+    def _open(self, _: PullContext, settle: Callable[[Settled], None], engine_id: str, *address: Any) -> SessionSim:
+        assert address == (HOST, PORT)
+        self.sessions.append(SessionSim(self, settle, engine_id))
+        return self.sessions[-1]
+
+
+class DecodeSim:
+    """One life of a decode engine of two ranks."""
+
+    def __init__(self, network: Network, find_engine: FindEngine, *, recomputes: bool, blocks: int = 8) -> None:
+        self.network = network
+        self.find_engine = find_engine
+        self.recomputes = recomputes
+        self.blocks = blocks
+        self.client = SimulatedClient(network)
+        self.renewals = Renewals(self.client, MESSAGE_TIMEOUT_S, network.clock)
+        self.consumer = Consumer(self.client, MESSAGE_TIMEOUT_S, self.renewals)
+        self.free = deque(range(1, blocks + 1))
+        self.owners: dict[int, Job] = {}
+        self.jobs: dict[str, Job] = {}
+        self.ranks = [RankSim(number, self) for number in range(RANKS)]
+        self.pulled: set[str] = set()  # lease ids
+
+    def arrive(self, request_id: str, prompt: Prompt, params: dict[str, Any]) -> None:
+        job = Job(FakeRequest(request_id, prompt.token_ids, params), prompt)
+        self.jobs[request_id] = job
+        self.consumer.add_request(job.request)
+
+    def schedule(self, job: Job, cached_blocks: int) -> None:
+        """vLLM looks at a waiting request, of which its prefix cache holds some blocks, and makes a step."""
+        assert job.state is State.WAITING
+        cached = min(cached_blocks, (job.prompt.tokens - 1) // BLOCK_TOKENS)
+        missing = self.consumer.missing_tokens(job.request, cached * BLOCK_TOKENS)
+        if missing is None:
+            return
+        assert not (missing and job.was_ordered), "a request that was computed here is to be pulled again"
+        assert 0 <= missing < job.prompt.tokens - cached * BLOCK_TOKENS or not missing
+        if len(self.free) < job.prompt.blocks:
+            return
+        job.blocks = tuple(self.free.popleft() for _ in range(job.prompt.blocks))
+        self.owners |= dict.fromkeys(job.blocks, job)
+        self._compute(job, range(cached))
+        self.consumer.start_pull(job.request, (job.blocks,), missing)
+        if missing:
+            end = math.ceil((job.prompt.tokens - 1) / BLOCK_TOKENS)
+            job.pulled, job.state, job.since = range(cached, end), State.PULLING, self.network.clock.now
+            job.was_ordered, job.reported_by, job.failed = True, set(), False
+        else:
+            self._compute(job, range(job.prompt.blocks))
+            job.state = State.RUNNING
+        self._step(job, is_async=bool(missing))
+
+    def report(self) -> None:
+        """vLLM collects what its workers have settled, and goes on with what all of them have reported."""
+        for rank in self.ranks:
+            for end in rank.service.take_settled():
+                job = self.jobs.get(end.request_id)
+                assert job is not None, "I6: vLLM does not hold this request"
+                assert job.state is State.PULLING, "I6: this request does not wait for a pull"
+                assert rank.number not in job.reported_by, "I6: reported twice"
+                job.reported_by.add(rank.number)
+                job.failed |= bool(end.cause)
+                if len(job.reported_by) == RANKS:
+                    self._settled(job)
+
+    def leave(self, job: Job) -> None:
+        """The request ends: its client has left, or its answer is complete."""
+        self.consumer.finish_request(job.request.request_id)
+        job.aborted = True
+        if job.state is not State.PULLING:  # else its blocks are freed when all ranks have reported
+            self._forget(job)
+
+    def preempt(self, job: Job) -> None:
+        assert job.state is State.RUNNING
+        self._free(job)
+        job.state = State.WAITING
+
+    def in_state(self, *states: State) -> list[Job]:
+        return [job for job in self.jobs.values() if job.state in states and not job.aborted]
+
+    def check_integrity(self) -> None:
+        self.consumer.check_integrity()
+        for rank in self.ranks:
+            rank.service.check_integrity()
+        assert sorted([*self.free, *self.owners]) == list(range(1, self.blocks + 1)), "blocks are lost, or free twice"
+        assert {id(job) for job in self.owners.values()} <= {id(job) for job in self.jobs.values()}
+
+    def _step(self, job: Job, *, is_async: bool) -> None:
+        pulls, refusals = self.consumer.take_orders()
+        ordered = [order.request_id for order in pulls] + [order.request_id for order in refusals]
+        assert ordered == ([job.request.request_id] if is_async else []), "I4: a request waits for nothing"
+        for order in pulls:
+            assert order.remote.lease_id not in self.client.ended, "a lease is read that is known to have ended"
+            assert order.remote.lease_id not in self.pulled, "a lease is pulled twice"
+            self.pulled.add(order.remote.lease_id)
+            job.pull_id = order.pull_id
+        for rank in self.ranks:
+            for refusal in refusals:
+                rank.service.refuse(refusal)
+            for order in pulls:
+                rank.service.submit(order)
+
+    def _settled(self, job: Job) -> None:
+        request_id = job.request.request_id
+        fails = job.failed and not job.aborted and not self.recomputes
+        if fails:
+            self.consumer.finish_request(request_id)
+        self.consumer.settle(request_id)
+        if job.aborted or fails:
+            self._forget(job)
+        elif job.failed:
+            self._free(job)
+            job.state = State.WAITING
+        else:
+            self._accept(job)
+
+    def _accept(self, job: Job) -> None:
+        for rank in self.ranks:
+            assert (job.pull_id, rank.number) in self.client.confirmed, "I2: a pull is used that was not confirmed"
+            for number in job.pulled:
+                assert rank.memory[job.blocks[number]] == job.prompt.stamp(number), "I2: wrong bytes are used"
+        self._compute(job, range(job.pulled.stop, job.prompt.blocks))
+        job.state = State.RUNNING
+
+    def _compute(self, job: Job, blocks: range) -> None:
+        for rank in self.ranks:
+            for number in blocks:
+                rank.memory[job.blocks[number]] = job.prompt.stamp(number)
+
+    def _free(self, job: Job) -> None:
+        self.free.extend(job.blocks)
+        for block in job.blocks:
+            del self.owners[block]
+        job.blocks = ()
+
+    def _forget(self, job: Job) -> None:
+        self._free(job)
+        del self.jobs[job.request.request_id]

@@ -1,0 +1,251 @@
+"""Connections to a server: how many there may be, and what ends one. All the while others are served.
+
+Other hosts are other loopback addresses of this machine.
+"""
+
+import contextlib
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import msgspec
+import pytest
+import zmq
+
+from tests.transfer.control import raw
+from tests.transfer.control.support import ENGINE, HELLO, RELEASE, WELCOME, Handler, pack, wait_until
+from transfer.control import server as server_module
+from transfer.control.client import ControlClient
+from transfer.control.limits import ServerLimits
+from transfer.control.messages import PROTOCOL_VERSION, Error, ErrorCode, encode
+from transfer.control.server import ControlServer
+
+Start = Callable[..., ControlServer]
+
+
+@pytest.fixture
+def start(handler: Handler) -> Iterator[Start]:
+    started: list[ControlServer] = []
+
+    def start(**limits: float) -> ControlServer:
+        server = ControlServer(handler, "127.0.0.1", limits=msgspec.convert(limits, ServerLimits))
+        server.start()
+        started.append(server)
+        return server
+
+    yield start
+    for server in started:
+        server.close()
+
+
+@contextlib.contextmanager
+def dealer(server: ControlServer, host: str) -> Iterator[zmq.Socket[bytes]]:
+    """A socket of another host, which reads what it gets."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    made = context.socket(zmq.DEALER)
+    made.setsockopt(zmq.RCVHWM, 0)
+    made.setsockopt(zmq.SNDTIMEO, 2000)
+    made.setsockopt(zmq.RCVTIMEO, 2000)
+    made.connect(f"tcp://{host}:0;127.0.0.1:{server.port}")
+    try:
+        yield made
+    finally:
+        context.destroy(linger=0)
+
+
+def is_served(client: ControlClient, server: ControlServer) -> bool:
+    return client.request("127.0.0.1", server.port, HELLO, 5).result() == WELCOME
+
+
+def test_connections_are_counted_from_their_begin_to_their_end(start: Start, client: ControlClient) -> None:
+    server = start()
+    assert is_served(client, server)
+    connections = [raw.connect(server.port) for _ in range(5)]
+    wait_until(lambda: server.counters.admission.connections == 6)
+    for connection in connections:
+        connection.close()
+    wait_until(lambda: server.counters.admission.connections == 1)
+    assert server.counters.admission.connections_refused == 0
+
+
+def test_one_host_cannot_take_all_connections(start: Start, client: ControlClient) -> None:
+    server = start(max_connections=20, max_connections_per_host=10)
+    with contextlib.ExitStack() as stack:
+        connections = [stack.enter_context(raw.connect(server.port)) for _ in range(15)]
+        wait_until(lambda: server.counters.admission.connections_refused == 5)
+        ended = sum(raw.is_ended(each) for each in connections[10:])
+        assert ended == 5
+        assert is_served(client, server)
+        assert server.counters.admission.connections == 11
+    wait_until(lambda: server.counters.admission.connections == 1)
+    with raw.connect(server.port) as again:
+        again.settimeout(0.2)
+        assert not raw.is_ended(again), "there is room again"
+
+
+def test_there_is_a_most_for_all_hosts_together_and_who_is_there_stays(start: Start, client: ControlClient) -> None:
+    server = start(max_connections=10, max_connections_per_host=5)
+    assert is_served(client, server)
+    with contextlib.ExitStack() as stack:
+        for host in ("127.0.0.2", "127.0.0.3"):
+            for _ in range(5):
+                stack.enter_context(raw.connect(server.port, host))
+        wait_until(lambda: server.counters.admission.connections_refused == 1)
+        assert is_served(client, server)
+
+
+def test_a_message_that_never_ends_is_ended(
+    start: Start, client: ControlClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = start(unread_bytes=4 << 20)
+    part = raw.frame(bytes(1 << 20), raw.MORE)
+    with raw.connect(server.port) as connection:
+        connection.sendall(raw.greeting() + raw.ready())
+        with pytest.raises(OSError, match=r"reset|pipe|timed out"):  # noqa: PT012  until it is ended
+            for _ in range(10_000):
+                connection.sendall(part)
+    wait_until(lambda: server.counters.admission.connections_cut == 1)
+    assert "without one complete message" in caplog.text
+    assert is_served(client, server)
+
+
+def test_all_connections_together_may_not_bring_too_much_either(start: Start, client: ControlClient) -> None:
+    server = start(unread_bytes=8 << 20, unread_bytes_in_all=16 << 20)
+    with contextlib.ExitStack() as stack:
+        for _ in range(4):
+            connection = stack.enter_context(raw.connect(server.port))
+            connection.sendall(raw.greeting() + raw.ready())
+            for _ in range(6):
+                connection.sendall(raw.frame(bytes(1 << 20), raw.MORE))
+        wait_until(lambda: server.counters.admission.connections_cut == 2)
+        assert is_served(client, server)
+        time.sleep(0.3)
+        assert server.counters.admission.connections_cut == 2, "what is left is within the limit"
+
+
+def test_a_connection_that_brings_complete_messages_may_bring_any_number_of_bytes(start: Start) -> None:
+    server = start(unread_bytes=1 << 20)
+    request = pack([PROTOCOL_VERSION, 1, {"type": "hello", "engine_id": ENGINE, "unknown": bytes(500_000)}])
+    with dealer(server, "127.0.0.2") as peer:
+        for _ in range(40):
+            peer.send(request)
+            assert peer.recv()
+            time.sleep(0.01)
+    assert server.counters.admission.connections_cut == 0
+
+
+def test_a_host_above_its_rate_is_held_back_and_others_are_not(
+    start: Start, client: ControlClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = start(requests_per_s=100, burst=200)
+    flood = encode(7, RELEASE)
+    stop = threading.Event()
+
+    def send() -> None:
+        with dealer(server, "127.0.0.2") as peer:
+            while not stop.is_set():
+                with contextlib.suppress(zmq.Again):
+                    peer.send(flood, zmq.NOBLOCK)
+
+    flooding = threading.Thread(target=send)
+    started = time.monotonic()
+    flooding.start()
+    wait_until(lambda: server.counters.rate_limited > 0)
+    for _ in range(50):
+        assert is_served(client, server)
+    wait_until(lambda: server.counters.admission.connections_refused > 0)
+    stop.set()
+    flooding.join()
+    assert server.counters.requests - 50 <= 200 + 100 * (time.monotonic() - started) + 1
+    assert server.counters.admission.connections_cut > 0
+    assert "127.0.0.2: one host may send 100 a second" in caplog.text
+    assert len(caplog.records) <= 3, "one line a cause"
+
+
+def test_a_client_above_its_rate_is_slower_and_loses_nothing(start: Start, impatient: ControlClient) -> None:
+    server = start(requests_per_s=200, burst=20)
+    answers = [impatient.request("127.0.0.1", server.port, HELLO, 20) for _ in range(80)]
+    assert all(answer.result() == WELCOME for answer in answers)
+    assert server.counters.rate_limited > 0
+
+
+def test_a_connection_that_never_reads_is_closed(
+    start: Start, handler: Handler, client: ControlClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_module, "_UNREAD_REPLIES_S", 0.5)
+    handler.answer = lambda request: Error(ErrorCode.UNKNOWN_ENGINE, "x" * 1_000_000)
+    server = start(reply_bytes_per_request=10**9)
+    with raw.connect(server.port) as deaf:
+        deaf.sendall(raw.greeting() + raw.ready())
+        raw.await_ready(deaf)
+        wait_until(lambda: server.counters.admission.connections == 1)
+        for _ in range(50):
+            deaf.sendall(raw.frame(encode(7, HELLO)))
+        wait_until(lambda: server.counters.admission.connections == 0, 20)
+    handler.answer = handler.usual
+    assert is_served(client, server)
+
+
+def test_a_long_reply_counts_as_several_requests(start: Start, handler: Handler) -> None:
+    handler.answer = lambda request: Error(ErrorCode.UNKNOWN_ENGINE, "x" * 40_000)
+    server = start(requests_per_s=1, burst=100, reply_bytes_per_request=4000)
+    with dealer(server, "127.0.0.2") as peer:
+        for _ in range(50):
+            peer.send(encode(7, HELLO))
+        wait_until(lambda: server.counters.rate_limited > 0)
+        wait_until(lambda: server.counters.rate_limited + server.counters.requests == 50)
+    assert server.counters.requests == 10  # of 1 + 10 each
+
+
+def test_a_request_above_a_limit_is_answered_with_the_limit(start: Start, handler: Handler) -> None:
+    server = start()
+    with dealer(server, "127.0.0.2") as peer:
+        peer.send(pack([PROTOCOL_VERSION, 9, {"type": "cancel", "engine_id": ENGINE, "lease_ids": ["a"] * 30_000}]))
+        assert b"30000 lease ids; at most 20000 are accepted" in peer.recv()
+    assert handler.asked == []
+    assert server.counters.over_limits == 1
+    assert server.counters.refusals["malformed"] == 1
+
+
+def test_a_descriptor_that_is_not_the_servers_is_never_touched(start: Start) -> None:
+    """libzmq's events come late: the number of a connection that is gone may be anybody's by then."""
+    server = start()
+    admission = server._admission
+    assert admission is not None
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as ours:
+        theirs, _ = listener.accept()
+        unix = socket.socketpair()
+        for here, there in ((ours, theirs), unix):
+            admission._accepted(here.fileno())
+            admission._cut(here.fileno(), "it is a test")
+            here.sendall(b"still here")
+            assert there.recv(100) == b"still here"
+            admission._disconnected(here.fileno())
+        with open(os.devnull) as no_socket:
+            for number in (no_socket.fileno(), 10**6):
+                admission._accepted(number)
+                admission._disconnected(number)
+    assert server.counters.admission.connections == 0
+    for each in (theirs, *unix):
+        each.close()
+
+
+def test_a_fault_of_our_own_does_not_end_the_server(
+    start: Start, client: ControlClient, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = start()
+    admission = server._admission
+    assert admission is not None
+    faults = iter([RuntimeError("a fault")])
+    usual = admission.serve
+
+    def serve() -> None:
+        for fault in faults:
+            raise fault
+        usual()
+
+    monkeypatch.setattr(admission, "serve", serve)
+    assert is_served(client, server)
+    assert "the control server failed and goes on" in caplog.text

@@ -1,0 +1,89 @@
+"""What a host may ask for: how fast, and how much at once."""
+
+import pytest
+
+from tests.transfer.control.support import ENGINE, REQUESTS
+from transfer.control.limits import MAX_ID_CHARACTERS, MAX_LEASE_IDS, MAX_READERS, Allowances, excess
+from transfer.control.messages import Cancel, Hello, Release, Renew, Request
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+def taken(allowances: Allowances, host: str, tries: int = 1000) -> int:
+    return sum(allowances.take(host) for _ in range(tries))
+
+
+def test_a_burst_is_served_and_then_the_rate(clock: Clock) -> None:
+    allowances = Allowances(rate=10, burst=50, clock=clock)
+    assert taken(allowances, "a") == 50
+    clock.now += 2.05
+    assert taken(allowances, "a") == 20
+    clock.now += 3600
+    assert taken(allowances, "a") == 50
+
+
+def test_hosts_do_not_share(clock: Clock) -> None:
+    allowances = Allowances(rate=10, burst=50, clock=clock)
+    assert [taken(allowances, host) for host in "abc"] == [50, 50, 50]
+
+
+def test_what_is_charged_afterwards_counts(clock: Clock) -> None:
+    allowances = Allowances(rate=10, burst=50, clock=clock)
+    assert allowances.take("a")
+    allowances.charge("a", 99)
+    assert not allowances.take("a")
+    clock.now += 5.05
+    assert not allowances.take("a"), "it is below empty"
+    clock.now += 0.1
+    assert allowances.take("a")
+
+
+def test_hosts_that_have_asked_nothing_lately_are_forgotten(clock: Clock) -> None:
+    allowances = Allowances(rate=10, burst=50, clock=clock)
+    for number in range(10_000):
+        allowances.take(f"host-{number}")
+    assert len(allowances) == 10_000
+    clock.now += 10
+    allowances.take("a")
+    assert len(allowances) == 1
+
+
+@pytest.mark.parametrize("request_", REQUESTS, ids=lambda request: type(request).__name__)
+def test_usual_requests_are_within_the_limits(request_: Request) -> None:
+    assert excess(request_) == ""
+
+
+LONG = "x" * (MAX_ID_CHARACTERS + 1)
+
+
+@pytest.mark.parametrize(
+    ("request_", "words"),
+    [
+        (Hello(LONG), "an id of 129 characters"),
+        (Renew(ENGINE, ("lease",) * (MAX_LEASE_IDS + 1)), "20001 lease ids; at most 20000"),
+        (Cancel(ENGINE, ("lease",) * (MAX_LEASE_IDS + 1)), "20001 lease ids; at most 20000"),
+        (Renew(ENGINE, ("lease", LONG)), "an id of 129"),
+        (Release(ENGINE, LONG, 0, 1, "pull", "c"), "an id of 129"),
+        (Release(ENGINE, "lease", 0, 1, LONG, "c"), "an id of 129"),
+        (Release(ENGINE, "lease", 0, 1, "pull", LONG), "an id of 129"),
+        (Release(ENGINE, "lease", 0, MAX_READERS + 1, "pull", "c"), "65537 readers"),
+    ],
+)
+def test_what_is_above_a_limit_is_named(request_: Request, words: str) -> None:
+    assert words in excess(request_)
+
+
+def test_the_limits_themselves_are_within() -> None:
+    assert not excess(Renew("e" * MAX_ID_CHARACTERS, ("l" * MAX_ID_CHARACTERS,) * MAX_LEASE_IDS))
+    assert not excess(Release(ENGINE, "lease", 0, MAX_READERS, "pull", "c"))

@@ -1,0 +1,296 @@
+"""Who may be connected to a control server: it counts connections, ends those above the limits, and admits clients.
+
+libzmq accepts every connection and holds a message of any number of frames until it is complete, however large that
+gets. Its events name the descriptor of each connection; here these are ended where libzmq would go on.
+"""
+
+import os
+import socket as sockets
+import struct
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+
+import msgspec
+import zmq
+
+from transfer.control.keys import ControlKeys
+from transfer.control.limits import ServerLimits
+from transfer.control.monitor import SocketMonitor
+from transfer.control.throttle import ThrottledWarnings
+
+_EVENTS = (
+    zmq.EVENT_ACCEPTED
+    | zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
+_ZAP_ENDPOINT = "inproc://zeromq.zap.01"  # where libzmq asks, by its RFC 27
+_OTHER_MECHANISM = zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH
+_OTHER_SECRET = (zmq.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC, zmq.PROTOCOL_ERROR_ZMTP_KEY_EXCHANGE)
+_CHECK_INTERVAL_S = 0.25  # what a connection brings meanwhile is held, whatever it is
+_DROPS_TO_CUT = 100  # messages of a connection above its host's rate in that time, then it is ended ...
+_REFUSED_S = 1.0  # ... and its host makes no new one for this long
+_RESET = struct.pack("ii", 1, 0)  # for SO_LINGER
+_KEEPALIVE_BYTES = 64  # that an idle connection brings meanwhile
+_BYTES_RECEIVED = struct.Struct("=Q")  # tcpi_bytes_received in Linux' struct tcp_info, since 4.1
+_BYTES_RECEIVED_AT = 128
+
+
+class AdmissionCounters(msgspec.Struct, frozen=True):
+    """Connections since the start, and now."""
+
+    connections: int = 0  # open now
+    connections_refused: int = 0  # above the number that all, or one host, may have, or soon after it flooded us
+    connections_cut: int = 0  # for flooding us: with messages, or with bytes that make no complete one
+    authentication_failures: int = 0  # the secrets differ, or only one side has one
+    #: For other reasons: not ZeroMQ, too slow, or it left, as clients do that see first that they have another secret.
+    handshake_failures: int = 0
+
+
+@dataclass(slots=True)
+class _Connection:
+    host: str  # empty if it was gone before we looked
+    read_from: int = 0  # of its bytes: where its latest complete message was seen to have ended
+    heard: bool = False  # whether a message of it was complete since the last check
+    dropped: int = 0  # messages above the rate since the last check
+
+
+class Admission:
+    """Owned, after its making, by the server's thread."""
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        socket: zmq.Socket[bytes],
+        keys: ControlKeys | None,
+        limits: ServerLimits,
+        warnings: ThrottledWarnings,
+    ) -> None:
+        """Watch ``socket``, which is not bound yet."""
+        self.port = 0  # to be set when the socket is bound
+        self.counters = AdmissionCounters()  # replaced, never changed: any thread may read it
+        self._keys = keys
+        self._limits = limits
+        self._warnings = warnings
+        self._connections: dict[int, _Connection] = {}  # by libzmq's descriptor
+        self._by_host: Counter[str] = Counter()
+        self._refused_until: dict[str, float] = {}  # hosts that have flooded us
+        self._failure: str | None = None  # of the handshake whose connection the next event is about
+        self._check_at = 0.0
+        self._zap: zmq.Socket[bytes] | None = None
+        if keys is not None:
+            self._zap = context.socket(zmq.REP)
+            self._zap.bind(_ZAP_ENDPOINT)
+            keys.secure_server(socket)
+        self._monitor = SocketMonitor(context, socket, "connections", _EVENTS)
+
+    def register(self, poller: zmq.Poller) -> None:
+        """Let ``poller`` wake up when ``serve`` has something to do."""
+        poller.register(self._monitor.socket, zmq.POLLIN)
+        if self._zap is not None:
+            poller.register(self._zap, zmq.POLLIN)
+
+    @property
+    def timeout_ms(self) -> int | None:
+        """How long a poll may take; None if nobody is connected."""
+        return int(_CHECK_INTERVAL_S * 1000) if self._connections else None
+
+    def serve(self) -> None:
+        """Do what is due: admit clients, count connections, end those above the limits."""
+        for event, value in self._monitor.take():
+            if event == zmq.EVENT_ACCEPTED:
+                self._accepted(value)
+            elif event == zmq.EVENT_DISCONNECTED:
+                self._disconnected(value)
+            else:
+                self._failure = self._why(event, value)
+        self._answer_zap()
+        now = time.monotonic()
+        if now >= self._check_at:
+            self._check_at = now + _CHECK_INTERVAL_S
+            self._refused_until = {host: until for host, until in self._refused_until.items() if until > now}
+            self._cut_hoarders()
+
+    def heard(self, frame: zmq.Frame) -> None:
+        """A complete message has come, of which this is a frame."""
+        connection = self._connections.get(_descriptor(frame))
+        if connection is not None:
+            connection.heard = True
+
+    def dropped(self, frame: zmq.Frame) -> None:
+        """A message above its host's rate was dropped, of which this is a frame."""
+        descriptor = _descriptor(frame)
+        connection = self._connections.get(descriptor)
+        if connection is not None:
+            connection.dropped += 1
+            if connection.dropped == _DROPS_TO_CUT:  # dropping takes time as well
+                self._cut(descriptor, "it goes on sending above its host's rate")
+
+    def close(self) -> None:
+        """Watch no more; before the socket is closed."""
+        self._monitor.close()
+        if self._zap is not None:
+            self._zap.close(linger=0)
+
+    def _accepted(self, descriptor: int) -> None:
+        self._forget(descriptor)
+        host = ""
+        with _opened(descriptor, self.port) as connection:
+            if connection is not None:
+                host = connection.host
+                self._refuse_above_limits(connection)
+        self._connections[descriptor] = _Connection(host)
+        self._by_host[host] += 1
+        self._count(connections=len(self._connections))
+
+    def _refuse_above_limits(self, connection: "_Opened") -> None:
+        limits, host = self._limits, connection.host
+        if self._by_host[host] >= limits.max_connections_per_host:
+            reason = f"it has {limits.max_connections_per_host} already, the most that one host may have"
+        elif len(self._connections) >= limits.max_connections:
+            reason = f"there are {limits.max_connections} already, the most that there may be"
+        elif host in self._refused_until:
+            reason = "it has just flooded this engine"
+        else:
+            return
+        connection.end()
+        self._count(connections_refused=self.counters.connections_refused + 1)
+        self._warnings.warn("connections", f"refused a control connection from {host}: {reason}")
+
+    def _disconnected(self, descriptor: int) -> None:
+        host = self._forget(descriptor) or "an unknown address"
+        failure, self._failure = self._failure, None
+        if failure:
+            self._count(authentication_failures=self.counters.authentication_failures + 1)
+            self._warnings.warn(
+                "authentication", f"authentication of a control connection from {host} failed: {failure}"
+            )
+        elif failure is not None:
+            self._count(handshake_failures=self.counters.handshake_failures + 1)
+
+    def _forget(self, descriptor: int) -> str:
+        """Take a connection out of the books; its host."""
+        gone = self._connections.pop(descriptor, None)
+        if gone is None:
+            return ""
+        self._by_host[gone.host] -= 1
+        if not self._by_host[gone.host]:
+            del self._by_host[gone.host]
+        self._count(connections=len(self._connections))
+        return gone.host
+
+    def _why(self, event: int, value: int) -> str:
+        """Why a handshake failed; empty if not over secrets, as far as we know."""
+        is_protocol = event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+        if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH or (is_protocol and value in _OTHER_SECRET):
+            return "its secret is not the one of this engine"
+        if is_protocol and value == _OTHER_MECHANISM:
+            return "it has a secret and this engine has none" if self._keys is None else "it has no secret"
+        return ""
+
+    def _answer_zap(self) -> None:
+        if self._zap is None or self._keys is None:
+            return
+        with suppress(zmq.Again):
+            while True:
+                _, request_id, _, _, _, mechanism, *credentials = self._zap.recv_multipart(zmq.NOBLOCK)
+                admitted = mechanism == b"CURVE" and len(credentials) == 1 and self._keys.admits(credentials[0])
+                status = (b"200", b"OK", b"peer", b"") if admitted else (b"400", b"unknown key", b"", b"")
+                self._zap.send_multipart([b"1.0", request_id, *status])
+
+    def _cut_hoarders(self) -> None:
+        """End the connections that bring bytes without end and no complete message."""
+        unread = {descriptor: self._unread(descriptor) for descriptor in self._connections}
+        in_all = sum(unread.values())
+        for descriptor in sorted(unread, key=lambda each: -unread[each]):
+            if unread[descriptor] <= self._limits.unread_bytes and in_all <= self._limits.unread_bytes_in_all:
+                return
+            in_all -= unread[descriptor]
+            self._cut(descriptor, f"it brought {unread[descriptor]} bytes without one complete message")
+
+    def _cut(self, descriptor: int, reason: str) -> None:
+        host = self._connections[descriptor].host
+        self._refused_until[host] = time.monotonic() + _REFUSED_S
+        with _opened(descriptor, self.port) as connection:
+            if connection is not None:
+                connection.end()
+        self._count(connections_cut=self.counters.connections_cut + 1)
+        self._warnings.warn("cut", f"ended the control connection from {host}: {reason}")
+
+    def _unread(self, descriptor: int) -> int:
+        """Bytes that a connection has brought since its last complete message."""
+        known = self._connections[descriptor]
+        with _opened(descriptor, self.port) as connection:
+            received = known.read_from if connection is None else connection.bytes_received
+        idle = min(received, known.read_from + _KEEPALIVE_BYTES)
+        known.read_from = received if known.heard else idle
+        known.heard, known.dropped = False, 0
+        return received - known.read_from
+
+    def _count(self, **changes: int) -> None:
+        self.counters = msgspec.structs.replace(self.counters, **changes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Opened:
+    """A connection of libzmq's, for a look at it from outside."""
+
+    host: str
+    _socket: sockets.socket
+
+    def end(self) -> None:
+        """libzmq sees the other side leave, and the kernel forgets what it still held of it."""
+        with suppress(OSError):
+            self._socket.setsockopt(sockets.SOL_SOCKET, sockets.SO_LINGER, _RESET)
+            self._socket.shutdown(sockets.SHUT_RDWR)
+
+    @property
+    def bytes_received(self) -> int:
+        """Since it was made; 0 on a system that does not tell."""
+        info = self._socket.getsockopt(sockets.IPPROTO_TCP, sockets.TCP_INFO, 256)
+        if len(info) < _BYTES_RECEIVED_AT + _BYTES_RECEIVED.size:
+            return 0
+        return int(_BYTES_RECEIVED.unpack_from(info, _BYTES_RECEIVED_AT)[0])
+
+
+def _descriptor(frame: zmq.Frame) -> int:
+    try:
+        return int(frame.get(zmq.SRCFD))
+    except (zmq.ZMQError, ValueError):
+        return -1
+
+
+@contextmanager
+def _opened(descriptor: int, port: int) -> Iterator[_Opened | None]:
+    """The connection to our ``port`` that ``descriptor`` is; None if it is something else, or gone.
+
+    libzmq may have closed it since, and the number may be anybody's: it is asked who it is before it is touched.
+    """
+    try:
+        copy = os.dup(descriptor)
+    except OSError:
+        yield None
+        return
+    try:
+        found = sockets.socket(fileno=copy)
+    except OSError:
+        os.close(copy)
+        yield None
+        return
+    with found:
+        host = _host_of(found, port)
+        yield _Opened(host, found) if host else None
+
+
+def _host_of(connection: sockets.socket, port: int) -> str:
+    """Who is connected to our ``port`` by it; empty if nobody."""
+    if connection.type != sockets.SOCK_STREAM or connection.family not in (sockets.AF_INET, sockets.AF_INET6):
+        return ""
+    try:
+        return str(connection.getpeername()[0]) if connection.getsockname()[1] == port else ""
+    except OSError:
+        return ""

@@ -1,0 +1,83 @@
+"""Limits on what a peer may ask of a control server: numbers and how they are measured. Opens no sockets."""
+
+import time
+from collections.abc import Callable
+
+import msgspec
+
+from transfer.control.messages import Cancel, Release, Renew, Request
+
+MAX_LEASE_IDS = 20_000  # of one message: they are looked up in one go
+MAX_ID_CHARACTERS = 128  # of an engine, lease, or pull id and of a digest: some are remembered for a while
+MAX_READERS = 65_536  # of one lease
+
+
+class ServerLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """What a control server grants its peers. A host is an IP address: engines behind one NAT share theirs.
+
+    The defaults leave room for 256 decode workers behind one address, which all say hello at once.
+    """
+
+    max_connections: int = 4096
+    max_connections_per_host: int = 1024
+    requests_per_s: float = 5000.0  # of one host, in the long run
+    burst: float = 10_000.0  # requests of one host at once
+    reply_bytes_per_request: int = 4096  # a longer reply counts as several requests
+    unread_bytes: int = 16 * 1024 * 1024  # that a connection may bring without one complete message
+    unread_bytes_in_all: int = 256 * 1024 * 1024
+
+
+def excess(request: Request) -> str:
+    """Which limit a well-formed request is above, for the one who sent it; empty if none."""
+    ids = [request.engine_id]
+    match request:
+        case Renew(lease_ids=lease_ids) | Cancel(lease_ids=lease_ids):
+            if len(lease_ids) > MAX_LEASE_IDS:
+                return f"{len(lease_ids)} lease ids; at most {MAX_LEASE_IDS} are accepted: split the message"
+            ids += lease_ids
+        case Release(readers=readers):
+            if readers > MAX_READERS:
+                return f"{readers} readers; at most {MAX_READERS} are accepted"
+            ids += (request.lease_id, request.pull_id, request.contents)
+    longest = max(map(len, ids))
+    return f"an id of {longest} characters; at most {MAX_ID_CHARACTERS} are" if longest > MAX_ID_CHARACTERS else ""
+
+
+class Allowances:
+    """A token bucket for each host: what it may still ask of us. Belongs to one thread.
+
+    Holds only hosts whose bucket is not full, so its size is bounded by what was asked in the last
+    ``burst / rate`` seconds.
+    """
+
+    def __init__(self, rate: float, burst: float, clock: Callable[[], float] = time.monotonic) -> None:
+        """``rate`` tokens come back a second, up to ``burst``."""
+        self._rate = rate
+        self._burst = burst
+        self._clock = clock
+        self._full_at: dict[str, float] = {}  # when the bucket would be full again; not held: it is
+        self._sweep_at = 0.0
+
+    def __len__(self) -> int:
+        return len(self._full_at)
+
+    def take(self, host: str) -> bool:
+        """Take one token of ``host``; False, and nothing taken, if it has none left."""
+        now = self._clock()
+        self._sweep(now)
+        full_at = max(self._full_at.get(host, now), now)
+        if (full_at - now) * self._rate > self._burst - 0.5:  # between one token too few and enough, but for rounding
+            return False
+        self._full_at[host] = full_at + 1 / self._rate
+        return True
+
+    def charge(self, host: str, tokens: int) -> None:
+        """Take ``tokens`` more for what was done already; its bucket may fall below empty."""
+        if tokens:
+            now = self._clock()
+            self._full_at[host] = max(self._full_at.get(host, now), now) + tokens / self._rate
+
+    def _sweep(self, now: float) -> None:
+        if now >= self._sweep_at:
+            self._full_at = {host: full_at for host, full_at in self._full_at.items() if full_at > now}
+            self._sweep_at = now + self._burst / self._rate
