@@ -17,6 +17,7 @@ class Cause(StrEnum):
     NONE = ""  # it did not
     PARAMS = "params"  # kv_transfer_params do not fit the request or the prefill engine
     UNREACHABLE = "unreachable"  # the prefill engine, or its transfer engine, does not answer
+    DENIED = "denied"  # the two engines hold other secrets, or this one may not contact that address
     REFUSED = "refused"  # another engine answers at its address: it has restarted
     INCOMPATIBLE = "incompatible"  # its caches cannot be used here
     READ = "read"  # the transfer engine did not bring all bytes
@@ -24,6 +25,11 @@ class Cause(StrEnum):
     LEASE = "lease"  # the lease had ended before the read, or when it was done
     UNCONFIRMED = "unconfirmed"  # whether it had ended could not be learnt
     INTERNAL = "internal"  # a fault of this code; the log has the traceback
+
+    @property
+    def cuts_off(self) -> bool:
+        """Whether nothing can be said to the prefill engine, so that its other pulls have failed as well."""
+        return self in {Cause.UNREACHABLE, Cause.DENIED}
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,10 @@ class RemotePrefill(msgspec.Struct, frozen=True):
     lease_id: Name
     lease_ttl_s: Annotated[float, msgspec.Meta(ge=0.1, le=86400)]
     prompt_digest: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{0,64}$")]  # see ``prompt_digest``; empty: not known
+    # Tokens of a block of each cache group; empty: as many as here.
+    remote_block_sizes: Annotated[
+        tuple[Annotated[int, msgspec.Meta(ge=1, lt=2**31)], ...], msgspec.Meta(max_length=64)
+    ] = ()
     remote_request_id: str = ""  # for routers
     tp_size: int = 0  # for routers
 

@@ -170,14 +170,17 @@ class Consumer:
         self._renewals.check_integrity()
 
     def _is_cut_short(self, remote: RemotePrefill) -> bool:
-        """Whether P has let go of a block that is needed here.
+        """Whether P has let go of something that is needed here.
 
-        P keeps of a sliding window what the token after the prompt sees; the last prompt token, which is computed
-        here, sees one token more. If that one was alone in its block, the prompt must be computed here.
+        P keeps of a sliding window what the token after the prompt sees, in whole blocks of its own. The last prompt
+        token, which is computed here, sees one token more, and blocks are filled here from their first token on. What
+        begins before P's first block must be computed here.
         """
-        for (block_tokens, window), block_ids in zip(self._windows, remote.remote_block_ids, strict=False):
-            block = (remote.remote_num_tokens - window) // block_tokens
-            if window and 0 <= block < len(block_ids) and block_ids[block] == 0:
+        theirs = remote.remote_block_sizes or [size for size, _ in self._windows]
+        for (ours, window), size, block_ids in zip(self._windows, theirs, remote.remote_block_ids, strict=False):
+            first_token = max(remote.remote_num_tokens - window, 0) // ours * ours
+            block = first_token // size
+            if window and block < len(block_ids) and block_ids[block] == 0:
                 return True
         return False
 

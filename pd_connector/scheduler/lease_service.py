@@ -59,6 +59,7 @@ class LeaseService(Generic[Held]):
             remote_port=port,
             remote_block_ids=tuple(tuple(ids) for ids in block_ids),
             remote_num_tokens=request.num_prompt_tokens,
+            remote_block_sizes=tuple(group.block_tokens for worker in self._workers[:1] for group in worker.groups),
             tp_size=self._tp_size,
             lease_id=uuid.uuid4().hex,
             lease_ttl_s=self.leases.ttl_s,

@@ -17,6 +17,10 @@ from transfer.control.messages import InvalidReason, Released
 Held = TypeVar("Held")
 
 
+#: Pulls of one reader whose releases are remembered apart: a second one is a mistake already, and memory is bounded.
+_MAX_PULLS = 16
+
+
 class LeaseEnd(StrEnum):
     """How a lease ended."""
 
@@ -101,6 +105,8 @@ class LeaseTable(Generic[Held]):
                 return Released(False, InvalidReason.READERS)
             lease.readers = readers
             pulls = lease.released_by.setdefault(reader, set())
+            if pull_id not in pulls and len(pulls) >= _MAX_PULLS:
+                return Released(False, InvalidReason.RELEASED)
             valid = contents == lease.contents
             if valid:
                 pulls.add(pull_id)

@@ -22,6 +22,7 @@ from transfer.control.messages import ErrorCode, Renew, Renewed, Reply
 logger = init_logger(__name__)
 
 _CLOSE_TIMEOUT_S = 2.0
+_RENEWED_AT_ONCE = 1000  # leases in one message; prefill engines limit them
 
 _Engine = tuple[str, str, int]  # engine id, host and port
 
@@ -107,8 +108,10 @@ class Renewals:
                     kept.renew_at = now + kept.remote.lease_ttl_s / 3
         for engine, lease_ids in due.items():
             engine_id, host, port = engine
-            future = self._client.request(host, port, Renew(engine_id, tuple(lease_ids)), self._message_timeout_s)
-            future.add_done_callback(partial(self._take_answer, engine, lease_ids))
+            for first in range(0, len(lease_ids), _RENEWED_AT_ONCE):
+                asked = lease_ids[first : first + _RENEWED_AT_ONCE]
+                future = self._client.request(host, port, Renew(engine_id, tuple(asked)), self._message_timeout_s)
+                future.add_done_callback(partial(self._take_answer, engine, asked))
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless every lease is either due some time or known to be lost."""

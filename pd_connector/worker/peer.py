@@ -28,7 +28,7 @@ from pd_connector.vllm_compat import init_logger
 from pd_connector.worker.settlement import Settled, Settlement, Stopwatch
 from pd_connector.worker.staged_reads import ReadPlanner
 from transfer.control.client import ControlClient
-from transfer.control.errors import ControlError, PeerRefused
+from transfer.control.errors import AuthenticationFailed, ControlError, PeerNotAllowed, PeerRefused
 from transfer.control.messages import Hello, Welcome
 from transfer.engine.base import Link, ReadFailed, TransferEngine
 
@@ -141,7 +141,7 @@ class PeerSession:
             self._confirm(order, self._read_all(order, deadline, watch), deadline, watch)
         except PullFailed as error:
             self._settlement.fail(order, error.cause, str(error), watch)
-            if error.cause is Cause.UNREACHABLE:
+            if error.cause.cuts_off:
                 self._fail_queued(error)
         except Exception as error:
             # A peer's geometry is data from another machine. Whatever it makes us trip over, the request must end.
@@ -219,7 +219,8 @@ class PeerSession:
             try:
                 peer.links[index] = self._context.engine.open(worker.engine_address, worker.regions)
             except ReadFailed as error:
-                raise PullFailed(Cause.UNREACHABLE, f"prefill rank {index}: {error}") from error
+                cause = Cause.DENIED if isinstance(error.__cause__, PeerNotAllowed) else Cause.UNREACHABLE
+                raise PullFailed(cause, f"prefill rank {index}: {error}") from error
         return peer.links[index]
 
     def _handshake(self, deadline: float) -> _Peer:
@@ -237,7 +238,8 @@ class PeerSession:
         except PeerRefused as error:
             raise PullFailed(Cause.REFUSED, str(error)) from error
         except ControlError as error:
-            raise PullFailed(Cause.UNREACHABLE, str(error)) from error
+            denied = isinstance(error, AuthenticationFailed | PeerNotAllowed)
+            raise PullFailed(Cause.DENIED if denied else Cause.UNREACHABLE, str(error)) from error
         assert isinstance(welcome, Welcome)
         try:
             check_models(context.model, welcome.model)

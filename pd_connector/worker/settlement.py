@@ -87,7 +87,7 @@ class Settlement:
 
     def fail(self, order: PullOrder, cause: Cause, reason: str, watch: Stopwatch) -> None:
         """Settle a failed pull, and tell the engine, if it can be reached, that this reader will not come back."""
-        if cause is not Cause.UNREACHABLE:
+        if not cause.cuts_off:
             self._release(order, self._message_timeout_s)
         self._settle_failed(order, cause, reason, watch)
 

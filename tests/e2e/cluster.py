@@ -24,7 +24,7 @@ from typing import Literal
 from tests.e2e.client import MODEL, Client
 from tests.e2e.models import DEFAULT_MODEL, ModelSpec, write_model
 
-Role = Literal["kv_producer", "kv_consumer"]
+Role = Literal["kv_producer", "kv_consumer", "kv_both"]
 Layout = Literal["LBHNC", "BLHNC", "BHLNC"]
 LoadFailurePolicy = Literal["fail", "recompute"]
 
@@ -36,22 +36,26 @@ STOP_TIMEOUT_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class ServerSpec:
-    """One server. ``options`` are the connector's own (``kv_connector_extra_config``)."""
+    """One server.
+
+    ``layout`` None leaves the choice to the server. ``options`` are the connector's (``kv_connector_extra_config``).
+    """
 
     role: Role
     model: ModelSpec = DEFAULT_MODEL
-    layout: Layout = "LBHNC"
+    layout: Layout | None = "LBHNC"
     tensor_parallel: int = 1
     dtype: str = "float32"
     load_failure_policy: LoadFailurePolicy = "fail"
+    block_size: int = BLOCK_SIZE
     options: tuple[tuple[str, object], ...] = ()
 
     @property
     def name(self) -> str:
         """For log files and messages."""
         return (
-            f"{self.role}-{self.model.name}-{self.layout}-tp{self.tensor_parallel}-{self.dtype}"
-            f"-{self.load_failure_policy}"
+            f"{self.role}-{self.model.name}-{self.layout or 'own'}-tp{self.tensor_parallel}-{self.dtype}"
+            f"-{self.load_failure_policy}-{self.block_size}"
         )
 
     def command(self, model: Path, port: int) -> list[str]:
@@ -67,21 +71,21 @@ class ServerSpec:
             *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
             *("--model", str(model), "--served-model-name", MODEL, "--dtype", self.dtype),
             *("--host", "127.0.0.1", "--port", str(port)),
-            *("--enforce-eager", "--block-size", str(BLOCK_SIZE), "--kv-cache-memory-bytes", str(KV_CACHE_BYTES)),
-            *("--tensor-parallel-size", str(self.tensor_parallel)),
+            *("--enforce-eager", "--block-size", str(self.block_size), "--kv-cache-memory-bytes", str(KV_CACHE_BYTES)),
+            *("--tensor-parallel-size", str(self.tensor_parallel), *self.model.server_arguments),
             *("--kv-transfer-config", json.dumps(connector)),
         ]
 
     def environment(self) -> dict[str, str]:
         """The server's environment: this one's, with vLLM kept offline and to one thread a worker."""
-        return {
+        environment = {
             **os.environ,
             "HF_HUB_OFFLINE": "1",
             "OMP_NUM_THREADS": "1",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "VLLM_KV_CACHE_LAYOUT": self.layout,
             "VLLM_NO_USAGE_STATS": "1",
         }
+        return environment | ({"VLLM_KV_CACHE_LAYOUT": self.layout} if self.layout else {})
 
 
 @dataclass(slots=True)

@@ -13,6 +13,7 @@ from tests.e2e.deployments import Deployment
 from tests.e2e.pair import Pair
 
 _LOG_MARKS = pytest.StashKey[dict[Path, int]]()
+_FIGURES = pytest.StashKey[list[str]]()
 
 
 def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
@@ -20,6 +21,14 @@ def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
     for item in items:
         if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.e2e)
+            if _is_slow(item):
+                item.add_marker(pytest.mark.slow)
+
+
+def _is_slow(item: pytest.Item) -> bool:
+    params = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
+    deployment = params.get("deployment")
+    return isinstance(deployment, Deployment) and deployment.slow
 
 
 @pytest.fixture(scope="session")
@@ -85,3 +94,15 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
             if log:
                 report.sections.append((f"{path.name} during this test", log))
     return report
+
+
+@pytest.fixture(scope="session")
+def figures(pytestconfig: pytest.Config) -> list[str]:
+    """Lines that a test wants shown at the end of the run."""
+    return pytestconfig.stash.setdefault(_FIGURES, [])
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Show the figures that were measured."""
+    for line in config.stash.get(_FIGURES, []):
+        terminalreporter.write_line(f"measured: {line}")

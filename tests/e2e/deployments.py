@@ -1,8 +1,10 @@
 """The sets of servers that the tests share. Each set is started once; no two are alive at the same time."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from tests.e2e.cluster import Layout, LoadFailurePolicy, ServerSpec
+import pytest
+
+from tests.e2e.cluster import BLOCK_SIZE, Layout, LoadFailurePolicy, ServerSpec
 from tests.e2e.models import DEFAULT_MODEL, ModelSpec
 
 #: Short enough for a test to wait for an expiry, long against everything that a request does on a busy machine.
@@ -16,10 +18,16 @@ PATIENT = (("handshake_timeout_s", 40.0), ("pull_timeout_s", 60.0))
 
 @dataclass(frozen=True, slots=True)
 class Deployment:
-    """Servers by the names that tests use for them."""
+    """Servers by the names that tests use for them. All tests on ``slow`` ones are slow tests."""
 
     name: str
     servers: tuple[tuple[str, ServerSpec], ...]
+    slow: bool = False
+
+
+def on(*deployments: Deployment) -> pytest.MarkDecorator:
+    """The test runs on each of the deployments."""
+    return pytest.mark.parametrize("deployment", deployments, indirect=True, ids=lambda one: one.name)
 
 
 def prefill(
@@ -41,7 +49,18 @@ def decode(
     """A decode server."""
     options = (("handshake_timeout_s", HANDSHAKE_TIMEOUT_S), ("pull_timeout_s", PULL_TIMEOUT_S))
     options = PATIENT if patient else options
-    return ServerSpec("kv_consumer", DEFAULT_MODEL, layout, tensor_parallel, dtype, policy, options)
+    return ServerSpec("kv_consumer", DEFAULT_MODEL, layout, tensor_parallel, dtype, policy, options=options)
+
+
+def peer(
+    model: ModelSpec = DEFAULT_MODEL,
+    layout: Layout | None = "BHLNC",
+    tensor_parallel: int = 1,
+    block_size: int = BLOCK_SIZE,
+) -> ServerSpec:
+    """A server of both roles: two of them that differ are pulled from in both directions."""
+    options = (("lease_ttl_s", LEASE_TTL_S), *PATIENT)
+    return ServerSpec("kv_both", model, layout, tensor_parallel, block_size=block_size, options=options)
 
 
 def _both_sizes(layout: Layout) -> Deployment:
@@ -81,15 +100,51 @@ OTHER_MODELS = Deployment(
         ("P kv_heads", prefill(ModelSpec(kv_heads=2))),
         ("P weights", prefill(ModelSpec(seed=21))),
     ),
+    slow=True,
 )
 
-#: The two physical layouts that differ most, on either side, and half precision.
+HALF_PRECISION = Deployment(
+    "half precision",
+    (("P bfloat16", prefill(dtype="bfloat16")), ("D bfloat16", decode(dtype="bfloat16"))),
+    slow=True,
+)
+
+#: The two physical layouts that differ most, and two block sizes.
 MIXED = Deployment(
     "mixed",
     (
-        ("P LBHNC", prefill(layout="LBHNC")),
-        ("D BHLNC", decode(layout="BHLNC")),
-        ("P bfloat16", prefill(dtype="bfloat16")),
-        ("D bfloat16", decode(dtype="bfloat16")),
+        ("LBHNC", peer(layout="LBHNC")),
+        ("BHLNC", peer(layout="BHLNC")),
+        ("BHLNC 64", peer(layout="BHLNC", block_size=64)),
+    ),
+)
+
+#: Tensor parallel sizes up to one rank for every KV head. Seven workers: slow on two cores.
+FOUR_RANKS = Deployment("four ranks", tuple((f"TP{size}", peer(tensor_parallel=size)) for size in (1, 2, 4)), slow=True)
+
+
+def _two_sizes(name: str, model: ModelSpec, slow: bool = False) -> Deployment:
+    """A model at tensor parallel size 1 and 2, in the physical layout that its servers choose."""
+    return Deployment(name, (("TP1", peer(model, None)), ("TP2", peer(model, None, tensor_parallel=2))), slow)
+
+
+#: Both ranks of TP2 hold the model's only KV head.
+ONE_KV_HEAD = _two_sizes("one KV head", ModelSpec(kv_heads=1), slow=True)
+#: Three KV cache groups: two of layers that keep a window, one of layers that keep all tokens.
+SLIDING_WINDOW = _two_sizes("sliding window", ModelSpec(layers=6, architecture="gemma3"))
+#: One latent vector a token, the same on all ranks; blocks of 16 tokens, no prefix cache.
+MLA = _two_sizes("MLA", ModelSpec(architecture="deepseek_v2"))
+
+CHAOS_LEASE_TTL_S = 10.0
+CHAOS_PULL_TIMEOUT_S = 20.0
+_CHAOS_OPTIONS = (("lease_ttl_s", CHAOS_LEASE_TTL_S), ("pull_timeout_s", CHAOS_PULL_TIMEOUT_S))
+
+#: What processes do that die, stop and come back, with either failure policy.
+CHAOS = Deployment(
+    "chaos",
+    (
+        ("P", replace(prefill(), options=_CHAOS_OPTIONS)),
+        ("D fail", replace(decode("fail"), options=_CHAOS_OPTIONS)),
+        ("D recompute", replace(decode("recompute"), options=_CHAOS_OPTIONS)),
     ),
 )

@@ -10,105 +10,70 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-VOCABULARY = 512
-MAX_POSITIONS = 4096
-
-Weights = dict[str, npt.NDArray[np.float32]]
+from tests.e2e.architectures import (
+    ARCHITECTURES,
+    HIDDEN,
+    INITIALIZER_RANGE,
+    MAX_POSITIONS,
+    VOCABULARY,
+    Matrix,
+    Name,
+    Weights,
+    shared_config,
+)
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """What may differ between two models of a test. The head size is always 32 items."""
+    """What may differ between two models of a test. ``kv_heads`` means nothing to DeepSeek-V2."""
 
     layers: int = 4
     kv_heads: int = 4
     seed: int = 20
+    architecture: Name = "qwen3"
 
     @property
     def name(self) -> str:
         """For directories, log files and messages."""
-        return f"{self.layers}layers-{self.kv_heads}heads-seed{self.seed}"
+        return f"{self.architecture}-{self.layers}layers-{self.kv_heads}heads-seed{self.seed}"
+
+    @property
+    def server_arguments(self) -> tuple[str, ...]:
+        """What a server of this model needs on its command line."""
+        return ARCHITECTURES[self.architecture].server_arguments
 
 
 DEFAULT_MODEL = ModelSpec()
-
-HIDDEN = 256
-HEADS = 8
-HEAD_SIZE = 32
-INTERMEDIATE = 512
-INITIALIZER_RANGE = 0.15
-#: The deviation of the attention logits. With 1, the usual, a query averages over a thousand tokens and no single one
-#: matters; with much more it sees one token and the others do not matter.
-SHARPNESS = 4.0
 
 
 def write_model(directory: Path, spec: ModelSpec) -> Path:
     """Write configuration, weights (float32) and tokenizer to ``directory``, which must not exist; returns it."""
     directory.mkdir(parents=True)
-    (directory / "config.json").write_text(json.dumps(_config(spec)))
+    own = ARCHITECTURES[spec.architecture].config(spec.layers, spec.kv_heads)
+    (directory / "config.json").write_text(json.dumps(shared_config(spec.layers, spec.kv_heads) | own))
     save_file(_weights(spec), directory / "model.safetensors", metadata={"format": "pt"})
     _write_tokenizer(directory)
     return directory
 
 
-def _config(spec: ModelSpec) -> dict[str, object]:
-    return {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
-        "vocab_size": VOCABULARY,
-        "hidden_size": HIDDEN,
-        "intermediate_size": INTERMEDIATE,
-        "num_hidden_layers": spec.layers,
-        "num_attention_heads": HEADS,
-        "num_key_value_heads": spec.kv_heads,
-        "head_dim": HEAD_SIZE,
-        "hidden_act": "silu",
-        "max_position_embeddings": MAX_POSITIONS,
-        "initializer_range": INITIALIZER_RANGE,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 10000.0,
-        "tie_word_embeddings": False,
-        "attention_bias": False,
-        "use_cache": True,
-        "bos_token_id": None,
-        "eos_token_id": None,
-        "torch_dtype": "float32",
-    }
-
-
 def _weights(spec: ModelSpec) -> Weights:
+    architecture = ARCHITECTURES[spec.architecture]
     random = np.random.default_rng(spec.seed)
 
-    def matrix(rows: int, columns: int) -> npt.NDArray[np.float32]:
+    def draw(rows: int, columns: int) -> Matrix:
         return random.normal(0.0, INITIALIZER_RANGE, (rows, columns)).astype(np.float32)
 
-    def ones(size: int) -> npt.NDArray[np.float32]:
-        return np.ones(size, np.float32)
-
     weights = {
-        "model.embed_tokens.weight": matrix(VOCABULARY, HIDDEN),
-        "model.norm.weight": ones(HIDDEN),
-        "lm_head.weight": matrix(VOCABULARY, HIDDEN),
+        "model.embed_tokens.weight": draw(VOCABULARY, HIDDEN),
+        "model.norm.weight": np.full(HIDDEN, architecture.plain_norm, np.float32),
+        "lm_head.weight": draw(VOCABULARY, HIDDEN),
     }
-    for layer in range(spec.layers):
-        prefix = f"model.layers.{layer}."
-        weights |= {
-            prefix + "input_layernorm.weight": ones(HIDDEN),
-            prefix + "post_attention_layernorm.weight": ones(HIDDEN),
-            prefix + "self_attn.q_proj.weight": matrix(HEADS * HEAD_SIZE, HIDDEN),
-            prefix + "self_attn.k_proj.weight": matrix(spec.kv_heads * HEAD_SIZE, HIDDEN),
-            prefix + "self_attn.v_proj.weight": matrix(spec.kv_heads * HEAD_SIZE, HIDDEN),
-            prefix + "self_attn.o_proj.weight": matrix(HIDDEN, HEADS * HEAD_SIZE),
-            prefix + "self_attn.q_norm.weight": SHARPNESS * ones(HEAD_SIZE),
-            prefix + "self_attn.k_norm.weight": ones(HEAD_SIZE),
-            prefix + "mlp.gate_proj.weight": matrix(INTERMEDIATE, HIDDEN),
-            prefix + "mlp.up_proj.weight": matrix(INTERMEDIATE, HIDDEN),
-            prefix + "mlp.down_proj.weight": matrix(HIDDEN, INTERMEDIATE),
-        }
+    for index in range(spec.layers):
+        layer = architecture.layer(draw, spec.kv_heads)
+        weights |= {f"model.layers.{index}.{name}": weight for name, weight in layer.items()}
     return weights
 
 

@@ -2,14 +2,15 @@
 
 import random
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import pytest
 
+from tests.e2e.architectures import VOCABULARY
 from tests.e2e.client import LOGPROB_TOLERANCE, Completion, KVTransferParams, Metrics, wait_until
 from tests.e2e.cluster import Server
-from tests.e2e.models import VOCABULARY
 
 AT_REST_TIMEOUT_S = 40.0
 LEASE_ENDS = ("released", "cancelled", "expired")
@@ -97,6 +98,32 @@ class Pair:
     ) -> Completion:
         """The second leg alone."""
         return self.decode.client.complete(prompt, max_tokens, kv_transfer_params=params, **options)
+
+    def assert_pulls_right(self, prompt: list[int], max_tokens: int = 16) -> Traffic:
+        """A prompt that the decode server holds nothing of is pulled once, whole but for the token that is always
+        computed there, and gives the right output. Returns what was counted.
+        """
+        with self.traffic() as traffic:
+            completion = self.disaggregate(prompt, max_tokens)
+        assert traffic.source("external_kv_transfer") == len(prompt) - 1
+        assert traffic.source("local_compute") == 1
+        assert traffic.pulled("pulls") == self.decode_ranks
+        assert traffic.pulled("pull_tokens") == (len(prompt) - 1) * self.decode_ranks
+        assert traffic.failures() == 0
+        assert (traffic.leases("granted"), traffic.leases("released")) == (1, 1)
+        self.assert_right(completion, prompt)
+        return traffic
+
+    def assert_concurrent_pulls_right(self, count: int) -> None:
+        """Prompts of different lengths that are sent at the same time are all pulled and give the right outputs."""
+        prompts = [make_prompt(40 + 368 * i // count, (i, self.name, "concurrent")) for i in range(count)]
+        with self.traffic() as traffic, ThreadPoolExecutor(count) as pool:
+            completions = list(pool.map(self.disaggregate, prompts))
+        assert traffic.source("local_compute") == count
+        assert traffic.pulled("pulls") == count * self.decode_ranks
+        assert traffic.leases("released") == count
+        for prompt, completion in zip(prompts, completions, strict=True):
+            self.assert_right(completion, prompt)
 
     def assert_right(self, completion: Completion, prompt: list[int]) -> None:
         """The tokens and logprobs are those that the decode server computes from the prompt by itself."""

@@ -4,12 +4,12 @@ Every test also proves by the decode server's counters that the prompt was pulle
 """
 
 import itertools
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from tests.e2e.client import LOGPROB_TOLERANCE
 from tests.e2e.cluster import BLOCK_SIZE
+from tests.e2e.corruption import overwrite_block
 from tests.e2e.deployments import BHLNC, BLHNC, LBHNC
 from tests.e2e.pair import Pair, assert_same_output, make_prompt
 
@@ -28,32 +28,16 @@ pytestmark = [
     ids=lambda value: "-".join(value) if isinstance(value, tuple) else str(value),
 )
 def test_a_pulled_prompt_gives_the_same_output(pair: Pair, tokens: int) -> None:
-    prompt = make_prompt(tokens, (tokens, pair.name))
-    with pair.traffic() as traffic:
-        completion = pair.disaggregate(prompt)
-    assert traffic.source("external_kv_transfer") == tokens - 1
-    assert traffic.source("local_compute") == 1
-    assert traffic.pulled("pulls") == pair.decode_ranks
-    assert traffic.pulled("pull_tokens") == (tokens - 1) * pair.decode_ranks
-    assert traffic.failures() == 0
-    assert (traffic.leases("granted"), traffic.leases("released")) == (1, 1)
+    traffic = pair.assert_pulls_right(make_prompt(tokens, (tokens, pair.name)))
     # What lies together on P is read together, through staging where it is apart on D.
     if tokens == 1000 and pair.prefill.spec.tensor_parallel >= pair.decode.spec.tensor_parallel:
         blocks = -(-tokens // BLOCK_SIZE)
         assert traffic.pulled("pull_descriptors") < 4 * blocks * pair.decode_ranks
-    pair.assert_right(completion, prompt)
 
 
 @pytest.mark.parametrize("pair", EQUAL_SIZES + UNEQUAL_SIZES, indirect=True, ids="-".join)
 def test_sixteen_concurrent_prompts_give_the_same_outputs(pair: Pair) -> None:
-    prompts = [make_prompt(40 + 23 * i, (i, pair.name, "concurrent")) for i in range(16)]
-    with pair.traffic() as traffic, ThreadPoolExecutor(len(prompts)) as pool:
-        completions = list(pool.map(pair.disaggregate, prompts))
-    assert traffic.source("local_compute") == len(prompts)
-    assert traffic.pulled("pulls") == len(prompts) * pair.decode_ranks
-    assert traffic.leases("released") == len(prompts)
-    for prompt, completion in zip(prompts, completions, strict=True):
-        pair.assert_right(completion, prompt)
+    pair.assert_concurrent_pulls_right(16)
 
 
 @pytest.mark.parametrize("pair", EQUAL_SIZES, indirect=True, ids="-".join)
@@ -111,25 +95,12 @@ class TestPrefixHits:
 class TestTheComparisonCanFail:
     """What the equality tests look at does change when a block is wrong. A salt keeps the wrong blocks apart."""
 
-    def test_one_block_in_the_place_of_another_changes_the_output(self, pair: Pair) -> None:
-        """Not two blocks exchanged: keys carry their positions, so attention does not see the order of blocks."""
-        prompt = make_prompt(1000, (pair.name, "repeated block"))
+    @pytest.mark.parametrize("entry", [0, 15, -2])
+    def test_one_block_of_other_contents_changes_the_output(self, pair: Pair, entry: int) -> None:
+        prompt = make_prompt(1000, (pair.name, "corrupted", entry))
         params = pair.prefill.client.prefill(prompt)
-        (block_ids,) = params["remote_block_ids"]
-        block_ids[10] = block_ids[20]
-        wrong = pair.decode_leg(prompt, params, cache_salt="repeated block")
-        right = pair.decode.client.compute(prompt)
-        assert wrong.status == 200, wrong.body
-        assert wrong.logprob_difference(right) > 5 * LOGPROB_TOLERANCE
-
-    def test_one_block_of_another_prompt_changes_the_output(self, pair: Pair) -> None:
-        prompt = make_prompt(1000, (pair.name, "corrupted"))
-        donor = make_prompt(1000, (pair.name, "the other"))
-        other = pair.prefill.client.prefill(donor)
-        params = pair.prefill.client.prefill(prompt)
-        params["remote_block_ids"][0][15] = other["remote_block_ids"][0][15]
-        wrong = pair.decode_leg(prompt, params, cache_salt="corrupted")
-        pair.assert_right(pair.decode_leg(donor, other), donor)
+        overwrite_block(pair.prefill, params, group=0, entry=entry)
+        wrong = pair.decode_leg(prompt, params, cache_salt=f"corrupted {entry}")
         right = pair.decode.client.compute(prompt)
         assert wrong.status == 200, wrong.body
         assert wrong.logprob_difference(right) > 5 * LOGPROB_TOLERANCE

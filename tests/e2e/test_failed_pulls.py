@@ -65,6 +65,7 @@ SPOILT_PARAMS = [
     Case("too few blocks", lambda params: params["remote_block_ids"][0].pop(), "params", ("6", "7")),
     Case("too many groups", lambda params: params["remote_block_ids"].append([1]), "params", ("2",)),
     Case("unknown engine", _with(remote_engine_id="nobody"), "refused", ("nobody",)),
+    Case("two blocks exchanged", lambda params: params["remote_block_ids"][0].reverse(), "lease", ("altered",)),
     Case("unknown lease", _with(lease_id="nothing"), "lease", ("nothing",)),
     Case("closed port", lambda params: params.update(remote_port=_closed_port()), "unreachable", ("127.0.0.1",)),
     Case("unknown host", _with(remote_host="no-such-host.invalid"), "unreachable", ("no-such-host.invalid",)),
@@ -238,7 +239,6 @@ class TestOtherServers:
         assert_serves(pair, "after the restart")
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("quiet")
 @pytest.mark.parametrize("deployment", [OTHER_MODELS], indirect=True, ids=lambda one: one.name)
 class TestOtherModels:

@@ -1,26 +1,62 @@
-"""Sides that differ where they may, and half precision."""
+"""Sides that differ where they may, and half precision. Sides that differ in tensor parallel size 1 and 2 are in
+``test_equality`` and ``test_cache_kinds``.
+"""
 
 import pytest
 
-from tests.e2e.deployments import MIXED
+from tests.e2e.deployments import FOUR_RANKS, HALF_PRECISION, MIXED, on
 from tests.e2e.pair import Pair, make_prompt
-
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.parametrize("deployment", [MIXED], indirect=True, ids=lambda one: one.name),
-]
 
 #: bfloat16 keeps 8 bits: the same sum in another order differs in the second decimal of a logprob.
 BFLOAT16_TOLERANCE = 0.25
 
-
-@pytest.mark.parametrize("pair", [("P LBHNC", "D BHLNC")], indirect=True, ids="-".join)
-@pytest.mark.parametrize("tokens", [31, 33, 1000])
-def test_another_physical_layout_gives_the_same_output(pair: Pair, tokens: int) -> None:
-    prompt = make_prompt(tokens, "layouts")
-    pair.assert_right(pair.disaggregate(prompt), prompt)
+LAYOUT_PAIRS = [("LBHNC", "BHLNC"), ("BHLNC", "LBHNC")]
+BLOCK_SIZE_PAIRS = [("BHLNC", "BHLNC 64"), ("BHLNC 64", "BHLNC")]
+PAIRS_OF_BOTH = [("LBHNC", "BHLNC 64"), ("BHLNC 64", "LBHNC")]
+FOUR_RANK_PAIRS = [("TP4", "TP2"), ("TP2", "TP4"), ("TP4", "TP1"), ("TP1", "TP4")]
 
 
+@on(MIXED)
+class TestLayoutsAndBlockSizes:
+    @pytest.mark.parametrize("pair", LAYOUT_PAIRS + BLOCK_SIZE_PAIRS + PAIRS_OF_BOTH, indirect=True, ids=" to ".join)
+    @pytest.mark.parametrize("tokens", [2, 33, 1000])
+    def test_another_form_of_cache_gives_the_same_output(self, pair: Pair, tokens: int) -> None:
+        pair.assert_pulls_right(make_prompt(tokens, (tokens, pair.name)))
+
+    @pytest.mark.parametrize("pair", BLOCK_SIZE_PAIRS, indirect=True, ids=" to ".join)
+    @pytest.mark.parametrize("tokens", [31, 32, 63, 64, 65, 97])
+    def test_a_prompt_may_end_anywhere_in_a_block_of_either_size(self, pair: Pair, tokens: int) -> None:
+        pair.assert_pulls_right(make_prompt(tokens, (tokens, pair.name)))
+
+    @pytest.mark.parametrize("pair", LAYOUT_PAIRS + BLOCK_SIZE_PAIRS, indirect=True, ids=" to ".join)
+    def test_concurrent_prompts_give_the_same_outputs(self, pair: Pair) -> None:
+        pair.assert_concurrent_pulls_right(8)
+
+    @pytest.mark.parametrize("pair", BLOCK_SIZE_PAIRS, indirect=True, ids=" to ".join)
+    def test_what_the_decode_server_holds_is_not_pulled(self, pair: Pair) -> None:
+        """Where the prefill server's blocks are larger, the first missing token lies inside one of them."""
+        prompt = make_prompt(300, (pair.name, "partial hit"))
+        pair.disaggregate(prompt[:100])
+        with pair.traffic() as traffic:
+            completion = pair.disaggregate(prompt)
+        held = 100 // pair.decode.spec.block_size * pair.decode.spec.block_size
+        assert traffic.source("local_cache_hit") == held
+        assert traffic.source("external_kv_transfer") == 299 - held
+        pair.assert_right(completion, prompt)
+
+
+@on(FOUR_RANKS)
+@pytest.mark.parametrize("pair", FOUR_RANK_PAIRS, indirect=True, ids="-".join)
+class TestFourRanks:
+    @pytest.mark.parametrize("tokens", [33, 1000])
+    def test_another_tensor_parallel_size_gives_the_same_output(self, pair: Pair, tokens: int) -> None:
+        pair.assert_pulls_right(make_prompt(tokens, (tokens, pair.name)))
+
+    def test_concurrent_prompts_give_the_same_outputs(self, pair: Pair) -> None:
+        pair.assert_concurrent_pulls_right(4)
+
+
+@on(HALF_PRECISION)
 @pytest.mark.parametrize("pair", [("P bfloat16", "D bfloat16")], indirect=True, ids="-".join)
 @pytest.mark.parametrize("tokens", [31, 33, 1000])
 def test_half_precision_is_right_but_for_rounding(pair: Pair, tokens: int) -> None:

@@ -48,6 +48,7 @@ def test_the_answer_has_the_keys_that_existing_routers_relay() -> None:
         "remote_block_ids",
         "remote_host",
         "remote_port",
+        "remote_block_sizes",
         "tp_size",
     }
 
@@ -91,6 +92,8 @@ WRONG = [
     ("remote_block_ids", None),
     ("remote_num_tokens", 0),
     ("remote_num_tokens", 70.5),
+    ("remote_block_sizes", [0]),
+    ("remote_block_sizes", "32"),
     ("tp_size", "1"),
     ("lease_id", ""),
     ("lease_id", 9),

@@ -340,6 +340,24 @@ def test_a_window_that_the_prefill_engine_has_cut_short_is_computed_here(tokens:
     assert consumer.missing_tokens(request, 0) == (0 if cut else tokens - 1)
 
 
+@pytest.mark.parametrize(
+    ("ours", "theirs", "tokens", "cut"),
+    [(64, 32, 200, False), (64, 32, 190, True), (32, 64, 200, False), (32, 64, 191, True), (32, 32, 190, False)],
+)
+def test_where_a_window_is_cut_depends_on_the_blocks_of_both_engines(
+    ours: int, theirs: int, tokens: int, cut: bool
+) -> None:
+    """Window 128: with blocks of 64 here, token 190 needs block 0, of which blocks of 32 there keep the end only."""
+    client = RecordingClient()
+    consumer = Checked(client, 10.0, Renewals(client, 10.0), windows=[(ours, 128)])
+    let_go = (tokens + 1 - 128) // theirs
+    table = tuple(block if block > let_go else 0 for block in range(1, -(-tokens // theirs) + 1))
+    changes = {"remote_block_ids": (table,), "remote_block_sizes": (theirs,)}
+    request = a_decode_request("r", tokens, lease_id="L", **changes)
+    consumer.add_request(request)
+    assert consumer.missing_tokens(request, 0) == (0 if cut else tokens - 1)
+
+
 def test_a_smaller_offer_than_was_asked_for_is_pulled_from_its_start(desk: Desk) -> None:
     request = a_decode_request("r", tokens=70)
     desk.consumer.add_request(request)

@@ -77,6 +77,14 @@ def test_a_second_pull_before_the_end_is_valid_and_counts_no_reader(books: Books
     assert books.table.active == 1
 
 
+def test_the_pulls_of_one_reader_that_are_remembered_are_few(books: Books) -> None:
+    """A reader that made up pulls without end would otherwise fill the memory."""
+    books.grant("a")
+    answers = [books.release("a", 0, 2, f"pull {number}") for number in range(20)]
+    assert answers == 16 * [True] + 4 * [False]
+    assert books.release("a", 0, 2, "pull 3")
+
+
 def test_a_release_after_expiry_is_refused(books: Books) -> None:
     books.grant("a")
     books.clock.advance(TTL_S)

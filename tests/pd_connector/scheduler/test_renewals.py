@@ -48,6 +48,17 @@ def test_a_lease_that_is_due_sooner_is_not_kept_waiting(client: RecordingClient,
     assert set(client.take_renewed()) == {"soon"}
 
 
+def test_many_leases_of_one_engine_are_renewed_in_several_messages(client: RecordingClient) -> None:
+    clock = ManualClock()
+    renewals = Renewals(client, 5.0, clock)
+    for number in range(2500):
+        renewals.keep(str(number), a_remote(PROMPT, lease_id=str(number)))
+    clock.advance(1000.0)
+    renewals.renew_due()
+    assert len(client.sent) == 3
+    assert sorted(client.take_renewed()) == sorted(map(str, range(2500)))
+
+
 def test_an_idle_thread_ends_at_once(client: RecordingClient) -> None:
     renewals = Renewals(client, 5.0)
     renewals.start()

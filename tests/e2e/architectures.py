@@ -1,0 +1,191 @@
+"""The architectures that the test models have: configurations and random weights, in the names of checkpoints.
+
+Each keeps another kind of KV cache: keys and values of every head and token (Qwen3), the same for some layers and only
+a window of it for the others (Gemma3), one latent vector a token for all heads (DeepSeek-V2). The weights are wide and
+the attention is sharp; ``models`` says why.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+VOCABULARY = 512
+MAX_POSITIONS = 4096
+HIDDEN = 256
+HEADS = 8
+HEAD_SIZE = 32
+INTERMEDIATE = 512
+INITIALIZER_RANGE = 0.15
+#: The deviation of the attention logits. With 1, the usual, a query averages over a thousand tokens and no single one
+#: matters; with much more it sees one token and the others do not matter.
+SHARPNESS = 4.0
+
+#: Tokens that Gemma3's layers with a sliding window see, and one in how many layers has full attention.
+WINDOW = 128
+FULL_ATTENTION_EVERY = 3
+
+#: Sizes of DeepSeek-V2's attention: vLLM's CPU kernel knows these of the latent vector (rank + rope) only.
+LATENT_RANK = 512
+ROPE_SIZE = 64
+NOPE_SIZE = 128
+VALUE_SIZE = 128
+
+Name = Literal["qwen3", "gemma3", "deepseek_v2"]
+Matrix = npt.NDArray[np.float32]
+Weights = dict[str, Matrix]
+#: A random matrix of (rows, columns) with the deviation ``INITIALIZER_RANGE``.
+Draw = Callable[[int, int], Matrix]
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """What a checkpoint of one architecture consists of, beside embeddings and tokenizer."""
+
+    config: Callable[[int, int], dict[str, object]]  # layers, KV heads -> what differs from ``shared_config``
+    layer: Callable[[Draw, int], Weights]  # draw, KV heads -> one layer's weights, without the layer's prefix
+    plain_norm: float = 1.0  # the weight with which a norm does not scale
+    server_arguments: tuple[str, ...] = ()
+
+
+def shared_config(layers: int, kv_heads: int) -> dict[str, object]:
+    """What all architectures call by the same name."""
+    return {
+        "vocab_size": VOCABULARY,
+        "hidden_size": HIDDEN,
+        "intermediate_size": INTERMEDIATE,
+        "num_hidden_layers": layers,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": kv_heads,
+        "max_position_embeddings": MAX_POSITIONS,
+        "initializer_range": INITIALIZER_RANGE,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": False,
+        "attention_bias": False,
+        "use_cache": True,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "torch_dtype": "float32",
+    }
+
+
+def _constant(size: int, value: float = 1.0) -> Matrix:
+    return np.full(size, value, np.float32)
+
+
+def _attention(draw: Draw, kv_heads: int, plain_norm: float) -> Weights:
+    """Attention over normalised queries and keys of ``HEAD_SIZE``."""
+    return {
+        "self_attn.q_proj.weight": draw(HEADS * HEAD_SIZE, HIDDEN),
+        "self_attn.k_proj.weight": draw(kv_heads * HEAD_SIZE, HIDDEN),
+        "self_attn.v_proj.weight": draw(kv_heads * HEAD_SIZE, HIDDEN),
+        "self_attn.o_proj.weight": draw(HIDDEN, HEADS * HEAD_SIZE),
+        "self_attn.q_norm.weight": _constant(HEAD_SIZE, SHARPNESS - 1.0 + plain_norm),
+        "self_attn.k_norm.weight": _constant(HEAD_SIZE, plain_norm),
+    }
+
+
+def _mlp(draw: Draw) -> Weights:
+    return {
+        "mlp.gate_proj.weight": draw(INTERMEDIATE, HIDDEN),
+        "mlp.up_proj.weight": draw(INTERMEDIATE, HIDDEN),
+        "mlp.down_proj.weight": draw(HIDDEN, INTERMEDIATE),
+    }
+
+
+def _norms(plain_norm: float, *names: str) -> Weights:
+    return {f"{name}.weight": _constant(HIDDEN, plain_norm) for name in names}
+
+
+def _qwen3_config(layers: int, kv_heads: int) -> dict[str, object]:
+    return {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "head_dim": HEAD_SIZE,
+        "hidden_act": "silu",
+        "rope_theta": 10000.0,
+    }
+
+
+def _qwen3_layer(draw: Draw, kv_heads: int) -> Weights:
+    return _norms(1.0, "input_layernorm", "post_attention_layernorm") | _attention(draw, kv_heads, 1.0) | _mlp(draw)
+
+
+def _gemma3_config(layers: int, kv_heads: int) -> dict[str, object]:
+    is_full = [(layer + 1) % FULL_ATTENTION_EVERY == 0 for layer in range(layers)]
+    return {
+        "architectures": ["Gemma3ForCausalLM"],
+        "model_type": "gemma3_text",
+        "head_dim": HEAD_SIZE,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": HEAD_SIZE,
+        "sliding_window": WINDOW,
+        "layer_types": ["full_attention" if full else "sliding_attention" for full in is_full],
+        "rope_parameters": {
+            kind: {"rope_type": "default", "rope_theta": 10000.0} for kind in ("full_attention", "sliding_attention")
+        },
+        "pad_token_id": None,
+    }
+
+
+def _gemma3_layer(draw: Draw, kv_heads: int) -> Weights:
+    """Gemma's norms scale by one plus their weight."""
+    norms = ("input", "post_attention", "pre_feedforward", "post_feedforward")
+    return _norms(0.0, *(f"{name}_layernorm" for name in norms)) | _attention(draw, kv_heads, 0.0) | _mlp(draw)
+
+
+def _deepseek_v2_config(layers: int, kv_heads: int) -> dict[str, object]:
+    # Scaled as in DeepSeek's own checkpoints: vLLM 0.32's CPU kernel for unscaled rotary embeddings rotates the wrong
+    # parts of MLA's queries and keys, other ones in other batches, so that no two runs would agree.
+    rope = {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 2.0,
+        "original_max_position_embeddings": MAX_POSITIONS // 2,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    }
+    return {
+        "architectures": ["DeepseekV2ForCausalLM"],
+        "model_type": "deepseek_v2",
+        "num_key_value_heads": HEADS,  # what the latent vector is expanded to
+        "hidden_act": "silu",
+        "rope_parameters": rope,
+        "q_lora_rank": None,
+        "kv_lora_rank": LATENT_RANK,
+        "qk_rope_head_dim": ROPE_SIZE,
+        "qk_nope_head_dim": NOPE_SIZE,
+        "v_head_dim": VALUE_SIZE,
+        "first_k_dense_replace": layers,  # no mixture of experts
+    }
+
+
+def _deepseek_v2_layer(draw: Draw, kv_heads: int) -> Weights:
+    key_size = NOPE_SIZE + ROPE_SIZE
+    # Deviations of what the projections make of normalised inputs; only the latent vector is normalised again.
+    projected, expanded = INITIALIZER_RANGE * math.sqrt(HIDDEN), INITIALIZER_RANGE * math.sqrt(LATENT_RANK)
+    logits = projected * math.sqrt((NOPE_SIZE * expanded**2 + ROPE_SIZE * projected**2) / key_size)
+    return {
+        **_norms(1.0, "input_layernorm", "post_attention_layernorm"),
+        "self_attn.q_proj.weight": draw(HEADS * key_size, HIDDEN) * np.float32(SHARPNESS / logits),
+        "self_attn.kv_a_proj_with_mqa.weight": draw(LATENT_RANK + ROPE_SIZE, HIDDEN),
+        "self_attn.kv_a_layernorm.weight": _constant(LATENT_RANK),
+        "self_attn.kv_b_proj.weight": draw(HEADS * (NOPE_SIZE + VALUE_SIZE), LATENT_RANK),
+        "self_attn.o_proj.weight": draw(HIDDEN, HEADS * VALUE_SIZE),
+        **_mlp(draw),
+    }
+
+
+ARCHITECTURES: Mapping[Name, Architecture] = {
+    "qwen3": Architecture(_qwen3_config, _qwen3_layer),
+    "gemma3": Architecture(_gemma3_config, _gemma3_layer, plain_norm=0.0),
+    # vLLM's other MLA backend, which it takes by itself where the CPU has AMX, knows bfloat16 only.
+    "deepseek_v2": Architecture(
+        _deepseek_v2_config, _deepseek_v2_layer, server_arguments=("--attention-backend", "CPU_MLA")
+    ),
+}

@@ -1,0 +1,53 @@
+"""Other contents in a block that a prefill server holds, behind its back: what a lost promise would look like.
+
+Where the block lies is learnt as decode servers learn it, from the server's handshake; the bytes are written through
+the operating system into the memory of the server's workers.
+"""
+
+from pathlib import Path
+
+import numpy as np
+
+from layout.geometry import Plane, WorkerGeometry
+from tests.e2e.client import KVTransferParams
+from tests.e2e.cluster import Server
+from transfer.control.client import ControlClient
+from transfer.control.messages import Hello, Welcome
+
+
+def overwrite_block(server: Server, params: KVTransferParams, group: int, entry: int) -> None:
+    """Fill a block of a finished prefill with random float32 numbers, in all layers and on all ranks.
+
+    ``group`` and ``entry``: the cache group, and the place in its table in ``params["remote_block_ids"]``.
+    """
+    block = params["remote_block_ids"][group][entry]
+    assert block, "the server holds no such block"
+    random = np.random.default_rng(block)
+    for worker in _workers(params):
+        caches = worker.groups[group]
+        (process,) = server.processes(f"Worker_TP{worker.tp_rank}" if worker.tp_size > 1 else "Worker")
+        with Path(f"/proc/{process}/mem").open("r+b", buffering=0) as memory:
+            for plane in caches.planes:
+                for start, size in _heads(plane, block, caches.block_tokens // plane.block_tokens):
+                    memory.seek(start)
+                    memory.write(random.normal(size=size // 4).astype(np.float32).tobytes())
+
+
+def _workers(params: KVTransferParams) -> tuple[WorkerGeometry, ...]:
+    client = ControlClient()
+    hello = Hello(params["remote_engine_id"])
+    welcome = client.request(params["remote_host"], params["remote_port"], hello, 10.0).result()
+    client.close()
+    assert isinstance(welcome, Welcome)
+    return welcome.workers
+
+
+def _heads(plane: Plane, block: int, kernel_blocks: int) -> list[tuple[int, int]]:
+    """(address, bytes) of every head of a block in every layer; a head of a block is one run on the CPU."""
+    size = (plane.block_tokens - 1) * plane.token_stride + (plane.content - 1) * plane.content_stride + plane.item_size
+    return [
+        (plane.address + layer * plane.layer_stride + kernel * plane.block_stride + head * plane.head_stride, size)
+        for layer in range(len(plane.layers))
+        for kernel in range(block * kernel_blocks, (block + 1) * kernel_blocks)
+        for head in range(plane.heads)
+    ]

@@ -1,0 +1,93 @@
+"""Models whose KV caches are of other kinds: a window of some layers, one latent vector for all heads, one head.
+
+Each is pulled between tensor parallel size 1 and 2, in both directions.
+"""
+
+import pytest
+
+from tests.e2e.architectures import WINDOW
+from tests.e2e.client import LOGPROB_TOLERANCE
+from tests.e2e.cluster import BLOCK_SIZE
+from tests.e2e.corruption import overwrite_block
+from tests.e2e.deployments import MLA, ONE_KV_HEAD, SLIDING_WINDOW, on
+from tests.e2e.pair import Pair, make_prompt
+
+BOTH_WAYS = [("TP2", "TP1"), ("TP1", "TP2")]
+
+both_ways = pytest.mark.parametrize("pair", BOTH_WAYS, indirect=True, ids="-".join)
+
+
+@on(SLIDING_WINDOW, MLA, ONE_KV_HEAD)
+@both_ways
+@pytest.mark.parametrize("tokens", [2, 33, 1000])
+def test_a_pulled_prompt_gives_the_same_output(pair: Pair, tokens: int) -> None:
+    pair.assert_pulls_right(make_prompt(tokens, (tokens, pair.name)))
+
+
+@on(SLIDING_WINDOW, MLA, ONE_KV_HEAD)
+@both_ways
+def test_concurrent_prompts_give_the_same_outputs(pair: Pair) -> None:
+    pair.assert_concurrent_pulls_right(4)
+
+
+@on(SLIDING_WINDOW, MLA, ONE_KV_HEAD)
+@both_ways
+def test_one_block_of_other_contents_changes_the_output(pair: Pair) -> None:
+    """In every cache group: none of them is moved in vain."""
+    prompt = make_prompt(1000, (pair.name, "corrupted"))
+    whole = pair.prefill.client.prefill(prompt)
+    right = pair.decode.client.compute(prompt)
+    pair.assert_right(pair.decode_leg(prompt, whole, cache_salt="whole"), prompt)
+    for group in range(len(whole["remote_block_ids"])):
+        params = pair.prefill.client.prefill(prompt, cache_salt=f"corrupted {group}")
+        # Near the end, where a sliding window still holds it.
+        overwrite_block(pair.prefill, params, group, entry=-2)
+        wrong = pair.decode_leg(prompt, params, cache_salt=f"corrupted {group}")
+        assert wrong.status == 200, wrong.body
+        assert wrong.logprob_difference(right) > 5 * LOGPROB_TOLERANCE, f"cache group {group}"
+
+
+@on(SLIDING_WINDOW)
+@both_ways
+class TestSlidingWindow:
+    @pytest.mark.parametrize("tokens", [WINDOW + BLOCK_SIZE - 2, WINDOW + BLOCK_SIZE, 1022, 1024, 3000])
+    def test_the_blocks_of_the_window_are_enough(self, pair: Pair, tokens: int) -> None:
+        pair.assert_pulls_right(make_prompt(tokens, (tokens, pair.name)))
+
+    @pytest.mark.parametrize("tokens", [WINDOW + BLOCK_SIZE - 1, 1023])
+    def test_a_prompt_whose_window_has_lost_its_first_token_is_computed(self, pair: Pair, tokens: int) -> None:
+        """vLLM frees a block of P when the token after the prompt sees nothing of it; the prompt's last token, which
+        is computed on D, may still see the block's last token.
+        """
+        prompt = make_prompt(tokens, (tokens, pair.name))
+        with pair.traffic() as traffic:
+            completion = pair.disaggregate(prompt)
+        assert traffic.source("local_compute") == tokens
+        assert traffic.pulled("pulls") == 0
+        assert (traffic.leases("granted"), traffic.leases("cancelled")) == (1, 1)
+        pair.assert_right(completion, prompt)
+
+    def test_what_the_decode_server_holds_is_not_pulled(self, pair: Pair) -> None:
+        prompt = make_prompt(600, (pair.name, "partial hit"))
+        pair.disaggregate(prompt[:300])
+        with pair.traffic() as traffic:
+            completion = pair.disaggregate(prompt)
+        held = 300 // BLOCK_SIZE * BLOCK_SIZE
+        assert traffic.source("local_cache_hit") == held
+        assert traffic.source("external_kv_transfer") == 599 - held
+        pair.assert_right(completion, prompt)
+
+
+@on(MLA)
+@both_ways
+def test_the_servers_say_why_mla_has_no_cross_layer_blocks(pair: Pair) -> None:
+    for server in (pair.prefill, pair.decode):
+        assert "CPU_MLA is not known to accept them. Using the KV cache layout LBNHC instead" in server.log_since()
+
+
+@on(ONE_KV_HEAD)
+@pytest.mark.parametrize("pair", [("TP2", "TP1")], indirect=True, ids="-".join)
+def test_a_head_that_two_ranks_hold_is_pulled_once(pair: Pair) -> None:
+    traffic = pair.assert_pulls_right(make_prompt(1000, (pair.name, "bytes")))
+    whole_prompt = 2 * 32 * 4 * 4 * 999  # K and V of a head of 32 float32 items, 4 layers, tokens
+    assert traffic.pulled("pull_bytes") < 1.1 * whole_prompt
