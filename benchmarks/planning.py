@@ -19,6 +19,7 @@ from layout.plan import BlockTable, Plan, compile_plans
 from layout.regions import RegionTable
 from layout.sharding import choose_sources, held_heads
 from layout.staging import Schedule, schedule_reads, warm_up
+from pd_connector.worker.peer import for_each_rank
 
 LAYERS = 80
 KV_HEADS = 8
@@ -105,24 +106,25 @@ def median_ms(work: Callable[[], object]) -> float:
 
 
 def measure(case: Case) -> str:
-    """One line of the table; times and descriptors of all plans of the rank together."""
-    plans = list(compiled(case).values())
+    """One line of the table; all remote ranks at once on threads, as in a pull, and their descriptors together."""
+    plans = compiled(case)
+    ranks = list(plans)
     local, remote = table(case, 1), table(case, 2)
 
-    def instantiate() -> list[Copies]:
-        return [plan.instantiate(local, remote, 0, case.tokens) for plan in plans]
+    def instantiate() -> dict[int, Copies]:
+        return for_each_rank(lambda rank: plans[rank].instantiate(local, remote, 0, case.tokens), ranks)
 
-    def schedule(staging: Region | None) -> list[Schedule]:
-        return [schedule_reads(copies, COST, EVERYTHING, EVERYTHING, staging) for copies in batches]
+    def schedule(staging: Region | None) -> dict[int, Schedule]:
+        return for_each_rank(lambda rank: schedule_reads(batches[rank], COST, EVERYTHING, EVERYTHING, staging), ranks)
 
     batches = instantiate()
-    descriptors = sum(plan.descriptors for plan in schedule(SLOT))
+    descriptors = sum(plan.descriptors for plan in schedule(SLOT).values())
     instantiate_ms = median_ms(instantiate)
     staged_ms, direct_ms = median_ms(lambda: schedule(SLOT)), median_ms(lambda: schedule(None))
     slowest_ms = instantiate_ms + max(staged_ms, direct_ms)
     return (
         f"{case.layout:6} {case.tokens:7,}  {case.remote_tp:4}->{case.local_tp}  "
-        f"{'adjacent' if case.contiguous else 'fragmented':10} {sum(map(len, batches)):9,} {descriptors:9,} "
+        f"{'adjacent' if case.contiguous else 'fragmented':10} {sum(map(len, batches.values())):9,} {descriptors:9,} "
         f"{median_ms(lambda: compiled(case)):8.2f} {instantiate_ms:11.2f} {staged_ms:7.2f} {direct_ms:7.2f} "
         f"{slowest_ms:6.2f}  {'under' if slowest_ms < case.target_ms else 'OVER':>5} {case.target_ms:2.0f}"
     )

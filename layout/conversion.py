@@ -15,12 +15,14 @@ def describe_conversion(local: WorkerGeometry, remotes: Sequence[WorkerGeometry]
     ``plans`` are those of ``local``, keyed by index into ``remotes``. A physical order names the axes layer, block,
     head, token (N) and content with more than one index, outermost first; K and V have two where they differ.
     """
-    there = remotes[min(plans, default=0)]
+    there, here = [remotes[index] for index in plans], [local]
+    if not there:
+        return "nothing to read"
     compared = [
-        ("TP", there.tp_size, local.tp_size),
-        ("PP", there.pp_size, local.pp_size),
-        ("block size", _block_sizes(there), _block_sizes(local)),
-        ("order", _orders(there), _orders(local)),
+        ("TP", there[0].tp_size, local.tp_size),
+        ("PP", there[0].pp_size, local.pp_size),
+        ("block size", _block_sizes(there), _block_sizes(here)),
+        ("order", *_orders(there, here)),
     ]
     changes = [f"{name} {remote} to {ours}" for name, remote, ours in compared if remote != ours]
     runs = sum(plan.runs for plan in plans.values())
@@ -29,13 +31,17 @@ def describe_conversion(local: WorkerGeometry, remotes: Sequence[WorkerGeometry]
     return f"{', '.join(changes) or 'the same geometry'}; {cut}, before neighbours are joined"
 
 
-def _block_sizes(worker: WorkerGeometry) -> str:
-    return "/".join(dict.fromkeys(str(group.block_tokens) for group in worker.groups if group.planes))
+def _block_sizes(workers: Sequence[WorkerGeometry]) -> str:
+    sizes = {group.block_tokens for worker in workers for group in worker.groups if group.planes}
+    return "/".join(map(str, sorted(sizes)))
 
 
-def _orders(worker: WorkerGeometry) -> str:
-    planes = [plane for group in worker.groups for plane in group.planes]
-    return "/".join(dict.fromkeys(physical_order(plane) for plane in planes))
+def _orders(*sides: Sequence[WorkerGeometry]) -> tuple[str, ...]:
+    """The physical orders of each side; without the layers, if some plane has only one and so no order of them."""
+    planes = [[plane for worker in side for group in worker.groups for plane in group.planes] for side in sides]
+    alone = any(len(plane.layers) == 1 for side in planes for plane in side)
+    orders = [[physical_order(plane) for plane in side] for side in planes]
+    return tuple("/".join(dict.fromkeys(o.replace("L", "") if alone else o for o in side)) for side in orders)
 
 
 def physical_order(plane: Plane) -> str:

@@ -10,8 +10,8 @@ from typing import Annotated, Any
 import msgspec
 
 # Bounded and printable: these values come from clients and go into messages and logs.
-Name = Annotated[str, msgspec.Meta(min_length=1, max_length=128, pattern=r"^[\x21-\x7e]+$")]
-Host = Annotated[str, msgspec.Meta(min_length=1, max_length=255, pattern=r"^[A-Za-z0-9._:%\[\]-]+$")]
+Name = Annotated[str, msgspec.Meta(min_length=1, max_length=128, pattern=r"^[\x21-\x7e]+\Z")]
+Host = Annotated[str, msgspec.Meta(min_length=1, max_length=255, pattern=r"^[A-Za-z0-9._:%\[\]-]+\Z")]
 BlockIds = Annotated[tuple[Annotated[int, msgspec.Meta(ge=0, lt=2**31)], ...], msgspec.Meta(max_length=2**20)]
 
 
@@ -30,7 +30,7 @@ class RemotePrefill(msgspec.Struct, frozen=True):
     remote_num_tokens: Annotated[int, msgspec.Meta(ge=1)]  # prompt tokens whose KV the blocks hold
     lease_id: Name
     lease_ttl_s: Annotated[float, msgspec.Meta(ge=0.1, le=86400)]
-    prompt_digest: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{0,64}$")]  # see ``prompt_digest``; empty: not known
+    prompt_digest: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{0,64}\Z")]  # see ``prompt_digest``; empty: not known
     # Tokens of a block of each cache group; empty: as many as here.
     remote_block_sizes: Annotated[
         tuple[Annotated[int, msgspec.Meta(ge=1, lt=2**31)], ...], msgspec.Meta(max_length=64)

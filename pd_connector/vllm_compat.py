@@ -266,10 +266,9 @@ def cache_groups(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") ->
         by_layer = getattr(spec, "kv_cache_specs", None) or dict.fromkeys(group.layer_names, spec)
         layer_specs = list(by_layer.values()) or [spec]
         if not all(hasattr(layer_spec, "num_kv_heads") for layer_spec in layer_specs):
-            raise UnsupportedError(
-                f"KV cache group of {group.layer_names[0]!r} is a {type(layer_specs[0]).__name__}: PDConnector moves "
-                "attention caches only"
-            )
+            layer = next(iter(group.layer_names), "layers of another pipeline stage")
+            kind = type(layer_specs[0]).__name__
+            raise UnsupportedError(f"KV cache group of {layer!r} is a {kind}: PDConnector moves attention caches only")
         window = max(int(getattr(layer_spec, "sliding_window", None) or 0) for layer_spec in layer_specs)
         parts = {name: _parts(vllm_config, layer_spec) for name, layer_spec in by_layer.items()}
         groups.append(GroupSpec(tuple(group.layer_names), int(spec.block_size), window, parts))

@@ -123,6 +123,11 @@ class Consumer:
         if entry is None:
             return
         if external_tokens == 0:
+            if isinstance(entry, RemotePrefill) and self._is_cut_short(entry):
+                logger.info(
+                    "PDConnector: request %s is computed here: the prefill engine has let go of the first block that a "
+                    "sliding window needs", request.request_id,
+                )  # fmt: skip
             self._cancel(request.request_id, entry)
             return
         assert not isinstance(entry, _Follower), "a follower pulls nothing"

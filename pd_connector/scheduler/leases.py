@@ -18,7 +18,7 @@ Held = TypeVar("Held")
 
 
 #: Pulls of one reader whose releases are remembered apart: a second one is a mistake already, and memory is bounded.
-_MAX_PULLS = 16
+_MAX_PULLS = 4
 
 
 class LeaseEnd(StrEnum):

@@ -16,7 +16,7 @@ from pd_connector.cpu_head_order import HeadOrder
 from pd_connector.vllm_compat import GroupSpec, Ranks
 
 #: What a model runner hands over for a layer.
-_Cache: TypeAlias = torch.Tensor | Sequence[torch.Tensor]
+Cache: TypeAlias = torch.Tensor | Sequence[torch.Tensor]
 
 
 class UnknownCacheError(ValueError):
@@ -42,7 +42,7 @@ class _PartView:
 
 
 def describe_caches(
-    kv_caches: Mapping[str, _Cache],
+    kv_caches: Mapping[str, Cache],
     groups: Sequence[GroupSpec],
     ranks: Ranks,
     kv_heads: int,
@@ -63,7 +63,7 @@ def describe_caches(
         UnknownCacheError: a tensor is not of the form above.
     """
     described = tuple(_describe_group(kv_caches, group, ranks, kv_heads) for group in groups)
-    used = [tensor for group in groups for name in group.layer_names for tensor in _tensors(kv_caches[name])]
+    used = [tensor for group in groups for name in group.layer_names for tensor in tensors_of(kv_caches[name])]
     return WorkerGeometry(
         tp_rank=ranks.tp_rank,
         tp_size=ranks.tp_size,
@@ -76,13 +76,13 @@ def describe_caches(
     )
 
 
-def _describe_group(kv_caches: Mapping[str, _Cache], group: GroupSpec, ranks: Ranks, kv_heads: int) -> CacheGroup:
+def _describe_group(kv_caches: Mapping[str, Cache], group: GroupSpec, ranks: Ranks, kv_heads: int) -> CacheGroup:
     views = [view for name in group.layer_names for view in _part_views(name, kv_caches[name], group)]
     planes = tuple(_plane(run, ranks, kv_heads) for run in _evenly_spaced(views))
     return CacheGroup(group.block_tokens, group.window, planes)
 
 
-def _part_views(layer: str, cache: _Cache, group: GroupSpec) -> list[_PartView]:
+def _part_views(layer: str, cache: Cache, group: GroupSpec) -> list[_PartView]:
     """A layer's cache as its logical parts, each in the strides that it has in memory."""
     parts, order = group.parts.get(layer, ()), group.orders.get(layer)
     if not isinstance(cache, torch.Tensor):
@@ -134,6 +134,12 @@ def _check_form(layer: str, tensor: torch.Tensor, group: GroupSpec) -> None:
 
 def _check_tensors(layer: str, tensors: Sequence[torch.Tensor], group: GroupSpec) -> None:
     """Raise unless a layer's cache is one tensor for each part, as vllm-ascend allocates it."""
+    names = [name for name, _ in group.parts.get(layer, ())]
+    if len(tensors) < max(1, len(names)):
+        raise UnknownCacheError(
+            f"KV cache of layer {layer!r} has {len(tensors)} tensors; expected one for each part"
+            + (f" ({', '.join(names)})" if names else "")
+        )
     for tensor in tensors:
         if not isinstance(tensor, torch.Tensor) or tensor.dim() != 4 or group.block_tokens % tensor.shape[1]:
             is_tensor = isinstance(tensor, torch.Tensor)
@@ -192,7 +198,8 @@ def _plane(run: list[_PartView], ranks: Ranks, kv_heads: int) -> Plane:
     )
 
 
-def _tensors(cache: _Cache) -> Sequence[torch.Tensor]:
+def tensors_of(cache: Cache) -> Sequence[torch.Tensor]:
+    """A layer's tensors: one, or one for each part."""
     return [cache] if isinstance(cache, torch.Tensor) else cache
 
 

@@ -1,7 +1,7 @@
 """The worker half: registers the caches, carries out the scheduler half's orders, reports what has settled."""
 
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -9,7 +9,7 @@ import torch
 
 from layout.cost import CostModel
 from layout.geometry import ModelIdentity, WorkerGeometry
-from pd_connector.config import ConnectorConfig
+from pd_connector.config import ConfigError, ConnectorConfig
 from pd_connector.metadata import StepOrders, WorkerHandshake
 from pd_connector.shared_secret import load_keys
 from pd_connector.stats import StatsRecorder
@@ -26,7 +26,7 @@ from pd_connector.vllm_compat import (
     with_head_orders,
     worker_ranks,
 )
-from pd_connector.worker.caches import describe_caches
+from pd_connector.worker.caches import Cache, describe_caches, tensors_of
 from pd_connector.worker.peer import PullContext
 from pd_connector.worker.pulls import PullService
 from pd_connector.worker.settlement import Settled
@@ -73,7 +73,10 @@ class WorkerHalf:
 
         Raises:
             UnknownCacheError: a cache cannot be described.
+            UnsupportedError: a cache is not an attention cache.
+            RuntimeError, NotImplementedError: how CPU kernels order a block cannot be found out.
             EngineStartError: the transfer engine does not start or refuses the memory.
+            ConfigError, ValueError, MemoryError: staging_bytes is too little, or more than the device has.
         """
         ranks = worker_ranks()
         model = model_identity(self._vllm_config, self._config.model_check)
@@ -83,8 +86,8 @@ class WorkerHalf:
             for group in cache_groups(self._vllm_config, self._kv_cache_config)
         ]
         geometry = describe_caches(kv_caches, groups, ranks, model.kv_heads, self._engine.address)
-        reads = self._plan_reads(geometry, kv_caches)
-        staging = () if reads.staging is None else (reads.staging.region,)
+        reads = self._plan_reads(geometry, kv_caches) if self._role.consumes else None
+        staging = () if reads is None or reads.staging is None else (reads.staging.region,)
         self._engine.register((*geometry.regions, *staging))
         self._geometry = geometry
         logger.info(
@@ -92,7 +95,7 @@ class WorkerHalf:
             ranks.index, ranks.world_size, sum(region.size for region in geometry.regions), geometry.block_bytes,
             sum(len(group.planes) for group in geometry.groups),
         )  # fmt: skip
-        if self._role.consumes:
+        if reads is not None:
             self._client = ControlClient(keys=self._keys, allowed=self._allowed)
             self._pulls = PullService(self._context(ranks, model, reads), self._config.peer_idle_s)
 
@@ -129,22 +132,21 @@ class WorkerHalf:
         if self._pulls is not None:
             self._pulls.join()
 
-    def _plan_reads(
-        self, geometry: WorkerGeometry, kv_caches: Mapping[str, torch.Tensor | Sequence[torch.Tensor]]
-    ) -> ReadPlanner:
+    def _plan_reads(self, geometry: WorkerGeometry, kv_caches: Mapping[str, Cache]) -> ReadPlanner:
         config = self._config
         cost = CostModel.of_protocol(_protocol(config))
         if config.descriptor_cost_us is not None:
             cost = replace(cost, alpha=config.descriptor_cost_us * 1e-6)
         if config.byte_cost_ns is not None:
             cost = replace(cost, beta=config.byte_cost_ns * 1e-9)
-        if not (self._role.consumes and config.staging_bytes):
+        tensors = [tensor for cache in kv_caches.values() for tensor in tensors_of(cache)]
+        if not (config.staging_bytes and tensors):
             return ReadPlanner(cost, geometry.regions)
         if caches_are_host_memory():
-            return ReadPlanner.with_staging(cost, geometry.regions, config.staging_bytes)
-        tensors = [
-            tensor for cache in kv_caches.values() for tensor in ([cache] if isinstance(cache, torch.Tensor) else cache)
-        ]
+            try:
+                return ReadPlanner.with_staging(cost, geometry.regions, config.staging_bytes)
+            except ValueError as error:
+                raise ConfigError(f"staging_bytes = {config.staging_bytes}: {error}; 0 switches staging off") from error
         return ReadPlanner.with_device_staging(cost, geometry.regions, config.staging_bytes, tensors)
 
     def _context(self, ranks: Ranks, model: ModelIdentity, reads: ReadPlanner) -> PullContext:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import numpy as np
 
@@ -26,13 +27,15 @@ from layout.staging import Schedule
 from pd_connector.metadata import Cause, PullOrder
 from pd_connector.vllm_compat import init_logger
 from pd_connector.worker.settlement import Settled, Settlement, Stopwatch
-from pd_connector.worker.staged_reads import ReadPlanner
+from pd_connector.worker.staged_reads import SLOTS, ReadPlanner
 from transfer.control.client import ControlClient
 from transfer.control.errors import AuthenticationFailed, ControlError, PeerNotAllowed, PeerRefused
 from transfer.control.messages import Hello, Welcome
 from transfer.engine.base import Link, ReadFailed, TransferEngine
 
 logger = init_logger(__name__)
+
+_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True)
@@ -61,7 +64,10 @@ class PullFailed(Exception):  # noqa: N818
 
 @dataclass
 class _Peer:
-    """A prefill engine after the handshake. Owned by the session's thread."""
+    """A prefill engine after the handshake.
+
+    Owned by the session's thread, which waits while the threads of a pull read: each touches the link of its own rank.
+    """
 
     workers: Sequence[WorkerGeometry]
     plans: dict[int, Plan]  # by index into workers
@@ -165,32 +171,19 @@ class PeerSession:
                 f"remote_block_ids holds {len(remote)} block tables; the prefill engine has "
                 f"{len(peer.workers[0].groups)} cache groups",
             )
+        ranks = list(peer.plans)
         try:
-            batches = {
-                index: plan.instantiate(local, remote, order.first_token, order.end_token)
-                for index, plan in peer.plans.items()
-            }
+            batches = for_each_rank(
+                lambda index: peer.plans[index].instantiate(local, remote, order.first_token, order.end_token), ranks
+            )
         except PlanError as error:
             raise PullFailed(Cause.PARAMS, str(error)) from error
         watch.lap("plan")
-        schedules = self._read_ranks(peer, batches, order, deadline)
-        watch.lap("read")
-        return schedules
-
-    def _read_ranks(self, peer: _Peer, batches: dict[int, Copies], order: PullOrder, deadline: float) -> list[Schedule]:
-        """Read from all ranks at once. When it returns or raises, the reads of all of them have settled.
-
-        Each thread touches its own rank's link and no other's.
-        """
-        for index in batches:
+        for index in ranks:
             self._link(peer, index)
-        if len(batches) <= 1:
-            return [self._read(peer, index, copies, order, deadline) for index, copies in batches.items()]
-        with ThreadPoolExecutor(len(batches), "pd-read") as threads:
-            reads = [
-                threads.submit(self._read, peer, index, copies, order, deadline) for index, copies in batches.items()
-            ]
-        return [read.result() for read in reads]
+        schedules = for_each_rank(lambda index: self._read(peer, index, batches[index], order, deadline), ranks)
+        watch.lap("read")
+        return list(schedules.values())
 
     def _read(self, peer: _Peer, index: int, copies: Copies, order: PullOrder, deadline: float) -> Schedule:
         remaining = deadline - time.monotonic()
@@ -211,6 +204,11 @@ class PeerSession:
                 raise PullFailed(Cause.READ, f"prefill rank {index}: {error}") from error
             except ValueError as error:
                 raise PullFailed(Cause.PARAMS, f"prefill rank {index}: {error}") from error
+            except BaseException:
+                # Nothing is known of the reads: they must end before others get the blocks and the staging.
+                link.close()
+                del peer.links[index]
+                raise
         return schedule
 
     def _link(self, peer: _Peer, index: int) -> Link:
@@ -252,7 +250,7 @@ class PeerSession:
         try:
             for index in plans:
                 self._link(peer, index)
-        except PullFailed:
+        except BaseException:
             for link in peer.links.values():
                 link.close()
             raise
@@ -291,6 +289,15 @@ class PeerSession:
             for link in self._peer.links.values():
                 link.close()
             self._peer = None
+
+
+def for_each_rank(work: Callable[[int], _Result], ranks: Sequence[int]) -> dict[int, _Result]:
+    """What ``work`` returns for each rank, as many at once as can be staged; all have ended when this one does."""
+    if len(ranks) <= 1:
+        return {rank: work(rank) for rank in ranks}
+    with ThreadPoolExecutor(min(len(ranks), SLOTS), "pd-rank") as threads:
+        results = {rank: threads.submit(work, rank) for rank in ranks}
+    return {rank: result.result() for rank, result in results.items()}
 
 
 def _block_table(block_ids: Sequence[int]) -> BlockTable:

@@ -15,7 +15,7 @@ from pd_connector.worker.settlement import Settled
 
 logger = init_logger(__name__)
 
-#: How long a shutdown waits for threads: less than vLLM gives its workers. The process's end stops them in any case.
+#: How long a shutdown waits for threads: less than vLLM gives its workers. Closing the engine has ended their reads.
 _CLOSE_TIMEOUT_S = 2.0
 
 

@@ -6,7 +6,7 @@ Which bytes go which way is decided in ``layout.staging``; here it is carried ou
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Protocol
 
@@ -33,7 +33,7 @@ _DEVICE_COPY_ALPHA = 0.2e-6
 
 
 class Copier(Protocol):
-    """Carries out copies from the staging buffer to the caches; called by one thread for each pull under way."""
+    """Carries out copies from the staging buffer to the caches; called by one thread for each rank's read under way."""
 
     def __call__(self, copies: Copies, /) -> None:
         """Return when all bytes are in their places, for every thread and stream; raise if that will not be."""
@@ -101,9 +101,13 @@ class ReadPlanner:
         if self.staging is None:
             yield schedule_reads(copies, self._cost, self._local, remote, None)
             return
-        with self.staging.borrow() as address:
+        with ExitStack() as borrowing:
+            address = borrowing.enter_context(self.staging.borrow())
             slot = Region(address, self.staging.slot_bytes) if address is not None else None
-            yield schedule_reads(copies, self._cost, self._local, remote, slot)
+            schedule = schedule_reads(copies, self._cost, self._local, remote, slot)
+            if not len(schedule.reads):
+                borrowing.close()  # others may need the slot
+            yield schedule
 
     def carry_out(self, link: Link, schedule: Schedule, timeout_s: float) -> None:
         """Read and copy everything; returns when all bytes are in their places.

@@ -49,6 +49,7 @@ class ServerSpec:
     load_failure_policy: LoadFailurePolicy = "fail"
     block_size: int = BLOCK_SIZE
     options: tuple[tuple[str, object], ...] = ()
+    secret: str = ""  # of the control channel; empty for none
 
     @property
     def name(self) -> str:
@@ -85,7 +86,8 @@ class ServerSpec:
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "VLLM_NO_USAGE_STATS": "1",
         }
-        return environment | ({"VLLM_KV_CACHE_LAYOUT": self.layout} if self.layout else {})
+        wanted = {"VLLM_KV_CACHE_LAYOUT": self.layout, "PD_CONNECTOR_SECRET": self.secret}
+        return environment | {name: value for name, value in wanted.items() if value}
 
 
 @dataclass(slots=True)

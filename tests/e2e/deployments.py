@@ -109,13 +109,15 @@ HALF_PRECISION = Deployment(
     slow=True,
 )
 
-#: The two physical layouts that differ most, and two block sizes.
+SECRET = "a secret of the end-to-end tests"
+
+#: The two physical layouts that differ most, and two block sizes. Their control channels are encrypted.
 MIXED = Deployment(
     "mixed",
     (
-        ("LBHNC", peer(layout="LBHNC")),
-        ("BHLNC", peer(layout="BHLNC")),
-        ("BHLNC 64", peer(layout="BHLNC", block_size=64)),
+        ("LBHNC", replace(peer(layout="LBHNC"), secret=SECRET)),
+        ("BHLNC", replace(peer(layout="BHLNC"), secret=SECRET)),
+        ("BHLNC 64", replace(peer(layout="BHLNC", block_size=64), secret=SECRET)),
     ),
 )
 

@@ -1,6 +1,7 @@
 """A prefill and a decode server seen as one: two-leg requests, and the books that must balance after them."""
 
 import random
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -80,7 +81,7 @@ class Pair:
         first pull has ended, and with it the prefill server's waiting. That pull then fails, as it must.
         """
         for attempt in range(attempts):
-            prompt = make_prompt(33, ("acquainted", self.name, attempt))
+            prompt = make_prompt(33, ("acquainted", self.name, attempt, time.monotonic()))  # not in a prefix cache
             if self.decode_leg(prompt, self.prefill.client.prefill(prompt)).status == 200:
                 break
         else:

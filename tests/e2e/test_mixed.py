@@ -4,8 +4,11 @@
 
 import pytest
 
-from tests.e2e.deployments import FOUR_RANKS, HALF_PRECISION, MIXED, on
+from tests.e2e.deployments import FOUR_RANKS, HALF_PRECISION, MIXED, SECRET, on
 from tests.e2e.pair import Pair, make_prompt
+from transfer.control.client import ControlClient
+from transfer.control.errors import AuthenticationFailed
+from transfer.control.messages import Hello
 
 #: bfloat16 keeps 8 bits: the same sum in another order differs in the second decimal of a logprob.
 BFLOAT16_TOLERANCE = 0.25
@@ -27,6 +30,17 @@ class TestLayoutsAndBlockSizes:
     @pytest.mark.parametrize("tokens", [31, 32, 63, 64, 65, 97])
     def test_a_prompt_may_end_anywhere_in_a_block_of_either_size(self, pair: Pair, tokens: int) -> None:
         pair.assert_pulls_right(make_prompt(tokens, (tokens, pair.name)))
+
+    @pytest.mark.parametrize("pair", LAYOUT_PAIRS, indirect=True, ids=" to ".join)
+    def test_who_does_not_know_the_secret_is_turned_away_and_nobody_logs_it(self, pair: Pair) -> None:
+        prompt = make_prompt(100, (pair.name, "stranger"))
+        params = pair.prefill.client.prefill(prompt)
+        stranger = ControlClient()
+        hello = stranger.request(params["remote_host"], params["remote_port"], Hello(params["remote_engine_id"]), 10.0)
+        assert isinstance(hello.exception(), AuthenticationFailed)
+        stranger.close()
+        pair.assert_right(pair.decode_leg(prompt, params), prompt)
+        assert all(SECRET not in server.log_since() for server in (pair.prefill, pair.decode))
 
     @pytest.mark.parametrize("pair", LAYOUT_PAIRS + BLOCK_SIZE_PAIRS, indirect=True, ids=" to ".join)
     def test_concurrent_prompts_give_the_same_outputs(self, pair: Pair) -> None:

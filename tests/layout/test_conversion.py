@@ -30,7 +30,8 @@ def test_equal_engines_convert_nothing() -> None:
 def test_what_differs_is_named_with_both_values_remote_first() -> None:
     local, remote = Engine("LBHNC", block_tokens=32), Engine("BHLNC", tp=2, pp=2)
     line = described(local, remote)
-    assert line.startswith("TP 2 to 1, PP 2 to 1, block size 16 to 32, order BHNC to LBHNC; 1024 bytes in 8 runs")
+    assert line.startswith("TP 2 to 1, PP 2 to 1, block size 16 to 32; 1024 bytes in 8 runs")  # a stage has one layer
+    assert described(Engine("LBHNC"), Engine("BHLNC", tp=2)).startswith("TP 2 to 1, order BHLNC to LBHNC;")
 
 
 def test_k_transposed_shows_in_the_order() -> None:

@@ -77,7 +77,7 @@ def test_engines_with_the_same_secret_work_and_never_show_it(
         (None, SECRET, "that one has none"),
     ],
 )
-def test_engines_with_unequal_secrets_say_so_at_once_on_both_sides(
+def test_engines_with_unequal_secrets_say_so_on_both_sides(
     start: Start,  # noqa: F811
     tmp_path: Path,
     log: pytest.LogCaptureFixture,

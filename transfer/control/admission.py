@@ -17,7 +17,7 @@ import msgspec
 import zmq
 
 from transfer.control.keys import ControlKeys
-from transfer.control.limits import ServerLimits
+from transfer.control.limits import REFUSED_S, ServerLimits
 from transfer.control.monitor import SocketMonitor
 from transfer.control.throttle import ThrottledWarnings
 
@@ -32,8 +32,7 @@ _ZAP_ENDPOINT = "inproc://zeromq.zap.01"  # where libzmq asks, by its RFC 27
 _OTHER_MECHANISM = zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH
 _OTHER_SECRET = (zmq.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC, zmq.PROTOCOL_ERROR_ZMTP_KEY_EXCHANGE)
 _CHECK_INTERVAL_S = 0.25  # what a connection brings meanwhile is held, whatever it is
-_DROPS_TO_CUT = 100  # messages of a connection above its host's rate in that time, then it is ended ...
-_REFUSED_S = 1.0  # ... and its host makes no new one for this long
+_DROPS_TO_CUT = 100  # messages of a connection above its host's rate in that time, then its host is refused
 _RESET = struct.pack("ii", 1, 0)  # for SO_LINGER
 _KEEPALIVE_BYTES = 64  # that an idle connection brings meanwhile
 _BYTES_RECEIVED = struct.Struct("=Q")  # tcpi_bytes_received in Linux' struct tcp_info, since 4.1
@@ -130,9 +129,12 @@ class Admission:
             if connection.dropped == _DROPS_TO_CUT:  # dropping takes time as well
                 self._cut(descriptor, "it goes on sending above its host's rate")
 
-    def close(self) -> None:
-        """Watch no more; before the socket is closed."""
+    def unwatch(self) -> None:
+        """Count no more; before the watched socket is closed."""
         self._monitor.close()
+
+    def close(self) -> None:
+        """Admit nobody any more; after the watched socket is closed."""
         if self._zap is not None:
             self._zap.close(linger=0)
 
@@ -153,7 +155,7 @@ class Admission:
             reason = f"it has {limits.max_connections_per_host} already, the most that one host may have"
         elif len(self._connections) >= limits.max_connections:
             reason = f"there are {limits.max_connections} already, the most that there may be"
-        elif host in self._refused_until:
+        elif time.monotonic() < self._refused_until.get(host, 0.0):
             reason = "it has just flooded this engine"
         else:
             return
@@ -214,7 +216,7 @@ class Admission:
 
     def _cut(self, descriptor: int, reason: str) -> None:
         host = self._connections[descriptor].host
-        self._refused_until[host] = time.monotonic() + _REFUSED_S
+        self._refused_until[host] = time.monotonic() + REFUSED_S
         with _opened(descriptor, self.port) as connection:
             if connection is not None:
                 connection.end()

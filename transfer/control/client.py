@@ -101,7 +101,8 @@ class ControlClient:
             PeerRefused: the peer answered with an error, or speaks another protocol version. ``NOT_READY`` is asked
                 again, and reported so only when the time is out.
             BadRequest: above ``MAX_REQUEST_BYTES``, or a field that MessagePack cannot hold.
-            AuthenticationFailed: the peer has another secret, or only one side has one.
+            AuthenticationFailed: the peer has another secret, or only one side has one; within 3 s. With a shorter
+                ``timeout_s`` it may be PeerUnreachable instead.
             PeerNotAllowed: the host is none of ``allowed``.
             TooManyPeers: ``max_peers`` peers are being asked, or ``max_resolvers`` names looked up, already.
             ClientClosed: the client was closed.

@@ -278,8 +278,8 @@ class ClientLoop:
         reason = ""
         if peer is not None and peer.ended_handshakes and not asked.attempts:
             reason = (
-                f"it ended the connection {peer.ended_handshakes} times before it was made: it is no engine, has a "
-                "secret where this one has none, or has too many connections"
+                f"it ended the connection {peer.ended_handshakes} times before it was made: it is no engine, has "
+                "another secret than this one or none, or refuses connections because it has too many"
             )
         self._count(unreachable=self._counters.unreachable + 1)
         self._settle(asked, asked.unreachable(reason))

@@ -57,11 +57,15 @@ class ControlKeys:
         return cls(_pair(stretched, b"server"), _pair(stretched, b"client"))
 
     def secure_server(self, socket: zmq.Socket[bytes]) -> None:
-        """Let ``socket`` accept only connections under these keys; a ZAP handler must ask ``admits``. Before bind."""
+        """Let ``socket`` accept only connections under these keys. Before bind.
+
+        A ZAP handler must ask ``admits``; while the context has none, nobody is admitted.
+        """
         socket.setsockopt(zmq.CURVE_SERVER, 1)
         socket.setsockopt(zmq.CURVE_PUBLICKEY, self.server.public)
         socket.setsockopt(zmq.CURVE_SECRETKEY, self.server.secret)
         socket.setsockopt_string(zmq.ZAP_DOMAIN, _DOMAIN)
+        socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
 
     def secure_client(self, socket: zmq.Socket[bytes]) -> None:
         """Let ``socket`` talk only to servers that hold these keys. Before connect."""

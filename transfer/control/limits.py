@@ -10,19 +10,22 @@ from transfer.control.messages import Cancel, Release, Renew, Request
 MAX_LEASE_IDS = 20_000  # of one message: they are looked up in one go
 MAX_ID_CHARACTERS = 128  # of an engine, lease, or pull id and of a digest: some are remembered for a while
 MAX_READERS = 65_536  # of one lease
+REFUSED_S = 1.0  # for how long a host that has flooded a server makes no connection to it
 
 
 class ServerLimits(msgspec.Struct, frozen=True, kw_only=True):
     """What a control server grants its peers. A host is an IP address: engines behind one NAT share theirs.
 
-    The defaults leave room for 256 decode workers behind one address, which all say hello at once.
+    The defaults leave room for 256 decode workers behind one address, which all say hello at once: each has its
+    welcome, of up to 2 MB, within 10 s.
     """
 
     max_connections: int = 4096
     max_connections_per_host: int = 1024
     requests_per_s: float = 5000.0  # of one host, in the long run
     burst: float = 10_000.0  # requests of one host at once
-    reply_bytes_per_request: int = 4096  # a longer reply counts as several requests
+    bytes_per_request: int = 4096  # a longer request counts as several
+    reply_bytes_per_request: int = 16_384  # a longer reply counts as several requests
     unread_bytes: int = 16 * 1024 * 1024  # that a connection may bring without one complete message
     unread_bytes_in_all: int = 256 * 1024 * 1024
 

@@ -4,6 +4,7 @@ Opens, connects, closes and evicts, contacts only hosts that are allowed, and no
 What is said over the sockets is ``client_loop``'s business.
 """
 
+import errno
 import math
 import threading
 import time
@@ -18,6 +19,7 @@ from transfer.control.address import Address, numeric, resolve
 from transfer.control.allowed import AllowedPeers
 from transfer.control.errors import AuthenticationFailed, ControlError, PeerNotAllowed, TooManyPeers
 from transfer.control.keys import ControlKeys
+from transfer.control.limits import REFUSED_S
 from transfer.control.messages import MAX_FRAME_BYTES
 from transfer.control.monitor import SocketMonitor
 
@@ -31,8 +33,11 @@ _EVENTS = (
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
 _OTHER_MECHANISM = zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH
-# A server ends the connection of a client with another secret without a word, as do machines that are just starting.
+# A server ends the connection of a client with another secret without a word. So do machines that are just starting,
+# servers with too many connections, and those that refuse a host for a while: they are given time to do it no more.
 _ENDED_HANDSHAKES = 3
+_OTHER_SECRET_S = 2 * REFUSED_S
+_ENDED_BY_PEER = (errno.ECONNRESET, errno.EPIPE)  # EAGAIN is our own HANDSHAKE_IVL: the peer said nothing at all
 _GIVE_BOTH = "give both engines the same one (secret_file or PD_CONNECTOR_SECRET)"
 
 
@@ -55,6 +60,8 @@ class Peer:
     socket: zmq.Socket[bytes] | None = None
     monitor: SocketMonitor | None = None
     ended_handshakes: int = 0  # in a row, by the other side
+    ended_since: float = math.inf  # monotonic seconds: when the first of these ended
+    was_secure: bool = False  # a handshake has succeeded: whatever ends later ones, it is not another secret
     failure: ControlError | str = ""  # why no connection will ever be made: what to raise, or a reason to give
     asked: set[int] = field(default_factory=set)  # message ids that were not answered; while any, the peer is kept
     unsent: deque[int] = field(default_factory=deque)  # of those, the ones that wait for the connection to take them
@@ -225,14 +232,10 @@ class PeerPool:
         assert peer.monitor is not None
         for event, value in peer.monitor.take():
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                peer.ended_handshakes = 0
+                peer.ended_handshakes, peer.ended_since, peer.was_secure = 0, math.inf, True
             elif event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
-                peer.ended_handshakes += 1
-                if self._keys is not None and peer.ended_handshakes >= _ENDED_HANDSHAKES:
-                    peer.failure = AuthenticationFailed(
-                        f"authentication with {peer.address} failed: it ended the handshake {_ENDED_HANDSHAKES} times, "
-                        f"most likely because the secrets of the two engines differ or that one has none: {_GIVE_BOTH}"
-                    )
+                if value in _ENDED_BY_PEER:
+                    self._handshake_ended(peer)
             elif event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL and value != _OTHER_MECHANISM:
                 # libzmq does not try again after this.
                 peer.failure = f"what listens there does not speak ZeroMQ's protocol as an engine does ({value:#x})"
@@ -240,6 +243,21 @@ class PeerPool:
                 peer.failure = AuthenticationFailed(
                     f"authentication with {peer.address} failed: {self._whose_secret(event)}: {_GIVE_BOTH}"
                 )
+
+    def _handshake_ended(self, peer: Peer) -> None:
+        """The other side has ended a handshake without a word; sets ``failure`` if its secret must be another."""
+        now = time.monotonic()
+        peer.ended_handshakes += 1
+        peer.ended_since = min(peer.ended_since, now)
+        ended_s = now - peer.ended_since
+        if self._keys is None or peer.was_secure:
+            return
+        if peer.ended_handshakes >= _ENDED_HANDSHAKES and ended_s > _OTHER_SECRET_S:
+            peer.failure = AuthenticationFailed(
+                f"authentication with {peer.address} failed: it ended the handshake {peer.ended_handshakes} times in "
+                f"{ended_s:.1f} s, most likely because the secrets of the two engines differ or that one has none: "
+                f"{_GIVE_BOTH}. If that engine's log says that it refused connections, it has too many"
+            )
 
     def _whose_secret(self, event: int) -> str:
         if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:

@@ -235,8 +235,9 @@ class ControlServer:
                 wakeup.clear()
                 self._turn(socket, admission)
         finally:
-            admission.close()
+            admission.unwatch()
             socket.close(linger=int(self._linger_s * 1000))
+            admission.close()
             context.term()
 
     def _turn(self, socket: zmq.Socket[bytes], admission: Admission) -> None:
@@ -264,6 +265,7 @@ class ControlServer:
                     "second; it will ask again",
                 )
                 continue
+            self._allowances.charge(sender, sum(map(len, frames)) // self._limits.bytes_per_request)
             answer = self._answer(frames, sender)
             if answer is not None:
                 self._allowances.charge(sender, len(answer) // self._limits.reply_bytes_per_request)

@@ -138,7 +138,10 @@ class MooncakeEngine(TransferEngine):
             if self._closed:
                 raise ReadFailed(f"transfer engine {self._address} is closed", settled=True)
             window = self._windows.setdefault(address, Window(self._options.max_descriptors_in_flight))
-        native = NativeEngine(self._options.native) if self._options.isolated else self._native
+        try:
+            native = NativeEngine(self._options.native) if self._options.isolated else self._native
+        except EngineStartError as error:
+            raise ReadFailed(f"cannot open a link to {address}: {error}", settled=True) from error
         link = MooncakeLink(self, self._options, native, address, peer, window)
         try:
             link.connect()

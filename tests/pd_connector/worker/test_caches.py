@@ -248,7 +248,9 @@ def test_a_stage_without_layers_of_a_group_has_no_planes_in_it() -> None:
         (torch.zeros(BLOCKS, 2, TOKENS), r"shape \(5, 2, 16\)"),
         (torch.zeros(BLOCKS, 2, 12, 8), "divides the block size 16"),
         ([torch.zeros(3), torch.zeros(4)], r"a part of shape \(3,\); expected \[blocks, tokens, heads, content\]"),
-        ((torch.zeros(BLOCKS, 12, 2, 8),), "a part of .* divides the block size 16"),
+        (2 * (torch.zeros(BLOCKS, 12, 2, 8),), "a part of .* divides the block size 16"),
+        ((torch.zeros(BLOCKS, TOKENS, 2, 8),), r"1 tensors; expected one for each part \(k, v\)"),
+        ((), "0 tensors; expected one for each part"),
         (("no", "tensors"), "a part of <class 'str'>"),
     ],
 )

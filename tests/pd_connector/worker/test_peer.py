@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from layout.copies import Copies
 from layout.geometry import Region
 from pd_connector.scheduler.leases import LeaseTable
 from pd_connector.worker.settlement import Settled
@@ -26,6 +27,7 @@ from tests.pd_connector.support import ManualClock, until
 from tests.pd_connector.worker.site import OURS, THEIRS, Site, pull_once
 from tests.transfer.control.faults import Direction, FaultyNetwork, deliver
 from transfer.control.messages import Hello, Release, Request, decode_request
+from transfer.engine.base import ReadFailed
 from transfer.engine.in_process import Fault, InProcessEngine, InProcessFabric, InProcessLink
 
 
@@ -186,6 +188,33 @@ def test_a_pull_of_which_one_rank_failed_is_not_settled_before_the_reads_from_th
     assert not until(lambda: not worker.ends.empty(), within_s=0.2)
     gate.set()
     assert worker.next_end().cause == "read"
+
+
+def test_no_late_byte_lands_when_one_rank_fails_and_another_surprises(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefill, (worker,) = site.prefill(replace(PREFILL, tp=2)), site.decode()
+    read, late = InProcessLink.read, []
+
+    def surprise(link: InProcessLink, copies: Copies, timeout_s: float) -> None:
+        try:
+            read(link, copies, timeout_s)
+        except ReadFailed as error:
+            if error.settled:
+                raise
+            raise MemoryError from error
+
+    def settle(end: Settled) -> None:
+        late.append(site.fabric.deliver_late_bytes())
+        worker.ends.put(end)
+
+    monkeypatch.setattr(InProcessLink, "read", surprise)
+    site.fabric.inject(1, Fault(settled=True))
+    site.fabric.inject(2, Fault(settled=False))
+    remote = prefill.prefill("r", THEIRS)
+    site.session(worker, remote, settle=settle).submit(an_order("r", remote, OURS))
+    assert worker.next_end().cause in {"read", "internal"}
+    assert late == [0]
 
 
 @pytest.mark.parametrize("settled", [True, False])

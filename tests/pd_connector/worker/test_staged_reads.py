@@ -7,7 +7,8 @@ is done on a device is done on CPU tensors here.
 
 import mmap
 import threading
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
 import numpy as np
@@ -137,6 +138,43 @@ def test_a_slot_is_lent_to_nobody_while_a_read_into_it_is_under_way(site: Site) 
         other.__exit__(None, None, None)
     assert addresses.count(None) == 2
     assert worker.holds([(OURS, 0, 69)], TWO_RANKS)
+
+
+def test_more_prefill_ranks_than_slots_take_turns(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that finds no slot would need a descriptor for every run."""
+    ranks = replace(PREFILL, layout="LBHNC", tp=4, pp=3)
+    prefill, (worker,) = site.prefill(ranks), site.decode()
+    stage(worker, 1 << 20)
+    lent: list[int | None] = []
+    borrow = SlotPool.borrow
+
+    @contextmanager
+    def recorded(pool: SlotPool) -> Iterator[int | None]:
+        with borrow(pool) as address:
+            lent.append(address)
+            yield address
+
+    monkeypatch.setattr(SlotPool, "borrow", recorded)
+    assert pull_once(site, prefill.prefill("r", THEIRS), worker).cause == ""
+    assert (len(lent), lent.count(None)) == (12, 0)
+    assert worker.holds([(OURS, 0, 69)], ranks)
+
+
+def test_a_slot_that_a_pull_does_not_need_is_lent_to_others_while_it_reads(site: Site) -> None:
+    prefill, (worker,) = site.prefill(TWO_RANKS), site.decode()
+    pool = stage(worker, 1 << 20)
+    free_descriptors = replace(TCP, alpha=0.0)
+    worker.reads = ReadPlanner(free_descriptors, worker.rank.geometry.regions, pool)
+    finish = threading.Event()
+    for read in (1, 2):
+        site.fabric.inject(read, Fault(until=finish, fails=False))
+    remote = prefill.prefill("r", THEIRS)
+    site.session(worker, remote).submit(an_order("r", remote, OURS))
+    assert until(lambda: site.fabric.reads == 2)
+    with ExitStack() as stack:
+        assert None not in [stack.enter_context(pool.borrow()) for _ in range(SLOTS)]
+    finish.set()
+    assert worker.next_end().cause == ""
 
 
 class NoLink(Link):

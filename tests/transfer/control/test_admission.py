@@ -199,6 +199,17 @@ def test_a_long_reply_counts_as_several_requests(start: Start, handler: Handler)
     assert server.counters.requests == 10  # of 1 + 10 each
 
 
+@pytest.mark.parametrize("parts", [1, 8])
+def test_a_long_request_counts_as_several_whatever_it_says(start: Start, parts: int) -> None:
+    server = start(requests_per_s=1, burst=100, bytes_per_request=4000)
+    with dealer(server, "127.0.0.2") as peer:
+        for _ in range(50):
+            peer.send_multipart([bytes(40_000 // parts)] * parts)
+        wait_until(lambda: server.counters.rate_limited > 0)
+        wait_until(lambda: server.counters.rate_limited + server.counters.refusals["malformed"] == 50)
+    assert server.counters.refusals["malformed"] == 10  # of 1 + 10 each
+
+
 def test_a_request_above_a_limit_is_answered_with_the_limit(start: Start, handler: Handler) -> None:
     server = start()
     with dealer(server, "127.0.0.2") as peer:

@@ -3,16 +3,20 @@
 import contextlib
 import socket
 import struct
+import threading
 import time
 from collections.abc import Callable, Iterator
 
 import pytest
 
+from tests.transfer.control import raw
 from tests.transfer.control.recorder import Recorder
 from tests.transfer.control.support import CANCEL, HELLO, RELEASE, WELCOME, Handler, free_port, wait_until
+from transfer.control import peers
 from transfer.control.client import ControlClient
 from transfer.control.errors import AuthenticationFailed, PeerUnreachable
 from transfer.control.keys import ControlKeys
+from transfer.control.limits import REFUSED_S, ServerLimits
 from transfer.control.messages import Cancelled, Released
 from transfer.control.server import ControlServer
 
@@ -56,6 +60,17 @@ def ask(client: ControlClient, server: ControlServer) -> object:
     return client.request(HERE, server.port, HELLO, 10).result()
 
 
+def ask_one_that_hangs_up(client: ControlClient, port: int, timeout_s: float) -> object:
+    """Ask what ends every connection to ``port`` as soon as it is made."""
+    with socket.create_server((HERE, port)) as listener:
+        listener.settimeout(0.1)
+        waiting = client.request(HERE, port, HELLO, timeout_s)
+        while not waiting.done():
+            with contextlib.suppress(TimeoutError):
+                listener.accept()[0].close()
+    return waiting.result()
+
+
 def test_the_same_secret_on_both_sides_is_served(start: Start, connect: Connect, handler: Handler) -> None:
     server, client = start(KEYS), connect(KEYS)
     assert ask(client, server) == WELCOME
@@ -71,7 +86,7 @@ UNEQUAL = [
 
 
 @pytest.mark.parametrize(("p", "d", "cause"), UNEQUAL)
-def test_unequal_secrets_are_refused_at_once_and_the_cause_is_named(
+def test_unequal_secrets_are_refused_within_seconds_and_the_cause_is_named(
     start: Start, connect: Connect, handler: Handler, p: ControlKeys | None, d: ControlKeys | None, cause: str
 ) -> None:
     server, client = start(p), connect(d)
@@ -102,9 +117,8 @@ def test_the_log_of_the_prefill_engine_names_the_peer_once(
     start: Start, connect: Connect, caplog: pytest.LogCaptureFixture
 ) -> None:
     server, client = start(KEYS), connect(OTHERS)
-    for _ in range(5):
-        with pytest.raises(AuthenticationFailed):
-            ask(client, server)
+    with pytest.raises(AuthenticationFailed):
+        ask(client, server)
     wait_until(lambda: server.counters.admission.authentication_failures >= 10)
     (record,) = caplog.records
     assert "authentication of a control connection from" in record.message
@@ -122,20 +136,66 @@ def test_a_peer_that_gets_the_right_secret_is_reached_by_the_next_request(start:
     again.close()
 
 
+def test_a_server_that_refuses_connections_for_a_while_is_not_taken_for_one_with_another_secret(
+    handler: Handler, connect: Connect
+) -> None:
+    server = ControlServer(handler, HERE, keys=KEYS, limits=ServerLimits(max_connections_per_host=1))
+    server.start()
+    with raw.connect(server.port, HERE) as only:
+        wait_until(lambda: server.counters.admission.connections == 1)
+        leaving = threading.Timer(REFUSED_S, lambda: only.shutdown(socket.SHUT_RDWR))
+        leaving.start()
+        assert ask(connect(KEYS), server) == WELCOME
+        leaving.join()
+    assert server.counters.admission.connections_refused > 3
+    server.close()
+
+
+def test_a_peer_that_had_the_secret_once_has_it_later_too(
+    start: Start, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peers, "_OTHER_SECRET_S", 0.3)
+    server, client = start(KEYS), connect(KEYS)
+    assert ask(client, server) == WELCOME
+    server.close()
+    with pytest.raises(PeerUnreachable):
+        ask_one_that_hangs_up(client, server.port, 1.5)
+
+
+def test_a_peer_that_never_had_the_secret_and_hangs_up_again_and_again_has_another(
+    connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peers, "_OTHER_SECRET_S", 0.3)
+    with pytest.raises(AuthenticationFailed, match=r"it ended the handshake \d+ times in 0\.\d s"):
+        ask_one_that_hangs_up(connect(KEYS), free_port(), 10)
+
+
+def test_a_server_refuses_a_host_for_a_shorter_time_than_clients_wait_for_it() -> None:
+    assert peers._OTHER_SECRET_S > REFUSED_S
+
+
+@pytest.mark.parametrize("keys", [None, KEYS], ids=["without a secret", "with a secret"])
+def test_a_frozen_peer_is_unreachable_and_has_ended_nothing(
+    keys: ControlKeys | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peers, "_OTHER_SECRET_S", 0.3)
+    client = ControlClient(keys=keys, connect_timeout_s=0.1)
+    with (
+        socket.create_server((HERE, 0)) as frozen,
+        pytest.raises(PeerUnreachable, match="no connection could be made: check that the engine runs"),
+    ):
+        client.request(HERE, frozen.getsockname()[1], HELLO, 1.5).result()
+    client.close()
+
+
 def test_a_peer_that_is_not_there_is_unreachable_whatever_the_secret(connect: Connect) -> None:
     with pytest.raises(PeerUnreachable, match="no connection could be made"):
         connect(KEYS).request(HERE, free_port(), HELLO, 0.3).result()
 
 
 def test_a_listener_that_ends_every_connection_is_unreachable_and_says_what_it_does(connect: Connect) -> None:
-    with socket.create_server((HERE, 0)) as listener:
-        listener.settimeout(0.1)
-        waiting = connect(None).request(HERE, listener.getsockname()[1], HELLO, 0.5)
-        while not waiting.done():
-            with contextlib.suppress(TimeoutError):
-                listener.accept()[0].close()
     with pytest.raises(PeerUnreachable, match=r"it ended the connection \d+ times before it was made"):
-        waiting.result()
+        ask_one_that_hangs_up(connect(None), free_port(), 0.5)
 
 
 def test_a_server_with_a_secret_does_not_warn_that_it_has_none(caplog: pytest.LogCaptureFixture) -> None:

@@ -39,6 +39,19 @@ def test_only_the_clients_key_is_admitted() -> None:
     assert not keys.admits(z85.decode(ControlKeys.derive(SECRET + b"!").client.public))
 
 
+def test_a_server_without_its_zap_handler_admits_nobody() -> None:
+    keys = ControlKeys.derive(SECRET)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    server, client = context.socket(zmq.ROUTER), context.socket(zmq.DEALER)
+    keys.secure_server(server)
+    port = server.bind_to_random_port("tcp://127.0.0.1")
+    ControlKeys(keys.server, KeyPair(*zmq.curve_keypair())).secure_client(client)
+    client.connect(f"tcp://127.0.0.1:{port}")
+    client.send(b"let me in")
+    assert not server.poll(300)
+    context.destroy(linger=0)
+
+
 def test_a_short_secret_is_refused() -> None:
     with pytest.raises(ControlStartError, match=f"15 bytes; at least {MIN_SECRET_BYTES}"):
         ControlKeys.derive(b"x" * 15)

@@ -3,7 +3,14 @@
 import pytest
 
 from tests.transfer.control.support import ENGINE, REQUESTS
-from transfer.control.limits import MAX_ID_CHARACTERS, MAX_LEASE_IDS, MAX_READERS, Allowances, excess
+from transfer.control.limits import (
+    MAX_ID_CHARACTERS,
+    MAX_LEASE_IDS,
+    MAX_READERS,
+    Allowances,
+    ServerLimits,
+    excess,
+)
 from transfer.control.messages import Cancel, Hello, Release, Renew, Request
 
 
@@ -57,6 +64,19 @@ def test_hosts_that_have_asked_nothing_lately_are_forgotten(clock: Clock) -> Non
     clock.now += 10
     allowances.take("a")
     assert len(allowances) == 1
+
+
+def test_256_workers_behind_one_address_get_a_welcome_of_2_megabytes_within_10_seconds(clock: Clock) -> None:
+    limits = ServerLimits()
+    allowances = Allowances(limits.requests_per_s, limits.burst, clock)
+    waiting = 256
+    for pause_s in (0.0, 0.5, 1.0, 2.0, 2.0, 2.0, 2.0):  # as ControlClient asks
+        clock.now += pause_s
+        for _ in range(waiting):
+            if allowances.take("a"):
+                allowances.charge("a", 2_000_000 // limits.reply_bytes_per_request)
+                waiting -= 1
+    assert waiting == 0
 
 
 @pytest.mark.parametrize("request_", REQUESTS, ids=lambda request: type(request).__name__)
