@@ -85,8 +85,9 @@ class ConnectorConfig(BaseModel):
     )
     drain_timeout_s: Annotated[float, Field(ge=0, le=86400, allow_inf_nan=False)] = Field(
         default=5.0,
-        description="How long a prefill engine that is told to stop (SIGTERM) stays for decode engines that have yet "
-        "to read from it. vLLM gives it that time only with --shutdown-timeout; it ends 3 s before that.",
+        description="How long a prefill engine that is told to stop (SIGTERM) stays after its last request for decode "
+        "engines that have yet to read from it. vLLM gives it that time only with --shutdown-timeout; it ends 3 s "
+        "before that.",
     )
     peer_idle_s: Seconds = Field(
         default=600.0, description="After how long without a pull the connection to a prefill engine is closed."

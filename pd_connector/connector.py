@@ -170,7 +170,7 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA):
     @_timed
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> KVConnectorMetadata:
         """The orders of this step."""
-        return self._scheduler.step_orders()
+        return self._scheduler.step_orders(busy=scheduler_output.total_num_scheduled_tokens > 0)
 
     @_timed
     def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:

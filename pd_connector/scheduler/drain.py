@@ -26,20 +26,27 @@ class Drain:
         is_stopping: Callable[[], bool],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``timeout_s``: how long to stay at most. ``engine_timeout_s``: after how long vLLM kills the engine."""
-        self._timeout_s = max(min(timeout_s, engine_timeout_s - _TEARDOWN_S), 0.0)
+        """``timeout_s``: how long to stay after the last request. ``engine_timeout_s``: when vLLM kills the engine."""
+        self._timeout_s = timeout_s
+        self._engine_timeout_s = max(engine_timeout_s - _TEARDOWN_S, 0.0)
         self._is_stopping = is_stopping
         self._clock = clock
-        self._deadline = math.inf  # known once the engine was seen stopping
+        self._limit = math.inf  # known once the engine was seen stopping
+        self._deadline = math.inf
         self._announced = False
 
-    def must_stay(self, leases: int) -> bool:
-        """Whether to keep stepping for ``leases`` leases that have not ended. To be asked in every step."""
+    def must_stay(self, leases: int, *, busy: bool = False) -> bool:
+        """Whether to keep stepping for ``leases`` leases that have not ended. To be asked in every step.
+
+        ``busy``: the step works on requests, whose leases are still to come.
+        """
         if not self._is_stopping():
             return False
         now = self._clock()
-        if self._deadline == math.inf:
-            self._deadline = now + self._timeout_s
+        if self._limit == math.inf:
+            self._limit = now + self._engine_timeout_s
+        if busy or self._deadline == math.inf:
+            self._deadline = min(now + self._timeout_s, self._limit)
         if not leases or now >= self._deadline:
             return False
         if not self._announced:

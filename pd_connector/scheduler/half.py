@@ -107,11 +107,11 @@ class SchedulerHalf:
         if self._consumer is not None and self._consumer.holds(request.request_id):
             self._consumer.start_pull(request, block_ids_by_group(blocks), external_tokens)
 
-    def step_orders(self) -> StepOrders:
-        """What the workers have to do in this step."""
+    def step_orders(self, *, busy: bool) -> StepOrders:
+        """What the workers have to do in this step; ``busy``: it works on requests."""
         pulls, refusals = self._consumer.take_orders() if self._consumer else ((), ())
         if self._producer is not None and self._drain is not None:
-            self._drain.must_stay(self._producer.leases.active)  # its time runs while there are requests, too
+            self._drain.must_stay(self._producer.leases.active, busy=busy)
         self._free_ended_leases()
         return StepOrders(pulls, refusals)
 

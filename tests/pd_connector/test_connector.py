@@ -184,7 +184,7 @@ class EngineUnderTest:
 
     def step(self) -> None:
         """What vLLM calls in one step without a model."""
-        orders = self.scheduler.build_connector_meta(SimpleNamespace())
+        orders = self.scheduler.build_connector_meta(SimpleNamespace(total_num_scheduled_tokens=0))
         self.worker.bind_connector_metadata(orders)
         results = self.worker.get_transfer_results(set())
         self.worker.clear_connector_metadata()

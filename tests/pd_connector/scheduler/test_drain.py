@@ -43,8 +43,13 @@ def test_it_stays_as_long_as_both_timeouts_allow(timeout_s: float, engine_timeou
         assert stop.drain.must_stay(1)
 
 
-def test_its_time_runs_while_there_are_requests() -> None:
-    stop = Stop()
-    stop.drain.must_stay(0)
-    stop.clock.advance(5.0)
+def test_its_time_begins_after_the_last_request_and_ends_before_vllms() -> None:
+    stop = Stop(timeout_s=5.0, engine_timeout_s=20.0)
+    stop.drain.must_stay(0, busy=True)
+    stop.clock.advance(10.0)
+    stop.drain.must_stay(0, busy=True)
+    stop.clock.advance(4.9)
+    assert stop.drain.must_stay(1)
+    stop.drain.must_stay(1, busy=True)
+    stop.clock.advance(2.1)
     assert not stop.drain.must_stay(1)
