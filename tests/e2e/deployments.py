@@ -57,13 +57,22 @@ def peer(
     layout: Layout | None = "BHLNC",
     tensor_parallel: int = 1,
     block_size: int = BLOCK_SIZE,
+    policy: LoadFailurePolicy = "fail",
 ) -> ServerSpec:
     """A server of both roles: two of them that differ are pulled from in both directions."""
     options = (("lease_ttl_s", LEASE_TTL_S), *PATIENT)
-    return ServerSpec("kv_both", model, layout, tensor_parallel, block_size=block_size, options=options)
+    return ServerSpec(
+        "kv_both",
+        model,
+        layout,
+        tensor_parallel,
+        load_failure_policy=policy,
+        block_size=block_size,
+        options=options,
+    )
 
 
-def _both_sizes(layout: Layout) -> Deployment:
+def _both_sizes(layout: Layout, slow: bool = False) -> Deployment:
     """Both roles in one physical layout, at tensor parallel size 1 and 2."""
     return Deployment(
         layout,
@@ -73,11 +82,12 @@ def _both_sizes(layout: Layout) -> Deployment:
             ("P2", prefill(layout=layout, tensor_parallel=2)),
             ("D2", decode(layout=layout, tensor_parallel=2, patient=True)),
         ),
+        slow,
     )
 
 
 LBHNC = _both_sizes("LBHNC")
-BLHNC = _both_sizes("BLHNC")
+BLHNC = _both_sizes("BLHNC", slow=True)  # between the other two in everything
 BHLNC = _both_sizes("BHLNC")
 
 #: A decode server of each failure policy, a right prefill server and one whose KV blocks mean something else.
@@ -126,8 +136,9 @@ FOUR_RANKS = Deployment("four ranks", tuple((f"TP{size}", peer(tensor_parallel=s
 
 
 def _two_sizes(name: str, model: ModelSpec, slow: bool = False) -> Deployment:
-    """A model at tensor parallel size 1 and 2, in the physical layout that its servers choose."""
-    return Deployment(name, (("TP1", peer(model, None)), ("TP2", peer(model, None, tensor_parallel=2))), slow)
+    """A model at tensor parallel size 1 and 2, in the physical layout that its servers choose, one for each policy."""
+    servers = (("TP1", peer(model, None)), ("TP2", peer(model, None, tensor_parallel=2, policy="recompute")))
+    return Deployment(name, servers, slow)
 
 
 #: Both ranks of TP2 hold the model's only KV head.

@@ -10,6 +10,7 @@ from tests.e2e.client import LOGPROB_TOLERANCE
 from tests.e2e.cluster import BLOCK_SIZE
 from tests.e2e.corruption import overwrite_block
 from tests.e2e.deployments import MLA, ONE_KV_HEAD, SLIDING_WINDOW, on
+from tests.e2e.failures import assert_failed_pull
 from tests.e2e.pair import Pair, make_prompt
 
 BOTH_WAYS = [("TP2", "TP1"), ("TP1", "TP2")]
@@ -45,6 +46,16 @@ def test_one_block_of_other_contents_changes_the_output(pair: Pair) -> None:
         wrong = pair.decode_leg(prompt, params, cache_salt=f"corrupted {group}")
         assert wrong.status == 200, wrong.body
         assert wrong.logprob_difference(right) > 5 * LOGPROB_TOLERANCE, f"cache group {group}"
+
+
+@on(SLIDING_WINDOW, MLA)
+@both_ways
+def test_a_failed_pull_ends_as_the_policy_says_and_the_next_one_works(pair: Pair) -> None:
+    """With several cache groups vLLM has no block ids to report, only requests."""
+    prompt = make_prompt(300, (pair.name, "unknown lease"))
+    params = pair.prefill.client.prefill(prompt)
+    assert_failed_pull(pair, prompt, {**params, "lease_id": "nothing"}, "lease", ("nothing",))
+    pair.assert_right(pair.decode_leg(prompt, params, cache_salt="the right lease"), prompt)
 
 
 @on(SLIDING_WINDOW)

@@ -19,7 +19,7 @@ import zmq
 
 from tests.e2e.client import Completion, KVTransferParams, wait_until
 from tests.e2e.cluster import Cluster, Server
-from tests.e2e.deployments import CHAOS, CHAOS_LEASE_TTL_S, CHAOS_PULL_TIMEOUT_S, prefill
+from tests.e2e.deployments import CHAOS, CHAOS_LEASE_TTL_S, CHAOS_PULL_TIMEOUT_S, on, prefill
 from tests.e2e.forwarder import Forwarder
 from tests.e2e.pair import Pair, make_prompt, wait_until_at_rest
 
@@ -28,7 +28,7 @@ PROMPT_TOKENS = 1500
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(900),
-    pytest.mark.parametrize("deployment", [CHAOS], indirect=True, ids=lambda one: one.name),
+    on(CHAOS),
 ]
 both_policies = pytest.mark.parametrize("pair", [("P", "D fail"), ("P", "D recompute")], indirect=True, ids="-".join)
 failing = pytest.mark.parametrize("pair", [("P", "D fail")], indirect=True, ids="-".join)

@@ -20,14 +20,14 @@ import pytest
 
 from tests.e2e.client import Completion, wait_until
 from tests.e2e.cluster import Cluster, Server
-from tests.e2e.deployments import CHAOS
+from tests.e2e.deployments import CHAOS, on
 from tests.e2e.forwarder import Forwarder
 from tests.e2e.pair import Pair, make_prompt, wait_until_at_rest
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(3000),
-    pytest.mark.parametrize("deployment", [CHAOS], indirect=True, ids=lambda one: one.name),
+    on(CHAOS),
 ]
 
 CHAOS_S = 180.0

@@ -18,9 +18,8 @@ import zmq
 from tests.e2e.client import KVTransferParams
 from tests.e2e.cluster import BLOCK_SIZE, Cluster, Server
 from tests.e2e.deployments import FAULTS, HANDSHAKE_TIMEOUT_S, OTHER_MODELS
-from tests.e2e.pair import Pair, make_prompt, wait_until_at_rest
-from transfer.control.client import ControlClient
-from transfer.control.messages import Cancel
+from tests.e2e.failures import assert_failed_pull, end_lease
+from tests.e2e.pair import Pair, make_prompt
 
 PROMPT_TOKENS = 200
 
@@ -78,36 +77,6 @@ def quiet(pair: Pair) -> Iterator[None]:
     mark = pair.decode.log_size
     yield
     assert "Traceback" not in pair.decode.log_since(mark)
-
-
-def assert_failed_pull(
-    pair: Pair, prompt: list[int], params: KVTransferParams, cause: str, logged: tuple[str, ...]
-) -> None:
-    """The decode leg fails or recomputes, as the server's policy says; its cause is counted, its values are logged."""
-    mark = pair.decode.log_size
-    before = pair.decode.client.metrics()
-    completion = pair.decode_leg(prompt, params)
-    wait_until_at_rest(pair.decode)
-    counted = pair.decode.client.metrics().since(before)
-    log = pair.decode.log_since(mark)
-    if pair.decode.spec.load_failure_policy == "recompute":
-        pair.assert_right(completion, prompt)
-        assert counted.prompt_tokens("local_compute") == len(prompt)
-    else:
-        assert completion.status == 500, f"{completion.status} {completion.body}"
-        assert "error" in completion.body
-    assert counted.value("vllm:pd_pull_failures_total", cause=cause) == 1
-    assert counted.value("vllm:pd_pull_failures_total") == 1
-    for word in logged:
-        assert any(word in line for line in log.splitlines() if "PDConnector" in line), f"{word!r} is not in:\n{log}"
-
-
-def end_lease(params: KVTransferParams) -> None:
-    """Do what a decode server cannot do that does not know the lease: cancel it instead of waiting for its expiry."""
-    client = ControlClient()
-    cancel = Cancel(params["remote_engine_id"], (params["lease_id"],))
-    client.request(params["remote_host"], params["remote_port"], cancel, 10.0).result()
-    client.close()
 
 
 def assert_serves(pair: Pair, seed: str) -> None:

@@ -10,11 +10,11 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from tests.e2e.client import wait_until
-from tests.e2e.deployments import BHLNC, BLHNC, LBHNC, LEASE_TTL_S
+from tests.e2e.deployments import BHLNC, BLHNC, LBHNC, LEASE_TTL_S, on
 from tests.e2e.pair import Pair, make_prompt
 
 pytestmark = [
-    pytest.mark.parametrize("deployment", [LBHNC, BLHNC, BHLNC], indirect=True, ids=lambda one: one.name),
+    on(LBHNC, BLHNC, BHLNC),
     pytest.mark.parametrize("pair", [("P1", "D1"), ("P2", "D2")], indirect=True, ids="-".join),
 ]
 

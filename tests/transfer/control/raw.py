@@ -29,9 +29,13 @@ def frame(body: bytes, flags: int = 0, length: int | None = None) -> bytes:
 def connect(port: int, host: str = "127.0.0.2") -> socket.socket:
     """A connection from ``host``, an address of this machine, to the server at ``port``."""
     connection = socket.socket()
-    connection.settimeout(5)
-    connection.bind((host, 0))
-    connection.connect(("127.0.0.1", port))
+    try:
+        connection.settimeout(5)
+        connection.bind((host, 0))
+        connection.connect(("127.0.0.1", port))
+    except OSError:
+        connection.close()
+        raise
     return connection
 
 

@@ -170,7 +170,10 @@ def send_conversations(port: int, junk: Junk, number: int) -> None:
     while sent < number:
         conversation = junk.conversation()
         sent += conversation.frames
-        connections.append(raw.connect(port, STRANGER))
+        try:
+            connections.append(raw.connect(port, STRANGER))
+        except ConnectionError:  # the server has refused this host in the middle of it
+            continue
         with contextlib.suppress(OSError):
             for piece in conversation.pieces:
                 connections[-1].sendall(piece)
