@@ -247,7 +247,7 @@ def _wait_until_ready(server: Server, deadline: float) -> None:
     while not server.client.is_healthy():
         if not server.is_running or time.monotonic() > deadline:
             state = "ended" if not server.is_running else f"is not healthy after {START_TIMEOUT_S:.0f} s"
-            raise RuntimeError(f"{server.spec.name} {state}; the end of {server.log}:\n{tail(server.log_since())}")
+            raise RuntimeError(f"{server.spec.name} {state}; the end of {server.log}:\n{tail(server.log_since(), 300)}")
         time.sleep(0.2)
     # The first request of a process builds kernels: not a part of what a test measures or times out on.
     server.client.compute([1, 2, 3], max_tokens=2)
