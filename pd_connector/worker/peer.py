@@ -197,17 +197,14 @@ class PeerSession:
                 logger.debug("request %s, prefill rank %d: %s", order.request_id, index, schedule.describe())
             try:
                 reads.carry_out(link, schedule, remaining)
-            except ReadFailed as error:
+            except ValueError as error:
+                raise PullFailed(Cause.PARAMS, f"prefill rank {index}: {error}") from error
+            except BaseException as error:
                 # Closing the link settles its reads: after that blocks and staging may be given to others.
                 link.close()
                 del peer.links[index]
-                raise PullFailed(Cause.READ, f"prefill rank {index}: {error}") from error
-            except ValueError as error:
-                raise PullFailed(Cause.PARAMS, f"prefill rank {index}: {error}") from error
-            except BaseException:
-                # Nothing is known of the reads: they must end before others get the blocks and the staging.
-                link.close()
-                del peer.links[index]
+                if isinstance(error, ReadFailed):
+                    raise PullFailed(Cause.READ, f"prefill rank {index}: {error}") from error
                 raise
         return schedule
 

@@ -126,6 +126,20 @@ class Pair:
         for prompt, completion in zip(prompts, completions, strict=True):
             self.assert_right(completion, prompt)
 
+    def assert_pulls_the_rest(self, prompt: list[int], computed_before: int) -> None:
+        """Of a prompt whose first ``computed_before`` tokens the decode server has seen, it pulls only what lies behind
+        the last whole block of them, and gives the right output.
+        """
+        self.disaggregate(prompt[:computed_before])
+        with self.traffic() as traffic:
+            completion = self.disaggregate(prompt)
+        held = computed_before // self.decode.spec.block_size * self.decode.spec.block_size
+        assert traffic.source("local_cache_hit") == held
+        assert traffic.source("external_kv_transfer") == len(prompt) - 1 - held
+        assert traffic.source("local_compute") == 1
+        assert traffic.pulled("pull_tokens") == (len(prompt) - 1 - held) * self.decode_ranks
+        self.assert_right(completion, prompt)
+
     def assert_right(self, completion: Completion, prompt: list[int]) -> None:
         """The tokens and logprobs are those that the decode server computes from the prompt by itself."""
         assert completion.status == 200, completion.body

@@ -79,14 +79,7 @@ class TestSlidingWindow:
         pair.assert_right(completion, prompt)
 
     def test_what_the_decode_server_holds_is_not_pulled(self, pair: Pair) -> None:
-        prompt = make_prompt(600, (pair.name, "partial hit"))
-        pair.disaggregate(prompt[:300])
-        with pair.traffic() as traffic:
-            completion = pair.disaggregate(prompt)
-        held = 300 // BLOCK_SIZE * BLOCK_SIZE
-        assert traffic.source("local_cache_hit") == held
-        assert traffic.source("external_kv_transfer") == 599 - held
-        pair.assert_right(completion, prompt)
+        pair.assert_pulls_the_rest(make_prompt(600, (pair.name, "partial hit")), computed_before=300)
 
 
 @on(MLA)

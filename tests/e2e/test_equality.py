@@ -41,16 +41,7 @@ def test_sixteen_concurrent_prompts_give_the_same_outputs(pair: Pair) -> None:
 @pytest.mark.parametrize("pair", EQUAL_SIZES, indirect=True, ids="-".join)
 class TestPrefixHits:
     def test_only_blocks_that_the_decode_server_does_not_hold_are_pulled(self, pair: Pair) -> None:
-        prompt = make_prompt(200, (pair.name, "partial hit"))
-        pair.disaggregate(prompt[:100])
-        with pair.traffic() as traffic:
-            completion = pair.disaggregate(prompt)
-        held = 100 // BLOCK_SIZE * BLOCK_SIZE
-        assert traffic.source("local_cache_hit") == held
-        assert traffic.source("external_kv_transfer") == 199 - held
-        assert traffic.source("local_compute") == 1
-        assert traffic.pulled("pull_tokens") == (199 - held) * pair.decode_ranks
-        pair.assert_right(completion, prompt)
+        pair.assert_pulls_the_rest(make_prompt(200, (pair.name, "partial hit")), computed_before=100)
 
     def test_pulled_blocks_serve_later_prompts_from_the_prefix_cache(self, pair: Pair) -> None:
         prompt = make_prompt(300, (pair.name, "reuse"))

@@ -49,14 +49,7 @@ class TestLayoutsAndBlockSizes:
     @pytest.mark.parametrize("pair", BLOCK_SIZE_PAIRS, indirect=True, ids=" to ".join)
     def test_what_the_decode_server_holds_is_not_pulled(self, pair: Pair) -> None:
         """Where the prefill server's blocks are larger, the first missing token lies inside one of them."""
-        prompt = make_prompt(300, (pair.name, "partial hit"))
-        pair.disaggregate(prompt[:100])
-        with pair.traffic() as traffic:
-            completion = pair.disaggregate(prompt)
-        held = 100 // pair.decode.spec.block_size * pair.decode.spec.block_size
-        assert traffic.source("local_cache_hit") == held
-        assert traffic.source("external_kv_transfer") == 299 - held
-        pair.assert_right(completion, prompt)
+        pair.assert_pulls_the_rest(make_prompt(300, (pair.name, "partial hit")), computed_before=100)
 
 
 @on(FOUR_RANKS)

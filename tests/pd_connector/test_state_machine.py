@@ -15,7 +15,7 @@ share a lease, come late, or with params that somebody altered. After every step
 import itertools
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -201,26 +201,21 @@ class Disaggregation(RuleBasedStateMachine):
     @precondition(lambda self: self.network.to_prefill)
     @rule(which=ANY, fate=st.sampled_from(["arrives", "arrives", "arrives twice", "is lost"]))
     def a_request_message(self, which: int, fate: str) -> None:
-        queue = self.network.to_prefill
-        which %= len(queue)
-        if fate == "arrives twice":
-            queue.append(queue[which])
-        if fate == "is lost":
-            del queue[which]
-        else:
-            self.network.deliver_request(which)
+        self._meet(self.network.to_prefill, which, fate, self.network.deliver_request)
 
     @precondition(lambda self: self.network.to_decode)
     @rule(which=ANY, fate=st.sampled_from(["arrives", "arrives", "arrives twice", "is lost"]))
     def a_reply(self, which: int, fate: str) -> None:
-        queue = self.network.to_decode
+        self._meet(self.network.to_decode, which, fate, self.network.deliver_reply)
+
+    def _meet(self, queue: list[Any], which: int, fate: str, deliver: Callable[[int], None]) -> None:
         which %= len(queue)
         if fate == "arrives twice":
             queue.append(queue[which])
         if fate == "is lost":
             del queue[which]
         else:
-            self.network.deliver_reply(which)
+            deliver(which)
 
     @rule(seconds=st.sampled_from([0.0, 0.0, 0.0, 5.0, 31.0]), twice=st.booleans(), reads=st.booleans())
     def all_messages_arrive(self, seconds: float, twice: bool, reads: bool) -> None:

@@ -1,9 +1,12 @@
 from collections.abc import Iterator
 
+import msgspec
 import pytest
 
-from tests.transfer.control.support import Handler
+from tests.transfer.control.support import Handler, Start
 from transfer.control.client import ControlClient
+from transfer.control.keys import ControlKeys
+from transfer.control.limits import ServerLimits
 from transfer.control.server import ControlServer
 
 
@@ -13,11 +16,23 @@ def handler() -> Handler:
 
 
 @pytest.fixture
-def server(handler: Handler) -> Iterator[ControlServer]:
-    server = ControlServer(handler, "127.0.0.1")
-    server.start()
-    yield server
-    server.close()
+def start(handler: Handler) -> Iterator[Start]:
+    started: list[ControlServer] = []
+
+    def start(keys: ControlKeys | None = None, **limits: float) -> ControlServer:
+        server = ControlServer(handler, "127.0.0.1", keys=keys, limits=msgspec.convert(limits, ServerLimits))
+        server.start()
+        started.append(server)
+        return server
+
+    yield start
+    for server in started:
+        server.close()
+
+
+@pytest.fixture
+def server(start: Start) -> ControlServer:
+    return start()
 
 
 @pytest.fixture

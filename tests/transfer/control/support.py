@@ -22,6 +22,10 @@ from transfer.control.messages import (
     Request,
     Welcome,
 )
+from transfer.control.server import ControlServer
+
+#: What the fixture ``start`` is: keys or None, and limits by name.
+Start = Callable[..., ControlServer]
 
 ENGINE = "engine-1"
 MODEL = ModelIdentity("LlamaForCausalLM", "c0ffee", "", 2, 4, 64, "bfloat16", "auto")

@@ -8,36 +8,17 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
-import msgspec
 import pytest
 import zmq
 
 from tests.transfer.control import raw
-from tests.transfer.control.support import ENGINE, HELLO, RELEASE, WELCOME, Handler, pack, wait_until
+from tests.transfer.control.support import ENGINE, HELLO, RELEASE, WELCOME, Handler, Start, pack, wait_until
 from transfer.control import server as server_module
 from transfer.control.client import ControlClient
-from transfer.control.limits import ServerLimits
 from transfer.control.messages import PROTOCOL_VERSION, Error, ErrorCode, encode
 from transfer.control.server import ControlServer
-
-Start = Callable[..., ControlServer]
-
-
-@pytest.fixture
-def start(handler: Handler) -> Iterator[Start]:
-    started: list[ControlServer] = []
-
-    def start(**limits: float) -> ControlServer:
-        server = ControlServer(handler, "127.0.0.1", limits=msgspec.convert(limits, ServerLimits))
-        server.start()
-        started.append(server)
-        return server
-
-    yield start
-    for server in started:
-        server.close()
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ import pytest
 
 from tests.transfer.control import raw
 from tests.transfer.control.recorder import Recorder
-from tests.transfer.control.support import CANCEL, HELLO, RELEASE, WELCOME, Handler, free_port, wait_until
+from tests.transfer.control.support import CANCEL, HELLO, RELEASE, WELCOME, Handler, Start, free_port, wait_until
 from transfer.control import peers
 from transfer.control.client import ControlClient
 from transfer.control.errors import AuthenticationFailed, PeerUnreachable
@@ -24,23 +24,7 @@ HERE = "127.0.0.1"
 KEYS = ControlKeys.derive(b"correct horse battery staple")
 OTHERS = ControlKeys.derive(b"another secret of a kind")
 
-Start = Callable[[ControlKeys | None], ControlServer]
 Connect = Callable[[ControlKeys | None], ControlClient]
-
-
-@pytest.fixture
-def start(handler: Handler) -> Iterator[Start]:
-    started: list[ControlServer] = []
-
-    def start(keys: ControlKeys | None) -> ControlServer:
-        server = ControlServer(handler, HERE, keys=keys)
-        server.start()
-        started.append(server)
-        return server
-
-    yield start
-    for server in started:
-        server.close()
 
 
 @pytest.fixture
