@@ -12,7 +12,7 @@ import queue
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -36,10 +36,13 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
 
 import pd_connector
+from layout.geometry import WorkerGeometry
+from layout.sharding import Source, choose_sources
 from pd_connector.config import ConfigError
 from pd_connector.connector import PDConnector
 from pd_connector.vllm_compat import Ranks, UnsupportedError
 from pd_connector.worker import half as worker_half
+from pd_connector.worker import peer
 from tests.pd_connector.support import FakeRequest, a_prompt, until
 from transfer.engine.in_process import Fault, InProcessEngine, InProcessFabric
 
@@ -453,6 +456,33 @@ def test_an_engine_that_is_told_to_stop_does_not_stay_for_ever(start: Start) -> 
     assert p.scheduler.has_pending_push_work()
     assert until(lambda: not p.scheduler.has_pending_push_work())
     assert p.held == [1, 3, 6]
+
+
+def test_the_time_of_an_engine_that_is_told_to_stop_begins_after_its_last_request(start: Start) -> None:
+    p = start("kv_producer", drain_timeout_s=0.1)
+    core = EngineCoreUnderConstruction(p.scheduler, _manager(p))
+    p.prefill("r", [3, 1, 6])
+    core.shutdown_state = EngineShutdownState.REQUESTED
+    assert until(lambda: not p.scheduler.has_pending_push_work())
+    p.scheduler.build_connector_meta(SimpleNamespace(total_num_scheduled_tokens=0))
+    assert not p.scheduler.has_pending_push_work()
+    p.scheduler.build_connector_meta(SimpleNamespace(total_num_scheduled_tokens=7))
+    assert p.scheduler.has_pending_push_work()
+
+
+def test_decode_engines_begin_at_different_replicas(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    turns: list[int] = []
+
+    def recorded(local: WorkerGeometry, remotes: Sequence[WorkerGeometry], turn: int) -> tuple[Source, ...]:
+        turns.append(turn)
+        return choose_sources(local, remotes, turn)
+
+    monkeypatch.setattr(peer, "choose_sources", recorded)
+    p, first, second = start("kv_producer"), start("kv_consumer"), start("kv_consumer")
+    for number, d in enumerate((first, second)):
+        d.allocate(FakeRequest("r", a_prompt(70), p.prefill(f"r{number}", [3, 1, 6])[1]), [2, 7, 4])
+        d.steps_until(lambda results: results.finished_recving)
+    assert len(set(turns)) == 2
 
 
 def test_a_late_sibling_is_computed_on_the_decode_engine(start: Start) -> None:
