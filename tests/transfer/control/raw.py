@@ -1,5 +1,6 @@
 """ZeroMQ's wire protocol (ZMTP 3) by hand: what libzmq would never send."""
 
+import contextlib
 import socket
 import struct
 
@@ -27,12 +28,16 @@ def frame(body: bytes, flags: int = 0, length: int | None = None) -> bytes:
 
 
 def connect(port: int, host: str = "127.0.0.2") -> socket.socket:
-    """A connection from ``host``, an address of this machine, to the server at ``port``."""
+    """A connection from ``host``, an address of this machine, to the server at ``port``.
+
+    A server that refuses it accepts it first: it may have ended before ``connect`` has looked at it.
+    """
     connection = socket.socket()
     try:
         connection.settimeout(5)
         connection.bind((host, 0))
-        connection.connect(("127.0.0.1", port))
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            connection.connect(("127.0.0.1", port))
     except OSError:
         connection.close()
         raise
