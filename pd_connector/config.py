@@ -83,6 +83,16 @@ class ConnectorConfig(BaseModel):
         description="What a byte costs, in nanoseconds. Default: 0.75 for tcp (measured), 0.04 for rdma and ascend "
         "(estimates).",
     )
+    cpu_bytes_to_use: Annotated[int, Field(ge=0)] = Field(
+        default=0,
+        description="Host memory, in bytes, of all workers of this engine together, that keeps KV blocks which the "
+        "device evicts; 0 keeps none. They come back by copy instead of compute. Needs vLLM's prefix caching.",
+    )
+    cpu_store: Literal["eager", "lazy"] = Field(
+        default="eager",
+        description="When blocks are copied to host memory. eager: as soon as they are computed; lazy: when vLLM is "
+        "about to evict them, which copies less and may come too late for some.",
+    )
     drain_timeout_s: Annotated[float, Field(ge=0, le=86400, allow_inf_nan=False)] = Field(
         default=5.0,
         description="How long a prefill engine that is told to stop (SIGTERM) stays after its last request for decode "

@@ -3,7 +3,7 @@
 Every call that vLLM's scheduler or model thread makes is timed, so that "the connector never waits" is a number.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import wraps
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
@@ -11,7 +11,7 @@ import torch
 
 from pd_connector.config import parse_config
 from pd_connector.cpu_layouts import wanted_layout
-from pd_connector.metadata import StepOrders, WorkerHandshake
+from pd_connector.metadata import StepOrders, WorkerHandshake, WorkerReport
 from pd_connector.scheduler.half import SchedulerHalf
 from pd_connector.stats import ConnectorPromMetrics, ConnectorStats, StatsRecorder
 from pd_connector.vllm_compat import (
@@ -21,6 +21,7 @@ from pd_connector.vllm_compat import (
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
     SupportsHMA,
     check_supported,
     extra_config,
@@ -30,6 +31,7 @@ from pd_connector.worker.half import WorkerHalf
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -58,8 +60,6 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA):
 
     Settings are the keys of ``kv_connector_extra_config``, see ``pd_connector.config``.
     """
-
-    _cache_hit_source = CacheHitSource.P2P
 
     def __init__(self, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: "KVCacheConfig") -> None:
         """Called by vLLM in the scheduler process and in every worker.
@@ -112,7 +112,7 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA):
     def get_kv_connector_stats(self) -> ConnectorStats | None:
         """What was counted in this process since the last call."""
         if self._scheduler_half is not None:
-            self._scheduler_half.count_leases()
+            self._scheduler_half.update_stats()
         return self._stats.take()
 
     @classmethod
@@ -158,7 +158,7 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA):
 
     @_timed
     def get_num_new_matched_tokens(self, request: "Request", num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Prompt tokens to be pulled beyond ``num_computed_tokens``, None to be asked later; always asynchronously."""
+        """Tokens to be loaded or pulled beyond ``num_computed_tokens``, None: ask later; always asynchronously."""
         missing = self._scheduler.missing_tokens(request, num_computed_tokens)
         return missing, bool(missing)
 
@@ -170,12 +170,17 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA):
     @_timed
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> KVConnectorMetadata:
         """The orders of this step."""
-        return self._scheduler.step_orders(busy=scheduler_output.total_num_scheduled_tokens > 0)
+        return self._scheduler.step_orders(scheduler_output.num_scheduled_tokens)
 
     @_timed
     def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
         """Take what all workers have reported."""
-        self._scheduler.pulls_settled(set(connector_output.finished_recving or ()))
+        report = connector_output.kv_connector_worker_meta
+        self._scheduler.settled(
+            set(connector_output.finished_recving or ()),
+            set(connector_output.failed_recving or ()),
+            report if isinstance(report, WorkerReport) else None,
+        )
 
     def request_finished(self, request: "Request", block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """As ``request_finished_all_groups``, for a model with one cache group."""
@@ -189,9 +194,22 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA):
         return False, self._scheduler.request_finished(request, block_ids)
 
     def reset_cache(self) -> bool:
-        """vLLM's prefix cache is reset with its connector, as after a change of weights: all leases end."""
-        self._scheduler.reset()
-        return True
+        """vLLM's prefix cache is reset with its connector, as after a change of weights: leases end, host blocks go."""
+        return self._scheduler.reset()
+
+    def get_external_cache_hit_sources(self, request: "Request", num_external_tokens: int) -> dict[CacheHitSource, int]:
+        """Where the tokens that a request waits for come from: host memory, or another engine."""
+        loaded = self._scheduler.loaded_tokens(request)
+        sources = {CacheHitSource.HOST: loaded, CacheHitSource.P2P: num_external_tokens - loaded}
+        return {source: tokens for source, tokens in sources.items() if tokens}
+
+    def has_pending_block_frees(self) -> bool:
+        """Whether blocks become free soon, so that no request need be preempted for them."""
+        return self._scheduler.frees_blocks_soon()
+
+    def take_events(self) -> "Iterable[KVCacheEvent]":
+        """KV cache events of host memory, for routers."""
+        return self._scheduler.take_events()
 
     # Worker side
 
@@ -208,8 +226,9 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA):
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """Carry out a step's orders.
 
-        Not in ``start_load_kv``, which vLLM calls after the forward pass: pulls go into blocks that no forward pass
-        touches (vLLM defers the reuse of freed blocks for consumers), so they can start before it.
+        Not in ``start_load_kv``, which vLLM calls after the forward pass: pulls and loads go into blocks that no
+        forward pass touches (vLLM defers the reuse of freed blocks for consumers; copies wait for what the device was
+        given before), and stores take what earlier steps have written, so they can start before it.
         """
         super().bind_connector_metadata(connector_metadata)
         assert isinstance(connector_metadata, StepOrders)
@@ -219,6 +238,10 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA):
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """What has ended on this rank since the last call."""
         return self._worker.take_results()
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        """What this rank tells the scheduler side beside that."""
+        return self._worker.take_report()
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Nothing to do: see ``bind_connector_metadata``."""

@@ -3,12 +3,20 @@
 The two halves share nothing else. Everything here is plain frozen data that survives the way between processes.
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+import numpy as np
+
+from layout.copies import Int64Array
 from layout.geometry import WorkerGeometry
 from pd_connector.params import RemotePrefill
-from pd_connector.vllm_compat import KVConnectorHandshakeMetadata, KVConnectorMetadata
+from pd_connector.vllm_compat import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
 
 
 class Cause(StrEnum):
@@ -53,12 +61,83 @@ class RefuseOrder:
     reason: str  # a sentence for people
 
 
+@dataclass(frozen=True, eq=False)
+class BlockMoves:
+    """Whole blocks between the device and host memory: block ``blocks[i]`` of its cache group and slot ``slots[i]``.
+
+    Arrays of shape [n], int64.
+    """
+
+    groups: Int64Array  # number of each block's cache group
+    blocks: Int64Array  # device block ids
+    slots: Int64Array  # of the host pool
+
+    @classmethod
+    def of(cls, triples: Sequence[tuple[int, int, int]]) -> "BlockMoves":
+        """Moves from (group, block, slot) triples."""
+        groups, blocks, slots = np.array(triples, np.int64).reshape(-1, 3).T.copy()
+        return cls(groups, blocks, slots)
+
+    def __len__(self) -> int:
+        return len(self.slots)
+
+
+@dataclass(frozen=True)
+class LoadOrder:
+    """Copy a request's blocks from host memory to the device."""
+
+    request_id: str
+    moves: BlockMoves
+    tokens: int
+
+
+@dataclass(frozen=True)
+class StoreOrder:
+    """Copy blocks, which earlier steps have computed, from the device to host memory."""
+
+    store_id: int
+    moves: BlockMoves
+
+
+@dataclass(frozen=True)
+class StoreEnds:
+    """How a store has ended on the ranks that have reported it."""
+
+    ranks: int
+    failed: bool = False
+    #: The device may still write to the slots.
+    unsettled: bool = False
+
+    def __add__(self, other: "StoreEnds") -> "StoreEnds":
+        return StoreEnds(self.ranks + other.ranks, self.failed or other.failed, self.unsettled or other.unsettled)
+
+
+@dataclass(frozen=True)
+class WorkerReport(KVConnectorWorkerMetadata):
+    """What the worker half tells the scheduler half of one step, beside the requests that vLLM waits for."""
+
+    stores: Mapping[int, StoreEnds] = field(default_factory=dict)  # by store id
+
+    def __bool__(self) -> bool:
+        return bool(self.stores)
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> "WorkerReport":
+        """Both ranks' reports as one."""
+        assert isinstance(other, WorkerReport)
+        stores = dict(self.stores)
+        for store_id, ends in other.stores.items():
+            stores[store_id] = stores[store_id] + ends if store_id in stores else ends
+        return WorkerReport(stores)
+
+
 @dataclass(frozen=True)
 class StepOrders(KVConnectorMetadata):
     """All orders of one scheduler step."""
 
     pulls: tuple[PullOrder, ...] = field(default=())
     refusals: tuple[RefuseOrder, ...] = field(default=())
+    loads: tuple[LoadOrder, ...] = field(default=())
+    stores: tuple[StoreOrder, ...] = field(default=())
 
 
 @dataclass(frozen=True)
@@ -66,3 +145,4 @@ class WorkerHandshake(KVConnectorHandshakeMetadata):
     """A worker's caches, handed to the scheduler process, which describes them to decode engines."""
 
     geometry: WorkerGeometry
+    host_slots: int = 0  # blocks that this worker's host pool has room for; 0: it has none

@@ -1,4 +1,4 @@
-"""Everything of vLLM that may change between releases, in one place.
+"""Everything of vLLM that may change between releases, in one place: here, and in ``vllm_blocks`` its block pools.
 
 All other modules import vLLM's classes from here and ask these functions instead of reaching into vLLM's objects.
 Written for and tested with vLLM 0.32. (The CPU attention backend's layouts are in ``cpu_layouts``, which must not
@@ -10,11 +10,11 @@ import json
 import logging
 import sys
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -22,6 +22,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
     SupportsHMA,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
@@ -35,8 +36,7 @@ from pd_connector import cpu_layouts
 if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
-    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
-    from vllm.v1.core.kv_cache_utils import KVCacheBlock
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.engine.core import EngineCoreProc
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
@@ -52,6 +52,7 @@ __all__ = [
     "KVConnectorRole",
     "KVConnectorStats",
     "KVConnectorTransferResults",
+    "KVConnectorWorkerMetadata",
     "SupportsHMA",
     "init_logger",
 ]
@@ -107,32 +108,6 @@ class EngineRole:
         """The role that the user gave to this engine."""
         transfer = vllm_config.kv_transfer_config
         return cls(transfer.is_kv_producer, transfer.is_kv_consumer, transfer.kv_load_failure_policy == "recompute")
-
-
-#: Blocks of one request that are kept in use, in the order of their block tables.
-HeldBlocks: TypeAlias = "tuple[KVCacheBlock, ...]"
-
-
-class BlockHolder:
-    """Keeps blocks of finished requests in use, by references of our own.
-
-    vLLM's own way, a request whose blocks are freed later, keeps the engine stepping a thousand times a second until
-    then, with all its workers, and dies of an id that is freed twice. All methods belong to the scheduler's thread.
-    """
-
-    def __init__(self, kv_cache_manager: "KVCacheManager") -> None:
-        self._manager = kv_cache_manager
-
-    def hold(self, request_id: str) -> HeldBlocks:
-        """Take references to all blocks that a request has now."""
-        groups = self._manager.get_blocks(request_id).blocks
-        held = tuple(block for blocks in groups for block in blocks if not block.is_null)
-        self._manager.block_pool.touch(held)
-        return held
-
-    def let_go(self, held: HeldBlocks) -> None:
-        """Give the references back; the last blocks of a prompt are the first to be reused."""
-        self._manager.block_pool.free_blocks(reversed(held))
 
 
 def engine_waker() -> Callable[[], None] | None:
@@ -211,6 +186,25 @@ def check_supported(vllm_config: "VllmConfig") -> None:
             raise UnsupportedError(f"{name} = {size}: PDConnector does not support context parallelism; set it to 1")
 
 
+def check_prefix_caching(vllm_config: "VllmConfig") -> None:
+    """Raise unless blocks can be found by their contents.
+
+    Raises:
+        UnsupportedError: prefix caching is off.
+    """
+    if not vllm_config.cache_config.enable_prefix_caching:
+        raise UnsupportedError(
+            "cpu_bytes_to_use: blocks in host memory are found by vLLM's prefix caching, which is off (by "
+            "--no-enable-prefix-caching, or because this model or platform has none); set cpu_bytes_to_use to 0"
+        )
+
+
+def most_blocks_a_step(vllm_config: "VllmConfig", block_tokens: Sequence[int]) -> int:
+    """How many blocks of the device one scheduler step may take, at the most, nearly."""
+    scheduler = vllm_config.scheduler_config
+    return sum(scheduler.max_num_batched_tokens // size + scheduler.max_num_seqs for size in block_tokens)
+
+
 def worker_ranks() -> Ranks:
     """This worker process's ranks. Call it in a worker, after its process groups exist."""
     from vllm.distributed.parallel_state import get_pp_group, get_tp_group  # noqa: PLC0415  only exists in workers
@@ -223,6 +217,11 @@ def engine_ranks(vllm_config: "VllmConfig") -> tuple[int, int]:
     """Tensor- and pipeline-parallel size of the engine."""
     parallel = vllm_config.parallel_config
     return parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+
+
+def workers_on_this_machine(vllm_config: "VllmConfig") -> int:
+    """How many workers of the engine share a machine."""
+    return int(vllm_config.parallel_config.local_world_size)
 
 
 def data_parallel_index(vllm_config: "VllmConfig") -> int:

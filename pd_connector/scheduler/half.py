@@ -1,29 +1,31 @@
 """The scheduler half: what vLLM's scheduler asks the connector, answered by the producer and the consumer."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pd_connector.config import ConnectorConfig
-from pd_connector.metadata import StepOrders, WorkerHandshake
+from pd_connector.metadata import StepOrders, WorkerHandshake, WorkerReport
 from pd_connector.params import is_decode_leg, is_prefill_leg
 from pd_connector.scheduler.consumer import Consumer
 from pd_connector.scheduler.drain import Drain
+from pd_connector.scheduler.host_tier import HostTier
 from pd_connector.scheduler.producer import Producer
 from pd_connector.scheduler.renewals import Renewals
 from pd_connector.shared_secret import load_keys
 from pd_connector.stats import StatsRecorder
+from pd_connector.vllm_blocks import BlockHolder, HeldBlocks, HostBlockPool
 from pd_connector.vllm_compat import (
-    BlockHolder,
     EngineRole,
-    HeldBlocks,
     block_ids_by_group,
     cache_groups,
+    check_prefix_caching,
     data_parallel_index,
     engine_ranks,
     engine_waker,
     host_address,
     init_logger,
     model_identity,
+    most_blocks_a_step,
     prefill_is_complete,
     stop_timeout_s,
     stop_watcher,
@@ -33,6 +35,7 @@ from transfer.control.client import ControlClient
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
@@ -59,6 +62,12 @@ class SchedulerHalf:
         self._client: ControlClient | None = None
         self._renewals: Renewals | None = None
         self._blocks: BlockHolder | None = None
+        self._config = config
+        self._vllm_config = vllm_config
+        self._cache_manager: KVCacheManager | None = None
+        self._host: HostTier | None = None
+        if config.cpu_bytes_to_use:
+            check_prefix_caching(vllm_config)
         self._wake_engine: Callable[[], None] | None = None
         self._drain: Drain | None = None
         self._drain_timeouts_s = config.drain_timeout_s, stop_timeout_s(vllm_config)
@@ -77,6 +86,7 @@ class SchedulerHalf:
 
     def bind_cache_manager(self, kv_cache_manager: "KVCacheManager") -> None:
         """Take the manager of the engine's blocks; called while the engine constructs its scheduler."""
+        self._cache_manager = kv_cache_manager
         self._blocks = BlockHolder(kv_cache_manager)
         self._wake_engine = engine_waker()
         self._drain = Drain(*self._drain_timeouts_s, stop_watcher())
@@ -85,9 +95,18 @@ class SchedulerHalf:
         """Take the workers' caches, keyed by (pipeline rank, tensor-parallel rank)."""
         if self._producer is not None:
             self._producer.set_workers(tuple(handshakes[ranks].geometry for ranks in sorted(handshakes)))
+        if self._config.cpu_bytes_to_use:
+            assert self._cache_manager is not None, "vLLM has not handed over its cache manager"
+            slots = min(handshake.host_slots for handshake in handshakes.values())
+            pool = HostBlockPool(self._vllm_config, self._cache_manager, slots)
+            lookahead = 2 * most_blocks_a_step(self._vllm_config, pool.block_tokens)
+            self._host = HostTier(pool, len(handshakes), self._config.cpu_store, lookahead)
+            logger.info("PDConnector: %d blocks can be kept in host memory, stored %sly", slots, self._config.cpu_store)
 
     def add_request(self, request: "Request") -> None:
         """A request has arrived."""
+        if self._host is not None:
+            self._host.add_request(request)
         params = request.kv_transfer_params
         if is_decode_leg(params):
             if self._consumer is not None:
@@ -98,28 +117,50 @@ class SchedulerHalf:
             self._warn_of_role(request, "do_remote_decode", "kv_producer")
 
     def missing_tokens(self, request: "Request", computed_tokens: int) -> int | None:
-        """Prompt tokens that will be pulled, beyond the computed ones; None if it is not known yet."""
+        """Tokens that will be loaded from host memory, or pulled, beyond the computed ones; None: not known yet.
+
+        What neither the device nor host memory holds is pulled.
+        """
         self._free_ended_leases()  # before blocks are looked for
-        return self._consumer.missing_tokens(request, computed_tokens) if self._consumer else 0
+        loaded = self._host.offer(request, computed_tokens) if self._host is not None else 0
+        if self._consumer is None:
+            return loaded
+        pulled = self._consumer.missing_tokens(request, computed_tokens + loaded)
+        if pulled is not None:
+            return loaded + pulled
+        if self._host is not None:
+            self._host.withdraw(request.request_id)
+        return None
 
     def blocks_allocated(self, request: "Request", blocks: "KVCacheBlocks", external_tokens: int) -> None:
-        """The request has its blocks; the pull can start."""
+        """The request has its blocks; load and pull can start."""
+        loaded = self._host.start_load(request, blocks, external_tokens) if self._host is not None else 0
         if self._consumer is not None and self._consumer.holds(request.request_id):
-            self._consumer.start_pull(request, block_ids_by_group(blocks), external_tokens)
+            self._consumer.start_pull(request, block_ids_by_group(blocks), external_tokens - loaded)
 
-    def step_orders(self, *, busy: bool) -> StepOrders:
-        """What the workers have to do in this step; ``busy``: it works on requests."""
+    def loaded_tokens(self, request: "Request") -> int:
+        """Of the tokens that a request waits for, those that come from host memory."""
+        return self._host.tokens_loading(request.request_id) if self._host is not None else 0
+
+    def step_orders(self, scheduled: Mapping[str, int]) -> StepOrders:
+        """What the workers have to do in this step, which works on ``scheduled`` tokens of each request."""
         pulls, refusals = self._consumer.take_orders() if self._consumer else ((), ())
         if self._producer is not None and self._drain is not None:
-            self._drain.must_stay(self._producer.leases.active, busy=busy)
+            self._drain.must_stay(self._producer.leases.active, busy=bool(scheduled))
         self._free_ended_leases()
-        return StepOrders(pulls, refusals)
+        if self._host is None:
+            return StepOrders(pulls, refusals)
+        self._host.choose_stores(scheduled)
+        return StepOrders(pulls, refusals, *self._host.take_orders())
 
     def wants_step(self) -> bool:
         """Whether the engine must step though it has no requests.
 
-        To free the blocks of ended leases, and when it is to stop, to stay for decode engines that hold leases.
+        To free the blocks of ended leases, to store blocks in host memory and hear of it, and when it is to stop, to
+        stay for decode engines that hold leases.
         """
+        if self._host is not None and self._host.wants_step:
+            return True
         if self._producer is None:
             return False
         active = self._producer.leases.active
@@ -128,14 +169,25 @@ class SchedulerHalf:
         # An engine that cannot be woken has to stay awake.
         return self._producer.leases.has_ended or (self._wake_engine is None and active > 0)
 
-    def pulls_settled(self, request_ids: set[str]) -> None:
-        """All ranks have reported these pulls."""
+    def frees_blocks_soon(self) -> bool:
+        """Whether it is worth while to wait for blocks instead of taking a request's: stores end within a few steps."""
+        return self._host is not None and self._host.holds_device_blocks
+
+    def settled(self, request_ids: set[str], failed: set[str], report: WorkerReport | None) -> None:
+        """All ranks have reported these requests, and some ranks what no request waits for."""
         if self._consumer is not None:
             for request_id in request_ids:
                 self._consumer.settle(request_id)
+        if self._host is not None:
+            self._stats.count("host_tokens", sum(map(self._host.tokens_loading, request_ids - failed)))
+            self._host.loads_settled(request_ids, failed)
+            if report is not None:
+                self._stats.count("host_blocks", self._host.stores_settled(report.stores))
 
     def request_finished(self, request: "Request", block_ids: tuple[list[int], ...]) -> dict[str, Any] | None:
         """A request has ended: what the response tells the router. Its blocks are kept by references of our own."""
+        if self._host is not None:
+            self._host.finish_request(request)
         if self._consumer is not None:
             self._consumer.finish_request(request.request_id)
         if self._producer is None or not is_prefill_leg(request.kv_transfer_params):
@@ -145,19 +197,31 @@ class SchedulerHalf:
         assert self._blocks is not None, "vLLM has not handed over its cache manager"
         return self._producer.finish_prefill(request, block_ids, self._blocks.hold(request.request_id))
 
-    def count_leases(self) -> None:
-        """Add the leases granted and ended since the last call to the statistics."""
+    def take_events(self) -> "Sequence[KVCacheEvent]":
+        """KV cache events of host memory since the last call."""
+        return self._host.take_events() if self._host is not None else ()
+
+    def update_stats(self) -> None:
+        """Add the leases granted and ended since the last call to the statistics, and how full host memory is."""
+        if self._host is not None:
+            cached, slots = self._host.usage
+            self._stats.gauge("host_blocks_cached", cached)
+            self._stats.gauge("host_blocks_capacity", slots)
         if self._producer is not None:
             for event, number in self._producer.leases.take_events().items():
                 self._stats.count("leases", number, event)
             for cause, number in self._producer.take_refusals().items():
                 self._stats.count("control_refusals", number, cause)
 
-    def reset(self) -> None:
-        """The caches' contents have lost their meaning, as after a change of weights: no lease is valid any more."""
+    def reset(self) -> bool:
+        """The caches' contents have lost their meaning, as after a change of weights: no lease is valid any more.
+
+        False if a request is loading such contents from host memory right now.
+        """
         if self._producer is not None:
             self._producer.leases.cancel_all()
             self._free_ended_leases()
+        return self._host.reset() if self._host is not None else True
 
     def shutdown(self) -> None:
         """Stop answering and asking; joins all threads."""

@@ -10,7 +10,15 @@ import torch
 from layout.cost import CostModel
 from layout.geometry import ModelIdentity, WorkerGeometry
 from pd_connector.config import ConfigError, ConnectorConfig
-from pd_connector.metadata import StepOrders, WorkerHandshake
+from pd_connector.metadata import (
+    LoadOrder,
+    PullOrder,
+    RefuseOrder,
+    StepOrders,
+    StoreEnds,
+    WorkerHandshake,
+    WorkerReport,
+)
 from pd_connector.shared_secret import load_keys
 from pd_connector.stats import StatsRecorder
 from pd_connector.vllm_compat import (
@@ -25,8 +33,12 @@ from pd_connector.vllm_compat import (
     model_identity,
     with_head_orders,
     worker_ranks,
+    workers_on_this_machine,
 )
+from pd_connector.worker.arrivals import Arrivals
 from pd_connector.worker.caches import Cache, describe_caches, tensors_of
+from pd_connector.worker.host_copies import CopyEnd
+from pd_connector.worker.host_pool import HostPool, Share
 from pd_connector.worker.peer import PullContext
 from pd_connector.worker.pulls import PullService
 from pd_connector.worker.settlement import Settled
@@ -67,6 +79,9 @@ class WorkerHalf:
         self._client: ControlClient | None = None
         self._pulls: PullService | None = None
         self._geometry: WorkerGeometry | None = None
+        self._host: HostPool | None = None
+        self._arrivals = Arrivals()
+        self._stores: dict[int, StoreEnds] = {}  # that have ended since the last report
 
     def register_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Describe the caches, register their memory with the transfer engine, get ready to pull.
@@ -77,6 +92,7 @@ class WorkerHalf:
             RuntimeError, NotImplementedError: how CPU kernels order a block cannot be found out.
             EngineStartError: the transfer engine does not start or refuses the memory.
             ConfigError, ValueError, MemoryError: staging_bytes is too little, or more than the device has.
+            ConfigError: cpu_bytes_to_use is too little, more than the machine has, or of no use with these caches.
         """
         ranks = worker_ranks()
         model = model_identity(self._vllm_config, self._config.model_check)
@@ -95,31 +111,57 @@ class WorkerHalf:
             ranks.index, ranks.world_size, sum(region.size for region in geometry.regions), geometry.block_bytes,
             sum(len(group.planes) for group in geometry.groups),
         )  # fmt: skip
+        if self._config.cpu_bytes_to_use:
+            self._host = self._open_host_pool(geometry, kv_caches, ranks)
         if reads is not None:
             self._client = ControlClient(keys=self._keys, allowed=self._allowed)
             self._pulls = PullService(self._context(ranks, model, reads), self._config.peer_idle_s)
 
     def handshake(self) -> WorkerHandshake | None:
         """This worker's caches, for the scheduler process to describe to peers."""
-        return WorkerHandshake(self._geometry) if self._geometry is not None else None
+        if self._geometry is None:
+            return None
+        return WorkerHandshake(self._geometry, self._host.slots if self._host is not None else 0)
 
     def execute(self, orders: StepOrders) -> None:
         """Start what the scheduler half ordered."""
+        parts: tuple[RefuseOrder | PullOrder | LoadOrder, ...] = (*orders.refusals, *orders.pulls, *orders.loads)
+        for part in parts:
+            self._arrivals.expect(part.request_id)
+        if self._host is not None:
+            for store in orders.stores:
+                self._host.copies.store(store)
+            for load in orders.loads:
+                self._host.copies.load(load)
         if self._pulls is not None:
             for refusal in orders.refusals:
                 self._pulls.refuse(refusal)
-            for order in orders.pulls:
-                self._pulls.submit(order)
+            for pull in orders.pulls:
+                self._pulls.submit(pull)
 
     def take_results(self) -> KVConnectorTransferResults:
-        """The pulls that have ended on this rank since the last call."""
-        settled = self._pulls.take_settled() if self._pulls is not None else []
-        for end in settled:
+        """The requests whose blocks have arrived on this rank, from wherever they came, since the last call.
+
+        Raises:
+            DeviceLostError: the device failed and may still write to KV blocks.
+        """
+        for end in self._pulls.take_settled() if self._pulls is not None else ():
             self._record(end)
-        return KVConnectorTransferResults(
-            finished_recving={end.request_id for end in settled},
-            failed_recving={end.request_id for end in settled if end.cause},
-        )
+            self._arrivals.settle(end.request_id, failed=bool(end.cause))
+        if self._host is not None:
+            for request_id, load in self._host.copies.take_loads().items():
+                self._record_load(request_id, load)
+                self._arrivals.settle(request_id, failed=bool(load.failure))
+            for store_id, (store, ends) in self._host.copies.take_stores().items():
+                self._record_store(store)
+                self._stores[store_id] = ends
+        finished, failed = self._arrivals.take()
+        return KVConnectorTransferResults(finished_recving=finished, failed_recving=failed)
+
+    def take_report(self) -> WorkerReport | None:
+        """What has ended on this rank that no request waits for, since the last call."""
+        stores, self._stores = self._stores, {}
+        return WorkerReport(stores) if stores else None
 
     def shutdown(self) -> None:
         """End all transfers, unregister the memory, join all threads."""
@@ -131,6 +173,15 @@ class WorkerHalf:
             self._client.close()
         if self._pulls is not None:
             self._pulls.join()
+        if self._host is not None:
+            self._host.close()
+
+    def _open_host_pool(
+        self, geometry: WorkerGeometry, kv_caches: Mapping[str, Cache], ranks: Ranks
+    ) -> HostPool | None:
+        tensors = [tensor for cache in kv_caches.values() for tensor in tensors_of(cache)]
+        share = Share(self._config.cpu_bytes_to_use, ranks.world_size, workers_on_this_machine(self._vllm_config))
+        return HostPool.open(share, geometry, tensors) if tensors else None
 
     def _plan_reads(self, geometry: WorkerGeometry, kv_caches: Mapping[str, Cache]) -> ReadPlanner:
         config = self._config
@@ -169,10 +220,7 @@ class WorkerHalf:
     def _record(self, end: Settled) -> None:
         if end.cause:
             self._stats.count("pull_failures", label=end.cause)
-            logger.error(
-                "PDConnector: request %s: %s. %s", end.request_id, end.reason,
-                "Its prompt is computed here instead" if self._role.recomputes else "The request fails",
-            )  # fmt: skip
+            logger.error("PDConnector: request %s: %s. %s", end.request_id, end.reason, self._what_now)
             return
         self._stats.count("pulls")
         self._stats.count("pull_bytes", end.copied_bytes)
@@ -180,6 +228,32 @@ class WorkerHalf:
         self._stats.count("pull_tokens", end.tokens)
         for phase, seconds in end.seconds.items():
             self._stats.observe(phase, seconds)
+
+    def _record_load(self, request_id: str, load: CopyEnd) -> None:
+        if load.failure:
+            self._stats.count("host_failures", label="load")
+            logger.error(
+                "PDConnector: request %s: %d blocks could not be loaded from host memory: %s. %s",
+                request_id, load.blocks, load.failure, self._what_now,
+            )  # fmt: skip
+            return
+        self._stats.count("host_bytes", load.copied_bytes, "loaded")
+        self._stats.observe("load", load.seconds)
+
+    def _record_store(self, store: CopyEnd) -> None:
+        if store.failure:
+            self._stats.count("host_failures", label="store")
+            logger.warning(
+                "PDConnector: %d blocks could not be stored in host memory, and will be computed again when they are "
+                "needed: %s", store.blocks, store.failure,
+            )  # fmt: skip
+            return
+        self._stats.count("host_bytes", store.copied_bytes, "stored")
+        self._stats.observe("store", store.seconds)
+
+    @property
+    def _what_now(self) -> str:
+        return "Its prompt is computed here instead" if self._role.recomputes else "The request fails"
 
 
 def _protocol(config: ConnectorConfig) -> str:

@@ -48,6 +48,8 @@ class ServerSpec:
     dtype: str = "float32"
     load_failure_policy: LoadFailurePolicy = "fail"
     block_size: int = BLOCK_SIZE
+    kv_cache_bytes: int = KV_CACHE_BYTES  # of the device, for each worker
+    arguments: tuple[str, ...] = ()  # more of vLLM's own
     options: tuple[tuple[str, object], ...] = ()
     secret: str = ""  # of the control channel; empty for none
 
@@ -72,8 +74,10 @@ class ServerSpec:
             *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
             *("--model", str(model), "--served-model-name", MODEL, "--dtype", self.dtype),
             *("--host", "127.0.0.1", "--port", str(port)),
-            *("--enforce-eager", "--block-size", str(self.block_size), "--kv-cache-memory-bytes", str(KV_CACHE_BYTES)),
+            *("--enforce-eager", "--block-size", str(self.block_size)),
+            *("--kv-cache-memory-bytes", str(self.kv_cache_bytes)),
             *("--tensor-parallel-size", str(self.tensor_parallel), *self.model.server_arguments),
+            *self.arguments,
             *("--kv-transfer-config", json.dumps(connector)),
         ]
 

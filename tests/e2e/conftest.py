@@ -10,7 +10,7 @@ import pytest
 
 from tests.e2e.cluster import Cluster, Server, tail
 from tests.e2e.deployments import Deployment
-from tests.e2e.pair import Pair
+from tests.e2e.pair import Pair, wait_until_at_rest
 
 _LOG_MARKS = pytest.StashKey[dict[Path, int]]()
 _FIGURES = pytest.StashKey[list[str]]()
@@ -57,6 +57,15 @@ def servers(request: pytest.FixtureRequest, cluster: Cluster, deployment: dict[s
             cluster.restart(server)
     request.node.stash[_LOG_MARKS] = {server.log: server.log_size for server in deployment.values()}
     return deployment
+
+
+@pytest.fixture
+def server(request: pytest.FixtureRequest, servers: dict[str, Server]) -> Iterator[Server]:
+    """The one server that the test names. After it it must be healthy and hold nothing."""
+    server = servers[request.param]
+    yield server
+    assert server.client.is_healthy(), f"the test has ended {server.spec.name}"
+    wait_until_at_rest(server)
 
 
 @pytest.fixture(scope="session")

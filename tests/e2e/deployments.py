@@ -148,6 +148,37 @@ SLIDING_WINDOW = _two_sizes("sliding window", ModelSpec(layers=6, architecture="
 #: One latent vector a token, the same on all ranks; blocks of 16 tokens, no prefix cache.
 MLA = _two_sizes("MLA", ModelSpec(architecture="deepseek_v2"))
 
+#: Blocks of the default model that the servers below keep on the device and in host memory, in all their workers.
+DEVICE_BLOCKS, HOST_BLOCKS = 80, 256
+_BLOCK_BYTES = 4 * 4 * BLOCK_SIZE * 2 * 32 * 4  # layers, KV heads, tokens, K and V, head size, float32
+_HOST = ("cpu_bytes_to_use", HOST_BLOCKS * _BLOCK_BYTES)
+_SHORT = ("--max-model-len", "2048")  # vLLM wants a device cache for one prompt at least
+
+#: Device caches too small for what is asked of them, and host memory for the rest. D has two workers.
+HOST_TIER = Deployment(
+    "host tier",
+    (
+        (
+            "P",
+            replace(
+                prefill(layout="LBHNC"),
+                kv_cache_bytes=DEVICE_BLOCKS * _BLOCK_BYTES,
+                arguments=_SHORT,
+                options=(("lease_ttl_s", LEASE_TTL_S), _HOST),
+            ),
+        ),
+        (
+            "D",
+            replace(
+                decode(layout="BHLNC", tensor_parallel=2),
+                kv_cache_bytes=DEVICE_BLOCKS * _BLOCK_BYTES // 2,
+                arguments=_SHORT,
+                options=(*PATIENT, _HOST),
+            ),
+        ),
+    ),
+)
+
 CHAOS_LEASE_TTL_S = 10.0
 CHAOS_PULL_TIMEOUT_S = 20.0
 _CHAOS_OPTIONS = (("lease_ttl_s", CHAOS_LEASE_TTL_S), ("pull_timeout_s", CHAOS_PULL_TIMEOUT_S))

@@ -40,6 +40,12 @@ class Traffic:
         assert self.decode is not None
         return int(self.decode.value(f"vllm:pd_{what}_total"))
 
+    def loaded(self, server: str = "decode") -> int:
+        """Prompt tokens that a server, "prefill" or "decode", loaded from host memory."""
+        metrics = self.decode if server == "decode" else self.prefill
+        assert metrics is not None
+        return int(metrics.value("vllm:pd_host_tokens_total"))
+
     def failures(self, cause: str | None = None) -> int:
         """Failed pulls, of one cause or of all."""
         assert self.decode is not None

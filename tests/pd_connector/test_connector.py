@@ -187,7 +187,7 @@ class EngineUnderTest:
 
     def step(self) -> None:
         """What vLLM calls in one step without a model."""
-        orders = self.scheduler.build_connector_meta(SimpleNamespace(total_num_scheduled_tokens=0))
+        orders = self.scheduler.build_connector_meta(SimpleNamespace(num_scheduled_tokens={}))
         self.worker.bind_connector_metadata(orders)
         results = self.worker.get_transfer_results(set())
         self.worker.clear_connector_metadata()
@@ -196,7 +196,9 @@ class EngineUnderTest:
             before, new = getattr(self.results, name), getattr(results, name)
             assert not before & new, "vLLM's scheduler dies of an id that it no longer holds"
             before |= new
-        self.scheduler.update_connector_output(KVConnectorOutput(finished_recving=results.finished_recving))
+        self.scheduler.update_connector_output(
+            KVConnectorOutput(finished_recving=results.finished_recving, failed_recving=results.failed_recving)
+        )
 
     @property
     def held(self) -> list[int]:
@@ -464,9 +466,9 @@ def test_the_time_of_an_engine_that_is_told_to_stop_begins_after_its_last_reques
     p.prefill("r", [3, 1, 6])
     core.shutdown_state = EngineShutdownState.REQUESTED
     assert until(lambda: not p.scheduler.has_pending_push_work())
-    p.scheduler.build_connector_meta(SimpleNamespace(total_num_scheduled_tokens=0))
+    p.scheduler.build_connector_meta(SimpleNamespace(num_scheduled_tokens={}))
     assert not p.scheduler.has_pending_push_work()
-    p.scheduler.build_connector_meta(SimpleNamespace(total_num_scheduled_tokens=7))
+    p.scheduler.build_connector_meta(SimpleNamespace(num_scheduled_tokens={"r": 7}))
     assert p.scheduler.has_pending_push_work()
 
 

@@ -8,7 +8,7 @@ import pytest
 from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 
 from pd_connector.connector import PDConnector
-from pd_connector.stats import PHASES, ConnectorPromMetrics, ConnectorStats, StatsRecorder
+from pd_connector.stats import HOST_COPIES, PHASES, ConnectorPromMetrics, ConnectorStats, StatsRecorder
 from tests.pd_connector.support import ManualClock
 
 
@@ -34,10 +34,26 @@ def test_a_report_holds_what_happened_since_the_last_one() -> None:
     recorder.count("pulls", 2)
     recorder.count("leases", 3, "granted")
     recorder.observe("read", 0.25)
+    recorder.gauge("host_blocks_cached", 7)
     report = recorder.take()
     assert report is not None
-    assert report.data == {"counts": {"pulls": 3, "leases:granted": 3}, "seconds": {"read": [0.25]}, "calls": {}}
+    assert report.data == {
+        "counts": {"pulls": 3, "leases:granted": 3},
+        "seconds": {"read": [0.25]},
+        "gauges": {"host_blocks_cached": 7},
+        "calls": {},
+    }
     assert recorder.take() is None
+
+
+def test_a_gauge_that_has_not_changed_is_not_reported_again() -> None:
+    recorder = StatsRecorder()
+    reported = []
+    for number in (0, 0, 5, 5, 0):
+        recorder.gauge("host_blocks_cached", number)
+        report = recorder.take()
+        reported.append(report.data["gauges"]["host_blocks_cached"] if report else None)
+    assert reported == [0, None, 5, None, 0]
 
 
 def test_counting_none_is_no_event() -> None:
@@ -91,6 +107,7 @@ def test_ranks_are_added_up_and_the_longest_call_kept() -> None:
     assert total.data == {
         "counts": {"pulls": 3, "pull_failures:lease": 3},
         "seconds": {"read": [0.1, 0.4, 0.4]},
+        "gauges": {},
         "calls": {"worker.get_transfer_results": 0.5},
     }
 
@@ -169,6 +186,13 @@ def test_the_exported_names_are_these(exported: tuple[ConnectorPromMetrics, _Unr
         "vllm:pd_pull_bytes",
         "vllm:pd_pull_descriptors",
         "vllm:pd_pull_tokens",
+        "vllm:pd_host_tokens",
+        "vllm:pd_host_blocks",
+        "vllm:pd_host_bytes",
+        "vllm:pd_host_failures",
+        "vllm:pd_host_copy_seconds",
+        "vllm:pd_host_blocks_cached",
+        "vllm:pd_host_blocks_capacity",
         "vllm:pd_pull_failures",
         "vllm:pd_leases",
         "vllm:pd_control_refusals",
@@ -203,9 +227,30 @@ def test_everything_that_is_counted_can_be_exported(exported: tuple[ConnectorPro
         recorder.count("pull_failures", 1, cause)
     for event in ("granted", "released", "cancelled", "expired"):
         recorder.count("leases", 1, event)
-    for phase in PHASES:
+    for event in ("stored", "loaded"):
+        recorder.count("host_bytes", 1, event)
+    for kind in HOST_COPIES:
+        recorder.count("host_failures", 1, kind)
+    for phase in (*PHASES, *HOST_COPIES):
         recorder.observe(phase, 0.1)
+    recorder.gauge("host_blocks_cached", 3)
+    recorder.gauge("host_blocks_capacity", 4)
     report = recorder.take()
     assert report is not None
     exported[0].observe(report.to_dict())
-    assert exported[1].samples()["vllm:pd_leases_total", ("m", "0", "expired")] == 1
+    samples = exported[1].samples()
+    assert samples["vllm:pd_leases_total", ("m", "0", "expired")] == 1
+    assert samples["vllm:pd_host_blocks_cached", ("m", "0")] == 3
+    assert samples["vllm:pd_host_copy_seconds_count", ("m", "0", "load")] == 1
+    assert ("vllm:pd_pull_seconds_count", ("m", "0", "load")) not in samples
+
+
+def test_the_latest_gauge_counts() -> None:
+    reports = []
+    for number in (3, 9):
+        recorder = StatsRecorder()
+        recorder.gauge("host_blocks_cached", number)
+        reports.append(recorder.take())
+    assert reports[0] is not None
+    assert reports[1] is not None
+    assert reports[0].aggregate(reports[1]).data["gauges"] == {"host_blocks_cached": 9}

@@ -1,0 +1,302 @@
+"""The scheduler half of the host tier: which blocks are copied to host memory, what is found there, what is in use.
+
+A device block passes through these states:
+
+    computed --- chosen ---> being stored --- all ranks have reported ---> found by prefix hits --- evicted ---> gone
+                                  '--- a rank has failed, or a reset ----------------------------------------------^
+
+Both ends of a copy are in use until every rank has reported it, so that neither vLLM nor this pool reuses them; of a
+load, whose device blocks vLLM keeps for the waiting request, the host end. A block can be found only when its store has
+ended on every rank. Everything runs on the scheduler's thread.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import TYPE_CHECKING, Literal
+
+from pd_connector.metadata import BlockMoves, LoadOrder, StoreEnds, StoreOrder
+from pd_connector.vllm_blocks import (
+    Candidate,
+    HeldBlocks,
+    HostBlockPool,
+    HostHit,
+    Store,
+    request_blocks,
+    slot_of,
+)
+from pd_connector.vllm_compat import init_logger
+
+if TYPE_CHECKING:
+    from vllm.distributed.kv_events import KVCacheEvent
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
+    from vllm.v1.request import Request
+
+logger = init_logger(__name__)
+
+StoreMode = Literal["eager", "lazy"]
+
+
+@dataclass(slots=True)
+class _Progress:
+    """How far a request's blocks have been looked at, per cache group."""
+
+    request: "Request"
+    looked_at: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class _Load:
+    pinned: HeldBlocks
+    tokens: int
+
+
+@dataclass(slots=True)
+class _StoreJob:
+    stores: tuple[Store, ...]
+    ends: StoreEnds = field(default_factory=lambda: StoreEnds(0))
+    abandoned: bool = False  # the contents have lost their meaning
+
+
+class HostTier:
+    """Owns the host pool's bookkeeping: hits, loads and stores of one engine."""
+
+    def __init__(self, pool: HostBlockPool, ranks: int, mode: StoreMode = "eager", lookahead_blocks: int = 0) -> None:
+        """A tier over an empty pool.
+
+        Args:
+            pool: the host blocks.
+            ranks: workers of the engine, each of which copies its part of every block.
+            mode: "eager" stores blocks when they are computed, "lazy" when they are among the ``lookahead_blocks`` that
+                vLLM evicts next.
+            lookahead_blocks: for "lazy"; at least twice what one step can take.
+        """
+        self._pool = pool
+        self._ranks = ranks
+        self._mode = mode
+        self._lookahead = lookahead_blocks
+        self._requests: dict[str, _Progress] = {}
+        self._hits: dict[str, HostHit] = {}  # offered, pinned, and not taken yet
+        self._loads: dict[str, _Load] = {}  # under way
+        self._without: set[str] = set()  # requests that a load has failed for: they compute
+        self._jobs: dict[int, _StoreJob] = {}  # under way
+        self._storing: dict[object, None] = {}  # keys of the blocks of all jobs and of those chosen
+        self._chosen: list[Store] = []  # since the last orders
+        self._ordered_loads: list[LoadOrder] = []
+        self._next_store = 0
+        self._taken = lookahead_blocks  # blocks that vLLM has taken since they were last looked at, at the most
+        self._lost_slots: set[int] = set()  # that a failed copy may still write to: never used again
+
+    # Requests
+
+    def add_request(self, request: "Request") -> None:
+        """A request has arrived: its blocks are stored as they are computed."""
+        self._requests[request.request_id] = _Progress(request, [0] * len(self._pool.block_tokens))
+
+    def offer(self, request: "Request", computed_tokens: int) -> int:
+        """Tokens behind the ``computed_tokens`` of the device that can be loaded; they stay for this request."""
+        self.withdraw(request.request_id)
+        if request.request_id in self._without:
+            return 0
+        hit = self._pool.find(request, computed_tokens)
+        if hit is None:
+            return 0
+        self._pool.pin(hit.blocks)
+        self._hits[request.request_id] = hit
+        return hit.tokens
+
+    def withdraw(self, request_id: str) -> None:
+        """What was offered to a request is not taken, or asked for anew."""
+        hit = self._hits.pop(request_id, None)
+        if hit is not None:
+            self._pool.unpin(hit.blocks)
+
+    def start_load(self, request: "Request", blocks: "KVCacheBlocks", external_tokens: int) -> int:
+        """Order the load of what was offered, if vLLM took it; returns its tokens."""
+        hit = self._hits.pop(request.request_id, None)
+        if hit is None:
+            return 0
+        if external_tokens < hit.tokens:
+            self._pool.unpin(hit.blocks)
+            return 0
+        self._loads[request.request_id] = _Load(hit.blocks, hit.tokens)
+        moves = BlockMoves.of(_triples(hit, request_blocks(blocks), self._pool.block_tokens))
+        self._ordered_loads.append(LoadOrder(request.request_id, moves, hit.tokens))
+        return hit.tokens
+
+    def tokens_loading(self, request_id: str) -> int:
+        """Of a request's tokens, those that come from host memory."""
+        load = self._loads.get(request_id)
+        return load.tokens if load is not None else 0
+
+    def loads_settled(self, request_ids: Iterable[str], failed: Iterable[str]) -> None:
+        """All ranks have reported these requests; what they loaded is in use no more."""
+        for request_id in failed:
+            if request_id in self._loads and request_id in self._requests:
+                self._without.add(request_id)
+        for request_id in request_ids:
+            load = self._loads.pop(request_id, None)
+            if load is not None:
+                self._pool.unpin(load.pinned)
+
+    def finish_request(self, request: "Request") -> None:
+        """A request has left. What it has computed and not stored yet is stored; its load, if any, goes on."""
+        self.withdraw(request.request_id)
+        self._without.discard(request.request_id)
+        progress = self._requests.pop(request.request_id, None)
+        if progress is not None and self._mode == "eager":
+            self._choose(progress)
+
+    # Steps
+
+    def choose_stores(self, scheduled: Mapping[str, int]) -> None:
+        """Choose the blocks to be stored from this step on, before vLLM counts its tokens as computed.
+
+        ``scheduled``: the tokens of each request that the step works on.
+        """
+        if self._mode == "lazy":
+            self._choose_evictable(scheduled)
+            return
+        for request_id in scheduled:
+            progress = self._requests.get(request_id)
+            if progress is not None:
+                self._choose(progress)
+
+    def take_orders(self) -> tuple[tuple[LoadOrder, ...], tuple[StoreOrder, ...]]:
+        """The orders since the last step; at most one store, of all blocks that were chosen."""
+        loads, self._ordered_loads = tuple(self._ordered_loads), []
+        if not self._chosen:
+            return loads, ()
+        job, self._chosen = _StoreJob(tuple(self._chosen)), []
+        store_id = self._next_store
+        self._next_store += 1
+        self._jobs[store_id] = job
+        triples = [
+            (store.candidate.group, int(store.candidate.block.block_id), slot_of(store.host)) for store in job.stores
+        ]
+        return loads, (StoreOrder(store_id, BlockMoves.of(triples)),)
+
+    def stores_settled(self, ends: Mapping[int, StoreEnds]) -> int:
+        """Some ranks have reported stores; returns how many blocks can be found from now on."""
+        stored = 0
+        for store_id, new in ends.items():
+            job = self._jobs.get(store_id)
+            if job is None:
+                logger.error("PDConnector: store %d ended twice, which is a bug; ignored", store_id)
+                continue
+            job.ends += new
+            if job.ends.ranks >= self._ranks:
+                del self._jobs[store_id]
+                self._end(job)
+                stored += 0 if job.ends.failed or job.abandoned else len(job.stores)
+        return stored
+
+    @property
+    def wants_step(self) -> bool:
+        """Whether the engine must step though it has no requests: to order stores, and to hear of their end."""
+        return bool(self._chosen or self._jobs)
+
+    @property
+    def holds_device_blocks(self) -> bool:
+        """Whether blocks of the device become free when stores end."""
+        return bool(self._jobs)
+
+    @property
+    def usage(self) -> tuple[int, int]:
+        """Slots whose contents can be found, and all."""
+        return self._pool.cached, self._pool.slots
+
+    def take_events(self) -> "list[KVCacheEvent]":
+        """KV cache events of host blocks since the last call."""
+        return self._pool.take_events()
+
+    def reset(self) -> bool:
+        """The caches' contents have lost their meaning: nothing is found any more, nor what is being stored.
+
+        False if a request is loading such contents right now.
+        """
+        for request_id in list(self._hits):
+            self.withdraw(request_id)
+        for store in self._chosen:
+            del self._storing[store.candidate.key]
+        self._pool.end(self._chosen, evict_first=False)
+        self._chosen = []
+        for job in self._jobs.values():
+            job.abandoned = True
+        self._pool.forget_all()
+        return not self._loads
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless the books balance."""
+        expected: dict[int, int] = dict.fromkeys(self._lost_slots, 1)
+        in_use = [hit.blocks for hit in self._hits.values()] + [load.pinned for load in self._loads.values()]
+        stores = [*self._chosen, *(store for job in self._jobs.values() for store in job.stores)]
+        in_use += [(store.host,) for store in stores]
+        for blocks in in_use:
+            for block in blocks:
+                expected[slot_of(block)] = expected.get(slot_of(block), 0) + 1
+        assert self._pool.references() == expected, "slots are in use that nobody uses, or the reverse"
+        assert self._storing.keys() == {store.candidate.key for store in stores}, "blocks being stored are not known"
+        assert len(self._storing) == len(stores), "a block is being stored twice"
+        assert all(store.candidate.block.ref_cnt > 0 for store in stores), "a block is being stored and free at once"
+        assert all(job.ends.ranks < self._ranks for job in self._jobs.values()), "a store should have ended"
+        assert self._without <= self._requests.keys(), "a request that has left is remembered"
+        assert self._hits.keys() <= self._requests.keys(), "something is kept for a request that has left"
+
+    def _choose(self, progress: _Progress) -> None:
+        """Choose what a request has computed since it was last looked at, as far as there are free slots."""
+        for group in self._pool.groups:
+            first, end = progress.looked_at[group], self._pool.full_blocks(progress.request, group)
+            if first >= end:
+                continue
+            candidates = list(self._pool.candidates(progress.request, group, first, end))
+            fitting = self._begin(candidates)
+            progress.looked_at[group] = first + fitting
+
+    def _choose_evictable(self, scheduled: Mapping[str, int]) -> None:
+        """Choose what vLLM may evict soon; not in every step, as looking takes as long as there are blocks."""
+        smallest = min(self._pool.block_tokens)
+        self._taken += sum(scheduled.values()) // smallest + len(scheduled)
+        if self._taken >= self._lookahead // 2:
+            self._taken = 0
+            self._begin(list(self._pool.next_to_be_evicted(self._lookahead)))
+
+    def _begin(self, candidates: Sequence[Candidate | None]) -> int:
+        """Begin to store candidates in their order; returns how many need no second look."""
+        free = self._pool.free
+        new: list[Candidate] = []
+        done = 0
+        for candidate in candidates:
+            if candidate is not None and candidate.key not in self._storing:
+                if len(new) == free:
+                    break
+                self._storing[candidate.key] = None
+                new.append(candidate)
+            done += 1
+        if new:
+            self._chosen += self._pool.begin(new)
+        return done
+
+    def _end(self, job: _StoreJob) -> None:
+        for store in job.stores:
+            del self._storing[store.candidate.key]
+        if not (job.ends.failed or job.abandoned):
+            self._pool.publish(job.stores)
+        if job.ends.unsettled:
+            self._lost_slots.update(slot_of(store.host) for store in job.stores)
+        self._pool.end(job.stores, evict_first=self._mode == "lazy", keep_slots=job.ends.unsettled)
+
+
+def _triples(
+    hit: HostHit, tables: Sequence[Sequence["KVCacheBlock"]], block_tokens: Sequence[int]
+) -> list[tuple[int, int, int]]:
+    """Group, device block and slot of every block of a hit that the request needs on the device."""
+    triples = []
+    for group, hosts in enumerate(hit.groups):
+        table = islice(tables[group], hit.first_token // block_tokens[group], None)
+        for host, device in zip(hosts, table, strict=False):
+            # A window passes blocks: of this hit, or, where more tokens come from elsewhere, of the whole prompt.
+            if not (host.is_null or device.is_null):
+                triples.append((group, int(device.block_id), slot_of(host)))
+    return triples

@@ -1,0 +1,124 @@
+"""Opens a worker's share of the host tier: checks that it fits, pins its memory, starts its copiers."""
+
+import importlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from layout.geometry import WorkerGeometry
+from layout.host_blocks import HostLayout, host_layout
+from pd_connector.config import ConfigError
+from pd_connector.host_memory import available_bytes
+from pd_connector.vllm_compat import init_logger
+from pd_connector.worker.host_copies import HostCopies
+from transfer.batch_copy.backends import Backend, open_copier, pinned_memory
+from transfer.batch_copy.base import CopierStartError, DeviceEvent, Direction
+from transfer.pinned import PinnedMemory
+
+logger = init_logger(__name__)
+
+_BACKENDS = {"cpu": Backend.HOST, "cuda": Backend.CUDA, "npu": Backend.ACL}
+
+
+@dataclass(frozen=True)
+class Share:
+    """What a worker may take of ``cpu_bytes_to_use``."""
+
+    total: int  # bytes, of all workers of the engine
+    workers: int  # of the engine
+    workers_here: int  # of them, on this machine
+
+    @property
+    def bytes(self) -> int:
+        """This worker's."""
+        return self.total // self.workers
+
+    def slots(self, layout: HostLayout) -> int:
+        """How many blocks it holds.
+
+        Raises:
+            ConfigError: not one.
+        """
+        slots = layout.slots_in(self.bytes)
+        if slots < 1:
+            raise ConfigError(
+                f"cpu_bytes_to_use = {self.total}: {self.bytes} bytes for each of {self.workers} workers do not hold "
+                f"one block of {layout.slot_bytes} bytes; set it to {self.workers * layout.slot_bytes} or more"
+            )
+        return slots
+
+    def check_available(self, available: int) -> None:
+        """Raise if the machine has not as much.
+
+        Raises:
+            ConfigError: it has less.
+        """
+        needed = self.bytes * self.workers_here
+        if needed > available:
+            raise ConfigError(
+                f"cpu_bytes_to_use = {self.total}: {needed} bytes would be taken of this machine's memory, and "
+                f"{available} are available; set it to {available // self.workers_here * self.workers} or less"
+            )
+
+
+class HostPool:
+    """A worker's part of the host blocks: its memory, and the copies to and from it."""
+
+    def __init__(self, copies: HostCopies, memory: PinnedMemory, slots: int) -> None:
+        self.copies = copies
+        self.slots = slots
+        self._memory = memory
+
+    @classmethod
+    def open(cls, share: Share, geometry: WorkerGeometry, tensors: Sequence[torch.Tensor]) -> "HostPool":
+        """Pin a worker's share and start its copiers.
+
+        Args:
+            share: how much.
+            geometry: of the worker's caches.
+            tensors: the caches, all on one device.
+
+        Raises:
+            ConfigError: the share is too small or too large, or the caches cannot be kept in host memory.
+        """
+        device = tensors[0].device
+        if device.type not in _BACKENDS:
+            raise ConfigError(f"cpu_bytes_to_use: KV caches on {device} cannot be kept in host memory; set it to 0")
+        backend, number = _BACKENDS[device.type], device.index or 0
+        try:
+            layout = host_layout(geometry)
+        except ValueError as error:
+            raise ConfigError(f"cpu_bytes_to_use: {error}; set it to 0") from error
+        slots = share.slots(layout)
+        share.check_available(available_bytes())
+        try:
+            memory = pinned_memory(backend, slots * layout.slot_bytes, number)
+            stores = open_copier(backend, Direction.DEVICE_TO_HOST, number)
+            loads = open_copier(backend, Direction.HOST_TO_DEVICE, number)
+        except CopierStartError as error:
+            raise ConfigError(f"cpu_bytes_to_use = {share.total}: {error}") from error
+        logger.info(
+            "PDConnector: %d host blocks of %d bytes (%.2f GiB) on this worker, copied by the %s backend in %s",
+            slots, layout.slot_bytes, memory.region.size / 2**30, backend.value,
+            ", ".join(f"{len(runs)} runs" for runs in layout.groups),
+        )  # fmt: skip
+        return cls(HostCopies(layout, memory.region, stores, loads, _marker(device)), memory, slots)
+
+    def close(self) -> None:
+        """Wait for the copies under way and let the memory go."""
+        self.copies.close()
+        self._memory.close()
+
+
+def _marker(device: torch.device) -> Callable[[], DeviceEvent | None]:
+    """What records an event behind the work that the model's stream was given so far."""
+    if device.type == "cpu":
+        return lambda: None  # a kernel has ended when its call returns
+    streams = importlib.import_module("torch_npu").npu if device.type == "npu" else torch.cuda
+
+    def mark() -> DeviceEvent:
+        event: DeviceEvent = streams.current_stream(device).record_event()
+        return event
+
+    return mark
