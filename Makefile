@@ -55,7 +55,7 @@ test-all: lint types  ## lint, types and all tests
 test-npu-sim: $(NPU_SIM)/installed  ## tests on a simulated Ascend device under the real torch_npu, in .venv-npu-sim
 	@PD_CONNECTOR_NPU_SIM=1 $(NPU_SIM)/bin/python -m pytest tests/npu_sim $(ARGS)
 
-bench: $(STAMPS)/installed  ## measure; results in benchmarks/
+bench: $(STAMPS)/demo  ## measure; results in benchmarks/
 	@$(BIN)/python -m benchmarks $(ARGS)
 
 clean:  ## remove the environments, the demonstration's model and logs, and all caches

@@ -20,8 +20,9 @@ def _of_cgroup(directory: Path) -> int | None:
         limit = (directory / "memory.max").read_text().strip()
         used = int((directory / "memory.current").read_text())
         statistics = dict(line.split(maxsplit=1) for line in (directory / "memory.stat").read_text().splitlines())
+        file_cache = int(statistics.get("inactive_file", 0))
     except (OSError, ValueError):
         return None
     if not limit.isdigit():
         return None
-    return max(int(limit) - used + int(statistics.get("inactive_file", 0)), 0)
+    return max(int(limit) - used + file_cache, 0)

@@ -1,22 +1,34 @@
 """What the scheduler half tells the worker half in one step, and what workers say about themselves at start-up.
 
 The two halves share nothing else. Everything here is plain frozen data that survives the way between processes.
+Orders for host memory come from ``host_orders``, which can be imported without vLLM.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-import numpy as np
-
-from layout.copies import Int64Array
 from layout.geometry import WorkerGeometry
+from pd_connector.host_orders import BlockMoves, LoadOrder, StoreEnds, StoreOrder
 from pd_connector.params import RemotePrefill
 from pd_connector.vllm_compat import (
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorWorkerMetadata,
 )
+
+__all__ = [
+    "BlockMoves",
+    "Cause",
+    "LoadOrder",
+    "PullOrder",
+    "RefuseOrder",
+    "StepOrders",
+    "StoreEnds",
+    "StoreOrder",
+    "WorkerHandshake",
+    "WorkerReport",
+]
 
 
 class Cause(StrEnum):
@@ -59,57 +71,6 @@ class RefuseOrder:
     request_id: str
     cause: Cause
     reason: str  # a sentence for people
-
-
-@dataclass(frozen=True, eq=False)
-class BlockMoves:
-    """Whole blocks between the device and host memory: block ``blocks[i]`` of its cache group and slot ``slots[i]``.
-
-    Arrays of shape [n], int64.
-    """
-
-    groups: Int64Array  # number of each block's cache group
-    blocks: Int64Array  # device block ids
-    slots: Int64Array  # of the host pool
-
-    @classmethod
-    def of(cls, triples: Sequence[tuple[int, int, int]]) -> "BlockMoves":
-        """Moves from (group, block, slot) triples."""
-        groups, blocks, slots = np.array(triples, np.int64).reshape(-1, 3).T.copy()
-        return cls(groups, blocks, slots)
-
-    def __len__(self) -> int:
-        return len(self.slots)
-
-
-@dataclass(frozen=True)
-class LoadOrder:
-    """Copy a request's blocks from host memory to the device."""
-
-    request_id: str
-    moves: BlockMoves
-    tokens: int
-
-
-@dataclass(frozen=True)
-class StoreOrder:
-    """Copy blocks, which earlier steps have computed, from the device to host memory."""
-
-    store_id: int
-    moves: BlockMoves
-
-
-@dataclass(frozen=True)
-class StoreEnds:
-    """How a store has ended on the ranks that have reported it."""
-
-    ranks: int
-    failed: bool = False
-    #: The device may still write to the slots.
-    unsettled: bool = False
-
-    def __add__(self, other: "StoreEnds") -> "StoreEnds":
-        return StoreEnds(self.ranks + other.ranks, self.failed or other.failed, self.unsettled or other.unsettled)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ Written for and tested with vLLM 0.32. All methods belong to the scheduler's thr
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import islice, takewhile
 from typing import TYPE_CHECKING, TypeAlias
 
 from vllm.distributed.kv_events import MEDIUM_CPU, BlockStored
@@ -174,29 +174,54 @@ class HostBlockPool:
 
     # What is on the device
 
-    def full_blocks(self, request: "Request", group: int) -> int:
-        """How many blocks of a request's table are computed to their end, by steps before the one that is planned."""
-        computed = request.num_computed_tokens - request.num_output_placeholders
+    def full_blocks(self, request: "Request", group: int, scheduled: int) -> int:
+        """How many blocks of a request's table are computed to their end when ``scheduled`` tokens more have been."""
+        # What the model is yet to say has no hash by which it could be found.
+        computed = min(request.num_computed_tokens + scheduled, request.num_tokens)
         return int(self._coordinator.get_num_cacheable_tokens(computed, group)) // self.block_tokens[group]
 
     def candidates(self, request: "Request", group: int, first: int, end: int) -> Iterator[Candidate | None]:
-        """Blocks number ``first`` to ``end`` of a request's table; None for one that need not or cannot be stored."""
+        """Blocks number ``first`` to ``end`` of a request's table; None for one that need not or cannot be stored.
+
+        Those that are stored already count as used, when all have been taken from this iterator.
+        """
         blocks = self._device.get_blocks(request.request_id).blocks[group][first:end]
+        held = []
         for number, block in enumerate(blocks, start=first):
             key = block.block_hash
-            if block.is_null or key is None or self.holds(key):
+            host = None if key is None else self._pool.cached_block_hash_to_block.get_one_block(key)
+            if block.is_null or key is None:
+                yield None
+            elif host is not None:
+                held.append(host)
                 yield None
             else:
                 event = self._stored_event(request, group, number) if self._with_events else None
                 yield Candidate(block, key, block.block_hash_num_tokens, event)
+        # As if they had been loaded: what is in use on the device is not the first to be forgotten here.
+        self.pin(tuple(held))
+        self.unpin(tuple(held))
 
-    def next_to_be_evicted(self, number: int) -> Iterator[Candidate]:
-        """What is cached on the device only, among the ``number`` blocks that vLLM takes next."""
+    def next_to_be_evicted(self, number: int) -> tuple[HeldBlocks, list[Candidate]]:
+        """Of the ``number`` blocks that vLLM takes next, the cached ones: those held here already, and those not yet.
+
+        Together as many as there are slots at the most, the first to be evicted before others.
+        """
+        held: list[KVCacheBlock] = []
+        candidates: list[Candidate] = []
+        find = self._pool.cached_block_hash_to_block.get_one_block
         for block in islice(self._device.block_pool.free_block_queue.iter_blocks_after(None), number):
             key = block.block_hash
-            if key is not None and not block.is_null and get_group_id(key) in self.groups and not self.holds(key):
+            if key is None or block.is_null or get_group_id(key) not in self.groups:
+                continue
+            if len(held) + len(candidates) == self.slots:
+                break
+            if (host := find(key)) is not None:
+                held.append(host)
+            else:
                 event = self._stored_without_request(key) if self._with_events else None
-                yield Candidate(block, key, block.block_hash_num_tokens, event)
+                candidates.append(Candidate(block, key, block.block_hash_num_tokens, event))
+        return tuple(held), candidates
 
     # From there to here
 
@@ -221,15 +246,20 @@ class HostBlockPool:
     def end(self, stores: Sequence[Store], *, evict_first: bool, keep_slots: bool = False) -> None:
         """Give the references to both ends back.
 
-        ``evict_first``: the device blocks are the next to be reused, as they were when they were chosen; otherwise the
-        last. ``keep_slots``: the host blocks are not given back, as something may still write to them.
+        ``evict_first``: the device blocks are the next to be reused after those that hold nothing, as they were when
+        they were chosen; otherwise the last. ``keep_slots``: the host blocks are not given back, as something may
+        still write to them.
         """
         blocks = [store.candidate.block for store in stores]
         pool = self._device.block_pool
         if evict_first:
             for block in blocks:
                 block.ref_cnt -= 1
-            pool.free_block_queue.prepend_n([block for block in blocks if block.ref_cnt == 0])
+            queue = pool.free_block_queue
+            empty = list(takewhile(lambda block: block.block_hash is None, queue.iter_blocks_after(None)))
+            queue.popleft_n(len(empty))
+            queue.prepend_n([block for block in blocks if block.ref_cnt == 0])
+            queue.prepend_n(empty)
         else:
             pool.free_blocks(reversed(blocks))
         if not keep_slots:

@@ -99,7 +99,7 @@ class SchedulerHalf:
             assert self._cache_manager is not None, "vLLM has not handed over its cache manager"
             slots = min(handshake.host_slots for handshake in handshakes.values())
             pool = HostBlockPool(self._vllm_config, self._cache_manager, slots)
-            lookahead = 2 * most_blocks_a_step(self._vllm_config, pool.block_tokens)
+            lookahead = most_blocks_a_step(self._vllm_config, pool.block_tokens)
             self._host = HostTier(pool, len(handshakes), self._config.cpu_store, lookahead)
             logger.info("PDConnector: %d blocks can be kept in host memory, stored %sly", slots, self._config.cpu_store)
 

@@ -10,9 +10,9 @@ load, whose device blocks vLLM keeps for the waiting request, the host end. A bl
 ended on every rank. Everything runs on the scheduler's thread.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Literal
 
 from pd_connector.metadata import BlockMoves, LoadOrder, StoreEnds, StoreOrder
@@ -44,6 +44,7 @@ class _Progress:
 
     request: "Request"
     looked_at: list[int]
+    due_at: int  # computed tokens with which the next block is complete
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +71,7 @@ class HostTier:
             ranks: workers of the engine, each of which copies its part of every block.
             mode: "eager" stores blocks when they are computed, "lazy" when they are among the ``lookahead_blocks`` that
                 vLLM evicts next.
-            lookahead_blocks: for "lazy"; at least twice what one step can take.
+            lookahead_blocks: for "lazy"; at least what one step can take.
         """
         self._pool = pool
         self._ranks = ranks
@@ -82,17 +83,18 @@ class HostTier:
         self._without: set[str] = set()  # requests that a load has failed for: they compute
         self._jobs: dict[int, _StoreJob] = {}  # under way
         self._storing: dict[object, None] = {}  # keys of the blocks of all jobs and of those chosen
-        self._chosen: list[Store] = []  # since the last orders
+        self._chosen: list[Store] = []  # for the next step: what this one computes cannot be copied before
+        self._ready: list[Store] = []  # for this step
         self._ordered_loads: list[LoadOrder] = []
         self._next_store = 0
-        self._taken = lookahead_blocks  # blocks that vLLM has taken since they were last looked at, at the most
         self._lost_slots: set[int] = set()  # that a failed copy may still write to: never used again
 
     # Requests
 
     def add_request(self, request: "Request") -> None:
         """A request has arrived: its blocks are stored as they are computed."""
-        self._requests[request.request_id] = _Progress(request, [0] * len(self._pool.block_tokens))
+        looked_at = [0] * len(self._pool.block_tokens)
+        self._requests[request.request_id] = _Progress(request, looked_at, self._next_block_at(looked_at))
 
     def offer(self, request: "Request", computed_tokens: int) -> int:
         """Tokens behind the ``computed_tokens`` of the device that can be loaded; they stay for this request."""
@@ -146,29 +148,35 @@ class HostTier:
         self._without.discard(request.request_id)
         progress = self._requests.pop(request.request_id, None)
         if progress is not None and self._mode == "eager":
-            self._choose(progress)
+            self._choose(progress, 0)
 
     # Steps
 
     def choose_stores(self, scheduled: Mapping[str, int]) -> None:
-        """Choose the blocks to be stored from this step on, before vLLM counts its tokens as computed.
+        """Choose the blocks that this step computes, before vLLM counts its tokens as computed.
+
+        They are stored from the next step on: a request may share blocks that another one computes only in this step,
+        and when the next one is planned, a sliding window has passed some of them.
 
         ``scheduled``: the tokens of each request that the step works on.
         """
+        self._ready += self._chosen
+        self._chosen = []
         if self._mode == "lazy":
-            self._choose_evictable(scheduled)
+            if scheduled:  # otherwise nothing is evicted
+                self._choose_evictable()
             return
-        for request_id in scheduled:
+        for request_id, tokens in scheduled.items():
             progress = self._requests.get(request_id)
-            if progress is not None:
-                self._choose(progress)
+            if progress is not None and progress.request.num_computed_tokens + tokens >= progress.due_at:
+                self._choose(progress, tokens)
 
     def take_orders(self) -> tuple[tuple[LoadOrder, ...], tuple[StoreOrder, ...]]:
-        """The orders since the last step; at most one store, of all blocks that were chosen."""
+        """The orders since the last step; at most one store, of all blocks that earlier steps have computed."""
         loads, self._ordered_loads = tuple(self._ordered_loads), []
-        if not self._chosen:
+        if not self._ready:
             return loads, ()
-        job, self._chosen = _StoreJob(tuple(self._chosen)), []
+        job, self._ready = _StoreJob(tuple(self._ready)), []
         store_id = self._next_store
         self._next_store += 1
         self._jobs[store_id] = job
@@ -195,12 +203,12 @@ class HostTier:
     @property
     def wants_step(self) -> bool:
         """Whether the engine must step though it has no requests: to order stores, and to hear of their end."""
-        return bool(self._chosen or self._jobs)
+        return bool(self._chosen or self._ready or self._jobs)
 
     @property
     def holds_device_blocks(self) -> bool:
-        """Whether blocks of the device become free when stores end."""
-        return bool(self._jobs)
+        """Whether blocks of the device become free when stores end: nobody else uses them any more."""
+        return any(store.candidate.block.ref_cnt == 1 for store in self._stores())
 
     @property
     def usage(self) -> tuple[int, int]:
@@ -218,10 +226,11 @@ class HostTier:
         """
         for request_id in list(self._hits):
             self.withdraw(request_id)
-        for store in self._chosen:
-            del self._storing[store.candidate.key]
-        self._pool.end(self._chosen, evict_first=False)
-        self._chosen = []
+        for stores in (self._ready, self._chosen):
+            for store in stores:
+                del self._storing[store.candidate.key]
+            self._pool.end(stores, evict_first=False)
+            stores.clear()
         for job in self._jobs.values():
             job.abandoned = True
         self._pool.forget_all()
@@ -231,7 +240,7 @@ class HostTier:
         """Raise AssertionError unless the books balance."""
         expected: dict[int, int] = dict.fromkeys(self._lost_slots, 1)
         in_use = [hit.blocks for hit in self._hits.values()] + [load.pinned for load in self._loads.values()]
-        stores = [*self._chosen, *(store for job in self._jobs.values() for store in job.stores)]
+        stores = list(self._stores())
         in_use += [(store.host,) for store in stores]
         for blocks in in_use:
             for block in blocks:
@@ -244,26 +253,40 @@ class HostTier:
         assert self._without <= self._requests.keys(), "a request that has left is remembered"
         assert self._hits.keys() <= self._requests.keys(), "something is kept for a request that has left"
 
-    def _choose(self, progress: _Progress) -> None:
-        """Choose what a request has computed since it was last looked at, as far as there are free slots."""
+    def _stores(self) -> Iterator[Store]:
+        """All that are under way or chosen."""
+        return chain(self._chosen, self._ready, *(job.stores for job in self._jobs.values()))
+
+    def _choose(self, progress: _Progress, scheduled: int) -> None:
+        """Choose what a request has computed since it was last looked at, as far as there are free slots.
+
+        ``scheduled``: its tokens in the step that is planned, as if they had been computed.
+        """
         for group in self._pool.groups:
-            first, end = progress.looked_at[group], self._pool.full_blocks(progress.request, group)
+            first, end = progress.looked_at[group], self._pool.full_blocks(progress.request, group, scheduled)
             if first >= end:
                 continue
             candidates = list(self._pool.candidates(progress.request, group, first, end))
-            fitting = self._begin(candidates)
+            fitting, new = self._begin(candidates)
+            self._chosen += new
             progress.looked_at[group] = first + fitting
+        progress.due_at = self._next_block_at(progress.looked_at)
 
-    def _choose_evictable(self, scheduled: Mapping[str, int]) -> None:
-        """Choose what vLLM may evict soon; not in every step, as looking takes as long as there are blocks."""
-        smallest = min(self._pool.block_tokens)
-        self._taken += sum(scheduled.values()) // smallest + len(scheduled)
-        if self._taken >= self._lookahead // 2:
-            self._taken = 0
-            self._begin(list(self._pool.next_to_be_evicted(self._lookahead)))
+    def _next_block_at(self, looked_at: Sequence[int]) -> int:
+        sizes = self._pool.block_tokens
+        return min((looked_at[group] + 1) * sizes[group] for group in self._pool.groups)
 
-    def _begin(self, candidates: Sequence[Candidate | None]) -> int:
-        """Begin to store candidates in their order; returns how many need no second look."""
+    def _choose_evictable(self) -> None:
+        """Choose what vLLM may evict in the next step, as long as it has not been copied yet."""
+        held, candidates = self._pool.next_to_be_evicted(self._lookahead)
+        if candidates:
+            self._pool.pin(held)  # or the ones would be forgotten for the others, and those for the ones, for ever
+            _, new = self._begin(candidates)
+            self._pool.unpin(held)
+            self._ready += new
+
+    def _begin(self, candidates: Sequence[Candidate | None]) -> tuple[int, tuple[Store, ...]]:
+        """Begin to store candidates in their order; returns how many need no second look, and the stores."""
         free = self._pool.free
         new: list[Candidate] = []
         done = 0
@@ -274,9 +297,7 @@ class HostTier:
                 self._storing[candidate.key] = None
                 new.append(candidate)
             done += 1
-        if new:
-            self._chosen += self._pool.begin(new)
-        return done
+        return done, self._pool.begin(new) if new else ()
 
     def _end(self, job: _StoreJob) -> None:
         for store in job.stores:

@@ -12,11 +12,8 @@ from dataclasses import dataclass
 from layout.copies import Copies
 from layout.geometry import Region
 from layout.host_blocks import HostLayout
-from pd_connector.metadata import LoadOrder, StoreEnds, StoreOrder
-from pd_connector.vllm_compat import init_logger
+from pd_connector.host_orders import LoadOrder, StoreEnds, StoreOrder
 from transfer.batch_copy.base import BatchCopier, CopyFailed, DeviceEvent, Handle
-
-logger = init_logger(__name__)
 
 
 class DeviceLostError(RuntimeError):

@@ -1,7 +1,9 @@
 """Opens a worker's share of the host tier: checks that it fits, pins its memory, starts its copiers."""
 
 import importlib
+import logging
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import torch
@@ -10,13 +12,12 @@ from layout.geometry import WorkerGeometry
 from layout.host_blocks import HostLayout, host_layout
 from pd_connector.config import ConfigError
 from pd_connector.host_memory import available_bytes
-from pd_connector.vllm_compat import init_logger
 from pd_connector.worker.host_copies import HostCopies
 from transfer.batch_copy.backends import Backend, open_copier, pinned_memory
 from transfer.batch_copy.base import CopierStartError, DeviceEvent, Direction
 from transfer.pinned import PinnedMemory
 
-logger = init_logger(__name__)
+logger = logging.getLogger(__name__)
 
 _BACKENDS = {"cpu": Backend.HOST, "cuda": Backend.CUDA, "npu": Backend.ACL}
 
@@ -93,9 +94,12 @@ class HostPool:
         slots = share.slots(layout)
         share.check_available(available_bytes())
         try:
-            memory = pinned_memory(backend, slots * layout.slot_bytes, number)
-            stores = open_copier(backend, Direction.DEVICE_TO_HOST, number)
-            loads = open_copier(backend, Direction.HOST_TO_DEVICE, number)
+            with ExitStack() as opened:
+                memory = pinned_memory(backend, slots * layout.slot_bytes, number)
+                opened.callback(memory.close)
+                stores = opened.enter_context(open_copier(backend, Direction.DEVICE_TO_HOST, number))
+                loads = opened.enter_context(open_copier(backend, Direction.HOST_TO_DEVICE, number))
+                opened.pop_all()
         except CopierStartError as error:
             raise ConfigError(f"cpu_bytes_to_use = {share.total}: {error}") from error
         logger.info(

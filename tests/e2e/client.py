@@ -107,6 +107,12 @@ class Client:
                 return True
         return False
 
+    def reset_prefix_cache(self) -> bool:
+        """Have the server, in development mode, forget all cached blocks, the connector's too; whether it did."""
+        response = self._http.post("/reset_prefix_cache", params={"reset_external": "true"})
+        assert response.status_code == 200, response.text
+        return bool(response.json()["success"])
+
     def is_healthy(self) -> bool:
         """Whether the server answers and its engine lives."""
         try:

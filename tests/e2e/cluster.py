@@ -50,6 +50,7 @@ class ServerSpec:
     block_size: int = BLOCK_SIZE
     kv_cache_bytes: int = KV_CACHE_BYTES  # of the device, for each worker
     arguments: tuple[str, ...] = ()  # more of vLLM's own
+    variables: tuple[tuple[str, str], ...] = ()  # of the environment
     options: tuple[tuple[str, object], ...] = ()
     secret: str = ""  # of the control channel; empty for none
 
@@ -91,7 +92,7 @@ class ServerSpec:
             "VLLM_NO_USAGE_STATS": "1",
         }
         wanted = {"VLLM_KV_CACHE_LAYOUT": self.layout, "PD_CONNECTOR_SECRET": self.secret}
-        return environment | {name: value for name, value in wanted.items() if value}
+        return environment | {name: value for name, value in wanted.items() if value} | dict(self.variables)
 
 
 @dataclass(slots=True)

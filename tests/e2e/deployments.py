@@ -1,5 +1,7 @@
 """The sets of servers that the tests share. Each set is started once; no two are alive at the same time."""
 
+import json
+import os
 from dataclasses import dataclass, replace
 
 import pytest
@@ -154,26 +156,37 @@ _BLOCK_BYTES = 4 * 4 * BLOCK_SIZE * 2 * 32 * 4  # layers, KV heads, tokens, K an
 _HOST = ("cpu_bytes_to_use", HOST_BLOCKS * _BLOCK_BYTES)
 _SHORT = ("--max-model-len", "2048")  # vLLM wants a device cache for one prompt at least
 
-#: Device caches too small for what is asked of them, and host memory for the rest. D has two workers.
+#: Where P publishes its KV cache events: a name of Linux, not a file.
+EVENTS_ENDPOINT = f"ipc://@pd-connector-events-{os.getpid()}"
+_EVENTS = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": EVENTS_ENDPOINT}
+
+
+def _with_host_memory(spec: ServerSpec, *options: tuple[str, object], device_blocks: int = DEVICE_BLOCKS) -> ServerSpec:
+    """The server with a device cache of ``device_blocks`` of the default model's blocks, and host memory for more."""
+    return replace(
+        spec,
+        kv_cache_bytes=device_blocks * _BLOCK_BYTES // spec.tensor_parallel,
+        arguments=_SHORT,
+        variables=(("VLLM_SERVER_DEV_MODE", "1"),),
+        options=(*spec.options, _HOST, *options),
+    )
+
+
+_HOST_P = _with_host_memory(prefill(layout="LBHNC"))
+
+#: Device caches too small for what is asked of them, and host memory for the rest. D has two workers; W has cache
+#: groups with a sliding window, and stores what it is about to evict.
 HOST_TIER = Deployment(
     "host tier",
     (
+        ("P", replace(_HOST_P, arguments=(*_HOST_P.arguments, "--kv-events-config", json.dumps(_EVENTS)))),
+        ("D", _with_host_memory(decode(layout="BHLNC", tensor_parallel=2, patient=True))),
         (
-            "P",
-            replace(
-                prefill(layout="LBHNC"),
-                kv_cache_bytes=DEVICE_BLOCKS * _BLOCK_BYTES,
-                arguments=_SHORT,
-                options=(("lease_ttl_s", LEASE_TTL_S), _HOST),
-            ),
-        ),
-        (
-            "D",
-            replace(
-                decode(layout="BHLNC", tensor_parallel=2),
-                kv_cache_bytes=DEVICE_BLOCKS * _BLOCK_BYTES // 2,
-                arguments=_SHORT,
-                options=(*PATIENT, _HOST),
+            "W",
+            _with_host_memory(
+                peer(ModelSpec(layers=6, architecture="gemma3"), None),
+                ("cpu_store", "lazy"),
+                device_blocks=110,  # vLLM counts a whole prompt for each of the three cache groups
             ),
         ),
     ),

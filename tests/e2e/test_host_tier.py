@@ -1,18 +1,26 @@
 """What the device evicts comes back from host memory, on prefill and on decode servers, and the answers stay the same.
 
-The device caches of these servers hold 80 blocks, of which the prompts here take up to 62.
+P and D store blocks as they are computed; W, whose model has layers with a sliding window, when it is about to evict
+them. The device caches hold about 80 blocks, of which one prompt here takes up to 63.
 """
 
 import random
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
+import msgspec
 import pytest
+import zmq
 
 from tests.e2e.client import wait_until
-from tests.e2e.cluster import BLOCK_SIZE, Server
-from tests.e2e.deployments import DEVICE_BLOCKS, HOST_BLOCKS, HOST_TIER, on
+from tests.e2e.cluster import BLOCK_SIZE, Cluster, Server, ServerSpec
+from tests.e2e.deployments import EVENTS_ENDPOINT, HOST_TIER, on
 from tests.e2e.pair import Pair, assert_same_output, make_prompt, wait_until_at_rest
 
-pytestmark = on(HOST_TIER)
+host_tier = on(HOST_TIER)
+every_server = pytest.mark.parametrize("server", ["P", "D", "W"], indirect=True)
+storing_at_once = pytest.mark.parametrize("server", ["P", "D"], indirect=True)
+p_and_d = pytest.mark.parametrize("pair", [("P", "D")], indirect=True, ids="-".join)
 
 
 def whole_blocks(tokens: int) -> int:
@@ -20,24 +28,26 @@ def whole_blocks(tokens: int) -> int:
     return tokens // BLOCK_SIZE * BLOCK_SIZE
 
 
-def evict(server: Server, blocks: int, seed: object) -> None:
-    """Compute prompts that take ``blocks`` blocks of the device which hold something else."""
-    while blocks > 1:
-        taken = min(blocks, 40)
-        server.client.complete(make_prompt(taken * BLOCK_SIZE - 1, (server.log.stem, seed, blocks)), 1)
-        blocks -= taken
+def evict(server: Server, seed: object, blocks: int | None = None) -> None:
+    """Compute prompts that take ``blocks`` blocks of the device which hold something else, or all of them."""
+    left = server.client.cache_blocks() if blocks is None else blocks
+    while left > 1:
+        taken = min(left, 40)
+        server.client.complete(make_prompt(taken * BLOCK_SIZE - 1, (server.log.stem, seed, left)), 1)
+        left -= taken
 
 
 def host_metric(server: Server, name: str, **labels: str) -> int:
     return int(server.client.metrics().value(f"vllm:pd_{name}", **labels))
 
 
-@pytest.mark.parametrize("server", ["P", "D"], indirect=True)
-class TestOneServer:
+@host_tier
+@every_server
+class TestComingBack:
     def test_an_evicted_prompt_is_loaded_and_not_computed(self, server: Server) -> None:
         prompt = make_prompt(1000, (server.log.stem, "evicted"))
         first = server.client.complete(prompt)
-        evict(server, DEVICE_BLOCKS, "evicted")
+        evict(server, "evicted")
         before = server.client.metrics()
         again = server.client.complete(prompt)
         counted = server.client.metrics().since(before)
@@ -47,12 +57,6 @@ class TestOneServer:
         assert_same_output(again, first)
         assert_same_output(again, server.client.compute(prompt))
 
-    def test_what_is_computed_is_stored_by_the_time_the_server_rests(self, server: Server) -> None:
-        stored = host_metric(server, "host_blocks_total")
-        server.client.complete(make_prompt(10 * BLOCK_SIZE + 1, (server.log.stem, "stored")), 1)
-        wait_until(lambda: host_metric(server, "host_blocks_total") == stored + 10, 20, "ten blocks are stored")
-        wait_until_at_rest(server)
-
     def test_a_prompt_on_the_device_is_not_loaded(self, server: Server) -> None:
         prompt = make_prompt(500, (server.log.stem, "on the device"))
         server.client.complete(prompt, 1)
@@ -61,18 +65,6 @@ class TestOneServer:
         counted = server.client.metrics().since(before)
         assert counted.prompt_tokens("local_cache_hit") == whole_blocks(499)
         assert counted.value("vllm:pd_host_tokens_total") == 0
-
-    def test_the_device_holds_the_begin_and_host_memory_the_rest(self, server: Server) -> None:
-        prompt = make_prompt(1600, (server.log.stem, "begin"))
-        first = server.client.complete(prompt)
-        evict(server, 50, "begin")  # the last blocks of a prompt go first
-        before = server.client.metrics()
-        again = server.client.complete(prompt)
-        counted = server.client.metrics().since(before)
-        on_device, loaded = counted.prompt_tokens("local_cache_hit"), counted.prompt_tokens("external_kv_transfer")
-        assert on_device > 0
-        assert loaded == whole_blocks(1599) - on_device > 0
-        assert_same_output(again, first)
 
     def test_a_conversation_of_many_turns_gives_the_answers_that_it_gives_without(self, server: Server) -> None:
         """Four conversations in turn, together larger than the device cache but not than host memory."""
@@ -88,20 +80,73 @@ class TestOneServer:
         assert counted.value("vllm:pd_host_tokens_total") > 4 * 300
         assert counted.value("vllm:pd_host_failures_total") == 0
 
+    def test_preempted_requests_give_the_answers_that_they_give_alone(self, server: Server) -> None:
+        prompts = [make_prompt(300, (server.log.stem, "preempted", number)) for number in range(8)]
+        before = server.client.metrics()
+        with ThreadPoolExecutor(len(prompts)) as pool:
+            together = list(pool.map(lambda prompt: server.client.complete(prompt, 250), prompts))
+        assert server.client.metrics().since(before).value("vllm:num_preemptions_total") > 0
+        for prompt, completion in zip(prompts, together, strict=True):
+            assert_same_output(completion, server.client.compute(prompt, 250))
+
+    def test_clients_that_leave_while_blocks_are_loaded_leave_nothing_behind(self, server: Server) -> None:
+        prompts = [make_prompt(1200, (server.log.stem, "abandoned", number)) for number in range(3)]
+        for prompt in prompts:
+            server.client.complete(prompt, 1)
+        evict(server, "abandoned")
+        for number, prompt in enumerate(prompts):
+            server.client.abandon(prompt, after_s=0.002 * (1 + 5 * number), max_tokens=200)
+        wait_until_at_rest(server)
+        assert_same_output(server.client.complete(prompts[0]), server.client.compute(prompts[0]))
+
     def test_host_memory_holds_no_more_than_it_was_given(self, server: Server) -> None:
         for number in range(6):
             server.client.complete(make_prompt(60 * BLOCK_SIZE, (server.log.stem, "many", number)), 1)
         wait_until_at_rest(server)
-        assert 0 < host_metric(server, "host_blocks_cached") <= HOST_BLOCKS
-        assert host_metric(server, "host_blocks_capacity") == HOST_BLOCKS
+        assert 0 < host_metric(server, "host_blocks_cached") <= host_metric(server, "host_blocks_capacity")
+
+    def test_nothing_comes_back_after_a_reset(self, server: Server) -> None:
+        prompt = make_prompt(400, (server.log.stem, "reset"))
+        server.client.complete(prompt)
+        evict(server, "reset")
+        wait_until(server.client.reset_prefix_cache, 20, "the prefix cache is reset")
+        wait_until_at_rest(server)
+        before = server.client.metrics()
+        server.client.complete(prompt)
+        counted = server.client.metrics().since(before)
+        assert counted.prompt_tokens("local_compute") == 400
+        assert counted.value("vllm:pd_host_tokens_total") == 0
 
 
-@pytest.mark.parametrize("pair", [("P", "D")], indirect=True, ids="-".join)
+@host_tier
+@storing_at_once
+class TestStoringAtOnce:
+    def test_what_is_computed_is_stored_by_the_time_the_server_rests(self, server: Server) -> None:
+        stored = host_metric(server, "host_blocks_total")
+        server.client.complete(make_prompt(10 * BLOCK_SIZE + 1, (server.log.stem, "stored")), 1)
+        wait_until(lambda: host_metric(server, "host_blocks_total") == stored + 10, 20, "ten blocks are stored")
+        wait_until_at_rest(server)
+
+    def test_the_device_holds_the_begin_and_host_memory_the_rest(self, server: Server) -> None:
+        prompt = make_prompt(1600, (server.log.stem, "begin"))
+        first = server.client.complete(prompt)
+        evict(server, "begin", 50)  # the last blocks of a prompt go first
+        before = server.client.metrics()
+        again = server.client.complete(prompt)
+        counted = server.client.metrics().since(before)
+        on_device, loaded = counted.prompt_tokens("local_cache_hit"), counted.prompt_tokens("external_kv_transfer")
+        assert on_device > 0
+        assert loaded == whole_blocks(1599) - on_device > 0
+        assert_same_output(again, first)
+
+
+@host_tier
+@p_and_d
 class TestPrefillAndDecode:
     def test_a_prompt_comes_from_the_device_host_memory_and_the_prefill_server(self, pair: Pair) -> None:
         prompt = make_prompt(1900, (pair.name, "three sources"))
         pair.decode.client.complete(prompt[:1600], 1)
-        evict(pair.decode, 50, "three sources")
+        evict(pair.decode, "three sources", 50)
         with pair.traffic() as traffic:
             completion = pair.disaggregate(prompt)
         on_device = traffic.source("local_cache_hit")
@@ -115,7 +160,7 @@ class TestPrefillAndDecode:
     def test_a_prompt_that_host_memory_holds_is_not_pulled(self, pair: Pair) -> None:
         prompt = make_prompt(20 * BLOCK_SIZE + 1, (pair.name, "not pulled"))
         pair.decode.client.complete(prompt, 1)
-        evict(pair.decode, DEVICE_BLOCKS, "not pulled")
+        evict(pair.decode, "not pulled")
         with pair.traffic() as traffic:
             completion = pair.disaggregate(prompt)
         assert traffic.loaded() == 20 * BLOCK_SIZE
@@ -126,7 +171,7 @@ class TestPrefillAndDecode:
     def test_what_was_pulled_is_stored_too(self, pair: Pair) -> None:
         prompt = make_prompt(1000, (pair.name, "pulled and stored"))
         pair.disaggregate(prompt)
-        evict(pair.decode, DEVICE_BLOCKS, "pulled and stored")
+        evict(pair.decode, "pulled and stored")
         with pair.traffic() as traffic:
             completion = pair.decode.client.complete(prompt)
         assert traffic.loaded() == whole_blocks(999)
@@ -135,7 +180,7 @@ class TestPrefillAndDecode:
     def test_what_a_prefill_server_loads_from_host_memory_can_be_pulled(self, pair: Pair) -> None:
         prompt = make_prompt(1500, (pair.name, "loaded and pulled"))
         pair.prefill.client.complete(prompt[:1200], 1)
-        evict(pair.prefill, DEVICE_BLOCKS, "loaded and pulled")
+        evict(pair.prefill, "loaded and pulled")
         with pair.traffic() as traffic:
             completion = pair.disaggregate(prompt)
         assert traffic.loaded("prefill") == whole_blocks(1200)
@@ -145,5 +190,60 @@ class TestPrefillAndDecode:
     def test_many_at_once_from_all_sources_give_the_right_outputs(self, pair: Pair) -> None:
         for number in range(3):
             pair.decode.client.complete(make_prompt(400, (number, pair.name, "concurrent")), 1)
-        evict(pair.decode, DEVICE_BLOCKS, "concurrent")
+        evict(pair.decode, "concurrent")
         pair.assert_concurrent_pulls_right(8)
+
+    def test_a_lost_lease_fails_the_request_though_host_memory_held_its_begin(self, pair: Pair) -> None:
+        prompt = make_prompt(1500, (pair.name, "lost lease"))
+        pair.decode.client.complete(prompt[:640], 1)
+        evict(pair.decode, "lost lease")
+        params = pair.prefill.client.prefill(prompt)
+        completion = pair.decode_leg(prompt, {**params, "lease_id": "no such lease"})
+        assert completion.status == 500
+        assert "lease" in pair.decode.log_since()
+        wait_until_at_rest(pair.decode)
+        assert_same_output(pair.decode.client.complete(prompt), pair.decode.client.compute(prompt))
+        wait_until_at_rest(pair.prefill)  # the lease that nobody wants expires
+
+
+@pytest.fixture
+def events() -> Iterator["zmq.Socket[bytes]"]:
+    """A subscription to P's KV cache events."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    subscription = context.socket(zmq.SUB)
+    subscription.setsockopt(zmq.RCVTIMEO, 10_000)
+    subscription.subscribe(b"")
+    subscription.connect(EVENTS_ENDPOINT)
+    yield subscription
+    context.destroy(linger=0)
+
+
+@host_tier
+@pytest.mark.parametrize("server", ["P"], indirect=True)
+def test_routers_are_told_what_is_in_host_memory(server: Server, events: "zmq.Socket[bytes]") -> None:
+    stored: dict[tuple[int, ...], object] = {}
+    for number in range(20):  # until the subscription has reached P
+        prompt = make_prompt(2 * BLOCK_SIZE + 1, (server.log.stem, "events", number))
+        server.client.complete(prompt, 1)
+        wanted = {tuple(prompt[:BLOCK_SIZE]), tuple(prompt[BLOCK_SIZE : 2 * BLOCK_SIZE])}
+        while events.poll(1000) and not wanted <= stored.keys():
+            _, _, payload = events.recv_multipart()
+            for event in msgspec.msgpack.decode(payload)[1]:
+                if event["type"] == "BlockStored" and event["medium"] == "CPU":
+                    (stored[tuple(event["token_ids"])],) = event["block_hashes"]
+        if wanted <= stored.keys():
+            return
+    pytest.fail(f"no event named the blocks in host memory; {len(stored)} others were named")
+
+
+@pytest.mark.parametrize(
+    ("option", "says"),
+    [
+        (1 << 50, r"cpu_bytes_to_use = 1125899906842624: .* are available; set it to [0-9]+ or less"),
+        (1000, r"cpu_bytes_to_use = 1000: .* do not hold one block of 131072 bytes; set it to 131072 or more"),
+    ],
+    ids=["more than there is", "less than a block"],
+)
+def test_a_size_that_cannot_be_is_refused_with_one_that_can(cluster: Cluster, option: int, says: str) -> None:
+    with pytest.raises(RuntimeError, match=says):
+        cluster.start([ServerSpec("kv_both", options=(("cpu_bytes_to_use", option),))])

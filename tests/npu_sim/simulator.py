@@ -14,6 +14,7 @@ Environment variables, read at every call:
     SIMACL_COPY_US=n             how long each copy on a stream takes at least
     SIMACL_FAIL_AT=i             entry i of a batch of copies fails; those before it are under way
     SIMACL_BATCH_UNSUPPORTED=1   the call for batches answers FEATURE_NOT_SUPPORT
+    SIMACL_LOST=1                whoever asks how far the device is gets LOST_HEARTBEAT; it goes on with its work
 """
 
 import ctypes
@@ -53,6 +54,15 @@ def load() -> ctypes.CDLL:
     # Global, and before torch_npu asks for libraries of these names.
     libraries = [ctypes.CDLL(str(out / f"lib{name}.so"), ctypes.RTLD_GLOBAL) for name in _names()]
     return libraries[0]
+
+
+def in_a_process(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run ``code`` in a process of its own, where ``acl`` is the simulated runtime and torch was imported on it."""
+    start = "from tests.npu_sim import simulator; acl = simulator.load(); import torch, ctypes\n"
+    return subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", start + code],
+        capture_output=True, text=True, timeout=120, check=False, env={**os.environ, **environment},
+    )  # fmt: skip
 
 
 def build(out: Path, defines: Iterable[str] = ()) -> None:

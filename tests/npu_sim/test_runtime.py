@@ -1,10 +1,7 @@
 """The simulated runtime under the real torch_npu: what it runs, what it refuses, and where it is late on purpose."""
 
 import ctypes
-import os
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from importlib.metadata import version
@@ -15,9 +12,10 @@ import pytest
 import torch
 
 from tests.npu_sim import simulator
+from tests.npu_sim.simulator import in_a_process
 
 DEVICE = torch.device("npu:0")
-INVALID, NO_CONTEXT = 107000, 107002
+INVALID, NO_CONTEXT, OTHER_DEVICE, LOST = 107000, 107002, 107003, 507010
 HOST_TO_DEVICE = 1
 
 Calls = Callable[[str], int]
@@ -29,15 +27,6 @@ def on_device(size: int) -> torch.Tensor:
 
 def pinned(size: int) -> torch.Tensor:
     return torch.from_numpy(np.random.default_rng(size).integers(0, 256, size, np.uint8)).pin_memory()
-
-
-def in_a_process(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run ``code`` after torch was imported on the simulated runtime."""
-    start = "from tests.npu_sim import simulator; simulator.load(); import torch, ctypes\n"
-    return subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", start + code],
-        capture_output=True, text=True, timeout=120, check=False, env={**os.environ, **environment},
-    )  # fmt: skip
 
 
 def in_a_thread(work: Callable[[], object]) -> object:
@@ -91,6 +80,17 @@ def test_device_memory_that_was_freed_is_gone_even_for_copies() -> None:
     assert done.returncode == -signal.SIGSEGV
 
 
+def test_pinned_memory_that_was_freed_is_gone_too() -> None:
+    done = in_a_process(
+        "memory = ctypes.c_void_p(); acl.aclrtSetDevice(0)\n"
+        "acl.aclrtMallocHost(ctypes.byref(memory), ctypes.c_size_t(64))\n"
+        "ctypes.memset(memory, 0, 64); print('there', flush=True)\n"
+        "acl.aclrtFreeHost(memory); ctypes.memset(memory, 0, 64)"
+    )
+    assert done.returncode == -signal.SIGSEGV
+    assert done.stdout.endswith("there\n")
+
+
 def test_a_thread_that_has_chosen_no_device_has_no_context(acl: ctypes.CDLL) -> None:
     target, source = on_device(64), pinned(64)
     pointers = ctypes.c_void_p(target.data_ptr()), ctypes.c_void_p(source.data_ptr())
@@ -104,6 +104,22 @@ def test_a_thread_that_has_chosen_no_device_has_no_context(acl: ctypes.CDLL) -> 
     assert in_a_thread(lambda: acl.aclrtSetDevice(0) or copy()) == 0
     torch.npu.synchronize()
     assert torch.equal(target.cpu(), source)
+
+
+def test_a_stream_takes_no_work_from_a_thread_of_another_device(acl: ctypes.CDLL) -> None:
+    stream, event = ctypes.c_void_p(), ctypes.c_void_p()
+    assert acl.aclrtCreateEvent(ctypes.byref(event)) == 0
+
+    def work() -> None:
+        assert acl.aclrtSetDevice(1) == 0
+        assert acl.aclrtCreateStream(ctypes.byref(stream)) == 0
+        assert acl.aclrtRecordEvent(event, stream) == 0
+        assert acl.aclrtSetDevice(0) == 0
+        assert acl.aclrtRecordEvent(event, stream) == OTHER_DEVICE
+        assert acl.aclrtStreamWaitEvent(stream, event) == OTHER_DEVICE
+        assert acl.aclrtSynchronizeStream(stream) == OTHER_DEVICE
+
+    in_a_thread(work)
 
 
 def test_a_copy_that_leaves_its_allocation_fails(acl: ctypes.CDLL) -> None:
@@ -130,6 +146,20 @@ def test_copies_are_late_and_events_say_when_they_are_done(monkeypatch: pytest.M
     event.synchronize()
     assert event.query()
     monkeypatch.delenv("SIMACL_COPY_US")
+    assert torch.equal(target.cpu(), source)
+
+
+def test_a_lost_device_answers_no_more_and_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, source, event = on_device(64), pinned(64), torch.npu.Event()
+    torch.npu.synchronize()
+    monkeypatch.setenv("SIMACL_LOST", "1")
+    target.copy_(source, non_blocking=True)
+    event.record()
+    for ask in (event.query, event.synchronize, torch.npu.synchronize, torch.npu.current_stream().synchronize):
+        with pytest.raises(RuntimeError, match=str(LOST)):
+            ask()
+    monkeypatch.delenv("SIMACL_LOST")
+    torch.npu.synchronize()
     assert torch.equal(target.cpu(), source)
 
 

@@ -9,10 +9,8 @@ import ctypes
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 import torch
 
@@ -22,13 +20,11 @@ from layout.geometry import Region
 from layout.regions import RegionTable
 from layout.reshape_torch import SideStream, TensorCopier
 from pd_connector.worker.staged_reads import ReadPlanner
+from tests.npu_sim.device_memory import Bytes, DeviceBytes
 from transfer.engine.base import Link
-
-Bytes = npt.NDArray[np.uint8]
 
 DEVICES = [torch.device("npu:0"), torch.device("npu:1")]
 HUGE_PAGE = 2 << 20
-HOST_TO_DEVICE, DEVICE_TO_HOST = 1, 2
 
 
 @pytest.fixture(params=DEVICES, ids=str)
@@ -56,28 +52,6 @@ def host_operators() -> Iterator[list[str]]:
         operators.impl("index_copy_", index_copy_, "PrivateUse1")
     yield called
     operators._destroy()
-
-
-@dataclass
-class DeviceBytes:
-    """Device memory by address, past torch and past all streams: what is there now."""
-
-    acl: ctypes.CDLL
-
-    def _copy(self, to: int, start: int, size: int, kind: int) -> None:
-        bytes_ = ctypes.c_size_t(size)
-        assert self.acl.aclrtMemcpy(ctypes.c_void_p(to), bytes_, ctypes.c_void_p(start), bytes_, kind) == 0
-
-    def at(self, address: int, size: int) -> Bytes:
-        result = np.empty(size, np.uint8)
-        self._copy(result.ctypes.data, address, size, DEVICE_TO_HOST)
-        return result
-
-    def of(self, tensor: torch.Tensor) -> Bytes:
-        return self.at(tensor.data_ptr(), tensor.numel() * tensor.element_size())
-
-    def put(self, address: int, values: Bytes) -> None:
-        self._copy(address, np.ascontiguousarray(values).ctypes.data, values.nbytes, HOST_TO_DEVICE)
 
 
 @pytest.fixture

@@ -47,6 +47,11 @@ static void add(Range values) {
     pthread_mutex_unlock(&lock);
 }
 
+// Memory that was freed is never given out again: a copy that is still under way faults instead of going unnoticed.
+static void retire(char *address, size_t size) {
+    mmap(address, size, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
+}
+
 static aclError release(void *address, enum Place place, int registered) {
     pthread_mutex_lock(&lock);
     Range **link = &ranges;
@@ -61,13 +66,10 @@ static aclError release(void *address, enum Place place, int registered) {
     pthread_mutex_unlock(&lock);
     if (!range)
         return ACL_ERROR_RT_PARAM_INVALID;
-    // Unmapped at once: a copy that is still under way faults instead of going unnoticed.
-    if (place == DEVICE) {
+    if (place == DEVICE)
         munmap(range->alias, range->size);
-        munmap(range->address, range->size);
-    } else if (!registered) {
-        free(range->address);
-    }
+    if (!registered)
+        retire(range->address, range->size);
     free(range);
     return ACL_SUCCESS;
 }
@@ -158,7 +160,11 @@ EXPORT aclError aclrtGetMemInfo(UNUSED aclrtMemAttr kind, size_t *available, siz
 // ---- pinned host memory
 
 EXPORT aclError aclrtMallocHost(void **address, size_t size) {
-    if (posix_memalign(address, PAGE, size))
+    REQUIRE_DEVICE();
+    if (!size)
+        return ACL_ERROR_RT_PARAM_INVALID;
+    *address = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (*address == MAP_FAILED)
         return ACL_ERROR_RT_MEMORY_ALLOCATION;
     add((Range){.address = *address, .alias = *address, .size = size, .place = PINNED_HOST});
     return ACL_SUCCESS;

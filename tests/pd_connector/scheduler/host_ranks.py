@@ -137,8 +137,7 @@ class Rank:
         for blocks in (copy.blocks, copy.slots):
             assert len(set(blocks)) == len(blocks), f"an order names a block twice: {copy.order}"
         for other in self.under_way:
-            both_read = isinstance(copy.order, StoreOrder) and isinstance(other.order, StoreOrder)
-            assert both_read or not set(copy.blocks) & set(other.blocks), f"{copy.order} and {other.order} share blocks"
+            assert not set(copy.blocks) & set(other.blocks), f"{copy.order} and {other.order} share blocks"
             both_read = isinstance(copy.order, LoadOrder) and isinstance(other.order, LoadOrder)
             assert both_read or not set(copy.slots) & set(other.slots), f"{copy.order} and {other.order} share slots"
         if isinstance(copy.order, StoreOrder):
@@ -148,9 +147,7 @@ class Rank:
     def _check_sources(self, copy: Copy) -> None:
         if isinstance(copy.order, PullOrder):
             return
-        memory, sources = (
-            (self.device, copy.blocks) if isinstance(copy.order, StoreOrder) else (self.host, copy.slots)
-        )
+        memory, sources = (self.device, copy.blocks) if isinstance(copy.order, StoreOrder) else (self.host, copy.slots)
         for source, contents in zip(sources, copy.wanted, strict=True):
             assert memory[source][: len(contents)] == list(contents), (
                 f"{type(copy.order).__name__}: block {source} holds something else than it is copied for"

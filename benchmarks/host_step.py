@@ -1,0 +1,302 @@
+"""What the host tier adds to a step, on the threads that vLLM waits for: ``python -m benchmarks.host_step``.
+
+Scheduler's thread: a step of vLLM's own KV cache manager and requests, without a model. Timed is what the connector's
+scheduler half does for the tier in every step: to choose what is stored and make the order, and to take in what the
+workers have reported (here: the store of the step before). Host memory is full, so that every store evicts a block, as
+it is after a while. Beside it stands what vLLM's manager takes in the same steps to allocate and hash blocks, a part of
+what vLLM's scheduler does.
+
+Model's thread: a store as the worker half starts it, descriptors and hand-over, while the copier's thread is busy with
+earlier stores; and the look at what has ended.
+
+Timed is the wall clock, one step a sample, so the worst sample includes what the machine did to this process; or,
+with ``--clock thread``, the processor time of the calling thread, which other processes on the machine disturb less.
+"""
+
+import argparse
+import ctypes
+import gc
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.request import Request
+
+from layout.geometry import CacheGroup, Plane, Region, WorkerGeometry
+from layout.host_blocks import host_layout
+from pd_connector.metadata import BlockMoves, StoreEnds, StoreOrder
+from pd_connector.scheduler.host_tier import HostTier, StoreMode
+from pd_connector.vllm_blocks import HostBlockPool
+from pd_connector.worker.host_copies import HostCopies
+from transfer.batch_copy.backends import Backend, open_copier, pinned_memory
+from transfer.batch_copy.base import Direction
+
+BLOCK_TOKENS, STEP_TOKENS, MAX_REQUESTS = 16, 8192, 256
+BLOCKS, SLOTS = 24_576, 16_384  # of the device and of host memory
+LOOKAHEAD = 2 * (STEP_TOKENS // BLOCK_TOKENS + MAX_REQUESTS)  # as the scheduler half sets it for lazy stores
+PROMPT_TOKENS = 1024  # of the requests that decode
+PREFILL_TOKENS = 8 * STEP_TOKENS  # a prompt of 512 blocks a step
+RUNNING = (1, 8, 32, 64, 128, 256)
+DECODE_MS, HAND_OVER_MS, DESCRIPTORS = 0.3, 1.0, 10_240
+MODES: tuple[StoreMode, ...] = ("eager", "lazy")
+
+Clock = Callable[[], float]  # seconds
+
+LAYERS, RUN_BYTES = 32, 8 << 10  # a layer's block of 16 tokens, one KV head of 128, K and V in bfloat16
+
+
+@dataclass
+class Samples:
+    """Milliseconds of each measured step, by part, and the blocks that it stored."""
+
+    allocate: list[float] = field(default_factory=list)  # vLLM's own
+    choose: list[float] = field(default_factory=list)
+    settle: list[float] = field(default_factory=list)
+    blocks: list[int] = field(default_factory=list)
+
+    @property
+    def together(self) -> list[float]:
+        return [sum(parts) for parts in zip(self.choose, self.settle, strict=True)]
+
+
+class Engine:
+    """vLLM's scheduler as far as blocks are concerned, with a host tier; one worker that stores within a step."""
+
+    def __init__(self, mode: StoreMode, clock: Clock) -> None:
+        self._clock = clock
+        spec = FullAttentionSpec(block_size=BLOCK_TOKENS, num_kv_heads=1, head_size=128, dtype=torch.bfloat16)
+        groups = [KVCacheGroupSpec(["layers.0"], spec)]
+        self.manager = KVCacheManager(
+            KVCacheConfig(BLOCKS, [], groups), 2 * PREFILL_TOKENS, BLOCK_TOKENS, BLOCK_TOKENS, STEP_TOKENS
+        )
+        config: Any = SimpleNamespace(max_in_flight_tokens=STEP_TOKENS, num_prefill_lookahead_tokens=0)
+        self.tier = HostTier(HostBlockPool(config, self.manager, SLOTS), 1, mode, LOOKAHEAD)
+        self.samples = Samples()
+        self._hasher = get_request_block_hasher(BLOCK_TOKENS, sha256)
+        self._numbers = itertools.count()
+        self._random = np.random.default_rng(5)
+        self._ended: dict[int, StoreEnds] = {}
+
+    def add_request(self, tokens: int) -> Request:
+        """A request whose prompt no other has."""
+        prompt = self._random.integers(0, 32_000, tokens).tolist()
+        sampling = SamplingParams(max_tokens=PREFILL_TOKENS)
+        request = Request(f"r{next(self._numbers)}", prompt, sampling, None, block_hasher=self._hasher)
+        self.tier.add_request(request)
+        return request
+
+    def finish(self, request: Request) -> None:
+        self.tier.finish_request(request)
+        self.manager.free(request)
+
+    def step(self, scheduled: Sequence[tuple[Request, int]]) -> None:
+        """One step over some tokens of each request."""
+        asked = self._clock()
+        granted = [self.manager.allocate_slots(request, tokens) for request, tokens in scheduled]
+        allocated = self._clock()
+        assert None not in granted, f"the device's {BLOCKS} blocks are too few for this benchmark"
+        counts = {request.request_id: tokens for request, tokens in scheduled}
+        begun = self._clock()
+        self.tier.choose_stores(counts)
+        _, stores = self.tier.take_orders()
+        chosen = self._clock()
+        self.tier.stores_settled(self._ended)
+        settled = self._clock()
+        self.samples.allocate.append(1e3 * (allocated - asked))
+        self.samples.choose.append(1e3 * (chosen - begun))
+        self.samples.settle.append(1e3 * (settled - chosen))
+        self.samples.blocks.append(sum(len(store.moves) for store in stores))
+        self._ended = {store.store_id: StoreEnds(1) for store in stores}
+        for request, tokens in scheduled:
+            request.num_computed_tokens += tokens
+            if request.num_computed_tokens >= request.num_tokens:
+                request.append_output_token_ids(7)
+
+    def prefill(self, request: Request) -> None:
+        """All steps of a prompt."""
+        while (left := request.num_tokens - request.num_computed_tokens) > 1:
+            self.step([(request, min(left, STEP_TOKENS))])
+
+    def fill_memory(self) -> None:
+        """Prompts that come and go until the device and host memory have held other blocks in all of theirs."""
+        for _ in range((BLOCKS + SLOTS) * BLOCK_TOKENS // PREFILL_TOKENS + 1):
+            request = self.add_request(PREFILL_TOKENS)
+            self.prefill(request)
+            self.finish(request)
+        assert self.tier.usage[0] > SLOTS // 2, "host memory should be full by now"
+
+
+def decode_steps(clock: Clock, mode: StoreMode, running: int, steps: int, *, in_phase: bool = False) -> Samples:
+    """Steps of so many requests that all decode. ``in_phase``: their blocks are all full in the same steps."""
+    engine = Engine(mode, clock)
+    engine.fill_memory()
+    requests = [engine.add_request(PROMPT_TOKENS + (0 if in_phase else n % BLOCK_TOKENS)) for n in range(running)]
+    for request in requests:
+        engine.prefill(request)
+    for warm_up in (True, False):
+        engine.samples = Samples()
+        for _ in range(2 * BLOCK_TOKENS if warm_up else steps):
+            engine.step([(request, 1) for request in requests])
+    return engine.samples
+
+
+def prefill_steps(clock: Clock, mode: StoreMode, steps: int) -> Samples:
+    """Steps of 8,192 tokens of prompts, one request after another."""
+    engine = Engine(mode, clock)
+    engine.fill_memory()
+    engine.samples = Samples()
+    while len(engine.samples.choose) < steps:
+        request = engine.add_request(PREFILL_TOKENS)
+        engine.prefill(request)
+        engine.finish(request)
+    return engine.samples
+
+
+def spread(values: Sequence[float]) -> str:
+    """Median and worst."""
+    return f"{statistics.median(values):7.3f} {max(values):7.3f}"
+
+
+def line(name: str, samples: Samples, target_ms: float | None = None) -> str:
+    together = samples.together
+    median, p99 = statistics.median(together), statistics.quantiles(together, n=100)[-1]
+    mean = statistics.mean(together)  # lazy stores look at many blocks in few steps: the median does not show it
+    verdict = "" if target_ms is None else "reached" if max(median, mean) < target_ms else "MISSED"
+    return (
+        f"  {name:30} {statistics.mean(samples.blocks):6.1f} {max(samples.blocks):5}   {spread(samples.choose)}   "
+        f"{spread(samples.settle)}   {median:7.3f} {mean:7.3f} {p99:7.3f}   "
+        f"{statistics.median(samples.allocate):7.3f}   {verdict}"
+    )
+
+
+def scheduler_side(clock: Clock, steps: int) -> None:
+    init_none_hash(sha256)
+    gc.collect()
+    gc.freeze()  # what was imported is not looked through again and again: as vLLM's engine core does
+    print(f"scheduler's thread, ms a step; {steps} steps, host memory of {SLOTS:,} blocks is full")
+    print(f"target for steps that decode: median and mean of less than {DECODE_MS} ms")
+    print(f"  {'':30} {'blocks':>12}   {'choose, order':>15}   {'settle':>15}   {'together':>23}   {'vLLM':>7}")
+    print(f"  {'':30} {'mean':>6} {'most':>5}" + 2 * f"   {'median':>7} {'worst':>7}"
+          + f"   {'median':>7} {'mean':>7} {'p99':>7}   {'median':>7}")  # fmt: skip
+    for mode in MODES:
+        for running in RUNNING:
+            print(line(f"{mode}, {running} decode", decode_steps(clock, mode, running, steps), DECODE_MS))
+        samples = decode_steps(clock, mode, MAX_REQUESTS, steps, in_phase=True)
+        print(line(f"{mode}, {MAX_REQUESTS} decode in phase", samples, DECODE_MS))
+        print(line(f"{mode}, {STEP_TOKENS:,} tokens of a prompt", prefill_steps(clock, mode, steps)))
+    gc.unfreeze()
+
+
+@dataclass(frozen=True)
+class Case:
+    """One line of the table of stores."""
+
+    layers: int  # that lie apart, so that a block has a run for each; 1: all layers of a block lie together
+    blocks: int
+
+    @property
+    def descriptors(self) -> int:
+        return self.layers * self.blocks
+
+
+CASES = (
+    *(Case(LAYERS, blocks) for blocks in (1, 16, DESCRIPTORS // LAYERS)),
+    *(Case(1, blocks) for blocks in (1, 16, STEP_TOKENS // BLOCK_TOKENS, DESCRIPTORS)),
+)
+
+
+def worker_geometry(memory: Region, layers: int) -> WorkerGeometry:
+    """A rank's cache, layer after layer; with one layer it stands for one of which all layers lie together."""
+    blocks = memory.size // (layers * RUN_BYTES)
+    item, content = 2, 256
+    plane = Plane(
+        part="kv", layers=tuple(f"layers.{n}" for n in range(layers)), head_start=0, heads=1,
+        block_tokens=BLOCK_TOKENS, content=content, item_size=item, blocks=blocks, address=memory.address,
+        layer_stride=blocks * RUN_BYTES, block_stride=RUN_BYTES, head_stride=RUN_BYTES,
+        token_stride=content * item, content_stride=item, packing="",
+    )  # fmt: skip
+    return WorkerGeometry(0, 1, 0, 1, 1, "", (CacheGroup(BLOCK_TOKENS, 0, (plane,)),), (memory,))
+
+
+class Worker:
+    """A rank's stores: real memory, the host backend, and a copier's thread that has work for a while."""
+
+    def __init__(self, device: Region, host: Region, layers: int, clock: Clock) -> None:
+        self._clock = clock
+        layout = host_layout(worker_geometry(device, layers))
+        stores, loads = (open_copier(Backend.HOST, way) for way in (Direction.DEVICE_TO_HOST, Direction.HOST_TO_DEVICE))
+        self._copies = HostCopies(layout, host, stores, loads, lambda: None)
+        self._blocks = layout.groups[0].blocks
+        self._random = np.random.default_rng(3)
+        self._numbers = itertools.count()
+
+    def order(self, blocks: int) -> StoreOrder:
+        """A store of blocks at random places into slots at random places."""
+        places = (self._random.permutation(self._blocks)[:blocks] for _ in range(2))
+        return StoreOrder(next(self._numbers), BlockMoves(np.zeros(blocks, np.int64), *places))
+
+    def measure(self, blocks: int) -> tuple[float, float, bool]:
+        """Milliseconds of a store and of the look at what has ended; whether the copier was busy all the while."""
+        for _ in range(2):
+            self._copies.store(self.order(self._blocks))
+        order = self.order(blocks)
+        begun = self._clock()
+        self._copies.store(order)
+        handed_over = self._clock()
+        ended = len(self._copies.take_stores())
+        looked = self._clock()
+        pending = 3 - ended
+        while pending:
+            time.sleep(1e-3)
+            pending -= len(self._copies.take_stores())
+        return 1e3 * (handed_over - begun), 1e3 * (looked - handed_over), ended < 2
+
+    def close(self) -> None:
+        self._copies.close()
+
+
+def worker_side(clock: Clock, rounds: int) -> None:
+    print(f"\nmodel's thread, ms a store; median and worst of {rounds}, while the copier's thread is busy")
+    print(f"blocks at random places; target for {DESCRIPTORS:,} descriptors: a median of less than {HAND_OVER_MS} ms")
+    print(f"  {'runs a block':>12} {'blocks':>6} {'descriptors':>11}   {'store':>15}   {'look':>15}   busy")
+    device, host = (pinned_memory(Backend.HOST, 2 * DESCRIPTORS * RUN_BYTES) for _ in range(2))
+    for memory in (device, host):
+        ctypes.memset(memory.region.address, 1, memory.region.size)
+    for case in CASES:
+        worker = Worker(device.region, host.region, case.layers, clock)
+        store, look, busy = zip(*[worker.measure(case.blocks) for _ in range(rounds + 1)][1:], strict=True)
+        worker.close()
+        verdict = "reached" if statistics.median(store) < HAND_OVER_MS else "MISSED"
+        print(
+            f"  {case.layers:12} {case.blocks:6,} {case.descriptors:11,}   {spread(store)}   {spread(look)}   "
+            f"{sum(busy)}/{rounds}   {verdict if case.descriptors == DESCRIPTORS else ''}"
+        )
+    device.close()
+    host.close()
+
+
+def main() -> None:
+    """Run and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=128)
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--clock", choices=("wall", "thread"), default="wall")
+    arguments = parser.parse_args()
+    clock = time.thread_time if arguments.clock == "thread" else time.perf_counter
+    scheduler_side(clock, arguments.steps)
+    worker_side(clock, arguments.rounds)
+
+
+if __name__ == "__main__":
+    main()

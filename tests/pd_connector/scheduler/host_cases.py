@@ -1,0 +1,38 @@
+"""Short cuts of the tests of the host tier: an engine, and what is in its host memory and under way."""
+
+from pd_connector.metadata import LoadOrder, StoreOrder
+from tests.pd_connector.scheduler.host_machine import Engine
+from tests.pd_connector.scheduler.host_setup import Setup
+
+WINDOWED = ((4, 0), (4, 6))
+EVERYTHING = 99  # blocks, more than there are
+
+
+def said(tokens: int, seed: int = 0) -> tuple[int, ...]:
+    return tuple(seed + position for position in range(tokens))
+
+
+def engine_of(**options: object) -> Engine:
+    return Engine(Setup(**{"device_blocks": 17, "slots": 16, **options}))  # type: ignore[arg-type]  # of any field
+
+
+def with_memory_of(tokens: int, **options: object) -> Engine:
+    """An engine that has served a prompt of one token less, has stored it, and has something else on the device."""
+    engine = engine_of(**options)
+    engine.serve("first", said(tokens))
+    engine.other_requests_come(EVERYTHING)
+    return engine
+
+
+def under_way(engine: Engine, kind: type[LoadOrder] | type[StoreOrder]) -> int:
+    return sum(isinstance(copy.order, kind) for rank in engine.ranks for copy in rank.under_way)
+
+
+def stores(engine: Engine) -> int:
+    """Blocks that are being stored."""
+    return sum(len(copy.slots) for copy in engine.ranks[0].under_way if isinstance(copy.order, StoreOrder))
+
+
+def steps(engine: Engine, count: int) -> None:
+    for _ in range(count):
+        engine.step(4)

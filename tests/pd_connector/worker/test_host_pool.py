@@ -1,0 +1,177 @@
+"""A worker's share of host memory: what is refused, what the refusal advises, and what is opened."""
+
+import mmap
+import re
+import threading
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import replace
+
+import pytest
+import torch
+
+from layout.geometry import WorkerGeometry
+from layout.host_blocks import host_layout
+from pd_connector.config import ConfigError
+from pd_connector.host_orders import BlockMoves, LoadOrder, StoreOrder
+from pd_connector.worker import host_pool
+from pd_connector.worker.host_pool import HostPool, Share
+from tests.layout.oracle import Engine, Rank, build
+from tests.pd_connector.support import until
+from tests.pd_connector.worker.test_host_copies import GQA, at_its_address
+from transfer.batch_copy.backends import Backend, open_copier
+from transfer.batch_copy.base import BatchCopier, CopierStartError, Direction
+
+AVAILABLE = 1 << 20
+
+
+@pytest.fixture
+def rank() -> Rank:
+    return build(GQA, Engine(), 1, 1 << 40)[0]
+
+
+@pytest.fixture
+def geometry(rank: Rank) -> WorkerGeometry:
+    return at_its_address(rank)
+
+
+@pytest.fixture
+def slot_bytes(geometry: WorkerGeometry) -> int:
+    return host_layout(geometry).slot_bytes
+
+
+@pytest.fixture(autouse=True)
+def _small_and_tidy(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A machine with a MiB to spare, on which no thread is left."""
+    monkeypatch.setattr(host_pool, "available_bytes", lambda: AVAILABLE)
+    before = set(threading.enumerate())
+    yield
+    assert set(threading.enumerate()) <= before
+
+
+def open_pool(rank: Rank, geometry: WorkerGeometry, share: Share) -> HostPool:
+    return HostPool.open(share, geometry, [torch.from_numpy(rank.memory)])
+
+
+def advised(error: BaseException) -> int:
+    """The number of bytes that a refusal advises to set."""
+    found = re.search(r"set it to (\d+)", str(error))
+    assert found is not None, f"no advice in: {error}"
+    return int(found[1])
+
+
+# Too little, too much
+
+
+@pytest.mark.parametrize("workers", [1, 2, 7])
+def test_a_share_of_less_than_a_block_is_refused_and_the_least_is_named(
+    rank: Rank, geometry: WorkerGeometry, slot_bytes: int, workers: int
+) -> None:
+    share = Share(slot_bytes * workers - 1, workers, 1)
+    with pytest.raises(ConfigError, match=f"cpu_bytes_to_use = {share.total}: .* one block of {slot_bytes}") as refused:
+        open_pool(rank, geometry, share)
+    with closing(open_pool(rank, geometry, replace(share, total=advised(refused.value)))) as pool:
+        assert pool.slots == 1
+
+
+@pytest.mark.parametrize(("workers", "here"), [(1, 1), (2, 2), (4, 2), (3, 3)])
+def test_more_than_the_machine_has_is_refused_and_what_fits_is_named(
+    rank: Rank, geometry: WorkerGeometry, slot_bytes: int, workers: int, here: int
+) -> None:
+    share = Share(AVAILABLE // here * workers + workers, workers, here)
+    with pytest.raises(ConfigError, match=f"cpu_bytes_to_use = {share.total}: .* {AVAILABLE} are avail") as refused:
+        open_pool(rank, geometry, share)
+    with closing(open_pool(rank, geometry, replace(share, total=advised(refused.value)))) as pool:
+        assert pool.slots == AVAILABLE // here // slot_bytes
+
+
+def test_all_that_the_machine_has_is_accepted(rank: Rank, geometry: WorkerGeometry, slot_bytes: int) -> None:
+    with closing(open_pool(rank, geometry, Share(AVAILABLE, 1, 1))) as pool:
+        assert pool.slots == AVAILABLE // slot_bytes
+
+
+def test_workers_share_equally_and_only_those_on_this_machine_count(slot_bytes: int) -> None:
+    share = Share(10 * slot_bytes, workers=4, workers_here=2)
+    assert share.bytes == 10 * slot_bytes // 4
+    share.check_available(2 * share.bytes)
+    with pytest.raises(ConfigError, match=f"{2 * share.bytes} bytes would be taken"):
+        share.check_available(2 * share.bytes - 1)
+
+
+@pytest.mark.parametrize(("slots", "rest"), [(1, 0), (3, 0), (3, 1), (3, -1)])
+def test_slots_are_whole(geometry: WorkerGeometry, slot_bytes: int, slots: int, rest: int) -> None:
+    share = Share(slots * slot_bytes + rest, 1, 1)
+    assert share.slots(host_layout(geometry)) == (slots - 1 if rest < 0 else slots)
+
+
+# Caches that cannot be kept
+
+
+def test_caches_on_an_unknown_device_are_refused(geometry: WorkerGeometry) -> None:
+    with pytest.raises(ConfigError, match="KV caches on meta cannot be kept in host memory; set it to 0"):
+        HostPool.open(Share(AVAILABLE, 1, 1), geometry, [torch.empty(4, device="meta")])
+
+
+def test_caches_that_cannot_be_described_are_refused(rank: Rank, geometry: WorkerGeometry) -> None:
+    [group] = geometry.groups
+    [plane] = group.planes
+    overlapping = replace(group, planes=(plane, replace(plane, address=plane.address + plane.item_size)))
+    with pytest.raises(ConfigError, match=r"cpu_bytes_to_use: cache group 0: .*share.*; set it to 0"):
+        open_pool(rank, replace(geometry, groups=(overlapping,)), Share(AVAILABLE, 1, 1))
+
+
+def test_memory_that_cannot_be_pinned_is_refused(
+    rank: Rank, geometry: WorkerGeometry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuses(*_: object) -> None:
+        raise CopierStartError("the driver pins no more than 64 KiB")
+
+    monkeypatch.setattr(host_pool, "pinned_memory", refuses)
+    with pytest.raises(ConfigError, match=f"cpu_bytes_to_use = {AVAILABLE}: the driver pins no more"):
+        open_pool(rank, geometry, Share(AVAILABLE, 1, 1))
+
+
+@pytest.mark.parametrize("direction", [Direction.DEVICE_TO_HOST, Direction.HOST_TO_DEVICE])
+def test_a_copier_that_does_not_start_is_refused_and_leaves_nothing(
+    rank: Rank, geometry: WorkerGeometry, monkeypatch: pytest.MonkeyPatch, direction: Direction
+) -> None:
+    def fails(backend: Backend, opened: Direction, device: int) -> BatchCopier:
+        if opened is direction:
+            raise CopierStartError("no stream can be had")
+        return open_copier(backend, opened, device)
+
+    monkeypatch.setattr(host_pool, "open_copier", fails)
+    with pytest.raises(ConfigError, match=f"cpu_bytes_to_use = {AVAILABLE}: no stream can be had"):
+        open_pool(rank, geometry, Share(AVAILABLE, 1, 1))
+
+
+# What is opened
+
+
+def test_a_block_makes_the_way_there_and_back(rank: Rank, geometry: WorkerGeometry, slot_bytes: int) -> None:
+    with closing(open_pool(rank, geometry, Share(5 * slot_bytes, 1, 1))) as pool:
+        assert pool.slots == 5
+        before = rank.memory.copy()
+        moves = BlockMoves.of([(0, block, block - 1) for block in range(1, 6)])
+        pool.copies.store(StoreOrder(0, moves))
+        assert until(lambda: bool(pool.copies.take_stores()))
+        rank.memory[:] = 0
+        pool.copies.load(LoadOrder("r", moves, 80))
+        assert until(lambda: bool(pool.copies.take_loads()))
+        changed = before != rank.memory
+        pool.copies.load(LoadOrder("again", moves, 80))
+        assert until(lambda: bool(pool.copies.take_loads()))
+        block_bytes = host_layout(geometry).groups[0].block_bytes
+        assert int((rank.memory != 0).sum()) > 4 * block_bytes  # noise, of which a few bytes are zero
+        assert not (changed & (rank.memory != 0)).any(), "what has come back is not what was there"
+
+
+def test_its_memory_is_whole_pages_and_closing_it_twice_is_well(
+    rank: Rank, geometry: WorkerGeometry, slot_bytes: int
+) -> None:
+    pool = open_pool(rank, geometry, Share(5 * slot_bytes, 1, 1))
+    region = pool._memory.region
+    assert region.address % mmap.PAGESIZE == 0
+    assert region.size == 5 * slot_bytes
+    pool.close()
+    pool.close()
