@@ -33,8 +33,9 @@ _EVENTS = (
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
 _OTHER_MECHANISM = zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH
-# A server ends the connection of a client with another secret without a word. So do machines that are just starting,
-# servers with too many connections, and those that refuse a host for a while: they are given time to do it no more.
+# A server ends the connection of a client with another secret without a word, and that of one without a secret before
+# its own words have left, if it is the quicker one. So do machines that are just starting, servers with too many
+# connections, and those that refuse a host for a while: they are given time to do it no more.
 _ENDED_HANDSHAKES = 3
 _OTHER_SECRET_S = 2 * REFUSED_S
 _ENDED_BY_PEER = (errno.ECONNRESET, errno.EPIPE)  # EAGAIN is our own HANDSHAKE_IVL: the peer said nothing at all
@@ -61,7 +62,7 @@ class Peer:
     monitor: SocketMonitor | None = None
     ended_handshakes: int = 0  # in a row, by the other side
     ended_since: float = math.inf  # monotonic seconds: when the first of these ended
-    was_secure: bool = False  # a handshake has succeeded: whatever ends later ones, it is not another secret
+    was_made: bool = False  # a handshake has succeeded: whatever ends later ones, it is not another secret
     failure: ControlError | str = ""  # why no connection will ever be made: what to raise, or a reason to give
     asked: set[int] = field(default_factory=set)  # message ids that were not answered; while any, the peer is kept
     unsent: deque[int] = field(default_factory=deque)  # of those, the ones that wait for the connection to take them
@@ -232,7 +233,7 @@ class PeerPool:
         assert peer.monitor is not None
         for event, value in peer.monitor.take():
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                peer.ended_handshakes, peer.ended_since, peer.was_secure = 0, math.inf, True
+                peer.ended_handshakes, peer.ended_since, peer.was_made = 0, math.inf, True
             elif event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
                 if value in _ENDED_BY_PEER:
                     self._handshake_ended(peer)
@@ -250,14 +251,17 @@ class PeerPool:
         peer.ended_handshakes += 1
         peer.ended_since = min(peer.ended_since, now)
         ended_s = now - peer.ended_since
-        if self._keys is None or peer.was_secure:
+        if peer.was_made or peer.ended_handshakes < _ENDED_HANDSHAKES or ended_s <= _OTHER_SECRET_S:
             return
-        if peer.ended_handshakes >= _ENDED_HANDSHAKES and ended_s > _OTHER_SECRET_S:
-            peer.failure = AuthenticationFailed(
-                f"authentication with {peer.address} failed: it ended the handshake {peer.ended_handshakes} times in "
-                f"{ended_s:.1f} s, most likely because the secrets of the two engines differ or that one has none: "
-                f"{_GIVE_BOTH}. If that engine's log says that it refused connections, it has too many"
-            )
+        if self._keys is None:
+            why = "that engine has a secret and this one has none"
+        else:
+            why = "the secrets of the two engines differ or that one has none"
+        peer.failure = AuthenticationFailed(
+            f"authentication with {peer.address} failed: it ended the handshake {peer.ended_handshakes} times in "
+            f"{ended_s:.1f} s, most likely because {why}: {_GIVE_BOTH}. If that engine's log says that it refused "
+            "connections, it has too many; if it says nothing, something else may listen there"
+        )
 
     def _whose_secret(self, event: int) -> str:
         if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
