@@ -35,7 +35,7 @@ def test_an_unreachable_engine_fails_what_is_queued_behind_at_once(site: Site) -
 
 def test_an_engine_that_has_come_back_is_pulled_from_again(site: Site) -> None:
     prefill, (worker,) = site.prefill(), site.decode()
-    worker.handshake_timeout_s = 0.2
+    worker.handshake_timeout_s = 1.0
     with FaultyNetwork(prefill.producer.port, lambda direction, frame: []) as network:
         first, second = prefill.prefill("r1", THEIRS), prefill.prefill("r2", THEIRS)
         order = an_order("r1", first, OURS, remote_port=network.port)

@@ -95,8 +95,10 @@ def test_a_message_that_never_ends_is_ended(
 def test_all_connections_together_may_not_bring_too_much_either(start: Start, client: ControlClient) -> None:
     server = start(unread_bytes=8 << 20, unread_bytes_in_all=16 << 20)
     with contextlib.ExitStack() as stack:
-        for _ in range(4):
-            connection = stack.enter_context(raw.connect(server.port))
+        # All of them first: a host that has brought too much makes no connection for a while.
+        connections = [stack.enter_context(raw.connect(server.port)) for _ in range(4)]
+        wait_until(lambda: server.counters.admission.connections == 4)
+        for connection in connections:
             connection.sendall(raw.greeting() + raw.ready())
             for _ in range(6):
                 connection.sendall(raw.frame(bytes(1 << 20), raw.MORE))
@@ -162,8 +164,7 @@ def test_a_connection_that_never_reads_is_closed(
         deaf.sendall(raw.greeting() + raw.ready())
         raw.await_ready(deaf)
         wait_until(lambda: server.counters.admission.connections == 1)
-        for _ in range(50):
-            deaf.sendall(raw.frame(encode(7, HELLO)))
+        deaf.sendall(50 * raw.frame(encode(7, HELLO)))
         wait_until(lambda: server.counters.admission.connections == 0, 20)
     handler.answer = handler.usual
     assert is_served(client, server)

@@ -131,7 +131,7 @@ def test_a_closed_port_is_unreachable_and_says_so(client: ControlClient) -> None
         client.request(HERE, port, HELLO, 0.2).result(5)
     assert (caught.value.host, caught.value.port, caught.value.request_type) == (HERE, port, "hello")
     assert caught.value.attempts == 0
-    assert 0.2 <= caught.value.tried_s < 2
+    assert 0.2 <= caught.value.tried_s < 5
 
 
 def test_a_peer_that_never_answers_is_asked_several_times(impatient: ControlClient) -> None:
@@ -173,7 +173,7 @@ def test_dead_peers_do_not_delay_a_live_one(client: ControlClient, server: Contr
         started = time.monotonic()
         for _ in range(50):
             client.request(HERE, server.port, HELLO, 5).result()
-        assert time.monotonic() - started < 5
+        assert time.monotonic() - started < 15  # none has waited for one of the dead
         client.close()
         for future in dead:
             assert isinstance(future.exception(), (PeerUnreachable, ClientClosed))
@@ -207,7 +207,7 @@ def test_a_peer_that_never_gets_ready_has_refused(
 ) -> None:
     handler.answer = lambda request: Error(ErrorCode.NOT_READY, "loading")
     with pytest.raises(PeerRefused, match="not_ready: loading"):
-        impatient.request(HERE, server.port, HELLO, 0.2).result(5)
+        impatient.request(HERE, server.port, HELLO, 1.0).result(5)
 
 
 def test_a_peer_of_another_version_is_refused_at_once(client: ControlClient) -> None:

@@ -51,6 +51,7 @@ def test_a_reply_after_the_timeout_is_ignored(client: ControlClient, server: Con
         return [(0.3 if way is Direction.REPLY else 0.0, frame)]
 
     with FaultyNetwork(server.port, slow_replies) as network:
+        assert client.request(HERE, network.port, HELLO, 10).result() == WELCOME  # connects
         kept = client.request(HERE, network.port, HELLO, 10)  # keeps the connection beyond the other's timeout
         with pytest.raises(PeerUnreachable):
             client.request(HERE, network.port, RELEASE, 0.1).result(5)
