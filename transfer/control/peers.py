@@ -1,6 +1,7 @@
 """The client's sockets: one DEALER per peer address, made on demand, and the look-up of host names.
 
-Opens, connects, closes and evicts, contacts only hosts that are allowed, and notices handshakes that cannot succeed.
+Opens, connects, closes and evicts, contacts only hosts that are allowed, and notices handshakes that cannot succeed and
+peers that send without end.
 What is said over the sockets is ``client_loop``'s business.
 """
 
@@ -17,17 +18,23 @@ import zmq
 
 from transfer.control.address import Address, numeric, resolve
 from transfer.control.allowed import AllowedPeers
+from transfer.control.connections import CHECK_INTERVAL_S, FRAMES_READ, Unread, hoarders, opened, receive
 from transfer.control.errors import AuthenticationFailed, ControlError, PeerNotAllowed, TooManyPeers
 from transfer.control.keys import ControlKeys
 from transfer.control.limits import REFUSED_S
-from transfer.control.messages import MAX_FRAME_BYTES
+from transfer.control.messages import MAX_FRAME_BYTES, MalformedMessage
 from transfer.control.monitor import SocketMonitor
 
 _QUEUED_FRAMES = 64  # per peer and direction, in libzmq
 _SOCKETS_PER_PEER = 3  # its own and the two ends of its monitor
+# That a peer may bring without one complete reply. One of two bytes may take 64 here, as a frame.
+_UNREAD_BYTES = MAX_FRAME_BYTES + 4 * 1024 * 1024
+_UNREAD_BYTES_IN_ALL = 64 * 1024 * 1024
 
 _EVENTS = (
-    zmq.EVENT_HANDSHAKE_SUCCEEDED
+    zmq.EVENT_CONNECTED
+    | zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_HANDSHAKE_SUCCEEDED
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
@@ -60,6 +67,8 @@ class Peer:
     used_at: float  # monotonic seconds
     socket: zmq.Socket[bytes] | None = None
     monitor: SocketMonitor | None = None
+    descriptor: int = -1  # libzmq's, of the connection; -1 while there is none
+    unread: Unread = field(default_factory=Unread)  # of that connection
     ended_handshakes: int = 0  # in a row, by the other side
     ended_since: float = math.inf  # monotonic seconds: when the first of these ended
     was_made: bool = False  # a handshake has succeeded: whatever ends later ones, it is not another secret
@@ -93,6 +102,7 @@ class PeerPool:
         self.opened = 0  # sockets made
         self.closed = 0
         self.sweep_at = math.inf  # monotonic seconds: when to call close_idle next
+        self.check_at = math.inf  # and when to call hoarders
         self._settings = settings
         self._keys = keys
         self._allowed = allowed
@@ -182,6 +192,37 @@ class PeerPool:
             peer.socket.close(linger=int(linger_s * 1000))
             self.closed += 1
 
+    def receive(self, peer: Peer) -> bytes | None:
+        """The next message of a peer, None if there is none, or if its ``failure`` was set: it sends without end.
+
+        Raises:
+            MalformedMessage: it has several frames.
+        """
+        assert peer.socket is not None
+        try:
+            frames = receive(peer.socket)
+        except zmq.Again:
+            return None
+        peer.unread.heard = True
+        if frames[-1].more:
+            peer.failure = f"it sent a message of {FRAMES_READ} frames and more; a message is one frame"
+            return None
+        if len(frames) > 1:
+            raise MalformedMessage(f"{len(frames)} frames; a message is one frame")
+        return frames[0].bytes
+
+    def hoarders(self) -> Iterator[Peer]:
+        """The peers that bring bytes and no complete reply, with their ``failure`` set; cheap when called too early."""
+        now = time.monotonic()
+        if now < self.check_at:
+            return
+        connected = {peer.address: peer for peer in self._peers.values() if peer.descriptor >= 0}
+        self.check_at = now + CHECK_INTERVAL_S if connected else math.inf
+        unread = {address: _unread(peer) for address, peer in connected.items()}
+        for address, held in hoarders(unread, _UNREAD_BYTES, _UNREAD_BYTES_IN_ALL):
+            connected[address].failure = f"it sent {held} bytes without one complete reply"
+            yield connected[address]
+
     def close_idle(self) -> None:
         """Drop the peers that were not used for ``idle_s``; cheap when called too early."""
         now = time.monotonic()
@@ -232,7 +273,12 @@ class PeerPool:
         """Set the peer's ``failure`` if its handshakes cannot succeed."""
         assert peer.monitor is not None
         for event, value in peer.monitor.take():
-            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            if event == zmq.EVENT_CONNECTED:
+                peer.descriptor, peer.unread = value, Unread()
+                self.check_at = min(self.check_at, time.monotonic() + CHECK_INTERVAL_S)
+            elif event == zmq.EVENT_DISCONNECTED:
+                peer.descriptor = -1
+            elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 peer.ended_handshakes, peer.ended_since, peer.was_made = 0, math.inf, True
             elif event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
                 if value in _ENDED_BY_PEER:
@@ -307,6 +353,11 @@ class PeerPool:
         )
         self._resolvers[host] = thread
         thread.start()
+
+
+def _unread(peer: Peer) -> int:
+    with opened(peer.descriptor, remote_port=peer.address.port) as connection:
+        return 0 if connection is None else peer.unread.look(connection.bytes_received)
 
 
 def _look_up(host: str, allowed: AllowedPeers, report: Callable[[Resolved], object]) -> None:

@@ -17,6 +17,7 @@ from tests.transfer.control import raw
 from tests.transfer.control.support import ENGINE, HELLO, RELEASE, WELCOME, Handler, Start, pack, wait_until
 from transfer.control import server as server_module
 from transfer.control.client import ControlClient
+from transfer.control.limits import REFUSED_S
 from transfer.control.messages import PROTOCOL_VERSION, Error, ErrorCode, encode
 from transfer.control.server import ControlServer
 
@@ -106,6 +107,26 @@ def test_all_connections_together_may_not_bring_too_much_either(start: Start, cl
         assert is_served(client, server)
         time.sleep(0.3)
         assert server.counters.admission.connections_cut == 2, "what is left is within the limit"
+
+
+def test_a_message_of_a_million_frames_costs_its_host_its_connections_for_a_while(
+    start: Start, client: ControlClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = start()
+    with raw.connect(server.port) as connection:
+        connection.sendall(raw.greeting() + raw.ready())
+        raw.await_ready(connection)
+        with contextlib.suppress(OSError):  # it may be ended when the last has not left yet
+            connection.sendall(bytes([raw.MORE, 0]) * 1_000_000 + bytes([0, 0]))
+        wait_until(lambda: server.counters.wrong_frames == 1, 20)
+        assert raw.is_ended(connection)
+    assert is_served(client, server)
+    assert server.counters.admission.connections_cut == 1
+    assert server.counters.requests == 1, "what it consisted of was taken for nothing else"
+    assert "a message of 16 frames and more" in caplog.text
+    time.sleep(REFUSED_S)
+    with raw.connect(server.port) as again:
+        assert raw.is_ended(again), "the time that it took is waited for many times over"
 
 
 def test_a_connection_that_brings_complete_messages_may_bring_any_number_of_bytes(start: Start) -> None:

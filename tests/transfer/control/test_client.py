@@ -11,6 +11,7 @@ from concurrent.futures import CancelledError, wait
 import pytest
 import zmq
 
+from tests.transfer.control import raw
 from tests.transfer.control.support import (
     CANCEL,
     HELLO,
@@ -25,6 +26,7 @@ from tests.transfer.control.support import (
     unpack,
     wait_until,
 )
+from transfer.control import peers as peers_module
 from transfer.control.client import ControlClient
 from transfer.control.errors import (
     BadAddress,
@@ -50,6 +52,7 @@ from transfer.control.messages import (
 from transfer.control.server import ControlServer
 
 HERE = "127.0.0.1"
+MIB = 1 << 20
 
 
 @contextlib.contextmanager
@@ -243,6 +246,52 @@ def test_what_is_not_the_answer_is_ignored_and_the_request_repeated(
         wait_until(lambda: impatient.counters.late_replies == 2)
     assert impatient.counters.malformed_replies == 4
     assert len(caplog.records) == 1  # whatever a peer sends, it does not fill the log
+
+
+def test_a_peer_that_answers_with_a_message_of_a_million_frames_is_given_up(
+    client: ControlClient, server: ControlServer
+) -> None:
+    with raw_router() as (router, port):
+        future = client.request(HERE, port, RELEASE, 60)
+        peer, _ = router.recv_multipart()
+        router.send_multipart([peer, *[b""] * 1_000_000])
+        with pytest.raises(PeerUnreachable, match="a message of 16 frames and more"):
+            future.result(30)
+    assert client.request(HERE, server.port, HELLO, 10).result() == WELCOME
+
+
+@pytest.mark.parametrize(
+    ("peers", "each", "in_all", "ended"),
+    [(1, 4 * MIB, 64 * MIB, 1), (8, 64 * MIB, 25 * MIB, 4)],
+    ids=["of one peer", "of all together"],
+)
+def test_replies_that_have_no_end_are_ended(
+    client: ControlClient,
+    server: ControlServer,
+    monkeypatch: pytest.MonkeyPatch,
+    peers: int,
+    each: int,
+    in_all: int,
+    ended: int,
+) -> None:
+    monkeypatch.setattr(peers_module, "_UNREAD_BYTES", each)
+    monkeypatch.setattr(peers_module, "_UNREAD_BYTES_IN_ALL", in_all)
+    with contextlib.ExitStack() as stack:
+        listeners = [stack.enter_context(socket.create_server((HERE, 0))) for _ in range(peers)]
+        asked = [client.request(HERE, listener.getsockname()[1], RELEASE, 60) for listener in listeners]
+        for listener in listeners:
+            connection = stack.enter_context(listener.accept()[0])
+            connection.settimeout(5)
+            with contextlib.suppress(OSError):  # it may be ended when the last has not left yet
+                connection.sendall(raw.greeting() + raw.ready())
+                raw.await_ready(connection)
+                for _ in range(6):
+                    connection.sendall(raw.frame(bytes(MIB), raw.MORE))
+        wait_until(lambda: sum(future.done() for future in asked) == ended)
+        assert client.request(HERE, server.port, HELLO, 10).result() == WELCOME
+        failures = [future.exception() for future in asked if future.done()]
+    assert len(failures) == ended, "what is left is within the limit"
+    assert all("bytes without one complete reply" in str(failure) for failure in failures)
 
 
 def test_a_peer_cannot_answer_for_another(client: ControlClient) -> None:
