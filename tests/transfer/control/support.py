@@ -68,7 +68,7 @@ CANCEL = Cancel(ENGINE, ("lease-1",))
 WELCOME = Welcome(ENGINE, MODEL, (geometry(0), geometry(1)))
 
 REQUESTS: tuple[Request, ...] = (HELLO, RENEW, RELEASE, CANCEL)
-REPLIES: tuple[Reply, ...] = (WELCOME, Renewed(("lease-1",), 30.0), Released(False, InvalidReason.EXPIRED), Cancelled())
+REPLIES: tuple[Reply, ...] = (WELCOME, Renewed(("lease-1",)), Released(False, InvalidReason.EXPIRED), Cancelled())
 
 
 class Handler:
@@ -90,7 +90,7 @@ class Handler:
             case Hello():
                 return WELCOME
             case Renew():
-                return Renewed(request.lease_ids, 30.0)
+                return Renewed(request.lease_ids)
             case Release():
                 return Released(True)
             case Cancel():
