@@ -72,7 +72,7 @@ class Admission:
         self._check_at = 0.0
         self._zap: zmq.Socket[bytes] | None = None
         if keys is not None:
-            self._zap = context.socket(zmq.REP)
+            self._zap = context.socket(zmq.ROUTER)  # a REP would wait for ever for an answer that a fault has swallowed
             self._zap.bind(_ZAP_ENDPOINT)
             keys.secure_server(socket)
         self._monitor = SocketMonitor(context, socket, "connections", _EVENTS)
@@ -200,10 +200,10 @@ class Admission:
             return
         with suppress(zmq.Again):
             while True:
-                _, request_id, _, _, _, mechanism, *credentials = self._zap.recv_multipart(zmq.NOBLOCK)
+                asker, _, _, request_id, _, _, _, mechanism, *credentials = self._zap.recv_multipart(zmq.NOBLOCK)
                 admitted = mechanism == b"CURVE" and len(credentials) == 1 and self._keys.admits(credentials[0])
                 status = (b"200", b"OK", b"peer", b"") if admitted else (b"400", b"unknown key", b"", b"")
-                self._zap.send_multipart([b"1.0", request_id, *status])
+                self._zap.send_multipart([asker, b"", b"1.0", request_id, *status])
 
     def _cut_hoarders(self) -> None:
         """End the connections that bring bytes without end and no complete message."""

@@ -17,6 +17,7 @@ from tests.transfer.control import raw
 from tests.transfer.control.support import ENGINE, HELLO, RELEASE, WELCOME, Handler, Start, pack, wait_until
 from transfer.control import server as server_module
 from transfer.control.client import ControlClient
+from transfer.control.keys import ControlKeys
 from transfer.control.limits import REFUSED_S
 from transfer.control.messages import PROTOCOL_VERSION, Error, ErrorCode, encode
 from transfer.control.server import ControlServer
@@ -244,6 +245,27 @@ def test_a_descriptor_that_is_not_the_servers_is_never_touched(start: Start) -> 
     assert server.counters.admission.connections == 0
     for each in (theirs, *unix):
         each.close()
+
+
+def test_a_fault_of_our_own_while_a_client_is_admitted_keeps_no_other_client_out(
+    start: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    keys = ControlKeys.derive(b"correct horse battery staple")
+    faults = iter([RuntimeError("a fault")])
+    usual = ControlKeys.admits
+
+    def admits(self: ControlKeys, client_key: bytes) -> bool:
+        for fault in faults:
+            raise fault
+        return usual(self, client_key)
+
+    monkeypatch.setattr(ControlKeys, "admits", admits)
+    server = start(keys)
+    with contextlib.closing(ControlClient(keys=keys)) as first, contextlib.closing(ControlClient(keys=keys)) as second:
+        waiting = first.request("127.0.0.1", server.port, HELLO, 60)
+        wait_until(lambda: "the control server failed and goes on" in caplog.text)
+        assert is_served(second, server)
+        assert waiting.result() == WELCOME, "its handshake began anew"
 
 
 def test_a_fault_of_our_own_does_not_end_the_server(
