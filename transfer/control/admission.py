@@ -130,6 +130,12 @@ class Admission:
         until = time.monotonic() + for_s
         self._refused_until[host] = max(until, self._refused_until.get(host, 0.0))
 
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless the connections that are counted are those that are known."""
+        hosts = Counter(connection.host for connection in self._connections.values())
+        assert hosts == self._by_host, "connections are counted for other hosts than they come from"
+        assert self.counters.connections == len(self._connections), "the counter of connections is wrong"
+
     def unwatch(self) -> None:
         """Count no more; before the watched socket is closed."""
         self._monitor.close()

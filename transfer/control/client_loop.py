@@ -185,6 +185,13 @@ class ClientLoop:
         """What was done so far; from any thread."""
         return msgspec.structs.replace(self._counters, peers_opened=self._peers.opened, peers_closed=self._peers.closed)
 
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless the books balance; to be called on the loop's thread, or when it has ended."""
+        assert self._peers.asked == self._pending.keys(), "peers are not asked exactly what was not answered"
+        timed = {message_id for _, message_id in self._timers}
+        assert timed >= self._pending.keys(), "a request that is never given up"
+        self._peers.check_integrity()
+
     def run(self) -> None:
         """Until the inbox is closed."""
         try:

@@ -174,6 +174,11 @@ class PeerPool:
                     peer.failure = f"no socket: {error}"
             yield peer
 
+    @property
+    def asked(self) -> set[int]:
+        """Ids of the messages that any peer was asked and has not answered."""
+        return {message_id for peer in self._peers.values() for message_id in peer.asked}
+
     def watch(self, peer: Peer, *, writable: bool) -> None:
         """Poll the peer's socket for replies and, if ``writable``, for room to send."""
         if peer.socket is not None:
@@ -232,6 +237,12 @@ class PeerPool:
             if not peer.asked and now - peer.used_at >= self._settings.idle_s:
                 self.drop(peer)
         self.sweep_at = now + self._settings.idle_s / 2 if self._peers else math.inf
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless every socket belongs to one peer that is held."""
+        sockets = {each for peer in self._peers.values() if peer.monitor for each in (peer.socket, peer.monitor.socket)}
+        assert sockets == self._by_socket.keys(), "a socket is polled for no peer, or a peer's is not polled"
+        assert self.opened - self.closed == len(sockets) // 2, "the counters of sockets are wrong"
 
     def close(self, linger_s: float, resolvers_s: float) -> None:
         """Drop every peer, end the ZeroMQ context, and wait up to ``resolvers_s`` for look-ups that still run."""

@@ -195,6 +195,11 @@ class ControlServer:
             return self._counters
         return msgspec.structs.replace(self._counters, admission=self._admission.counters)
 
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless the books balance; before ``start`` or after ``close``, for the thread's own."""
+        if self._admission is not None:
+            self._admission.check_integrity()
+
     @property
     def _bound(self) -> Address:
         if self._address is None:

@@ -117,6 +117,31 @@ def test_a_callback_may_ask_again(client: ControlClient, server: ControlServer) 
     assert second == [Released(True)]
 
 
+def test_the_books_balance_whenever_a_request_ends(client: ControlClient, server: ControlServer) -> None:
+    busy, finish, failures = threading.Event(), threading.Event(), list[AssertionError]()
+
+    def hold_the_thread(_: object) -> None:
+        busy.set()
+        finish.wait(10)
+
+    def check(_: object) -> None:
+        try:
+            client.check_integrity()
+        except AssertionError as error:
+            failures.append(error)
+
+    client.request(HERE, free_port(), HELLO, 0.05).add_done_callback(hold_the_thread)
+    assert busy.wait(5)
+    places = [(HERE, server.port, 10.0), (HERE, free_port(), 0.2), ("no-such-host.invalid", 1, 20.0)]
+    asked = [client.request(*place[:2], HELLO, place[2]) for place in places for _ in range(5)]
+    for future in asked:
+        future.add_done_callback(check)
+    asked[0].cancel()
+    finish.set()
+    assert not wait(asked, 20).not_done
+    assert failures == []
+
+
 # -- peers that cannot be reached
 
 

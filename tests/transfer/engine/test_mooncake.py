@@ -34,7 +34,9 @@ def engine(destination: Memory) -> Iterator[MooncakeEngine]:
     engine = MooncakeEngine(MooncakeOptions("127.0.0.1", connect_timeout_s=0.5, progress_timeout_s=2.0))
     engine.register([destination.region])
     yield engine
+    engine.check_integrity()
     engine.close()
+    engine.check_integrity()
 
 
 @pytest.fixture(scope="module")
