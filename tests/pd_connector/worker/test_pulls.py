@@ -56,7 +56,7 @@ class DecodeEngine:
                 service.submit(order)
         return self.wait(len(orders) * len(self.services))
 
-    def wait(self, number: int, timeout_s: float = 10.0) -> dict[str, list[Settled]]:
+    def wait(self, number: int, timeout_s: float = 30.0) -> dict[str, list[Settled]]:
         """The next ends, by request id; fails if there are more of them or fewer."""
         ends: list[Settled] = []
 

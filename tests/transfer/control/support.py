@@ -108,7 +108,7 @@ def unpack(frame: bytes) -> Any:
     return msgpack.unpackb(frame)
 
 
-def wait_until(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
+def wait_until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
     """Return as soon as ``condition`` holds."""
     until = time.monotonic() + timeout_s
     while not condition():

@@ -85,7 +85,7 @@ class Held:
         return now.threads <= self.threads and now.files <= self.files
 
 
-def until(condition: Callable[[], bool], within_s: float = 5.0) -> bool:
+def until(condition: Callable[[], bool], within_s: float = 20.0) -> bool:
     """Whether ``condition`` comes true in time."""
     deadline = time.monotonic() + within_s
     while not condition():
