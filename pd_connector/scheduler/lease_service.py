@@ -82,7 +82,7 @@ class LeaseService(Generic[Held]):
                     return Error(ErrorCode.NOT_READY, "the engine is still starting")
                 return Welcome(self.engine_id, self._model, self._workers)
             case Renew(lease_ids=lease_ids):
-                return Renewed(self.leases.renew(lease_ids), self.leases.ttl_s)
+                return Renewed(self.leases.renew(lease_ids))
             case Release():
                 return self.leases.release(
                     request.lease_id, request.reader, request.readers, request.pull_id, request.contents

@@ -57,9 +57,10 @@ class PullContext:
 class PullFailed(Exception):  # noqa: N818
     """A pull cannot be completed; nothing writes to its blocks any more."""
 
-    def __init__(self, cause: Cause, reason: str) -> None:
+    def __init__(self, cause: Cause, reason: str, *, is_mute: bool = False) -> None:
         super().__init__(reason)
         self.cause = cause
+        self.is_mute = is_mute  # the prefill engine does not answer on the control channel: there is nobody to tell
 
 
 @dataclass
@@ -146,14 +147,14 @@ class PeerSession:
         try:
             self._confirm(order, self._read_all(order, deadline, watch), deadline, watch)
         except PullFailed as error:
-            self._settlement.fail(order, error.cause, str(error), watch)
+            self._settlement.fail(order, error.cause, str(error), watch, tell=not error.is_mute)
             if error.cause.cuts_off:
                 self._fail_queued(error)
         except Exception as error:
             # A peer's geometry is data from another machine. Whatever it makes us trip over, the request must end.
             logger.exception("PDConnector: unexpected failure of the pull of request %s", order.request_id)
             self._drop_links()
-            self._settlement.fail(order, Cause.INTERNAL, f"{type(error).__name__}: {error}", watch)
+            self._settlement.fail(order, Cause.INTERNAL, f"{type(error).__name__}: {error}", watch, tell=True)
 
     def _read_all(self, order: PullOrder, deadline: float, watch: Stopwatch) -> list[Schedule]:
         """Bring all bytes of a pull.
@@ -234,7 +235,7 @@ class PeerSession:
             raise PullFailed(Cause.REFUSED, str(error)) from error
         except ControlError as error:
             denied = isinstance(error, AuthenticationFailed | PeerNotAllowed)
-            raise PullFailed(Cause.DENIED if denied else Cause.UNREACHABLE, str(error)) from error
+            raise PullFailed(Cause.DENIED if denied else Cause.UNREACHABLE, str(error), is_mute=True) from error
         assert isinstance(welcome, Welcome)
         try:
             check_models(context.model, welcome.model)
@@ -277,7 +278,7 @@ class PeerSession:
                 self._orders.put(None)
                 return
             order, submitted = item
-            self._settlement.fail(order, error.cause, str(error), Stopwatch(submitted))
+            self._settlement.fail(order, error.cause, str(error), Stopwatch(submitted), tell=not error.is_mute)
             with self._lock:
                 self._unsettled -= 1
 

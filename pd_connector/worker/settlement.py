@@ -85,9 +85,12 @@ class Settlement:
         timeout_s = max(min(timeout_s, self._message_timeout_s), _LEAST_CONFIRM_S)
         self._release(order, timeout_s).add_done_callback(settle)
 
-    def fail(self, order: PullOrder, cause: Cause, reason: str, watch: Stopwatch) -> None:
-        """Settle a failed pull, and tell the engine, if it can be reached, that this reader will not come back."""
-        if not cause.cuts_off:
+    def fail(self, order: PullOrder, cause: Cause, reason: str, watch: Stopwatch, *, tell: bool) -> None:
+        """Settle a failed pull; if ``tell``, let the engine know that this reader will not come back.
+
+        Its blocks are then free when all readers have said so, and not when the lease expires. Nobody waits for that.
+        """
+        if tell:
             self._release(order, self._message_timeout_s)
         self._settle_failed(order, cause, reason, watch)
 

@@ -123,7 +123,7 @@ class DecodeWorker:
             pull_timeout_s=self.pull_timeout_s,
         )
 
-    def next_end(self, timeout_s: float = 10.0) -> Settled:
+    def next_end(self, timeout_s: float = 30.0) -> Settled:
         """The next pull that settles."""
         return self.ends.get(timeout=timeout_s)
 

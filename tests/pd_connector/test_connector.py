@@ -461,7 +461,7 @@ def test_an_engine_that_is_told_to_stop_does_not_stay_for_ever(start: Start) -> 
 
 
 def test_the_time_of_an_engine_that_is_told_to_stop_begins_after_its_last_request(start: Start) -> None:
-    p = start("kv_producer", drain_timeout_s=0.1)
+    p = start("kv_producer", drain_timeout_s=0.5)
     core = EngineCoreUnderConstruction(p.scheduler, _manager(p))
     p.prefill("r", [3, 1, 6])
     core.shutdown_state = EngineShutdownState.REQUESTED

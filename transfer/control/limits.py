@@ -26,8 +26,9 @@ class ServerLimits(msgspec.Struct, frozen=True, kw_only=True):
     burst: float = 10_000.0  # requests of one host at once
     bytes_per_request: int = 4096  # a longer request counts as several
     reply_bytes_per_request: int = 16_384  # a longer reply counts as several requests
-    unread_bytes: int = 16 * 1024 * 1024  # that a connection may bring without one complete message
-    unread_bytes_in_all: int = 256 * 1024 * 1024
+    # That a connection may bring without one complete message. One of two bytes may take 64 here, as a frame.
+    unread_bytes: int = 4 * 1024 * 1024
+    unread_bytes_in_all: int = 64 * 1024 * 1024
 
 
 def excess(request: Request) -> str:

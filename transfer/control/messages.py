@@ -107,7 +107,6 @@ class Renewed(msgspec.Struct, frozen=True, tag="renewed"):
     """The leases of a renew that were still valid; the others have ended."""
 
     valid: tuple[str, ...]
-    ttl_s: float  # seconds from the arrival of the renew
 
 
 class Release(msgspec.Struct, frozen=True, tag="release"):

@@ -68,7 +68,7 @@ CANCEL = Cancel(ENGINE, ("lease-1",))
 WELCOME = Welcome(ENGINE, MODEL, (geometry(0), geometry(1)))
 
 REQUESTS: tuple[Request, ...] = (HELLO, RENEW, RELEASE, CANCEL)
-REPLIES: tuple[Reply, ...] = (WELCOME, Renewed(("lease-1",), 30.0), Released(False, InvalidReason.EXPIRED), Cancelled())
+REPLIES: tuple[Reply, ...] = (WELCOME, Renewed(("lease-1",)), Released(False, InvalidReason.EXPIRED), Cancelled())
 
 
 class Handler:
@@ -90,7 +90,7 @@ class Handler:
             case Hello():
                 return WELCOME
             case Renew():
-                return Renewed(request.lease_ids, 30.0)
+                return Renewed(request.lease_ids)
             case Release():
                 return Released(True)
             case Cancel():
@@ -108,7 +108,7 @@ def unpack(frame: bytes) -> Any:
     return msgpack.unpackb(frame)
 
 
-def wait_until(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
+def wait_until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
     """Return as soon as ``condition`` holds."""
     until = time.monotonic() + timeout_s
     while not condition():

@@ -52,7 +52,7 @@ def test_hello_is_answered_with_the_geometry_of_all_workers(stranger: Stranger) 
     [
         (
             {"type": "renew", "engine_id": ENGINE, "lease_ids": ["a", "b"]},
-            {"type": "renewed", "valid": ["a", "b"], "ttl_s": 30.0},
+            {"type": "renewed", "valid": ["a", "b"]},
         ),
         (
             {
