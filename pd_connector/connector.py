@@ -11,7 +11,7 @@ import torch
 
 from pd_connector.config import parse_config
 from pd_connector.cpu_layouts import wanted_layout
-from pd_connector.metadata import StepOrders, WorkerHandshake
+from pd_connector.metadata import StepOrders, WorkerHandshake, WorkerReport
 from pd_connector.scheduler.half import SchedulerHalf
 from pd_connector.stats import ConnectorPromMetrics, ConnectorStats, StatsRecorder
 from pd_connector.vllm_compat import (
@@ -176,6 +176,8 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA):
     def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
         """Take what all workers have reported."""
         self._scheduler.pulls_settled(set(connector_output.finished_recving or ()))
+        if isinstance(report := connector_output.kv_connector_worker_meta, WorkerReport):
+            self._scheduler.take_report(report)
 
     def request_finished(self, request: "Request", block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """As ``request_finished_all_groups``, for a model with one cache group."""
@@ -219,6 +221,11 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA):
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """What has ended on this rank since the last call."""
         return self._worker.take_results()
+
+    @_timed
+    def build_connector_worker_meta(self) -> WorkerReport | None:
+        """What this rank has for the scheduler half; None if nothing."""
+        return self._worker.report()
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Nothing to do: see ``bind_connector_metadata``."""

@@ -6,9 +6,10 @@ The two halves share nothing else. Everything here is plain frozen data that sur
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from layout.checksums import PlaneSums
 from layout.geometry import WorkerGeometry
 from pd_connector.params import RemotePrefill
-from pd_connector.vllm_compat import KVConnectorHandshakeMetadata, KVConnectorMetadata
+from pd_connector.vllm_compat import KVConnectorHandshakeMetadata, KVConnectorMetadata, KVConnectorWorkerMetadata
 
 
 class Cause(StrEnum):
@@ -22,6 +23,7 @@ class Cause(StrEnum):
     INCOMPATIBLE = "incompatible"  # its caches cannot be used here
     READ = "read"  # the transfer engine did not bring all bytes
     TIMEOUT = "timeout"  # the pull timeout was over before the read
+    CHECKSUM = "checksum"  # what has arrived is not what was leased, or it could not be compared
     LEASE = "lease"  # the lease had ended before the read, or when it was done
     UNCONFIRMED = "unconfirmed"  # whether it had ended could not be learnt
     INTERNAL = "internal"  # a fault of this code; the log has the traceback
@@ -54,11 +56,42 @@ class RefuseOrder:
 
 
 @dataclass(frozen=True)
+class HashOrder:
+    """Take checksums of a leased prompt's tokens before ``end_token``."""
+
+    lease_id: str
+    block_ids: tuple[tuple[int, ...], ...]  # per cache group, the whole block table; 0 marks a hole
+    end_token: int
+
+
+@dataclass(frozen=True)
 class StepOrders(KVConnectorMetadata):
     """All orders of one scheduler step."""
 
     pulls: tuple[PullOrder, ...] = field(default=())
     refusals: tuple[RefuseOrder, ...] = field(default=())
+    hashes: tuple[HashOrder, ...] = field(default=())
+
+
+@dataclass(frozen=True, eq=False)
+class Hashed:
+    """A worker's checksums of a leased prompt."""
+
+    lease_id: str
+    worker: int  # its number among the workers of the engine
+    groups: tuple[tuple[PlaneSums, ...], ...] | None  # by cache group and plane; None: they could not be taken
+
+
+@dataclass(frozen=True, eq=False)
+class WorkerReport(KVConnectorWorkerMetadata):
+    """What workers tell the scheduler half in one step."""
+
+    checksums: tuple[Hashed, ...] = field(default=())
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> "WorkerReport":
+        """Add what another worker reports."""
+        assert isinstance(other, WorkerReport)
+        return WorkerReport(checksums=self.checksums + other.checksums)
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
     SupportsHMA,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
@@ -52,6 +53,7 @@ __all__ = [
     "KVConnectorRole",
     "KVConnectorStats",
     "KVConnectorTransferResults",
+    "KVConnectorWorkerMetadata",
     "SupportsHMA",
     "init_logger",
 ]

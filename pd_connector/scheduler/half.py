@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from pd_connector.config import ConnectorConfig
-from pd_connector.metadata import StepOrders, WorkerHandshake
+from pd_connector.metadata import StepOrders, WorkerHandshake, WorkerReport
 from pd_connector.params import is_decode_leg, is_prefill_leg
 from pd_connector.scheduler.consumer import Consumer
 from pd_connector.scheduler.drain import Drain
@@ -68,7 +68,9 @@ class SchedulerHalf:
             port = config.port and config.port + data_parallel_index(vllm_config)
             model = model_identity(vllm_config, config.model_check)
             tp_size, _ = engine_ranks(vllm_config)
-            self._producer = Producer(host, port, config.lease_ttl_s, model, tp_size, self._leases_ended, keys)
+            self._producer = Producer(
+                host, port, config.lease_ttl_s, model, tp_size, self._leases_ended, keys, verify=config.verify
+            )
         if role.consumes:
             self._client = ControlClient(keys=keys, allowed=AllowedPeers(config.allowed_peers))
             self._renewals = Renewals(self._client, config.handshake_timeout_s)
@@ -113,17 +115,27 @@ class SchedulerHalf:
         if self._producer is not None and self._drain is not None:
             self._drain.must_stay(self._producer.leases.active, busy=busy)
         self._free_ended_leases()
-        return StepOrders(pulls, refusals)
+        book = self._producer.checksums if self._producer else None
+        return StepOrders(pulls, refusals, hashes=book.take_orders() if book else ())
+
+    def take_report(self, report: WorkerReport) -> None:
+        """Take what the workers have reported."""
+        if self._producer is not None and self._producer.checksums is not None:
+            for hashed in report.checksums:
+                self._producer.checksums.add(hashed)
 
     def wants_step(self) -> bool:
         """Whether the engine must step though it has no requests.
 
-        To free the blocks of ended leases, and when it is to stop, to stay for decode engines that hold leases.
+        To free the blocks of ended leases, to have checksums taken, and when it is to stop, to stay for decode engines
+        that hold leases.
         """
         if self._producer is None:
             return False
         active = self._producer.leases.active
         if self._drain is not None and self._drain.must_stay(active):
+            return True
+        if self._producer.checksums is not None and self._producer.checksums.wants_step:
             return True
         # An engine that cannot be woken has to stay awake.
         return self._producer.leases.has_ended or (self._wake_engine is None and active > 0)

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from layout.checksums import BlockReader, in_place
 from layout.cost import CostModel
 from layout.geometry import ModelIdentity, WorkerGeometry
 from pd_connector.config import ConfigError, ConnectorConfig
-from pd_connector.metadata import StepOrders, WorkerHandshake
+from pd_connector.metadata import StepOrders, WorkerHandshake, WorkerReport
 from pd_connector.shared_secret import load_keys
 from pd_connector.stats import StatsRecorder
 from pd_connector.vllm_compat import (
@@ -27,10 +28,13 @@ from pd_connector.vllm_compat import (
     worker_ranks,
 )
 from pd_connector.worker.caches import Cache, describe_caches, tensors_of
+from pd_connector.worker.device_reader import DeviceReader
+from pd_connector.worker.hashing import HashService, Summing
 from pd_connector.worker.peer import PullContext
 from pd_connector.worker.pulls import PullService
 from pd_connector.worker.settlement import Settled
 from pd_connector.worker.staged_reads import ReadPlanner
+from pd_connector.worker.verification import Verifier
 from transfer.control.allowed import AllowedPeers
 from transfer.control.client import ControlClient
 from transfer.engine.base import TransferEngine
@@ -67,6 +71,8 @@ class WorkerHalf:
         self._client: ControlClient | None = None
         self._pulls: PullService | None = None
         self._geometry: WorkerGeometry | None = None
+        self._summing: Summing | None = None  # with verify
+        self._hashing: HashService | None = None  # and if this engine prefills
 
     def register_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Describe the caches, register their memory with the transfer engine, get ready to pull.
@@ -95,6 +101,8 @@ class WorkerHalf:
             ranks.index, ranks.world_size, sum(region.size for region in geometry.regions), geometry.block_bytes,
             sum(len(group.planes) for group in geometry.groups),
         )  # fmt: skip
+        if self._config.verify:
+            self._start_summing(geometry, kv_caches, ranks)
         if reads is not None:
             self._client = ControlClient(keys=self._keys, allowed=self._allowed)
             self._pulls = PullService(self._context(ranks, model, reads), self._config.peer_idle_s)
@@ -110,6 +118,14 @@ class WorkerHalf:
                 self._pulls.refuse(refusal)
             for order in orders.pulls:
                 self._pulls.submit(order)
+        if self._hashing is not None:
+            for leased in orders.hashes:
+                self._hashing.submit(leased)
+
+    def report(self) -> WorkerReport | None:
+        """What was finished for the scheduler half since the last call; None if nothing."""
+        checksums = self._hashing.take() if self._hashing is not None else ()
+        return WorkerReport(checksums=checksums) if checksums else None
 
     def take_results(self) -> KVConnectorTransferResults:
         """The pulls that have ended on this rank since the last call."""
@@ -123,6 +139,8 @@ class WorkerHalf:
 
     def shutdown(self) -> None:
         """End all transfers, unregister the memory, join all threads."""
+        if self._hashing is not None:
+            self._hashing.close()
         if self._pulls is not None:
             self._pulls.close()
         if self._engine is not None:
@@ -131,6 +149,14 @@ class WorkerHalf:
             self._client.close()
         if self._pulls is not None:
             self._pulls.join()
+
+    def _start_summing(self, geometry: WorkerGeometry, kv_caches: Mapping[str, Cache], ranks: Ranks) -> None:
+        tensors = [tensor for cache in kv_caches.values() for tensor in tensors_of(cache)]
+        read: BlockReader = in_place if caches_are_host_memory() or not tensors else DeviceReader(tensors)
+        self._summing = Summing(geometry, read)
+        if self._role.produces:
+            self._hashing = HashService(self._summing, ranks.index)
+        logger.info("PDConnector: rank %d takes checksums of every pull, which costs time (verify)", ranks.index)
 
     def _plan_reads(self, geometry: WorkerGeometry, kv_caches: Mapping[str, Cache]) -> ReadPlanner:
         config = self._config
@@ -163,6 +189,7 @@ class WorkerHalf:
             reads=reads,
             handshake_timeout_s=self._config.handshake_timeout_s,
             pull_timeout_s=self._config.pull_timeout_s,
+            verifier=Verifier(self._summing, self._client) if self._summing is not None else None,
             replica_turn=zlib.crc32(str(self._vllm_config.kv_transfer_config.engine_id).encode()),
         )
 
