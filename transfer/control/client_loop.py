@@ -32,6 +32,8 @@ from transfer.control.keys import ControlKeys
 from transfer.control.messages import (
     Cancel,
     Cancelled,
+    Checksummed,
+    Checksums,
     Error,
     ErrorCode,
     Hello,
@@ -51,7 +53,13 @@ from transfer.control.wakeup import Wakeup
 
 logger = logging.getLogger(__name__)
 
-_ANSWER_OF: dict[type, type] = {Hello: Welcome, Renew: Renewed, Release: Released, Cancel: Cancelled}
+_ANSWER_OF: dict[type, type] = {
+    Hello: Welcome,
+    Renew: Renewed,
+    Release: Released,
+    Cancel: Cancelled,
+    Checksums: Checksummed,
+}
 _REPLIES_PER_TURN = 64  # of one peer, then the others have theirs
 
 
