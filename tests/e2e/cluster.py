@@ -50,6 +50,7 @@ class ServerSpec:
     block_size: int = BLOCK_SIZE
     options: tuple[tuple[str, object], ...] = ()
     secret: str = ""  # of the control channel; empty for none
+    shutdown_timeout_s: int = 0  # how long vLLM lets a server that is told to stop finish its work
 
     @property
     def name(self) -> str:
@@ -74,6 +75,7 @@ class ServerSpec:
             *("--host", "127.0.0.1", "--port", str(port)),
             *("--enforce-eager", "--block-size", str(self.block_size), "--kv-cache-memory-bytes", str(KV_CACHE_BYTES)),
             *("--tensor-parallel-size", str(self.tensor_parallel), *self.model.server_arguments),
+            *("--shutdown-timeout", str(self.shutdown_timeout_s)),
             *("--kv-transfer-config", json.dumps(connector)),
         ]
 
