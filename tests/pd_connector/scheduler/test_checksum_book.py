@@ -1,5 +1,6 @@
 """The book of checksums: ordered once, answered from when all is there, forgotten with the lease."""
 
+import pickle
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -142,6 +143,13 @@ def test_more_numbers_than_a_message_holds_are_refused(book: ChecksumBook) -> No
 def test_reports_of_several_workers_travel_together() -> None:
     a, b = a_report(), a_report(worker=1)
     assert WorkerReport(checksums=(a,)).aggregate(WorkerReport(checksums=(b,))).checksums == (a, b)
+
+
+def test_a_report_survives_vllms_way_between_processes(book: ChecksumBook) -> None:
+    order_a(book)
+    for hashed in pickle.loads(pickle.dumps(WorkerReport((a_report(),)))).checksums:
+        book.add(hashed)
+    assert ask(book).sums == (1, 2, 3, 4, 5, 6)
 
 
 # In the lease service

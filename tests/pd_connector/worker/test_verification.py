@@ -22,6 +22,7 @@ from layout.plan import compile_plans
 from layout.sharding import Source, choose_sources
 from pd_connector.metadata import Cause, Hashed, HashOrder, PullOrder
 from pd_connector.scheduler.checksum_book import ChecksumBook
+from pd_connector.worker import verification
 from pd_connector.worker.block_tables import block_table
 from pd_connector.worker.hashing import Interrupted, Summing
 from pd_connector.worker.settlement import PullFailed
@@ -246,6 +247,20 @@ def test_a_long_prompt_is_compared_in_longer_stretches() -> None:
     assert asked.borders[-1] == 50_000
     assert len(asked.borders) <= 2050
     assert all(border % 16 == 0 for border in asked.borders[:-1])
+
+
+def test_a_stretch_ends_where_a_window_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What lies before is not pulled, and a stretch that has both in it could not be compared."""
+    monkeypatch.setattr(verification, "_STRETCHES_AT_ONCE", 2)
+    model = Model(4, (3, 2), 2, ((0, 2), (1,)), (0, WINDOW))
+    engine = Engine("BHLNC", blocks=12)
+    ids = tuple((*([0] * holes), *range(holes + 1, 10)) for holes in (0, 4))
+    transfer = Transfer.of(model, engine, engine, (0, 130), (ids, ((ids[0]), (0, 0, *range(3, 10)))))
+    (rank,) = transfer.ours
+    transfer.lease(rank)
+    transfer.pull(rank)
+    transfer.verify(rank)
+    assert [asked.borders for asked in transfer.client.asked] == [(0, 80, 130), (0, 64, 80, 130)]
 
 
 def test_a_block_size_that_cannot_be_compared_is_refused_with_both_values() -> None:
