@@ -4,13 +4,19 @@ A prefill engine's worker (its memory, transfer engine and control endpoint, wit
 its own; this process pulls 1,500 tokens of a SmolLM2-135M cache in BHLNC from it, through everything that a decode
 worker uses. In one run, in turn: the pull as a whole, its read alone, one contiguous read through our engine, and
 one contiguous blocking read through Mooncake's own call. Medians over the rounds.
+
+With ``--verify``, pulls take turns with verified ones (setting ``verify``): the prefill process sums the blocks when it
+has granted the lease, this one compares. The cache is then described as CPUs without AMX keep it, K transposed beside
+V; else as those with AMX do, packed.
 """
 
 import argparse
 import multiprocessing as mp
 import statistics
+import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any, cast
 
@@ -21,13 +27,15 @@ import numpy.typing as npt
 from layout.copies import Copies
 from layout.cost import CostModel
 from layout.geometry import CacheGroup, ModelIdentity, Plane, Region, WorkerGeometry
-from pd_connector.metadata import PullOrder
+from pd_connector.metadata import Hashed, PullOrder
 from pd_connector.params import RemotePrefill
 from pd_connector.scheduler.producer import Producer
+from pd_connector.worker.hashing import Summing
 from pd_connector.worker.peer import PullContext
 from pd_connector.worker.pulls import PullService
 from pd_connector.worker.settlement import Settled
 from pd_connector.worker.staged_reads import ReadPlanner
+from pd_connector.worker.verification import Verifier
 from transfer.control.client import ControlClient
 from transfer.engine.mooncake import MooncakeEngine, MooncakeOptions
 
@@ -37,8 +45,8 @@ HOST = "127.0.0.1"
 CONTIGUOUS = "one contiguous read, our engine"
 
 
-def geometry(memory: npt.NDArray[np.uint8], blocks: int, address: str) -> WorkerGeometry:
-    """One worker's cache in BHLNC over ``memory``."""
+def geometry(memory: npt.NDArray[np.uint8], blocks: int, address: str, packed: bool = True) -> WorkerGeometry:
+    """One worker's cache in BHLNC over ``memory``; a head's block is opaque, or K transposed and V."""
     page = BLOCK_TOKENS * 2 * HEAD_SIZE * ITEM
     plane = Plane(
         part="kv", layers=tuple(f"layers.{i}" for i in range(LAYERS)), head_start=0, heads=HEADS,
@@ -46,8 +54,16 @@ def geometry(memory: npt.NDArray[np.uint8], blocks: int, address: str) -> Worker
         layer_stride=page, block_stride=HEADS * LAYERS * page, head_stride=LAYERS * page,
         token_stride=2 * HEAD_SIZE * ITEM, content_stride=ITEM, packing="cpu",
     )  # fmt: skip
+    planes = (plane,) if packed else _transposed(plane)
     regions = (Region(memory.ctypes.data, memory.nbytes),)
-    return WorkerGeometry(0, 1, 0, 1, HEADS, address, (CacheGroup(BLOCK_TOKENS, 0, (plane,)),), regions)
+    return WorkerGeometry(0, 1, 0, 1, HEADS, address, (CacheGroup(BLOCK_TOKENS, 0, planes),), regions)
+
+
+def _transposed(plane: Plane) -> tuple[Plane, Plane]:
+    half = replace(plane, content=HEAD_SIZE, packing="")
+    key = replace(half, part="k", token_stride=ITEM, content_stride=BLOCK_TOKENS * ITEM)
+    offset = BLOCK_TOKENS * HEAD_SIZE * ITEM
+    return key, replace(half, part="v", address=plane.address + offset, token_stride=HEAD_SIZE * ITEM)
 
 
 class _Request:
@@ -61,19 +77,29 @@ class _Request:
         self.request_id, self.num_prompt_tokens, self.prompt_token_ids = request_id, tokens, None
 
 
-def serve(pipe: Connection, blocks: int, tokens: int) -> None:
-    """The prefill engine: grants a lease for every table of block ids that comes through the pipe."""
+def serve(pipe: Connection, blocks: int, tokens: int, packed: bool) -> None:
+    """The prefill engine: grants a lease for every table of block ids that comes through the pipe.
+
+    With each comes whether its checksums are wanted.
+    """
     memory = np.random.default_rng(1).integers(0, 256, blocks * block_bytes(), np.uint8)
     engine = MooncakeEngine(MooncakeOptions(HOST))
-    worker = geometry(memory, blocks, engine.address)
+    worker = geometry(memory, blocks, engine.address, packed)
     engine.register(worker.regions)
-    producer: Producer[None] = Producer(HOST, 0, 30.0, MODEL, 1)
+    producer: Producer[None] = Producer(HOST, 0, 30.0, MODEL, 1, verify=True)
     producer.set_workers((worker,))
+    assert producer.checksums is not None
+    summing = Summing(worker)
     pipe.send((engine.address, memory.ctypes.data, memory.nbytes))
     number = 0
-    while (block_ids := pipe.recv()) is not None:
+    while (asked := pipe.recv()) is not None:
+        block_ids, verify = asked
         producer.leases.collect()
         pipe.send(producer.finish_prefill(cast("Any", _Request(f"r{number}", tokens)), (block_ids,), None))
+        for order in producer.checksums.take_orders():
+            if verify:
+                sums = summing.sums(order.block_ids, 0, order.end_token, threading.Event())
+                producer.checksums.add(Hashed(order.lease_id, 0, sums))
         number += 1
     producer.close()
     engine.close()
@@ -87,32 +113,39 @@ def block_bytes() -> int:
 class Puller:
     """The decode worker."""
 
-    def __init__(self, blocks: int) -> None:
+    def __init__(self, blocks: int, packed: bool) -> None:
         self.memory = np.zeros(blocks * block_bytes(), np.uint8)
         self.engine = MooncakeEngine(MooncakeOptions(HOST))
         self.client = ControlClient()
-        local = geometry(self.memory, blocks, self.engine.address)
+        local = geometry(self.memory, blocks, self.engine.address, packed)
         self.engine.register(local.regions)
 
         reads = ReadPlanner(CostModel.of_protocol("tcp"), local.regions)
         context = PullContext(local, MODEL, self.engine, self.client, 0, 1, reads, 10.0, 60.0)
-        self.pulls = PullService(context, 600.0)
+        verifier = Verifier(Summing(local), self.client)
+        self.pulls = {
+            False: PullService(context, 600.0),
+            True: PullService(replace(context, verifier=verifier), 600.0),
+        }
 
-    def pull(self, params: dict[str, object], block_ids: list[int], tokens: int) -> Settled:
+    def pull(self, params: dict[str, object], block_ids: list[int], tokens: int, verify: bool) -> Settled:
         """One pull, waited for as the model runner does: by looking in again and again."""
         remote = msgspec.convert(params, RemotePrefill)
-        self.pulls.submit(PullOrder(remote.remote_request_id, remote, (tuple(block_ids),), 0, tokens, remote.lease_id))
-        while not (settled := self.pulls.take_settled()):
+        pulls = self.pulls[verify]
+        pulls.submit(PullOrder(remote.remote_request_id, remote, (tuple(block_ids),), 0, tokens - 1, remote.lease_id))
+        while not (settled := pulls.take_settled()):
             time.sleep(1e-4)
         assert not settled[0].cause, settled[0].reason
         return settled[0]
 
     def close(self) -> None:
         """End all threads."""
-        self.pulls.close()
+        for pulls in self.pulls.values():
+            pulls.close()
         self.engine.close()
         self.client.close()
-        self.pulls.join()
+        for pulls in self.pulls.values():
+            pulls.join()
 
 
 class Measured:
@@ -136,37 +169,41 @@ class Measured:
         reference = statistics.median(self.seconds[base])
         for name, values in self.seconds.items():
             median = statistics.median(values)
-            rate = f"{size / median / 1e9:6.2f} GB/s {reference / median:6.0%}" if "release" not in name else ""
+            rate = f"{size / median / 1e9:6.2f} GB/s {reference / median:6.0%}"
+            rate = "" if "its release" in name or "its verif" in name else rate
             print(f"  {name:44s} {1e3 * median:8.2f} ms {rate}")
 
 
 class Bench:
     """One prefill process, one puller, and Mooncake's own call for comparison."""
 
-    def __init__(self, tokens: int) -> None:
+    def __init__(self, tokens: int, packed: bool) -> None:
         self.tokens = tokens
         self.needed = -(-tokens // BLOCK_TOKENS)
         self.size = self.needed * block_bytes()
         self._blocks = 3 * self.needed
         self._pipe, other = mp.Pipe()
-        self._process = mp.get_context("spawn").Process(target=serve, args=(other, self._blocks, tokens), daemon=True)
+        arguments = other, self._blocks, tokens, packed
+        self._process = mp.get_context("spawn").Process(target=serve, args=arguments, daemon=True)
         self._process.start()
         self._address, self._remote, remote_size = self._pipe.recv()
-        self._puller = Puller(self._blocks)
+        self._puller = Puller(self._blocks, packed)
         self._link = self._puller.engine.open(self._address, [Region(self._remote, remote_size)])
         self._mooncake = _plain_mooncake()
         self._random = np.random.default_rng(2)
 
-    def pull(self, measured: Measured, scattered: bool) -> None:
+    def pull(self, measured: Measured, scattered: bool, verify: bool = False) -> None:
         """One pull of a prompt whose blocks lie side by side or anywhere, on both sides."""
         ours, theirs = (self._block_ids(scattered) for _ in range(2))
-        self._pipe.send(theirs)
+        self._pipe.send((theirs, verify))
         params = self._pipe.recv()
-        name = f"{'scattered' if scattered else 'adjacent'} blocks"
+        name = f"{'scattered' if scattered else 'adjacent'} blocks{', verified' if verify else ''}"
         start = time.perf_counter()
-        settled = self._puller.pull(params, ours, self.tokens)
+        settled = self._puller.pull(params, ours, self.tokens, verify)
         measured.add(f"pull, {name}", time.perf_counter() - start)
         measured.add(f"  its read, {name}", settled.seconds["read"])
+        if verify:
+            measured.add(f"  its verification, {name}", settled.seconds["verify"])
         measured.add(f"  its release, {name}", settled.seconds["release"])
 
     def contiguous(self) -> None:
@@ -205,13 +242,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=1500)
     parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--verify", action="store_true", help="pulls with and without checksums, in turn")
     arguments = parser.parse_args()
-    bench = Bench(arguments.tokens)
+    bench = Bench(arguments.tokens, packed=not arguments.verify)
     warm_up, measured = Measured(), Measured()
     for round_number in range(-3, arguments.rounds):
         into = measured if round_number >= 0 else warm_up
-        bench.pull(into, scattered=False)
-        bench.pull(into, scattered=True)
+        for scattered in (False, True):
+            bench.pull(into, scattered)
+            if arguments.verify:
+                bench.pull(into, scattered, verify=True)
         into.time(CONTIGUOUS, bench.contiguous)
         into.time("one contiguous read, Mooncake's blocking call", bench.plain)
     print(f"\n{bench.tokens} tokens of SmolLM2-135M, {bench.size / 1e6:.1f} MB, median of {arguments.rounds}")

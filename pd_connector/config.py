@@ -109,6 +109,12 @@ class ConnectorConfig(BaseModel):
         "off: neither, for models known to produce the same KV cache from different files, such as differently "
         "quantised ones.",
     )
+    verify: bool = Field(
+        default=False,
+        description="Compare checksums at every pull, to commission a new setup: prefill workers take them of the "
+        "blocks that are leased, decode workers of what has arrived, and a pull fails if they differ. A decode engine "
+        "that verifies needs prefill engines that do.",
+    )
     secret_file: str | None = Field(
         default=None,
         min_length=1,

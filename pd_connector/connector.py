@@ -21,7 +21,6 @@ from pd_connector.vllm_compat import (
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorTransferResults,
-    KVConnectorWorkerMetadata,
     SupportsHMA,
     check_supported,
     extra_config,
@@ -239,8 +238,9 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA):
         """What has ended on this rank since the last call."""
         return self._worker.take_results()
 
-    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        """What this rank tells the scheduler side beside that."""
+    @_timed
+    def build_connector_worker_meta(self) -> WorkerReport | None:
+        """What this rank tells the scheduler side beside that; None if nothing."""
         return self._worker.take_report()
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from layout.checksums import PlaneSums
 from layout.geometry import WorkerGeometry
 from pd_connector.host_orders import BlockMoves, LoadOrder, StoreEnds, StoreOrder
 from pd_connector.params import RemotePrefill
@@ -42,6 +43,7 @@ class Cause(StrEnum):
     INCOMPATIBLE = "incompatible"  # its caches cannot be used here
     READ = "read"  # the transfer engine did not bring all bytes
     TIMEOUT = "timeout"  # the pull timeout was over before the read
+    CHECKSUM = "checksum"  # what has arrived is not what was leased, or it could not be compared
     LEASE = "lease"  # the lease had ended before the read, or when it was done
     UNCONFIRMED = "unconfirmed"  # whether it had ended could not be learnt
     INTERNAL = "internal"  # a fault of this code; the log has the traceback
@@ -74,21 +76,12 @@ class RefuseOrder:
 
 
 @dataclass(frozen=True)
-class WorkerReport(KVConnectorWorkerMetadata):
-    """What the worker half tells the scheduler half of one step, beside the requests that vLLM waits for."""
+class HashOrder:
+    """Take checksums of a leased prompt's tokens before ``end_token``."""
 
-    stores: Mapping[int, StoreEnds] = field(default_factory=dict)  # by store id
-
-    def __bool__(self) -> bool:
-        return bool(self.stores)
-
-    def aggregate(self, other: KVConnectorWorkerMetadata) -> "WorkerReport":
-        """Both ranks' reports as one."""
-        assert isinstance(other, WorkerReport)
-        stores = dict(self.stores)
-        for store_id, ends in other.stores.items():
-            stores[store_id] = stores[store_id] + ends if store_id in stores else ends
-        return WorkerReport(stores)
+    lease_id: str
+    block_ids: tuple[tuple[int, ...], ...]  # per cache group, the whole block table; 0 marks a hole
+    end_token: int
 
 
 @dataclass(frozen=True)
@@ -99,6 +92,32 @@ class StepOrders(KVConnectorMetadata):
     refusals: tuple[RefuseOrder, ...] = field(default=())
     loads: tuple[LoadOrder, ...] = field(default=())
     stores: tuple[StoreOrder, ...] = field(default=())
+    hashes: tuple[HashOrder, ...] = field(default=())
+
+
+@dataclass(frozen=True, eq=False)
+class Hashed:
+    """A worker's checksums of a leased prompt."""
+
+    lease_id: str
+    worker: int  # its number among the workers of the engine
+    groups: tuple[tuple[PlaneSums, ...], ...] | None  # by cache group and plane; None: they could not be taken
+
+
+@dataclass(frozen=True, eq=False)
+class WorkerReport(KVConnectorWorkerMetadata):
+    """What workers tell the scheduler half in one step, beside the requests that vLLM waits for."""
+
+    stores: Mapping[int, StoreEnds] = field(default_factory=dict)  # by store id
+    checksums: tuple[Hashed, ...] = field(default=())
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> "WorkerReport":
+        """Both workers' reports as one."""
+        assert isinstance(other, WorkerReport)
+        stores = dict(self.stores)
+        for store_id, ends in other.stores.items():
+            stores[store_id] = stores[store_id] + ends if store_id in stores else ends
+        return WorkerReport(stores, self.checksums + other.checksums)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from prometheus_client import Counter, Gauge, Histogram
 
 from pd_connector.vllm_compat import KVConnectorPromMetrics, KVConnectorStats
 
-PHASES = ("queue", "handshake", "plan", "read", "release", "total")
+PHASES = ("queue", "handshake", "plan", "read", "verify", "release", "total")
 HOST_COPIES = ("store", "load")
 
 _COUNTERS = {

@@ -54,16 +54,29 @@ class SlotPool:
         self.slot_bytes = slot_bytes
         self._owner = owner
         self._lock = threading.Lock()
-        self._free = [region.address + slot * slot_bytes for slot in range(slots)]
+        self._slots = frozenset(region.address + slot * slot_bytes for slot in range(slots))
+        self._free = sorted(self._slots)
+        self._lent: set[int] = set()
 
     @contextmanager
     def borrow(self) -> Iterator[int | None]:
         """The address of a slot for the time of a ``with`` block; None if all are lent out."""
         with self._lock:
             address = self._free.pop() if self._free else None
+            if address is not None:
+                self._lent.add(address)
         try:
             yield address
         finally:
             if address is not None:
                 with self._lock:
+                    self._lent.remove(address)
                     self._free.append(address)
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless every slot is free or lent to one borrower."""
+        with self._lock:
+            free = set(self._free)
+            assert len(free) == len(self._free), "a slot is free twice"
+            assert not free & self._lent, "a slot is free and lent at once"
+            assert free | self._lent == self._slots, "a slot was lost, or is none of this pool"

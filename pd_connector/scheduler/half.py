@@ -77,7 +77,9 @@ class SchedulerHalf:
             port = config.port and config.port + data_parallel_index(vllm_config)
             model = model_identity(vllm_config, config.model_check)
             tp_size, _ = engine_ranks(vllm_config)
-            self._producer = Producer(host, port, config.lease_ttl_s, model, tp_size, self._leases_ended, keys)
+            self._producer = Producer(
+                host, port, config.lease_ttl_s, model, tp_size, self._leases_ended, keys, verify=config.verify
+            )
         if role.consumes:
             self._client = ControlClient(keys=keys, allowed=AllowedPeers(config.allowed_peers))
             self._renewals = Renewals(self._client, config.handshake_timeout_s)
@@ -148,16 +150,18 @@ class SchedulerHalf:
         if self._producer is not None and self._drain is not None:
             self._drain.must_stay(self._producer.leases.active, busy=bool(scheduled))
         self._free_ended_leases()
+        book = self._producer.checksums if self._producer else None
+        hashes = book.take_orders() if book else ()
         if self._host is None:
-            return StepOrders(pulls, refusals)
+            return StepOrders(pulls, refusals, hashes=hashes)
         self._host.choose_stores(scheduled)
-        return StepOrders(pulls, refusals, *self._host.take_orders())
+        return StepOrders(pulls, refusals, *self._host.take_orders(), hashes)
 
     def wants_step(self) -> bool:
         """Whether the engine must step though it has no requests.
 
-        To free the blocks of ended leases, to store blocks in host memory and hear of it, and when it is to stop, to
-        stay for decode engines that hold leases.
+        To free the blocks of ended leases, to have checksums taken, to store blocks in host memory and hear of it, and
+        when it is to stop, to stay for decode engines that hold leases.
         """
         if self._host is not None and self._host.wants_step:
             return True
@@ -165,6 +169,8 @@ class SchedulerHalf:
             return False
         active = self._producer.leases.active
         if self._drain is not None and self._drain.must_stay(active):
+            return True
+        if self._producer.checksums is not None and self._producer.checksums.wants_step:
             return True
         # An engine that cannot be woken has to stay awake.
         return self._producer.leases.has_ended or (self._wake_engine is None and active > 0)
@@ -183,6 +189,9 @@ class SchedulerHalf:
             self._host.loads_settled(request_ids, failed)
             if report is not None:
                 self._stats.count("host_blocks", self._host.stores_settled(report.stores))
+        if report is not None and self._producer is not None and self._producer.checksums is not None:
+            for hashed in report.checksums:
+                self._producer.checksums.add(hashed)
 
     def request_finished(self, request: "Request", block_ids: tuple[list[int], ...]) -> dict[str, Any] | None:
         """A request has ended: what the response tells the router. Its blocks are kept by references of our own."""

@@ -129,6 +129,12 @@ class LeaseTable(Generic[Held]):
             for lease_id in list(self._active):
                 self._end(lease_id, LeaseEnd.CANCELLED)
 
+    def still_valid(self, lease_ids: Iterable[str]) -> frozenset[str]:
+        """Those of the leases that have not ended. Changes nothing about them."""
+        with self._lock:
+            self._expire(self._clock())
+            return frozenset(lease_id for lease_id in lease_ids if lease_id in self._active)
+
     def collect(self) -> tuple[Held, ...]:
         """What the leases held that ended since the last call, each exactly once."""
         with self._lock:

@@ -40,15 +40,17 @@ class Producer(LeaseService[Held]):
         tp_size: int,
         leases_ended: Callable[[], None] = lambda: None,
         keys: ControlKeys | None = None,
+        *,
+        verify: bool = False,
     ) -> None:
         """``leases_ended`` is called on any thread, once or more, when ``leases.collect`` has something to give.
 
-        ``keys`` are those of the control channel; None serves whoever can connect.
+        ``keys`` are those of the control channel; None serves whoever can connect. ``verify``: keep checksums.
 
         Raises:
             ControlStartError: host and port cannot be bound.
         """
-        super().__init__(lease_ttl_s, model, tp_size, time.monotonic)
+        super().__init__(lease_ttl_s, model, tp_size, time.monotonic, verify=verify)
         self._leases_ended = leases_ended
         self._host = host
         self._server = ControlServer(self, host, port, keys=keys)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from layout.checksums import BlockReader, in_place
 from layout.cost import CostModel
 from layout.geometry import ModelIdentity, WorkerGeometry
 from pd_connector.config import ConfigError, ConnectorConfig
@@ -37,12 +38,15 @@ from pd_connector.vllm_compat import (
 )
 from pd_connector.worker.arrivals import Arrivals
 from pd_connector.worker.caches import Cache, describe_caches, tensors_of
+from pd_connector.worker.device_reader import DeviceReader
+from pd_connector.worker.hashing import HashService, Summing
 from pd_connector.worker.host_copies import CopyEnd
 from pd_connector.worker.host_pool import HostPool, Share
 from pd_connector.worker.peer import PullContext
 from pd_connector.worker.pulls import PullService
 from pd_connector.worker.settlement import Settled
 from pd_connector.worker.staged_reads import ReadPlanner
+from pd_connector.worker.verification import Verifier
 from transfer.control.allowed import AllowedPeers
 from transfer.control.client import ControlClient
 from transfer.engine.base import TransferEngine
@@ -82,6 +86,8 @@ class WorkerHalf:
         self._host: HostPool | None = None
         self._arrivals = Arrivals()
         self._stores: dict[int, StoreEnds] = {}  # that have ended since the last report
+        self._summing: Summing | None = None  # with verify
+        self._hashing: HashService | None = None  # and if this engine prefills
 
     def register_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Describe the caches, register their memory with the transfer engine, get ready to pull.
@@ -113,6 +119,8 @@ class WorkerHalf:
         )  # fmt: skip
         if self._config.cpu_bytes_to_use:
             self._host = self._open_host_pool(geometry, kv_caches, ranks)
+        if self._config.verify:
+            self._start_summing(geometry, kv_caches, ranks)
         if reads is not None:
             self._client = ControlClient(keys=self._keys, allowed=self._allowed)
             self._pulls = PullService(self._context(ranks, model, reads), self._config.peer_idle_s)
@@ -138,6 +146,9 @@ class WorkerHalf:
                 self._pulls.refuse(refusal)
             for pull in orders.pulls:
                 self._pulls.submit(pull)
+        if self._hashing is not None:
+            for leased in orders.hashes:
+                self._hashing.submit(leased)
 
     def take_results(self) -> KVConnectorTransferResults:
         """The requests whose blocks have arrived on this rank, from wherever they came, since the last call.
@@ -161,10 +172,13 @@ class WorkerHalf:
     def take_report(self) -> WorkerReport | None:
         """What has ended on this rank that no request waits for, since the last call."""
         stores, self._stores = self._stores, {}
-        return WorkerReport(stores) if stores else None
+        checksums = self._hashing.take() if self._hashing is not None else ()
+        return WorkerReport(stores, checksums) if stores or checksums else None
 
     def shutdown(self) -> None:
         """End all transfers, unregister the memory, join all threads."""
+        if self._hashing is not None:
+            self._hashing.close()
         if self._pulls is not None:
             self._pulls.close()
         if self._engine is not None:
@@ -182,6 +196,14 @@ class WorkerHalf:
         tensors = [tensor for cache in kv_caches.values() for tensor in tensors_of(cache)]
         share = Share(self._config.cpu_bytes_to_use, ranks.world_size, workers_on_this_machine(self._vllm_config))
         return HostPool.open(share, geometry, tensors) if tensors else None
+
+    def _start_summing(self, geometry: WorkerGeometry, kv_caches: Mapping[str, Cache], ranks: Ranks) -> None:
+        tensors = [tensor for cache in kv_caches.values() for tensor in tensors_of(cache)]
+        read: BlockReader = in_place if caches_are_host_memory() or not tensors else DeviceReader(tensors)
+        self._summing = Summing(geometry, read)
+        if self._role.produces:
+            self._hashing = HashService(self._summing, ranks.index)
+        logger.info("PDConnector: rank %d takes checksums of every pull, which costs time (verify)", ranks.index)
 
     def _plan_reads(self, geometry: WorkerGeometry, kv_caches: Mapping[str, Cache]) -> ReadPlanner:
         config = self._config
@@ -214,6 +236,7 @@ class WorkerHalf:
             reads=reads,
             handshake_timeout_s=self._config.handshake_timeout_s,
             pull_timeout_s=self._config.pull_timeout_s,
+            verifier=Verifier(self._summing, self._client) if self._summing is not None else None,
             replica_turn=zlib.crc32(str(self._vllm_config.kv_transfer_config.engine_id).encode()),
         )
 

@@ -14,22 +14,23 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-import numpy as np
-
 from layout.compatibility import check_models
 from layout.conversion import describe_conversion
 from layout.copies import Copies
 from layout.geometry import ModelIdentity, WorkerGeometry
-from layout.plan import BlockTable, Plan, PlanError, compile_plans
+from layout.plan import Plan, PlanError, compile_plans
 from layout.regions import RegionTable
-from layout.sharding import choose_sources
+from layout.sharding import Source, choose_sources
 from layout.staging import Schedule
 from pd_connector.metadata import Cause, PullOrder
 from pd_connector.vllm_compat import init_logger
-from pd_connector.worker.settlement import Settled, Settlement, Stopwatch
+from pd_connector.worker.block_tables import block_table
+from pd_connector.worker.hashing import Interrupted
+from pd_connector.worker.settlement import PullFailed, Settled, Settlement, Stopwatch, cause_of
 from pd_connector.worker.staged_reads import SLOTS, ReadPlanner
+from pd_connector.worker.verification import Verifier
 from transfer.control.client import ControlClient
-from transfer.control.errors import AuthenticationFailed, ControlError, PeerNotAllowed, PeerRefused
+from transfer.control.errors import ControlError, PeerNotAllowed
 from transfer.control.messages import Hello, Welcome
 from transfer.engine.base import Link, ReadFailed, TransferEngine
 
@@ -52,14 +53,7 @@ class PullContext:
     handshake_timeout_s: float
     pull_timeout_s: float
     replica_turn: int = 0  # see ``layout.sharding.choose_sources``
-
-
-class PullFailed(Exception):  # noqa: N818
-    """A pull cannot be completed; nothing writes to its blocks any more."""
-
-    def __init__(self, cause: Cause, reason: str) -> None:
-        super().__init__(reason)
-        self.cause = cause
+    verifier: Verifier | None = None  # compares checksums of every pull
 
 
 @dataclass
@@ -72,6 +66,7 @@ class _Peer:
     workers: Sequence[WorkerGeometry]
     plans: dict[int, Plan]  # by index into workers
     regions: dict[int, RegionTable]  # of the workers that are read from
+    sources: Sequence[Source]
     links: dict[int, Link] = field(default_factory=dict)
 
 
@@ -145,26 +140,28 @@ class PeerSession:
         deadline = submitted + self._context.pull_timeout_s
         try:
             self._confirm(order, self._read_all(order, deadline, watch), deadline, watch)
+        except Interrupted:
+            return  # closing: what is outstanding is not reported any more
         except PullFailed as error:
-            self._settlement.fail(order, error.cause, str(error), watch)
+            self._settlement.fail(order, error.cause, str(error), watch, tell=not error.is_mute)
             if error.cause.cuts_off:
                 self._fail_queued(error)
         except Exception as error:
             # A peer's geometry is data from another machine. Whatever it makes us trip over, the request must end.
             logger.exception("PDConnector: unexpected failure of the pull of request %s", order.request_id)
             self._drop_links()
-            self._settlement.fail(order, Cause.INTERNAL, f"{type(error).__name__}: {error}", watch)
+            self._settlement.fail(order, Cause.INTERNAL, f"{type(error).__name__}: {error}", watch, tell=True)
 
     def _read_all(self, order: PullOrder, deadline: float, watch: Stopwatch) -> list[Schedule]:
         """Bring all bytes of a pull.
 
         Raises:
-            PullFailed: some are missing; every read has settled.
+            PullFailed: some are missing, or not what was leased; every read has settled.
         """
         peer = self._handshake(deadline)
         watch.lap("handshake")
-        local = [_block_table(ids) for ids in order.local_block_ids]
-        remote = [_block_table(ids) for ids in order.remote.remote_block_ids]
+        local = [block_table(ids) for ids in order.local_block_ids]
+        remote = [block_table(ids) for ids in order.remote.remote_block_ids]
         if len(remote) != len(peer.workers[0].groups):
             raise PullFailed(
                 Cause.PARAMS,
@@ -183,6 +180,9 @@ class PeerSession:
             self._link(peer, index)
         schedules = for_each_rank(lambda index: self._read(peer, index, batches[index], order, deadline), ranks)
         watch.lap("read")
+        if self._context.verifier is not None:
+            self._context.verifier.verify(order, peer.workers, peer.sources, deadline, self._closing)
+            watch.lap("verify")
         return list(schedules.values())
 
     def _read(self, peer: _Peer, index: int, copies: Copies, order: PullOrder, deadline: float) -> Schedule:
@@ -230,20 +230,20 @@ class PeerSession:
         timeout = min(context.handshake_timeout_s, max(deadline - time.monotonic(), 0.001))
         try:
             welcome = context.client.request(self._host, self._port, Hello(self._engine_id), timeout).result()
-        except PeerRefused as error:
-            raise PullFailed(Cause.REFUSED, str(error)) from error
         except ControlError as error:
-            denied = isinstance(error, AuthenticationFailed | PeerNotAllowed)
-            raise PullFailed(Cause.DENIED if denied else Cause.UNREACHABLE, str(error)) from error
+            cause = cause_of(error)
+            raise PullFailed(cause, str(error), is_mute=cause is not Cause.REFUSED) from error
         assert isinstance(welcome, Welcome)
         try:
             check_models(context.model, welcome.model)
             sources = choose_sources(context.local, welcome.workers, context.replica_turn)
             plans = compile_plans(context.local, welcome.workers, sources)
+            if context.verifier is not None:
+                context.verifier.check_peer(welcome.verify, welcome.workers, sources)
             regions = {index: RegionTable(welcome.workers[index].regions) for index in plans}
         except ValueError as error:  # IncompatibleCachesError, PlanError, or regions that overlap
             raise PullFailed(Cause.INCOMPATIBLE, str(error)) from error
-        peer = _Peer(welcome.workers, plans, regions)
+        peer = _Peer(welcome.workers, plans, regions, sources)
         try:
             for index in plans:
                 self._link(peer, index)
@@ -277,7 +277,7 @@ class PeerSession:
                 self._orders.put(None)
                 return
             order, submitted = item
-            self._settlement.fail(order, error.cause, str(error), Stopwatch(submitted))
+            self._settlement.fail(order, error.cause, str(error), Stopwatch(submitted), tell=not error.is_mute)
             with self._lock:
                 self._unsettled -= 1
 
@@ -295,9 +295,3 @@ def for_each_rank(work: Callable[[int], _Result], ranks: Sequence[int]) -> dict[
     with ThreadPoolExecutor(min(len(ranks), SLOTS), "pd-rank") as threads:
         results = {rank: threads.submit(work, rank) for rank in ranks}
     return {rank: result.result() for rank, result in results.items()}
-
-
-def _block_table(block_ids: Sequence[int]) -> BlockTable:
-    """A request's block table; vLLM's null block, id 0, is a hole."""
-    ids = np.array(block_ids, np.int64)
-    return BlockTable.of(np.where(ids == 0, -1, ids))

@@ -12,10 +12,27 @@ from dataclasses import dataclass, field, replace
 from pd_connector.metadata import Cause, PullOrder
 from pd_connector.params import contents_digest
 from transfer.control.client import ControlClient
+from transfer.control.errors import AuthenticationFailed, ControlError, PeerNotAllowed, PeerRefused
 from transfer.control.messages import InvalidReason, Release, Released, Reply
 
 #: What has been read is not thrown away for want of an answer that takes a round trip.
 _LEAST_CONFIRM_S = 1.0
+
+
+class PullFailed(Exception):  # noqa: N818
+    """A pull cannot be completed; nothing writes to its blocks any more."""
+
+    def __init__(self, cause: Cause, reason: str, *, is_mute: bool = False) -> None:
+        super().__init__(reason)
+        self.cause = cause
+        self.is_mute = is_mute  # the prefill engine does not answer on the control channel: there is nobody to tell
+
+
+def cause_of(error: ControlError) -> Cause:
+    """Why a pull fails whose prefill engine does not answer as it should."""
+    if isinstance(error, PeerRefused):
+        return Cause.REFUSED
+    return Cause.DENIED if isinstance(error, AuthenticationFailed | PeerNotAllowed) else Cause.UNREACHABLE
 
 
 @dataclass(frozen=True)
@@ -85,9 +102,12 @@ class Settlement:
         timeout_s = max(min(timeout_s, self._message_timeout_s), _LEAST_CONFIRM_S)
         self._release(order, timeout_s).add_done_callback(settle)
 
-    def fail(self, order: PullOrder, cause: Cause, reason: str, watch: Stopwatch) -> None:
-        """Settle a failed pull, and tell the engine, if it can be reached, that this reader will not come back."""
-        if not cause.cuts_off:
+    def fail(self, order: PullOrder, cause: Cause, reason: str, watch: Stopwatch, *, tell: bool) -> None:
+        """Settle a failed pull; if ``tell``, let the engine know that this reader will not come back.
+
+        Its blocks are then free when all readers have said so, and not when the lease expires. Nobody waits for that.
+        """
+        if tell:
             self._release(order, self._message_timeout_s)
         self._settle_failed(order, cause, reason, watch)
 

@@ -9,21 +9,25 @@ from pathlib import Path
 import numpy as np
 
 from layout.geometry import Plane, WorkerGeometry
-from tests.e2e.client import KVTransferParams
+from tests.e2e.client import KVTransferParams, wait_until
 from tests.e2e.cluster import Server
 from transfer.control.client import ControlClient
-from transfer.control.messages import Hello, Welcome
+from transfer.control.keys import ControlKeys
+from transfer.control.messages import Checksummed, Checksums, Hello, NoChecksums, Welcome
 
 
-def overwrite_block(server: Server, params: KVTransferParams, group: int, entry: int) -> None:
+def overwrite_block(
+    server: Server, params: KVTransferParams, group: int, entry: int, keys: ControlKeys | None = None
+) -> None:
     """Fill a block of a finished prefill with random float32 numbers, in all layers and on all ranks.
 
-    ``group`` and ``entry``: the cache group, and the place in its table in ``params["remote_block_ids"]``.
+    ``group`` and ``entry``: the cache group, and the place in its table in ``params["remote_block_ids"]``. ``keys`` are
+    those of the control channel.
     """
     block = params["remote_block_ids"][group][entry]
     assert block, "the server holds no such block"
     random = np.random.default_rng(block)
-    for worker in _workers(params):
+    for worker in _workers(params, keys):
         caches = worker.groups[group]
         (process,) = server.processes(f"Worker_TP{worker.tp_rank}" if worker.tp_size > 1 else "Worker")
         with Path(f"/proc/{process}/mem").open("r+b", buffering=0) as memory:
@@ -33,8 +37,25 @@ def overwrite_block(server: Server, params: KVTransferParams, group: int, entry:
                     memory.write(random.normal(size=size // 4).astype(np.float32).tobytes())
 
 
-def _workers(params: KVTransferParams) -> tuple[WorkerGeometry, ...]:
-    client = ControlClient()
+def wait_until_summed(params: KVTransferParams, keys: ControlKeys | None = None) -> None:
+    """Wait until a server that verifies has the checksums of a finished prefill, by its one worker."""
+    client = ControlClient(keys=keys)
+    asked = Checksums(params["remote_engine_id"], params["lease_id"], 0, 0, (0, params["remote_num_tokens"]))
+
+    def summed() -> bool:
+        reply = client.request(params["remote_host"], params["remote_port"], asked, 10.0).result()
+        assert isinstance(reply, Checksummed)
+        assert reply.reason in {"", NoChecksums.PENDING}
+        return not reply.reason
+
+    try:
+        wait_until(summed, 20.0, "the blocks that are leased have checksums")
+    finally:
+        client.close()
+
+
+def _workers(params: KVTransferParams, keys: ControlKeys | None) -> tuple[WorkerGeometry, ...]:
+    client = ControlClient(keys=keys)
     hello = Hello(params["remote_engine_id"])
     welcome = client.request(params["remote_host"], params["remote_port"], hello, 10.0).result()
     client.close()

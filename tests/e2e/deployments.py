@@ -123,13 +123,21 @@ HALF_PRECISION = Deployment(
 
 SECRET = "a secret of the end-to-end tests"
 
-#: The two physical layouts that differ most, and two block sizes. Their control channels are encrypted.
+
+def _careful(layout: Layout, block_size: int = BLOCK_SIZE) -> ServerSpec:
+    """A server of both roles with a secret, which verifies what it pulls."""
+    server = peer(layout=layout, block_size=block_size)
+    return replace(server, secret=SECRET, options=(*server.options, ("verify", True)))
+
+
+#: The two physical layouts that differ most, and two block sizes. Their control channels are encrypted, every pull is
+#: verified.
 MIXED = Deployment(
     "mixed",
     (
-        ("LBHNC", replace(peer(layout="LBHNC"), secret=SECRET)),
-        ("BHLNC", replace(peer(layout="BHLNC"), secret=SECRET)),
-        ("BHLNC 64", replace(peer(layout="BHLNC", block_size=64), secret=SECRET)),
+        ("LBHNC", _careful("LBHNC")),
+        ("BHLNC", _careful("BHLNC")),
+        ("BHLNC 64", _careful("BHLNC", 64)),
     ),
 )
 

@@ -4,7 +4,6 @@ Figures are reported at the end: those of docs/reliability.md.
 """
 
 import contextlib
-import os
 import random
 import signal
 import threading
@@ -13,7 +12,6 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 
 import httpx
 import pytest
@@ -21,6 +19,7 @@ import pytest
 from tests.e2e.client import Completion, wait_until
 from tests.e2e.cluster import Cluster, Server
 from tests.e2e.deployments import CHAOS, on
+from tests.e2e.footprint import Footprint
 from tests.e2e.forwarder import Forwarder
 from tests.e2e.pair import Pair, make_prompt, wait_until_at_rest
 
@@ -169,32 +168,6 @@ def test_no_wrong_token_no_stuck_request_and_no_leak_in_three_minutes_of_faults(
             Pair(p, decode).assert_right(Pair(p, decode).disaggregate(prompt), prompt)
     finally:
         forwarders.close()
-
-
-@dataclass(frozen=True, slots=True)
-class Footprint:
-    """What one server's processes hold.
-
-    A prefill server's workers are left out of the memory: they compute prompts of ever new shapes, for each of which
-    oneDNN keeps a kernel (400 MB after 1,500 requests, with the connector or without), and take no part in a pull.
-    """
-
-    resident_mb: float
-    threads: int
-    descriptors: int
-
-    @classmethod
-    def of(cls, server: Server) -> "Footprint":
-        computing = server.processes("Worker") if server.spec.role == "kv_producer" else []
-        pages = threads = descriptors = 0
-        for pid in server.processes(""):
-            with contextlib.suppress(FileNotFoundError, ProcessLookupError, PermissionError):
-                directory = Path(f"/proc/{pid}")
-                if pid not in computing:
-                    pages += int((directory / "statm").read_text().split()[1])
-                threads += len(list((directory / "task").iterdir()))
-                descriptors += len(list((directory / "fd").iterdir()))
-        return cls(pages * os.sysconf("SC_PAGESIZE") / 1e6, threads, descriptors)
 
 
 SOAK_REQUESTS, SOAK_WARM, SOAK_AT_ONCE, SOAK_EVERY = 2000, 500, 8, 250

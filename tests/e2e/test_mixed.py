@@ -4,10 +4,13 @@
 
 import pytest
 
+from tests.e2e.corruption import overwrite_block, wait_until_summed
 from tests.e2e.deployments import FOUR_RANKS, HALF_PRECISION, MIXED, SECRET, on
+from tests.e2e.failures import assert_failed_pull
 from tests.e2e.pair import Pair, make_prompt
 from transfer.control.client import ControlClient
 from transfer.control.errors import AuthenticationFailed
+from transfer.control.keys import ControlKeys
 from transfer.control.messages import Hello
 
 #: bfloat16 keeps 8 bits: the same sum in another order differs in the second decimal of a logprob.
@@ -41,6 +44,18 @@ class TestLayoutsAndBlockSizes:
         stranger.close()
         pair.assert_right(pair.decode_leg(prompt, params), prompt)
         assert all(SECRET not in server.log_since() for server in (pair.prefill, pair.decode))
+
+    @pytest.mark.parametrize("pair", LAYOUT_PAIRS + BLOCK_SIZE_PAIRS, indirect=True, ids=" to ".join)
+    def test_a_block_that_changes_under_its_lease_fails_the_pull_and_is_named(self, pair: Pair) -> None:
+        keys = ControlKeys.derive(SECRET.encode())
+        prompt = make_prompt(300, (pair.name, "overwritten"))
+        params = pair.prefill.client.prefill(prompt)
+        wait_until_summed(params, keys)
+        overwrite_block(pair.prefill, params, 0, 2, keys)
+        place = f"tokens {2 * pair.prefill.spec.block_size} to"
+        assert_failed_pull(pair, prompt, params, "checksum", ("what has arrived differ", "KV head 0", place))
+        other = make_prompt(300, (pair.name, "after the overwritten one"))
+        pair.assert_right(pair.disaggregate(other), other)
 
     @pytest.mark.parametrize("pair", LAYOUT_PAIRS + BLOCK_SIZE_PAIRS, indirect=True, ids=" to ".join)
     def test_concurrent_prompts_give_the_same_outputs(self, pair: Pair) -> None:

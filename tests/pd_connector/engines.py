@@ -4,6 +4,7 @@ The transfer engine is the in-process one, which fails where a test tells it to.
 """
 
 import queue
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -12,9 +13,10 @@ import numpy as np
 
 from layout.cost import CostModel
 from layout.geometry import ModelIdentity, WorkerGeometry
-from pd_connector.metadata import PullOrder
+from pd_connector.metadata import Hashed, PullOrder
 from pd_connector.params import RemotePrefill, parse_remote_prefill
 from pd_connector.scheduler.producer import Producer
+from pd_connector.worker.hashing import Summing
 from pd_connector.worker.peer import PullContext
 from pd_connector.worker.settlement import Settled
 from pd_connector.worker.staged_reads import ReadPlanner
@@ -68,8 +70,9 @@ class PrefillEngine:
         identity: ModelIdentity = IDENTITY,
         ttl_s: float = 30.0,
         port: int = 0,
+        verify: bool = False,
     ) -> None:
-        self.producer: Producer[str] = Producer("127.0.0.1", port, ttl_s, identity, engine.tp)
+        self.producer: Producer[str] = Producer("127.0.0.1", port, ttl_s, identity, engine.tp, verify=verify)
         self.ranks = []
         self.engines = []
         for rank in placed(build(model, engine, seed=1, base=1 << 40)):
@@ -86,6 +89,15 @@ class PrefillEngine:
         request = FakeRequest(request_id, a_prompt(tokens))
         params = self.producer.finish_prefill(request, tuple(list(ids) for ids in blocks), request.request_id)
         return parse_remote_prefill(params)
+
+    def hash_leased(self) -> None:
+        """What the next steps of an engine that verifies do: the workers sum what was leased, and report."""
+        book = self.producer.checksums
+        assert book is not None
+        for order in book.take_orders():
+            for number, rank in enumerate(self.ranks):
+                sums = Summing(rank.geometry).sums(order.block_ids, 0, order.end_token, threading.Event())
+                book.add(Hashed(order.lease_id, number, sums))
 
     def close(self) -> None:
         self.producer.close()
@@ -123,7 +135,7 @@ class DecodeWorker:
             pull_timeout_s=self.pull_timeout_s,
         )
 
-    def next_end(self, timeout_s: float = 10.0) -> Settled:
+    def next_end(self, timeout_s: float = 30.0) -> Settled:
         """The next pull that settles."""
         return self.ends.get(timeout=timeout_s)
 

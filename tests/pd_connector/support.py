@@ -94,7 +94,7 @@ def a_decode_request(request_id: str, tokens: int = 70, **changes: Any) -> FakeR
     return FakeRequest(request_id, prompt, a_remote(prompt, **changes).to_params())
 
 
-def until(condition: Callable[[], bool], within_s: float = 5.0) -> bool:
+def until(condition: Callable[[], bool], within_s: float = 20.0) -> bool:
     """Whether ``condition`` comes true in time."""
     deadline = time.monotonic() + within_s
     while not condition():

@@ -26,6 +26,7 @@ DEFAULTS = {
     "drain_timeout_s": 5.0,
     "peer_idle_s": 600.0,
     "model_check": "weights",
+    "verify": False,
     "secret_file": None,
     "allowed_peers": None,
 }
@@ -54,6 +55,7 @@ ACCEPTED = [
     ("peer_idle_s", 1.5),
     ("model_check", "config"),
     ("model_check", "off"),
+    ("verify", True),
     ("secret_file", "/run/secrets/pd"),
     ("allowed_peers", ["10.0.0.5", "10.1.0.0/16", "fd00::/8", "prefill.internal"]),
 ]
@@ -95,6 +97,8 @@ REFUSED = [
     ("peer_idle_s", 0),
     ("model_check", False),
     ("model_check", "none"),
+    ("verify", "true"),
+    ("verify", 1),
     ("secret_file", ""),
     ("secret_file", 7),
     ("allowed_peers", []),

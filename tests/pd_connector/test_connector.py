@@ -40,6 +40,7 @@ from layout.geometry import WorkerGeometry
 from layout.sharding import Source, choose_sources
 from pd_connector.config import ConfigError
 from pd_connector.connector import PDConnector
+from pd_connector.metadata import StepOrders
 from pd_connector.vllm_compat import Ranks, UnsupportedError
 from pd_connector.worker import half as worker_half
 from pd_connector.worker import peer
@@ -190,6 +191,7 @@ class EngineUnderTest:
         orders = self.scheduler.build_connector_meta(SimpleNamespace(num_scheduled_tokens={}))
         self.worker.bind_connector_metadata(orders)
         results = self.worker.get_transfer_results(set())
+        report = self.worker.build_connector_worker_meta()
         self.worker.clear_connector_metadata()
         assert not results.finished_sending
         for name in ("finished_recving", "failed_recving"):
@@ -197,7 +199,11 @@ class EngineUnderTest:
             assert not before & new, "vLLM's scheduler dies of an id that it no longer holds"
             before |= new
         self.scheduler.update_connector_output(
-            KVConnectorOutput(finished_recving=results.finished_recving, failed_recving=results.failed_recving)
+            KVConnectorOutput(
+                finished_recving=results.finished_recving,
+                failed_recving=results.failed_recving,
+                kv_connector_worker_meta=report,
+            )
         )
 
     @property
@@ -364,6 +370,65 @@ def test_a_block_that_two_leases_hold_is_free_after_both(start: Start) -> None:
     assert p.pool.get_num_free_blocks() == 7
 
 
+# Verified
+
+
+def test_a_prompt_is_verified_where_both_sides_do(start: Start) -> None:
+    p, d = start("kv_producer", verify=True), start("kv_consumer", verify=True)
+    params = p.prefill("r", [3, 1, 6])[1]
+    assert p.scheduler.has_pending_push_work(), "nobody would take the checksums"
+    d.allocate(FakeRequest("r", a_prompt(70), params), [2, 7, 4])
+
+    def settled() -> object:
+        p.step()
+        d.step()
+        return d.results.finished_recving
+
+    assert until(lambda: bool(settled()))
+    assert d.results == KVConnectorTransferResults(finished_recving={"r"})
+    for name in LAYERS:
+        assert torch.equal(d.caches[name][[2, 7, 4]], p.caches[name][[3, 1, 6]])
+    counted = d.worker.get_kv_connector_stats()
+    assert counted is not None
+    assert len(counted.data["seconds"]["verify"]) == 1
+
+
+def test_a_byte_that_changes_under_its_lease_fails_the_pull_and_is_named(
+    start: Start, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    p, d = start("kv_both", verify=True), start("kv_both", verify=True)
+    monkeypatch.setattr(logging.getLogger("pd_connector"), "propagate", True)
+    params = p.prefill("r", [3, 1, 6])[1]
+    book = p.scheduler._scheduler._producer.checksums  # type: ignore[union-attr]
+    assert book is not None
+
+    def summed() -> bool:
+        p.step()
+        return not book.wants_step
+
+    assert until(summed)
+    p.caches["l1"][1, 1, 0, 0] += 1  # the second block of the prompt
+    d.allocate(FakeRequest("r", a_prompt(70), params), [2, 7, 4])
+    d.steps_until(lambda results: results.failed_recving)
+    assert d.results == KVConnectorTransferResults(finished_recving={"r"}, failed_recving={"r"})
+    assert "request r: pull from engine" in caplog.text
+    assert "checksums of what has arrived differ" in caplog.text
+    assert "layer 'l1'" in caplog.text
+    assert "KV head 1, tokens 32 to " in caplog.text
+    counted = d.worker.get_kv_connector_stats()
+    assert counted is not None
+    assert counted.data["counts"] == {"pull_failures:checksum": 1}
+
+
+def test_an_engine_that_need_not_verify_starts_no_thread_and_orders_nothing(start: Start) -> None:
+    p = start("kv_producer")
+    p.prefill("r", [3, 1, 6])
+    orders = p.scheduler.build_connector_meta(SimpleNamespace(num_scheduled_tokens={}))
+    assert orders == StepOrders()
+    assert "pd-checksums" not in {thread.name for thread in threading.enumerate()}
+    assert p.worker.build_connector_worker_meta() is None
+
+
 class EngineCoreUnderConstruction(EngineCoreProc):  # type: ignore[misc]  # vLLM is untyped here
     """vLLM's engine core at the moment at which it makes its scheduler, which binds the connector."""
 
@@ -461,7 +526,7 @@ def test_an_engine_that_is_told_to_stop_does_not_stay_for_ever(start: Start) -> 
 
 
 def test_the_time_of_an_engine_that_is_told_to_stop_begins_after_its_last_request(start: Start) -> None:
-    p = start("kv_producer", drain_timeout_s=0.1)
+    p = start("kv_producer", drain_timeout_s=0.5)
     core = EngineCoreUnderConstruction(p.scheduler, _manager(p))
     p.prefill("r", [3, 1, 6])
     core.shutdown_state = EngineShutdownState.REQUESTED

@@ -4,6 +4,7 @@ import json
 import logging
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from tests.pd_connector.test_connector import (
     start,  # noqa: F401
 )
 from tests.transfer.control.junk import Junk
+from tests.transfer.control.recorder import Recorder
 from tests.transfer.control.test_junk import send_conversations
 from transfer.engine.in_process import InProcessEngine, InProcessFabric
 
@@ -128,20 +130,28 @@ def test_pulls_go_on_while_strangers_talk_to_the_control_port(
     settings = {} if secret is None else {"secret_file": a_secret(tmp_path / "secret", secret)}
     p, d = start("kv_producer", **settings), start("kv_consumer", **settings)
     port = p.prefill("a lease that nobody takes", [7])[1]["remote_port"]
-    attack = threading.Thread(target=send_conversations, args=(port, Junk(3), 20_000))
-    attack.start()
     pulled = 0
-    while attack.is_alive() or pulled < 20:
-        request = FakeRequest(f"r{pulled}", a_prompt(70), p.prefill(f"r{pulled}", [3, 1, 6])[1])
+
+    def assert_pulls_right(**changes: Any) -> None:
+        nonlocal pulled
+        request = FakeRequest(f"r{pulled}", a_prompt(70), p.prefill(f"r{pulled}", [3, 1, 6])[1] | changes)
         for cache in d.caches.values():
             cache.zero_()
         d.allocate(request, [2, 7, 4])
-        d.steps_until(lambda results: request.request_id in results.finished_recving)  # noqa: B023  called at once
+        d.steps_until(lambda results: request.request_id in results.finished_recving)
         assert all(torch.equal(d.caches[name][[2, 7, 4]], p.caches[name][[3, 1, 6]]) for name in p.caches)
         p.step()
         pulled += 1
+
+    with Recorder(port) as recorder:
+        assert_pulls_right(remote_port=recorder.port)
+    attack = threading.Thread(target=send_conversations, args=(port, Junk(3, recorder.sent), 20_000))
+    attack.start()
+    while attack.is_alive() or pulled < 20:
+        assert_pulls_right()
     attack.join()
     assert not d.results.failed_recving
+    assert p.held == [7], "no other lease is left, and this one was not ended by strangers"
 
 
 def test_an_engine_that_is_not_allowed_is_not_contacted(

@@ -43,6 +43,8 @@ def test_slots_are_aligned_disjoint_and_inside_the_region() -> None:
         for number, slot in enumerate(slots):
             ctypes.memset(slot, number + 1, pool.slot_bytes)
         assert ctypes.string_at(slots[1], pool.slot_bytes) == bytes([2]) * pool.slot_bytes
+        pool.check_integrity()
+    pool.check_integrity()
 
 
 def test_a_pool_keeps_its_memory_and_touches_none_of_it() -> None:
@@ -68,6 +70,8 @@ def test_who_finds_nothing_free_gets_nothing_and_does_not_wait() -> None:
         assert first is not None
         with pool.borrow() as second:
             assert second is None
+            pool.check_integrity()
+        pool.check_integrity()
     with pool.borrow() as again:
         assert again == first
 
@@ -76,6 +80,7 @@ def test_a_slot_comes_back_after_a_failure() -> None:
     pool = pool_of(mmap.PAGESIZE, 1)
     with pytest.raises(RuntimeError, match="read"), pool.borrow():
         raise RuntimeError("read failed")
+    pool.check_integrity()
     with pool.borrow() as slot:
         assert slot is not None
 
@@ -92,6 +97,7 @@ def test_threads_never_hold_one_slot_at_once() -> None:
                     if slot in held:
                         clashes.append(slot)
                     held.add(slot)
+                    pool.check_integrity()
                     held.discard(slot)
 
     threads = [threading.Thread(target=work) for _ in range(6)]
@@ -100,6 +106,22 @@ def test_threads_never_hold_one_slot_at_once() -> None:
     for thread in threads:
         thread.join()
     assert clashes == []
+    pool.check_integrity()
+
+
+def test_books_that_do_not_balance_are_noticed() -> None:
+    pool = pool_of(2 * mmap.PAGESIZE, 2)
+    with pool.borrow() as slot:
+        assert slot is not None
+        pool._free.append(slot)
+        with pytest.raises(AssertionError, match="free and lent at once"):
+            pool.check_integrity()
+        pool._free = [slot, slot]
+        with pytest.raises(AssertionError, match="free twice"):
+            pool.check_integrity()
+        pool._free = []
+        with pytest.raises(AssertionError, match="was lost"):
+            pool.check_integrity()
 
 
 def test_less_than_a_page_a_slot_is_refused_with_the_values() -> None:

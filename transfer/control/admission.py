@@ -1,21 +1,17 @@
 """Who may be connected to a control server: it counts connections, ends those above the limits, and admits clients.
 
-libzmq accepts every connection and holds a message of any number of frames until it is complete, however large that
-gets. Its events name the descriptor of each connection; here these are ended where libzmq would go on.
+libzmq accepts every connection. Its events name the descriptor of each; here these are ended where libzmq would go on.
 """
 
-import os
-import socket as sockets
-import struct
 import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 
 import msgspec
 import zmq
 
+from transfer.control.connections import CHECK_INTERVAL_S, Connection, Unread, hoarders, opened
 from transfer.control.keys import ControlKeys
 from transfer.control.limits import REFUSED_S, ServerLimits
 from transfer.control.monitor import SocketMonitor
@@ -31,12 +27,7 @@ _EVENTS = (
 _ZAP_ENDPOINT = "inproc://zeromq.zap.01"  # where libzmq asks, by its RFC 27
 _OTHER_MECHANISM = zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH
 _OTHER_SECRET = (zmq.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC, zmq.PROTOCOL_ERROR_ZMTP_KEY_EXCHANGE)
-_CHECK_INTERVAL_S = 0.25  # what a connection brings meanwhile is held, whatever it is
-_DROPS_TO_CUT = 100  # messages of a connection above its host's rate in that time, then its host is refused
-_RESET = struct.pack("ii", 1, 0)  # for SO_LINGER
-_KEEPALIVE_BYTES = 64  # that an idle connection brings meanwhile
-_BYTES_RECEIVED = struct.Struct("=Q")  # tcpi_bytes_received in Linux' struct tcp_info, since 4.1
-_BYTES_RECEIVED_AT = 128
+_DROPS_TO_CUT = 100  # messages of a connection above its host's rate between two checks, then its host is refused
 
 
 class AdmissionCounters(msgspec.Struct, frozen=True):
@@ -53,8 +44,7 @@ class AdmissionCounters(msgspec.Struct, frozen=True):
 @dataclass(slots=True)
 class _Connection:
     host: str  # empty if it was gone before we looked
-    read_from: int = 0  # of its bytes: where its latest complete message was seen to have ended
-    heard: bool = False  # whether a message of it was complete since the last check
+    unread: Unread = field(default_factory=Unread)
     dropped: int = 0  # messages above the rate since the last check
 
 
@@ -82,7 +72,7 @@ class Admission:
         self._check_at = 0.0
         self._zap: zmq.Socket[bytes] | None = None
         if keys is not None:
-            self._zap = context.socket(zmq.REP)
+            self._zap = context.socket(zmq.ROUTER)  # a REP would wait for ever for an answer that a fault has swallowed
             self._zap.bind(_ZAP_ENDPOINT)
             keys.secure_server(socket)
         self._monitor = SocketMonitor(context, socket, "connections", _EVENTS)
@@ -96,7 +86,7 @@ class Admission:
     @property
     def timeout_ms(self) -> int | None:
         """How long a poll may take; None if nobody is connected."""
-        return int(_CHECK_INTERVAL_S * 1000) if self._connections else None
+        return int(CHECK_INTERVAL_S * 1000) if self._connections else None
 
     def serve(self) -> None:
         """Do what is due: admit clients, count connections, end those above the limits."""
@@ -110,7 +100,7 @@ class Admission:
         self._answer_zap()
         now = time.monotonic()
         if now >= self._check_at:
-            self._check_at = now + _CHECK_INTERVAL_S
+            self._check_at = now + CHECK_INTERVAL_S
             self._refused_until = {host: until for host, until in self._refused_until.items() if until > now}
             self._cut_hoarders()
 
@@ -118,7 +108,7 @@ class Admission:
         """A complete message has come, of which this is a frame."""
         connection = self._connections.get(_descriptor(frame))
         if connection is not None:
-            connection.heard = True
+            connection.unread.heard = True
 
     def dropped(self, frame: zmq.Frame) -> None:
         """A message above its host's rate was dropped, of which this is a frame."""
@@ -128,6 +118,23 @@ class Admission:
             connection.dropped += 1
             if connection.dropped == _DROPS_TO_CUT:  # dropping takes time as well
                 self._cut(descriptor, "it goes on sending above its host's rate")
+
+    def flooded(self, frame: zmq.Frame, reason: str) -> None:
+        """A message has come that nobody means who means well, of which this is a frame."""
+        descriptor = _descriptor(frame)
+        if descriptor in self._connections:
+            self._cut(descriptor, reason)
+
+    def refuse(self, host: str, for_s: float) -> None:
+        """Let a host make no connection for so many seconds, or for longer if that was said before."""
+        until = time.monotonic() + for_s
+        self._refused_until[host] = max(until, self._refused_until.get(host, 0.0))
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless the connections that are counted are those that are known."""
+        hosts = Counter(connection.host for connection in self._connections.values())
+        assert hosts == self._by_host, "connections are counted for other hosts than they come from"
+        assert self.counters.connections == len(self._connections), "the counter of connections is wrong"
 
     def unwatch(self) -> None:
         """Count no more; before the watched socket is closed."""
@@ -141,7 +148,7 @@ class Admission:
     def _accepted(self, descriptor: int) -> None:
         self._forget(descriptor)
         host = ""
-        with _opened(descriptor, self.port) as connection:
+        with opened(descriptor, local_port=self.port) as connection:
             if connection is not None:
                 host = connection.host
                 self._refuse_above_limits(connection)
@@ -149,7 +156,7 @@ class Admission:
         self._by_host[host] += 1
         self._count(connections=len(self._connections))
 
-    def _refuse_above_limits(self, connection: "_Opened") -> None:
+    def _refuse_above_limits(self, connection: Connection) -> None:
         limits, host = self._limits, connection.host
         if self._by_host[host] >= limits.max_connections_per_host:
             reason = f"it has {limits.max_connections_per_host} already, the most that one host may have"
@@ -199,25 +206,21 @@ class Admission:
             return
         with suppress(zmq.Again):
             while True:
-                _, request_id, _, _, _, mechanism, *credentials = self._zap.recv_multipart(zmq.NOBLOCK)
+                asker, _, _, request_id, _, _, _, mechanism, *credentials = self._zap.recv_multipart(zmq.NOBLOCK)
                 admitted = mechanism == b"CURVE" and len(credentials) == 1 and self._keys.admits(credentials[0])
                 status = (b"200", b"OK", b"peer", b"") if admitted else (b"400", b"unknown key", b"", b"")
-                self._zap.send_multipart([b"1.0", request_id, *status])
+                self._zap.send_multipart([asker, b"", b"1.0", request_id, *status])
 
     def _cut_hoarders(self) -> None:
         """End the connections that bring bytes without end and no complete message."""
         unread = {descriptor: self._unread(descriptor) for descriptor in self._connections}
-        in_all = sum(unread.values())
-        for descriptor in sorted(unread, key=lambda each: -unread[each]):
-            if unread[descriptor] <= self._limits.unread_bytes and in_all <= self._limits.unread_bytes_in_all:
-                return
-            in_all -= unread[descriptor]
-            self._cut(descriptor, f"it brought {unread[descriptor]} bytes without one complete message")
+        for descriptor, held in hoarders(unread, self._limits.unread_bytes, self._limits.unread_bytes_in_all):
+            self._cut(descriptor, f"it brought {held} bytes without one complete message")
 
     def _cut(self, descriptor: int, reason: str) -> None:
         host = self._connections[descriptor].host
-        self._refused_until[host] = time.monotonic() + REFUSED_S
-        with _opened(descriptor, self.port) as connection:
+        self.refuse(host, REFUSED_S)
+        with opened(descriptor, local_port=self.port) as connection:
             if connection is not None:
                 connection.end()
         self._count(connections_cut=self.counters.connections_cut + 1)
@@ -226,37 +229,12 @@ class Admission:
     def _unread(self, descriptor: int) -> int:
         """Bytes that a connection has brought since its last complete message."""
         known = self._connections[descriptor]
-        with _opened(descriptor, self.port) as connection:
-            received = known.read_from if connection is None else connection.bytes_received
-        idle = min(received, known.read_from + _KEEPALIVE_BYTES)
-        known.read_from = received if known.heard else idle
-        known.heard, known.dropped = False, 0
-        return received - known.read_from
+        known.dropped = 0
+        with opened(descriptor, local_port=self.port) as connection:
+            return 0 if connection is None else known.unread.look(connection.bytes_received)
 
     def _count(self, **changes: int) -> None:
         self.counters = msgspec.structs.replace(self.counters, **changes)
-
-
-@dataclass(frozen=True, slots=True)
-class _Opened:
-    """A connection of libzmq's, for a look at it from outside."""
-
-    host: str
-    _socket: sockets.socket
-
-    def end(self) -> None:
-        """libzmq sees the other side leave, and the kernel forgets what it still held of it."""
-        with suppress(OSError):
-            self._socket.setsockopt(sockets.SOL_SOCKET, sockets.SO_LINGER, _RESET)
-            self._socket.shutdown(sockets.SHUT_RDWR)
-
-    @property
-    def bytes_received(self) -> int:
-        """Since it was made; 0 on a system that does not tell."""
-        info = self._socket.getsockopt(sockets.IPPROTO_TCP, sockets.TCP_INFO, 256)
-        if len(info) < _BYTES_RECEIVED_AT + _BYTES_RECEIVED.size:
-            return 0
-        return int(_BYTES_RECEIVED.unpack_from(info, _BYTES_RECEIVED_AT)[0])
 
 
 def _descriptor(frame: zmq.Frame) -> int:
@@ -264,35 +242,3 @@ def _descriptor(frame: zmq.Frame) -> int:
         return int(frame.get(zmq.SRCFD))
     except (zmq.ZMQError, ValueError):
         return -1
-
-
-@contextmanager
-def _opened(descriptor: int, port: int) -> Iterator[_Opened | None]:
-    """The connection to our ``port`` that ``descriptor`` is; None if it is something else, or gone.
-
-    libzmq may have closed it since, and the number may be anybody's: it is asked who it is before it is touched.
-    """
-    try:
-        copy = os.dup(descriptor)
-    except OSError:
-        yield None
-        return
-    try:
-        found = sockets.socket(fileno=copy)
-    except OSError:
-        os.close(copy)
-        yield None
-        return
-    with found:
-        host = _host_of(found, port)
-        yield _Opened(host, found) if host else None
-
-
-def _host_of(connection: sockets.socket, port: int) -> str:
-    """Who is connected to our ``port`` by it; empty if nobody."""
-    if connection.type != sockets.SOCK_STREAM or connection.family not in (sockets.AF_INET, sockets.AF_INET6):
-        return ""
-    try:
-        return str(connection.getpeername()[0]) if connection.getsockname()[1] == port else ""
-    except OSError:
-        return ""

@@ -136,6 +136,10 @@ class ControlClient:
             return
         self._inbox.wakeup.close()
 
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless the thread's books balance: for a callback, or after ``close``."""
+        self._loop.check_integrity()
+
     @property
     def counters(self) -> ClientCounters:
         """What the client's thread has done so far."""

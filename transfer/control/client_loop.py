@@ -32,6 +32,8 @@ from transfer.control.keys import ControlKeys
 from transfer.control.messages import (
     Cancel,
     Cancelled,
+    Checksummed,
+    Checksums,
     Error,
     ErrorCode,
     Hello,
@@ -51,7 +53,13 @@ from transfer.control.wakeup import Wakeup
 
 logger = logging.getLogger(__name__)
 
-_ANSWER_OF: dict[type, type] = {Hello: Welcome, Renew: Renewed, Release: Released, Cancel: Cancelled}
+_ANSWER_OF: dict[type, type] = {
+    Hello: Welcome,
+    Renew: Renewed,
+    Release: Released,
+    Cancel: Cancelled,
+    Checksums: Checksummed,
+}
 _REPLIES_PER_TURN = 64  # of one peer, then the others have theirs
 
 
@@ -185,11 +193,18 @@ class ClientLoop:
         """What was done so far; from any thread."""
         return msgspec.structs.replace(self._counters, peers_opened=self._peers.opened, peers_closed=self._peers.closed)
 
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless the books balance; to be called on the loop's thread, or when it has ended."""
+        assert self._peers.asked == self._pending.keys(), "peers are not asked exactly what was not answered"
+        timed = {message_id for _, message_id in self._timers}
+        assert timed >= self._pending.keys(), "a request that is never given up"
+        self._peers.check_integrity()
+
     def run(self) -> None:
         """Until the inbox is closed."""
         try:
             while not self._inbox.closed:
-                next_at = min(self._timers[0][0] if self._timers else math.inf, self._peers.sweep_at)
+                next_at = min(self._peers.sweep_at, self._peers.check_at, *(when for when, _ in self._timers[:1]))
                 ready = self._peers.poll(next_at - time.monotonic())
                 for peer, events in ready:
                     if events & zmq.POLLIN:
@@ -202,6 +217,8 @@ class ClientLoop:
                 while (item := self._inbox.take()) is not None:
                     self._take(item)
                 self._fire_timers()
+                for peer in self._peers.hoarders():
+                    self._give_up_peer(peer, peer.failure)
                 self._peers.close_idle()
         except Exception:
             logger.exception("the control client failed and is closed: every request fails from now on")
@@ -328,19 +345,19 @@ class ClientLoop:
         heapq.heappush(self._timers, (asked.resend_at, asked.message_id))
 
     def _receive(self, peer: Peer) -> None:
-        assert peer.socket is not None
         for _ in range(_REPLIES_PER_TURN):
             try:
-                frames = peer.socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
+                frame = self._peers.receive(peer)
+            except MalformedMessage as error:
+                self._ignore_malformed(peer, str(error))
+                continue
+            if frame is None:
                 return
-            self._take_reply(peer, frames)
+            self._take_reply(peer, frame)
 
-    def _take_reply(self, peer: Peer, frames: list[bytes]) -> None:
+    def _take_reply(self, peer: Peer, frame: bytes) -> None:
         try:
-            if len(frames) != 1:
-                raise MalformedMessage(f"{len(frames)} frames; a message is one frame")
-            message_id, reply = decode_reply(frames[0])
+            message_id, reply = decode_reply(frame)
         except MalformedMessage as error:
             asked = self._pending.get(error.message_id)
             if error.code is ErrorCode.VERSION and asked is not None and asked.address == peer.address:

@@ -28,15 +28,12 @@ class KeyPair:
     secret: bytes = field(repr=False)
 
 
-@dataclass(frozen=True, slots=True, repr=False)
+@dataclass(frozen=True, slots=True, repr=False)  # also a public half lets secrets be tried at home
 class ControlKeys:
     """What both ends hold: all servers share one key pair, all clients another."""
 
     server: KeyPair
     client: KeyPair
-
-    def __repr__(self) -> str:
-        return "ControlKeys(...)"
 
     @classmethod
     def derive(cls, secret: bytes) -> "ControlKeys":

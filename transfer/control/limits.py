@@ -5,11 +5,13 @@ from collections.abc import Callable
 
 import msgspec
 
-from transfer.control.messages import Cancel, Release, Renew, Request
+from transfer.control.messages import Cancel, Checksums, Release, Renew, Request
 
 MAX_LEASE_IDS = 20_000  # of one message: they are looked up in one go
 MAX_ID_CHARACTERS = 128  # of an engine, lease, or pull id and of a digest: some are remembered for a while
 MAX_READERS = 65_536  # of one lease
+MAX_BORDERS = 4096  # of one question for checksums
+MAX_SUMS = 2**18  # of one answer to it
 REFUSED_S = 1.0  # for how long a host that has flooded a server makes no connection to it
 
 
@@ -26,8 +28,9 @@ class ServerLimits(msgspec.Struct, frozen=True, kw_only=True):
     burst: float = 10_000.0  # requests of one host at once
     bytes_per_request: int = 4096  # a longer request counts as several
     reply_bytes_per_request: int = 16_384  # a longer reply counts as several requests
-    unread_bytes: int = 16 * 1024 * 1024  # that a connection may bring without one complete message
-    unread_bytes_in_all: int = 256 * 1024 * 1024
+    # That a connection may bring without one complete message. One of two bytes may take 64 here, as a frame.
+    unread_bytes: int = 4 * 1024 * 1024
+    unread_bytes_in_all: int = 64 * 1024 * 1024
 
 
 def excess(request: Request) -> str:
@@ -42,6 +45,10 @@ def excess(request: Request) -> str:
             if readers > MAX_READERS:
                 return f"{readers} readers; at most {MAX_READERS} are accepted"
             ids += (request.lease_id, request.pull_id, request.contents)
+        case Checksums(borders=borders):
+            if len(borders) > MAX_BORDERS:
+                return f"{len(borders)} borders; at most {MAX_BORDERS} are accepted: split the message"
+            ids.append(request.lease_id)
     longest = max(map(len, ids))
     return f"an id of {longest} characters; at most {MAX_ID_CHARACTERS} are" if longest > MAX_ID_CHARACTERS else ""
 

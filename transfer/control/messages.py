@@ -26,6 +26,13 @@ gets a failed pull and never another request's blocks.
        | cancel {lease_ids} ---------------------> |   the request left before it was pulled
        | <---- cancelled {}                        |
 
+Where both sides verify (a setting, for commissioning), P's workers take checksums of the blocks as soon as they are
+leased. A D worker asks for them between its read and its release, and compares them with those of what has arrived:
+
+    D worker                                   P scheduler process
+       | checksums {lease_id, worker, ...} ------> |   for each P rank and cache group that it has read from
+       | <---- checksummed {sums, reason}          |   reason "pending": they are not there yet, ask again
+
 Format. One ZeroMQ frame per message (DEALER at D, ROUTER at P), MessagePack: the array
 ``[version, message_id, body]``. ``version`` is ``PROTOCOL_VERSION``; it and ``message_id`` come first and keep their
 places in every future version, so that a mismatch can always be answered. ``message_id`` is a positive integer below
@@ -82,6 +89,17 @@ class InvalidReason(StrEnum):
     CONTENTS = "contents"  # what was read is not what the lease holds: kv_transfer_params were altered on their way
 
 
+class NoChecksums(StrEnum):
+    """Why checksums were not given."""
+
+    PENDING = "pending"  # the workers are still at it: ask again
+    OFF = "off"  # the engine takes none
+    UNKNOWN = "unknown"  # the lease has ended, or the engine never granted it
+    PLACE = "place"  # there is no such worker or cache group
+    SIZE = "size"  # more than ``MAX_SUMS`` numbers: ask for fewer tokens, or with fewer borders
+    FAILED = "failed"  # a worker could not read its blocks; its log says why
+
+
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
     """Ask for the geometry of all workers of an engine."""
 
@@ -94,6 +112,7 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
     engine_id: str
     model: ModelIdentity
     workers: tuple[WorkerGeometry, ...]
+    verify: bool = False  # whether ``checksums`` are taken of what is leased
 
 
 class Renew(msgspec.Struct, frozen=True, tag="renew"):
@@ -107,7 +126,6 @@ class Renewed(msgspec.Struct, frozen=True, tag="renewed"):
     """The leases of a renew that were still valid; the others have ended."""
 
     valid: tuple[str, ...]
-    ttl_s: float  # seconds from the arrival of the renew
 
 
 class Release(msgspec.Struct, frozen=True, tag="release"):
@@ -140,6 +158,26 @@ class Cancelled(msgspec.Struct, frozen=True, tag="cancelled"):
     """The leases have ended."""
 
 
+class Checksums(msgspec.Struct, frozen=True, tag="checksums"):
+    """Ask for the checksums of a lease's blocks, as ``layout.checksums`` defines them, for runs of its tokens."""
+
+    engine_id: str
+    lease_id: str
+    worker: Annotated[int, msgspec.Meta(ge=0)]  # by its place in the welcome
+    group: Annotated[int, msgspec.Meta(ge=0)]  # by its place in the worker
+    #: Token numbers, ascending: the sums of what begins between each and the next are wanted.
+    borders: tuple[Annotated[int, msgspec.Meta(ge=0, lt=2**31)], ...]
+
+
+class Checksummed(msgspec.Struct, frozen=True, tag="checksummed"):
+    """The checksums, or why there are none."""
+
+    #: For each plane of the group in turn, by run of tokens, then by layer, then by KV head.
+    sums: tuple[Annotated[int, msgspec.Meta(ge=0)], ...] = ()
+    #: Empty if they are there, else one of ``NoChecksums``, or what a later version adds to them.
+    reason: Annotated[str, msgspec.Meta(max_length=64)] = ""
+
+
 class Error(msgspec.Struct, frozen=True, tag="error"):
     """The request was not served."""
 
@@ -147,8 +185,8 @@ class Error(msgspec.Struct, frozen=True, tag="error"):
     message: str  # for people: names the values and the rule
 
 
-Request = Hello | Renew | Release | Cancel
-Reply = Welcome | Renewed | Released | Cancelled | Error
+Request = Hello | Renew | Release | Cancel | Checksums
+Reply = Welcome | Renewed | Released | Cancelled | Checksummed | Error
 
 
 class Envelope(msgspec.Struct, frozen=True, array_like=True):

@@ -1,6 +1,7 @@
 """The client's sockets: one DEALER per peer address, made on demand, and the look-up of host names.
 
-Opens, connects, closes and evicts, contacts only hosts that are allowed, and notices handshakes that cannot succeed.
+Opens, connects, closes and evicts, contacts only hosts that are allowed, and notices handshakes that cannot succeed and
+peers that send without end.
 What is said over the sockets is ``client_loop``'s business.
 """
 
@@ -17,24 +18,31 @@ import zmq
 
 from transfer.control.address import Address, numeric, resolve
 from transfer.control.allowed import AllowedPeers
+from transfer.control.connections import CHECK_INTERVAL_S, FRAMES_READ, Unread, hoarders, opened, receive
 from transfer.control.errors import AuthenticationFailed, ControlError, PeerNotAllowed, TooManyPeers
 from transfer.control.keys import ControlKeys
 from transfer.control.limits import REFUSED_S
-from transfer.control.messages import MAX_FRAME_BYTES
+from transfer.control.messages import MAX_FRAME_BYTES, MalformedMessage
 from transfer.control.monitor import SocketMonitor
 
 _QUEUED_FRAMES = 64  # per peer and direction, in libzmq
 _SOCKETS_PER_PEER = 3  # its own and the two ends of its monitor
+# That a peer may bring without one complete reply. One of two bytes may take 64 here, as a frame.
+_UNREAD_BYTES = MAX_FRAME_BYTES + 4 * 1024 * 1024
+_UNREAD_BYTES_IN_ALL = 64 * 1024 * 1024
 
 _EVENTS = (
-    zmq.EVENT_HANDSHAKE_SUCCEEDED
+    zmq.EVENT_CONNECTED
+    | zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_HANDSHAKE_SUCCEEDED
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
 _OTHER_MECHANISM = zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH
-# A server ends the connection of a client with another secret without a word. So do machines that are just starting,
-# servers with too many connections, and those that refuse a host for a while: they are given time to do it no more.
+# A server ends the connection of a client with another secret without a word, and that of one without a secret before
+# its own words have left, if it is the quicker one. So do machines that are just starting, servers with too many
+# connections, and those that refuse a host for a while: they are given time to do it no more.
 _ENDED_HANDSHAKES = 3
 _OTHER_SECRET_S = 2 * REFUSED_S
 _ENDED_BY_PEER = (errno.ECONNRESET, errno.EPIPE)  # EAGAIN is our own HANDSHAKE_IVL: the peer said nothing at all
@@ -59,9 +67,11 @@ class Peer:
     used_at: float  # monotonic seconds
     socket: zmq.Socket[bytes] | None = None
     monitor: SocketMonitor | None = None
+    descriptor: int = -1  # libzmq's, of the connection; -1 while there is none
+    unread: Unread = field(default_factory=Unread)  # of that connection
     ended_handshakes: int = 0  # in a row, by the other side
     ended_since: float = math.inf  # monotonic seconds: when the first of these ended
-    was_secure: bool = False  # a handshake has succeeded: whatever ends later ones, it is not another secret
+    was_made: bool = False  # a handshake has succeeded: whatever ends later ones, it is not another secret
     failure: ControlError | str = ""  # why no connection will ever be made: what to raise, or a reason to give
     asked: set[int] = field(default_factory=set)  # message ids that were not answered; while any, the peer is kept
     unsent: deque[int] = field(default_factory=deque)  # of those, the ones that wait for the connection to take them
@@ -92,6 +102,7 @@ class PeerPool:
         self.opened = 0  # sockets made
         self.closed = 0
         self.sweep_at = math.inf  # monotonic seconds: when to call close_idle next
+        self.check_at = math.inf  # and when to call hoarders
         self._settings = settings
         self._keys = keys
         self._allowed = allowed
@@ -163,6 +174,11 @@ class PeerPool:
                     peer.failure = f"no socket: {error}"
             yield peer
 
+    @property
+    def asked(self) -> set[int]:
+        """Ids of the messages that any peer was asked and has not answered."""
+        return {message_id for peer in self._peers.values() for message_id in peer.asked}
+
     def watch(self, peer: Peer, *, writable: bool) -> None:
         """Poll the peer's socket for replies and, if ``writable``, for room to send."""
         if peer.socket is not None:
@@ -181,6 +197,37 @@ class PeerPool:
             peer.socket.close(linger=int(linger_s * 1000))
             self.closed += 1
 
+    def receive(self, peer: Peer) -> bytes | None:
+        """The next message of a peer, None if there is none, or if its ``failure`` was set: it sends without end.
+
+        Raises:
+            MalformedMessage: it has several frames.
+        """
+        assert peer.socket is not None
+        try:
+            frames = receive(peer.socket)
+        except zmq.Again:
+            return None
+        peer.unread.heard = True
+        if frames[-1].more:
+            peer.failure = f"it sent a message of {FRAMES_READ} frames and more; a message is one frame"
+            return None
+        if len(frames) > 1:
+            raise MalformedMessage(f"{len(frames)} frames; a message is one frame")
+        return frames[0].bytes
+
+    def hoarders(self) -> Iterator[Peer]:
+        """The peers that bring bytes and no complete reply, with their ``failure`` set; cheap when called too early."""
+        now = time.monotonic()
+        if now < self.check_at:
+            return
+        connected = {peer.address: peer for peer in self._peers.values() if peer.descriptor >= 0}
+        self.check_at = now + CHECK_INTERVAL_S if connected else math.inf
+        unread = {address: _unread(peer) for address, peer in connected.items()}
+        for address, held in hoarders(unread, _UNREAD_BYTES, _UNREAD_BYTES_IN_ALL):
+            connected[address].failure = f"it sent {held} bytes without one complete reply"
+            yield connected[address]
+
     def close_idle(self) -> None:
         """Drop the peers that were not used for ``idle_s``; cheap when called too early."""
         now = time.monotonic()
@@ -190,6 +237,12 @@ class PeerPool:
             if not peer.asked and now - peer.used_at >= self._settings.idle_s:
                 self.drop(peer)
         self.sweep_at = now + self._settings.idle_s / 2 if self._peers else math.inf
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless every socket belongs to one peer that is held."""
+        sockets = {each for peer in self._peers.values() if peer.monitor for each in (peer.socket, peer.monitor.socket)}
+        assert sockets == self._by_socket.keys(), "a socket is polled for no peer, or a peer's is not polled"
+        assert self.opened - self.closed == len(sockets) // 2, "the counters of sockets are wrong"
 
     def close(self, linger_s: float, resolvers_s: float) -> None:
         """Drop every peer, end the ZeroMQ context, and wait up to ``resolvers_s`` for look-ups that still run."""
@@ -231,8 +284,13 @@ class PeerPool:
         """Set the peer's ``failure`` if its handshakes cannot succeed."""
         assert peer.monitor is not None
         for event, value in peer.monitor.take():
-            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                peer.ended_handshakes, peer.ended_since, peer.was_secure = 0, math.inf, True
+            if event == zmq.EVENT_CONNECTED:
+                peer.descriptor, peer.unread = value, Unread()
+                self.check_at = min(self.check_at, time.monotonic() + CHECK_INTERVAL_S)
+            elif event == zmq.EVENT_DISCONNECTED:
+                peer.descriptor = -1
+            elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                peer.ended_handshakes, peer.ended_since, peer.was_made = 0, math.inf, True
             elif event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
                 if value in _ENDED_BY_PEER:
                     self._handshake_ended(peer)
@@ -250,14 +308,17 @@ class PeerPool:
         peer.ended_handshakes += 1
         peer.ended_since = min(peer.ended_since, now)
         ended_s = now - peer.ended_since
-        if self._keys is None or peer.was_secure:
+        if peer.was_made or peer.ended_handshakes < _ENDED_HANDSHAKES or ended_s <= _OTHER_SECRET_S:
             return
-        if peer.ended_handshakes >= _ENDED_HANDSHAKES and ended_s > _OTHER_SECRET_S:
-            peer.failure = AuthenticationFailed(
-                f"authentication with {peer.address} failed: it ended the handshake {peer.ended_handshakes} times in "
-                f"{ended_s:.1f} s, most likely because the secrets of the two engines differ or that one has none: "
-                f"{_GIVE_BOTH}. If that engine's log says that it refused connections, it has too many"
-            )
+        if self._keys is None:
+            why = "that engine has a secret and this one has none"
+        else:
+            why = "the secrets of the two engines differ or that one has none"
+        peer.failure = AuthenticationFailed(
+            f"authentication with {peer.address} failed: it ended the handshake {peer.ended_handshakes} times in "
+            f"{ended_s:.1f} s, most likely because {why}: {_GIVE_BOTH}. If that engine's log says that it refused "
+            "connections, it has too many; if it says nothing, something else may listen there"
+        )
 
     def _whose_secret(self, event: int) -> str:
         if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
@@ -303,6 +364,11 @@ class PeerPool:
         )
         self._resolvers[host] = thread
         thread.start()
+
+
+def _unread(peer: Peer) -> int:
+    with opened(peer.descriptor, remote_port=peer.address.port) as connection:
+        return 0 if connection is None else peer.unread.look(connection.bytes_received)
 
 
 def _look_up(host: str, allowed: AllowedPeers, report: Callable[[Resolved], object]) -> None:

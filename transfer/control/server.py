@@ -7,6 +7,7 @@ Frames become requests and replies become frames here, and nothing a peer sends 
 import errno
 import logging
 import threading
+import time
 from typing import Protocol
 
 import msgspec
@@ -14,6 +15,7 @@ import zmq
 
 from transfer.control.address import Address, listen_address, numeric, resolve
 from transfer.control.admission import Admission, AdmissionCounters
+from transfer.control.connections import FRAMES_READ, receive
 from transfer.control.errors import BadAddress, ControlStartError
 from transfer.control.keys import ControlKeys
 from transfer.control.limits import Allowances, ServerLimits, excess
@@ -40,6 +42,7 @@ _READ_BYTES = 2 * MAX_REQUEST_BYTES
 _QUEUED_REQUESTS = 16  # per peer, read ahead of the handler; a peer that sends faster is held back by TCP
 _FRAMES_PER_TURN = 256  # then look whether the server is to stop
 _AFTER_A_FAULT_S = 0.05
+_MOST_TIME_FOR_ONE = 0.05  # share of the server's time that one host may take by messages that have no end
 _BACKLOG = 1024  # connections that all come at once, as after a restart
 _HANDSHAKE_S = 5.0  # after which a connection that has not finished its handshake is closed
 _UNREAD_REPLIES_S = 15.0  # after which a connection that takes no bytes off our hands is closed
@@ -192,6 +195,11 @@ class ControlServer:
             return self._counters
         return msgspec.structs.replace(self._counters, admission=self._admission.counters)
 
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless the books balance; before ``start`` or after ``close``, for the thread's own."""
+        if self._admission is not None:
+            self._admission.check_integrity()
+
     @property
     def _bound(self) -> Address:
         if self._address is None:
@@ -251,10 +259,13 @@ class ControlServer:
     def _serve_waiting(self, socket: zmq.Socket[bytes], admission: Admission) -> None:
         for _ in range(_FRAMES_PER_TURN):
             try:
-                peer, *frames = socket.recv_multipart(zmq.NOBLOCK, copy=False)
+                peer, *frames = receive(socket)
             except zmq.Again:
                 return
             admission.heard(frames[0])
+            if frames[-1].more:
+                self._drop_endless(socket, admission, frames[-1])
+                continue
             sender = _sender(frames[0])
             if not self._allowances.take(sender):
                 self._count(rate_limited=self._counters.rate_limited + 1)
@@ -270,6 +281,16 @@ class ControlServer:
             if answer is not None:
                 self._allowances.charge(sender, len(answer) // self._limits.reply_bytes_per_request)
                 self._send(socket, peer.bytes, answer)
+
+    def _drop_endless(self, socket: zmq.Socket[bytes], admission: Admission, frame: zmq.Frame) -> None:
+        """End the connection of a message of very many frames, and take the rest out of the way: only reading does."""
+        sender = _sender(frame)
+        self._count(wrong_frames=self._counters.wrong_frames + 1)
+        admission.flooded(frame, f"it sent a message of {FRAMES_READ} frames and more; a message is one frame")
+        started = time.monotonic()
+        while frame.more:
+            frame = socket.recv(zmq.NOBLOCK, copy=False)
+        admission.refuse(sender, (time.monotonic() - started) / _MOST_TIME_FOR_ONE)
 
     def _send(self, socket: zmq.Socket[bytes], peer: bytes, answer: bytes) -> None:
         try:

@@ -110,3 +110,8 @@ class Window:
         """Give back what ``try_acquire`` took."""
         with self._lock:
             self._in_flight -= count
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless no more is in flight than fits, and no more was given back than taken."""
+        with self._lock:
+            assert 0 <= self._in_flight <= self.most_in_flight <= self.capacity, "the window's count is wrong"

@@ -160,6 +160,14 @@ class MooncakeEngine(TransferEngine):
         with self._lock:
             self._links.discard(link)
 
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless the open links are those that are known here, each in its peer's window."""
+        with self._lock:
+            for link in self._links:
+                assert self._windows.get(link.address) is link.window, f"{link.address} has two windows"
+            for window in self._windows.values():
+                window.check_integrity()
+
     def close(self) -> None:
         """See the contract."""
         with self._lock:
@@ -196,6 +204,11 @@ class MooncakeLink(Link):
         self._broken = ""  # why reads are refused, "" if they are not
         self._unsettled = 0  # descriptors of failed reads that hold a place in the window
         self._settled_at = 0.0  # on the monotonic clock, where the engine is shared
+
+    @property
+    def address(self) -> str:
+        """Where the peer is reached."""
+        return self._address
 
     @property
     def window(self) -> Window:

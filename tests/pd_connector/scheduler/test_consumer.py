@@ -245,7 +245,7 @@ def test_an_engine_that_was_not_told_about_a_lease_is_logged(desk: Desk, caplog:
         desk.consumer.finish_request(name)
     unanswered, answered, cancelled = desk.client.futures
     cancelled.cancel()
-    answered.set_result(Renewed((), 1.0))
+    answered.set_result(Renewed(()))
     assert not caplog.records
     unanswered.set_exception(
         PeerUnreachable(host="10.0.0.5", port=8998, request_type="cancel", tried_s=10.0, attempts=0)
@@ -403,7 +403,7 @@ def test_a_request_whose_lease_has_ended_is_refused_instead_of_read(desk: Desk) 
     desk.consumer.add_request(request)
     desk.clock.advance(TTL_S / 3)
     desk.renewals.renew_due()
-    desk.client.futures[-1].set_result(Renewed((), TTL_S))
+    desk.client.futures[-1].set_result(Renewed(()))
     assert desk.consumer.missing_tokens(request, 0) == 69
     desk.consumer.start_pull(request, BLOCKS, 69)
     pulls, (refusal,) = desk.consumer.take_orders()
@@ -421,7 +421,7 @@ def test_a_pull_under_way_is_left_to_its_release_when_its_lease_has_ended(desk: 
     assert len(desk.pulls()) == 1
     desk.clock.advance(TTL_S / 3)
     desk.renewals.renew_due()
-    desk.client.futures[-1].set_result(Renewed((), TTL_S))
+    desk.client.futures[-1].set_result(Renewed(()))
     assert desk.consumer.take_orders() == ((), ())
     desk.consumer.settle("r")
 
@@ -430,6 +430,6 @@ def test_a_lease_that_has_ended_is_not_cancelled(desk: Desk) -> None:
     desk.consumer.add_request(a_decode_request("r"))
     desk.clock.advance(TTL_S / 3)
     desk.renewals.renew_due()
-    desk.client.futures[-1].set_result(Renewed((), TTL_S))
+    desk.client.futures[-1].set_result(Renewed(()))
     desk.consumer.finish_request("r")
     assert desk.client.cancelled() == []

@@ -101,7 +101,7 @@ def desk() -> Iterator[Desk]:
 def test_a_lease_that_the_engine_does_not_confirm_is_lost(desk: Desk) -> None:
     desk.keep("gone")
     desk.keep("valid")
-    desk.renew().set_result(Renewed(("valid",), TTL_S))
+    desk.renew().set_result(Renewed(("valid",)))
     lost = desk.renewals.lost("gone")
     assert lost is not None
     assert lost.cause == "lease"
@@ -113,7 +113,7 @@ def test_a_lease_that_the_engine_does_not_confirm_is_lost(desk: Desk) -> None:
 def test_a_lost_lease_is_not_renewed_any_more(desk: Desk) -> None:
     desk.keep("gone")
     desk.keep("valid")
-    desk.renew().set_result(Renewed(("valid",), TTL_S))
+    desk.renew().set_result(Renewed(("valid",)))
     desk.client.take_renewed()
     desk.renew()
     assert desk.client.take_renewed() == ["valid"]
@@ -141,7 +141,7 @@ def test_an_answer_says_nothing_about_leases_that_were_not_asked_for(desk: Desk)
     answer = desk.renew()
     desk.keep("later")
     desk.keep("same id elsewhere", lease_id="asked", remote_host="10.0.0.6")
-    answer.set_result(Renewed((), TTL_S))
+    answer.set_result(Renewed(()))
     assert desk.renewals.lost("asked") is not None
     assert desk.renewals.lost("later") is None
     assert desk.renewals.lost("same id elsewhere") is None
@@ -156,6 +156,6 @@ def test_an_answer_that_comes_late_or_never_changes_nothing(desk: Desk) -> None:
     second.cancel()
     unreachable = PeerUnreachable(host="10.0.0.5", port=8998, request_type="renew", tried_s=5.0, attempts=3)
     desk.renew().set_exception(unreachable)
-    first.set_result(Renewed(("kept",), TTL_S))
+    first.set_result(Renewed(("kept",)))
     assert desk.renewals.request_ids == {"kept"}
     assert desk.renewals.lost("kept") is None

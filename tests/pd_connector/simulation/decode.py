@@ -128,7 +128,8 @@ class SessionSim:
         return self._connected
 
     def _fail(self, cause: Cause) -> None:
-        self._settlement.fail(self._orders[0][0], cause, "as told", Stopwatch(time.monotonic()))
+        tell = cause is not Cause.UNREACHABLE
+        self._settlement.fail(self._orders[0][0], cause, "as told", Stopwatch(time.monotonic()), tell=tell)
         self._next()
 
     def _next(self) -> None:

@@ -1,6 +1,7 @@
 """Engines that cannot be pulled from and params that do not fit them: refused in words, and nothing is read."""
 
 import logging
+import threading
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +13,8 @@ from tests.pd_connector.support import until
 from tests.pd_connector.worker.site import OURS, THEIRS, Site, pull_once
 from tests.transfer.control.faults import FaultyNetwork, deliver
 from tests.transfer.control.support import free_port
+from transfer.engine.base import ReadFailed
+from transfer.engine.in_process import InProcessEngine, InProcessLink
 
 # Peers that cannot be used
 
@@ -35,7 +38,7 @@ def test_an_unreachable_engine_fails_what_is_queued_behind_at_once(site: Site) -
 
 def test_an_engine_that_has_come_back_is_pulled_from_again(site: Site) -> None:
     prefill, (worker,) = site.prefill(), site.decode()
-    worker.handshake_timeout_s = 0.2
+    worker.handshake_timeout_s = 1.0
     with FaultyNetwork(prefill.producer.port, lambda direction, frame: []) as network:
         first, second = prefill.prefill("r1", THEIRS), prefill.prefill("r2", THEIRS)
         order = an_order("r1", first, OURS, remote_port=network.port)
@@ -68,6 +71,30 @@ def test_an_engine_whose_transfer_port_is_closed_is_unreachable(site: Site) -> N
     end = pull_once(site, prefill.prefill("r", THEIRS), worker)
     assert end.cause == "unreachable"
     assert f"cannot reach the transfer engine at {prefill.engines[0].address}" in end.reason
+    assert until(lambda: prefill.producer.leases.collect() == ("r",)), "it answers, so it is told"
+
+
+def test_pulls_behind_one_that_found_no_transfer_engine_free_their_blocks_at_once_too(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefill, (worker,) = site.prefill(), site.decode()
+    remotes = [prefill.prefill(f"r{number}", THEIRS) for number in range(4)]
+    session, opening, go_on = site.session(worker, remotes[0]), threading.Event(), threading.Event()
+
+    def refuse(engine: InProcessEngine, address: str, regions: object) -> InProcessLink:
+        opening.set()
+        assert go_on.wait(10.0)
+        raise ReadFailed(f"cannot reach the transfer engine at {address}", settled=True)
+
+    monkeypatch.setattr(InProcessEngine, "open", refuse)
+    for number, remote in enumerate(remotes):
+        session.submit(an_order(f"r{number}", remote, OURS))
+    assert opening.wait(10.0)
+    opening.clear()
+    go_on.set()
+    assert {worker.next_end().cause for _ in remotes} == {"unreachable"}
+    assert not opening.is_set(), "it was tried once for all"
+    assert until(lambda: prefill.producer.leases.active == 0)
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,7 @@ class DecodeEngine:
                 service.submit(order)
         return self.wait(len(orders) * len(self.services))
 
-    def wait(self, number: int, timeout_s: float = 10.0) -> dict[str, list[Settled]]:
+    def wait(self, number: int, timeout_s: float = 30.0) -> dict[str, list[Settled]]:
         """The next ends, by request id; fails if there are more of them or fewer."""
         ends: list[Settled] = []
 
@@ -158,7 +158,7 @@ def test_a_request_that_leaves_early_frees_the_blocks_of_the_prefill_engine(site
 
 
 def test_a_dead_engine_does_not_delay_the_pulls_from_another(site: Site, start_decode: Decode) -> None:
-    prefill, decode = site.prefill(), start_decode(handshake_timeout_s=0.5)
+    prefill, decode = site.prefill(), start_decode(handshake_timeout_s=1.0)
     dead = an_order("dead", prefill.prefill("dead", THEIRS), OURS, remote_engine_id="d", remote_port=free_port())
     decode.service.submit(dead)
     time.sleep(0.02)  # its thread is in the handshake by now
@@ -181,7 +181,7 @@ def test_a_read_that_hangs_does_not_delay_the_pulls_from_another_engine(site: Si
 def test_params_with_a_wrong_address_do_not_divert_other_pulls_from_that_engine(
     site: Site, start_decode: Decode
 ) -> None:
-    prefill, decode = site.prefill(), start_decode(handshake_timeout_s=0.2)
+    prefill, decode = site.prefill(), start_decode(handshake_timeout_s=1.0)
     wrong = an_order("wrong", prefill.prefill("wrong", THEIRS), OURS, remote_port=free_port())
     ends = decode.run(wrong, an_order("right", prefill.prefill("right", THEIRS), OURS))
     assert [end.cause for end in ends["wrong"]] == ["unreachable"]

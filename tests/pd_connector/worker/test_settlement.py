@@ -89,9 +89,9 @@ def test_a_pull_whose_lease_had_ended_is_settled_as_failed() -> None:
     assert end.reason.startswith("pull from engine engine-p at 10.0.0.5:8998 failed: lease lease-1 had expired")
 
 
-@pytest.mark.parametrize(("cause", "messages"), [("read", 1), ("unreachable", 0)])
-def test_a_failed_pull_is_settled_at_once_and_the_engine_told_if_it_can_be(cause: str, messages: int) -> None:
+@pytest.mark.parametrize("tell", [True, False])
+def test_a_failed_pull_is_settled_at_once_and_the_engine_told_if_it_can_be(tell: bool) -> None:
     desk = Desk()
-    desk.settlement.fail(ORDER, Cause(cause), "because", desk.watch)
-    assert [end.cause for end in desk.ends] == [cause]
-    assert len(desk.client.sent) == messages
+    desk.settlement.fail(ORDER, Cause.UNREACHABLE, "because", desk.watch, tell=tell)
+    assert [end.cause for end in desk.ends] == ["unreachable"]
+    assert len(desk.client.sent) == tell

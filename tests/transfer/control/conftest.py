@@ -28,6 +28,7 @@ def start(handler: Handler) -> Iterator[Start]:
     yield start
     for server in started:
         server.close()
+        server.check_integrity()
 
 
 @pytest.fixture
@@ -41,6 +42,7 @@ def client() -> Iterator[ControlClient]:
     client = ControlClient(retry_s=60, retry_cap_s=60)
     yield client
     client.close()
+    client.check_integrity()
 
 
 @pytest.fixture
@@ -49,3 +51,4 @@ def impatient() -> Iterator[ControlClient]:
     client = ControlClient(retry_s=0.05, retry_cap_s=0.2)
     yield client
     client.close()
+    client.check_integrity()

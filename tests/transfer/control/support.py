@@ -12,6 +12,8 @@ from layout.geometry import CacheGroup, ModelIdentity, Plane, Region, WorkerGeom
 from transfer.control.messages import (
     Cancel,
     Cancelled,
+    Checksummed,
+    Checksums,
     Hello,
     InvalidReason,
     Release,
@@ -65,10 +67,17 @@ HELLO = Hello(ENGINE)
 RENEW = Renew(ENGINE, ("lease-1", "lease-2"))
 RELEASE = Release(ENGINE, "lease-1", 0, 2, "pull", "contents")
 CANCEL = Cancel(ENGINE, ("lease-1",))
+CHECKSUMS = Checksums(ENGINE, "lease-1", 1, 0, (0, 16, 69))
 WELCOME = Welcome(ENGINE, MODEL, (geometry(0), geometry(1)))
 
-REQUESTS: tuple[Request, ...] = (HELLO, RENEW, RELEASE, CANCEL)
-REPLIES: tuple[Reply, ...] = (WELCOME, Renewed(("lease-1",), 30.0), Released(False, InvalidReason.EXPIRED), Cancelled())
+REQUESTS: tuple[Request, ...] = (HELLO, RENEW, RELEASE, CANCEL, CHECKSUMS)
+REPLIES: tuple[Reply, ...] = (
+    WELCOME,
+    Renewed(("lease-1",)),
+    Released(False, InvalidReason.EXPIRED),
+    Cancelled(),
+    Checksummed((0, 7, 2**64 - 1)),
+)
 
 
 class Handler:
@@ -90,11 +99,13 @@ class Handler:
             case Hello():
                 return WELCOME
             case Renew():
-                return Renewed(request.lease_ids, 30.0)
+                return Renewed(request.lease_ids)
             case Release():
                 return Released(True)
             case Cancel():
                 return Cancelled()
+            case Checksums():
+                return Checksummed((1,) * (len(request.borders) - 1))
 
 
 def pack(message: Any) -> bytes:
@@ -108,7 +119,7 @@ def unpack(frame: bytes) -> Any:
     return msgpack.unpackb(frame)
 
 
-def wait_until(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
+def wait_until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
     """Return as soon as ``condition`` holds."""
     until = time.monotonic() + timeout_s
     while not condition():

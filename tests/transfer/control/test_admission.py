@@ -17,6 +17,8 @@ from tests.transfer.control import raw
 from tests.transfer.control.support import ENGINE, HELLO, RELEASE, WELCOME, Handler, Start, pack, wait_until
 from transfer.control import server as server_module
 from transfer.control.client import ControlClient
+from transfer.control.keys import ControlKeys
+from transfer.control.limits import REFUSED_S
 from transfer.control.messages import PROTOCOL_VERSION, Error, ErrorCode, encode
 from transfer.control.server import ControlServer
 
@@ -95,8 +97,10 @@ def test_a_message_that_never_ends_is_ended(
 def test_all_connections_together_may_not_bring_too_much_either(start: Start, client: ControlClient) -> None:
     server = start(unread_bytes=8 << 20, unread_bytes_in_all=16 << 20)
     with contextlib.ExitStack() as stack:
-        for _ in range(4):
-            connection = stack.enter_context(raw.connect(server.port))
+        # All of them first: a host that has brought too much makes no connection for a while.
+        connections = [stack.enter_context(raw.connect(server.port)) for _ in range(4)]
+        wait_until(lambda: server.counters.admission.connections == 4)
+        for connection in connections:
             connection.sendall(raw.greeting() + raw.ready())
             for _ in range(6):
                 connection.sendall(raw.frame(bytes(1 << 20), raw.MORE))
@@ -104,6 +108,26 @@ def test_all_connections_together_may_not_bring_too_much_either(start: Start, cl
         assert is_served(client, server)
         time.sleep(0.3)
         assert server.counters.admission.connections_cut == 2, "what is left is within the limit"
+
+
+def test_a_message_of_a_million_frames_costs_its_host_its_connections_for_a_while(
+    start: Start, client: ControlClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = start()
+    with raw.connect(server.port) as connection:
+        connection.sendall(raw.greeting() + raw.ready())
+        raw.await_ready(connection)
+        with contextlib.suppress(OSError):  # it may be ended when the last has not left yet
+            connection.sendall(bytes([raw.MORE, 0]) * 1_000_000 + bytes([0, 0]))
+        wait_until(lambda: server.counters.wrong_frames == 1, 20)
+        assert raw.is_ended(connection)
+    assert is_served(client, server)
+    assert server.counters.admission.connections_cut == 1
+    assert server.counters.requests == 1, "what it consisted of was taken for nothing else"
+    assert "a message of 16 frames and more" in caplog.text
+    time.sleep(REFUSED_S)
+    with raw.connect(server.port) as again:
+        assert raw.is_ended(again), "the time that it took is waited for many times over"
 
 
 def test_a_connection_that_brings_complete_messages_may_bring_any_number_of_bytes(start: Start) -> None:
@@ -162,8 +186,7 @@ def test_a_connection_that_never_reads_is_closed(
         deaf.sendall(raw.greeting() + raw.ready())
         raw.await_ready(deaf)
         wait_until(lambda: server.counters.admission.connections == 1)
-        for _ in range(50):
-            deaf.sendall(raw.frame(encode(7, HELLO)))
+        deaf.sendall(50 * raw.frame(encode(7, HELLO)))
         wait_until(lambda: server.counters.admission.connections == 0, 20)
     handler.answer = handler.usual
     assert is_served(client, server)
@@ -222,6 +245,27 @@ def test_a_descriptor_that_is_not_the_servers_is_never_touched(start: Start) -> 
     assert server.counters.admission.connections == 0
     for each in (theirs, *unix):
         each.close()
+
+
+def test_a_fault_of_our_own_while_a_client_is_admitted_keeps_no_other_client_out(
+    start: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    keys = ControlKeys.derive(b"correct horse battery staple")
+    faults = iter([RuntimeError("a fault")])
+    usual = ControlKeys.admits
+
+    def admits(self: ControlKeys, client_key: bytes) -> bool:
+        for fault in faults:
+            raise fault
+        return usual(self, client_key)
+
+    monkeypatch.setattr(ControlKeys, "admits", admits)
+    server = start(keys)
+    with contextlib.closing(ControlClient(keys=keys)) as first, contextlib.closing(ControlClient(keys=keys)) as second:
+        waiting = first.request("127.0.0.1", server.port, HELLO, 60)
+        wait_until(lambda: "the control server failed and goes on" in caplog.text)
+        assert is_served(second, server)
+        assert waiting.result() == WELCOME, "its handshake began anew"
 
 
 def test_a_fault_of_our_own_does_not_end_the_server(

@@ -29,7 +29,7 @@ def test_keys_are_not_printed() -> None:
     keys = ControlKeys.derive(SECRET)
     for shown in (repr(keys), str(keys), f"{keys}", repr(keys.server), repr(keys.client)):
         assert not any(pair.secret.decode() in shown for pair in _both(keys))
-    assert repr(keys) == "ControlKeys(...)"
+    assert not any(pair.public.decode() in repr(keys) for pair in _both(keys))
 
 
 def test_only_the_clients_key_is_admitted() -> None:

@@ -4,6 +4,7 @@ import pytest
 
 from tests.transfer.control.support import ENGINE, REQUESTS
 from transfer.control.limits import (
+    MAX_BORDERS,
     MAX_ID_CHARACTERS,
     MAX_LEASE_IDS,
     MAX_READERS,
@@ -11,7 +12,7 @@ from transfer.control.limits import (
     ServerLimits,
     excess,
 )
-from transfer.control.messages import Cancel, Hello, Release, Renew, Request
+from transfer.control.messages import Cancel, Checksums, Hello, Release, Renew, Request
 
 
 class Clock:
@@ -98,6 +99,8 @@ LONG = "x" * (MAX_ID_CHARACTERS + 1)
         (Release(ENGINE, "lease", 0, 1, LONG, "c"), "an id of 129"),
         (Release(ENGINE, "lease", 0, 1, "pull", LONG), "an id of 129"),
         (Release(ENGINE, "lease", 0, MAX_READERS + 1, "pull", "c"), "65537 readers"),
+        (Checksums(ENGINE, LONG, 0, 0, (0, 16)), "an id of 129"),
+        (Checksums(ENGINE, "lease", 0, 0, (0,) * (MAX_BORDERS + 1)), "4097 borders; at most 4096"),
     ],
 )
 def test_what_is_above_a_limit_is_named(request_: Request, words: str) -> None:
@@ -107,3 +110,4 @@ def test_what_is_above_a_limit_is_named(request_: Request, words: str) -> None:
 def test_the_limits_themselves_are_within() -> None:
     assert not excess(Renew("e" * MAX_ID_CHARACTERS, ("l" * MAX_ID_CHARACTERS,) * MAX_LEASE_IDS))
     assert not excess(Release(ENGINE, "lease", 0, MAX_READERS, "pull", "c"))
+    assert not excess(Checksums(ENGINE, "lease", 0, 0, (0,) * MAX_BORDERS))

@@ -100,12 +100,12 @@ def test_only_a_host_beyond_loopback_is_warned_about(handler: Handler, caplog: p
 def test_close_is_idempotent_and_quick(handler: Handler) -> None:
     server = ControlServer(handler, "127.0.0.1")
     server.close()  # never started
-    server = ControlServer(handler, "127.0.0.1")
+    server = ControlServer(handler, "127.0.0.1", close_timeout_s=60)
     server.start()
     started = time.monotonic()
     server.close()
     server.close()
-    assert time.monotonic() - started < 1.5
+    assert time.monotonic() - started < 10
 
 
 def test_a_handler_that_never_returns_does_not_hold_up_close(

@@ -52,7 +52,7 @@ def test_hello_is_answered_with_the_geometry_of_all_workers(stranger: Stranger) 
     [
         (
             {"type": "renew", "engine_id": ENGINE, "lease_ids": ["a", "b"]},
-            {"type": "renewed", "valid": ["a", "b"], "ttl_s": 30.0},
+            {"type": "renewed", "valid": ["a", "b"]},
         ),
         (
             {
@@ -67,8 +67,19 @@ def test_hello_is_answered_with_the_geometry_of_all_workers(stranger: Stranger) 
             {"type": "released", "valid": True, "reason": ""},
         ),
         ({"type": "cancel", "engine_id": ENGINE, "lease_ids": ["a"]}, {"type": "cancelled"}),
+        (
+            {
+                "type": "checksums",
+                "engine_id": ENGINE,
+                "lease_id": "a",
+                "worker": 0,
+                "group": 0,
+                "borders": [0, 16, 32],
+            },
+            {"type": "checksummed", "sums": [1, 1], "reason": ""},
+        ),
     ],
-    ids=["renew", "release", "cancel"],
+    ids=["renew", "release", "cancel", "checksums"],
 )
 def test_lease_messages_are_answered(stranger: Stranger, body: dict[str, Any], answer: dict[str, Any]) -> None:
     assert stranger.ask(pack([PROTOCOL_VERSION, 12, body])) == [PROTOCOL_VERSION, 12, answer]

@@ -67,12 +67,25 @@ def pair(engines: Iterator[TransferEngine]) -> Pair:
     return Pair(reader, peer, destination, source)
 
 
-def held() -> tuple[int, int]:
+@dataclass(frozen=True)
+class Held:
     """Threads and file descriptors of this process."""
-    return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
+
+    threads: int
+    files: int
+
+    @classmethod
+    def now(cls) -> "Held":
+        return cls(len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd")))
+
+    @property
+    def is_all(self) -> bool:
+        """Whether no more is held now. It may be less: what an earlier test closed may still have been ending."""
+        now = Held.now()
+        return now.threads <= self.threads and now.files <= self.files
 
 
-def until(condition: Callable[[], bool], within_s: float = 5.0) -> bool:
+def until(condition: Callable[[], bool], within_s: float = 20.0) -> bool:
     """Whether ``condition`` comes true in time."""
     deadline = time.monotonic() + within_s
     while not condition():

@@ -5,13 +5,14 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import closing
 
 import numpy as np
 import pytest
 
 from layout.copies import concatenate
 from layout.geometry import Region
-from tests.transfer.engine.conftest import held, until
+from tests.transfer.engine.conftest import Held, until
 from tests.transfer.engine.memory import Memory, even_copies, pattern
 from tests.transfer.engine.peer_process import PeerProcess
 from transfer.engine.base import EngineStartError, ReadFailed
@@ -19,6 +20,7 @@ from transfer.engine.mooncake import MooncakeEngine, MooncakeLink, MooncakeOptio
 
 MIB = 1 << 20
 SIZE = 64 * MIB
+PIECE_BYTES = 8192  # of a read that is to take a while: Mooncake brings one after the other
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +34,9 @@ def engine(destination: Memory) -> Iterator[MooncakeEngine]:
     engine = MooncakeEngine(MooncakeOptions("127.0.0.1", connect_timeout_s=0.5, progress_timeout_s=2.0))
     engine.register([destination.region])
     yield engine
+    engine.check_integrity()
     engine.close()
+    engine.check_integrity()
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +60,7 @@ def fail_mid_read(link: MooncakeLink, peer: PeerProcess, destination: Memory, ha
     def read() -> None:
         try:
             timeout_s = 1.0 if happens == "stopped" else 20.0
-            link.read(even_copies(destination.region, peer.region, 1024, SIZE // 1024), timeout_s)
+            link.read(even_copies(destination.region, peer.region, SIZE // PIECE_BYTES, PIECE_BYTES), timeout_s)
         except ReadFailed as error:
             failures.append(error)
 
@@ -93,7 +97,7 @@ def test_late_bytes_do_land_while_the_link_is_open(
     fail_mid_read(link, victim, destination, "stopped")
     destination.view[:] = 0
     victim.go_on()
-    assert until(lambda: bool(destination.view[SIZE // 2 :].any()))
+    assert until(lambda: bool(destination.view.any()))
 
 
 def test_a_peer_that_is_killed_fails_the_read_unsettled(
@@ -136,14 +140,14 @@ def test_a_failure_before_the_last_descriptor_of_a_call_is_not_missed(
 def test_a_peer_that_accepts_but_never_answers_is_given_up_after_the_connect_timeout(
     engine: MooncakeEngine, victim: PeerProcess
 ) -> None:
-    before = held()
+    before = Held.now()
     victim.stop()
     started = time.monotonic()
     with pytest.raises(ReadFailed, match="accepts connections but does not answer") as failure:
         engine.open(victim.address, [victim.region])
     assert failure.value.settled
     assert time.monotonic() - started < 10  # by itself it would take 60
-    assert until(lambda: held() == before)
+    assert until(lambda: before.is_all), (before, Held.now())
 
 
 def test_a_closed_port_cannot_be_opened(engine: MooncakeEngine) -> None:
@@ -160,10 +164,10 @@ def test_an_address_that_is_none_cannot_be_opened(engine: MooncakeEngine, addres
         engine.open(address, [Region(4096, 4096)])
 
 
-def test_a_healthy_peer_is_read_while_another_hangs(
-    engine: MooncakeEngine, peer: PeerProcess, destination: Memory
-) -> None:
-    with PeerProcess(MIB, seed=6) as hanging:
+def test_a_healthy_peer_is_read_while_another_hangs(peer: PeerProcess, destination: Memory) -> None:
+    engine = MooncakeEngine(MooncakeOptions("127.0.0.1", connect_timeout_s=30.0))
+    engine.register([destination.region])
+    with closing(engine), PeerProcess(MIB, seed=6) as hanging:
         hanging.stop()
         failures: list[ReadFailed] = []
 
@@ -177,6 +181,7 @@ def test_a_healthy_peer_is_read_while_another_hangs(
         opening.start()
         engine.open(peer.address, [peer.region]).read(even_copies(destination.region, peer.region, 4, 4096), 5)
         overtook = opening.is_alive()
+        hanging.kill()
         opening.join()
         assert overtook
         assert failures
@@ -244,7 +249,7 @@ def test_closing_ends_a_read_that_is_under_way(
 
 def test_close_leaves_no_thread_and_no_file_behind(peer: PeerProcess, destination: Memory) -> None:
     gc.collect()
-    before = held()
+    before = Held.now()
     for _ in range(3):
         engine = MooncakeEngine(MooncakeOptions("127.0.0.1"))
         engine.register([destination.region])
@@ -254,7 +259,7 @@ def test_close_leaves_no_thread_and_no_file_behind(peer: PeerProcess, destinatio
             engine.open("127.0.0.1:1", [peer.region])
         engine.close()
         engine.close()
-    assert until(lambda: held() == before), (before, held())
+    assert until(lambda: before.is_all), (before, Held.now())
 
 
 def test_closing_a_link_does_not_stop_other_python_threads(engine: MooncakeEngine, peer: PeerProcess) -> None:
@@ -277,7 +282,7 @@ def test_closing_a_link_does_not_stop_other_python_threads(engine: MooncakeEngin
         longest.append(float(np.diff([*ticks, time.monotonic()]).max()))
     done.set()
     ticking.join()
-    assert sorted(longest)[1] < 0.3  # Mooncake's destructor by itself: 1.0
+    assert sorted(longest)[1] < 0.6  # Mooncake's destructor by itself: 1.0
 
 
 def test_a_shared_engine_waits_until_a_failed_read_has_settled(peer: PeerProcess, destination: Memory) -> None:
