@@ -243,31 +243,37 @@ class HostBlockPool:
             if candidate.event is not None:
                 self._pool.kv_event_queue.append(candidate.event)
 
-    def end(self, stores: Sequence[Store], *, evict_first: bool, keep_slots: bool = False) -> None:
+    def end(self, stores: Sequence[Store], *, reuse_among: int = 0, keep_slots: bool = False) -> None:
         """Give the references to both ends back.
 
-        ``evict_first``: the device blocks are the next to be reused after those that hold nothing, as they were when
-        they were chosen; otherwise the last. ``keep_slots``: the host blocks are not given back, as something may
-        still write to them.
+        ``reuse_among``: the device blocks go back to where they were chosen, among so many that vLLM reuses next:
+        behind those that hold nothing or are in host memory already. 0: they are the last to be reused.
+        ``keep_slots``: the host blocks are not given back, as something may still write to them.
         """
         blocks = [store.candidate.block for store in stores]
-        pool = self._device.block_pool
-        if evict_first:
-            for block in blocks:
-                block.ref_cnt -= 1
-            queue = pool.free_block_queue
-            empty = list(takewhile(lambda block: block.block_hash is None, queue.iter_blocks_after(None)))
-            queue.popleft_n(len(empty))
-            queue.prepend_n([block for block in blocks if block.ref_cnt == 0])
-            queue.prepend_n(empty)
+        if reuse_among:
+            self._put_back(blocks, reuse_among)
         else:
-            pool.free_blocks(reversed(blocks))
+            self._device.block_pool.free_blocks(reversed(blocks))
         if not keep_slots:
             self.unpin(tuple(store.host for store in stores))
 
     def references(self) -> dict[int, int]:
         """Slots in use and the references to each."""
         return {block.block_id - 1: block.ref_cnt for block in self._pool.blocks if block.ref_cnt and not block.is_null}
+
+    def _put_back(self, blocks: "Sequence[KVCacheBlock]", among: int) -> None:
+        """Free device blocks at the place in the order of reuse that the first of them had."""
+        for block in blocks:
+            block.ref_cnt -= 1
+        queue = self._device.block_pool.free_block_queue
+        before = list(takewhile(self._goes_unmissed, islice(queue.iter_blocks_after(None), among)))
+        queue.popleft_n(len(before))
+        queue.prepend_n([block for block in blocks if block.ref_cnt == 0])
+        queue.prepend_n(before)
+
+    def _goes_unmissed(self, block: "KVCacheBlock") -> bool:
+        return block.block_hash is None or self.holds(block.block_hash)
 
     def _stored_event(self, request: "Request", group: int, number: int) -> "KVCacheEvent":
         size = self.block_tokens[group]

@@ -103,7 +103,7 @@ class SchedulerHalf:
             pool = HostBlockPool(self._vllm_config, self._cache_manager, slots)
             lookahead = most_blocks_a_step(self._vllm_config, pool.block_tokens)
             self._host = HostTier(pool, len(handshakes), self._config.cpu_store, lookahead)
-            logger.info("PDConnector: %d blocks can be kept in host memory, stored %sly", slots, self._config.cpu_store)
+            logger.info("PDConnector: host memory keeps up to %d blocks (%s)", slots, self._config.cpu_store)
 
     def add_request(self, request: "Request") -> None:
         """A request has arrived."""

@@ -229,7 +229,7 @@ class HostTier:
         for stores in (self._ready, self._chosen):
             for store in stores:
                 del self._storing[store.candidate.key]
-            self._pool.end(stores, evict_first=False)
+            self._pool.end(stores)
             stores.clear()
         for job in self._jobs.values():
             job.abandoned = True
@@ -306,7 +306,8 @@ class HostTier:
             self._pool.publish(job.stores)
         if job.ends.unsettled:
             self._lost_slots.update(slot_of(store.host) for store in job.stores)
-        self._pool.end(job.stores, evict_first=self._mode == "lazy", keep_slots=job.ends.unsettled)
+        reuse_among = self._lookahead if self._mode == "lazy" else 0
+        self._pool.end(job.stores, reuse_among=reuse_among, keep_slots=job.ends.unsettled)
 
 
 def _triples(

@@ -37,7 +37,7 @@ class Bench:
         """All full blocks of a request, published."""
         stores = self.begun(request, group)
         self.pool.publish(stores)
-        self.pool.end(stores, evict_first=False)
+        self.pool.end(stores)
         return stores
 
     def begun(self, request: Request, group: int = 0) -> tuple[Store, ...]:
@@ -251,12 +251,12 @@ def test_blocks_being_stored_are_not_reused_on_the_device() -> None:
     bench.manager.free(request)
     stored = {store.candidate.block.block_id for store in stores}
     assert not stored & set(bench.free_order())
-    bench.pool.end(stores, evict_first=False)
+    bench.pool.end(stores)
     assert stored < set(bench.free_order())
 
 
-@pytest.mark.parametrize("evict_first", [True, False])
-def test_stored_blocks_are_the_next_to_be_reused_after_the_empty_ones_or_the_last(evict_first: bool) -> None:
+@pytest.mark.parametrize("reuse_among", [99, 0])
+def test_stored_blocks_are_the_next_to_be_reused_after_the_empty_ones_or_the_last(reuse_among: int) -> None:
     bench = Bench()
     first, second = bench.computed("first", said(14)), bench.computed("second", said(9, seed=7))
     tables = [bench.manager.get_block_ids(name)[0] for name in ("first", "second")]
@@ -265,19 +265,33 @@ def test_stored_blocks_are_the_next_to_be_reused_after_the_empty_ones_or_the_las
     bench.manager.free(second)
     empty = len(bench.free_order()) - 2
     bench.pool.publish(stores)
-    bench.pool.end(stores, evict_first=evict_first)
+    bench.pool.end(stores, reuse_among=reuse_among)
     of_first = tables[0][2::-1]  # the end of a prompt is reused first
     of_second = tables[1][1::-1]
-    expected = [*of_first, *of_second] if evict_first else [*of_second, *of_first[::-1]]
+    expected = [*of_first, *of_second] if reuse_among else [*of_second, *of_first[::-1]]
     assert bench.free_order()[empty:] == expected
+
+
+def test_what_was_stored_before_is_still_reused_before() -> None:
+    bench = Bench()
+    for name in ("first", "second"):
+        request = bench.computed(name, said(14, seed=len(name)))
+        bench.manager.free(request)
+    order = [block for block in bench.free_order() if bench.manager.block_pool.blocks[block].block_hash is not None]
+    for number in (3, 99):  # the first prompt's blocks, then all
+        candidates = bench.pool.next_to_be_evicted(99)[1][:number]
+        stores = bench.pool.begin(candidates)
+        bench.pool.publish(stores)
+        bench.pool.end(stores, reuse_among=99)
+    assert bench.free_order()[-len(order) :] == order
 
 
 def test_a_block_that_others_use_is_not_freed_with_its_store() -> None:
     bench = Bench()
     request = bench.computed("r", said(13))
-    for evict_first in (True, False):
+    for reuse_among in (99, 0):
         stores = bench.begun(request)
-        bench.pool.end(stores, evict_first=evict_first)
+        bench.pool.end(stores, reuse_among=reuse_among)
     table = bench.manager.get_block_ids("r")[0]
     assert [bench.manager.block_pool.blocks[block].ref_cnt for block in table] == [1] * 4
     assert not set(bench.free_order()) & set(table)
@@ -286,7 +300,7 @@ def test_a_block_that_others_use_is_not_freed_with_its_store() -> None:
 def test_slots_that_may_still_be_written_are_kept() -> None:
     bench = Bench(slots=3)
     stores = bench.begun(bench.computed("r", said(13)))
-    bench.pool.end(stores, evict_first=False, keep_slots=True)
+    bench.pool.end(stores, keep_slots=True)
     assert bench.pool.free == 0
     assert bench.pool.references() == {0: 1, 1: 1, 2: 1}
 
