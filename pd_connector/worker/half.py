@@ -190,12 +190,12 @@ class WorkerHalf:
         if self._host is not None:
             self._host.close()
 
-    def _open_host_pool(
-        self, geometry: WorkerGeometry, kv_caches: Mapping[str, Cache], ranks: Ranks
-    ) -> HostPool | None:
+    def _open_host_pool(self, geometry: WorkerGeometry, kv_caches: Mapping[str, Cache], ranks: Ranks) -> HostPool:
         tensors = [tensor for cache in kv_caches.values() for tensor in tensors_of(cache)]
+        if not tensors:
+            raise ConfigError(f"cpu_bytes_to_use: rank {ranks.index} holds no KV cache; set it to 0")
         share = Share(self._config.cpu_bytes_to_use, ranks.world_size, workers_on_this_machine(self._vllm_config))
-        return HostPool.open(share, geometry, tensors) if tensors else None
+        return HostPool.open(share, geometry, tensors)
 
     def _start_summing(self, geometry: WorkerGeometry, kv_caches: Mapping[str, Cache], ranks: Ranks) -> None:
         tensors = [tensor for cache in kv_caches.values() for tensor in tensors_of(cache)]

@@ -46,6 +46,7 @@ class _Connection:
     host: str  # empty if it was gone before we looked
     unread: Unread = field(default_factory=Unread)
     dropped: int = 0  # messages above the rate since the last check
+    is_cut: bool = False  # libzmq has yet to see it
 
 
 class Admission:
@@ -218,13 +219,15 @@ class Admission:
             self._cut(descriptor, f"it brought {held} bytes without one complete message")
 
     def _cut(self, descriptor: int, reason: str) -> None:
-        host = self._connections[descriptor].host
-        self.refuse(host, REFUSED_S)
+        known = self._connections[descriptor]
+        self.refuse(known.host, REFUSED_S)
         with opened(descriptor, local_port=self.port) as connection:
             if connection is not None:
                 connection.end()
-        self._count(connections_cut=self.counters.connections_cut + 1)
-        self._warnings.warn("cut", f"ended the control connection from {host}: {reason}")
+        if not known.is_cut:
+            known.is_cut = True
+            self._count(connections_cut=self.counters.connections_cut + 1)
+            self._warnings.warn("cut", f"ended the control connection from {known.host}: {reason}")
 
     def _unread(self, descriptor: int) -> int:
         """Bytes that a connection has brought since its last complete message."""

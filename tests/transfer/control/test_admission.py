@@ -268,6 +268,19 @@ def test_a_fault_of_our_own_while_a_client_is_admitted_keeps_no_other_client_out
         assert waiting.result() == WELCOME, "its handshake began anew"
 
 
+def test_a_connection_that_is_ended_for_two_reasons_is_counted_once(start: Start) -> None:
+    server = start()
+    admission = server._admission
+    assert admission is not None
+    here, there = socket.socketpair()
+    with here, there:
+        admission._accepted(here.fileno())
+        for reason in ("bytes without end", "a message without end"):
+            admission._cut(here.fileno(), reason)
+        admission._disconnected(here.fileno())
+    assert server.counters.admission.connections_cut == 1
+
+
 def test_a_fault_of_our_own_does_not_end_the_server(
     start: Start, client: ControlClient, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
