@@ -36,8 +36,8 @@ setup: $(STAMPS)/installed  ## install everything into .venv
 demo: $(STAMPS)/demo  ## prefill on one vLLM server, decode on another, compare the answers
 	@$(BIN)/python -m examples.quickstart $(ARGS)
 
-check: lint types  ## lint, types and the tests that start no vLLM server: under 3 minutes
-	@$(BIN)/python -m pytest -m 'not e2e and not slow' $(ARGS)
+check: lint types  ## lint, types and the fast tests of the packages: about 3 minutes
+	@$(BIN)/python -m pytest -m 'not e2e and not slow' tests/layout tests/transfer tests/pd_connector $(ARGS)
 
 lint: $(STAMPS)/installed
 	@$(BIN)/ruff check .

@@ -203,7 +203,7 @@ def run(model: str, examples: int) -> None:
 
 @pytest.mark.parametrize("model", MODELS)
 def test_never_a_wrong_byte_and_nothing_kept_for_ever(model: str) -> None:
-    run(model, 80)
+    run(model, 50)
 
 
 @pytest.mark.slow
