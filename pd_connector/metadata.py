@@ -50,7 +50,7 @@ class Cause(StrEnum):
 
     @property
     def cuts_off(self) -> bool:
-        """Whether nothing can be said to the prefill engine, so that its other pulls have failed as well."""
+        """Whether nothing can be read from the prefill engine, so that its other pulls have failed as well."""
         return self in {Cause.UNREACHABLE, Cause.DENIED}
 
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import create_autospec
 
 import pytest
 import torch
@@ -41,6 +42,7 @@ from layout.sharding import Source, choose_sources
 from pd_connector.config import ConfigError
 from pd_connector.connector import PDConnector
 from pd_connector.metadata import StepOrders
+from pd_connector.scheduler.host_tier import HostTier
 from pd_connector.vllm_compat import Ranks, UnsupportedError
 from pd_connector.worker import half as worker_half
 from pd_connector.worker import peer
@@ -337,6 +339,17 @@ def test_a_failed_pull_is_reported_as_failed_and_as_finished(
     counted = d.worker.get_kv_connector_stats()
     assert counted is not None
     assert counted.data["counts"] == {"pull_failures:read": 1}
+
+
+def test_what_host_memory_has_is_loaded_and_only_the_rest_is_pulled(start: Start) -> None:
+    p, d = start("kv_producer"), start("kv_consumer")
+    tier = create_autospec(HostTier, instance=True)
+    tier.offer.return_value = tier.start_load.return_value = BLOCK_TOKENS
+    tier.take_orders.return_value = (), ()
+    d.scheduler._scheduler._host = tier
+    d.allocate(FakeRequest("r", a_prompt(70), p.prefill("r", [3, 1, 6])[1]), [2, 7, 4])
+    (pull,) = d.scheduler._scheduler.step_orders({}).pulls
+    assert (pull.first_token, pull.end_token) == (BLOCK_TOKENS, 69)
 
 
 def test_params_that_cannot_be_used_fail_the_request_instead_of_hanging_it(start: Start) -> None:

@@ -11,13 +11,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from layout.copies import Copies
-from layout.geometry import Region, WorkerGeometry
+from layout.geometry import Region
 from layout.host_blocks import HostLayout, host_layout
 from pd_connector.host_orders import BlockMoves, LoadOrder, StoreEnds, StoreOrder
 from pd_connector.worker.host_copies import CopyEnd, DeviceLostError, HostCopies
 from tests.layout.host_trips import Bytes, Device
-from tests.layout.oracle import Engine, Extra, Model, Rank, build
+from tests.layout.oracle import Engine, Extra, Model, build
+from tests.pd_connector.engines import placed
 from tests.pd_connector.support import until
+from tests.transfer.batch_copy.fake_cuda import FakeEvent
 from transfer.batch_copy.backends import Backend, open_copier
 from transfer.batch_copy.base import BatchCopier, CopyFailed, DeviceEvent, Direction
 from transfer.batch_copy.host import HostBackend
@@ -40,40 +42,13 @@ FORMS = {
 Triple = tuple[int, int, int]  # cache group, block, slot
 
 
-def at_its_address(rank: Rank) -> WorkerGeometry:
-    """The geometry of a rank whose memory is that of this process."""
-    moved = rank.memory.ctypes.data - rank.base
-    groups = tuple(
-        replace(group, planes=tuple(replace(plane, address=plane.address + moved) for plane in group.planes))
-        for group in rank.geometry.groups
-    )
-    regions = tuple(replace(region, address=region.address + moved) for region in rank.geometry.regions)
-    return replace(rank.geometry, groups=groups, regions=regions)
-
-
-@dataclass
-class Event:
-    """A point in a device's work that the test reaches; a device that fails says so instead."""
-
-    reached: threading.Event = field(default_factory=threading.Event)
-    error: str = ""
-
-    def query(self) -> bool:
-        if self.error:
-            raise RuntimeError(self.error)
-        return self.reached.is_set()
-
-    def synchronize(self) -> None:
-        assert self.reached.wait(WAIT_S)
-
-
 @dataclass
 class Faulty(HostBackend):
     """Copies when it may, or fails, or hands the end of a copy to a device."""
 
     may_start: threading.Event = field(default_factory=threading.Event)
     failure: Exception | None = None
-    end: Event | None = None
+    end: FakeEvent | None = None
     started: int = 0
 
     def start(self, copies: Copies, after: DeviceEvent | None) -> DeviceEvent | None:  # type: ignore[override]
@@ -95,8 +70,8 @@ class Worker:
         loads: BatchCopier | None = None,
         mark: Callable[[], DeviceEvent | None] = lambda: None,
     ) -> None:
-        rank = build(*form, seed=5, base=1 << 40)[0]
-        self.device = Device(at_its_address(rank), rank.memory.ctypes.data, rank.memory)
+        rank = placed(build(*form, seed=5, base=1 << 40))[0]
+        self.device = Device(rank.geometry, rank.memory.ctypes.data, rank.memory)
         self.layout: HostLayout = host_layout(self.device.geometry)
         self.memory = np.full(SLOTS * self.layout.slot_bytes + 2 * GUARD, 7, np.uint8)
         region = Region(self.memory.ctypes.data + GUARD, SLOTS * self.layout.slot_bytes)
@@ -244,7 +219,7 @@ def test_loads_do_not_queue_behind_stores() -> None:
 
 @pytest.mark.parametrize("kind", ["store", "load"])
 def test_a_copy_waits_for_what_the_model_was_given_before(kind: str) -> None:
-    computed = Event()
+    computed = FakeEvent()
     with closing(Worker(mark=lambda: computed)) as worker:
         if kind == "store":
             worker.store(1, (0, 1, 0))
@@ -264,7 +239,7 @@ def test_a_copy_waits_for_what_the_model_was_given_before(kind: str) -> None:
 
 
 def test_a_copy_is_over_when_its_device_says_so() -> None:
-    backend, copier = faulty(end=Event())
+    backend, copier = faulty(end=FakeEvent())
     with closing(Worker(loads=copier)) as worker:
         worker.load("r", (0, 1, 0))
         assert until(lambda: backend.started == 1)
@@ -312,7 +287,7 @@ def test_a_load_that_may_still_be_written_ends_the_worker() -> None:
 
 
 def test_a_device_that_fails_under_way_ends_the_worker() -> None:
-    _, copier = faulty(end=Event(error="lost"))
+    _, copier = faulty(end=FakeEvent(error="lost"))
     with closing(Worker(loads=copier)) as worker:
         worker.load("r", (0, 1, 0))
         with pytest.raises(DeviceLostError, match="failed while the batch was under way: lost"):

@@ -17,8 +17,9 @@ from pd_connector.host_orders import BlockMoves, LoadOrder, StoreOrder
 from pd_connector.worker import host_pool
 from pd_connector.worker.host_pool import HostPool, Share
 from tests.layout.oracle import Engine, Rank, build
+from tests.pd_connector.engines import placed
 from tests.pd_connector.support import until
-from tests.pd_connector.worker.test_host_copies import GQA, at_its_address
+from tests.pd_connector.worker.test_host_copies import GQA
 from transfer.batch_copy.backends import Backend, open_copier
 from transfer.batch_copy.base import BatchCopier, CopierStartError, Direction
 
@@ -27,12 +28,12 @@ AVAILABLE = 1 << 20
 
 @pytest.fixture
 def rank() -> Rank:
-    return build(GQA, Engine(), 1, 1 << 40)[0]
+    return placed(build(GQA, Engine(), 1, 1 << 40))[0]
 
 
 @pytest.fixture
 def geometry(rank: Rank) -> WorkerGeometry:
-    return at_its_address(rank)
+    return rank.geometry
 
 
 @pytest.fixture
