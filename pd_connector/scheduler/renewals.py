@@ -58,6 +58,7 @@ class Renewals:
         self._clock = clock
         self._changed = threading.Condition()
         self._kept: dict[str, _Kept] = {}
+        self._wakes_at = math.inf  # when the thread looks again by itself
         self._closing = False
         self._thread: threading.Thread | None = None
 
@@ -77,8 +78,10 @@ class Renewals:
     def keep(self, request_id: str, remote: RemotePrefill) -> None:
         """Renew a request's lease every third of its time to live, from now on."""
         with self._changed:
-            self._kept[request_id] = _Kept(remote, self._clock() + remote.lease_ttl_s / 3)
-            self._changed.notify()
+            renew_at = self._clock() + remote.lease_ttl_s / 3
+            self._kept[request_id] = _Kept(remote, renew_at)
+            if renew_at < self._wakes_at:  # a thread that is woken for nothing takes the caller's time
+                self._changed.notify()
 
     def drop(self, request_id: str) -> None:
         """Do not renew a request's lease any more. Unknown ids are ignored."""
@@ -153,6 +156,7 @@ class Renewals:
                     return
                 next_at = min((kept.renew_at for kept in self._kept.values()), default=math.inf)
                 if next_at > self._clock():
+                    self._wakes_at = next_at
                     self._changed.wait(None if next_at == math.inf else next_at - self._clock())
                     continue
             self.renew_due()

@@ -1,5 +1,6 @@
 """Leases are renewed in time by a thread, whatever the scheduler does. When they are due: ``test_consumer``."""
 
+import math
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -46,6 +47,16 @@ def test_a_lease_that_is_due_sooner_is_not_kept_waiting(client: RecordingClient,
     assert until(lambda: bool(client.sent))
     renewals.drop("soon")
     assert set(client.take_renewed()) == {"soon"}
+
+
+def test_a_lease_that_is_due_later_does_not_wake_the_thread(
+    renewals: Renewals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    renewals.keep("first", a_remote(PROMPT, lease_id="first", lease_ttl_s=30.0))
+    assert until(lambda: renewals._wakes_at < math.inf)
+    monkeypatch.setattr(renewals._changed, "notify", lambda: pytest.fail("the thread was woken"))
+    renewals.keep("second", a_remote(PROMPT, lease_id="second", lease_ttl_s=30.0))
+    monkeypatch.undo()
 
 
 def test_many_leases_of_one_engine_are_renewed_in_several_messages(client: RecordingClient) -> None:
