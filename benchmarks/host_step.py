@@ -44,7 +44,7 @@ from transfer.batch_copy.base import Direction
 
 BLOCK_TOKENS, STEP_TOKENS, MAX_REQUESTS = 16, 8192, 256
 BLOCKS, SLOTS = 24_576, 16_384  # of the device and of host memory
-LOOKAHEAD = 2 * (STEP_TOKENS // BLOCK_TOKENS + MAX_REQUESTS)  # as the scheduler half sets it for lazy stores
+LOOKAHEAD = STEP_TOKENS // BLOCK_TOKENS + MAX_REQUESTS  # as the scheduler half sets it for lazy stores
 PROMPT_TOKENS = 1024  # of the requests that decode
 PREFILL_TOKENS = 8 * STEP_TOKENS  # a prompt of 512 blocks a step
 RUNNING = (1, 8, 32, 64, 128, 256)
@@ -81,7 +81,8 @@ class Engine:
             KVCacheConfig(BLOCKS, [], groups), 2 * PREFILL_TOKENS, BLOCK_TOKENS, BLOCK_TOKENS, STEP_TOKENS
         )
         config: Any = SimpleNamespace(max_in_flight_tokens=STEP_TOKENS, num_prefill_lookahead_tokens=0)
-        self.tier = HostTier(HostBlockPool(config, self.manager, SLOTS), 1, mode, LOOKAHEAD)
+        lookahead = LOOKAHEAD if mode == "lazy" else 0
+        self.tier = HostTier(HostBlockPool(config, self.manager, SLOTS, lookahead), 1, mode)
         self.samples = Samples()
         self._hasher = get_request_block_hasher(BLOCK_TOKENS, sha256)
         self._numbers = itertools.count()

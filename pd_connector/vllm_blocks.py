@@ -1,14 +1,15 @@
 """vLLM's block pools, as the connector uses them: references to the device's blocks, and a pool of host blocks.
 
-Beside ``vllm_compat`` the only place that reaches into vLLM's objects, for what it does not offer to connectors.
-Written for and tested with vLLM 0.32. All methods belong to the scheduler's thread.
+Beside ``vllm_compat`` and ``vllm_free_queue`` the only place that reaches into vLLM's objects, for what it does not
+offer to connectors. Written for and tested with vLLM 0.32. All methods belong to the scheduler's thread.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice, takewhile
+from itertools import chain
 from typing import TYPE_CHECKING, TypeAlias
 
+import msgspec
 from vllm.distributed.kv_events import MEDIUM_CPU, BlockStored
 from vllm.v1.core.kv_cache_coordinator import get_kv_cache_coordinator
 from vllm.v1.core.kv_cache_utils import (
@@ -19,6 +20,8 @@ from vllm.v1.core.kv_cache_utils import (
     resolve_block_hashes,
 )
 
+from pd_connector.vllm_free_queue import EvictionFront
+
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.distributed.kv_events import KVCacheEvent
@@ -28,6 +31,9 @@ if TYPE_CHECKING:
 
 #: Blocks of one request that are kept in use, in the order of their block tables.
 HeldBlocks: TypeAlias = "tuple[KVCacheBlock, ...]"
+
+#: By what blocks are found, in the order of a request's block tables.
+BlockKeys: TypeAlias = "tuple[BlockHashWithGroupId, ...]"
 
 
 class BlockHolder:
@@ -67,8 +73,7 @@ class HostHit:
         return tuple(block for blocks in self.groups for block in blocks if not block.is_null)
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
+class Candidate(msgspec.Struct, frozen=True, gc=False):
     """A device block that is computed to its end, to be stored in host memory."""
 
     block: "KVCacheBlock"
@@ -82,8 +87,7 @@ class Candidate:
         return int(get_group_id(self.key))
 
 
-@dataclass(frozen=True, slots=True)
-class Store:
+class Store(msgspec.Struct, frozen=True, gc=False):
     """A device block and the host block that it is being copied to; both are in use until ``HostBlockPool`` ends it."""
 
     candidate: Candidate
@@ -96,8 +100,15 @@ class HostBlockPool:
     Slots are numbered from 0. vLLM keeps its block 0 as the null block, so slot s is block s + 1.
     """
 
-    def __init__(self, vllm_config: "VllmConfig", device: "KVCacheManager", slots: int) -> None:
+    def __init__(self, vllm_config: "VllmConfig", device: "KVCacheManager", slots: int, lookahead: int = 0) -> None:
         """A pool of ``slots`` host blocks, all empty, beside the blocks that ``device`` manages.
+
+        Args:
+            vllm_config: the engine's.
+            device: the manager of its device's blocks.
+            slots: how many.
+            lookahead: how many of the blocks that vLLM evicts next are stored before it does; 0: those that are
+                computed are stored.
 
         Raises:
             ValueError: vLLM's prefix caching is off.
@@ -122,6 +133,8 @@ class HostBlockPool:
         self._pool = self._coordinator.block_pool
         self._pool.medium = MEDIUM_CPU
         self._with_events: bool = device.enable_kv_cache_events
+        # No more than fit, or what is stored for the ones would be forgotten for the others, and so on for ever.
+        self._front = EvictionFront(device.block_pool, min(lookahead, slots)) if lookahead else None
         self.slots = slots
         #: Numbers of the cache groups whose blocks can be found again.
         self.groups: tuple[int, ...] = tuple(device.kv_cache_config.prefix_cacheable_group_ids)
@@ -198,30 +211,45 @@ class HostBlockPool:
             else:
                 event = self._stored_event(request, group, number) if self._with_events else None
                 yield Candidate(block, key, block.block_hash_num_tokens, event)
-        # As if they had been loaded: what is in use on the device is not the first to be forgotten here.
-        self.pin(tuple(held))
-        self.unpin(tuple(held))
+        self._use(held)
 
-    def next_to_be_evicted(self, number: int) -> tuple[HeldBlocks, list[Candidate]]:
-        """Of the ``number`` blocks that vLLM takes next, the cached ones: those held here already, and those not yet.
+    def keys_of(self, request: "Request") -> BlockKeys:
+        """By what a request's blocks can be found, those that have contents."""
+        tables = self._device.get_blocks(request.request_id).blocks
+        return tuple(key for group in self.groups for block in tables[group] if (key := block.block_hash) is not None)
 
-        Together as many as there are slots at the most, the first to be evicted before others.
+    def count_as_used(self, keys: BlockKeys) -> None:
+        """What is here of these blocks is the last to be forgotten, and of that the first of them."""
+        find = self._pool.cached_block_hash_to_block.get_one_block
+        self._use([host for key in keys if (host := find(key)) is not None])
+
+    def next_to_be_evicted(self) -> list[Candidate]:
+        """Blocks that vLLM evicts soon and that are not here yet, as far as there are slots; none is named again.
+
+        Those that are here already count as used.
         """
+        assert self._front is not None, "nothing is stored by the order of eviction"
         held: list[KVCacheBlock] = []
         candidates: list[Candidate] = []
-        find = self._pool.cached_block_hash_to_block.get_one_block
-        for block in islice(self._device.block_pool.free_block_queue.iter_blocks_after(None), number):
+        find, free = self._pool.cached_block_hash_to_block.get_one_block, self.free
+        for block in self._front.look():
             key = block.block_hash
-            if key is None or block.is_null or get_group_id(key) not in self.groups:
+            if key is None or get_group_id(key) not in self.groups:
                 continue
-            if len(held) + len(candidates) == self.slots:
+            if len(held) + len(candidates) == free:
                 break
             if (host := find(key)) is not None:
                 held.append(host)
             else:
                 event = self._stored_without_request(key) if self._with_events else None
                 candidates.append(Candidate(block, key, block.block_hash_num_tokens, event))
-        return tuple(held), candidates
+        self._use(held)
+        return candidates
+
+    def taken(self, blocks: "KVCacheBlocks") -> None:
+        """A request has been given these device blocks: cached ones, new ones or both."""
+        if self._front is not None:
+            self._front.take_out(chain(*blocks.blocks))
 
     # From there to here
 
@@ -231,8 +259,13 @@ class HostBlockPool:
         Raises:
             ValueError: there are fewer free slots.
         """
+        if not candidates:
+            return ()
         hosts = self._pool.get_new_blocks(len(candidates))
-        self._device.block_pool.touch([candidate.block for candidate in candidates])
+        blocks = [candidate.block for candidate in candidates]
+        self._device.block_pool.touch(blocks)
+        if self._front is not None:
+            self._front.take_out(blocks)
         return tuple(Store(candidate, host) for candidate, host in zip(candidates, hosts, strict=True))
 
     def publish(self, stores: Iterable[Store]) -> None:
@@ -243,16 +276,15 @@ class HostBlockPool:
             if candidate.event is not None:
                 self._pool.kv_event_queue.append(candidate.event)
 
-    def end(self, stores: Sequence[Store], *, reuse_among: int = 0, keep_slots: bool = False) -> None:
+    def end(self, stores: Sequence[Store], *, is_stored: bool = True, keep_slots: bool = False) -> None:
         """Give the references to both ends back.
 
-        ``reuse_among``: the device blocks go back to where they were chosen, among so many that vLLM reuses next:
-        behind those that hold nothing or are in host memory already. 0: they are the last to be reused.
+        ``is_stored``: the device blocks can be evicted without loss; otherwise they are looked at again.
         ``keep_slots``: the host blocks are not given back, as something may still write to them.
         """
         blocks = [store.candidate.block for store in stores]
-        if reuse_among:
-            self._put_back(blocks, reuse_among)
+        if self._front is not None:
+            self._front.put_back(blocks, looked_at=is_stored)
         else:
             self._device.block_pool.free_blocks(reversed(blocks))
         if not keep_slots:
@@ -262,18 +294,10 @@ class HostBlockPool:
         """Slots in use and the references to each."""
         return {block.block_id - 1: block.ref_cnt for block in self._pool.blocks if block.ref_cnt and not block.is_null}
 
-    def _put_back(self, blocks: "Sequence[KVCacheBlock]", among: int) -> None:
-        """Free device blocks at the place in the order of reuse that the first of them had."""
-        for block in blocks:
-            block.ref_cnt -= 1
-        queue = self._device.block_pool.free_block_queue
-        before = list(takewhile(self._goes_unmissed, islice(queue.iter_blocks_after(None), among)))
-        queue.popleft_n(len(before))
-        queue.prepend_n([block for block in blocks if block.ref_cnt == 0])
-        queue.prepend_n(before)
-
-    def _goes_unmissed(self, block: "KVCacheBlock") -> bool:
-        return block.block_hash is None or self.holds(block.block_hash)
+    def _use(self, held: "list[KVCacheBlock]") -> None:
+        """As if these had been loaded: what is in use on the device is not the first to be forgotten here."""
+        self._pool.touch(held)
+        self._pool.free_blocks(reversed(held))
 
     def _stored_event(self, request: "Request", group: int, number: int) -> "KVCacheEvent":
         size = self.block_tokens[group]

@@ -55,6 +55,7 @@ class SchedulerHalf:
     ) -> None:
         self._stats = stats
         windows = [(group.block_tokens, group.window) for group in cache_groups(vllm_config, kv_cache_config)]
+        self._block_tokens = [tokens for tokens, _ in windows]  # by cache group
         role = EngineRole.of(vllm_config)
         keys = load_keys(config.secret_file)
         self._producer: Producer[HeldBlocks] | None = None
@@ -100,9 +101,10 @@ class SchedulerHalf:
         if self._config.cpu_bytes_to_use:
             assert self._cache_manager is not None, "vLLM has not handed over its cache manager"
             slots = min(handshake.host_slots for handshake in handshakes.values())
-            pool = HostBlockPool(self._vllm_config, self._cache_manager, slots)
-            lookahead = most_blocks_a_step(self._vllm_config, pool.block_tokens)
-            self._host = HostTier(pool, len(handshakes), self._config.cpu_store, lookahead)
+            is_lazy = self._config.cpu_store == "lazy"
+            lookahead = most_blocks_a_step(self._vllm_config, self._block_tokens) if is_lazy else 0
+            pool = HostBlockPool(self._vllm_config, self._cache_manager, slots, lookahead)
+            self._host = HostTier(pool, len(handshakes), self._config.cpu_store)
             logger.info("PDConnector: host memory keeps up to %d blocks (%s)", slots, self._config.cpu_store)
 
     def add_request(self, request: "Request") -> None:

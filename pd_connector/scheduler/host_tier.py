@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Literal
 
 from pd_connector.metadata import BlockMoves, LoadOrder, StoreEnds, StoreOrder
 from pd_connector.vllm_blocks import (
+    BlockKeys,
     Candidate,
     HeldBlocks,
     HostBlockPool,
@@ -56,6 +57,7 @@ class _Load:
 @dataclass(slots=True)
 class _StoreJob:
     stores: tuple[Store, ...]
+    departed: list[BlockKeys]  # what requests had that have left before it ends, and after the job before was ordered
     ends: StoreEnds = field(default_factory=lambda: StoreEnds(0))
     abandoned: bool = False  # the contents have lost their meaning
 
@@ -63,20 +65,18 @@ class _StoreJob:
 class HostTier:
     """Owns the host pool's bookkeeping: hits, loads and stores of one engine."""
 
-    def __init__(self, pool: HostBlockPool, ranks: int, mode: StoreMode = "eager", lookahead_blocks: int = 0) -> None:
+    def __init__(self, pool: HostBlockPool, ranks: int, mode: StoreMode = "eager") -> None:
         """A tier over an empty pool.
 
         Args:
             pool: the host blocks.
             ranks: workers of the engine, each of which copies its part of every block.
-            mode: "eager" stores blocks when they are computed, "lazy" when they are among the ``lookahead_blocks`` that
-                vLLM evicts next.
-            lookahead_blocks: for "lazy"; at least what one step can take.
+            mode: "eager" stores blocks when they are computed, "lazy" when they are among those that vLLM evicts next,
+                to which ``pool`` must look ahead.
         """
         self._pool = pool
         self._ranks = ranks
         self._mode = mode
-        self._lookahead = lookahead_blocks
         self._requests: dict[str, _Progress] = {}
         self._hits: dict[str, HostHit] = {}  # offered, pinned, and not taken yet
         self._loads: dict[str, _Load] = {}  # under way
@@ -85,6 +85,7 @@ class HostTier:
         self._storing: dict[object, None] = {}  # keys of the blocks of all jobs and of those chosen
         self._chosen: list[Store] = []  # for the next step: what this one computes cannot be copied before
         self._ready: list[Store] = []  # for this step
+        self._departed: list[BlockKeys] = []  # to go with the next job
         self._ordered_loads: list[LoadOrder] = []
         self._next_store = 0
         self._lost_slots: set[int] = set()  # that a failed copy may still write to: never used again
@@ -116,6 +117,7 @@ class HostTier:
 
     def start_load(self, request: "Request", blocks: "KVCacheBlocks", external_tokens: int) -> int:
         """Order the load of what was offered, if vLLM took it; returns its tokens."""
+        self._pool.taken(blocks)
         hit = self._hits.pop(request.request_id, None)
         if hit is None:
             return 0
@@ -148,7 +150,10 @@ class HostTier:
         self._without.discard(request.request_id)
         progress = self._requests.pop(request.request_id, None)
         if progress is not None and self._mode == "eager":
-            self._choose(progress, 0)
+            candidates: list[Candidate] = []
+            self._look_at(progress, 0, candidates)
+            self._chosen += self._pool.begin(candidates)
+            self._count_as_used(self._pool.keys_of(request))
 
     # Steps
 
@@ -164,19 +169,22 @@ class HostTier:
         self._chosen = []
         if self._mode == "lazy":
             if scheduled:  # otherwise nothing is evicted
-                self._choose_evictable()
+                self._store_evictable()
             return
+        candidates: list[Candidate] = []
         for request_id, tokens in scheduled.items():
             progress = self._requests.get(request_id)
             if progress is not None and progress.request.num_computed_tokens + tokens >= progress.due_at:
-                self._choose(progress, tokens)
+                self._look_at(progress, tokens, candidates)
+        self._chosen += self._pool.begin(candidates)
 
     def take_orders(self) -> tuple[tuple[LoadOrder, ...], tuple[StoreOrder, ...]]:
         """The orders since the last step; at most one store, of all blocks that earlier steps have computed."""
         loads, self._ordered_loads = tuple(self._ordered_loads), []
         if not self._ready:
             return loads, ()
-        job, self._ready = _StoreJob(tuple(self._ready)), []
+        job = _StoreJob(tuple(self._ready), self._departed)
+        self._ready, self._departed = [], []
         store_id = self._next_store
         self._next_store += 1
         self._jobs[store_id] = job
@@ -229,8 +237,9 @@ class HostTier:
         for stores in (self._ready, self._chosen):
             for store in stores:
                 del self._storing[store.candidate.key]
-            self._pool.end(stores)
+            self._pool.end(stores, is_stored=False)
             stores.clear()
+        self._departed.clear()
         for job in self._jobs.values():
             job.abandoned = True
         self._pool.forget_all()
@@ -257,57 +266,64 @@ class HostTier:
         """All that are under way or chosen."""
         return chain(self._chosen, self._ready, *(job.stores for job in self._jobs.values()))
 
-    def _choose(self, progress: _Progress, scheduled: int) -> None:
-        """Choose what a request has computed since it was last looked at, as far as there are free slots.
+    def _look_at(self, progress: _Progress, scheduled: int, candidates: list[Candidate]) -> None:
+        """Add what a request has computed since it was last looked at, as far as there are free slots.
 
         ``scheduled``: its tokens in the step that is planned, as if they had been computed.
         """
+        free = self._pool.free
         for group in self._pool.groups:
             first, end = progress.looked_at[group], self._pool.full_blocks(progress.request, group, scheduled)
             if first >= end:
                 continue
-            candidates = list(self._pool.candidates(progress.request, group, first, end))
-            fitting, new = self._begin(candidates)
-            self._chosen += new
-            progress.looked_at[group] = first + fitting
+            done = first
+            for candidate in self._pool.candidates(progress.request, group, first, end):
+                if candidate is not None and candidate.key not in self._storing:
+                    if len(candidates) == free:
+                        break
+                    self._storing[candidate.key] = None
+                    candidates.append(candidate)
+                done += 1
+            progress.looked_at[group] = done
         progress.due_at = self._next_block_at(progress.looked_at)
 
     def _next_block_at(self, looked_at: Sequence[int]) -> int:
         sizes = self._pool.block_tokens
         return min((looked_at[group] + 1) * sizes[group] for group in self._pool.groups)
 
-    def _choose_evictable(self) -> None:
-        """Choose what vLLM may evict in the next step, as long as it has not been copied yet."""
-        held, candidates = self._pool.next_to_be_evicted(self._lookahead)
-        if candidates:
-            self._pool.pin(held)  # or the ones would be forgotten for the others, and those for the ones, for ever
-            _, new = self._begin(candidates)
-            self._pool.unpin(held)
-            self._ready += new
-
-    def _begin(self, candidates: Sequence[Candidate | None]) -> tuple[int, tuple[Store, ...]]:
-        """Begin to store candidates in their order; returns how many need no second look, and the stores."""
-        free = self._pool.free
-        new: list[Candidate] = []
-        done = 0
-        for candidate in candidates:
-            if candidate is not None and candidate.key not in self._storing:
-                if len(new) == free:
-                    break
+    def _store_evictable(self) -> None:
+        """Begin to store what vLLM evicts soon."""
+        candidates: list[Candidate] = []
+        for candidate in self._pool.next_to_be_evicted():
+            if candidate.key not in self._storing:
                 self._storing[candidate.key] = None
-                new.append(candidate)
-            done += 1
-        return done, self._pool.begin(new) if new else ()
+                candidates.append(candidate)
+        self._ready += self._pool.begin(candidates)
+
+    def _count_as_used(self, keys: BlockKeys) -> None:
+        """What a request had counts as used when it leaves, but not before the last of it is stored.
+
+        Stored by and by, the first blocks of a prompt would be the first to be forgotten, and the others of no use
+        without them.
+        """
+        if self._chosen or self._ready:
+            self._departed.append(keys)
+        elif self._jobs:
+            next(reversed(self._jobs.values())).departed.append(keys)
+        else:
+            self._pool.count_as_used(keys)
 
     def _end(self, job: _StoreJob) -> None:
         for store in job.stores:
             del self._storing[store.candidate.key]
-        if not (job.ends.failed or job.abandoned):
+        is_stored = not (job.ends.failed or job.abandoned)
+        if is_stored:
             self._pool.publish(job.stores)
         if job.ends.unsettled:
             self._lost_slots.update(slot_of(store.host) for store in job.stores)
-        reuse_among = self._lookahead if self._mode == "lazy" else 0
-        self._pool.end(job.stores, reuse_among=reuse_among, keep_slots=job.ends.unsettled)
+        self._pool.end(job.stores, is_stored=is_stored, keep_slots=job.ends.unsettled)
+        for keys in job.departed:
+            self._pool.count_as_used(keys)
 
 
 def _triples(

@@ -197,38 +197,52 @@ def test_a_request_without_blocks_has_no_candidates() -> None:
 
 
 def test_next_to_be_evicted_is_what_vllm_takes_next() -> None:
-    bench = Bench(device_blocks=8)
+    bench = Bench(device_blocks=8, mode="lazy", lookahead=7)
     request = bench.computed("r", said(14))
     table = bench.manager.get_block_ids("r")[0]
-    assert bench.pool.next_to_be_evicted(7) == ((), [])  # what is in use is not evicted
+    assert bench.pool.next_to_be_evicted() == []  # what is in use is not evicted
     bench.manager.free(request)
-    order = bench.free_order()
-    found = [candidate.block.block_id for candidate in bench.pool.next_to_be_evicted(7)[1]]
+    found = [candidate.block.block_id for candidate in bench.pool.next_to_be_evicted()]
     assert found == [table[2], table[1], table[0]]
-    assert found == [block for block in order if block in table[:3]]
-    _, first_two = bench.pool.next_to_be_evicted(order.index(table[1]) + 1)
-    assert [candidate.block.block_id for candidate in first_two] == found[:2]
+    assert found == [block for block in bench.free_order() if block in table[:3]]
 
 
-def test_what_is_next_to_be_evicted_and_in_host_memory_already_is_told_apart() -> None:
-    bench = Bench(device_blocks=8)
+def test_as_many_more_are_named_as_a_request_has_found_among_those_named_before() -> None:
+    bench = Bench(device_blocks=8, mode="lazy", lookahead=3, slots=16)
+    first, second = bench.computed("first", said(12)), bench.computed("second", said(16, seed=9))
+    for request in (first, second):
+        bench.manager.free(request)
+    assert len(bench.pool.next_to_be_evicted()) == 3
+    again = bench.computed("again", said(13))
+    bench.pool.taken(bench.manager.get_blocks("again"))
+    assert again.num_computed_tokens == 13
+    assert len(bench.pool.next_to_be_evicted()) == 3
+
+
+def test_what_is_next_to_be_evicted_and_in_host_memory_already_counts_as_used() -> None:
+    bench = Bench(device_blocks=8, slots=7, mode="lazy", lookahead=7)
     request = bench.computed("r", said(14))
     stores = bench.stored(request)
+    bench.stored(bench.computed("others", said(9, seed=7)))
     bench.manager.free(request)
-    held, candidates = bench.pool.next_to_be_evicted(7)
-    assert {block.block_id for block in held} == {store.host.block_id for store in stores}
-    assert candidates == []
+    assert bench.pool.next_to_be_evicted() == []
+    bench.pool._pool.get_new_blocks(4)
+    assert all(bench.pool.holds(store.candidate.key) for store in stores)
 
 
 def test_no_more_than_fits_into_host_memory_is_next_to_be_evicted() -> None:
-    bench = Bench(device_blocks=8, slots=2)
-    request = bench.computed("r", said(14))
-    bench.manager.free(request)
-    _, candidates = bench.pool.next_to_be_evicted(7)
-    assert len(candidates) == 2
-    bench.pool.publish(bench.pool.begin(candidates))
-    held, candidates = bench.pool.next_to_be_evicted(7)
-    assert len(held) + len(candidates) <= 2
+    bench = Bench(device_blocks=8, slots=6, mode="lazy", lookahead=99)
+    bench.manager.free(bench.computed("r", said(21)))
+    bench.pool._pool.get_new_blocks(4)
+    first = bench.pool.next_to_be_evicted()
+    assert len(first) == 2
+    stores = bench.pool.begin(first)
+    assert bench.pool.next_to_be_evicted() == []
+    bench.pool.publish(stores)
+    bench.pool.end(stores)
+    second = bench.pool.next_to_be_evicted()
+    assert len(second) == 2
+    assert not {one.key for one in first} & {one.key for one in second}
 
 
 def test_blocks_in_use_on_the_device_are_not_the_first_to_be_forgotten() -> None:
@@ -239,6 +253,20 @@ def test_blocks_in_use_on_the_device_are_not_the_first_to_be_forgotten() -> None
     assert list(bench.pool.candidates(first, 0, 0, 2)) == [None, None]
     bench.begun(bench.computed("third", said(9, seed=8)))
     assert all(bench.pool.holds(store.candidate.key) for store in stores)
+
+
+def test_of_a_prompt_stored_by_and_by_the_end_is_forgotten_first() -> None:
+    bench = Bench(slots=4)
+    request = bench.computed("r", said(17))
+    for first in (0, 2):
+        stores = bench.pool.begin([one for one in bench.pool.candidates(request, 0, first, first + 2) if one])
+        bench.pool.publish(stores)
+        bench.pool.end(stores)
+    bench.pool.count_as_used(bench.pool.keys_of(request))
+    bench.begun(bench.computed("other", said(9, seed=7)))
+    hit = bench.pool.find(request, 0)
+    assert hit is not None
+    assert hit.tokens == 8
 
 
 # References to the device
@@ -255,43 +283,41 @@ def test_blocks_being_stored_are_not_reused_on_the_device() -> None:
     assert stored < set(bench.free_order())
 
 
-@pytest.mark.parametrize("reuse_among", [99, 0])
-def test_stored_blocks_are_the_next_to_be_reused_after_the_empty_ones_or_the_last(reuse_among: int) -> None:
-    bench = Bench()
+@pytest.mark.parametrize("mode", ["lazy", "eager"])
+def test_stored_blocks_are_the_next_to_be_reused_after_the_empty_ones_or_the_last(mode: str) -> None:
+    bench = Bench(mode=mode, slots=16, lookahead=99)
     first, second = bench.computed("first", said(14)), bench.computed("second", said(9, seed=7))
     tables = [bench.manager.get_block_ids(name)[0] for name in ("first", "second")]
-    bench.manager.free(first)
-    stores = bench.pool.begin(bench.pool.next_to_be_evicted(99)[1])
-    bench.manager.free(second)
+    stores = bench.begun(first)
+    for request in (first, second):
+        bench.manager.free(request)
     empty = len(bench.free_order()) - 2
     bench.pool.publish(stores)
-    bench.pool.end(stores, reuse_among=reuse_among)
+    bench.pool.end(stores)
     of_first = tables[0][2::-1]  # the end of a prompt is reused first
     of_second = tables[1][1::-1]
-    expected = [*of_first, *of_second] if reuse_among else [*of_second, *of_first[::-1]]
+    expected = [*of_first[::-1], *of_second] if mode == "lazy" else [*of_second, *of_first]
     assert bench.free_order()[empty:] == expected
 
 
 def test_what_was_stored_before_is_still_reused_before() -> None:
-    bench = Bench()
-    for name in ("first", "second"):
-        request = bench.computed(name, said(14, seed=len(name)))
+    bench = Bench(mode="lazy", lookahead=99, slots=16)
+    begun = []
+    for request in [bench.computed(name, said(14, seed=len(name))) for name in ("first", "second")]:
         bench.manager.free(request)
-    order = [block for block in bench.free_order() if bench.manager.block_pool.blocks[block].block_hash is not None]
-    for number in (3, 99):  # the first prompt's blocks, then all
-        candidates = bench.pool.next_to_be_evicted(99)[1][:number]
-        stores = bench.pool.begin(candidates)
+        begun.append(bench.pool.begin(bench.pool.next_to_be_evicted()))
+    for stores in begun:
         bench.pool.publish(stores)
-        bench.pool.end(stores, reuse_among=99)
-    assert bench.free_order()[-len(order) :] == order
+        bench.pool.end(stores)
+    expected = [store.candidate.block.block_id for stores in begun for store in stores]
+    assert len(expected) == 6
+    assert bench.free_order()[-6:] == expected
 
 
-def test_a_block_that_others_use_is_not_freed_with_its_store() -> None:
-    bench = Bench()
-    request = bench.computed("r", said(13))
-    for reuse_among in (99, 0):
-        stores = bench.begun(request)
-        bench.pool.end(stores, reuse_among=reuse_among)
+@pytest.mark.parametrize("mode", ["lazy", "eager"])
+def test_a_block_that_others_use_is_not_freed_with_its_store(mode: str) -> None:
+    bench = Bench(mode=mode)
+    bench.pool.end(bench.begun(bench.computed("r", said(13))))
     table = bench.manager.get_block_ids("r")[0]
     assert [bench.manager.block_pool.blocks[block].ref_cnt for block in table] == [1] * 4
     assert not set(bench.free_order()) & set(table)
@@ -398,10 +424,10 @@ def test_forgotten_blocks_are_told_as_removed() -> None:
 
 
 def test_a_block_whose_request_has_left_is_told_with_what_is_known() -> None:
-    bench = Bench(events=True)
+    bench = Bench(events=True, mode="lazy", lookahead=99, slots=16)
     request = bench.computed("r", said(9))
     bench.manager.free(request)
-    stores = bench.pool.begin(bench.pool.next_to_be_evicted(99)[1])
+    stores = bench.pool.begin(bench.pool.next_to_be_evicted())
     bench.pool.publish(stores)
     events = bench.pool.take_events()
     assert {event.block_hashes[0] for event in events} == {

@@ -26,7 +26,7 @@ class Engine:
         self.setup = setup
         self.manager = make_manager(setup)
         self.pool = make_pool(setup, self.manager)
-        self.tier = HostTier(self.pool, setup.ranks, setup.mode, setup.lookahead)
+        self.tier = HostTier(self.pool, setup.ranks, setup.mode)
         self.ranks = [Rank(setup.device_blocks, setup.slots, max(setup.sizes)) for _ in range(setup.ranks)]
         self.jobs: list[Job] = []
         self.running: list[Job] = []

@@ -65,7 +65,8 @@ def make_manager(setup: Setup) -> KVCacheManager:
 
 def make_pool(setup: Setup, manager: KVCacheManager) -> HostBlockPool:
     config = SimpleNamespace(max_in_flight_tokens=MAX_TOKENS, num_prefill_lookahead_tokens=0)
-    return HostBlockPool(config, manager, setup.slots)
+    lookahead = setup.lookahead if setup.mode == "lazy" else 0
+    return HostBlockPool(config, manager, setup.slots, lookahead)
 
 
 @cache

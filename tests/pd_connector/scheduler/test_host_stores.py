@@ -138,6 +138,19 @@ def test_of_one_prompt_the_end_is_forgotten_first() -> None:
     assert engine.tier.offer(engine.arrive("again", said(18, seed=1)).request, 0) == 8
 
 
+def test_of_a_prompt_computed_in_several_steps_the_end_is_forgotten_first() -> None:
+    engine = engine_of(slots=4)
+    engine.arrive("a", said(18, seed=1), outputs=2)
+    for _ in range(6):
+        engine.step(8)
+        engine.end_copies()
+    engine.settle()
+    assert engine.tier._next_store > 1
+    engine.serve("b", said(9, seed=2))
+    engine.other_requests_come(EVERYTHING)
+    assert engine.tier.offer(engine.arrive("again", said(18, seed=1)).request, 0) == 8
+
+
 def test_a_request_that_is_unknown_is_not_stored() -> None:
     engine = engine_of()
     engine.tier.choose_stores({"unknown": 12})
@@ -291,6 +304,7 @@ def test_a_block_that_is_hit_while_it_is_stored_lazily_is_kept() -> None:
 def test_what_fits_lazily_stays_though_more_could_be_evicted() -> None:
     engine = lazy(lookahead=16, slots=2)
     engine.serve("first", said(22))
+    engine.manager.block_pool.get_new_blocks(10)  # of 16; what follows is one that is empty, and the five of the first
     stored = []
     for number in range(4):
         engine.serve(f"other {number}", said(2, seed=7))
