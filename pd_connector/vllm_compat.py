@@ -11,7 +11,7 @@ import logging
 import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -32,6 +32,7 @@ from vllm.v1.request import RequestStatus
 
 from layout.geometry import ModelIdentity
 from pd_connector import cpu_layouts
+from pd_connector.cache_groups import GroupSpec, Ranks
 
 if TYPE_CHECKING:
     import torch
@@ -40,8 +41,6 @@ if TYPE_CHECKING:
     from vllm.v1.engine.core import EngineCoreProc
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
-
-    from pd_connector.cpu_head_order import HeadOrder
 
 __all__ = [
     "CacheHitSource",
@@ -60,39 +59,6 @@ __all__ = [
 
 class UnsupportedError(ValueError):
     """A vLLM configuration that the connector cannot serve; the message names the setting."""
-
-
-@dataclass(frozen=True)
-class Ranks:
-    """Where a worker stands among the workers of its engine."""
-
-    tp_rank: int
-    tp_size: int
-    pp_rank: int
-    pp_size: int
-
-    @property
-    def index(self) -> int:
-        """This worker's number, 0 <= index < world_size."""
-        return self.pp_rank * self.tp_size + self.tp_rank
-
-    @property
-    def world_size(self) -> int:
-        """All workers of the engine."""
-        return self.tp_size * self.pp_size
-
-
-@dataclass(frozen=True)
-class GroupSpec:
-    """One KV cache group as vLLM's cache manager sees it."""
-
-    layer_names: tuple[str, ...]
-    block_tokens: int
-    window: int  # tokens; 0 for full attention
-    #: By layer: name and items of each logical tensor that a token's content consists of, in order.
-    parts: Mapping[str, tuple[tuple[str, int], ...]] = field(default_factory=dict)
-    #: By layer: how the kernels order a head's block, where the strides of the tensors do not say it.
-    orders: Mapping[str, "HeadOrder"] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ import torch
 
 from layout.geometry import CacheGroup, Plane, Region, WorkerGeometry
 from layout.sharding import held_heads
+from pd_connector.cache_groups import GroupSpec, Ranks
 from pd_connector.cpu_head_order import HeadOrder
-from pd_connector.vllm_compat import GroupSpec, Ranks
 
 #: What a model runner hands over for a layer.
 Cache: TypeAlias = torch.Tensor | Sequence[torch.Tensor]

@@ -10,6 +10,7 @@ import torch
 from layout.checksums import BlockReader, in_place
 from layout.cost import CostModel
 from layout.geometry import ModelIdentity, WorkerGeometry
+from pd_connector.cache_groups import Ranks
 from pd_connector.config import ConfigError, ConnectorConfig
 from pd_connector.metadata import (
     LoadOrder,
@@ -25,7 +26,6 @@ from pd_connector.stats import StatsRecorder
 from pd_connector.vllm_compat import (
     EngineRole,
     KVConnectorTransferResults,
-    Ranks,
     cache_groups,
     caches_are_host_memory,
     default_protocol,

@@ -1,7 +1,6 @@
 """What one worker has of the host tier, on the simulated device: KV caches of torch's, host memory for their blocks.
 
-The geometry of the caches is written down here: ``describe_caches`` takes vLLM's cache groups, and there is no vLLM
-beside torch_npu. It is tested with tensors of these forms on the CPU, in ``tests/pd_connector/worker/test_caches.py``.
+The connector describes the caches; where a block lies in them is written down here a second time, to check its copies.
 """
 
 import time
@@ -13,9 +12,11 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from layout.geometry import CacheGroup, Plane, WorkerGeometry
+from layout.geometry import WorkerGeometry
 from layout.host_blocks import host_layout
+from pd_connector.cache_groups import GroupSpec, Ranks
 from pd_connector.host_orders import BlockMoves, StoreEnds
+from pd_connector.worker.caches import describe_caches
 from pd_connector.worker.host_copies import CopyEnd, HostCopies
 from pd_connector.worker.host_pool import HostPool, Share
 from tests.npu_sim.device_memory import Bytes, DeviceBytes
@@ -43,16 +44,6 @@ class Part:
         """In a block."""
         return int(TOKENS // self.tensor.shape[1])
 
-    @property
-    def plane(self) -> Plane:
-        kernel_blocks, tokens, heads, content = self.tensor.shape
-        item = self.tensor.element_size()
-        block, token, head, value = (stride * item for stride in self.tensor.stride())
-        return Plane(
-            self.name, (self.layer,), 0, heads, tokens, content, item, kernel_blocks, self.tensor.data_ptr(),
-            layer_stride=0, block_stride=block, head_stride=head, token_stride=token, content_stride=value,
-        )  # fmt: skip
-
     def rows(self, block: int) -> torch.Tensor:
         """A block of it, dense."""
         return self.tensor[block * self.kernel_blocks : (block + 1) * self.kernel_blocks]
@@ -74,8 +65,15 @@ class Caches:
 
     @property
     def geometry(self) -> WorkerGeometry:
-        groups = [CacheGroup(TOKENS, 0, tuple(part.plane for part in parts)) for parts in self.groups()]
-        return WorkerGeometry(0, 1, 0, 1, self.parts[0].tensor.shape[2], "", tuple(groups), ())
+        """As the connector describes them."""
+        layers = {name: list(parts) for name, parts in groupby(self.parts, lambda part: part.layer)}
+        groups = []
+        for parts in self.groups():
+            names = tuple(dict.fromkeys(part.layer for part in parts))
+            contents = {name: tuple((part.name, part.tensor.shape[3]) for part in layers[name]) for name in names}
+            groups.append(GroupSpec(names, TOKENS, 0, contents))
+        tensors = {name: [part.tensor for part in parts] for name, parts in layers.items()}
+        return describe_caches(tensors, groups, Ranks(0, 1, 0, 1), self.parts[0].tensor.shape[2], "")
 
     def groups(self) -> list[list[Part]]:
         return [list(parts) for _, parts in groupby(self.parts, lambda part: part.group)]

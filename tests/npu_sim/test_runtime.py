@@ -155,7 +155,10 @@ def test_a_lost_device_answers_no_more_and_goes_on(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("SIMACL_LOST", "1")
     target.copy_(source, non_blocking=True)
     event.record()
-    for ask in (event.query, event.synchronize, torch.npu.synchronize, torch.npu.current_stream().synchronize):
+    # Waits until torch_npu's own queue has handed over the record: before, a query says "not yet" without asking.
+    stream = torch.npu.current_stream()
+    assert stream.npu_stream
+    for ask in (event.query, event.synchronize, torch.npu.synchronize, stream.synchronize):
         with pytest.raises(RuntimeError, match=str(LOST)):
             ask()
     monkeypatch.delenv("SIMACL_LOST")

@@ -39,11 +39,12 @@ from vllm.v1.request import RequestStatus
 import pd_connector
 from layout.geometry import WorkerGeometry
 from layout.sharding import Source, choose_sources
+from pd_connector.cache_groups import Ranks
 from pd_connector.config import ConfigError
 from pd_connector.connector import PDConnector
 from pd_connector.metadata import StepOrders
 from pd_connector.scheduler.host_tier import HostTier
-from pd_connector.vllm_compat import Ranks, UnsupportedError
+from pd_connector.vllm_compat import UnsupportedError
 from pd_connector.worker import half as worker_half
 from pd_connector.worker import peer
 from tests.pd_connector.support import FakeRequest, a_prompt, until

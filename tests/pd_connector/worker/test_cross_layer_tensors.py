@@ -7,7 +7,7 @@ import torch
 
 from layout.cross_layer import ALIGNMENT, CachePart, CrossLayerError
 from layout.geometry import WorkerGeometry
-from pd_connector.vllm_compat import GroupSpec, Ranks
+from pd_connector.cache_groups import GroupSpec, Ranks
 from pd_connector.worker.caches import describe_caches
 from pd_connector.worker.cross_layer_tensors import CrossLayerCaches, allocate_cross_layer
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from layout.geometry import Region
+from pd_connector.cache_groups import Ranks
 from pd_connector.config import parse_config
 from pd_connector.stats import StatsRecorder
-from pd_connector.vllm_compat import Ranks
 from pd_connector.worker import half as worker_half
 from pd_connector.worker.half import WorkerHalf
 from tests.pd_connector.test_connector import BLOCK_TOKENS, CACHES, LAYERS, a_config
