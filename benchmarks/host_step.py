@@ -44,7 +44,7 @@ from transfer.batch_copy.base import Direction
 
 BLOCK_TOKENS, STEP_TOKENS, MAX_REQUESTS = 16, 8192, 256
 BLOCKS, SLOTS = 24_576, 16_384  # of the device and of host memory
-LOOKAHEAD = STEP_TOKENS // BLOCK_TOKENS + MAX_REQUESTS  # as the scheduler half sets it for lazy stores
+LOOKAHEAD = STEP_TOKENS // BLOCK_TOKENS + MAX_REQUESTS + 4 * 8192 // BLOCK_TOKENS  # for a model of 8,192 tokens
 PROMPT_TOKENS = 1024  # of the requests that decode
 PREFILL_TOKENS = 8 * STEP_TOKENS  # a prompt of 512 blocks a step
 RUNNING = (1, 8, 32, 64, 128, 256)

@@ -179,6 +179,8 @@ class HostBlockPool:
     def forget_all(self) -> None:
         """Nothing is found any more, blocks in use included."""
         self._pool.evict_blocks({int(block.block_id) for block in self._pool.blocks if block.block_hash is not None})
+        if self._front is not None:
+            self._front.forget()
 
     def take_events(self) -> "list[KVCacheEvent]":
         """KV cache events of host blocks since the last call: stored, removed, cleared."""
@@ -243,7 +245,7 @@ class HostBlockPool:
             else:
                 event = self._stored_without_request(key) if self._with_events else None
                 candidates.append(Candidate(block, key, block.block_hash_num_tokens, event))
-        self._use(held)
+        self._use(reversed(held))  # they stand in the order in which they are to be forgotten
         return candidates
 
     def taken(self, blocks: "KVCacheBlocks") -> None:
@@ -276,28 +278,32 @@ class HostBlockPool:
             if candidate.event is not None:
                 self._pool.kv_event_queue.append(candidate.event)
 
-    def end(self, stores: Sequence[Store], *, is_stored: bool = True, keep_slots: bool = False) -> None:
+    def end(self, stores: Sequence[Store], *, look_again: bool = False, keep_slots: bool = False) -> None:
         """Give the references to both ends back.
 
-        ``is_stored``: the device blocks can be evicted without loss; otherwise they are looked at again.
+        ``look_again``: what vLLM evicts next may be named again; what could not be stored should not, or it would fail
+        again in every step.
         ``keep_slots``: the host blocks are not given back, as something may still write to them.
         """
         blocks = [store.candidate.block for store in stores]
         if self._front is not None:
-            self._front.put_back(blocks, looked_at=is_stored)
+            self._front.put_back(blocks, looked_at=not look_again)
         else:
             self._device.block_pool.free_blocks(reversed(blocks))
         if not keep_slots:
-            self.unpin(tuple(store.host for store in stores))
+            hosts = tuple(store.host for store in stores)
+            # By the order of eviction the end of a prompt is stored first, and to be forgotten first.
+            self.unpin(hosts if self._front is None else hosts[::-1])
 
     def references(self) -> dict[int, int]:
         """Slots in use and the references to each."""
         return {block.block_id - 1: block.ref_cnt for block in self._pool.blocks if block.ref_cnt and not block.is_null}
 
-    def _use(self, held: "list[KVCacheBlock]") -> None:
+    def _use(self, held: "Iterable[KVCacheBlock]") -> None:
         """As if these had been loaded: what is in use on the device is not the first to be forgotten here."""
-        self._pool.touch(held)
-        self._pool.free_blocks(reversed(held))
+        blocks = tuple(held)
+        self.pin(blocks)
+        self.unpin(blocks)
 
     def _stored_event(self, request: "Request", group: int, number: int) -> "KVCacheEvent":
         size = self.block_tokens[group]

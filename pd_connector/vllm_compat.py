@@ -166,9 +166,14 @@ def check_prefix_caching(vllm_config: "VllmConfig") -> None:
 
 
 def most_blocks_a_step(vllm_config: "VllmConfig", block_tokens: Sequence[int]) -> int:
-    """How many blocks of the device one scheduler step may take, at the most, nearly."""
-    scheduler = vllm_config.scheduler_config
-    return sum(scheduler.max_num_batched_tokens // size + scheduler.max_num_seqs for size in block_tokens)
+    """How many blocks of the device one scheduler step may take, nearly at the most.
+
+    Beside what is computed, requests that wait for blocks to be pulled or loaded take those of a whole prompt: as many
+    as there are, but rarely more than a few of full length in one step.
+    """
+    scheduler, longest = vllm_config.scheduler_config, vllm_config.model_config.max_model_len
+    computed = sum(scheduler.max_num_batched_tokens // size + scheduler.max_num_seqs for size in block_tokens)
+    return int(computed + sum(_PROMPTS_A_STEP * -(-longest // size) for size in block_tokens))
 
 
 def worker_ranks() -> Ranks:
@@ -287,6 +292,7 @@ def model_identity(vllm_config: "VllmConfig", check: str) -> ModelIdentity:
 
 
 #: Keys of a model's configuration that say how it was saved or run, not what it computes.
+_PROMPTS_A_STEP = 4
 _VOLATILE_KEYS = frozenset({"_name_or_path", "dtype", "torch_dtype", "transformers_version", "use_cache"})
 
 

@@ -37,13 +37,16 @@ class EvictionFront:
         if len(self._seen) >= self._depth:
             return
         last = self._last()
-        if last is not None and self._is_at_the_end(last) and len(self._seen) < self._queue.num_free_blocks:
-            # It was used and given back, or blocks without contents lie before all that was looked at.
-            self._seen.clear()
+        if last is not None and self._is_at_the_end(last) and self._has_missed_some():
+            self._seen.clear()  # the last one was used and given back, which was not noticed
             last = None
         for block in islice(self._queue.iter_blocks_after(last), self._depth - len(self._seen)):
             yield block
             self._seen[block.block_id] = block
+
+    def forget(self) -> None:
+        """Look at everything again."""
+        self._seen.clear()
 
     def take_out(self, blocks: "Iterable[KVCacheBlock]") -> None:
         """These are in use from now on."""
@@ -68,6 +71,11 @@ class EvictionFront:
         """Forget what vLLM has taken from the front, or out of the middle up to there."""
         while self._seen and next(iter(self._seen.values())).ref_cnt:
             self._seen.popitem(last=False)
+
+    def _has_missed_some(self) -> bool:
+        """Whether blocks lie among those that were looked at; what holds nothing may have come before them."""
+        before = takewhile(lambda block: block.block_id not in self._seen, self._queue.iter_blocks_after(None))
+        return sum(1 for _ in before) + len(self._seen) < int(self._queue.num_free_blocks)
 
     def _last(self) -> "KVCacheBlock | None":
         """The last block of the queue that was looked at."""

@@ -99,13 +99,8 @@ class SchedulerHalf:
         if self._producer is not None:
             self._producer.set_workers(tuple(handshakes[ranks].geometry for ranks in sorted(handshakes)))
         if self._config.cpu_bytes_to_use:
-            assert self._cache_manager is not None, "vLLM has not handed over its cache manager"
             slots = min(handshake.host_slots for handshake in handshakes.values())
-            is_lazy = self._config.cpu_store == "lazy"
-            lookahead = most_blocks_a_step(self._vllm_config, self._block_tokens) if is_lazy else 0
-            pool = HostBlockPool(self._vllm_config, self._cache_manager, slots, lookahead)
-            self._host = HostTier(pool, len(handshakes), self._config.cpu_store)
-            logger.info("PDConnector: host memory keeps up to %d blocks (%s)", slots, self._config.cpu_store)
+            self._host = self._open_host_tier(slots, len(handshakes))
 
     def add_request(self, request: "Request") -> None:
         """A request has arrived."""
@@ -242,6 +237,21 @@ class SchedulerHalf:
             self._renewals.close()
         if self._client is not None:
             self._client.close()
+
+    def _open_host_tier(self, slots: int, ranks: int) -> HostTier:
+        assert self._cache_manager is not None, "vLLM has not handed over its cache manager"
+        mode, device_blocks = self._config.cpu_store, self._cache_manager.kv_cache_config.num_blocks
+        # At most half of the device's blocks: to store them all would be anything but lazy.
+        most = min(most_blocks_a_step(self._vllm_config, self._block_tokens), device_blocks // 2)
+        pool = HostBlockPool(self._vllm_config, self._cache_manager, slots, most if mode == "lazy" else 0)
+        logger.info("PDConnector: host memory keeps up to %d blocks (%s), the device %d", slots, mode, device_blocks)
+        if mode == "eager" and slots <= device_blocks:
+            logger.warning(
+                "PDConnector: host memory is no larger than the device's KV cache, and eager stores keep there what "
+                "the device holds too: little will come back. Set cpu_bytes_to_use to several times the device's KV "
+                "cache, or cpu_store to lazy"
+            )
+        return HostTier(pool, ranks, mode)
 
     def _leases_ended(self) -> None:
         if self._wake_engine is not None:

@@ -46,6 +46,7 @@ class _Progress:
     request: "Request"
     looked_at: list[int]
     due_at: int  # computed tokens with which the next block is complete
+    preemptions: int = 0  # of the request, when it last got blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +87,7 @@ class HostTier:
         self._chosen: list[Store] = []  # for the next step: what this one computes cannot be copied before
         self._ready: list[Store] = []  # for this step
         self._departed: list[BlockKeys] = []  # to go with the next job
+        self._has_taken = False  # whether a request has been given blocks since the last step
         self._ordered_loads: list[LoadOrder] = []
         self._next_store = 0
         self._lost_slots: set[int] = set()  # that a failed copy may still write to: never used again
@@ -94,8 +96,9 @@ class HostTier:
 
     def add_request(self, request: "Request") -> None:
         """A request has arrived: its blocks are stored as they are computed."""
-        looked_at = [0] * len(self._pool.block_tokens)
-        self._requests[request.request_id] = _Progress(request, looked_at, self._next_block_at(looked_at))
+        progress = _Progress(request, [], 0)
+        self._begin_anew(progress)
+        self._requests[request.request_id] = progress
 
     def offer(self, request: "Request", computed_tokens: int) -> int:
         """Tokens behind the ``computed_tokens`` of the device that can be loaded; they stay for this request."""
@@ -118,6 +121,11 @@ class HostTier:
     def start_load(self, request: "Request", blocks: "KVCacheBlocks", external_tokens: int) -> int:
         """Order the load of what was offered, if vLLM took it; returns its tokens."""
         self._pool.taken(blocks)
+        self._has_taken = True
+        progress = self._requests.get(request.request_id)
+        if progress is not None and progress.preemptions != request.num_preemptions:
+            progress.preemptions = request.num_preemptions
+            self._begin_anew(progress)  # its blocks may be new ones, and forgotten here
         hit = self._hits.pop(request.request_id, None)
         if hit is None:
             return 0
@@ -168,8 +176,9 @@ class HostTier:
         self._ready += self._chosen
         self._chosen = []
         if self._mode == "lazy":
-            if scheduled:  # otherwise nothing is evicted
+            if scheduled or self._has_taken:  # otherwise nothing is evicted
                 self._store_evictable()
+            self._has_taken = False
             return
         candidates: list[Candidate] = []
         for request_id, tokens in scheduled.items():
@@ -237,11 +246,13 @@ class HostTier:
         for stores in (self._ready, self._chosen):
             for store in stores:
                 del self._storing[store.candidate.key]
-            self._pool.end(stores, is_stored=False)
+            self._pool.end(stores, look_again=True)
             stores.clear()
         self._departed.clear()
         for job in self._jobs.values():
             job.abandoned = True
+        for progress in self._requests.values():
+            self._begin_anew(progress)
         self._pool.forget_all()
         return not self._loads
 
@@ -287,6 +298,10 @@ class HostTier:
             progress.looked_at[group] = done
         progress.due_at = self._next_block_at(progress.looked_at)
 
+    def _begin_anew(self, progress: _Progress) -> None:
+        progress.looked_at = [0] * len(self._pool.block_tokens)
+        progress.due_at = self._next_block_at(progress.looked_at)
+
     def _next_block_at(self, looked_at: Sequence[int]) -> int:
         sizes = self._pool.block_tokens
         return min((looked_at[group] + 1) * sizes[group] for group in self._pool.groups)
@@ -316,12 +331,11 @@ class HostTier:
     def _end(self, job: _StoreJob) -> None:
         for store in job.stores:
             del self._storing[store.candidate.key]
-        is_stored = not (job.ends.failed or job.abandoned)
-        if is_stored:
+        if not (job.ends.failed or job.abandoned):
             self._pool.publish(job.stores)
         if job.ends.unsettled:
             self._lost_slots.update(slot_of(store.host) for store in job.stores)
-        self._pool.end(job.stores, is_stored=is_stored, keep_slots=job.ends.unsettled)
+        self._pool.end(job.stores, look_again=job.abandoned, keep_slots=job.ends.unsettled)
         for keys in job.departed:
             self._pool.count_as_used(keys)
 

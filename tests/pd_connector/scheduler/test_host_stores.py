@@ -151,6 +151,34 @@ def test_of_a_prompt_computed_in_several_steps_the_end_is_forgotten_first() -> N
     assert engine.tier.offer(engine.arrive("again", said(18, seed=1)).request, 0) == 8
 
 
+def test_what_a_reset_has_forgotten_is_stored_again_by_those_who_go_on() -> None:
+    engine = engine_of()
+    engine.arrive("first", said(30), outputs=14)
+    steps(engine, 6)
+    engine.settle()
+    assert engine.pool.cached > 0
+    assert engine.reset(preempts=True)
+    engine.go_on(40)
+    engine.settle()
+    engine.other_requests_come(EVERYTHING)
+    assert engine.tier.offer(engine.arrive("again", said(30)).request, 0) == 28
+
+
+def test_what_was_forgotten_while_a_request_was_preempted_is_stored_again() -> None:
+    engine = engine_of()
+    job = engine.arrive("first", said(26), outputs=8)
+    steps(engine, 5)
+    engine.end_copies()
+    engine.run_all()
+    engine.preempt(job)
+    engine.pool.forget_all()
+    engine.other_requests_come(EVERYTHING)
+    engine.go_on(40)
+    engine.settle()
+    engine.other_requests_come(EVERYTHING)
+    assert engine.tier.offer(engine.arrive("again", said(26)).request, 0) == 24
+
+
 def test_a_request_that_is_unknown_is_not_stored() -> None:
     engine = engine_of()
     engine.tier.choose_stores({"unknown": 12})
@@ -312,3 +340,51 @@ def test_what_fits_lazily_stays_though_more_could_be_evicted() -> None:
         stored.append(engine.tier._next_store)
     assert engine.pool.cached == 2
     assert stored == [1, 1, 1, 1]
+
+
+def test_of_one_prompt_stored_lazily_the_end_is_forgotten_first() -> None:
+    engine = lazy(lookahead=16, slots=6)
+    engine.serve("a", said(17, seed=1))
+    engine.manager.block_pool.get_new_blocks(11)  # what follows is one that is empty, and the four of a
+    engine.arrive("other", said(2, seed=50))
+    engine.step()
+    assert stores(engine) == 4
+    engine.settle()
+    host = engine.pool._pool
+    host.get_new_blocks(4)  # two hold nothing
+    assert engine.tier.offer(engine.arrive("again", said(18, seed=1)).request, 0) == 8
+
+
+def test_a_lazy_store_that_fails_is_not_ordered_again_and_again() -> None:
+    engine = lazy(lookahead=16)
+    engine.serve("first", said(14))
+    job = engine.arrive("second", said(30, seed=7), outputs=20)
+    while job.state is not State.GONE:
+        engine.step()
+        engine.end_copies(End.FAILED)
+    engine.settle()
+    assert engine.tier._next_store == 1
+    engine.check_at_rest()
+
+
+def test_what_a_reset_of_host_memory_has_forgotten_is_stored_lazily_again() -> None:
+    engine = lazy(lookahead=16)
+    engine.serve("first", said(14))
+    engine.serve("second", said(2, seed=7))
+    assert engine.pool.cached == 3
+    assert engine.tier.reset()
+    engine.serve("third", said(2, seed=8))
+    assert engine.pool.cached == 3
+
+
+def test_blocks_that_a_pull_takes_move_on_what_is_next_to_be_evicted() -> None:
+    """Such a step computes nothing."""
+    engine = lazy(lookahead=3, device_blocks=17)
+    engine.serve("first", said(17, seed=1))
+    engine.serve("second", said(17, seed=50))
+    taken = engine.manager.block_pool.get_new_blocks(8)
+    engine.arrive("pulled", said(6, seed=90))
+    engine.step(pulls=True)
+    assert not engine.running
+    assert stores(engine) > 0
+    engine.manager.block_pool.free_blocks(taken)
