@@ -11,7 +11,7 @@ import torch
 from layout.geometry import WorkerGeometry
 from layout.host_blocks import HostLayout, host_layout
 from pd_connector.config import ConfigError
-from pd_connector.host_memory import available_bytes
+from pd_connector.host_memory import HostMemory, host_memory
 from pd_connector.worker.host_copies import HostCopies
 from transfer.batch_copy.backends import Backend, open_copier, pinned_memory
 from transfer.batch_copy.base import CopierStartError, DeviceEvent, Direction
@@ -49,17 +49,21 @@ class Share:
             )
         return slots
 
-    def check_available(self, available: int) -> None:
-        """Raise if the machine has not as much.
+    def check_fits(self, memory: HostMemory, *, at_once: bool) -> None:
+        """Raise if this machine has not enough for its workers.
+
+        ``at_once``: it is taken when it is pinned, so that what is available lacks what other workers have by now.
 
         Raises:
-            ConfigError: it has less.
+            ConfigError: it has not.
         """
-        needed = self.bytes * self.workers_here
-        if needed > available:
+        together = self.bytes * self.workers_here
+        fits = together <= memory.total and self.bytes <= memory.available if at_once else together <= memory.available
+        if not fits:
             raise ConfigError(
-                f"cpu_bytes_to_use = {self.total}: {needed} bytes would be taken of this machine's memory, and "
-                f"{available} are available; set it to {available // self.workers_here * self.workers} or less"
+                f"cpu_bytes_to_use = {self.total}: {together} bytes would be taken of this machine's memory, and "
+                f"{memory.available} are available; set it to "
+                f"{min(memory.available, memory.total) // self.workers_here * self.workers} or less"
             )
 
 
@@ -92,7 +96,7 @@ class HostPool:
         except ValueError as error:
             raise ConfigError(f"cpu_bytes_to_use: {error}; set it to 0") from error
         slots = share.slots(layout)
-        share.check_available(available_bytes())
+        share.check_fits(host_memory(), at_once=backend is not Backend.HOST)
         try:
             with ExitStack() as opened:
                 memory = pinned_memory(backend, slots * layout.slot_bytes, number)
@@ -100,7 +104,7 @@ class HostPool:
                 stores = opened.enter_context(open_copier(backend, Direction.DEVICE_TO_HOST, number))
                 loads = opened.enter_context(open_copier(backend, Direction.HOST_TO_DEVICE, number))
                 opened.pop_all()
-        except CopierStartError as error:
+        except (CopierStartError, OSError, MemoryError) as error:
             raise ConfigError(f"cpu_bytes_to_use = {share.total}: {error}") from error
         logger.info(
             "PDConnector: %d host blocks of %d bytes (%.2f GiB) on this worker, copied by the %s backend in %s",

@@ -13,6 +13,7 @@ import torch
 from layout.geometry import WorkerGeometry
 from layout.host_blocks import host_layout
 from pd_connector.config import ConfigError
+from pd_connector.host_memory import HostMemory
 from pd_connector.host_orders import BlockMoves, LoadOrder, StoreOrder
 from pd_connector.worker import host_pool
 from pd_connector.worker.host_pool import HostPool, Share
@@ -44,7 +45,7 @@ def slot_bytes(geometry: WorkerGeometry) -> int:
 @pytest.fixture(autouse=True)
 def _small_and_tidy(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A machine with a MiB to spare, on which no thread is left."""
-    monkeypatch.setattr(host_pool, "available_bytes", lambda: AVAILABLE)
+    monkeypatch.setattr(host_pool, "host_memory", lambda: HostMemory(2 * AVAILABLE, AVAILABLE))
     before = set(threading.enumerate())
     yield
     assert set(threading.enumerate()) <= before
@@ -94,9 +95,23 @@ def test_all_that_the_machine_has_is_accepted(rank: Rank, geometry: WorkerGeomet
 def test_workers_share_equally_and_only_those_on_this_machine_count(slot_bytes: int) -> None:
     share = Share(10 * slot_bytes, workers=4, workers_here=2)
     assert share.bytes == 10 * slot_bytes // 4
-    share.check_available(2 * share.bytes)
+    share.check_fits(HostMemory(1 << 40, 2 * share.bytes), at_once=False)
     with pytest.raises(ConfigError, match=f"{2 * share.bytes} bytes would be taken"):
-        share.check_available(2 * share.bytes - 1)
+        share.check_fits(HostMemory(1 << 40, 2 * share.bytes - 1), at_once=False)
+
+
+@pytest.mark.parametrize("workers", [2, 8])
+def test_what_other_workers_have_pinned_by_now_is_not_counted_twice(workers: int) -> None:
+    share, total = Share(1200, workers, workers), 1300
+    for pinned in range(workers):
+        share.check_fits(HostMemory(total, total - pinned * share.bytes), at_once=True)
+
+
+@pytest.mark.parametrize("memory", [HostMemory(1199, 1199), HostMemory(2000, 599), HostMemory(1199, 2000)])
+def test_what_does_not_fit_is_refused_though_it_is_pinned_by_one_after_the_other(memory: HostMemory) -> None:
+    with pytest.raises(ConfigError, match="1200 bytes would be taken") as refused:
+        Share(1200, 2, 2).check_fits(memory, at_once=True)
+    Share(advised(refused.value), 2, 2).check_fits(memory, at_once=True)
 
 
 @pytest.mark.parametrize(("slots", "rest"), [(1, 0), (3, 0), (3, 1), (3, -1)])
@@ -121,14 +136,17 @@ def test_caches_that_cannot_be_described_are_refused(rank: Rank, geometry: Worke
         open_pool(rank, replace(geometry, groups=(overlapping,)), Share(AVAILABLE, 1, 1))
 
 
+@pytest.mark.parametrize(
+    "error", [CopierStartError("the driver pins no more"), OSError(12, "there is no more"), MemoryError("no more")]
+)
 def test_memory_that_cannot_be_pinned_is_refused(
-    rank: Rank, geometry: WorkerGeometry, monkeypatch: pytest.MonkeyPatch
+    rank: Rank, geometry: WorkerGeometry, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     def refuses(*_: object) -> None:
-        raise CopierStartError("the driver pins no more than 64 KiB")
+        raise error
 
     monkeypatch.setattr(host_pool, "pinned_memory", refuses)
-    with pytest.raises(ConfigError, match=f"cpu_bytes_to_use = {AVAILABLE}: the driver pins no more"):
+    with pytest.raises(ConfigError, match=f"cpu_bytes_to_use = {AVAILABLE}: .*no more"):
         open_pool(rank, geometry, Share(AVAILABLE, 1, 1))
 
 
