@@ -150,7 +150,8 @@ def parse_config(extra_config: dict[str, Any]) -> ConnectorConfig:
 
 def _explain(key: str, kind: str, message: str, value: Any) -> str:
     if kind != "extra_forbidden":
-        return f"{key} = {value!r}: {message[0].lower()}{message[1:]}"
+        meaning = ConnectorConfig.model_fields[key].description or ""
+        return f"{key} = {value!r}: {message[0].lower()}{message[1:]} ({meaning.split('. ')[0].rstrip('.')})"
     valid = list(ConnectorConfig.model_fields)
     near = difflib.get_close_matches(key, valid, n=1)
     return f"unknown key {key!r}" + (f", did you mean {near[0]!r}?" if near else f"; valid keys are {', '.join(valid)}")

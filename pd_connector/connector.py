@@ -115,6 +115,18 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA):
         return self._stats.take()
 
     @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """No: nothing is done layer by layer.
+
+        vLLM asks where it captures graphs, before it loads a model: a wrong setting does not wait for that.
+
+        Raises:
+            ConfigError: a setting is wrong.
+        """
+        parse_config(extra_config)
+        return False
+
+    @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> ConnectorStats | None:
         """Statistics from the form in which they travel between processes."""
         return ConnectorStats(data) if data else None

@@ -12,7 +12,10 @@ from typing import Any
 
 from prometheus_client import Counter, Gauge, Histogram
 
+from pd_connector.metadata import Cause
+from pd_connector.scheduler.leases import LeaseEnd
 from pd_connector.vllm_compat import KVConnectorPromMetrics, KVConnectorStats
+from transfer.control.server import ServerCounters
 
 PHASES = ("queue", "handshake", "plan", "read", "verify", "release", "total")
 HOST_COPIES = ("store", "load")
@@ -31,6 +34,14 @@ _LABELLED = {
     "host_bytes": ("event", "Bytes copied between the device and host memory on all ranks, by event: stored, loaded."),
     "host_failures": ("event", "Copies to and from host memory that failed on a rank, by event: store, load."),
     "control_refusals": ("cause", "Connections and messages that the control channel refused, by cause."),
+}
+#: The labels' values. A counter that came into being with its first event would hide that event from rate() and alerts.
+_LABELS: dict[str, tuple[str, ...]] = {
+    "pull_failures": tuple(cause.value for cause in Cause if cause is not Cause.NONE),
+    "leases": ("granted", *(end.value for end in LeaseEnd)),
+    "host_bytes": ("stored", "loaded"),
+    "host_failures": HOST_COPIES,
+    "control_refusals": tuple(ServerCounters().refusals),
 }
 
 _GAUGES = {
@@ -172,7 +183,8 @@ class ConnectorPromMetrics(KVConnectorPromMetrics):
         )
         self._host_copies = metric_types[Histogram](
             name="vllm:pd_host_copy_seconds",
-            documentation="Duration of a copy between the device and host memory on one rank, by kind.",
+            documentation="From the order of a copy between the device and host memory to its end, on one rank, by "
+            "kind. The end on a device is seen in the step after it.",
             buckets=(0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5),
             labelnames=[*labelnames, "kind"],
         )
@@ -192,6 +204,9 @@ class ConnectorPromMetrics(KVConnectorPromMetrics):
         for values in per_engine_labelvalues.values():
             for name in _COUNTERS:
                 self._counters[name].labels(*values)  # exported as 0 before the first pull
+            for name, labels in _LABELS.items():
+                for label in labels:
+                    self._counters[name].labels(*values, label)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Add one report to the metrics."""

@@ -26,7 +26,7 @@ class CopyEnd:
 
     blocks: int
     copied_bytes: int
-    seconds: float  # from the order to its end, as seen by the model's thread
+    seconds: float  # from the order to its end, or until a device was asked after that, which each step does
     failure: str = ""  # a sentence for people; empty if every byte has landed
 
 
@@ -136,4 +136,5 @@ def _look_at(copy: _UnderWay) -> tuple[CopyEnd | None, bool]:
             return None, False
     except CopyFailed as failure:
         return CopyEnd(copy.blocks, 0, time.monotonic() - copy.started, str(failure)), failure.settled
-    return CopyEnd(copy.blocks, copy.copied_bytes, time.monotonic() - copy.started), True
+    assert copy.handle.ended_at is not None
+    return CopyEnd(copy.blocks, copy.copied_bytes, copy.handle.ended_at - copy.started), True

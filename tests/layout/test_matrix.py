@@ -51,6 +51,7 @@ def tensor_and_pipeline_sizes() -> Iterator[tuple[int, int, int]]:
             yield kv_heads, local_tp, remote_tp
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("kv_heads", "local_tp", "remote_tp"), [*tensor_and_pipeline_sizes()])
 def test_every_pair_of_tensor_and_pipeline_sizes(
     kv_heads: int, local_tp: int, remote_tp: int, cases: Counter[str]

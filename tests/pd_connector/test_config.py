@@ -136,6 +136,7 @@ def test_a_wrong_value_is_refused_naming_key_and_value(key: str, value: Any) -> 
         ("port", 65536, "less than or equal to 65535"),
         ("max_descriptors_in_flight", 2048, "less than or equal to 1024"),
         ("protocol", "roce", "'auto', 'tcp', 'rdma' or 'ascend'"),
+        ("cpu_bytes_to_use", "8GiB", r"valid integer \(Host memory, in bytes, of all workers of this engine"),
     ],
 )
 def test_the_refusal_of_a_value_names_the_rule(key: str, value: Any, rule: str) -> None:

@@ -311,6 +311,12 @@ def test_a_prompt_is_computed_on_one_engine_and_used_on_the_other(start: Start) 
     assert not p.scheduler.has_pending_push_work()
 
 
+def test_a_wrong_setting_is_refused_where_vllm_asks_before_it_loads_a_model() -> None:
+    assert not PDConnector.requires_piecewise_for_cudagraph({"cpu_bytes_to_use": 1 << 30})
+    with pytest.raises(ConfigError, match="cpu_bytes_to_use = '1GiB'"):
+        PDConnector.requires_piecewise_for_cudagraph({"cpu_bytes_to_use": "1GiB"})
+
+
 def test_both_sides_count_what_happened(start: Start) -> None:
     p, d = start("kv_producer"), start("kv_consumer")
     d.allocate(FakeRequest("r", a_prompt(70), p.prefill("r", [3, 1, 6])[1]), [2, 7, 4])

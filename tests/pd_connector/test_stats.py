@@ -206,6 +206,24 @@ def test_pulls_are_exported_as_zero_before_the_first(exported: tuple[ConnectorPr
     assert exported[1].samples()["vllm:pd_pulls_total", ("m", "1")] == 0
 
 
+@pytest.mark.parametrize(
+    ("counter", "label"),
+    [
+        ("pull_failures", "checksum"),
+        ("leases", "granted"),
+        ("leases", "expired"),
+        ("host_bytes", "loaded"),
+        ("host_failures", "store"),
+        ("control_refusals", "rate"),
+    ],
+)
+def test_what_can_be_counted_by_a_label_is_exported_as_zero_before_it_happens(
+    exported: tuple[ConnectorPromMetrics, _Unregistered], counter: str, label: str
+) -> None:
+    """Or the first failure would raise no alert."""
+    assert exported[1].samples()[f"vllm:pd_{counter}_total", ("m", "1", label)] == 0
+
+
 def test_reports_are_exported_for_their_engine(exported: tuple[ConnectorPromMetrics, _Unregistered]) -> None:
     metrics, prometheus = exported
     metrics.observe(a_report(2, 0.25, 0.5).to_dict(), engine_idx=1)

@@ -67,7 +67,13 @@ class Handle:
     def __init__(self) -> None:
         self._begun = ThreadEvent()  # the copier's thread is through with the batch; what follows is set before it
         self._end: DeviceEvent | None = None  # None: nothing is in flight
+        self._ended_at: float | None = None
         self._failure: CopyFailed | None = None
+
+    @property
+    def ended_at(self) -> float | None:
+        """When the last byte landed, by ``time.monotonic``; of a device, when it was first asked after that."""
+        return self._ended_at
 
     def query(self) -> bool:
         """True once every byte has landed, False before. Never blocks.
@@ -87,6 +93,7 @@ class Handle:
             except Exception as error:
                 self._failure = CopyFailed(f"the device failed while the batch was under way: {error}", settled=False)
                 raise self._failure from error
+            self._ended_at = time.monotonic()
             self._end = None
         return True
 
@@ -108,6 +115,7 @@ class Handle:
     def begun(self, end: DeviceEvent | None) -> None:
         """For the copier: the batch is under way and over at ``end``; None if it is over already."""
         self._end = end
+        self._ended_at = time.monotonic() if end is None else None
         self._begun.set()
 
     def failed(self, failure: CopyFailed) -> None:

@@ -93,7 +93,7 @@ class ThreadedCopier(BatchCopier):
             batch.handle.begun(self._backend.start(batch.copies, after))
         except CopyFailed as failure:
             batch.handle.failed(failure)
-        except Exception as error:
+        except BaseException as error:  # whatever it is: a handle that never ends would be waited for
             logger.exception("%s: a batch could not be started", self._thread.name)
             batch.handle.failed(CopyFailed(f"the batch could not be started: {error!r}", settled=False))
 

@@ -10,6 +10,7 @@ import pytest
 
 from layout.copies import EMPTY, Copies
 from tests.transfer.batch_copy.support import WAIT_S
+from tests.transfer.engine.conftest import until
 from transfer.batch_copy.base import CopierStartError, CopyBackend, CopyFailed, DeviceEvent, Handle
 from transfer.batch_copy.worker import ThreadedCopier
 
@@ -39,7 +40,7 @@ class Backend(CopyBackend):
     may_start: threading.Event = field(default_factory=threading.Event)
     is_starting: threading.Event = field(default_factory=threading.Event)
     end: Event | None = None
-    error: Exception | None = None
+    error: BaseException | None = None
     enter_error: Exception | None = None
     drained: bool = False
 
@@ -115,6 +116,29 @@ def test_a_batch_is_done_when_its_event_is_reached(backend: Backend, copier: Thr
     handle.wait(0)
 
 
+def test_the_end_of_a_batch_is_known_though_nobody_asked_then(copier: ThreadedCopier) -> None:
+    begun = time.monotonic()
+    handle = copier.submit(EMPTY)
+    assert until(lambda: handle.ended_at is not None)
+    ended = time.monotonic()
+    assert handle.query()
+    assert handle.ended_at is not None
+    assert begun <= handle.ended_at <= ended
+
+
+def test_the_end_of_a_device_is_known_when_it_is_asked(backend: Backend, copier: ThreadedCopier) -> None:
+    backend.end = Event()
+    handle = copier.submit(EMPTY)
+    assert not handle.query()
+    assert handle.ended_at is None
+    backend.end.reached = True
+    handle.wait(WAIT_S)
+    ended = handle.ended_at
+    assert ended is not None
+    assert handle.query()
+    assert handle.ended_at == ended
+
+
 def test_a_done_batch_stays_done_and_asks_its_event_no_more(backend: Backend, copier: ThreadedCopier) -> None:
     backend.end = Event(reached=True)
     handle = copier.submit(EMPTY)
@@ -145,10 +169,11 @@ def test_a_failure_to_start_is_the_handles_and_the_next_batch_is_served(
     copier.submit(EMPTY).wait(WAIT_S)
 
 
+@pytest.mark.parametrize("error", [ZeroDivisionError, SystemExit])
 def test_an_error_that_nobody_foresaw_counts_as_unsettled(
-    backend: Backend, copier: ThreadedCopier, caplog: pytest.LogCaptureFixture
+    backend: Backend, copier: ThreadedCopier, caplog: pytest.LogCaptureFixture, error: type[BaseException]
 ) -> None:
-    backend.error = ZeroDivisionError("by zero")
+    backend.error = error("by zero")
     with pytest.raises(CopyFailed, match="by zero") as caught:
         copier.submit(EMPTY).wait(WAIT_S)
     assert not caught.value.settled
