@@ -282,7 +282,7 @@ def main() -> None:
     print(
         f"{sizes.conversations} conversations of {sizes.turns} turns, {arguments.dtype}, {arguments.threads} threads; "
         f"KV cache of the device {sizes.device_bytes(WITH) >> 20} MiB ({DEVICE_CONVERSATIONS * sizes.blocks} blocks), "
-        f"host memory {sizes.host_bytes >> 20} MiB, stored {arguments.store}ly"
+        f"host memory {sizes.host_bytes >> 20} MiB, cpu_store {arguments.store}"
     )
     names = [*(ALSO[word] for word in arguments.also), WITHOUT, WITH]
     start = time.monotonic()
