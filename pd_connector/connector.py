@@ -118,7 +118,7 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA):
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
         """No: nothing is done layer by layer.
 
-        vLLM asks where it captures graphs, before it loads a model: a wrong setting does not wait for that.
+        vLLM asks where it captures full graphs, before it loads a model: a wrong setting does not wait for that there.
 
         Raises:
             ConfigError: a setting is wrong.

@@ -165,6 +165,9 @@ def check_prefix_caching(vllm_config: "VllmConfig") -> None:
         )
 
 
+_PROMPTS_A_STEP = 4  # that are pulled or loaded
+
+
 def most_blocks_a_step(vllm_config: "VllmConfig", block_tokens: Sequence[int]) -> int:
     """How many blocks of the device one scheduler step may take, nearly at the most.
 
@@ -292,7 +295,6 @@ def model_identity(vllm_config: "VllmConfig", check: str) -> ModelIdentity:
 
 
 #: Keys of a model's configuration that say how it was saved or run, not what it computes.
-_PROMPTS_A_STEP = 4
 _VOLATILE_KEYS = frozenset({"_name_or_path", "dtype", "torch_dtype", "transformers_version", "use_cache"})
 
 

@@ -18,8 +18,9 @@ if TYPE_CHECKING:
 class EvictionFront:
     """The first ``depth`` blocks of the queue; knows which of them have been looked at.
 
-    A step costs as much as blocks have come and gone, whatever the depth. To be wrong about a block, which vLLM might
-    have moved in a way that is not known here, costs what could have been stored in time, never a wrong byte.
+    A step costs as much as blocks have come and gone, whatever the depth. A block that vLLM has moved in a way that is
+    not known here is noticed when it should be the first or the last; until then fewer are looked at, and some that
+    could have been stored in time may be lost. It never costs a wrong byte.
     """
 
     def __init__(self, pool: "BlockPool", depth: int) -> None:
@@ -62,15 +63,19 @@ class EvictionFront:
         for block in blocks:
             block.ref_cnt -= 1
         free = [block for block in blocks if block.ref_cnt == 0]
-        self._drop_taken()
         self._insert(self._last() or self._last_without_contents(), free)
         if looked_at:
             self._seen.update((block.block_id, block) for block in free)
 
     def _drop_taken(self) -> None:
         """Forget what vLLM has taken from the front, or out of the middle up to there."""
-        while self._seen and next(iter(self._seen.values())).ref_cnt:
+        while self._seen and self._is_gone(next(iter(self._seen.values()))):
             self._seen.popitem(last=False)
+
+    def _is_gone(self, first: "KVCacheBlock") -> bool:
+        """Whether the first that was looked at is in use, or was and lies behind others that hold something now."""
+        before = first.prev_free_block
+        return before is None or before.block_hash is not None
 
     def _has_missed_some(self) -> bool:
         """Whether blocks lie among those that were looked at; what holds nothing may have come before them."""

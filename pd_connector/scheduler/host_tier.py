@@ -251,8 +251,6 @@ class HostTier:
         self._departed.clear()
         for job in self._jobs.values():
             job.abandoned = True
-        for progress in self._requests.values():
-            self._begin_anew(progress)
         self._pool.forget_all()
         return not self._loads
 

@@ -52,7 +52,8 @@ class Share:
     def check_fits(self, memory: HostMemory, *, at_once: bool) -> None:
         """Raise if this machine has not enough for its workers.
 
-        ``at_once``: it is taken when it is pinned, so that what is available lacks what other workers have by now.
+        ``at_once``: it is taken when it is pinned, so that what is available may lack what other workers have by now.
+        Then only what cannot fit in any case is refused here, and the rest by the driver that is to pin it.
 
         Raises:
             ConfigError: it has not.
@@ -60,10 +61,11 @@ class Share:
         together = self.bytes * self.workers_here
         fits = together <= memory.total and self.bytes <= memory.available if at_once else together <= memory.available
         if not fits:
+            surely = min(memory.available, memory.total) // self.workers_here * self.workers
+            meanwhile = f" (other workers of the {self.workers_here} may have taken theirs)" if at_once else ""
             raise ConfigError(
                 f"cpu_bytes_to_use = {self.total}: {together} bytes would be taken of this machine's memory, and "
-                f"{memory.available} are available; set it to "
-                f"{min(memory.available, memory.total) // self.workers_here * self.workers} or less"
+                f"{memory.available} are available{meanwhile}; set it to {surely} or less"
             )
 
 

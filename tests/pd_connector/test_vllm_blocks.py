@@ -230,6 +230,18 @@ def test_what_is_next_to_be_evicted_and_in_host_memory_already_counts_as_used() 
     assert all(bench.pool.holds(store.candidate.key) for store in stores)
 
 
+def test_of_what_is_next_to_be_evicted_and_here_already_the_end_is_forgotten_first() -> None:
+    bench = Bench(device_blocks=8, slots=7, mode="lazy", lookahead=7)
+    request = bench.computed("r", said(14))
+    bench.stored(request)
+    bench.manager.free(request)
+    assert bench.pool.next_to_be_evicted() == []
+    bench.pool._pool.get_new_blocks(5)  # four hold nothing
+    hit = bench.pool.find(request, 0)
+    assert hit is not None
+    assert hit.tokens == 8
+
+
 def test_no_more_than_fits_into_host_memory_is_next_to_be_evicted() -> None:
     bench = Bench(device_blocks=8, slots=6, mode="lazy", lookahead=99)
     bench.manager.free(bench.computed("r", said(21)))

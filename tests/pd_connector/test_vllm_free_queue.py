@@ -114,6 +114,18 @@ def test_one_that_has_moved_unnoticed_does_not_hide_the_others_for_ever() -> Non
     assert bench.look() == [2, 4, 5]
 
 
+def test_the_first_one_may_have_moved_unnoticed() -> None:
+    """As when a request gets blocks and is preempted by the same call of the scheduler."""
+    bench = Bench(9, depth=3)
+    assert bench.look() == [1, 2, 3]
+    moved = [bench.pool.blocks[1]]
+    bench.pool.touch(moved)
+    bench.pool.free_blocks(moved)
+    assert bench.order() == [2, 3, 4, 5, 6, 7, 8, 9, 1]
+    bench.pool.get_new_blocks(1)
+    assert bench.look() == [4, 5]
+
+
 def test_all_can_be_looked_at_again() -> None:
     bench = Bench(6, depth=3)
     bench.look()

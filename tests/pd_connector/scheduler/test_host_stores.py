@@ -168,8 +168,8 @@ def test_what_was_forgotten_while_a_request_was_preempted_is_stored_again() -> N
     engine = engine_of()
     job = engine.arrive("first", said(26), outputs=8)
     steps(engine, 5)
-    engine.end_copies()
-    engine.run_all()
+    engine.settle()
+    assert engine.pool.cached >= 4
     engine.preempt(job)
     engine.pool.forget_all()
     engine.other_requests_come(EVERYTHING)
@@ -177,6 +177,19 @@ def test_what_was_forgotten_while_a_request_was_preempted_is_stored_again() -> N
     engine.settle()
     engine.other_requests_come(EVERYTHING)
     assert engine.tier.offer(engine.arrive("again", said(26)).request, 0) == 24
+
+
+def test_the_end_of_a_prompt_is_forgotten_first_though_it_is_stored_after_its_request_has_left() -> None:
+    engine = engine_of(slots=4)
+    engine.arrive("a", said(17, seed=1))
+    for _ in range(6):
+        engine.step(8)
+        engine.end_copies()
+    engine.settle()
+    assert engine.tier._next_store == 2
+    engine.serve("b", said(9, seed=2))
+    engine.other_requests_come(EVERYTHING)
+    assert engine.tier.offer(engine.arrive("again", said(18, seed=1)).request, 0) == 8
 
 
 def test_a_request_that_is_unknown_is_not_stored() -> None:
@@ -388,3 +401,29 @@ def test_blocks_that_a_pull_takes_move_on_what_is_next_to_be_evicted() -> None:
     assert not engine.running
     assert stores(engine) > 0
     engine.manager.block_pool.free_blocks(taken)
+
+
+def test_blocks_that_a_request_finds_move_on_what_is_next_to_be_evicted() -> None:
+    engine = lazy(lookahead=4, device_blocks=17, slots=16)
+    for number, tokens in enumerate((9, 9, 13)):
+        engine.serve(f"prompt {number}", said(tokens, seed=100 * number))
+    engine.manager.block_pool.get_new_blocks(8)  # of 16; what follows is an empty one, and the seven of the prompts
+    engine.serve("small", said(2, seed=900))
+    assert engine.pool.cached == 4
+    engine.arrive("again", said(14, seed=100), outputs=5)  # finds the third and the fourth
+    engine.step()
+    engine.settle()
+    assert engine.pool.cached == 6
+
+
+def test_what_was_being_stored_lazily_during_a_reset_is_stored_again() -> None:
+    engine = lazy(lookahead=16)
+    engine.serve("first", said(14))
+    engine.arrive("second", said(2, seed=7))
+    engine.step()
+    assert engine.tier._jobs
+    assert engine.tier.reset()
+    engine.settle()
+    assert engine.pool.cached == 0
+    engine.serve("third", said(2, seed=8))
+    assert engine.pool.cached == 3

@@ -1,6 +1,7 @@
 """The copies of one rank between its caches and its slots: real memory, real copiers, and copiers that fail."""
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, field, replace
@@ -14,14 +15,14 @@ from layout.copies import Copies
 from layout.geometry import Region
 from layout.host_blocks import HostLayout, host_layout
 from pd_connector.host_orders import BlockMoves, LoadOrder, StoreEnds, StoreOrder
-from pd_connector.worker.host_copies import CopyEnd, DeviceLostError, HostCopies
+from pd_connector.worker.host_copies import CopyEnd, DeviceLostError, HostCopies, _look_at, _UnderWay
 from tests.layout.host_trips import Bytes, Device
 from tests.layout.oracle import Engine, Extra, Model, build
 from tests.pd_connector.engines import placed
 from tests.pd_connector.support import until
 from tests.transfer.batch_copy.fake_cuda import FakeEvent
 from transfer.batch_copy.backends import Backend, open_copier
-from transfer.batch_copy.base import BatchCopier, CopyFailed, DeviceEvent, Direction
+from transfer.batch_copy.base import BatchCopier, CopyFailed, DeviceEvent, Direction, Handle
 from transfer.batch_copy.host import HostBackend
 from transfer.batch_copy.worker import ThreadedCopier
 
@@ -387,3 +388,13 @@ def test_what_is_asked_for_in_the_wrong_shape_is_a_failed_copy() -> None:
         moves = replace(BlockMoves.of([(0, 1, 0)]), slots=np.arange(2))
         worker.copies.load(LoadOrder("r", moves, 16))
         assert "must be equally many" in worker.loaded("r").failure
+
+
+def test_a_copy_ends_when_its_bytes_have_landed_and_not_when_it_is_seen() -> None:
+    handle = Handle()
+    handle.begun(None)
+    time.sleep(0.001)
+    assert handle.ended_at is not None
+    end, _ = _look_at(_UnderWay(handle, 1, 10, handle.ended_at - 0.5))
+    assert end is not None
+    assert end.seconds == pytest.approx(0.5, abs=1e-6)

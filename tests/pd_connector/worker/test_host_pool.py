@@ -21,7 +21,7 @@ from tests.layout.oracle import Engine, Rank, build
 from tests.pd_connector.engines import placed
 from tests.pd_connector.support import until
 from tests.pd_connector.worker.test_host_copies import GQA
-from transfer.batch_copy.backends import Backend, open_copier
+from transfer.batch_copy.backends import Backend, open_copier, pinned_memory
 from transfer.batch_copy.base import BatchCopier, CopierStartError, Direction
 
 AVAILABLE = 1 << 20
@@ -194,3 +194,17 @@ def test_its_memory_is_whole_pages_and_closing_it_twice_is_well(
     assert region.size == 5 * slot_bytes
     pool.close()
     pool.close()
+
+
+@pytest.mark.parametrize("backend", [Backend.CUDA, Backend.ACL])
+def test_where_memory_is_taken_as_it_is_pinned_other_workers_may_have_theirs(
+    rank: Rank, geometry: WorkerGeometry, monkeypatch: pytest.MonkeyPatch, backend: Backend
+) -> None:
+    monkeypatch.setattr(host_pool, "host_memory", lambda: HostMemory(AVAILABLE, AVAILABLE // 2))
+    share = Share(AVAILABLE, 2, 2)
+    with pytest.raises(ConfigError, match="would be taken"):
+        open_pool(rank, geometry, share)
+    monkeypatch.setitem(host_pool._BACKENDS, "cpu", backend)
+    monkeypatch.setattr(host_pool, "open_copier", lambda _, *rest: open_copier(Backend.HOST, *rest))
+    monkeypatch.setattr(host_pool, "pinned_memory", lambda _, *rest: pinned_memory(Backend.HOST, *rest))
+    open_pool(rank, geometry, share).close()
