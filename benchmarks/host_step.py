@@ -38,13 +38,14 @@ from layout.host_blocks import host_layout
 from pd_connector.metadata import BlockMoves, StoreEnds, StoreOrder
 from pd_connector.scheduler.host_tier import HostTier, StoreMode
 from pd_connector.vllm_blocks import HostBlockPool
+from pd_connector.vllm_compat import most_blocks_a_step
 from pd_connector.worker.host_copies import HostCopies
 from transfer.batch_copy.backends import Backend, open_copier, pinned_memory
 from transfer.batch_copy.base import Direction
 
 BLOCK_TOKENS, STEP_TOKENS, MAX_REQUESTS = 16, 8192, 256
 BLOCKS, SLOTS = 24_576, 16_384  # of the device and of host memory
-LOOKAHEAD = STEP_TOKENS // BLOCK_TOKENS + MAX_REQUESTS + 4 * 8192 // BLOCK_TOKENS  # for a model of 8,192 tokens
+MODEL_TOKENS = 8192  # its longest prompt and answer, as far as lazy stores look ahead
 PROMPT_TOKENS = 1024  # of the requests that decode
 PREFILL_TOKENS = 8 * STEP_TOKENS  # a prompt of 512 blocks a step
 RUNNING = (1, 8, 32, 64, 128, 256)
@@ -80,8 +81,13 @@ class Engine:
         self.manager = KVCacheManager(
             KVCacheConfig(BLOCKS, [], groups), 2 * PREFILL_TOKENS, BLOCK_TOKENS, BLOCK_TOKENS, STEP_TOKENS
         )
-        config: Any = SimpleNamespace(max_in_flight_tokens=STEP_TOKENS, num_prefill_lookahead_tokens=0)
-        lookahead = LOOKAHEAD if mode == "lazy" else 0
+        config: Any = SimpleNamespace(
+            max_in_flight_tokens=STEP_TOKENS,
+            num_prefill_lookahead_tokens=0,
+            scheduler_config=SimpleNamespace(max_num_batched_tokens=STEP_TOKENS, max_num_seqs=MAX_REQUESTS),
+            model_config=SimpleNamespace(max_model_len=MODEL_TOKENS),
+        )
+        lookahead = most_blocks_a_step(config, [BLOCK_TOKENS]) if mode == "lazy" else 0
         self.tier = HostTier(HostBlockPool(config, self.manager, SLOTS, lookahead), 1, mode)
         self.samples = Samples()
         self._hasher = get_request_block_hasher(BLOCK_TOKENS, sha256)
@@ -164,6 +170,25 @@ def prefill_steps(clock: Clock, mode: StoreMode, steps: int) -> Samples:
     return engine.samples
 
 
+def leaving(clock: Clock, blocks: int, requests: int = 16) -> tuple[list[float], list[float]]:
+    """Milliseconds that the tier takes when a request of so many blocks leaves, all stored; and vLLM's manager."""
+    engine = Engine("eager", clock)
+    engine.fill_memory()
+    tier, vllm = [], []
+    for _ in range(requests):
+        request = engine.add_request(blocks * BLOCK_TOKENS)
+        engine.prefill(request)
+        for _ in range(2):  # orders the last store, and reports it
+            engine.step([(request, 1)])
+        begun = clock()
+        engine.tier.finish_request(request)
+        left = clock()
+        engine.manager.free(request)
+        tier.append(1e3 * (left - begun))
+        vllm.append(1e3 * (clock() - left))
+    return tier, vllm
+
+
 def spread(values: Sequence[float]) -> str:
     """Median and worst."""
     return f"{statistics.median(values):7.3f} {max(values):7.3f}"
@@ -196,6 +221,10 @@ def scheduler_side(clock: Clock, steps: int) -> None:
         samples = decode_steps(clock, mode, MAX_REQUESTS, steps, in_phase=True)
         print(line(f"{mode}, {MAX_REQUESTS} decode in phase", samples, DECODE_MS))
         print(line(f"{mode}, {STEP_TOKENS:,} tokens of a prompt", prefill_steps(clock, mode, steps)))
+    print("\nscheduler's thread, ms when a request leaves; median and worst, and what vLLM takes to free its blocks")
+    for blocks in (64, 512, 4096):
+        tier, vllm = leaving(clock, blocks)
+        print(f"  eager, {blocks:5,} blocks   {spread(tier)}   {spread(vllm)}")
     gc.unfreeze()
 
 
