@@ -20,8 +20,8 @@ from layout.copies import Copies
 from layout.cost import CostModel
 from layout.geometry import Region
 from layout.regions import RegionTable
-from layout.reshape import run_copies, warm_up
 from layout.staging import Schedule, schedule_reads
+from transfer.local_copy.reshape import run_copies, warm_up
 
 HEADS, BLOCK_TOKENS, HEAD_BYTES = 8, 32, 128 * 2
 TARGET = 0.6

@@ -9,53 +9,25 @@ always changes the sum. Several cancel each other by chance only. The weights ar
 Sums of neighbouring runs add up to the sum of both, which is how they are shortened for a message.
 
 What a CPU kernel packs in an order of its own (an opaque plane) is summed as it lies, in whole blocks: it is moved
-between equal packings only. Here memory is read that the CPU reaches; nothing is kept, compared or sent.
+between equal packings only. Defined here; memory is read in ``transfer.local_copy.checksums``.
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from llvmlite import ir  # type: ignore[import-untyped]
-from numba import carray, njit, types
-from numba.extending import intrinsic
 
-from layout.copies import Int64Array
 from layout.geometry import Plane
-from layout.plan import BlockTable, PlanError
 
 UInt64Array = npt.NDArray[np.uint64]
 
 #: Tokens of a run, where blocks can be cut: what divides nearly every block size. A checksum of so many tokens of one
 #: head is 8 bytes for some thousands.
 RUN_TOKENS = 16
-#: Bytes of a plane that are read at once: a caller that must end waits for no more than these.
-CHUNK_BYTES = 4 << 20
 _MAX_WORD_BYTES = 4  # products of two of them fit 64 bits, so that no bit of an item is lost
-
-
-@dataclass(frozen=True, slots=True)
-class Readable:
-    """Blocks of a plane in memory that the CPU reaches, good for as long as this object."""
-
-    plane: Plane  # the same contents, perhaps elsewhere
-    blocks: Int64Array  # numbers in it of the blocks asked for
-    owner: object = None  # of the memory
-
-
-class BlockReader(Protocol):
-    """Makes blocks of a plane readable for the CPU."""
-
-    def __call__(self, plane: Plane, blocks: Int64Array, /) -> Readable:
-        """``blocks`` are kernel blocks, about ``CHUNK_BYTES`` of them at most."""
-
-
-def in_place(plane: Plane, blocks: Int64Array) -> Readable:
-    """The reader for caches in host memory."""
-    return Readable(plane, blocks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,182 +53,20 @@ def run_tokens(plane: Plane) -> int:
     return plane.block_tokens if plane.packing else math.gcd(plane.block_tokens, RUN_TOKENS)
 
 
-def sum_plane(
-    plane: Plane,
-    group_tokens: int,
-    table: BlockTable,
-    first_token: int,
-    end_token: int,
-    read: BlockReader = in_place,
-) -> PlaneSums:
-    """The checksums of the tokens ``first_token`` to ``end_token`` (exclusive) of a request.
-
-    Of the last run only tokens before ``end_token`` count, unless the plane is opaque: then the whole block does.
-    Runs in blocks that ``table`` does not hold count as 0. ``group_tokens`` are those of a block of the table. Other
-    threads run Python meanwhile.
-
-    Raises:
-        PlanError: ``first_token`` begins no run, or the table has no entry for a token or one that the plane lacks.
-    """
-    run = run_tokens(plane)
-    if first_token % run:
-        raise PlanError(f"checksums are of {run} tokens and cannot start at token {first_token}")
-    end = -(-end_token // run) * run if plane.packing else end_token
-    first_run = first_token // run
-    sums = np.zeros((-(-end // run) - first_run + 1, len(plane.layers), plane.heads), np.uint64)
-    starts = np.arange(first_token // plane.block_tokens * plane.block_tokens, end, plane.block_tokens, dtype=np.int64)
-    blocks = _kernel_blocks(plane, group_tokens, table, starts)
-    starts, blocks = starts[blocks >= 0], blocks[blocks >= 0]
-    step = max(1, CHUNK_BYTES // max(1, plane.block_bytes))
-    for chunk in range(0, len(blocks), step):
-        readable = read(plane, blocks[chunk : chunk + step])
-        _add(readable, starts[chunk : chunk + step], (first_token, end), first_run, sums[1:])
-    return PlaneSums(run, first_run, np.cumsum(sums, axis=0, dtype=np.uint64))
-
-
-def warm_up(planes: Sequence[Plane]) -> None:
-    """Compile what ``sum_plane`` runs for such planes (a second or two), so that no pull waits for it."""
-    nothing = np.empty(0, np.int64)
-    for plane in {_word_bytes(plane): plane for plane in planes}.values():
-        _add(Readable(plane, nothing), nothing, (0, 0), 0, np.zeros((1, 1, 1), np.uint64))
-
-
-def _kernel_blocks(plane: Plane, group_tokens: int, table: BlockTable, starts: Int64Array) -> Int64Array:
-    """The plane's blocks that begin at the tokens ``starts``; -1 where the table has a hole."""
-    entries = starts // group_tokens - table.first_block
-    if len(entries) and not (entries[0] >= 0 and entries[-1] < len(table.block_ids)):
-        raise PlanError(
-            f"a block table of {len(table.block_ids)} blocks of {group_tokens} tokens has none for tokens "
-            f"{int(starts[0])} to {int(starts[-1])}"
-        )
-    ids = table.block_ids[entries]
-    blocks = ids * (group_tokens // plane.block_tokens) + starts % group_tokens // plane.block_tokens
-    blocks = np.where(ids < 0, -1, blocks)
-    if len(blocks) and int(blocks.max()) >= plane.blocks:
-        raise PlanError(f"block {int(blocks.max())} does not exist: part {plane.part!r} has {plane.blocks} blocks")
-    return blocks
-
-
-def _add(readable: Readable, starts: Int64Array, window: tuple[int, int], first_run: int, sums: UInt64Array) -> None:
-    """Add the tokens of ``window`` in some blocks, of which each begins at the token in ``starts``, to their runs."""
-    plane, word = readable.plane, _word_bytes(readable.plane)
-    words = plane.item_size // word
-    items_apart = plane.block_tokens > 1 and plane.content > 1 and plane.content_stride > plane.token_stride
-    strides = (plane.layer_stride, plane.block_stride, plane.head_stride, plane.token_stride, plane.content_stride)
-    _kernels[word](
-        plane.address,
-        strides,
-        (plane.block_tokens, words, run_tokens(plane), first_run, int(items_apart)),
-        window,
-        np.ascontiguousarray(readable.blocks, np.int64),
-        np.ascontiguousarray(starts, np.int64),
-        _item_weights(plane.content * words),
-        sums,
-    )
-
-
-def _word_bytes(plane: Plane) -> int:
+def word_bytes(plane: Plane) -> int:
+    """Return the size of the words that an item of ``plane`` is summed in: 1, 2 or 4 bytes."""
     return math.gcd(plane.item_size, _MAX_WORD_BYTES)
 
 
-def _item_weights(count: int) -> npt.NDArray[np.uint32]:
-    """Odd numbers of 32 bits."""
-    mixed = _mix(np.arange(count, dtype=np.uint64) + np.uint64(1 << 32))
+def item_weights(count: int) -> npt.NDArray[np.uint32]:
+    """Return the weights of a token's words: odd numbers of 32 bits, shape [count]."""
+    mixed = mix(np.arange(count, dtype=np.uint64) + np.uint64(1 << 32))
     return np.asarray((mixed >> np.uint64(32)).astype(np.uint32) | np.uint32(1))
 
 
-def _mix(number: Any) -> Any:
+def mix(number: Any) -> Any:
     """SplitMix64: 64 bits that depend on all bits of ``number``. Of an array of uint64, or of one in compiled code."""
     number = (number + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
     number = (number ^ (number >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     number = (number ^ (number >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return number ^ (number >> np.uint64(31))
-
-
-_compiled_mix = njit(nogil=True)(_mix)
-
-
-def _kernel(word_bytes: int) -> Any:
-    """The loop for words of so many bytes."""
-    word = {1: types.uint8, 2: types.uint16, 4: types.uint32}[word_bytes]
-
-    def emit(_typing: Any, _address: Any) -> Any:
-        """``words_at(address)``: a pointer to words."""
-
-        def emit_pointer(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-            return builder.inttoptr(arguments[0], ir.IntType(8 * word_bytes).as_pointer())
-
-        return types.CPointer(word)(types.int64), emit_pointer
-
-    by_token, by_item = (_compile(make(intrinsic(emit), word_bytes)) for make in (_by_token, _by_item))
-
-    def add_blocks(
-        address: Any, strides: Any, form: Any, window: Any, blocks: Any, starts: Any, weights: Any, sums: Any
-    ) -> None:
-        """Add the tokens of ``window`` in some blocks, of which each begins at the token in ``starts``, to ``sums``."""
-        layer_stride, block_stride, head_stride, token_stride, item_stride = strides
-        block_tokens, words, run, first_run, items_apart = form
-        totals = np.empty(block_tokens, np.uint64)
-        for number in range(blocks.size):
-            start = starts[number]
-            begin, end = max(window[0] - start, 0), min(window[1] - start, block_tokens)
-            for layer in range(sums.shape[1]):
-                for head in range(sums.shape[2]):
-                    place = address + layer * layer_stride + blocks[number] * block_stride + head * head_stride
-                    if items_apart:
-                        by_item(place, token_stride, item_stride, words, begin, end, weights, totals)
-                    else:
-                        by_token(place, token_stride, item_stride, words, begin, end, weights, totals)
-                    for token in range(start + begin, start + end):
-                        weight = _compiled_mix(np.uint64(token)) | np.uint64(1)
-                        sums[token // run - first_run, layer, head] += totals[token - start] * weight
-
-    return _compile(add_blocks)
-
-
-def _by_token(words_at: Any, word_bytes: int) -> Any:
-    """Weighted sums of tokens whose items lie side by side, or at least closer together than tokens."""
-
-    def sum_tokens(
-        place: Any, token_stride: Any, item_stride: Any, words: Any, begin: Any, end: Any, weights: Any, totals: Any
-    ) -> None:
-        step = item_stride // word_bytes if weights.size > words else words
-        for inside in range(begin, end):
-            row = carray(words_at(place + inside * token_stride), ((weights.size // words - 1) * step + words,))
-            total = np.uint64(0)
-            if step == words:
-                for i in range(weights.size):
-                    total += np.uint64(row[i]) * np.uint64(weights[i])
-            else:
-                for i in range(weights.size):
-                    total += np.uint64(row[i // words * step + i % words]) * np.uint64(weights[i])
-            totals[inside] = total
-
-    return sum_tokens
-
-
-def _by_item(words_at: Any, word_bytes: int) -> Any:
-    """The same where tokens lie closer together than a token's items: the loops the other way round."""
-
-    def sum_tokens(
-        place: Any, token_stride: Any, item_stride: Any, words: Any, begin: Any, end: Any, weights: Any, totals: Any
-    ) -> None:
-        step = token_stride // word_bytes
-        totals[begin:end] = 0
-        for i in range(weights.size):
-            first = place + i // words * item_stride + i % words * word_bytes
-            row = carray(words_at(first), ((end - 1) * step + 1,))
-            weight = np.uint64(weights[i])
-            if step == 1:
-                for inside in range(begin, end):
-                    totals[inside] += np.uint64(row[inside]) * weight
-            else:
-                for inside in range(begin, end):
-                    totals[inside] += np.uint64(row[inside * step]) * weight
-
-    return sum_tokens
-
-
-_compile = njit(nogil=True)  # at the first call, once per process
-_compiled_mix = _compile(_mix)
-_kernels = {word_bytes: _kernel(word_bytes) for word_bytes in (1, 2, 4)}

@@ -21,7 +21,7 @@ import numpy.typing as npt
 from layout.copies import EMPTY, Copies, Int64Array, concatenate
 from layout.geometry import CacheGroup, Plane, Region, WorkerGeometry
 
-SLOT_ALIGNMENT = 64  # bytes: whole lines of memory are copied fastest, see layout.reshape
+SLOT_ALIGNMENT = 64  # bytes: whole lines of memory are copied fastest, see transfer.local_copy.reshape
 
 Ids = Sequence[int] | npt.NDArray[np.int64]
 

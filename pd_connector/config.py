@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from transfer.control.allowed import AllowedPeers
+from transfer.peers import AllowedPeers
 
 Seconds = Annotated[float, Field(ge=0.1, le=86400, allow_inf_nan=False)]
 Port = Annotated[int, Field(ge=0, le=65535)]

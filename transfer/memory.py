@@ -1,8 +1,9 @@
-"""Memory that transfers pass through: a run of it on the host, and any run of it lent out in equal slots."""
+"""Host memory that transfers use: plain, pinned for a device's copy engines, or lent out in equal slots."""
 
 import mmap
 import threading
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import numpy as np
@@ -28,6 +29,28 @@ class HostMemory:
     def region(self) -> Region:
         """All of it."""
         return Region(self._pages.ctypes.data, self._pages.nbytes)
+
+
+class PinnedMemory:
+    """A page-aligned run of host memory that is never swapped and that the driver knows. Made by a backend of copies.
+
+    Let go by ``close``, or with this object.
+    """
+
+    def __init__(self, region: Region, release: Callable[[], object], owner: object = None) -> None:
+        """``release`` unpins the memory; called once, and not at the interpreter's exit.
+
+        ``owner`` is whatever frees the memory when it goes, if ``release`` does not; it outlives the call of that.
+        """
+        self.region = region
+        self._owner = owner
+        self._release = weakref.finalize(self, release)
+        self._release.atexit = False  # drivers are torn down by then, and the memory goes with the process
+
+    def close(self) -> None:
+        """Unpin and free the memory, which nobody uses any more: every batch over it is settled. Idempotent."""
+        self._release()
+        self._owner = None
 
 
 class SlotPool:

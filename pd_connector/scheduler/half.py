@@ -30,8 +30,8 @@ from pd_connector.vllm_compat import (
     stop_timeout_s,
     stop_watcher,
 )
-from transfer.control.allowed import AllowedPeers
 from transfer.control.client import ControlClient
+from transfer.peers import AllowedPeers
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -9,10 +9,10 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from layout.checksums import Readable
 from layout.copies import Copies, Int64Array
 from layout.geometry import Plane
-from layout.reshape_torch import TensorCopier
+from transfer.local_copy.checksums import Readable
+from transfer.local_copy.reshape_torch import TensorCopier
 
 
 class DeviceReader:

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from layout.checksums import BlockReader, in_place
 from layout.cost import CostModel
 from layout.geometry import ModelIdentity, WorkerGeometry
 from pd_connector.cache_groups import Ranks
@@ -47,11 +46,12 @@ from pd_connector.worker.pulls import PullService
 from pd_connector.worker.settlement import Settled
 from pd_connector.worker.staged_reads import ReadPlanner
 from pd_connector.worker.verification import Verifier
-from transfer.control.allowed import AllowedPeers
 from transfer.control.client import ControlClient
 from transfer.engine.base import TransferEngine
 from transfer.engine.guarded import GuardedEngine
 from transfer.engine.mooncake import MooncakeEngine, MooncakeOptions
+from transfer.local_copy.checksums import BlockReader, in_place
+from transfer.peers import AllowedPeers
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -7,12 +7,13 @@ import queue
 import threading
 from collections.abc import Sequence
 
-from layout.checksums import BlockReader, PlaneSums, Readable, in_place, sum_plane, warm_up
+from layout.checksums import PlaneSums
 from layout.copies import Int64Array
 from layout.geometry import Plane, WorkerGeometry
 from pd_connector.metadata import Hashed, HashOrder
 from pd_connector.vllm_compat import init_logger
 from pd_connector.worker.block_tables import block_table
+from transfer.local_copy.checksums import BlockReader, Readable, in_place, sum_plane, warm_up
 
 logger = init_logger(__name__)
 

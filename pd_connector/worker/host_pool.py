@@ -15,7 +15,7 @@ from pd_connector.host_memory import HostMemory, host_memory
 from pd_connector.worker.host_copies import HostCopies
 from transfer.batch_copy.backends import Backend, open_copier, pinned_memory
 from transfer.batch_copy.base import CopierStartError, DeviceEvent, Direction
-from transfer.pinned import PinnedMemory
+from transfer.memory import PinnedMemory
 
 logger = logging.getLogger(__name__)
 

@@ -30,9 +30,9 @@ from pd_connector.worker.settlement import PullFailed, Settled, Settlement, Stop
 from pd_connector.worker.staged_reads import SLOTS, ReadPlanner
 from pd_connector.worker.verification import Verifier
 from transfer.control.client import ControlClient
-from transfer.control.errors import ControlError, PeerNotAllowed
 from transfer.control.messages import Hello, Welcome
 from transfer.engine.base import Link, ReadFailed, TransferEngine
+from transfer.errors import PeerNotAllowed, TransferError
 
 logger = init_logger(__name__)
 
@@ -230,7 +230,7 @@ class PeerSession:
         timeout = min(context.handshake_timeout_s, max(deadline - time.monotonic(), 0.001))
         try:
             welcome = context.client.request(self._host, self._port, Hello(self._engine_id), timeout).result()
-        except ControlError as error:
+        except TransferError as error:
             cause = cause_of(error)
             raise PullFailed(cause, str(error), is_mute=cause is not Cause.REFUSED) from error
         assert isinstance(welcome, Welcome)

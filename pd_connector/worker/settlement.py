@@ -12,8 +12,9 @@ from dataclasses import dataclass, field, replace
 from pd_connector.metadata import Cause, PullOrder
 from pd_connector.params import contents_digest
 from transfer.control.client import ControlClient
-from transfer.control.errors import AuthenticationFailed, ControlError, PeerNotAllowed, PeerRefused
+from transfer.control.errors import AuthenticationFailed, PeerRefused
 from transfer.control.messages import InvalidReason, Release, Released, Reply
+from transfer.errors import PeerNotAllowed, TransferError
 
 #: What has been read is not thrown away for want of an answer that takes a round trip.
 _LEAST_CONFIRM_S = 1.0
@@ -28,7 +29,7 @@ class PullFailed(Exception):  # noqa: N818
         self.is_mute = is_mute  # the prefill engine does not answer on the control channel: there is nobody to tell
 
 
-def cause_of(error: ControlError) -> Cause:
+def cause_of(error: TransferError) -> Cause:
     """Why a pull fails whose prefill engine does not answer as it should."""
     if isinstance(error, PeerRefused):
         return Cause.REFUSED

@@ -12,16 +12,17 @@ from typing import Protocol
 
 import torch
 
-from layout import reshape, staging
+from layout import staging
 from layout.copies import Copies
 from layout.cost import CostModel
 from layout.cross_layer import ALIGNMENT
 from layout.geometry import Region
 from layout.regions import RegionTable
-from layout.reshape_torch import TensorCopier
 from layout.staging import Schedule, schedule_reads
 from transfer.engine.base import Link, ReadFailed
-from transfer.engine.limits import check_copies
+from transfer.engine.batches import check_copies
+from transfer.local_copy import reshape
+from transfer.local_copy.reshape_torch import TensorCopier
 from transfer.memory import HostMemory, SlotPool
 
 #: Reads from so many prefill ranks can be staged at once; further ones go straight to their place meanwhile.

@@ -24,8 +24,8 @@ from pd_connector.worker.block_tables import block_table
 from pd_connector.worker.hashing import Interrupted, Summing
 from pd_connector.worker.settlement import PullFailed, cause_of
 from transfer.control.client import ControlClient
-from transfer.control.errors import ControlError
 from transfer.control.messages import Checksummed, Checksums, NoChecksums
+from transfer.errors import TransferError
 
 #: Numbers of one answer, about: long prompts are compared in longer stretches instead.
 _SUMS_AT_ONCE = 2**15
@@ -183,7 +183,7 @@ class Verifier:
         try:
             answer = self._client.request(order.remote.remote_host, order.remote.remote_port, message, remaining)
             reply = answer.result()
-        except ControlError as error:
+        except TransferError as error:
             raise PullFailed(cause_of(error), f"what was read could not be compared: {error}") from error
         assert isinstance(reply, Checksummed)
         return reply

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from layout.copies import Int64Array
 from layout.geometry import CacheGroup, Plane, Region, WorkerGeometry
 from layout.host_blocks import BlockRuns, HostLayout, host_layout
-from layout.reshape import run_copies
+from transfer.local_copy.reshape import run_copies
 
 Bytes = npt.NDArray[np.uint8]
 Pair = tuple[int, int, int, int]  # cache group, block stored, slot, block loaded

@@ -14,9 +14,9 @@ from layout.copies import Copies
 from layout.geometry import Region
 from transfer.batch_copy.acl import AclRuntime
 from transfer.batch_copy.base import Direction
+from transfer.batch_copy.copier import ThreadedCopier
 from transfer.batch_copy.device import DeviceBackend
-from transfer.batch_copy.worker import ThreadedCopier
-from transfer.pinned import PinnedMemory
+from transfer.memory import PinnedMemory
 
 Bytes = npt.NDArray[np.uint8]
 HOST_TO_DEVICE, DEVICE_TO_HOST = 1, 2

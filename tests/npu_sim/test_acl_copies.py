@@ -18,7 +18,7 @@ from tests.npu_sim import simulator
 from tests.npu_sim.raw_acl import WAIT_S, Bytes, RawDevice, blocks, view
 from transfer.batch_copy.acl import AclRuntime
 from transfer.batch_copy.base import CopyFailed, Direction
-from transfer.pinned import PinnedMemory
+from transfer.memory import PinnedMemory
 
 LOAD, STORE, WITHIN = Direction.HOST_TO_DEVICE, Direction.DEVICE_TO_HOST, Direction.DEVICE_TO_DEVICE
 CHUNK = 4096

@@ -17,10 +17,10 @@ from tests.npu_sim.raw_acl import WAIT_S, Bytes, blocks, view
 from transfer.batch_copy.acl import AclRuntime
 from transfer.batch_copy.backends import Backend, open_copier, pinned_memory
 from transfer.batch_copy.base import BatchCopier, CopierStartError, Direction
+from transfer.batch_copy.copier import ThreadedCopier
 from transfer.batch_copy.device import DeviceBackend
 from transfer.batch_copy.streams import TorchStream
-from transfer.batch_copy.worker import ThreadedCopier
-from transfer.pinned import PinnedMemory
+from transfer.memory import PinnedMemory
 
 LOAD, STORE, WITHIN = Direction.HOST_TO_DEVICE, Direction.DEVICE_TO_HOST, Direction.DEVICE_TO_DEVICE
 SIZE = 64

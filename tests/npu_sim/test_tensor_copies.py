@@ -18,10 +18,10 @@ from layout.copies import Copies, concatenate
 from layout.cost import CostModel
 from layout.geometry import Region
 from layout.regions import RegionTable
-from layout.reshape_torch import SideStream, TensorCopier
 from pd_connector.worker.staged_reads import ReadPlanner
 from tests.npu_sim.device_memory import Bytes, DeviceBytes
 from transfer.engine.base import Link
+from transfer.local_copy.reshape_torch import SideStream, TensorCopier
 
 DEVICES = [torch.device("npu:0"), torch.device("npu:1")]
 HUGE_PAGE = 2 << 20

@@ -22,7 +22,7 @@ from transfer.batch_copy import acl_abi as abi
 from transfer.batch_copy.base import CopierStartError, Direction
 from transfer.batch_copy.device import CopyRuntime, Explanation, Refusal
 from transfer.batch_copy.single import acl_copies
-from transfer.pinned import PinnedMemory
+from transfer.memory import PinnedMemory
 
 logger = logging.getLogger(__name__)
 

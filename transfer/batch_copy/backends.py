@@ -7,13 +7,12 @@ from enum import Enum
 
 from transfer.batch_copy.acl import AclRuntime
 from transfer.batch_copy.base import BatchCopier, Direction
+from transfer.batch_copy.copier import ThreadedCopier
 from transfer.batch_copy.cuda import CudaRuntime
 from transfer.batch_copy.device import DeviceBackend
 from transfer.batch_copy.host import HostBackend
 from transfer.batch_copy.streams import TorchStream
-from transfer.batch_copy.worker import ThreadedCopier
-from transfer.memory import HostMemory
-from transfer.pinned import PinnedMemory
+from transfer.memory import HostMemory, PinnedMemory
 
 
 class Backend(Enum):

@@ -23,7 +23,7 @@ from threading import Event as ThreadEvent
 from typing import Protocol, Self
 
 from layout.copies import Copies
-from transfer.engine.base import TransferError
+from transfer.errors import TransferError
 
 
 class Direction(Enum):

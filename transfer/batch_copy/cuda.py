@@ -19,8 +19,7 @@ from transfer.batch_copy import cuda_abi as abi
 from transfer.batch_copy.base import CopierStartError, Direction
 from transfer.batch_copy.device import CopyRuntime, Explanation, Refusal
 from transfer.batch_copy.single import cuda_copies
-from transfer.memory import HostMemory
-from transfer.pinned import PinnedMemory
+from transfer.memory import HostMemory, PinnedMemory
 
 logger = logging.getLogger(__name__)
 

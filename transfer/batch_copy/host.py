@@ -4,8 +4,8 @@ Bytes are moved on the copier's thread, with the interpreter's lock released: vL
 """
 
 from layout.copies import Copies
-from layout.reshape import run_copies, warm_up
 from transfer.batch_copy.base import CopyBackend, DeviceEvent
+from transfer.local_copy.reshape import run_copies, warm_up
 
 
 class HostBackend(CopyBackend):

@@ -13,9 +13,8 @@ import zmq
 
 from transfer.control.connections import CHECK_INTERVAL_S, Connection, Unread, hoarders, opened
 from transfer.control.keys import ControlKeys
-from transfer.control.limits import REFUSED_S, ServerLimits
-from transfer.control.monitor import SocketMonitor
-from transfer.control.throttle import ThrottledWarnings
+from transfer.control.limits import REFUSED_S, ServerLimits, ThrottledWarnings
+from transfer.control.polling import SocketMonitor
 
 _EVENTS = (
     zmq.EVENT_ACCEPTED

@@ -1,6 +1,6 @@
 """The asking end of the control channel, as its callers see it: a request in, a future out.
 
-The work is done on one thread, ``client_loop``, with the sockets of ``peers``. What the answers mean is the caller's
+The work is done on one thread, ``client_loop``, with the sockets of ``peer_sockets``. What the answers mean is the caller's
 business.
 """
 
@@ -12,13 +12,13 @@ from concurrent.futures import Future
 from functools import partial
 from itertools import count
 
-from transfer.control.address import peer_address
-from transfer.control.allowed import AllowedPeers
 from transfer.control.client_loop import Abandoned, ClientCounters, ClientLoop, Inbox, LoopSettings, Pending
-from transfer.control.errors import BadAddress, BadRequest
+from transfer.control.errors import BadRequest
 from transfer.control.keys import ControlKeys
 from transfer.control.messages import MAX_REQUEST_BYTES, Reply, Request, encode
-from transfer.control.peers import PeerSettings
+from transfer.control.peer_sockets import PeerSettings
+from transfer.errors import BadAddress
+from transfer.peers import AllowedPeers, peer_address
 
 logger = logging.getLogger(__name__)
 

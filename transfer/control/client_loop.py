@@ -1,6 +1,6 @@
 """The client's thread: requests are sent, repeated, matched with their answers and given up here.
 
-``ClientLoop`` is the only owner of pending requests and timers, ``peers`` of the sockets. Other threads reach it
+``ClientLoop`` is the only owner of pending requests and timers, ``peer_sockets`` of the sockets. Other threads reach it
 through its inbox alone.
 """
 
@@ -17,18 +17,15 @@ from dataclasses import dataclass
 import msgspec
 import zmq
 
-from transfer.control.address import Address
-from transfer.control.allowed import AllowedPeers
 from transfer.control.errors import (
     AuthenticationFailed,
     ClientClosed,
-    ControlError,
-    PeerNotAllowed,
     PeerRefused,
     PeerUnreachable,
     TooManyPeers,
 )
 from transfer.control.keys import ControlKeys
+from transfer.control.limits import ThrottledWarnings
 from transfer.control.messages import (
     Cancel,
     Cancelled,
@@ -47,9 +44,10 @@ from transfer.control.messages import (
     Welcome,
     decode_reply,
 )
-from transfer.control.peers import Peer, PeerPool, PeerSettings, Resolved
-from transfer.control.throttle import ThrottledWarnings
-from transfer.control.wakeup import Wakeup
+from transfer.control.peer_sockets import Peer, PeerPool, PeerSettings, Resolved
+from transfer.control.polling import Wakeup
+from transfer.errors import PeerNotAllowed, TransferError
+from transfer.peers import Address, AllowedPeers
 
 logger = logging.getLogger(__name__)
 
@@ -258,7 +256,7 @@ class ClientLoop:
             heapq.heappush(self._timers, (asked.deadline, asked.message_id))
             self._send_waiting(peer)
 
-    def _settle(self, asked: Pending, outcome: Reply | ControlError | None) -> None:
+    def _settle(self, asked: Pending, outcome: Reply | TransferError | None) -> None:
         """Forget a request and give its future the outcome, None where the caller has cancelled it."""
         self._pending.pop(asked.message_id, None)
         peer = self._peers.find(asked.address)
@@ -267,7 +265,7 @@ class ClientLoop:
             peer.used_at = time.monotonic()
         if not asked.future.set_running_or_notify_cancel():
             return
-        if isinstance(outcome, ControlError):
+        if isinstance(outcome, TransferError):
             asked.future.set_exception(outcome)
         elif outcome is not None:
             asked.future.set_result(outcome)
@@ -303,7 +301,7 @@ class ClientLoop:
         if peer is not None and not peer.asked:
             self._peers.drop(peer)  # so that the next request starts afresh: a new connection, a new look-up
 
-    def _give_up_peer(self, peer: Peer, failure: ControlError | str) -> None:
+    def _give_up_peer(self, peer: Peer, failure: TransferError | str) -> None:
         for message_id in list(peer.asked):
             asked = self._pending[message_id]
             if isinstance(failure, AuthenticationFailed):
@@ -313,7 +311,7 @@ class ClientLoop:
             else:
                 self._count(unreachable=self._counters.unreachable + 1)
             # Each future raises an exception of its own: tracebacks are kept in them.
-            own = type(failure)(str(failure)) if isinstance(failure, ControlError) else asked.unreachable(failure)
+            own = type(failure)(str(failure)) if isinstance(failure, TransferError) else asked.unreachable(failure)
             self._settle(asked, own)
         self._peers.drop(peer)
 

@@ -1,14 +1,11 @@
 """What the control channel raises on purpose, at both ends. No logic beyond the wording."""
 
 from transfer.control.messages import ErrorCode
+from transfer.errors import TransferError
 
 
-class ControlError(Exception):
-    """Base of everything that the control channel raises on purpose."""
-
-
-class BadAddress(ControlError, ValueError):  # noqa: N818  reads as what it is
-    """A host or port that cannot be the address of a control endpoint; the message names the value and the rule."""
+class ControlError(TransferError):
+    """Base of what only the control channel raises on purpose."""
 
 
 class ControlStartError(ControlError):
@@ -52,10 +49,6 @@ class PeerUnreachable(ControlError):  # noqa: N818
 
 class AuthenticationFailed(ControlError):  # noqa: N818
     """The peer holds another secret, or only one side has one; the message names the peer and says which."""
-
-
-class PeerNotAllowed(ControlError):  # noqa: N818
-    """The host is not one that this engine may contact; nothing was sent. The message names host, rules and setting."""
 
 
 class PeerRefused(ControlError):  # noqa: N818

@@ -13,12 +13,11 @@ from typing import Protocol
 import msgspec
 import zmq
 
-from transfer.control.address import Address, listen_address, numeric, resolve
 from transfer.control.admission import Admission, AdmissionCounters
 from transfer.control.connections import FRAMES_READ, receive
-from transfer.control.errors import BadAddress, ControlStartError
+from transfer.control.errors import ControlStartError
 from transfer.control.keys import ControlKeys
-from transfer.control.limits import Allowances, ServerLimits, excess
+from transfer.control.limits import Allowances, ServerLimits, ThrottledWarnings, excess
 from transfer.control.messages import (
     MAX_FRAME_BYTES,
     MAX_REQUEST_BYTES,
@@ -31,8 +30,9 @@ from transfer.control.messages import (
     encode,
     message_id_of,
 )
-from transfer.control.throttle import ThrottledWarnings
-from transfer.control.wakeup import Wakeup
+from transfer.control.polling import Wakeup
+from transfer.errors import BadAddress
+from transfer.peers import Address, listen_address, numeric, resolve
 
 logger = logging.getLogger(__name__)
 

@@ -14,10 +14,7 @@ from collections.abc import Sequence
 
 from layout.copies import Copies
 from layout.geometry import Region
-
-
-class TransferError(Exception):
-    """Base of everything that this package raises on purpose."""
+from transfer.errors import TransferError
 
 
 class EngineStartError(TransferError):

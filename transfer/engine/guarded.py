@@ -3,10 +3,9 @@
 from collections.abc import Sequence
 
 from layout.geometry import Region
-from transfer.control.address import numeric
-from transfer.control.allowed import AllowedPeers
-from transfer.control.errors import PeerNotAllowed
 from transfer.engine.base import Link, ReadFailed, TransferEngine
+from transfer.errors import PeerNotAllowed
+from transfer.peers import AllowedPeers, numeric
 
 
 class GuardedEngine(TransferEngine):

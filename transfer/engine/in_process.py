@@ -14,7 +14,7 @@ from layout.copies import Copies
 from layout.geometry import Region
 from layout.regions import RegionTable
 from transfer.engine.base import Link, ReadFailed, TransferEngine
-from transfer.engine.limits import RegisteredMemory, check_copies
+from transfer.engine.batches import RegisteredMemory, check_copies
 
 
 @dataclass(frozen=True, slots=True)

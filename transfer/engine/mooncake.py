@@ -7,7 +7,7 @@ arrives any more. On RDMA and Ascend, where memory must be registered with the e
 connections are dear, all links share one engine, and a failed read has settled when its time has passed.
 
 How a batch travels is in ``mooncake_read``, the calls into the library in ``mooncake_native``, the checks of a batch
-in ``limits``.
+in ``batches``.
 """
 
 import ctypes
@@ -24,7 +24,7 @@ from layout.copies import Copies
 from layout.geometry import Region
 from layout.regions import RegionTable
 from transfer.engine.base import EngineStartError, Link, ReadFailed, TransferEngine
-from transfer.engine.limits import RegisteredMemory, Window, check_copies, split_large
+from transfer.engine.batches import RegisteredMemory, Window, check_copies, split_large
 from transfer.engine.mooncake_native import NativeEngine, NativeOptions, split_address
 from transfer.engine.mooncake_read import SHORTEST_POLL_S, MooncakeRead
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from layout.copies import Copies
 from transfer.engine.base import ReadFailed
-from transfer.engine.limits import Window
+from transfer.engine.batches import Window
 from transfer.engine.mooncake_native import NativeEngine
 
 # How long to sleep between two looks at a call: an eighth of the time it has taken, within these. Longer sleeps leave

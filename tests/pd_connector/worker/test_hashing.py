@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from layout.checksums import Readable, in_place, sum_plane
 from layout.copies import Int64Array
 from layout.geometry import Plane, Region, WorkerGeometry
 from layout.plan import BlockTable
@@ -18,6 +17,7 @@ from pd_connector.worker.hashing import HashService, Summing
 from tests.layout.oracle import LAYOUTS, Engine, Extra, Model, Rank, build
 from tests.pd_connector.engines import MODEL, PREFILL, placed
 from tests.pd_connector.support import until
+from transfer.local_copy.checksums import Readable, in_place, sum_plane
 
 
 @pytest.fixture

@@ -23,8 +23,8 @@ from tests.pd_connector.support import until
 from tests.transfer.batch_copy.fake_cuda import FakeEvent
 from transfer.batch_copy.backends import Backend, open_copier
 from transfer.batch_copy.base import BatchCopier, CopyFailed, DeviceEvent, Direction, Handle
+from transfer.batch_copy.copier import ThreadedCopier
 from transfer.batch_copy.host import HostBackend
-from transfer.batch_copy.worker import ThreadedCopier
 
 SLOTS = 6
 GUARD = 64

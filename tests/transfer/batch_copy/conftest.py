@@ -6,9 +6,9 @@ import pytest
 
 from tests.transfer.batch_copy.fake_cuda import FakeCuda, FakeStream
 from transfer.batch_copy.base import Direction
+from transfer.batch_copy.copier import ThreadedCopier
 from transfer.batch_copy.cuda import CudaRuntime
 from transfer.batch_copy.device import DeviceBackend
-from transfer.batch_copy.worker import ThreadedCopier
 
 
 class CudaDevice:

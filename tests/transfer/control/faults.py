@@ -15,7 +15,7 @@ from types import TracebackType
 
 import zmq
 
-from transfer.control.wakeup import Wakeup
+from transfer.control.polling import Wakeup
 
 
 class Direction(Enum):

@@ -11,7 +11,7 @@ import pytest
 from tests.transfer.control import raw
 from tests.transfer.control.recorder import Recorder
 from tests.transfer.control.support import CANCEL, HELLO, RELEASE, WELCOME, Handler, Start, free_port, wait_until
-from transfer.control import peers
+from transfer.control import peer_sockets
 from transfer.control.client import ControlClient
 from transfer.control.errors import AuthenticationFailed, PeerUnreachable
 from transfer.control.keys import ControlKeys
@@ -120,7 +120,7 @@ def test_a_peer_that_gets_the_right_secret_is_reached_by_the_next_request(start:
 def test_a_server_that_refuses_connections_for_a_while_is_not_taken_for_one_with_another_secret(
     handler: Handler, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(peers, "_OTHER_SECRET_S", 20.0)
+    monkeypatch.setattr(peer_sockets, "_OTHER_SECRET_S", 20.0)
     server = ControlServer(handler, HERE, keys=KEYS, limits=ServerLimits(max_connections_per_host=1))
     server.start()
     with raw.connect(server.port, HERE) as only:
@@ -135,7 +135,7 @@ def test_a_server_that_refuses_connections_for_a_while_is_not_taken_for_one_with
 def test_a_peer_that_had_the_secret_once_has_it_later_too(
     start: Start, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(peers, "_OTHER_SECRET_S", 0.3)
+    monkeypatch.setattr(peer_sockets, "_OTHER_SECRET_S", 0.3)
     server, client = start(KEYS), connect(KEYS)
     assert ask(client, server) == WELCOME
     server.close()
@@ -153,20 +153,20 @@ def test_a_peer_that_had_the_secret_once_has_it_later_too(
 def test_a_peer_that_has_never_met_us_and_hangs_up_again_and_again_has_another_secret(
     connect: Connect, monkeypatch: pytest.MonkeyPatch, keys: ControlKeys | None, cause: str
 ) -> None:
-    monkeypatch.setattr(peers, "_OTHER_SECRET_S", 0.3)
+    monkeypatch.setattr(peer_sockets, "_OTHER_SECRET_S", 0.3)
     with pytest.raises(AuthenticationFailed, match=rf"it ended the handshake \d+ times in [\d.]+ s, .*{cause}"):
         ask_one_that_hangs_up(connect(keys), free_port(), 10)
 
 
 def test_a_server_refuses_a_host_for_a_shorter_time_than_clients_wait_for_it() -> None:
-    assert peers._OTHER_SECRET_S > REFUSED_S
+    assert peer_sockets._OTHER_SECRET_S > REFUSED_S
 
 
 @pytest.mark.parametrize("keys", [None, KEYS], ids=["without a secret", "with a secret"])
 def test_a_frozen_peer_is_unreachable_and_has_ended_nothing(
     keys: ControlKeys | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(peers, "_OTHER_SECRET_S", 0.3)
+    monkeypatch.setattr(peer_sockets, "_OTHER_SECRET_S", 0.3)
     client = ControlClient(keys=keys, connect_timeout_s=0.1)
     with (
         socket.create_server((HERE, 0)) as frozen,

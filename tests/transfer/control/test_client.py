@@ -26,16 +26,9 @@ from tests.transfer.control.support import (
     unpack,
     wait_until,
 )
-from transfer.control import peers as peers_module
+from transfer.control import peer_sockets as peers_module
 from transfer.control.client import ControlClient
-from transfer.control.errors import (
-    BadAddress,
-    BadRequest,
-    ClientClosed,
-    PeerRefused,
-    PeerUnreachable,
-    TooManyPeers,
-)
+from transfer.control.errors import BadRequest, ClientClosed, PeerRefused, PeerUnreachable, TooManyPeers
 from transfer.control.messages import (
     MAX_REQUEST_BYTES,
     PROTOCOL_VERSION,
@@ -50,6 +43,7 @@ from transfer.control.messages import (
     encode,
 )
 from transfer.control.server import ControlServer
+from transfer.errors import BadAddress
 
 HERE = "127.0.0.1"
 MIB = 1 << 20

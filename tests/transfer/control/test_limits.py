@@ -1,4 +1,7 @@
-"""What a host may ask for: how fast, and how much at once."""
+"""What a host may ask for: how fast, how much at once, and how often it is logged."""
+
+import logging
+import time
 
 import pytest
 
@@ -10,9 +13,12 @@ from transfer.control.limits import (
     MAX_READERS,
     Allowances,
     ServerLimits,
+    ThrottledWarnings,
     excess,
 )
 from transfer.control.messages import Cancel, Checksums, Hello, Release, Renew, Request
+
+logger = logging.getLogger("test")
 
 
 class Clock:
@@ -111,3 +117,26 @@ def test_the_limits_themselves_are_within() -> None:
     assert not excess(Renew("e" * MAX_ID_CHARACTERS, ("l" * MAX_ID_CHARACTERS,) * MAX_LEASE_IDS))
     assert not excess(Release(ENGINE, "lease", 0, MAX_READERS, "pull", "c"))
     assert not excess(Checksums(ENGINE, "lease", 0, 0, (0,) * MAX_BORDERS))
+
+
+def test_the_first_of_a_cause_is_logged_and_the_others_are_counted(caplog: pytest.LogCaptureFixture) -> None:
+    warnings = ThrottledWarnings(logger, interval_s=0.05)
+    for _ in range(10):
+        warnings.warn("malformed", "bad frame 100%")
+    warnings.warn("version", "old peer")
+    time.sleep(0.06)
+    warnings.warn("malformed", "bad frame 100%")
+    assert [record.message for record in caplog.records] == [
+        "bad frame 100%",
+        "old peer",
+        "bad frame 100% (and 9 more like it since the last such line)",
+    ]
+
+
+def test_an_error_is_logged_with_its_traceback(caplog: pytest.LogCaptureFixture) -> None:
+    warnings = ThrottledWarnings(logger, interval_s=60)
+    try:
+        raise KeyError("lease")
+    except KeyError as error:
+        warnings.warn("handler", "it failed", error=error)
+    assert "KeyError: 'lease'" in caplog.text

@@ -8,8 +8,8 @@ import pytest
 from tests.transfer.control.support import HELLO, WELCOME, Handler, free_port, wait_until
 from transfer.control.client import ControlClient
 from transfer.control.errors import ControlStartError
+from transfer.control.polling import Wakeup
 from transfer.control.server import ControlServer
-from transfer.control.wakeup import Wakeup
 
 
 def descriptors() -> int:

@@ -6,10 +6,10 @@ from typing import NoReturn
 import pytest
 
 from layout.geometry import Region
-from transfer.control.allowed import AllowedPeers
 from transfer.engine.base import ReadFailed
 from transfer.engine.guarded import GuardedEngine
 from transfer.engine.in_process import InProcessEngine, InProcessFabric
+from transfer.peers import AllowedPeers
 
 
 class Opened(Exception):  # noqa: N818

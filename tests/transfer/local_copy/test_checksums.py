@@ -10,13 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from layout import checksums
-from layout.checksums import RUN_TOKENS, BlockReader, PlaneSums, Readable, in_place, run_tokens, sum_plane
+from layout.checksums import RUN_TOKENS, PlaneSums, item_weights, run_tokens
 from layout.copies import Int64Array
 from layout.geometry import CacheGroup, Plane
 from layout.plan import BlockTable, PlanError
 from tests.layout.oracle import LAYOUTS, Engine, Extra, Held, Items, Model, Rank, Table, build
 from tests.layout.test_matrix import WHOLE_HEADS, engines, models, thorough
+from transfer.local_copy import checksums
+from transfer.local_copy.checksums import BlockReader, Readable, in_place, sum_plane
 
 TOKENS = 75  # fill no number of blocks
 BASE = 1 << 44
@@ -189,7 +190,7 @@ def test_an_exchange_of_equal_parts_is_seen(axis: str) -> None:
 
 
 def test_weights_of_items_are_odd_and_no_two_are_equal() -> None:
-    weights = checksums._item_weights(4096).tolist()
+    weights = item_weights(4096).tolist()
     assert all(weight % 2 for weight in weights)
     assert len(set(weights)) == 4096
 

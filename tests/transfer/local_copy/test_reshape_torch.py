@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from layout.copies import EMPTY, Copies
-from layout.reshape_torch import LARGE_BYTES, SideStream, TensorCopier
+from transfer.local_copy.reshape_torch import LARGE_BYTES, SideStream, TensorCopier
 
 Bytes = npt.NDArray[np.uint8]
 Run = tuple[int, int, int]  # destination, source, bytes

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from layout.copies import EMPTY, Copies
-from layout.reshape import run_copies, warm_up
+from transfer.local_copy.reshape import run_copies, warm_up
 
 Bytes = npt.NDArray[np.uint8]
 

@@ -16,14 +16,14 @@ from dataclasses import dataclass, field
 import msgspec
 import zmq
 
-from transfer.control.address import Address, numeric, resolve
-from transfer.control.allowed import AllowedPeers
 from transfer.control.connections import CHECK_INTERVAL_S, FRAMES_READ, Unread, hoarders, opened, receive
-from transfer.control.errors import AuthenticationFailed, ControlError, PeerNotAllowed, TooManyPeers
+from transfer.control.errors import AuthenticationFailed, TooManyPeers
 from transfer.control.keys import ControlKeys
 from transfer.control.limits import REFUSED_S
 from transfer.control.messages import MAX_FRAME_BYTES, MalformedMessage
-from transfer.control.monitor import SocketMonitor
+from transfer.control.polling import SocketMonitor
+from transfer.errors import PeerNotAllowed, TransferError
+from transfer.peers import Address, AllowedPeers, numeric, resolve
 
 _QUEUED_FRAMES = 64  # per peer and direction, in libzmq
 _SOCKETS_PER_PEER = 3  # its own and the two ends of its monitor
@@ -72,7 +72,7 @@ class Peer:
     ended_handshakes: int = 0  # in a row, by the other side
     ended_since: float = math.inf  # monotonic seconds: when the first of these ended
     was_made: bool = False  # a handshake has succeeded: whatever ends later ones, it is not another secret
-    failure: ControlError | str = ""  # why no connection will ever be made: what to raise, or a reason to give
+    failure: TransferError | str = ""  # why no connection will ever be made: what to raise, or a reason to give
     asked: set[int] = field(default_factory=set)  # message ids that were not answered; while any, the peer is kept
     unsent: deque[int] = field(default_factory=deque)  # of those, the ones that wait for the connection to take them
 
@@ -82,7 +82,7 @@ class Resolved(msgspec.Struct, frozen=True):
 
     host: str
     ip: str
-    failure: ControlError | str = ""
+    failure: TransferError | str = ""
 
 
 class PeerPool:

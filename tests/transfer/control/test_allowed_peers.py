@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 
 from tests.transfer.control.support import HELLO, WELCOME
-from transfer.control.allowed import AllowedPeers
 from transfer.control.client import ControlClient
-from transfer.control.errors import BadAddress, PeerNotAllowed, PeerUnreachable
+from transfer.control.errors import PeerUnreachable
 from transfer.control.server import ControlServer
+from transfer.errors import BadAddress, PeerNotAllowed
+from transfer.peers import AllowedPeers
 
 HERE = "127.0.0.1"
 

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from layout.copies import Copies
-from transfer.engine.limits import Window, split_large
+from transfer.engine.batches import Window, split_large
 
 
 def batch(*runs: tuple[int, int, int]) -> Copies:

@@ -1,9 +1,11 @@
+"""Addresses of peers: what is one, and how it is written. The hosts allowed are in control/test_allowed_peers."""
+
 import socket
 
 import pytest
 
-from transfer.control.address import Address, listen_address, peer_address, resolve
-from transfer.control.errors import BadAddress
+from transfer.errors import BadAddress
+from transfer.peers import Address, listen_address, peer_address, resolve
 
 
 @pytest.mark.parametrize(

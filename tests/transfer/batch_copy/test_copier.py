@@ -12,7 +12,7 @@ from layout.copies import EMPTY, Copies
 from tests.transfer.batch_copy.support import WAIT_S
 from tests.transfer.engine.conftest import until
 from transfer.batch_copy.base import CopierStartError, CopyBackend, CopyFailed, DeviceEvent, Handle
-from transfer.batch_copy.worker import ThreadedCopier
+from transfer.batch_copy.copier import ThreadedCopier
 
 
 @dataclass

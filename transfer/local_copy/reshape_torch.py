@@ -1,4 +1,4 @@
-"""Executes local copies between tensors: what ``layout.reshape`` does, for memory that only a device reaches.
+"""Copy bytes between tensors: what ``transfer.local_copy.reshape`` does, for memory that only a device reaches.
 
 Which bytes go where is decided in ``layout.plan`` and ``layout.staging``; here they are moved by tensor operators, the
 runs of all layers together. Must not decide what is copied, nor know caches, pulls or engines.
