@@ -1,7 +1,6 @@
 """The asking end of the control channel, as its callers see it: a request in, a future out.
 
-The work is done on one thread, ``client_loop``, with the sockets of ``peer_sockets``. What the answers mean is the caller's
-business.
+``client_loop`` does the work on one thread, with the sockets of ``peer_sockets``. Callers give answers their meaning.
 """
 
 import logging
