@@ -35,10 +35,10 @@ from vllm.v1.request import Request
 
 from layout.geometry import CacheGroup, Plane, Region, WorkerGeometry
 from layout.host_blocks import host_layout
-from pd_connector.metadata import BlockMoves, StoreEnds, StoreOrder
+from pd_connector.orders import BlockMoves, Report, StoreEnds, StoreOrder
 from pd_connector.scheduler.host_tier import HostTier, StoreMode
-from pd_connector.vllm_blocks import HostBlockPool
-from pd_connector.vllm_compat import most_blocks_a_step
+from pd_connector.vllm.block_pools import HostBlockPool
+from pd_connector.vllm.engine_config import most_blocks_a_step
 from pd_connector.worker.host_copies import HostCopies
 from transfer.batch_copy.backends import Backend, open_copier, pinned_memory
 from transfer.batch_copy.base import Direction
@@ -88,7 +88,8 @@ class Engine:
             model_config=SimpleNamespace(max_model_len=MODEL_TOKENS),
         )
         lookahead = most_blocks_a_step(config, [BLOCK_TOKENS]) if mode == "lazy" else 0
-        self.tier = HostTier(HostBlockPool(config, self.manager, SLOTS, lookahead), 1, mode)
+        self._pool = HostBlockPool(config, self.manager, SLOTS, lookahead)
+        self.tier = HostTier(self._pool, 1, mode)
         self.samples = Samples()
         self._hasher = get_request_block_hasher(BLOCK_TOKENS, sha256)
         self._numbers = itertools.count()
@@ -100,11 +101,11 @@ class Engine:
         prompt = self._random.integers(0, 32_000, tokens).tolist()
         sampling = SamplingParams(max_tokens=PREFILL_TOKENS)
         request = Request(f"r{next(self._numbers)}", prompt, sampling, None, block_hasher=self._hasher)
-        self.tier.add_request(request)
+        self.tier.add(request)
         return request
 
     def finish(self, request: Request) -> None:
-        self.tier.finish_request(request)
+        self.tier.finish(request, ())
         self.manager.free(request)
 
     def step(self, scheduled: Sequence[tuple[Request, int]]) -> None:
@@ -115,10 +116,9 @@ class Engine:
         assert None not in granted, f"the device's {BLOCKS} blocks are too few for this benchmark"
         counts = {request.request_id: tokens for request, tokens in scheduled}
         begun = self._clock()
-        self.tier.choose_stores(counts)
-        _, stores = self.tier.take_orders()
+        stores = self.tier.step_orders(counts).stores
         chosen = self._clock()
-        self.tier.stores_settled(self._ended)
+        self.tier.settled(set(), set(), Report(self._ended))
         settled = self._clock()
         self.samples.allocate.append(1e3 * (allocated - asked))
         self.samples.choose.append(1e3 * (chosen - begun))
@@ -141,7 +141,7 @@ class Engine:
             request = self.add_request(PREFILL_TOKENS)
             self.prefill(request)
             self.finish(request)
-        assert self.tier.usage[0] > SLOTS // 2, "host memory should be full by now"
+        assert self._pool.cached > SLOTS // 2, "host memory should be full by now"
 
 
 def decode_steps(clock: Clock, mode: StoreMode, running: int, steps: int, *, in_phase: bool = False) -> Samples:
@@ -181,7 +181,7 @@ def leaving(clock: Clock, blocks: int, requests: int = 16) -> tuple[list[float],
         for _ in range(2):  # orders the last store, and reports it
             engine.step([(request, 1)])
         begun = clock()
-        engine.tier.finish_request(request)
+        engine.tier.finish(request, ())
         left = clock()
         engine.manager.free(request)
         tier.append(1e3 * (left - begun))

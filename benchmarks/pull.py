@@ -27,17 +27,20 @@ import numpy.typing as npt
 from layout.copies import Copies
 from layout.cost import CostModel
 from layout.geometry import CacheGroup, ModelIdentity, Plane, Region, WorkerGeometry
-from pd_connector.metadata import Hashed, PullOrder
+from pd_connector.orders import ChecksumReport, Orders, PullOrder
 from pd_connector.params import RemotePrefill
-from pd_connector.scheduler.producer import Producer
-from pd_connector.worker.hashing import Summing
+from pd_connector.scheduler.lease_service import LeaseService
+from pd_connector.scheduler.leases import LeaseTable
+from pd_connector.worker.checksums import CacheChecksums
 from pd_connector.worker.peer import PullContext
-from pd_connector.worker.pulls import PullService
-from pd_connector.worker.settlement import Settled
-from pd_connector.worker.staged_reads import ReadPlanner
+from pd_connector.worker.pull_end import PullEnd
+from pd_connector.worker.pulls import Pulls
+from pd_connector.worker.remote_reader import RemoteReader
 from pd_connector.worker.verification import Verifier
 from transfer.control.client import ControlClient
+from transfer.control.server import ControlServer
 from transfer.engine.mooncake import MooncakeEngine, MooncakeOptions
+from transfer.peers import AllowedPeers
 
 LAYERS, HEADS, HEAD_SIZE, ITEM, BLOCK_TOKENS = 30, 3, 64, 2, 32  # SmolLM2-135M in bfloat16
 MODEL = ModelIdentity("LlamaForCausalLM", "", "", LAYERS, HEADS, HEAD_SIZE, "bfloat16", "bfloat16")
@@ -86,22 +89,24 @@ def serve(pipe: Connection, blocks: int, tokens: int, packed: bool) -> None:
     engine = MooncakeEngine(MooncakeOptions(HOST))
     worker = geometry(memory, blocks, engine.address, packed)
     engine.register(worker.regions)
-    producer: Producer[None] = Producer(HOST, 0, 30.0, MODEL, 1, verify=True)
-    producer.set_workers((worker,))
-    assert producer.checksums is not None
-    summing = Summing(worker)
+    leases: LeaseTable[None] = LeaseTable(30.0, time.monotonic)
+    service = LeaseService(leases, MODEL, 1, verify=True)
+    service.set_workers((worker,))
+    server = ControlServer(service, HOST)
+    server.start()
+    checksums = CacheChecksums(worker)
     pipe.send((engine.address, memory.ctypes.data, memory.nbytes))
     number = 0
     while (asked := pipe.recv()) is not None:
         block_ids, verify = asked
-        producer.leases.collect()
-        pipe.send(producer.finish_prefill(cast("Any", _Request(f"r{number}", tokens)), (block_ids,), None))
-        for order in producer.checksums.take_orders():
+        leases.collect()
+        pipe.send(service.grant(cast("Any", _Request(f"r{number}", tokens)), (block_ids,), None, HOST, server.port))
+        for order in service.checksums.take_orders():
             if verify:
-                sums = summing.sums(order.block_ids, 0, order.end_token, threading.Event())
-                producer.checksums.add(Hashed(order.lease_id, 0, sums))
+                sums = checksums.sums(order.block_ids, 0, order.end_token, threading.Event())
+                service.checksums.add(ChecksumReport(order.lease_id, 0, sums))
         number += 1
-    producer.close()
+    server.close()
     engine.close()
 
 
@@ -120,23 +125,24 @@ class Puller:
         local = geometry(self.memory, blocks, self.engine.address, packed)
         self.engine.register(local.regions)
 
-        reads = ReadPlanner(CostModel.of_protocol("tcp"), local.regions)
-        context = PullContext(local, MODEL, self.engine, self.client, 0, 1, reads, 10.0, 60.0)
-        verifier = Verifier(Summing(local), self.client)
+        reads = RemoteReader(CostModel.of_protocol("tcp"), local.regions)
+        context = PullContext(local, MODEL, self.engine, self.client, AllowedPeers(), 0, 1, reads, 10.0, 60.0)
+        verifier = Verifier(CacheChecksums(local), self.client)
         self.pulls = {
-            False: PullService(context, 600.0),
-            True: PullService(replace(context, verifier=verifier), 600.0),
+            False: Pulls(context, 600.0),
+            True: Pulls(replace(context, verifier=verifier), 600.0),
         }
 
-    def pull(self, params: dict[str, object], block_ids: list[int], tokens: int, verify: bool) -> Settled:
+    def pull(self, params: dict[str, object], block_ids: list[int], tokens: int, verify: bool) -> PullEnd:
         """One pull, waited for as the model runner does: by looking in again and again."""
         remote = msgspec.convert(params, RemotePrefill)
         pulls = self.pulls[verify]
-        pulls.submit(PullOrder(remote.remote_request_id, remote, (tuple(block_ids),), 0, tokens - 1, remote.lease_id))
-        while not (settled := pulls.take_settled()):
+        order = PullOrder(remote.remote_request_id, remote, (tuple(block_ids),), 0, tokens - 1, remote.lease_id)
+        pulls.execute(Orders(pulls=(order,)))
+        while not (ends := pulls.take_ends()):
             time.sleep(1e-4)
-        assert not settled[0].cause, settled[0].reason
-        return settled[0]
+        assert not ends[0].cause, ends[0].reason
+        return ends[0]
 
     def close(self) -> None:
         """End all threads."""

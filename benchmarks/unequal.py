@@ -25,7 +25,7 @@ from layout.geometry import CacheGroup, Plane, Region, WorkerGeometry
 from layout.plan import BlockTable, Plan, compile_plans
 from layout.regions import RegionTable
 from layout.sharding import choose_sources, held_heads
-from pd_connector.worker.staged_reads import ReadPlanner
+from pd_connector.worker.remote_reader import RemoteReader
 from transfer.engine.base import Link
 from transfer.engine.mooncake import MooncakeEngine, MooncakeOptions
 
@@ -105,13 +105,13 @@ class Reader:
     heads: int
     memory: Memory
     engine: MooncakeEngine
-    ways: dict[str, ReadPlanner]
+    ways: dict[str, RemoteReader]
     plans: dict[int, Plan]
     links: dict[int, Link]
     regions: dict[int, RegionTable]
     wanted: int  # bytes
 
-    def pull(self, planner: ReadPlanner, ours: list[int], theirs: list[int], tokens: int) -> tuple[float, int]:
+    def pull(self, planner: RemoteReader, ours: list[int], theirs: list[int], tokens: int) -> tuple[float, int]:
         """Seconds and descriptors of one pull, from all ranks at once as the connector does it."""
 
         def read(index: int) -> int:
@@ -173,14 +173,14 @@ def _reader(layout: Layout, remotes: list[WorkerGeometry], decode: int, blocks: 
     engine = MooncakeEngine(MooncakeOptions(HOST))
     local = geometry(memory, layout, 0, decode, engine.address)
     cost = CostModel.of_protocol("tcp")
-    staged = ReadPlanner.with_staging(cost, local.regions, 64 << 20)
+    staged = RemoteReader.with_staging(cost, local.regions, 64 << 20)
     assert staged.staging is not None
     engine.register((*local.regions, staged.staging.region))
     plans = compile_plans(local, remotes, choose_sources(local, remotes))
     links: dict[int, Link] = {
         index: engine.open(remotes[index].engine_address, remotes[index].regions) for index in plans
     }
-    ways = {"direct": ReadPlanner(cost, local.regions), "planned": staged}
+    ways = {"direct": RemoteReader(cost, local.regions), "planned": staged}
     regions = {index: RegionTable(remotes[index].regions) for index in plans}
     name = f"{layout}, TP {len(remotes)} to {decode}"
     return Reader(name, layout, heads, memory, engine, ways, plans, links, regions, needed * LAYERS * heads * PAGE)

@@ -10,7 +10,7 @@ heads, content and item size:
     view = buffer.layer_view(name)
     cache = as_strided(raw.view(dtype), view.shape, view.strides, view.offset)
 
-``pd_connector.worker.cross_layer_tensors`` does so with torch. An attention kernel sees one layer's view, whose blocks
+``pd_connector.vllm.cross_layer_tensors`` does so with torch. An attention kernel sees one layer's view, whose blocks
 are far apart; only a backend that is known to honour the view's strides may be given one.
 """
 

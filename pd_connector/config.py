@@ -13,7 +13,6 @@ from transfer.peers import AllowedPeers
 
 Seconds = Annotated[float, Field(ge=0.1, le=86400, allow_inf_nan=False)]
 Port = Annotated[int, Field(ge=0, le=65535)]
-Count = Annotated[int, Field(ge=1)]
 
 
 class ConfigError(ValueError):

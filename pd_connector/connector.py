@@ -1,4 +1,4 @@
-"""``PDConnector``: vLLM's face of the connector. Delegates to the two halves and holds no logic of its own.
+"""``PDConnector``: vLLM's face of the connector. Delegates to its two sides and holds no logic of its own.
 
 Every call that vLLM's scheduler or model thread makes is timed, so that "the connector never waits" is a number.
 """
@@ -7,33 +7,35 @@ from collections.abc import Callable, Iterable
 from functools import wraps
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
-import torch
-
-from pd_connector.config import parse_config
-from pd_connector.cpu_layouts import wanted_layout
-from pd_connector.metadata import StepOrders, WorkerHandshake, WorkerReport
-from pd_connector.scheduler.half import SchedulerHalf
-from pd_connector.stats import ConnectorPromMetrics, ConnectorStats, StatsRecorder
-from pd_connector.vllm_compat import (
-    CacheHitSource,
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
-    KVConnectorTransferResults,
     SupportsHMA,
-    check_supported,
-    extra_config,
-    share_logging,
 )
-from pd_connector.worker.half import WorkerHalf
+
+from pd_connector.config import parse_config
+from pd_connector.orders import Report
+from pd_connector.scheduler.scheduler import ConnectorScheduler
+from pd_connector.stats import StatsRecorder
+from pd_connector.vllm import release
+from pd_connector.vllm.engine_config import check_supported, extra_config
+from pd_connector.vllm.layouts import wanted_layout
+from pd_connector.vllm.metadata import HandshakeMetadata, ReportMetadata, StepMetadata
+from pd_connector.vllm.metrics import ConnectorPromMetrics, ConnectorStats
+from pd_connector.vllm.platform import share_logging
+from pd_connector.worker.worker import ConnectorWorker
 
 if TYPE_CHECKING:
+    import torch
     from vllm.config import VllmConfig
     from vllm.distributed.kv_events import KVCacheEvent
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
@@ -73,33 +75,33 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA):
         config = parse_config(dict(extra_config(vllm_config)))
         check_supported(vllm_config)
         self._stats = StatsRecorder()
-        self._scheduler_half: SchedulerHalf | None = None
-        self._worker_half: WorkerHalf | None = None
+        self._scheduler_side: ConnectorScheduler | None = None
+        self._worker_side: ConnectorWorker | None = None
         if role == KVConnectorRole.SCHEDULER:
-            self._scheduler_half = SchedulerHalf(vllm_config, kv_cache_config, config, self._stats)
+            self._scheduler_side = ConnectorScheduler(vllm_config, kv_cache_config, config, self._stats)
         else:
-            self._worker_half = WorkerHalf(vllm_config, kv_cache_config, config, self._stats)
+            self._worker_side = ConnectorWorker(vllm_config, kv_cache_config, config, self._stats)
 
     @property
     def _side(self) -> str:
         """ "scheduler" or "worker"."""
-        return "scheduler" if self._scheduler_half is not None else "worker"
+        return "scheduler" if self._scheduler_side is not None else "worker"
 
     @property
-    def _scheduler(self) -> SchedulerHalf:
-        assert self._scheduler_half is not None, "called on the worker side"
-        return self._scheduler_half
+    def _scheduler(self) -> ConnectorScheduler:
+        assert self._scheduler_side is not None, "called on the worker side"
+        return self._scheduler_side
 
     @property
-    def _worker(self) -> WorkerHalf:
-        assert self._worker_half is not None, "called on the scheduler side"
-        return self._worker_half
+    def _worker(self) -> ConnectorWorker:
+        assert self._worker_side is not None, "called on the scheduler side"
+        return self._worker_side
 
     def shutdown(self) -> None:
         """End all transfers and threads of this process."""
-        for half in (self._scheduler_half, self._worker_half):
-            if half is not None:
-                half.shutdown()
+        for side in (self._scheduler_side, self._worker_side):
+            if side is not None:
+                side.shutdown()
 
     # Both sides
 
@@ -110,15 +112,16 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_kv_connector_stats(self) -> ConnectorStats | None:
         """What was counted in this process since the last call."""
-        if self._scheduler_half is not None:
-            self._scheduler_half.update_stats()
-        return self._stats.take()
+        if self._scheduler_side is not None:
+            self._scheduler_side.update_stats()
+        data = self._stats.take()
+        return ConnectorStats(data) if data else None
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """No: nothing is done layer by layer.
+        """Return False: nothing is done layer by layer.
 
-        vLLM asks where it captures full graphs, before it loads a model: a wrong setting does not wait for that there.
+        vLLM asks this before it loads a model, where it captures full graphs; a wrong setting is refused here already.
 
         Raises:
             ConfigError: a setting is wrong.
@@ -159,13 +162,13 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> None:
         """Take the workers' caches, keyed by (pipeline rank, tensor-parallel rank)."""
         self._scheduler.set_workers(
-            {key: value for key, value in metadata.items() if isinstance(value, WorkerHandshake)}
+            {key: value.handshake for key, value in metadata.items() if isinstance(value, HandshakeMetadata)}
         )
 
     @_timed
     def on_new_request(self, request: "Request") -> None:
         """A request has arrived."""
-        self._scheduler.add_request(request)
+        self._scheduler.add(request)
 
     @_timed
     def get_num_new_matched_tokens(self, request: "Request", num_computed_tokens: int) -> tuple[int | None, bool]:
@@ -176,21 +179,21 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA):
     @_timed
     def update_state_after_alloc(self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int) -> None:
         """The request has its blocks."""
-        self._scheduler.blocks_allocated(request, blocks, num_external_tokens)
+        self._scheduler.allocated(request, blocks, num_external_tokens)
 
     @_timed
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> KVConnectorMetadata:
         """The orders of this step."""
-        return self._scheduler.step_orders(scheduler_output.num_scheduled_tokens)
+        return StepMetadata(self._scheduler.step_orders(scheduler_output.num_scheduled_tokens))
 
     @_timed
     def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
         """Take what all workers have reported."""
-        report = connector_output.kv_connector_worker_meta
+        metadata = connector_output.kv_connector_worker_meta
         self._scheduler.settled(
             set(connector_output.finished_recving or ()),
             set(connector_output.failed_recving or ()),
-            report if isinstance(report, WorkerReport) else None,
+            metadata.report if isinstance(metadata, ReportMetadata) else Report(),
         )
 
     def request_finished(self, request: "Request", block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
@@ -202,17 +205,18 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA):
         self, request: "Request", block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """A request has ended: the params for the decode leg. vLLM may free its references to the blocks at once."""
-        return False, self._scheduler.request_finished(request, block_ids)
+        return False, self._scheduler.finish(request, block_ids)
 
     def reset_cache(self) -> bool:
         """vLLM's prefix cache is reset with its connector, as after a change of weights: leases end, host blocks go."""
         return self._scheduler.reset()
 
-    def get_external_cache_hit_sources(self, request: "Request", num_external_tokens: int) -> dict[CacheHitSource, int]:
+    def get_external_cache_hit_sources(
+        self, request: "Request", num_external_tokens: int
+    ) -> "dict[CacheHitSource, int]":
         """Where the tokens that a request waits for come from: host memory, or another engine."""
         loaded = self._scheduler.loaded_tokens(request)
-        sources = {CacheHitSource.HOST: loaded, CacheHitSource.P2P: num_external_tokens - loaded}
-        return {source: tokens for source, tokens in sources.items() if tokens}
+        return release.current().cache_hit_sources(loaded, num_external_tokens - loaded)
 
     def has_pending_block_frees(self) -> bool:
         """Whether blocks become free soon, so that no request need be preempted for them."""
@@ -225,13 +229,14 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA):
     # Worker side
 
     @_timed
-    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+    def register_kv_caches(self, kv_caches: "dict[str, torch.Tensor]") -> None:
         """Take the caches of the model runner."""
         self._worker.register_caches(kv_caches)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         """This worker's caches, for the scheduler process."""
-        return self._worker.handshake()
+        handshake = self._worker.handshake()
+        return HandshakeMetadata(handshake) if handshake is not None else None
 
     @_timed
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
@@ -242,18 +247,19 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA):
         given before), and stores take what earlier steps have written, so they can start before it.
         """
         super().bind_connector_metadata(connector_metadata)
-        assert isinstance(connector_metadata, StepOrders)
-        self._worker.execute(connector_metadata)
+        assert isinstance(connector_metadata, StepMetadata)
+        self._worker.execute(connector_metadata.orders)
 
     @_timed
-    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+    def get_transfer_results(self, finished_req_ids: set[str]) -> "KVConnectorTransferResults":
         """What has ended on this rank since the last call."""
-        return self._worker.take_results()
+        return release.current().transfer_results(*self._worker.take_results())
 
     @_timed
-    def build_connector_worker_meta(self) -> WorkerReport | None:
+    def build_connector_worker_meta(self) -> ReportMetadata | None:
         """What this rank tells the scheduler side beside that; None if nothing."""
-        return self._worker.take_report()
+        report = self._worker.take_report()
+        return ReportMetadata(report) if report else None
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Nothing to do: see ``bind_connector_metadata``."""
@@ -261,7 +267,7 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA):
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing to do: a request is scheduled only when its blocks are complete."""
 
-    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+    def save_kv_layer(self, layer_name: str, kv_layer: "torch.Tensor", attn_metadata: Any, **kwargs: Any) -> None:
         """Nothing to do: decode engines read the blocks where they are."""
 
     def wait_for_save(self) -> None:

@@ -128,11 +128,6 @@ class AllowedPeers:
         for rule in self._rules or ():
             self._add(rule)
 
-    @property
-    def are_all(self) -> bool:
-        """Whether every host may be contacted."""
-        return self._rules is None
-
     def names(self, host: str) -> bool:
         """Whether a rule is this very host name, so that any address it has is allowed."""
         return _bare(host) in self._names
@@ -163,6 +158,24 @@ class AllowedPeers:
             f"{what} may not be contacted: allowed_peers names {allowed}. If it is one of your prefill engines, add "
             "it there; if not, somebody sent kv_transfer_params that are none of this deployment"
         )
+
+    def check_engine(self, address: str) -> None:
+        """Let a transfer engine, named by a peer as ``host:port``, be contacted, or not.
+
+        A name is allowed only if it is one of the rules itself: the transfer engine looks it up again, and could get
+        another answer than we did.
+
+        Raises:
+            PeerNotAllowed: no rule allows it; names the host.
+        """
+        host = address.rpartition(":")[0].removeprefix("[").removesuffix("]")
+        if numeric(host) is not None:
+            self.check(host, host)
+        elif self._rules is not None and not self.names(host):
+            raise PeerNotAllowed(
+                f"{host!r} is neither an IP address nor a host name of allowed_peers: add it there, or set host to an "
+                "IP address on the prefill engine"
+            )
 
     def _add(self, rule: str) -> None:
         try:

@@ -1,4 +1,4 @@
-"""The scheduler half of a decode engine: decides what is pulled, says which leases it needs, lets go of them.
+"""The role of a decode engine: decides what is pulled, keeps the leases that it needs, lets go of them.
 
 A request with a prompt on a prefill engine passes through these states, each entered once:
 
@@ -17,22 +17,32 @@ Everything runs on the scheduler's thread and nothing here waits: messages to pr
 control client, whose thread resends them until they are answered.
 """
 
+import logging
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pd_connector.metadata import Cause, PullOrder, RefuseOrder
-from pd_connector.params import ParamsError, RemotePrefill, check_prompt, parse_remote_prefill, prompt_digest
+from pd_connector.orders import Cause, Orders, PullOrder, RefuseOrder, Report
+from pd_connector.params import (
+    ParamsError,
+    RemotePrefill,
+    check_prompt,
+    is_decode_leg,
+    parse_remote_prefill,
+    prompt_digest,
+)
 from pd_connector.scheduler.renewals import Renewals, log_untold
-from pd_connector.vllm_compat import init_logger, is_placeholder, prompt_shape
+from pd_connector.scheduler.roles import SchedulerRole
+from pd_connector.vllm.requests import block_ids_by_group, is_placeholder, prompt_shape
 from transfer.control.client import ControlClient
 from transfer.control.messages import Cancel
 
 if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.request import Request
 
-logger = init_logger(__name__)
+logger = logging.getLogger(__name__)
 
 #: Leases that this engine has let go of and still knows; more than requests are on their way to it at any time.
 _SPENT_LEASES = 8192
@@ -55,8 +65,8 @@ class _Follower:
 _Entry = RemotePrefill | _Refused | _Follower
 
 
-class Consumer:
-    """Owns the decode engine's view of its pulls. All methods belong to the scheduler's thread."""
+class Consumer(SchedulerRole):
+    """Owns the decode engine's view of its pulls, the control client, and the renewal of leases."""
 
     def __init__(
         self,
@@ -78,8 +88,10 @@ class Consumer:
         self._pulls: list[PullOrder] = []
         self._refusals: list[RefuseOrder] = []
 
-    def add_request(self, request: "Request") -> None:
+    def add(self, request: "Request") -> None:
         """Take up a request whose prompt waits on a prefill engine. An id that is here already is left as it is."""
+        if not is_decode_leg(request.kv_transfer_params):
+            return
         if request.request_id in self._waiting or request.request_id in self._pulling:
             logger.error("PDConnector: request %s came twice; the second one is ignored", request.request_id)
             return
@@ -99,7 +111,7 @@ class Consumer:
         self._renewals.keep(request.request_id, remote)
 
     def missing_tokens(self, request: "Request", computed_tokens: int) -> int | None:
-        """Prompt tokens to pull beyond the ``computed_tokens`` that the local prefix cache holds; None: ask later.
+        """Return the prompt tokens to pull behind the ``computed_tokens`` that are here already; None: ask later.
 
         The last prompt token is always computed here, because its output is the first token to sample.
         """
@@ -112,16 +124,54 @@ class Consumer:
         wanted: int = request.num_prompt_tokens - 1
         return max(wanted - computed_tokens, 0)
 
-    def holds(self, request_id: str) -> bool:
-        """Whether a request waits to be pulled or let go of."""
-        return request_id in self._waiting
-
-    def start_pull(self, request: "Request", block_ids: tuple[tuple[int, ...], ...], external_tokens: int) -> None:
+    def allocated(self, request: "Request", blocks: "KVCacheBlocks", external_tokens: int) -> int:
         """Order the pull of ``external_tokens`` tokens into the request's blocks, or let go of the lease if none."""
+        if request.request_id not in self._waiting:
+            return 0
+        self._start_pull(request, block_ids_by_group(blocks), external_tokens)
+        return external_tokens
+
+    def step_orders(self, scheduled: Mapping[str, int]) -> Orders:
+        """Return the orders since the last step."""
+        orders = Orders(pulls=tuple(self._pulls), refusals=tuple(self._refusals))
+        self._pulls, self._refusals = [], []
+        return orders
+
+    def settled(self, request_ids: set[str], failed: set[str], report: Report) -> None:
+        """Let go of pulls that all ranks have reported; they have released the leases themselves."""
+        for request_id in request_ids:
+            self._let_go(request_id, self._pulling.pop(request_id, None))
+
+    def finish(self, request: "Request", block_ids: Sequence[Sequence[int]]) -> None:
+        """Let a request go. So is its lease, unless workers are still reading: they release it."""
         entry = self._waiting.pop(request.request_id, None)
+        self._computed.pop(request.request_id, None)
+        if entry is not None:
+            self._cancel(request.request_id, entry)
+
+    def close(self) -> None:
+        """Renew nothing any more and close the control client."""
+        self._renewals.close()
+        self._client.close()
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless the books balance."""
+        assert not self._waiting.keys() & self._pulling.keys(), "a request waits and pulls at once"
+        leased = {
+            request_id
+            for request_id, entry in (self._waiting | self._pulling).items()
+            if isinstance(entry, RemotePrefill)
+        }
+        assert leased == self._renewals.request_ids, "leases are renewed for other requests than those that need them"
+        assert self._computed.keys() <= self._waiting.keys(), "a request that was asked about does not wait any more"
+        assert len(leased) == len(self._lease_ids), "leases in use are not those of the requests that hold one"
+        assert not self._lease_ids & self._spent.keys(), "a lease is in use and spent at once"
+        assert len(self._spent) <= _SPENT_LEASES, "spent leases are never forgotten"
+        self._renewals.check_integrity()
+
+    def _start_pull(self, request: "Request", block_ids: tuple[tuple[int, ...], ...], external_tokens: int) -> None:
+        entry = self._waiting.pop(request.request_id)
         first = self._computed.pop(request.request_id, 0)
-        if entry is None:
-            return
         if external_tokens == 0:
             if isinstance(entry, RemotePrefill) and self._is_cut_short(entry):
                 logger.info(
@@ -140,39 +190,6 @@ class Consumer:
             return
         end = first + external_tokens
         self._pulls.append(PullOrder(request.request_id, entry, block_ids, first, end, uuid.uuid4().hex))
-
-    def take_orders(self) -> tuple[tuple[PullOrder, ...], tuple[RefuseOrder, ...]]:
-        """The orders since the last step."""
-        orders = tuple(self._pulls), tuple(self._refusals)
-        self._pulls, self._refusals = [], []
-        return orders
-
-    def settle(self, request_id: str) -> None:
-        """All ranks have reported a pull; they have released its lease themselves."""
-        entry = self._pulling.pop(request_id, None)
-        self._let_go(request_id, entry)
-
-    def finish_request(self, request_id: str) -> None:
-        """A request has left. Its lease is let go of unless workers are still reading; they release it."""
-        entry = self._waiting.pop(request_id, None)
-        self._computed.pop(request_id, None)
-        if entry is not None:
-            self._cancel(request_id, entry)
-
-    def check_integrity(self) -> None:
-        """Raise AssertionError unless the books balance."""
-        assert not self._waiting.keys() & self._pulling.keys(), "a request waits and pulls at once"
-        leased = {
-            request_id
-            for request_id, entry in (self._waiting | self._pulling).items()
-            if isinstance(entry, RemotePrefill)
-        }
-        assert leased == self._renewals.request_ids, "leases are renewed for other requests than those that need them"
-        assert self._computed.keys() <= self._waiting.keys(), "a request that was asked about does not wait any more"
-        assert len(leased) == len(self._lease_ids), "leases in use are not those of the requests that hold one"
-        assert not self._lease_ids & self._spent.keys(), "a lease is in use and spent at once"
-        assert len(self._spent) <= _SPENT_LEASES, "spent leases are never forgotten"
-        self._renewals.check_integrity()
 
     def _is_cut_short(self, remote: RemotePrefill) -> bool:
         """Whether P has let go of something that is needed here.

@@ -4,13 +4,12 @@ Decides only. vLLM stops its workers, and with them the memory that is read from
 then it steps as long as the connector says that there is work.
 """
 
+import logging
 import math
 import time
 from collections.abc import Callable
 
-from pd_connector.vllm_compat import init_logger
-
-logger = init_logger(__name__)
+logger = logging.getLogger(__name__)
 
 #: What is left of vLLM's own shutdown timeout for it to stop its workers; after that it kills what is left of itself.
 _TEARDOWN_S = 3.0

@@ -1,4 +1,4 @@
-"""The scheduler half of the host tier: which blocks are copied to host memory, what is found there, what is in use.
+"""The role of host memory: which blocks are copied there, what is found there, what is in use.
 
 A device block passes through these states:
 
@@ -10,13 +10,16 @@ load, whose device blocks vLLM keeps for the waiting request, the host end. A bl
 ended on every rank. Everything runs on the scheduler's thread.
 """
 
+import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Literal
 
-from pd_connector.metadata import BlockMoves, LoadOrder, StoreEnds, StoreOrder
-from pd_connector.vllm_blocks import (
+from pd_connector.orders import BlockMoves, LoadOrder, Orders, Report, StoreEnds, StoreOrder
+from pd_connector.scheduler.roles import SchedulerRole
+from pd_connector.stats import StatsRecorder
+from pd_connector.vllm.block_pools import (
     BlockKeys,
     Candidate,
     HeldBlocks,
@@ -26,7 +29,6 @@ from pd_connector.vllm_blocks import (
     request_blocks,
     slot_of,
 )
-from pd_connector.vllm_compat import init_logger
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_events import KVCacheEvent
@@ -34,7 +36,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.request import Request
 
-logger = init_logger(__name__)
+logger = logging.getLogger(__name__)
 
 StoreMode = Literal["eager", "lazy"]
 
@@ -63,11 +65,11 @@ class _StoreJob:
     abandoned: bool = False  # the contents have lost their meaning
 
 
-class HostTier:
+class HostTier(SchedulerRole):
     """Owns the host pool's bookkeeping: hits, loads and stores of one engine."""
 
     def __init__(self, pool: HostBlockPool, ranks: int, mode: StoreMode = "eager") -> None:
-        """A tier over an empty pool.
+        """Start with an empty pool.
 
         Args:
             pool: the host blocks.
@@ -90,19 +92,21 @@ class HostTier:
         self._has_taken = False  # whether a request has been given blocks since the last step
         self._ordered_loads: list[LoadOrder] = []
         self._next_store = 0
+        self._tokens_loaded = 0  # since they were last added to the statistics
+        self._blocks_stored = 0
         self._lost_slots: set[int] = set()  # that a failed copy may still write to: never used again
 
     # Requests
 
-    def add_request(self, request: "Request") -> None:
-        """A request has arrived: its blocks are stored as they are computed."""
+    def add(self, request: "Request") -> None:
+        """Take up a request: its blocks are stored as they are computed."""
         progress = _Progress(request, [], 0)
         self._begin_anew(progress)
         self._requests[request.request_id] = progress
 
-    def offer(self, request: "Request", computed_tokens: int) -> int:
-        """Tokens behind the ``computed_tokens`` of the device that can be loaded; they stay for this request."""
-        self.withdraw(request.request_id)
+    def missing_tokens(self, request: "Request", computed_tokens: int) -> int:
+        """Return how many tokens behind the ``computed_tokens`` can be loaded; their blocks are pinned."""
+        self.withdraw(request)
         if request.request_id in self._without:
             return 0
         hit = self._pool.find(request, computed_tokens)
@@ -112,14 +116,14 @@ class HostTier:
         self._hits[request.request_id] = hit
         return hit.tokens
 
-    def withdraw(self, request_id: str) -> None:
-        """What was offered to a request is not taken, or asked for anew."""
-        hit = self._hits.pop(request_id, None)
+    def withdraw(self, request: "Request") -> None:
+        """Let go of what was offered to a request."""
+        hit = self._hits.pop(request.request_id, None)
         if hit is not None:
             self._pool.unpin(hit.blocks)
 
-    def start_load(self, request: "Request", blocks: "KVCacheBlocks", external_tokens: int) -> int:
-        """Order the load of what was offered, if vLLM took it; returns its tokens."""
+    def allocated(self, request: "Request", blocks: "KVCacheBlocks", external_tokens: int) -> int:
+        """Order the load of what was offered, if vLLM took it; return its tokens."""
         self._pool.taken(blocks)
         self._has_taken = True
         progress = self._requests.get(request.request_id)
@@ -137,24 +141,19 @@ class HostTier:
         self._ordered_loads.append(LoadOrder(request.request_id, moves, hit.tokens))
         return hit.tokens
 
-    def tokens_loading(self, request_id: str) -> int:
-        """Of a request's tokens, those that come from host memory."""
-        load = self._loads.get(request_id)
+    def loaded_tokens(self, request: "Request") -> int:
+        """Return how many of a request's tokens are on their way from host memory."""
+        load = self._loads.get(request.request_id)
         return load.tokens if load is not None else 0
 
-    def loads_settled(self, request_ids: Iterable[str], failed: Iterable[str]) -> None:
-        """All ranks have reported these requests; what they loaded is in use no more."""
-        for request_id in failed:
-            if request_id in self._loads and request_id in self._requests:
-                self._without.add(request_id)
-        for request_id in request_ids:
-            load = self._loads.pop(request_id, None)
-            if load is not None:
-                self._pool.unpin(load.pinned)
+    def settled(self, request_ids: set[str], failed: set[str], report: Report) -> None:
+        """End the loads of these requests, and the stores that all ranks have reported."""
+        self._end_loads(request_ids, failed)
+        self._end_stores(report.stores)
 
-    def finish_request(self, request: "Request") -> None:
-        """A request has left. What it has computed and not stored yet is stored; its load, if any, goes on."""
-        self.withdraw(request.request_id)
+    def finish(self, request: "Request", block_ids: Sequence[Sequence[int]]) -> None:
+        """Let a request go. What it has computed and not stored yet is stored; its load, if any, goes on."""
+        self.withdraw(request)
         self._without.discard(request.request_id)
         progress = self._requests.pop(request.request_id, None)
         if progress is not None and self._mode == "eager":
@@ -165,57 +164,11 @@ class HostTier:
 
     # Steps
 
-    def choose_stores(self, scheduled: Mapping[str, int]) -> None:
-        """Choose the blocks that this step computes, before vLLM counts its tokens as computed.
-
-        They are stored from the next step on: a request may share blocks that another one computes only in this step,
-        and when the next one is planned, a sliding window has passed some of them.
-
-        ``scheduled``: the tokens of each request that the step works on.
-        """
-        self._ready += self._chosen
-        self._chosen = []
-        if self._mode == "lazy":
-            if scheduled or self._has_taken:  # otherwise nothing is evicted
-                self._store_evictable()
-            self._has_taken = False
-            return
-        candidates: list[Candidate] = []
-        for request_id, tokens in scheduled.items():
-            progress = self._requests.get(request_id)
-            if progress is not None and progress.request.num_computed_tokens + tokens >= progress.due_at:
-                self._look_at(progress, tokens, candidates)
-        self._chosen += self._pool.begin(candidates)
-
-    def take_orders(self) -> tuple[tuple[LoadOrder, ...], tuple[StoreOrder, ...]]:
-        """The orders since the last step; at most one store, of all blocks that earlier steps have computed."""
+    def step_orders(self, scheduled: Mapping[str, int]) -> Orders:
+        """Return the loads, and at most one store, of all blocks that earlier steps have computed."""
+        self._choose_stores(scheduled)
         loads, self._ordered_loads = tuple(self._ordered_loads), []
-        if not self._ready:
-            return loads, ()
-        job = _StoreJob(tuple(self._ready), self._departed)
-        self._ready, self._departed = [], []
-        store_id = self._next_store
-        self._next_store += 1
-        self._jobs[store_id] = job
-        triples = [
-            (store.candidate.group, int(store.candidate.block.block_id), slot_of(store.host)) for store in job.stores
-        ]
-        return loads, (StoreOrder(store_id, BlockMoves.of(triples)),)
-
-    def stores_settled(self, ends: Mapping[int, StoreEnds]) -> int:
-        """Some ranks have reported stores; returns how many blocks can be found from now on."""
-        stored = 0
-        for store_id, new in ends.items():
-            job = self._jobs.get(store_id)
-            if job is None:
-                logger.error("PDConnector: store %d ended twice, which is a bug; ignored", store_id)
-                continue
-            job.ends += new
-            if job.ends.ranks >= self._ranks:
-                del self._jobs[store_id]
-                self._end(job)
-                stored += 0 if job.ends.failed or job.abandoned else len(job.stores)
-        return stored
+        return Orders(loads=loads, stores=self._order_store())
 
     @property
     def wants_step(self) -> bool:
@@ -223,26 +176,31 @@ class HostTier:
         return bool(self._chosen or self._ready or self._jobs)
 
     @property
-    def holds_device_blocks(self) -> bool:
+    def frees_blocks_soon(self) -> bool:
         """Whether blocks of the device become free when stores end: nobody else uses them any more."""
         return any(store.candidate.block.ref_cnt == 1 for store in self._stores())
 
-    @property
-    def usage(self) -> tuple[int, int]:
-        """Slots whose contents can be found, and all."""
-        return self._pool.cached, self._pool.slots
+    def update_stats(self, stats: StatsRecorder) -> None:
+        """Add what was loaded and stored, and how full host memory is."""
+        stats.count("host_tokens", self._tokens_loaded)
+        stats.count("host_blocks", self._blocks_stored)
+        self._tokens_loaded = self._blocks_stored = 0
+        stats.gauge("host_blocks_cached", self._pool.cached)
+        stats.gauge("host_blocks_capacity", self._pool.slots)
 
     def take_events(self) -> "list[KVCacheEvent]":
-        """KV cache events of host blocks since the last call."""
+        """Return the KV cache events of host blocks since the last call."""
         return self._pool.take_events()
 
     def reset(self) -> bool:
-        """The caches' contents have lost their meaning: nothing is found any more, nor what is being stored.
+        """Forget all contents, those that are being stored included.
 
-        False if a request is loading such contents right now.
+        Returns:
+            False if a request is loading such contents right now.
         """
-        for request_id in list(self._hits):
-            self.withdraw(request_id)
+        for hit in self._hits.values():
+            self._pool.unpin(hit.blocks)
+        self._hits.clear()
         for stores in (self._ready, self._chosen):
             for store in stores:
                 del self._storing[store.candidate.key]
@@ -270,6 +228,61 @@ class HostTier:
         assert all(job.ends.ranks < self._ranks for job in self._jobs.values()), "a store should have ended"
         assert self._without <= self._requests.keys(), "a request that has left is remembered"
         assert self._hits.keys() <= self._requests.keys(), "something is kept for a request that has left"
+
+    def _end_loads(self, request_ids: Iterable[str], failed: set[str]) -> None:
+        """Let go of what these requests have loaded; those that it failed for will compute."""
+        self._without |= failed & self._loads.keys() & self._requests.keys()
+        for request_id in request_ids:
+            load = self._loads.pop(request_id, None)
+            if load is not None:
+                self._pool.unpin(load.pinned)
+                self._tokens_loaded += 0 if request_id in failed else load.tokens
+
+    def _choose_stores(self, scheduled: Mapping[str, int]) -> None:
+        """Choose the blocks that this step computes, before vLLM counts its tokens as computed.
+
+        They are stored from the next step on: a request may share blocks that another one computes only in this step,
+        and when the next one is planned, a sliding window has passed some of them.
+
+        ``scheduled``: the tokens of each request that the step works on.
+        """
+        self._ready += self._chosen
+        self._chosen = []
+        if self._mode == "lazy":
+            if scheduled or self._has_taken:  # otherwise nothing is evicted
+                self._store_evictable()
+            self._has_taken = False
+            return
+        candidates: list[Candidate] = []
+        for request_id, tokens in scheduled.items():
+            progress = self._requests.get(request_id)
+            if progress is not None and progress.request.num_computed_tokens + tokens >= progress.due_at:
+                self._look_at(progress, tokens, candidates)
+        self._chosen += self._pool.begin(candidates)
+
+    def _order_store(self) -> tuple[StoreOrder, ...]:
+        if not self._ready:
+            return ()
+        job = _StoreJob(tuple(self._ready), self._departed)
+        self._ready, self._departed = [], []
+        store_id = self._next_store
+        self._next_store += 1
+        self._jobs[store_id] = job
+        triples = [
+            (store.candidate.group, int(store.candidate.block.block_id), slot_of(store.host)) for store in job.stores
+        ]
+        return (StoreOrder(store_id, BlockMoves.of(triples)),)
+
+    def _end_stores(self, ends: Mapping[int, StoreEnds]) -> None:
+        for store_id, new in ends.items():
+            job = self._jobs.get(store_id)
+            if job is None:
+                logger.error("PDConnector: store %d ended twice, which is a bug; ignored", store_id)
+                continue
+            job.ends += new
+            if job.ends.ranks >= self._ranks:
+                del self._jobs[store_id]
+                self._end(job)
 
     def _stores(self) -> Iterator[Store]:
         """All that are under way or chosen."""
@@ -331,6 +344,7 @@ class HostTier:
             del self._storing[store.candidate.key]
         if not (job.ends.failed or job.abandoned):
             self._pool.publish(job.stores)
+            self._blocks_stored += len(job.stores)
         if job.ends.unsettled:
             self._lost_slots.update(slot_of(store.host) for store in job.stores)
         self._pool.end(job.stores, look_again=job.abandoned, keep_slots=job.ends.unsettled)

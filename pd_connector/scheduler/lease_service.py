@@ -1,27 +1,25 @@
 """What a prefill engine promises to decode engines, and what it answers when they come back to it.
 
-Leases, ids and answers only: no thread, no socket, no blocks. ``Producer`` puts it on the network.
+Leases, ids and answers only: no thread, no socket, no blocks. ``Producer`` puts one on the network.
 """
 
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Generic
 
 from layout.geometry import ModelIdentity, WorkerGeometry
-from pd_connector.metadata import HashOrder
+from pd_connector.orders import ChecksumOrder
 from pd_connector.params import RemotePrefill, contents_digest, prompt_digest
-from pd_connector.scheduler.checksum_book import ChecksumBook
+from pd_connector.scheduler.checksum_table import ChecksumTable
 from pd_connector.scheduler.leases import Held, LeaseTable
-from pd_connector.vllm_compat import prompt_shape
+from pd_connector.vllm.requests import prompt_shape
 from transfer.control.messages import (
     Cancel,
     Cancelled,
-    Checksummed,
     Checksums,
     Error,
     ErrorCode,
     Hello,
-    NoChecksums,
     Release,
     Renew,
     Renewed,
@@ -35,34 +33,42 @@ if TYPE_CHECKING:
 
 
 class LeaseService(Generic[Held]):
-    """Grants leases and answers for them. Thread-safe where ``LeaseTable`` is: ``answer`` may run on any thread."""
+    """Grants leases and answers for them. Thread-safe where ``LeaseTable`` is: ``handle`` may run on any thread."""
 
     def __init__(
         self,
-        lease_ttl_s: float,
+        leases: LeaseTable[Held],
         model: ModelIdentity,
         tp_size: int,
-        clock: Callable[[], float],
+        leases_ended: Callable[[], None] = lambda: None,
         *,
         verify: bool = False,
     ) -> None:
-        """``clock`` is a monotonic clock in seconds. ``verify``: keep checksums of what is leased."""
+        """Know no workers yet.
+
+        Args:
+            leases: owned by the caller, who collects what has ended.
+            model: that this engine serves.
+            tp_size: of this engine.
+            leases_ended: called on any thread, once or more, when ``leases.collect`` has something to give.
+            verify: whether checksums are taken of what is leased.
+        """
         # A new process is a new engine, whatever the user called it: its memory has other contents.
         self.engine_id = uuid.uuid4().hex
-        self.leases: LeaseTable[Held] = LeaseTable(lease_ttl_s, clock)
+        self.leases = leases
+        self.checksums = ChecksumTable(leases.still_valid, enabled=verify)
+        self._leases_ended = leases_ended
         self._model = model
         self._tp_size = tp_size
         self._workers: tuple[WorkerGeometry, ...] = ()
-        self.checksums = ChecksumBook(self.leases.still_valid) if verify else None
 
     def set_workers(self, workers: tuple[WorkerGeometry, ...]) -> None:
         """Make the workers' caches known; until then peers are told to ask again."""
         self._workers = workers
-        if self.checksums is not None:
-            self.checksums.set_workers(len(workers))
+        self.checksums.set_workers(len(workers))
 
     def grant(
-        self, request: "VllmRequest", block_ids: tuple[list[int], ...], blocks: Held, host: str, port: int
+        self, request: "VllmRequest", block_ids: Sequence[Sequence[int]], blocks: Held, host: str, port: int
     ) -> dict[str, Any]:
         """Grant a lease over a finished prompt's blocks.
 
@@ -82,13 +88,23 @@ class LeaseService(Generic[Held]):
             prompt_digest=prompt_digest(*prompt_shape(request)),
         )
         self.leases.grant(remote.lease_id, blocks, contents_digest(remote))
-        if self.checksums is not None:
-            # The last prompt token is computed by whoever decodes.
-            self.checksums.order(HashOrder(remote.lease_id, remote.remote_block_ids, remote.remote_num_tokens - 1))
+        # The last prompt token is computed by whoever decodes.
+        self.checksums.order(ChecksumOrder(remote.lease_id, remote.remote_block_ids, remote.remote_num_tokens - 1))
         return remote.to_params()
 
-    def answer(self, request: Request) -> Reply:
+    def handle(self, request: Request) -> Reply:
         """Answer one message of the control protocol. Repeating a message changes nothing more."""
+        reply = self._answer(request)
+        if self.leases.has_ended:
+            self._leases_ended()
+        return reply
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless the books balance."""
+        self.leases.check_integrity()
+        self.checksums.check_integrity()
+
+    def _answer(self, request: Request) -> Reply:
         if request.engine_id != self.engine_id:
             return Error(
                 ErrorCode.UNKNOWN_ENGINE,
@@ -108,18 +124,9 @@ class LeaseService(Generic[Held]):
                 self.leases.cancel(lease_ids)
                 return Cancelled()
             case Checksums():
-                return self._answer_checksums(request)
+                return self.checksums.answer(request)
 
     def _answer_hello(self) -> Welcome | Error:
         if not self._workers:
             return Error(ErrorCode.NOT_READY, "the engine is still starting")
-        return Welcome(self.engine_id, self._model, self._workers, verify=self.checksums is not None)
-
-    def _answer_checksums(self, asked: Checksums) -> Checksummed:
-        return self.checksums.answer(asked) if self.checksums is not None else Checksummed(reason=NoChecksums.OFF)
-
-    def check_integrity(self) -> None:
-        """Raise AssertionError unless the books balance."""
-        self.leases.check_integrity()
-        if self.checksums is not None:
-            self.checksums.check_integrity()
+        return Welcome(self.engine_id, self._model, self._workers, verify=self.checksums.enabled)

@@ -9,24 +9,15 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import Generic, TypeVar
 
+from pd_connector.orders import LeaseEnd
 from transfer.control.messages import InvalidReason, Released
 
 Held = TypeVar("Held")
 
-
 #: Pulls of one reader whose releases are remembered apart: a second one is a mistake already, and memory is bounded.
 _MAX_PULLS = 4
-
-
-class LeaseEnd(StrEnum):
-    """How a lease ended."""
-
-    RELEASED = "released"
-    CANCELLED = "cancelled"
-    EXPIRED = "expired"
 
 
 @dataclass(slots=True)

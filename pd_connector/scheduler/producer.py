@@ -1,94 +1,141 @@
-"""The scheduler half of a prefill engine: a lease service on the network."""
+"""The role of a prefill engine: leases the blocks of finished prompts, and answers for the leases on the network."""
 
+import logging
 import threading
-import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from layout.geometry import ModelIdentity
+from pd_connector.orders import Orders, Report, WorkerHandshake
+from pd_connector.params import is_prefill_leg
+from pd_connector.scheduler.drain import Drain
 from pd_connector.scheduler.lease_service import LeaseService
-from pd_connector.scheduler.leases import Held
-from pd_connector.vllm_compat import init_logger
+from pd_connector.scheduler.roles import SchedulerRole
+from pd_connector.stats import StatsRecorder
+from pd_connector.vllm.block_pools import DeviceBlocks, HeldBlocks
+from pd_connector.vllm.engine_core import EngineLoop
+from pd_connector.vllm.requests import prefill_is_complete
 from transfer.control.keys import ControlKeys
-from transfer.control.messages import Reply, Request
 from transfer.control.server import ControlServer
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request as VllmRequest
 
-logger = init_logger(__name__)
+logger = logging.getLogger(__name__)
 
 #: How often leases are looked through for expired ones, beside every message.
 _EXPIRY_INTERVAL_S = 0.5
 _CLOSE_TIMEOUT_S = 2.0
 
 
-class Producer(LeaseService[Held]):
+class Producer(SchedulerRole):
     """Owns the leases and the control endpoint of one prefill engine; each lease holds a request's blocks.
 
-    ``handle`` runs on the control channel's thread, everything public beside it on the scheduler's. A thread of its
-    own sees to it that leases end in time though no message comes and the scheduler sleeps.
+    A thread of its own wakes the engine when leases have expired though no message comes and the scheduler sleeps.
     """
 
     def __init__(
         self,
+        service: LeaseService[HeldBlocks],
         host: str,
         port: int,
-        lease_ttl_s: float,
-        model: ModelIdentity,
-        tp_size: int,
-        leases_ended: Callable[[], None] = lambda: None,
+        blocks: DeviceBlocks,
+        engine: EngineLoop,
+        drain: Drain,
         keys: ControlKeys | None = None,
-        *,
-        verify: bool = False,
     ) -> None:
-        """``leases_ended`` is called on any thread, once or more, when ``leases.collect`` has something to give.
+        """Bind the control endpoint and start answering.
 
-        ``keys`` are those of the control channel; None serves whoever can connect. ``verify``: keep checksums.
+        Args:
+            service: the leases.
+            host: to bind, and to be named to decode engines.
+            port: to bind; 0 lets the system choose.
+            blocks: of the device.
+            engine: woken when blocks can be freed.
+            drain: says how long to stay for the leases when the engine is told to stop.
+            keys: of the control channel; None serves whoever can connect.
 
         Raises:
             ControlStartError: host and port cannot be bound.
         """
-        super().__init__(lease_ttl_s, model, tp_size, time.monotonic, verify=verify)
-        self._leases_ended = leases_ended
+        self._service, self._leases = service, service.leases
         self._host = host
-        self._server = ControlServer(self, host, port, keys=keys)
+        self._blocks = blocks
+        self._engine = engine
+        self._drain = drain
+        self._server = ControlServer(service, host, port, keys=keys)
         self._server.start()
         self._refusals_taken: Counter[str] = Counter()
         self._closing = threading.Event()
         self._expiry = threading.Thread(target=self._watch_expiry, name="pd-lease-expiry", daemon=True)
         self._expiry.start()
         logger.info(
-            "PDConnector: prefill engine %s answers on the control channel at %s:%d", self.engine_id, host, self.port
-        )
+            "PDConnector: prefill engine %s answers on the control channel at %s:%d",
+            service.engine_id, host, self.port,
+        )  # fmt: skip
 
     @property
     def port(self) -> int:
         """Port of the control channel."""
         return self._server.port
 
-    def finish_prefill(self, request: "VllmRequest", block_ids: tuple[list[int], ...], blocks: Held) -> dict[str, Any]:
-        """Grant a lease over a finished prompt's blocks; returns the ``kv_transfer_params`` of the response."""
-        return self.grant(request, block_ids, blocks, self._host, self.port)
+    def set_workers(self, handshakes: Sequence[WorkerHandshake]) -> None:
+        """Make the workers' caches known to peers."""
+        self._service.set_workers(tuple(handshake.geometry for handshake in handshakes))
 
-    def handle(self, request: Request) -> Reply:
-        """Answer one message of the control protocol."""
-        reply = self.answer(request)
-        if self.leases.has_ended:
-            self._leases_ended()
-        return reply
+    def free_blocks(self) -> None:
+        """Free the blocks of ended leases."""
+        for held in self._leases.collect():
+            self._blocks.let_go(held)
 
-    def take_refusals(self) -> dict[str, int]:
-        """What the control channel has refused since the last call, by cause."""
+    def step_orders(self, scheduled: Mapping[str, int]) -> Orders:
+        """Return the leases whose checksums are to be taken."""
+        self._drain.must_stay(self._leases.active, busy=bool(scheduled))
+        return Orders(checksums=self._service.checksums.take_orders())
+
+    def settled(self, request_ids: set[str], failed: set[str], report: Report) -> None:
+        """Take the checksums that workers have reported."""
+        for checksums in report.checksums:
+            self._service.checksums.add(checksums)
+
+    def finish(self, request: "VllmRequest", block_ids: Sequence[Sequence[int]]) -> dict[str, Any] | None:
+        """Grant a lease over a finished prompt's blocks, which are kept by references of our own.
+
+        Returns:
+            The ``kv_transfer_params`` of the response; None if there is nothing to pull.
+        """
+        if not is_prefill_leg(request.kv_transfer_params) or not prefill_is_complete(request) or not any(block_ids):
+            return None
+        held = self._blocks.hold(request.request_id)
+        return self._service.grant(request, block_ids, held, self._host, self.port)
+
+    @property
+    def wants_step(self) -> bool:
+        """Whether there are blocks to free, checksums to take, or leases to stay for when the engine is to stop."""
+        active = self._leases.active
+        if self._drain.must_stay(active) or self._service.checksums.wants_step:
+            return True
+        # An engine that cannot be woken has to stay awake.
+        return self._leases.has_ended or (active > 0 and not self._engine.can_be_woken)
+
+    def update_stats(self, stats: StatsRecorder) -> None:
+        """Add the leases granted and ended, and what the control channel has refused."""
+        for event, number in self._leases.take_events().items():
+            stats.count("leases", number, event)
         refusals = Counter(self._server.counters.refusals)
-        new = refusals - self._refusals_taken
+        for cause, number in (refusals - self._refusals_taken).items():
+            stats.count("control_refusals", number, cause)
         self._refusals_taken = refusals
-        return dict(new)
+
+    def reset(self) -> bool:
+        """End every lease."""
+        self._leases.cancel_all()
+        self.free_blocks()
+        return True
 
     def close(self) -> None:
         """Stop answering. Leases end with the process."""
-        if outstanding := self.leases.active:
+        if outstanding := self._leases.active:
             logger.warning("PDConnector: shutting down with %d leases that were not released", outstanding)
         self._closing.set()
         self._server.close()
@@ -96,10 +143,10 @@ class Producer(LeaseService[Held]):
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless the books balance and, until ``close``, both threads run."""
-        super().check_integrity()
+        self._service.check_integrity()
         assert self._closing.is_set() or self._expiry.is_alive(), "nobody looks for leases that have expired"
 
     def _watch_expiry(self) -> None:
-        while not self._closing.wait(min(_EXPIRY_INTERVAL_S, self.leases.ttl_s / 4)):
-            if self.leases.has_ended:
-                self._leases_ended()
+        while not self._closing.wait(min(_EXPIRY_INTERVAL_S, self._leases.ttl_s / 4)):
+            if self._leases.has_ended:
+                self._engine.wake()

@@ -3,6 +3,7 @@
 Not in scheduler steps: a step can take longer than a lease lives, as when a model runs for the first time.
 """
 
+import logging
 import math
 import threading
 import time
@@ -12,14 +13,13 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 
-from pd_connector.metadata import Cause
+from pd_connector.orders import Cause
 from pd_connector.params import RemotePrefill
-from pd_connector.vllm_compat import init_logger
 from transfer.control.client import ControlClient
 from transfer.control.errors import PeerRefused
 from transfer.control.messages import ErrorCode, Renew, Renewed, Reply
 
-logger = init_logger(__name__)
+logger = logging.getLogger(__name__)
 
 _CLOSE_TIMEOUT_S = 2.0
 _RENEWED_AT_ONCE = 1000  # leases in one message; prefill engines limit them

@@ -12,8 +12,8 @@ import torch
 
 from layout.geometry import CacheGroup, Plane, Region, WorkerGeometry
 from layout.sharding import held_heads
-from pd_connector.cache_groups import GroupSpec, Ranks
-from pd_connector.cpu_head_order import HeadOrder
+from pd_connector.vllm.cache_groups import GroupSpec, Ranks
+from pd_connector.vllm.cpu.head_order import HeadOrder
 
 #: What a model runner hands over for a layer.
 Cache: TypeAlias = torch.Tensor | Sequence[torch.Tensor]
@@ -201,6 +201,11 @@ def _plane(run: list[_PartView], ranks: Ranks, kv_heads: int) -> Plane:
 def tensors_of(cache: Cache) -> Sequence[torch.Tensor]:
     """A layer's tensors: one, or one for each part."""
     return [cache] if isinstance(cache, torch.Tensor) else cache
+
+
+def all_tensors(kv_caches: Mapping[str, Cache]) -> list[torch.Tensor]:
+    """Return the tensors of all layers."""
+    return [tensor for cache in kv_caches.values() for tensor in tensors_of(cache)]
 
 
 def _regions(tensors: Iterable[torch.Tensor]) -> tuple[Region, ...]:

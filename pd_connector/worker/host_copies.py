@@ -1,4 +1,4 @@
-"""The worker half of the host tier: this rank's part of every host block, and the copies to and from it.
+"""The copies between the device and this rank's part of every host block.
 
 An order is submitted once, when it comes, and what it was for is kept beside its handle until the handle has ended,
 however many steps that takes. Everything runs on the model's thread, which never waits here; the bytes are moved by the
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from layout.copies import Copies
 from layout.geometry import Region
 from layout.host_blocks import HostLayout
-from pd_connector.host_orders import LoadOrder, StoreEnds, StoreOrder
+from pd_connector.orders import LoadOrder, StoreEnds, StoreOrder
 from transfer.batch_copy.base import BatchCopier, CopyFailed, DeviceEvent, Handle
 
 

@@ -1,4 +1,4 @@
-"""Opens a worker's share of the host tier: checks that it fits, pins its memory, starts its copiers."""
+"""A worker's part of the host blocks: check that it fits, pin its memory, copy to and from it."""
 
 import importlib
 import logging
@@ -11,8 +11,11 @@ import torch
 from layout.geometry import WorkerGeometry
 from layout.host_blocks import HostLayout, host_layout
 from pd_connector.config import ConfigError
-from pd_connector.host_memory import HostMemory, host_memory
-from pd_connector.worker.host_copies import HostCopies
+from pd_connector.orders import Orders, Report
+from pd_connector.stats import StatsRecorder
+from pd_connector.worker.host_copies import CopyEnd, HostCopies
+from pd_connector.worker.machine_memory import MachineMemory, machine_memory
+from pd_connector.worker.roles import WorkerRole
 from transfer.batch_copy.backends import Backend, open_copier, pinned_memory
 from transfer.batch_copy.base import CopierStartError, DeviceEvent, Direction
 from transfer.memory import PinnedMemory
@@ -23,7 +26,7 @@ _BACKENDS = {"cpu": Backend.HOST, "cuda": Backend.CUDA, "npu": Backend.ACL}
 
 
 @dataclass(frozen=True)
-class Share:
+class HostQuota:
     """What a worker may take of ``cpu_bytes_to_use``."""
 
     total: int  # bytes, of all workers of the engine
@@ -49,7 +52,7 @@ class Share:
             )
         return slots
 
-    def check_fits(self, memory: HostMemory, *, at_once: bool) -> None:
+    def check_fits(self, memory: MachineMemory, *, at_once: bool) -> None:
         """Raise if this machine has not enough for its workers.
 
         ``at_once``: it is taken when it is pinned, so that what is available may lack what other workers have by now.
@@ -69,25 +72,52 @@ class Share:
             )
 
 
-class HostPool:
-    """A worker's part of the host blocks: its memory, and the copies to and from it."""
+@dataclass(frozen=True, slots=True)
+class LoadEnd:
+    """The end of a load on this rank, see ``PartEnd``."""
 
-    def __init__(self, copies: HostCopies, memory: PinnedMemory, slots: int) -> None:
+    request_id: str
+    copied: CopyEnd
+
+    @property
+    def failure(self) -> str:
+        """Why it failed; empty if it did not."""
+        if not self.copied.failure:
+            return ""
+        return f"{self.copied.blocks} blocks could not be loaded from host memory: {self.copied.failure}"
+
+    def count(self, stats: StatsRecorder) -> None:
+        """Add it to the statistics."""
+        if self.copied.failure:
+            stats.count("host_failures", label="load")
+            return
+        stats.count("host_bytes", self.copied.copied_bytes, "loaded")
+        stats.observe("load", self.copied.seconds)
+
+
+class HostPool(WorkerRole):
+    """Owns a worker's part of the host blocks: its memory, and the copies to and from it."""
+
+    def __init__(self, copies: HostCopies, memory: PinnedMemory, slots: int, stats: StatsRecorder) -> None:
         self.copies = copies
         self.slots = slots
         self._memory = memory
+        self._stats = stats
 
     @classmethod
-    def open(cls, share: Share, geometry: WorkerGeometry, tensors: Sequence[torch.Tensor]) -> "HostPool":
-        """Pin a worker's share and start its copiers.
+    def open(
+        cls, quota: HostQuota, geometry: WorkerGeometry, tensors: Sequence[torch.Tensor], stats: StatsRecorder
+    ) -> "HostPool":
+        """Pin a worker's quota and start its copiers.
 
         Args:
-            share: how much.
+            quota: how much.
             geometry: of the worker's caches.
             tensors: the caches, all on one device.
+            stats: where copies are counted.
 
         Raises:
-            ConfigError: the share is too small or too large, or the caches cannot be kept in host memory.
+            ConfigError: the quota is too small or too large, or the caches cannot be kept in host memory.
         """
         device = tensors[0].device
         if device.type not in _BACKENDS:
@@ -97,8 +127,8 @@ class HostPool:
             layout = host_layout(geometry)
         except ValueError as error:
             raise ConfigError(f"cpu_bytes_to_use: {error}; set it to 0") from error
-        slots = share.slots(layout)
-        share.check_fits(host_memory(), at_once=backend is not Backend.HOST)
+        slots = quota.slots(layout)
+        quota.check_fits(machine_memory(), at_once=backend is not Backend.HOST)
         try:
             with ExitStack() as opened:
                 memory = pinned_memory(backend, slots * layout.slot_bytes, number)
@@ -107,18 +137,56 @@ class HostPool:
                 loads = opened.enter_context(open_copier(backend, Direction.HOST_TO_DEVICE, number))
                 opened.pop_all()
         except (CopierStartError, OSError, MemoryError) as error:
-            raise ConfigError(f"cpu_bytes_to_use = {share.total}: {error}") from error
+            raise ConfigError(f"cpu_bytes_to_use = {quota.total}: {error}") from error
         logger.info(
             "PDConnector: %d host blocks of %d bytes (%.2f GiB) on this worker, copied by the %s backend in %s",
             slots, layout.slot_bytes, memory.region.size / 2**30, backend.value,
             ", ".join(f"{len(runs)} runs" for runs in layout.groups),
         )  # fmt: skip
-        return cls(HostCopies(layout, memory.region, stores, loads, _marker(device)), memory, slots)
+        return cls(HostCopies(layout, memory.region, stores, loads, _marker(device)), memory, slots, stats)
 
-    def close(self) -> None:
+    def execute(self, orders: Orders) -> list[str]:
+        """Start the stores and the loads."""
+        for store in orders.stores:
+            self.copies.store(store)
+        for load in orders.loads:
+            self.copies.load(load)
+        return [load.request_id for load in orders.loads]
+
+    def take_ends(self) -> list[LoadEnd]:
+        """Return the loads that have ended since the last call.
+
+        Raises:
+            DeviceLostError: the device failed and may still write to KV blocks.
+        """
+        return [LoadEnd(request_id, copied) for request_id, copied in self.copies.take_loads().items()]
+
+    def take_report(self) -> Report:
+        """Return the stores that have ended since the last call."""
+        ended = self.copies.take_stores()
+        for copied, _ in ended.values():
+            self._count_store(copied)
+        return Report({store_id: ends for store_id, (_, ends) in ended.items()})
+
+    def join(self) -> None:
         """Wait for the copies under way and let the memory go."""
         self.copies.close()
         self._memory.close()
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless the books balance."""
+        self.copies.check_integrity()
+
+    def _count_store(self, copied: CopyEnd) -> None:
+        if copied.failure:
+            self._stats.count("host_failures", label="store")
+            logger.warning(
+                "PDConnector: %d blocks could not be stored in host memory, and will be computed again when they are "
+                "needed: %s", copied.blocks, copied.failure,
+            )  # fmt: skip
+            return
+        self._stats.count("host_bytes", copied.copied_bytes, "stored")
+        self._stats.observe("store", copied.seconds)
 
 
 def _marker(device: torch.device) -> Callable[[], DeviceEvent | None]:

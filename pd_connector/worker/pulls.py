@@ -1,19 +1,18 @@
-"""A worker's pulls: hands orders to the sessions of their peers and collects what has settled.
+"""All pulls of a worker: hands orders to the sessions of their peers and collects how they have ended."""
 
-Everything runs on the thread that vLLM calls the connector on, and nothing but ``join`` waits.
-"""
-
+import logging
 import queue
 import time
 from collections.abc import Callable
 from typing import Protocol
 
-from pd_connector.metadata import Cause, PullOrder, RefuseOrder
-from pd_connector.vllm_compat import init_logger
-from pd_connector.worker.peer import PeerSession, PullContext
-from pd_connector.worker.settlement import Settled
+from pd_connector.orders import Cause, Orders, PullOrder, RefuseOrder
+from pd_connector.worker.peer import PeerAddress, PullContext
+from pd_connector.worker.pull_end import PullEnd
+from pd_connector.worker.roles import WorkerRole
+from pd_connector.worker.session import PeerSession
 
-logger = init_logger(__name__)
+logger = logging.getLogger(__name__)
 
 #: How long a shutdown waits for threads: less than vLLM gives its workers. Closing the engine has ended their reads.
 _CLOSE_TIMEOUT_S = 2.0
@@ -41,12 +40,12 @@ class Session(Protocol):
         """Raise AssertionError unless the books balance."""
 
 
-#: Arguments: the service's context, what to call with the end of each pull, then the engine id, host and port.
-OpenSession = Callable[[PullContext, Callable[[Settled], None], str, str, int], Session]
+#: Arguments: the context of all pulls, what to call with the end of each, and the prefill engine.
+OpenSession = Callable[[PullContext, Callable[[PullEnd], None], PeerAddress], Session]
 
 
-class PullService:
-    """Owns the sessions with prefill engines, one per engine id and address.
+class Pulls(WorkerRole):
+    """Owns the sessions with prefill engines, one per engine id and address, and the control client that they share.
 
     Both come from a client: a wrong address must not divert the pulls of requests that name the right one.
     """
@@ -58,42 +57,35 @@ class PullService:
         max_peers: int = 256,
         open_session: OpenSession = PeerSession,
     ) -> None:
-        self._settled: queue.SimpleQueue[Settled] = queue.SimpleQueue()
+        self._ended: queue.SimpleQueue[PullEnd] = queue.SimpleQueue()
         self._context = context
         self._open_session = open_session
         self._peer_idle_s = peer_idle_s
         self._max_peers = max_peers
-        self._sessions: dict[tuple[str, str, int], Session] = {}
+        self._sessions: dict[PeerAddress, Session] = {}
         self._closing: list[Session] = []
         self._outstanding: set[str] = set()
 
-    def submit(self, order: PullOrder) -> None:
-        """Start a pull; ``take_settled`` reports its end."""
-        self._outstanding.add(order.request_id)
-        session = self._session(order)
-        if session is None:
-            reason = f"{self._max_peers} prefill engines are being pulled from already, at most that many are at once"
-            self._settled.put(Settled(order.request_id, Cause.UNREACHABLE, reason))
-            return
-        session.submit(order)
+    def execute(self, orders: Orders) -> list[str]:
+        """Start the pulls, and end the requests that cannot be pulled as failed."""
+        for refusal in orders.refusals:
+            self._refuse(refusal)
+        for pull in orders.pulls:
+            self._submit(pull)
+        return [order.request_id for order in orders.refusals] + [order.request_id for order in orders.pulls]
 
-    def refuse(self, order: RefuseOrder) -> None:
-        """Settle a request that cannot be pulled as failed."""
-        self._outstanding.add(order.request_id)
-        self._settled.put(Settled(order.request_id, order.cause, order.reason))
-
-    def take_settled(self) -> list[Settled]:
-        """The pulls that have ended since the last call, each exactly once."""
-        settled = []
-        while not self._settled.empty():
-            end = self._settled.get_nowait()
+    def take_ends(self) -> list[PullEnd]:
+        """Return the pulls that have ended since the last call, each exactly once."""
+        ends = []
+        while not self._ended.empty():
+            end = self._ended.get_nowait()
             if end.request_id not in self._outstanding:
                 # vLLM's scheduler dies of an id that it does not hold; better one lost line than a lost engine.
                 logger.error("PDConnector: request %s settled twice, which is a bug; ignored", end.request_id)
                 continue
             self._outstanding.discard(end.request_id)
-            settled.append(end)
-        return settled
+            ends.append(end)
+        return ends
 
     def close(self) -> None:
         """End all sessions after the read under way. Does not wait; what is outstanding is not reported any more."""
@@ -103,7 +95,8 @@ class PullService:
             session.close()
 
     def join(self) -> None:
-        """Wait for the sessions' threads after ``close``."""
+        """Close the control client, which some sessions may wait for, and wait for their threads."""
+        self._context.client.close()
         deadline = time.monotonic() + _CLOSE_TIMEOUT_S
         self._closing = [s for s in self._closing if not s.join(max(deadline - time.monotonic(), 0.0))]
         if self._closing:
@@ -117,16 +110,29 @@ class PullService:
         for session in sessions:
             session.check_integrity()
 
+    def _submit(self, order: PullOrder) -> None:
+        self._outstanding.add(order.request_id)
+        session = self._session(order)
+        if session is None:
+            reason = f"{self._max_peers} prefill engines are being pulled from already, at most that many are at once"
+            self._ended.put(PullEnd(order.request_id, Cause.UNREACHABLE, reason))
+            return
+        session.submit(order)
+
+    def _refuse(self, order: RefuseOrder) -> None:
+        self._outstanding.add(order.request_id)
+        self._ended.put(PullEnd(order.request_id, order.cause, order.reason))
+
     def _session(self, order: PullOrder) -> Session | None:
-        """The session with an order's prefill engine; None if there are too many."""
-        peer = (order.remote.remote_engine_id, order.remote.remote_host, order.remote.remote_port)
+        """Return the session with an order's prefill engine; None if there are too many."""
+        peer = PeerAddress(order.remote.remote_engine_id, order.remote.remote_host, order.remote.remote_port)
         if peer not in self._sessions:
             self._close_idle_sessions(self._peer_idle_s)
             if len(self._sessions) >= self._max_peers:
                 self._close_idle_sessions(0.0)
             if len(self._sessions) >= self._max_peers:
                 return None
-            self._sessions[peer] = self._open_session(self._context, self._settled.put, *peer)
+            self._sessions[peer] = self._open_session(self._context, self._ended.put, peer)
         return self._sessions[peer]
 
     def _close_idle_sessions(self, idle_s: float) -> None:

@@ -1,7 +1,6 @@
-"""Compares what a pull has brought with what the prefill engine leased, by checksums, before anything is used.
+"""Compare what a pull has brought with what the prefill engine leased, by checksums, before anything is used.
 
-Runs on the thread of the pull. What a checksum is, is the business of ``layout.checksums``; which tokens are compared
-is decided here: those that were pulled, no others.
+Runs on the thread of the pull. The tokens that were pulled are compared, no others.
 """
 
 import math
@@ -19,10 +18,9 @@ from layout.compatibility import IncompatibleCachesError
 from layout.geometry import WorkerGeometry
 from layout.plan import BlockTable
 from layout.sharding import Share, Source
-from pd_connector.metadata import Cause, PullOrder
-from pd_connector.worker.block_tables import block_table
-from pd_connector.worker.hashing import Interrupted, Summing
-from pd_connector.worker.settlement import PullFailed, cause_of
+from pd_connector.orders import Cause, PullOrder, block_table
+from pd_connector.worker.checksums import CacheChecksums, Interrupted
+from pd_connector.worker.pull_end import PullFailed, cause_of
 from transfer.control.client import ControlClient
 from transfer.control.messages import Checksummed, Checksums, NoChecksums
 from transfer.errors import TransferError
@@ -66,8 +64,8 @@ class _Difference:
 class Verifier:
     """What all pulls of a worker share to be compared."""
 
-    def __init__(self, summing: Summing, client: ControlClient) -> None:
-        self._summing = summing
+    def __init__(self, checksums: CacheChecksums, client: ControlClient) -> None:
+        self._checksums = checksums
         self._client = client
 
     def check_peer(self, verifies: bool, workers: Sequence[WorkerGeometry], sources: Sequence[Source]) -> None:
@@ -85,7 +83,7 @@ class Verifier:
             )
         for source in sources:
             for share in source.shares:
-                ours = self._summing.geometry.groups[share.local_group]
+                ours = self._checksums.geometry.groups[share.local_group]
                 run = run_tokens(workers[source.remote].groups[share.remote_group].planes[share.remote_plane])
                 if ours.block_tokens % run:
                     raise IncompatibleCachesError(
@@ -114,7 +112,7 @@ class Verifier:
                 f"checksums are of {order.remote.remote_num_tokens - 1} tokens; this pull ends at {order.end_token}",
             )
         questions = list(self._questions(order, workers, sources))
-        ours = self._summing.sums(order.local_block_ids, order.first_token, order.end_token, closing)
+        ours = self._checksums.sums(order.local_block_ids, order.first_token, order.end_token, closing)
         differing: list[_Difference] = []
         compared = 0
         for question in questions:
@@ -132,7 +130,7 @@ class Verifier:
     def _questions(
         self, order: PullOrder, workers: Sequence[WorkerGeometry], sources: Sequence[Source]
     ) -> Iterator[_Question]:
-        local = self._summing.geometry.groups
+        local = self._checksums.geometry.groups
         for source in sources:
             by_group: dict[tuple[int, int], list[Share]] = defaultdict(list)
             for share in source.shares:
@@ -198,7 +196,7 @@ class Verifier:
         """Of each share, what differs, and how many checksums were compared."""
         tokens = np.array([question.borders[:-1], question.borders[1:]]).T[question.wanted].tolist()
         for share in question.shares:
-            local = self._summing.geometry.groups[share.local_group].planes[share.local_plane]
+            local = self._checksums.geometry.groups[share.local_group].planes[share.local_plane]
             remote = workers[question.source].groups[share.remote_group].planes[share.remote_plane]
             here = ours[share.local_group][share.local_plane].between(question.borders)
             here = _box(here, share, local.layers, local.head_start)[question.wanted]

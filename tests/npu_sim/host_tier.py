@@ -14,11 +14,12 @@ import torch
 
 from layout.geometry import WorkerGeometry
 from layout.host_blocks import host_layout
-from pd_connector.cache_groups import GroupSpec, Ranks
-from pd_connector.host_orders import BlockMoves, StoreEnds
+from pd_connector.orders import BlockMoves, StoreEnds
+from pd_connector.stats import StatsRecorder
+from pd_connector.vllm.cache_groups import GroupSpec, Ranks
 from pd_connector.worker.caches import describe_caches
 from pd_connector.worker.host_copies import CopyEnd, HostCopies
-from pd_connector.worker.host_pool import HostPool, Share
+from pd_connector.worker.host_pool import HostPool, HostQuota
 from tests.npu_sim.device_memory import Bytes, DeviceBytes
 
 BLOCKS, TOKENS = 12, 8  # of each cache group
@@ -217,8 +218,8 @@ FORMS: list[Form] = [keys_and_values, mla, quantised_in_kernel_blocks, two_group
 def open_pool(caches: Caches, slots: int) -> HostPool:
     """The share of a worker that is alone, for ``slots`` blocks."""
     geometry = caches.geometry
-    share = Share(slots * host_layout(geometry).slot_bytes, workers=1, workers_here=1)
-    return HostPool.open(share, geometry, [part.tensor for part in caches.parts])
+    share = HostQuota(slots * host_layout(geometry).slot_bytes, workers=1, workers_here=1)
+    return HostPool.open(share, geometry, [part.tensor for part in caches.parts], StatsRecorder())
 
 
 def moves(*triples: tuple[int, int, int]) -> BlockMoves:

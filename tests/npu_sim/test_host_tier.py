@@ -18,7 +18,8 @@ import torch
 
 from layout.geometry import Region
 from layout.host_blocks import host_layout
-from pd_connector.host_orders import LoadOrder, StoreEnds, StoreOrder
+from pd_connector.orders import LoadOrder, StoreEnds, StoreOrder
+from pd_connector.stats import StatsRecorder
 from pd_connector.worker.host_copies import DeviceLostError, HostCopies
 from pd_connector.worker.host_pool import HostPool
 from tests.npu_sim import host_tier as tier
@@ -55,7 +56,7 @@ def pool(caches: tier.Caches) -> Iterator[HostPool]:
     made = tier.open_pool(caches, SLOTS)
     yield made
     made.copies.check_integrity()
-    made.close()
+    made.join()
 
 
 def without_marks(caches: tier.Caches, device: torch.device) -> HostPool:
@@ -63,7 +64,7 @@ def without_marks(caches: tier.Caches, device: torch.device) -> HostPool:
     layout = host_layout(caches.geometry)
     pinned = pinned_memory(Backend.ACL, SLOTS * layout.slot_bytes, device.index)
     stores, loads = (open_copier(Backend.ACL, way, device.index) for way in (STORE, LOAD))
-    return HostPool(HostCopies(layout, pinned.region, stores, loads, lambda: None), pinned, SLOTS)
+    return HostPool(HostCopies(layout, pinned.region, stores, loads, lambda: None), pinned, SLOTS, StatsRecorder())
 
 
 STORE, LOAD = Direction.DEVICE_TO_HOST, Direction.HOST_TO_DEVICE
@@ -384,7 +385,7 @@ def test_memory_that_is_not_pinned_is_copied_with_a_warning(
 
 CLOSING = """
 import os, time
-from pd_connector.host_orders import StoreOrder
+from pd_connector.orders import StoreOrder
 from tests.npu_sim import host_tier as tier; from tests.npu_sim.device_memory import DeviceBytes
 torch.npu.set_device(0)
 caches = tier.keys_and_values(torch.device("npu:0"), DeviceBytes(acl))

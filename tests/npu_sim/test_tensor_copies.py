@@ -18,7 +18,7 @@ from layout.copies import Copies, concatenate
 from layout.cost import CostModel
 from layout.geometry import Region
 from layout.regions import RegionTable
-from pd_connector.worker.staged_reads import ReadPlanner
+from pd_connector.worker.remote_reader import RemoteReader
 from tests.npu_sim.device_memory import Bytes, DeviceBytes
 from transfer.engine.base import Link
 from transfer.local_copy.reshape_torch import SideStream, TensorCopier
@@ -231,7 +231,7 @@ def test_a_pull_is_staged_on_the_device(memory: DeviceBytes, monkeypatch: pytest
     peer, before = noise(64 * 4 * 4096), noise(64 * 8 * 4096, 1)
     memory.put(target.data_ptr(), before)
     region = Region(target.data_ptr(), target.numel())
-    planner = ReadPlanner.with_device_staging(CostModel.of_protocol("ascend"), (region,), 4096, [target])
+    planner = RemoteReader.with_device_staging(CostModel.of_protocol("ascend"), (region,), 4096, [target])
     assert planner.staging is not None
     assert planner.staging.region.address % HUGE_PAGE == 0
     copies = copies_of(

@@ -5,6 +5,7 @@ The transfer engine is the in-process one, which fails where a test tells it to.
 
 import queue
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -13,17 +14,21 @@ import numpy as np
 
 from layout.cost import CostModel
 from layout.geometry import ModelIdentity, WorkerGeometry
-from pd_connector.metadata import Hashed, PullOrder
+from pd_connector.orders import ChecksumReport, PullOrder
 from pd_connector.params import RemotePrefill, parse_remote_prefill
-from pd_connector.scheduler.producer import Producer
-from pd_connector.worker.hashing import Summing
+from pd_connector.scheduler.lease_service import LeaseService
+from pd_connector.scheduler.leases import LeaseTable
+from pd_connector.worker.checksums import CacheChecksums
 from pd_connector.worker.peer import PullContext
-from pd_connector.worker.settlement import Settled
-from pd_connector.worker.staged_reads import ReadPlanner
+from pd_connector.worker.pull_end import PullEnd
+from pd_connector.worker.remote_reader import RemoteReader
 from tests.layout.oracle import Engine, Items, Model, Rank, Table, build, unit_tokens
 from tests.pd_connector.support import FakeRequest, a_prompt
+from tests.support.in_process_engine import InProcessEngine, InProcessFabric
 from transfer.control.client import ControlClient
-from transfer.engine.in_process import InProcessEngine, InProcessFabric
+from transfer.control.peer_sockets import ClientSettings
+from transfer.control.server import ControlServer
+from transfer.peers import AllowedPeers
 
 MODEL = Model(kv_heads=4, contents=(6, 10), item_size=2, groups=((0, 1, 2),), windows=(0,))
 IDENTITY = ModelIdentity("LlamaForCausalLM", "c0ffee", "beef", 3, 4, 8, "bfloat16", "bfloat16")
@@ -72,7 +77,10 @@ class PrefillEngine:
         port: int = 0,
         verify: bool = False,
     ) -> None:
-        self.producer: Producer[str] = Producer("127.0.0.1", port, ttl_s, identity, engine.tp, verify=verify)
+        leases: LeaseTable[str] = LeaseTable(ttl_s, time.monotonic)
+        self.service = LeaseService(leases, identity, engine.tp, verify=verify)
+        self._server = ControlServer(self.service, "127.0.0.1", port)
+        self._server.start()
         self.ranks = []
         self.engines = []
         for rank in placed(build(model, engine, seed=1, base=1 << 40)):
@@ -80,27 +88,35 @@ class PrefillEngine:
             transfer.register(rank.geometry.regions)
             self.engines.append(transfer)
             self.ranks.append(replace_rank(rank, replace(rank.geometry, engine_address=transfer.address), rank.base))
-        self.producer.set_workers(tuple(rank.geometry for rank in self.ranks))
+        self.service.set_workers(tuple(rank.geometry for rank in self.ranks))
 
     def prefill(self, request_id: str, blocks: Blocks, tokens: int = 70) -> RemotePrefill:
         """Compute a prompt into ``blocks`` and grant a lease; what the decode engine makes of the answer."""
         for rank in self.ranks:
             rank.fill(tables(blocks))
         request = FakeRequest(request_id, a_prompt(tokens))
-        params = self.producer.finish_prefill(request, tuple(list(ids) for ids in blocks), request.request_id)
+        params = self.service.grant(request, blocks, request.request_id, "127.0.0.1", self._server.port)
         return parse_remote_prefill(params)
+
+    @property
+    def port(self) -> int:
+        """Of its control channel."""
+        return self._server.port
+
+    @property
+    def leases(self) -> LeaseTable[str]:
+        """Its leases; each holds the id of its request."""
+        return self.service.leases
 
     def hash_leased(self) -> None:
         """What the next steps of an engine that verifies do: the workers sum what was leased, and report."""
-        book = self.producer.checksums
-        assert book is not None
-        for order in book.take_orders():
+        for order in self.service.checksums.take_orders():
             for number, rank in enumerate(self.ranks):
-                sums = Summing(rank.geometry).sums(order.block_ids, 0, order.end_token, threading.Event())
-                book.add(Hashed(order.lease_id, number, sums))
+                sums = CacheChecksums(rank.geometry).sums(order.block_ids, 0, order.end_token, threading.Event())
+                self.service.checksums.add(ChecksumReport(order.lease_id, number, sums))
 
     def close(self) -> None:
-        self.producer.close()
+        self._server.close()
         for engine in self.engines:
             engine.close()
 
@@ -115,11 +131,11 @@ class DecodeWorker:
     reader: int
     readers: int
     before: Items  # the memory as it was at the start
-    ends: "queue.SimpleQueue[Settled]" = field(default_factory=queue.SimpleQueue)
+    ends: "queue.SimpleQueue[PullEnd]" = field(default_factory=queue.SimpleQueue)
     identity: ModelIdentity = IDENTITY
     handshake_timeout_s: float = 5.0
     pull_timeout_s: float = 20.0
-    reads: ReadPlanner | None = None  # without staging if not given
+    reads: RemoteReader | None = None  # without staging if not given
 
     def context(self) -> PullContext:
         """What this rank's pulls share."""
@@ -128,14 +144,15 @@ class DecodeWorker:
             model=self.identity,
             engine=self.engine,
             client=self.client,
+            allowed=AllowedPeers(),
             reader=self.reader,
             readers=self.readers,
-            reads=self.reads or ReadPlanner(CostModel.of_protocol("tcp"), self.rank.geometry.regions),
+            reads=self.reads or RemoteReader(CostModel.of_protocol("tcp"), self.rank.geometry.regions),
             handshake_timeout_s=self.handshake_timeout_s,
             pull_timeout_s=self.pull_timeout_s,
         )
 
-    def next_end(self, timeout_s: float = 30.0) -> Settled:
+    def next_end(self, timeout_s: float = 30.0) -> PullEnd:
         """The next pull that settles."""
         return self.ends.get(timeout=timeout_s)
 
@@ -170,7 +187,7 @@ def decode_workers(fabric: InProcessFabric, engine: Engine = DECODE, model: Mode
     for index, rank in enumerate(placed(build(model, engine, seed=2, base=1 << 41))):
         transfer = InProcessEngine(fabric)
         transfer.register(rank.geometry.regions)
-        client = ControlClient(retry_s=0.05, retry_cap_s=0.2)
+        client = ControlClient(ClientSettings(retry_s=0.05, retry_cap_s=0.2))
         workers.append(DecodeWorker(rank, transfer, client, index, engine.tp * engine.pp, rank.memory.copy()))
     return workers
 

@@ -1,16 +1,20 @@
 """What the tests of the connector share: requests as vLLM's scheduler hands them over, a clock, params of a prefill."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from pd_connector.params import RemotePrefill, prompt_digest
 from transfer.control.client import ControlClient
 from transfer.control.messages import Cancel, Renew, Reply, Request
+
+if TYPE_CHECKING:
+    from vllm.v1.core.block_pool import BlockPool
 
 
 @dataclass
@@ -28,6 +32,20 @@ class FakeRequest:
     @property
     def num_prompt_tokens(self) -> int:
         return len(self.prompt_token_ids or ())
+
+
+def allocated(*tables: Sequence[int]) -> Any:
+    """vLLM's ``KVCacheBlocks``, as far as a consumer looks at them: the block table of each cache group."""
+    return SimpleNamespace(get_block_ids=lambda: tuple(list(ids) for ids in tables))
+
+
+def cache_manager(pool: "BlockPool", tables: Mapping[str, Sequence[int]]) -> Any:
+    """vLLM's cache manager, as far as the connector uses it, around vLLM's own block pool."""
+
+    def get_blocks(request_id: str) -> Any:
+        return SimpleNamespace(blocks=([pool.blocks[block] for block in tables[request_id]],))
+
+    return SimpleNamespace(block_pool=pool, get_blocks=get_blocks)
 
 
 class ManualClock:
@@ -49,10 +67,12 @@ class RecordingClient(ControlClient):
     def __init__(self) -> None:  # no thread
         self.sent: list[tuple[str, int, Request]] = []
         self.futures: list[Future[Reply]] = []
+        self.timeouts: list[float] = []
 
     def request(self, host: str, port: int, message: Request, timeout_s: float) -> Future[Reply]:
         assert timeout_s > 0
         self.sent.append((host, port, message))
+        self.timeouts.append(timeout_s)
         self.futures.append(Future())
         return self.futures[-1]
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 from unittest.mock import create_autospec
 
 import pytest
@@ -39,16 +39,21 @@ from vllm.v1.request import RequestStatus
 import pd_connector
 from layout.geometry import WorkerGeometry
 from layout.sharding import Source, choose_sources
-from pd_connector.cache_groups import Ranks
 from pd_connector.config import ConfigError
 from pd_connector.connector import PDConnector
-from pd_connector.metadata import StepOrders
+from pd_connector.orders import Orders
+from pd_connector.scheduler.consumer import Consumer
 from pd_connector.scheduler.host_tier import HostTier
-from pd_connector.vllm_compat import UnsupportedError
-from pd_connector.worker import half as worker_half
+from pd_connector.scheduler.producer import Producer
+from pd_connector.scheduler.roles import SchedulerRole
+from pd_connector.vllm.cache_groups import Ranks
+from pd_connector.vllm.engine_config import UnsupportedError
 from pd_connector.worker import peer
-from tests.pd_connector.support import FakeRequest, a_prompt, until
-from transfer.engine.in_process import Fault, InProcessEngine, InProcessFabric
+from pd_connector.worker import worker as worker_half
+from tests.pd_connector.support import FakeRequest, a_prompt, cache_manager, until
+from tests.support.in_process_engine import Fault, InProcessEngine, InProcessFabric
+
+Role = TypeVar("Role", bound=SchedulerRole)
 
 BLOCK_TOKENS = 32
 LAYERS = ("l0", "l1")
@@ -130,7 +135,7 @@ def test_one_name_is_exported() -> None:
 def test_importing_the_package_loads_neither_torch_nor_vllm() -> None:
     """vLLM loads the package's plugin in all of its processes."""
     script = (
-        "import sys, pd_connector, pd_connector.cpu_layouts\n"
+        "import sys, pd_connector, pd_connector.vllm.cpu.layouts\n"
         "print([name for name in ('torch', 'vllm', 'mooncake', 'zmq', 'numpy') if name in sys.modules])"
     )
     ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
@@ -248,12 +253,7 @@ class EngineUnderTest:
 
 
 def _manager(engine: EngineUnderTest) -> Any:
-    """vLLM's cache manager, as far as the connector uses it, around vLLM's own block pool."""
-
-    def get_blocks(request_id: str) -> Any:
-        return SimpleNamespace(blocks=([engine.pool.blocks[block] for block in engine.tables[request_id]],))
-
-    return SimpleNamespace(block_pool=engine.pool, get_blocks=get_blocks)
+    return cache_manager(engine.pool, engine.tables)
 
 
 @pytest.fixture
@@ -262,6 +262,12 @@ def fabric(monkeypatch: pytest.MonkeyPatch) -> InProcessFabric:
     monkeypatch.setattr(worker_half, "_mooncake", lambda config: InProcessEngine(fabric))
     monkeypatch.setattr(worker_half, "worker_ranks", lambda: Ranks(0, 1, 0, 1))
     return fabric
+
+
+def role_of(engine: EngineUnderTest, kind: type[Role]) -> Role:
+    """The scheduler side's role of a kind."""
+    (role,) = (role for role in engine.scheduler._scheduler._roles if isinstance(role, kind))
+    return role
 
 
 Start = Callable[..., EngineUnderTest]
@@ -351,9 +357,9 @@ def test_a_failed_pull_is_reported_as_failed_and_as_finished(
 def test_what_host_memory_has_is_loaded_and_only_the_rest_is_pulled(start: Start) -> None:
     p, d = start("kv_producer"), start("kv_consumer")
     tier = create_autospec(HostTier, instance=True)
-    tier.offer.return_value = tier.start_load.return_value = BLOCK_TOKENS
-    tier.take_orders.return_value = (), ()
-    d.scheduler._scheduler._host = tier
+    tier.missing_tokens.return_value = tier.allocated.return_value = BLOCK_TOKENS
+    tier.step_orders.return_value = Orders()
+    d.scheduler._scheduler._roles.insert(0, tier)
     d.allocate(FakeRequest("r", a_prompt(70), p.prefill("r", [3, 1, 6])[1]), [2, 7, 4])
     (pull,) = d.scheduler._scheduler.step_orders({}).pulls
     assert (pull.first_token, pull.end_token) == (BLOCK_TOKENS, 69)
@@ -419,12 +425,11 @@ def test_a_byte_that_changes_under_its_lease_fails_the_pull_and_is_named(
     p, d = start("kv_both", verify=True), start("kv_both", verify=True)
     monkeypatch.setattr(logging.getLogger("pd_connector"), "propagate", True)
     params = p.prefill("r", [3, 1, 6])[1]
-    book = p.scheduler._scheduler._producer.checksums  # type: ignore[union-attr]
-    assert book is not None
+    checksums = role_of(p, Producer)._service.checksums
 
     def summed() -> bool:
         p.step()
-        return not book.wants_step
+        return not checksums.wants_step
 
     assert until(summed)
     p.caches["l1"][1, 1, 0, 0] += 1  # the second block of the prompt
@@ -444,7 +449,7 @@ def test_an_engine_that_need_not_verify_starts_no_thread_and_orders_nothing(star
     p = start("kv_producer")
     p.prefill("r", [3, 1, 6])
     orders = p.scheduler.build_connector_meta(SimpleNamespace(num_scheduled_tokens={}))
-    assert orders == StepOrders()
+    assert orders.orders == Orders()
     assert "pd-checksums" not in {thread.name for thread in threading.enumerate()}
     assert p.worker.build_connector_worker_meta() is None
 
@@ -593,9 +598,8 @@ def test_a_request_whose_lease_is_known_to_have_ended_fails_without_a_read(
     request = FakeRequest("r", a_prompt(70), p.prefill("r", [3, 1, 6])[1])
     d.scheduler.on_new_request(request)
     p.scheduler.reset_cache()
-    consumer = d.scheduler._scheduler._consumer
-    assert consumer is not None
-    assert until(lambda: consumer._renewals.lost("r") is not None)
+    renewals = role_of(d, Consumer)._renewals
+    assert until(lambda: renewals.lost("r") is not None)
     allocated = SimpleNamespace(get_block_ids=lambda: ([2, 7, 4],))
     d.scheduler.update_state_after_alloc(request, allocated, 69)
     d.steps_until(lambda results: results.finished_recving)

@@ -22,10 +22,10 @@ from tests.pd_connector.test_connector import (
     model,  # noqa: F401
     start,  # noqa: F401
 )
+from tests.support.in_process_engine import InProcessEngine, InProcessFabric
 from tests.transfer.control.junk import Junk
 from tests.transfer.control.recorder import Recorder
 from tests.transfer.control.test_junk import send_conversations
-from transfer.engine.in_process import InProcessEngine, InProcessFabric
 
 SECRET = "correct horse battery staple"
 

@@ -8,7 +8,8 @@ import pytest
 from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 
 from pd_connector.connector import PDConnector
-from pd_connector.stats import HOST_COPIES, PHASES, ConnectorPromMetrics, ConnectorStats, StatsRecorder
+from pd_connector.stats import HOST_COPIES, PHASES, StatsRecorder
+from pd_connector.vllm.metrics import ConnectorPromMetrics, ConnectorStats
 from tests.pd_connector.support import ManualClock
 
 
@@ -18,10 +19,10 @@ def a_report(pulls: int, seconds: float, call_s: float) -> ConnectorStats:
     recorder.count("pull_failures", pulls, "lease")
     for _ in range(pulls):
         recorder.observe("read", seconds)
-    report = recorder.take()
-    assert report is not None
-    report.data["calls"]["worker.get_transfer_results"] = call_s
-    return report
+    data = recorder.take()
+    assert data is not None
+    data["calls"]["worker.get_transfer_results"] = call_s
+    return ConnectorStats(data)
 
 
 def test_nothing_recorded_is_no_report() -> None:
@@ -37,7 +38,7 @@ def test_a_report_holds_what_happened_since_the_last_one() -> None:
     recorder.gauge("host_blocks_cached", 7)
     report = recorder.take()
     assert report is not None
-    assert report.data == {
+    assert report == {
         "counts": {"pulls": 3, "leases:granted": 3},
         "seconds": {"read": [0.25]},
         "gauges": {"host_blocks_cached": 7},
@@ -52,7 +53,7 @@ def test_a_gauge_that_has_not_changed_is_not_reported_again() -> None:
     for number in (0, 0, 5, 5, 0):
         recorder.gauge("host_blocks_cached", number)
         report = recorder.take()
-        reported.append(report.data["gauges"]["host_blocks_cached"] if report else None)
+        reported.append(report["gauges"]["host_blocks_cached"] if report else None)
     assert reported == [0, None, 5, None, 0]
 
 
@@ -70,8 +71,8 @@ def test_a_report_is_not_changed_by_what_is_recorded_after_it() -> None:
     recorder.count("pulls")
     recorder.observe("read", 2.0)
     assert report is not None
-    assert report.data["counts"] == {"pulls": 1}
-    assert report.data["seconds"] == {"read": [1.0]}
+    assert report["counts"] == {"pulls": 1}
+    assert report["seconds"] == {"read": [1.0]}
 
 
 def test_only_a_longer_call_than_ever_is_reported() -> None:
@@ -82,7 +83,7 @@ def test_only_a_longer_call_than_ever_is_reported() -> None:
         with recorder.timed("worker.handle"):
             clock.advance(seconds)
         report = recorder.take()
-        reported.append(report.data["calls"]["worker.handle"] if report else None)
+        reported.append(report["calls"]["worker.handle"] if report else None)
     assert reported == [0.5, None, None, 0.75]
 
 
@@ -99,7 +100,7 @@ def test_a_call_that_raises_is_timed_too() -> None:
         call()
     report = recorder.take()
     assert report is not None
-    assert report.data["calls"] == {"worker.handle": 2.0}
+    assert report["calls"] == {"worker.handle": 2.0}
 
 
 def test_ranks_are_added_up_and_the_longest_call_kept() -> None:
@@ -255,7 +256,7 @@ def test_everything_that_is_counted_can_be_exported(exported: tuple[ConnectorPro
     recorder.gauge("host_blocks_capacity", 4)
     report = recorder.take()
     assert report is not None
-    exported[0].observe(report.to_dict())
+    exported[0].observe(ConnectorStats(report).to_dict())
     samples = exported[1].samples()
     assert samples["vllm:pd_leases_total", ("m", "0", "expired")] == 1
     assert samples["vllm:pd_host_blocks_cached", ("m", "0")] == 3
@@ -268,7 +269,5 @@ def test_the_latest_gauge_counts() -> None:
     for number in (3, 9):
         recorder = StatsRecorder()
         recorder.gauge("host_blocks_cached", number)
-        reports.append(recorder.take())
-    assert reports[0] is not None
-    assert reports[1] is not None
+        reports.append(ConnectorStats(recorder.take()))
     assert reports[0].aggregate(reports[1]).data["gauges"] == {"host_blocks_cached": 9}

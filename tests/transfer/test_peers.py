@@ -1,11 +1,12 @@
 """Addresses of peers: what is one, and how it is written. The hosts allowed are in control/test_allowed_peers."""
 
+import re
 import socket
 
 import pytest
 
-from transfer.errors import BadAddress
-from transfer.peers import Address, listen_address, peer_address, resolve
+from transfer.errors import BadAddress, PeerNotAllowed
+from transfer.peers import Address, AllowedPeers, listen_address, peer_address, resolve
 
 
 @pytest.mark.parametrize(
@@ -82,3 +83,31 @@ def test_a_name_with_both_families_resolves_to_ipv4(monkeypatch: pytest.MonkeyPa
 def test_a_numeric_host_is_not_looked_up() -> None:
     assert resolve("::1") == "::1"
     assert resolve("10.0.0.5") == "10.0.0.5"
+
+
+# Transfer engines, which peers name
+
+
+@pytest.mark.parametrize("address", ["10.0.0.5:15000", "[fd00::1]:15000", "p.internal:15000", "P.internal:1"])
+def test_an_engine_at_an_allowed_address_may_be_contacted(address: str) -> None:
+    AllowedPeers(["10.0.0.0/8", "fd00::/8", "p.internal"]).check_engine(address)
+
+
+@pytest.mark.parametrize("address", ["10.0.0.5:15000", "in-process:1", "anything"])
+def test_without_rules_every_engine_may_be_contacted(address: str) -> None:
+    AllowedPeers(None).check_engine(address)
+
+
+@pytest.mark.parametrize(
+    ("address", "words"),
+    [
+        ("192.0.2.1:15000", "192.0.2.1 may not be contacted: allowed_peers names 10.0.0.0/8, p.internal"),
+        ("[::1]:15000", "::1 may not be contacted"),
+        ("evil.example:15000", "'evil.example' is neither an IP address nor a host name of allowed_peers"),
+        ("10.0.0.5", "'' is neither"),
+        ("", "'' is neither"),
+    ],
+)
+def test_any_other_engine_may_not(address: str, words: str) -> None:
+    with pytest.raises(PeerNotAllowed, match=re.escape(words)):
+        AllowedPeers(["10.0.0.0/8", "p.internal"]).check_engine(address)

@@ -11,11 +11,11 @@ from concurrent.futures import Future
 from functools import partial
 from itertools import count
 
-from transfer.control.client_loop import Abandoned, ClientCounters, ClientLoop, Inbox, LoopSettings, Pending
+from transfer.control.client_loop import Abandoned, ClientCounters, ClientLoop, Inbox, Pending
 from transfer.control.errors import BadRequest
 from transfer.control.keys import ControlKeys
 from transfer.control.messages import MAX_REQUEST_BYTES, Reply, Request, encode
-from transfer.control.peer_sockets import PeerSettings
+from transfer.control.peer_sockets import ClientSettings
 from transfer.errors import BadAddress
 from transfer.peers import AllowedPeers, peer_address
 
@@ -31,60 +31,23 @@ class ControlClient:
 
     def __init__(
         self,
-        retry_s: float = 0.5,
+        settings: ClientSettings | None = None,
         *,
         keys: ControlKeys | None = None,
         allowed: AllowedPeers | None = None,
-        retry_cap_s: float = 2.0,
-        idle_s: float = 300.0,
-        max_peers: int = 256,
-        max_resolvers: int = 16,
-        heartbeat_s: float = 3.0,
-        connect_timeout_s: float = 3.0,
-        linger_s: float = 0.1,
-        log_interval_s: float = 60.0,
-        close_timeout_s: float = 5.0,
     ) -> None:
         """Start the thread.
 
-        ``keys``: only servers with the same ones are talked to; None talks to those that have none. ``allowed``: the
-        hosts that may be contacted; None is every host.
-
-        ``retry_s``: first wait for an answer before the request is sent again; the waits double up to
-        ``retry_cap_s``. ``idle_s``: a peer's socket is closed when unused for that long. ``max_peers``: sockets at a
-        time. ``max_resolvers``: host names being looked up at a time (numeric hosts need none). ``heartbeat_s``: how
-        often a connection is probed; one that is silent for three of these is made anew. ``linger_s``: how long
-        ``close`` lets the last requests leave. ``log_interval_s``: at most one warning per cause in that time.
-        ``close_timeout_s``: how long ``close`` waits for the thread.
+        Args:
+            settings: None for the defaults.
+            keys: only servers with the same ones are talked to; None talks to those that have none.
+            allowed: the hosts that may be contacted; None is every host.
         """
-        if not 0 < retry_s <= retry_cap_s < math.inf:
-            raise ValueError(f"retry_s={retry_s} and retry_cap_s={retry_cap_s}: 0 < retry_s <= retry_cap_s must hold")
-        if max_peers < 1 or max_resolvers < 1 or not 0 < idle_s < math.inf:
-            raise ValueError(
-                f"max_peers={max_peers}, max_resolvers={max_resolvers} and idle_s={idle_s} must all be positive"
-            )
-        self._close_timeout_s = close_timeout_s
+        settings = settings or ClientSettings()
+        self._close_timeout_s = settings.close_timeout_s
         self._ids = count(1)
         self._inbox = Inbox()
-        self._loop = ClientLoop(
-            self._inbox,
-            LoopSettings(
-                retry_s=retry_s,
-                retry_cap_s=retry_cap_s,
-                linger_s=linger_s,
-                log_interval_s=log_interval_s,
-                resolvers_s=close_timeout_s / 2,
-            ),
-            PeerSettings(
-                idle_s=idle_s,
-                max_peers=max_peers,
-                max_resolvers=max_resolvers,
-                heartbeat_s=heartbeat_s,
-                connect_timeout_s=connect_timeout_s,
-            ),
-            keys,
-            allowed or AllowedPeers(),
-        )
+        self._loop = ClientLoop(self._inbox, settings, keys, allowed or AllowedPeers())
         self._thread = threading.Thread(target=self._loop.run, name="pd-control-client", daemon=True)
         self._thread.start()
 

@@ -44,7 +44,7 @@ from transfer.control.messages import (
     Welcome,
     decode_reply,
 )
-from transfer.control.peer_sockets import Peer, PeerPool, PeerSettings, Resolved
+from transfer.control.peer_sockets import ClientSettings, Peer, PeerPool, Resolved
 from transfer.control.polling import Wakeup
 from transfer.errors import PeerNotAllowed, TransferError
 from transfer.peers import Address, AllowedPeers
@@ -75,16 +75,6 @@ class ClientCounters(msgspec.Struct, frozen=True):
     late_replies: int = 0  # ignored: already answered, cancelled or out of time
     peers_opened: int = 0  # sockets made
     peers_closed: int = 0
-
-
-class LoopSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """How requests are repeated and how the thread ends. See ``ControlClient`` for the meaning of each."""
-
-    retry_s: float
-    retry_cap_s: float
-    linger_s: float
-    log_interval_s: float
-    resolvers_s: float  # how long the end waits for look-ups of host names
 
 
 @dataclass(slots=True, eq=False)
@@ -173,8 +163,7 @@ class ClientLoop:
     def __init__(
         self,
         inbox: Inbox,
-        settings: LoopSettings,
-        peers: PeerSettings,
+        settings: ClientSettings,
         keys: ControlKeys | None,
         allowed: AllowedPeers,
     ) -> None:
@@ -182,7 +171,7 @@ class ClientLoop:
         self._settings = settings
         self._inbox = inbox
         self._warnings = ThrottledWarnings(logger, settings.log_interval_s)
-        self._peers = PeerPool(peers, keys, allowed, inbox.wakeup.fileno(), inbox.put)
+        self._peers = PeerPool(settings, keys, allowed, inbox.wakeup.fileno(), inbox.put)
         self._pending: dict[int, Pending] = {}
         self._timers: list[tuple[float, int]] = []  # heap of (when, message id); stale entries are skipped
 
@@ -391,7 +380,7 @@ class ClientLoop:
                 self._pending[item.message_id] = item
         for asked in list(self._pending.values()):
             self._settle(asked, asked.closed())
-        self._peers.close(self._settings.linger_s, self._settings.resolvers_s)
+        self._peers.close()
 
     def _count(self, **changes: int) -> None:
         self._counters = msgspec.structs.replace(self._counters, **changes)

@@ -49,14 +49,34 @@ _ENDED_BY_PEER = (errno.ECONNRESET, errno.EPIPE)  # EAGAIN is our own HANDSHAKE_
 _GIVE_BOTH = "give both engines the same one (secret_file or PD_CONNECTOR_SECRET)"
 
 
-class PeerSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """How peers are held. See ``ControlClient`` for the meaning of each."""
+class ClientSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """How a client repeats requests and holds its peers. All times are in seconds.
 
-    idle_s: float
-    max_peers: int
-    max_resolvers: int
-    heartbeat_s: float
-    connect_timeout_s: float
+    Raises:
+        ValueError: a value cannot work.
+    """
+
+    retry_s: float = 0.5  # first wait for an answer before a request is sent again; the waits double up to retry_cap_s
+    retry_cap_s: float = 2.0
+    idle_s: float = 300.0  # a peer's socket is closed when unused for so long
+    max_peers: int = 256  # sockets at a time
+    max_resolvers: int = 16  # host names being looked up at a time; numeric hosts need none
+    heartbeat_s: float = 3.0  # how often a connection is probed; one that is silent for three of these is made anew
+    connect_timeout_s: float = 3.0
+    linger_s: float = 0.1  # how long close lets the last requests leave
+    log_interval_s: float = 60.0  # at most one warning per cause in that time
+    close_timeout_s: float = 5.0  # how long close waits for the thread, and half of it for look-ups of host names
+
+    def __post_init__(self) -> None:
+        if not 0 < self.retry_s <= self.retry_cap_s < math.inf:
+            raise ValueError(
+                f"retry_s={self.retry_s} and retry_cap_s={self.retry_cap_s}: 0 < retry_s <= retry_cap_s must hold"
+            )
+        if self.max_peers < 1 or self.max_resolvers < 1 or not 0 < self.idle_s < math.inf:
+            raise ValueError(
+                f"max_peers={self.max_peers}, max_resolvers={self.max_resolvers} and idle_s={self.idle_s} must all be "
+                "positive"
+            )
 
 
 @dataclass(slots=True, eq=False)
@@ -93,7 +113,7 @@ class PeerPool:
 
     def __init__(
         self,
-        settings: PeerSettings,
+        settings: ClientSettings,
         keys: ControlKeys | None,
         allowed: AllowedPeers,
         wakeup_fileno: int,
@@ -244,12 +264,12 @@ class PeerPool:
         assert sockets == self._by_socket.keys(), "a socket is polled for no peer, or a peer's is not polled"
         assert self.opened - self.closed == len(sockets) // 2, "the counters of sockets are wrong"
 
-    def close(self, linger_s: float, resolvers_s: float) -> None:
-        """Drop every peer, end the ZeroMQ context, and wait up to ``resolvers_s`` for look-ups that still run."""
+    def close(self) -> None:
+        """Drop every peer, end the ZeroMQ context, and wait for look-ups that still run."""
         for peer in list(self._peers.values()):
-            self.drop(peer, linger_s)
+            self.drop(peer, self._settings.linger_s)
         self._context.term()
-        until = time.monotonic() + resolvers_s
+        until = time.monotonic() + self._settings.close_timeout_s / 2
         for thread in self._resolvers.values():
             thread.join(max(0.0, until - time.monotonic()))
 

@@ -1,6 +1,6 @@
 """Short cuts of the tests of the host tier: an engine, and what is in its host memory and under way."""
 
-from pd_connector.metadata import LoadOrder, StoreOrder
+from pd_connector.orders import LoadOrder, StoreOrder
 from tests.pd_connector.scheduler.host_machine import Engine
 from tests.pd_connector.scheduler.host_setup import Setup
 
@@ -36,3 +36,9 @@ def stores(engine: Engine) -> int:
 def steps(engine: Engine, count: int) -> None:
     for _ in range(count):
         engine.step(4)
+
+
+def tokens_loading(engine: Engine, request_id: str) -> int:
+    """Tokens of a request that are on their way from host memory."""
+    (job,) = (job for job in engine.jobs if job.request_id == request_id)
+    return engine.tier.loaded_tokens(job.request)

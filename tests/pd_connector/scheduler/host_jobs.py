@@ -5,7 +5,7 @@ from enum import Enum
 
 from vllm.v1.request import Request
 
-from pd_connector.metadata import WorkerReport
+from pd_connector.orders import Report
 from tests.pd_connector.scheduler.host_ranks import Copy
 
 
@@ -50,5 +50,5 @@ class Step:
     works: list[Work]
     finished: dict[str, int] = field(default_factory=dict)
     failed: set[str] = field(default_factory=set)
-    report: WorkerReport | None = None
+    report: Report = field(default_factory=Report)
     executed: bool = False

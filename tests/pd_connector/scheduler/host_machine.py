@@ -6,14 +6,16 @@ while the one before it is still running. What the model will say is known in ad
 is known from the tokens alone.
 """
 
+from collections import Counter
 from itertools import islice
 from typing import Any
 
 from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id, resolve_block_hashes
 from vllm.v1.request import RequestStatus
 
-from pd_connector.metadata import LoadOrder
+from pd_connector.orders import LoadOrder, Orders
 from pd_connector.scheduler.host_tier import HostTier
+from pd_connector.stats import StatsRecorder, nothing
 from tests.pd_connector.scheduler.host_jobs import Job, State, Step, Work
 from tests.pd_connector.scheduler.host_ranks import Contents, Copy, End, PullOrder, Rank, contents_of
 from tests.pd_connector.scheduler.host_setup import Setup, make_manager, make_pool, make_request
@@ -33,12 +35,20 @@ class Engine:
         self.steps: list[Step] = []  # planned, their output not taken
         self.loaded_tokens = 0
         self.computed_tokens = 0
-        self.stored_blocks = 0
+        self._counted: Counter[str] = Counter()
         self._weights = 0
         self._prefixes: dict[Any, tuple[int, int, tuple[int, ...]]] = {}  # by key: group, number of the block, tokens
         self._reported: dict[str, int] = {}  # ranks that have reported a request
         self._failed: set[str] = set()  # on some rank
         self._pulls: list[tuple[PullOrder, tuple[Contents, ...]]] = []  # to be ordered
+
+    def counted(self) -> Counter[str]:
+        """What the tier has counted since the start, and its gauges as they are."""
+        recorder = StatsRecorder()
+        self.tier.update_stats(recorder)
+        data = recorder.take() or nothing()
+        self._counted.update(data["counts"])
+        return self._counted + Counter(data["gauges"])
 
     # Requests
 
@@ -51,7 +61,7 @@ class Engine:
                 prefix = tokens[: (number + 1) * size]
                 self._prefixes[make_block_hash_with_group_id(value, group)] = group, number, prefix
         self.jobs.append(job)
-        self.tier.add_request(job.request)
+        self.tier.add(job.request)
         return job
 
     def in_state(self, *states: State) -> list[Job]:
@@ -61,10 +71,10 @@ class Engine:
         """The scheduler looks at a waiting request. ``fate``: "asked later", or "declined", as hits may be."""
         request, manager, tier = job.request, self.manager, self.tier
         hit, local, request.shared_prefix_boundary = manager.get_computed_blocks(request)
-        loaded = tier.offer(request, local)
+        loaded = tier.missing_tokens(request, local)
         self._check_offer(job, local, loaded)
         if fate == "asked later":
-            tier.withdraw(job.request_id)
+            tier.withdraw(request)
             return None
         pulls = pulls and not job.was_pulled and not request.num_output_tokens
         external = (request.num_prompt_tokens - 1 - local if pulls else loaded) if fate != "declined" else 0
@@ -79,9 +89,9 @@ class Engine:
         )
         if blocks is None:
             return None
-        taken = tier.start_load(request, manager.get_blocks(job.request_id), external)
+        taken = tier.allocated(request, manager.get_blocks(job.request_id), external)
         assert taken == (loaded if external else 0)
-        assert tier.tokens_loading(job.request_id) == taken
+        assert tier.loaded_tokens(job.request) == taken
         request.num_computed_tokens = local + external
         if not external:
             return self._run(job, new)
@@ -145,7 +155,7 @@ class Engine:
                 self._compute(rank, work)
         for rank in self.ranks:
             report = rank.take_report()
-            step.report = report.stores if step.report is None else step.report.aggregate(report.stores)
+            step.report += report.report
             step.failed |= report.failed
             for request_id in report.finished:
                 step.finished[request_id] = step.finished.get(request_id, 0) + 1
@@ -264,7 +274,7 @@ class Engine:
                 left = 0
             if left > 0:
                 while self.manager.allocate_slots(request, min(budget, left)) is None:
-                    if self.tier.holds_device_blocks:
+                    if self.tier.frees_blocks_soon:
                         return works, preempted
                     self.preempt(self.running[-1])
                     preempted = True
@@ -279,7 +289,7 @@ class Engine:
         new = min(budget, job.request.num_tokens - job.request.num_computed_tokens)
         if self.manager.allocate_slots(job.request, new) is None:
             return None
-        assert self.tier.start_load(job.request, self.manager.get_blocks(job.request_id), 0) == 0
+        assert self.tier.allocated(job.request, self.manager.get_blocks(job.request_id), 0) == 0
         return self._run(job, new)
 
     def _run(self, job: Job, new: int) -> Work:
@@ -308,14 +318,14 @@ class Engine:
             job.state = State.WAITING
 
     def _order(self, works: list[Work]) -> None:
-        self.tier.choose_stores({work.job.request_id: work.end - work.first for work in works})
-        loads, stores = self.tier.take_orders()
+        orders = self.tier.step_orders({work.job.request_id: work.end - work.first for work in works})
+        assert orders == Orders(loads=orders.loads, stores=orders.stores)
         step = Step([[] for _ in self.ranks], works)
-        for load in loads:
+        for load in orders.loads:
             copy = load, self._wanted_of_load(load)
             for copies in step.copies:
                 copies.append(Copy(*copy))
-        for store in stores:
+        for store in orders.stores:
             keys = [self.manager.block_pool.blocks[block].block_hash for block in store.moves.blocks.tolist()]
             wanted = [self.wanted_of(key) for key in keys]
             assert [group for group, _ in wanted] == store.moves.groups.tolist()
@@ -391,11 +401,9 @@ class Engine:
         jobs = [job for job in self.jobs if job.request_id in done]
         for job in jobs:
             if job.request_id in failed and job.state is State.LOADING:
-                job.load_failed |= self.tier.tokens_loading(job.request_id) > 0
+                job.load_failed |= self.tier.loaded_tokens(job.request) > 0
                 job.request.num_computed_tokens = 0
-        self.tier.loads_settled(done, failed)
-        if step.report is not None:
-            self.stored_blocks += self.tier.stores_settled(step.report.stores)
+        self.tier.settled(done, failed, step.report)
         for job in jobs:
             if job.state is State.GONE:
                 del self._reported[job.request_id]
@@ -410,7 +418,7 @@ class Engine:
         self.manager.remove_skipped_blocks(job.request_id, processed, request.num_prompt_tokens)
         request.status = RequestStatus.FINISHED_ABORTED
         job.state = State.GONE
-        self.tier.finish_request(request)
+        self.tier.finish(request, ())
         if frees:
             self._reported.pop(job.request_id, None)
             self.manager.free(request)

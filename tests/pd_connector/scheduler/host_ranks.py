@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from pd_connector.metadata import BlockMoves, LoadOrder, StoreEnds, StoreOrder, WorkerReport
-from pd_connector.worker.arrivals import Arrivals
+from pd_connector.orders import BlockMoves, LoadOrder, Report, StoreEnds, StoreOrder
+from pd_connector.worker.roles import Arrivals
 
 Contents = tuple[int, ...]
 
@@ -60,12 +60,12 @@ class Copy:
 
 
 @dataclass
-class Report:
+class RankReport:
     """What a rank tells the scheduler of one step."""
 
     finished: set[str]
     failed: set[str]
-    stores: WorkerReport
+    report: Report
 
 
 class Rank:
@@ -127,11 +127,11 @@ class Rank:
         assert not users, f"a step writes to block {block}, which a copy is using: {users}"
         self.device[block][offset] = value
 
-    def take_report(self) -> Report:
+    def take_report(self) -> RankReport:
         self._arrivals.check_integrity()
         finished, failed = self._arrivals.take()
         stores, self._stores = self._stores, {}
-        return Report(finished, failed, WorkerReport(stores))
+        return RankReport(finished, failed, Report(stores))
 
     def _check_start(self, copy: Copy) -> None:
         for blocks in (copy.blocks, copy.slots):

@@ -16,7 +16,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from vllm.v1.request import Request
 
 from pd_connector.scheduler.host_tier import StoreMode
-from pd_connector.vllm_blocks import HostBlockPool
+from pd_connector.vllm.block_pools import HostBlockPool
 
 MAX_TOKENS = 64
 

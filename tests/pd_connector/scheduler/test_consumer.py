@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 import pytest
 
-from pd_connector.metadata import PullOrder
+from pd_connector.orders import Orders, PullOrder, RefuseOrder, Report
 from pd_connector.scheduler import consumer as consumer_module
 from pd_connector.scheduler.consumer import Consumer
 from pd_connector.scheduler.renewals import Renewals
-from tests.pd_connector.support import FakeRequest, ManualClock, RecordingClient, a_decode_request, a_prompt
+from tests.pd_connector.support import FakeRequest, ManualClock, RecordingClient, a_decode_request, a_prompt, allocated
 from transfer.control.errors import PeerUnreachable
 from transfer.control.messages import Cancel, Renew, Renewed
 
@@ -19,37 +19,44 @@ BLOCKS = ((3, 9, 4, 7, 5),)
 
 
 class Checked(Consumer):
-    """Proves its integrity after every step."""
+    """Proves its integrity after every step; ``start_pull``, ``settle`` and ``leave`` stand for what vLLM says."""
 
-    def add_request(self, request: FakeRequest) -> None:
-        super().add_request(request)
+    def add(self, request: FakeRequest) -> None:
+        super().add(request)
         self.check_integrity()
 
     def start_pull(self, request: FakeRequest, block_ids: tuple[tuple[int, ...], ...], external_tokens: int) -> None:
-        super().start_pull(request, block_ids, external_tokens)
+        taken = self.allocated(request, allocated(*block_ids), external_tokens)
+        assert taken in (0, external_tokens)
         self.check_integrity()
 
     def settle(self, request_id: str) -> None:
-        super().settle(request_id)
+        self.settled({request_id}, set(), Report())
         self.check_integrity()
 
-    def finish_request(self, request_id: str) -> None:
-        super().finish_request(request_id)
+    def leave(self, request_id: str) -> None:
+        self.finish(FakeRequest(request_id, None), ())
         self.check_integrity()
 
 
 @dataclass
 class Desk:
-    consumer: Consumer
+    consumer: Checked
     client: RecordingClient
     renewals: Renewals
     clock: ManualClock
 
     def pulls(self) -> tuple[PullOrder, ...]:
         """The pulls of a step that refuses nothing."""
-        pulls, refusals = self.consumer.take_orders()
-        assert refusals == ()
-        return pulls
+        orders = self.consumer.step_orders({})
+        assert orders == Orders(pulls=orders.pulls)
+        return orders.pulls
+
+    def refusals(self) -> tuple[RefuseOrder, ...]:
+        """The refusals of a step that pulls nothing."""
+        orders = self.consumer.step_orders({})
+        assert orders == Orders(refusals=orders.refusals)
+        return orders.refusals
 
 
 @pytest.fixture
@@ -63,7 +70,7 @@ def desk() -> Iterator[Desk]:
 
 def test_all_but_the_last_prompt_token_is_pulled(desk: Desk) -> None:
     request = a_decode_request("r", tokens=70)
-    desk.consumer.add_request(request)
+    desk.consumer.add(request)
     assert desk.consumer.missing_tokens(request, 0) == 69
     desk.consumer.start_pull(request, BLOCKS, 69)
     (order,) = desk.pulls()
@@ -75,7 +82,7 @@ def test_all_but_the_last_prompt_token_is_pulled(desk: Desk) -> None:
 
 def test_what_the_prefix_cache_holds_is_not_pulled(desk: Desk) -> None:
     request = a_decode_request("r", tokens=70)
-    desk.consumer.add_request(request)
+    desk.consumer.add(request)
     assert desk.consumer.missing_tokens(request, 48) == 21
     desk.consumer.start_pull(request, BLOCKS, 21)
     (order,) = desk.pulls()
@@ -84,7 +91,7 @@ def test_what_the_prefix_cache_holds_is_not_pulled(desk: Desk) -> None:
 
 def test_asking_again_before_blocks_are_allocated_changes_nothing(desk: Desk) -> None:
     request = a_decode_request("r", tokens=70)
-    desk.consumer.add_request(request)
+    desk.consumer.add(request)
     assert [desk.consumer.missing_tokens(request, computed) for computed in (0, 0, 16)] == [69, 69, 53]
     assert desk.pulls() == ()
 
@@ -92,7 +99,7 @@ def test_asking_again_before_blocks_are_allocated_changes_nothing(desk: Desk) ->
 @pytest.mark.parametrize(("tokens", "computed"), [(70, 69), (49, 48), (1, 0)])
 def test_the_lease_is_cancelled_at_once_when_nothing_is_missing(desk: Desk, tokens: int, computed: int) -> None:
     request = a_decode_request("r", tokens, lease_id="L", remote_host="10.0.0.9", remote_port=77)
-    desk.consumer.add_request(request)
+    desk.consumer.add(request)
     assert desk.consumer.missing_tokens(request, computed) == 0
     desk.consumer.start_pull(request, BLOCKS, 0)
     assert desk.client.sent == [("10.0.0.9", 77, Cancel("engine-p", ("L",)))]
@@ -101,19 +108,19 @@ def test_the_lease_is_cancelled_at_once_when_nothing_is_missing(desk: Desk, toke
 
 def test_the_lease_is_cancelled_at_once_when_the_request_leaves_before_allocation(desk: Desk) -> None:
     request = a_decode_request("r", lease_id="L")
-    desk.consumer.add_request(request)
-    desk.consumer.finish_request("r")
+    desk.consumer.add(request)
+    desk.consumer.leave("r")
     assert desk.client.cancelled() == ["L"]
     assert desk.consumer.missing_tokens(request, 0) == 0
-    desk.consumer.finish_request("r")
+    desk.consumer.leave("r")
     assert desk.client.cancelled() == ["L"]
 
 
 def test_a_request_that_leaves_while_workers_read_keeps_its_lease_until_they_have_settled(desk: Desk) -> None:
     request = a_decode_request("r", lease_id="L")
-    desk.consumer.add_request(request)
+    desk.consumer.add(request)
     desk.consumer.start_pull(request, BLOCKS, 69)
-    desk.consumer.finish_request("r")
+    desk.consumer.leave("r")
     desk.clock.advance(TTL_S / 3)
     desk.renewals.renew_due()
     assert desk.client.take_renewed() == ["L"]
@@ -125,7 +132,7 @@ def test_a_request_that_leaves_while_workers_read_keeps_its_lease_until_they_hav
 
 def test_a_pull_starts_once_even_if_the_request_is_scheduled_again(desk: Desk) -> None:
     request = a_decode_request("r")
-    desk.consumer.add_request(request)
+    desk.consumer.add(request)
     desk.consumer.start_pull(request, BLOCKS, 69)
     assert len(desk.pulls()) == 1
     desk.consumer.settle("r")
@@ -138,7 +145,7 @@ def test_a_pull_starts_once_even_if_the_request_is_scheduled_again(desk: Desk) -
 def test_leases_are_renewed_every_third_of_their_time_to_live(desk: Desk) -> None:
     waiting, pulling = a_decode_request("w", lease_id="W"), a_decode_request("p", lease_id="P")
     for request in (waiting, pulling):
-        desk.consumer.add_request(request)
+        desk.consumer.add(request)
     desk.consumer.start_pull(pulling, BLOCKS, 69)
     desk.clock.advance(TTL_S / 3 - 0.001)
     desk.renewals.renew_due()
@@ -156,7 +163,7 @@ def test_one_renewal_goes_to_each_engine_however_many_leases_it_has(desk: Desk) 
         request = a_decode_request(
             request_id, lease_id=f"L{request_id}", remote_engine_id=engine, remote_port=port, lease_ttl_s=3.0
         )
-        desk.consumer.add_request(request)
+        desk.consumer.add(request)
     desk.clock.advance(1.0)
     desk.renewals.renew_due()
     assert desk.client.sent == [
@@ -168,11 +175,10 @@ def test_one_renewal_goes_to_each_engine_however_many_leases_it_has(desk: Desk) 
 def test_params_that_cannot_be_used_are_refused_when_blocks_are_allocated(desk: Desk) -> None:
     request = a_decode_request("r")
     request.prompt_token_ids = a_prompt(71)
-    desk.consumer.add_request(request)
+    desk.consumer.add(request)
     assert desk.consumer.missing_tokens(request, 0) == 70
     desk.consumer.start_pull(request, BLOCKS, 70)
-    pulls, (refusal,) = desk.consumer.take_orders()
-    assert pulls == ()
+    (refusal,) = desk.refusals()
     assert refusal.request_id == "r"
     assert "70 prompt tokens and this request has 71" in refusal.reason
     desk.consumer.settle("r")
@@ -182,9 +188,9 @@ def test_params_that_cannot_be_used_are_refused_when_blocks_are_allocated(desk: 
 @pytest.mark.parametrize("way", ["leaves", "is computed here"])
 def test_a_refused_request_has_no_lease_to_let_go_of(desk: Desk, way: str) -> None:
     request = FakeRequest("r", a_prompt(70), {"do_remote_prefill": True})
-    desk.consumer.add_request(request)
+    desk.consumer.add(request)
     if way == "leaves":
-        desk.consumer.finish_request("r")
+        desk.consumer.leave("r")
     else:
         desk.consumer.start_pull(request, BLOCKS, 0)
     desk.clock.advance(TTL_S)
@@ -195,9 +201,9 @@ def test_a_refused_request_has_no_lease_to_let_go_of(desk: Desk, way: str) -> No
 def test_params_of_another_lora_adapter_are_refused(desk: Desk) -> None:
     request = a_decode_request("r")
     request.lora_request = type("Lora", (), {"lora_name": "german"})()
-    desk.consumer.add_request(request)
+    desk.consumer.add(request)
     desk.consumer.start_pull(request, BLOCKS, 69)
-    _, (refusal,) = desk.consumer.take_orders()
+    (refusal,) = desk.refusals()
     assert "cannot be used for another" in refusal.reason
 
 
@@ -206,7 +212,7 @@ def test_a_request_without_params_of_a_prefill_is_not_touched(desk: Desk) -> Non
     assert desk.consumer.missing_tokens(request, 0) == 0
     desk.consumer.start_pull(request, BLOCKS, 0)
     desk.consumer.settle("r")
-    desk.consumer.finish_request("r")
+    desk.consumer.leave("r")
     assert desk.pulls() == ()
     assert desk.client.sent == []
 
@@ -217,11 +223,11 @@ def test_an_id_that_comes_twice_keeps_its_first_params(
     desk: Desk, state: str, second: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     first = a_decode_request("r", lease_id="first")
-    desk.consumer.add_request(first)
+    desk.consumer.add(first)
     if state == "pulling":
         desk.consumer.start_pull(first, BLOCKS, 69)
     with caplog.at_level(logging.ERROR):
-        desk.consumer.add_request(a_decode_request("r", 71 if second == "refused" else 70, lease_id="second"))
+        desk.consumer.add(a_decode_request("r", 71 if second == "refused" else 70, lease_id="second"))
     assert "request r came twice" in caplog.text
     desk.clock.advance(TTL_S / 3)
     desk.renewals.renew_due()
@@ -230,9 +236,9 @@ def test_an_id_that_comes_twice_keeps_its_first_params(
 
 def test_an_id_may_come_again_after_the_first_has_gone(desk: Desk) -> None:
     first, second = a_decode_request("r", lease_id="first"), a_decode_request("r", lease_id="second")
-    desk.consumer.add_request(first)
-    desk.consumer.finish_request("r")
-    desk.consumer.add_request(second)
+    desk.consumer.add(first)
+    desk.consumer.leave("r")
+    desk.consumer.add(second)
     desk.consumer.start_pull(second, BLOCKS, 69)
     (order,) = desk.pulls()
     assert order.remote.lease_id == "second"
@@ -241,8 +247,8 @@ def test_an_id_may_come_again_after_the_first_has_gone(desk: Desk) -> None:
 
 def test_an_engine_that_was_not_told_about_a_lease_is_logged(desk: Desk, caplog: pytest.LogCaptureFixture) -> None:
     for name in ("a", "b", "c"):
-        desk.consumer.add_request(a_decode_request(name, lease_id=name))
-        desk.consumer.finish_request(name)
+        desk.consumer.add(a_decode_request(name, lease_id=name))
+        desk.consumer.leave(name)
     unanswered, answered, cancelled = desk.client.futures
     cancelled.cancel()
     answered.set_result(Renewed(()))
@@ -257,7 +263,7 @@ def test_an_engine_that_was_not_told_about_a_lease_is_logged(desk: Desk, caplog:
 def test_every_pull_has_an_id_of_its_own(desk: Desk) -> None:
     for request_id in ("a", "b"):
         request = a_decode_request(request_id, lease_id=request_id)
-        desk.consumer.add_request(request)
+        desk.consumer.add(request)
         desk.consumer.start_pull(request, BLOCKS, 69)
     first, second = desk.pulls()
     assert first.pull_id
@@ -271,8 +277,8 @@ def test_every_pull_has_an_id_of_its_own(desk: Desk) -> None:
 def shared(desk: Desk) -> tuple[FakeRequest, FakeRequest]:
     """A request and one that follows it, both waiting."""
     first, second = (a_decode_request(request_id, lease_id="L") for request_id in ("first", "second"))
-    desk.consumer.add_request(first)
-    desk.consumer.add_request(second)
+    desk.consumer.add(first)
+    desk.consumer.add(second)
     return first, second
 
 
@@ -298,7 +304,7 @@ def test_a_follower_is_computed_here_when_the_first_lets_go_of_the_lease(
 ) -> None:
     first, second = shared
     if way == "leaves":
-        desk.consumer.finish_request("first")
+        desk.consumer.leave("first")
     else:
         desk.consumer.start_pull(first, BLOCKS, 0)
     assert desk.client.cancelled() == ["L"]
@@ -310,7 +316,7 @@ def test_a_follower_is_computed_here_when_the_first_lets_go_of_the_lease(
 def test_a_follower_that_leaves_does_not_end_the_lease_of_the_first(
     desk: Desk, shared: tuple[FakeRequest, FakeRequest]
 ) -> None:
-    desk.consumer.finish_request("second")
+    desk.consumer.leave("second")
     assert desk.client.sent == []
     desk.clock.advance(TTL_S / 3)
     desk.renewals.renew_due()
@@ -322,8 +328,8 @@ def test_a_decode_leg_that_the_api_server_rejected_lets_go_of_its_lease(desk: De
     """vLLM adds a placeholder with another prompt for it, and aborts that at once."""
     request = a_decode_request("r", lease_id="L")
     request.prompt_token_ids, request.abort_immediately = [0], True
-    desk.consumer.add_request(request)
-    desk.consumer.finish_request("r")
+    desk.consumer.add(request)
+    desk.consumer.leave("r")
     assert desk.client.cancelled() == ["L"]
 
 
@@ -336,7 +342,7 @@ def test_a_window_that_the_prefill_engine_has_cut_short_is_computed_here(tokens:
     held = range(1, -(-tokens // 32) + 1)
     windowed = tuple(0 if block <= let_go else block for block in held)
     request = a_decode_request("r", tokens, lease_id="L", remote_block_ids=(tuple(held), windowed))
-    consumer.add_request(request)
+    consumer.add(request)
     assert consumer.missing_tokens(request, 0) == (0 if cut else tokens - 1)
 
 
@@ -354,13 +360,13 @@ def test_where_a_window_is_cut_depends_on_the_blocks_of_both_engines(
     table = tuple(block if block > let_go else 0 for block in range(1, -(-tokens // theirs) + 1))
     changes = {"remote_block_ids": (table,), "remote_block_sizes": (theirs,)}
     request = a_decode_request("r", tokens, lease_id="L", **changes)
-    consumer.add_request(request)
+    consumer.add(request)
     assert consumer.missing_tokens(request, 0) == (0 if cut else tokens - 1)
 
 
 def test_a_smaller_offer_than_was_asked_for_is_pulled_from_its_start(desk: Desk) -> None:
     request = a_decode_request("r", tokens=70)
-    desk.consumer.add_request(request)
+    desk.consumer.add(request)
     assert desk.consumer.missing_tokens(request, 16) == 53
     desk.consumer.start_pull(request, BLOCKS, 48)
     (order,) = desk.pulls()
@@ -370,14 +376,14 @@ def test_a_smaller_offer_than_was_asked_for_is_pulled_from_its_start(desk: Desk)
 def test_a_lease_that_was_let_go_of_is_not_pulled_again(desk: Desk) -> None:
     """A sibling that comes after the pull has settled, or a router that tries again: it takes the prefix cache's."""
     for request_id in ("pulled", "left"):
-        desk.consumer.add_request(a_decode_request(request_id, lease_id=request_id))
+        desk.consumer.add(a_decode_request(request_id, lease_id=request_id))
     desk.consumer.start_pull(a_decode_request("pulled"), BLOCKS, 69)
     desk.consumer.settle("pulled")
-    desk.consumer.finish_request("left")
+    desk.consumer.leave("left")
     assert len(desk.pulls()) == 1
     for lease_id in ("pulled", "left"):
         late = a_decode_request(f"late {lease_id}", lease_id=lease_id)
-        desk.consumer.add_request(late)
+        desk.consumer.add(late)
         assert desk.consumer.missing_tokens(late, 64) == 0
         desk.consumer.start_pull(late, BLOCKS, 0)
     assert desk.pulls() == ()
@@ -387,11 +393,11 @@ def test_a_lease_that_was_let_go_of_is_not_pulled_again(desk: Desk) -> None:
 def test_leases_that_were_let_go_of_are_forgotten_in_the_end(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(consumer_module, "_SPENT_LEASES", 3)
     for number in range(5):
-        desk.consumer.add_request(a_decode_request(f"r{number}", lease_id=f"L{number}"))
-        desk.consumer.finish_request(f"r{number}")
+        desk.consumer.add(a_decode_request(f"r{number}", lease_id=f"L{number}"))
+        desk.consumer.leave(f"r{number}")
     for number, missing in ((1, 69), (2, 0)):
         late = a_decode_request(f"late {number}", lease_id=f"L{number}")
-        desk.consumer.add_request(late)
+        desk.consumer.add(late)
         assert desk.consumer.missing_tokens(late, 0) == missing
 
 
@@ -400,14 +406,13 @@ def test_leases_that_were_let_go_of_are_forgotten_in_the_end(desk: Desk, monkeyp
 
 def test_a_request_whose_lease_has_ended_is_refused_instead_of_read(desk: Desk) -> None:
     request = a_decode_request("r", lease_id="L")
-    desk.consumer.add_request(request)
+    desk.consumer.add(request)
     desk.clock.advance(TTL_S / 3)
     desk.renewals.renew_due()
     desk.client.futures[-1].set_result(Renewed(()))
     assert desk.consumer.missing_tokens(request, 0) == 69
     desk.consumer.start_pull(request, BLOCKS, 69)
-    pulls, (refusal,) = desk.consumer.take_orders()
-    assert pulls == ()
+    (refusal,) = desk.refusals()
     assert (refusal.request_id, refusal.cause) == ("r", "lease")
     assert "lease L of engine engine-p at 10.0.0.5:8998 has ended" in refusal.reason
     desk.consumer.settle("r")
@@ -416,20 +421,20 @@ def test_a_request_whose_lease_has_ended_is_refused_instead_of_read(desk: Desk) 
 
 def test_a_pull_under_way_is_left_to_its_release_when_its_lease_has_ended(desk: Desk) -> None:
     request = a_decode_request("r")
-    desk.consumer.add_request(request)
+    desk.consumer.add(request)
     desk.consumer.start_pull(request, BLOCKS, 69)
     assert len(desk.pulls()) == 1
     desk.clock.advance(TTL_S / 3)
     desk.renewals.renew_due()
     desk.client.futures[-1].set_result(Renewed(()))
-    assert desk.consumer.take_orders() == ((), ())
+    assert desk.consumer.step_orders({}) == Orders()
     desk.consumer.settle("r")
 
 
 def test_a_lease_that_has_ended_is_not_cancelled(desk: Desk) -> None:
-    desk.consumer.add_request(a_decode_request("r"))
+    desk.consumer.add(a_decode_request("r"))
     desk.clock.advance(TTL_S / 3)
     desk.renewals.renew_due()
     desk.client.futures[-1].set_result(Renewed(()))
-    desk.consumer.finish_request("r")
+    desk.consumer.leave("r")
     assert desk.client.cancelled() == []

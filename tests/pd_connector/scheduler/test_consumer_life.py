@@ -7,10 +7,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
+from pd_connector.orders import Report
 from pd_connector.params import RemotePrefill
 from pd_connector.scheduler.consumer import Consumer
 from pd_connector.scheduler.renewals import Renewals
-from tests.pd_connector.support import FakeRequest, ManualClock, RecordingClient, a_decode_request
+from tests.pd_connector.support import FakeRequest, ManualClock, RecordingClient, a_decode_request, allocated
 
 TTL_S = 30.0
 BLOCKS = ((3, 9, 4, 7, 5),)
@@ -43,7 +44,7 @@ class ConsumerLife(RuleBasedStateMachine):
         else:
             assert request.kv_transfer_params is not None
             del request.kv_transfer_params["lease_id"]
-        self.consumer.add_request(request)
+        self.consumer.add(request)
         return request
 
     @rule(target=waiting, tokens=st.integers(1, 100), data=st.data())
@@ -53,7 +54,7 @@ class ConsumerLife(RuleBasedStateMachine):
         lease_id = data.draw(st.sampled_from(sorted(self.renewed_at)))
         request = a_decode_request(f"r{next(self.numbers)}", tokens, lease_id=lease_id)
         self.following[request.request_id] = lease_id
-        self.consumer.add_request(request)
+        self.consumer.add(request)
         return request
 
     @rule(target=pulling, request=consumes(waiting), computed=st.integers(0, 6))
@@ -63,7 +64,7 @@ class ConsumerLife(RuleBasedStateMachine):
             return self.allocate_follower(request, missing, in_use=lease_id in self.renewed_at)
         assert missing is not None
         assert missing == max(0, request.num_prompt_tokens - 1 - 16 * computed)
-        self.consumer.start_pull(request, BLOCKS, missing)
+        self.consumer.allocated(request, allocated(*BLOCKS), missing)
         if missing:
             (self.ordered if request.request_id in self.renewed_at else self.refused).append(request.request_id)
         else:
@@ -74,32 +75,32 @@ class ConsumerLife(RuleBasedStateMachine):
         """vLLM asks again in a later step while the answer is None; this one leaves instead."""
         assert missing == (None if in_use else 0)
         if in_use:
-            self.consumer.finish_request(request.request_id)
+            self.consumer.finish(request, ())
         else:
-            self.consumer.start_pull(request, BLOCKS, 0)
+            self.consumer.allocated(request, allocated(*BLOCKS), 0)
         return multiple()
 
     @rule(request=consumes(pulling))
     def settle(self, request: FakeRequest) -> None:
-        self.consumer.settle(request.request_id)
+        self.consumer.settled({request.request_id}, set(), Report())
         self.renewed_at.pop(request.request_id, None)
 
     @rule(request=consumes(waiting))
     def leave_early(self, request: FakeRequest) -> None:
-        self.consumer.finish_request(request.request_id)
+        self.consumer.finish(request, ())
         self.lets_go(request)
 
     @rule(request=pulling)
     def leave_while_pulling(self, request: FakeRequest) -> None:
-        self.consumer.finish_request(request.request_id)
+        self.consumer.finish(request, ())
 
     @rule(thirds=st.sampled_from([0.0, 0.25, 0.5, 1.0, 1.5]))
     def step(self, thirds: float) -> None:
         self.clock.advance(thirds * 10.0)
-        pulls, refusals = self.consumer.take_orders()
-        assert [order.request_id for order in pulls] == self.ordered
-        assert [order.request_id for order in refusals] == self.refused
-        assert all(isinstance(order.remote, RemotePrefill) for order in pulls)
+        orders = self.consumer.step_orders({})
+        assert [order.request_id for order in orders.pulls] == self.ordered
+        assert [order.request_id for order in orders.refusals] == self.refused
+        assert all(isinstance(order.remote, RemotePrefill) for order in orders.pulls)
         self.ordered, self.refused = [], []
         self.renewals.renew_due()
         due = [lease for lease, at in self.renewed_at.items() if self.clock.now >= at + TTL_S / 3]

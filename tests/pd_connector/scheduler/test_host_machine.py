@@ -32,7 +32,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from pd_connector.metadata import StoreOrder
+from pd_connector.orders import StoreOrder
 from pd_connector.scheduler.host_tier import StoreMode
 from tests.pd_connector.scheduler.host_jobs import Job, State
 from tests.pd_connector.scheduler.host_machine import Engine

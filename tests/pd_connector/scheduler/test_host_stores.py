@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from pd_connector.metadata import LoadOrder, StoreEnds, StoreOrder
+from pd_connector.orders import LoadOrder, Orders, Report, StoreEnds, StoreOrder
 from tests.pd_connector.scheduler.host_cases import (
     EVERYTHING,
     WINDOWED,
@@ -59,7 +59,7 @@ def test_what_is_in_host_memory_is_not_stored_again() -> None:
     cached = engine.pool.cached
     engine.serve("second", said(14))
     assert engine.pool.cached == cached
-    assert engine.stored_blocks == cached
+    assert engine.counted()["host_blocks"] == cached
 
 
 def test_what_a_request_has_computed_last_is_stored_when_it_leaves() -> None:
@@ -90,10 +90,10 @@ def test_blocks_stay_on_the_device_until_they_are_stored() -> None:
     engine.arrive("first", said(13))
     engine.step(12)
     engine.step()
-    assert engine.tier.holds_device_blocks
+    assert engine.tier.frees_blocks_soon
     engine.other_requests_come(EVERYTHING)  # would be found to write to blocks that are being stored
     engine.settle()
-    assert not engine.tier.holds_device_blocks
+    assert not engine.tier.frees_blocks_soon
     engine.check_at_rest()
 
 
@@ -126,7 +126,9 @@ def test_the_least_recently_used_block_makes_room() -> None:
     engine.serve("a is used", said(10, seed=1))
     engine.serve("c", said(9, seed=3))
     engine.other_requests_come(EVERYTHING)
-    found = [engine.tier.offer(engine.arrive(f"again {seed}", said(10, seed)).request, 0) for seed in (1, 2, 3)]
+    found = [
+        engine.tier.missing_tokens(engine.arrive(f"again {seed}", said(10, seed)).request, 0) for seed in (1, 2, 3)
+    ]
     assert found == [8, 0, 8]
 
 
@@ -135,7 +137,7 @@ def test_of_one_prompt_the_end_is_forgotten_first() -> None:
     engine.serve("a", said(17, seed=1))
     engine.serve("b", said(9, seed=2))
     engine.other_requests_come(EVERYTHING)
-    assert engine.tier.offer(engine.arrive("again", said(18, seed=1)).request, 0) == 8
+    assert engine.tier.missing_tokens(engine.arrive("again", said(18, seed=1)).request, 0) == 8
 
 
 def test_of_a_prompt_computed_in_several_steps_the_end_is_forgotten_first() -> None:
@@ -148,7 +150,7 @@ def test_of_a_prompt_computed_in_several_steps_the_end_is_forgotten_first() -> N
     assert engine.tier._next_store > 1
     engine.serve("b", said(9, seed=2))
     engine.other_requests_come(EVERYTHING)
-    assert engine.tier.offer(engine.arrive("again", said(18, seed=1)).request, 0) == 8
+    assert engine.tier.missing_tokens(engine.arrive("again", said(18, seed=1)).request, 0) == 8
 
 
 def test_what_a_reset_has_forgotten_is_stored_again_by_those_who_go_on() -> None:
@@ -161,7 +163,7 @@ def test_what_a_reset_has_forgotten_is_stored_again_by_those_who_go_on() -> None
     engine.go_on(40)
     engine.settle()
     engine.other_requests_come(EVERYTHING)
-    assert engine.tier.offer(engine.arrive("again", said(30)).request, 0) == 28
+    assert engine.tier.missing_tokens(engine.arrive("again", said(30)).request, 0) == 28
 
 
 def test_what_was_forgotten_while_a_request_was_preempted_is_stored_again() -> None:
@@ -176,7 +178,7 @@ def test_what_was_forgotten_while_a_request_was_preempted_is_stored_again() -> N
     engine.go_on(40)
     engine.settle()
     engine.other_requests_come(EVERYTHING)
-    assert engine.tier.offer(engine.arrive("again", said(26)).request, 0) == 24
+    assert engine.tier.missing_tokens(engine.arrive("again", said(26)).request, 0) == 24
 
 
 def test_the_end_of_a_prompt_is_forgotten_first_though_it_is_stored_after_its_request_has_left() -> None:
@@ -189,13 +191,12 @@ def test_the_end_of_a_prompt_is_forgotten_first_though_it_is_stored_after_its_re
     assert engine.tier._next_store == 2
     engine.serve("b", said(9, seed=2))
     engine.other_requests_come(EVERYTHING)
-    assert engine.tier.offer(engine.arrive("again", said(18, seed=1)).request, 0) == 8
+    assert engine.tier.missing_tokens(engine.arrive("again", said(18, seed=1)).request, 0) == 8
 
 
 def test_a_request_that_is_unknown_is_not_stored() -> None:
     engine = engine_of()
-    engine.tier.choose_stores({"unknown": 12})
-    assert engine.tier.take_orders() == ((), ())
+    assert engine.tier.step_orders({"unknown": 12}) == Orders()
 
 
 def test_blocks_are_stored_though_a_window_passes_them_in_the_next_step() -> None:
@@ -220,11 +221,11 @@ def test_a_block_is_found_when_the_last_rank_has_stored_it() -> None:
     engine.step()
     again = engine.arrive("second", said(14)).request
     for rank in engine.ranks:
-        assert engine.tier.offer(again, 0) == 0
+        assert engine.tier.missing_tokens(again, 0) == 0
         rank.finish(rank.under_way[0], End.WELL)
         engine._order([])
         engine.run_all()
-    assert engine.tier.offer(again, 0) == 12
+    assert engine.tier.missing_tokens(again, 0) == 12
 
 
 @pytest.mark.parametrize("end", [End.FAILED, End.UNSETTLED])
@@ -264,15 +265,18 @@ def test_a_pool_of_which_every_slot_is_lost_stores_nothing() -> None:
 def test_a_store_that_ends_twice_is_ignored(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = with_memory_of(14)
     monkeypatch.setattr(logging.getLogger("pd_connector"), "propagate", True)
-    assert engine.tier.stores_settled({0: StoreEnds(1)}) == 0
+    before = engine.counted()
+    engine.tier.settled(set(), set(), Report({0: StoreEnds(1)}))
+    assert engine.counted() == before
     assert "store 0 ended twice" in caplog.text
     engine.check()
 
 
 def test_the_number_of_stored_blocks_is_told() -> None:
     engine = with_memory_of(14, ranks=2)
-    assert engine.stored_blocks == 3
-    assert engine.tier.usage == (3, 16)
+    counted = engine.counted()
+    assert counted["host_blocks"] == counted["host_blocks_cached"] == 3
+    assert counted["host_blocks_capacity"] == 16
 
 
 # Lazily
@@ -365,7 +369,7 @@ def test_of_one_prompt_stored_lazily_the_end_is_forgotten_first() -> None:
     engine.settle()
     host = engine.pool._pool
     host.get_new_blocks(4)  # two hold nothing
-    assert engine.tier.offer(engine.arrive("again", said(18, seed=1)).request, 0) == 8
+    assert engine.tier.missing_tokens(engine.arrive("again", said(18, seed=1)).request, 0) == 8
 
 
 def test_a_lazy_store_that_fails_is_not_ordered_again_and_again() -> None:

@@ -3,10 +3,19 @@
 import pytest
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
-from pd_connector.metadata import LoadOrder
+from pd_connector.orders import LoadOrder, Orders
 from pd_connector.scheduler.host_tier import HostTier, _triples
-from pd_connector.vllm_blocks import HostHit
-from tests.pd_connector.scheduler.host_cases import EVERYTHING, WINDOWED, engine_of, said, steps, stores, with_memory_of
+from pd_connector.vllm.block_pools import HostHit
+from tests.pd_connector.scheduler.host_cases import (
+    EVERYTHING,
+    WINDOWED,
+    engine_of,
+    said,
+    steps,
+    stores,
+    tokens_loading,
+    with_memory_of,
+)
 from tests.pd_connector.scheduler.host_jobs import Job, State
 from tests.pd_connector.scheduler.host_machine import Engine
 from tests.pd_connector.scheduler.host_ranks import End
@@ -21,20 +30,20 @@ from tests.pd_connector.scheduler.host_ranks import End
 def test_whole_blocks_are_found_and_a_token_is_left_to_compute(tokens: int, found: int) -> None:
     engine = with_memory_of(14)  # three blocks of it are full
     job = engine.arrive("second", said(tokens + 1))
-    assert engine.tier.offer(job.request, 0) == found
+    assert engine.tier.missing_tokens(job.request, 0) == found
 
 
 def test_only_what_the_device_does_not_hold_is_offered() -> None:
     engine = with_memory_of(18)
     job = engine.arrive("second", said(18))
-    assert engine.tier.offer(job.request, 8) == 8
+    assert engine.tier.missing_tokens(job.request, 8) == 8
     engine.step()
-    assert engine.tier.tokens_loading("second") == 16
+    assert tokens_loading(engine, "second") == 16
 
 
 def test_another_prompt_is_not_found() -> None:
     engine = with_memory_of(18)
-    assert engine.tier.offer(engine.arrive("second", said(18, seed=1)).request, 0) == 0
+    assert engine.tier.missing_tokens(engine.arrive("second", said(18, seed=1)).request, 0) == 0
 
 
 def test_a_prompt_that_is_in_host_memory_is_loaded_and_not_computed() -> None:
@@ -50,7 +59,7 @@ def test_the_next_turn_of_a_conversation_finds_what_was_said_in_the_last() -> No
     engine = engine_of()
     engine.serve("first", said(17), outputs=9)  # 16 tokens are computed, eight of them were put out
     engine.other_requests_come(EVERYTHING)
-    assert engine.tier.offer(engine.arrive("second", said(26)).request, 0) == 16
+    assert engine.tier.missing_tokens(engine.arrive("second", said(26)).request, 0) == 16
 
 
 def test_device_then_host_then_a_prefill_engine() -> None:
@@ -58,7 +67,7 @@ def test_device_then_host_then_a_prefill_engine() -> None:
     engine.serve("a part of it", said(6))
     job = engine.arrive("second", said(26))
     engine.step(pulls=True)
-    assert engine.tier.tokens_loading("second") == 8  # 4 are on the device, 12 to 23 come from elsewhere
+    assert tokens_loading(engine, "second") == 8  # 4 are on the device, 12 to 23 come from elsewhere
     assert job.request.num_computed_tokens == 24
     engine.end_copies()
     while job.state is not State.GONE:
@@ -71,7 +80,7 @@ def test_a_block_that_is_missing_in_the_middle_ends_the_hit() -> None:
     engine = with_memory_of(18)
     second = engine.pool._pool.blocks[2]
     engine.pool._pool.evict_blocks({second.block_id})
-    assert engine.tier.offer(engine.arrive("second", said(18)).request, 0) == 4
+    assert engine.tier.missing_tokens(engine.arrive("second", said(18)).request, 0) == 4
 
 
 # Sliding windows
@@ -108,9 +117,9 @@ def test_what_host_memory_has_no_block_for_is_not_loaded_though_the_device_keeps
 def test_what_a_window_passes_in_the_next_step_is_found_again() -> None:
     """A prompt is computed in one step, and the blocks before its window are taken from it when the next is planned."""
     engine = with_memory_of(23, groups=WINDOWED, device_blocks=33, slots=33)
-    assert engine.tier.offer(engine.arrive("the same", said(23)).request, 0) == 20
+    assert engine.tier.missing_tokens(engine.arrive("the same", said(23)).request, 0) == 20
     shared = (*said(12), *said(9, seed=50))
-    assert engine.tier.offer(engine.arrive("begins alike", shared).request, 0) == 12
+    assert engine.tier.missing_tokens(engine.arrive("begins alike", shared).request, 0) == 12
 
 
 def test_a_window_that_is_not_whole_is_no_hit() -> None:
@@ -118,7 +127,7 @@ def test_a_window_that_is_not_whole_is_no_hit() -> None:
     windowed = [block for block in engine.pool._pool.blocks if block.block_hash and block.block_hash[-1:] == b"\x01"]
     assert len(windowed) == 5
     engine.pool._pool.evict_blocks({windowed[3].block_id})  # tokens 12 to 15
-    assert engine.tier.offer(engine.arrive("second", said(23)).request, 0) == 12
+    assert engine.tier.missing_tokens(engine.arrive("second", said(23)).request, 0) == 12
 
 
 # Loads
@@ -170,7 +179,7 @@ def test_what_failed_to_load_is_offered_to_others() -> None:
     engine, _ = loading()
     engine.end_copies(End.FAILED)
     engine.step()
-    assert engine.tier.offer(engine.arrive("third", said(14)).request, 0) == 12
+    assert engine.tier.missing_tokens(engine.arrive("third", said(14)).request, 0) == 12
 
 
 def test_the_load_of_an_aborted_request_goes_on_and_gives_everything_back() -> None:
@@ -188,7 +197,7 @@ def test_an_offer_that_is_not_taken_is_given_back() -> None:
     assert not engine.pool.references()
     engine.admit(job, budget=4, fate="declined")
     assert not engine.pool.references()
-    assert engine.tier.take_orders() == ((), ())
+    assert engine.tier.step_orders({}) == Orders()
 
 
 def test_an_offer_stays_while_the_request_waits_for_blocks_and_goes_with_it() -> None:
@@ -213,7 +222,7 @@ def test_a_preempted_request_is_loaded_again() -> None:
     engine.preempt(job)
     engine.other_requests_come(EVERYTHING)
     engine.step()
-    assert engine.tier.tokens_loading("first") == 12
+    assert tokens_loading(engine, "first") == 12
     engine.abort(job)
     engine.settle()
     engine.check_at_rest()
@@ -225,7 +234,7 @@ def test_a_preempted_request_is_loaded_again() -> None:
 def test_nothing_is_found_after_a_reset() -> None:
     engine = with_memory_of(14)
     assert engine.reset(preempts=False)
-    assert engine.tier.offer(engine.arrive("second", said(14)).request, 0) == 0
+    assert engine.tier.missing_tokens(engine.arrive("second", said(14)).request, 0) == 0
     assert engine.pool.free == engine.setup.slots
 
 
@@ -237,7 +246,7 @@ def test_what_is_being_stored_at_a_reset_is_not_found() -> None:
     assert engine.tier.reset()
     engine.settle()
     assert engine.pool.cached == 0
-    assert engine.stored_blocks == 0
+    assert engine.counted()["host_blocks"] == 0
     engine.check_at_rest()
 
 
@@ -254,10 +263,10 @@ def test_what_was_chosen_before_a_reset_is_not_stored() -> None:
 def test_a_reset_takes_offers_back() -> None:
     engine = with_memory_of(14)
     job = engine.arrive("second", said(14))
-    engine.tier.offer(job.request, 0)
+    engine.tier.missing_tokens(job.request, 0)
     assert engine.tier.reset()
     assert not engine.pool.references()
-    assert engine.tier.start_load(job.request, engine.manager.empty_kv_cache_blocks, 12) == 0
+    assert engine.tier.allocated(job.request, engine.manager.empty_kv_cache_blocks, 12) == 0
 
 
 def test_a_reset_says_so_when_a_request_is_loading() -> None:
@@ -283,5 +292,5 @@ def test_a_tier_wants_no_step_while_it_has_nothing_to_do() -> None:
     engine = engine_of()
     assert isinstance(engine.tier, HostTier)
     assert not engine.tier.wants_step
-    assert not engine.tier.holds_device_blocks
-    assert engine.tier.usage == (0, 16)
+    assert not engine.tier.frees_blocks_soon
+    assert (engine.pool.cached, engine.pool.slots) == (0, 16)

@@ -13,7 +13,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 
-from pd_connector.scheduler.leases import LeaseEnd, LeaseTable
+from pd_connector.orders import LeaseEnd
+from pd_connector.scheduler.leases import LeaseTable
 from tests.pd_connector.support import ManualClock
 from transfer.control.messages import InvalidReason
 

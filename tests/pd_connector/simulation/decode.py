@@ -1,22 +1,24 @@
 """A simulated decode engine: vLLM's scheduler and workers as far as the connector meets them, and their memory."""
 
 import math
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, cast
+from typing import Any
 
-from pd_connector.metadata import Cause, PullOrder
+from pd_connector.orders import Cause, Orders, PullOrder, Report
 from pd_connector.scheduler.consumer import Consumer
 from pd_connector.scheduler.renewals import Renewals
-from pd_connector.worker.peer import PullContext
-from pd_connector.worker.pulls import PullService
-from pd_connector.worker.settlement import Settled, Settlement, Stopwatch
+from pd_connector.worker.peer import PeerAddress, PullContext
+from pd_connector.worker.pull import Pull
+from pd_connector.worker.pull_end import PullEnd, PullFailed
+from pd_connector.worker.pulls import Pulls
 from tests.pd_connector.simulation.network import HOST, PORT, Network, SimulatedClient
 from tests.pd_connector.simulation.prefill import BLOCK_TOKENS, PrefillSim, Prompt, Stamp
-from tests.pd_connector.support import FakeRequest
+from tests.pd_connector.support import FakeRequest, allocated
 from transfer.control.errors import PeerRefused
 from transfer.control.messages import Hello
 
@@ -53,40 +55,41 @@ class Job:
 class SessionSim:
     """One rank's pulls from one engine: what the thread of ``PeerSession`` does, in steps."""
 
-    def __init__(self, rank: "RankSim", settle: Callable[[Settled], None], engine_id: str) -> None:
+    def __init__(self, rank: "RankSim", report: Callable[[PullEnd], None], engine_id: str) -> None:
         self.last_used = time.monotonic()
         self._rank = rank
         self._engine_id = engine_id
-        self._settlement = Settlement(rank.client, rank.number, RANKS, MESSAGE_TIMEOUT_S, settle)
-        self._orders: deque[tuple[PullOrder, float]] = deque()
+        self._report = report
+        self._pulls: deque[tuple[Pull, float]] = deque()
         self._hello: Any = None
         self._connected = False
         self._read = 0  # blocks of the first order that were read
 
     @property
     def idle(self) -> bool:
-        return not self._orders
+        return not self._pulls
 
     def __len__(self) -> int:
-        return len(self._orders)
+        return len(self._pulls)
 
     def submit(self, order: PullOrder) -> None:
-        self._orders.append((order, self._rank.now()))
+        pull = Pull(self._rank.context, order, self._report, threading.Event())
+        self._pulls.append((pull, self._rank.now()))
 
     def close(self) -> None:
-        self._orders.clear()
+        self._pulls.clear()
 
     def join(self, timeout_s: float) -> bool:
         return True
 
     def check_integrity(self) -> None:
-        assert self._orders or not self._read, "something was read for nobody"
+        assert self._pulls or not self._read, "something was read for nobody"
 
     def step(self, blocks: int, *, fails: bool) -> None:
         """Go on with the first pull: ``blocks`` blocks, if the handshake is done and nothing fails."""
-        if not self._orders or not self._shake_hands():
+        if not self._pulls or not self._shake_hands():
             return
-        order, submitted = self._orders[0]
+        pull, submitted = self._pulls[0]
         engine = self._rank.find_engine(self._engine_id)
         if self._rank.now() >= submitted + PULL_TIMEOUT_S:
             self._fail(Cause.TIMEOUT)
@@ -94,9 +97,10 @@ class SessionSim:
             self._connected = False
             self._fail(Cause.READ)
         else:
-            self._read_blocks(order, engine, blocks, submitted + PULL_TIMEOUT_S)
+            self._read_blocks(pull, engine, blocks)
 
-    def _read_blocks(self, order: PullOrder, engine: PrefillSim, blocks: int, deadline: float) -> None:
+    def _read_blocks(self, pull: Pull, engine: PrefillSim, blocks: int) -> None:
+        order = pull.order
         wanted = range(order.first_token // BLOCK_TOKENS, math.ceil(order.end_token / BLOCK_TOKENS))
         local, remote = order.local_block_ids[0], order.remote.remote_block_ids[0]
         for number in wanted[self._read : self._read + blocks]:
@@ -106,8 +110,7 @@ class SessionSim:
             self._rank.write(local[number], engine.memory[remote[number]], order.request_id)
         self._read += blocks
         if self._read >= len(wanted):
-            watch = Stopwatch(time.monotonic())
-            self._settlement.confirm(order, Settled(order.request_id), deadline - self._rank.now(), watch)
+            pull.confirm(())
             self._next()
 
     def _shake_hands(self) -> bool:
@@ -123,17 +126,16 @@ class SessionSim:
         elif isinstance(error, PeerRefused):
             self._fail(Cause.REFUSED)
         else:
-            while self._orders:
+            while self._pulls:
                 self._fail(Cause.UNREACHABLE)
         return self._connected
 
     def _fail(self, cause: Cause) -> None:
-        tell = cause is not Cause.UNREACHABLE
-        self._settlement.fail(self._orders[0][0], cause, "as told", Stopwatch(time.monotonic()), tell=tell)
+        self._pulls[0][0].fail(PullFailed(cause, "as told", is_mute=cause is Cause.UNREACHABLE))
         self._next()
 
     def _next(self) -> None:
-        self._orders.popleft()
+        self._pulls.popleft()
         self._read = 0
 
 
@@ -146,7 +148,21 @@ class RankSim:
         self.find_engine = engine.find_engine
         self.memory: list[Stamp] = [("nothing", block) for block in range(engine.blocks + 1)]
         self.sessions: list[SessionSim] = []
-        self.service = PullService(cast("PullContext", None), 600.0, open_session=self._open)
+        nothing: Any = None
+        self.context = PullContext(
+            local=nothing,
+            model=nothing,
+            engine=nothing,
+            client=self.client,
+            allowed=nothing,
+            reader=number,
+            readers=RANKS,
+            reads=nothing,
+            handshake_timeout_s=MESSAGE_TIMEOUT_S,
+            pull_timeout_s=PULL_TIMEOUT_S,
+            clock=engine.network.clock,
+        )
+        self.service = Pulls(self.context, 600.0, open_session=self._open)
         self._engine = engine
 
     def now(self) -> float:
@@ -160,9 +176,9 @@ class RankSim:
         assert self.number not in job.reported_by, "I5: a read writes after it was reported as settled"
         self.memory[block] = stamp
 
-    def _open(self, _: PullContext, settle: Callable[[Settled], None], engine_id: str, *address: Any) -> SessionSim:
-        assert address == (HOST, PORT)
-        self.sessions.append(SessionSim(self, settle, engine_id))
+    def _open(self, _: PullContext, report: Callable[[PullEnd], None], address: PeerAddress) -> SessionSim:
+        assert (address.host, address.port) == (HOST, PORT)
+        self.sessions.append(SessionSim(self, report, address.engine_id))
         return self.sessions[-1]
 
 
@@ -186,7 +202,7 @@ class DecodeSim:
     def arrive(self, request_id: str, prompt: Prompt, params: dict[str, Any]) -> None:
         job = Job(FakeRequest(request_id, prompt.token_ids, params), prompt)
         self.jobs[request_id] = job
-        self.consumer.add_request(job.request)
+        self.consumer.add(job.request)
 
     def schedule(self, job: Job, cached_blocks: int) -> None:
         """vLLM looks at a waiting request, of which its prefix cache holds some blocks, and makes a step."""
@@ -202,7 +218,7 @@ class DecodeSim:
         job.blocks = tuple(self.free.popleft() for _ in range(job.prompt.blocks))
         self.owners |= dict.fromkeys(job.blocks, job)
         self._compute(job, range(cached))
-        self.consumer.start_pull(job.request, (job.blocks,), missing)
+        self.consumer.allocated(job.request, allocated(job.blocks), missing)
         if missing:
             end = math.ceil((job.prompt.tokens - 1) / BLOCK_TOKENS)
             job.pulled, job.state, job.since = range(cached, end), State.PULLING, self.network.clock.now
@@ -215,7 +231,7 @@ class DecodeSim:
     def report(self) -> None:
         """vLLM collects what its workers have settled, and goes on with what all of them have reported."""
         for rank in self.ranks:
-            for end in rank.service.take_settled():
+            for end in rank.service.take_ends():
                 job = self.jobs.get(end.request_id)
                 assert job is not None, "I6: vLLM does not hold this request"
                 assert job.state is State.PULLING, "I6: this request does not wait for a pull"
@@ -227,7 +243,7 @@ class DecodeSim:
 
     def leave(self, job: Job) -> None:
         """The request ends: its client has left, or its answer is complete."""
-        self.consumer.finish_request(job.request.request_id)
+        self.consumer.finish(job.request, ())
         job.aborted = True
         if job.state is not State.PULLING:  # else its blocks are freed when all ranks have reported
             self._forget(job)
@@ -248,26 +264,24 @@ class DecodeSim:
         assert {id(job) for job in self.owners.values()} <= {id(job) for job in self.jobs.values()}
 
     def _step(self, job: Job, *, is_async: bool) -> None:
-        pulls, refusals = self.consumer.take_orders()
-        ordered = [order.request_id for order in pulls] + [order.request_id for order in refusals]
+        orders = self.consumer.step_orders({})
+        assert orders == Orders(pulls=orders.pulls, refusals=orders.refusals)
+        ordered = [order.request_id for order in orders.pulls] + [order.request_id for order in orders.refusals]
         assert ordered == ([job.request.request_id] if is_async else []), "I4: a request waits for nothing"
-        for order in pulls:
+        for order in orders.pulls:
             assert order.remote.lease_id not in self.client.ended, "a lease is read that is known to have ended"
             assert order.remote.lease_id not in self.pulled, "a lease is pulled twice"
             self.pulled.add(order.remote.lease_id)
             job.pull_id = order.pull_id
         for rank in self.ranks:
-            for refusal in refusals:
-                rank.service.refuse(refusal)
-            for order in pulls:
-                rank.service.submit(order)
+            assert sorted(rank.service.execute(orders)) == sorted(ordered)
 
     def _settled(self, job: Job) -> None:
         request_id = job.request.request_id
         fails = job.failed and not job.aborted and not self.recomputes
         if fails:
-            self.consumer.finish_request(request_id)
-        self.consumer.settle(request_id)
+            self.consumer.finish(job.request, ())
+        self.consumer.settled({request_id}, set(), Report())
         if job.aborted or fails:
             self._forget(job)
         elif job.failed:

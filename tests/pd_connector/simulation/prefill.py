@@ -8,6 +8,7 @@ from typing import Any
 from layout.geometry import ModelIdentity, WorkerGeometry
 from pd_connector.params import contents_digest, parse_remote_prefill
 from pd_connector.scheduler.lease_service import LeaseService
+from pd_connector.scheduler.leases import LeaseTable
 from tests.pd_connector.simulation.network import HOST, PORT
 from tests.pd_connector.support import FakeRequest, ManualClock, a_prompt
 from transfer.control.messages import Cancel, Error, Release, Released, Renew, Renewed, Reply, Request
@@ -59,7 +60,8 @@ class PrefillSim:
 
     def __init__(self, clock: ManualClock, blocks: int = 10) -> None:
         self.clock = clock
-        self.service: LeaseService[Promise] = LeaseService(TTL_S, MODEL, 1, clock)
+        leases: LeaseTable[Promise] = LeaseTable(TTL_S, clock)
+        self.service = LeaseService(leases, MODEL, 1)
         self.service.set_workers((WORKER,))
         self.memory: list[Stamp] = [("nothing", block) for block in range(blocks + 1)]
         self.free = deque(range(1, blocks + 1))
@@ -111,7 +113,7 @@ class PrefillSim:
 
     def serve(self, request: Request) -> Reply:
         """Answer a message, and check the answer against the promises."""
-        reply = self.service.answer(request)
+        reply = self.service.handle(request)
         if request.engine_id == self.service.engine_id:
             self._expire()
             self._check(request, reply)

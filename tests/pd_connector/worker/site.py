@@ -4,8 +4,9 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from pd_connector.params import RemotePrefill
-from pd_connector.worker.peer import PeerSession, PullContext
-from pd_connector.worker.settlement import Settled
+from pd_connector.worker.peer import PeerAddress, PullContext
+from pd_connector.worker.pull_end import PullEnd
+from pd_connector.worker.session import PeerSession
 from tests.layout.oracle import Engine, Model
 from tests.pd_connector.engines import (
     DECODE,
@@ -17,7 +18,7 @@ from tests.pd_connector.engines import (
     an_order,
     decode_workers,
 )
-from transfer.engine.in_process import InProcessFabric
+from tests.support.in_process_engine import InProcessFabric
 
 THEIRS: Blocks = ((5, 6, 3, 9, 2),)  # of a prompt of 70 tokens on the prefill engine
 OURS: Blocks = ((1, 2, 8, 3, 11),)
@@ -48,7 +49,8 @@ class Site:
         """A session with the engine that ``remote`` names; ``changes`` are made to its context, or to ``settle``."""
         settle = changes.pop("settle", worker.ends.put)
         context: PullContext = replace(worker.context(), **changes)
-        session = PeerSession(context, settle, remote.remote_engine_id, remote.remote_host, remote.remote_port)
+        address = PeerAddress(remote.remote_engine_id, remote.remote_host, remote.remote_port)
+        session = PeerSession(context, settle, address)
         self._sessions.append(session)
         return session
 
@@ -62,7 +64,7 @@ class Site:
         assert not stuck
 
 
-def pull_once(site: Site, remote: RemotePrefill, worker: DecodeWorker | None = None, **changes: Any) -> Settled:
+def pull_once(site: Site, remote: RemotePrefill, worker: DecodeWorker | None = None, **changes: Any) -> PullEnd:
     """The end of one pull into ``OURS``; ``changes`` are made to what the prefill engine answered."""
     worker = worker or site.decode()[0]
     order = an_order("r", remote, OURS, **changes)

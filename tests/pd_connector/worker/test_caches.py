@@ -20,8 +20,8 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.worker.utils import allocate_kv_cache
 
 from layout.geometry import Plane, Region, WorkerGeometry
-from pd_connector.cache_groups import GroupSpec, Ranks
-from pd_connector.cpu_head_order import HeadOrder, StridedPart
+from pd_connector.vllm.cache_groups import GroupSpec, Ranks
+from pd_connector.vllm.cpu.head_order import HeadOrder, StridedPart
 from pd_connector.worker.caches import UnknownCacheError, describe_caches
 
 BLOCKS, TOKENS = 5, 16

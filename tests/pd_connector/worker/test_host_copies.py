@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from layout.copies import Copies
 from layout.geometry import Region
 from layout.host_blocks import HostLayout, host_layout
-from pd_connector.host_orders import BlockMoves, LoadOrder, StoreEnds, StoreOrder
+from pd_connector.orders import BlockMoves, LoadOrder, StoreEnds, StoreOrder
 from pd_connector.worker.host_copies import CopyEnd, DeviceLostError, HostCopies, _look_at, _UnderWay
 from tests.layout.host_trips import Bytes, Device
 from tests.layout.oracle import Engine, Extra, Model, build

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from layout.host_blocks import host_layout
-from pd_connector.cache_groups import GroupSpec, Ranks
-from pd_connector.host_orders import BlockMoves, LoadOrder, StoreEnds, StoreOrder
+from pd_connector.orders import BlockMoves, LoadOrder, StoreEnds, StoreOrder
+from pd_connector.vllm.cache_groups import GroupSpec, Ranks
 from pd_connector.worker.caches import describe_caches
 from pd_connector.worker.host_copies import DeviceLostError, HostCopies
 from tests.transfer.batch_copy.conftest import CudaDevice

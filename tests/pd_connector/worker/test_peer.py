@@ -15,7 +15,7 @@ import pytest
 from layout.copies import Copies
 from layout.geometry import Region
 from pd_connector.scheduler.leases import LeaseTable
-from pd_connector.worker.settlement import Settled
+from pd_connector.worker.pull_end import PullEnd
 from tests.layout.oracle import Engine
 from tests.pd_connector.engines import (
     DECODE,
@@ -25,10 +25,10 @@ from tests.pd_connector.engines import (
 )
 from tests.pd_connector.support import ManualClock, until
 from tests.pd_connector.worker.site import OURS, THEIRS, Site, pull_once
+from tests.support.in_process_engine import Fault, InProcessEngine, InProcessFabric, InProcessLink
 from tests.transfer.control.faults import Direction, FaultyNetwork, deliver
 from transfer.control.messages import Hello, Release, Request, decode_request
 from transfer.engine.base import ReadFailed
-from transfer.engine.in_process import Fault, InProcessEngine, InProcessFabric, InProcessLink
 
 
 class RememberingEngine(InProcessEngine):
@@ -54,8 +54,8 @@ def test_a_pull_brings_exactly_its_bytes_and_releases_the_lease(site: Site) -> N
     assert end.copied_bytes == 80 * MODEL.layers * MODEL.kv_heads * sum(MODEL.contents) * MODEL.item_size
     assert end.descriptors > 0
     assert worker.holds([(OURS, 0, 69)])
-    assert prefill.producer.leases.collect() == ("r",)
-    assert prefill.producer.leases.take_events()["released"] == 1
+    assert prefill.leases.collect() == ("r",)
+    assert prefill.leases.take_events()["released"] == 1
 
 
 def test_every_phase_of_a_pull_is_timed(site: Site) -> None:
@@ -91,10 +91,10 @@ def test_every_decode_rank_gets_its_heads_and_the_last_release_ends_the_lease(
     workers = site.decode(replace(DECODE, tp=decode_tp))
     remote = prefill.prefill("r", THEIRS)
     for worker in workers:
-        assert prefill.producer.leases.collect() == ()
+        assert prefill.leases.collect() == ()
         site.session(worker, remote).submit(an_order("r", remote, OURS))
         assert worker.next_end().cause == ""
-    assert prefill.producer.leases.collect() == ("r",)
+    assert prefill.leases.collect() == ("r",)
     assert all(worker.holds([(OURS, 0, 69)]) for worker in workers)
 
 
@@ -128,15 +128,15 @@ def test_a_read_that_failed_and_is_settled_fails_the_pull_and_releases_the_lease
     end = pull_once(site, prefill.prefill("r", THEIRS), worker)
     assert end.cause == "read"
     assert "a fault was injected" in end.reason
-    assert prefill.producer.engine_id in end.reason
-    assert until(lambda: prefill.producer.leases.collect() == ("r",))
+    assert prefill.service.engine_id in end.reason
+    assert until(lambda: prefill.leases.collect() == ("r",))
 
 
 def test_no_late_byte_of_an_unsettled_read_lands_after_the_pull_was_reported(site: Site) -> None:
     prefill, (worker,) = site.prefill(), site.decode()
     at_the_report: list[tuple[int, bool]] = []
 
-    def settle(end: Settled) -> None:
+    def settle(end: PullEnd) -> None:
         reported = worker.rank.memory.copy()
         late = site.fabric.deliver_late_bytes()
         at_the_report.append((late, bool((worker.rank.memory == reported).all())))
@@ -154,7 +154,7 @@ def test_no_late_byte_lands_when_one_of_two_prefill_ranks_fails(site: Site) -> N
     late: list[int] = []
     site.fabric.inject(2, Fault(settled=False))
 
-    def settle(end: Settled) -> None:
+    def settle(end: PullEnd) -> None:
         late.append(site.fabric.deliver_late_bytes())
         worker.ends.put(end)
 
@@ -204,7 +204,7 @@ def test_no_late_byte_lands_when_one_rank_fails_and_another_surprises(
                 raise
             raise MemoryError from error
 
-    def settle(end: Settled) -> None:
+    def settle(end: PullEnd) -> None:
         late.append(site.fabric.deliver_late_bytes())
         worker.ends.put(end)
 
@@ -268,7 +268,7 @@ def test_a_prefill_worker_that_died_fails_the_pull(site: Site) -> None:
 def test_a_pull_whose_lease_ended_during_the_read_has_failed(site: Site, ended: str) -> None:
     prefill, (worker,) = site.prefill(), site.decode()
     clock = ManualClock()
-    prefill.producer.leases = LeaseTable(30.0, clock)
+    prefill.service.leases = LeaseTable(30.0, clock)
     reading = threading.Event()
     site.fabric.inject(1, Fault(until=reading, fails=False, landed=3))
     remote = prefill.prefill("r", THEIRS)
@@ -277,8 +277,8 @@ def test_a_pull_whose_lease_ended_during_the_read_has_failed(site: Site, ended: 
     if ended == "expired":
         clock.advance(30.0)
     else:
-        prefill.producer.leases.cancel([remote.lease_id])
-    assert prefill.producer.leases.collect() == ("r",)
+        prefill.leases.cancel([remote.lease_id])
+    assert prefill.leases.collect() == ("r",)
     reading.set()
     end = worker.next_end()
     assert end.cause == "lease"
@@ -301,12 +301,12 @@ def test_a_pull_whose_release_is_never_answered_has_failed(site: Site) -> None:
     prefill, (worker,) = site.prefill(), site.decode()
     worker.pull_timeout_s = 1.0
     lost: list[int] = []
-    with FaultyNetwork(prefill.producer.port, asked(Release, lambda: lost.append(1))) as network:
+    with FaultyNetwork(prefill.port, asked(Release, lambda: lost.append(1))) as network:
         end = pull_once(site, prefill.prefill("r", THEIRS), worker, remote_port=network.port)
     assert end.cause == "unconfirmed"
     assert "did not answer 'release'" in end.reason
     assert len(lost) > 1  # it was asked again
-    assert prefill.producer.leases.active == 1
+    assert prefill.leases.active == 1
 
 
 def test_a_release_whose_answer_is_lost_is_confirmed_by_the_next(site: Site) -> None:
@@ -314,21 +314,21 @@ def test_a_release_whose_answer_is_lost_is_confirmed_by_the_next(site: Site) -> 
     lost = [0]
 
     def rule(direction: Direction, frame: bytes) -> Any:
-        if direction is Direction.REPLY and prefill.producer.leases.active == 0 and lost[0] < 2:
+        if direction is Direction.REPLY and prefill.leases.active == 0 and lost[0] < 2:
             lost[0] += 1
             return []
         return deliver(direction, frame)
 
-    with FaultyNetwork(prefill.producer.port, rule) as network:
+    with FaultyNetwork(prefill.port, rule) as network:
         end = pull_once(site, prefill.prefill("r", THEIRS), worker, remote_port=network.port)
     assert (end.cause, lost) == ("", [2])
-    assert prefill.producer.leases.collect() == ("r",)
+    assert prefill.leases.collect() == ("r",)
 
 
 def test_a_handshake_that_is_lost_is_asked_for_again(site: Site) -> None:
     prefill, (worker,) = site.prefill(), site.decode()
     lost: list[int] = []
-    with FaultyNetwork(prefill.producer.port) as network:
+    with FaultyNetwork(prefill.port) as network:
         lose = asked(Hello, lambda: lost.append(1))
         network.rule = lambda direction, frame: lose(direction, frame) if len(lost) < 3 else deliver(direction, frame)
         end = pull_once(site, prefill.prefill("r", THEIRS), worker, remote_port=network.port)
@@ -338,7 +338,7 @@ def test_a_handshake_that_is_lost_is_asked_for_again(site: Site) -> None:
 def test_a_release_under_way_when_the_client_closes_is_not_taken_for_an_answer(site: Site) -> None:
     prefill, (worker,) = site.prefill(), site.decode()
     released = threading.Event()
-    with FaultyNetwork(prefill.producer.port, asked(Release, released.set)) as network:
+    with FaultyNetwork(prefill.port, asked(Release, released.set)) as network:
         remote = prefill.prefill("r", THEIRS)
         order = an_order("r", remote, OURS, remote_port=network.port)
         site.session(worker, order.remote).submit(order)
@@ -357,7 +357,7 @@ def test_every_pull_is_settled_exactly_once_whatever_fails(site: Site) -> None:
     session = site.session(worker, remotes[0])
     for read, fault in ((2, Fault(settled=False)), (5, Fault(settled=True)), (6, Fault(settled=False, landed=0))):
         site.fabric.inject(read, fault)
-    prefill.producer.leases.cancel([remotes[number].lease_id for number in (7, 20)])
+    prefill.leases.cancel([remotes[number].lease_id for number in (7, 20)])
     for number, remote in enumerate(remotes):
         wrong = {"remote_block_ids": ((99,),)} if number % 10 == 9 else {}
         session.submit(an_order(f"r{number}", remote, OURS, 0, 16, **wrong))
@@ -365,7 +365,7 @@ def test_every_pull_is_settled_exactly_once_whatever_fails(site: Site) -> None:
     session.close()
     assert session.join(10.0)
     assert sorted(end.request_id for end in ends) == sorted(f"r{number}" for number in range(30))
-    assert until(lambda: prefill.producer.leases.active == 0)
+    assert until(lambda: prefill.leases.active == 0)
     assert worker.ends.empty()
     causes = [end.cause for end in ends]
     assert {cause: causes.count(cause) for cause in set(causes)} == {"": 22, "read": 3, "lease": 2, "params": 3}

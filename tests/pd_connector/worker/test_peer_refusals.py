@@ -11,10 +11,10 @@ from tests.layout.oracle import Model
 from tests.pd_connector.engines import DECODE, IDENTITY, MODEL, PREFILL, Blocks, an_order
 from tests.pd_connector.support import until
 from tests.pd_connector.worker.site import OURS, THEIRS, Site, pull_once
+from tests.support.in_process_engine import InProcessEngine, InProcessLink
 from tests.transfer.control.faults import FaultyNetwork, deliver
 from tests.transfer.control.support import free_port
 from transfer.engine.base import ReadFailed
-from transfer.engine.in_process import InProcessEngine, InProcessLink
 
 # Peers that cannot be used
 
@@ -39,7 +39,7 @@ def test_an_unreachable_engine_fails_what_is_queued_behind_at_once(site: Site) -
 def test_an_engine_that_has_come_back_is_pulled_from_again(site: Site) -> None:
     prefill, (worker,) = site.prefill(), site.decode()
     worker.handshake_timeout_s = 1.0
-    with FaultyNetwork(prefill.producer.port, lambda direction, frame: []) as network:
+    with FaultyNetwork(prefill.port, lambda direction, frame: []) as network:
         first, second = prefill.prefill("r1", THEIRS), prefill.prefill("r2", THEIRS)
         order = an_order("r1", first, OURS, remote_port=network.port)
         session = site.session(worker, order.remote)
@@ -59,7 +59,7 @@ def test_an_engine_that_restarted_at_the_same_port_refuses_the_old_params(site: 
     worker = site.decode()[0]
     end = pull_once(site, remote, worker)
     assert end.cause == "refused"
-    for part in (remote.remote_engine_id, new.producer.engine_id, "has restarted"):
+    for part in (remote.remote_engine_id, new.service.engine_id, "has restarted"):
         assert part in end.reason
     assert site.fabric.reads == 0
     assert worker.untouched
@@ -71,7 +71,7 @@ def test_an_engine_whose_transfer_port_is_closed_is_unreachable(site: Site) -> N
     end = pull_once(site, prefill.prefill("r", THEIRS), worker)
     assert end.cause == "unreachable"
     assert f"cannot reach the transfer engine at {prefill.engines[0].address}" in end.reason
-    assert until(lambda: prefill.producer.leases.collect() == ("r",)), "it answers, so it is told"
+    assert until(lambda: prefill.leases.collect() == ("r",)), "it answers, so it is told"
 
 
 def test_pulls_behind_one_that_found_no_transfer_engine_free_their_blocks_at_once_too(
@@ -94,7 +94,7 @@ def test_pulls_behind_one_that_found_no_transfer_engine_free_their_blocks_at_onc
     go_on.set()
     assert {worker.next_end().cause for _ in remotes} == {"unreachable"}
     assert not opening.is_set(), "it was tried once for all"
-    assert until(lambda: prefill.producer.leases.active == 0)
+    assert until(lambda: prefill.leases.active == 0)
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def test_an_engine_with_another_model_is_incompatible_and_nothing_is_read(site: 
     assert f"{field} is {getattr(IDENTITY, field)!r} here and {value!r} there" in end.reason
     assert site.fabric.reads == 0
     assert worker.untouched
-    assert until(lambda: prefill.producer.leases.collect() == ("r",))
+    assert until(lambda: prefill.leases.collect() == ("r",))
 
 
 @pytest.mark.parametrize(
@@ -181,7 +181,7 @@ def test_block_ids_that_cannot_be_are_refused_and_nothing_is_read(site: Site, bl
     assert words in end.reason
     assert site.fabric.reads == 0
     assert worker.untouched
-    assert until(lambda: prefill.producer.leases.collect() == ("r",))
+    assert until(lambda: prefill.leases.collect() == ("r",))
 
 
 def test_a_pull_with_wrong_params_does_not_hurt_the_next_one(site: Site) -> None:

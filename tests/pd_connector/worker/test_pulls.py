@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from pd_connector.metadata import Cause, PullOrder, RefuseOrder
+from pd_connector.orders import Cause, Orders, PullOrder, RefuseOrder, Report
 from pd_connector.scheduler.consumer import Consumer
 from pd_connector.scheduler.leases import LeaseTable
 from pd_connector.scheduler.renewals import Renewals
 from pd_connector.worker import pulls as pulls_module
-from pd_connector.worker.pulls import PullService
-from pd_connector.worker.settlement import Settled
+from pd_connector.worker.pull_end import PullEnd
+from pd_connector.worker.pulls import Pulls
 from tests.pd_connector.engines import (
     DECODE,
     PREFILL,
@@ -25,11 +25,11 @@ from tests.pd_connector.engines import (
     an_order,
     decode_workers,
 )
-from tests.pd_connector.support import FakeRequest, ManualClock, a_prompt, until
+from tests.pd_connector.support import FakeRequest, ManualClock, a_prompt, allocated, until
 from tests.pd_connector.worker.site import OURS, THEIRS, Site
+from tests.support.in_process_engine import Fault, InProcessFabric
 from tests.transfer.control.support import free_port
 from transfer.control.client import ControlClient
-from transfer.engine.in_process import Fault, InProcessFabric
 
 
 class DecodeEngine:
@@ -37,7 +37,7 @@ class DecodeEngine:
 
     def __init__(self, fabric: InProcessFabric, tp: int = 1, peer_idle_s: float = 600.0, **changes: Any) -> None:
         self.workers = decode_workers(fabric, replace(DECODE, tp=tp))
-        self.services = [PullService(replace(worker.context(), **changes), peer_idle_s) for worker in self.workers]
+        self.services = [Pulls(replace(worker.context(), **changes), peer_idle_s) for worker in self.workers]
 
     @property
     def worker(self) -> DecodeWorker:
@@ -45,23 +45,23 @@ class DecodeEngine:
         return worker
 
     @property
-    def service(self) -> PullService:
+    def service(self) -> Pulls:
         (service,) = self.services
         return service
 
-    def run(self, *orders: PullOrder) -> dict[str, list[Settled]]:
+    def run(self, *orders: PullOrder) -> dict[str, list[PullEnd]]:
         """Hand orders to all ranks, and wait for the end of each on every rank."""
         for order in orders:
             for service in self.services:
-                service.submit(order)
+                submit(service, order)
         return self.wait(len(orders) * len(self.services))
 
-    def wait(self, number: int, timeout_s: float = 30.0) -> dict[str, list[Settled]]:
+    def wait(self, number: int, timeout_s: float = 30.0) -> dict[str, list[PullEnd]]:
         """The next ends, by request id; fails if there are more of them or fewer."""
-        ends: list[Settled] = []
+        ends: list[PullEnd] = []
 
         def arrived() -> bool:
-            ends.extend(end for service in self.services for end in service.take_settled())
+            ends.extend(end for service in self.services for end in service.take_ends())
             for service in self.services:
                 service.check_integrity()
             return len(ends) >= number
@@ -78,8 +78,12 @@ class DecodeEngine:
             worker.close()
 
 
-def _ids(ends: list[Settled]) -> set[str]:
+def _ids(ends: list[PullEnd]) -> set[str]:
     return {end.request_id for end in ends}
+
+
+def submit(service: Pulls, order: PullOrder) -> None:
+    assert service.execute(Orders(pulls=(order,))) == [order.request_id]
 
 
 Decode = Callable[..., DecodeEngine]
@@ -108,35 +112,35 @@ def test_requests_of_a_decode_engine_at_tp_2_are_pulled_from_a_prefill_engine_at
         for request_id, blocks in tables.items():
             params = prefill.prefill(f"{request_id} at p", THEIRS).to_params()
             request = FakeRequest(request_id, a_prompt(70), params)
-            consumer.add_request(request)
-            consumer.start_pull(request, blocks, consumer.missing_tokens(request, 0) or 0)
-        orders, refusals = consumer.take_orders()
-        assert refusals == ()
-        ends = decode.run(*orders)
+            consumer.add(request)
+            consumer.allocated(request, allocated(*blocks), consumer.missing_tokens(request, 0) or 0)
+        orders = consumer.step_orders({})
+        assert orders == Orders(pulls=orders.pulls)
+        ends = decode.run(*orders.pulls)
         for request_id, of_ranks in ends.items():
             assert [end.cause for end in of_ranks] == ["", ""]
-            consumer.settle(request_id)
+            consumer.settled({request_id}, set(), Report())
             consumer.check_integrity()
     assert ends.keys() == tables.keys()
     assert all(worker.holds([(blocks, 0, 69) for blocks in tables.values()]) for worker in decode.workers)
-    assert sorted(prefill.producer.leases.collect()) == ["a at p", "b at p"]
-    assert prefill.producer.leases.take_events() == {"granted": 2, "released": 2}
+    assert sorted(prefill.leases.collect()) == ["a at p", "b at p"]
+    assert prefill.leases.take_events() == {"granted": 2, "released": 2}
 
 
 def test_a_renewal_keeps_the_lease_of_a_slow_pull(site: Site, start_decode: Decode) -> None:
     prefill, decode = site.prefill(), start_decode()
     clock, client = ManualClock(), ControlClient()
-    prefill.producer.leases = LeaseTable(30.0, clock)
+    prefill.service.leases = LeaseTable(30.0, clock)
     renewals = Renewals(client, 5.0, clock)
     consumer = Consumer(client, 5.0, renewals)
     finish = threading.Event()
     site.fabric.inject(1, Fault(until=finish, fails=False))
     with closing(client):
         request = FakeRequest("r", a_prompt(70), prefill.prefill("r", THEIRS).to_params())
-        consumer.add_request(request)
-        consumer.start_pull(request, OURS, consumer.missing_tokens(request, 0) or 0)
-        ((order,), _) = consumer.take_orders()
-        decode.service.submit(order)
+        consumer.add(request)
+        consumer.allocated(request, allocated(*OURS), consumer.missing_tokens(request, 0) or 0)
+        (order,) = consumer.step_orders({}).pulls
+        submit(decode.service, order)
         for _ in range(9):
             clock.advance(10.0)
             answered = client.counters.answered
@@ -152,15 +156,16 @@ def test_a_request_that_leaves_early_frees_the_blocks_of_the_prefill_engine(site
     client = ControlClient()
     consumer = Consumer(client, 5.0, Renewals(client, 5.0))
     with closing(client):
-        consumer.add_request(FakeRequest("r", a_prompt(70), prefill.prefill("r", THEIRS).to_params()))
-        consumer.finish_request("r")
-        assert until(lambda: prefill.producer.leases.collect() == ("r",))
+        request = FakeRequest("r", a_prompt(70), prefill.prefill("r", THEIRS).to_params())
+        consumer.add(request)
+        consumer.finish(request, ())
+        assert until(lambda: prefill.leases.collect() == ("r",))
 
 
 def test_a_dead_engine_does_not_delay_the_pulls_from_another(site: Site, start_decode: Decode) -> None:
     prefill, decode = site.prefill(), start_decode(handshake_timeout_s=1.0)
     dead = an_order("dead", prefill.prefill("dead", THEIRS), OURS, remote_engine_id="d", remote_port=free_port())
-    decode.service.submit(dead)
+    submit(decode.service, dead)
     time.sleep(0.02)  # its thread is in the handshake by now
     for number in range(3):
         assert decode.run(an_order(f"r{number}", prefill.prefill(f"r{number}", THEIRS), OURS)).keys() == {f"r{number}"}
@@ -171,7 +176,7 @@ def test_a_read_that_hangs_does_not_delay_the_pulls_from_another_engine(site: Si
     hung, prefill, decode = site.prefill(), site.prefill(), start_decode()
     finish = threading.Event()
     site.fabric.inject(1, Fault(until=finish, fails=False))
-    decode.service.submit(an_order("hung", hung.prefill("hung", THEIRS), ((4, 5, 6, 7, 9),)))
+    submit(decode.service, an_order("hung", hung.prefill("hung", THEIRS), ((4, 5, 6, 7, 9),)))
     assert until(lambda: site.fabric.reads == 1)
     assert [end.cause for end in decode.run(an_order("r", prefill.prefill("r", THEIRS), OURS))["r"]] == [""]
     finish.set()
@@ -194,25 +199,26 @@ def test_one_rank_that_fails_says_so_and_the_others_do_not(site: Site, start_dec
     ends = decode.run(an_order("r", prefill.prefill("r", THEIRS), OURS))["r"]
     assert sorted(end.cause for end in ends) == ["", "read"]
     assert site.fabric.deliver_late_bytes() == 0
-    assert until(lambda: prefill.producer.leases.collect() == ("r",))
+    assert until(lambda: prefill.leases.collect() == ("r",))
 
 
 def test_a_refusal_of_the_scheduler_half_is_reported_once_as_failed(site: Site, start_decode: Decode) -> None:
     decode = start_decode()
-    decode.service.refuse(RefuseOrder("r", Cause.PARAMS, "the two legs must carry the same prompt"))
-    (end,) = decode.service.take_settled()
-    assert end == Settled("r", Cause.PARAMS, "the two legs must carry the same prompt")
-    assert decode.service.take_settled() == []
+    refusal = RefuseOrder("r", Cause.PARAMS, "the two legs must carry the same prompt")
+    assert decode.service.execute(Orders(refusals=(refusal,))) == ["r"]
+    (end,) = decode.service.take_ends()
+    assert end == PullEnd("r", Cause.PARAMS, "the two legs must carry the same prompt")
+    assert decode.service.take_ends() == []
 
 
 def test_a_second_settlement_is_never_reported(
     site: Site, start_decode: Decode, caplog: pytest.LogCaptureFixture
 ) -> None:
     decode = start_decode()
-    decode.service.refuse(RefuseOrder("r", Cause.PARAMS, "first"))
-    decode.service._settled.put(Settled("r", Cause.READ, "second"))
+    decode.service.execute(Orders(refusals=(RefuseOrder("r", Cause.PARAMS, "first"),)))
+    decode.service._ended.put(PullEnd("r", Cause.READ, "second"))
     with caplog.at_level(logging.ERROR):
-        assert [end.reason for end in decode.service.take_settled()] == ["first"]
+        assert [end.reason for end in decode.service.take_ends()] == ["first"]
     assert "request r settled twice" in caplog.text
 
 
@@ -220,7 +226,7 @@ def test_an_id_may_be_pulled_again_after_it_was_reported(site: Site, start_decod
     prefill, decode = site.prefill(), start_decode()
     for _ in range(2):
         assert [end.cause for end in decode.run(an_order("r", prefill.prefill("r", THEIRS), OURS))["r"]] == [""]
-        assert prefill.producer.leases.collect() == ("r",)
+        assert prefill.leases.collect() == ("r",)
 
 
 def test_an_idle_session_is_closed_when_a_new_engine_comes(site: Site, start_decode: Decode) -> None:
@@ -238,10 +244,10 @@ def test_a_session_with_a_pull_under_way_is_not_idle(site: Site, start_decode: D
     slow, other, decode = site.prefill(), site.prefill(), start_decode(peer_idle_s=0.01)
     finish = threading.Event()
     site.fabric.inject(1, Fault(until=finish, fails=False))
-    decode.service.submit(an_order("slow", slow.prefill("slow", THEIRS), ((4, 5, 6, 7, 9),)))
+    submit(decode.service, an_order("slow", slow.prefill("slow", THEIRS), ((4, 5, 6, 7, 9),)))
     time.sleep(0.05)
     decode.run(an_order("r", other.prefill("r", THEIRS), OURS))
-    decode.service.submit(an_order("behind", slow.prefill("behind", THEIRS), OURS))
+    submit(decode.service, an_order("behind", slow.prefill("behind", THEIRS), OURS))
     assert len(pull_threads()) == 2  # one for each engine
     finish.set()
     ends = decode.wait(2)
@@ -254,7 +260,7 @@ def test_closing_drops_what_is_queued_and_joins_all_threads(site: Site, start_de
     for read in (1, 2, 3):
         site.fabric.inject(read, Fault(until=finish, fails=False))
     for number in range(9):
-        decode.service.submit(an_order(f"r{number}", engines[number % 3].prefill(f"r{number}", THEIRS), OURS))
+        submit(decode.service, an_order(f"r{number}", engines[number % 3].prefill(f"r{number}", THEIRS), OURS))
     assert until(lambda: site.fabric.reads == 3)
     decode.service.close()
     finish.set()
@@ -266,15 +272,15 @@ def test_closing_drops_what_is_queued_and_joins_all_threads(site: Site, start_de
 def test_no_more_engines_are_pulled_from_at_once_than_allowed(site: Site) -> None:
     """The ids and addresses of engines come from clients: they must not make threads without end."""
     (worker,), prefill = site.decode(), site.prefill()
-    service = PullService(worker.context(), 600.0, max_peers=2)
+    service = Pulls(worker.context(), 600.0, max_peers=2)
     finish = threading.Event()
     site.fabric.inject(1, Fault(until=finish, fails=False))
-    service.submit(an_order("real", prefill.prefill("real", THEIRS), OURS))
+    submit(service, an_order("real", prefill.prefill("real", THEIRS), OURS))
     port = free_port()
     for name in ("x", "y"):
         remote = prefill.prefill(name, THEIRS)
-        service.submit(an_order(name, remote, OURS, remote_engine_id=name, remote_port=port))
-    (end,) = service.take_settled()
+        submit(service, an_order(name, remote, OURS, remote_engine_id=name, remote_port=port))
+    (end,) = service.take_ends()
     assert (end.request_id, end.cause) == ("y", "unreachable")
     assert len(pull_threads()) == 2
     finish.set()
@@ -291,7 +297,7 @@ def test_closing_does_not_wait_for_ever_for_a_read_that_hangs(
     prefill, decode = site.prefill(), start_decode()
     finish = threading.Event()
     site.fabric.inject(1, Fault(until=finish, fails=False))
-    decode.service.submit(an_order("r", prefill.prefill("r", THEIRS), OURS))
+    submit(decode.service, an_order("r", prefill.prefill("r", THEIRS), OURS))
     (stuck,) = pull_threads()
     assert until(lambda: site.fabric.reads == 1)
     decode.service.close()

@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from layout.geometry import Region
-from pd_connector.cache_groups import Ranks
 from pd_connector.config import parse_config
 from pd_connector.stats import StatsRecorder
-from pd_connector.worker import half as worker_half
-from pd_connector.worker.half import WorkerHalf
+from pd_connector.vllm.cache_groups import Ranks
+from pd_connector.worker import worker as worker_half
+from pd_connector.worker.worker import ConnectorWorker
 from tests.pd_connector.test_connector import BLOCK_TOKENS, CACHES, LAYERS, a_config
-from transfer.engine.in_process import InProcessEngine, InProcessFabric
+from tests.support.in_process_engine import InProcessEngine, InProcessFabric
 
 HUGE_PAGE = 2 << 20
 
@@ -36,7 +36,7 @@ def staged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Staged:
         settings = {"host": "127.0.0.1", "protocol": "tcp", "model_check": "off", **extra}
         engine = InProcessEngine(InProcessFabric())
         caches = {name: torch.zeros(8, 2, BLOCK_TOKENS, 128) for name in LAYERS}
-        half = WorkerHalf(
+        half = ConnectorWorker(
             a_config(tmp_path, role, **settings), CACHES, parse_config(settings), StatsRecorder(), lambda _: engine
         )
         half.register_caches(caches)

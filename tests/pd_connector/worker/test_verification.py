@@ -20,12 +20,11 @@ from layout.compatibility import IncompatibleCachesError
 from layout.geometry import WorkerGeometry
 from layout.plan import compile_plans
 from layout.sharding import Source, choose_sources
-from pd_connector.metadata import Cause, Hashed, HashOrder, PullOrder
-from pd_connector.scheduler.checksum_book import ChecksumBook
+from pd_connector.orders import Cause, ChecksumOrder, ChecksumReport, PullOrder, block_table
+from pd_connector.scheduler.checksum_table import ChecksumTable
 from pd_connector.worker import verification
-from pd_connector.worker.block_tables import block_table
-from pd_connector.worker.hashing import Interrupted, Summing
-from pd_connector.worker.settlement import PullFailed
+from pd_connector.worker.checksums import CacheChecksums, Interrupted
+from pd_connector.worker.pull_end import PullFailed
 from pd_connector.worker.verification import Verifier
 from tests.layout.oracle import LAYOUTS, Engine, Held, Model, Rank, build
 from tests.layout.test_matrix import FORMS, WHOLE_HEADS, WINDOW, engines, models, thorough
@@ -40,7 +39,7 @@ from transfer.control.messages import Checksummed, Checksums, Reply, Request, de
 class BookClient(ControlClient):
     """Asks a book without a network, and remembers what for."""
 
-    def __init__(self, book: ChecksumBook) -> None:  # no thread
+    def __init__(self, book: ChecksumTable) -> None:  # no thread
         self.book = book
         self.asked: list[Checksums] = []
         self.largest = 0
@@ -78,19 +77,19 @@ class Transfer:
         ]
         prefilled = a_remote(a_prompt(span[1] + 1), remote_block_ids=in_order[1])
         order = PullOrder("r", prefilled, in_order[0], *span, "pull")
-        book = ChecksumBook(frozenset)
+        book = ChecksumTable(frozenset)
         book.set_workers(len(theirs))
         return cls(ours, theirs, order, BookClient(book))
 
     def lease(self, rank: Rank) -> None:
         """The prefill engine's workers, as far as ``rank`` reads from them, sum what is leased."""
-        leased = HashOrder(self.order.remote.lease_id, self.order.remote.remote_block_ids, self.order.end_token)
+        leased = ChecksumOrder(self.order.remote.lease_id, self.order.remote.remote_block_ids, self.order.end_token)
         self.client.book.order(leased)
         assert self.client.book.take_orders() == (leased,)
         for source in self.sources(rank):
             theirs = self.theirs[source.remote].geometry
-            sums = Summing(theirs).sums(leased.block_ids, 0, leased.end_token, threading.Event())
-            self.client.book.add(Hashed(leased.lease_id, source.remote, sums))
+            sums = CacheChecksums(theirs).sums(leased.block_ids, 0, leased.end_token, threading.Event())
+            self.client.book.add(ChecksumReport(leased.lease_id, source.remote, sums))
 
     def pull(self, rank: Rank) -> None:
         sides = (self.order.local_block_ids, self.order.remote.remote_block_ids)
@@ -100,7 +99,7 @@ class Transfer:
             rank.receive(copies, self.theirs[source])
 
     def verify(self, rank: Rank) -> None:
-        verifier = Verifier(Summing(rank.geometry), self.client)
+        verifier = Verifier(CacheChecksums(rank.geometry), self.client)
         verifier.check_peer(True, self.workers, self.sources(rank))
         verifier.verify(self.order, self.workers, self.sources(rank), time.monotonic() + 10, threading.Event())
 
@@ -288,7 +287,7 @@ def test_a_pull_that_ends_elsewhere_than_the_checksums_is_not_believed_to_be_com
 
 
 def verifying(worker: DecodeWorker) -> dict[str, Verifier]:
-    return {"verifier": Verifier(Summing(worker.rank.geometry), worker.client)}
+    return {"verifier": Verifier(CacheChecksums(worker.rank.geometry), worker.client)}
 
 
 @pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(1, 1), (1, 2), (4, 2), (2, 8)])
@@ -302,7 +301,7 @@ def test_a_verified_pull_ends_as_any_other_and_is_timed(site: Site, prefill_tp: 
         end = worker.next_end()
         assert (end.cause, end.reason) == ("", "")
         assert end.seconds["verify"] > 0
-    assert prefill.producer.leases.collect() == ("r",)
+    assert prefill.leases.collect() == ("r",)
     assert all(worker.holds([(OURS, 0, 69)]) for worker in workers)
 
 
@@ -320,7 +319,7 @@ def test_a_difference_fails_the_pull_and_ends_its_lease(site: Site) -> None:
     assert "1 of 60 checksums" in end.reason
     assert "layer 'model.layers.1', part 'kv', KV head 2, tokens 32 to 47" in end.reason
     assert "when prefill rank 0 leased it" in end.reason
-    assert until(lambda: prefill.producer.leases.collect() == ("r",))
+    assert until(lambda: prefill.leases.collect() == ("r",))
     rank.memory[place] ^= 0x10
     session.submit(an_order("other", other, OURS))
     assert worker.next_end().cause == ""
@@ -352,7 +351,7 @@ def test_a_lease_that_ends_while_its_checksums_are_taken_fails_the_pull(site: Si
     remote = prefill.prefill("r", THEIRS)
     site.session(worker, remote, **verifying(worker)).submit(an_order("r", remote, OURS))
     assert until(lambda: worker.holds([(OURS, 0, 69)]))
-    prefill.producer.leases.cancel_all()
+    prefill.leases.cancel_all()
     prefill.hash_leased()
     end = worker.next_end()
     assert end.cause is Cause.LEASE
@@ -362,8 +361,8 @@ def test_a_lease_that_ends_while_its_checksums_are_taken_fails_the_pull(site: Si
 def test_checksums_that_could_not_be_taken_fail_the_pull(site: Site) -> None:
     prefill, (worker,) = site.prefill(verify=True), site.decode()
     remote = prefill.prefill("r", THEIRS)
-    assert prefill.producer.checksums is not None
-    prefill.producer.checksums.add(Hashed(remote.lease_id, 0, None))
+    assert prefill.service.checksums is not None
+    prefill.service.checksums.add(ChecksumReport(remote.lease_id, 0, None))
     site.session(worker, remote, **verifying(worker)).submit(an_order("r", remote, OURS))
     end = worker.next_end()
     assert end.cause is Cause.CHECKSUM
@@ -387,14 +386,14 @@ def test_a_decode_engine_that_does_not_verify_needs_no_checksums(site: Site) -> 
 
 def test_questions_and_answers_that_are_lost_repeated_and_late_change_nothing(site: Site) -> None:
     prefill, (worker,) = site.prefill(verify=True), site.decode()
-    with FaultyNetwork(prefill.producer.port, chaos(3, lose=0.3, repeat=0.3, longest_delay_s=0.05)) as network:
+    with FaultyNetwork(prefill.port, chaos(3, lose=0.3, repeat=0.3, longest_delay_s=0.05)) as network:
         for number in range(5):
             remote = prefill.prefill(f"r{number}", THEIRS)
             prefill.hash_leased()
             order = an_order(f"r{number}", remote, OURS, remote_port=network.port)
             site.session(worker, order.remote, **verifying(worker)).submit(order)
             assert worker.next_end().cause == ""
-    assert until(lambda: prefill.producer.leases.active == 0)
+    assert until(lambda: prefill.leases.active == 0)
 
 
 def test_an_engine_that_shuts_down_does_not_wait_for_checksums(site: Site) -> None:
@@ -412,7 +411,7 @@ def test_an_engine_that_shuts_down_sums_nothing_more() -> None:
     transfer = whole(40, DECODE, PREFILL)
     closing = threading.Event()
     closing.set()
-    verifier = Verifier(Summing(transfer.ours[0].geometry), transfer.client)
+    verifier = Verifier(CacheChecksums(transfer.ours[0].geometry), transfer.client)
     with pytest.raises(Interrupted):
         verifier.verify(
             transfer.order, transfer.workers, transfer.sources(transfer.ours[0]), time.monotonic() + 5, closing
@@ -431,7 +430,7 @@ def test_the_answer_comes_before_the_release(site: Site) -> None:
             seen.append(str(decode_request(frame)[1].__struct_config__.tag))
         return [(0.0, frame)]
 
-    with FaultyNetwork(prefill.producer.port, remember) as network:
+    with FaultyNetwork(prefill.port, remember) as network:
         order = an_order("r", remote, OURS, remote_port=network.port)
         site.session(worker, order.remote, **verifying(worker)).submit(order)
         assert worker.next_end().cause == ""

@@ -7,6 +7,7 @@ from tests.transfer.control.support import Handler, Start
 from transfer.control.client import ControlClient
 from transfer.control.keys import ControlKeys
 from transfer.control.limits import ServerLimits
+from transfer.control.peer_sockets import ClientSettings
 from transfer.control.server import ControlServer
 
 
@@ -39,7 +40,7 @@ def server(start: Start) -> ControlServer:
 @pytest.fixture
 def client() -> Iterator[ControlClient]:
     """Repeats nothing within a test, so that every frame can be counted."""
-    client = ControlClient(retry_s=60, retry_cap_s=60)
+    client = ControlClient(ClientSettings(retry_s=60, retry_cap_s=60))
     yield client
     client.close()
     client.check_integrity()
@@ -48,7 +49,7 @@ def client() -> Iterator[ControlClient]:
 @pytest.fixture
 def impatient() -> Iterator[ControlClient]:
     """Repeats soon: for what gets lost."""
-    client = ControlClient(retry_s=0.05, retry_cap_s=0.2)
+    client = ControlClient(ClientSettings(retry_s=0.05, retry_cap_s=0.2))
     yield client
     client.close()
     client.check_integrity()

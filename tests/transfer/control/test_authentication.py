@@ -17,6 +17,7 @@ from transfer.control.errors import AuthenticationFailed, PeerUnreachable
 from transfer.control.keys import ControlKeys
 from transfer.control.limits import REFUSED_S, ServerLimits
 from transfer.control.messages import Cancelled, Released
+from transfer.control.peer_sockets import ClientSettings
 from transfer.control.server import ControlServer
 
 HERE = "127.0.0.1"
@@ -167,7 +168,7 @@ def test_a_frozen_peer_is_unreachable_and_has_ended_nothing(
     keys: ControlKeys | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(peer_sockets, "_OTHER_SECRET_S", 0.3)
-    client = ControlClient(keys=keys, connect_timeout_s=0.1)
+    client = ControlClient(ClientSettings(connect_timeout_s=0.1), keys=keys)
     with (
         socket.create_server((HERE, 0)) as frozen,
         pytest.raises(PeerUnreachable, match="no connection could be made: check that the engine runs"),

@@ -42,6 +42,7 @@ from transfer.control.messages import (
     Request,
     encode,
 )
+from transfer.control.peer_sockets import ClientSettings
 from transfer.control.server import ControlServer
 from transfer.errors import BadAddress
 
@@ -406,7 +407,7 @@ def test_no_request_is_left_behind_by_a_close_at_the_same_time(server: ControlSe
 
 
 def test_an_idle_peer_is_closed_and_reached_again(server: ControlServer) -> None:
-    client = ControlClient(idle_s=0.1)
+    client = ControlClient(ClientSettings(idle_s=0.1))
     assert client.request(HERE, server.port, HELLO, 5).result() == WELCOME
     wait_until(lambda: client.counters.peers_closed == 1)
     assert client.request(HERE, server.port, HELLO, 5).result() == WELCOME
@@ -415,7 +416,7 @@ def test_an_idle_peer_is_closed_and_reached_again(server: ControlServer) -> None
 
 
 def test_a_peer_that_is_being_asked_is_not_idle() -> None:
-    client = ControlClient(idle_s=0.05)
+    client = ControlClient(ClientSettings(idle_s=0.05))
     with raw_router() as (router, port):
         waiting = client.request(HERE, port, RELEASE, 10)
         peer, frame = router.recv_multipart()
@@ -428,7 +429,7 @@ def test_a_peer_that_is_being_asked_is_not_idle() -> None:
 
 def test_the_peer_that_was_not_used_for_longest_makes_room(handler: Handler) -> None:
     servers = [ControlServer(handler, HERE) for _ in range(3)]
-    client = ControlClient(max_peers=2)
+    client = ControlClient(ClientSettings(max_peers=2))
     for server in servers:
         server.start()
         assert client.request(HERE, server.port, HELLO, 5).result() == WELCOME
@@ -441,7 +442,7 @@ def test_the_peer_that_was_not_used_for_longest_makes_room(handler: Handler) -> 
 
 
 def test_more_peers_than_may_be_held_are_refused_while_all_are_asked(handler: Handler) -> None:
-    client = ControlClient(max_peers=2)
+    client = ControlClient(ClientSettings(max_peers=2))
     waiting = [client.request(HERE, free_port(), HELLO, 30) for _ in range(2)]
     with pytest.raises(TooManyPeers, match="max_peers=2"):
         client.request(HERE, free_port(), HELLO, 30).result(5)
@@ -451,6 +452,6 @@ def test_more_peers_than_may_be_held_are_refused_while_all_are_asked(handler: Ha
 
 def test_settings_that_make_no_sense_are_refused() -> None:
     with pytest.raises(ValueError, match="retry_s"):
-        ControlClient(retry_s=0)
+        ControlClient(ClientSettings(retry_s=0))
     with pytest.raises(ValueError, match="max_peers"):
-        ControlClient(max_peers=0)
+        ControlClient(ClientSettings(max_peers=0))

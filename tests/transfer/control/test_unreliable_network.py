@@ -18,6 +18,7 @@ from tests.transfer.control.support import HELLO, RELEASE, WELCOME, Handler, wai
 from transfer.control.client import ControlClient
 from transfer.control.errors import PeerUnreachable
 from transfer.control.messages import Release, Released, Renew, Renewed, Reply, Request
+from transfer.control.peer_sockets import ClientSettings
 from transfer.control.server import ControlServer
 
 HERE = "127.0.0.1"
@@ -93,7 +94,7 @@ def test_every_request_gets_its_own_answer_through_chaos(server: ControlServer, 
         return handler.usual(request)
 
     handler.answer = release_once
-    client = ControlClient(retry_s=0.03, retry_cap_s=0.06)
+    client = ControlClient(ClientSettings(retry_s=0.03, retry_cap_s=0.06))
     with FaultyNetwork(server.port, chaos(seed, lose=0.3, repeat=0.3, longest_delay_s=0.05)) as network:
         asked: list[tuple[Future[Reply], Reply]] = []
         for i in range(150):

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import pytest
 
+from tests.support.in_process_engine import InProcessEngine, InProcessFabric
 from tests.transfer.engine.memory import Memory
 from transfer.engine.base import TransferEngine
-from transfer.engine.in_process import InProcessEngine, InProcessFabric
 from transfer.engine.mooncake import MooncakeEngine, MooncakeOptions
 
 MEMORY_BYTES = 8 << 20

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
+from tests.support.in_process_engine import Fault, InProcessEngine, InProcessFabric, InProcessLink
 from tests.transfer.engine.memory import Memory, even_copies
 from transfer.engine.base import ReadFailed
-from transfer.engine.in_process import Fault, InProcessEngine, InProcessFabric, InProcessLink
 
 COUNT, SIZE = 8, 16
 

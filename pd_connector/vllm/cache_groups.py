@@ -1,0 +1,117 @@
+"""vLLM's KV cache groups, and what it knows of a worker's caches beside their tensors, as plain data.
+
+Imports no vLLM at module level, so that ``worker.caches`` needs none.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from pd_connector.vllm.cpu.head_order import HeadOrder, find_order
+from pd_connector.vllm.engine_config import UnsupportedError
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Where a worker stands among the workers of its engine."""
+
+    tp_rank: int
+    tp_size: int
+    pp_rank: int
+    pp_size: int
+
+    @property
+    def index(self) -> int:
+        """This worker's number, 0 <= index < world_size."""
+        return self.pp_rank * self.tp_size + self.tp_rank
+
+    @property
+    def world_size(self) -> int:
+        """All workers of the engine."""
+        return self.tp_size * self.pp_size
+
+
+@dataclass(frozen=True)
+class GroupSpec:
+    """One KV cache group as vLLM's cache manager sees it."""
+
+    layer_names: tuple[str, ...]
+    block_tokens: int
+    window: int  # tokens; 0 for full attention
+    #: By layer: name and items of each logical tensor that a token's content consists of, in order.
+    parts: Mapping[str, tuple[tuple[str, int], ...]] = field(default_factory=dict)
+    #: By layer: how the kernels order a head's block, where the strides of the tensors do not say it.
+    orders: Mapping[str, HeadOrder] = field(default_factory=dict)
+
+
+def cache_groups(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> tuple[GroupSpec, ...]:
+    """The KV cache groups in vLLM's order.
+
+    Raises:
+        UnsupportedError: a group holds something else than attention (such as Mamba state), whose blocks do not
+            belong to tokens.
+    """
+    groups = []
+    for group in kv_cache_config.kv_cache_groups:
+        spec = group.kv_cache_spec
+        by_layer = getattr(spec, "kv_cache_specs", None) or dict.fromkeys(group.layer_names, spec)
+        layer_specs = list(by_layer.values()) or [spec]
+        if not all(hasattr(layer_spec, "num_kv_heads") for layer_spec in layer_specs):
+            layer = next(iter(group.layer_names), "layers of another pipeline stage")
+            kind = type(layer_specs[0]).__name__
+            raise UnsupportedError(f"KV cache group of {layer!r} is a {kind}: PDConnector moves attention caches only")
+        window = max(int(getattr(layer_spec, "sliding_window", None) or 0) for layer_spec in layer_specs)
+        parts = {name: _parts(vllm_config, layer_spec) for name, layer_spec in by_layer.items()}
+        groups.append(GroupSpec(tuple(group.layer_names), int(spec.block_size), window, parts))
+    return tuple(groups)
+
+
+def _parts(vllm_config: "VllmConfig", layer_spec: Any) -> tuple[tuple[str, int], ...]:
+    """What a token's content consists of: K and V, or MLA's latent vector and rotary key."""
+    if not vllm_config.model_config.use_mla:
+        return ("k", int(layer_spec.head_size)), ("v", int(layer_spec.head_size_v))
+    model = vllm_config.model_config.hf_text_config
+    latent, rope = getattr(model, "kv_lora_rank", None), getattr(model, "qk_rope_head_dim", None)
+    return (("mla_latent", int(latent)), ("mla_rope", int(rope))) if latent and rope else ()
+
+
+def with_head_orders(
+    vllm_config: "VllmConfig", group: GroupSpec, caches: Mapping[str, "torch.Tensor"], *, on_cpu: bool
+) -> GroupSpec:
+    """``group`` with the orders of the CPU kernels, where they are the ones that write its caches.
+
+    Raises:
+        RuntimeError, NotImplementedError: they cannot be found out.
+    """
+    if not on_cpu or vllm_config.model_config.use_mla:
+        return group
+    forms = {name: (*caches[name].shape[-2:], caches[name].dtype) for name in group.layer_names}
+    found = {
+        (block_tokens, content, dtype): head_order(vllm_config, block_tokens, content // 2, dtype)
+        for block_tokens, content, dtype in set(forms.values())
+    }
+    return replace(group, orders={name: found[form] for name, form in forms.items()})
+
+
+def head_order(vllm_config: "VllmConfig", block_tokens: int, head_size: int, cache_dtype: "torch.dtype") -> HeadOrder:
+    """Find out where this machine's CPU attention kernels put K and V inside a head's block of ``block_tokens`` tokens.
+
+    Raises:
+        RuntimeError: it cannot be found out; the message says why.
+        NotImplementedError: vLLM has no kernel for these values.
+    """
+    try:
+        from pd_connector.vllm.cpu import kernels  # noqa: PLC0415  only on the CPU platform
+
+        write = kernels.writer(vllm_config, block_tokens, head_size)
+    except (ImportError, AttributeError) as missing:
+        raise RuntimeError(
+            f"cannot call this vLLM's CPU attention kernels to see how they order K and V inside a block ({missing}); "
+            "use vLLM 0.32, which this connector is tested with"
+        ) from missing
+    return find_order(write, block_tokens, head_size, vllm_config.model_config.dtype, cache_dtype)

@@ -1,0 +1,63 @@
+"""vLLM's engine core, as far as the connector needs it: to wake it, and to know that it was told to stop.
+
+vLLM hands connectors no way to it. The one that is being constructed is found by a walk up the stack, here and nowhere
+else.
+"""
+
+import sys
+import weakref
+from collections.abc import Callable
+from types import FrameType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.core import EngineCoreProc
+
+
+class EngineLoop:
+    """The loop of this process's engine core. Before ``find``, and in the in-process ``LLM``, there is none."""
+
+    def __init__(self) -> None:
+        self._wake: Callable[[], None] | None = None
+        self._core: weakref.ref[EngineCoreProc] | None = None
+
+    def find(self) -> None:
+        """Find the engine core. Call it while that constructs the scheduler."""
+        from vllm.v1.engine import EngineCoreRequestType  # noqa: PLC0415  imports most of vLLM
+
+        core = _core_under_construction()
+        if core is None:
+            self._wake = self._core = None
+            return
+        inputs = core.input_queue
+        self._wake = lambda: inputs.put_nowait((EngineCoreRequestType.WAKEUP, None))
+        self._core = weakref.ref(core)
+
+    @property
+    def can_be_woken(self) -> bool:
+        """Whether ``wake`` has an effect."""
+        return self._wake is not None
+
+    def wake(self) -> None:
+        """Wake the engine core from its wait for requests, so that it asks whether it must step. From any thread."""
+        if self._wake is not None:
+            self._wake()
+
+    def is_stopping(self) -> bool:
+        """Return whether the engine core was told to stop (SIGTERM): it ends as soon as it has no work."""
+        if self._core is None:
+            return False
+        core = self._core()
+        return core is None or not core.is_running()
+
+
+def _core_under_construction() -> "EngineCoreProc | None":
+    from vllm.v1.engine.core import EngineCoreProc  # noqa: PLC0415  imports most of vLLM
+
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        core = frame.f_locals.get("self")
+        if isinstance(core, EngineCoreProc):
+            return core
+        frame = frame.f_back
+    return None

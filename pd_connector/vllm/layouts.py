@@ -1,0 +1,98 @@
+"""The physical layouts of KV caches in which all layers of a block are one run, and who may ask for them.
+
+vLLM resolves the layout from what the user, the connector and the attention backends say. Here is what the connector
+says; on the CPU platform, ``cpu.layouts`` makes the workers offer more. This module must stay cheap to import: no torch
+and no vllm at module level.
+"""
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+#: Below vLLM's logger, so that its handlers and level apply.
+logger = logging.getLogger(f"vllm.{__name__}")
+
+CONNECTOR = "PDConnector"
+
+#: The switch in ``kv_connector_extra_config``.
+SWITCH = "cross_layer_blocks"
+
+#: Best first. BHLNC keeps a head slice of a block contiguous over all layers, which one descriptor can move.
+BLOCK_OUTER = ("BHLNC", "BLHNC")
+
+
+def wanted_layout(vllm_config: Any) -> str | None:
+    """What the connector asks vLLM for: the best layout that the platform's backends are known to take, or None.
+
+    None on the CPU platform, where the workers themselves rank the layouts that they have proved, so that a
+    layout which fails there is not asked for; None where ``cross_layer_blocks`` is false, and on every platform
+    whose backends do not declare their layouts to vLLM.
+    """
+    if not cross_layer_blocks(vllm_config):
+        return None
+    from vllm.platforms import current_platform  # noqa: PLC0415
+
+    if current_platform.is_cpu():
+        from pd_connector.vllm.cpu.layouts import warn_if_not_hooked  # noqa: PLC0415  it asks this module in turn
+
+        warn_if_not_hooked()
+        return None
+    if not current_platform.is_cuda():
+        return None
+    try:
+        return _first_declared(vllm_config)
+    except Exception as error:
+        logger.warning("Cross-layer KV blocks are off: cannot tell which layouts the backend takes: %s", error)
+        return None
+
+
+def cross_layer_blocks(vllm_config: Any) -> bool:
+    """Whether this configuration names our connector, alone or inside a MultiConnector, with the switch on."""
+    transfer = vllm_config.kv_transfer_config
+    if transfer is None:
+        return False
+    extra = transfer.kv_connector_extra_config or {}
+    if transfer.kv_connector == "MultiConnector":
+        children = [child for child in extra.get("connectors", ()) if isinstance(child, Mapping)]
+        return any(
+            _is_ours(child.get("kv_connector"), child.get("kv_connector_module_path"))
+            and _switched_on(child.get("kv_connector_extra_config") or {})
+            for child in children
+        )
+    return _is_ours(transfer.kv_connector, transfer.kv_connector_module_path) and _switched_on(extra)
+
+
+def _is_ours(connector: str | None, module_path: str | None) -> bool:
+    return connector == CONNECTOR and (module_path or "").partition(".")[0] == __name__.partition(".")[0]
+
+
+def _switched_on(extra: Mapping[str, Any]) -> bool:
+    return extra.get(SWITCH, True) is True
+
+
+def _first_declared(vllm_config: Any) -> str | None:
+    """The best block-outer layout that all of this model's backends declare."""
+    from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends  # noqa: PLC0415
+    from vllm.v1.attention.backends.utils import get_supported_kv_cache_layouts  # noqa: PLC0415
+
+    backends = get_current_attn_backends(vllm_config)
+    if not all(_takes_whole_blocks(backend, vllm_config.cache_config.block_size) for backend in backends):
+        return None  # vLLM cuts such blocks for the kernel, which it refuses to do in a block-outer layout
+    declared = {layout.name for layout in get_supported_kv_cache_layouts(backends)}
+    # vLLM takes BHLNC only where the caches of all layers have one shape.
+    one_shape = not (
+        vllm_config.model_config.is_hybrid
+        or vllm_config.model_config.use_mla
+        or vllm_config.speculative_config is not None
+    )
+    candidates = BLOCK_OUTER if one_shape else ("BLHNC",)
+    return next((name for name in candidates if name in declared), None)
+
+
+def _takes_whole_blocks(backend: Any, block_tokens: int) -> bool:
+    from vllm.v1.attention.backend import MultipleOf  # noqa: PLC0415
+
+    sizes = backend.get_supported_kernel_block_sizes()
+    return not sizes or any(
+        block_tokens % size.base == 0 if isinstance(size, MultipleOf) else block_tokens == size for size in sizes
+    )

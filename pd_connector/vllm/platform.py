@@ -1,0 +1,47 @@
+"""The platform that vLLM runs on, this process's place among its workers, and its log."""
+
+import logging
+
+from pd_connector.vllm.cache_groups import Ranks
+
+
+def share_logging() -> None:
+    """Let this project's packages log like vLLM does: to its handlers, at its level. Idempotent."""
+    vllm_logger = logging.getLogger("vllm")
+    for package in ("layout", "transfer", "pd_connector"):
+        logger = logging.getLogger(package)
+        logger.handlers = list(vllm_logger.handlers)
+        logger.setLevel(vllm_logger.level)
+        logger.propagate = vllm_logger.propagate
+
+
+def worker_ranks() -> Ranks:
+    """This worker process's ranks. Call it in a worker, after its process groups exist."""
+    from vllm.distributed.parallel_state import get_pp_group, get_tp_group  # noqa: PLC0415  only exists in workers
+
+    tp, pp = get_tp_group(), get_pp_group()
+    return Ranks(tp.rank_in_group, tp.world_size, pp.rank_in_group, pp.world_size)
+
+
+def host_address() -> str:
+    """The address that vLLM would give to other machines for this one."""
+    from vllm.utils.network_utils import get_ip  # noqa: PLC0415  looks at the network
+
+    return str(get_ip())
+
+
+def default_protocol() -> str:
+    """The transfer engine's transport for this platform."""
+    return {"cuda": "rdma", "npu": "ascend"}.get(device_type(), "tcp")
+
+
+def caches_are_host_memory() -> bool:
+    """Whether this process can read and write the KV caches with the CPU."""
+    return device_type() == "cpu"
+
+
+def device_type() -> str:
+    """Return the type of vLLM's devices as torch names it: "cpu", "cuda", "npu"."""
+    from vllm.platforms import current_platform  # noqa: PLC0415  resolves the platform on first use
+
+    return str(current_platform.device_type)

@@ -1,0 +1,108 @@
+"""Checksums of a worker's caches, and those of leased blocks, taken on a thread beside the model's.
+
+``layout.checksums`` defines what a checksum is.
+"""
+
+import logging
+import queue
+import threading
+from collections.abc import Sequence
+
+from layout.checksums import PlaneSums
+from layout.copies import Int64Array
+from layout.geometry import Plane, WorkerGeometry
+from pd_connector.orders import ChecksumOrder, ChecksumReport, Orders, Report, block_table
+from pd_connector.worker.roles import WorkerRole
+from transfer.local_copy.checksums import BlockReader, Readable, in_place, sum_plane, warm_up
+
+logger = logging.getLogger(__name__)
+
+#: How long a shutdown waits for the thread: it looks every few megabytes whether it should end.
+_CLOSE_TIMEOUT_S = 2.0
+
+
+class CacheChecksums:
+    """The checksums of one worker's caches. Safe from any thread."""
+
+    def __init__(self, geometry: WorkerGeometry, read: BlockReader = in_place) -> None:
+        """``read`` reaches the memory that ``geometry`` describes. Compiles what is needed."""
+        self.geometry = geometry
+        self._read = read
+        warm_up([plane for group in geometry.groups for plane in group.planes])
+
+    def sums(
+        self, block_ids: Sequence[Sequence[int]], first_token: int, end_token: int, closing: threading.Event
+    ) -> tuple[tuple[PlaneSums, ...], ...]:
+        """The checksums of some tokens of a request, by cache group and plane.
+
+        Raises:
+            PlanError: as ``sum_plane``.
+            Interrupted: ``closing`` is set.
+        """
+
+        def read(plane: Plane, blocks: Int64Array) -> Readable:
+            if closing.is_set():
+                raise Interrupted
+            return self._read(plane, blocks)
+
+        return tuple(
+            tuple(
+                sum_plane(plane, group.block_tokens, block_table(ids), first_token, end_token, read)
+                for plane in group.planes
+            )
+            for group, ids in zip(self.geometry.groups, block_ids, strict=True)
+        )
+
+
+class Interrupted(Exception):  # noqa: N818
+    """The owner of the memory is closing."""
+
+
+class LeaseChecksums(WorkerRole):
+    """Takes the checksums that the scheduler side orders, one lease after the other."""
+
+    def __init__(self, checksums: CacheChecksums, worker: int) -> None:
+        """Start the thread. ``worker`` is this one's number among the workers of the engine."""
+        self._checksums = checksums
+        self._worker = worker
+        self._orders: queue.SimpleQueue[ChecksumOrder | None] = queue.SimpleQueue()
+        self._done: queue.SimpleQueue[ChecksumReport] = queue.SimpleQueue()
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="pd-checksums", daemon=True)
+        self._thread.start()
+
+    def execute(self, orders: Orders) -> tuple[str, ...]:
+        """Queue the orders. No request waits for them."""
+        for order in orders.checksums:
+            self._orders.put(order)
+        return ()
+
+    def take_report(self) -> Report:
+        """Return what was finished since the last call."""
+        done = []
+        while not self._done.empty():
+            done.append(self._done.get_nowait())
+        return Report(checksums=tuple(done))
+
+    def close(self) -> None:
+        """Give up what is under way, and drop what is queued."""
+        self._closing.set()
+        self._orders.put(None)
+
+    def join(self) -> None:
+        """Wait for the thread."""
+        self._thread.join(_CLOSE_TIMEOUT_S)
+        if self._thread.is_alive():
+            logger.warning("PDConnector: checksums were still being taken at shutdown")
+
+    def _run(self) -> None:
+        while (order := self._orders.get()) is not None and not self._closing.is_set():
+            try:
+                groups = self._checksums.sums(order.block_ids, 0, order.end_token, self._closing)
+            except Interrupted:
+                return
+            except Exception:
+                logger.exception("PDConnector: no checksums of lease %s", order.lease_id)
+                self._done.put(ChecksumReport(order.lease_id, self._worker, None))
+            else:
+                self._done.put(ChecksumReport(order.lease_id, self._worker, groups))

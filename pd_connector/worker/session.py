@@ -1,0 +1,123 @@
+"""All pulls of one worker from one prefill engine, one after another on a thread of their own.
+
+No peer delays another. A pull ends exactly once, whatever happens.
+"""
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+
+from pd_connector.orders import Cause, PullOrder
+from pd_connector.worker.checksums import Interrupted
+from pd_connector.worker.peer import Peer, PeerAddress, PullContext, shake_hands
+from pd_connector.worker.pull import Pull
+from pd_connector.worker.pull_end import PullEnd, PullFailed
+
+logger = logging.getLogger(__name__)
+
+
+class PeerSession:
+    """Carries out the pulls from one prefill engine, in the order of their submission.
+
+    ``submit``, ``close`` and ``join`` belong to one thread; the work is done on the session's own.
+    """
+
+    def __init__(self, context: PullContext, report: Callable[[PullEnd], None], address: PeerAddress) -> None:
+        """Start the thread. ``report`` is called once per pull, on any thread."""
+        self.last_used = time.monotonic()
+        self._context = context
+        self._report = report
+        self._address = address
+        self._peer: Peer | None = None
+        self._pulls: queue.SimpleQueue[Pull | None] = queue.SimpleQueue()
+        self._unsettled = 0  # pulls that were submitted and have not been read yet; touched under _lock
+        self._lock = threading.Lock()
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=f"pd-pull-{address.engine_id[:8]}", daemon=True)
+        self._thread.start()
+
+    @property
+    def idle(self) -> bool:
+        """Whether no pull is under way or waiting."""
+        with self._lock:
+            return self._unsettled == 0
+
+    def submit(self, order: PullOrder) -> None:
+        """Queue a pull. It ends within the pull timeout, or when its reads have settled and P has answered."""
+        with self._lock:
+            self._unsettled += 1
+        self.last_used = time.monotonic()
+        self._pulls.put(Pull(self._context, order, self._report, self._closing))
+
+    def close(self) -> None:
+        """Stop after the read under way; what is queued is dropped and not reported. Does not wait."""
+        self._closing.set()
+        self._pulls.put(None)
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait for the thread after ``close``; return whether it has ended."""
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless the pulls that are counted are at least those that wait, and are worked on."""
+        with self._lock:
+            assert self._unsettled >= 0, "more pulls have ended than were submitted"
+            assert self._closing.is_set() or self._thread.is_alive(), "nobody reads for this session"
+
+    def _run(self) -> None:
+        while (pull := self._pulls.get()) is not None and not self._closing.is_set():
+            try:
+                self._carry_out(pull)
+            except Exception:
+                # Reads that could not be settled. Better one request that waits than blocks that are written later.
+                logger.exception("PDConnector: the pull of request %s cannot be settled", pull.order.request_id)
+            self._count_ended()
+        self._part()
+
+    def _carry_out(self, pull: Pull) -> None:
+        try:
+            pull.run(self._meet)
+        except Interrupted:
+            return  # closing: what is outstanding is not reported any more
+        except PullFailed as error:
+            pull.fail(error)
+            if error.cause.cuts_off:
+                self._fail_queued(error)
+        except Exception as error:
+            # A peer's geometry is data from another machine. Whatever it makes us trip over, the request must end.
+            logger.exception("PDConnector: unexpected failure of the pull of request %s", pull.order.request_id)
+            self._part()
+            pull.fail(PullFailed(Cause.INTERNAL, f"{type(error).__name__}: {error}"))
+
+    def _meet(self, deadline: float) -> Peer:
+        """Return the prefill engine after the handshake, which is made once.
+
+        Raises:
+            PullFailed: as ``shake_hands``.
+        """
+        if self._peer is None:
+            self._peer = shake_hands(self._context, self._address, deadline)
+        return self._peer
+
+    def _part(self) -> None:
+        """Close all links; the next pull begins with a handshake."""
+        if self._peer is not None:
+            self._peer.close()
+            self._peer = None
+
+    def _fail_queued(self, error: PullFailed) -> None:
+        """Fail the pulls behind one that found the engine unreachable, instead of letting each wait as long."""
+        while not self._pulls.empty():
+            pull = self._pulls.get_nowait()
+            if pull is None:
+                self._pulls.put(None)
+                return
+            pull.fail(error)
+            self._count_ended()
+
+    def _count_ended(self) -> None:
+        with self._lock:
+            self._unsettled -= 1

@@ -1,0 +1,217 @@
+"""The worker side of the connector: registers the caches, has its roles carry out orders, reports what has ended."""
+
+import logging
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from layout.cost import CostModel
+from layout.geometry import WorkerGeometry
+from pd_connector.config import ConfigError, ConnectorConfig
+from pd_connector.orders import Orders, Report, WorkerHandshake
+from pd_connector.secret import load_keys
+from pd_connector.stats import StatsRecorder
+from pd_connector.vllm.cache_groups import Ranks, cache_groups, with_head_orders
+from pd_connector.vllm.engine_config import EngineRole, engine_name, workers_on_this_machine
+from pd_connector.vllm.model_identity import model_identity
+from pd_connector.vllm.platform import caches_are_host_memory, default_protocol, host_address, worker_ranks
+from pd_connector.worker.caches import Cache, all_tensors, describe_caches
+from pd_connector.worker.checksums import CacheChecksums, LeaseChecksums
+from pd_connector.worker.host_pool import HostPool, HostQuota
+from pd_connector.worker.peer import PullContext
+from pd_connector.worker.pulls import Pulls
+from pd_connector.worker.remote_reader import RemoteReader
+from pd_connector.worker.roles import Arrivals, WorkerRole
+from pd_connector.worker.verification import Verifier
+from transfer.control.client import ControlClient
+from transfer.engine.base import TransferEngine
+from transfer.engine.mooncake import MooncakeEngine, MooncakeOptions
+from transfer.local_copy.checksums import BlockReader, in_place
+from transfer.local_copy.device_reader import DeviceReader
+from transfer.peers import AllowedPeers
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+logger = logging.getLogger(__name__)
+
+
+class ConnectorWorker:
+    """Lives in one worker; every method is called on the model's thread and none but ``shutdown`` waits for a peer."""
+
+    def __init__(
+        self,
+        vllm_config: "VllmConfig",
+        kv_cache_config: "KVCacheConfig",
+        config: ConnectorConfig,
+        stats: StatsRecorder,
+        make_engine: Callable[[ConnectorConfig], TransferEngine] | None = None,
+    ) -> None:
+        self._vllm_config = vllm_config
+        self._kv_cache_config = kv_cache_config
+        self._config = config
+        self._stats = stats
+        self._role = EngineRole.of(vllm_config)
+        self._make_engine = make_engine or _mooncake
+        self._keys = load_keys(config.secret_file)
+        self._allowed = AllowedPeers(config.allowed_peers)
+        self._engine: TransferEngine | None = None
+        self._handshake: WorkerHandshake | None = None
+        self._roles: list[WorkerRole] = []
+        self._arrivals = Arrivals()
+
+    def register_caches(self, kv_caches: Mapping[str, Cache]) -> None:
+        """Describe the caches, register their memory with the transfer engine, and take up this worker's roles.
+
+        Raises:
+            UnknownCacheError: a cache cannot be described.
+            UnsupportedError: a cache is not an attention cache.
+            RuntimeError, NotImplementedError: how CPU kernels order a block cannot be found out.
+            EngineStartError: the transfer engine does not start or refuses the memory.
+            ConfigError, ValueError, MemoryError: staging_bytes is too little, or more than the device has.
+            ConfigError: cpu_bytes_to_use is too little, more than the machine has, or of no use with these caches.
+        """
+        config, ranks, tensors = self._config, worker_ranks(), all_tensors(kv_caches)
+        on_host = caches_are_host_memory()
+        model = model_identity(self._vllm_config, config.model_check)
+        self._engine = engine = self._make_engine(config)
+        groups = [
+            with_head_orders(self._vllm_config, group, kv_caches, on_cpu=on_host)
+            for group in cache_groups(self._vllm_config, self._kv_cache_config)
+        ]
+        geometry = describe_caches(kv_caches, groups, ranks, model.kv_heads, engine.address)
+        reads = _remote_reader(config, geometry, tensors, on_host=on_host) if self._role.consumes else None
+        engine.register((*geometry.regions, *(reads.regions if reads is not None else ())))
+        logger.info(
+            "PDConnector: rank %d of %d: %d bytes of KV cache registered, %d bytes a block in %d planes",
+            ranks.index, ranks.world_size, sum(region.size for region in geometry.regions), geometry.block_bytes,
+            sum(len(group.planes) for group in geometry.groups),
+        )  # fmt: skip
+        host_slots = 0
+        if config.cpu_bytes_to_use:
+            host = self._open_host_pool(geometry, tensors, ranks)
+            host_slots = host.slots
+            self._roles.append(host)
+        checksums = self._cache_checksums(geometry, tensors, ranks, on_host=on_host) if config.verify else None
+        if checksums is not None and self._role.produces:
+            self._roles.append(LeaseChecksums(checksums, ranks.index))
+        if reads is not None:
+            client = ControlClient(keys=self._keys, allowed=self._allowed)
+            context = PullContext(
+                local=geometry,
+                model=model,
+                engine=engine,
+                client=client,
+                allowed=self._allowed,
+                reader=ranks.index,
+                readers=ranks.world_size,
+                reads=reads,
+                handshake_timeout_s=config.handshake_timeout_s,
+                pull_timeout_s=config.pull_timeout_s,
+                verifier=Verifier(checksums, client) if checksums is not None else None,
+                replica_turn=zlib.crc32(engine_name(self._vllm_config).encode()),
+            )
+            self._roles.append(Pulls(context, config.peer_idle_s))
+        self._handshake = WorkerHandshake(geometry, host_slots)
+
+    def handshake(self) -> WorkerHandshake | None:
+        """Return this worker's caches, for the scheduler process to describe to peers; None if there are none yet."""
+        return self._handshake
+
+    def execute(self, orders: Orders) -> None:
+        """Start what the scheduler side ordered."""
+        for role in self._roles:
+            for request_id in role.execute(orders):
+                self._arrivals.expect(request_id)
+
+    def take_results(self) -> tuple[set[str], set[str]]:
+        """Return the requests whose blocks have all arrived on this rank since the last call, and those that failed.
+
+        The second set is a part of the first.
+
+        Raises:
+            DeviceLostError: the device failed and may still write to KV blocks.
+        """
+        for role in self._roles:
+            for end in role.take_ends():
+                end.count(self._stats)
+                if end.failure:
+                    logger.error("PDConnector: request %s: %s. %s", end.request_id, end.failure, self._what_now)
+                self._arrivals.settle(end.request_id, failed=bool(end.failure))
+        return self._arrivals.take()
+
+    def take_report(self) -> Report:
+        """Return what has ended on this rank that no request waits for, since the last call."""
+        return sum((role.take_report() for role in self._roles), Report())
+
+    def shutdown(self) -> None:
+        """End all transfers, unregister the memory, join all threads."""
+        for role in self._roles:
+            role.close()
+        if self._engine is not None:
+            self._engine.close()  # ends the reads that the roles' threads wait for
+        for role in self._roles:
+            role.join()
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless the books balance, those of the roles too."""
+        self._arrivals.check_integrity()
+        for role in self._roles:
+            role.check_integrity()
+
+    def _open_host_pool(self, geometry: WorkerGeometry, tensors: Sequence[torch.Tensor], ranks: Ranks) -> HostPool:
+        if not tensors:
+            raise ConfigError(f"cpu_bytes_to_use: rank {ranks.index} holds no KV cache; set it to 0")
+        workers_here = workers_on_this_machine(self._vllm_config)
+        quota = HostQuota(self._config.cpu_bytes_to_use, ranks.world_size, workers_here)
+        return HostPool.open(quota, geometry, tensors, self._stats)
+
+    def _cache_checksums(
+        self, geometry: WorkerGeometry, tensors: Sequence[torch.Tensor], ranks: Ranks, *, on_host: bool
+    ) -> CacheChecksums:
+        read: BlockReader = in_place if on_host or not tensors else DeviceReader(tensors)
+        logger.info("PDConnector: rank %d takes checksums of every pull, which costs time (verify)", ranks.index)
+        return CacheChecksums(geometry, read)
+
+    @property
+    def _what_now(self) -> str:
+        return "Its prompt is computed here instead" if self._role.recomputes else "The request fails"
+
+
+def _remote_reader(
+    config: ConnectorConfig, geometry: WorkerGeometry, tensors: Sequence[torch.Tensor], *, on_host: bool
+) -> RemoteReader:
+    cost = CostModel.of_protocol(_protocol(config))
+    if config.descriptor_cost_us is not None:
+        cost = replace(cost, alpha=config.descriptor_cost_us * 1e-6)
+    if config.byte_cost_ns is not None:
+        cost = replace(cost, beta=config.byte_cost_ns * 1e-9)
+    if not (config.staging_bytes and tensors):
+        return RemoteReader(cost, geometry.regions)
+    if not on_host:
+        return RemoteReader.with_device_staging(cost, geometry.regions, config.staging_bytes, tensors)
+    try:
+        return RemoteReader.with_staging(cost, geometry.regions, config.staging_bytes)
+    except ValueError as error:
+        raise ConfigError(f"staging_bytes = {config.staging_bytes}: {error}; 0 switches staging off") from error
+
+
+def _protocol(config: ConnectorConfig) -> str:
+    return default_protocol() if config.protocol == "auto" else config.protocol
+
+
+def _mooncake(config: ConnectorConfig) -> TransferEngine:
+    return MooncakeEngine(
+        MooncakeOptions(
+            host=config.host or host_address(),
+            protocol=_protocol(config),
+            devices=config.devices,
+            descriptors_per_call=config.descriptors_per_call,
+            max_descriptors_in_flight=config.max_descriptors_in_flight,
+            connect_timeout_s=config.handshake_timeout_s,
+        )
+    )

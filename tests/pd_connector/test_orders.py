@@ -1,0 +1,89 @@
+"""What travels between the two sides: orders survive pickling, reports of ranks are added up in any order."""
+
+import pickle
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pd_connector.orders import (
+    BlockMoves,
+    Cause,
+    ChecksumReport,
+    LoadOrder,
+    Orders,
+    RefuseOrder,
+    Report,
+    StoreEnds,
+    StoreOrder,
+)
+from pd_connector.vllm.metadata import ReportMetadata, StepMetadata
+
+TRIPLES = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 1 << 40), st.integers(0, 1 << 40)), max_size=5)
+ENDS = st.builds(StoreEnds, st.just(1), st.booleans(), st.booleans())
+REPORTS = st.builds(Report, st.dictionaries(st.integers(0, 3), ENDS))
+
+
+@given(triples=TRIPLES)
+def test_moves_hold_what_they_are_made_of_in_order(triples: list[tuple[int, int, int]]) -> None:
+    moves = BlockMoves.of(triples)
+    assert len(moves) == len(triples)
+    assert list(zip(moves.groups.tolist(), moves.blocks.tolist(), moves.slots.tolist(), strict=True)) == triples
+    for array in (moves.groups, moves.blocks, moves.slots):
+        assert array.dtype == np.int64
+        assert array.flags.c_contiguous  # the view of a table would travel with the whole table
+
+
+@given(triples=TRIPLES)
+def test_orders_survive_the_way_to_the_workers(triples: list[tuple[int, int, int]]) -> None:
+    orders = Orders(
+        loads=(LoadOrder("r", BlockMoves.of(triples), 32),), stores=(StoreOrder(7, BlockMoves.of(triples)),)
+    )
+    arrived = pickle.loads(pickle.dumps(orders))
+    [load], [store] = arrived.loads, arrived.stores
+    assert (load.request_id, load.tokens, store.store_id) == ("r", 32, 7)
+    for moves in (load.moves, store.moves):
+        for name in ("groups", "blocks", "slots"):
+            assert (getattr(moves, name) == getattr(orders.loads[0].moves, name)).all()
+
+
+@given(reports=st.lists(REPORTS, min_size=1, max_size=4), data=st.data())
+def test_reports_are_added_up_whatever_the_order_of_the_ranks(reports: list[Report], data: st.DataObject) -> None:
+    total = sum(reports, Report())
+    shuffled = data.draw(st.permutations(reports))
+    assert sum(shuffled, Report()).stores == total.stores
+    for store_id in range(4):
+        ends = [report.stores[store_id] for report in reports if store_id in report.stores]
+        if ends:
+            assert total.stores[store_id] == StoreEnds(
+                len(ends), any(end.failed for end in ends), any(end.unsettled for end in ends)
+            )
+        else:
+            assert store_id not in total.stores
+
+
+def test_adding_up_changes_neither_report() -> None:
+    one, other = Report({1: StoreEnds(1)}), Report({1: StoreEnds(1, failed=True), 2: StoreEnds(1)})
+    assert (one + other).stores[1] == StoreEnds(2, failed=True)
+    assert one.stores == {1: StoreEnds(1)}
+    assert other.stores == {1: StoreEnds(1, failed=True), 2: StoreEnds(1)}
+
+
+@pytest.mark.parametrize("report", [Report({1: StoreEnds(1)}), Report(checksums=(ChecksumReport("lease", 0, None),))])
+def test_a_report_of_either_kind_is_passed_on(report: Report) -> None:
+    assert report
+    assert not Report()
+
+
+def test_orders_of_several_roles_are_those_of_one_step() -> None:
+    refusal, store = RefuseOrder("r", Cause.PARAMS, "because"), StoreOrder(7, BlockMoves.of([]))
+    orders = Orders(refusals=(refusal,)) + Orders() + Orders(stores=(store,))
+    assert orders == Orders(refusals=(refusal,), stores=(store,))
+
+
+def test_vllm_adds_up_what_workers_report_and_carries_both_ways() -> None:
+    one, other = ReportMetadata(Report({1: StoreEnds(1)})), ReportMetadata(Report({1: StoreEnds(1, failed=True)}))
+    assert one.aggregate(other).report.stores == {1: StoreEnds(2, failed=True)}
+    orders = Orders(refusals=(RefuseOrder("r", Cause.PARAMS, "because"),))
+    assert pickle.loads(pickle.dumps(StepMetadata(orders))).orders == orders

@@ -1,0 +1,55 @@
+"""What a prefill engine's answer to a release makes of a pull: good in one case, failed for a reason in all others."""
+
+from collections.abc import Callable
+from concurrent.futures import Future
+
+import pytest
+
+from pd_connector.orders import PullOrder
+from pd_connector.worker.pull_end import verdict
+from tests.pd_connector.support import a_prompt, a_remote
+from transfer.control.errors import ClientClosed
+from transfer.control.messages import Cancelled, InvalidReason, Released, Reply
+
+REMOTE = a_remote(a_prompt(70))
+ORDER = PullOrder("r", REMOTE, ((1, 2, 3, 4, 5),), 0, 69, "pull")
+
+
+def answered(reply: Reply) -> "Future[Reply]":
+    answer: Future[Reply] = Future()
+    answer.set_result(reply)
+    return answer
+
+
+def test_a_pull_is_good_only_if_its_release_was_valid() -> None:
+    assert verdict(ORDER, answered(Released(True))) == ("", "")
+
+
+@pytest.mark.parametrize("reason", [*InvalidReason, "what a later version says"])
+def test_a_release_that_was_not_valid_says_which_lease_and_why(reason: str) -> None:
+    cause, words = verdict(ORDER, answered(Released(False, reason)))
+    assert cause == "lease"
+    assert words.startswith(f"lease {REMOTE.lease_id} ")
+    assert len({verdict(ORDER, answered(Released(False, other)))[1] for other in [*InvalidReason, "later"]}) == 7
+    assert isinstance(reason, InvalidReason) or reason in words
+
+
+def given_up(answer: "Future[Reply]") -> None:
+    answer.cancel()
+
+
+def closed(answer: "Future[Reply]") -> None:
+    answer.set_exception(ClientClosed("the control client was closed"))
+
+
+def misunderstood(answer: "Future[Reply]") -> None:
+    answer.set_result(Cancelled())
+
+
+@pytest.mark.parametrize("end", [given_up, closed, misunderstood])
+def test_without_an_answer_the_pull_is_unconfirmed(end: Callable[["Future[Reply]"], None]) -> None:
+    answer: Future[Reply] = Future()
+    end(answer)
+    cause, words = verdict(ORDER, answer)
+    assert cause == "unconfirmed"
+    assert words

@@ -1,0 +1,213 @@
+"""Pulls through staging: the same bytes in fewer descriptors, whatever the size of the buffer, and no slot given away
+while a read may still write to it.
+
+Real control channel, real leases and real bytes; the transfer engine is the in-process one, told where to fail. What
+is done on a device is done on CPU tensors here.
+"""
+
+import mmap
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from layout.copies import Copies
+from layout.cost import CostModel
+from layout.geometry import Region
+from layout.staging import Schedule
+from pd_connector.worker.remote_reader import SLOTS, RemoteReader
+from tests.layout.oracle import Model
+from tests.pd_connector.engines import PREFILL, DecodeWorker, an_order
+from tests.pd_connector.support import until
+from tests.pd_connector.worker.site import OURS, THEIRS, Site, pull_once
+from tests.support.in_process_engine import Fault
+from transfer.engine.base import Link
+from transfer.memory import HostMemory, SlotPool
+
+TCP = CostModel.of_protocol("tcp")
+#: Two ranks with two heads each, read by one with four: all heads of a token lie apart in the destination.
+TWO_RANKS = replace(PREFILL, layout="LBHNC", tp=2)
+#: Big enough for several windows of two pages.
+WIDE = Model(kv_heads=4, contents=(60, 100), item_size=4, groups=((0, 1, 2),), windows=(0,))
+
+
+def stage(worker: DecodeWorker, slot_bytes: int, *, on_device: bool = False) -> SlotPool:
+    """Give a worker a staging buffer; its pulls are then read through it where that is cheaper."""
+    regions = worker.rank.geometry.regions
+    if on_device:
+        caches = [torch.from_numpy(worker.rank.memory)[8:16]]
+        worker.reads = RemoteReader.with_device_staging(TCP, regions, slot_bytes * SLOTS, caches)
+    else:
+        worker.reads = RemoteReader.with_staging(TCP, regions, slot_bytes * SLOTS)
+    assert worker.reads.staging is not None
+    worker.engine.register([worker.reads.staging.region])
+    return worker.reads.staging
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_a_staged_pull_brings_the_same_bytes_in_fewer_descriptors(site: Site, on_device: bool) -> None:
+    prefill = site.prefill(TWO_RANKS)
+    plain, staged = site.decode()[0], site.decode()[0]
+    stage(staged, 1 << 20, on_device=on_device)
+    ends = [pull_once(site, prefill.prefill(f"r{n}", THEIRS), worker) for n, worker in enumerate((plain, staged))]
+    assert [end.cause for end in ends] == ["", ""]
+    assert plain.holds([(OURS, 0, 69)], TWO_RANKS)
+    assert staged.holds([(OURS, 0, 69)], TWO_RANKS)
+    assert ends[1].copied_bytes == ends[0].copied_bytes
+    assert ends[1].descriptors < ends[0].descriptors / 2
+
+
+@pytest.mark.parametrize("pages", [1, 2, 3, 64])
+def test_a_pull_that_does_not_fit_the_buffer_comes_in_windows(site: Site, pages: int) -> None:
+    prefill, (worker,) = site.prefill(TWO_RANKS, model=WIDE), site.decode(model=WIDE)
+    stage(worker, pages * mmap.PAGESIZE)
+    assert pull_once(site, prefill.prefill("r", THEIRS), worker).cause == ""
+    assert worker.holds([(OURS, 0, 69)], TWO_RANKS)
+
+
+@pytest.mark.parametrize("device_bytes", [4096, 100 << 20])
+def test_memory_on_a_device_is_two_mebibytes_aligned_at_both_ends(device_bytes: int) -> None:
+    cache = torch.zeros(64)
+    pool = RemoteReader.with_device_staging(TCP, (Region(cache.data_ptr(), 256),), device_bytes, [cache]).staging
+    assert pool is not None
+    assert pool.region.address % (2 << 20) == pool.region.size % (2 << 20) == 0
+    assert device_bytes <= pool.region.size < device_bytes + (2 << 20)
+
+
+def test_a_device_without_room_for_the_buffer_says_what_to_change() -> None:
+    cache = torch.zeros(64)
+    with pytest.raises(MemoryError, match=r"cpu has no \d+ bytes left .* staging_bytes \(0 reads everything"):
+        RemoteReader.with_device_staging(TCP, (Region(cache.data_ptr(), 256),), 1 << 60, [cache])
+
+
+def test_a_copy_that_fails_fails_the_pull(site: Site) -> None:
+    def broken(copies: Copies) -> None:
+        raise RuntimeError(f"the device lost {len(copies)} copies")
+
+    prefill, (worker,) = site.prefill(TWO_RANKS), site.decode()
+    pool = stage(worker, 1 << 20)
+    worker.reads = RemoteReader(TCP, worker.rank.geometry.regions, pool, broken)
+    end = pull_once(site, prefill.prefill("r", THEIRS), worker)
+    assert end.cause == "internal"
+    assert "the device lost" in end.reason
+    with ExitStack() as stack:
+        assert None not in [stack.enter_context(pool.borrow()) for _ in range(SLOTS)]
+
+
+def test_a_pull_that_finds_no_free_slot_reads_straight_to_its_place(site: Site) -> None:
+    prefill, (worker,) = site.prefill(TWO_RANKS), site.decode()
+    pool = stage(worker, 1 << 20)
+    slots = [pool.borrow() for _ in range(SLOTS)]
+    for slot in slots:
+        slot.__enter__()
+    end = pull_once(site, prefill.prefill("r", THEIRS), worker)
+    for slot in slots:
+        slot.__exit__(None, None, None)
+    assert end.cause == ""
+    assert worker.holds([(OURS, 0, 69)], TWO_RANKS)
+
+
+def test_a_failed_read_into_staging_fails_the_pull_and_changes_no_block(site: Site) -> None:
+    prefill, (worker,) = site.prefill(TWO_RANKS), site.decode()
+    stage(worker, 1 << 20)
+    for read in (1, 2):  # from both ranks, at once
+        site.fabric.inject(read, Fault(settled=False, landed=1))
+    assert pull_once(site, prefill.prefill("r", THEIRS), worker).cause == "read"
+    assert worker.untouched
+    assert site.fabric.deliver_late_bytes() == 0, "the link was not closed"
+
+
+def test_a_slot_is_lent_to_nobody_while_a_read_into_it_is_under_way(site: Site) -> None:
+    prefill, (worker,) = site.prefill(TWO_RANKS), site.decode()
+    pool = stage(worker, 1 << 20)
+    finish = threading.Event()
+    for read in (1, 2):  # from both ranks, at once
+        site.fabric.inject(read, Fault(until=finish, fails=False))
+    remote = prefill.prefill("r", THEIRS)
+    site.session(worker, remote).submit(an_order("r", remote, OURS))
+    assert until(lambda: site.fabric.reads == 2)
+    others = [pool.borrow() for _ in range(SLOTS)]
+    addresses = [other.__enter__() for other in others]
+    finish.set()
+    assert worker.next_end().cause == ""
+    for other in others:
+        other.__exit__(None, None, None)
+    assert addresses.count(None) == 2
+    assert worker.holds([(OURS, 0, 69)], TWO_RANKS)
+
+
+def test_more_prefill_ranks_than_slots_take_turns(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that finds no slot would need a descriptor for every run."""
+    ranks = replace(PREFILL, layout="LBHNC", tp=4, pp=3)
+    prefill, (worker,) = site.prefill(ranks), site.decode()
+    stage(worker, 1 << 20)
+    lent: list[int | None] = []
+    borrow = SlotPool.borrow
+
+    @contextmanager
+    def recorded(pool: SlotPool) -> Iterator[int | None]:
+        with borrow(pool) as address:
+            lent.append(address)
+            yield address
+
+    monkeypatch.setattr(SlotPool, "borrow", recorded)
+    assert pull_once(site, prefill.prefill("r", THEIRS), worker).cause == ""
+    assert (len(lent), lent.count(None)) == (12, 0)
+    assert worker.holds([(OURS, 0, 69)], ranks)
+
+
+def test_a_slot_that_a_pull_does_not_need_is_lent_to_others_while_it_reads(site: Site) -> None:
+    prefill, (worker,) = site.prefill(TWO_RANKS), site.decode()
+    pool = stage(worker, 1 << 20)
+    free_descriptors = replace(TCP, alpha=0.0)
+    worker.reads = RemoteReader(free_descriptors, worker.rank.geometry.regions, pool)
+    finish = threading.Event()
+    for read in (1, 2):
+        site.fabric.inject(read, Fault(until=finish, fails=False))
+    remote = prefill.prefill("r", THEIRS)
+    site.session(worker, remote).submit(an_order("r", remote, OURS))
+    assert until(lambda: site.fabric.reads == 2)
+    with ExitStack() as stack:
+        assert None not in [stack.enter_context(pool.borrow()) for _ in range(SLOTS)]
+    finish.set()
+    assert worker.next_end().cause == ""
+
+
+class NoLink(Link):
+    """Fails the test that reads through it."""
+
+    def read(self, copies: Copies, timeout_s: float) -> None:
+        pytest.fail(f"{len(copies)} descriptors were read within {timeout_s} s")
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def test_a_copy_to_memory_that_is_not_a_cache_is_refused_before_anything_is_read() -> None:
+    memory = HostMemory(SLOTS * mmap.PAGESIZE)
+    pool = SlotPool(memory.region, SLOTS, memory)
+    planner = RemoteReader(TCP, (Region(1 << 40, 4096),), pool)
+    reads = _one(pool.region.address, 1 << 41, 64)
+    moved = _one((1 << 40) + 4090, pool.region.address, 64)
+    borders = np.array([[0, 0], [1, 1]])
+    with pytest.raises(ValueError, match="destination is outside the memory registered here"):
+        planner.carry_out(NoLink(), Schedule(_one(1 << 40, 1 << 41, 8), reads, moved, borders, 72, 0.0, 0.0), 1.0)
+
+
+def _one(destination: int, source: int, size: int) -> Copies:
+    return Copies(*(np.array([value], np.int64) for value in (destination, source, size)))
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize("tokens", [1, 15, 16, 17, 33, 70])
+def test_prompts_of_every_length_are_staged_exactly(site: Site, tokens: int, on_device: bool) -> None:
+    prefill, (worker,) = site.prefill(TWO_RANKS), site.decode()
+    stage(worker, 2 * mmap.PAGESIZE, on_device=on_device)
+    remote = prefill.prefill("r", (THEIRS[0][: -(-tokens // 16)],), tokens)
+    site.session(worker, remote).submit(an_order("r", remote, OURS, 0, tokens))
+    assert worker.next_end().cause == ""
+    assert worker.holds([(OURS, 0, tokens)], TWO_RANKS)

@@ -1,0 +1,199 @@
+"""A transfer engine inside one process, for tests: it moves real bytes, and fails where it is told to.
+
+Engines meet in an ``InProcessFabric``, which also holds the faults. Descriptors are copied in random order, so that
+nobody comes to rely on one. Nothing here may know Mooncake.
+"""
+
+import ctypes
+import random
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from layout.copies import Copies
+from layout.geometry import Region
+from layout.regions import RegionTable
+from transfer.engine.base import Link, ReadFailed, TransferEngine
+from transfer.engine.batches import RegisteredMemory, check_copies
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """What goes wrong with one read."""
+
+    settled: bool = True  # of the ReadFailed that it raises; if false, the missing bytes may come late
+    landed: int = 0  # descriptors that are copied before it fails, or before it waits
+    fails: bool = True
+    #: The read first waits for this event, at most for its timeout; if that passes, it fails unsettled.
+    until: threading.Event | None = None
+
+
+class InProcessFabric:
+    """The network between in-process engines, and what goes wrong in it. Safe to use from any thread."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self.reads = 0  # begun so far, over all links
+        self.lock = threading.RLock()  # held while bytes move
+        self._random = random.Random(seed)
+        self._faults: dict[int, Fault] = {}
+        self._engines: dict[str, InProcessEngine] = {}
+        self._late: list[tuple[InProcessLink, Copies]] = []
+        self._created = 0
+
+    def inject(self, read: int, fault: Fault) -> None:
+        """Let ``fault`` befall the given read; they count from 1 over all links of this fabric."""
+        with self.lock:
+            self._faults[read] = fault
+
+    def deliver_late_bytes(self) -> int:
+        """Write what unsettled reads have left, except on links that were closed. How many descriptors that was."""
+        with self.lock:
+            late, self._late = self._late, []
+            delivered = 0
+            for link, copies in late:
+                if not link.closed:
+                    _copy(copies)
+                    delivered += len(copies)
+            return delivered
+
+    def remove(self, address: str) -> None:
+        """The process at ``address`` is gone: links to it fail, settled, and no new one can be opened."""
+        with self.lock:
+            self._engines.pop(address, None)
+
+    def join(self, engine: "InProcessEngine") -> str:
+        """The address of a new engine."""
+        with self.lock:
+            self._created += 1
+            address = f"in-process:{self._created}"
+            self._engines[address] = engine
+            return address
+
+    def find(self, address: str) -> "InProcessEngine | None":
+        """The engine at ``address``, if it is there."""
+        with self.lock:
+            return self._engines.get(address)
+
+    def begin_read(self, copies: Copies) -> tuple[Copies, Fault]:
+        """Count a read: its descriptors in random order, and what befalls it."""
+        with self.lock:
+            self.reads += 1
+            order = list(range(len(copies)))
+            self._random.shuffle(order)
+            shuffled = Copies(copies.destinations[order], copies.sources[order], copies.sizes[order])
+            return shuffled, self._faults.pop(self.reads, Fault(landed=len(copies), fails=False))
+
+    def copy_unless_closed(self, link: "InProcessLink", copies: Copies) -> None:
+        """Move the bytes, if the link and its peer are still there: one step, which ``close`` cannot interrupt."""
+        with self.lock:
+            if not link.closed and link.peer_address in self._engines:
+                _copy(copies)
+
+    def keep_late(self, link: "InProcessLink", copies: Copies) -> None:
+        """Remember bytes that a failed read may still write."""
+        with self.lock:
+            self._late.append((link, copies))
+
+
+def _copy(copies: Copies) -> None:
+    for destination, source, size in zip(
+        copies.destinations.tolist(), copies.sources.tolist(), copies.sizes.tolist(), strict=True
+    ):
+        ctypes.memmove(destination, source, size)
+
+
+class InProcessEngine(TransferEngine):
+    """An engine whose peers are in the same process and fabric."""
+
+    def __init__(self, fabric: InProcessFabric) -> None:
+        self._fabric = fabric
+        self._lock = threading.Lock()
+        self.memory = RegisteredMemory()
+        self._links: set[InProcessLink] = set()
+        self._closed = False
+        self._address = fabric.join(self)
+
+    @property
+    def address(self) -> str:
+        """Where peers reach this engine."""
+        return self._address
+
+    def register(self, regions: Sequence[Region]) -> None:
+        """See the contract."""
+        self.memory.add(regions)
+
+    def open(self, address: str, regions: Sequence[Region]) -> "InProcessLink":
+        """See the contract."""
+        if self._fabric.find(address) is None:
+            raise ReadFailed(f"cannot reach the transfer engine at {address}", settled=True)
+        try:
+            peer = RegionTable(regions)
+        except ValueError as error:
+            raise ReadFailed(f"cannot open a link to {address}: {error}", settled=True) from error
+        with self._lock:
+            if self._closed:
+                raise ReadFailed(f"transfer engine {self._address} is closed", settled=True)
+            link = InProcessLink(self, self._fabric, address, peer)
+            self._links.add(link)
+            return link
+
+    def close(self) -> None:
+        """See the contract."""
+        with self._lock:
+            self._closed = True
+            links, self._links = self._links, set()
+        for link in links:
+            link.close()
+        self.memory.close()
+        self._fabric.remove(self._address)
+
+
+class InProcessLink(Link):
+    """A link between two engines of one fabric."""
+
+    def __init__(self, engine: InProcessEngine, fabric: InProcessFabric, address: str, peer: RegionTable) -> None:
+        self._engine = engine
+        self._fabric = fabric
+        self._peer = peer
+        self._broken = False
+        self.peer_address = address
+        self.closed = False
+
+    def read(self, copies: Copies, timeout_s: float) -> None:
+        """See the contract. After an unsettled failure the link refuses to read until it is closed."""
+        if self.closed or self._broken:
+            state = "closed" if self.closed else "broken by a read that failed and must be closed first"
+            raise ReadFailed(f"the link to {self.peer_address} is {state}", settled=True)
+        check_copies(copies, self._engine.memory.table, self._peer, self.peer_address)
+        self._check_peer(copies)
+        copies, fault = self._fabric.begin_read(copies)
+        self._fabric.copy_unless_closed(self, copies[: fault.landed])
+        rest = copies[fault.landed :]
+        if fault.until is not None and not fault.until.wait(timeout_s):
+            self._fail(rest, f"it did not finish within {timeout_s:.3f} s", settled=False)
+        if fault.fails:
+            self._fail(rest, "a fault was injected", settled=fault.settled)
+        self._fabric.copy_unless_closed(self, rest)
+        if self.closed:
+            self._fail(rest, "the link was closed", settled=True)
+        self._check_peer(copies)
+
+    def _check_peer(self, copies: Copies) -> None:
+        peer = self._fabric.find(self.peer_address)
+        if peer is None:
+            self._fail(copies, "the peer is gone", settled=True)
+        elif peer.memory.table.outside(copies.sources, copies.sizes).any():
+            self._fail(copies, "the peer refuses: a source is outside the memory that it registered", settled=True)
+
+    def _fail(self, missing: Copies, reason: str, *, settled: bool) -> None:
+        if not settled:
+            self._broken = True
+            self._fabric.keep_late(self, missing)
+        raise ReadFailed(
+            f"read from {self.peer_address} failed: {reason}; {len(missing)} descriptors missing", settled=settled
+        )
+
+    def close(self) -> None:
+        """See the contract."""
+        with self._fabric.lock:  # not in the middle of a copy
+            self.closed = True
