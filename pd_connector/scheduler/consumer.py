@@ -39,8 +39,7 @@ from transfer.control.client import ControlClient
 from transfer.control.messages import Cancel
 
 if TYPE_CHECKING:
-    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
-    from vllm.v1.request import Request
+    from pd_connector.vllm.types import KVCacheBlocks, Request
 
 logger = logging.getLogger(__name__)
 

@@ -31,10 +31,7 @@ from pd_connector.vllm.block_pools import (
 )
 
 if TYPE_CHECKING:
-    from vllm.distributed.kv_events import KVCacheEvent
-    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
-    from vllm.v1.core.kv_cache_utils import KVCacheBlock
-    from vllm.v1.request import Request
+    from pd_connector.vllm.types import KVCacheBlock, KVCacheBlocks, KVCacheEvent, Request
 
 logger = logging.getLogger(__name__)
 

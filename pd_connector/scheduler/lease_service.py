@@ -29,7 +29,7 @@ from transfer.control.messages import (
 )
 
 if TYPE_CHECKING:
-    from vllm.v1.request import Request as VllmRequest
+    from pd_connector.vllm.types import Request as VllmRequest
 
 
 class LeaseService(Generic[Held]):

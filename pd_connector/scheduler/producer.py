@@ -19,7 +19,7 @@ from transfer.control.keys import ControlKeys
 from transfer.control.server import ControlServer
 
 if TYPE_CHECKING:
-    from vllm.v1.request import Request as VllmRequest
+    from pd_connector.vllm.types import Request as VllmRequest
 
 logger = logging.getLogger(__name__)
 

@@ -7,9 +7,7 @@ from pd_connector.orders import Orders, Report, WorkerHandshake
 from pd_connector.stats import StatsRecorder
 
 if TYPE_CHECKING:
-    from vllm.distributed.kv_events import KVCacheEvent
-    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
-    from vllm.v1.request import Request
+    from pd_connector.vllm.types import KVCacheBlocks, KVCacheEvent, Request
 
 
 class SchedulerRole:

@@ -1,6 +1,6 @@
 """What differs between the vLLM releases that the connector serves, behind one interface.
 
-``Release`` is vLLM 0.32. A release that differs gets a subclass in a module of its own and a line in ``current``.
+``VllmRelease`` is vLLM 0.32. A release that differs gets a subclass in a module of its own and a line in ``current``.
 vLLM's names are imported where they are used, as another release may not have them.
 """
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_utils import BlockHash
 
 
-class Release:
+class VllmRelease:
     """A vLLM release as the connector meets it. Holds no state."""
 
     @property
@@ -77,6 +77,6 @@ class Release:
         return resolved
 
 
-def current() -> Release:
+def current() -> VllmRelease:
     """Return the release that is installed."""
-    return Release()
+    return VllmRelease()

@@ -4,9 +4,8 @@ import logging
 import queue
 import time
 from collections.abc import Callable
-from typing import Protocol
 
-from pd_connector.orders import Cause, Orders, PullOrder, RefuseOrder
+from pd_connector.orders import Cause, Orders, PullOrder
 from pd_connector.worker.peer import PeerAddress, PullContext
 from pd_connector.worker.pull_end import PullEnd
 from pd_connector.worker.roles import WorkerRole
@@ -18,30 +17,8 @@ logger = logging.getLogger(__name__)
 _CLOSE_TIMEOUT_S = 2.0
 
 
-class Session(Protocol):
-    """All pulls from one prefill engine: what ``PeerSession`` is to this service."""
-
-    last_used: float  # on ``time.monotonic``
-
-    @property
-    def idle(self) -> bool:
-        """Whether no pull is under way or waiting."""
-
-    def submit(self, order: PullOrder) -> None:
-        """Queue a pull."""
-
-    def close(self) -> None:
-        """Drop what is queued. Does not wait."""
-
-    def join(self, timeout_s: float) -> bool:
-        """Wait for the end after ``close``; whether it has come."""
-
-    def check_integrity(self) -> None:
-        """Raise AssertionError unless the books balance."""
-
-
 #: Arguments: the context of all pulls, what to call with the end of each, and the prefill engine.
-OpenSession = Callable[[PullContext, Callable[[PullEnd], None], PeerAddress], Session]
+OpenSession = Callable[[PullContext, Callable[[PullEnd], None], PeerAddress], PeerSession]
 
 
 class Pulls(WorkerRole):
@@ -62,14 +39,15 @@ class Pulls(WorkerRole):
         self._open_session = open_session
         self._peer_idle_s = peer_idle_s
         self._max_peers = max_peers
-        self._sessions: dict[PeerAddress, Session] = {}
-        self._closing: list[Session] = []
+        self._sessions: dict[PeerAddress, PeerSession] = {}
+        self._closing: list[PeerSession] = []
         self._outstanding: set[str] = set()
 
     def execute(self, orders: Orders) -> list[str]:
         """Start the pulls, and end the requests that cannot be pulled as failed."""
         for refusal in orders.refusals:
-            self._refuse(refusal)
+            self._outstanding.add(refusal.request_id)
+            self._ended.put(PullEnd(refusal.request_id, refusal.cause, refusal.reason))
         for pull in orders.pulls:
             self._submit(pull)
         return [order.request_id for order in orders.refusals] + [order.request_id for order in orders.pulls]
@@ -119,11 +97,7 @@ class Pulls(WorkerRole):
             return
         session.submit(order)
 
-    def _refuse(self, order: RefuseOrder) -> None:
-        self._outstanding.add(order.request_id)
-        self._ended.put(PullEnd(order.request_id, order.cause, order.reason))
-
-    def _session(self, order: PullOrder) -> Session | None:
+    def _session(self, order: PullOrder) -> PeerSession | None:
         """Return the session with an order's prefill engine; None if there are too many."""
         peer = PeerAddress(order.remote.remote_engine_id, order.remote.remote_host, order.remote.remote_port)
         if peer not in self._sessions:

@@ -34,8 +34,7 @@ from transfer.local_copy.device_reader import DeviceReader
 from transfer.peers import AllowedPeers
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from pd_connector.vllm.types import KVCacheConfig, VllmConfig
 
 logger = logging.getLogger(__name__)
 

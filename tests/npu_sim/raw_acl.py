@@ -16,6 +16,7 @@ from transfer.batch_copy.acl import AclRuntime
 from transfer.batch_copy.base import Direction
 from transfer.batch_copy.copier import ThreadedCopier
 from transfer.batch_copy.device import DeviceBackend
+from transfer.batch_copy.streams import DeviceStream
 from transfer.memory import PinnedMemory
 
 Bytes = npt.NDArray[np.uint8]
@@ -45,7 +46,7 @@ class RawEvent:
         must(self._library.aclrtSynchronizeEvent(self.raw))
 
 
-class RawStream:
+class RawStream(DeviceStream):
     """A stream of one device, as the copier sees streams."""
 
     def __init__(self, library: ctypes.CDLL, device: int, *, sets_device: bool = True) -> None:

@@ -13,7 +13,7 @@ import pytest
 from transfer.batch_copy import acl_abi as abi
 
 STRUCTURES: dict[str, type[ctypes.Structure]] = {
-    "aclrtMemLocation": abi.MemLocation,
+    "aclrtMemLocation": abi.AclMemLocation,
     "aclrtMemcpyBatchAttr": abi.MemcpyBatchAttr,
     "aclrtPtrAttributes": abi.PtrAttributes,
 }

@@ -19,7 +19,7 @@ from transfer.batch_copy.backends import Backend, open_copier, pinned_memory
 from transfer.batch_copy.base import BatchCopier, CopierStartError, Direction
 from transfer.batch_copy.copier import ThreadedCopier
 from transfer.batch_copy.device import DeviceBackend
-from transfer.batch_copy.streams import TorchStream
+from transfer.batch_copy.streams import DeviceStream
 from transfer.memory import PinnedMemory
 
 LOAD, STORE, WITHIN = Direction.HOST_TO_DEVICE, Direction.DEVICE_TO_HOST, Direction.DEVICE_TO_DEVICE
@@ -103,7 +103,7 @@ def test_pinned_memory_is_pinned_for_torch_too(device: int, calls: Calls) -> Non
 # Streams, events and the task queue
 
 
-class KeptHandle(TorchStream):
+class KeptHandle(DeviceStream):
     """What must not be done: the handle is asked for once and kept."""
 
     def __init__(self, platform: str, device: int) -> None:
@@ -203,7 +203,7 @@ def test_handles_may_be_asked_in_another_thread(device: int) -> None:
 def test_the_device_is_the_copiers_in_its_thread(device: int) -> None:
     """torch would make do without; the runtime refuses streams of another device than the thread's."""
     acl, found = ctypes.CDLL("libascendcl.so"), ctypes.c_int32(-1)
-    stream = TorchStream("npu", device)
+    stream = DeviceStream("npu", device)
 
     def enter() -> None:
         stream.enter_thread()

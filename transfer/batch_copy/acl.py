@@ -82,8 +82,8 @@ class AclRuntime(CopyRuntime):
         sources_ready: bool,  # the runtime always reads in stream order
     ) -> Refusal | None:
         """See ``CopyRuntime``."""
-        device = abi.MemLocation(self._device, abi.LOCATION_DEVICE)
-        host = abi.MemLocation(0, abi.LOCATION_HOST)
+        device = abi.AclMemLocation(self._device, abi.LOCATION_DEVICE)
+        host = abi.AclMemLocation(0, abi.LOCATION_HOST)
         to, origin = (device, host) if direction is Direction.HOST_TO_DEVICE else (host, device)
         sizes = copies.sizes.ctypes.data
         arguments = (

@@ -19,7 +19,7 @@ FEATURE_NOT_SUPPORT = 207000
 NO_INDEX = ctypes.c_size_t(-1).value  # what failIndex holds where no entry is to blame
 
 
-class MemLocation(ctypes.Structure):
+class AclMemLocation(ctypes.Structure):
     """``aclrtMemLocation``."""
 
     _fields_ = (("id", c_uint32), ("type", c_int))
@@ -28,13 +28,13 @@ class MemLocation(ctypes.Structure):
 class MemcpyBatchAttr(ctypes.Structure):
     """``aclrtMemcpyBatchAttr``: the destination comes first, ``rsv`` must be zero."""
 
-    _fields_ = (("dstLoc", MemLocation), ("srcLoc", MemLocation), ("rsv", c_uint8 * 16))
+    _fields_ = (("dstLoc", AclMemLocation), ("srcLoc", AclMemLocation), ("rsv", c_uint8 * 16))
 
 
 class PtrAttributes(ctypes.Structure):
     """``aclrtPtrAttributes``."""
 
-    _fields_ = (("location", MemLocation), ("pageSize", c_uint32), ("rsv", c_uint32 * 4))
+    _fields_ = (("location", AclMemLocation), ("pageSize", c_uint32), ("rsv", c_uint32 * 4))
 
 
 _BATCH = (c_void_p, c_void_p, c_void_p, c_void_p, c_size_t, POINTER(MemcpyBatchAttr), POINTER(c_size_t), c_size_t)

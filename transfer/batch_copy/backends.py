@@ -11,7 +11,7 @@ from transfer.batch_copy.copier import ThreadedCopier
 from transfer.batch_copy.cuda import CudaRuntime
 from transfer.batch_copy.device import DeviceBackend
 from transfer.batch_copy.host import HostBackend
-from transfer.batch_copy.streams import TorchStream
+from transfer.batch_copy.streams import DeviceStream
 from transfer.memory import HostMemory, PinnedMemory
 
 
@@ -36,7 +36,7 @@ def open_copier(backend: Backend, direction: Direction, device: int = 0) -> Batc
         return ThreadedCopier(HostBackend(), name)
     runtime = _runtime(backend, device)
     platform = "npu" if backend is Backend.ACL else "cuda"
-    return ThreadedCopier(DeviceBackend(runtime, TorchStream(platform, device), direction), name)
+    return ThreadedCopier(DeviceBackend(runtime, DeviceStream(platform, device), direction), name)
 
 
 def pinned_memory(backend: Backend, size: int, device: int = 0) -> PinnedMemory:

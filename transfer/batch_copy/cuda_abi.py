@@ -24,7 +24,7 @@ MEMORY_TYPE_HOST = 1
 MEM_HOST_REGISTER_PORTABLE = 1  # pinned for every context
 
 
-class MemLocation(ctypes.Structure):
+class CudaMemLocation(ctypes.Structure):
     """``CUmemLocation``."""
 
     _fields_ = (("type", c_uint), ("id", c_int))
@@ -35,8 +35,8 @@ class MemcpyAttributes(ctypes.Structure):
 
     _fields_ = (
         ("srcAccessOrder", c_uint),
-        ("srcLocHint", MemLocation),
-        ("dstLocHint", MemLocation),
+        ("srcLocHint", CudaMemLocation),
+        ("dstLocHint", CudaMemLocation),
         ("flags", c_uint),
     )
 

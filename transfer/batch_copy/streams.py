@@ -1,35 +1,18 @@
-"""The stream that a device copier works on: what it asks of one, and torch's streams in those terms.
+"""The stream that a device copier works on: one of torch's.
 
 torch is imported when the first stream is made, and not with this module.
 """
 
 import importlib
-from typing import Any, Protocol
+from typing import Any
 
 from transfer.batch_copy.base import CopierStartError, DeviceEvent
 
 
-class DeviceStream(Protocol):
-    """An ordered queue of a device's work. Used by one thread."""
+class DeviceStream:
+    """An ordered queue of a device's work: a stream of ``torch.cuda`` or ``torch.npu``. Used by one thread.
 
-    def enter_thread(self) -> None:
-        """Make the stream's device current in the calling thread."""
-
-    def handle(self) -> int:
-        """The driver's handle of the stream, for one submission: all that this thread asked of it before is in it."""
-
-    def wait_event(self, event: DeviceEvent) -> None:
-        """Let everything submitted later wait for ``event``. Does not block."""
-
-    def record_event(self) -> DeviceEvent:
-        """An event behind everything submitted so far."""
-
-    def synchronize(self) -> None:
-        """Block until everything submitted is done; raises what the device says if it failed."""
-
-
-class TorchStream:
-    """A stream of ``torch.cuda`` or ``torch.npu``, so that it understands the events of the model's streams.
+    Of torch, so that it understands the events of the model's streams.
 
     torch_npu puts waits, records and copies in a queue that a thread of its own empties, and a call made directly to
     the runtime overtakes them: a copy would start before the event that it waits for. Asking a stream for its handle
@@ -58,22 +41,22 @@ class TorchStream:
         self._handle_attribute = f"{platform}_stream"
 
     def enter_thread(self) -> None:
-        """See ``DeviceStream``."""
+        """Make the stream's device current in the calling thread."""
         self._module.set_device(self._device)
 
     def handle(self) -> int:
-        """See ``DeviceStream``."""
+        """The driver's handle of the stream, for one submission: all that this thread asked of it before is in it."""
         return int(getattr(self._stream, self._handle_attribute))
 
     def wait_event(self, event: DeviceEvent) -> None:
-        """See ``DeviceStream``."""
+        """Let everything submitted later wait for ``event``. Does not block."""
         self._stream.wait_event(event)
 
     def record_event(self) -> DeviceEvent:
-        """See ``DeviceStream``."""
+        """An event behind everything submitted so far."""
         event: DeviceEvent = self._stream.record_event()
         return event
 
     def synchronize(self) -> None:
-        """See ``DeviceStream``."""
+        """Block until everything submitted is done; raises what the device says if it failed."""
         self._stream.synchronize()

@@ -44,7 +44,7 @@ from transfer.control.messages import (
     Welcome,
     decode_reply,
 )
-from transfer.control.peer_sockets import ClientSettings, Peer, PeerPool, Resolved
+from transfer.control.peer_sockets import ClientSettings, PeerPool, PeerSocket, Resolved
 from transfer.control.polling import Wakeup
 from transfer.errors import PeerNotAllowed, TransferError
 from transfer.peers import Address, AllowedPeers
@@ -290,7 +290,7 @@ class ClientLoop:
         if peer is not None and not peer.asked:
             self._peers.drop(peer)  # so that the next request starts afresh: a new connection, a new look-up
 
-    def _give_up_peer(self, peer: Peer, failure: TransferError | str) -> None:
+    def _give_up_peer(self, peer: PeerSocket, failure: TransferError | str) -> None:
         for message_id in list(peer.asked):
             asked = self._pending[message_id]
             if isinstance(failure, AuthenticationFailed):
@@ -309,7 +309,7 @@ class ClientLoop:
         host, port = asked.address.host, asked.address.port
         self._settle(asked, PeerRefused(host=host, port=port, request_type=asked.kind, code=code, reason=reason))
 
-    def _send_waiting(self, peer: Peer) -> None:
+    def _send_waiting(self, peer: PeerSocket) -> None:
         """Send what the connection takes; a poll tells when it takes more."""
         if peer.socket is None:
             return
@@ -331,7 +331,7 @@ class ClientLoop:
         asked.resend_at = time.monotonic() + wait_s * random.uniform(0.9, 1.1)  # noqa: S311  only spreads the load
         heapq.heappush(self._timers, (asked.resend_at, asked.message_id))
 
-    def _receive(self, peer: Peer) -> None:
+    def _receive(self, peer: PeerSocket) -> None:
         for _ in range(_REPLIES_PER_TURN):
             try:
                 frame = self._peers.receive(peer)
@@ -342,7 +342,7 @@ class ClientLoop:
                 return
             self._take_reply(peer, frame)
 
-    def _take_reply(self, peer: Peer, frame: bytes) -> None:
+    def _take_reply(self, peer: PeerSocket, frame: bytes) -> None:
         try:
             message_id, reply = decode_reply(frame)
         except MalformedMessage as error:
@@ -369,7 +369,7 @@ class ClientLoop:
         else:
             self._refuse(asked, error.code, error.message)
 
-    def _ignore_malformed(self, peer: Peer, reason: str) -> None:
+    def _ignore_malformed(self, peer: PeerSocket, reason: str) -> None:
         self._count(malformed_replies=self._counters.malformed_replies + 1)
         self._warnings.warn("malformed_reply", f"ignored a control reply of {peer.address}: {reason!r}")
 

@@ -80,7 +80,7 @@ class ClientSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @dataclass(slots=True, eq=False)
-class Peer:
+class PeerSocket:
     """One address: its socket, once the host is numeric, and what was asked of it."""
 
     address: Address
@@ -132,11 +132,11 @@ class PeerPool:
         self._context.set(zmq.MAX_SOCKETS, 2 * _SOCKETS_PER_PEER * settings.max_peers + 8)
         self._poller = zmq.Poller()
         self._poller.register(wakeup_fileno, zmq.POLLIN)
-        self._peers: dict[Address, Peer] = {}
-        self._by_socket: dict[zmq.Socket[bytes], Peer] = {}
+        self._peers: dict[Address, PeerSocket] = {}
+        self._by_socket: dict[zmq.Socket[bytes], PeerSocket] = {}
         self._resolvers: dict[str, threading.Thread] = {}  # by host name
 
-    def poll(self, timeout_s: float) -> Iterator[tuple[Peer, int]]:
+    def poll(self, timeout_s: float) -> Iterator[tuple[PeerSocket, int]]:
         """Wait for any socket or the wake-up; yields the peers that are still held, with their ZeroMQ events.
 
         A peer whose handshake has failed for good has its ``failure`` set and is yielded with no events.
@@ -153,11 +153,11 @@ class PeerPool:
                 if peer.failure:
                     yield peer, 0
 
-    def find(self, address: Address) -> Peer | None:
+    def find(self, address: Address) -> PeerSocket | None:
         """The peer at ``address`` if it is held."""
         return self._peers.get(address)
 
-    def get(self, address: Address) -> Peer:
+    def get(self, address: Address) -> PeerSocket:
         """The peer at ``address``, made if it is new. Its socket may be None until ``resolved``.
 
         Raises:
@@ -173,7 +173,7 @@ class PeerPool:
         if not look_up:
             self._allowed.check(host, host)
         self._make_room()
-        peer = Peer(address, time.monotonic())
+        peer = PeerSocket(address, time.monotonic())
         if look_up:
             self._look_up(host)
         else:
@@ -182,7 +182,7 @@ class PeerPool:
         self.sweep_at = min(self.sweep_at, peer.used_at + self._settings.idle_s)
         return peer
 
-    def resolved(self, found: Resolved) -> Iterator[Peer]:
+    def resolved(self, found: Resolved) -> Iterator[PeerSocket]:
         """Connect the peers whose host name was looked up; yields each, with its ``failure`` if it has one."""
         self._resolvers.pop(found.host).join()
         for peer in [peer for peer in self._peers.values() if peer.address.host == found.host and peer.socket is None]:
@@ -199,12 +199,12 @@ class PeerPool:
         """Ids of the messages that any peer was asked and has not answered."""
         return {message_id for peer in self._peers.values() for message_id in peer.asked}
 
-    def watch(self, peer: Peer, *, writable: bool) -> None:
+    def watch(self, peer: PeerSocket, *, writable: bool) -> None:
         """Poll the peer's socket for replies and, if ``writable``, for room to send."""
         if peer.socket is not None:
             self._poller.register(peer.socket, zmq.POLLIN | zmq.POLLOUT if writable else zmq.POLLIN)
 
-    def drop(self, peer: Peer, linger_s: float = 0.0) -> None:
+    def drop(self, peer: PeerSocket, linger_s: float = 0.0) -> None:
         """Forget the peer and close its socket; what was sent has ``linger_s`` seconds to leave."""
         del self._peers[peer.address]
         if peer.monitor is not None:
@@ -217,7 +217,7 @@ class PeerPool:
             peer.socket.close(linger=int(linger_s * 1000))
             self.closed += 1
 
-    def receive(self, peer: Peer) -> bytes | None:
+    def receive(self, peer: PeerSocket) -> bytes | None:
         """The next message of a peer, None if there is none, or if its ``failure`` was set: it sends without end.
 
         Raises:
@@ -236,7 +236,7 @@ class PeerPool:
             raise MalformedMessage(f"{len(frames)} frames; a message is one frame")
         return frames[0].bytes
 
-    def hoarders(self) -> Iterator[Peer]:
+    def hoarders(self) -> Iterator[PeerSocket]:
         """The peers that bring bytes and no complete reply, with their ``failure`` set; cheap when called too early."""
         now = time.monotonic()
         if now < self.check_at:
@@ -284,7 +284,7 @@ class PeerPool:
             )
         self.drop(min(unused, key=lambda peer: peer.used_at))
 
-    def _connect(self, peer: Peer, ip: str) -> None:
+    def _connect(self, peer: PeerSocket, ip: str) -> None:
         socket = self._context.socket(zmq.DEALER)
         try:
             self._set_options(socket)
@@ -300,7 +300,7 @@ class PeerPool:
             self._poller.register(each, zmq.POLLIN)
         self.opened += 1
 
-    def _take_handshakes(self, peer: Peer) -> None:
+    def _take_handshakes(self, peer: PeerSocket) -> None:
         """Set the peer's ``failure`` if its handshakes cannot succeed."""
         assert peer.monitor is not None
         for event, value in peer.monitor.take():
@@ -322,7 +322,7 @@ class PeerPool:
                     f"authentication with {peer.address} failed: {self._whose_secret(event)}: {_GIVE_BOTH}"
                 )
 
-    def _handshake_ended(self, peer: Peer) -> None:
+    def _handshake_ended(self, peer: PeerSocket) -> None:
         """The other side has ended a handshake without a word; sets ``failure`` if its secret must be another."""
         now = time.monotonic()
         peer.ended_handshakes += 1
@@ -386,7 +386,7 @@ class PeerPool:
         thread.start()
 
 
-def _unread(peer: Peer) -> int:
+def _unread(peer: PeerSocket) -> int:
     with opened(peer.descriptor, remote_port=peer.address.port) as connection:
         return 0 if connection is None else peer.unread.look(connection.bytes_received)
 

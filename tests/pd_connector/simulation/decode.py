@@ -16,6 +16,7 @@ from pd_connector.worker.peer import PeerAddress, PullContext
 from pd_connector.worker.pull import Pull
 from pd_connector.worker.pull_end import PullEnd, PullFailed
 from pd_connector.worker.pulls import Pulls
+from pd_connector.worker.session import PeerSession
 from tests.pd_connector.simulation.network import HOST, PORT, Network, SimulatedClient
 from tests.pd_connector.simulation.prefill import BLOCK_TOKENS, PrefillSim, Prompt, Stamp
 from tests.pd_connector.support import FakeRequest, allocated
@@ -52,44 +53,44 @@ class Job:
     failed: bool = False
 
 
-class SessionSim:
+class SessionSim(PeerSession):
     """One rank's pulls from one engine: what the thread of ``PeerSession`` does, in steps."""
 
-    def __init__(self, rank: "RankSim", report: Callable[[PullEnd], None], engine_id: str) -> None:
+    def __init__(self, rank: "RankSim", report: Callable[[PullEnd], None], engine_id: str) -> None:  # no thread
         self.last_used = time.monotonic()
         self._rank = rank
         self._engine_id = engine_id
         self._report = report
-        self._pulls: deque[tuple[Pull, float]] = deque()
+        self._queue: deque[tuple[Pull, float]] = deque()
         self._hello: Any = None
         self._connected = False
         self._read = 0  # blocks of the first order that were read
 
     @property
     def idle(self) -> bool:
-        return not self._pulls
+        return not self._queue
 
     def __len__(self) -> int:
-        return len(self._pulls)
+        return len(self._queue)
 
     def submit(self, order: PullOrder) -> None:
         pull = Pull(self._rank.context, order, self._report, threading.Event())
-        self._pulls.append((pull, self._rank.now()))
+        self._queue.append((pull, self._rank.now()))
 
     def close(self) -> None:
-        self._pulls.clear()
+        self._queue.clear()
 
     def join(self, timeout_s: float) -> bool:
         return True
 
     def check_integrity(self) -> None:
-        assert self._pulls or not self._read, "something was read for nobody"
+        assert self._queue or not self._read, "something was read for nobody"
 
     def step(self, blocks: int, *, fails: bool) -> None:
         """Go on with the first pull: ``blocks`` blocks, if the handshake is done and nothing fails."""
-        if not self._pulls or not self._shake_hands():
+        if not self._queue or not self._shake_hands():
             return
-        pull, submitted = self._pulls[0]
+        pull, submitted = self._queue[0]
         engine = self._rank.find_engine(self._engine_id)
         if self._rank.now() >= submitted + PULL_TIMEOUT_S:
             self._fail(Cause.TIMEOUT)
@@ -126,16 +127,16 @@ class SessionSim:
         elif isinstance(error, PeerRefused):
             self._fail(Cause.REFUSED)
         else:
-            while self._pulls:
+            while self._queue:
                 self._fail(Cause.UNREACHABLE)
         return self._connected
 
     def _fail(self, cause: Cause) -> None:
-        self._pulls[0][0].fail(PullFailed(cause, "as told", is_mute=cause is Cause.UNREACHABLE))
+        self._queue[0][0].fail(PullFailed(cause, "as told", is_mute=cause is Cause.UNREACHABLE))
         self._next()
 
     def _next(self) -> None:
-        self._pulls.popleft()
+        self._queue.popleft()
         self._read = 0
 
 
@@ -176,7 +177,7 @@ class RankSim:
         assert self.number not in job.reported_by, "I5: a read writes after it was reported as settled"
         self.memory[block] = stamp
 
-    def _open(self, _: PullContext, report: Callable[[PullEnd], None], address: PeerAddress) -> SessionSim:
+    def _open(self, _: PullContext, report: Callable[[PullEnd], None], address: PeerAddress) -> PeerSession:
         assert (address.host, address.port) == (HOST, PORT)
         self.sessions.append(SessionSim(self, report, address.engine_id))
         return self.sessions[-1]

@@ -18,6 +18,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from transfer.batch_copy.streams import DeviceStream
+
 Bytes = npt.NDArray[np.uint8]
 
 SUCCESS, INVALID_VALUE, INVALID_CONTEXT, NOT_FOUND, LAUNCH_FAILED, UNSUPPORTED = 0, 1, 201, 500, 719, 801
@@ -58,7 +60,7 @@ class FakeEvent:
         assert self.reached.wait(WAIT_S), "an event was never reached"
 
 
-class FakeStream:
+class FakeStream(DeviceStream):
     """A stream of the fake driver, as the copier sees streams."""
 
     def __init__(self, driver: "FakeCuda") -> None:

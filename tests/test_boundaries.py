@@ -1,0 +1,131 @@
+"""Which package imports what: the arrows run one way, and vLLM is known in one room only.
+
+Imports are read off the source, those inside functions and under TYPE_CHECKING too.
+"""
+
+import ast
+import importlib
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import layout
+import transfer
+
+ROOT = Path(__file__).parents[1]
+OURS = ("layout", "transfer", "pd_connector", "examples", "benchmarks", "tests")
+
+
+def modules(package: str) -> list[str]:
+    """The names of all modules of a package, or the one of that name."""
+    path = ROOT / package.replace(".", "/")
+    files = sorted(path.rglob("*.py")) if path.is_dir() else [path.with_suffix(".py")]
+    names = [file.relative_to(ROOT).with_suffix("").as_posix().replace("/", ".") for file in files]
+    assert names, f"there is no {package}"
+    return [name.removesuffix(".__init__") for name in names]
+
+
+def imports(module: str) -> Iterator[str]:
+    """What a module imports; of ``from a import b`` both ``a`` and ``a.b``."""
+    path = ROOT / module.replace(".", "/")
+    file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{module} has a relative import"
+            assert node.module is not None
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def is_within(name: str, packages: tuple[str, ...]) -> bool:
+    return any(name == package or name.startswith(f"{package}.") for package in packages)
+
+
+#: Package, what it must not import, except (modules of it that may).
+RULES: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
+    # The arrows between the packages.
+    ("layout", ("transfer", "pd_connector", "examples", "benchmarks", "tests"), ()),
+    ("transfer", ("pd_connector", "examples", "benchmarks", "tests"), ()),
+    ("pd_connector", ("examples", "benchmarks", "tests"), ()),
+    ("examples", ("layout", "transfer", "pd_connector", "benchmarks", "tests"), ()),
+    ("benchmarks", ("examples.proxy", "tests"), ()),
+    # Nothing but vLLM's room and its face knows vLLM.
+    ("layout", ("vllm",), ()),
+    ("transfer", ("vllm",), ()),
+    ("pd_connector", ("vllm",), ("pd_connector.vllm", "pd_connector.connector")),
+    # layout is arithmetic: it moves no bytes and reads no memory.
+    ("layout", ("torch", "ctypes", "mmap", "llvmlite", "zmq", "mooncake", "msgspec"), ()),
+    # Engine and control channel are siblings, and so are the two kinds of copies.
+    ("transfer.engine", ("transfer.control", "transfer.batch_copy", "transfer.local_copy"), ()),
+    ("transfer.control", ("transfer.engine", "transfer.batch_copy", "transfer.local_copy"), ()),
+    ("transfer.batch_copy", ("transfer.engine", "transfer.control"), ()),
+    ("transfer.local_copy", ("transfer.engine", "transfer.control", "transfer.batch_copy"), ()),
+    ("transfer.peers", ("transfer.engine", "transfer.control", "transfer.batch_copy", "transfer.local_copy"), ()),
+    # What passes between the two sides of the connector is orders, and nothing else.
+    ("pd_connector.scheduler", ("pd_connector.worker", "pd_connector.connector"), ()),
+    ("pd_connector.worker", ("pd_connector.scheduler", "pd_connector.connector"), ()),
+    ("pd_connector.vllm", ("pd_connector.scheduler", "pd_connector.worker", "pd_connector.connector"), ()),
+    *(
+        (f"pd_connector.{module}", ("pd_connector.scheduler", "pd_connector.worker", "pd_connector.vllm"), ())
+        for module in ("config", "orders", "params", "secret", "stats")
+    ),
+]
+
+
+@pytest.mark.parametrize(("package", "forbidden", "excepted"), RULES)
+def test_arrows_run_one_way(package: str, forbidden: tuple[str, ...], excepted: tuple[str, ...]) -> None:
+    wrong = [
+        f"{module} imports {name}"
+        for module in modules(package)
+        if not is_within(module, excepted)
+        for name in imports(module)
+        if is_within(name, forbidden)
+    ]
+    assert wrong == []
+
+
+def test_a_rule_can_be_broken() -> None:
+    """The reading of imports sees those that this file has, a function's too."""
+    found = set(imports("tests.test_boundaries"))
+    assert {"ast", "collections.abc.Iterator", "layout", "json"} <= found
+    import json  # noqa: F401, PLC0415
+
+
+def test_layout_imports_numpy_and_numba_only() -> None:
+    tops = {name.partition(".")[0] for module in modules("layout") for name in imports(module)}
+    assert tops - set(sys.stdlib_module_names) == {"layout", "numpy", "numba"}
+
+
+@pytest.mark.parametrize("package", [layout, transfer])
+def test_the_public_names_are_those_of_the_docstring_and_there(package: object) -> None:
+    documented = re.findall(r"^    (\w+) {2,}\S", str(package.__doc__), re.MULTILINE)
+    names = package.__all__  # type: ignore[attr-defined]
+    assert sorted(documented) == names
+    name = package.__name__  # type: ignore[attr-defined]
+    here = {module.split(".")[1] for module in modules(name) if "." in module}
+    assert set(names) == here
+    for public in names:
+        importlib.import_module(f"{name}.{public}")
+
+
+def test_no_two_classes_have_one_name() -> None:
+    places: dict[str, list[str]] = {}
+    for package in ("layout", "transfer", "pd_connector"):
+        for module in modules(package):
+            path = ROOT / module.replace(".", "/")
+            file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+            for node in ast.walk(ast.parse(file.read_text())):
+                if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                    places.setdefault(node.name, []).append(module)
+    assert {name: where for name, where in places.items() if len(where) > 1} == {}
+
+
+def test_no_file_is_longer_than_a_room() -> None:
+    for package in OURS:
+        for file in (ROOT / package).rglob("*.py"):
+            assert len(file.read_text().splitlines()) <= 520, f"{file.relative_to(ROOT)} is too long"
