@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from examples.proxy import Settings
-from tests.examples.proxy.conftest import Proxy, Setup
-from tests.examples.proxy.fakes import FakeServer, answers, stalls
+from tests.examples.fakes import FakeServer, answers, stalls
+from tests.examples.proxy.served import Proxy, Setup
 
 
 def test_health_is_good_with_one_server_of_each_leg(
