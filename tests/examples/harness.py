@@ -1,5 +1,6 @@
 """What tests of HTTP proxies need around the fake servers: their owner, a client that can leave, a proxy process."""
 
+import os
 import re
 import socket
 import subprocess
@@ -94,10 +95,14 @@ class RawClient:
 class ProxyProcess:
     """A proxy run as its users run it: a process of its own, here on a free port. Leaving the context ends it."""
 
-    def __init__(self, arguments: Sequence[str]) -> None:
+    def __init__(self, arguments: Sequence[str], **variables: str) -> None:
         self._lines: list[str] = []
         self._process = subprocess.Popen(
-            [sys.executable, *arguments, "--port", "0"], cwd=ROOT, stderr=subprocess.PIPE, text=True
+            [sys.executable, *arguments, "--port", "0"],
+            cwd=ROOT,
+            env=os.environ | variables,
+            stderr=subprocess.PIPE,
+            text=True,
         )
         assert self._process.stderr is not None
         self._reader = threading.Thread(target=self._read, args=(self._process.stderr,), name="log of a proxy")
