@@ -34,8 +34,14 @@ print("loading", flush=True)
 if fault == "fails":
     print("no weights in this directory", flush=True)
     os._exit(7)
-if fault == "deaf":
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+def tidy_up(*_):
+    print("tidied up", flush=True)
+    os._exit(0)
+
+
+signal.signal(signal.SIGTERM, signal.SIG_IGN if fault == "deaf" else tidy_up)
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
@@ -80,6 +86,10 @@ class Machine:
     def seen(self, leg: str) -> Any:
         """What the server of a leg was started with: its pid, arguments and variables."""
         return json.loads((self._seen / leg).read_text())
+
+    def log(self, leg: str) -> str:
+        """What the server of a leg has written."""
+        return Path(self.variables["LOG_DIR"], f"{leg}.log").read_text()
 
 
 class Run:

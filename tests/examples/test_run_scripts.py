@@ -225,6 +225,7 @@ def test_all_three_serve_and_ctrl_c_ends_them(start: Start, machine: Machine, pl
     assert len(run.processes()) >= 6  # the script, two servers with a helper each, the proxy
     assert run.press(signal.SIGINT) == 130
     assert run.processes() == []
+    assert [machine.log(leg).splitlines()[-1] for leg in ("prefill", "decode")] == ["tidied up"] * 2
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129)])
