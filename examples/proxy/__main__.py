@@ -5,6 +5,7 @@ import ipaddress
 import logging
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import uvicorn
 
@@ -13,9 +14,6 @@ from examples.proxy.servers import Leg
 from examples.proxy.settings import Settings
 
 logger = logging.getLogger(__name__)
-
-#: How long streams may go on after Ctrl-C or SIGTERM, in seconds.
-_GRACE_S = 2
 
 #: vLLM's own name for its servers' key. Not OPENAI_API_KEY: that one is often the key of another service.
 _KEY_VARIABLE = "VLLM_API_KEY"
@@ -26,9 +24,18 @@ _DEFAULT_HOST = "localhost"
 _DEFAULT_PORTS = {Leg.PREFILL: 8100, Leg.DECODE: 8200}
 
 
+@dataclass(frozen=True, slots=True)
+class Server:
+    """Where to listen, and how to end."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000  # 0 for any
+    shutdown_timeout_s: int = 2  # how long requests may go on after Ctrl-C or SIGTERM
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Serve until a signal comes."""
-    settings, host, port = parse(arguments)
+    settings, server = parse(arguments)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     # The proxy writes one access line a request itself.
     logging.getLogger("httpx").setLevel(logging.WARNING)
@@ -36,17 +43,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
         logger.info("the API key goes to the servers in the place of clients' Authorization; clients are not checked")
     uvicorn.run(
         create_app(settings),
-        host=host,
-        port=port,
+        host=server.host,
+        port=server.port,
         access_log=False,
         log_config=None,
         server_header=False,
-        timeout_graceful_shutdown=_GRACE_S,
+        timeout_graceful_shutdown=server.shutdown_timeout_s,
     )
 
 
-def parse(arguments: Sequence[str] | None = None) -> tuple[Settings, str, int]:
-    """Return the settings, and host and port to listen on; leave with status 2 and a message where they cannot work."""
+def parse(arguments: Sequence[str] | None = None) -> tuple[Settings, Server]:
+    """Return what a command line means. Leave with status 2 and a message where it cannot work."""
     parser = _parser()
     options = parser.parse_args(arguments)
     try:
@@ -60,7 +67,9 @@ def parse(arguments: Sequence[str] | None = None) -> tuple[Settings, str, int]:
         )
     except ValueError as error:
         parser.error(str(error))
-    return settings, options.host, options.port
+    if options.shutdown_timeout < 0:
+        parser.error(f"--shutdown-timeout is {options.shutdown_timeout}; it must be 0 or more seconds")
+    return settings, Server(options.host, options.port, options.shutdown_timeout)
 
 
 def _leg_urls(leg: Leg, urls: list[str], hosts: list[str], ports: list[int]) -> tuple[str, ...]:
@@ -106,8 +115,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     for leg in Leg:
         _add_servers(parser, leg)
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default %(default)s)")
-    parser.add_argument("--port", type=int, default=8000, help="port to listen on, 0 for any (default %(default)s)")
+    server = Server()
+    parser.add_argument("--host", default=server.host, help="address to listen on (default %(default)s)")
+    parser.add_argument(
+        "--port", type=int, default=server.port, help="port to listen on, 0 for any (default %(default)s)"
+    )
     parser.add_argument(
         "--api-key",
         metavar="KEY",
@@ -127,6 +139,13 @@ def _parser() -> argparse.ArgumentParser:
         default=defaults.request_timeout_s,
         metavar="SECONDS",
         help="longest silence of a server, before its answer and inside it (default %(default)g)",
+    )
+    parser.add_argument(
+        "--shutdown-timeout",
+        type=int,
+        default=server.shutdown_timeout_s,
+        metavar="SECONDS",
+        help="how long requests may go on after Ctrl-C or SIGTERM (default %(default)s)",
     )
     return parser
 

@@ -122,9 +122,17 @@ class ProxyProcess:
         """What it has written so far; all of it once it has ended."""
         return "".join(self._lines)
 
+    def signal(self, number: int) -> None:
+        """Send a signal."""
+        self._process.send_signal(number)
+
     def end(self, number: int) -> int:
         """Send a signal; the exit status."""
-        self._process.send_signal(number)
+        self.signal(number)
+        return self.wait()
+
+    def wait(self) -> int:
+        """The exit status."""
         status = self._process.wait(60)
         self._reader.join()
         return status

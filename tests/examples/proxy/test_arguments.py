@@ -3,7 +3,7 @@
 import pytest
 
 from examples.proxy import Settings
-from examples.proxy.__main__ import parse
+from examples.proxy.__main__ import Server, parse
 
 D = ["--decode", "http://d:1"]
 
@@ -22,9 +22,9 @@ def refusal(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> str:
 
 
 def test_urls_may_end_in_a_slash_and_be_repeated() -> None:
-    settings, host, port = parse(["--prefill", "http://a:1/", "--prefill", "https://b", *D])
+    settings, server = parse(["--prefill", "http://a:1/", "--prefill", "https://b", *D])
     assert settings == Settings(prefill=("http://a:1", "https://b"), decode=("http://d:1",))
-    assert (host, port) == ("127.0.0.1", 8000)
+    assert server == Server("127.0.0.1", 8000, 2)
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def test_urls_may_end_in_a_slash_and_be_repeated() -> None:
     ids=" ".join,
 )
 def test_prefill_servers_may_be_named_as_in_vllm(arguments: list[str], urls: tuple[str, ...]) -> None:
-    settings, _, _ = parse([*arguments, *D])
+    settings, _ = parse([*arguments, *D])
     assert (settings.prefill, settings.decode) == (urls, ("http://d:1",))
 
 
@@ -82,6 +82,7 @@ def test_decode_servers_may_be_named_as_in_vllm() -> None:
         (["--prefiller-hosts", ""], "--prefiller-hosts has ''; write a host name or an IP address there"),
         (["--prefiller-hosts", "a", "a"], "a prefill server is named twice: http://a:8100, http://a:8100"),
         (["--prefiller", "http://a:1"], "unrecognized arguments: --prefiller http://a:1"),
+        (["--prefill", "http://a:1", "--shutdown-timeout", "-1"], "--shutdown-timeout is -1; it must be 0 or more"),
     ],
     ids=str,
 )

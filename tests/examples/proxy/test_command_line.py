@@ -3,13 +3,14 @@
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 
 import httpx
 import pytest
 
-from tests.examples.fakes import FakeServer, Received, Wire, stalls
-from tests.examples.harness import ROOT, ProxyProcess
+from tests.examples.fakes import FakeServer, Received, Wire, opened, stalls
+from tests.examples.harness import ROOT, ProxyProcess, until
 
 COMMAND = [sys.executable, "-m", "examples.proxy"]
 
@@ -40,6 +41,31 @@ def test_it_serves_and_a_signal_ends_it_though_a_stream_is_open(running: ProxyPr
     assert d.wait(2).left.wait(30)
     assert "the proxy is shutting down" in running.log
     assert "Traceback" not in running.log
+
+
+def test_a_stream_may_go_on_for_the_shutdown_timeout(p: FakeServer, d: FakeServer) -> None:
+    gate = threading.Event()
+
+    async def ends_later(_: Received, wire: Wire) -> None:
+        await wire.head()
+        await wire.chunk(b"data: 1\n\n")
+        await opened(gate)
+        await wire.chunk(b"data: 2\n\n")
+        await wire.end()
+
+    d.script = ends_later
+    arguments = ["--prefill", p.url, "--decode", d.url, "--shutdown-timeout", "60"]
+    with (
+        ProxyProcess(["-m", "examples.proxy", *arguments]) as process,
+        httpx.stream("POST", f"{process.url}/v1/completions", json={"prompt": "a"}, trust_env=False) as response,
+    ):
+        pieces = response.iter_raw()
+        assert next(pieces) == b"data: 1\n\n"
+        process.signal(signal.SIGTERM)
+        until(lambda: "Shutting down" in process.log)
+        gate.set()
+        assert list(pieces) == [b"data: 2\n\n"]
+        assert process.wait() == -signal.SIGTERM
 
 
 def test_arguments_that_cannot_work_are_explained() -> None:
