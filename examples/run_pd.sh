@@ -85,8 +85,8 @@ usage() { # the comments at the top of both files
 }
 
 connector() { # ROLE [MEMBER...]: prints the value of --kv-transfer-config
-    printf '{"kv_connector": "PDConnector", "kv_connector_module_path": "pd_connector", "kv_role": "%s", %s' "$1" "${2-}"
-    printf '"kv_connector_extra_config": %s}' "$CONNECTOR_CONFIG"
+    printf '{"kv_connector": "PDConnector", "kv_connector_module_path": "pd_connector", "kv_role": "%s", ' "$1"
+    printf '%s"kv_connector_extra_config": %s}' "${2-}" "$CONNECTOR_CONFIG"
 }
 
 print_words() { # WORD...: as a shell would read them
@@ -122,18 +122,19 @@ check() { # MODEL: ends with a message that says what to do where something is m
     /* | ./* | ../*) [[ -e $model ]] || die 2 "there is no model at $model" ;;
     esac
     for name in curl "$PYTHON" "${vllm[0]}"; do
-        command -v "$name" >/dev/null || die 2 "there is no command '$name' here: install it, or activate the environment \
-that has it"
+        command -v "$name" >/dev/null ||
+            die 2 "there is no command '$name' here: install it, or activate the environment that has it"
     done
     missing=$("$PYTHON" -c 'import sys; from importlib.util import find_spec
 print(*[name for name in sys.argv[1:] if find_spec(name) is None])' anyio httpx starlette uvicorn "${modules[@]}")
-    [[ -z $missing ]] || die 2 "$PYTHON has no $missing: run pip install '.[$extra,examples]' in $root, or name another \
-PYTHON"
+    [[ -z $missing ]] ||
+        die 2 "$PYTHON has no $missing: run pip install '.[$extra,examples]' in $root, or name another PYTHON"
     mkdir -p "$LOG_DIR" || die 2 "the logs need a directory that can be written: choose one with LOG_DIR"
 }
 
 start() { # NAME COMMAND...
-    # A process group of its own, by which all that it starts can be ended, but this session: see README.md, "autogroup".
+    # A process group of its own, by which all that it starts can be ended. Not a session of its own: Linux may schedule
+    # those as groups, in which vLLM's busy waiting starves its other threads (README.md, "autogroup").
     set -m
     "${@:2}" </dev/null >"$LOG_DIR/$1.log" 2>&1 &
     set +m
@@ -144,8 +145,8 @@ start() { # NAME COMMAND...
 wait_ready() { # NAME URL
     until curl --noproxy '*' -sf -m 2 -o /dev/null "$2/health"; do
         check_running
-        ((SECONDS < READY_TIMEOUT)) || die 1 "$1 did not serve within READY_TIMEOUT=$READY_TIMEOUT s; the end of its log:
-$(log_tail "$1")"
+        ((SECONDS < READY_TIMEOUT)) ||
+            die_of "$1" "did not serve within READY_TIMEOUT=$READY_TIMEOUT s"
         sleep 0.5
     done
     say "$1 serves after $SECONDS s"
@@ -156,20 +157,19 @@ check_running() { # ends with a message where one of the three has ended
     for i in "${!pids[@]}"; do
         kill -0 "${pids[i]}" 2>/dev/null && continue
         wait "${pids[i]}" || status=$?
-        die 1 "${names[i]} has ended with status $status; the end of its log:
-$(log_tail "${names[i]}")"
+        die_of "${names[i]}" "has ended with status $status"
     done
 }
 
-log_tail() { # NAME
-    tail -n 30 "$LOG_DIR/$1.log" | sed 's/^/  /'
+die_of() { # NAME REASON
+    die 1 "$1 $2; the end of its log:
+$(tail -n 30 "$LOG_DIR/$1.log" | sed 's/^/  /')"
 }
 
 tell_what_next() {
-    local url=http://$PROXY_HOST:$PROXY_PORT key=''
-    [[ -z ${VLLM_API_KEY-} ]] || key=' the proxy knows the API key,'
-    say "All three serve;$key try
-  curl $url/v1/completions -H 'Content-Type: application/json' -d '{\"prompt\": \"San Francisco is a\", \"max_tokens\": 16}'
+    local body='{"prompt": "San Francisco is a", "max_tokens": 16}'
+    say "All three serve; try
+  curl http://$PROXY_HOST:$PROXY_PORT/v1/completions -H 'Content-Type: application/json' -d '$body'
 and see what D has pulled from P:
   curl -s http://127.0.0.1:$DECODE_PORT/metrics | grep ^vllm:pd_pull
 Ctrl-C ends all three."
