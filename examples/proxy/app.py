@@ -42,7 +42,7 @@ def create_app(settings: Settings) -> Starlette:
     prefill = Servers(Leg.PREFILL, settings.prefill, client, settings.skip_s)
     decode = Servers(Leg.DECODE, settings.decode, client, settings.skip_s)
     journal = Journal()
-    pages = _Pages(prefill, decode, journal, settings.connect_timeout_s)
+    pages = _Pages(prefill, decode, journal, settings)
 
     def completions(path: str, *, chat: bool) -> Route:
         endpoint = Completions(
@@ -52,6 +52,7 @@ def create_app(settings: Settings) -> Starlette:
             decode=decode,
             journal=journal,
             max_body_bytes=settings.max_body_bytes,
+            api_key=settings.api_key,
         )
         return Route(path, endpoint, methods=["POST"])
 
@@ -70,6 +71,7 @@ def create_app(settings: Settings) -> Starlette:
             completions("/v1/chat/completions", chat=True),
             Route("/v1/models", pages.models),
             Route("/health", pages.health),
+            Route("/healthcheck", pages.healthcheck),
             Route("/metrics", pages.metrics),
         ],
         exception_handlers={HTTPException: _http_error},
@@ -80,11 +82,12 @@ def create_app(settings: Settings) -> Starlette:
 class _Pages:
     """The small routes."""
 
-    def __init__(self, prefill: Servers, decode: Servers, journal: Journal, health_timeout_s: float) -> None:
+    def __init__(self, prefill: Servers, decode: Servers, journal: Journal, settings: Settings) -> None:
         self._prefill = prefill
         self._decode = decode
         self._journal = journal
-        self._health_timeout_s = health_timeout_s
+        self._health_timeout_s = settings.connect_timeout_s
+        self._api_key = settings.api_key
 
     async def health(self, _: Request) -> Response:
         """200 while a request can be served: at least one healthy server on each leg."""
@@ -95,10 +98,18 @@ class _Pages:
         body = {"healthy": well, "prefill": legs[0], "decode": legs[1]}
         return JSONResponse(body, status_code=HTTPStatus.OK if well else HTTPStatus.SERVICE_UNAVAILABLE)
 
+    async def healthcheck(self, _: Request) -> Response:
+        """200 while the proxy itself runs, in the form of the example proxies of vLLM and vllm-ascend.
+
+        Whether servers answer is for ``health``: a proxy that waits for them must not be restarted for it.
+        """
+        instances = {"prefill_instances": len(self._prefill.members), "decode_instances": len(self._decode.members)}
+        return JSONResponse({"status": "ok"} | instances)
+
     async def models(self, request: Request) -> Response:
         """The model list of a decode server."""
         identity = passed.request_id(request.headers, {})
-        headers = passed.to_server(request.headers, identity, relayed=True)
+        headers = passed.to_server(request.headers, identity, self._api_key, relayed=True)
         try:
             async with self._decode.request("GET", "/v1/models", headers) as answer:
                 content = await answer.read()

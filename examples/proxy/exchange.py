@@ -32,7 +32,15 @@ class Completions:
     """The ASGI endpoint of one completions path."""
 
     def __init__(
-        self, path: str, *, chat: bool, prefill: Servers, decode: Servers, journal: Journal, max_body_bytes: int
+        self,
+        path: str,
+        *,
+        chat: bool,
+        prefill: Servers,
+        decode: Servers,
+        journal: Journal,
+        max_body_bytes: int,
+        api_key: str | None,
     ) -> None:
         self._path = path
         self._chat = chat
@@ -40,6 +48,7 @@ class Completions:
         self._decode = decode
         self._journal = journal
         self._max_body_bytes = max_body_bytes
+        self._api_key = api_key
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request to its end; log it, however it ends."""
@@ -96,7 +105,7 @@ class Completions:
         record = client.record
         started = time.monotonic()
         content = json.dumps(prefill_body(body, chat=self._chat)).encode()
-        headers = passed.to_server(client.headers, record.identity, relayed=False)
+        headers = passed.to_server(client.headers, record.identity, self._api_key, relayed=False)
 
         def note(server: Server) -> None:
             record.prefill_url = server.url
@@ -112,7 +121,7 @@ class Completions:
         record = client.record
         started = time.monotonic()
         content = json.dumps(body).encode()
-        headers = passed.to_server(client.headers, record.identity, relayed=True)
+        headers = passed.to_server(client.headers, record.identity, self._api_key, relayed=True)
 
         def note(server: Server) -> None:
             record.decode_url = server.url

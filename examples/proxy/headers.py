@@ -41,17 +41,24 @@ def request_id(headers: Headers, body: dict[str, object]) -> str:
     return uuid.uuid4().hex
 
 
-def to_server(headers: Headers, identity: str, *, relayed: bool) -> list[tuple[str, str]]:
-    """A client's headers as they are sent to a server, Authorization among them.
+def to_server(headers: Headers, identity: str, api_key: str | None, *, relayed: bool) -> list[tuple[str, str]]:
+    """Return a client's headers as they are sent to a server.
 
-    ``relayed``: the answer's bytes go to the client as they come, so the server may use the encodings that the
-    client takes. Otherwise the proxy reads the answer itself and wants it plain.
+    Args:
+        headers: the client's.
+        identity: the request id.
+        api_key: takes the place of the client's Authorization; None passes that on.
+        relayed: the answer's bytes go to the client as they come, so the server may use the encodings that the client
+            takes. Otherwise the proxy reads the answer itself and wants it plain.
     """
     dropped = _HOP_BY_HOP | _OWN_REQUEST | _named_by_connection(headers.getlist("connection"))
+    if api_key is not None:
+        dropped |= {"authorization"}
     kept = [(name, value) for name, value in headers.items() if name not in dropped and name != "accept-encoding"]
     # Always set: the HTTP client would offer encodings of its own.
     encodings = headers.get("accept-encoding", "identity") if relayed else "identity"
-    return [*kept, ("accept-encoding", encodings), ("content-type", "application/json"), (REQUEST_ID, identity)]
+    kept += [("accept-encoding", encodings), ("content-type", "application/json"), (REQUEST_ID, identity)]
+    return kept if api_key is None else [*kept, ("authorization", f"Bearer {api_key}")]
 
 
 def to_client(raw: Iterable[tuple[bytes, bytes]], identity: str) -> list[tuple[bytes, bytes]]:

@@ -1,8 +1,11 @@
 """What the proxy is told when it starts, with defaults, checked. No argument parsing here."""
 
 import math
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, field
 from urllib.parse import urlsplit
+
+_USABLE_KEY = re.compile(r"[\x21-\x7e]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -10,8 +13,8 @@ class Settings:
     """Servers and limits of one proxy.
 
     Raises:
-        ValueError: a leg has no server, a server is named twice or is not an ``http(s)://host[:port]`` URL, or a
-            limit is not positive.
+        ValueError: a leg has no server, a server is named twice or is not an ``http(s)://host[:port]`` URL, a limit is
+            not positive, or the API key cannot stand in a header. The key itself is in no message.
     """
 
     prefill: tuple[str, ...]  # base URLs of the prefill servers, without /v1
@@ -20,11 +23,12 @@ class Settings:
     request_timeout_s: float = 600.0  # longest silence of a server: to its answer, and between two pieces of it
     skip_s: float = 5.0  # how long a server that refused a connection is tried last
     max_body_bytes: int = 64 * 1024 * 1024  # of a client's request
+    api_key: str | None = field(default=None, repr=False)  # the servers' own; None passes on what clients send
 
     def __post_init__(self) -> None:
         for leg, urls in (("prefill", self.prefill), ("decode", self.decode)):
             if not urls:
-                raise ValueError(f"no {leg} server; name at least one with --{leg} http://HOST:PORT")
+                raise ValueError(f"no {leg} server; name at least one, with --{leg} http://HOST:PORT")
             if len(set(urls)) != len(urls):
                 raise ValueError(f"a {leg} server is named twice: {', '.join(urls)}")
             for url in urls:
@@ -33,6 +37,8 @@ class Settings:
             value = getattr(self, name)
             if not (value > 0 and math.isfinite(value)):
                 raise ValueError(f"{name} is {value}; it must be a positive number")
+        if self.api_key is not None and not _USABLE_KEY.fullmatch(self.api_key):
+            raise ValueError("the API key is empty or has characters other than ASCII letters, digits and punctuation")
 
 
 def _check_url(leg: str, url: str) -> None:

@@ -5,8 +5,9 @@ import time
 
 import pytest
 
-from tests.examples.proxy.conftest import Proxy, RawClient, Setup, until
-from tests.examples.proxy.fakes import TRANSFER, FakeServer, decodes, prefills, stalls
+from tests.examples.fakes import TRANSFER, FakeServer, decodes, prefills, stalls
+from tests.examples.harness import RawClient, until
+from tests.examples.proxy.served import Proxy, Setup
 
 REQUEST = b'{"model": "tiny", "prompt": "a"}'
 

@@ -1,43 +1,29 @@
 """The proxy as a process of its own."""
 
-import re
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
-from pathlib import Path
 
 import httpx
 import pytest
 
-from tests.examples.proxy.conftest import Setup
-from tests.examples.proxy.fakes import FakeServer, Received, Wire, stalls
+from tests.examples.fakes import FakeServer, Received, Wire, opened, stalls
+from tests.examples.harness import ROOT, ProxyProcess, until
 
-ROOT = Path(__file__).parents[3]
 COMMAND = [sys.executable, "-m", "examples.proxy"]
 
 
 @pytest.fixture
-def running(p: FakeServer, d: FakeServer) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A proxy process and its URL."""
-    arguments = [*COMMAND, "--prefill", p.url + "/", "--decode", d.url, "--port", "0"]
-    with subprocess.Popen(arguments, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stderr is not None
-            url = None
-            while url is None:
-                line = process.stderr.readline()
-                assert line, "the proxy ended before it listened"
-                url = re.search(r"running on (http://\S+)", line)
-            yield process, url[1]
-        finally:
-            process.kill()
+def running(p: FakeServer, d: FakeServer) -> Iterator[ProxyProcess]:
+    """A proxy process."""
+    with ProxyProcess(["-m", "examples.proxy", "--prefill", p.url + "/", "--decode", d.url]) as process:
+        yield process
 
 
-def test_it_serves_and_a_signal_ends_it_though_a_stream_is_open(
-    running: tuple[subprocess.Popen[str], str], d: FakeServer
-) -> None:
-    process, url = running
+def test_it_serves_and_a_signal_ends_it_though_a_stream_is_open(running: ProxyProcess, d: FakeServer) -> None:
+    url = running.url
     assert httpx.post(f"{url}/v1/completions", json={"prompt": "a"}, trust_env=False).status_code == 200
 
     async def begins(received: Received, wire: Wire) -> None:
@@ -49,18 +35,40 @@ def test_it_serves_and_a_signal_ends_it_though_a_stream_is_open(
     with httpx.stream("POST", f"{url}/v1/completions", json={"prompt": "a"}, trust_env=False) as response:
         pieces = response.iter_raw()
         assert next(pieces) == b"data: 1\n\n"
-        process.send_signal(signal.SIGTERM)
-        process.wait(60)
+        running.end(signal.SIGTERM)
         with pytest.raises(httpx.RemoteProtocolError):
             next(pieces)
     assert d.wait(2).left.wait(30)
-    assert process.stderr is not None
-    log = process.stderr.read()
-    assert "the proxy is shutting down" in log
-    assert "Traceback" not in log
+    assert "the proxy is shutting down" in running.log
+    assert "Traceback" not in running.log
 
 
-def test_arguments_that_cannot_work_are_explained(setup: Setup) -> None:
+def test_a_stream_may_go_on_for_the_shutdown_timeout(p: FakeServer, d: FakeServer) -> None:
+    gate = threading.Event()
+
+    async def ends_later(_: Received, wire: Wire) -> None:
+        await wire.head()
+        await wire.chunk(b"data: 1\n\n")
+        await opened(gate)
+        await wire.chunk(b"data: 2\n\n")
+        await wire.end()
+
+    d.script = ends_later
+    arguments = ["--prefill", p.url, "--decode", d.url, "--shutdown-timeout", "60"]
+    with (
+        ProxyProcess(["-m", "examples.proxy", *arguments]) as process,
+        httpx.stream("POST", f"{process.url}/v1/completions", json={"prompt": "a"}, trust_env=False) as response,
+    ):
+        pieces = response.iter_raw()
+        assert next(pieces) == b"data: 1\n\n"
+        process.signal(signal.SIGTERM)
+        until(lambda: "Shutting down" in process.log)
+        gate.set()
+        assert list(pieces) == [b"data: 2\n\n"]
+        assert process.wait() == -signal.SIGTERM
+
+
+def test_arguments_that_cannot_work_are_explained() -> None:
     wrong = [*COMMAND, "--prefill", "localhost:8000", "--decode", "http://localhost:8001"]
     ended = subprocess.run(wrong, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
     assert ended.returncode == 2

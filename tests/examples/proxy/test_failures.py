@@ -1,14 +1,14 @@
 """What the client is told when its request, P or D is at fault."""
 
-import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.examples.proxy.conftest import Proxy, RawClient, Setup, until
-from tests.examples.proxy.fakes import FakeServer, Received, Script, Wire, answers, drops, prefills, stalls
+from tests.examples.fakes import FakeServer, Received, Script, Wire, answers, drops, prefills, stalls
+from tests.examples.harness import RawClient, until
+from tests.examples.proxy.served import Proxy, Setup
 
 
 def message(response: httpx.Response) -> str:
@@ -194,23 +194,6 @@ def test_a_refused_connection_names_leg_and_url(
     response = proxy.complete()
     assert response.status_code == 502
     assert f"{leg} server {closed_port} cannot be reached" in message(response)
-
-
-@pytest.fixture
-def full_backlog() -> Iterator[str]:
-    """The URL of a server that takes no connection: its queue of waiting ones is full."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        listener.listen(0)
-        waiting = []
-        for _ in range(3):
-            one = socket.socket()
-            one.setblocking(False)
-            one.connect_ex(listener.getsockname())
-            waiting.append(one)
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-        for one in waiting:
-            one.close()
 
 
 def test_a_connection_that_is_never_taken_is_a_timeout(setup: Setup, d: FakeServer, full_backlog: str) -> None:

@@ -10,8 +10,9 @@ from starlette.types import Message
 
 from examples.proxy.exchange import Client, while_connected
 from examples.proxy.journal import Record
-from tests.examples.proxy.conftest import Proxy, RawClient, Setup, until
-from tests.examples.proxy.fakes import FakeServer, Received, Wire, decodes, prefills, stalls
+from tests.examples.fakes import FakeServer, Received, Wire, decodes, prefills, stalls
+from tests.examples.harness import RawClient, until
+from tests.examples.proxy.served import Proxy, Setup
 
 REQUEST = b'{"model": "tiny", "prompt": "a", "stream": true}'
 

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from examples.proxy import Settings
-from tests.examples.proxy.conftest import Proxy, Setup
-from tests.examples.proxy.fakes import FakeServer, answers, stalls
+from tests.examples.fakes import FakeServer, Script, answers, stalls
+from tests.examples.proxy.served import Proxy, Setup
 
 
 def test_health_is_good_with_one_server_of_each_leg(
@@ -30,6 +30,17 @@ def test_health_is_bad_without_a_server_of_either_leg(setup: Setup, p: FakeServe
     assert response.status_code == 503
     assert response.json()["healthy"] is False
     assert (response.json()["prefill"][p.url], response.json()["decode"][d.url]) == (leg != "prefill", leg != "decode")
+
+
+@pytest.mark.parametrize("script", [answers(503, b""), stalls])
+def test_the_healthcheck_is_that_of_vllms_example_proxies_and_asks_no_server(
+    setup: Setup, p: FakeServer, d: FakeServer, closed_port: str, script: Script
+) -> None:
+    p.script = d.script = script
+    response = setup.proxy([p], [closed_port, d]).http.get("/healthcheck")
+    assert response.status_code == 200
+    assert response.json() == {"status": "ok", "prefill_instances": 1, "decode_instances": 2}
+    assert p.received == d.received == []
 
 
 def test_models_are_those_of_a_decode_server(proxy: Proxy, p: FakeServer, d: FakeServer) -> None:
@@ -58,6 +69,10 @@ def test_models_without_a_decode_server_are_an_error(setup: Setup, p: FakeServer
         ({"prefill": ("http://:80",)}, "not a base URL"),
         ({"connect_timeout_s": 0.0}, "connect_timeout_s is 0.0"),
         ({"request_timeout_s": float("nan")}, "request_timeout_s is nan"),
+        ({"api_key": ""}, "the API key is empty"),
+        ({"api_key": "two words"}, "the API key is empty or has characters other than"),
+        ({"api_key": "key\r\nX-Evil: 1"}, "the API key is empty or has characters other than"),
+        ({"api_key": "schlüssel"}, "the API key is empty or has characters other than"),
     ],
     ids=str,
 )

@@ -10,8 +10,9 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.examples.proxy.conftest import Proxy, Setup, until
-from tests.examples.proxy.fakes import TRANSFER, FakeServer, Received, Wire, answers, opened
+from tests.examples.fakes import TRANSFER, FakeServer, Received, Wire, answers, opened
+from tests.examples.harness import until
+from tests.examples.proxy.served import Proxy, Setup
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])

@@ -1,0 +1,158 @@
+"""What tests of HTTP proxies need around the fake servers: their owner, a client that can leave, a proxy process."""
+
+import os
+import re
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import IO, Protocol, Self
+
+from tests.examples.fakes import FakeServer, Loop, Script
+
+ROOT = Path(__file__).parents[2]
+
+
+def until(condition: Callable[[], object], timeout_s: float = 30) -> None:
+    """Wait until a condition holds."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "the condition did not come true in time"
+        time.sleep(0.005)
+
+
+def unused_url() -> str:
+    """The URL of a port that nobody listens on."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    return f"http://127.0.0.1:{port}"
+
+
+@contextmanager
+def full_backlog() -> Iterator[str]:
+    """The URL of a server that takes no connection: its queue of waiting ones is full."""
+    with ExitStack() as stack:
+        listener = stack.enter_context(socket.socket())
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(0)
+        for _ in range(3):
+            one = stack.enter_context(socket.socket())
+            one.setblocking(False)
+            one.connect_ex(listener.getsockname())
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+
+
+class FakeServers:
+    """Starts fake servers and stops them all when ``stack`` is closed."""
+
+    def __init__(self, stack: ExitStack) -> None:
+        self._stack = stack
+        self._loop = Loop()
+        stack.callback(self._loop.close)
+
+    def start(self, script: Script, port: int = 0) -> FakeServer:
+        server = FakeServer(script)
+        self._loop.run(server.start(port))
+        self._stack.callback(lambda: self._loop.run(server.stop()))
+        return server
+
+
+class Listening(Protocol):
+    """Whatever takes connections."""
+
+    @property
+    def address(self) -> tuple[str, int]: ...
+
+
+class RawClient:
+    """A client that can leave at any point."""
+
+    def __init__(self, proxy: Listening, head: bytes, content: bytes = b"") -> None:
+        self._socket = socket.create_connection(proxy.address, timeout=10)
+        self._socket.sendall(head + content)
+
+    @classmethod
+    def completing(cls, proxy: Listening, content: bytes) -> "RawClient":
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: proxy\r\nContent-Length: %d\r\n\r\n" % len(content)
+        return cls(proxy, head, content)
+
+    def receive_until(self, wanted: bytes) -> bytes:
+        got = b""
+        while wanted not in got:
+            piece = self._socket.recv(65536)
+            assert piece, f"the connection ended before {wanted!r}: {got!r}"
+            got += piece
+        return got
+
+    def leave(self) -> None:
+        self._socket.close()
+
+
+class ProxyProcess:
+    """A proxy run as its users run it: a process of its own, here on a free port. Leaving the context ends it."""
+
+    def __init__(self, arguments: Sequence[str], **variables: str) -> None:
+        self._lines: list[str] = []
+        self._process = subprocess.Popen(
+            [sys.executable, *arguments, "--port", "0"],
+            cwd=ROOT,
+            env=os.environ | variables,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        assert self._process.stderr is not None
+        self._reader = threading.Thread(target=self._read, args=(self._process.stderr,), name="log of a proxy")
+        self._reader.start()
+        try:
+            until(lambda: self._listening() or self._process.poll() is not None)
+            found = self._listening()
+            assert found, f"the proxy ended before it listened: {self.log}"
+        except BaseException:
+            self.kill()
+            raise
+        self.url = found[1]
+        self.address = (found[2], int(found[3]))
+
+    @property
+    def log(self) -> str:
+        """What it has written so far; all of it once it has ended."""
+        return "".join(self._lines)
+
+    def signal(self, number: int) -> None:
+        """Send a signal."""
+        self._process.send_signal(number)
+
+    def end(self, number: int) -> int:
+        """Send a signal; the exit status."""
+        self.signal(number)
+        return self.wait()
+
+    def wait(self) -> int:
+        """The exit status."""
+        status = self._process.wait(60)
+        self._reader.join()
+        return status
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
+    def kill(self) -> None:
+        """End it in any case. Idempotent."""
+        self._process.kill()
+        self._process.wait()
+        self._reader.join()
+        assert self._process.stderr is not None
+        self._process.stderr.close()
+
+    def _read(self, stderr: IO[str]) -> None:
+        self._lines.extend(iter(stderr.readline, ""))
+
+    def _listening(self) -> re.Match[str] | None:
+        return re.search(r"running on (http://([\d.]+):(\d+))", self.log)

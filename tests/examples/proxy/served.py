@@ -1,0 +1,79 @@
+"""The proxy under test, in front of fake servers, all on real sockets."""
+
+import socket
+import threading
+from contextlib import ExitStack
+from typing import Any, Literal
+
+import httpx
+import uvicorn
+
+from examples.proxy import Settings, create_app
+from tests.examples.fakes import FakeServer, Script
+from tests.examples.harness import FakeServers, until
+
+
+class Proxy:
+    """The proxy, served by uvicorn in a thread."""
+
+    def __init__(self, settings: Settings, http: Literal["auto", "h11"]) -> None:
+        self._socket = socket.create_server(("127.0.0.1", 0))
+        self.address: tuple[str, int] = self._socket.getsockname()
+        self.url = f"http://127.0.0.1:{self.address[1]}"
+        config = uvicorn.Config(
+            create_app(settings),
+            http=http,
+            lifespan="on",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_graceful_shutdown=1,
+        )
+        self._server = uvicorn.Server(config)
+        self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [self._socket]}, name="proxy")
+        self._thread.start()
+        until(lambda: self._server.started)
+        self.http = httpx.Client(base_url=self.url, timeout=60, trust_env=False)
+
+    def complete(self, **body: Any) -> httpx.Response:
+        """A completion of one short prompt."""
+        return self.http.post("/v1/completions", json={"model": "tiny", "prompt": "a question"} | body)
+
+    def in_flight(self) -> float:
+        """Requests that the proxy counts as under way, over all servers."""
+        lines = self.http.get("/metrics").text.splitlines()
+        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith("pd_proxy_in_flight{"))
+
+    def close(self) -> None:
+        self.http.close()
+        self._server.should_exit = True
+        self._thread.join()
+        self._socket.close()
+
+
+class Setup:
+    """Starts fake servers and proxies and stops them all."""
+
+    def __init__(self, stack: ExitStack) -> None:
+        self._stack = stack
+        self._servers = FakeServers(stack)
+
+    def server(self, script: Script, port: int = 0) -> FakeServer:
+        return self._servers.start(script, port)
+
+    def proxy(
+        self,
+        prefill: list[FakeServer | str],
+        decode: list[FakeServer | str],
+        *,
+        http: Literal["auto", "h11"] = "auto",
+        **options: Any,
+    ) -> Proxy:
+        settings = Settings(prefill=_urls(prefill), decode=_urls(decode), **options)
+        proxy = Proxy(settings, http)
+        self._stack.callback(proxy.close)
+        return proxy
+
+
+def _urls(servers: list[FakeServer | str]) -> tuple[str, ...]:
+    return tuple(one if isinstance(one, str) else one.url for one in servers)

@@ -1,0 +1,66 @@
+"""The extras of pyproject.toml name what the examples import, and nothing else."""
+
+import ast
+import re
+import sys
+import tomllib
+from collections.abc import Iterator
+from importlib.metadata import packages_distributions
+from pathlib import Path
+
+from packaging.requirements import Requirement
+
+from tests.examples.harness import ROOT
+
+EXAMPLES = ROOT / "examples"
+QUICKSTART = EXAMPLES / "quickstart"
+#: What every build of vLLM brings; the demonstration makes its model with it.
+WITH_VLLM = {"torch", "transformers"}
+
+
+def canonical(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def extra(name: str) -> set[str]:
+    """The distributions that an extra names itself."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    return {canonical(Requirement(line).name) for line in project["optional-dependencies"][name]} - {"pd-connector"}
+
+
+def imported(path: Path) -> Iterator[str]:
+    """The top-level packages that a module imports, anywhere in it."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{path}: a relative import"
+            assert node.module is not None
+            yield node.module.partition(".")[0]
+
+
+def third_party(*paths: Path) -> dict[str, set[str]]:
+    """The distributions of other projects that modules import, and the modules of each."""
+    distributions = packages_distributions()
+    found: dict[str, set[str]] = {}
+    for path in paths:
+        for package in set(imported(path)) - sys.stdlib_module_names - {"examples"}:
+            names = {canonical(name) for name in distributions.get(package, [package])}
+            found.setdefault("|".join(sorted(names)), set()).add(str(path.relative_to(ROOT)))
+    return found
+
+
+def test_the_extra_covers_every_third_party_import_of_the_examples() -> None:
+    routers = [path for path in EXAMPLES.rglob("*.py") if QUICKSTART not in path.parents]
+    assert routers
+    found = third_party(*routers)
+    assert not found.keys() - extra("examples"), found
+
+
+def test_the_demonstrations_extra_covers_the_rest() -> None:
+    found = third_party(*QUICKSTART.rglob("*.py"))
+    assert not found.keys() - extra("examples") - extra("demo") - WITH_VLLM, found
+
+
+def test_the_extra_names_nothing_that_no_example_imports() -> None:
+    assert extra("examples") == third_party(*EXAMPLES.rglob("*.py")).keys() - WITH_VLLM
