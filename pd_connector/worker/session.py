@@ -84,7 +84,7 @@ class PeerSession:
             return  # closing: what is outstanding is not reported any more
         except PullFailed as error:
             pull.fail(error)
-            if error.cause.cuts_off:
+            if error.cause.is_peer_wide:
                 self._fail_queued(error)
         except Exception as error:
             # A peer's geometry is data from another machine. Whatever it makes us trip over, the request must end.
