@@ -86,7 +86,7 @@ class Producer(SchedulerRole):
     def free_blocks(self) -> None:
         """Free the blocks of ended leases."""
         for held in self._leases.collect():
-            self._blocks.let_go(held)
+            self._blocks.release(held)
 
     def step_orders(self, scheduled: Mapping[str, int]) -> Orders:
         """Return the leases whose checksums are to be taken."""
