@@ -25,7 +25,7 @@ from pd_connector.vllm.engine_config import (
     check_prefix_caching,
     data_parallel_index,
     engine_ranks,
-    most_blocks_a_step,
+    max_blocks_per_step,
     stop_timeout_s,
 )
 from pd_connector.vllm.engine_core import EngineLoop
@@ -187,7 +187,7 @@ class ConnectorScheduler:
         mode, manager = self._config.cpu_store, self._blocks.manager
         slots, device_blocks = min(handshake.host_slots for handshake in handshakes), manager.kv_cache_config.num_blocks
         # At most half of the device's blocks: to store them all would be anything but lazy.
-        most = min(most_blocks_a_step(self._vllm_config, [tokens for tokens, _ in self._windows]), device_blocks // 2)
+        most = min(max_blocks_per_step(self._vllm_config, [tokens for tokens, _ in self._windows]), device_blocks // 2)
         pool = HostBlockPool(self._vllm_config, manager, slots, most if mode == "lazy" else 0)
         logger.info("PDConnector: host memory keeps up to %d blocks (%s), the device %d", slots, mode, device_blocks)
         if mode == "eager" and slots <= device_blocks:

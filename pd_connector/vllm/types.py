@@ -1,4 +1,4 @@
-"""vLLM's classes, for annotations outside this room: import it under ``TYPE_CHECKING`` only."""
+"""vLLM's classes for annotations outside this package. Import it only under ``TYPE_CHECKING``."""
 
 from vllm.config import VllmConfig
 from vllm.distributed.kv_events import KVCacheEvent
