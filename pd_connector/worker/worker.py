@@ -133,7 +133,7 @@ class ConnectorWorker:
         The second set is a part of the first.
 
         Raises:
-            DeviceLostError: the device failed and may still write to KV blocks.
+            UnsettledLoadError: a load failed, but the device may still be writing to KV blocks.
         """
         for role in self._roles:
             for end in role.take_ends():
