@@ -271,7 +271,7 @@ class HostTier(SchedulerRole):
         for store_id, new in ends.items():
             job = self._jobs.get(store_id)
             if job is None:
-                logger.error("PDConnector: store %d ended twice, which is a bug; the second time is ignored", store_id)
+                logger.error("PDConnector: ignored that store %d ended twice, which is a bug", store_id)
                 continue
             job.ends += new
             if job.ends.ranks >= self._ranks:
