@@ -36,8 +36,7 @@ class ConnectorConfig(BaseModel):
         "0 lets the system choose a free port.",
     )
     protocol: Literal["auto", "tcp", "rdma", "ascend"] = Field(
-        default="auto",
-        description="Transport of the transfer engine. auto: tcp on CPU, rdma on CUDA, ascend on NPU.",
+        default="auto", description="Transport of the transfer engine. auto: tcp on CPU, rdma on CUDA, ascend on NPU."
     )
     devices: str = Field(
         default="", description="Network devices for rdma, comma-separated; empty lets the transfer engine choose."

@@ -76,12 +76,7 @@ def parse_remote_prefill(params: dict[str, Any]) -> RemotePrefill:
 
 
 def check_prompt(remote: RemotePrefill, num_tokens: int, digest: str) -> None:
-    """Raise unless the params of a decode leg belong to its prompt.
-
-    Args:
-        remote: the params.
-        num_tokens: prompt tokens of the request.
-        digest: ``prompt_digest`` of the request.
+    """Raise unless a decode leg's params belong to its prompt, which has ``num_tokens`` tokens and this digest.
 
     Raises:
         ParamsError: the number of tokens or the digest differs; the message names both values.

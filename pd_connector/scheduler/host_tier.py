@@ -237,8 +237,7 @@ class HostTier(SchedulerRole):
         to be stored in the next: a request may share blocks that another one computes only now. They are chosen before
         vLLM counts this step's tokens as computed, because afterwards a sliding window has passed some of them.
 
-        Args:
-            scheduled: tokens of each request that the step works on.
+        ``scheduled``: tokens of each request that the step works on.
         """
         self._ready += self._chosen
         self._chosen = []

@@ -109,13 +109,9 @@ class HostBlockPool:
     """
 
     def __init__(self, vllm_config: "VllmConfig", device: "KVCacheManager", slots: int, lookahead: int = 0) -> None:
-        """Create an empty pool.
+        """Create an empty pool of ``slots`` host blocks beside the blocks that ``device`` manages.
 
-        Args:
-            vllm_config: the engine's.
-            device: the manager of the device's blocks.
-            slots: number of host blocks.
-            lookahead: how many of the blocks that vLLM evicts next ``eviction_candidates`` covers; 0 if it is not used.
+        ``lookahead``: how many of the blocks that vLLM evicts next ``eviction_candidates`` covers; 0 if it is not used.
 
         Raises:
             ValueError: vLLM's prefix caching is off.

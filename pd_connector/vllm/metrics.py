@@ -55,13 +55,11 @@ class ConnectorPromMetrics(KVConnectorPromMetrics):
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         self._labels = per_engine_labelvalues
+        texts = {name: (text, labelnames) for name, text in COUNTERS.items()}
+        texts |= {name: (text, [*labelnames, label]) for name, (label, text) in LABELLED.items()}
         self._counters = {
-            name: metric_types[Counter](name=f"vllm:pd_{name}", documentation=text, labelnames=labelnames)
-            for name, text in COUNTERS.items()
-        }
-        self._counters |= {
-            name: metric_types[Counter](name=f"vllm:pd_{name}", documentation=text, labelnames=[*labelnames, label])
-            for name, (label, text) in LABELLED.items()
+            name: metric_types[Counter](name=f"vllm:pd_{name}", documentation=text, labelnames=names)
+            for name, (text, names) in texts.items()
         }
         self._phases = metric_types[Histogram](
             name="vllm:pd_pull_seconds",

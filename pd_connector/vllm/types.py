@@ -7,12 +7,4 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.request import Request
 
-__all__ = [
-    "KVCacheBlock",
-    "KVCacheBlocks",
-    "KVCacheConfig",
-    "KVCacheEvent",
-    "KVCacheManager",
-    "Request",
-    "VllmConfig",
-]
+__all__ = ["KVCacheBlock", "KVCacheBlocks", "KVCacheConfig", "KVCacheEvent", "KVCacheManager", "Request", "VllmConfig"]

@@ -42,11 +42,7 @@ class _PartView:
 
 
 def describe_caches(
-    kv_caches: Mapping[str, Cache],
-    groups: Sequence[GroupSpec],
-    ranks: Ranks,
-    kv_heads: int,
-    engine_address: str,
+    kv_caches: Mapping[str, Cache], groups: Sequence[GroupSpec], ranks: Ranks, kv_heads: int, engine_address: str
 ) -> WorkerGeometry:
     """Return the geometry of a worker's caches.
 
@@ -135,8 +131,7 @@ def _check_tensors(layer: str, tensors: Sequence[torch.Tensor], group: GroupSpec
         )
     for tensor in tensors:
         if not isinstance(tensor, torch.Tensor) or tensor.dim() != 4 or group.block_tokens % tensor.shape[1]:
-            is_tensor = isinstance(tensor, torch.Tensor)
-            got = f"shape {tuple(tensor.shape)}" if is_tensor else repr(type(tensor))
+            got = f"shape {tuple(tensor.shape)}" if isinstance(tensor, torch.Tensor) else repr(type(tensor))
             raise UnknownCacheError(
                 f"KV cache of layer {layer!r} has a part of {got}; expected [blocks, tokens, heads, content] with a "
                 f"number of tokens that divides the block size {group.block_tokens}"

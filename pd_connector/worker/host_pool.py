@@ -107,13 +107,7 @@ class HostPool(WorkerRole):
     def open(
         cls, quota: HostQuota, geometry: WorkerGeometry, tensors: Sequence[torch.Tensor], stats: StatsRecorder
     ) -> "HostPool":
-        """Pin a worker's memory and start its copiers.
-
-        Args:
-            quota: size of the memory.
-            geometry: of the worker's caches.
-            tensors: the caches, all on one device.
-            stats: records the copies.
+        """Pin a worker's memory and start its copiers. ``tensors`` are the worker's caches, all on one device.
 
         Raises:
             ConfigError: the quota is too small or too large, or the caches cannot be kept in host memory.

@@ -110,10 +110,7 @@ class Peer:
 def connect_peer(context: PullContext, address: PeerAddress, deadline: float) -> Peer:
     """Get a prefill engine's geometry, compile the plans and open links to the ranks to read from.
 
-    Args:
-        context: of the pulls.
-        address: of the prefill engine.
-        deadline: on the context's clock.
+    ``deadline`` is on the context's clock.
 
     Raises:
         PullFailed: the engine does not answer, is another one, or has caches that cannot be used here.

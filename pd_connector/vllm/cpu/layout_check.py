@@ -122,10 +122,8 @@ def _inputs(shape: CacheShape, batch: Batch, seed: int) -> tuple[torch.Tensor, t
     random = torch.Generator(device="cpu").manual_seed(seed)
 
     def normal(heads: int) -> torch.Tensor:
-        values = torch.randn(
-            (batch.tokens, heads, shape.head_size), generator=random, dtype=torch.float32, device="cpu"
-        )
-        return values.to(shape.dtype)
+        size = (batch.tokens, heads, shape.head_size)
+        return torch.randn(size, generator=random, dtype=torch.float32, device="cpu").to(shape.dtype)
 
     return normal(shape.heads), normal(shape.kv_heads), normal(shape.kv_heads)
 
