@@ -250,7 +250,7 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA):
 
     @_timed
     def get_transfer_results(self, finished_req_ids: set[str]) -> "KVConnectorTransferResults":
-        """Return the requests whose blocks have arrived on this rank since the last call."""
+        """Return the requests whose wait on this rank has ended since the last call, and which of them have failed."""
         return release.current().transfer_results(*self._worker.take_results())
 
     @_timed

@@ -37,12 +37,12 @@ class Cause(StrEnum):
     PARAMS = "params"  # kv_transfer_params do not match the request or the prefill engine
     UNREACHABLE = "unreachable"  # the prefill engine or its transfer engine does not answer
     DENIED = "denied"  # the two engines have different secrets, or allowed_peers excludes the address
-    REFUSED = "refused"  # another engine answers at the address: the prefill engine has restarted
+    REFUSED = "refused"  # the engine that answers refuses, usually because it is another one: P has restarted
     INCOMPATIBLE = "incompatible"  # the prefill engine's caches cannot be used here
     READ = "read"  # the transfer engine did not deliver all bytes
-    TIMEOUT = "timeout"  # the pull timeout expired before the read
+    TIMEOUT = "timeout"  # the pull timeout expired before the read, or before checksums were ready
     CHECKSUM = "checksum"  # what arrived is not what was leased, or could not be compared with it
-    LEASE = "lease"  # the lease ended before the read was done
+    LEASE = "lease"  # the lease ended before the read was done, or does not hold what was read
     UNCONFIRMED = "unconfirmed"  # whether the lease was still valid could not be determined
     INTERNAL = "internal"  # a bug in the connector; the log has the traceback
 

@@ -10,8 +10,8 @@ A request whose prompt a prefill engine holds passes through these states, each 
        |--- lease known to have ended ---'       the same
        '--- lease is another request's ----> waits until that one is settled, then takes what the prefix cache holds
 
-A lease is good for one pull. Requests that share a lease (vLLM makes ``n`` choices ``n`` requests) therefore follow the
-first of them, even if that has been settled before they arrive.
+A lease is good for one pull. Requests that share a lease (vLLM turns ``n`` choices into ``n`` requests) therefore
+follow the first of them, even if that has been settled before they arrive.
 
 Everything runs on the scheduler's thread, and nothing blocks: the control client's thread resends messages to prefill
 engines until they are answered.
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: How many ended leases are remembered: more than there are requests on the way to this engine at any time.
+#: How many spent leases are remembered: more than there are requests on the way to this engine at any time.
 _MAX_SPENT_LEASES = 8192
 
 
@@ -82,7 +82,7 @@ class Consumer(SchedulerRole):
         self._waiting: dict[str, _Entry] = {}
         self._pulling: dict[str, _Entry] = {}
         self._lease_ids: set[str] = set()  # of the requests that wait or pull, except followers
-        self._spent: dict[str, None] = {}  # leases that this engine has ended, oldest first; an ordered set
+        self._spent: dict[str, None] = {}  # leases released or cancelled here, oldest first; an ordered set
         self._computed: dict[str, int] = {}  # tokens held here when vLLM last asked, by request
         self._pulls: list[PullOrder] = []
         self._refusals: list[RefuseOrder] = []
@@ -159,7 +159,7 @@ class Consumer(SchedulerRole):
         entries = self._waiting | self._pulling
         leased = {request_id for request_id, entry in entries.items() if isinstance(entry, RemotePrefill)}
         assert leased == self._renewals.request_ids, "leases are renewed for other requests than those that need them"
-        assert self._computed.keys() <= self._waiting.keys(), "a request that was asked about does not wait any more"
+        assert self._computed.keys() <= self._waiting.keys(), "a request that was asked about does not wait any longer"
         assert len(leased) == len(self._lease_ids), "leases in use are not those of the requests that hold one"
         assert not self._lease_ids & self._spent.keys(), "a lease is in use and spent at once"
         assert len(self._spent) <= _MAX_SPENT_LEASES, "spent leases are never forgotten"

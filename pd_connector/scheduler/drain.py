@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 logger = logging.getLogger(__name__)
 
-#: Part of vLLM's shutdown timeout that is left for stopping its workers. After it, vLLM kills what still runs.
+#: Part of vLLM's shutdown timeout that is left for stopping its workers. At its end, vLLM kills them.
 _TEARDOWN_S = 3.0
 
 

@@ -26,7 +26,7 @@ class _Lease(Generic[Held]):
     contents: str
     expires_at: float
     readers: int = 0  # as the first release said; 0 before it
-    released_by: dict[int, set[str]] = field(default_factory=dict)  # valid pulls by reader
+    released_by: dict[int, set[str]] = field(default_factory=dict)  # by reader that is done: its valid pulls
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +160,7 @@ class LeaseTable(Generic[Held]):
         with self._lock:
             assert not self._active.keys() & self._past.keys(), "a lease is active and past at once"
             ended = {id(held) for held in self._ended}
-            assert len(ended) == len(self._ended), "something is to be freed twice"
+            assert len(ended) == len(self._ended), "something would be freed twice"
             assert not ended & {id(lease.held) for lease in self._active.values()}, "something is held and to be freed"
             for lease_id, lease in self._active.items():
                 assert not lease.readers or len(lease.released_by) < lease.readers, f"{lease_id} should have ended"
@@ -191,7 +191,7 @@ class LeaseTable(Generic[Held]):
 
     def _end(self, lease_id: str, how: LeaseEnd) -> None:
         lease = self._active.pop(lease_id)
-        # By then, no message of the lease's readers can still be on its way.
+        # Repeated messages should arrive within this time. Later ones are answered with "unknown", which is safe.
         forget_at = self._clock() + 2 * self.ttl_s
         released = frozenset((reader, pull) for reader, pulls in lease.released_by.items() for pull in pulls)
         self._past[lease_id] = _PastLease(how, lease.contents, lease.readers, released, forget_at)

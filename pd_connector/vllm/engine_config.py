@@ -78,7 +78,7 @@ def max_blocks_per_step(vllm_config: "VllmConfig", block_tokens: Sequence[int]) 
 
 
 def stop_timeout_s(vllm_config: "VllmConfig") -> float:
-    """Return how long after telling its engine core to stop vLLM kills it, in seconds (``--shutdown-timeout``)."""
+    """Return the seconds after which vLLM kills an engine core that it told to stop (``--shutdown-timeout``)."""
     return float(vllm_config.shutdown_timeout)
 
 

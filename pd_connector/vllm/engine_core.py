@@ -1,7 +1,6 @@
 """Access to vLLM's engine core: to wake it, and to learn that it was told to stop.
 
-vLLM gives connectors no access to it. The engine core under construction is found by walking up the stack, and only
-here.
+vLLM gives connectors no access to it. Only here, the engine core under construction is found by walking up the stack.
 """
 
 import sys

@@ -1,8 +1,7 @@
 """The KV cache layouts that keep all layers of a block together, and when the connector asks vLLM for one.
 
-vLLM resolves the layout from the wishes of the user, the connector and the attention backends. On the CPU platform,
-``cpu.layouts`` makes the workers offer more layouts. This module must stay cheap to import: no torch or vllm at module
-level.
+vLLM resolves the layout from what the user, the connector and the attention backends ask for. On the CPU platform,
+``cpu.layouts`` makes the workers offer more. This module must stay cheap to import: no torch or vllm at module level.
 """
 
 import logging

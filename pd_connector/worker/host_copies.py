@@ -17,7 +17,7 @@ from transfer.batch_copy.base import BatchCopier, CopyFailed, DeviceEvent, Handl
 
 
 class UnsettledLoadError(RuntimeError):
-    """A load failed, but the device may still be writing to KV blocks: none of them can be trusted any more."""
+    """A load failed, but the device may still be writing to KV blocks: none of them can be trusted any longer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +108,7 @@ class HostCopies:
         return ended
 
     def close(self) -> None:
-        """Wait for the copies in flight and stop the copiers' threads. Reports nothing any more."""
+        """Wait for the copies in flight and stop the copiers' threads. Their ends are not reported."""
         self._load_copier.close()
         self._store_copier.close()
 
@@ -130,7 +130,7 @@ class HostCopies:
 
 
 def _poll(copy: _InFlight) -> tuple[CopyEnd | None, bool]:
-    """Return how a copy has ended, None if it has not, and whether it is settled: nothing is written any more."""
+    """Return how a copy has ended, None if it has not, and whether it is settled: nothing is written any longer."""
     try:
         if not copy.handle.query():
             return None, False

@@ -96,7 +96,7 @@ class Peer:
         return self._links[rank]
 
     def drop_link(self, rank: int) -> None:
-        """Close the link to a rank, after which none of its reads writes any more."""
+        """Close the link to a rank, after which none of its reads writes any longer."""
         self._links[rank].close()
         del self._links[rank]
 

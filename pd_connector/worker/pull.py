@@ -19,7 +19,7 @@ from transfer.engine.base import ReadFailed
 
 logger = logging.getLogger(__name__)
 
-#: Time for P's answer, even if the deadline is near: bytes that were read should not be wasted for a round trip.
+#: Minimum time for P's answer, even after the deadline: bytes that were read should not be wasted for a round trip.
 _MIN_CONFIRM_S = 1.0
 
 _Result = TypeVar("_Result")
@@ -35,7 +35,7 @@ class Pull:
     def __init__(
         self, context: PullContext, order: PullOrder, report: Callable[[PullEnd], None], closing: threading.Event
     ) -> None:
-        """Start the clock. ``report`` is called with the end, on any thread; ``closing`` interrupts the pull."""
+        """Start the clock. ``report`` is called with the end, on any thread; ``closing`` interrupts verification."""
         self.order = order
         self._context = context
         self._report = report

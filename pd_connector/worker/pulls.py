@@ -62,7 +62,7 @@ class Pulls(WorkerRole):
         return ends
 
     def close(self) -> None:
-        """Close all sessions after their current read, without waiting. Outstanding pulls are not reported any more."""
+        """Close all sessions after their current read, without waiting. Outstanding pulls are not reported."""
         self._closing += self._sessions.values()
         self._sessions.clear()
         for session in self._closing:

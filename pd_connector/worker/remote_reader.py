@@ -100,7 +100,7 @@ class RemoteReader:
         """Yield a schedule to read ``copies`` from a peer that registered ``remote``.
 
         The schedule's staging memory belongs to it inside the ``with`` block only. Leave the block only when no read
-        can write to that memory any more.
+        can write to that memory any longer.
         """
         if self.staging is None:
             yield schedule_reads(copies, self._cost, self._local, remote, None)

@@ -9,7 +9,7 @@ from pd_connector.stats import StatsRecorder
 
 
 class PartEnd(Protocol):
-    """How one part of what a request waits for ended on this rank: nothing writes to its blocks any more."""
+    """How one part of what a request waits for ended on this rank: nothing writes to its blocks any longer."""
 
     @property
     def request_id(self) -> str:
@@ -42,7 +42,7 @@ class WorkerRole:
         return Report()
 
     def close(self) -> None:
-        """Start nothing any more. Once the transfer engine is closed and ``join`` has returned, touch no cache."""
+        """Start nothing new. Once the transfer engine is closed and ``join`` has returned, touch no cache."""
 
     def join(self) -> None:
         """Wait for the threads. Call it after ``close``, when the transfer engine is closed too."""
@@ -64,7 +64,7 @@ class Arrivals:
         self._expected[request_id] += 1
 
     def settle(self, request_id: str, *, failed: bool) -> None:
-        """End a part: nothing writes to its blocks any more."""
+        """End a part: nothing writes to its blocks any longer."""
         self._expected[request_id] -= 1
         if failed:
             self._failed.add(request_id)

@@ -1,7 +1,6 @@
 """All pulls of a worker from one prefill engine, one after another on a thread of their own.
 
-No peer delays another. Every pull ends exactly once, unless its reads cannot be settled or the session
-is closed.
+No peer delays another. Every pull ends exactly once, unless its reads cannot be settled or the session is closed.
 """
 
 import logging
@@ -26,7 +25,7 @@ class PeerSession:
     """
 
     def __init__(self, context: PullContext, report: Callable[[PullEnd], None], address: PeerAddress) -> None:
-        """Start the thread. ``report`` is called once for each pull, on any thread."""
+        """Start the thread. ``report`` is called with the end of each pull, on any thread."""
         self.last_used = time.monotonic()
         self._context = context
         self._report = report
@@ -66,7 +65,7 @@ class PeerSession:
         """Raise AssertionError unless the number of pulls is possible and, until ``close``, the thread runs."""
         with self._lock:
             assert self._unsettled >= 0, "more pulls have ended than were submitted"
-            assert self._closing.is_set() or self._thread.is_alive(), "nobody reads for this session"
+            assert self._closing.is_set() or self._thread.is_alive(), "the session's thread has died"
 
     def _run(self) -> None:
         while (pull := self._pulls.get()) is not None and not self._closing.is_set():
@@ -82,7 +81,7 @@ class PeerSession:
         try:
             pull.run(self._connect)
         except Interrupted:
-            return  # closing: outstanding pulls are not reported any more
+            return  # closing: outstanding pulls are not reported
         except PullFailed as error:
             pull.fail(error)
             if error.cause.is_peer_wide:

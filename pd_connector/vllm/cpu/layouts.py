@@ -75,7 +75,7 @@ def _offered(vllm_config: Any, declared: list[str]) -> list[str]:
         if not cross_layer_blocks(vllm_config):
             return declared
         proven = _proven(vllm_config, declared)
-    except Exception as error:  # the server must start even if this module knows vLLM wrong
+    except Exception as error:  # the server must start even if vLLM is not as this module expects
         logger.warning(
             "PDConnector: cross-layer KV blocks are off: the CPU attention kernels could not be checked (%s: %s). "
             "Using the KV cache layout %s instead", type(error).__name__, error, declared[0],
