@@ -38,7 +38,7 @@ from layout.host_blocks import host_layout
 from pd_connector.orders import BlockMoves, Report, StoreEnds, StoreOrder
 from pd_connector.scheduler.host_tier import HostTier, StoreMode
 from pd_connector.vllm.block_pools import HostBlockPool
-from pd_connector.vllm.engine_config import most_blocks_a_step
+from pd_connector.vllm.engine_config import max_blocks_per_step
 from pd_connector.worker.host_copies import HostCopies
 from transfer.batch_copy.backends import Backend, open_copier, pinned_memory
 from transfer.batch_copy.base import Direction
@@ -87,7 +87,7 @@ class Engine:
             scheduler_config=SimpleNamespace(max_num_batched_tokens=STEP_TOKENS, max_num_seqs=MAX_REQUESTS),
             model_config=SimpleNamespace(max_model_len=MODEL_TOKENS),
         )
-        lookahead = most_blocks_a_step(config, [BLOCK_TOKENS]) if mode == "lazy" else 0
+        lookahead = max_blocks_per_step(config, [BLOCK_TOKENS]) if mode == "lazy" else 0
         self._pool = HostBlockPool(config, self.manager, SLOTS, lookahead)
         self.tier = HostTier(self._pool, 1, mode)
         self.samples = Samples()

@@ -1,8 +1,8 @@
-"""A KV connector for vLLM: prefill/decode disaggregation and host-memory KV offload in one piece.
+"""A KV connector for vLLM: prefill/decode disaggregation and host-memory KV offload in one.
 
-The one public name is ``PDConnector``, which vLLM finds with ``"kv_connector": "PDConnector",
-"kv_connector_module_path": "pd_connector"``. It is imported on first use: vLLM loads this package's plugin in every
-one of its processes, and those without the connector must not pay for it.
+``PDConnector`` is the only public name. vLLM finds it through ``"kv_connector": "PDConnector",
+"kv_connector_module_path": "pd_connector"``. It is imported on first use, because vLLM loads this package's plugin in
+every one of its processes, and processes without the connector must not pay for the import.
 """
 
 from typing import TYPE_CHECKING, Any

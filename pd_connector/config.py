@@ -1,7 +1,7 @@
 """The connector's settings: the keys of ``kv_connector_extra_config``, typed and validated.
 
-Every key has a default; an unknown key or a wrong value is refused at start-up with the nearest valid key or the
-rule that it breaks.
+Every key has a default. An unknown key or an invalid value stops the start; the error names the nearest valid key, or
+the value and the rule it breaks.
 """
 
 import difflib
@@ -16,31 +16,30 @@ Port = Annotated[int, Field(ge=0, le=65535)]
 
 
 class ConfigError(ValueError):
-    """A setting of ``kv_connector_extra_config`` is unknown or wrong."""
+    """A setting in ``kv_connector_extra_config`` is unknown or invalid."""
 
 
 class ConnectorConfig(BaseModel):
-    """Settings of one vLLM instance. The field descriptions are the documentation."""
+    """The settings of one vLLM instance. The field descriptions are their documentation."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     host: str | None = Field(
         default=None,
         min_length=1,
-        description="Address under which other machines reach this one, for the control channel and the transfer "
-        "engine. Default: vLLM's own choice (VLLM_HOST_IP, else the address of the default route).",
+        description="Address at which other machines reach this one, for the control channel and the transfer engine. "
+        "Default: vLLM's own choice (VLLM_HOST_IP, else the address of the default route).",
     )
     port: Port = Field(
         default=0,
-        description="Port of the control channel of a prefill engine, plus the engine's number in a data-parallel "
-        "deployment; 0 lets the system choose a free one.",
+        description="Port of a prefill engine's control channel, to which the engine's data-parallel index is added; "
+        "0 lets the system choose a free port.",
     )
     protocol: Literal["auto", "tcp", "rdma", "ascend"] = Field(
-        default="auto",
-        description="Transport of the transfer engine. auto: tcp on CPU, rdma on CUDA, ascend on NPU.",
+        default="auto", description="Transport of the transfer engine. auto: tcp on CPU, rdma on CUDA, ascend on NPU."
     )
     devices: str = Field(
-        default="", description="Network devices for rdma, separated by commas; empty lets the engine choose."
+        default="", description="Network devices for rdma, comma-separated; empty lets the transfer engine choose."
     )
     cross_layer_blocks: bool = Field(
         default=True,
@@ -49,81 +48,83 @@ class ConnectorConfig(BaseModel):
     )
     lease_ttl_s: Seconds = Field(
         default=30.0,
-        description="How long a prefill engine keeps a finished prompt's blocks after the last sign of interest from "
-        "the decode engine.",
+        description="How long a prefill engine keeps a finished prompt's blocks unless the decode engine renews its "
+        "lease.",
     )
     handshake_timeout_s: Seconds = Field(
         default=10.0,
-        description="How long a decode engine waits for the first answers of a prefill engine and of its workers.",
+        description="How long a decode engine waits for a prefill engine to answer a message, or for a connection to "
+        "one of its workers.",
     )
     pull_timeout_s: Seconds = Field(
-        default=60.0, description="How long a request may wait for its blocks, all steps together, before it fails."
+        default=60.0, description="How long a pull may take, including its time in the queue, before it fails."
     )
     descriptors_per_call: Annotated[int, Field(ge=1, le=1024)] = Field(
-        default=256, description="Descriptors handed to the transfer engine in one call."
+        default=256, description="Number of descriptors passed to the transfer engine in one call."
     )
     max_descriptors_in_flight: Annotated[int, Field(ge=1, le=1024)] = Field(
         default=1024,
-        description="Descriptors under way to one peer at any time. The engine's TCP transport breaks above.",
+        description="Maximum number of descriptors in flight to one peer. The engine's TCP transport breaks above "
+        "1024.",
     )
     staging_bytes: Annotated[int, Field(ge=0)] = Field(
         default=64 * 1024 * 1024,
-        description="Memory of each decode worker through which scattered bytes are read in fewer, wider reads; 0 "
-        "reads everything straight to its place. Host memory on CPU, where it is measured; device memory on CUDA and "
-        "NPU, beside what vLLM takes for itself.",
+        description="Size of each decode worker's staging buffer, through which scattered bytes are read in fewer, "
+        "wider reads; 0 reads everything directly into place. The buffer is host memory on CPU, where its benefit was "
+        "measured; on CUDA and NPU it is device memory, on top of what vLLM allocates.",
     )
     descriptor_cost_us: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = Field(
         default=None,
-        description="What a descriptor costs the transfer engine, in microseconds, by which reads are planned. "
-        "Default: 12 for tcp (measured), 2 for rdma, 5 for ascend (estimates).",
+        description="Cost of a descriptor in the transfer engine, in microseconds, used to plan reads. Default: 12 for "
+        "tcp (measured), 2 for rdma, 5 for ascend (estimates).",
     )
     byte_cost_ns: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = Field(
         default=None,
-        description="What a byte costs, in nanoseconds. Default: 0.75 for tcp (measured), 0.04 for rdma and ascend "
-        "(estimates).",
+        description="Cost of a byte, in nanoseconds, used to plan reads. Default: 0.75 for tcp (measured), 0.04 for "
+        "rdma and ascend (estimates).",
     )
     cpu_bytes_to_use: Annotated[int, Field(ge=0)] = Field(
         default=0,
-        description="Host memory, in bytes, of all workers of this engine together, that keeps KV blocks which the "
-        "device evicts; 0 keeps none. They come back by copy instead of compute. Needs vLLM's prefix caching.",
+        description="Host memory, in bytes, of all workers of this engine together, for KV blocks that the device "
+        "evicts; 0 keeps none. They are copied back instead of computed again. Needs vLLM's prefix caching.",
     )
     cpu_store: Literal["eager", "lazy"] = Field(
         default="eager",
         description="When blocks are copied to host memory. eager: as soon as they are computed; lazy: when vLLM is "
-        "about to evict them, which copies less and may come too late for some.",
+        "about to evict them, which copies less but may come too late for some.",
     )
     drain_timeout_s: Annotated[float, Field(ge=0, le=86400, allow_inf_nan=False)] = Field(
         default=5.0,
-        description="How long a prefill engine that is told to stop (SIGTERM) stays after its last request for decode "
-        "engines that have yet to read from it. vLLM gives it that time only with --shutdown-timeout; it ends 3 s "
-        "before that.",
+        description="How long a prefill engine that was told to stop (SIGTERM) stays up after its last request, for "
+        "decode engines that have yet to read from it. vLLM allows this only with --shutdown-timeout, and it ends 3 s "
+        "before that timeout.",
     )
     peer_idle_s: Seconds = Field(
-        default=600.0, description="After how long without a pull the connection to a prefill engine is closed."
+        default=600.0, description="How long a connection to a prefill engine stays open without a pull."
     )
     model_check: Literal["weights", "config", "off"] = Field(
         default="weights",
         description="What must be equal on both sides besides the shape of the caches. weights: the model's "
-        "configuration and a sample of its weight files, where they are safetensors; config: the configuration only; "
+        "configuration and a sample of its weight files, if they are safetensors; config: the configuration only; "
         "off: neither, for models known to produce the same KV cache from different files, such as differently "
-        "quantised ones.",
+        "quantized ones.",
     )
     verify: bool = Field(
         default=False,
-        description="Compare checksums at every pull, to commission a new setup: prefill workers take them of the "
-        "blocks that are leased, decode workers of what has arrived, and a pull fails if they differ. A decode engine "
-        "that verifies needs prefill engines that do.",
+        description="Compare checksums in every pull, to commission a new setup. Prefill workers take them of leased "
+        "blocks, decode workers of what arrived, and a pull fails if they differ. A decode engine that verifies needs "
+        "prefill engines that do too.",
     )
     secret_file: str | None = Field(
         default=None,
         min_length=1,
-        description="File with the secret that all engines of a deployment share; it switches on authentication and "
-        "encryption of the control channel. At least 16 bytes, mode 600. Default: the environment variable "
-        "PD_CONNECTOR_SECRET, else no authentication.",
+        description="File with the secret that all engines of a deployment share; it turns on authentication and "
+        "encryption of the control channel. It must hold at least 16 bytes and have mode 600. Default: the environment "
+        "variable PD_CONNECTOR_SECRET, else no authentication.",
     )
     allowed_peers: Annotated[list[str], Field(min_length=1)] | None = Field(
         default=None,
-        description="Prefill engines that a decode engine may contact: IP addresses, networks such as 10.1.0.0/16, "
+        description="Prefill engines that a decode engine may contact: IP addresses, networks such as 10.1.0.0/16, or "
         "host names. Default: whichever a request names.",
     )
 
@@ -135,10 +136,10 @@ class ConnectorConfig(BaseModel):
 
 
 def parse_config(extra_config: dict[str, Any]) -> ConnectorConfig:
-    """Validate ``kv_connector_extra_config``.
+    """Return the validated settings of ``kv_connector_extra_config``.
 
     Raises:
-        ConfigError: an unknown key (with the nearest valid one) or a wrong value (with the value and the rule).
+        ConfigError: a key is unknown (names the nearest valid one), or a value is invalid (names it and the rule).
     """
     try:
         return ConnectorConfig.model_validate(extra_config)

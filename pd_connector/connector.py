@@ -1,6 +1,6 @@
-"""``PDConnector``: vLLM's face of the connector. Delegates to its two sides and holds no logic of its own.
+"""``PDConnector``, the class that vLLM loads. Delegates to the scheduler or worker side; holds no logic of its own.
 
-Every call that vLLM's scheduler or model thread makes is timed, so that "the connector never waits" is a number.
+Calls on vLLM's scheduler and model threads are timed, so that "the connector never blocks them" can be measured.
 """
 
 from collections.abc import Callable, Iterable
@@ -46,29 +46,27 @@ R = TypeVar("R")
 def _timed(method: Callable[Concatenate["PDConnector", P], R]) -> Callable[Concatenate["PDConnector", P], R]:
     """Measure the wall time of a connector call, see ``StatsRecorder.timed``."""
 
-    name = method.__name__
-
     @wraps(method)
     def measured(self: "PDConnector", /, *args: P.args, **kwargs: P.kwargs) -> R:
-        with self._stats.timed(f"{self._side}.{name}"):
+        with self._stats.timed(f"{self._side}.{method.__name__}"):
             return method(self, *args, **kwargs)
 
     return measured
 
 
 class PDConnector(KVConnectorBase_V1, SupportsHMA):
-    """Prefill/decode disaggregation by pulling KV blocks. One instance per process: scheduler or worker side.
+    """Disaggregates prefill and decode by pulling KV blocks, and offloads KV blocks to host memory.
 
-    Settings are the keys of ``kv_connector_extra_config``, see ``pd_connector.config``.
+    Each process has one instance, for the scheduler or the worker side. ``pd_connector.config`` has the settings.
     """
 
     def __init__(self, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: "KVCacheConfig") -> None:
-        """Called by vLLM in the scheduler process and in every worker.
+        """Start this process's side. vLLM calls this in the scheduler process and in every worker.
 
         Raises:
-            ConfigError: a setting is unknown or wrong.
-            UnsupportedError: the engine's configuration cannot be served.
-            ControlStartError: the control port is in use.
+            ConfigError: a setting is unknown or invalid.
+            UnsupportedError: the connector cannot serve the engine's configuration.
+            ControlStartError: the control port is in use, or this build of ZeroMQ has no authentication.
         """
         share_logging()
         super().__init__(vllm_config, role, kv_cache_config)
@@ -84,7 +82,7 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def _side(self) -> str:
-        """ "scheduler" or "worker"."""
+        """Which side this is, "scheduler" or "worker"."""
         return "scheduler" if self._scheduler_side is not None else "worker"
 
     @property
@@ -98,7 +96,7 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA):
         return self._worker_side
 
     def shutdown(self) -> None:
-        """End all transfers and threads of this process."""
+        """Stop all transfers and threads of this process."""
         for side in (self._scheduler_side, self._worker_side):
             if side is not None:
                 side.shutdown()
@@ -107,11 +105,11 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: "VllmConfig") -> str | None:
-        """The physical layout that keeps all layers of a block together, where the backend allows it."""
+        """Return the layout that keeps all layers of a block together, if the backend is known to support it."""
         return wanted_layout(vllm_config)
 
     def get_kv_connector_stats(self) -> ConnectorStats | None:
-        """What was counted in this process since the last call."""
+        """Return what this process has recorded since the last call."""
         if self._scheduler_side is not None:
             self._scheduler_side.update_stats()
         data = self._stats.take()
@@ -119,19 +117,19 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """Return False: nothing is done layer by layer.
+        """Return False: the connector does nothing layer by layer.
 
-        vLLM asks this before it loads a model, where it captures full graphs; a wrong setting is refused here already.
+        If vLLM captures full graphs, it calls this before it loads the model, so an invalid setting fails early here.
 
         Raises:
-            ConfigError: a setting is wrong.
+            ConfigError: a setting is unknown or invalid.
         """
         parse_config(extra_config)
         return False
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> ConnectorStats | None:
-        """Statistics from the form in which they travel between processes."""
+        """Return statistics from the form in which they travel between processes."""
         return ConnectorStats(data) if data else None
 
     @classmethod
@@ -142,53 +140,53 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA):
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
     ) -> ConnectorPromMetrics:
-        """The connector's metrics on vLLM's ``/metrics``."""
+        """Return the connector's metrics for vLLM's ``/metrics``."""
         return ConnectorPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     # Scheduler side
 
     def bind_kv_cache_manager(self, kv_cache_manager: "KVCacheManager") -> None:
-        """Take the manager of this engine's blocks."""
+        """Take the manager of this engine's KV cache blocks."""
         super().bind_kv_cache_manager(kv_cache_manager)
         self._scheduler.bind_cache_manager(kv_cache_manager)
 
     def has_pending_push_work(self) -> bool:
-        """Whether the engine must step although it has no requests."""
+        """Return whether the engine must step even though it has no requests."""
         return self._scheduler.wants_step()
 
     @_timed
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
-        """Take the workers' caches, keyed by (pipeline rank, tensor-parallel rank)."""
+        """Take the workers' handshakes, by (pipeline-parallel rank, tensor-parallel rank)."""
         self._scheduler.set_workers(
             {key: value.handshake for key, value in metadata.items() if isinstance(value, HandshakeMetadata)}
         )
 
     @_timed
     def on_new_request(self, request: "Request") -> None:
-        """A request has arrived."""
+        """Take up a new request."""
         self._scheduler.add(request)
 
     @_timed
     def get_num_new_matched_tokens(self, request: "Request", num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Tokens to be loaded or pulled beyond ``num_computed_tokens``, None: ask later; always asynchronously."""
+        """Return how many tokens beyond ``num_computed_tokens`` to load or pull asynchronously; None: ask later."""
         missing = self._scheduler.missing_tokens(request, num_computed_tokens)
         return missing, bool(missing)
 
     @_timed
     def update_state_after_alloc(self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int) -> None:
-        """The request has its blocks."""
+        """Start loading and pulling into the blocks that the request was given."""
         self._scheduler.allocated(request, blocks, num_external_tokens)
 
     @_timed
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> KVConnectorMetadata:
-        """The orders of this step."""
+        """Return the orders of this step."""
         return StepMetadata(self._scheduler.step_orders(scheduler_output.num_scheduled_tokens))
 
     @_timed
     def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
-        """Take what all workers have reported."""
+        """Take the workers' combined reports."""
         metadata = connector_output.kv_connector_worker_meta
         self._scheduler.settled(
             set(connector_output.finished_recving or ()),
@@ -197,54 +195,54 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA):
         )
 
     def request_finished(self, request: "Request", block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """As ``request_finished_all_groups``, for a model with one cache group."""
+        """Do the same as ``request_finished_all_groups``, for a model with one cache group."""
         return self.request_finished_all_groups(request, (block_ids,))
 
     @_timed
     def request_finished_all_groups(
         self, request: "Request", block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """A request has ended: the params for the decode leg. vLLM may free its references to the blocks at once."""
+        """Return the decode leg's params, if any, and False: vLLM may free its references to the blocks at once."""
         return False, self._scheduler.finish(request, block_ids)
 
     def reset_cache(self) -> bool:
-        """vLLM's prefix cache is reset with its connector, as after a change of weights: leases end, host blocks go."""
+        """End all leases and drop all host blocks: vLLM resets its prefix cache, for example after a weight update."""
         return self._scheduler.reset()
 
     def get_external_cache_hit_sources(
         self, request: "Request", num_external_tokens: int
     ) -> "dict[CacheHitSource, int]":
-        """Where the tokens that a request waits for come from: host memory, or another engine."""
+        """Return how many of the tokens that a request waits for come from host memory and from another engine."""
         loaded = self._scheduler.loaded_tokens(request)
         return release.current().cache_hit_sources(loaded, num_external_tokens - loaded)
 
     def has_pending_block_frees(self) -> bool:
-        """Whether blocks become free soon, so that no request need be preempted for them."""
+        """Return whether blocks will be free soon, so that no request need be preempted for them."""
         return self._scheduler.frees_blocks_soon()
 
     def take_events(self) -> "Iterable[KVCacheEvent]":
-        """KV cache events of host memory, for routers."""
+        """Return the KV cache events of host memory, for routers."""
         return self._scheduler.take_events()
 
     # Worker side
 
     @_timed
     def register_kv_caches(self, kv_caches: "dict[str, torch.Tensor]") -> None:
-        """Take the caches of the model runner."""
+        """Take the KV caches that the model runner allocated."""
         self._worker.register_caches(kv_caches)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        """This worker's caches, for the scheduler process."""
+        """Return this worker's handshake, for the scheduler process."""
         handshake = self._worker.handshake()
         return HandshakeMetadata(handshake) if handshake is not None else None
 
     @_timed
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        """Carry out a step's orders.
+        """Start a step's orders.
 
-        Not in ``start_load_kv``, which vLLM calls after the forward pass: pulls and loads go into blocks that no
-        forward pass touches (vLLM defers the reuse of freed blocks for consumers; copies wait for what the device was
-        given before), and stores take what earlier steps have written, so they can start before it.
+        ``start_load_kv`` would be later: vLLM calls it after launching the forward pass. Starting here is safe. Pulls
+        and loads write to blocks that no forward pass touches (vLLM defers the reuse of freed blocks for consumers, and
+        copies wait for the work that the device was given before), and stores read what earlier steps have written.
         """
         super().bind_connector_metadata(connector_metadata)
         assert isinstance(connector_metadata, StepMetadata)
@@ -252,23 +250,23 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA):
 
     @_timed
     def get_transfer_results(self, finished_req_ids: set[str]) -> "KVConnectorTransferResults":
-        """What has ended on this rank since the last call."""
+        """Return the requests whose wait on this rank has ended since the last call, and which of them have failed."""
         return release.current().transfer_results(*self._worker.take_results())
 
     @_timed
     def build_connector_worker_meta(self) -> ReportMetadata | None:
-        """What this rank tells the scheduler side beside that; None if nothing."""
+        """Return what else this rank reports to the scheduler side; None if nothing."""
         report = self._worker.take_report()
         return ReportMetadata(report) if report else None
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Nothing to do: see ``bind_connector_metadata``."""
+        """Do nothing: ``bind_connector_metadata`` has started everything."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing to do: a request is scheduled only when its blocks are complete."""
+        """Do nothing: a request is scheduled only when its blocks are complete."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: "torch.Tensor", attn_metadata: Any, **kwargs: Any) -> None:
-        """Nothing to do: decode engines read the blocks where they are."""
+        """Do nothing: decode engines read the blocks where they are."""
 
     def wait_for_save(self) -> None:
-        """Nothing to do: decode engines read the blocks where they are."""
+        """Do nothing: decode engines read the blocks where they are."""

@@ -1,6 +1,6 @@
-"""What the scheduler side orders of the workers in one step, and what workers report. Imports no vLLM.
+"""What the scheduler side orders in a step, and what workers report: all that passes between the two sides.
 
-The two sides share nothing else. Everything here is plain frozen data that survives the way between processes.
+Holds plain frozen data only, which can be sent between processes. Imports no vLLM.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,13 +17,13 @@ from pd_connector.params import RemotePrefill
 
 
 def block_table(block_ids: Sequence[int]) -> BlockTable:
-    """Return a request's block table as plans take it: vLLM's null block, id 0, is a hole."""
+    """Return a request's block table in the form that plans take: vLLM's null block, id 0, becomes a hole."""
     ids = np.array(block_ids, np.int64)
     return BlockTable.of(np.where(ids == 0, -1, ids))
 
 
 class LeaseEnd(StrEnum):
-    """How a lease ended: the label of the metric."""
+    """How a lease ended. The values are labels of the metric."""
 
     RELEASED = "released"
     CANCELLED = "cancelled"
@@ -31,24 +31,24 @@ class LeaseEnd(StrEnum):
 
 
 class Cause(StrEnum):
-    """Why a pull failed: the label of the metric."""
+    """Why a pull failed. The values are labels of the metric."""
 
-    NONE = ""  # it did not
-    PARAMS = "params"  # kv_transfer_params do not fit the request or the prefill engine
-    UNREACHABLE = "unreachable"  # the prefill engine, or its transfer engine, does not answer
-    DENIED = "denied"  # the two engines hold other secrets, or this one may not contact that address
-    REFUSED = "refused"  # another engine answers at its address: it has restarted
-    INCOMPATIBLE = "incompatible"  # its caches cannot be used here
-    READ = "read"  # the transfer engine did not bring all bytes
-    TIMEOUT = "timeout"  # the pull timeout was over before the read
-    CHECKSUM = "checksum"  # what has arrived is not what was leased, or it could not be compared
-    LEASE = "lease"  # the lease had ended before the read, or when it was done
-    UNCONFIRMED = "unconfirmed"  # whether it had ended could not be learnt
-    INTERNAL = "internal"  # a fault of this code; the log has the traceback
+    NONE = ""  # it did not fail
+    PARAMS = "params"  # kv_transfer_params do not match the request or the prefill engine
+    UNREACHABLE = "unreachable"  # the prefill engine or its transfer engine does not answer
+    DENIED = "denied"  # the two engines have different secrets, or allowed_peers excludes the address
+    REFUSED = "refused"  # the engine that answers refuses, usually because it is another one: P has restarted
+    INCOMPATIBLE = "incompatible"  # the prefill engine's caches cannot be used here
+    READ = "read"  # the transfer engine did not deliver all bytes
+    TIMEOUT = "timeout"  # the pull timeout expired before the read, or before checksums were ready
+    CHECKSUM = "checksum"  # what arrived is not what was leased, or could not be compared with it
+    LEASE = "lease"  # the lease ended before the read was done, or does not hold what was read
+    UNCONFIRMED = "unconfirmed"  # whether the lease was still valid could not be determined
+    INTERNAL = "internal"  # a bug in the connector; the log has the traceback
 
     @property
-    def cuts_off(self) -> bool:
-        """Whether nothing can be read from the prefill engine, so that its other pulls have failed as well."""
+    def is_peer_wide(self) -> bool:
+        """Whether nothing at all can be read from the prefill engine, so that its queued pulls fail as well."""
         return self in {Cause.UNREACHABLE, Cause.DENIED}
 
 
@@ -58,35 +58,32 @@ class PullOrder:
 
     request_id: str
     remote: RemotePrefill
-    local_block_ids: tuple[tuple[int, ...], ...]  # per cache group, the whole block table; 0 marks a hole
+    local_block_ids: tuple[tuple[int, ...], ...]  # by cache group, the whole block table; 0 marks a hole
     first_token: int
     end_token: int
-    pull_id: str  # the same on all ranks, of this pull only
+    pull_id: str  # the same on all ranks, unique to this pull
 
 
 @dataclass(frozen=True)
 class RefuseOrder:
-    """Report a request as failed: it cannot be pulled, and the scheduler half knows why."""
+    """Report a request as failed: the scheduler side knows that it cannot be pulled, and why."""
 
     request_id: str
     cause: Cause
-    reason: str  # a sentence for people
+    reason: str  # for people
 
 
 @dataclass(frozen=True, eq=False)
 class BlockMoves:
-    """Whole blocks between the device and host memory: block ``blocks[i]`` of its cache group and slot ``slots[i]``.
+    """Pairs of a device block and a host slot to copy between. Arrays of shape [n], int64."""
 
-    Arrays of shape [n], int64.
-    """
-
-    groups: Int64Array  # number of each block's cache group
+    groups: Int64Array  # index of each device block's cache group
     blocks: Int64Array  # device block ids
     slots: Int64Array  # of the host pool
 
     @classmethod
     def of(cls, triples: Sequence[tuple[int, int, int]]) -> "BlockMoves":
-        """Moves from (group, block, slot) triples."""
+        """Return the moves of (group, block, slot) triples."""
         groups, blocks, slots = np.array(triples, np.int64).reshape(-1, 3).T.copy()
         return cls(groups, blocks, slots)
 
@@ -105,7 +102,7 @@ class LoadOrder:
 
 @dataclass(frozen=True)
 class StoreOrder:
-    """Copy blocks, which earlier steps have computed, from the device to host memory."""
+    """Copy blocks that earlier steps computed from the device to host memory."""
 
     store_id: int
     moves: BlockMoves
@@ -113,12 +110,11 @@ class StoreOrder:
 
 @dataclass(frozen=True)
 class StoreEnds:
-    """How a store has ended on the ranks that have reported it."""
+    """How a store ended on the ranks that have reported it."""
 
     ranks: int
     failed: bool = False
-    #: The device may still write to the slots.
-    unsettled: bool = False
+    unsettled: bool = False  # the device may still write to the slots
 
     def __add__(self, other: "StoreEnds") -> "StoreEnds":
         return StoreEnds(self.ranks + other.ranks, self.failed or other.failed, self.unsettled or other.unsettled)
@@ -129,7 +125,7 @@ class ChecksumOrder:
     """Take checksums of a leased prompt's tokens before ``end_token``."""
 
     lease_id: str
-    block_ids: tuple[tuple[int, ...], ...]  # per cache group, the whole block table; 0 marks a hole
+    block_ids: tuple[tuple[int, ...], ...]  # by cache group, the whole block table; 0 marks a hole
     end_token: int
 
 
@@ -138,13 +134,13 @@ class ChecksumReport:
     """A worker's checksums of a leased prompt."""
 
     lease_id: str
-    worker: int  # its number among the workers of the engine
-    groups: tuple[tuple[PlaneSums, ...], ...] | None  # by cache group and plane; None: they could not be taken
+    worker: int  # index among the engine's workers
+    groups: tuple[tuple[PlaneSums, ...], ...] | None  # by cache group and plane; None if taking them failed
 
 
 @dataclass(frozen=True)
 class Orders:
-    """All orders of one scheduler step, or those of one role."""
+    """The orders of a scheduler step, of one role or of all."""
 
     pulls: tuple[PullOrder, ...] = ()
     refusals: tuple[RefuseOrder, ...] = ()
@@ -158,7 +154,7 @@ class Orders:
 
 @dataclass(frozen=True, eq=False)
 class Report:
-    """What workers tell the scheduler side in one step, beside the requests that vLLM waits for."""
+    """What workers report to the scheduler side in a step, besides the requests that vLLM waits for."""
 
     stores: Mapping[int, StoreEnds] = field(default_factory=dict)  # by store id
     checksums: tuple[ChecksumReport, ...] = ()
@@ -175,7 +171,7 @@ class Report:
 
 @dataclass(frozen=True)
 class WorkerHandshake:
-    """A worker's caches, for the scheduler side, which describes them to decode engines."""
+    """A worker's caches, which the scheduler side describes to decode engines."""
 
     geometry: WorkerGeometry
-    host_slots: int = 0  # blocks that this worker's host pool has room for; 0: it has none
+    host_slots: int = 0  # capacity of this worker's host pool, in blocks; 0 if it has none

@@ -1,6 +1,6 @@
-"""The secret that the engines of a deployment share: where it comes from and what it must be. Never keeps or shows it.
+"""Reads and checks the secret that the engines of a deployment share. Never stores or shows it.
 
-It has no setting of its own, because vLLM prints its configuration.
+The secret itself is not a setting, because vLLM prints its configuration.
 """
 
 import os
@@ -18,12 +18,12 @@ _MAKE_ONE = "make one with `openssl rand -base64 32`"
 
 
 def load_keys(secret_file: str | None, environ: Mapping[str, str] = os.environ) -> ControlKeys | None:
-    """The keys of the control channel, from a file or else from the environment; None if neither is given.
+    """Return the keys of the control channel, from the file or else the environment; None if neither is set.
 
-    White space around the secret is left out.
+    Whitespace around the secret is ignored.
 
     Raises:
-        ConfigError: both are given, the file cannot be used or is open to others, or the secret is too short.
+        ConfigError: both are set, the file is unusable or accessible to others, or the secret is too short.
         ControlStartError: this build of ZeroMQ has no authentication.
     """
     from_environment = environ.get(ENVIRONMENT)
@@ -33,7 +33,7 @@ def load_keys(secret_file: str | None, environ: Mapping[str, str] = os.environ) 
         return _keys(from_environment.encode(errors="surrogateescape"), f"the environment variable {ENVIRONMENT}")
     if from_environment is not None:
         raise ConfigError(
-            f"secret_file = {secret_file!r} and the environment variable {ENVIRONMENT} are both set: leave one out"
+            f"secret_file = {secret_file!r} and the environment variable {ENVIRONMENT} are both set: unset one of them"
         )
     return _keys(_read(secret_file), f"secret_file = {secret_file!r}")
 
@@ -42,15 +42,15 @@ def _keys(text: bytes, source: str) -> ControlKeys:
     secret = text.strip()
     if len(secret) < MIN_SECRET_BYTES:
         raise ConfigError(
-            f"{source}: the secret has {len(secret)} bytes, white space around it left out; at least "
-            f"{MIN_SECRET_BYTES} are needed: {_MAKE_ONE}"
+            f"{source}: the secret has {len(secret)} bytes, not counting whitespace around it; it must have at least "
+            f"{MIN_SECRET_BYTES}: {_MAKE_ONE}"
         )
     return ControlKeys.derive(secret)
 
 
 def _read(secret_file: str) -> bytes:
     try:
-        # What is checked is what is read; a pipe without a writer must not hold up the start.
+        # One descriptor: the file that is checked is the file that is read. A pipe without a writer must not block.
         descriptor = os.open(Path(secret_file).expanduser(), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
@@ -68,7 +68,7 @@ def _read_checked(descriptor: int, secret_file: str) -> bytes:
     mode = stat.S_IMODE(status.st_mode)
     if mode & 0o077:
         raise ConfigError(
-            f"secret_file = {secret_file!r} has mode {mode:04o}, which lets others than its owner use it: run "
+            f"secret_file = {secret_file!r} has mode {mode:04o}, which gives others than its owner access: run "
             f"chmod 600 {secret_file}"
         )
     text = os.read(descriptor, _MAX_FILE_BYTES + 1)

@@ -1,7 +1,7 @@
-"""What the connector counts and measures, by name, and the recorder of one process.
+"""The names of the connector's metrics, and the recorder that each process keeps.
 
-Workers and the scheduler side record in their own process. vLLM carries what they recorded in a step to the API server,
-where ``vllm.metrics`` exports it.
+Workers and the scheduler side record in their own process. vLLM carries the records of a step to the API server, where
+``vllm.metrics`` exports them.
 """
 
 import time
@@ -17,21 +17,21 @@ PHASES = ("queue", "handshake", "plan", "read", "verify", "release", "total")
 HOST_COPIES = ("store", "load")
 
 COUNTERS = {
-    "pulls": "Pulls that brought all blocks, counted on every rank.",
+    "pulls": "Pulls that succeeded, counted on every rank.",
     "pull_bytes": "Bytes of KV cache pulled.",
-    "pull_descriptors": "Transfer descriptors of all pulls.",
+    "pull_descriptors": "Descriptors read by pulls.",
     "pull_tokens": "Prompt tokens whose KV cache was pulled, counted on every rank.",
     "host_tokens": "Prompt tokens whose KV cache was loaded from host memory.",
     "host_blocks": "Blocks stored in host memory.",
 }
 LABELLED = {
     "pull_failures": ("cause", "Pulls that failed, by cause."),
-    "leases": ("event", "Leases granted and ended on this prefill engine, by event."),
-    "host_bytes": ("event", "Bytes copied between the device and host memory on all ranks, by event: stored, loaded."),
-    "host_failures": ("event", "Copies to and from host memory that failed on a rank, by event: store, load."),
+    "leases": ("event", "Leases of this prefill engine, by event: granted, or how they ended."),
+    "host_bytes": ("event", "Bytes copied between the device and host memory, on all ranks, by event: stored, loaded."),
+    "host_failures": ("event", "Copies to or from host memory that failed on a rank, by event: store, load."),
     "control_refusals": ("cause", "Connections and messages that the control channel refused, by cause."),
 }
-#: The labels' values. A counter that came into being with its first event would hide that event from rate() and alerts.
+#: Label values. A counter that appeared with its first event would hide that event from rate() and alerts.
 LABELS: dict[str, tuple[str, ...]] = {
     "pull_failures": tuple(cause.value for cause in Cause if cause is not Cause.NONE),
     "leases": ("granted", *(end.value for end in LeaseEnd)),
@@ -41,22 +41,21 @@ LABELS: dict[str, tuple[str, ...]] = {
 }
 
 GAUGES = {
-    "host_blocks_cached": "Blocks in host memory that can be found.",
-    "host_blocks_capacity": "Blocks that host memory has room for.",
+    "host_blocks_cached": "Blocks in host memory that prefix lookups can find.",
+    "host_blocks_capacity": "Capacity of host memory, in blocks.",
 }
 
 
 def metric_names() -> list[str]:
-    """The names of all metrics, without Prometheus' suffixes."""
+    """Return the names of all metrics, without Prometheus' suffixes."""
     names = [*COUNTERS, *LABELLED, *GAUGES, "pull_seconds", "host_copy_seconds", "connector_call_seconds_max"]
     return [f"vllm:pd_{name}" for name in names]
 
 
 class StatsRecorder:
-    """Collects one process's statistics between two reports.
+    """Collects the statistics of one process between two reports.
 
-    Belongs to the thread that vLLM calls the connector on; other threads hand over their numbers through the queues
-    that their results travel in.
+    Belongs to the thread on which vLLM calls the connector. Other threads pass their numbers on with their results.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -69,12 +68,12 @@ class StatsRecorder:
         self._new_longest: dict[str, float] = {}
 
     def count(self, name: str, number: int = 1, label: str = "") -> None:
-        """Add to a counter; ``label`` is the value of its one label, if it has one."""
+        """Add ``number`` to a counter; ``label`` is the value of its label, if it has one."""
         if number:
             self._counts[f"{name}:{label}" if label else name] += number
 
     def observe(self, phase: str, seconds: float) -> None:
-        """Add a duration to the histogram of a pull's phases, or of host copies."""
+        """Add a duration to the histogram of pulls, by phase, or of host copies, by kind."""
         self._seconds.setdefault(phase, []).append(seconds)
 
     def gauge(self, name: str, number: float) -> None:
@@ -84,7 +83,7 @@ class StatsRecorder:
 
     @contextmanager
     def timed(self, call: str) -> Iterator[None]:
-        """Measure a connector call's wall time and keep the longest."""
+        """Measure the wall time of a connector call; the longest is reported."""
         start = self._clock()
         try:
             yield
@@ -94,24 +93,20 @@ class StatsRecorder:
                 self._longest_calls[call] = self._new_longest[call] = seconds
 
     def take(self) -> dict[str, Any] | None:
-        """Return what was recorded since the last call, see ``nothing``; None if nothing was."""
+        """Return what was recorded since the last call, in the form of ``nothing``; None if nothing was."""
         if not (self._counts or self._seconds or self._new_gauges or self._new_longest):
             return None
-        data = {
-            "counts": dict(self._counts),
-            "seconds": self._seconds,
-            "gauges": self._new_gauges,
-            "calls": self._new_longest,
-        }
+        counts, seconds, gauges, calls = dict(self._counts), self._seconds, self._new_gauges, self._new_longest
         self._counts, self._seconds, self._new_gauges, self._new_longest = Tally(), {}, {}, {}
-        return data
+        return {"counts": counts, "seconds": seconds, "gauges": gauges, "calls": calls}
 
 
 def nothing() -> dict[str, Any]:
-    """Return statistics in which nothing happened, in the form in which they travel between processes.
+    """Return empty statistics, in the form in which statistics travel between processes.
 
-    ``counts`` (name to number; labelled ones as "name:label"), ``seconds`` (phase of a pull, or kind of a host copy, to
-    list of durations), ``gauges`` (name to the latest number) and ``calls`` (connector call to its longest duration in
-    seconds, over the whole life of the process).
+    - ``counts``: numbers by name, labelled ones by "name:label".
+    - ``seconds``: lists of durations by phase of a pull or kind of host copy.
+    - ``gauges``: latest numbers by name.
+    - ``calls``: longest duration of each connector call since the process started, in seconds.
     """
     return {"counts": {}, "seconds": {}, "gauges": {}, "calls": {}}

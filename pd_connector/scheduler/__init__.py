@@ -1,1 +1,1 @@
-"""The half of the connector that runs in the engine core, beside vLLM's scheduler."""
+"""The side of the connector that runs in the engine core, beside vLLM's scheduler."""

@@ -1,6 +1,6 @@
-"""The checksums of what a prefill engine has leased: ordered of its workers, kept for as long as the lease is valid.
+"""The checksums of a prefill engine's leases: ordered from its workers, and kept while the lease is valid.
 
-Orders, reports and answers only: no thread, no socket, no memory that is read.
+Orders, reports and answers only: no threads, no sockets, and no cache memory is read.
 """
 
 import threading
@@ -15,26 +15,26 @@ from transfer.control.messages import Checksummed, Checksums, NoChecksums
 
 
 class ChecksumTable:
-    """Knows of each valid lease which workers have reported what.
+    """Holds what the workers have reported for each valid lease.
 
     Thread-safe: ``answer`` runs on the control channel's thread, everything else on the scheduler's.
     """
 
     def __init__(self, still_valid: Callable[[Iterable[str]], frozenset[str]], *, enabled: bool = True) -> None:
-        """``still_valid``: which of some leases have not ended. Not ``enabled``: it orders and knows nothing."""
+        """``still_valid`` returns which of some leases have not ended. Unless ``enabled``, nothing is ordered."""
         self.enabled = enabled
         self._still_valid = still_valid
         self._lock = threading.Lock()
         self._workers = 0
-        self._orders: dict[str, ChecksumOrder] = {}  # not yet given to the workers
+        self._orders: dict[str, ChecksumOrder] = {}  # not given to the workers yet
         self._reports: dict[str, dict[int, ChecksumReport]] = {}  # by lease and worker
 
     def set_workers(self, number: int) -> None:
-        """How many workers report."""
+        """Set the number of workers that report."""
         self._workers = number
 
     def order(self, order: ChecksumOrder) -> None:
-        """Have a new lease's blocks summed in the next step."""
+        """Order the checksums of a new lease, with the next step."""
         if not self.enabled:
             return
         with self._lock:
@@ -42,28 +42,28 @@ class ChecksumTable:
             self._reports[order.lease_id] = {}
 
     def take_orders(self) -> tuple[ChecksumOrder, ...]:
-        """What the workers have to sum, each once."""
-        self._forget_ended()
+        """Return the orders for the workers, each once."""
+        self._drop_ended()
         with self._lock:
             orders = tuple(self._orders.values())
             self._orders.clear()
             return orders
 
     def add(self, report: ChecksumReport) -> None:
-        """Take a worker's checksums. Those of leases that have ended are dropped."""
+        """Store a worker's checksums. Those of ended leases are dropped."""
         with self._lock:
             if report.lease_id in self._reports:
                 self._reports[report.lease_id].setdefault(report.worker, report)
 
     @property
     def wants_step(self) -> bool:
-        """Whether a step would bring orders to the workers, or a report from them."""
-        self._forget_ended()
+        """Whether the engine must step to pass on an order, or to receive a report."""
+        self._drop_ended()
         with self._lock:
             return any(len(reports) < self._workers for reports in self._reports.values())
 
     def answer(self, asked: Checksums) -> Checksummed:
-        """The checksums asked for, or why there are none. Asking again changes nothing."""
+        """Return the requested checksums, or why there are none. Idempotent."""
         if not self.enabled:
             return Checksummed(reason=NoChecksums.OFF)
         valid = bool(self._still_valid([asked.lease_id]))
@@ -73,8 +73,7 @@ class ChecksumTable:
                 return Checksummed(reason=NoChecksums.UNKNOWN)
             report = reports.get(asked.worker)
             if report is None:
-                there_is_one = asked.worker < self._workers
-                return Checksummed(reason=NoChecksums.PENDING if there_is_one else NoChecksums.PLACE)
+                return Checksummed(reason=NoChecksums.PENDING if asked.worker < self._workers else NoChecksums.PLACE)
         if report.groups is None:
             return Checksummed(reason=NoChecksums.FAILED)
         return _sums(report.groups, asked)
@@ -82,13 +81,13 @@ class ChecksumTable:
     def check_integrity(self) -> None:
         """Raise AssertionError unless the books balance."""
         with self._lock:
-            assert self._orders.keys() <= self._reports.keys(), "a lease is to be summed that is not known"
+            assert self._orders.keys() <= self._reports.keys(), "checksums are ordered for an unknown lease"
             for lease_id in self._orders:
                 assert not self._reports[lease_id], f"{lease_id} was reported before it was ordered"
             for lease_id, reports in self._reports.items():
                 assert all(0 <= worker < self._workers for worker in reports), f"{lease_id} has an unknown worker"
 
-    def _forget_ended(self) -> None:
+    def _drop_ended(self) -> None:
         with self._lock:
             for lease_id in self._reports.keys() - self._still_valid(list(self._reports)):
                 del self._reports[lease_id]
@@ -96,7 +95,7 @@ class ChecksumTable:
 
 
 def _sums(groups: tuple[tuple[PlaneSums, ...], ...], asked: Checksums) -> Checksummed:
-    """The answer of a worker that has reported."""
+    """Return the requested sums of a worker that has reported."""
     if asked.group >= len(groups):
         return Checksummed(reason=NoChecksums.PLACE)
     planes, borders = groups[asked.group], asked.borders

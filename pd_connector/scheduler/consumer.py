@@ -1,6 +1,6 @@
-"""The role of a decode engine: decides what is pulled, keeps the leases that it needs, lets go of them.
+"""The role of a decode engine: decides what to pull, keeps the leases that it needs alive, and ends the others.
 
-A request with a prompt on a prefill engine passes through these states, each entered once:
+A request whose prompt a prefill engine holds passes through these states, each at most once:
 
     waiting --- blocks allocated ---> pulling --- all ranks have settled ---> (forgotten)
        |                                 ^
@@ -10,11 +10,11 @@ A request with a prompt on a prefill engine passes through these states, each en
        |--- lease known to have ended ---'       the same
        '--- lease is another request's ----> waits until that one is settled, then takes what the prefix cache holds
 
-A lease is good for one pull. Requests that share one (vLLM makes ``n`` requests of ``n`` choices) therefore follow
-the first of them, also if they come when it has been settled already.
+A lease is good for one pull. Requests that share a lease (vLLM turns ``n`` choices into ``n`` requests) therefore
+follow the first of them, even if that has been settled before they arrive.
 
-Everything runs on the scheduler's thread and nothing here waits: messages to prefill engines are handed to the
-control client, whose thread resends them until they are answered.
+Everything runs on the scheduler's thread, and nothing blocks: the control client's thread resends messages to prefill
+engines until they are answered.
 """
 
 import logging
@@ -32,7 +32,7 @@ from pd_connector.params import (
     parse_remote_prefill,
     prompt_digest,
 )
-from pd_connector.scheduler.renewals import Renewals, log_untold
+from pd_connector.scheduler.renewals import Renewals, log_undelivered
 from pd_connector.scheduler.roles import SchedulerRole
 from pd_connector.vllm.requests import block_ids_by_group, is_placeholder, prompt_shape
 from transfer.control.client import ControlClient
@@ -43,8 +43,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: Leases that this engine has let go of and still knows; more than requests are on their way to it at any time.
-_SPENT_LEASES = 8192
+#: How many spent leases are remembered: more than there are requests on the way to this engine at any time.
+_MAX_SPENT_LEASES = 8192
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class _Refused:
 
 @dataclass(frozen=True, slots=True)
 class _Follower:
-    """A decode leg whose lease is in use by another request, or was."""
+    """A decode leg whose lease another request uses or has used."""
 
     lease_id: str
 
@@ -65,7 +65,7 @@ _Entry = RemotePrefill | _Refused | _Follower
 
 
 class Consumer(SchedulerRole):
-    """Owns the decode engine's view of its pulls, the control client, and the renewal of leases."""
+    """Owns the state of a decode engine's pulls, the control client, and the renewal of leases."""
 
     def __init__(
         self,
@@ -74,21 +74,21 @@ class Consumer(SchedulerRole):
         renewals: Renewals,
         windows: Sequence[tuple[int, int]] = (),
     ) -> None:
-        """``windows``: block size and sliding window of every cache group, in tokens; window 0 for full attention."""
+        """``windows`` has every cache group's block size and sliding window, in tokens; 0 for full attention."""
         self._client = client
         self._message_timeout_s = message_timeout_s
         self._windows = windows
         self._renewals = renewals
         self._waiting: dict[str, _Entry] = {}
         self._pulling: dict[str, _Entry] = {}
-        self._lease_ids: set[str] = set()  # of the requests that wait or pull, followers left out
-        self._spent: dict[str, None] = {}  # leases that were let go of, the oldest first; an ordered set
-        self._computed: dict[str, int] = {}  # tokens in the local prefix cache when a request was last asked about
+        self._lease_ids: set[str] = set()  # of the requests that wait or pull, except followers
+        self._spent: dict[str, None] = {}  # leases released or cancelled here, oldest first; an ordered set
+        self._computed: dict[str, int] = {}  # tokens held here when vLLM last asked, by request
         self._pulls: list[PullOrder] = []
         self._refusals: list[RefuseOrder] = []
 
     def add(self, request: "Request") -> None:
-        """Take up a request whose prompt waits on a prefill engine. An id that is here already is left as it is."""
+        """Take up a request whose prompt a prefill engine holds. A second request with the same id is ignored."""
         if not is_decode_leg(request.kv_transfer_params):
             return
         if request.request_id in self._waiting or request.request_id in self._pulling:
@@ -110,71 +110,68 @@ class Consumer(SchedulerRole):
         self._renewals.keep(request.request_id, remote)
 
     def missing_tokens(self, request: "Request", computed_tokens: int) -> int | None:
-        """Return the prompt tokens to pull behind the ``computed_tokens`` that are here already; None: ask later.
+        """Return how many prompt tokens to pull beyond the ``computed_tokens`` that are here already; None: ask later.
 
         The last prompt token is always computed here, because its output is the first token to sample.
         """
         entry = self._waiting.get(request.request_id)
         if isinstance(entry, _Follower):
             return None if entry.lease_id in self._lease_ids else 0
-        if entry is None or (isinstance(entry, RemotePrefill) and self._is_cut_short(entry)):
+        if entry is None or (isinstance(entry, RemotePrefill) and self._lacks_window_blocks(entry)):
             return 0
         self._computed[request.request_id] = computed_tokens
         wanted: int = request.num_prompt_tokens - 1
         return max(wanted - computed_tokens, 0)
 
     def allocated(self, request: "Request", blocks: "KVCacheBlocks", external_tokens: int) -> int:
-        """Order the pull of ``external_tokens`` tokens into the request's blocks, or let go of the lease if none."""
+        """Order the pull of ``external_tokens`` tokens into the request's blocks, or cancel the lease if it is 0."""
         if request.request_id not in self._waiting:
             return 0
         self._start_pull(request, block_ids_by_group(blocks), external_tokens)
         return external_tokens
 
     def step_orders(self, scheduled: Mapping[str, int]) -> Orders:
-        """Return the orders since the last step."""
+        """Return the pulls and refusals since the last step."""
         orders = Orders(pulls=tuple(self._pulls), refusals=tuple(self._refusals))
         self._pulls, self._refusals = [], []
         return orders
 
     def settled(self, request_ids: set[str], failed: set[str], report: Report) -> None:
-        """Let go of pulls that all ranks have reported; they have released the leases themselves."""
+        """Forget the pulls that all ranks have reported. The ranks have released the leases."""
         for request_id in request_ids:
-            self._let_go(request_id, self._pulling.pop(request_id, None))
+            self._forget_lease(request_id, self._pulling.pop(request_id, None))
 
     def finish(self, request: "Request", block_ids: Sequence[Sequence[int]]) -> None:
-        """Let a request go. So is its lease, unless workers are still reading: they release it."""
+        """Forget a request that has not started to pull, and cancel its lease. Workers release the leases of pulls."""
         entry = self._waiting.pop(request.request_id, None)
         self._computed.pop(request.request_id, None)
         if entry is not None:
             self._cancel(request.request_id, entry)
 
     def close(self) -> None:
-        """Renew nothing any more and close the control client."""
+        """Stop renewing leases and close the control client."""
         self._renewals.close()
         self._client.close()
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless the books balance."""
         assert not self._waiting.keys() & self._pulling.keys(), "a request waits and pulls at once"
-        leased = {
-            request_id
-            for request_id, entry in (self._waiting | self._pulling).items()
-            if isinstance(entry, RemotePrefill)
-        }
+        entries = self._waiting | self._pulling
+        leased = {request_id for request_id, entry in entries.items() if isinstance(entry, RemotePrefill)}
         assert leased == self._renewals.request_ids, "leases are renewed for other requests than those that need them"
-        assert self._computed.keys() <= self._waiting.keys(), "a request that was asked about does not wait any more"
+        assert self._computed.keys() <= self._waiting.keys(), "a request that was asked about does not wait any longer"
         assert len(leased) == len(self._lease_ids), "leases in use are not those of the requests that hold one"
         assert not self._lease_ids & self._spent.keys(), "a lease is in use and spent at once"
-        assert len(self._spent) <= _SPENT_LEASES, "spent leases are never forgotten"
+        assert len(self._spent) <= _MAX_SPENT_LEASES, "spent leases are never forgotten"
         self._renewals.check_integrity()
 
     def _start_pull(self, request: "Request", block_ids: tuple[tuple[int, ...], ...], external_tokens: int) -> None:
         entry = self._waiting.pop(request.request_id)
         first = self._computed.pop(request.request_id, 0)
         if external_tokens == 0:
-            if isinstance(entry, RemotePrefill) and self._is_cut_short(entry):
+            if isinstance(entry, RemotePrefill) and self._lacks_window_blocks(entry):
                 logger.info(
-                    "PDConnector: request %s is computed here: the prefill engine has let go of the first block that a "
+                    "PDConnector: request %s is computed here: the prefill engine no longer has the first block that a "
                     "sliding window needs", request.request_id,
                 )  # fmt: skip
             self._cancel(request.request_id, entry)
@@ -190,12 +187,12 @@ class Consumer(SchedulerRole):
         end = first + external_tokens
         self._pulls.append(PullOrder(request.request_id, entry, block_ids, first, end, uuid.uuid4().hex))
 
-    def _is_cut_short(self, remote: RemotePrefill) -> bool:
-        """Whether P has let go of something that is needed here.
+    def _lacks_window_blocks(self, remote: RemotePrefill) -> bool:
+        """Return whether P no longer has blocks of a sliding window that are needed here.
 
-        P keeps of a sliding window what the token after the prompt sees, in whole blocks of its own. The last prompt
-        token, which is computed here, sees one token more, and blocks are filled here from their first token on. What
-        begins before P's first block must be computed here.
+        P keeps what the token after the prompt sees of a sliding window, in whole blocks of its own size. The last
+        prompt token, which is computed here, sees one token more, and blocks here are filled from their first token. A
+        prompt that needs tokens before P's first block must be computed here.
         """
         theirs = remote.remote_block_sizes or [size for size, _ in self._windows]
         for (ours, window), size, block_ids in zip(self._windows, theirs, remote.remote_block_ids, strict=False):
@@ -207,18 +204,18 @@ class Consumer(SchedulerRole):
 
     def _cancel(self, request_id: str, entry: _Entry) -> None:
         lost = self._renewals.lost(request_id)
-        self._let_go(request_id, entry)
+        self._forget_lease(request_id, entry)
         if isinstance(entry, RemotePrefill) and lost is None:
             message = Cancel(entry.remote_engine_id, (entry.lease_id,))
             future = self._client.request(entry.remote_host, entry.remote_port, message, self._message_timeout_s)
-            future.add_done_callback(log_untold)
+            future.add_done_callback(log_undelivered)
 
-    def _let_go(self, request_id: str, entry: _Entry | None) -> None:
-        """A request needs its lease no more. Whoever still comes with it is too late to read."""
+    def _forget_lease(self, request_id: str, entry: _Entry | None) -> None:
+        """Stop renewing a request's lease. A request that arrives with the lease from now on is too late to pull."""
         self._renewals.drop(request_id)
         if not isinstance(entry, RemotePrefill):
             return
         self._lease_ids.discard(entry.lease_id)
         self._spent[entry.lease_id] = None
-        if len(self._spent) > _SPENT_LEASES:
+        if len(self._spent) > _MAX_SPENT_LEASES:
             del self._spent[next(iter(self._spent))]

@@ -1,7 +1,7 @@
-"""How long a prefill engine that was told to stop stays for the decode engines that have yet to read from it.
+"""Decides how long a prefill engine that was told to stop stays up for decode engines that have yet to read from it.
 
-Decides only. vLLM stops its workers, and with them the memory that is read from, before it tells the connector; until
-then it steps as long as the connector says that there is work.
+vLLM stops its workers, whose memory is read, before it shuts the connector down. Until then it keeps stepping as long
+as the connector says that there is work.
 """
 
 import logging
@@ -11,12 +11,12 @@ from collections.abc import Callable
 
 logger = logging.getLogger(__name__)
 
-#: What is left of vLLM's own shutdown timeout for it to stop its workers; after that it kills what is left of itself.
+#: Part of vLLM's shutdown timeout that is left for stopping its workers. At its end, vLLM kills them.
 _TEARDOWN_S = 3.0
 
 
 class Drain:
-    """Says whether to stay. Belongs to the scheduler's thread."""
+    """Decides whether to stay up. Belongs to the scheduler's thread."""
 
     def __init__(
         self,
@@ -25,19 +25,19 @@ class Drain:
         is_stopping: Callable[[], bool],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``timeout_s``: how long to stay after the last request. ``engine_timeout_s``: when vLLM kills the engine."""
+        """Stay for ``timeout_s`` after the last request. vLLM kills a stopping engine after ``engine_timeout_s``."""
         self._timeout_s = timeout_s
         self._engine_timeout_s = max(engine_timeout_s - _TEARDOWN_S, 0.0)
         self._is_stopping = is_stopping
         self._clock = clock
-        self._limit = math.inf  # known once the engine was seen stopping
+        self._limit = math.inf  # set when the engine is first seen stopping
         self._deadline = math.inf
         self._announced = False
 
     def must_stay(self, leases: int, *, busy: bool = False) -> bool:
-        """Whether to keep stepping for ``leases`` leases that have not ended. To be asked in every step.
+        """Return whether to keep stepping for ``leases`` active leases. Call it in every step.
 
-        ``busy``: the step works on requests, whose leases are still to come.
+        ``busy`` says that the step works on requests, whose leases are yet to come.
         """
         if not self._is_stopping():
             return False

@@ -1,13 +1,13 @@
-"""The role of host memory: which blocks are copied there, what is found there, what is in use.
+"""The role of host memory: which blocks are stored there, which are found there, and which are in use.
 
 A device block passes through these states:
 
     computed --- chosen ---> being stored --- all ranks have reported ---> found by prefix hits --- evicted ---> gone
                                   '--- a rank has failed, or a reset ----------------------------------------------^
 
-Both ends of a copy are in use until every rank has reported it, so that neither vLLM nor this pool reuses them; of a
-load, whose device blocks vLLM keeps for the waiting request, the host end. A block can be found only when its store has
-ended on every rank. Everything runs on the scheduler's thread.
+Both blocks of a store are referenced until every rank has reported it, so that neither vLLM nor this pool reuses them.
+Of a load only the host blocks are, because vLLM keeps the device blocks for the waiting request. A block can be found
+only when its store has ended on every rank. Everything runs on the scheduler's thread.
 """
 
 import logging
@@ -40,12 +40,12 @@ StoreMode = Literal["eager", "lazy"]
 
 @dataclass(slots=True)
 class _Progress:
-    """How far a request's blocks have been looked at, per cache group."""
+    """How far a request's blocks have been scanned for stores."""
 
     request: "Request"
-    looked_at: list[int]
-    due_at: int  # computed tokens with which the next block is complete
-    preemptions: int = 0  # of the request, when it last got blocks
+    scanned: list[int]  # blocks, by cache group
+    next_full_at: int  # computed tokens at which the next block is full
+    preemptions: int = 0  # of the request, when it was last given blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,54 +57,53 @@ class _Load:
 @dataclass(slots=True)
 class _StoreJob:
     stores: tuple[Store, ...]
-    departed: list[BlockKeys]  # what requests had that have left before it ends, and after the job before was ordered
+    touch_at_end: list[BlockKeys]  # of requests that have finished meanwhile
     ends: StoreEnds = field(default_factory=lambda: StoreEnds(0))
-    abandoned: bool = False  # the contents have lost their meaning
+    abandoned: bool = False  # the contents are no longer valid
 
 
 class HostTier(SchedulerRole):
-    """Owns the host pool's bookkeeping: hits, loads and stores of one engine."""
+    """Owns the host pool, and the hits, loads and stores of one engine."""
 
     def __init__(self, pool: HostBlockPool, ranks: int, mode: StoreMode = "eager") -> None:
         """Start with an empty pool.
 
         Args:
             pool: the host blocks.
-            ranks: workers of the engine, each of which copies its part of every block.
-            mode: "eager" stores blocks when they are computed, "lazy" when they are among those that vLLM evicts next,
-                to which ``pool`` must look ahead.
+            ranks: number of workers of the engine, each of which copies its part of every block.
+            mode: "eager" stores blocks when they are computed, "lazy" when vLLM evicts them soon, which needs a pool
+                with lookahead.
         """
         self._pool = pool
         self._ranks = ranks
         self._mode = mode
         self._requests: dict[str, _Progress] = {}
-        self._hits: dict[str, HostHit] = {}  # offered, pinned, and not taken yet
+        self._hits: dict[str, HostHit] = {}  # offered and pinned, but not accepted yet
         self._loads: dict[str, _Load] = {}  # under way
-        self._without: set[str] = set()  # requests that a load has failed for: they compute
+        self._load_failed: set[str] = set()  # requests that therefore compute their tokens
         self._jobs: dict[int, _StoreJob] = {}  # under way
-        self._storing: dict[object, None] = {}  # keys of the blocks of all jobs and of those chosen
-        self._chosen: list[Store] = []  # for the next step: what this one computes cannot be copied before
-        self._ready: list[Store] = []  # for this step
-        self._departed: list[BlockKeys] = []  # to go with the next job
-        self._has_taken = False  # whether a request has been given blocks since the last step
+        self._storing: dict[object, None] = {}  # keys of all blocks chosen or being stored; an ordered set
+        self._chosen: list[Store] = []  # to be ordered in the next step: this step still computes them
+        self._ready: list[Store] = []  # to be ordered in this step
+        self._touch_at_end: list[BlockKeys] = []  # for the next job
+        self._has_allocated = False  # whether a request was given blocks since the last step
         self._ordered_loads: list[LoadOrder] = []
         self._next_store = 0
-        self._tokens_loaded = 0  # since they were last added to the statistics
+        self._tokens_loaded = 0  # since the last update of the statistics, as are the blocks
         self._blocks_stored = 0
-        self._lost_slots: set[int] = set()  # that a failed copy may still write to: never used again
+        self._quarantined_slots: set[int] = set()  # never used again: a failed copy may still write to them
 
     # Requests
 
     def add(self, request: "Request") -> None:
-        """Take up a request: its blocks are stored as they are computed."""
-        progress = _Progress(request, [], 0)
-        self._begin_anew(progress)
-        self._requests[request.request_id] = progress
+        """Take up a request. In eager mode its blocks are stored as they are computed."""
+        progress = self._requests[request.request_id] = _Progress(request, [], 0)
+        self._restart_scan(progress)
 
     def missing_tokens(self, request: "Request", computed_tokens: int) -> int:
-        """Return how many tokens behind the ``computed_tokens`` can be loaded; their blocks are pinned."""
+        """Return how many tokens beyond ``computed_tokens`` can be loaded, and pin their host blocks."""
         self.withdraw(request)
-        if request.request_id in self._without:
+        if request.request_id in self._load_failed:
             return 0
         hit = self._pool.find(request, computed_tokens)
         if hit is None:
@@ -114,19 +113,19 @@ class HostTier(SchedulerRole):
         return hit.tokens
 
     def withdraw(self, request: "Request") -> None:
-        """Let go of what was offered to a request."""
+        """Unpin what was offered to a request."""
         hit = self._hits.pop(request.request_id, None)
         if hit is not None:
             self._pool.unpin(hit.blocks)
 
     def allocated(self, request: "Request", blocks: "KVCacheBlocks", external_tokens: int) -> int:
-        """Order the load of what was offered, if vLLM took it; return its tokens."""
-        self._pool.taken(blocks)
-        self._has_taken = True
+        """Order the load that was offered, if vLLM has accepted it, and return its number of tokens."""
+        self._pool.on_allocated(blocks)
+        self._has_allocated = True
         progress = self._requests.get(request.request_id)
         if progress is not None and progress.preemptions != request.num_preemptions:
             progress.preemptions = request.num_preemptions
-            self._begin_anew(progress)  # its blocks may be new ones, and forgotten here
+            self._restart_scan(progress)  # it may have other blocks now, and host memory may have evicted its old ones
         hit = self._hits.pop(request.request_id, None)
         if hit is None:
             return 0
@@ -139,7 +138,7 @@ class HostTier(SchedulerRole):
         return hit.tokens
 
     def loaded_tokens(self, request: "Request") -> int:
-        """Return how many of a request's tokens are on their way from host memory."""
+        """Return how many of a request's tokens are being loaded from host memory."""
         load = self._loads.get(request.request_id)
         return load.tokens if load is not None else 0
 
@@ -149,36 +148,36 @@ class HostTier(SchedulerRole):
         self._end_stores(report.stores)
 
     def finish(self, request: "Request", block_ids: Sequence[Sequence[int]]) -> None:
-        """Let a request go. What it has computed and not stored yet is stored; its load, if any, goes on."""
+        """Forget a request. Its load, if any, goes on; in eager mode, its full blocks not stored yet are stored."""
         self.withdraw(request)
-        self._without.discard(request.request_id)
+        self._load_failed.discard(request.request_id)
         progress = self._requests.pop(request.request_id, None)
         if progress is not None and self._mode == "eager":
             candidates: list[Candidate] = []
-            self._look_at(progress, 0, candidates)
-            self._chosen += self._pool.begin(candidates)
-            self._count_as_used(self._pool.keys_of(request))
+            self._scan(progress, 0, candidates)
+            self._chosen += self._pool.start_stores(candidates)
+            self._touch_when_stored(self._pool.block_keys(request))
 
     # Steps
 
     def step_orders(self, scheduled: Mapping[str, int]) -> Orders:
-        """Return the loads, and at most one store, of all blocks that earlier steps have computed."""
+        """Return the loads, and at most one store, which covers all blocks that earlier steps have computed."""
         self._choose_stores(scheduled)
         loads, self._ordered_loads = tuple(self._ordered_loads), []
         return Orders(loads=loads, stores=self._order_store())
 
     @property
     def wants_step(self) -> bool:
-        """Whether the engine must step though it has no requests: to order stores, and to hear of their end."""
+        """Whether the engine must step even without requests, to order stores and to learn of their end."""
         return bool(self._chosen or self._ready or self._jobs)
 
     @property
     def frees_blocks_soon(self) -> bool:
-        """Whether blocks of the device become free when stores end: nobody else uses them any more."""
+        """Whether device blocks become free when stores end, because nothing else uses them."""
         return any(store.candidate.block.ref_cnt == 1 for store in self._stores())
 
     def update_stats(self, stats: StatsRecorder) -> None:
-        """Add what was loaded and stored, and how full host memory is."""
+        """Record what was loaded and stored, and how full host memory is."""
         stats.count("host_tokens", self._tokens_loaded)
         stats.count("host_blocks", self._blocks_stored)
         self._tokens_loaded = self._blocks_stored = 0
@@ -190,28 +189,24 @@ class HostTier(SchedulerRole):
         return self._pool.take_events()
 
     def reset(self) -> bool:
-        """Forget all contents, those that are being stored included.
-
-        Returns:
-            False if a request is loading such contents right now.
-        """
+        """Drop all contents, including those being stored; return False if a request is loading some right now."""
         for hit in self._hits.values():
             self._pool.unpin(hit.blocks)
         self._hits.clear()
         for stores in (self._ready, self._chosen):
             for store in stores:
                 del self._storing[store.candidate.key]
-            self._pool.end(stores, look_again=True)
+            self._pool.finish_stores(stores, retry=True)
             stores.clear()
-        self._departed.clear()
+        self._touch_at_end.clear()
         for job in self._jobs.values():
             job.abandoned = True
-        self._pool.forget_all()
+        self._pool.evict_all()
         return not self._loads
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless the books balance."""
-        expected: dict[int, int] = dict.fromkeys(self._lost_slots, 1)
+        expected: dict[int, int] = dict.fromkeys(self._quarantined_slots, 1)
         in_use = [hit.blocks for hit in self._hits.values()] + [load.pinned for load in self._loads.values()]
         stores = list(self._stores())
         in_use += [(store.host,) for store in stores]
@@ -223,12 +218,12 @@ class HostTier(SchedulerRole):
         assert len(self._storing) == len(stores), "a block is being stored twice"
         assert all(store.candidate.block.ref_cnt > 0 for store in stores), "a block is being stored and free at once"
         assert all(job.ends.ranks < self._ranks for job in self._jobs.values()), "a store should have ended"
-        assert self._without <= self._requests.keys(), "a request that has left is remembered"
-        assert self._hits.keys() <= self._requests.keys(), "something is kept for a request that has left"
+        assert self._load_failed <= self._requests.keys(), "a request that has finished is remembered"
+        assert self._hits.keys() <= self._requests.keys(), "something is kept for a request that has finished"
 
     def _end_loads(self, request_ids: Iterable[str], failed: set[str]) -> None:
-        """Let go of what these requests have loaded; those that it failed for will compute."""
-        self._without |= failed & self._loads.keys() & self._requests.keys()
+        """Unpin what these requests have loaded. Those whose load failed compute their tokens."""
+        self._load_failed |= failed & self._loads.keys() & self._requests.keys()
         for request_id in request_ids:
             load = self._loads.pop(request_id, None)
             if load is not None:
@@ -236,32 +231,33 @@ class HostTier(SchedulerRole):
                 self._tokens_loaded += 0 if request_id in failed else load.tokens
 
     def _choose_stores(self, scheduled: Mapping[str, int]) -> None:
-        """Choose the blocks that this step computes, before vLLM counts its tokens as computed.
+        """Choose the blocks to store.
 
-        They are stored from the next step on: a request may share blocks that another one computes only in this step,
-        and when the next one is planned, a sliding window has passed some of them.
+        In lazy mode, those that vLLM evicts soon, to be stored in this step. In eager mode, those that this step fills,
+        to be stored in the next: a request may share blocks that another one computes only now. They are chosen before
+        vLLM counts this step's tokens as computed, because afterwards a sliding window has passed some of them.
 
-        ``scheduled``: the tokens of each request that the step works on.
+        ``scheduled``: tokens of each request that the step works on.
         """
         self._ready += self._chosen
         self._chosen = []
         if self._mode == "lazy":
-            if scheduled or self._has_taken:  # otherwise nothing is evicted
-                self._store_evictable()
-            self._has_taken = False
+            if scheduled or self._has_allocated:  # otherwise nothing is evicted
+                self._choose_evictable()
+            self._has_allocated = False
             return
         candidates: list[Candidate] = []
         for request_id, tokens in scheduled.items():
             progress = self._requests.get(request_id)
-            if progress is not None and progress.request.num_computed_tokens + tokens >= progress.due_at:
-                self._look_at(progress, tokens, candidates)
-        self._chosen += self._pool.begin(candidates)
+            if progress is not None and progress.request.num_computed_tokens + tokens >= progress.next_full_at:
+                self._scan(progress, tokens, candidates)
+        self._chosen += self._pool.start_stores(candidates)
 
     def _order_store(self) -> tuple[StoreOrder, ...]:
         if not self._ready:
             return ()
-        job = _StoreJob(tuple(self._ready), self._departed)
-        self._ready, self._departed = [], []
+        job = _StoreJob(tuple(self._ready), self._touch_at_end)
+        self._ready, self._touch_at_end = [], []
         store_id = self._next_store
         self._next_store += 1
         self._jobs[store_id] = job
@@ -274,25 +270,25 @@ class HostTier(SchedulerRole):
         for store_id, new in ends.items():
             job = self._jobs.get(store_id)
             if job is None:
-                logger.error("PDConnector: store %d ended twice, which is a bug; ignored", store_id)
+                logger.error("PDConnector: ignored that store %d ended twice, which is a bug", store_id)
                 continue
             job.ends += new
             if job.ends.ranks >= self._ranks:
                 del self._jobs[store_id]
-                self._end(job)
+                self._end_job(job)
 
     def _stores(self) -> Iterator[Store]:
-        """All that are under way or chosen."""
+        """Return all stores that are chosen or under way."""
         return chain(self._chosen, self._ready, *(job.stores for job in self._jobs.values()))
 
-    def _look_at(self, progress: _Progress, scheduled: int, candidates: list[Candidate]) -> None:
-        """Add what a request has computed since it was last looked at, as far as there are free slots.
+    def _scan(self, progress: _Progress, scheduled: int, candidates: list[Candidate]) -> None:
+        """Add the blocks that a request has filled since the last scan to ``candidates``, as far as slots are free.
 
-        ``scheduled``: its tokens in the step that is planned, as if they had been computed.
+        ``scheduled`` tokens, those of the step being planned, count as computed.
         """
         free = self._pool.free
         for group in self._pool.groups:
-            first, end = progress.looked_at[group], self._pool.full_blocks(progress.request, group, scheduled)
+            first, end = progress.scanned[group], self._pool.num_full_blocks(progress.request, group, scheduled)
             if first >= end:
                 continue
             done = first
@@ -303,61 +299,59 @@ class HostTier(SchedulerRole):
                     self._storing[candidate.key] = None
                     candidates.append(candidate)
                 done += 1
-            progress.looked_at[group] = done
-        progress.due_at = self._next_block_at(progress.looked_at)
+            progress.scanned[group] = done
+        progress.next_full_at = self._next_full_at(progress.scanned)
 
-    def _begin_anew(self, progress: _Progress) -> None:
-        progress.looked_at = [0] * len(self._pool.block_tokens)
-        progress.due_at = self._next_block_at(progress.looked_at)
+    def _restart_scan(self, progress: _Progress) -> None:
+        progress.scanned = [0] * len(self._pool.block_tokens)
+        progress.next_full_at = self._next_full_at(progress.scanned)
 
-    def _next_block_at(self, looked_at: Sequence[int]) -> int:
-        sizes = self._pool.block_tokens
-        return min((looked_at[group] + 1) * sizes[group] for group in self._pool.groups)
+    def _next_full_at(self, scanned: Sequence[int]) -> int:
+        return min((scanned[group] + 1) * self._pool.block_tokens[group] for group in self._pool.groups)
 
-    def _store_evictable(self) -> None:
-        """Begin to store what vLLM evicts soon."""
+    def _choose_evictable(self) -> None:
         candidates: list[Candidate] = []
-        for candidate in self._pool.next_to_be_evicted():
+        for candidate in self._pool.eviction_candidates():
             if candidate.key not in self._storing:
                 self._storing[candidate.key] = None
                 candidates.append(candidate)
-        self._ready += self._pool.begin(candidates)
+        self._ready += self._pool.start_stores(candidates)
 
-    def _count_as_used(self, keys: BlockKeys) -> None:
-        """What a request had counts as used when it leaves, but not before the last of it is stored.
+    def _touch_when_stored(self, keys: BlockKeys) -> None:
+        """Mark a finished request's blocks as recently used, once the last of them is stored.
 
-        Stored by and by, the first blocks of a prompt would be the first to be forgotten, and the others of no use
-        without them.
+        They are stored over many steps. In that order, the first blocks of a prompt would be evicted first, and the
+        others are useless without them.
         """
         if self._chosen or self._ready:
-            self._departed.append(keys)
+            self._touch_at_end.append(keys)
         elif self._jobs:
-            next(reversed(self._jobs.values())).departed.append(keys)
+            next(reversed(self._jobs.values())).touch_at_end.append(keys)
         else:
-            self._pool.count_as_used(keys)
+            self._pool.touch(keys)
 
-    def _end(self, job: _StoreJob) -> None:
+    def _end_job(self, job: _StoreJob) -> None:
         for store in job.stores:
             del self._storing[store.candidate.key]
         if not (job.ends.failed or job.abandoned):
             self._pool.publish(job.stores)
             self._blocks_stored += len(job.stores)
         if job.ends.unsettled:
-            self._lost_slots.update(slot_of(store.host) for store in job.stores)
-        self._pool.end(job.stores, look_again=job.abandoned, keep_slots=job.ends.unsettled)
-        for keys in job.departed:
-            self._pool.count_as_used(keys)
+            self._quarantined_slots.update(slot_of(store.host) for store in job.stores)
+        self._pool.finish_stores(job.stores, retry=job.abandoned, keep_slots=job.ends.unsettled)
+        for keys in job.touch_at_end:
+            self._pool.touch(keys)
 
 
 def _triples(
     hit: HostHit, tables: Sequence[Sequence["KVCacheBlock"]], block_tokens: Sequence[int]
 ) -> list[tuple[int, int, int]]:
-    """Group, device block and slot of every block of a hit that the request needs on the device."""
+    """Return (group, device block, slot) of every block of a hit that the request needs on the device."""
     triples = []
     for group, hosts in enumerate(hit.groups):
         table = islice(tables[group], hit.first_token // block_tokens[group], None)
         for host, device in zip(hosts, table, strict=False):
-            # A window passes blocks: of this hit, or, where more tokens come from elsewhere, of the whole prompt.
+            # Null where a sliding window has passed: that of the hit, or of the prompt, if other tokens follow the hit.
             if not (host.is_null or device.is_null):
                 triples.append((group, int(device.block_id), slot_of(host)))
     return triples

@@ -1,6 +1,6 @@
-"""What a prefill engine promises to decode engines, and what it answers when they come back to it.
+"""Grants a prefill engine's leases and answers decode engines' messages about them.
 
-Leases, ids and answers only: no thread, no socket, no blocks. ``Producer`` puts one on the network.
+Leases, ids and answers only: no threads, no sockets, no blocks. ``Producer`` puts a service on the network.
 """
 
 import uuid
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class LeaseService(Generic[Held]):
-    """Grants leases and answers for them. Thread-safe where ``LeaseTable`` is: ``handle`` may run on any thread."""
+    """Grants leases and answers messages about them. ``handle`` may run on any thread, as ``LeaseTable`` allows."""
 
     def __init__(
         self,
@@ -44,16 +44,16 @@ class LeaseService(Generic[Held]):
         *,
         verify: bool = False,
     ) -> None:
-        """Know no workers yet.
+        """Create the service of an engine whose workers are not known yet.
 
         Args:
-            leases: owned by the caller, who collects what has ended.
+            leases: owned by the caller, who collects what ended leases held.
             model: that this engine serves.
             tp_size: of this engine.
-            leases_ended: called on any thread, once or more, when ``leases.collect`` has something to give.
-            verify: whether checksums are taken of what is leased.
+            leases_ended: called on any thread, possibly repeatedly, when ``leases.collect`` would return something.
+            verify: whether to take checksums of what is leased.
         """
-        # A new process is a new engine, whatever the user called it: its memory has other contents.
+        # A new process is a new engine whatever its configured name, because its memory has other contents.
         self.engine_id = uuid.uuid4().hex
         self.leases = leases
         self.checksums = ChecksumTable(leases.still_valid, enabled=verify)
@@ -63,16 +63,16 @@ class LeaseService(Generic[Held]):
         self._workers: tuple[WorkerGeometry, ...] = ()
 
     def set_workers(self, workers: tuple[WorkerGeometry, ...]) -> None:
-        """Make the workers' caches known; until then peers are told to ask again."""
+        """Set the workers' caches. Until then, peers are told to ask again."""
         self._workers = workers
         self.checksums.set_workers(len(workers))
 
     def grant(
         self, request: "VllmRequest", block_ids: Sequence[Sequence[int]], blocks: Held, host: str, port: int
     ) -> dict[str, Any]:
-        """Grant a lease over a finished prompt's blocks.
+        """Grant a lease over a finished prompt's blocks, and return the ``kv_transfer_params`` of the response.
 
-        Returns the ``kv_transfer_params`` of the response: ``host`` and ``port`` are where the lease is answered for.
+        ``host`` and ``port`` are the address for messages about the lease.
         """
         remote = RemotePrefill(
             remote_engine_id=self.engine_id,
@@ -93,7 +93,7 @@ class LeaseService(Generic[Held]):
         return remote.to_params()
 
     def handle(self, request: Request) -> Reply:
-        """Answer one message of the control protocol. Repeating a message changes nothing more."""
+        """Return the answer to a message of the control protocol. A repeated message has no further effect."""
         reply = self._answer(request)
         if self.leases.has_ended:
             self._leases_ended()
@@ -108,8 +108,8 @@ class LeaseService(Generic[Held]):
         if request.engine_id != self.engine_id:
             return Error(
                 ErrorCode.UNKNOWN_ENGINE,
-                f"engine {request.engine_id} is not here: this is engine {self.engine_id}. It has restarted since, or "
-                "the address is wrong",
+                f"engine {request.engine_id} is not here: this is engine {self.engine_id}. The engine has restarted, "
+                "or the address is wrong",
             )
         match request:
             case Hello():

@@ -1,8 +1,8 @@
 """The leases of a prefill engine: which requests' blocks must stay unchanged, and until when.
 
-A lease is granted when a prefill ends and ends exactly once: released by all its readers, cancelled, or expired.
-Only then may what it holds be freed, which the owner gets back from ``collect``. Ended leases are remembered for a
-while so that repeated messages get the answer that the first one got.
+A lease is granted when a prefill is done, and ends exactly once: released by all its readers, cancelled, or expired.
+Only then may what it holds be freed, which ``collect`` returns to the owner. Ended leases are remembered for a while,
+so that a repeated message gets the same answer as the first one.
 """
 
 import threading
@@ -16,7 +16,7 @@ from transfer.control.messages import InvalidReason, Released
 
 Held = TypeVar("Held")
 
-#: Pulls of one reader whose releases are remembered apart: a second one is a mistake already, and memory is bounded.
+#: Number of pulls of one reader whose releases are remembered. A second one is a mistake already; this bounds memory.
 _MAX_PULLS = 4
 
 
@@ -25,8 +25,8 @@ class _Lease(Generic[Held]):
     held: Held
     contents: str
     expires_at: float
-    readers: int = 0  # as the first reader said; 0 while nobody has
-    released_by: dict[int, set[str]] = field(default_factory=dict)  # reader to its pulls that were valid
+    readers: int = 0  # as the first release said; 0 before it
+    released_by: dict[int, set[str]] = field(default_factory=dict)  # by reader that is done: its valid pulls
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,15 +34,15 @@ class _PastLease:
     end: LeaseEnd
     contents: str
     readers: int
-    released: frozenset[tuple[int, str]]  # reader and pull of every valid release
+    released: frozenset[tuple[int, str]]  # (reader, pull id) of every valid release
     forget_at: float
 
 
 class LeaseTable(Generic[Held]):
-    """All leases of one prefill engine; each holds something of the owner's, such as references to blocks.
+    """All leases of a prefill engine. Each holds something for its owner, such as references to blocks.
 
     Thread-safe: the scheduler's thread grants and collects, the control channel's thread renews, releases and
-    cancels. Every method takes microseconds. Expiry is decided on ``clock``, a monotonic clock in seconds.
+    cancels. Every method takes microseconds. Leases expire by ``clock``, a monotonic clock in seconds.
     """
 
     def __init__(self, ttl_s: float, clock: Callable[[], float]) -> None:
@@ -50,15 +50,15 @@ class LeaseTable(Generic[Held]):
         self._clock = clock
         self._lock = threading.Lock()
         self._active: dict[str, _Lease[Held]] = {}
-        self._past: dict[str, _PastLease] = {}  # in the order in which they ended
-        self._ended: list[Held] = []  # what leases held that ended since the last collect
-        self._no_expiry_before = 0.0  # renewals only move expiries back, so this bound saves most scans
+        self._past: dict[str, _PastLease] = {}  # in the order of their ends
+        self._ended: list[Held] = []  # what leases held that have ended since the last ``collect``
+        self._no_expiry_before = 0.0  # a bound that saves most scans: renewals only postpone expiry
         self._events: Counter[str] = Counter()
 
     def grant(self, lease_id: str, held: Held, contents: str) -> None:
-        """Start a lease over what ``held`` stands for, which must stay unchanged until ``collect`` hands it back.
+        """Start a lease over ``held``, which must stay unchanged until ``collect`` returns it.
 
-        ``contents`` is what a reader must say that it has read, see ``contents_digest``.
+        Readers must name ``contents`` as what they have read, see ``contents_digest``.
 
         Raises:
             ValueError: the id was used before.
@@ -70,7 +70,7 @@ class LeaseTable(Generic[Held]):
             self._events["granted"] += 1
 
     def renew(self, lease_ids: Iterable[str]) -> tuple[str, ...]:
-        """Give leases another time to live; returns those that were still valid."""
+        """Extend leases by their time to live, starting now; return those that were still valid."""
         with self._lock:
             now = self._clock()
             self._expire(now)
@@ -82,10 +82,11 @@ class LeaseTable(Generic[Held]):
     def release(self, lease_id: str, reader: int, readers: int, pull_id: str, contents: str) -> Released:
         """Count one reader as done; the last one ends the lease.
 
-        Returns whether the lease was valid, that is, whether its blocks were unchanged until now, and if not, why.
-        Repeating a release returns what the first one did. Another pull by the same reader is another release: if it
-        comes after the end of the lease, the blocks may have changed while it read. A reader that has read something
-        else than the lease holds is done as well, but what it read is not valid.
+        Returns:
+            Whether the lease was valid, that is, whether its blocks were unchanged until now, and if not, why. A
+            repeated release gets the same answer. A second pull by the same reader is another release: after the end of
+            the lease the blocks may have changed while it read. A reader that has read something else than the lease
+            holds counts as done, but what it read is not valid.
         """
         with self._lock:
             self._expire(self._clock())
@@ -106,7 +107,7 @@ class LeaseTable(Generic[Held]):
             return Released(True) if valid else Released(False, InvalidReason.CONTENTS)
 
     def cancel(self, lease_ids: Iterable[str]) -> None:
-        """End leases at once. Unknown and ended ones are ignored."""
+        """End leases immediately. Unknown and ended ones are ignored."""
         with self._lock:
             self._expire(self._clock())
             for lease_id in lease_ids:
@@ -114,20 +115,20 @@ class LeaseTable(Generic[Held]):
                     self._end(lease_id, LeaseEnd.CANCELLED)
 
     def cancel_all(self) -> None:
-        """End every lease at once."""
+        """End every lease immediately."""
         with self._lock:
             self._expire(self._clock())
             for lease_id in list(self._active):
                 self._end(lease_id, LeaseEnd.CANCELLED)
 
     def still_valid(self, lease_ids: Iterable[str]) -> frozenset[str]:
-        """Those of the leases that have not ended. Changes nothing about them."""
+        """Return those of the leases that have not ended, without renewing them."""
         with self._lock:
             self._expire(self._clock())
             return frozenset(lease_id for lease_id in lease_ids if lease_id in self._active)
 
     def collect(self) -> tuple[Held, ...]:
-        """What the leases held that ended since the last call, each exactly once."""
+        """Return what the leases held that have ended since the last call, each exactly once."""
         with self._lock:
             self._expire(self._clock())
             ended = tuple(self._ended)
@@ -136,13 +137,13 @@ class LeaseTable(Generic[Held]):
 
     @property
     def has_ended(self) -> bool:
-        """Whether ``collect`` would hand something back."""
+        """Whether ``collect`` would return something."""
         with self._lock:
             self._expire(self._clock())
             return bool(self._ended)
 
     def take_events(self) -> dict[str, int]:
-        """How many leases were granted and ended, by kind, since the last call."""
+        """Return how many leases were granted and ended since the last call, by event."""
         with self._lock:
             events = dict(self._events)
             self._events.clear()
@@ -150,7 +151,7 @@ class LeaseTable(Generic[Held]):
 
     @property
     def active(self) -> int:
-        """Leases that have not ended."""
+        """Number of leases that have not ended."""
         with self._lock:
             return len(self._active)
 
@@ -159,14 +160,14 @@ class LeaseTable(Generic[Held]):
         with self._lock:
             assert not self._active.keys() & self._past.keys(), "a lease is active and past at once"
             ended = {id(held) for held in self._ended}
-            assert len(ended) == len(self._ended), "something is to be freed twice"
+            assert len(ended) == len(self._ended), "something would be freed twice"
             assert not ended & {id(lease.held) for lease in self._active.values()}, "something is held and to be freed"
             for lease_id, lease in self._active.items():
                 assert not lease.readers or len(lease.released_by) < lease.readers, f"{lease_id} should have ended"
                 assert lease.expires_at >= self._no_expiry_before, f"{lease_id} would not be seen to expire"
 
     def _release_past(self, lease_id: str, reader: int, readers: int, pull_id: str, contents: str) -> Released:
-        """Answer for a lease that has ended: as before to a repetition, otherwise with how it ended."""
+        """Return the answer for a lease that has ended: to a repeated release as before, otherwise how it ended."""
         past = self._past.get(lease_id)
         if past is None:
             return Released(False, InvalidReason.UNKNOWN)
@@ -177,7 +178,7 @@ class LeaseTable(Generic[Held]):
         return Released(False, InvalidReason(past.end.value))
 
     def _expire(self, now: float) -> None:
-        """End what has expired, and forget what ended long ago."""
+        """End expired leases, and forget those that ended long ago."""
         if now < self._no_expiry_before:
             return
         for lease_id in [lease_id for lease_id, lease in self._active.items() if now >= lease.expires_at]:
@@ -190,7 +191,7 @@ class LeaseTable(Generic[Held]):
 
     def _end(self, lease_id: str, how: LeaseEnd) -> None:
         lease = self._active.pop(lease_id)
-        # Long enough that no resent message of the lease's readers can still be on its way.
+        # Repeated messages should arrive within this time. Later ones are answered with "unknown", which is safe.
         forget_at = self._clock() + 2 * self.ttl_s
         released = frozenset((reader, pull) for reader, pulls in lease.released_by.items() for pull in pulls)
         self._past[lease_id] = _PastLease(how, lease.contents, lease.readers, released, forget_at)

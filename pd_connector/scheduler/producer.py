@@ -1,4 +1,4 @@
-"""The role of a prefill engine: leases the blocks of finished prompts, and answers for the leases on the network."""
+"""The role of a prefill engine: leases the blocks of finished prompts, and serves the control channel."""
 
 import logging
 import threading
@@ -23,15 +23,15 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: How often leases are looked through for expired ones, beside every message.
+#: How often leases are checked for expiry, besides with every message.
 _EXPIRY_INTERVAL_S = 0.5
 _CLOSE_TIMEOUT_S = 2.0
 
 
 class Producer(SchedulerRole):
-    """Owns the leases and the control endpoint of one prefill engine; each lease holds a request's blocks.
+    """Owns the leases and the control server of a prefill engine. Each lease holds a request's blocks.
 
-    A thread of its own wakes the engine when leases have expired though no message comes and the scheduler sleeps.
+    A thread wakes the engine when leases expire while no message arrives and the scheduler sleeps.
     """
 
     def __init__(
@@ -44,15 +44,15 @@ class Producer(SchedulerRole):
         drain: Drain,
         keys: ControlKeys | None = None,
     ) -> None:
-        """Bind the control endpoint and start answering.
+        """Bind the control channel and start answering.
 
         Args:
-            service: the leases.
-            host: to bind, and to be named to decode engines.
+            service: grants the leases.
+            host: to bind, and to tell decode engines.
             port: to bind; 0 lets the system choose.
             blocks: of the device.
             engine: woken when blocks can be freed.
-            drain: says how long to stay for the leases when the engine is told to stop.
+            drain: decides how long to stay up for leases when the engine is told to stop.
             keys: of the control channel; None serves whoever can connect.
 
         Raises:
@@ -80,13 +80,13 @@ class Producer(SchedulerRole):
         return self._server.port
 
     def set_workers(self, handshakes: Sequence[WorkerHandshake]) -> None:
-        """Make the workers' caches known to peers."""
+        """Announce the workers' caches to peers."""
         self._service.set_workers(tuple(handshake.geometry for handshake in handshakes))
 
     def free_blocks(self) -> None:
         """Free the blocks of ended leases."""
         for held in self._leases.collect():
-            self._blocks.let_go(held)
+            self._blocks.release(held)
 
     def step_orders(self, scheduled: Mapping[str, int]) -> Orders:
         """Return the leases whose checksums are to be taken."""
@@ -94,12 +94,12 @@ class Producer(SchedulerRole):
         return Orders(checksums=self._service.checksums.take_orders())
 
     def settled(self, request_ids: set[str], failed: set[str], report: Report) -> None:
-        """Take the checksums that workers have reported."""
+        """Store the checksums that workers have reported."""
         for checksums in report.checksums:
             self._service.checksums.add(checksums)
 
     def finish(self, request: "VllmRequest", block_ids: Sequence[Sequence[int]]) -> dict[str, Any] | None:
-        """Grant a lease over a finished prompt's blocks, which are kept by references of our own.
+        """Grant a lease over a finished prompt's blocks, to which it holds references of its own.
 
         Returns:
             The ``kv_transfer_params`` of the response; None if there is nothing to pull.
@@ -111,15 +111,15 @@ class Producer(SchedulerRole):
 
     @property
     def wants_step(self) -> bool:
-        """Whether there are blocks to free, checksums to take, or leases to stay for when the engine is to stop."""
+        """Whether there are blocks to free, checksums to take, or leases to stay up for when the engine stops."""
         active = self._leases.active
         if self._drain.must_stay(active) or self._service.checksums.wants_step:
             return True
-        # An engine that cannot be woken has to stay awake.
+        # An engine that cannot be woken must keep stepping.
         return self._leases.has_ended or (active > 0 and not self._engine.can_be_woken)
 
     def update_stats(self, stats: StatsRecorder) -> None:
-        """Add the leases granted and ended, and what the control channel has refused."""
+        """Record the leases granted and ended, and what the control channel refused."""
         for event, number in self._leases.take_events().items():
             stats.count("leases", number, event)
         refusals = Counter(self._server.counters.refusals)
@@ -144,7 +144,7 @@ class Producer(SchedulerRole):
     def check_integrity(self) -> None:
         """Raise AssertionError unless the books balance and, until ``close``, both threads run."""
         self._service.check_integrity()
-        assert self._closing.is_set() or self._expiry.is_alive(), "nobody looks for leases that have expired"
+        assert self._closing.is_set() or self._expiry.is_alive(), "the expiry thread has died"
 
     def _watch_expiry(self) -> None:
         while not self._closing.wait(min(_EXPIRY_INTERVAL_S, self._leases.ttl_s / 4)):

@@ -1,6 +1,6 @@
-"""Keeps the leases of requests that wait or pull alive, on a thread of its own, and remembers which have ended.
+"""Renews the leases of requests that wait or pull, on a thread of its own, and remembers which have ended.
 
-Not in scheduler steps: a step can take longer than a lease lives, as when a model runs for the first time.
+Scheduler steps are no place for this: a step can outlast a lease, for example when a model runs for the first time.
 """
 
 import logging
@@ -22,17 +22,17 @@ from transfer.control.messages import ErrorCode, Renew, Renewed, Reply
 logger = logging.getLogger(__name__)
 
 _CLOSE_TIMEOUT_S = 2.0
-_RENEWED_AT_ONCE = 1000  # leases in one message; prefill engines limit them
+_LEASES_PER_MESSAGE = 1000  # prefill engines limit the size of messages
 
 _Engine = tuple[str, str, int]  # engine id, host and port
 
 
 @dataclass(frozen=True, slots=True)
 class LeaseLost:
-    """A prefill engine has said that a lease is not valid any more. It never becomes valid again."""
+    """A prefill engine has said that a lease is no longer valid, which is final."""
 
     cause: Cause
-    reason: str  # a sentence for people
+    reason: str  # for people
 
 
 @dataclass(slots=True)
@@ -47,28 +47,28 @@ class _Kept:
 
 
 class Renewals:
-    """The leases to be renewed, by request id. All methods may be called from any thread; none waits for a peer."""
+    """Renews leases, by request id. Thread-safe; no method waits for a peer."""
 
     def __init__(
         self, client: ControlClient, message_timeout_s: float, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """Nothing is renewed by itself before ``start``."""
+        """Renew nothing until ``start``, or a call of ``renew_due``."""
         self._client = client
         self._message_timeout_s = message_timeout_s
         self._clock = clock
         self._changed = threading.Condition()
         self._kept: dict[str, _Kept] = {}
-        self._wakes_at = math.inf  # when the thread looks again by itself
+        self._wakes_at = math.inf  # when the thread checks again without being woken
         self._closing = False
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Start the thread that renews in time."""
+        """Start the thread that renews leases in time."""
         self._thread = threading.Thread(target=self._run, name="pd-lease-renewal", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Renew nothing any more; joins the thread."""
+        """Stop renewing leases; join the thread."""
         with self._changed:
             self._closing = True
             self._changed.notify()
@@ -76,32 +76,32 @@ class Renewals:
             self._thread.join(_CLOSE_TIMEOUT_S)
 
     def keep(self, request_id: str, remote: RemotePrefill) -> None:
-        """Renew a request's lease every third of its time to live, from now on."""
+        """Renew a request's lease every third of its time to live from now on."""
         with self._changed:
             renew_at = self._clock() + remote.lease_ttl_s / 3
             self._kept[request_id] = _Kept(remote, renew_at)
-            if renew_at < self._wakes_at:  # a thread that is woken for nothing takes the caller's time
+            if renew_at < self._wakes_at:  # waking the thread for nothing costs the caller time
                 self._changed.notify()
 
     def drop(self, request_id: str) -> None:
-        """Do not renew a request's lease any more. Unknown ids are ignored."""
+        """Stop renewing a request's lease. Unknown ids are ignored."""
         with self._changed:
             self._kept.pop(request_id, None)
 
     def lost(self, request_id: str) -> LeaseLost | None:
-        """Why the lease of a request that is kept is known to have ended; None if it is not known to."""
+        """Return why a request's lease has ended; None if it is not known to have ended, or is not renewed."""
         with self._changed:
             kept = self._kept.get(request_id)
             return kept.lost if kept is not None else None
 
     @property
     def request_ids(self) -> frozenset[str]:
-        """The requests whose leases are kept alive, or were lost and not dropped since."""
+        """The requests whose leases are renewed, or are lost and not dropped yet."""
         with self._changed:
             return frozenset(self._kept)
 
     def renew_due(self) -> None:
-        """Send one renewal to every prefill engine with leases that are due."""
+        """Send a renewal to every prefill engine for its leases that are due."""
         now = self._clock()
         due: dict[_Engine, list[str]] = defaultdict(list)
         with self._changed:
@@ -111,20 +111,20 @@ class Renewals:
                     kept.renew_at = now + kept.remote.lease_ttl_s / 3
         for engine, lease_ids in due.items():
             engine_id, host, port = engine
-            for first in range(0, len(lease_ids), _RENEWED_AT_ONCE):
-                asked = lease_ids[first : first + _RENEWED_AT_ONCE]
+            for first in range(0, len(lease_ids), _LEASES_PER_MESSAGE):
+                asked = lease_ids[first : first + _LEASES_PER_MESSAGE]
                 future = self._client.request(host, port, Renew(engine_id, tuple(asked)), self._message_timeout_s)
                 future.add_done_callback(partial(self._take_answer, engine, asked))
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless every lease is either due some time or known to be lost."""
+        """Raise AssertionError unless every lease is either due or lost and, until ``close``, the thread runs."""
         with self._changed:
             for request_id, kept in self._kept.items():
                 assert (kept.lost is None) == (kept.renew_at < math.inf), f"the lease of {request_id} is in two states"
-            assert self._thread is None or self._closing or self._thread.is_alive(), "nobody renews the leases"
+            assert self._thread is None or self._closing or self._thread.is_alive(), "the renewal thread has died"
 
     def _take_answer(self, engine: _Engine, asked: list[str], future: "Future[Reply]") -> None:
-        """Done-callback of a renewal, on the control client's thread."""
+        """Take the answer to a renewal. Runs on the control client's thread."""
         if future.cancelled():
             return
         error = future.exception()
@@ -132,13 +132,13 @@ class Renewals:
             reply = future.result()
             if isinstance(reply, Renewed):
                 ended = set(asked).difference(reply.valid)
-                self._lose(engine, ended, Cause.LEASE, "it expired or was cancelled before its blocks were read")
+                self._mark_lost(engine, ended, Cause.LEASE, "it expired or was cancelled before its blocks were read")
         elif isinstance(error, PeerRefused) and error.code is ErrorCode.UNKNOWN_ENGINE:
-            self._lose(engine, set(asked), Cause.REFUSED, str(error))
+            self._mark_lost(engine, set(asked), Cause.REFUSED, str(error))
         else:
-            log_untold(future)
+            log_undelivered(future)
 
-    def _lose(self, engine: _Engine, lease_ids: set[str], cause: Cause, reason: str) -> None:
+    def _mark_lost(self, engine: _Engine, lease_ids: set[str], cause: Cause, reason: str) -> None:
         engine_id, host, port = engine
         with self._changed:
             for kept in self._kept.values():
@@ -162,7 +162,7 @@ class Renewals:
             self.renew_due()
 
 
-def log_untold(future: "Future[Reply]") -> None:
-    """Done-callback of a message about a lease: if it is never answered, the lease ends by itself."""
+def log_undelivered(future: "Future[Reply]") -> None:
+    """Log that a message about a lease was not answered, if so; the lease then expires. A done-callback."""
     if not future.cancelled() and (error := future.exception()) is not None:
         logger.warning("PDConnector: a prefill engine was not told about a lease, which will expire: %s", error)

@@ -1,4 +1,4 @@
-"""The scheduler side of the connector: what vLLM's scheduler asks, answered by the engine's roles."""
+"""The scheduler side of the connector: passes the calls of vLLM's scheduler to the engine's roles."""
 
 import logging
 import time
@@ -25,7 +25,7 @@ from pd_connector.vllm.engine_config import (
     check_prefix_caching,
     data_parallel_index,
     engine_ranks,
-    most_blocks_a_step,
+    max_blocks_per_step,
     stop_timeout_s,
 )
 from pd_connector.vllm.engine_core import EngineLoop
@@ -42,39 +42,35 @@ logger = logging.getLogger(__name__)
 
 
 class ConnectorScheduler:
-    """Lives in the engine core; every method is called on the scheduler's thread and none waits for a peer."""
+    """The connector in the engine core. All methods are called on the scheduler's thread; none waits for a peer."""
 
     def __init__(
-        self,
-        vllm_config: "VllmConfig",
-        kv_cache_config: "KVCacheConfig",
-        config: ConnectorConfig,
-        stats: StatsRecorder,
+        self, vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig", config: ConnectorConfig, stats: StatsRecorder
     ) -> None:
         self._vllm_config = vllm_config
         self._config = config
         self._stats = stats
-        self._does = EngineRole.of(vllm_config)
+        self._role = EngineRole.of(vllm_config)
         self._windows = [(group.block_tokens, group.window) for group in cache_groups(vllm_config, kv_cache_config)]
         self._blocks = DeviceBlocks()
         self._engine = EngineLoop()
         if config.cpu_bytes_to_use:
             check_prefix_caching(vllm_config)
         keys = load_keys(config.secret_file)
-        # In the order in which they are asked for tokens: what host memory holds is not pulled.
+        # In the order in which they are asked for tokens. Host memory comes first: what it holds is not pulled.
         self._roles: list[SchedulerRole] = []
-        if self._does.produces:
+        if self._role.produces:
             self._roles.append(self._make_producer(keys))
-        if self._does.consumes:
+        if self._role.consumes:
             self._roles.append(self._make_consumer(keys))
 
     def bind_cache_manager(self, kv_cache_manager: "KVCacheManager") -> None:
-        """Take the manager of the engine's blocks; called while the engine constructs its scheduler."""
+        """Take the manager of the engine's blocks. Called while the engine core constructs its scheduler."""
         self._blocks.bind(kv_cache_manager)
         self._engine.find()
 
     def set_workers(self, handshakes: Mapping[tuple[int, int], WorkerHandshake]) -> None:
-        """Take the workers' caches, keyed by (pipeline rank, tensor-parallel rank)."""
+        """Take the workers' handshakes, by (pipeline-parallel rank, tensor-parallel rank)."""
         in_order = [handshakes[ranks] for ranks in sorted(handshakes)]
         if self._config.cpu_bytes_to_use:
             self._roles.insert(0, self._open_host_tier(in_order))
@@ -82,17 +78,17 @@ class ConnectorScheduler:
             role.set_workers(in_order)
 
     def add(self, request: "Request") -> None:
-        """Take up a request that has arrived."""
+        """Take up a new request."""
         params = request.kv_transfer_params
-        if is_decode_leg(params) and not self._does.consumes:
-            self._warn_of_role(request, "do_remote_prefill", "kv_consumer")
-        elif is_prefill_leg(params) and not is_decode_leg(params) and not self._does.produces:
-            self._warn_of_role(request, "do_remote_decode", "kv_producer")
+        if is_decode_leg(params) and not self._role.consumes:
+            self._warn_wrong_role(request, "do_remote_prefill", "kv_consumer")
+        elif is_prefill_leg(params) and not is_decode_leg(params) and not self._role.produces:
+            self._warn_wrong_role(request, "do_remote_decode", "kv_producer")
         for role in self._roles:
             role.add(request)
 
     def missing_tokens(self, request: "Request", computed_tokens: int) -> int | None:
-        """Return how many tokens behind the computed ones will be loaded or pulled; None: not known yet."""
+        """Return how many tokens beyond ``computed_tokens`` will be loaded or pulled; None if not known yet."""
         for role in self._roles:
             role.free_blocks()
         missing = 0
@@ -106,7 +102,7 @@ class ConnectorScheduler:
         return missing
 
     def allocated(self, request: "Request", blocks: "KVCacheBlocks", external_tokens: int) -> None:
-        """Begin to load and pull: the request has its blocks."""
+        """Start loading and pulling into the blocks that a request was given."""
         for role in self._roles:
             external_tokens -= role.allocated(request, blocks, external_tokens)
 
@@ -115,26 +111,26 @@ class ConnectorScheduler:
         return sum(role.loaded_tokens(request) for role in self._roles)
 
     def step_orders(self, scheduled: Mapping[str, int]) -> Orders:
-        """Return what the workers have to do in this step, which works on ``scheduled`` tokens of each request."""
+        """Return the orders for the workers in a step that works on ``scheduled`` tokens of each request."""
         for role in self._roles:
             role.free_blocks()
         return sum((role.step_orders(scheduled) for role in self._roles), Orders())
 
     def wants_step(self) -> bool:
-        """Whether the engine must step though it has no requests."""
+        """Return whether the engine must step even without requests."""
         return any(role.wants_step for role in self._roles)
 
     def frees_blocks_soon(self) -> bool:
-        """Whether waiting a few steps for blocks is better than taking those of a request."""
+        """Return whether it is better to wait a few steps for blocks than to preempt a request for them."""
         return any(role.frees_blocks_soon for role in self._roles)
 
     def settled(self, request_ids: set[str], failed: set[str], report: Report) -> None:
-        """Take what all ranks have reported of requests, and some ranks of what no request waits for."""
+        """Note that requests have ended their wait on all ranks, some as ``failed``, and what else ranks ``report``."""
         for role in self._roles:
             role.settled(request_ids, failed, report)
 
     def finish(self, request: "Request", block_ids: Sequence[Sequence[int]]) -> dict[str, Any] | None:
-        """Let a request go that has ended; return what its response tells the router."""
+        """Forget a request that has ended; return the ``kv_transfer_params`` of its response, if any."""
         answers = [role.finish(request, block_ids) for role in self._roles]
         return next((params for params in answers if params is not None), None)
 
@@ -143,12 +139,12 @@ class ConnectorScheduler:
         return [event for role in self._roles for event in role.take_events()]
 
     def update_stats(self) -> None:
-        """Add what the roles have counted to the statistics."""
+        """Record what the roles have counted."""
         for role in self._roles:
             role.update_stats(self._stats)
 
     def reset(self) -> bool:
-        """Forget all contents of the caches, as after a change of weights: no lease is valid any more.
+        """End all leases and drop the contents of host memory, for example after a weight update.
 
         Returns:
             False if a request is loading such contents from host memory right now.
@@ -157,7 +153,7 @@ class ConnectorScheduler:
         return all(done)
 
     def shutdown(self) -> None:
-        """Stop answering and asking; join all threads."""
+        """Stop all communication and join all threads."""
         for role in self._roles:
             role.close()
 
@@ -172,7 +168,7 @@ class ConnectorScheduler:
         tp_size, _ = engine_ranks(vllm_config)
         leases: LeaseTable[HeldBlocks] = LeaseTable(config.lease_ttl_s, time.monotonic)
         service = LeaseService(leases, model, tp_size, self._engine.wake, verify=config.verify)
-        # Engines of one data-parallel deployment may share a host.
+        # The engines of a data-parallel deployment may share a host.
         port = config.port and config.port + data_parallel_index(vllm_config)
         drain = Drain(config.drain_timeout_s, stop_timeout_s(vllm_config), self._engine.is_stopping)
         return Producer(service, config.host or host_address(), port, self._blocks, self._engine, drain, keys)
@@ -186,19 +182,19 @@ class ConnectorScheduler:
     def _open_host_tier(self, handshakes: Sequence[WorkerHandshake]) -> HostTier:
         mode, manager = self._config.cpu_store, self._blocks.manager
         slots, device_blocks = min(handshake.host_slots for handshake in handshakes), manager.kv_cache_config.num_blocks
-        # At most half of the device's blocks: to store them all would be anything but lazy.
-        most = min(most_blocks_a_step(self._vllm_config, [tokens for tokens, _ in self._windows]), device_blocks // 2)
+        # At most half of the device's blocks: storing them all would not be lazy.
+        most = min(max_blocks_per_step(self._vllm_config, [tokens for tokens, _ in self._windows]), device_blocks // 2)
         pool = HostBlockPool(self._vllm_config, manager, slots, most if mode == "lazy" else 0)
         logger.info("PDConnector: host memory keeps up to %d blocks (%s), the device %d", slots, mode, device_blocks)
         if mode == "eager" and slots <= device_blocks:
             logger.warning(
-                "PDConnector: host memory is no larger than the device's KV cache, and eager stores keep there what "
-                "the device holds too: little will come back. Set cpu_bytes_to_use to several times the device's KV "
-                "cache, or cpu_store to lazy"
+                "PDConnector: host memory is no larger than the device's KV cache, and eager stores fill it with what "
+                "the device holds too, so it will be of little use. Set cpu_bytes_to_use to several times the size of "
+                "the device's KV cache, or cpu_store to lazy"
             )
         return HostTier(pool, len(handshakes), mode)
 
-    def _warn_of_role(self, request: "Request", key: str, role: str) -> None:
+    def _warn_wrong_role(self, request: "Request", key: str, role: str) -> None:
         logger.warning(
             "PDConnector: request %s asks for %s, which needs kv_role %s or kv_both; it is served without a transfer",
             request.request_id, key, role,

@@ -1,5 +1,5 @@
-"""All that knows vLLM: its configuration, engine core, requests, block pools, and its kernels' memory.
+"""Everything that knows vLLM: its configuration, engine core, requests, block pools and kernels.
 
-Only this package and ``pd_connector.connector`` import vLLM. The other rooms ask the functions here and get plain data.
-What differs between vLLM's releases is behind ``release.VllmRelease``. Importing this package imports nothing.
+Only this package and ``pd_connector.connector`` import vLLM. Other packages call functions here and get plain data.
+Differences between vLLM releases are behind ``release.VllmRelease``. Importing this package imports nothing else.
 """

@@ -1,4 +1,4 @@
-"""vLLM's KV cache groups, and what it knows of a worker's caches beside their tensors, as plain data.
+"""vLLM's KV cache groups, and what it knows about a worker's caches besides their tensors, as plain data.
 
 Imports no vLLM at module level, so that ``worker.caches`` needs none.
 """
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Ranks:
-    """Where a worker stands among the workers of its engine."""
+    """A worker's place among the workers of its engine."""
 
     tp_rank: int
     tp_size: int
@@ -27,34 +27,33 @@ class Ranks:
 
     @property
     def index(self) -> int:
-        """This worker's number, 0 <= index < world_size."""
+        """This worker's index, 0 <= index < world_size."""
         return self.pp_rank * self.tp_size + self.tp_rank
 
     @property
     def world_size(self) -> int:
-        """All workers of the engine."""
+        """Number of workers of the engine."""
         return self.tp_size * self.pp_size
 
 
 @dataclass(frozen=True)
 class GroupSpec:
-    """One KV cache group as vLLM's cache manager sees it."""
+    """A KV cache group as vLLM's cache manager sees it."""
 
     layer_names: tuple[str, ...]
     block_tokens: int
     window: int  # tokens; 0 for full attention
-    #: By layer: name and items of each logical tensor that a token's content consists of, in order.
+    #: By layer, the name and number of items of each part of a token's content, in order.
     parts: Mapping[str, tuple[tuple[str, int], ...]] = field(default_factory=dict)
-    #: By layer: how the kernels order a head's block, where the strides of the tensors do not say it.
+    #: By layer, how the kernels order a head's block, if the strides of the tensors do not show it.
     orders: Mapping[str, HeadOrder] = field(default_factory=dict)
 
 
 def cache_groups(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> tuple[GroupSpec, ...]:
-    """The KV cache groups in vLLM's order.
+    """Return the KV cache groups in vLLM's order.
 
     Raises:
-        UnsupportedError: a group holds something else than attention (such as Mamba state), whose blocks do not
-            belong to tokens.
+        UnsupportedError: a group's blocks hold something else than tokens' keys and values, such as Mamba state.
     """
     groups = []
     for group in kv_cache_config.kv_cache_groups:
@@ -64,7 +63,7 @@ def cache_groups(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") ->
         if not all(hasattr(layer_spec, "num_kv_heads") for layer_spec in layer_specs):
             layer = next(iter(group.layer_names), "layers of another pipeline stage")
             kind = type(layer_specs[0]).__name__
-            raise UnsupportedError(f"KV cache group of {layer!r} is a {kind}: PDConnector moves attention caches only")
+            raise UnsupportedError(f"KV cache group of {layer!r} is a {kind}; PDConnector needs attention caches")
         window = max(int(getattr(layer_spec, "sliding_window", None) or 0) for layer_spec in layer_specs)
         parts = {name: _parts(vllm_config, layer_spec) for name, layer_spec in by_layer.items()}
         groups.append(GroupSpec(tuple(group.layer_names), int(spec.block_size), window, parts))
@@ -72,7 +71,7 @@ def cache_groups(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") ->
 
 
 def _parts(vllm_config: "VllmConfig", layer_spec: Any) -> tuple[tuple[str, int], ...]:
-    """What a token's content consists of: K and V, or MLA's latent vector and rotary key."""
+    """Return the parts of a token's content: K and V, or MLA's latent vector and rotary key."""
     if not vllm_config.model_config.use_mla:
         return ("k", int(layer_spec.head_size)), ("v", int(layer_spec.head_size_v))
     model = vllm_config.model_config.hf_text_config
@@ -83,10 +82,10 @@ def _parts(vllm_config: "VllmConfig", layer_spec: Any) -> tuple[tuple[str, int],
 def with_head_orders(
     vllm_config: "VllmConfig", group: GroupSpec, caches: Mapping[str, "torch.Tensor"], *, on_cpu: bool
 ) -> GroupSpec:
-    """``group`` with the orders of the CPU kernels, where they are the ones that write its caches.
+    """Return ``group`` with the orders of the CPU kernels, if those write its caches.
 
     Raises:
-        RuntimeError, NotImplementedError: they cannot be found out.
+        RuntimeError, NotImplementedError: as ``head_order``.
     """
     if not on_cpu or vllm_config.model_config.use_mla:
         return group
@@ -99,10 +98,10 @@ def with_head_orders(
 
 
 def head_order(vllm_config: "VllmConfig", block_tokens: int, head_size: int, cache_dtype: "torch.dtype") -> HeadOrder:
-    """Find out where this machine's CPU attention kernels put K and V inside a head's block of ``block_tokens`` tokens.
+    """Return where this machine's CPU attention kernels put K and V in a head's block of ``block_tokens`` tokens.
 
     Raises:
-        RuntimeError: it cannot be found out; the message says why.
+        RuntimeError: this cannot be determined; the message says why.
         NotImplementedError: vLLM has no kernel for these values.
     """
     try:
@@ -111,7 +110,7 @@ def head_order(vllm_config: "VllmConfig", block_tokens: int, head_size: int, cac
         write = kernels.writer(vllm_config, block_tokens, head_size)
     except (ImportError, AttributeError) as missing:
         raise RuntimeError(
-            f"cannot call this vLLM's CPU attention kernels to see how they order K and V inside a block ({missing}); "
-            "use vLLM 0.32, which this connector is tested with"
+            f"cannot call this vLLM's CPU attention kernels to see how they order K and V in a block ({missing}); use "
+            "vLLM 0.32, which this connector is tested with"
         ) from missing
     return find_order(write, block_tokens, head_size, vllm_config.model_config.dtype, cache_dtype)

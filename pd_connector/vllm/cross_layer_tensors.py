@@ -1,6 +1,6 @@
-"""KV caches of all layers in one allocation for each part, for model runners that let the connector allocate them.
+"""Allocates the KV caches of all layers in one tensor per part, for model runners that leave that to the connector.
 
-Where each element lies is the business of ``layout.cross_layer``; here it becomes tensors.
+``layout.cross_layer`` decides where each element lies; this module makes tensors of it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,10 +13,10 @@ from layout.cross_layer import CachePart, CrossLayerBuffer, cross_layer_shapes
 
 @dataclass(frozen=True)
 class CrossLayerCaches:
-    """What a model runner binds and a worker registers."""
+    """The tensors that a model runner binds, and the buffers that a worker registers."""
 
-    layers: Mapping[str, tuple[torch.Tensor, ...]]  # one view for each part: [blocks, tokens, heads, content]
-    buffers: tuple[CrossLayerBuffer, ...]  # one for each part, with its plane and the region to register
+    layers: Mapping[str, tuple[torch.Tensor, ...]]  # a view of each part: [blocks, tokens, heads, content]
+    buffers: tuple[CrossLayerBuffer, ...]  # of each part, with its plane and the region to register
 
 
 def allocate_cross_layer(
@@ -30,16 +30,16 @@ def allocate_cross_layer(
     """Allocate zeroed caches, each part aligned to 2 MiB, with all layers of a block together.
 
     Args:
-        parts: K and V, or MLA's parts, each with its own heads and items, and the data type of its items.
-        layers: names, in the order of the layer axis.
-        blocks: blocks of the kernel.
+        parts: K and V, or MLA's parts, each with its own heads and items, and the data type of the items.
+        layers: layer names, in the order of the layer axis.
+        blocks: number of the kernel's blocks.
         block_tokens: tokens in a block of the kernel.
         device: of the tensors.
-        order: the physical order of the axes, see ``layout.cross_layer.cross_layer_shapes``.
+        order: physical order of the axes, see ``layout.cross_layer.cross_layer_shapes``.
 
     Raises:
-        CrossLayerError: a size is not positive, a name is repeated, ``order`` is no order of the axes, or an item has
-            another size than its data type.
+        CrossLayerError: a size is not positive, a name is repeated, ``order`` is not an order of the axes, or the item
+            size of a part is not that of its data type.
     """
     for part, dtype in parts:
         part.check_item_size(dtype.itemsize, str(dtype))

@@ -1,7 +1,6 @@
-"""vLLM's engine core, as far as the connector needs it: to wake it, and to know that it was told to stop.
+"""Access to vLLM's engine core: to wake it, and to learn that it was told to stop.
 
-vLLM hands connectors no way to it. The one that is being constructed is found by a walk up the stack, here and nowhere
-else.
+vLLM gives connectors no access to it. Only here, the engine core under construction is found by walking up the stack.
 """
 
 import sys
@@ -15,14 +14,14 @@ if TYPE_CHECKING:
 
 
 class EngineLoop:
-    """The loop of this process's engine core. Before ``find``, and in the in-process ``LLM``, there is none."""
+    """The busy loop of this process's engine core. Does nothing before ``find``, or in the in-process ``LLM``."""
 
     def __init__(self) -> None:
         self._wake: Callable[[], None] | None = None
         self._core: weakref.ref[EngineCoreProc] | None = None
 
     def find(self) -> None:
-        """Find the engine core. Call it while that constructs the scheduler."""
+        """Find the engine core, which must be constructing the scheduler right now."""
         from vllm.v1.engine import EngineCoreRequestType  # noqa: PLC0415  imports most of vLLM
 
         core = _core_under_construction()
@@ -39,12 +38,12 @@ class EngineLoop:
         return self._wake is not None
 
     def wake(self) -> None:
-        """Wake the engine core from its wait for requests, so that it asks whether it must step. From any thread."""
+        """Wake the engine core from its wait for requests, so that it asks whether it must step. Thread-safe."""
         if self._wake is not None:
             self._wake()
 
     def is_stopping(self) -> bool:
-        """Return whether the engine core was told to stop (SIGTERM): it ends as soon as it has no work."""
+        """Return whether the engine core was told to stop (SIGTERM), so that it ends as soon as it has no work."""
         if self._core is None:
             return False
         core = self._core()

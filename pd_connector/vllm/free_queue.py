@@ -1,8 +1,8 @@
-"""The front of vLLM's queue of free blocks: what is evicted next, looked at once and not in every step.
+"""A cursor over the front of vLLM's free block queue, where the blocks are that vLLM evicts next.
 
-Reaches into vLLM's objects. Tested with vLLM 0.32, whose ``BlockPool`` takes blocks from the front of its queue, takes
-those out of the middle that a prefix hit is on, puts back at the end what has contents, and at the front what has none.
-All methods belong to the scheduler's thread.
+Reaches into vLLM's objects. Tested with vLLM 0.32, whose ``BlockPool`` takes blocks from the front of its queue and,
+on a prefix hit, from the middle; it appends freed blocks that have contents and prepends those that have none. All
+methods belong to the scheduler's thread.
 """
 
 from collections import OrderedDict, deque
@@ -16,90 +16,90 @@ if TYPE_CHECKING:
 
 
 class FreeQueueCursor:
-    """The first ``depth`` blocks of the queue; knows which of them have been looked at.
+    """Visits the first ``depth`` blocks of the queue, each once, and remembers which it has visited.
 
-    A step costs as much as blocks have come and gone, whatever the depth. A block that vLLM has moved in a way that is
-    not known here is noticed when it should be the first or the last; until then fewer are looked at, and some that
-    could have been stored in time may be lost. It never costs a wrong byte.
+    A step costs time for the blocks that came and went, whatever the depth. A block that vLLM moved without the cursor
+    being told is noticed when it should be the first or the last visited one. Until then fewer blocks are visited, and
+    some may be evicted before they are stored; no byte is ever wrong.
     """
 
     def __init__(self, pool: "BlockPool", depth: int) -> None:
-        """The front of ``pool``'s queue, of which nothing has been looked at."""
+        """Start at the front of ``pool``'s queue, with nothing visited."""
         self._queue = pool.free_block_queue
         self._depth = depth
-        self._seen: OrderedDict[int, KVCacheBlock] = OrderedDict()  # by block id, in the order of the queue
+        self._visited: OrderedDict[int, KVCacheBlock] = OrderedDict()  # by block id, in the order of the queue
 
-    def look(self) -> "Iterator[KVCacheBlock]":
-        """The blocks that have come among the first ``depth`` since the last look.
+    def advance(self) -> "Iterator[KVCacheBlock]":
+        """Yield the blocks that have entered the first ``depth`` since the last call.
 
-        One is looked at when the next is asked for: what ends this iteration early comes again.
+        A block counts as visited when the next one is asked for: one at which the caller stops is yielded again.
         """
-        self._drop_taken()
-        if len(self._seen) >= self._depth:
+        self._drop_allocated()
+        if len(self._visited) >= self._depth:
             return
-        last = self._last()
-        if last is not None and self._is_at_the_end(last) and self._has_missed_some():
-            self._seen.clear()  # the last one was used and given back, which was not noticed
+        last = self._last_visited()
+        if last is not None and self._is_tail(last) and self._has_unvisited_before_tail():
+            self._visited.clear()  # the last one was allocated and freed without the cursor being told
             last = None
-        for block in islice(self._queue.iter_blocks_after(last), self._depth - len(self._seen)):
+        for block in islice(self._queue.iter_blocks_after(last), self._depth - len(self._visited)):
             yield block
-            self._seen[block.block_id] = block
+            self._visited[block.block_id] = block
 
-    def forget(self) -> None:
-        """Look at everything again."""
-        self._seen.clear()
+    def reset(self) -> None:
+        """Forget what was visited, so that all blocks are visited again."""
+        self._visited.clear()
 
-    def take_out(self, blocks: "Iterable[KVCacheBlock]") -> None:
-        """These are in use from now on."""
+    def remove(self, blocks: "Iterable[KVCacheBlock]") -> None:
+        """Drop blocks that are now in use."""
         for block in blocks:
-            self._seen.pop(block.block_id, None)
+            self._visited.pop(block.block_id, None)
 
-    def put_back(self, blocks: "Sequence[KVCacheBlock]", *, looked_at: bool) -> None:
-        """Give back references to blocks that were taken out: the next to be evicted behind all that were looked at.
+    def restore(self, blocks: "Sequence[KVCacheBlock]", *, visited: bool) -> None:
+        """Give back references to removed blocks, and queue those that become free right after all visited blocks.
 
-        In the middle of the queue, as the least recently used go first: at the front they would go before those that
-        were stored before them, at the end after those that were used later.
+        That is the middle of the queue, and keeps the LRU order: at the front they would be evicted before blocks that
+        were stored earlier, at the end after blocks that were used later. Unless ``visited``, they are yielded again.
         """
         for block in blocks:
             block.ref_cnt -= 1
         free = [block for block in blocks if block.ref_cnt == 0]
-        self._insert(self._last() or self._last_without_contents(), free)
-        if looked_at:
-            self._seen.update((block.block_id, block) for block in free)
+        self._insert(self._last_visited() or self._last_empty(), free)
+        if visited:
+            self._visited.update((block.block_id, block) for block in free)
 
-    def _drop_taken(self) -> None:
-        """Forget what vLLM has taken from the front, or out of the middle up to there."""
-        while self._seen and self._is_gone(next(iter(self._seen.values()))):
-            self._seen.popitem(last=False)
+    def _drop_allocated(self) -> None:
+        """Drop the blocks that vLLM has allocated from the front, and from the middle up to there."""
+        while self._visited and self._was_allocated(next(iter(self._visited.values()))):
+            self._visited.popitem(last=False)
 
-    def _is_gone(self, first: "KVCacheBlock") -> bool:
-        """Whether the first that was looked at is in use, or was and lies behind others that hold something now."""
+    def _was_allocated(self, first: "KVCacheBlock") -> bool:
+        """Return whether the first visited block is in use, or was, and now follows blocks with contents."""
         before = first.prev_free_block
         return before is None or before.block_hash is not None
 
-    def _has_missed_some(self) -> bool:
-        """Whether blocks lie among those that were looked at; what holds nothing may have come before them."""
-        before = takewhile(lambda block: block.block_id not in self._seen, self._queue.iter_blocks_after(None))
-        return sum(1 for _ in before) + len(self._seen) < int(self._queue.num_free_blocks)
+    def _has_unvisited_before_tail(self) -> bool:
+        """Return whether unvisited blocks lie among the visited ones. Empty blocks may lie before all of them."""
+        before = takewhile(lambda block: block.block_id not in self._visited, self._queue.iter_blocks_after(None))
+        return sum(1 for _ in before) + len(self._visited) < int(self._queue.num_free_blocks)
 
-    def _last(self) -> "KVCacheBlock | None":
-        """The last block of the queue that was looked at."""
-        while self._seen and next(reversed(self._seen.values())).ref_cnt:
-            self._seen.popitem()
-        return next(reversed(self._seen.values()), None)
+    def _last_visited(self) -> "KVCacheBlock | None":
+        """Return the last visited block that is still free."""
+        while self._visited and next(reversed(self._visited.values())).ref_cnt:
+            self._visited.popitem()
+        return next(reversed(self._visited.values()), None)
 
-    def _last_without_contents(self) -> "KVCacheBlock | None":
-        """Of the blocks at the front that hold nothing."""
+    def _last_empty(self) -> "KVCacheBlock | None":
+        """Return the last of the blocks without contents at the front of the queue."""
         empty = takewhile(lambda block: block.block_hash is None, self._queue.iter_blocks_after(None))
         return next(iter(deque(empty, maxlen=1)), None)
 
-    def _is_at_the_end(self, block: "KVCacheBlock") -> bool:
+    def _is_tail(self, block: "KVCacheBlock") -> bool:
         return block.next_free_block is self._queue.fake_free_list_tail
 
     def _insert(self, after: "KVCacheBlock | None", blocks: "list[KVCacheBlock]") -> None:
         if after is None:
             self._queue.prepend_n(blocks)
-        elif self._is_at_the_end(after):
+        elif self._is_tail(after):
             self._queue.append_n(blocks)
         else:
             following = after.next_free_block

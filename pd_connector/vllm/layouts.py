@@ -1,39 +1,37 @@
-"""The physical layouts of KV caches in which all layers of a block are one run, and who may ask for them.
+"""The KV cache layouts that keep all layers of a block together, and when the connector asks vLLM for one.
 
-vLLM resolves the layout from what the user, the connector and the attention backends say. Here is what the connector
-says; on the CPU platform, ``cpu.layouts`` makes the workers offer more. This module must stay cheap to import: no torch
-and no vllm at module level.
+vLLM resolves the layout from what the user, the connector and the attention backends ask for. On the CPU platform,
+``cpu.layouts`` makes the workers offer more. This module must stay cheap to import: no torch or vllm at module level.
 """
 
 import logging
 from collections.abc import Mapping
 from typing import Any
 
-#: Below vLLM's logger, so that its handlers and level apply.
+#: A child of vLLM's logger, so that vLLM's handlers and level apply.
 logger = logging.getLogger(f"vllm.{__name__}")
 
 CONNECTOR = "PDConnector"
 
-#: The switch in ``kv_connector_extra_config``.
+#: The key in ``kv_connector_extra_config`` that turns this on or off.
 SWITCH = "cross_layer_blocks"
 
-#: Best first. BHLNC keeps a head slice of a block contiguous over all layers, which one descriptor can move.
+#: Best first. BHLNC keeps a head slice of a block contiguous over all layers, so that one descriptor can move it.
 BLOCK_OUTER = ("BHLNC", "BLHNC")
 
 
 def wanted_layout(vllm_config: Any) -> str | None:
-    """What the connector asks vLLM for: the best layout that the platform's backends are known to take, or None.
+    """Return the best layout that the attention backends are known to support, to ask vLLM for; None to ask for none.
 
-    None on the CPU platform, where the workers themselves rank the layouts that they have proved, so that a
-    layout which fails there is not asked for; None where ``cross_layer_blocks`` is false, and on every platform
-    whose backends do not declare their layouts to vLLM.
+    None if ``cross_layer_blocks`` is false, and on platforms whose backends do not declare their layouts to vLLM. None
+    on the CPU platform too: there the workers rank the layouts that they have checked, so none that fails is asked for.
     """
     if not cross_layer_blocks(vllm_config):
         return None
     from vllm.platforms import current_platform  # noqa: PLC0415
 
     if current_platform.is_cpu():
-        from pd_connector.vllm.cpu.layouts import warn_if_not_hooked  # noqa: PLC0415  it asks this module in turn
+        from pd_connector.vllm.cpu.layouts import warn_if_not_hooked  # noqa: PLC0415  it imports this module
 
         warn_if_not_hooked()
         return None
@@ -42,12 +40,12 @@ def wanted_layout(vllm_config: Any) -> str | None:
     try:
         return _first_declared(vllm_config)
     except Exception as error:
-        logger.warning("Cross-layer KV blocks are off: cannot tell which layouts the backend takes: %s", error)
+        logger.warning("PDConnector: cross-layer KV blocks are off: cannot tell the backends' layouts: %s", error)
         return None
 
 
 def cross_layer_blocks(vllm_config: Any) -> bool:
-    """Whether this configuration names our connector, alone or inside a MultiConnector, with the switch on."""
+    """Return whether ``cross_layer_blocks`` is on for this connector, alone or inside a MultiConnector."""
     transfer = vllm_config.kv_transfer_config
     if transfer is None:
         return False
@@ -71,15 +69,15 @@ def _switched_on(extra: Mapping[str, Any]) -> bool:
 
 
 def _first_declared(vllm_config: Any) -> str | None:
-    """The best block-outer layout that all of this model's backends declare."""
+    """Return the best block-outer layout that all attention backends of the model declare."""
     from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends  # noqa: PLC0415
     from vllm.v1.attention.backends.utils import get_supported_kv_cache_layouts  # noqa: PLC0415
 
     backends = get_current_attn_backends(vllm_config)
     if not all(_takes_whole_blocks(backend, vllm_config.cache_config.block_size) for backend in backends):
-        return None  # vLLM cuts such blocks for the kernel, which it refuses to do in a block-outer layout
+        return None  # vLLM splits blocks for such a kernel, but refuses to do so in a block-outer layout
     declared = {layout.name for layout in get_supported_kv_cache_layouts(backends)}
-    # vLLM takes BHLNC only where the caches of all layers have one shape.
+    # vLLM accepts BHLNC only if the caches of all layers have the same shape.
     one_shape = not (
         vllm_config.model_config.is_hybrid
         or vllm_config.model_config.use_mla

@@ -1,4 +1,4 @@
-"""Orders, reports and handshakes in the classes that vLLM carries between its processes."""
+"""Orders, reports and handshakes in classes that vLLM carries between its processes."""
 
 from dataclasses import dataclass
 
@@ -13,25 +13,25 @@ from pd_connector.orders import Orders, Report, WorkerHandshake
 
 @dataclass(frozen=True)
 class StepMetadata(KVConnectorMetadata):
-    """The orders of one scheduler step, to all workers."""
+    """The orders of a scheduler step, for all workers."""
 
     orders: Orders
 
 
 @dataclass(frozen=True, eq=False)
 class ReportMetadata(KVConnectorWorkerMetadata):
-    """What workers report in one step; vLLM adds them up."""
+    """What a worker reports in a step; vLLM aggregates all workers' reports."""
 
     report: Report
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "ReportMetadata":
-        """Return both workers' reports as one."""
+        """Return both reports as one."""
         assert isinstance(other, ReportMetadata)
         return ReportMetadata(self.report + other.report)
 
 
 @dataclass(frozen=True)
 class HandshakeMetadata(KVConnectorHandshakeMetadata):
-    """A worker's caches, on their way to the scheduler process."""
+    """A worker's handshake, for the scheduler process."""
 
     handshake: WorkerHandshake

@@ -1,4 +1,4 @@
-"""The connector's statistics in vLLM's classes, and on its Prometheus endpoint."""
+"""The connector's statistics in vLLM's classes, and as metrics on vLLM's Prometheus endpoint."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from pd_connector.stats import COUNTERS, GAUGES, HOST_COPIES, LABELLED, LABELS, 
 
 
 class ConnectorStats(KVConnectorStats):
-    """What happened since the last report: plain numbers, so that any process can read it. See ``stats.nothing``."""
+    """Statistics since the last report. Plain numbers in the form of ``stats.nothing``, readable in any process."""
 
     data: dict[str, Any]
 
@@ -17,15 +17,15 @@ class ConnectorStats(KVConnectorStats):
         super().__init__(data=data or nothing())
 
     def reset(self) -> None:
-        """Forget everything."""
+        """Clear all statistics."""
         self.data = nothing()
 
     def is_empty(self) -> bool:
-        """Whether nothing happened."""
+        """Return whether nothing was recorded."""
         return not any(self.data.values())
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
-        """Add what another rank or interval counted."""
+        """Add the statistics of another rank or interval."""
         for name, number in other.data["counts"].items():
             self.data["counts"][name] = self.data["counts"].get(name, 0) + number
         for phase, durations in other.data["seconds"].items():
@@ -36,7 +36,7 @@ class ConnectorStats(KVConnectorStats):
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """One number a name, for vLLM's log line."""
+        """Return a number for each name, for vLLM's log line."""
         reduced: dict[str, int | float] = dict(self.data["counts"])
         for phase, durations in self.data["seconds"].items():
             reduced[f"{phase} mean (ms)"] = round(1e3 * sum(durations) / len(durations), 3)
@@ -44,7 +44,7 @@ class ConnectorStats(KVConnectorStats):
 
 
 class ConnectorPromMetrics(KVConnectorPromMetrics):
-    """Exports the statistics on vLLM's ``/metrics``, under names that start with ``vllm:pd_``."""
+    """Exports the statistics on vLLM's ``/metrics``, as names that start with ``vllm:pd_``."""
 
     def __init__(
         self,
@@ -55,13 +55,11 @@ class ConnectorPromMetrics(KVConnectorPromMetrics):
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         self._labels = per_engine_labelvalues
+        texts = {name: (text, labelnames) for name, text in COUNTERS.items()}
+        texts |= {name: (text, [*labelnames, label]) for name, (label, text) in LABELLED.items()}
         self._counters = {
-            name: metric_types[Counter](name=f"vllm:pd_{name}", documentation=text, labelnames=labelnames)
-            for name, text in COUNTERS.items()
-        }
-        self._counters |= {
-            name: metric_types[Counter](name=f"vllm:pd_{name}", documentation=text, labelnames=[*labelnames, label])
-            for name, (label, text) in LABELLED.items()
+            name: metric_types[Counter](name=f"vllm:pd_{name}", documentation=text, labelnames=names)
+            for name, (text, names) in texts.items()
         }
         self._phases = metric_types[Histogram](
             name="vllm:pd_pull_seconds",
@@ -72,7 +70,7 @@ class ConnectorPromMetrics(KVConnectorPromMetrics):
         self._host_copies = metric_types[Histogram](
             name="vllm:pd_host_copy_seconds",
             documentation="From the order of a copy between the device and host memory to its end, on one rank, by "
-            "kind. The end on a device is seen in the step after it.",
+            "kind. On a device, the end is noticed in the step after it.",
             buckets=(0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5),
             labelnames=[*labelnames, "kind"],
         )
@@ -84,14 +82,14 @@ class ConnectorPromMetrics(KVConnectorPromMetrics):
         }
         self._calls = metric_types[Gauge](
             name="vllm:pd_connector_call_seconds_max",
-            documentation="Longest time that vLLM's scheduler or model thread spent in a connector call.",
+            documentation="Longest time that vLLM's scheduler or model thread spent in each connector call.",
             multiprocess_mode="max",
             labelnames=[*labelnames, "call"],
         )
         self._longest: dict[tuple[int, str], float] = {}
         for values in per_engine_labelvalues.values():
             for name in COUNTERS:
-                self._counters[name].labels(*values)  # exported as 0 before the first pull
+                self._counters[name].labels(*values)  # exported as 0 before the first event
             for name, labels in LABELS.items():
                 for label in labels:
                     self._counters[name].labels(*values, label)

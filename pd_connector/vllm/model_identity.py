@@ -1,4 +1,4 @@
-"""What identifies the model that an engine serves: digests of its configuration and of a sample of its weights."""
+"""Identifies the model that an engine serves, by digests of its configuration and a sample of its weights."""
 
 import hashlib
 import json
@@ -12,10 +12,7 @@ if TYPE_CHECKING:
 
 
 def model_identity(vllm_config: "VllmConfig", check: str) -> ModelIdentity:
-    """What must be equal on both sides of a transfer.
-
-    ``check`` is the setting ``model_check``: "weights", "config" or "off".
-    """
+    """Return what must be equal on both sides of a transfer; ``check`` is the setting ``model_check``."""
     model = vllm_config.model_config
     directory = _model_directory(model)
     model_dtype = str(model.dtype).removeprefix("torch.")
@@ -32,12 +29,12 @@ def model_identity(vllm_config: "VllmConfig", check: str) -> ModelIdentity:
     )
 
 
-#: Keys of a model's configuration that say how it was saved or run, not what it computes.
+#: Keys of a model's configuration that tell how it was saved or is run, not what it computes.
 _VOLATILE_KEYS = frozenset({"_name_or_path", "dtype", "torch_dtype", "transformers_version", "use_cache"})
 
 
 def _model_directory(model_config: Any) -> Path | None:
-    """Where the model's files are on this machine: a path, or the cache of a model that was named by its hub id."""
+    """Return the directory of the model's files: a path, or the local cache of a model that a hub id names."""
     path = Path(model_config.model)
     if path.is_dir():
         return path
@@ -51,7 +48,7 @@ def _model_directory(model_config: Any) -> Path | None:
 
 
 def _config_digest(model_config: Any, directory: Path | None) -> str:
-    """Digest of the model's configuration file (of what transformers made of it if there is none) and of overrides."""
+    """Return a digest of the model's overrides and its configuration file, or what transformers made of it."""
     path = directory / "config.json" if directory else None
     config = json.loads(path.read_text()) if path and path.is_file() else model_config.hf_config.to_diff_dict()
     content = {key: value for key, value in config.items() if key not in _VOLATILE_KEYS}
@@ -65,9 +62,9 @@ _SAMPLES_PER_FILE = 8
 
 
 def _weights_digest(directory: Path) -> str:
-    """Digest of a few kilobytes of every weight file; empty if there are no safetensors.
+    """Return a digest of a few kilobytes of every weight file; empty if there are no safetensors.
 
-    Fine-tuned variants of one model differ in almost every tensor, so a sample tells them apart at no cost.
+    Fine-tuned variants of a model differ in almost every tensor, so a cheap sample tells them apart.
     """
     files = sorted(directory.glob("*.safetensors"))
     if not files:

@@ -1,4 +1,4 @@
-"""The platform that vLLM runs on, this process's place among its workers, and its log."""
+"""vLLM's platform, this process's place among the workers, and vLLM's logging."""
 
 import logging
 
@@ -6,7 +6,7 @@ from pd_connector.vllm.cache_groups import Ranks
 
 
 def share_logging() -> None:
-    """Let this project's packages log like vLLM does: to its handlers, at its level. Idempotent."""
+    """Make this project's packages log like vLLM: to its handlers, at its level. Idempotent."""
     vllm_logger = logging.getLogger("vllm")
     for package in ("layout", "transfer", "pd_connector"):
         logger = logging.getLogger(package)
@@ -16,27 +16,27 @@ def share_logging() -> None:
 
 
 def worker_ranks() -> Ranks:
-    """This worker process's ranks. Call it in a worker, after its process groups exist."""
-    from vllm.distributed.parallel_state import get_pp_group, get_tp_group  # noqa: PLC0415  only exists in workers
+    """Return the ranks of this worker process, whose process groups must exist."""
+    from vllm.distributed.parallel_state import get_pp_group, get_tp_group  # noqa: PLC0415  exists only in workers
 
     tp, pp = get_tp_group(), get_pp_group()
     return Ranks(tp.rank_in_group, tp.world_size, pp.rank_in_group, pp.world_size)
 
 
 def host_address() -> str:
-    """The address that vLLM would give to other machines for this one."""
-    from vllm.utils.network_utils import get_ip  # noqa: PLC0415  looks at the network
+    """Return the address of this machine that vLLM would give to others."""
+    from vllm.utils.network_utils import get_ip  # noqa: PLC0415  probes the network
 
     return str(get_ip())
 
 
 def default_protocol() -> str:
-    """The transfer engine's transport for this platform."""
+    """Return the transfer engine's default transport on this platform."""
     return {"cuda": "rdma", "npu": "ascend"}.get(device_type(), "tcp")
 
 
 def caches_are_host_memory() -> bool:
-    """Whether this process can read and write the KV caches with the CPU."""
+    """Return whether the CPU can read and write the KV caches."""
     return device_type() == "cpu"
 
 

@@ -1,7 +1,7 @@
-"""What differs between the vLLM releases that the connector serves, behind one interface.
+"""Differences between the vLLM releases that the connector supports, behind one interface.
 
-``VllmRelease`` is vLLM 0.32. A release that differs gets a subclass in a module of its own and a line in ``current``.
-vLLM's names are imported where they are used, as another release may not have them.
+``VllmRelease`` is vLLM 0.32. A release that differs gets a subclass in its own module and a line in ``current``. vLLM's
+names are imported where they are used, because other releases may not have them.
 """
 
 from collections.abc import Sequence
@@ -16,23 +16,23 @@ if TYPE_CHECKING:
 
 
 class VllmRelease:
-    """A vLLM release as the connector meets it. Holds no state."""
+    """A vLLM release, as far as the connector depends on it. Holds no state."""
 
     @property
     def host_medium(self) -> str:
-        """What KV cache events call host memory."""
+        """The name of host memory in KV cache events."""
         from vllm.distributed.kv_events import MEDIUM_CPU  # noqa: PLC0415
 
         return str(MEDIUM_CPU)
 
     def transfer_results(self, arrived: set[str], failed: set[str]) -> Any:
-        """Return what a worker reports: the requests whose blocks have arrived, and those of them that failed."""
+        """Return a worker's results: the requests whose blocks have arrived, and those of them that failed."""
         from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults  # noqa: PLC0415
 
         return KVConnectorTransferResults(finished_recving=arrived, failed_recving=failed)
 
     def cache_hit_sources(self, loaded: int, pulled: int) -> dict[Any, int]:
-        """Return how many tokens of a request come from host memory and from another engine, by vLLM's names."""
+        """Return how many tokens of a request come from host memory and another engine, by vLLM's source names."""
         from vllm.v1.metrics.cache_hit_source import CacheHitSource  # noqa: PLC0415
 
         sources = {CacheHitSource.HOST: loaded, CacheHitSource.P2P: pulled}
@@ -58,7 +58,7 @@ class VllmRelease:
         )
 
     def cacheable_groups(self, device: "KVCacheManager") -> tuple[int, ...]:
-        """Return the numbers of the cache groups whose blocks can be found by their contents."""
+        """Return the indices of the cache groups whose blocks can be found by their contents."""
         return tuple(device.kv_cache_config.prefix_cacheable_group_ids)
 
     def block_tokens(self, coordinator: "KVCacheCoordinator") -> tuple[int, ...]:
@@ -70,7 +70,7 @@ class VllmRelease:
         return int(coordinator.get_num_cacheable_tokens(computed, group))
 
     def block_hashes(self, hashes: "Sequence[BlockHash]", hash_tokens: int, block_tokens: int) -> "Sequence[BlockHash]":
-        """Return a request's hashes of blocks of ``block_tokens`` tokens, from those of ``hash_tokens``."""
+        """Return a request's hashes of blocks of ``block_tokens`` tokens, given those of ``hash_tokens`` tokens."""
         from vllm.v1.core.kv_cache_utils import resolve_block_hashes  # noqa: PLC0415
 
         resolved: Sequence[BlockHash] = resolve_block_hashes(hashes, hash_tokens, block_tokens)
@@ -78,5 +78,5 @@ class VllmRelease:
 
 
 def current() -> VllmRelease:
-    """Return the release that is installed."""
+    """Return the installed release."""
     return VllmRelease()

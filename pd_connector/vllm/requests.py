@@ -1,4 +1,4 @@
-"""What the connector reads of vLLM's requests and of the blocks that they are given."""
+"""What the connector reads from vLLM's requests and the blocks they are given."""
 
 from typing import TYPE_CHECKING
 
@@ -10,23 +10,23 @@ if TYPE_CHECKING:
 
 
 def prompt_shape(request: "Request") -> tuple[list[int] | None, tuple[str, ...]]:
-    """A request's prompt token ids, None if it has other inputs, and the names of all else that shapes its KV cache."""
+    """Return a request's prompt token ids, None if it has other inputs, and what else shapes its KV cache."""
     extra = [f"lora:{request.lora_request.lora_name}"] if request.lora_request else []
-    # What identifies an image or an embedding to vLLM may differ between engines that are given the same one.
+    # For the same image or embedding, vLLM's identifiers may differ between engines.
     is_text = not request.mm_features and getattr(request, "prompt_embeds", None) is None
     return (request.prompt_token_ids if is_text else None), tuple(extra)
 
 
 def is_placeholder(request: "Request") -> bool:
-    """Whether a request only stands for one that the API server has rejected, and is aborted as soon as it is added."""
+    """Return whether a request stands for one that the API server rejected, and is aborted right after its arrival."""
     return bool(getattr(request, "abort_immediately", False))
 
 
 def prefill_is_complete(request: "Request") -> bool:
-    """Whether a finished request got its first token, so that its whole prompt is in the cache."""
+    """Return whether a finished request has sampled a token, so that its whole prompt is in the cache."""
     return request.status in (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
 
 
 def block_ids_by_group(blocks: "KVCacheBlocks") -> tuple[tuple[int, ...], ...]:
-    """The block table of each cache group; 0 is vLLM's null block, which holds nothing."""
+    """Return the block table of each cache group; 0 is vLLM's null block, which holds nothing."""
     return tuple(tuple(ids) for ids in blocks.get_block_ids())

@@ -1,4 +1,4 @@
-"""vLLM's classes, for annotations outside this room: import it under ``TYPE_CHECKING`` only."""
+"""vLLM's classes for annotations outside this package. Import it only under ``TYPE_CHECKING``."""
 
 from vllm.config import VllmConfig
 from vllm.distributed.kv_events import KVCacheEvent
@@ -7,12 +7,4 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.request import Request
 
-__all__ = [
-    "KVCacheBlock",
-    "KVCacheBlocks",
-    "KVCacheConfig",
-    "KVCacheEvent",
-    "KVCacheManager",
-    "Request",
-    "VllmConfig",
-]
+__all__ = ["KVCacheBlock", "KVCacheBlocks", "KVCacheConfig", "KVCacheEvent", "KVCacheManager", "Request", "VllmConfig"]

@@ -1,1 +1,1 @@
-"""The half of the connector that runs in each worker process, beside the model."""
+"""The side of the connector that runs in each worker process, beside the model."""

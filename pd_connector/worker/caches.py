@@ -1,10 +1,10 @@
-"""Describes the KV cache tensors that vLLM's model runner hands over, as geometry.
+"""Describes the KV cache tensors of vLLM's model runner as geometry.
 
 Knows torch tensors and vLLM's shapes; decides nothing about transfers.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import TypeAlias
 
@@ -15,17 +15,17 @@ from layout.sharding import held_heads
 from pd_connector.vllm.cache_groups import GroupSpec, Ranks
 from pd_connector.vllm.cpu.head_order import HeadOrder
 
-#: What a model runner hands over for a layer.
+#: What a model runner passes for a layer: one tensor, or one for each part.
 Cache: TypeAlias = torch.Tensor | Sequence[torch.Tensor]
 
 
 class UnknownCacheError(ValueError):
-    """A KV cache tensor has a form that cannot be described; the message names layer, shape and strides."""
+    """A KV cache tensor cannot be described; the message names its layer, shape and strides."""
 
 
 @dataclass(frozen=True)
 class _PartView:
-    """One part of one layer's cache, logical shape [blocks, heads, tokens, content]."""
+    """A part of a layer's cache, of logical shape [blocks, heads, tokens, content]."""
 
     part: str
     layer: str
@@ -42,37 +42,26 @@ class _PartView:
 
 
 def describe_caches(
-    kv_caches: Mapping[str, Cache],
-    groups: Sequence[GroupSpec],
-    ranks: Ranks,
-    kv_heads: int,
-    engine_address: str,
+    kv_caches: Mapping[str, Cache], groups: Sequence[GroupSpec], ranks: Ranks, kv_heads: int, engine_address: str
 ) -> WorkerGeometry:
-    """The geometry of a worker's caches.
+    """Return the geometry of a worker's caches.
 
     Args:
-        kv_caches: layer name to tensor, each [blocks, heads, tokens, content] in any strides, as vLLM 0.29 and later
-            hand over, or to one tensor [blocks, tokens, heads, content] for each part, as vllm-ascend does; layers that
-            share another layer's cache may be among them and are left out.
+        kv_caches: by layer name, a tensor [blocks, heads, tokens, content] with any strides, as in vLLM 0.29 and later,
+            or a tensor [blocks, tokens, heads, content] for each part, as in vllm-ascend. Layers that share another
+            layer's cache may be included, and are ignored.
         groups: vLLM's cache groups.
         ranks: of this worker.
         kv_heads: KV heads of the whole model.
-        engine_address: where this worker's transfer engine is reached.
+        engine_address: address of this worker's transfer engine.
 
     Raises:
-        UnknownCacheError: a tensor is not of the form above.
+        UnknownCacheError: a cache does not have this form.
     """
     described = tuple(_describe_group(kv_caches, group, ranks, kv_heads) for group in groups)
     used = [tensor for group in groups for name in group.layer_names for tensor in tensors_of(kv_caches[name])]
     return WorkerGeometry(
-        tp_rank=ranks.tp_rank,
-        tp_size=ranks.tp_size,
-        pp_rank=ranks.pp_rank,
-        pp_size=ranks.pp_size,
-        kv_heads=kv_heads,
-        engine_address=engine_address,
-        groups=described,
-        regions=_regions(used),
+        **asdict(ranks), kv_heads=kv_heads, engine_address=engine_address, groups=described, regions=_regions(used)
     )
 
 
@@ -83,7 +72,7 @@ def _describe_group(kv_caches: Mapping[str, Cache], group: GroupSpec, ranks: Ran
 
 
 def _part_views(layer: str, cache: Cache, group: GroupSpec) -> list[_PartView]:
-    """A layer's cache as its logical parts, each in the strides that it has in memory."""
+    """Return the logical parts of a layer's cache, each with its strides in memory."""
     parts, order = group.parts.get(layer, ()), group.orders.get(layer)
     if not isinstance(cache, torch.Tensor):
         _check_tensors(layer, cache, group)
@@ -100,13 +89,13 @@ def _part_views(layer: str, cache: Cache, group: GroupSpec) -> list[_PartView]:
 
 
 def _ordered_views(layer: str, cache: torch.Tensor, order: HeadOrder) -> list[_PartView]:
-    """K and V as a CPU kernel puts them into each head's block, or the block as it is, opaque."""
+    """Return K and V as a CPU kernel puts them into each head's block, or the whole, opaque block."""
     blocks, heads, tokens, content = cache.shape
     block_stride, head_stride, *inside = cache.stride()
     if inside != [content, 1]:
         raise UnknownCacheError(
-            f"KV cache of layer {layer!r} is written by a CPU kernel but not dense inside a head: strides "
-            f"{tuple(cache.stride())} of shape {tuple(cache.shape)}"
+            f"KV cache of layer {layer!r} is written by a CPU kernel but not dense inside a head: it has shape "
+            f"{tuple(cache.shape)}, strides {tuple(cache.stride())}"
         )
     if order.key is None or order.value is None:
         return [_PartView("kv", layer, cache, order.packing)]
@@ -133,7 +122,7 @@ def _check_form(layer: str, tensor: torch.Tensor, group: GroupSpec) -> None:
 
 
 def _check_tensors(layer: str, tensors: Sequence[torch.Tensor], group: GroupSpec) -> None:
-    """Raise unless a layer's cache is one tensor for each part, as vllm-ascend allocates it."""
+    """Raise unless a layer's cache has one tensor for each part, as vllm-ascend allocates it."""
     names = [name for name, _ in group.parts.get(layer, ())]
     if len(tensors) < max(1, len(names)):
         raise UnknownCacheError(
@@ -142,8 +131,7 @@ def _check_tensors(layer: str, tensors: Sequence[torch.Tensor], group: GroupSpec
         )
     for tensor in tensors:
         if not isinstance(tensor, torch.Tensor) or tensor.dim() != 4 or group.block_tokens % tensor.shape[1]:
-            is_tensor = isinstance(tensor, torch.Tensor)
-            got = f"shape {tuple(tensor.shape)}" if is_tensor else repr(type(tensor))
+            got = f"shape {tuple(tensor.shape)}" if isinstance(tensor, torch.Tensor) else repr(type(tensor))
             raise UnknownCacheError(
                 f"KV cache of layer {layer!r} has a part of {got}; expected [blocks, tokens, heads, content] with a "
                 f"number of tokens that divides the block size {group.block_tokens}"
@@ -151,7 +139,7 @@ def _check_tensors(layer: str, tensors: Sequence[torch.Tensor], group: GroupSpec
 
 
 def _evenly_spaced(views: Iterable[_PartView]) -> list[list[_PartView]]:
-    """Views of one form whose addresses are one stride apart, in runs as long as possible, by address."""
+    """Group views of the same form into the longest runs whose addresses are one stride apart, by address."""
     forms: dict[tuple[object, ...], list[_PartView]] = {}
     for view in views:
         forms.setdefault(view.form, []).append(view)
@@ -199,7 +187,7 @@ def _plane(run: list[_PartView], ranks: Ranks, kv_heads: int) -> Plane:
 
 
 def tensors_of(cache: Cache) -> Sequence[torch.Tensor]:
-    """A layer's tensors: one, or one for each part."""
+    """Return a layer's tensors: one, or one for each part."""
     return [cache] if isinstance(cache, torch.Tensor) else cache
 
 
@@ -209,10 +197,10 @@ def all_tensors(kv_caches: Mapping[str, Cache]) -> list[torch.Tensor]:
 
 
 def _regions(tensors: Iterable[torch.Tensor]) -> tuple[Region, ...]:
-    """The memory that the tensors use, without overlaps: few, large regions.
+    """Return the memory that the tensors use, as few, large regions that do not overlap.
 
-    From the first tensor of a storage to the end of the last: an allocation that was cut to an alignment begins before
-    its tensors, and some engines take aligned addresses only.
+    A region spans from the first to the last tensor of a storage, not the whole storage: an allocation that was trimmed
+    to an alignment begins before its tensors, and some transfer engines accept only aligned addresses.
     """
     spans: dict[int, tuple[int, int]] = {}
     for tensor in tensors:
@@ -230,6 +218,6 @@ def _regions(tensors: Iterable[torch.Tensor]) -> tuple[Region, ...]:
 
 
 def _span_bytes(tensor: torch.Tensor) -> int:
-    """Bytes from a tensor's first element to the end of its last."""
+    """Return the bytes from a tensor's first element to the end of its last."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return int((last + 1) * tensor.element_size())

@@ -1,4 +1,4 @@
-"""Checksums of a worker's caches, and those of leased blocks, taken on a thread beside the model's.
+"""Takes checksums of a worker's caches, those of leased blocks on a thread of their own.
 
 ``layout.checksums`` defines what a checksum is.
 """
@@ -17,15 +17,15 @@ from transfer.local_copy.checksums import BlockReader, Readable, in_place, sum_p
 
 logger = logging.getLogger(__name__)
 
-#: How long a shutdown waits for the thread: it looks every few megabytes whether it should end.
+#: How long a shutdown waits for the thread, which checks every few megabytes whether it should end.
 _CLOSE_TIMEOUT_S = 2.0
 
 
 class CacheChecksums:
-    """The checksums of one worker's caches. Safe from any thread."""
+    """Takes checksums of one worker's caches. Thread-safe."""
 
     def __init__(self, geometry: WorkerGeometry, read: BlockReader = in_place) -> None:
-        """``read`` reaches the memory that ``geometry`` describes. Compiles what is needed."""
+        """Compile the kernels. ``read`` must reach the memory that ``geometry`` describes."""
         self.geometry = geometry
         self._read = read
         warm_up([plane for group in geometry.groups for plane in group.planes])
@@ -33,7 +33,7 @@ class CacheChecksums:
     def sums(
         self, block_ids: Sequence[Sequence[int]], first_token: int, end_token: int, closing: threading.Event
     ) -> tuple[tuple[PlaneSums, ...], ...]:
-        """The checksums of some tokens of a request, by cache group and plane.
+        """Return the checksums of a request's tokens ``first_token`` to ``end_token`` (exclusive), by group and plane.
 
         Raises:
             PlanError: as ``sum_plane``.
@@ -55,14 +55,14 @@ class CacheChecksums:
 
 
 class Interrupted(Exception):  # noqa: N818
-    """The owner of the memory is closing."""
+    """The owner of the caches is closing."""
 
 
 class LeaseChecksums(WorkerRole):
-    """Takes the checksums that the scheduler side orders, one lease after the other."""
+    """Takes the checksums that the scheduler side orders, one lease after another."""
 
     def __init__(self, checksums: CacheChecksums, worker: int) -> None:
-        """Start the thread. ``worker`` is this one's number among the workers of the engine."""
+        """Start the thread. ``worker`` is this worker's index among the engine's workers."""
         self._checksums = checksums
         self._worker = worker
         self._orders: queue.SimpleQueue[ChecksumOrder | None] = queue.SimpleQueue()
@@ -72,20 +72,20 @@ class LeaseChecksums(WorkerRole):
         self._thread.start()
 
     def execute(self, orders: Orders) -> tuple[str, ...]:
-        """Queue the orders. No request waits for them."""
+        """Queue the orders. No request waits for checksums."""
         for order in orders.checksums:
             self._orders.put(order)
         return ()
 
     def take_report(self) -> Report:
-        """Return what was finished since the last call."""
+        """Return the checksums finished since the last call."""
         done = []
         while not self._done.empty():
             done.append(self._done.get_nowait())
         return Report(checksums=tuple(done))
 
     def close(self) -> None:
-        """Give up what is under way, and drop what is queued."""
+        """Interrupt the order under way and drop those queued."""
         self._closing.set()
         self._orders.put(None)
 
@@ -93,7 +93,7 @@ class LeaseChecksums(WorkerRole):
         """Wait for the thread."""
         self._thread.join(_CLOSE_TIMEOUT_S)
         if self._thread.is_alive():
-            logger.warning("PDConnector: checksums were still being taken at shutdown")
+            logger.warning("PDConnector: the checksum thread was still running at shutdown")
 
     def _run(self) -> None:
         while (order := self._orders.get()) is not None and not self._closing.is_set():
@@ -102,7 +102,7 @@ class LeaseChecksums(WorkerRole):
             except Interrupted:
                 return
             except Exception:
-                logger.exception("PDConnector: no checksums of lease %s", order.lease_id)
+                logger.exception("PDConnector: no checksums of lease %s, so verifying it will fail", order.lease_id)
                 self._done.put(ChecksumReport(order.lease_id, self._worker, None))
             else:
                 self._done.put(ChecksumReport(order.lease_id, self._worker, groups))

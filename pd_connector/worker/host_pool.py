@@ -1,4 +1,4 @@
-"""A worker's part of the host blocks: check that it fits, pin its memory, copy to and from it."""
+"""A worker's part of the host blocks: checks that it fits, pins its memory, copies to and from it."""
 
 import importlib
 import logging
@@ -27,22 +27,22 @@ _BACKENDS = {"cpu": Backend.HOST, "cuda": Backend.CUDA, "npu": Backend.ACL}
 
 @dataclass(frozen=True)
 class HostQuota:
-    """What a worker may take of ``cpu_bytes_to_use``."""
+    """A worker's share of ``cpu_bytes_to_use``."""
 
-    total: int  # bytes, of all workers of the engine
+    total: int  # bytes, for all workers of the engine
     workers: int  # of the engine
-    workers_here: int  # of them, on this machine
+    workers_here: int  # those of them on this machine
 
     @property
     def bytes(self) -> int:
-        """This worker's."""
+        """Bytes for this worker."""
         return self.total // self.workers
 
     def slots(self, layout: HostLayout) -> int:
-        """How many blocks it holds.
+        """Return how many blocks this worker's share holds.
 
         Raises:
-            ConfigError: not one.
+            ConfigError: not even one.
         """
         slots = layout.slots_in(self.bytes)
         if slots < 1:
@@ -53,41 +53,40 @@ class HostQuota:
         return slots
 
     def check_fits(self, memory: MachineMemory, *, at_once: bool) -> None:
-        """Raise if this machine has not enough for its workers.
+        """Raise unless this machine has enough memory for its workers.
 
-        ``at_once``: it is taken when it is pinned, so that what is available may lack what other workers have by now.
-        Then only what cannot fit in any case is refused here, and the rest by the driver that is to pin it.
+        ``at_once``: memory is taken when it is pinned, so what is available may already lack what other workers took.
+        This check then refuses only what cannot fit in any case, and leaves the rest to the driver that pins it.
 
         Raises:
-            ConfigError: it has not.
+            ConfigError: naming both sizes and one that fits.
         """
         together = self.bytes * self.workers_here
         fits = together <= memory.total and self.bytes <= memory.available if at_once else together <= memory.available
         if not fits:
-            surely = min(memory.available, memory.total) // self.workers_here * self.workers
-            meanwhile = f" (other workers of the {self.workers_here} may have taken theirs)" if at_once else ""
+            fitting = min(memory.available, memory.total) // self.workers_here * self.workers
+            others = f" (others of the {self.workers_here} workers may have taken theirs already)" if at_once else ""
             raise ConfigError(
-                f"cpu_bytes_to_use = {self.total}: {together} bytes would be taken of this machine's memory, and "
-                f"{memory.available} are available{meanwhile}; set it to {surely} or less"
+                f"cpu_bytes_to_use = {self.total}: {together} bytes would be taken from this machine's memory, and "
+                f"{memory.available} are available{others}; set it to {fitting} or less"
             )
 
 
 @dataclass(frozen=True, slots=True)
 class LoadEnd:
-    """The end of a load on this rank, see ``PartEnd``."""
+    """How a load ended on this rank, see ``PartEnd``."""
 
     request_id: str
     copied: CopyEnd
 
     @property
     def failure(self) -> str:
-        """Why it failed; empty if it did not."""
-        if not self.copied.failure:
-            return ""
-        return f"{self.copied.blocks} blocks could not be loaded from host memory: {self.copied.failure}"
+        """Why the load failed; empty if it did not."""
+        failure = self.copied.failure
+        return failure and f"{self.copied.blocks} blocks could not be loaded from host memory: {failure}"
 
     def count(self, stats: StatsRecorder) -> None:
-        """Add it to the statistics."""
+        """Record the load in the statistics."""
         if self.copied.failure:
             stats.count("host_failures", label="load")
             return
@@ -108,13 +107,7 @@ class HostPool(WorkerRole):
     def open(
         cls, quota: HostQuota, geometry: WorkerGeometry, tensors: Sequence[torch.Tensor], stats: StatsRecorder
     ) -> "HostPool":
-        """Pin a worker's quota and start its copiers.
-
-        Args:
-            quota: how much.
-            geometry: of the worker's caches.
-            tensors: the caches, all on one device.
-            stats: where copies are counted.
+        """Pin a worker's memory and start its copiers. ``tensors`` are the worker's caches, all on one device.
 
         Raises:
             ConfigError: the quota is too small or too large, or the caches cannot be kept in host memory.
@@ -143,10 +136,10 @@ class HostPool(WorkerRole):
             slots, layout.slot_bytes, memory.region.size / 2**30, backend.value,
             ", ".join(f"{len(runs)} runs" for runs in layout.groups),
         )  # fmt: skip
-        return cls(HostCopies(layout, memory.region, stores, loads, _marker(device)), memory, slots, stats)
+        return cls(HostCopies(layout, memory.region, stores, loads, _event_recorder(device)), memory, slots, stats)
 
     def execute(self, orders: Orders) -> list[str]:
-        """Start the stores and the loads."""
+        """Start the stores and loads; return the request ids of the loads."""
         for store in orders.stores:
             self.copies.store(store)
         for load in orders.loads:
@@ -157,7 +150,7 @@ class HostPool(WorkerRole):
         """Return the loads that have ended since the last call.
 
         Raises:
-            DeviceLostError: the device failed and may still write to KV blocks.
+            UnsettledLoadError: a load failed, but the device may still be writing to KV blocks.
         """
         return [LoadEnd(request_id, copied) for request_id, copied in self.copies.take_loads().items()]
 
@@ -169,7 +162,7 @@ class HostPool(WorkerRole):
         return Report({store_id: ends for store_id, (_, ends) in ended.items()})
 
     def join(self) -> None:
-        """Wait for the copies under way and let the memory go."""
+        """Wait for the copies in flight and free the memory."""
         self.copies.close()
         self._memory.close()
 
@@ -181,22 +174,22 @@ class HostPool(WorkerRole):
         if copied.failure:
             self._stats.count("host_failures", label="store")
             logger.warning(
-                "PDConnector: %d blocks could not be stored in host memory, and will be computed again when they are "
-                "needed: %s", copied.blocks, copied.failure,
+                "PDConnector: %d blocks could not be stored in host memory and will be computed again when needed: %s",
+                copied.blocks, copied.failure,
             )  # fmt: skip
             return
         self._stats.count("host_bytes", copied.copied_bytes, "stored")
         self._stats.observe("store", copied.seconds)
 
 
-def _marker(device: torch.device) -> Callable[[], DeviceEvent | None]:
-    """What records an event behind the work that the model's stream was given so far."""
+def _event_recorder(device: torch.device) -> Callable[[], DeviceEvent | None]:
+    """Return a function that records an event after all work that the model's stream has."""
     if device.type == "cpu":
-        return lambda: None  # a kernel has ended when its call returns
+        return lambda: None  # a CPU kernel is done when its call returns
     streams = importlib.import_module("torch_npu").npu if device.type == "npu" else torch.cuda
 
-    def mark() -> DeviceEvent:
+    def record_event() -> DeviceEvent:
         event: DeviceEvent = streams.current_stream(device).record_event()
         return event
 
-    return mark
+    return record_event

@@ -1,4 +1,4 @@
-"""A prefill engine as a decode worker knows it after the handshake: its caches, the plans, the links to its ranks."""
+"""A prefill engine after the handshake, as a decode worker knows it: its caches, the plans, the links to its ranks."""
 
 import logging
 import time
@@ -26,26 +26,26 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class PullContext:
-    """What all pulls of a worker share."""
+    """What all pulls of a worker have in common."""
 
     local: WorkerGeometry
     model: ModelIdentity
     engine: TransferEngine
     client: ControlClient
-    allowed: AllowedPeers  # where engines may be contacted
-    reader: int  # this worker among the readers of a lease
+    allowed: AllowedPeers  # the engines that may be contacted
+    reader: int  # this worker's index among the readers of a lease
     readers: int
     reads: RemoteReader
     handshake_timeout_s: float
     pull_timeout_s: float
     replica_turn: int = 0  # see ``layout.sharding.choose_sources``
-    verifier: Verifier | None = None  # compares checksums of every pull
+    verifier: Verifier | None = None  # compares the checksums of every pull
     clock: Callable[[], float] = time.monotonic
 
 
 @dataclass(frozen=True)
 class PeerAddress:
-    """Which prefill engine, and where its control channel is. All of it comes from a client."""
+    """A prefill engine and the address of its control channel. Comes from a client."""
 
     engine_id: str
     host: str
@@ -56,15 +56,15 @@ class PeerAddress:
 
 
 class Peer:
-    """What was learnt of a prefill engine, and the links to its ranks.
+    """Holds what the handshake returned, and owns the links to the prefill engine's ranks.
 
-    Belongs to one thread. While that waits for the threads of a pull, each of these may use the link of its own rank.
+    Belongs to one thread. While that thread waits for those of a pull, each of them may use the link of its own rank.
     """
 
     def __init__(
         self, context: PullContext, welcome: Welcome, sources: Sequence[Source], plans: Mapping[int, Plan]
     ) -> None:
-        """No link is open.
+        """Open no link yet.
 
         Raises:
             ValueError: regions of a rank overlap, or one is empty.
@@ -78,10 +78,10 @@ class Peer:
         self._links: dict[int, Link] = {}
 
     def link(self, rank: int) -> Link:
-        """Return the link to a rank, opened if there is none.
+        """Return the link to a rank, and open it if there is none.
 
         Raises:
-            PullFailed: its transfer engine cannot be reached, or must not be contacted.
+            PullFailed: the rank's transfer engine cannot be reached, or may not be contacted.
         """
         if rank not in self._links:
             worker = self.workers[rank]
@@ -96,7 +96,7 @@ class Peer:
         return self._links[rank]
 
     def drop_link(self, rank: int) -> None:
-        """Close the link to a rank: after that none of its reads writes any more."""
+        """Close the link to a rank, after which none of its reads writes any longer."""
         self._links[rank].close()
         del self._links[rank]
 
@@ -107,24 +107,24 @@ class Peer:
         self._links.clear()
 
 
-def shake_hands(context: PullContext, address: PeerAddress, deadline: float) -> Peer:
-    """Learn a prefill engine's geometry, compile the plans and connect to the ranks that are read from.
+def connect_peer(context: PullContext, address: PeerAddress, deadline: float) -> Peer:
+    """Get a prefill engine's geometry, compile the plans and open links to the ranks to read from.
 
-    ``deadline``: on the context's clock.
+    ``deadline`` is on the context's clock.
 
     Raises:
-        PullFailed: it does not answer, is another engine, or its caches cannot be used here.
+        PullFailed: the engine does not answer, is another one, or has caches that cannot be used here.
     """
     timeout = min(context.handshake_timeout_s, max(deadline - context.clock(), 0.001))
     try:
         welcome = context.client.request(address.host, address.port, Hello(address.engine_id), timeout).result()
     except TransferError as error:
         cause = cause_of(error)
-        raise PullFailed(cause, str(error), is_mute=cause is not Cause.REFUSED) from error
+        raise PullFailed(cause, str(error), is_unresponsive=cause is not Cause.REFUSED) from error
     assert isinstance(welcome, Welcome)
     try:
-        peer = _agree(context, welcome)
-    except ValueError as error:  # IncompatibleCachesError, PlanError, or regions that overlap
+        peer = _make_peer(context, welcome)
+    except ValueError as error:  # IncompatibleCachesError, PlanError, or overlapping regions
         raise PullFailed(Cause.INCOMPATIBLE, str(error)) from error
     try:
         for rank in peer.plans:
@@ -140,8 +140,8 @@ def shake_hands(context: PullContext, address: PeerAddress, deadline: float) -> 
     return peer
 
 
-def _agree(context: PullContext, welcome: Welcome) -> Peer:
-    """Check that what a prefill engine holds can be used here, and plan how."""
+def _make_peer(context: PullContext, welcome: Welcome) -> Peer:
+    """Check that a prefill engine's caches can be used here, and plan how to read them."""
     check_models(context.model, welcome.model)
     sources = choose_sources(context.local, welcome.workers, context.replica_turn)
     plans = compile_plans(context.local, welcome.workers, sources)

@@ -1,4 +1,4 @@
-"""One pull of one rank, top to bottom: handshake, plan, read (and reshape), verify, confirm."""
+"""One pull of one rank from start to end: handshake, plan, read (and reshape), verify, confirm."""
 
 import logging
 import threading
@@ -12,15 +12,15 @@ from layout.plan import PlanError
 from layout.staging import Schedule
 from pd_connector.orders import Cause, PullOrder, block_table
 from pd_connector.worker.peer import Peer, PullContext
-from pd_connector.worker.pull_end import PullEnd, PullFailed, Stopwatch, release_of, verdict
+from pd_connector.worker.pull_end import PullEnd, PullFailed, Stopwatch, release_message, verdict
 from pd_connector.worker.remote_reader import SLOTS
 from transfer.control.messages import Reply
 from transfer.engine.base import ReadFailed
 
 logger = logging.getLogger(__name__)
 
-#: What has been read is not thrown away for want of an answer that takes a round trip.
-_LEAST_CONFIRM_S = 1.0
+#: Minimum time for P's answer, even after the deadline: bytes that were read should not be wasted for a round trip.
+_MIN_CONFIRM_S = 1.0
 
 _Result = TypeVar("_Result")
 
@@ -28,14 +28,14 @@ _Result = TypeVar("_Result")
 class Pull:
     """Owns the order, the deadline and the stopwatch of one pull.
 
-    Ends once: by ``run``, whose confirmation reports it, or by ``fail`` after ``run`` has raised. It never ends before
-    all of its reads have settled, because until then its blocks may be written to.
+    A pull ends once: by the confirmation that ``run`` asks for, or by ``fail`` after ``run`` has raised. It never ends
+    before all of its reads have settled, because until then they may write to its blocks.
     """
 
     def __init__(
         self, context: PullContext, order: PullOrder, report: Callable[[PullEnd], None], closing: threading.Event
     ) -> None:
-        """Start the clock. ``report`` is called with the end, on any thread; ``closing`` interrupts what can wait."""
+        """Start the clock. ``report`` is called with the end, on any thread; ``closing`` interrupts verification."""
         self.order = order
         self._context = context
         self._report = report
@@ -43,17 +43,17 @@ class Pull:
         self._watch = Stopwatch(context.clock)
         self._deadline = self._watch.started + context.pull_timeout_s
 
-    def run(self, meet: Callable[[float], Peer]) -> None:
-        """Bring all bytes, and have P confirm that the lease was valid all the time. Does not wait for its answer.
+    def run(self, connect: Callable[[float], Peer]) -> None:
+        """Read all bytes, then ask P to confirm that the lease was valid throughout. Does not wait for the answer.
 
-        ``meet`` returns the prefill engine after the handshake, by a deadline on the context's clock.
+        ``connect`` returns the prefill engine after the handshake. Its argument is a deadline on the context's clock.
 
         Raises:
-            PullFailed: bytes are missing, or are not what was leased; every read has settled.
+            PullFailed: bytes are missing, or not those that were leased. Every read has settled.
             Interrupted: ``closing`` is set.
         """
         self._watch.lap("queue")
-        peer = meet(self._deadline)
+        peer = connect(self._deadline)
         self._watch.lap("handshake")
         batches = self._plan(peer)
         self._watch.lap("plan")
@@ -65,7 +65,7 @@ class Pull:
         self.confirm(schedules)
 
     def confirm(self, schedules: Sequence[Schedule]) -> None:
-        """Ask P whether the lease was valid all the time. The answer ends the pull, on the control client's thread."""
+        """Ask P whether the lease was valid throughout. The answer ends the pull, on the control client's thread."""
         done = PullEnd(
             self.order.request_id,
             tokens=self.order.end_token - self.order.first_token,
@@ -82,19 +82,19 @@ class Pull:
                 self._report(replace(done, seconds=self._watch.total()))
 
         timeout_s = min(self._deadline - self._context.clock(), self._context.handshake_timeout_s)
-        self._release(max(timeout_s, _LEAST_CONFIRM_S)).add_done_callback(end)
+        self._release(max(timeout_s, _MIN_CONFIRM_S)).add_done_callback(end)
 
     def fail(self, error: PullFailed) -> None:
-        """End the pull as failed, and tell P that this reader will not come back, unless it does not answer anyway.
+        """End the pull as failed, and release this reader's share of the lease unless P is unresponsive.
 
-        P's blocks are then free when all readers have said so, and not when the lease expires. Nobody waits for that.
+        P can then free the blocks when all readers have released them, before the lease expires. Does not wait for P.
         """
-        if not error.is_mute:
+        if not error.is_unresponsive:
             self._release(self._context.handshake_timeout_s)
         self._report_failed(error.cause, str(error))
 
     def _plan(self, peer: Peer) -> dict[int, Copies]:
-        """Return the descriptors of each prefill rank that is read from."""
+        """Return the descriptors for each prefill rank to read from."""
         order = self.order
         local = [block_table(ids) for ids in order.local_block_ids]
         remote = [block_table(ids) for ids in order.remote.remote_block_ids]
@@ -113,7 +113,7 @@ class Pull:
             raise PullFailed(Cause.PARAMS, str(error)) from error
 
     def _read(self, peer: Peer, batches: dict[int, Copies]) -> list[Schedule]:
-        """Bring the bytes of all ranks to their places, reshaped on the way where that is cheaper."""
+        """Read the bytes of all ranks into place, through staging where that is cheaper."""
         for rank in batches:
             peer.link(rank)
         schedules = for_each_rank(lambda rank: self._read_from(peer, rank, batches[rank]), list(batches))
@@ -128,13 +128,13 @@ class Pull:
         link, reads = peer.link(rank), self._context.reads
         with reads.planned(copies, peer.regions[rank]) as schedule:
             if logger.isEnabledFor(logging.DEBUG):
-                logger.debug("request %s, prefill rank %d: %s", self.order.request_id, rank, schedule.describe())
+                logger.debug("PDConnector: %s, prefill rank %d: %s", self.order.request_id, rank, schedule.describe())
             try:
                 reads.carry_out(link, schedule, remaining)
             except ValueError as error:
                 raise PullFailed(Cause.PARAMS, f"prefill rank {rank}: {error}") from error
             except BaseException as error:
-                # Closing the link settles its reads: after that blocks and staging may be given to others.
+                # Closing the link settles its reads. After that, blocks and staging can be reused.
                 peer.drop_link(rank)
                 if isinstance(error, ReadFailed):
                     raise PullFailed(Cause.READ, f"prefill rank {rank}: {error}") from error
@@ -143,7 +143,7 @@ class Pull:
 
     def _release(self, timeout_s: float) -> "Future[Reply]":
         remote, context = self.order.remote, self._context
-        message = release_of(self.order, context.reader, context.readers)
+        message = release_message(self.order, context.reader, context.readers)
         return context.client.request(remote.remote_host, remote.remote_port, message, timeout_s)
 
     def _report_failed(self, cause: Cause, reason: str) -> None:
@@ -154,7 +154,7 @@ class Pull:
 
 
 def for_each_rank(work: Callable[[int], _Result], ranks: Sequence[int]) -> dict[int, _Result]:
-    """Return what ``work`` returns for each rank, when all of that has ended; as many at once as can be staged."""
+    """Return the results of ``work`` for all ranks once all have ended; runs as many at once as can be staged."""
     if len(ranks) <= 1:
         return {rank: work(rank) for rank in ranks}
     with ThreadPoolExecutor(min(len(ranks), SLOTS), "pd-rank") as threads:

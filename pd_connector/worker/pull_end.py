@@ -1,6 +1,6 @@
-"""How a pull ends on this rank: its causes of failure, what is said to the prefill engine, what its answer means.
+"""How a pull ends on this rank: why it fails, what to tell the prefill engine, and what its answer means.
 
-Data and decisions only: no thread, no memory, no message is sent here.
+Data and decisions only: no threads, no memory, and nothing is sent.
 """
 
 from collections.abc import Callable
@@ -16,16 +16,16 @@ from transfer.errors import PeerNotAllowed, TransferError
 
 
 class PullFailed(Exception):  # noqa: N818
-    """A pull cannot be completed; nothing writes to its blocks any more."""
+    """A pull has failed, and nothing writes to its blocks any longer."""
 
-    def __init__(self, cause: Cause, reason: str, *, is_mute: bool = False) -> None:
+    def __init__(self, cause: Cause, reason: str, *, is_unresponsive: bool = False) -> None:
         super().__init__(reason)
         self.cause = cause
-        self.is_mute = is_mute  # the prefill engine does not answer on the control channel: there is nobody to tell
+        self.is_unresponsive = is_unresponsive  # on the control channel, or denies access to it: a release is useless
 
 
 def cause_of(error: TransferError) -> Cause:
-    """Return why a pull fails whose prefill engine does not answer as it should."""
+    """Return the cause of a pull's failure, given the error that a message to its prefill engine ended with."""
     if isinstance(error, PeerRefused):
         return Cause.REFUSED
     return Cause.DENIED if isinstance(error, AuthenticationFailed | PeerNotAllowed) else Cause.UNREACHABLE
@@ -33,11 +33,11 @@ def cause_of(error: TransferError) -> Cause:
 
 @dataclass(frozen=True)
 class PullEnd:
-    """The end of a pull on this rank. ``cause`` is empty if all bytes arrived under a valid lease."""
+    """How a pull ended on this rank. ``cause`` is empty if all bytes arrived under a valid lease."""
 
     request_id: str
     cause: Cause = Cause.NONE
-    reason: str = ""  # a sentence for people
+    reason: str = ""  # for people
     tokens: int = 0
     copied_bytes: int = 0
     descriptors: int = 0
@@ -45,11 +45,11 @@ class PullEnd:
 
     @property
     def failure(self) -> str:
-        """Why it failed; empty if it did not."""
+        """Why the pull failed; empty if it did not."""
         return self.reason if self.cause else ""
 
     def count(self, stats: StatsRecorder) -> None:
-        """Add it to the statistics."""
+        """Record the pull in the statistics."""
         if self.cause:
             stats.count("pull_failures", label=self.cause)
             return
@@ -65,49 +65,47 @@ class Stopwatch:
     """Measures the phases of one pull, in seconds."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
-        """Start it."""
+        """Start the first phase."""
         self.started = clock()
         self.seconds: dict[str, float] = {}
         self._clock = clock
         self._lap = self.started
 
     def lap(self, phase: str) -> None:
-        """End a phase; the next one begins."""
+        """End ``phase`` and start the next one."""
         now = self._clock()
         self.seconds[phase] = now - self._lap
         self._lap = now
 
     def total(self) -> dict[str, float]:
-        """Return all phases so far, and the whole time."""
+        """Return the durations of all phases so far, and the total."""
         return {**self.seconds, "total": self._clock() - self.started}
 
 
-def release_of(order: PullOrder, reader: int, readers: int) -> Release:
-    """Return what ``reader`` says when no read of the pull can write any more, whether it brought all bytes or not."""
+def release_message(order: PullOrder, reader: int, readers: int) -> Release:
+    """Return the message that ``reader`` sends when all reads of the pull have settled, successful or not."""
     remote = order.remote
     return Release(remote.remote_engine_id, remote.lease_id, reader, readers, order.pull_id, contents_digest(remote))
 
 
-_WORDS: dict[str, str] = {
-    InvalidReason.EXPIRED: "had expired when the read was done: its blocks may have changed",
-    InvalidReason.CANCELLED: "was cancelled before the read was done: its blocks may have changed",
-    InvalidReason.RELEASED: "was used up by another pull: kv_transfer_params are good for one. Prefill again",
-    InvalidReason.UNKNOWN: "is not known there: it ended long ago, or kv_transfer_params name the wrong one",
+_INVALID_REASONS: dict[str, str] = {
+    InvalidReason.EXPIRED: "had expired when the read was done, so its blocks may have changed",
+    InvalidReason.CANCELLED: "was cancelled before the read was done, so its blocks may have changed",
+    InvalidReason.RELEASED: "was used up by another pull: kv_transfer_params are good for one pull. Prefill again",
+    InvalidReason.UNKNOWN: "is unknown to the prefill engine: it ended long ago, or kv_transfer_params name another",
     InvalidReason.READERS: "is being read by a decode engine of another size: kv_transfer_params are good for one pull",
-    InvalidReason.CONTENTS: "does not hold what was read: kv_transfer_params were altered on their way. Pass them on "
+    InvalidReason.CONTENTS: "does not hold what was read: kv_transfer_params were altered on the way. Pass them on "
     "unchanged",
 }
 
 
 def verdict(order: PullOrder, answer: "Future[Reply]") -> tuple[Cause, str]:
-    """Return what the completed answer to a release makes of a pull that brought all bytes.
+    """Return the cause and reason of failure of a pull that read all bytes, given the answer to its release.
 
-    Returns:
-        The cause of its failure and a sentence for people. ``Cause.NONE`` only if the lease is known to have been valid
-        until after the read.
+    The cause is ``Cause.NONE`` only if the lease is known to have been valid until after the read.
     """
     if answer.cancelled():
-        return Cause.UNCONFIRMED, "the release was given up before it was answered"
+        return Cause.UNCONFIRMED, "the release was abandoned before it was answered"
     if (error := answer.exception()) is not None:
         return Cause.UNCONFIRMED, f"the release was not answered: {error}"
     reply = answer.result()
@@ -115,4 +113,5 @@ def verdict(order: PullOrder, answer: "Future[Reply]") -> tuple[Cause, str]:
         return Cause.UNCONFIRMED, f"the release was answered with a {type(reply).__name__}"
     if reply.valid:
         return Cause.NONE, ""
-    return Cause.LEASE, f"lease {order.remote.lease_id} {_WORDS.get(reply.reason, f'is not valid: {reply.reason!r}')}"
+    reason = _INVALID_REASONS.get(reply.reason, f"is not valid: {reply.reason!r}")
+    return Cause.LEASE, f"lease {order.remote.lease_id} {reason}"

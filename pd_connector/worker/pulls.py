@@ -1,4 +1,4 @@
-"""All pulls of a worker: hands orders to the sessions of their peers and collects how they have ended."""
+"""All pulls of a worker: passes orders to the sessions with prefill engines, and collects how they end."""
 
 import logging
 import queue
@@ -16,23 +16,19 @@ logger = logging.getLogger(__name__)
 #: How long a shutdown waits for threads: less than vLLM gives its workers. Closing the engine has ended their reads.
 _CLOSE_TIMEOUT_S = 2.0
 
-
-#: Arguments: the context of all pulls, what to call with the end of each, and the prefill engine.
+#: Arguments: the context of all pulls, a callback for the end of each, and the prefill engine.
 OpenSession = Callable[[PullContext, Callable[[PullEnd], None], PeerAddress], PeerSession]
 
 
 class Pulls(WorkerRole):
-    """Owns the sessions with prefill engines, one per engine id and address, and the control client that they share.
+    """Owns the sessions with prefill engines, and the control client that they share.
 
-    Both come from a client: a wrong address must not divert the pulls of requests that name the right one.
+    There is a session for each pair of engine id and address. Both come from clients: a wrong address must not divert
+    the pulls of requests that name the right one.
     """
 
     def __init__(
-        self,
-        context: PullContext,
-        peer_idle_s: float,
-        max_peers: int = 256,
-        open_session: OpenSession = PeerSession,
+        self, context: PullContext, peer_idle_s: float, max_peers: int = 256, open_session: OpenSession = PeerSession
     ) -> None:
         self._ended: queue.SimpleQueue[PullEnd] = queue.SimpleQueue()
         self._context = context
@@ -44,7 +40,7 @@ class Pulls(WorkerRole):
         self._outstanding: set[str] = set()
 
     def execute(self, orders: Orders) -> list[str]:
-        """Start the pulls, and end the requests that cannot be pulled as failed."""
+        """Start the pulls, and fail the requests that cannot be pulled."""
         for refusal in orders.refusals:
             self._outstanding.add(refusal.request_id)
             self._ended.put(PullEnd(refusal.request_id, refusal.cause, refusal.reason))
@@ -58,22 +54,22 @@ class Pulls(WorkerRole):
         while not self._ended.empty():
             end = self._ended.get_nowait()
             if end.request_id not in self._outstanding:
-                # vLLM's scheduler dies of an id that it does not hold; better one lost line than a lost engine.
-                logger.error("PDConnector: request %s settled twice, which is a bug; ignored", end.request_id)
+                # An id that vLLM's scheduler does not know would crash the engine.
+                logger.error("PDConnector: ignored that request %s settled twice, which is a bug", end.request_id)
                 continue
             self._outstanding.discard(end.request_id)
             ends.append(end)
         return ends
 
     def close(self) -> None:
-        """End all sessions after the read under way. Does not wait; what is outstanding is not reported any more."""
+        """Close all sessions after their current read, without waiting. Outstanding pulls are not reported."""
         self._closing += self._sessions.values()
         self._sessions.clear()
         for session in self._closing:
             session.close()
 
     def join(self) -> None:
-        """Close the control client, which some sessions may wait for, and wait for their threads."""
+        """Close the control client, whose answers sessions may wait for, and wait for their threads."""
         self._context.client.close()
         deadline = time.monotonic() + _CLOSE_TIMEOUT_S
         self._closing = [s for s in self._closing if not s.join(max(deadline - time.monotonic(), 0.0))]
@@ -81,7 +77,7 @@ class Pulls(WorkerRole):
             logger.warning("PDConnector: %d reads were still under way at shutdown", len(self._closing))
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless the books balance, those of the sessions too."""
+        """Raise AssertionError unless the books balance, including those of the sessions."""
         sessions = [*self._sessions.values(), *self._closing]
         assert len({id(session) for session in sessions}) == len(sessions), "a session is open and closing at once"
         assert len(self._sessions) <= self._max_peers, "more engines are pulled from than allowed"
@@ -92,13 +88,13 @@ class Pulls(WorkerRole):
         self._outstanding.add(order.request_id)
         session = self._session(order)
         if session is None:
-            reason = f"{self._max_peers} prefill engines are being pulled from already, at most that many are at once"
+            reason = f"{self._max_peers} prefill engines are being pulled from already, which is the maximum at a time"
             self._ended.put(PullEnd(order.request_id, Cause.UNREACHABLE, reason))
             return
         session.submit(order)
 
     def _session(self, order: PullOrder) -> PeerSession | None:
-        """Return the session with an order's prefill engine; None if there are too many."""
+        """Return the session with an order's prefill engine, opened if need be; None if there are too many."""
         peer = PeerAddress(order.remote.remote_engine_id, order.remote.remote_host, order.remote.remote_port)
         if peer not in self._sessions:
             self._close_idle_sessions(self._peer_idle_s)

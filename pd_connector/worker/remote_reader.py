@@ -1,6 +1,6 @@
-"""Reads a pull's bytes from one prefill rank: straight to their place, or through staging where that is cheaper.
+"""Reads a pull's bytes from one prefill rank, directly into place or through staging where that is cheaper.
 
-``layout.staging`` decides which bytes go which way; here it is carried out.
+``layout.staging`` decides which bytes go which way; this module executes its schedules.
 """
 
 import time
@@ -25,27 +25,23 @@ from transfer.local_copy import reshape
 from transfer.local_copy.reshape_torch import TensorCopier
 from transfer.memory import HostMemory, SlotPool
 
-#: Reads from so many prefill ranks can be staged at once; further ones go straight to their place meanwhile.
+#: Reads from this many prefill ranks can be staged at once; others go directly into place meanwhile.
 SLOTS = 4
 
-#: Seconds of the host for each run that a device copies, to group runs and number their rows: measured on one core.
-#: What the device itself takes is not known; bytes are priced as the CPU's.
+#: Seconds that the host needs for each run that a device copies, to group runs and index their rows: measured on one
+#: core. The device's own time is unknown; its bytes are assumed to cost as much as the CPU's.
 _DEVICE_COPY_ALPHA = 0.2e-6
 
 
 class Copier(Protocol):
-    """Carries out copies from the staging buffer to the caches; called by one thread for each rank's read under way."""
+    """Copies from the staging buffer to the caches. Called by one thread for each rank that is being read."""
 
     def __call__(self, copies: Copies, /) -> None:
-        """Return when all bytes are in their places, for every thread and stream; raise if that will not be."""
+        """Return when all bytes are in place, visible to every thread and stream; raise if that will never be so."""
 
 
 class RemoteReader:
-    """Plans and carries out a worker's reads. ``staging`` is None where everything is read straight to its place.
-
-    Raises:
-        ValueError: local regions overlap, or one is empty.
-    """
+    """Plans and executes a worker's reads. ``staging`` is None if everything is read directly into place."""
 
     def __init__(
         self,
@@ -54,9 +50,12 @@ class RemoteReader:
         pool: SlotPool | None = None,
         copy: Copier = reshape.run_copies,
     ) -> None:
-        """Compile what plans a read, so that no pull waits for it.
+        """Compile the planning kernels, so that no pull waits for that.
 
         ``copy`` must reach both the memory of ``pool``, which is the staging buffer, and ``local_regions``.
+
+        Raises:
+            ValueError: local regions overlap, or one is empty.
         """
         self.staging = pool
         self._copy = copy
@@ -67,10 +66,10 @@ class RemoteReader:
 
     @classmethod
     def with_staging(cls, cost: CostModel, local_regions: tuple[Region, ...], staging_bytes: int) -> "RemoteReader":
-        """Return a reader with a staging buffer, for caches that are host memory. Compiles the copy kernel.
+        """Return a reader with a staging buffer, for caches in host memory. Compiles the copy kernel.
 
         Raises:
-            ValueError: ``staging_bytes`` is too little to be cut into slots.
+            ValueError: ``staging_bytes`` is too little to be divided into slots.
         """
         reshape.warm_up()
         memory = HostMemory(staging_bytes)
@@ -80,7 +79,7 @@ class RemoteReader:
     def with_device_staging(
         cls, cost: CostModel, local_regions: tuple[Region, ...], staging_bytes: int, caches: Sequence[torch.Tensor]
     ) -> "RemoteReader":
-        """Return a reader for ``caches`` that only their device reaches: the buffer is there, and the device copies.
+        """Return a reader for ``caches`` that only their device can reach, which holds the buffer and copies.
 
         Raises:
             ValueError: as ``with_staging`` and ``TensorCopier``.
@@ -93,15 +92,15 @@ class RemoteReader:
 
     @property
     def regions(self) -> tuple[Region, ...]:
-        """The memory beside the caches that reads write to, which the caller registers."""
+        """Memory besides the caches that reads write to, for the caller to register."""
         return () if self.staging is None else (self.staging.region,)
 
     @contextmanager
     def planned(self, copies: Copies, remote: RegionTable) -> Iterator[Schedule]:
-        """Yield how to bring ``copies`` from a peer that registered ``remote``.
+        """Yield a schedule to read ``copies`` from a peer that registered ``remote``.
 
-        What is staged is good for the time of the ``with`` block. Leave the block only when no read into the staging
-        buffer can write any more.
+        The schedule's staging memory belongs to it inside the ``with`` block only. Leave the block only when no read
+        can write to that memory any longer.
         """
         if self.staging is None:
             yield schedule_reads(copies, self._cost, self._local, remote, None)
@@ -111,21 +110,21 @@ class RemoteReader:
             slot = Region(address, self.staging.slot_bytes) if address is not None else None
             schedule = schedule_reads(copies, self._cost, self._local, remote, slot)
             if not len(schedule.reads):
-                borrowing.close()  # others may need the slot
+                borrowing.close()  # for others that need the slot
             yield schedule
 
     def carry_out(self, link: Link, schedule: Schedule, timeout_s: float) -> None:
-        """Read and copy everything; returns when all bytes are in their places.
+        """Read and copy everything; return when all bytes are in place.
 
-        The copies of one window run while the next one is read.
+        The bytes of a window are copied while the next window is read.
 
         Raises:
             ReadFailed: as ``Link.read``.
-            ValueError: an address is outside the memory that this side or the peer registered. Nothing of the batch
-                at fault was read or copied.
+            ValueError: an address is outside the memory that this side or the peer registered. Nothing of that batch
+                was read or copied.
         """
         deadline = time.monotonic() + timeout_s
-        # The engine checks what it reads; what is copied is checked here, in the same words.
+        # The engine checks reads; copies are checked here, with the same messages.
         check_copies(schedule.copies, self._local, self._staging_table, "the staging buffer")
         if len(schedule.direct):
             link.read(schedule.direct, timeout_s)
@@ -135,7 +134,7 @@ class RemoteReader:
             copying: list[Future[None]] = []
             for number, window in enumerate(schedule.windows()):
                 if number >= 2:
-                    copying[number - 2].result()  # it uses the same half of the buffer
+                    copying[number - 2].result()  # it copies from the half of the buffer that this window uses
                 remaining = deadline - time.monotonic()
                 if remaining <= 0:
                     raise ReadFailed(f"not all windows were read within {timeout_s:.1f} s", settled=True)
@@ -146,14 +145,14 @@ class RemoteReader:
 
 
 def _device_memory(size: int, device: torch.device) -> torch.Tensor:
-    """Memory that starts at the address and has the granularity that transfer engines of devices ask for."""
+    """Return device memory whose address and size are aligned as transfer engines of devices require."""
     size = -(-size // ALIGNMENT) * ALIGNMENT
     try:
         memory = torch.empty(size + ALIGNMENT, dtype=torch.uint8, device=device)
-    except RuntimeError as error:  # torch's error for a lack of memory is one
+    except RuntimeError as error:  # what torch raises if memory is lacking
         raise MemoryError(
             f"{device} has no {size} bytes left for the staging buffer: lower gpu_memory_utilization or staging_bytes "
-            "(0 reads everything straight to its place)"
+            "(0 reads everything directly into place)"
         ) from error
     start = -memory.data_ptr() % ALIGNMENT
     return memory[start : start + size]

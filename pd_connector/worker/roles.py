@@ -1,4 +1,4 @@
-"""What the roles of a worker have in common (pulls, host memory, checksums), and what its requests wait for of them."""
+"""What a worker's roles (pulls, host memory, checksums) have in common, and how requests wait for them."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -9,28 +9,28 @@ from pd_connector.stats import StatsRecorder
 
 
 class PartEnd(Protocol):
-    """The end of one part of what a request waits for on this rank: nothing of it will be written any more."""
+    """How one part of what a request waits for ended on this rank: nothing writes to its blocks any longer."""
 
     @property
     def request_id(self) -> str:
-        """Whose part it is."""
+        """The request that waits for it."""
 
     @property
     def failure(self) -> str:
-        """A sentence for people; empty if every byte is in its place."""
+        """Why it failed, for people; empty if every byte is in place."""
 
     def count(self, stats: StatsRecorder) -> None:
-        """Add it to the statistics."""
+        """Record it in the statistics."""
 
 
 class WorkerRole:
-    """Does one thing with a worker's KV caches, as the scheduler side orders.
+    """Does one kind of work with a worker's KV caches, as the scheduler side orders.
 
-    All methods belong to the thread that vLLM calls the connector on, and none but ``join`` waits.
+    All methods belong to the thread on which vLLM calls the connector. Only ``join`` blocks.
     """
 
     def execute(self, orders: Orders) -> Sequence[str]:
-        """Start what is ordered of this role; return the id of a request for each part that it waits for."""
+        """Start this role's orders; return a request id for each part that a request will wait for."""
         return ()
 
     def take_ends(self) -> Sequence[PartEnd]:
@@ -38,21 +38,21 @@ class WorkerRole:
         return ()
 
     def take_report(self) -> Report:
-        """Return what has ended since the last call that no request waits for."""
+        """Return what else has ended since the last call, for which no request waits."""
         return Report()
 
     def close(self) -> None:
-        """Begin nothing any more, and touch no cache once the transfer engine is closed and ``join`` has returned."""
+        """Start nothing new. Once the transfer engine is closed and ``join`` has returned, touch no cache."""
 
     def join(self) -> None:
-        """Wait for the threads, after ``close`` and after the transfer engine was closed."""
+        """Wait for the threads. Call it after ``close``, when the transfer engine is closed too."""
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless the books balance."""
 
 
 class Arrivals:
-    """Counts the parts of each request, and reports it when the last of them has ended. Belongs to one thread."""
+    """Counts the parts that each request waits for, and reports it when the last has ended. Belongs to one thread."""
 
     def __init__(self) -> None:
         self._expected: Counter[str] = Counter()
@@ -60,11 +60,11 @@ class Arrivals:
         self._finished: set[str] = set()
 
     def expect(self, request_id: str) -> None:
-        """Add a part that is under way."""
+        """Add a part that has been started."""
         self._expected[request_id] += 1
 
     def settle(self, request_id: str, *, failed: bool) -> None:
-        """End a part: nothing of it will be written any more."""
+        """End a part: nothing writes to its blocks any longer."""
         self._expected[request_id] -= 1
         if failed:
             self._failed.add(request_id)
@@ -73,7 +73,7 @@ class Arrivals:
             self._finished.add(request_id)
 
     def take(self) -> tuple[set[str], set[str]]:
-        """Return the requests whose parts have all ended since the last call, and those of them with a failed part."""
+        """Return the requests whose last part has ended since the last call, and those of them with a failed part."""
         finished, self._finished = self._finished, set()
         failed = finished & self._failed
         self._failed -= failed

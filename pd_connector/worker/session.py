@@ -1,6 +1,6 @@
-"""All pulls of one worker from one prefill engine, one after another on a thread of their own.
+"""All pulls of a worker from one prefill engine, one after another on a thread of their own.
 
-No peer delays another. A pull ends exactly once, whatever happens.
+No peer delays another. Every pull ends exactly once, unless its reads cannot be settled or the session is closed.
 """
 
 import logging
@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from pd_connector.orders import Cause, PullOrder
 from pd_connector.worker.checksums import Interrupted
-from pd_connector.worker.peer import Peer, PeerAddress, PullContext, shake_hands
+from pd_connector.worker.peer import Peer, PeerAddress, PullContext, connect_peer
 from pd_connector.worker.pull import Pull
 from pd_connector.worker.pull_end import PullEnd, PullFailed
 
@@ -19,20 +19,20 @@ logger = logging.getLogger(__name__)
 
 
 class PeerSession:
-    """Carries out the pulls from one prefill engine, in the order of their submission.
+    """Runs the pulls from one prefill engine in the order in which they are submitted.
 
-    ``submit``, ``close`` and ``join`` belong to one thread; the work is done on the session's own.
+    ``submit``, ``close`` and ``join`` belong to one thread; the pulls run on the session's own.
     """
 
     def __init__(self, context: PullContext, report: Callable[[PullEnd], None], address: PeerAddress) -> None:
-        """Start the thread. ``report`` is called once per pull, on any thread."""
+        """Start the thread. ``report`` is called with the end of each pull, on any thread."""
         self.last_used = time.monotonic()
         self._context = context
         self._report = report
         self._address = address
         self._peer: Peer | None = None
         self._pulls: queue.SimpleQueue[Pull | None] = queue.SimpleQueue()
-        self._unsettled = 0  # pulls that were submitted and have not been read yet; touched under _lock
+        self._unsettled = 0  # pulls that wait or are being read; guarded by _lock
         self._lock = threading.Lock()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"pd-pull-{address.engine_id[:8]}", daemon=True)
@@ -40,7 +40,7 @@ class PeerSession:
 
     @property
     def idle(self) -> bool:
-        """Whether no pull is under way or waiting."""
+        """Whether no pull waits or is being read."""
         with self._lock:
             return self._unsettled == 0
 
@@ -52,7 +52,7 @@ class PeerSession:
         self._pulls.put(Pull(self._context, order, self._report, self._closing))
 
     def close(self) -> None:
-        """Stop after the read under way; what is queued is dropped and not reported. Does not wait."""
+        """Stop after the current read, without waiting. Queued pulls are dropped and not reported."""
         self._closing.set()
         self._pulls.put(None)
 
@@ -62,54 +62,54 @@ class PeerSession:
         return not self._thread.is_alive()
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless the pulls that are counted are at least those that wait, and are worked on."""
+        """Raise AssertionError unless the number of pulls is possible and, until ``close``, the thread runs."""
         with self._lock:
             assert self._unsettled >= 0, "more pulls have ended than were submitted"
-            assert self._closing.is_set() or self._thread.is_alive(), "nobody reads for this session"
+            assert self._closing.is_set() or self._thread.is_alive(), "the session's thread has died"
 
     def _run(self) -> None:
         while (pull := self._pulls.get()) is not None and not self._closing.is_set():
             try:
-                self._carry_out(pull)
+                self._run_pull(pull)
             except Exception:
-                # Reads that could not be settled. Better one request that waits than blocks that are written later.
+                # Its reads did not settle. Better a request that waits forever than blocks that are overwritten later.
                 logger.exception("PDConnector: the pull of request %s cannot be settled", pull.order.request_id)
             self._count_ended()
-        self._part()
+        self._disconnect()
 
-    def _carry_out(self, pull: Pull) -> None:
+    def _run_pull(self, pull: Pull) -> None:
         try:
-            pull.run(self._meet)
+            pull.run(self._connect)
         except Interrupted:
-            return  # closing: what is outstanding is not reported any more
+            return  # closing: outstanding pulls are not reported
         except PullFailed as error:
             pull.fail(error)
-            if error.cause.cuts_off:
+            if error.cause.is_peer_wide:
                 self._fail_queued(error)
         except Exception as error:
-            # A peer's geometry is data from another machine. Whatever it makes us trip over, the request must end.
+            # A peer's geometry is data from another machine. Whatever it breaks here, the request must end.
             logger.exception("PDConnector: unexpected failure of the pull of request %s", pull.order.request_id)
-            self._part()
+            self._disconnect()
             pull.fail(PullFailed(Cause.INTERNAL, f"{type(error).__name__}: {error}"))
 
-    def _meet(self, deadline: float) -> Peer:
-        """Return the prefill engine after the handshake, which is made once.
+    def _connect(self, deadline: float) -> Peer:
+        """Return the prefill engine, after a handshake unless there was one.
 
         Raises:
-            PullFailed: as ``shake_hands``.
+            PullFailed: as ``connect_peer``.
         """
         if self._peer is None:
-            self._peer = shake_hands(self._context, self._address, deadline)
+            self._peer = connect_peer(self._context, self._address, deadline)
         return self._peer
 
-    def _part(self) -> None:
-        """Close all links; the next pull begins with a handshake."""
+    def _disconnect(self) -> None:
+        """Close all links. The next pull starts with a handshake."""
         if self._peer is not None:
             self._peer.close()
             self._peer = None
 
     def _fail_queued(self, error: PullFailed) -> None:
-        """Fail the pulls behind one that found the engine unreachable, instead of letting each wait as long."""
+        """Fail all queued pulls with ``error``, instead of letting each wait for it."""
         while not self._pulls.empty():
             pull = self._pulls.get_nowait()
             if pull is None:

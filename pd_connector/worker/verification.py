@@ -1,6 +1,6 @@
-"""Compare what a pull has brought with what the prefill engine leased, by checksums, before anything is used.
+"""Compares what a pull read with what the prefill engine leased, by checksums, before anything is used.
 
-Runs on the thread of the pull. The tokens that were pulled are compared, no others.
+Runs on the thread of the pull. Only the tokens that were pulled are compared.
 """
 
 import math
@@ -25,26 +25,26 @@ from transfer.control.client import ControlClient
 from transfer.control.messages import Checksummed, Checksums, NoChecksums
 from transfer.errors import TransferError
 
-#: Numbers of one answer, about: long prompts are compared in longer stretches instead.
-_SUMS_AT_ONCE = 2**15
-_STRETCHES_AT_ONCE = 2**11
-#: The first and the longest pause before checksums that are still being taken are asked for again.
+#: Approximate limits of one answer. Long prompts are compared in longer token ranges instead.
+_SUMS_PER_ANSWER = 2**15
+_RANGES_PER_ANSWER = 2**11
+#: The first and the longest pause before checksums that are not ready yet are requested again.
 _PAUSES_S = 0.005, 0.25
 
 
 @dataclass(frozen=True, slots=True)
-class _Question:
-    """What is asked of one prefill rank about one of its cache groups."""
+class _Query:
+    """The checksums to request from a prefill rank for one of its cache groups."""
 
-    source: int  # the rank's number
-    shares: tuple[Share, ...]  # what was read there, all of one cache group on either side
-    borders: tuple[int, ...]
-    wanted: npt.NDArray[np.bool_]  # [borders - 1]: which stretches were pulled; the others are holes
+    source: int  # index of the rank
+    shares: tuple[Share, ...]  # what was read from it, all of one cache group on either side
+    borders: tuple[int, ...]  # of the token ranges
+    wanted: npt.NDArray[np.bool_]  # [borders - 1]: which ranges were pulled; the others are holes
 
 
 @dataclass(frozen=True, slots=True)
 class _Difference:
-    """A checksum that is not the same on both sides."""
+    """A checksum that differs between the two sides."""
 
     layer: str
     part: str
@@ -62,16 +62,16 @@ class _Difference:
 
 
 class Verifier:
-    """What all pulls of a worker share to be compared."""
+    """Compares the pulls of a worker. Thread-safe."""
 
     def __init__(self, checksums: CacheChecksums, client: ControlClient) -> None:
         self._checksums = checksums
         self._client = client
 
     def check_peer(self, verifies: bool, workers: Sequence[WorkerGeometry], sources: Sequence[Source]) -> None:
-        """Raise unless all that is read from a prefill engine can be compared.
+        """Raise unless everything that is read from a prefill engine can be compared.
 
-        ``verifies`` and ``workers`` are from its welcome.
+        ``verifies`` and ``workers`` are those of its welcome.
 
         Raises:
             IncompatibleCachesError: naming both values and the way out.
@@ -87,9 +87,9 @@ class Verifier:
                 run = run_tokens(workers[source.remote].groups[share.remote_group].planes[share.remote_plane])
                 if ours.block_tokens % run:
                     raise IncompatibleCachesError(
-                        f"block size is {ours.block_tokens} tokens here, and the remote engine takes checksums of "
-                        f"{run} tokens, of which it must be a multiple to be compared: choose such a block size, or "
-                        'set "verify": false on this engine'
+                        f"block size is {ours.block_tokens} tokens here, which is not a multiple of {run} tokens, over "
+                        "which the remote engine takes each checksum: choose such a block size, or set "
+                        '"verify": false on this engine'
                     )
 
     def verify(
@@ -100,10 +100,10 @@ class Verifier:
         deadline: float,
         closing: threading.Event,
     ) -> None:
-        """Return when all that was pulled is known to be what was leased. The lease must still be held.
+        """Return once all that was pulled is known to be what was leased. The lease must still be held.
 
         Raises:
-            PullFailed: it is not, or that could not be learnt by ``deadline`` (on ``time.monotonic``).
+            PullFailed: it is not, or this could not be determined by ``deadline`` (on ``time.monotonic``).
             Interrupted: ``closing`` is set.
         """
         if order.end_token != order.remote.remote_num_tokens - 1:
@@ -111,13 +111,13 @@ class Verifier:
                 Cause.CHECKSUM,
                 f"checksums are of {order.remote.remote_num_tokens - 1} tokens; this pull ends at {order.end_token}",
             )
-        questions = list(self._questions(order, workers, sources))
+        queries = list(self._queries(order, workers, sources))
         ours = self._checksums.sums(order.local_block_ids, order.first_token, order.end_token, closing)
         differing: list[_Difference] = []
         compared = 0
-        for question in questions:
-            theirs = self._ask(order, workers, question, deadline, closing)
-            for difference, number in self._compare(question, workers, ours, theirs):
+        for query in queries:
+            theirs = self._fetch(order, workers, query, deadline, closing)
+            for difference, number in self._compare(query, workers, ours, theirs):
                 differing += difference
                 compared += number
         if differing:
@@ -127,9 +127,9 @@ class Verifier:
                 f"The first: {differing[0]}",
             )
 
-    def _questions(
+    def _queries(
         self, order: PullOrder, workers: Sequence[WorkerGeometry], sources: Sequence[Source]
-    ) -> Iterator[_Question]:
+    ) -> Iterator[_Query]:
         local = self._checksums.geometry.groups
         for source in sources:
             by_group: dict[tuple[int, int], list[Share]] = defaultdict(list)
@@ -141,23 +141,23 @@ class Verifier:
                 step = math.lcm(*runs, *(run_tokens(remote.planes[share.remote_plane]) for share in shares))
                 numbers = sum(len(plane.layers) * plane.heads for plane in remote.planes)
                 table = block_table(order.local_block_ids[ours])
-                stretches = max(1, min(_SUMS_AT_ONCE // numbers, _STRETCHES_AT_ONCE))
+                count = max(1, min(_SUMS_PER_ANSWER // numbers, _RANGES_PER_ANSWER))
                 tokens = order.first_token, order.end_token
-                borders, wanted = _stretches(table, local[ours].block_tokens, tokens, step, stretches)
+                borders, wanted = _token_ranges(table, local[ours].block_tokens, tokens, step, count)
                 if wanted.any():
-                    yield _Question(source.remote, tuple(shares), borders, wanted)
+                    yield _Query(source.remote, tuple(shares), borders, wanted)
 
-    def _ask(
+    def _fetch(
         self,
         order: PullOrder,
         workers: Sequence[WorkerGeometry],
-        question: _Question,
+        query: _Query,
         deadline: float,
         closing: threading.Event,
     ) -> list[UInt64Array]:
-        """The prefill rank's sums of each plane of the group, [stretches, layers, heads]."""
-        remote, group = order.remote, question.shares[0].remote_group
-        message = Checksums(remote.remote_engine_id, remote.lease_id, question.source, group, question.borders)
+        """Return the prefill rank's sums of each plane of the group, [ranges, layers, heads]."""
+        remote, group = order.remote, query.shares[0].remote_group
+        message = Checksums(remote.remote_engine_id, remote.lease_id, query.source, group, query.borders)
         pause, longest = _PAUSES_S
         while True:
             reply = self._request(order, message, deadline)
@@ -167,12 +167,12 @@ class Verifier:
                 raise Interrupted
             pause = min(2 * pause, longest)
         if reply.reason == NoChecksums.UNKNOWN:
-            raise PullFailed(Cause.LEASE, f"lease {remote.lease_id} had ended before what was read could be compared")
+            raise PullFailed(Cause.LEASE, f"lease {remote.lease_id} ended before what was read could be compared")
         if reply.reason:
             raise PullFailed(
-                Cause.CHECKSUM, f"prefill rank {question.source} has no checksums to compare with: {reply.reason!r}"
+                Cause.CHECKSUM, f"prefill rank {query.source} has no checksums to compare with: {reply.reason!r}"
             )
-        return _by_plane(question, workers, reply)
+        return _by_plane(query, workers, reply)
 
     def _request(self, order: PullOrder, message: Checksums, deadline: float) -> Checksummed:
         remaining = deadline - time.monotonic()
@@ -188,42 +188,43 @@ class Verifier:
 
     def _compare(
         self,
-        question: _Question,
+        query: _Query,
         workers: Sequence[WorkerGeometry],
         ours: Sequence[Sequence[PlaneSums]],
         theirs: Sequence[UInt64Array],
     ) -> Iterator[tuple[list[_Difference], int]]:
-        """Of each share, what differs, and how many checksums were compared."""
-        tokens = np.array([question.borders[:-1], question.borders[1:]]).T[question.wanted].tolist()
-        for share in question.shares:
+        """Yield for each share the differences, and how many checksums were compared."""
+        tokens = np.array([query.borders[:-1], query.borders[1:]]).T[query.wanted].tolist()
+        for share in query.shares:
             local = self._checksums.geometry.groups[share.local_group].planes[share.local_plane]
-            remote = workers[question.source].groups[share.remote_group].planes[share.remote_plane]
-            here = ours[share.local_group][share.local_plane].between(question.borders)
-            here = _box(here, share, local.layers, local.head_start)[question.wanted]
-            there = _box(theirs[share.remote_plane], share, remote.layers, remote.head_start)[question.wanted]
+            remote = workers[query.source].groups[share.remote_group].planes[share.remote_plane]
+            here = ours[share.local_group][share.local_plane].between(query.borders)
+            here = _select(here, share, local.layers, local.head_start)[query.wanted]
+            there = _select(theirs[share.remote_plane], share, remote.layers, remote.head_start)[query.wanted]
             yield (
                 [
                     _Difference(
                         layer=share.layers[layer],
                         part=local.part,
                         head=share.head_start + head,
-                        tokens=(tokens[stretch][0], tokens[stretch][1]),
-                        here=int(here[stretch, layer, head]),
-                        there=int(there[stretch, layer, head]),
-                        source=question.source,
+                        tokens=(tokens[number][0], tokens[number][1]),
+                        here=int(here[number, layer, head]),
+                        there=int(there[number, layer, head]),
+                        source=query.source,
                     )
-                    for stretch, layer, head in np.argwhere(here != there).tolist()
+                    for number, layer, head in np.argwhere(here != there).tolist()
                 ],
                 here.size,
             )
 
 
-def _stretches(
+def _token_ranges(
     table: BlockTable, block_tokens: int, tokens: tuple[int, int], step: int, count: int
 ) -> tuple[tuple[int, ...], npt.NDArray[np.bool_]]:
-    """Borders that cut ``tokens`` into about ``count`` stretches at multiples of ``step``, and at every hole's edges.
+    """Divide ``tokens`` into about ``count`` ranges at multiples of ``step``, and at the edges of every hole.
 
-    Also which of the stretches are not holes: every stretch is one, or has none in it.
+    Returns:
+        The borders of the ranges, and which of the ranges are held. The others lie in holes.
     """
     first, end = tokens
     length = step * max(1, math.ceil((end - first) / step / count))
@@ -233,21 +234,21 @@ def _stretches(
     return tuple(borders.tolist()), held[borders[:-1] // block_tokens - first // block_tokens]
 
 
-def _by_plane(question: _Question, workers: Sequence[WorkerGeometry], reply: Checksummed) -> list[UInt64Array]:
-    planes = workers[question.source].groups[question.shares[0].remote_group].planes
-    forms = [(len(question.wanted), len(plane.layers), plane.heads) for plane in planes]
+def _by_plane(query: _Query, workers: Sequence[WorkerGeometry], reply: Checksummed) -> list[UInt64Array]:
+    planes = workers[query.source].groups[query.shares[0].remote_group].planes
+    forms = [(len(query.wanted), len(plane.layers), plane.heads) for plane in planes]
     sizes = [math.prod(form) for form in forms]
     if len(reply.sums) != sum(sizes) or max(reply.sums, default=0) >= 1 << 64:
         raise PullFailed(
             Cause.CHECKSUM,
-            f"prefill rank {question.source} answered with {len(reply.sums)} checksums; {sum(sizes)} of 64 bits were "
+            f"prefill rank {query.source} answered with {len(reply.sums)} checksums; {sum(sizes)} of 64 bits were "
             "asked for",
         )
     parts = np.split(np.array(reply.sums, np.uint64), np.cumsum(sizes)[:-1])
     return [part.reshape(form) for part, form in zip(parts, forms, strict=True)]
 
 
-def _box(sums: UInt64Array, share: Share, layers: tuple[str, ...], head_start: int) -> UInt64Array:
-    """The layers and heads of a share, [stretches, layers, heads]."""
+def _select(sums: UInt64Array, share: Share, layers: tuple[str, ...], head_start: int) -> UInt64Array:
+    """Return the sums of a share's layers and heads, [ranges, layers, heads]."""
     chosen = [layers.index(layer) for layer in share.layers]
     return sums[:, chosen, share.head_start - head_start : share.head_end - head_start]

@@ -1,4 +1,4 @@
-"""The worker side of the connector: registers the caches, has its roles carry out orders, reports what has ended."""
+"""The worker side of the connector: registers the caches, passes orders to its roles, reports what has ended."""
 
 import logging
 import zlib
@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 
 class ConnectorWorker:
-    """Lives in one worker; every method is called on the model's thread and none but ``shutdown`` waits for a peer."""
+    """The connector in one worker. All methods are called on the model's thread; only ``shutdown`` waits for peers."""
 
     def __init__(
         self,
@@ -64,15 +64,15 @@ class ConnectorWorker:
         self._arrivals = Arrivals()
 
     def register_caches(self, kv_caches: Mapping[str, Cache]) -> None:
-        """Describe the caches, register their memory with the transfer engine, and take up this worker's roles.
+        """Describe the caches, register their memory with the transfer engine, and start this worker's roles.
 
         Raises:
             UnknownCacheError: a cache cannot be described.
             UnsupportedError: a cache is not an attention cache.
-            RuntimeError, NotImplementedError: how CPU kernels order a block cannot be found out.
-            EngineStartError: the transfer engine does not start or refuses the memory.
+            RuntimeError, NotImplementedError: the order that CPU kernels use in a block cannot be determined.
+            EngineStartError: the transfer engine does not start, or refuses the memory.
             ConfigError, ValueError, MemoryError: staging_bytes is too little, or more than the device has.
-            ConfigError: cpu_bytes_to_use is too little, more than the machine has, or of no use with these caches.
+            ConfigError: cpu_bytes_to_use is too little, more than the machine has, or impossible with these caches.
         """
         config, ranks, tensors = self._config, worker_ranks(), all_tensors(kv_caches)
         on_host = caches_are_host_memory()
@@ -86,7 +86,7 @@ class ConnectorWorker:
         reads = _remote_reader(config, geometry, tensors, on_host=on_host) if self._role.consumes else None
         engine.register((*geometry.regions, *(reads.regions if reads is not None else ())))
         logger.info(
-            "PDConnector: rank %d of %d: %d bytes of KV cache registered, %d bytes a block in %d planes",
+            "PDConnector: rank %d of %d registered %d bytes of KV cache, %d bytes per block in %d planes",
             ranks.index, ranks.world_size, sum(region.size for region in geometry.regions), geometry.block_bytes,
             sum(len(group.planes) for group in geometry.groups),
         )  # fmt: skip
@@ -118,37 +118,35 @@ class ConnectorWorker:
         self._handshake = WorkerHandshake(geometry, host_slots)
 
     def handshake(self) -> WorkerHandshake | None:
-        """Return this worker's caches, for the scheduler process to describe to peers; None if there are none yet."""
+        """Return this worker's caches, for the scheduler side to describe to peers; None before ``register_caches``."""
         return self._handshake
 
     def execute(self, orders: Orders) -> None:
-        """Start what the scheduler side ordered."""
+        """Start the scheduler side's orders."""
         for role in self._roles:
             for request_id in role.execute(orders):
                 self._arrivals.expect(request_id)
 
     def take_results(self) -> tuple[set[str], set[str]]:
-        """Return the requests whose blocks have all arrived on this rank since the last call, and those that failed.
-
-        The second set is a part of the first.
+        """Return the requests whose wait on this rank has ended since the last call, and those of them that failed.
 
         Raises:
-            DeviceLostError: the device failed and may still write to KV blocks.
+            UnsettledLoadError: a load failed, but the device may still be writing to KV blocks.
         """
         for role in self._roles:
             for end in role.take_ends():
                 end.count(self._stats)
                 if end.failure:
-                    logger.error("PDConnector: request %s: %s. %s", end.request_id, end.failure, self._what_now)
+                    logger.error("PDConnector: request %s: %s. %s", end.request_id, end.failure, self._failure_outcome)
                 self._arrivals.settle(end.request_id, failed=bool(end.failure))
         return self._arrivals.take()
 
     def take_report(self) -> Report:
-        """Return what has ended on this rank that no request waits for, since the last call."""
+        """Return what else has ended on this rank since the last call, for which no request waits."""
         return sum((role.take_report() for role in self._roles), Report())
 
     def shutdown(self) -> None:
-        """End all transfers, unregister the memory, join all threads."""
+        """Stop all transfers, unregister the memory, join all threads."""
         for role in self._roles:
             role.close()
         if self._engine is not None:
@@ -157,7 +155,7 @@ class ConnectorWorker:
             role.join()
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless the books balance, those of the roles too."""
+        """Raise AssertionError unless the books balance, including those of the roles."""
         self._arrivals.check_integrity()
         for role in self._roles:
             role.check_integrity()
@@ -173,11 +171,11 @@ class ConnectorWorker:
         self, geometry: WorkerGeometry, tensors: Sequence[torch.Tensor], ranks: Ranks, *, on_host: bool
     ) -> CacheChecksums:
         read: BlockReader = in_place if on_host or not tensors else DeviceReader(tensors)
-        logger.info("PDConnector: rank %d takes checksums of every pull, which costs time (verify)", ranks.index)
+        logger.info("PDConnector: rank %d takes checksums for every pull, which costs time (verify)", ranks.index)
         return CacheChecksums(geometry, read)
 
     @property
-    def _what_now(self) -> str:
+    def _failure_outcome(self) -> str:
         return "Its prompt is computed here instead" if self._role.recomputes else "The request fails"
 
 
@@ -196,7 +194,7 @@ def _remote_reader(
     try:
         return RemoteReader.with_staging(cost, geometry.regions, config.staging_bytes)
     except ValueError as error:
-        raise ConfigError(f"staging_bytes = {config.staging_bytes}: {error}; 0 switches staging off") from error
+        raise ConfigError(f"staging_bytes = {config.staging_bytes}: {error}; 0 turns staging off") from error
 
 
 def _protocol(config: ConnectorConfig) -> str:

@@ -20,7 +20,7 @@ from layout.geometry import Region
 from layout.host_blocks import host_layout
 from pd_connector.orders import LoadOrder, StoreEnds, StoreOrder
 from pd_connector.stats import StatsRecorder
-from pd_connector.worker.host_copies import DeviceLostError, HostCopies
+from pd_connector.worker.host_copies import HostCopies, UnsettledLoadError
 from pd_connector.worker.host_pool import HostPool
 from tests.npu_sim import host_tier as tier
 from tests.npu_sim.device_memory import DeviceBytes
@@ -331,7 +331,7 @@ def test_a_device_that_is_lost_leaves_slots_unsettled_and_ends_the_engine(
     end, ends = tier.end_of_store(pool.copies, 1)
     assert ends == StoreEnds(1, failed=True, unsettled=True)
     assert "507010" in end.failure
-    with pytest.raises(DeviceLostError, match=r"blocks of request request could not be loaded: .*507010"):
+    with pytest.raises(UnsettledLoadError, match=r"blocks of request request could not be loaded: .*507010"):
         tier.end_of_load(pool.copies, "request")
     monkeypatch.delenv("SIMACL_LOST")
     torch.npu.synchronize()

@@ -1,1 +1,1 @@
-"""vLLM's CPU platform: layouts of its KV caches, the proof that kernels accept them, the order inside a block."""
+"""vLLM's CPU platform: KV cache layouts, the check that kernels support them, and the order inside a block."""

@@ -1,10 +1,10 @@
-"""How CPU attention kernels order the items of one head's block, found out by writing marks and looking for them.
+"""Determines how CPU attention kernels order the items of a head's block, by writing marks and finding them again.
 
-A CPU kernel stores K and V of one (layer, block, head) in an order that suits its instruction set. Whatever its name,
-the order is a fact that one small write on this machine shows. Where K and V are strided in it, a block can be cut by
-token and converted to any other form; where they are not, the block is opaque and moves whole, to the same order only.
+A CPU kernel stores K and V of one (layer, block, head) in an order that suits its instruction set, which one small
+write on this machine reveals. If K and V are strided in it, a block can be cut by token and converted to any other
+form. If not, the block is opaque: it moves whole, and only to the same order.
 
-This module knows arithmetic and torch. How a backend's kernel is called is the business of ``cpu_layouts``.
+This module uses arithmetic and torch only. ``kernels`` calls the kernels.
 """
 
 import hashlib
@@ -18,7 +18,7 @@ import torch
 
 from layout.copies import Int64Array
 
-#: Marks are written digit by digit, as numbers that every cache data type keeps apart: 0 to 7 are exact in all of them.
+#: Marks are written digit by digit. The digits 0 to 7 are exact in every cache data type.
 _BASE = 8
 
 #: Stores keys and values, each [tokens, 1, head_size], into block 0 of a cache [1, 1, tokens, 2 * head_size].
@@ -26,7 +26,7 @@ Write = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
 
 
 class UnknownOrderError(RuntimeError):
-    """The kernel does not put each item of K and V in a place of its own."""
+    """The kernel does not store each item of K and V in a place of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class StridedPart:
 
 @dataclass(frozen=True, slots=True)
 class HeadOrder:
-    """Where a kernel puts K and V in a head's block. The parts are None where either of the two is not strided."""
+    """Where a kernel puts K and V in a head's block. Both are None if either of the two is not strided."""
 
     packing: str  # equal names mean equal orders
     key: StridedPart | None
@@ -51,7 +51,7 @@ class HeadOrder:
 def find_order(
     write: Write, block_tokens: int, head_size: int, dtype: torch.dtype, cache_dtype: torch.dtype
 ) -> HeadOrder:
-    """The order in which ``write`` stores keys and values of ``dtype`` in a cache of ``cache_dtype``.
+    """Return the order in which ``write`` stores keys and values of ``dtype`` in a cache of ``cache_dtype``.
 
     Raises:
         UnknownOrderError: an item is stored nowhere, twice, or changed beyond recognition.
@@ -59,14 +59,14 @@ def find_order(
     half = block_tokens * head_size
 
     def stored(digits: Int64Array) -> npt.NDArray[np.uint8]:
-        """What each place holds after a write of ``digits``: shape [2 * half] in, [2 * half, bytes of an item] out."""
+        """Write ``digits`` [2 * half]; return what each place holds then, [2 * half, bytes of an item]."""
         items = torch.from_numpy(digits).to(device="cpu", dtype=dtype).view(2, block_tokens, 1, head_size)
         cache = torch.zeros(1, 1, block_tokens, 2 * head_size, dtype=cache_dtype, device="cpu")
         write(items[0], items[1], cache)
         return np.asarray(cache.view(torch.uint8).numpy().reshape(2 * half, -1), np.uint8)
 
     constants = [stored(np.full(2 * half, digit, np.int64)) for digit in range(_BASE)]
-    seen = np.zeros(2 * half, np.int64)  # the number of the item at each place
+    seen = np.zeros(2 * half, np.int64)  # index of the item at each place
     for power in count():
         if _BASE**power >= 2 * half:
             break
@@ -85,7 +85,7 @@ def find_order(
 
 
 def _strided(places: Int64Array) -> StridedPart | None:
-    """The strides of ``places``, shape [tokens, content]; None if it has none."""
+    """Return the strides of ``places`` [tokens, content]; None if it is not strided."""
     tokens, content = places.shape
     first = int(places[0, 0])
     token_stride = int(places[1, 0]) - first if tokens > 1 else content

@@ -1,4 +1,4 @@
-"""Call vLLM's CPU attention kernels outside a model: to prove a layout, and to see how they order a block."""
+"""Calls vLLM's CPU attention kernels outside a model, to check a layout and to see how they order a block."""
 
 from typing import Any
 
@@ -14,15 +14,15 @@ from pd_connector.vllm.cpu.layout_check import Batch, CacheShape
 
 
 def attention_layers(vllm_config: Any) -> dict[CacheShape, "CpuKernels"]:
-    """Return one layer of each shape in the worker's model.
+    """Return the kernels of one layer of each shape in the worker's model.
 
     Raises:
-        LookupError: it has no attention layer with a KV cache.
+        LookupError: the model has no attention layer with a KV cache.
     """
     layers: dict[CacheShape, CpuKernels] = {}
     for layer in get_layers_from_vllm_config(vllm_config, AttentionLayerBase).values():
         spec = layer.get_kv_cache_spec(vllm_config)
-        if spec is None:  # it keeps no cache, or uses another layer's
+        if spec is None:  # it has no cache, or uses another layer's
             continue
         dtype = vllm_config.model_config.dtype
         shape = CacheShape(layer.impl.num_heads, spec.num_kv_heads, spec.head_size, spec.block_size, dtype, spec.dtype)
@@ -41,14 +41,14 @@ class CpuKernels:
         self._shape = shape
         self._kv_cache_dtype = kv_cache_dtype
         self._isa = cpu_attn._get_attn_isa(shape.dtype, shape.block_tokens, shape.head_size, kv_cache_dtype)
-        self._layer = _LayerFace(self._isa, layer._k_scale_float, layer._v_scale_float)
+        self._layer = _LayerStandIn(self._isa, layer._k_scale_float, layer._v_scale_float)
 
     def write(self, key: torch.Tensor, value: torch.Tensor, cache: torch.Tensor, batch: Batch) -> None:
-        """See ``layout_check.Kernels``."""
+        """Implement ``layout_check.Kernels``."""
         self._impl.do_kv_cache_update(self._layer, key, value, cache, batch.slots)
 
     def attend(self, query: torch.Tensor, cache: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """See ``layout_check.Kernels``."""
+        """Implement ``layout_check.Kernels``."""
         plan = ops.cpu_attn_get_scheduler_metadata(
             num_reqs=len(batch.sequence_lengths),
             num_heads=self._shape.heads,
@@ -74,13 +74,13 @@ class CpuKernels:
             scheduler_metadata=plan,
         )
         output = torch.zeros_like(query)
-        # Keys and values are in the cache: a decoder's forward does not look at these arguments.
+        # A decoder's forward takes keys and values from the cache and ignores these arguments.
         self._impl.forward(self._layer, query, query, query, cache, metadata, output)
         return output
 
 
-class _LayerFace:
-    """The attributes that the implementation reads from its layer; vLLM sets ``isa`` on the real one only later."""
+class _LayerStandIn:
+    """The attributes that the implementation reads from its layer. vLLM sets ``isa`` on the real layer only later."""
 
     def __init__(self, isa: str, k_scale: float, v_scale: float) -> None:
         self.isa = isa
@@ -89,16 +89,15 @@ class _LayerFace:
 
 
 def writer(vllm_config: Any, block_tokens: int, head_size: int) -> Write:
-    """Return the writing kernel of vLLM's CPU attention, for one head and one block."""
+    """Return the kernel by which vLLM's CPU attention writes to the cache, for one head and one block."""
     kv_cache_dtype = vllm_config.cache_config.cache_dtype
     with set_current_vllm_config(vllm_config):
         kernels = cpu_attn.CPUAttentionBackendImpl(1, head_size, 1.0, 1, None, None, kv_cache_dtype)
-    face = _LayerFace(
-        cpu_attn._get_attn_isa(vllm_config.model_config.dtype, block_tokens, head_size, kv_cache_dtype), 1.0, 1.0
-    )
+    isa = cpu_attn._get_attn_isa(vllm_config.model_config.dtype, block_tokens, head_size, kv_cache_dtype)
+    layer = _LayerStandIn(isa, 1.0, 1.0)
     slots = torch.arange(block_tokens, dtype=torch.int64, device="cpu")
 
     def write(key: torch.Tensor, value: torch.Tensor, cache: torch.Tensor) -> None:
-        kernels.do_kv_cache_update(face, key, value, cache, slots)
+        kernels.do_kv_cache_update(layer, key, value, cache, slots)
 
     return write

@@ -1,11 +1,10 @@
-"""The proof that a paged attention kernel works on a KV cache of another physical layout.
+"""Checks that paged attention kernels work on KV caches of another physical layout.
 
-Kernels are run on a plain LBHNC cache, and again, with the same inputs, on views into one allocation of several
-layers in the layout under test. Outputs and cache contents must agree bit for bit after every step, and as every
-byte of the allocation belongs to some layer and block, so must the bytes that the step had no business with.
+The kernels run on a plain LBHNC cache and, with the same inputs, on views into one allocation of several layers in the
+layout under test. Outputs and cache contents must agree bit for bit after every step. That includes bytes that the step
+must not touch, because every byte of the allocation belongs to some layer and block.
 
-This module knows arithmetic and torch. How a backend's kernels are called, and what follows from a failure, is the
-business of ``cpu_layouts``.
+This module uses arithmetic and torch only. ``kernels`` calls a backend's kernels, ``layouts`` handles failures.
 """
 
 from collections.abc import Iterator
@@ -17,16 +16,16 @@ import torch
 LAYERS = 3
 BLOCKS = 7
 
-#: Physical axis order of the logical axes [L, B, H, N, C]: the layout that the proof starts from.
+#: Physical order of the logical axes [L, B, H, N, C] in the reference layout, LBHNC.
 PLAIN = (0, 1, 2, 3, 4)
 
-#: The blocks of two sequences, out of order; blocks 2 and 4 belong to nobody.
+#: Block tables of two sequences, out of order. No token lies in block 2 or 4.
 _BLOCK_TABLE = ((5, 0, 3), (1, 6, 2))
 
 
 @dataclass(frozen=True, slots=True)
 class CacheShape:
-    """What one layer's kernels read and write, as one worker sees it."""
+    """The shape of what a layer's kernels read and write on one worker."""
 
     heads: int  # query heads
     kv_heads: int
@@ -44,10 +43,10 @@ class CacheShape:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One step over both sequences: which tokens are new, and where they go."""
+    """A step over both sequences: which tokens are new, and where they go."""
 
-    query_start: torch.Tensor  # int32 [3]: where each sequence's new tokens begin, and their number
-    sequence_lengths: torch.Tensor  # int32 [2]: tokens, the new ones counted
+    query_start: torch.Tensor  # int32 [3]: start of each sequence's new tokens, and their total
+    sequence_lengths: torch.Tensor  # int32 [2]: tokens, including the new ones
     longest_query: int
     longest_sequence: int
     block_table: torch.Tensor  # int32 [2, 3]
@@ -66,14 +65,14 @@ class Kernels(Protocol):
         """Store the new tokens' keys and values, each [tokens, kv_heads, head_size]."""
 
     def attend(self, query: torch.Tensor, cache: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """The attention output [tokens, heads, head_size] of the new tokens' queries of the same shape."""
+        """Return the attention output of the new tokens' queries, both [tokens, heads, head_size]."""
 
 
 def difference(kernels: Kernels, shape: CacheShape, order: tuple[int, ...]) -> str:
-    """Where the kernels behave differently in the layout ``order``; empty if nowhere.
+    """Return how the kernels behave differently in the layout ``order``; empty if they do not.
 
-    ``order`` is the physical order of the logical axes [L, B, H, N, C]. An exception that the kernels raise in
-    this layout alone is a difference; one that they raise on the plain layout comes out.
+    ``order`` is the physical order of the logical axes [L, B, H, N, C]. An exception in this layout alone is a
+    difference; one in the plain layout propagates.
     """
     with torch.no_grad():
         return _difference(kernels, shape, order)
@@ -83,7 +82,7 @@ def _difference(kernels: Kernels, shape: CacheShape, order: tuple[int, ...]) -> 
     plain, tested = _allocation(shape, PLAIN), _allocation(shape, order)
     for step, batch in enumerate(_batches(shape.block_tokens)):
         inputs = [_inputs(shape, batch, seed=step * LAYERS + layer) for layer in range(LAYERS)]
-        # Every layer writes before any attends: a layer that wrote over another one's bytes shows in both.
+        # All layers write before any attends, so that a layer that overwrites another one's bytes shows in both.
         for layer, (_, key, value) in enumerate(inputs):
             kernels.write(key, value, plain[layer], batch)
             try:
@@ -104,35 +103,33 @@ def _difference(kernels: Kernels, shape: CacheShape, order: tuple[int, ...]) -> 
 
 
 def _allocation(shape: CacheShape, order: tuple[int, ...]) -> torch.Tensor:
-    """A cache [L, B, H, N, C] whose memory lies in ``order``, filled with finite values that depend on the place."""
+    """Return a cache [L, B, H, N, C] with its memory in ``order``, filled with finite values that vary by place."""
     sizes = (LAYERS, BLOCKS, shape.kv_heads, shape.block_tokens, 2 * shape.head_size)
     memory = torch.empty([sizes[axis] for axis in order], dtype=shape.cache_dtype, device="cpu")
     cache = memory.permute([order.index(axis) for axis in range(len(order))])
-    # The period is prime: no stride of a cache is a multiple of it, so that a wrong place has other contents.
+    # The period is a prime that divides no stride of a cache, so that a wrong place has other contents.
     period = torch.arange(509, device="cpu")
     if shape.cache_dtype.is_floating_point:
         values = ((period - 254) / 128).to(shape.cache_dtype)
     else:
-        values = (period % 61).to(shape.cache_dtype)  # quantised: no NaN in any 8-bit float format
+        values = (period % 61).to(shape.cache_dtype)  # quantized: no NaN in any 8-bit float format
     cache.copy_(values.repeat(cache.numel() // 509 + 1)[: cache.numel()].view(sizes))
     return cache
 
 
 def _inputs(shape: CacheShape, batch: Batch, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Query, key and value of one layer's step. A generator of its own: the global one belongs to the model."""
+    """Return query, key and value of a layer's step, without using the global generator, which is the model's."""
     random = torch.Generator(device="cpu").manual_seed(seed)
 
     def normal(heads: int) -> torch.Tensor:
-        values = torch.randn(
-            (batch.tokens, heads, shape.head_size), generator=random, dtype=torch.float32, device="cpu"
-        )
-        return values.to(shape.dtype)
+        size = (batch.tokens, heads, shape.head_size)
+        return torch.randn(size, generator=random, dtype=torch.float32, device="cpu").to(shape.dtype)
 
     return normal(shape.heads), normal(shape.kv_heads), normal(shape.kv_heads)
 
 
 def _batches(block_tokens: int) -> Iterator[Batch]:
-    """Prefill of two sequences; a chunk of one beside a decode of the other; decodes, one into a new block."""
+    """Yield prefills of both sequences, a chunk of one with a decode of the other, and decodes, one to a new block."""
     for first, second in (
         ((0, block_tokens + 3), (0, block_tokens - 1)),
         ((block_tokens + 3, 2 * block_tokens + 4), (block_tokens - 1, block_tokens)),

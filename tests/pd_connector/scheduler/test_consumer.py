@@ -391,7 +391,7 @@ def test_a_lease_that_was_let_go_of_is_not_pulled_again(desk: Desk) -> None:
 
 
 def test_leases_that_were_let_go_of_are_forgotten_in_the_end(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(consumer_module, "_SPENT_LEASES", 3)
+    monkeypatch.setattr(consumer_module, "_MAX_SPENT_LEASES", 3)
     for number in range(5):
         desk.consumer.add(a_decode_request(f"r{number}", lease_id=f"L{number}"))
         desk.consumer.leave(f"r{number}")

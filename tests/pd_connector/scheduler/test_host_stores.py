@@ -77,7 +77,7 @@ def test_what_an_aborted_request_was_loading_is_not_stored() -> None:
     job = engine.arrive("second", said(14))
     engine.step()
     assert under_way(engine, LoadOrder) == 1
-    engine.pool.forget_all()
+    engine.pool.evict_all()
     engine.abort(job)
     engine.settle()
     assert engine.pool.cached == 0
@@ -111,10 +111,10 @@ def test_there_are_never_more_stores_than_slots_and_the_others_come_later() -> N
     for _ in range(4):
         engine.step()
         assert stores(engine) <= 2
-    assert engine.tier._requests["first"].looked_at == [2]
+    assert engine.tier._requests["first"].scanned == [2]
     engine.end_copies()
     steps(engine, 2)
-    assert engine.tier._requests["first"].looked_at == [4]
+    assert engine.tier._requests["first"].scanned == [4]
 
 
 def test_the_least_recently_used_block_makes_room() -> None:
@@ -173,7 +173,7 @@ def test_what_was_forgotten_while_a_request_was_preempted_is_stored_again() -> N
     engine.settle()
     assert engine.pool.cached >= 4
     engine.preempt(job)
-    engine.pool.forget_all()
+    engine.pool.evict_all()
     engine.other_requests_come(EVERYTHING)
     engine.go_on(40)
     engine.settle()
@@ -242,7 +242,7 @@ def test_a_store_that_has_failed_on_one_rank_is_not_found(end: End, bad_rank: in
     assert engine.tier._storing == {}
     lost = 3 if end is End.UNSETTLED else 0
     assert engine.pool.free == engine.setup.slots - lost
-    assert len(engine.tier._lost_slots) == lost
+    assert len(engine.tier._quarantined_slots) == lost
     engine.other_requests_come(EVERYTHING)
     engine.serve("second", said(14))  # it is stored by this one
     assert engine.pool.cached == 3

@@ -132,7 +132,7 @@ class SessionSim(PeerSession):
         return self._connected
 
     def _fail(self, cause: Cause) -> None:
-        self._queue[0][0].fail(PullFailed(cause, "as told", is_mute=cause is Cause.UNREACHABLE))
+        self._queue[0][0].fail(PullFailed(cause, "as told", is_unresponsive=cause is Cause.UNREACHABLE))
         self._next()
 
     def _next(self) -> None:

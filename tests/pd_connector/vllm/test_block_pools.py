@@ -37,12 +37,12 @@ class Bench:
         """All full blocks of a request, published."""
         stores = self.begun(request, group)
         self.pool.publish(stores)
-        self.pool.end(stores)
+        self.pool.finish_stores(stores)
         return stores
 
     def begun(self, request: Request, group: int = 0) -> tuple[Store, ...]:
-        full = self.pool.full_blocks(request, group, 0)
-        return self.pool.begin([one for one in self.pool.candidates(request, group, 0, full) if one is not None])
+        full = self.pool.num_full_blocks(request, group, 0)
+        return self.pool.start_stores([one for one in self.pool.candidates(request, group, 0, full) if one is not None])
 
     def free_order(self) -> list[int]:
         return [block.block_id for block in self.manager.block_pool.free_block_queue.get_all_free_blocks()]
@@ -124,7 +124,7 @@ def test_forgetting_all_forgets_blocks_in_use_too_and_keeps_them_in_use() -> Non
     hit = bench.pool.find(request, 0)
     assert hit is not None
     bench.pool.pin(hit.blocks)
-    bench.pool.forget_all()
+    bench.pool.evict_all()
     assert bench.pool.cached == 0
     assert bench.pool.find(request, 0) is None
     assert len(bench.pool.references()) == 3
@@ -161,7 +161,7 @@ def test_only_blocks_that_are_computed_to_their_end_are_full() -> None:
     full = []
     for computed, scheduled in [(0, 0), (3, 0), (4, 0), (0, 7), (3, 1), (12, 2), (14, 0)]:
         request.num_computed_tokens = computed
-        full.append(bench.pool.full_blocks(request, 0, scheduled))
+        full.append(bench.pool.num_full_blocks(request, 0, scheduled))
     assert full == [0, 0, 1, 1, 1, 3, 3]
 
 
@@ -169,16 +169,16 @@ def test_what_the_model_is_yet_to_say_does_not_count() -> None:
     bench = Bench()
     request = bench.computed("r", said(15))
     request.num_computed_tokens, request.num_output_placeholders = 16, 1
-    assert bench.pool.full_blocks(request, 0, 0) == 3
-    assert bench.pool.full_blocks(request, 0, 1) == 3
+    assert bench.pool.num_full_blocks(request, 0, 0) == 3
+    assert bench.pool.num_full_blocks(request, 0, 1) == 3
     request.num_computed_tokens, request.num_output_placeholders = 15, 0
-    assert bench.pool.full_blocks(request, 0, 1) == 3
+    assert bench.pool.num_full_blocks(request, 0, 1) == 3
 
 
 def test_blocks_of_two_sizes_are_full_at_boundaries_of_both() -> None:
     bench = Bench(groups=((8, 0), (4, 6)))
     request = bench.computed("r", said(15))
-    assert [bench.pool.full_blocks(request, group, 0) for group in (0, 1)] == [1, 2]
+    assert [bench.pool.num_full_blocks(request, group, 0) for group in (0, 1)] == [1, 2]
 
 
 def test_what_is_null_unhashed_or_there_already_is_no_candidate() -> None:
@@ -200,9 +200,9 @@ def test_next_to_be_evicted_is_what_vllm_takes_next() -> None:
     bench = Bench(device_blocks=8, mode="lazy", lookahead=7)
     request = bench.computed("r", said(14))
     table = bench.manager.get_block_ids("r")[0]
-    assert bench.pool.next_to_be_evicted() == []  # what is in use is not evicted
+    assert bench.pool.eviction_candidates() == []  # what is in use is not evicted
     bench.manager.free(request)
-    found = [candidate.block.block_id for candidate in bench.pool.next_to_be_evicted()]
+    found = [candidate.block.block_id for candidate in bench.pool.eviction_candidates()]
     assert found == [table[2], table[1], table[0]]
     assert found == [block for block in bench.free_order() if block in table[:3]]
 
@@ -212,11 +212,11 @@ def test_as_many_more_are_named_as_a_request_has_found_among_those_named_before(
     first, second = bench.computed("first", said(12)), bench.computed("second", said(16, seed=9))
     for request in (first, second):
         bench.manager.free(request)
-    assert len(bench.pool.next_to_be_evicted()) == 3
+    assert len(bench.pool.eviction_candidates()) == 3
     again = bench.computed("again", said(13))
-    bench.pool.taken(bench.manager.get_blocks("again"))
+    bench.pool.on_allocated(bench.manager.get_blocks("again"))
     assert again.num_computed_tokens == 13
-    assert len(bench.pool.next_to_be_evicted()) == 3
+    assert len(bench.pool.eviction_candidates()) == 3
 
 
 def test_what_is_next_to_be_evicted_and_in_host_memory_already_counts_as_used() -> None:
@@ -225,7 +225,7 @@ def test_what_is_next_to_be_evicted_and_in_host_memory_already_counts_as_used() 
     stores = bench.stored(request)
     bench.stored(bench.computed("others", said(9, seed=7)))
     bench.manager.free(request)
-    assert bench.pool.next_to_be_evicted() == []
+    assert bench.pool.eviction_candidates() == []
     bench.pool._pool.get_new_blocks(4)
     assert all(bench.pool.holds(store.candidate.key) for store in stores)
 
@@ -235,7 +235,7 @@ def test_of_what_is_next_to_be_evicted_and_here_already_the_end_is_forgotten_fir
     request = bench.computed("r", said(14))
     bench.stored(request)
     bench.manager.free(request)
-    assert bench.pool.next_to_be_evicted() == []
+    assert bench.pool.eviction_candidates() == []
     bench.pool._pool.get_new_blocks(5)  # four hold nothing
     hit = bench.pool.find(request, 0)
     assert hit is not None
@@ -246,13 +246,13 @@ def test_no_more_than_fits_into_host_memory_is_next_to_be_evicted() -> None:
     bench = Bench(device_blocks=8, slots=6, mode="lazy", lookahead=99)
     bench.manager.free(bench.computed("r", said(21)))
     bench.pool._pool.get_new_blocks(4)
-    first = bench.pool.next_to_be_evicted()
+    first = bench.pool.eviction_candidates()
     assert len(first) == 2
-    stores = bench.pool.begin(first)
-    assert bench.pool.next_to_be_evicted() == []
+    stores = bench.pool.start_stores(first)
+    assert bench.pool.eviction_candidates() == []
     bench.pool.publish(stores)
-    bench.pool.end(stores)
-    second = bench.pool.next_to_be_evicted()
+    bench.pool.finish_stores(stores)
+    second = bench.pool.eviction_candidates()
     assert len(second) == 2
     assert not {one.key for one in first} & {one.key for one in second}
 
@@ -271,10 +271,10 @@ def test_of_a_prompt_stored_by_and_by_the_end_is_forgotten_first() -> None:
     bench = Bench(slots=4)
     request = bench.computed("r", said(17))
     for first in (0, 2):
-        stores = bench.pool.begin([one for one in bench.pool.candidates(request, 0, first, first + 2) if one])
+        stores = bench.pool.start_stores([one for one in bench.pool.candidates(request, 0, first, first + 2) if one])
         bench.pool.publish(stores)
-        bench.pool.end(stores)
-    bench.pool.count_as_used(bench.pool.keys_of(request))
+        bench.pool.finish_stores(stores)
+    bench.pool.touch(bench.pool.block_keys(request))
     bench.begun(bench.computed("other", said(9, seed=7)))
     hit = bench.pool.find(request, 0)
     assert hit is not None
@@ -291,7 +291,7 @@ def test_blocks_being_stored_are_not_reused_on_the_device() -> None:
     bench.manager.free(request)
     stored = {store.candidate.block.block_id for store in stores}
     assert not stored & set(bench.free_order())
-    bench.pool.end(stores)
+    bench.pool.finish_stores(stores)
     assert stored < set(bench.free_order())
 
 
@@ -305,7 +305,7 @@ def test_stored_blocks_are_the_next_to_be_reused_after_the_empty_ones_or_the_las
         bench.manager.free(request)
     empty = len(bench.free_order()) - 2
     bench.pool.publish(stores)
-    bench.pool.end(stores)
+    bench.pool.finish_stores(stores)
     of_first = tables[0][2::-1]  # the end of a prompt is reused first
     of_second = tables[1][1::-1]
     expected = [*of_first[::-1], *of_second] if mode == "lazy" else [*of_second, *of_first]
@@ -317,10 +317,10 @@ def test_what_was_stored_before_is_still_reused_before() -> None:
     begun = []
     for request in [bench.computed(name, said(14, seed=len(name))) for name in ("first", "second")]:
         bench.manager.free(request)
-        begun.append(bench.pool.begin(bench.pool.next_to_be_evicted()))
+        begun.append(bench.pool.start_stores(bench.pool.eviction_candidates()))
     for stores in begun:
         bench.pool.publish(stores)
-        bench.pool.end(stores)
+        bench.pool.finish_stores(stores)
     expected = [store.candidate.block.block_id for stores in begun for store in stores]
     assert len(expected) == 6
     assert bench.free_order()[-6:] == expected
@@ -329,7 +329,7 @@ def test_what_was_stored_before_is_still_reused_before() -> None:
 @pytest.mark.parametrize("mode", ["lazy", "eager"])
 def test_a_block_that_others_use_is_not_freed_with_its_store(mode: str) -> None:
     bench = Bench(mode=mode)
-    bench.pool.end(bench.begun(bench.computed("r", said(13))))
+    bench.pool.finish_stores(bench.begun(bench.computed("r", said(13))))
     table = bench.manager.get_block_ids("r")[0]
     assert [bench.manager.block_pool.blocks[block].ref_cnt for block in table] == [1] * 4
     assert not set(bench.free_order()) & set(table)
@@ -338,7 +338,7 @@ def test_a_block_that_others_use_is_not_freed_with_its_store(mode: str) -> None:
 def test_slots_that_may_still_be_written_are_kept() -> None:
     bench = Bench(slots=3)
     stores = bench.begun(bench.computed("r", said(13)))
-    bench.pool.end(stores, keep_slots=True)
+    bench.pool.finish_stores(stores, keep_slots=True)
     assert bench.pool.free == 0
     assert bench.pool.references() == {0: 1, 1: 1, 2: 1}
 
@@ -354,7 +354,7 @@ def test_a_holder_keeps_blocks_of_a_request_that_has_left() -> None:
     bench.manager.free(request)
     assert {block.block_id for block in held} == held_ids
     assert not held_ids & set(bench.free_order())
-    holder.let_go(held)
+    holder.release(held)
     assert held_ids < set(bench.free_order())
 
 
@@ -430,7 +430,7 @@ def test_forgotten_blocks_are_told_as_removed() -> None:
     bench = Bench(events=True)
     bench.stored(bench.computed("r", said(13)))
     bench.pool.take_events()
-    bench.pool.forget_all()
+    bench.pool.evict_all()
     events = bench.pool.take_events()
     assert [type(event) for event in events] == [BlockRemoved] * 3
     assert {event.medium for event in events} == {MEDIUM_CPU}
@@ -440,7 +440,7 @@ def test_a_block_whose_request_has_left_is_told_with_what_is_known() -> None:
     bench = Bench(events=True, mode="lazy", lookahead=99, slots=16)
     request = bench.computed("r", said(9))
     bench.manager.free(request)
-    stores = bench.pool.begin(bench.pool.next_to_be_evicted())
+    stores = bench.pool.start_stores(bench.pool.eviction_candidates())
     bench.pool.publish(stores)
     events = bench.pool.take_events()
     assert {event.block_hashes[0] for event in events} == {
@@ -452,7 +452,7 @@ def test_a_block_whose_request_has_left_is_told_with_what_is_known() -> None:
 def test_without_a_publisher_there_are_no_events() -> None:
     bench = Bench()
     bench.stored(bench.computed("r", said(13)))
-    bench.pool.forget_all()
+    bench.pool.evict_all()
     assert bench.pool.take_events() == []
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from pd_connector.vllm.engine_config import most_blocks_a_step
+from pd_connector.vllm.engine_config import max_blocks_per_step
 
 
 @pytest.mark.parametrize(
@@ -21,4 +21,4 @@ def test_a_step_takes_blocks_for_what_it_computes_and_for_prompts_that_are_pulle
 ) -> None:
     scheduler = SimpleNamespace(max_num_batched_tokens=8192, max_num_seqs=256)
     config: Any = SimpleNamespace(scheduler_config=scheduler, model_config=SimpleNamespace(max_model_len=1000))
-    assert most_blocks_a_step(config, block_tokens) == blocks
+    assert max_blocks_per_step(config, block_tokens) == blocks

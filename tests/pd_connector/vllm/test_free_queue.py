@@ -23,7 +23,7 @@ class Bench:
     def take(self, number: int) -> list[KVCacheBlock]:
         """As vLLM does for new tokens."""
         taken: list[KVCacheBlock] = self.pool.get_new_blocks(number)
-        self.front.take_out(taken)
+        self.front.remove(taken)
         return taken
 
     def give_back(self, blocks: list[KVCacheBlock], *, empty: bool = False) -> None:
@@ -35,13 +35,13 @@ class Bench:
         self.pool.free_blocks(blocks)
 
     def look(self, number: int | None = None) -> list[int]:
-        return [block.block_id for block in islice(self.front.look(), number)]
+        return [block.block_id for block in islice(self.front.advance(), number)]
 
     def begin(self, *ids: int) -> list[KVCacheBlock]:
         """To store blocks."""
         blocks = [self.pool.blocks[number] for number in ids]
         self.pool.touch(blocks)
-        self.front.take_out(blocks)
+        self.front.remove(blocks)
         return blocks
 
     def order(self) -> list[int]:
@@ -129,7 +129,7 @@ def test_the_first_one_may_have_moved_unnoticed() -> None:
 def test_all_can_be_looked_at_again() -> None:
     bench = Bench(6, depth=3)
     bench.look()
-    bench.front.forget()
+    bench.front.reset()
     assert bench.look() == [1, 2, 3]
 
 
@@ -146,7 +146,7 @@ def test_stored_blocks_are_put_back_behind_all_that_were_looked_at() -> None:
     bench.look()
     first = bench.begin(3, 4)
     assert bench.look() == [5, 6]
-    bench.front.put_back(first, looked_at=True)
+    bench.front.restore(first, visited=True)
     assert bench.order() == [1, 2, 5, 6, 3, 4, 7, 8]
     assert bench.look() == []
 
@@ -158,14 +158,14 @@ def test_blocks_put_back_keep_their_order_if_stores_end_in_theirs() -> None:
     bench.look()
     second = bench.begin(5, 6, 7, 8)
     for blocks in (first, second):
-        bench.front.put_back(blocks, looked_at=True)
+        bench.front.restore(blocks, visited=True)
     assert bench.order() == [1, 2, 3, 4, 5, 6, 7, 8]
 
 
 def test_what_could_not_be_stored_is_looked_at_again_at_once() -> None:
     bench = Bench(8, depth=4)
     bench.look()
-    bench.front.put_back(bench.begin(3, 4), looked_at=False)
+    bench.front.restore(bench.begin(3, 4), visited=False)
     assert bench.order() == [1, 2, 3, 4, 5, 6, 7, 8]
     assert bench.look() == [3, 4]
 
@@ -175,7 +175,7 @@ def test_blocks_are_put_back_behind_those_that_hold_nothing() -> None:
     bench.look()
     stored = bench.begin(1, 2, 3)
     bench.give_back(bench.take(1), empty=True)
-    bench.front.put_back(stored, looked_at=True)
+    bench.front.restore(stored, visited=True)
     assert bench.order() == [4, 1, 2, 3]
 
 
@@ -184,7 +184,7 @@ def test_a_block_in_use_elsewhere_is_not_put_back() -> None:
     bench.look()
     stored = bench.begin(2, 3)
     bench.pool.touch(stored[:1])
-    bench.front.put_back(stored, looked_at=True)
+    bench.front.restore(stored, visited=True)
     assert bench.order() == [1, 4, 3]
     assert stored[0].ref_cnt == 1
 
@@ -194,7 +194,7 @@ def test_all_may_be_in_use() -> None:
     bench.look()
     taken = bench.take(2)
     assert bench.look() == []
-    bench.front.put_back(taken, looked_at=True)
+    bench.front.restore(taken, visited=True)
     assert bench.order() == [1, 2]
 
 
@@ -227,7 +227,7 @@ def test_what_vllm_evicts_next_has_been_looked_at_whatever_happened(
             stores.append(bench.begin(*free[: number + 1]))
         elif action in {"put back", "fail"} and stores:
             ended = stores.pop(number % len(stores))
-            bench.front.put_back(ended, looked_at=action == "put back")
+            bench.front.restore(ended, visited=action == "put back")
             looked_at |= {block.block_id: block.block_hash if action == "put back" else None for block in ended}
         elif action == "look":
             looked_at |= {block: bench.pool.blocks[block].block_hash for block in bench.look()}

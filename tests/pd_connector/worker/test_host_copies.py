@@ -15,7 +15,7 @@ from layout.copies import Copies
 from layout.geometry import Region
 from layout.host_blocks import HostLayout, host_layout
 from pd_connector.orders import BlockMoves, LoadOrder, StoreEnds, StoreOrder
-from pd_connector.worker.host_copies import CopyEnd, DeviceLostError, HostCopies, _look_at, _UnderWay
+from pd_connector.worker.host_copies import CopyEnd, HostCopies, UnsettledLoadError, _InFlight, _poll
 from tests.layout.host_trips import Bytes, Device
 from tests.layout.oracle import Engine, Extra, Model, build
 from tests.pd_connector.engines import placed
@@ -283,7 +283,7 @@ def test_a_load_that_may_still_be_written_ends_the_worker() -> None:
     _, copier = faulty(failure=CopyFailed("the device fell off the bus", settled=False))
     with closing(Worker(loads=copier)) as worker:
         worker.load("r", (0, 1, 0))
-        with pytest.raises(DeviceLostError, match="blocks of request r could not be loaded: the device fell off"):
+        with pytest.raises(UnsettledLoadError, match="blocks of request r could not be loaded: the device fell off"):
             until(lambda: bool(worker.copies.take_loads()), WAIT_S)
 
 
@@ -291,7 +291,7 @@ def test_a_device_that_fails_under_way_ends_the_worker() -> None:
     _, copier = faulty(end=FakeEvent(error="lost"))
     with closing(Worker(loads=copier)) as worker:
         worker.load("r", (0, 1, 0))
-        with pytest.raises(DeviceLostError, match="failed while the batch was under way: lost"):
+        with pytest.raises(UnsettledLoadError, match="failed while the batch was under way: lost"):
             until(lambda: bool(worker.copies.take_loads()), WAIT_S)
 
 
@@ -395,6 +395,6 @@ def test_a_copy_ends_when_its_bytes_have_landed_and_not_when_it_is_seen() -> Non
     handle.begun(None)
     time.sleep(0.001)
     assert handle.ended_at is not None
-    end, _ = _look_at(_UnderWay(handle, 1, 10, handle.ended_at - 0.5))
+    end, _ = _poll(_InFlight(handle, 1, 10, handle.ended_at - 0.5))
     assert end is not None
     assert end.seconds == pytest.approx(0.5, abs=1e-6)

@@ -18,7 +18,7 @@ from layout.host_blocks import host_layout
 from pd_connector.orders import BlockMoves, LoadOrder, StoreEnds, StoreOrder
 from pd_connector.vllm.cache_groups import GroupSpec, Ranks
 from pd_connector.worker.caches import describe_caches
-from pd_connector.worker.host_copies import DeviceLostError, HostCopies
+from pd_connector.worker.host_copies import HostCopies, UnsettledLoadError
 from tests.transfer.batch_copy.conftest import CudaDevice
 from tests.transfer.batch_copy.fake_cuda import STREAM_ORDER, FakeCuda, FakeEvent, FakeStream
 from tests.transfer.batch_copy.support import WAIT_S, Bytes, noise
@@ -200,7 +200,7 @@ def test_a_device_that_is_lost_leaves_slots_unsettled_and_ends_the_engine(worker
     worker.store((1, 0))
     assert worker.ended(worker.copies.take_stores)[1] == StoreEnds(1, failed=True, unsettled=True)
     worker.load((3, 0))
-    with pytest.raises(DeviceLostError, match=r"request request could not be loaded: .*unspecified launch failure"):
+    with pytest.raises(UnsettledLoadError, match=r"request request could not be loaded: .*unspecified launch failure"):
         worker.ended(worker.copies.take_loads)
 
 

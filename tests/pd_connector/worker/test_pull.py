@@ -69,9 +69,9 @@ def test_a_pull_whose_lease_had_ended_has_failed() -> None:
     assert end.reason.startswith("pull from engine engine-p at 10.0.0.5:8998 failed: lease lease-1 had expired")
 
 
-@pytest.mark.parametrize("is_mute", [True, False])
-def test_a_failed_pull_ends_at_once_and_the_engine_is_told_if_it_can_be(is_mute: bool) -> None:
+@pytest.mark.parametrize("is_unresponsive", [True, False])
+def test_a_failed_pull_ends_at_once_and_the_engine_is_told_if_it_can_be(is_unresponsive: bool) -> None:
     reader = Reader()
-    reader.pull.fail(PullFailed(Cause.UNREACHABLE, "because", is_mute=is_mute))
+    reader.pull.fail(PullFailed(Cause.UNREACHABLE, "because", is_unresponsive=is_unresponsive))
     assert [end.cause for end in reader.ends] == ["unreachable"]
-    assert len(reader.client.sent) == (not is_mute)
+    assert len(reader.client.sent) == (not is_unresponsive)
