@@ -140,7 +140,7 @@ class AclRuntime(CopyRuntime):
             CopierStartError: the runtime refuses.
         """
         if size <= 0:
-            raise ValueError(f"pinned memory must have some bytes, not {size}")
+            raise ValueError(f"the size of pinned memory must be positive, not {size} bytes")
         start = ctypes.c_void_p()
         code = self._functions["aclrtMallocHost"](ctypes.byref(start), size + mmap.PAGESIZE)
         if code != abi.SUCCESS or start.value is None:

@@ -9,15 +9,7 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 
 from layout.copies import Copies
-from transfer.batch_copy.base import (
-    BatchCopier,
-    CopierStartError,
-    CopyBackend,
-    CopyFailed,
-    DeviceEvent,
-    Handle,
-    Pauses,
-)
+from transfer.batch_copy.base import BatchCopier, CopierStartError, CopyBackend, CopyFailed, DeviceEvent, Handle, Pauses
 
 logger = logging.getLogger(__name__)
 

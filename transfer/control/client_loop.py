@@ -17,13 +17,7 @@ from dataclasses import dataclass
 import msgspec
 import zmq
 
-from transfer.control.errors import (
-    AuthenticationFailed,
-    ClientClosed,
-    PeerRefused,
-    PeerUnreachable,
-    TooManyPeers,
-)
+from transfer.control.errors import AuthenticationFailed, ClientClosed, PeerRefused, PeerUnreachable, TooManyPeers
 from transfer.control.keys import ControlKeys
 from transfer.control.limits import ThrottledWarnings
 from transfer.control.messages import (
@@ -160,13 +154,7 @@ class Inbox:
 class ClientLoop:
     """The client's thread: sends, receives, repeats, gives up."""
 
-    def __init__(
-        self,
-        inbox: Inbox,
-        settings: ClientSettings,
-        keys: ControlKeys | None,
-        allowed: AllowedPeers,
-    ) -> None:
+    def __init__(self, inbox: Inbox, settings: ClientSettings, keys: ControlKeys | None, allowed: AllowedPeers) -> None:
         self._counters = ClientCounters()  # replaced by this thread only
         self._settings = settings
         self._inbox = inbox

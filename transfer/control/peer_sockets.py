@@ -23,7 +23,7 @@ from transfer.control.limits import REFUSED_S
 from transfer.control.messages import MAX_FRAME_BYTES, MalformedMessage
 from transfer.control.polling import SocketMonitor
 from transfer.errors import PeerNotAllowed, TransferError
-from transfer.peers import Address, AllowedPeers, numeric, resolve
+from transfer.peers import Address, AllowedPeers, parse_ip, resolve
 
 _QUEUED_FRAMES = 64  # per peer and direction, in libzmq
 _SOCKETS_PER_PEER = 3  # its own and the two ends of its monitor
@@ -169,7 +169,7 @@ class PeerPool:
         if peer is not None:
             return peer
         host = address.host
-        look_up = numeric(host) is None or self._allowed.needs_names(host)
+        look_up = parse_ip(host) is None or self._allowed.needs_lookup(host)
         if not look_up:
             self._allowed.check(host, host)
         self._make_room()

@@ -32,7 +32,7 @@ from transfer.control.messages import (
 )
 from transfer.control.polling import Wakeup
 from transfer.errors import BadAddress
-from transfer.peers import Address, listen_address, numeric, resolve
+from transfer.peers import Address, listen_address, parse_ip, resolve
 
 logger = logging.getLogger(__name__)
 
@@ -227,11 +227,7 @@ class ControlServer:
         return socket, admission
 
     def _run(
-        self,
-        context: zmq.Context[zmq.Socket[bytes]],
-        socket: zmq.Socket[bytes],
-        admission: Admission,
-        wakeup: Wakeup,
+        self, context: zmq.Context[zmq.Socket[bytes]], socket: zmq.Socket[bytes], admission: Admission, wakeup: Wakeup
     ) -> None:
         poller = zmq.Poller()
         poller.register(socket, zmq.POLLIN)
@@ -360,7 +356,7 @@ def _to_bind(host: str, port: int) -> Address:
 
 
 def _warn_if_exposed(address: Address) -> None:
-    ip = numeric(address.host)
+    ip = parse_ip(address.host)
     if ip is None or not ip.is_loopback:
         logger.warning(
             "the control channel at %s is not authenticated: whoever reaches it can read memory layouts and end "

@@ -43,12 +43,7 @@ def in_place(plane: Plane, blocks: Int64Array) -> Readable:
 
 
 def sum_plane(
-    plane: Plane,
-    group_tokens: int,
-    table: BlockTable,
-    first_token: int,
-    end_token: int,
-    read: BlockReader = in_place,
+    plane: Plane, group_tokens: int, table: BlockTable, first_token: int, end_token: int, read: BlockReader = in_place
 ) -> PlaneSums:
     """The checksums of the tokens ``first_token`` to ``end_token`` (exclusive) of a request.
 

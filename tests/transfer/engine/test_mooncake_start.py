@@ -22,9 +22,9 @@ def test_an_unknown_protocol_is_refused_and_the_nearest_named(given: str, meant:
 @pytest.mark.parametrize(
     ("host", "rule"),
     [
-        ("", "no address that a peer can reach"),
-        ("0.0.0.0", "no address that a peer can reach"),
-        ("::", "no address that a peer can reach"),
+        ("", "not an address that a peer can reach"),
+        ("0.0.0.0", "not an address that a peer can reach"),
+        ("::", "not an address that a peer can reach"),
         ("10.0.0.5:8080", "without port and brackets"),
         ("[::1]", "without port and brackets"),
     ],
