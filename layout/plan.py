@@ -180,16 +180,10 @@ def _compile(local: WorkerGeometry, remote: WorkerGeometry, share: Share) -> _Ru
     check_planes(to, source, ours, theirs)
     unit = gcd(to.block_tokens, source.block_tokens)
     run, local_offsets, remote_offsets = _fuse(to.item_size, _dimensions(to, source, share, unit))
-    sizes = np.full(local_offsets.shape, run, np.int64)
-    local_offsets, remote_offsets, sizes = merge_adjacent(local_offsets, remote_offsets, sizes)
-    return _RunPattern(
-        _addressing(to, share.local_group, ours.block_tokens),
-        _addressing(source, share.remote_group, theirs.block_tokens),
-        unit,
-        local_offsets,
-        remote_offsets,
-        sizes,
-    )
+    runs = merge_adjacent(local_offsets, remote_offsets, np.full(local_offsets.shape, run, np.int64))
+    local_side = _addressing(to, share.local_group, ours.block_tokens)
+    remote_side = _addressing(source, share.remote_group, theirs.block_tokens)
+    return _RunPattern(local_side, remote_side, unit, *runs)
 
 
 def _join_patterns(patterns: Iterable[_RunPattern]) -> tuple[_RunPattern, ...]:
