@@ -195,7 +195,7 @@ def _join_patterns(patterns: Iterable[_RunPattern]) -> tuple[_RunPattern, ...]:
 
 
 def _join_touching(patterns: Sequence[_RunPattern]) -> Iterator[_RunPattern]:
-    """Yield patterns of equal ``moves_with`` again, those whose runs touch joined into one."""
+    """Join those of ``patterns``, which all have equal ``moves_with``, whose runs touch; yield the result."""
     first = patterns[0]
     local = np.concatenate([each.local_offsets + (each.local.address - first.local.address) for each in patterns])
     remote = np.concatenate([each.remote_offsets + (each.remote.address - first.remote.address) for each in patterns])

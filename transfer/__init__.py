@@ -3,7 +3,7 @@
 Usable on its own, together with ``layout``. Public packages and modules, each importing only what it needs:
 
     engine      one-sided reads from a peer's memory: the contract in ``base``, Mooncake (TCP, RDMA, Ascend)
-    control     the protocol between decode and prefill engines, told in ``messages``: ``server``, ``client``, ``keys``
+    control     the protocol between decode and prefill engines (see ``messages``): ``server``, ``client``, ``keys``
     batch_copy  batched copies between host and device memory: the contract in ``base``, the entry point ``backends``
     local_copy  work on bytes in local memory: ``reshape``, ``reshape_torch`` for a device, ``checksums``
     memory      host memory: plain, pinned, or lent out in slots

@@ -109,7 +109,7 @@ class Handle:
         pauses = Pauses()
         while not self.query():
             if deadline is not None and time.monotonic() >= deadline:
-                raise TimeoutError(f"the batch was not done after {timeout_s} s; it goes on")
+                raise TimeoutError(f"the batch was not done after {timeout_s} s; it continues")
             time.sleep(pauses.next_s())
 
     def begun(self, end: DeviceEvent | None) -> None:

@@ -149,7 +149,7 @@ class DeviceBackend(CopyBackend):
         try:
             self._stream.synchronize()
         except Exception as error:
-            reason += f". Waiting for the copies submitted before failed, too, so it may still write: {error}"
+            reason += f". Waiting for the copies already submitted failed as well, so it may still write: {error}"
             return CopyFailed(reason, settled=False, code=code, name=name)
         return CopyFailed(reason, settled=True, code=code, name=name)
 

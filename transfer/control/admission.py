@@ -121,7 +121,7 @@ class Admission:
                 self._cut(descriptor, "it keeps sending above its host's rate")
 
     def cut_sender(self, frame: zmq.Frame, reason: str) -> None:
-        """Cut the connection that sent ``frame``, which no honest client sends."""
+        """Cut the connection that sent ``frame``, a part of a message that no well-behaved client sends."""
         descriptor = _descriptor(frame)
         if descriptor in self._connections:
             self._cut(descriptor, reason)

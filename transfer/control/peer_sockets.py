@@ -64,7 +64,7 @@ class ClientSettings(msgspec.Struct, frozen=True, kw_only=True):
     connect_timeout_s: float = 3.0
     linger_s: float = 0.1  # how long close lets the last requests leave
     log_interval_s: float = 60.0  # at most one warning per cause in this time
-    close_timeout_s: float = 5.0  # how long close waits for the thread, plus half of it for look-ups of host names
+    close_timeout_s: float = 5.0  # how long close waits for the thread, which gives look-ups half of that time
 
     def __post_init__(self) -> None:
         if not 0 < self.retry_s <= self.retry_cap_s < math.inf:

@@ -55,7 +55,7 @@ class MooncakeOptions:
     max_descriptors_in_flight: int = 1024  # to one peer, over all threads
     progress_timeout_s: float = 10.0  # a transfer that moves no byte for this long has failed
     connect_timeout_s: float = 5.0  # for a peer's first answer
-    link_per_peer: bool | None = None  # whether each link has its own engine; None: only on TCP
+    engine_per_link: bool | None = None  # whether each link has its own engine; None: only on TCP
 
     def __post_init__(self) -> None:
         if self.protocol not in PROTOCOLS:
@@ -76,16 +76,16 @@ class MooncakeOptions:
 
     def _check_host(self) -> None:
         if not self.host or self.host in ("0.0.0.0", "::"):  # noqa: S104  refused, not bound
-            raise EngineStartError(f"host {self.host!r} is not an address that a peer can reach: use this machine's")
-        if self.host.startswith("[") or self.host.count(":") == 1:
             raise EngineStartError(
-                f"host {self.host!r} must be given without port and brackets: the operating system chooses the port"
+                f"host {self.host!r} is not an address that a peer can reach: use an address of this machine"
             )
+        if self.host.startswith("[") or self.host.count(":") == 1:
+            raise EngineStartError(f"host {self.host!r} must be without port and brackets: the OS chooses the port")
 
     @property
     def isolated(self) -> bool:
         """Whether each link has its own engine."""
-        return self.protocol == "tcp" if self.link_per_peer is None else self.link_per_peer
+        return self.protocol == "tcp" if self.engine_per_link is None else self.engine_per_link
 
     @property
     def native(self) -> NativeOptions:
