@@ -1,17 +1,17 @@
-"""Where KV cache bytes are, and how they get from one cache into another: geometry and planning.
+"""Geometry and planning: where KV cache bytes lie, and which of them to move from one cache into another.
 
-Usable by itself. Imports numpy, and numba for the loops of planning; moves no bytes, opens no sockets, knows no vLLM.
-Its public modules:
+Usable on its own. Imports numpy, and numba for the planning loops. Moves no bytes, opens no sockets, knows no vLLM.
+Public modules:
 
     geometry        a worker's cache as data: strided planes over (layer, block, head, token, content)
-    regions         registered memory, against which many addresses are checked at once
+    regions         registered memory, and the check that addresses lie in it
     copies          descriptor arrays: which bytes go where
-    sharding        which rank holds which heads and layers, and from whom a rank reads them
+    sharding        which rank holds which heads and layers, and which ranks it reads them from
     compatibility   what two engines must agree on
     plan            how blocks of one rank become blocks of another, as descriptors
-    conversion      what a plan converts, in one line for people
-    cost            what reads and copies cost, by which they are planned
-    staging         fewer, wider reads into a buffer, and the copies that finish them
+    conversion      a one-line summary of what a plan converts, for logs
+    cost            the cost model of reads and copies
+    staging         fewer, wider reads into a buffer, and the copies out of it
     host_blocks     where a block lies in host memory
     cross_layer     buffers that hold all layers of a block together
     checksums       checksums of cached tokens, comparable across any two geometries

@@ -1,15 +1,15 @@
-"""Checksums of cached tokens by their logical place, so that they compare across any two geometries.
+"""Checksums of cached tokens by logical position, comparable across any two geometries.
 
-A checksum belongs to (layer, part, KV head, run of tokens). It is taken over the items as they mean, not as they lie:
+A checksum belongs to (layer, part, KV head, run of tokens). It covers the items in logical order, not in memory order:
 
     sum over tokens t and items i of   item[t, i] * ITEM_WEIGHT[i] * TOKEN_WEIGHT[t]     modulo 2**64
 
-with an item of more than four bytes as several words. All weights are odd: one wrong item, however many of its bits,
-always changes the sum. Several cancel each other by chance only. The weights are public: mistakes are found, not fraud.
-Sums of neighbouring runs add up to the sum of both, which is how they are shortened for a message.
+An item of more than four bytes counts as several words. All weights are odd, so one wrong word always changes the sum,
+however many of its bits are wrong. Several wrong words cancel out only by chance. The weights are public: checksums
+detect mistakes, not tampering. Sums of neighbouring runs add up to the sum of both, so a message can carry fewer.
 
-What a CPU kernel packs in an order of its own (an opaque plane) is summed as it lies, in whole blocks: it is moved
-between equal packings only. Defined here; memory is read in ``transfer.local_copy.checksums``.
+An opaque plane, which a CPU kernel packs in its own order, is summed in memory order and in whole blocks: it is only
+moved between equal packings. This module defines the sums; ``transfer.local_copy.checksums`` reads the memory.
 """
 
 import math
@@ -24,24 +24,24 @@ from layout.geometry import Plane
 
 UInt64Array = npt.NDArray[np.uint64]
 
-#: Tokens of a run, where blocks can be cut: what divides nearly every block size. A checksum of so many tokens of one
-#: head is 8 bytes for some thousands.
+#: Tokens of a run, where a block can be cut. It divides nearly every block size. One checksum is 8 bytes, for some
+#: thousands of bytes of one head.
 RUN_TOKENS = 16
-_MAX_WORD_BYTES = 4  # products of two of them fit 64 bits, so that no bit of an item is lost
+_MAX_WORD_BYTES = 4  # the product of two such words fits 64 bits, so no bit of an item is lost
 
 
 @dataclass(frozen=True, slots=True)
 class PlaneSums:
-    """The checksums of some tokens of a plane."""
+    """Checksums of a range of tokens of one plane."""
 
     run_tokens: int
     first_run: int
     totals: UInt64Array  # [runs + 1, layers, heads]: the sum of all runs before each; blocks not held count as 0
 
     def between(self, borders: Sequence[int]) -> UInt64Array:
-        """The sum of the runs that begin between each token of ``borders`` and the next, [borders - 1, layers, heads].
+        """Return the sums of the runs that begin between neighbouring ``borders``. Shape [borders - 1, layers, heads].
 
-        ``borders`` ascend; runs that were not summed count as 0.
+        ``borders`` are token numbers in ascending order. Runs that were not summed count as 0.
         """
         tokens = np.asarray(borders, np.int64)
         runs = np.clip(-(-tokens // self.run_tokens) - self.first_run, 0, len(self.totals) - 1)
@@ -49,23 +49,23 @@ class PlaneSums:
 
 
 def run_tokens(plane: Plane) -> int:
-    """The tokens whose checksum cannot be divided: a block where it is opaque, else some that divide it."""
+    """Return the number of tokens in a run: the whole block of an opaque plane, else a divisor of the block size."""
     return plane.block_tokens if plane.packing else math.gcd(plane.block_tokens, RUN_TOKENS)
 
 
 def word_bytes(plane: Plane) -> int:
-    """Return the size of the words that an item of ``plane`` is summed in: 1, 2 or 4 bytes."""
+    """Return the size in bytes of the words that an item of ``plane`` is summed in: 1, 2 or 4."""
     return math.gcd(plane.item_size, _MAX_WORD_BYTES)
 
 
 def item_weights(count: int) -> npt.NDArray[np.uint32]:
-    """Return the weights of a token's words: odd numbers of 32 bits, shape [count]."""
+    """Return the weights of the words of one token: odd 32-bit numbers, shape [count]."""
     mixed = mix(np.arange(count, dtype=np.uint64) + np.uint64(1 << 32))
     return np.asarray((mixed >> np.uint64(32)).astype(np.uint32) | np.uint32(1))
 
 
 def mix(number: Any) -> Any:
-    """SplitMix64: 64 bits that depend on all bits of ``number``. Of an array of uint64, or of one in compiled code."""
+    """Return SplitMix64 of a uint64 array, or of one uint64 in compiled code: each result bit depends on all bits."""
     number = (number + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
     number = (number ^ (number >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     number = (number ^ (number >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -1,6 +1,6 @@
 """What two engines must agree on before a byte moves, checked field by field.
 
-Refusals name the field and both values, because the person who reads them has two command lines to compare.
+Errors name the field and both values, because their reader has two command lines to compare.
 """
 
 from dataclasses import fields
@@ -9,7 +9,7 @@ from layout.geometry import CacheGroup, ModelIdentity, Plane
 
 
 class IncompatibleCachesError(ValueError):
-    """KV blocks of the remote engine cannot be used by the local one."""
+    """The local engine cannot use KV blocks of the remote one."""
 
 
 _HINTS = {
@@ -21,12 +21,12 @@ _HINTS = {
 
 
 def check_models(local: ModelIdentity, remote: ModelIdentity) -> None:
-    """Raise unless both sides serve the same model with the same KV cache data type.
+    """Raise unless both engines serve the same model with the same KV cache dtype.
 
-    A digest that is empty on either side means "not known" and is not compared.
+    An empty digest means "unknown" and is not compared.
 
     Raises:
-        IncompatibleCachesError: naming every field that differs, with both values.
+        IncompatibleCachesError: names every field that differs, with both values.
     """
     differing = [
         field.name
@@ -43,10 +43,10 @@ def check_models(local: ModelIdentity, remote: ModelIdentity) -> None:
 
 
 def check_planes(local: Plane, remote: Plane, local_group: CacheGroup, remote_group: CacheGroup) -> None:
-    """Raise unless bytes of ``remote`` can become bytes of ``local`` by moving (layer, head, token) runs.
+    """Raise unless moving (layer, head, token) runs turns bytes of ``remote`` into bytes of ``local``.
 
     Raises:
-        IncompatibleCachesError: naming the field and both values.
+        IncompatibleCachesError: names the field and both values.
     """
     for field in ("content", "item_size", "packing"):
         ours, theirs = getattr(local, field), getattr(remote, field)

@@ -1,6 +1,6 @@
-"""What becomes of the remote engine's KV blocks on the way, in one line for people.
+"""A one-line summary of how the remote engine's KV blocks are converted, for logs.
 
-Words only: what is done is decided in ``layout.plan``.
+Only describes: ``layout.plan`` decides what is done.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,10 +10,10 @@ from layout.plan import Plan
 
 
 def describe_conversion(local: WorkerGeometry, remotes: Sequence[WorkerGeometry], plans: Mapping[int, Plan]) -> str:
-    """What is converted, from the remote side's value to the local one's, and into how many runs a block is cut.
+    """Describe what is converted, from the remote value to the local one, and how many runs a block is cut into.
 
-    ``plans`` are those of ``local``, keyed by index into ``remotes``. A physical order names the axes layer, block,
-    head, token (N) and content with more than one index, outermost first; K and V have two where they differ.
+    ``plans`` are those of ``local``, keyed by index into ``remotes``. Physical orders are written as in
+    ``physical_order``; K and V are listed separately where theirs differ.
     """
     there, here = [remotes[index] for index in plans], [local]
     if not there:
@@ -37,7 +37,7 @@ def _block_sizes(workers: Sequence[WorkerGeometry]) -> str:
 
 
 def _orders(*sides: Sequence[WorkerGeometry]) -> tuple[str, ...]:
-    """The physical orders of each side; without the layers, if some plane has only one and so no order of them."""
+    """Return the physical orders of each side, without the layer axis if some plane has a single layer."""
     planes = [[plane for worker in side for group in worker.groups for plane in group.planes] for side in sides]
     alone = any(len(plane.layers) == 1 for side in planes for plane in side)
     orders = [[physical_order(plane) for plane in side] for side in planes]
@@ -45,7 +45,10 @@ def _orders(*sides: Sequence[WorkerGeometry]) -> tuple[str, ...]:
 
 
 def physical_order(plane: Plane) -> str:
-    """The axes of ``plane`` with more than one index, outermost first: "BHLNC" of a plane with many of each."""
+    """Return the axes of ``plane`` with more than one index, outermost first, e.g. "BHLNC" if each axis has several.
+
+    L is layer, B block, H head, N token and C content.
+    """
     sizes = (len(plane.layers), plane.blocks, plane.heads, plane.block_tokens, plane.content)
     strides = (plane.layer_stride, plane.block_stride, plane.head_stride, plane.token_stride, plane.content_stride)
     axes = [(stride, axis) for stride, axis, size in zip(strides, "LBHNC", sizes, strict=True) if size > 1]

@@ -12,8 +12,8 @@ Int64Array = npt.NDArray[np.int64]
 class Copies:
     """Descriptors of a batch of copies: ``sizes[i]`` bytes from ``sources[i]`` to ``destinations[i]``.
 
-    Arrays of shape [n], int64. Addresses are absolute, each in its own process. The order carries no
-    meaning: engines may run the copies in any order or at once.
+    Arrays of shape [n], int64. Addresses are absolute, each in its own process. The order has no meaning: engines may
+    run the copies in any order or at once.
     """
 
     destinations: Int64Array
@@ -30,12 +30,12 @@ class Copies:
     def __len__(self) -> int:
         return len(self.sizes)
 
-    def __getitem__(self, item: slice) -> "Copies":
-        return Copies(self.destinations[item], self.sources[item], self.sizes[item])
+    def __getitem__(self, which: slice | Int64Array | npt.NDArray[np.bool_]) -> "Copies":
+        return Copies(self.destinations[which], self.sources[which], self.sizes[which])
 
     @property
     def total_bytes(self) -> int:
-        """Bytes moved by all descriptors together."""
+        """Total bytes of all descriptors."""
         return int(self.sizes.sum())
 
 
@@ -43,7 +43,7 @@ EMPTY = Copies(np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0, np.int6
 
 
 def concatenate(parts: list[Copies]) -> Copies:
-    """One batch that holds the descriptors of all ``parts``, in their order."""
+    """Return one batch with the descriptors of all ``parts``, in order."""
     if not parts:
         return EMPTY
     return Copies(

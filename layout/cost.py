@@ -1,6 +1,6 @@
-"""What moving bytes costs, as four numbers: the measure by which reads are planned.
+"""The cost model by which reads are planned: four numbers that say how long moving bytes takes.
 
-Only prices are kept here. What is bought with them is decided in ``layout.staging``.
+Holds the costs only. ``layout.staging`` decides what to do with them.
 """
 
 from dataclasses import dataclass, fields
@@ -9,31 +9,29 @@ from math import isfinite
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
-    """Prices in seconds: a read costs ``alpha + beta * bytes``, a local copy ``copy_alpha + copy_beta * bytes``.
+    """Costs in seconds: a read takes ``alpha + beta * bytes``, a local copy ``copy_alpha + copy_beta * bytes``.
 
     Raises:
-        ValueError: a price is negative or not a finite number.
+        ValueError: a cost is negative or not finite.
     """
 
-    alpha: float  # of a descriptor
-    beta: float  # of a byte read
-    copy_alpha: float  # of a run copied locally
-    copy_beta: float  # of a byte copied locally
+    alpha: float  # per descriptor
+    beta: float  # per byte read
+    copy_alpha: float  # per run copied locally
+    copy_beta: float  # per byte copied locally
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            price = getattr(self, field.name)
-            if not (isfinite(price) and price >= 0):
-                raise ValueError(
-                    f"cost model: {field.name} is {price!r}; it must be a finite number of seconds, zero or more"
-                )
+            cost = getattr(self, field.name)
+            if not (isfinite(cost) and cost >= 0):
+                raise ValueError(f"cost model: {field.name} is {cost!r} s; it must be finite and not negative")
 
     @classmethod
     def of_protocol(cls, protocol: str) -> "CostModel":
-        """The default prices of a transfer protocol: measured for "tcp", estimated for "rdma" and "ascend".
+        """Return the default costs of a transfer protocol: measured for "tcp", estimated for "rdma" and "ascend".
 
         Raises:
-            ValueError: no defaults are known for ``protocol``.
+            ValueError: ``protocol`` has no defaults.
         """
         if protocol not in _DEFAULTS:
             raise ValueError(
@@ -43,11 +41,11 @@ class CostModel:
         return _DEFAULTS[protocol]
 
     def read_s(self, descriptors: int, size: int) -> float:
-        """Seconds for ``descriptors`` reads of ``size`` bytes together."""
+        """Return the seconds that ``descriptors`` reads of ``size`` bytes in total take."""
         return self.alpha * descriptors + self.beta * size
 
     def copy_s(self, runs: int, size: int) -> float:
-        """Seconds for ``runs`` local copies of ``size`` bytes together."""
+        """Return the seconds that ``runs`` local copies of ``size`` bytes in total take."""
         return self.copy_alpha * runs + self.copy_beta * size
 
 
@@ -55,11 +53,11 @@ class CostModel:
 _COPY_ALPHA, _COPY_BETA = 30e-9, 0.15e-9
 
 _DEFAULTS = {
-    # Measured with benchmarks.unequal: Mooncake over TCP on loopback and two cores, whole pulls in pieces of 16 KB
-    # (alpha) and in windows of 8 MB (beta, with what a window costs beside its bytes).
+    # Measured with benchmarks.unequal: whole pulls over Mooncake TCP on loopback with two cores, in pieces of 16 KB
+    # (alpha) and in windows of 8 MB (beta, including the fixed cost of a window).
     "tcp": CostModel(12e-6, 0.75e-9, _COPY_ALPHA, _COPY_BETA),
-    # Estimates, not measured: about 2 us for a work request and its completion, one 200 Gbit/s port.
+    # Estimated, not measured: about 2 us for a work request and its completion, one 200 Gbit/s port.
     "rdma": CostModel(2e-6, 0.04e-9, _COPY_ALPHA, _COPY_BETA),
-    # Estimates, not measured: a heavier submission than RDMA's, the same port.
+    # Estimated, not measured: submission costs more than on RDMA, the port is the same.
     "ascend": CostModel(5e-6, 0.04e-9, _COPY_ALPHA, _COPY_BETA),
 }

@@ -1,8 +1,8 @@
 """A worker's paged KV cache as data: strided planes over (layer, block, head, token, content).
 
-Everything that differs between engines (tensor parallelism, physical layout, K and V fused or apart) is a
-value in these classes, so that planning never branches on a layout's name. All offsets, strides and sizes
-are in bytes unless a name says otherwise. This module reads no tensor and no memory.
+Whatever differs between engines (tensor parallelism, physical layout, K and V fused or apart) is a value in these
+classes, so planning never branches on the name of a layout. Offsets, strides and sizes are in bytes unless a name says
+otherwise. This module reads no tensor and no memory.
 """
 
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """A run of memory that is registered with the transfer engine."""
+    """A contiguous range of memory that is registered with the transfer engine."""
 
     address: int  # first byte, in the address space of the owning process
     size: int  # bytes
@@ -25,18 +25,18 @@ class Region:
 class Plane:
     """One strided array over (layer, block, head, token, content) of a worker's cache.
 
-    The element (l, b, h, t, c) starts at ``address + l*layer_stride + b*block_stride + h*head_stride +
-    t*token_stride + c*content_stride``, where l counts ``layers``, h counts from ``head_start``, and c counts
-    items of ``item_size`` bytes.
+    The item (l, b, h, t, c) starts at ``address + l*layer_stride + b*block_stride + h*head_stride + t*token_stride +
+    c*content_stride``, where l counts ``layers``, h counts from ``head_start``, and c counts items of ``item_size``
+    bytes.
 
-    A plane whose ``packing`` is not empty is opaque inside one (layer, block, head): the kernel that writes
-    it orders tokens and content in its own way. Its token and content strides describe one dense run
-    (``content_stride == item_size``, ``token_stride == content * item_size``) that can be moved whole but
-    never cut by token, and only to a plane of the same packing.
+    A plane whose ``packing`` is not empty is opaque inside one (layer, block, head): the kernel that writes it orders
+    tokens and content in its own way. Its token and content strides describe one dense run (``content_stride ==
+    item_size``, ``token_stride == content * item_size``) that can be moved whole but never cut by token, and only to a
+    plane of the same packing.
     """
 
-    part: str  # which logical tensor: "kv" fused, "k", "v", or a name such as "mla_rope"
-    layers: tuple[str, ...]  # layer names in the order of the layer axis
+    part: str  # which logical tensor: "kv" if fused, "k", "v", or a name such as "mla_rope"
+    layers: tuple[str, ...]  # layer names, in the order of the layer axis
     head_start: int  # first global KV head held
     heads: int  # KV heads held
     block_tokens: int  # tokens in a block
@@ -58,7 +58,7 @@ class Plane:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block over all layers and heads of this plane, gaps not counted."""
+        """Bytes of one block over all layers and heads of this plane, without gaps."""
         return len(self.layers) * self.heads * self.block_tokens * self.content * self.item_size
 
 
@@ -75,36 +75,36 @@ class CacheGroup:
 
     @property
     def layers(self) -> frozenset[str]:
-        """The names of all layers of this group that this worker holds."""
+        """Names of the group's layers that this worker holds."""
         return frozenset(name for plane in self.planes for name in plane.layers)
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerGeometry:
-    """What one worker (one TP rank of one PP stage) holds, and where its transfer engine is reached."""
+    """What one worker (one TP rank of one PP stage) holds, and the address of its transfer engine."""
 
     tp_rank: int
     tp_size: int
     pp_rank: int
     pp_size: int
     kv_heads: int  # KV heads of the whole model, over all ranks
-    engine_address: str  # transfer engine session, e.g. "10.0.0.5:15342"
+    engine_address: str  # of the transfer engine, e.g. "10.0.0.5:15342"
     groups: tuple[CacheGroup, ...]
     regions: tuple[Region, ...]  # all memory that peers may read
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block of every group together, over the layers and heads held here."""
+        """Total bytes of one block of every group, over the layers and heads held here."""
         return sum(plane.block_bytes for group in self.groups for plane in group.planes)
 
 
 @dataclass(frozen=True, slots=True)
 class ModelIdentity:
-    """What must be equal on both sides for KV blocks of one to mean the same on the other."""
+    """What must be equal on both engines for KV blocks of one to be valid on the other."""
 
     architecture: str  # e.g. "LlamaForCausalLM"
     config_digest: str  # of the model configuration, without names and paths
-    weights_digest: str  # of a sample of the weights; empty where they could not be sampled
+    weights_digest: str  # of a sample of the weights; empty if they could not be sampled
     layers: int  # attention layers of the whole model
     kv_heads: int
     head_size: int  # items

@@ -1,15 +1,14 @@
-"""Plans: how the blocks of one remote rank become blocks of a local one, as descriptor arrays.
+"""Plans: how blocks of one remote rank become blocks of a local one, as descriptor arrays.
 
-A plan is compiled once per remote rank and geometry and instantiated with numpy for every pull. Compiling
-fuses the dimensions that are contiguous on both sides; instantiating adds the block addresses and merges
-neighbouring blocks.
+A plan is compiled once per remote rank and geometry, and instantiated with numpy for every pull. Compiling fuses the
+dimensions that are contiguous on both sides. Instantiating adds the block addresses and merges neighbouring blocks.
 
-    compile:      (layer, head, token, content) boxes  ->  runs inside a unit: offsets and sizes
-    instantiate:  block ids                            ->  unit addresses
-                  unit addresses (+) offsets           ->  descriptors
+    compile:      (layer, head, token, content) shares  ->  runs inside a unit: offsets and sizes
+    instantiate:  block ids                             ->  unit addresses
+                  unit addresses (+) offsets            ->  descriptors
 
-A *unit* is the largest number of tokens that is cut by no block border on either side: the greatest common
-divisor of the two block sizes.
+A *unit* is the largest number of tokens that no block border cuts on either side: the greatest common divisor of the
+two block sizes.
 """
 
 from collections import defaultdict
@@ -27,23 +26,23 @@ from layout.sharding import Share, Source
 
 
 class PlanError(ValueError):
-    """A plan cannot be made or instantiated: the message names the values and the rule."""
+    """A plan cannot be compiled or instantiated; the message names the values and the rule."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Side:
-    """One side's addressing of units in a plane."""
+class _UnitAddressing:
+    """Where the units of one side's plane lie."""
 
     group: int
-    address: int  # of the unit's first byte in block 0
-    blocks: int  # manager blocks held
-    group_tokens: int  # tokens of a manager block, to which block ids refer
-    block_tokens: int  # tokens of a kernel block; divides group_tokens
+    address: int  # of the first unit of block 0
+    blocks: int  # manager blocks held; block ids refer to these
+    group_tokens: int  # tokens in a manager block
+    block_tokens: int  # tokens in a kernel block; divides group_tokens
     block_stride: int
     token_stride: int
 
     def unit_addresses(self, block_ids: Int64Array, first_block: int, tokens: Int64Array) -> Int64Array:
-        """Addresses of the units that start at ``tokens``; ``block_ids[0]`` is the table's entry ``first_block``."""
+        """Return the addresses of the units that start at ``tokens``; ``block_ids[0]`` is block ``first_block``."""
         manager = block_ids[tokens // self.group_tokens - first_block]
         inside = tokens % self.group_tokens
         kernel = manager * (self.group_tokens // self.block_tokens) + inside // self.block_tokens
@@ -51,11 +50,11 @@ class _Side:
 
 
 @dataclass(frozen=True, slots=True)
-class _Box:
-    """The runs of one share inside a unit; run r copies ``sizes[r]`` bytes."""
+class _RunPattern:
+    """The runs of one or more shares inside a unit, repeated in every unit; run r copies ``sizes[r]`` bytes."""
 
-    local: _Side
-    remote: _Side
+    local: _UnitAddressing
+    remote: _UnitAddressing
     unit_tokens: int
     local_offsets: Int64Array
     remote_offsets: Int64Array
@@ -63,12 +62,12 @@ class _Box:
 
     @property
     def joins_units(self) -> int:
-        """The unit stride at which neighbouring units join to longer runs, 0 if they never do."""
+        """The distance in bytes at which the runs of neighbouring units join, 0 if they never do."""
         return int(self.sizes[0]) if (self.sizes == self.sizes[0]).all() else 0
 
     @property
-    def moves_with(self) -> tuple[_Side, _Side, int]:
-        """Boxes with an equal value lie at a constant distance from each other, on both sides, in all units."""
+    def moves_with(self) -> tuple[_UnitAddressing, _UnitAddressing, int]:
+        """A key: patterns with equal keys are a constant distance apart on both sides, in all units."""
         whole = self.unit_tokens == self.local.block_tokens == self.remote.block_tokens
         local, remote = (
             replace(side, address=0, token_stride=0 if whole else side.token_stride)
@@ -79,9 +78,9 @@ class _Box:
 
 @dataclass(frozen=True, slots=True)
 class BlockTable:
-    """One cache group's blocks of a request: entry i holds the tokens of block ``first_block + i``.
+    """A request's blocks in one cache group: entry i holds the tokens of block ``first_block + i``.
 
-    A negative id is a hole: a block that this side does not hold, such as one outside a sliding window.
+    A negative id is a hole: a block that this side does not hold, for example outside a sliding window.
     """
 
     first_block: int
@@ -89,7 +88,7 @@ class BlockTable:
 
     @classmethod
     def of(cls, block_ids: Sequence[int] | npt.NDArray[np.int64], first_block: int = 0) -> "BlockTable":
-        """A table from any sequence of ids."""
+        """Return the table of any sequence of ids."""
         return cls(first_block, np.asarray(block_ids, dtype=np.int64))
 
 
@@ -97,38 +96,38 @@ class BlockTable:
 class Plan:
     """The compiled reads of one local rank from one remote rank."""
 
-    boxes: tuple[_Box, ...]
+    patterns: tuple[_RunPattern, ...]
 
     @property
     def unit_tokens(self) -> tuple[int, ...]:
-        """The numbers of tokens that are read together, each once, smallest first."""
-        return tuple(sorted({box.unit_tokens for box in self.boxes}))
+        """The distinct unit sizes in tokens, in ascending order."""
+        return tuple(sorted({pattern.unit_tokens for pattern in self.patterns}))
 
     @property
     def runs(self) -> int:
-        """Runs of one unit of every box."""
-        return sum(len(box.sizes) for box in self.boxes)
+        """Number of runs in one unit of every pattern."""
+        return sum(len(pattern.sizes) for pattern in self.patterns)
 
     @property
     def run_bytes(self) -> int:
-        """Bytes of one unit of every box."""
-        return sum(int(box.sizes.sum()) for box in self.boxes)
+        """Bytes in one unit of every pattern."""
+        return sum(int(pattern.sizes.sum()) for pattern in self.patterns)
 
     def instantiate(
         self, local: Sequence[BlockTable], remote: Sequence[BlockTable], first_token: int, end_token: int
     ) -> Copies:
-        """Descriptors for the tokens ``first_token`` to ``end_token`` (exclusive) of a request.
+        """Return the descriptors for the tokens ``first_token`` to ``end_token`` (exclusive) of a request.
 
-        ``local`` and ``remote`` hold one table per cache group of the respective side. Units whose local block
-        is a hole are not read. The last unit is read whole.
+        ``local`` and ``remote`` hold one block table per cache group of their side. Units whose local block is a hole
+        are not read. The last unit is read whole.
 
         Raises:
-            PlanError: a wanted block is a hole or missing in the remote table, a block id is not one that its
-                side holds, or the tokens do not start at a unit border.
+            PlanError: a wanted block is a hole in the remote table or missing from a table, a block id does not exist
+                on its side, or ``first_token`` is not at a unit border.
         """
         parts = [
-            _instantiate(box, local[box.local.group], remote[box.remote.group], first_token, end_token)
-            for box in self.boxes
+            _instantiate(pattern, local[pattern.local.group], remote[pattern.remote.group], first_token, end_token)
+            for pattern in self.patterns
         ]
         return parts[0] if len(parts) == 1 else concatenate(parts)
 
@@ -136,32 +135,32 @@ class Plan:
 def compile_plans(
     local: WorkerGeometry, remotes: Sequence[WorkerGeometry], sources: Sequence[Source]
 ) -> dict[int, Plan]:
-    """One plan per remote rank that ``local`` reads from, keyed by its index in ``remotes``.
+    """Compile one plan per remote rank that ``local`` reads from, keyed by its index in ``remotes``.
 
-    The plans together write every byte of a local block exactly once; this is checked here, so that no later
-    step has to trust the shares.
+    Together the plans write every byte of a local block exactly once. That is checked here, so no later step has to
+    trust the shares.
 
     Raises:
         IncompatibleCachesError: two planes cannot be converted.
         PlanError: the shares overlap or leave bytes of a block unwritten.
     """
-    boxes: dict[int, list[_Box]] = defaultdict(list)
-    by_plane: dict[tuple[int, int], list[_Box]] = defaultdict(list)
+    patterns: dict[int, list[_RunPattern]] = defaultdict(list)
+    by_plane: dict[tuple[int, int], list[_RunPattern]] = defaultdict(list)
     for source in sources:
         for share in source.shares:
-            box = _compile(local, remotes[source.remote], share)
-            boxes[source.remote].append(box)
-            by_plane[share.local_group, share.local_plane].append(box)
+            pattern = _compile(local, remotes[source.remote], share)
+            patterns[source.remote].append(pattern)
+            by_plane[share.local_group, share.local_plane].append(pattern)
     for group_index, group in enumerate(local.groups):
         for plane_index, plane in enumerate(group.planes):
             _check_coverage(plane, by_plane[group_index, plane_index])
-    return {remote: Plan(_join_boxes(of_remote)) for remote, of_remote in boxes.items()}
+    return {remote: Plan(_join_patterns(of_remote)) for remote, of_remote in patterns.items()}
 
 
 def merge_adjacent(
     local: Int64Array, remote: Int64Array, sizes: Int64Array
 ) -> tuple[Int64Array, Int64Array, Int64Array]:
-    """Sort runs by local address and join those that are neighbours on both sides."""
+    """Sort runs by local address, join those that are neighbours on both sides, and return the three arrays."""
     order = np.argsort(local, kind="stable")
     local, remote, sizes = local[order], remote[order], sizes[order]
     apart = _apart(local, remote, sizes)
@@ -170,68 +169,64 @@ def merge_adjacent(
 
 
 def _apart(local: Int64Array, remote: Int64Array, sizes: Int64Array) -> npt.NDArray[np.bool_]:
-    """Whether each run but the first does not continue the one before it on both sides. Shape [n] in, [n - 1] out."""
+    """Return for each run but the first whether it does not continue its predecessor on both sides. Shape [n - 1]."""
     continues = (local[:-1] + sizes[:-1] == local[1:]) & (remote[:-1] + sizes[:-1] == remote[1:])
     return np.asarray(~continues, np.bool_)
 
 
-def _compile(local: WorkerGeometry, remote: WorkerGeometry, share: Share) -> _Box:
+def _compile(local: WorkerGeometry, remote: WorkerGeometry, share: Share) -> _RunPattern:
     ours, theirs = local.groups[share.local_group], remote.groups[share.remote_group]
     to, source = ours.planes[share.local_plane], theirs.planes[share.remote_plane]
     check_planes(to, source, ours, theirs)
     unit = gcd(to.block_tokens, source.block_tokens)
     run, local_offsets, remote_offsets = _fuse(to.item_size, _dimensions(to, source, share, unit))
-    sizes = np.full(local_offsets.shape, run, np.int64)
-    local_offsets, remote_offsets, sizes = merge_adjacent(local_offsets, remote_offsets, sizes)
-    return _Box(
-        _side(to, share.local_group, ours.block_tokens),
-        _side(source, share.remote_group, theirs.block_tokens),
-        unit,
-        local_offsets,
-        remote_offsets,
-        sizes,
-    )
+    runs = merge_adjacent(local_offsets, remote_offsets, np.full(local_offsets.shape, run, np.int64))
+    local_side = _addressing(to, share.local_group, ours.block_tokens)
+    remote_side = _addressing(source, share.remote_group, theirs.block_tokens)
+    return _RunPattern(local_side, remote_side, unit, *runs)
 
 
-def _join_boxes(boxes: Iterable[_Box]) -> tuple[_Box, ...]:
-    """The same bytes in fewer boxes: those with runs that continue each other, as K and V of a head often do."""
-    moving: dict[tuple[_Side, _Side, int], list[_Box]] = defaultdict(list)
-    for box in boxes:
-        moving[box.moves_with].append(box)
-    return tuple(joined for together in moving.values() for joined in _join_neighbours(together))
+def _join_patterns(patterns: Iterable[_RunPattern]) -> tuple[_RunPattern, ...]:
+    """Return the same bytes in fewer patterns: join those whose runs continue each other, as K and V often do."""
+    moving: dict[tuple[_UnitAddressing, _UnitAddressing, int], list[_RunPattern]] = defaultdict(list)
+    for pattern in patterns:
+        moving[pattern.moves_with].append(pattern)
+    return tuple(joined for together in moving.values() for joined in _join_touching(together))
 
 
-def _join_neighbours(boxes: Sequence[_Box]) -> Iterator[_Box]:
-    """Boxes that move together, those joined of which some runs touch."""
-    first = boxes[0]
-    local = np.concatenate([box.local_offsets + (box.local.address - first.local.address) for box in boxes])
-    remote = np.concatenate([box.remote_offsets + (box.remote.address - first.remote.address) for box in boxes])
-    sizes = np.concatenate([box.sizes for box in boxes])
-    owner = np.repeat(np.arange(len(boxes)), [len(box.sizes) for box in boxes])
+def _join_touching(patterns: Sequence[_RunPattern]) -> Iterator[_RunPattern]:
+    """Join those of ``patterns``, which all have equal ``moves_with``, whose runs touch; yield the result."""
+    first = patterns[0]
+    local = np.concatenate([each.local_offsets + (each.local.address - first.local.address) for each in patterns])
+    remote = np.concatenate([each.remote_offsets + (each.remote.address - first.remote.address) for each in patterns])
+    sizes = np.concatenate([each.sizes for each in patterns])
+    owner = np.repeat(np.arange(len(patterns)), [len(each.sizes) for each in patterns])
     order = np.argsort(local, kind="stable")
     touching = ~_apart(local[order], remote[order], sizes[order])
-    cluster = list(range(len(boxes)))  # of each box: the first box of those that it touches, directly or not
+    cluster = list(range(len(patterns)))  # of each pattern: the first one that it touches, directly or not
     for one, other in sorted(set(zip(owner[order][:-1][touching], owner[order][1:][touching], strict=True))):
         merged = sorted((cluster[one], cluster[other]))
         cluster = [merged[0] if number == merged[1] else number for number in cluster]
     for number in sorted(set(cluster)):
-        members = np.isin(owner, [box for box, of in enumerate(cluster) if of == number])
+        members = np.isin(owner, [index for index, of in enumerate(cluster) if of == number])
         runs = merge_adjacent(local[members], remote[members], sizes[members])
         yield replace(first, local_offsets=runs[0], remote_offsets=runs[1], sizes=runs[2])
 
 
-def _side(plane: Plane, group: int, group_tokens: int) -> _Side:
+def _addressing(plane: Plane, group: int, group_tokens: int) -> _UnitAddressing:
     if group_tokens % plane.block_tokens:
         raise PlanError(f"kernel blocks of {plane.block_tokens} tokens do not divide blocks of {group_tokens} tokens")
     blocks = plane.blocks * plane.block_tokens // group_tokens
-    return _Side(group, plane.address, blocks, group_tokens, plane.block_tokens, plane.block_stride, plane.token_stride)
+    return _UnitAddressing(
+        group, plane.address, blocks, group_tokens, plane.block_tokens, plane.block_stride, plane.token_stride
+    )
 
 
-_Dimension = tuple[Int64Array, Int64Array]  # local and remote offset of each index
+_Dimension = tuple[Int64Array, Int64Array]  # local and remote offsets of each index
 
 
 def _dimensions(to: Plane, source: Plane, share: Share, unit: int) -> list[_Dimension]:
-    """Offsets of every logical index of a share inside a unit, one dimension each."""
+    """Return the offsets of a share's logical indices inside a unit, by dimension."""
     local_layers = np.array([to.layers.index(name) for name in share.layers], np.int64)
     remote_layers = np.array([source.layers.index(name) for name in share.layers], np.int64)
     heads = np.arange(share.head_start, share.head_end, dtype=np.int64)
@@ -246,9 +241,10 @@ def _dimensions(to: Plane, source: Plane, share: Share, unit: int) -> list[_Dime
 
 
 def _fuse(item_size: int, dimensions: list[_Dimension]) -> tuple[int, Int64Array, Int64Array]:
-    """Fold every dimension that continues the run so far, on both sides, into it; enumerate the others.
+    """Fold each dimension that continues the run on both sides into it, and enumerate the others.
 
-    Returns the bytes of a run and the local and remote offsets of all runs, shape [n] each.
+    Returns:
+        The bytes of a run, and the local and remote offsets of all runs, shape [n] each.
     """
     local = np.array([sum(int(offsets[0]) for offsets, _ in dimensions)], np.int64)
     remote = np.array([sum(int(offsets[0]) for _, offsets in dimensions)], np.int64)
@@ -263,18 +259,18 @@ def _fuse(item_size: int, dimensions: list[_Dimension]) -> tuple[int, Int64Array
 
 
 def _continues(dimension: _Dimension, run: int) -> bool:
-    """Whether a dimension's indices follow each other at distance ``run`` on both sides."""
+    """Return whether neighbouring indices of a dimension are ``run`` bytes apart on both sides."""
     steps = np.arange(len(dimension[0]), dtype=np.int64) * run
     return np.array_equal(dimension[0], steps) and np.array_equal(dimension[1], steps)
 
 
-def _check_coverage(plane: Plane, boxes: Iterable[_Box]) -> None:
-    """Raise unless the boxes write every byte of a block of ``plane`` exactly once."""
+def _check_coverage(plane: Plane, patterns: Iterable[_RunPattern]) -> None:
+    """Raise unless the patterns write every byte of a block of ``plane`` exactly once."""
     offsets, sizes = [], []
-    for box in boxes:
-        units = np.arange(plane.block_tokens // box.unit_tokens, dtype=np.int64) * box.unit_tokens * plane.token_stride
-        offsets.append(np.add.outer(units, box.local_offsets).ravel())
-        sizes.append(np.tile(box.sizes, len(units)))
+    for pattern in patterns:
+        units = np.arange(0, plane.block_tokens, pattern.unit_tokens, dtype=np.int64) * plane.token_stride
+        offsets.append(np.add.outer(units, pattern.local_offsets).ravel())
+        sizes.append(np.tile(pattern.sizes, len(units)))
     starts = np.concatenate(offsets) if offsets else np.empty(0, np.int64)
     lengths = np.concatenate(sizes) if sizes else np.empty(0, np.int64)
     order = np.argsort(starts)
@@ -287,26 +283,28 @@ def _check_coverage(plane: Plane, boxes: Iterable[_Box]) -> None:
         )
 
 
-def _instantiate(box: _Box, local: BlockTable, remote: BlockTable, first_token: int, end_token: int) -> Copies:
-    unit = box.unit_tokens
+def _instantiate(
+    pattern: _RunPattern, local: BlockTable, remote: BlockTable, first_token: int, end_token: int
+) -> Copies:
+    unit = pattern.unit_tokens
     if first_token % unit:
         raise PlanError(f"a pull must start at a multiple of {unit} tokens, not at token {first_token}")
     tokens = np.arange(first_token, end_token, unit, dtype=np.int64)
-    wanted = _ids_at(local, tokens, box.local, "local")
+    wanted = _ids_at(local, tokens, pattern.local, "local")
     tokens = tokens[wanted >= 0]
     if not len(tokens):
         return concatenate([])
-    held = _ids_at(remote, tokens, box.remote, "remote")
+    held = _ids_at(remote, tokens, pattern.remote, "remote")
     if (held < 0).any():
         token = int(tokens[int(np.argmax(held < 0))])
-        raise PlanError(f"the remote side holds no block for token {token}, which is wanted here")
-    to = box.local.unit_addresses(local.block_ids, local.first_block, tokens)
-    source = box.remote.unit_addresses(remote.block_ids, remote.first_block, tokens)
-    return _spread(box, to, source)
+        raise PlanError(f"the remote side holds no block for token {token}, which is needed here")
+    to = pattern.local.unit_addresses(local.block_ids, local.first_block, tokens)
+    source = pattern.remote.unit_addresses(remote.block_ids, remote.first_block, tokens)
+    return _spread(pattern, to, source)
 
 
-def _ids_at(table: BlockTable, tokens: Int64Array, side: _Side, name: str) -> Int64Array:
-    """The block id for each token, checked against the table's length and the blocks that the side holds."""
+def _ids_at(table: BlockTable, tokens: Int64Array, side: _UnitAddressing, name: str) -> Int64Array:
+    """Return the block id of each token, checked against the table's length and the blocks that the side holds."""
     entries = tokens // side.group_tokens - table.first_block
     if len(entries) and not (entries[0] >= 0 and entries[-1] < len(table.block_ids)):
         raise PlanError(
@@ -320,26 +318,26 @@ def _ids_at(table: BlockTable, tokens: Int64Array, side: _Side, name: str) -> In
     return ids
 
 
-def _spread(box: _Box, to: Int64Array, source: Int64Array) -> Copies:
-    """Descriptors of all runs at all unit addresses, neighbouring units joined where the runs allow it.
+def _spread(pattern: _RunPattern, to: Int64Array, source: Int64Array) -> Copies:
+    """Return the descriptors of all runs in all units. Joins neighbouring units where the runs allow it.
 
-    By source, as far as a walk over the units inside a walk over parts of the runs can be: in every layout where a
-    block's runs lie together, or those of a layer.
+    Sources ascend in every layout that keeps the runs of a block together, or those of a layer: descriptors go by part
+    of the runs, within a part by unit, and within a unit by run.
     """
-    stride = box.joins_units
+    stride = pattern.joins_units
     counts = np.ones(len(to), np.int64)
     if stride and len(to) > 1:
         apart = (np.diff(to) != stride) | (np.diff(source) != stride)
         starts = np.concatenate(([0], np.flatnonzero(apart) + 1))
         counts = np.diff(np.concatenate((starts, [len(to)])))
         to, source = to[starts], source[starts]
-    units, runs = np.argsort(source), np.argsort(box.remote_offsets)
+    units, runs = np.argsort(source), np.argsort(pattern.remote_offsets)
     to, source, counts = to[units], source[units], counts[units]
-    # Runs that lie further apart than the units reach, such as those of two layers, are of different parts.
-    parts = 1 + int(np.count_nonzero(np.diff(box.remote_offsets[runs]) > source[-1] - source[0]))
+    # Runs that are further apart than the units reach, such as those of two layers, belong to different parts.
+    parts = 1 + int(np.count_nonzero(np.diff(pattern.remote_offsets[runs]) > source[-1] - source[0]))
     shape = (parts, 1, -1) if len(runs) % parts == 0 else (1, 1, -1)
     return Copies(
-        (to[:, None] + box.local_offsets[runs].reshape(shape)).ravel(),
-        (source[:, None] + box.remote_offsets[runs].reshape(shape)).ravel(),
-        (counts[:, None] * box.sizes[runs].reshape(shape)).ravel(),
+        (to[:, None] + pattern.local_offsets[runs].reshape(shape)).ravel(),
+        (source[:, None] + pattern.remote_offsets[runs].reshape(shape)).ravel(),
+        (counts[:, None] * pattern.sizes[runs].reshape(shape)).ravel(),
     )

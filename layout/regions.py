@@ -1,4 +1,4 @@
-"""Registered memory as a table: which runs lie inside it. Plain arithmetic, many runs at once."""
+"""Registered memory as a table, which tells for many runs at once whether they lie inside it. Pure arithmetic."""
 
 import itertools
 from collections.abc import Sequence
@@ -11,14 +11,14 @@ from layout.geometry import Region
 
 
 class RegionTable:
-    """Regions of one process, in the order given, against which many addresses are checked at once. Immutable.
+    """Holds the regions of one process, to check many addresses against them at once. Immutable.
 
     Raises:
         ValueError: a region is empty, has no address, or overlaps another.
     """
 
     def __init__(self, regions: Sequence[Region]) -> None:
-        self.regions = tuple(regions)
+        self.regions = tuple(regions)  # in the order given
         ascending = sorted(regions, key=lambda region: region.address)
         for region in ascending:
             if region.size <= 0 or region.address <= 0:
@@ -30,14 +30,14 @@ class RegionTable:
         self.ends = np.array([region.end for region in ascending], np.int64)
 
     def outside(self, addresses: Int64Array, sizes: Int64Array) -> npt.NDArray[np.bool_]:
-        """Which runs do not lie within one region. ``sizes`` must be positive. Shape [n] in, [n] out."""
+        """Return which runs do not lie within one region. ``sizes`` must be positive. Shape [n] in, [n] out."""
         if not self.regions:
             return np.ones(len(addresses), np.bool_)
         index = np.searchsorted(self.starts, addresses, side="right") - 1
-        # A run that ends past int64 would wrap: compare its size with the room that is left instead.
+        # address + size may overflow int64, so the size is compared with the bytes left in the region.
         return np.asarray((index < 0) | (sizes > self.ends[index] - addresses), np.bool_)
 
 
 def describe_region(region: Region) -> str:
-    """A region for an error message."""
+    """Return a description of ``region`` for error messages."""
     return f"region at {region.address:#x} of {region.size} bytes"

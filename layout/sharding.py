@@ -1,7 +1,6 @@
 """Which rank holds which heads and layers, and from which remote ranks a local rank reads them.
 
-Pure functions over geometry. Releases are counted by reader, so nothing here has to be decided alike on both
-sides.
+Pure functions over geometry. Releases are counted by reader, so the two sides need not agree on the result.
 """
 
 from collections import defaultdict
@@ -13,13 +12,13 @@ from layout.geometry import Plane, WorkerGeometry
 
 
 def held_heads(kv_heads: int, tp_size: int, tp_rank: int) -> tuple[int, int]:
-    """The half-open range of KV heads that a TP rank holds.
+    """Return the half-open range of KV heads that a TP rank holds.
 
-    As in vLLM's attention layers: with at most as many ranks as heads each rank holds an equal share, with
-    more ranks than heads each head is held by ``tp_size / kv_heads`` consecutive ranks.
+    As in vLLM's attention layers: with at most as many ranks as heads, each rank holds an equal share; with more ranks
+    than heads, ``tp_size / kv_heads`` consecutive ranks hold the same head.
 
     Raises:
-        ValueError: one of ``kv_heads`` and ``tp_size`` does not divide the other.
+        ValueError: neither of ``kv_heads`` and ``tp_size`` divides the other.
     """
     if kv_heads % tp_size == 0:
         share = kv_heads // tp_size
@@ -34,7 +33,7 @@ def held_heads(kv_heads: int, tp_size: int, tp_rank: int) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """A box of one local plane that is read from one remote plane."""
+    """The layers and heads of one local plane that are read from one remote plane."""
 
     local_group: int
     local_plane: int
@@ -65,33 +64,34 @@ class _Holder:
 
 
 def choose_sources(local: WorkerGeometry, remotes: Sequence[WorkerGeometry], turn: int = 0) -> tuple[Source, ...]:
-    """The remote ranks from which ``local`` reads, and what from each: every (layer, head) exactly once.
+    """Choose the remote ranks that ``local`` reads from, and what from each: every (layer, head) exactly once.
 
-    Where several remote ranks hold the same head, local ranks take them in turn, so that replicas share the
-    load. ``turn`` is where the ranks of this engine begin: engines with different numbers spread as ranks do.
+    Where several remote ranks hold the same head, local ranks take turns, so that the replicas share the load. This
+    engine's ranks start counting at ``turn``: give engines different numbers to spread their load in the same way.
 
     Raises:
-        IncompatibleCachesError: a layer or head that is needed here is held nowhere on the remote side.
+        IncompatibleCachesError: no remote rank holds a layer or head that is needed here.
     """
     holders = _holders(remotes)
-    boxes: dict[tuple[int, int, int, int, int, int, int], list[str]] = defaultdict(list)
+    layers_of: dict[tuple[int, int, int, int, int, int, int], list[str]] = defaultdict(list)
     for group_index, group in enumerate(local.groups):
         for plane_index, plane in enumerate(group.planes):
             for layer in plane.layers:
                 candidates = holders.get((plane.part, layer), [])
                 for holder, start, end in _cover(plane, candidates, turn + local.tp_rank):
                     if holder is None:
-                        raise IncompatibleCachesError(_what_is_missing(plane, layer, start, remotes))
+                        raise IncompatibleCachesError(_missing_message(plane, layer, start, remotes))
                     key = (holder.remote, group_index, plane_index, holder.group, holder.plane, start, end)
-                    boxes[key].append(layer)
+                    layers_of[key].append(layer)
     sources: dict[int, list[Share]] = defaultdict(list)
-    for (remote, group_index, plane_index, *box), layers in boxes.items():
-        sources[remote].append(Share(group_index, plane_index, box[0], box[1], tuple(layers), box[2], box[3]))
+    for (remote, group_index, plane_index, remote_group, remote_plane, start, end), layers in layers_of.items():
+        share = Share(group_index, plane_index, remote_group, remote_plane, tuple(layers), start, end)
+        sources[remote].append(share)
     return tuple(Source(remote, tuple(sources[remote])) for remote in sorted(sources))
 
 
 def _holders(remotes: Sequence[WorkerGeometry]) -> dict[tuple[str, str], list[_Holder]]:
-    """Remote planes by (part, layer)."""
+    """Return the remote planes by (part, layer)."""
     found: dict[tuple[str, str], list[_Holder]] = defaultdict(list)
     for remote, worker in enumerate(remotes):
         for group_index, group in enumerate(worker.groups):
@@ -103,9 +103,9 @@ def _holders(remotes: Sequence[WorkerGeometry]) -> dict[tuple[str, str], list[_H
 
 
 def _cover(plane: Plane, candidates: list[_Holder], turn: int) -> Iterator[tuple[_Holder | None, int, int]]:
-    """Cut a plane's heads into ranges that each have one holder: longest range first, ties in turn.
+    """Yield the plane's heads as ranges with one holder each: the longest possible range, and holders in turn on a tie.
 
-    Ends with None and the head where there is no holder.
+    If a head has no holder, yields None with that head and ends.
     """
     head = plane.head_start
     while head < plane.head_end:
@@ -119,19 +119,19 @@ def _cover(plane: Plane, candidates: list[_Holder], turn: int) -> Iterator[tuple
         head = end
 
 
-def _what_is_missing(plane: Plane, layer: str, head: int, remotes: Sequence[WorkerGeometry]) -> str:
-    missing = f"the remote engine holds no KV cache {_described(plane)} for head {head} of layer {layer!r}"
+def _missing_message(plane: Plane, layer: str, head: int, remotes: Sequence[WorkerGeometry]) -> str:
+    missing = f"the remote engine holds no KV cache {_describe_part(plane)} for head {head} of layer {layer!r}"
     planes = [other for worker in remotes for group in worker.groups for other in group.planes if layer in other.layers]
     if not planes:
         return f"{missing}; both engines must serve the same model, with the same draft or MTP layers"
     if any(other.part == plane.part for other in planes):
-        return f"{missing}, only for others; both engines must serve the same model"
+        return f"{missing}, only for other heads; both engines must serve the same model"
     return (
-        f"{missing}; of this layer it holds {', '.join(sorted({_described(other) for other in planes}))}. Both engines "
-        "must keep the same parts. An opaque one is what a CPU kernel packs in an order of its own, by instruction set "
-        "and data type: run both engines on the same kind of machine, with the same --dtype"
+        f"{missing}; of this layer it holds {', '.join(sorted({_describe_part(other) for other in planes}))}. Both "
+        "engines must hold the same parts. A CPU kernel packs an opaque part in its own order, which depends on the "
+        "instruction set and dtype: run both engines on the same kind of machine with the same --dtype"
     )
 
 
-def _described(plane: Plane) -> str:
+def _describe_part(plane: Plane) -> str:
     return f"part {plane.part!r}" + (f" (opaque, packing {plane.packing!r})" if plane.packing else "")

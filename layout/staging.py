@@ -1,16 +1,16 @@
 """Staged reads: fewer, wider reads into a buffer, and the local copies that finish them.
 
-A descriptor costs as much as some tens of kilobytes. Where wanted runs lie close together in the peer's memory, it
-is cheaper to read them as one, gaps included, and to copy the wanted bytes out. This module decides which runs are
-worth it, and cuts the staged part to the size of the buffer. It moves no bytes and reads no memory.
+A descriptor costs as much as reading tens of kilobytes. Where wanted runs lie close together in the peer's memory, it
+is cheaper to read them as one, gaps included, and to copy the wanted bytes out. This module chooses the runs that are
+worth staging and cuts them into windows that fit the buffer. It moves no bytes and reads no memory.
 
     runs, by source   [a]..[b].[c]..............[D D D D D D D]....[e].[f]
-    reads              one wide           direct, to its place     one wide
-    staging           [a]..[b].[c] [e].[f]   cut into windows of half the buffer, which take turns:
+    reads              one wide read      direct, to destination   one wide read
+    staging           [a]..[b].[c] [e].[f]   in windows of half the buffer, which alternate:
                       window 0 -> first half, 1 -> second, 2 -> first ...
 
-The read of window i + 1 may run while window i is copied out. The read of window i + 2 may start only when window i
-has been copied, because it uses the same half.
+Window i + 1 may be read while window i is copied out. The read of window i + 2 may start only once window i has been
+copied, because it uses the same half.
 """
 
 from collections.abc import Iterator
@@ -29,35 +29,35 @@ from layout.regions import RegionTable
 
 @dataclass(frozen=True, slots=True)
 class StagedWindow:
-    """A part of a pull that fits half of the staging buffer: first all ``reads``, then all ``copies``."""
+    """A part of a pull that fits half of the staging buffer: run all ``reads``, then all ``copies``."""
 
-    reads: Copies  # the peer's memory -> staging
+    reads: Copies  # peer's memory -> staging
     copies: Copies  # staging -> final destination
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """All reads of a pull from one peer. ``direct`` may be read at any time; what is staged, window by window.
+    """All reads of a pull from one peer. ``direct`` may be read at any time, staged reads go window by window.
 
-    The seconds are the cost model's, with nothing overlapping: reads and copies one after another.
+    The seconds are predicted by the cost model, with reads and copies one after another.
     """
 
     direct: Copies
-    reads: Copies  # the peer's memory -> staging, of all windows
+    reads: Copies  # peer's memory -> staging, of all windows
     copies: Copies  # staging -> final destination, of all windows
     borders: Int64Array  # [windows + 1, 2]: where each window begins in reads and in copies, and where the last ends
     wanted_bytes: int
     predicted_s: float
-    direct_s: float  # what the pull would cost if nothing were staged
+    direct_s: float  # if nothing were staged
 
     def windows(self) -> Iterator[StagedWindow]:
-        """What is staged, in parts that fit half of the buffer, in the order in which they must be read."""
+        """Yield the staged windows in the order in which they must be read."""
         for (read, copy), (next_read, next_copy) in pairwise(self.borders.tolist()):
             yield StagedWindow(self.reads[read:next_read], self.copies[copy:next_copy])
 
     @property
     def descriptors(self) -> int:
-        """Descriptors that the transfer engine gets."""
+        """Number of descriptors for the transfer engine."""
         return len(self.direct) + len(self.reads)
 
     @property
@@ -71,7 +71,7 @@ class Schedule:
         return self.reads.total_bytes
 
     def describe(self) -> str:
-        """One line for the log."""
+        """Return a one-line summary for the log."""
         if not self.descriptors:
             return "nothing to read"
         return (
@@ -85,24 +85,31 @@ class Schedule:
 def schedule_reads(
     copies: Copies, cost: CostModel, local: RegionTable, remote: RegionTable, staging: Region | None
 ) -> Schedule:
-    """The cheapest way to bring ``copies``: which runs are read straight to their place, and which through ``staging``.
+    """Choose the cheapest way to read ``copies``: which runs directly, and which through ``staging``.
 
-    The choice of runs is the cheapest of all under ``cost`` where no two runs share source bytes and none is larger
-    than a window (such a run is read directly); window borders then add at most one descriptor each. Never costs more
-    than reading everything directly. Runs that continue each other on both sides are joined. No joined or wider run
-    leaves a region: each lies inside one of ``remote`` and, if direct, inside one of ``local``, the memory registered
-    there and here. Runs that lie in none are passed on unjoined, for the transfer engine to refuse.
+    The choice is optimal under ``cost`` if no two runs share source bytes and no run is larger than a window (such a
+    run is read directly). Window borders then add at most one descriptor each. The result never costs more than reading
+    everything directly.
 
-    Fastest where the sources ascend. ``staging`` is the whole buffer, of which each window uses half; None, or less
-    than two bytes: nothing is staged.
+    Runs that continue each other on both sides are joined. No joined or widened run leaves a region. Runs that lie in
+    no region are passed on unjoined, for the transfer engine to refuse.
+
+    Args:
+        copies: the runs to read, sources in the peer's memory; fastest if the sources ascend.
+        cost: the cost model.
+        local: the memory registered here; each direct read stays inside one of its regions.
+        remote: the memory registered by the peer; each read stays inside one of its regions.
+        staging: the whole buffer, of which a window uses half. With None or less than two bytes nothing is staged.
 
     Raises:
         ValueError: a size is not positive.
     """
     if len(copies) and int(copies.sizes.min()) <= 0:
         index = int(copies.sizes.argmin())
-        raise ValueError(f"descriptor {index} of {len(copies)} has {int(copies.sizes[index])} bytes; it must have some")
-    runs = _join(_by_source(copies), local, remote)
+        raise ValueError(
+            f"descriptor {index} of {len(copies)} has {int(copies.sizes[index])} bytes; a size must be positive"
+        )
+    runs = _join(_sort_by_source(copies), local, remote)
     wanted = runs.total_bytes
     direct_s = cost.read_s(len(runs), wanted)
     direct = Schedule(runs, EMPTY, EMPTY, np.zeros((1, 2), np.int64), wanted, direct_s, direct_s)
@@ -118,7 +125,7 @@ def schedule_reads(
 
 
 def warm_up() -> None:
-    """Compile what ``schedule_reads`` runs (a few seconds), so that the first pull does not wait for it."""
+    """Compile the loops of ``schedule_reads``, which takes a few seconds, so that the first pull need not wait."""
     runs = np.array([1, 3], np.int64)
     everything = RegionTable([Region(1, 1 << 60)])
     schedule_reads(
@@ -126,16 +133,15 @@ def warm_up() -> None:
     )
 
 
-def _by_source(copies: Copies) -> Copies:
+def _sort_by_source(copies: Copies) -> Copies:
     copies = Copies(*(np.ascontiguousarray(a, np.int64) for a in (copies.destinations, copies.sources, copies.sizes)))
     if _ascending(copies.sources):
         return copies
-    order = np.argsort(copies.sources, kind="stable")  # fast where ascending parts follow each other
-    return Copies(copies.destinations[order], copies.sources[order], copies.sizes[order])
+    return copies[np.argsort(copies.sources, kind="stable")]  # fast if the sources consist of a few ascending parts
 
 
 def _join(runs: Copies, local: RegionTable, remote: RegionTable) -> Copies:
-    """Runs joined where both sides continue, unless that leaves a region. ``runs`` by source."""
+    """Join runs that continue on both sides, unless the result would leave a region. ``runs`` are sorted by source."""
     if not len(runs):
         return runs
     continues = np.empty(len(runs), np.bool_)
@@ -152,17 +158,17 @@ def _join(runs: Copies, local: RegionTable, remote: RegionTable) -> Copies:
 
 
 def _choose(runs: Copies, remote: RegionTable, cost: CostModel, half: int) -> tuple[Int64Array, Int64Array]:
-    """Which runs to stage: read i is of the runs ``begins[i]`` to ``ends[i]``, exclusive. ``runs`` by source."""
+    """Choose the runs to stage: read i covers runs ``begins[i]`` to ``ends[i]`` (exclusive). ``runs`` by source."""
     begins, ends = np.empty((2, len(runs) // 2 + 1), np.int64)  # staging a run alone is never cheaper
-    prices = np.array([cost.alpha, cost.beta, cost.copy_alpha, cost.copy_beta], np.float64)
-    reads = _cheapest(runs.sources, runs.sizes, remote.starts, remote.ends, prices, half, begins, ends)
+    costs = np.array([cost.alpha, cost.beta, cost.copy_alpha, cost.copy_beta], np.float64)
+    reads = _cheapest(runs.sources, runs.sizes, remote.starts, remote.ends, costs, half, begins, ends)
     return begins[:reads], ends[:reads]
 
 
 def _lay_out(
     runs: Copies, begins: Int64Array, ends: Int64Array, staging: Region
 ) -> tuple[Copies, Copies, Copies, Int64Array]:
-    """Runs read directly, reads into the staging buffer, copies out of it, and the windows' borders."""
+    """Return the direct reads, the reads into the staging buffer, the copies out of it, and the windows' borders."""
     half = staging.size // 2
     staged = int((ends - begins).sum())
     direct, reads, moves = (np.empty((3, count), np.int64) for count in (len(runs) - staged, staged, staged))
@@ -173,9 +179,9 @@ def _lay_out(
     return Copies(*direct), Copies(*reads[:, : borders[-1, 0]]), Copies(*moves), borders
 
 
-_NOWHERE = np.iinfo(np.int64).max
+_BEYOND_ALL = np.iinfo(np.int64).max  # where the region after the last one starts
 
-# The loops, compiled at their first call. Runs are three arrays: destinations, sources and sizes, by source.
+# The loops, compiled at their first call. Runs are three arrays: destinations, sources and sizes, sorted by source.
 
 
 def _ascending_loop(values: Any) -> Any:
@@ -186,7 +192,7 @@ def _ascending_loop(values: Any) -> Any:
 
 
 def _continues_loop(destinations: Any, sources: Any, sizes: Any, continues: Any) -> None:
-    """Which runs continue the one before on both sides."""
+    """Set which runs continue the one before on both sides."""
     continues[0] = False
     for i in range(1, len(sizes)):
         continues[i] = (sources[i] - sources[i - 1] == sizes[i - 1]) & (
@@ -195,25 +201,25 @@ def _continues_loop(destinations: Any, sources: Any, sizes: Any, continues: Any)
 
 
 def _cheapest_loop(
-    sources: Any, sizes: Any, starts: Any, region_ends: Any, prices: Any, half: Any, begins: Any, ends: Any
+    sources: Any, sizes: Any, starts: Any, region_ends: Any, costs: Any, half: Any, begins: Any, ends: Any
 ) -> Any:
-    """Fill in the runs of each staged read; how many reads.
+    """Fill in the range of runs of each staged read, and return the number of reads.
 
-    Walking along the runs there are two states, and the cheapest path through them is wanted:
+    Dynamic programming over the runs with two states per run:
 
         direct[i] = alpha   + min(direct[i-1], staged[i-1])
         staged[i] = copy[i] + min(direct[i-1] + alpha, staged[i-1] + min(alpha, gap[i]))
 
-    (in seconds beyond those of the wanted bytes). Only the ``difference``, staged[i] - direct[i], matters. A run is
-    staged if it is negative, direct if it is no less than what a staged run behind it would save, and otherwise in
-    the state of the run behind it. Runs that share bytes with the one before begin a read.
+    in seconds beyond those of the wanted bytes. Only the ``difference`` staged[i] - direct[i] matters. A run is staged
+    if it is negative, direct if it is at least what a staged next run would save, and otherwise in the state of the
+    next run. A run that shares bytes with the one before begins a new read.
     """
-    alpha, beta, copy_alpha, copy_beta = prices[0], prices[1], prices[2], prices[3]
+    alpha, beta, copy_alpha, copy_beta = costs[0], costs[1], costs[2], costs[3]
     reads = region = undecided = 0
     grows = False  # whether the run ``undecided``, if staged, belongs to the last read
     difference = 0.0
-    start = stop = following = 0  # of the region of the run before, and where the next one starts
-    before, end = sources[0], sources[0] + 1  # of the run before; there is none: as if run 0 shared bytes with it
+    start = stop = following = 0  # of the previous run's region, and where the region after that starts
+    before, end = sources[0], sources[0] + 1  # of the previous run; there is none yet: as if run 0 shared its bytes
     for i in range(len(sizes)):  # hardly a branch: which runs lie close together cannot be predicted
         source, size = sources[i], sizes[i]
         near = (source >= end) & (before >= start) & (size <= stop - source)
@@ -234,7 +240,7 @@ def _cheapest_loop(
             while region + 1 < len(starts) and starts[region + 1] <= source:
                 region += 1
             start, stop = starts[region], region_ends[region]
-            following = starts[region + 1] if region + 1 < len(starts) else _NOWHERE
+            following = starts[region + 1] if region + 1 < len(starts) else _BEYOND_ALL
     if difference < 0:
         begins[reads] = undecided
         reads += not grows
@@ -245,7 +251,7 @@ def _cheapest_loop(
 def _place_loop(
     runs: Any, begins: Any, ends: Any, buffer: Any, half: Any, direct: Any, reads: Any, moves: Any, borders: Any
 ) -> Any:
-    """Fill in the outcome of ``_lay_out``; how many windows. A read ends before the run that its window cannot hold."""
+    """Fill in the result of ``_lay_out`` and return the number of windows. Cuts a read where its window is full."""
     _, sources, sizes = runs
     directs = moved = count = window = filled = done = 0
     borders[0] = 0
@@ -274,7 +280,7 @@ def _place_loop(
 
 
 def _append_loop(batch: Any, count: Any, runs: Any, begin: Any, end: Any, shift: Any) -> Any:
-    """Copy runs to ``batch``, their sources moved by ``shift``; how many are in it."""
+    """Append runs to ``batch``, their sources moved by ``shift``, and return how many it holds."""
     destinations, sources, sizes = runs
     for i in range(end - begin):
         batch[0, count + i] = destinations[begin + i]

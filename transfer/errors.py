@@ -1,13 +1,13 @@
-"""What every part of ``transfer`` may raise on purpose. Errors of one part alone are defined in that part."""
+"""Exceptions that all parts of ``transfer`` share. An exception of a single part is defined in that part."""
 
 
 class TransferError(Exception):
-    """Base of everything that this package raises on purpose."""
+    """Base class of all exceptions of this package."""
 
 
-class BadAddress(TransferError, ValueError):  # noqa: N818  reads as what it is
-    """A host or port that cannot be a peer's address; the message names the value and the rule."""
+class BadAddress(TransferError, ValueError):  # noqa: N818  named after what it is
+    """The host or port cannot be a peer's address; the message names the value and the rule."""
 
 
 class PeerNotAllowed(TransferError):  # noqa: N818
-    """The host is not one that this engine may contact; nothing was sent. The message names host, rules and setting."""
+    """This engine may not contact the host; nothing was sent. The message names host, rules and setting."""

@@ -12,68 +12,67 @@ from layout.geometry import Region
 
 
 class HostMemory:
-    """A page-aligned run of host memory, for as long as this object lives. Pages are taken once they are written to."""
+    """A page-aligned range of host memory that lives as long as this object. Pages are allocated on first write."""
 
     def __init__(self, size: int) -> None:
-        """``size`` in bytes.
+        """Reserve ``size`` bytes.
 
         Raises:
             ValueError: ``size`` is not positive.
         """
         if size <= 0:
-            raise ValueError(f"host memory must have some bytes, not {size}")
-        # Not mmap itself: its pages stay until the last array that shows them has gone.
+            raise ValueError(f"the size of host memory must be positive, not {size} bytes")
+        # An array, not the mmap itself: the pages then live until the last array over them is gone.
         self._pages = np.frombuffer(mmap.mmap(-1, size), np.uint8)
 
     @property
     def region(self) -> Region:
-        """All of it."""
+        """The whole range."""
         return Region(self._pages.ctypes.data, self._pages.nbytes)
 
 
 class PinnedMemory:
-    """A page-aligned run of host memory that is never swapped and that the driver knows. Made by a backend of copies.
+    """A page-aligned range of host memory that is pinned and known to the driver. Made by a copy backend.
 
-    Let go by ``close``, or with this object.
+    Freed by ``close``, or with this object.
     """
 
     def __init__(self, region: Region, release: Callable[[], object], owner: object = None) -> None:
-        """``release`` unpins the memory; called once, and not at the interpreter's exit.
+        """Take over ``region``, which ``release`` unpins: called once, and not at interpreter exit.
 
-        ``owner`` is whatever frees the memory when it goes, if ``release`` does not; it outlives the call of that.
+        ``owner`` is kept until after ``release`` was called; it frees the memory if ``release`` does not.
         """
         self.region = region
         self._owner = owner
         self._release = weakref.finalize(self, release)
-        self._release.atexit = False  # drivers are torn down by then, and the memory goes with the process
+        self._release.atexit = False  # drivers are torn down by then, and the process frees the memory
 
     def close(self) -> None:
-        """Unpin and free the memory, which nobody uses any more: every batch over it is settled. Idempotent."""
+        """Unpin and free the memory. Every batch that uses it must be settled. Idempotent."""
         self._release()
         self._owner = None
 
 
 class SlotPool:
-    """A run of memory, of the host or of a device, cut into equal slots that threads borrow. Never touches the memory.
+    """Lends equal slots of host or device memory to threads. Never touches the memory.
 
-    Borrowing never waits: a borrower that gets nothing has another way, so that no slow peer can keep the others from
-    theirs.
+    Borrowing never waits: a borrower that gets no slot must have another way, so a slow peer cannot hold up the others.
     """
 
     def __init__(self, region: Region, slots: int, owner: object) -> None:
-        """Slots are whole pages, one after another from the start of ``region``; what is left at its end is not lent.
+        """Cut ``region`` into ``slots`` slots of whole pages, from its start on; the remainder is not lent.
 
-        ``owner`` is whatever frees the memory when it goes; the pool keeps it.
+        ``owner`` is kept as long as the pool, because it frees the memory when it is garbage collected.
 
         Raises:
-            ValueError: less than one page a slot.
+            ValueError: a slot would be smaller than a page.
         """
         slot_bytes = region.size // slots // mmap.PAGESIZE * mmap.PAGESIZE
         if slot_bytes <= 0:
             raise ValueError(
                 f"{region.size} bytes cannot be cut into {slots} slots of at least one page ({mmap.PAGESIZE} bytes)"
             )
-        self.region = region  # all of it, for registration with a transfer engine
+        self.region = region  # for registration with a transfer engine
         self.slot_bytes = slot_bytes
         self._owner = owner
         self._lock = threading.Lock()
@@ -83,7 +82,7 @@ class SlotPool:
 
     @contextmanager
     def borrow(self) -> Iterator[int | None]:
-        """The address of a slot for the time of a ``with`` block; None if all are lent out."""
+        """Lend a slot for the duration of a ``with`` block: yield its address, or None if all are lent out."""
         with self._lock:
             address = self._free.pop() if self._free else None
             if address is not None:
@@ -102,4 +101,4 @@ class SlotPool:
             free = set(self._free)
             assert len(free) == len(self._free), "a slot is free twice"
             assert not free & self._lent, "a slot is free and lent at once"
-            assert free | self._lent == self._slots, "a slot was lost, or is none of this pool"
+            assert free | self._lent == self._slots, "a slot was lost, or does not belong to this pool"

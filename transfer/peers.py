@@ -1,7 +1,7 @@
-"""Addresses of peers, checked and written in one way, and which of them may be contacted. Opens no connection.
+"""Addresses of peers, checked and in one canonical form, and which of them may be contacted. Opens no connection.
 
-Hosts come from configuration and, through routers, from the clients of the service, so nothing of them reaches a
-transport unchecked: ZeroMQ's endpoint syntax, for one, gives a meaning to ``;``, ``*`` and interface names.
+Hosts come from the configuration and, through routers, from clients of the service. They are checked before a transport
+sees them: ZeroMQ's endpoint syntax, for one, gives a meaning to ``;``, ``*`` and interface names.
 """
 
 import ipaddress
@@ -27,7 +27,7 @@ MAX_PORT = 65535
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """A checked host (IPv4, IPv6 without brackets, or a name) and port."""
+    """A checked host (IPv4 address, IPv6 address without brackets, or name) and port."""
 
     host: str
     port: int
@@ -37,37 +37,37 @@ class Address:
 
     @property
     def endpoint(self) -> str:
-        """What ZeroMQ connects to or binds."""
+        """The ZeroMQ endpoint to connect to or to bind."""
         return f"tcp://{self}"
 
 
 def peer_address(host: object, port: object) -> Address:
-    """The address of a peer to connect to.
+    """Return the checked address of a peer to connect to.
 
     Raises:
-        BadAddress: not a host that can be reached (empty, malformed, a wildcard) or not a port in 1..65535.
+        BadAddress: the host cannot be reached (empty, malformed, a wildcard) or the port is not in 1..65535.
     """
     checked = _host(host)
-    ip = numeric(checked)
+    ip = parse_ip(checked)
     if ip is not None and ip.is_unspecified:
         raise BadAddress(
-            f"control host {host!r} is an address to listen on, not one to reach: the peer must announce the address "
-            "of one of its network interfaces"
+            f"control host {host!r} is an address to listen on, not one to connect to: the peer must announce the "
+            "address of one of its network interfaces"
         )
     return Address(checked, _port(port, lowest=1))
 
 
 def listen_address(host: object, port: object) -> Address:
-    """The address to bind; port 0 lets the OS choose, ``0.0.0.0`` and ``::`` mean every interface.
+    """Return the checked address to bind; port 0 lets the OS choose, ``0.0.0.0`` and ``::`` mean every interface.
 
     Raises:
-        BadAddress: not a host, or not a port in 0..65535.
+        BadAddress: the host is malformed or the port is not in 0..65535.
     """
     return Address(_host(host), _port(port, lowest=0))
 
 
-def numeric(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    """The IP address that ``host`` spells, None if it is a name."""
+def parse_ip(host: str) -> IPAddress | None:
+    """Return ``host`` as an IP address, None if it is a name."""
     try:
         return ipaddress.ip_address(host)
     except ValueError:
@@ -75,12 +75,12 @@ def numeric(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
 
 
 def resolve(host: str) -> str:
-    """The IP address of ``host``: IPv4 if it has one, so that both ends choose alike. DNS may take many seconds.
+    """Return the IP address of ``host``: IPv4 if it has one, so that both ends choose alike. DNS may take many seconds.
 
     Raises:
         OSError: the name has no address.
     """
-    if numeric(host) is not None:
+    if parse_ip(host) is not None:
         return host
     found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     found.sort(key=lambda entry: entry[0] != socket.AF_INET)
@@ -91,7 +91,7 @@ def _host(host: object) -> str:
     if not isinstance(host, str):
         raise BadAddress(f"control host {host!r} is not a string")
     bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
-    ip = numeric(bare)
+    ip = parse_ip(bare)
     if isinstance(ip, ipaddress.IPv6Address):
         if ip.scope_id is None or _SCOPE.fullmatch(ip.scope_id):
             return bare
@@ -99,7 +99,7 @@ def _host(host: object) -> str:
         return host
     raise BadAddress(
         f"control host {host[:300]!r} is neither an IPv4 address, an IPv6 address (with or without brackets) nor a "
-        "host name; a port or a scheme is not part of it"
+        "host name; give it without port and scheme"
     )
 
 
@@ -110,15 +110,15 @@ def _port(port: object, *, lowest: int) -> int:
 
 
 class AllowedPeers:
-    """A list of addresses, networks and host names; everything else is not contacted. Safe to use from any thread."""
+    """An allowlist of addresses, networks and host names. Safe to use from any thread."""
 
     def __init__(self, rules: Sequence[str] | None = None) -> None:
-        """``rules``: e.g. ``10.0.0.5``, ``10.1.0.0/16``, ``fd00::/8``, ``prefill.internal``. None allows every host.
+        """Parse rules such as ``10.0.0.5``, ``10.1.0.0/16``, ``fd00::/8`` or ``prefill.internal``.
 
-        A name allows the addresses that it has at the moment of the contact.
+        A name allows the addresses that it has at the moment of contact. None as ``rules`` allows every host.
 
         Raises:
-            BadAddress: a rule is none of these; names it.
+            BadAddress: a rule is none of these. The message names it.
         """
         self._rules = None if rules is None else tuple(rules)
         self._networks: list[Network] = []
@@ -128,19 +128,19 @@ class AllowedPeers:
         for rule in self._rules or ():
             self._add(rule)
 
-    def names(self, host: str) -> bool:
-        """Whether a rule is this very host name, so that any address it has is allowed."""
-        return _bare(host) in self._names
+    def has_name(self, host: str) -> bool:
+        """Return whether ``host`` itself is a rule, so that any address it has is allowed."""
+        return _normalized(host) in self._names
 
-    def needs_names(self, ip: str) -> bool:
-        """Whether ``check`` of this address has to look names up, which may take seconds."""
+    def needs_lookup(self, ip: str) -> bool:
+        """Return whether ``check`` of this address must look up names, which may take seconds."""
         return bool(self._names) and not self._in_networks(_address(ip))
 
     def check(self, host: str, ip: str) -> None:
-        """Let ``host``, which has the address ``ip``, be contacted, or not.
+        """Raise unless ``host``, which has the address ``ip``, may be contacted.
 
         Raises:
-            PeerNotAllowed: no rule allows it; names the host and the rules.
+            PeerNotAllowed: no rule allows it. The message names the host and the rules.
         """
         if self._rules is None:
             self._log_first_contact(host, ip)
@@ -148,30 +148,30 @@ class AllowedPeers:
         address = _address(ip)
         if (
             self._in_networks(address)
-            or self.names(host)
-            or any(address in _addresses_of(name) for name in self._names)
+            or self.has_name(host)
+            or any(address in _lookup_all(name) for name in self._names)
         ):
             return
         what = host if host == ip else f"{host} ({ip})"
         allowed = ", ".join(self._rules) or "nothing"
         raise PeerNotAllowed(
-            f"{what} may not be contacted: allowed_peers names {allowed}. If it is one of your prefill engines, add "
-            "it there; if not, somebody sent kv_transfer_params that are none of this deployment"
+            f"{what} may not be contacted: allowed_peers names {allowed}. If it is one of your prefill engines, add it "
+            "to allowed_peers; if not, somebody sent kv_transfer_params that do not belong to this deployment"
         )
 
     def check_engine(self, address: str) -> None:
-        """Let a transfer engine, named by a peer as ``host:port``, be contacted, or not.
+        """Raise unless a transfer engine that a peer names as ``host:port`` may be contacted.
 
-        A name is allowed only if it is one of the rules itself: the transfer engine looks it up again, and could get
-        another answer than we did.
+        A name is allowed only if it is itself a rule: the transfer engine looks it up again and could get another
+        address than this check did.
 
         Raises:
-            PeerNotAllowed: no rule allows it; names the host.
+            PeerNotAllowed: no rule allows it. The message names the host.
         """
         host = address.rpartition(":")[0].removeprefix("[").removesuffix("]")
-        if numeric(host) is not None:
+        if parse_ip(host) is not None:
             self.check(host, host)
-        elif self._rules is not None and not self.names(host):
+        elif self._rules is not None and not self.has_name(host):
             raise PeerNotAllowed(
                 f"{host!r} is neither an IP address nor a host name of allowed_peers: add it there, or set host to an "
                 "IP address on the prefill engine"
@@ -183,14 +183,14 @@ class AllowedPeers:
             return
         except ValueError as error:
             if "/" in rule:
-                raise BadAddress(f"allowed_peers: {rule!r} is no network: {error}") from error
+                raise BadAddress(f"allowed_peers: {rule!r} is not a network: {error}") from error
         try:
             host = peer_address(rule, 1).host
         except BadAddress as error:
-            raise BadAddress(f"allowed_peers: {rule!r} is no IP address, network or host name") from error
-        ip = numeric(host)
+            raise BadAddress(f"allowed_peers: {rule!r} is not an IP address, network or host name") from error
+        ip = parse_ip(host)
         if ip is None:
-            self._names.append(_bare(host))
+            self._names.append(_normalized(host))
         else:  # an IPv6 address in brackets
             self._networks.append(ipaddress.ip_network(ip))
 
@@ -204,27 +204,27 @@ class AllowedPeers:
             first, self._warned = not self._warned, True
         if first:
             logger.warning(
-                "contacting %s because a request says so; every host may be named in kv_transfer_params. Set "
-                "allowed_peers to the addresses of your prefill engines, or see that only your router reaches this one",
+                "contacting %s because a request says so: kv_transfer_params may name any host. Set allowed_peers to "
+                "the addresses of your prefill engines, or make sure that only your router can reach this engine",
                 host,
             )
 
 
-def _bare(name: str) -> str:
+def _normalized(name: str) -> str:
     return name.lower().removesuffix(".")
 
 
 def _address(ip: str) -> IPAddress:
-    """An address as rules see it: an IPv4 address that is written as IPv6 is that IPv4 address; a scope is ignored."""
+    """Parse an address for comparison with rules: an IPv4-mapped IPv6 address counts as IPv4, a scope is ignored."""
     address = ipaddress.ip_address(ip.partition("%")[0])
     mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
     return mapped or address
 
 
-def _addresses_of(name: str) -> set[IPAddress]:
+def _lookup_all(name: str) -> set[IPAddress]:
     try:
         found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
     except OSError as error:
-        logger.warning("allowed_peers: %s could not be looked up and allows nothing now: %s", name, error)
+        logger.warning("allowed_peers: %s could not be looked up and allows nothing for now: %s", name, error)
         return set()
     return {_address(str(entry[4][0])) for entry in found}

@@ -13,7 +13,7 @@ from layout.copies import Int64Array
 from layout.geometry import Plane, WorkerGeometry
 from pd_connector.orders import ChecksumOrder, ChecksumReport, Orders, Report, block_table
 from pd_connector.worker.roles import WorkerRole
-from transfer.local_copy.checksums import BlockReader, Readable, in_place, sum_plane, warm_up
+from transfer.local_copy.checksums import BlockReader, ReadableBlocks, in_place, sum_plane, warm_up
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ class CacheChecksums:
             Interrupted: ``closing`` is set.
         """
 
-        def read(plane: Plane, blocks: Int64Array) -> Readable:
+        def read(plane: Plane, blocks: Int64Array) -> ReadableBlocks:
             if closing.is_set():
                 raise Interrupted
             return self._read(plane, blocks)

@@ -47,7 +47,7 @@ def allocate(shape: CrossLayerShape, base: int) -> tuple[Items, CrossLayerBuffer
 
 def view_of(raw: Items, buffer: CrossLayerBuffer, layer: str, axes: str = "BNHC") -> Items:
     """A layer's cache, made as with any tensor library: strides and offset in items."""
-    view, item = buffer.layer_view(layer, axes), buffer.form.part.item_size
+    view, item = buffer.layer_view(layer, axes), buffer.shape.part.item_size
     typed = raw.view(f"u{item}")
     last = view.offset + sum((size - 1) * step for size, step in zip(view.shape, view.strides, strict=True))
     assert last < len(typed), "the view reaches beyond the allocation"
@@ -85,13 +85,13 @@ def check_plane(raw: Items, buffer: CrossLayerBuffer) -> None:
         assert untouched[start : start + plane.item_size].all(), f"two elements share a byte at {index}"
         untouched[start : start + plane.item_size] = False
     assert (raw[untouched] == GUARD).all()
-    inside = slice(buffer.aligned_offset, buffer.aligned_offset + buffer.form.size)
+    inside = slice(buffer.aligned_offset, buffer.aligned_offset + buffer.shape.size)
     assert not untouched[inside].any(), "the buffer has gaps"
 
 
 def check_order(raw: Items, buffer: CrossLayerBuffer) -> None:
     """The elements lie in the order of the axes, outermost first: a second opinion that uses no strides."""
-    form, item = buffer.form, buffer.form.part.item_size
+    form, item = buffer.shape, buffer.shape.part.item_size
     counts = dict(
         zip(
             "LBHNC", (len(form.layers), form.blocks, form.part.heads, form.block_tokens, form.part.content), strict=True
@@ -184,7 +184,7 @@ def test_parts_may_differ_in_heads_and_item_size() -> None:
 
 
 def worker(buffers: list[CrossLayerBuffer]) -> WorkerGeometry:
-    group = CacheGroup(buffers[0].form.block_tokens, 0, tuple(buffer.plane for buffer in buffers))
+    group = CacheGroup(buffers[0].shape.block_tokens, 0, tuple(buffer.plane for buffer in buffers))
     return WorkerGeometry(0, 1, 0, 1, 1, "host:1", (group,), tuple(buffer.region for buffer in buffers))
 
 
@@ -218,12 +218,12 @@ def shapes(**changes: object) -> Callable[[], object]:
         (shapes(item_size=0), "item_size of part 'k' is 0; it must be at least 1"),
         (shapes(item_size=3), "item_size of part 'k' is 3 bytes; it must divide the alignment of 2097152 bytes"),
         (shapes(head_start=-1), "head_start of part 'k' is -1; it must not be negative"),
-        (shapes(layers=[]), "needs at least one of its layers; none is given"),
+        (shapes(layers=[]), "no layers are given; a cross-layer cache needs at least one"),
         (shapes(layers=["a", "b", "a"]), "names of layers must differ: 'a' is given 2 times"),
         (shapes(order="BLHN"), "axis order 'BLHN' of a buffer must hold each letter of 'LBHNC' exactly once"),
         (shapes(order="BLHND"), "axis order 'BLHND' of a buffer must hold each letter of 'LBHNC' exactly once"),
         (shapes(order="BLHNN"), "axis order 'BLHNN' of a buffer must hold each letter of 'LBHNC' exactly once"),
-        (lambda: cross_layer_shapes([], names(1), 1, 1), "needs at least one of its parts; none is given"),
+        (lambda: cross_layer_shapes([], names(1), 1, 1), "no parts are given; a cross-layer cache needs at least one"),
         (lambda: cross_layer_shapes([MLA[0]] * 2, names(1), 1, 1), "'mla_latent' is given 2 times"),
         (lambda: shape_of("BLHNC", 2, 2, 2).at(4097), "base address 0x1001 must be a multiple of the item size 2"),
         (lambda: shape_of("BLHNC", 2, 2, 2).at(-2), "base address -0x2 must be .* not negative"),

@@ -362,7 +362,7 @@ def test_what_does_not_exist_is_refused_by_number(
 
 @pytest.mark.parametrize(("groups", "slots"), [(0, [1]), ([0], [1, 2]), ([0, 0, 0], [1, 2])])
 def test_lists_of_unequal_length_are_refused(groups: int | list[int], slots: list[int]) -> None:
-    with pytest.raises(ValueError, match=r"2 blocks, . slots and . cache groups are given; they must be equally many"):
+    with pytest.raises(ValueError, match=r"2 blocks, . slots and . cache groups are given; their numbers must be"):
         host_layout(worker([plane()])).stores(POOL, groups, [1, 2], slots)
 
 

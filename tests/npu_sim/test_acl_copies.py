@@ -217,7 +217,7 @@ def test_a_batch_that_fails_half_way_has_come_to_rest_when_it_is_reported(
     error = caught.value
     assert (error.settled, error.code, error.name) == (True, 107000, "ACL_ERROR_RT_PARAM_INVALID")
     assert "acl, host to device: aclrtMemcpyBatchAsync" in str(error)
-    assert "an address is not in the memory that the direction says" in str(error)
+    assert "an address is not in the memory that the direction requires" in str(error)
     np.testing.assert_array_equal(device.get(there), source)
 
 

@@ -216,5 +216,5 @@ def test_the_device_is_the_copiers_in_its_thread(device: int) -> None:
 
 
 def test_a_device_that_is_not_there_makes_no_copier() -> None:
-    with pytest.raises(CopierStartError, match=r"no stream on npu:7: .*107001.*\. Needed are torch and torch_npu"):
+    with pytest.raises(CopierStartError, match=r"no stream on npu:7: .*107001.*\. It needs torch and torch_npu"):
         open_copier(Backend.ACL, LOAD, 7)

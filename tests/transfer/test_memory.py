@@ -28,7 +28,7 @@ def test_host_memory_is_page_aligned_and_can_be_written_from_end_to_end() -> Non
 
 @pytest.mark.parametrize("size", [0, -1])
 def test_host_memory_without_bytes_is_refused(size: int) -> None:
-    with pytest.raises(ValueError, match=f"must have some bytes, not {size}"):
+    with pytest.raises(ValueError, match=f"must be positive, not {size} bytes"):
         HostMemory(size)
 
 

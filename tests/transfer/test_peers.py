@@ -69,7 +69,7 @@ def test_what_is_not_a_port_is_named(port: object) -> None:
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "[::]"])
 def test_a_wildcard_can_be_listened_on_but_not_reached(host: str) -> None:
     assert listen_address(host, 0).port == 0
-    with pytest.raises(BadAddress, match="an address to listen on, not one to reach"):
+    with pytest.raises(BadAddress, match="an address to listen on, not one to connect to"):
         peer_address(host, 5600)
 
 

@@ -1,1 +1,1 @@
-"""Batched copies between host and device memory: descriptors in, a handle out. Begin with ``backends.open_copier``."""
+"""Batched copies between host and device memory: descriptors in, a handle out. Start at ``backends.open_copier``."""

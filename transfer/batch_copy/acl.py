@@ -1,14 +1,14 @@
-"""Copies by Ascend's runtime, libascendcl: batches where it has them, single copies where it has not.
+"""Copies by Ascend's runtime, libascendcl: batches if it supports them, else single copies.
 
 Tested against a simulated runtime (``tests/npu_sim``), with and without the real torch_npu binary; not run on an NPU.
-What the batch call asks for, and gives:
+The contract of the batch call:
 
-- one direction a call, host to device or device to host, copies in no order, no empty ones;
-- attributes that match where every address really is, the device's number included;
-- at most 4,096 copies a call are safe to assume (the synchronous call has that limit);
-- after an error the copies before the refused one are under way;
-- ``FEATURE_NOT_SUPPORT`` at run time, by driver or chip, even where the symbol is there;
-- pageable host memory, at the price of a blocking copy each.
+- It takes one direction per call, host to device or device to host. Copies are unordered and must not be empty.
+- The attributes must match where each address really is, including the device number.
+- Only 4,096 copies per call are safe to assume, which is the limit of the synchronous call.
+- After an error, the copies before the refused one are in progress.
+- Driver or chip may return ``FEATURE_NOT_SUPPORT`` at run time even if the symbol exists.
+- Pageable host memory is accepted, but each such copy blocks.
 """
 
 import ctypes
@@ -42,10 +42,10 @@ class AclRuntime(CopyRuntime):
     chunk = 4096
 
     def __init__(self, library: ctypes.CDLL, device: int) -> None:
-        """Bind ``library``, whose functions nobody else may hold with other prototypes.
+        """Set the prototypes of ``library``, which no other code may use with different ones.
 
         Raises:
-            CopierStartError: a function is missing that no copy can do without.
+            CopierStartError: a required function is missing.
         """
         self._device = device
         self._functions = _bind(library)
@@ -55,16 +55,16 @@ class AclRuntime(CopyRuntime):
 
     @classmethod
     def load(cls, device: int) -> "AclRuntime":
-        """The runtime of the installed CANN.
+        """Load the runtime of the installed CANN.
 
         Raises:
-            CopierStartError: there is none, or it is too old.
+            CopierStartError: CANN is not installed or too old.
         """
         try:
             return cls(ctypes.CDLL(LIBRARY), device)
         except OSError as error:
             raise CopierStartError(
-                f"{LIBRARY} cannot be loaded ({error}). It comes with CANN: source its set_env.sh, which puts it on "
+                f"{LIBRARY} cannot be loaded ({error}). It is part of CANN: source CANN's set_env.sh, which adds it to "
                 "LD_LIBRARY_PATH, or use another backend"
             ) from error
 
@@ -88,7 +88,7 @@ class AclRuntime(CopyRuntime):
         sizes = copies.sizes.ctypes.data
         arguments = (
             copies.destinations.ctypes.data,
-            sizes,  # the room at each destination
+            sizes,  # capacity of each destination
             copies.sources.ctypes.data,
             sizes,
             len(copies),
@@ -126,21 +126,21 @@ class AclRuntime(CopyRuntime):
         return bool(attributes.location.type == abi.LOCATION_UNREGISTERED)
 
     def explain(self, code: int) -> Explanation:
-        """See ``CopyRuntime``. With the runtime's own last words in this thread, where it has any."""
-        name, meaning = abi.ERRORS.get(code, ("an error of ACL", "see CANN's list of error codes"))
-        last_words = self._functions.get("aclGetRecentErrMsg")
-        said = (last_words() or b"").decode(errors="replace").strip() if last_words is not None else ""
+        """See ``CopyRuntime``. Adds the runtime's latest error message of this thread, if there is one."""
+        name, meaning = abi.ERRORS.get(code, ("unlisted ACL error", "see CANN's list of error codes"))
+        latest = self._functions.get("aclGetRecentErrMsg")
+        said = (latest() or b"").decode(errors="replace").strip() if latest is not None else ""
         return Explanation(name, f"{meaning}. The runtime says: {said}" if said else meaning)
 
     def pinned(self, size: int) -> PinnedMemory:
-        """``size`` bytes of page-aligned host memory of the runtime. A device must be set in the calling thread.
+        """Allocate ``size`` bytes of pinned, page-aligned host memory. A device must be set in the calling thread.
 
         Raises:
             ValueError: ``size`` is not positive.
-            CopierStartError: the runtime refuses.
+            CopierStartError: the runtime refused.
         """
         if size <= 0:
-            raise ValueError(f"pinned memory must have some bytes, not {size}")
+            raise ValueError(f"the size of pinned memory must be positive, not {size} bytes")
         start = ctypes.c_void_p()
         code = self._functions["aclrtMallocHost"](ctypes.byref(start), size + mmap.PAGESIZE)
         if code != abi.SUCCESS or start.value is None:
@@ -157,7 +157,7 @@ class AclRuntime(CopyRuntime):
 
 
 def _bind(library: ctypes.CDLL) -> dict[str, Any]:
-    """The functions that the library has, with their prototypes."""
+    """Return the library's functions by name, with their prototypes set."""
     functions: dict[str, Any] = {}
     for name, (argument_types, result_type) in abi.PROTOTYPES.items():
         try:
@@ -169,6 +169,6 @@ def _bind(library: ctypes.CDLL) -> dict[str, Any]:
     missing = [name for name in abi.REQUIRED if name not in functions]
     if missing:
         raise CopierStartError(
-            f"{LIBRARY} has no {', '.join(missing)}: it is not CANN's, or far too old. CANN 8.0 or newer is needed"
+            f"{LIBRARY} has no {', '.join(missing)}: it is not CANN's, or too old. CANN 8.0 or newer is needed"
         )
     return functions

@@ -1,6 +1,6 @@
 """The part of Ascend's ``acl/acl_rt.h`` that copies need, for ctypes: structures, constants, prototypes, error names.
 
-Read off the headers in torch_npu 2.13.0's wheel; a test compiles them against it. No call is made here.
+Taken from the headers in the wheel of torch_npu 2.13.0; a test compiles against them. Makes no calls.
 """
 
 import ctypes
@@ -16,7 +16,7 @@ LOCATION_UNREGISTERED = 2
 
 SUCCESS = 0
 FEATURE_NOT_SUPPORT = 207000
-NO_INDEX = ctypes.c_size_t(-1).value  # what failIndex holds where no entry is to blame
+NO_INDEX = ctypes.c_size_t(-1).value  # in failIndex: no single entry failed
 
 
 class AclMemLocation(ctypes.Structure):
@@ -51,23 +51,23 @@ PROTOTYPES: dict[str, tuple[tuple[type, ...], type]] = {
     "aclGetRecentErrMsg": ((), c_char_p),
 }
 
-#: Symbols without which there is nothing to copy with; the others may be missing.
+#: Symbols that copies cannot do without; the others may be missing.
 REQUIRED = ("aclrtMemcpyAsync", "aclrtMallocHost", "aclrtFreeHost")
 
-#: code -> (name, what it means here and what to do). Of the many codes, those that copies have been seen to meet.
+#: code -> (name, what it means here and what to do). Only the codes that copies are known to return.
 ERRORS: dict[int, tuple[str, str]] = {
     100000: ("ACL_ERROR_INVALID_PARAM", "the call was malformed"),
     107000: (
         "ACL_ERROR_RT_PARAM_INVALID",
-        "an address is not in the memory that the direction says, or not on this device, or the range ends outside it",
+        "an address is not in the memory that the direction requires, is on another device, or the range is too long",
     ),
     107001: ("ACL_ERROR_RT_INVALID_DEVICEID", "no such device; see ASCEND_RT_VISIBLE_DEVICES"),
     107002: ("ACL_ERROR_RT_CONTEXT_NULL", "no device is set in the calling thread"),
     107003: ("ACL_ERROR_RT_STREAM_CONTEXT", "the stream belongs to another device than the one set in this thread"),
-    207000: ("ACL_ERROR_RT_FEATURE_NOT_SUPPORT", "neither driver nor chip can do this"),
-    207001: ("ACL_ERROR_RT_MEMORY_ALLOCATION", "no memory is left; ask for less"),
-    507000: ("ACL_ERROR_RT_INTERNAL_ERROR", "the runtime failed; the device's log says more (~/ascend/log)"),
+    207000: ("ACL_ERROR_RT_FEATURE_NOT_SUPPORT", "the driver or chip does not support this"),
+    207001: ("ACL_ERROR_RT_MEMORY_ALLOCATION", "out of memory; request less"),
+    507000: ("ACL_ERROR_RT_INTERNAL_ERROR", "the runtime failed; see the device's log (~/ascend/log)"),
     507010: ("ACL_ERROR_RT_LOST_HEARTBEAT", "the device does not answer; restart the process, see npu-smi info"),
-    507046: ("ACL_ERROR_RT_STREAM_SYNC_TIMEOUT", "the stream did not come to its end in time"),
+    507046: ("ACL_ERROR_RT_STREAM_SYNC_TIMEOUT", "the stream did not finish in time"),
     507053: ("ACL_ERROR_RT_DEVICE_MEM_ERROR", "the device's memory has an error; see npu-smi info"),
 }

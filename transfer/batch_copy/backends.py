@@ -1,6 +1,6 @@
-"""Makes copiers and pinned memory for a backend by its name. The one door of this package.
+"""Makes copiers and pinned memory for a named backend: the entry point of this package.
 
-Nothing of CUDA, CANN, torch or torch_npu is imported or loaded before it is asked for.
+Imports or loads nothing of CUDA, CANN, torch or torch_npu before it is needed.
 """
 
 from enum import Enum
@@ -24,12 +24,12 @@ class Backend(Enum):
 
 
 def open_copier(backend: Backend, direction: Direction, device: int = 0) -> BatchCopier:
-    """A copier that moves bytes in ``direction``, to or from torch's device number ``device``.
+    """Open a copier that moves bytes in ``direction``, to or from torch's device number ``device``.
 
-    With ``Backend.HOST`` neither means anything. The caller closes the copier.
+    ``Backend.HOST`` ignores both. The caller closes the copier.
 
     Raises:
-        CopierStartError: a library, torch or the device is missing; the message says what was looked for.
+        CopierStartError: a library, torch or the device is missing; the message says which.
     """
     name = f"pd-copy-{backend.value}-{direction.name.lower()}"
     if backend is Backend.HOST:
@@ -40,13 +40,13 @@ def open_copier(backend: Backend, direction: Direction, device: int = 0) -> Batc
 
 
 def pinned_memory(backend: Backend, size: int, device: int = 0) -> PinnedMemory:
-    """``size`` bytes of page-aligned host memory that ``backend`` copies from and to at full speed.
+    """Allocate ``size`` bytes of page-aligned host memory that ``backend`` copies from and to at full speed.
 
-    For a device, that must be the current one in the calling thread: torch has been used with it there.
+    The device must be current in the calling thread, as it is once torch has used it there.
 
     Raises:
         ValueError: ``size`` is not positive.
-        CopierStartError: a library is missing, or the driver does not pin this much.
+        CopierStartError: a library is missing, or the driver cannot pin this much.
     """
     if backend is Backend.HOST:
         memory = HostMemory(size)

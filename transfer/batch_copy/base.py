@@ -1,19 +1,19 @@
 """The contract of batched copies between host and device memory: descriptors in, a handle out.
 
-**One way each.** A copier moves bytes in one ``Direction``, on one thread and one stream of its own, batch after
-batch. Loads and stores therefore take two copiers, and neither queues behind the other.
+**One direction.** A copier moves bytes in one ``Direction``, on its own thread and stream, batch after batch. Loads and
+stores therefore use two copiers, and neither queues behind the other.
 
-**Never in the caller's way.** ``submit`` checks the sizes, hands the batch to the copier's thread and returns;
-building and submitting thousands of descriptors happens there. ``Handle.query`` never blocks either.
+**Non-blocking.** ``submit`` checks the sizes, hands the batch to the copier's thread and returns; that thread builds
+and submits the descriptors, which may be thousands. ``Handle.query`` never blocks either.
 
-**Order is explicit.** A batch starts after the event given as ``after``: an event of the device, recorded where the
-sources are written (and where the destinations were last used), or the handle of another batch, of any copier. Its
-own end is an event too: the handle. Copies inside a batch are in no order and must not overlap.
+**Explicit order.** A batch starts after the event given as ``after``: a device event, recorded after the sources were
+written (and the destinations last used), or the handle of another batch of any copier. The handle of a batch is the
+event of its end. Copies inside a batch are unordered and must not overlap.
 
-**Lifetime.** From ``submit`` until the handle is settled (``query`` returned True, or it raised ``CopyFailed`` with
-``settled`` true) both ends of every descriptor stay allocated, sources unchanged and destinations unread; the arrays
-of the descriptors belong to the copier. After ``CopyFailed`` with ``settled`` false the device may still write: only
-the end of the process frees the destinations for another use.
+**Lifetime.** From ``submit`` until the handle is settled (``query`` returned True, or raised ``CopyFailed`` with
+``settled`` true) both ends of every descriptor must stay allocated, sources unchanged and destinations unread; the
+descriptor arrays belong to the copier. After ``CopyFailed`` with ``settled`` false the device may still write, and the
+destinations must not be reused for the life of the process.
 """
 
 import time
@@ -35,23 +35,23 @@ class Direction(Enum):
 
 
 class DeviceEvent(Protocol):
-    """A point in a stream's work that was recorded: ``torch.cuda.Event``, ``torch.npu.Event`` and their like."""
+    """A recorded point in a stream's work, such as ``torch.cuda.Event`` or ``torch.npu.Event``."""
 
     def query(self) -> bool:
-        """Whether everything before it is done. Never blocks."""
+        """Return whether everything before it is done. Never blocks."""
 
     def synchronize(self) -> None:
         """Block until everything before it is done."""
 
 
 class CopierStartError(TransferError):
-    """The backend cannot be used here: a library, a symbol or the device is missing; the message says which."""
+    """The backend cannot be used: a library, a symbol or the device is missing; the message says which."""
 
 
-class CopyFailed(TransferError):  # noqa: N818  it is named after the event, like ReadFailed
-    """A batch did not bring all bytes. ``settled``: no byte of it will be written any more.
+class CopyFailed(TransferError):  # noqa: N818  named after the event, like ReadFailed
+    """A batch did not deliver all bytes. ``settled``: no byte of it will be written any more.
 
-    ``code`` and ``name`` are the backend's own error, where it gave one.
+    ``code`` and ``name`` are the backend's error, if it gave one.
     """
 
     def __init__(self, reason: str, *, settled: bool, code: int | None = None, name: str = "") -> None:
@@ -62,24 +62,24 @@ class CopyFailed(TransferError):  # noqa: N818  it is named after the event, lik
 
 
 class Handle:
-    """The end of one batch. Safe to ask from any thread that has the copier's device set."""
+    """The completion of one batch. May be used from any thread that has set the copier's device."""
 
     def __init__(self) -> None:
-        self._begun = ThreadEvent()  # the copier's thread is through with the batch; what follows is set before it
+        self._begun = ThreadEvent()  # set once the copier's thread has set the attributes below
         self._end: DeviceEvent | None = None  # None: nothing is in flight
         self._ended_at: float | None = None
         self._failure: CopyFailed | None = None
 
     @property
     def ended_at(self) -> float | None:
-        """When the last byte landed, by ``time.monotonic``; of a device, when it was first asked after that."""
+        """When the last byte landed, by ``time.monotonic``; on a device, the first ``query`` after that."""
         return self._ended_at
 
     def query(self) -> bool:
-        """True once every byte has landed, False before. Never blocks.
+        """Return whether every byte has landed. Never blocks.
 
         Raises:
-            CopyFailed: not all bytes landed. Raised again by every later call.
+            CopyFailed: not all bytes landed. Every later call raises it again.
         """
         if not self._begun.is_set():
             return False
@@ -98,66 +98,68 @@ class Handle:
         return True
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Block until every byte has landed, at most ``timeout_s`` seconds (None: without limit).
+        """Block until every byte has landed, at most ``timeout_s`` seconds (None: no limit).
 
         Raises:
             CopyFailed: not all bytes landed.
-            TimeoutError: the batch is still under way. It goes on.
+            TimeoutError: the batch is still in progress, and continues.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         self._begun.wait(timeout_s)
         pauses = Pauses()
         while not self.query():
             if deadline is not None and time.monotonic() >= deadline:
-                raise TimeoutError(f"the batch was not done after {timeout_s} s; it goes on")
+                raise TimeoutError(f"the batch was not done after {timeout_s} s; it continues")
             time.sleep(pauses.next_s())
 
     def begun(self, end: DeviceEvent | None) -> None:
-        """For the copier: the batch is under way and over at ``end``; None if it is over already."""
+        """Record that the batch has been started and ends at ``end``, None if it has ended. For the copier."""
         self._end = end
         self._ended_at = time.monotonic() if end is None else None
         self._begun.set()
 
     def failed(self, failure: CopyFailed) -> None:
-        """For the copier: the batch is not under way (any more), because of ``failure``."""
+        """Record that the batch has failed. For the copier."""
         self._failure = failure
         self._begun.set()
 
 
 class Pauses:
-    """How long to sleep between two looks at something that is soon done: from 20 us up to 200 us."""
+    """The exponential backoff of a poll for something that is soon done: from 20 us up to 200 us."""
 
     def __init__(self) -> None:
         self._pause_s = 10e-6
 
     def next_s(self) -> float:
-        """The next pause, in seconds."""
+        """Return the next pause in seconds."""
         self._pause_s = min(2 * self._pause_s, 200e-6)
         return self._pause_s
 
 
 class CopyBackend(ABC):
-    """What moves the bytes of one copier. Every method is called on the copier's thread, and on no other."""
+    """Moves the bytes of one copier. Only the copier's thread calls its methods."""
 
     @abstractmethod
     def enter_thread(self) -> None:
-        """Called first: make the device current in this thread.
+        """Make the device current in this thread. Called first.
 
         Raises:
-            CopierStartError: it cannot be.
+            CopierStartError: the device cannot be made current.
         """
 
     @abstractmethod
     def start(self, copies: Copies, after: DeviceEvent | None) -> DeviceEvent | None:
-        """Start a batch behind ``after``; its end, or None if all bytes have landed. No size is negative.
+        """Start a batch after ``after`` and return the event of its end, None if all bytes have landed.
+
+        No size is negative.
 
         Raises:
-            CopyFailed: not all of it could be started; what had been is settled, or the error says that it is not.
+            CopyFailed: not all of it could be started; ``settled`` tells whether the part that was has settled.
         """
 
     @abstractmethod
     def drain(self) -> None:
-        """Called last: block until everything started has come to its end, or raise what the device says instead."""
+        """Block until everything started has ended, or raise the device's error. Called last."""
 
 
 class BatchCopier(ABC):
@@ -165,11 +167,10 @@ class BatchCopier(ABC):
 
     @abstractmethod
     def submit(self, copies: Copies, after: DeviceEvent | Handle | None = None) -> Handle:
-        """Start a batch once ``after`` has come; None: its sources are written and its destinations free now.
+        """Start a batch once ``after`` has completed; None means that sources and destinations are ready now.
 
-        A device event must have been recorded before this call. A batch after a handle that fails, fails as well.
-        Sizes of zero are allowed and move nothing. Whether the addresses may be read and written is the caller's to
-        know: nothing here can tell.
+        A device event must be recorded before this call. A batch after a handle that fails, fails, too. Sizes of zero
+        are allowed and move nothing. The caller must make sure that the addresses are valid; this cannot be checked.
 
         Raises:
             ValueError: a size is negative. Nothing was started.
@@ -178,9 +179,9 @@ class BatchCopier(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """End the thread, once all that is under way is done; batches that have not begun fail. Idempotent.
+        """End the thread once everything in progress is done; batches that have not started fail. Idempotent.
 
-        Blocks for as long as the device takes, an event of ``after`` included.
+        Blocks for as long as the device takes, including the events of ``after``.
         """
 
     def __enter__(self) -> Self:

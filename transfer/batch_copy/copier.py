@@ -1,6 +1,6 @@
-"""The one copier there is: a queue of batches and the thread that hands them to a backend, one after another.
+"""The copier: a queue of batches, and the thread that hands them to a backend one after another.
 
-Knows nothing of devices. What fails on the thread ends in the handle of its batch and never ends the thread.
+Knows nothing of devices. A failure on the thread goes to the handle of its batch and never ends the thread.
 """
 
 import logging
@@ -9,15 +9,7 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 
 from layout.copies import Copies
-from transfer.batch_copy.base import (
-    BatchCopier,
-    CopierStartError,
-    CopyBackend,
-    CopyFailed,
-    DeviceEvent,
-    Handle,
-    Pauses,
-)
+from transfer.batch_copy.base import BatchCopier, CopierStartError, CopyBackend, CopyFailed, DeviceEvent, Handle, Pauses
 
 logger = logging.getLogger(__name__)
 
@@ -30,17 +22,17 @@ class _Batch:
 
 
 class ThreadedCopier(BatchCopier):
-    """A copier whose batches are started by a thread of its own."""
+    """Owns the thread that starts its batches."""
 
     def __init__(self, backend: CopyBackend, name: str) -> None:
-        """Start the thread, called ``name``, and have the backend enter it.
+        """Start the thread ``name``, and let the backend enter it.
 
         Raises:
             CopierStartError: the backend cannot be used in the thread.
         """
         self._backend = backend
         self._batches: SimpleQueue[_Batch | None] = SimpleQueue()
-        self._submitting = threading.Lock()  # no batch goes in behind the None that ends the queue
+        self._submitting = threading.Lock()  # no batch is queued after the None that ends the queue
         self._closing = threading.Event()
         self._entered = threading.Event()
         self._start_error: BaseException | None = None
@@ -74,18 +66,18 @@ class ThreadedCopier(BatchCopier):
     def _run(self) -> None:
         try:
             self._backend.enter_thread()
-        except BaseException as error:  # whatever it is, the constructor waits to raise it
+        except BaseException as error:  # the constructor waits to raise it, whatever it is
             self._start_error = error
             return
         finally:
             self._entered.set()
         while (batch := self._batches.get()) is not None:
             self._begin(batch)
-            del batch  # its descriptors are not needed while the thread waits for the next
+            del batch  # free its descriptors while the thread waits for the next
         try:
             self._backend.drain()
         except Exception:
-            logger.exception("%s: the device failed while its last copies were awaited", self._thread.name)
+            logger.exception("%s: the device failed before its last copies had ended", self._thread.name)
 
     def _begin(self, batch: _Batch) -> None:
         try:
@@ -93,12 +85,12 @@ class ThreadedCopier(BatchCopier):
             batch.handle.begun(self._backend.start(batch.copies, after))
         except CopyFailed as failure:
             batch.handle.failed(failure)
-        except BaseException as error:  # whatever it is: a handle that never ends would be waited for
+        except BaseException as error:  # whatever it is: otherwise the handle would never end
             logger.exception("%s: a batch could not be started", self._thread.name)
             batch.handle.failed(CopyFailed(f"the batch could not be started: {error!r}", settled=False))
 
     def _device_event(self, after: DeviceEvent | Handle | None) -> DeviceEvent | None:
-        """What the backend must still wait for: handles are waited for here."""
+        """Wait for ``after`` if it is a handle; otherwise return it for the backend to wait for."""
         pauses = Pauses()
         while True:
             if self._closing.is_set():

@@ -2,12 +2,11 @@
 
 Tested against a simulated driver, and on a GPU where the tests find one.
 
-**Source access order.** A batch says how early the driver may read its sources. Reading in stream order is right
-always. Reading at any time is faster on some platforms and right only where nothing that the stream waits for writes
-the sources. So host to device without an event to wait for is "any": the pinned host memory was complete when the
-batch was submitted. Everything else is "stream": what leaves the device has just been written by a kernel that the
-event stands for, and a load behind an event may follow the very copy that fills its source. Destinations are always
-written in stream order.
+**Source access order.** A batch tells the driver how early it may read the sources. Reading in stream order is always
+correct. Reading at any time is faster on some platforms, but correct only if nothing that the stream waits for writes
+the sources. So host to device without an event is "any": the pinned host memory was complete at submission. Everything
+else is "stream": what leaves the device was just written by a kernel before the event, and a load after an event may
+follow the very copy that fills its source. Destinations are always written in stream order.
 """
 
 import ctypes
@@ -27,16 +26,16 @@ LIBRARY = "libcuda.so.1"
 
 
 class CudaRuntime(CopyRuntime):
-    """The CUDA driver; the device is the calling thread's."""
+    """The CUDA driver, for the device of the calling thread."""
 
     platform = "cuda"
     chunk = 1 << 30  # the driver sets no limit
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        """Bind ``library``, whose functions nobody else may hold with other prototypes.
+        """Set the prototypes of ``library``, which no other code may use with different ones.
 
         Raises:
-            CopierStartError: a function is missing that no copy can do without.
+            CopierStartError: a required function is missing.
         """
         self._functions = _bind(library)
         self._batch = self._find_batch()
@@ -44,17 +43,17 @@ class CudaRuntime(CopyRuntime):
 
     @classmethod
     def load(cls) -> "CudaRuntime":
-        """The installed driver.
+        """Load the installed driver.
 
         Raises:
-            CopierStartError: there is none, or it is too old.
+            CopierStartError: no driver is installed, or it is too old.
         """
         try:
             return cls(ctypes.CDLL(LIBRARY))
         except OSError as error:
             raise CopierStartError(
-                f"{LIBRARY} cannot be loaded ({error}). It comes with NVIDIA's driver; in a container it is there only "
-                "if that was started with access to the GPU (docker run --gpus all)"
+                f"{LIBRARY} cannot be loaded ({error}). It is part of NVIDIA's driver; a container has it only if it "
+                "was started with access to the GPU (docker run --gpus all)"
             ) from error
 
     @property
@@ -98,7 +97,7 @@ class CudaRuntime(CopyRuntime):
         return code == abi.NOT_SUPPORTED
 
     def is_pageable(self, address: int) -> bool:
-        """See ``CopyRuntime``. The driver calls an address invalid that it does not know."""
+        """See ``CopyRuntime``. The driver reports an address that it does not know as an invalid value."""
         kind = ctypes.c_uint()
         code = self._functions["cuPointerGetAttribute"](
             ctypes.addressof(kind), abi.POINTER_ATTRIBUTE_MEMORY_TYPE, address
@@ -106,7 +105,7 @@ class CudaRuntime(CopyRuntime):
         return bool(code == abi.INVALID_VALUE)
 
     def explain(self, code: int) -> Explanation:
-        """See ``CopyRuntime``. In the driver's words, with advice where there is any."""
+        """See ``CopyRuntime``. Returns the driver's own text, plus advice if there is any."""
         said = []
         for name in ("cuGetErrorName", "cuGetErrorString"):
             text = ctypes.c_char_p()
@@ -114,17 +113,17 @@ class CudaRuntime(CopyRuntime):
             said.append((text.value or b"").decode(errors="replace") if found else "")
         advice = abi.ADVICE.get(code)
         meaning = said[1] or "unknown to this driver"
-        return Explanation(said[0] or "an error of CUDA", f"{meaning}: {advice}" if advice else meaning)
+        return Explanation(said[0] or "unnamed CUDA error", f"{meaning}: {advice}" if advice else meaning)
 
     def pinned(self, size: int) -> PinnedMemory:
-        """``size`` bytes of page-aligned host memory, pinned. A device must be set in the calling thread.
+        """Allocate ``size`` bytes of pinned, page-aligned host memory. A device must be set in the calling thread.
 
-        Registered by ``cuMemHostRegister``, on which ``cudaHostRegister`` is built: the exact size, where torch's own
-        pinned allocator takes the next power of two.
+        Pins with ``cuMemHostRegister``, as ``cudaHostRegister`` does: exactly ``size`` bytes, while torch's pinned
+        allocator takes the next power of two.
 
         Raises:
             ValueError: ``size`` is not positive.
-            CopierStartError: the driver refuses.
+            CopierStartError: the driver refused.
         """
         memory = HostMemory(size)
         address = memory.region.address
@@ -141,7 +140,7 @@ class CudaRuntime(CopyRuntime):
             logger.warning("cuMemHostUnregister refused %#x: %d %s: %s", address, code, error.name, error.meaning)
 
     def _find_batch(self) -> Any:
-        """``cuMemcpyBatchAsync`` as of 12.8, by whatever name this driver keeps it; None in older drivers."""
+        """Return ``cuMemcpyBatchAsync`` as of CUDA 12.8, whatever its symbol in this driver; None in older drivers."""
         find = self._functions.get("cuGetProcAddress_v2")
         if find is None:
             return None
@@ -159,7 +158,7 @@ class CudaRuntime(CopyRuntime):
 
 
 def _bind(library: ctypes.CDLL) -> dict[str, Any]:
-    """The functions that the library has, with their prototypes."""
+    """Return the library's functions by name, with their prototypes set."""
     functions: dict[str, Any] = {}
     for name, argument_types in abi.PROTOTYPES.items():
         try:
@@ -168,7 +167,7 @@ def _bind(library: ctypes.CDLL) -> dict[str, Any]:
             if name in abi.OPTIONAL:
                 continue
             raise CopierStartError(
-                f"{LIBRARY} has no {name}: it is not NVIDIA's driver, or far too old. One for CUDA 12 is needed"
+                f"{LIBRARY} has no {name}: it is not NVIDIA's driver, or too old. A driver for CUDA 12 is needed"
             ) from error
         function.argtypes, function.restype = argument_types, ctypes.c_int
         functions[name] = function

@@ -1,7 +1,7 @@
 """The part of ``cuda.h`` that copies need, for ctypes: structures, constants and prototypes of the driver's API.
 
-Read off the headers of CUDA 12.8 and 13; the batch call is the one of 12.8 (version 12080), which later drivers still
-give to those who ask for that version. No call is made here.
+Taken from the headers of CUDA 12.8 and 13. The batch call is the one of 12.8 (version 12080), which later drivers still
+return for that version. Makes no calls.
 """
 
 import ctypes
@@ -13,13 +13,12 @@ GET_PROC_ADDRESS_DEFAULT = 0
 SUCCESS = 0
 INVALID_VALUE = 1
 NOT_SUPPORTED = 801
-NO_INDEX = ctypes.c_size_t(-1).value  # what failIdx holds where no copy is to blame
+NO_INDEX = ctypes.c_size_t(-1).value  # in failIdx: no single copy failed
 
 SRC_ACCESS_ORDER_STREAM = 1
 SRC_ACCESS_ORDER_ANY = 3
 
 POINTER_ATTRIBUTE_MEMORY_TYPE = 2
-MEMORY_TYPE_HOST = 1
 
 MEM_HOST_REGISTER_PORTABLE = 1  # pinned for every context
 
@@ -41,7 +40,7 @@ class MemcpyAttributes(ctypes.Structure):
     )
 
 
-#: ``cuMemcpyBatchAsync`` of version 12080: with ``failIdx``, which version 13000 has no more.
+#: ``cuMemcpyBatchAsync`` of version 12080: with ``failIdx``, which version 13000 no longer has.
 BATCH_ARGUMENTS = (
     c_void_p,  # dsts
     c_void_p,  # srcs
@@ -65,16 +64,16 @@ PROTOTYPES: dict[str, tuple[type, ...]] = {
     "cuGetErrorString": (c_int, POINTER(c_char_p)),
 }
 
-#: The first that is new enough for batches; older drivers lack it and copy one by one.
+#: Symbols that older drivers lack; without them copies are submitted one by one.
 OPTIONAL = ("cuGetProcAddress_v2",)
 
-#: code -> what to do about it, after the driver's own words.
+#: code -> what it means here and what to do, in addition to the driver's own text.
 ADVICE: dict[int, str] = {
-    1: "an address is not in the memory that the direction says, or the range ends outside it",
-    2: "the host or the limit on locked memory (ulimit -l) has no room for this much; ask for less",
+    1: "an address is not in the memory that the direction requires, or the range ends outside it",
+    2: "the host's memory or the limit on locked memory (ulimit -l) is too small; request less",
     201: "no device is set in the calling thread",
-    400: "the stream is not one of this device's",
+    400: "the stream does not belong to this device",
     700: "an earlier kernel or copy wrote out of bounds; the process must be restarted",
-    712: "the memory is pinned already",
-    801: "neither driver nor device can do this",
+    712: "the memory is already pinned",
+    801: "the driver or device does not support this",
 }

@@ -1,7 +1,7 @@
-"""One call of a C function for each copy, without the interpreter: the way of a driver that takes no batches.
+"""Loops that call a C function once per copy, without the interpreter, for drivers without batches.
 
-A Python loop would release and retake the interpreter's lock for every copy, and could wait out a model thread's turn
-(5 ms) each time. These loops hold no lock at all. The functions are given by address; nothing here knows a library.
+A Python loop would release and retake the GIL for every copy, and could wait for a model thread's switch interval
+(5 ms) each time. These loops run without the GIL. Functions are given by address; nothing here knows a library.
 """
 
 from typing import Any
@@ -14,13 +14,13 @@ _INT, _WORD = ir.IntType(32), ir.IntType(64)
 
 
 def _call(builder: Any, address: Any, parameters: list[Any], arguments: list[Any]) -> Any:
-    """``int function(parameters...)``, the function being at ``address``."""
+    """Emit a call of ``int function(parameters...)`` at ``address``."""
     pointer = builder.inttoptr(address, ir.FunctionType(_INT, parameters).as_pointer())
     return builder.call(pointer, arguments)
 
 
 def _emit_acl(_typing: Any, _function: Any, _to: Any, _origin: Any, _size: Any, _kind: Any, _stream: Any) -> Any:
-    """``aclrtMemcpyAsync(to, size, origin, size, kind, stream)``: kind is an enum, the others are words."""
+    """Emit ``aclrtMemcpyAsync(to, size, origin, size, kind, stream)``: kind is an enum, the others are words."""
 
     def emit(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         function, to, origin, size, kind, stream = arguments
@@ -31,7 +31,7 @@ def _emit_acl(_typing: Any, _function: Any, _to: Any, _origin: Any, _size: Any, 
 
 
 def _emit_cuda(_typing: Any, _function: Any, _to: Any, _origin: Any, _size: Any, _stream: Any) -> Any:
-    """``cuMemcpyAsync(to, origin, size, stream)``, all words."""
+    """Emit ``cuMemcpyAsync(to, origin, size, stream)``, all words."""
 
     def emit(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         return _call(builder, arguments[0], [_WORD] * 4, list(arguments[1:]))
@@ -58,8 +58,8 @@ def _cuda_loop(function: Any, destinations: Any, sources: Any, sizes: Any, strea
     return -1, 0
 
 
-#: ``(function, destinations, sources, sizes, kind, stream)``: (index, code) of the first refused copy, or (-1, 0).
-#: All are int64, the arrays contiguous. Compiled at the first call.
+#: Called with (function, destinations, sources, sizes, kind, stream), all int64 and the arrays contiguous. Returns the
+#: index and error code of the first refused copy, or (-1, 0). Compiled at the first call.
 acl_copies = njit(nogil=True)(_acl_loop)
-#: The same without ``kind``.
+#: The same, without ``kind``.
 cuda_copies = njit(nogil=True)(_cuda_loop)

@@ -1,6 +1,7 @@
-"""Who may be connected to a control server: it counts connections, ends those above the limits, and admits clients.
+"""Decides who may be connected to a control server: counts connections, aborts those above limits, admits clients.
 
-libzmq accepts every connection. Its events name the descriptor of each; here these are ended where libzmq would go on.
+libzmq accepts every connection. Its events carry the file descriptor of each, through which this module aborts those
+that libzmq would keep.
 """
 
 import time
@@ -11,7 +12,7 @@ from dataclasses import dataclass, field
 import msgspec
 import zmq
 
-from transfer.control.connections import CHECK_INTERVAL_S, Connection, Unread, hoarders, opened
+from transfer.control.connections import CHECK_INTERVAL_S, Connection, UnreadBytes, connection_of, over_limit
 from transfer.control.keys import ControlKeys
 from transfer.control.limits import REFUSED_S, ServerLimits, ThrottledWarnings
 from transfer.control.polling import SocketMonitor
@@ -23,33 +24,33 @@ _EVENTS = (
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
-_ZAP_ENDPOINT = "inproc://zeromq.zap.01"  # where libzmq asks, by its RFC 27
-_OTHER_MECHANISM = zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH
-_OTHER_SECRET = (zmq.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC, zmq.PROTOCOL_ERROR_ZMTP_KEY_EXCHANGE)
-_DROPS_TO_CUT = 100  # messages of a connection above its host's rate between two checks, then its host is refused
+_ZAP_ENDPOINT = "inproc://zeromq.zap.01"  # where libzmq asks, see ZeroMQ's RFC 27
+_MECHANISM_MISMATCH = zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH
+_SECRET_MISMATCH = (zmq.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC, zmq.PROTOCOL_ERROR_ZMTP_KEY_EXCHANGE)
+_DROPS_TO_CUT = 100  # messages of one connection dropped between two checks; then it is cut and its host refused
 
 
 class AdmissionCounters(msgspec.Struct, frozen=True):
     """Connections since the start, and now."""
 
     connections: int = 0  # open now
-    connections_refused: int = 0  # above the number that all, or one host, may have, or soon after it flooded us
-    connections_cut: int = 0  # for flooding us: with messages, or with bytes that make no complete one
+    connections_refused: int = 0  # above the limit in total or per host, or from a host that has just flooded us
+    connections_cut: int = 0  # for flooding us: with messages, or with bytes that complete none
     authentication_failures: int = 0  # the secrets differ, or only one side has one
-    #: For other reasons: not ZeroMQ, too slow, or it left, as clients do that see first that they have another secret.
+    #: Other failed handshakes: not ZeroMQ, too slow, or left early, as do clients that notice a different secret first.
     handshake_failures: int = 0
 
 
 @dataclass(slots=True)
 class _Connection:
     host: str  # empty if it was gone before we looked
-    unread: Unread = field(default_factory=Unread)
+    unread: UnreadBytes = field(default_factory=UnreadBytes)
     dropped: int = 0  # messages above the rate since the last check
-    is_cut: bool = False  # libzmq has yet to see it
+    is_cut: bool = False  # but libzmq has not noticed yet
 
 
 class Admission:
-    """Owned, after its making, by the server's thread."""
+    """Owns the record of a server socket's connections. Once made, belongs to the server's thread."""
 
     def __init__(
         self,
@@ -60,95 +61,95 @@ class Admission:
         warnings: ThrottledWarnings,
     ) -> None:
         """Watch ``socket``, which is not bound yet."""
-        self.port = 0  # to be set when the socket is bound
-        self.counters = AdmissionCounters()  # replaced, never changed: any thread may read it
+        self.port = 0  # set it once the socket is bound
+        self.counters = AdmissionCounters()  # replaced, never modified, so any thread may read it
         self._keys = keys
         self._limits = limits
         self._warnings = warnings
         self._connections: dict[int, _Connection] = {}  # by libzmq's descriptor
         self._by_host: Counter[str] = Counter()
-        self._refused_until: dict[str, float] = {}  # hosts that have flooded us
-        self._failure: str | None = None  # of the handshake whose connection the next event is about
+        self._refused_until: dict[str, float] = {}  # by host that has flooded us; monotonic seconds
+        self._failure: str | None = None  # of the handshake of the connection that the next event is about
         self._check_at = 0.0
         self._zap: zmq.Socket[bytes] | None = None
         if keys is not None:
-            self._zap = context.socket(zmq.ROUTER)  # a REP would wait for ever for an answer that a fault has swallowed
+            self._zap = context.socket(zmq.ROUTER)  # a REP would be stuck for ever after a reply lost to a bug
             self._zap.bind(_ZAP_ENDPOINT)
             keys.secure_server(socket)
         self._monitor = SocketMonitor(context, socket, "connections", _EVENTS)
 
     def register(self, poller: zmq.Poller) -> None:
-        """Let ``poller`` wake up when ``serve`` has something to do."""
+        """Make ``poller`` wake up when ``serve`` has something to do."""
         poller.register(self._monitor.socket, zmq.POLLIN)
         if self._zap is not None:
             poller.register(self._zap, zmq.POLLIN)
 
     @property
     def timeout_ms(self) -> int | None:
-        """How long a poll may take; None if nobody is connected."""
+        """How long a poll may take; None, without limit, if nobody is connected."""
         return int(CHECK_INTERVAL_S * 1000) if self._connections else None
 
     def serve(self) -> None:
-        """Do what is due: admit clients, count connections, end those above the limits."""
+        """Do what is due: admit clients, count connections, abort those above the limits."""
         for event, value in self._monitor.take():
             if event == zmq.EVENT_ACCEPTED:
                 self._accepted(value)
             elif event == zmq.EVENT_DISCONNECTED:
                 self._disconnected(value)
             else:
-                self._failure = self._why(event, value)
+                self._failure = self._authentication_failure(event, value)
         self._answer_zap()
         now = time.monotonic()
         if now >= self._check_at:
             self._check_at = now + CHECK_INTERVAL_S
             self._refused_until = {host: until for host, until in self._refused_until.items() if until > now}
-            self._cut_hoarders()
+            self._cut_over_unread_limit()
 
-    def heard(self, frame: zmq.Frame) -> None:
-        """A complete message has come, of which this is a frame."""
+    def message_received(self, frame: zmq.Frame) -> None:
+        """Record that a complete message has arrived, of which ``frame`` is one."""
         connection = self._connections.get(_descriptor(frame))
         if connection is not None:
-            connection.unread.heard = True
+            connection.unread.message_completed = True
 
-    def dropped(self, frame: zmq.Frame) -> None:
-        """A message above its host's rate was dropped, of which this is a frame."""
+    def message_dropped(self, frame: zmq.Frame) -> None:
+        """Record that a message above its host's rate, of which ``frame`` is one, was dropped."""
         descriptor = _descriptor(frame)
         connection = self._connections.get(descriptor)
         if connection is not None:
             connection.dropped += 1
-            if connection.dropped == _DROPS_TO_CUT:  # dropping takes time as well
-                self._cut(descriptor, "it goes on sending above its host's rate")
+            if connection.dropped == _DROPS_TO_CUT:  # dropping messages takes time, too
+                self._cut(descriptor, "it keeps sending above its host's rate")
 
-    def flooded(self, frame: zmq.Frame, reason: str) -> None:
-        """A message has come that nobody means who means well, of which this is a frame."""
+    def cut_sender(self, frame: zmq.Frame, reason: str) -> None:
+        """Cut the connection that sent ``frame``, a part of a message that no well-behaved client sends."""
         descriptor = _descriptor(frame)
         if descriptor in self._connections:
             self._cut(descriptor, reason)
 
     def refuse(self, host: str, for_s: float) -> None:
-        """Let a host make no connection for so many seconds, or for longer if that was said before."""
+        """Refuse connections from a host for ``for_s`` seconds, or longer if an earlier call said so."""
         until = time.monotonic() + for_s
         self._refused_until[host] = max(until, self._refused_until.get(host, 0.0))
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless the connections that are counted are those that are known."""
+        """Raise AssertionError unless the counts agree with the known connections."""
         hosts = Counter(connection.host for connection in self._connections.values())
-        assert hosts == self._by_host, "connections are counted for other hosts than they come from"
+        assert hosts == self._by_host, "the connections per host are counted wrong"
         assert self.counters.connections == len(self._connections), "the counter of connections is wrong"
 
     def unwatch(self) -> None:
-        """Count no more; before the watched socket is closed."""
+        """Stop monitoring. Call this before the watched socket is closed."""
         self._monitor.close()
 
     def close(self) -> None:
-        """Admit nobody any more; after the watched socket is closed."""
+        """Stop admitting clients. Call this after the watched socket is closed."""
         if self._zap is not None:
             self._zap.close(linger=0)
 
     def _accepted(self, descriptor: int) -> None:
         self._forget(descriptor)
         host = ""
-        with opened(descriptor, local_port=self.port) as connection:
+        with connection_of(descriptor, local_port=self.port) as connection:
             if connection is not None:
                 host = connection.host
                 self._refuse_above_limits(connection)
@@ -159,14 +160,14 @@ class Admission:
     def _refuse_above_limits(self, connection: Connection) -> None:
         limits, host = self._limits, connection.host
         if self._by_host[host] >= limits.max_connections_per_host:
-            reason = f"it has {limits.max_connections_per_host} already, the most that one host may have"
+            reason = f"it already has {limits.max_connections_per_host}, the maximum per host"
         elif len(self._connections) >= limits.max_connections:
-            reason = f"there are {limits.max_connections} already, the most that there may be"
+            reason = f"there are already {limits.max_connections}, the maximum in total"
         elif time.monotonic() < self._refused_until.get(host, 0.0):
             reason = "it has just flooded this engine"
         else:
             return
-        connection.end()
+        connection.abort()
         self._count(connections_refused=self.counters.connections_refused + 1)
         self._warnings.warn("connections", f"refused a control connection from {host}: {reason}")
 
@@ -175,14 +176,13 @@ class Admission:
         failure, self._failure = self._failure, None
         if failure:
             self._count(authentication_failures=self.counters.authentication_failures + 1)
-            self._warnings.warn(
-                "authentication", f"authentication of a control connection from {host} failed: {failure}"
-            )
+            text = f"authentication of a control connection from {host} failed: {failure}"
+            self._warnings.warn("authentication", text)
         elif failure is not None:
             self._count(handshake_failures=self.counters.handshake_failures + 1)
 
     def _forget(self, descriptor: int) -> str:
-        """Take a connection out of the books; its host."""
+        """Remove a connection from the record and return its host."""
         gone = self._connections.pop(descriptor, None)
         if gone is None:
             return ""
@@ -192,12 +192,12 @@ class Admission:
         self._count(connections=len(self._connections))
         return gone.host
 
-    def _why(self, event: int, value: int) -> str:
-        """Why a handshake failed; empty if not over secrets, as far as we know."""
+    def _authentication_failure(self, event: int, value: int) -> str:
+        """Return how the secrets made a handshake fail; empty if it failed for another reason, as far as we know."""
         is_protocol = event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-        if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH or (is_protocol and value in _OTHER_SECRET):
-            return "its secret is not the one of this engine"
-        if is_protocol and value == _OTHER_MECHANISM:
+        if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH or (is_protocol and value in _SECRET_MISMATCH):
+            return "its secret differs from this engine's"
+        if is_protocol and value == _MECHANISM_MISMATCH:
             return "it has a secret and this engine has none" if self._keys is None else "it has no secret"
         return ""
 
@@ -206,34 +206,34 @@ class Admission:
             return
         with suppress(zmq.Again):
             while True:
-                asker, _, _, request_id, _, _, _, mechanism, *credentials = self._zap.recv_multipart(zmq.NOBLOCK)
+                sender, _, _, request_id, _, _, _, mechanism, *credentials = self._zap.recv_multipart(zmq.NOBLOCK)
                 admitted = mechanism == b"CURVE" and len(credentials) == 1 and self._keys.admits(credentials[0])
                 status = (b"200", b"OK", b"peer", b"") if admitted else (b"400", b"unknown key", b"", b"")
-                self._zap.send_multipart([asker, b"", b"1.0", request_id, *status])
+                self._zap.send_multipart([sender, b"", b"1.0", request_id, *status])
 
-    def _cut_hoarders(self) -> None:
-        """End the connections that bring bytes without end and no complete message."""
-        unread = {descriptor: self._unread(descriptor) for descriptor in self._connections}
-        for descriptor, held in hoarders(unread, self._limits.unread_bytes, self._limits.unread_bytes_in_all):
-            self._cut(descriptor, f"it brought {held} bytes without one complete message")
+    def _cut_over_unread_limit(self) -> None:
+        """Cut the connections that send too many bytes without a complete message."""
+        unread = {descriptor: self._unread_bytes(descriptor) for descriptor in self._connections}
+        for descriptor, held in over_limit(unread, self._limits.unread_bytes, self._limits.total_unread_bytes):
+            self._cut(descriptor, f"it sent {held} bytes without a complete message")
 
     def _cut(self, descriptor: int, reason: str) -> None:
         known = self._connections[descriptor]
         self.refuse(known.host, REFUSED_S)
-        with opened(descriptor, local_port=self.port) as connection:
+        with connection_of(descriptor, local_port=self.port) as connection:
             if connection is not None:
-                connection.end()
+                connection.abort()
         if not known.is_cut:
             known.is_cut = True
             self._count(connections_cut=self.counters.connections_cut + 1)
-            self._warnings.warn("cut", f"ended the control connection from {known.host}: {reason}")
+            self._warnings.warn("cut", f"closed the control connection from {known.host}: {reason}")
 
-    def _unread(self, descriptor: int) -> int:
-        """Bytes that a connection has brought since its last complete message."""
+    def _unread_bytes(self, descriptor: int) -> int:
+        """Return the bytes that a connection has sent since its last complete message."""
         known = self._connections[descriptor]
         known.dropped = 0
-        with opened(descriptor, local_port=self.port) as connection:
-            return 0 if connection is None else known.unread.look(connection.bytes_received)
+        with connection_of(descriptor, local_port=self.port) as connection:
+            return 0 if connection is None else known.unread.update(connection.bytes_received)
 
     def _count(self, **changes: int) -> None:
         self.counters = msgspec.structs.replace(self.counters, **changes)

@@ -1,6 +1,6 @@
-"""The asking end of the control channel, as its callers see it: a request in, a future out.
+"""The client end of the control channel, as its callers see it: a request in, a future out.
 
-``client_loop`` does the work on one thread, with the sockets of ``peer_sockets``. Callers give answers their meaning.
+``client_loop`` does the work on one thread, with the sockets of ``peer_sockets``. Callers interpret the replies.
 """
 
 import logging
@@ -23,10 +23,10 @@ logger = logging.getLogger(__name__)
 
 
 class ControlClient:
-    """Asks any number of peers, none of which can delay another.
+    """Sends requests to any number of peers, none of which can delay another.
 
-    Threads: ``request`` may be called from any thread, the scheduler's too: it never waits for a socket. Callbacks of
-    a future run on the client's thread when it completes there: they must be short and must not call ``close``.
+    Threads: ``request`` may be called from any thread, including the scheduler's, because it never waits for a socket.
+    A future's callbacks run on the client's thread if it completes there: they must be short and not call ``close``.
     """
 
     def __init__(
@@ -40,8 +40,8 @@ class ControlClient:
 
         Args:
             settings: None for the defaults.
-            keys: only servers with the same ones are talked to; None talks to those that have none.
-            allowed: the hosts that may be contacted; None is every host.
+            keys: talk only to servers with the same keys; None: only to servers without keys.
+            allowed: the hosts that may be contacted; None for every host.
         """
         settings = settings or ClientSettings()
         self._close_timeout_s = settings.close_timeout_s
@@ -52,21 +52,21 @@ class ControlClient:
         self._thread.start()
 
     def request(self, host: str, port: int, message: Request, timeout_s: float) -> Future[Reply]:
-        """Ask the peer at ``host``:``port`` until it answers or ``timeout_s`` seconds are over.
+        """Send a request to ``host``:``port`` until it is answered or ``timeout_s`` seconds have passed.
 
-        The future's result is the answer that belongs to the request's type (``Welcome`` to a ``Hello``), never an
-        ``Error``. A future that the caller cancels is forgotten; the peer may have acted on the request all the same.
+        The future's result is the reply that belongs to the request's type (``Welcome`` to a ``Hello``), never an
+        ``Error``. A future that the caller cancels is forgotten, but the peer may have acted on the request.
 
         The future fails with:
             BadAddress: host or port cannot be a peer's address.
-            PeerUnreachable: no answer in time, or the host name has no address.
-            PeerRefused: the peer answered with an error, or speaks another protocol version. ``NOT_READY`` is asked
-                again, and reported so only when the time is out.
-            BadRequest: above ``MAX_REQUEST_BYTES``, or a field that MessagePack cannot hold.
-            AuthenticationFailed: the peer has another secret, or only one side has one; within 3 s. With a shorter
+            PeerUnreachable: no answer came in time, or the host name has no address.
+            PeerRefused: the peer answered with an error, or speaks another protocol version. A ``NOT_READY`` is
+                retried, and reported only when the time is up.
+            BadRequest: the request exceeds ``MAX_REQUEST_BYTES``, or MessagePack cannot hold a field.
+            AuthenticationFailed: the secrets differ, or only one side has one. Takes up to 3 s; with a shorter
                 ``timeout_s`` it may be PeerUnreachable instead.
-            PeerNotAllowed: the host is none of ``allowed``.
-            TooManyPeers: ``max_peers`` peers are being asked, or ``max_resolvers`` names looked up, already.
+            PeerNotAllowed: the host is not one of ``allowed``.
+            TooManyPeers: ``max_peers`` peers already have requests pending, or ``max_resolvers`` names are looked up.
             ClientClosed: the client was closed.
 
         Raises:
@@ -90,16 +90,16 @@ class ControlClient:
         return future
 
     def close(self) -> None:
-        """Fail what is pending, join the thread, close every socket. Idempotent."""
+        """Fail pending requests, join the thread and close every socket. Idempotent."""
         self._inbox.close()
         self._thread.join(self._close_timeout_s)
         if self._thread.is_alive():
-            logger.error("the control client's thread has not ended for %.1f s", self._close_timeout_s)
+            logger.error("the control client's thread did not end within %.1f s", self._close_timeout_s)
             return
         self._inbox.wakeup.close()
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless the thread's books balance: for a callback, or after ``close``."""
+        """Raise AssertionError if the thread's state is inconsistent. For a callback, or after ``close``."""
         self._loop.check_integrity()
 
     @property
@@ -117,9 +117,9 @@ def _frame(message_id: int, message: Request) -> bytes:
     try:
         frame = encode(message_id, message)
     except (TypeError, ValueError, OverflowError) as error:  # e.g. a lease id with a lone surrogate, as JSON may hold
-        raise BadRequest(f"control request {kind!r} cannot be written as MessagePack: {error}") from error
+        raise BadRequest(f"control request {kind!r} cannot be encoded as MessagePack: {error}") from error
     if len(frame) > MAX_REQUEST_BYTES:
         raise BadRequest(
-            f"control request {kind!r} takes {len(frame)} bytes; at most {MAX_REQUEST_BYTES} are accepted: split it"
+            f"control request {kind!r} has {len(frame)} bytes; at most {MAX_REQUEST_BYTES} are accepted: split it"
         )
     return frame

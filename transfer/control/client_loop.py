@@ -1,7 +1,7 @@
-"""The client's thread: requests are sent, repeated, matched with their answers and given up here.
+"""The client's thread: sends requests, resends them, matches replies, and gives up on time-out.
 
-``ClientLoop`` is the only owner of pending requests and timers, ``peer_sockets`` of the sockets. Other threads reach it
-through its inbox alone.
+``ClientLoop`` owns the pending requests and timers, ``peer_sockets`` the sockets. Other threads talk to the loop only
+through its inbox.
 """
 
 import heapq
@@ -17,13 +17,7 @@ from dataclasses import dataclass
 import msgspec
 import zmq
 
-from transfer.control.errors import (
-    AuthenticationFailed,
-    ClientClosed,
-    PeerRefused,
-    PeerUnreachable,
-    TooManyPeers,
-)
+from transfer.control.errors import AuthenticationFailed, ClientClosed, PeerRefused, PeerUnreachable, TooManyPeers
 from transfer.control.keys import ControlKeys
 from transfer.control.limits import ThrottledWarnings
 from transfer.control.messages import (
@@ -51,35 +45,35 @@ from transfer.peers import Address, AllowedPeers
 
 logger = logging.getLogger(__name__)
 
-_ANSWER_OF: dict[type, type] = {
+_REPLY_TYPE: dict[type, type] = {
     Hello: Welcome,
     Renew: Renewed,
     Release: Released,
     Cancel: Cancelled,
     Checksums: Checksummed,
 }
-_REPLIES_PER_TURN = 64  # of one peer, then the others have theirs
+_REPLIES_PER_TURN = 64  # of one peer, before the other peers get their turn
 
 
 class ClientCounters(msgspec.Struct, frozen=True):
     """What the client's thread has done so far."""
 
-    requests: int = 0  # taken up
-    sent: int = 0  # frames handed to a connection, repetitions included
+    requests: int = 0  # taken from the inbox
+    sent: int = 0  # frames handed to a connection, including resends
     answered: int = 0
-    refused: int = 0  # answered with an error that asking again would not mend
-    unreachable: int = 0  # out of time without an answer, or sure to be
-    authentication_failures: int = 0  # the peer has another secret, or only one side has one
+    refused: int = 0  # answered with an error that a retry would not fix
+    unreachable: int = 0  # timed out without an answer, or certain to
+    authentication_failures: int = 0  # the secrets differ, or only one side has one
     not_allowed: int = 0  # the peer may not be contacted
-    malformed_replies: int = 0  # ignored: not a message of this protocol, or not an answer to what was asked
-    late_replies: int = 0  # ignored: already answered, cancelled or out of time
+    malformed_replies: int = 0  # ignored: not a message of this protocol, or of the wrong type for the request
+    late_replies: int = 0  # ignored: the request was already answered, cancelled or timed out
     peers_opened: int = 0  # sockets made
     peers_closed: int = 0
 
 
 @dataclass(slots=True, eq=False)
 class Pending:
-    """A request that was not answered yet. Belongs to the loop's thread once it is in the inbox."""
+    """A request that is not answered yet. Belongs to the loop's thread once it is in the inbox."""
 
     message_id: int
     address: Address
@@ -90,7 +84,7 @@ class Pending:
     deadline: float
     attempts: int = 0
     resend_at: float = math.inf  # infinite while it waits to be sent
-    not_ready: str = ""  # the peer's words, when its latest answer was NOT_READY
+    not_ready: str = ""  # the peer's text, if its latest answer was NOT_READY
 
     @property
     def kind(self) -> str:
@@ -98,23 +92,19 @@ class Pending:
         return str(self.request.__struct_config__.tag)
 
     def closed(self) -> ClientClosed:
-        """What the future fails with when the client is closed."""
+        """Return the exception for a client that was closed."""
         return ClientClosed(f"the control client was closed before {self.address} answered {self.kind!r}")
 
     def unreachable(self, reason: str = "") -> PeerUnreachable:
-        """What the future fails with when there is no answer."""
+        """Return the exception for a request without an answer."""
+        host, port, tried_s = self.address.host, self.address.port, time.monotonic() - self.started
         return PeerUnreachable(
-            host=self.address.host,
-            port=self.address.port,
-            request_type=self.kind,
-            tried_s=time.monotonic() - self.started,
-            attempts=self.attempts,
-            reason=reason,
+            host=host, port=port, request_type=self.kind, tried_s=tried_s, attempts=self.attempts, reason=reason
         )
 
 
 class Abandoned(msgspec.Struct, frozen=True):
-    """The caller cancelled the future of this request."""
+    """The caller has cancelled the future of this request."""
 
     message_id: int
 
@@ -123,7 +113,7 @@ Item = Pending | Abandoned | Resolved
 
 
 class Inbox:
-    """What other threads have for the loop. The lock is held for an append, never during I/O."""
+    """Holds what other threads pass to the loop. The lock is held for an append, never during I/O."""
 
     def __init__(self) -> None:
         self.wakeup = Wakeup()
@@ -133,11 +123,11 @@ class Inbox:
 
     @property
     def closed(self) -> bool:
-        """Whether nothing is taken any more."""
+        """Whether the inbox accepts nothing more."""
         return self._closed
 
     def put(self, item: Item) -> bool:
-        """Add ``item`` and wake the loop. False, and nothing added, after ``close``."""
+        """Add ``item`` and wake the loop. After ``close``, add nothing and return False."""
         with self._lock:
             if self._closed:
                 return False
@@ -146,27 +136,21 @@ class Inbox:
         return True
 
     def take(self) -> Item | None:
-        """The oldest item, None when there is no more."""
+        """Remove and return the oldest item, None if there is none."""
         with self._lock:
             return self._items.popleft() if self._items else None
 
     def close(self) -> None:
-        """Take nothing more and tell the loop. Idempotent."""
+        """Accept nothing more and wake the loop. Idempotent."""
         with self._lock:
             self._closed = True
         self.wakeup.set()
 
 
 class ClientLoop:
-    """The client's thread: sends, receives, repeats, gives up."""
+    """Owns the pending requests: sends, receives, resends and gives up. Runs on the client's thread."""
 
-    def __init__(
-        self,
-        inbox: Inbox,
-        settings: ClientSettings,
-        keys: ControlKeys | None,
-        allowed: AllowedPeers,
-    ) -> None:
+    def __init__(self, inbox: Inbox, settings: ClientSettings, keys: ControlKeys | None, allowed: AllowedPeers) -> None:
         self._counters = ClientCounters()  # replaced by this thread only
         self._settings = settings
         self._inbox = inbox
@@ -177,23 +161,22 @@ class ClientLoop:
 
     @property
     def counters(self) -> ClientCounters:
-        """What was done so far; from any thread."""
+        """What was done so far. May be read from any thread."""
         return msgspec.structs.replace(self._counters, peers_opened=self._peers.opened, peers_closed=self._peers.closed)
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless the books balance; to be called on the loop's thread, or when it has ended."""
-        assert self._peers.asked == self._pending.keys(), "peers are not asked exactly what was not answered"
+        """Raise AssertionError if the state is inconsistent. For the loop's thread, or after it has ended."""
+        assert self._peers.unanswered == self._pending.keys(), "the peers' unanswered requests are not the pending ones"
         timed = {message_id for _, message_id in self._timers}
-        assert timed >= self._pending.keys(), "a request that is never given up"
+        assert timed >= self._pending.keys(), "a request has no timer"
         self._peers.check_integrity()
 
     def run(self) -> None:
-        """Until the inbox is closed."""
+        """Run until the inbox is closed."""
         try:
             while not self._inbox.closed:
                 next_at = min(self._peers.sweep_at, self._peers.check_at, *(when for when, _ in self._timers[:1]))
-                ready = self._peers.poll(next_at - time.monotonic())
-                for peer, events in ready:
+                for peer, events in self._peers.poll(next_at - time.monotonic()):
                     if events & zmq.POLLIN:
                         self._receive(peer)
                     if events & zmq.POLLOUT:
@@ -204,11 +187,11 @@ class ClientLoop:
                 while (item := self._inbox.take()) is not None:
                     self._take(item)
                 self._fire_timers()
-                for peer in self._peers.hoarders():
+                for peer in self._peers.over_unread_limit():
                     self._give_up_peer(peer, peer.failure)
                 self._peers.close_idle()
         except Exception:
-            logger.exception("the control client failed and is closed: every request fails from now on")
+            logger.exception("the control client failed and is closed; every request fails from now on")
         finally:
             self._end()
 
@@ -227,109 +210,109 @@ class ClientLoop:
                     else:
                         self._send_waiting(peer)
 
-    def _begin(self, asked: Pending) -> None:
+    def _begin(self, pending: Pending) -> None:
         self._count(requests=self._counters.requests + 1)
-        self._pending[asked.message_id] = asked
+        self._pending[pending.message_id] = pending
         try:
-            peer = self._peers.get(asked.address)
+            peer = self._peers.get(pending.address)
         except PeerNotAllowed as error:
             self._count(not_allowed=self._counters.not_allowed + 1)
-            self._settle(asked, error)
+            self._settle(pending, error)
         except TooManyPeers as error:
-            self._settle(asked, error)
+            self._settle(pending, error)
         except zmq.ZMQError as error:
-            self._settle(asked, asked.unreachable(f"no socket: {error}"))
+            self._settle(pending, pending.unreachable(f"no socket: {error}"))
         else:
-            peer.asked.add(asked.message_id)
-            peer.unsent.append(asked.message_id)
-            heapq.heappush(self._timers, (asked.deadline, asked.message_id))
+            peer.unanswered.add(pending.message_id)
+            peer.unsent.append(pending.message_id)
+            heapq.heappush(self._timers, (pending.deadline, pending.message_id))
             self._send_waiting(peer)
 
-    def _settle(self, asked: Pending, outcome: Reply | TransferError | None) -> None:
-        """Forget a request and give its future the outcome, None where the caller has cancelled it."""
-        self._pending.pop(asked.message_id, None)
-        peer = self._peers.find(asked.address)
+    def _settle(self, pending: Pending, outcome: Reply | TransferError | None) -> None:
+        """Forget a request and pass the outcome to its future; None if the caller has cancelled it."""
+        self._pending.pop(pending.message_id, None)
+        peer = self._peers.find(pending.address)
         if peer is not None:
-            peer.asked.discard(asked.message_id)
+            peer.unanswered.discard(pending.message_id)
             peer.used_at = time.monotonic()
-        if not asked.future.set_running_or_notify_cancel():
+        if not pending.future.set_running_or_notify_cancel():
             return
         if isinstance(outcome, TransferError):
-            asked.future.set_exception(outcome)
+            pending.future.set_exception(outcome)
         elif outcome is not None:
-            asked.future.set_result(outcome)
+            pending.future.set_result(outcome)
 
     def _fire_timers(self) -> None:
         now = time.monotonic()
         while self._timers and self._timers[0][0] <= now:
             _, message_id = heapq.heappop(self._timers)
-            asked = self._pending.get(message_id)
-            if asked is None:
+            pending = self._pending.get(message_id)
+            if pending is None:
                 continue
-            if asked.deadline <= now:
-                self._give_up(asked)
-            elif asked.resend_at <= now:
-                asked.resend_at = math.inf
-                peer = self._peers.get(asked.address)
+            if pending.deadline <= now:
+                self._give_up(pending)
+            elif pending.resend_at <= now:
+                pending.resend_at = math.inf
+                peer = self._peers.get(pending.address)
                 peer.unsent.append(message_id)
                 self._send_waiting(peer)
 
-    def _give_up(self, asked: Pending) -> None:
-        if asked.not_ready:
-            self._refuse(asked, ErrorCode.NOT_READY, asked.not_ready)
+    def _give_up(self, pending: Pending) -> None:
+        if pending.not_ready:
+            self._refuse(pending, ErrorCode.NOT_READY, pending.not_ready)
             return
-        peer = self._peers.find(asked.address)
+        peer = self._peers.find(pending.address)
         reason = ""
-        if peer is not None and peer.ended_handshakes and not asked.attempts:
+        if peer is not None and peer.ended_handshakes and not pending.attempts:
             reason = (
-                f"it ended the connection {peer.ended_handshakes} times before it was made: it is no engine, has "
-                "another secret than this one or none, or refuses connections because it has too many"
+                f"it ended the connection {peer.ended_handshakes} times before it was established: it is not an "
+                "engine, has a different secret or none, or refuses connections because it has too many"
             )
         self._count(unreachable=self._counters.unreachable + 1)
-        self._settle(asked, asked.unreachable(reason))
-        if peer is not None and not peer.asked:
-            self._peers.drop(peer)  # so that the next request starts afresh: a new connection, a new look-up
+        self._settle(pending, pending.unreachable(reason))
+        if peer is not None and not peer.unanswered:
+            self._peers.drop(peer)  # so that the next request makes a new connection, with a new look-up
 
     def _give_up_peer(self, peer: PeerSocket, failure: TransferError | str) -> None:
-        for message_id in list(peer.asked):
-            asked = self._pending[message_id]
+        for message_id in list(peer.unanswered):
+            pending = self._pending[message_id]
             if isinstance(failure, AuthenticationFailed):
                 self._count(authentication_failures=self._counters.authentication_failures + 1)
             elif isinstance(failure, PeerNotAllowed):
                 self._count(not_allowed=self._counters.not_allowed + 1)
             else:
                 self._count(unreachable=self._counters.unreachable + 1)
-            # Each future raises an exception of its own: tracebacks are kept in them.
-            own = type(failure)(str(failure)) if isinstance(failure, TransferError) else asked.unreachable(failure)
-            self._settle(asked, own)
+            # Each future gets its own exception, because exceptions keep tracebacks.
+            own = type(failure)(str(failure)) if isinstance(failure, TransferError) else pending.unreachable(failure)
+            self._settle(pending, own)
         self._peers.drop(peer)
 
-    def _refuse(self, asked: Pending, code: ErrorCode, reason: str) -> None:
+    def _refuse(self, pending: Pending, code: ErrorCode, reason: str) -> None:
         self._count(refused=self._counters.refused + 1)
-        host, port = asked.address.host, asked.address.port
-        self._settle(asked, PeerRefused(host=host, port=port, request_type=asked.kind, code=code, reason=reason))
+        host, port = pending.address.host, pending.address.port
+        self._settle(pending, PeerRefused(host=host, port=port, request_type=pending.kind, code=code, reason=reason))
 
     def _send_waiting(self, peer: PeerSocket) -> None:
-        """Send what the connection takes; a poll tells when it takes more."""
+        """Send what the connection accepts; a poll tells when it accepts more."""
         if peer.socket is None:
             return
         while peer.unsent:
-            asked = self._pending.get(peer.unsent[0])
-            if asked is not None:
+            pending = self._pending.get(peer.unsent[0])
+            if pending is not None:
                 try:
-                    peer.socket.send(asked.frame, zmq.NOBLOCK)
+                    peer.socket.send(pending.frame, zmq.NOBLOCK)
                 except zmq.Again:
                     break
-                self._sent(asked)
+                self._sent(pending)
             peer.unsent.popleft()
         self._peers.watch(peer, writable=bool(peer.unsent))
 
-    def _sent(self, asked: Pending) -> None:
+    def _sent(self, pending: Pending) -> None:
         self._count(sent=self._counters.sent + 1)
-        wait_s = min(self._settings.retry_cap_s, self._settings.retry_s * 2 ** min(asked.attempts, 30))
-        asked.attempts += 1
-        asked.resend_at = time.monotonic() + wait_s * random.uniform(0.9, 1.1)  # noqa: S311  only spreads the load
-        heapq.heappush(self._timers, (asked.resend_at, asked.message_id))
+        wait_s = min(self._settings.retry_cap_s, self._settings.retry_s * 2 ** min(pending.attempts, 30))
+        pending.attempts += 1
+        pending.resend_at = time.monotonic() + wait_s * random.uniform(0.9, 1.1)  # noqa: S311  only spreads the load
+        heapq.heappush(self._timers, (pending.resend_at, pending.message_id))
 
     def _receive(self, peer: PeerSocket) -> None:
         for _ in range(_REPLIES_PER_TURN):
@@ -346,40 +329,40 @@ class ClientLoop:
         try:
             message_id, reply = decode_reply(frame)
         except MalformedMessage as error:
-            asked = self._pending.get(error.message_id)
-            if error.code is ErrorCode.VERSION and asked is not None and asked.address == peer.address:
-                self._refuse(asked, ErrorCode.VERSION, str(error))
+            pending = self._pending.get(error.message_id)
+            if error.code is ErrorCode.VERSION and pending is not None and pending.address == peer.address:
+                self._refuse(pending, ErrorCode.VERSION, str(error))
             else:
                 self._ignore_malformed(peer, str(error))
             return
-        asked = self._pending.get(message_id)
-        if asked is None or asked.address != peer.address:
+        pending = self._pending.get(message_id)
+        if pending is None or pending.address != peer.address:
             self._count(late_replies=self._counters.late_replies + 1)
         elif isinstance(reply, Error):
-            self._take_error(asked, reply)
-        elif not isinstance(reply, _ANSWER_OF[type(asked.request)]):
-            self._ignore_malformed(peer, f"a {reply.__struct_config__.tag!r} does not answer a {asked.kind!r}")
+            self._take_error(pending, reply)
+        elif not isinstance(reply, _REPLY_TYPE[type(pending.request)]):
+            self._ignore_malformed(peer, f"a {reply.__struct_config__.tag!r} does not answer a {pending.kind!r}")
         else:
             self._count(answered=self._counters.answered + 1)
-            self._settle(asked, reply)
+            self._settle(pending, reply)
 
-    def _take_error(self, asked: Pending, error: Error) -> None:
+    def _take_error(self, pending: Pending, error: Error) -> None:
         if error.code is ErrorCode.NOT_READY:
-            asked.not_ready = error.message or "the engine is still starting"
+            pending.not_ready = error.message or "the engine is still starting"
         else:
-            self._refuse(asked, error.code, error.message)
+            self._refuse(pending, error.code, error.message)
 
     def _ignore_malformed(self, peer: PeerSocket, reason: str) -> None:
         self._count(malformed_replies=self._counters.malformed_replies + 1)
-        self._warnings.warn("malformed_reply", f"ignored a control reply of {peer.address}: {reason!r}")
+        self._warnings.warn("malformed_reply", f"ignored a control reply from {peer.address}: {reason!r}")
 
     def _end(self) -> None:
         self._inbox.close()
         while (item := self._inbox.take()) is not None:
             if isinstance(item, Pending):
                 self._pending[item.message_id] = item
-        for asked in list(self._pending.values()):
-            self._settle(asked, asked.closed())
+        for pending in list(self._pending.values()):
+            self._settle(pending, pending.closed())
         self._peers.close()
 
     def _count(self, **changes: int) -> None:

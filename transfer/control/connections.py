@@ -1,8 +1,7 @@
-"""The connections under ZeroMQ's sockets, seen from outside: what they bring, and the end of one that brings too much.
+"""The TCP connections under ZeroMQ's sockets: how much each has received, and how to abort one that sends too much.
 
-libzmq holds a message of any number of frames until it is complete, however large that gets, and then each of them must
-be read before any other message. It limits neither. Which connections there are, its events tell; what is too much is
-the callers' business.
+libzmq buffers a multipart message until it is complete, however large it gets, and then every frame must be read before
+any other message. It limits neither. Its monitor events tell which connections exist; callers set the limits.
 """
 
 import os
@@ -15,24 +14,24 @@ from typing import TypeVar
 
 import zmq
 
-CHECK_INTERVAL_S = 0.25  # what a connection brings meanwhile is held, whatever it is
-#: Frames of a message that are read before it is taken for one without end. Ours have one, a REQ socket's have two.
+CHECK_INTERVAL_S = 0.25  # between two checks a connection may send without limit
+#: The most frames of a message that are read before it counts as endless. Ours have one, those of a REQ socket two.
 FRAMES_READ = 16
 
 _RESET = struct.pack("ii", 1, 0)  # for SO_LINGER
-_KEEPALIVE_BYTES = 64  # that an idle connection brings meanwhile
-_BYTES_RECEIVED = struct.Struct("=Q")  # tcpi_bytes_received in Linux' struct tcp_info, since 4.1
+_KEEPALIVE_BYTES = 64  # an idle connection may send this much between two checks
+_BYTES_RECEIVED = struct.Struct("=Q")  # tcpi_bytes_received in Linux's struct tcp_info, since 4.1
 _BYTES_RECEIVED_AT = 128
-_DISCARDED_AT_ONCE = 1 << 16
+_DISCARD_CHUNK_BYTES = 1 << 16
 
 _Key = TypeVar("_Key", bound=Hashable)
 
 
 def receive(socket: zmq.Socket[bytes]) -> list[zmq.Frame]:
-    """The next message, or its first ``FRAMES_READ`` frames, the last of which tells by ``more`` that there are more.
+    """Return the next message, or only its first ``FRAMES_READ`` frames: then ``more`` of the last one is set.
 
     Raises:
-        zmq.Again: there is none.
+        zmq.Again: there is no message.
     """
     frames = [socket.recv(zmq.NOBLOCK, copy=False)]
     while frames[-1].more and len(frames) < FRAMES_READ:
@@ -41,25 +40,25 @@ def receive(socket: zmq.Socket[bytes]) -> list[zmq.Frame]:
 
 
 @dataclass(slots=True)
-class Unread:
-    """The bytes that a connection has brought since its last complete message."""
+class UnreadBytes:
+    """Counts the bytes that a connection has received since its last complete message."""
 
-    heard: bool = False  # whether a message of it was complete since the last look; to be set by who reads them
-    _read_from: int = 0  # where its latest complete message was seen to have ended
+    message_completed: bool = False  # since the last update; set by the reader of the messages
+    _read_from: int = 0  # where the latest complete message was seen to have ended
 
-    def look(self, received: int) -> int:
-        """How many they are; ``received``: all bytes of the connection. To be called every ``CHECK_INTERVAL_S``."""
+    def update(self, received: int) -> int:
+        """Return the count, given all bytes ``received`` so far. Call this every ``CHECK_INTERVAL_S``."""
         idle = min(received, self._read_from + _KEEPALIVE_BYTES)
-        self._read_from = received if self.heard else idle
-        self.heard = False
+        self._read_from = received if self.message_completed else idle
+        self.message_completed = False
         return received - self._read_from
 
 
-def hoarders(unread: Mapping[_Key, int], each: int, in_all: int) -> Iterator[tuple[_Key, int]]:
-    """Those to end so that none holds more bytes than ``each`` and all no more than ``in_all``; each with its bytes."""
+def over_limit(unread: Mapping[_Key, int], each: int, total: int) -> Iterator[tuple[_Key, int]]:
+    """Yield the keys and bytes to drop so that none of the rest exceeds ``each`` and their sum does not ``total``."""
     left = sum(unread.values())
     for key, held in sorted(unread.items(), key=lambda item: -item[1]):
-        if held <= each and left <= in_all:
+        if held <= each and left <= total:
             return
         left -= held
         yield key, held
@@ -67,23 +66,23 @@ def hoarders(unread: Mapping[_Key, int], each: int, in_all: int) -> Iterator[tup
 
 @dataclass(frozen=True, slots=True)
 class Connection:
-    """One of libzmq's."""
+    """A duplicate of one of libzmq's connections."""
 
-    host: str  # the other side
+    host: str  # of the peer
     _socket: sockets.socket
 
-    def end(self) -> None:
-        """libzmq sees the other side leave, gets no more of what has arrived, and the kernel forgets what it held."""
+    def abort(self) -> None:
+        """Make libzmq see the peer leave, and discard what has arrived: libzmq gets no more, the kernel keeps none."""
         with suppress(OSError):
             self._socket.setsockopt(sockets.SOL_SOCKET, sockets.SO_LINGER, _RESET)
             self._socket.shutdown(sockets.SHUT_RDWR)
-            discarded = bytearray(_DISCARDED_AT_ONCE)
+            discarded = bytearray(_DISCARD_CHUNK_BYTES)
             while self._socket.recv_into(discarded, 0, sockets.MSG_DONTWAIT | sockets.MSG_TRUNC):
                 pass
 
     @property
     def bytes_received(self) -> int:
-        """Since it was made; 0 on a system that does not tell."""
+        """Bytes received since the connection was made; 0 if the system does not tell."""
         info = self._socket.getsockopt(sockets.IPPROTO_TCP, sockets.TCP_INFO, 256)
         if len(info) < _BYTES_RECEIVED_AT + _BYTES_RECEIVED.size:
             return 0
@@ -91,10 +90,10 @@ class Connection:
 
 
 @contextmanager
-def opened(descriptor: int, *, local_port: int = 0, remote_port: int = 0) -> Iterator[Connection | None]:
-    """The connection from ``local_port`` or to ``remote_port`` that ``descriptor`` is; None if it is another, or gone.
+def connection_of(descriptor: int, *, local_port: int = 0, remote_port: int = 0) -> Iterator[Connection | None]:
+    """Yield the connection of a file descriptor, None if it is gone or has another local or remote port.
 
-    libzmq may have closed it since, and the number may be anybody's: it is asked who it is before it is touched.
+    libzmq may have closed the descriptor and the OS may have reused its number, so the ports are checked first.
     """
     try:
         copy = os.dup(descriptor)
@@ -108,12 +107,12 @@ def opened(descriptor: int, *, local_port: int = 0, remote_port: int = 0) -> Ite
         yield None
         return
     with found:
-        host = _other_side(found, local_port, remote_port)
+        host = _peer_host(found, local_port, remote_port)
         yield Connection(host, found) if host else None
 
 
-def _other_side(connection: sockets.socket, local_port: int, remote_port: int) -> str:
-    """Who is connected by it; empty if nobody, or with other ports."""
+def _peer_host(connection: sockets.socket, local_port: int, remote_port: int) -> str:
+    """Return the host that is connected; empty if there is none, or the ports differ."""
     if connection.type != sockets.SOCK_STREAM or connection.family not in (sockets.AF_INET, sockets.AF_INET6):
         return ""
     try:

@@ -1,34 +1,35 @@
-"""What the control channel raises on purpose, at both ends. No logic beyond the wording."""
+"""Exceptions of the control channel, of both client and server. No logic beyond the wording."""
 
 from transfer.control.messages import ErrorCode
 from transfer.errors import TransferError
+from transfer.peers import Address
 
 
 class ControlError(TransferError):
-    """Base of what only the control channel raises on purpose."""
+    """Base class of the exceptions that only the control channel raises."""
 
 
 class ControlStartError(ControlError):
-    """The control endpoint could not be bound; the message names host and port, the cause and the way out."""
+    """The control endpoint cannot start; the message names the values, the cause and what to do."""
 
 
 class ClientClosed(ControlError):  # noqa: N818
-    """The request was made, or still pending, when the client was closed."""
+    """The client was closed before the request was made or answered."""
 
 
 class BadRequest(ControlError, ValueError):  # noqa: N818
-    """The request cannot be written, or is too large for a frame; nothing was sent."""
+    """The request cannot be encoded, or is too large for a frame; nothing was sent."""
 
 
 class TooManyPeers(ControlError):  # noqa: N818
-    """As many peers as the client may hold are being asked already; nothing was sent."""
+    """The client already waits for as many peers, or host names, as it may; nothing was sent."""
 
 
 class PeerUnreachable(ControlError):  # noqa: N818
     """No answer came in time. Whether the peer acted on the request is unknown.
 
-    Attributes: ``host``, ``port``, ``request_type`` (e.g. "renew"), ``tried_s`` seconds, ``attempts``: how often the
-    request was handed to a connection, 0 where none could be made.
+    Attributes: ``host``, ``port``, ``request_type`` (e.g. "renew"), ``tried_s`` seconds, and ``attempts``, which counts
+    how often the request was sent over a connection; 0 if no connection could be made.
     """
 
     def __init__(
@@ -42,13 +43,13 @@ class PeerUnreachable(ControlError):  # noqa: N818
         if not reason and attempts:
             reason = "it was sent over a connection but never answered: the engine may be stopped or overloaded"
         elif not reason:
-            reason = "no connection could be made: check that the engine runs and that its control port is open to us"
-        where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        super().__init__(f"{where} did not answer {request_type!r} in {tried_s:.2f} s, {attempts} times sent: {reason}")
+            reason = "no connection could be made: check that the engine runs and that its control port is reachable"
+        sent = f"in {tried_s:.2f} s, sent {attempts} times"
+        super().__init__(f"{Address(host, port)} did not answer {request_type!r} {sent}: {reason}")
 
 
 class AuthenticationFailed(ControlError):  # noqa: N818
-    """The peer holds another secret, or only one side has one; the message names the peer and says which."""
+    """The secrets differ, or only one side has one; the message names the peer and says which."""
 
 
 class PeerRefused(ControlError):  # noqa: N818
@@ -60,5 +61,4 @@ class PeerRefused(ControlError):  # noqa: N818
         self.request_type = request_type
         self.code = code
         self.reason = reason
-        where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        super().__init__(f"{where} refused {request_type!r}: {code.value}: {reason}")
+        super().__init__(f"{Address(host, port)} refused {request_type!r}: {code.value}: {reason}")

@@ -1,6 +1,6 @@
-"""Limits on what peers may make us do: what a server grants them, and how often a client or server warns of them.
+"""Limits on what peers may make an engine do: what a server grants them, and how often warnings are logged.
 
-Numbers and how they are measured. Opens no sockets.
+Numbers, and how to measure against them. Opens no sockets.
 """
 
 import logging
@@ -12,34 +12,34 @@ import msgspec
 
 from transfer.control.messages import Cancel, Checksums, Release, Renew, Request
 
-MAX_LEASE_IDS = 20_000  # of one message: they are looked up in one go
-MAX_ID_CHARACTERS = 128  # of an engine, lease, or pull id and of a digest: some are remembered for a while
-MAX_READERS = 65_536  # of one lease
-MAX_BORDERS = 4096  # of one question for checksums
-MAX_SUMS = 2**18  # of one answer to it
-REFUSED_S = 1.0  # for how long a host that has flooded a server makes no connection to it
+MAX_LEASE_IDS = 20_000  # per message, because they are looked up in one go
+MAX_ID_CHARACTERS = 128  # of an engine, lease or pull id, or a digest: some are kept for a while
+MAX_READERS = 65_536  # per lease
+MAX_BORDERS = 4096  # per request for checksums
+MAX_SUMS = 2**18  # per reply to it
+REFUSED_S = 1.0  # how long a server refuses connections from a host that has flooded it
 
 
 class ServerLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """What a control server grants its peers. A host is an IP address: engines behind one NAT share theirs.
+    """What a control server grants its peers. A host is an IP address, which engines behind one NAT share.
 
-    The defaults leave room for 256 decode workers behind one address, which all say hello at once: each has its
-    welcome, of up to 2 MB, within 10 s.
+    The defaults leave room for 256 decode workers behind one address that all say hello at once: each gets its welcome,
+    of up to 2 MB, within 10 s.
     """
 
     max_connections: int = 4096
     max_connections_per_host: int = 1024
-    requests_per_s: float = 5000.0  # of one host, in the long run
+    requests_per_s: float = 5000.0  # per host, on average
     burst: float = 10_000.0  # requests of one host at once
     bytes_per_request: int = 4096  # a longer request counts as several
     reply_bytes_per_request: int = 16_384  # a longer reply counts as several requests
-    # That a connection may bring without one complete message. One of two bytes may take 64 here, as a frame.
+    # What a connection may send without completing a message. 2 bytes on the wire, as a frame, may take 64 of memory.
     unread_bytes: int = 4 * 1024 * 1024
-    unread_bytes_in_all: int = 64 * 1024 * 1024
+    total_unread_bytes: int = 64 * 1024 * 1024
 
 
-def excess(request: Request) -> str:
-    """Which limit a well-formed request is above, for the one who sent it; empty if none."""
+def exceeded_limit(request: Request) -> str:
+    """Return the limit that a well-formed request exceeds, as a text for its sender; empty if it exceeds none."""
     ids = [request.engine_id]
     match request:
         case Renew(lease_ids=lease_ids) | Cancel(lease_ids=lease_ids):
@@ -55,39 +55,40 @@ def excess(request: Request) -> str:
                 return f"{len(borders)} borders; at most {MAX_BORDERS} are accepted: split the message"
             ids.append(request.lease_id)
     longest = max(map(len, ids))
-    return f"an id of {longest} characters; at most {MAX_ID_CHARACTERS} are" if longest > MAX_ID_CHARACTERS else ""
+    if longest > MAX_ID_CHARACTERS:
+        return f"an id of {longest} characters; at most {MAX_ID_CHARACTERS} are accepted"
+    return ""
 
 
-class Allowances:
-    """A token bucket for each host: what it may still ask of us. Belongs to one thread.
+class TokenBuckets:
+    """Holds a token bucket for each host: how much it may still request. Belongs to one thread.
 
-    Holds only hosts whose bucket is not full, so its size is bounded by what was asked in the last
-    ``burst / rate`` seconds.
+    Keeps only buckets that are not full, so its size is bounded by the requests of the last ``burst / rate`` seconds.
     """
 
     def __init__(self, rate: float, burst: float, clock: Callable[[], float] = time.monotonic) -> None:
-        """``rate`` tokens come back a second, up to ``burst``."""
+        """Refill each bucket with ``rate`` tokens a second, up to ``burst``."""
         self._rate = rate
         self._burst = burst
         self._clock = clock
-        self._full_at: dict[str, float] = {}  # when the bucket would be full again; not held: it is
+        self._full_at: dict[str, float] = {}  # when a host's bucket will be full again; no entry: it is full
         self._sweep_at = 0.0
 
     def __len__(self) -> int:
         return len(self._full_at)
 
     def take(self, host: str) -> bool:
-        """Take one token of ``host``; False, and nothing taken, if it has none left."""
+        """Take one token of ``host``. If it has none left, take nothing and return False."""
         now = self._clock()
         self._sweep(now)
         full_at = max(self._full_at.get(host, now), now)
-        if (full_at - now) * self._rate > self._burst - 0.5:  # between one token too few and enough, but for rounding
+        if (full_at - now) * self._rate > self._burst - 0.5:  # half a token is missing: tolerates rounding errors
             return False
         self._full_at[host] = full_at + 1 / self._rate
         return True
 
     def charge(self, host: str, tokens: int) -> None:
-        """Take ``tokens`` more for what was done already; its bucket may fall below empty."""
+        """Take ``tokens`` for work that is already done; the bucket may fall below empty."""
         if tokens:
             now = self._clock()
             self._full_at[host] = max(self._full_at.get(host, now), now) + tokens / self._rate
@@ -105,7 +106,7 @@ class _Cause:
 
 
 class ThrottledWarnings:
-    """Logs the first warning of a cause at once, then at most one per ``interval_s`` seconds with the number left out.
+    """Logs a cause's first warning at once, then at most one per ``interval_s`` seconds, with the number suppressed.
 
     Belongs to one thread. ``cause`` must come from a small fixed set, never from a peer's input.
     """

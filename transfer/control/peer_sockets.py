@@ -1,8 +1,7 @@
 """The client's sockets: one DEALER per peer address, made on demand, and the look-up of host names.
 
-Opens, connects, closes and evicts, contacts only hosts that are allowed, and notices handshakes that cannot succeed and
-peers that send without end.
-What is said over the sockets is ``client_loop``'s business.
+Opens, connects, evicts and closes sockets, contacts only allowed hosts, and detects handshakes that cannot succeed and
+peers that send without end. ``client_loop`` decides what is sent over the sockets.
 """
 
 import errno
@@ -16,20 +15,20 @@ from dataclasses import dataclass, field
 import msgspec
 import zmq
 
-from transfer.control.connections import CHECK_INTERVAL_S, FRAMES_READ, Unread, hoarders, opened, receive
+from transfer.control.connections import CHECK_INTERVAL_S, FRAMES_READ, UnreadBytes, connection_of, over_limit, receive
 from transfer.control.errors import AuthenticationFailed, TooManyPeers
 from transfer.control.keys import ControlKeys
 from transfer.control.limits import REFUSED_S
 from transfer.control.messages import MAX_FRAME_BYTES, MalformedMessage
 from transfer.control.polling import SocketMonitor
 from transfer.errors import PeerNotAllowed, TransferError
-from transfer.peers import Address, AllowedPeers, numeric, resolve
+from transfer.peers import Address, AllowedPeers, parse_ip, resolve
 
 _QUEUED_FRAMES = 64  # per peer and direction, in libzmq
 _SOCKETS_PER_PEER = 3  # its own and the two ends of its monitor
-# That a peer may bring without one complete reply. One of two bytes may take 64 here, as a frame.
+# What a peer may send without completing a reply. 2 bytes on the wire, as a frame, may take 64 bytes of memory.
 _UNREAD_BYTES = MAX_FRAME_BYTES + 4 * 1024 * 1024
-_UNREAD_BYTES_IN_ALL = 64 * 1024 * 1024
+_TOTAL_UNREAD_BYTES = 64 * 1024 * 1024
 
 _EVENTS = (
     zmq.EVENT_CONNECTED
@@ -39,33 +38,33 @@ _EVENTS = (
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
-_OTHER_MECHANISM = zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH
-# A server ends the connection of a client with another secret without a word, and that of one without a secret before
-# its own words have left, if it is the quicker one. So do machines that are just starting, servers with too many
-# connections, and those that refuse a host for a while: they are given time to do it no more.
+_MECHANISM_MISMATCH = zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH
+# A server closes the connection of a client with a different secret without an error, and may do so before its error
+# reaches a client without a secret. But so do machines that are starting, servers with too many connections, and
+# servers that refuse a host for a while. So a mismatch is assumed only after this many handshakes over this long.
 _ENDED_HANDSHAKES = 3
-_OTHER_SECRET_S = 2 * REFUSED_S
-_ENDED_BY_PEER = (errno.ECONNRESET, errno.EPIPE)  # EAGAIN is our own HANDSHAKE_IVL: the peer said nothing at all
-_GIVE_BOTH = "give both engines the same one (secret_file or PD_CONNECTOR_SECRET)"
+_SECRET_MISMATCH_S = 2 * REFUSED_S
+_ENDED_BY_PEER = (errno.ECONNRESET, errno.EPIPE)  # EAGAIN is our own HANDSHAKE_IVL: the peer sent nothing at all
+_KEYS_HINT = "give both engines the same secret (secret_file or PD_CONNECTOR_SECRET)"
 
 
 class ClientSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """How a client repeats requests and holds its peers. All times are in seconds.
+    """Settings for how a client retries requests and keeps its peers. All times are in seconds.
 
     Raises:
-        ValueError: a value cannot work.
+        ValueError: a value is out of range.
     """
 
-    retry_s: float = 0.5  # first wait for an answer before a request is sent again; the waits double up to retry_cap_s
+    retry_s: float = 0.5  # first wait for an answer before a request is resent; the waits double up to retry_cap_s
     retry_cap_s: float = 2.0
-    idle_s: float = 300.0  # a peer's socket is closed when unused for so long
+    idle_s: float = 300.0  # a peer's socket is closed when it was not used for this long
     max_peers: int = 256  # sockets at a time
-    max_resolvers: int = 16  # host names being looked up at a time; numeric hosts need none
-    heartbeat_s: float = 3.0  # how often a connection is probed; one that is silent for three of these is made anew
+    max_resolvers: int = 16  # concurrent look-ups of host names; numeric hosts need none
+    heartbeat_s: float = 3.0  # how often a connection is probed; after three silent intervals it is made again
     connect_timeout_s: float = 3.0
     linger_s: float = 0.1  # how long close lets the last requests leave
-    log_interval_s: float = 60.0  # at most one warning per cause in that time
-    close_timeout_s: float = 5.0  # how long close waits for the thread, and half of it for look-ups of host names
+    log_interval_s: float = 60.0  # at most one warning per cause in this time
+    close_timeout_s: float = 5.0  # how long close waits for the thread, which gives look-ups half of that time
 
     def __post_init__(self) -> None:
         if not 0 < self.retry_s <= self.retry_cap_s < math.inf:
@@ -81,24 +80,24 @@ class ClientSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(slots=True, eq=False)
 class PeerSocket:
-    """One address: its socket, once the host is numeric, and what was asked of it."""
+    """One peer address: its socket, once the host is resolved, and its pending requests."""
 
     address: Address
     used_at: float  # monotonic seconds
     socket: zmq.Socket[bytes] | None = None
     monitor: SocketMonitor | None = None
     descriptor: int = -1  # libzmq's, of the connection; -1 while there is none
-    unread: Unread = field(default_factory=Unread)  # of that connection
-    ended_handshakes: int = 0  # in a row, by the other side
+    unread: UnreadBytes = field(default_factory=UnreadBytes)  # of that connection
+    ended_handshakes: int = 0  # in a row, ended by the peer
     ended_since: float = math.inf  # monotonic seconds: when the first of these ended
-    was_made: bool = False  # a handshake has succeeded: whatever ends later ones, it is not another secret
-    failure: TransferError | str = ""  # why no connection will ever be made: what to raise, or a reason to give
-    asked: set[int] = field(default_factory=set)  # message ids that were not answered; while any, the peer is kept
-    unsent: deque[int] = field(default_factory=deque)  # of those, the ones that wait for the connection to take them
+    has_connected: bool = False  # a handshake has succeeded, so a later failure does not mean a different secret
+    failure: TransferError | str = ""  # why the peer is given up: an exception to raise, or a reason
+    unanswered: set[int] = field(default_factory=set)  # message ids; the peer is kept while there are any
+    unsent: deque[int] = field(default_factory=deque)  # those of them that wait for the connection to accept them
 
 
 class Resolved(msgspec.Struct, frozen=True):
-    """The look-up of a host name has ended: with an IP address, or with why not."""
+    """The result of looking up a host name: an IP address, or why there is none."""
 
     host: str
     ip: str
@@ -106,9 +105,9 @@ class Resolved(msgspec.Struct, frozen=True):
 
 
 class PeerPool:
-    """Every peer that the client holds. Belongs to the client's thread.
+    """Owns the client's peers and their sockets. Belongs to the client's thread.
 
-    ``report`` is called on a look-up's own thread when that has ended; the owner passes what it gets to ``resolved``.
+    A look-up calls ``report`` on its own thread when it ends; the owner passes the result to ``resolved``.
     """
 
     def __init__(
@@ -122,7 +121,7 @@ class PeerPool:
         self.opened = 0  # sockets made
         self.closed = 0
         self.sweep_at = math.inf  # monotonic seconds: when to call close_idle next
-        self.check_at = math.inf  # and when to call hoarders
+        self.check_at = math.inf  # monotonic seconds: when to call over_unread_limit next
         self._settings = settings
         self._keys = keys
         self._allowed = allowed
@@ -137,9 +136,9 @@ class PeerPool:
         self._resolvers: dict[str, threading.Thread] = {}  # by host name
 
     def poll(self, timeout_s: float) -> Iterator[tuple[PeerSocket, int]]:
-        """Wait for any socket or the wake-up; yields the peers that are still held, with their ZeroMQ events.
+        """Wait for any socket or the wake-up, then yield the ready peers that are still held, with their ZeroMQ events.
 
-        A peer whose handshake has failed for good has its ``failure`` set and is yielded with no events.
+        A peer whose handshake has failed for good is yielded without events, with its ``failure`` set.
         """
         timeout_ms = -1 if timeout_s == math.inf else max(0, math.ceil(timeout_s * 1000))
         for socket, events in self._poller.poll(timeout_ms):
@@ -149,27 +148,27 @@ class PeerPool:
             if socket is peer.socket:
                 yield peer, events
             else:
-                self._take_handshakes(peer)
+                self._take_events(peer)
                 if peer.failure:
                     yield peer, 0
 
     def find(self, address: Address) -> PeerSocket | None:
-        """The peer at ``address`` if it is held."""
+        """Return the peer at ``address``, None if it is not held."""
         return self._peers.get(address)
 
     def get(self, address: Address) -> PeerSocket:
-        """The peer at ``address``, made if it is new. Its socket may be None until ``resolved``.
+        """Return the peer at ``address``, made if it is new. Its socket may be None until ``resolved``.
 
         Raises:
-            TooManyPeers: no peer can be dropped for it, or too many names are being looked up.
-            PeerNotAllowed: it may not be contacted.
-            zmq.ZMQError: the operating system gives no socket.
+            TooManyPeers: no other peer can be dropped to make room, or too many names are being looked up.
+            PeerNotAllowed: the host may not be contacted.
+            zmq.ZMQError: the operating system provides no socket.
         """
         peer = self._peers.get(address)
         if peer is not None:
             return peer
         host = address.host
-        look_up = numeric(host) is None or self._allowed.needs_names(host)
+        look_up = parse_ip(host) is None or self._allowed.needs_lookup(host)
         if not look_up:
             self._allowed.check(host, host)
         self._make_room()
@@ -183,7 +182,7 @@ class PeerPool:
         return peer
 
     def resolved(self, found: Resolved) -> Iterator[PeerSocket]:
-        """Connect the peers whose host name was looked up; yields each, with its ``failure`` if it has one."""
+        """Connect the peers whose host name was looked up, and yield each; its ``failure`` is set if that failed."""
         self._resolvers.pop(found.host).join()
         for peer in [peer for peer in self._peers.values() if peer.address.host == found.host and peer.socket is None]:
             peer.failure = found.failure
@@ -195,17 +194,17 @@ class PeerPool:
             yield peer
 
     @property
-    def asked(self) -> set[int]:
-        """Ids of the messages that any peer was asked and has not answered."""
-        return {message_id for peer in self._peers.values() for message_id in peer.asked}
+    def unanswered(self) -> set[int]:
+        """Ids of the messages that no peer has answered yet."""
+        return {message_id for peer in self._peers.values() for message_id in peer.unanswered}
 
     def watch(self, peer: PeerSocket, *, writable: bool) -> None:
-        """Poll the peer's socket for replies and, if ``writable``, for room to send."""
+        """Poll the peer's socket for replies and, if ``writable``, also for room to send."""
         if peer.socket is not None:
             self._poller.register(peer.socket, zmq.POLLIN | zmq.POLLOUT if writable else zmq.POLLIN)
 
     def drop(self, peer: PeerSocket, linger_s: float = 0.0) -> None:
-        """Forget the peer and close its socket; what was sent has ``linger_s`` seconds to leave."""
+        """Forget the peer and close its socket; sent messages have ``linger_s`` seconds to leave."""
         del self._peers[peer.address]
         if peer.monitor is not None:
             self._poller.unregister(peer.monitor.socket)
@@ -218,54 +217,54 @@ class PeerPool:
             self.closed += 1
 
     def receive(self, peer: PeerSocket) -> bytes | None:
-        """The next message of a peer, None if there is none, or if its ``failure`` was set: it sends without end.
+        """Return the next message of a peer, None if there is none or the message is endless: then sets ``failure``.
 
         Raises:
-            MalformedMessage: it has several frames.
+            MalformedMessage: the message has several frames.
         """
         assert peer.socket is not None
         try:
             frames = receive(peer.socket)
         except zmq.Again:
             return None
-        peer.unread.heard = True
+        peer.unread.message_completed = True
         if frames[-1].more:
-            peer.failure = f"it sent a message of {FRAMES_READ} frames and more; a message is one frame"
+            peer.failure = f"it sent a message of {FRAMES_READ} or more frames; a message is one frame"
             return None
         if len(frames) > 1:
             raise MalformedMessage(f"{len(frames)} frames; a message is one frame")
         return frames[0].bytes
 
-    def hoarders(self) -> Iterator[PeerSocket]:
-        """The peers that bring bytes and no complete reply, with their ``failure`` set; cheap when called too early."""
+    def over_unread_limit(self) -> Iterator[PeerSocket]:
+        """Yield peers that send too many bytes without a complete reply, ``failure`` set. Cheap if called too early."""
         now = time.monotonic()
         if now < self.check_at:
             return
         connected = {peer.address: peer for peer in self._peers.values() if peer.descriptor >= 0}
         self.check_at = now + CHECK_INTERVAL_S if connected else math.inf
-        unread = {address: _unread(peer) for address, peer in connected.items()}
-        for address, held in hoarders(unread, _UNREAD_BYTES, _UNREAD_BYTES_IN_ALL):
-            connected[address].failure = f"it sent {held} bytes without one complete reply"
+        unread = {address: _unread_bytes(peer) for address, peer in connected.items()}
+        for address, held in over_limit(unread, _UNREAD_BYTES, _TOTAL_UNREAD_BYTES):
+            connected[address].failure = f"it sent {held} bytes without a complete reply"
             yield connected[address]
 
     def close_idle(self) -> None:
-        """Drop the peers that were not used for ``idle_s``; cheap when called too early."""
+        """Drop the peers that were not used for ``idle_s``. Cheap if called too early."""
         now = time.monotonic()
         if now < self.sweep_at:
             return
         for peer in list(self._peers.values()):
-            if not peer.asked and now - peer.used_at >= self._settings.idle_s:
+            if not peer.unanswered and now - peer.used_at >= self._settings.idle_s:
                 self.drop(peer)
         self.sweep_at = now + self._settings.idle_s / 2 if self._peers else math.inf
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless every socket belongs to one peer that is held."""
+        """Raise AssertionError unless every polled socket belongs to one peer that is held."""
         sockets = {each for peer in self._peers.values() if peer.monitor for each in (peer.socket, peer.monitor.socket)}
         assert sockets == self._by_socket.keys(), "a socket is polled for no peer, or a peer's is not polled"
-        assert self.opened - self.closed == len(sockets) // 2, "the counters of sockets are wrong"
+        assert self.opened - self.closed == len(sockets) // 2, "the socket counters are wrong"
 
     def close(self) -> None:
-        """Drop every peer, end the ZeroMQ context, and wait for look-ups that still run."""
+        """Drop every peer, terminate the ZeroMQ context, and wait for running look-ups."""
         for peer in list(self._peers.values()):
             self.drop(peer, self._settings.linger_s)
         self._context.term()
@@ -276,10 +275,10 @@ class PeerPool:
     def _make_room(self) -> None:
         if len(self._peers) < self._settings.max_peers:
             return
-        unused = [peer for peer in self._peers.values() if not peer.asked]
+        unused = [peer for peer in self._peers.values() if not peer.unanswered]
         if not unused:
             raise TooManyPeers(
-                f"all {len(self._peers)} control peers that may be held are being asked: find out why they do not "
+                f"the maximum of {len(self._peers)} control peers all have requests pending: find out why they do not "
                 f"answer, or raise max_peers={self._settings.max_peers}"
             )
         self.drop(min(unused, key=lambda peer: peer.used_at))
@@ -300,35 +299,35 @@ class PeerPool:
             self._poller.register(each, zmq.POLLIN)
         self.opened += 1
 
-    def _take_handshakes(self, peer: PeerSocket) -> None:
-        """Set the peer's ``failure`` if its handshakes cannot succeed."""
+    def _take_events(self, peer: PeerSocket) -> None:
+        """Process the monitor's events. Sets the peer's ``failure`` if its handshakes cannot succeed."""
         assert peer.monitor is not None
         for event, value in peer.monitor.take():
             if event == zmq.EVENT_CONNECTED:
-                peer.descriptor, peer.unread = value, Unread()
+                peer.descriptor, peer.unread = value, UnreadBytes()
                 self.check_at = min(self.check_at, time.monotonic() + CHECK_INTERVAL_S)
             elif event == zmq.EVENT_DISCONNECTED:
                 peer.descriptor = -1
             elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                peer.ended_handshakes, peer.ended_since, peer.was_made = 0, math.inf, True
+                peer.ended_handshakes, peer.ended_since, peer.has_connected = 0, math.inf, True
             elif event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
                 if value in _ENDED_BY_PEER:
                     self._handshake_ended(peer)
-            elif event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL and value != _OTHER_MECHANISM:
-                # libzmq does not try again after this.
+            elif event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL and value != _MECHANISM_MISMATCH:
+                # libzmq does not retry after this.
                 peer.failure = f"what listens there does not speak ZeroMQ's protocol as an engine does ({value:#x})"
             else:
                 peer.failure = AuthenticationFailed(
-                    f"authentication with {peer.address} failed: {self._whose_secret(event)}: {_GIVE_BOTH}"
+                    f"authentication with {peer.address} failed: {self._secret_mismatch(event)}: {_KEYS_HINT}"
                 )
 
     def _handshake_ended(self, peer: PeerSocket) -> None:
-        """The other side has ended a handshake without a word; sets ``failure`` if its secret must be another."""
+        """Count a handshake that the peer has ended without an error. Sets ``failure`` if the secrets must differ."""
         now = time.monotonic()
         peer.ended_handshakes += 1
         peer.ended_since = min(peer.ended_since, now)
         ended_s = now - peer.ended_since
-        if peer.was_made or peer.ended_handshakes < _ENDED_HANDSHAKES or ended_s <= _OTHER_SECRET_S:
+        if peer.has_connected or peer.ended_handshakes < _ENDED_HANDSHAKES or ended_s <= _SECRET_MISMATCH_S:
             return
         if self._keys is None:
             why = "that engine has a secret and this one has none"
@@ -336,11 +335,11 @@ class PeerPool:
             why = "the secrets of the two engines differ or that one has none"
         peer.failure = AuthenticationFailed(
             f"authentication with {peer.address} failed: it ended the handshake {peer.ended_handshakes} times in "
-            f"{ended_s:.1f} s, most likely because {why}: {_GIVE_BOTH}. If that engine's log says that it refused "
-            "connections, it has too many; if it says nothing, something else may listen there"
+            f"{ended_s:.1f} s, most likely because {why}: {_KEYS_HINT}. If that engine's log says that it refused "
+            "connections, it has too many; if the log says nothing, something else may be listening there"
         )
 
-    def _whose_secret(self, event: int) -> str:
+    def _secret_mismatch(self, event: int) -> str:
         if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
             return "the secrets of the two engines differ"
         if self._keys is None:
@@ -357,8 +356,8 @@ class PeerPool:
             zmq.MAXMSGSIZE: MAX_FRAME_BYTES,
             zmq.SNDHWM: _QUEUED_FRAMES,
             zmq.RCVHWM: _QUEUED_FRAMES,
-            # Only a finished handshake takes a frame: nothing piles up for a peer that is not there, and POLLOUT
-            # tells when it has come.
+            # Frames are queued only after a finished handshake: none pile up for a peer that is down, and POLLOUT
+            # tells when it is up.
             zmq.IMMEDIATE: 1,
             zmq.CONNECT_TIMEOUT: connect_timeout_ms,
             zmq.HANDSHAKE_IVL: connect_timeout_ms,
@@ -366,17 +365,17 @@ class PeerPool:
             zmq.RECONNECT_IVL_MAX: 1000,
             zmq.HEARTBEAT_IVL: heartbeat_ms,
             zmq.HEARTBEAT_TIMEOUT: 3 * heartbeat_ms,
-            zmq.HEARTBEAT_TTL: 4 * heartbeat_ms,  # of silence, then the peer forgets this connection
+            zmq.HEARTBEAT_TTL: 4 * heartbeat_ms,  # after this much silence the peer drops the connection
         }.items():
             socket.setsockopt(option, value)
 
     def _look_up(self, host: str) -> None:
-        # libzmq would look names up on the thread that serves all sockets: a slow name server would stop every peer.
+        # libzmq looks up names on the thread that serves all sockets, so a slow name server would stall every peer.
         if host in self._resolvers:
             return
         if len(self._resolvers) >= self._settings.max_resolvers:
             raise TooManyPeers(
-                f"{len(self._resolvers)} host names are being looked up already: announce control hosts as IP "
+                f"{len(self._resolvers)} host names are already being looked up: announce control hosts as IP "
                 f"addresses, or raise max_resolvers={self._settings.max_resolvers}"
             )
         thread = threading.Thread(
@@ -386,9 +385,9 @@ class PeerPool:
         thread.start()
 
 
-def _unread(peer: PeerSocket) -> int:
-    with opened(peer.descriptor, remote_port=peer.address.port) as connection:
-        return 0 if connection is None else peer.unread.look(connection.bytes_received)
+def _unread_bytes(peer: PeerSocket) -> int:
+    with connection_of(peer.descriptor, remote_port=peer.address.port) as connection:
+        return 0 if connection is None else peer.unread.update(connection.bytes_received)
 
 
 def _look_up(host: str, allowed: AllowedPeers, report: Callable[[Resolved], object]) -> None:

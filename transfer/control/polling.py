@@ -1,4 +1,4 @@
-"""What the control channel's threads poll beside their sockets: a wake-up, and what libzmq tells about connections."""
+"""What the control channel's threads poll beside their sockets: a wake-up, and libzmq's monitor events."""
 
 import os
 from collections.abc import Iterator
@@ -12,25 +12,25 @@ from zmq.utils.monitor import parse_monitor_message
 class Wakeup:
     """A file descriptor that is readable from ``set`` to ``clear``; poll it beside the sockets.
 
-    ``set`` may be called from any thread and never blocks. ``clear`` and ``fileno`` belong to the thread that polls.
+    Any thread may call ``set``, which never blocks. ``clear`` and ``fileno`` belong to the polling thread.
     """
 
     def __init__(self) -> None:
-        self._lock = Lock()  # a descriptor must not be closed, and its number given away, under a writer
+        self._lock = Lock()  # the descriptor must not be closed, and its number reused, while ``set`` writes to it
         self._reader, self._writer = os.pipe()
         os.set_blocking(self._reader, False)
         os.set_blocking(self._writer, False)
 
     def fileno(self) -> int:
-        """What to poll for reading; -1 after ``close``."""
+        """Return the descriptor to poll for reading; -1 after ``close``."""
         return self._reader
 
     def set(self) -> None:
-        """Wake the poll, or the next one. No effect after ``close``."""
+        """Wake the current poll, or the next one. Does nothing after ``close``."""
         with self._lock:
             if self._writer < 0:
                 return
-            with suppress(BlockingIOError):  # the pipe is full: it is readable already
+            with suppress(BlockingIOError):  # the pipe is full, and so already readable
                 os.write(self._writer, b"\0")
 
     def clear(self) -> None:
@@ -49,15 +49,15 @@ class Wakeup:
 
 
 class SocketMonitor:
-    """The events of one socket; made and closed on, or handed over with, the thread that owns the socket."""
+    """Receives the monitor events of one socket. Belongs to the socket's owner, and is handed over with the socket."""
 
     def __init__(
         self, context: zmq.Context[zmq.Socket[bytes]], socket: zmq.Socket[bytes], name: str, events: int
     ) -> None:
-        """``name`` is unique in the context; ``events`` is a mask of ``zmq.EVENT_...``.
+        """Start to monitor ``socket`` for ``events``, a mask of ``zmq.EVENT_...``. ``name`` is unique in the context.
 
         Raises:
-            zmq.ZMQError: the operating system gives no socket.
+            zmq.ZMQError: the operating system provides no socket.
         """
         self._watched = socket
         endpoint = f"inproc://monitor-{name}"
@@ -67,18 +67,18 @@ class SocketMonitor:
         except zmq.ZMQError:
             socket.disable_monitor()
             raise
-        # libzmq's I/O thread waits, with every connection, where events find no room.
+        # No limit: when the queue of events is full, libzmq's I/O thread blocks, and all connections with it.
         self.socket.setsockopt(zmq.RCVHWM, 0)
         self.socket.connect(endpoint)
 
     def take(self) -> Iterator[tuple[int, int]]:
-        """The events since the last call: which, and its value (a descriptor or an error code)."""
+        """Yield the events since the last call, each with its value: a file descriptor or an error code."""
         with suppress(zmq.Again):
             while True:
                 event = parse_monitor_message(self.socket.recv_multipart(zmq.NOBLOCK))
                 yield int(event["event"]), int(event["value"])
 
     def close(self) -> None:
-        """Watch no more; before the watched socket is closed."""
+        """Stop monitoring. Call this before the monitored socket is closed."""
         self._watched.disable_monitor()
         self.socket.close(linger=0)

@@ -1,7 +1,7 @@
-"""The answering end of the control channel: one ROUTER socket and one thread that asks a handler.
+"""The server end of the control channel: one ROUTER socket, and one thread that calls a handler.
 
-Frames become requests and replies become frames here, and nothing a peer sends can stop it. What a request means
-(leases, geometry) is the handler's business, who may be connected that of ``admission``.
+Decodes frames into requests and encodes replies into frames; nothing that a peer sends can stop it. The handler decides
+what a request means (leases, geometry), ``admission`` who may be connected.
 """
 
 import errno
@@ -17,7 +17,7 @@ from transfer.control.admission import Admission, AdmissionCounters
 from transfer.control.connections import FRAMES_READ, receive
 from transfer.control.errors import ControlStartError
 from transfer.control.keys import ControlKeys
-from transfer.control.limits import Allowances, ServerLimits, ThrottledWarnings, excess
+from transfer.control.limits import ServerLimits, ThrottledWarnings, TokenBuckets, exceeded_limit
 from transfer.control.messages import (
     MAX_FRAME_BYTES,
     MAX_REQUEST_BYTES,
@@ -32,57 +32,57 @@ from transfer.control.messages import (
 )
 from transfer.control.polling import Wakeup
 from transfer.errors import BadAddress
-from transfer.peers import Address, listen_address, numeric, resolve
+from transfer.peers import Address, listen_address, parse_ip, resolve
 
 logger = logging.getLogger(__name__)
 
-# Frames up to twice the limit are read, so that they can be counted and answered; for larger ones libzmq closes the
-# connection unread.
+# Frames up to twice the limit are read, so that they can be counted and answered. For larger ones libzmq closes the
+# connection without reading them.
 _READ_BYTES = 2 * MAX_REQUEST_BYTES
-_QUEUED_REQUESTS = 16  # per peer, read ahead of the handler; a peer that sends faster is held back by TCP
-_FRAMES_PER_TURN = 256  # then look whether the server is to stop
-_AFTER_A_FAULT_S = 0.05
-_MOST_TIME_FOR_ONE = 0.05  # share of the server's time that one host may take by messages that have no end
-_BACKLOG = 1024  # connections that all come at once, as after a restart
-_HANDSHAKE_S = 5.0  # after which a connection that has not finished its handshake is closed
-_UNREAD_REPLIES_S = 15.0  # after which a connection that takes no bytes off our hands is closed
+_QUEUED_REQUESTS = 16  # per peer, read ahead of the handler; TCP slows down a peer that sends faster
+_MESSAGES_PER_TURN = 256  # between two checks of whether to stop
+_PAUSE_AFTER_FAULT_S = 0.05
+_MAX_HOST_TIME_SHARE = 0.05  # of the server's time that one host may take with endless messages
+_BACKLOG = 1024  # connections that arrive at once, as after a restart
+_HANDSHAKE_S = 5.0  # closes a connection that has not finished its handshake by then
+_UNREAD_REPLIES_S = 15.0  # closes a connection whose peer has read no bytes for this long
 
-_WAY_OUT = {
+_BIND_HINTS = {
     errno.EADDRINUSE: "another process holds the port: choose a different one, or 0 to let the OS choose",
-    errno.EADDRNOTAVAIL: "the host is not an address of this machine: name one that is, or 0.0.0.0 for all",
+    errno.EADDRNOTAVAIL: "the host is not an address of this machine: use one that is, or 0.0.0.0 for all",
     errno.EACCES: "this user may not bind the port: choose one above 1023, or 0 to let the OS choose",
 }
 
 
 class ControlHandler(Protocol):
-    """What gives the requests their meaning."""
+    """Implements the requests."""
 
     def handle(self, request: Request) -> Reply:
-        """Answer ``request``; called on the server's thread, which serves nobody else meanwhile.
+        """Answer ``request``. Called on the server's thread, which serves nobody else in the meantime.
 
-        A request may arrive more than once, so the effect of a repetition must be nothing and its answer the same.
-        An exception is logged and answered with ``ErrorCode.INTERNAL``.
+        A request may arrive more than once: a repetition must have no effect and get the same answer. An exception is
+        logged and answered with ``ErrorCode.INTERNAL``.
         """
         ...
 
 
 class ServerCounters(msgspec.Struct, frozen=True):
-    """What came since the start, by its end. Every message is counted once in the first seven fields."""
+    """Messages since the start, by outcome. Every message counts in exactly one of the first seven fields."""
 
-    requests: int = 0  # well-formed and passed to the handler, repetitions included
+    requests: int = 0  # well-formed and passed to the handler, including repetitions
     malformed: int = 0  # not a request of this protocol
-    oversized: int = 0  # above MAX_REQUEST_BYTES, as far as it was read at all
+    oversized: int = 0  # above MAX_REQUEST_BYTES, if it was read at all
     wrong_version: int = 0
     wrong_frames: int = 0  # not exactly one frame
-    over_limits: int = 0  # well-formed, but naming more than ``limits`` accepts
-    rate_limited: int = 0  # dropped unread: its host has asked for more than its share
+    over_limits: int = 0  # well-formed, but above one of the maximums in ``limits``
+    rate_limited: int = 0  # dropped without decoding, because its host sends too much
     handler_failures: int = 0  # requests whose handler raised, or whose reply could not be encoded
     replies_dropped: int = 0  # the peer has left, or does not read its replies
     admission: AdmissionCounters = AdmissionCounters()
 
     @property
     def refusals(self) -> dict[str, int]:
-        """What was not served, by cause: the labels of a metric."""
+        """What was not served, by cause. The causes are the labels of a metric."""
         return {
             "authentication": self.admission.authentication_failures,
             "handshake": self.admission.handshake_failures,
@@ -112,18 +112,24 @@ class ControlServer:
         linger_s: float = 0.2,
         close_timeout_s: float = 5.0,
     ) -> None:
-        """Nothing is bound before ``start``.
+        """Store the settings. Nothing is bound before ``start``.
 
-        ``keys``: only clients with the same ones are served; None serves whoever can connect.
-        ``queued_replies``: how many a peer may leave unread before further ones are dropped (it asks again).
-        ``log_interval_s``: at most one warning per cause in that time. ``heartbeat_s``: how often silent peers are
-        probed, so that vanished ones are forgotten. ``linger_s``: how long ``close`` lets the last replies leave.
-        ``close_timeout_s``: how long ``close`` waits for a handler that has not returned.
+        Args:
+            handler: implements the requests.
+            host: the address or name to bind.
+            port: the port to bind; 0 lets the OS choose.
+            keys: serve only clients with the same keys; None: serve whoever can connect.
+            limits: None for the defaults.
+            queued_replies: how many replies a peer may leave unread before more are dropped (it asks again).
+            log_interval_s: at most one warning per cause in this time.
+            heartbeat_s: how often silent peers are probed, so that vanished ones are dropped.
+            linger_s: how long ``close`` lets the last replies leave.
+            close_timeout_s: how long ``close`` waits for a handler that has not returned.
         """
         self._handler = handler
         self._keys = keys
         self._limits = limits or ServerLimits()
-        self._allowances = Allowances(self._limits.requests_per_s, self._limits.burst)
+        self._buckets = TokenBuckets(self._limits.requests_per_s, self._limits.burst)
         self._admission: Admission | None = None
         self._host = host
         self._port = port
@@ -139,14 +145,14 @@ class ControlServer:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Bind the socket and start the thread. A server starts once.
+        """Bind the socket and start the thread. A server can start only once.
 
         Raises:
-            ControlStartError: host and port cannot be bound.
+            ControlStartError: host and port cannot be bound, or the server was started or closed before.
         """
         if self._thread is not None or self._stopping.is_set():
             raise ControlStartError("this control server was started or closed before: make a new one")
-        address = _to_bind(self._host, self._port)
+        address = _resolved_address(self._host, self._port)
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         try:
             socket, admission = self._bind(context, address)
@@ -164,7 +170,7 @@ class ControlServer:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop serving, join the thread, close the socket. Idempotent."""
+        """Stop serving, join the thread and close the socket. Idempotent."""
         self._stopping.set()
         if self._thread is None or self._wakeup is None:
             return
@@ -172,7 +178,7 @@ class ControlServer:
         self._thread.join(self._close_timeout_s)
         if self._thread.is_alive():
             logger.error(
-                "the control server's handler has not returned for %.1f s: its thread is left behind",
+                "the control server's handler did not return within %.1f s; its thread is left running",
                 self._close_timeout_s,
             )
             return
@@ -190,13 +196,13 @@ class ControlServer:
 
     @property
     def counters(self) -> ServerCounters:
-        """What was received so far."""
+        """What was received so far. May be read from any thread."""
         if self._admission is None:
             return self._counters
         return msgspec.structs.replace(self._counters, admission=self._admission.counters)
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless the books balance; before ``start`` or after ``close``, for the thread's own."""
+        """Raise AssertionError if the thread's state is inconsistent. Call before ``start`` or after ``close``."""
         if self._admission is not None:
             self._admission.check_integrity()
 
@@ -211,7 +217,7 @@ class ControlServer:
         socket.setsockopt(zmq.MAXMSGSIZE, _READ_BYTES)
         socket.setsockopt(zmq.RCVHWM, _QUEUED_REQUESTS)
         socket.setsockopt(zmq.SNDHWM, self._queued_replies)
-        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a reply that cannot be queued is an error, so that it is counted
+        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # makes a reply that cannot be queued an error, which is counted
         socket.setsockopt(zmq.HEARTBEAT_IVL, int(self._heartbeat_s * 1000))
         socket.setsockopt(zmq.BACKLOG, _BACKLOG)
         socket.setsockopt(zmq.HANDSHAKE_IVL, int(_HANDSHAKE_S * 1000))
@@ -221,17 +227,13 @@ class ControlServer:
         try:
             socket.bind(address.endpoint)
         except zmq.ZMQError as error:
-            way_out = _WAY_OUT.get(error.errno or 0, "check host and port")
-            raise ControlStartError(f"cannot bind the control channel to {address}: {error}: {way_out}") from error
+            hint = _BIND_HINTS.get(error.errno or 0, "check host and port")
+            raise ControlStartError(f"cannot bind the control channel to {address}: {error}: {hint}") from error
         admission.port = int(socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
         return socket, admission
 
     def _run(
-        self,
-        context: zmq.Context[zmq.Socket[bytes]],
-        socket: zmq.Socket[bytes],
-        admission: Admission,
-        wakeup: Wakeup,
+        self, context: zmq.Context[zmq.Socket[bytes]], socket: zmq.Socket[bytes], admission: Admission, wakeup: Wakeup
     ) -> None:
         poller = zmq.Poller()
         poller.register(socket, zmq.POLLIN)
@@ -251,46 +253,43 @@ class ControlServer:
     def _turn(self, socket: zmq.Socket[bytes], admission: Admission) -> None:
         try:
             admission.serve()
-            self._serve_waiting(socket, admission)
-        except Exception as error:  # a fault of this code: whoever has found it must not end the leases of all others
-            self._warnings.warn("turn", "the control server failed and goes on", error=error)
-            self._stopping.wait(_AFTER_A_FAULT_S)
+            self._serve_queued(socket, admission)
+        except Exception as error:  # a bug of this code: a peer that triggers it must not end everybody's leases
+            self._warnings.warn("turn", "the control server failed and continues", error=error)
+            self._stopping.wait(_PAUSE_AFTER_FAULT_S)
 
-    def _serve_waiting(self, socket: zmq.Socket[bytes], admission: Admission) -> None:
-        for _ in range(_FRAMES_PER_TURN):
+    def _serve_queued(self, socket: zmq.Socket[bytes], admission: Admission) -> None:
+        for _ in range(_MESSAGES_PER_TURN):
             try:
                 peer, *frames = receive(socket)
             except zmq.Again:
                 return
-            admission.heard(frames[0])
+            admission.message_received(frames[0])
             if frames[-1].more:
                 self._drop_endless(socket, admission, frames[-1])
                 continue
             sender = _sender(frames[0])
-            if not self._allowances.take(sender):
+            if not self._buckets.take(sender):
                 self._count(rate_limited=self._counters.rate_limited + 1)
-                admission.dropped(frames[0])
-                self._warnings.warn(
-                    "rate",
-                    f"dropped a control message from {sender}: one host may send {self._limits.requests_per_s:g} a "
-                    "second; it will ask again",
-                )
+                admission.message_dropped(frames[0])
+                rate = f"one host may send {self._limits.requests_per_s:g} a second; it will ask again"
+                self._warnings.warn("rate", f"dropped a control message from {sender}: {rate}")
                 continue
-            self._allowances.charge(sender, sum(map(len, frames)) // self._limits.bytes_per_request)
+            self._buckets.charge(sender, sum(map(len, frames)) // self._limits.bytes_per_request)
             answer = self._answer(frames, sender)
             if answer is not None:
-                self._allowances.charge(sender, len(answer) // self._limits.reply_bytes_per_request)
+                self._buckets.charge(sender, len(answer) // self._limits.reply_bytes_per_request)
                 self._send(socket, peer.bytes, answer)
 
     def _drop_endless(self, socket: zmq.Socket[bytes], admission: Admission, frame: zmq.Frame) -> None:
-        """End the connection of a message of very many frames, and take the rest out of the way: only reading does."""
+        """Cut the connection that sent an endless message, and read the remaining frames, which block all others."""
         sender = _sender(frame)
         self._count(wrong_frames=self._counters.wrong_frames + 1)
-        admission.flooded(frame, f"it sent a message of {FRAMES_READ} frames and more; a message is one frame")
+        admission.cut_sender(frame, f"it sent a message of {FRAMES_READ} or more frames; a message is one frame")
         started = time.monotonic()
         while frame.more:
             frame = socket.recv(zmq.NOBLOCK, copy=False)
-        admission.refuse(sender, (time.monotonic() - started) / _MOST_TIME_FOR_ONE)
+        admission.refuse(sender, (time.monotonic() - started) / _MAX_HOST_TIME_SHARE)
 
     def _send(self, socket: zmq.Socket[bytes], peer: bytes, answer: bytes) -> None:
         try:
@@ -299,33 +298,26 @@ class ControlServer:
             self._count(replies_dropped=self._counters.replies_dropped + 1)
 
     def _answer(self, frames: list[zmq.Frame], sender: str) -> bytes | None:
-        """The frame to send back, None where nothing tells what it would answer."""
-        now = self._counters
+        """Return the frame to send back, None if the message id of the request is unknown."""
         if len(frames) != 1:
-            self._count(wrong_frames=now.wrong_frames + 1)
             reason = f"{len(frames)} frames; a message is one frame: use a DEALER socket and no empty delimiter"
             return self._refuse("wrong_frames", sender, message_id_of(frames[-1].bytes), ErrorCode.MALFORMED, reason)
         frame = frames[0].bytes
         try:
             message_id, request = decode_request(frame)
         except MalformedMessage as error:
-            cause = "malformed"
+            cause = "wrong_version" if error.code is ErrorCode.VERSION else "malformed"
             if len(frame) > MAX_REQUEST_BYTES:
                 cause = "oversized"
-                self._count(oversized=now.oversized + 1)
-            elif error.code is ErrorCode.VERSION:
-                cause = "wrong_version"
-                self._count(wrong_version=now.wrong_version + 1)
-            else:
-                self._count(malformed=now.malformed + 1)
             return self._refuse(cause, sender, error.message_id, error.code, str(error))
-        if reason := excess(request):
-            self._count(over_limits=now.over_limits + 1)
+        if reason := exceeded_limit(request):
             return self._refuse("over_limits", sender, message_id, ErrorCode.MALFORMED, reason)
-        self._count(requests=now.requests + 1)
+        self._count(requests=self._counters.requests + 1)
         return self._ask_handler(message_id, request)
 
     def _refuse(self, cause: str, sender: str, message_id: int, code: ErrorCode, reason: str) -> bytes | None:
+        """Count the refusal in the counter named ``cause``, and return the error to send if there is a message id."""
+        self._count(**{cause: getattr(self._counters, cause) + 1})
         self._warnings.warn(cause, f"refused a control message from {sender}: {reason!r}")
         return encode(message_id, Error(code, reason)) if message_id else None
 
@@ -334,8 +326,8 @@ class ControlServer:
         try:
             answer = encode(message_id, self._handler.handle(request))
             if len(answer) > MAX_FRAME_BYTES:
-                raise ValueError(f"the reply takes {len(answer)} bytes; a frame holds at most {MAX_FRAME_BYTES}")
-        except Exception as error:  # whatever it is, the other peers are still to be served
+                raise ValueError(f"the reply has {len(answer)} bytes; a frame holds at most {MAX_FRAME_BYTES}")
+        except Exception as error:  # whatever it is, the other peers must still be served
             self._count(handler_failures=self._counters.handler_failures + 1)
             self._warnings.warn(f"handler:{kind}", f"handling a control request {kind!r} failed", error=error)
             reason = f"the engine failed to handle {kind!r} ({type(error).__name__}); its log says why"
@@ -346,7 +338,7 @@ class ControlServer:
         self._counters = msgspec.structs.replace(self._counters, **changes)
 
 
-def _to_bind(host: str, port: int) -> Address:
+def _resolved_address(host: str, port: int) -> Address:
     try:
         address = listen_address(host, port)
         return Address(resolve(address.host), address.port)
@@ -354,17 +346,17 @@ def _to_bind(host: str, port: int) -> Address:
         raise ControlStartError(f"cannot bind the control channel: {error}") from error
     except OSError as error:
         raise ControlStartError(
-            f"cannot bind the control channel to {host}:{port}: the host name has no address ({error}): name an IP "
+            f"cannot bind the control channel to {host}:{port}: the host name has no address ({error}): use an IP "
             "address of this machine"
         ) from error
 
 
 def _warn_if_exposed(address: Address) -> None:
-    ip = numeric(address.host)
+    ip = parse_ip(address.host)
     if ip is None or not ip.is_loopback:
         logger.warning(
-            "the control channel at %s is not authenticated: whoever reaches it can read memory layouts and end "
-            "leases. Give all engines the same secret (secret_file or PD_CONNECTOR_SECRET). Isolate its network in any "
+            "the control channel at %s is not authenticated: whoever can reach it can read memory layouts and end "
+            "leases. Give all engines the same secret (secret_file or PD_CONNECTOR_SECRET). Isolate the network in any "
             "case, because the transfer engine has no authentication: let only prefill and decode hosts connect "
             "(firewall, network policy or VLAN)",
             address,

@@ -1,1 +1,1 @@
-"""One read, three ends: the transfer engine's contract and its implementations."""
+"""One-sided reads from a peer's memory: the transfer engine's contract in ``base``, and Mooncake behind it."""

@@ -1,6 +1,6 @@
-"""What a batch of descriptors must respect before it is submitted: registered memory, piece size, the window of a peer.
+"""What limits a batch of descriptors before it is submitted: registered memory, piece size, the window of a peer.
 
-Plain arithmetic over addresses, and two small books. Nothing here knows Mooncake or touches the memory described.
+Arithmetic over addresses, and the state of registered memory and windows. Does not know Mooncake, touches no memory.
 """
 
 import threading
@@ -15,20 +15,18 @@ from transfer.engine.base import EngineStartError
 
 
 def check_copies(copies: Copies, local: RegionTable, peer: RegionTable, peer_address: str) -> None:
-    """Refuse a batch that would leave the memory that both sides registered.
+    """Raise unless all descriptors have bytes and stay inside the memory that both sides registered.
 
     Raises:
-        ValueError: names the first descriptor at fault, its values and the rule.
+        ValueError: names the first bad descriptor, its values and the rule.
     """
+    outside_peer = peer.outside(copies.sources, copies.sizes)
     faults = (
         (copies.sizes <= 0, "its size is not positive"),
         (local.outside(copies.destinations, copies.sizes), "its destination is outside the memory registered here"),
-        (
-            peer.outside(copies.sources, copies.sizes),
-            f"its source is outside the memory that {peer_address} registered",
-        ),
+        (outside_peer, f"its source is outside the memory that {peer_address} registered"),
     )
-    found = [(int(at_fault.argmax()), rule) for at_fault, rule in faults if at_fault.any()]
+    found = [(int(bad.argmax()), rule) for bad, rule in faults if bad.any()]
     if found:
         index, rule = min(found, key=lambda fault: fault[0])
         raise ValueError(
@@ -38,7 +36,7 @@ def check_copies(copies: Copies, local: RegionTable, peer: RegionTable, peer_add
 
 
 def split_large(copies: Copies, piece_bytes: int) -> Copies:
-    """The same bytes with no descriptor above ``piece_bytes``; ``copies`` itself where that is so already."""
+    """Split descriptors larger than ``piece_bytes``. Returns ``copies`` itself if there are none."""
     pieces = -(-copies.sizes // piece_bytes)
     total = int(pieces.sum())
     if total == len(copies):
@@ -53,7 +51,7 @@ def split_large(copies: Copies, piece_bytes: int) -> Copies:
 
 
 class RegisteredMemory:
-    """The regions that an engine has registered, until it is closed. Safe to use from any thread."""
+    """Holds the regions that an engine has registered, until it is closed. Safe to use from any thread."""
 
     def __init__(self) -> None:
         self.table = RegionTable(())
@@ -61,10 +59,10 @@ class RegisteredMemory:
         self._lock = threading.Lock()
 
     def add(self, regions: Sequence[Region], register: Callable[[Sequence[Region]], None] = lambda _: None) -> None:
-        """More regions. ``register`` tells the transport, of all of them or of none.
+        """Add regions. ``register`` registers them with the transport, all or none.
 
         Raises:
-            EngineStartError: the engine is closed, a region is empty or overlaps another, or ``register`` says so.
+            EngineStartError: the engine is closed, a region is empty or overlaps another, or ``register`` failed.
         """
         with self._lock:
             if self._closed:
@@ -77,14 +75,14 @@ class RegisteredMemory:
             self.table = table
 
     def close(self) -> None:
-        """Nothing is registered from now on. Waits for an ``add`` under way."""
+        """Forget all regions and accept no more. Waits for an ``add`` in progress."""
         with self._lock:
             self._closed = True
             self.table = RegionTable(())
 
 
 class Window:
-    """How many descriptors are in flight to one peer, over all links to it. Safe to use from any thread."""
+    """Counts the descriptors in flight to one peer, over all links to it. Safe to use from any thread."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
@@ -94,11 +92,11 @@ class Window:
 
     @property
     def in_flight(self) -> int:
-        """Descriptors in flight at this moment."""
+        """Descriptors in flight now."""
         return self._in_flight
 
     def try_acquire(self, count: int) -> bool:
-        """Take room for ``count`` descriptors, or take nothing and answer False."""
+        """Reserve room for ``count`` descriptors. If it does not fit, reserve nothing and return False."""
         with self._lock:
             if self._in_flight + count > self.capacity:
                 return False
@@ -107,11 +105,11 @@ class Window:
             return True
 
     def release(self, count: int) -> None:
-        """Give back what ``try_acquire`` took."""
+        """Give back what ``try_acquire`` reserved."""
         with self._lock:
             self._in_flight -= count
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless no more is in flight than fits, and no more was given back than taken."""
+        """Raise AssertionError if more is in flight than fits, or more was given back than reserved."""
         with self._lock:
             assert 0 <= self._in_flight <= self.most_in_flight <= self.capacity, "the window's count is wrong"

@@ -1,13 +1,13 @@
-"""The Mooncake library as this project uses it: loaded once with the right environment, ended without stalling Python.
+"""The Mooncake library as this project uses it: loaded with the right environment, deleted without stalling Python.
 
-All calls into Mooncake are in this module, with the behaviour of the library that callers must know. What a read is,
-and when its memory may be used again, is decided in ``mooncake``.
+All calls into Mooncake are in this module, along with the library's behaviour that callers must know. ``mooncake``
+decides what a read is and when its memory may be used again.
 
-Two of Mooncake's habits are dealt with here through its sockets, which are file descriptors of this process:
+Two problems of Mooncake are worked around through its sockets, which are file descriptors of this process:
 
-- Its destructor holds the GIL and waits for a thread that sits in ``accept`` for up to a second. A model process must
-  not stop for so long, so the wait is shortened before the destructor runs (measured: from 1,005 ms to about 3).
-- The first call to a peer that accepts and never answers blocks for 60 s. Shutting that connection down ends it.
+- Its destructor holds the GIL while it waits up to a second for a thread in ``accept``. A model process must not stop
+  for that long, so the wait is shortened before the destructor runs (measured: from 1,005 ms to about 3).
+- The first call to a peer that accepts but never answers blocks for 60 s. Shutting down that connection ends the call.
 """
 
 import importlib
@@ -25,6 +25,7 @@ from typing import Any
 from layout.geometry import Region
 from layout.regions import describe_region
 from transfer.engine.base import EngineStartError
+from transfer.peers import Address
 
 _CODES = {-1: "invalid argument", -6: "no such device", -7: "it overlaps memory that is registered already"}
 _ACCEPT_TIMEOUT_S = 0.001
@@ -33,24 +34,24 @@ _LISTENING = "0A"  # the state column of /proc/net/tcp
 
 @dataclass(frozen=True, slots=True)
 class NativeOptions:
-    """What a Mooncake engine is started with."""
+    """The options that start a Mooncake engine."""
 
     host: str  # without port or brackets
     protocol: str
     devices: str  # comma-separated network devices, "" for all
-    progress_timeout_s: float  # Mooncake gives a transfer up after so long without a byte
+    progress_timeout_s: float  # Mooncake gives up a transfer that moves no byte for this long
     connect_timeout_s: float
 
 
 def set_environment(options: NativeOptions, environment: MutableMapping[str, str]) -> None:
-    """Give Mooncake's variables the values that this project needs, unless the user has set them.
+    """Set the variables that Mooncake reads to what this project needs, unless the user has set them.
 
-    Mooncake reads them when it is imported and when its first engine starts, so the first engine of a process decides.
+    Mooncake reads them on import and when its first engine starts, so the first engine of a process decides.
     """
     progress_s = str(max(1, math.ceil(options.progress_timeout_s)))
     settings = {
-        # With its default of 1,024 queued and 1,024 waiting transfers a peer, a batch above that can break the
-        # connection for good. The window of a link is the limit that holds.
+        # With the default of 1,024 queued and 1,024 pending transfers per peer, a larger batch can break the connection
+        # for good. The window of a peer is the limit instead.
         "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "65535",
         "MC_TCP_MAX_PENDING_ADMISSIONS_PER_PEER": "65535",
         "MC_TCP_PROGRESS_TIMEOUT_SEC": progress_s,
@@ -59,7 +60,7 @@ def set_environment(options: NativeOptions, environment: MutableMapping[str, str
         "MC_LOG_LEVEL": "ERROR",
     }
     if options.protocol == "tcp":
-        settings["MC_FORCE_TCP"] = "1"  # else it takes any RDMA device that it finds
+        settings["MC_FORCE_TCP"] = "1"  # otherwise Mooncake uses any RDMA device that it finds
     if ":" in options.host:
         settings["MC_USE_IPV6"] = "1"
     for name, value in settings.items():
@@ -67,7 +68,7 @@ def set_environment(options: NativeOptions, environment: MutableMapping[str, str
 
 
 def load(options: NativeOptions) -> Any:
-    """Mooncake's TransferEngine class.
+    """Set the environment, import Mooncake and return its TransferEngine class.
 
     Raises:
         EngineStartError: Mooncake or a library that it needs is not installed.
@@ -81,18 +82,16 @@ def load(options: NativeOptions) -> Any:
 
 def _explain_import_error(error: ImportError) -> str:
     if isinstance(error, ModuleNotFoundError):
-        way_out = "install it with the extra for your platform: pip install 'pd-connector[cpu]', [cuda] or [npu]"
+        hint = "install it with the extra for your platform: pip install 'pd-connector[cpu]', [cuda] or [npu]"
     elif "libibverbs" in str(error) or "librdmacm" in str(error):
-        way_out = (
-            "it is linked to the RDMA libraries, also where only TCP is used: apt-get install libibverbs1 librdmacm1"
-        )
+        hint = "it needs the RDMA libraries even if only TCP is used: apt-get install libibverbs1 librdmacm1"
     else:
-        way_out = "a library that it is linked to is missing; check that the wheel fits the platform (cpu, cuda, npu)"
-    return f"cannot import the Mooncake transfer engine ({error}): {way_out}"
+        hint = "a library that it is linked to is missing; check that the wheel fits the platform (cpu, cuda, npu)"
+    return f"cannot import the Mooncake transfer engine ({error}): {hint}"
 
 
 class NativeEngine:
-    """One Mooncake engine, and the only reference to it: after ``delete`` it is gone, with its threads and sockets.
+    """Owns the only reference to a Mooncake engine: after ``delete`` it is gone, with its threads and sockets.
 
     Raises:
         EngineStartError: Mooncake is not installed or does not start.
@@ -107,21 +106,20 @@ class NativeEngine:
             raise EngineStartError(
                 f"Mooncake did not start (code {code}) with host {options.host!r}, protocol {options.protocol!r}, "
                 f"devices {options.devices!r}: the host must be an address of this machine, the devices must exist, "
-                "and ports from 15000 on must be free; MC_LOG_LEVEL=INFO shows more"
+                "and there must be free ports above 15000; set MC_LOG_LEVEL=INFO for details"
             )
         self._port = int(self._engine.get_rpc_port())
 
     @property
     def address(self) -> str:
-        """Where peers reach this engine: host:port, the host in brackets if it is an IPv6 address."""
-        host = self._options.host
-        return f"[{host}]:{self._port}" if ":" in host else f"{host}:{self._port}"
+        """Where peers reach this engine: ``host:port``, the host in brackets if it is an IPv6 address."""
+        return str(Address(self._options.host, self._port))
 
     def register(self, regions: Sequence[Region]) -> None:
-        """Let peers read ``regions``: all of them or none. Holds the GIL: for start-up only.
+        """Let peers read ``regions``, all or none. Holds the GIL, so use it at start-up only.
 
         Raises:
-            EngineStartError: Mooncake refuses one.
+            EngineStartError: Mooncake refused a region.
         """
         for number, region in enumerate(regions):
             code = self._engine.register_memory(region.address, region.size)
@@ -129,52 +127,53 @@ class NativeEngine:
                 for done in regions[:number]:
                     self._engine.unregister_memory(done.address)
                 raise EngineStartError(
-                    f"Mooncake refuses to register the {describe_region(region)}: "
+                    f"Mooncake refused to register the {describe_region(region)}: "
                     f"{_CODES.get(code, 'no reason given')} (code {code})"
                 )
 
     def probe(self, address: str) -> bool:
-        """Whether the peer answers. Blocks up to 60 s; ``interrupt`` ends it. Releases the GIL."""
+        """Return whether the peer answers. Blocks up to 60 s; ``interrupt`` ends it. Releases the GIL."""
         return bool(self._engine.send_probe(address) == 0)
 
     def submit(self, address: str, destinations: list[int], sources: list[int], sizes: list[int]) -> int:
-        """Queue a batch of reads; its id, or 0 if it was not queued.
+        """Queue a batch of reads and return its id, or 0 if it was not queued.
 
-        The first call to a peer connects and blocks up to 60 s (``interrupt`` ends it). Releases the GIL.
+        The first call to a peer connects, which blocks up to 60 s (``interrupt`` ends it). Releases the GIL.
         """
         batch = int(self._engine.batch_transfer_async_read(address, destinations, sources, sizes))
         return 0 if batch in (-1, 2**64 - 1) else batch
 
     def poll(self, batch: int) -> int:
-        """State of a batch of ONE descriptor: 0 under way, 1 done, negative failed. The id is gone unless 0.
+        """Return the state of a batch of ONE descriptor: 0 in progress, 1 done, negative failed.
 
-        Of a longer batch it sees the first descriptor only and then frees the whole: never ask.
+        Unless it is 0, the id is no longer valid. Never call this for a longer batch: it looks only at the first
+        descriptor and then frees the whole batch.
         """
         return int(self._engine.transfer_check_status(batch))
 
     def wait(self, batch: int) -> int:
-        """Wait for a batch of any length: 0 done, else failed. Spins on a core. The id is gone afterwards."""
+        """Wait for a batch of any length; return 0 if it is done, else it failed. Spins on a core and frees the id."""
         return int(self._engine.get_batch_transfer_status([batch]))
 
     def interrupt(self, address: str) -> None:
-        """End calls that wait for the peer's first answer: they return as failed."""
+        """Make calls fail that wait for the peer's first answer."""
         host, port = split_address(address)
         try:
             peers = {entry[4][0] for entry in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)}
         except (OSError, UnicodeError):
-            return  # a host without an address has no connection either
+            return  # without an address there is no connection
         for connection in _own_sockets(remote_port=port):
             with connection:
                 try:
                     if connection.getpeername()[0] in peers:
                         connection.shutdown(socket.SHUT_RDWR)
                 except OSError:
-                    continue  # it ended by itself
+                    continue  # the connection has ended
 
     def delete(self) -> None:
-        """End the engine: afterwards it writes nothing more. No other call may be running. Idempotent."""
+        """Delete the engine, which writes nothing after that. No other call may be running. Idempotent."""
         if self._engine is not None:
-            # Only a matter of speed, and without a free file descriptor it fails: the engine must go all the same.
+            # This only saves time, and it fails without a free file descriptor: delete the engine in any case.
             with suppress(OSError):
                 self._shorten_accept()
             self._engine = None
@@ -184,7 +183,7 @@ class NativeEngine:
             with listener:
                 timeout = struct.pack("ll", 0, int(_ACCEPT_TIMEOUT_S * 1e6))
                 listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeout)
-                # The accept that is under way keeps its old timeout; a connection ends it.
+                # An accept in progress keeps its old timeout; a connection ends it.
                 loopback = "::1" if listener.family == socket.AF_INET6 else "127.0.0.1"
                 try:
                     socket.create_connection((loopback, self._port), timeout=1.0).close()
@@ -194,22 +193,22 @@ class NativeEngine:
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """Host and port of ``host:port`` or ``[host]:port``.
+    """Return host and port of ``host:port`` or ``[host]:port``.
 
     Raises:
-        ValueError: it is neither.
+        ValueError: ``address`` is neither.
     """
     host, colon, port = address.rpartition(":")
     host = host[1:-1] if host.startswith("[") and host.endswith("]") else host
     if not colon or not host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 65536:
-        raise ValueError(f"{address!r} is not a transfer engine address: host:port or [IPv6 host]:port")
+        raise ValueError(f"{address!r} is not a transfer engine address: it must be host:port or [IPv6 host]:port")
     return host, int(port)
 
 
 def _own_sockets(*, listening_port: int = 0, remote_port: int = 0) -> Iterator[socket.socket]:
-    """Duplicates of this process's TCP sockets that listen on one port or are connected to one. Close them.
+    """Yield duplicates of this process's TCP sockets that listen on or are connected to a port. The caller closes them.
 
-    Sockets that do not match are never touched: they belong to others.
+    Never touches other sockets, which belong to other code.
     """
     inodes = set()
     for table in ("tcp", "tcp6"):
@@ -227,4 +226,4 @@ def _own_sockets(*, listening_port: int = 0, remote_port: int = 0) -> Iterator[s
             if os.readlink(f"/proc/self/fd/{entry}") in inodes:
                 yield socket.socket(fileno=os.dup(int(entry)))
         except OSError:
-            continue  # closed meanwhile
+            continue  # closed in the meantime

@@ -1,11 +1,11 @@
-"""One read over Mooncake: cut into calls, kept within the peer's window, polled until all bytes have landed.
+"""One read over Mooncake: split into calls, kept within the peer's window, polled until all bytes have landed.
 
-How a batch travels. It is cut into calls of ``descriptors_per_call``, as many at once as the peer's window allows.
-A call is two Mooncake batches: the last descriptor by itself, and before it all others. Mooncake works in order and
-can say of a batch of one whether it is done, so the last descriptor is polled, with sleeps in between, and the
-others are collected when it is done: they are finished by then or a few microseconds later.
+A read is split into calls of ``descriptors_per_call``, with as many in flight as the peer's window allows. A call is
+two Mooncake batches: first all descriptors but the last, then the last one alone. Mooncake works in order, and can tell
+only of a batch of one whether it is done. So the last descriptor is polled, with sleeps in between; when it is done,
+the others are collected, which have finished by then or do so within a few microseconds.
 
-Links, engines and what becomes of them after a failure are in ``mooncake``.
+``mooncake`` owns links and engines, and decides what becomes of them after a failure.
 """
 
 import time
@@ -18,26 +18,26 @@ from transfer.engine.base import ReadFailed
 from transfer.engine.batches import Window
 from transfer.engine.mooncake_native import NativeEngine
 
-# How long to sleep between two looks at a call: an eighth of the time it has taken, within these. Longer sleeps leave
-# the cores to the threads that move the bytes (500 us: 5-10% faster than 100 us above 1 ms), shorter ones do not
-# pay (20 us: 10-15% slower).
+# Between two polls a read sleeps for an eighth of the time it has taken so far, within these limits. Longer sleeps
+# leave the cores to the threads that move the bytes (500 us: 5-10% faster than 100 us above 1 ms); shorter ones do not
+# pay off (20 us: 10-15% slower).
 SHORTEST_POLL_S = 50e-6
 _LONGEST_POLL_S = 500e-6
 
 
 @dataclass(slots=True)
 class _Call:
-    """One call's worth of descriptors, in flight. An id is 0 where Mooncake holds no batch (any more)."""
+    """One call's descriptors in flight. A batch id is 0 if Mooncake holds no such batch (any more)."""
 
     index: int
     count: int
     size: int  # bytes
-    body: int  # id of all descriptors but the last
-    tail: int  # id of the last one
+    body: int  # batch id of all descriptors but the last
+    tail: int  # batch id of the last descriptor
 
 
 class MooncakeRead:
-    """One read on its way: the calls in flight, oldest first. Used once, by one thread."""
+    """Owns one read: its calls in flight, oldest first. Used once, by one thread."""
 
     def __init__(self, native: NativeEngine, address: str, copies: Copies, per_call: int, window: Window) -> None:
         self._native = native
@@ -51,15 +51,15 @@ class MooncakeRead:
 
     @property
     def in_flight(self) -> int:
-        """Descriptors that Mooncake may still be writing."""
+        """Number of descriptors that Mooncake may still be writing."""
         return sum(call.count for call in self._calls)
 
     def run(self, timeout_s: float, closing: Callable[[], bool]) -> None:
-        """Submit and collect until all descriptors have landed.
+        """Submit calls and collect them until all descriptors have landed.
 
-        Polling was measured against Mooncake's blocking call, which spins on a core (median of 20, 2 cores, 47 x
-        737 KB): 15.9 ms against 22.3, 19.6 against 31.5 with another busy process, 26 against 41 with a busy Python
-        thread in this one; a third of the processor time. One batch a descriptor needs the GIL too often: 271 ms.
+        Measured against Mooncake's blocking call, which spins on a core (median of 20, 2 cores, 47 x 737 KB), polling
+        takes 15.9 ms instead of 22.3, 19.6 instead of 31.5 beside a busy process, 26 instead of 41 beside a busy Python
+        thread of this process, and a third of the CPU time. One batch per descriptor needs the GIL too often: 271 ms.
         """
         deadline = self._started + timeout_s
         while self._calls or self._submitted < len(self._copies):
@@ -79,7 +79,7 @@ class MooncakeRead:
             if not self._window.try_acquire(len(part)):
                 return
             call = _Call(self._submitted // self._per_call, len(part), part.total_bytes, 0, 0)
-            self._calls.append(call)  # from here on it counts as in flight, whatever happens
+            self._calls.append(call)  # counts as in flight from here on, whatever happens
             self._submitted += len(part)
             destinations, sources, sizes = part.destinations.tolist(), part.sources.tolist(), part.sizes.tolist()
             if len(part) > 1:
@@ -93,7 +93,7 @@ class MooncakeRead:
         return batch
 
     def _collect(self, call: _Call) -> bool:
-        """Whether the oldest call is done, and off the list."""
+        """Remove the oldest call if it is done, and return whether it was."""
         if call.tail:
             state = self._native.poll(call.tail)
             if state == 0:
@@ -112,9 +112,9 @@ class MooncakeRead:
     def _fail(self, reason: str, call: _Call | None = None) -> None:
         call = call or (self._calls[0] if self._calls else None)
         total = -(-len(self._copies) // self._per_call)
-        where = (
-            f"in call {call.index + 1} of {total} ({call.count} descriptors, {call.size} bytes)" if call else "waiting"
-        )
+        where = "waiting for room in the peer's window"
+        if call:
+            where = f"in call {call.index + 1} of {total} ({call.count} descriptors, {call.size} bytes)"
         raise ReadFailed(
             f"read from {self._address} failed {where} after {time.monotonic() - self._started:.3f} s: {reason}; the "
             f"whole read is {len(self._copies)} descriptors, {self._copies.total_bytes} bytes",

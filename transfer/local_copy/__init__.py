@@ -1,4 +1,4 @@
-"""Moves bytes that are here already: reshape on arrival, and the checksums of what lies in a cache.
+"""Works on bytes in local memory: copies that reshape what has arrived, and checksums of what a cache holds.
 
-Which bytes go where is decided in ``layout``. Memory is given by address or tensor; nothing here knows peers or vLLM.
+``layout`` decides which bytes go where. Memory is given by address or tensor; nothing here knows peers or vLLM.
 """

@@ -1,6 +1,6 @@
-"""Take checksums, as ``layout.checksums`` defines them, of blocks in memory that the CPU reaches.
+"""Computes checksums, as ``layout.checksums`` defines them, of blocks in memory that the CPU can read.
 
-Nothing is kept, compared or sent here.
+Does not keep, compare or send them.
 """
 
 from collections.abc import Sequence
@@ -17,51 +17,45 @@ from layout.copies import Int64Array
 from layout.geometry import Plane
 from layout.plan import BlockTable, PlanError
 
-#: Bytes of a plane that are read at once: a caller that must end waits for no more than these.
+#: Bytes of a plane that are read at once, and so the most that a caller who must stop has to wait for.
 CHUNK_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Readable:
-    """Blocks of a plane in memory that the CPU reaches, good for as long as this object."""
+class ReadableBlocks:
+    """Blocks of a plane in memory that the CPU can read, valid as long as this object lives."""
 
-    plane: Plane  # the same contents, perhaps elsewhere
-    blocks: Int64Array  # numbers in it of the blocks asked for
-    owner: object = None  # of the memory
+    plane: Plane  # the same contents, perhaps at another address
+    blocks: Int64Array  # the requested blocks, as numbers in ``plane``
+    owner: object = None  # keeps the memory alive
 
 
 class BlockReader(Protocol):
     """Makes blocks of a plane readable for the CPU."""
 
-    def __call__(self, plane: Plane, blocks: Int64Array, /) -> Readable:
-        """``blocks`` are kernel blocks, about ``CHUNK_BYTES`` of them at most."""
+    def __call__(self, plane: Plane, blocks: Int64Array, /) -> ReadableBlocks:
+        """Return the kernel blocks ``blocks``, in total at most about ``CHUNK_BYTES``."""
 
 
-def in_place(plane: Plane, blocks: Int64Array) -> Readable:
-    """The reader for caches in host memory."""
-    return Readable(plane, blocks)
+def in_place(plane: Plane, blocks: Int64Array) -> ReadableBlocks:
+    """Return the blocks as they are: the reader for caches in host memory."""
+    return ReadableBlocks(plane, blocks)
 
 
 def sum_plane(
-    plane: Plane,
-    group_tokens: int,
-    table: BlockTable,
-    first_token: int,
-    end_token: int,
-    read: BlockReader = in_place,
+    plane: Plane, group_tokens: int, table: BlockTable, first_token: int, end_token: int, read: BlockReader = in_place
 ) -> PlaneSums:
-    """The checksums of the tokens ``first_token`` to ``end_token`` (exclusive) of a request.
+    """Return the checksums of the tokens ``first_token`` to ``end_token`` (exclusive) of a request.
 
-    Of the last run only tokens before ``end_token`` count, unless the plane is opaque: then the whole block does.
-    Runs in blocks that ``table`` does not hold count as 0. ``group_tokens`` are those of a block of the table. Other
-    threads run Python meanwhile.
+    Only tokens before ``end_token`` count in the last run, except that an opaque plane is summed in whole blocks. Runs
+    in holes of ``table``, whose blocks have ``group_tokens`` tokens, count as 0. Releases the GIL while it sums.
 
     Raises:
-        PlanError: ``first_token`` begins no run, or the table has no entry for a token or one that the plane lacks.
+        PlanError: ``first_token`` does not start a run, the table has no entry for a token, or the plane lacks a block.
     """
     run = run_tokens(plane)
     if first_token % run:
-        raise PlanError(f"checksums are of {run} tokens and cannot start at token {first_token}")
+        raise PlanError(f"checksums cover runs of {run} tokens and cannot start at token {first_token}")
     end = -(-end_token // run) * run if plane.packing else end_token
     first_run = first_token // run
     sums = np.zeros((-(-end // run) - first_run + 1, len(plane.layers), plane.heads), np.uint64)
@@ -70,20 +64,20 @@ def sum_plane(
     starts, blocks = starts[blocks >= 0], blocks[blocks >= 0]
     step = max(1, CHUNK_BYTES // max(1, plane.block_bytes))
     for chunk in range(0, len(blocks), step):
-        readable = read(plane, blocks[chunk : chunk + step])
-        _add(readable, starts[chunk : chunk + step], (first_token, end), first_run, sums[1:])
+        view = read(plane, blocks[chunk : chunk + step])
+        _add(view, starts[chunk : chunk + step], (first_token, end), first_run, sums[1:])
     return PlaneSums(run, first_run, np.cumsum(sums, axis=0, dtype=np.uint64))
 
 
 def warm_up(planes: Sequence[Plane]) -> None:
-    """Compile what ``sum_plane`` runs for such planes (a second or two), so that no pull waits for it."""
+    """Compile the loops of ``sum_plane`` for such planes, which takes a second or two, so that no pull waits for it."""
     nothing = np.empty(0, np.int64)
     for plane in {word_bytes(plane): plane for plane in planes}.values():
-        _add(Readable(plane, nothing), nothing, (0, 0), 0, np.zeros((1, 1, 1), np.uint64))
+        _add(ReadableBlocks(plane, nothing), nothing, (0, 0), 0, np.zeros((1, 1, 1), np.uint64))
 
 
 def _kernel_blocks(plane: Plane, group_tokens: int, table: BlockTable, starts: Int64Array) -> Int64Array:
-    """The plane's blocks that begin at the tokens ``starts``; -1 where the table has a hole."""
+    """Return the plane's blocks that begin at the tokens ``starts``, -1 where the table has a hole."""
     entries = starts // group_tokens - table.first_block
     if len(entries) and not (entries[0] >= 0 and entries[-1] < len(table.block_ids)):
         raise PlanError(
@@ -98,9 +92,9 @@ def _kernel_blocks(plane: Plane, group_tokens: int, table: BlockTable, starts: I
     return blocks
 
 
-def _add(readable: Readable, starts: Int64Array, window: tuple[int, int], first_run: int, sums: UInt64Array) -> None:
-    """Add the tokens of ``window`` in some blocks, of which each begins at the token in ``starts``, to their runs."""
-    plane, word = readable.plane, word_bytes(readable.plane)
+def _add(view: ReadableBlocks, starts: Int64Array, window: tuple[int, int], first_run: int, sums: UInt64Array) -> None:
+    """Add the tokens of ``window`` in these blocks to ``sums``. Block i begins at token ``starts[i]``."""
+    plane, word = view.plane, word_bytes(view.plane)
     words = plane.item_size // word
     items_apart = plane.block_tokens > 1 and plane.content > 1 and plane.content_stride > plane.token_stride
     strides = (plane.layer_stride, plane.block_stride, plane.head_stride, plane.token_stride, plane.content_stride)
@@ -109,7 +103,7 @@ def _add(readable: Readable, starts: Int64Array, window: tuple[int, int], first_
         strides,
         (plane.block_tokens, words, run_tokens(plane), first_run, int(items_apart)),
         window,
-        np.ascontiguousarray(readable.blocks, np.int64),
+        np.ascontiguousarray(view.blocks, np.int64),
         np.ascontiguousarray(starts, np.int64),
         item_weights(plane.content * words),
         sums,
@@ -117,11 +111,11 @@ def _add(readable: Readable, starts: Int64Array, window: tuple[int, int], first_
 
 
 def _kernel(word_size: int) -> Any:
-    """The loop for words of so many bytes."""
+    """Return the compiled loop for words of ``word_size`` bytes."""
     word = {1: types.uint8, 2: types.uint16, 4: types.uint32}[word_size]
 
     def emit(_typing: Any, _address: Any) -> Any:
-        """``words_at(address)``: a pointer to words."""
+        """Emit ``words_at(address)``, which returns a pointer to words."""
 
         def emit_pointer(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
             return builder.inttoptr(arguments[0], ir.IntType(8 * word_size).as_pointer())
@@ -133,7 +127,6 @@ def _kernel(word_size: int) -> Any:
     def add_blocks(
         address: Any, strides: Any, form: Any, window: Any, blocks: Any, starts: Any, weights: Any, sums: Any
     ) -> None:
-        """Add the tokens of ``window`` in some blocks, of which each begins at the token in ``starts``, to ``sums``."""
         layer_stride, block_stride, head_stride, token_stride, item_stride = strides
         block_tokens, words, run, first_run, items_apart = form
         totals = np.empty(block_tokens, np.uint64)
@@ -155,7 +148,7 @@ def _kernel(word_size: int) -> Any:
 
 
 def _by_token(words_at: Any, word_size: int) -> Any:
-    """Weighted sums of tokens whose items lie side by side, or at least closer together than tokens."""
+    """Make the loop that sums tokens whose items lie closer together than neighbouring tokens."""
 
     def sum_tokens(
         place: Any, token_stride: Any, item_stride: Any, words: Any, begin: Any, end: Any, weights: Any, totals: Any
@@ -176,7 +169,7 @@ def _by_token(words_at: Any, word_size: int) -> Any:
 
 
 def _by_item(words_at: Any, word_size: int) -> Any:
-    """The same where tokens lie closer together than a token's items: the loops the other way round."""
+    """Make the loop for tokens that lie closer together than the items of a token: it goes item by item."""
 
     def sum_tokens(
         place: Any, token_stride: Any, item_stride: Any, words: Any, begin: Any, end: Any, weights: Any, totals: Any
@@ -197,6 +190,6 @@ def _by_item(words_at: Any, word_size: int) -> Any:
     return sum_tokens
 
 
-_compile = njit(nogil=True)  # at the first call, once per process
+_compile = njit(nogil=True)  # compiles at the first call, once per process
 _compiled_mix = _compile(mix)
 _kernels = {word_size: _kernel(word_size) for word_size in (1, 2, 4)}

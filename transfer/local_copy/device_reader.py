@@ -1,6 +1,6 @@
-"""Brings cache blocks to the host from memory that only a device reaches, to be summed there.
+"""Copies cache blocks from memory that only a device can read to the host, for checksums.
 
-Run on CPU tensors; not run on hardware.
+Tested with CPU tensors; not run on hardware.
 """
 
 from collections.abc import Sequence
@@ -11,22 +11,22 @@ import torch
 
 from layout.copies import Copies, Int64Array
 from layout.geometry import Plane
-from transfer.local_copy.checksums import Readable
+from transfer.local_copy.checksums import ReadableBlocks
 from transfer.local_copy.reshape_torch import TensorCopier
 
 
 class DeviceReader:
-    """A ``BlockReader``. Takes device memory for the blocks of one call, while it copies them."""
+    """A ``BlockReader`` for device memory. While it copies, it needs device memory for the blocks of one call."""
 
     def __init__(self, caches: Sequence[torch.Tensor]) -> None:
-        """``caches`` hold all planes that are read, on one device."""
+        """Read from ``caches``, which hold all planes that will be read, on one device."""
         self._caches = tuple(caches)
 
-    def __call__(self, plane: Plane, blocks: Int64Array) -> Readable:
-        """A copy of the blocks, head by head, or whole where a token holds all its heads.
+    def __call__(self, plane: Plane, blocks: Int64Array) -> ReadableBlocks:
+        """Return a copy of the blocks: head by head, or whole if a token's heads lie closer together than tokens.
 
         Raises:
-            ValueError: as ``TensorCopier``.
+            ValueError: as in ``TensorCopier``.
         """
         together = plane.heads > 1 and plane.block_tokens > 1 and plane.head_stride < plane.token_stride
         runs, inside = (1, plane.heads) if together else (plane.heads, 1)
@@ -47,10 +47,10 @@ class DeviceReader:
             block_stride=runs * size,
             head_stride=plane.head_stride if together else size,
         )
-        return Readable(copied, np.arange(len(blocks), dtype=np.int64), host)
+        return ReadableBlocks(copied, np.arange(len(blocks), dtype=np.int64), host)
 
     def _gather(self, starts: Int64Array, size: int) -> torch.Tensor:
-        """``size`` bytes from each address, one after the other, on the host."""
+        """Return ``size`` bytes from each address, one after the other, in host memory."""
         buffer = torch.empty(len(starts) * size, dtype=torch.uint8, device=self._caches[0].device)
         to = np.arange(len(starts), dtype=np.int64) * size + buffer.data_ptr()
         TensorCopier([*self._caches, buffer])(Copies(to, starts, np.full(len(starts), size, np.int64)))
@@ -58,7 +58,7 @@ class DeviceReader:
 
 
 def _starts(plane: Plane, blocks: Int64Array, heads: int) -> Int64Array:
-    """Addresses of the first ``heads`` heads of each block in each layer, by layer, block and head."""
+    """Return the addresses of the first ``heads`` heads of each block in each layer, by layer, block and head."""
     places = plane.address + np.arange(len(plane.layers), dtype=np.int64) * plane.layer_stride
     places = np.add.outer(places, blocks * plane.block_stride)
     return np.add.outer(places, np.arange(heads, dtype=np.int64) * plane.head_stride).ravel()

@@ -1,10 +1,10 @@
 """Executes local copies: the last step of a staged pull, and every change of layout on arrival.
 
-Which bytes go where is decided in ``layout.plan`` and ``layout.staging``; here they are moved, between addresses
-that the CPU can reach, with the interpreter's lock released. Must not decide, allocate or keep anything.
+Moves bytes between addresses that the CPU can reach, with the GIL released. ``layout.plan`` and ``layout.staging``
+decide which bytes go where. Must not decide, allocate or keep anything.
 
-The target is written once and read much later by someone else. Whole cache lines are therefore stored past the
-caches (non-temporal stores): a scattered target otherwise costs a read of every line before it is written.
+The destination is written once and read much later by other code. Whole cache lines therefore bypass the caches
+(non-temporal stores): otherwise a scattered destination costs a read of every line before the write.
 """
 
 from typing import Any
@@ -16,13 +16,13 @@ from numba.extending import intrinsic
 
 from layout.copies import EMPTY, Copies
 
-_LINE_BYTES = 64  # of a cache line
-_PAGE_BYTES = 4096  # across which processors do not read ahead
+_LINE_BYTES = 64  # a cache line
+_PAGE_BYTES = 4096  # hardware prefetchers do not cross a page
 _STRIPE_BYTES = 4 * _PAGE_BYTES
 
 
 def _emit_copy_bytes(_typing: Any, _destination: Any, _source: Any, _size: Any) -> Any:
-    """``copy_bytes(destination, source, size)``: the C library's memcpy between two addresses."""
+    """Emit ``copy_bytes(destination, source, size)``: memcpy between two addresses."""
 
     def emit(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         byte_pointer = ir.IntType(8).as_pointer()
@@ -35,7 +35,7 @@ def _emit_copy_bytes(_typing: Any, _destination: Any, _source: Any, _size: Any) 
 
 
 def _emit_store_line(_typing: Any, _destination: Any, _source: Any) -> Any:
-    """``store_line(destination, source)``: one aligned cache line, stored without reading it first."""
+    """Emit ``store_line(destination, source)``, which stores one aligned cache line without reading it first."""
 
     def emit(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         line_pointer = ir.VectorType(ir.IntType(64), _LINE_BYTES // 8).as_pointer()
@@ -48,7 +48,7 @@ def _emit_store_line(_typing: Any, _destination: Any, _source: Any) -> Any:
 
 
 def _emit_fence(_typing: Any) -> Any:
-    """``fence()``: the stores before it are seen before those after it, non-temporal ones too."""
+    """Emit ``fence()``, which orders the stores before and after it, including non-temporal ones."""
 
     def emit(context: Any, builder: Any, _signature: Any, _arguments: Any) -> Any:
         builder.fence("seq_cst")
@@ -67,7 +67,7 @@ def _copy_runs(destinations: Any, sources: Any, sizes: Any) -> None:
             _copy_bytes(to, origin, size)
         else:
             paged = size // _STRIPE_BYTES * _STRIPE_BYTES
-            for stripe in range(0, paged, _STRIPE_BYTES):  # its pages side by side: more of them are read ahead
+            for stripe in range(0, paged, _STRIPE_BYTES):  # its pages in parallel, so that several are prefetched
                 for line in range(0, _PAGE_BYTES, _LINE_BYTES):
                     for offset in range(stripe + line, stripe + _STRIPE_BYTES, _PAGE_BYTES):
                         _store_line(to + offset, origin + offset)
@@ -76,15 +76,15 @@ def _copy_runs(destinations: Any, sources: Any, sizes: Any) -> None:
     _fence()
 
 
-_kernel = njit(nogil=True)(_copy_runs)  # compiled at its first call, once per process
+_kernel = njit(nogil=True)(_copy_runs)  # compiles at the first call, once per process
 
 
 def run_copies(copies: Copies) -> None:
-    """Copy every run, in the order given; when it returns, every thread sees the bytes.
+    """Copy every run, in the order given. When this returns, every thread sees the bytes.
 
-    Both addresses of a run are of this process and reachable by the CPU; the caller vouches for them, as nothing
-    here can know. Sources and destinations must not overlap. Fastest (faster than memcpy of the same bytes) where
-    destinations and sizes are multiples of 64. Safe from any thread; other threads run Python meanwhile.
+    All addresses must belong to this process and be reachable by the CPU; this cannot be checked. Sources and
+    destinations must not overlap. Fastest (faster than memcpy of the same bytes) if destinations and sizes are
+    multiples of 64. May be called from any thread; releases the GIL.
 
     Raises:
         ValueError: a size is negative. Nothing was copied.
@@ -96,5 +96,5 @@ def run_copies(copies: Copies) -> None:
 
 
 def warm_up() -> None:
-    """Compile the kernel (about half a second), so that the first pull does not wait for it."""
+    """Compile the kernel, which takes about half a second, so that the first pull does not wait for it."""
     run_copies(EMPTY)

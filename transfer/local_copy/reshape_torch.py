@@ -1,21 +1,21 @@
-"""Copy bytes between tensors: what ``transfer.local_copy.reshape`` does, for memory that only a device reaches.
+"""Copies bytes between tensors: what ``transfer.local_copy.reshape`` does, for memory that only a device can reach.
 
-Which bytes go where is decided in ``layout.plan`` and ``layout.staging``; here they are moved by tensor operators, the
-runs of all layers together. Must not decide what is copied, nor know caches, pulls or engines.
+Moves bytes with tensor operators, the runs of all layers together. ``layout.plan`` and ``layout.staging`` decide which
+bytes go where. Must not decide what is copied, and must not know caches, pulls or engines.
 
-Source and destination are seen as rows of one width, the largest that all runs are made of; a run becomes row numbers:
+Source and destination are viewed as rows of one width, the largest that divides all runs; a run becomes row numbers:
 
     runs      [4 rows from 8 to 2] [2 rows from 0 to 9]
     sources      8  9 10 11           0  1         gathered by index_select, then
     destinations 2  3  4  5           9 10         scattered by index_copy_
 
-Rows are integers, so that no bit of them can be taken for a number that is not one. What is relied on, read in the
-documents and sources of CANN's operator library (aclnnIndexSelect, aclnnInplaceIndexCopy) for Atlas A2 and A3: both
-take int32, int16 and int8 rows and int64 indices; int32 runs on the vector cores, while narrower rows are scattered
-by the much slower AI CPU; on dimension 0 of a contiguous tensor nothing but the rows named is touched. Widths that are
-multiples of four bytes, which is nearly all, are therefore int32.
+Rows are integers, so that no bit pattern counts as NaN. According to the documentation and sources of CANN's operator
+library (aclnnIndexSelect, aclnnInplaceIndexCopy) for Atlas A2 and A3, both operators take int32, int16 and int8 rows
+and int64 indices; int32 runs on the vector cores, while the much slower AI CPU scatters narrower rows; on dimension 0
+of a contiguous tensor only the named rows are touched. So widths that are multiples of four bytes, which nearly all
+are, use int32.
 
-Run on CPU tensors, and on the tensors of a simulated Ascend device with its operators replaced. Not run on hardware.
+Tested with CPU tensors, and on a simulated Ascend device with its operators replaced. Not run on hardware.
 """
 
 import math
@@ -32,17 +32,17 @@ from layout.copies import Copies, Int64Array
 from layout.geometry import Region
 from layout.regions import RegionTable
 
-#: A run of so many bytes is copied by a call of its own.
+#: A run of at least this size is copied by its own call.
 LARGE_BYTES = 1 << 20
-#: So few runs are not worth building indices for: each is copied by a call of its own.
+#: Up to this many runs are copied by a call each, because building indices would not pay off.
 _FEW_RUNS = 4
-_INDEX_BYTES = 16  # of a row: where it comes from and where it goes
+_INDEX_BYTES = 16  # per row: its source and its destination
 
 _ROW_DTYPES = {4: torch.int32, 2: torch.int16, 1: torch.int8}
 
 
 class SideStream:
-    """A stream of a device, beside the model's: ``torch.cuda`` and ``torch.npu`` alike. On the CPU there is none."""
+    """Owns a device stream beside the model's, for ``torch.cuda`` and ``torch.npu`` alike. Does nothing on the CPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -54,9 +54,9 @@ class SideStream:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """What is submitted inside has been carried out when the block is left, by an exception too.
+        """Submit to this stream inside a ``with`` block; the work is done when the block is left, also by an exception.
 
-        Makes the device the calling thread's own: a thread that has not chosen one has none on an NPU.
+        Sets the device of the calling thread, because on an NPU a thread has none by default.
         """
         if self._module is None:
             yield
@@ -70,26 +70,25 @@ class SideStream:
 
 
 class TensorCopier:
-    """Copies runs of bytes between the storages of the tensors given, on their device.
+    """Copies runs of bytes between the storages of some tensors, on their device.
 
-    Calls from several threads may overlap; each returns when its own bytes are in their places (they share a stream,
-    so it may wait for the others' too).
+    Several threads may call it at once. Each call returns when its own bytes are in place. The calls share a stream, so
+    a call may also wait for the bytes of others.
     """
 
     def __init__(
         self, tensors: Iterable[torch.Tensor], *, temporary_bytes: int = 16 << 20, view_bytes: int = 1 << 31
     ) -> None:
-        """Storages stay alive as long as this object.
+        """Keep the storages of ``tensors`` alive, and copy between them.
 
         Args:
-            tensors: of any form and dtype, all on one device. Those that share a storage, or show a part of it, stand
-                for all of it.
-            temporary_bytes: device memory that a call may take at once. A row, of less than ``LARGE_BYTES``, must fit.
-            view_bytes: no operator gets to see more than so many bytes of a storage (and ``LARGE_BYTES`` more), as
+            tensors: of any shape and dtype, all on one device. A tensor stands for its whole storage.
+            temporary_bytes: device memory that a call may use at once. One row, of less than ``LARGE_BYTES``, must fit.
+            view_bytes: the most bytes of a storage that an operator gets to see (plus ``LARGE_BYTES``), because the
                 operators of some devices may count in 32 bits.
 
         Raises:
-            ValueError: the tensors are on several devices or none, their storages overlap in part, or one is kept in
+            ValueError: the tensors are on several devices or there are none, storages overlap partly, or a storage has
                 a private format of its device.
         """
         self._memory = _storages(tensors)
@@ -103,43 +102,42 @@ class TensorCopier:
         self._view_bytes = view_bytes
 
     def __call__(self, copies: Copies) -> None:
-        """Copy every run; when it returns, the bytes are in their places, for other streams and engines too.
+        """Copy every run. When this returns, the bytes are in place, also for other streams and engines.
 
-        No destination byte may be written twice or be a source, which nobody checks.
+        No destination byte may be written twice or be a source. This is not checked.
 
         Raises:
             ValueError: a size is negative, or a run leaves the storages. Nothing was copied.
         """
-        runs = self._located(copies)
+        runs = self._locate(copies)
         if not len(runs.copies):
             return
         with torch.inference_mode(), self._stream.running():
             large = runs.copies.sizes >= LARGE_BYTES
-            self._copy_one_by_one(_chosen(runs, large))
-            for part in self._parts(_chosen(runs, ~large)):
+            self._copy_one_by_one(runs.take(large))
+            for part in self._parts(runs.take(~large)):
                 self._copy_together(part)
 
-    def _located(self, copies: Copies) -> "_Runs":
-        """The runs that have bytes, as offsets into storages."""
+    def _locate(self, copies: Copies) -> "_Runs":
+        """Return the runs that are not empty, as offsets into storages."""
         if len(copies) and int(copies.sizes.min()) < 0:
             index = int(copies.sizes.argmin())
             raise ValueError(f"copy {index} of {len(copies)} has a negative size: {int(copies.sizes[index])} bytes")
-        some = copies.sizes > 0
-        copies = Copies(copies.destinations[some], copies.sources[some], copies.sizes[some])
-        target = self._find("destination", copies.destinations, copies.sizes)
-        origin = self._find("source", copies.sources, copies.sizes)
+        copies = copies[copies.sizes > 0]
+        target = self._find_storages("destination", copies.destinations, copies.sizes)
+        origin = self._find_storages("source", copies.sources, copies.sizes)
         starts = self._table.starts
         offsets = Copies(copies.destinations - starts[target], copies.sources - starts[origin], copies.sizes)
         return _Runs(offsets, target, origin)
 
-    def _find(self, what: str, addresses: Int64Array, sizes: Int64Array) -> Int64Array:
-        """Number of the storage that holds all of each run."""
+    def _find_storages(self, what: str, addresses: Int64Array, sizes: Int64Array) -> Int64Array:
+        """Return the index of the storage that holds each whole run."""
         outside = self._table.outside(addresses, sizes)
         if outside.any():
             index = int(outside.argmax())
             raise ValueError(
-                f"the {what} of copy {index} of {len(sizes)} with bytes, {int(sizes[index])} at "
-                f"{int(addresses[index]):#x}, does not lie in one of the {len(self._memory)} storages given"
+                f"the {what} of non-empty copy {index} of {len(sizes)}, {int(sizes[index])} bytes at "
+                f"{int(addresses[index]):#x}, does not lie in one of the {len(self._memory)} storages"
             )
         return np.searchsorted(self._table.starts, addresses, side="right") - 1
 
@@ -149,7 +147,7 @@ class TensorCopier:
             self._memory[target][to : to + size].copy_(self._memory[origin][start : start + size])
 
     def _parts(self, runs: "_Runs") -> Iterator["_Runs"]:
-        """The runs by storage, and by stretch of it, on both sides."""
+        """Yield the runs grouped by storage and by stretch of ``view_bytes``, on both sides."""
         if not len(runs.copies):
             return
         part = runs.target * len(self._memory) + runs.origin
@@ -161,14 +159,14 @@ class TensorCopier:
             return
         order = np.argsort(part, kind="stable")
         for which in np.split(order, np.flatnonzero(np.diff(part[order])) + 1):
-            yield _chosen(runs, which)
+            yield runs.take(which)
 
     def _copy_together(self, runs: "_Runs") -> None:
-        """Runs between the same stretches of two storages. Each round deals with at least half of the bytes left."""
+        """Copy runs between the same stretches of two storages. Each round copies at least half of the bytes left."""
         while len(runs.copies) > _FEW_RUNS:
             grid, fits = _widest_grid(runs.copies)
-            self._copy_rows(_chosen(runs, fits), grid)
-            runs = _chosen(runs, ~fits)
+            self._copy_rows(runs.take(fits), grid)
+            runs = runs.take(~fits)
         self._copy_one_by_one(runs)
 
     def _copy_rows(self, runs: "_Runs", grid: "_Grid") -> None:
@@ -189,7 +187,10 @@ class TensorCopier:
     def _stretch(
         self, storage: Int64Array, offsets: Int64Array, phase: int, width: int
     ) -> tuple[torch.Tensor, Int64Array]:
-        """The bytes of whole rows in the stretch that holds all ``offsets``, and the number of the row at each."""
+        """Return the whole rows in the stretch that holds all ``offsets``, as bytes, and the row number of each offset.
+
+        Rows begin at offsets that are ``phase`` modulo ``width``.
+        """
         memory = self._memory[int(storage[0])]
         begin = int(offsets[0]) // self._view_bytes * self._view_bytes
         begin += (phase - begin) % width
@@ -202,29 +203,27 @@ class _Runs:
     """Runs as byte offsets into storages; arrays of shape [n]."""
 
     copies: Copies
-    target: Int64Array  # number of the storage written
-    origin: Int64Array  # number of the storage read
+    target: Int64Array  # index of the storage written
+    origin: Int64Array  # index of the storage read
+
+    def take(self, which: npt.NDArray[np.bool_] | Int64Array) -> "_Runs":
+        return _Runs(self.copies[which], self.target[which], self.origin[which])
 
 
 @dataclass(frozen=True, slots=True)
 class _Grid:
-    """Rows of ``width`` bytes; on each side, rows begin where the offset modulo ``width`` is the one named."""
+    """Rows of ``width`` bytes, and the offset modulo ``width`` at which rows begin on each side."""
 
     width: int
     destination: int
     source: int
 
 
-def _chosen(runs: _Runs, which: npt.NDArray[np.bool_] | Int64Array) -> _Runs:
-    copies = Copies(runs.copies.destinations[which], runs.copies.sources[which], runs.copies.sizes[which])
-    return _Runs(copies, runs.target[which], runs.origin[which])
-
-
 def _widest_grid(runs: Copies) -> tuple[_Grid, npt.NDArray[np.bool_]]:
-    """Rows that at least half of the bytes are made of, as wide as can be found cheaply; and which runs are.
+    """Return the widest grid, found cheaply, whose rows make up at least half of the bytes, and which runs fit it.
 
-    Most pulls are of runs of one size, beside a few that are cut at the end of the staging buffer. Where no size
-    prevails, the width is the greatest common divisor, of which all runs are made.
+    Most pulls have runs of one size, plus a few that are cut at the end of the staging buffer. If no size prevails, the
+    width is the greatest common divisor, which fits all runs.
     """
     width = _heaviest(runs.sizes, runs.sizes)
     phases = runs.destinations % width * width + runs.sources % width
@@ -239,7 +238,7 @@ def _widest_grid(runs: Copies) -> tuple[_Grid, npt.NDArray[np.bool_]]:
 
 
 def _heaviest(values: Int64Array, weights: Int64Array) -> int:
-    """The value that has the greatest sum of weights."""
+    """Return the value with the greatest sum of weights."""
     if (values == values[0]).all():
         return int(values[0])
     found, kind = np.unique(values, return_inverse=True)
@@ -247,7 +246,7 @@ def _heaviest(values: Int64Array, weights: Int64Array) -> int:
 
 
 def _as_rows(target: torch.Tensor, origin: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Two runs of bytes as rows of the widest integers that suit the width and both addresses."""
+    """View two byte ranges as rows of the widest integers that suit the width and both addresses."""
     places = (memory.storage_offset() for memory in (target, origin))
     item = math.gcd(width, target.data_ptr(), origin.data_ptr(), *places, max(_ROW_DTYPES))
     rows = (memory.view(_ROW_DTYPES[item]).view(-1, width // item) for memory in (target, origin))
@@ -255,7 +254,7 @@ def _as_rows(target: torch.Tensor, origin: torch.Tensor, width: int) -> tuple[to
 
 
 def _storages(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """All bytes of each storage, by address, without those that lie inside another."""
+    """Return each storage as bytes, by address, leaving out storages that lie inside another."""
     views = [_all_bytes(tensor) for tensor in tensors]
     views.sort(key=lambda memory: (memory.data_ptr(), -memory.numel()))
     outermost: list[torch.Tensor] = []
@@ -268,13 +267,13 @@ def _storages(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _all_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The storage of a tensor, whatever part of it the tensor shows. Shape [bytes], uint8."""
+    """Return the whole storage of a tensor as bytes. Shape [bytes], uint8."""
     storage = tensor.untyped_storage()
-    # As views, which change nothing that the device's library keeps about the storage (set_ would).
+    # By views, which leave the device library's metadata of the storage alone (set_ would not).
     memory = tensor.as_strided((storage.nbytes() // tensor.element_size(),), (1,), 0).view(torch.uint8)
     if memory.data_ptr() != storage.data_ptr():
         raise ValueError(
-            f"a tensor of shape {tuple(tensor.shape)} on {tensor.device} is kept in a private format of its device, "
-            "which has no plain view of bytes"
+            f"a tensor of shape {tuple(tensor.shape)} on {tensor.device} has a private format of its device, which "
+            "cannot be viewed as bytes"
         )
     return memory

@@ -16,7 +16,7 @@ from pd_connector.worker.checksums import CacheChecksums, LeaseChecksums
 from tests.layout.oracle import LAYOUTS, Engine, Extra, Model, Rank, build
 from tests.pd_connector.engines import MODEL, PREFILL, placed
 from tests.pd_connector.support import until
-from transfer.local_copy.checksums import Readable, in_place, sum_plane
+from transfer.local_copy.checksums import ReadableBlocks, in_place, sum_plane
 from transfer.local_copy.device_reader import DeviceReader
 
 
@@ -33,7 +33,7 @@ class Gate:
         self.open = threading.Event()
         self.reads = 0
 
-    def __call__(self, plane: Plane, blocks: Int64Array) -> Readable:
+    def __call__(self, plane: Plane, blocks: Int64Array) -> ReadableBlocks:
         self.reads += 1
         self.entered.set()
         assert self.open.wait(5.0)

@@ -387,7 +387,7 @@ def test_what_is_asked_for_in_the_wrong_shape_is_a_failed_copy() -> None:
     with closing(Worker()) as worker:
         moves = replace(BlockMoves.of([(0, 1, 0)]), slots=np.arange(2))
         worker.copies.load(LoadOrder("r", moves, 16))
-        assert "must be equally many" in worker.loaded("r").failure
+        assert "numbers must be equal" in worker.loaded("r").failure
 
 
 def test_a_copy_ends_when_its_bytes_have_landed_and_not_when_it_is_seen() -> None:

@@ -53,5 +53,5 @@ def test_host_memory_is_whole_pages_and_needs_no_device() -> None:
 
 
 def test_memory_must_have_some_bytes() -> None:
-    with pytest.raises(ValueError, match="must have some bytes, not 0"):
+    with pytest.raises(ValueError, match="must be positive, not 0 bytes"):
         pinned_memory(Backend.HOST, 0)

@@ -172,7 +172,7 @@ def test_a_batch_refused_half_way_has_come_to_rest_when_it_is_reported(any_cuda:
     error, call = caught.value, "cuMemcpyBatchAsync" if any_cuda.driver.batches else "cuMemcpyAsync"
     assert (error.settled, error.code, error.name) == (True, INVALID_VALUE, "CUDA_ERROR_INVALID_VALUE")
     assert f"cuda, host to device: {call} refused copy 5 of 8 (64 bytes from {copies.sources[5]:#x} to" in str(error)
-    assert "an address is not in the memory that the direction says" in str(error)
+    assert "an address is not in the memory that the direction requires" in str(error)
     assert stream.synchronized == 1
     np.testing.assert_array_equal(there[: 5 * 64], source[: 5 * 64])  # no byte is still on its way
     assert not there[5 * 64 :].any()
@@ -219,8 +219,9 @@ def test_a_device_without_batches_is_asked_once(cuda: CudaDevice, caplog: pytest
 
 
 def test_an_error_that_the_driver_cannot_name_is_given_by_number(cuda: CudaDevice) -> None:
-    assert cuda.runtime.explain(12345) == ("an error of CUDA", "unknown to this driver")
-    assert cuda.runtime.explain(UNSUPPORTED).meaning == "operation not supported: neither driver nor device can do this"
+    assert cuda.runtime.explain(12345) == ("unnamed CUDA error", "unknown to this driver")
+    meaning = "operation not supported: the driver or device does not support this"
+    assert cuda.runtime.explain(UNSUPPORTED).meaning == meaning
 
 
 # Pinned memory

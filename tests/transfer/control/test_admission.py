@@ -90,12 +90,12 @@ def test_a_message_that_never_ends_is_ended(
             for _ in range(10_000):
                 connection.sendall(part)
     wait_until(lambda: server.counters.admission.connections_cut == 1)
-    assert "without one complete message" in caplog.text
+    assert "without a complete message" in caplog.text
     assert is_served(client, server)
 
 
 def test_all_connections_together_may_not_bring_too_much_either(start: Start, client: ControlClient) -> None:
-    server = start(unread_bytes=8 << 20, unread_bytes_in_all=16 << 20)
+    server = start(unread_bytes=8 << 20, total_unread_bytes=16 << 20)
     with contextlib.ExitStack() as stack:
         # All of them first: a host that has brought too much makes no connection for a while.
         connections = [stack.enter_context(raw.connect(server.port)) for _ in range(4)]
@@ -124,7 +124,7 @@ def test_a_message_of_a_million_frames_costs_its_host_its_connections_for_a_whil
     assert is_served(client, server)
     assert server.counters.admission.connections_cut == 1
     assert server.counters.requests == 1, "what it consisted of was taken for nothing else"
-    assert "a message of 16 frames and more" in caplog.text
+    assert "a message of 16 or more frames" in caplog.text
     time.sleep(REFUSED_S)
     with raw.connect(server.port) as again:
         assert raw.is_ended(again), "the time that it took is waited for many times over"
@@ -263,7 +263,7 @@ def test_a_fault_of_our_own_while_a_client_is_admitted_keeps_no_other_client_out
     server = start(keys)
     with contextlib.closing(ControlClient(keys=keys)) as first, contextlib.closing(ControlClient(keys=keys)) as second:
         waiting = first.request("127.0.0.1", server.port, HELLO, 60)
-        wait_until(lambda: "the control server failed and goes on" in caplog.text)
+        wait_until(lambda: "the control server failed and continues" in caplog.text)
         assert is_served(second, server)
         assert waiting.result() == WELCOME, "its handshake began anew"
 
@@ -297,4 +297,4 @@ def test_a_fault_of_our_own_does_not_end_the_server(
 
     monkeypatch.setattr(admission, "serve", serve)
     assert is_served(client, server)
-    assert "the control server failed and goes on" in caplog.text
+    assert "the control server failed and continues" in caplog.text

@@ -104,7 +104,7 @@ def test_the_log_of_the_prefill_engine_names_the_peer_once(
     wait_until(lambda: server.counters.admission.authentication_failures >= 3)  # as often as the client tries
     (record,) = caplog.records
     assert "authentication of a control connection from" in record.message
-    assert "its secret is not the one of this engine" in record.message
+    assert "its secret differs from this engine's" in record.message
 
 
 def test_a_peer_that_gets_the_right_secret_is_reached_by_the_next_request(start: Start, connect: Connect) -> None:
@@ -121,7 +121,7 @@ def test_a_peer_that_gets_the_right_secret_is_reached_by_the_next_request(start:
 def test_a_server_that_refuses_connections_for_a_while_is_not_taken_for_one_with_another_secret(
     handler: Handler, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(peer_sockets, "_OTHER_SECRET_S", 20.0)
+    monkeypatch.setattr(peer_sockets, "_SECRET_MISMATCH_S", 20.0)
     server = ControlServer(handler, HERE, keys=KEYS, limits=ServerLimits(max_connections_per_host=1))
     server.start()
     with raw.connect(server.port, HERE) as only:
@@ -136,7 +136,7 @@ def test_a_server_that_refuses_connections_for_a_while_is_not_taken_for_one_with
 def test_a_peer_that_had_the_secret_once_has_it_later_too(
     start: Start, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(peer_sockets, "_OTHER_SECRET_S", 0.3)
+    monkeypatch.setattr(peer_sockets, "_SECRET_MISMATCH_S", 0.3)
     server, client = start(KEYS), connect(KEYS)
     assert ask(client, server) == WELCOME
     server.close()
@@ -154,20 +154,20 @@ def test_a_peer_that_had_the_secret_once_has_it_later_too(
 def test_a_peer_that_has_never_met_us_and_hangs_up_again_and_again_has_another_secret(
     connect: Connect, monkeypatch: pytest.MonkeyPatch, keys: ControlKeys | None, cause: str
 ) -> None:
-    monkeypatch.setattr(peer_sockets, "_OTHER_SECRET_S", 0.3)
+    monkeypatch.setattr(peer_sockets, "_SECRET_MISMATCH_S", 0.3)
     with pytest.raises(AuthenticationFailed, match=rf"it ended the handshake \d+ times in [\d.]+ s, .*{cause}"):
         ask_one_that_hangs_up(connect(keys), free_port(), 10)
 
 
 def test_a_server_refuses_a_host_for_a_shorter_time_than_clients_wait_for_it() -> None:
-    assert peer_sockets._OTHER_SECRET_S > REFUSED_S
+    assert peer_sockets._SECRET_MISMATCH_S > REFUSED_S
 
 
 @pytest.mark.parametrize("keys", [None, KEYS], ids=["without a secret", "with a secret"])
 def test_a_frozen_peer_is_unreachable_and_has_ended_nothing(
     keys: ControlKeys | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(peer_sockets, "_OTHER_SECRET_S", 0.3)
+    monkeypatch.setattr(peer_sockets, "_SECRET_MISMATCH_S", 0.3)
     client = ControlClient(ClientSettings(connect_timeout_s=0.1), keys=keys)
     with (
         socket.create_server((HERE, 0)) as frozen,
@@ -183,7 +183,7 @@ def test_a_peer_that_is_not_there_is_unreachable_whatever_the_secret(connect: Co
 
 
 def test_a_listener_that_ends_every_connection_is_unreachable_and_says_what_it_does(connect: Connect) -> None:
-    with pytest.raises(PeerUnreachable, match=r"it ended the connection \d+ times before it was made"):
+    with pytest.raises(PeerUnreachable, match=r"it ended the connection \d+ times before it was established"):
         ask_one_that_hangs_up(connect(None), free_port(), 1.5)
 
 

@@ -275,7 +275,7 @@ def test_a_peer_that_answers_with_a_message_of_a_million_frames_is_given_up(
         future = client.request(HERE, port, RELEASE, 60)
         peer, _ = router.recv_multipart()
         router.send_multipart([peer, *[b""] * 1_000_000])
-        with pytest.raises(PeerUnreachable, match="a message of 16 frames and more"):
+        with pytest.raises(PeerUnreachable, match="a message of 16 or more frames"):
             future.result(30)
     assert client.request(HERE, server.port, HELLO, 10).result() == WELCOME
 
@@ -295,7 +295,7 @@ def test_replies_that_have_no_end_are_ended(
     ended: int,
 ) -> None:
     monkeypatch.setattr(peers_module, "_UNREAD_BYTES", each)
-    monkeypatch.setattr(peers_module, "_UNREAD_BYTES_IN_ALL", in_all)
+    monkeypatch.setattr(peers_module, "_TOTAL_UNREAD_BYTES", in_all)
     with contextlib.ExitStack() as stack:
         listeners = [stack.enter_context(socket.create_server((HERE, 0))) for _ in range(peers)]
         asked = [client.request(HERE, listener.getsockname()[1], RELEASE, 60) for listener in listeners]
@@ -311,7 +311,7 @@ def test_replies_that_have_no_end_are_ended(
         assert client.request(HERE, server.port, HELLO, 10).result() == WELCOME
         failures = [future.exception() for future in asked if future.done()]
     assert len(failures) == ended, "what is left is within the limit"
-    assert all("bytes without one complete reply" in str(failure) for failure in failures)
+    assert all("bytes without a complete reply" in str(failure) for failure in failures)
 
 
 def test_a_peer_cannot_answer_for_another(client: ControlClient) -> None:

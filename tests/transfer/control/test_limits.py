@@ -11,10 +11,10 @@ from transfer.control.limits import (
     MAX_ID_CHARACTERS,
     MAX_LEASE_IDS,
     MAX_READERS,
-    Allowances,
     ServerLimits,
     ThrottledWarnings,
-    excess,
+    TokenBuckets,
+    exceeded_limit,
 )
 from transfer.control.messages import Cancel, Checksums, Hello, Release, Renew, Request
 
@@ -34,12 +34,12 @@ def clock() -> Clock:
     return Clock()
 
 
-def taken(allowances: Allowances, host: str, tries: int = 1000) -> int:
+def taken(allowances: TokenBuckets, host: str, tries: int = 1000) -> int:
     return sum(allowances.take(host) for _ in range(tries))
 
 
 def test_a_burst_is_served_and_then_the_rate(clock: Clock) -> None:
-    allowances = Allowances(rate=10, burst=50, clock=clock)
+    allowances = TokenBuckets(rate=10, burst=50, clock=clock)
     assert taken(allowances, "a") == 50
     clock.now += 2.05
     assert taken(allowances, "a") == 20
@@ -48,12 +48,12 @@ def test_a_burst_is_served_and_then_the_rate(clock: Clock) -> None:
 
 
 def test_hosts_do_not_share(clock: Clock) -> None:
-    allowances = Allowances(rate=10, burst=50, clock=clock)
+    allowances = TokenBuckets(rate=10, burst=50, clock=clock)
     assert [taken(allowances, host) for host in "abc"] == [50, 50, 50]
 
 
 def test_what_is_charged_afterwards_counts(clock: Clock) -> None:
-    allowances = Allowances(rate=10, burst=50, clock=clock)
+    allowances = TokenBuckets(rate=10, burst=50, clock=clock)
     assert allowances.take("a")
     allowances.charge("a", 99)
     assert not allowances.take("a")
@@ -64,7 +64,7 @@ def test_what_is_charged_afterwards_counts(clock: Clock) -> None:
 
 
 def test_hosts_that_have_asked_nothing_lately_are_forgotten(clock: Clock) -> None:
-    allowances = Allowances(rate=10, burst=50, clock=clock)
+    allowances = TokenBuckets(rate=10, burst=50, clock=clock)
     for number in range(10_000):
         allowances.take(f"host-{number}")
     assert len(allowances) == 10_000
@@ -75,7 +75,7 @@ def test_hosts_that_have_asked_nothing_lately_are_forgotten(clock: Clock) -> Non
 
 def test_256_workers_behind_one_address_get_a_welcome_of_2_megabytes_within_10_seconds(clock: Clock) -> None:
     limits = ServerLimits()
-    allowances = Allowances(limits.requests_per_s, limits.burst, clock)
+    allowances = TokenBuckets(limits.requests_per_s, limits.burst, clock)
     waiting = 256
     for pause_s in (0.0, 0.5, 1.0, 2.0, 2.0, 2.0, 2.0):  # as ControlClient asks
         clock.now += pause_s
@@ -88,7 +88,7 @@ def test_256_workers_behind_one_address_get_a_welcome_of_2_megabytes_within_10_s
 
 @pytest.mark.parametrize("request_", REQUESTS, ids=lambda request: type(request).__name__)
 def test_usual_requests_are_within_the_limits(request_: Request) -> None:
-    assert excess(request_) == ""
+    assert exceeded_limit(request_) == ""
 
 
 LONG = "x" * (MAX_ID_CHARACTERS + 1)
@@ -110,13 +110,13 @@ LONG = "x" * (MAX_ID_CHARACTERS + 1)
     ],
 )
 def test_what_is_above_a_limit_is_named(request_: Request, words: str) -> None:
-    assert words in excess(request_)
+    assert words in exceeded_limit(request_)
 
 
 def test_the_limits_themselves_are_within() -> None:
-    assert not excess(Renew("e" * MAX_ID_CHARACTERS, ("l" * MAX_ID_CHARACTERS,) * MAX_LEASE_IDS))
-    assert not excess(Release(ENGINE, "lease", 0, MAX_READERS, "pull", "c"))
-    assert not excess(Checksums(ENGINE, "lease", 0, 0, (0,) * MAX_BORDERS))
+    assert not exceeded_limit(Renew("e" * MAX_ID_CHARACTERS, ("l" * MAX_ID_CHARACTERS,) * MAX_LEASE_IDS))
+    assert not exceeded_limit(Release(ENGINE, "lease", 0, MAX_READERS, "pull", "c"))
+    assert not exceeded_limit(Checksums(ENGINE, "lease", 0, 0, (0,) * MAX_BORDERS))
 
 
 def test_the_first_of_a_cause_is_logged_and_the_others_are_counted(caplog: pytest.LogCaptureFixture) -> None:

@@ -31,15 +31,15 @@ def in_process_engines() -> Iterator[TransferEngine]:
         yield InProcessEngine(fabric)
 
 
-def mooncake_engines(link_per_peer: bool | None = None) -> Iterator[TransferEngine]:
+def mooncake_engines(engine_per_link: bool | None = None) -> Iterator[TransferEngine]:
     while True:
-        yield MooncakeEngine(MooncakeOptions("127.0.0.1", link_per_peer=link_per_peer, progress_timeout_s=1.0))
+        yield MooncakeEngine(MooncakeOptions("127.0.0.1", engine_per_link=engine_per_link, progress_timeout_s=1.0))
 
 
 ENGINES: dict[str, Callable[[], Iterator[TransferEngine]]] = {
     "in_process": in_process_engines,
     "mooncake": mooncake_engines,
-    "mooncake_shared": lambda: mooncake_engines(link_per_peer=False),
+    "mooncake_shared": lambda: mooncake_engines(engine_per_link=False),
 }
 
 

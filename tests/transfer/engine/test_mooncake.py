@@ -286,7 +286,7 @@ def test_closing_a_link_does_not_stop_other_python_threads(engine: MooncakeEngin
 
 
 def test_a_shared_engine_waits_until_a_failed_read_has_settled(peer: PeerProcess, destination: Memory) -> None:
-    engine = MooncakeEngine(MooncakeOptions("127.0.0.1", link_per_peer=False, progress_timeout_s=0.01))
+    engine = MooncakeEngine(MooncakeOptions("127.0.0.1", engine_per_link=False, progress_timeout_s=0.01))
     engine.register([destination.region])
     unregistered = Region(4096, MIB)
     link = engine.open(peer.address, [peer.region, unregistered])

@@ -22,9 +22,9 @@ def test_an_unknown_protocol_is_refused_and_the_nearest_named(given: str, meant:
 @pytest.mark.parametrize(
     ("host", "rule"),
     [
-        ("", "no address that a peer can reach"),
-        ("0.0.0.0", "no address that a peer can reach"),
-        ("::", "no address that a peer can reach"),
+        ("", "not an address that a peer can reach"),
+        ("0.0.0.0", "not an address that a peer can reach"),
+        ("::", "not an address that a peer can reach"),
         ("10.0.0.5:8080", "without port and brackets"),
         ("[::1]", "without port and brackets"),
     ],
@@ -49,7 +49,7 @@ def test_a_timeout_of_zero_is_refused(name: str) -> None:
 def test_links_have_engines_of_their_own_on_tcp_only() -> None:
     assert MooncakeOptions("h").isolated
     assert not MooncakeOptions("h", protocol="rdma").isolated
-    assert not MooncakeOptions("h", link_per_peer=False).isolated
+    assert not MooncakeOptions("h", engine_per_link=False).isolated
 
 
 def test_rdma_without_a_device_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from layout.plan import BlockTable, PlanError
 from tests.layout.oracle import LAYOUTS, Engine, Extra, Held, Items, Model, Rank, Table, build
 from tests.layout.test_matrix import WHOLE_HEADS, engines, models, thorough
 from transfer.local_copy import checksums
-from transfer.local_copy.checksums import BlockReader, Readable, in_place, sum_plane
+from transfer.local_copy.checksums import BlockReader, ReadableBlocks, in_place, sum_plane
 
 TOKENS = 75  # fill no number of blocks
 BASE = 1 << 44
@@ -31,7 +31,7 @@ def reader_of(rank: Rank) -> BlockReader:
     """A rank's addresses are of a space of its own; its memory lies elsewhere."""
     shift = rank.memory.ctypes.data - rank.base
 
-    def read(plane: Plane, blocks: Int64Array) -> Readable:
+    def read(plane: Plane, blocks: Int64Array) -> ReadableBlocks:
         return in_place(replace(plane, address=plane.address + shift), blocks)
 
     return read
@@ -260,7 +260,7 @@ def test_memory_is_read_in_pieces(plane: Plane, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(checksums, "CHUNK_BYTES", 3 * plane.block_bytes)
     read: list[int] = []
 
-    def reader(plane: Plane, blocks: Int64Array) -> Readable:
+    def reader(plane: Plane, blocks: Int64Array) -> ReadableBlocks:
         read.append(len(blocks))
         return in_place(plane, blocks)
 
@@ -275,7 +275,7 @@ def test_nothing_has_no_sums(plane: Plane) -> None:
 @pytest.mark.parametrize(
     ("ids", "first", "end", "words"),
     [
-        ([0, 1], 8, 40, "checksums are of 16 tokens and cannot start at token 8"),
+        ([0, 1], 8, 40, "checksums cover runs of 16 tokens and cannot start at token 8"),
         ([0], 0, 33, "block table of 1 blocks of 32 tokens has none for tokens 0 to 32"),
         ([0, 4], 0, 64, "block 4 does not exist: part 'kv' has 4 blocks"),
     ],

@@ -248,8 +248,11 @@ def test_threads_copy_at_once() -> None:
 @pytest.mark.parametrize(
     ("run", "message"),
     [
-        (lambda to, at: (to + 60, at, 8), r"destination of copy 1 of 2 with bytes, 8 at .* does not lie in one of"),
-        (lambda to, at: (to, at - 4, 8), r"source of copy 1 of 2 with bytes, 8 at .* does not lie in one of the 2"),
+        (
+            lambda to, at: (to + 60, at, 8),
+            r"destination of non-empty copy 1 of 2, 8 bytes at .* does not lie in one of",
+        ),
+        (lambda to, at: (to, at - 4, 8), r"source of non-empty copy 1 of 2, 8 bytes at .* not lie in one of the 2"),
         (lambda to, at: (to, at, -8), r"copy 1 of 2 has a negative size: -8"),
     ],
 )
