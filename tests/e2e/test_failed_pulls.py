@@ -15,11 +15,10 @@ from typing import Any
 import pytest
 import zmq
 
-from tests.e2e.client import KVTransferParams
-from tests.e2e.cluster import BLOCK_SIZE, Cluster, Server
-from tests.e2e.deployments import FAULTS, HANDSHAKE_TIMEOUT_S, OTHER_MODELS
-from tests.e2e.failures import assert_failed_pull, end_lease
-from tests.e2e.pair import Pair, make_prompt
+from tests.support.e2e.client import KVTransferParams
+from tests.support.e2e.cluster import BLOCK_SIZE, Cluster, Server
+from tests.support.e2e.deployments import FAULTS, HANDSHAKE_TIMEOUT_S, OTHER_MODELS
+from tests.support.e2e.pair import Pair, assert_failed_pull, end_lease, make_prompt
 
 PROMPT_TOKENS = 200
 

@@ -12,10 +12,10 @@ import msgspec
 import pytest
 import zmq
 
-from tests.e2e.client import wait_until
-from tests.e2e.cluster import BLOCK_SIZE, Cluster, Server, ServerSpec
-from tests.e2e.deployments import EVENTS_ENDPOINT, HOST_TIER, on
-from tests.e2e.pair import Pair, assert_same_output, make_prompt, wait_until_at_rest
+from tests.support.e2e.cluster import BLOCK_SIZE, Cluster, Server, ServerSpec
+from tests.support.e2e.deployments import EVENTS_ENDPOINT, HOST_TIER, on
+from tests.support.e2e.pair import Pair, assert_same_output, make_prompt, wait_until_at_rest
+from tests.support.waiting import until
 
 host_tier = on(HOST_TIER)
 every_server = pytest.mark.parametrize("server", ["P", "D", "W"], indirect=True)
@@ -109,7 +109,7 @@ class TestComingBack:
         prompt = make_prompt(400, (server.log.stem, "reset"))
         server.client.complete(prompt)
         evict(server, "reset")
-        wait_until(server.client.reset_prefix_cache, 20, "the prefix cache is reset")
+        until(server.client.reset_prefix_cache, "the prefix cache is reset")
         wait_until_at_rest(server)
         before = server.client.metrics()
         server.client.complete(prompt)
@@ -124,7 +124,7 @@ class TestStoringAtOnce:
     def test_what_is_computed_is_stored_by_the_time_the_server_rests(self, server: Server) -> None:
         stored = host_metric(server, "host_blocks_total")
         server.client.complete(make_prompt(10 * BLOCK_SIZE + 1, (server.log.stem, "stored")), 1)
-        wait_until(lambda: host_metric(server, "host_blocks_total") == stored + 10, 20, "ten blocks are stored")
+        until(lambda: host_metric(server, "host_blocks_total") == stored + 10, "ten blocks are stored")
         wait_until_at_rest(server)
 
     def test_the_device_holds_the_begin_and_host_memory_the_rest(self, server: Server) -> None:

@@ -4,10 +4,9 @@
 
 import pytest
 
-from tests.e2e.corruption import overwrite_block, wait_until_summed
-from tests.e2e.deployments import FOUR_RANKS, HALF_PRECISION, MIXED, SECRET, on
-from tests.e2e.failures import assert_failed_pull
-from tests.e2e.pair import Pair, make_prompt
+from tests.support.e2e.corruption import overwrite_block, wait_until_summed
+from tests.support.e2e.deployments import FOUR_RANKS, HALF_PRECISION, MIXED, SECRET, on
+from tests.support.e2e.pair import Pair, assert_failed_pull, make_prompt
 from transfer.control.client import ControlClient
 from transfer.control.errors import AuthenticationFailed
 from transfer.control.keys import ControlKeys

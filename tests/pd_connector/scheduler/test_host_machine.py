@@ -34,10 +34,9 @@ from hypothesis.stateful import (
 
 from pd_connector.orders import StoreOrder
 from pd_connector.scheduler.host_tier import StoreMode
-from tests.pd_connector.scheduler.host_jobs import Job, State
-from tests.pd_connector.scheduler.host_machine import Engine
-from tests.pd_connector.scheduler.host_ranks import Copy, End, Rank
-from tests.pd_connector.scheduler.host_setup import Setup
+from tests.support.host_tier.engine import HostTierEngine
+from tests.support.host_tier.ranks import Copy, End, HostTierRank
+from tests.support.host_tier.setup import Job, Setup, State
 
 MODELS = {
     "full attention": ((4, 0),),
@@ -80,12 +79,12 @@ class HostMemory(RuleBasedStateMachine):
         setup = Setup(
             self.groups, device_blocks * count, slots * count, ranks, mode, lookahead=6, ahead=ahead, events=ahead
         )
-        self.engine = Engine(setup)
+        self.engine = HostTierEngine(setup)
         for conversation, tokens in served:
             self.a_request_is_served(conversation, tokens, 2)
 
     @property
-    def copies(self) -> list[tuple[Rank, Copy]]:
+    def copies(self) -> list[tuple[HostTierRank, Copy]]:
         return [(rank, copy) for rank in self.engine.ranks for copy in rank.under_way]
 
     def pick(self, which: int, *states: State) -> Job | None:

@@ -16,17 +16,11 @@ from layout.copies import Copies
 from layout.geometry import Region
 from pd_connector.scheduler.leases import LeaseTable
 from pd_connector.worker.pull_end import PullEnd
-from tests.layout.oracle import Engine
-from tests.pd_connector.engines import (
-    DECODE,
-    MODEL,
-    PREFILL,
-    an_order,
-)
-from tests.pd_connector.support import ManualClock, until
-from tests.pd_connector.worker.site import OURS, THEIRS, Site, pull_once
-from tests.support.in_process_engine import Fault, InProcessEngine, InProcessFabric, InProcessLink
-from tests.transfer.control.faults import Direction, FaultyNetwork, deliver
+from tests.support.connector.engines import DECODE, MODEL, OURS, PREFILL, THEIRS, Site, an_order, pull_once
+from tests.support.control.faulty_network import Direction, FaultyNetwork, deliver
+from tests.support.engine.in_process import Fault, InProcessEngine, InProcessFabric, InProcessLink
+from tests.support.layout.oracle import Engine
+from tests.support.waiting import ManualClock, holds_for, until
 from transfer.control.messages import Hello, Release, Request, decode_request
 from transfer.engine.base import ReadFailed
 
@@ -116,7 +110,7 @@ def test_many_pulls_need_one_handshake(site: Site) -> None:
     ends = [worker.next_end() for _ in remotes]
     assert {end.request_id for end in ends if not end.cause} == {"r0", "r1", "r2", "r3"}
     assert worker.client.counters.requests == 1 + len(remotes)  # a hello, and a release each
-    assert until(lambda: session.idle)
+    until(lambda: session.idle)
 
 
 # Reads that fail
@@ -129,7 +123,7 @@ def test_a_read_that_failed_and_is_settled_fails_the_pull_and_releases_the_lease
     assert end.cause == "read"
     assert "a fault was injected" in end.reason
     assert prefill.service.engine_id in end.reason
-    assert until(lambda: prefill.leases.collect() == ("r",))
+    until(lambda: prefill.leases.collect() == ("r",))
 
 
 def test_no_late_byte_of_an_unsettled_read_lands_after_the_pull_was_reported(site: Site) -> None:
@@ -171,7 +165,7 @@ def test_a_slow_prefill_rank_does_not_hold_back_the_reads_from_the_others(site: 
     site.fabric.inject(1, Fault(until=gate, fails=False))
     remote = prefill.prefill("r", THEIRS)
     site.session(worker, remote).submit(an_order("r", remote, OURS))
-    assert until(lambda: site.fabric.reads == 2)
+    until(lambda: site.fabric.reads == 2)
     gate.set()
     assert worker.next_end().cause == ""
     assert worker.holds([(OURS, 0, 69)])
@@ -184,8 +178,8 @@ def test_a_pull_of_which_one_rank_failed_is_not_settled_before_the_reads_from_th
     site.fabric.inject(2, Fault(settled=True))
     remote = prefill.prefill("r", THEIRS)
     site.session(worker, remote).submit(an_order("r", remote, OURS))
-    assert until(lambda: site.fabric.reads == 2)
-    assert not until(lambda: not worker.ends.empty(), within_s=0.2)
+    until(lambda: site.fabric.reads == 2)
+    holds_for(worker.ends.empty, 0.2)
     gate.set()
     assert worker.next_end().cause == "read"
 
@@ -273,7 +267,7 @@ def test_a_pull_whose_lease_ended_during_the_read_has_failed(site: Site, ended: 
     site.fabric.inject(1, Fault(until=reading, fails=False, landed=3))
     remote = prefill.prefill("r", THEIRS)
     site.session(worker, remote).submit(an_order("r", remote, OURS))
-    assert until(lambda: site.fabric.reads == 1)
+    until(lambda: site.fabric.reads == 1)
     if ended == "expired":
         clock.advance(30.0)
     else:
@@ -365,7 +359,7 @@ def test_every_pull_is_settled_exactly_once_whatever_fails(site: Site) -> None:
     session.close()
     assert session.join(10.0)
     assert sorted(end.request_id for end in ends) == sorted(f"r{number}" for number in range(30))
-    assert until(lambda: prefill.leases.active == 0)
+    until(lambda: prefill.leases.active == 0)
     assert worker.ends.empty()
     causes = [end.cause for end in ends]
     assert {cause: causes.count(cause) for cause in set(causes)} == {"": 22, "read": 3, "lease": 2, "params": 3}

@@ -5,7 +5,9 @@ import threading
 
 import pytest
 
-from tests.transfer.control.support import HELLO, WELCOME, Handler, free_port, wait_until
+from tests.support.control.samples import HELLO, WELCOME, Handler
+from tests.support.process import free_port
+from tests.support.waiting import until
 from transfer.control.client import ControlClient
 from transfer.control.errors import ControlStartError
 from transfer.control.polling import Wakeup
@@ -32,7 +34,7 @@ def test_close_leaves_no_threads_and_no_descriptors(handler: Handler) -> None:
         for server in servers:
             server.close()
     assert set(threading.enumerate()) <= threads_before
-    wait_until(lambda: descriptors() <= descriptors_before)
+    until(lambda: descriptors() <= descriptors_before)
 
 
 def test_unreachable_peers_leave_no_descriptors(client: ControlClient, server: ControlServer) -> None:
@@ -41,7 +43,7 @@ def test_unreachable_peers_leave_no_descriptors(client: ControlClient, server: C
     futures = [client.request("127.0.0.1", free_port(), HELLO, 0.1) for _ in range(20)]
     for future in futures:
         assert future.exception(5) is not None
-    wait_until(lambda: descriptors() <= before)
+    until(lambda: descriptors() <= before)
 
 
 def test_a_wakeup_is_readable_from_set_to_clear_however_often_it_was_set() -> None:

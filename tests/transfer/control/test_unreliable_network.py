@@ -5,7 +5,7 @@ from concurrent.futures import Future
 
 import pytest
 
-from tests.transfer.control.faults import (
+from tests.support.control.faulty_network import (
     Delivery,
     Direction,
     FaultyNetwork,
@@ -14,7 +14,8 @@ from tests.transfer.control.faults import (
     lose_everything,
     lose_first,
 )
-from tests.transfer.control.support import HELLO, RELEASE, WELCOME, Handler, wait_until
+from tests.support.control.samples import HELLO, RELEASE, WELCOME, Handler
+from tests.support.waiting import until
 from transfer.control.client import ControlClient
 from transfer.control.errors import PeerUnreachable
 from transfer.control.messages import Release, Released, Renew, Renewed, Reply, Request
@@ -43,7 +44,7 @@ def test_repeated_replies_are_ignored(client: ControlClient, server: ControlServ
     with FaultyNetwork(server.port, lambda way, frame: [(0.0, frame)] * 3) as network:
         for _ in range(20):
             assert client.request(HERE, network.port, HELLO, 10).result() == WELCOME
-        wait_until(lambda: client.counters.late_replies == 20 * (3 * 3 - 1))
+        until(lambda: client.counters.late_replies == 20 * (3 * 3 - 1))
     assert client.counters.answered == 20
 
 
@@ -57,7 +58,7 @@ def test_a_reply_after_the_timeout_is_ignored(client: ControlClient, server: Con
         with pytest.raises(PeerUnreachable):
             client.request(HERE, network.port, RELEASE, 0.1).result(5)
         assert kept.result() == WELCOME
-        wait_until(lambda: client.counters.late_replies >= 1)
+        until(lambda: client.counters.late_replies >= 1)
 
 
 def test_a_garbled_reply_is_ignored_and_the_next_one_taken(impatient: ControlClient, server: ControlServer) -> None:

@@ -14,8 +14,8 @@ from layout.checksums import RUN_TOKENS, PlaneSums, item_weights, run_tokens
 from layout.copies import Int64Array
 from layout.geometry import CacheGroup, Plane
 from layout.plan import BlockTable, PlanError
-from tests.layout.oracle import LAYOUTS, Engine, Extra, Held, Items, Model, Rank, Table, build
-from tests.layout.test_matrix import WHOLE_HEADS, engines, models, thorough
+from tests.support.layout.oracle import LAYOUTS, WHOLE_HEADS, Engine, Extra, Held, Items, Model, Rank, Table, build
+from tests.support.layout.strategies import engines, models, thorough
 from transfer.local_copy import checksums
 from transfer.local_copy.checksums import BlockReader, Readable, in_place, sum_plane
 
