@@ -1,4 +1,7 @@
-"""``PDConnector`` as vLLM meets it: what it implements and exports, and which settings it refuses."""
+"""``PDConnector`` as vLLM meets it: what it implements and exports, and which settings it refuses.
+
+Covers: pd_connector.
+"""
 
 import inspect
 import subprocess

@@ -1,4 +1,7 @@
-"""Statistics: counted in one process, added up over ranks, exported under the documented names."""
+"""Statistics: counted in one process, added up over ranks, exported under the documented names.
+
+Covers: pd_connector.vllm.metrics.
+"""
 
 import json
 from typing import Any

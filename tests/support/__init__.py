@@ -3,6 +3,7 @@
 For all tests:
     waiting                 ``until`` something has come, ``holds_for`` a while, and a clock that is moved by hand
     memory                  memory filled with noise, and descriptors between two places of it
+    sources                 the source files of this project, and what each of them imports
     process                 what this process holds (threads, files, sockets), and free ports
 
 Layouts of KV caches (``layout/``):

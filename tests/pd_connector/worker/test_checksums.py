@@ -1,4 +1,7 @@
-"""A prefill worker's checksums: taken in order beside the model, reported once, given up at once at shutdown."""
+"""A prefill worker's checksums: taken in order beside the model, reported once, given up at once at shutdown.
+
+Covers: transfer.local_copy.device_reader.
+"""
 
 import logging
 import threading

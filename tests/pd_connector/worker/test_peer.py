@@ -6,17 +6,33 @@ Real control channel, real leases and real bytes; the transfer engine is the in-
 import re
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextlib import closing
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
 from layout.copies import Copies
 from layout.geometry import Region
+from pd_connector.orders import Cause
 from pd_connector.scheduler.leases import LeaseTable
-from pd_connector.worker.pull_end import PullEnd
-from tests.support.connector.engines import DECODE, MODEL, OURS, PREFILL, THEIRS, Site, an_order, pull_once
+from pd_connector.worker.peer import Peer, PeerAddress, shake_hands
+from pd_connector.worker.pull_end import PullEnd, PullFailed
+from tests.support.connector.engines import (
+    DECODE,
+    MODEL,
+    OURS,
+    PREFILL,
+    THEIRS,
+    DecodeWorker,
+    PrefillEngine,
+    Site,
+    an_order,
+    pull_once,
+)
+from tests.support.connector.requests import RecordingClient
 from tests.support.control.faulty_network import Direction, FaultyNetwork, deliver
 from tests.support.engine.in_process import Fault, InProcessEngine, InProcessFabric, InProcessLink
 from tests.support.layout.oracle import Engine
@@ -111,6 +127,50 @@ def test_many_pulls_need_one_handshake(site: Site) -> None:
     assert {end.request_id for end in ends if not end.cause} == {"r0", "r1", "r2", "r3"}
     assert worker.client.counters.requests == 1 + len(remotes)  # a hello, and a release each
     until(lambda: session.idle)
+
+
+def met(site: Site, worker: DecodeWorker, prefill: PrefillEngine, deadline_s: float = 10.0) -> Peer:
+    """The prefill engine after a handshake."""
+    context = worker.context()
+    address = PeerAddress(prefill.service.engine_id, "127.0.0.1", prefill.port)
+    return shake_hands(context, address, context.clock() + deadline_s)
+
+
+def test_a_link_is_opened_once_and_anew_after_it_was_dropped(site: Site) -> None:
+    (worker,) = site.decode()
+    worker.engine = site.add(RememberingEngine(site.fabric))
+    worker.engine.register(worker.rank.geometry.regions)
+    peer = met(site, worker, site.prefill(replace(PREFILL, tp=2)))
+    assert len(worker.engine.opened) == 2
+    first, second = peer.link(0), peer.link(1)
+    assert [first, second] == worker.engine.opened
+    peer.drop_link(0)
+    assert (worker.engine.opened[0].closed, worker.engine.opened[1].closed) == (True, False)
+    assert peer.link(0) is worker.engine.opened[2]
+    assert peer.link(1) is second
+    peer.close()
+    assert all(link.closed for link in worker.engine.opened)
+
+
+def test_a_handshake_of_which_one_rank_cannot_be_reached_keeps_no_link(site: Site) -> None:
+    (worker,), prefill = site.decode(), site.prefill(replace(PREFILL, tp=2))
+    worker.engine = site.add(RememberingEngine(site.fabric))
+    worker.engine.register(worker.rank.geometry.regions)
+    prefill.engines[1].close()
+    with pytest.raises(PullFailed, match="prefill rank 1: cannot reach") as failed:
+        met(site, worker, prefill)
+    assert failed.value.cause is Cause.UNREACHABLE
+    assert [link.closed for link in worker.engine.opened] == [True]
+
+
+def test_a_handshake_takes_no_longer_than_the_pull_may(site: Site) -> None:
+    (worker,), prefill = site.decode(), site.prefill()
+    client = RecordingClient()
+    context = replace(worker.context(), client=client, handshake_timeout_s=10.0, clock=ManualClock())
+    for deadline_s in (60.0, 4.0, -1.0):
+        with pytest.raises(TimeoutError), patch.object(Future, "result", side_effect=TimeoutError):
+            shake_hands(context, PeerAddress("engine-p", "127.0.0.1", prefill.port), context.clock() + deadline_s)
+    assert client.timeouts == [10.0, 4.0, 0.001]
 
 
 # Reads that fail

@@ -1,4 +1,7 @@
-"""What every copier keeps, whatever moves its bytes: handles, order by handles, failures, and an orderly end."""
+"""What every copier keeps, whatever moves its bytes: handles, order by handles, failures, and an orderly end.
+
+Covers: transfer.batch_copy.base.
+"""
 
 import threading
 import time

@@ -1,6 +1,8 @@
 """The CUDA backend on a simulated driver: what is submitted, in which order it happens, and what goes wrong.
 
 No GPU is involved. The driver's own rules are in ``fake_cuda``; the interface is CUDA 12.8's.
+
+Covers: transfer.batch_copy.cuda_abi, transfer.batch_copy.device, transfer.batch_copy.single.
 """
 
 import ctypes

@@ -1,6 +1,8 @@
 """Connections to a server: how many there may be, and what ends one. All the while others are served.
 
 Other hosts are other loopback addresses of this machine.
+
+Covers: transfer.control.connections.
 """
 
 import contextlib

@@ -1,4 +1,7 @@
-"""One client, well-behaved and misbehaving peers."""
+"""One client, well-behaved and misbehaving peers.
+
+Covers: transfer.control.client_loop, transfer.control.errors, transfer.control.peer_sockets.
+"""
 
 import contextlib
 import math

@@ -1,4 +1,7 @@
-"""Threads and file descriptors: nothing is left after close."""
+"""Threads and file descriptors: nothing is left after close.
+
+Covers: transfer.control.polling.
+"""
 
 import os
 import threading

@@ -1,4 +1,7 @@
-"""What every transfer engine must do, over each of them."""
+"""What every transfer engine must do, over each of them.
+
+Covers: transfer.engine.base.
+"""
 
 import threading
 from collections.abc import Iterator

@@ -1,4 +1,7 @@
-"""Real Mooncake over loopback TCP: peers that stop, die or refuse, and what is left behind."""
+"""Real Mooncake over loopback TCP: peers that stop, die or refuse, and what is left behind.
+
+Covers: transfer.engine.mooncake_native, transfer.engine.mooncake_read.
+"""
 
 import gc
 import socket

@@ -1,4 +1,7 @@
-"""Checksums against a second opinion that adds them up one byte number at a time, over all forms of caches."""
+"""Checksums against a second opinion that adds them up one byte number at a time, over all forms of caches.
+
+Covers: layout.checksums.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace
