@@ -14,6 +14,7 @@ from tests.support.e2e.pair import Pair, assert_failed_pull, make_prompt
 
 BOTH_WAYS = [("TP2", "TP1"), ("TP1", "TP2")]
 
+pytestmark = pytest.mark.cache_kinds
 both_ways = pytest.mark.parametrize("pair", BOTH_WAYS, indirect=True, ids="-".join)
 
 

@@ -27,6 +27,7 @@ from tests.support.waiting import until
 PROMPT_TOKENS = 1500
 
 pytestmark = [
+    pytest.mark.chaos,
     pytest.mark.slow,
     pytest.mark.timeout(900),
     on(CHAOS),

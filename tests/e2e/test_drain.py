@@ -40,6 +40,7 @@ def shared_memory(server: Server) -> set[Path]:
     return {path for path in found if path.exists()}
 
 
+@pytest.mark.drain
 @pytest.mark.slow
 @on(CHAOS)
 @pytest.mark.parametrize("pair", [("P", "D fail")], indirect=True, ids="-".join)

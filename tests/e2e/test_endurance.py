@@ -24,6 +24,7 @@ from tests.support.e2e.pair import Pair, make_prompt, wait_until_at_rest
 from tests.support.waiting import until
 
 pytestmark = [
+    pytest.mark.endurance,
     pytest.mark.slow,
     pytest.mark.timeout(3000),
     on(CHAOS),

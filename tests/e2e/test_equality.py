@@ -16,7 +16,7 @@ from tests.support.e2e.pair import Pair, assert_same_output, make_prompt
 EQUAL_SIZES = [("P1", "D1"), ("P2", "D2")]
 UNEQUAL_SIZES = [("P2", "D1"), ("P1", "D2")]
 
-pytestmark = on(LBHNC, BLHNC, BHLNC)
+pytestmark = [pytest.mark.equality, on(LBHNC, BLHNC, BHLNC)]
 
 
 @pytest.mark.parametrize(

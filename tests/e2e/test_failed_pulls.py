@@ -84,6 +84,7 @@ def assert_serves(pair: Pair, seed: str) -> None:
     pair.assert_right(pair.disaggregate(prompt), prompt)
 
 
+@pytest.mark.failures
 @pytest.mark.usefixtures("quiet")
 @pytest.mark.parametrize("deployment", [FAULTS], indirect=True, ids=lambda one: one.name)
 @pytest.mark.parametrize("pair", [("P", "D fail"), ("P", "D recompute")], indirect=True, ids="-".join)
@@ -153,6 +154,7 @@ class TestSpoiltParams:
         assert_serves(pair, seed)
 
 
+@pytest.mark.security
 @pytest.mark.usefixtures("quiet")
 @pytest.mark.parametrize("deployment", [FAULTS], indirect=True, ids=lambda one: one.name)
 @pytest.mark.parametrize("pair", [("P", "D fail")], indirect=True)
@@ -183,6 +185,7 @@ def overwrite_all_blocks(server: Server) -> None:
         seed += 1
 
 
+@pytest.mark.failures
 @pytest.mark.usefixtures("quiet")
 @pytest.mark.parametrize("deployment", [FAULTS], indirect=True, ids=lambda one: one.name)
 class TestOtherServers:
@@ -207,6 +210,7 @@ class TestOtherServers:
         assert_serves(pair, "after the restart")
 
 
+@pytest.mark.failures
 @pytest.mark.usefixtures("quiet")
 @pytest.mark.parametrize("deployment", [OTHER_MODELS], indirect=True, ids=lambda one: one.name)
 class TestOtherModels:

@@ -17,7 +17,8 @@ from tests.support.e2e.deployments import EVENTS_ENDPOINT, HOST_TIER, on
 from tests.support.e2e.pair import Pair, assert_same_output, make_prompt, wait_until_at_rest
 from tests.support.waiting import until
 
-host_tier = on(HOST_TIER)
+pytestmark = pytest.mark.host_tier
+on_host_tier = on(HOST_TIER)
 every_server = pytest.mark.parametrize("server", ["P", "D", "W"], indirect=True)
 storing_at_once = pytest.mark.parametrize("server", ["P", "D"], indirect=True)
 p_and_d = pytest.mark.parametrize("pair", [("P", "D")], indirect=True, ids="-".join)
@@ -41,7 +42,7 @@ def host_metric(server: Server, name: str, **labels: str) -> int:
     return int(server.client.metrics().value(f"vllm:pd_{name}", **labels))
 
 
-@host_tier
+@on_host_tier
 @every_server
 class TestComingBack:
     def test_an_evicted_prompt_is_loaded_and_not_computed(self, server: Server) -> None:
@@ -118,7 +119,7 @@ class TestComingBack:
         assert counted.value("vllm:pd_host_tokens_total") == 0
 
 
-@host_tier
+@on_host_tier
 @storing_at_once
 class TestStoringAtOnce:
     def test_what_is_computed_is_stored_by_the_time_the_server_rests(self, server: Server) -> None:
@@ -140,7 +141,7 @@ class TestStoringAtOnce:
         assert_same_output(again, first)
 
 
-@host_tier
+@on_host_tier
 @p_and_d
 class TestPrefillAndDecode:
     def test_a_prompt_comes_from_the_device_host_memory_and_the_prefill_server(self, pair: Pair) -> None:
@@ -218,7 +219,7 @@ def events() -> Iterator["zmq.Socket[bytes]"]:
     context.destroy(linger=0)
 
 
-@host_tier
+@on_host_tier
 @pytest.mark.parametrize("server", ["P"], indirect=True)
 def test_routers_are_told_what_is_in_host_memory(server: Server, events: "zmq.Socket[bytes]") -> None:
     stored: dict[tuple[int, ...], object] = {}

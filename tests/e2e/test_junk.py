@@ -20,6 +20,7 @@ from tests.support.e2e.deployments import CHAOS, on
 from tests.support.e2e.pair import Pair, make_prompt
 
 pytestmark = [
+    pytest.mark.security,
     pytest.mark.slow,
     pytest.mark.timeout(900),
     on(CHAOS),

@@ -14,6 +14,7 @@ from tests.support.e2e.pair import Pair, make_prompt
 from tests.support.waiting import until
 
 pytestmark = [
+    pytest.mark.lifetimes,
     on(LBHNC, BLHNC, BHLNC),
     pytest.mark.parametrize("pair", [("P1", "D1"), ("P2", "D2")], indirect=True, ids="-".join),
 ]
