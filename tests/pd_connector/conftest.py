@@ -79,3 +79,11 @@ def start(model: Path, fabric: InProcessFabric) -> Iterator[StartEngine]:
     for engine in started:
         engine.close()
     assert set(threading.enumerate()) <= before
+
+
+@pytest.fixture
+def no_log() -> Iterator[None]:
+    """For tests in which thousands of pulls fail."""
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)

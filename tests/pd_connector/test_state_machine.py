@@ -13,9 +13,8 @@ share a lease, come late, or with params that somebody altered. After every step
 """
 
 import itertools
-import logging
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -34,6 +33,8 @@ from tests.support.simulation.decode import MESSAGE_TIMEOUT_S, PULL_TIMEOUT_S, R
 from tests.support.simulation.network import Network
 from tests.support.simulation.prefill import TTL_S, PrefillSim, Prompt
 from tests.support.waiting import ManualClock
+
+pytestmark = pytest.mark.usefixtures("no_log")
 
 ANY = st.integers(0, 11)  # of a list whose length is not known: modulo it
 DECODE = st.integers(0, 1)
@@ -302,14 +303,6 @@ class Disaggregation(RuleBasedStateMachine):
             for session in rank.sessions:
                 for _ in range(len(session)):
                     session.step(9, fails=False)
-
-
-@pytest.fixture(autouse=True)
-def _quiet() -> Iterator[None]:
-    """Thousands of failed pulls are a lot of log."""
-    logging.disable(logging.CRITICAL)
-    yield
-    logging.disable(logging.NOTSET)
 
 
 def run(examples: int) -> None:

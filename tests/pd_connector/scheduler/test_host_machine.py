@@ -16,9 +16,7 @@ step it is checked that
 """
 
 import itertools
-import logging
 import sys
-from collections.abc import Iterator
 
 import pytest
 from hypothesis import settings
@@ -45,6 +43,8 @@ MODELS = {
     "full attention and two windows": ((4, 0), (4, 5), (4, 9)),
     "blocks of two sizes": ((8, 0), (4, 7)),
 }
+pytestmark = pytest.mark.usefixtures("no_log")
+
 ANY = st.integers(0, 11)  # of a list whose length is not known: modulo it
 MODES: st.SearchStrategy[StoreMode] = st.sampled_from(["eager", "lazy"])
 ENDS = st.sampled_from([End.WELL, End.WELL, End.WELL, End.FAILED, End.UNSETTLED])
@@ -186,13 +186,6 @@ class HostMemory(RuleBasedStateMachine):
         engine.settle()
         engine.check()
         engine.check_at_rest()
-
-
-@pytest.fixture(autouse=True)
-def _quiet() -> Iterator[None]:
-    logging.disable(logging.CRITICAL)
-    yield
-    logging.disable(logging.NOTSET)
 
 
 def run(model: str, examples: int) -> None:

@@ -1,4 +1,4 @@
-"""Transfer engines of each kind that every one must be like, and a pair of them with memory."""
+"""Transfer engines of every kind, and a reader and a peer of one kind, with memory."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
