@@ -2,6 +2,7 @@
 
 import time
 from concurrent.futures import Future
+from contextlib import closing
 
 import pytest
 
@@ -30,6 +31,33 @@ def test_a_lost_request_is_sent_again(impatient: ControlClient, server: ControlS
         assert impatient.request(HERE, network.port, HELLO, 10).result() == WELCOME
     assert handler.asked[0] == HELLO
     assert impatient.counters.sent >= 3
+
+
+def test_the_waits_between_two_tries_double_from_a_short_one(server: ControlServer) -> None:
+    came: list[float] = []
+
+    def only_the_fourth(way: Direction, frame: bytes) -> list[Delivery]:
+        if way is Direction.REQUEST:
+            came.append(time.monotonic())
+        return [(0.0, frame)] if len(came) > 3 else []
+
+    client = ControlClient(ClientSettings(retry_s=0.02, retry_cap_s=60))
+    with closing(client), FaultyNetwork(server.port, only_the_fourth) as network:
+        began = time.monotonic()
+        assert client.request(HERE, network.port, HELLO, 20).result() == WELCOME
+    assert came[3] - began >= 0.9 * (0.02 + 0.04 + 0.08)  # each wait is up to a tenth shorter or longer
+
+
+def test_a_peer_that_never_answered_is_looked_up_and_connected_anew(
+    client: ControlClient, server: ControlServer
+) -> None:
+    with FaultyNetwork(server.port, lose_everything) as network:
+        with pytest.raises(PeerUnreachable):
+            client.request(HERE, network.port, HELLO, 0.05).result()
+        until(lambda: client.counters.peers_closed == 1)
+        network.rule = deliver
+        assert client.request(HERE, network.port, HELLO, 10).result() == WELCOME
+    assert client.counters.peers_opened == 2
 
 
 def test_a_lost_reply_makes_the_handler_see_the_request_again(
