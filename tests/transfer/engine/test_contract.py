@@ -14,6 +14,7 @@ from layout.geometry import Region
 from tests.support.engine.pairs import MEMORY_BYTES, EnginePair
 from tests.support.memory import Memory, copies, even_copies
 from transfer.engine.base import EngineStartError, ReadFailed, TransferEngine
+from transfer.errors import TransferError
 
 
 def test_a_read_brings_exactly_the_bytes_of_its_descriptors(pair: EnginePair) -> None:
@@ -194,3 +195,8 @@ def test_a_closed_engine_closes_its_links_and_refuses_everything(pair: EnginePai
     with pytest.raises(EngineStartError, match="closed"):
         pair.reader.register([Memory(4096).region])
     assert not pair.destination.view.any()
+
+
+@pytest.mark.parametrize("error", [EngineStartError, ReadFailed])
+def test_what_engines_raise_on_purpose_is_caught_as_one_kind_of_error(error: type[Exception]) -> None:
+    assert issubclass(error, TransferError)
