@@ -37,7 +37,7 @@ demo: $(STAMPS)/demo  ## prefill on one vLLM server, decode on another, compare 
 	@$(BIN)/python -m examples.quickstart $(ARGS)
 
 check: lint types  ## lint, types and the fast tests of the packages: about 3 minutes
-	@$(BIN)/python -m pytest -m 'not e2e and not slow and not thorough' tests/test_boundaries.py tests/layout tests/transfer tests/pd_connector $(ARGS)
+	@$(BIN)/python -m pytest -m 'not e2e and not slow and not thorough' tests/test_*.py tests/layout tests/transfer tests/pd_connector $(ARGS)
 
 lint: $(STAMPS)/installed
 	@$(BIN)/ruff check .

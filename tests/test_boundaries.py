@@ -1,49 +1,23 @@
-"""Which package imports what: the arrows run one way, and vLLM is known in one room only.
+"""Which package imports what: the arrows run one way, vLLM is known in one room only, and tests lend nothing.
 
 Imports are read off the source, those inside functions and under TYPE_CHECKING too.
+
+Covers: layout, transfer.
 """
 
 import ast
 import importlib
 import re
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 import layout
 import transfer
+from tests.support.sources import ROOT, imports, is_test_module, is_within, modules, source_file, source_tree
 
-ROOT = Path(__file__).parents[1]
+MOST_LINES = 500
 OURS = ("layout", "transfer", "pd_connector", "examples", "benchmarks", "tests")
-
-
-def modules(package: str) -> list[str]:
-    """The names of all modules of a package, or the one of that name."""
-    path = ROOT / package.replace(".", "/")
-    files = sorted(path.rglob("*.py")) if path.is_dir() else [path.with_suffix(".py")]
-    names = [file.relative_to(ROOT).with_suffix("").as_posix().replace("/", ".") for file in files]
-    assert names, f"there is no {package}"
-    return [name.removesuffix(".__init__") for name in names]
-
-
-def imports(module: str) -> Iterator[str]:
-    """What a module imports; of ``from a import b`` both ``a`` and ``a.b``."""
-    path = ROOT / module.replace(".", "/")
-    file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
-    for node in ast.walk(ast.parse(file.read_text())):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{module} has a relative import"
-            assert node.module is not None
-            yield node.module
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
-
-
-def is_within(name: str, packages: tuple[str, ...]) -> bool:
-    return any(name == package or name.startswith(f"{package}.") for package in packages)
 
 
 #: Package, what it must not import, except (modules of it that may).
@@ -92,7 +66,7 @@ def test_arrows_run_one_way(package: str, forbidden: tuple[str, ...], excepted: 
 def test_a_rule_can_be_broken() -> None:
     """The reading of imports sees those that this file has, a function's too."""
     found = set(imports("tests.test_boundaries"))
-    assert {"ast", "collections.abc.Iterator", "layout", "json"} <= found
+    assert {"ast", "tests.support.sources.imports", "layout", "json"} <= found
     import json  # noqa: F401, PLC0415
 
 
@@ -117,15 +91,42 @@ def test_no_two_classes_have_one_name() -> None:
     places: dict[str, list[str]] = {}
     for package in ("layout", "transfer", "pd_connector"):
         for module in modules(package):
-            path = ROOT / module.replace(".", "/")
-            file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
-            for node in ast.walk(ast.parse(file.read_text())):
+            for node in ast.walk(source_tree(module)):
                 if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                     places.setdefault(node.name, []).append(module)
     assert {name: where for name, where in places.items() if len(where) > 1} == {}
 
 
+#: Tests of the examples keep their helpers beside them, as the examples keep everything to themselves.
+WITH_OWN_HELPERS = ("tests.examples",)
+TESTS = [module for module in modules("tests") if not is_within(module, WITH_OWN_HELPERS)]
+
+
+def test_nobody_imports_a_test_module() -> None:
+    wrong = [f"{module} imports {name}" for module in TESTS for name in imports(module) if is_test_module(name)]
+    assert wrong == []
+
+
+def test_tests_import_of_tests_only_their_support() -> None:
+    wrong = [
+        f"{module} imports {name}"
+        for module in TESTS
+        for name in imports(module)
+        if is_within(name, ("tests",)) and not is_within(name, ("tests.support",))
+    ]
+    assert wrong == []
+
+
+def test_beside_tests_there_are_tests_only() -> None:
+    for module in TESTS:
+        file = source_file(module)
+        is_empty_package = file.name == "__init__.py" and not file.read_text()
+        assert is_within(module, ("tests.support",)) or is_test_module(module) or is_empty_package, module
+
+
 def test_no_file_is_longer_than_a_room() -> None:
     for package in OURS:
         for file in (ROOT / package).rglob("*.py"):
-            assert len(file.read_text().splitlines()) <= 520, f"{file.relative_to(ROOT)} is too long"
+            assert len(file.read_text().splitlines()) <= MOST_LINES, (
+                f"{file.relative_to(ROOT)} has more than {MOST_LINES} lines"
+            )

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.cluster import Cluster, Server, tail
-from tests.e2e.deployments import Deployment
-from tests.e2e.pair import Pair, wait_until_at_rest
+from tests.support.e2e.cluster import Cluster, Server, tail
+from tests.support.e2e.deployments import Deployment
+from tests.support.e2e.pair import Pair, wait_until_at_rest
 
 _LOG_MARKS = pytest.StashKey[dict[Path, int]]()
 _FIGURES = pytest.StashKey[list[str]]()

@@ -4,7 +4,9 @@ import socket
 
 import pytest
 
-from tests.e2e.cluster import Cluster, ServerSpec
+from tests.support.e2e.cluster import Cluster, ServerSpec
+
+pytestmark = pytest.mark.failures
 
 
 def test_a_control_port_that_is_taken_is_named(cluster: Cluster) -> None:

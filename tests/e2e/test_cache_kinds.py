@@ -5,16 +5,16 @@ Each is pulled between tensor parallel size 1 and 2, in both directions.
 
 import pytest
 
-from tests.e2e.architectures import WINDOW
-from tests.e2e.client import LOGPROB_TOLERANCE
-from tests.e2e.cluster import BLOCK_SIZE
-from tests.e2e.corruption import overwrite_block
-from tests.e2e.deployments import MLA, ONE_KV_HEAD, SLIDING_WINDOW, on
-from tests.e2e.failures import assert_failed_pull
-from tests.e2e.pair import Pair, make_prompt
+from tests.support.e2e.architectures import WINDOW
+from tests.support.e2e.client import LOGPROB_TOLERANCE
+from tests.support.e2e.cluster import BLOCK_SIZE
+from tests.support.e2e.corruption import overwrite_block
+from tests.support.e2e.deployments import MLA, ONE_KV_HEAD, SLIDING_WINDOW, on
+from tests.support.e2e.pair import Pair, assert_failed_pull, make_prompt
 
 BOTH_WAYS = [("TP2", "TP1"), ("TP1", "TP2")]
 
+pytestmark = pytest.mark.cache_kinds
 both_ways = pytest.mark.parametrize("pair", BOTH_WAYS, indirect=True, ids="-".join)
 
 

@@ -17,15 +17,17 @@ import msgspec
 import pytest
 import zmq
 
-from tests.e2e.client import Completion, KVTransferParams, wait_until
-from tests.e2e.cluster import Cluster, Server
-from tests.e2e.deployments import CHAOS, CHAOS_LEASE_TTL_S, CHAOS_PULL_TIMEOUT_S, on, prefill
-from tests.e2e.forwarder import Forwarder
-from tests.e2e.pair import Pair, make_prompt, wait_until_at_rest
+from tests.support.e2e.client import Completion, KVTransferParams
+from tests.support.e2e.cluster import Cluster, Server
+from tests.support.e2e.deployments import CHAOS, CHAOS_LEASE_TTL_S, CHAOS_PULL_TIMEOUT_S, on, prefill
+from tests.support.e2e.forwarder import Forwarder
+from tests.support.e2e.pair import Pair, make_prompt, wait_until_at_rest
+from tests.support.waiting import until
 
 PROMPT_TOKENS = 1500
 
 pytestmark = [
+    pytest.mark.chaos,
     pytest.mark.slow,
     pytest.mark.timeout(900),
     on(CHAOS),
@@ -123,7 +125,7 @@ def test_late_bytes_of_a_prefill_server_that_stood_still_do_not_land_in_reused_b
         assert_settled_by_policy(pair, completion, prompt)
         before = [pair.decode.client.complete(other, 4) for other in others]
         time.sleep(max(0.0, 60.0 - (time.monotonic() - began)))
-    wait_until(pair.prefill.client.is_healthy, 30.0, "the prefill server answers again")
+    until(pair.prefill.client.is_healthy, "the prefill server answers again")
     time.sleep(2.0)
     cached = pair.decode.client.metrics()
     again = [pair.decode.client.complete(other, 4) for other in reversed(others)][::-1]

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.client import wait_until
-from tests.e2e.cluster import Cluster, Server
-from tests.e2e.deployments import CHAOS, LEASE_TTL_S, on, prefill
-from tests.e2e.pair import Pair, make_prompt
+from tests.support.e2e.cluster import Cluster, Server
+from tests.support.e2e.deployments import CHAOS, LEASE_TTL_S, on, prefill
+from tests.support.e2e.pair import Pair, make_prompt
+from tests.support.waiting import until
 
 PROMPT_TOKENS = 500
 STAYING = ("--shutdown-timeout", "40")
@@ -40,6 +40,7 @@ def shared_memory(server: Server) -> set[Path]:
     return {path for path in found if path.exists()}
 
 
+@pytest.mark.drain
 @pytest.mark.slow
 @on(CHAOS)
 @pytest.mark.parametrize("pair", [("P", "D fail")], indirect=True, ids="-".join)
@@ -60,6 +61,6 @@ def test_who_comes_a_moment_later_gets_its_blocks_and_who_does_not_come_is_waite
     stopping.assert_right(completion, prompts[0])
     assert "staying up to 6.0 s for decode engines that hold 2 leases" in leaving.log_since(mark)
     assert DRAIN_S <= took < LEASE_TTL_S
-    wait_until(lambda: not leaving.processes(""), EXIT_S, "all processes of the server have ended")
+    until(lambda: not leaving.processes(""), "all processes of the server have ended", within_s=EXIT_S)
     assert [path for path in segments if path.exists()] == []
     figures.append(f"P that was told to stop, with {DRAIN_S:.0f} s for one lease that nobody read: {took:.1f} s")

@@ -16,14 +16,15 @@ from dataclasses import dataclass
 import httpx
 import pytest
 
-from tests.e2e.client import Completion, wait_until
-from tests.e2e.cluster import Cluster, Server
-from tests.e2e.deployments import CHAOS, on
-from tests.e2e.footprint import Footprint
-from tests.e2e.forwarder import Forwarder
-from tests.e2e.pair import Pair, make_prompt, wait_until_at_rest
+from tests.support.e2e.client import Completion
+from tests.support.e2e.cluster import Cluster, Footprint, Server
+from tests.support.e2e.deployments import CHAOS, on
+from tests.support.e2e.forwarder import Forwarder
+from tests.support.e2e.pair import Pair, make_prompt, wait_until_at_rest
+from tests.support.waiting import until
 
 pytestmark = [
+    pytest.mark.endurance,
     pytest.mark.slow,
     pytest.mark.timeout(3000),
     on(CHAOS),
@@ -154,7 +155,7 @@ def test_no_wrong_token_no_stuck_request_and_no_leak_in_three_minutes_of_faults(
         figures.append(f"chaos: {dict(outcomes)}, faults {dict(faults.done)}, wrong answers {len(wrong)}")
         for server in servers.values():
             with contextlib.suppress(AssertionError):
-                wait_until(server.client.is_healthy, 60.0, "healthy again")
+                until(server.client.is_healthy, "healthy again", within_s=60.0)
     try:
         assert not wrong
         assert sum(outcomes.values()) >= REQUESTS

@@ -7,16 +7,16 @@ import itertools
 
 import pytest
 
-from tests.e2e.client import LOGPROB_TOLERANCE
-from tests.e2e.cluster import BLOCK_SIZE
-from tests.e2e.corruption import overwrite_block
-from tests.e2e.deployments import BHLNC, BLHNC, LBHNC, on
-from tests.e2e.pair import Pair, assert_same_output, make_prompt
+from tests.support.e2e.client import LOGPROB_TOLERANCE
+from tests.support.e2e.cluster import BLOCK_SIZE
+from tests.support.e2e.corruption import overwrite_block
+from tests.support.e2e.deployments import BHLNC, BLHNC, LBHNC, on
+from tests.support.e2e.pair import Pair, assert_same_output, make_prompt
 
 EQUAL_SIZES = [("P1", "D1"), ("P2", "D2")]
 UNEQUAL_SIZES = [("P2", "D1"), ("P1", "D2")]
 
-pytestmark = on(LBHNC, BLHNC, BHLNC)
+pytestmark = [pytest.mark.equality, on(LBHNC, BLHNC, BHLNC)]
 
 
 @pytest.mark.parametrize(

@@ -15,11 +15,10 @@ from typing import Any
 import pytest
 import zmq
 
-from tests.e2e.client import KVTransferParams
-from tests.e2e.cluster import BLOCK_SIZE, Cluster, Server
-from tests.e2e.deployments import FAULTS, HANDSHAKE_TIMEOUT_S, OTHER_MODELS
-from tests.e2e.failures import assert_failed_pull, end_lease
-from tests.e2e.pair import Pair, make_prompt
+from tests.support.e2e.client import KVTransferParams
+from tests.support.e2e.cluster import BLOCK_SIZE, Cluster, Server
+from tests.support.e2e.deployments import FAULTS, HANDSHAKE_TIMEOUT_S, OTHER_MODELS
+from tests.support.e2e.pair import Pair, assert_failed_pull, end_lease, make_prompt
 
 PROMPT_TOKENS = 200
 
@@ -85,6 +84,7 @@ def assert_serves(pair: Pair, seed: str) -> None:
     pair.assert_right(pair.disaggregate(prompt), prompt)
 
 
+@pytest.mark.failures
 @pytest.mark.usefixtures("quiet")
 @pytest.mark.parametrize("deployment", [FAULTS], indirect=True, ids=lambda one: one.name)
 @pytest.mark.parametrize("pair", [("P", "D fail"), ("P", "D recompute")], indirect=True, ids="-".join)
@@ -154,6 +154,7 @@ class TestSpoiltParams:
         assert_serves(pair, seed)
 
 
+@pytest.mark.security
 @pytest.mark.usefixtures("quiet")
 @pytest.mark.parametrize("deployment", [FAULTS], indirect=True, ids=lambda one: one.name)
 @pytest.mark.parametrize("pair", [("P", "D fail")], indirect=True)
@@ -184,6 +185,7 @@ def overwrite_all_blocks(server: Server) -> None:
         seed += 1
 
 
+@pytest.mark.failures
 @pytest.mark.usefixtures("quiet")
 @pytest.mark.parametrize("deployment", [FAULTS], indirect=True, ids=lambda one: one.name)
 class TestOtherServers:
@@ -208,6 +210,7 @@ class TestOtherServers:
         assert_serves(pair, "after the restart")
 
 
+@pytest.mark.failures
 @pytest.mark.usefixtures("quiet")
 @pytest.mark.parametrize("deployment", [OTHER_MODELS], indirect=True, ids=lambda one: one.name)
 class TestOtherModels:

@@ -12,12 +12,13 @@ import msgspec
 import pytest
 import zmq
 
-from tests.e2e.client import wait_until
-from tests.e2e.cluster import BLOCK_SIZE, Cluster, Server, ServerSpec
-from tests.e2e.deployments import EVENTS_ENDPOINT, HOST_TIER, on
-from tests.e2e.pair import Pair, assert_same_output, make_prompt, wait_until_at_rest
+from tests.support.e2e.cluster import BLOCK_SIZE, Cluster, Server, ServerSpec
+from tests.support.e2e.deployments import EVENTS_ENDPOINT, HOST_TIER, on
+from tests.support.e2e.pair import Pair, assert_same_output, make_prompt, wait_until_at_rest
+from tests.support.waiting import until
 
-host_tier = on(HOST_TIER)
+pytestmark = pytest.mark.host_tier
+on_host_tier = on(HOST_TIER)
 every_server = pytest.mark.parametrize("server", ["P", "D", "W"], indirect=True)
 storing_at_once = pytest.mark.parametrize("server", ["P", "D"], indirect=True)
 p_and_d = pytest.mark.parametrize("pair", [("P", "D")], indirect=True, ids="-".join)
@@ -41,7 +42,7 @@ def host_metric(server: Server, name: str, **labels: str) -> int:
     return int(server.client.metrics().value(f"vllm:pd_{name}", **labels))
 
 
-@host_tier
+@on_host_tier
 @every_server
 class TestComingBack:
     def test_an_evicted_prompt_is_loaded_and_not_computed(self, server: Server) -> None:
@@ -109,7 +110,7 @@ class TestComingBack:
         prompt = make_prompt(400, (server.log.stem, "reset"))
         server.client.complete(prompt)
         evict(server, "reset")
-        wait_until(server.client.reset_prefix_cache, 20, "the prefix cache is reset")
+        until(server.client.reset_prefix_cache, "the prefix cache is reset")
         wait_until_at_rest(server)
         before = server.client.metrics()
         server.client.complete(prompt)
@@ -118,13 +119,13 @@ class TestComingBack:
         assert counted.value("vllm:pd_host_tokens_total") == 0
 
 
-@host_tier
+@on_host_tier
 @storing_at_once
 class TestStoringAtOnce:
     def test_what_is_computed_is_stored_by_the_time_the_server_rests(self, server: Server) -> None:
         stored = host_metric(server, "host_blocks_total")
         server.client.complete(make_prompt(10 * BLOCK_SIZE + 1, (server.log.stem, "stored")), 1)
-        wait_until(lambda: host_metric(server, "host_blocks_total") == stored + 10, 20, "ten blocks are stored")
+        until(lambda: host_metric(server, "host_blocks_total") == stored + 10, "ten blocks are stored")
         wait_until_at_rest(server)
 
     def test_the_device_holds_the_begin_and_host_memory_the_rest(self, server: Server) -> None:
@@ -140,7 +141,7 @@ class TestStoringAtOnce:
         assert_same_output(again, first)
 
 
-@host_tier
+@on_host_tier
 @p_and_d
 class TestPrefillAndDecode:
     def test_a_prompt_comes_from_the_device_host_memory_and_the_prefill_server(self, pair: Pair) -> None:
@@ -218,7 +219,7 @@ def events() -> Iterator["zmq.Socket[bytes]"]:
     context.destroy(linger=0)
 
 
-@host_tier
+@on_host_tier
 @pytest.mark.parametrize("server", ["P"], indirect=True)
 def test_routers_are_told_what_is_in_host_memory(server: Server, events: "zmq.Socket[bytes]") -> None:
     stored: dict[tuple[int, ...], object] = {}

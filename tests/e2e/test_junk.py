@@ -13,14 +13,14 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import zmq
 
-from tests.e2e.deployments import CHAOS, on
-from tests.e2e.footprint import Footprint
-from tests.e2e.pair import Pair, make_prompt
-from tests.transfer.control.junk import Junk
-from tests.transfer.control.recorder import Recorder
-from tests.transfer.control.test_junk import send_conversations
+from tests.support.control.junk import Junk, send_conversations
+from tests.support.control.recorder import Recorder
+from tests.support.e2e.cluster import Footprint
+from tests.support.e2e.deployments import CHAOS, on
+from tests.support.e2e.pair import Pair, make_prompt
 
 pytestmark = [
+    pytest.mark.security,
     pytest.mark.slow,
     pytest.mark.timeout(900),
     on(CHAOS),

@@ -9,11 +9,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tests.e2e.client import wait_until
-from tests.e2e.deployments import BHLNC, BLHNC, LBHNC, LEASE_TTL_S, on
-from tests.e2e.pair import Pair, make_prompt
+from tests.support.e2e.deployments import BHLNC, BLHNC, LBHNC, LEASE_TTL_S, on
+from tests.support.e2e.pair import Pair, make_prompt
+from tests.support.waiting import until
 
 pytestmark = [
+    pytest.mark.lifetimes,
     on(LBHNC, BLHNC, BHLNC),
     pytest.mark.parametrize("pair", [("P1", "D1"), ("P2", "D2")], indirect=True, ids="-".join),
 ]
@@ -63,7 +64,7 @@ def test_a_request_that_leaves_while_the_prefill_server_is_silent_holds_nothing(
         assert pair.decode.client.abandon(prompt, 1.0, kv_transfer_params=params)
     finally:
         pair.prefill.signal(signal.SIGCONT, "EngineCore")
-    wait_until(pair.prefill.client.is_healthy, 10.0, "the prefill server answers again")
+    until(pair.prefill.client.is_healthy, "the prefill server answers again", within_s=10.0)
     pair.wait_until_at_rest()
     pair.assert_right(pair.disaggregate(prompt), prompt)
 

@@ -4,10 +4,9 @@
 
 import pytest
 
-from tests.e2e.corruption import overwrite_block, wait_until_summed
-from tests.e2e.deployments import FOUR_RANKS, HALF_PRECISION, MIXED, SECRET, on
-from tests.e2e.failures import assert_failed_pull
-from tests.e2e.pair import Pair, make_prompt
+from tests.support.e2e.corruption import overwrite_block, wait_until_summed
+from tests.support.e2e.deployments import FOUR_RANKS, HALF_PRECISION, MIXED, SECRET, on
+from tests.support.e2e.pair import Pair, assert_failed_pull, make_prompt
 from transfer.control.client import ControlClient
 from transfer.control.errors import AuthenticationFailed
 from transfer.control.keys import ControlKeys
@@ -24,16 +23,19 @@ FOUR_RANK_PAIRS = [("TP4", "TP2"), ("TP2", "TP4"), ("TP4", "TP1"), ("TP1", "TP4"
 
 @on(MIXED)
 class TestLayoutsAndBlockSizes:
+    @pytest.mark.layouts
     @pytest.mark.parametrize("pair", LAYOUT_PAIRS + BLOCK_SIZE_PAIRS + PAIRS_OF_BOTH, indirect=True, ids=" to ".join)
     @pytest.mark.parametrize("tokens", [2, 33, 1000])
     def test_another_form_of_cache_gives_the_same_output(self, pair: Pair, tokens: int) -> None:
         pair.assert_pulls_right(make_prompt(tokens, (tokens, pair.name)))
 
+    @pytest.mark.layouts
     @pytest.mark.parametrize("pair", BLOCK_SIZE_PAIRS, indirect=True, ids=" to ".join)
     @pytest.mark.parametrize("tokens", [31, 32, 63, 64, 65, 97])
     def test_a_prompt_may_end_anywhere_in_a_block_of_either_size(self, pair: Pair, tokens: int) -> None:
         pair.assert_pulls_right(make_prompt(tokens, (tokens, pair.name)))
 
+    @pytest.mark.security
     @pytest.mark.parametrize("pair", LAYOUT_PAIRS, indirect=True, ids=" to ".join)
     def test_who_does_not_know_the_secret_is_turned_away_and_nobody_logs_it(self, pair: Pair) -> None:
         prompt = make_prompt(100, (pair.name, "stranger"))
@@ -45,6 +47,7 @@ class TestLayoutsAndBlockSizes:
         pair.assert_right(pair.decode_leg(prompt, params), prompt)
         assert all(SECRET not in server.log_since() for server in (pair.prefill, pair.decode))
 
+    @pytest.mark.verify
     @pytest.mark.parametrize("pair", LAYOUT_PAIRS + BLOCK_SIZE_PAIRS, indirect=True, ids=" to ".join)
     def test_a_block_that_changes_under_its_lease_fails_the_pull_and_is_named(self, pair: Pair) -> None:
         keys = ControlKeys.derive(SECRET.encode())
@@ -57,16 +60,19 @@ class TestLayoutsAndBlockSizes:
         other = make_prompt(300, (pair.name, "after the overwritten one"))
         pair.assert_right(pair.disaggregate(other), other)
 
+    @pytest.mark.layouts
     @pytest.mark.parametrize("pair", LAYOUT_PAIRS + BLOCK_SIZE_PAIRS, indirect=True, ids=" to ".join)
     def test_concurrent_prompts_give_the_same_outputs(self, pair: Pair) -> None:
         pair.assert_concurrent_pulls_right(8)
 
+    @pytest.mark.layouts
     @pytest.mark.parametrize("pair", BLOCK_SIZE_PAIRS, indirect=True, ids=" to ".join)
     def test_what_the_decode_server_holds_is_not_pulled(self, pair: Pair) -> None:
         """Where the prefill server's blocks are larger, the first missing token lies inside one of them."""
         pair.assert_pulls_the_rest(make_prompt(300, (pair.name, "partial hit")), computed_before=100)
 
 
+@pytest.mark.layouts
 @on(FOUR_RANKS)
 @pytest.mark.parametrize("pair", FOUR_RANK_PAIRS, indirect=True, ids="-".join)
 class TestFourRanks:
@@ -78,6 +84,7 @@ class TestFourRanks:
         pair.assert_concurrent_pulls_right(4)
 
 
+@pytest.mark.equality
 @on(HALF_PRECISION)
 @pytest.mark.parametrize("pair", [("P bfloat16", "D bfloat16")], indirect=True, ids="-".join)
 @pytest.mark.parametrize("tokens", [31, 33, 1000])

@@ -295,7 +295,7 @@ def test_the_servers_are_process_groups_of_one_session(start: Start, machine: Ma
 
 @pytest.mark.e2e
 def test_d_pulls_from_p_on_cpu(tmp_path: Path) -> None:
-    from tests.e2e.models import DEFAULT_MODEL, write_model  # noqa: PLC0415  imports what only vLLM brings
+    from tests.support.e2e.models import DEFAULT_MODEL, write_model  # noqa: PLC0415  imports what only vLLM brings
 
     model = write_model(tmp_path / "model", DEFAULT_MODEL)
     settings = ports()

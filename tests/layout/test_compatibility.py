@@ -7,8 +7,8 @@ import pytest
 
 from layout.compatibility import IncompatibleCachesError, check_models
 from layout.geometry import ModelIdentity
-from tests.layout.oracle import Engine, Model, build
-from tests.layout.pulls import LOCAL_BASE, REMOTE_BASE, plans_of
+from tests.support.layout.oracle import Engine, Model, build
+from tests.support.layout.pulls import LOCAL_BASE, REMOTE_BASE, plans_of
 
 IDENTITY = ModelIdentity("LlamaForCausalLM", "c0ffee", "beef", 24, 8, 128, "bfloat16", "bfloat16")
 MODEL = Model(2, (2, 2), 2, ((0, 1),), (0,))

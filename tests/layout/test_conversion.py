@@ -3,8 +3,8 @@
 import pytest
 
 from layout.conversion import describe_conversion, physical_order
-from tests.layout.oracle import LAYOUTS, Engine, Model, build
-from tests.layout.pulls import LOCAL_BASE, REMOTE_BASE, plans_of
+from tests.support.layout.oracle import LAYOUTS, Engine, Model, build
+from tests.support.layout.pulls import LOCAL_BASE, REMOTE_BASE, plans_of
 
 MODEL = Model(4, (2, 2), 2, ((0, 1),), (0,))
 

@@ -21,8 +21,8 @@ from layout.cross_layer import (
 )
 from layout.geometry import CacheGroup, WorkerGeometry
 from layout.plan import BlockTable
-from tests.layout.oracle import LAYOUTS, Items
-from tests.layout.pulls import plans_of
+from tests.support.layout.oracle import LAYOUTS, Items
+from tests.support.layout.pulls import plans_of
 
 ORDERS = ["".join(order) for order in permutations("LBHNC")]
 GUARD = 0xA5

@@ -11,11 +11,10 @@ from itertools import product
 import pytest
 
 from layout.compatibility import IncompatibleCachesError
-from tests.layout.oracle import LAYOUTS, Engine, Extra, Model, Table
-from tests.layout.pulls import Request, plain, pull, table
+from tests.support.layout.oracle import LAYOUTS, WHOLE_HEADS, Engine, Extra, Model, Table
+from tests.support.layout.pulls import Request, plain, pull, table
 
 LAYOUT_PAIRS = [*product(LAYOUTS, LAYOUTS)]
-WHOLE_HEADS = ["LBHNC", "LHBNC", "BLHNC", "BHLNC"]  # a head of a block is one run
 GQA = Model(4, (2, 2), 2, ((0, 1),), (0,))
 UNEQUAL = replace(GQA, contents=(3, 2))
 SCALES = (Extra("k_scale", 1, 4), Extra("v_scale", 1, 4))

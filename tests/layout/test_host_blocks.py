@@ -17,13 +17,19 @@ from hypothesis import strategies as st
 from layout.copies import Copies
 from layout.geometry import CacheGroup, Plane, Region, WorkerGeometry
 from layout.host_blocks import host_layout
-from tests.layout.host_trips import SLOTS, Device, Pair, check_round_trip, check_runs, element_bytes, held_blocks
-from tests.layout.oracle import LAYOUTS, Engine, Extra, Model, build
+from tests.support.layout.oracle import LAYOUTS, WHOLE_HEADS, Engine, Model, build
+from tests.support.layout.round_trips import (
+    SLOTS,
+    Device,
+    RoundTrip,
+    check_round_trip,
+    check_runs,
+    element_bytes,
+    held_blocks,
+)
+from tests.support.layout.strategies import INDEXER, SCALE
 
-WHOLE_HEADS = tuple(layout for layout in LAYOUTS if layout.endswith("NC"))  # a head of a block is one run
 GQA = Model(4, (2, 2), 2, ((0, 1, 2),), (0,))
-SCALE = Extra("k_scale", content=1, item_size=4)
-INDEXER = Extra("indexer", content=3, item_size=1, shared=True)
 BASE = 1 << 40  # address of byte 0 in the geometry of a device
 
 
@@ -63,7 +69,7 @@ def models_and_engines(draw: st.DrawFn) -> tuple[Model, Engine]:
     return model, engine
 
 
-def draw_pairs(draw: st.DrawFn, geometry: WorkerGeometry) -> list[Pair]:
+def draw_pairs(draw: st.DrawFn, geometry: WorkerGeometry) -> list[RoundTrip]:
     """Up to ``SLOTS`` blocks of all groups; none is stored twice, none is loaded into twice."""
     ids = [(number, block) for number, group in enumerate(geometry.groups) for block in range(held_blocks(group))]
     stored = draw(st.permutations(ids))[:SLOTS]
@@ -78,7 +84,7 @@ def draw_pairs(draw: st.DrawFn, geometry: WorkerGeometry) -> list[Pair]:
 
 
 @st.composite
-def trips(draw: st.DrawFn) -> tuple[Device, list[Pair]]:
+def trips(draw: st.DrawFn) -> tuple[Device, list[RoundTrip]]:
     model, engine = draw(models_and_engines())
     device = draw(st.sampled_from(devices_of(model, engine)))
     return device, draw_pairs(draw, device.geometry)
@@ -86,7 +92,7 @@ def trips(draw: st.DrawFn) -> tuple[Device, list[Pair]]:
 
 @settings(max_examples=300, deadline=None, derandomize=True, database=None, suppress_health_check=[*HealthCheck])
 @given(trips(), st.integers(0, 9))
-def test_a_block_comes_back_from_its_slot_into_any_other_block(trip: tuple[Device, list[Pair]], seed: int) -> None:
+def test_a_block_comes_back_from_its_slot_into_any_other_block(trip: tuple[Device, list[RoundTrip]], seed: int) -> None:
     device, pairs = trip
     check_runs(device, check_round_trip(device, seed, pairs))
 

@@ -10,8 +10,8 @@ from layout.copies import Copies
 from layout.geometry import CacheGroup, Plane, WorkerGeometry
 from layout.plan import BlockTable, Plan, PlanError, compile_plans, merge_adjacent
 from layout.sharding import Share, Source
-from tests.layout.oracle import LAYOUTS, Engine, Model, Table, build
-from tests.layout.pulls import LOCAL_BASE, REMOTE_BASE, Request, plain, plans_of, pull
+from tests.support.layout.oracle import LAYOUTS, Engine, Model, Table, build
+from tests.support.layout.pulls import LOCAL_BASE, REMOTE_BASE, Request, plain, plans_of, pull
 
 SMALL = Model(kv_heads=4, contents=(2, 2), item_size=2, groups=((0, 1, 2),), windows=(0,))
 TWENTY_FOUR_LAYERS = Model(kv_heads=2, contents=(2, 2), item_size=2, groups=(tuple(range(24)),), windows=(0,))

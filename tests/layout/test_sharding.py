@@ -10,8 +10,8 @@ import pytest
 from layout.compatibility import IncompatibleCachesError
 from layout.geometry import WorkerGeometry
 from layout.sharding import choose_sources, held_heads
-from tests.layout.oracle import Engine, Model, build, heads_of
-from tests.layout.pulls import LOCAL_BASE, REMOTE_BASE, plain, pull
+from tests.support.layout.oracle import Engine, Model, build, heads_of
+from tests.support.layout.pulls import LOCAL_BASE, REMOTE_BASE, plain, pull
 
 Shares = dict[int, list[tuple[int, int]]]
 

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,10 +13,10 @@ from layout.cost import CostModel
 from layout.geometry import Region
 from layout.regions import RegionTable
 from layout.staging import Schedule, schedule_reads
+from tests.support.memory import Bytes
 
 REMOTE, LOCAL, STAGING = 1 << 40, 1 << 41, 1 << 42
 COST = CostModel(alpha=100.0, beta=1.0, copy_alpha=5.0, copy_beta=0.25)
-Bytes = npt.NDArray[np.uint8]
 Run = tuple[int, int, int]  # destination, source, size; offsets
 
 

@@ -12,13 +12,13 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.npu_sim import simulator
+from tests.support.devices import npu_simulator
 
 SIMULATED = os.environ.get("PD_CONNECTOR_NPU_SIM") == "1"
 
 if SIMULATED:
     os.environ["SIMACL_DEVICES"] = "2"
-    LIBRARY = simulator.load()
+    LIBRARY = npu_simulator.load_runtime()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of torch_npu, about the CANN that is not there
         import torch  # noqa: F401  imports torch_npu

@@ -14,8 +14,10 @@ import pytest
 
 from layout.copies import Copies
 from layout.geometry import Region
-from tests.npu_sim import simulator
-from tests.npu_sim.raw_acl import WAIT_S, Bytes, RawDevice, blocks, view
+from tests.support.devices import npu_simulator
+from tests.support.devices.npu_device import RawDevice, view
+from tests.support.memory import Bytes, one_copy, shuffled_copies
+from tests.support.waiting import WAIT_S
 from transfer.batch_copy.acl import AclRuntime
 from transfer.batch_copy.base import CopyFailed, Direction
 from transfer.memory import PinnedMemory
@@ -27,7 +29,7 @@ CHUNK = 4096
 @pytest.fixture(scope="session", params=["CANN 9.1", "CANN 8.5"])
 def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("acl")
-    simulator.build(folder, ["CANN_8_5"] if request.param == "CANN 8.5" else [])
+    npu_simulator.build_runtime(folder, ["CANN_8_5"] if request.param == "CANN 8.5" else [])
     return folder / "libascendcl.so"
 
 
@@ -44,10 +46,6 @@ def pinned(device: RawDevice, size: int, seed: int) -> tuple[PinnedMemory, Bytes
     return memory, view(memory)
 
 
-def one(target: int, source: int, size: int) -> Copies:
-    return Copies(np.array([target]), np.array([source]), np.array([size]))
-
-
 def calls(device: RawDevice) -> tuple[int, int]:
     """Batch calls of the right form, and single copies that were not part of one, so far."""
     v1, v2 = device.count("batches"), device.count("batches_v2")
@@ -62,8 +60,8 @@ def test_blocks_go_to_the_device_and_back(device: RawDevice, count: int, size: i
     there = device.allocate(count * size)
     source_memory, source = pinned(device, count * size, 1)
     back_memory, back = pinned(device, count * size, 2)
-    copies, places = blocks(there.address, source_memory.region.address, count, size)
-    back_copies, back_places = blocks(back_memory.region.address, there.address, count, size)
+    copies, places = shuffled_copies(there.address, source_memory.region.address, count, size)
+    back_copies, back_places = shuffled_copies(back_memory.region.address, there.address, count, size)
     with device.copier(LOAD) as load, device.copier(STORE) as store:
         store.submit(back_copies, after=load.submit(copies)).wait(WAIT_S)
     expected = source.reshape(count, size)[places]
@@ -76,7 +74,7 @@ def test_a_batch_is_cut_into_calls_of_4096(device: RawDevice) -> None:
     there, (memory, source) = device.allocate(count * size), pinned(device, count * size, 1)
     before, entries = calls(device), device.count("batch_entries")
     with device.copier(LOAD) as load:
-        load.submit(blocks(there.address, memory.region.address, count, size)[0]).wait(WAIT_S)
+        load.submit(shuffled_copies(there.address, memory.region.address, count, size)[0]).wait(WAIT_S)
     after = calls(device)
     assert (after[0] - before[0], after[1] - before[1]) == (3, 0)
     assert device.count("batch_entries") - entries == count
@@ -87,7 +85,7 @@ def test_the_newer_call_is_used_where_there_is_one(device: RawDevice) -> None:
     there, (memory, _) = device.allocate(64), pinned(device, 64, 1)
     before = device.count("batches"), device.count("batches_v2")
     with device.copier(LOAD) as load:
-        load.submit(one(there.address, memory.region.address, 64)).wait(WAIT_S)
+        load.submit(one_copy(there.address, memory.region.address, 64)).wait(WAIT_S)
     after = device.count("batches"), device.count("batches_v2")
     has_newer = hasattr(device.library, "aclrtMemcpyBatchAsyncV2")
     assert (after[0] - before[0], after[1] - before[1]) == ((0, 1) if has_newer else (1, 0))
@@ -96,7 +94,7 @@ def test_the_newer_call_is_used_where_there_is_one(device: RawDevice) -> None:
 def test_copies_within_the_device_go_one_by_one(device: RawDevice) -> None:
     there, values = device.allocate(512), np.arange(256, dtype=np.uint8)
     device.put(Region(there.address, 256), values)
-    copies, places = blocks(there.address + 256, there.address, 4, 64)
+    copies, places = shuffled_copies(there.address + 256, there.address, 4, 64)
     before = calls(device)
     with device.copier(WITHIN) as within:
         within.submit(copies).wait(WAIT_S)
@@ -117,7 +115,7 @@ def test_the_bytes_cannot_have_come_past_the_runtime(library: Path) -> None:
     """A copier of the CPU that is given device memory takes the process with it."""
     code = f"""
 import numpy as np; from pathlib import Path
-from layout.copies import Copies; from tests.npu_sim.raw_acl import RawDevice
+from layout.copies import Copies; from tests.support.devices.npu_device import RawDevice
 from transfer.batch_copy.backends import Backend, open_copier; from transfer.batch_copy.base import Direction
 there, here = RawDevice(Path({str(library)!r}), 0).allocate(64), np.zeros(64, np.uint8)
 copies = Copies(*(np.array([n]) for n in (here.ctypes.data, there.address, 64)))
@@ -139,11 +137,11 @@ def test_a_batch_follows_its_event_and_its_handle_the_device(
     (source_memory, source), (back_memory, back) = pinned(device, 64, 1), pinned(device, 64, 2)
     with device.copier(LOAD) as load, device.copier(STORE) as store:
         monkeypatch.setenv("SIMACL_COPY_US", "30000")
-        loaded = load.submit(one(there.address, source_memory.region.address, 64))
+        loaded = load.submit(one_copy(there.address, source_memory.region.address, 64))
         assert not loaded.query()
         loaded._begun.wait(WAIT_S)
         written = loaded._end  # an event that the device has not reached
-        stored = store.submit(one(back_memory.region.address, there.address, 64), after=written)
+        stored = store.submit(one_copy(back_memory.region.address, there.address, 64), after=written)
         stored.wait(WAIT_S)
         assert loaded.query()
     np.testing.assert_array_equal(back, source)
@@ -153,7 +151,7 @@ def test_closing_awaits_what_is_under_way(device: RawDevice, monkeypatch: pytest
     there, (memory, source) = device.allocate(64), pinned(device, 64, 1)
     with device.copier(LOAD) as load:
         monkeypatch.setenv("SIMACL_COPY_US", "30000")
-        handle = load.submit(one(there.address, memory.region.address, 64))
+        handle = load.submit(one_copy(there.address, memory.region.address, 64))
         handle._begun.wait(WAIT_S)
     assert handle.query()
     np.testing.assert_array_equal(device.get(there), source)
@@ -167,7 +165,7 @@ def test_a_driver_without_batches_is_asked_once(
 ) -> None:
     count = CHUNK + 10
     there, (memory, source) = device.allocate(count * 16), pinned(device, count * 16, 1)
-    copies, places = blocks(there.address, memory.region.address, count, 16)
+    copies, places = shuffled_copies(there.address, memory.region.address, count, 16)
     before = calls(device)
     with device.copier(LOAD) as load:
         monkeypatch.setenv("SIMACL_BATCH_UNSUPPORTED", "1")
@@ -192,7 +190,7 @@ def test_a_runtime_from_before_batches_copies_one_by_one(device: RawDevice) -> N
     assert not device.runtime.takes_batches
     there, (memory, source) = device.allocate(64), pinned(device, 64, 1)
     with device.copier(LOAD) as load:
-        load.submit(blocks(there.address, memory.region.address, 1, 64)[0]).wait(WAIT_S)
+        load.submit(shuffled_copies(there.address, memory.region.address, 1, 64)[0]).wait(WAIT_S)
     np.testing.assert_array_equal(device.get(there), source)
 
 
@@ -242,7 +240,7 @@ def test_the_wrong_direction_is_refused(device: RawDevice, direction: Direction)
     ends = (there.address, memory.region.address)
     to, origin = ends if direction is STORE else ends[::-1]
     with device.copier(direction) as copier, pytest.raises(CopyFailed) as caught:
-        copier.submit(one(to, origin, 64)).wait(WAIT_S)
+        copier.submit(one_copy(to, origin, 64)).wait(WAIT_S)
     assert caught.value.code == 107000
 
 
@@ -250,7 +248,7 @@ def test_memory_of_another_device_is_refused(device: RawDevice, library: Path) -
     there, (memory, _) = device.allocate(64), pinned(device, 64, 1)
     other = RawDevice(library, 1 - device.device)
     with other.copier(LOAD) as copier, pytest.raises(CopyFailed) as caught:
-        copier.submit(one(there.address, memory.region.address, 64)).wait(WAIT_S)
+        copier.submit(one_copy(there.address, memory.region.address, 64)).wait(WAIT_S)
     assert caught.value.code == 107000
     assert device.library.aclrtSetDevice(device.device) == 0
 
@@ -258,7 +256,7 @@ def test_memory_of_another_device_is_refused(device: RawDevice, library: Path) -
 def test_a_thread_without_a_device_gets_nothing_done(device: RawDevice) -> None:
     there, (memory, _) = device.allocate(64), pinned(device, 64, 1)
     with device.copier(LOAD, sets_device=False) as copier, pytest.raises(CopyFailed) as caught:
-        copier.submit(one(there.address, memory.region.address, 64)).wait(WAIT_S)
+        copier.submit(one_copy(there.address, memory.region.address, 64)).wait(WAIT_S)
     assert (caught.value.code, caught.value.name) == (107002, "ACL_ERROR_RT_CONTEXT_NULL")
     assert "no device is set in the calling thread" in str(caught.value)
 
@@ -273,7 +271,7 @@ def test_memory_that_is_not_pinned_is_copied_with_a_warning(
     before = device.count("pageable_copies")
     with device.copier(LOAD) as load:
         for _ in range(3):
-            load.submit(one(there.address, source.ctypes.data, 64)).wait(WAIT_S)
+            load.submit(one_copy(there.address, source.ctypes.data, 64)).wait(WAIT_S)
     np.testing.assert_array_equal(device.get(there), source)
     assert device.count("pageable_copies") - before == 3
     assert caplog.text.count(f"the host memory at {source.ctypes.data:#x} is not pinned") == 1
@@ -287,7 +285,7 @@ def test_pinned_memory_is_whole_pages_that_the_runtime_knows(
     assert memory.region.address % 4096 == 0
     view(memory)[:] = 3
     with device.copier(LOAD) as load:
-        load.submit(one(there.address, memory.region.address, 10_000)).wait(WAIT_S)
+        load.submit(one_copy(there.address, memory.region.address, 10_000)).wait(WAIT_S)
     assert (device.get(there) == 3).all()
     assert device.count("pageable_copies") == before
     assert not caplog.records

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from layout.copies import Copies
-from tests.npu_sim.raw_acl import WAIT_S, Bytes, blocks, view
+from tests.support.devices.npu_device import view
+from tests.support.memory import Bytes, one_copy, shuffled_copies
+from tests.support.waiting import WAIT_S
 from transfer.batch_copy.acl import AclRuntime
 from transfer.batch_copy.backends import Backend, open_copier, pinned_memory
 from transfer.batch_copy.base import BatchCopier, CopierStartError, Direction
@@ -48,18 +49,14 @@ def zeros(device: int, size: int) -> torch.Tensor:
     return tensor
 
 
-def one(target: int, source: int, size: int = SIZE) -> Copies:
-    return Copies(np.array([target]), np.array([source]), np.array([size]))
-
-
 @pytest.mark.parametrize(("count", "size"), [(1, 1), (10_240, 64), (8, 1 << 20)])
 def test_blocks_go_to_the_device_and_back(device: int, count: int, size: int) -> None:
     cache = zeros(device, count * size)
     (source_memory, source), (back_memory, back) = pinned(device, count * size, 1), pinned(device, count * size, 2)
-    copies, places = blocks(cache.data_ptr(), source_memory.region.address, count, size)
+    copies, places = shuffled_copies(cache.data_ptr(), source_memory.region.address, count, size)
     with open_copier(Backend.ACL, LOAD, device) as load, open_copier(Backend.ACL, STORE, device) as store:
         loaded = load.submit(copies)
-        store.submit(one(back_memory.region.address, cache.data_ptr(), count * size), after=loaded).wait(WAIT_S)
+        store.submit(one_copy(back_memory.region.address, cache.data_ptr(), count * size), after=loaded).wait(WAIT_S)
     np.testing.assert_array_equal(back.reshape(count, size), source.reshape(count, size)[places])
     np.testing.assert_array_equal(cache.cpu().numpy(), back)
 
@@ -72,7 +69,7 @@ def test_two_devices_copy_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> N
     copiers = [open_copier(Backend.ACL, LOAD, device) for device in (0, 1)]
     places, handles = [], []
     for cache, (memory, _), copier in zip(caches, sources, copiers, strict=True):
-        copies, place = blocks(cache.data_ptr(), memory.region.address, count, SIZE)
+        copies, place = shuffled_copies(cache.data_ptr(), memory.region.address, count, SIZE)
         places.append(place)
         handles.append(copier.submit(copies))
     for handle, copier in zip(handles, copiers, strict=True):
@@ -85,8 +82,8 @@ def test_two_devices_copy_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> N
 def test_copies_within_the_device_go_one_by_one(device: int, calls: Calls) -> None:
     cache, (memory, source) = zeros(device, 2 * SIZE), pinned(device, SIZE, 1)
     with open_copier(Backend.ACL, LOAD, device) as load, open_copier(Backend.ACL, WITHIN, device) as within:
-        loaded = load.submit(one(cache.data_ptr(), memory.region.address))
-        within.submit(one(cache.data_ptr() + SIZE, cache.data_ptr()), after=loaded).wait(WAIT_S)
+        loaded = load.submit(one_copy(cache.data_ptr(), memory.region.address, SIZE))
+        within.submit(one_copy(cache.data_ptr() + SIZE, cache.data_ptr(), SIZE), after=loaded).wait(WAIT_S)
     assert calls("batches") + calls("batches_v2") == 1
     np.testing.assert_array_equal(cache.cpu().numpy(), [*source, *source])
 
@@ -95,7 +92,7 @@ def test_pinned_memory_is_pinned_for_torch_too(device: int, calls: Calls) -> Non
     memory, source = pinned(device, SIZE, 1)
     cache = torch.empty(SIZE, dtype=torch.uint8, device=f"npu:{device}")
     with open_copier(Backend.ACL, LOAD, device) as load:
-        load.submit(one(cache.data_ptr(), memory.region.address)).wait(WAIT_S)
+        load.submit(one_copy(cache.data_ptr(), memory.region.address, SIZE)).wait(WAIT_S)
     assert calls("pageable_copies") == 0
     np.testing.assert_array_equal(cache.cpu().numpy(), source)
 
@@ -126,7 +123,7 @@ def wrong_stores(store: BatchCopier, device: int, rounds: int, *, until_wrong: b
         cache.copy_(values[n % 2], non_blocking=True)
         written = torch.npu.Event()
         written.record()
-        store.submit(one(memory.region.address, cache.data_ptr()), after=written).wait(WAIT_S)
+        store.submit(one_copy(memory.region.address, cache.data_ptr(), SIZE), after=written).wait(WAIT_S)
         wrong += bool((back != n % 2).any())
         torch.npu.synchronize(device)
         if wrong and until_wrong:
@@ -160,7 +157,7 @@ def test_a_handle_is_not_done_before_its_copies_are(device: int, monkeypatch: py
         monkeypatch.setenv("SIMACL_COPY_US", "2000")
         for n in range(50):
             view(memory)[:] = n
-            handle = load.submit(one(cache.data_ptr(), memory.region.address))
+            handle = load.submit(one_copy(cache.data_ptr(), memory.region.address, SIZE))
             while not handle.query():
                 pass
             assert acl.aclrtMemcpy(there.ctypes.data, SIZE, cache.data_ptr(), SIZE, 2) == 0  # past every stream
@@ -175,7 +172,7 @@ def test_a_slow_model_does_not_hold_the_caller(device: int, monkeypatch: pytest.
         cache.copy_(value, non_blocking=True)
         written = torch.npu.Event()
         written.record()
-        handle = store.submit(one(memory.region.address, cache.data_ptr()), after=written)
+        handle = store.submit(one_copy(memory.region.address, cache.data_ptr(), SIZE), after=written)
         assert not written.query()  # submitted, and back here, while the model still computes
         assert not handle.query()
         handle.wait(WAIT_S)
@@ -186,7 +183,7 @@ def test_handles_may_be_asked_in_another_thread(device: int) -> None:
     cache, (memory, _) = zeros(device, SIZE), pinned(device, SIZE, 1)
     errors: list[Exception] = []
     with open_copier(Backend.ACL, LOAD, device) as load:
-        handle = load.submit(one(cache.data_ptr(), memory.region.address))
+        handle = load.submit(one_copy(cache.data_ptr(), memory.region.address, SIZE))
 
         def ask() -> None:
             try:

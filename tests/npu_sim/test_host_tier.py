@@ -22,9 +22,10 @@ from pd_connector.orders import LoadOrder, StoreEnds, StoreOrder
 from pd_connector.stats import StatsRecorder
 from pd_connector.worker.host_copies import HostCopies, UnsettledLoadError
 from pd_connector.worker.host_pool import HostPool
-from tests.npu_sim import host_tier as tier
-from tests.npu_sim.device_memory import DeviceBytes
-from tests.npu_sim.simulator import in_a_process
+from tests.support.devices import npu_caches as tier
+from tests.support.devices.npu_device import DeviceBytes
+from tests.support.devices.npu_simulator import in_a_process
+from tests.support.waiting import WAIT_S
 from transfer.batch_copy.backends import Backend, open_copier, pinned_memory
 from transfer.batch_copy.base import Direction
 
@@ -87,7 +88,7 @@ def load(copies: HostCopies, *triples: tuple[int, int, int]) -> None:
 # Round trips
 
 
-@pytest.mark.parametrize("form", tier.FORMS)
+@pytest.mark.parametrize("form", tier.CACHE_FORMS)
 def test_blocks_come_back_byte_for_byte(
     device: torch.device, memory: DeviceBytes, calls: Calls, form: tier.Form
 ) -> None:
@@ -134,7 +135,7 @@ def test_two_devices_at_once(memory: DeviceBytes, monkeypatch: pytest.MonkeyPatc
             torch.npu.set_device(number)
             caches = tier.keys_and_values(torch.device("npu", number), memory)
             pool = tier.open_pool(caches, SLOTS)
-            start.wait(tier.WAIT_S)
+            start.wait(WAIT_S)
             for turn in range(10):
                 contents = caches.contents(1000 * number + turn)
                 caches.write(turn, contents)
@@ -242,7 +243,7 @@ def held(acl: ctypes.CDLL, stream: int) -> Iterator[threading.Event]:
     go_on = threading.Event()
 
     def stand(_: object) -> None:
-        go_on.wait(tier.WAIT_S)
+        go_on.wait(WAIT_S)
 
     wait = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(stand)
     assert acl.aclrtLaunchHostFunc(ctypes.c_void_p(stream), wait, None) == 0
@@ -386,7 +387,7 @@ def test_memory_that_is_not_pinned_is_copied_with_a_warning(
 CLOSING = """
 import os, time
 from pd_connector.orders import StoreOrder
-from tests.npu_sim import host_tier as tier; from tests.npu_sim.device_memory import DeviceBytes
+from tests.support.devices import npu_caches as tier; from tests.support.devices.npu_device import DeviceBytes
 torch.npu.set_device(0)
 caches = tier.keys_and_values(torch.device("npu:0"), DeviceBytes(acl))
 pool = tier.open_pool(caches, 4)

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.npu_sim import simulator
-from tests.npu_sim.simulator import in_a_process
+from tests.support.devices import npu_simulator
+from tests.support.devices.npu_simulator import in_a_process
 
 DEVICE = torch.device("npu:0")
 INVALID, NO_CONTEXT, OTHER_DEVICE, LOST = 107000, 107002, 107003, 507010
@@ -210,7 +210,7 @@ def test_memory_that_is_not_pinned_makes_a_copy_wait(calls: Calls) -> None:
 
 
 def test_an_older_release_lacks_what_came_later(tmp_path: Path, acl: ctypes.CDLL) -> None:
-    simulator.build(tmp_path, ["CANN_8_5"])
+    npu_simulator.build_runtime(tmp_path, ["CANN_8_5"])
     older = ctypes.CDLL(str(tmp_path / "libascendcl.so"))
     assert hasattr(older, "aclrtMemcpyBatchAsync")
     assert hasattr(acl, "aclrtMemcpyBatchAsyncV2")
@@ -219,10 +219,10 @@ def test_an_older_release_lacks_what_came_later(tmp_path: Path, acl: ctypes.CDLL
 
 def test_without_a_compiler_it_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CC", "no-such-compiler")
-    with pytest.raises(simulator.BuildError, match="needs a C compiler: install gcc"):
-        simulator.build(tmp_path)
+    with pytest.raises(npu_simulator.BuildError, match="needs a C compiler: install gcc"):
+        npu_simulator.build_runtime(tmp_path)
 
 
 def test_it_is_not_loaded_after_torch() -> None:
-    with pytest.raises(simulator.BuildError, match="torch has been imported before"):
-        simulator.load()
+    with pytest.raises(npu_simulator.BuildError, match="torch has been imported before"):
+        npu_simulator.load_runtime()

@@ -19,7 +19,8 @@ from layout.cost import CostModel
 from layout.geometry import Region
 from layout.regions import RegionTable
 from pd_connector.worker.remote_reader import RemoteReader
-from tests.npu_sim.device_memory import Bytes, DeviceBytes
+from tests.support.devices.npu_device import DeviceBytes
+from tests.support.memory import Bytes, noise
 from transfer.engine.base import Link
 from transfer.local_copy.reshape_torch import SideStream, TensorCopier
 
@@ -58,10 +59,6 @@ def host_operators() -> Iterator[list[str]]:
 def memory(acl: ctypes.CDLL) -> DeviceBytes:
     torch.npu.set_device(DEVICES[0])
     return DeviceBytes(acl)
-
-
-def noise(size: int, seed: int = 0) -> Bytes:
-    return np.random.default_rng(seed).integers(0, 256, size, np.uint8)
 
 
 def cache(device: torch.device, shape: Sequence[int], dtype: torch.dtype, start: int) -> torch.Tensor:

@@ -1,4 +1,7 @@
-"""What travels between the two sides: orders survive pickling, reports of ranks are added up in any order."""
+"""What travels between the two sides: orders survive pickling, reports of ranks are added up in any order.
+
+Covers: pd_connector.vllm.metadata.
+"""
 
 import pickle
 

@@ -17,7 +17,7 @@ from pd_connector.params import (
     parse_remote_prefill,
     prompt_digest,
 )
-from tests.pd_connector.support import a_prompt, a_remote
+from tests.support.connector.requests import a_prompt, a_remote
 
 PROMPT = a_prompt(70)
 DIGEST = prompt_digest(PROMPT, ())

@@ -12,20 +12,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 from pd_connector.config import ConfigError
 from pd_connector.connector import PDConnector
-from tests.pd_connector.support import FakeRequest, a_prompt, until
-from tests.pd_connector.test_connector import (
-    CACHES,
-    EngineUnderTest,
-    Start,
-    a_config,
-    fabric,  # noqa: F401  a fixture
-    model,  # noqa: F401
-    start,  # noqa: F401
-)
-from tests.support.in_process_engine import InProcessEngine, InProcessFabric
-from tests.transfer.control.junk import Junk
-from tests.transfer.control.recorder import Recorder
-from tests.transfer.control.test_junk import send_conversations
+from tests.support.connector.requests import FakeRequest, a_prompt
+from tests.support.connector.vllm_engine import CACHES, EngineUnderTest, StartEngine, a_config
+from tests.support.control.junk import Junk, send_conversations
+from tests.support.control.recorder import Recorder
+from tests.support.engine.in_process import InProcessEngine, InProcessFabric
+from tests.support.waiting import until
 
 SECRET = "correct horse battery staple"
 
@@ -59,7 +51,7 @@ def pull(p: EngineUnderTest, d: EngineUnderTest) -> bool:
 
 
 def test_engines_with_the_same_secret_work_and_never_show_it(
-    start: Start,  # noqa: F811
+    start: StartEngine,
     tmp_path: Path,
     log: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
@@ -80,7 +72,7 @@ def test_engines_with_the_same_secret_work_and_never_show_it(
     ],
 )
 def test_engines_with_unequal_secrets_say_so_on_both_sides(
-    start: Start,  # noqa: F811
+    start: StartEngine,
     tmp_path: Path,
     log: pytest.LogCaptureFixture,
     p_secret: str | None,
@@ -105,13 +97,13 @@ def test_engines_with_unequal_secrets_say_so_on_both_sides(
         names = [f"control_refusals:{cause}" for cause in ("authentication", "handshake")]
         return stats is not None and any(stats.data["counts"].get(name) for name in names)
 
-    assert until(refused)
+    until(refused)
     assert all(secret not in log.text for secret in (p_secret, d_secret) if secret)
 
 
 @pytest.mark.parametrize("role", list(KVConnectorRole))
 def test_a_secret_file_that_cannot_be_used_stops_the_start(
-    model: Path,  # noqa: F811
+    model: Path,
     tmp_path: Path,
     role: KVConnectorRole,
 ) -> None:
@@ -123,7 +115,7 @@ def test_a_secret_file_that_cannot_be_used_stops_the_start(
 
 @pytest.mark.parametrize("secret", [None, SECRET], ids=["without a secret", "with a secret"])
 def test_pulls_go_on_while_strangers_talk_to_the_control_port(
-    start: Start,  # noqa: F811
+    start: StartEngine,
     tmp_path: Path,
     secret: str | None,
 ) -> None:
@@ -155,7 +147,7 @@ def test_pulls_go_on_while_strangers_talk_to_the_control_port(
 
 
 def test_an_engine_that_is_not_allowed_is_not_contacted(
-    start: Start,  # noqa: F811
+    start: StartEngine,
     log: pytest.LogCaptureFixture,
 ) -> None:
     p, d = start("kv_producer"), start("kv_consumer", allowed_peers=["10.9.0.0/16", "192.0.2.7"])
@@ -165,8 +157,8 @@ def test_an_engine_that_is_not_allowed_is_not_contacted(
 
 
 def test_a_welcome_cannot_lead_to_an_engine_that_is_not_allowed(
-    start: Start,  # noqa: F811
-    fabric: InProcessFabric,  # noqa: F811
+    start: StartEngine,
+    fabric: InProcessFabric,
     log: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

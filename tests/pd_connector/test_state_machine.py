@@ -13,9 +13,8 @@ share a lease, come late, or with params that somebody altered. After every step
 """
 
 import itertools
-import logging
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -30,10 +29,12 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from tests.pd_connector.simulation.decode import MESSAGE_TIMEOUT_S, PULL_TIMEOUT_S, RANKS, DecodeSim, State
-from tests.pd_connector.simulation.network import Network
-from tests.pd_connector.simulation.prefill import TTL_S, PrefillSim, Prompt
-from tests.pd_connector.support import ManualClock
+from tests.support.simulation.decode import MESSAGE_TIMEOUT_S, PULL_TIMEOUT_S, RANKS, DecodeSim, DecodeState
+from tests.support.simulation.network import Network
+from tests.support.simulation.prefill import TTL_S, PrefillSim, Prompt
+from tests.support.waiting import ManualClock
+
+pytestmark = pytest.mark.usefixtures("no_log")
 
 ANY = st.integers(0, 11)  # of a list whose length is not known: modulo it
 DECODE = st.integers(0, 1)
@@ -94,7 +95,7 @@ class Disaggregation(RuleBasedStateMachine):
     @rule(prompt=PROMPTS, at=DECODE)
     def a_request_comes_and_its_pull_begins(self, prompt: Prompt, at: int) -> None:
         self.a_prompt_is_computed(prompt, at)
-        for job in self.decodes[at].in_state(State.WAITING):
+        for job in self.decodes[at].in_state(DecodeState.WAITING):
             self.decodes[at].schedule(job, 0)
 
     @rule(
@@ -159,17 +160,17 @@ class Disaggregation(RuleBasedStateMachine):
 
     @rule(at=DECODE, which=ANY, cached=st.sampled_from([0, 0, 1, 9]))
     def a_request_is_scheduled(self, at: int, which: int, cached: int) -> None:
-        if waiting := self.decodes[at].in_state(State.WAITING):
+        if waiting := self.decodes[at].in_state(DecodeState.WAITING):
             self.decodes[at].schedule(waiting[which % len(waiting)], cached)
 
     @rule(at=DECODE, which=ANY)
     def a_request_leaves(self, at: int, which: int) -> None:
-        if jobs := self.decodes[at].in_state(*State):
+        if jobs := self.decodes[at].in_state(*DecodeState):
             self.decodes[at].leave(jobs[which % len(jobs)])
 
     @rule(at=DECODE, which=ANY)
     def a_request_is_preempted(self, at: int, which: int) -> None:
-        if running := self.decodes[at].in_state(State.RUNNING):
+        if running := self.decodes[at].in_state(DecodeState.RUNNING):
             self.decodes[at].preempt(running[which % len(running)])
 
     @rule(
@@ -190,7 +191,7 @@ class Disaggregation(RuleBasedStateMachine):
     def all_goes_well(self, at: int, rounds: int) -> None:
         """So that runs get far."""
         for _ in range(rounds):
-            for job in self.decodes[at].in_state(State.WAITING):
+            for job in self.decodes[at].in_state(DecodeState.WAITING):
                 self.decodes[at].schedule(job, 0)
             self.read_all(self.decodes[at])
             self.network.deliver_all()
@@ -280,11 +281,11 @@ class Disaggregation(RuleBasedStateMachine):
             self.read_all(decode)
             self.network.deliver_all()
             decode.report()
-            for job in decode.in_state(State.RUNNING):
+            for job in decode.in_state(DecodeState.RUNNING):
                 decode.leave(job)
-            for job in decode.in_state(State.WAITING):
+            for job in decode.in_state(DecodeState.WAITING):
                 decode.schedule(job, 0)
-            for job in decode.in_state(State.PULLING):
+            for job in decode.in_state(DecodeState.PULLING):
                 waited = self.clock.now - max(job.since, started)
                 assert waited <= PULL_TIMEOUT_S + MESSAGE_TIMEOUT_S + 2 * STEP_S, "I4: a pull outlives its timeout"
             decode.check_integrity()
@@ -302,14 +303,6 @@ class Disaggregation(RuleBasedStateMachine):
             for session in rank.sessions:
                 for _ in range(len(session)):
                     session.step(9, fails=False)
-
-
-@pytest.fixture(autouse=True)
-def _quiet() -> Iterator[None]:
-    """Thousands of failed pulls are a lot of log."""
-    logging.disable(logging.CRITICAL)
-    yield
-    logging.disable(logging.NOTSET)
 
 
 def run(examples: int) -> None:

@@ -1,4 +1,7 @@
-"""Statistics: counted in one process, added up over ranks, exported under the documented names."""
+"""Statistics: counted in one process, added up over ranks, exported under the documented names.
+
+Covers: pd_connector.vllm.metrics.
+"""
 
 import json
 from typing import Any
@@ -10,7 +13,7 @@ from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 from pd_connector.connector import PDConnector
 from pd_connector.stats import HOST_COPIES, PHASES, StatsRecorder
 from pd_connector.vllm.metrics import ConnectorPromMetrics, ConnectorStats
-from tests.pd_connector.support import ManualClock
+from tests.support.waiting import ManualClock
 
 
 def a_report(pulls: int, seconds: float, call_s: float) -> ConnectorStats:

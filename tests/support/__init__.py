@@ -1,0 +1,57 @@
+"""What tests share: builders, fakes, simulations and drivers. Fixtures are in the conftest modules beside the tests.
+
+For all tests:
+    waiting                 ``until`` something has come, ``holds_for`` a while, and a clock that is moved by hand
+    memory                  memory filled with noise, and descriptors between two places of it
+    sources                 the source files of this project, and what each of them imports
+    process                 what this process holds (threads, files, sockets), and free ports
+
+Layouts of KV caches (``layout/``):
+    layout.oracle           a second opinion on where KV bytes are, one logical index at a time
+    layout.pulls            pulls between two engines of the oracle, every byte checked
+    layout.round_trips      blocks through host memory and back, every byte checked
+    layout.strategies       hypothesis strategies that draw models, engines and requests
+
+Transfer engines (``transfer/engine``):
+    engine.in_process       a transfer engine in one process, which moves real bytes and fails where it is told to
+    engine.pairs            engines of every kind, and a reader and a peer of one kind
+    engine.peer_process     a Mooncake peer in a process of its own, to be stopped, killed and continued
+
+The control channel (``transfer/control``):
+    control.samples         one message of each kind, and a handler that remembers what it was asked
+    control.faulty_network  a forwarder that loses, repeats, delays and reorders messages
+    control.recorder        a forwarder that keeps what clients send
+    control.zmtp            ZeroMQ's wire protocol by hand
+    control.junk            messages and connections of a stranger's choice
+
+Devices (``transfer/batch_copy``, ``tests/npu_sim``):
+    devices.fake_cuda       a CUDA driver in Python
+    devices.npu_simulator   builds and loads the simulated ACL runtime, whose sources are in devices/npu_runtime
+    devices.npu_device      the simulated device by the C interface: memory, streams, events
+    devices.npu_caches      a worker's KV caches on the simulated device, and host memory for their blocks
+
+The connector (``pd_connector/``):
+    connector.requests      requests as vLLM hands them over, params of a prefill, a control client that sends nothing
+    connector.engines       prefill and decode engines without vLLM: real control channel, real bytes, real leases
+    connector.vllm_engine   both sides of one engine's ``PDConnector``, called as vLLM calls them
+    connector.cpu_layers    attention layers with vLLM's real CPU kernels
+
+Simulations of many engines (``test_state_machine``) and of one with a host tier (``test_host_machine``):
+    simulation.network      messages that are delivered, lost, repeated and reordered one by one
+    simulation.prefill      a prefill engine: a block pool with stamps for contents, and its promises kept apart
+    simulation.decode       a decode engine: vLLM's scheduler and workers as far as the connector meets them
+    host_tier.engine        an engine around ``HostTier``: vLLM's cache manager, its scheduler in short, its ranks
+    host_tier.ranks         what the device blocks and host slots of a rank hold, and the copies between them
+    host_tier.setup         what such an engine is made of: cache manager, pool of host blocks, requests, steps
+    host_tier.cases         short cuts for tests of one case at a time
+
+Real servers (``tests/e2e``):
+    e2e.architectures       architectures of the test models: configurations and random weights
+    e2e.models              a tiny model, whose output depends on every block of its prompt, as a directory
+    e2e.cluster             vLLM servers on this machine: started together, watched, ended, measured
+    e2e.deployments         the sets of servers that tests share
+    e2e.client              what a test asks of one server: completions and counters
+    e2e.pair                a prefill and a decode server seen as one, and the books that must balance
+    e2e.corruption          other contents in a block that a server holds, behind its back
+    e2e.forwarder           a TCP forwarder to a control port, which loses what a test wants
+"""

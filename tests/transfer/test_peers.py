@@ -1,4 +1,7 @@
-"""Addresses of peers: what is one, and how it is written. The hosts allowed are in control/test_allowed_peers."""
+"""Addresses of peers: what is one, and how it is written. The hosts allowed are in control/test_allowed_peers.
+
+Covers: transfer.errors.
+"""
 
 import re
 import socket

@@ -12,8 +12,9 @@ from pd_connector.orders import ChecksumOrder, ChecksumReport, Report
 from pd_connector.scheduler.checksum_table import ChecksumTable
 from pd_connector.scheduler.lease_service import LeaseService
 from pd_connector.scheduler.leases import LeaseTable
-from tests.pd_connector.engines import IDENTITY
-from tests.pd_connector.support import FakeRequest, ManualClock, a_prompt
+from tests.support.connector.engines import IDENTITY
+from tests.support.connector.requests import FakeRequest, a_prompt
+from tests.support.waiting import ManualClock
 from transfer.control.limits import MAX_SUMS
 from transfer.control.messages import Checksummed, Checksums, NoChecksums
 

@@ -10,7 +10,8 @@ from pd_connector.orders import Orders, PullOrder, RefuseOrder, Report
 from pd_connector.scheduler import consumer as consumer_module
 from pd_connector.scheduler.consumer import Consumer
 from pd_connector.scheduler.renewals import Renewals
-from tests.pd_connector.support import FakeRequest, ManualClock, RecordingClient, a_decode_request, a_prompt, allocated
+from tests.support.connector.requests import FakeRequest, RecordingClient, a_decode_request, a_prompt, allocated
+from tests.support.waiting import ManualClock
 from transfer.control.errors import PeerUnreachable
 from transfer.control.messages import Cancel, Renew, Renewed
 

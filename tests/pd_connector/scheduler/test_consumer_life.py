@@ -11,7 +11,8 @@ from pd_connector.orders import Report
 from pd_connector.params import RemotePrefill
 from pd_connector.scheduler.consumer import Consumer
 from pd_connector.scheduler.renewals import Renewals
-from tests.pd_connector.support import FakeRequest, ManualClock, RecordingClient, a_decode_request, allocated
+from tests.support.connector.requests import FakeRequest, RecordingClient, a_decode_request, allocated
+from tests.support.waiting import ManualClock
 
 TTL_S = 30.0
 BLOCKS = ((3, 9, 4, 7, 5),)

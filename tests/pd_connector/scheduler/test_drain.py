@@ -3,7 +3,7 @@
 import pytest
 
 from pd_connector.scheduler.drain import Drain
-from tests.pd_connector.support import ManualClock
+from tests.support.waiting import ManualClock
 
 
 class Stop:

@@ -16,9 +16,7 @@ step it is checked that
 """
 
 import itertools
-import logging
 import sys
-from collections.abc import Iterator
 
 import pytest
 from hypothesis import settings
@@ -34,10 +32,9 @@ from hypothesis.stateful import (
 
 from pd_connector.orders import StoreOrder
 from pd_connector.scheduler.host_tier import StoreMode
-from tests.pd_connector.scheduler.host_jobs import Job, State
-from tests.pd_connector.scheduler.host_machine import Engine
-from tests.pd_connector.scheduler.host_ranks import Copy, End, Rank
-from tests.pd_connector.scheduler.host_setup import Setup
+from tests.support.host_tier.engine import HostTierEngine
+from tests.support.host_tier.ranks import Copy, End, HostTierRank
+from tests.support.host_tier.setup import Job, Setup, State
 
 MODELS = {
     "full attention": ((4, 0),),
@@ -46,6 +43,8 @@ MODELS = {
     "full attention and two windows": ((4, 0), (4, 5), (4, 9)),
     "blocks of two sizes": ((8, 0), (4, 7)),
 }
+pytestmark = pytest.mark.usefixtures("no_log")
+
 ANY = st.integers(0, 11)  # of a list whose length is not known: modulo it
 MODES: st.SearchStrategy[StoreMode] = st.sampled_from(["eager", "lazy"])
 ENDS = st.sampled_from([End.WELL, End.WELL, End.WELL, End.FAILED, End.UNSETTLED])
@@ -80,12 +79,12 @@ class HostMemory(RuleBasedStateMachine):
         setup = Setup(
             self.groups, device_blocks * count, slots * count, ranks, mode, lookahead=6, ahead=ahead, events=ahead
         )
-        self.engine = Engine(setup)
+        self.engine = HostTierEngine(setup)
         for conversation, tokens in served:
             self.a_request_is_served(conversation, tokens, 2)
 
     @property
-    def copies(self) -> list[tuple[Rank, Copy]]:
+    def copies(self) -> list[tuple[HostTierRank, Copy]]:
         return [(rank, copy) for rank in self.engine.ranks for copy in rank.under_way]
 
     def pick(self, which: int, *states: State) -> Job | None:
@@ -187,13 +186,6 @@ class HostMemory(RuleBasedStateMachine):
         engine.settle()
         engine.check()
         engine.check_at_rest()
-
-
-@pytest.fixture(autouse=True)
-def _quiet() -> Iterator[None]:
-    logging.disable(logging.CRITICAL)
-    yield
-    logging.disable(logging.NOTSET)
 
 
 def run(model: str, examples: int) -> None:

@@ -5,7 +5,7 @@ import logging
 import pytest
 
 from pd_connector.orders import LoadOrder, Orders, Report, StoreEnds, StoreOrder
-from tests.pd_connector.scheduler.host_cases import (
+from tests.support.host_tier.cases import (
     EVERYTHING,
     WINDOWED,
     engine_of,
@@ -15,9 +15,9 @@ from tests.pd_connector.scheduler.host_cases import (
     under_way,
     with_memory_of,
 )
-from tests.pd_connector.scheduler.host_jobs import State
-from tests.pd_connector.scheduler.host_machine import Engine
-from tests.pd_connector.scheduler.host_ranks import End
+from tests.support.host_tier.engine import HostTierEngine
+from tests.support.host_tier.ranks import End
+from tests.support.host_tier.setup import State
 
 # Stores
 
@@ -282,11 +282,11 @@ def test_the_number_of_stored_blocks_is_told() -> None:
 # Lazily
 
 
-def lazy(**options: object) -> Engine:
+def lazy(**options: object) -> HostTierEngine:
     return engine_of(mode="lazy", **options)
 
 
-def order(engine: Engine) -> list[int]:
+def order(engine: HostTierEngine) -> list[int]:
     """Device blocks in the order in which vLLM takes them."""
     return [block.block_id for block in engine.manager.block_pool.free_block_queue.get_all_free_blocks()]
 

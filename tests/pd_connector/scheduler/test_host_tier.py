@@ -6,7 +6,7 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from pd_connector.orders import LoadOrder, Orders
 from pd_connector.scheduler.host_tier import HostTier, _triples
 from pd_connector.vllm.block_pools import HostHit
-from tests.pd_connector.scheduler.host_cases import (
+from tests.support.host_tier.cases import (
     EVERYTHING,
     WINDOWED,
     engine_of,
@@ -16,9 +16,9 @@ from tests.pd_connector.scheduler.host_cases import (
     tokens_loading,
     with_memory_of,
 )
-from tests.pd_connector.scheduler.host_jobs import Job, State
-from tests.pd_connector.scheduler.host_machine import Engine
-from tests.pd_connector.scheduler.host_ranks import End
+from tests.support.host_tier.engine import HostTierEngine
+from tests.support.host_tier.ranks import End
+from tests.support.host_tier.setup import Job, State
 
 # Hits
 
@@ -133,7 +133,7 @@ def test_a_window_that_is_not_whole_is_no_hit() -> None:
 # Loads
 
 
-def loading(**options: object) -> tuple[Engine, Job]:
+def loading(**options: object) -> tuple[HostTierEngine, Job]:
     engine = with_memory_of(14, **options)
     job = engine.arrive("second", said(14))
     engine.step()

@@ -10,8 +10,9 @@ from layout.geometry import WorkerGeometry
 from pd_connector.params import RemotePrefill, check_prompt, contents_digest, parse_remote_prefill, prompt_digest
 from pd_connector.scheduler.lease_service import LeaseService
 from pd_connector.scheduler.leases import LeaseTable
-from tests.pd_connector.engines import IDENTITY
-from tests.pd_connector.support import FakeRequest, ManualClock, a_prompt
+from tests.support.connector.engines import IDENTITY
+from tests.support.connector.requests import FakeRequest, a_prompt
+from tests.support.waiting import ManualClock
 from transfer.control.client import ControlClient
 from transfer.control.errors import PeerRefused
 from transfer.control.messages import (

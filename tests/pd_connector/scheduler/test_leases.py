@@ -15,7 +15,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 
 from pd_connector.orders import LeaseEnd
 from pd_connector.scheduler.leases import LeaseTable
-from tests.pd_connector.support import ManualClock
+from tests.support.waiting import ManualClock
 from transfer.control.messages import InvalidReason
 
 TTL_S = 8.0

@@ -19,8 +19,8 @@ from pd_connector.scheduler.producer import Producer
 from pd_connector.stats import StatsRecorder
 from pd_connector.vllm.block_pools import DeviceBlocks, HeldBlocks
 from pd_connector.vllm.engine_core import EngineLoop
-from tests.pd_connector.engines import IDENTITY
-from tests.pd_connector.support import FakeRequest, a_prompt, cache_manager
+from tests.support.connector.engines import IDENTITY
+from tests.support.connector.requests import FakeRequest, a_prompt, cache_manager
 from transfer.control.errors import ControlStartError
 
 DONE = RequestStatus.FINISHED_LENGTH_CAPPED

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from pd_connector.scheduler.renewals import Renewals
-from tests.pd_connector.support import ManualClock, RecordingClient, a_prompt, a_remote, until
+from tests.support.connector.requests import RecordingClient, a_prompt, a_remote
+from tests.support.waiting import ManualClock, until
 from transfer.control.errors import PeerRefused, PeerUnreachable
 from transfer.control.messages import ErrorCode, Renewed, Reply
 
@@ -34,7 +35,7 @@ def renewals(client: RecordingClient) -> Iterator[Renewals]:
 
 def test_a_lease_is_renewed_again_and_again_though_no_step_is_made(client: RecordingClient, renewals: Renewals) -> None:
     renewals.keep("r", a_remote(PROMPT, lease_id="L", lease_ttl_s=0.06))
-    assert until(lambda: len(client.sent) >= 3)
+    until(lambda: len(client.sent) >= 3)
     renewals.drop("r")
     renewals.drop("r")
     assert renewals.request_ids == frozenset()
@@ -44,7 +45,7 @@ def test_a_lease_is_renewed_again_and_again_though_no_step_is_made(client: Recor
 def test_a_lease_that_is_due_sooner_is_not_kept_waiting(client: RecordingClient, renewals: Renewals) -> None:
     renewals.keep("late", a_remote(PROMPT, lease_id="late", lease_ttl_s=1000.0))
     renewals.keep("soon", a_remote(PROMPT, lease_id="soon", lease_ttl_s=0.06))
-    assert until(lambda: bool(client.sent))
+    until(lambda: bool(client.sent))
     renewals.drop("soon")
     assert set(client.take_renewed()) == {"soon"}
 
@@ -53,7 +54,7 @@ def test_a_lease_that_is_due_later_does_not_wake_the_thread(
     renewals: Renewals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     renewals.keep("first", a_remote(PROMPT, lease_id="first", lease_ttl_s=30.0))
-    assert until(lambda: renewals._wakes_at < math.inf)
+    until(lambda: renewals._wakes_at < math.inf)
     monkeypatch.setattr(renewals._changed, "notify", lambda: pytest.fail("the thread was woken"))
     renewals.keep("second", a_remote(PROMPT, lease_id="second", lease_ttl_s=30.0))
     monkeypatch.undo()

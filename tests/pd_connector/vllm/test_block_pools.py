@@ -10,8 +10,8 @@ from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 from vllm.v1.request import Request
 
 from pd_connector.vllm.block_pools import DeviceBlocks, HostBlockPool, Store, request_blocks, slot_of
-from tests.pd_connector.scheduler.host_cases import EVERYTHING, engine_of, said, with_memory_of
-from tests.pd_connector.scheduler.host_setup import Setup, make_manager, make_pool, make_request
+from tests.support.host_tier.cases import EVERYTHING, engine_of, said, with_memory_of
+from tests.support.host_tier.setup import Setup, make_manager, make_pool, make_request
 
 HYBRID = ((4, 0), (4, 6))
 

@@ -4,7 +4,7 @@ from contextlib import closing
 
 import pytest
 
-from tests.pd_connector.worker.site import Site
+from tests.support.connector.engines import Site
 
 
 @pytest.fixture

@@ -1,4 +1,7 @@
-"""A prefill worker's checksums: taken in order beside the model, reported once, given up at once at shutdown."""
+"""A prefill worker's checksums: taken in order beside the model, reported once, given up at once at shutdown.
+
+Covers: transfer.local_copy.device_reader.
+"""
 
 import logging
 import threading
@@ -13,9 +16,9 @@ from layout.geometry import Plane, Region, WorkerGeometry
 from layout.plan import BlockTable
 from pd_connector.orders import ChecksumOrder, ChecksumReport, Orders
 from pd_connector.worker.checksums import CacheChecksums, LeaseChecksums
-from tests.layout.oracle import LAYOUTS, Engine, Extra, Model, Rank, build
-from tests.pd_connector.engines import MODEL, PREFILL, placed
-from tests.pd_connector.support import until
+from tests.support.connector.engines import MODEL, PREFILL, placed
+from tests.support.layout.oracle import LAYOUTS, Engine, Extra, Model, Rank, build
+from tests.support.waiting import until
 from transfer.local_copy.checksums import ReadableBlocks, in_place, sum_plane
 from transfer.local_copy.device_reader import DeviceReader
 
@@ -63,7 +66,7 @@ def taken(service: LeaseChecksums, number: int) -> list[ChecksumReport]:
         found.extend(service.take_report().checksums)
         return len(found) >= number
 
-    assert until(enough)
+    until(enough)
     return found
 
 

@@ -16,11 +16,12 @@ from layout.geometry import Region
 from layout.host_blocks import HostLayout, host_layout
 from pd_connector.orders import BlockMoves, LoadOrder, StoreEnds, StoreOrder
 from pd_connector.worker.host_copies import CopyEnd, HostCopies, UnsettledLoadError, _InFlight, _poll
-from tests.layout.host_trips import Bytes, Device
-from tests.layout.oracle import Engine, Extra, Model, build
-from tests.pd_connector.engines import placed
-from tests.pd_connector.support import until
-from tests.transfer.batch_copy.fake_cuda import FakeEvent
+from tests.support.connector.engines import placed
+from tests.support.devices.fake_cuda import FakeEvent
+from tests.support.layout.oracle import Engine, Extra, Model, build
+from tests.support.layout.round_trips import Device
+from tests.support.memory import Bytes
+from tests.support.waiting import WAIT_S, holds_for, until
 from transfer.batch_copy.backends import Backend, open_copier
 from transfer.batch_copy.base import BatchCopier, CopyFailed, DeviceEvent, Direction, Handle
 from transfer.batch_copy.copier import ThreadedCopier
@@ -28,7 +29,6 @@ from transfer.batch_copy.host import HostBackend
 
 SLOTS = 6
 GUARD = 64
-WAIT_S = 20.0
 GQA = Model(2, (4, 4), 2, ((0, 1),), (0,))
 FORMS = {
     "layers apart": (GQA, Engine(layers_apart=True, form="apart")),
@@ -90,14 +90,14 @@ class Worker:
     def stored(self, store_id: int) -> tuple[CopyEnd, StoreEnds]:
         """The end of a store, awaited; nothing else may end meanwhile."""
         ends: dict[int, tuple[CopyEnd, StoreEnds]] = {}
-        assert until(lambda: bool(ends.update(self.copies.take_stores()) or ends), WAIT_S)
+        until(lambda: bool(ends.update(self.copies.take_stores()) or ends))
         self.copies.check_integrity()
         assert ends.keys() == {store_id}
         return ends[store_id]
 
     def loaded(self, request_id: str) -> CopyEnd:
         ends: dict[str, CopyEnd] = {}
-        assert until(lambda: bool(ends.update(self.copies.take_loads()) or ends), WAIT_S)
+        until(lambda: bool(ends.update(self.copies.take_loads()) or ends))
         self.copies.check_integrity()
         assert ends.keys() == {request_id}
         return ends[request_id]
@@ -169,12 +169,12 @@ def test_several_orders_at_once_are_told_apart() -> None:
         for number in range(3):
             worker.store(number, (0, number + 1, number))
         stored: dict[int, object] = {}
-        assert until(lambda: bool(stored.update(worker.copies.take_stores()) or len(stored) == 3), WAIT_S)
+        until(lambda: bool(stored.update(worker.copies.take_stores()) or len(stored) == 3))
         before = [worker.bytes_of(0, number + 1)[0] for number in range(3)]
         for number in range(3):
             worker.load(f"r{number}", (0, number + 5, number))
         loaded: dict[str, object] = {}
-        assert until(lambda: bool(loaded.update(worker.copies.take_loads()) or len(loaded) == 3), WAIT_S)
+        until(lambda: bool(loaded.update(worker.copies.take_loads()) or len(loaded) == 3))
         for number in range(3):
             assert (worker.bytes_of(0, number + 5)[0] == before[number]).all()
 
@@ -226,7 +226,7 @@ def test_a_copy_waits_for_what_the_model_was_given_before(kind: str) -> None:
             worker.store(1, (0, 1, 0))
         else:
             worker.load("r", (0, 1, 0))
-        assert not until(lambda: bool(worker.copies.take_stores() or worker.copies.take_loads()), 0.05)
+        holds_for(lambda: not (worker.copies.take_stores() or worker.copies.take_loads()), 0.05)
         worker.device.memory[:] ^= 0xFF  # what the step before computes
         expected = worker.bytes_of(0, 1)[0]
         computed.reached.set()
@@ -243,7 +243,7 @@ def test_a_copy_is_over_when_its_device_says_so() -> None:
     backend, copier = faulty(end=FakeEvent())
     with closing(Worker(loads=copier)) as worker:
         worker.load("r", (0, 1, 0))
-        assert until(lambda: backend.started == 1)
+        until(lambda: backend.started == 1)
         assert worker.copies.take_loads() == {}
         assert backend.end is not None
         backend.end.reached.set()
@@ -284,7 +284,7 @@ def test_a_load_that_may_still_be_written_ends_the_worker() -> None:
     with closing(Worker(loads=copier)) as worker:
         worker.load("r", (0, 1, 0))
         with pytest.raises(UnsettledLoadError, match="blocks of request r could not be loaded: the device fell off"):
-            until(lambda: bool(worker.copies.take_loads()), WAIT_S)
+            until(lambda: bool(worker.copies.take_loads()))
 
 
 def test_a_device_that_fails_under_way_ends_the_worker() -> None:
@@ -292,7 +292,7 @@ def test_a_device_that_fails_under_way_ends_the_worker() -> None:
     with closing(Worker(loads=copier)) as worker:
         worker.load("r", (0, 1, 0))
         with pytest.raises(UnsettledLoadError, match="failed while the batch was under way: lost"):
-            until(lambda: bool(worker.copies.take_loads()), WAIT_S)
+            until(lambda: bool(worker.copies.take_loads()))
 
 
 BAD = {
@@ -351,10 +351,10 @@ def test_closing_awaits_what_is_under_way_and_fails_what_has_not_begun() -> None
     worker = Worker(stores=copier)
     worker.store(1, (0, 1, 0))
     worker.store(2, (0, 2, 1))
-    assert until(lambda: backend.started == 1)
+    until(lambda: backend.started == 1)
     closer = threading.Thread(target=worker.close)
     closer.start()
-    assert not until(lambda: not closer.is_alive(), 0.05)
+    holds_for(closer.is_alive, 0.05)
     backend.may_start.set()
     closer.join(WAIT_S)
     ends = worker.copies.take_stores()
@@ -379,7 +379,7 @@ def test_the_order_of_failures_of_submission_is_kept_apart_from_those_under_way(
         worker.load("bad", (0, 99, 0))
         worker.load("good", (0, 1, 0))
         ends: dict[str, CopyEnd] = {}
-        assert until(lambda: bool(ends.update(worker.copies.take_loads()) or len(ends) == 2), WAIT_S)
+        until(lambda: bool(ends.update(worker.copies.take_loads()) or len(ends) == 2))
         assert [bool(ends[name].failure) for name in ("bad", "good")] == [True, False]
 
 

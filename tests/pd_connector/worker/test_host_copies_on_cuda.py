@@ -19,9 +19,9 @@ from pd_connector.orders import BlockMoves, LoadOrder, StoreEnds, StoreOrder
 from pd_connector.vllm.cache_groups import GroupSpec, Ranks
 from pd_connector.worker.caches import describe_caches
 from pd_connector.worker.host_copies import HostCopies, UnsettledLoadError
-from tests.transfer.batch_copy.conftest import CudaDevice
-from tests.transfer.batch_copy.fake_cuda import STREAM_ORDER, FakeCuda, FakeEvent, FakeStream
-from tests.transfer.batch_copy.support import WAIT_S, Bytes, noise
+from tests.support.devices.fake_cuda import STREAM_ORDER, CudaDevice, FakeCuda, FakeEvent, FakeStream
+from tests.support.memory import Bytes, noise
+from tests.support.waiting import WAIT_S, until
 from transfer.batch_copy.base import Direction
 
 LOAD, STORE = Direction.HOST_TO_DEVICE, Direction.DEVICE_TO_HOST
@@ -79,11 +79,7 @@ class Worker:
 
     def ended(self, take: Callable[[], dict[Key, End]]) -> End:
         """Ask until something has ended; nothing else is under way."""
-        deadline = time.monotonic() + WAIT_S
-        while not (ended := take()):
-            assert time.monotonic() < deadline, "nothing ended"
-            time.sleep(50e-6)
-        ((_, end),) = ended.items()
+        ((_, end),) = until(take, "a copy has ended").items()
         return end
 
     def close(self) -> None:

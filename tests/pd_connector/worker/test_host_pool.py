@@ -18,14 +18,14 @@ from pd_connector.stats import StatsRecorder
 from pd_connector.worker import host_pool
 from pd_connector.worker.host_pool import HostPool, HostQuota
 from pd_connector.worker.machine_memory import MachineMemory
-from tests.layout.oracle import Engine, Rank, build
-from tests.pd_connector.engines import placed
-from tests.pd_connector.support import until
-from tests.pd_connector.worker.test_host_copies import GQA
+from tests.support.connector.engines import placed
+from tests.support.layout.oracle import Engine, Model, Rank, build
+from tests.support.waiting import until
 from transfer.batch_copy.backends import Backend, open_copier, pinned_memory
 from transfer.batch_copy.base import BatchCopier, CopierStartError, Direction
 
 AVAILABLE = 1 << 20
+GQA = Model(2, (4, 4), 2, ((0, 1),), (0,))
 
 
 @pytest.fixture
@@ -180,13 +180,13 @@ def test_a_block_makes_the_way_there_and_back(rank: Rank, geometry: WorkerGeomet
         before = rank.memory.copy()
         moves = BlockMoves.of([(0, block, block - 1) for block in range(1, 6)])
         pool.copies.store(StoreOrder(0, moves))
-        assert until(lambda: bool(pool.copies.take_stores()))
+        until(lambda: bool(pool.copies.take_stores()))
         rank.memory[:] = 0
         pool.copies.load(LoadOrder("r", moves, 80))
-        assert until(lambda: bool(pool.copies.take_loads()))
+        until(lambda: bool(pool.copies.take_loads()))
         changed = before != rank.memory
         pool.copies.load(LoadOrder("again", moves, 80))
-        assert until(lambda: bool(pool.copies.take_loads()))
+        until(lambda: bool(pool.copies.take_loads()))
         block_bytes = host_layout(geometry).groups[0].block_bytes
         assert int((rank.memory != 0).sum()) > 4 * block_bytes  # noise, of which a few bytes are zero
         assert not (changed & (rank.memory != 0)).any(), "what has come back is not what was there"

@@ -6,27 +6,37 @@ Real control channel, real leases and real bytes; the transfer engine is the in-
 import re
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextlib import closing
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
 from layout.copies import Copies
 from layout.geometry import Region
+from pd_connector.orders import Cause
 from pd_connector.scheduler.leases import LeaseTable
-from pd_connector.worker.pull_end import PullEnd
-from tests.layout.oracle import Engine
-from tests.pd_connector.engines import (
+from pd_connector.worker.peer import Peer, PeerAddress, connect_peer
+from pd_connector.worker.pull_end import PullEnd, PullFailed
+from tests.support.connector.engines import (
     DECODE,
     MODEL,
+    OURS,
     PREFILL,
+    THEIRS,
+    DecodeWorker,
+    PrefillEngine,
+    Site,
     an_order,
+    pull_once,
 )
-from tests.pd_connector.support import ManualClock, until
-from tests.pd_connector.worker.site import OURS, THEIRS, Site, pull_once
-from tests.support.in_process_engine import Fault, InProcessEngine, InProcessFabric, InProcessLink
-from tests.transfer.control.faults import Direction, FaultyNetwork, deliver
+from tests.support.connector.requests import RecordingClient
+from tests.support.control.faulty_network import Direction, FaultyNetwork, deliver
+from tests.support.engine.in_process import Fault, InProcessEngine, InProcessFabric, InProcessLink
+from tests.support.layout.oracle import Engine
+from tests.support.waiting import ManualClock, holds_for, until
 from transfer.control.messages import Hello, Release, Request, decode_request
 from transfer.engine.base import ReadFailed
 
@@ -116,7 +126,51 @@ def test_many_pulls_need_one_handshake(site: Site) -> None:
     ends = [worker.next_end() for _ in remotes]
     assert {end.request_id for end in ends if not end.cause} == {"r0", "r1", "r2", "r3"}
     assert worker.client.counters.requests == 1 + len(remotes)  # a hello, and a release each
-    assert until(lambda: session.idle)
+    until(lambda: session.idle)
+
+
+def met(site: Site, worker: DecodeWorker, prefill: PrefillEngine, deadline_s: float = 10.0) -> Peer:
+    """The prefill engine after a handshake."""
+    context = worker.context()
+    address = PeerAddress(prefill.service.engine_id, "127.0.0.1", prefill.port)
+    return connect_peer(context, address, context.clock() + deadline_s)
+
+
+def test_a_link_is_opened_once_and_anew_after_it_was_dropped(site: Site) -> None:
+    (worker,) = site.decode()
+    worker.engine = site.add(RememberingEngine(site.fabric))
+    worker.engine.register(worker.rank.geometry.regions)
+    peer = met(site, worker, site.prefill(replace(PREFILL, tp=2)))
+    assert len(worker.engine.opened) == 2
+    first, second = peer.link(0), peer.link(1)
+    assert [first, second] == worker.engine.opened
+    peer.drop_link(0)
+    assert (worker.engine.opened[0].closed, worker.engine.opened[1].closed) == (True, False)
+    assert peer.link(0) is worker.engine.opened[2]
+    assert peer.link(1) is second
+    peer.close()
+    assert all(link.closed for link in worker.engine.opened)
+
+
+def test_a_handshake_of_which_one_rank_cannot_be_reached_keeps_no_link(site: Site) -> None:
+    (worker,), prefill = site.decode(), site.prefill(replace(PREFILL, tp=2))
+    worker.engine = site.add(RememberingEngine(site.fabric))
+    worker.engine.register(worker.rank.geometry.regions)
+    prefill.engines[1].close()
+    with pytest.raises(PullFailed, match="prefill rank 1: cannot reach") as failed:
+        met(site, worker, prefill)
+    assert failed.value.cause is Cause.UNREACHABLE
+    assert [link.closed for link in worker.engine.opened] == [True]
+
+
+def test_a_handshake_takes_no_longer_than_the_pull_may(site: Site) -> None:
+    (worker,), prefill = site.decode(), site.prefill()
+    client = RecordingClient()
+    context = replace(worker.context(), client=client, handshake_timeout_s=10.0, clock=ManualClock())
+    for deadline_s in (60.0, 4.0, -1.0):
+        with pytest.raises(TimeoutError), patch.object(Future, "result", side_effect=TimeoutError):
+            connect_peer(context, PeerAddress("engine-p", "127.0.0.1", prefill.port), context.clock() + deadline_s)
+    assert client.timeouts == [10.0, 4.0, 0.001]
 
 
 # Reads that fail
@@ -129,7 +183,7 @@ def test_a_read_that_failed_and_is_settled_fails_the_pull_and_releases_the_lease
     assert end.cause == "read"
     assert "a fault was injected" in end.reason
     assert prefill.service.engine_id in end.reason
-    assert until(lambda: prefill.leases.collect() == ("r",))
+    until(lambda: prefill.leases.collect() == ("r",))
 
 
 def test_no_late_byte_of_an_unsettled_read_lands_after_the_pull_was_reported(site: Site) -> None:
@@ -171,7 +225,7 @@ def test_a_slow_prefill_rank_does_not_hold_back_the_reads_from_the_others(site: 
     site.fabric.inject(1, Fault(until=gate, fails=False))
     remote = prefill.prefill("r", THEIRS)
     site.session(worker, remote).submit(an_order("r", remote, OURS))
-    assert until(lambda: site.fabric.reads == 2)
+    until(lambda: site.fabric.reads == 2)
     gate.set()
     assert worker.next_end().cause == ""
     assert worker.holds([(OURS, 0, 69)])
@@ -184,8 +238,8 @@ def test_a_pull_of_which_one_rank_failed_is_not_settled_before_the_reads_from_th
     site.fabric.inject(2, Fault(settled=True))
     remote = prefill.prefill("r", THEIRS)
     site.session(worker, remote).submit(an_order("r", remote, OURS))
-    assert until(lambda: site.fabric.reads == 2)
-    assert not until(lambda: not worker.ends.empty(), within_s=0.2)
+    until(lambda: site.fabric.reads == 2)
+    holds_for(worker.ends.empty, 0.2)
     gate.set()
     assert worker.next_end().cause == "read"
 
@@ -273,7 +327,7 @@ def test_a_pull_whose_lease_ended_during_the_read_has_failed(site: Site, ended: 
     site.fabric.inject(1, Fault(until=reading, fails=False, landed=3))
     remote = prefill.prefill("r", THEIRS)
     site.session(worker, remote).submit(an_order("r", remote, OURS))
-    assert until(lambda: site.fabric.reads == 1)
+    until(lambda: site.fabric.reads == 1)
     if ended == "expired":
         clock.advance(30.0)
     else:
@@ -365,7 +419,7 @@ def test_every_pull_is_settled_exactly_once_whatever_fails(site: Site) -> None:
     session.close()
     assert session.join(10.0)
     assert sorted(end.request_id for end in ends) == sorted(f"r{number}" for number in range(30))
-    assert until(lambda: prefill.leases.active == 0)
+    until(lambda: prefill.leases.active == 0)
     assert worker.ends.empty()
     causes = [end.cause for end in ends]
     assert {cause: causes.count(cause) for cause in set(causes)} == {"": 22, "read": 3, "lease": 2, "params": 3}

@@ -7,13 +7,23 @@ from typing import Any
 
 import pytest
 
-from tests.layout.oracle import Model
-from tests.pd_connector.engines import DECODE, IDENTITY, MODEL, PREFILL, Blocks, an_order
-from tests.pd_connector.support import until
-from tests.pd_connector.worker.site import OURS, THEIRS, Site, pull_once
-from tests.support.in_process_engine import InProcessEngine, InProcessLink
-from tests.transfer.control.faults import FaultyNetwork, deliver
-from tests.transfer.control.support import free_port
+from tests.support.connector.engines import (
+    DECODE,
+    IDENTITY,
+    MODEL,
+    OURS,
+    PREFILL,
+    THEIRS,
+    Blocks,
+    Site,
+    an_order,
+    pull_once,
+)
+from tests.support.control.faulty_network import FaultyNetwork, deliver
+from tests.support.engine.in_process import InProcessEngine, InProcessLink
+from tests.support.layout.oracle import Model
+from tests.support.process import free_port
+from tests.support.waiting import until
 from transfer.engine.base import ReadFailed
 
 # Peers that cannot be used
@@ -33,7 +43,7 @@ def test_an_unreachable_engine_fails_what_is_queued_behind_at_once(site: Site) -
     assert {end.cause for end in ends} == {"unreachable"}
     assert all(f"127.0.0.1:{port} did not answer 'hello'" in end.reason for end in ends)
     assert worker.client.counters.requests == 1  # they did not wait for a handshake each
-    assert until(lambda: session.idle)
+    until(lambda: session.idle)
 
 
 def test_an_engine_that_has_come_back_is_pulled_from_again(site: Site) -> None:
@@ -71,7 +81,7 @@ def test_an_engine_whose_transfer_port_is_closed_is_unreachable(site: Site) -> N
     end = pull_once(site, prefill.prefill("r", THEIRS), worker)
     assert end.cause == "unreachable"
     assert f"cannot reach the transfer engine at {prefill.engines[0].address}" in end.reason
-    assert until(lambda: prefill.leases.collect() == ("r",)), "it answers, so it is told"
+    until(lambda: prefill.leases.collect() == ("r",), "it answers, so it is told")
 
 
 def test_pulls_behind_one_that_found_no_transfer_engine_free_their_blocks_at_once_too(
@@ -94,7 +104,7 @@ def test_pulls_behind_one_that_found_no_transfer_engine_free_their_blocks_at_onc
     go_on.set()
     assert {worker.next_end().cause for _ in remotes} == {"unreachable"}
     assert not opening.is_set(), "it was tried once for all"
-    assert until(lambda: prefill.leases.active == 0)
+    until(lambda: prefill.leases.active == 0)
 
 
 @pytest.mark.parametrize(
@@ -118,7 +128,7 @@ def test_an_engine_with_another_model_is_incompatible_and_nothing_is_read(site: 
     assert f"{field} is {getattr(IDENTITY, field)!r} here and {value!r} there" in end.reason
     assert site.fabric.reads == 0
     assert worker.untouched
-    assert until(lambda: prefill.leases.collect() == ("r",))
+    until(lambda: prefill.leases.collect() == ("r",))
 
 
 @pytest.mark.parametrize(
@@ -181,7 +191,7 @@ def test_block_ids_that_cannot_be_are_refused_and_nothing_is_read(site: Site, bl
     assert words in end.reason
     assert site.fabric.reads == 0
     assert worker.untouched
-    assert until(lambda: prefill.leases.collect() == ("r",))
+    until(lambda: prefill.leases.collect() == ("r",))
 
 
 def test_a_pull_with_wrong_params_does_not_hurt_the_next_one(site: Site) -> None:

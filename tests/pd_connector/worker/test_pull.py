@@ -10,7 +10,8 @@ from pd_connector.params import contents_digest
 from pd_connector.worker.peer import PullContext
 from pd_connector.worker.pull import Pull
 from pd_connector.worker.pull_end import PullEnd, PullFailed
-from tests.pd_connector.support import ManualClock, RecordingClient, a_prompt, a_remote
+from tests.support.connector.requests import RecordingClient, a_prompt, a_remote
+from tests.support.waiting import ManualClock
 from transfer.control.messages import Release, Released
 
 REMOTE = a_remote(a_prompt(70))

@@ -7,7 +7,7 @@ import pytest
 
 from pd_connector.orders import PullOrder
 from pd_connector.worker.pull_end import verdict
-from tests.pd_connector.support import a_prompt, a_remote
+from tests.support.connector.requests import a_prompt, a_remote
 from transfer.control.errors import ClientClosed
 from transfer.control.messages import Cancelled, InvalidReason, Released, Reply
 

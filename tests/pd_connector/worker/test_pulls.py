@@ -17,18 +17,21 @@ from pd_connector.scheduler.renewals import Renewals
 from pd_connector.worker import pulls as pulls_module
 from pd_connector.worker.pull_end import PullEnd
 from pd_connector.worker.pulls import Pulls
-from tests.pd_connector.engines import (
+from tests.support.connector.engines import (
     DECODE,
+    OURS,
     PREFILL,
+    THEIRS,
     Blocks,
     DecodeWorker,
+    Site,
     an_order,
     decode_workers,
 )
-from tests.pd_connector.support import FakeRequest, ManualClock, a_prompt, allocated, until
-from tests.pd_connector.worker.site import OURS, THEIRS, Site
-from tests.support.in_process_engine import Fault, InProcessFabric
-from tests.transfer.control.support import free_port
+from tests.support.connector.requests import FakeRequest, a_prompt, allocated
+from tests.support.engine.in_process import Fault, InProcessFabric
+from tests.support.process import free_port
+from tests.support.waiting import ManualClock, until
 from transfer.control.client import ControlClient
 
 
@@ -66,7 +69,7 @@ class DecodeEngine:
                 service.check_integrity()
             return len(ends) >= number
 
-        assert until(arrived, timeout_s), f"{len(ends)} of {number} pulls have settled"
+        until(arrived, lambda: f"only {len(ends)} of {number} pulls have settled", within_s=timeout_s)
         assert len(ends) == number
         return {request_id: [end for end in ends if end.request_id == request_id] for request_id in _ids(ends)}
 
@@ -145,7 +148,7 @@ def test_a_renewal_keeps_the_lease_of_a_slow_pull(site: Site, start_decode: Deco
             clock.advance(10.0)
             answered = client.counters.answered
             renewals.renew_due()
-            assert until(lambda answered=answered: client.counters.answered > answered)  # type: ignore[misc]
+            until(lambda answered=answered: client.counters.answered > answered)  # type: ignore[misc]
         finish.set()
         assert [end.cause for end in decode.wait(1)["r"]] == [""]
     assert decode.worker.holds([(OURS, 0, 69)])
@@ -159,7 +162,7 @@ def test_a_request_that_leaves_early_frees_the_blocks_of_the_prefill_engine(site
         request = FakeRequest("r", a_prompt(70), prefill.prefill("r", THEIRS).to_params())
         consumer.add(request)
         consumer.finish(request, ())
-        assert until(lambda: prefill.leases.collect() == ("r",))
+        until(lambda: prefill.leases.collect() == ("r",))
 
 
 def test_a_dead_engine_does_not_delay_the_pulls_from_another(site: Site, start_decode: Decode) -> None:
@@ -177,7 +180,7 @@ def test_a_read_that_hangs_does_not_delay_the_pulls_from_another_engine(site: Si
     finish = threading.Event()
     site.fabric.inject(1, Fault(until=finish, fails=False))
     submit(decode.service, an_order("hung", hung.prefill("hung", THEIRS), ((4, 5, 6, 7, 9),)))
-    assert until(lambda: site.fabric.reads == 1)
+    until(lambda: site.fabric.reads == 1)
     assert [end.cause for end in decode.run(an_order("r", prefill.prefill("r", THEIRS), OURS))["r"]] == [""]
     finish.set()
     assert [end.cause for end in decode.wait(1)["hung"]] == [""]
@@ -199,7 +202,7 @@ def test_one_rank_that_fails_says_so_and_the_others_do_not(site: Site, start_dec
     ends = decode.run(an_order("r", prefill.prefill("r", THEIRS), OURS))["r"]
     assert sorted(end.cause for end in ends) == ["", "read"]
     assert site.fabric.deliver_late_bytes() == 0
-    assert until(lambda: prefill.leases.collect() == ("r",))
+    until(lambda: prefill.leases.collect() == ("r",))
 
 
 def test_a_refusal_of_the_scheduler_half_is_reported_once_as_failed(site: Site, start_decode: Decode) -> None:
@@ -261,7 +264,7 @@ def test_closing_drops_what_is_queued_and_joins_all_threads(site: Site, start_de
         site.fabric.inject(read, Fault(until=finish, fails=False))
     for number in range(9):
         submit(decode.service, an_order(f"r{number}", engines[number % 3].prefill(f"r{number}", THEIRS), OURS))
-    assert until(lambda: site.fabric.reads == 3)
+    until(lambda: site.fabric.reads == 3)
     decode.service.close()
     finish.set()
     decode.service.join()
@@ -299,7 +302,7 @@ def test_closing_does_not_wait_for_ever_for_a_read_that_hangs(
     site.fabric.inject(1, Fault(until=finish, fails=False))
     submit(decode.service, an_order("r", prefill.prefill("r", THEIRS), OURS))
     (stuck,) = pull_threads()
-    assert until(lambda: site.fabric.reads == 1)
+    until(lambda: site.fabric.reads == 1)
     decode.service.close()
     decode.service.join()
     assert "1 reads were still under way at shutdown" in caplog.text

@@ -20,11 +20,10 @@ from layout.cost import CostModel
 from layout.geometry import Region
 from layout.staging import Schedule
 from pd_connector.worker.remote_reader import SLOTS, RemoteReader
-from tests.layout.oracle import Model
-from tests.pd_connector.engines import PREFILL, DecodeWorker, an_order
-from tests.pd_connector.support import until
-from tests.pd_connector.worker.site import OURS, THEIRS, Site, pull_once
-from tests.support.in_process_engine import Fault
+from tests.support.connector.engines import OURS, PREFILL, THEIRS, DecodeWorker, Site, an_order, pull_once
+from tests.support.engine.in_process import Fault
+from tests.support.layout.oracle import Model
+from tests.support.waiting import until
 from transfer.engine.base import Link
 from transfer.memory import HostMemory, SlotPool
 
@@ -129,7 +128,7 @@ def test_a_slot_is_lent_to_nobody_while_a_read_into_it_is_under_way(site: Site) 
         site.fabric.inject(read, Fault(until=finish, fails=False))
     remote = prefill.prefill("r", THEIRS)
     site.session(worker, remote).submit(an_order("r", remote, OURS))
-    assert until(lambda: site.fabric.reads == 2)
+    until(lambda: site.fabric.reads == 2)
     others = [pool.borrow() for _ in range(SLOTS)]
     addresses = [other.__enter__() for other in others]
     finish.set()
@@ -170,7 +169,7 @@ def test_a_slot_that_a_pull_does_not_need_is_lent_to_others_while_it_reads(site:
         site.fabric.inject(read, Fault(until=finish, fails=False))
     remote = prefill.prefill("r", THEIRS)
     site.session(worker, remote).submit(an_order("r", remote, OURS))
-    assert until(lambda: site.fabric.reads == 2)
+    until(lambda: site.fabric.reads == 2)
     with ExitStack() as stack:
         assert None not in [stack.enter_context(pool.borrow()) for _ in range(SLOTS)]
     finish.set()

@@ -17,8 +17,8 @@ from pd_connector.stats import StatsRecorder
 from pd_connector.vllm.cache_groups import Ranks
 from pd_connector.worker import worker as worker_half
 from pd_connector.worker.worker import ConnectorWorker
-from tests.pd_connector.test_connector import BLOCK_TOKENS, CACHES, LAYERS, a_config
-from tests.support.in_process_engine import InProcessEngine, InProcessFabric
+from tests.support.connector.vllm_engine import BLOCK_TOKENS, CACHES, LAYERS, a_config
+from tests.support.engine.in_process import InProcessEngine, InProcessFabric
 
 HUGE_PAGE = 2 << 20
 

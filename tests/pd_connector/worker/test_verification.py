@@ -26,12 +26,25 @@ from pd_connector.worker import verification
 from pd_connector.worker.checksums import CacheChecksums, Interrupted
 from pd_connector.worker.pull_end import PullFailed
 from pd_connector.worker.verification import Verifier
-from tests.layout.oracle import LAYOUTS, Engine, Held, Model, Rank, build
-from tests.layout.test_matrix import FORMS, WHOLE_HEADS, WINDOW, engines, models, thorough
-from tests.pd_connector.engines import DECODE, MODEL, PREFILL, Blocks, DecodeWorker, an_order, placed, tables
-from tests.pd_connector.support import a_prompt, a_remote, until
-from tests.pd_connector.worker.site import OURS, THEIRS, Site, pull_once
-from tests.transfer.control.faults import Direction, FaultyNetwork, chaos
+from tests.support.connector.engines import (
+    DECODE,
+    MODEL,
+    OURS,
+    PREFILL,
+    THEIRS,
+    Blocks,
+    DecodeWorker,
+    Site,
+    an_order,
+    placed,
+    pull_once,
+    tables,
+)
+from tests.support.connector.requests import a_prompt, a_remote
+from tests.support.control.faulty_network import Direction, FaultyNetwork, chaos
+from tests.support.layout.oracle import LAYOUTS, WHOLE_HEADS, Engine, Held, Model, Rank, build
+from tests.support.layout.strategies import FORMS, WINDOW_TOKENS, engines, models, thorough
+from tests.support.waiting import until
 from transfer.control.client import ControlClient
 from transfer.control.messages import Checksummed, Checksums, Reply, Request, decode_request
 
@@ -210,7 +223,7 @@ def test_so_they_are_where_a_kernel_orders_a_block(here: str, form: str, data: s
 @thorough
 @given(data=st.data())
 def test_what_was_overwritten_under_its_lease_is_found(layout: str, data: st.DataObject) -> None:
-    model = Model(4, (3, 2), 2, ((0, 2), (1,)), (0, WINDOW))
+    model = Model(4, (3, 2), 2, ((0, 2), (1,)), (0, WINDOW_TOKENS))
     transfer = a_transfer(data, model, (layout, data.draw(st.sampled_from(LAYOUTS))), data.draw(st.sampled_from(FORMS)))
     rank = data.draw(st.sampled_from(transfer.ours))
     transfer.lease(rank)
@@ -250,8 +263,8 @@ def test_a_long_prompt_is_compared_in_longer_stretches() -> None:
 
 def test_a_stretch_ends_where_a_window_begins(monkeypatch: pytest.MonkeyPatch) -> None:
     """What lies before is not pulled, and a stretch that has both in it could not be compared."""
-    monkeypatch.setattr(verification, "_RANGES_PER_ANSWER", 2)
-    model = Model(4, (3, 2), 2, ((0, 2), (1,)), (0, WINDOW))
+    monkeypatch.setattr(verification, "_STRETCHES_AT_ONCE", 2)
+    model = Model(4, (3, 2), 2, ((0, 2), (1,)), (0, WINDOW_TOKENS))
     engine = Engine("BHLNC", blocks=12)
     ids = tuple((*([0] * holes), *range(holes + 1, 10)) for holes in (0, 4))
     transfer = Transfer.of(model, engine, engine, (0, 130), (ids, ((ids[0]), (0, 0, *range(3, 10)))))
@@ -319,7 +332,7 @@ def test_a_difference_fails_the_pull_and_ends_its_lease(site: Site) -> None:
     assert "1 of 60 checksums" in end.reason
     assert "layer 'model.layers.1', part 'kv', KV head 2, tokens 32 to 47" in end.reason
     assert "when prefill rank 0 leased it" in end.reason
-    assert until(lambda: prefill.leases.collect() == ("r",))
+    until(lambda: prefill.leases.collect() == ("r",))
     rank.memory[place] ^= 0x10
     session.submit(an_order("other", other, OURS))
     assert worker.next_end().cause == ""
@@ -329,7 +342,7 @@ def test_a_pull_waits_for_checksums_that_are_still_being_taken(site: Site) -> No
     prefill, (worker,) = site.prefill(verify=True), site.decode()
     remote = prefill.prefill("r", THEIRS)
     site.session(worker, remote, **verifying(worker)).submit(an_order("r", remote, OURS))
-    assert until(lambda: worker.holds([(OURS, 0, 69)]))
+    until(lambda: worker.holds([(OURS, 0, 69)]))
     time.sleep(0.05)
     assert worker.ends.empty()
     prefill.hash_leased()
@@ -350,7 +363,7 @@ def test_a_lease_that_ends_while_its_checksums_are_taken_fails_the_pull(site: Si
     prefill, (worker,) = site.prefill(verify=True), site.decode()
     remote = prefill.prefill("r", THEIRS)
     site.session(worker, remote, **verifying(worker)).submit(an_order("r", remote, OURS))
-    assert until(lambda: worker.holds([(OURS, 0, 69)]))
+    until(lambda: worker.holds([(OURS, 0, 69)]))
     prefill.leases.cancel_all()
     prefill.hash_leased()
     end = worker.next_end()
@@ -393,7 +406,7 @@ def test_questions_and_answers_that_are_lost_repeated_and_late_change_nothing(si
             order = an_order(f"r{number}", remote, OURS, remote_port=network.port)
             site.session(worker, order.remote, **verifying(worker)).submit(order)
             assert worker.next_end().cause == ""
-    assert until(lambda: prefill.leases.active == 0)
+    until(lambda: prefill.leases.active == 0)
 
 
 def test_an_engine_that_shuts_down_does_not_wait_for_checksums(site: Site) -> None:
@@ -401,7 +414,7 @@ def test_an_engine_that_shuts_down_does_not_wait_for_checksums(site: Site) -> No
     remote = prefill.prefill("r", THEIRS)
     session = site.session(worker, remote, **verifying(worker))
     session.submit(an_order("r", remote, OURS))
-    assert until(lambda: worker.holds([(OURS, 0, 69)]))
+    until(lambda: worker.holds([(OURS, 0, 69)]))
     session.close()
     assert session.join(2.0)
     assert worker.ends.empty()

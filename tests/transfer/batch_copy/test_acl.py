@@ -1,4 +1,7 @@
-"""What can be said of the ACL backend without its runtime. Its tests are in ``tests/npu_sim``."""
+"""What can be said of the ACL backend without its runtime. Its tests are in ``tests/npu_sim``.
+
+Covers: transfer.batch_copy.acl_abi.
+"""
 
 import ctypes
 

@@ -1,4 +1,7 @@
-"""What every copier keeps, whatever moves its bytes: handles, order by handles, failures, and an orderly end."""
+"""What every copier keeps, whatever moves its bytes: handles, order by handles, failures, and an orderly end.
+
+Covers: transfer.batch_copy.base.
+"""
 
 import threading
 import time
@@ -9,8 +12,7 @@ import numpy as np
 import pytest
 
 from layout.copies import EMPTY, Copies
-from tests.transfer.batch_copy.support import WAIT_S
-from tests.transfer.engine.conftest import until
+from tests.support.waiting import WAIT_S, until
 from transfer.batch_copy.base import CopierStartError, CopyBackend, CopyFailed, DeviceEvent, Handle
 from transfer.batch_copy.copier import ThreadedCopier
 
@@ -119,7 +121,7 @@ def test_a_batch_is_done_when_its_event_is_reached(backend: Backend, copier: Thr
 def test_the_end_of_a_batch_is_known_though_nobody_asked_then(copier: ThreadedCopier) -> None:
     begun = time.monotonic()
     handle = copier.submit(EMPTY)
-    assert until(lambda: handle.ended_at is not None)
+    until(lambda: handle.ended_at is not None)
     ended = time.monotonic()
     assert handle.query()
     assert handle.ended_at is not None

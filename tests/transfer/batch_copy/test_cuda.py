@@ -1,6 +1,8 @@
 """The CUDA backend on a simulated driver: what is submitted, in which order it happens, and what goes wrong.
 
 No GPU is involved. The driver's own rules are in ``fake_cuda``; the interface is CUDA 12.8's.
+
+Covers: transfer.batch_copy.cuda_abi, transfer.batch_copy.device, transfer.batch_copy.single.
 """
 
 import ctypes
@@ -11,9 +13,9 @@ import numpy as np
 import pytest
 
 from layout.copies import EMPTY, Copies
-from tests.transfer.batch_copy.conftest import CudaDevice
-from tests.transfer.batch_copy.fake_cuda import ANY_ORDER, INVALID_VALUE, STREAM_ORDER, UNSUPPORTED, FakeCuda
-from tests.transfer.batch_copy.support import WAIT_S, noise, one, shuffled
+from tests.support.devices.fake_cuda import ANY_ORDER, INVALID_VALUE, STREAM_ORDER, UNSUPPORTED, CudaDevice, FakeCuda
+from tests.support.memory import noise, shuffled_copies, whole_copy
+from tests.support.waiting import WAIT_S
 from transfer.batch_copy import cuda_abi
 from transfer.batch_copy.base import CopierStartError, CopyFailed, Direction
 from transfer.batch_copy.cuda import CudaRuntime
@@ -28,9 +30,9 @@ LOAD, STORE, WITHIN = Direction.HOST_TO_DEVICE, Direction.DEVICE_TO_HOST, Direct
 def test_blocks_go_to_the_device_and_back(any_cuda: CudaDevice, count: int, size: int) -> None:
     there = any_cuda.driver.device_memory(count * size)
     source, back = (any_cuda.driver.pin(noise(count * size, seed)) for seed in (1, 2))
-    copies, places = shuffled(there.ctypes.data, source.ctypes.data, count, size)
+    copies, places = shuffled_copies(there.ctypes.data, source.ctypes.data, count, size)
     loaded = any_cuda.copier(LOAD).submit(copies)
-    stored = any_cuda.copier(STORE).submit(one(back, there), after=loaded)
+    stored = any_cuda.copier(STORE).submit(whole_copy(back, there), after=loaded)
     stored.wait(WAIT_S)
     assert loaded.query()
     np.testing.assert_array_equal(back.reshape(count, size), source.reshape(count, size)[places])
@@ -39,7 +41,7 @@ def test_blocks_go_to_the_device_and_back(any_cuda: CudaDevice, count: int, size
 def test_blocks_move_within_the_device_one_by_one(cuda: CudaDevice) -> None:
     memory = cuda.driver.device_memory(512)
     memory[:256] = noise(256)
-    copies, places = shuffled(memory.ctypes.data + 256, memory.ctypes.data, 4, 64)
+    copies, places = shuffled_copies(memory.ctypes.data + 256, memory.ctypes.data, 4, 64)
     cuda.copier(WITHIN).submit(copies).wait(WAIT_S)
     np.testing.assert_array_equal(memory[256:].reshape(4, 64), memory[:256].reshape(4, 64)[places])
     assert len(cuda.driver.singles) == 4
@@ -68,7 +70,7 @@ def test_arrays_of_descriptors_may_have_strides(any_cuda: CudaDevice) -> None:
 
 def test_a_batch_is_one_call(cuda: CudaDevice) -> None:
     there, source = cuda.driver.device_memory(64 * 10_240), cuda.driver.pin(noise(64 * 10_240))
-    cuda.copier(LOAD).submit(shuffled(there.ctypes.data, source.ctypes.data, 10_240, 64)[0]).wait(WAIT_S)
+    cuda.copier(LOAD).submit(shuffled_copies(there.ctypes.data, source.ctypes.data, 10_240, 64)[0]).wait(WAIT_S)
     assert [len(entries) for _, entries in cuda.driver.batches] == [10_240]
     assert not cuda.driver.singles
 
@@ -79,7 +81,7 @@ def test_a_batch_is_one_call(cuda: CudaDevice) -> None:
 def test_a_handle_says_when_the_device_is_through(any_cuda: CudaDevice) -> None:
     there, source = any_cuda.driver.device_memory(64), any_cuda.driver.pin(noise(64))
     any_cuda.driver.running.clear()
-    handle = any_cuda.copier(LOAD).submit(one(there, source))
+    handle = any_cuda.copier(LOAD).submit(whole_copy(there, source))
     with pytest.raises(TimeoutError):
         handle.wait(0.02)
     assert not there.any()
@@ -101,7 +103,7 @@ def test_a_batch_sees_what_was_written_before_its_event(any_cuda: CudaDevice, di
     compute.push(lambda: source.__setitem__(slice(None), fresh))
     written = compute.record_event()
     compute.handle()
-    handle = copier.submit(one(target, source), after=written)
+    handle = copier.submit(whole_copy(target, source), after=written)
     assert handle._begun.wait(WAIT_S)  # all of it is submitted
     any_cuda.driver.running.set()
     handle.wait(WAIT_S)
@@ -114,11 +116,11 @@ def test_sources_are_read_early_only_where_nothing_can_still_write_them(cuda: Cu
     load, store = cuda.copier(LOAD), cuda.copier(STORE)
     past = cuda.copier_and_stream(LOAD)[1].record_event()
     past.reached.set()
-    loaded = load.submit(one(memory, host))
-    load.submit(one(memory, host), after=loaded).wait(WAIT_S)  # the handle has come: nothing writes any more
-    load.submit(one(memory, host), after=past).wait(WAIT_S)
-    store.submit(one(host, memory)).wait(WAIT_S)
-    store.submit(one(host, memory), after=past).wait(WAIT_S)
+    loaded = load.submit(whole_copy(memory, host))
+    load.submit(whole_copy(memory, host), after=loaded).wait(WAIT_S)  # the handle has come: nothing writes any more
+    load.submit(whole_copy(memory, host), after=past).wait(WAIT_S)
+    store.submit(whole_copy(host, memory)).wait(WAIT_S)
+    store.submit(whole_copy(host, memory), after=past).wait(WAIT_S)
     assert [order for order, _ in cuda.driver.batches] == [ANY_ORDER, ANY_ORDER, *[STREAM_ORDER] * 3]
 
 
@@ -126,7 +128,7 @@ def test_batches_of_one_copier_stay_in_order_on_the_device(any_cuda: CudaDevice)
     there = any_cuda.driver.device_memory(64)
     copier = any_cuda.copier(LOAD)
     sources = [any_cuda.driver.pin(noise(64, seed)) for seed in range(20)]
-    handles = [copier.submit(one(there, source)) for source in sources]
+    handles = [copier.submit(whole_copy(there, source)) for source in sources]
     handles[-1].wait(WAIT_S)
     assert all(handle.query() for handle in handles)
     np.testing.assert_array_equal(there, sources[-1])
@@ -146,7 +148,7 @@ def test_an_empty_batch_still_comes_after_its_event(any_cuda: CudaDevice) -> Non
 def test_closing_awaits_what_is_under_way(any_cuda: CudaDevice) -> None:
     there, source = any_cuda.driver.device_memory(64), any_cuda.driver.pin(noise(64))
     copier, stream = any_cuda.copier_and_stream(LOAD)
-    handle = copier.submit(one(there, source))
+    handle = copier.submit(whole_copy(there, source))
     handle._begun.wait(WAIT_S)
     copier.close()
     assert stream.synchronized == 1
@@ -231,7 +233,7 @@ def test_memory_that_is_not_pinned_is_warned_of_once(any_cuda: CudaDevice, caplo
     there, source = any_cuda.driver.device_memory(64), noise(64)
     copier = any_cuda.copier(LOAD)
     for _ in range(3):
-        copier.submit(one(there, source)).wait(WAIT_S)
+        copier.submit(whole_copy(there, source)).wait(WAIT_S)
     np.testing.assert_array_equal(there, source)
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
     assert f"the host memory at {source.ctypes.data:#x} is not pinned" in caplog.text

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from layout.copies import Copies
-from tests.transfer.batch_copy.support import WAIT_S, noise, shuffled
+from tests.support.memory import noise, shuffled_copies
+from tests.support.waiting import WAIT_S
 from transfer.batch_copy.backends import Backend, open_copier, pinned_memory
 from transfer.batch_copy.base import CopyFailed, Direction
 from transfer.batch_copy.cuda import CudaRuntime
@@ -31,7 +32,7 @@ def test_blocks_go_to_the_device_and_back(count: int, size: int) -> None:
     values = noise(total)
     host_view(source.region.address, total).copy_(torch.from_numpy(values))
     with open_copier(Backend.CUDA, LOAD) as load, open_copier(Backend.CUDA, STORE) as store:
-        copies, places = shuffled(cache.data_ptr(), source.region.address, count, size)
+        copies, places = shuffled_copies(cache.data_ptr(), source.region.address, count, size)
         loaded = load.submit(copies)
         whole = Copies(*(np.array([n]) for n in (back.region.address, cache.data_ptr(), total)))
         store.submit(whole, after=loaded).wait(WAIT_S)
@@ -62,7 +63,7 @@ def test_the_caller_goes_on_while_the_device_is_busy() -> None:
         written = torch.cuda.Event()
         written.record()
         start = time.perf_counter()
-        handle = store.submit(shuffled(back.region.address, cache.data_ptr(), count, size)[0], after=written)
+        handle = store.submit(shuffled_copies(back.region.address, cache.data_ptr(), count, size)[0], after=written)
         assert time.perf_counter() - start < 0.1
         assert not handle.query()
         handle.wait(WAIT_S)

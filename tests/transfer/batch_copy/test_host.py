@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from layout.copies import EMPTY, Copies
-from tests.transfer.batch_copy.support import WAIT_S, noise, one, shuffled
+from tests.support.memory import noise, shuffled_copies, whole_copy
+from tests.support.waiting import WAIT_S
 from transfer.batch_copy.backends import Backend, open_copier
 from transfer.batch_copy.base import BatchCopier, Direction
 
@@ -23,14 +24,14 @@ def copier() -> Iterator[BatchCopier]:
 @pytest.mark.parametrize(("count", "size"), [(1, 1), (7, 33), (64, 64), (300, 4096), (12, 1 << 20)])
 def test_every_byte_arrives_in_its_place(copier: BatchCopier, count: int, size: int) -> None:
     source, target = noise(count * size), np.zeros(count * size, np.uint8)
-    copies, places = shuffled(target.ctypes.data, source.ctypes.data, count, size)
+    copies, places = shuffled_copies(target.ctypes.data, source.ctypes.data, count, size)
     copier.submit(copies).wait(WAIT_S)
     np.testing.assert_array_equal(target.reshape(count, size), source.reshape(count, size)[places])
 
 
 def test_nothing_beside_a_copy_is_written(copier: BatchCopier) -> None:
     source, target = noise(300), np.zeros(300, np.uint8)
-    copier.submit(one(target[100:177], source[:77])).wait(WAIT_S)
+    copier.submit(whole_copy(target[100:177], source[:77])).wait(WAIT_S)
     np.testing.assert_array_equal(target[100:177], source[:77])
     assert not target[:100].any()
     assert not target[177:].any()
@@ -53,7 +54,7 @@ def test_a_batch_waits_for_its_event(copier: BatchCopier) -> None:
             assert self.event.wait(WAIT_S)
 
     source, target, written = np.zeros(64, np.uint8), np.zeros(64, np.uint8), Written()
-    handle = copier.submit(one(target, source), after=written)
+    handle = copier.submit(whole_copy(target, source), after=written)
     time.sleep(0.01)
     assert not handle.query()
     source[:] = 9
@@ -67,7 +68,7 @@ def test_a_chain_of_batches_by_handles_over_two_copiers(copier: BatchCopier) -> 
     with open_copier(Backend.HOST, Direction.HOST_TO_DEVICE) as other:
         handle = None
         for i, (before, behind) in enumerate(pairwise(stages)):
-            handle = (copier, other)[i % 2].submit(one(behind, before), after=handle)
+            handle = (copier, other)[i % 2].submit(whole_copy(behind, before), after=handle)
         assert handle is not None
         handle.wait(WAIT_S)
     np.testing.assert_array_equal(stages[-1], stages[0])
@@ -79,7 +80,7 @@ def test_ten_thousand_descriptors_are_handed_over_quickly(copier: BatchCopier) -
     spent = []
     for _ in range(20):
         start = time.perf_counter()
-        copies, _ = shuffled(target.ctypes.data, source.ctypes.data, count, size)
+        copies, _ = shuffled_copies(target.ctypes.data, source.ctypes.data, count, size)
         handle = copier.submit(copies)
         spent.append(time.perf_counter() - start)
         handle.wait(WAIT_S)

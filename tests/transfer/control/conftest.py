@@ -3,7 +3,7 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
-from tests.transfer.control.support import Handler, Start
+from tests.support.control.samples import Handler, Start
 from transfer.control.client import ControlClient
 from transfer.control.keys import ControlKeys
 from transfer.control.limits import ServerLimits

@@ -1,6 +1,8 @@
 """Connections to a server: how many there may be, and what ends one. All the while others are served.
 
 Other hosts are other loopback addresses of this machine.
+
+Covers: transfer.control.connections.
 """
 
 import contextlib
@@ -13,8 +15,9 @@ from collections.abc import Iterator
 import pytest
 import zmq
 
-from tests.transfer.control import raw
-from tests.transfer.control.support import ENGINE, HELLO, RELEASE, WELCOME, Handler, Start, pack, wait_until
+from tests.support.control import zmtp
+from tests.support.control.samples import ENGINE, HELLO, RELEASE, WELCOME, Handler, Start, pack
+from tests.support.waiting import until
 from transfer.control import server as server_module
 from transfer.control.client import ControlClient
 from transfer.control.keys import ControlKeys
@@ -45,27 +48,27 @@ def is_served(client: ControlClient, server: ControlServer) -> bool:
 def test_connections_are_counted_from_their_begin_to_their_end(start: Start, client: ControlClient) -> None:
     server = start()
     assert is_served(client, server)
-    connections = [raw.connect(server.port) for _ in range(5)]
-    wait_until(lambda: server.counters.admission.connections == 6)
+    connections = [zmtp.connect(server.port) for _ in range(5)]
+    until(lambda: server.counters.admission.connections == 6)
     for connection in connections:
         connection.close()
-    wait_until(lambda: server.counters.admission.connections == 1)
+    until(lambda: server.counters.admission.connections == 1)
     assert server.counters.admission.connections_refused == 0
 
 
 def test_one_host_cannot_take_all_connections(start: Start, client: ControlClient) -> None:
     server = start(max_connections=20, max_connections_per_host=10)
     with contextlib.ExitStack() as stack:
-        connections = [stack.enter_context(raw.connect(server.port)) for _ in range(15)]
-        wait_until(lambda: server.counters.admission.connections_refused == 5)
-        ended = sum(raw.is_ended(each) for each in connections[10:])
+        connections = [stack.enter_context(zmtp.connect(server.port)) for _ in range(15)]
+        until(lambda: server.counters.admission.connections_refused == 5)
+        ended = sum(zmtp.is_ended(each) for each in connections[10:])
         assert ended == 5
         assert is_served(client, server)
         assert server.counters.admission.connections == 11
-    wait_until(lambda: server.counters.admission.connections == 1)
-    with raw.connect(server.port) as again:
+    until(lambda: server.counters.admission.connections == 1)
+    with zmtp.connect(server.port) as again:
         again.settimeout(0.2)
-        assert not raw.is_ended(again), "there is room again"
+        assert not zmtp.is_ended(again), "there is room again"
 
 
 def test_there_is_a_most_for_all_hosts_together_and_who_is_there_stays(start: Start, client: ControlClient) -> None:
@@ -74,8 +77,8 @@ def test_there_is_a_most_for_all_hosts_together_and_who_is_there_stays(start: St
     with contextlib.ExitStack() as stack:
         for host in ("127.0.0.2", "127.0.0.3"):
             for _ in range(5):
-                stack.enter_context(raw.connect(server.port, host))
-        wait_until(lambda: server.counters.admission.connections_refused == 1)
+                stack.enter_context(zmtp.connect(server.port, host))
+        until(lambda: server.counters.admission.connections_refused == 1)
         assert is_served(client, server)
 
 
@@ -83,13 +86,13 @@ def test_a_message_that_never_ends_is_ended(
     start: Start, client: ControlClient, caplog: pytest.LogCaptureFixture
 ) -> None:
     server = start(unread_bytes=4 << 20)
-    part = raw.frame(bytes(1 << 20), raw.MORE)
-    with raw.connect(server.port) as connection:
-        connection.sendall(raw.greeting() + raw.ready())
+    part = zmtp.frame(bytes(1 << 20), zmtp.MORE)
+    with zmtp.connect(server.port) as connection:
+        connection.sendall(zmtp.greeting() + zmtp.ready())
         with pytest.raises(OSError, match=r"reset|pipe|timed out"):  # noqa: PT012  until it is ended
             for _ in range(10_000):
                 connection.sendall(part)
-    wait_until(lambda: server.counters.admission.connections_cut == 1)
+    until(lambda: server.counters.admission.connections_cut == 1)
     assert "without a complete message" in caplog.text
     assert is_served(client, server)
 
@@ -98,13 +101,13 @@ def test_all_connections_together_may_not_bring_too_much_either(start: Start, cl
     server = start(unread_bytes=8 << 20, total_unread_bytes=16 << 20)
     with contextlib.ExitStack() as stack:
         # All of them first: a host that has brought too much makes no connection for a while.
-        connections = [stack.enter_context(raw.connect(server.port)) for _ in range(4)]
-        wait_until(lambda: server.counters.admission.connections == 4)
+        connections = [stack.enter_context(zmtp.connect(server.port)) for _ in range(4)]
+        until(lambda: server.counters.admission.connections == 4)
         for connection in connections:
-            connection.sendall(raw.greeting() + raw.ready())
+            connection.sendall(zmtp.greeting() + zmtp.ready())
             for _ in range(6):
-                connection.sendall(raw.frame(bytes(1 << 20), raw.MORE))
-        wait_until(lambda: server.counters.admission.connections_cut == 2)
+                connection.sendall(zmtp.frame(bytes(1 << 20), zmtp.MORE))
+        until(lambda: server.counters.admission.connections_cut == 2)
         assert is_served(client, server)
         time.sleep(0.3)
         assert server.counters.admission.connections_cut == 2, "what is left is within the limit"
@@ -114,20 +117,20 @@ def test_a_message_of_a_million_frames_costs_its_host_its_connections_for_a_whil
     start: Start, client: ControlClient, caplog: pytest.LogCaptureFixture
 ) -> None:
     server = start()
-    with raw.connect(server.port) as connection:
-        connection.sendall(raw.greeting() + raw.ready())
-        raw.await_ready(connection)
+    with zmtp.connect(server.port) as connection:
+        connection.sendall(zmtp.greeting() + zmtp.ready())
+        zmtp.await_ready(connection)
         with contextlib.suppress(OSError):  # it may be ended when the last has not left yet
-            connection.sendall(bytes([raw.MORE, 0]) * 1_000_000 + bytes([0, 0]))
-        wait_until(lambda: server.counters.wrong_frames == 1, 20)
-        assert raw.is_ended(connection)
+            connection.sendall(bytes([zmtp.MORE, 0]) * 1_000_000 + bytes([0, 0]))
+        until(lambda: server.counters.wrong_frames == 1)
+        assert zmtp.is_ended(connection)
     assert is_served(client, server)
     assert server.counters.admission.connections_cut == 1
     assert server.counters.requests == 1, "what it consisted of was taken for nothing else"
     assert "a message of 16 or more frames" in caplog.text
     time.sleep(REFUSED_S)
-    with raw.connect(server.port) as again:
-        assert raw.is_ended(again), "the time that it took is waited for many times over"
+    with zmtp.connect(server.port) as again:
+        assert zmtp.is_ended(again), "the time that it took is waited for many times over"
 
 
 def test_a_connection_that_brings_complete_messages_may_bring_any_number_of_bytes(start: Start) -> None:
@@ -157,10 +160,10 @@ def test_a_host_above_its_rate_is_held_back_and_others_are_not(
     flooding = threading.Thread(target=send)
     started = time.monotonic()
     flooding.start()
-    wait_until(lambda: server.counters.rate_limited > 0)
+    until(lambda: server.counters.rate_limited > 0)
     for _ in range(50):
         assert is_served(client, server)
-    wait_until(lambda: server.counters.admission.connections_refused > 0)
+    until(lambda: server.counters.admission.connections_refused > 0)
     stop.set()
     flooding.join()
     assert server.counters.requests - 50 <= 200 + 100 * (time.monotonic() - started) + 1
@@ -182,12 +185,12 @@ def test_a_connection_that_never_reads_is_closed(
     monkeypatch.setattr(server_module, "_UNREAD_REPLIES_S", 0.5)
     handler.answer = lambda request: Error(ErrorCode.UNKNOWN_ENGINE, "x" * 1_000_000)
     server = start(reply_bytes_per_request=10**9)
-    with raw.connect(server.port) as deaf:
-        deaf.sendall(raw.greeting() + raw.ready())
-        raw.await_ready(deaf)
-        wait_until(lambda: server.counters.admission.connections == 1)
-        deaf.sendall(50 * raw.frame(encode(7, HELLO)))
-        wait_until(lambda: server.counters.admission.connections == 0, 20)
+    with zmtp.connect(server.port) as deaf:
+        deaf.sendall(zmtp.greeting() + zmtp.ready())
+        zmtp.await_ready(deaf)
+        until(lambda: server.counters.admission.connections == 1)
+        deaf.sendall(50 * zmtp.frame(encode(7, HELLO)))
+        until(lambda: server.counters.admission.connections == 0)
     handler.answer = handler.usual
     assert is_served(client, server)
 
@@ -198,8 +201,8 @@ def test_a_long_reply_counts_as_several_requests(start: Start, handler: Handler)
     with dealer(server, "127.0.0.2") as peer:
         for _ in range(50):
             peer.send(encode(7, HELLO))
-        wait_until(lambda: server.counters.rate_limited > 0)
-        wait_until(lambda: server.counters.rate_limited + server.counters.requests == 50)
+        until(lambda: server.counters.rate_limited > 0)
+        until(lambda: server.counters.rate_limited + server.counters.requests == 50)
     assert server.counters.requests == 10  # of 1 + 10 each
 
 
@@ -209,8 +212,8 @@ def test_a_long_request_counts_as_several_whatever_it_says(start: Start, parts: 
     with dealer(server, "127.0.0.2") as peer:
         for _ in range(50):
             peer.send_multipart([bytes(40_000 // parts)] * parts)
-        wait_until(lambda: server.counters.rate_limited > 0)
-        wait_until(lambda: server.counters.rate_limited + server.counters.refusals["malformed"] == 50)
+        until(lambda: server.counters.rate_limited > 0)
+        until(lambda: server.counters.rate_limited + server.counters.refusals["malformed"] == 50)
     assert server.counters.refusals["malformed"] == 10  # of 1 + 10 each
 
 
@@ -263,7 +266,7 @@ def test_a_fault_of_our_own_while_a_client_is_admitted_keeps_no_other_client_out
     server = start(keys)
     with contextlib.closing(ControlClient(keys=keys)) as first, contextlib.closing(ControlClient(keys=keys)) as second:
         waiting = first.request("127.0.0.1", server.port, HELLO, 60)
-        wait_until(lambda: "the control server failed and continues" in caplog.text)
+        until(lambda: "the control server failed and continues" in caplog.text)
         assert is_served(second, server)
         assert waiting.result() == WELCOME, "its handshake began anew"
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.transfer.control.support import HELLO, WELCOME
+from tests.support.control.samples import HELLO, WELCOME
 from transfer.control.client import ControlClient
 from transfer.control.errors import PeerUnreachable
 from transfer.control.server import ControlServer

@@ -8,9 +8,11 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from tests.transfer.control import raw
-from tests.transfer.control.recorder import Recorder
-from tests.transfer.control.support import CANCEL, HELLO, RELEASE, WELCOME, Handler, Start, free_port, wait_until
+from tests.support.control import zmtp
+from tests.support.control.recorder import Recorder
+from tests.support.control.samples import CANCEL, HELLO, RELEASE, WELCOME, Handler, Start
+from tests.support.process import free_port
+from tests.support.waiting import until
 from transfer.control import peer_sockets
 from transfer.control.client import ControlClient
 from transfer.control.errors import AuthenticationFailed, PeerUnreachable
@@ -80,8 +82,8 @@ def test_unequal_secrets_are_refused_within_seconds_and_the_cause_is_named(
         client.request(HERE, server.port, HELLO, 60).result(30)  # long before the request's own time is out
     assert client.counters.authentication_failures == 1
     assert handler.asked == []
-    wait_until(lambda: server.counters.refusals["authentication"] + server.counters.refusals["handshake"] > 0)
-    wait_until(lambda: server.counters.admission.connections == 0)
+    until(lambda: server.counters.refusals["authentication"] + server.counters.refusals["handshake"] > 0)
+    until(lambda: server.counters.admission.connections == 0)
 
 
 @pytest.mark.parametrize(("p", "d", "cause"), UNEQUAL)
@@ -101,7 +103,7 @@ def test_the_log_of_the_prefill_engine_names_the_peer_once(
     server, client = start(KEYS), connect(OTHERS)
     with pytest.raises(AuthenticationFailed):
         ask(client, server)
-    wait_until(lambda: server.counters.admission.authentication_failures >= 3)  # as often as the client tries
+    until(lambda: server.counters.admission.authentication_failures >= 3)  # as often as the client tries
     (record,) = caplog.records
     assert "authentication of a control connection from" in record.message
     assert "its secret differs from this engine's" in record.message
@@ -124,10 +126,10 @@ def test_a_server_that_refuses_connections_for_a_while_is_not_taken_for_one_with
     monkeypatch.setattr(peer_sockets, "_SECRET_MISMATCH_S", 20.0)
     server = ControlServer(handler, HERE, keys=KEYS, limits=ServerLimits(max_connections_per_host=1))
     server.start()
-    with raw.connect(server.port, HERE) as only:
-        wait_until(lambda: server.counters.admission.connections == 1)
+    with zmtp.connect(server.port, HERE) as only:
+        until(lambda: server.counters.admission.connections == 1)
         waiting = connect(KEYS).request(HERE, server.port, HELLO, 10)
-        wait_until(lambda: server.counters.admission.connections_refused > 3)
+        until(lambda: server.counters.admission.connections_refused > 3)
         only.shutdown(socket.SHUT_RDWR)
         assert waiting.result() == WELCOME
     server.close()
@@ -226,7 +228,7 @@ def test_a_recorded_conversation_that_is_played_again_is_refused(
                 time.sleep(pause_s)
             while _has_more(replay):
                 pass
-    wait_until(lambda: server.counters.admission.authentication_failures == before + 2)
+    until(lambda: server.counters.admission.authentication_failures == before + 2)
     assert handler.asked == [CANCEL], "what was recorded reached nobody"
 
 
@@ -239,7 +241,7 @@ def test_a_client_key_of_ones_own_is_not_admitted_though_the_servers_key_is_righ
         ask(client, server)
     client.close()
     assert handler.asked == []
-    wait_until(lambda: server.counters.admission.authentication_failures == 1)
+    until(lambda: server.counters.admission.authentication_failures == 1)
 
 
 def test_what_listens_there_may_be_no_engine_at_all(connect: Connect) -> None:

@@ -1,4 +1,7 @@
-"""One client, well-behaved and misbehaving peers."""
+"""One client, well-behaved and misbehaving peers.
+
+Covers: transfer.control.client_loop, transfer.control.errors, transfer.control.peer_sockets.
+"""
 
 import contextlib
 import math
@@ -11,8 +14,8 @@ from concurrent.futures import CancelledError, wait
 import pytest
 import zmq
 
-from tests.transfer.control import raw
-from tests.transfer.control.support import (
+from tests.support.control import zmtp
+from tests.support.control.samples import (
     CANCEL,
     HELLO,
     RELEASE,
@@ -21,11 +24,11 @@ from tests.transfer.control.support import (
     REQUESTS,
     WELCOME,
     Handler,
-    free_port,
     pack,
     unpack,
-    wait_until,
 )
+from tests.support.process import free_port
+from tests.support.waiting import until
 from transfer.control import peer_sockets as peers_module
 from transfer.control.client import ControlClient
 from transfer.control.errors import BadRequest, ClientClosed, PeerRefused, PeerUnreachable, TooManyPeers
@@ -263,7 +266,7 @@ def test_what_is_not_the_answer_is_ignored_and_the_request_repeated(
         router.send_multipart([peer, good])
         router.send_multipart([peer, good])
         assert future.result() == Released(True)
-        wait_until(lambda: impatient.counters.late_replies == 2)
+        until(lambda: impatient.counters.late_replies == 2)
     assert impatient.counters.malformed_replies == 4
     assert len(caplog.records) == 1  # whatever a peer sends, it does not fill the log
 
@@ -303,11 +306,11 @@ def test_replies_that_have_no_end_are_ended(
             connection = stack.enter_context(listener.accept()[0])
             connection.settimeout(5)
             with contextlib.suppress(OSError):  # it may be ended when the last has not left yet
-                connection.sendall(raw.greeting() + raw.ready())
-                raw.await_ready(connection)
+                connection.sendall(zmtp.greeting() + zmtp.ready())
+                zmtp.await_ready(connection)
                 for _ in range(6):
-                    connection.sendall(raw.frame(bytes(MIB), raw.MORE))
-        wait_until(lambda: sum(future.done() for future in asked) == ended)
+                    connection.sendall(zmtp.frame(bytes(MIB), zmtp.MORE))
+        until(lambda: sum(future.done() for future in asked) == ended)
         assert client.request(HERE, server.port, HELLO, 10).result() == WELCOME
         failures = [future.exception() for future in asked if future.done()]
     assert len(failures) == ended, "what is left is within the limit"
@@ -321,7 +324,7 @@ def test_a_peer_cannot_answer_for_another(client: ControlClient) -> None:
         peer, frame = asked.recv_multipart()
         impostor, _ = other.recv_multipart()
         other.send_multipart([impostor, encode(unpack(frame)[1], Released(True))])
-        wait_until(lambda: client.counters.late_replies == 1)
+        until(lambda: client.counters.late_replies == 1)
         assert not future.done()
         asked.send_multipart([peer, encode(unpack(frame)[1], Released(False))])
         assert future.result() == Released(False)
@@ -358,7 +361,7 @@ def test_a_cancelled_future_is_forgotten(client: ControlClient) -> None:
         assert wait([future], 5).done == {future}
         sent = client.counters.sent
         router.send_multipart([peer, encode(unpack(frame)[1], Released(True))])
-        wait_until(lambda: client.counters.late_replies == 1)
+        until(lambda: client.counters.late_replies == 1)
         assert client.counters.sent == sent
         with pytest.raises(CancelledError):
             future.result()
@@ -386,7 +389,7 @@ def test_a_request_that_was_not_taken_up_yet_fails_at_close(client: ControlClien
     waiting = client.request(HERE, 1, HELLO, 30)
     closer = threading.Thread(target=client.close)
     closer.start()
-    wait_until(lambda: client.request(HERE, 1, HELLO, 30).done())  # refused: close has begun
+    until(lambda: client.request(HERE, 1, HELLO, 30).done())  # refused: close has begun
     finish.set()
     closer.join()
     with pytest.raises(ClientClosed):
@@ -409,7 +412,7 @@ def test_no_request_is_left_behind_by_a_close_at_the_same_time(server: ControlSe
 def test_an_idle_peer_is_closed_and_reached_again(server: ControlServer) -> None:
     client = ControlClient(ClientSettings(idle_s=0.1))
     assert client.request(HERE, server.port, HELLO, 5).result() == WELCOME
-    wait_until(lambda: client.counters.peers_closed == 1)
+    until(lambda: client.counters.peers_closed == 1)
     assert client.request(HERE, server.port, HELLO, 5).result() == WELCOME
     assert client.counters.peers_opened == 2
     client.close()

@@ -3,19 +3,17 @@
 import contextlib
 import itertools
 import resource
-import socket
 import threading
-from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 import zmq
 
-from tests.transfer.control import raw
-from tests.transfer.control.junk import Junk
-from tests.transfer.control.recorder import Recorder
-from tests.transfer.control.support import REPLIES, REQUESTS, Handler, wait_until
+from tests.support.control.junk import STRANGER, Junk, send_conversations
+from tests.support.control.recorder import Recorder
+from tests.support.control.samples import REPLIES, REQUESTS, Handler
+from tests.support.waiting import until
 from transfer.control.client import ControlClient
 from transfer.control.keys import ControlKeys
 from transfer.control.limits import ServerLimits
@@ -23,9 +21,7 @@ from transfer.control.messages import Reply, Request
 from transfer.control.server import ControlServer
 
 HERE = "127.0.0.1"
-STRANGER = "127.0.0.2"
 KEYS = ControlKeys.derive(b"correct horse battery staple")
-HANDSHAKE = raw.greeting() + raw.ready()
 NO_RATE = ServerLimits(requests_per_s=1e9, burst=1e9)  # so that every frame is looked at
 MAX_GROWTH_BYTES = 128 << 20  # the queues of both ends, sockets of libzmq, and what the allocator keeps
 
@@ -100,9 +96,7 @@ def test_bad_messages_are_counted_and_a_real_client_is_served_all_the_while(
             def counted() -> int:
                 return server.counters.requests + server.counters.refusals["malformed"]
 
-            with contextlib.suppress(AssertionError):
-                wait_until(lambda: counted() == messages + real.sent, 20)
-            assert counted() == messages + real.sent, server.counters
+            until(lambda: counted() == messages + real.sent, lambda: server.counters)
         now = server.counters
         assert min(now.malformed, now.wrong_version, now.wrong_frames) > messages / 20
         assert now.oversized > 0
@@ -125,7 +119,7 @@ def test_bad_bytes_end_their_own_connection_at_most(
         attack = threading.Thread(target=send_conversations, args=(server.port, junk, frames))
         attack.start()
         peak = real.ask_during(attack)
-        wait_until(lambda: server.counters.admission.connections == 1, 10)
+        until(lambda: server.counters.admission.connections == 1, within_s=10.0)
         if keys is not None:  # of all that was sent, nothing reached anybody
             assert handler.times_asked == asked_before + real.served
             assert server.counters.malformed == server.counters.wrong_frames == 0
@@ -158,33 +152,6 @@ def send_messages(dealer: zmq.Socket[bytes], junk: Junk, number: int) -> None:
         with contextlib.suppress(zmq.Again):
             while True:
                 dealer.recv(zmq.NOBLOCK)
-
-
-def send_conversations(port: int, junk: Junk, number: int) -> None:
-    """Over TCP, until ``number`` frames were sent. A connection stays open while others are made.
-
-    Of one that leaves, libzmq drops what nobody has read yet.
-    """
-    sent = 0
-    connections: deque[socket.socket] = deque()
-    while sent < number:
-        conversation = junk.conversation()
-        sent += conversation.frames
-        try:
-            connections.append(raw.connect(port, STRANGER))
-        except ConnectionError:  # the server has refused this host in the middle of it
-            continue
-        with contextlib.suppress(OSError):
-            for piece in conversation.pieces:
-                connections[-1].sendall(piece)
-                if piece == HANDSHAKE:
-                    raw.await_ready(connections[-1])
-        if len(connections) > 50:
-            connections.popleft().close()
-    for connection in connections:
-        connection.settimeout(0.1)
-        raw.is_ended(connection)
-        connection.close()
 
 
 def recorded_conversation(port: int, keys: ControlKeys | None) -> Sequence[bytes]:

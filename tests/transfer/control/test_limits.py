@@ -5,7 +5,8 @@ import time
 
 import pytest
 
-from tests.transfer.control.support import ENGINE, REQUESTS
+from tests.support.control.samples import ENGINE, REQUESTS
+from tests.support.waiting import ManualClock
 from transfer.control.limits import (
     MAX_BORDERS,
     MAX_ID_CHARACTERS,
@@ -21,24 +22,16 @@ from transfer.control.messages import Cancel, Checksums, Hello, Release, Renew, 
 logger = logging.getLogger("test")
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
+def clock() -> ManualClock:
+    return ManualClock()
 
 
 def taken(allowances: TokenBuckets, host: str, tries: int = 1000) -> int:
     return sum(allowances.take(host) for _ in range(tries))
 
 
-def test_a_burst_is_served_and_then_the_rate(clock: Clock) -> None:
+def test_a_burst_is_served_and_then_the_rate(clock: ManualClock) -> None:
     allowances = TokenBuckets(rate=10, burst=50, clock=clock)
     assert taken(allowances, "a") == 50
     clock.now += 2.05
@@ -47,12 +40,12 @@ def test_a_burst_is_served_and_then_the_rate(clock: Clock) -> None:
     assert taken(allowances, "a") == 50
 
 
-def test_hosts_do_not_share(clock: Clock) -> None:
+def test_hosts_do_not_share(clock: ManualClock) -> None:
     allowances = TokenBuckets(rate=10, burst=50, clock=clock)
     assert [taken(allowances, host) for host in "abc"] == [50, 50, 50]
 
 
-def test_what_is_charged_afterwards_counts(clock: Clock) -> None:
+def test_what_is_charged_afterwards_counts(clock: ManualClock) -> None:
     allowances = TokenBuckets(rate=10, burst=50, clock=clock)
     assert allowances.take("a")
     allowances.charge("a", 99)
@@ -63,7 +56,7 @@ def test_what_is_charged_afterwards_counts(clock: Clock) -> None:
     assert allowances.take("a")
 
 
-def test_hosts_that_have_asked_nothing_lately_are_forgotten(clock: Clock) -> None:
+def test_hosts_that_have_asked_nothing_lately_are_forgotten(clock: ManualClock) -> None:
     allowances = TokenBuckets(rate=10, burst=50, clock=clock)
     for number in range(10_000):
         allowances.take(f"host-{number}")
@@ -73,7 +66,7 @@ def test_hosts_that_have_asked_nothing_lately_are_forgotten(clock: Clock) -> Non
     assert len(allowances) == 1
 
 
-def test_256_workers_behind_one_address_get_a_welcome_of_2_megabytes_within_10_seconds(clock: Clock) -> None:
+def test_256_workers_behind_one_address_get_a_welcome_of_2_megabytes_within_10_seconds(clock: ManualClock) -> None:
     limits = ServerLimits()
     allowances = TokenBuckets(limits.requests_per_s, limits.burst, clock)
     waiting = 256

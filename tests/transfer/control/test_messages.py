@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.transfer.control.support import REPLIES, REQUESTS, pack, unpack
+from tests.support.control.samples import REPLIES, REQUESTS, pack, unpack
 from transfer.control.messages import (
     MAX_FRAME_BYTES,
     MAX_REQUEST_BYTES,

@@ -1,23 +1,24 @@
-"""Threads and file descriptors: nothing is left after close."""
+"""Threads and file descriptors: nothing is left after close.
+
+Covers: transfer.control.polling.
+"""
 
 import os
 import threading
 
 import pytest
 
-from tests.transfer.control.support import HELLO, WELCOME, Handler, free_port, wait_until
+from tests.support.control.samples import HELLO, WELCOME, Handler
+from tests.support.process import OpenResources, free_port
+from tests.support.waiting import until
 from transfer.control.client import ControlClient
 from transfer.control.errors import ControlStartError
 from transfer.control.polling import Wakeup
 from transfer.control.server import ControlServer
 
 
-def descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))
-
-
 def test_close_leaves_no_threads_and_no_descriptors(handler: Handler) -> None:
-    descriptors_before, threads_before = descriptors(), set(threading.enumerate())
+    before, threads_before = OpenResources.now(), set(threading.enumerate())
     for _ in range(10):
         servers = [ControlServer(handler, "127.0.0.1") for _ in range(2)]
         client = ControlClient()
@@ -32,16 +33,16 @@ def test_close_leaves_no_threads_and_no_descriptors(handler: Handler) -> None:
         for server in servers:
             server.close()
     assert set(threading.enumerate()) <= threads_before
-    wait_until(lambda: descriptors() <= descriptors_before)
+    until(lambda: OpenResources.now().files <= before.files)
 
 
 def test_unreachable_peers_leave_no_descriptors(client: ControlClient, server: ControlServer) -> None:
     assert client.request("127.0.0.1", server.port, HELLO, 5).result() == WELCOME
-    before = descriptors()
+    before = OpenResources.now()
     futures = [client.request("127.0.0.1", free_port(), HELLO, 0.1) for _ in range(20)]
     for future in futures:
         assert future.exception(5) is not None
-    wait_until(lambda: descriptors() <= before)
+    until(lambda: OpenResources.now().files <= before.files)
 
 
 def test_a_wakeup_is_readable_from_set_to_clear_however_often_it_was_set() -> None:

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from tests.transfer.control.support import CANCEL, HELLO, RELEASE, WELCOME, Handler
+from tests.support.control.samples import CANCEL, HELLO, RELEASE, WELCOME, Handler
 from transfer.control.client import ControlClient
 from transfer.control.errors import ControlStartError, PeerRefused
 from transfer.control.messages import MAX_FRAME_BYTES, Cancelled, Error, ErrorCode, Released, Reply, Request

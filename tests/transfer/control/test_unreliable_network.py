@@ -2,10 +2,11 @@
 
 import time
 from concurrent.futures import Future
+from contextlib import closing
 
 import pytest
 
-from tests.transfer.control.faults import (
+from tests.support.control.faulty_network import (
     Delivery,
     Direction,
     FaultyNetwork,
@@ -14,7 +15,8 @@ from tests.transfer.control.faults import (
     lose_everything,
     lose_first,
 )
-from tests.transfer.control.support import HELLO, RELEASE, WELCOME, Handler, wait_until
+from tests.support.control.samples import HELLO, RELEASE, WELCOME, Handler
+from tests.support.waiting import until
 from transfer.control.client import ControlClient
 from transfer.control.errors import PeerUnreachable
 from transfer.control.messages import Release, Released, Renew, Renewed, Reply, Request
@@ -31,6 +33,33 @@ def test_a_lost_request_is_sent_again(impatient: ControlClient, server: ControlS
     assert impatient.counters.sent >= 3
 
 
+def test_the_waits_between_two_tries_double_from_a_short_one(server: ControlServer) -> None:
+    came: list[float] = []
+
+    def only_the_fourth(way: Direction, frame: bytes) -> list[Delivery]:
+        if way is Direction.REQUEST:
+            came.append(time.monotonic())
+        return [(0.0, frame)] if len(came) > 3 else []
+
+    client = ControlClient(ClientSettings(retry_s=0.02, retry_cap_s=60))
+    with closing(client), FaultyNetwork(server.port, only_the_fourth) as network:
+        began = time.monotonic()
+        assert client.request(HERE, network.port, HELLO, 20).result() == WELCOME
+    assert came[3] - began >= 0.9 * (0.02 + 0.04 + 0.08)  # each wait is up to a tenth shorter or longer
+
+
+def test_a_peer_that_never_answered_is_looked_up_and_connected_anew(
+    client: ControlClient, server: ControlServer
+) -> None:
+    with FaultyNetwork(server.port, lose_everything) as network:
+        with pytest.raises(PeerUnreachable):
+            client.request(HERE, network.port, HELLO, 0.05).result()
+        until(lambda: client.counters.peers_closed == 1)
+        network.rule = deliver
+        assert client.request(HERE, network.port, HELLO, 10).result() == WELCOME
+    assert client.counters.peers_opened == 2
+
+
 def test_a_lost_reply_makes_the_handler_see_the_request_again(
     impatient: ControlClient, server: ControlServer, handler: Handler
 ) -> None:
@@ -43,7 +72,7 @@ def test_repeated_replies_are_ignored(client: ControlClient, server: ControlServ
     with FaultyNetwork(server.port, lambda way, frame: [(0.0, frame)] * 3) as network:
         for _ in range(20):
             assert client.request(HERE, network.port, HELLO, 10).result() == WELCOME
-        wait_until(lambda: client.counters.late_replies == 20 * (3 * 3 - 1))
+        until(lambda: client.counters.late_replies == 20 * (3 * 3 - 1))
     assert client.counters.answered == 20
 
 
@@ -57,7 +86,7 @@ def test_a_reply_after_the_timeout_is_ignored(client: ControlClient, server: Con
         with pytest.raises(PeerUnreachable):
             client.request(HERE, network.port, RELEASE, 0.1).result(5)
         assert kept.result() == WELCOME
-        wait_until(lambda: client.counters.late_replies >= 1)
+        until(lambda: client.counters.late_replies >= 1)
 
 
 def test_a_garbled_reply_is_ignored_and_the_next_one_taken(impatient: ControlClient, server: ControlServer) -> None:

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import zmq
 
-from tests.transfer.control.support import ENGINE, Handler, pack, unpack, wait_until
+from tests.support.control.samples import ENGINE, Handler, pack, unpack
+from tests.support.waiting import until
 from transfer.control.messages import MAX_REQUEST_BYTES, PROTOCOL_VERSION, Error, ErrorCode, Reply, Request
 from transfer.control.server import ControlServer
 
@@ -143,7 +144,7 @@ def test_a_peer_that_never_reads_loses_replies_and_does_not_stop_the_server(hand
     deaf.socket.setsockopt(zmq.RCVTIMEO, 0)
     for _ in range(1000):  # more than the socket buffers of both ends and the queues hold
         deaf.socket.send(HELLO)
-    wait_until(lambda: server.counters.replies_dropped > 0)
+    until(lambda: server.counters.replies_dropped > 0)
     assert other.ask(HELLO)[1] == 11
     deaf.close()
     other.close()

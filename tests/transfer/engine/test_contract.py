@@ -1,4 +1,7 @@
-"""What every transfer engine must do, over each of them."""
+"""What every transfer engine must do, over each of them.
+
+Covers: transfer.engine.base.
+"""
 
 import threading
 from collections.abc import Iterator
@@ -8,12 +11,13 @@ import pytest
 
 from layout.copies import EMPTY, Copies
 from layout.geometry import Region
-from tests.transfer.engine.conftest import MEMORY_BYTES, Pair
-from tests.transfer.engine.memory import Memory, copies, even_copies
+from tests.support.engine.pairs import MEMORY_BYTES, EnginePair
+from tests.support.memory import Memory, copies, even_copies
 from transfer.engine.base import EngineStartError, ReadFailed, TransferEngine
+from transfer.errors import TransferError
 
 
-def test_a_read_brings_exactly_the_bytes_of_its_descriptors(pair: Pair) -> None:
+def test_a_read_brings_exactly_the_bytes_of_its_descriptors(pair: EnginePair) -> None:
     link = pair.reader.open(pair.peer.address, [pair.source.region])
     runs = [(0, 4096, 100), (1000, 0, 1), (4096, 65536, 4096), (MEMORY_BYTES - 7, 3, 7)]
     link.read(copies(pair.destination.region, pair.source.region, runs), 10)
@@ -23,24 +27,24 @@ def test_a_read_brings_exactly_the_bytes_of_its_descriptors(pair: Pair) -> None:
     assert np.array_equal(pair.destination.view, expected)
 
 
-def test_a_batch_of_5000_descriptors_lands_whole(pair: Pair) -> None:
+def test_a_batch_of_5000_descriptors_lands_whole(pair: EnginePair) -> None:
     link = pair.reader.open(pair.peer.address, [pair.source.region])
     link.read(even_copies(pair.destination.region, pair.source.region, 5000, 512), 20)
     assert np.array_equal(pair.destination.view[: 5000 * 512], pair.source.view[: 5000 * 512])
     assert not pair.destination.view[5000 * 512 :].any()
 
 
-def test_one_descriptor_of_all_memory_lands_whole(pair: Pair) -> None:
+def test_one_descriptor_of_all_memory_lands_whole(pair: EnginePair) -> None:
     link = pair.reader.open(pair.peer.address, [pair.source.region])
     link.read(even_copies(pair.destination.region, pair.source.region, 1, MEMORY_BYTES), 20)
     assert np.array_equal(pair.destination.view, pair.source.view)
 
 
-def test_an_empty_batch_is_read_at_once(pair: Pair) -> None:
+def test_an_empty_batch_is_read_at_once(pair: EnginePair) -> None:
     pair.reader.open(pair.peer.address, [pair.source.region]).read(EMPTY, 0)
 
 
-def test_a_second_read_sees_what_the_peer_wrote_since(pair: Pair) -> None:
+def test_a_second_read_sees_what_the_peer_wrote_since(pair: EnginePair) -> None:
     link = pair.reader.open(pair.peer.address, [pair.source.region])
     batch = even_copies(pair.destination.region, pair.source.region, 2, 4096)
     link.read(batch, 10)
@@ -49,8 +53,8 @@ def test_a_second_read_sees_what_the_peer_wrote_since(pair: Pair) -> None:
     assert (pair.destination.view[:8192] == 200).all()
 
 
-def test_links_to_two_peers_read_at_the_same_time(pair: Pair, engines: Iterator[TransferEngine]) -> None:
-    other, other_source = next(engines), Memory.patterned(MEMORY_BYTES, seed=2)
+def test_links_to_two_peers_read_at_the_same_time(pair: EnginePair, engines: Iterator[TransferEngine]) -> None:
+    other, other_source = next(engines), Memory.of_noise(MEMORY_BYTES, seed=2)
     other.register([other_source.region])
     half = MEMORY_BYTES // 2
     batches = [
@@ -90,7 +94,7 @@ def test_links_to_two_peers_read_at_the_same_time(pair: Pair, engines: Iterator[
     ],
 )
 def test_a_descriptor_outside_registered_memory_is_refused_and_nothing_is_read(
-    pair: Pair, run: tuple[int, int, int], rule: str
+    pair: EnginePair, run: tuple[int, int, int], rule: str
 ) -> None:
     link = pair.reader.open(pair.peer.address, [pair.source.region])
     with pytest.raises(ValueError, match=rule) as refusal:
@@ -100,14 +104,14 @@ def test_a_descriptor_outside_registered_memory_is_refused_and_nothing_is_read(
     assert not pair.destination.view.any()
 
 
-def test_a_read_into_memory_that_was_never_registered_is_refused(pair: Pair) -> None:
+def test_a_read_into_memory_that_was_never_registered_is_refused(pair: EnginePair) -> None:
     stranger = Memory(4096)
     link = pair.reader.open(pair.peer.address, [pair.source.region])
     with pytest.raises(ValueError, match="destination is outside the memory registered here"):
         link.read(even_copies(stranger.region, pair.source.region, 1, 64), 10)
 
 
-def test_memory_may_be_registered_after_a_link_was_opened(pair: Pair) -> None:
+def test_memory_may_be_registered_after_a_link_was_opened(pair: EnginePair) -> None:
     link = pair.reader.open(pair.peer.address, [pair.source.region])
     later = Memory(4096)
     pair.reader.register([later.region])
@@ -115,8 +119,8 @@ def test_memory_may_be_registered_after_a_link_was_opened(pair: Pair) -> None:
     assert np.array_equal(later.view, pair.source.view[:4096])
 
 
-def test_a_source_that_the_peer_never_registered_fails_the_read(pair: Pair) -> None:
-    secret = Memory.patterned(1 << 20, seed=9)
+def test_a_source_that_the_peer_never_registered_fails_the_read(pair: EnginePair) -> None:
+    secret = Memory.of_noise(1 << 20, seed=9)
     link = pair.reader.open(pair.peer.address, [pair.source.region, secret.region])
     with pytest.raises(ReadFailed):
         link.read(even_copies(pair.destination.region, secret.region, 4, 65536), 5)
@@ -139,7 +143,7 @@ def test_overlapping_regions_are_refused_and_named(engines: Iterator[TransferEng
         engine.register(regions[before:] if before else regions[::-1])
 
 
-def test_adjacent_regions_are_registered_and_not_read_across(pair: Pair) -> None:
+def test_adjacent_regions_are_registered_and_not_read_across(pair: EnginePair) -> None:
     memory = Memory(8192)
     start = memory.region.address
     pair.reader.register([Region(start, 4096), Region(start + 4096, 4096)])
@@ -149,7 +153,7 @@ def test_adjacent_regions_are_registered_and_not_read_across(pair: Pair) -> None
         link.read(even_copies(memory.region, pair.source.region, 1, 8192), 10)
 
 
-def test_a_peer_that_is_gone_cannot_be_opened(pair: Pair) -> None:
+def test_a_peer_that_is_gone_cannot_be_opened(pair: EnginePair) -> None:
     address = pair.peer.address
     pair.peer.close()
     with pytest.raises(ReadFailed, match=f"cannot reach the transfer engine at {address}") as failure:
@@ -157,14 +161,14 @@ def test_a_peer_that_is_gone_cannot_be_opened(pair: Pair) -> None:
     assert failure.value.settled
 
 
-def test_overlapping_regions_of_a_peer_are_refused(pair: Pair) -> None:
+def test_overlapping_regions_of_a_peer_are_refused(pair: EnginePair) -> None:
     region = pair.source.region
     with pytest.raises(ReadFailed, match="overlaps") as failure:
         pair.reader.open(pair.peer.address, [region, Region(region.address + 1, 5)])
     assert failure.value.settled
 
 
-def test_a_closed_link_refuses_to_read(pair: Pair) -> None:
+def test_a_closed_link_refuses_to_read(pair: EnginePair) -> None:
     link = pair.reader.open(pair.peer.address, [pair.source.region])
     link.close()
     link.close()
@@ -173,14 +177,14 @@ def test_a_closed_link_refuses_to_read(pair: Pair) -> None:
     assert failure.value.settled
 
 
-def test_a_peer_can_be_opened_again_after_its_link_was_closed(pair: Pair) -> None:
+def test_a_peer_can_be_opened_again_after_its_link_was_closed(pair: EnginePair) -> None:
     pair.reader.open(pair.peer.address, [pair.source.region]).close()
     link = pair.reader.open(pair.peer.address, [pair.source.region])
     link.read(even_copies(pair.destination.region, pair.source.region, 1, 64), 10)
     assert np.array_equal(pair.destination.view[:64], pair.source.view[:64])
 
 
-def test_a_closed_engine_closes_its_links_and_refuses_everything(pair: Pair) -> None:
+def test_a_closed_engine_closes_its_links_and_refuses_everything(pair: EnginePair) -> None:
     link = pair.reader.open(pair.peer.address, [pair.source.region])
     pair.reader.close()
     pair.reader.close()
@@ -191,3 +195,8 @@ def test_a_closed_engine_closes_its_links_and_refuses_everything(pair: Pair) -> 
     with pytest.raises(EngineStartError, match="closed"):
         pair.reader.register([Memory(4096).region])
     assert not pair.destination.view.any()
+
+
+@pytest.mark.parametrize("error", [EngineStartError, ReadFailed])
+def test_what_engines_raise_on_purpose_is_caught_as_one_kind_of_error(error: type[Exception]) -> None:
+    assert issubclass(error, TransferError)

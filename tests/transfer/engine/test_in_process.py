@@ -6,8 +6,8 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from tests.support.in_process_engine import Fault, InProcessEngine, InProcessFabric, InProcessLink
-from tests.transfer.engine.memory import Memory, even_copies
+from tests.support.engine.in_process import Fault, InProcessEngine, InProcessFabric, InProcessLink
+from tests.support.memory import Memory, even_copies
 from transfer.engine.base import ReadFailed
 
 COUNT, SIZE = 8, 16
@@ -18,7 +18,7 @@ class World:
 
     def __init__(self) -> None:
         self.fabric = InProcessFabric(seed=3)
-        self.destination, self.source = Memory(4096), Memory.patterned(4096, seed=1)
+        self.destination, self.source = Memory(4096), Memory.of_noise(4096, seed=1)
         self.reader, self.peer = InProcessEngine(self.fabric), InProcessEngine(self.fabric)
         self.reader.register([self.destination.region])
         self.peer.register([self.source.region])

@@ -1,4 +1,7 @@
-"""Real Mooncake over loopback TCP: peers that stop, die or refuse, and what is left behind."""
+"""Real Mooncake over loopback TCP: peers that stop, die or refuse, and what is left behind.
+
+Covers: transfer.engine.mooncake_native, transfer.engine.mooncake_read.
+"""
 
 import gc
 import socket
@@ -12,9 +15,10 @@ import pytest
 
 from layout.copies import concatenate
 from layout.geometry import Region
-from tests.transfer.engine.conftest import Held, until
-from tests.transfer.engine.memory import Memory, even_copies, pattern
-from tests.transfer.engine.peer_process import PeerProcess
+from tests.support.engine.peer_process import PeerProcess
+from tests.support.memory import Memory, even_copies, noise
+from tests.support.process import OpenResources
+from tests.support.waiting import until
 from transfer.engine.base import EngineStartError, ReadFailed
 from transfer.engine.mooncake import MooncakeEngine, MooncakeLink, MooncakeOptions
 
@@ -66,7 +70,7 @@ def fail_mid_read(link: MooncakeLink, peer: PeerProcess, destination: Memory, ha
 
     reading = threading.Thread(target=read)
     reading.start()
-    assert until(lambda: bool(destination.view[0]))
+    until(lambda: bool(destination.view[0]))
     peer.stop()  # before it is killed too, so that it does not finish first
     if happens == "killed":
         peer.kill()
@@ -97,7 +101,7 @@ def test_late_bytes_do_land_while_the_link_is_open(
     fail_mid_read(link, victim, destination, "stopped")
     destination.view[:] = 0
     victim.go_on()
-    assert until(lambda: bool(destination.view.any()))
+    until(lambda: bool(destination.view.any()))
 
 
 def test_a_peer_that_is_killed_fails_the_read_unsettled(
@@ -124,7 +128,7 @@ def test_a_failed_link_refuses_reads_until_it_is_closed_and_a_new_one_works(
     assert refusal.value.settled
     link.close()
     engine.open(peer.address, [peer.region]).read(good, 5)
-    assert np.array_equal(destination.view[:MIB], pattern(SIZE, 5)[:MIB])
+    assert np.array_equal(destination.view[:MIB], noise(SIZE, 5)[:MIB])
 
 
 def test_a_failure_before_the_last_descriptor_of_a_call_is_not_missed(
@@ -140,14 +144,14 @@ def test_a_failure_before_the_last_descriptor_of_a_call_is_not_missed(
 def test_a_peer_that_accepts_but_never_answers_is_given_up_after_the_connect_timeout(
     engine: MooncakeEngine, victim: PeerProcess
 ) -> None:
-    before = Held.now()
+    before = OpenResources.now()
     victim.stop()
     started = time.monotonic()
     with pytest.raises(ReadFailed, match="accepts connections but does not answer") as failure:
         engine.open(victim.address, [victim.region])
     assert failure.value.settled
     assert time.monotonic() - started < 10  # by itself it would take 60
-    assert until(lambda: before.is_all), (before, Held.now())
+    until(lambda: before.is_all, lambda: f"{OpenResources.now()} is more than {before}")
 
 
 def test_a_closed_port_cannot_be_opened(engine: MooncakeEngine) -> None:
@@ -194,7 +198,7 @@ def test_descriptors_in_flight_stay_within_the_window(
     link.read(even_copies(destination.region, peer.region, 5000, 4096), 30)
     assert 512 <= link.window.most_in_flight <= 1024
     assert link.window.in_flight == 0
-    assert np.array_equal(destination.view[: 5000 * 4096], pattern(SIZE, 5)[: 5000 * 4096])
+    assert np.array_equal(destination.view[: 5000 * 4096], noise(SIZE, 5)[: 5000 * 4096])
 
 
 def test_links_to_one_peer_share_its_window(engine: MooncakeEngine, peer: PeerProcess) -> None:
@@ -213,7 +217,7 @@ def test_a_read_that_finds_the_window_full_fails_settled_and_the_link_stays_usab
     assert failure.value.settled
     link.window.release(1024)
     link.read(batch, 5)
-    assert np.array_equal(destination.view[:16384], pattern(SIZE, 5)[:16384])
+    assert np.array_equal(destination.view[:16384], noise(SIZE, 5)[:16384])
 
 
 def test_a_failed_read_gives_its_place_in_the_window_back_on_close(
@@ -241,7 +245,7 @@ def test_closing_ends_a_read_that_is_under_way(
 
     reading = threading.Thread(target=read)
     reading.start()
-    assert until(lambda: link.window.in_flight == 4)
+    until(lambda: link.window.in_flight == 4)
     engine.close()
     reading.join()
     assert "the link was closed" in str(failures[0])
@@ -249,7 +253,7 @@ def test_closing_ends_a_read_that_is_under_way(
 
 def test_close_leaves_no_thread_and_no_file_behind(peer: PeerProcess, destination: Memory) -> None:
     gc.collect()
-    before = Held.now()
+    before = OpenResources.now()
     for _ in range(3):
         engine = MooncakeEngine(MooncakeOptions("127.0.0.1"))
         engine.register([destination.region])
@@ -259,7 +263,7 @@ def test_close_leaves_no_thread_and_no_file_behind(peer: PeerProcess, destinatio
             engine.open("127.0.0.1:1", [peer.region])
         engine.close()
         engine.close()
-    assert until(lambda: before.is_all), (before, Held.now())
+    until(lambda: before.is_all, lambda: f"{OpenResources.now()} is more than {before}")
 
 
 def test_closing_a_link_does_not_stop_other_python_threads(engine: MooncakeEngine, peer: PeerProcess) -> None:
@@ -275,7 +279,7 @@ def test_closing_a_link_does_not_stop_other_python_threads(engine: MooncakeEngin
     longest = []
     for _ in range(3):
         link = engine.open(peer.address, [peer.region])
-        assert until(lambda: len(ticks) > 1)
+        until(lambda: len(ticks) > 1)
         ticks.clear()
         ticks.append(time.monotonic())
         link.close()

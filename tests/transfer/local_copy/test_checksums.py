@@ -1,4 +1,7 @@
-"""Checksums against a second opinion that adds them up one byte number at a time, over all forms of caches."""
+"""Checksums against a second opinion that adds them up one byte number at a time, over all forms of caches.
+
+Covers: layout.checksums.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,8 +17,8 @@ from layout.checksums import RUN_TOKENS, PlaneSums, item_weights, run_tokens
 from layout.copies import Int64Array
 from layout.geometry import CacheGroup, Plane
 from layout.plan import BlockTable, PlanError
-from tests.layout.oracle import LAYOUTS, Engine, Extra, Held, Items, Model, Rank, Table, build
-from tests.layout.test_matrix import WHOLE_HEADS, engines, models, thorough
+from tests.support.layout.oracle import LAYOUTS, WHOLE_HEADS, Engine, Extra, Held, Items, Model, Rank, Table, build
+from tests.support.layout.strategies import engines, models, thorough
 from transfer.local_copy import checksums
 from transfer.local_copy.checksums import BlockReader, ReadableBlocks, in_place, sum_plane
 

@@ -3,15 +3,13 @@
 import threading
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from layout.copies import EMPTY, Copies
+from tests.support.memory import Bytes
 from transfer.local_copy.reshape import run_copies, warm_up
-
-Bytes = npt.NDArray[np.uint8]
 
 
 def aligned(size: int) -> Bytes:

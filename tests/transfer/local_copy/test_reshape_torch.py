@@ -18,17 +18,13 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from layout.copies import EMPTY, Copies
+from tests.support.memory import Bytes, noise
 from transfer.local_copy.reshape_torch import LARGE_BYTES, SideStream, TensorCopier
 
-Bytes = npt.NDArray[np.uint8]
 Run = tuple[int, int, int]  # destination, source, bytes
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int8, torch.bool, torch.float64)
-
-
-def noise(size: int, seed: int = 0) -> Bytes:
-    return np.random.default_rng(seed).integers(0, 256, size, np.uint8)
 
 
 def copies_of(runs: Sequence[Run]) -> Copies:

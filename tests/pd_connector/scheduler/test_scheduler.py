@@ -1,0 +1,325 @@
+"""The scheduler side: which roles it takes up, in which order they are asked, and what of their answers vLLM is told.
+
+Covers: pd_connector.scheduler.roles.
+"""
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from layout.geometry import WorkerGeometry
+from pd_connector.config import parse_config
+from pd_connector.orders import Cause, Orders, RefuseOrder, Report, WorkerHandshake
+from pd_connector.scheduler.consumer import Consumer
+from pd_connector.scheduler.host_tier import HostTier
+from pd_connector.scheduler.producer import Producer
+from pd_connector.scheduler.roles import SchedulerRole
+from pd_connector.scheduler.scheduler import ConnectorScheduler
+from pd_connector.stats import StatsRecorder
+from pd_connector.vllm.engine_config import UnsupportedError
+from tests.support.connector.requests import FakeRequest, a_prompt, allocated
+from tests.support.connector.vllm_engine import CACHES, a_config
+from tests.support.host_tier.setup import Setup, make_manager
+from tests.support.process import free_port
+
+Calls = list[tuple[Any, ...]]
+REQUEST: Any = FakeRequest("r", a_prompt(70))
+HOST = {"cpu_bytes_to_use": 1 << 20}
+
+
+class Recorded(SchedulerRole):
+    """Writes down what it is asked, and answers as the test says."""
+
+    def __init__(self, name: str, calls: Calls) -> None:
+        self.name, self.calls = name, calls
+        self.missing: int | None = 0
+        self.takes = 0
+        self.params: dict[str, Any] | None = None
+        self.wants = self.frees_soon = False
+        self.can_reset = True
+
+    def note(self, *what: object) -> None:
+        self.calls.append((self.name, *what))
+
+    def set_workers(self, handshakes: Sequence[WorkerHandshake]) -> None:
+        self.note("workers", *(handshake.host_slots for handshake in handshakes))
+
+    def add(self, request: Any) -> None:
+        self.note("add", request.request_id)
+
+    def free_blocks(self) -> None:
+        self.note("free")
+
+    def missing_tokens(self, request: Any, computed_tokens: int) -> int | None:
+        self.note("missing", computed_tokens)
+        return self.missing
+
+    def withdraw(self, request: Any) -> None:
+        self.note("withdraw")
+
+    def allocated(self, request: Any, blocks: Any, external_tokens: int) -> int:
+        self.note("allocated", external_tokens)
+        return self.takes
+
+    def step_orders(self, scheduled: Mapping[str, int]) -> Orders:
+        self.note("orders", *scheduled)
+        return Orders(refusals=(RefuseOrder(self.name, Cause.LEASE, ""),))
+
+    def settled(self, request_ids: set[str], failed: set[str], report: Report) -> None:
+        self.note("settled", *request_ids, *failed)
+
+    def finish(self, request: Any, block_ids: Sequence[Sequence[int]]) -> dict[str, Any] | None:
+        self.note("finish", *block_ids)
+        return self.params
+
+    @property
+    def wants_step(self) -> bool:
+        return self.wants
+
+    @property
+    def frees_blocks_soon(self) -> bool:
+        return self.frees_soon
+
+    def loaded_tokens(self, request: Any) -> int:
+        return self.takes
+
+    def take_events(self) -> Any:
+        return [f"event of {self.name}"]
+
+    def update_stats(self, stats: StatsRecorder) -> None:
+        stats.count("asked", label=self.name)
+
+    def reset(self) -> bool:
+        self.note("reset")
+        return self.can_reset
+
+    def close(self) -> None:
+        self.note("close")
+
+    def check_integrity(self) -> None:
+        self.note("check")
+
+
+Open = Callable[..., ConnectorScheduler]
+
+
+@pytest.fixture
+def side_of(model: Path) -> Iterator[Open]:
+    """Makes scheduler sides of a kv_role; changes of vLLM's configuration are given as ``vllm``."""
+    before, made = set(threading.enumerate()), list[ConnectorScheduler]()
+
+    def make(role: str, vllm: Callable[[Any], object] = lambda config: None, **extra: Any) -> ConnectorScheduler:
+        settings = {"host": "127.0.0.1", **extra}
+        config = a_config(model, role, **settings)
+        config.cache_config.enable_prefix_caching = True
+        config.max_in_flight_tokens, config.num_prefill_lookahead_tokens = 64, 0
+        config.scheduler_config = SimpleNamespace(max_num_batched_tokens=64, max_num_seqs=4)
+        config.model_config.max_model_len = 64
+        vllm(config)
+        made.append(ConnectorScheduler(config, CACHES, parse_config(settings), StatsRecorder()))
+        return made[-1]
+
+    yield make
+    for side in made:
+        side.shutdown()
+    assert set(threading.enumerate()) <= before
+
+
+@pytest.fixture
+def calls() -> Calls:
+    return []
+
+
+@pytest.fixture
+def side(side_of: Open) -> ConnectorScheduler:
+    """One that has no roles of its own."""
+    side = side_of("kv_both")
+    side.shutdown()
+    side._roles.clear()
+    return side
+
+
+@pytest.fixture
+def roles(side: ConnectorScheduler, calls: Calls) -> list[Recorded]:
+    """Its roles: "host" is asked before "pulls"."""
+    roles = [Recorded("host", calls), Recorded("pulls", calls)]
+    side._roles.extend(roles)
+    return roles
+
+
+# Roles
+
+
+def kinds(side: ConnectorScheduler) -> list[type[SchedulerRole]]:
+    return [type(role) for role in side._roles]
+
+
+@pytest.mark.parametrize(
+    ("kv_role", "expected"),
+    [("kv_producer", [Producer]), ("kv_consumer", [Consumer]), ("kv_both", [Producer, Consumer])],
+)
+def test_an_engine_takes_up_what_its_kv_role_says(
+    side_of: Open, kv_role: str, expected: list[type[SchedulerRole]]
+) -> None:
+    assert kinds(side_of(kv_role)) == expected
+
+
+def a_handshake(tp_rank: int, pp_rank: int, host_slots: int) -> WorkerHandshake:
+    return WorkerHandshake(WorkerGeometry(tp_rank, 2, pp_rank, 2, 2, "10.0.0.5:15000", (), ()), host_slots)
+
+
+def test_host_memory_is_asked_first_and_has_what_all_workers_have(side_of: Open) -> None:
+    side = side_of("kv_both", **HOST)
+    assert kinds(side) == [Producer, Consumer]
+    side.bind_cache_manager(make_manager(Setup()))
+    side.set_workers({(0, 0): a_handshake(0, 0, 9), (0, 1): a_handshake(1, 0, 5)})
+    assert kinds(side) == [HostTier, Producer, Consumer]
+    (tier, *_) = side._roles
+    assert isinstance(tier, HostTier)
+    assert tier._pool.slots == 5
+    side.check_integrity()
+
+
+def test_host_memory_without_prefix_caching_is_refused_at_once(side_of: Open) -> None:
+    def switch_off(config: Any) -> None:
+        config.cache_config.enable_prefix_caching = False
+
+    with pytest.raises(UnsupportedError, match=r"cpu_bytes_to_use: .* prefix caching, which is off"):
+        side_of("kv_both", switch_off, **HOST)
+
+
+def test_engines_of_one_deployment_on_one_host_have_ports_in_a_row(side_of: Open) -> None:
+    def be_the_third(config: Any) -> None:
+        config.parallel_config.data_parallel_index = 2
+
+    port = free_port()
+    (producer,) = side_of("kv_producer", be_the_third, port=port - 2)._roles
+    assert isinstance(producer, Producer)
+    assert producer.port == port
+
+
+def test_workers_are_known_stage_by_stage(side: ConnectorScheduler, roles: list[Recorded], calls: Calls) -> None:
+    ranks = [(1, 0), (0, 1), (1, 1), (0, 0)]
+    side.set_workers({(pp, tp): a_handshake(tp, pp, 10 * pp + tp) for pp, tp in ranks})
+    assert calls == [(role.name, "workers", 0, 1, 10, 11) for role in roles]
+
+
+def test_a_role_that_overrides_nothing_changes_nothing(side: ConnectorScheduler) -> None:
+    side._roles.append(SchedulerRole())
+    side.set_workers({(0, 0): a_handshake(0, 0, 0)})
+    side.add(REQUEST)
+    assert side.missing_tokens(REQUEST, 0) == 0
+    side.allocated(REQUEST, allocated([1, 2]), 0)
+    assert side.step_orders({}) == Orders()
+    side.settled({"r"}, set(), Report())
+    assert side.finish(REQUEST, ([1, 2],)) is None
+    assert not side.wants_step()
+    assert not side.frees_blocks_soon()
+    assert side.loaded_tokens(REQUEST) == 0
+    assert side.take_events() == []
+    assert side.reset()
+    side.update_stats()
+    side.check_integrity()
+
+
+# Tokens
+
+
+def test_each_role_is_asked_for_what_those_before_it_do_not_bring(
+    side: ConnectorScheduler, roles: list[Recorded], calls: Calls
+) -> None:
+    roles[0].missing, roles[1].missing = 32, 17
+    assert side.missing_tokens(REQUEST, 16) == 49
+    freed, asked = calls[:2], calls[2:]
+    assert freed == [("host", "free"), ("pulls", "free")], "blocks are free before any are looked for"
+    assert asked == [("host", "missing", 16), ("pulls", "missing", 48)]
+
+
+def test_who_has_offered_is_told_when_another_does_not_know_yet(
+    side: ConnectorScheduler, roles: list[Recorded], calls: Calls
+) -> None:
+    side._roles.append(Recorded("later", calls))
+    roles[0].missing, roles[1].missing = 32, None
+    assert side.missing_tokens(REQUEST, 0) is None
+    assert calls[3:] == [("host", "missing", 0), ("pulls", "missing", 32), ("host", "withdraw")]
+
+
+def test_each_role_takes_its_part_of_the_tokens_that_were_found_room_for(
+    side: ConnectorScheduler, roles: list[Recorded], calls: Calls
+) -> None:
+    roles[0].takes, roles[1].takes = 32, 17
+    side.allocated(REQUEST, allocated([1, 2, 3, 4]), 49)
+    assert calls == [("host", "allocated", 49), ("pulls", "allocated", 17)]
+    assert side.loaded_tokens(REQUEST) == 49
+
+
+# Steps
+
+
+def test_orders_of_a_step_are_those_of_all_roles(side: ConnectorScheduler, roles: list[Recorded], calls: Calls) -> None:
+    orders = side.step_orders({"r": 5})
+    assert [order.request_id for order in orders.refusals] == ["host", "pulls"]
+    assert calls == [("host", "free"), ("pulls", "free"), ("host", "orders", "r"), ("pulls", "orders", "r")]
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_one_role_is_enough_to_want_a_step_or_to_wait_for_blocks(
+    side: ConnectorScheduler, roles: list[Recorded], number: int
+) -> None:
+    assert not side.wants_step()
+    assert not side.frees_blocks_soon()
+    roles[number].wants = True
+    assert (side.wants_step(), side.frees_blocks_soon()) == (True, False)
+    roles[number].wants, roles[number].frees_soon = False, True
+    assert (side.wants_step(), side.frees_blocks_soon()) == (False, True)
+
+
+@pytest.mark.usefixtures("roles")
+def test_all_roles_hear_of_every_request(side: ConnectorScheduler, calls: Calls) -> None:
+    side.add(REQUEST)
+    side.settled({"r"}, {"r"}, Report())
+    expected = [("add", "r"), ("settled", "r", "r")]
+    assert calls == [(name, *call) for call in expected for name in ("host", "pulls")]
+
+
+@pytest.mark.parametrize(
+    ("answers", "told"),
+    [((None, None), None), (({"a": 1}, None), {"a": 1}), ((None, {"b": 2}), {"b": 2}), (({}, {"b": 2}), {})],
+)
+def test_a_response_has_the_params_of_the_first_role_that_has_any_and_all_let_the_request_go(
+    side: ConnectorScheduler, roles: list[Recorded], calls: Calls, answers: tuple[Any, Any], told: Any
+) -> None:
+    for role, params in zip(roles, answers, strict=True):
+        role.params = params
+    assert side.finish(REQUEST, ([3, 1],)) == told
+    assert calls == [("host", "finish", [3, 1]), ("pulls", "finish", [3, 1])]
+
+
+@pytest.mark.usefixtures("roles")
+def test_events_and_counts_are_those_of_all_roles(side: ConnectorScheduler) -> None:
+    assert side.take_events() == ["event of host", "event of pulls"]
+    side.update_stats()
+    data = side._stats.take()
+    assert data is not None
+    assert data["counts"] == {"asked:host": 1, "asked:pulls": 1}
+
+
+@pytest.mark.parametrize("stubborn", [(), (0,), (1,), (0, 1)])
+def test_all_roles_forget_and_one_that_cannot_is_told(
+    side: ConnectorScheduler, roles: list[Recorded], calls: Calls, stubborn: tuple[int, ...]
+) -> None:
+    for number in stubborn:
+        roles[number].can_reset = False
+    assert side.reset() == (not stubborn)
+    assert calls == [("host", "reset"), ("pulls", "reset")]
+
+
+@pytest.mark.usefixtures("roles")
+def test_all_roles_are_closed_and_their_books_checked(side: ConnectorScheduler, calls: Calls) -> None:
+    side.check_integrity()
+    side.shutdown()
+    assert calls == [(name, call) for call in ("check", "close") for name in ("host", "pulls")]

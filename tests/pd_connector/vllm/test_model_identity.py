@@ -1,0 +1,123 @@
+"""What identifies a model: what it computes and holds, not how it was saved or where it lies."""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from layout.geometry import ModelIdentity
+from pd_connector.vllm.model_identity import model_identity
+from tests.support.connector.vllm_engine import a_config
+
+CONFIG = {"hidden_size": 128, "rope_theta": 1e4, "_name_or_path": "here", "torch_dtype": "float32"}
+
+
+def write(directory: Path, **changes: object) -> Path:
+    directory.mkdir(exist_ok=True)
+    (directory / "config.json").write_text(json.dumps({**CONFIG, **changes}))
+    (directory / "model.safetensors").write_bytes(bytes(range(256)) * 1024)
+    return directory
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    return write(tmp_path / "model")
+
+
+def identity(directory: Path, check: str = "weights", **changes: Any) -> ModelIdentity:
+    config = a_config(directory)
+    for name, value in changes.items():
+        setattr(config.cache_config if name == "cache_dtype" else config.model_config, name, value)
+    return model_identity(config, check)
+
+
+def test_it_has_the_models_numbers_and_both_digests(directory: Path) -> None:
+    found = identity(directory)
+    assert found == ModelIdentity(
+        "LlamaForCausalLM", found.config_digest, found.weights_digest, 2, 2, 64, "float32", "float32"
+    )
+    assert len({found.config_digest, found.weights_digest, ""}) == 3
+
+
+def test_a_copy_is_the_same_model_wherever_it_lies(directory: Path, tmp_path: Path) -> None:
+    shutil.copytree(directory, tmp_path / "copy")
+    assert identity(tmp_path / "copy") == identity(directory)
+
+
+@pytest.mark.parametrize("key", ["_name_or_path", "dtype", "torch_dtype", "transformers_version", "use_cache"])
+def test_how_it_was_saved_does_not_matter(directory: Path, tmp_path: Path, key: str) -> None:
+    assert identity(write(tmp_path / "other", **{key: "something else"})) == identity(directory)
+
+
+def test_another_configuration_is_another_model(directory: Path, tmp_path: Path) -> None:
+    ours, theirs = identity(directory), identity(write(tmp_path / "other", rope_theta=1e6))
+    assert theirs.config_digest != ours.config_digest
+    assert replace(theirs, config_digest=ours.config_digest) == ours
+
+
+def test_what_the_user_overrides_counts(directory: Path) -> None:
+    plain, overridden = identity(directory), identity(directory, hf_overrides={"rope_theta": 5e5})
+    assert overridden.config_digest != plain.config_digest
+    assert overridden == identity(directory, hf_overrides={"rope_theta": 5e5})
+    assert identity(directory, hf_overrides=dict).config_digest != plain.config_digest
+
+
+@pytest.mark.parametrize("place", [1, 5, 13])  # of 16ths of the file: the samples are in the middle of its 8ths
+def test_other_weights_are_told_apart_by_a_sample(directory: Path, place: int) -> None:
+    ours = identity(directory)
+    weights = directory / "model.safetensors"
+    contents = bytearray(weights.read_bytes())
+    contents[place * len(contents) // 16 + 7] ^= 1
+    weights.write_bytes(contents)
+    theirs = identity(directory)
+    assert theirs.weights_digest != ours.weights_digest
+    assert replace(theirs, weights_digest=ours.weights_digest) == ours
+
+
+def test_weights_of_another_name_or_size_are_told_apart(directory: Path) -> None:
+    ours = identity(directory)
+    (directory / "model.safetensors").rename(directory / "model-00001-of-00002.safetensors")
+    renamed = identity(directory)
+    (directory / "model-00002-of-00002.safetensors").write_bytes(b"")
+    digests = {found.weights_digest for found in (ours, renamed, identity(directory))}
+    assert len(digests) == 3
+
+
+def test_less_is_compared_where_the_user_asks_for_less(directory: Path) -> None:
+    whole = identity(directory)
+    assert identity(directory, "config") == replace(whole, weights_digest="")
+    assert identity(directory, "off") == replace(whole, weights_digest="", config_digest="")
+
+
+def test_weights_in_another_format_are_not_compared(directory: Path) -> None:
+    (directory / "model.safetensors").rename(directory / "model.bin")
+    assert identity(directory).weights_digest == ""
+
+
+def test_a_model_that_is_not_on_this_machine_is_known_by_what_transformers_made_of_its_configuration() -> None:
+    class Loaded:
+        def __init__(self, hidden_size: int) -> None:
+            self.hidden_size = hidden_size
+
+        def to_diff_dict(self) -> dict[str, object]:
+            return {"hidden_size": self.hidden_size, "transformers_version": "1"}
+
+    name = Path("nobody/no-such-model-of-these-tests")
+    one, same, other = (identity(name, hf_config=Loaded(size)) for size in (128, 128, 256))
+    assert one == same
+    assert one.weights_digest == ""
+    assert other.config_digest != one.config_digest
+
+
+def test_the_cache_has_the_models_dtype_unless_it_is_said_otherwise(directory: Path) -> None:
+    assert identity(directory, dtype=torch.bfloat16).cache_dtype == "bfloat16"
+    found = identity(directory, dtype=torch.bfloat16, cache_dtype="fp8")
+    assert (found.model_dtype, found.cache_dtype) == ("bfloat16", "fp8")
+
+
+def test_a_latent_cache_has_one_head(directory: Path) -> None:
+    assert identity(directory, use_mla=True).kv_heads == 1

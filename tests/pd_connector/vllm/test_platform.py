@@ -1,0 +1,56 @@
+"""What differs by platform, and a log that goes where vLLM's goes."""
+
+import logging
+from types import SimpleNamespace
+
+import pytest
+import vllm.platforms
+from vllm.distributed import parallel_state
+from vllm.utils import network_utils
+
+from pd_connector.vllm import platform
+from pd_connector.vllm.cache_groups import Ranks
+
+PACKAGES = ("layout", "transfer", "pd_connector")
+
+
+@pytest.fixture
+def vllm_logger(monkeypatch: pytest.MonkeyPatch) -> logging.Logger:
+    logger = logging.getLogger("vllm")
+    monkeypatch.setattr(logger, "handlers", [logging.NullHandler()])
+    monkeypatch.setattr(logger, "propagate", False)
+    monkeypatch.setattr(logger, "level", logging.WARNING)
+    return logger
+
+
+def test_the_packages_log_where_vllm_does_at_its_level(vllm_logger: logging.Logger) -> None:
+    for _ in range(2):  # two connectors of one process
+        platform.share_logging()
+        for logger in map(logging.getLogger, PACKAGES):
+            assert (logger.handlers, logger.level, logger.propagate) == (vllm_logger.handlers, logging.WARNING, False)
+    vllm_logger.addHandler(new := logging.NullHandler())
+    assert new not in logging.getLogger(PACKAGES[0]).handlers, "each has a list of its own"
+
+
+def test_a_workers_ranks_are_those_of_its_process_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parallel_state, "get_tp_group", lambda: SimpleNamespace(rank_in_group=2, world_size=4))
+    monkeypatch.setattr(parallel_state, "get_pp_group", lambda: SimpleNamespace(rank_in_group=1, world_size=3))
+    assert platform.worker_ranks() == Ranks(2, 4, 1, 3)
+
+
+def test_the_address_is_the_one_that_vllm_gives_to_other_machines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(network_utils, "get_ip", lambda: "10.1.2.3")
+    assert platform.host_address() == "10.1.2.3"
+
+
+@pytest.mark.parametrize(
+    ("device", "protocol", "on_host"),
+    [("cpu", "tcp", True), ("cuda", "rdma", False), ("npu", "ascend", False), ("xpu", "tcp", False)],
+)
+def test_transport_and_memory_follow_from_the_devices(
+    monkeypatch: pytest.MonkeyPatch, device: str, protocol: str, on_host: bool
+) -> None:
+    monkeypatch.setattr(vllm.platforms, "current_platform", SimpleNamespace(device_type=device))
+    assert platform.device_type() == device
+    assert platform.default_protocol() == protocol
+    assert platform.caches_are_host_memory() == on_host

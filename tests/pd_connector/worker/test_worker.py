@@ -1,0 +1,269 @@
+"""The worker side: which roles it takes up, how they are asked, what a request waits for, and how all of it ends."""
+
+import logging
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pd_connector.config import parse_config
+from pd_connector.orders import ChecksumReport, Orders, Report
+from pd_connector.stats import StatsRecorder
+from pd_connector.vllm.cache_groups import Ranks
+from pd_connector.worker import worker as module
+from pd_connector.worker.checksums import LeaseChecksums
+from pd_connector.worker.host_pool import HostPool
+from pd_connector.worker.pulls import Pulls
+from pd_connector.worker.roles import PartEnd, WorkerRole
+from pd_connector.worker.worker import ConnectorWorker
+from tests.support.connector.vllm_engine import BLOCK_TOKENS, CACHES, LAYERS, a_config
+from tests.support.engine.in_process import InProcessEngine, InProcessFabric
+
+Calls = list[tuple[str, str]]
+
+
+@dataclass(frozen=True)
+class Part:
+    """The end of a part of a request."""
+
+    request_id: str
+    failure: str = ""
+
+    def count(self, stats: StatsRecorder) -> None:
+        stats.count("parts", label=self.request_id)
+
+
+class Recorded(WorkerRole):
+    """Does nothing but write down what it is asked."""
+
+    def __init__(self, name: str, calls: Calls) -> None:
+        self.name, self.calls = name, calls
+        self.starts: Sequence[str] = ()
+        self.ends: list[PartEnd] = []
+        self.report = Report()
+
+    def execute(self, orders: Orders) -> Sequence[str]:
+        self.calls.append((self.name, "execute"))
+        return self.starts
+
+    def take_ends(self) -> Sequence[PartEnd]:
+        ends, self.ends = self.ends, []
+        return ends
+
+    def take_report(self) -> Report:
+        return self.report
+
+    def close(self) -> None:
+        self.calls.append((self.name, "close"))
+
+    def join(self) -> None:
+        self.calls.append((self.name, "join"))
+
+    def check_integrity(self) -> None:
+        self.calls.append((self.name, "check"))
+
+
+class Engine(InProcessEngine):
+    """Writes down when it is closed."""
+
+    def __init__(self, calls: Calls) -> None:
+        super().__init__(InProcessFabric())
+        self.calls = calls
+
+    def close(self) -> None:
+        self.calls.append(("engine", "close"))
+        super().close()
+
+
+@dataclass
+class Worker:
+    side: ConnectorWorker
+    stats: StatsRecorder
+    engine: Engine
+    calls: Calls
+
+    def with_roles(self, *names: str) -> list[Recorded]:
+        """Other roles in the place of its own."""
+        roles = [Recorded(name, self.calls) for name in names]
+        self.side._roles[:] = roles
+        return roles
+
+    @property
+    def kinds(self) -> list[type[WorkerRole]]:
+        return [type(role) for role in self.side._roles]
+
+
+Open = Callable[..., Worker]
+
+
+@pytest.fixture
+def worker_of(model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Open]:
+    """Makes workers of a kv_role; ``registered`` ones know their caches."""
+    before, made = set(threading.enumerate()), list[Worker]()
+    monkeypatch.setattr(module, "worker_ranks", lambda: Ranks(0, 1, 0, 1))
+
+    def make(role: str, policy: str = "fail", *, registered: bool = False, **extra: Any) -> Worker:
+        settings = {"host": "127.0.0.1", "protocol": "tcp", **extra}
+        config = a_config(model, role, policy, **settings)
+        config.parallel_config.local_world_size = 1
+        stats, calls = StatsRecorder(), Calls()
+        engine = Engine(calls)
+        worker = Worker(
+            ConnectorWorker(config, CACHES, parse_config(settings), stats, lambda _: engine), stats, engine, calls
+        )
+        if registered:
+            worker.side.register_caches({name: torch.zeros(8, 2, BLOCK_TOKENS, 128) for name in LAYERS})
+        made.append(worker)
+        return worker
+
+    yield make
+    for worker in made:
+        worker.side.check_integrity()
+        worker.side.shutdown()
+    assert set(threading.enumerate()) <= before
+
+
+# Roles
+
+
+@pytest.mark.parametrize(
+    ("kv_role", "settings", "kinds"),
+    [
+        ("kv_producer", {}, []),
+        ("kv_consumer", {}, [Pulls]),
+        ("kv_both", {}, [Pulls]),
+        ("kv_producer", {"verify": True}, [LeaseChecksums]),
+        ("kv_consumer", {"verify": True}, [Pulls]),
+        ("kv_both", {"verify": True, "cpu_bytes_to_use": 64 << 20}, [HostPool, LeaseChecksums, Pulls]),
+    ],
+)
+def test_a_worker_takes_up_what_its_engine_does(
+    worker_of: Open, kv_role: str, settings: dict[str, Any], kinds: list[type[WorkerRole]]
+) -> None:
+    assert worker_of(kv_role, registered=True, **settings).kinds == kinds
+
+
+def test_what_a_worker_tells_peers_is_known_once_its_caches_are(worker_of: Open) -> None:
+    assert worker_of("kv_both").side.handshake() is None
+    worker = worker_of("kv_both", registered=True, cpu_bytes_to_use=64 << 20)
+    handshake = worker.side.handshake()
+    assert handshake is not None
+    (host, _) = worker.side._roles
+    assert isinstance(host, HostPool)
+    assert handshake.host_slots == host.slots > 0
+    assert handshake.geometry.engine_address == worker.engine.address
+    assert set(handshake.geometry.regions) <= set(worker.engine.memory.table.regions)
+
+
+def test_prices_of_the_user_take_the_place_of_the_protocols(worker_of: Open) -> None:
+    def prices(**settings: Any) -> tuple[float, float]:
+        (pulls,) = worker_of("kv_consumer", registered=True, **settings).side._roles
+        assert isinstance(pulls, Pulls)
+        cost = pulls._context.reads._cost
+        return cost.alpha, cost.beta
+
+    alpha, beta = prices()
+    assert prices(descriptor_cost_us=77.0) == pytest.approx((77e-6, beta))
+    assert prices(byte_cost_ns=3.0) == pytest.approx((alpha, 3e-9))
+
+
+def test_a_role_that_does_nothing_holds_nobody_up() -> None:
+    role = WorkerRole()
+    role.close()
+    role.join()
+    role.check_integrity()
+    assert (role.execute(Orders()), role.take_ends(), bool(role.take_report())) == ((), (), False)
+
+
+# What requests wait for
+
+
+def test_a_request_waits_for_its_parts_of_all_roles(worker_of: Open) -> None:
+    worker = worker_of("kv_both")
+    host, pulls = worker.with_roles("host", "pulls")
+    host.starts, pulls.starts = ["both", "loaded"], ["both", "pulled"]
+    worker.side.execute(Orders())
+    assert worker.calls == [("host", "execute"), ("pulls", "execute")]
+    host.ends = [Part("both"), Part("loaded")]
+    assert worker.side.take_results() == ({"loaded"}, set())
+    pulls.ends = [Part("both")]
+    assert worker.side.take_results() == ({"both"}, set())
+    pulls.ends = [Part("pulled")]
+    assert worker.side.take_results() == ({"pulled"}, set())
+    assert worker.side.take_results() == (set(), set())
+
+
+@pytest.mark.parametrize(
+    ("policy", "what_now"), [("fail", "The request fails"), ("recompute", "Its prompt is computed here instead")]
+)
+def test_one_failed_part_fails_the_request_and_the_log_says_what_becomes_of_it(
+    worker_of: Open, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, policy: str, what_now: str
+) -> None:
+    monkeypatch.setattr(logging.getLogger("pd_connector"), "propagate", True)
+    worker = worker_of("kv_both", policy)
+    host, pulls = worker.with_roles("host", "pulls")
+    host.starts = pulls.starts = ["r"]
+    worker.side.execute(Orders())
+    host.ends = [Part("r", "the load of 3 blocks failed")]
+    assert worker.side.take_results() == (set(), set())
+    pulls.ends = [Part("r")]
+    assert worker.side.take_results() == ({"r"}, {"r"})
+    assert [record.message for record in caplog.records if record.levelno == logging.ERROR] == [
+        f"PDConnector: request r: the load of 3 blocks failed. {what_now}"
+    ]
+
+
+def test_every_part_that_ends_is_counted(worker_of: Open) -> None:
+    worker = worker_of("kv_both")
+    host, pulls = worker.with_roles("host", "pulls")
+    host.starts = pulls.starts = ["r"]
+    worker.side.execute(Orders())
+    host.ends, pulls.ends = [Part("r")], [Part("r", "failed")]
+    worker.side.take_results()
+    data = worker.stats.take()
+    assert data is not None
+    assert data["counts"] == {"parts:r": 2}
+
+
+def test_what_no_request_waits_for_is_reported_together(worker_of: Open) -> None:
+    worker = worker_of("kv_both")
+    host, checksums = worker.with_roles("host", "checksums")
+    one, other = ChecksumReport("lease 1", 0, ()), ChecksumReport("lease 2", 0, ())
+    host.report, checksums.report = Report(checksums=(one,)), Report(checksums=(other,))
+    assert worker.side.take_report().checksums == (one, other)
+
+
+# The end
+
+
+def test_all_roles_begin_nothing_any_more_before_the_engine_ends_their_reads_and_all_are_joined(
+    worker_of: Open,
+) -> None:
+    worker = worker_of("kv_both", registered=True)
+    own = list(worker.side._roles)
+    worker.with_roles("host", "pulls")
+    worker.side.shutdown()
+    closed, ended, joined = worker.calls[:2], worker.calls[2], worker.calls[3:]
+    assert sorted(closed) == [("host", "close"), ("pulls", "close")]
+    assert ended == ("engine", "close")
+    assert sorted(joined) == [("host", "join"), ("pulls", "join")]
+    for role in own:
+        role.close()
+        role.join()
+
+
+def test_a_worker_that_never_got_caches_ends(worker_of: Open) -> None:
+    worker = worker_of("kv_both")
+    worker.side.shutdown()
+    assert worker.calls == []
+
+
+def test_the_books_of_all_roles_are_checked(worker_of: Open) -> None:
+    worker = worker_of("kv_both")
+    worker.with_roles("host", "pulls")
+    worker.side.check_integrity()
+    assert worker.calls == [("host", "check"), ("pulls", "check")]

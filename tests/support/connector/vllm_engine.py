@@ -1,0 +1,159 @@
+"""Both sides of one engine's ``PDConnector``, called as vLLM calls them.
+
+The caches and the block pool are real, the transfer engine is the in-process one, and there is no model. The
+configuration holds what the connector reads of vLLM's.
+"""
+
+import queue
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, TypeVar
+
+import torch
+from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.engine.core import EngineCoreProc, EngineShutdownState
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import RequestStatus
+
+from pd_connector.connector import PDConnector
+from pd_connector.scheduler.roles import SchedulerRole
+from tests.support.connector.requests import FakeRequest, a_prompt, cache_manager
+from tests.support.waiting import until
+
+_Role = TypeVar("_Role", bound=SchedulerRole)
+
+BLOCK_TOKENS = 32
+LAYERS = ("l0", "l1")
+SPEC = FullAttentionSpec(block_size=BLOCK_TOKENS, num_kv_heads=2, head_size=64, dtype=torch.float32)
+CACHES = KVCacheConfig(8, [], [KVCacheGroupSpec(list(LAYERS), SPEC)])
+
+
+def transfer_config(role: str = "kv_both", policy: str = "fail", **extra: Any) -> KVTransferConfig:
+    return KVTransferConfig(
+        kv_connector="PDConnector",
+        kv_connector_module_path="pd_connector",
+        kv_role=role,
+        kv_load_failure_policy=policy,
+        kv_connector_extra_config={"host": "127.0.0.1", **extra},
+    )
+
+
+def a_config(model: Path, role: str = "kv_both", policy: str = "fail", **extra: Any) -> Any:
+    return SimpleNamespace(
+        kv_transfer_config=transfer_config(role, policy, **extra),
+        parallel_config=SimpleNamespace(
+            tensor_parallel_size=1, pipeline_parallel_size=1, data_parallel_index=0, decode_context_parallel_size=1
+        ),
+        cache_config=SimpleNamespace(cache_dtype="auto"),
+        shutdown_timeout=60,
+        model_config=SimpleNamespace(
+            model=str(model),
+            dtype=torch.float32,
+            architecture="LlamaForCausalLM",
+            use_mla=False,
+            enable_sleep_mode=False,
+            revision=None,
+            hf_overrides=None,
+            get_total_num_hidden_layers=lambda: len(LAYERS),
+            get_total_num_kv_heads=lambda: 2,
+            get_head_size=lambda: 64,
+        ),
+    )
+
+
+@dataclass
+class EngineUnderTest:
+    """Both sides of one engine's connector, its caches, and what its worker has reported."""
+
+    scheduler: PDConnector
+    worker: PDConnector
+    caches: dict[str, torch.Tensor]
+    pool: BlockPool
+    tables: dict[str, list[int]] = field(default_factory=dict)
+    results: KVConnectorTransferResults = field(default_factory=KVConnectorTransferResults)
+
+    def step(self) -> None:
+        """What vLLM calls in one step without a model."""
+        orders = self.scheduler.build_connector_meta(SimpleNamespace(num_scheduled_tokens={}))
+        self.worker.bind_connector_metadata(orders)
+        results = self.worker.get_transfer_results(set())
+        report = self.worker.build_connector_worker_meta()
+        self.worker.clear_connector_metadata()
+        assert not results.finished_sending
+        for name in ("finished_recving", "failed_recving"):
+            before, new = getattr(self.results, name), getattr(results, name)
+            assert not before & new, "vLLM's scheduler dies of an id that it no longer holds"
+            before |= new
+        self.scheduler.update_connector_output(
+            KVConnectorOutput(
+                finished_recving=results.finished_recving,
+                failed_recving=results.failed_recving,
+                kv_connector_worker_meta=report,
+            )
+        )
+
+    @property
+    def held(self) -> list[int]:
+        """Blocks that somebody has references to."""
+        return [block.block_id for block in self.pool.blocks if block.ref_cnt and not block.is_null]
+
+    def steps_until(self, condition: Callable[[KVConnectorTransferResults], object]) -> None:
+        def reached() -> bool:
+            self.step()
+            return bool(condition(self.results))
+
+        until(reached)
+        self.step()
+
+    def prefill(self, request_id: str, blocks: list[int], status: Any = RequestStatus.FINISHED_LENGTH_CAPPED) -> Any:
+        """A prefill leg, computed and finished: what the connector tells vLLM."""
+        request = FakeRequest(request_id, a_prompt(70), {"do_remote_decode": True}, status=status)
+        self.scheduler.on_new_request(request)
+        assert self.scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
+        self.tables[request_id] = blocks
+        answer = self.scheduler.request_finished_all_groups(request, (blocks,))
+        del self.tables[request_id]
+        return answer
+
+    def allocate(self, request: FakeRequest, blocks: list[int]) -> None:
+        """A decode leg that arrives and gets its blocks."""
+        self.scheduler.on_new_request(request)
+        tokens, is_async = self.scheduler.get_num_new_matched_tokens(request, 0)
+        assert is_async
+        assert tokens is not None
+        assert tokens == request.num_prompt_tokens - 1
+        allocated = SimpleNamespace(get_block_ids=lambda: (blocks,))
+        self.scheduler.update_state_after_alloc(request, allocated, tokens)
+
+    @property
+    def cache_manager(self) -> Any:
+        """What vLLM binds to the connector."""
+        return cache_manager(self.pool, self.tables)
+
+    def close(self) -> None:
+        self.worker.shutdown()
+        self.scheduler.shutdown()
+
+
+#: What the fixture ``start`` is: kv_role, kv_load_failure_policy, and settings of the connector.
+StartEngine = Callable[..., EngineUnderTest]
+
+
+def role_of(engine: EngineUnderTest, kind: type[_Role]) -> _Role:
+    """The scheduler side's role of a kind."""
+    (role,) = (role for role in engine.scheduler._scheduler._roles if isinstance(role, kind))
+    return role
+
+
+class EngineCoreUnderConstruction(EngineCoreProc):  # type: ignore[misc]  # vLLM is untyped here
+    """vLLM's engine core at the moment at which it makes its scheduler, which binds the connector."""
+
+    def __init__(self, connector: PDConnector, manager: Any) -> None:
+        self.input_queue: queue.Queue[Any] = queue.Queue()
+        self.shutdown_state = EngineShutdownState.RUNNING
+        connector.bind_kv_cache_manager(manager)

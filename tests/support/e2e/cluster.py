@@ -1,0 +1,304 @@
+"""Real vLLM servers on this machine: started together, watched, ended with everything that they started.
+
+Every server is its own process group with its own log file. It is not its own session: Linux schedules sessions as
+groups (``kernel.sched_autogroup_enabled``), and vLLM's processes, which wait for each other by calling ``sched_yield``
+in a loop, then keep the other threads of their session from running for seconds on a small machine.
+
+Nothing here knows the connector beyond its name and options; what is asked of the servers is in ``client``.
+"""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from tests.support.e2e.client import MODEL_NAME, Client
+from tests.support.e2e.models import DEFAULT_MODEL, ModelSpec, write_model
+from tests.support.process import free_ports
+
+Role = Literal["kv_producer", "kv_consumer", "kv_both"]
+Layout = Literal["LBHNC", "BLHNC", "BHLNC"]
+LoadFailurePolicy = Literal["fail", "recompute"]
+
+BLOCK_SIZE = 32
+KV_CACHE_BYTES = 96 * 1024 * 1024
+START_TIMEOUT_S = 240.0
+STOP_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class ServerSpec:
+    """One server.
+
+    ``layout`` None leaves the choice to the server. ``options`` are the connector's (``kv_connector_extra_config``).
+    """
+
+    role: Role
+    model: ModelSpec = DEFAULT_MODEL
+    layout: Layout | None = "LBHNC"
+    tensor_parallel: int = 1
+    dtype: str = "float32"
+    load_failure_policy: LoadFailurePolicy = "fail"
+    block_size: int = BLOCK_SIZE
+    kv_cache_bytes: int = KV_CACHE_BYTES  # of the device, for each worker
+    arguments: tuple[str, ...] = ()  # more of vLLM's own
+    variables: tuple[tuple[str, str], ...] = ()  # of the environment
+    options: tuple[tuple[str, object], ...] = ()
+    secret: str = ""  # of the control channel; empty for none
+
+    @property
+    def name(self) -> str:
+        """For log files and messages."""
+        return (
+            f"{self.role}-{self.model.name}-{self.layout or 'own'}-tp{self.tensor_parallel}-{self.dtype}"
+            f"-{self.load_failure_policy}-{self.block_size}"
+        )
+
+    def command(self, model: Path, port: int) -> list[str]:
+        """The command line that serves the model in the directory ``model``."""
+        connector = {
+            "kv_connector": "PDConnector",
+            "kv_connector_module_path": "pd_connector",
+            "kv_role": self.role,
+            "kv_load_failure_policy": self.load_failure_policy,
+            "kv_connector_extra_config": {"host": "127.0.0.1", **dict(self.options)},
+        }
+        return [
+            *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
+            *("--model", str(model), "--served-model-name", MODEL_NAME, "--dtype", self.dtype),
+            *("--host", "127.0.0.1", "--port", str(port)),
+            *("--enforce-eager", "--block-size", str(self.block_size)),
+            *("--kv-cache-memory-bytes", str(self.kv_cache_bytes)),
+            *("--tensor-parallel-size", str(self.tensor_parallel), *self.model.server_arguments),
+            *self.arguments,
+            *("--kv-transfer-config", json.dumps(connector)),
+        ]
+
+    def environment(self) -> dict[str, str]:
+        """The server's environment: this one's, with vLLM kept offline and to one thread a worker."""
+        environment = {
+            **os.environ,
+            "HF_HUB_OFFLINE": "1",
+            "OMP_NUM_THREADS": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "VLLM_NO_USAGE_STATS": "1",
+        }
+        wanted = {"VLLM_KV_CACHE_LAYOUT": self.layout, "PD_CONNECTOR_SECRET": self.secret}
+        return environment | {name: value for name, value in wanted.items() if value} | dict(self.variables)
+
+
+@dataclass(slots=True)
+class Server:
+    """A started server. Its owner calls ``stop``; ``kill`` and ``pause`` are faults that a test injects."""
+
+    spec: ServerSpec
+    model: Path
+    port: int
+    log: Path
+    process: subprocess.Popen[bytes]
+    client: Client = field(init=False)
+    _guard: subprocess.Popen[bytes] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.revive(self.process)
+
+    def revive(self, process: subprocess.Popen[bytes]) -> None:
+        """Take over a new process in the place of one that has ended."""
+        self.process = process
+        self.client = Client(f"http://127.0.0.1:{self.port}")
+        self._guard = _spawn_guard(process.pid)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the API server's process lives."""
+        return self.process.poll() is None
+
+    def log_since(self, offset: int = 0) -> str:
+        """What the server has logged after the first ``offset`` bytes."""
+        with self.log.open("rb") as file:
+            file.seek(offset)
+            return file.read().decode(errors="replace")
+
+    @property
+    def log_size(self) -> int:
+        """Bytes logged so far: a mark for ``log_since``."""
+        return self.log.stat().st_size
+
+    def processes(self, title: str) -> list[int]:
+        """The ids of the server's processes whose command line contains ``title``, e.g. "EngineCore" or "Worker"."""
+        return [pid for pid, command in _group_members(self.process.pid) if title in command]
+
+    def signal(self, number: signal.Signals, title: str = "") -> None:
+        """Send a signal to those of the server's processes whose command line contains ``title``."""
+        for pid in self.processes(title):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    def kill(self) -> None:
+        """End every process of the server at once, without warning."""
+        assert self._guard.stdin is not None
+        self._guard.stdin.close()
+        self._guard.wait(STOP_TIMEOUT_S)
+        self.process.wait(STOP_TIMEOUT_S)
+
+    def stop(self) -> None:
+        """Ask the server to end, and end by force what is left of its process group."""
+        self.client.close()
+        if self.is_running:
+            self.process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(STOP_TIMEOUT_S)
+        self.kill()
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """What one server's processes hold.
+
+    A prefill server's workers are left out of the memory: they compute prompts of ever new shapes, for each of which
+    oneDNN keeps a kernel (400 MB after 1,500 requests, with the connector or without), and take no part in a pull.
+    """
+
+    resident_mb: float
+    threads: int
+    descriptors: int
+
+    @classmethod
+    def of(cls, server: Server) -> "Footprint":
+        computing = server.processes("Worker") if server.spec.role == "kv_producer" else []
+        pages = threads = descriptors = 0
+        for pid in server.processes(""):
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError, PermissionError):
+                directory = Path(f"/proc/{pid}")
+                if pid not in computing:
+                    pages += int((directory / "statm").read_text().split()[1])
+                threads += len(list((directory / "task").iterdir()))
+                descriptors += len(list((directory / "fd").iterdir()))
+        return cls(pages * os.sysconf("SC_PAGESIZE") / 1e6, threads, descriptors)
+
+
+class Cluster:
+    """Owner of all servers of a test session, of their models and of their logs."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._models: dict[ModelSpec, Path] = {}
+        self._servers: list[Server] = []
+        self._started = 0
+
+    def start(self, specs: Iterable[ServerSpec]) -> list[Server]:
+        """Start servers at the same time; returns them in the order of ``specs``, all of them ready to serve.
+
+        Raises:
+            RuntimeError: one has ended or is not healthy in time; the message ends with its log. All are stopped.
+        """
+        specs = list(specs)
+        begin = time.monotonic()
+        servers = [self._launch(spec, port) for spec, port in zip(specs, free_ports(len(specs)), strict=True)]
+        try:
+            for server in servers:
+                _wait_until_ready(server, begin + START_TIMEOUT_S)
+        except BaseException:
+            self.stop(servers)
+            raise
+        return servers
+
+    def restart(self, server: Server) -> None:
+        """Start a server that has ended again: the same specification, the same port, the same log file."""
+        server.stop()
+        with server.log.open("ab") as log:
+            server.revive(_spawn(server.spec, server.model, server.port, log.fileno()))
+        _wait_until_ready(server, time.monotonic() + START_TIMEOUT_S)
+
+    def stop(self, servers: Iterable[Server]) -> None:
+        """Stop servers, all at the same time."""
+        servers = list(servers)
+        for server in servers:
+            if server.is_running:
+                server.process.terminate()
+        for server in servers:
+            server.stop()
+            self._servers.remove(server)
+
+    def close(self) -> None:
+        """Stop every server that still runs."""
+        self.stop(list(self._servers))
+
+    @property
+    def servers(self) -> tuple[Server, ...]:
+        """The servers that have been started and not stopped."""
+        return tuple(self._servers)
+
+    def _launch(self, spec: ServerSpec, port: int) -> Server:
+        self._started += 1
+        model = self._model(spec.model)
+        path = self._directory / f"{self._started:02}-{spec.name}.log"
+        with path.open("wb") as log:
+            server = Server(spec, model, port, path, _spawn(spec, model, port, log.fileno()))
+        self._servers.append(server)
+        return server
+
+    def _model(self, spec: ModelSpec) -> Path:
+        if spec not in self._models:
+            self._models[spec] = write_model(self._directory / spec.name, spec)
+        return self._models[spec]
+
+
+def _spawn(spec: ServerSpec, model: Path, port: int, log: int) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        spec.command(model, port),
+        env=spec.environment(),
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=subprocess.STDOUT,
+        process_group=0,
+    )
+
+
+def _spawn_guard(group: int) -> subprocess.Popen[bytes]:
+    """A process that ends a process group as soon as we close its input, or die in whatever way."""
+    script = 'read -r _; kill -s KILL -- "-$1"'
+    return subprocess.Popen(
+        ["/bin/sh", "-c", script, "guard", str(group)],
+        stdin=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        process_group=0,
+    )
+
+
+def _wait_until_ready(server: Server, deadline: float) -> None:
+    while not server.client.is_healthy():
+        if not server.is_running or time.monotonic() > deadline:
+            state = "ended" if not server.is_running else f"is not healthy after {START_TIMEOUT_S:.0f} s"
+            raise RuntimeError(f"{server.spec.name} {state}; the end of {server.log}:\n{tail(server.log_since(), 300)}")
+        time.sleep(0.2)
+    # The first request of a process builds kernels: not a part of what a test measures or times out on.
+    server.client.compute([1, 2, 3], max_tokens=2)
+
+
+def tail(log: str, lines: int = 60) -> str:
+    """The last lines of a log, without the noise of a server's start and of health checks."""
+    kept = [line for line in log.splitlines() if not re.search(r"Route: /|leaked |GET /(health|metrics)", line)]
+    return "\n".join(kept[-lines:])
+
+
+def _group_members(group: int) -> list[tuple[int, str]]:
+    """(process id, command line) of every process of a process group."""
+    members = []
+    for directory in Path("/proc").glob("[0-9]*"):
+        try:
+            fields = (directory / "stat").read_text().rpartition(")")[2].split()
+            command = (directory / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if int(fields[2]) == group:
+            members.append((int(directory.name), command))
+    return members

@@ -1,0 +1,75 @@
+"""Other contents in a block that a prefill server holds, behind its back: what a lost promise would look like.
+
+Where the block lies is learnt as decode servers learn it, from the server's handshake; the bytes are written through
+the operating system into the memory of the server's workers.
+"""
+
+from pathlib import Path
+
+import numpy as np
+
+from layout.geometry import Plane, WorkerGeometry
+from tests.support.e2e.client import KVTransferParams
+from tests.support.e2e.cluster import Server
+from tests.support.waiting import until
+from transfer.control.client import ControlClient
+from transfer.control.keys import ControlKeys
+from transfer.control.messages import Checksummed, Checksums, Hello, NoChecksums, Welcome
+
+
+def overwrite_block(
+    server: Server, params: KVTransferParams, group: int, entry: int, keys: ControlKeys | None = None
+) -> None:
+    """Fill a block of a finished prefill with random float32 numbers, in all layers and on all ranks.
+
+    ``group`` and ``entry``: the cache group, and the place in its table in ``params["remote_block_ids"]``. ``keys`` are
+    those of the control channel.
+    """
+    block = params["remote_block_ids"][group][entry]
+    assert block, "the server holds no such block"
+    random = np.random.default_rng(block)
+    for worker in _workers(params, keys):
+        caches = worker.groups[group]
+        (process,) = server.processes(f"Worker_TP{worker.tp_rank}" if worker.tp_size > 1 else "Worker")
+        with Path(f"/proc/{process}/mem").open("r+b", buffering=0) as memory:
+            for plane in caches.planes:
+                for start, size in _heads(plane, block, caches.block_tokens // plane.block_tokens):
+                    memory.seek(start)
+                    memory.write(random.normal(size=size // 4).astype(np.float32).tobytes())
+
+
+def wait_until_summed(params: KVTransferParams, keys: ControlKeys | None = None) -> None:
+    """Wait until a server that verifies has the checksums of a finished prefill, by its one worker."""
+    client = ControlClient(keys=keys)
+    asked = Checksums(params["remote_engine_id"], params["lease_id"], 0, 0, (0, params["remote_num_tokens"]))
+
+    def summed() -> bool:
+        reply = client.request(params["remote_host"], params["remote_port"], asked, 10.0).result()
+        assert isinstance(reply, Checksummed)
+        assert reply.reason in {"", NoChecksums.PENDING}
+        return not reply.reason
+
+    try:
+        until(summed, "the blocks that are leased have checksums")
+    finally:
+        client.close()
+
+
+def _workers(params: KVTransferParams, keys: ControlKeys | None) -> tuple[WorkerGeometry, ...]:
+    client = ControlClient(keys=keys)
+    hello = Hello(params["remote_engine_id"])
+    welcome = client.request(params["remote_host"], params["remote_port"], hello, 10.0).result()
+    client.close()
+    assert isinstance(welcome, Welcome)
+    return welcome.workers
+
+
+def _heads(plane: Plane, block: int, kernel_blocks: int) -> list[tuple[int, int]]:
+    """(address, bytes) of every head of a block in every layer; a head of a block is one run on the CPU."""
+    size = (plane.block_tokens - 1) * plane.token_stride + (plane.content - 1) * plane.content_stride + plane.item_size
+    return [
+        (plane.address + layer * plane.layer_stride + kernel * plane.block_stride + head * plane.head_stride, size)
+        for layer in range(len(plane.layers))
+        for kernel in range(block * kernel_blocks, (block + 1) * kernel_blocks)
+        for head in range(plane.heads)
+    ]

@@ -1,0 +1,215 @@
+"""The sets of servers that the tests share. Each set is started once; no two are alive at the same time."""
+
+import json
+import os
+from dataclasses import dataclass, replace
+
+import pytest
+
+from tests.support.e2e.cluster import BLOCK_SIZE, Layout, LoadFailurePolicy, ServerSpec
+from tests.support.e2e.models import DEFAULT_MODEL, ModelSpec
+
+#: Short enough for a test to wait for an expiry, long against everything that a request does on a busy machine.
+LEASE_TTL_S = 20.0
+#: Short enough for a test to wait for a peer that does not answer.
+HANDSHAKE_TIMEOUT_S = 4.0
+_PULL_TIMEOUT_S = 20.0
+#: Where no test waits for them: four servers on two cores can keep each other from running for ten seconds.
+PATIENT = (("handshake_timeout_s", 40.0), ("pull_timeout_s", 60.0))
+
+
+@dataclass(frozen=True, slots=True)
+class Deployment:
+    """Servers by the names that tests use for them. All tests on ``slow`` ones are slow tests."""
+
+    name: str
+    servers: tuple[tuple[str, ServerSpec], ...]
+    slow: bool = False
+
+
+def on(*deployments: Deployment) -> pytest.MarkDecorator:
+    """The test runs on each of the deployments."""
+    return pytest.mark.parametrize("deployment", deployments, indirect=True, ids=lambda one: one.name)
+
+
+def prefill(
+    model: ModelSpec = DEFAULT_MODEL, layout: Layout = "BHLNC", tensor_parallel: int = 1, dtype: str = "float32"
+) -> ServerSpec:
+    """A prefill server."""
+    options = (("lease_ttl_s", LEASE_TTL_S),)
+    return ServerSpec("kv_producer", model, layout, tensor_parallel, dtype, options=options)
+
+
+def decode(
+    policy: LoadFailurePolicy = "fail",
+    layout: Layout = "BHLNC",
+    tensor_parallel: int = 1,
+    dtype: str = "float32",
+    *,
+    patient: bool = False,
+) -> ServerSpec:
+    """A decode server."""
+    options = (("handshake_timeout_s", HANDSHAKE_TIMEOUT_S), ("pull_timeout_s", _PULL_TIMEOUT_S))
+    options = PATIENT if patient else options
+    return ServerSpec("kv_consumer", DEFAULT_MODEL, layout, tensor_parallel, dtype, policy, options=options)
+
+
+def peer(
+    model: ModelSpec = DEFAULT_MODEL,
+    layout: Layout | None = "BHLNC",
+    tensor_parallel: int = 1,
+    block_size: int = BLOCK_SIZE,
+    policy: LoadFailurePolicy = "fail",
+) -> ServerSpec:
+    """A server of both roles: two of them that differ are pulled from in both directions."""
+    options = (("lease_ttl_s", LEASE_TTL_S), *PATIENT)
+    return ServerSpec(
+        "kv_both",
+        model,
+        layout,
+        tensor_parallel,
+        load_failure_policy=policy,
+        block_size=block_size,
+        options=options,
+    )
+
+
+def _both_sizes(layout: Layout, slow: bool = False) -> Deployment:
+    """Both roles in one physical layout, at tensor parallel size 1 and 2."""
+    return Deployment(
+        layout,
+        (
+            ("P1", prefill(layout=layout)),
+            ("D1", decode(layout=layout, patient=True)),
+            ("P2", prefill(layout=layout, tensor_parallel=2)),
+            ("D2", decode(layout=layout, tensor_parallel=2, patient=True)),
+        ),
+        slow,
+    )
+
+
+LBHNC = _both_sizes("LBHNC")
+BLHNC = _both_sizes("BLHNC", slow=True)  # between the other two in everything
+BHLNC = _both_sizes("BHLNC")
+
+#: A decode server of each failure policy, a right prefill server and one whose KV blocks mean something else.
+FAULTS = Deployment(
+    "faults",
+    (
+        ("P", prefill()),
+        ("P bfloat16", prefill(dtype="bfloat16")),
+        ("D fail", decode("fail")),
+        ("D recompute", decode("recompute")),
+    ),
+)
+
+#: One right decode server and prefill servers of models that look alike.
+OTHER_MODELS = Deployment(
+    "other models",
+    (
+        ("D fail", decode("fail")),
+        ("P layers", prefill(ModelSpec(layers=3))),
+        ("P kv_heads", prefill(ModelSpec(kv_heads=2))),
+        ("P weights", prefill(ModelSpec(seed=21))),
+    ),
+    slow=True,
+)
+
+HALF_PRECISION = Deployment(
+    "half precision",
+    (("P bfloat16", prefill(dtype="bfloat16")), ("D bfloat16", decode(dtype="bfloat16"))),
+    slow=True,
+)
+
+SECRET = "a secret of the end-to-end tests"
+
+
+def _careful(layout: Layout, block_size: int = BLOCK_SIZE) -> ServerSpec:
+    """A server of both roles with a secret, which verifies what it pulls."""
+    server = peer(layout=layout, block_size=block_size)
+    return replace(server, secret=SECRET, options=(*server.options, ("verify", True)))
+
+
+#: The two physical layouts that differ most, and two block sizes. Their control channels are encrypted, every pull is
+#: verified.
+MIXED = Deployment(
+    "mixed",
+    (
+        ("LBHNC", _careful("LBHNC")),
+        ("BHLNC", _careful("BHLNC")),
+        ("BHLNC 64", _careful("BHLNC", 64)),
+    ),
+)
+
+#: Tensor parallel sizes up to one rank for every KV head. Seven workers: slow on two cores.
+FOUR_RANKS = Deployment("four ranks", tuple((f"TP{size}", peer(tensor_parallel=size)) for size in (1, 2, 4)), slow=True)
+
+
+def _two_sizes(name: str, model: ModelSpec, slow: bool = False) -> Deployment:
+    """A model at tensor parallel size 1 and 2, in the physical layout that its servers choose, one for each policy."""
+    servers = (("TP1", peer(model, None)), ("TP2", peer(model, None, tensor_parallel=2, policy="recompute")))
+    return Deployment(name, servers, slow)
+
+
+#: Both ranks of TP2 hold the model's only KV head.
+ONE_KV_HEAD = _two_sizes("one KV head", ModelSpec(kv_heads=1), slow=True)
+#: Three KV cache groups: two of layers that keep a window, one of layers that keep all tokens.
+SLIDING_WINDOW = _two_sizes("sliding window", ModelSpec(layers=6, architecture="gemma3"))
+#: One latent vector a token, the same on all ranks; blocks of 16 tokens, no prefix cache.
+MLA = _two_sizes("MLA", ModelSpec(architecture="deepseek_v2"))
+
+#: Blocks of the default model that the servers below keep on the device and in host memory, in all their workers.
+DEVICE_BLOCKS, HOST_BLOCKS = 80, 256
+_BLOCK_BYTES = 4 * 4 * BLOCK_SIZE * 2 * 32 * 4  # layers, KV heads, tokens, K and V, head size, float32
+_HOST = ("cpu_bytes_to_use", HOST_BLOCKS * _BLOCK_BYTES)
+_SHORT = ("--max-model-len", "2048")  # vLLM wants a device cache for one prompt at least
+
+#: Where P publishes its KV cache events: a name of Linux, not a file.
+EVENTS_ENDPOINT = f"ipc://@pd-connector-events-{os.getpid()}"
+_EVENTS = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": EVENTS_ENDPOINT}
+
+
+def _with_host_memory(spec: ServerSpec, *options: tuple[str, object], device_blocks: int = DEVICE_BLOCKS) -> ServerSpec:
+    """The server with a device cache of ``device_blocks`` of the default model's blocks, and host memory for more."""
+    return replace(
+        spec,
+        kv_cache_bytes=device_blocks * _BLOCK_BYTES // spec.tensor_parallel,
+        arguments=_SHORT,
+        variables=(("VLLM_SERVER_DEV_MODE", "1"),),
+        options=(*spec.options, _HOST, *options),
+    )
+
+
+_HOST_P = _with_host_memory(prefill(layout="LBHNC"))
+
+#: Device caches too small for what is asked of them, and host memory for the rest. D has two workers; W has cache
+#: groups with a sliding window, and stores what it is about to evict.
+HOST_TIER = Deployment(
+    "host tier",
+    (
+        ("P", replace(_HOST_P, arguments=(*_HOST_P.arguments, "--kv-events-config", json.dumps(_EVENTS)))),
+        ("D", _with_host_memory(decode(layout="BHLNC", tensor_parallel=2, patient=True))),
+        (
+            "W",
+            _with_host_memory(
+                peer(ModelSpec(layers=6, architecture="gemma3"), None),
+                ("cpu_store", "lazy"),
+                device_blocks=110,  # vLLM counts a whole prompt for each of the three cache groups
+            ),
+        ),
+    ),
+)
+
+CHAOS_LEASE_TTL_S = 10.0
+CHAOS_PULL_TIMEOUT_S = 20.0
+_CHAOS_OPTIONS = (("lease_ttl_s", CHAOS_LEASE_TTL_S), ("pull_timeout_s", CHAOS_PULL_TIMEOUT_S))
+
+#: What processes do that die, stop and come back, with either failure policy.
+CHAOS = Deployment(
+    "chaos",
+    (
+        ("P", replace(prefill(), options=_CHAOS_OPTIONS)),
+        ("D fail", replace(decode("fail"), options=_CHAOS_OPTIONS)),
+        ("D recompute", replace(decode("recompute"), options=_CHAOS_OPTIONS)),
+    ),
+)

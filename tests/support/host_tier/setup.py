@@ -1,0 +1,130 @@
+"""What an engine with a host tier is made of: vLLM's own cache manager, requests and pool of host blocks, and steps.
+
+The model is small and exists only by its cache groups.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import cache
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256_cbor
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
+from vllm.v1.request import Request
+
+from pd_connector.orders import Report
+from pd_connector.scheduler.host_tier import StoreMode
+from pd_connector.vllm.block_pools import HostBlockPool
+from tests.support.host_tier.ranks import Copy
+
+MAX_TOKENS = 64
+
+init_none_hash(sha256_cbor)
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A model's cache groups as (block tokens, window or 0), and how its engine is run."""
+
+    groups: tuple[tuple[int, int], ...] = ((4, 0),)
+    device_blocks: int = 12
+    slots: int = 8
+    ranks: int = 1
+    mode: StoreMode = "eager"
+    lookahead: int = 4
+    ahead: bool = False  # a step is planned before the output of the one before it has come
+    events: bool = False
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Tokens of a block, per cache group."""
+        return tuple(tokens for tokens, _ in self.groups)
+
+    @property
+    def hash_tokens(self) -> int:
+        """Tokens of which block hashes are made."""
+        return math.gcd(*self.sizes)
+
+
+def make_manager(setup: Setup) -> KVCacheManager:
+    specs: list[Any] = []
+    for tokens, window in setup.groups:
+        common = {"block_size": tokens, "num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
+        specs.append(SlidingWindowSpec(sliding_window=window, **common) if window else FullAttentionSpec(**common))
+    groups = [KVCacheGroupSpec([f"layer {number}"], spec) for number, spec in enumerate(specs)]
+    return KVCacheManager(
+        KVCacheConfig(setup.device_blocks, [], groups),
+        max_model_len=MAX_TOKENS,
+        scheduler_block_size=math.lcm(*setup.sizes),
+        hash_block_size=setup.hash_tokens,
+        max_in_flight_tokens=MAX_TOKENS,
+        enable_kv_cache_events=setup.events,
+    )
+
+
+def make_pool(setup: Setup, manager: KVCacheManager) -> HostBlockPool:
+    config = SimpleNamespace(max_in_flight_tokens=MAX_TOKENS, num_prefill_lookahead_tokens=0)
+    lookahead = setup.lookahead if setup.mode == "lazy" else 0
+    return HostBlockPool(config, manager, setup.slots, lookahead)
+
+
+@cache
+def _hasher(tokens: int) -> Callable[[Request], list[Any]]:
+    return get_request_block_hasher(tokens, sha256_cbor)  # type: ignore[no-any-return]  # vLLM is untyped here
+
+
+def make_request(setup: Setup, request_id: str, prompt: Sequence[int], outputs: int = 1) -> Request:
+    sampling = SamplingParams(max_tokens=outputs)
+    return Request(request_id, list(prompt), sampling, None, block_hasher=_hasher(setup.hash_tokens))
+
+
+class State(Enum):
+    WAITING = "waiting"
+    LOADING = "loading"
+    READY = "ready"  # it has its blocks, and no step has worked on it
+    RUNNING = "running"
+    GONE = "gone"
+
+
+@dataclass(eq=False)
+class Job:
+    """A request as vLLM's scheduler holds it; ``tokens`` are its prompt and all that the model will ever say to it."""
+
+    request: Request
+    tokens: tuple[int, ...]
+    state: State = State.WAITING
+    load_failed: bool = False
+    was_pulled: bool = False
+
+    @property
+    def request_id(self) -> str:
+        return str(self.request.request_id)
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a step computes of one request: tokens ``first`` to ``end``."""
+
+    job: Job
+    first: int
+    end: int
+    tables: tuple[tuple[int, ...], ...]
+    preemptions: int
+    samples: bool
+
+
+@dataclass(eq=False)
+class Step:
+    copies: list[list[Copy]]  # for each rank
+    works: list[Work]
+    finished: dict[str, int] = field(default_factory=dict)
+    failed: set[str] = field(default_factory=set)
+    report: Report = field(default_factory=Report)
+    executed: bool = False

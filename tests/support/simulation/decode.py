@@ -1,0 +1,315 @@
+"""A simulated decode engine: vLLM's scheduler and workers as far as the connector meets them, and their memory."""
+
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from pd_connector.orders import Cause, Orders, PullOrder, Report
+from pd_connector.scheduler.consumer import Consumer
+from pd_connector.scheduler.renewals import Renewals
+from pd_connector.worker.peer import PeerAddress, PullContext
+from pd_connector.worker.pull import Pull
+from pd_connector.worker.pull_end import PullEnd, PullFailed
+from pd_connector.worker.pulls import Pulls
+from pd_connector.worker.session import PeerSession
+from tests.support.connector.requests import FakeRequest, allocated
+from tests.support.simulation.network import HOST, PORT, Network, SimulatedClient
+from tests.support.simulation.prefill import TOKENS_PER_BLOCK, PrefillSim, Prompt, Stamp
+from transfer.control.errors import PeerRefused
+from transfer.control.messages import Hello
+
+RANKS = 2
+MESSAGE_TIMEOUT_S = 10.0
+PULL_TIMEOUT_S = 60.0
+
+FindEngine = Callable[[str], PrefillSim | None]  # the engine of an id, if it lives
+
+
+class DecodeState(Enum):
+    WAITING = "waiting"  # for blocks, or for an answer of the connector
+    PULLING = "pulling"
+    RUNNING = "running"
+
+
+@dataclass(eq=False)
+class DecodeJob:
+    """A request as vLLM's scheduler holds it."""
+
+    request: FakeRequest
+    prompt: Prompt
+    state: DecodeState = DecodeState.WAITING
+    blocks: tuple[int, ...] = ()
+    pulled: range = range(0)  # which of its blocks come from the prefill engine
+    pull_id: str = ""
+    since: float = 0.0  # when its pull was ordered
+    was_ordered: bool = False  # once is enough: afterwards it is computed here
+    aborted: bool = False
+    reported_by: set[int] = field(default_factory=set)  # ranks
+    failed: bool = False
+
+
+class SessionSim(PeerSession):
+    """One rank's pulls from one engine: what the thread of ``PeerSession`` does, in steps."""
+
+    def __init__(self, rank: "RankSim", report: Callable[[PullEnd], None], engine_id: str) -> None:  # no thread
+        self.last_used = time.monotonic()
+        self._rank = rank
+        self._engine_id = engine_id
+        self._report = report
+        self._queue: deque[tuple[Pull, float]] = deque()
+        self._hello: Any = None
+        self._connected = False
+        self._read = 0  # blocks of the first order that were read
+
+    @property
+    def idle(self) -> bool:
+        return not self._queue
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    def submit(self, order: PullOrder) -> None:
+        pull = Pull(self._rank.context, order, self._report, threading.Event())
+        self._queue.append((pull, self._rank.now()))
+
+    def close(self) -> None:
+        self._queue.clear()
+
+    def join(self, timeout_s: float) -> bool:
+        return True
+
+    def check_integrity(self) -> None:
+        assert self._queue or not self._read, "something was read for nobody"
+
+    def step(self, blocks: int, *, fails: bool) -> None:
+        """Go on with the first pull: ``blocks`` blocks, if the handshake is done and nothing fails."""
+        if not self._queue or not self._shake_hands():
+            return
+        pull, submitted = self._queue[0]
+        engine = self._rank.find_engine(self._engine_id)
+        if self._rank.now() >= submitted + PULL_TIMEOUT_S:
+            self._fail(Cause.TIMEOUT)
+        elif fails or engine is None:
+            self._connected = False
+            self._fail(Cause.READ)
+        else:
+            self._read_blocks(pull, engine, blocks)
+
+    def _read_blocks(self, pull: Pull, engine: PrefillSim, blocks: int) -> None:
+        order = pull.order
+        wanted = range(order.first_token // TOKENS_PER_BLOCK, math.ceil(order.end_token / TOKENS_PER_BLOCK))
+        local, remote = order.local_block_ids[0], order.remote.remote_block_ids[0]
+        for number in wanted[self._read : self._read + blocks]:
+            if number >= len(remote) or not 0 < remote[number] < len(engine.memory):
+                self._fail(Cause.PARAMS)
+                return
+            self._rank.write(local[number], engine.memory[remote[number]], order.request_id)
+        self._read += blocks
+        if self._read >= len(wanted):
+            pull.confirm(())
+            self._next()
+
+    def _shake_hands(self) -> bool:
+        if self._connected:
+            return True
+        if self._hello is None:
+            self._hello = self._rank.client.request(HOST, PORT, Hello(self._engine_id), MESSAGE_TIMEOUT_S)
+        if not self._hello.done():
+            return False
+        error, self._hello = self._hello.exception(), None
+        if error is None:
+            self._connected = True
+        elif isinstance(error, PeerRefused):
+            self._fail(Cause.REFUSED)
+        else:
+            while self._queue:
+                self._fail(Cause.UNREACHABLE)
+        return self._connected
+
+    def _fail(self, cause: Cause) -> None:
+        self._queue[0][0].fail(PullFailed(cause, "as told", is_unresponsive=cause is Cause.UNREACHABLE))
+        self._next()
+
+    def _next(self) -> None:
+        self._queue.popleft()
+        self._read = 0
+
+
+class RankSim:
+    """One worker: its memory and its pulls."""
+
+    def __init__(self, number: int, engine: "DecodeSim") -> None:
+        self.number = number
+        self.client = engine.client
+        self.find_engine = engine.find_engine
+        self.memory: list[Stamp] = [("nothing", block) for block in range(engine.blocks + 1)]
+        self.sessions: list[SessionSim] = []
+        nothing: Any = None
+        self.context = PullContext(
+            local=nothing,
+            model=nothing,
+            engine=nothing,
+            client=self.client,
+            allowed=nothing,
+            reader=number,
+            readers=RANKS,
+            reads=nothing,
+            handshake_timeout_s=MESSAGE_TIMEOUT_S,
+            pull_timeout_s=PULL_TIMEOUT_S,
+            clock=engine.network.clock,
+        )
+        self.service = Pulls(self.context, 600.0, open_session=self._open)
+        self._engine = engine
+
+    def now(self) -> float:
+        return self._engine.network.clock.now
+
+    def write(self, block: int, stamp: Stamp, request_id: str) -> None:
+        """A byte of a pull arrives."""
+        job = self._engine.owners.get(block)
+        assert job is not None, "I5: a read writes to a block that is nobody's"
+        assert job.request.request_id == request_id, "I5: a read writes to another request's block"
+        assert self.number not in job.reported_by, "I5: a read writes after it was reported as settled"
+        self.memory[block] = stamp
+
+    def _open(self, _: PullContext, report: Callable[[PullEnd], None], address: PeerAddress) -> PeerSession:
+        assert (address.host, address.port) == (HOST, PORT)
+        self.sessions.append(SessionSim(self, report, address.engine_id))
+        return self.sessions[-1]
+
+
+class DecodeSim:
+    """One life of a decode engine of two ranks."""
+
+    def __init__(self, network: Network, find_engine: FindEngine, *, recomputes: bool, blocks: int = 8) -> None:
+        self.network = network
+        self.find_engine = find_engine
+        self.recomputes = recomputes
+        self.blocks = blocks
+        self.client = SimulatedClient(network)
+        self.renewals = Renewals(self.client, MESSAGE_TIMEOUT_S, network.clock)
+        self.consumer = Consumer(self.client, MESSAGE_TIMEOUT_S, self.renewals)
+        self.free = deque(range(1, blocks + 1))
+        self.owners: dict[int, DecodeJob] = {}
+        self.jobs: dict[str, DecodeJob] = {}
+        self.ranks = [RankSim(number, self) for number in range(RANKS)]
+        self.pulled: set[str] = set()  # lease ids
+
+    def arrive(self, request_id: str, prompt: Prompt, params: dict[str, Any]) -> None:
+        job = DecodeJob(FakeRequest(request_id, prompt.token_ids, params), prompt)
+        self.jobs[request_id] = job
+        self.consumer.add(job.request)
+
+    def schedule(self, job: DecodeJob, cached_blocks: int) -> None:
+        """vLLM looks at a waiting request, of which its prefix cache holds some blocks, and makes a step."""
+        assert job.state is DecodeState.WAITING
+        cached = min(cached_blocks, (job.prompt.tokens - 1) // TOKENS_PER_BLOCK)
+        missing = self.consumer.missing_tokens(job.request, cached * TOKENS_PER_BLOCK)
+        if missing is None:
+            return
+        assert not (missing and job.was_ordered), "a request that was computed here is to be pulled again"
+        assert 0 <= missing < job.prompt.tokens - cached * TOKENS_PER_BLOCK or not missing
+        if len(self.free) < job.prompt.blocks:
+            return
+        job.blocks = tuple(self.free.popleft() for _ in range(job.prompt.blocks))
+        self.owners |= dict.fromkeys(job.blocks, job)
+        self._compute(job, range(cached))
+        self.consumer.allocated(job.request, allocated(job.blocks), missing)
+        if missing:
+            end = math.ceil((job.prompt.tokens - 1) / TOKENS_PER_BLOCK)
+            job.pulled, job.state, job.since = range(cached, end), DecodeState.PULLING, self.network.clock.now
+            job.was_ordered, job.reported_by, job.failed = True, set(), False
+        else:
+            self._compute(job, range(job.prompt.blocks))
+            job.state = DecodeState.RUNNING
+        self._step(job, is_async=bool(missing))
+
+    def report(self) -> None:
+        """vLLM collects what its workers have settled, and goes on with what all of them have reported."""
+        for rank in self.ranks:
+            for end in rank.service.take_ends():
+                job = self.jobs.get(end.request_id)
+                assert job is not None, "I6: vLLM does not hold this request"
+                assert job.state is DecodeState.PULLING, "I6: this request does not wait for a pull"
+                assert rank.number not in job.reported_by, "I6: reported twice"
+                job.reported_by.add(rank.number)
+                job.failed |= bool(end.cause)
+                if len(job.reported_by) == RANKS:
+                    self._settled(job)
+
+    def leave(self, job: DecodeJob) -> None:
+        """The request ends: its client has left, or its answer is complete."""
+        self.consumer.finish(job.request, ())
+        job.aborted = True
+        if job.state is not DecodeState.PULLING:  # else its blocks are freed when all ranks have reported
+            self._forget(job)
+
+    def preempt(self, job: DecodeJob) -> None:
+        assert job.state is DecodeState.RUNNING
+        self._free(job)
+        job.state = DecodeState.WAITING
+
+    def in_state(self, *states: DecodeState) -> list[DecodeJob]:
+        return [job for job in self.jobs.values() if job.state in states and not job.aborted]
+
+    def check_integrity(self) -> None:
+        self.consumer.check_integrity()
+        for rank in self.ranks:
+            rank.service.check_integrity()
+        assert sorted([*self.free, *self.owners]) == list(range(1, self.blocks + 1)), "blocks are lost, or free twice"
+        assert {id(job) for job in self.owners.values()} <= {id(job) for job in self.jobs.values()}
+
+    def _step(self, job: DecodeJob, *, is_async: bool) -> None:
+        orders = self.consumer.step_orders({})
+        assert orders == Orders(pulls=orders.pulls, refusals=orders.refusals)
+        ordered = [order.request_id for order in orders.pulls] + [order.request_id for order in orders.refusals]
+        assert ordered == ([job.request.request_id] if is_async else []), "I4: a request waits for nothing"
+        for order in orders.pulls:
+            assert order.remote.lease_id not in self.client.ended, "a lease is read that is known to have ended"
+            assert order.remote.lease_id not in self.pulled, "a lease is pulled twice"
+            self.pulled.add(order.remote.lease_id)
+            job.pull_id = order.pull_id
+        for rank in self.ranks:
+            assert sorted(rank.service.execute(orders)) == sorted(ordered)
+
+    def _settled(self, job: DecodeJob) -> None:
+        request_id = job.request.request_id
+        fails = job.failed and not job.aborted and not self.recomputes
+        if fails:
+            self.consumer.finish(job.request, ())
+        self.consumer.settled({request_id}, set(), Report())
+        if job.aborted or fails:
+            self._forget(job)
+        elif job.failed:
+            self._free(job)
+            job.state = DecodeState.WAITING
+        else:
+            self._accept(job)
+
+    def _accept(self, job: DecodeJob) -> None:
+        for rank in self.ranks:
+            assert (job.pull_id, rank.number) in self.client.confirmed, "I2: a pull is used that was not confirmed"
+            for number in job.pulled:
+                assert rank.memory[job.blocks[number]] == job.prompt.stamp(number), "I2: wrong bytes are used"
+        self._compute(job, range(job.pulled.stop, job.prompt.blocks))
+        job.state = DecodeState.RUNNING
+
+    def _compute(self, job: DecodeJob, blocks: range) -> None:
+        for rank in self.ranks:
+            for number in blocks:
+                rank.memory[job.blocks[number]] = job.prompt.stamp(number)
+
+    def _free(self, job: DecodeJob) -> None:
+        self.free.extend(job.blocks)
+        for block in job.blocks:
+            del self.owners[block]
+        job.blocks = ()
+
+    def _forget(self, job: DecodeJob) -> None:
+        self._free(job)
+        del self.jobs[job.request.request_id]

@@ -1,0 +1,81 @@
+"""The rules that the helpers of the tests keep: an index of them all, one name for one thing, waiting that can fail."""
+
+import ast
+import re
+import threading
+from pathlib import Path
+
+import pytest
+
+import tests.support
+from tests.support.process import free_ports
+from tests.support.waiting import ManualClock, holds_for, until
+
+SUPPORT = Path(__file__).parent / "support"
+FILES = sorted(SUPPORT.rglob("*.py"))
+
+
+def module_of(file: Path) -> str:
+    return file.relative_to(SUPPORT).with_suffix("").as_posix().replace("/", ".")
+
+
+def public_names(file: Path) -> list[str]:
+    """The classes, functions and constants that a module defines for others."""
+    names = []
+    for node in ast.parse(file.read_text()).body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef):
+            names.append(node.name)
+        elif isinstance(node, ast.Assign):
+            names += [target.id for target in node.targets if isinstance(target, ast.Name)]
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            names.append(node.target.id)
+    return [name for name in names if not name.startswith("_") and name != "main"]
+
+
+def test_the_index_names_every_module_and_nothing_else() -> None:
+    named = re.findall(r"^    ([\w.]+) {2,}\S", str(tests.support.__doc__), re.MULTILINE)
+    assert sorted(named) == sorted(module_of(file) for file in FILES if file.name != "__init__.py")
+
+
+def test_no_two_helpers_have_one_name() -> None:
+    places: dict[str, list[str]] = {}
+    for file in FILES:
+        for name in public_names(file):
+            places.setdefault(name, []).append(module_of(file))
+    assert {name: where for name, where in places.items() if len(where) > 1} == {}
+
+
+def test_until_returns_what_has_come() -> None:
+    answers = iter([None, 0, "here"])
+    assert until(lambda: next(answers)) == "here"
+
+
+def test_until_says_what_it_waited_for() -> None:
+    never = threading.Event()
+    with pytest.raises(AssertionError, match=r"not within 0\.01 s: until\(lambda: never\.is_set\(\) is True"):
+        until(lambda: never.is_set() is True, within_s=0.01)
+    with pytest.raises(AssertionError, match=r"not within 0\.01 s: Event\.is_set$"):
+        until(never.is_set, within_s=0.01)
+    with pytest.raises(AssertionError, match=r"not within 0\.01 s: the event$"):
+        until(never.is_set, "the event", within_s=0.01)
+    with pytest.raises(AssertionError, match=r"not within 0\.01 s: False$"):
+        until(never.is_set, lambda: str(never.is_set()), within_s=0.01)
+
+
+def test_holds_for_notices_a_moment_in_which_it_does_not_hold() -> None:
+    holds_for(lambda: True, 0.01)
+    answers = iter([True, True, False, True])
+    with pytest.raises(AssertionError, match=r"held for less than 5 s: holds_for\(lambda: next\(answers\), 5\)"):
+        holds_for(lambda: next(answers), 5)
+
+
+def test_a_manual_clock_moves_when_it_is_told_to() -> None:
+    clock = ManualClock()
+    before = clock()
+    assert clock() == before
+    clock.advance(1.5)
+    assert clock() == before + 1.5
+
+
+def test_free_ports_are_all_different() -> None:
+    assert len(set(free_ports(20))) == 20
