@@ -8,7 +8,7 @@ import socket
 
 import pytest
 
-from transfer.errors import BadAddress, PeerNotAllowed
+from transfer.errors import BadAddress, PeerNotAllowed, TransferError
 from transfer.peers import Address, AllowedPeers, listen_address, peer_address, resolve
 
 
@@ -114,3 +114,12 @@ def test_without_rules_every_engine_may_be_contacted(address: str) -> None:
 def test_any_other_engine_may_not(address: str, words: str) -> None:
     with pytest.raises(PeerNotAllowed, match=re.escape(words)):
         AllowedPeers(["10.0.0.0/8", "p.internal"]).check_engine(address)
+
+
+def test_what_is_wrong_with_a_peer_is_caught_with_all_else_that_the_package_raises_on_purpose() -> None:
+    with pytest.raises(TransferError):
+        peer_address("10.0.0.5", 0)
+    with pytest.raises(ValueError, match="port"):  # what a caller gave
+        peer_address("10.0.0.5", 0)
+    with pytest.raises(TransferError):
+        AllowedPeers(["10.0.0.0/8"]).check_engine("192.0.2.1:15000")

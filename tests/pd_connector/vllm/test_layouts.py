@@ -64,7 +64,7 @@ def test_on_cuda_the_best_layout_that_the_backends_declare_is_wanted(
 
 
 def test_on_an_unknown_platform_nothing_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = layers_config(OUR_CONNECTOR)
+    config = layers_config(OUR_CONNECTOR, Layer(a_shape(), AnyLayout))
     npu = SimpleNamespace(is_cpu=lambda: False, is_cuda=lambda: False)
     monkeypatch.setattr(vllm.platforms, "current_platform", npu)
     assert wanted_layout(config) is None

@@ -2,15 +2,19 @@
 
 import warnings
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # what torch and vLLM deprecate of each other is not ours
     import torch
+    import vllm._custom_ops as ops
     from vllm.v1.attention.backends import cpu_attn
 
 from pd_connector.vllm.cache_groups import head_order
+from pd_connector.vllm.cpu import layout_check
+from pd_connector.vllm.cpu.kernels import attention_layers
 from tests.support.connector.cpu_layers import (
     OUR_CONNECTOR,
     Layer,
@@ -42,6 +46,22 @@ def test_the_order_that_is_found_is_where_the_kernels_put_each_item(head_size: i
             assert torch.equal(
                 block[part.offset + tokens + torch.arange(head_size) * part.content_stride], written[:, head]
             )
+
+
+@pytest.mark.parametrize("window", [None, 40])
+def test_kernels_are_called_with_the_window_of_their_layer(monkeypatch: pytest.MonkeyPatch, window: int | None) -> None:
+    called: list[object] = []
+    plan = ops.cpu_attn_get_scheduler_metadata
+
+    def recorded(**options: Any) -> Any:
+        called.append(options["sliding_window_size"])
+        return plan(**options)
+
+    monkeypatch.setattr(ops, "cpu_attn_get_scheduler_metadata", recorded)
+    layer = Layer(a_shape(), cpu_attn.CPUAttentionBackend, window)
+    ((shape, kernels),) = attention_layers(layers_config(OUR_CONNECTOR, layer)).items()
+    assert layout_check.difference(kernels, shape, layout_check.PLAIN) == ""
+    assert set(called) == {layer.impl.sliding_window}
 
 
 def test_a_vllm_that_hides_its_kernels_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
