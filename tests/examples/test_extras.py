@@ -10,7 +10,7 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
-from tests.examples.harness import ROOT
+from tests.support.sources import ROOT
 
 EXAMPLES = ROOT / "examples"
 QUICKSTART = EXAMPLES / "quickstart"

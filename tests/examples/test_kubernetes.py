@@ -13,7 +13,7 @@ import yaml  # type: ignore[import-untyped]
 
 from examples.proxy.__main__ import parse
 from pd_connector.config import ConnectorConfig, parse_config
-from tests.examples.manifests import (
+from tests.support.examples.manifests import (
     DIRECTORY,
     FILES,
     Manifest,

@@ -15,7 +15,7 @@ import pytest
 
 from examples import minimal_proxy
 from examples.proxy import parameters
-from tests.examples.fakes import (
+from tests.support.examples.fake_servers import (
     TRANSFER,
     FakeServer,
     Received,
@@ -28,7 +28,8 @@ from tests.examples.fakes import (
     prefills,
     stalls,
 )
-from tests.examples.harness import FakeServers, ProxyProcess, RawClient, full_backlog, until, unused_url
+from tests.support.examples.harness import FakeServers, ProxyProcess, RawClient, full_backlog, unused_url
+from tests.support.waiting import until
 
 FILE = Path(minimal_proxy.__file__)
 PATHS = ("/v1/completions", "/v1/chat/completions")

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.examples.harness import ROOT
+from tests.support.sources import ROOT
 
 EXAMPLES = ROOT / "examples"
 READMES = sorted(EXAMPLES.rglob("README.md"))

@@ -17,8 +17,9 @@ import pytest
 
 from examples.quickstart.metrics import scrape
 from examples.quickstart.servers import free_ports
-from tests.examples.harness import ROOT, until
-from tests.examples.run_scripts import PLATFORMS, Machine, Run
+from tests.support.examples.run_scripts import PLATFORMS, Machine, Run
+from tests.support.sources import ROOT
+from tests.support.waiting import until
 
 SCRIPTS = [ROOT / "examples" / f"run_pd_{platform}.sh" for platform in PLATFORMS]
 DEVICES = {"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
@@ -294,6 +295,7 @@ def test_the_servers_are_process_groups_of_one_session(start: Start, machine: Ma
 
 
 @pytest.mark.e2e
+@pytest.mark.scripts
 def test_d_pulls_from_p_on_cpu(tmp_path: Path) -> None:
     from tests.support.e2e.models import DEFAULT_MODEL, write_model  # noqa: PLC0415  imports what only vLLM brings
 

@@ -1,4 +1,4 @@
-"""The README promises no setting, target or metric that does not exist, and leaves none out."""
+"""The pages promise no setting, target or metric that does not exist, and leave none out."""
 
 import json
 import re
@@ -8,11 +8,13 @@ from pd_connector.config import ConnectorConfig
 from pd_connector.stats import metric_names
 
 ROOT = Path(__file__).parents[2]
-README = (ROOT / "README.md").read_text()
+SETTINGS = (ROOT / "docs" / "settings.md").read_text()
+METRICS = (ROOT / "docs" / "metrics.md").read_text()
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
 def test_the_settings_table_is_the_configuration() -> None:
-    rows = re.findall(r"^\| `(\w+)` \| `(.*?)` \| (.*) \|$", README, re.MULTILINE)
+    rows = re.findall(r"^\| `(\w+)` \| `(.*?)` \| (.*) \|$", SETTINGS, re.MULTILINE)
     fields = [
         (name, json.dumps(field.default), field.description) for name, field in ConnectorConfig.model_fields.items()
     ]
@@ -21,9 +23,31 @@ def test_the_settings_table_is_the_configuration() -> None:
 
 def test_every_make_target_named_exists() -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    assert set(re.findall(r"make ([a-z-]+)", README)) <= targets
+    for page in PAGES:
+        text = page.read_text()
+        named = re.findall(r"^make ([a-z-]+)", text, re.MULTILINE) + re.findall(r"`make ([a-z-]+)", text)
+        assert set(named) <= targets, page
 
 
 def test_every_metric_is_named() -> None:
     stems = {name.removeprefix("vllm:pd_").removeprefix("pull_") for name in metric_names()}
-    assert all(stem in README for stem in stems)
+    assert all(stem in METRICS for stem in stems)
+
+
+def test_every_link_to_a_file_leads_somewhere() -> None:
+    for page in PAGES:
+        for target in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page}: {target}"
+
+
+def test_every_path_of_the_code_that_a_page_names_exists() -> None:
+    rooms = "pd_connector|layout|transfer|tests|examples|benchmarks|docs"
+    for page in PAGES:
+        for path in re.findall(rf"`((?:{rooms})/[\w./-]+)`", page.read_text()):
+            assert (ROOT / path).exists(), f"{page}: {path}"
+
+
+def test_the_features_of_the_end_to_end_tests_are_listed() -> None:
+    registered = re.findall(r'"(\w+): e2e feature: (.*)"', (ROOT / "pyproject.toml").read_text())
+    rows = re.findall(r"^\| `(\w+)` \| (.*) \|$", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE)
+    assert [(name, text.replace("`", "")) for name, text in rows] == registered

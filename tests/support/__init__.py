@@ -54,4 +54,11 @@ Real servers (``tests/e2e``):
     e2e.pair                a prefill and a decode server seen as one, and the books that must balance
     e2e.corruption          other contents in a block that a server holds, behind its back
     e2e.forwarder           a TCP forwarder to a control port, which loses what a test wants
+
+Examples (``examples/``):
+    examples.harness        owners of fake servers, clients that leave, processes of a proxy
+    examples.fake_servers   small HTTP servers in the place of vLLM, which misbehave on request
+    examples.served_proxy   the full proxy in front of such servers, in this process
+    examples.run_scripts    runs ``run_pd_*.sh``, and knows every process that they have started
+    examples.manifests      the manifests for Kubernetes, and the questions that tests ask of them
 """

@@ -6,10 +6,10 @@ from contextlib import ExitStack
 
 import pytest
 
-from tests.examples import harness
-from tests.examples.fakes import FakeServer, decodes, prefills
-from tests.examples.harness import until
-from tests.examples.proxy.served import Proxy, Setup
+from tests.support.examples import harness
+from tests.support.examples.fake_servers import FakeServer, decodes, prefills
+from tests.support.examples.served_proxy import Proxy, Setup
+from tests.support.waiting import until
 
 
 @pytest.fixture

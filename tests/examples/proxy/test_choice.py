@@ -5,9 +5,10 @@ import time
 
 import pytest
 
-from tests.examples.fakes import TRANSFER, FakeServer, decodes, prefills, stalls
-from tests.examples.harness import RawClient, until
-from tests.examples.proxy.served import Proxy, Setup
+from tests.support.examples.fake_servers import TRANSFER, FakeServer, decodes, prefills, stalls
+from tests.support.examples.harness import RawClient
+from tests.support.examples.served_proxy import Proxy, Setup
+from tests.support.waiting import until
 
 REQUEST = b'{"model": "tiny", "prompt": "a"}'
 

@@ -9,8 +9,10 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from tests.examples.fakes import FakeServer, Received, Wire, opened, stalls
-from tests.examples.harness import ROOT, ProxyProcess, until
+from tests.support.examples.fake_servers import FakeServer, Received, Wire, opened, stalls
+from tests.support.examples.harness import ProxyProcess
+from tests.support.sources import ROOT
+from tests.support.waiting import until
 
 COMMAND = [sys.executable, "-m", "examples.proxy"]
 

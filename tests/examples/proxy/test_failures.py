@@ -6,9 +6,10 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.examples.fakes import FakeServer, Received, Script, Wire, answers, drops, prefills, stalls
-from tests.examples.harness import RawClient, until
-from tests.examples.proxy.served import Proxy, Setup
+from tests.support.examples.fake_servers import FakeServer, Received, Script, Wire, answers, drops, prefills, stalls
+from tests.support.examples.harness import RawClient
+from tests.support.examples.served_proxy import Proxy, Setup
+from tests.support.waiting import until
 
 
 def message(response: httpx.Response) -> str:

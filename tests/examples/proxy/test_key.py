@@ -6,9 +6,9 @@ import httpx
 import pytest
 
 from examples.proxy import Settings
-from tests.examples.fakes import FakeServer, answers
-from tests.examples.harness import ProxyProcess
-from tests.examples.proxy.served import Proxy, Setup
+from tests.support.examples.fake_servers import FakeServer, answers
+from tests.support.examples.harness import ProxyProcess
+from tests.support.examples.served_proxy import Proxy, Setup
 
 KEY = "the-servers-own"
 REFUSAL = b'{"error": "Unauthorized"}'

@@ -10,9 +10,10 @@ from starlette.types import Message
 
 from examples.proxy.exchange import Client, while_connected
 from examples.proxy.journal import Record
-from tests.examples.fakes import FakeServer, Received, Wire, decodes, prefills, stalls
-from tests.examples.harness import RawClient, until
-from tests.examples.proxy.served import Proxy, Setup
+from tests.support.examples.fake_servers import FakeServer, Received, Wire, decodes, prefills, stalls
+from tests.support.examples.harness import RawClient
+from tests.support.examples.served_proxy import Proxy, Setup
+from tests.support.waiting import until
 
 REQUEST = b'{"model": "tiny", "prompt": "a", "stream": true}'
 

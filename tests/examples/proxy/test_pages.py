@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from examples.proxy import Settings
-from tests.examples.fakes import FakeServer, Script, answers, stalls
-from tests.examples.proxy.served import Proxy, Setup
+from tests.support.examples.fake_servers import FakeServer, Script, answers, stalls
+from tests.support.examples.served_proxy import Proxy, Setup
 
 
 def test_health_is_good_with_one_server_of_each_leg(

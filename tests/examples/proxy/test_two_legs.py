@@ -10,9 +10,9 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.examples.fakes import TRANSFER, FakeServer, Received, Wire, answers, opened
-from tests.examples.harness import until
-from tests.examples.proxy.served import Proxy, Setup
+from tests.support.examples.fake_servers import TRANSFER, FakeServer, Received, Wire, answers, opened
+from tests.support.examples.served_proxy import Proxy, Setup
+from tests.support.waiting import until
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])

@@ -67,7 +67,7 @@ class World:
         context: Any = None
         self.session = PeerSession(context, self.ends.append, ADDRESS)
 
-    def shake_hands(self, *_: object) -> HandMade:
+    def connect_peer(self, *_: object) -> HandMade:
         self.peers.append(HandMade())
         return self.peers[-1]
 
@@ -91,7 +91,7 @@ class World:
 def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     world = World()
     monkeypatch.setattr(module, "Pull", lambda _, *rest: ScriptedPull(world, *rest))
-    monkeypatch.setattr(module, "shake_hands", world.shake_hands)
+    monkeypatch.setattr(module, "connect_peer", world.connect_peer)
     yield world
     world.go_on.set()
     world.session.close()

@@ -263,7 +263,7 @@ def test_a_long_prompt_is_compared_in_longer_stretches() -> None:
 
 def test_a_stretch_ends_where_a_window_begins(monkeypatch: pytest.MonkeyPatch) -> None:
     """What lies before is not pulled, and a stretch that has both in it could not be compared."""
-    monkeypatch.setattr(verification, "_STRETCHES_AT_ONCE", 2)
+    monkeypatch.setattr(verification, "_RANGES_PER_ANSWER", 2)
     model = Model(4, (3, 2), 2, ((0, 2), (1,)), (0, WINDOW_TOKENS))
     engine = Engine("BHLNC", blocks=12)
     ids = tuple((*([0] * holes), *range(holes + 1, 10)) for holes in (0, 4))

@@ -73,10 +73,10 @@ def test_a_torch_without_the_device_is_refused_in_one_line(monkeypatch: pytest.M
         raise RuntimeError(f"no driver for {device}\n  frame 1\n  frame 2")
 
     monkeypatch.setattr(torch, "cuda", SimpleNamespace(Stream=refuse))
-    with pytest.raises(CopierStartError, match=r"no stream on cuda:1: no driver for cuda:1\. Needed are torch built"):
+    with pytest.raises(CopierStartError, match=r"no stream on cuda:1: no driver for cuda:1\. It needs torch built"):
         DeviceStream("cuda", 1)
 
 
 def test_a_machine_without_torch_npu_is_refused() -> None:
-    with pytest.raises(CopierStartError, match=r"no stream on npu:0: .*torch_npu.*Needed are torch and torch_npu"):
+    with pytest.raises(CopierStartError, match=r"no stream on npu:0: .*torch_npu.*It needs torch and torch_npu"):
         DeviceStream("npu", 0)

@@ -83,7 +83,7 @@ def test_a_kernel_that_ignores_the_block_stride_is_caught(
     sabotage(monkeypatch, 0, writing=writing, attention=attention)
     assert asked(layers_config(OUR_CONNECTOR)) == ["LBHNC"]
     left_out = [record.getMessage() for record in log.records if "left out" in record.getMessage()]
-    assert [line.split()[3] for line in left_out] == ["BHLNC", "BLHNC"]
+    assert [line.split()[4] for line in left_out] == ["BHLNC", "BLHNC"]
     assert all(found in line and "head size 32" in line and "Using LBHNC instead" in line for line in left_out)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml  # type: ignore[import-untyped]  # its stubs are a package of their own
 
-from tests.examples.harness import ROOT
+from tests.support.sources import ROOT
 
 DIRECTORY = ROOT / "examples" / "kubernetes"
 FILES = sorted(path for path in DIRECTORY.glob("*.yaml") if path.name != "kustomization.yaml")

@@ -6,23 +6,13 @@ import socket
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from typing import IO, Protocol, Self
 
-from tests.examples.fakes import FakeServer, Loop, Script
-
-ROOT = Path(__file__).parents[2]
-
-
-def until(condition: Callable[[], object], timeout_s: float = 30) -> None:
-    """Wait until a condition holds."""
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "the condition did not come true in time"
-        time.sleep(0.005)
+from tests.support.examples.fake_servers import FakeServer, Loop, Script
+from tests.support.sources import ROOT
+from tests.support.waiting import until
 
 
 def unused_url() -> str:

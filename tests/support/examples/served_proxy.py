@@ -9,8 +9,9 @@ import httpx
 import uvicorn
 
 from examples.proxy import Settings, create_app
-from tests.examples.fakes import FakeServer, Script
-from tests.examples.harness import FakeServers, until
+from tests.support.examples.fake_servers import FakeServer, Script
+from tests.support.examples.harness import FakeServers
+from tests.support.waiting import until
 
 
 class Proxy:

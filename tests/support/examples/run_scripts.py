@@ -12,7 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
-from tests.examples.harness import ROOT, until
+from tests.support.sources import ROOT
+from tests.support.waiting import until
 
 PLATFORMS = ("cpu", "cuda", "npu")
 MARK = "RUN_PD_TEST"
@@ -117,7 +118,7 @@ class Run:
 
     def wait_until_all_serve(self, timeout_s: float = 60) -> None:
         """Wait for what it says then."""
-        until(lambda: "All three serve" in self.output or self.process.poll() is not None, timeout_s)
+        until(lambda: "All three serve" in self.output or self.process.poll() is not None, within_s=timeout_s)
         assert "All three serve" in self.output, self.output
 
     def press(self, number: signal.Signals) -> int:
