@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.thorough  # collects as a run of its own
+
 ROOT = Path(__file__).parents[1]
 #: Collects what its arguments name, and prints the markers of each test.
 COLLECT = """

@@ -8,30 +8,30 @@ import pytest
 
 from tests.support.examples import harness
 from tests.support.examples.fake_servers import FakeServer, decodes, prefills
-from tests.support.examples.served_proxy import Proxy, Setup
+from tests.support.examples.served_proxy import Proxy, ProxySetup
 from tests.support.waiting import until
 
 
 @pytest.fixture
-def setup() -> Iterator[Setup]:
+def setup() -> Iterator[ProxySetup]:
     with ExitStack() as stack:
-        yield Setup(stack)
+        yield ProxySetup(stack)
 
 
 @pytest.fixture
-def p(setup: Setup) -> FakeServer:
+def p(setup: ProxySetup) -> FakeServer:
     """A prefill server."""
     return setup.server(prefills)
 
 
 @pytest.fixture
-def d(setup: Setup) -> FakeServer:
+def d(setup: ProxySetup) -> FakeServer:
     """A decode server."""
     return setup.server(decodes)
 
 
 @pytest.fixture
-def proxy(setup: Setup, p: FakeServer, d: FakeServer) -> Proxy:
+def proxy(setup: ProxySetup, p: FakeServer, d: FakeServer) -> Proxy:
     """A proxy in front of ``p`` and ``d``."""
     return setup.proxy([p], [d])
 

@@ -7,13 +7,13 @@ import pytest
 
 from tests.support.examples.fake_servers import TRANSFER, FakeServer, decodes, prefills, stalls
 from tests.support.examples.harness import RawClient
-from tests.support.examples.served_proxy import Proxy, Setup
+from tests.support.examples.served_proxy import Proxy, ProxySetup
 from tests.support.waiting import until
 
 REQUEST = b'{"model": "tiny", "prompt": "a"}'
 
 
-def test_idle_servers_take_turns(setup: Setup, p: FakeServer, d: FakeServer) -> None:
+def test_idle_servers_take_turns(setup: ProxySetup, p: FakeServer, d: FakeServer) -> None:
     more_p, more_d = setup.server(prefills), setup.server(decodes)
     proxy = setup.proxy([p, more_p], [d, more_d])
     for _ in range(6):
@@ -23,7 +23,7 @@ def test_idle_servers_take_turns(setup: Setup, p: FakeServer, d: FakeServer) -> 
 
 @pytest.mark.parametrize("leg", ["prefill", "decode"])
 def test_the_server_with_the_fewest_requests_in_flight_is_chosen(
-    setup: Setup, p: FakeServer, d: FakeServer, leg: str
+    setup: ProxySetup, p: FakeServer, d: FakeServer, leg: str
 ) -> None:
     busy = setup.server(stalls)
     idle = p if leg == "prefill" else d
@@ -38,7 +38,7 @@ def test_the_server_with_the_fewest_requests_in_flight_is_chosen(
 
 
 def test_a_refusing_prefill_server_is_skipped_for_a_while(
-    setup: Setup, p: FakeServer, d: FakeServer, closed_port: str, caplog: pytest.LogCaptureFixture
+    setup: ProxySetup, p: FakeServer, d: FakeServer, closed_port: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     proxy = setup.proxy([closed_port, p], [d], skip_s=0.5)
     first = time.monotonic()
@@ -51,7 +51,7 @@ def test_a_refusing_prefill_server_is_skipped_for_a_while(
 
 
 def test_a_decode_server_that_never_saw_the_request_is_replaced_without_a_second_prefill(
-    setup: Setup, p: FakeServer, d: FakeServer, closed_port: str
+    setup: ProxySetup, p: FakeServer, d: FakeServer, closed_port: str
 ) -> None:
     assert setup.proxy([p], [closed_port, d]).complete().status_code == 200
     assert len(p.received) == 1
@@ -59,7 +59,7 @@ def test_a_decode_server_that_never_saw_the_request_is_replaced_without_a_second
 
 
 def test_a_server_that_is_back_is_used_at_once_where_no_other_is_left(
-    setup: Setup, p: FakeServer, closed_port: str
+    setup: ProxySetup, p: FakeServer, closed_port: str
 ) -> None:
     proxy = setup.proxy([p], [closed_port], skip_s=60)
     assert proxy.complete().status_code == 502
@@ -67,7 +67,7 @@ def test_a_server_that_is_back_is_used_at_once_where_no_other_is_left(
     assert proxy.complete().status_code == 200
 
 
-def test_a_failed_leg_gives_its_place_in_the_count_back(setup: Setup, p: FakeServer, closed_port: str) -> None:
+def test_a_failed_leg_gives_its_place_in_the_count_back(setup: ProxySetup, p: FakeServer, closed_port: str) -> None:
     proxy: Proxy = setup.proxy([p], [closed_port])
     threads = [threading.Thread(target=proxy.complete) for _ in range(4)]
     for thread in threads:

@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.examples.fake_servers import FakeServer, Received, Script, Wire, answers, drops, prefills, stalls
 from tests.support.examples.harness import RawClient
-from tests.support.examples.served_proxy import Proxy, Setup
+from tests.support.examples.served_proxy import Proxy, ProxySetup
 from tests.support.waiting import until
 
 
@@ -38,7 +38,7 @@ def message(response: httpx.Response) -> str:
     ids=["empty", "cut", "not UTF-8", "NaN", "too deep", "array", "too large"],
 )
 def test_a_body_that_is_no_json_object_is_refused(
-    setup: Setup, p: FakeServer, d: FakeServer, content: bytes, told: str
+    setup: ProxySetup, p: FakeServer, d: FakeServer, content: bytes, told: str
 ) -> None:
     proxy = setup.proxy([p], [d], max_body_bytes=1000 if told.startswith("larger") else 1_000_000)
     response = proxy.http.post("/v1/completions", content=content)
@@ -87,7 +87,7 @@ def test_an_error_of_the_prefill_server_is_the_clients_answer(
     ids=["text", "odd status", "redirect", "null", "stopped", "empty", "array", "html", "drops", "stalls"],
 )
 def test_a_useless_answer_of_the_prefill_server_names_leg_and_url(
-    setup: Setup,
+    setup: ProxySetup,
     p: FakeServer,
     d: FakeServer,
     access_lines: Callable[[int], list[str]],
@@ -107,7 +107,7 @@ def test_a_useless_answer_of_the_prefill_server_names_leg_and_url(
 
 
 def test_a_prefill_server_that_took_the_request_is_not_followed_by_another(
-    setup: Setup, p: FakeServer, d: FakeServer
+    setup: ProxySetup, p: FakeServer, d: FakeServer
 ) -> None:
     deadly = setup.server(drops)
     assert setup.proxy([deadly, p], [d]).complete().status_code == 502
@@ -141,7 +141,7 @@ async def begins_and_stalls(received: Received, wire: Wire) -> None:
     ("script", "status"), [(drops, 502), (begins_and_drops, 502), (stalls, 504), (begins_and_stalls, 504)]
 )
 def test_a_decode_server_that_fails_before_its_first_byte_is_an_error_and_not_asked_of_another(
-    setup: Setup, p: FakeServer, d: FakeServer, script: Script, status: int
+    setup: ProxySetup, p: FakeServer, d: FakeServer, script: Script, status: int
 ) -> None:
     bad = setup.server(script)
     response = setup.proxy([p], [bad, d], request_timeout_s=1 if status == 504 else 60).complete(stream=True)
@@ -170,7 +170,7 @@ async def breaks_a_whole_answer(_: Received, wire: Wire) -> None:
 @pytest.mark.parametrize("http", ["auto", "h11"])
 @pytest.mark.parametrize("script", [breaks_a_stream, stalls_a_stream, breaks_a_whole_answer])
 def test_an_answer_that_breaks_off_never_looks_complete(
-    setup: Setup, p: FakeServer, d: FakeServer, access_lines: Callable[[int], list[str]], script: Script, http: Any
+    setup: ProxySetup, p: FakeServer, d: FakeServer, access_lines: Callable[[int], list[str]], script: Script, http: Any
 ) -> None:
     d.script = script
     proxy = setup.proxy([p], [d], http=http, request_timeout_s=1 if script is stalls_a_stream else 60)
@@ -189,7 +189,7 @@ def test_an_answer_that_breaks_off_never_looks_complete(
 
 @pytest.mark.parametrize("leg", ["prefill", "decode"])
 def test_a_refused_connection_names_leg_and_url(
-    setup: Setup, p: FakeServer, d: FakeServer, closed_port: str, leg: str
+    setup: ProxySetup, p: FakeServer, d: FakeServer, closed_port: str, leg: str
 ) -> None:
     proxy = setup.proxy([closed_port if leg == "prefill" else p], [closed_port if leg == "decode" else d])
     response = proxy.complete()
@@ -197,7 +197,7 @@ def test_a_refused_connection_names_leg_and_url(
     assert f"{leg} server {closed_port} cannot be reached" in message(response)
 
 
-def test_a_connection_that_is_never_taken_is_a_timeout(setup: Setup, d: FakeServer, full_backlog: str) -> None:
+def test_a_connection_that_is_never_taken_is_a_timeout(setup: ProxySetup, d: FakeServer, full_backlog: str) -> None:
     response = setup.proxy([full_backlog], [d], connect_timeout_s=0.2).complete()
     assert response.status_code == 504
     assert f"prefill server {full_backlog} did not take the connection" in message(response)

@@ -8,14 +8,14 @@ import pytest
 from examples.proxy import Settings
 from tests.support.examples.fake_servers import FakeServer, answers
 from tests.support.examples.harness import ProxyProcess
-from tests.support.examples.served_proxy import Proxy, Setup
+from tests.support.examples.served_proxy import Proxy, ProxySetup
 
 KEY = "the-servers-own"
 REFUSAL = b'{"error": "Unauthorized"}'
 
 
 @pytest.fixture
-def proxy(setup: Setup, p: FakeServer, d: FakeServer) -> Proxy:
+def proxy(setup: ProxySetup, p: FakeServer, d: FakeServer) -> Proxy:
     """A proxy with a key."""
     return setup.proxy([p], [d], api_key=KEY)
 

@@ -12,7 +12,7 @@ from examples.proxy.exchange import Client, while_connected
 from examples.proxy.journal import Record
 from tests.support.examples.fake_servers import FakeServer, Received, Wire, decodes, prefills, stalls
 from tests.support.examples.harness import RawClient
-from tests.support.examples.served_proxy import Proxy, Setup
+from tests.support.examples.served_proxy import Proxy, ProxySetup
 from tests.support.waiting import until
 
 REQUEST = b'{"model": "tiny", "prompt": "a", "stream": true}'
@@ -88,7 +88,7 @@ def test_in_the_middle_of_the_answer(
 
 
 def test_while_the_decode_server_sends_faster_than_the_client_reads(
-    setup: Setup, p: FakeServer, access_lines: Callable[[int], list[str]]
+    setup: ProxySetup, p: FakeServer, access_lines: Callable[[int], list[str]]
 ) -> None:
     async def floods(_: Received, wire: Wire) -> None:
         await wire.head()

@@ -7,11 +7,11 @@ import pytest
 
 from examples.proxy import Settings
 from tests.support.examples.fake_servers import FakeServer, Script, answers, stalls
-from tests.support.examples.served_proxy import Proxy, Setup
+from tests.support.examples.served_proxy import Proxy, ProxySetup
 
 
 def test_health_is_good_with_one_server_of_each_leg(
-    setup: Setup, p: FakeServer, d: FakeServer, closed_port: str
+    setup: ProxySetup, p: FakeServer, d: FakeServer, closed_port: str
 ) -> None:
     sick = setup.server(answers(503, b""))
     response = setup.proxy([sick, p], [closed_port, d]).http.get("/health")
@@ -24,7 +24,9 @@ def test_health_is_good_with_one_server_of_each_leg(
 
 
 @pytest.mark.parametrize("leg", ["prefill", "decode"])
-def test_health_is_bad_without_a_server_of_either_leg(setup: Setup, p: FakeServer, d: FakeServer, leg: str) -> None:
+def test_health_is_bad_without_a_server_of_either_leg(
+    setup: ProxySetup, p: FakeServer, d: FakeServer, leg: str
+) -> None:
     (p if leg == "prefill" else d).script = stalls
     response = setup.proxy([p], [d], connect_timeout_s=1).http.get("/health")
     assert response.status_code == 503
@@ -34,7 +36,7 @@ def test_health_is_bad_without_a_server_of_either_leg(setup: Setup, p: FakeServe
 
 @pytest.mark.parametrize("script", [answers(503, b""), stalls])
 def test_the_healthcheck_is_that_of_vllms_example_proxies_and_asks_no_server(
-    setup: Setup, p: FakeServer, d: FakeServer, closed_port: str, script: Script
+    setup: ProxySetup, p: FakeServer, d: FakeServer, closed_port: str, script: Script
 ) -> None:
     p.script = d.script = script
     response = setup.proxy([p], [closed_port, d]).http.get("/healthcheck")
@@ -50,7 +52,7 @@ def test_models_are_those_of_a_decode_server(proxy: Proxy, p: FakeServer, d: Fak
     assert p.received == []
 
 
-def test_models_without_a_decode_server_are_an_error(setup: Setup, p: FakeServer, closed_port: str) -> None:
+def test_models_without_a_decode_server_are_an_error(setup: ProxySetup, p: FakeServer, closed_port: str) -> None:
     response = setup.proxy([p], [closed_port]).http.get("/v1/models")
     assert response.status_code == 502
     assert f"decode server {closed_port}" in response.json()["error"]["message"]

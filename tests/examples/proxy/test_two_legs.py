@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from tests.support.examples.fake_servers import TRANSFER, FakeServer, Received, Wire, answers, opened
-from tests.support.examples.served_proxy import Proxy, Setup
+from tests.support.examples.served_proxy import Proxy, ProxySetup
 from tests.support.waiting import until
 
 
@@ -119,7 +119,7 @@ STREAM = [
 
 
 @pytest.mark.parametrize("http", ["auto", "h11"])
-def test_a_stream_reaches_the_client_byte_for_byte(setup: Setup, p: FakeServer, http: Any) -> None:
+def test_a_stream_reaches_the_client_byte_for_byte(setup: ProxySetup, p: FakeServer, http: Any) -> None:
     async def stream(_: Received, wire: Wire) -> None:
         await wire.head(200, {"Content-Type": "text/event-stream; charset=utf-8"})
         for piece in STREAM:
@@ -161,7 +161,7 @@ def test_an_encoded_answer_is_passed_on_encoded(proxy: Proxy, d: FakeServer) -> 
         assert b"".join(response.iter_raw()) == packed
 
 
-def test_120_requests_are_under_way_at_once_on_each_leg(setup: Setup) -> None:
+def test_120_requests_are_under_way_at_once_on_each_leg(setup: ProxySetup) -> None:
     count = 120
 
     def meeting(answer: object) -> Any:

@@ -52,7 +52,7 @@ class Proxy:
         self._socket.close()
 
 
-class Setup:
+class ProxySetup:
     """Starts fake servers and proxies and stops them all."""
 
     def __init__(self, stack: ExitStack) -> None:
