@@ -97,9 +97,7 @@ def test_no_two_classes_have_one_name() -> None:
     assert {name: where for name, where in places.items() if len(where) > 1} == {}
 
 
-#: Tests of the examples keep their helpers beside them, as the examples keep everything to themselves.
-WITH_OWN_HELPERS = ("tests.examples",)
-TESTS = [module for module in modules("tests") if not is_within(module, WITH_OWN_HELPERS)]
+TESTS = list(modules("tests"))
 
 
 def test_nobody_imports_a_test_module() -> None:
