@@ -51,6 +51,22 @@ class ConnectorConfig(BaseModel):
         description="How long a prefill engine keeps a finished prompt's blocks unless the decode engine renews its "
         "lease.",
     )
+    max_lease_age_s: Seconds = Field(
+        default=600.0,
+        description="How long a prefill engine keeps a finished prompt's blocks at most, however often the lease is "
+        "renewed.",
+    )
+    max_leased_fraction: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] | None = Field(
+        default=None,
+        description="Share of a prefill engine's KV blocks that leases may hold. Above it, the oldest lease that is "
+        "not being read gives way to requests that wait for blocks. An engine that also decodes (kv_both) lets no new "
+        "prompt for others exceed it. Default: 0.5 for kv_both, else 1.",
+    )
+    queue_timeout_s: Seconds = Field(
+        default=120.0,
+        description="How long a decode engine keeps a prompt leased while its request waits for blocks of its own. "
+        "Then it gives the lease up, and the request fails or computes its prompt, by kv_load_failure_policy.",
+    )
     handshake_timeout_s: Seconds = Field(
         default=10.0,
         description="How long a decode engine waits for a prefill engine to answer a message, or for a connection to "

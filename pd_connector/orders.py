@@ -28,6 +28,7 @@ class LeaseEnd(StrEnum):
     RELEASED = "released"
     CANCELLED = "cancelled"
     EXPIRED = "expired"
+    REVOKED = "revoked"
 
 
 class Cause(StrEnum):
@@ -35,6 +36,7 @@ class Cause(StrEnum):
 
     NONE = ""  # it did not fail
     PARAMS = "params"  # kv_transfer_params do not match the request or the prefill engine
+    QUEUE = "queue"  # the request waited for blocks of its own for longer than the queue timeout
     UNREACHABLE = "unreachable"  # the prefill engine or its transfer engine does not answer
     DENIED = "denied"  # the two engines have different secrets, or allowed_peers excludes the address
     REFUSED = "refused"  # the engine that answers refuses, usually because it is another one: P has restarted

@@ -7,7 +7,7 @@ A request whose prompt a prefill engine holds passes through these states, each 
        |--- nothing is missing ----------|-----> lease cancelled, computed here
        |--- left before allocation ------|-----> lease cancelled
        |--- params refused --------------|       reported as failed by the workers
-       |--- lease known to have ended ---'       the same
+       |--- lease has ended, or was given up --'  the same
        '--- lease is another request's ----> waits until that one is settled, then takes what the prefix cache holds
 
 A lease is good for one pull. Requests that share a lease (vLLM turns ``n`` choices into ``n`` requests) therefore
@@ -32,11 +32,10 @@ from pd_connector.params import (
     parse_remote_prefill,
     prompt_digest,
 )
-from pd_connector.scheduler.renewals import Renewals, log_undelivered
+from pd_connector.scheduler.renewals import Renewals
 from pd_connector.scheduler.roles import SchedulerRole
 from pd_connector.vllm.requests import block_ids_by_group, is_placeholder, prompt_shape
 from transfer.control.client import ControlClient
-from transfer.control.messages import Cancel
 
 if TYPE_CHECKING:
     from pd_connector.vllm.types import KVCacheBlocks, Request
@@ -67,16 +66,9 @@ _Entry = RemotePrefill | _Refused | _Follower
 class Consumer(SchedulerRole):
     """Owns the state of a decode engine's pulls, the control client, and the renewal of leases."""
 
-    def __init__(
-        self,
-        client: ControlClient,
-        message_timeout_s: float,
-        renewals: Renewals,
-        windows: Sequence[tuple[int, int]] = (),
-    ) -> None:
+    def __init__(self, client: ControlClient, renewals: Renewals, windows: Sequence[tuple[int, int]] = ()) -> None:
         """``windows`` has every cache group's block size and sliding window, in tokens; 0 for full attention."""
         self._client = client
-        self._message_timeout_s = message_timeout_s
         self._windows = windows
         self._renewals = renewals
         self._waiting: dict[str, _Entry] = {}
@@ -109,15 +101,20 @@ class Consumer(SchedulerRole):
         self._lease_ids.add(remote.lease_id)
         self._renewals.keep(request.request_id, remote)
 
-    def missing_tokens(self, request: "Request", computed_tokens: int) -> int | None:
-        """Return how many prompt tokens to pull beyond the ``computed_tokens`` that are here already; None: ask later.
+    def must_wait(self, request: "Request") -> bool:
+        """Return whether another request is to pull, or pulls, what this one needs."""
+        entry = self._waiting.get(request.request_id)
+        return isinstance(entry, _Follower) and entry.lease_id in self._lease_ids
+
+    def missing_tokens(self, request: "Request", computed_tokens: int) -> int:
+        """Return how many prompt tokens to pull beyond the ``computed_tokens`` that are here already.
 
         The last prompt token is always computed here, because its output is the first token to sample.
         """
         entry = self._waiting.get(request.request_id)
-        if isinstance(entry, _Follower):
-            return None if entry.lease_id in self._lease_ids else 0
-        if entry is None or (isinstance(entry, RemotePrefill) and self._lacks_window_blocks(entry)):
+        if entry is None or isinstance(entry, _Follower):
+            return 0
+        if isinstance(entry, RemotePrefill) and self._lacks_window_blocks(entry):
             return 0
         self._computed[request.request_id] = computed_tokens
         wanted: int = request.num_prompt_tokens - 1
@@ -147,6 +144,15 @@ class Consumer(SchedulerRole):
         self._computed.pop(request.request_id, None)
         if entry is not None:
             self._cancel(request.request_id, entry)
+
+    def awaits_blocks(self, request: "Request") -> bool:
+        """Return whether a request has yet to be given blocks for what it pulls."""
+        return request.request_id in self._waiting
+
+    @property
+    def waiting(self) -> int:
+        """Number of requests that have yet to be given blocks for what they pull."""
+        return len(self._waiting)
 
     def close(self) -> None:
         """Stop renewing leases and close the control client."""
@@ -184,6 +190,7 @@ class Consumer(SchedulerRole):
         if (lost := self._renewals.lost(request.request_id)) is not None:
             self._refusals.append(RefuseOrder(request.request_id, lost.cause, lost.reason))
             return
+        self._renewals.start_reading(request.request_id)
         end = first + external_tokens
         self._pulls.append(PullOrder(request.request_id, entry, block_ids, first, end, uuid.uuid4().hex))
 
@@ -206,9 +213,7 @@ class Consumer(SchedulerRole):
         lost = self._renewals.lost(request_id)
         self._forget_lease(request_id, entry)
         if isinstance(entry, RemotePrefill) and lost is None:
-            message = Cancel(entry.remote_engine_id, (entry.lease_id,))
-            future = self._client.request(entry.remote_host, entry.remote_port, message, self._message_timeout_s)
-            future.add_done_callback(log_undelivered)
+            self._renewals.cancel(entry)
 
     def _forget_lease(self, request_id: str, entry: _Entry | None) -> None:
         """Stop renewing a request's lease. A request that arrives with the lease from now on is too late to pull."""

@@ -49,6 +49,12 @@ class _Progress:
 
 
 @dataclass(frozen=True, slots=True)
+class _Offer:
+    hit: HostHit
+    goes_on: bool  # whether the blocks right after the hit were there as well, though not to be found
+
+
+@dataclass(frozen=True, slots=True)
 class _Load:
     pinned: HeldBlocks
     tokens: int
@@ -78,7 +84,7 @@ class HostTier(SchedulerRole):
         self._ranks = ranks
         self._mode = mode
         self._requests: dict[str, _Progress] = {}
-        self._hits: dict[str, HostHit] = {}  # offered and pinned, but not accepted yet
+        self._offers: dict[str, _Offer] = {}  # their blocks are pinned
         self._loads: dict[str, _Load] = {}  # under way
         self._load_failed: set[str] = set()  # requests that therefore compute their tokens
         self._jobs: dict[int, _StoreJob] = {}  # under way
@@ -101,22 +107,24 @@ class HostTier(SchedulerRole):
         self._restart_scan(progress)
 
     def missing_tokens(self, request: "Request", computed_tokens: int) -> int:
-        """Return how many tokens beyond ``computed_tokens`` can be loaded, and pin their host blocks."""
-        self.withdraw(request)
+        """Return how many tokens beyond ``computed_tokens`` can be loaded, and pin their host blocks.
+
+        vLLM asks in every step until it has blocks for the request. The blocks that were found stay pinned meanwhile:
+        finding and pinning a long prompt takes milliseconds.
+        """
+        offer = self._offers.get(request.request_id)
+        if offer is not None and offer.hit.first_token == computed_tokens and not self._has_grown(request, offer):
+            return offer.hit.tokens
+        for request_id in list(self._offers):  # at most one: vLLM asks about others once this one has its blocks
+            self._withdraw(request_id)
         if request.request_id in self._load_failed:
             return 0
         hit = self._pool.find(request, computed_tokens)
         if hit is None:
             return 0
         self._pool.pin(hit.blocks)
-        self._hits[request.request_id] = hit
+        self._offers[request.request_id] = _Offer(hit, self._pool.holds_next(request, hit))
         return hit.tokens
-
-    def withdraw(self, request: "Request") -> None:
-        """Unpin what was offered to a request."""
-        hit = self._hits.pop(request.request_id, None)
-        if hit is not None:
-            self._pool.unpin(hit.blocks)
 
     def allocated(self, request: "Request", blocks: "KVCacheBlocks", external_tokens: int) -> int:
         """Order the load that was offered, if vLLM has accepted it, and return its number of tokens."""
@@ -126,9 +134,10 @@ class HostTier(SchedulerRole):
         if progress is not None and progress.preemptions != request.num_preemptions:
             progress.preemptions = request.num_preemptions
             self._restart_scan(progress)  # it may have other blocks now, and host memory may have evicted its old ones
-        hit = self._hits.pop(request.request_id, None)
-        if hit is None:
+        offer = self._offers.pop(request.request_id, None)
+        if offer is None:
             return 0
+        hit = offer.hit
         if external_tokens < hit.tokens:
             self._pool.unpin(hit.blocks)
             return 0
@@ -149,7 +158,7 @@ class HostTier(SchedulerRole):
 
     def finish(self, request: "Request", block_ids: Sequence[Sequence[int]]) -> None:
         """Forget a request. Its load, if any, goes on; in eager mode, its full blocks not stored yet are stored."""
-        self.withdraw(request)
+        self._withdraw(request.request_id)
         self._load_failed.discard(request.request_id)
         progress = self._requests.pop(request.request_id, None)
         if progress is not None and self._mode == "eager":
@@ -190,9 +199,9 @@ class HostTier(SchedulerRole):
 
     def reset(self) -> bool:
         """Drop all contents, including those being stored; return False if a request is loading some right now."""
-        for hit in self._hits.values():
-            self._pool.unpin(hit.blocks)
-        self._hits.clear()
+        for offer in self._offers.values():
+            self._pool.unpin(offer.hit.blocks)
+        self._offers.clear()
         for stores in (self._ready, self._chosen):
             for store in stores:
                 del self._storing[store.candidate.key]
@@ -207,7 +216,7 @@ class HostTier(SchedulerRole):
     def check_integrity(self) -> None:
         """Raise AssertionError unless the books balance."""
         expected: dict[int, int] = dict.fromkeys(self._quarantined_slots, 1)
-        in_use = [hit.blocks for hit in self._hits.values()] + [load.pinned for load in self._loads.values()]
+        in_use = [offer.hit.blocks for offer in self._offers.values()] + [load.pinned for load in self._loads.values()]
         stores = list(self._stores())
         in_use += [(store.host,) for store in stores]
         for blocks in in_use:
@@ -219,7 +228,17 @@ class HostTier(SchedulerRole):
         assert all(store.candidate.block.ref_cnt > 0 for store in stores), "a block is being stored and free at once"
         assert all(job.ends.ranks < self._ranks for job in self._jobs.values()), "a store should have ended"
         assert self._load_failed <= self._requests.keys(), "a request that has finished is remembered"
-        assert self._hits.keys() <= self._requests.keys(), "something is kept for a request that has finished"
+        assert self._offers.keys() <= self._requests.keys(), "something is kept for a request that has finished"
+
+    def _withdraw(self, request_id: str) -> None:
+        """Unpin what was offered to a request."""
+        offer = self._offers.pop(request_id, None)
+        if offer is not None:
+            self._pool.unpin(offer.hit.blocks)
+
+    def _has_grown(self, request: "Request", offer: _Offer) -> bool:
+        """Return whether more of a prompt may be found now than what was offered."""
+        return not offer.goes_on and self._pool.holds_next(request, offer.hit)
 
     def _end_loads(self, request_ids: Iterable[str], failed: set[str]) -> None:
         """Unpin what these requests have loaded. Those whose load failed compute their tokens."""

@@ -114,8 +114,8 @@ class LeaseService(Generic[Held]):
         match request:
             case Hello():
                 return self._answer_hello()
-            case Renew(lease_ids=lease_ids):
-                return Renewed(self.leases.renew(lease_ids))
+            case Renew(lease_ids=lease_ids, reading=reading):
+                return Renewed(self.leases.renew(lease_ids, reading))
             case Release():
                 return self.leases.release(
                     request.lease_id, request.reader, request.readers, request.pull_id, request.contents

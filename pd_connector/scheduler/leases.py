@@ -1,14 +1,17 @@
 """The leases of a prefill engine: which requests' blocks must stay unchanged, and until when.
 
-A lease is granted when a prefill is done, and ends exactly once: released by all its readers, cancelled, or expired.
+A lease is granted when a prefill is done, and ends exactly once: released by all its readers, cancelled, revoked, or
+expired.
 Only then may what it holds be freed, which ``collect`` returns to the owner. Ended leases are remembered for a while,
 so that a repeated message gets the same answer as the first one.
 """
 
+import math
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Generic, TypeVar
 
 from pd_connector.orders import LeaseEnd
@@ -19,12 +22,17 @@ Held = TypeVar("Held")
 #: Number of pulls of one reader whose releases are remembered. A second one is a mistake already; this bounds memory.
 _MAX_PULLS = 4
 
+#: Number of leases renewed without letting other threads, such as the scheduler's, have the lock.
+_RENEWED_AT_ONCE = 500
+
 
 @dataclass(slots=True)
 class _Lease(Generic[Held]):
     held: Held
     contents: str
+    granted_at: float
     expires_at: float
+    read_until: float = -math.inf  # as the reader has announced
     readers: int = 0  # as the first release said; 0 before it
     released_by: dict[int, set[str]] = field(default_factory=dict)  # by reader that is done: its valid pulls
 
@@ -42,11 +50,19 @@ class LeaseTable(Generic[Held]):
     """All leases of a prefill engine. Each holds something for its owner, such as references to blocks.
 
     Thread-safe: the scheduler's thread grants and collects, the control channel's thread renews, releases and
-    cancels. Every method takes microseconds. Leases expire by ``clock``, a monotonic clock in seconds.
+    cancels. No method holds the lock for more than about a millisecond.
     """
 
-    def __init__(self, ttl_s: float, clock: Callable[[], float]) -> None:
+    def __init__(self, ttl_s: float, clock: Callable[[], float], max_age_s: float = math.inf) -> None:
+        """Start without leases.
+
+        Args:
+            ttl_s: time for which a lease is granted and renewed.
+            clock: a monotonic clock, in seconds.
+            max_age_s: time after which a lease expires although it is renewed.
+        """
         self.ttl_s = ttl_s
+        self._max_age_s = max_age_s
         self._clock = clock
         self._lock = threading.Lock()
         self._active: dict[str, _Lease[Held]] = {}
@@ -66,18 +82,29 @@ class LeaseTable(Generic[Held]):
         with self._lock:
             if lease_id in self._active or lease_id in self._past:
                 raise ValueError(f"lease {lease_id} was granted before")
-            self._active[lease_id] = _Lease(held, contents, self._clock() + self.ttl_s)
+            now = self._clock()
+            self._active[lease_id] = _Lease(held, contents, now, now + min(self.ttl_s, self._max_age_s))
             self._events["granted"] += 1
 
-    def renew(self, lease_ids: Iterable[str]) -> tuple[str, ...]:
-        """Extend leases by their time to live, starting now; return those that were still valid."""
-        with self._lock:
-            now = self._clock()
-            self._expire(now)
-            renewed = tuple(lease_id for lease_id in lease_ids if lease_id in self._active)
-            for lease_id in renewed:
-                self._active[lease_id].expires_at = now + self.ttl_s
-            return renewed
+    def renew(self, lease_ids: Sequence[str], reading: Iterable[str] = ()) -> tuple[str, ...]:
+        """Extend leases by their time to live, starting now; return those that were still valid.
+
+        ``reading``: those of them that are being read; until they expire or are renewed without it, they are not
+        revoked.
+        """
+        being_read = frozenset(reading)
+        renewed: list[str] = []
+        for first in range(0, len(lease_ids), _RENEWED_AT_ONCE):
+            with self._lock:
+                now = self._clock()
+                self._expire(now)
+                for lease_id in lease_ids[first : first + _RENEWED_AT_ONCE]:
+                    lease = self._active.get(lease_id)
+                    if lease is not None:
+                        lease.expires_at = min(now + self.ttl_s, lease.granted_at + self._max_age_s)
+                        lease.read_until = lease.expires_at if lease_id in being_read else -math.inf
+                        renewed.append(lease_id)
+        return tuple(renewed)
 
     def release(self, lease_id: str, reader: int, readers: int, pull_id: str, contents: str) -> Released:
         """Count one reader as done; the last one ends the lease.
@@ -121,6 +148,17 @@ class LeaseTable(Generic[Held]):
             for lease_id in list(self._active):
                 self._end(lease_id, LeaseEnd.CANCELLED)
 
+    def revoke_oldest(self) -> float | None:
+        """End the oldest lease that is not being read; return its age in seconds, or None if there is none."""
+        with self._lock:
+            now = self._clock()
+            self._expire(now)
+            for lease_id, lease in self._active.items():
+                if lease.read_until <= now:
+                    self._end(lease_id, LeaseEnd.REVOKED)
+                    return now - lease.granted_at
+            return None
+
     def still_valid(self, lease_ids: Iterable[str]) -> frozenset[str]:
         """Return those of the leases that have not ended, without renewing them."""
         with self._lock:
@@ -155,6 +193,12 @@ class LeaseTable(Generic[Held]):
         with self._lock:
             return len(self._active)
 
+    @property
+    def oldest_age_s(self) -> float:
+        """Age of the oldest lease that has not ended, in seconds; 0 if there is none."""
+        with self._lock:
+            return max((self._clock() - lease.granted_at for lease in islice(self._active.values(), 1)), default=0.0)
+
     def check_integrity(self) -> None:
         """Raise AssertionError unless the books balance."""
         with self._lock:
@@ -186,7 +230,7 @@ class LeaseTable(Generic[Held]):
         while self._past and next(iter(self._past.values())).forget_at <= now:
             del self._past[next(iter(self._past))]
         self._no_expiry_before = min(
-            (lease.expires_at for lease in self._active.values()), default=now + min(self.ttl_s, 1.0)
+            (lease.expires_at for lease in self._active.values()), default=now + min(self.ttl_s, self._max_age_s, 1.0)
         )
 
     def _end(self, lease_id: str, how: LeaseEnd) -> None:

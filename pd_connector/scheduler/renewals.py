@@ -1,35 +1,39 @@
 """Renews the leases of requests that wait or pull, on a thread of its own, and remembers which have ended.
 
 Scheduler steps are no place for this: a step can outlast a lease, for example when a model runs for the first time.
+
+All leases of a prefill engine are renewed in one message, three times in their time to live. What waits for blocks for
+longer than the queue timeout is given up, so that a decode engine that is stuck or overloaded frees what it holds of
+others. What is being pulled is announced, so that the prefill engine does not revoke it.
 """
 
 import logging
 import math
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 from pd_connector.orders import Cause
 from pd_connector.params import RemotePrefill
 from transfer.control.client import ControlClient
 from transfer.control.errors import PeerRefused
-from transfer.control.messages import ErrorCode, Renew, Renewed, Reply
+from transfer.control.messages import Cancel, ErrorCode, Renew, Renewed, Reply
 
 logger = logging.getLogger(__name__)
 
 _CLOSE_TIMEOUT_S = 2.0
-_LEASES_PER_MESSAGE = 1000  # prefill engines limit the size of messages
+_LEASES_PER_MESSAGE = 15_000  # prefill engines limit the size of messages, and these may be named twice
+_ANNOUNCED_AFTER_S = 0.05  # pulls that end sooner are not announced
 
 _Engine = tuple[str, str, int]  # engine id, host and port
 
 
 @dataclass(frozen=True, slots=True)
 class LeaseLost:
-    """A prefill engine has said that a lease is no longer valid, which is final."""
+    """A lease is no longer valid, or was given up, which is final."""
 
     cause: Cause
     reason: str  # for people
@@ -38,26 +42,82 @@ class LeaseLost:
 @dataclass(slots=True)
 class _Kept:
     remote: RemotePrefill
-    renew_at: float  # infinite once it is lost
+    give_up_at: float  # unless it is being pulled by then
     lost: LeaseLost | None = None
 
     @property
     def engine(self) -> _Engine:
         return self.remote.remote_engine_id, self.remote.remote_host, self.remote.remote_port
 
+    @property
+    def name(self) -> str:
+        engine_id, host, port = self.engine
+        return f"lease {self.remote.lease_id} of engine {engine_id} at {host}:{port}"
+
+
+@dataclass(slots=True)
+class _Bucket:
+    """The leases of a prefill engine that are not lost, by lease id, and when to send it what."""
+
+    renew_at: float
+    interval_s: float
+    waiting: dict[str, _Kept] = field(default_factory=dict)  # longest first
+    reading: dict[str, _Kept] = field(default_factory=dict)
+    announced_at: float = math.inf  # when ``unannounced`` is to be sent
+    unannounced: dict[str, None] = field(default_factory=dict)  # an ordered set
+
+    @property
+    def due_at(self) -> float:
+        return min(self.renew_at, self.announced_at)
+
+    def remove(self, lease_id: str) -> None:
+        for leases in (self.waiting, self.reading, self.unannounced):
+            leases.pop(lease_id, None)
+
+    def give_up(self, now: float) -> list[_Kept]:
+        """Remove and return the leases that have waited for too long."""
+        late = []
+        while self.waiting and (first := next(iter(self.waiting.values()))).give_up_at <= now:
+            late.append(self.waiting.pop(first.remote.lease_id))
+        return late
+
+    def renew(self, now: float) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Return the leases to renew now, and those of them that are being read."""
+        reading = tuple(self.unannounced)
+        self.unannounced.clear()
+        self.announced_at = math.inf
+        if now < self.renew_at:
+            return reading, reading
+        give_up_at = next((kept.give_up_at for kept in self.waiting.values()), math.inf)
+        self.renew_at = min(now + self.interval_s, give_up_at)
+        return (*self.waiting, *self.reading), tuple(self.reading)
+
 
 class Renewals:
     """Renews leases, by request id. Thread-safe; no method waits for a peer."""
 
     def __init__(
-        self, client: ControlClient, message_timeout_s: float, clock: Callable[[], float] = time.monotonic
+        self,
+        client: ControlClient,
+        message_timeout_s: float,
+        queue_timeout_s: float,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Renew nothing until ``start``, or a call of ``renew_due``."""
+        """Renew nothing until ``start``, or a call of ``send_due``.
+
+        Args:
+            client: sends the messages.
+            message_timeout_s: for which a message is sent again until it is answered.
+            queue_timeout_s: after which the lease of a request that still waits for blocks is given up.
+            clock: a monotonic clock, in seconds.
+        """
         self._client = client
         self._message_timeout_s = message_timeout_s
+        self._queue_timeout_s = queue_timeout_s
         self._clock = clock
         self._changed = threading.Condition()
         self._kept: dict[str, _Kept] = {}
+        self._buckets: dict[_Engine, _Bucket] = {}
         self._wakes_at = math.inf  # when the thread checks again without being woken
         self._closing = False
         self._thread: threading.Thread | None = None
@@ -76,17 +136,42 @@ class Renewals:
             self._thread.join(_CLOSE_TIMEOUT_S)
 
     def keep(self, request_id: str, remote: RemotePrefill) -> None:
-        """Renew a request's lease every third of its time to live from now on."""
+        """Renew the lease of a request that waits for blocks, from now on three times in its time to live."""
         with self._changed:
-            renew_at = self._clock() + remote.lease_ttl_s / 3
-            self._kept[request_id] = _Kept(remote, renew_at)
-            if renew_at < self._wakes_at:  # waking the thread for nothing costs the caller time
-                self._changed.notify()
+            now, interval_s = self._clock(), remote.lease_ttl_s / 3
+            kept = self._kept[request_id] = _Kept(remote, now + self._queue_timeout_s)
+            renew_at = min(now + interval_s, kept.give_up_at)
+            bucket = self._buckets.setdefault(kept.engine, _Bucket(renew_at, interval_s))
+            bucket.renew_at = min(bucket.renew_at, renew_at)
+            bucket.interval_s = min(bucket.interval_s, interval_s)
+            bucket.waiting[remote.lease_id] = kept
+            self._wake_at(renew_at)
+
+    def start_reading(self, request_id: str) -> None:
+        """Note that a request is being pulled now, so that its lease is neither given up nor revoked."""
+        with self._changed:
+            kept = self._kept[request_id]
+            bucket = self._buckets.get(kept.engine)
+            if kept.lost is not None or bucket is None:
+                return
+            lease_id = kept.remote.lease_id
+            bucket.reading[lease_id] = bucket.waiting.pop(lease_id)
+            bucket.unannounced[lease_id] = None
+            bucket.announced_at = min(bucket.announced_at, self._clock() + _ANNOUNCED_AFTER_S)
+            self._wake_at(bucket.announced_at)
 
     def drop(self, request_id: str) -> None:
         """Stop renewing a request's lease. Unknown ids are ignored."""
         with self._changed:
-            self._kept.pop(request_id, None)
+            kept = self._kept.pop(request_id, None)
+            if kept is not None and kept.lost is None:
+                self._remove(kept)
+
+    def cancel(self, remote: RemotePrefill) -> None:
+        """Tell a prefill engine that a lease will not be read, if it can be reached."""
+        message = Cancel(remote.remote_engine_id, (remote.lease_id,))
+        future = self._client.request(remote.remote_host, remote.remote_port, message, self._message_timeout_s)
+        future.add_done_callback(log_undelivered)
 
     def lost(self, request_id: str) -> LeaseLost | None:
         """Return why a request's lease has ended; None if it is not known to have ended, or is not renewed."""
@@ -100,30 +185,55 @@ class Renewals:
         with self._changed:
             return frozenset(self._kept)
 
-    def renew_due(self) -> None:
-        """Send a renewal to every prefill engine for its leases that are due."""
+    def send_due(self) -> None:
+        """Send what is due to every prefill engine, and give up the leases that have waited for too long."""
         now = self._clock()
-        due: dict[_Engine, list[str]] = defaultdict(list)
+        messages: list[tuple[_Engine, tuple[str, ...], tuple[str, ...]]] = []
+        late: list[_Kept] = []
         with self._changed:
-            for kept in self._kept.values():
-                if kept.renew_at <= now:
-                    due[kept.engine].append(kept.remote.lease_id)
-                    kept.renew_at = now + kept.remote.lease_ttl_s / 3
-        for engine, lease_ids in due.items():
-            engine_id, host, port = engine
-            for first in range(0, len(lease_ids), _LEASES_PER_MESSAGE):
-                asked = lease_ids[first : first + _LEASES_PER_MESSAGE]
-                future = self._client.request(host, port, Renew(engine_id, tuple(asked)), self._message_timeout_s)
-                future.add_done_callback(partial(self._take_answer, engine, asked))
+            for engine, bucket in self._buckets.items():
+                if bucket.due_at <= now:
+                    late += bucket.give_up(now)
+                    messages.append((engine, *bucket.renew(now)))
+            for kept in late:
+                kept.lost = LeaseLost(
+                    Cause.QUEUE,
+                    f"{kept.name} was given up, because the request waited {self._queue_timeout_s:g} s for blocks of "
+                    "this engine (queue_timeout_s): it has too few for its requests, or is paused",
+                )
+                self._forget_if_empty(kept.engine)
+        for kept in late:
+            self.cancel(kept.remote)
+        for engine, lease_ids, reading in messages:
+            self._send(engine, lease_ids, reading)
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless every lease is either due or lost and, until ``close``, the thread runs."""
+        """Raise AssertionError unless every lease is either renewed or lost and, until ``close``, the thread runs."""
         with self._changed:
-            for request_id, kept in self._kept.items():
-                assert (kept.lost is None) == (kept.renew_at < math.inf), f"the lease of {request_id} is in two states"
+            renewed = {
+                (engine, lease_id)
+                for engine, bucket in self._buckets.items()
+                for lease_id in (*bucket.waiting, *bucket.reading)
+            }
+            wanted = {(kept.engine, kept.remote.lease_id) for kept in self._kept.values() if kept.lost is None}
+            assert renewed == wanted, "other leases are renewed than those that are kept"
+            for bucket in self._buckets.values():
+                assert bucket.waiting or bucket.reading, "an engine without leases is remembered"
+                assert not bucket.waiting.keys() & bucket.reading.keys(), "a lease waits and is read at once"
+                assert bucket.unannounced.keys() <= bucket.reading.keys(), "a lease is announced that is not read"
+                assert bucket.due_at < math.inf, "leases are never renewed"
             assert self._thread is None or self._closing or self._thread.is_alive(), "the renewal thread has died"
 
-    def _take_answer(self, engine: _Engine, asked: list[str], future: "Future[Reply]") -> None:
+    def _send(self, engine: _Engine, lease_ids: tuple[str, ...], reading: tuple[str, ...]) -> None:
+        engine_id, host, port = engine
+        being_read = frozenset(reading)
+        for first in range(0, len(lease_ids), _LEASES_PER_MESSAGE):
+            asked = lease_ids[first : first + _LEASES_PER_MESSAGE]
+            among = reading if len(asked) == len(lease_ids) else tuple(being_read.intersection(asked))
+            future = self._client.request(host, port, Renew(engine_id, asked, among), self._message_timeout_s)
+            future.add_done_callback(partial(self._take_answer, engine, asked))
+
+    def _take_answer(self, engine: _Engine, asked: tuple[str, ...], future: "Future[Reply]") -> None:
         """Take the answer to a renewal. Runs on the control client's thread."""
         if future.cancelled():
             return
@@ -132,34 +242,46 @@ class Renewals:
             reply = future.result()
             if isinstance(reply, Renewed):
                 ended = set(asked).difference(reply.valid)
-                self._mark_lost(engine, ended, Cause.LEASE, "it expired or was cancelled before its blocks were read")
+                self._mark_lost(engine, ended, Cause.LEASE, "it expired, was cancelled, or gave way to other requests")
         elif isinstance(error, PeerRefused) and error.code is ErrorCode.UNKNOWN_ENGINE:
             self._mark_lost(engine, set(asked), Cause.REFUSED, str(error))
         else:
             log_undelivered(future)
 
     def _mark_lost(self, engine: _Engine, lease_ids: set[str], cause: Cause, reason: str) -> None:
-        engine_id, host, port = engine
         with self._changed:
-            for kept in self._kept.values():
-                lease_id = kept.remote.lease_id
-                if kept.engine == engine and lease_id in lease_ids and kept.lost is None:
-                    kept.renew_at = math.inf
-                    kept.lost = LeaseLost(
-                        cause, f"lease {lease_id} of engine {engine_id} at {host}:{port} has ended: {reason}"
-                    )
+            for lease_id in lease_ids:
+                bucket = self._buckets.get(engine)
+                kept = bucket and (bucket.waiting.get(lease_id) or bucket.reading.get(lease_id))
+                if kept:
+                    kept.lost = LeaseLost(cause, f"{kept.name} has ended: {reason}")
+                    self._remove(kept)
+
+    def _remove(self, kept: _Kept) -> None:
+        self._buckets[kept.engine].remove(kept.remote.lease_id)
+        self._forget_if_empty(kept.engine)
+
+    def _forget_if_empty(self, engine: _Engine) -> None:
+        bucket = self._buckets.get(engine)
+        if bucket is not None and not (bucket.waiting or bucket.reading):
+            del self._buckets[engine]
+
+    def _wake_at(self, due_at: float) -> None:
+        if due_at < self._wakes_at:  # waking the thread for nothing costs the caller time
+            self._wakes_at = due_at
+            self._changed.notify()
 
     def _run(self) -> None:
         while True:
             with self._changed:
                 if self._closing:
                     return
-                next_at = min((kept.renew_at for kept in self._kept.values()), default=math.inf)
+                next_at = min((bucket.due_at for bucket in self._buckets.values()), default=math.inf)
                 if next_at > self._clock():
                     self._wakes_at = next_at
                     self._changed.wait(None if next_at == math.inf else next_at - self._clock())
                     continue
-            self.renew_due()
+            self.send_due()
 
 
 def log_undelivered(future: "Future[Reply]") -> None:

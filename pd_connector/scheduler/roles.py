@@ -25,12 +25,13 @@ class SchedulerRole:
     def free_blocks(self) -> None:
         """Free device blocks that are no longer needed. Called before vLLM allocates blocks, and in every step."""
 
-    def missing_tokens(self, request: "Request", computed_tokens: int) -> int | None:
-        """Return how many tokens beyond ``computed_tokens`` this role will bring; None if that is not known yet."""
-        return 0
+    def must_wait(self, request: "Request") -> bool:
+        """Return whether a request must not be given blocks in this step."""
+        return False
 
-    def withdraw(self, request: "Request") -> None:
-        """Withdraw what was just offered to a request, which will ask again."""
+    def missing_tokens(self, request: "Request", computed_tokens: int) -> int:
+        """Return how many tokens beyond ``computed_tokens`` this role will bring."""
+        return 0
 
     def allocated(self, request: "Request", blocks: "KVCacheBlocks", external_tokens: int) -> int:
         """Start bringing tokens into a request's blocks; return how many of ``external_tokens`` this role brings."""

@@ -91,14 +91,11 @@ class ConnectorScheduler:
         """Return how many tokens beyond ``computed_tokens`` will be loaded or pulled; None if not known yet."""
         for role in self._roles:
             role.free_blocks()
+        if any(role.must_wait(request) for role in self._roles):
+            return None
         missing = 0
-        for number, role in enumerate(self._roles):
-            more = role.missing_tokens(request, computed_tokens + missing)
-            if more is None:
-                for asked in self._roles[:number]:
-                    asked.withdraw(request)
-                return None
-            missing += more
+        for role in self._roles:
+            missing += role.missing_tokens(request, computed_tokens + missing)
         return missing
 
     def allocated(self, request: "Request", blocks: "KVCacheBlocks", external_tokens: int) -> None:
@@ -166,7 +163,7 @@ class ConnectorScheduler:
         config, vllm_config = self._config, self._vllm_config
         model = model_identity(vllm_config, config.model_check)
         tp_size, _ = engine_ranks(vllm_config)
-        leases: LeaseTable[HeldBlocks] = LeaseTable(config.lease_ttl_s, time.monotonic)
+        leases: LeaseTable[HeldBlocks] = LeaseTable(config.lease_ttl_s, time.monotonic, config.max_lease_age_s)
         service = LeaseService(leases, model, tp_size, self._engine.wake, verify=config.verify)
         # The engines of a data-parallel deployment may share a host.
         port = config.port and config.port + data_parallel_index(vllm_config)
@@ -175,9 +172,9 @@ class ConnectorScheduler:
 
     def _make_consumer(self, keys: ControlKeys | None) -> Consumer:
         client = ControlClient(keys=keys, allowed=AllowedPeers(self._config.allowed_peers))
-        renewals = Renewals(client, self._config.handshake_timeout_s)
+        renewals = Renewals(client, self._config.handshake_timeout_s, self._config.queue_timeout_s)
         renewals.start()
-        return Consumer(client, self._config.handshake_timeout_s, renewals, self._windows)
+        return Consumer(client, renewals, self._windows)
 
     def _open_host_tier(self, handshakes: Sequence[WorkerHandshake]) -> HostTier:
         mode, manager = self._config.cpu_store, self._blocks.manager

@@ -14,6 +14,7 @@ from vllm.v1.core.kv_cache_utils import (
     generate_block_hash_extra_keys,
     get_block_hash,
     get_group_id,
+    make_block_hash_with_group_id,
     maybe_convert_block_hash,
 )
 
@@ -158,6 +159,17 @@ class HostBlockPool:
             return None
         groups, tokens, _ = self._coordinator.find_longest_cache_hit(hashes, longest)
         return HostHit(first_token, tokens, tuple(map(tuple, groups))) if tokens else None
+
+    def holds_next(self, request: "Request", hit: HostHit) -> bool:
+        """Return whether host memory holds the blocks right after a hit, in all cache groups."""
+        end = hit.first_token + hit.tokens
+        for group in self.groups:
+            size = self.block_tokens[group]
+            hashes = self._release.block_hashes(request.block_hashes, self._pool.hash_block_size, size)
+            number = end // size
+            if number >= len(hashes) or not self.holds(make_block_hash_with_group_id(hashes[number], group)):
+                return False
+        return True
 
     def pin(self, blocks: HeldBlocks) -> None:
         """Take references, so that the slots are not reused."""

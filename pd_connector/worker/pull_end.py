@@ -91,6 +91,8 @@ def release_message(order: PullOrder, reader: int, readers: int) -> Release:
 _INVALID_REASONS: dict[str, str] = {
     InvalidReason.EXPIRED: "had expired when the read was done, so its blocks may have changed",
     InvalidReason.CANCELLED: "was cancelled before the read was done, so its blocks may have changed",
+    InvalidReason.REVOKED: "gave way to other requests before the read was announced: the prefill engine was short of "
+    "blocks",
     InvalidReason.RELEASED: "was used up by another pull: kv_transfer_params are good for one pull. Prefill again",
     InvalidReason.UNKNOWN: "is unknown to the prefill engine: it ended long ago, or kv_transfer_params name another",
     InvalidReason.READERS: "is being read by a decode engine of another size: kv_transfer_params are good for one pull",

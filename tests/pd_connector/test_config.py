@@ -14,6 +14,9 @@ DEFAULTS = {
     "devices": "",
     "cross_layer_blocks": True,
     "lease_ttl_s": 30.0,
+    "max_lease_age_s": 600.0,
+    "max_leased_fraction": None,
+    "queue_timeout_s": 120.0,
     "handshake_timeout_s": 10.0,
     "pull_timeout_s": 60.0,
     "descriptors_per_call": 256,
@@ -41,6 +44,9 @@ ACCEPTED = [
     ("devices", "mlx5_0,mlx5_1"),
     ("cross_layer_blocks", False),
     ("lease_ttl_s", 0.5),
+    ("max_lease_age_s", 60),
+    ("max_leased_fraction", 1),
+    ("queue_timeout_s", 0.5),
     ("handshake_timeout_s", 3),
     ("pull_timeout_s", 120),
     ("descriptors_per_call", 1),
@@ -61,6 +67,10 @@ ACCEPTED = [
 ]
 
 REFUSED = [
+    ("max_lease_age_s", 0),
+    ("max_leased_fraction", 0),
+    ("max_leased_fraction", 1.1),
+    ("queue_timeout_s", math.inf),
     ("host", ""),
     ("host", 7),
     ("staging_bytes", -1),

@@ -295,7 +295,7 @@ class Disaggregation(RuleBasedStateMachine):
         for decode in self.decodes:
             decode.client.give_up()
             if renews:
-                decode.renewals.renew_due()
+                decode.renewals.send_due()
 
     @staticmethod
     def read_all(decode: DecodeSim) -> None:

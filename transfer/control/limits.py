@@ -43,9 +43,12 @@ def exceeded_limit(request: Request) -> str:
     ids = [request.engine_id]
     match request:
         case Renew(lease_ids=lease_ids) | Cancel(lease_ids=lease_ids):
-            if len(lease_ids) > MAX_LEASE_IDS:
-                return f"{len(lease_ids)} lease ids; at most {MAX_LEASE_IDS} are accepted: split the message"
+            reading = request.reading if isinstance(request, Renew) else ()
+            if max(len(lease_ids), len(reading)) > MAX_LEASE_IDS:
+                number = max(len(lease_ids), len(reading))
+                return f"{number} lease ids; at most {MAX_LEASE_IDS} are accepted: split the message"
             ids += lease_ids
+            ids += reading
         case Release(readers=readers):
             if readers > MAX_READERS:
                 return f"{readers} readers; at most {MAX_READERS} are accepted"

@@ -80,6 +80,7 @@ class InvalidReason(StrEnum):
 
     EXPIRED = "expired"  # the lease was not renewed in time
     CANCELLED = "cancelled"  # D cancelled it, or P's caches were reset
+    REVOKED = "revoked"  # it gave way to other requests: P was short of blocks, and nobody was reading these
     RELEASED = "released"  # all readers had already released it: a lease is valid for one pull
     UNKNOWN = "unknown"  # the engine never granted it, or forgot it long after its end
     READERS = "readers"  # ``reader`` is out of range, or another reader sent a different ``readers``
@@ -113,10 +114,14 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
 
 
 class Renew(msgspec.Struct, frozen=True, tag="renew"):
-    """Keep leases alive for another time to live, which starts on P's clock when this arrives."""
+    """Keep leases alive for another time to live, which starts on P's clock when this arrives.
+
+    P may limit how often a lease is renewed, and may end one that is not being read when it is short of blocks.
+    """
 
     engine_id: str
     lease_ids: tuple[str, ...]
+    reading: tuple[str, ...] = ()  # those of ``lease_ids`` whose blocks are being read for the next time to live
 
 
 class Renewed(msgspec.Struct, frozen=True, tag="renewed"):

@@ -63,8 +63,8 @@ class Desk:
 @pytest.fixture
 def desk() -> Iterator[Desk]:
     clock, client = ManualClock(), RecordingClient()
-    renewals = Renewals(client, 10.0, clock)
-    desk = Desk(Checked(client, 10.0, renewals), client, renewals, clock)
+    renewals = Renewals(client, 10.0, 120.0, clock)
+    desk = Desk(Checked(client, renewals), client, renewals, clock)
     yield desk
     desk.consumer.check_integrity()
 
@@ -123,11 +123,11 @@ def test_a_request_that_leaves_while_workers_read_keeps_its_lease_until_they_hav
     desk.consumer.start_pull(request, BLOCKS, 69)
     desk.consumer.leave("r")
     desk.clock.advance(TTL_S / 3)
-    desk.renewals.renew_due()
+    desk.renewals.send_due()
     assert desk.client.take_renewed() == ["L"]
     desk.consumer.settle("r")
     desk.clock.advance(TTL_S)
-    desk.renewals.renew_due()
+    desk.renewals.send_due()
     assert desk.client.sent == []
 
 
@@ -149,13 +149,14 @@ def test_leases_are_renewed_every_third_of_their_time_to_live(desk: Desk) -> Non
         desk.consumer.add(request)
     desk.consumer.start_pull(pulling, BLOCKS, 69)
     desk.clock.advance(TTL_S / 3 - 0.001)
-    desk.renewals.renew_due()
-    assert desk.client.take_renewed() == []
+    desk.renewals.send_due()
+    assert desk.client.take_renewed() == ["P"]  # announces the pull
+    desk.clock.advance(0.001 - TTL_S / 3)
     for _ in range(3):
         desk.clock.advance(TTL_S / 3)
-        desk.renewals.renew_due()
+        desk.renewals.send_due()
         assert sorted(desk.client.take_renewed()) == ["P", "W"]
-        desk.renewals.renew_due()
+        desk.renewals.send_due()
         assert desk.client.take_renewed() == []
 
 
@@ -166,7 +167,7 @@ def test_one_renewal_goes_to_each_engine_however_many_leases_it_has(desk: Desk) 
         )
         desk.consumer.add(request)
     desk.clock.advance(1.0)
-    desk.renewals.renew_due()
+    desk.renewals.send_due()
     assert desk.client.sent == [
         ("10.0.0.5", 1, Renew("e1", ("L1", "L2"))),
         ("10.0.0.5", 2, Renew("e2", ("L3",))),
@@ -231,7 +232,7 @@ def test_an_id_that_comes_twice_keeps_its_first_params(
         desk.consumer.add(a_decode_request("r", 71 if second == "refused" else 70, lease_id="second"))
     assert "request r came twice" in caplog.text
     desk.clock.advance(TTL_S / 3)
-    desk.renewals.renew_due()
+    desk.renewals.send_due()
     assert desk.client.take_renewed() == ["first"]
 
 
@@ -287,12 +288,14 @@ def test_a_request_whose_lease_is_in_use_waits_until_that_pull_has_settled(
     desk: Desk, shared: tuple[FakeRequest, FakeRequest]
 ) -> None:
     first, second = shared
-    assert desk.consumer.missing_tokens(second, 0) is None
+    assert desk.consumer.must_wait(second)
+    assert not desk.consumer.must_wait(first)
     assert desk.consumer.missing_tokens(first, 0) == 69
     desk.consumer.start_pull(first, BLOCKS, 69)
-    assert desk.consumer.missing_tokens(second, 0) is None
+    assert desk.consumer.must_wait(second)
     assert [order.request_id for order in desk.pulls()] == ["first"]
     desk.consumer.settle("first")
+    assert not desk.consumer.must_wait(second)
     assert desk.consumer.missing_tokens(second, 64) == 0
     desk.consumer.start_pull(second, BLOCKS, 0)
     assert desk.pulls() == ()
@@ -320,7 +323,7 @@ def test_a_follower_that_leaves_does_not_end_the_lease_of_the_first(
     desk.consumer.leave("second")
     assert desk.client.sent == []
     desk.clock.advance(TTL_S / 3)
-    desk.renewals.renew_due()
+    desk.renewals.send_due()
     assert desk.client.take_renewed() == ["L"]
     assert desk.consumer.missing_tokens(shared[0], 0) == 69
 
@@ -338,7 +341,7 @@ def test_a_decode_leg_that_the_api_server_rejected_lets_go_of_its_lease(desk: De
 def test_a_window_that_the_prefill_engine_has_cut_short_is_computed_here(tokens: int, cut: bool) -> None:
     """Window 128, blocks of 32: the token after 159 prompt tokens does not see block 0, the last of them does."""
     client = RecordingClient()
-    consumer = Checked(client, 10.0, Renewals(client, 10.0), windows=[(32, 0), (32, 128)])
+    consumer = Checked(client, Renewals(client, 10.0, 120.0), windows=[(32, 0), (32, 128)])
     let_go = max(tokens + 1 - 128, 0) // 32
     held = range(1, -(-tokens // 32) + 1)
     windowed = tuple(0 if block <= let_go else block for block in held)
@@ -356,7 +359,7 @@ def test_where_a_window_is_cut_depends_on_the_blocks_of_both_engines(
 ) -> None:
     """Window 128: with blocks of 64 here, token 190 needs block 0, of which blocks of 32 there keep the end only."""
     client = RecordingClient()
-    consumer = Checked(client, 10.0, Renewals(client, 10.0), windows=[(ours, 128)])
+    consumer = Checked(client, Renewals(client, 10.0, 120.0), windows=[(ours, 128)])
     let_go = (tokens + 1 - 128) // theirs
     table = tuple(block if block > let_go else 0 for block in range(1, -(-tokens // theirs) + 1))
     changes = {"remote_block_ids": (table,), "remote_block_sizes": (theirs,)}
@@ -409,7 +412,7 @@ def test_a_request_whose_lease_has_ended_is_refused_instead_of_read(desk: Desk) 
     request = a_decode_request("r", lease_id="L")
     desk.consumer.add(request)
     desk.clock.advance(TTL_S / 3)
-    desk.renewals.renew_due()
+    desk.renewals.send_due()
     desk.client.futures[-1].set_result(Renewed(()))
     assert desk.consumer.missing_tokens(request, 0) == 69
     desk.consumer.start_pull(request, BLOCKS, 69)
@@ -426,7 +429,7 @@ def test_a_pull_under_way_is_left_to_its_release_when_its_lease_has_ended(desk: 
     desk.consumer.start_pull(request, BLOCKS, 69)
     assert len(desk.pulls()) == 1
     desk.clock.advance(TTL_S / 3)
-    desk.renewals.renew_due()
+    desk.renewals.send_due()
     desk.client.futures[-1].set_result(Renewed(()))
     assert desk.consumer.step_orders({}) == Orders()
     desk.consumer.settle("r")
@@ -435,7 +438,7 @@ def test_a_pull_under_way_is_left_to_its_release_when_its_lease_has_ended(desk: 
 def test_a_lease_that_has_ended_is_not_cancelled(desk: Desk) -> None:
     desk.consumer.add(a_decode_request("r"))
     desk.clock.advance(TTL_S / 3)
-    desk.renewals.renew_due()
+    desk.renewals.send_due()
     desk.client.futures[-1].set_result(Renewed(()))
     desk.consumer.leave("r")
     assert desk.client.cancelled() == []

@@ -15,6 +15,7 @@ from tests.support.connector.requests import FakeRequest, RecordingClient, a_dec
 from tests.support.waiting import ManualClock
 
 TTL_S = 30.0
+QUEUE_TIMEOUT_S = 120.0
 BLOCKS = ((3, 9, 4, 7, 5),)
 
 
@@ -27,10 +28,12 @@ class ConsumerLife(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.clock, self.client = ManualClock(), RecordingClient()
-        self.renewals = Renewals(self.client, 10.0, self.clock)
-        self.consumer = Consumer(self.client, 10.0, self.renewals)
+        self.renewals = Renewals(self.client, 10.0, QUEUE_TIMEOUT_S, self.clock)
+        self.consumer = Consumer(self.client, self.renewals)
         self.numbers = itertools.count()
         self.renewed_at: dict[str, float] = {}  # of every lease that must be kept alive, by request id
+        self.waits_since: dict[str, float] = {}  # of those whose requests have no blocks
+        self.given_up: set[str] = set()
         self.cancelled: list[str] = []
         self.ordered: list[str] = []
         self.refused: list[str] = []
@@ -41,7 +44,7 @@ class ConsumerLife(RuleBasedStateMachine):
         request_id = f"r{next(self.numbers)}"
         request = a_decode_request(request_id, tokens, lease_id=request_id)
         if good:
-            self.renewed_at[request_id] = self.clock.now
+            self.renewed_at[request_id] = self.waits_since[request_id] = self.clock.now
         else:
             assert request.kv_transfer_params is not None
             del request.kv_transfer_params["lease_id"]
@@ -60,21 +63,24 @@ class ConsumerLife(RuleBasedStateMachine):
 
     @rule(target=pulling, request=consumes(waiting), computed=st.integers(0, 6))
     def allocate(self, request: FakeRequest, computed: int) -> Any:
+        waits = self.consumer.must_wait(request)
         missing = self.consumer.missing_tokens(request, 16 * computed)
         if (lease_id := self.following.get(request.request_id)) is not None:
-            return self.allocate_follower(request, missing, in_use=lease_id in self.renewed_at)
-        assert missing is not None
+            assert missing == 0
+            return self.allocate_follower(request, waits, in_use=lease_id in self.renewed_at)
+        assert not waits
         assert missing == max(0, request.num_prompt_tokens - 1 - 16 * computed)
         self.consumer.allocated(request, allocated(*BLOCKS), missing)
+        self.waits_since.pop(request.request_id, None)
         if missing:
             (self.ordered if request.request_id in self.renewed_at else self.refused).append(request.request_id)
         else:
             self.lets_go(request)
         return request
 
-    def allocate_follower(self, request: FakeRequest, missing: int | None, *, in_use: bool) -> Any:
-        """vLLM asks again in a later step while the answer is None; this one leaves instead."""
-        assert missing == (None if in_use else 0)
+    def allocate_follower(self, request: FakeRequest, waits: bool, *, in_use: bool) -> Any:
+        """vLLM asks again in a later step while it must wait; this one leaves instead."""
+        assert waits == in_use
         if in_use:
             self.consumer.finish(request, ())
         else:
@@ -103,12 +109,21 @@ class ConsumerLife(RuleBasedStateMachine):
         assert [order.request_id for order in orders.refusals] == self.refused
         assert all(isinstance(order.remote, RemotePrefill) for order in orders.pulls)
         self.ordered, self.refused = [], []
-        self.renewals.renew_due()
-        due = [lease for lease, at in self.renewed_at.items() if self.clock.now >= at + TTL_S / 3]
-        assert sorted(self.client.take_renewed()) == sorted(due)
-        self.renewed_at |= dict.fromkeys(due, self.clock.now)
+        self.renewals.send_due()
+        for request_id, since in list(self.waits_since.items()):
+            if self.clock.now >= since + QUEUE_TIMEOUT_S:
+                self.cancelled.append(request_id)
+                del self.renewed_at[request_id], self.waits_since[request_id]
+        renewals = self.client.take_renewals()
+        assert len(renewals) <= 1
+        for renewal in renewals:
+            assert set(renewal.lease_ids) <= self.renewed_at.keys()
+            assert set(renewal.reading) <= set(renewal.lease_ids) - self.waits_since.keys()
+            self.renewed_at |= dict.fromkeys(renewal.lease_ids, self.clock.now)
+        assert all(self.clock.now < at + TTL_S / 3 for at in self.renewed_at.values())
 
     def lets_go(self, request: FakeRequest) -> None:
+        self.waits_since.pop(request.request_id, None)
         if self.renewed_at.pop(request.request_id, None) is not None:
             self.cancelled.append(request.request_id)
 

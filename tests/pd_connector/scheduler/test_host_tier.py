@@ -1,5 +1,7 @@
 """What the host tier finds, loads and gives back: one case at a time, with vLLM's own cache manager."""
 
+from unittest.mock import create_autospec
+
 import pytest
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
@@ -194,10 +196,35 @@ def test_an_offer_that_is_not_taken_is_given_back() -> None:
     engine = with_memory_of(14)
     job = engine.arrive("second", said(14))
     engine.admit(job, fate="asked later")
-    assert not engine.pool.references()
+    assert engine.pool.references() == {0: 1, 1: 1, 2: 1}
     engine.admit(job, budget=4, fate="declined")
     assert not engine.pool.references()
     assert engine.tier.step_orders({}) == Orders()
+
+
+def test_an_offer_is_taken_back_when_vllm_asks_about_another_request() -> None:
+    engine = with_memory_of(14)
+    engine.tier.missing_tokens(engine.arrive("second", said(14)).request, 0)
+    engine.tier.missing_tokens(engine.arrive("third", said(10)).request, 0)
+    assert engine.pool.references() == {0: 1, 1: 1}
+    engine.tier.check_integrity()
+
+
+def test_what_was_offered_is_not_searched_again_until_there_is_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = with_memory_of(14)
+    searched = create_autospec(engine.pool.find, side_effect=engine.pool.find)
+    monkeypatch.setattr(engine.pool, "find", searched)
+    job = engine.arrive("longer", said(26))
+    engine.jobs.remove(job)
+    for _ in range(3):
+        assert engine.tier.missing_tokens(job.request, 0) == 12
+    assert engine.tier.missing_tokens(job.request, 4) == 8  # vLLM has computed a block meanwhile
+    assert searched.call_count == 2
+    engine.serve("another", said(20))
+    assert engine.tier.missing_tokens(job.request, 4) == 12
+    for _ in range(3):
+        engine.tier.missing_tokens(job.request, 4)
+    assert searched.call_count == 4  # the other request's own search is one of them
 
 
 def test_an_offer_stays_while_the_request_waits_for_blocks_and_goes_with_it() -> None:

@@ -19,6 +19,7 @@ from tests.support.waiting import ManualClock
 from transfer.control.messages import InvalidReason
 
 TTL_S = 8.0
+MAX_AGE_S = 30.0
 CONTENTS = "what the lease holds"
 
 
@@ -165,13 +166,15 @@ def test_a_reader_that_read_something_else_is_refused_and_yet_done(books: Books)
     assert books.reason == "released"
 
 
-@pytest.mark.parametrize("end", ["released", "cancelled", "expired", "unknown"])
+@pytest.mark.parametrize("end", ["released", "cancelled", "expired", "revoked", "unknown"])
 def test_a_release_that_is_too_late_is_told_how_the_lease_ended(books: Books, end: str) -> None:
     books.grant("a")
     if end == "released":
         books.release("a", 0, 1, "pull")
     elif end == "cancelled":
         books.table.cancel(["a"])
+    elif end == "revoked":
+        assert books.table.revoke_oldest() == 0
     else:
         books.clock.advance(TTL_S)
         books.table.collect()
@@ -182,6 +185,43 @@ def test_a_release_that_is_too_late_is_told_how_the_lease_ended(books: Books, en
 
 def test_every_end_of_a_lease_is_a_reason_for_a_release_to_be_refused() -> None:
     assert {end.value for end in LeaseEnd} <= {reason.value for reason in InvalidReason}
+
+
+def test_a_lease_expires_at_its_maximum_age_however_often_it_is_renewed() -> None:
+    clock = ManualClock()
+    table: LeaseTable[str] = LeaseTable(TTL_S, clock, max_age_s=2.5 * TTL_S)
+    table.grant("a", "blocks", CONTENTS)
+    for _ in range(4):
+        clock.advance(TTL_S / 2)
+        assert table.renew(["a"], ["a"]) == ("a",)
+    assert table.oldest_age_s == 2 * TTL_S
+    clock.advance(TTL_S / 2)
+    assert table.renew(["a"]) == ()
+    assert table.collect() == ("blocks",)
+    assert table.oldest_age_s == 0
+
+
+def test_the_oldest_lease_that_is_not_being_read_gives_way(books: Books) -> None:
+    books.grant("read")
+    books.clock.advance(1)
+    books.grant("waits")
+    books.clock.advance(1)
+    books.grant("later")
+    books.table.renew(["read", "waits"], reading=["read"])
+    assert books.table.revoke_oldest() == 1
+    assert books.table.collect() == ("request of waits",)
+    assert not books.release("waits", 0, 1, "pull")
+    assert books.reason == "revoked"
+    assert books.table.revoke_oldest() == 0
+    assert books.table.revoke_oldest() is None
+    assert books.table.active == 1
+
+
+def test_a_lease_that_is_no_longer_read_gives_way(books: Books) -> None:
+    books.grant("a")
+    books.table.renew(["a"], reading=["a"])
+    books.table.renew(["a"])
+    assert books.table.revoke_oldest() == 0
 
 
 def test_a_renewal_gives_another_time_to_live(books: Books) -> None:
@@ -332,6 +372,8 @@ class _Promise:
     """The model's view of a lease: what was said, and when it ended. Knows no tables."""
 
     expires_at: float
+    ends_by: float
+    is_read: bool = False  # as the last renewal said
     ended_at: float | None = None
     readers: int = 0
     accepted: set[tuple[int, int, str]] = field(default_factory=set)  # reader, readers, pull id
@@ -352,7 +394,7 @@ class LeaseLife(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.clock = ManualClock()
-        self.table: LeaseTable[str] = LeaseTable(TTL_S, self.clock)
+        self.table: LeaseTable[str] = LeaseTable(TTL_S, self.clock, MAX_AGE_S)
         self.promises: dict[str, _Promise] = {}
         self.to_collect: set[str] = set()
         self.numbers = itertools.count()
@@ -361,15 +403,27 @@ class LeaseLife(RuleBasedStateMachine):
     def grant(self) -> str:
         lease_id = f"lease {next(self.numbers)}"
         self.table.grant(lease_id, lease_id, CONTENTS)
-        self.promises[lease_id] = _Promise(self.clock.now + TTL_S)
+        self.promises[lease_id] = _Promise(self.clock.now + TTL_S, self.clock.now + MAX_AGE_S)
         return lease_id
 
-    @rule(lease_ids=st.lists(leases, max_size=4, unique=True))
-    def renew(self, lease_ids: list[str]) -> None:
+    @rule(lease_ids=st.lists(leases, max_size=4, unique=True), reading=st.integers(0, 3))
+    def renew(self, lease_ids: list[str], reading: int) -> None:
         held = [lease_id for lease_id in lease_ids if self.promises[lease_id].ended_at is None]
         for lease_id in held:
-            self.promises[lease_id].expires_at = self.clock.now + TTL_S
-        assert self.table.renew([*lease_ids, "unknown"]) == tuple(held)
+            promise = self.promises[lease_id]
+            promise.expires_at = min(self.clock.now + TTL_S, promise.ends_by)
+            promise.is_read = lease_id in lease_ids[:reading]
+        assert self.table.renew([*lease_ids, "unknown"], [*lease_ids[:reading], "unknown"]) == tuple(held)
+
+    @rule()
+    def revoke(self) -> None:
+        unread = [lease for lease, promise in self.promises.items() if promise.ended_at is None and not promise.is_read]
+        age = self.table.revoke_oldest()
+        if not unread:
+            assert age is None
+            return
+        assert age == self.clock.now - (self.promises[unread[0]].ends_by - MAX_AGE_S)
+        self.end(unread[0])
 
     @rule(
         lease_id=leases,

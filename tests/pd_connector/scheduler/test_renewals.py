@@ -8,14 +8,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from pd_connector.scheduler.renewals import Renewals
 from tests.support.connector.requests import RecordingClient, a_prompt, a_remote
 from tests.support.waiting import ManualClock, until
 from transfer.control.errors import PeerRefused, PeerUnreachable
-from transfer.control.messages import ErrorCode, Renewed, Reply
+from transfer.control.limits import exceeded_limit
+from transfer.control.messages import MAX_REQUEST_BYTES, ErrorCode, Renew, Renewed, Reply, encode
 
 PROMPT = a_prompt(70)
+QUEUE_TIMEOUT_S = 120.0
 
 
 @pytest.fixture
@@ -26,7 +29,7 @@ def client() -> RecordingClient:
 @pytest.fixture
 def renewals(client: RecordingClient) -> Iterator[Renewals]:
     before = set(threading.enumerate())
-    renewals = Renewals(client, 5.0)
+    renewals = Renewals(client, 5.0, 120.0)
     renewals.start()
     yield renewals
     renewals.close()
@@ -43,7 +46,7 @@ def test_a_lease_is_renewed_again_and_again_though_no_step_is_made(client: Recor
 
 
 def test_a_lease_that_is_due_sooner_is_not_kept_waiting(client: RecordingClient, renewals: Renewals) -> None:
-    renewals.keep("late", a_remote(PROMPT, lease_id="late", lease_ttl_s=1000.0))
+    renewals.keep("late", a_remote(PROMPT, lease_id="late", lease_ttl_s=1000.0, remote_port=77))
     renewals.keep("soon", a_remote(PROMPT, lease_id="soon", lease_ttl_s=0.06))
     until(lambda: bool(client.sent))
     renewals.drop("soon")
@@ -62,17 +65,80 @@ def test_a_lease_that_is_due_later_does_not_wake_the_thread(
 
 def test_many_leases_of_one_engine_are_renewed_in_several_messages(client: RecordingClient) -> None:
     clock = ManualClock()
-    renewals = Renewals(client, 5.0, clock)
-    for number in range(2500):
-        renewals.keep(str(number), a_remote(PROMPT, lease_id=str(number)))
-    clock.advance(1000.0)
-    renewals.renew_due()
-    assert len(client.sent) == 3
-    assert sorted(client.take_renewed()) == sorted(map(str, range(2500)))
+    renewals = Renewals(client, 5.0, 120.0, clock)
+    remote = a_remote(PROMPT)
+    for number in range(20_000):
+        renewals.keep(str(number), structs.replace(remote, lease_id=f"{number:032}"))
+        renewals.start_reading(str(number))
+    clock.advance(remote.lease_ttl_s / 3)
+    renewals.send_due()
+    sent = client.take_renewals()
+    assert [len(renew.lease_ids) for renew in sent] == [15_000, 5_000]
+    for renew in sent:
+        assert set(renew.reading) == set(renew.lease_ids)
+        assert not exceeded_limit(renew)
+        assert len(encode(1, renew)) < MAX_REQUEST_BYTES
+    assert len({lease_id for renew in sent for lease_id in renew.lease_ids}) == 20_000
+
+
+# What is being pulled
+
+
+def test_a_pull_is_announced_soon_and_with_every_renewal(desk: "Desk") -> None:
+    desk.keep("pulled")
+    desk.keep("waits")
+    desk.renewals.start_reading("pulled")
+    desk.renewals.send_due()
+    assert desk.client.take_renewals() == []
+    desk.clock.advance(0.1)
+    desk.renewals.send_due()
+    assert desk.client.take_renewals() == [Renew("engine-p", ("pulled",), ("pulled",))]
+    desk.renew()
+    assert desk.client.take_renewals() == [Renew("engine-p", ("waits", "pulled"), ("pulled",))]
+
+
+def test_a_pull_that_ends_soon_is_not_announced(desk: "Desk") -> None:
+    desk.keep("pulled")
+    desk.keep("waits")
+    desk.renewals.start_reading("pulled")
+    desk.renewals.drop("pulled")
+    desk.clock.advance(0.1)
+    desk.renewals.send_due()
+    assert desk.client.take_renewals() == []
+
+
+# What waits for too long
+
+
+def test_the_lease_of_a_request_that_waits_for_blocks_too_long_is_given_up(desk: "Desk") -> None:
+    desk.keep("waits")
+    desk.keep("pulled")
+    desk.renewals.start_reading("pulled")
+    desk.clock.advance(QUEUE_TIMEOUT_S)
+    desk.keep("later")
+    desk.renewals.send_due()
+    lost = desk.renewals.lost("waits")
+    assert lost is not None
+    assert lost.cause == "queue"
+    assert "the request waited 120 s for blocks of this engine (queue_timeout_s)" in lost.reason
+    assert desk.client.cancelled() == ["waits"]
+    assert desk.client.take_renewed() == ["later", "pulled"]
+    assert desk.renewals.lost("pulled") is None
+
+
+def test_a_lease_is_given_up_in_time_though_no_renewal_is_due(client: RecordingClient) -> None:
+    clock = ManualClock()
+    renewals = Renewals(client, 5.0, 2.0, clock)
+    renewals.keep("waits", a_remote(PROMPT, lease_id="waits", lease_ttl_s=1000.0))
+    clock.advance(2.0)
+    renewals.send_due()
+    assert client.cancelled() == ["waits"]
+    assert client.take_renewed() == []
+    renewals.check_integrity()
 
 
 def test_an_idle_thread_ends_at_once(client: RecordingClient) -> None:
-    renewals = Renewals(client, 5.0)
+    renewals = Renewals(client, 5.0, 120.0)
     renewals.start()
     renewals.close()
     assert client.sent == []
@@ -97,7 +163,7 @@ class Desk:
     def renew(self) -> "Future[Reply]":
         """Renew what is due; the answer of the engine that was asked last."""
         self.clock.advance(TTL_S / 3)
-        self.renewals.renew_due()
+        self.renewals.send_due()
         self.renewals.check_integrity()
         return self.client.futures[-1]
 
@@ -105,7 +171,7 @@ class Desk:
 @pytest.fixture
 def desk() -> Iterator[Desk]:
     clock, client = ManualClock(), RecordingClient()
-    desk = Desk(clock, client, Renewals(client, 5.0, clock))
+    desk = Desk(clock, client, Renewals(client, 5.0, QUEUE_TIMEOUT_S, clock))
     yield desk
     desk.renewals.check_integrity()
 

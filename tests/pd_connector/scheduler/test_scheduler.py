@@ -36,10 +36,10 @@ class Recorded(SchedulerRole):
 
     def __init__(self, name: str, calls: Calls) -> None:
         self.name, self.calls = name, calls
-        self.missing: int | None = 0
+        self.missing = 0
         self.takes = 0
         self.params: dict[str, Any] | None = None
-        self.wants = self.frees_soon = False
+        self.wants = self.frees_soon = self.waits = False
         self.can_reset = True
 
     def note(self, *what: object) -> None:
@@ -54,12 +54,12 @@ class Recorded(SchedulerRole):
     def free_blocks(self) -> None:
         self.note("free")
 
-    def missing_tokens(self, request: Any, computed_tokens: int) -> int | None:
+    def must_wait(self, request: Any) -> bool:
+        return self.waits
+
+    def missing_tokens(self, request: Any, computed_tokens: int) -> int:
         self.note("missing", computed_tokens)
         return self.missing
-
-    def withdraw(self, request: Any) -> None:
-        self.note("withdraw")
 
     def allocated(self, request: Any, blocks: Any, external_tokens: int) -> int:
         self.note("allocated", external_tokens)
@@ -239,13 +239,12 @@ def test_each_role_is_asked_for_what_those_before_it_do_not_bring(
     assert asked == [("host", "missing", 16), ("pulls", "missing", 48)]
 
 
-def test_who_has_offered_is_told_when_another_does_not_know_yet(
+def test_nobody_looks_for_tokens_of_a_request_that_must_wait(
     side: ConnectorScheduler, roles: list[Recorded], calls: Calls
 ) -> None:
-    side._roles.append(Recorded("later", calls))
-    roles[0].missing, roles[1].missing = 32, None
+    roles[1].waits = True
     assert side.missing_tokens(REQUEST, 0) is None
-    assert calls[3:] == [("host", "missing", 0), ("pulls", "missing", 32), ("host", "withdraw")]
+    assert calls == [("host", "free"), ("pulls", "free")]
 
 
 def test_each_role_takes_its_part_of_the_tokens_that_were_found_room_for(

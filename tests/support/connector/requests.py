@@ -68,9 +68,12 @@ class RecordingClient(ControlClient):
 
     def take_renewed(self) -> list[str]:
         """Lease ids of the renewals since the last call."""
-        renewed = [lease for _, _, sent in self.sent if isinstance(sent, Renew) for lease in sent.lease_ids]
+        return [lease for renew in self.take_renewals() for lease in renew.lease_ids]
+
+    def take_renewals(self) -> list[Renew]:
+        renewals = [sent for _, _, sent in self.sent if isinstance(sent, Renew)]
         self.sent = [entry for entry in self.sent if not isinstance(entry[2], Renew)]
-        return renewed
+        return renewals
 
 
 def a_prompt(tokens: int, seed: int = 0) -> list[int]:

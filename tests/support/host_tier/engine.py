@@ -73,7 +73,6 @@ class HostTierEngine:
         loaded = tier.missing_tokens(request, local)
         self._check_offer(job, local, loaded)
         if fate == "asked later":
-            tier.withdraw(request)
             return None
         pulls = pulls and not job.was_pulled and not request.num_output_tokens
         external = (request.num_prompt_tokens - 1 - local if pulls else loaded) if fate != "declined" else 0
@@ -252,7 +251,7 @@ class HostTierEngine:
         lost = set.union(*(rank.runaway for rank in self.ranks))
         assert self.pool.references().keys() >= lost
         assert self.pool.references().keys() == self.tier._quarantined_slots, "slots are in use for ever"
-        assert not self.tier._hits
+        assert not self.tier._offers
         assert not self.tier._requests
 
     def wanted_of(self, key: Any) -> tuple[int, Contents]:

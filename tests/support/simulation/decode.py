@@ -192,8 +192,8 @@ class DecodeSim:
         self.recomputes = recomputes
         self.blocks = blocks
         self.client = SimulatedClient(network)
-        self.renewals = Renewals(self.client, MESSAGE_TIMEOUT_S, network.clock)
-        self.consumer = Consumer(self.client, MESSAGE_TIMEOUT_S, self.renewals)
+        self.renewals = Renewals(self.client, MESSAGE_TIMEOUT_S, 120.0, network.clock)
+        self.consumer = Consumer(self.client, self.renewals)
         self.free = deque(range(1, blocks + 1))
         self.owners: dict[int, DecodeJob] = {}
         self.jobs: dict[str, DecodeJob] = {}
@@ -209,9 +209,9 @@ class DecodeSim:
         """vLLM looks at a waiting request, of which its prefix cache holds some blocks, and makes a step."""
         assert job.state is DecodeState.WAITING
         cached = min(cached_blocks, (job.prompt.tokens - 1) // TOKENS_PER_BLOCK)
-        missing = self.consumer.missing_tokens(job.request, cached * TOKENS_PER_BLOCK)
-        if missing is None:
+        if self.consumer.must_wait(job.request):
             return
+        missing = self.consumer.missing_tokens(job.request, cached * TOKENS_PER_BLOCK)
         assert not (missing and job.was_ordered), "a request that was computed here is to be pulled again"
         assert 0 <= missing < job.prompt.tokens - cached * TOKENS_PER_BLOCK or not missing
         if len(self.free) < job.prompt.blocks:
