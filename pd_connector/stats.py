@@ -41,6 +41,9 @@ LABELS: dict[str, tuple[str, ...]] = {
 }
 
 GAUGES = {
+    "leases_active": "Leases of this prefill engine that have not ended.",
+    "lease_oldest_age_seconds": "Age of the oldest lease that has not ended, in whole seconds.",
+    "leased_blocks": "KV blocks that leases hold, each counted once.",
     "host_blocks_cached": "Blocks in host memory that prefix lookups can find.",
     "host_blocks_capacity": "Capacity of host memory, in blocks.",
 }

@@ -11,6 +11,7 @@ only when its store has ended on every rank. Everything runs on the scheduler's 
 """
 
 import logging
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice
@@ -65,7 +66,7 @@ class _StoreJob:
     stores: tuple[Store, ...]
     touch_at_end: list[BlockKeys]  # of requests that have finished meanwhile
     ends: StoreEnds = field(default_factory=lambda: StoreEnds(0))
-    abandoned: bool = False  # the contents are no longer valid
+    abandoned: bool = False  # the contents are no longer valid, and the device blocks were given back
 
 
 class HostTier(SchedulerRole):
@@ -183,7 +184,7 @@ class HostTier(SchedulerRole):
     @property
     def frees_blocks_soon(self) -> bool:
         """Whether device blocks become free when stores end, because nothing else uses them."""
-        return any(store.candidate.block.ref_cnt == 1 for store in self._stores())
+        return any(store.candidate.block.ref_cnt == 1 for store in self._stores_of_device_blocks())
 
     def update_stats(self, stats: StatsRecorder) -> None:
         """Record what was loaded and stored, and how full host memory is."""
@@ -197,19 +198,30 @@ class HostTier(SchedulerRole):
         """Return the KV cache events of host blocks since the last call."""
         return self._pool.take_events()
 
+    def device_references(self) -> "Counter[int]":
+        """Return the number of references to each device block that stores hold, by block id."""
+        return Counter(int(store.candidate.block.block_id) for store in self._stores_of_device_blocks())
+
+    def release_device_blocks(self) -> None:
+        """Abandon all stores: their contents are no longer valid. Copies that are under way go on to the end."""
+        for stores in (self._ready, self._chosen):
+            for store in stores:
+                del self._storing[store.candidate.key]
+            self._pool.release_device_blocks(stores, retry=True)
+            self._pool.release_slots(stores)
+            stores.clear()
+        self._touch_at_end.clear()
+        for job in self._jobs.values():
+            if not job.abandoned:
+                job.abandoned = True
+                self._pool.release_device_blocks(job.stores, retry=True)
+
     def reset(self) -> bool:
         """Drop all contents, including those being stored; return False if a request is loading some right now."""
         for offer in self._offers.values():
             self._pool.unpin(offer.hit.blocks)
         self._offers.clear()
-        for stores in (self._ready, self._chosen):
-            for store in stores:
-                del self._storing[store.candidate.key]
-            self._pool.finish_stores(stores, retry=True)
-            stores.clear()
-        self._touch_at_end.clear()
-        for job in self._jobs.values():
-            job.abandoned = True
+        self.release_device_blocks()
         self._pool.evict_all()
         return not self._loads
 
@@ -225,7 +237,8 @@ class HostTier(SchedulerRole):
         assert self._pool.references() == expected, "slots are in use that nobody uses, or the reverse"
         assert self._storing.keys() == {store.candidate.key for store in stores}, "blocks being stored are not known"
         assert len(self._storing) == len(stores), "a block is being stored twice"
-        assert all(store.candidate.block.ref_cnt > 0 for store in stores), "a block is being stored and free at once"
+        device_blocks = [store.candidate.block for store in self._stores_of_device_blocks()]
+        assert all(block.ref_cnt > 0 for block in device_blocks), "a block is being stored and free at once"
         assert all(job.ends.ranks < self._ranks for job in self._jobs.values()), "a store should have ended"
         assert self._load_failed <= self._requests.keys(), "a request that has finished is remembered"
         assert self._offers.keys() <= self._requests.keys(), "something is kept for a request that has finished"
@@ -300,6 +313,11 @@ class HostTier(SchedulerRole):
         """Return all stores that are chosen or under way."""
         return chain(self._chosen, self._ready, *(job.stores for job in self._jobs.values()))
 
+    def _stores_of_device_blocks(self) -> Iterator[Store]:
+        """Return the stores that hold references to their device blocks."""
+        jobs = (job.stores for job in self._jobs.values() if not job.abandoned)
+        return chain(self._chosen, self._ready, *jobs)
+
     def _scan(self, progress: _Progress, scheduled: int, candidates: list[Candidate]) -> None:
         """Add the blocks that a request has filled since the last scan to ``candidates``, as far as slots are free.
 
@@ -357,7 +375,10 @@ class HostTier(SchedulerRole):
             self._blocks_stored += len(job.stores)
         if job.ends.unsettled:
             self._quarantined_slots.update(slot_of(store.host) for store in job.stores)
-        self._pool.finish_stores(job.stores, retry=job.abandoned, keep_slots=job.ends.unsettled)
+        if not job.abandoned:
+            self._pool.finish_stores(job.stores, keep_slots=job.ends.unsettled)
+        elif not job.ends.unsettled:
+            self._pool.release_slots(job.stores)
         for keys in job.touch_at_end:
             self._pool.touch(keys)
 

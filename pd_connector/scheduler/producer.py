@@ -119,7 +119,10 @@ class Producer(SchedulerRole):
         return self._leases.has_ended or (active > 0 and not self._engine.can_be_woken)
 
     def update_stats(self, stats: StatsRecorder) -> None:
-        """Record the leases granted and ended, and what the control channel refused."""
+        """Record the leases granted, alive and ended, and what the control channel refused."""
+        stats.gauge("leases_active", self._leases.active)
+        stats.gauge("lease_oldest_age_seconds", int(self._leases.oldest_age_s))
+        stats.gauge("leased_blocks", self._blocks.leased)
         for event, number in self._leases.take_events().items():
             stats.count("leases", number, event)
         refusals = Counter(self._server.counters.refusals)
@@ -127,10 +130,18 @@ class Producer(SchedulerRole):
             stats.count("control_refusals", number, cause)
         self._refusals_taken = refusals
 
-    def reset(self) -> bool:
+    def device_references(self) -> Counter[int]:
+        """Return the number of references to each device block that leases hold, by block id."""
+        return self._blocks.references
+
+    def release_device_blocks(self) -> None:
         """End every lease."""
         self._leases.cancel_all()
         self.free_blocks()
+
+    def reset(self) -> bool:
+        """End every lease."""
+        self.release_device_blocks()
         return True
 
     def close(self) -> None:

@@ -1,5 +1,6 @@
 """What the roles of an engine (prefill for others, pull from others, host memory) offer to the scheduler side."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -68,6 +69,13 @@ class SchedulerRole:
 
     def update_stats(self, stats: StatsRecorder) -> None:
         """Record what has happened since the last call."""
+
+    def device_references(self) -> "Counter[int]":
+        """Return the number of references to each device block that this role holds, by block id."""
+        return Counter()
+
+    def release_device_blocks(self) -> None:
+        """Give back all device blocks, whose contents are no longer valid."""
 
     def reset(self) -> bool:
         """Drop all contents of the caches, which are no longer valid; return False if that is not possible now."""

@@ -2,7 +2,8 @@
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pd_connector.config import ConnectorConfig
@@ -15,6 +16,7 @@ from pd_connector.scheduler.lease_service import LeaseService
 from pd_connector.scheduler.leases import LeaseTable
 from pd_connector.scheduler.producer import Producer
 from pd_connector.scheduler.renewals import Renewals
+from pd_connector.scheduler.request_admission import AdmissionLimits, RequestAdmission
 from pd_connector.scheduler.roles import SchedulerRole
 from pd_connector.secret import load_keys
 from pd_connector.stats import StatsRecorder
@@ -45,11 +47,18 @@ class ConnectorScheduler:
     """The connector in the engine core. All methods are called on the scheduler's thread; none waits for a peer."""
 
     def __init__(
-        self, vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig", config: ConnectorConfig, stats: StatsRecorder
+        self,
+        vllm_config: "VllmConfig",
+        kv_cache_config: "KVCacheConfig",
+        config: ConnectorConfig,
+        stats: StatsRecorder,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """Start the roles that the configuration names. ``clock`` is a monotonic clock, in seconds."""
         self._vllm_config = vllm_config
         self._config = config
         self._stats = stats
+        self._clock = clock
         self._role = EngineRole.of(vllm_config)
         self._windows = [(group.block_tokens, group.window) for group in cache_groups(vllm_config, kv_cache_config)]
         self._blocks = DeviceBlocks()
@@ -59,14 +68,16 @@ class ConnectorScheduler:
         keys = load_keys(config.secret_file)
         # In the order in which they are asked for tokens. Host memory comes first: what it holds is not pulled.
         self._roles: list[SchedulerRole] = []
+        consumer = self._make_consumer(keys) if self._role.consumes else None
         if self._role.produces:
-            self._roles.append(self._make_producer(keys))
-        if self._role.consumes:
-            self._roles.append(self._make_consumer(keys))
+            leases: LeaseTable[HeldBlocks] = LeaseTable(config.lease_ttl_s, clock, config.max_lease_age_s)
+            self._roles += [self._make_producer(leases, keys), self._make_admission(leases, consumer)]
+        if consumer is not None:
+            self._roles.append(consumer)
 
     def bind_cache_manager(self, kv_cache_manager: "KVCacheManager") -> None:
         """Take the manager of the engine's blocks. Called while the engine core constructs its scheduler."""
-        self._blocks.bind(kv_cache_manager)
+        self._blocks.bind(kv_cache_manager, self._release_device_blocks)
         self._engine.find()
 
     def set_workers(self, handshakes: Mapping[tuple[int, int], WorkerHandshake]) -> None:
@@ -159,20 +170,38 @@ class ConnectorScheduler:
         for role in self._roles:
             role.check_integrity()
 
-    def _make_producer(self, keys: ControlKeys | None) -> Producer:
+    def _release_device_blocks(self) -> None:
+        """Give back all device blocks, if nothing else keeps vLLM from resetting its prefix cache.
+
+        What they hold is about to become invalid: leases end, and stores in host memory are abandoned.
+        """
+        for role in self._roles:
+            role.free_blocks()
+        references = sum((role.device_references() for role in self._roles), Counter())
+        if not references or not self._blocks.are_all_in_use(references):
+            return
+        logger.info("PDConnector: vLLM resets its prefix cache: all leases end, and blocks being stored are not kept")
+        for role in self._roles:
+            role.release_device_blocks()
+
+    def _make_producer(self, leases: LeaseTable[HeldBlocks], keys: ControlKeys | None) -> Producer:
         config, vllm_config = self._config, self._vllm_config
         model = model_identity(vllm_config, config.model_check)
         tp_size, _ = engine_ranks(vllm_config)
-        leases: LeaseTable[HeldBlocks] = LeaseTable(config.lease_ttl_s, time.monotonic, config.max_lease_age_s)
         service = LeaseService(leases, model, tp_size, self._engine.wake, verify=config.verify)
         # The engines of a data-parallel deployment may share a host.
         port = config.port and config.port + data_parallel_index(vllm_config)
         drain = Drain(config.drain_timeout_s, stop_timeout_s(vllm_config), self._engine.is_stopping)
         return Producer(service, config.host or host_address(), port, self._blocks, self._engine, drain, keys)
 
+    def _make_admission(self, leases: LeaseTable[HeldBlocks], consumer: Consumer | None) -> RequestAdmission:
+        fraction = self._config.max_leased_fraction or (1.0 if consumer is None else 0.5)
+        limits = AdmissionLimits(fraction, self._config.lease_ttl_s, self._config.queue_timeout_s)
+        return RequestAdmission(limits, self._blocks, leases, self._windows, consumer, self._clock)
+
     def _make_consumer(self, keys: ControlKeys | None) -> Consumer:
         client = ControlClient(keys=keys, allowed=AllowedPeers(self._config.allowed_peers))
-        renewals = Renewals(client, self._config.handshake_timeout_s, self._config.queue_timeout_s)
+        renewals = Renewals(client, self._config.handshake_timeout_s, self._config.queue_timeout_s, self._clock)
         renewals.start()
         return Consumer(client, renewals, self._windows)
 

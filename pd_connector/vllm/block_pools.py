@@ -3,7 +3,8 @@
 Reaches into vLLM's objects for what vLLM does not offer to connectors. All methods belong to the scheduler's thread.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, TypeAlias
@@ -44,10 +45,22 @@ class DeviceBlocks:
 
     def __init__(self) -> None:
         self._manager: KVCacheManager | None = None
+        self._holds: Counter[int] = Counter()  # our references to each block that is held, by block id
 
-    def bind(self, kv_cache_manager: "KVCacheManager") -> None:
-        """Set vLLM's manager of the blocks."""
+    def bind(self, kv_cache_manager: "KVCacheManager", before_reset: Callable[[], None] = lambda: None) -> None:
+        """Set vLLM's manager of the blocks.
+
+        ``before_reset`` is called whenever vLLM is to reset its prefix cache, before it checks that no block is in use.
+        vLLM itself tells its connector afterwards, and only if that was so.
+        """
         self._manager = kv_cache_manager
+        reset = kv_cache_manager.reset_prefix_cache
+
+        def prepared_reset() -> bool:
+            before_reset()
+            return bool(reset())
+
+        kv_cache_manager.reset_prefix_cache = prepared_reset
 
     @property
     def manager(self) -> "KVCacheManager":
@@ -60,11 +73,39 @@ class DeviceBlocks:
         groups = self.manager.get_blocks(request_id).blocks
         held = tuple(block for blocks in groups for block in blocks if not block.is_null)
         self.manager.block_pool.touch(held)
+        self._holds.update(block.block_id for block in held)
         return held
 
     def release(self, held: HeldBlocks) -> None:
         """Give the references back. The last blocks of a prompt are evicted first."""
+        for block in held:
+            if self._holds[block.block_id] == 1:
+                del self._holds[block.block_id]
+            else:
+                self._holds[block.block_id] -= 1
         self.manager.block_pool.free_blocks(reversed(held))
+
+    @property
+    def references(self) -> "Counter[int]":
+        """Number of references to each block that is held, by block id."""
+        return self._holds
+
+    def are_all_in_use(self, references: "Counter[int]") -> bool:
+        """Return whether nobody else uses any block, given our ``references`` by block id."""
+        pool = self.manager.block_pool
+        in_use = int(pool.num_gpu_blocks - pool.get_num_free_blocks()) - 1  # one is vLLM's null block
+        ours = sum(int(pool.blocks[block_id].ref_cnt) == number for block_id, number in references.items())
+        return in_use == ours
+
+    @property
+    def leased(self) -> int:
+        """Number of blocks that are held, each counted once."""
+        return len(self._holds)
+
+    @property
+    def total(self) -> int:
+        """Number of blocks that requests can use."""
+        return int(self.manager.block_pool.num_gpu_blocks) - 1  # block 0 is vLLM's null block
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,21 +322,31 @@ class HostBlockPool:
             if candidate.event is not None:
                 self._pool.kv_event_queue.append(candidate.event)
 
-    def finish_stores(self, stores: Sequence[Store], *, retry: bool = False, keep_slots: bool = False) -> None:
+    def finish_stores(self, stores: Sequence[Store], *, keep_slots: bool = False) -> None:
         """Give the references to both blocks of each store back, published or not.
 
-        ``retry`` makes the device blocks eviction candidates again; blocks whose store has failed would fail again in
-        every step. ``keep_slots`` keeps the host blocks, because something may still write to them.
+        ``keep_slots`` keeps the host blocks, because something may still write to them.
+        """
+        self.release_device_blocks(stores)
+        if not keep_slots:
+            self.release_slots(stores)
+
+    def release_device_blocks(self, stores: Sequence[Store], *, retry: bool = False) -> None:
+        """Give the references to the device blocks of stores back.
+
+        ``retry`` makes them eviction candidates again; blocks whose store has failed would fail again in every step.
         """
         blocks = [store.candidate.block for store in stores]
         if self._cursor is not None:
             self._cursor.restore(blocks, visited=not retry)
         else:
             self._device.block_pool.free_blocks(reversed(blocks))
-        if not keep_slots:
-            hosts = tuple(store.host for store in stores)
-            # In eviction order, the end of a prompt comes first, and is to be evicted first here too.
-            self.unpin(hosts if self._cursor is None else hosts[::-1])
+
+    def release_slots(self, stores: Sequence[Store]) -> None:
+        """Give the references to the host blocks of stores back."""
+        hosts = tuple(store.host for store in stores)
+        # In eviction order, the end of a prompt comes first, and is to be evicted first here too.
+        self.unpin(hosts if self._cursor is None else hosts[::-1])
 
     def references(self) -> dict[int, int]:
         """Return the number of references to each slot in use."""

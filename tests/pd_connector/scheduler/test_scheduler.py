@@ -17,6 +17,7 @@ from pd_connector.orders import Cause, Orders, RefuseOrder, Report, WorkerHandsh
 from pd_connector.scheduler.consumer import Consumer
 from pd_connector.scheduler.host_tier import HostTier
 from pd_connector.scheduler.producer import Producer
+from pd_connector.scheduler.request_admission import RequestAdmission
 from pd_connector.scheduler.roles import SchedulerRole
 from pd_connector.scheduler.scheduler import ConnectorScheduler
 from pd_connector.stats import StatsRecorder
@@ -160,7 +161,11 @@ def kinds(side: ConnectorScheduler) -> list[type[SchedulerRole]]:
 
 @pytest.mark.parametrize(
     ("kv_role", "expected"),
-    [("kv_producer", [Producer]), ("kv_consumer", [Consumer]), ("kv_both", [Producer, Consumer])],
+    [
+        ("kv_producer", [Producer, RequestAdmission]),
+        ("kv_consumer", [Consumer]),
+        ("kv_both", [Producer, RequestAdmission, Consumer]),
+    ],
 )
 def test_an_engine_takes_up_what_its_kv_role_says(
     side_of: Open, kv_role: str, expected: list[type[SchedulerRole]]
@@ -174,10 +179,10 @@ def a_handshake(tp_rank: int, pp_rank: int, host_slots: int) -> WorkerHandshake:
 
 def test_host_memory_is_asked_first_and_has_what_all_workers_have(side_of: Open) -> None:
     side = side_of("kv_both", **HOST)
-    assert kinds(side) == [Producer, Consumer]
+    assert kinds(side) == [Producer, RequestAdmission, Consumer]
     side.bind_cache_manager(make_manager(Setup()))
     side.set_workers({(0, 0): a_handshake(0, 0, 9), (0, 1): a_handshake(1, 0, 5)})
-    assert kinds(side) == [HostTier, Producer, Consumer]
+    assert kinds(side) == [HostTier, Producer, RequestAdmission, Consumer]
     (tier, *_) = side._roles
     assert isinstance(tier, HostTier)
     assert tier._pool.slots == 5
@@ -197,7 +202,7 @@ def test_engines_of_one_deployment_on_one_host_have_ports_in_a_row(side_of: Open
         config.parallel_config.data_parallel_index = 2
 
     port = free_port()
-    (producer,) = side_of("kv_producer", be_the_third, port=port - 2)._roles
+    producer, _ = side_of("kv_producer", be_the_third, port=port - 2)._roles
     assert isinstance(producer, Producer)
     assert producer.port == port
 

@@ -44,7 +44,7 @@ def cache_manager(pool: "BlockPool", tables: Mapping[str, Sequence[int]]) -> Any
     def get_blocks(request_id: str) -> Any:
         return SimpleNamespace(blocks=([pool.blocks[block] for block in tables[request_id]],))
 
-    return SimpleNamespace(block_pool=pool, get_blocks=get_blocks)
+    return SimpleNamespace(block_pool=pool, get_blocks=get_blocks, reset_prefix_cache=pool.reset_prefix_cache)
 
 
 class RecordingClient(ControlClient):

@@ -16,6 +16,7 @@ from vllm.v1.request import RequestStatus
 from pd_connector.orders import LoadOrder, Orders
 from pd_connector.scheduler.host_tier import HostTier
 from pd_connector.stats import StatsRecorder, nothing
+from pd_connector.vllm.block_pools import DeviceBlocks
 from tests.support.host_tier.ranks import Contents, Copy, End, HostTierRank, PullOrder, contents_of
 from tests.support.host_tier.setup import Job, Setup, State, Step, Work, make_manager, make_pool, make_request
 
@@ -26,6 +27,8 @@ class HostTierEngine:
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
         self.manager = make_manager(setup)
+        self.blocks = DeviceBlocks()
+        self.blocks.bind(self.manager, self._release_device_blocks)
         self.pool = make_pool(setup, self.manager)
         self.tier = HostTier(self.pool, setup.ranks, setup.mode)
         self.ranks = [HostTierRank(setup.device_blocks, setup.slots, max(setup.sizes)) for _ in range(setup.ranks)]
@@ -121,10 +124,20 @@ class HostTierEngine:
             self.preempt(self.running[-1])
         is_reset = self.manager.reset_prefix_cache()
         is_reset = self.tier.reset() and is_reset
+        for rank in self.ranks:
+            rank.abandon_stores()
         assert self.pool.cached == 0, "something is found after a reset"
         if is_reset:
             self._weights += 1
         return bool(is_reset)
+
+    def _release_device_blocks(self) -> None:
+        """What the connector does before vLLM resets its prefix cache."""
+        references = self.tier.device_references()
+        if references and self.blocks.are_all_in_use(references):
+            self.tier.release_device_blocks()
+            for rank in self.ranks:
+                rank.abandon_stores()
 
     # Steps
 

@@ -49,6 +49,7 @@ class Copy:
     wanted: tuple[Contents, ...]
     blocks: list[int] = field(default_factory=list)
     slots: list[int] = field(default_factory=list)
+    is_abandoned: bool = False  # a store of blocks that others may write to meanwhile: its slots hold anything
 
     def __post_init__(self) -> None:
         if isinstance(self.order, PullOrder):
@@ -96,15 +97,20 @@ class HostTierRank:
                 self.device[block] = self.noise()
         self.under_way.append(copy)
 
+    def abandon_stores(self) -> None:
+        """What is being stored is of no use any more; the copies go on to the end."""
+        for copy in self.under_way:
+            copy.is_abandoned |= isinstance(copy.order, StoreOrder)
+
     def finish(self, copy: Copy, end: End) -> None:
         """A copy comes to its end."""
         self.under_way.remove(copy)
-        if end is End.WELL:
+        if end is End.WELL and not copy.is_abandoned:
             self._check_sources(copy)
         order = copy.order
         if isinstance(order, StoreOrder):
             for slot, contents in zip(copy.slots, copy.wanted, strict=True):
-                if end is End.WELL:
+                if end is End.WELL and not copy.is_abandoned:
                     self.host[slot][: len(contents)] = contents
             if end is End.UNSETTLED:
                 self.runaway |= set(copy.slots)
@@ -123,7 +129,7 @@ class HostTierRank:
 
     def compute(self, block: int, offset: int, value: int) -> None:
         """A step writes one token."""
-        users = [copy.order for copy in self.under_way if block in copy.blocks]
+        users = [copy.order for copy in self.under_way if block in copy.blocks and not copy.is_abandoned]
         assert not users, f"a step writes to block {block}, which a copy is using: {users}"
         self.device[block][offset] = value
 
@@ -137,7 +143,8 @@ class HostTierRank:
         for blocks in (copy.blocks, copy.slots):
             assert len(set(blocks)) == len(blocks), f"an order names a block twice: {copy.order}"
         for other in self.under_way:
-            assert not set(copy.blocks) & set(other.blocks), f"{copy.order} and {other.order} share blocks"
+            shared = set(copy.blocks) & set(other.blocks)
+            assert other.is_abandoned or not shared, f"{copy.order} and {other.order} share blocks"
             both_read = isinstance(copy.order, LoadOrder) and isinstance(other.order, LoadOrder)
             assert both_read or not set(copy.slots) & set(other.slots), f"{copy.order} and {other.order} share slots"
         if isinstance(copy.order, StoreOrder):

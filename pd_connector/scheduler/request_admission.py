@@ -1,0 +1,172 @@
+"""Keeps requests and leases from blocking each other when blocks are short: who waits, and which lease gives way.
+
+Leased blocks are free only when a decode engine has read them, and it reads when it has blocks of its own. An engine
+that prefills for others and also decodes could fill up with leases whose readers wait in its own queue, and two such
+engines with leases of each other. Three rules prevent that:
+
+- Prompts for others are not started while leases, with those that follow from prompts being computed, would exceed
+  their share of the blocks. So there are always blocks for requests that pull. (Only if the engine also decodes.)
+- While a request waits for blocks, requests that pull go first: they end leases. (Only if the engine also decodes.)
+- When requests wait for blocks and leases exceed their share, or nothing was given blocks for a lease's time to live,
+  the oldest lease that is not being read gives way, one in each step until a request gets its blocks.
+
+Nobody waits for ever by these rules. The second one holds a request back for a bounded time. By the first one it waits
+for leases that are read, given up (``queue_timeout_s`` of the decode engine), or give way.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from pd_connector.orders import Orders
+from pd_connector.params import is_decode_leg, is_prefill_leg
+from pd_connector.scheduler.consumer import Consumer
+from pd_connector.scheduler.leases import LeaseTable
+from pd_connector.scheduler.roles import SchedulerRole
+from pd_connector.vllm.block_pools import DeviceBlocks, HeldBlocks
+from transfer.control.limits import ThrottledWarnings
+
+if TYPE_CHECKING:
+    from pd_connector.vllm.types import KVCacheBlocks, Request
+
+logger = logging.getLogger(__name__)
+
+_PATIENCE_S = 1.0  # for which requests wait for blocks before a lease above the leases' share gives way
+_LOG_INTERVAL_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class AdmissionLimits:
+    """What leases may take of an engine's blocks, and for how long."""
+
+    leased_fraction: float  # of the blocks, 0 to 1
+    stall_s: float  # leases give way if no request was given blocks for so long while some wait
+    prefill_wait_s: float  # for which a prompt for others waits at most for requests that pull; others: ``stall_s``
+
+
+class RequestAdmission(SchedulerRole):
+    """Tells requests to wait and revokes leases. Owns neither blocks nor leases."""
+
+    def __init__(
+        self,
+        limits: AdmissionLimits,
+        blocks: DeviceBlocks,
+        leases: LeaseTable[HeldBlocks],
+        groups: Sequence[tuple[int, int]],
+        consumer: Consumer | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Start with nothing waiting.
+
+        Args:
+            limits: of leases.
+            blocks: of the device, which counts those that are leased.
+            leases: of this engine.
+            groups: every cache group's block size and sliding window, in tokens; 0 for full attention.
+            consumer: the engine's role as a decode engine, if it has it.
+            clock: a monotonic clock, in seconds.
+        """
+        self._limits = limits
+        self._blocks = blocks
+        self._leases = leases
+        self._groups = groups
+        self._consumer = consumer
+        self._clock = clock
+        self._warnings = ThrottledWarnings(logger, _LOG_INTERVAL_S)
+        self._prefills: dict[str, int] = {}  # blocks of the prompts that are being computed for others, by request
+        self._held_since: dict[str, float] = {}  # of requests that were told to wait
+        self._asked: str | None = None  # the request that is to be given blocks next
+        self._holds = False  # whether a request was told to wait in this step
+        self._holds_prefills = False  # in this step: those behind the first one that is held wait too
+        self._is_short = False  # whether the last step ended with a request that was not given blocks
+        self._stalled_since: float | None = None  # when requests began to wait without any of them getting blocks
+
+    def must_wait(self, request: "Request") -> bool:
+        """Return whether others go first, or leases would exceed their share."""
+        if self._consumer is None or self._consumer.awaits_blocks(request):
+            return False
+        self._prefills.pop(request.request_id, None)  # it was preempted
+        waits = self._pulls_go_first(request) or self._exceeds_share(request)
+        if waits:
+            self._held_since.setdefault(request.request_id, self._clock())
+            self._holds = True
+        return waits
+
+    def missing_tokens(self, request: "Request", computed_tokens: int) -> int:
+        """Note that a request is to be given blocks. Returns 0: this role brings no tokens."""
+        self._asked = request.request_id
+        return 0
+
+    def allocated(self, request: "Request", blocks: "KVCacheBlocks", external_tokens: int) -> int:
+        """Note that a request was given blocks. Returns 0: this role brings no tokens."""
+        self._asked = self._stalled_since = None
+        self._held_since.pop(request.request_id, None)
+        if _is_for_others(request):
+            self._prefills[request.request_id] = self._blocks_of(request)
+        return 0
+
+    def step_orders(self, scheduled: Mapping[str, int]) -> Orders:
+        """Let a lease give way if requests wait for blocks, see above. Returns no orders."""
+        self._is_short = self._asked is not None
+        if not (self._is_short or self._holds):
+            self._stalled_since = None
+        elif self._stalled_since is None:
+            self._stalled_since = self._clock()
+        elif self._must_revoke(self._clock() - self._stalled_since):
+            self._revoke(self._clock() - self._stalled_since)
+        self._asked, self._holds, self._holds_prefills = None, False, False
+        return Orders()
+
+    def finish(self, request: "Request", block_ids: Sequence[Sequence[int]]) -> dict[str, Any] | None:
+        """Forget a request."""
+        self._prefills.pop(request.request_id, None)
+        self._held_since.pop(request.request_id, None)
+        return None
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless the books balance."""
+        assert not self._prefills.keys() & self._held_since.keys(), "a request has blocks and is told to wait"
+        assert self._consumer is not None or not self._held_since, "a mere prefill engine makes requests wait"
+
+    def _pulls_go_first(self, request: "Request") -> bool:
+        if not self._is_short or self._consumer is None or not self._consumer.waiting:
+            return False
+        now = self._clock()
+        # A prompt for others takes blocks and ends as another lease, which is what those that pull must not wait for.
+        longest_s = self._limits.prefill_wait_s if _is_for_others(request) else self._limits.stall_s
+        return now - self._held_since.get(request.request_id, now) < longest_s
+
+    def _exceeds_share(self, request: "Request") -> bool:
+        if not _is_for_others(request):
+            return False
+        taken = self._blocks.leased + sum(self._prefills.values())
+        share = self._limits.leased_fraction * self._blocks.total
+        # Later ones wait too, so that short prompts do not keep a long one waiting for ever.
+        self._holds_prefills |= taken > 0 and taken + self._blocks_of(request) > share
+        return self._holds_prefills
+
+    def _must_revoke(self, stalled_s: float) -> bool:
+        exceeds = self._is_short and self._blocks.leased > self._limits.leased_fraction * self._blocks.total
+        return stalled_s >= (min(_PATIENCE_S, self._limits.stall_s) if exceeds else self._limits.stall_s)
+
+    def _revoke(self, stalled_s: float) -> None:
+        leased = self._blocks.leased
+        age_s = self._leases.revoke_oldest()
+        if age_s is not None:
+            self._warnings.warn(
+                "revoked",
+                f"PDConnector: a lease of {age_s:.0f} s, which nobody was reading, gave way: requests here have waited "
+                f"{stalled_s:.0f} s for blocks, and leases hold {leased} of {self._blocks.total}. A decode engine is "
+                "overloaded, paused or gone, or this engine has too few blocks",
+            )
+
+    def _blocks_of(self, request: "Request") -> int:
+        """Return how many blocks of a request's prompt will be leased at most."""
+        prompt = request.num_prompt_tokens
+        return sum(-(-(min(prompt, window + size) if window else prompt) // size) for size, window in self._groups)
+
+
+def _is_for_others(request: "Request") -> bool:
+    return is_prefill_leg(request.kv_transfer_params) and not is_decode_leg(request.kv_transfer_params)

@@ -1,0 +1,340 @@
+"""Engines around vLLM's own scheduler and the connector's own scheduler side, on one thread and one clock.
+
+Simulated are the workers, whose memory holds for every token the hash of the prompt up to it, the control channel, and
+the router. What a request finds in its blocks is checked whenever the model works on it.
+"""
+
+import itertools
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import ExitStack
+from copy import copy
+from dataclasses import dataclass, field
+from functools import cache, partial
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from vllm.config import KVTransferConfig, VllmConfig
+from vllm.engine.arg_utils import EngineArgs
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256_cbor
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+from layout.geometry import WorkerGeometry
+from pd_connector.orders import Orders, PullOrder, Report, WorkerHandshake
+from pd_connector.params import contents_digest
+from pd_connector.scheduler.consumer import Consumer
+from pd_connector.scheduler.renewals import Renewals
+from pd_connector.scheduler.roles import SchedulerRole
+from pd_connector.scheduler.scheduler import ConnectorScheduler
+from pd_connector.vllm.metadata import HandshakeMetadata, ReportMetadata, StepMetadata
+from tests.support.e2e.models import DEFAULT_MODEL, write_model
+from tests.support.waiting import ManualClock
+from transfer.control.client import ControlClient
+from transfer.control.errors import PeerUnreachable
+from transfer.control.messages import Release, Released, Reply, decode_request, encode
+from transfer.control.messages import Request as Message
+from transfer.control.server import ServerCounters
+
+BLOCK_TOKENS = 16
+HOST = "127.0.0.1"
+OUTPUT_TOKEN = 7
+WORKER = WorkerGeometry(0, 1, 0, 1, BLOCK_TOKENS, "127.0.0.1:15000", (), ())
+
+init_none_hash(sha256_cbor)
+_hasher = get_request_block_hasher(BLOCK_TOKENS, sha256_cbor)
+
+
+@cache
+def _config() -> VllmConfig:
+    model = write_model(Path(mkdtemp()) / "model", DEFAULT_MODEL)
+    return EngineArgs(
+        model=str(model), dtype="float32", max_model_len=512, max_num_batched_tokens=256, max_num_seqs=16,
+        block_size=16, enforce_eager=True, enable_prefix_caching=True,
+    ).create_engine_config()  # fmt: skip
+
+
+def _stamps(tokens: list[int]) -> Iterator[int]:
+    """What the cache must hold of each token: it depends on all before it."""
+    return itertools.accumulate(tokens, lambda before, token: hash((before, token)), initial=0)
+
+
+class World:
+    """The clock, the engines by their control port, and the messages between them."""
+
+    def __init__(self) -> None:
+        self.clock = ManualClock()
+        self.engines: dict[int, EngineSim] = {}  # by port
+        self._ports = itertools.count(1)
+        self._messages: list[tuple[int, Message, Future[Reply], float]] = []
+
+    def port(self) -> int:
+        return next(self._ports)
+
+    def request(self, host: str, port: int, message: Message, timeout_s: float) -> Future[Reply]:
+        future: Future[Reply] = Future()
+        assert decode_request(encode(1, message))[1] == message
+        self._messages.append((port, message, future, self.clock.now + timeout_s))
+        return future
+
+    def deliver(self) -> None:
+        """Answer all messages to engines that can be reached; fail those that are out of time."""
+        messages, self._messages = self._messages, []
+        for port, message, future, deadline in messages:
+            engine = self.engines.get(port)
+            if engine is not None and not engine.is_cut:
+                future.set_result(engine.service.handle(message))
+            elif self.clock.now >= deadline:
+                kind = str(message.__struct_config__.tag)
+                future.set_exception(PeerUnreachable(host=HOST, port=port, request_type=kind, tried_s=1.0, attempts=1))
+            else:
+                self._messages.append((port, message, future, deadline))
+
+    def step(self, seconds: float = 0.05) -> None:
+        """Every engine makes a step, and all messages arrive."""
+        for engine in self.engines.values():
+            engine.step()
+        self.deliver()
+        self.clock.advance(seconds)
+
+    def run(self, within_s: float, seconds: float = 0.05) -> None:
+        """Step until every request has ended, which takes less than ``within_s`` seconds of the clock."""
+        deadline = self.clock.now + within_s
+        while any(engine.requests for engine in self.engines.values()):
+            assert self.clock.now < deadline, f"no progress: {[engine.state for engine in self.engines.values()]}"
+            self.step(seconds)
+
+    def close(self) -> None:
+        for engine in self.engines.values():
+            engine.scheduler.shutdown()
+
+
+class _Client(ControlClient):
+    def __init__(self, world: World) -> None:  # no thread
+        self._world = world
+
+    def request(self, host: str, port: int, message: Message, timeout_s: float) -> Future[Reply]:
+        return self._world.request(host, port, message, timeout_s)
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+
+class _Server:
+    """What ``ControlServer`` is to the producer."""
+
+    def __init__(self, world: World, service: Any, host: str, port: int, keys: Any = None) -> None:
+        self.port, self.service = world.port(), service
+        self.counters = ServerCounters()
+
+    def start(self) -> None:
+        """The world serves."""
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+
+@dataclass(eq=False)
+class Asked:
+    """A client's request, of which one leg is on an engine."""
+
+    name: str
+    tokens: list[int]
+    outputs: int
+    decodes_on: "EngineSim | None" = None  # where to send the decode leg; None: this is the only one
+    ended: str = ""  # how: "finished", "failed", "aborted"
+
+
+@dataclass(eq=False)
+class _Pull:
+    order: PullOrder
+    asked: Asked
+    ends_at: float
+    release: "Future[Reply] | None" = None
+    read: dict[tuple[int, int], int] = field(default_factory=dict)  # by place on this engine
+
+
+class EngineSim:
+    """One engine: vLLM's scheduler with the connector, and a worker."""
+
+    def __init__(
+        self, world: World, role: str, blocks: int, policy: str = "recompute", pull_s: float = 0.1, **settings: Any
+    ) -> None:
+        self.world = world
+        self.pull_s = pull_s
+        self.is_cut = self.is_paused = False
+        self.requests: dict[str, tuple[Asked, Request]] = {}
+        self.counts: Counter[str] = Counter()
+        self.memory: dict[tuple[int, int], int] = {}  # by block and offset
+        self._pulls: dict[str, _Pull] = {}
+        self._refused: set[str] = set()
+        self.scheduler = self._make_scheduler(role, blocks, policy, settings)
+        connector: Any = self.scheduler.connector
+        self.side: ConnectorScheduler = connector._scheduler
+        connector.set_xfer_handshake_metadata_pp_aware({(0, 0): HandshakeMetadata(WorkerHandshake(WORKER, 0))})
+        if self.side._role.produces:
+            producer: Any = self.side._roles[0]
+            self.service, self.port = producer._service, producer.port
+        else:
+            self.port = world.port()
+        world.engines[self.port] = self
+
+    @property
+    def leases(self) -> int:
+        return int(self.service.leases.active)
+
+    @property
+    def state(self) -> str:
+        waiting = [request.request_id for _, request in self.requests.values()]
+        free = self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+        return f"{free} blocks free, {len(self._pulls)} pulls, waiting: {waiting}"
+
+    def role_of(self, kind: type[SchedulerRole]) -> Any:
+        return next((role for role in self.side._roles if isinstance(role, kind)), None)
+
+    def ask(self, asked: Asked, params: dict[str, Any] | None = None) -> None:
+        """A request arrives: the prefill leg if it is to be decoded elsewhere, else with the ``params`` of one."""
+        if asked.decodes_on is not None:
+            params = {"do_remote_decode": True}
+        sampling = SamplingParams(
+            max_tokens=1 if asked.decodes_on else asked.outputs,
+            ignore_eos=True,
+            extra_args={"kv_transfer_params": params} if params else None,
+        )
+        request_id = f"{asked.name}-{'p' if asked.decodes_on else 'd'}"
+        request = Request(request_id, list(asked.tokens), sampling, None, block_hasher=_hasher)
+        self.requests[request_id] = asked, request
+        self.scheduler.add_request(request)
+
+    def abort(self, request_id: str) -> None:
+        asked, _ = self.requests.pop(request_id)
+        asked.ended = "aborted"
+        self.scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
+
+    def pause(self, *, paused: bool) -> None:
+        self.is_paused = paused
+        self.scheduler.set_pause_state(PauseState.PAUSED_ALL if paused else PauseState.UNPAUSED)
+
+    def step(self) -> None:
+        """One step of the engine core: schedule, execute, take the output."""
+        if (consumer := self.role_of(Consumer)) is not None:
+            consumer._renewals.send_due()
+        connector: Any = self.scheduler.connector
+        if not self.scheduler.has_requests() and not connector.has_pending_push_work():
+            return
+        output = self.scheduler.schedule()
+        metadata = output.kv_connector_metadata
+        assert isinstance(metadata, StepMetadata)
+        self._start(metadata.orders)
+        done, failed = self._end_pulls()
+        result = self._execute(output)
+        result.kv_connector_output = KVConnectorOutput(
+            finished_recving=done, failed_recving=failed, kv_connector_worker_meta=ReportMetadata(Report())
+        )
+        for outputs in self.scheduler.update_from_output(output, result).values():
+            for each in outputs.outputs:
+                if each.finish_reason is not None:
+                    self._finish(each.request_id, str(each.finish_reason), each.kv_transfer_params)
+        self.side.check_integrity()
+
+    def _make_scheduler(self, role: str, blocks: int, policy: str, settings: dict[str, Any]) -> Scheduler:
+        config = copy(_config())
+        config.cache_config = copy(config.cache_config)
+        config.cache_config.num_gpu_blocks = blocks
+        config.kv_transfer_config = KVTransferConfig(
+            kv_connector="PDConnector",
+            kv_connector_module_path="pd_connector",
+            kv_role=role,
+            kv_load_failure_policy=policy,
+            kv_connector_extra_config={"host": HOST, **settings},
+        )
+        spec = FullAttentionSpec(block_size=BLOCK_TOKENS, num_kv_heads=4, head_size=16, dtype=torch.float32)
+        caches = KVCacheConfig(blocks, [], [KVCacheGroupSpec(["layer"], spec)])
+        with ExitStack() as patches:
+            world, clock = self.world, self.world.clock
+            for target, new in (
+                ("pd_connector.connector.ConnectorScheduler", partial(ConnectorScheduler, clock=clock)),
+                ("pd_connector.scheduler.scheduler.ControlClient", lambda **_: _Client(world)),
+                ("pd_connector.scheduler.producer.ControlServer", partial(_Server, world)),
+            ):
+                patches.enter_context(patch(target, new))
+            patches.enter_context(patch.object(Renewals, "start"))
+            return Scheduler(config, caches, StructuredOutputManager(config), BLOCK_TOKENS)
+
+    def _start(self, orders: Orders) -> None:
+        for order in orders.pulls:
+            asked, _ = self.requests[order.request_id]
+            self._pulls[order.request_id] = _Pull(order, asked, self.world.clock.now + self.pull_s)
+        self._refused |= {order.request_id for order in orders.refusals}
+        self.counts.update(str(order.cause) for order in orders.refusals)
+
+    def _end_pulls(self) -> tuple[set[str], set[str]]:
+        """Read what is due, and return the requests whose wait has ended, and those of them that failed."""
+        done, failed = set(self._refused), set(self._refused)
+        self._refused.clear()
+        for request_id, pull in list(self._pulls.items()):
+            if pull.release is None and self.world.clock.now >= pull.ends_at:
+                self._read(pull)
+            if pull.release is None or not pull.release.done():
+                continue
+            del self._pulls[request_id]
+            done.add(request_id)
+            reply = pull.release.result() if pull.release.exception() is None else None
+            if isinstance(reply, Released) and reply.valid:
+                self.memory |= pull.read
+                self.counts["pulled"] += 1
+            else:
+                self.memory |= dict.fromkeys(pull.read, -1)
+                self.counts["pulls failed"] += 1
+                failed.add(request_id)
+        return done, failed
+
+    def _read(self, pull: _Pull) -> None:
+        order, remote = pull.order, pull.order.remote
+        source = self.world.engines[remote.remote_port]
+        for token in range(order.first_token, order.end_token):
+            block, offset = divmod(token, BLOCK_TOKENS)
+            stamp = source.memory.get((remote.remote_block_ids[0][block], offset), -1)
+            pull.read[order.local_block_ids[0][block], offset] = stamp
+        message = Release(remote.remote_engine_id, remote.lease_id, 0, 1, order.pull_id, contents_digest(remote))
+        pull.release = self.world.request(HOST, remote.remote_port, message, 5.0)
+
+    def _execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
+        """Compute the scheduled tokens, and check those that were there already."""
+        ids = list(output.num_scheduled_tokens)
+        sampled = []
+        for request_id, number in output.num_scheduled_tokens.items():
+            request: Request = self.scheduler.requests[request_id]
+            (table,) = self.scheduler.kv_cache_manager.get_block_ids(request_id)
+            tokens = list(request.all_token_ids)
+            end = request.num_computed_tokens
+            stamps = list(_stamps(tokens))[1:]
+            for token in range(end):
+                place = table[token // BLOCK_TOKENS], token % BLOCK_TOKENS
+                if token >= end - number:
+                    self.memory[place] = stamps[token]
+                else:
+                    assert self.memory.get(place) == stamps[token], f"{request_id} reads another prompt's keys"
+            sampled.append([OUTPUT_TOKEN] if end >= request.num_tokens else [])
+        return ModelRunnerOutput(ids, {each: index for index, each in enumerate(ids)}, sampled)
+
+    def _finish(self, request_id: str, reason: str, params: dict[str, Any] | None) -> None:
+        asked, _ = self.requests.pop(request_id, (None, None))
+        if asked is None:
+            return
+        if asked.decodes_on is not None and reason == "length":
+            engine, asked.decodes_on = asked.decodes_on, None
+            engine.ask(asked, params)
+        else:
+            asked.ended = "finished" if reason == "length" else "failed"
