@@ -1,10 +1,15 @@
-"""Whoever waits for blocks gets them in the end: vLLM's own schedulers on small pools, with both roles."""
+"""Whoever waits for blocks gets them in the end: vLLM's own schedulers on small pools, with one role and with both."""
 
+from collections import Counter
 from collections.abc import Iterator
 
 import pytest
 
+from pd_connector.scheduler.request_admission import RequestAdmission
 from tests.support.simulation.engines import Asked, EngineSim, World
+
+TTL_S = 30.0  # the default
+QUEUE_TIMEOUT_S = 120.0  # the default
 
 
 @pytest.fixture
@@ -25,11 +30,18 @@ def burst(number: int, tokens: int, prefills_on: list[EngineSim], decodes_on: li
     return all_asked
 
 
+def ends(all_asked: list[Asked]) -> Counter[str]:
+    return Counter(asked.ended for asked in all_asked)
+
+
+# Engines with both roles
+
+
 def test_a_burst_on_an_engine_with_both_roles_is_answered_without_losing_a_lease(world: World) -> None:
     engine = EngineSim(world, "kv_both", blocks=64)
     asked = burst(20, 100, [engine], [engine])
     world.run(within_s=60)
-    assert {each.ended for each in asked} == {"finished"}
+    assert ends(asked) == {"finished": 20}
     assert engine.counts == {"pulled": 20}
 
 
@@ -37,5 +49,140 @@ def test_two_engines_with_both_roles_that_serve_each_other_do_not_lock(world: Wo
     a, b = (EngineSim(world, "kv_both", blocks=64) for _ in range(2))
     asked = burst(40, 100, [a, b], [b, a])
     world.run(within_s=60)
-    assert {each.ended for each in asked} == {"finished"}
+    assert ends(asked) == {"finished": 40}
     assert a.counts + b.counts == {"pulled": 40}
+
+
+def test_an_engine_that_may_lease_all_of_its_blocks_moves_on_when_a_lease_gives_way(world: World) -> None:
+    engine = EngineSim(world, "kv_both", blocks=64, max_leased_fraction=1)
+    asked = burst(20, 100, [engine], [engine])
+    world.run(within_s=4 * TTL_S)
+    assert ends(asked) == {"finished": 20}
+    assert engine.counts["pulled"] >= 16
+
+
+def test_a_prompt_larger_than_the_leases_share_is_served(world: World) -> None:
+    engine = EngineSim(world, "kv_both", blocks=32)
+    asked = burst(3, 400, [engine], [engine])
+    world.run(within_s=4 * TTL_S)
+    assert ends(asked) == {"finished": 3}
+
+
+def test_a_request_that_pulls_nothing_is_not_starved_by_those_that_do(world: World) -> None:
+    engine, other = (EngineSim(world, "kv_both", blocks=40) for _ in range(2))
+    plain = Asked("plain", list(range(450)), 5)
+    pulling = burst(8, 100, [other], [engine])
+    engine.ask(plain)
+    for number in range(3000):
+        if plain.ended:
+            break
+        if number % 5 == 0:
+            pulling += [Asked(f"more{number}", [number] * 100, 20, engine)]
+            other.ask(pulling[-1])
+        world.step()
+    assert plain.ended == "finished"
+    world.run(within_s=3 * QUEUE_TIMEOUT_S)
+    assert ends(pulling).keys() <= {"finished"}
+
+
+def test_a_preempted_prompt_is_not_counted_twice(world: World) -> None:
+    engine = EngineSim(world, "kv_both", blocks=64)
+    asked = burst(3, 300, [engine], [engine])
+    world.step()
+    engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+    world.run(within_s=60)
+    assert ends(asked) == {"finished": 3}
+    assert not engine.role_of(RequestAdmission)._prefills
+
+
+# Engines with one role
+
+
+def test_a_paused_decode_engine_does_not_starve_the_others(world: World) -> None:
+    prefill = EngineSim(world, "kv_producer", blocks=64)
+    paused, other = (EngineSim(world, "kv_consumer", blocks=64) for _ in range(2))
+    paused.pause(paused=True)
+    lost = burst(12, 100, [prefill], [paused])
+    while prefill.leases < 9:
+        world.step()
+    asked = [Asked(f"other{number}", [number] * 100, 5, other) for number in range(6)]
+    for each in asked:
+        prefill.ask(each)
+    start = world.clock.now
+    while ends(asked) != {"finished": 6}:
+        assert world.clock.now < start + QUEUE_TIMEOUT_S + TTL_S, "starved"
+        world.step()
+    assert other.counts["pulled"] == 6
+    paused.pause(paused=False)
+    world.run(within_s=QUEUE_TIMEOUT_S)
+    assert ends(lost) == {"finished": 12}
+
+
+def test_an_overloaded_decode_engine_loses_no_lease_while_it_moves(world: World) -> None:
+    prefill = EngineSim(world, "kv_producer", blocks=200)
+    decode = EngineSim(world, "kv_consumer", blocks=16)
+    asked = burst(24, 100, [prefill], [decode])
+    world.run(within_s=QUEUE_TIMEOUT_S)
+    assert ends(asked) == {"finished": 24}
+    assert decode.counts == {"pulled": 24}
+
+
+def test_leases_above_their_share_give_way_at_once(world: World) -> None:
+    prefill = EngineSim(world, "kv_producer", blocks=64, max_leased_fraction=0.3)
+    paused, other = (EngineSim(world, "kv_consumer", blocks=64) for _ in range(2))
+    paused.pause(paused=True)
+    burst(8, 100, [prefill], [paused])
+    while prefill.leases < 8:
+        world.step()
+    asked = Asked("other", [3] * 300, 5, other)
+    prefill.ask(asked)
+    start = world.clock.now
+    while not asked.ended:
+        assert world.clock.now < start + 5
+        world.step()
+    assert 0 < prefill.leases < 8, "more gave way than was needed"
+
+
+def test_a_lease_that_is_being_read_does_not_give_way(world: World) -> None:
+    prefill = EngineSim(world, "kv_producer", blocks=30, max_leased_fraction=0.1)
+    decode = EngineSim(world, "kv_consumer", blocks=64, pull_s=20.0)
+    (read,) = burst(1, 100, [prefill], [decode])
+    for _ in range(20):
+        world.step()
+    assert prefill.leases == 1
+    waits = Asked("waits", [3] * 450, 5, decode)
+    prefill.ask(waits)
+    world.run(within_s=100)
+    assert (read.ended, waits.ended) == ("finished", "finished")
+    assert decode.counts == {"pulled": 2}
+
+
+# Resets and pauses
+
+
+def test_a_reset_ends_leases_first(world: World) -> None:
+    prefill = EngineSim(world, "kv_producer", blocks=64)
+    decode = EngineSim(world, "kv_consumer", blocks=64, pull_s=1.0)
+    asked = burst(3, 100, [prefill], [decode])
+    while prefill.leases < 3:
+        world.step()
+    assert prefill.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+    assert prefill.leases == 0
+    assert prefill.side._blocks.leased == 0
+    prefill.memory.clear()
+    world.run(within_s=60)
+    assert ends(asked) == {"finished": 3}
+    assert decode.counts["pulled"] == 0
+
+
+def test_a_reset_that_fails_for_another_reason_ends_no_lease(world: World) -> None:
+    engine, other = EngineSim(world, "kv_both", blocks=64), EngineSim(world, "kv_both", blocks=64, pull_s=5.0)
+    asked = burst(2, 100, [engine, other], [other, engine])
+    engine.pull_s = 5.0
+    while not engine.leases or not engine._pulls:
+        world.step()
+    with pytest.raises(RuntimeError, match="waiting for remote KV transfer"):
+        engine.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+    assert engine.leases == 1
+    world.run(within_s=60)
+    assert ends(asked) == {"finished": 2}

@@ -115,6 +115,15 @@ class World:
             assert self.clock.now < deadline, f"no progress: {[engine.state for engine in self.engines.values()]}"
             self.step(seconds)
 
+    def run_to_the_end(self, next_within_s: float) -> None:
+        """Step until every request has ended; the next leg of one always ends within some seconds of the clock."""
+        left: list[str] = []
+        while legs := [request_id for engine in self.engines.values() for request_id in engine.requests]:
+            if legs != left:
+                left, deadline = legs, self.clock.now + next_within_s
+            assert self.clock.now < deadline, f"no progress: {[engine.state for engine in self.engines.values()]}"
+            self.step(0.1)
+
     def close(self) -> None:
         for engine in self.engines.values():
             engine.scheduler.shutdown()
@@ -189,6 +198,24 @@ class EngineSim:
         else:
             self.port = world.port()
         world.engines[self.port] = self
+
+    @property
+    def produces(self) -> bool:
+        return self.side._role.produces
+
+    @property
+    def consumes(self) -> bool:
+        return self.side._role.consumes
+
+    @property
+    def pulling(self) -> bool:
+        """Whether vLLM keeps blocks for a pull that has not been reported."""
+        return bool(self._pulls or self._refused)
+
+    @property
+    def blocks_in_use(self) -> int:
+        pool = self.scheduler.kv_cache_manager.block_pool
+        return int(pool.num_gpu_blocks - pool.get_num_free_blocks()) - 1
 
     @property
     def leases(self) -> int:

@@ -1,0 +1,132 @@
+"""Any order of requests and faults on engines with small pools: once the faults stop, requests end one by one."""
+
+import itertools
+from typing import Any, TypeVar
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from tests.support.simulation.engines import Asked, EngineSim, World
+
+_T = TypeVar("_T")
+
+TTL_S = 3.0
+QUEUE_TIMEOUT_S = 12.0
+LONGEST_READ_S = 4.0
+WHICH = st.integers(0, 5)  # of a few; more are none
+#: A lease is read, given up, or gives way; and what takes the longest may begin last.
+ENOUGH_S = TTL_S + QUEUE_TIMEOUT_S + LONGEST_READ_S + 5.0
+
+
+class Deployment(RuleBasedStateMachine):
+    """Engines with both roles and with one, requests among them, and what operators and networks do to them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.world = World()
+        self.engines: list[EngineSim] = []
+        self.all_asked: list[Asked] = []
+        self.numbers = itertools.count()
+
+    @initialize(
+        roles=st.sampled_from([["kv_both"], ["kv_both", "kv_both"], ["kv_producer", "kv_consumer", "kv_consumer"]]),
+        blocks=st.lists(st.integers(20, 40), min_size=3, max_size=3),
+        policy=st.sampled_from(["recompute", "fail"]),
+        fraction=st.sampled_from([None, None, 0.3, 1.0]),
+    )
+    def start(self, roles: list[str], blocks: list[int], policy: str, fraction: float | None) -> None:
+        for role, number in zip(roles, blocks, strict=False):
+            self.engines.append(
+                EngineSim(
+                    self.world, role, number, policy, lease_ttl_s=TTL_S, queue_timeout_s=QUEUE_TIMEOUT_S,
+                    max_leased_fraction=fraction,
+                )
+            )  # fmt: skip
+
+    def _pick(self, things: list[_T], which: int) -> _T:
+        return things[which % len(things)]
+
+    def _new(self, tokens: int, outputs: int, decodes_on: EngineSim | None) -> Asked:
+        seed = next(self.numbers)
+        prompt = [(seed * 31 + position) % 500 for position in range(tokens)]
+        asked = Asked(f"r{seed}", prompt, outputs, decodes_on)
+        self.all_asked.append(asked)
+        return asked
+
+    @property
+    def producers(self) -> list[EngineSim]:
+        return [engine for engine in self.engines if engine.produces]
+
+    @property
+    def consumers(self) -> list[EngineSim]:
+        return [engine for engine in self.engines if engine.consumes]
+
+    @rule(number=st.integers(1, 5), tokens=st.integers(1, 200), outputs=st.integers(1, 10), which=WHICH)
+    def clients_ask(self, number: int, tokens: int, outputs: int, which: int) -> None:
+        """Several of them at once ask for the same amount of different work."""
+        for each in range(which, which + number):
+            asked = self._new(tokens, outputs, self._pick(self.consumers, each // 2))
+            self._pick(self.producers, each).ask(asked)
+
+    @rule(tokens=st.integers(1, 200), which=WHICH)
+    def a_client_asks_one_engine_alone(self, tokens: int, which: int) -> None:
+        self._pick(self.engines, which).ask(self._new(tokens, 5, None))
+
+    @rule(steps=st.integers(1, 40), seconds=st.sampled_from([0.01, 0.05, 0.5]))
+    def time_passes(self, steps: int, seconds: float) -> None:
+        for _ in range(steps):
+            self.world.step(seconds)
+
+    @rule(which=WHICH, request=WHICH)
+    def a_client_leaves(self, which: int, request: int) -> None:
+        engine = self._pick(self.engines, which)
+        if engine.requests:
+            engine.abort(self._pick(sorted(engine.requests), request))
+
+    @rule(which=WHICH, paused=st.booleans())
+    def an_operator_pauses(self, which: int, paused: bool) -> None:
+        self._pick(self.engines, which).pause(paused=paused)
+
+    @rule(which=WHICH)
+    def an_operator_resets(self, which: int) -> None:
+        engine = self._pick(self.engines, which)
+        pulls = engine.pulling
+        try:
+            assert engine.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+        except RuntimeError:
+            assert pulls, "a reset failed though nothing is being pulled"
+        else:
+            assert not (engine.produces and engine.leases)
+
+    @rule(which=WHICH, cut=st.booleans())
+    def the_network_fails(self, which: int, cut: bool) -> None:
+        self._pick(self.engines, which).is_cut = cut
+
+    @rule(which=WHICH, seconds=st.sampled_from([0.0, 0.1, 1.0, LONGEST_READ_S]))
+    def reads_take(self, which: int, seconds: float) -> None:
+        self._pick(self.consumers, which).pull_s = seconds
+
+    @precondition(lambda self: self.engines)
+    @invariant()
+    def books_balance(self) -> None:
+        for engine in self.engines:
+            engine.side.check_integrity()
+
+    def teardown(self) -> None:
+        try:
+            for engine in self.engines:
+                engine.pause(paused=False)
+                engine.is_cut = False
+            self.world.run_to_the_end(next_within_s=ENOUGH_S)
+            assert all(asked.ended for asked in self.all_asked)
+            for _ in range(int(2 * TTL_S / 0.05)):
+                self.world.step()
+            for engine in self.engines:
+                assert engine.blocks_in_use == 0, "blocks are held for ever"
+        finally:
+            self.world.close()
+
+
+TestDeployment: Any = Deployment.TestCase
+TestDeployment.settings = settings(max_examples=80, stateful_step_count=25, deadline=None)
