@@ -51,7 +51,7 @@ class Plane:
     content_stride: int
     packing: str = ""
     total_heads: int = 0  # KV heads of these layers over all ranks; 0 if unknown
-    is_draft: bool = False  # layers that draft tokens for speculative decoding: an engine may be without them
+    optional: bool = False  # layers that the remote engine may be without, as those that only draft tokens
 
     @property
     def head_end(self) -> int:

@@ -56,11 +56,14 @@ def cache_groups(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") ->
     Raises:
         UnsupportedError: a group's cache is not of a kind that the connector serves, such as Mamba state.
     """
-    groups = []
+    groups, one_precision = [], not kv_cache_config.has_mixed_precision_kv_cache
     for group in kv_cache_config.kv_cache_groups:
         spec, by_layer = group.kv_cache_spec, _specs_by_layer(group)
         window = max(int(getattr(each, "sliding_window", None) or 0) for each in by_layer.values())
-        layers = {name: layer_spec(vllm_config, name, by_layer[name]) for name in group.layer_names}
+        layers = {
+            name: layer_spec(vllm_config, name, by_layer[name], one_precision=one_precision)
+            for name in group.layer_names
+        }
         groups.append(
             GroupSpec(tuple(group.layer_names), int(spec.block_size), window, int(kv_cache_config.num_blocks), layers)
         )

@@ -51,7 +51,7 @@ class LayerSpec:
     dtype: "torch.dtype"
     parts: tuple[tuple[str, int], ...] = ()  # name and number of items of each part of a token's content, in order
     packing: str = ""  # see ``layout.geometry.Plane``
-    is_draft: bool = False  # of the model that drafts tokens for speculative decoding
+    optional: bool = False  # need not be pulled
 
 
 @dataclass(frozen=True)
@@ -102,8 +102,11 @@ def _refuse(layer: str, kind: str, what: str, way_out: str = "serve this model w
     )
 
 
-def layer_spec(vllm_config: "VllmConfig", name: str, spec: Any) -> LayerSpec:
-    """Return what a served ``spec`` states of the cache of layer ``name``."""
+def layer_spec(vllm_config: "VllmConfig", name: str, spec: Any, *, one_precision: bool = True) -> LayerSpec:
+    """Return what a served ``spec`` states of the cache of layer ``name``.
+
+    ``one_precision``: all caches of the engine have the same dtype and quantization.
+    """
     packed_bytes = getattr(spec, "state_content_bytes", None)
     items = int(spec.head_size) + int(getattr(spec, "head_size_v", 0 if _is_mla(spec) else spec.head_size))
     return LayerSpec(
@@ -114,7 +117,7 @@ def layer_spec(vllm_config: "VllmConfig", name: str, spec: Any) -> LayerSpec:
         dtype=spec.dtype,
         parts=_parts(vllm_config, spec) if packed_bytes is None else (),
         packing=_packing(spec),
-        is_draft=_is_draft(vllm_config, name),
+        optional=one_precision and _may_be_missing(vllm_config, name),
     )
 
 
@@ -194,13 +197,19 @@ def _heads_in(value: Any, *, stated: bool) -> Iterator[int]:
         yield value
 
 
-def _is_draft(vllm_config: "VllmConfig", layer: str) -> bool:
-    """Return whether a layer is known to belong to the model that drafts tokens, not to the one that decides.
+def _may_be_missing(vllm_config: "VllmConfig", layer: str) -> bool:
+    """Return whether what a layer holds has no influence on the output, so that a pull may go without it.
+
+    That is so of the layers that draft tokens, if drafts are sampled greedily: vLLM then accepts a draft token with the
+    probability that the model gives it, and samples from the model otherwise, whatever was drafted. Where draft
+    probabilities are part of that decision, they must be numbers; but a draft whose cache lacks the prefix attends to
+    what its blocks last held, which with caches of several precisions may not be numbers at all.
 
     vLLM numbers a draft's layers after those of the model, or gives them a prefix of their own. A layer that is not
     recognized as a draft's is treated as one of the model's.
     """
-    if vllm_config.speculative_config is None:
+    speculative = vllm_config.speculative_config
+    if speculative is None or speculative.draft_sample_method != "greedy":
         return False
     names = layer.split(".")
     numbered = re.search(r"\blayers\.(\d+)\b", layer)

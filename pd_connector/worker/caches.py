@@ -42,7 +42,7 @@ class _PartView:
     def form(self) -> tuple[object, ...]:
         tensor, spec = self.tensor, self.spec
         memory = tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype
-        return self.part, self.packing, spec.total_heads, spec.is_draft, *memory
+        return self.part, self.packing, spec.total_heads, spec.optional, *memory
 
 
 def describe_caches(
@@ -224,7 +224,7 @@ def _plane(run: list[_PartView], ranks: Ranks) -> Plane:
         content_stride=content_stride,
         packing=first.packing,
         total_heads=total_heads,
-        is_draft=first.spec.is_draft,
+        optional=first.spec.optional,
     )
 
 

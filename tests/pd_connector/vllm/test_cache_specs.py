@@ -160,7 +160,7 @@ def test_a_latent_cache_is_held_by_every_rank(tp_size: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("layer", "is_draft"),
+    ("layer", "drafts"),
     [
         ("model.layers.7.self_attn.attn", False),
         ("model.layers.8.self_attn.attn", True),  # EAGLE, and MTP of DeepSeek
@@ -169,9 +169,16 @@ def test_a_latent_cache_is_held_by_every_rank(tp_size: int) -> None:
         ("something.else", False),
     ],
 )
-def test_layers_of_a_draft_are_known_by_name_if_there_is_one(layer: str, is_draft: bool) -> None:
-    assert layer_spec(model_config(draft_heads=2), layer, FULL).is_draft is is_draft
-    assert layer_spec(model_config(), layer, FULL).is_draft is False
+def test_what_only_drafts_tokens_may_be_missing(layer: str, drafts: bool) -> None:
+    assert layer_spec(model_config(draft_heads=2), layer, FULL).optional is drafts
+    assert layer_spec(model_config(), layer, FULL).optional is False
+
+
+def test_a_draft_must_be_complete_if_its_probabilities_count_or_its_blocks_may_hold_no_numbers() -> None:
+    drafting, layer = model_config(draft_heads=2), "mtp.layers.0.self_attn.attn"
+    assert layer_spec(drafting, layer, FULL).optional
+    assert not layer_spec(drafting, layer, FULL, one_precision=False).optional
+    assert not layer_spec(model_config(draft_heads=2, sampling="probabilistic"), layer, FULL).optional
 
 
 # What vLLM keeps

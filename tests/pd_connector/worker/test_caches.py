@@ -195,7 +195,7 @@ def test_layers_that_draft_are_in_planes_of_their_own() -> None:
         *((group.layers, group.spec) for group in groups), blocks=BLOCKS, config=model_config(draft_heads=2, layers=1)
     )
     geometry = describe_caches(allocate("LBHNC", groups), stated, ALONE, 2, "a")
-    described = [(plane.part, plane.layers, plane.is_draft) for plane in geometry.groups[0].planes]
+    described = [(plane.part, plane.layers, plane.optional) for plane in geometry.groups[0].planes]
     assert described == [
         ("k", ("model.layers.0",), False),
         ("v", ("model.layers.0",), False),

@@ -18,6 +18,7 @@ def model_config(
     kv_heads: int = 2,
     *,
     draft_heads: int = 0,
+    sampling: str = "greedy",
     layers: int = 8,
     text: Mapping[str, Any] = MappingProxyType({}),
 ) -> Any:
@@ -31,7 +32,7 @@ def model_config(
             use_mla="kv_lora_rank" in values,
         )
 
-    draft = SimpleNamespace(draft_model_config=model(draft_heads, {}), draft_sample_method="greedy")
+    draft = SimpleNamespace(draft_model_config=model(draft_heads, {}), draft_sample_method=sampling)
     return SimpleNamespace(
         model_config=model(kv_heads, text),
         speculative_config=draft if draft_heads else None,
