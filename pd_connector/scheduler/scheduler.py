@@ -29,6 +29,7 @@ from pd_connector.vllm.engine_config import (
     stop_timeout_s,
 )
 from pd_connector.vllm.engine_core import EngineLoop
+from pd_connector.vllm.layouts import log_layout
 from pd_connector.vllm.model_identity import model_identity
 from pd_connector.vllm.platform import host_address
 from transfer.control.client import ControlClient
@@ -52,6 +53,7 @@ class ConnectorScheduler:
         self._stats = stats
         self._role = EngineRole.of(vllm_config)
         self._retentions = retentions(kv_cache_config)
+        log_layout(vllm_config, kv_cache_config.kv_cache_layout)
         self._blocks = DeviceBlocks()
         self._engine = EngineLoop()
         if config.cpu_bytes_to_use:
