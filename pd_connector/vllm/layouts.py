@@ -64,7 +64,7 @@ def _wish(vllm_config: Any) -> _Wish:
     if not cross_layer_blocks(vllm_config):
         return _Wish(None, f"{SWITCH} is false, or this connector was not found in kv_transfer_config")
     if current_platform.is_cpu():
-        return _Wish(None, "the workers chose it, by a check of their attention kernels")
+        return _Wish(None, "the best that the workers offer, whose log says why")
     if not current_platform.is_cuda():
         return _Wish(None, "the attention backends of this platform do not declare their layouts")
     try:

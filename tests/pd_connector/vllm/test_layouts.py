@@ -129,7 +129,7 @@ def test_the_users_own_choice_and_the_switch_are_told(
 
 def test_on_the_cpu_platform_the_workers_choose(log: pytest.LogCaptureFixture) -> None:
     log_layout(layers_config(OUR_CONNECTOR), "BHLNC")
-    assert "together: the workers chose it, by a check of their attention kernels" in log.text
+    assert "together: the best that the workers offer, whose log says why" in log.text
 
 
 def test_on_an_unknown_platform_nothing_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:

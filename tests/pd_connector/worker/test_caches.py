@@ -24,6 +24,7 @@ from vllm.v1.worker.utils import allocate_kv_cache
 from layout.geometry import Plane, Region, WorkerGeometry
 from pd_connector.vllm.cache_groups import GroupSpec, Ranks
 from pd_connector.vllm.cpu.head_order import HeadOrder, StridedPart
+from pd_connector.vllm.engine_config import UnsupportedError
 from pd_connector.worker.caches import UnknownCacheError, describe_caches
 from tests.support.connector.stated import model_config, stated_groups, stated_of
 
@@ -202,6 +203,29 @@ def test_layers_that_draft_are_in_planes_of_their_own() -> None:
         ("k", ("model.layers.1",), True),
         ("v", ("model.layers.1",), True),
     ]
+
+
+@pytest.mark.parametrize("layout", ["LBHNC", "LBNHC", "BLHNC", "BLNHC"])
+def test_the_padding_of_a_page_lies_between_blocks_and_belongs_to_none(layout: str) -> None:
+    """vLLM pads the pages of layers with fewer bytes, so that all caches have pages of one size."""
+    spec = attention(head_size=6)
+    groups = [Group(("l0", "l1"), replace(spec, page_size_padded=spec.page_size_bytes + 128))]
+    caches = allocate(layout, groups)
+    geometry = describe(caches, groups)
+    check_addresses(geometry, caches)
+    assert geometry.block_bytes == 2 * spec.page_size_bytes
+
+
+def test_a_compressed_cache_is_refused_as_vllm_allocates_it_whatever_is_known_of_it() -> None:
+    """Four tokens to a state: a block has a quarter of its tokens' rows, which are not smaller blocks."""
+    token_by_token = MLAAttentionSpec(block_size=TOKENS, num_kv_heads=1, head_size=576, dtype=torch.bfloat16)
+    groups = [Group(("l0", "l1"), replace(token_by_token, tokens_per_state=4))]
+    caches = allocate("BLHNC", groups)
+    assert caches["l0"].shape == (BLOCKS, 1, TOKENS // 4, 576)
+    with pytest.raises(UnsupportedError, match="'l0' is a MLAAttentionSpec, which is compressed"):
+        describe(caches, groups, kv_heads=1)
+    with pytest.raises(UnknownCacheError, match=r"'l0' has shape .* of 5 blocks of 16 tokens"):
+        describe(caches, [Group(("l0", "l1"), token_by_token)], kv_heads=1)
 
 
 def test_a_sparse_indexers_block_is_opaque() -> None:
