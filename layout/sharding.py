@@ -129,8 +129,8 @@ def _missing_message(plane: Plane, layer: str, head: int, remotes: Sequence[Work
     planes = [other for worker in remotes for group in worker.groups for other in group.planes if layer in other.layers]
     if not planes:
         return (
-            f"{missing}; both engines must serve the same model, and draft alike (a draft's layers may be missing "
-            "there only if it samples greedily, and if all caches here have one precision)"
+            f"{missing}; both engines must serve the same model with the same draft. An engine may do without the "
+            "other's draft only if drafts are sampled greedily and all KV caches have one precision"
         )
     if any(other.part == plane.part for other in planes):
         total = max(other.total_heads for other in planes)

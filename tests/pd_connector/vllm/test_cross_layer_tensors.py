@@ -11,7 +11,7 @@ from layout.geometry import WorkerGeometry
 from pd_connector.vllm.cache_groups import GroupSpec, Ranks
 from pd_connector.vllm.cross_layer_tensors import CrossLayerCaches, allocate_cross_layer
 from pd_connector.worker.caches import describe_caches
-from tests.support.connector.stated import stated_of
+from tests.support.connector.tensors import stated_of
 
 MLA = [
     (CachePart("mla_latent", 0, 1, 512, 2), torch.bfloat16),

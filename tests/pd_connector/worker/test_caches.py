@@ -26,7 +26,8 @@ from pd_connector.vllm.cache_groups import GroupSpec, Ranks
 from pd_connector.vllm.cpu.head_order import HeadOrder, StridedPart
 from pd_connector.vllm.engine_config import UnsupportedError
 from pd_connector.worker.caches import UnknownCacheError, describe_caches
-from tests.support.connector.stated import model_config, stated_groups, stated_of
+from tests.support.connector.stated import model_config, stated_groups
+from tests.support.connector.tensors import stated_of
 
 BLOCKS, TOKENS = 5, 16
 LAYOUTS = [layout.name for layout in KVCacheLayout]

@@ -19,7 +19,7 @@ from pd_connector.orders import BlockMoves, LoadOrder, StoreEnds, StoreOrder
 from pd_connector.vllm.cache_groups import GroupSpec, Ranks
 from pd_connector.worker.caches import describe_caches
 from pd_connector.worker.host_copies import HostCopies, UnsettledLoadError
-from tests.support.connector.stated import stated_of
+from tests.support.connector.tensors import stated_of
 from tests.support.devices.fake_cuda import STREAM_ORDER, CudaDevice, FakeCuda, FakeEvent, FakeStream
 from tests.support.memory import Bytes, noise
 from tests.support.waiting import WAIT_S, until

@@ -4,13 +4,9 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
-import torch
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 
 from pd_connector.vllm.cache_groups import GroupSpec, cache_groups
-from pd_connector.vllm.cache_specs import LayerSpec
-
-Parts = tuple[tuple[str, int], ...]
 
 
 def model_config(
@@ -44,16 +40,3 @@ def stated_groups(*groups: tuple[Sequence[str], Any], blocks: int = 8, config: A
     """The cache groups of (layer names, specification), as the connector reads them from vLLM's configuration."""
     specs = [KVCacheGroupSpec(list(layers), spec) for layers, spec in groups]
     return cache_groups(config or model_config(), KVCacheConfig(blocks, [], specs))
-
-
-def stated_of(tensor: torch.Tensor, parts: Parts = (), *, heads_axis: int = 1, page_bytes: int = 0) -> LayerSpec:
-    """What is true of a cache of one tensor; of one of several, given one of them and the bytes of a block in all."""
-    heads, item = tensor.shape[heads_axis], tensor.element_size()
-    return LayerSpec(
-        heads=heads,
-        total_heads=heads,
-        token_bytes=tensor.shape[3] * item,
-        page_bytes=page_bytes or tensor[0].numel() * item,
-        dtype=tensor.dtype,
-        parts=parts,
-    )

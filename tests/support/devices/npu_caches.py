@@ -20,7 +20,7 @@ from pd_connector.vllm.cache_specs import LayerSpec
 from pd_connector.worker.caches import describe_caches
 from pd_connector.worker.host_copies import CopyEnd, HostCopies
 from pd_connector.worker.host_pool import HostPool, HostQuota
-from tests.support.connector.stated import stated_of
+from tests.support.connector.tensors import stated_of
 from tests.support.devices.npu_device import DeviceBytes
 from tests.support.memory import Bytes
 from tests.support.waiting import until
