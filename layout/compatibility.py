@@ -12,6 +12,11 @@ class IncompatibleCachesError(ValueError):
     """The local engine cannot use KV blocks of the remote one."""
 
 
+UNEQUAL_TOTALS = (
+    "If the model's layers differ in their number of KV heads, it is not known which ranks share a head: start both "
+    "engines with the same --tensor-parallel-size, or with fewer ranks than any layer has heads"
+)
+
 _HINTS = {
     "config_digest": "the two engines serve different models or revisions",
     "weights_digest": "the two engines serve different weights of one architecture",
@@ -55,6 +60,11 @@ def check_planes(local: Plane, remote: Plane, local_group: CacheGroup, remote_gr
                 f"KV cache field {field!r} of part {local.part!r}, layer {local.layers[0]!r} is {ours!r} here and "
                 f"{theirs!r} on the remote engine; it must be equal on both"
             )
+    if local.total_heads and remote.total_heads and local.total_heads != remote.total_heads:
+        raise IncompatibleCachesError(
+            f"layer {local.layers[0]!r} has {local.total_heads} KV heads over all ranks here and {remote.total_heads} "
+            f"on the remote engine. {UNEQUAL_TOTALS}"
+        )
     if local.packing and local.block_tokens != remote.block_tokens:
         raise IncompatibleCachesError(
             f"block size is {local.block_tokens} tokens here and {remote.block_tokens} on the remote engine, and the "

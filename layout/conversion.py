@@ -12,6 +12,8 @@ from layout.plan import Plan
 def describe_conversion(local: WorkerGeometry, remotes: Sequence[WorkerGeometry], plans: Mapping[int, Plan]) -> str:
     """Describe what is converted, from the remote value to the local one, and how many runs a block is cut into.
 
+    Also names optional layers that the remote engine is without.
+
     ``plans`` are those of ``local``, keyed by index into ``remotes``. Physical orders are written as in
     ``physical_order``; K and V are listed separately where theirs differ.
     """
@@ -28,7 +30,15 @@ def describe_conversion(local: WorkerGeometry, remotes: Sequence[WorkerGeometry]
     runs = sum(plan.runs for plan in plans.values())
     size = sum(plan.run_bytes for plan in plans.values())
     cut = f"{size} bytes in {runs} runs for each {_units(plans)} tokens"
-    return f"{', '.join(changes) or 'the same geometry'}; {cut}, before neighbours are joined"
+    return f"{', '.join(changes) or 'the same geometry'}; {cut}, before neighbours are joined{_lacking(local, remotes)}"
+
+
+def _lacking(local: WorkerGeometry, remotes: Sequence[WorkerGeometry]) -> str:
+    """Name the optional layers that the remote engine is without."""
+    there = {name for worker in remotes for group in worker.groups for name in group.layers}
+    planes = [plane for group in local.groups for plane in group.planes if plane.optional]
+    lacking = sorted({name for plane in planes for name in plane.layers} - there)
+    return f"; layers {', '.join(lacking)} draft tokens and are not there: fewer drafts are accepted" if lacking else ""
 
 
 def _block_sizes(workers: Sequence[WorkerGeometry]) -> str:

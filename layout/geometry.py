@@ -50,6 +50,8 @@ class Plane:
     token_stride: int
     content_stride: int
     packing: str = ""
+    total_heads: int = 0  # KV heads of these layers over all ranks; 0 if unknown
+    optional: bool = False  # layers that the remote engine may be without, as those that only draft tokens
 
     @property
     def head_end(self) -> int:
@@ -87,7 +89,7 @@ class WorkerGeometry:
     tp_size: int
     pp_rank: int
     pp_size: int
-    kv_heads: int  # KV heads of the whole model, over all ranks
+    kv_heads: int  # over all ranks, as the model's configuration states; layers may differ, see ``Plane.total_heads``
     engine_address: str  # of the transfer engine, e.g. "10.0.0.5:15342"
     groups: tuple[CacheGroup, ...]
     regions: tuple[Region, ...]  # all memory that peers may read

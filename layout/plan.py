@@ -137,8 +137,8 @@ def compile_plans(
 ) -> dict[int, Plan]:
     """Compile one plan per remote rank that ``local`` reads from, keyed by its index in ``remotes``.
 
-    Together the plans write every byte of a local block exactly once. That is checked here, so no later step has to
-    trust the shares.
+    Together the plans write every byte of a local block exactly once, except those of optional layers that are not
+    read. That is checked here, so no later step has to trust the shares.
 
     Raises:
         IncompatibleCachesError: two planes cannot be converted.
@@ -146,14 +146,17 @@ def compile_plans(
     """
     patterns: dict[int, list[_RunPattern]] = defaultdict(list)
     by_plane: dict[tuple[int, int], list[_RunPattern]] = defaultdict(list)
+    layers: dict[tuple[int, int], set[str]] = defaultdict(set)
     for source in sources:
         for share in source.shares:
             pattern = _compile(local, remotes[source.remote], share)
             patterns[source.remote].append(pattern)
             by_plane[share.local_group, share.local_plane].append(pattern)
+            layers[share.local_group, share.local_plane].update(share.layers)
     for group_index, group in enumerate(local.groups):
         for plane_index, plane in enumerate(group.planes):
-            _check_coverage(plane, by_plane[group_index, plane_index])
+            read = len(layers[group_index, plane_index]) if plane.optional else len(plane.layers)
+            _check_coverage(plane, read, by_plane[group_index, plane_index])
     return {remote: Plan(_join_patterns(of_remote)) for remote, of_remote in patterns.items()}
 
 
@@ -264,8 +267,9 @@ def _continues(dimension: _Dimension, run: int) -> bool:
     return np.array_equal(dimension[0], steps) and np.array_equal(dimension[1], steps)
 
 
-def _check_coverage(plane: Plane, patterns: Iterable[_RunPattern]) -> None:
-    """Raise unless the patterns write every byte of a block of ``plane`` exactly once."""
+def _check_coverage(plane: Plane, layers: int, patterns: Iterable[_RunPattern]) -> None:
+    """Raise unless the patterns write every byte of ``layers`` layers of a block of ``plane`` exactly once."""
+    block_bytes = plane.block_bytes // len(plane.layers) * layers
     offsets, sizes = [], []
     for pattern in patterns:
         units = np.arange(0, plane.block_tokens, pattern.unit_tokens, dtype=np.int64) * plane.token_stride
@@ -277,10 +281,8 @@ def _check_coverage(plane: Plane, patterns: Iterable[_RunPattern]) -> None:
     starts, lengths = starts[order], lengths[order]
     if (starts[:-1] + lengths[:-1] > starts[1:]).any():
         raise PlanError(f"part {plane.part!r}: some bytes of a block would be written twice")
-    if int(lengths.sum()) != plane.block_bytes:
-        raise PlanError(
-            f"part {plane.part!r}: {int(lengths.sum())} of {plane.block_bytes} bytes of a block would be written"
-        )
+    if int(lengths.sum()) != block_bytes:
+        raise PlanError(f"part {plane.part!r}: {int(lengths.sum())} of {block_bytes} bytes of a block would be written")
 
 
 def _instantiate(

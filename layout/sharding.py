@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from layout.compatibility import IncompatibleCachesError
+from layout.compatibility import UNEQUAL_TOTALS, IncompatibleCachesError
 from layout.geometry import Plane, WorkerGeometry
 
 
@@ -66,6 +66,8 @@ class _Holder:
 def choose_sources(local: WorkerGeometry, remotes: Sequence[WorkerGeometry], turn: int = 0) -> tuple[Source, ...]:
     """Choose the remote ranks that ``local`` reads from, and what from each: every (layer, head) exactly once.
 
+    Optional layers that no remote rank holds are not read.
+
     Where several remote ranks hold the same head, local ranks take turns, so that the replicas share the load. This
     engine's ranks start counting at ``turn``: give engines different numbers to spread their load in the same way.
 
@@ -73,10 +75,13 @@ def choose_sources(local: WorkerGeometry, remotes: Sequence[WorkerGeometry], tur
         IncompatibleCachesError: no remote rank holds a layer or head that is needed here.
     """
     holders = _holders(remotes)
+    remote_layers = {layer for _, layer in holders}
     layers_of: dict[tuple[int, int, int, int, int, int, int], list[str]] = defaultdict(list)
     for group_index, group in enumerate(local.groups):
         for plane_index, plane in enumerate(group.planes):
             for layer in plane.layers:
+                if plane.optional and layer not in remote_layers:
+                    continue
                 candidates = holders.get((plane.part, layer), [])
                 for holder, start, end in _cover(plane, candidates, turn + local.tp_rank):
                     if holder is None:
@@ -123,9 +128,16 @@ def _missing_message(plane: Plane, layer: str, head: int, remotes: Sequence[Work
     missing = f"the remote engine holds no KV cache {_describe_part(plane)} for head {head} of layer {layer!r}"
     planes = [other for worker in remotes for group in worker.groups for other in group.planes if layer in other.layers]
     if not planes:
-        return f"{missing}; both engines must serve the same model, with the same draft or MTP layers"
+        return (
+            f"{missing}; both engines must serve the same model with the same draft. An engine may do without the "
+            "other's draft only if drafts are sampled greedily and all KV caches have one precision"
+        )
     if any(other.part == plane.part for other in planes):
-        return f"{missing}, only for other heads; both engines must serve the same model"
+        total = max(other.total_heads for other in planes)
+        return (
+            f"{missing}, only for other heads, {total} over all ranks ({plane.total_heads} here); both engines must "
+            f"serve the same model. {UNEQUAL_TOTALS}"
+        )
     return (
         f"{missing}; of this layer it holds {', '.join(sorted({_describe_part(other) for other in planes}))}. Both "
         "engines must hold the same parts. A CPU kernel packs an opaque part in its own order, which depends on the "

@@ -168,6 +168,10 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA):
         """Take up a new request."""
         self._scheduler.add(request)
 
+    def get_loaded_kv_cache_group_ids(self, request: "Request") -> tuple[int, ...]:
+        """Return all cache groups: pulls and loads write a request's new blocks in each, so vLLM must not zero them."""
+        return tuple(self._kv_cache_config.transfer_group_ids)
+
     @_timed
     def get_num_new_matched_tokens(self, request: "Request", num_computed_tokens: int) -> tuple[int | None, bool]:
         """Return how many tokens beyond ``num_computed_tokens`` to load or pull asynchronously; None: ask later."""

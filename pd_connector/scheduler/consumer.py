@@ -34,6 +34,7 @@ from pd_connector.params import (
 )
 from pd_connector.scheduler.renewals import Renewals
 from pd_connector.scheduler.roles import SchedulerRole
+from pd_connector.vllm.cache_specs import Retention
 from pd_connector.vllm.requests import block_ids_by_group, is_placeholder, prompt_shape
 from transfer.control.client import ControlClient
 
@@ -66,10 +67,10 @@ _Entry = RemotePrefill | _Refused | _Follower
 class Consumer(SchedulerRole):
     """Owns the state of a decode engine's pulls, the control client, and the renewal of leases."""
 
-    def __init__(self, client: ControlClient, renewals: Renewals, windows: Sequence[tuple[int, int]] = ()) -> None:
-        """``windows`` has every cache group's block size and sliding window, in tokens; 0 for full attention."""
+    def __init__(self, client: ControlClient, renewals: Renewals, retentions: Sequence[Retention] = ()) -> None:
+        """``retentions``: of every cache group, in vLLM's order."""
         self._client = client
-        self._windows = windows
+        self._retentions = retentions
         self._renewals = renewals
         self._waiting: dict[str, _Entry] = {}
         self._pulling: dict[str, _Entry] = {}
@@ -114,7 +115,7 @@ class Consumer(SchedulerRole):
         entry = self._waiting.get(request.request_id)
         if entry is None or isinstance(entry, _Follower):
             return 0
-        if isinstance(entry, RemotePrefill) and self._lacks_window_blocks(entry):
+        if isinstance(entry, RemotePrefill) and self._lacks_blocks(entry):
             return 0
         self._computed[request.request_id] = computed_tokens
         wanted: int = request.num_prompt_tokens - 1
@@ -175,10 +176,10 @@ class Consumer(SchedulerRole):
         entry = self._waiting.pop(request.request_id)
         first = self._computed.pop(request.request_id, 0)
         if external_tokens == 0:
-            if isinstance(entry, RemotePrefill) and self._lacks_window_blocks(entry):
+            if isinstance(entry, RemotePrefill) and self._lacks_blocks(entry):
                 logger.info(
-                    "PDConnector: request %s is computed here: the prefill engine no longer has the first block that a "
-                    "sliding window needs", request.request_id,
+                    "PDConnector: request %s is computed here: the prefill engine no longer has the first block that "
+                    "attention to a window or chunk needs", request.request_id,
                 )  # fmt: skip
             self._cancel(request.request_id, entry)
             return
@@ -194,18 +195,19 @@ class Consumer(SchedulerRole):
         end = first + external_tokens
         self._pulls.append(PullOrder(request.request_id, entry, block_ids, first, end, uuid.uuid4().hex))
 
-    def _lacks_window_blocks(self, remote: RemotePrefill) -> bool:
-        """Return whether P no longer has blocks of a sliding window that are needed here.
+    def _lacks_blocks(self, remote: RemotePrefill) -> bool:
+        """Return whether P no longer has blocks that are needed here: of a sliding window, or of the last chunk.
 
-        P keeps what the token after the prompt sees of a sliding window, in whole blocks of its own size. The last
-        prompt token, which is computed here, sees one token more, and blocks here are filled from their first token. A
-        prompt that needs tokens before P's first block must be computed here.
+        P keeps what the token after the prompt attends to, in whole blocks of its own size. The last prompt token,
+        which is computed here, attends to one token more of a window, and to a whole chunk more where the prompt ends
+        with one. Blocks here are filled from their first token. A prompt that needs tokens before P's first block must
+        be computed here.
         """
-        theirs = remote.remote_block_sizes or [size for size, _ in self._windows]
-        for (ours, window), size, block_ids in zip(self._windows, theirs, remote.remote_block_ids, strict=False):
-            first_token = max(remote.remote_num_tokens - window, 0) // ours * ours
+        theirs = remote.remote_block_sizes or [kept.block_tokens for kept in self._retentions]
+        for kept, size, block_ids in zip(self._retentions, theirs, remote.remote_block_ids, strict=False):
+            first_token = kept.first_token(remote.remote_num_tokens - 1) // kept.block_tokens * kept.block_tokens
             block = first_token // size
-            if window and block < len(block_ids) and block_ids[block] == 0:
+            if block < len(block_ids) and block_ids[block] == 0:
                 return True
         return False
 

@@ -26,6 +26,7 @@ from pd_connector.scheduler.consumer import Consumer
 from pd_connector.scheduler.leases import LeaseTable
 from pd_connector.scheduler.roles import SchedulerRole
 from pd_connector.vllm.block_pools import DeviceBlocks, HeldBlocks
+from pd_connector.vllm.cache_specs import Retention
 from transfer.control.limits import ThrottledWarnings
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ class RequestAdmission(SchedulerRole):
         limits: AdmissionLimits,
         blocks: DeviceBlocks,
         leases: LeaseTable[HeldBlocks],
-        groups: Sequence[tuple[int, int]],
+        groups: Sequence[Retention],
         consumer: Consumer | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -64,7 +65,7 @@ class RequestAdmission(SchedulerRole):
             limits: of leases.
             blocks: of the device, which counts those that are leased.
             leases: of this engine.
-            groups: every cache group's block size and sliding window, in tokens; 0 for full attention.
+            groups: what vLLM keeps of a request in every cache group.
             consumer: the engine's role as a decode engine, if it has it.
             clock: a monotonic clock, in seconds.
         """
@@ -163,9 +164,11 @@ class RequestAdmission(SchedulerRole):
             )
 
     def _blocks_of(self, request: "Request") -> int:
-        """Return how many blocks of a request's prompt will be leased at most."""
+        """Return how many blocks of a request's prompt will be leased."""
         prompt = request.num_prompt_tokens
-        return sum(-(-(min(prompt, window + size) if window else prompt) // size) for size, window in self._groups)
+        return sum(
+            -(-prompt // group.block_tokens) - group.first_token(prompt) // group.block_tokens for group in self._groups
+        )
 
 
 def _is_for_others(request: "Request") -> bool:

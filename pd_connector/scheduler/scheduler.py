@@ -21,7 +21,7 @@ from pd_connector.scheduler.roles import SchedulerRole
 from pd_connector.secret import load_keys
 from pd_connector.stats import StatsRecorder
 from pd_connector.vllm.block_pools import DeviceBlocks, HeldBlocks, HostBlockPool
-from pd_connector.vllm.cache_groups import cache_groups
+from pd_connector.vllm.cache_groups import retentions
 from pd_connector.vllm.engine_config import (
     EngineRole,
     check_prefix_caching,
@@ -31,6 +31,7 @@ from pd_connector.vllm.engine_config import (
     stop_timeout_s,
 )
 from pd_connector.vllm.engine_core import EngineLoop
+from pd_connector.vllm.layouts import log_layout
 from pd_connector.vllm.model_identity import model_identity
 from pd_connector.vllm.platform import host_address
 from transfer.control.client import ControlClient
@@ -60,7 +61,8 @@ class ConnectorScheduler:
         self._stats = stats
         self._clock = clock
         self._role = EngineRole.of(vllm_config)
-        self._windows = [(group.block_tokens, group.window) for group in cache_groups(vllm_config, kv_cache_config)]
+        self._retentions = retentions(kv_cache_config)
+        log_layout(vllm_config, kv_cache_config.kv_cache_layout)
         self._blocks = DeviceBlocks()
         self._engine = EngineLoop()
         if config.cpu_bytes_to_use:
@@ -197,19 +199,21 @@ class ConnectorScheduler:
     def _make_admission(self, leases: LeaseTable[HeldBlocks], consumer: Consumer | None) -> RequestAdmission:
         fraction = self._config.max_leased_fraction or (1.0 if consumer is None else 0.5)
         limits = AdmissionLimits(fraction, self._config.lease_ttl_s, self._config.queue_timeout_s)
-        return RequestAdmission(limits, self._blocks, leases, self._windows, consumer, self._clock)
+        return RequestAdmission(limits, self._blocks, leases, self._retentions, consumer, self._clock)
 
     def _make_consumer(self, keys: ControlKeys | None) -> Consumer:
         client = ControlClient(keys=keys, allowed=AllowedPeers(self._config.allowed_peers))
         renewals = Renewals(client, self._config.handshake_timeout_s, self._config.queue_timeout_s, self._clock)
         renewals.start()
-        return Consumer(client, renewals, self._windows)
+        return Consumer(client, renewals, self._retentions)
 
     def _open_host_tier(self, handshakes: Sequence[WorkerHandshake]) -> HostTier:
         mode, manager = self._config.cpu_store, self._blocks.manager
         slots, device_blocks = min(handshake.host_slots for handshake in handshakes), manager.kv_cache_config.num_blocks
         # At most half of the device's blocks: storing them all would not be lazy.
-        most = min(max_blocks_per_step(self._vllm_config, [tokens for tokens, _ in self._windows]), device_blocks // 2)
+        most = min(
+            max_blocks_per_step(self._vllm_config, [kept.block_tokens for kept in self._retentions]), device_blocks // 2
+        )
         pool = HostBlockPool(self._vllm_config, manager, slots, most if mode == "lazy" else 0)
         logger.info("PDConnector: host memory keeps up to %d blocks (%s), the device %d", slots, mode, device_blocks)
         if mode == "eager" and slots <= device_blocks:

@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from pd_connector.vllm.cache_specs import LayerSpec, Retention, check_served, layer_spec, retention
 from pd_connector.vllm.cpu.head_order import HeadOrder, find_order
-from pd_connector.vllm.engine_config import UnsupportedError
 
 if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
-    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,9 @@ class GroupSpec:
     layer_names: tuple[str, ...]
     block_tokens: int
     window: int  # tokens; 0 for full attention
-    #: By layer, the name and number of items of each part of a token's content, in order.
-    parts: Mapping[str, tuple[tuple[str, int], ...]] = field(default_factory=dict)
+    blocks: int  # in vLLM's pool
+    #: What vLLM states of each layer's cache, by layer.
+    layers: Mapping[str, LayerSpec] = field(default_factory=dict)
     #: By layer, how the kernels order a head's block, if the strides of the tensors do not show it.
     orders: Mapping[str, HeadOrder] = field(default_factory=dict)
 
@@ -53,30 +54,43 @@ def cache_groups(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") ->
     """Return the KV cache groups in vLLM's order.
 
     Raises:
-        UnsupportedError: a group's blocks hold something else than tokens' keys and values, such as Mamba state.
+        UnsupportedError: a group's cache is not of a kind that the connector serves, such as Mamba state.
     """
-    groups = []
+    groups, one_precision = [], not kv_cache_config.has_mixed_precision_kv_cache
     for group in kv_cache_config.kv_cache_groups:
-        spec = group.kv_cache_spec
-        by_layer = getattr(spec, "kv_cache_specs", None) or dict.fromkeys(group.layer_names, spec)
-        layer_specs = list(by_layer.values()) or [spec]
-        if not all(hasattr(layer_spec, "num_kv_heads") for layer_spec in layer_specs):
-            layer = next(iter(group.layer_names), "layers of another pipeline stage")
-            kind = type(layer_specs[0]).__name__
-            raise UnsupportedError(f"KV cache group of {layer!r} is a {kind}; PDConnector needs attention caches")
-        window = max(int(getattr(layer_spec, "sliding_window", None) or 0) for layer_spec in layer_specs)
-        parts = {name: _parts(vllm_config, layer_spec) for name, layer_spec in by_layer.items()}
-        groups.append(GroupSpec(tuple(group.layer_names), int(spec.block_size), window, parts))
+        spec, by_layer = group.kv_cache_spec, _specs_by_layer(group)
+        window = max(int(getattr(each, "sliding_window", None) or 0) for each in by_layer.values())
+        layers = {
+            name: layer_spec(vllm_config, name, by_layer[name], one_precision=one_precision)
+            for name in group.layer_names
+        }
+        groups.append(
+            GroupSpec(tuple(group.layer_names), int(spec.block_size), window, int(kv_cache_config.num_blocks), layers)
+        )
     return tuple(groups)
 
 
-def _parts(vllm_config: "VllmConfig", layer_spec: Any) -> tuple[tuple[str, int], ...]:
-    """Return the parts of a token's content: K and V, or MLA's latent vector and rotary key."""
-    if not vllm_config.model_config.use_mla:
-        return ("k", int(layer_spec.head_size)), ("v", int(layer_spec.head_size_v))
-    model = vllm_config.model_config.hf_text_config
-    latent, rope = getattr(model, "kv_lora_rank", None), getattr(model, "qk_rope_head_dim", None)
-    return (("mla_latent", int(latent)), ("mla_rope", int(rope))) if latent and rope else ()
+def retentions(kv_cache_config: "KVCacheConfig") -> tuple[Retention, ...]:
+    """Return what vLLM keeps of a request in each KV cache group, in vLLM's order.
+
+    Raises:
+        UnsupportedError: as ``cache_groups``.
+    """
+    return tuple(retention(next(iter(_specs_by_layer(group).values()))) for group in kv_cache_config.kv_cache_groups)
+
+
+def _specs_by_layer(group: "KVCacheGroupSpec") -> Mapping[str, Any]:
+    """Return the specifications of a group's layers; of one without a name if all are in another pipeline stage.
+
+    Raises:
+        UnsupportedError: as ``cache_groups``.
+    """
+    spec = group.kv_cache_spec
+    layers = group.layer_names or ["layers of another pipeline stage"]
+    by_layer: Mapping[str, Any] = getattr(spec, "kv_cache_specs", None) or dict.fromkeys(layers, spec)
+    for name, each in by_layer.items():
+        check_served(group, each, name)
+    return by_layer
 
 
 def with_head_orders(

@@ -5,7 +5,8 @@ vLLM resolves the layout from what the user, the connector and the attention bac
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 #: A child of vLLM's logger, so that vLLM's handlers and level apply.
@@ -20,28 +21,57 @@ SWITCH = "cross_layer_blocks"
 BLOCK_OUTER = ("BHLNC", "BLHNC")
 
 
+@dataclass(frozen=True)
+class _Wish:
+    """The layout to ask vLLM for, if any, and why."""
+
+    layout: str | None
+    reason: str
+
+
 def wanted_layout(vllm_config: Any) -> str | None:
     """Return the best layout that the attention backends are known to support, to ask vLLM for; None to ask for none.
 
     None if ``cross_layer_blocks`` is false, and on platforms whose backends do not declare their layouts to vLLM. None
     on the CPU platform too: there the workers rank the layouts that they have checked, so none that fails is asked for.
     """
-    if not cross_layer_blocks(vllm_config):
-        return None
     from vllm.platforms import current_platform  # noqa: PLC0415
 
-    if current_platform.is_cpu():
+    if cross_layer_blocks(vllm_config) and current_platform.is_cpu():
         from pd_connector.vllm.cpu.layouts import warn_if_not_hooked  # noqa: PLC0415  it imports this module
 
         warn_if_not_hooked()
-        return None
+    return _wish(vllm_config).layout
+
+
+def log_layout(vllm_config: Any, chosen: str | None) -> None:
+    """Log in one line the KV cache layout that vLLM has ``chosen``, and why."""
+    import vllm.envs  # noqa: PLC0415
+
+    wish = _wish(vllm_config)
+    reason = wish.reason
+    if requested := vllm.envs.VLLM_KV_CACHE_LAYOUT:
+        reason = f"VLLM_KV_CACHE_LAYOUT is {requested}"
+    elif wish.layout is not None and wish.layout != chosen:
+        reason = f"{wish.layout} was asked for ({wish.reason}), and vLLM could not use it"
+    effect = "keeps all layers of a block together" if chosen in BLOCK_OUTER else "keeps each layer apart"
+    logger.info("PDConnector: the KV cache layout %s %s: %s", chosen, effect, reason)
+
+
+def _wish(vllm_config: Any) -> _Wish:
+    from vllm.platforms import current_platform  # noqa: PLC0415
+
+    if not cross_layer_blocks(vllm_config):
+        return _Wish(None, f"{SWITCH} is false, or this connector was not found in kv_transfer_config")
+    if current_platform.is_cpu():
+        return _Wish(None, "the best that the workers offer, whose log says why")
     if not current_platform.is_cuda():
-        return None
+        return _Wish(None, "the attention backends of this platform do not declare their layouts")
     try:
         return _first_declared(vllm_config)
     except Exception as error:
         logger.warning("PDConnector: cross-layer KV blocks are off: cannot tell the backends' layouts: %s", error)
-        return None
+        return _Wish(None, f"the layouts of the attention backends cannot be told ({error})")
 
 
 def cross_layer_blocks(vllm_config: Any) -> bool:
@@ -68,14 +98,18 @@ def _switched_on(extra: Mapping[str, Any]) -> bool:
     return extra.get(SWITCH, True) is True
 
 
-def _first_declared(vllm_config: Any) -> str | None:
+def _first_declared(vllm_config: Any) -> _Wish:
     """Return the best block-outer layout that all attention backends of the model declare."""
     from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends  # noqa: PLC0415
     from vllm.v1.attention.backends.utils import get_supported_kv_cache_layouts  # noqa: PLC0415
 
     backends = get_current_attn_backends(vllm_config)
-    if not all(_takes_whole_blocks(backend, vllm_config.cache_config.block_size) for backend in backends):
-        return None  # vLLM splits blocks for such a kernel, but refuses to do so in a block-outer layout
+    block_tokens = _block_tokens(vllm_config, backends)
+    for backend in backends:
+        if not _takes_whole_blocks(backend, block_tokens):
+            # vLLM splits blocks for such a kernel, but refuses to do so in a block-outer layout.
+            return _Wish(None, f"kernels of {backend.get_name()} do not take whole blocks of {block_tokens} tokens")
+    names = ", ".join(backend.get_name() for backend in backends)
     declared = {layout.name for layout in get_supported_kv_cache_layouts(backends)}
     # vLLM accepts BHLNC only if the caches of all layers have the same shape.
     one_shape = not (
@@ -84,7 +118,24 @@ def _first_declared(vllm_config: Any) -> str | None:
         or vllm_config.speculative_config is not None
     )
     candidates = BLOCK_OUTER if one_shape else ("BLHNC",)
-    return next((name for name in candidates if name in declared), None)
+    for name in candidates:
+        if name in declared:
+            return _Wish(name, f"{names} takes it, in blocks of {block_tokens} tokens")
+    return _Wish(None, f"{names} takes {', '.join(sorted(declared))} only")
+
+
+def _block_tokens(vllm_config: Any, backends: Sequence[Any]) -> int:
+    """Return the tokens of a block as the workers have or will set them.
+
+    vLLM chooses a layout before an engine core with several workers learns which block size these have chosen for
+    their attention backends: its own configuration still holds the default then.
+    """
+    from vllm.platforms import current_platform  # noqa: PLC0415
+
+    cache = vllm_config.cache_config
+    if cache.user_specified_block_size or cache.block_size != cache.DEFAULT_BLOCK_SIZE:
+        return int(cache.block_size)
+    return int(current_platform._preferred_block_size_for_backends(backends, cache.DEFAULT_BLOCK_SIZE, vllm_config))
 
 
 def _takes_whole_blocks(backend: Any, block_tokens: int) -> bool:

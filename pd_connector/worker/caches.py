@@ -13,6 +13,7 @@ import torch
 from layout.geometry import CacheGroup, Plane, Region, WorkerGeometry
 from layout.sharding import held_heads
 from pd_connector.vllm.cache_groups import GroupSpec, Ranks
+from pd_connector.vllm.cache_specs import LayerSpec
 from pd_connector.vllm.cpu.head_order import HeadOrder
 
 #: What a model runner passes for a layer: one tensor, or one for each part.
@@ -30,6 +31,7 @@ class _PartView:
     part: str
     layer: str
     tensor: torch.Tensor
+    spec: LayerSpec
     packing: str = ""
 
     @property
@@ -38,7 +40,9 @@ class _PartView:
 
     @property
     def form(self) -> tuple[object, ...]:
-        return self.part, self.packing, tuple(self.tensor.shape), tuple(self.tensor.stride()), self.tensor.dtype
+        tensor, spec = self.tensor, self.spec
+        memory = tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype
+        return self.part, self.packing, spec.total_heads, spec.optional, *memory
 
 
 def describe_caches(
@@ -52,53 +56,52 @@ def describe_caches(
             layer's cache may be included, and are ignored.
         groups: vLLM's cache groups.
         ranks: of this worker.
-        kv_heads: KV heads of the whole model.
+        kv_heads: KV heads of the model, as its configuration states.
         engine_address: address of this worker's transfer engine.
 
     Raises:
-        UnknownCacheError: a cache does not have this form.
+        UnknownCacheError: a cache does not have this form, or its tensors are not what vLLM states of it.
     """
-    described = tuple(_describe_group(kv_caches, group, ranks, kv_heads) for group in groups)
+    described = tuple(_describe_group(kv_caches, group, ranks) for group in groups)
     used = [tensor for group in groups for name in group.layer_names for tensor in tensors_of(kv_caches[name])]
     return WorkerGeometry(
         **asdict(ranks), kv_heads=kv_heads, engine_address=engine_address, groups=described, regions=_regions(used)
     )
 
 
-def _describe_group(kv_caches: Mapping[str, Cache], group: GroupSpec, ranks: Ranks, kv_heads: int) -> CacheGroup:
+def _describe_group(kv_caches: Mapping[str, Cache], group: GroupSpec, ranks: Ranks) -> CacheGroup:
     views = [view for name in group.layer_names for view in _part_views(name, kv_caches[name], group)]
-    planes = tuple(_plane(run, ranks, kv_heads) for run in _evenly_spaced(views))
+    planes = tuple(_plane(run, ranks) for run in _evenly_spaced(views))
     return CacheGroup(group.block_tokens, group.window, planes)
 
 
 def _part_views(layer: str, cache: Cache, group: GroupSpec) -> list[_PartView]:
     """Return the logical parts of a layer's cache, each with its strides in memory."""
-    parts, order = group.parts.get(layer, ()), group.orders.get(layer)
+    spec, order = group.layers[layer], group.orders.get(layer)
     if not isinstance(cache, torch.Tensor):
         _check_tensors(layer, cache, group)
-        names = [name for name, _ in parts] + [f"part{number}" for number in range(len(parts), len(cache))]
-        return [_PartView(name, layer, tensor.transpose(1, 2)) for name, tensor in zip(names, cache, strict=False)]
+        names = [name for name, _ in spec.parts] + [f"part{number}" for number in range(len(spec.parts), len(cache))]
+        views = zip(names, cache, strict=True)
+        return [_PartView(name, layer, tensor.transpose(1, 2), spec) for name, tensor in views]
     _check_form(layer, cache, group)
     if order is not None:
-        return _ordered_views(layer, cache, order)
-    items = [content for _, content in parts]
-    if sum(items) != cache.shape[3]:
-        return [_PartView("kv", layer, cache)]
-    slices = zip(parts, cache.split(items, dim=3), strict=True)
-    return [_PartView(name, layer, tensor) for (name, _), tensor in slices]
+        return _ordered_views(layer, cache, order, spec)
+    if spec.packing:
+        _check_dense(layer, cache)
+    items = [content for _, content in spec.parts]
+    if spec.packing or sum(items) != cache.shape[3]:
+        return [_PartView("kv", layer, cache, spec, spec.packing)]
+    slices = zip(spec.parts, cache.split(items, dim=3), strict=True)
+    return [_PartView(name, layer, tensor, spec) for (name, _), tensor in slices]
 
 
-def _ordered_views(layer: str, cache: torch.Tensor, order: HeadOrder) -> list[_PartView]:
+def _ordered_views(layer: str, cache: torch.Tensor, order: HeadOrder, spec: LayerSpec) -> list[_PartView]:
     """Return K and V as a CPU kernel puts them into each head's block, or the whole, opaque block."""
     blocks, heads, tokens, content = cache.shape
-    block_stride, head_stride, *inside = cache.stride()
-    if inside != [content, 1]:
-        raise UnknownCacheError(
-            f"KV cache of layer {layer!r} is written by a CPU kernel but not dense inside a head: it has shape "
-            f"{tuple(cache.shape)}, strides {tuple(cache.stride())}"
-        )
+    block_stride, head_stride = cache.stride()[:2]
+    _check_dense(layer, cache)
     if order.key is None or order.value is None:
-        return [_PartView("kv", layer, cache, order.packing)]
+        return [_PartView("kv", layer, cache, spec, order.packing)]
     return [
         _PartView(
             name,
@@ -108,34 +111,75 @@ def _ordered_views(layer: str, cache: torch.Tensor, order: HeadOrder) -> list[_P
                 (block_stride, head_stride, part.token_stride, part.content_stride),
                 cache.storage_offset() + part.offset,
             ),
+            spec,
         )
         for name, part in (("k", order.key), ("v", order.value))
     ]
 
 
-def _check_form(layer: str, tensor: torch.Tensor, group: GroupSpec) -> None:
-    if tensor.dim() != 4 or group.block_tokens % tensor.shape[2]:
+def _check_dense(layer: str, cache: torch.Tensor) -> None:
+    """Raise unless a head's block is one run, as kernels need that order its tokens in their own way."""
+    if cache.stride()[2:] != (cache.shape[3], 1):
         raise UnknownCacheError(
-            f"KV cache of layer {layer!r} has shape {tuple(tensor.shape)}, strides {tensor.stride()}; expected "
-            f"[blocks, heads, tokens, content] with a number of tokens that divides the block size {group.block_tokens}"
+            f"KV cache of layer {layer!r} is written by a kernel with an order of its own, but not dense inside a "
+            f"head: it has shape {tuple(cache.shape)}, strides {tuple(cache.stride())}"
+        )
+
+
+def _check_form(layer: str, tensor: torch.Tensor, group: GroupSpec) -> None:
+    """Raise unless a layer's tensor is [blocks, heads, tokens, content] with the numbers that vLLM states."""
+    spec = group.layers[layer]
+    fits = tensor.dim() == 4 and _holds_blocks(tensor, 2, group)
+    if not (fits and tensor.shape[1] == spec.heads and _token_bytes(tensor) == spec.token_bytes) or (
+        tensor.dtype != spec.dtype
+    ):
+        raise UnknownCacheError(
+            f"KV cache of layer {layer!r} has shape {tuple(tensor.shape)}, strides {tensor.stride()}, {tensor.dtype}; "
+            f"expected [blocks, heads, tokens, content] of {group.blocks} blocks of {group.block_tokens} tokens (or as "
+            f"many smaller ones as these make), {spec.heads} heads of {spec.token_bytes} bytes a token, {spec.dtype}"
         )
 
 
 def _check_tensors(layer: str, tensors: Sequence[torch.Tensor], group: GroupSpec) -> None:
-    """Raise unless a layer's cache has one tensor for each part, as vllm-ascend allocates it."""
-    names = [name for name, _ in group.parts.get(layer, ())]
-    if len(tensors) < max(1, len(names)):
+    """Raise unless a layer's cache has one tensor for each part, as vllm-ascend allocates it.
+
+    vLLM states the sizes of the first parts, and of all of them together.
+    """
+    spec = group.layers[layer]
+    if len(tensors) < max(1, len(spec.parts)):
+        names = ", ".join(name for name, _ in spec.parts)
         raise UnknownCacheError(
             f"KV cache of layer {layer!r} has {len(tensors)} tensors; expected one for each part"
-            + (f" ({', '.join(names)})" if names else "")
+            + (f" ({names})" if names else "")
         )
-    for tensor in tensors:
-        if not isinstance(tensor, torch.Tensor) or tensor.dim() != 4 or group.block_tokens % tensor.shape[1]:
+    stated = [content for _, content in spec.parts] + [None] * (len(tensors) - len(spec.parts))
+    for tensor, content in zip(tensors, stated, strict=True):
+        fits = isinstance(tensor, torch.Tensor) and tensor.dim() == 4 and _holds_blocks(tensor, 1, group)
+        if not fits or tensor.shape[2] != spec.heads or content not in (None, tensor.shape[3]):
             got = f"shape {tuple(tensor.shape)}" if isinstance(tensor, torch.Tensor) else repr(type(tensor))
             raise UnknownCacheError(
-                f"KV cache of layer {layer!r} has a part of {got}; expected [blocks, tokens, heads, content] with a "
-                f"number of tokens that divides the block size {group.block_tokens}"
+                f"KV cache of layer {layer!r} has a part of {got}; expected [blocks, tokens, heads, content] of "
+                f"{group.blocks} blocks of {group.block_tokens} tokens (or as many smaller ones as these make), "
+                f"{spec.heads} heads" + (f", {content} items a token" if content is not None else "")
             )
+    block_bytes = sum(_token_bytes(tensor) for tensor in tensors) * spec.heads * group.block_tokens
+    if block_bytes > spec.page_bytes:
+        raise UnknownCacheError(
+            f"KV cache of layer {layer!r} has {len(tensors)} tensors with {block_bytes} bytes of each block; vLLM "
+            f"states {spec.page_bytes}"
+        )
+
+
+def _holds_blocks(tensor: torch.Tensor, axis: int, group: GroupSpec) -> bool:
+    """Return whether a tensor whose ``axis`` is the tokens of a kernel block holds all blocks of vLLM's pool."""
+    tokens = int(tensor.shape[axis])
+    return (
+        group.block_tokens % max(tokens, 1) == 0 and int(tensor.shape[0]) * tokens == group.blocks * group.block_tokens
+    )
+
+
+def _token_bytes(tensor: torch.Tensor) -> int:
+    return int(tensor.shape[3]) * int(tensor.element_size())
 
 
 def _evenly_spaced(views: Iterable[_PartView]) -> list[list[_PartView]]:
@@ -156,17 +200,13 @@ def _evenly_spaced(views: Iterable[_PartView]) -> list[list[_PartView]]:
     return runs
 
 
-def _plane(run: list[_PartView], ranks: Ranks, kv_heads: int) -> Plane:
+def _plane(run: list[_PartView], ranks: Ranks) -> Plane:
     first = run[0]
     blocks, heads, tokens, content = first.tensor.shape
     item = first.tensor.element_size()
     block_stride, head_stride, token_stride, content_stride = (stride * item for stride in first.tensor.stride())
-    head_start, head_end = held_heads(kv_heads, ranks.tp_size, ranks.tp_rank)
-    if heads != head_end - head_start:
-        raise UnknownCacheError(
-            f"KV cache of layer {first.layer!r} holds {heads} heads; rank {ranks.tp_rank} of {ranks.tp_size} should "
-            f"hold {head_end - head_start} of the model's {kv_heads}"
-        )
+    total_heads = first.spec.total_heads
+    head_start, _ = held_heads(total_heads, ranks.tp_size, ranks.tp_rank)
     return Plane(
         part=first.part,
         layers=tuple(view.layer for view in run),
@@ -183,6 +223,8 @@ def _plane(run: list[_PartView], ranks: Ranks, kv_heads: int) -> Plane:
         token_stride=token_stride,
         content_stride=content_stride,
         packing=first.packing,
+        total_heads=total_heads,
+        optional=first.spec.optional,
     )
 
 

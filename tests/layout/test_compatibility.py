@@ -76,6 +76,14 @@ def test_planes_that_hold_other_elements_are_refused(theirs: Model, message: str
         compile_between(Engine(), Engine(), theirs)
 
 
+def test_layers_whose_heads_are_counted_otherwise_are_refused_with_the_way_out() -> None:
+    """A rank's only head may be its own or one of several replicas; engines that disagree would read another head."""
+    with pytest.raises(
+        IncompatibleCachesError, match=r"'model\.layers\.0' has 2 KV heads over all ranks here and 8 on"
+    ):
+        compile_between(Engine(), Engine(tp=4), replace(MODEL, kv_heads=8))
+
+
 def test_packings_of_different_kernels_are_refused() -> None:
     with pytest.raises(IncompatibleCachesError, match=r"'packing' .* is 'k_transposed' here and 'amx' on the remote"):
         compile_between(Engine(form="packed"), Engine(form="packed", packing="amx"))

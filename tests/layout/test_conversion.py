@@ -1,5 +1,7 @@
 """The line about what is converted says what differs, and nothing that does not."""
 
+from dataclasses import replace
+
 import pytest
 
 from layout.conversion import describe_conversion, physical_order
@@ -32,6 +34,15 @@ def test_what_differs_is_named_with_both_values_remote_first() -> None:
     line = described(local, remote)
     assert line.startswith("TP 2 to 1, PP 2 to 1, block size 16 to 32; 1024 bytes in 8 runs")  # a stage has one layer
     assert described(Engine("LBHNC"), Engine("BHLNC", tp=2)).startswith("TP 2 to 1, order BHLNC to LBHNC;")
+
+
+def test_draft_layers_that_are_not_there_are_named_with_what_follows() -> None:
+    engine = Engine("BHLNC")
+    ours = build(replace(MODEL, drafts=(1,)), engine, 1, LOCAL_BASE)[0].geometry
+    (theirs,) = (rank.geometry for rank in build(replace(MODEL, groups=((0,),)), engine, 1, REMOTE_BASE))
+    line = describe_conversion(ours, [theirs], plans_of(ours, [theirs]))
+    assert line.startswith("the same geometry; 512 bytes in 1 runs")
+    assert "layers model.layers.1 draft tokens and are not there" in line
 
 
 def test_k_transposed_shows_in_the_order() -> None:

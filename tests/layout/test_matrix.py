@@ -143,3 +143,22 @@ def test_the_unequal_parts_of_mla_arrive_from_one_of_the_replicas(
     model = Model(1, (8, 1), 2, ((0, 1, 2),), (0,), extras)
     _one_case(data, model, (local, data.draw(st.sampled_from(LAYOUTS))), ("apart", "apart"))
     cases["mla"] += 1
+
+
+@pytest.mark.parametrize(("local", "remote"), LAYOUT_PAIRS)
+@thorough
+@given(data=st.data())
+def test_layers_with_unequal_heads_arrive_and_those_of_a_draft_as_far_as_they_are_there(
+    local: str, remote: str, data: st.DataObject, cases: Counter[str]
+) -> None:
+    """Layers 2 and 3 draft. Either side may have both, the first, or none of them."""
+    other_heads = tuple(enumerate(data.draw(st.permutations([8, 4, 4, 2]), "heads")))
+    ours, theirs = (
+        Model(8, (2, 1), 2, (tuple(range(layers)),), (0,), other_heads=other_heads, drafts=(2, 3))
+        for layers in data.draw(st.tuples(*2 * [st.sampled_from([2, 3, 4])]), "layers")
+    )
+    forms = data.draw(st.sampled_from(FORMS))
+    here = data.draw(engines(ours, local, forms[0]), "local")
+    there = data.draw(engines(theirs, remote, forms[1]), "remote")
+    pull(ours, here, there, data.draw(requests(ours, here, there), "request"), theirs)
+    cases["unequal heads and drafts"] += 1

@@ -140,6 +140,22 @@ def test_a_layer_that_the_remote_side_lacks_is_refused_by_name() -> None:
         choose_sources(local, geometries(model(2, 2), Engine()))
 
 
+def test_a_draft_layer_that_the_remote_side_lacks_is_left_as_it_is() -> None:
+    engine, drafting = Engine("BHLNC"), replace(model(2, 3), drafts=(2,))
+    (read,) = pull(drafting, engine, engine, plain(20, engine, engine), remote_model=model(2, 2))
+    assert read.copies.total_bytes == 32 * 2 * 2 * 2 * 2  # tokens, layers, heads, items, bytes
+    (local,) = geometries(drafting, Engine(), LOCAL_BASE)
+    only_drafts = replace(local, groups=(replace(local.groups[0], planes=local.groups[0].planes[1:]),))
+    assert choose_sources(only_drafts, geometries(model(2, 2), Engine())) == ()
+
+
+def test_a_draft_layer_of_other_parts_is_refused_not_left() -> None:
+    """It is there, so it would be read if it could be."""
+    (local,) = geometries(replace(model(2, 3), drafts=(0, 1, 2)), Engine(form="views"), LOCAL_BASE)
+    with pytest.raises(IncompatibleCachesError, match="part 'k' for head 0 of layer"):
+        choose_sources(local, geometries(model(2, 3), Engine()))
+
+
 def test_a_head_that_no_remote_rank_holds_is_refused_by_number() -> None:
     (local,) = geometries(model(4), Engine(), LOCAL_BASE)
     with pytest.raises(IncompatibleCachesError, match="part 'kv' for head 2 of layer"):

@@ -7,7 +7,9 @@ import inspect
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
@@ -16,12 +18,20 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
     SupportsHMA,
 )
+from vllm.v1.kv_cache_interface import (
+    CircularBufferSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    SlidingWindowSpec,
+    replace_as,
+)
 
 import pd_connector
 from pd_connector.config import ConfigError
 from pd_connector.connector import PDConnector
 from pd_connector.vllm.engine_config import UnsupportedError
-from tests.support.connector.vllm_engine import CACHES, a_config, transfer_config
+from tests.support.connector.requests import a_decode_request
+from tests.support.connector.vllm_engine import CACHES, SPEC, a_config, transfer_config
 
 
 def test_every_abstract_method_of_vllms_base_is_implemented() -> None:
@@ -76,6 +86,26 @@ def test_context_parallelism_is_refused_by_the_constructor(model: Path) -> None:
     config.parallel_config.decode_context_parallel_size = 2
     with pytest.raises(UnsupportedError, match=r"decode_context_parallel_size = 2: .* set it to 1"):
         PDConnector(config, KVConnectorRole.SCHEDULER, CACHES)
+
+
+@pytest.mark.parametrize(
+    "spec", [replace(SPEC, tokens_per_state=4), CircularBufferSpec(32, num_kv_heads=2, head_size=64, dtype=SPEC.dtype)]
+)
+def test_a_cache_that_is_not_served_is_refused_in_the_engine_core(model: Path, spec: Any) -> None:
+    caches = KVCacheConfig(8, [], [*CACHES.kv_cache_groups, KVCacheGroupSpec(["l2"], spec)])
+    with pytest.raises(UnsupportedError, match="the KV cache of layer 'l2' is a"):
+        PDConnector(a_config(model), KVConnectorRole.SCHEDULER, caches)
+
+
+def test_vllm_leaves_new_blocks_of_every_group_as_they_are_for_pulls_and_loads(model: Path) -> None:
+    """Zeroing them would race with what writes them. All groups of what is served can be written."""
+    windowed = replace_as(SPEC, SlidingWindowSpec, drop=("attention_chunk_size", "non_causal"), sliding_window=64)
+    caches = KVCacheConfig(8, [], [*CACHES.kv_cache_groups, KVCacheGroupSpec(["l2"], windowed)])
+    connector = PDConnector(a_config(model, "kv_consumer"), KVConnectorRole.SCHEDULER, caches)
+    try:
+        assert connector.get_loaded_kv_cache_group_ids(a_decode_request("r")) == (0, 1)
+    finally:
+        connector.shutdown()
 
 
 def test_an_engine_that_only_decodes_opens_no_control_endpoint(model: Path) -> None:

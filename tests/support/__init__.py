@@ -34,6 +34,8 @@ The connector (``pd_connector/``):
     connector.requests      requests as vLLM hands them over, params of a prefill, a control client that sends nothing
     connector.engines       prefill and decode engines without vLLM: real control channel, real bytes, real leases
     connector.vllm_engine   both sides of one engine's ``PDConnector``, called as vLLM calls them
+    connector.stated        what vLLM states of caches, as the connector takes it
+    connector.tensors       what is true of cache tensors, as vLLM would state it
     connector.cpu_layers    attention layers with vLLM's real CPU kernels
 
 Simulations of many engines (``test_state_machine``) and of one with a host tier (``test_host_machine``):

@@ -337,37 +337,6 @@ def test_a_decode_leg_that_the_api_server_rejected_lets_go_of_its_lease(desk: De
     assert desk.client.cancelled() == ["L"]
 
 
-@pytest.mark.parametrize(("tokens", "cut"), [(159, True), (158, False), (160, False), (100, False)])
-def test_a_window_that_the_prefill_engine_has_cut_short_is_computed_here(tokens: int, cut: bool) -> None:
-    """Window 128, blocks of 32: the token after 159 prompt tokens does not see block 0, the last of them does."""
-    client = RecordingClient()
-    consumer = Checked(client, Renewals(client, 10.0, 120.0), windows=[(32, 0), (32, 128)])
-    let_go = max(tokens + 1 - 128, 0) // 32
-    held = range(1, -(-tokens // 32) + 1)
-    windowed = tuple(0 if block <= let_go else block for block in held)
-    request = a_decode_request("r", tokens, lease_id="L", remote_block_ids=(tuple(held), windowed))
-    consumer.add(request)
-    assert consumer.missing_tokens(request, 0) == (0 if cut else tokens - 1)
-
-
-@pytest.mark.parametrize(
-    ("ours", "theirs", "tokens", "cut"),
-    [(64, 32, 200, False), (64, 32, 190, True), (32, 64, 200, False), (32, 64, 191, True), (32, 32, 190, False)],
-)
-def test_where_a_window_is_cut_depends_on_the_blocks_of_both_engines(
-    ours: int, theirs: int, tokens: int, cut: bool
-) -> None:
-    """Window 128: with blocks of 64 here, token 190 needs block 0, of which blocks of 32 there keep the end only."""
-    client = RecordingClient()
-    consumer = Checked(client, Renewals(client, 10.0, 120.0), windows=[(ours, 128)])
-    let_go = (tokens + 1 - 128) // theirs
-    table = tuple(block if block > let_go else 0 for block in range(1, -(-tokens // theirs) + 1))
-    changes = {"remote_block_ids": (table,), "remote_block_sizes": (theirs,)}
-    request = a_decode_request("r", tokens, lease_id="L", **changes)
-    consumer.add(request)
-    assert consumer.missing_tokens(request, 0) == (0 if cut else tokens - 1)
-
-
 def test_a_smaller_offer_than_was_asked_for_is_pulled_from_its_start(desk: Desk) -> None:
     request = a_decode_request("r", tokens=70)
     desk.consumer.add(request)

@@ -1,6 +1,5 @@
 """vLLM's cache groups as plain data: which layers share a block table, and what a token's content consists of."""
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,9 +15,11 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from pd_connector.vllm import cache_groups as module
-from pd_connector.vllm.cache_groups import GroupSpec, Ranks, cache_groups, with_head_orders
+from pd_connector.vllm.cache_groups import GroupSpec, Ranks, retentions, with_head_orders
+from pd_connector.vllm.cache_specs import LayerSpec, Retention
 from pd_connector.vllm.cpu.head_order import HeadOrder
 from pd_connector.vllm.engine_config import UnsupportedError
+from tests.support.connector.stated import model_config, stated_groups
 
 SIZES: dict[str, Any] = {"num_kv_heads": 2, "head_size": 64, "dtype": torch.bfloat16}
 FULL = FullAttentionSpec(block_size=32, **SIZES)
@@ -26,57 +27,46 @@ WINDOWED = SlidingWindowSpec(block_size=16, sliding_window=100, **SIZES)
 K_AND_V = (("k", 64), ("v", 64))
 
 
-def a_model(*, use_mla: bool = False, **text: int) -> Any:
-    return SimpleNamespace(model_config=SimpleNamespace(use_mla=use_mla, hf_text_config=SimpleNamespace(**text)))
-
-
-def groups_of(*groups: tuple[list[str], Any], model: Any = None) -> tuple[GroupSpec, ...]:
-    specs = [KVCacheGroupSpec(layers, spec) for layers, spec in groups]
-    return cache_groups(model or a_model(), KVCacheConfig(8, [], specs))
-
-
 def test_groups_are_in_vllms_order_with_their_own_block_sizes_and_windows() -> None:
-    full, windowed = groups_of((["a", "c"], FULL), (["b"], WINDOWED))
-    assert full == GroupSpec(("a", "c"), 32, 0, {"a": K_AND_V, "c": K_AND_V})
-    assert windowed == GroupSpec(("b",), 16, 100, {"b": K_AND_V})
+    full, windowed = stated_groups((["a", "c"], FULL), (["b"], WINDOWED))
+    assert (full.layer_names, full.block_tokens, full.window, full.blocks) == (("a", "c"), 32, 0, 8)
+    assert (windowed.layer_names, windowed.block_tokens, windowed.window) == (("b",), 16, 100)
+    assert full.layers == dict.fromkeys(("a", "c"), LayerSpec(2, 2, 256, 32 * 2 * 256, torch.bfloat16, K_AND_V))
 
 
 def test_layers_of_one_group_may_differ_and_its_window_is_the_largest() -> None:
     wide = SlidingWindowSpec(block_size=16, num_kv_heads=2, head_size=128, dtype=torch.bfloat16, sliding_window=300)
-    (group,) = groups_of(
+    (group,) = stated_groups(
         (["a", "b"], UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs={"a": WINDOWED, "b": wide}))
     )
-    assert group == GroupSpec(("a", "b"), 16, 300, {"a": K_AND_V, "b": (("k", 128), ("v", 128))})
+    assert (group.layer_names, group.window) == (("a", "b"), 300)
+    assert {name: spec.parts for name, spec in group.layers.items()} == {"a": K_AND_V, "b": (("k", 128), ("v", 128))}
 
 
-def test_values_may_be_smaller_than_keys() -> None:
-    (group,) = groups_of((["a"], FullAttentionSpec(block_size=32, head_size_v=16, **SIZES)))
-    assert group.parts["a"] == (("k", 64), ("v", 16))
-
-
-MLA = MLAAttentionSpec(block_size=16, num_kv_heads=1, head_size=576, dtype=torch.bfloat16)
-
-
-@pytest.mark.parametrize(
-    ("sizes", "parts"),
-    [
-        ({"kv_lora_rank": 512, "qk_rope_head_dim": 64}, (("mla_latent", 512), ("mla_rope", 64))),
-        ({"kv_lora_rank": 512}, ()),  # a model that does not say: the tensors themselves must
-    ],
-)
-def test_a_latent_cache_holds_the_latent_vector_and_the_rotary_key(
-    sizes: dict[str, int], parts: tuple[tuple[str, int], ...]
-) -> None:
-    (group,) = groups_of((["a"], MLA), model=a_model(use_mla=True, **sizes))
-    assert group.parts == {"a": parts}
+def test_a_stage_without_layers_of_a_group_states_nothing_of_them() -> None:
+    (group,) = stated_groups(([], UniformTypeKVCacheSpecs(block_size=32, kv_cache_specs={"elsewhere": FULL})))
+    assert (group.layer_names, group.layers) == ((), {})
 
 
 @pytest.mark.parametrize("layers", [["model.layers.3.mixer"], []])
 def test_a_cache_that_is_not_of_attention_is_refused_by_layer_and_kind(layers: list[str]) -> None:
     mamba = MambaSpec(block_size=16, shapes=((4, 4),), dtypes=(torch.float32,))
     named = "'model.layers.3.mixer'" if layers else "'layers of another pipeline stage'"
-    with pytest.raises(UnsupportedError, match=f"KV cache group of {named} is a MambaSpec"):
-        groups_of((["a"], FULL), (layers, mamba))
+    with pytest.raises(UnsupportedError, match=f"KV cache of layer {named} is a MambaSpec, which holds the state"):
+        stated_groups((["a"], FULL), (layers, mamba))
+
+
+def test_one_layer_of_a_group_that_is_not_served_is_enough_to_refuse_it() -> None:
+    compressed = MLAAttentionSpec(block_size=32, num_kv_heads=1, head_size=512, dtype=torch.uint8, tokens_per_state=4)
+    specs = UniformTypeKVCacheSpecs(block_size=32, kv_cache_specs={"a": FULL, "b": compressed})
+    with pytest.raises(UnsupportedError, match=r"'b' is a MLAAttentionSpec, which is compressed: .* 4 tokens"):
+        stated_groups((["a", "b"], specs))
+
+
+def test_what_is_kept_is_told_for_each_group() -> None:
+    specs = UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs={"b": WINDOWED})
+    config = KVCacheConfig(8, [], [KVCacheGroupSpec(["a"], FULL), KVCacheGroupSpec(["b"], specs)])
+    assert retentions(config) == (Retention(32), Retention(16, window=100))
 
 
 def test_workers_are_numbered_stage_by_stage() -> None:
@@ -110,9 +100,9 @@ def caches(**shapes: tuple[int, ...]) -> dict[str, torch.Tensor]:
 
 
 def test_the_order_of_each_form_of_cache_is_looked_for_once(asked: list[tuple[int, int, torch.dtype]]) -> None:
-    group = GroupSpec(("a", "b", "c"), 32, 0)
+    group = GroupSpec(("a", "b", "c"), 32, 0, 8)
     held = caches(a=(8, 2, 32, 128), b=(8, 2, 32, 128), c=(8, 2, 32, 256))
-    found = with_head_orders(a_model(), group, held, on_cpu=True)
+    found = with_head_orders(model_config(), group, held, on_cpu=True)
     assert found.orders == {"a": an_order(64), "b": an_order(64), "c": an_order(128)}
     assert sorted(asked, key=str) == [(32, 128, torch.float32), (32, 64, torch.float32)]
 
@@ -121,6 +111,11 @@ def test_the_order_of_each_form_of_cache_is_looked_for_once(asked: list[tuple[in
 def test_kernels_whose_order_the_strides_tell_are_not_asked(
     asked: list[tuple[int, int, torch.dtype]], on_cpu: bool, use_mla: bool
 ) -> None:
-    group = GroupSpec(("a",), 32, 0)
-    assert with_head_orders(a_model(use_mla=use_mla), group, caches(a=(8, 2, 32, 128)), on_cpu=on_cpu) is group
+    group = GroupSpec(("a",), 32, 0, 8)
+    assert (
+        with_head_orders(
+            model_config(text={"kv_lora_rank": 512} if use_mla else {}), group, caches(a=(8, 2, 32, 128)), on_cpu=on_cpu
+        )
+        is group
+    )
     assert asked == []

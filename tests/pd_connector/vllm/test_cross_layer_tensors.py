@@ -1,6 +1,7 @@
 """Caches that the connector allocates: what a kernel writes through a layer's views is where the planes say."""
 
 import ctypes
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from layout.geometry import WorkerGeometry
 from pd_connector.vllm.cache_groups import GroupSpec, Ranks
 from pd_connector.vllm.cross_layer_tensors import CrossLayerCaches, allocate_cross_layer
 from pd_connector.worker.caches import describe_caches
+from tests.support.connector.tensors import stated_of
 
 MLA = [
     (CachePart("mla_latent", 0, 1, 512, 2), torch.bfloat16),
@@ -55,9 +57,12 @@ def test_each_part_has_an_aligned_region_of_its_own() -> None:
 
 def test_a_worker_describes_the_views_as_the_planes_that_they_are() -> None:
     caches = allocate(GQA)
-    group = GroupSpec(("l0", "l1"), 2, 0, dict.fromkeys(("l0", "l1"), (("k", 6), ("v", 4))))
+    parts = tuple((part.name, part.content) for part, _ in GQA)
+    page_bytes = sum(part.heads * 2 * part.content * part.item_size for part, _ in GQA)
+    stated = stated_of(caches.layers["l0"][0], parts, heads_axis=2, page_bytes=page_bytes)
+    group = GroupSpec(("l0", "l1"), 2, 0, 3, dict.fromkeys(("l0", "l1"), stated))
     geometry: WorkerGeometry = describe_caches(caches.layers, [group], Ranks(0, 1, 0, 1), 2, "a")
-    assert geometry.groups[0].planes == tuple(buffer.plane for buffer in caches.buffers)
+    assert geometry.groups[0].planes == tuple(replace(buffer.plane, total_heads=2) for buffer in caches.buffers)
 
 
 def test_items_of_another_size_than_their_type_are_refused() -> None:

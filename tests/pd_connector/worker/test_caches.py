@@ -1,7 +1,7 @@
 """Caches as vLLM allocates them, described: every element is where the geometry says."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
@@ -15,6 +15,8 @@ from vllm.v1.kv_cache_interface import (
     KVCacheTensor,
     MLAAttentionSpec,
     SlidingWindowSpec,
+    SparseCacheRole,
+    UniformTypeKVCacheSpecs,
     compute_layout_strides,
 )
 from vllm.v1.worker.utils import allocate_kv_cache
@@ -22,7 +24,10 @@ from vllm.v1.worker.utils import allocate_kv_cache
 from layout.geometry import Plane, Region, WorkerGeometry
 from pd_connector.vllm.cache_groups import GroupSpec, Ranks
 from pd_connector.vllm.cpu.head_order import HeadOrder, StridedPart
+from pd_connector.vllm.engine_config import UnsupportedError
 from pd_connector.worker.caches import UnknownCacheError, describe_caches
+from tests.support.connector.stated import model_config, stated_groups
+from tests.support.connector.tensors import stated_of
 
 BLOCKS, TOKENS = 5, 16
 LAYOUTS = [layout.name for layout in KVCacheLayout]
@@ -35,16 +40,6 @@ Caches = dict[str, torch.Tensor]
 class Group:
     layers: tuple[str, ...]
     spec: Any
-    window: int = 0
-
-    @property
-    def described(self) -> GroupSpec:
-        """As K and V where each has its items; as one part where it has not."""
-        size = self.spec.head_size
-        parts = {
-            name: (("k", size), ("v", size)) for name in self.layers if not isinstance(self.spec, MLAAttentionSpec)
-        }
-        return GroupSpec(self.layers, self.spec.block_size, self.window, parts)
 
 
 def attention(heads: int = 2, dtype: torch.dtype = torch.bfloat16, head_size: int = 8) -> Any:
@@ -70,7 +65,9 @@ def allocate(layout: str, groups: Sequence[Group], kernel_tokens: int | None = N
 
 
 def describe(caches: Caches, groups: Sequence[Group], ranks: Ranks = ALONE, kv_heads: int = 2) -> WorkerGeometry:
-    return describe_caches(caches, [group.described for group in groups], ranks, kv_heads, "10.0.0.5:15000")
+    config = model_config(ranks.tp_size, kv_heads)
+    stated = stated_groups(*((group.layers, group.spec) for group in groups), blocks=BLOCKS, config=config)
+    return describe_caches(caches, stated, ranks, kv_heads, "10.0.0.5:15000")
 
 
 def check_addresses(geometry: WorkerGeometry, caches: Caches) -> None:
@@ -103,6 +100,7 @@ def check_layer(plane: Plane, number: int, cache: torch.Tensor, regions: Sequenc
 
 
 ONE_GROUP = [Group(("l0", "l1", "l2"), attention())]
+FLOATS = [Group(("l0", "l1", "l2"), attention(dtype=torch.float32, head_size=4))]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -139,7 +137,7 @@ def test_layers_are_ordered_by_address_however_they_are_named(layout: str) -> No
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_groups_that_overlay_each_other_are_described_apart_and_registered_once(layout: str) -> None:
     window = SlidingWindowSpec(block_size=TOKENS, num_kv_heads=2, head_size=8, dtype=torch.bfloat16, sliding_window=64)
-    groups = [Group(("l0", "l2"), attention()), Group(("l1", "l3"), window, 64)]
+    groups = [Group(("l0", "l2"), attention()), Group(("l1", "l3"), window)]
     caches = allocate(layout, groups)
     geometry = describe(caches, groups)
     check_addresses(geometry, caches)
@@ -180,16 +178,72 @@ def test_a_rank_holds_its_share_of_the_heads(kv_heads: int, ranks: tuple[int, in
     assert (plane.head_start, plane.heads) == held
 
 
-def test_heads_that_are_not_the_ranks_share_are_refused_with_both_numbers() -> None:
-    with pytest.raises(UnknownCacheError, match="'l0' holds 2 heads; rank 1 of 2 should hold 4 of the model's 8"):
-        describe(allocate("LBHNC", ONE_GROUP), ONE_GROUP, Ranks(1, 2, 0, 1), kv_heads=8)
+def test_layers_whose_heads_differ_are_described_each_with_its_own() -> None:
+    """Eight heads, and four: rank 3 of 4."""
+    heads = {"l0": 2, "l1": 1, "l2": 2}
+    specs = {name: attention(number) for name, number in heads.items()}
+    spec = UniformTypeKVCacheSpecs(block_size=TOKENS, kv_cache_specs=specs)
+    caches = {name: torch.zeros(BLOCKS, number, TOKENS, 16, dtype=torch.bfloat16) for name, number in heads.items()}
+    geometry = describe(caches, [Group(tuple(heads), spec)], Ranks(3, 4, 0, 1), kv_heads=8)
+    check_addresses(geometry, caches)
+    planes = geometry.groups[0].planes
+    held = {(*sorted(plane.layers), plane.head_start, plane.head_end, plane.total_heads) for plane in planes}
+    assert held == {("l0", "l2", 6, 8, 8), ("l1", 3, 4, 4)}
+
+
+def test_layers_that_draft_are_in_planes_of_their_own() -> None:
+    groups = [Group(("model.layers.0", "model.layers.1"), attention())]
+    stated = stated_groups(
+        *((group.layers, group.spec) for group in groups), blocks=BLOCKS, config=model_config(draft_heads=2, layers=1)
+    )
+    geometry = describe_caches(allocate("LBHNC", groups), stated, ALONE, 2, "a")
+    described = [(plane.part, plane.layers, plane.optional) for plane in geometry.groups[0].planes]
+    assert described == [
+        ("k", ("model.layers.0",), False),
+        ("v", ("model.layers.0",), False),
+        ("k", ("model.layers.1",), True),
+        ("v", ("model.layers.1",), True),
+    ]
+
+
+@pytest.mark.parametrize("layout", ["LBHNC", "LBNHC", "BLHNC", "BLNHC"])
+def test_the_padding_of_a_page_lies_between_blocks_and_belongs_to_none(layout: str) -> None:
+    """vLLM pads the pages of layers with fewer bytes, so that all caches have pages of one size."""
+    spec = attention(head_size=6)
+    groups = [Group(("l0", "l1"), replace(spec, page_size_padded=spec.page_size_bytes + 128))]
+    caches = allocate(layout, groups)
+    geometry = describe(caches, groups)
+    check_addresses(geometry, caches)
+    assert geometry.block_bytes == 2 * spec.page_size_bytes
+
+
+def test_a_compressed_cache_is_refused_as_vllm_allocates_it_whatever_is_known_of_it() -> None:
+    """Four tokens to a state: a block has a quarter of its tokens' rows, which are not smaller blocks."""
+    token_by_token = MLAAttentionSpec(block_size=TOKENS, num_kv_heads=1, head_size=576, dtype=torch.bfloat16)
+    groups = [Group(("l0", "l1"), replace(token_by_token, tokens_per_state=4))]
+    caches = allocate("BLHNC", groups)
+    assert caches["l0"].shape == (BLOCKS, 1, TOKENS // 4, 576)
+    with pytest.raises(UnsupportedError, match="'l0' is a MLAAttentionSpec, which is compressed"):
+        describe(caches, groups, kv_heads=1)
+    with pytest.raises(UnknownCacheError, match=r"'l0' has shape .* of 5 blocks of 16 tokens"):
+        describe(caches, [Group(("l0", "l1"), token_by_token)], kv_heads=1)
+
+
+def test_a_sparse_indexers_block_is_opaque() -> None:
+    """Its block has the values of all tokens first, then their scales, whatever the strides of its tensor say."""
+    spec = MLAAttentionSpec(
+        block_size=TOKENS, num_kv_heads=1, head_size=132, dtype=torch.uint8, cache_role=SparseCacheRole.INDEXER
+    )
+    groups = [Group(("l0", "l1"), spec)]
+    (plane,) = describe(allocate("LBNHC", groups), groups, kv_heads=1).groups[0].planes
+    assert (plane.part, plane.packing, plane.content, plane.token_stride) == ("kv", "sparse_indexer", 132, 132)
 
 
 def test_a_view_that_does_not_start_with_its_storage_keeps_its_own_address() -> None:
     storage = torch.zeros(64 + 3 * BLOCKS * 2 * TOKENS * 8, dtype=torch.float32)
     grid = storage[64:].view(3, BLOCKS, 2, TOKENS, 8)
     caches = {f"l{number}": grid[number] for number in range(3)}
-    geometry = describe(caches, ONE_GROUP)
+    geometry = describe(caches, FLOATS)
     check_addresses(geometry, caches)
     assert geometry.groups[0].planes[0].address == storage.data_ptr() + 256
     assert geometry.regions == (Region(storage.data_ptr() + 256, storage.nbytes - 256),)
@@ -197,7 +251,7 @@ def test_a_view_that_does_not_start_with_its_storage_keeps_its_own_address() -> 
 
 def test_layers_of_their_own_allocations_are_all_found_and_registered() -> None:
     caches = {f"l{number}": torch.zeros(BLOCKS, 2, TOKENS, 8) for number in range(3)}
-    geometry = describe(caches, ONE_GROUP)
+    geometry = describe(caches, FLOATS)
     check_addresses(geometry, caches)
     assert sum(region.size for region in geometry.regions) == 3 * caches["l0"].nbytes
 
@@ -208,12 +262,12 @@ def test_layers_of_two_shapes_become_two_planes() -> None:
         "l1": torch.zeros(BLOCKS, 2, TOKENS, 12),
         "l2": torch.zeros(BLOCKS, 2, TOKENS, 8),
     }
-    groups = [Group(tuple(caches), attention(head_size=4))]
+    specs = {name: attention(dtype=torch.float32, head_size=cache.shape[3] // 2) for name, cache in caches.items()}
+    groups = [Group(tuple(caches), UniformTypeKVCacheSpecs(block_size=TOKENS, kv_cache_specs=specs))]
     geometry = describe(caches, groups)
     check_addresses(geometry, caches)
-    # Of the layer whose content is not what its specification says, nothing is known but that it is one.
     described = [(plane.part, set(plane.layers), plane.content) for plane in geometry.groups[0].planes]
-    assert described == [("k", {"l0", "l2"}, 4), ("v", {"l0", "l2"}, 4), ("kv", {"l1"}, 12)]
+    assert described == [("k", {"l0", "l2"}, 4), ("v", {"l0", "l2"}, 4), ("k", {"l1"}, 6), ("v", {"l1"}, 6)]
 
 
 def test_layers_at_uneven_distances_are_cut_into_even_runs() -> None:
@@ -223,7 +277,7 @@ def test_layers_at_uneven_distances_are_cut_into_even_runs() -> None:
         f"l{number}": storage[start * item : (start + 1) * item].view(BLOCKS, 2, TOKENS, 8)
         for number, start in enumerate((0, 1, 2, 5, 7))
     }
-    groups = [Group(tuple(caches), attention(head_size=4))]
+    groups = [Group(tuple(caches), attention(dtype=torch.float32, head_size=4))]
     geometry = describe(caches, groups)
     check_addresses(geometry, caches)
     assert [plane.layers for plane in geometry.groups[0].planes] == 2 * [("l0", "l1", "l2"), ("l3", "l4")]
@@ -241,20 +295,34 @@ def test_a_stage_without_layers_of_a_group_has_no_planes_in_it() -> None:
     assert geometry.groups[1].planes == ()
 
 
+BF16 = {"dtype": torch.bfloat16}
+PART = torch.zeros(BLOCKS, TOKENS, 2, 8, **BF16)
+
+
 @pytest.mark.parametrize(
     ("cache", "words"),
     [
-        (torch.zeros(2, BLOCKS, TOKENS, 2, 8), r"shape \(2, 5, 16, 2, 8\), strides"),
-        (torch.zeros(BLOCKS, 2, TOKENS), r"shape \(5, 2, 16\)"),
-        (torch.zeros(BLOCKS, 2, 12, 8), "divides the block size 16"),
+        (torch.zeros(2, BLOCKS, TOKENS, 2, 8, **BF16), r"shape \(2, 5, 16, 2, 8\), strides"),
+        (torch.zeros(BLOCKS, 2, TOKENS, **BF16), r"shape \(5, 2, 16\)"),
+        (torch.zeros(BLOCKS, 2, 12, 16, **BF16), "5 blocks of 16 tokens"),
+        (torch.zeros(BLOCKS + 1, 2, TOKENS, 16, **BF16), "5 blocks of 16 tokens"),
+        (torch.zeros(BLOCKS, 2, TOKENS // 4, 16, **BF16), "5 blocks of 16 tokens"),
+        (torch.zeros(2 * BLOCKS, 2, TOKENS, 16, **BF16), "5 blocks of 16 tokens"),
+        (torch.zeros(BLOCKS, 4, TOKENS, 16, **BF16), "2 heads of 32 bytes"),
+        (torch.zeros(BLOCKS, 2, TOKENS, 12, **BF16), "2 heads of 32 bytes"),
+        (torch.zeros(BLOCKS, 2, TOKENS, 16, dtype=torch.float16), r"torch.float16; .*, torch.bfloat16"),
         ([torch.zeros(3), torch.zeros(4)], r"a part of shape \(3,\); expected \[blocks, tokens, heads, content\]"),
-        (2 * (torch.zeros(BLOCKS, 12, 2, 8),), "a part of .* divides the block size 16"),
-        ((torch.zeros(BLOCKS, TOKENS, 2, 8),), r"1 tensors; expected one for each part \(k, v\)"),
+        (2 * (torch.zeros(BLOCKS, 12, 2, 8, **BF16),), "a part of .* 5 blocks of 16 tokens"),
+        (2 * (torch.zeros(BLOCKS, TOKENS // 2, 2, 8, **BF16),), "a part of .* 5 blocks of 16 tokens"),
+        (2 * (torch.zeros(BLOCKS, TOKENS, 3, 8, **BF16),), "a part of .* 2 heads, 8 items"),
+        (2 * (torch.zeros(BLOCKS, TOKENS, 2, 9, **BF16),), "a part of .* 2 heads, 8 items"),
+        ((PART,), r"1 tensors; expected one for each part \(k, v\)"),
+        ((PART, PART, PART), "3 tensors with 1536 bytes of each block; vLLM states 1024"),
         ((), "0 tensors; expected one for each part"),
         (("no", "tensors"), "a part of <class 'str'>"),
     ],
 )
-def test_a_form_that_cannot_be_described_is_refused_by_layer(cache: Any, words: str) -> None:
+def test_a_form_that_is_not_what_vllm_states_is_refused_by_layer(cache: Any, words: str) -> None:
     groups = [Group(("l0",), attention())]
     with pytest.raises(UnknownCacheError, match=f"'l0' has .*{words}"):
         describe({"l0": cache}, groups)
@@ -265,7 +333,8 @@ def test_parts_in_tensors_of_their_own_keep_their_names_sizes_and_strides() -> N
     latent = torch.zeros(BLOCKS, TOKENS, 1, 512, dtype=torch.bfloat16)
     rope = torch.zeros(BLOCKS, TOKENS, 1, 64, dtype=torch.bfloat16)
     scale = torch.zeros(BLOCKS, TOKENS, 1, 1)
-    group = GroupSpec(("l0",), TOKENS, 0, {"l0": (("mla_latent", 512), ("mla_rope", 64))})
+    stated = stated_of(latent, (("mla_latent", 512), ("mla_rope", 64)), heads_axis=2, page_bytes=TOKENS * 1156)
+    group = GroupSpec(("l0",), TOKENS, 0, BLOCKS, {"l0": stated})
     geometry = describe_caches({"l0": (latent, rope, scale)}, [group], ALONE, 1, "a")
     planes = geometry.groups[0].planes
     assert [(plane.part, plane.content) for plane in planes] == [("mla_latent", 512), ("mla_rope", 64), ("part2", 1)]
@@ -275,9 +344,9 @@ def test_parts_in_tensors_of_their_own_keep_their_names_sizes_and_strides() -> N
 
 def test_parts_in_one_tensor_are_described_like_those_in_tensors_of_their_own() -> None:
     """What one engine keeps fused and the other apart has equal names and sizes, so that it can be converted."""
-    group = GroupSpec(("l0",), TOKENS, 0, {"l0": (("k", 6), ("v", 4))})
     fused = torch.zeros(BLOCKS, 2, TOKENS, 10)
     apart = torch.zeros(BLOCKS, TOKENS, 2, 6), torch.zeros(BLOCKS, TOKENS, 2, 4)
+    group = GroupSpec(("l0",), TOKENS, 0, BLOCKS, {"l0": stated_of(fused, (("k", 6), ("v", 4)))})
     described = [
         [(plane.part, plane.content, plane.heads) for plane in geometry.groups[0].planes]
         for geometry in (describe_caches({"l0": cache}, [group], ALONE, 2, "a") for cache in (fused, apart))
@@ -293,7 +362,8 @@ OPAQUE = HeadOrder("cpu-2", None, None)
 
 def described_as(order: HeadOrder, layout: str) -> tuple[Caches, WorkerGeometry]:
     caches = allocate(layout, ONE_GROUP)
-    group = GroupSpec(("l0", "l1", "l2"), TOKENS, 0, orders=dict.fromkeys(caches, order))
+    (stated,) = stated_groups((ONE_GROUP[0].layers, ONE_GROUP[0].spec), blocks=BLOCKS)
+    group = replace(stated, orders=dict.fromkeys(caches, order))
     return caches, describe_caches(caches, [group], ALONE, 2, "a")
 
 
@@ -318,5 +388,5 @@ def test_heads_in_an_order_with_strides_are_described_by_them(layout: str) -> No
 @pytest.mark.parametrize("layout", ["LBNHC", "BLNHC"])
 @pytest.mark.parametrize("order", [OPAQUE, TRANSPOSED])
 def test_heads_in_a_kernels_order_that_are_interleaved_are_refused(layout: str, order: HeadOrder) -> None:
-    with pytest.raises(UnknownCacheError, match="written by a CPU kernel but not dense inside a head"):
+    with pytest.raises(UnknownCacheError, match="written by a kernel with an order of its own, but not dense inside"):
         described_as(order, layout)

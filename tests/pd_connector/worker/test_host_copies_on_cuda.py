@@ -19,6 +19,7 @@ from pd_connector.orders import BlockMoves, LoadOrder, StoreEnds, StoreOrder
 from pd_connector.vllm.cache_groups import GroupSpec, Ranks
 from pd_connector.worker.caches import describe_caches
 from pd_connector.worker.host_copies import HostCopies, UnsettledLoadError
+from tests.support.connector.tensors import stated_of
 from tests.support.devices.fake_cuda import STREAM_ORDER, CudaDevice, FakeCuda, FakeEvent, FakeStream
 from tests.support.memory import Bytes, noise
 from tests.support.waiting import WAIT_S, until
@@ -47,7 +48,8 @@ class Worker:
             f"layer {number}": torch.from_numpy(cache).view(BLOCKS, HEADS, TOKENS, CONTENT)
             for number, cache in enumerate(self.caches)
         }
-        groups = [GroupSpec(tuple(tensors), TOKENS, window=0)]
+        stated = {name: stated_of(tensor) for name, tensor in tensors.items()}
+        groups = [GroupSpec(tuple(tensors), TOKENS, 0, BLOCKS, stated)]
         layout = host_layout(describe_caches(tensors, groups, Ranks(0, 1, 0, 1), HEADS, ""))
         self.driver = cuda.driver
         self.go_on = threading.Event()

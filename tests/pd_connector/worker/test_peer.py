@@ -3,6 +3,7 @@
 Real control channel, real leases and real bytes; the transfer engine is the in-process one, told where to fail.
 """
 
+import logging
 import re
 import threading
 from collections.abc import Callable, Sequence
@@ -91,6 +92,26 @@ def test_blocks_outside_a_sliding_window_are_not_read(site: Site) -> None:
     site.session(worker, remote).submit(an_order("r", remote, ours))
     assert worker.next_end().cause == ""
     assert worker.holds([(ours, 0, 69)])
+
+
+def test_a_prefill_engine_without_the_draft_is_read_as_far_as_it_goes(
+    site: Site, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    prefill = site.prefill(model=replace(MODEL, groups=((0, 1),)))
+    (worker,) = site.decode(model=replace(MODEL, drafts=(2,)))
+    end = pull_once(site, prefill.prefill("r", THEIRS), worker)
+    assert (end.cause, end.reason, end.tokens) == ("", "", 69)
+    assert end.copied_bytes == 80 * 2 * MODEL.kv_heads * sum(MODEL.contents) * MODEL.item_size
+    assert prefill.leases.collect() == ("r",)
+    assert "layers model.layers.2 draft tokens and are not there: fewer drafts are accepted" in caplog.text
+
+
+def test_a_draft_that_only_the_prefill_engine_has_is_left_there(site: Site) -> None:
+    prefill = site.prefill(model=replace(MODEL, groups=((0, 1, 2, 3),), drafts=(3,)))
+    (worker,) = site.decode()
+    assert pull_once(site, prefill.prefill("r", THEIRS), worker).cause == ""
+    assert worker.holds([(OURS, 0, 69)])
 
 
 @pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(2, 2), (1, 2), (4, 2), (2, 1), (2, 8)])

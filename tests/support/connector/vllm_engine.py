@@ -51,6 +51,7 @@ def a_config(model: Path, role: str = "kv_both", policy: str = "fail", **extra: 
         ),
         cache_config=SimpleNamespace(cache_dtype="auto"),
         shutdown_timeout=60,
+        speculative_config=None,
         model_config=SimpleNamespace(
             model=str(model),
             dtype=torch.float32,

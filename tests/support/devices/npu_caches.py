@@ -16,9 +16,11 @@ from layout.host_blocks import host_layout
 from pd_connector.orders import BlockMoves, StoreEnds
 from pd_connector.stats import StatsRecorder
 from pd_connector.vllm.cache_groups import GroupSpec, Ranks
+from pd_connector.vllm.cache_specs import LayerSpec
 from pd_connector.worker.caches import describe_caches
 from pd_connector.worker.host_copies import CopyEnd, HostCopies
 from pd_connector.worker.host_pool import HostPool, HostQuota
+from tests.support.connector.tensors import stated_of
 from tests.support.devices.npu_device import DeviceBytes
 from tests.support.memory import Bytes
 from tests.support.waiting import until
@@ -71,8 +73,8 @@ class Caches:
         groups = []
         for parts in self.groups():
             names = tuple(dict.fromkeys(part.layer for part in parts))
-            contents = {name: tuple((part.name, part.tensor.shape[3]) for part in layers[name]) for name in names}
-            groups.append(GroupSpec(names, TOKENS, 0, contents))
+            stated = {name: _stated(layers[name]) for name in names}
+            groups.append(GroupSpec(names, TOKENS, 0, BLOCKS, stated))
         tensors = {name: [part.tensor for part in parts] for name, parts in layers.items()}
         return describe_caches(tensors, groups, Ranks(0, 1, 0, 1), self.parts[0].tensor.shape[2], "")
 
@@ -120,6 +122,13 @@ class Caches:
         for part, values in zip(self.groups()[0], found, strict=True):
             values.copy_(part.rows(block), non_blocking=True)
         return found
+
+
+def _stated(parts: Sequence[Part]) -> LayerSpec:
+    """What vLLM would state of a layer's cache."""
+    contents = tuple((part.name, part.tensor.shape[3]) for part in parts)
+    page_bytes = sum(part.rows(0).numel() * part.tensor.element_size() for part in parts)
+    return stated_of(parts[0].tensor, contents, heads_axis=2, page_bytes=page_bytes)
 
 
 def as_bytes(contents: Sequence[torch.Tensor]) -> list[Bytes]:

@@ -9,7 +9,7 @@ Values depend on (layer, head, token, content) only, where content counts throug
 cache that keeps K and V fused therefore holds the same values as one that keeps them apart.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import gcd, prod
 from typing import Any
@@ -48,6 +48,12 @@ class Model:
     groups: tuple[tuple[int, ...], ...]
     windows: tuple[int, ...]  # one for each group, 0 for full attention
     extras: tuple[Extra, ...] = ()
+    other_heads: tuple[tuple[int, int], ...] = ()  # (layer, KV heads) of layers that do not have ``kv_heads``
+    drafts: tuple[int, ...] = ()  # layers that the remote side may be without
+
+    def heads_in(self, layer: int) -> int:
+        """KV heads of a layer, over all ranks."""
+        return dict(self.other_heads).get(layer, self.kv_heads)
 
     @property
     def layers(self) -> int:
@@ -57,7 +63,7 @@ class Model:
         self, layer: Int64Array, head: Int64Array, token: Int64Array, content: Int64Array, item_size: int
     ) -> Items:
         """The bytes of each logical element, shape [..., item_size]; the four arrays broadcast."""
-        number = ((layer * self.kv_heads + head) * (1 << 16) + token) * (1 << 12) + content
+        number = ((layer * (1 << 6) + head) * (1 << 16) + token) * (1 << 12) + content
         mixed = (number.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
         return (mixed >> np.uint64(64 - 8 * item_size)).astype(f"u{item_size}")[..., None].view(np.uint8)
 
@@ -175,17 +181,21 @@ class Rank:
         np.add.at(self.touched, to, 1)
         np.add.at(self.touched, to + copies.sizes, -1)
 
-    def check(self, before: Items, tables: Sequence[Table], wanted: Sequence[Sequence[int]]) -> int:
+    def check(
+        self, before: Items, tables: Sequence[Table], wanted: Sequence[Sequence[int]], lacking: Collection[int] = ()
+    ) -> int:
         """Compare the memory with what it must be, element by element; ``wanted`` holds the tokens of each group.
 
-        ``before`` is the memory before the first copy: whatever is not wanted must still be as it was there.
+        ``before`` is the memory before the first copy: whatever is not wanted must still be as it was there, and so
+        must the layers that are ``lacking`` on the other side.
         Returns the bytes that had to be written.
         """
         expected = before.copy()
         writers = np.zeros(len(before), np.int64)
         for held in self.planes:
-            positions = self.positions(held, tables[held.group], wanted[held.group])
-            expected[positions] = self.wanted_values(held, wanted[held.group])
+            read = [number for number, layer in enumerate(held.layers) if layer not in lacking]
+            positions = self.positions(held, tables[held.group], wanted[held.group])[:, read]
+            expected[positions] = self.wanted_values(held, wanted[held.group])[:, read]
             writers[positions] += 1
         wrong = np.flatnonzero(expected != self.memory)
         assert not len(wrong), f"{len(wrong)} bytes are wrong, the first: {self._name(wrong[0], expected)}"
@@ -245,8 +255,8 @@ def _build_rank(model: Model, engine: Engine, place: tuple[int, int], stage: lis
     used = GUARD_BYTES
     for group in order:
         described = []
-        for layers in _allocated_together(engine, [layer for layer in model.groups[group] if layer in stage]):
-            for storage in _storages(model, engine, heads_of(model.kv_heads, engine.tp, tp_rank)):
+        for layers in _allocated_together(model, engine, [layer for layer in model.groups[group] if layer in stage]):
+            for storage in _storages(model, engine, heads_of(model.heads_in(layers[0]), engine.tp, tp_rank)):
                 start = used + engine.offset_items * storage.item_size
                 grid = _grid(engine, group, len(layers), storage) * storage.item_size + start
                 end = start + grid.size * storage.item_size
@@ -254,7 +264,7 @@ def _build_rank(model: Model, engine: Engine, place: tuple[int, int], stage: lis
                 for part, first, index, strided in _parts(model, engine, storage, grid):
                     held = Held(group, layers, storage.heads, first, storage.item_size, index)
                     planes.append(held)
-                    described.append(_describe(engine, base, held, strided, part))
+                    described.append(_describe(model, engine, base, held, strided, part))
                 used = -(-end // 8) * 8 + GUARD_BYTES
         groups.append(CacheGroup(engine.tokens_of(group), model.windows[group], tuple(described)))
     geometry = WorkerGeometry(
@@ -287,10 +297,13 @@ def _storages(model: Model, engine: Engine, heads: tuple[int, ...]) -> Iterator[
         first += extra.content
 
 
-def _allocated_together(engine: Engine, layers: list[int]) -> list[tuple[int, ...]]:
+def _allocated_together(model: Model, engine: Engine, layers: list[int]) -> list[tuple[int, ...]]:
     if engine.layers_apart:
         return [(layer,) for layer in layers]
-    return [tuple(layers)] if layers else []
+    alike: dict[tuple[int, bool], list[int]] = {}
+    for layer in layers:
+        alike.setdefault((model.heads_in(layer), layer in model.drafts), []).append(layer)
+    return [tuple(together) for together in alike.values()]
 
 
 def _grid(engine: Engine, group: int, layers: int, storage: _Storage) -> Int64Array:
@@ -337,9 +350,10 @@ def _parts(
             yield "v", key, index[..., key:], index[..., key:]
 
 
-def _describe(engine: Engine, base: int, held: Held, strided: Int64Array, part: str) -> Plane:
+def _describe(model: Model, engine: Engine, base: int, held: Held, strided: Int64Array, part: str) -> Plane:
     _, blocks, heads, tokens, content = strided.shape
     layer_stride, block_stride, head_stride, token_stride, content_stride = (_step(strided, axis) for axis in range(5))
+    shared = {extra.name for extra in model.extras if extra.shared}
     return Plane(
         part=part,
         layers=tuple(f"model.layers.{layer}" for layer in held.layers),
@@ -356,6 +370,8 @@ def _describe(engine: Engine, base: int, held: Held, strided: Int64Array, part: 
         token_stride=token_stride,
         content_stride=content_stride,
         packing=engine.packing if engine.form == "packed" and part == "kv" else "",
+        total_heads=1 if part in shared else model.heads_in(held.layers[0]),
+        optional=held.layers[0] in model.drafts,
     )
 
 

@@ -71,6 +71,8 @@ def pull(
     model: Model, local: Engine, remote: Engine, request: Request, remote_model: Model | None = None
 ) -> list[Read]:
     """Read ``request`` into every rank of ``local`` and check every byte of their memories."""
+    lacking = {layer for group in model.groups for layer in group}
+    lacking -= {layer for group in (remote_model or model).groups for layer in group}
     ours = build(model, local, 1, LOCAL_BASE)
     theirs = build(remote_model or model, remote, 2, REMOTE_BASE)
     for rank in theirs:
@@ -88,7 +90,7 @@ def pull(
             )
             rank.receive(copies, theirs[source])
             reads.append(Read(number, source, copies))
-        due = rank.check(before, request.local, wanted)
+        due = rank.check(before, request.local, wanted, lacking)
         assert due == sum(read.copies.total_bytes for read in reads if read.local == number)
     return reads
 

@@ -45,7 +45,8 @@ def models(kv_heads: tuple[int, ...] = KV_HEADS) -> st.SearchStrategy[Model]:
 @st.composite
 def engines(draw: st.DrawFn, model: Model, layout: str, form: str, kernel_tokens: int = 0) -> Engine:
     """An engine that can serve ``model``; ``kernel_tokens`` fixes the kernel's block size."""
-    tp = draw(st.sampled_from(tp_sizes(model.kv_heads)))
+    fitting = [set(tp_sizes(heads)) for heads in (model.kv_heads, *(heads for _, heads in model.other_heads))]
+    tp = draw(st.sampled_from(sorted(set.intersection(*fitting))))
     pp = draw(st.sampled_from([size for size in PP_SIZES if size <= model.layers and size * tp <= 16]))
     if kernel_tokens:
         kernel_blocks = draw(st.sampled_from([1, 2, 3]))

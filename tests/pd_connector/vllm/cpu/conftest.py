@@ -1,6 +1,4 @@
-import logging
 import warnings
-from collections.abc import Iterator
 
 import pytest
 
@@ -16,13 +14,3 @@ def hooked(monkeypatch: pytest.MonkeyPatch) -> None:
     """The workers of this process are asked for their layouts as if the plugin had been loaded."""
     monkeypatch.setattr(WorkerBase, "get_supported_kv_cache_layouts", WorkerBase.get_supported_kv_cache_layouts)
     layouts.register()
-
-
-@pytest.fixture
-def log(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.LogCaptureFixture]:
-    """Each record once, whether or not vLLM has kept its loggers from propagating to the root."""
-    monkeypatch.setattr(layouts.logger, "propagate", False)
-    layouts.logger.addHandler(caplog.handler)
-    with caplog.at_level(logging.INFO, logger=layouts.logger.name):
-        yield caplog
-    layouts.logger.removeHandler(caplog.handler)

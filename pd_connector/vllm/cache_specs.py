@@ -1,0 +1,217 @@
+"""Which of vLLM's KV cache specifications the connector serves, and what they state of a layer's cache.
+
+A whitelist: a block of these holds the keys and values of its own tokens, whatever else the request has done, and a
+request's block table has them in order. vLLM's classes are known by name, because releases and platforms have others.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from pd_connector.vllm.engine_config import UnsupportedError, engine_ranks
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheGroupSpec
+
+#: The kinds of cache that are served. The last is vllm-ascend's, which takes the place of ``MLAAttentionSpec`` there.
+SERVED = (
+    "FullAttentionSpec",
+    "SlidingWindowSpec",
+    "ChunkedLocalAttentionSpec",
+    "MLAAttentionSpec",
+    "SlidingWindowMLASpec",
+    "AscendMLAAttentionSpec",
+)
+
+#: What is known of others, for the message.
+_OTHERS = {
+    "CircularBufferSpec": "one circular buffer for each request, not blocks of tokens",
+    "CrossAttentionSpec": "states of the encoder, not of the prompt's tokens",
+    "EncoderOnlyAttentionSpec": "nothing that outlives a step",
+    "HiddenStateCacheSpec": "hidden states, not keys and values",
+    "HiSparseHotSpec": "a copy of blocks that are in host memory",
+    "HiSparseResidentSpec": "a copy of blocks that are in host memory",
+    "MambaSpec": "the state of a request, not keys and values of its tokens",
+    "RSWASpec": "a window of generated tokens beside the whole prompt",
+    "SinkFullAttentionSpec": "sink tokens at fixed blocks, beside those of requests",
+}
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """What vLLM states of one layer's cache on this worker; its tensors must agree."""
+
+    heads: int  # KV heads that this worker holds
+    total_heads: int  # KV heads over all tensor-parallel ranks
+    token_bytes: int  # of one (head, token)
+    page_bytes: int  # of one block, with padding
+    dtype: "torch.dtype"
+    parts: tuple[tuple[str, int], ...] = ()  # name and number of items of each part of a token's content, in order
+    packing: str = ""  # see ``layout.geometry.Plane``
+    optional: bool = False  # need not be pulled
+
+
+@dataclass(frozen=True)
+class Retention:
+    """What vLLM keeps of a request in a cache group: it frees the blocks that no further token attends to."""
+
+    block_tokens: int
+    window: int = 0  # tokens that a token sees of a sliding window, itself included, and that drafts keep; 0: all
+    chunk: int = 0  # tokens of a chunk of chunked local attention, which sees no other chunk; 0: no chunks
+
+    def first_token(self, computed: int) -> int:
+        """Return the first token whose keys and values the next one needs after ``computed`` tokens."""
+        if self.chunk:
+            return computed // self.chunk * self.chunk
+        return max(computed + 1 - self.window, 0) if self.window else 0
+
+
+def check_served(group: "KVCacheGroupSpec", spec: Any, layer: str) -> None:
+    """Raise unless ``spec``, the specification of ``layer``'s cache in ``group``, is one that the connector serves.
+
+    Raises:
+        UnsupportedError: naming the layer, what its cache holds, and the way out.
+    """
+    kind = type(spec).__name__
+    if kind not in SERVED:
+        _refuse(layer, kind, f"which holds {_OTHERS[kind]}" if kind in _OTHERS else "which it does not know")
+    states = getattr(spec, "tokens_per_state", 1)
+    if states != 1:
+        _refuse(layer, kind, f"which is compressed: it keeps one state for {states} tokens")
+    if getattr(spec, "bounded_replay", False):
+        _refuse(layer, kind, "whose window is computed again after a prefix hit instead of being kept (bounded_replay)")
+    if getattr(group, "host_resident", False) or not getattr(group, "enable_kv_transfer", True):
+        _refuse(layer, kind, "whose blocks are not in the device's pool (HiSparse)", "start without hisparse_config")
+    slots = getattr(spec, "num_head_slots", None)
+    if slots is not None:
+        _refuse(
+            layer,
+            kind,
+            f"in which the attention backend packs {spec.num_kv_heads} KV heads into {slots} slots",
+            "choose another --attention-backend, or another --kv-cache-dtype",
+        )
+
+
+def _refuse(layer: str, kind: str, what: str, way_out: str = "serve this model without PDConnector") -> None:
+    raise UnsupportedError(
+        f"the KV cache of layer {layer!r} is a {kind}, {what}. PDConnector serves {', '.join(SERVED[:-1])} caches with "
+        f"the keys and values of each token; {way_out}"
+    )
+
+
+def layer_spec(vllm_config: "VllmConfig", name: str, spec: Any, *, one_precision: bool = True) -> LayerSpec:
+    """Return what a served ``spec`` states of the cache of layer ``name``.
+
+    ``one_precision``: all caches of the engine have the same dtype and quantization.
+    """
+    packed_bytes = getattr(spec, "state_content_bytes", None)
+    items = int(spec.head_size) + int(getattr(spec, "head_size_v", 0 if _is_mla(spec) else spec.head_size))
+    return LayerSpec(
+        heads=int(spec.num_kv_heads),
+        total_heads=_total_heads(vllm_config, spec),
+        token_bytes=items * int(spec.dtype.itemsize) if packed_bytes is None else int(packed_bytes),
+        page_bytes=int(spec.page_size_bytes),
+        dtype=spec.dtype,
+        parts=_parts(vllm_config, spec) if packed_bytes is None else (),
+        packing=_packing(spec),
+        optional=one_precision and _may_be_missing(vllm_config, name),
+    )
+
+
+def retention(spec: Any) -> Retention:
+    """Return what vLLM keeps of a request in a group of layers of a served ``spec``.
+
+    A window or chunk of a full attention cache is only one of the kernels: vLLM keeps all blocks.
+    """
+    kind, tokens = type(spec).__name__, int(spec.block_size)
+    if kind == "ChunkedLocalAttentionSpec":
+        return Retention(tokens, chunk=int(spec.attention_chunk_size))
+    if kind in {"SlidingWindowSpec", "SlidingWindowMLASpec"}:
+        return Retention(tokens, window=int(spec.sliding_window) + int(getattr(spec, "extra_retained_tokens", 0)))
+    return Retention(tokens)
+
+
+def _is_mla(spec: Any) -> bool:
+    return "MLA" in type(spec).__name__
+
+
+def _parts(vllm_config: "VllmConfig", spec: Any) -> tuple[tuple[str, int], ...]:
+    """Return the parts of a token's content: K and V, or MLA's latent vector and rotary key."""
+    if not _is_mla(spec):
+        return ("k", int(spec.head_size)), ("v", int(spec.head_size_v))
+    model = vllm_config.model_config.hf_text_config
+    latent, rope = getattr(model, "kv_lora_rank", None), getattr(model, "qk_rope_head_dim", None)
+    return (("mla_latent", int(latent)), ("mla_rope", int(rope))) if latent and rope else ()
+
+
+def _packing(spec: Any) -> str:
+    """Return a name for a block's inner order, if the strides of its tensor do not tell where each token is.
+
+    A sparse indexer's block, and any of DeepSeek V4's, has the values of all tokens first and then their scales.
+    """
+    if str(getattr(getattr(spec, "cache_role", ""), "value", "")) == "indexer":
+        return "sparse_indexer"
+    return str(getattr(spec, "model_version", None) or "")
+
+
+def _total_heads(vllm_config: "VllmConfig", spec: Any) -> int:
+    """Return the KV heads of a layer over all ranks. vLLM states only those of this rank.
+
+    Several heads of a rank are its own. A single one may be held by several ranks, and by how many is known if the
+    model's configuration, and that of its draft, allow one answer only. Otherwise each rank is taken to hold a head of
+    its own, which is right between engines of equal size, and refused between others for their unequal totals.
+    """
+    held, (tp_size, _) = int(spec.num_kv_heads), engine_ranks(vllm_config)
+    if _is_mla(spec):
+        return held
+    if held > 1 or tp_size == 1:
+        return held * tp_size
+    possible = {total for total in _stated_heads(vllm_config) if total and tp_size % total == 0}
+    return possible.pop() if len(possible) == 1 else tp_size
+
+
+_HEADS_KEY = re.compile(r"kv_heads|key_value_heads|n_head_kv|kv_n_heads|attention_groups|query_group|heads_in_group")
+
+
+def _stated_heads(vllm_config: "VllmConfig") -> Iterator[int]:
+    """Yield every number of KV heads that the configurations of the model and its draft mention."""
+    speculative = vllm_config.speculative_config
+    for model in (vllm_config.model_config, speculative and speculative.draft_model_config):
+        if model is not None:
+            yield int(model.get_total_num_kv_heads())
+            yield from _heads_in(model.hf_text_config.to_dict(), stated=False)
+
+
+def _heads_in(value: Any, *, stated: bool) -> Iterator[int]:
+    """Yield the integers in ``value`` below a key that names KV heads; all of them if ``stated``."""
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _heads_in(inner, stated=stated or bool(_HEADS_KEY.search(str(key))))
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from _heads_in(inner, stated=stated)
+    elif stated and isinstance(value, int) and not isinstance(value, bool):
+        yield value
+
+
+def _may_be_missing(vllm_config: "VllmConfig", layer: str) -> bool:
+    """Return whether what a layer holds has no influence on the output, so that a pull may go without it.
+
+    That is so of the layers that draft tokens, if drafts are sampled greedily: vLLM then accepts a draft token with the
+    probability that the model gives it, and samples from the model otherwise, whatever was drafted. Where draft
+    probabilities are part of that decision, they must be numbers; but a draft whose cache lacks the prefix attends to
+    what its blocks last held, which with caches of several precisions may not be numbers at all.
+
+    vLLM numbers a draft's layers after those of the model, or gives them a prefix of their own. A layer that is not
+    recognized as a draft's is treated as one of the model's.
+    """
+    speculative = vllm_config.speculative_config
+    if speculative is None or speculative.draft_sample_method != "greedy":
+        return False
+    names = layer.split(".")
+    numbered = re.search(r"\blayers\.(\d+)\b", layer)
+    beyond = numbered and int(numbered[1]) >= vllm_config.model_config.get_total_num_hidden_layers()
+    return bool(beyond) or "mtp" in names or "draft_model" in names
