@@ -14,6 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
     SupportsHMA,
 )
+from vllm.distributed.kv_transfer.kv_transfer_state import get_kv_transfer_group, has_kv_transfer_group
 
 from pd_connector.config import parse_config
 from pd_connector.orders import Report
@@ -25,6 +26,7 @@ from pd_connector.vllm.layouts import wanted_layout
 from pd_connector.vllm.metadata import HandshakeMetadata, ReportMetadata, StepMetadata
 from pd_connector.vllm.metrics import ConnectorPromMetrics, ConnectorStats
 from pd_connector.vllm.platform import share_logging
+from pd_connector.vllm.plugin import register_connector
 from pd_connector.worker.worker import ConnectorWorker
 
 if TYPE_CHECKING:
@@ -158,7 +160,10 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA):
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
-        """Take the workers' handshakes, by (pipeline-parallel rank, tensor-parallel rank)."""
+        """Take the workers' handshakes, by (pipeline-parallel rank, tensor-parallel rank).
+
+        Inside MultiConnector, those of another connector may come here; ours come with reports.
+        """
         self._scheduler.set_workers(
             {key: value.handshake for key, value in metadata.items() if isinstance(value, HandshakeMetadata)}
         )
@@ -232,7 +237,13 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker.register_caches(kv_caches)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        """Return this worker's handshake, for the scheduler process."""
+        """Return this worker's handshake, for the scheduler process.
+
+        None inside another connector: MultiConnector passes on what its first child returns, so another child's would
+        be lost, or ours. Ours then goes with the next report.
+        """
+        if has_kv_transfer_group() and get_kv_transfer_group() is not self:
+            return None
         handshake = self._worker.handshake()
         return HandshakeMetadata(handshake) if handshake is not None else None
 
@@ -270,3 +281,7 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA):
 
     def wait_for_save(self) -> None:
         """Do nothing: decode engines read the blocks where they are."""
+
+
+# MultiConnector looks up its children's statistics by name, so the name must be known wherever the class is.
+register_connector()

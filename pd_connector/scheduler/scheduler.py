@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pd_connector.config import ConnectorConfig
-from pd_connector.orders import Orders, Report, WorkerHandshake
-from pd_connector.params import is_decode_leg, is_prefill_leg
+from pd_connector.orders import Orders, Report, WorkerHandshake, WorkerRanks
+from pd_connector.params import is_decode_leg, is_malformed, is_prefill_leg
 from pd_connector.scheduler.consumer import Consumer
 from pd_connector.scheduler.drain import Drain
 from pd_connector.scheduler.host_tier import HostTier
@@ -16,6 +16,7 @@ from pd_connector.scheduler.leases import LeaseTable
 from pd_connector.scheduler.producer import Producer
 from pd_connector.scheduler.renewals import Renewals
 from pd_connector.scheduler.roles import SchedulerRole
+from pd_connector.scheduler.workers import Workers
 from pd_connector.secret import load_keys
 from pd_connector.stats import StatsRecorder
 from pd_connector.vllm.block_pools import DeviceBlocks, HeldBlocks, HostBlockPool
@@ -54,6 +55,9 @@ class ConnectorScheduler:
         self._windows = [(group.block_tokens, group.window) for group in cache_groups(vllm_config, kv_cache_config)]
         self._blocks = DeviceBlocks()
         self._engine = EngineLoop()
+        tp_size, pp_size = engine_ranks(vllm_config)
+        self._workers = Workers(tp_size * pp_size)
+        self._early: dict[str, Request] = {}  # requests that came before all workers were known
         if config.cpu_bytes_to_use:
             check_prefix_caching(vllm_config)
         keys = load_keys(config.secret_file)
@@ -69,11 +73,17 @@ class ConnectorScheduler:
         self._blocks.bind(kv_cache_manager)
         self._engine.find()
 
-    def set_workers(self, handshakes: Mapping[tuple[int, int], WorkerHandshake]) -> None:
-        """Take the workers' handshakes, by (pipeline-parallel rank, tensor-parallel rank)."""
-        in_order = [handshakes[ranks] for ranks in sorted(handshakes)]
+    def set_workers(self, handshakes: Mapping[WorkerRanks, WorkerHandshake]) -> None:
+        """Take workers' handshakes: those that vLLM or a report brings. It may be none, or not all of them yet."""
+        in_order = self._workers.add(handshakes)
+        if not in_order:
+            return
         if self._config.cpu_bytes_to_use:
-            self._roles.insert(0, self._open_host_tier(in_order))
+            tier = self._open_host_tier(in_order)
+            self._roles.insert(0, tier)
+            for request in self._early.values():
+                tier.add(request)
+        self._early.clear()
         for role in self._roles:
             role.set_workers(in_order)
 
@@ -84,11 +94,17 @@ class ConnectorScheduler:
             self._warn_wrong_role(request, "do_remote_prefill", "kv_consumer")
         elif is_prefill_leg(params) and not is_decode_leg(params) and not self._role.produces:
             self._warn_wrong_role(request, "do_remote_decode", "kv_producer")
+        if self._waits_for_workers:
+            self._early[request.request_id] = request
         for role in self._roles:
             role.add(request)
+        if is_malformed(params):
+            self._remove_malformed(request)
 
     def missing_tokens(self, request: "Request", computed_tokens: int) -> int | None:
         """Return how many tokens beyond ``computed_tokens`` will be loaded or pulled; None if not known yet."""
+        if self._waits_for_workers:
+            return None  # a prompt that is computed now could be neither leased nor stored
         for role in self._roles:
             role.free_blocks()
         missing = 0
@@ -118,7 +134,7 @@ class ConnectorScheduler:
 
     def wants_step(self) -> bool:
         """Return whether the engine must step even without requests."""
-        return any(role.wants_step for role in self._roles)
+        return self._waits_for_workers or any(role.wants_step for role in self._roles)
 
     def frees_blocks_soon(self) -> bool:
         """Return whether it is better to wait a few steps for blocks than to preempt a request for them."""
@@ -126,11 +142,13 @@ class ConnectorScheduler:
 
     def settled(self, request_ids: set[str], failed: set[str], report: Report) -> None:
         """Note that requests have ended their wait on all ranks, some as ``failed``, and what else ranks ``report``."""
+        self.set_workers(report.handshakes)
         for role in self._roles:
             role.settled(request_ids, failed, report)
 
     def finish(self, request: "Request", block_ids: Sequence[Sequence[int]]) -> dict[str, Any] | None:
         """Forget a request that has ended; return the ``kv_transfer_params`` of its response, if any."""
+        self._early.pop(request.request_id, None)
         answers = [role.finish(request, block_ids) for role in self._roles]
         return next((params for params in answers if params is not None), None)
 
@@ -161,6 +179,11 @@ class ConnectorScheduler:
         """Raise AssertionError unless the books of all roles balance."""
         for role in self._roles:
             role.check_integrity()
+
+    @property
+    def _waits_for_workers(self) -> bool:
+        """Whether a role needs handshakes of workers that have not arrived. They come with the next step's report."""
+        return not self._workers.known and (self._role.produces or self._config.cpu_bytes_to_use > 0)
 
     def _make_producer(self, keys: ControlKeys | None) -> Producer:
         config, vllm_config = self._config, self._vllm_config
@@ -193,6 +216,15 @@ class ConnectorScheduler:
                 "the device's KV cache, or cpu_store to lazy"
             )
         return HostTier(pool, len(handshakes), mode)
+
+    def _remove_malformed(self, request: "Request") -> None:
+        """Take away params that are no JSON object: vLLM's scheduler reads them as one, and would end the engine."""
+        if not self._role.consumes:  # otherwise the consumer has refused the request
+            logger.error(
+                "PDConnector: request %s is served without a transfer: its kv_transfer_params must be a JSON object, "
+                "not %.100r", request.request_id, request.kv_transfer_params,
+            )  # fmt: skip
+        request.kv_transfer_params = None
 
     def _warn_wrong_role(self, request: "Request", key: str, role: str) -> None:
         logger.warning(

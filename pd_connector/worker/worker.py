@@ -11,7 +11,7 @@ import torch
 from layout.cost import CostModel
 from layout.geometry import WorkerGeometry
 from pd_connector.config import ConfigError, ConnectorConfig
-from pd_connector.orders import Orders, Report, WorkerHandshake
+from pd_connector.orders import Orders, Report, WorkerHandshake, WorkerRanks
 from pd_connector.secret import load_keys
 from pd_connector.stats import StatsRecorder
 from pd_connector.vllm.cache_groups import Ranks, cache_groups, with_head_orders
@@ -60,6 +60,7 @@ class ConnectorWorker:
         self._allowed = AllowedPeers(config.allowed_peers)
         self._engine: TransferEngine | None = None
         self._handshake: WorkerHandshake | None = None
+        self._unsent: dict[WorkerRanks, WorkerHandshake] = {}  # the handshake, until vLLM or a report takes it
         self._roles: list[WorkerRole] = []
         self._arrivals = Arrivals()
 
@@ -116,9 +117,14 @@ class ConnectorWorker:
             )
             self._roles.append(Pulls(context, config.peer_idle_s))
         self._handshake = WorkerHandshake(geometry, host_slots)
+        self._unsent = {(ranks.pp_rank, ranks.tp_rank): self._handshake}
 
     def handshake(self) -> WorkerHandshake | None:
-        """Return this worker's caches, for the scheduler side to describe to peers; None before ``register_caches``."""
+        """Return this worker's caches, for the scheduler side to describe to peers; None before ``register_caches``.
+
+        The caller passes it on. Without this call, the next report has it.
+        """
+        self._unsent = {}
         return self._handshake
 
     def execute(self, orders: Orders) -> None:
@@ -143,7 +149,8 @@ class ConnectorWorker:
 
     def take_report(self) -> Report:
         """Return what else has ended on this rank since the last call, for which no request waits."""
-        return sum((role.take_report() for role in self._roles), Report())
+        handshakes, self._unsent = self._unsent, {}
+        return sum((role.take_report() for role in self._roles), Report(handshakes=handshakes))
 
     def shutdown(self) -> None:
         """Stop all transfers, unregister the memory, join all threads."""

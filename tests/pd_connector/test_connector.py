@@ -55,7 +55,7 @@ def test_one_name_is_exported() -> None:
 def test_importing_the_package_loads_neither_torch_nor_vllm() -> None:
     """vLLM loads the package's plugin in all of its processes."""
     script = (
-        "import sys, pd_connector, pd_connector.vllm.cpu.layouts\n"
+        "import sys, pd_connector, pd_connector.vllm.plugin\n"
         "print([name for name in ('torch', 'vllm', 'mooncake', 'zmq', 'numpy') if name in sys.modules])"
     )
     ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)

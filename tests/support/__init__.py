@@ -31,6 +31,7 @@ Devices (``transfer/batch_copy``, ``tests/npu_sim``):
     devices.npu_caches      a worker's KV caches on the simulated device, and host memory for their blocks
 
 The connector (``pd_connector/``):
+    connector.greeting      a connector to put beside ours in MultiConnector: it has a handshake and statistics
     connector.requests      requests as vLLM hands them over, params of a prefill, a control client that sends nothing
     connector.engines       prefill and decode engines without vLLM: real control channel, real bytes, real leases
     connector.vllm_engine   both sides of one engine's ``PDConnector``, called as vLLM calls them

@@ -1,0 +1,29 @@
+"""Handshakes that arrive together or one after another."""
+
+from layout.geometry import WorkerGeometry
+from pd_connector.orders import WorkerHandshake
+from pd_connector.scheduler.workers import Workers
+
+
+def a_handshake(slots: int) -> WorkerHandshake:
+    return WorkerHandshake(WorkerGeometry(0, 1, 0, 1, 2, "10.0.0.5:15000", (), ()), slots)
+
+
+def test_workers_are_known_when_the_last_handshake_has_arrived() -> None:
+    workers = Workers(3)
+    assert not workers.known
+    assert workers.add({}) == ()
+    assert workers.add({(1, 0): a_handshake(3)}) == ()
+    assert workers.add({(0, 1): a_handshake(2)}) == ()
+    assert not workers.known
+    in_order = tuple(map(a_handshake, (1, 2, 3)))
+    assert workers.add({(0, 0): a_handshake(1)}) == in_order
+    assert workers.known
+
+
+def test_what_is_known_already_is_no_news() -> None:
+    workers = Workers(1)
+    assert workers.add({(0, 0): a_handshake(1)})
+    assert workers.add({(0, 0): a_handshake(1)}) == ()
+    assert workers.add({}) == ()
+    assert workers.add({(0, 0): a_handshake(2)}) == (a_handshake(2),)
