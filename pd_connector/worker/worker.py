@@ -83,7 +83,9 @@ class ConnectorWorker:
             with_head_orders(self._vllm_config, group, kv_caches, on_cpu=on_host)
             for group in cache_groups(self._vllm_config, self._kv_cache_config)
         ]
-        geometry = describe_caches(kv_caches, groups, ranks, model.kv_heads, engine.address)
+        geometry = replace(
+            describe_caches(kv_caches, groups, ranks, model.kv_heads, engine.address), transport=_protocol(config)
+        )
         reads = _remote_reader(config, geometry, tensors, on_host=on_host) if self._role.consumes else None
         engine.register((*geometry.regions, *(reads.regions if reads is not None else ())))
         logger.info(

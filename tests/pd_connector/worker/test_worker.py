@@ -156,6 +156,7 @@ def test_what_a_worker_tells_peers_is_known_once_its_caches_are(worker_of: Open)
     assert isinstance(host, HostPool)
     assert handshake.host_slots == host.slots > 0
     assert handshake.geometry.engine_address == worker.engine.address
+    assert handshake.geometry.transport == "tcp"
     assert set(handshake.geometry.regions) <= set(worker.engine.memory.table.regions)
 
 
