@@ -27,11 +27,11 @@ from pd_connector.vllm.metadata import HandshakeMetadata, ReportMetadata, StepMe
 from pd_connector.vllm.metrics import ConnectorPromMetrics, ConnectorStats
 from pd_connector.vllm.platform import share_logging
 from pd_connector.vllm.plugin import register_connector
-from pd_connector.worker.worker import ConnectorWorker
+from pd_connector.worker.worker import ConnectorWorker, transport
 
 if TYPE_CHECKING:
     import torch
-    from vllm.config import VllmConfig
+    from vllm.config import KVTransferConfig, VllmConfig
     from vllm.distributed.kv_events import KVCacheEvent
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
@@ -145,6 +145,14 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA):
         """Return the connector's metrics for vLLM's ``/metrics``."""
         return ConnectorPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: "KVTransferConfig") -> bool:
+        """Return whether sleep mode may be on: the transfer engine can be closed and made again in one process.
+
+        On Ascend that is not known of Mooncake. Called since vLLM 0.33.
+        """
+        return transport(parse_config(dict(kv_transfer_config.kv_connector_extra_config))) in ("tcp", "rdma")
+
     # Scheduler side
 
     def bind_kv_cache_manager(self, kv_cache_manager: "KVCacheManager") -> None:
@@ -235,6 +243,14 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA):
     def register_kv_caches(self, kv_caches: "dict[str, torch.Tensor]") -> None:
         """Take the KV caches that the model runner allocated."""
         self._worker.register_caches(kv_caches)
+
+    def unregister_kv_caches(self) -> None:
+        """Let go of the KV caches, which vLLM is about to unmap: sleep mode. Called since vLLM 0.33."""
+        self._worker.unregister_caches()
+
+    def restore_kv_caches(self) -> None:
+        """Register the KV caches again, which vLLM has mapped where they were. It asks for handshakes after that."""
+        self._worker.restore_caches()
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         """Return this worker's handshake, for the scheduler process.

@@ -158,6 +158,7 @@ class WorkerHandshake:
 
     geometry: WorkerGeometry
     host_slots: int = 0  # capacity of this worker's host pool, in blocks; 0 if it has none
+    generation: int = 0  # how many times the caches have been registered anew, after the engine has slept
 
 
 #: A worker's place: its pipeline-parallel and its tensor-parallel rank.

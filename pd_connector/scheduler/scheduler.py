@@ -74,18 +74,13 @@ class ConnectorScheduler:
         self._engine.find()
 
     def set_workers(self, handshakes: Mapping[WorkerRanks, WorkerHandshake]) -> None:
-        """Take workers' handshakes: those that vLLM or a report brings. It may be none, or not all of them yet."""
-        in_order = self._workers.add(handshakes)
-        if not in_order:
-            return
-        if self._config.cpu_bytes_to_use:
-            tier = self._open_host_tier(in_order)
-            self._roles.insert(0, tier)
-            for request in self._early.values():
-                tier.add(request)
-        self._early.clear()
-        for role in self._roles:
-            role.set_workers(in_order)
+        """Take the workers' handshakes that vLLM passes on: at start, and when the engine wakes from sleep.
+
+        None if MultiConnector passes on another child's. Then all of ours come with the next report.
+        """
+        if not handshakes:
+            self._workers.expect_again()
+        self._take_handshakes(handshakes)
 
     def add(self, request: "Request") -> None:
         """Take up a new request."""
@@ -142,7 +137,7 @@ class ConnectorScheduler:
 
     def settled(self, request_ids: set[str], failed: set[str], report: Report) -> None:
         """Note that requests have ended their wait on all ranks, some as ``failed``, and what else ranks ``report``."""
-        self.set_workers(report.handshakes)
+        self._take_handshakes(report.handshakes)
         for role in self._roles:
             role.settled(request_ids, failed, report)
 
@@ -179,6 +174,19 @@ class ConnectorScheduler:
         """Raise AssertionError unless the books of all roles balance."""
         for role in self._roles:
             role.check_integrity()
+
+    def _take_handshakes(self, handshakes: Mapping[WorkerRanks, WorkerHandshake]) -> None:
+        in_order = self._workers.add(handshakes)
+        if not in_order:
+            return
+        if self._config.cpu_bytes_to_use and not any(isinstance(role, HostTier) for role in self._roles):
+            tier = self._open_host_tier(in_order)
+            self._roles.insert(0, tier)
+            for request in self._early.values():
+                tier.add(request)
+        self._early.clear()
+        for role in self._roles:
+            role.set_workers(in_order)
 
     @property
     def _waits_for_workers(self) -> bool:

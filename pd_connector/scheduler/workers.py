@@ -15,21 +15,31 @@ class Workers:
     def __init__(self, expected: int) -> None:
         """``expected``: number of workers of the engine."""
         self._expected = expected
-        self._handshakes: dict[WorkerRanks, WorkerHandshake] = {}
+        self._arrived: dict[WorkerRanks, WorkerHandshake] = {}
+        self._current: tuple[WorkerHandshake, ...] = ()
 
     @property
     def known(self) -> bool:
-        """Whether every worker's handshake has arrived."""
-        return len(self._handshakes) >= self._expected
+        """Whether every worker's handshake has arrived, all of one generation."""
+        generations = {handshake.generation for handshake in self._arrived.values()}
+        return len(self._arrived) >= self._expected and len(generations) == 1
 
     def add(self, handshakes: Mapping[WorkerRanks, WorkerHandshake]) -> tuple[WorkerHandshake, ...]:
         """Take handshakes of some or all workers.
 
         Returns:
-            Those of all workers, stage by stage and rank by rank, if these made them complete; otherwise nothing.
+            Those of all workers, stage by stage and rank by rank, if they have just become known and are news;
+            otherwise nothing.
         """
-        together = {**self._handshakes, **handshakes}
-        if together == self._handshakes:
+        self._arrived.update(handshakes)
+        if not self.known:
             return ()
-        self._handshakes = together
-        return tuple(together[ranks] for ranks in sorted(together)) if self.known else ()
+        in_order = tuple(self._arrived[ranks] for ranks in sorted(self._arrived))
+        if in_order == self._current:
+            return ()
+        self._current = in_order
+        return in_order
+
+    def expect_again(self) -> None:
+        """Wait until every worker has sent its handshake again, the same as before or a new one."""
+        self._arrived.clear()

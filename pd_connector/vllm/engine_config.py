@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from pd_connector.vllm.release import current
+
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
@@ -33,15 +35,15 @@ def extra_config(vllm_config: "VllmConfig") -> Mapping[str, Any]:
 
 
 def check_supported(vllm_config: "VllmConfig") -> None:
-    """Raise if context parallelism or sleep mode is on.
+    """Raise if context parallelism is on, or sleep mode in a vLLM that does not tell connectors of it.
 
     Raises:
         UnsupportedError: naming the setting and the way out.
     """
-    if vllm_config.model_config.enable_sleep_mode:
+    if vllm_config.model_config.enable_sleep_mode and not current().tells_of_sleep:
         raise UnsupportedError(
-            "enable_sleep_mode: waking up moves the KV cache out of the memory that is registered for transfers; start "
-            "without --enable-sleep-mode"
+            "enable_sleep_mode: this vLLM does not tell connectors when it unmaps the KV cache, whose memory is "
+            "registered for transfers; start without --enable-sleep-mode, or use vLLM 0.33 or later"
         )
     parallel = vllm_config.parallel_config
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):

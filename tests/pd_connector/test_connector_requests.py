@@ -14,20 +14,18 @@ from unittest.mock import create_autospec
 import pytest
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorRole,
     KVConnectorTransferResults,
 )
 from vllm.v1.request import RequestStatus
 
 from layout.geometry import WorkerGeometry
 from layout.sharding import Source, choose_sources
-from pd_connector.connector import PDConnector
 from pd_connector.orders import Orders
 from pd_connector.scheduler.consumer import Consumer
 from pd_connector.scheduler.host_tier import HostTier
 from pd_connector.worker import peer
 from tests.support.connector.requests import FakeRequest, a_prompt
-from tests.support.connector.vllm_engine import BLOCK_TOKENS, CACHES, LAYERS, SPEC, StartEngine, a_config, role_of
+from tests.support.connector.vllm_engine import BLOCK_TOKENS, LAYERS, SPEC, StartEngine, role_of
 from tests.support.engine.in_process import Fault, InProcessFabric
 from tests.support.waiting import until
 

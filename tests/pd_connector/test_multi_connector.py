@@ -124,6 +124,32 @@ def test_a_prefill_engine_is_ready_after_a_step_and_the_other_child_gets_its_own
 
 
 @both_orders
+@pytest.mark.parametrize("sleeps", [True, False])
+def test_requests_wait_for_a_step_after_the_engine_has_woken(
+    start: StartEngine, start_multi: Start, ours_first: bool, sleeps: bool
+) -> None:
+    """MultiConnector passes on the other child's handshake again, and nothing of ours."""
+    p = start_multi("kv_producer", start("kv_consumer").cache_manager, ours_first=ours_first)
+    p.step()
+    ours = p.child(PDConnector)
+    service = ours._scheduler._roles[0]._service
+    old = service.engine_id
+    workers = [child for child in p.worker.sub_connectors if isinstance(child, PDConnector)]
+    for worker in workers:
+        if sleeps:
+            worker.unregister_kv_caches()
+        worker.restore_kv_caches()
+    p.scheduler.set_xfer_handshake_metadata_pp_aware({(0, 0): p.worker.get_handshake_metadata()})
+    request = FakeRequest("r", a_prompt(70), {"do_remote_decode": True})
+    p.scheduler.on_new_request(request)
+    assert p.scheduler.get_num_new_matched_tokens(request, 0) == (None, False)
+    assert p.scheduler.has_pending_push_work()
+    p.step()
+    assert p.scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
+    assert (service.engine_id != old) == sleeps
+
+
+@both_orders
 def test_host_memory_opens_with_the_first_step(start_multi: Start, ours_first: bool) -> None:
     setup = Setup()
     engine = start_multi("kv_consumer", make_manager(setup), ours_first=ours_first, cpu_bytes_to_use=1 << 22)
