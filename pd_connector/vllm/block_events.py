@@ -1,0 +1,136 @@
+"""The KV cache events that tell routers what is in host memory, with the tokens by which they index it.
+
+An event needs the tokens of its block and the block before it, which the request knows. A lazy store comes when the
+request may have left long ago, so what it knew is remembered for as long as the device may hold the block.
+"""
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_events import BlockStored
+from vllm.v1.core.kv_cache_utils import (
+    generate_block_hash_extra_keys,
+    get_block_hash,
+    get_group_id,
+    make_block_hash_with_group_id,
+    maybe_convert_block_hash,
+)
+
+from pd_connector.vllm.release import VllmRelease
+
+if TYPE_CHECKING:
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.core.kv_cache_utils import BlockHash, BlockHashWithGroupId
+    from vllm.v1.request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Neighbouring blocks of one request. Has the attributes of a request that vLLM's events are made of."""
+
+    hashes: "Sequence[BlockHash | None]"  # of the block before the first, None if it begins the prompt, then of each
+    all_token_ids: "array[int]"  # of its blocks
+    extra_keys: tuple[tuple[Any, ...] | None, ...]  # of each block
+    lora_request: Any
+    session_id: str | None
+
+
+class BlockEvents:
+    """Makes the "stored" events of host blocks, some of them from what it remembers.
+
+    It remembers at most twice as many blocks as the device has, and those of one request.
+    """
+
+    def __init__(
+        self, device: "KVCacheManager", host: "BlockPool", release: VllmRelease, block_tokens: Sequence[int]
+    ) -> None:
+        """``block_tokens``: block size of each cache group, in tokens."""
+        self._device = device
+        self._host = host
+        self._release = release
+        self._block_tokens = block_tokens
+        self._most = 2 * int(device.kv_cache_config.num_blocks)
+        self._remembered: dict[BlockHashWithGroupId, tuple[_Run, int]] = {}  # a run, and the number of a block in it
+
+    def stored(self, request: "Request", group: int, number: int) -> BlockStored:
+        """Return the event of a request's full block ``number`` of a cache group."""
+        return self._event(self._run(request, group, number, number + 1), group, 0)
+
+    def remember(self, request: "Request", group: int, first: int, end: int) -> None:
+        """Keep what events of a request's full blocks ``first`` to ``end`` (exclusive) will tell."""
+        if len(self._remembered) + end - first > self._most:
+            self._forget_evicted()
+        run = self._run(request, group, first, end)
+        for number, block_hash in enumerate(run.hashes[1:]):
+            self._remembered[make_block_hash_with_group_id(block_hash, group)] = run, number
+
+    def recall(self, key: "BlockHashWithGroupId") -> BlockStored:
+        """Return the event of a block by its key. Without tokens and parent if the block was not remembered."""
+        group = int(get_group_id(key))
+        found = self._remembered.get(key)
+        if found is not None:
+            return self._event(found[0], group, found[1])
+        return self._classified(
+            BlockStored(
+                block_hashes=[maybe_convert_block_hash(get_block_hash(key))],
+                parent_block_hash=None,
+                token_ids=[],
+                block_size=self._block_tokens[group],
+                lora_id=None,
+                medium=self._release.host_medium,
+                lora_name=None,
+                group_idx=group,
+            )
+        )
+
+    def forget(self) -> None:
+        """Forget all blocks: what the caches hold is no longer valid."""
+        self._remembered.clear()
+
+    def _forget_evicted(self) -> None:
+        """Forget the blocks that the device does not hold any longer; it holds no more than it has."""
+        held = self._device.block_pool.cached_block_hash_to_block.get_one_block
+        self._remembered = {key: kept for key, kept in self._remembered.items() if held(key) is not None}
+
+    def _run(self, request: "Request", group: int, first: int, end: int) -> _Run:
+        size = self._block_tokens[group]
+        hashes = self._release.block_hashes(request.block_hashes, self._host.hash_block_size, size)
+        is_plain = request.prompt_embeds is None and not (
+            request.mm_features or request.lora_request or request.cache_salt
+        )
+        return _Run(
+            hashes=[hashes[first - 1] if first else None, *(hashes[number] for number in range(first, end))],
+            all_token_ids=array("q", request.all_token_ids[first * size : end * size]),
+            extra_keys=(None,) * (end - first) if is_plain else tuple(_extra_keys(request, size, first, end)),
+            lora_request=request.lora_request,
+            session_id=request.session_id,
+        )
+
+    def _event(self, run: _Run, group: int, number: int) -> BlockStored:
+        size = self._block_tokens[group]
+        parent = run.hashes[number]
+        event = self._host._build_block_stored_event(
+            run,
+            block_hashes=[maybe_convert_block_hash(run.hashes[number + 1])],
+            parent_block_hash=None if parent is None else maybe_convert_block_hash(parent),
+            start_token_idx=number * size,
+            end_token_idx=(number + 1) * size,
+            block_size=size,
+            kv_cache_group_id=group,
+            extra_keys_list=[run.extra_keys[number]],
+        )
+        event.token_ids = list(event.token_ids)
+        return self._classified(event)
+
+    def _classified(self, event: BlockStored) -> BlockStored:
+        metadata = self._device.kv_cache_event_metadata[event.group_idx]
+        event.kv_cache_spec_kind, event.kv_cache_spec_sliding_window = metadata
+        return event
+
+
+def _extra_keys(request: "Request", size: int, first: int, end: int) -> "list[tuple[Any, ...] | None]":
+    """Return what besides its tokens shapes each block: images, adapters, salts."""
+    return [generate_block_hash_extra_keys(request, n * size, (n + 1) * size, 0)[0] for n in range(first, end)]
