@@ -35,7 +35,7 @@ def extra_config(vllm_config: "VllmConfig") -> Mapping[str, Any]:
 
 
 def check_supported(vllm_config: "VllmConfig") -> None:
-    """Raise if context parallelism is on, or sleep mode in a vLLM that does not tell connectors of it.
+    """Raise if context parallelism or the return of routed experts is on, or sleep mode where vLLM does not tell of it.
 
     Raises:
         UnsupportedError: naming the setting and the way out.
@@ -44,6 +44,12 @@ def check_supported(vllm_config: "VllmConfig") -> None:
         raise UnsupportedError(
             "enable_sleep_mode: this vLLM does not tell connectors when it unmaps the KV cache, whose memory is "
             "registered for transfers; start without --enable-sleep-mode, or use vLLM 0.33 or later"
+        )
+    outputs = getattr(vllm_config, "aux_output_config", None)
+    if outputs is not None and outputs.enable_return_routed_experts:
+        raise UnsupportedError(
+            "enable_return_routed_experts: the experts of tokens that are pulled, or loaded from host memory, are not "
+            "known to this engine; start without --enable-return-routed-experts, or without PDConnector"
         )
     parallel = vllm_config.parallel_config
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):

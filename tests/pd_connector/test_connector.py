@@ -10,6 +10,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from vllm.config.aux_output import AuxOutputConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -76,6 +77,17 @@ def test_context_parallelism_is_refused_by_the_constructor(model: Path) -> None:
     config.parallel_config.decode_context_parallel_size = 2
     with pytest.raises(UnsupportedError, match=r"decode_context_parallel_size = 2: .* set it to 1"):
         PDConnector(config, KVConnectorRole.SCHEDULER, CACHES)
+
+
+@pytest.mark.parametrize("role", list(KVConnectorRole))
+def test_routed_experts_are_refused_by_the_constructor(model: Path, role: KVConnectorRole) -> None:
+    """vLLM refuses them with connectors that it knows by name."""
+    config = a_config(model)
+    config.aux_output_config = AuxOutputConfig(enable_return_routed_experts=True)
+    with pytest.raises(UnsupportedError, match=r"enable_return_routed_experts: .* start without"):
+        PDConnector(config, role, CACHES)
+    config.aux_output_config = AuxOutputConfig()
+    PDConnector(config, role, CACHES).shutdown()
 
 
 def test_an_engine_that_only_decodes_opens_no_control_endpoint(model: Path) -> None:
