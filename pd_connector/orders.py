@@ -159,6 +159,8 @@ class WorkerHandshake:
     geometry: WorkerGeometry
     host_slots: int = 0  # capacity of this worker's host pool, in blocks; 0 if it has none
     generation: int = 0  # how many times the caches have been registered anew, after the engine has slept
+    #: Fingerprint of the control channel's secret, empty without one. Never logged, nor sent to peers.
+    secret: str = field(default="", repr=False)
 
 
 #: A worker's place: its pipeline-parallel and its tensor-parallel rank.

@@ -5,7 +5,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from pd_connector.config import ConnectorConfig
+from pd_connector.config import ConfigError, ConnectorConfig
 from pd_connector.orders import Orders, Report, WorkerHandshake, WorkerRanks
 from pd_connector.params import is_decode_leg, is_malformed, is_prefill_leg
 from pd_connector.scheduler.consumer import Consumer
@@ -17,7 +17,7 @@ from pd_connector.scheduler.producer import Producer
 from pd_connector.scheduler.renewals import Renewals
 from pd_connector.scheduler.roles import SchedulerRole
 from pd_connector.scheduler.workers import Workers
-from pd_connector.secret import load_keys
+from pd_connector.secret import ENVIRONMENT, load_keys
 from pd_connector.stats import StatsRecorder
 from pd_connector.vllm.block_pools import DeviceBlocks, HeldBlocks, HostBlockPool
 from pd_connector.vllm.cache_groups import cache_groups
@@ -57,10 +57,13 @@ class ConnectorScheduler:
         self._engine = EngineLoop()
         tp_size, pp_size = engine_ranks(vllm_config)
         self._workers = Workers(tp_size * pp_size)
+        self._secret = ""  # its fingerprint
         self._early: dict[str, Request] = {}  # requests that came before all workers were known
         if config.cpu_bytes_to_use:
             check_prefix_caching(vllm_config)
         keys = load_keys(config.secret_file)
+        if keys is not None:
+            self._secret = keys.fingerprint
         # In the order in which they are asked for tokens. Host memory comes first: what it holds is not pulled.
         self._roles: list[SchedulerRole] = []
         if self._role.produces:
@@ -179,6 +182,8 @@ class ConnectorScheduler:
         in_order = self._workers.add(handshakes)
         if not in_order:
             return
+        if self._role.consumes:
+            self._check_secrets(in_order)
         if self._config.cpu_bytes_to_use and not any(isinstance(role, HostTier) for role in self._roles):
             tier = self._open_host_tier(in_order)
             self._roles.insert(0, tier)
@@ -224,6 +229,17 @@ class ConnectorScheduler:
                 "the device's KV cache, or cpu_store to lazy"
             )
         return HostTier(pool, len(handshakes), mode)
+
+    def _check_secrets(self, handshakes: Sequence[WorkerHandshake]) -> None:
+        """Raise ConfigError unless every worker has this process's secret: with another, all its pulls would fail."""
+        for number, handshake in enumerate(handshakes):
+            if handshake.secret != self._secret:
+                theirs = "another secret" if handshake.secret else "no secret"
+                raise ConfigError(
+                    f"worker {number} of {len(handshakes)} has {theirs}, and the engine core has "
+                    f"{'one' if self._secret else 'none'}: give all processes of an engine the same on every node, by "
+                    f"secret_file or by the environment variable {ENVIRONMENT}"
+                )
 
     def _remove_malformed(self, request: "Request") -> None:
         """Take away params that are no JSON object: vLLM's scheduler reads them as one, and would end the engine."""

@@ -96,11 +96,6 @@ def engine_ranks(vllm_config: "VllmConfig") -> tuple[int, int]:
     return parallel.tensor_parallel_size, parallel.pipeline_parallel_size
 
 
-def workers_on_this_machine(vllm_config: "VllmConfig") -> int:
-    """Return how many workers of the engine share this machine."""
-    return int(vllm_config.parallel_config.local_world_size)
-
-
 def data_parallel_index(vllm_config: "VllmConfig") -> int:
     """Return this engine's index among the engines of a data-parallel deployment."""
     return int(vllm_config.parallel_config.data_parallel_index)

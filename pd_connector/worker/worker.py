@@ -15,9 +15,15 @@ from pd_connector.orders import Orders, Report, WorkerHandshake, WorkerRanks
 from pd_connector.secret import load_keys
 from pd_connector.stats import StatsRecorder
 from pd_connector.vllm.cache_groups import Ranks, cache_groups, with_head_orders
-from pd_connector.vllm.engine_config import EngineRole, engine_name, workers_on_this_machine
+from pd_connector.vllm.engine_config import EngineRole, engine_name
 from pd_connector.vllm.model_identity import model_identity
-from pd_connector.vllm.platform import caches_are_host_memory, default_protocol, host_address, worker_ranks
+from pd_connector.vllm.platform import (
+    caches_are_host_memory,
+    default_protocol,
+    host_address,
+    worker_ranks,
+    workers_on_this_machine,
+)
 from pd_connector.worker.caches import Cache, all_tensors, describe_caches
 from pd_connector.worker.checksums import CacheChecksums, LeaseChecksums
 from pd_connector.worker.host_pool import HostPool, HostQuota
@@ -101,7 +107,8 @@ class ConnectorWorker:
             self._host = self._open_host_pool(geometry, tensors, ranks)
             host_slots = self._host.slots
         self._start_roles(engine, caches, reads)
-        self._announce(WorkerHandshake(geometry, host_slots))
+        secret = self._keys.fingerprint if self._keys is not None else ""
+        self._announce(WorkerHandshake(geometry, host_slots, secret=secret))
 
     def unregister_caches(self) -> None:
         """Let go of the caches' memory, which is about to be unmapped: sleep mode. Idempotent.

@@ -84,7 +84,6 @@ def start_multi(model: Path, fabric: InProcessFabric, monkeypatch: pytest.Monkey
         config.scheduler_config = SimpleNamespace(
             disable_hybrid_kv_cache_manager=False, max_num_batched_tokens=64, max_num_seqs=4
         )
-        config.parallel_config.local_world_size = 1
         config.cache_config.enable_prefix_caching = True
         config.max_in_flight_tokens, config.num_prefill_lookahead_tokens = 64, 0
         config.model_config.max_model_len = 64

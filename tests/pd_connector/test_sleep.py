@@ -210,7 +210,6 @@ def test_host_memory_keeps_its_contents_and_copies_end_before_the_device_memory_
 ) -> None:
     settings: dict[str, Any] = {"cpu_bytes_to_use": 64 << 20}
     config = a_config(model, "kv_producer", **settings)
-    config.parallel_config.local_world_size = 1
     worker = ConnectorWorker(config, CACHES, parse_config(settings), StatsRecorder(), lambda _: InProcessEngine(fabric))
     caches = {name: torch.rand(8, 2, BLOCK_TOKENS, 128) for name in LAYERS}
     stored = {name: cache[THEIRS].clone() for name, cache in caches.items()}

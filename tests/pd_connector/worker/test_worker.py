@@ -109,7 +109,6 @@ def worker_of(model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Open]:
     def make(role: str, policy: str = "fail", *, registered: bool = False, **extra: Any) -> Worker:
         settings = {"host": "127.0.0.1", "protocol": "tcp", **extra}
         config = a_config(model, role, policy, **settings)
-        config.parallel_config.local_world_size = 1
         stats, calls = StatsRecorder(), Calls()
         engine = Engine(calls)
         worker = Worker(
