@@ -16,6 +16,7 @@ from vllm.v1.core.kv_cache_utils import (
     get_group_id,
     make_block_hash_with_group_id,
     maybe_convert_block_hash,
+    to_event_extra_keys,
 )
 
 from pd_connector.vllm.release import VllmRelease
@@ -29,13 +30,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """Neighbouring blocks of one request. Has the attributes of a request that vLLM's events are made of."""
+    """Neighbouring blocks of one request."""
 
     hashes: "Sequence[BlockHash | None]"  # of the block before the first, None if it begins the prompt, then of each
-    all_token_ids: "array[int]"  # of its blocks
-    extra_keys: tuple[tuple[Any, ...] | None, ...]  # of each block
-    lora_request: Any
-    session_id: str | None
+    tokens: "array[int]"  # empty if they are not known
+    extra_keys: tuple[tuple[Any, ...] | None, ...] = (None,)  # of each block
+    lora_request: Any = None
+    session_id: str | None = None
 
 
 class BlockEvents:
@@ -69,22 +70,8 @@ class BlockEvents:
 
     def recall(self, key: "BlockHashWithGroupId") -> BlockStored:
         """Return the event of a block by its key. Without tokens and parent if the block was not remembered."""
-        group = int(get_group_id(key))
-        found = self._remembered.get(key)
-        if found is not None:
-            return self._event(found[0], group, found[1])
-        return self._classified(
-            BlockStored(
-                block_hashes=[maybe_convert_block_hash(get_block_hash(key))],
-                parent_block_hash=None,
-                token_ids=[],
-                block_size=self._block_tokens[group],
-                lora_id=None,
-                medium=self._release.host_medium,
-                lora_name=None,
-                group_idx=group,
-            )
-        )
+        run, number = self._remembered.get(key) or (_Run((None, get_block_hash(key)), array("q")), 0)
+        return self._event(run, int(get_group_id(key)), number)
 
     def forget(self) -> None:
         """Forget all blocks: what the caches hold is no longer valid."""
@@ -103,32 +90,29 @@ class BlockEvents:
         )
         return _Run(
             hashes=[hashes[first - 1] if first else None, *(hashes[number] for number in range(first, end))],
-            all_token_ids=array("q", request.all_token_ids[first * size : end * size]),
+            tokens=array("q", request.all_token_ids[first * size : end * size]),
             extra_keys=(None,) * (end - first) if is_plain else tuple(_extra_keys(request, size, first, end)),
             lora_request=request.lora_request,
             session_id=request.session_id,
         )
 
     def _event(self, run: _Run, group: int, number: int) -> BlockStored:
-        size = self._block_tokens[group]
-        parent = run.hashes[number]
-        event = self._host._build_block_stored_event(
-            run,
+        size, parent, adapter = self._block_tokens[group], run.hashes[number], run.lora_request
+        kind, window = self._device.kv_cache_event_metadata[group]
+        return BlockStored(
             block_hashes=[maybe_convert_block_hash(run.hashes[number + 1])],
             parent_block_hash=None if parent is None else maybe_convert_block_hash(parent),
-            start_token_idx=number * size,
-            end_token_idx=(number + 1) * size,
+            token_ids=run.tokens[number * size : (number + 1) * size].tolist(),
             block_size=size,
-            kv_cache_group_id=group,
-            extra_keys_list=[run.extra_keys[number]],
+            lora_id=adapter.adapter_id if adapter else None,
+            medium=self._release.host_medium,
+            lora_name=adapter.name if adapter else None,
+            extra_keys=to_event_extra_keys([run.extra_keys[number]]) if run.tokens else None,
+            group_idx=group,
+            kv_cache_spec_kind=kind,
+            kv_cache_spec_sliding_window=window,
+            session_id=run.session_id,
         )
-        event.token_ids = list(event.token_ids)
-        return self._classified(event)
-
-    def _classified(self, event: BlockStored) -> BlockStored:
-        metadata = self._device.kv_cache_event_metadata[event.group_idx]
-        event.kv_cache_spec_kind, event.kv_cache_spec_sliding_window = metadata
-        return event
 
 
 def _extra_keys(request: "Request", size: int, first: int, end: int) -> "list[tuple[Any, ...] | None]":
