@@ -3,9 +3,10 @@
 Errors name the field and both values, because their reader has two command lines to compare.
 """
 
+from collections.abc import Iterable
 from dataclasses import fields
 
-from layout.geometry import CacheGroup, ModelIdentity, Plane
+from layout.geometry import CacheGroup, ModelIdentity, Plane, WorkerGeometry
 
 
 class IncompatibleCachesError(ValueError):
@@ -45,6 +46,23 @@ def check_models(local: ModelIdentity, remote: ModelIdentity) -> None:
         )
         hints = "; ".join(_HINTS[name] for name in differing if name in _HINTS)
         raise IncompatibleCachesError(f"the remote engine's model differs: {values}" + (f" ({hints})" if hints else ""))
+
+
+def check_transports(local: WorkerGeometry, remotes: Iterable[WorkerGeometry]) -> None:
+    """Raise unless the transfer engines of all remote workers speak the local one's transport.
+
+    An empty transport means "unknown" and is not compared.
+
+    Raises:
+        IncompatibleCachesError: names the remote rank and both transports.
+    """
+    for remote in remotes:
+        if local.transport and remote.transport and local.transport != remote.transport:
+            raise IncompatibleCachesError(
+                f"the transfer engine's protocol is {local.transport!r} here and {remote.transport!r} on the remote "
+                f"engine (TP rank {remote.tp_rank}, PP rank {remote.pp_rank}); start both with the same protocol in "
+                "kv_connector_extra_config"
+            )
 
 
 def check_planes(local: Plane, remote: Plane, local_group: CacheGroup, remote_group: CacheGroup) -> None:

@@ -93,6 +93,7 @@ class WorkerGeometry:
     engine_address: str  # of the transfer engine, e.g. "10.0.0.5:15342"
     groups: tuple[CacheGroup, ...]
     regions: tuple[Region, ...]  # all memory that peers may read
+    transport: str = ""  # of the transfer engine, e.g. "rdma"; empty if unknown
 
     @property
     def block_bytes(self) -> int:

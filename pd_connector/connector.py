@@ -14,6 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
     SupportsHMA,
 )
+from vllm.distributed.kv_transfer.kv_transfer_state import get_kv_transfer_group, has_kv_transfer_group
 
 from pd_connector.config import parse_config
 from pd_connector.orders import Report
@@ -25,11 +26,12 @@ from pd_connector.vllm.layouts import wanted_layout
 from pd_connector.vllm.metadata import HandshakeMetadata, ReportMetadata, StepMetadata
 from pd_connector.vllm.metrics import ConnectorPromMetrics, ConnectorStats
 from pd_connector.vllm.platform import share_logging
-from pd_connector.worker.worker import ConnectorWorker
+from pd_connector.vllm.plugin import register_connector
+from pd_connector.worker.worker import ConnectorWorker, transport
 
 if TYPE_CHECKING:
     import torch
-    from vllm.config import VllmConfig
+    from vllm.config import KVTransferConfig, VllmConfig
     from vllm.distributed.kv_events import KVCacheEvent
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
@@ -143,6 +145,14 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA):
         """Return the connector's metrics for vLLM's ``/metrics``."""
         return ConnectorPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: "KVTransferConfig") -> bool:
+        """Return whether sleep mode may be on: the transfer engine can be closed and made again in one process.
+
+        On Ascend that is not known of Mooncake. Called since vLLM 0.33.
+        """
+        return transport(parse_config(dict(kv_transfer_config.kv_connector_extra_config))) in ("tcp", "rdma")
+
     # Scheduler side
 
     def bind_kv_cache_manager(self, kv_cache_manager: "KVCacheManager") -> None:
@@ -158,7 +168,10 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA):
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
-        """Take the workers' handshakes, by (pipeline-parallel rank, tensor-parallel rank)."""
+        """Take the workers' handshakes, by (pipeline-parallel rank, tensor-parallel rank).
+
+        Inside MultiConnector, those of another connector may come here; ours come with reports.
+        """
         self._scheduler.set_workers(
             {key: value.handshake for key, value in metadata.items() if isinstance(value, HandshakeMetadata)}
         )
@@ -235,8 +248,22 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA):
         """Take the KV caches that the model runner allocated."""
         self._worker.register_caches(kv_caches)
 
+    def unregister_kv_caches(self) -> None:
+        """Let go of the KV caches, which vLLM is about to unmap: sleep mode. Called since vLLM 0.33."""
+        self._worker.unregister_caches()
+
+    def restore_kv_caches(self) -> None:
+        """Register the KV caches again, which vLLM has mapped where they were. It asks for handshakes after that."""
+        self._worker.restore_caches()
+
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        """Return this worker's handshake, for the scheduler process."""
+        """Return this worker's handshake, for the scheduler process.
+
+        None inside another connector: MultiConnector passes on what its first child returns, so another child's would
+        be lost, or ours. Ours then goes with the next report.
+        """
+        if has_kv_transfer_group() and get_kv_transfer_group() is not self:
+            return None
         handshake = self._worker.handshake()
         return HandshakeMetadata(handshake) if handshake is not None else None
 
@@ -274,3 +301,7 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA):
 
     def wait_for_save(self) -> None:
         """Do nothing: decode engines read the blocks where they are."""
+
+
+# MultiConnector looks up its children's statistics by name, so the name must be known wherever the class is.
+register_connector()

@@ -154,26 +154,34 @@ class Orders:
         return Orders(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(Orders)))
 
 
-@dataclass(frozen=True, eq=False)
-class Report:
-    """What workers report to the scheduler side in a step, besides the requests that vLLM waits for."""
-
-    stores: Mapping[int, StoreEnds] = field(default_factory=dict)  # by store id
-    checksums: tuple[ChecksumReport, ...] = ()
-
-    def __bool__(self) -> bool:
-        return bool(self.stores or self.checksums)
-
-    def __add__(self, other: "Report") -> "Report":
-        stores = dict(self.stores)
-        for store_id, ends in other.stores.items():
-            stores[store_id] = stores[store_id] + ends if store_id in stores else ends
-        return Report(stores, self.checksums + other.checksums)
-
-
 @dataclass(frozen=True)
 class WorkerHandshake:
     """A worker's caches, which the scheduler side describes to decode engines."""
 
     geometry: WorkerGeometry
     host_slots: int = 0  # capacity of this worker's host pool, in blocks; 0 if it has none
+    generation: int = 0  # how many times the caches have been registered anew, after the engine has slept
+    #: Fingerprint of the control channel's secret, empty without one. Never logged, nor sent to peers.
+    secret: str = field(default="", repr=False)
+
+
+#: A worker's place: its pipeline-parallel and its tensor-parallel rank.
+WorkerRanks = tuple[int, int]
+
+
+@dataclass(frozen=True, eq=False)
+class Report:
+    """What workers report to the scheduler side in a step, besides the requests that vLLM waits for."""
+
+    stores: Mapping[int, StoreEnds] = field(default_factory=dict)  # by store id
+    checksums: tuple[ChecksumReport, ...] = ()
+    handshakes: Mapping[WorkerRanks, WorkerHandshake] = field(default_factory=dict)  # that vLLM does not pass on
+
+    def __bool__(self) -> bool:
+        return bool(self.stores or self.checksums or self.handshakes)
+
+    def __add__(self, other: "Report") -> "Report":
+        stores = dict(self.stores)
+        for store_id, ends in other.stores.items():
+            stores[store_id] = stores[store_id] + ends if store_id in stores else ends
+        return Report(stores, self.checksums + other.checksums, {**self.handshakes, **other.handshakes})

@@ -43,17 +43,22 @@ class RemotePrefill(msgspec.Struct, frozen=True):
         return {"do_remote_prefill": True, "do_remote_decode": False, **msgspec.to_builtins(self)}
 
 
-def is_prefill_leg(params: dict[str, Any] | None) -> bool:
+def is_malformed(params: object) -> bool:
+    """Return whether a request's params are neither absent nor a JSON object. vLLM does not check what clients send."""
+    return params is not None and not isinstance(params, dict)
+
+
+def is_prefill_leg(params: object) -> bool:
     """Return whether a request asks this engine to prefill for another one."""
-    return bool(params and params.get("do_remote_decode"))
+    return isinstance(params, dict) and bool(params.get("do_remote_decode"))
 
 
-def is_decode_leg(params: dict[str, Any] | None) -> bool:
+def is_decode_leg(params: object) -> bool:
     """Return whether a request asks this engine to pull its prompt's KV blocks from another one."""
-    return bool(params and params.get("do_remote_prefill"))
+    return isinstance(params, dict) and bool(params.get("do_remote_prefill"))
 
 
-def parse_remote_prefill(params: dict[str, Any]) -> RemotePrefill:
+def parse_remote_prefill(params: object) -> RemotePrefill:
     """Return the validated params of a decode leg.
 
     Raises:

@@ -29,6 +29,7 @@ from pd_connector.params import (
     RemotePrefill,
     check_prompt,
     is_decode_leg,
+    is_malformed,
     parse_remote_prefill,
     prompt_digest,
 )
@@ -81,8 +82,11 @@ class Consumer(SchedulerRole):
         self._refusals: list[RefuseOrder] = []
 
     def add(self, request: "Request") -> None:
-        """Take up a request whose prompt a prefill engine holds. A second request with the same id is ignored."""
-        if not is_decode_leg(request.kv_transfer_params):
+        """Take up a request whose prompt a prefill engine holds. A second request with the same id is ignored.
+
+        One with malformed params is taken up too, and fails: somebody meant it to be pulled.
+        """
+        if not (is_decode_leg(request.kv_transfer_params) or is_malformed(request.kv_transfer_params)):
             return
         if request.request_id in self._waiting or request.request_id in self._pulling:
             logger.error("PDConnector: request %s came twice; the second one is ignored", request.request_id)

@@ -162,6 +162,8 @@ class HostTier(SchedulerRole):
         self._withdraw(request.request_id)
         self._load_failed.discard(request.request_id)
         progress = self._requests.pop(request.request_id, None)
+        if progress is not None and self._pool.remembers_tokens:
+            self._remember_tokens(progress, 0)
         if progress is not None and self._mode == "eager":
             candidates: list[Candidate] = []
             self._scan(progress, 0, candidates)
@@ -274,15 +276,16 @@ class HostTier(SchedulerRole):
         self._ready += self._chosen
         self._chosen = []
         if self._mode == "lazy":
+            if self._pool.remembers_tokens:
+                for progress, tokens in self._filling(scheduled):
+                    self._remember_tokens(progress, tokens)
             if scheduled or self._has_allocated:  # otherwise nothing is evicted
                 self._choose_evictable()
             self._has_allocated = False
             return
         candidates: list[Candidate] = []
-        for request_id, tokens in scheduled.items():
-            progress = self._requests.get(request_id)
-            if progress is not None and progress.request.num_computed_tokens + tokens >= progress.next_full_at:
-                self._scan(progress, tokens, candidates)
+        for progress, tokens in self._filling(scheduled):
+            self._scan(progress, tokens, candidates)
         self._chosen += self._pool.start_stores(candidates)
 
     def _order_store(self) -> tuple[StoreOrder, ...]:
@@ -337,6 +340,25 @@ class HostTier(SchedulerRole):
                     candidates.append(candidate)
                 done += 1
             progress.scanned[group] = done
+        progress.next_full_at = self._next_full_at(progress.scanned)
+
+    def _filling(self, scheduled: Mapping[str, int]) -> Iterator[tuple[_Progress, int]]:
+        """Yield the requests of which the step being planned fills a block, and how many tokens it computes of each."""
+        for request_id, tokens in scheduled.items():
+            progress = self._requests.get(request_id)
+            if progress is not None and progress.request.num_computed_tokens + tokens >= progress.next_full_at:
+                yield progress, tokens
+
+    def _remember_tokens(self, progress: _Progress, scheduled: int) -> None:
+        """Keep what events need of the blocks that a request has filled since the last scan.
+
+        ``scheduled`` tokens, those of the step being planned, count as computed.
+        """
+        for group in self._pool.groups:
+            first, end = progress.scanned[group], self._pool.num_full_blocks(progress.request, group, scheduled)
+            if first < end:
+                self._pool.remember_tokens(progress.request, group, first, end)
+                progress.scanned[group] = end
         progress.next_full_at = self._next_full_at(progress.scanned)
 
     def _restart_scan(self, progress: _Progress) -> None:

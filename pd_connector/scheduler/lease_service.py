@@ -63,7 +63,14 @@ class LeaseService(Generic[Held]):
         self._workers: tuple[WorkerGeometry, ...] = ()
 
     def set_workers(self, workers: tuple[WorkerGeometry, ...]) -> None:
-        """Set the workers' caches. Until then, peers are told to ask again."""
+        """Set the workers' caches. Until then, peers are told to ask again.
+
+        If they are set again, the caches have been registered anew and their contents are gone. That makes this another
+        engine: all leases end, and peers that know the old one are refused.
+        """
+        if self._workers:
+            self.engine_id = uuid.uuid4().hex  # first, so that nobody gets the new workers by the old id
+            self.leases.cancel_all()
         self._workers = workers
         self.checksums.set_workers(len(workers))
 

@@ -81,7 +81,13 @@ class Producer(SchedulerRole):
 
     def set_workers(self, handshakes: Sequence[WorkerHandshake]) -> None:
         """Announce the workers' caches to peers."""
+        known_as = self._service.engine_id
         self._service.set_workers(tuple(handshake.geometry for handshake in handshakes))
+        if self._service.engine_id != known_as:
+            logger.info(
+                "PDConnector: the KV caches are registered anew, so prefill engine %s is now %s",
+                known_as, self._service.engine_id,
+            )  # fmt: skip
 
     def free_blocks(self) -> None:
         """Free the blocks of ended leases."""

@@ -18,7 +18,7 @@ class SchedulerRole:
     """
 
     def set_workers(self, handshakes: Sequence[WorkerHandshake]) -> None:
-        """Take the workers' handshakes, in the order of the workers' indices."""
+        """Take the workers' handshakes, by the workers' indices. Called again when the caches are registered anew."""
 
     def add(self, request: "Request") -> None:
         """Take up a new request."""

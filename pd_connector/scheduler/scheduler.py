@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from pd_connector.config import ConnectorConfig
-from pd_connector.orders import Orders, Report, WorkerHandshake
-from pd_connector.params import is_decode_leg, is_prefill_leg
+from pd_connector.config import ConfigError, ConnectorConfig
+from pd_connector.orders import Orders, Report, WorkerHandshake, WorkerRanks
+from pd_connector.params import is_decode_leg, is_malformed, is_prefill_leg
 from pd_connector.scheduler.consumer import Consumer
 from pd_connector.scheduler.drain import Drain
 from pd_connector.scheduler.host_tier import HostTier
@@ -18,7 +18,8 @@ from pd_connector.scheduler.producer import Producer
 from pd_connector.scheduler.renewals import Renewals
 from pd_connector.scheduler.request_admission import AdmissionLimits, RequestAdmission
 from pd_connector.scheduler.roles import SchedulerRole
-from pd_connector.secret import load_keys
+from pd_connector.scheduler.workers import Workers
+from pd_connector.secret import ENVIRONMENT, load_keys
 from pd_connector.stats import StatsRecorder
 from pd_connector.vllm.block_pools import DeviceBlocks, HeldBlocks, HostBlockPool
 from pd_connector.vllm.cache_groups import retentions
@@ -65,9 +66,15 @@ class ConnectorScheduler:
         log_layout(vllm_config, kv_cache_config.kv_cache_layout)
         self._blocks = DeviceBlocks()
         self._engine = EngineLoop()
+        tp_size, pp_size = engine_ranks(vllm_config)
+        self._workers = Workers(tp_size * pp_size)
+        self._secret = ""  # its fingerprint
+        self._early: dict[str, Request] = {}  # requests that came before all workers were known
         if config.cpu_bytes_to_use:
             check_prefix_caching(vllm_config)
         keys = load_keys(config.secret_file)
+        if keys is not None:
+            self._secret = keys.fingerprint
         # In the order in which they are asked for tokens. Host memory comes first: what it holds is not pulled.
         self._roles: list[SchedulerRole] = []
         consumer = self._make_consumer(keys) if self._role.consumes else None
@@ -82,13 +89,14 @@ class ConnectorScheduler:
         self._blocks.bind(kv_cache_manager, self._release_device_blocks)
         self._engine.find()
 
-    def set_workers(self, handshakes: Mapping[tuple[int, int], WorkerHandshake]) -> None:
-        """Take the workers' handshakes, by (pipeline-parallel rank, tensor-parallel rank)."""
-        in_order = [handshakes[ranks] for ranks in sorted(handshakes)]
-        if self._config.cpu_bytes_to_use:
-            self._roles.insert(0, self._open_host_tier(in_order))
-        for role in self._roles:
-            role.set_workers(in_order)
+    def set_workers(self, handshakes: Mapping[WorkerRanks, WorkerHandshake]) -> None:
+        """Take the workers' handshakes that vLLM passes on: at start, and when the engine wakes from sleep.
+
+        None if MultiConnector passes on another child's. Then all of ours come with the next report.
+        """
+        if not handshakes:
+            self._workers.expect_again()
+        self._take_handshakes(handshakes)
 
     def add(self, request: "Request") -> None:
         """Take up a new request."""
@@ -97,11 +105,17 @@ class ConnectorScheduler:
             self._warn_wrong_role(request, "do_remote_prefill", "kv_consumer")
         elif is_prefill_leg(params) and not is_decode_leg(params) and not self._role.produces:
             self._warn_wrong_role(request, "do_remote_decode", "kv_producer")
+        if self._waits_for_workers:
+            self._early[request.request_id] = request
         for role in self._roles:
             role.add(request)
+        if is_malformed(params):
+            self._remove_malformed(request)
 
     def missing_tokens(self, request: "Request", computed_tokens: int) -> int | None:
         """Return how many tokens beyond ``computed_tokens`` will be loaded or pulled; None if not known yet."""
+        if self._waits_for_workers:
+            return None  # a prompt that is computed now could be neither leased nor stored
         for role in self._roles:
             role.free_blocks()
         if any(role.must_wait(request) for role in self._roles):
@@ -128,7 +142,7 @@ class ConnectorScheduler:
 
     def wants_step(self) -> bool:
         """Return whether the engine must step even without requests."""
-        return any(role.wants_step for role in self._roles)
+        return self._waits_for_workers or any(role.wants_step for role in self._roles)
 
     def frees_blocks_soon(self) -> bool:
         """Return whether it is better to wait a few steps for blocks than to preempt a request for them."""
@@ -136,11 +150,13 @@ class ConnectorScheduler:
 
     def settled(self, request_ids: set[str], failed: set[str], report: Report) -> None:
         """Note that requests have ended their wait on all ranks, some as ``failed``, and what else ranks ``report``."""
+        self._take_handshakes(report.handshakes)
         for role in self._roles:
             role.settled(request_ids, failed, report)
 
     def finish(self, request: "Request", block_ids: Sequence[Sequence[int]]) -> dict[str, Any] | None:
         """Forget a request that has ended; return the ``kv_transfer_params`` of its response, if any."""
+        self._early.pop(request.request_id, None)
         answers = [role.finish(request, block_ids) for role in self._roles]
         return next((params for params in answers if params is not None), None)
 
@@ -186,6 +202,26 @@ class ConnectorScheduler:
         for role in self._roles:
             role.release_device_blocks()
 
+    def _take_handshakes(self, handshakes: Mapping[WorkerRanks, WorkerHandshake]) -> None:
+        in_order = self._workers.add(handshakes)
+        if not in_order:
+            return
+        if self._role.consumes:
+            self._check_secrets(in_order)
+        if self._config.cpu_bytes_to_use and not any(isinstance(role, HostTier) for role in self._roles):
+            tier = self._open_host_tier(in_order)
+            self._roles.insert(0, tier)
+            for request in self._early.values():
+                tier.add(request)
+        self._early.clear()
+        for role in self._roles:
+            role.set_workers(in_order)
+
+    @property
+    def _waits_for_workers(self) -> bool:
+        """Whether a role needs handshakes of workers that have not arrived. They come with the next step's report."""
+        return not self._workers.known and (self._role.produces or self._config.cpu_bytes_to_use > 0)
+
     def _make_producer(self, leases: LeaseTable[HeldBlocks], keys: ControlKeys | None) -> Producer:
         config, vllm_config = self._config, self._vllm_config
         model = model_identity(vllm_config, config.model_check)
@@ -223,6 +259,26 @@ class ConnectorScheduler:
                 "the device's KV cache, or cpu_store to lazy"
             )
         return HostTier(pool, len(handshakes), mode)
+
+    def _check_secrets(self, handshakes: Sequence[WorkerHandshake]) -> None:
+        """Raise ConfigError unless every worker has this process's secret: with another, all its pulls would fail."""
+        for number, handshake in enumerate(handshakes):
+            if handshake.secret != self._secret:
+                theirs = "another secret" if handshake.secret else "no secret"
+                raise ConfigError(
+                    f"worker {number} of {len(handshakes)} has {theirs}, and the engine core has "
+                    f"{'one' if self._secret else 'none'}: give all processes of an engine the same on every node, by "
+                    f"secret_file or by the environment variable {ENVIRONMENT}"
+                )
+
+    def _remove_malformed(self, request: "Request") -> None:
+        """Take away params that are no JSON object: vLLM's scheduler reads them as one, and would end the engine."""
+        if not self._role.consumes:  # otherwise the consumer has refused the request
+            logger.error(
+                "PDConnector: request %s is served without a transfer: its kv_transfer_params must be a JSON object, "
+                "not %.100r", request.request_id, request.kv_transfer_params,
+            )  # fmt: skip
+        request.kv_transfer_params = None
 
     def _warn_wrong_role(self, request: "Request", key: str, role: str) -> None:
         logger.warning(

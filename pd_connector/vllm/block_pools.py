@@ -10,15 +10,9 @@ from itertools import chain
 from typing import TYPE_CHECKING, TypeAlias
 
 import msgspec
-from vllm.distributed.kv_events import BlockStored
-from vllm.v1.core.kv_cache_utils import (
-    generate_block_hash_extra_keys,
-    get_block_hash,
-    get_group_id,
-    make_block_hash_with_group_id,
-    maybe_convert_block_hash,
-)
+from vllm.v1.core.kv_cache_utils import get_group_id, make_block_hash_with_group_id
 
+from pd_connector.vllm.block_events import BlockEvents
 from pd_connector.vllm.free_queue import FreeQueueCursor
 from pd_connector.vllm.release import current
 
@@ -172,6 +166,7 @@ class HostBlockPool:
         #: Indices of the cache groups whose blocks can be found by their contents.
         self.groups: tuple[int, ...] = self._release.cacheable_groups(device)
         self.block_tokens: tuple[int, ...] = self._release.block_tokens(self._coordinator)
+        self._events = BlockEvents(device, self._pool, self._release, self.block_tokens)
 
     # What is in host memory
 
@@ -225,11 +220,21 @@ class HostBlockPool:
         self._pool.evict_blocks({int(block.block_id) for block in self._pool.blocks if block.block_hash is not None})
         if self._cursor is not None:
             self._cursor.reset()
+        self._events.forget()
 
     def take_events(self) -> "list[KVCacheEvent]":
         """Return the KV cache events of host blocks since the last call: stored, removed, cleared."""
         events: list[KVCacheEvent] = self._pool.take_events()
         return events
+
+    @property
+    def remembers_tokens(self) -> bool:
+        """Whether requests' blocks are to be remembered, because events are on and stores come after requests."""
+        return self._with_events and self._cursor is not None
+
+    def remember_tokens(self, request: "Request", group: int, first: int, end: int) -> None:
+        """Keep what the events of a request's full blocks ``first`` to ``end`` (exclusive) need."""
+        self._events.remember(request, group, first, end)
 
     # What is on the device
 
@@ -255,7 +260,7 @@ class HostBlockPool:
                 held.append(host)
                 yield None
             else:
-                event = self._stored_event(request, group, number) if self._with_events else None
+                event = self._events.stored(request, group, number) if self._with_events else None
                 yield Candidate(block, key, block.block_hash_num_tokens, event)
         self._mark_used(held)
 
@@ -287,7 +292,7 @@ class HostBlockPool:
             if (host := find(key)) is not None:
                 held.append(host)
             else:
-                event = self._stored_event_without_request(key) if self._with_events else None
+                event = self._events.recall(key) if self._with_events else None
                 candidates.append(Candidate(block, key, block.block_hash_num_tokens, event))
         self._mark_used(reversed(held))  # keeps the order of eviction
         return candidates
@@ -357,41 +362,6 @@ class HostBlockPool:
         blocks = tuple(held)
         self.pin(blocks)
         self.unpin(blocks)
-
-    def _stored_event(self, request: "Request", group: int, number: int) -> "KVCacheEvent":
-        size = self.block_tokens[group]
-        hashes = self._release.block_hashes(request.block_hashes, self._pool.hash_block_size, size)
-        extra_keys, _ = generate_block_hash_extra_keys(request, number * size, (number + 1) * size, 0)
-        event = self._pool._build_block_stored_event(
-            request,
-            block_hashes=[maybe_convert_block_hash(hashes[number])],
-            parent_block_hash=maybe_convert_block_hash(hashes[number - 1]) if number else None,
-            start_token_idx=number * size,
-            end_token_idx=(number + 1) * size,
-            block_size=size,
-            kv_cache_group_id=group,
-            extra_keys_list=[extra_keys],
-        )
-        return self._with_group(event, group)
-
-    def _stored_event_without_request(self, key: "BlockHashWithGroupId") -> "KVCacheEvent":
-        """Return what is known of a block whose request has finished."""
-        group = int(get_group_id(key))
-        event = BlockStored(
-            block_hashes=[maybe_convert_block_hash(get_block_hash(key))],
-            parent_block_hash=None,
-            token_ids=[],
-            block_size=self.block_tokens[group],
-            lora_id=None,
-            medium=self._release.host_medium,
-            lora_name=None,
-            group_idx=group,
-        )
-        return self._with_group(event, group)
-
-    def _with_group(self, event: BlockStored, group: int) -> "KVCacheEvent":
-        event.kv_cache_spec_kind, event.kv_cache_spec_sliding_window = self._device.kv_cache_event_metadata[group]
-        return event
 
 
 def slot_of(host: "KVCacheBlock") -> int:

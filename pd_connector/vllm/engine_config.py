@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from pd_connector.vllm.release import current
+
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
@@ -33,15 +35,21 @@ def extra_config(vllm_config: "VllmConfig") -> Mapping[str, Any]:
 
 
 def check_supported(vllm_config: "VllmConfig") -> None:
-    """Raise if context parallelism or sleep mode is on.
+    """Raise if context parallelism or the return of routed experts is on, or sleep mode where vLLM does not tell of it.
 
     Raises:
         UnsupportedError: naming the setting and the way out.
     """
-    if vllm_config.model_config.enable_sleep_mode:
+    if vllm_config.model_config.enable_sleep_mode and not current().tells_of_sleep:
         raise UnsupportedError(
-            "enable_sleep_mode: waking up moves the KV cache out of the memory that is registered for transfers; start "
-            "without --enable-sleep-mode"
+            "enable_sleep_mode: this vLLM does not tell connectors when it unmaps the KV cache, whose memory is "
+            "registered for transfers; start without --enable-sleep-mode, or use vLLM 0.33 or later"
+        )
+    outputs = getattr(vllm_config, "aux_output_config", None)
+    if outputs is not None and outputs.enable_return_routed_experts:
+        raise UnsupportedError(
+            "enable_return_routed_experts: the experts of tokens that are pulled, or loaded from host memory, are not "
+            "known to this engine; start without --enable-return-routed-experts, or without PDConnector"
         )
     parallel = vllm_config.parallel_config
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
@@ -86,11 +94,6 @@ def engine_ranks(vllm_config: "VllmConfig") -> tuple[int, int]:
     """Return the engine's tensor-parallel and pipeline-parallel sizes."""
     parallel = vllm_config.parallel_config
     return parallel.tensor_parallel_size, parallel.pipeline_parallel_size
-
-
-def workers_on_this_machine(vllm_config: "VllmConfig") -> int:
-    """Return how many workers of the engine share this machine."""
-    return int(vllm_config.parallel_config.local_world_size)
 
 
 def data_parallel_index(vllm_config: "VllmConfig") -> int:

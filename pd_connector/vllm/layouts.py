@@ -13,6 +13,7 @@ from typing import Any
 logger = logging.getLogger(f"vllm.{__name__}")
 
 CONNECTOR = "PDConnector"
+CONNECTOR_MODULE = "pd_connector"
 
 #: The key in ``kv_connector_extra_config`` that turns this on or off.
 SWITCH = "cross_layer_blocks"
@@ -91,7 +92,8 @@ def cross_layer_blocks(vllm_config: Any) -> bool:
 
 
 def _is_ours(connector: str | None, module_path: str | None) -> bool:
-    return connector == CONNECTOR and (module_path or "").partition(".")[0] == __name__.partition(".")[0]
+    """Return whether a configured connector is this one: by the name that the plugin registers, or by its module."""
+    return connector == CONNECTOR and (module_path or CONNECTOR_MODULE).partition(".")[0] == CONNECTOR_MODULE
 
 
 def _switched_on(extra: Mapping[str, Any]) -> bool:

@@ -1,8 +1,17 @@
 """vLLM's platform, this process's place among the workers, and vLLM's logging."""
 
 import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pd_connector.vllm.cache_groups import Ranks
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+T = TypeVar("T")
+
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def share_logging() -> None:
@@ -21,6 +30,30 @@ def worker_ranks() -> Ranks:
 
     tp, pp = get_tp_group(), get_pp_group()
     return Ranks(tp.rank_in_group, tp.world_size, pp.rank_in_group, pp.world_size)
+
+
+def workers_on_this_machine(vllm_config: "VllmConfig") -> int:
+    """Return how many workers of the engine share this machine.
+
+    With Ray, vLLM takes all workers for local, so they are asked: every worker must call this, as all do that register
+    their caches.
+    """
+    if not vllm_config.parallel_config.use_ray:
+        return int(vllm_config.parallel_config.local_world_size)
+    from vllm.distributed.parallel_state import get_pp_group, get_tp_group  # noqa: PLC0415  exists only in workers
+
+    here = _BOOT_ID.read_text()
+    stages = _gather(_gather(here, get_tp_group()), get_pp_group())
+    return sum(machine == here for stage in stages for machine in stage)
+
+
+def _gather(value: T, group: Any) -> list[T]:
+    """Return the values of all workers of one of vLLM's groups. Every one of them must call this."""
+    import torch.distributed  # noqa: PLC0415  this module must stay cheap to import
+
+    values: list[Any] = [None] * group.world_size
+    torch.distributed.all_gather_object(values, value, group=group.cpu_group)
+    return values
 
 
 def host_address() -> str:

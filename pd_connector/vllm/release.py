@@ -19,6 +19,13 @@ class VllmRelease:
     """A vLLM release, as far as the connector depends on it. Holds no state."""
 
     @property
+    def tells_of_sleep(self) -> bool:
+        """Whether connectors are told when sleep mode unmaps the KV caches and maps them again: since vLLM 0.33."""
+        from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1  # noqa: PLC0415
+
+        return hasattr(KVConnectorBase_V1, "restore_kv_caches")
+
+    @property
     def host_medium(self) -> str:
         """The name of host memory in KV cache events."""
         from vllm.distributed.kv_events import MEDIUM_CPU  # noqa: PLC0415

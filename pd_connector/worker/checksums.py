@@ -95,6 +95,11 @@ class LeaseChecksums(WorkerRole):
         if self._thread.is_alive():
             logger.warning("PDConnector: the checksum thread was still running at shutdown")
 
+    def check_ended(self) -> None:
+        """Raise RuntimeError if the thread still runs after ``join``: it may still read blocks."""
+        if self._thread.is_alive():
+            raise RuntimeError("the checksum thread did not end; the worker cannot go on")
+
     def _run(self) -> None:
         while (order := self._orders.get()) is not None and not self._closing.is_set():
             try:

@@ -1,8 +1,8 @@
 """Copies between the device and this rank's part of every host block.
 
 An order is submitted once, when it arrives, and kept with its handle until the copy ends, however many steps that
-takes. Everything here runs on the model's thread and never blocks. The copiers' threads move the bytes; only handles
-pass between threads.
+takes. Everything here runs on the model's thread; only ``settle`` and ``close`` block. The copiers' threads move the
+bytes; only handles pass between threads.
 """
 
 import time
@@ -106,6 +106,19 @@ class HostCopies:
                 ended[store_id] = end, StoreEnds(1, failed=bool(end.failure), unsettled=not settled)
                 del self._stores[store_id]
         return ended
+
+    def settle(self) -> None:
+        """Block until the copies in flight have ended. ``take_loads`` and ``take_stores`` report how.
+
+        Raises:
+            CopyFailed: one has failed, and the device may still be copying.
+        """
+        for copy in (*self._loads.values(), *self._stores.values()):
+            try:
+                copy.handle.wait()
+            except CopyFailed as failure:
+                if not failure.settled:
+                    raise
 
     def close(self) -> None:
         """Wait for the copies in flight and stop the copiers' threads. Their ends are not reported."""

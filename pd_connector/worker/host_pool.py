@@ -161,6 +161,14 @@ class HostPool(WorkerRole):
             self._count_store(copied)
         return Report({store_id: ends for store_id, (_, ends) in ended.items()})
 
+    def settle(self) -> None:
+        """Wait until no copy touches the caches. Their ends are reported as usual, and the memory is kept.
+
+        Raises:
+            CopyFailed: the device may still be reading or writing KV blocks.
+        """
+        self.copies.settle()
+
     def join(self) -> None:
         """Wait for the copies in flight and free the memory."""
         self.copies.close()

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from layout.compatibility import check_models
+from layout.compatibility import check_models, check_transports
 from layout.conversion import describe_conversion
 from layout.geometry import ModelIdentity, WorkerGeometry
 from layout.plan import Plan, compile_plans
@@ -143,6 +143,7 @@ def connect_peer(context: PullContext, address: PeerAddress, deadline: float) ->
 def _make_peer(context: PullContext, welcome: Welcome) -> Peer:
     """Check that a prefill engine's caches can be used here, and plan how to read them."""
     check_models(context.model, welcome.model)
+    check_transports(context.local, welcome.workers)
     sources = choose_sources(context.local, welcome.workers, context.replica_turn)
     plans = compile_plans(context.local, welcome.workers, sources)
     if context.verifier is not None:

@@ -76,6 +76,11 @@ class Pulls(WorkerRole):
         if self._closing:
             logger.warning("PDConnector: %d reads were still under way at shutdown", len(self._closing))
 
+    def check_ended(self) -> None:
+        """Raise RuntimeError if a session's thread still runs after ``join``: its reads may still write to blocks."""
+        if self._closing:
+            raise RuntimeError(f"{len(self._closing)} reads from prefill engines did not end; the worker cannot go on")
+
     def check_integrity(self) -> None:
         """Raise AssertionError unless the books balance, including those of the sessions."""
         sessions = [*self._sessions.values(), *self._closing]

@@ -47,6 +47,9 @@ class WorkerRole:
     def join(self) -> None:
         """Wait for the threads. Call it after ``close``, when the transfer engine is closed too."""
 
+    def check_ended(self) -> None:
+        """Raise RuntimeError unless, after ``join``, nothing that this role has started touches the caches any more."""
+
     def check_integrity(self) -> None:
         """Raise AssertionError unless the books balance."""
 
@@ -78,6 +81,12 @@ class Arrivals:
         failed = finished & self._failed
         self._failed -= failed
         return finished, failed
+
+    def abandon(self) -> None:
+        """Fail every request that has not been taken: what has arrived for it, or would have, is lost."""
+        self._finished |= self._expected.keys()
+        self._expected.clear()
+        self._failed |= self._finished
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless the books balance."""

@@ -3,21 +3,27 @@
 import logging
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 
 from layout.cost import CostModel
-from layout.geometry import WorkerGeometry
+from layout.geometry import ModelIdentity, WorkerGeometry
 from pd_connector.config import ConfigError, ConnectorConfig
-from pd_connector.orders import Orders, Report, WorkerHandshake
+from pd_connector.orders import Orders, Report, WorkerHandshake, WorkerRanks
 from pd_connector.secret import load_keys
 from pd_connector.stats import StatsRecorder
 from pd_connector.vllm.cache_groups import Ranks, cache_groups, with_head_orders
-from pd_connector.vllm.engine_config import EngineRole, engine_name, workers_on_this_machine
+from pd_connector.vllm.engine_config import EngineRole, engine_name
 from pd_connector.vllm.model_identity import model_identity
-from pd_connector.vllm.platform import caches_are_host_memory, default_protocol, host_address, worker_ranks
+from pd_connector.vllm.platform import (
+    caches_are_host_memory,
+    default_protocol,
+    host_address,
+    worker_ranks,
+    workers_on_this_machine,
+)
 from pd_connector.worker.caches import Cache, all_tensors, describe_caches
 from pd_connector.worker.checksums import CacheChecksums, LeaseChecksums
 from pd_connector.worker.host_pool import HostPool, HostQuota
@@ -60,7 +66,11 @@ class ConnectorWorker:
         self._allowed = AllowedPeers(config.allowed_peers)
         self._engine: TransferEngine | None = None
         self._handshake: WorkerHandshake | None = None
-        self._roles: list[WorkerRole] = []
+        self._unsent: dict[WorkerRanks, WorkerHandshake] = {}  # the handshake, until vLLM or a report takes it
+        self._model: ModelIdentity | None = None
+        self._caches: _RegisteredCaches | None = None
+        self._host: HostPool | None = None
+        self._roles: list[WorkerRole] = []  # host memory first
         self._arrivals = Arrivals()
 
     def register_caches(self, kv_caches: Mapping[str, Cache]) -> None:
@@ -76,15 +86,17 @@ class ConnectorWorker:
         """
         config, ranks, tensors = self._config, worker_ranks(), all_tensors(kv_caches)
         on_host = caches_are_host_memory()
-        model = model_identity(self._vllm_config, config.model_check)
+        self._model = model = model_identity(self._vllm_config, config.model_check)
         self._engine = engine = self._make_engine(config)
         groups = [
             with_head_orders(self._vllm_config, group, kv_caches, on_cpu=on_host)
             for group in cache_groups(self._vllm_config, self._kv_cache_config)
         ]
-        geometry = describe_caches(kv_caches, groups, ranks, model.kv_heads, engine.address)
-        reads = _remote_reader(config, geometry, tensors, on_host=on_host) if self._role.consumes else None
-        engine.register((*geometry.regions, *(reads.regions if reads is not None else ())))
+        geometry = replace(
+            describe_caches(kv_caches, groups, ranks, model.kv_heads, engine.address), transport=transport(config)
+        )
+        self._caches = caches = _RegisteredCaches(ranks, geometry, tensors, on_host)
+        reads = self._register(engine, caches)
         logger.info(
             "PDConnector: rank %d of %d registered %d bytes of KV cache, %d bytes per block in %d planes",
             ranks.index, ranks.world_size, sum(region.size for region in geometry.regions), geometry.block_bytes,
@@ -92,33 +104,63 @@ class ConnectorWorker:
         )  # fmt: skip
         host_slots = 0
         if config.cpu_bytes_to_use:
-            host = self._open_host_pool(geometry, tensors, ranks)
-            host_slots = host.slots
-            self._roles.append(host)
-        checksums = self._cache_checksums(geometry, tensors, ranks, on_host=on_host) if config.verify else None
-        if checksums is not None and self._role.produces:
-            self._roles.append(LeaseChecksums(checksums, ranks.index))
-        if reads is not None:
-            client = ControlClient(keys=self._keys, allowed=self._allowed)
-            context = PullContext(
-                local=geometry,
-                model=model,
-                engine=engine,
-                client=client,
-                allowed=self._allowed,
-                reader=ranks.index,
-                readers=ranks.world_size,
-                reads=reads,
-                handshake_timeout_s=config.handshake_timeout_s,
-                pull_timeout_s=config.pull_timeout_s,
-                verifier=Verifier(checksums, client) if checksums is not None else None,
-                replica_turn=zlib.crc32(engine_name(self._vllm_config).encode()),
-            )
-            self._roles.append(Pulls(context, config.peer_idle_s))
-        self._handshake = WorkerHandshake(geometry, host_slots)
+            self._host = self._open_host_pool(geometry, tensors, ranks)
+            host_slots = self._host.slots
+        self._start_roles(engine, caches, reads)
+        secret = self._keys.fingerprint if self._keys is not None else ""
+        self._announce(WorkerHandshake(geometry, host_slots, secret=secret))
+
+    def unregister_caches(self) -> None:
+        """Let go of the caches' memory, which is about to be unmapped: sleep mode. Idempotent.
+
+        Ends everything that reads or writes the caches, and the transfer engine, so that no peer reads what will be
+        there. Requests that wait are reported as failed. Host memory stays, with its contents.
+
+        Raises:
+            RuntimeError: something may still touch the memory.
+        """
+        if self._engine is None:
+            return
+        transfers = [role for role in self._roles if role is not self._host]
+        for role in transfers:
+            role.close()
+        self._engine.close()
+        self._engine = None
+        for role in transfers:
+            role.join()
+            role.check_ended()
+        if self._host is not None:
+            self._host.settle()
+        self._settle_ends()
+        self._arrivals.abandon()
+        self._roles = [self._host] if self._host is not None else []
+        logger.info("PDConnector: the KV caches are not registered for transfers while the engine sleeps")
+
+    def restore_caches(self) -> None:
+        """Register the caches again, which are mapped at the same addresses as before. Idempotent.
+
+        The transfer engine is a new one, at another address. So the handshake is passed on anew.
+
+        Raises:
+            EngineStartError: the transfer engine does not start, or refuses the memory.
+        """
+        before, caches = self._handshake, self._caches
+        if before is None or caches is None:
+            return
+        if self._engine is None:
+            self._engine = engine = self._make_engine(self._config)
+            self._caches = caches = caches.at(engine.address)
+            self._start_roles(engine, caches, self._register(engine, caches))
+            before = replace(before, geometry=caches.geometry, generation=before.generation + 1)
+            logger.info("PDConnector: the KV caches are registered for transfers again, at %s", engine.address)
+        self._announce(before)
 
     def handshake(self) -> WorkerHandshake | None:
-        """Return this worker's caches, for the scheduler side to describe to peers; None before ``register_caches``."""
+        """Return this worker's caches, for the scheduler side to describe to peers; None before ``register_caches``.
+
+        The caller passes it on. Without this call, the next report has it.
+        """
+        self._unsent = {}
         return self._handshake
 
     def execute(self, orders: Orders) -> None:
@@ -133,17 +175,13 @@ class ConnectorWorker:
         Raises:
             UnsettledLoadError: a load failed, but the device may still be writing to KV blocks.
         """
-        for role in self._roles:
-            for end in role.take_ends():
-                end.count(self._stats)
-                if end.failure:
-                    logger.error("PDConnector: request %s: %s. %s", end.request_id, end.failure, self._failure_outcome)
-                self._arrivals.settle(end.request_id, failed=bool(end.failure))
+        self._settle_ends()
         return self._arrivals.take()
 
     def take_report(self) -> Report:
         """Return what else has ended on this rank since the last call, for which no request waits."""
-        return sum((role.take_report() for role in self._roles), Report())
+        handshakes, self._unsent = self._unsent, {}
+        return sum((role.take_report() for role in self._roles), Report(handshakes=handshakes))
 
     def shutdown(self) -> None:
         """Stop all transfers, unregister the memory, join all threads."""
@@ -160,6 +198,53 @@ class ConnectorWorker:
         for role in self._roles:
             role.check_integrity()
 
+    def _settle_ends(self) -> None:
+        for role in self._roles:
+            for end in role.take_ends():
+                end.count(self._stats)
+                if end.failure:
+                    logger.error("PDConnector: request %s: %s. %s", end.request_id, end.failure, self._failure_outcome)
+                self._arrivals.settle(end.request_id, failed=bool(end.failure))
+
+    def _announce(self, handshake: WorkerHandshake) -> None:
+        """Have the handshake passed on to the scheduler side, by vLLM or by the next report."""
+        self._handshake = handshake
+        self._unsent = {(handshake.geometry.pp_rank, handshake.geometry.tp_rank): handshake}
+
+    def _register(self, engine: TransferEngine, caches: "_RegisteredCaches") -> RemoteReader | None:
+        """Register the memory of the caches, and what reads need; return what carries reads out, if there are any."""
+        reads = None
+        if self._role.consumes:
+            reads = _remote_reader(self._config, caches.geometry, caches.tensors, on_host=caches.on_host)
+        engine.register((*caches.geometry.regions, *(reads.regions if reads is not None else ())))
+        return reads
+
+    def _start_roles(self, engine: TransferEngine, caches: "_RegisteredCaches", reads: RemoteReader | None) -> None:
+        config, ranks = self._config, caches.ranks
+        self._roles = [self._host] if self._host is not None else []
+        checksums = self._cache_checksums(caches) if config.verify else None
+        if checksums is not None and self._role.produces:
+            self._roles.append(LeaseChecksums(checksums, ranks.index))
+        if reads is None:
+            return
+        assert self._model is not None, "the model is identified when the caches are registered"
+        client = ControlClient(keys=self._keys, allowed=self._allowed)
+        context = PullContext(
+            local=caches.geometry,
+            model=self._model,
+            engine=engine,
+            client=client,
+            allowed=self._allowed,
+            reader=ranks.index,
+            readers=ranks.world_size,
+            reads=reads,
+            handshake_timeout_s=config.handshake_timeout_s,
+            pull_timeout_s=config.pull_timeout_s,
+            verifier=Verifier(checksums, client) if checksums is not None else None,
+            replica_turn=zlib.crc32(engine_name(self._vllm_config).encode()),
+        )
+        self._roles.append(Pulls(context, config.peer_idle_s))
+
     def _open_host_pool(self, geometry: WorkerGeometry, tensors: Sequence[torch.Tensor], ranks: Ranks) -> HostPool:
         if not tensors:
             raise ConfigError(f"cpu_bytes_to_use: rank {ranks.index} holds no KV cache; set it to 0")
@@ -167,22 +252,37 @@ class ConnectorWorker:
         quota = HostQuota(self._config.cpu_bytes_to_use, ranks.world_size, workers_here)
         return HostPool.open(quota, geometry, tensors, self._stats)
 
-    def _cache_checksums(
-        self, geometry: WorkerGeometry, tensors: Sequence[torch.Tensor], ranks: Ranks, *, on_host: bool
-    ) -> CacheChecksums:
-        read: BlockReader = in_place if on_host or not tensors else DeviceReader(tensors)
-        logger.info("PDConnector: rank %d takes checksums for every pull, which costs time (verify)", ranks.index)
-        return CacheChecksums(geometry, read)
+    def _cache_checksums(self, caches: "_RegisteredCaches") -> CacheChecksums:
+        in_place_reads = caches.on_host or not caches.tensors
+        read: BlockReader = in_place if in_place_reads else DeviceReader(caches.tensors)
+        logger.info(
+            "PDConnector: rank %d takes checksums for every pull, which costs time (verify)", caches.ranks.index
+        )
+        return CacheChecksums(caches.geometry, read)
 
     @property
     def _failure_outcome(self) -> str:
         return "Its prompt is computed here instead" if self._role.recomputes else "The request fails"
 
 
+@dataclass(frozen=True)
+class _RegisteredCaches:
+    """The caches of this worker as they are registered."""
+
+    ranks: Ranks
+    geometry: WorkerGeometry
+    tensors: Sequence[torch.Tensor]
+    on_host: bool  # whether the CPU can read and write them
+
+    def at(self, engine_address: str) -> "_RegisteredCaches":
+        """Return the same caches, registered with another transfer engine."""
+        return replace(self, geometry=replace(self.geometry, engine_address=engine_address))
+
+
 def _remote_reader(
     config: ConnectorConfig, geometry: WorkerGeometry, tensors: Sequence[torch.Tensor], *, on_host: bool
 ) -> RemoteReader:
-    cost = CostModel.of_protocol(_protocol(config))
+    cost = CostModel.of_protocol(transport(config))
     if config.descriptor_cost_us is not None:
         cost = replace(cost, alpha=config.descriptor_cost_us * 1e-6)
     if config.byte_cost_ns is not None:
@@ -197,7 +297,8 @@ def _remote_reader(
         raise ConfigError(f"staging_bytes = {config.staging_bytes}: {error}; 0 turns staging off") from error
 
 
-def _protocol(config: ConnectorConfig) -> str:
+def transport(config: ConnectorConfig) -> str:
+    """Return the protocol of the transfer engine: the setting, or the platform's default."""
     return default_protocol() if config.protocol == "auto" else config.protocol
 
 
@@ -205,7 +306,7 @@ def _mooncake(config: ConnectorConfig) -> TransferEngine:
     return MooncakeEngine(
         MooncakeOptions(
             host=config.host or host_address(),
-            protocol=_protocol(config),
+            protocol=transport(config),
             devices=config.devices,
             descriptors_per_call=config.descriptors_per_call,
             max_descriptors_in_flight=config.max_descriptors_in_flight,

@@ -5,13 +5,31 @@ from typing import Any
 
 import pytest
 
-from layout.compatibility import IncompatibleCachesError, check_models
-from layout.geometry import ModelIdentity
+from layout.compatibility import IncompatibleCachesError, check_models, check_transports
+from layout.geometry import ModelIdentity, WorkerGeometry
 from tests.support.layout.oracle import Engine, Model, build
 from tests.support.layout.pulls import LOCAL_BASE, REMOTE_BASE, plans_of
 
 IDENTITY = ModelIdentity("LlamaForCausalLM", "c0ffee", "beef", 24, 8, 128, "bfloat16", "bfloat16")
 MODEL = Model(2, (2, 2), 2, ((0, 1),), (0,))
+
+
+def worker_with(transport: str, tp_rank: int = 0) -> WorkerGeometry:
+    return WorkerGeometry(tp_rank, 2, 0, 1, 2, "10.0.0.5:15000", (), (), transport)
+
+
+@pytest.mark.parametrize(("ours", "theirs"), [("tcp", "tcp"), ("tcp", ""), ("", "rdma"), ("", "")])
+def test_equal_and_unknown_transports_are_accepted(ours: str, theirs: str) -> None:
+    check_transports(worker_with(ours), [worker_with(theirs)])
+
+
+def test_a_transport_that_differs_is_named_with_both_values_and_the_rank() -> None:
+    remotes = [worker_with("rdma"), worker_with("tcp", tp_rank=1)]
+    with pytest.raises(
+        IncompatibleCachesError,
+        match=r"protocol is 'rdma' here and 'tcp' on the remote engine \(TP rank 1, PP rank 0\)",
+    ):
+        check_transports(worker_with("rdma"), remotes)
 
 
 def compile_between(local: Engine, remote: Engine, remote_model: Model = MODEL) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm.config.aux_output import AuxOutputConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -65,7 +66,7 @@ def test_one_name_is_exported() -> None:
 def test_importing_the_package_loads_neither_torch_nor_vllm() -> None:
     """vLLM loads the package's plugin in all of its processes."""
     script = (
-        "import sys, pd_connector, pd_connector.vllm.cpu.layouts\n"
+        "import sys, pd_connector, pd_connector.vllm.plugin\n"
         "print([name for name in ('torch', 'vllm', 'mooncake', 'zmq', 'numpy') if name in sys.modules])"
     )
     ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
@@ -106,6 +107,17 @@ def test_vllm_leaves_new_blocks_of_every_group_as_they_are_for_pulls_and_loads(m
         assert connector.get_loaded_kv_cache_group_ids(a_decode_request("r")) == (0, 1)
     finally:
         connector.shutdown()
+
+
+@pytest.mark.parametrize("role", list(KVConnectorRole))
+def test_routed_experts_are_refused_by_the_constructor(model: Path, role: KVConnectorRole) -> None:
+    """vLLM refuses them with connectors that it knows by name."""
+    config = a_config(model)
+    config.aux_output_config = AuxOutputConfig(enable_return_routed_experts=True)
+    with pytest.raises(UnsupportedError, match=r"enable_return_routed_experts: .* start without"):
+        PDConnector(config, role, CACHES)
+    config.aux_output_config = AuxOutputConfig()
+    PDConnector(config, role, CACHES).shutdown()
 
 
 def test_an_engine_that_only_decodes_opens_no_control_endpoint(model: Path) -> None:

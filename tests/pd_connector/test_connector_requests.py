@@ -14,35 +14,32 @@ from unittest.mock import create_autospec
 import pytest
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorRole,
     KVConnectorTransferResults,
 )
 from vllm.v1.request import RequestStatus
 
 from layout.geometry import WorkerGeometry
 from layout.sharding import Source, choose_sources
-from pd_connector.connector import PDConnector
 from pd_connector.orders import Orders
 from pd_connector.scheduler.consumer import Consumer
 from pd_connector.scheduler.host_tier import HostTier
 from pd_connector.worker import peer
 from tests.support.connector.requests import FakeRequest, a_prompt
-from tests.support.connector.vllm_engine import BLOCK_TOKENS, CACHES, LAYERS, SPEC, StartEngine, a_config, role_of
+from tests.support.connector.vllm_engine import BLOCK_TOKENS, LAYERS, SPEC, StartEngine, role_of
 from tests.support.engine.in_process import Fault, InProcessFabric
 from tests.support.waiting import until
 
 
 @pytest.mark.parametrize(("role", "leg"), [("kv_consumer", "do_remote_decode"), ("kv_producer", "do_remote_prefill")])
 def test_a_request_for_the_other_role_is_served_without_a_transfer(
-    model: Path, role: str, leg: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    start: StartEngine, role: str, leg: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    connector = PDConnector(a_config(model, role), KVConnectorRole.SCHEDULER, CACHES)
+    connector = start(role).scheduler
     monkeypatch.setattr(logging.getLogger("pd_connector"), "propagate", True)
     request = FakeRequest("r", a_prompt(70), {leg: True}, status=RequestStatus.FINISHED_LENGTH_CAPPED)
     connector.on_new_request(request)
     assert connector.get_num_new_matched_tokens(request, 0) == (0, False)
     assert connector.request_finished_all_groups(request, ([1, 2, 3],)) == (False, None)
-    connector.shutdown()
     assert f"request r asks for {leg}" in caplog.text
 
 

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from layout.geometry import WorkerGeometry
 from pd_connector.orders import (
     BlockMoves,
     Cause,
@@ -20,6 +21,7 @@ from pd_connector.orders import (
     Report,
     StoreEnds,
     StoreOrder,
+    WorkerHandshake,
 )
 from pd_connector.vllm.metadata import ReportMetadata, StepMetadata
 
@@ -73,7 +75,23 @@ def test_adding_up_changes_neither_report() -> None:
     assert other.stores == {1: StoreEnds(1, failed=True), 2: StoreEnds(1)}
 
 
-@pytest.mark.parametrize("report", [Report({1: StoreEnds(1)}), Report(checksums=(ChecksumReport("lease", 0, None),))])
+HANDSHAKES = [WorkerHandshake(WorkerGeometry(rank, 2, 0, 1, 2, "10.0.0.5:15000", (), ())) for rank in range(2)]
+
+
+def test_handshakes_of_several_ranks_are_those_of_one_report() -> None:
+    one, other = ({(0, rank): HANDSHAKES[rank]} for rank in range(2))
+    together = Report(handshakes=one) + Report({1: StoreEnds(1)}) + Report(handshakes=other)
+    assert pickle.loads(pickle.dumps(together)).handshakes == {**one, **other}
+
+
+@pytest.mark.parametrize(
+    "report",
+    [
+        Report({1: StoreEnds(1)}),
+        Report(checksums=(ChecksumReport("lease", 0, None),)),
+        Report(handshakes={(0, 0): HANDSHAKES[0]}),
+    ],
+)
 def test_a_report_of_either_kind_is_passed_on(report: Report) -> None:
     assert report
     assert not Report()

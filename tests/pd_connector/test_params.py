@@ -13,6 +13,7 @@ from pd_connector.params import (
     check_prompt,
     contents_digest,
     is_decode_leg,
+    is_malformed,
     is_prefill_leg,
     parse_remote_prefill,
     prompt_digest,
@@ -51,6 +52,20 @@ def test_the_answer_has_the_keys_that_existing_routers_relay() -> None:
         "remote_block_sizes",
         "tp_size",
     }
+
+
+@pytest.mark.parametrize("params", [[], [1], "do_remote_prefill", 0, 1.5, True, ["do_remote_prefill"]])
+def test_what_is_no_json_object_is_malformed_and_neither_leg(params: Any) -> None:
+    assert is_malformed(params)
+    assert not is_prefill_leg(params)
+    assert not is_decode_leg(params)
+    with pytest.raises(ParamsError, match="Expected `object`, got"):
+        parse_remote_prefill(params)
+
+
+@pytest.mark.parametrize("params", [None, {}, {"do_remote_decode": True}])
+def test_nothing_and_objects_are_not_malformed(params: Any) -> None:
+    assert not is_malformed(params)
 
 
 @pytest.mark.parametrize("params", [None, {}, {"do_remote_prefill": False, "do_remote_decode": False}])

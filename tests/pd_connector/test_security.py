@@ -13,7 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from pd_connector.config import ConfigError
 from pd_connector.connector import PDConnector
 from tests.support.connector.requests import FakeRequest, a_prompt
-from tests.support.connector.vllm_engine import CACHES, EngineUnderTest, StartEngine, a_config
+from tests.support.connector.vllm_engine import BLOCK_TOKENS, CACHES, LAYERS, EngineUnderTest, StartEngine, a_config
 from tests.support.control.junk import Junk, send_conversations
 from tests.support.control.recorder import Recorder
 from tests.support.engine.in_process import InProcessEngine, InProcessFabric
@@ -167,3 +167,34 @@ def test_a_welcome_cannot_lead_to_an_engine_that_is_not_allowed(
     assert not pull(p, d)
     assert "the transfer engine at 192.0.2.9:15000: 192.0.2.9 may not be contacted" in log.text
     assert fabric.reads == 0
+
+
+@pytest.mark.usefixtures("fabric")
+@pytest.mark.parametrize(
+    ("theirs", "ours", "values"),
+    [
+        (None, SECRET, "has no secret, and the engine core has one"),
+        (SECRET, None, "has another secret, and the engine core has none"),
+        ("another secret of a kind", SECRET, "has another secret, and the engine core has one"),
+    ],
+)
+def test_a_worker_on_another_node_without_the_secret_is_told_at_start(
+    model: Path, monkeypatch: pytest.MonkeyPatch, theirs: str | None, ours: str | None, values: str
+) -> None:
+    """Without it, all its pulls would be refused."""
+
+    def side(role: KVConnectorRole, secret: str | None) -> PDConnector:
+        if secret is None:
+            monkeypatch.delenv("PD_CONNECTOR_SECRET", raising=False)
+        else:
+            monkeypatch.setenv("PD_CONNECTOR_SECRET", secret)
+        return PDConnector(a_config(model, "kv_consumer"), role, CACHES)
+
+    worker, scheduler = side(KVConnectorRole.WORKER, theirs), side(KVConnectorRole.SCHEDULER, ours)
+    worker.register_kv_caches({name: torch.zeros(8, 2, BLOCK_TOKENS, 128) for name in LAYERS})
+    handshake = worker.get_handshake_metadata()
+    assert handshake is not None
+    with pytest.raises(ConfigError, match=f"worker 0 of 1 {values}: .* PD_CONNECTOR_SECRET"):
+        scheduler.set_xfer_handshake_metadata_pp_aware({(0, 0): handshake})
+    worker.shutdown()
+    scheduler.shutdown()

@@ -31,6 +31,7 @@ Devices (``transfer/batch_copy``, ``tests/npu_sim``):
     devices.npu_caches      a worker's KV caches on the simulated device, and host memory for their blocks
 
 The connector (``pd_connector/``):
+    connector.greeting      a connector to put beside ours in MultiConnector: it has a handshake and statistics
     connector.requests      requests as vLLM hands them over, params of a prefill, a control client that sends nothing
     connector.engines       prefill and decode engines without vLLM: real control channel, real bytes, real leases
     connector.vllm_engine   both sides of one engine's ``PDConnector``, called as vLLM calls them
@@ -38,10 +39,12 @@ The connector (``pd_connector/``):
     connector.tensors       what is true of cache tensors, as vLLM would state it
     connector.cpu_layers    attention layers with vLLM's real CPU kernels
 
-Simulations of many engines (``test_state_machine``) and of one with a host tier (``test_host_machine``):
+Simulations of many engines (``test_state_machine``, ``test_progress``) and of one with a host tier
+(``test_host_machine``):
     simulation.network      messages that are delivered, lost, repeated and reordered one by one
     simulation.prefill      a prefill engine: a block pool with stamps for contents, and its promises kept apart
     simulation.decode       a decode engine: vLLM's scheduler and workers as far as the connector meets them
+    simulation.vllm_schedulers  engines around vLLM's own schedulers and our scheduler side; workers are simulated
     host_tier.engine        an engine around ``HostTier``: vLLM's cache manager, its scheduler in short, its ranks
     host_tier.ranks         what the device blocks and host slots of a rank hold, and the copies between them
     host_tier.setup         what such an engine is made of: cache manager, pool of host blocks, requests, steps

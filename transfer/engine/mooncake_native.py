@@ -82,9 +82,13 @@ def load(options: NativeOptions) -> Any:
 
 def _explain_import_error(error: ImportError) -> str:
     if isinstance(error, ModuleNotFoundError):
-        hint = "install it with the extra for your platform: pip install 'pd-connector[cpu]', [cuda] or [npu]"
+        hint = "install it with the extra for your platform: pip install 'pd-connector[cpu]', [cuda], [cuda12] or [npu]"
     elif "libibverbs" in str(error) or "librdmacm" in str(error):
         hint = "it needs the RDMA libraries even if only TCP is used: apt-get install libibverbs1 librdmacm1"
+    elif "libcudart.so.12" in str(error):
+        hint = "this wheel is for CUDA 12; install mooncake-transfer-engine-cuda13 in its place (the extra [cuda])"
+    elif "libcudart.so.13" in str(error):
+        hint = "this wheel is for CUDA 13; install mooncake-transfer-engine in its place (the extra [cuda12])"
     else:
         hint = "a library that it is linked to is missing; check that the wheel fits the platform (cpu, cuda, npu)"
     return f"cannot import the Mooncake transfer engine ({error}): {hint}"

@@ -1,7 +1,7 @@
 """Cross-layer KV blocks on vLLM's CPU platform.
 
-vLLM's CPU attention backend declares only the layout LBHNC, though its kernels follow the strides they are given.
-``register``, a plugin that vLLM loads in every process, lets a worker offer the block-outer layouts too, under three
+vLLM's CPU attention backend declares only the layout LBHNC, though its kernels follow the strides they are given. The
+plugin calls ``register`` in every process of vLLM, which lets a worker offer the block-outer layouts too, under three
 conditions: the worker's configuration names this connector, every attention layer uses that backend, and its kernels
 have just passed ``layout_check`` for the layout on this machine. It wraps the one worker method by which vLLM asks for
 layouts, and changes no attribute of a backend. A worker without this connector gives vLLM's own answer.
@@ -19,11 +19,12 @@ from pd_connector.vllm.layouts import BLOCK_OUTER, SWITCH, cross_layer_blocks
 #: A child of vLLM's logger, so that vLLM's handlers and level apply.
 logger = logging.getLogger(f"vllm.{__name__}")
 
-PLUGIN = "pd_connector_cpu_layouts"
+#: The plugin's name in ``vllm.general_plugins``.
+PLUGIN = "pd_connector"
 
 
 def register() -> None:
-    """Hook the workers on the CPU platform: the entry point of ``vllm.general_plugins``. Idempotent."""
+    """Hook the workers on the CPU platform. Idempotent."""
     try:
         from vllm.platforms import current_platform  # noqa: PLC0415
 

@@ -1,4 +1,4 @@
-"""What a consumer pulls where vLLM keeps only part of a prompt: sliding windows, chunked attention, blocks of two sizes."""
+"""What a consumer pulls where vLLM keeps part of a prompt only: sliding windows, chunks, blocks of two sizes."""
 
 from collections.abc import Callable
 from typing import Any

@@ -118,6 +118,20 @@ def test_an_engine_that_is_still_starting_is_asked_again_until_its_workers_are_k
     assert isinstance(answer.result(), Welcome)
 
 
+def test_workers_that_have_registered_their_caches_anew_are_another_engine(
+    endpoint: Endpoint, client: ControlClient
+) -> None:
+    endpoint.service.set_workers((WORKER,))
+    old, lease = endpoint.engine_id, endpoint.grant("r").lease_id
+    endpoint.service.set_workers((WORKER,))
+    assert endpoint.engine_id != old
+    assert endpoint.leases.active == 0
+    assert not endpoint.leases.renew([lease])
+    with pytest.raises(PeerRefused, match="restarted"):
+        ask(client, endpoint, Hello(old))
+    assert isinstance(ask(client, endpoint, Hello(endpoint.engine_id)), Welcome)
+
+
 @pytest.mark.parametrize(
     "message", [Hello("old"), Renew("old", ("L",)), Release("old", "L", 0, 1, "pull", "c"), Cancel("old", ("L",))]
 )

@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from tests.support.simulation.engines import Asked, EngineSim, World
+from tests.support.simulation.vllm_schedulers import ClientRequest, EngineSim, World
 
 _T = TypeVar("_T")
 
@@ -26,7 +26,7 @@ class Deployment(RuleBasedStateMachine):
         super().__init__()
         self.world = World()
         self.engines: list[EngineSim] = []
-        self.all_asked: list[Asked] = []
+        self.all_asked: list[ClientRequest] = []
         self.numbers = itertools.count()
 
     @initialize(
@@ -47,10 +47,10 @@ class Deployment(RuleBasedStateMachine):
     def _pick(self, things: list[_T], which: int) -> _T:
         return things[which % len(things)]
 
-    def _new(self, tokens: int, outputs: int, decodes_on: EngineSim | None) -> Asked:
+    def _new(self, tokens: int, outputs: int, decodes_on: EngineSim | None) -> ClientRequest:
         seed = next(self.numbers)
         prompt = [(seed * 31 + position) % 500 for position in range(tokens)]
-        asked = Asked(f"r{seed}", prompt, outputs, decodes_on)
+        asked = ClientRequest(f"r{seed}", prompt, outputs, decodes_on)
         self.all_asked.append(asked)
         return asked
 

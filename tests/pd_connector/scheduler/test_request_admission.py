@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from pd_connector.scheduler.request_admission import RequestAdmission
-from tests.support.simulation.engines import Asked, EngineSim, World
+from tests.support.simulation.vllm_schedulers import ClientRequest, EngineSim, World
 
 TTL_S = 30.0  # the default
 QUEUE_TIMEOUT_S = 120.0  # the default
@@ -19,18 +19,18 @@ def world() -> Iterator[World]:
     world.close()
 
 
-def burst(number: int, tokens: int, prefills_on: list[EngineSim], decodes_on: list[EngineSim]) -> list[Asked]:
+def burst(number: int, tokens: int, prefills_on: list[EngineSim], decodes_on: list[EngineSim]) -> list[ClientRequest]:
     """Many different prompts at once, in turns on the engines."""
     all_asked = []
     for index in range(number):
         prompt = [(index * 31 + position) % 500 for position in range(tokens)]
-        asked = Asked(f"r{index}", prompt, 5, decodes_on[index % len(decodes_on)])
+        asked = ClientRequest(f"r{index}", prompt, 5, decodes_on[index % len(decodes_on)])
         prefills_on[index % len(prefills_on)].ask(asked)
         all_asked.append(asked)
     return all_asked
 
 
-def ends(all_asked: list[Asked]) -> Counter[str]:
+def ends(all_asked: list[ClientRequest]) -> Counter[str]:
     return Counter(asked.ended for asked in all_asked)
 
 
@@ -70,14 +70,14 @@ def test_a_prompt_larger_than_the_leases_share_is_served(world: World) -> None:
 
 def test_a_request_that_pulls_nothing_is_not_starved_by_those_that_do(world: World) -> None:
     engine, other = (EngineSim(world, "kv_both", blocks=40) for _ in range(2))
-    plain = Asked("plain", list(range(450)), 5)
+    plain = ClientRequest("plain", list(range(450)), 5)
     pulling = burst(8, 100, [other], [engine])
     engine.ask(plain)
     for number in range(3000):
         if plain.ended:
             break
         if number % 5 == 0:
-            pulling += [Asked(f"more{number}", [number] * 100, 20, engine)]
+            pulling += [ClientRequest(f"more{number}", [number] * 100, 20, engine)]
             other.ask(pulling[-1])
         world.step()
     assert plain.ended == "finished"
@@ -105,7 +105,7 @@ def test_a_paused_decode_engine_does_not_starve_the_others(world: World) -> None
     lost = burst(12, 100, [prefill], [paused])
     while prefill.leases < 9:
         world.step()
-    asked = [Asked(f"other{number}", [number] * 100, 5, other) for number in range(6)]
+    asked = [ClientRequest(f"other{number}", [number] * 100, 5, other) for number in range(6)]
     for each in asked:
         prefill.ask(each)
     start = world.clock.now
@@ -134,7 +134,7 @@ def test_leases_above_their_share_give_way_at_once(world: World) -> None:
     burst(8, 100, [prefill], [paused])
     while prefill.leases < 8:
         world.step()
-    asked = Asked("other", [3] * 300, 5, other)
+    asked = ClientRequest("other", [3] * 300, 5, other)
     prefill.ask(asked)
     start = world.clock.now
     while not asked.ended:
@@ -150,7 +150,7 @@ def test_a_lease_that_is_being_read_does_not_give_way(world: World) -> None:
     for _ in range(20):
         world.step()
     assert prefill.leases == 1
-    waits = Asked("waits", [3] * 450, 5, decode)
+    waits = ClientRequest("waits", [3] * 450, 5, decode)
     prefill.ask(waits)
     world.run(within_s=100)
     assert (read.ended, waits.ended) == ("finished", "finished")

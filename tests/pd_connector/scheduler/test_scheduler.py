@@ -24,7 +24,7 @@ from pd_connector.stats import StatsRecorder
 from pd_connector.vllm.engine_config import UnsupportedError
 from tests.support.connector.requests import FakeRequest, a_prompt, allocated
 from tests.support.connector.vllm_engine import CACHES, a_config
-from tests.support.host_tier.setup import Setup, make_manager
+from tests.support.host_tier.setup import Setup, make_manager, make_request
 from tests.support.process import free_port
 
 Calls = list[tuple[Any, ...]]
@@ -137,10 +137,11 @@ def calls() -> Calls:
 
 @pytest.fixture
 def side(side_of: Open) -> ConnectorScheduler:
-    """One that has no roles of its own."""
+    """One that has no roles of its own, and knows its worker."""
     side = side_of("kv_both")
     side.shutdown()
     side._roles.clear()
+    side.set_workers({(0, 0): a_handshake(0, 0, 0)})
     return side
 
 
@@ -215,7 +216,7 @@ def test_workers_are_known_stage_by_stage(side: ConnectorScheduler, roles: list[
 
 def test_a_role_that_overrides_nothing_changes_nothing(side: ConnectorScheduler) -> None:
     side._roles.append(SchedulerRole())
-    side.set_workers({(0, 0): a_handshake(0, 0, 0)})
+    side.set_workers({(0, 0): a_handshake(0, 0, 1)})
     side.add(REQUEST)
     assert side.missing_tokens(REQUEST, 0) == 0
     side.allocated(REQUEST, allocated([1, 2]), 0)
@@ -229,6 +230,54 @@ def test_a_role_that_overrides_nothing_changes_nothing(side: ConnectorScheduler)
     assert side.reset()
     side.update_stats()
     side.check_integrity()
+
+
+# Workers whose handshakes come with a report, because another connector got vLLM's call for them
+
+
+def two_ranks(config: Any) -> None:
+    config.parallel_config.tensor_parallel_size = 2
+
+
+@pytest.mark.parametrize(("kv_role", "extra"), [("kv_producer", {}), ("kv_consumer", HOST)])
+def test_requests_wait_until_reports_have_brought_every_workers_handshake(
+    side_of: Open, kv_role: str, extra: dict[str, int]
+) -> None:
+    side = side_of(kv_role, two_ranks, **extra)
+    side.bind_cache_manager(make_manager(Setup()))
+    side.set_workers({})
+    request = make_request(Setup(), "r", range(9))
+    side.add(request)
+    for known in ({}, {(0, 1): a_handshake(1, 0, 5)}):
+        side.settled(set(), set(), Report(handshakes=known))
+        assert side.wants_step(), "the report comes with a step"
+        assert side.missing_tokens(request, 0) is None
+    side.settled(set(), set(), Report(handshakes={(0, 0): a_handshake(0, 0, 9)}))
+    assert not side.wants_step()
+    assert side.missing_tokens(request, 0) == 0
+    side.check_integrity()
+
+
+def test_an_engine_that_only_pulls_does_not_wait_for_its_workers(side_of: Open) -> None:
+    side = side_of("kv_consumer")
+    side.add(REQUEST)
+    assert side.missing_tokens(REQUEST, 0) == 0
+    assert not side.wants_step()
+
+
+def test_host_memory_that_opens_late_takes_up_the_requests_that_have_waited(side_of: Open) -> None:
+    side = side_of("kv_consumer", **HOST)
+    side.bind_cache_manager(make_manager(Setup()))
+    stays: Any = FakeRequest("stays", a_prompt(9))
+    leaves: Any = FakeRequest("leaves", a_prompt(9))
+    for request in (stays, leaves):
+        side.add(request)
+        assert side.missing_tokens(request, 0) is None
+    side.finish(leaves, ([],))
+    side.settled(set(), set(), Report(handshakes={(0, 0): a_handshake(0, 0, 5)}))
+    (tier, _) = side._roles
+    assert isinstance(tier, HostTier)
+    assert list(tier._requests) == ["stays"]
 
 
 # Tokens

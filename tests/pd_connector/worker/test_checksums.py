@@ -15,6 +15,7 @@ from layout.copies import Int64Array
 from layout.geometry import Plane, Region, WorkerGeometry
 from layout.plan import BlockTable
 from pd_connector.orders import ChecksumOrder, ChecksumReport, Orders
+from pd_connector.worker import checksums
 from pd_connector.worker.checksums import CacheChecksums, LeaseChecksums
 from tests.support.connector.engines import MODEL, PREFILL, placed
 from tests.support.layout.oracle import LAYOUTS, Engine, Extra, Model, Rank, build
@@ -153,3 +154,17 @@ def test_only_the_blocks_asked_for_are_copied(rank: Rank) -> None:
     assert isinstance(readable.owner, torch.Tensor)
     assert readable.owner.numel() == 2 * plane.block_bytes
     assert readable.plane.blocks == 2
+
+
+def test_memory_that_may_still_be_read_is_not_given_up(rank: Rank, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+    service = LeaseChecksums(CacheChecksums(rank.geometry, gate), 0)
+    service.execute(Orders(checksums=(an_order("a"),)))
+    assert gate.entered.wait(5.0)
+    monkeypatch.setattr(checksums, "_CLOSE_TIMEOUT_S", 0.05)
+    close(service)
+    with pytest.raises(RuntimeError, match="did not end"):
+        service.check_ended()
+    gate.open.set()
+    monkeypatch.setattr(checksums, "_CLOSE_TIMEOUT_S", 5.0)
+    service.join()
+    service.check_ended()

@@ -398,3 +398,26 @@ def test_a_copy_ends_when_its_bytes_have_landed_and_not_when_it_is_seen() -> Non
     end, _ = _poll(_InFlight(handle, 1, 10, handle.ended_at - 0.5))
     assert end is not None
     assert end.seconds == pytest.approx(0.5, abs=1e-6)
+
+
+# Before the device memory goes
+
+
+@pytest.mark.parametrize("failure", [None, CopyFailed("refused", settled=True)])
+def test_settling_waits_for_copies_which_are_reported_as_usual(failure: CopyFailed | None) -> None:
+    backend, copier = faulty(failure=failure)
+    backend.may_start.clear()
+    with closing(Worker(stores=copier)) as worker:
+        worker.store(4, (0, 1, 0))
+        threading.Timer(0.1, backend.may_start.set).start()
+        worker.copies.settle()
+        (ends,) = worker.copies.take_stores().values()
+        assert ends[1].failed == (failure is not None)
+
+
+def test_settling_a_copy_that_may_still_run_fails() -> None:
+    _, copier = faulty(failure=CopyFailed("the device is gone", settled=False))
+    with closing(Worker(loads=copier)) as worker:
+        worker.load("r", (0, 1, 0))
+        with pytest.raises(CopyFailed, match="the device is gone"):
+            worker.copies.settle()

@@ -75,6 +75,18 @@ def test_an_engine_that_restarted_at_the_same_port_refuses_the_old_params(site: 
     assert worker.untouched
 
 
+def test_an_engine_with_another_transport_is_incompatible_and_not_contacted(site: Site) -> None:
+    prefill, (worker,) = site.prefill(), site.decode()
+    (rank,) = prefill.ranks
+    prefill.service._workers = (replace(rank.geometry, transport="rdma"),)
+    worker.rank = replace(worker.rank, geometry=replace(worker.rank.geometry, transport="tcp"))
+    end = pull_once(site, prefill.prefill("r", THEIRS), worker)
+    assert end.cause == "incompatible"
+    assert "protocol is 'tcp' here and 'rdma' on the remote engine" in end.reason
+    assert site.fabric.reads == 0
+    assert worker.untouched
+
+
 def test_an_engine_whose_transfer_port_is_closed_is_unreachable(site: Site) -> None:
     prefill, (worker,) = site.prefill(), site.decode()
     prefill.engines[0].close()

@@ -306,6 +306,8 @@ def test_closing_does_not_wait_for_ever_for_a_read_that_hangs(
     decode.service.close()
     decode.service.join()
     assert "1 reads were still under way at shutdown" in caplog.text
+    with pytest.raises(RuntimeError, match="1 reads from prefill engines did not end"):
+        decode.service.check_ended()
     finish.set()
     stuck.join(5.0)
     assert not stuck.is_alive()

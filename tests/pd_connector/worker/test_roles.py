@@ -75,3 +75,18 @@ def test_what_settles_unexpectedly_is_found() -> None:
     arrivals.settle("r", failed=False)
     with pytest.raises(AssertionError, match="not expected"):
         arrivals.check_integrity()
+
+
+def test_requests_that_are_abandoned_fail_whatever_has_arrived_for_them() -> None:
+    arrivals = Arrivals()
+    for request_id in ("arrived", "taken", "waits"):
+        arrivals.expect(request_id)
+    arrivals.settle("taken", failed=False)
+    assert arrivals.take() == ({"taken"}, set())
+    arrivals.settle("arrived", failed=False)
+    arrivals.abandon()
+    arrivals.check_integrity()
+    assert arrivals.take() == ({"arrived", "waits"}, {"arrived", "waits"})
+    arrivals.expect("waits")
+    arrivals.settle("waits", failed=False)
+    assert arrivals.take() == ({"waits"}, set())

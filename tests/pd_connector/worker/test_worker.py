@@ -109,7 +109,6 @@ def worker_of(model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Open]:
     def make(role: str, policy: str = "fail", *, registered: bool = False, **extra: Any) -> Worker:
         settings = {"host": "127.0.0.1", "protocol": "tcp", **extra}
         config = a_config(model, role, policy, **settings)
-        config.parallel_config.local_world_size = 1
         stats, calls = StatsRecorder(), Calls()
         engine = Engine(calls)
         worker = Worker(
@@ -156,7 +155,19 @@ def test_what_a_worker_tells_peers_is_known_once_its_caches_are(worker_of: Open)
     assert isinstance(host, HostPool)
     assert handshake.host_slots == host.slots > 0
     assert handshake.geometry.engine_address == worker.engine.address
+    assert handshake.geometry.transport == "tcp"
     assert set(handshake.geometry.regions) <= set(worker.engine.memory.table.regions)
+
+
+def test_a_handshake_that_vllm_does_not_pass_on_goes_with_the_next_report(worker_of: Open) -> None:
+    passed_on, reported = (worker_of("kv_producer", registered=True) for _ in range(2))
+    handshake = passed_on.side.handshake()
+    assert not passed_on.side.take_report()
+    (sent,) = reported.side.take_report().handshakes.items()
+    assert sent == ((0, 0), reported.side.handshake())
+    assert not reported.side.take_report()
+    assert handshake is not None
+    assert not worker_of("kv_producer").side.take_report(), "there are no caches yet"
 
 
 def test_prices_of_the_user_take_the_place_of_the_protocols(worker_of: Open) -> None:

@@ -47,7 +47,12 @@ def a_config(model: Path, role: str = "kv_both", policy: str = "fail", **extra: 
     return SimpleNamespace(
         kv_transfer_config=transfer_config(role, policy, **extra),
         parallel_config=SimpleNamespace(
-            tensor_parallel_size=1, pipeline_parallel_size=1, data_parallel_index=0, decode_context_parallel_size=1
+            tensor_parallel_size=1,
+            pipeline_parallel_size=1,
+            data_parallel_index=0,
+            decode_context_parallel_size=1,
+            local_world_size=1,
+            use_ray=False,
         ),
         cache_config=SimpleNamespace(cache_dtype="auto"),
         shutdown_timeout=60,

@@ -53,6 +53,8 @@ class ServerSpec:
     variables: tuple[tuple[str, str], ...] = ()  # of the environment
     options: tuple[tuple[str, object], ...] = ()
     secret: str = ""  # of the control channel; empty for none
+    #: Whether MultiConnector has another child, ``GreetingConnector``, beside this connector, and where.
+    beside_greeting: Literal["", "first", "last"] = ""
 
     @property
     def name(self) -> str:
@@ -64,13 +66,15 @@ class ServerSpec:
 
     def command(self, model: Path, port: int) -> list[str]:
         """The command line that serves the model in the directory ``model``."""
-        connector = {
+        connector: dict[str, object] = {
             "kv_connector": "PDConnector",
             "kv_connector_module_path": "pd_connector",
             "kv_role": self.role,
             "kv_load_failure_policy": self.load_failure_policy,
             "kv_connector_extra_config": {"host": "127.0.0.1", **dict(self.options)},
         }
+        if self.beside_greeting:
+            connector = self._in_multi_connector(connector)
         return [
             *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
             *("--model", str(model), "--served-model-name", MODEL_NAME, "--dtype", self.dtype),
@@ -81,6 +85,25 @@ class ServerSpec:
             *self.arguments,
             *("--kv-transfer-config", json.dumps(connector)),
         ]
+
+    def _in_multi_connector(self, ours: dict[str, object]) -> dict[str, object]:
+        """MultiConnector with this connector, by its registered name alone, and another one."""
+        children = [
+            {name: value for name, value in ours.items() if name != "kv_connector_module_path"},
+            {
+                "kv_connector": "GreetingConnector",
+                "kv_connector_module_path": "tests.support.connector.greeting",
+                "kv_role": self.role,
+            },
+        ]
+        return {
+            "kv_connector": "MultiConnector",
+            "kv_role": self.role,
+            "kv_load_failure_policy": self.load_failure_policy,
+            "kv_connector_extra_config": {
+                "connectors": children if self.beside_greeting == "first" else children[::-1]
+            },
+        }
 
     def environment(self) -> dict[str, str]:
         """The server's environment: this one's, with vLLM kept offline and to one thread a worker."""

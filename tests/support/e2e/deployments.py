@@ -200,6 +200,15 @@ HOST_TIER = Deployment(
     ),
 )
 
+#: This connector is a child of vLLM's MultiConnector, before the other child or behind it; one has host memory.
+MULTI_CONNECTOR = Deployment(
+    "MultiConnector",
+    (
+        ("first", replace(peer(), beside_greeting="first")),
+        ("last", replace(_with_host_memory(peer()), beside_greeting="last")),
+    ),
+)
+
 CHAOS_LEASE_TTL_S = 10.0
 CHAOS_PULL_TIMEOUT_S = 20.0
 _CHAOS_OPTIONS = (("lease_ttl_s", CHAOS_LEASE_TTL_S), ("pull_timeout_s", CHAOS_PULL_TIMEOUT_S))

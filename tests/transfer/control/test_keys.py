@@ -65,3 +65,10 @@ def test_a_build_without_curve_is_named(monkeypatch: pytest.MonkeyPatch) -> None
 
 def _both(keys: ControlKeys) -> tuple[KeyPair, KeyPair]:
     return keys.server, keys.client
+
+
+def test_a_fingerprint_tells_secrets_apart() -> None:
+    keys = ControlKeys.derive(SECRET)
+    assert keys.fingerprint == ControlKeys.derive(SECRET).fingerprint
+    assert keys.fingerprint != ControlKeys.derive(SECRET + b"!").fingerprint
+    assert keys.fingerprint not in repr(keys)

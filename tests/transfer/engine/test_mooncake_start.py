@@ -87,6 +87,14 @@ def failing_import(error: ImportError) -> Callable[[str], ModuleType]:
     [
         (ModuleNotFoundError("No module named 'mooncake'"), r"pip install 'pd-connector\[cpu\]'"),
         (ImportError("libibverbs.so.1: cannot open shared object file"), "apt-get install libibverbs1"),
+        (
+            ImportError("libcudart.so.12: cannot open shared object file"),
+            r"install mooncake-transfer-engine-cuda13 .*\[cuda\]",
+        ),
+        (
+            ImportError("libcudart.so.13: cannot open shared object file"),
+            r"install mooncake-transfer-engine in .*\[cuda12\]",
+        ),
         (ImportError("libascendcl.so: cannot open shared object file"), "fits the platform"),
     ],
 )

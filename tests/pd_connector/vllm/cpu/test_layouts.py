@@ -28,6 +28,10 @@ def test_our_connector_is_offered_the_block_outer_layouts_first(log: pytest.LogC
     assert "work in BHLNC, BLHNC" in log.text
 
 
+def test_our_connector_is_known_by_its_registered_name() -> None:
+    assert asked(layers_config({"kv_connector": "PDConnector"}))[0] == "BHLNC"
+
+
 def test_our_connector_inside_a_multi_connector_is_found() -> None:
     children = [{"kv_connector": "ExampleConnector"}, OUR_CONNECTOR]
     config = layers_config({"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": children}})
@@ -39,7 +43,6 @@ def test_our_connector_inside_a_multi_connector_is_found() -> None:
     [
         None,
         {"kv_connector": "ExampleConnector"},
-        {"kv_connector": "PDConnector"},
         {"kv_connector": "PDConnector", "kv_connector_module_path": "pd_connector_of_others"},
         {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": [{"kv_connector": "Other"}]}},
         OUR_CONNECTOR | {"kv_connector_extra_config": {"cross_layer_blocks": False}},
@@ -113,5 +116,5 @@ def test_a_plugin_that_was_not_loaded_is_named(monkeypatch: pytest.MonkeyPatch, 
     config = layers_config(OUR_CONNECTOR)
     monkeypatch.setattr(WorkerBase, "get_supported_kv_cache_layouts", kv_connector_utils.get_current_attn_backends)
     assert wanted_layout(config) is None
-    assert "pd_connector_cpu_layouts" in log.text
+    assert "the plugin pd_connector;" in log.text
     assert "VLLM_PLUGINS" in log.text

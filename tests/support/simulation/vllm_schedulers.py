@@ -47,13 +47,13 @@ from transfer.control.messages import Release, Released, Reply, decode_request, 
 from transfer.control.messages import Request as Message
 from transfer.control.server import ServerCounters
 
-BLOCK_TOKENS = 16
+_BLOCK_TOKENS = 16
 HOST = "127.0.0.1"
 OUTPUT_TOKEN = 7
-WORKER = WorkerGeometry(0, 1, 0, 1, BLOCK_TOKENS, "127.0.0.1:15000", (), ())
+_WORKER = WorkerGeometry(0, 1, 0, 1, _BLOCK_TOKENS, "127.0.0.1:15000", (), ())
 
 init_none_hash(sha256_cbor)
-_hasher = get_request_block_hasher(BLOCK_TOKENS, sha256_cbor)
+_hasher = get_request_block_hasher(_BLOCK_TOKENS, sha256_cbor)
 
 
 @cache
@@ -155,7 +155,7 @@ class _Server:
 
 
 @dataclass(eq=False)
-class Asked:
+class ClientRequest:
     """A client's request, of which one leg is on an engine."""
 
     name: str
@@ -168,7 +168,7 @@ class Asked:
 @dataclass(eq=False)
 class _Pull:
     order: PullOrder
-    asked: Asked
+    asked: ClientRequest
     ends_at: float
     release: "Future[Reply] | None" = None
     read: dict[tuple[int, int], int] = field(default_factory=dict)  # by place on this engine
@@ -183,7 +183,7 @@ class EngineSim:
         self.world = world
         self.pull_s = pull_s
         self.is_cut = self.is_paused = False
-        self.requests: dict[str, tuple[Asked, Request]] = {}
+        self.requests: dict[str, tuple[ClientRequest, Request]] = {}
         self.counts: Counter[str] = Counter()
         self.memory: dict[tuple[int, int], int] = {}  # by block and offset
         self._pulls: dict[str, _Pull] = {}
@@ -191,7 +191,7 @@ class EngineSim:
         self.scheduler = self._make_scheduler(role, blocks, policy, settings)
         connector: Any = self.scheduler.connector
         self.side: ConnectorScheduler = connector._scheduler
-        connector.set_xfer_handshake_metadata_pp_aware({(0, 0): HandshakeMetadata(WorkerHandshake(WORKER, 0))})
+        connector.set_xfer_handshake_metadata_pp_aware({(0, 0): HandshakeMetadata(WorkerHandshake(_WORKER, 0))})
         if self.side._role.produces:
             producer: Any = self.side._roles[0]
             self.service, self.port = producer._service, producer.port
@@ -230,7 +230,7 @@ class EngineSim:
     def role_of(self, kind: type[SchedulerRole]) -> Any:
         return next((role for role in self.side._roles if isinstance(role, kind)), None)
 
-    def ask(self, asked: Asked, params: dict[str, Any] | None = None) -> None:
+    def ask(self, asked: ClientRequest, params: dict[str, Any] | None = None) -> None:
         """A request arrives: the prefill leg if it is to be decoded elsewhere, else with the ``params`` of one."""
         if asked.decodes_on is not None:
             params = {"do_remote_decode": True}
@@ -286,7 +286,7 @@ class EngineSim:
             kv_load_failure_policy=policy,
             kv_connector_extra_config={"host": HOST, **settings},
         )
-        spec = FullAttentionSpec(block_size=BLOCK_TOKENS, num_kv_heads=4, head_size=16, dtype=torch.float32)
+        spec = FullAttentionSpec(block_size=_BLOCK_TOKENS, num_kv_heads=4, head_size=16, dtype=torch.float32)
         caches = KVCacheConfig(blocks, [], [KVCacheGroupSpec(["layer"], spec)])
         with ExitStack() as patches:
             world, clock = self.world, self.world.clock
@@ -297,7 +297,7 @@ class EngineSim:
             ):
                 patches.enter_context(patch(target, new))
             patches.enter_context(patch.object(Renewals, "start"))
-            return Scheduler(config, caches, StructuredOutputManager(config), BLOCK_TOKENS)
+            return Scheduler(config, caches, StructuredOutputManager(config), _BLOCK_TOKENS)
 
     def _start(self, orders: Orders) -> None:
         for order in orders.pulls:
@@ -331,7 +331,7 @@ class EngineSim:
         order, remote = pull.order, pull.order.remote
         source = self.world.engines[remote.remote_port]
         for token in range(order.first_token, order.end_token):
-            block, offset = divmod(token, BLOCK_TOKENS)
+            block, offset = divmod(token, _BLOCK_TOKENS)
             stamp = source.memory.get((remote.remote_block_ids[0][block], offset), -1)
             pull.read[order.local_block_ids[0][block], offset] = stamp
         message = Release(remote.remote_engine_id, remote.lease_id, 0, 1, order.pull_id, contents_digest(remote))
@@ -348,7 +348,7 @@ class EngineSim:
             end = request.num_computed_tokens
             stamps = list(_stamps(tokens))[1:]
             for token in range(end):
-                place = table[token // BLOCK_TOKENS], token % BLOCK_TOKENS
+                place = table[token // _BLOCK_TOKENS], token % _BLOCK_TOKENS
                 if token >= end - number:
                     self.memory[place] = stamps[token]
                 else:

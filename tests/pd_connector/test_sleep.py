@@ -1,0 +1,283 @@
+"""Sleep mode: the caches are unmapped and mapped again while P and D know each other.
+
+vLLM 0.33 calls the connector in the order of ``put_to_sleep`` and ``wake_up``. The sides of the connector and the bytes
+are real; the transfer engine is the in-process one, and in one test Mooncake.
+"""
+
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
+
+from pd_connector.config import parse_config
+from pd_connector.connector import PDConnector
+from pd_connector.orders import BlockMoves, LoadOrder, Orders, StoreOrder
+from pd_connector.scheduler.producer import Producer
+from pd_connector.stats import StatsRecorder
+from pd_connector.vllm.engine_config import UnsupportedError
+from pd_connector.worker import worker as worker_module
+from pd_connector.worker.worker import ConnectorWorker
+from tests.support.connector.requests import FakeRequest, a_prompt
+from tests.support.connector.vllm_engine import (
+    BLOCK_TOKENS,
+    CACHES,
+    LAYERS,
+    EngineUnderTest,
+    StartEngine,
+    a_config,
+    role_of,
+)
+from tests.support.engine.in_process import Fault, InProcessEngine, InProcessFabric
+from tests.support.waiting import until
+from transfer.engine.mooncake import MooncakeEngine, MooncakeOptions
+
+THEIRS, OURS = [3, 1, 6], [2, 7, 4]
+GONE = 7.0  # what the caches hold after they have been mapped again
+
+
+def put_to_sleep(engine: EngineUnderTest) -> None:
+    """``EngineCore.sleep``, and ``Worker.sleep`` behind it."""
+    engine.scheduler.reset_cache()
+    engine.worker.unregister_kv_caches()
+    for cache in engine.caches.values():
+        cache.fill_(GONE)
+
+
+def wake_up(engine: EngineUnderTest) -> None:
+    """``EngineCore.wake_up``, and ``Worker.wake_up`` behind it."""
+    engine.worker.restore_kv_caches()
+    engine.scheduler.set_xfer_handshake_metadata_pp_aware({(0, 0): engine.worker.get_handshake_metadata()})
+
+
+def fill(engine: EngineUnderTest, blocks: list[int]) -> None:
+    """What a prefill does."""
+    for cache in engine.caches.values():
+        cache[blocks] = torch.rand(cache[blocks].shape)
+
+
+def pull(d: EngineUnderTest, request_id: str, params: Any, blocks: list[int] = OURS) -> bool:
+    """Whether a decode leg arrives."""
+    d.allocate(FakeRequest(request_id, a_prompt(70), params), blocks)
+    d.steps_until(lambda results: request_id in results.finished_recving)
+    return request_id not in d.results.failed_recving
+
+
+def assert_pulls_right(p: EngineUnderTest, d: EngineUnderTest, request_id: str) -> None:
+    fill(p, THEIRS)
+    assert pull(d, request_id, p.prefill(request_id, THEIRS)[1])
+    p.step()
+    for name in LAYERS:
+        assert torch.equal(d.caches[name][OURS], p.caches[name][THEIRS])
+
+
+# P sleeps
+
+
+def test_a_lease_from_before_the_sleep_is_void_and_one_from_after_it_is_pulled(start: StartEngine) -> None:
+    p, d = start("kv_producer"), start("kv_consumer", "recompute")
+    assert_pulls_right(p, d, "acquainted")
+    old, older = (p.prefill(name, blocks)[1] for name, blocks in (("a", [3, 1, 6]), ("b", [2, 5, 7])))
+    put_to_sleep(p)
+    assert p.held == [], "vLLM unmaps what nobody holds"
+    before = {name: cache.clone() for name, cache in d.caches.items()}
+    assert not pull(d, "while it sleeps", old)
+    wake_up(p)
+    assert not pull(d, "after it has woken", older)
+    assert all(torch.equal(d.caches[name], before[name]) for name in LAYERS)
+    assert_pulls_right(p, d, "new")
+
+
+def test_peers_know_a_woken_engine_by_another_name(start: StartEngine) -> None:
+    p = start("kv_producer")
+    names: list[str] = []
+    for _ in range(3):
+        names.append(p.prefill(f"r{len(names)}", THEIRS)[1]["remote_engine_id"])
+        put_to_sleep(p)
+        wake_up(p)
+    assert len(set(names)) == 3
+
+
+def test_waking_up_an_engine_that_does_not_sleep_changes_nothing(start: StartEngine) -> None:
+    p, d = start("kv_producer"), start("kv_consumer")
+    params = p.prefill("r", THEIRS)[1]
+    wake_up(p)
+    wake_up(d)
+    assert pull(d, "r", params)
+
+
+def test_nobody_reads_the_memory_of_an_engine_that_sleeps(start: StartEngine, fabric: InProcessFabric) -> None:
+    p = start("kv_producer")
+    handshake = p.worker.get_handshake_metadata()
+    assert handshake is not None
+    address = handshake.handshake.geometry.engine_address
+    for _ in range(2):  # idempotent
+        p.worker.unregister_kv_caches()
+        assert fabric.find(address) is None
+    for _ in range(2):
+        p.worker.restore_kv_caches()
+        handshake = p.worker.get_handshake_metadata()
+        assert handshake is not None
+        assert fabric.find(handshake.handshake.geometry.engine_address) is not None
+
+
+def test_checksums_are_taken_after_a_sleep_too(start: StartEngine) -> None:
+    p, d = start("kv_producer", verify=True), start("kv_consumer", verify=True)
+    for request_id in ("before", "after"):
+        fill(p, THEIRS)
+        params = p.prefill(request_id, THEIRS)[1]
+        d.allocate(FakeRequest(request_id, a_prompt(70), params), OURS)
+
+        def arrived(request_id: str = request_id) -> bool:
+            p.step()
+            d.step()
+            return request_id in d.results.finished_recving
+
+        until(arrived)
+        assert d.results.failed_recving == set()
+        p.step()
+        for engine in (p, d):
+            put_to_sleep(engine)
+            wake_up(engine)
+
+
+# D sleeps
+
+
+def test_a_read_under_way_ends_before_the_memory_goes_and_its_request_fails(
+    start: StartEngine, fabric: InProcessFabric
+) -> None:
+    p, d = start("kv_producer"), start("kv_consumer")
+    go_on = threading.Event()
+    fabric.inject(1, Fault(landed=1, fails=False, until=go_on))
+    d.allocate(FakeRequest("r", a_prompt(70), p.prefill("r", THEIRS)[1]), OURS)
+    d.step()
+    until(lambda: fabric.reads == 1)
+    threading.Timer(0.2, go_on.set).start()
+    put_to_sleep(d)
+    wake_up(d)
+    fabric.deliver_late_bytes()
+    for cache in d.caches.values():
+        assert (cache == GONE).all(), "something was written after the memory had been given up"
+    d.step()
+    assert d.results.failed_recving == {"r"}
+    p.scheduler.reset_cache()
+    assert_pulls_right(p, d, "after")
+
+
+def test_what_has_arrived_but_was_not_reported_is_lost_with_the_memory(start: StartEngine) -> None:
+    p, d = start("kv_producer"), start("kv_consumer")
+    d.allocate(FakeRequest("r", a_prompt(70), p.prefill("r", THEIRS)[1]), OURS)
+    d.worker.bind_connector_metadata(d.scheduler.build_connector_meta(SimpleNamespace(num_scheduled_tokens={})))
+    until(lambda: not role_of(p, Producer)._leases.active)
+    put_to_sleep(d)
+    wake_up(d)
+    d.step()
+    assert d.results.failed_recving == {"r"}
+
+
+# Mooncake
+
+
+def test_with_mooncake_a_pull_fails_while_p_sleeps_and_succeeds_when_both_have_woken(
+    start: StartEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = MooncakeOptions("127.0.0.1", progress_timeout_s=2.0, connect_timeout_s=2.0)
+    monkeypatch.setattr(worker_module, "_mooncake", lambda config: MooncakeEngine(options))
+    settings = {"protocol": "tcp", "handshake_timeout_s": 5.0}
+    p, d = start("kv_producer", **settings), start("kv_consumer", **settings)
+    assert_pulls_right(p, d, "before")
+    params = p.prefill("asleep", THEIRS)[1]
+    put_to_sleep(p)
+    before = {name: cache.clone() for name, cache in d.caches.items()}
+    assert not pull(d, "asleep", params)
+    assert all(torch.equal(d.caches[name], before[name]) for name in LAYERS)
+    put_to_sleep(d)
+    wake_up(d)
+    wake_up(p)
+    assert_pulls_right(p, d, "after")
+
+
+# Host memory
+
+
+def test_host_memory_keeps_its_contents_and_copies_end_before_the_device_memory_goes(
+    model: Path, fabric: InProcessFabric
+) -> None:
+    settings: dict[str, Any] = {"cpu_bytes_to_use": 64 << 20}
+    config = a_config(model, "kv_producer", **settings)
+    worker = ConnectorWorker(config, CACHES, parse_config(settings), StatsRecorder(), lambda _: InProcessEngine(fabric))
+    caches = {name: torch.rand(8, 2, BLOCK_TOKENS, 128) for name in LAYERS}
+    stored = {name: cache[THEIRS].clone() for name, cache in caches.items()}
+    worker.register_caches(caches)
+    slots = range(3)
+    moves = BlockMoves.of([(0, block, slot) for block, slot in zip(THEIRS, slots, strict=True)])
+    worker.execute(Orders(stores=(StoreOrder(1, moves),)))
+    first = worker.handshake()
+    assert first is not None
+    worker.unregister_caches()
+    for cache in caches.values():
+        cache.fill_(GONE)
+    worker.restore_caches()
+    (ends,) = worker.take_report().stores.values()
+    assert not ends.failed
+    second = worker.handshake()
+    assert second is not None
+    assert second.host_slots == first.host_slots
+    assert second.generation == first.generation + 1
+    back = BlockMoves.of([(0, block, slot) for block, slot in zip(OURS, slots, strict=True)])
+    worker.execute(Orders(loads=(LoadOrder("r", back, 96),)))
+    arrived: set[str] = set()
+
+    def all_arrived() -> bool:
+        finished, failed = worker.take_results()
+        assert not failed
+        arrived.update(finished)
+        return bool(arrived)
+
+    until(all_arrived)
+    assert arrived == {"r"}
+    for name, cache in caches.items():
+        assert torch.equal(cache[OURS], stored[name])
+        assert (cache[THEIRS] == GONE).all()
+    worker.check_integrity()
+    worker.shutdown()
+
+
+def test_a_worker_without_caches_has_nothing_to_let_go_of(model: Path) -> None:
+    worker = ConnectorWorker(a_config(model), CACHES, parse_config({}), StatsRecorder())
+    worker.unregister_caches()
+    worker.restore_caches()
+    assert worker.handshake() is None
+    worker.shutdown()
+
+
+# When it is allowed
+
+
+@pytest.mark.parametrize(("protocol", "supported"), [("tcp", True), ("rdma", True), ("ascend", False), ("auto", True)])
+def test_sleep_is_supported_where_the_transfer_engine_can_be_made_again(protocol: str, supported: bool) -> None:
+    config = KVTransferConfig(
+        kv_connector="PDConnector", kv_role="kv_both", kv_connector_extra_config={"protocol": protocol}
+    )
+    assert PDConnector.supports_sleep_mode(config) == supported
+
+
+@pytest.mark.parametrize("role", list(KVConnectorRole))
+def test_a_vllm_that_does_not_tell_of_sleep_is_refused_with_it(model: Path, role: KVConnectorRole) -> None:
+    assert not hasattr(KVConnectorBase_V1, "restore_kv_caches"), "this vLLM tells of it: run it instead"
+    config = a_config(model)
+    config.model_config.enable_sleep_mode = True
+    with pytest.raises(UnsupportedError, match=r"enable_sleep_mode: .* use vLLM 0\.33 or later"):
+        PDConnector(config, role, CACHES)
+
+
+def test_a_vllm_that_tells_of_sleep_may_sleep(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(KVConnectorBase_V1, "restore_kv_caches", lambda self: None, raising=False)
+    config = a_config(model)
+    config.model_config.enable_sleep_mode = True
+    PDConnector(config, KVConnectorRole.SCHEDULER, CACHES).shutdown()
