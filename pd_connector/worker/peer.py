@@ -96,15 +96,13 @@ class Peer:
         return self._links[rank]
 
     def drop_link(self, rank: int) -> None:
-        """Close the link to a rank, after which none of its reads writes any longer."""
-        self._links[rank].close()
-        del self._links[rank]
+        """Close the link to a rank. The next call of ``link`` opens a new one."""
+        self._links.pop(rank).close()
 
     def close(self) -> None:
         """Close all links."""
-        for link in self._links.values():
-            link.close()
-        self._links.clear()
+        while self._links:
+            self._links.popitem()[1].close()
 
 
 def connect_peer(context: PullContext, address: PeerAddress, deadline: float) -> Peer:

@@ -114,7 +114,7 @@ class ConnectorWorker:
                 verifier=Verifier(checksums, client) if checksums is not None else None,
                 replica_turn=zlib.crc32(engine_name(self._vllm_config).encode()),
             )
-            self._roles.append(Pulls(context, config.peer_idle_s))
+            self._roles.append(Pulls(context, config.peer_idle_s, self._stats))
         self._handshake = WorkerHandshake(geometry, host_slots)
 
     def handshake(self) -> WorkerHandshake | None:
@@ -132,6 +132,7 @@ class ConnectorWorker:
 
         Raises:
             UnsettledLoadError: a load failed, but the device may still be writing to KV blocks.
+            UnsettledReadError: a pull failed, but the transfer engine may still be writing to KV blocks.
         """
         for role in self._roles:
             for end in role.take_ends():

@@ -221,6 +221,10 @@ class Wire(Link):
     def close(self) -> None:
         """Nothing is open."""
 
+    @property
+    def settled(self) -> bool:
+        return True
+
 
 @pytest.mark.usefixtures("host_operators")
 def test_a_pull_is_staged_on_the_device(memory: DeviceBytes, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,6 +33,7 @@ Devices (``transfer/batch_copy``, ``tests/npu_sim``):
 The connector (``pd_connector/``):
     connector.requests      requests as vLLM hands them over, params of a prefill, a control client that sends nothing
     connector.engines       prefill and decode engines without vLLM: real control channel, real bytes, real leases
+    connector.staging       a staging buffer for a decode worker, and a prefill engine of which pulls are staged
     connector.vllm_engine   both sides of one engine's ``PDConnector``, called as vLLM calls them
     connector.cpu_layers    attention layers with vLLM's real CPU kernels
 

@@ -4,11 +4,12 @@ A read ends in one of three ways:
 
 - It returns: every byte has landed.
 - It raises ``ReadFailed`` with ``settled`` true: bytes may be missing, but none will be written any more.
-- It raises ``ReadFailed`` with ``settled`` false: the engine may still write to the destinations until the link's
-  ``close`` has returned. A caller that must reuse the destinations closes the link first.
+- It raises ``ReadFailed`` with ``settled`` false: the engine may still write to the destinations. A caller that must
+  reuse them closes the link, and waits until the link says that it has settled. That is proven, never guessed from the
+  time that has passed. It may take for ever, so the caller needs a bound of its own; closing the engine ends it.
 
-Threads: an engine may be used from any thread. A link belongs to one thread at a time. Links of different peers never
-wait for each other where the transport allows it (TCP does).
+Threads: an engine may be used from any thread. A link belongs to one thread at a time, except for ``settled``. Links of
+different peers never wait for each other where the transport allows it (TCP does).
 """
 
 from abc import ABC, abstractmethod
@@ -48,7 +49,15 @@ class Link(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """End the link. Once this returns, no read of the link writes any more. Idempotent."""
+        """End the link: no read begins any more. Never waits for the peer. Idempotent.
+
+        What failed reads left behind may still be written until the link has ``settled``.
+        """
+
+    @property
+    @abstractmethod
+    def settled(self) -> bool:
+        """Whether no read of the link writes any more. Once true of a closed link, true for ever. Any thread; cheap."""
 
 
 class TransferEngine(ABC):
@@ -79,4 +88,7 @@ class TransferEngine(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Close every link, unregister the memory, stop the engine's threads. Idempotent."""
+        """Close every link, unregister the memory, stop the engine's threads. Idempotent.
+
+        Once this returns, all links have settled.
+        """

@@ -4,14 +4,14 @@ On TCP the engine that peers reach is passive: it holds the registered memory an
 Mooncake engine, with no memory registered. A peer that hangs, breaks its connection or restarts then harms only its own
 link, and deleting that engine is the only way with Mooncake to be sure that no more bytes arrive. On RDMA and Ascend,
 memory must be registered with the engine that reads into it, and connections are expensive. There all links share one
-engine, and a failed read has settled once its time has passed.
+engine, and a failed read has settled once Mooncake's own counters say that each of its descriptors is final.
 
-``mooncake_read`` runs one read, ``mooncake_native`` holds the calls into the library, ``batches`` checks a batch.
+``mooncake_read`` runs one read, ``mooncake_batches`` knows how far a batch is, ``mooncake_settling`` watches what
+failed reads leave behind, ``mooncake_native`` holds the calls into the library, ``batches`` checks a batch.
 """
 
 import ctypes
 import difflib
-import math
 import threading
 import time
 import weakref
@@ -19,13 +19,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from layout.copies import Copies
 from layout.geometry import Region
 from layout.regions import RegionTable
 from transfer.engine.base import EngineStartError, Link, ReadFailed, TransferEngine
 from transfer.engine.batches import RegisteredMemory, Window, check_copies, split_large
+from transfer.engine.mooncake_batches import ReadBatch, State, submit
 from transfer.engine.mooncake_native import NativeEngine, NativeOptions, split_address
-from transfer.engine.mooncake_read import SHORTEST_POLL_S, MooncakeRead
+from transfer.engine.mooncake_read import MooncakeRead, Pace
+from transfer.engine.mooncake_settling import Leftover, Settling
 
 PROTOCOLS = ("tcp", "rdma", "ascend")
 INFINIBAND_DEVICES = Path("/sys/class/infiniband")
@@ -35,9 +39,17 @@ INFINIBAND_DEVICES = Path("/sys/class/infiniband")
 #: 34 MB took 17.0 ms whole, 21.5 in pieces of 4 MiB, 20.2 in pieces of 1 MiB; eight runs took 103, 104 and 133.
 TCP_PIECE_BYTES = 4 * 1024 * 1024
 
-_TCP_CONNECTIONS_PER_PEER = 4  # Mooncake's default; each processes its descriptors one by one
+# Between two polls a read sleeps for an eighth of the time it has taken so far, within these limits. Longer sleeps
+# leave the cores to the threads that move the bytes (500 us: 5-10% faster than 100 us above 1 ms); shorter ones do not
+# pay off (20 us: 10-15% slower).
+_SHORTEST_POLL_S = 50e-6
+_LONGEST_POLL_S = 500e-6
+
 _PROBE_BYTES = 64
-_SETTLE_MARGIN_S = 1.0
+
+#: How long a failed read waits for what it has in flight before it counts as unsettled: a peer that refuses a
+#: descriptor, or has just died, lets the others end within that time.
+_PATIENCE_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +108,7 @@ class MooncakeOptions:
 class MooncakeEngine(TransferEngine):
     """Owns a worker's memory as registered with Mooncake, and its links to peers.
 
-    Safe to use from any thread: one lock guards the set of open links and the windows.
+    Safe to use from any thread: one lock guards the set of links, also of those that are being opened, and the windows.
 
     Raises:
         EngineStartError: Mooncake is not installed, or does not start with these options.
@@ -115,6 +127,7 @@ class MooncakeEngine(TransferEngine):
         self._windows: weakref.WeakValueDictionary[str, Window] = weakref.WeakValueDictionary()
         self._closed = False
         self._native = NativeEngine(options.native)
+        self.settling = Settling(self._native)
         self._address = self._native.address
 
     @property
@@ -127,32 +140,35 @@ class MooncakeEngine(TransferEngine):
         self.memory.add(regions, self._native.register)
 
     def open(self, address: str, regions: Sequence[Region]) -> "MooncakeLink":
-        """See the contract. On TCP, connects and reads a few bytes, so that the first real read finds a warm link."""
+        """See the contract. On TCP, connects and reads a few bytes, so that the first real read finds a warm link.
+
+        On a shared engine, a peer is not opened while earlier reads from it have failed and not settled: it is ill, and
+        more descriptors would only wait behind those.
+        """
         try:
             split_address(address)
             peer = RegionTable(regions)
         except ValueError as error:
             raise ReadFailed(f"cannot open a link to {address}: {error}", settled=True) from error
+        if self.settling.is_waiting_for(address):
+            raise ReadFailed(
+                f"cannot open a link to {address}: earlier reads from it have failed and not settled", settled=True
+            )
         with self._lock:
             if self._closed:
                 raise ReadFailed(f"transfer engine {self._address} is closed", settled=True)
             window = self._windows.setdefault(address, Window(self._options.max_descriptors_in_flight))
+            link = MooncakeLink(self, self._options, address, peer, window)
+            self._links.add(link)  # so that ``close`` waits for it
         try:
-            native = NativeEngine(self._options.native) if self._options.isolated else self._native
-        except EngineStartError as error:
-            raise ReadFailed(f"cannot open a link to {address}: {error}", settled=True) from error
-        link = MooncakeLink(self, self._options, native, address, peer, window)
-        try:
-            link.connect()
+            link.connect(None if self._options.isolated else self._native)
         except BaseException:
             link.close()
             raise
         with self._lock:
-            if not self._closed:
-                self._links.add(link)
-                return link
-        link.close()
-        raise ReadFailed(f"transfer engine {self._address} was closed while it opened {address}", settled=True)
+            if self._closed:
+                raise ReadFailed(f"transfer engine {self._address} was closed while it opened {address}", settled=True)
+        return link
 
     def forget(self, link: "MooncakeLink") -> None:
         """Remove a link that has closed."""
@@ -168,120 +184,153 @@ class MooncakeEngine(TransferEngine):
                 window.check_integrity()
 
     def close(self) -> None:
-        """See the contract."""
+        """See the contract. Waits for links that are being opened, whose calls to their peers it ends."""
         with self._lock:
             self._closed = True
             links = list(self._links)
         for link in links:
             link.close()
+        self.settling.stop()
         self.memory.close()
         with self._lock:
             self._native.delete()
+        self.settling.engine_deleted()
 
 
 class MooncakeLink(Link):
-    """A link to one peer. One thread at a time may ``read``; any thread may ``close``, which ends a read."""
+    """A link to one peer. One thread at a time may ``connect`` or ``read``; any may ``close``, which ends both."""
 
     def __init__(
-        self,
-        engine: MooncakeEngine,
-        options: MooncakeOptions,
-        native: NativeEngine,
-        address: str,
-        peer: RegionTable,
-        window: Window,
+        self, engine: MooncakeEngine, options: MooncakeOptions, address: str, peer: RegionTable, window: Window
     ) -> None:
         self.address = address  # of the peer
         self.window = window  # the descriptors in flight to the peer
         self._engine = engine
         self._options = options
-        self._native = native
+        self._native: NativeEngine | None = None  # none before it is connected
         self._peer = peer
-        self._busy = threading.Lock()  # held by a read, and by close when it ends the engine
+        self._busy = threading.Lock()  # held while it connects or reads, and by close when it ends the engine
         self._closing = threading.Event()
         self._closed = False
         self._broken = ""  # why reads are refused, "" if they are not
-        self._unsettled = 0  # descriptors of failed reads that still occupy the window
-        self._settled_at = 0.0  # monotonic; used if the engine is shared
+        self._unsettled: list[
+            ReadBatch
+        ] = []  # of a failed read, if the engine is its own; they still occupy the window
+        self._leftovers: list[Leftover] = []  # of failed reads, if the engine is shared
 
-    def connect(self) -> None:
+    def connect(self, shared: NativeEngine | None) -> None:
         """Wait for the peer's first answer, up to the connect timeout: on TCP, read a few bytes of its first region.
+
+        Args:
+            shared: the engine to read with; None if the link is to have its own.
 
         Raises:
             ReadFailed: the peer did not answer (always settled: only the link's own scratch memory was written).
         """
+        with self._busy:
+            if self._closing.is_set():
+                raise ReadFailed(f"the transfer engine was closed while it opened {self.address}", settled=True)
+            try:
+                self._native = native = shared or NativeEngine(self._options.native)
+            except EngineStartError as error:
+                raise ReadFailed(f"cannot open a link to {self.address}: {error}", settled=True) from error
+            self._await_answer(native)
+
+    def _await_answer(self, native: NativeEngine) -> None:
         started = time.monotonic()
         answers: list[bool] = []
         attempt = self._probe_by_reading if self._options.isolated and self._peer.regions else self._probe
         # Mooncake's first call to a peer takes no timeout, so another thread makes it.
-        thread = threading.Thread(target=lambda: answers.append(attempt()), name="pd-connect", daemon=True)
+        thread = threading.Thread(target=lambda: answers.append(attempt(native)), name="pd-connect", daemon=True)
         thread.start()
-        thread.join(self._options.connect_timeout_s)
-        late = thread.is_alive()
+        deadline = started + self._options.connect_timeout_s
+        while thread.is_alive() and time.monotonic() < deadline and not self._closing.is_set():
+            thread.join(min(0.05, max(deadline - time.monotonic(), 0.0)))
+        reason = "it refused the connection or the read"
+        if thread.is_alive():
+            reason = (
+                "the engine here was closed" if self._closing.is_set() else "it accepts connections but does not answer"
+            )
+            answers.append(False)
         while thread.is_alive():
             self._closing.set()
-            self._native.interrupt(self.address)
+            native.interrupt(self.address)
             thread.join(0.05)
-        if late or answers != [True]:
+        if answers != [True]:
             took = f"{time.monotonic() - started:.3f} s"
-            reason = "it accepts connections but does not answer" if late else "it refused the connection or the read"
             raise ReadFailed(
                 f"cannot reach the transfer engine at {self.address} ({took}): {reason}; check that its process is "
                 "running and that no firewall blocks its ports for this machine",
                 settled=True,
             )
 
-    def _probe(self) -> bool:
-        return self._native.probe(self.address)
+    def _probe(self, native: NativeEngine) -> bool:
+        return native.probe(self.address)
 
-    def _probe_by_reading(self) -> bool:
+    def _probe_by_reading(self, native: NativeEngine) -> bool:
         region = self._peer.regions[0]
         size = min(_PROBE_BYTES, region.size)
         scratch = (ctypes.c_char * size)()
-        batch = self._native.submit(self.address, [ctypes.addressof(scratch)], [region.address], [size])
-        if not batch:
+        descriptor = (np.array([value], np.int64) for value in (ctypes.addressof(scratch), region.address, size))
+        batch = submit(native, self.address, Copies(*descriptor))
+        if batch is None:
             return False
-        while (state := self._native.poll(batch)) == 0 and not self._closing.is_set():
-            time.sleep(SHORTEST_POLL_S)
-        if state != 1:
-            self._native.delete()  # before the scratch memory is freed
-        return state == 1
+        while not (state := batch.look()).is_final and not self._closing.is_set():
+            time.sleep(_SHORTEST_POLL_S)
+        if not state.is_final:
+            native.delete()  # before the scratch memory is freed
+        return state is State.DONE
 
     def read(self, copies: Copies, timeout_s: float) -> None:
-        """See the contract. After an unsettled failure the link refuses to read until it is closed."""
+        """See the contract. After an unsettled failure the link refuses to read."""
         with self._busy:
-            if self._closed or self._broken:
+            if self._closing.is_set() or self._broken or self._native is None:
                 raise ReadFailed(f"the link to {self.address} is {self._broken or 'closed'}", settled=True)
             check_copies(copies, self._engine.memory.table, self._peer, self.address)
             if self._options.protocol == "tcp":
                 copies = split_large(copies, TCP_PIECE_BYTES)
-            reading = MooncakeRead(self._native, self.address, copies, self._options.descriptors_per_call, self.window)
+            pace = Pace(self._options.descriptors_per_call, _SHORTEST_POLL_S, _LONGEST_POLL_S)
+            reading = MooncakeRead(self._native, self.address, copies, pace, self.window)
             try:
                 reading.run(timeout_s, self._closing.is_set)
+            except ReadFailed as error:
+                if error.settled or self._options.isolated or not reading.settle(_PATIENCE_S, self._closing.is_set):
+                    raise
+                raise ReadFailed(str(error), settled=True) from error
             finally:
                 if reading.in_flight:
-                    self._unsettled = reading.in_flight
-                    self._settled_at = time.monotonic() + self._settle_s(reading.in_flight)
                     self._broken = "broken by a read that failed and must be closed first"
+                    self._keep(reading.in_flight)
 
-    def _settle_s(self, in_flight: int) -> float:
-        rounds = math.ceil(in_flight / _TCP_CONNECTIONS_PER_PEER) if self._options.protocol == "tcp" else 1
-        return rounds * self._options.progress_timeout_s + _SETTLE_MARGIN_S
+    def _keep(self, batches: list[ReadBatch]) -> None:
+        """Keep what a failed read has left in flight, until it is final or the link's own engine is deleted."""
+        if self._options.isolated:
+            self._unsettled = batches
+            return
+        count = sum(batch.descriptors for batch in batches)
+        leftover = Leftover(self.address, batches, lambda: self.window.release(count))
+        self._leftovers.append(leftover)
+        self._engine.settling.add(leftover)
 
     def close(self) -> None:
-        """See the contract. Takes milliseconds if the link has its own engine.
-
-        With a shared engine, a failed read may write until everything it had in flight has run into Mooncake's progress
-        timeout; this waits for that.
-        """
+        """See the contract. Takes milliseconds. If the link has its own engine, it has settled after that."""
         self._closing.set()
-        with self._busy:
+        while not self._busy.acquire(timeout=0.05):
+            if self._native is not None and not self._options.isolated:
+                self._native.interrupt(self.address)  # a submission may be stuck in a call to the peer
+        try:
             if self._closed:
                 return
-            if self._options.isolated:
+            if self._options.isolated and self._native is not None:
                 self._native.delete()
-            else:
-                time.sleep(max(0.0, self._settled_at - time.monotonic()))
+            self.window.release(sum(batch.descriptors for batch in self._unsettled))
+            self._unsettled = []
             self._closed = True
-            self.window.release(self._unsettled)
+        finally:
+            self._busy.release()
         self._engine.forget(self)
+
+    @property
+    def settled(self) -> bool:
+        """See the contract."""
+        return not self._unsettled and all(leftover.settled for leftover in self._leftovers)

@@ -28,6 +28,7 @@ from transfer.engine.base import EngineStartError
 from transfer.peers import Address
 
 _CODES = {-1: "invalid argument", -6: "no such device", -7: "it overlaps memory that is registered already"}
+_STILL_IN_FLIGHT = -2  # for longer than MC_SLICE_TIMEOUT, which cancels nothing
 _ACCEPT_TIMEOUT_S = 0.001
 _LISTENING = "0A"  # the state column of /proc/net/tcp
 
@@ -109,6 +110,8 @@ class NativeEngine:
                 "and there must be free ports above 15000; set MC_LOG_LEVEL=INFO for details"
             )
         self._port = int(self._engine.get_rpc_port())
+        #: Whether the counters of batches can be read, see ``mooncake_batches``; None until the first batch.
+        self.counts: bool | None = None
 
     @property
     def address(self) -> str:
@@ -144,15 +147,16 @@ class NativeEngine:
         return 0 if batch in (-1, 2**64 - 1) else batch
 
     def poll(self, batch: int) -> int:
-        """Return the state of a batch of ONE descriptor: 0 in progress, 1 done, negative failed.
+        """Return the state of a batch of ONE descriptor: 0 in progress, 1 done, negative failed and final.
 
         Unless it is 0, the id is no longer valid. Never call this for a longer batch: it looks only at the first
-        descriptor and then frees the whole batch.
+        descriptor and may then free the whole batch.
         """
-        return int(self._engine.transfer_check_status(batch))
+        state = int(self._engine.transfer_check_status(batch))
+        return 0 if state == _STILL_IN_FLIGHT else state
 
     def wait(self, batch: int) -> int:
-        """Wait for a batch of any length; return 0 if it is done, else it failed. Spins on a core and frees the id."""
+        """Free a batch of any length that is done, and return 0. Would spin on a core until it is."""
         return int(self._engine.get_batch_transfer_status([batch]))
 
     def interrupt(self, address: str) -> None:

@@ -29,9 +29,14 @@ class Fault:
 
 
 class InProcessFabric:
-    """The network between in-process engines, and what goes wrong in it. Safe to use from any thread."""
+    """The network between in-process engines, and what goes wrong in it. Safe to use from any thread.
 
-    def __init__(self, seed: int = 0) -> None:
+    ``closing_settles``: whether closing a link ends what its failed reads may still write, as on TCP. If not, only
+    ``deliver_late_bytes`` does, as on RDMA, or the end of the engine.
+    """
+
+    def __init__(self, seed: int = 0, *, closing_settles: bool = True) -> None:
+        self.closing_settles = closing_settles
         self.reads = 0  # begun so far, over all links
         self.lock = threading.RLock()  # held while bytes move
         self._random = random.Random(seed)
@@ -45,16 +50,28 @@ class InProcessFabric:
         with self.lock:
             self._faults[read] = fault
 
-    def deliver_late_bytes(self) -> int:
-        """Write what unsettled reads have left, except on links that were closed. How many descriptors that was."""
+    def deliver_late_bytes(self, most: int = 1 << 62) -> int:
+        """Write what unsettled reads have left, at most so many descriptors, the oldest first; return how many."""
         with self.lock:
-            late, self._late = self._late, []
             delivered = 0
-            for link, copies in late:
-                if not link.closed:
-                    _copy(copies)
-                    delivered += len(copies)
+            while self._late and delivered < most:
+                link, copies = self._late.pop(0)
+                now = copies[: most - delivered]
+                _copy(now)
+                delivered += len(now)
+                if len(now) < len(copies):
+                    self._late.insert(0, (link, copies[len(now) :]))
             return delivered
+
+    def is_late(self, link: "InProcessLink") -> bool:
+        """Whether bytes of a link may still be written."""
+        with self.lock:
+            return any(late is link for late, _ in self._late)
+
+    def drop_late(self, link: "InProcessLink") -> None:
+        """Never write what a link's reads have left."""
+        with self.lock:
+            self._late = [(late, copies) for late, copies in self._late if late is not link]
 
     def remove(self, address: str) -> None:
         """The process at ``address`` is gone: links to it fail, settled, and no new one can be opened."""
@@ -144,6 +161,7 @@ class InProcessEngine(TransferEngine):
             links, self._links = self._links, set()
         for link in links:
             link.close()
+            self._fabric.drop_late(link)
         self.memory.close()
         self._fabric.remove(self._address)
 
@@ -197,3 +215,10 @@ class InProcessLink(Link):
         """See the contract."""
         with self._fabric.lock:  # not in the middle of a copy
             self.closed = True
+            if self._fabric.closing_settles:
+                self._fabric.drop_late(self)
+
+    @property
+    def settled(self) -> bool:
+        """See the contract."""
+        return not self._fabric.is_late(self)

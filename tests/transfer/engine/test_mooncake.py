@@ -1,6 +1,6 @@
 """Real Mooncake over loopback TCP: peers that stop, die or refuse, and what is left behind.
 
-Covers: transfer.engine.mooncake_native, transfer.engine.mooncake_read.
+Covers: transfer.engine.mooncake_native, transfer.engine.mooncake_read, transfer.engine.mooncake_settling.
 """
 
 import gc
@@ -119,7 +119,7 @@ def test_a_failed_link_refuses_reads_until_it_is_closed_and_a_new_one_works(
 ) -> None:
     unregistered = Region(4096, MIB)
     link = engine.open(peer.address, [peer.region, unregistered])
-    with pytest.raises(ReadFailed, match=r"failed in call 1 of 1 \(4 descriptors, 262144 bytes\)") as failure:
+    with pytest.raises(ReadFailed, match=r"failed in call 1 \(4 descriptors, 262144 bytes\)") as failure:
         link.read(even_copies(destination.region, unregistered, 4, 65536), 5)
     assert not failure.value.settled
     good = even_copies(destination.region, peer.region, 16, 65536)
@@ -289,21 +289,6 @@ def test_closing_a_link_does_not_stop_other_python_threads(engine: MooncakeEngin
     assert sorted(longest)[1] < 0.6  # Mooncake's destructor by itself: 1.0
 
 
-def test_a_shared_engine_waits_until_a_failed_read_has_settled(peer: PeerProcess, destination: Memory) -> None:
-    engine = MooncakeEngine(MooncakeOptions("127.0.0.1", engine_per_link=False, progress_timeout_s=0.01))
-    engine.register([destination.region])
-    unregistered = Region(4096, MIB)
-    link = engine.open(peer.address, [peer.region, unregistered])
-    with pytest.raises(ReadFailed) as failure:
-        link.read(even_copies(destination.region, unregistered, 1, 4096), 5)
-    assert not failure.value.settled
-    failed = time.monotonic()
-    link.close()
-    assert time.monotonic() - failed > 0.9
-    engine.open(peer.address, [peer.region]).read(even_copies(destination.region, peer.region, 4, 4096), 5)
-    engine.close()
-
-
 def test_registration_that_fails_half_way_takes_nothing(engine: MooncakeEngine, destination: Memory) -> None:
     good, stranger = Memory(4096), Memory(8192)
     # Behind the engine's back, so that the second of two regions meets Mooncake's own refusal.
@@ -311,3 +296,98 @@ def test_registration_that_fails_half_way_takes_nothing(engine: MooncakeEngine, 
     with pytest.raises(EngineStartError, match=r"overlaps memory that is registered already \(code -7\)"):
         engine.register([good.region, stranger.region])
     engine.register([good.region])
+
+
+# Links that share an engine, as on RDMA and Ascend; over TCP here
+
+
+@pytest.fixture
+def shared(destination: Memory) -> Iterator[MooncakeEngine]:
+    destination.view[:] = 0
+    engine = MooncakeEngine(
+        MooncakeOptions("127.0.0.1", connect_timeout_s=0.5, progress_timeout_s=3.0, engine_per_link=False)
+    )
+    engine.register([destination.region])
+    yield engine
+    engine.check_integrity()
+    engine.close()
+    engine.check_integrity()
+
+
+def test_a_shared_link_that_is_closed_settles_when_its_last_byte_has_landed(
+    shared: MooncakeEngine, victim: PeerProcess, destination: Memory
+) -> None:
+    link = shared.open(victim.address, [victim.region])
+    assert not fail_mid_read(link, victim, destination, "stopped").settled
+    link.close()
+    assert not link.settled
+    assert link.window.in_flight > 0
+    destination.view[:] = 0
+    victim.go_on()
+    until(lambda: link.settled)
+    assert destination.view.any(), "nothing came late, so the test shows nothing"
+    assert link.window.in_flight == 0
+    destination.view[:] = 0
+    time.sleep(0.3)
+    assert not destination.view.any()
+
+
+def test_a_peer_whose_reads_have_not_settled_is_not_opened_and_afterwards_it_is(
+    shared: MooncakeEngine, victim: PeerProcess, destination: Memory
+) -> None:
+    link = shared.open(victim.address, [victim.region])
+    fail_mid_read(link, victim, destination, "stopped")
+    link.close()
+    with pytest.raises(ReadFailed, match="earlier reads from it have failed and not settled") as refusal:
+        shared.open(victim.address, [victim.region])
+    assert refusal.value.settled
+    victim.go_on()
+    until(lambda: link.settled)
+    shared.open(victim.address, [victim.region]).read(even_copies(destination.region, victim.region, 4, 4096), 5)
+
+
+def test_a_shared_link_settles_when_mooncake_has_given_up_a_peer_that_was_killed(
+    shared: MooncakeEngine, victim: PeerProcess, destination: Memory
+) -> None:
+    link = shared.open(victim.address, [victim.region])
+    fail_mid_read(link, victim, destination, "killed")
+    link.close()
+    until(lambda: link.settled)
+    assert link.window.in_flight == 0
+
+
+def test_a_refused_descriptor_on_a_shared_link_fails_settled_and_the_link_reads_on(
+    shared: MooncakeEngine, peer: PeerProcess, destination: Memory
+) -> None:
+    unregistered = Region(4096, MIB)
+    link = shared.open(peer.address, [peer.region, unregistered])
+    with pytest.raises(ReadFailed) as failure:
+        link.read(even_copies(destination.region, unregistered, 1, 4096), 5)
+    assert failure.value.settled
+    link.read(even_copies(destination.region, peer.region, 4, 4096), 5)
+    assert np.array_equal(destination.view[:16384], noise(SIZE, 5)[:16384])
+
+
+def test_closing_a_shared_engine_settles_its_links_and_no_byte_lands_after_it(
+    shared: MooncakeEngine, victim: PeerProcess, destination: Memory
+) -> None:
+    link = shared.open(victim.address, [victim.region])
+    fail_mid_read(link, victim, destination, "stopped")
+    link.close()
+    shared.close()
+    assert link.settled
+    destination.view[:] = 0
+    victim.go_on()
+    time.sleep(0.3)
+    assert not destination.view.any()
+
+
+def test_reads_from_others_go_on_beside_one_that_has_not_settled(
+    shared: MooncakeEngine, peer: PeerProcess, victim: PeerProcess, destination: Memory
+) -> None:
+    link, other = shared.open(victim.address, [victim.region]), shared.open(peer.address, [peer.region])
+    fail_mid_read(link, victim, destination, "stopped")
+    link.close()
+    for _ in range(5):
+        other.read(even_copies(destination.region, peer.region, 4, 4096), 5)
+    assert not link.settled
