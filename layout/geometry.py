@@ -80,6 +80,14 @@ class CacheGroup:
 
 
 @dataclass(frozen=True, slots=True)
+class Identity:
+    """A random number that one life of a transfer engine keeps in registered memory, by which readers know it again."""
+
+    address: int  # of the number, in the address space of the owning process
+    nonce: bytes  # the number
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerGeometry:
     """What one worker (one TP rank of one PP stage) holds, and the address of its transfer engine."""
 
@@ -91,6 +99,7 @@ class WorkerGeometry:
     engine_address: str  # of the transfer engine, e.g. "10.0.0.5:15342"
     groups: tuple[CacheGroup, ...]
     regions: tuple[Region, ...]  # all memory that peers may read
+    identity: Identity | None = None  # of its transfer engine; None as long as it has not started
 
     @property
     def block_bytes(self) -> int:

@@ -87,7 +87,7 @@ class Peer:
             worker = self.workers[rank]
             try:
                 self._allowed.check_engine(worker.engine_address)
-                self._links[rank] = self._engine.open(worker.engine_address, worker.regions)
+                self._links[rank] = self._engine.open(worker.engine_address, worker.regions, worker.identity)
             except PeerNotAllowed as error:
                 where = f"prefill rank {rank}: the transfer engine at {worker.engine_address}"
                 raise PullFailed(Cause.DENIED, f"{where}: {error}") from error
@@ -142,6 +142,12 @@ def _make_peer(context: PullContext, welcome: Welcome) -> Peer:
     """Check that a prefill engine's caches can be used here, and plan how to read them."""
     check_models(context.model, welcome.model)
     sources = choose_sources(context.local, welcome.workers, context.replica_turn)
+    for number, worker in enumerate(welcome.workers):
+        if worker.identity is None:
+            raise ValueError(
+                f"prefill rank {number} announces no identity of its transfer engine, so nobody could prove whose "
+                "memory is read: its connector is older than this one; use the same version on both sides"
+            )
     plans = compile_plans(context.local, welcome.workers, sources)
     if context.verifier is not None:
         context.verifier.check_peer(welcome.verify, welcome.workers, sources)

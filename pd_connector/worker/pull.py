@@ -154,6 +154,7 @@ class Pull:
             logger.debug("PDConnector: %s, prefill rank %d: %s", self.order.request_id, rank, schedule.describe())
         try:
             reads.carry_out(link, schedule, remaining)
+            link.prove(max(self._deadline - self._context.clock(), _MIN_CONFIRM_S))
         except ValueError as error:
             raise PullFailed(Cause.PARAMS, f"prefill rank {rank}: {error}") from error
         except BaseException as error:

@@ -31,7 +31,7 @@ from transfer.engine.base import TransferEngine
 from transfer.engine.mooncake import MooncakeEngine, MooncakeOptions
 from transfer.local_copy.checksums import BlockReader, in_place
 from transfer.local_copy.device_reader import DeviceReader
-from transfer.peers import AllowedPeers
+from transfer.peers import AllowedPeers, is_own_address
 
 if TYPE_CHECKING:
     from pd_connector.vllm.types import KVCacheConfig, VllmConfig
@@ -83,6 +83,7 @@ class ConnectorWorker:
             for group in cache_groups(self._vllm_config, self._kv_cache_config)
         ]
         geometry = describe_caches(kv_caches, groups, ranks, model.kv_heads, engine.address)
+        geometry = replace(geometry, identity=engine.identity)
         reads = _remote_reader(config, geometry, tensors, on_host=on_host) if self._role.consumes else None
         engine.register((*geometry.regions, *(reads.regions if reads is not None else ())))
         logger.info(
@@ -202,10 +203,28 @@ def _protocol(config: ConnectorConfig) -> str:
     return default_protocol() if config.protocol == "auto" else config.protocol
 
 
+def _own_host(config: ConnectorConfig) -> str:
+    """Return the address at which peers reach this worker.
+
+    Raises:
+        ConfigError: it is not an address of this machine, so peers would read another's memory, or none.
+    """
+    host = config.host or host_address()
+    if not is_own_address(host):
+        source = "host" if config.host else "vLLM's own choice of host (VLLM_HOST_IP)"
+        raise ConfigError(
+            f"{source} = {host!r} is not an address of this machine, but peers read this worker's memory there. Set it "
+            "to one of this machine's network interfaces. If workers of this engine run on several machines, leave "
+            "host unset and set VLLM_HOST_IP on each. An address that is only translated to this machine (NAT) cannot "
+            "work, because the system chooses the transfer engine's ports"
+        )
+    return host
+
+
 def _mooncake(config: ConnectorConfig) -> TransferEngine:
     return MooncakeEngine(
         MooncakeOptions(
-            host=config.host or host_address(),
+            host=_own_host(config),
             protocol=_protocol(config),
             devices=config.devices,
             descriptors_per_call=config.descriptors_per_call,

@@ -218,6 +218,9 @@ class Wire(Link):
             at = start - self.peer.ctypes.data
             self.memory.put(to, self.peer[at : at + size])
 
+    def prove(self, timeout_s: float) -> None:
+        """It is known whose bytes these are."""
+
     def close(self) -> None:
         """Nothing is open."""
 

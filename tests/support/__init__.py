@@ -16,6 +16,7 @@ Transfer engines (``transfer/engine``):
     engine.in_process       a transfer engine in one process, which moves real bytes and fails where it is told to
     engine.pairs            engines of every kind, and a reader and a peer of one kind
     engine.peer_process     a Mooncake peer in a process of its own, to be stopped, killed and continued
+    engine.strange_peers    peers of Mooncake that are not what they seem: silent, or on the port of another
 
 The control channel (``transfer/control``):
     control.samples         one message of each kind, and a handler that remembers what it was asked

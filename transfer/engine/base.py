@@ -16,7 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 from layout.copies import Copies
-from layout.geometry import Region
+from layout.geometry import Identity, Region
 from transfer.errors import TransferError
 
 
@@ -48,6 +48,15 @@ class Link(ABC):
         """
 
     @abstractmethod
+    def prove(self, timeout_s: float) -> None:
+        """Raise unless all that the link has read came from the process whose identity it was opened with.
+
+        Raises:
+            ReadFailed: another process answers now, or none does within ``timeout_s`` seconds (always settled). What
+                the link has read must not be used.
+        """
+
+    @abstractmethod
     def close(self) -> None:
         """End the link: no read begins any more. Never waits for the peer. Idempotent.
 
@@ -68,6 +77,11 @@ class TransferEngine(ABC):
     def address(self) -> str:
         """Where peers reach this engine, as they pass it to ``open``."""
 
+    @property
+    @abstractmethod
+    def identity(self) -> Identity:
+        """What tells this engine from every other, for peers to pass to ``open``."""
+
     @abstractmethod
     def register(self, regions: Sequence[Region]) -> None:
         """Let peers read ``regions``, and let reads of this engine's links write to them.
@@ -77,13 +91,14 @@ class TransferEngine(ABC):
         """
 
     @abstractmethod
-    def open(self, address: str, regions: Sequence[Region]) -> Link:
+    def open(self, address: str, regions: Sequence[Region], identity: Identity | None = None) -> Link:
         """Return a link to the peer at ``address``, whose registered memory is ``regions``.
 
-        May connect now or on the first read.
+        Connects on threads on which nothing is read, so that a peer that does not answer delays no other, as far as the
+        transport allows it. ``identity`` is the peer's; if it is None, nobody proves who it is.
 
         Raises:
-            ReadFailed: the peer cannot be reached (always settled).
+            ReadFailed: the peer cannot be reached, or is another than ``identity`` says (always settled).
         """
 
     @abstractmethod

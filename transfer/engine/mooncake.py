@@ -12,24 +12,28 @@ failed reads leave behind, ``mooncake_native`` holds the calls into the library,
 
 import ctypes
 import difflib
+import mmap
 import threading
 import time
 import weakref
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from layout.copies import Copies
-from layout.geometry import Region
+from layout.geometry import Identity, Region
 from layout.regions import RegionTable
 from transfer.engine.base import EngineStartError, Link, ReadFailed, TransferEngine
 from transfer.engine.batches import RegisteredMemory, Window, check_copies, split_large
+from transfer.engine.identity import NONCE_BYTES, OwnIdentity, check_identity, wrong_identity
 from transfer.engine.mooncake_batches import ReadBatch, State, submit
 from transfer.engine.mooncake_native import NativeEngine, NativeOptions, split_address
 from transfer.engine.mooncake_read import MooncakeRead, Pace
 from transfer.engine.mooncake_settling import Leftover, Settling
+from transfer.memory import HostMemory, SlotPool
 
 PROTOCOLS = ("tcp", "rdma", "ascend")
 INFINIBAND_DEVICES = Path("/sys/class/infiniband")
@@ -45,7 +49,10 @@ TCP_PIECE_BYTES = 4 * 1024 * 1024
 _SHORTEST_POLL_S = 50e-6
 _LONGEST_POLL_S = 500e-6
 
-_PROBE_BYTES = 64
+#: Links that can read a peer's identity at once. Each needs memory for that, which is registered.
+_IDENTITY_READS = 256
+
+_ANOTHER = "another process answers"
 
 #: How long a failed read waits for what it has in flight before it counts as unsettled: a peer that refuses a
 #: descriptor, or has just died, lets the others end within that time.
@@ -129,18 +136,27 @@ class MooncakeEngine(TransferEngine):
         self._native = NativeEngine(options.native)
         self.settling = Settling(self._native)
         self._address = self._native.address
+        self._own = OwnIdentity()
+        scratch = HostMemory(_IDENTITY_READS * mmap.PAGESIZE)
+        self.scratch = SlotPool(scratch.region, _IDENTITY_READS, scratch)
+        self._native.register([self._own.region, *([] if options.isolated else [scratch.region])])
 
     @property
     def address(self) -> str:
         """Where peers reach this engine."""
         return self._address
 
+    @property
+    def identity(self) -> Identity:
+        """See the contract."""
+        return self._own.identity
+
     def register(self, regions: Sequence[Region]) -> None:
         """See the contract. Registers all ``regions`` or none. Holds the GIL, so use it at start-up only."""
         self.memory.add(regions, self._native.register)
 
-    def open(self, address: str, regions: Sequence[Region]) -> "MooncakeLink":
-        """See the contract. On TCP, connects and reads a few bytes, so that the first real read finds a warm link.
+    def open(self, address: str, regions: Sequence[Region], identity: Identity | None = None) -> "MooncakeLink":
+        """See the contract. The identity is read now, so that the first real read finds a warm link.
 
         On a shared engine, a peer is not opened while earlier reads from it have failed and not settled: it is ill, and
         more descriptors would only wait behind those.
@@ -150,6 +166,8 @@ class MooncakeEngine(TransferEngine):
             peer = RegionTable(regions)
         except ValueError as error:
             raise ReadFailed(f"cannot open a link to {address}: {error}", settled=True) from error
+        if identity is not None:
+            check_identity(identity, address)
         if self.settling.is_waiting_for(address):
             raise ReadFailed(
                 f"cannot open a link to {address}: earlier reads from it have failed and not settled", settled=True
@@ -158,7 +176,7 @@ class MooncakeEngine(TransferEngine):
             if self._closed:
                 raise ReadFailed(f"transfer engine {self._address} is closed", settled=True)
             window = self._windows.setdefault(address, Window(self._options.max_descriptors_in_flight))
-            link = MooncakeLink(self, self._options, address, peer, window)
+            link = MooncakeLink(self, self._options, address, peer, identity, window)
             self._links.add(link)  # so that ``close`` waits for it
         try:
             link.connect(None if self._options.isolated else self._native)
@@ -201,7 +219,13 @@ class MooncakeLink(Link):
     """A link to one peer. One thread at a time may ``connect`` or ``read``; any may ``close``, which ends both."""
 
     def __init__(
-        self, engine: MooncakeEngine, options: MooncakeOptions, address: str, peer: RegionTable, window: Window
+        self,
+        engine: MooncakeEngine,
+        options: MooncakeOptions,
+        address: str,
+        peer: RegionTable,
+        identity: Identity | None,
+        window: Window,
     ) -> None:
         self.address = address  # of the peer
         self.window = window  # the descriptors in flight to the peer
@@ -209,6 +233,7 @@ class MooncakeLink(Link):
         self._options = options
         self._native: NativeEngine | None = None  # none before it is connected
         self._peer = peer
+        self._identity = identity
         self._busy = threading.Lock()  # held while it connects or reads, and by close when it ends the engine
         self._closing = threading.Event()
         self._closed = False
@@ -219,13 +244,13 @@ class MooncakeLink(Link):
         self._leftovers: list[Leftover] = []  # of failed reads, if the engine is shared
 
     def connect(self, shared: NativeEngine | None) -> None:
-        """Wait for the peer's first answer, up to the connect timeout: on TCP, read a few bytes of its first region.
+        """Wait for the peer's first answer, up to the connect timeout, and find out whether it is the right one.
 
         Args:
             shared: the engine to read with; None if the link is to have its own.
 
         Raises:
-            ReadFailed: the peer did not answer (always settled: only the link's own scratch memory was written).
+            ReadFailed: the peer did not answer, or is another (always settled: only scratch memory was written).
         """
         with self._busy:
             if self._closing.is_set():
@@ -238,48 +263,80 @@ class MooncakeLink(Link):
 
     def _await_answer(self, native: NativeEngine) -> None:
         started = time.monotonic()
-        answers: list[bool] = []
-        attempt = self._probe_by_reading if self._options.isolated and self._peer.regions else self._probe
-        # Mooncake's first call to a peer takes no timeout, so another thread makes it.
-        thread = threading.Thread(target=lambda: answers.append(attempt(native)), name="pd-connect", daemon=True)
+        answers: list[str] = []
+        # Mooncake's first calls to a peer take no timeout, so another thread makes them.
+        thread = threading.Thread(target=lambda: answers.append(self._meet(native)), name="pd-connect", daemon=True)
         thread.start()
         deadline = started + self._options.connect_timeout_s
         while thread.is_alive() and time.monotonic() < deadline and not self._closing.is_set():
             thread.join(min(0.05, max(deadline - time.monotonic(), 0.0)))
-        reason = "it refused the connection or the read"
         if thread.is_alive():
-            reason = (
-                "the engine here was closed" if self._closing.is_set() else "it accepts connections but does not answer"
-            )
-            answers.append(False)
+            answers.append("closed here" if self._closing.is_set() else "accepts connections but does not answer")
         while thread.is_alive():
             self._closing.set()
             native.interrupt(self.address)
             thread.join(0.05)
-        if answers != [True]:
-            took = f"{time.monotonic() - started:.3f} s"
+        reason = answers[0] if answers else "the call to it failed"
+        if reason == _ANOTHER:
+            raise wrong_identity(self.address)
+        if reason:
             raise ReadFailed(
-                f"cannot reach the transfer engine at {self.address} ({took}): {reason}; check that its process is "
-                "running and that no firewall blocks its ports for this machine",
+                f"cannot reach the transfer engine at {self.address} ({time.monotonic() - started:.3f} s): {reason}; "
+                "check that its process is running and that no firewall blocks its ports for this machine",
                 settled=True,
             )
 
-    def _probe(self, native: NativeEngine) -> bool:
-        return native.probe(self.address)
+    def _meet(self, native: NativeEngine) -> str:
+        """Make the first calls to the peer. Returns why it cannot be read, empty if it can."""
+        if not self._options.isolated or self._identity is None:
+            if not (native.probe(self.address) and native.exchange_metadata(self.address)):
+                return "it refused the connection"
+            if self._identity is None:
+                return ""
+        nonce = self._read_nonce(native, self._identity, self._options.connect_timeout_s)
+        if nonce is None:
+            return "it refused the connection or the read"
+        return "" if nonce == self._identity.nonce else _ANOTHER
 
-    def _probe_by_reading(self, native: NativeEngine) -> bool:
-        region = self._peer.regions[0]
-        size = min(_PROBE_BYTES, region.size)
-        scratch = (ctypes.c_char * size)()
-        descriptor = (np.array([value], np.int64) for value in (ctypes.addressof(scratch), region.address, size))
-        batch = submit(native, self.address, Copies(*descriptor))
-        if batch is None:
-            return False
-        while not (state := batch.look()).is_final and not self._closing.is_set():
-            time.sleep(_SHORTEST_POLL_S)
-        if not state.is_final:
-            native.delete()  # before the scratch memory is freed
-        return state is State.DONE
+    def _read_nonce(self, native: NativeEngine, identity: Identity, timeout_s: float) -> bytes | None:
+        """Read the peer's number where ``identity`` says that it lies; None if that fails."""
+        deadline = time.monotonic() + timeout_s
+        with ExitStack() as borrowing:
+            scratch = borrowing.enter_context(self._engine.scratch.borrow())
+            if scratch is None:
+                return None
+            descriptor = (np.array([value], np.int64) for value in (scratch, identity.address, NONCE_BYTES))
+            batch = submit(native, self.address, Copies(*descriptor))
+            if batch is None:
+                return None
+            while not (state := batch.look()).is_final and not self._closing.is_set() and time.monotonic() < deadline:
+                time.sleep(_SHORTEST_POLL_S)
+            if not state.is_final:
+                self._broken = "broken by an identity that could not be read"
+                if self._options.isolated:
+                    native.delete()
+                else:
+                    self._engine.settling.add(Leftover(self.address, [batch], borrowing.pop_all().close))
+            return ctypes.string_at(scratch, NONCE_BYTES) if state is State.DONE else None
+
+    def prove(self, timeout_s: float) -> None:
+        """See the contract. Afterwards, a link that was not proven refuses to read."""
+        if self._identity is None:
+            return
+        with self._busy:
+            if self._closing.is_set() or self._broken or self._native is None:
+                raise ReadFailed(f"the link to {self.address} is {self._broken or 'closed'}", settled=True)
+            nonce = self._read_nonce(self._native, self._identity, timeout_s)
+            if nonce == self._identity.nonce:
+                return
+            self._broken = "broken: its peer could not be proven to be the right one"
+            if nonce is not None:
+                raise wrong_identity(self.address)
+            raise ReadFailed(
+                f"the transfer engine at {self.address} did not say within {timeout_s:.1f} s who it is, after it had "
+                "been read",
+                settled=True,
+            )
 
     def read(self, copies: Copies, timeout_s: float) -> None:
         """See the contract. After an unsettled failure the link refuses to read."""

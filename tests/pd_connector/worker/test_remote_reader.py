@@ -166,6 +166,9 @@ class NoLink(Link):
     def read(self, copies: Copies, timeout_s: float) -> None:
         pytest.fail(f"{len(copies)} descriptors were read within {timeout_s} s")
 
+    def prove(self, timeout_s: float) -> None:
+        pytest.fail(f"nothing was read that could be proven within {timeout_s} s")
+
     def close(self) -> None:
         """Nothing is open."""
 

@@ -11,10 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from layout.copies import Copies
-from layout.geometry import Region
+from layout.geometry import Identity, Region
 from layout.regions import RegionTable
 from transfer.engine.base import Link, ReadFailed, TransferEngine
 from transfer.engine.batches import RegisteredMemory, check_copies
+from transfer.engine.identity import OwnIdentity, check_identity, wrong_identity
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +79,11 @@ class InProcessFabric:
         with self.lock:
             self._engines.pop(address, None)
 
+    def replace(self, address: str, engine: "InProcessEngine") -> None:
+        """Let another engine answer at ``address``, as a process that has taken the port of one that ended."""
+        with self.lock:
+            self._engines[address] = engine
+
     def join(self, engine: "InProcessEngine") -> str:
         """The address of a new engine."""
         with self.lock:
@@ -129,6 +135,12 @@ class InProcessEngine(TransferEngine):
         self._links: set[InProcessLink] = set()
         self._closed = False
         self._address = fabric.join(self)
+        self._own = OwnIdentity()
+
+    @property
+    def identity(self) -> Identity:
+        """See the contract."""
+        return self._own.identity
 
     @property
     def address(self) -> str:
@@ -139,10 +151,15 @@ class InProcessEngine(TransferEngine):
         """See the contract."""
         self.memory.add(regions)
 
-    def open(self, address: str, regions: Sequence[Region]) -> "InProcessLink":
+    def open(self, address: str, regions: Sequence[Region], identity: Identity | None = None) -> "InProcessLink":
         """See the contract."""
-        if self._fabric.find(address) is None:
+        found = self._fabric.find(address)
+        if found is None:
             raise ReadFailed(f"cannot reach the transfer engine at {address}", settled=True)
+        if identity is not None:
+            check_identity(identity, address)
+            if found.identity != identity:
+                raise wrong_identity(address)
         try:
             peer = RegionTable(regions)
         except ValueError as error:
@@ -150,7 +167,7 @@ class InProcessEngine(TransferEngine):
         with self._lock:
             if self._closed:
                 raise ReadFailed(f"transfer engine {self._address} is closed", settled=True)
-            link = InProcessLink(self, self._fabric, address, peer)
+            link = InProcessLink(self, self._fabric, address, peer, identity)
             self._links.add(link)
             return link
 
@@ -169,10 +186,18 @@ class InProcessEngine(TransferEngine):
 class InProcessLink(Link):
     """A link between two engines of one fabric."""
 
-    def __init__(self, engine: InProcessEngine, fabric: InProcessFabric, address: str, peer: RegionTable) -> None:
+    def __init__(
+        self,
+        engine: InProcessEngine,
+        fabric: InProcessFabric,
+        address: str,
+        peer: RegionTable,
+        identity: Identity | None,
+    ) -> None:
         self._engine = engine
         self._fabric = fabric
         self._peer = peer
+        self._identity = identity
         self._broken = False
         self.peer_address = address
         self.closed = False
@@ -195,6 +220,19 @@ class InProcessLink(Link):
         if self.closed:
             self._fail(rest, "the link was closed", settled=True)
         self._check_peer(copies)
+
+    def prove(self, timeout_s: float) -> None:
+        """See the contract."""
+        if self._identity is None:
+            return
+        if self.closed or self._broken:
+            raise ReadFailed(f"the link to {self.peer_address} is closed or broken", settled=True)
+        found = self._fabric.find(self.peer_address)
+        if found is None:
+            raise ReadFailed(f"the peer at {self.peer_address} is gone", settled=True)
+        if found.identity != self._identity:
+            self._broken = True
+            raise wrong_identity(self.peer_address)
 
     def _check_peer(self, copies: Copies) -> None:
         peer = self._fabric.find(self.peer_address)
