@@ -13,12 +13,13 @@ failed reads leave behind, ``mooncake_native`` holds the calls into the library,
 import ctypes
 import difflib
 import mmap
+import os
 import threading
 import time
 import weakref
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -30,8 +31,9 @@ from transfer.engine.base import EngineStartError, Link, ReadFailed, TransferEng
 from transfer.engine.batches import RegisteredMemory, Window, check_copies, split_large
 from transfer.engine.identity import NONCE_BYTES, OwnIdentity, check_identity, wrong_identity
 from transfer.engine.mooncake_batches import ReadBatch, State, submit
+from transfer.engine.mooncake_limits import LIMITS, Limits
 from transfer.engine.mooncake_native import NativeEngine, NativeOptions, split_address
-from transfer.engine.mooncake_read import MooncakeRead, Pace
+from transfer.engine.mooncake_read import MooncakeRead
 from transfer.engine.mooncake_settling import Leftover, Settling
 from transfer.memory import HostMemory, SlotPool
 
@@ -43,15 +45,10 @@ INFINIBAND_DEVICES = Path("/sys/class/infiniband")
 #: 34 MB took 17.0 ms whole, 21.5 in pieces of 4 MiB, 20.2 in pieces of 1 MiB; eight runs took 103, 104 and 133.
 TCP_PIECE_BYTES = 4 * 1024 * 1024
 
-# Between two polls a read sleeps for an eighth of the time it has taken so far, within these limits. Longer sleeps
-# leave the cores to the threads that move the bytes (500 us: 5-10% faster than 100 us above 1 ms); shorter ones do not
-# pay off (20 us: 10-15% slower).
-_SHORTEST_POLL_S = 50e-6
-_LONGEST_POLL_S = 500e-6
-
 #: Links that can read a peer's identity at once. Each needs memory for that, which is registered.
 _IDENTITY_READS = 256
 
+_ASYNC = "ASCEND_USE_ASYNC_TRANSFER"
 _ANOTHER = "another process answers"
 
 #: How long a failed read waits for what it has in flight before it counts as unsettled: a peer that refuses a
@@ -70,8 +67,8 @@ class MooncakeOptions:
     host: str  # this machine's address as peers reach it, without port
     protocol: str = "tcp"  # one of PROTOCOLS
     devices: str = ""  # comma-separated network devices, "" for all
-    descriptors_per_call: int = 256
-    max_descriptors_in_flight: int = 1024  # to one peer, over all threads
+    descriptors_per_call: int | None = None  # None: what suits the protocol
+    max_descriptors_in_flight: int | None = None  # to one peer, over all threads; None: what suits the protocol
     progress_timeout_s: float = 10.0  # a transfer that moves no byte for this long has failed
     connect_timeout_s: float = 5.0  # for a peer's first answer
     engine_per_link: bool | None = None  # whether each link has its own engine; None: only on TCP
@@ -82,10 +79,14 @@ class MooncakeOptions:
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise EngineStartError(f"unknown protocol {self.protocol!r}; it must be {' or '.join(PROTOCOLS)}{hint}")
         self._check_host()
-        if not 0 < self.descriptors_per_call <= self.max_descriptors_in_flight:
+        limits, most = self.limits, LIMITS[self.protocol].most_in_flight
+        if not 0 < limits.in_flight <= most:
             raise EngineStartError(
-                f"descriptors_per_call {self.descriptors_per_call} must be from 1 to max_descriptors_in_flight "
-                f"{self.max_descriptors_in_flight}"
+                f"max_descriptors_in_flight {limits.in_flight} must be from 1 to {most} with protocol {self.protocol!r}"
+            )
+        if not 0 < limits.per_call <= limits.in_flight:
+            raise EngineStartError(
+                f"descriptors_per_call {limits.per_call} must be from 1 to max_descriptors_in_flight {limits.in_flight}"
             )
         if self.progress_timeout_s <= 0 or self.connect_timeout_s <= 0:
             raise EngineStartError(
@@ -107,6 +108,14 @@ class MooncakeOptions:
         return self.protocol == "tcp" if self.engine_per_link is None else self.engine_per_link
 
     @property
+    def limits(self) -> Limits:
+        """What suits the protocol, with what was set in its place. A call never exceeds what may be in flight."""
+        suited = LIMITS[self.protocol]
+        in_flight = suited.in_flight if self.max_descriptors_in_flight is None else self.max_descriptors_in_flight
+        per_call = min(suited.per_call, in_flight) if self.descriptors_per_call is None else self.descriptors_per_call
+        return replace(suited, per_call=per_call, in_flight=in_flight)
+
+    @property
     def native(self) -> NativeOptions:
         """The options that start the library."""
         return NativeOptions(self.host, self.protocol, self.devices, self.progress_timeout_s, self.connect_timeout_s)
@@ -126,6 +135,11 @@ class MooncakeEngine(TransferEngine):
             raise EngineStartError(
                 f"protocol is 'rdma', but this machine has no RDMA device in {INFINIBAND_DEVICES}: pass the devices "
                 "into the container, or use protocol 'tcp'"
+            )
+        if options.protocol == "ascend" and (asked := os.environ.get(_ASYNC)) is not None:
+            raise EngineStartError(
+                f"{_ASYNC} is set (to {asked!r}; any value turns it on), but asynchronous transfers count as ended "
+                "before their connection is, so bytes may land later than is known: unset it"
             )
         self._options = options
         self._lock = threading.Lock()
@@ -175,7 +189,7 @@ class MooncakeEngine(TransferEngine):
         with self._lock:
             if self._closed:
                 raise ReadFailed(f"transfer engine {self._address} is closed", settled=True)
-            window = self._windows.setdefault(address, Window(self._options.max_descriptors_in_flight))
+            window = self._windows.setdefault(address, Window(self._options.limits.in_flight))
             link = MooncakeLink(self, self._options, address, peer, identity, window)
             self._links.add(link)  # so that ``close`` waits for it
         try:
@@ -231,6 +245,7 @@ class MooncakeLink(Link):
         self.window = window  # the descriptors in flight to the peer
         self._engine = engine
         self._options = options
+        self._limits = options.limits
         self._native: NativeEngine | None = None  # none before it is connected
         self._peer = peer
         self._identity = identity
@@ -310,7 +325,7 @@ class MooncakeLink(Link):
             if batch is None:
                 return None
             while not (state := batch.look()).is_final and not self._closing.is_set() and time.monotonic() < deadline:
-                time.sleep(_SHORTEST_POLL_S)
+                time.sleep(self._limits.shortest_pause_s)
             if not state.is_final:
                 self._broken = "broken by an identity that could not be read"
                 if self._options.isolated:
@@ -346,8 +361,7 @@ class MooncakeLink(Link):
             check_copies(copies, self._engine.memory.table, self._peer, self.address)
             if self._options.protocol == "tcp":
                 copies = split_large(copies, TCP_PIECE_BYTES)
-            pace = Pace(self._options.descriptors_per_call, _SHORTEST_POLL_S, _LONGEST_POLL_S)
-            reading = MooncakeRead(self._native, self.address, copies, pace, self.window)
+            reading = MooncakeRead(self._native, self.address, copies, self._limits, self.window)
             try:
                 reading.run(timeout_s, self._closing.is_set)
             except ReadFailed as error:

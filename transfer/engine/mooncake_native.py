@@ -63,6 +63,15 @@ def set_environment(options: NativeOptions, environment: MutableMapping[str, str
         "MC_HANDSHAKE_CONNECT_TIMEOUT": str(max(1, math.ceil(options.connect_timeout_s))),
         "MC_LOG_LEVEL": "ERROR",
     }
+    if options.protocol == "rdma":
+        # Two of the threads that serve a NIC, its default, are enough to move bytes, but each makes blocking calls to
+        # peers that fail, while all others wait. They use a core each as long as anything is in flight.
+        settings["MC_WORKERS_PER_CTX"] = "4"
+        settings["MC_CONN_PAUSE_TTL_MS"] = "2000"  # after a connection failed, fail at once instead of trying again
+        settings["MC_HANDSHAKE_CONNECT_TIMEOUT"] = str(min(2, max(1, math.ceil(options.connect_timeout_s))))
+    if options.protocol == "ascend":
+        settings["ASCEND_CONNECT_TIMEOUT"] = str(math.ceil(1000 * options.connect_timeout_s))
+        settings["ASCEND_TRANSFER_TIMEOUT"] = str(math.ceil(1000 * options.progress_timeout_s))
     if options.protocol == "tcp":
         settings["MC_FORCE_TCP"] = "1"  # otherwise Mooncake uses any RDMA device that it finds
     if ":" in options.host:

@@ -16,20 +16,8 @@ from layout.copies import Copies
 from transfer.engine.base import ReadFailed
 from transfer.engine.batches import Window
 from transfer.engine.mooncake_batches import ReadBatch, submit
+from transfer.engine.mooncake_limits import Limits
 from transfer.engine.mooncake_native import NativeEngine
-
-
-@dataclass(frozen=True, slots=True)
-class Pace:
-    """How a read is cut into calls, and how often it looks at them."""
-
-    per_call: int  # descriptors
-    shortest_poll_s: float
-    longest_poll_s: float
-
-    def pause_s(self, elapsed_s: float) -> float:
-        """Return how long to sleep between two looks: an eighth of the time that the read has taken so far."""
-        return min(max(elapsed_s / 8, self.shortest_poll_s), self.longest_poll_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +32,11 @@ class _Call:
 class MooncakeRead:
     """Owns one read: its calls in flight, oldest first. Used once, by one thread."""
 
-    def __init__(self, native: NativeEngine, address: str, copies: Copies, pace: Pace, window: Window) -> None:
+    def __init__(self, native: NativeEngine, address: str, copies: Copies, limits: Limits, window: Window) -> None:
         self._native = native
         self._address = address
         self._copies = copies
-        self._pace = pace
+        self._limits = limits
         self._window = window
         self._calls: deque[_Call] = deque()
         self._calls_made = 0
@@ -80,7 +68,7 @@ class MooncakeRead:
                 self._fail("the link was closed")
             if now >= deadline:
                 self._fail(f"it did not finish within {timeout_s:.3f} s")
-            time.sleep(self._pace.pause_s(now - self._started))
+            time.sleep(self._limits.pause_s(now - self._started))
 
     def settle(self, patience_s: float, closing: Callable[[], bool]) -> bool:
         """Wait, after a failure, until nothing is in flight; return whether that is so within ``patience_s``."""
@@ -92,12 +80,12 @@ class MooncakeRead:
             waited = time.monotonic() - started
             if not self._calls or waited >= patience_s or closing():
                 return not self._calls
-            time.sleep(self._pace.pause_s(waited))
+            time.sleep(self._limits.pause_s(waited))
 
     def _submit_what_fits(self) -> None:
         while self._submitted < len(self._copies):
             # The first batch of an engine shows what Mooncake's batches look like.
-            size = self._pace.per_call if self._native.counts is not None else 1
+            size = self._limits.per_call if self._native.counts is not None else 1
             part = self._copies[self._submitted : self._submitted + size]
             if not self._window.try_acquire(len(part)):
                 return
