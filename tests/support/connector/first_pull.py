@@ -1,4 +1,4 @@
-"""The first staged pull of a new process. Run as a module: prints what it compiled, and what of staging was not there."""
+"""The first staged pull of a new process. Run as a module: prints what it compiled, and what was not there."""
 
 import ctypes
 import json
