@@ -87,7 +87,7 @@ def serve(pipe: Connection, blocks: int, tokens: int, packed: bool) -> None:
     """
     memory = np.random.default_rng(1).integers(0, 256, blocks * block_bytes(), np.uint8)
     engine = MooncakeEngine(MooncakeOptions(HOST))
-    worker = geometry(memory, blocks, engine.address, packed)
+    worker = replace(geometry(memory, blocks, engine.address, packed), identity=engine.identity)
     engine.register(worker.regions)
     leases: LeaseTable[None] = LeaseTable(30.0, time.monotonic)
     service = LeaseService(leases, MODEL, 1, verify=True)

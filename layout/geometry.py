@@ -82,6 +82,14 @@ class CacheGroup:
 
 
 @dataclass(frozen=True, slots=True)
+class Identity:
+    """A random number that one life of a transfer engine keeps in registered memory, by which readers know it again."""
+
+    address: int  # of the number, in the address space of the owning process
+    nonce: bytes  # the number
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerGeometry:
     """What one worker (one TP rank of one PP stage) holds, and the address of its transfer engine."""
 
@@ -94,6 +102,7 @@ class WorkerGeometry:
     groups: tuple[CacheGroup, ...]
     regions: tuple[Region, ...]  # all memory that peers may read
     transport: str = ""  # of the transfer engine, e.g. "rdma"; empty if unknown
+    identity: Identity | None = None  # of its transfer engine; None as long as it has not started
 
     @property
     def block_bytes(self) -> int:

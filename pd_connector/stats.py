@@ -47,11 +47,24 @@ GAUGES = {
     "host_blocks_cached": "Blocks in host memory that prefix lookups can find.",
     "host_blocks_capacity": "Capacity of host memory, in blocks.",
 }
+#: Gauges of which each rank has its own number. The largest is exported: a block is in use if it is on any rank.
+GAUGES_OF_RANKS = {
+    "quarantined_blocks": "KV blocks of failed pulls to which the transfer engine may still write, on the rank that "
+    "has most.",
+}
 
 
 def metric_names() -> list[str]:
     """Return the names of all metrics, without Prometheus' suffixes."""
-    names = [*COUNTERS, *LABELLED, *GAUGES, "pull_seconds", "host_copy_seconds", "connector_call_seconds_max"]
+    names = [
+        *COUNTERS,
+        *LABELLED,
+        *GAUGES,
+        *GAUGES_OF_RANKS,
+        "pull_seconds",
+        "host_copy_seconds",
+        "connector_call_seconds_max",
+    ]
     return [f"vllm:pd_{name}" for name in names]
 
 
@@ -84,6 +97,11 @@ class StatsRecorder:
         if self._gauges.get(name) != number:
             self._gauges[name] = self._new_gauges[name] = number
 
+    def gauge_of_rank(self, name: str, number: float) -> None:
+        """Set a gauge of this rank. It is reported again as long as it is not 0, so that the ranks can be compared."""
+        if number or self._gauges.get(name):
+            self._gauges[name] = self._new_gauges[name] = number
+
     @contextmanager
     def timed(self, call: str) -> Iterator[None]:
         """Measure the wall time of a connector call; the longest is reported."""
@@ -109,7 +127,7 @@ def nothing() -> dict[str, Any]:
 
     - ``counts``: numbers by name, labelled ones by "name:label".
     - ``seconds``: lists of durations by phase of a pull or kind of host copy.
-    - ``gauges``: latest numbers by name.
+    - ``gauges``: latest numbers by name; of ``GAUGES_OF_RANKS``, the largest of all ranks.
     - ``calls``: longest duration of each connector call since the process started, in seconds.
     """
     return {"counts": {}, "seconds": {}, "gauges": {}, "calls": {}}

@@ -30,6 +30,10 @@ class HostMemory:
         """The whole range."""
         return Region(self._pages.ctypes.data, self._pages.nbytes)
 
+    def allocate(self) -> None:
+        """Let the system allocate all pages now, so that no later write waits for it. Overwrites nothing but zeros."""
+        self._pages[:: mmap.PAGESIZE] |= 0
+
 
 class PinnedMemory:
     """A page-aligned range of host memory that is pinned and known to the driver. Made by a copy backend.

@@ -87,6 +87,17 @@ def resolve(host: str) -> str:
     return str(found[0][4][0])
 
 
+def is_own_address(host: str) -> bool:
+    """Return whether ``host``, an address or a name, is an address of this machine. Looks names up in DNS."""
+    try:
+        ip = resolve(host)
+        with socket.socket(socket.AF_INET6 if ":" in ip else socket.AF_INET, socket.SOCK_STREAM) as trial:
+            trial.bind((ip, 0))
+    except OSError:
+        return False
+    return True
+
+
 def _host(host: object) -> str:
     if not isinstance(host, str):
         raise BadAddress(f"control host {host!r} is not a string")

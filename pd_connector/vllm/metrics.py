@@ -5,7 +5,7 @@ from typing import Any
 from prometheus_client import Counter, Gauge, Histogram
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-from pd_connector.stats import COUNTERS, GAUGES, HOST_COPIES, LABELLED, LABELS, nothing
+from pd_connector.stats import COUNTERS, GAUGES, GAUGES_OF_RANKS, HOST_COPIES, LABELLED, LABELS, nothing
 
 
 class ConnectorStats(KVConnectorStats):
@@ -30,7 +30,9 @@ class ConnectorStats(KVConnectorStats):
             self.data["counts"][name] = self.data["counts"].get(name, 0) + number
         for phase, durations in other.data["seconds"].items():
             self.data["seconds"].setdefault(phase, []).extend(durations)
-        self.data["gauges"] |= other.data["gauges"]
+        for name, number in other.data["gauges"].items():
+            before = self.data["gauges"].get(name, 0.0) if name in GAUGES_OF_RANKS else number
+            self.data["gauges"][name] = max(before, number)
         for call, seconds in other.data["calls"].items():
             self.data["calls"][call] = max(seconds, self.data["calls"].get(call, 0.0))
         return self
@@ -78,7 +80,7 @@ class ConnectorPromMetrics(KVConnectorPromMetrics):
             name: metric_types[Gauge](
                 name=f"vllm:pd_{name}", documentation=text, labelnames=labelnames, multiprocess_mode="mostrecent"
             )
-            for name, text in GAUGES.items()
+            for name, text in (GAUGES | GAUGES_OF_RANKS).items()
         }
         self._calls = metric_types[Gauge](
             name="vllm:pd_connector_call_seconds_max",
@@ -90,6 +92,8 @@ class ConnectorPromMetrics(KVConnectorPromMetrics):
         for values in per_engine_labelvalues.values():
             for name in COUNTERS:
                 self._counters[name].labels(*values)  # exported as 0 before the first event
+            for name in GAUGES_OF_RANKS:
+                self._gauges[name].labels(*values)
             for name, labels in LABELS.items():
                 for label in labels:
                     self._counters[name].labels(*values, label)

@@ -87,7 +87,7 @@ class Peer:
             worker = self.workers[rank]
             try:
                 self._allowed.check_engine(worker.engine_address)
-                self._links[rank] = self._engine.open(worker.engine_address, worker.regions)
+                self._links[rank] = self._engine.open(worker.engine_address, worker.regions, worker.identity)
             except PeerNotAllowed as error:
                 where = f"prefill rank {rank}: the transfer engine at {worker.engine_address}"
                 raise PullFailed(Cause.DENIED, f"{where}: {error}") from error
@@ -96,15 +96,13 @@ class Peer:
         return self._links[rank]
 
     def drop_link(self, rank: int) -> None:
-        """Close the link to a rank, after which none of its reads writes any longer."""
-        self._links[rank].close()
-        del self._links[rank]
+        """Close the link to a rank. The next call of ``link`` opens a new one."""
+        self._links.pop(rank).close()
 
     def close(self) -> None:
         """Close all links."""
-        for link in self._links.values():
-            link.close()
-        self._links.clear()
+        while self._links:
+            self._links.popitem()[1].close()
 
 
 def connect_peer(context: PullContext, address: PeerAddress, deadline: float) -> Peer:
@@ -145,6 +143,12 @@ def _make_peer(context: PullContext, welcome: Welcome) -> Peer:
     check_models(context.model, welcome.model)
     check_transports(context.local, welcome.workers)
     sources = choose_sources(context.local, welcome.workers, context.replica_turn)
+    for number, worker in enumerate(welcome.workers):
+        if worker.identity is None:
+            raise ValueError(
+                f"prefill rank {number} announces no identity of its transfer engine, so nobody could prove whose "
+                "memory is read: its connector is older than this one; use the same version on both sides"
+            )
     plans = compile_plans(context.local, welcome.workers, sources)
     if context.verifier is not None:
         context.verifier.check_peer(welcome.verify, welcome.workers, sources)

@@ -13,6 +13,7 @@ from layout.staging import Schedule
 from pd_connector.orders import Cause, PullOrder, block_table
 from pd_connector.worker.peer import Peer, PullContext
 from pd_connector.worker.pull_end import PullEnd, PullFailed, Stopwatch, release_message, verdict
+from pd_connector.worker.quarantine import HeldRead, LostPull, UnsettledPull
 from pd_connector.worker.remote_reader import SLOTS
 from transfer.control.messages import Reply
 from transfer.engine.base import ReadFailed
@@ -24,22 +25,28 @@ _MIN_CONFIRM_S = 1.0
 
 _Result = TypeVar("_Result")
 
+#: How a pull has ended, or that it has failed and is not settled.
+AnyEnd = PullEnd | UnsettledPull | LostPull
+
 
 class Pull:
     """Owns the order, the deadline and the stopwatch of one pull.
 
-    A pull ends once: by the confirmation that ``run`` asks for, or by ``fail`` after ``run`` has raised. It never ends
-    before all of its reads have settled, because until then they may write to its blocks.
+    A pull ends once: by the confirmation that ``run`` asks for, or by ``fail`` or ``lose`` after ``run`` has raised. It
+    is not reported as a ``PullEnd`` before all of its reads have settled, because until then they may write to its
+    blocks.
     """
 
     def __init__(
-        self, context: PullContext, order: PullOrder, report: Callable[[PullEnd], None], closing: threading.Event
+        self, context: PullContext, order: PullOrder, report: Callable[[AnyEnd], None], closing: threading.Event
     ) -> None:
         """Start the clock. ``report`` is called with the end, on any thread; ``closing`` interrupts verification."""
         self.order = order
         self._context = context
         self._report = report
         self._closing = closing
+        self._held: list[HeldRead] = []
+        self._has_ended = False
         self._watch = Stopwatch(context.clock)
         self._deadline = self._watch.started + context.pull_timeout_s
 
@@ -49,7 +56,8 @@ class Pull:
         ``connect`` returns the prefill engine after the handshake. Its argument is a deadline on the context's clock.
 
         Raises:
-            PullFailed: bytes are missing, or not those that were leased. Every read has settled.
+            PullFailed: bytes are missing, or not those that were leased. No read is under way, but failed ones may not
+                have settled; ``fail`` sees to that.
             Interrupted: ``closing`` is set.
         """
         self._watch.lap("queue")
@@ -74,12 +82,16 @@ class Pull:
         )
 
         def end(answer: "Future[Reply]") -> None:
-            self._watch.lap("release")
-            cause, reason = verdict(self.order, answer)
+            try:
+                self._watch.lap("release")
+                cause, reason = verdict(self.order, answer)
+            except Exception as error:  # a future would swallow it, and the request would wait for ever
+                logger.exception("PDConnector: unexpected answer to the pull of request %s", self.order.request_id)
+                cause, reason = Cause.INTERNAL, f"{type(error).__name__}: {error}"
             if cause:
                 self._report_failed(cause, reason)
             else:
-                self._report(replace(done, seconds=self._watch.total()))
+                self._end(replace(done, seconds=self._watch.total()))
 
         timeout_s = min(self._deadline - self._context.clock(), self._context.handshake_timeout_s)
         self._release(max(timeout_s, _MIN_CONFIRM_S)).add_done_callback(end)
@@ -87,11 +99,20 @@ class Pull:
     def fail(self, error: PullFailed) -> None:
         """End the pull as failed, and release this reader's share of the lease unless P is unresponsive.
 
-        P can then free the blocks when all readers have released them, before the lease expires. Does not wait for P.
+        P can then free the blocks when all readers have released them, before the lease expires. A read that has not
+        settled may go on: what it reads is never used. Does not wait for P.
         """
         if not error.is_unresponsive:
-            self._release(self._context.handshake_timeout_s)
+            try:
+                self._release(self._context.handshake_timeout_s)
+            except Exception:  # the request must end whatever becomes of the message: the lease expires
+                logger.exception("PDConnector: the pull of request %s cannot be released", self.order.request_id)
         self._report_failed(error.cause, str(error))
+
+    def lose(self, error: BaseException) -> None:
+        """End the pull, unless it has ended: its clean-up has raised, so its blocks may still be written."""
+        if not self._has_ended:
+            self._end(LostPull(self.order.request_id, f"{type(error).__name__}: {error}"))
 
     def _plan(self, peer: Peer) -> dict[int, Copies]:
         """Return the descriptors for each prefill rank to read from."""
@@ -126,19 +147,22 @@ class Pull:
                 Cause.TIMEOUT, f"the pull timeout of {self._context.pull_timeout_s} s was over before the read"
             )
         link, reads = peer.link(rank), self._context.reads
-        with reads.planned(copies, peer.regions[rank]) as schedule:
-            if logger.isEnabledFor(logging.DEBUG):
-                logger.debug("PDConnector: %s, prefill rank %d: %s", self.order.request_id, rank, schedule.describe())
-            try:
-                reads.carry_out(link, schedule, remaining)
-            except ValueError as error:
-                raise PullFailed(Cause.PARAMS, f"prefill rank {rank}: {error}") from error
-            except BaseException as error:
-                # Closing the link settles its reads. After that, blocks and staging can be reused.
-                peer.drop_link(rank)
-                if isinstance(error, ReadFailed):
-                    raise PullFailed(Cause.READ, f"prefill rank {rank}: {error}") from error
-                raise
+        held = HeldRead(link)
+        self._held.append(held)  # first: whatever happens from here on, nothing is reused before it has settled
+        schedule = held.keep(reads.planned(copies, peer.regions[rank]))
+        if logger.isEnabledFor(logging.DEBUG):
+            logger.debug("PDConnector: %s, prefill rank %d: %s", self.order.request_id, rank, schedule.describe())
+        try:
+            reads.carry_out(link, schedule, remaining)
+            link.prove(max(self._deadline - self._context.clock(), _MIN_CONFIRM_S))
+        except ValueError as error:
+            raise PullFailed(Cause.PARAMS, f"prefill rank {rank}: {error}") from error
+        except BaseException as error:
+            peer.drop_link(rank)
+            if isinstance(error, ReadFailed):
+                raise PullFailed(Cause.READ, f"prefill rank {rank}: {error}") from error
+            raise
+        held.release()
         return schedule
 
     def _release(self, timeout_s: float) -> "Future[Reply]":
@@ -150,7 +174,13 @@ class Pull:
         remote = self.order.remote
         source = f"engine {remote.remote_engine_id} at {remote.remote_host}:{remote.remote_port}"
         reason = f"pull from {source} failed: {reason}"
-        self._report(PullEnd(self.order.request_id, cause, reason, seconds=self._watch.total()))
+        end = PullEnd(self.order.request_id, cause, reason, seconds=self._watch.total())
+        unsettled = [read for read in self._held if not read.release()]
+        self._end(UnsettledPull(self.order, end, unsettled) if unsettled else end)
+
+    def _end(self, end: AnyEnd) -> None:
+        self._has_ended = True
+        self._report(end)
 
 
 def for_each_rank(work: Callable[[int], _Result], ranks: Sequence[int]) -> dict[int, _Result]:

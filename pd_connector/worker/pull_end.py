@@ -16,7 +16,7 @@ from transfer.errors import PeerNotAllowed, TransferError
 
 
 class PullFailed(Exception):  # noqa: N818
-    """A pull has failed, and nothing writes to its blocks any longer."""
+    """A pull has failed, and nothing of it is under way any longer, except for reads that have not settled."""
 
     def __init__(self, cause: Cause, reason: str, *, is_unresponsive: bool = False) -> None:
         super().__init__(reason)

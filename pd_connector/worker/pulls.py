@@ -6,8 +6,11 @@ import time
 from collections.abc import Callable
 
 from pd_connector.orders import Cause, Orders, PullOrder
+from pd_connector.stats import StatsRecorder
 from pd_connector.worker.peer import PeerAddress, PullContext
+from pd_connector.worker.pull import AnyEnd
 from pd_connector.worker.pull_end import PullEnd
+from pd_connector.worker.quarantine import LostPull, Quarantine, UnsettledPull, UnsettledReadError
 from pd_connector.worker.roles import WorkerRole
 from pd_connector.worker.session import PeerSession
 
@@ -17,20 +20,26 @@ logger = logging.getLogger(__name__)
 _CLOSE_TIMEOUT_S = 2.0
 
 #: Arguments: the context of all pulls, a callback for the end of each, and the prefill engine.
-OpenSession = Callable[[PullContext, Callable[[PullEnd], None], PeerAddress], PeerSession]
+OpenSession = Callable[[PullContext, Callable[[AnyEnd], None], PeerAddress], PeerSession]
 
 
 class Pulls(WorkerRole):
-    """Owns the sessions with prefill engines, and the control client that they share.
+    """Owns the sessions with prefill engines, the control client that they share, and the pulls in quarantine.
 
     There is a session for each pair of engine id and address. Both come from clients: a wrong address must not divert
     the pulls of requests that name the right one.
     """
 
     def __init__(
-        self, context: PullContext, peer_idle_s: float, max_peers: int = 256, open_session: OpenSession = PeerSession
+        self,
+        context: PullContext,
+        peer_idle_s: float,
+        stats: StatsRecorder | None = None,
+        max_peers: int = 256,
+        open_session: OpenSession = PeerSession,
     ) -> None:
-        self._ended: queue.SimpleQueue[PullEnd] = queue.SimpleQueue()
+        self._ended: queue.SimpleQueue[AnyEnd] = queue.SimpleQueue()
+        self._quarantine = Quarantine(context.local, stats or StatsRecorder(), context.clock)
         self._context = context
         self._open_session = open_session
         self._peer_idle_s = peer_idle_s
@@ -49,17 +58,33 @@ class Pulls(WorkerRole):
         return [order.request_id for order in orders.refusals] + [order.request_id for order in orders.pulls]
 
     def take_ends(self) -> list[PullEnd]:
-        """Return the pulls that have ended since the last call, each exactly once."""
+        """Return the pulls that have ended and settled since the last call, each exactly once.
+
+        Raises:
+            UnsettledReadError: nothing proves that the reads of a pull write no more.
+        """
         ends = []
         while not self._ended.empty():
             end = self._ended.get_nowait()
-            if end.request_id not in self._outstanding:
-                # An id that vLLM's scheduler does not know would crash the engine.
-                logger.error("PDConnector: ignored that request %s settled twice, which is a bug", end.request_id)
-                continue
+            if isinstance(end, UnsettledPull):
+                self._quarantine.add(end)
+            elif isinstance(end, LostPull):
+                raise UnsettledReadError(
+                    f"the clean-up of the pull of request {end.request_id} has failed, so nothing proves that its "
+                    f"blocks are not written any more; the worker ends: {end.reason}"
+                )
+            else:
+                ends.append(end)
+        ends += self._quarantine.take_settled()
+        return [end for end in ends if self._is_outstanding(end)]
+
+    def _is_outstanding(self, end: PullEnd) -> bool:
+        if end.request_id in self._outstanding:
             self._outstanding.discard(end.request_id)
-            ends.append(end)
-        return ends
+            return True
+        # An id that vLLM's scheduler does not know would crash the engine.
+        logger.error("PDConnector: ignored that request %s settled twice, which is a bug", end.request_id)
+        return False
 
     def close(self) -> None:
         """Close all sessions after their current read, without waiting. Outstanding pulls are not reported."""
@@ -88,6 +113,7 @@ class Pulls(WorkerRole):
         assert len(self._sessions) <= self._max_peers, "more engines are pulled from than allowed"
         for session in sessions:
             session.check_integrity()
+        self._quarantine.check_integrity()
 
     def _submit(self, order: PullOrder) -> None:
         self._outstanding.add(order.request_id)

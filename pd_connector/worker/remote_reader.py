@@ -66,13 +66,16 @@ class RemoteReader:
 
     @classmethod
     def with_staging(cls, cost: CostModel, local_regions: tuple[Region, ...], staging_bytes: int) -> "RemoteReader":
-        """Return a reader with a staging buffer, for caches in host memory. Compiles the copy kernel.
+        """Return a reader with a staging buffer, for caches in host memory.
+
+        Compiles the copy kernel and allocates the buffer's pages, so that no pull waits for that.
 
         Raises:
             ValueError: ``staging_bytes`` is too little to be divided into slots.
         """
         reshape.warm_up()
         memory = HostMemory(staging_bytes)
+        memory.allocate()
         return cls(cost, local_regions, SlotPool(memory.region, SLOTS, memory))
 
     @classmethod

@@ -1,6 +1,6 @@
 """All pulls of a worker from one prefill engine, one after another on a thread of their own.
 
-No peer delays another. Every pull ends exactly once, unless its reads cannot be settled or the session is closed.
+No peer delays another. Every pull ends exactly once, unless the session is closed.
 """
 
 import logging
@@ -12,8 +12,8 @@ from collections.abc import Callable
 from pd_connector.orders import Cause, PullOrder
 from pd_connector.worker.checksums import Interrupted
 from pd_connector.worker.peer import Peer, PeerAddress, PullContext, connect_peer
-from pd_connector.worker.pull import Pull
-from pd_connector.worker.pull_end import PullEnd, PullFailed
+from pd_connector.worker.pull import AnyEnd, Pull
+from pd_connector.worker.pull_end import PullFailed
 
 logger = logging.getLogger(__name__)
 
@@ -24,7 +24,7 @@ class PeerSession:
     ``submit``, ``close`` and ``join`` belong to one thread; the pulls run on the session's own.
     """
 
-    def __init__(self, context: PullContext, report: Callable[[PullEnd], None], address: PeerAddress) -> None:
+    def __init__(self, context: PullContext, report: Callable[[AnyEnd], None], address: PeerAddress) -> None:
         """Start the thread. ``report`` is called with the end of each pull, on any thread."""
         self.last_used = time.monotonic()
         self._context = context
@@ -45,7 +45,7 @@ class PeerSession:
             return self._unsettled == 0
 
     def submit(self, order: PullOrder) -> None:
-        """Queue a pull. It ends within the pull timeout, or when its reads have settled and P has answered."""
+        """Queue a pull. It ends within the pull timeout, and the time for P's answer, or as an ``UnsettledPull``."""
         with self._lock:
             self._unsettled += 1
         self.last_used = time.monotonic()
@@ -69,24 +69,27 @@ class PeerSession:
 
     def _run(self) -> None:
         while (pull := self._pulls.get()) is not None and not self._closing.is_set():
-            try:
-                self._run_pull(pull)
-            except Exception:
-                # Its reads did not settle. Better a request that waits forever than blocks that are overwritten later.
-                logger.exception("PDConnector: the pull of request %s cannot be settled", pull.order.request_id)
+            self._run_to_its_end(pull)
             self._count_ended()
         self._disconnect()
+
+    def _run_to_its_end(self, pull: Pull) -> None:
+        try:
+            self._run_pull(pull)
+        except BaseException as error:  # whatever it is, the request must not wait for ever
+            logger.exception("PDConnector: the clean-up of the pull of request %s has failed", pull.order.request_id)
+            pull.lose(error)
 
     def _run_pull(self, pull: Pull) -> None:
         try:
             pull.run(self._connect)
-        except Interrupted:
-            return  # closing: outstanding pulls are not reported
         except PullFailed as error:
             pull.fail(error)
             if error.cause.is_peer_wide:
                 self._fail_queued(error)
         except Exception as error:
+            if isinstance(error, Interrupted) and self._closing.is_set():
+                return  # outstanding pulls are not reported
             # A peer's geometry is data from another machine. Whatever it breaks here, the request must end.
             logger.exception("PDConnector: unexpected failure of the pull of request %s", pull.order.request_id)
             self._disconnect()
@@ -115,7 +118,10 @@ class PeerSession:
             if pull is None:
                 self._pulls.put(None)
                 return
-            pull.fail(error)
+            try:
+                pull.fail(error)
+            except Exception as failure:
+                pull.lose(failure)
             self._count_ended()
 
     def _count_ended(self) -> None:

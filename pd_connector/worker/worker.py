@@ -37,7 +37,7 @@ from transfer.engine.base import TransferEngine
 from transfer.engine.mooncake import MooncakeEngine, MooncakeOptions
 from transfer.local_copy.checksums import BlockReader, in_place
 from transfer.local_copy.device_reader import DeviceReader
-from transfer.peers import AllowedPeers
+from transfer.peers import AllowedPeers, is_own_address
 
 if TYPE_CHECKING:
     from pd_connector.vllm.types import KVCacheConfig, VllmConfig
@@ -92,9 +92,8 @@ class ConnectorWorker:
             with_head_orders(self._vllm_config, group, kv_caches, on_cpu=on_host)
             for group in cache_groups(self._vllm_config, self._kv_cache_config)
         ]
-        geometry = replace(
-            describe_caches(kv_caches, groups, ranks, model.kv_heads, engine.address), transport=transport(config)
-        )
+        geometry = describe_caches(kv_caches, groups, ranks, model.kv_heads, engine.address)
+        geometry = replace(geometry, transport=transport(config), identity=engine.identity)
         self._caches = caches = _RegisteredCaches(ranks, geometry, tensors, on_host)
         reads = self._register(engine, caches)
         logger.info(
@@ -149,7 +148,7 @@ class ConnectorWorker:
             return
         if self._engine is None:
             self._engine = engine = self._make_engine(self._config)
-            self._caches = caches = caches.at(engine.address)
+            self._caches = caches = caches.at(engine)
             self._start_roles(engine, caches, self._register(engine, caches))
             before = replace(before, geometry=caches.geometry, generation=before.generation + 1)
             logger.info("PDConnector: the KV caches are registered for transfers again, at %s", engine.address)
@@ -174,6 +173,7 @@ class ConnectorWorker:
 
         Raises:
             UnsettledLoadError: a load failed, but the device may still be writing to KV blocks.
+            UnsettledReadError: a pull failed, but the transfer engine may still be writing to KV blocks.
         """
         self._settle_ends()
         return self._arrivals.take()
@@ -243,7 +243,7 @@ class ConnectorWorker:
             verifier=Verifier(checksums, client) if checksums is not None else None,
             replica_turn=zlib.crc32(engine_name(self._vllm_config).encode()),
         )
-        self._roles.append(Pulls(context, config.peer_idle_s))
+        self._roles.append(Pulls(context, config.peer_idle_s, self._stats))
 
     def _open_host_pool(self, geometry: WorkerGeometry, tensors: Sequence[torch.Tensor], ranks: Ranks) -> HostPool:
         if not tensors:
@@ -274,9 +274,10 @@ class _RegisteredCaches:
     tensors: Sequence[torch.Tensor]
     on_host: bool  # whether the CPU can read and write them
 
-    def at(self, engine_address: str) -> "_RegisteredCaches":
+    def at(self, engine: TransferEngine) -> "_RegisteredCaches":
         """Return the same caches, registered with another transfer engine."""
-        return replace(self, geometry=replace(self.geometry, engine_address=engine_address))
+        geometry = replace(self.geometry, engine_address=engine.address, identity=engine.identity)
+        return replace(self, geometry=geometry)
 
 
 def _remote_reader(
@@ -302,10 +303,28 @@ def transport(config: ConnectorConfig) -> str:
     return default_protocol() if config.protocol == "auto" else config.protocol
 
 
+def _own_host(config: ConnectorConfig) -> str:
+    """Return the address at which peers reach this worker.
+
+    Raises:
+        ConfigError: it is not an address of this machine, so peers would read another's memory, or none.
+    """
+    host = config.host or host_address()
+    if not is_own_address(host):
+        source = "host" if config.host else "vLLM's own choice of host (VLLM_HOST_IP)"
+        raise ConfigError(
+            f"{source} = {host!r} is not an address of this machine, but peers read this worker's memory there. Set it "
+            "to one of this machine's network interfaces. If workers of this engine run on several machines, leave "
+            "host unset and set VLLM_HOST_IP on each. An address that is only translated to this machine (NAT) cannot "
+            "work, because the system chooses the transfer engine's ports"
+        )
+    return host
+
+
 def _mooncake(config: ConnectorConfig) -> TransferEngine:
     return MooncakeEngine(
         MooncakeOptions(
-            host=config.host or host_address(),
+            host=_own_host(config),
             protocol=transport(config),
             devices=config.devices,
             descriptors_per_call=config.descriptors_per_call,

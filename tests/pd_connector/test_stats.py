@@ -11,7 +11,7 @@ import pytest
 from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 
 from pd_connector.connector import PDConnector
-from pd_connector.stats import HOST_COPIES, PHASES, StatsRecorder
+from pd_connector.stats import HOST_COPIES, PHASES, StatsRecorder, nothing
 from pd_connector.vllm.metrics import ConnectorPromMetrics, ConnectorStats
 from tests.support.waiting import ManualClock
 
@@ -58,6 +58,22 @@ def test_a_gauge_that_has_not_changed_is_not_reported_again() -> None:
         report = recorder.take()
         reported.append(report["gauges"]["host_blocks_cached"] if report else None)
     assert reported == [0, None, 5, None, 0]
+
+
+def test_a_gauge_of_a_rank_is_reported_as_long_as_it_is_not_zero() -> None:
+    recorder = StatsRecorder()
+    reported = []
+    for number in (0, 5, 5, 0, 0):
+        recorder.gauge_of_rank("quarantined_blocks", number)
+        report = recorder.take()
+        reported.append(report["gauges"]["quarantined_blocks"] if report else None)
+    assert reported == [None, 5, 5, 0, None]
+
+
+@pytest.mark.parametrize("numbers", [(5, 3), (3, 5), (5, 0), (0, 5)])
+def test_of_a_gauge_of_ranks_the_largest_counts(numbers: tuple[int, int]) -> None:
+    one, other = (ConnectorStats({**nothing(), "gauges": {"quarantined_blocks": number}}) for number in numbers)
+    assert one.aggregate(other).data["gauges"] == {"quarantined_blocks": 5}
 
 
 def test_counting_none_is_no_event() -> None:
@@ -200,6 +216,7 @@ def test_the_exported_names_are_these(exported: tuple[ConnectorPromMetrics, _Unr
         "vllm:pd_leases_active",
         "vllm:pd_lease_oldest_age_seconds",
         "vllm:pd_leased_blocks",
+        "vllm:pd_quarantined_blocks",
         "vllm:pd_pull_failures",
         "vllm:pd_leases",
         "vllm:pd_control_refusals",

@@ -16,6 +16,7 @@ Transfer engines (``transfer/engine``):
     engine.in_process       a transfer engine in one process, which moves real bytes and fails where it is told to
     engine.pairs            engines of every kind, and a reader and a peer of one kind
     engine.peer_process     a Mooncake peer in a process of its own, to be stopped, killed and continued
+    engine.strange_peers    peers of Mooncake that are not what they seem: silent, or on the port of another
 
 The control channel (``transfer/control``):
     control.samples         one message of each kind, and a handler that remembers what it was asked
@@ -34,6 +35,8 @@ The connector (``pd_connector/``):
     connector.greeting      a connector to put beside ours in MultiConnector: it has a handshake and statistics
     connector.requests      requests as vLLM hands them over, params of a prefill, a control client that sends nothing
     connector.engines       prefill and decode engines without vLLM: real control channel, real bytes, real leases
+    connector.staging       a staging buffer for a decode worker, and a prefill engine of which pulls are staged
+    connector.first_pull    the first staged pull of a new process: what was not ready for it
     connector.vllm_engine   both sides of one engine's ``PDConnector``, called as vLLM calls them
     connector.stated        what vLLM states of caches, as the connector takes it
     connector.tensors       what is true of cache tensors, as vLLM would state it

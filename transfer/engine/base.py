@@ -4,18 +4,19 @@ A read ends in one of three ways:
 
 - It returns: every byte has landed.
 - It raises ``ReadFailed`` with ``settled`` true: bytes may be missing, but none will be written any more.
-- It raises ``ReadFailed`` with ``settled`` false: the engine may still write to the destinations until the link's
-  ``close`` has returned. A caller that must reuse the destinations closes the link first.
+- It raises ``ReadFailed`` with ``settled`` false: the engine may still write to the destinations. A caller that must
+  reuse them closes the link, and waits until the link says that it has settled. That is proven, never guessed from the
+  time that has passed. It may take for ever, so the caller needs a bound of its own; closing the engine ends it.
 
-Threads: an engine may be used from any thread. A link belongs to one thread at a time. Links of different peers never
-wait for each other where the transport allows it (TCP does).
+Threads: an engine may be used from any thread. A link belongs to one thread at a time, except for ``settled``. Links of
+different peers never wait for each other where the transport allows it (TCP does).
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 from layout.copies import Copies
-from layout.geometry import Region
+from layout.geometry import Identity, Region
 from transfer.errors import TransferError
 
 
@@ -47,8 +48,25 @@ class Link(ABC):
         """
 
     @abstractmethod
+    def prove(self, timeout_s: float) -> None:
+        """Raise unless all that the link has read came from the process whose identity it was opened with.
+
+        Raises:
+            ReadFailed: another process answers now, or none does within ``timeout_s`` seconds (always settled). What
+                the link has read must not be used.
+        """
+
+    @abstractmethod
     def close(self) -> None:
-        """End the link. Once this returns, no read of the link writes any more. Idempotent."""
+        """End the link: no read begins any more. Never waits for the peer. Idempotent.
+
+        What failed reads left behind may still be written until the link has ``settled``.
+        """
+
+    @property
+    @abstractmethod
+    def settled(self) -> bool:
+        """Whether no read of the link writes any more. Once true of a closed link, true for ever. Any thread; cheap."""
 
 
 class TransferEngine(ABC):
@@ -59,6 +77,11 @@ class TransferEngine(ABC):
     def address(self) -> str:
         """Where peers reach this engine, as they pass it to ``open``."""
 
+    @property
+    @abstractmethod
+    def identity(self) -> Identity:
+        """What tells this engine from every other, for peers to pass to ``open``."""
+
     @abstractmethod
     def register(self, regions: Sequence[Region]) -> None:
         """Let peers read ``regions``, and let reads of this engine's links write to them.
@@ -68,15 +91,19 @@ class TransferEngine(ABC):
         """
 
     @abstractmethod
-    def open(self, address: str, regions: Sequence[Region]) -> Link:
+    def open(self, address: str, regions: Sequence[Region], identity: Identity | None = None) -> Link:
         """Return a link to the peer at ``address``, whose registered memory is ``regions``.
 
-        May connect now or on the first read.
+        Connects on threads on which nothing is read, so that a peer that does not answer delays no other, as far as the
+        transport allows it. ``identity`` is the peer's; if it is None, nobody proves who it is.
 
         Raises:
-            ReadFailed: the peer cannot be reached (always settled).
+            ReadFailed: the peer cannot be reached, or is another than ``identity`` says (always settled).
         """
 
     @abstractmethod
     def close(self) -> None:
-        """Close every link, unregister the memory, stop the engine's threads. Idempotent."""
+        """Close every link, unregister the memory, stop the engine's threads. Idempotent.
+
+        Once this returns, all links have settled.
+        """

@@ -4,28 +4,38 @@ On TCP the engine that peers reach is passive: it holds the registered memory an
 Mooncake engine, with no memory registered. A peer that hangs, breaks its connection or restarts then harms only its own
 link, and deleting that engine is the only way with Mooncake to be sure that no more bytes arrive. On RDMA and Ascend,
 memory must be registered with the engine that reads into it, and connections are expensive. There all links share one
-engine, and a failed read has settled once its time has passed.
+engine, and a failed read has settled once Mooncake's own counters say that each of its descriptors is final.
 
-``mooncake_read`` runs one read, ``mooncake_native`` holds the calls into the library, ``batches`` checks a batch.
+``mooncake_read`` runs one read, ``mooncake_batches`` knows how far a batch is, ``mooncake_settling`` watches what
+failed reads leave behind, ``mooncake_native`` holds the calls into the library, ``batches`` checks a batch.
 """
 
 import ctypes
 import difflib
-import math
+import mmap
+import os
 import threading
 import time
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
+
 from layout.copies import Copies
-from layout.geometry import Region
+from layout.geometry import Identity, Region
 from layout.regions import RegionTable
 from transfer.engine.base import EngineStartError, Link, ReadFailed, TransferEngine
 from transfer.engine.batches import RegisteredMemory, Window, check_copies, split_large
+from transfer.engine.identity import NONCE_BYTES, OwnIdentity, check_identity, wrong_identity
+from transfer.engine.mooncake_batches import ReadBatch, State, submit
+from transfer.engine.mooncake_limits import LIMITS, Limits
 from transfer.engine.mooncake_native import NativeEngine, NativeOptions, split_address
-from transfer.engine.mooncake_read import SHORTEST_POLL_S, MooncakeRead
+from transfer.engine.mooncake_read import MooncakeRead
+from transfer.engine.mooncake_settling import Leftover, Settling
+from transfer.memory import HostMemory, SlotPool
 
 PROTOCOLS = ("tcp", "rdma", "ascend")
 INFINIBAND_DEVICES = Path("/sys/class/infiniband")
@@ -35,9 +45,15 @@ INFINIBAND_DEVICES = Path("/sys/class/infiniband")
 #: 34 MB took 17.0 ms whole, 21.5 in pieces of 4 MiB, 20.2 in pieces of 1 MiB; eight runs took 103, 104 and 133.
 TCP_PIECE_BYTES = 4 * 1024 * 1024
 
-_TCP_CONNECTIONS_PER_PEER = 4  # Mooncake's default; each processes its descriptors one by one
-_PROBE_BYTES = 64
-_SETTLE_MARGIN_S = 1.0
+#: Links that can read a peer's identity at once. Each needs memory for that, which is registered.
+_IDENTITY_READS = 256
+
+_ASYNC = "ASCEND_USE_ASYNC_TRANSFER"
+_ANOTHER = "another process answers"
+
+#: How long a failed read waits for what it has in flight before it counts as unsettled: a peer that refuses a
+#: descriptor, or has just died, lets the others end within that time.
+_PATIENCE_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +67,8 @@ class MooncakeOptions:
     host: str  # this machine's address as peers reach it, without port
     protocol: str = "tcp"  # one of PROTOCOLS
     devices: str = ""  # comma-separated network devices, "" for all
-    descriptors_per_call: int = 256
-    max_descriptors_in_flight: int = 1024  # to one peer, over all threads
+    descriptors_per_call: int | None = None  # None: what suits the protocol
+    max_descriptors_in_flight: int | None = None  # to one peer, over all threads; None: what suits the protocol
     progress_timeout_s: float = 10.0  # a transfer that moves no byte for this long has failed
     connect_timeout_s: float = 5.0  # for a peer's first answer
     engine_per_link: bool | None = None  # whether each link has its own engine; None: only on TCP
@@ -63,10 +79,14 @@ class MooncakeOptions:
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise EngineStartError(f"unknown protocol {self.protocol!r}; it must be {' or '.join(PROTOCOLS)}{hint}")
         self._check_host()
-        if not 0 < self.descriptors_per_call <= self.max_descriptors_in_flight:
+        limits, most = self.limits, LIMITS[self.protocol].most_in_flight
+        if not 0 < limits.in_flight <= most:
             raise EngineStartError(
-                f"descriptors_per_call {self.descriptors_per_call} must be from 1 to max_descriptors_in_flight "
-                f"{self.max_descriptors_in_flight}"
+                f"max_descriptors_in_flight {limits.in_flight} must be from 1 to {most} with protocol {self.protocol!r}"
+            )
+        if not 0 < limits.per_call <= limits.in_flight:
+            raise EngineStartError(
+                f"descriptors_per_call {limits.per_call} must be from 1 to max_descriptors_in_flight {limits.in_flight}"
             )
         if self.progress_timeout_s <= 0 or self.connect_timeout_s <= 0:
             raise EngineStartError(
@@ -88,6 +108,14 @@ class MooncakeOptions:
         return self.protocol == "tcp" if self.engine_per_link is None else self.engine_per_link
 
     @property
+    def limits(self) -> Limits:
+        """What suits the protocol, with what was set in its place. A call never exceeds what may be in flight."""
+        suited = LIMITS[self.protocol]
+        in_flight = suited.in_flight if self.max_descriptors_in_flight is None else self.max_descriptors_in_flight
+        per_call = min(suited.per_call, in_flight) if self.descriptors_per_call is None else self.descriptors_per_call
+        return replace(suited, per_call=per_call, in_flight=in_flight)
+
+    @property
     def native(self) -> NativeOptions:
         """The options that start the library."""
         return NativeOptions(self.host, self.protocol, self.devices, self.progress_timeout_s, self.connect_timeout_s)
@@ -96,7 +124,7 @@ class MooncakeOptions:
 class MooncakeEngine(TransferEngine):
     """Owns a worker's memory as registered with Mooncake, and its links to peers.
 
-    Safe to use from any thread: one lock guards the set of open links and the windows.
+    Safe to use from any thread: one lock guards the set of links, also of those that are being opened, and the windows.
 
     Raises:
         EngineStartError: Mooncake is not installed, or does not start with these options.
@@ -108,6 +136,11 @@ class MooncakeEngine(TransferEngine):
                 f"protocol is 'rdma', but this machine has no RDMA device in {INFINIBAND_DEVICES}: pass the devices "
                 "into the container, or use protocol 'tcp'"
             )
+        if options.protocol == "ascend" and (asked := os.environ.get(_ASYNC)) is not None:
+            raise EngineStartError(
+                f"{_ASYNC} is set (to {asked!r}; any value turns it on), but asynchronous transfers count as ended "
+                "before their connection is, so bytes may land later than is known: unset it"
+            )
         self._options = options
         self._lock = threading.Lock()
         self.memory = RegisteredMemory()
@@ -115,44 +148,59 @@ class MooncakeEngine(TransferEngine):
         self._windows: weakref.WeakValueDictionary[str, Window] = weakref.WeakValueDictionary()
         self._closed = False
         self._native = NativeEngine(options.native)
+        self.settling = Settling(self._native)
         self._address = self._native.address
+        self._own = OwnIdentity()
+        scratch = HostMemory(_IDENTITY_READS * mmap.PAGESIZE)
+        self.scratch = SlotPool(scratch.region, _IDENTITY_READS, scratch)
+        self._native.register([self._own.region, *([] if options.isolated else [scratch.region])])
 
     @property
     def address(self) -> str:
         """Where peers reach this engine."""
         return self._address
 
+    @property
+    def identity(self) -> Identity:
+        """See the contract."""
+        return self._own.identity
+
     def register(self, regions: Sequence[Region]) -> None:
         """See the contract. Registers all ``regions`` or none. Holds the GIL, so use it at start-up only."""
         self.memory.add(regions, self._native.register)
 
-    def open(self, address: str, regions: Sequence[Region]) -> "MooncakeLink":
-        """See the contract. On TCP, connects and reads a few bytes, so that the first real read finds a warm link."""
+    def open(self, address: str, regions: Sequence[Region], identity: Identity | None = None) -> "MooncakeLink":
+        """See the contract. The identity is read now, so that the first real read finds a warm link.
+
+        On a shared engine, a peer is not opened while earlier reads from it have failed and not settled: it is ill, and
+        more descriptors would only wait behind those.
+        """
         try:
             split_address(address)
             peer = RegionTable(regions)
         except ValueError as error:
             raise ReadFailed(f"cannot open a link to {address}: {error}", settled=True) from error
+        if identity is not None:
+            check_identity(identity, address)
+        if self.settling.is_waiting_for(address):
+            raise ReadFailed(
+                f"cannot open a link to {address}: earlier reads from it have failed and not settled", settled=True
+            )
         with self._lock:
             if self._closed:
                 raise ReadFailed(f"transfer engine {self._address} is closed", settled=True)
-            window = self._windows.setdefault(address, Window(self._options.max_descriptors_in_flight))
+            window = self._windows.setdefault(address, Window(self._options.limits.in_flight))
+            link = MooncakeLink(self, self._options, address, peer, identity, window)
+            self._links.add(link)  # so that ``close`` waits for it
         try:
-            native = NativeEngine(self._options.native) if self._options.isolated else self._native
-        except EngineStartError as error:
-            raise ReadFailed(f"cannot open a link to {address}: {error}", settled=True) from error
-        link = MooncakeLink(self, self._options, native, address, peer, window)
-        try:
-            link.connect()
+            link.connect(None if self._options.isolated else self._native)
         except BaseException:
             link.close()
             raise
         with self._lock:
-            if not self._closed:
-                self._links.add(link)
-                return link
-        link.close()
-        raise ReadFailed(f"transfer engine {self._address} was closed while it opened {address}", settled=True)
+            if self._closed:
+                raise ReadFailed(f"transfer engine {self._address} was closed while it opened {address}", settled=True)
+        return link
 
     def forget(self, link: "MooncakeLink") -> None:
         """Remove a link that has closed."""
@@ -168,120 +216,192 @@ class MooncakeEngine(TransferEngine):
                 window.check_integrity()
 
     def close(self) -> None:
-        """See the contract."""
+        """See the contract. Waits for links that are being opened, whose calls to their peers it ends."""
         with self._lock:
             self._closed = True
             links = list(self._links)
         for link in links:
             link.close()
+        self.settling.stop()
         self.memory.close()
         with self._lock:
             self._native.delete()
+        self.settling.engine_deleted()
 
 
 class MooncakeLink(Link):
-    """A link to one peer. One thread at a time may ``read``; any thread may ``close``, which ends a read."""
+    """A link to one peer. One thread at a time may ``connect`` or ``read``; any may ``close``, which ends both."""
 
     def __init__(
         self,
         engine: MooncakeEngine,
         options: MooncakeOptions,
-        native: NativeEngine,
         address: str,
         peer: RegionTable,
+        identity: Identity | None,
         window: Window,
     ) -> None:
         self.address = address  # of the peer
         self.window = window  # the descriptors in flight to the peer
         self._engine = engine
         self._options = options
-        self._native = native
+        self._limits = options.limits
+        self._native: NativeEngine | None = None  # none before it is connected
         self._peer = peer
-        self._busy = threading.Lock()  # held by a read, and by close when it ends the engine
+        self._identity = identity
+        self._busy = threading.Lock()  # held while it connects or reads, and by close when it ends the engine
         self._closing = threading.Event()
         self._closed = False
         self._broken = ""  # why reads are refused, "" if they are not
-        self._unsettled = 0  # descriptors of failed reads that still occupy the window
-        self._settled_at = 0.0  # monotonic; used if the engine is shared
+        self._unsettled: list[
+            ReadBatch
+        ] = []  # of a failed read, if the engine is its own; they still occupy the window
+        self._leftovers: list[Leftover] = []  # of failed reads, if the engine is shared
 
-    def connect(self) -> None:
-        """Wait for the peer's first answer, up to the connect timeout: on TCP, read a few bytes of its first region.
+    def connect(self, shared: NativeEngine | None) -> None:
+        """Wait for the peer's first answer, up to the connect timeout, and find out whether it is the right one.
+
+        Args:
+            shared: the engine to read with; None if the link is to have its own.
 
         Raises:
-            ReadFailed: the peer did not answer (always settled: only the link's own scratch memory was written).
+            ReadFailed: the peer did not answer, or is another (always settled: only scratch memory was written).
         """
+        with self._busy:
+            if self._closing.is_set():
+                raise ReadFailed(f"the transfer engine was closed while it opened {self.address}", settled=True)
+            try:
+                self._native = native = shared or NativeEngine(self._options.native)
+            except EngineStartError as error:
+                raise ReadFailed(f"cannot open a link to {self.address}: {error}", settled=True) from error
+            self._await_answer(native)
+
+    def _await_answer(self, native: NativeEngine) -> None:
         started = time.monotonic()
-        answers: list[bool] = []
-        attempt = self._probe_by_reading if self._options.isolated and self._peer.regions else self._probe
-        # Mooncake's first call to a peer takes no timeout, so another thread makes it.
-        thread = threading.Thread(target=lambda: answers.append(attempt()), name="pd-connect", daemon=True)
+        answers: list[str] = []
+        # Mooncake's first calls to a peer take no timeout, so another thread makes them.
+        thread = threading.Thread(target=lambda: answers.append(self._meet(native)), name="pd-connect", daemon=True)
         thread.start()
-        thread.join(self._options.connect_timeout_s)
-        late = thread.is_alive()
+        deadline = started + self._options.connect_timeout_s
+        while thread.is_alive() and time.monotonic() < deadline and not self._closing.is_set():
+            thread.join(min(0.05, max(deadline - time.monotonic(), 0.0)))
+        if thread.is_alive():
+            answers.append("closed here" if self._closing.is_set() else "accepts connections but does not answer")
         while thread.is_alive():
             self._closing.set()
-            self._native.interrupt(self.address)
+            native.interrupt(self.address)
             thread.join(0.05)
-        if late or answers != [True]:
-            took = f"{time.monotonic() - started:.3f} s"
-            reason = "it accepts connections but does not answer" if late else "it refused the connection or the read"
+        reason = answers[0] if answers else "the call to it failed"
+        if reason == _ANOTHER:
+            raise wrong_identity(self.address)
+        if reason:
             raise ReadFailed(
-                f"cannot reach the transfer engine at {self.address} ({took}): {reason}; check that its process is "
-                "running and that no firewall blocks its ports for this machine",
+                f"cannot reach the transfer engine at {self.address} ({time.monotonic() - started:.3f} s): {reason}; "
+                "check that its process is running and that no firewall blocks its ports for this machine",
                 settled=True,
             )
 
-    def _probe(self) -> bool:
-        return self._native.probe(self.address)
+    def _meet(self, native: NativeEngine) -> str:
+        """Make the first calls to the peer. Returns why it cannot be read, empty if it can."""
+        if not self._options.isolated or self._identity is None:
+            if not (native.probe(self.address) and native.exchange_metadata(self.address)):
+                return "it refused the connection"
+            if self._identity is None:
+                return ""
+        nonce = self._read_nonce(native, self._identity, self._options.connect_timeout_s)
+        if nonce is None:
+            return "it refused the connection or the read"
+        return "" if nonce == self._identity.nonce else _ANOTHER
 
-    def _probe_by_reading(self) -> bool:
-        region = self._peer.regions[0]
-        size = min(_PROBE_BYTES, region.size)
-        scratch = (ctypes.c_char * size)()
-        batch = self._native.submit(self.address, [ctypes.addressof(scratch)], [region.address], [size])
-        if not batch:
-            return False
-        while (state := self._native.poll(batch)) == 0 and not self._closing.is_set():
-            time.sleep(SHORTEST_POLL_S)
-        if state != 1:
-            self._native.delete()  # before the scratch memory is freed
-        return state == 1
+    def _read_nonce(self, native: NativeEngine, identity: Identity, timeout_s: float) -> bytes | None:
+        """Read the peer's number where ``identity`` says that it lies; None if that fails."""
+        deadline = time.monotonic() + timeout_s
+        with ExitStack() as borrowing:
+            scratch = borrowing.enter_context(self._engine.scratch.borrow())
+            if scratch is None:
+                return None
+            descriptor = (np.array([value], np.int64) for value in (scratch, identity.address, NONCE_BYTES))
+            batch = submit(native, self.address, Copies(*descriptor))
+            if batch is None:
+                return None
+            while not (state := batch.look()).is_final and not self._closing.is_set() and time.monotonic() < deadline:
+                time.sleep(self._limits.shortest_pause_s)
+            if not state.is_final:
+                self._broken = "broken by an identity that could not be read"
+                if self._options.isolated:
+                    native.delete()
+                else:
+                    self._engine.settling.add(Leftover(self.address, [batch], borrowing.pop_all().close))
+            return ctypes.string_at(scratch, NONCE_BYTES) if state is State.DONE else None
+
+    def prove(self, timeout_s: float) -> None:
+        """See the contract. Afterwards, a link that was not proven refuses to read."""
+        if self._identity is None:
+            return
+        with self._busy:
+            if self._closing.is_set() or self._broken or self._native is None:
+                raise ReadFailed(f"the link to {self.address} is {self._broken or 'closed'}", settled=True)
+            nonce = self._read_nonce(self._native, self._identity, timeout_s)
+            if nonce == self._identity.nonce:
+                return
+            self._broken = "broken: its peer could not be proven to be the right one"
+            if nonce is not None:
+                raise wrong_identity(self.address)
+            raise ReadFailed(
+                f"the transfer engine at {self.address} did not say within {timeout_s:.1f} s who it is, after it had "
+                "been read",
+                settled=True,
+            )
 
     def read(self, copies: Copies, timeout_s: float) -> None:
-        """See the contract. After an unsettled failure the link refuses to read until it is closed."""
+        """See the contract. After an unsettled failure the link refuses to read."""
         with self._busy:
-            if self._closed or self._broken:
+            if self._closing.is_set() or self._broken or self._native is None:
                 raise ReadFailed(f"the link to {self.address} is {self._broken or 'closed'}", settled=True)
             check_copies(copies, self._engine.memory.table, self._peer, self.address)
             if self._options.protocol == "tcp":
                 copies = split_large(copies, TCP_PIECE_BYTES)
-            reading = MooncakeRead(self._native, self.address, copies, self._options.descriptors_per_call, self.window)
+            reading = MooncakeRead(self._native, self.address, copies, self._limits, self.window)
             try:
                 reading.run(timeout_s, self._closing.is_set)
+            except ReadFailed as error:
+                if error.settled or self._options.isolated or not reading.settle(_PATIENCE_S, self._closing.is_set):
+                    raise
+                raise ReadFailed(str(error), settled=True) from error
             finally:
                 if reading.in_flight:
-                    self._unsettled = reading.in_flight
-                    self._settled_at = time.monotonic() + self._settle_s(reading.in_flight)
                     self._broken = "broken by a read that failed and must be closed first"
+                    self._keep(reading.in_flight)
 
-    def _settle_s(self, in_flight: int) -> float:
-        rounds = math.ceil(in_flight / _TCP_CONNECTIONS_PER_PEER) if self._options.protocol == "tcp" else 1
-        return rounds * self._options.progress_timeout_s + _SETTLE_MARGIN_S
+    def _keep(self, batches: list[ReadBatch]) -> None:
+        """Keep what a failed read has left in flight, until it is final or the link's own engine is deleted."""
+        if self._options.isolated:
+            self._unsettled = batches
+            return
+        count = sum(batch.descriptors for batch in batches)
+        leftover = Leftover(self.address, batches, lambda: self.window.release(count))
+        self._leftovers.append(leftover)
+        self._engine.settling.add(leftover)
 
     def close(self) -> None:
-        """See the contract. Takes milliseconds if the link has its own engine.
-
-        With a shared engine, a failed read may write until everything it had in flight has run into Mooncake's progress
-        timeout; this waits for that.
-        """
+        """See the contract. Takes milliseconds. If the link has its own engine, it has settled after that."""
         self._closing.set()
-        with self._busy:
+        while not self._busy.acquire(timeout=0.05):
+            if self._native is not None and not self._options.isolated:
+                self._native.interrupt(self.address)  # a submission may be stuck in a call to the peer
+        try:
             if self._closed:
                 return
-            if self._options.isolated:
+            if self._options.isolated and self._native is not None:
                 self._native.delete()
-            else:
-                time.sleep(max(0.0, self._settled_at - time.monotonic()))
+            self.window.release(sum(batch.descriptors for batch in self._unsettled))
+            self._unsettled = []
             self._closed = True
-            self.window.release(self._unsettled)
+        finally:
+            self._busy.release()
         self._engine.forget(self)
+
+    @property
+    def settled(self) -> bool:
+        """See the contract."""
+        return not self._unsettled and all(leftover.settled for leftover in self._leftovers)

@@ -10,13 +10,14 @@ Two problems of Mooncake are worked around through its sockets, which are file d
 - The first call to a peer that accepts but never answers blocks for 60 s. Shutting down that connection ends the call.
 """
 
+import ctypes
 import importlib
 import math
 import os
 import socket
 import struct
 import time
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,9 @@ from transfer.engine.base import EngineStartError
 from transfer.peers import Address
 
 _CODES = {-1: "invalid argument", -6: "no such device", -7: "it overlaps memory that is registered already"}
+_OPEN_SEGMENT = "_ZN8mooncake14TransferEngine11openSegmentERKNSt7__cxx1112basic_stringIcSt11char_traitsIcESaIcEEE"
+_NO_SEGMENT = 2**64 - 1
+_STILL_IN_FLIGHT = -2  # for longer than MC_SLICE_TIMEOUT, which cancels nothing
 _ACCEPT_TIMEOUT_S = 0.001
 _LISTENING = "0A"  # the state column of /proc/net/tcp
 
@@ -59,6 +63,15 @@ def set_environment(options: NativeOptions, environment: MutableMapping[str, str
         "MC_HANDSHAKE_CONNECT_TIMEOUT": str(max(1, math.ceil(options.connect_timeout_s))),
         "MC_LOG_LEVEL": "ERROR",
     }
+    if options.protocol == "rdma":
+        # Two of the threads that serve a NIC, its default, are enough to move bytes, but each makes blocking calls to
+        # peers that fail, while all others wait. They use a core each as long as anything is in flight.
+        settings["MC_WORKERS_PER_CTX"] = "4"
+        settings["MC_CONN_PAUSE_TTL_MS"] = "2000"  # after a connection failed, fail at once instead of trying again
+        settings["MC_HANDSHAKE_CONNECT_TIMEOUT"] = str(min(2, max(1, math.ceil(options.connect_timeout_s))))
+    if options.protocol == "ascend":
+        settings["ASCEND_CONNECT_TIMEOUT"] = str(math.ceil(1000 * options.connect_timeout_s))
+        settings["ASCEND_TRANSFER_TIMEOUT"] = str(math.ceil(1000 * options.progress_timeout_s))
     if options.protocol == "tcp":
         settings["MC_FORCE_TCP"] = "1"  # otherwise Mooncake uses any RDMA device that it finds
     if ":" in options.host:
@@ -94,6 +107,26 @@ def _explain_import_error(error: ImportError) -> str:
     return f"cannot import the Mooncake transfer engine ({error}): {hint}"
 
 
+class _CppString(ctypes.Structure):
+    """A ``std::string`` as libstdc++ lays it out, to be passed by reference and not changed."""
+
+    _fields_ = (("text", ctypes.c_char_p), ("size", ctypes.c_size_t), ("room", ctypes.c_char * 16))
+
+
+def find_open_segment() -> Callable[..., int] | None:
+    """Return ``TransferEngine::openSegment`` of the library that is loaded, None if it is not exported."""
+    library = importlib.import_module("mooncake.engine")
+    if not hasattr(library.TransferEngine, "get_engine_ptr"):
+        return None
+    try:
+        method = ctypes.CDLL(library.__file__)[_OPEN_SEGMENT]
+    except (AttributeError, OSError):
+        return None
+    method.argtypes, method.restype = (ctypes.c_void_p, ctypes.c_void_p), ctypes.c_uint64
+    found: Callable[..., int] = method
+    return found
+
+
 class NativeEngine:
     """Owns the only reference to a Mooncake engine: after ``delete`` it is gone, with its threads and sockets.
 
@@ -113,6 +146,9 @@ class NativeEngine:
                 "and there must be free ports above 15000; set MC_LOG_LEVEL=INFO for details"
             )
         self._port = int(self._engine.get_rpc_port())
+        self._open_segment = find_open_segment()
+        #: Whether the counters of batches can be read, see ``mooncake_batches``; None until the first batch.
+        self.counts: bool | None = None
 
     @property
     def address(self) -> str:
@@ -139,6 +175,19 @@ class NativeEngine:
         """Return whether the peer answers. Blocks up to 60 s; ``interrupt`` ends it. Releases the GIL."""
         return bool(self._engine.send_probe(address) == 0)
 
+    def exchange_metadata(self, address: str) -> bool:
+        """Get from the peer what reads from it need, and return whether it answered. Blocks like ``probe``.
+
+        The first read would do the same, but under the one lock of the Python wrapper, which every transfer takes: a
+        peer that does not answer would stop the reads from all others. So this calls the C++ method behind it, which
+        takes no lock. Returns True, without having done it, where the build does not export that method.
+        """
+        if self._open_segment is None:
+            return True
+        text = address.encode()
+        name = _CppString(text, len(text))
+        return bool(self._open_segment(self._engine.get_engine_ptr(), ctypes.byref(name)) != _NO_SEGMENT)
+
     def submit(self, address: str, destinations: list[int], sources: list[int], sizes: list[int]) -> int:
         """Queue a batch of reads and return its id, or 0 if it was not queued.
 
@@ -148,15 +197,16 @@ class NativeEngine:
         return 0 if batch in (-1, 2**64 - 1) else batch
 
     def poll(self, batch: int) -> int:
-        """Return the state of a batch of ONE descriptor: 0 in progress, 1 done, negative failed.
+        """Return the state of a batch of ONE descriptor: 0 in progress, 1 done, negative failed and final.
 
         Unless it is 0, the id is no longer valid. Never call this for a longer batch: it looks only at the first
-        descriptor and then frees the whole batch.
+        descriptor and may then free the whole batch.
         """
-        return int(self._engine.transfer_check_status(batch))
+        state = int(self._engine.transfer_check_status(batch))
+        return 0 if state == _STILL_IN_FLIGHT else state
 
     def wait(self, batch: int) -> int:
-        """Wait for a batch of any length; return 0 if it is done, else it failed. Spins on a core and frees the id."""
+        """Free a batch of any length that is done, and return 0. Would spin on a core until it is."""
         return int(self._engine.get_batch_transfer_status([batch]))
 
     def interrupt(self, address: str) -> None:

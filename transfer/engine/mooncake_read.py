@@ -1,9 +1,7 @@
-"""One read over Mooncake: split into calls, kept within the peer's window, polled until all bytes have landed.
+"""One read over Mooncake: split into calls, kept within the peer's window, looked at until all bytes have landed.
 
-A read is split into calls of ``descriptors_per_call``, with as many in flight as the peer's window allows. A call is
-two Mooncake batches: first all descriptors but the last, then the last one alone. Mooncake works in order, and can tell
-only of a batch of one whether it is done. So the last descriptor is polled, with sleeps in between; when it is done,
-the others are collected, which have finished by then or do so within a few microseconds.
+A read is split into calls of ``descriptors_per_call``, with as many in flight as the peer's window allows. Each call is
+one batch, and ``mooncake_batches`` tells how far it is. Descriptors may land in any order.
 
 ``mooncake`` owns links and engines, and decides what becomes of them after a failure.
 """
@@ -12,47 +10,43 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NoReturn
 
 from layout.copies import Copies
 from transfer.engine.base import ReadFailed
 from transfer.engine.batches import Window
+from transfer.engine.mooncake_batches import ReadBatch, submit
+from transfer.engine.mooncake_limits import Limits
 from transfer.engine.mooncake_native import NativeEngine
 
-# Between two polls a read sleeps for an eighth of the time it has taken so far, within these limits. Longer sleeps
-# leave the cores to the threads that move the bytes (500 us: 5-10% faster than 100 us above 1 ms); shorter ones do not
-# pay off (20 us: 10-15% slower).
-SHORTEST_POLL_S = 50e-6
-_LONGEST_POLL_S = 500e-6
 
-
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Call:
-    """One call's descriptors in flight. A batch id is 0 if Mooncake holds no such batch (any more)."""
+    """One call's descriptors in flight."""
 
     index: int
-    count: int
     size: int  # bytes
-    body: int  # batch id of all descriptors but the last
-    tail: int  # batch id of the last descriptor
+    batch: ReadBatch
 
 
 class MooncakeRead:
     """Owns one read: its calls in flight, oldest first. Used once, by one thread."""
 
-    def __init__(self, native: NativeEngine, address: str, copies: Copies, per_call: int, window: Window) -> None:
+    def __init__(self, native: NativeEngine, address: str, copies: Copies, limits: Limits, window: Window) -> None:
         self._native = native
         self._address = address
         self._copies = copies
-        self._per_call = per_call
+        self._limits = limits
         self._window = window
         self._calls: deque[_Call] = deque()
+        self._calls_made = 0
         self._submitted = 0  # descriptors
         self._started = time.monotonic()
 
     @property
-    def in_flight(self) -> int:
-        """Number of descriptors that Mooncake may still be writing."""
-        return sum(call.count for call in self._calls)
+    def in_flight(self) -> list[ReadBatch]:
+        """The batches that Mooncake may still be writing. They occupy the window."""
+        return [call.batch for call in self._calls]
 
     def run(self, timeout_s: float, closing: Callable[[], bool]) -> None:
         """Submit calls and collect them until all descriptors have landed.
@@ -60,63 +54,75 @@ class MooncakeRead:
         Measured against Mooncake's blocking call, which spins on a core (median of 20, 2 cores, 47 x 737 KB), polling
         takes 15.9 ms instead of 22.3, 19.6 instead of 31.5 beside a busy process, 26 instead of 41 beside a busy Python
         thread of this process, and a third of the CPU time. One batch per descriptor needs the GIL too often: 271 ms.
+
+        Raises:
+            ReadFailed: settled if nothing is ``in_flight``.
         """
         deadline = self._started + timeout_s
         while self._calls or self._submitted < len(self._copies):
             self._submit_what_fits()
-            if self._calls and self._collect(self._calls[0]):
+            if self._collect():
                 continue
             now = time.monotonic()
             if closing():
                 self._fail("the link was closed")
             if now >= deadline:
                 self._fail(f"it did not finish within {timeout_s:.3f} s")
-            time.sleep(min(max((now - self._started) / 8, SHORTEST_POLL_S), _LONGEST_POLL_S))
+            time.sleep(self._limits.pause_s(now - self._started))
+
+    def settle(self, patience_s: float, closing: Callable[[], bool]) -> bool:
+        """Wait, after a failure, until nothing is in flight; return whether that is so within ``patience_s``."""
+        started = time.monotonic()
+        while True:
+            for call in list(self._calls):
+                if call.batch.look().is_final:
+                    self._end(call)
+            waited = time.monotonic() - started
+            if not self._calls or waited >= patience_s or closing():
+                return not self._calls
+            time.sleep(self._limits.pause_s(waited))
 
     def _submit_what_fits(self) -> None:
         while self._submitted < len(self._copies):
-            part = self._copies[self._submitted : self._submitted + self._per_call]
+            # The first batch of an engine shows what Mooncake's batches look like.
+            size = self._limits.per_call if self._native.counts is not None else 1
+            part = self._copies[self._submitted : self._submitted + size]
             if not self._window.try_acquire(len(part)):
                 return
-            call = _Call(self._submitted // self._per_call, len(part), part.total_bytes, 0, 0)
-            self._calls.append(call)  # counts as in flight from here on, whatever happens
+            batch = submit(self._native, self._address, part)
+            if batch is None:
+                self._window.release(len(part))
+                self._fail("Mooncake refused to queue it", f"in call {self._calls_made + 1}")
+            self._calls.append(_Call(self._calls_made, part.total_bytes, batch))
+            self._calls_made += 1
             self._submitted += len(part)
-            destinations, sources, sizes = part.destinations.tolist(), part.sources.tolist(), part.sizes.tolist()
-            if len(part) > 1:
-                call.body = self._submit(call, destinations[:-1], sources[:-1], sizes[:-1])
-            call.tail = self._submit(call, destinations[-1:], sources[-1:], sizes[-1:])
 
-    def _submit(self, call: _Call, destinations: list[int], sources: list[int], sizes: list[int]) -> int:
-        batch = self._native.submit(self._address, destinations, sources, sizes)
-        if not batch:
-            self._fail("Mooncake refused to queue it", call)
-        return batch
+    def _collect(self) -> bool:
+        """Remove calls that are done, oldest first, and return whether there were any. Raise if a call has failed."""
+        collected = False
+        for call in list(self._calls):
+            state = call.batch.look()
+            if state.is_failure:
+                self._fail("Mooncake reported an error", _place(call))
+            if not state.is_final:
+                break  # the calls behind it have rarely overtaken it
+            self._end(call)
+            collected = True
+        return collected
 
-    def _collect(self, call: _Call) -> bool:
-        """Remove the oldest call if it is done, and return whether it was."""
-        if call.tail:
-            state = self._native.poll(call.tail)
-            if state == 0:
-                return False
-            call.tail = 0
-            if state < 0:
-                self._fail(f"Mooncake reported an error (code {state})", call)
-        if call.body:
-            state, call.body = self._native.wait(call.body), 0
-            if state != 0:
-                self._fail(f"Mooncake reported an error (code {state})", call)
-        self._calls.popleft()
-        self._window.release(call.count)
-        return True
+    def _end(self, call: _Call) -> None:
+        self._calls.remove(call)
+        self._window.release(call.batch.descriptors)
 
-    def _fail(self, reason: str, call: _Call | None = None) -> None:
-        call = call or (self._calls[0] if self._calls else None)
-        total = -(-len(self._copies) // self._per_call)
-        where = "waiting for room in the peer's window"
-        if call:
-            where = f"in call {call.index + 1} of {total} ({call.count} descriptors, {call.size} bytes)"
+    def _fail(self, reason: str, where: str = "") -> NoReturn:
+        if not where:
+            where = _place(self._calls[0]) if self._calls else "waiting for room in the peer's window"
         raise ReadFailed(
             f"read from {self._address} failed {where} after {time.monotonic() - self._started:.3f} s: {reason}; the "
             f"whole read is {len(self._copies)} descriptors, {self._copies.total_bytes} bytes",
             settled=not self._calls,
         )
+
+
+def _place(call: _Call) -> str:
+    return f"in call {call.index + 1} ({call.batch.descriptors} descriptors, {call.size} bytes)"

@@ -16,7 +16,7 @@ from unittest.mock import patch
 import pytest
 
 from layout.copies import Copies
-from layout.geometry import Region
+from layout.geometry import Identity, Region
 from pd_connector.orders import Cause
 from pd_connector.scheduler.leases import LeaseTable
 from pd_connector.worker.peer import Peer, PeerAddress, connect_peer
@@ -49,8 +49,8 @@ class RememberingEngine(InProcessEngine):
         super().__init__(fabric)
         self.opened: list[InProcessLink] = []
 
-    def open(self, address: str, regions: Sequence[Region]) -> InProcessLink:
-        self.opened.append(super().open(address, regions))
+    def open(self, address: str, regions: Sequence[Region], identity: Identity | None = None) -> InProcessLink:
+        self.opened.append(super().open(address, regions, identity))
         return self.opened[-1]
 
 
@@ -370,6 +370,36 @@ def asked(kind: type[Request], then: Callable[[], object]) -> Callable[[Directio
         return deliver(direction, frame)
 
     return rule
+
+
+def test_a_worker_whose_port_was_taken_during_the_read_fails_the_pull(site: Site) -> None:
+    """The lease is valid, all bytes have landed, and they may be anybody's."""
+    prefill, (worker,) = site.prefill(), site.decode()
+    reading = threading.Event()
+    site.fabric.inject(1, Fault(until=reading, fails=False, landed=3))
+    first, second = prefill.prefill("r1", THEIRS), prefill.prefill("r2", THEIRS)
+    session = site.session(worker, first)
+    session.submit(an_order("r1", first, OURS))
+    until(lambda: site.fabric.reads == 1)
+    usurper = site.add(InProcessEngine(site.fabric))
+    usurper.register(prefill.ranks[0].geometry.regions)
+    site.fabric.replace(prefill.engines[0].address, usurper)
+    reading.set()
+    end = worker.next_end()
+    assert end.cause == "read"
+    assert f"another process than the one that was announced answers at {prefill.engines[0].address}" in end.reason
+    session.submit(an_order("r2", second, OURS))
+    assert worker.next_end().cause == "unreachable"
+
+
+def test_a_worker_that_announces_no_identity_is_not_read(site: Site) -> None:
+    prefill, (worker,) = site.prefill(replace(PREFILL, tp=2)), site.decode()
+    geometries = [rank.geometry for rank in prefill.ranks]
+    prefill.service.set_workers((geometries[0], replace(geometries[1], identity=None)))
+    end = pull_once(site, prefill.prefill("r", THEIRS), worker)
+    assert end.cause == "incompatible"
+    assert "prefill rank 1 announces no identity" in end.reason
+    assert site.fabric.reads == 0
 
 
 def test_a_pull_whose_release_is_never_answered_has_failed(site: Site) -> None:

@@ -103,7 +103,7 @@ def test_pulls_behind_one_that_found_no_transfer_engine_free_their_blocks_at_onc
     remotes = [prefill.prefill(f"r{number}", THEIRS) for number in range(4)]
     session, opening, go_on = site.session(worker, remotes[0]), threading.Event(), threading.Event()
 
-    def refuse(engine: InProcessEngine, address: str, regions: object) -> InProcessLink:
+    def refuse(engine: InProcessEngine, address: str, *_: object) -> InProcessLink:
         opening.set()
         assert go_on.wait(10.0)
         raise ReadFailed(f"cannot reach the transfer engine at {address}", settled=True)

@@ -8,7 +8,7 @@ import pytest
 from pd_connector.orders import Cause, PullOrder
 from pd_connector.params import contents_digest
 from pd_connector.worker.peer import PullContext
-from pd_connector.worker.pull import Pull
+from pd_connector.worker.pull import AnyEnd, Pull
 from pd_connector.worker.pull_end import PullEnd, PullFailed
 from tests.support.connector.requests import RecordingClient, a_prompt, a_remote
 from tests.support.waiting import ManualClock
@@ -23,7 +23,7 @@ class Reader:
 
     def __init__(self) -> None:
         nothing: Any = None
-        self.clock, self.client, self.ends = ManualClock(), RecordingClient(), list[PullEnd]()
+        self.clock, self.client, self.ends = ManualClock(), RecordingClient(), list[AnyEnd]()
         context = PullContext(
             local=nothing,
             model=nothing,
@@ -50,6 +50,7 @@ def test_a_pull_ends_with_the_answer_and_not_before() -> None:
     reader.clock.advance(0.25)
     reader.client.futures[0].set_result(Released(True))
     (end,) = reader.ends
+    assert isinstance(end, PullEnd)
     assert (end.cause, end.tokens) == ("", 69)
     assert end.seconds == {"release": 0.25, "total": 0.25}
 
@@ -66,6 +67,7 @@ def test_a_pull_whose_lease_had_ended_has_failed() -> None:
     reader.pull.confirm(())
     reader.client.futures[0].set_result(Released(False, "expired"))
     (end,) = reader.ends
+    assert isinstance(end, PullEnd)
     assert (end.cause, end.tokens) == ("lease", 0)
     assert end.reason.startswith("pull from engine engine-p at 10.0.0.5:8998 failed: lease lease-1 had expired")
 
@@ -74,5 +76,5 @@ def test_a_pull_whose_lease_had_ended_has_failed() -> None:
 def test_a_failed_pull_ends_at_once_and_the_engine_is_told_if_it_can_be(is_unresponsive: bool) -> None:
     reader = Reader()
     reader.pull.fail(PullFailed(Cause.UNREACHABLE, "because", is_unresponsive=is_unresponsive))
-    assert [end.cause for end in reader.ends] == ["unreachable"]
+    assert [end.cause for end in reader.ends if isinstance(end, PullEnd)] == ["unreachable"]
     assert len(reader.client.sent) == (not is_unresponsive)

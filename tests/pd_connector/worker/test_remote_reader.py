@@ -16,35 +16,19 @@ import pytest
 import torch
 
 from layout.copies import Copies
-from layout.cost import CostModel
 from layout.geometry import Region
 from layout.staging import Schedule
 from pd_connector.worker.remote_reader import SLOTS, RemoteReader
-from tests.support.connector.engines import OURS, PREFILL, THEIRS, DecodeWorker, Site, an_order, pull_once
+from tests.support.connector.engines import OURS, PREFILL, THEIRS, Site, an_order, pull_once
+from tests.support.connector.staging import TCP, TWO_RANKS, stage
 from tests.support.engine.in_process import Fault
 from tests.support.layout.oracle import Model
 from tests.support.waiting import until
 from transfer.engine.base import Link
 from transfer.memory import HostMemory, SlotPool
 
-TCP = CostModel.of_protocol("tcp")
-#: Two ranks with two heads each, read by one with four: all heads of a token lie apart in the destination.
-TWO_RANKS = replace(PREFILL, layout="LBHNC", tp=2)
 #: Big enough for several windows of two pages.
 WIDE = Model(kv_heads=4, contents=(60, 100), item_size=4, groups=((0, 1, 2),), windows=(0,))
-
-
-def stage(worker: DecodeWorker, slot_bytes: int, *, on_device: bool = False) -> SlotPool:
-    """Give a worker a staging buffer; its pulls are then read through it where that is cheaper."""
-    regions = worker.rank.geometry.regions
-    if on_device:
-        caches = [torch.from_numpy(worker.rank.memory)[8:16]]
-        worker.reads = RemoteReader.with_device_staging(TCP, regions, slot_bytes * SLOTS, caches)
-    else:
-        worker.reads = RemoteReader.with_staging(TCP, regions, slot_bytes * SLOTS)
-    assert worker.reads.staging is not None
-    worker.engine.register([worker.reads.staging.region])
-    return worker.reads.staging
 
 
 @pytest.mark.parametrize("on_device", [False, True])
@@ -182,8 +166,15 @@ class NoLink(Link):
     def read(self, copies: Copies, timeout_s: float) -> None:
         pytest.fail(f"{len(copies)} descriptors were read within {timeout_s} s")
 
+    def prove(self, timeout_s: float) -> None:
+        pytest.fail(f"nothing was read that could be proven within {timeout_s} s")
+
     def close(self) -> None:
         """Nothing is open."""
+
+    @property
+    def settled(self) -> bool:
+        return True
 
 
 def test_a_copy_to_memory_that_is_not_a_cache_is_refused_before_anything_is_read() -> None:

@@ -14,7 +14,9 @@ from pd_connector.orders import Cause, PullOrder
 from pd_connector.worker import session as module
 from pd_connector.worker.checksums import Interrupted
 from pd_connector.worker.peer import Peer, PeerAddress
+from pd_connector.worker.pull import AnyEnd
 from pd_connector.worker.pull_end import PullEnd, PullFailed
+from pd_connector.worker.quarantine import LostPull
 from pd_connector.worker.session import PeerSession
 from tests.support.connector.requests import a_prompt, a_remote
 from tests.support.waiting import WAIT_S, holds_for, until
@@ -28,7 +30,7 @@ Script = Callable[["ScriptedPull"], None]
 class ScriptedPull:
     """Does what the test says for its request, else shakes hands and ends well."""
 
-    def __init__(self, world: "World", order: PullOrder, report: Callable[[PullEnd], None], closing: Any) -> None:
+    def __init__(self, world: "World", order: PullOrder, report: Callable[[AnyEnd], None], closing: Any) -> None:
         self.world, self.order, self.report, self.closing = world, order, report, closing
 
     def run(self, meet: Callable[[float], Peer]) -> None:
@@ -43,6 +45,9 @@ class ScriptedPull:
     def fail(self, error: PullFailed) -> None:
         self.world.failing(error)
         self.report(PullEnd(self.order.request_id, error.cause, str(error)))
+
+    def lose(self, error: BaseException) -> None:
+        self.report(LostPull(self.order.request_id, str(error)))
 
 
 class HandMade:
@@ -60,9 +65,10 @@ class World:
     def __init__(self) -> None:
         self.scripts: dict[str, Script] = {}
         self.began: list[str] = []
-        self.ends: list[PullEnd] = []
+        self.ends: list[AnyEnd] = []
         self.peers: list[HandMade] = []
         self.go_on = threading.Event()
+        self.failed: list[PullFailed] = []
         self.failing: Callable[[PullFailed], None] = lambda error: None
         context: Any = None
         self.session = PeerSession(context, self.ends.append, ADDRESS)
@@ -84,7 +90,15 @@ class World:
         """How all that was submitted has ended, awaited."""
         until(lambda: self.session.idle)
         self.session.check_integrity()
-        return [(end.request_id, end.cause) for end in self.ends]
+        return [(end.request_id, end.cause) for end in self.ends if isinstance(end, PullEnd)]
+
+    @property
+    def lost(self) -> list[LostPull]:
+        """Those whose clean-up failed."""
+        return [end for end in self.ends if isinstance(end, LostPull)]
+
+    def reasons(self) -> list[str]:
+        return [end.reason for end in self.ends if isinstance(end, PullEnd)]
 
 
 @pytest.fixture
@@ -98,7 +112,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     assert world.session.join(WAIT_S)
 
 
-def raising(error: Exception) -> Script:
+def raising(error: BaseException) -> Script:
     def script(pull: ScriptedPull) -> None:
         pull.meet(5.0)
         raise error
@@ -129,7 +143,7 @@ def test_a_pull_that_failed_leaves_the_others_alone(world: World) -> None:
     world.scripts["b"] = raising(PullFailed(Cause.READ, "a read failed"))
     world.submit("a", "b", "c")
     assert world.ended() == [("a", ""), ("b", Cause.READ), ("c", "")]
-    assert world.ends[1].reason == "a read failed"
+    assert world.reasons()[1] == "a read failed"
     assert len(world.peers) == 1
 
 
@@ -157,15 +171,15 @@ def test_a_surprise_ends_its_pull_and_the_next_one_shakes_hands_anew(
     world.scripts["a"] = raising(KeyError("a layer of theirs"))
     world.submit("a", "b")
     assert world.ended() == [("a", Cause.INTERNAL), ("b", "")]
-    assert world.ends[0].reason == "KeyError: 'a layer of theirs'"
+    assert world.reasons()[0] == "KeyError: 'a layer of theirs'"
     assert "unexpected failure of the pull of request a" in caplog.text
     assert [peer.closed for peer in world.peers] == [True, False]
 
 
-def test_a_pull_whose_reads_cannot_be_settled_is_never_reported_and_the_next_one_is(
+def test_a_pull_whose_clean_up_fails_is_reported_as_lost(
     world: World, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Better one request that waits than blocks that are written later."""
+    """Nobody waits for ever, and nobody takes its blocks for unwritten."""
     monkeypatch.setattr(logging.getLogger("pd_connector"), "propagate", True)
 
     def cannot_close(error: PullFailed) -> None:
@@ -175,7 +189,38 @@ def test_a_pull_whose_reads_cannot_be_settled_is_never_reported_and_the_next_one
     world.scripts["a"] = raising(PullFailed(Cause.READ, "a read failed"))
     world.submit("a", "b")
     assert world.ended() == [("b", "")]
-    assert "the pull of request a cannot be settled" in caplog.text
+    assert world.lost == [LostPull("a", "the link cannot be closed")]
+    assert "the clean-up of the pull of request a has failed" in caplog.text
+
+
+def test_a_clean_up_that_fails_loses_what_waits_behind_too(world: World) -> None:
+    def cannot_fail(error: PullFailed) -> None:
+        if len(world.failed) == 1:
+            raise OSError("b cannot be ended")
+        world.failed.append(error)
+
+    def fail(pull: ScriptedPull) -> None:
+        assert world.go_on.wait(WAIT_S)
+        raise PullFailed(Cause.UNREACHABLE, "why")
+
+    world.failing, world.scripts["a"] = cannot_fail, fail
+    world.submit("a", "b")
+    world.go_on.set()
+    assert world.ended() == [("a", Cause.UNREACHABLE)]
+    assert world.lost == [LostPull("b", "b cannot be ended")]
+
+
+def test_an_interruption_that_nobody_asked_for_ends_its_pull(world: World) -> None:
+    world.scripts["a"] = raising(Interrupted())
+    world.submit("a", "b")
+    assert world.ended() == [("a", Cause.INTERNAL), ("b", "")]
+
+
+def test_no_kind_of_exception_ends_the_thread(world: World) -> None:
+    world.scripts["a"] = raising(SystemExit("out"))
+    world.submit("a", "b")
+    assert world.ended() == [("b", "")]
+    assert world.lost == [LostPull("a", "out")]
 
 
 def test_closing_drops_what_waits_and_closes_the_links_after_the_pull_under_way(world: World) -> None:

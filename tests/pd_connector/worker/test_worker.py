@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from pd_connector.config import parse_config
+from pd_connector.config import ConfigError, parse_config
 from pd_connector.orders import ChecksumReport, Orders, Report
 from pd_connector.stats import StatsRecorder
 from pd_connector.vllm.cache_groups import Ranks
@@ -156,6 +156,7 @@ def test_what_a_worker_tells_peers_is_known_once_its_caches_are(worker_of: Open)
     assert handshake.host_slots == host.slots > 0
     assert handshake.geometry.engine_address == worker.engine.address
     assert handshake.geometry.transport == "tcp"
+    assert handshake.geometry.identity == worker.engine.identity
     assert set(handshake.geometry.regions) <= set(worker.engine.memory.table.regions)
 
 
@@ -278,3 +279,25 @@ def test_the_books_of_all_roles_are_checked(worker_of: Open) -> None:
     worker.with_roles("host", "pulls")
     worker.side.check_integrity()
     assert worker.calls == [("host", "check"), ("pulls", "check")]
+
+
+# Its address
+
+
+@pytest.mark.parametrize("host", ["203.0.113.7", "2001:db8::7", "no-such-host.invalid"])
+def test_a_host_that_is_not_this_machines_is_refused(host: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^host = '{host}' is not an address of this machine.*VLLM_HOST_IP on each"):
+        module._mooncake(parse_config({"host": host, "protocol": "tcp"}))
+
+
+def test_a_host_of_vllms_choice_that_is_not_this_machines_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "host_address", lambda: "203.0.113.7")
+    with pytest.raises(ConfigError, match=r"^vLLM's own choice of host \(VLLM_HOST_IP\) = '203.0.113.7' is not"):
+        module._mooncake(parse_config({"protocol": "tcp"}))
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+def test_a_host_of_this_machine_is_where_peers_read(host: str) -> None:
+    engine = module._mooncake(parse_config({"host": host, "protocol": "tcp"}))
+    assert engine.address.startswith(f"{host}:")
+    engine.close()

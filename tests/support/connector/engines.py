@@ -94,7 +94,8 @@ class PrefillEngine:
             transfer = InProcessEngine(fabric)
             transfer.register(rank.geometry.regions)
             self.engines.append(transfer)
-            self.ranks.append(replace_rank(rank, replace(rank.geometry, engine_address=transfer.address), rank.base))
+            geometry = replace(rank.geometry, engine_address=transfer.address, identity=transfer.identity)
+            self.ranks.append(replace_rank(rank, geometry, rank.base))
         self.service.set_workers(tuple(rank.geometry for rank in self.ranks))
 
     def prefill(self, request_id: str, blocks: Blocks, tokens: int = 70) -> RemotePrefill:

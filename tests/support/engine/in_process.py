@@ -11,10 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from layout.copies import Copies
-from layout.geometry import Region
+from layout.geometry import Identity, Region
 from layout.regions import RegionTable
 from transfer.engine.base import Link, ReadFailed, TransferEngine
 from transfer.engine.batches import RegisteredMemory, check_copies
+from transfer.engine.identity import OwnIdentity, check_identity, wrong_identity
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,9 +30,14 @@ class Fault:
 
 
 class InProcessFabric:
-    """The network between in-process engines, and what goes wrong in it. Safe to use from any thread."""
+    """The network between in-process engines, and what goes wrong in it. Safe to use from any thread.
 
-    def __init__(self, seed: int = 0) -> None:
+    ``closing_settles``: whether closing a link ends what its failed reads may still write, as on TCP. If not, only
+    ``deliver_late_bytes`` does, as on RDMA, or the end of the engine.
+    """
+
+    def __init__(self, seed: int = 0, *, closing_settles: bool = True) -> None:
+        self.closing_settles = closing_settles
         self.reads = 0  # begun so far, over all links
         self.lock = threading.RLock()  # held while bytes move
         self._random = random.Random(seed)
@@ -45,21 +51,38 @@ class InProcessFabric:
         with self.lock:
             self._faults[read] = fault
 
-    def deliver_late_bytes(self) -> int:
-        """Write what unsettled reads have left, except on links that were closed. How many descriptors that was."""
+    def deliver_late_bytes(self, most: int = 1 << 62) -> int:
+        """Write what unsettled reads have left, at most so many descriptors, the oldest first; return how many."""
         with self.lock:
-            late, self._late = self._late, []
             delivered = 0
-            for link, copies in late:
-                if not link.closed:
-                    _copy(copies)
-                    delivered += len(copies)
+            while self._late and delivered < most:
+                link, copies = self._late.pop(0)
+                now = copies[: most - delivered]
+                _copy(now)
+                delivered += len(now)
+                if len(now) < len(copies):
+                    self._late.insert(0, (link, copies[len(now) :]))
             return delivered
+
+    def is_late(self, link: "InProcessLink") -> bool:
+        """Whether bytes of a link may still be written."""
+        with self.lock:
+            return any(late is link for late, _ in self._late)
+
+    def drop_late(self, link: "InProcessLink") -> None:
+        """Never write what a link's reads have left."""
+        with self.lock:
+            self._late = [(late, copies) for late, copies in self._late if late is not link]
 
     def remove(self, address: str) -> None:
         """The process at ``address`` is gone: links to it fail, settled, and no new one can be opened."""
         with self.lock:
             self._engines.pop(address, None)
+
+    def replace(self, address: str, engine: "InProcessEngine") -> None:
+        """Let another engine answer at ``address``, as a process that has taken the port of one that ended."""
+        with self.lock:
+            self._engines[address] = engine
 
     def join(self, engine: "InProcessEngine") -> str:
         """The address of a new engine."""
@@ -112,6 +135,12 @@ class InProcessEngine(TransferEngine):
         self._links: set[InProcessLink] = set()
         self._closed = False
         self._address = fabric.join(self)
+        self._own = OwnIdentity()
+
+    @property
+    def identity(self) -> Identity:
+        """See the contract."""
+        return self._own.identity
 
     @property
     def address(self) -> str:
@@ -122,10 +151,15 @@ class InProcessEngine(TransferEngine):
         """See the contract."""
         self.memory.add(regions)
 
-    def open(self, address: str, regions: Sequence[Region]) -> "InProcessLink":
+    def open(self, address: str, regions: Sequence[Region], identity: Identity | None = None) -> "InProcessLink":
         """See the contract."""
-        if self._fabric.find(address) is None:
+        found = self._fabric.find(address)
+        if found is None:
             raise ReadFailed(f"cannot reach the transfer engine at {address}", settled=True)
+        if identity is not None:
+            check_identity(identity, address)
+            if found.identity != identity:
+                raise wrong_identity(address)
         try:
             peer = RegionTable(regions)
         except ValueError as error:
@@ -133,7 +167,7 @@ class InProcessEngine(TransferEngine):
         with self._lock:
             if self._closed:
                 raise ReadFailed(f"transfer engine {self._address} is closed", settled=True)
-            link = InProcessLink(self, self._fabric, address, peer)
+            link = InProcessLink(self, self._fabric, address, peer, identity)
             self._links.add(link)
             return link
 
@@ -144,6 +178,7 @@ class InProcessEngine(TransferEngine):
             links, self._links = self._links, set()
         for link in links:
             link.close()
+            self._fabric.drop_late(link)
         self.memory.close()
         self._fabric.remove(self._address)
 
@@ -151,10 +186,18 @@ class InProcessEngine(TransferEngine):
 class InProcessLink(Link):
     """A link between two engines of one fabric."""
 
-    def __init__(self, engine: InProcessEngine, fabric: InProcessFabric, address: str, peer: RegionTable) -> None:
+    def __init__(
+        self,
+        engine: InProcessEngine,
+        fabric: InProcessFabric,
+        address: str,
+        peer: RegionTable,
+        identity: Identity | None,
+    ) -> None:
         self._engine = engine
         self._fabric = fabric
         self._peer = peer
+        self._identity = identity
         self._broken = False
         self.peer_address = address
         self.closed = False
@@ -178,6 +221,19 @@ class InProcessLink(Link):
             self._fail(rest, "the link was closed", settled=True)
         self._check_peer(copies)
 
+    def prove(self, timeout_s: float) -> None:
+        """See the contract."""
+        if self._identity is None:
+            return
+        if self.closed or self._broken:
+            raise ReadFailed(f"the link to {self.peer_address} is closed or broken", settled=True)
+        found = self._fabric.find(self.peer_address)
+        if found is None:
+            raise ReadFailed(f"the peer at {self.peer_address} is gone", settled=True)
+        if found.identity != self._identity:
+            self._broken = True
+            raise wrong_identity(self.peer_address)
+
     def _check_peer(self, copies: Copies) -> None:
         peer = self._fabric.find(self.peer_address)
         if peer is None:
@@ -197,3 +253,10 @@ class InProcessLink(Link):
         """See the contract."""
         with self._fabric.lock:  # not in the middle of a copy
             self.closed = True
+            if self._fabric.closing_settles:
+                self._fabric.drop_late(self)
+
+    @property
+    def settled(self) -> bool:
+        """See the contract."""
+        return not self._fabric.is_late(self)

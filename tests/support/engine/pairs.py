@@ -27,13 +27,17 @@ def in_process_engines() -> Iterator[TransferEngine]:
         yield InProcessEngine(fabric)
 
 
-def mooncake_engines(engine_per_link: bool | None = None) -> Iterator[TransferEngine]:
+def mooncake_engines(engine_per_link: bool | None = None, counts: bool | None = None) -> Iterator[TransferEngine]:
+    """``counts``: whether batches are told by their counters; None lets the first one show."""
     while True:
-        yield MooncakeEngine(MooncakeOptions("127.0.0.1", engine_per_link=engine_per_link, progress_timeout_s=1.0))
+        engine = MooncakeEngine(MooncakeOptions("127.0.0.1", engine_per_link=engine_per_link, progress_timeout_s=1.0))
+        engine._native.counts = counts
+        yield engine
 
 
 ENGINES: dict[str, Callable[[], Iterator[TransferEngine]]] = {
     "in_process": in_process_engines,
     "mooncake": mooncake_engines,
     "mooncake_shared": lambda: mooncake_engines(engine_per_link=False),
+    "mooncake_shared_uncounted": lambda: mooncake_engines(engine_per_link=False, counts=False),
 }

@@ -3,32 +3,61 @@
 Run as a module it is the peer: it registers memory of noise, prints its address and waits for the end of its input.
 """
 
+import ctypes
+import mmap
 import os
 import signal
 import subprocess
 import sys
+import threading
 from types import TracebackType
 from typing import Self
+from unittest.mock import patch
 
-from layout.geometry import Region
-from tests.support.memory import Memory
-from transfer.engine.mooncake import MooncakeEngine, MooncakeOptions
+import numpy as np
+import psutil
+
+from layout.geometry import Identity, Region
+from tests.support.memory import Memory, even_copies, noise
+from tests.support.waiting import until
+from transfer.engine.base import ReadFailed
+from transfer.engine.mooncake import MooncakeEngine, MooncakeLink, MooncakeOptions
+from transfer.memory import HostMemory
+
+MIB = 1 << 20
+SIZE = 64 * MIB
+_PIECE_BYTES = 8192  # of a read that is to take a while: Mooncake brings one after the other
+
+_MAP_FIXED_NOREPLACE = 0x100000  # of Linux
 
 
 class PeerProcess:
     """The peer as seen from the test: its address, its memory, and the signals that it gets."""
 
-    def __init__(self, size: int, seed: int) -> None:
+    def __init__(self, size: int, seed: int, at: int = 0) -> None:
+        """``at``: where its memory is to lie, and behind it the page of its identity; 0 leaves it to the system."""
         self._process = subprocess.Popen(
-            [sys.executable, "-m", __name__, str(size), str(seed)],
+            [sys.executable, "-m", __name__, str(size), str(seed), str(at)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             text=True,
         )
         assert self._process.stdout is not None
-        self.address, start = self._process.stdout.readline().split()
+        self.address, start, identity, nonce = self._process.stdout.readline().split()
         self.region = Region(int(start), size)
+        self.identity = Identity(int(identity), bytes.fromhex(nonce))
+
+    @property
+    def data_port(self) -> int:
+        """Where its memory is read, which is not the port of its address."""
+        listening = {
+            each.laddr.port
+            for each in psutil.Process(self._process.pid).net_connections("tcp")
+            if each.status == psutil.CONN_LISTEN
+        }
+        (port,) = listening - {int(self.address.rpartition(":")[2])}
+        return int(port)
 
     def stop(self) -> None:
         os.kill(self._process.pid, signal.SIGSTOP)
@@ -51,12 +80,51 @@ class PeerProcess:
             stream.close()
 
 
+def fail_mid_read(link: MooncakeLink, peer: PeerProcess, destination: Memory, happens: str) -> ReadFailed:
+    """Stop or kill the peer once bytes begin to land; the failure of the read."""
+    failures: list[ReadFailed] = []
+
+    def read() -> None:
+        try:
+            timeout_s = 1.0 if happens == "stopped" else 20.0
+            link.read(even_copies(destination.region, peer.region, SIZE // _PIECE_BYTES, _PIECE_BYTES), timeout_s)
+        except ReadFailed as error:
+            failures.append(error)
+
+    reading = threading.Thread(target=read)
+    reading.start()
+    until(lambda: bool(destination.view[0]))
+    peer.stop()  # before it is killed too, so that it does not finish first
+    if happens == "killed":
+        peer.kill()
+    reading.join()
+    assert failures, "the read was over before the peer was stopped: give it more bytes"
+    return failures[0]
+
+
+class MemoryAt:
+    """Memory at an address of one's choice."""
+
+    def __init__(self, address: int, size: int) -> None:
+        libc = ctypes.CDLL(None, use_errno=True)
+        libc.mmap.restype = ctypes.c_void_p
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED_NOREPLACE
+        protection = mmap.PROT_READ | mmap.PROT_WRITE
+        assert libc.mmap(ctypes.c_void_p(address), ctypes.c_size_t(size), protection, flags, -1, 0) == address
+        self.view = np.ndarray((size,), np.uint8, memoryview((ctypes.c_char * size).from_address(address)))
+        self.region = Region(address, size)
+
+
 def main() -> None:
-    size, seed = map(int, sys.argv[1:])
-    memory = Memory.of_noise(size, seed)
-    engine = MooncakeEngine(MooncakeOptions("127.0.0.1"))
+    size, seed, at = map(int, sys.argv[1:])
+    memory: Memory | MemoryAt = MemoryAt(at, size) if at else Memory(size)
+    memory.view[:] = noise(size, seed)
+    page = (lambda size: MemoryAt(memory.region.end, size)) if at else HostMemory
+    with patch("transfer.engine.identity.HostMemory", page):
+        engine = MooncakeEngine(MooncakeOptions("127.0.0.1"))
     engine.register([memory.region])
-    sys.stdout.write(f"{engine.address} {memory.region.address}\n")
+    identity = engine.identity
+    sys.stdout.write(f"{engine.address} {memory.region.address} {identity.address} {identity.nonce.hex()}\n")
     sys.stdout.flush()
     sys.stdin.read()
     engine.close()

@@ -13,8 +13,8 @@ from pd_connector.orders import Cause, Orders, PullOrder, Report
 from pd_connector.scheduler.consumer import Consumer
 from pd_connector.scheduler.renewals import Renewals
 from pd_connector.worker.peer import PeerAddress, PullContext
-from pd_connector.worker.pull import Pull
-from pd_connector.worker.pull_end import PullEnd, PullFailed
+from pd_connector.worker.pull import AnyEnd, Pull
+from pd_connector.worker.pull_end import PullFailed
 from pd_connector.worker.pulls import Pulls
 from pd_connector.worker.session import PeerSession
 from tests.support.connector.requests import FakeRequest, allocated
@@ -56,7 +56,7 @@ class DecodeJob:
 class SessionSim(PeerSession):
     """One rank's pulls from one engine: what the thread of ``PeerSession`` does, in steps."""
 
-    def __init__(self, rank: "RankSim", report: Callable[[PullEnd], None], engine_id: str) -> None:  # no thread
+    def __init__(self, rank: "RankSim", report: Callable[[AnyEnd], None], engine_id: str) -> None:  # no thread
         self.last_used = time.monotonic()
         self._rank = rank
         self._engine_id = engine_id
@@ -177,7 +177,7 @@ class RankSim:
         assert self.number not in job.reported_by, "I5: a read writes after it was reported as settled"
         self.memory[block] = stamp
 
-    def _open(self, _: PullContext, report: Callable[[PullEnd], None], address: PeerAddress) -> PeerSession:
+    def _open(self, _: PullContext, report: Callable[[AnyEnd], None], address: PeerAddress) -> PeerSession:
         assert (address.host, address.port) == (HOST, PORT)
         self.sessions.append(SessionSim(self, report, address.engine_id))
         return self.sessions[-1]

@@ -1,10 +1,11 @@
-"""One pair of engines for the contract tests, of each kind."""
+"""One pair of engines for the contract tests, of each kind; memory, and peers in processes of their own."""
 
 from collections.abc import Iterator
 
 import pytest
 
 from tests.support.engine.pairs import ENGINES, MEMORY_BYTES, EnginePair
+from tests.support.engine.peer_process import SIZE, PeerProcess
 from tests.support.memory import Memory
 from transfer.engine.base import TransferEngine
 
@@ -31,3 +32,22 @@ def pair(engines: Iterator[TransferEngine]) -> EnginePair:
     reader.register([destination.region])
     peer.register([source.region])
     return EnginePair(reader, peer, destination, source)
+
+
+@pytest.fixture(scope="module")
+def destination() -> Memory:
+    return Memory(SIZE)
+
+
+@pytest.fixture(scope="module")
+def peer() -> Iterator[PeerProcess]:
+    """A peer that stays healthy."""
+    with PeerProcess(SIZE, seed=5) as peer:
+        yield peer
+
+
+@pytest.fixture
+def victim() -> Iterator[PeerProcess]:
+    """A peer to be stopped or killed."""
+    with PeerProcess(SIZE, seed=5) as peer:
+        yield peer

@@ -5,12 +5,13 @@ Covers: transfer.engine.base.
 
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from layout.copies import EMPTY, Copies
-from layout.geometry import Region
+from layout.geometry import Identity, Region
 from tests.support.engine.pairs import MEMORY_BYTES, EnginePair
 from tests.support.memory import Memory, copies, even_copies
 from transfer.engine.base import EngineStartError, ReadFailed, TransferEngine
@@ -159,6 +160,64 @@ def test_a_peer_that_is_gone_cannot_be_opened(pair: EnginePair) -> None:
     with pytest.raises(ReadFailed, match=f"cannot reach the transfer engine at {address}") as failure:
         pair.reader.open(address, [pair.source.region])
     assert failure.value.settled
+
+
+def test_a_link_to_the_right_engine_reads_and_proves_it(pair: EnginePair) -> None:
+    link = pair.reader.open(pair.peer.address, [pair.source.region], pair.peer.identity)
+    for _ in range(3):
+        link.read(even_copies(pair.destination.region, pair.source.region, 2, 64), 10)
+        link.prove(10)
+    assert np.array_equal(pair.destination.view[:128], pair.source.view[:128])
+
+
+def test_no_two_engines_have_one_identity(engines: Iterator[TransferEngine]) -> None:
+    assert next(engines).identity.nonce != next(engines).identity.nonce
+
+
+def test_an_engine_with_another_number_than_was_announced_is_not_opened(pair: EnginePair) -> None:
+    announced = replace(pair.peer.identity, nonce=pair.reader.identity.nonce)
+    with pytest.raises(ReadFailed, match="another process than the one that was announced answers") as failure:
+        pair.reader.open(pair.peer.address, [pair.source.region], announced)
+    assert failure.value.settled
+
+
+@pytest.mark.parametrize(
+    ("address", "nonce"),
+    [(4096, b"short"), (4096, bytes(1 << 20)), (0, bytes(16)), (-1, bytes(16)), (2**63, bytes(16))],
+)
+def test_an_identity_that_is_none_is_refused(pair: EnginePair, address: int, nonce: bytes) -> None:
+    with pytest.raises(ReadFailed, match=r"announced an identity of .* and must announce 16 bytes") as failure:
+        pair.reader.open(pair.peer.address, [pair.source.region], Identity(address, nonce))
+    assert failure.value.settled
+
+
+def test_a_peer_that_ends_is_not_proven(pair: EnginePair) -> None:
+    link = pair.reader.open(pair.peer.address, [pair.source.region], pair.peer.identity)
+    link.read(even_copies(pair.destination.region, pair.source.region, 2, 64), 10)
+    pair.peer.close()
+    with pytest.raises(ReadFailed) as failure:
+        link.prove(5)
+    assert failure.value.settled
+    with pytest.raises(ReadFailed):
+        link.prove(5)
+
+
+def test_a_closed_link_proves_nothing(pair: EnginePair) -> None:
+    link = pair.reader.open(pair.peer.address, [pair.source.region], pair.peer.identity)
+    link.close()
+    with pytest.raises(ReadFailed, match="closed"):
+        link.prove(5)
+
+
+def test_what_succeeded_or_was_refused_has_settled(pair: EnginePair) -> None:
+    link = pair.reader.open(pair.peer.address, [pair.source.region], pair.peer.identity)
+    assert link.settled
+    link.read(even_copies(pair.destination.region, pair.source.region, 2, 64), 10)
+    with pytest.raises(ValueError, match="not positive"):
+        link.read(copies(pair.destination.region, pair.source.region, [(0, 0, 0)]), 10)
+    assert link.settled
+    link.close()
+    assert link.settled
 
 
 def test_overlapping_regions_of_a_peer_are_refused(pair: EnginePair) -> None:

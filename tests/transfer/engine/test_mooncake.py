@@ -15,21 +15,12 @@ import pytest
 
 from layout.copies import concatenate
 from layout.geometry import Region
-from tests.support.engine.peer_process import PeerProcess
+from tests.support.engine.peer_process import MIB, SIZE, PeerProcess, fail_mid_read
 from tests.support.memory import Memory, even_copies, noise
 from tests.support.process import OpenResources
 from tests.support.waiting import until
 from transfer.engine.base import EngineStartError, ReadFailed
-from transfer.engine.mooncake import MooncakeEngine, MooncakeLink, MooncakeOptions
-
-MIB = 1 << 20
-SIZE = 64 * MIB
-PIECE_BYTES = 8192  # of a read that is to take a while: Mooncake brings one after the other
-
-
-@pytest.fixture(scope="module")
-def destination() -> Memory:
-    return Memory(SIZE)
+from transfer.engine.mooncake import MooncakeEngine, MooncakeOptions
 
 
 @pytest.fixture
@@ -43,46 +34,10 @@ def engine(destination: Memory) -> Iterator[MooncakeEngine]:
     engine.check_integrity()
 
 
-@pytest.fixture(scope="module")
-def peer() -> Iterator[PeerProcess]:
-    """A peer that stays healthy."""
-    with PeerProcess(SIZE, seed=5) as peer:
-        yield peer
-
-
-@pytest.fixture
-def victim() -> Iterator[PeerProcess]:
-    """A peer to be stopped or killed."""
-    with PeerProcess(SIZE, seed=5) as peer:
-        yield peer
-
-
-def fail_mid_read(link: MooncakeLink, peer: PeerProcess, destination: Memory, happens: str) -> ReadFailed:
-    """Stop or kill the peer once bytes begin to land; the failure of the read."""
-    failures: list[ReadFailed] = []
-
-    def read() -> None:
-        try:
-            timeout_s = 1.0 if happens == "stopped" else 20.0
-            link.read(even_copies(destination.region, peer.region, SIZE // PIECE_BYTES, PIECE_BYTES), timeout_s)
-        except ReadFailed as error:
-            failures.append(error)
-
-    reading = threading.Thread(target=read)
-    reading.start()
-    until(lambda: bool(destination.view[0]))
-    peer.stop()  # before it is killed too, so that it does not finish first
-    if happens == "killed":
-        peer.kill()
-    reading.join()
-    assert failures, "the read was over before the peer was stopped: give it more bytes"
-    return failures[0]
-
-
 def test_a_peer_that_stops_fails_the_read_in_time_and_no_byte_lands_after_close(
     engine: MooncakeEngine, victim: PeerProcess, destination: Memory
 ) -> None:
-    link = engine.open(victim.address, [victim.region])
+    link = engine.open(victim.address, [victim.region], victim.identity)
     failure = fail_mid_read(link, victim, destination, "stopped")
     assert not failure.settled
     assert "did not finish within 1.000 s" in str(failure)
@@ -97,7 +52,7 @@ def test_late_bytes_do_land_while_the_link_is_open(
     engine: MooncakeEngine, victim: PeerProcess, destination: Memory
 ) -> None:
     # The case that the test above guards against is real: without this one it could pass for another reason.
-    link = engine.open(victim.address, [victim.region])
+    link = engine.open(victim.address, [victim.region], victim.identity)
     fail_mid_read(link, victim, destination, "stopped")
     destination.view[:] = 0
     victim.go_on()
@@ -107,7 +62,7 @@ def test_late_bytes_do_land_while_the_link_is_open(
 def test_a_peer_that_is_killed_fails_the_read_unsettled(
     engine: MooncakeEngine, victim: PeerProcess, destination: Memory
 ) -> None:
-    link = engine.open(victim.address, [victim.region])
+    link = engine.open(victim.address, [victim.region], victim.identity)
     failure = fail_mid_read(link, victim, destination, "killed")
     assert not failure.settled
     assert victim.address in str(failure)
@@ -118,8 +73,8 @@ def test_a_failed_link_refuses_reads_until_it_is_closed_and_a_new_one_works(
     engine: MooncakeEngine, peer: PeerProcess, destination: Memory
 ) -> None:
     unregistered = Region(4096, MIB)
-    link = engine.open(peer.address, [peer.region, unregistered])
-    with pytest.raises(ReadFailed, match=r"failed in call 1 of 1 \(4 descriptors, 262144 bytes\)") as failure:
+    link = engine.open(peer.address, [peer.region, unregistered], peer.identity)
+    with pytest.raises(ReadFailed, match=r"failed in call 1 \(4 descriptors, 262144 bytes\)") as failure:
         link.read(even_copies(destination.region, unregistered, 4, 65536), 5)
     assert not failure.value.settled
     good = even_copies(destination.region, peer.region, 16, 65536)
@@ -127,7 +82,7 @@ def test_a_failed_link_refuses_reads_until_it_is_closed_and_a_new_one_works(
         link.read(good, 5)
     assert refusal.value.settled
     link.close()
-    engine.open(peer.address, [peer.region]).read(good, 5)
+    engine.open(peer.address, [peer.region], peer.identity).read(good, 5)
     assert np.array_equal(destination.view[:MIB], noise(SIZE, 5)[:MIB])
 
 
@@ -135,7 +90,7 @@ def test_a_failure_before_the_last_descriptor_of_a_call_is_not_missed(
     engine: MooncakeEngine, peer: PeerProcess, destination: Memory
 ) -> None:
     unregistered = Region(4096, MIB)
-    link = engine.open(peer.address, [peer.region, unregistered])
+    link = engine.open(peer.address, [peer.region, unregistered], peer.identity)
     bad, good = (even_copies(destination.region, region, 1, 4096) for region in (unregistered, peer.region))
     with pytest.raises(ReadFailed, match="Mooncake reported an error"):
         link.read(concatenate([bad, good]), 10)
@@ -148,7 +103,7 @@ def test_a_peer_that_accepts_but_never_answers_is_given_up_after_the_connect_tim
     victim.stop()
     started = time.monotonic()
     with pytest.raises(ReadFailed, match="accepts connections but does not answer") as failure:
-        engine.open(victim.address, [victim.region])
+        engine.open(victim.address, [victim.region], victim.identity)
     assert failure.value.settled
     assert time.monotonic() - started < 10  # by itself it would take 60
     until(lambda: before.is_all, lambda: f"{OpenResources.now()} is more than {before}")
@@ -177,13 +132,15 @@ def test_a_healthy_peer_is_read_while_another_hangs(peer: PeerProcess, destinati
 
         def open_the_hanging_one() -> None:
             try:
-                engine.open(hanging.address, [hanging.region])
+                engine.open(hanging.address, [hanging.region], hanging.identity)
             except ReadFailed as error:
                 failures.append(error)
 
         opening = threading.Thread(target=open_the_hanging_one)
         opening.start()
-        engine.open(peer.address, [peer.region]).read(even_copies(destination.region, peer.region, 4, 4096), 5)
+        engine.open(peer.address, [peer.region], peer.identity).read(
+            even_copies(destination.region, peer.region, 4, 4096), 5
+        )
         overtook = opening.is_alive()
         hanging.kill()
         opening.join()
@@ -194,7 +151,7 @@ def test_a_healthy_peer_is_read_while_another_hangs(peer: PeerProcess, destinati
 def test_descriptors_in_flight_stay_within_the_window(
     engine: MooncakeEngine, peer: PeerProcess, destination: Memory
 ) -> None:
-    link = engine.open(peer.address, [peer.region])
+    link = engine.open(peer.address, [peer.region], peer.identity)
     link.read(even_copies(destination.region, peer.region, 5000, 4096), 30)
     assert 512 <= link.window.most_in_flight <= 1024
     assert link.window.in_flight == 0
@@ -202,14 +159,14 @@ def test_descriptors_in_flight_stay_within_the_window(
 
 
 def test_links_to_one_peer_share_its_window(engine: MooncakeEngine, peer: PeerProcess) -> None:
-    first, second = (engine.open(peer.address, [peer.region]) for _ in range(2))
+    first, second = (engine.open(peer.address, [peer.region], peer.identity) for _ in range(2))
     assert first.window is second.window
 
 
 def test_a_read_that_finds_the_window_full_fails_settled_and_the_link_stays_usable(
     engine: MooncakeEngine, peer: PeerProcess, destination: Memory
 ) -> None:
-    link = engine.open(peer.address, [peer.region])
+    link = engine.open(peer.address, [peer.region], peer.identity)
     batch = even_copies(destination.region, peer.region, 4, 4096)
     assert link.window.try_acquire(1024)
     with pytest.raises(ReadFailed, match="failed waiting") as failure:
@@ -223,7 +180,7 @@ def test_a_read_that_finds_the_window_full_fails_settled_and_the_link_stays_usab
 def test_a_failed_read_gives_its_place_in_the_window_back_on_close(
     engine: MooncakeEngine, victim: PeerProcess, destination: Memory
 ) -> None:
-    link = engine.open(victim.address, [victim.region])
+    link = engine.open(victim.address, [victim.region], victim.identity)
     fail_mid_read(link, victim, destination, "stopped")
     assert link.window.in_flight > 0
     link.close()
@@ -233,7 +190,7 @@ def test_a_failed_read_gives_its_place_in_the_window_back_on_close(
 def test_closing_ends_a_read_that_is_under_way(
     engine: MooncakeEngine, victim: PeerProcess, destination: Memory
 ) -> None:
-    link = engine.open(victim.address, [victim.region])
+    link = engine.open(victim.address, [victim.region], victim.identity)
     victim.stop()
     failures: list[ReadFailed] = []
 
@@ -257,7 +214,7 @@ def test_close_leaves_no_thread_and_no_file_behind(peer: PeerProcess, destinatio
     for _ in range(3):
         engine = MooncakeEngine(MooncakeOptions("127.0.0.1"))
         engine.register([destination.region])
-        link = engine.open(peer.address, [peer.region])
+        link = engine.open(peer.address, [peer.region], peer.identity)
         link.read(even_copies(destination.region, peer.region, 4, 4096), 5)
         with pytest.raises(ReadFailed):
             engine.open("127.0.0.1:1", [peer.region])
@@ -278,7 +235,7 @@ def test_closing_a_link_does_not_stop_other_python_threads(engine: MooncakeEngin
     ticking.start()
     longest = []
     for _ in range(3):
-        link = engine.open(peer.address, [peer.region])
+        link = engine.open(peer.address, [peer.region], peer.identity)
         until(lambda: len(ticks) > 1)
         ticks.clear()
         ticks.append(time.monotonic())
@@ -287,21 +244,6 @@ def test_closing_a_link_does_not_stop_other_python_threads(engine: MooncakeEngin
     done.set()
     ticking.join()
     assert sorted(longest)[1] < 0.6  # Mooncake's destructor by itself: 1.0
-
-
-def test_a_shared_engine_waits_until_a_failed_read_has_settled(peer: PeerProcess, destination: Memory) -> None:
-    engine = MooncakeEngine(MooncakeOptions("127.0.0.1", engine_per_link=False, progress_timeout_s=0.01))
-    engine.register([destination.region])
-    unregistered = Region(4096, MIB)
-    link = engine.open(peer.address, [peer.region, unregistered])
-    with pytest.raises(ReadFailed) as failure:
-        link.read(even_copies(destination.region, unregistered, 1, 4096), 5)
-    assert not failure.value.settled
-    failed = time.monotonic()
-    link.close()
-    assert time.monotonic() - failed > 0.9
-    engine.open(peer.address, [peer.region]).read(even_copies(destination.region, peer.region, 4, 4096), 5)
-    engine.close()
 
 
 def test_registration_that_fails_half_way_takes_nothing(engine: MooncakeEngine, destination: Memory) -> None:

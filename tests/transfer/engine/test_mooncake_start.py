@@ -1,4 +1,7 @@
-"""Options, environment and start-up errors of the Mooncake engine."""
+"""Options, limits, environment and start-up errors of the Mooncake engine.
+
+Covers: transfer.engine.mooncake_limits.
+"""
 
 import importlib
 from collections.abc import Callable
@@ -9,7 +12,8 @@ import pytest
 
 from transfer.engine import mooncake
 from transfer.engine.base import EngineStartError
-from transfer.engine.mooncake import MooncakeEngine, MooncakeOptions
+from transfer.engine.mooncake import PROTOCOLS, MooncakeEngine, MooncakeOptions
+from transfer.engine.mooncake_limits import LIMITS
 from transfer.engine.mooncake_native import NativeOptions, set_environment, split_address
 
 
@@ -34,10 +38,54 @@ def test_a_host_that_peers_cannot_use_is_refused(host: str, rule: str) -> None:
         MooncakeOptions(host)
 
 
-@pytest.mark.parametrize(("per_call", "in_flight"), [(0, 1024), (2048, 1024), (-1, 5)])
+@pytest.mark.parametrize(("per_call", "in_flight"), [(0, 1024), (1025, 1024), (-1, 5)])
 def test_a_call_that_does_not_fit_the_window_is_refused(per_call: int, in_flight: int) -> None:
     with pytest.raises(EngineStartError, match=f"descriptors_per_call {per_call} .* {in_flight}"):
         MooncakeOptions("127.0.0.1", descriptors_per_call=per_call, max_descriptors_in_flight=in_flight)
+
+
+@pytest.mark.parametrize(
+    ("protocol", "in_flight", "most"), [("tcp", 1025, 1024), ("rdma", 65537, 65536), ("tcp", 0, 1024)]
+)
+def test_a_window_that_the_transport_does_not_bear_is_refused(protocol: str, in_flight: int, most: int) -> None:
+    with pytest.raises(EngineStartError, match=f"_in_flight {in_flight} must be from 1 to {most} with .*'{protocol}'"):
+        MooncakeOptions("127.0.0.1", protocol=protocol, max_descriptors_in_flight=in_flight)
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_each_protocol_has_limits_of_its_own_and_settings_win(protocol: str) -> None:
+    own = MooncakeOptions("127.0.0.1", protocol=protocol).limits
+    assert own == LIMITS[protocol]
+    assert own.in_flight % own.per_call == 0, "the last call of a window would be shorter than the others"
+    small = MooncakeOptions("127.0.0.1", protocol=protocol, max_descriptors_in_flight=100).limits
+    assert (small.per_call, small.in_flight) == (100, 100)
+    calls = MooncakeOptions("127.0.0.1", protocol=protocol, descriptors_per_call=7).limits
+    assert (calls.per_call, calls.in_flight) == (7, own.in_flight)
+
+
+def test_on_rdma_a_window_of_small_descriptors_outlasts_a_pause_at_the_rate_of_the_wire() -> None:
+    limits = LIMITS["rdma"]
+    assert limits.in_flight * 4096 / limits.longest_pause_s >= 25e9
+
+
+@pytest.mark.parametrize(("elapsed_s", "pause_s"), [(0.0, 50e-6), (0.0016, 200e-6), (60.0, 500e-6)])
+def test_a_read_pauses_for_an_eighth_of_its_time_within_limits(elapsed_s: float, pause_s: float) -> None:
+    assert LIMITS["tcp"].pause_s(elapsed_s) == pytest.approx(pause_s)
+
+
+@pytest.mark.parametrize("value", ["1", "0", ""])
+def test_asynchronous_transfers_of_ascend_are_refused_by_name(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    monkeypatch.setenv("ASCEND_USE_ASYNC_TRANSFER", value)
+    with pytest.raises(EngineStartError, match=r"ASCEND_USE_ASYNC_TRANSFER is set .* unset it"):
+        MooncakeEngine(MooncakeOptions("127.0.0.1", protocol="ascend"))
+
+
+def test_the_environment_of_ascend() -> None:
+    environment = {"ASCEND_CONNECT_TIMEOUT": "99"}
+    set_environment(NativeOptions("10.0.0.5", "ascend", "", 2.5, 5.0), environment)
+    assert environment["ASCEND_CONNECT_TIMEOUT"] == "99"
+    assert environment["ASCEND_TRANSFER_TIMEOUT"] == "2500"
+    assert "MC_WORKERS_PER_CTX" not in environment
 
 
 @pytest.mark.parametrize("name", ["progress_timeout_s", "connect_timeout_s"])
@@ -73,6 +121,9 @@ def test_the_environment_of_an_ipv6_host_and_of_rdma() -> None:
     set_environment(NativeOptions("fd00::5", "rdma", "", 2.5, 5.0), environment)
     assert environment["MC_USE_IPV6"] == "1"
     assert "MC_FORCE_TCP" not in environment
+    assert environment["MC_WORKERS_PER_CTX"] == "4"
+    assert environment["MC_CONN_PAUSE_TTL_MS"] == "2000"
+    assert environment["MC_HANDSHAKE_CONNECT_TIMEOUT"] == "2"
 
 
 def failing_import(error: ImportError) -> Callable[[str], ModuleType]:

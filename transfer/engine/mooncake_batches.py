@@ -1,0 +1,179 @@
+"""What Mooncake has done of a batch: whether all of it has landed, and if not, whether Mooncake may still write.
+
+Mooncake's own calls do not tell. The one for a batch of many reports a failure while other descriptors are still in
+flight, and the one for a single descriptor looks at the first and may free the batch. So the counters behind a batch
+are read where they lie. A batch id is the address of its ``BatchDesc``, whose tasks, one for each descriptor, count
+their slices: how many there are, how many have succeeded, how many have failed for good. A descriptor is final, and
+nothing of it is written any more, when these add up. That holds on every transport, however late a slice begins.
+
+    BatchDesc            0 id     8 capacity    16 first task    24 end of the last task
+    TransferTask (112)   0 slices 8 succeeded   16 failed        48 batch id
+
+The layout is that of Mooncake's default build. Every batch is checked against it; where it does not fit, each
+descriptor becomes a batch of its own, about whose end Mooncake's own answer is exact.
+"""
+
+import os
+import struct
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from contextlib import suppress
+from ctypes import c_char
+from enum import Enum
+
+import numpy as np
+import numpy.typing as npt
+
+from layout.copies import Copies
+from transfer.engine.mooncake_native import NativeEngine
+
+_TASK_WORDS = 14  # of 8 bytes
+_SLICES, _SUCCEEDED, _FAILED, _BATCH = 0, 1, 2, 6  # words of a task
+
+Tasks = npt.NDArray[np.uint64]  # [descriptors, _TASK_WORDS]: Mooncake's own memory
+
+
+class State(Enum):
+    """How far a batch is."""
+
+    PENDING = "pending"
+    FAILING = "failing"  # a descriptor has failed; others may still be written
+    FAILED = "failed"  # not all bytes have landed, and none is written any more
+    DONE = "done"  # all bytes have landed
+
+    @property
+    def is_final(self) -> bool:
+        """Whether nothing of the batch is written any more."""
+        return self in {State.FAILED, State.DONE}
+
+    @property
+    def is_failure(self) -> bool:
+        """Whether not all bytes will land."""
+        return self in {State.FAILING, State.FAILED}
+
+
+class ReadBatch(ABC):
+    """Descriptors that were submitted together. Belongs to one thread at a time."""
+
+    def __init__(self, descriptors: int) -> None:
+        self.descriptors = descriptors
+        self._state = State.PENDING
+
+    def look(self) -> State:
+        """Return how far the batch is. Never waits. Frees what Mooncake holds of it as soon as Mooncake allows."""
+        if not self._state.is_final:
+            self._state = self._look()
+        return self._state
+
+    @abstractmethod
+    def _look(self) -> State:
+        """Return the state of a batch that was not final at the last look."""
+
+
+class CountedBatch(ReadBatch):
+    """A batch whose counters are read."""
+
+    def __init__(self, native: NativeEngine, batch: int, tasks: Tasks) -> None:
+        super().__init__(len(tasks))
+        self._native = native
+        self._batch = batch
+        self._tasks: Tasks | None = tasks
+
+    def _look(self) -> State:
+        assert self._tasks is not None
+        # Each slice is counted once, and the number of slices was fixed when the submission returned.
+        ended = self._tasks[:, _SUCCEEDED] + self._tasks[:, _FAILED]
+        final = bool((ended == self._tasks[:, _SLICES]).all())
+        failed = bool(self._tasks[:, _FAILED].any())
+        if not final:
+            return State.FAILING if failed else State.PENDING
+        self._tasks = None  # before Mooncake frees it
+        if failed:
+            return State.FAILED  # Mooncake cannot free a batch that has failed: a few hundred bytes a descriptor leak
+        # Frees the batch. It also orders the counters, which were read without a barrier, before the data.
+        return State.DONE if self._native.wait(self._batch) == 0 else State.FAILED
+
+
+class SingleBatches(ReadBatch):
+    """Descriptors that are a batch each, for a build of Mooncake whose counters are somewhere else."""
+
+    def __init__(self, native: NativeEngine, batches: Sequence[int]) -> None:
+        super().__init__(len(batches))
+        self._native = native
+        self._waiting = list(batches)
+        self._failed = False
+
+    def _look(self) -> State:
+        while self._waiting:
+            state = self._native.poll(self._waiting[-1])
+            if state == 0:
+                return State.FAILING if self._failed else State.PENDING
+            self._failed |= state < 0
+            self._waiting.pop()
+        return State.FAILED if self._failed else State.DONE
+
+
+class UnprovenBatch(ReadBatch):
+    """A batch about whose end nothing can be known: only deleting the engine ends it."""
+
+    def _look(self) -> State:
+        return State.FAILING
+
+
+def submit(native: NativeEngine, address: str, part: Copies) -> ReadBatch | None:
+    """Submit descriptors to read from the peer at ``address``; None if Mooncake refuses, and then nothing is in flight.
+
+    The first batch of an engine must hold one descriptor: it shows whether this build's counters can be read.
+    """
+    destinations, sources, sizes = part.destinations.tolist(), part.sources.tolist(), part.sizes.tolist()
+    if native.counts is False:
+        return _submit_singly(native, address, destinations, sources, sizes)
+    assert native.counts or len(part) == 1, "the first batch of an engine shows what Mooncake's batches look like"
+    batch = native.submit(address, destinations, sources, sizes)
+    if not batch:
+        return None
+    tasks = find_tasks(batch, len(part))
+    if native.counts is None:
+        native.counts = tasks is not None
+    if tasks is not None:
+        return CountedBatch(native, batch, tasks)
+    return SingleBatches(native, [batch]) if len(part) == 1 else UnprovenBatch(len(part))
+
+
+def _submit_singly(
+    native: NativeEngine, address: str, destinations: list[int], sources: list[int], sizes: list[int]
+) -> ReadBatch | None:
+    batches: list[int] = []
+    for destination, source, size in zip(destinations, sources, sizes, strict=True):
+        batch = native.submit(address, [destination], [source], [size])
+        if not batch:
+            return _RefusedHalfway(native, batches) if batches else None
+        batches.append(batch)
+    return SingleBatches(native, batches)
+
+
+class _RefusedHalfway(SingleBatches):
+    """Single batches of which Mooncake refused the last ones: failed, and final with those that it took."""
+
+    def _look(self) -> State:
+        self._failed = True
+        return super()._look()
+
+
+def find_tasks(batch: int, descriptors: int) -> Tasks | None:
+    """Return the tasks of a batch that was just submitted, None if they are not where the default build has them."""
+    head = struct.Struct("4Q")
+    with suppress(OSError, OverflowError, struct.error):  # what is not mapped cannot be read, and does no harm
+        memory = os.open("/proc/self/mem", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            identity, capacity, first, end = head.unpack(os.pread(memory, head.size, batch))
+            size = descriptors * _TASK_WORDS * 8
+            if identity != batch or capacity != descriptors or end - first != size:
+                return None
+            copy = np.frombuffer(os.pread(memory, size, first), np.uint64).reshape(-1, _TASK_WORDS)
+        finally:
+            os.close(memory)
+        ended = copy[:, _SUCCEEDED] + copy[:, _FAILED]
+        if len(copy) == descriptors and (copy[:, _BATCH] == batch).all() and (ended <= copy[:, _SLICES]).all():
+            return np.ndarray((descriptors, _TASK_WORDS), np.uint64, memoryview((c_char * size).from_address(first)))
+    return None

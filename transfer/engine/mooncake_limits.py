@@ -1,0 +1,37 @@
+"""How much is in flight at once, and how often it is looked at, on each of Mooncake's transports.
+
+Measured on TCP. On RDMA and Ascend they are argued from Mooncake's source, and not measured; settings replace them.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Limits of one transport."""
+
+    per_call: int  # descriptors that are submitted together
+    in_flight: int  # descriptors to one peer
+    most_in_flight: int  # what ``in_flight`` can be set to
+    # Between two looks a read sleeps for an eighth of the time it has taken so far, within these limits.
+    shortest_pause_s: float
+    longest_pause_s: float
+
+    def pause_s(self, elapsed_s: float) -> float:
+        """Return how long to sleep between two looks at a read that has taken ``elapsed_s`` so far."""
+        return min(max(elapsed_s / 8, self.shortest_pause_s), self.longest_pause_s)
+
+
+LIMITS = {
+    # Four connections to a peer take one descriptor each at a time, so depth wins nothing; above 1,024 the connection
+    # can break for good. Longer sleeps leave the cores to the threads that move the bytes (500 us: 5-10% faster than
+    # 100 us above 1 ms); shorter ones do not pay off (20 us: 10-15% slower).
+    "tcp": Limits(256, 1024, 1024, 50e-6, 500e-6),
+    # What is in flight must last for a sleep at the rate of the wire, or the wire waits: 2,048 descriptors of 4 KiB and
+    # 200 us are 42 GB/s, more than a NIC of 200 Gbit/s carries and than one thread submits. The queue pairs hold 512
+    # work requests; what is beyond waits in a queue without a limit. Calls of 256 descriptors keep several in flight.
+    "rdma": Limits(256, 2048, 65536, 50e-6, 200e-6),
+    # A call is one job of a pool of eight threads, issued in batches of 256, and only one job runs for a peer at a
+    # time: long calls, and two of them, so that the next is ready. More would only hold threads that other peers need.
+    "ascend": Limits(1024, 2048, 65536, 200e-6, 1e-3),
+}
