@@ -1,12 +1,12 @@
 """What requests cost that wait for blocks: ``python -m benchmarks.waiting``.
 
 Leases: a decode engine keeps the leases of many waiting requests alive, against a control server in another process.
-Reported are the processor time of this process (the renewal thread and the control client; nothing else runs) as a share
-of a core, and the longest time that a call of the scheduler's thread took meanwhile, by wall clock: on a busy machine it
-includes what the machine did to this process.
+Reported are the processor time of this process (the renewal thread and the control client; nothing else runs) as a
+share of a core, and the longest time that a call of the scheduler's thread took meanwhile, by wall clock: on a busy
+machine it includes what the machine did to this process.
 
-Host memory: vLLM asks in every step about the first waiting request, until it has blocks for it. Reported is the time to
-answer, when host memory holds the whole prompt.
+Host memory: vLLM asks in every step about the first waiting request, until it has blocks for it. Reported is the time
+to answer, when host memory holds the whole prompt.
 """
 
 import argparse
@@ -47,7 +47,7 @@ SHARE, CALL_MS, ASK_MS = 0.03, 1.0, 0.1  # the targets
 def serve(leases: int, answer: Connection) -> None:
     """Be a prefill engine with so many leases, until the other end says stop."""
     table: LeaseTable[None] = LeaseTable(TTL_S, time.monotonic)
-    model = ModelIdentity("none", "none", 1, 1, 64, 0, "none", "none")
+    model = ModelIdentity("none", "none", "", 1, 1, 64, "none", "none")
     service = LeaseService(table, model, 1)
     server = ControlServer(service, "127.0.0.1", 0)
     server.start()
