@@ -91,8 +91,9 @@ class RequestAdmission(SchedulerRole):
         self._prefills.pop(request.request_id, None)  # it was preempted
         waits = self._pulls_go_first(request) or self._exceeds_share(request)
         if waits:
-            self._held_since.setdefault(request.request_id, self._clock())
             self._holds = True
+            if request.request_id not in self._held_since:
+                self._held_since[request.request_id] = self._clock()
         return waits
 
     def missing_tokens(self, request: "Request", computed_tokens: int) -> int:
@@ -142,10 +143,11 @@ class RequestAdmission(SchedulerRole):
     def _exceeds_share(self, request: "Request") -> bool:
         if not _is_for_others(request):
             return False
-        taken = self._blocks.leased + sum(self._prefills.values())
-        share = self._limits.leased_fraction * self._blocks.total
-        # Later ones wait too, so that short prompts do not keep a long one waiting for ever.
-        self._holds_prefills |= taken > 0 and taken + self._blocks_of(request) > share
+        if not self._holds_prefills:
+            taken = self._blocks.leased + sum(self._prefills.values())
+            share = self._limits.leased_fraction * self._blocks.total
+            # Later ones wait too, so that short prompts do not keep a long one waiting for ever.
+            self._holds_prefills = taken > 0 and taken + self._blocks_of(request) > share
         return self._holds_prefills
 
     def _must_revoke(self, stalled_s: float) -> bool:

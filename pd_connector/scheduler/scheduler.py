@@ -117,9 +117,10 @@ class ConnectorScheduler:
         if self._waits_for_workers:
             return None  # a prompt that is computed now could be neither leased nor stored
         for role in self._roles:
+            if role.must_wait(request):
+                return None
+        for role in self._roles:
             role.free_blocks()
-        if any(role.must_wait(request) for role in self._roles):
-            return None
         missing = 0
         for role in self._roles:
             missing += role.missing_tokens(request, computed_tokens + missing)
