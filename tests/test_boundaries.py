@@ -40,6 +40,10 @@ RULES: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
     ("transfer.batch_copy", ("transfer.engine", "transfer.control"), ()),
     ("transfer.local_copy", ("transfer.engine", "transfer.control", "transfer.batch_copy"), ()),
     ("transfer.peers", ("transfer.engine", "transfer.control", "transfer.batch_copy", "transfer.local_copy"), ()),
+    # What arrives from elsewhere is parsed by type; nothing is unpickled.
+    ("layout", ("pickle", "marshal", "shelve"), ()),
+    ("transfer", ("pickle", "marshal", "shelve"), ()),
+    ("pd_connector", ("pickle", "marshal", "shelve"), ()),
     # What passes between the two sides of the connector is orders, and nothing else.
     ("pd_connector.scheduler", ("pd_connector.worker", "pd_connector.connector"), ()),
     ("pd_connector.worker", ("pd_connector.scheduler", "pd_connector.connector"), ()),

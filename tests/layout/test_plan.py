@@ -239,6 +239,17 @@ def test_a_table_that_cannot_hold_the_request_is_refused(
         plan.instantiate([BlockTable.of(local)], [BlockTable.of(remote)], *tokens)
 
 
+@pytest.mark.parametrize(("ours", "theirs"), [([5, 2, 7], [1, 3]), ([5, 2], [1, 3, 4, 6]), ([5, 2, 7], [1, 3, 4])])
+def test_blocks_behind_the_wanted_tokens_are_not_touched(ours: list[int], theirs: list[int]) -> None:
+    """Either side may hold more of them, as for tokens that it drafts ahead."""
+    plan = the_plan(SMALL, Engine(), Engine())
+    read = plan.instantiate([BlockTable.of(ours)], [BlockTable.of(theirs)], 0, 20)
+    alone = plan.instantiate([BlockTable.of([5, 2])], [BlockTable.of([1, 3])], 0, 20)
+    assert np.array_equal(read.destinations, alone.destinations)
+    assert np.array_equal(read.sources, alone.sources)
+    assert np.array_equal(read.sizes, alone.sizes)
+
+
 def test_block_ids_are_counted_in_manager_blocks_not_in_kernel_blocks() -> None:
     plan = the_plan(SMALL, Engine(block_tokens=64, kernel_blocks=4), Engine(block_tokens=64, kernel_blocks=4))
     with pytest.raises(PlanError, match="local block id 8 does not exist: the cache has 8 blocks"):

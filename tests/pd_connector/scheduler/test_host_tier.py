@@ -227,6 +227,24 @@ def test_what_was_offered_is_not_searched_again_until_there_is_more(monkeypatch:
     assert searched.call_count == 4  # the other request's own search is one of them
 
 
+def test_a_request_that_waits_for_blocks_is_found_and_pinned_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM asks about it in every step, and each of the three takes a time that grows with the prompt."""
+    engine = with_memory_of(14)
+    calls = {name: create_autospec(getattr(engine.pool, name)) for name in ("find", "pin", "unpin")}
+    for name, call in calls.items():
+        call.side_effect = getattr(engine.pool, name)
+        monkeypatch.setattr(engine.pool, name, call)
+    taken = engine.manager.block_pool.get_new_blocks(14)
+    job = engine.arrive("second", said(14))
+    for _ in range(5):
+        engine.step()
+    assert [call.call_count for call in calls.values()] == [1, 1, 0]
+    engine.abort(job)
+    assert not engine.pool.references()
+    engine.manager.block_pool.free_blocks(taken)
+    engine.check_at_rest()
+
+
 def test_an_offer_stays_while_the_request_waits_for_blocks_and_goes_with_it() -> None:
     engine = with_memory_of(14)
     taken = engine.manager.block_pool.get_new_blocks(14)

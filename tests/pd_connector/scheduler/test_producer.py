@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from vllm.v1.core.block_pool import BlockPool
@@ -50,8 +51,8 @@ class Engine:
         self.loop = Loop()
         blocks = DeviceBlocks()
         blocks.bind(cache_manager(self.pool, self.tables))
-        leases: LeaseTable[HeldBlocks] = LeaseTable(ttl_s, time.monotonic)
-        service = LeaseService(leases, IDENTITY, 2, self.loop.wake)
+        self.leases: LeaseTable[HeldBlocks] = LeaseTable(ttl_s, time.monotonic)
+        service = LeaseService(self.leases, IDENTITY, 2, self.loop.wake)
         drain = Drain(5.0, 60.0, self.loop.is_stopping)
         self.role = Producer(service, "127.0.0.1", port, blocks, self.loop, drain)
 
@@ -130,6 +131,25 @@ def test_leases_are_counted_by_how_they_ended(start: Start) -> None:
     data = stats.take()
     assert data is not None
     assert data["counts"] == {"leases:granted": 1, "leases:cancelled": 1}
+
+
+def test_leases_alive_their_age_and_their_blocks_are_gauges(start: Start) -> None:
+    engine, stats = start(), StatsRecorder()
+
+    def gauges() -> dict[str, int]:
+        engine.role.update_stats(stats)
+        report = stats.take()
+        assert report is not None
+        return dict(report["gauges"])
+
+    engine.prefill("a", [3, 1])
+    engine.prefill("b", [3, 2])
+    now = time.monotonic()
+    with patch.object(engine.leases, "_clock", lambda: now + 10.0):
+        assert gauges() == {"leases_active": 2, "lease_oldest_age_seconds": 10, "leased_blocks": 3}
+    engine.role.reset()
+    engine.role.free_blocks()
+    assert gauges() == {"leases_active": 0, "lease_oldest_age_seconds": 0, "leased_blocks": 0}
 
 
 def test_nothing_is_ordered_of_the_workers_of_an_engine_that_need_not_verify(start: Start) -> None:
