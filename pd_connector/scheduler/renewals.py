@@ -240,7 +240,7 @@ class Renewals:
         error = future.exception()
         if error is None:
             reply = future.result()
-            if isinstance(reply, Renewed):
+            if isinstance(reply, Renewed) and reply.valid != asked:  # as it mostly is; sets of thousands take long
                 ended = set(asked).difference(reply.valid)
                 self._mark_lost(engine, ended, Cause.LEASE, "it expired, was cancelled, or gave way to other requests")
         elif isinstance(error, PeerRefused) and error.code is ErrorCode.UNKNOWN_ENGINE:
