@@ -28,7 +28,7 @@ _CLOSE_TIMEOUT_S = 2.0
 _LEASES_PER_MESSAGE = 15_000  # prefill engines limit the size of messages, and these may be named twice
 _ANNOUNCED_AFTER_S = 0.05  # pulls that end sooner are not announced
 
-_Engine = tuple[str, str, int]  # engine id, host and port
+_Engine = tuple[str, str, int, float]  # engine id, host and port; leases of another time to live are kept apart
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +47,12 @@ class _Kept:
 
     @property
     def engine(self) -> _Engine:
-        return self.remote.remote_engine_id, self.remote.remote_host, self.remote.remote_port
+        remote = self.remote
+        return remote.remote_engine_id, remote.remote_host, remote.remote_port, remote.lease_ttl_s
 
     @property
     def name(self) -> str:
-        engine_id, host, port = self.engine
+        engine_id, host, port, _ = self.engine
         return f"lease {self.remote.lease_id} of engine {engine_id} at {host}:{port}"
 
 
@@ -68,7 +69,8 @@ class _Bucket:
 
     @property
     def due_at(self) -> float:
-        return min(self.renew_at, self.announced_at)
+        give_up_at = next((kept.give_up_at for kept in self.waiting.values()), math.inf)
+        return min(self.renew_at, self.announced_at, give_up_at)
 
     def remove(self, lease_id: str) -> None:
         for leases in (self.waiting, self.reading, self.unannounced):
@@ -88,8 +90,7 @@ class _Bucket:
         self.announced_at = math.inf
         if now < self.renew_at:
             return reading, reading
-        give_up_at = next((kept.give_up_at for kept in self.waiting.values()), math.inf)
-        self.renew_at = min(now + self.interval_s, give_up_at)
+        self.renew_at = now + self.interval_s
         return (*self.waiting, *self.reading), tuple(self.reading)
 
 
@@ -140,12 +141,9 @@ class Renewals:
         with self._changed:
             now, interval_s = self._clock(), remote.lease_ttl_s / 3
             kept = self._kept[request_id] = _Kept(remote, now + self._queue_timeout_s)
-            renew_at = min(now + interval_s, kept.give_up_at)
-            bucket = self._buckets.setdefault(kept.engine, _Bucket(renew_at, interval_s))
-            bucket.renew_at = min(bucket.renew_at, renew_at)
-            bucket.interval_s = min(bucket.interval_s, interval_s)
+            bucket = self._buckets.setdefault(kept.engine, _Bucket(now + interval_s, interval_s))
             bucket.waiting[remote.lease_id] = kept
-            self._wake_at(renew_at)
+            self._wake_at(bucket.due_at)
 
     def start_reading(self, request_id: str) -> None:
         """Note that a request is being pulled now, so that its lease is neither given up nor revoked."""
@@ -225,7 +223,7 @@ class Renewals:
             assert self._thread is None or self._closing or self._thread.is_alive(), "the renewal thread has died"
 
     def _send(self, engine: _Engine, lease_ids: tuple[str, ...], reading: tuple[str, ...]) -> None:
-        engine_id, host, port = engine
+        engine_id, host, port, _ = engine
         being_read = frozenset(reading)
         for first in range(0, len(lease_ids), _LEASES_PER_MESSAGE):
             asked = lease_ids[first : first + _LEASES_PER_MESSAGE]

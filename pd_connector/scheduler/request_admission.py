@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pd_connector.orders import Orders
+from pd_connector.orders import Orders, Report
 from pd_connector.params import is_decode_leg, is_prefill_leg
 from pd_connector.scheduler.consumer import Consumer
 from pd_connector.scheduler.leases import LeaseTable
@@ -78,7 +78,10 @@ class RequestAdmission(SchedulerRole):
         self._warnings = ThrottledWarnings(logger, _LOG_INTERVAL_S)
         self._prefills: dict[str, int] = {}  # blocks of the prompts that are being computed for others, by request
         self._held_since: dict[str, float] = {}  # of requests that were told to wait
-        self._asked: str | None = None  # the request that is to be given blocks next
+        self._asked: Request | None = None  # the one that is to be given blocks next
+        self._has_allocated = False  # whether a request was given blocks in this step
+        self._loading: set[str] = set()  # requests that hold blocks into which tokens arrive
+        self._arrived: dict[str, bool] = {}  # those whose tokens have; whether they have waited for a whole step since
         self._holds = False  # whether a request was told to wait in this step
         self._holds_prefills = False  # in this step: those behind the first one that is held wait too
         self._is_short = False  # whether the last step ended with a request that was not given blocks
@@ -98,33 +101,46 @@ class RequestAdmission(SchedulerRole):
 
     def missing_tokens(self, request: "Request", computed_tokens: int) -> int:
         """Note that a request is to be given blocks. Returns 0: this role brings no tokens."""
-        self._asked = request.request_id
+        self._asked = request
         return 0
 
     def allocated(self, request: "Request", blocks: "KVCacheBlocks", external_tokens: int) -> int:
         """Note that a request was given blocks. Returns 0: this role brings no tokens."""
         self._asked = self._stalled_since = None
+        self._has_allocated = True
         self._held_since.pop(request.request_id, None)
+        self._arrived.pop(request.request_id, None)
+        if external_tokens:
+            self._loading.add(request.request_id)
         if _is_for_others(request):
             self._prefills[request.request_id] = self._blocks_of(request)
         return 0
 
     def step_orders(self, scheduled: Mapping[str, int]) -> Orders:
         """Let a lease give way if requests wait for blocks, see above. Returns no orders."""
-        self._is_short = self._asked is not None
+        needed = self._needed_blocks()
+        self._is_short = self._blocks.free < needed
         if not (self._is_short or self._holds):
             self._stalled_since = None
         elif self._stalled_since is None:
             self._stalled_since = self._clock()
-        elif self._must_revoke(self._clock() - self._stalled_since):
+        elif self._must_revoke(self._clock() - self._stalled_since, needed):
             self._revoke(self._clock() - self._stalled_since)
-        self._asked, self._holds, self._holds_prefills = None, False, False
+        self._asked, self._has_allocated, self._holds, self._holds_prefills = None, False, False, False
+        self._arrived = dict.fromkeys(self._arrived, True)
         return Orders()
+
+    def settled(self, request_ids: set[str], failed: set[str], report: Report) -> None:
+        """Note whose tokens have arrived. vLLM does not ask about them again, but they may need another block."""
+        self._arrived |= dict.fromkeys(self._loading & request_ids, False)
+        self._loading -= request_ids
 
     def finish(self, request: "Request", block_ids: Sequence[Sequence[int]]) -> dict[str, Any] | None:
         """Forget a request."""
         self._prefills.pop(request.request_id, None)
         self._held_since.pop(request.request_id, None)
+        self._loading.discard(request.request_id)
+        self._arrived.pop(request.request_id, None)
         return None
 
     def check_integrity(self) -> None:
@@ -150,7 +166,20 @@ class RequestAdmission(SchedulerRole):
             self._holds_prefills = taken > 0 and taken + self._blocks_of(request) > share
         return self._holds_prefills
 
-    def _must_revoke(self, stalled_s: float) -> bool:
+    def _needed_blocks(self) -> int:
+        """Return how many blocks must be free for the first request that this step has given none; 0 if there is none.
+
+        vLLM keeps some blocks free for requests that run, and stops for other reasons than blocks too.
+        """
+        spare = len(self._groups) + self._blocks.total // 50
+        if self._asked is not None:
+            return self._blocks_of(self._asked) + spare
+        # Those whose tokens have arrived come first. Behind one that finds no block, nobody is asked.
+        return 1 + spare if any(self._arrived.values()) and not self._has_allocated else 0
+
+    def _must_revoke(self, stalled_s: float, needed: int) -> bool:
+        if self._blocks.free + self._blocks.leased < needed:
+            return False  # it would help nobody
         exceeds = self._is_short and self._blocks.leased > self._limits.leased_fraction * self._blocks.total
         return stalled_s >= (min(_PATIENCE_S, self._limits.stall_s) if exceeds else self._limits.stall_s)
 
@@ -166,10 +195,10 @@ class RequestAdmission(SchedulerRole):
             )
 
     def _blocks_of(self, request: "Request") -> int:
-        """Return how many blocks of a request's prompt will be leased."""
-        prompt = request.num_prompt_tokens
+        """Return how many blocks hold a request's tokens."""
+        tokens = request.num_tokens
         return sum(
-            -(-prompt // group.block_tokens) - group.first_token(prompt) // group.block_tokens for group in self._groups
+            -(-tokens // group.block_tokens) - group.first_token(tokens) // group.block_tokens for group in self._groups
         )
 
 

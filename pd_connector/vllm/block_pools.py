@@ -97,6 +97,11 @@ class DeviceBlocks:
         return len(self._holds)
 
     @property
+    def free(self) -> int:
+        """Number of blocks that are in nobody's use."""
+        return int(self.manager.block_pool.get_num_free_blocks())
+
+    @property
     def total(self) -> int:
         """Number of blocks that requests can use."""
         return int(self.manager.block_pool.num_gpu_blocks) - 1  # block 0 is vLLM's null block

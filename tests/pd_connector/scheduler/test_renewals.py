@@ -126,6 +126,29 @@ def test_the_lease_of_a_request_that_waits_for_blocks_too_long_is_given_up(desk:
     assert desk.renewals.lost("pulled") is None
 
 
+def test_nothing_is_renewed_only_because_something_is_given_up(desk: "Desk") -> None:
+    for number in range(100):
+        desk.keep(str(number))
+        desk.clock.advance(0.1)
+    desk.clock.advance(QUEUE_TIMEOUT_S - 10.0)
+    desk.renewals.send_due()
+    desk.client.take_renewals()
+    for _ in range(50):
+        desk.clock.advance(0.1)
+        desk.renewals.send_due()
+    assert 49 <= len(desk.client.cancelled()) <= 51
+    assert desk.client.take_renewals() == []
+
+
+def test_a_lease_with_a_short_time_to_live_sets_no_pace_for_others(desk: "Desk") -> None:
+    desk.keep("patient")
+    desk.keep("hasty", lease_ttl_s=0.3)
+    for _ in range(50):
+        desk.clock.advance(0.1)
+        desk.renewals.send_due()
+    assert set(desk.client.take_renewed()) == {"hasty"}
+
+
 def test_a_lease_is_given_up_in_time_though_no_renewal_is_due(client: RecordingClient) -> None:
     clock = ManualClock()
     renewals = Renewals(client, 5.0, 2.0, clock)

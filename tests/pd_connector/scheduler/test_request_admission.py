@@ -157,6 +157,44 @@ def test_a_lease_that_is_being_read_does_not_give_way(world: World) -> None:
     assert decode.counts == {"pulled": 2}
 
 
+def test_no_lease_gives_way_if_that_helps_nobody(world: World) -> None:
+    """A long answer keeps the blocks that a prompt waits for; those of all leases would not do."""
+    engine = EngineSim(world, "kv_both", blocks=40, lease_ttl_s=2.0)
+    paused = EngineSim(world, "kv_consumer", blocks=40)
+    paused.pause(paused=True)
+    engine.ask(ClientRequest("long", [1] * 200, 250))
+    world.step()
+    burst(3, 30, [engine], [paused])
+    while engine.leases < 3:
+        world.step()
+    waits = ClientRequest("waits", [2] * 440, 1)
+    engine.ask(waits)
+    for _ in range(120):
+        world.step()
+    assert not waits.ended
+    assert engine.leases == 3
+    while not waits.ended:
+        world.step()
+
+
+def test_a_lease_gives_way_to_a_request_that_has_pulled_and_needs_another_block(world: World) -> None:
+    """vLLM does not ask the connector about it again, and about nobody behind it."""
+    source = EngineSim(world, "kv_producer", blocks=40)
+    engine = EngineSim(world, "kv_both", blocks=20, pull_s=1.0, max_leased_fraction=1, lease_ttl_s=3.0)
+    paused = EngineSim(world, "kv_consumer", blocks=40)
+    paused.pause(paused=True)
+    pulls = ClientRequest("pulls", [1] * 33, 2, engine)
+    source.ask(pulls)
+    while not engine.pulling:
+        world.step()
+    engine.ask(ClientRequest("takes the rest", [2] * 270, 1, paused))
+    start = world.clock.now
+    while not pulls.ended:
+        assert world.clock.now < start + 8, "it stands still until the lease is given up"
+        world.step()
+    assert pulls.ended == "finished"
+
+
 # Resets and pauses
 
 
