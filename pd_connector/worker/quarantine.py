@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TypeVar
 
 from layout.geometry import WorkerGeometry
@@ -64,7 +65,7 @@ class UnsettledPull:
     end: PullEnd  # to report when all reads have settled
     reads: Sequence[HeldRead]
 
-    @property
+    @cached_property
     def blocks(self) -> frozenset[int]:
         """The blocks that the request holds."""
         return frozenset(block for table in self.order.local_block_ids for block in table if block)
@@ -131,7 +132,14 @@ class Quarantine:
                 f"because: {oldest.end.reason}"
             )
         held = len(_blocks(pull for since, pull in self._pulls if now - since > PATIENCE_S))
-        total = max((plane.blocks for group in self._geometry.groups for plane in group.planes), default=0)
+        total = max(  # of vLLM's blocks, which may be several kernel blocks each
+            (
+                plane.blocks * plane.block_tokens // group.block_tokens
+                for group in self._geometry.groups
+                for plane in group.planes
+            ),
+            default=0,
+        )
         if held > MAX_SHARE * total:
             raise UnsettledReadError(
                 f"{held} of {total} KV blocks are held by reads that have not settled for {PATIENCE_S:.0f} s, and at "

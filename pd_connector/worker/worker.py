@@ -124,7 +124,6 @@ class ConnectorWorker:
         for role in transfers:
             role.close()
         self._engine.close()
-        self._engine = None
         for role in transfers:
             role.join()
             role.check_ended()
@@ -132,6 +131,7 @@ class ConnectorWorker:
             self._host.settle()
         self._settle_ends()
         self._arrivals.abandon()
+        self._engine = None  # only now may the memory go: a call that has failed can be made again
         self._roles = [self._host] if self._host is not None else []
         logger.info("PDConnector: the KV caches are not registered for transfers while the engine sleeps")
 
@@ -147,9 +147,14 @@ class ConnectorWorker:
         if before is None or caches is None:
             return
         if self._engine is None:
-            self._engine = engine = self._make_engine(self._config)
-            self._caches = caches = caches.at(engine)
-            self._start_roles(engine, caches, self._register(engine, caches))
+            engine = self._make_engine(self._config)
+            try:
+                caches = caches.at(engine)
+                self._start_roles(engine, caches, self._register(engine, caches))
+            except BaseException:
+                engine.close()
+                raise
+            self._engine, self._caches = engine, caches
             before = replace(before, geometry=caches.geometry, generation=before.generation + 1)
             logger.info("PDConnector: the KV caches are registered for transfers again, at %s", engine.address)
         self._announce(before)

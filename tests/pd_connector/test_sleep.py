@@ -34,6 +34,7 @@ from tests.support.connector.vllm_engine import (
 )
 from tests.support.engine.in_process import Fault, InProcessEngine, InProcessFabric
 from tests.support.waiting import until
+from transfer.engine.base import EngineStartError
 from transfer.engine.mooncake import MooncakeEngine, MooncakeOptions
 
 THEIRS, OURS = [3, 1, 6], [2, 7, 4]
@@ -108,6 +109,20 @@ def test_waking_up_an_engine_that_does_not_sleep_changes_nothing(start: StartEng
     wake_up(p)
     wake_up(d)
     assert pull(d, "r", params)
+
+
+def test_a_wake_up_that_fails_can_be_tried_again(start: StartEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise EngineStartError("the transport refuses the memory")
+
+    p, d = start("kv_producer"), start("kv_consumer")
+    put_to_sleep(d)
+    with monkeypatch.context() as patch:
+        patch.setattr(d.worker._worker, "_register", refuse)
+        with pytest.raises(EngineStartError):
+            wake_up(d)
+    wake_up(d)
+    assert_pulls_right(p, d, "again")
 
 
 def test_nobody_reads_the_memory_of_an_engine_that_sleeps(start: StartEngine, fabric: InProcessFabric) -> None:

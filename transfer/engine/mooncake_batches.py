@@ -90,8 +90,10 @@ class CountedBatch(ReadBatch):
         self._tasks = None  # before Mooncake frees it
         if failed:
             return State.FAILED  # Mooncake cannot free a batch that has failed: a few hundred bytes a descriptor leak
-        # Frees the batch. It also orders the counters, which were read without a barrier, before the data.
-        return State.DONE if self._native.wait(self._batch) == 0 else State.FAILED
+        # Frees the batch. It also orders the counters, which were read without a barrier, before the data. What it
+        # returns says nothing new: it reports a time-out of Mooncake's own for bytes that have arrived late.
+        self._native.wait(self._batch)
+        return State.DONE
 
 
 class SingleBatches(ReadBatch):
@@ -147,13 +149,17 @@ def _submit_singly(
     for destination, source, size in zip(destinations, sources, sizes, strict=True):
         batch = native.submit(address, [destination], [source], [size])
         if not batch:
-            return _RefusedHalfway(native, batches) if batches else None
+            return _RefusedHalfway(native, batches, len(sizes)) if batches else None
         batches.append(batch)
     return SingleBatches(native, batches)
 
 
 class _RefusedHalfway(SingleBatches):
     """Single batches of which Mooncake refused the last ones: failed, and final with those that it took."""
+
+    def __init__(self, native: NativeEngine, batches: Sequence[int], descriptors: int) -> None:
+        super().__init__(native, batches)
+        self.descriptors = descriptors  # also those that were refused took room in the window
 
     def _look(self) -> State:
         self._failed = True

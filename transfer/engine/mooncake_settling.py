@@ -70,8 +70,9 @@ class Settling:
         with self._lock:
             self._leftovers.append(leftover)
             if self._thread is None and not self._stopping.is_set():
-                self._thread = threading.Thread(target=self._watch, name="pd-settling", daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._run, name="pd-settling", daemon=True)
+                thread.start()  # it waits for the lock before it ends
+                self._thread = thread
 
     def is_waiting_for(self, address: str) -> bool:
         """Return whether reads from the peer at ``address`` have failed and not settled."""
@@ -92,6 +93,14 @@ class Settling:
             leftovers, self._leftovers = self._leftovers, []
         for leftover in leftovers:
             leftover.end()
+
+    def _run(self) -> None:
+        try:
+            self._watch()
+        finally:  # if something was raised, the next leftover starts another thread
+            with self._lock:
+                if self._thread is threading.current_thread():
+                    self._thread = None
 
     def _watch(self) -> None:
         pause_s = _SHORTEST_LOOK_S

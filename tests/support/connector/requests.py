@@ -32,6 +32,10 @@ class FakeRequest:
     def num_prompt_tokens(self) -> int:
         return len(self.prompt_token_ids or ())
 
+    @property
+    def num_tokens(self) -> int:
+        return self.num_prompt_tokens
+
 
 def allocated(*tables: Sequence[int]) -> Any:
     """vLLM's ``KVCacheBlocks``, as far as a consumer looks at them: the block table of each cache group."""

@@ -178,9 +178,19 @@ def test_descriptors_that_mooncake_took_before_it_refused_one_are_waited_for(
     monkeypatch.setattr(native, "submit", takes_two)
     batch = begun(native, peer.address, even_copies(destination.region, peer.region, 5, 4096))
     assert len(taken) == 3
+    assert batch.descriptors == 5, "what was refused took room in the window too"
     assert end_of(batch) is State.FAILED
     assert np.all(destination.view[:8192] != 0)
     assert not destination.view[8192:].any()
+
+
+def test_what_has_arrived_is_done_whatever_timeout_mooncake_reports_afterwards(
+    native: NativeEngine, peer: PeerProcess, destination: Memory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(native, "wait", lambda _: -1)
+    batch = begun(native, peer.address, even_copies(destination.region, peer.region, 1, 4096))
+    assert end_of(batch) is State.DONE
+    assert np.all(destination.view[:4096] != 0)
 
 
 def test_a_slice_timeout_of_mooncakes_own_does_not_count_as_an_end(native: NativeEngine) -> None:
