@@ -99,7 +99,7 @@ class Run:
     def __init__(self, platform: str, *arguments: str, output: Path, variables: Mapping[str, str]) -> None:
         self._output = output
         self._mark = uuid.uuid4().hex
-        # A background job of a shell ignores SIGINT, and nohup SIGHUP, and so would all that we start; a terminal's does not.
+        # A background job of a shell ignores SIGINT, and one under nohup SIGHUP, and so would all that we start.
         command = ["env", "--default-signal=INT,HUP", str(ROOT / f"examples/run_pd_{platform}.sh"), *arguments]
         with output.open("wb") as file:
             self.process = subprocess.Popen(
