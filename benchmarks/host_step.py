@@ -256,7 +256,7 @@ def worker_geometry(memory: Region, layers: int) -> WorkerGeometry:
         layer_stride=blocks * RUN_BYTES, block_stride=RUN_BYTES, head_stride=RUN_BYTES,
         token_stride=content * item, content_stride=item, packing="",
     )  # fmt: skip
-    return WorkerGeometry(0, 1, 0, 1, 1, "", (CacheGroup(BLOCK_TOKENS, 0, (plane,)),), (memory,))
+    return WorkerGeometry(0, 1, 0, 1, "", (CacheGroup(BLOCK_TOKENS, 0, (plane,)),), (memory,))
 
 
 class Worker:

@@ -76,7 +76,7 @@ def worker(layout: str, tp_size: int, tp_rank: int, blocks: int) -> WorkerGeomet
         token_stride=strides["N"],
         content_stride=strides["C"],
     )
-    return WorkerGeometry(tp_rank, tp_size, 0, 1, KV_HEADS, "", (CacheGroup(BLOCK_TOKENS, 0, (plane,)),), ())
+    return WorkerGeometry(tp_rank, tp_size, 0, 1, "", (CacheGroup(BLOCK_TOKENS, 0, (plane,)),), ())
 
 
 def compiled(case: Case) -> dict[int, Plan]:

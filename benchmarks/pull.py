@@ -59,7 +59,7 @@ def geometry(memory: npt.NDArray[np.uint8], blocks: int, address: str, packed: b
     )  # fmt: skip
     planes = (plane,) if packed else _transposed(plane)
     regions = (Region(memory.ctypes.data, memory.nbytes),)
-    return WorkerGeometry(0, 1, 0, 1, HEADS, address, (CacheGroup(BLOCK_TOKENS, 0, planes),), regions)
+    return WorkerGeometry(0, 1, 0, 1, address, (CacheGroup(BLOCK_TOKENS, 0, planes),), regions)
 
 
 def _transposed(plane: Plane) -> tuple[Plane, Plane]:

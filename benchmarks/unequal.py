@@ -56,7 +56,7 @@ def geometry(memory: Memory, layout: Layout, tp_rank: int, tp_size: int, address
     )  # fmt: skip
     regions = (Region(memory.ctypes.data, memory.nbytes),)
     group = CacheGroup(BLOCK_TOKENS, 0, (plane,))
-    return WorkerGeometry(tp_rank, tp_size, 0, 1, KV_HEADS, address, (group,), regions)
+    return WorkerGeometry(tp_rank, tp_size, 0, 1, address, (group,), regions)
 
 
 def by_index(memory: Memory, layout: Layout, heads: int) -> Memory:

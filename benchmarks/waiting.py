@@ -82,7 +82,6 @@ def renew(leases: int) -> tuple[float, list[float], int]:
         calls.append(time.perf_counter() - before)
     share = (time.process_time() - busy) / (time.monotonic() - start)
     renewals.close()
-    client.close()
     ours.send("stop")
     alive = ours.recv()
     process.join()

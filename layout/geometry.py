@@ -97,7 +97,6 @@ class WorkerGeometry:
     tp_size: int
     pp_rank: int
     pp_size: int
-    kv_heads: int  # over all ranks, as the model's configuration states; layers may differ, see ``Plane.total_heads``
     engine_address: str  # of the transfer engine, e.g. "10.0.0.5:15342"
     groups: tuple[CacheGroup, ...]
     regions: tuple[Region, ...]  # all memory that peers may read

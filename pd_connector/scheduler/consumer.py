@@ -37,7 +37,6 @@ from pd_connector.scheduler.renewals import Renewals
 from pd_connector.scheduler.roles import SchedulerRole
 from pd_connector.vllm.cache_specs import Retention
 from pd_connector.vllm.requests import block_ids_by_group, is_placeholder, prompt_shape
-from transfer.control.client import ControlClient
 
 if TYPE_CHECKING:
     from pd_connector.vllm.types import KVCacheBlocks, Request
@@ -66,11 +65,10 @@ _Entry = RemotePrefill | _Refused | _Follower
 
 
 class Consumer(SchedulerRole):
-    """Owns the state of a decode engine's pulls, the control client, and the renewal of leases."""
+    """Owns the state of a decode engine's pulls, and the renewal of leases."""
 
-    def __init__(self, client: ControlClient, renewals: Renewals, retentions: Sequence[Retention] = ()) -> None:
+    def __init__(self, renewals: Renewals, retentions: Sequence[Retention] = ()) -> None:
         """``retentions``: of every cache group, in vLLM's order."""
-        self._client = client
         self._retentions = retentions
         self._renewals = renewals
         self._waiting: dict[str, _Entry] = {}
@@ -160,9 +158,8 @@ class Consumer(SchedulerRole):
         return len(self._waiting)
 
     def close(self) -> None:
-        """Stop renewing leases and close the control client."""
+        """Stop renewing leases."""
         self._renewals.close()
-        self._client.close()
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless the books balance."""

@@ -20,12 +20,12 @@ from pd_connector.orders import Cause
 from pd_connector.params import RemotePrefill
 from transfer.control.client import ControlClient
 from transfer.control.errors import PeerRefused
-from transfer.control.messages import Cancel, ErrorCode, Renew, Renewed, Reply
+from transfer.control.messages import MAX_REQUEST_BYTES, Cancel, ErrorCode, Renew, Renewed, Reply
 
 logger = logging.getLogger(__name__)
 
 _CLOSE_TIMEOUT_S = 2.0
-_LEASES_PER_MESSAGE = 15_000  # prefill engines limit the size of messages, and these may be named twice
+_MESSAGE_BYTES = MAX_REQUEST_BYTES - 4096  # of lease ids
 _ANNOUNCED_AFTER_S = 0.05  # pulls that end sooner are not announced
 
 _Engine = tuple[str, str, int, float]  # engine id, host and port; leases of another time to live are kept apart
@@ -107,7 +107,7 @@ class Renewals:
         """Renew nothing until ``start``, or a call of ``send_due``.
 
         Args:
-            client: sends the messages.
+            client: sends the messages; closed with this.
             message_timeout_s: for which a message is sent again until it is answered.
             queue_timeout_s: after which the lease of a request that still waits for blocks is given up.
             clock: a monotonic clock, in seconds.
@@ -129,12 +129,13 @@ class Renewals:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop renewing leases; join the thread."""
+        """Stop renewing leases; join the thread, and close the control client."""
         with self._changed:
             self._closing = True
             self._changed.notify()
         if self._thread is not None:
             self._thread.join(_CLOSE_TIMEOUT_S)
+        self._client.close()
 
     def keep(self, request_id: str, remote: RemotePrefill) -> None:
         """Renew the lease of a request that waits for blocks, from now on three times in its time to live."""
@@ -225,8 +226,10 @@ class Renewals:
     def _send(self, engine: _Engine, lease_ids: tuple[str, ...], reading: tuple[str, ...]) -> None:
         engine_id, host, port, _ = engine
         being_read = frozenset(reading)
-        for first in range(0, len(lease_ids), _LEASES_PER_MESSAGE):
-            asked = lease_ids[first : first + _LEASES_PER_MESSAGE]
+        # An id takes up to three bytes besides its characters, and those that are being read are named twice.
+        at_once = _MESSAGE_BYTES // (2 * (max(map(len, lease_ids), default=0) + 3))
+        for first in range(0, len(lease_ids), at_once):
+            asked = lease_ids[first : first + at_once]
             among = reading if len(asked) == len(lease_ids) else tuple(being_read.intersection(asked))
             future = self._client.request(host, port, Renew(engine_id, asked, among), self._message_timeout_s)
             future.add_done_callback(partial(self._take_answer, engine, asked))

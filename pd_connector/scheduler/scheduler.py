@@ -242,7 +242,7 @@ class ConnectorScheduler:
         client = ControlClient(keys=keys, allowed=AllowedPeers(self._config.allowed_peers))
         renewals = Renewals(client, self._config.handshake_timeout_s, self._config.queue_timeout_s, self._clock)
         renewals.start()
-        return Consumer(client, renewals, self._retentions)
+        return Consumer(renewals, self._retentions)
 
     def _open_host_tier(self, handshakes: Sequence[WorkerHandshake]) -> HostTier:
         mode, manager = self._config.cpu_store, self._blocks.manager

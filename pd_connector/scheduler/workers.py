@@ -17,12 +17,8 @@ class Workers:
         self._expected = expected
         self._arrived: dict[WorkerRanks, WorkerHandshake] = {}
         self._current: tuple[WorkerHandshake, ...] = ()
-
-    @property
-    def known(self) -> bool:
-        """Whether every worker's handshake has arrived, all of one generation."""
-        generations = {handshake.generation for handshake in self._arrived.values()}
-        return len(self._arrived) >= self._expected and len(generations) == 1
+        #: Whether every worker's handshake has arrived, all of one generation.
+        self.known = False
 
     def add(self, handshakes: Mapping[WorkerRanks, WorkerHandshake]) -> tuple[WorkerHandshake, ...]:
         """Take handshakes of some or all workers.
@@ -31,7 +27,11 @@ class Workers:
             Those of all workers, stage by stage and rank by rank, if they have just become known and are news;
             otherwise nothing.
         """
+        if not handshakes:
+            return ()
         self._arrived.update(handshakes)
+        generations = {handshake.generation for handshake in self._arrived.values()}
+        self.known = len(self._arrived) >= self._expected and len(generations) == 1
         if not self.known:
             return ()
         in_order = tuple(self._arrived[ranks] for ranks in sorted(self._arrived))
@@ -43,3 +43,4 @@ class Workers:
     def expect_again(self) -> None:
         """Wait until every worker has sent its handshake again, the same as before or a new one."""
         self._arrived.clear()
+        self.known = False

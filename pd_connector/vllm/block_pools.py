@@ -39,7 +39,8 @@ class DeviceBlocks:
 
     def __init__(self) -> None:
         self._manager: KVCacheManager | None = None
-        self._holds: Counter[int] = Counter()  # our references to each block that is held, by block id
+        self._held: set[int] = set()  # ids of the blocks to which we hold a reference
+        self._shared: Counter[int] = Counter()  # further references to blocks that several requests share, by block id
 
     def bind(self, kv_cache_manager: "KVCacheManager", before_reset: Callable[[], None] = lambda: None) -> None:
         """Set vLLM's manager of the blocks.
@@ -67,22 +68,26 @@ class DeviceBlocks:
         groups = self.manager.get_blocks(request_id).blocks
         held = tuple(block for blocks in groups for block in blocks if not block.is_null)
         self.manager.block_pool.touch(held)
-        self._holds.update(block.block_id for block in held)
+        ids = {int(block.block_id) for block in held}
+        self._shared.update(ids & self._held)
+        self._held |= ids
         return held
 
     def release(self, held: HeldBlocks) -> None:
         """Give the references back. The last blocks of a prompt are evicted first."""
-        for block in held:
-            if self._holds[block.block_id] == 1:
-                del self._holds[block.block_id]
-            else:
-                self._holds[block.block_id] -= 1
+        ids = {int(block.block_id) for block in held}
+        shared = ids & self._shared.keys()
+        self._held -= ids - shared
+        for block_id in shared:
+            self._shared[block_id] -= 1
+            if not self._shared[block_id]:
+                del self._shared[block_id]
         self.manager.block_pool.free_blocks(reversed(held))
 
     @property
     def references(self) -> "Counter[int]":
         """Number of references to each block that is held, by block id."""
-        return self._holds
+        return Counter(self._held) + self._shared
 
     def are_all_in_use(self, references: "Counter[int]") -> bool:
         """Return whether nobody else uses any block, given our ``references`` by block id."""
@@ -94,7 +99,7 @@ class DeviceBlocks:
     @property
     def leased(self) -> int:
         """Number of blocks that are held, each counted once."""
-        return len(self._holds)
+        return len(self._held)
 
     @property
     def free(self) -> int:

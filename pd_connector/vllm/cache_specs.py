@@ -111,7 +111,7 @@ def layer_spec(vllm_config: "VllmConfig", name: str, spec: Any, *, one_precision
     items = int(spec.head_size) + int(getattr(spec, "head_size_v", 0 if _is_mla(spec) else spec.head_size))
     return LayerSpec(
         heads=int(spec.num_kv_heads),
-        total_heads=_total_heads(vllm_config, spec),
+        total_heads=_total_heads(vllm_config, spec, name),
         token_bytes=items * int(spec.dtype.itemsize) if packed_bytes is None else int(packed_bytes),
         page_bytes=int(spec.page_size_bytes),
         dtype=spec.dtype,
@@ -157,43 +157,50 @@ def _packing(spec: Any) -> str:
     return str(getattr(spec, "model_version", None) or "")
 
 
-def _total_heads(vllm_config: "VllmConfig", spec: Any) -> int:
+def _total_heads(vllm_config: "VllmConfig", spec: Any, layer: str) -> int:
     """Return the KV heads of a layer over all ranks. vLLM states only those of this rank.
 
     Several heads of a rank are its own. A single one may be held by several ranks, and by how many is known if the
-    model's configuration, and that of its draft, allow one answer only. Otherwise each rank is taken to hold a head of
-    its own, which is right between engines of equal size, and refused between others for their unequal totals.
+    configuration of the model, or of the draft that the layer is of, allows one answer only. Otherwise each rank is
+    taken to hold a head of its own, which is right between engines of equal size, and refused between others for their
+    unequal totals.
     """
     held, (tp_size, _) = int(spec.num_kv_heads), engine_ranks(vllm_config)
     if _is_mla(spec):
         return held
     if held > 1 or tp_size == 1:
         return held * tp_size
-    possible = {total for total in _stated_heads(vllm_config) if total and tp_size % total == 0}
+    drafts = _is_of_draft(vllm_config, layer)
+    model = vllm_config.speculative_config.draft_model_config if drafts else vllm_config.model_config
+    possible = {total for total in _stated_heads(model) if total and tp_size % total == 0}
     return possible.pop() if len(possible) == 1 else tp_size
 
 
-_HEADS_KEY = re.compile(r"kv_heads|key_value_heads|n_head_kv|kv_n_heads|attention_groups|query_group|heads_in_group")
+_HEADS_KEY = re.compile(r"kv_heads|key_value_heads|n_head_kv|kv_n_heads|attention_groups|query_group")
+_QUERY_HEADS_OF_ONE = "n_heads_in_group"  # query heads that share a KV head, by layer
 
 
-def _stated_heads(vllm_config: "VllmConfig") -> Iterator[int]:
-    """Yield every number of KV heads that the configurations of the model and its draft mention."""
-    speculative = vllm_config.speculative_config
-    for model in (vllm_config.model_config, speculative and speculative.draft_model_config):
-        if model is not None:
-            yield int(model.get_total_num_kv_heads())
-            yield from _heads_in(model.hf_text_config.to_dict(), stated=False)
+def _stated_heads(model: Any) -> Iterator[int]:
+    """Yield every number of KV heads that a model's configuration mentions."""
+    yield int(model.get_total_num_kv_heads())
+    config = model.hf_text_config.to_dict()
+    yield from _numbers_under(_HEADS_KEY, config)
+    query_heads = config.get("num_attention_heads")
+    if isinstance(query_heads, int):
+        yield from (
+            query_heads // shared for shared in _numbers_under(re.compile(_QUERY_HEADS_OF_ONE), config) if shared
+        )
 
 
-def _heads_in(value: Any, *, stated: bool) -> Iterator[int]:
-    """Yield the integers in ``value`` below a key that names KV heads; all of them if ``stated``."""
+def _numbers_under(name: re.Pattern[str], value: Any, *, named: bool = False) -> Iterator[int]:
+    """Yield the integers in ``value`` below a key that ``name`` is found in; all of them if ``named``."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
-            yield from _heads_in(inner, stated=stated or bool(_HEADS_KEY.search(str(key))))
+            yield from _numbers_under(name, inner, named=named or bool(name.search(str(key))))
     elif isinstance(value, list | tuple):
         for inner in value:
-            yield from _heads_in(inner, stated=stated)
-    elif stated and isinstance(value, int) and not isinstance(value, bool):
+            yield from _numbers_under(name, inner, named=named)
+    elif named and isinstance(value, int) and not isinstance(value, bool):
         yield value
 
 
@@ -205,11 +212,18 @@ def _may_be_missing(vllm_config: "VllmConfig", layer: str) -> bool:
     probabilities are part of that decision, they must be numbers; but a draft whose cache lacks the prefix attends to
     what its blocks last held, which with caches of several precisions may not be numbers at all.
 
-    vLLM numbers a draft's layers after those of the model, or gives them a prefix of their own. A layer that is not
-    recognized as a draft's is treated as one of the model's.
+    A layer that is not recognized as a draft's is treated as one of the model's.
     """
     speculative = vllm_config.speculative_config
-    if speculative is None or speculative.draft_sample_method != "greedy":
+    return speculative is not None and speculative.draft_sample_method == "greedy" and _is_of_draft(vllm_config, layer)
+
+
+def _is_of_draft(vllm_config: "VllmConfig", layer: str) -> bool:
+    """Return whether a layer only drafts tokens, by its name.
+
+    vLLM numbers a draft's layers after those of the model, or gives them a prefix of their own.
+    """
+    if vllm_config.speculative_config is None:
         return False
     names = layer.split(".")
     numbered = re.search(r"\blayers\.(\d+)\b", layer)

@@ -46,7 +46,7 @@ class _PartView:
 
 
 def describe_caches(
-    kv_caches: Mapping[str, Cache], groups: Sequence[GroupSpec], ranks: Ranks, kv_heads: int, engine_address: str
+    kv_caches: Mapping[str, Cache], groups: Sequence[GroupSpec], ranks: Ranks, engine_address: str
 ) -> WorkerGeometry:
     """Return the geometry of a worker's caches.
 
@@ -56,7 +56,6 @@ def describe_caches(
             layer's cache may be included, and are ignored.
         groups: vLLM's cache groups.
         ranks: of this worker.
-        kv_heads: KV heads of the model, as its configuration states.
         engine_address: address of this worker's transfer engine.
 
     Raises:
@@ -64,9 +63,7 @@ def describe_caches(
     """
     described = tuple(_describe_group(kv_caches, group, ranks) for group in groups)
     used = [tensor for group in groups for name in group.layer_names for tensor in tensors_of(kv_caches[name])]
-    return WorkerGeometry(
-        **asdict(ranks), kv_heads=kv_heads, engine_address=engine_address, groups=described, regions=_regions(used)
-    )
+    return WorkerGeometry(**asdict(ranks), engine_address=engine_address, groups=described, regions=_regions(used))
 
 
 def _describe_group(kv_caches: Mapping[str, Cache], group: GroupSpec, ranks: Ranks) -> CacheGroup:

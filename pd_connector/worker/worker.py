@@ -4,6 +4,7 @@ import logging
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -61,7 +62,7 @@ class ConnectorWorker:
         self._config = config
         self._stats = stats
         self._role = EngineRole.of(vllm_config)
-        self._make_engine = make_engine or _mooncake
+        self._make_engine = make_engine or partial(_mooncake, is_read=self._role.produces)
         self._keys = load_keys(config.secret_file)
         self._allowed = AllowedPeers(config.allowed_peers)
         self._engine: TransferEngine | None = None
@@ -86,13 +87,13 @@ class ConnectorWorker:
         """
         config, ranks, tensors = self._config, worker_ranks(), all_tensors(kv_caches)
         on_host = caches_are_host_memory()
-        self._model = model = model_identity(self._vllm_config, config.model_check)
+        self._model = model_identity(self._vllm_config, config.model_check)
         self._engine = engine = self._make_engine(config)
         groups = [
             with_head_orders(self._vllm_config, group, kv_caches, on_cpu=on_host)
             for group in cache_groups(self._vllm_config, self._kv_cache_config)
         ]
-        geometry = describe_caches(kv_caches, groups, ranks, model.kv_heads, engine.address)
+        geometry = describe_caches(kv_caches, groups, ranks, engine.address)
         geometry = replace(geometry, transport=transport(config), identity=engine.identity)
         self._caches = caches = _RegisteredCaches(ranks, geometry, tensors, on_host)
         reads = self._register(engine, caches)
@@ -326,10 +327,11 @@ def _own_host(config: ConnectorConfig) -> str:
     return host
 
 
-def _mooncake(config: ConnectorConfig) -> TransferEngine:
+def _mooncake(config: ConnectorConfig, *, is_read: bool) -> TransferEngine:
+    """Return a Mooncake engine. ``is_read``: whether peers read this worker's memory."""
     return MooncakeEngine(
         MooncakeOptions(
-            host=_own_host(config),
+            host=_own_host(config) if is_read else config.host or host_address(),
             protocol=transport(config),
             devices=config.devices,
             descriptors_per_call=config.descriptors_per_call,

@@ -15,7 +15,7 @@ MODEL = Model(2, (2, 2), 2, ((0, 1),), (0,))
 
 
 def worker_with(transport: str, tp_rank: int = 0) -> WorkerGeometry:
-    return WorkerGeometry(tp_rank, 2, 0, 1, 2, "10.0.0.5:15000", (), (), transport)
+    return WorkerGeometry(tp_rank, 2, 0, 1, "10.0.0.5:15000", (), (), transport)
 
 
 @pytest.mark.parametrize(("ours", "theirs"), [("tcp", "tcp"), ("tcp", ""), ("", "rdma"), ("", "")])

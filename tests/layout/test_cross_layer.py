@@ -185,7 +185,7 @@ def test_parts_may_differ_in_heads_and_item_size() -> None:
 
 def worker(buffers: list[CrossLayerBuffer]) -> WorkerGeometry:
     group = CacheGroup(buffers[0].shape.block_tokens, 0, tuple(buffer.plane for buffer in buffers))
-    return WorkerGeometry(0, 1, 0, 1, 1, "host:1", (group,), tuple(buffer.region for buffer in buffers))
+    return WorkerGeometry(0, 1, 0, 1, "host:1", (group,), tuple(buffer.region for buffer in buffers))
 
 
 def test_a_block_of_all_layers_is_one_descriptor_for_each_part() -> None:

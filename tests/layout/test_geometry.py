@@ -33,7 +33,7 @@ def test_a_worker_adds_up_the_blocks_of_all_groups() -> None:
         CacheGroup(32, 8, (replace(PLANE, layers=("c",)),)),
         CacheGroup(16, 0, ()),
     )
-    worker = WorkerGeometry(0, 1, 0, 1, 8, "10.0.0.5:15000", groups, ())
+    worker = WorkerGeometry(0, 1, 0, 1, "10.0.0.5:15000", groups, ())
     assert worker.block_bytes == 2 * PLANE.block_bytes + PLANE.block_bytes // 2
 
 

@@ -147,7 +147,7 @@ def plane(address: int = BASE, **changes: object) -> Plane:
 
 
 def worker(*groups: Sequence[Plane], block_tokens: int = 4) -> WorkerGeometry:
-    return WorkerGeometry(0, 1, 0, 1, 2, "", tuple(CacheGroup(block_tokens, 0, tuple(group)) for group in groups), ())
+    return WorkerGeometry(0, 1, 0, 1, "", tuple(CacheGroup(block_tokens, 0, tuple(group)) for group in groups), ())
 
 
 def device_of(geometry: WorkerGeometry) -> Device:

@@ -263,7 +263,7 @@ def test_a_table_that_starts_after_the_wanted_tokens_is_refused() -> None:
 
 
 def one_worker(*planes: Plane, block_tokens: int = 16) -> WorkerGeometry:
-    return WorkerGeometry(0, 1, 0, 1, 4, "host:1", (CacheGroup(block_tokens, 0, planes),), ())
+    return WorkerGeometry(0, 1, 0, 1, "host:1", (CacheGroup(block_tokens, 0, planes),), ())
 
 
 def share(head_start: int, head_end: int, *layers: int) -> Share:

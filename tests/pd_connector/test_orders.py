@@ -75,7 +75,7 @@ def test_adding_up_changes_neither_report() -> None:
     assert other.stores == {1: StoreEnds(1, failed=True), 2: StoreEnds(1)}
 
 
-HANDSHAKES = [WorkerHandshake(WorkerGeometry(rank, 2, 0, 1, 2, "10.0.0.5:15000", (), ())) for rank in range(2)]
+HANDSHAKES = [WorkerHandshake(WorkerGeometry(rank, 2, 0, 1, "10.0.0.5:15000", (), ())) for rank in range(2)]
 
 
 def test_handshakes_of_several_ranks_are_those_of_one_report() -> None:

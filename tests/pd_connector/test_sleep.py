@@ -125,6 +125,24 @@ def test_a_wake_up_that_fails_can_be_tried_again(start: StartEngine, monkeypatch
     assert_pulls_right(p, d, "again")
 
 
+def test_memory_that_a_read_may_still_touch_does_not_go_however_often_one_asks(
+    start: StartEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def still_runs() -> None:
+        raise RuntimeError("1 reads from prefill engines did not end")
+
+    p, d = start("kv_producer"), start("kv_consumer")
+    (pulls,) = d.worker._worker._roles
+    with monkeypatch.context() as patch:
+        patch.setattr(pulls, "check_ended", still_runs)
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="did not end"):
+                d.worker.unregister_kv_caches()
+    put_to_sleep(d)
+    wake_up(d)
+    assert_pulls_right(p, d, "again")
+
+
 def test_nobody_reads_the_memory_of_an_engine_that_sleeps(start: StartEngine, fabric: InProcessFabric) -> None:
     p = start("kv_producer")
     handshake = p.worker.get_handshake_metadata()
@@ -202,7 +220,7 @@ def test_with_mooncake_a_pull_fails_while_p_sleeps_and_succeeds_when_both_have_w
     start: StartEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = MooncakeOptions("127.0.0.1", progress_timeout_s=2.0, connect_timeout_s=2.0)
-    monkeypatch.setattr(worker_module, "_mooncake", lambda config: MooncakeEngine(options))
+    monkeypatch.setattr(worker_module, "_mooncake", lambda config, **_: MooncakeEngine(options))
     settings = {"protocol": "tcp", "handshake_timeout_s": 5.0}
     p, d = start("kv_producer", **settings), start("kv_consumer", **settings)
     assert_pulls_right(p, d, "before")

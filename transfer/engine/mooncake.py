@@ -40,17 +40,6 @@ from transfer.memory import HostMemory, SlotPool
 PROTOCOLS = ("tcp", "rdma", "ascend")
 INFINIBAND_DEVICES = Path("/sys/class/infiniband")
 
-#: Larger descriptors are split on TCP. This bounds what may still be in progress when the last descriptor of a call is
-#: done, and so how far a read can overrun its timeout. Speed hardly changes (medians on loopback, in turns): one run of
-#: 34 MB took 17.0 ms whole, 21.5 in pieces of 4 MiB, 20.2 in pieces of 1 MiB; eight runs took 103, 104 and 133.
-TCP_PIECE_BYTES = 4 * 1024 * 1024
-
-#: On RDMA, Mooncake cuts descriptors into slices of 64 KiB, and posts the first 512 of a larger one before it looks
-#: at the rest. If it then refuses the call, they are in flight unnoticed. So none is as large as that.
-RDMA_PIECE_BYTES = 16 * 1024 * 1024
-
-_PIECE_BYTES = {"tcp": TCP_PIECE_BYTES, "rdma": RDMA_PIECE_BYTES}
-
 #: Links that can read a peer's identity at once. Each needs memory for that, which is registered.
 _IDENTITY_READS = 256
 
@@ -365,8 +354,8 @@ class MooncakeLink(Link):
             if self._closing.is_set() or self._broken or self._native is None:
                 raise ReadFailed(f"the link to {self.address} is {self._broken or 'closed'}", settled=True)
             check_copies(copies, self._engine.memory.table, self._peer, self.address)
-            if piece_bytes := _PIECE_BYTES.get(self._options.protocol):
-                copies = split_large(copies, piece_bytes)
+            if self._limits.piece_bytes is not None:
+                copies = split_large(copies, self._limits.piece_bytes)
             reading = MooncakeRead(self._native, self.address, copies, self._limits, self.window)
             try:
                 reading.run(timeout_s, self._closing.is_set)

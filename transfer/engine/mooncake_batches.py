@@ -13,7 +13,6 @@ The layout is that of Mooncake's default build. Every batch is checked against i
 descriptor becomes a batch of its own, about whose end Mooncake's own answer is exact.
 """
 
-import os
 import struct
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -134,7 +133,7 @@ def submit(native: NativeEngine, address: str, part: Copies) -> ReadBatch | None
     batch = native.submit(address, destinations, sources, sizes)
     if not batch:
         return None
-    tasks = find_tasks(batch, len(part))
+    tasks = find_tasks(native, batch, len(part))
     if native.counts is None:
         native.counts = tasks is not None
     if tasks is not None:
@@ -166,19 +165,16 @@ class _RefusedHalfway(SingleBatches):
         return super()._look()
 
 
-def find_tasks(batch: int, descriptors: int) -> Tasks | None:
+def find_tasks(native: NativeEngine, batch: int, descriptors: int) -> Tasks | None:
     """Return the tasks of a batch that was just submitted, None if they are not where the default build has them."""
     head = struct.Struct("4Q")
-    with suppress(OSError, OverflowError, struct.error):  # what is not mapped cannot be read, and does no harm
-        memory = os.open("/proc/self/mem", os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            identity, capacity, first, end = head.unpack(os.pread(memory, head.size, batch))
-            size = descriptors * _TASK_WORDS * 8
-            if identity != batch or capacity != descriptors or end - first != size:
-                return None
-            copy = np.frombuffer(os.pread(memory, size, first), np.uint64).reshape(-1, _TASK_WORDS)
-        finally:
-            os.close(memory)
+    # What is not mapped cannot be read, and does no harm.
+    with suppress(OSError, OverflowError, ValueError, struct.error):
+        identity, capacity, first, end = head.unpack(native.memory_at(batch, head.size))
+        size = descriptors * _TASK_WORDS * 8
+        if identity != batch or capacity != descriptors or end - first != size:
+            return None
+        copy = np.frombuffer(native.memory_at(first, size), np.uint64).reshape(-1, _TASK_WORDS)
         ended = copy[:, _SUCCEEDED] + copy[:, _FAILED]
         if len(copy) == descriptors and (copy[:, _BATCH] == batch).all() and (ended <= copy[:, _SLICES]).all():
             return np.ndarray((descriptors, _TASK_WORDS), np.uint64, memoryview((c_char * size).from_address(first)))

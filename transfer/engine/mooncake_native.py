@@ -137,9 +137,15 @@ class NativeEngine:
     def __init__(self, options: NativeOptions) -> None:
         self._options = options
         self._engine: Any = load(options)()
+        try:
+            # Kept open: where batches are looked at, a lack of file descriptors must not make one unreadable.
+            self._memory = os.open("/proc/self/mem", os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise EngineStartError(f"cannot read this process's memory, by which reads are watched: {error}") from error
         code = self._engine.initialize(options.host, "P2PHANDSHAKE", options.protocol, options.devices)
         if code != 0:
             self._engine = None
+            os.close(self._memory)
             raise EngineStartError(
                 f"Mooncake did not start (code {code}) with host {options.host!r}, protocol {options.protocol!r}, "
                 f"devices {options.devices!r}: the host must be an address of this machine, the devices must exist, "
@@ -209,6 +215,14 @@ class NativeEngine:
         """Free a batch of any length that is done, and return 0. Would spin on a core until it is."""
         return int(self._engine.get_batch_transfer_status([batch]))
 
+    def memory_at(self, address: int, size: int) -> bytes:
+        """Return bytes of this process's memory.
+
+        Raises:
+            OSError, OverflowError: there is no such memory.
+        """
+        return os.pread(self._memory, size, address)
+
     def interrupt(self, address: str) -> None:
         """Make calls fail that wait for the peer's first answer."""
         host, port = split_address(address)
@@ -231,6 +245,7 @@ class NativeEngine:
             with suppress(OSError):
                 self._shorten_accept()
             self._engine = None
+            os.close(self._memory)
 
     def _shorten_accept(self) -> None:
         for listener in _own_sockets(listening_port=self._port):

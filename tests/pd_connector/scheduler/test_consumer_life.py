@@ -29,7 +29,7 @@ class ConsumerLife(RuleBasedStateMachine):
         super().__init__()
         self.clock, self.client = ManualClock(), RecordingClient()
         self.renewals = Renewals(self.client, 10.0, QUEUE_TIMEOUT_S, self.clock)
-        self.consumer = Consumer(self.client, self.renewals)
+        self.consumer = Consumer(self.renewals)
         self.numbers = itertools.count()
         self.renewed_at: dict[str, float] = {}  # of every lease that must be kept alive, by request id
         self.waits_since: dict[str, float] = {}  # of those whose requests have no blocks

@@ -32,7 +32,7 @@ from transfer.control.peer_sockets import ClientSettings
 from transfer.control.server import ControlServer
 
 TTL_S = 30.0
-WORKER = WorkerGeometry(0, 1, 0, 1, 4, "10.0.0.5:15000", (), ())
+WORKER = WorkerGeometry(0, 1, 0, 1, "10.0.0.5:15000", (), ())
 
 
 class Endpoint:

@@ -175,7 +175,7 @@ def test_an_engine_takes_up_what_its_kv_role_says(
 
 
 def a_handshake(tp_rank: int, pp_rank: int, host_slots: int) -> WorkerHandshake:
-    return WorkerHandshake(WorkerGeometry(tp_rank, 2, pp_rank, 2, 2, "10.0.0.5:15000", (), ()), host_slots)
+    return WorkerHandshake(WorkerGeometry(tp_rank, 2, pp_rank, 2, "10.0.0.5:15000", (), ()), host_slots)
 
 
 def test_host_memory_is_asked_first_and_has_what_all_workers_have(side_of: Open) -> None:

@@ -143,8 +143,9 @@ def test_a_block_whose_scales_follow_the_values_of_all_tokens_is_packed() -> Non
         ),  # which of the two?
         (1, 4, {"kv_heads": 2, "text": {"blocks": [{"attention": {"num_key_value_heads": [1, 2]}}]}}, 4),
         (1, 4, {"kv_heads": 2, "text": {"swa_num_key_value_heads": 8}}, 2),  # of eight, a rank would hold two
-        (1, 4, {"kv_heads": 8, "draft_heads": 2}, 2),  # the draft's
-        (1, 4, {"kv_heads": 2, "draft_heads": 4}, 4),  # which of the two?
+        (1, 4, {"kv_heads": 2, "draft_heads": 4}, 2),  # the model's own
+        (1, 8, {"kv_heads": 4, "text": {"num_attention_heads": 32, "blocks": [{"n_heads_in_group": 8}]}}, 4),
+        (1, 8, {"kv_heads": 4, "text": {"num_attention_heads": 32, "blocks": [{"n_heads_in_group": 16}]}}, 8),
     ],
 )
 def test_the_heads_of_all_ranks_are_those_that_the_configuration_leaves_no_doubt_about(
@@ -152,6 +153,11 @@ def test_the_heads_of_all_ranks_are_those_that_the_configuration_leaves_no_doubt
 ) -> None:
     stated = layer_spec(model_config(tp_size, **config), "l", replace(FULL, num_kv_heads=held))
     assert (stated.heads, stated.total_heads) == (held, total)
+
+
+def test_the_heads_of_a_drafts_layer_are_those_of_the_draft() -> None:
+    stated = layer_spec(model_config(4, kv_heads=4, draft_heads=2), "mtp.layers.0.attn", replace(FULL, num_kv_heads=1))
+    assert stated.total_heads == 2
 
 
 @pytest.mark.parametrize("tp_size", [1, 2, 16])

@@ -61,7 +61,7 @@ def test_a_worker_describes_the_views_as_the_planes_that_they_are() -> None:
     page_bytes = sum(part.heads * 2 * part.content * part.item_size for part, _ in GQA)
     stated = stated_of(caches.layers["l0"][0], parts, heads_axis=2, page_bytes=page_bytes)
     group = GroupSpec(("l0", "l1"), 2, 0, 3, dict.fromkeys(("l0", "l1"), stated))
-    geometry: WorkerGeometry = describe_caches(caches.layers, [group], Ranks(0, 1, 0, 1), 2, "a")
+    geometry: WorkerGeometry = describe_caches(caches.layers, [group], Ranks(0, 1, 0, 1), "a")
     assert geometry.groups[0].planes == tuple(replace(buffer.plane, total_heads=2) for buffer in caches.buffers)
 
 

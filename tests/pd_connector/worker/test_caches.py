@@ -67,7 +67,7 @@ def allocate(layout: str, groups: Sequence[Group], kernel_tokens: int | None = N
 def describe(caches: Caches, groups: Sequence[Group], ranks: Ranks = ALONE, kv_heads: int = 2) -> WorkerGeometry:
     config = model_config(ranks.tp_size, kv_heads)
     stated = stated_groups(*((group.layers, group.spec) for group in groups), blocks=BLOCKS, config=config)
-    return describe_caches(caches, stated, ranks, kv_heads, "10.0.0.5:15000")
+    return describe_caches(caches, stated, ranks, "10.0.0.5:15000")
 
 
 def check_addresses(geometry: WorkerGeometry, caches: Caches) -> None:
@@ -121,9 +121,9 @@ def test_every_layout_is_one_plane_for_k_and_one_for_v_whose_addresses_are_the_t
 
 
 def test_what_else_a_peer_must_know_is_passed_on() -> None:
-    geometry = describe(allocate("LBHNC", ONE_GROUP), ONE_GROUP, Ranks(1, 2, 1, 3), kv_heads=4)
+    geometry = describe(allocate("LBHNC", ONE_GROUP), ONE_GROUP, Ranks(1, 2, 1, 3))
     assert (geometry.tp_rank, geometry.tp_size, geometry.pp_rank, geometry.pp_size) == (1, 2, 1, 3)
-    assert (geometry.kv_heads, geometry.engine_address) == (4, "10.0.0.5:15000")
+    assert geometry.engine_address == "10.0.0.5:15000"
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -196,7 +196,7 @@ def test_layers_that_draft_are_in_planes_of_their_own() -> None:
     stated = stated_groups(
         *((group.layers, group.spec) for group in groups), blocks=BLOCKS, config=model_config(draft_heads=2, layers=1)
     )
-    geometry = describe_caches(allocate("LBHNC", groups), stated, ALONE, 2, "a")
+    geometry = describe_caches(allocate("LBHNC", groups), stated, ALONE, "a")
     described = [(plane.part, plane.layers, plane.optional) for plane in geometry.groups[0].planes]
     assert described == [
         ("k", ("model.layers.0",), False),
@@ -335,7 +335,7 @@ def test_parts_in_tensors_of_their_own_keep_their_names_sizes_and_strides() -> N
     scale = torch.zeros(BLOCKS, TOKENS, 1, 1)
     stated = stated_of(latent, (("mla_latent", 512), ("mla_rope", 64)), heads_axis=2, page_bytes=TOKENS * 1156)
     group = GroupSpec(("l0",), TOKENS, 0, BLOCKS, {"l0": stated})
-    geometry = describe_caches({"l0": (latent, rope, scale)}, [group], ALONE, 1, "a")
+    geometry = describe_caches({"l0": (latent, rope, scale)}, [group], ALONE, "a")
     planes = geometry.groups[0].planes
     assert [(plane.part, plane.content) for plane in planes] == [("mla_latent", 512), ("mla_rope", 64), ("part2", 1)]
     for plane, tensor in zip(planes, (latent, rope, scale), strict=True):
@@ -349,7 +349,7 @@ def test_parts_in_one_tensor_are_described_like_those_in_tensors_of_their_own() 
     group = GroupSpec(("l0",), TOKENS, 0, BLOCKS, {"l0": stated_of(fused, (("k", 6), ("v", 4)))})
     described = [
         [(plane.part, plane.content, plane.heads) for plane in geometry.groups[0].planes]
-        for geometry in (describe_caches({"l0": cache}, [group], ALONE, 2, "a") for cache in (fused, apart))
+        for geometry in (describe_caches({"l0": cache}, [group], ALONE, "a") for cache in (fused, apart))
     ]
     assert described == 2 * [[("k", 6, 2), ("v", 4, 2)]]
 
@@ -364,7 +364,7 @@ def described_as(order: HeadOrder, layout: str) -> tuple[Caches, WorkerGeometry]
     caches = allocate(layout, ONE_GROUP)
     (stated,) = stated_groups((ONE_GROUP[0].layers, ONE_GROUP[0].spec), blocks=BLOCKS)
     group = replace(stated, orders=dict.fromkeys(caches, order))
-    return caches, describe_caches(caches, [group], ALONE, 2, "a")
+    return caches, describe_caches(caches, [group], ALONE, "a")
 
 
 @pytest.mark.parametrize("layout", ["LBHNC", "BLHNC", "BHLNC", "LHBNC"])

@@ -144,7 +144,7 @@ def test_what_a_device_copies_to_the_host_has_the_same_sums(layout: str, form: s
 
 
 def test_a_worker_without_caches_has_no_sums() -> None:
-    empty = WorkerGeometry(0, 1, 0, 1, 1, "", (), (Region(1, 1),))
+    empty = WorkerGeometry(0, 1, 0, 1, "", (), (Region(1, 1),))
     assert CacheChecksums(empty).sums((), 0, 60, threading.Event()) == ()
 
 

@@ -50,7 +50,7 @@ class Worker:
         }
         stated = {name: stated_of(tensor) for name, tensor in tensors.items()}
         groups = [GroupSpec(tuple(tensors), TOKENS, 0, BLOCKS, stated)]
-        layout = host_layout(describe_caches(tensors, groups, Ranks(0, 1, 0, 1), HEADS, ""))
+        layout = host_layout(describe_caches(tensors, groups, Ranks(0, 1, 0, 1), ""))
         self.driver = cuda.driver
         self.go_on = threading.Event()
         self.runs = len(layout.groups[0])

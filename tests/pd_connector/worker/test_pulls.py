@@ -109,7 +109,7 @@ def test_requests_of_a_decode_engine_at_tp_2_are_pulled_from_a_prefill_engine_at
     prefill = site.prefill(engine=replace(PREFILL, tp=2))
     decode = start_decode(tp=2)
     client = ControlClient()
-    consumer = Consumer(client, Renewals(client, 5.0, 120.0))
+    consumer = Consumer(Renewals(client, 5.0, 120.0))
     tables: dict[str, Blocks] = {"a": ((1, 2, 8, 3, 11),), "b": ((4, 5, 6, 7, 9),)}
     with closing(client):
         for request_id, blocks in tables.items():
@@ -135,7 +135,7 @@ def test_a_renewal_keeps_the_lease_of_a_slow_pull(site: Site, start_decode: Deco
     clock, client = ManualClock(), ControlClient()
     prefill.service.leases = LeaseTable(30.0, clock)
     renewals = Renewals(client, 5.0, 120.0, clock)
-    consumer = Consumer(client, renewals)
+    consumer = Consumer(renewals)
     finish = threading.Event()
     site.fabric.inject(1, Fault(until=finish, fails=False))
     with closing(client):
@@ -157,7 +157,7 @@ def test_a_renewal_keeps_the_lease_of_a_slow_pull(site: Site, start_decode: Deco
 def test_a_request_that_leaves_early_frees_the_blocks_of_the_prefill_engine(site: Site, start_decode: Decode) -> None:
     prefill = site.prefill()
     client = ControlClient()
-    consumer = Consumer(client, Renewals(client, 5.0, 120.0))
+    consumer = Consumer(Renewals(client, 5.0, 120.0))
     with closing(client):
         request = FakeRequest("r", a_prompt(70), prefill.prefill("r", THEIRS).to_params())
         consumer.add(request)

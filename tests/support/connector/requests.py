@@ -66,6 +66,9 @@ class RecordingClient(ControlClient):
         self.futures.append(Future())
         return self.futures[-1]
 
+    def close(self) -> None:
+        """Nothing to close."""
+
     def cancelled(self) -> list[str]:
         """Lease ids, in the order of their cancels."""
         return [lease for _, _, sent in self.sent if isinstance(sent, Cancel) for lease in sent.lease_ids]

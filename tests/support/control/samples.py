@@ -54,7 +54,6 @@ def geometry(tp_rank: int) -> WorkerGeometry:
         tp_size=2,
         pp_rank=0,
         pp_size=1,
-        kv_heads=4,
         engine_address=f"10.0.0.5:{15000 + tp_rank}",
         groups=(CacheGroup(16, 0, (plane,)),),
         regions=(Region(plane.address, 1 << 20),),

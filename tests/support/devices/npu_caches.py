@@ -76,7 +76,7 @@ class Caches:
             stated = {name: _stated(layers[name]) for name in names}
             groups.append(GroupSpec(names, TOKENS, 0, BLOCKS, stated))
         tensors = {name: [part.tensor for part in parts] for name, parts in layers.items()}
-        return describe_caches(tensors, groups, Ranks(0, 1, 0, 1), self.parts[0].tensor.shape[2], "")
+        return describe_caches(tensors, groups, Ranks(0, 1, 0, 1), "")
 
     def groups(self) -> list[list[Part]]:
         return [list(parts) for _, parts in groupby(self.parts, lambda part: part.group)]

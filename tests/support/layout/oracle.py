@@ -267,9 +267,7 @@ def _build_rank(model: Model, engine: Engine, place: tuple[int, int], stage: lis
                     described.append(_describe(model, engine, base, held, strided, part))
                 used = -(-end // 8) * 8 + GUARD_BYTES
         groups.append(CacheGroup(engine.tokens_of(group), model.windows[group], tuple(described)))
-    geometry = WorkerGeometry(
-        tp_rank, engine.tp, pp_rank, engine.pp, model.kv_heads, f"host:{base}", tuple(groups), tuple(regions)
-    )
+    geometry = WorkerGeometry(tp_rank, engine.tp, pp_rank, engine.pp, f"host:{base}", tuple(groups), tuple(regions))
     return Rank(model, engine, geometry, base, np.zeros(used, np.uint8), planes, order)
 
 

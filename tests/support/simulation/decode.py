@@ -193,7 +193,7 @@ class DecodeSim:
         self.blocks = blocks
         self.client = SimulatedClient(network)
         self.renewals = Renewals(self.client, MESSAGE_TIMEOUT_S, 120.0, network.clock)
-        self.consumer = Consumer(self.client, self.renewals)
+        self.consumer = Consumer(self.renewals)
         self.free = deque(range(1, blocks + 1))
         self.owners: dict[int, DecodeJob] = {}
         self.jobs: dict[str, DecodeJob] = {}

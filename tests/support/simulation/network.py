@@ -65,6 +65,9 @@ class SimulatedClient(ControlClient):
         self._network.to_prefill.append((self, frame))
         return asked.future
 
+    def close(self) -> None:
+        """Nothing to close."""
+
     def resend(self) -> None:
         for asked in self._pending.values():
             self._network.to_prefill.append((self, asked.frame))

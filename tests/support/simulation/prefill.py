@@ -17,7 +17,7 @@ from transfer.control.messages import Cancel, Error, Release, Released, Renew, R
 
 TOKENS_PER_BLOCK = 4
 TTL_S = 30.0
-WORKER = WorkerGeometry(0, 1, 0, 1, 4, "10.0.0.5:15000", (), ())
+WORKER = WorkerGeometry(0, 1, 0, 1, "10.0.0.5:15000", (), ())
 
 
 @dataclass(frozen=True)

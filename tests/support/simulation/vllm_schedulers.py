@@ -50,7 +50,7 @@ from transfer.control.server import ServerCounters
 _BLOCK_TOKENS = 16
 HOST = "127.0.0.1"
 OUTPUT_TOKEN = 7
-_WORKER = WorkerGeometry(0, 1, 0, 1, _BLOCK_TOKENS, "127.0.0.1:15000", (), ())
+_WORKER = WorkerGeometry(0, 1, 0, 1, "127.0.0.1:15000", (), ())
 
 init_none_hash(sha256_cbor)
 _hasher = get_request_block_hasher(_BLOCK_TOKENS, sha256_cbor)
@@ -209,8 +209,9 @@ class EngineSim:
 
     @property
     def pulling(self) -> bool:
-        """Whether vLLM keeps blocks for a pull that has not been reported."""
-        return bool(self._pulls or self._refused)
+        """Whether vLLM keeps blocks for a request whose pull goes on, or that has not run since its pull has ended."""
+        arrived = any(request.status is RequestStatus.WAITING_FOR_REMOTE_KVS for _, request in self.requests.values())
+        return bool(arrived or self._pulls or self._refused)
 
     @property
     def blocks_in_use(self) -> int:

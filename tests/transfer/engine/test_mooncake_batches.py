@@ -1,5 +1,7 @@
 """What is known of a batch: from the counters of real Mooncake, and where they are not where they should be."""
 
+import errno
+import os
 import struct
 from collections.abc import Iterator
 
@@ -111,14 +113,14 @@ def test_a_batch_that_is_refused_is_none(native: NativeEngine, destination: Memo
     assert submit(native, "127.0.0.1:1", even_copies(destination.region, UNREGISTERED, 2, 64)) is None
 
 
-def test_nothing_is_known_of_an_address_that_is_no_batch() -> None:
+def test_nothing_is_known_of_an_address_that_is_no_batch(native: NativeEngine) -> None:
     memory = Memory(4096)
     for batch in (4096, memory.region.address, 2**64 - 1):
-        assert find_tasks(batch, 1) is None
+        assert find_tasks(native, batch, 1) is None
 
 
 @pytest.mark.parametrize("wrong", ["id", "capacity", "tasks", "batch of a task", "more ended than there are"])
-def test_counters_that_are_laid_out_differently_are_not_read(wrong: str) -> None:
+def test_counters_that_are_laid_out_differently_are_not_read(native: NativeEngine, wrong: str) -> None:
     memory = Memory(4096)
     at, first = memory.region.address, memory.region.address + 512
     head = [at, 2, first, first + 2 * 112]
@@ -128,7 +130,7 @@ def test_counters_that_are_laid_out_differently_are_not_read(wrong: str) -> None
     def written() -> bool:
         memory.view[:32] = np.frombuffer(struct.pack("4Q", *head), np.uint8)
         memory.view[512 : 512 + 224] = tasks.view(np.uint8).ravel()
-        return find_tasks(at, 2) is not None
+        return find_tasks(native, at, 2) is not None
 
     assert written()
     match wrong:
@@ -153,6 +155,18 @@ def test_a_build_whose_counters_are_elsewhere_is_asked_for_each_descriptor(
     assert isinstance(first, SingleBatches)
     assert (end_of(first), native.counts) == (State.DONE, False)
     assert isinstance(begun(native, peer.address, even_copies(destination.region, peer.region, 2, 64)), SingleBatches)
+
+
+def test_a_batch_can_be_told_when_no_file_descriptor_is_free(
+    native: NativeEngine, peer: PeerProcess, destination: Memory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(os, "open", fail)
+    batch = begun(native, peer.address, even_copies(destination.region, peer.region, 1, 4096))
+    assert isinstance(batch, CountedBatch)
+    assert end_of(batch) is State.DONE
 
 
 def test_a_batch_that_cannot_be_told_any_more_is_never_final(

@@ -7,6 +7,8 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing
+from functools import partial
+from unittest.mock import create_autospec
 
 import numpy as np
 import pytest
@@ -19,7 +21,13 @@ from tests.support.memory import Memory, even_copies, noise
 from tests.support.waiting import WAIT_S, until
 from transfer.engine.base import ReadFailed
 from transfer.engine.mooncake import MooncakeEngine, MooncakeLink, MooncakeOptions
-from transfer.engine.mooncake_native import find_open_segment
+from transfer.engine.mooncake_batches import ReadBatch, State
+from transfer.engine.mooncake_native import NativeEngine, find_open_segment
+from transfer.engine.mooncake_settling import Leftover, Settling
+
+
+def _cannot_start(*_: object) -> None:
+    raise RuntimeError("can't start new thread")
 
 
 @pytest.fixture
@@ -89,6 +97,36 @@ def test_a_refused_descriptor_on_a_shared_link_fails_settled_and_the_link_reads_
     assert failure.value.settled
     link.read(even_copies(destination.region, peer.region, 4, 4096), 5)
     assert np.array_equal(destination.view[:16384], noise(SIZE, 5)[:16384])
+
+
+def test_leftovers_are_watched_by_another_thread_if_one_could_not_start_or_has_died(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Batch(ReadBatch):
+        def __init__(self, *, raises: bool) -> None:
+            super().__init__(1)
+            self._raises = raises
+
+        def _look(self) -> State:
+            if self._raises:
+                self._raises = False
+                raise ValueError("as told")
+            return State.DONE
+
+    settling, ended = Settling(create_autospec(NativeEngine, instance=True)), list[int]()
+    leftovers = [Leftover("host:1", [Batch(raises=number == 1)], partial(ended.append, number)) for number in range(3)]
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", _cannot_start)
+        with pytest.raises(RuntimeError, match="can't start"):
+            settling.add(leftovers[0])
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
+    settling.add(leftovers[1])
+    until(lambda: settling._thread is None)
+    assert ended == [0]
+    settling.add(leftovers[2])
+    until(lambda: sorted(ended) == [0, 1, 2])
+    settling.stop()
+    assert all(leftover.settled for leftover in leftovers)
 
 
 def test_closing_a_shared_engine_settles_its_links_and_no_byte_lands_after_it(

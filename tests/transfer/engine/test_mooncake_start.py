@@ -5,16 +5,19 @@ Covers: transfer.engine.mooncake_limits.
 
 import importlib
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
+from layout.copies import Copies
+from tests.support.memory import Memory, even_copies
 from transfer.engine import mooncake
-from transfer.engine.base import EngineStartError
+from transfer.engine.base import EngineStartError, ReadFailed
 from transfer.engine.mooncake import PROTOCOLS, MooncakeEngine, MooncakeOptions
 from transfer.engine.mooncake_limits import LIMITS
-from transfer.engine.mooncake_native import NativeOptions, set_environment, split_address
+from transfer.engine.mooncake_native import NativeEngine, NativeOptions, set_environment, split_address
 
 
 @pytest.mark.parametrize(("given", "meant"), [("TCP", "tcp"), ("rmda", "rdma"), ("ascent", "ascend")])
@@ -66,6 +69,30 @@ def test_each_protocol_has_limits_of_its_own_and_settings_win(protocol: str) -> 
 def test_on_rdma_a_window_of_small_descriptors_outlasts_a_pause_at_the_rate_of_the_wire() -> None:
     limits = LIMITS["rdma"]
     assert limits.in_flight * 4096 / limits.longest_pause_s >= 25e9
+
+
+def test_on_rdma_no_descriptor_is_so_large_that_mooncake_posts_part_of_it_before_it_has_looked_at_all() -> None:
+    piece_bytes = LIMITS["rdma"].piece_bytes
+    assert piece_bytes is not None
+    assert piece_bytes < 512 * 64 * 1024
+
+
+def test_a_read_is_split_into_the_pieces_of_its_protocol(monkeypatch: pytest.MonkeyPatch) -> None:
+    submitted: list[int] = []
+
+    def note(native: NativeEngine, address: str, part: Copies) -> None:
+        submitted.extend(part.sizes.tolist())
+
+    monkeypatch.setitem(LIMITS, "tcp", replace(LIMITS["tcp"], piece_bytes=1000))
+    memory = Memory(1 << 20)
+    engine = MooncakeEngine(MooncakeOptions("127.0.0.1"))
+    engine.register([memory.region])
+    link = engine.open(engine.address, [memory.region], engine.identity)
+    monkeypatch.setattr("transfer.engine.mooncake_read.submit", note)
+    with pytest.raises(ReadFailed, match="refused to queue"):
+        link.read(even_copies(memory.region, memory.region, 1, 2500), 5)
+    assert submitted == [1000, 1000, 500]
+    engine.close()
 
 
 @pytest.mark.parametrize(("elapsed_s", "pause_s"), [(0.0, 50e-6), (0.0016, 200e-6), (60.0, 500e-6)])
