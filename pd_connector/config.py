@@ -28,9 +28,9 @@ class ConnectorConfig(BaseModel):
         default=None,
         min_length=1,
         description="Address at which other machines reach this one, for the control channel and the transfer engine. "
-        "It must be an address of the machine itself. If an engine's workers run on several machines, leave it unset "
-        "and set VLLM_HOST_IP on each. Default: vLLM's own choice (VLLM_HOST_IP, else the address of the default "
-        "route).",
+        "On engines that prefill it must be an address of the machine itself. If an engine's workers run on several "
+        "machines, leave it unset and set VLLM_HOST_IP on each. Default: vLLM's own choice (VLLM_HOST_IP, else the "
+        "address of the default route).",
     )
     port: Port = Field(
         default=0,

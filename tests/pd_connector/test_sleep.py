@@ -111,16 +111,20 @@ def test_waking_up_an_engine_that_does_not_sleep_changes_nothing(start: StartEng
     assert pull(d, "r", params)
 
 
-def test_a_wake_up_that_fails_can_be_tried_again(start: StartEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wake_up_that_fails_can_be_tried_again(
+    start: StartEngine, fabric: InProcessFabric, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(*_: object) -> None:
         raise EngineStartError("the transport refuses the memory")
 
     p, d = start("kv_producer"), start("kv_consumer")
     put_to_sleep(d)
+    engines = fabric.addresses
     with monkeypatch.context() as patch:
         patch.setattr(d.worker._worker, "_register", refuse)
         with pytest.raises(EngineStartError):
             wake_up(d)
+    assert fabric.addresses == engines, "an engine is left behind"
     wake_up(d)
     assert_pulls_right(p, d, "again")
 

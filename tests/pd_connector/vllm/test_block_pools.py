@@ -1,5 +1,6 @@
 """Host blocks in vLLM's own pool, and references to blocks of the device: what is found, taken, published, told."""
 
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
@@ -356,6 +357,25 @@ def test_a_holder_keeps_blocks_of_a_request_that_has_left() -> None:
     assert not held_ids & set(bench.free_order())
     holder.release(held)
     assert held_ids < set(bench.free_order())
+
+
+def test_blocks_that_requests_share_are_counted_once_and_until_the_last_has_gone() -> None:
+    bench, holder = Bench(), DeviceBlocks()
+    holder.bind(bench.manager)
+    requests = [bench.computed(name, said(tokens)) for name, tokens in (("a", 13), ("b", 13), ("c", 21))]
+    held = [holder.hold(name) for name in ("a", "b", "c")]
+    for request in requests:
+        bench.manager.free(request)
+    references = Counter(block.block_id for blocks in held for block in blocks)
+    assert max(references.values()) == 3, "no block is shared, so the test shows nothing"
+    for blocks in held:
+        assert holder.references == references
+        assert holder.leased == len(references)
+        assert holder.are_all_in_use(holder.references)
+        holder.release(blocks)
+        references -= Counter(block.block_id for block in blocks)
+    assert holder.leased == 0
+    assert holder.free == holder.total
 
 
 def test_a_requests_blocks_are_given_by_group() -> None:

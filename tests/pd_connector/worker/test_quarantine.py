@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from typing import Any
+from unittest.mock import create_autospec
 
 import numpy as np
 import pytest
@@ -22,7 +23,7 @@ from pd_connector.worker.peer import Peer
 from pd_connector.worker.pull import Pull
 from pd_connector.worker.pull_end import PullEnd
 from pd_connector.worker.pulls import Pulls
-from pd_connector.worker.quarantine import UnsettledReadError
+from pd_connector.worker.quarantine import HeldRead, Quarantine, UnsettledPull, UnsettledReadError
 from pd_connector.worker.remote_reader import SLOTS
 from tests.support.connector.engines import PREFILL, PrefillEngine, Site, an_order, tables
 from tests.support.connector.staging import TWO_RANKS, stage
@@ -214,6 +215,21 @@ def test_a_quarantine_of_more_than_half_of_the_blocks_ends_the_worker_after_some
     world.clock.advance(1.0)
     with pytest.raises(UnsettledReadError, match=r"8 of 12 KV blocks are held .* at most 50%"):
         world.collect()
+
+
+def test_the_share_in_quarantine_is_of_vllms_blocks_not_of_those_of_the_kernels(world: LateWorld) -> None:
+    """Twelve blocks of 16 tokens are three of 64: two of these are more than half."""
+    local = world.worker.context().local
+    groups = tuple(replace(group, block_tokens=4 * group.block_tokens) for group in local.groups)
+    clock = ManualClock()
+    quarantine = Quarantine(replace(local, groups=groups), StatsRecorder(), clock)
+    order = an_order("r", world.prefill.prefill("r", ((5, 6),), tokens=33), ((1, 2),), 0, 32)
+    read = create_autospec(HeldRead, instance=True)
+    read.release.return_value = False
+    quarantine.add(UnsettledPull(order, PullEnd("r", Cause.READ, "as told"), [read]))
+    clock.advance(module.PATIENCE_S + 1.0)
+    with pytest.raises(UnsettledReadError, match="2 of 3 KV blocks are held"):
+        quarantine.take_settled()
 
 
 def test_closing_the_engine_settles_what_is_in_quarantine(world: LateWorld) -> None:

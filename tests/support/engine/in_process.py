@@ -74,6 +74,12 @@ class InProcessFabric:
         with self.lock:
             self._late = [(late, copies) for late, copies in self._late if late is not link]
 
+    @property
+    def addresses(self) -> frozenset[str]:
+        """Where there are engines that have not been closed."""
+        with self.lock:
+            return frozenset(self._engines)
+
     def remove(self, address: str) -> None:
         """The process at ``address`` is gone: links to it fail, settled, and no new one can be opened."""
         with self.lock:
