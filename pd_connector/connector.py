@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from vllm.config import KVTransferConfig, VllmConfig
     from vllm.distributed.kv_events import KVCacheEvent
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -161,6 +162,12 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA):
         super().bind_kv_cache_manager(kv_cache_manager)
         self._scheduler.bind_cache_manager(kv_cache_manager)
 
+    def bind_gpu_block_pool(self, gpu_block_pool: "BlockPool") -> None:
+        """Take the manager of this engine's KV cache blocks, whose pool this is, where vLLM hands over nothing else."""
+        manager = release.current().cache_manager_of(gpu_block_pool)
+        if manager is not None:
+            self._scheduler.bind_cache_manager(manager)
+
     def has_pending_push_work(self) -> bool:
         """Return whether the engine must step even though it has no requests."""
         return self._scheduler.wants_step()
@@ -208,7 +215,7 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA):
         metadata = connector_output.kv_connector_worker_meta
         self._scheduler.settled(
             set(connector_output.finished_recving or ()),
-            set(connector_output.failed_recving or ()),
+            release.current().failed_requests(connector_output),
             metadata.report if isinstance(metadata, ReportMetadata) else Report(),
         )
 
@@ -286,6 +293,16 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA):
         return release.current().transfer_results(*self._worker.take_results())
 
     @_timed
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
+        """Return nothing sent, and the requests whose wait on this rank has ended. Called by vLLM 0.23 only."""
+        arrived, _ = self._worker.take_results()
+        return set(), arrived
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Return the blocks of the requests that have failed, where vLLM is not told which requests these are."""
+        return self._worker.take_failed_blocks()
+
+    @_timed
     def build_connector_worker_meta(self) -> ReportMetadata | None:
         """Return what else this rank reports to the scheduler side; None if nothing."""
         report = self._worker.take_report()
@@ -306,3 +323,4 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA):
 
 # MultiConnector looks up its children's statistics by name, so the name must be known wherever the class is.
 register_connector()
+release.current().hook()

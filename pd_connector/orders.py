@@ -123,6 +123,14 @@ class StoreEnds:
 
 
 @dataclass(frozen=True)
+class Destinations:
+    """The device blocks into which tokens of a request arrive, whatever brings them."""
+
+    request_id: str
+    block_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class ChecksumOrder:
     """Take checksums of a leased prompt's tokens before ``end_token``."""
 
@@ -149,6 +157,8 @@ class Orders:
     loads: tuple[LoadOrder, ...] = ()
     stores: tuple[StoreOrder, ...] = ()
     checksums: tuple[ChecksumOrder, ...] = ()
+    #: Of the requests that begin to wait, if vLLM is told of failures by block ids. Not of a role.
+    destinations: tuple[Destinations, ...] = ()
 
     def __add__(self, other: "Orders") -> "Orders":
         return Orders(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(Orders)))
@@ -176,12 +186,15 @@ class Report:
     stores: Mapping[int, StoreEnds] = field(default_factory=dict)  # by store id
     checksums: tuple[ChecksumReport, ...] = ()
     handshakes: Mapping[WorkerRanks, WorkerHandshake] = field(default_factory=dict)  # that vLLM does not pass on
+    #: Requests whose wait has ended in failure on a rank, if vLLM does not pass them on.
+    failed: frozenset[str] = frozenset()
 
     def __bool__(self) -> bool:
-        return bool(self.stores or self.checksums or self.handshakes)
+        return bool(self.stores or self.checksums or self.handshakes or self.failed)
 
     def __add__(self, other: "Report") -> "Report":
         stores = dict(self.stores)
         for store_id, ends in other.stores.items():
             stores[store_id] = stores[store_id] + ends if store_id in stores else ends
-        return Report(stores, self.checksums + other.checksums, {**self.handshakes, **other.handshakes})
+        handshakes = {**self.handshakes, **other.handshakes}
+        return Report(stores, self.checksums + other.checksums, handshakes, self.failed | other.failed)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pd_connector.config import ConfigError, ConnectorConfig
-from pd_connector.orders import Orders, Report, WorkerHandshake, WorkerRanks
+from pd_connector.orders import Destinations, Orders, Report, WorkerHandshake, WorkerRanks
 from pd_connector.params import is_decode_leg, is_malformed, is_prefill_leg
 from pd_connector.scheduler.consumer import Consumer
 from pd_connector.scheduler.drain import Drain
@@ -21,6 +21,7 @@ from pd_connector.scheduler.roles import SchedulerRole
 from pd_connector.scheduler.workers import Workers
 from pd_connector.secret import ENVIRONMENT, load_keys
 from pd_connector.stats import StatsRecorder
+from pd_connector.vllm import release
 from pd_connector.vllm.block_pools import DeviceBlocks, HeldBlocks, HostBlockPool
 from pd_connector.vllm.cache_groups import retentions
 from pd_connector.vllm.engine_config import (
@@ -35,7 +36,7 @@ from pd_connector.vllm.engine_core import EngineLoop
 from pd_connector.vllm.layouts import log_layout
 from pd_connector.vllm.model_identity import model_identity
 from pd_connector.vllm.platform import host_address
-from pd_connector.vllm.release import current
+from pd_connector.vllm.requests import block_ids_to_fill
 from transfer.control.client import ControlClient
 from transfer.control.keys import ControlKeys
 from transfer.peers import AllowedPeers
@@ -64,13 +65,16 @@ class ConnectorScheduler:
         self._clock = clock
         self._role = EngineRole.of(vllm_config)
         self._retentions = retentions(kv_cache_config)
-        log_layout(vllm_config, kv_cache_config.kv_cache_layout)
+        if release.current().declares_layouts:
+            log_layout(vllm_config, kv_cache_config.kv_cache_layout)
         self._blocks = DeviceBlocks()
         self._engine = EngineLoop()
         tp_size, pp_size = engine_ranks(vllm_config)
         self._workers = Workers(tp_size * pp_size)
         self._secret = ""  # its fingerprint
         self._early: dict[str, Request] = {}  # requests that came before all workers were known
+        self._destinations: list[Destinations] = []  # for the next step, if vLLM is told of failures by block ids
+        self._failed: set[str] = set()  # requests that have failed on a rank, and wait for others
         if config.cpu_bytes_to_use:
             check_prefix_caching(vllm_config)
         keys = load_keys(config.secret_file)
@@ -129,6 +133,8 @@ class ConnectorScheduler:
 
     def allocated(self, request: "Request", blocks: "KVCacheBlocks", external_tokens: int) -> None:
         """Start loading and pulling into the blocks that a request was given."""
+        if external_tokens and not release.current().fails_by_request:
+            self._destinations.append(Destinations(request.request_id, block_ids_to_fill(blocks)))
         for role in self._roles:
             external_tokens -= role.allocated(request, blocks, external_tokens)
 
@@ -140,7 +146,8 @@ class ConnectorScheduler:
         """Return the orders for the workers in a step that works on ``scheduled`` tokens of each request."""
         for role in self._roles:
             role.free_blocks()
-        return sum((role.step_orders(scheduled) for role in self._roles), Orders())
+        destinations, self._destinations = tuple(self._destinations), []
+        return sum((role.step_orders(scheduled) for role in self._roles), Orders(destinations=destinations))
 
     def wants_step(self) -> bool:
         """Return whether the engine must step even without requests."""
@@ -153,6 +160,9 @@ class ConnectorScheduler:
     def settled(self, request_ids: set[str], failed: set[str], report: Report) -> None:
         """Note that requests have ended their wait on all ranks, some as ``failed``, and what else ranks ``report``."""
         self._take_handshakes(report.handshakes)
+        self._failed |= failed | report.failed
+        failed = self._failed & request_ids
+        self._failed -= failed
         for role in self._roles:
             role.settled(request_ids, failed, report)
 
@@ -237,7 +247,7 @@ class ConnectorScheduler:
     def _make_admission(self, leases: LeaseTable[HeldBlocks], consumer: Consumer | None) -> RequestAdmission:
         fraction = self._config.max_leased_fraction or (1.0 if consumer is None else 0.5)
         limits = AdmissionLimits(fraction, self._config.lease_ttl_s, self._config.queue_timeout_s)
-        loaded_first = current().serves_loaded_first
+        loaded_first = release.current().serves_loaded_first
         return RequestAdmission(
             limits, self._blocks, leases, self._retentions, consumer, self._clock, loaded_first=loaded_first
         )

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from vllm.distributed.kv_events import BlockStored
 from vllm.v1.core.kv_cache_utils import (
     generate_block_hash_extra_keys,
     get_block_hash,
@@ -21,6 +20,7 @@ from vllm.v1.core.kv_cache_utils import (
 from pd_connector.vllm.release import VllmRelease
 
 if TYPE_CHECKING:
+    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.kv_cache_utils import BlockHash, BlockHashWithGroupId
@@ -55,7 +55,7 @@ class BlockEvents:
         self._most = 2 * int(device.kv_cache_config.num_blocks)
         self._remembered: dict[BlockHashWithGroupId, tuple[_Run, int]] = {}  # a run, and the number of a block in it
 
-    def stored(self, request: "Request", group: int, number: int) -> BlockStored:
+    def stored(self, request: "Request", group: int, number: int) -> "KVCacheEvent":
         """Return the event of a request's full block ``number`` of a cache group."""
         return self._event(self._run(request, group, number, number + 1), group, 0)
 
@@ -67,7 +67,7 @@ class BlockEvents:
         for number, block_hash in enumerate(run.hashes[1:]):
             self._remembered[make_block_hash_with_group_id(block_hash, group)] = run, number
 
-    def recall(self, key: "BlockHashWithGroupId") -> BlockStored:
+    def recall(self, key: "BlockHashWithGroupId") -> "KVCacheEvent":
         """Return the event of a block by its key. Without tokens and parent if the block was not remembered."""
         run, number = self._remembered.get(key) or (_Run((None, get_block_hash(key)), array("q")), 0)
         return self._event(run, int(get_group_id(key)), number)
@@ -92,19 +92,18 @@ class BlockEvents:
             tokens=array("q", request.all_token_ids[first * size : end * size]),
             extra_keys=(None,) * (end - first) if is_plain else tuple(_extra_keys(request, size, first, end)),
             lora_request=request.lora_request,
-            session_id=request.session_id,
+            session_id=self._release.session_id(request),
         )
 
-    def _event(self, run: _Run, group: int, number: int) -> BlockStored:
+    def _event(self, run: _Run, group: int, number: int) -> "KVCacheEvent":
         size, parent, adapter = self._block_tokens[group], run.hashes[number], run.lora_request
         kind, window = self._device.kv_cache_event_metadata[group]
-        return BlockStored(
+        return self._release.stored_event(
             block_hashes=[maybe_convert_block_hash(run.hashes[number + 1])],
             parent_block_hash=None if parent is None else maybe_convert_block_hash(parent),
             token_ids=run.tokens[number * size : (number + 1) * size].tolist(),
             block_size=size,
             lora_id=adapter.adapter_id if adapter else None,
-            medium=self._release.host_medium,
             lora_name=adapter.name if adapter else None,
             extra_keys=self._release.event_extra_keys([run.extra_keys[number]]) if run.tokens else None,
             group_idx=group,

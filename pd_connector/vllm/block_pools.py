@@ -13,7 +13,6 @@ import msgspec
 from vllm.v1.core.kv_cache_utils import get_group_id, make_block_hash_with_group_id
 
 from pd_connector.vllm.block_events import BlockEvents
-from pd_connector.vllm.free_queue import FreeQueueCursor
 from pd_connector.vllm.release import current
 
 if TYPE_CHECKING:
@@ -132,7 +131,7 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
 
     block: "KVCacheBlock"
     key: "BlockHashWithGroupId"
-    prefix_tokens: int | None  # length of the prefix that the key stands for
+    prefix_tokens: int | None  # length of the prefix that the key stands for, if vLLM notes it
     event: "KVCacheEvent | None"  # to be published when it is stored; None if events are off
 
     @property
@@ -169,9 +168,9 @@ class HostBlockPool:
         self._coordinator = self._release.host_coordinator(vllm_config, device, slots)
         self._pool = self._coordinator.block_pool
         self._pool.medium = self._release.host_medium
-        self._with_events: bool = device.enable_kv_cache_events
+        self._with_events = self._release.has_events(device)
         # No deeper than the pool: otherwise storing some of the blocks would evict others, and so on forever.
-        self._cursor = FreeQueueCursor(device.block_pool, min(lookahead, slots)) if lookahead else None
+        self._cursor = self._release.free_queue_cursor(device.block_pool, min(lookahead, slots)) if lookahead else None
         self.slots = slots
         #: Indices of the cache groups whose blocks can be found by their contents.
         self.groups: tuple[int, ...] = self._release.cacheable_groups(device)
@@ -203,7 +202,7 @@ class HostBlockPool:
         longest = request.num_tokens - 1 - first_token
         if longest <= 0 or not hashes or not self.cached or request.skip_reading_prefix_cache:
             return None
-        groups, tokens, _ = self._coordinator.find_longest_cache_hit(hashes, longest)
+        groups, tokens = self._release.longest_hit(self._coordinator, hashes, longest)
         return HostHit(first_token, tokens, tuple(map(tuple, groups))) if tokens else None
 
     def holds_next(self, request: "Request", hit: HostHit) -> bool:
@@ -234,8 +233,7 @@ class HostBlockPool:
 
     def take_events(self) -> "list[KVCacheEvent]":
         """Return the KV cache events of host blocks since the last call: stored, removed, cleared."""
-        events: list[KVCacheEvent] = self._pool.take_events()
-        return events
+        return self._release.take_host_events(self._pool)
 
     @property
     def remembers_tokens(self) -> bool:
@@ -271,7 +269,7 @@ class HostBlockPool:
                 yield None
             else:
                 event = self._events.stored(request, group, number) if self._with_events else None
-                yield Candidate(block, key, block.block_hash_num_tokens, event)
+                yield Candidate(block, key, self._release.prefix_tokens(block), event)
         self._mark_used(held)
 
     def block_keys(self, request: "Request") -> BlockKeys:
@@ -303,7 +301,7 @@ class HostBlockPool:
                 held.append(host)
             else:
                 event = self._events.recall(key) if self._with_events else None
-                candidates.append(Candidate(block, key, block.block_hash_num_tokens, event))
+                candidates.append(Candidate(block, key, self._release.prefix_tokens(block), event))
         self._mark_used(reversed(held))  # keeps the order of eviction
         return candidates
 
@@ -333,7 +331,7 @@ class HostBlockPool:
         """Make host blocks findable. Their bytes must have arrived on every rank."""
         for store in stores:
             candidate = store.candidate
-            self._pool._insert_block_hash(candidate.key, store.host, num_tokens=candidate.prefix_tokens)
+            self._release.make_findable(self._pool, candidate.key, store.host, candidate.prefix_tokens)
             if candidate.event is not None:
                 self._pool.kv_event_queue.append(candidate.event)
 
@@ -368,8 +366,12 @@ class HostBlockPool:
         return {block.block_id - 1: block.ref_cnt for block in self._pool.blocks if block.ref_cnt and not block.is_null}
 
     def _mark_used(self, held: "Iterable[KVCacheBlock]") -> None:
-        """Treat blocks as if they were just loaded: what is in use on the device should not be evicted first here."""
-        blocks = tuple(held)
+        """Treat blocks as if they were just loaded: what is in use on the device should not be evicted first here.
+
+        Each once, though the device may hold the same contents twice: vllm-ascend drops the second one of equal blocks
+        that are given back together, and its reference would stay.
+        """
+        blocks = tuple({int(block.block_id): block for block in held}.values())
         self.pin(blocks)
         self.unpin(blocks)
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from pd_connector.vllm.cache_specs import LayerSpec, Retention, check_served, layer_spec, retention
 from pd_connector.vllm.cpu.head_order import HeadOrder, find_order
-from pd_connector.vllm.release import tested_releases
+from pd_connector.vllm.release import current, tested_releases
 
 if TYPE_CHECKING:
     import torch
@@ -57,7 +57,7 @@ def cache_groups(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") ->
     Raises:
         UnsupportedError: a group's cache is not of a kind that the connector serves, such as Mamba state.
     """
-    groups, one_precision = [], not kv_cache_config.has_mixed_precision_kv_cache
+    groups, one_precision = [], not current().has_mixed_precision(kv_cache_config)
     for group in kv_cache_config.kv_cache_groups:
         spec, by_layer = group.kv_cache_spec, _specs_by_layer(group)
         window = max(int(getattr(each, "sliding_window", None) or 0) for each in by_layer.values())
@@ -120,9 +120,7 @@ def head_order(vllm_config: "VllmConfig", block_tokens: int, head_size: int, cac
         NotImplementedError: vLLM has no kernel for these values.
     """
     try:
-        from pd_connector.vllm.cpu import kernels  # noqa: PLC0415  only on the CPU platform
-
-        write = kernels.writer(vllm_config, block_tokens, head_size)
+        write = current().cpu_writer(vllm_config, block_tokens, head_size)
     except (ImportError, AttributeError) as missing:
         raise RuntimeError(
             f"cannot call this vLLM's CPU attention kernels to see how they order K and V in a block ({missing}); use "

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pd_connector.vllm.engine_config import UnsupportedError, engine_ranks
+from pd_connector.vllm.release import current
 
 if TYPE_CHECKING:
     import torch
@@ -78,13 +79,15 @@ def check_served(group: "KVCacheGroupSpec", spec: Any, layer: str) -> None:
     kind = type(spec).__name__
     if kind not in SERVED:
         _refuse(layer, kind, f"which holds {_OTHERS[kind]}" if kind in _OTHERS else "which it does not know")
-    states = getattr(spec, "tokens_per_state", 1)
+    states = getattr(spec, "tokens_per_state", getattr(spec, "compress_ratio", 1))
     if states != 1:
         _refuse(layer, kind, f"which is compressed: it keeps one state for {states} tokens")
     if getattr(spec, "bounded_replay", False):
         _refuse(layer, kind, "whose window is computed again after a prefix hit instead of being kept (bounded_replay)")
     if getattr(group, "host_resident", False) or not getattr(group, "enable_kv_transfer", True):
         _refuse(layer, kind, "whose blocks are not in the device's pool (HiSparse)", "start without hisparse_config")
+    if scales := current().hidden_scales(spec):
+        _refuse(layer, kind, scales, "choose another --kv-cache-dtype")
     slots = getattr(spec, "num_head_slots", None)
     if slots is not None:
         _refuse(
@@ -108,7 +111,8 @@ def layer_spec(vllm_config: "VllmConfig", name: str, spec: Any, *, one_precision
     ``one_precision``: all caches of the engine have the same dtype and quantization.
     """
     packed_bytes = getattr(spec, "state_content_bytes", None)
-    items = int(spec.head_size) + int(getattr(spec, "head_size_v", 0 if _is_mla(spec) else spec.head_size))
+    # vLLM 0.23 gives MLA's latent vectors a V of their size, which they do not have.
+    items = int(spec.head_size) + (0 if _is_mla(spec) else int(getattr(spec, "head_size_v", spec.head_size)))
     return LayerSpec(
         heads=int(spec.num_kv_heads),
         total_heads=_total_heads(vllm_config, spec, name),

@@ -45,11 +45,20 @@ def check_supported(vllm_config: "VllmConfig") -> None:
             "enable_sleep_mode: this vLLM does not tell connectors when it unmaps the KV cache, whose memory is "
             "registered for transfers; start without --enable-sleep-mode, or use vLLM 0.33 or later"
         )
-    outputs = getattr(vllm_config, "aux_output_config", None)
-    if outputs is not None and outputs.enable_return_routed_experts:
+    # In some releases that is a setting of the model's, in others one of its own.
+    asking = (getattr(vllm_config, "aux_output_config", None), vllm_config.model_config)
+    if any(getattr(each, "enable_return_routed_experts", False) for each in asking):
         raise UnsupportedError(
             "enable_return_routed_experts: the experts of tokens that are pulled, or loaded from host memory, are not "
             "known to this engine; start without --enable-return-routed-experts, or without PDConnector"
+        )
+    from vllm.platforms import current_platform  # noqa: PLC0415  resolves the platform on first use
+
+    device, served = str(current_platform.device_type), current().devices
+    if served and device not in served:
+        raise UnsupportedError(
+            f"device {device}: with this vLLM, PDConnector serves {' and '.join(served)} only, because it does not "
+            "know how the KV caches of other devices are laid out; use vLLM 0.30 or later"
         )
     parallel = vllm_config.parallel_config
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):

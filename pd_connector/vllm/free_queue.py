@@ -1,8 +1,8 @@
 """A cursor over the front of vLLM's free block queue, where the blocks are that vLLM evicts next.
 
-Reaches into vLLM's objects. Tested with vLLM 0.32, whose ``BlockPool`` takes blocks from the front of its queue and,
-on a prefix hit, from the middle; it appends freed blocks that have contents and prepends those that have none. All
-methods belong to the scheduler's thread.
+Reaches into vLLM's objects. vLLM's ``BlockPool`` takes blocks from the front of its queue and, on a prefix hit, from
+the middle; it appends freed blocks that have contents and prepends those that have none (vLLM 0.23 appends those too,
+see ``release_023``). All methods belong to the scheduler's thread.
 """
 
 from collections import OrderedDict, deque
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
-    from vllm.v1.core.kv_cache_utils import KVCacheBlock
+    from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue, KVCacheBlock
 
 
 class FreeQueueCursor:
@@ -41,7 +41,7 @@ class FreeQueueCursor:
         if last is not None and self._is_tail(last) and self._has_unvisited_before_tail():
             self._visited.clear()  # the last one was allocated and freed without the cursor being told
             last = None
-        for block in islice(self._queue.iter_blocks_after(last), self._depth - len(self._visited)):
+        for block in islice(_blocks_after(self._queue, last), self._depth - len(self._visited)):
             yield block
             self._visited[block.block_id] = block
 
@@ -79,7 +79,7 @@ class FreeQueueCursor:
 
     def _has_unvisited_before_tail(self) -> bool:
         """Return whether unvisited blocks lie among the visited ones. Empty blocks may lie before all of them."""
-        before = takewhile(lambda block: block.block_id not in self._visited, self._queue.iter_blocks_after(None))
+        before = takewhile(lambda block: block.block_id not in self._visited, _blocks_after(self._queue))
         return sum(1 for _ in before) + len(self._visited) < int(self._queue.num_free_blocks)
 
     def _last_visited(self) -> "KVCacheBlock | None":
@@ -90,7 +90,7 @@ class FreeQueueCursor:
 
     def _last_empty(self) -> "KVCacheBlock | None":
         """Return the last of the blocks without contents at the front of the queue."""
-        empty = takewhile(lambda block: block.block_hash is None, self._queue.iter_blocks_after(None))
+        empty = takewhile(lambda block: block.block_hash is None, _blocks_after(self._queue))
         return next(iter(deque(empty, maxlen=1)), None)
 
     def _is_tail(self, block: "KVCacheBlock") -> bool:
@@ -108,3 +108,11 @@ class FreeQueueCursor:
                 after = block
             after.next_free_block, following.prev_free_block = following, after
             self._queue.num_free_blocks += len(blocks)
+
+
+def _blocks_after(queue: "FreeKVCacheBlockQueue", block: "KVCacheBlock | None" = None) -> "Iterator[KVCacheBlock]":
+    """Yield the blocks of ``queue`` that follow ``block``, in their order; all of them if it is None."""
+    following = (queue.fake_free_list_head if block is None else block).next_free_block
+    while following is not None and following is not queue.fake_free_list_tail:
+        yield following
+        following = following.next_free_block

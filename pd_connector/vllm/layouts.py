@@ -35,11 +35,14 @@ class _Wish:
 def wanted_layout(vllm_config: Any) -> str | None:
     """Return the best layout that the attention backends are known to support, to ask vLLM for; None to ask for none.
 
-    None if ``cross_layer_blocks`` is false, and on platforms whose backends do not declare their layouts to vLLM. None
-    on the CPU platform too: there the workers rank the layouts that they have checked, so none that fails is asked for.
+    None if ``cross_layer_blocks`` is false, and where backends do not declare their layouts to vLLM: in some releases,
+    and on some platforms. None on the CPU platform too: there the workers rank the layouts that they have checked, so
+    none that fails is asked for.
     """
     from vllm.platforms import current_platform  # noqa: PLC0415
 
+    if not current().declares_layouts:
+        return None
     if cross_layer_blocks(vllm_config) and current_platform.is_cpu():
         from pd_connector.vllm.cpu.layouts import warn_if_not_hooked  # noqa: PLC0415  it imports this module
 

@@ -13,9 +13,17 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_events import KVCacheEvent
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
     from vllm.v1.core.kv_cache_manager import KVCacheManager
-    from vllm.v1.core.kv_cache_utils import BlockHash
+    from vllm.v1.core.kv_cache_utils import BlockHash, BlockHashWithGroupId, KVCacheBlock
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+    from pd_connector.vllm.cpu.head_order import Write
+    from pd_connector.vllm.free_queue import FreeQueueCursor
 
 #: A child of vLLM's logger, so that vLLM's handlers and level apply.
 logger = logging.getLogger(f"vllm.{__name__}")
@@ -24,7 +32,7 @@ logger = logging.getLogger(f"vllm.{__name__}")
 Version: TypeAlias = tuple[int, int]
 
 #: The releases that the connector is tested with, oldest first.
-TESTED: tuple[Version, ...] = ((0, 30), (0, 31), (0, 32), (0, 33))
+TESTED: tuple[Version, ...] = ((0, 23), (0, 30), (0, 31), (0, 32), (0, 33))
 
 
 class VllmRelease:
@@ -33,8 +41,27 @@ class VllmRelease:
     #: What this release cannot give, a sentence each, logged at start.
     limits: tuple[str, ...] = ()
 
+    #: Whether workers name the requests that have failed. Otherwise they name the blocks that have.
+    fails_by_request = True
+    #: Whether a decode engine reuses a freed block only after the steps that may still write to it.
+    defers_block_reuse = True
+    #: The devices that are served, by torch's names; empty if all are.
+    devices: tuple[str, ...] = ()
+    #: Whether KV cache layouts are declared by attention backends, and asked for by connectors.
+    declares_layouts = True
     #: Whether the scheduler gives requests whose tokens have been loaded their turn before it looks at others.
     serves_loaded_first = True
+
+    def hook(self) -> None:
+        """Add to vLLM's classes what the connector needs, and they lack: nothing. Idempotent."""
+
+    def cache_manager_of(self, pool: "BlockPool") -> "KVCacheManager | None":
+        """Return the manager that a block pool belongs to; None if vLLM hands over the manager itself."""
+        return None
+
+    def failed_requests(self, output: "KVConnectorOutput") -> set[str]:
+        """Return the requests that have failed by what vLLM has aggregated of the workers' results."""
+        return set(output.failed_recving or ())
 
     @property
     def tells_of_sleep(self) -> bool:
@@ -73,7 +100,7 @@ class VllmRelease:
             max_in_flight_tokens=vllm_config.max_in_flight_tokens,
             use_eagle=device.use_eagle,
             enable_caching=True,
-            enable_kv_cache_events=device.enable_kv_cache_events,
+            enable_kv_cache_events=self.has_events(device),
             dcp_world_size=1,
             pcp_world_size=1,
             scheduler_block_size=device.coordinator.scheduler_block_size,
@@ -90,6 +117,28 @@ class VllmRelease:
         """Return the indices of the cache groups whose blocks can be found by their contents."""
         return tuple(device.kv_cache_config.prefix_cacheable_group_ids)
 
+    def has_mixed_precision(self, kv_cache_config: "KVCacheConfig") -> bool:
+        """Return whether the engine's caches differ in data type or quantization."""
+        return bool(kv_cache_config.has_mixed_precision_kv_cache)
+
+    def hidden_scales(self, spec: Any) -> str:
+        """Return what of a cache neither its tensors nor ``spec`` show, in words; empty if nothing."""
+        return ""
+
+    def cpu_writer(self, vllm_config: "VllmConfig", block_tokens: int, head_size: int) -> "Write":
+        """Return the kernel by which vLLM's CPU attention writes to the cache, for one head and one block.
+
+        Raises:
+            ImportError, AttributeError: a private name of vLLM is missing.
+        """
+        from pd_connector.vllm.cpu import kernels  # noqa: PLC0415  only on the CPU platform
+
+        return kernels.writer(vllm_config, block_tokens, head_size)
+
+    def has_events(self, device: "KVCacheManager") -> bool:
+        """Return whether ``device`` publishes KV cache events."""
+        return bool(device.enable_kv_cache_events)
+
     def block_tokens(self, coordinator: "KVCacheCoordinator") -> tuple[int, ...]:
         """Return the block size of each cache group, in tokens."""
         return tuple(coordinator.group_block_sizes)
@@ -104,6 +153,46 @@ class VllmRelease:
 
         resolved: Sequence[BlockHash] = resolve_block_hashes(hashes, hash_tokens, block_tokens)
         return resolved
+
+    def longest_hit(
+        self, coordinator: "KVCacheCoordinator", hashes: "Sequence[BlockHash]", longest: int
+    ) -> "tuple[tuple[Sequence[KVCacheBlock], ...], int]":
+        """Return the blocks of each cache group that hold a prefix of at most ``longest`` tokens, and its length."""
+        groups, tokens, _ = coordinator.find_longest_cache_hit(hashes, longest)
+        return tuple(groups), int(tokens)
+
+    def prefix_tokens(self, block: "KVCacheBlock") -> int | None:
+        """Return the length of the prefix that a block's key stands for; None if vLLM does not note it."""
+        tokens: int | None = block.block_hash_num_tokens
+        return tokens
+
+    def make_findable(
+        self, pool: "BlockPool", key: "BlockHashWithGroupId", block: "KVCacheBlock", prefix_tokens: int | None
+    ) -> None:
+        """Let a block in use be found by ``key``."""
+        pool._insert_block_hash(key, block, num_tokens=prefix_tokens)
+
+    def free_queue_cursor(self, pool: "BlockPool", depth: int) -> "FreeQueueCursor":
+        """Return a cursor over the first ``depth`` free blocks of ``pool``."""
+        from pd_connector.vllm.free_queue import FreeQueueCursor  # noqa: PLC0415  only engine cores need it
+
+        return FreeQueueCursor(pool, depth)
+
+    def take_host_events(self, pool: "BlockPool") -> "list[KVCacheEvent]":
+        """Return a host pool's KV cache events since the last call."""
+        events: list[KVCacheEvent] = pool.take_events()
+        return events
+
+    def stored_event(self, **fields: Any) -> "KVCacheEvent":
+        """Return the KV cache event of a stored block with these fields of ``BlockStored``."""
+        from vllm.distributed.kv_events import BlockStored  # noqa: PLC0415
+
+        return BlockStored(medium=self.host_medium, **fields)
+
+    def session_id(self, request: "Request") -> str | None:
+        """Return the session that a request belongs to, if it names one."""
+        session: str | None = request.session_id
+        return session
 
     def event_extra_keys(self, keys: "list[tuple[Any, ...] | None]") -> "list[tuple[Any, ...] | None] | None":
         """Return what besides its tokens shapes each block, in the form of KV cache events.
@@ -132,12 +221,15 @@ def current() -> VllmRelease:
 
 def release_of(version: Version | None) -> VllmRelease:
     """Return the release of a version, or the one nearest to it; the newest if the version is not known."""
-    from pd_connector.vllm.release_030 import Release030  # noqa: PLC0415  these import this module
+    from pd_connector.vllm.release_023 import Release023  # noqa: PLC0415  these import this module
+    from pd_connector.vllm.release_030 import Release030  # noqa: PLC0415
     from pd_connector.vllm.release_031 import Release031  # noqa: PLC0415
 
     if version is None or version >= (0, 32):
         return VllmRelease()
-    return Release031() if version >= (0, 31) else Release030()
+    if version >= (0, 30):
+        return Release031() if version >= (0, 31) else Release030()
+    return Release023()
 
 
 def installed_version() -> Version | None:

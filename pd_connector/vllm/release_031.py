@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 class Release031(VllmRelease):
     """vLLM 0.31. Its metrics do not tell where tokens came from, and no method says how many tokens it caches."""
 
-    limits = (
+    limits: tuple[str, ...] = (
         "its metrics count tokens from host memory and tokens from other engines together, as external ones "
         "(vLLM tells them apart since 0.32)",
     )

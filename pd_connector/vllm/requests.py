@@ -30,3 +30,16 @@ def prefill_is_complete(request: "Request") -> bool:
 def block_ids_by_group(blocks: "KVCacheBlocks") -> tuple[tuple[int, ...], ...]:
     """Return the block table of each cache group; 0 is vLLM's null block, which holds nothing."""
     return tuple(tuple(ids) for ids in blocks.get_block_ids())
+
+
+def block_ids_to_fill(blocks: "KVCacheBlocks") -> tuple[int, ...]:
+    """Return the blocks of a waiting request, of all cache groups, into which tokens will arrive.
+
+    Its other blocks are found by their contents, and perhaps other requests' as well.
+    """
+    return tuple(
+        int(block.block_id)
+        for group in blocks.blocks
+        for block in group
+        if block.block_hash is None and not block.is_null
+    )

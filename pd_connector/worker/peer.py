@@ -12,6 +12,7 @@ from layout.plan import Plan, compile_plans
 from layout.regions import RegionTable
 from layout.sharding import Source, choose_sources
 from pd_connector.orders import Cause
+from pd_connector.worker.device_fence import RaiseFence, no_fence
 from pd_connector.worker.pull_end import PullFailed, cause_of
 from pd_connector.worker.remote_reader import RemoteReader
 from pd_connector.worker.verification import Verifier
@@ -40,6 +41,8 @@ class PullContext:
     pull_timeout_s: float
     replica_turn: int = 0  # see ``layout.sharding.choose_sources``
     verifier: Verifier | None = None  # compares the checksums of every pull
+    #: What a pull waits for before it writes: the model's stream may still write to blocks that vLLM has freed.
+    raise_fence: RaiseFence = no_fence
     clock: Callable[[], float] = time.monotonic
 
 

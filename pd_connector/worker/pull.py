@@ -2,6 +2,7 @@
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -11,10 +12,12 @@ from layout.copies import Copies
 from layout.plan import PlanError
 from layout.staging import Schedule
 from pd_connector.orders import Cause, PullOrder, block_table
+from pd_connector.worker.checksums import Interrupted
 from pd_connector.worker.peer import Peer, PullContext
 from pd_connector.worker.pull_end import PullEnd, PullFailed, Stopwatch, release_message, verdict
 from pd_connector.worker.quarantine import HeldRead, LostPull, UnsettledPull
 from pd_connector.worker.remote_reader import SLOTS
+from transfer.batch_copy.base import Pauses
 from transfer.control.messages import Reply
 from transfer.engine.base import ReadFailed
 
@@ -40,13 +43,18 @@ class Pull:
     def __init__(
         self, context: PullContext, order: PullOrder, report: Callable[[AnyEnd], None], closing: threading.Event
     ) -> None:
-        """Start the clock. ``report`` is called with the end, on any thread; ``closing`` interrupts verification."""
+        """Start the clock, on the model's thread.
+
+        ``report`` is called with the end, on any thread; ``closing`` interrupts verification and the wait for the
+        device.
+        """
         self.order = order
         self._context = context
         self._report = report
         self._closing = closing
         self._held: list[HeldRead] = []
         self._has_ended = False
+        self._fence = context.raise_fence()
         self._watch = Stopwatch(context.clock)
         self._deadline = self._watch.started + context.pull_timeout_s
 
@@ -65,6 +73,7 @@ class Pull:
         self._watch.lap("handshake")
         batches = self._plan(peer)
         self._watch.lap("plan")
+        self._await_device()
         schedules = self._read(peer, batches)
         self._watch.lap("read")
         if self._context.verifier is not None:
@@ -132,6 +141,26 @@ class Pull:
             )
         except PlanError as error:
             raise PullFailed(Cause.PARAMS, str(error)) from error
+
+    def _await_device(self) -> None:
+        """Wait until the device has done the work that it was given before the pull: it may write to the same blocks.
+
+        Raises:
+            PullFailed: it is not done when the pull timeout expires. Nothing was written.
+            Interrupted: ``closing`` is set.
+        """
+        fence, pauses = self._fence, Pauses()
+        while fence is not None and not fence.passed():
+            if self._closing.is_set():
+                raise Interrupted
+            if self._context.clock() >= self._deadline:
+                raise PullFailed(
+                    Cause.TIMEOUT,
+                    f"the pull timeout of {self._context.pull_timeout_s} s was over before the device had done the "
+                    "work that it had been given before the pull",
+                )
+            time.sleep(pauses.next_s())
+        self._fence = None
 
     def _read(self, peer: Peer, batches: dict[int, Copies]) -> list[Schedule]:
         """Read the bytes of all ranks into place, through staging where that is cheaper."""

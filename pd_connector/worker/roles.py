@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Protocol
 
-from pd_connector.orders import Orders, Report
+from pd_connector.orders import Destinations, Orders, Report
 from pd_connector.stats import StatsRecorder
 
 
@@ -93,3 +93,42 @@ class Arrivals:
         assert all(count > 0 for count in self._expected.values()), "a part has settled that was not expected"
         assert not self._finished & self._expected.keys(), "a request is reported before its last part"
         assert self._failed <= self._finished | self._expected.keys(), "a request has failed that is not known"
+
+
+class FailedBlocks:
+    """Which blocks failed to be filled, for a vLLM that is told of failures by block ids. Belongs to one thread.
+
+    It keeps the destinations of every request that waits, and, until they are taken, those of the requests that failed.
+    Holds nothing if no destinations are ordered.
+    """
+
+    def __init__(self) -> None:
+        self._destinations: dict[str, tuple[int, ...]] = {}  # by request
+        self._blocks: set[int] = set()
+        self._requests: frozenset[str] = frozenset()
+
+    def expect(self, destinations: Sequence[Destinations]) -> None:
+        """Remember which blocks belong to requests that begin to wait."""
+        self._destinations |= {each.request_id: each.block_ids for each in destinations}
+
+    def settle(self, finished: set[str], failed: set[str]) -> None:
+        """Forget the blocks of requests that have ``finished`` their wait, and keep those of the ``failed`` ones."""
+        for request_id in finished & self._destinations.keys():
+            block_ids = self._destinations.pop(request_id)
+            if request_id in failed:
+                self._blocks.update(block_ids)
+                self._requests |= {request_id}
+
+    def take_blocks(self) -> set[int]:
+        """Return the blocks of failed requests since the last call."""
+        blocks, self._blocks = self._blocks, set()
+        return blocks
+
+    def take_requests(self) -> frozenset[str]:
+        """Return the failed requests since the last call, whose destinations were known."""
+        requests, self._requests = self._requests, frozenset()
+        return requests
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless the books balance."""
+        assert 0 not in self._blocks, "vLLM's null block cannot fail"

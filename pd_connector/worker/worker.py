@@ -15,6 +15,7 @@ from pd_connector.config import ConfigError, ConnectorConfig
 from pd_connector.orders import Orders, Report, WorkerHandshake, WorkerRanks
 from pd_connector.secret import load_keys
 from pd_connector.stats import StatsRecorder
+from pd_connector.vllm import release
 from pd_connector.vllm.cache_groups import Ranks, cache_groups, with_head_orders
 from pd_connector.vllm.engine_config import EngineRole, engine_name
 from pd_connector.vllm.model_identity import model_identity
@@ -27,11 +28,12 @@ from pd_connector.vllm.platform import (
 )
 from pd_connector.worker.caches import Cache, all_tensors, describe_caches
 from pd_connector.worker.checksums import CacheChecksums, LeaseChecksums
+from pd_connector.worker.device_fence import RaiseFence, fences, no_fence
 from pd_connector.worker.host_pool import HostPool, HostQuota
 from pd_connector.worker.peer import PullContext
 from pd_connector.worker.pulls import Pulls
 from pd_connector.worker.remote_reader import RemoteReader
-from pd_connector.worker.roles import Arrivals, WorkerRole
+from pd_connector.worker.roles import Arrivals, FailedBlocks, WorkerRole
 from pd_connector.worker.verification import Verifier
 from transfer.control.client import ControlClient
 from transfer.engine.base import TransferEngine
@@ -73,6 +75,7 @@ class ConnectorWorker:
         self._host: HostPool | None = None
         self._roles: list[WorkerRole] = []  # host memory first
         self._arrivals = Arrivals()
+        self._failures = FailedBlocks()
 
     def register_caches(self, kv_caches: Mapping[str, Cache]) -> None:
         """Describe the caches, register their memory with the transfer engine, and start this worker's roles.
@@ -170,6 +173,7 @@ class ConnectorWorker:
 
     def execute(self, orders: Orders) -> None:
         """Start the scheduler side's orders."""
+        self._failures.expect(orders.destinations)
         for role in self._roles:
             for request_id in role.execute(orders):
                 self._arrivals.expect(request_id)
@@ -182,12 +186,22 @@ class ConnectorWorker:
             UnsettledReadError: a pull failed, but the transfer engine may still be writing to KV blocks.
         """
         self._settle_ends()
-        return self._arrivals.take()
+        finished, failed = self._arrivals.take()
+        self._failures.settle(finished, failed)
+        return finished, failed
+
+    def take_failed_blocks(self) -> set[int]:
+        """Return the device blocks that failed to be filled, of requests that ``take_results`` has returned.
+
+        Only of requests whose destinations were ordered: vLLM is told of failures by block ids then.
+        """
+        return self._failures.take_blocks()
 
     def take_report(self) -> Report:
         """Return what else has ended on this rank since the last call, for which no request waits."""
         handshakes, self._unsent = self._unsent, {}
-        return sum((role.take_report() for role in self._roles), Report(handshakes=handshakes))
+        report = Report(handshakes=handshakes, failed=self._failures.take_requests())
+        return sum((role.take_report() for role in self._roles), report)
 
     def shutdown(self) -> None:
         """Stop all transfers, unregister the memory, join all threads."""
@@ -201,6 +215,7 @@ class ConnectorWorker:
     def check_integrity(self) -> None:
         """Raise AssertionError unless the books balance, including those of the roles."""
         self._arrivals.check_integrity()
+        self._failures.check_integrity()
         for role in self._roles:
             role.check_integrity()
 
@@ -247,9 +262,16 @@ class ConnectorWorker:
             handshake_timeout_s=config.handshake_timeout_s,
             pull_timeout_s=config.pull_timeout_s,
             verifier=Verifier(checksums, client) if checksums is not None else None,
+            raise_fence=self._fences(caches),
             replica_turn=zlib.crc32(engine_name(self._vllm_config).encode()),
         )
         self._roles.append(Pulls(context, config.peer_idle_s, self._stats))
+
+    def _fences(self, caches: "_RegisteredCaches") -> RaiseFence:
+        """Return what raises the fences of pulls; none are needed if vLLM itself defers the reuse of freed blocks."""
+        if release.current().defers_block_reuse or not caches.tensors:
+            return no_fence
+        return fences(caches.tensors[0].device)
 
     def _open_host_pool(self, geometry: WorkerGeometry, tensors: Sequence[torch.Tensor], ranks: Ranks) -> HostPool:
         if not tensors:

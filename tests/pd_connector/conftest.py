@@ -19,6 +19,7 @@ with warnings.catch_warnings():
     from pd_connector.connector import PDConnector
     from pd_connector.vllm.cache_groups import Ranks
     from pd_connector.worker import worker as worker_module
+    from tests.support.connector.vllm_calls import bind_cache_manager
     from tests.support.connector.vllm_engine import (
         BLOCK_TOKENS,
         CACHES,
@@ -70,7 +71,7 @@ def start(model: Path, fabric: InProcessFabric) -> Iterator[StartEngine]:
         scheduler = PDConnector(config, KVConnectorRole.SCHEDULER, CACHES)
         pool = BlockPool(8, enable_caching=True, hash_block_size=BLOCK_TOKENS)
         engine = EngineUnderTest(scheduler, worker, caches, pool)
-        scheduler.bind_kv_cache_manager(engine.cache_manager)
+        bind_cache_manager(scheduler, engine.cache_manager)
         scheduler.set_xfer_handshake_metadata_pp_aware({(0, 0): worker.get_handshake_metadata()})
         started.append(engine)
         return engine

@@ -7,7 +7,6 @@ import inspect
 import subprocess
 import sys
 import threading
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
     SupportsHMA,
 )
-from vllm.v1.kv_cache_interface import (
-    CircularBufferSpec,
-    KVCacheConfig,
-    KVCacheGroupSpec,
-    SlidingWindowSpec,
-    replace_as,
-)
+from vllm.v1.kv_cache_interface import CrossAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MLAAttentionSpec
 
 import pd_connector
 from pd_connector.config import ConfigError
@@ -32,7 +25,7 @@ from pd_connector.connector import PDConnector
 from pd_connector.vllm.engine_config import UnsupportedError
 from tests.support.connector.requests import a_decode_request
 from tests.support.connector.vllm_engine import CACHES, SPEC, a_config, transfer_config
-from tests.support.releases import since
+from tests.support.releases import INSTALLED, since
 
 
 def test_every_abstract_method_of_vllms_base_is_implemented() -> None:
@@ -89,8 +82,15 @@ def test_context_parallelism_is_refused_by_the_constructor(model: Path) -> None:
         PDConnector(config, KVConnectorRole.SCHEDULER, CACHES)
 
 
+COMPRESSED: dict[str, Any] = {"tokens_per_state" if INSTALLED >= (0, 30) else "compress_ratio": 4}
+
+
 @pytest.mark.parametrize(
-    "spec", [replace(SPEC, tokens_per_state=4), CircularBufferSpec(32, num_kv_heads=2, head_size=64, dtype=SPEC.dtype)]
+    "spec",
+    [
+        MLAAttentionSpec(32, num_kv_heads=1, head_size=64, dtype=SPEC.dtype, **COMPRESSED),
+        CrossAttentionSpec(32, num_kv_heads=2, head_size=64, dtype=SPEC.dtype),
+    ],
 )
 def test_a_cache_that_is_not_served_is_refused_in_the_engine_core(model: Path, spec: Any) -> None:
     caches = KVCacheConfig(8, [], [*CACHES.kv_cache_groups, KVCacheGroupSpec(["l2"], spec)])
@@ -98,8 +98,11 @@ def test_a_cache_that_is_not_served_is_refused_in_the_engine_core(model: Path, s
         PDConnector(a_config(model), KVConnectorRole.SCHEDULER, caches)
 
 
+@since((0, 30), "blocks that it zeroes, unless a connector says that it writes them,")
 def test_vllm_leaves_new_blocks_of_every_group_as_they_are_for_pulls_and_loads(model: Path) -> None:
     """Zeroing them would race with what writes them. All groups of what is served can be written."""
+    from vllm.v1.kv_cache_interface import SlidingWindowSpec, replace_as  # noqa: PLC0415  not in all releases
+
     windowed = replace_as(SPEC, SlidingWindowSpec, drop=("attention_chunk_size", "non_causal"), sliding_window=64)
     caches = KVCacheConfig(8, [], [*CACHES.kv_cache_groups, KVCacheGroupSpec(["l2"], windowed)])
     connector = PDConnector(a_config(model, "kv_consumer"), KVConnectorRole.SCHEDULER, caches)
@@ -121,6 +124,14 @@ def test_routed_experts_are_refused_by_the_constructor(model: Path, role: KVConn
         PDConnector(config, role, CACHES)
     config.aux_output_config = AuxOutputConfig()
     PDConnector(config, role, CACHES).shutdown()
+
+
+def test_routed_experts_are_refused_where_the_models_configuration_asks_for_them(model: Path) -> None:
+    """As in vLLM 0.23."""
+    config = a_config(model)
+    config.model_config.enable_return_routed_experts = True
+    with pytest.raises(UnsupportedError, match=r"enable_return_routed_experts: .* start without"):
+        PDConnector(config, KVConnectorRole.SCHEDULER, CACHES)
 
 
 def test_an_engine_that_only_decodes_opens_no_control_endpoint(model: Path) -> None:

@@ -4,13 +4,11 @@ import threading
 from types import SimpleNamespace
 
 import pytest
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorTransferResults,
-)
 from vllm.v1.engine import EngineCoreRequestType
 from vllm.v1.engine.core import EngineShutdownState
 
 from tests.support.connector.requests import FakeRequest, a_prompt
+from tests.support.connector.vllm_calls import Results
 from tests.support.connector.vllm_engine import EngineCoreUnderConstruction, StartEngine
 from tests.support.engine.in_process import Fault, InProcessFabric
 from tests.support.process import open_ends
@@ -57,7 +55,7 @@ def test_an_engine_that_is_told_to_stop_stays_until_its_leases_have_ended(start:
     assert p.scheduler.has_pending_push_work()
     d.allocate(FakeRequest("r", a_prompt(70), params), [2, 7, 4])
     d.steps_until(lambda results: results.finished_recving)
-    assert d.results == KVConnectorTransferResults(finished_recving={"r"})
+    assert d.results == Results(finished_recving={"r"})
     p.step()
     assert p.held == []
     assert not p.scheduler.has_pending_push_work()

@@ -13,9 +13,6 @@ from unittest.mock import create_autospec
 
 import pytest
 import torch
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorTransferResults,
-)
 from vllm.v1.request import RequestStatus
 
 from layout.geometry import WorkerGeometry
@@ -25,6 +22,7 @@ from pd_connector.scheduler.consumer import Consumer
 from pd_connector.scheduler.host_tier import HostTier
 from pd_connector.worker import peer
 from tests.support.connector.requests import FakeRequest, a_prompt
+from tests.support.connector.vllm_calls import Results
 from tests.support.connector.vllm_engine import BLOCK_TOKENS, LAYERS, SPEC, StartEngine, role_of
 from tests.support.engine.in_process import Fault, InProcessFabric
 from tests.support.waiting import until
@@ -51,7 +49,7 @@ def test_a_prompt_is_computed_on_one_engine_and_used_on_the_other(start: StartEn
     d.allocate(FakeRequest("at d", a_prompt(70), json.loads(json.dumps(params))), [2, 7, 4])
     untouched = {name: cache[[0, 1, 3, 5, 6]].clone() for name, cache in d.caches.items()}
     d.steps_until(lambda results: results.finished_recving)
-    assert d.results == KVConnectorTransferResults(finished_recving={"at d"})
+    assert d.results == Results(finished_recving={"at d"})
     for name in LAYERS:
         assert torch.equal(d.caches[name][[2, 7, 4]], p.caches[name][[3, 1, 6]])
         assert torch.equal(d.caches[name][[0, 1, 3, 5, 6]], untouched[name])
@@ -84,7 +82,7 @@ def test_a_failed_pull_is_reported_as_failed_and_as_finished(
     fabric.inject(1, Fault(settled=False))
     d.allocate(FakeRequest("r", a_prompt(70), p.prefill("r", [3, 1, 6])[1]), [2, 7, 4])
     d.steps_until(lambda results: results.failed_recving)
-    assert d.results == KVConnectorTransferResults(finished_recving={"r"}, failed_recving={"r"})
+    assert d.results == Results(finished_recving={"r"}, failed_recving={"r"})
     assert "request r: pull from engine" in caplog.text
     assert "Its prompt is computed here instead" in caplog.text
     counted = d.worker.get_kv_connector_stats()
@@ -108,7 +106,7 @@ def test_params_that_cannot_be_used_fail_the_request_instead_of_hanging_it(start
     d = start("kv_consumer")
     d.allocate(FakeRequest("r", a_prompt(70), {"do_remote_prefill": True}), [2, 7, 4])
     d.step()
-    assert d.results == KVConnectorTransferResults(finished_recving={"r"}, failed_recving={"r"})
+    assert d.results == Results(finished_recving={"r"}, failed_recving={"r"})
 
 
 def test_a_request_of_no_leg_is_not_touched(start: StartEngine) -> None:
@@ -117,7 +115,7 @@ def test_a_request_of_no_leg_is_not_touched(start: StartEngine) -> None:
     both.scheduler.on_new_request(request)
     assert both.scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
     both.step()
-    assert both.results == KVConnectorTransferResults()
+    assert both.results == Results()
     assert both.scheduler.request_finished_all_groups(request, ([1, 2],)) == (False, None)
 
 
@@ -158,7 +156,7 @@ def test_a_late_sibling_is_computed_on_the_decode_engine(start: StartEngine) -> 
     d.scheduler.on_new_request(sibling)
     assert d.scheduler.get_num_new_matched_tokens(sibling, 64) == (0, False)
     d.step()
-    assert d.results == KVConnectorTransferResults(finished_recving={"first"})
+    assert d.results == Results(finished_recving={"first"})
 
 
 def test_a_request_whose_lease_is_known_to_have_ended_fails_without_a_read(
@@ -174,7 +172,7 @@ def test_a_request_whose_lease_is_known_to_have_ended_fails_without_a_read(
     allocated = SimpleNamespace(get_block_ids=lambda: ([2, 7, 4],))
     d.scheduler.update_state_after_alloc(request, allocated, 69)
     d.steps_until(lambda results: results.finished_recving)
-    assert d.results == KVConnectorTransferResults(finished_recving={"r"}, failed_recving={"r"})
+    assert d.results == Results(finished_recving={"r"}, failed_recving={"r"})
     assert fabric.reads == 0
     assert "has ended: it expired, was cancelled, or gave way to other requests" in caplog.text
     counted = d.worker.get_kv_connector_stats()

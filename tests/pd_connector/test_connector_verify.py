@@ -6,13 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorTransferResults,
-)
 
 from pd_connector.orders import Orders
 from pd_connector.scheduler.producer import Producer
 from tests.support.connector.requests import FakeRequest, a_prompt
+from tests.support.connector.vllm_calls import Results
 from tests.support.connector.vllm_engine import LAYERS, StartEngine, role_of
 from tests.support.waiting import until
 
@@ -29,7 +27,7 @@ def test_a_prompt_is_verified_where_both_sides_do(start: StartEngine) -> None:
         return d.results.finished_recving
 
     until(lambda: bool(settled()))
-    assert d.results == KVConnectorTransferResults(finished_recving={"r"})
+    assert d.results == Results(finished_recving={"r"})
     for name in LAYERS:
         assert torch.equal(d.caches[name][[2, 7, 4]], p.caches[name][[3, 1, 6]])
     counted = d.worker.get_kv_connector_stats()
@@ -53,7 +51,7 @@ def test_a_byte_that_changes_under_its_lease_fails_the_pull_and_is_named(
     p.caches["l1"][1, 1, 0, 0] += 1  # the second block of the prompt
     d.allocate(FakeRequest("r", a_prompt(70), params), [2, 7, 4])
     d.steps_until(lambda results: results.failed_recving)
-    assert d.results == KVConnectorTransferResults(finished_recving={"r"}, failed_recving={"r"})
+    assert d.results == Results(finished_recving={"r"}, failed_recving={"r"})
     assert "request r: pull from engine" in caplog.text
     assert "checksums of what has arrived differ" in caplog.text
     assert "layer 'l1'" in caplog.text

@@ -12,12 +12,12 @@ from vllm.distributed.kv_transfer import kv_transfer_state
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging
-from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
 
 from pd_connector.connector import PDConnector
 from tests.support.connector.greeting import GreetingConnector
 from tests.support.connector.requests import FakeRequest, a_prompt
+from tests.support.connector.vllm_calls import bind_cache_manager, take_output
 from tests.support.connector.vllm_engine import BLOCK_TOKENS, CACHES, LAYERS, StartEngine, a_config
 from tests.support.engine.in_process import InProcessFabric
 from tests.support.host_tier.setup import Setup, make_manager, make_request
@@ -36,7 +36,7 @@ class MultiEngine:
         self.caches = {name: torch.rand(8, 2, BLOCK_TOKENS, 128) for name in LAYERS}
         self.worker.register_kv_caches(self.caches)
         self.scheduler: Any = KVConnectorFactory.create_connector(config, KVConnectorRole.SCHEDULER, CACHES)
-        self.scheduler.bind_kv_cache_manager(manager)
+        bind_cache_manager(self.scheduler, manager)
         if metadata := self.worker.get_handshake_metadata():
             self.scheduler.set_xfer_handshake_metadata_pp_aware({(0, 0): metadata})
 
@@ -49,12 +49,9 @@ class MultiEngine:
         self.worker.bind_connector_metadata(
             self.scheduler.build_connector_meta(SimpleNamespace(num_scheduled_tokens={}))
         )
-        results = self.worker.get_transfer_results(set())
-        report = self.worker.build_connector_worker_meta()
+        output = take_output(self.worker)
         self.worker.clear_connector_metadata()
-        self.scheduler.update_connector_output(
-            KVConnectorOutput(finished_recving=results.finished_recving, kv_connector_worker_meta=report)
-        )
+        self.scheduler.update_connector_output(output)
 
     def close(self) -> None:
         self.worker.shutdown()

@@ -12,6 +12,12 @@ OTHERS = ("0.30", "0.31")
 INSTALLED = __version_tuple__[:2]
 
 
+def module_needs(version: tuple[int, int], what: str) -> None:
+    """Skip the module that calls this on vLLM before ``version``, which ``what`` came with. Call it before imports."""
+    if version > INSTALLED:
+        pytest.skip(f"vLLM has {what} since {version[0]}.{version[1]}", allow_module_level=True)
+
+
 def since(version: tuple[int, int], what: str) -> pytest.MarkDecorator:
     """Skip a test on vLLM before ``version``, which ``what`` came with."""
     major, minor = version

@@ -18,6 +18,7 @@ from tests.support.host_tier.cases import (
 from tests.support.host_tier.engine import HostTierEngine
 from tests.support.host_tier.ranks import End
 from tests.support.host_tier.setup import State
+from tests.support.releases import since
 
 # Stores
 
@@ -346,6 +347,7 @@ def test_a_block_that_is_hit_while_it_is_stored_lazily_is_kept() -> None:
     }
 
 
+@since((0, 30), "all blocks that hold nothing in front of the others")
 def test_what_fits_lazily_stays_though_more_could_be_evicted() -> None:
     engine = lazy(lookahead=16, slots=2)
     engine.serve("first", said(22))
@@ -407,6 +409,7 @@ def test_blocks_that_a_pull_takes_move_on_what_is_next_to_be_evicted() -> None:
     engine.manager.block_pool.free_blocks(taken)
 
 
+@since((0, 30), "all blocks that hold nothing in front of the others")
 def test_blocks_that_a_request_finds_move_on_what_is_next_to_be_evicted() -> None:
     engine = lazy(lookahead=4, device_blocks=17, slots=16)
     for number, tokens in enumerate((9, 9, 13)):

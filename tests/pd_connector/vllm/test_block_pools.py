@@ -1,18 +1,17 @@
 """Host blocks in vLLM's own pool, and references to blocks of the device: what is found, taken, published, told."""
 
 from collections import Counter
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from vllm.distributed.kv_events import MEDIUM_CPU, BlockRemoved, BlockStored
+from vllm.distributed.kv_events import BlockRemoved, BlockStored
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 from vllm.v1.request import Request
 
 from pd_connector.vllm.block_pools import DeviceBlocks, HostBlockPool, Store, request_blocks, slot_of
 from tests.support.host_tier.cases import EVERYTHING, engine_of, said, with_memory_of
-from tests.support.host_tier.setup import Setup, make_manager, make_pool, make_request
+from tests.support.host_tier.setup import CONFIG, Setup, make_manager, make_pool, make_request
 
 HYBRID = ((4, 0), (4, 6))
 
@@ -27,7 +26,7 @@ class Bench:
 
     def computed(self, name: str, tokens: tuple[int, ...]) -> Request:
         request = make_request(self.setup, name, tokens)
-        blocks, hit, _ = self.manager.get_computed_blocks(request)
+        blocks, hit, *_ = self.manager.get_computed_blocks(request)
         assert self.manager.allocate_slots(
             request, len(tokens) - hit, num_new_computed_tokens=hit, new_computed_blocks=blocks
         )
@@ -400,7 +399,7 @@ def test_a_stored_event_tells_routers_all_that_they_need() -> None:
         assert event.block_hashes == [hashes[number]]
         assert event.parent_block_hash == (hashes[number - 1] if number else None)
         assert list(event.token_ids) == list(tokens[4 * number : 4 * number + 4])
-        assert (event.block_size, event.medium, event.group_idx) == (4, MEDIUM_CPU, 0)
+        assert (event.block_size, event.medium, event.group_idx) == (4, "CPU", 0)
         assert event.kv_cache_spec_kind == "full_attention"
     assert len(events) == 3
     assert bench.pool.take_events() == []
@@ -441,7 +440,7 @@ def test_an_evicted_block_is_told_as_removed() -> None:
     bench.stored(bench.computed("second", said(5, seed=9)))
     removed, stored = bench.pool.take_events()
     assert isinstance(removed, BlockRemoved)
-    assert removed.medium == MEDIUM_CPU
+    assert removed.medium == "CPU"
     assert removed.block_hashes == [maybe_convert_block_hash(first.block_hashes[1])]
     assert isinstance(stored, BlockStored)
 
@@ -453,7 +452,7 @@ def test_forgotten_blocks_are_told_as_removed() -> None:
     bench.pool.evict_all()
     events = bench.pool.take_events()
     assert [type(event) for event in events] == [BlockRemoved] * 3
-    assert {event.medium for event in events} == {MEDIUM_CPU}
+    assert {event.medium for event in events} == {"CPU"}
 
 
 def test_a_block_whose_request_has_left_is_told_with_what_is_known() -> None:
@@ -466,7 +465,7 @@ def test_a_block_whose_request_has_left_is_told_with_what_is_known() -> None:
     assert {event.block_hashes[0] for event in events} == {
         maybe_convert_block_hash(value) for value in request.block_hashes
     }
-    assert {(event.medium, event.block_size, event.group_idx) for event in events} == {(MEDIUM_CPU, 4, 0)}
+    assert {(event.medium, event.block_size, event.group_idx) for event in events} == {("CPU", 4, 0)}
 
 
 def test_without_a_publisher_there_are_no_events() -> None:
@@ -494,5 +493,4 @@ def test_the_pools_configuration_is_taken_from_the_device() -> None:
     assert engine.pool.block_tokens == (4, 4)
     assert engine.pool.slots == 5
     assert isinstance(engine.pool._coordinator, type(engine.manager.coordinator))
-    config = SimpleNamespace(max_in_flight_tokens=64, num_prefill_lookahead_tokens=0)
-    assert HostBlockPool(config, engine.manager, 1).free == 1
+    assert HostBlockPool(CONFIG, engine.manager, 1).free == 1

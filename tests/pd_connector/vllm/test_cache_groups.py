@@ -20,6 +20,7 @@ from pd_connector.vllm.cache_specs import LayerSpec, Retention
 from pd_connector.vllm.cpu.head_order import HeadOrder
 from pd_connector.vllm.engine_config import UnsupportedError
 from tests.support.connector.stated import model_config, stated_groups
+from tests.support.releases import INSTALLED
 
 SIZES: dict[str, Any] = {"num_kv_heads": 2, "head_size": 64, "dtype": torch.bfloat16}
 FULL = FullAttentionSpec(block_size=32, **SIZES)
@@ -57,7 +58,8 @@ def test_a_cache_that_is_not_of_attention_is_refused_by_layer_and_kind(layers: l
 
 
 def test_one_layer_of_a_group_that_is_not_served_is_enough_to_refuse_it() -> None:
-    compressed = MLAAttentionSpec(block_size=32, num_kv_heads=1, head_size=512, dtype=torch.uint8, tokens_per_state=4)
+    ratio: dict[str, Any] = {"tokens_per_state" if INSTALLED >= (0, 30) else "compress_ratio": 4}
+    compressed = MLAAttentionSpec(block_size=32, num_kv_heads=1, head_size=512, dtype=torch.uint8, **ratio)
     specs = UniformTypeKVCacheSpecs(block_size=32, kv_cache_specs={"a": FULL, "b": compressed})
     with pytest.raises(UnsupportedError, match=r"'b' is a MLAAttentionSpec, which is compressed: .* 4 tokens"):
         stated_groups((["a", "b"], specs))

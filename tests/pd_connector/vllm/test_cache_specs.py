@@ -6,6 +6,11 @@ from fractions import Fraction
 from typing import Any
 
 import pytest
+
+from tests.support.releases import INSTALLED, module_needs, since
+
+if INSTALLED < (0, 30):
+    module_needs((0, 30), "the specifications that these tests name")
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -33,7 +38,6 @@ from vllm.v1.kv_cache_interface import (
 from pd_connector.vllm.cache_specs import LayerSpec, Retention, check_served, layer_spec, retention
 from pd_connector.vllm.engine_config import UnsupportedError
 from tests.support.connector.stated import model_config
-from tests.support.releases import INSTALLED, since
 
 SIZES: dict[str, Any] = {"block_size": 16, "num_kv_heads": 2, "head_size": 64, "dtype": torch.bfloat16}
 LATENT: dict[str, Any] = {**SIZES, "num_kv_heads": 1, "head_size": 576}

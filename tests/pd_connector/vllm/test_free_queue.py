@@ -8,7 +8,11 @@ from hypothesis import strategies as st
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock, make_block_hash_with_group_id
 
-from pd_connector.vllm.free_queue import FreeQueueCursor
+from pd_connector.vllm import release
+from tests.support.releases import INSTALLED
+
+#: Whether vLLM also puts blocks that hold nothing at the end of the queue, not only in front.
+APPENDS_EMPTY = INSTALLED < (0, 30)
 
 
 class Bench:
@@ -16,7 +20,7 @@ class Bench:
 
     def __init__(self, blocks: int, depth: int) -> None:
         self.pool = BlockPool(blocks + 1, True, 16)
-        self.front = FreeQueueCursor(self.pool, depth)
+        self.front = release.current().free_queue_cursor(self.pool, depth)
         self.contents = 0
         self.give_back(self.take(blocks))
 
@@ -26,13 +30,18 @@ class Bench:
         self.front.remove(taken)
         return taken
 
-    def give_back(self, blocks: list[KVCacheBlock], *, empty: bool = False) -> None:
+    def give_back(self, blocks: list[KVCacheBlock], *, empty: bool = False, behind: bool = False) -> None:
+        """``behind``: what holds nothing comes last, as vLLM 0.23 does it for full attention."""
         for block in blocks:
             if block.block_hash is None and not empty:
                 self.contents += 1
                 key = make_block_hash_with_group_id(BlockHash(self.contents.to_bytes(8, "big")), 0)
-                self.pool._insert_block_hash(key, block, num_tokens=16)
-        self.pool.free_blocks(blocks)
+                release.current().make_findable(self.pool, key, block, 16)
+        if APPENDS_EMPTY and not behind:
+            self.pool.free_blocks([block for block in blocks if block.block_hash is not None])
+            self.pool.free_blocks([block for block in blocks if block.block_hash is None], prepend=True)
+        else:
+            self.pool.free_blocks(blocks)
 
     def look(self, number: int | None = None) -> list[int]:
         return [block.block_id for block in islice(self.front.advance(), number)]
@@ -199,7 +208,9 @@ def test_all_may_be_in_use() -> None:
 
 
 ACTIONS = st.tuples(
-    st.sampled_from(["take", "give back", "give back empty", "hit", "look", "begin", "put back", "fail"]),
+    st.sampled_from(
+        ["take", "give back", "give back empty", "give back empty behind", "hit", "look", "begin", "put back", "fail"]
+    ),
     st.integers(0, 9),
 )
 
@@ -220,7 +231,7 @@ def test_what_vllm_evicts_next_has_been_looked_at_whatever_happened(
             bench.look(1)  # as in every step that takes blocks
         elif action.startswith("give back"):
             given, used = used[:number], used[number:]
-            bench.give_back(given, empty=action.endswith("empty"))
+            bench.give_back(given, empty="empty" in action, behind="behind" in action)
         elif action == "hit" and free:
             used += bench.begin(free[number % len(free)])
         elif action == "begin" and free:

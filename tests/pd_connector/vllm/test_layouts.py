@@ -8,6 +8,11 @@ from typing import Any
 
 import pytest
 
+from tests.support.releases import INSTALLED, module_needs
+
+if INSTALLED < (0, 30):
+    module_needs((0, 30), "layouts that connectors ask for")
+
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # what torch and vLLM deprecate of each other is not ours
     import vllm.platforms

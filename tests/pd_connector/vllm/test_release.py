@@ -4,22 +4,19 @@ Covers: pd_connector.vllm.release_030, pd_connector.vllm.release_031.
 """
 
 import logging
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from vllm.distributed.kv_events import BlockStored
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
 from pd_connector.vllm import release
+from pd_connector.vllm.release_023 import Release023
 from pd_connector.vllm.release_030 import Release030
 from pd_connector.vllm.release_031 import Release031
-from tests.support.host_tier.setup import Setup, make_manager, make_request
+from tests.support.host_tier.setup import CONFIG, Setup, make_manager, make_request
 from tests.support.releases import INSTALLED, since
 
 #: Blocks of 4 tokens, the second group's of 8 with a window, so that hashes are made of 4 tokens.
 SETUP = Setup(groups=((4, 0), (8, 12)), device_blocks=12, events=True)
-CONFIG: Any = SimpleNamespace(max_in_flight_tokens=64, num_prefill_lookahead_tokens=0)
 
 
 @pytest.fixture
@@ -27,7 +24,13 @@ def installed() -> release.VllmRelease:
     return release.current()
 
 
-SERVED = {(0, 30): Release030, (0, 31): Release031, (0, 32): release.VllmRelease, (0, 33): release.VllmRelease}
+SERVED = {
+    (0, 23): Release023,
+    (0, 30): Release030,
+    (0, 31): Release031,
+    (0, 32): release.VllmRelease,
+    (0, 33): release.VllmRelease,
+}
 
 
 def test_the_release_that_the_tests_run_on_is_served(installed: release.VllmRelease) -> None:
@@ -40,7 +43,7 @@ def test_every_tested_release_has_its_differences() -> None:
 
 @pytest.mark.parametrize(
     ("version", "nearest"),
-    [((0, 20), Release030), ((0, 34), release.VllmRelease), ((1, 0), release.VllmRelease), (None, release.VllmRelease)],
+    [((0, 20), Release023), ((0, 34), release.VllmRelease), ((1, 0), release.VllmRelease), (None, release.VllmRelease)],
 )
 def test_other_releases_are_taken_for_the_nearest(
     version: release.Version | None, nearest: type[release.VllmRelease]
@@ -74,7 +77,10 @@ def test_what_a_release_cannot_give_is_said_at_start(
     assert all(line.endswith(limit) for line, limit in zip(told, of.limits, strict=True))
 
 
+@since((0, 30), "results that name the requests that failed")
 def test_arrivals_are_told_in_vllms_words(installed: release.VllmRelease) -> None:
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults  # noqa: PLC0415
+
     told = installed.transfer_results({"a", "b"}, {"b"})
     assert told == KVConnectorTransferResults(finished_recving={"a", "b"}, failed_recving={"b"})
 
@@ -117,7 +123,7 @@ def test_host_blocks_tell_events_where_the_devices_do_and_name_their_medium(
     host.block_pool.cache_full_blocks(
         request=request, blocks=blocks, num_cached_blocks=0, num_full_blocks=2, block_size=4, kv_cache_group_id=0
     )
-    told = [event for event in host.block_pool.take_events() if isinstance(event, BlockStored)]
+    told = [event for event in installed.take_host_events(host.block_pool) if isinstance(event, BlockStored)]
     assert [event.medium for event in told] == (["CPU"] if events else [])
 
 

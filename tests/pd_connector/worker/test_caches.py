@@ -6,6 +6,11 @@ from itertools import product
 from typing import Any
 
 import pytest
+
+from tests.support.releases import INSTALLED, module_needs
+
+if INSTALLED < (0, 30):
+    module_needs((0, 30), "one tensor for a layer's K and V in every layout")
 import torch
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,

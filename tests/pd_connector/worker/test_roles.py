@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pd_connector.worker.roles import Arrivals
+from pd_connector.orders import Destinations
+from pd_connector.worker.roles import Arrivals, FailedBlocks
 
 IDS = st.sampled_from("abc")
 EVENTS = st.one_of(
@@ -90,3 +91,33 @@ def test_requests_that_are_abandoned_fail_whatever_has_arrived_for_them() -> Non
     arrivals.expect("waits")
     arrivals.settle("waits", failed=False)
     assert arrivals.take() == ({"waits"}, set())
+
+
+# Failures told by blocks
+
+
+def test_of_a_request_that_fails_the_blocks_are_told_once_and_so_is_its_id() -> None:
+    failures = FailedBlocks()
+    failures.expect([Destinations("a", (3, 4)), Destinations("b", (7,))])
+    failures.settle({"b"}, set())
+    assert (failures.take_blocks(), failures.take_requests()) == (set(), frozenset())
+    failures.settle({"a"}, {"a"})
+    assert (failures.take_blocks(), failures.take_requests()) == ({3, 4}, frozenset({"a"}))
+    assert (failures.take_blocks(), failures.take_requests()) == (set(), frozenset())
+    failures.check_integrity()
+
+
+def test_failures_of_requests_whose_destinations_are_not_known_are_told_by_vllms_own_means() -> None:
+    failures = FailedBlocks()
+    failures.settle({"a"}, {"a"})
+    assert (failures.take_blocks(), failures.take_requests()) == (set(), frozenset())
+
+
+def test_destinations_are_kept_no_longer_than_a_request_waits() -> None:
+    """Its blocks become another request's, and its id may come again."""
+    failures = FailedBlocks()
+    for blocks, failed in (((3, 4), set()), ((5,), {"a"})):
+        failures.expect([Destinations("a", blocks)])
+        failures.settle({"a"}, failed)
+    assert failures.take_blocks() == {5}
+    assert not failures._destinations

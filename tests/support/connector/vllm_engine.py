@@ -13,16 +13,15 @@ from typing import Any, TypeVar
 
 import torch
 from vllm.config import KVTransferConfig
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.engine.core import EngineCoreProc, EngineShutdownState
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
-from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
 
 from pd_connector.connector import PDConnector
 from pd_connector.scheduler.roles import SchedulerRole
 from tests.support.connector.requests import FakeRequest, a_prompt, cache_manager
+from tests.support.connector.vllm_calls import Results, bind_cache_manager, results_of, take_output
 from tests.support.waiting import until
 
 _Role = TypeVar("_Role", bound=SchedulerRole)
@@ -81,34 +80,28 @@ class EngineUnderTest:
     caches: dict[str, torch.Tensor]
     pool: BlockPool
     tables: dict[str, list[int]] = field(default_factory=dict)
-    results: KVConnectorTransferResults = field(default_factory=KVConnectorTransferResults)
+    results: Results = field(default_factory=Results)
+    waiting: dict[str, list[int]] = field(default_factory=dict)  # blocks of the requests that wait for tokens
 
     def step(self) -> None:
         """What vLLM calls in one step without a model."""
         orders = self.scheduler.build_connector_meta(SimpleNamespace(num_scheduled_tokens={}))
         self.worker.bind_connector_metadata(orders)
-        results = self.worker.get_transfer_results(set())
-        report = self.worker.build_connector_worker_meta()
+        output = take_output(self.worker)
         self.worker.clear_connector_metadata()
-        assert not results.finished_sending
+        results = results_of(output, self.waiting)
         for name in ("finished_recving", "failed_recving"):
             before, new = getattr(self.results, name), getattr(results, name)
             assert not before & new, "vLLM's scheduler dies of an id that it no longer holds"
             before |= new
-        self.scheduler.update_connector_output(
-            KVConnectorOutput(
-                finished_recving=results.finished_recving,
-                failed_recving=results.failed_recving,
-                kv_connector_worker_meta=report,
-            )
-        )
+        self.scheduler.update_connector_output(output)
 
     @property
     def held(self) -> list[int]:
         """Blocks that somebody has references to."""
         return [block.block_id for block in self.pool.blocks if block.ref_cnt and not block.is_null]
 
-    def steps_until(self, condition: Callable[[KVConnectorTransferResults], object]) -> None:
+    def steps_until(self, condition: Callable[[Results], object]) -> None:
         def reached() -> bool:
             self.step()
             return bool(condition(self.results))
@@ -133,7 +126,10 @@ class EngineUnderTest:
         assert is_async
         assert tokens is not None
         assert tokens == request.num_prompt_tokens - 1
-        allocated = SimpleNamespace(get_block_ids=lambda: (blocks,))
+        self.waiting[request.request_id] = blocks
+        allocated = SimpleNamespace(
+            get_block_ids=lambda: (blocks,), blocks=([self.pool.blocks[block] for block in blocks],)
+        )
         self.scheduler.update_state_after_alloc(request, allocated, tokens)
 
     @property
@@ -162,4 +158,4 @@ class EngineCoreUnderConstruction(EngineCoreProc):  # type: ignore[misc]  # vLLM
     def __init__(self, connector: PDConnector, manager: Any) -> None:
         self.input_queue: queue.Queue[Any] = queue.Queue()
         self.shutdown_state = EngineShutdownState.RUNNING
-        connector.bind_kv_cache_manager(manager)
+        bind_cache_manager(connector, manager)

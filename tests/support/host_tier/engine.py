@@ -10,15 +10,17 @@ from collections import Counter
 from itertools import islice
 from typing import Any
 
-from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id, resolve_block_hashes
+from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
 from vllm.v1.request import RequestStatus
 
 from pd_connector.orders import LoadOrder, Orders
 from pd_connector.scheduler.host_tier import HostTier
 from pd_connector.stats import StatsRecorder, nothing
+from pd_connector.vllm import release
 from pd_connector.vllm.block_pools import DeviceBlocks
 from tests.support.host_tier.ranks import Contents, Copy, End, HostTierRank, PullOrder, contents_of
 from tests.support.host_tier.setup import Job, Setup, State, Step, Work, make_manager, make_pool, make_request
+from tests.support.releases import INSTALLED
 
 
 class HostTierEngine:
@@ -59,7 +61,7 @@ class HostTierEngine:
         job = Job(make_request(self.setup, request_id, tokens[: len(tokens) - outputs], outputs), tokens)
         hashes = make_request(self.setup, "all of it", tokens).block_hashes
         for group, size in enumerate(self.setup.sizes):
-            for number, value in enumerate(resolve_block_hashes(hashes, self.setup.hash_tokens, size)):
+            for number, value in enumerate(release.current().block_hashes(hashes, self.setup.hash_tokens, size)):
                 prefix = tokens[: (number + 1) * size]
                 self._prefixes[make_block_hash_with_group_id(value, group)] = group, number, prefix
         self.jobs.append(job)
@@ -72,7 +74,9 @@ class HostTierEngine:
     def admit(self, job: Job, budget: int = 8, *, pulls: bool = False, fate: str = "") -> Work | None:
         """The scheduler looks at a waiting request. ``fate``: "asked later", or "declined", as hits may be."""
         request, manager, tier = job.request, self.manager, self.tier
-        hit, local, request.shared_prefix_boundary = manager.get_computed_blocks(request)
+        hit, local, *boundary = manager.get_computed_blocks(request)
+        if boundary:
+            (request.shared_prefix_boundary,) = boundary
         loaded = tier.missing_tokens(request, local)
         self._check_offer(job, local, loaded)
         if fate == "asked later":
@@ -425,8 +429,11 @@ class HostTierEngine:
         request = job.request
         if job in self.running:
             self.running.remove(job)
-        processed = max(0, request.num_computed_tokens - request.num_in_flight_tokens)
-        self.manager.remove_skipped_blocks(job.request_id, processed, request.num_prompt_tokens)
+        if INSTALLED >= (0, 30):
+            processed = max(0, request.num_computed_tokens - request.num_in_flight_tokens)
+            self.manager.remove_skipped_blocks(job.request_id, processed, request.num_prompt_tokens)
+        else:
+            self.manager.remove_skipped_blocks(job.request_id, request.num_computed_tokens)
         request.status = RequestStatus.FINISHED_ABORTED
         job.state = State.GONE
         self.tier.finish(request, ())

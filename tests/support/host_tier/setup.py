@@ -23,8 +23,16 @@ from pd_connector.orders import Report
 from pd_connector.scheduler.host_tier import StoreMode
 from pd_connector.vllm.block_pools import HostBlockPool
 from tests.support.host_tier.ranks import Copy
+from tests.support.releases import INSTALLED
 
 MAX_TOKENS = 64
+
+#: What a host pool reads of vLLM's configuration, in the names of all releases.
+CONFIG: Any = SimpleNamespace(
+    max_in_flight_tokens=MAX_TOKENS,
+    num_prefill_lookahead_tokens=0,
+    scheduler_config=SimpleNamespace(max_num_batched_tokens=MAX_TOKENS),
+)
 
 init_none_hash(sha256_cbor)
 
@@ -59,20 +67,20 @@ def make_manager(setup: Setup) -> KVCacheManager:
         common = {"block_size": tokens, "num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
         specs.append(SlidingWindowSpec(sliding_window=window, **common) if window else FullAttentionSpec(**common))
     groups = [KVCacheGroupSpec([f"layer {number}"], spec) for number, spec in enumerate(specs)]
+    in_flight = "max_in_flight_tokens" if INSTALLED >= (0, 30) else "max_num_batched_tokens"
     return KVCacheManager(
         KVCacheConfig(setup.device_blocks, [], groups),
         max_model_len=MAX_TOKENS,
         scheduler_block_size=math.lcm(*setup.sizes),
         hash_block_size=setup.hash_tokens,
-        max_in_flight_tokens=MAX_TOKENS,
         enable_kv_cache_events=setup.events,
+        **{in_flight: MAX_TOKENS},
     )
 
 
 def make_pool(setup: Setup, manager: KVCacheManager) -> HostBlockPool:
-    config = SimpleNamespace(max_in_flight_tokens=MAX_TOKENS, num_prefill_lookahead_tokens=0)
     lookahead = setup.lookahead if setup.mode == "lazy" else 0
-    return HostBlockPool(config, manager, setup.slots, lookahead)
+    return HostBlockPool(CONFIG, manager, setup.slots, lookahead)
 
 
 @cache
@@ -82,7 +90,9 @@ def _hasher(tokens: int) -> Callable[[Request], list[Any]]:
 
 def make_request(setup: Setup, request_id: str, prompt: Sequence[int], outputs: int = 1) -> Request:
     sampling = SamplingParams(max_tokens=outputs)
-    return Request(request_id, list(prompt), sampling, None, block_hasher=_hasher(setup.hash_tokens))
+    request = Request(request_id, list(prompt), sampling, None, block_hasher=_hasher(setup.hash_tokens))
+    request.num_in_flight_tokens = 0  # vLLM 0.23 does not count them
+    return request
 
 
 class State(Enum):

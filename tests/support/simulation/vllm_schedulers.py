@@ -39,6 +39,8 @@ from pd_connector.scheduler.renewals import Renewals
 from pd_connector.scheduler.roles import SchedulerRole
 from pd_connector.scheduler.scheduler import ConnectorScheduler
 from pd_connector.vllm.metadata import HandshakeMetadata, ReportMetadata, StepMetadata
+from pd_connector.worker.roles import FailedBlocks
+from tests.support.connector.vllm_calls import NAMES_FAILED_REQUESTS
 from tests.support.e2e.models import DEFAULT_MODEL, write_model
 from tests.support.waiting import ManualClock
 from transfer.control.client import ControlClient
@@ -188,6 +190,7 @@ class EngineSim:
         self.memory: dict[tuple[int, int], int] = {}  # by block and offset
         self._pulls: dict[str, _Pull] = {}
         self._refused: set[str] = set()
+        self._failures = FailedBlocks()
         self.scheduler = self._make_scheduler(role, blocks, policy, settings)
         connector: Any = self.scheduler.connector
         self.side: ConnectorScheduler = connector._scheduler
@@ -267,14 +270,26 @@ class EngineSim:
         self._start(metadata.orders)
         done, failed = self._end_pulls()
         result = self._execute(output)
-        result.kv_connector_output = KVConnectorOutput(
-            finished_recving=done, failed_recving=failed, kv_connector_worker_meta=ReportMetadata(Report())
-        )
+        result.kv_connector_output = self._connector_output(done, failed)
         for outputs in self.scheduler.update_from_output(output, result).values():
             for each in outputs.outputs:
                 if each.finish_reason is not None:
                     self._finish(each.request_id, str(each.finish_reason), each.kv_transfer_params)
         self.side.check_integrity()
+
+    def _connector_output(self, done: set[str], failed: set[str]) -> KVConnectorOutput:
+        """What the workers tell: requests that have failed, or, before vLLM 0.30, blocks that have."""
+        if NAMES_FAILED_REQUESTS:
+            return KVConnectorOutput(
+                finished_recving=done, failed_recving=failed, kv_connector_worker_meta=ReportMetadata(Report())
+            )
+        self._failures.settle(done, failed)
+        report = Report(failed=self._failures.take_requests())
+        return KVConnectorOutput(
+            finished_recving=done,
+            invalid_block_ids=self._failures.take_blocks(),
+            kv_connector_worker_meta=ReportMetadata(report),
+        )
 
     def _make_scheduler(self, role: str, blocks: int, policy: str, settings: dict[str, Any]) -> Scheduler:
         config = copy(_config())
@@ -301,6 +316,7 @@ class EngineSim:
             return Scheduler(config, caches, StructuredOutputManager(config), _BLOCK_TOKENS)
 
     def _start(self, orders: Orders) -> None:
+        self._failures.expect(orders.destinations)
         for order in orders.pulls:
             asked, _ = self.requests[order.request_id]
             self._pulls[order.request_id] = _Pull(order, asked, self.world.clock.now + self.pull_s)

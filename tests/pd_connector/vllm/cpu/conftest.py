@@ -12,5 +12,6 @@ from pd_connector.vllm.cpu import layouts
 @pytest.fixture
 def hooked(monkeypatch: pytest.MonkeyPatch) -> None:
     """The workers of this process are asked for their layouts as if the plugin had been loaded."""
-    monkeypatch.setattr(WorkerBase, "get_supported_kv_cache_layouts", WorkerBase.get_supported_kv_cache_layouts)
+    if (ask := getattr(WorkerBase, "get_supported_kv_cache_layouts", None)) is not None:  # since vLLM 0.30
+        monkeypatch.setattr(WorkerBase, "get_supported_kv_cache_layouts", ask)
     layouts.register()

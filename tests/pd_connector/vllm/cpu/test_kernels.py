@@ -22,8 +22,24 @@ from tests.support.connector.cpu_layers import (
     cpu_only,
     layers_config,
 )
+from tests.support.releases import INSTALLED, since
 
 pytestmark = cpu_only
+
+
+def one_sequence(shape: layout_check.CacheShape, isa: str) -> Any:
+    """What vLLM 0.23, which writes to the cache when it attends, passes with the tokens of one block."""
+    tokens, lengths = shape.block_tokens, torch.tensor([shape.block_tokens], dtype=torch.int32)
+    starts = torch.tensor([0, tokens], dtype=torch.int32)
+    plan = ops.cpu_attn_get_scheduler_metadata(
+        num_reqs=1, num_heads=shape.heads, num_kv_heads=shape.kv_heads, head_dim=shape.head_size, seq_lens=lengths,
+        dtype=shape.dtype, query_start_loc=starts, causal=True, sliding_window_size=-1, isa=isa, enable_kv_split=False,
+    )  # fmt: skip
+    return cpu_attn.CPUAttentionMetadata(
+        isa=isa, num_actual_tokens=tokens, max_query_len=tokens, query_start_loc=starts, max_seq_len=tokens,
+        seq_lens=lengths, block_table=torch.zeros(1, 1, dtype=torch.int32), slot_mapping=torch.arange(tokens),
+        scheduler_metadata=plan,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("head_size", [64, 80])
@@ -38,7 +54,11 @@ def test_the_order_that_is_found_is_where_the_kernels_put_each_item(head_size: i
     key, value = torch.randn(2, shape.block_tokens, shape.kv_heads, head_size).to(dtype)
     cache = torch.zeros(1, shape.kv_heads, shape.block_tokens, 2 * head_size, dtype=dtype)
     face = SimpleNamespace(isa=isa, _k_scale_float=1.0, _v_scale_float=1.0)
-    layer.impl.do_kv_cache_update(face, key, value, cache, torch.arange(shape.block_tokens))
+    if INSTALLED >= (0, 30):
+        layer.impl.do_kv_cache_update(face, key, value, cache, torch.arange(shape.block_tokens))
+    else:
+        query = torch.zeros(shape.block_tokens, shape.heads, head_size, dtype=dtype)
+        layer.impl.forward(face, query, key, value, cache, one_sequence(shape, isa), torch.zeros_like(query))
     for head in range(shape.kv_heads):
         block = cache[0, head].flatten()
         for written, part in ((key, order.key), (value, order.value)):
@@ -48,6 +68,7 @@ def test_the_order_that_is_found_is_where_the_kernels_put_each_item(head_size: i
             )
 
 
+@since((0, 30), "layouts, for which its kernels are checked,")
 @pytest.mark.parametrize("window", [None, 40])
 def test_kernels_are_called_with_the_window_of_their_layer(monkeypatch: pytest.MonkeyPatch, window: int | None) -> None:
     called: list[object] = []

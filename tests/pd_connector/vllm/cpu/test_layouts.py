@@ -8,6 +8,11 @@ from typing import Any
 
 import pytest
 
+from tests.support.releases import INSTALLED, module_needs
+
+if INSTALLED < (0, 30):
+    module_needs((0, 30), "layouts that workers offer")
+
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # what torch and vLLM deprecate of each other is not ours
     from vllm.distributed.kv_transfer.kv_connector import utils as kv_connector_utils

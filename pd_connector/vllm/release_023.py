@@ -1,0 +1,299 @@
+"""vLLM 0.23: where it differs from 0.30.
+
+It asks no connector whether to step, hands over its block pool but not the manager of it, and learns of failed loads by
+block ids, which it can look up for models with one KV cache group only. ``hook`` adds what is missing to vLLM's
+classes. Nothing else in vLLM is changed.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from functools import wraps
+from typing import TYPE_CHECKING, Any
+
+from pd_connector.vllm.free_queue import FreeQueueCursor
+from pd_connector.vllm.release_030 import Release030
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.distributed.kv_events import KVCacheEvent
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.core.kv_cache_utils import BlockHash, BlockHashWithGroupId, KVCacheBlock
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+    from pd_connector.vllm.cpu.head_order import Write
+
+#: The attribute of a block pool that ``hook`` adds: the manager that it belongs to.
+_MANAGER = "_pd_connector_cache_manager"
+
+
+class Release023(Release030):
+    """vLLM 0.23, alone or under vllm-ascend 0.23."""
+
+    limits = (
+        "each layer's KV cache stays apart, because connectors cannot ask for layouts (cross_layer_blocks has no "
+        "effect; they can since vLLM 0.30)",
+        "a request may be preempted for blocks that a store in host memory would have freed a few steps later",
+        *Release030.limits,
+    )
+    fails_by_request = False
+    defers_block_reuse = False
+    declares_layouts = False
+    devices = ("cpu", "npu")
+
+    @property
+    def host_medium(self) -> str:
+        """The name of host memory in KV cache events."""
+        return "CPU"
+
+    def hook(self) -> None:
+        """Add to vLLM's classes what the connector needs, and they lack. Idempotent."""
+        from vllm.v1.core.kv_cache_manager import KVCacheManager  # noqa: PLC0415
+        from vllm.v1.core.sched.scheduler import Scheduler  # noqa: PLC0415
+
+        _wrap(KVCacheManager, "__init__", _remembered_by_its_pool)
+        _wrap(Scheduler, "has_finished_requests", _or_connector_wants_step)
+        _wrap(Scheduler, "_update_requests_with_invalid_blocks", _for_any_number_of_groups)
+
+    def cache_manager_of(self, pool: "BlockPool") -> "KVCacheManager":
+        """Return the manager that a block pool belongs to.
+
+        Raises:
+            RuntimeError: vLLM made the manager before this release was hooked.
+        """
+        manager: KVCacheManager | None = getattr(pool, _MANAGER, None)
+        if manager is None:
+            raise RuntimeError(
+                "PDConnector cannot find the KV cache manager of this engine: vLLM made it before it imported the "
+                "connector. Start with vLLM's own scheduler, or one derived from it"
+            )
+        return manager
+
+    def failed_requests(self, output: "KVConnectorOutput") -> set[str]:
+        """Return nothing: workers report failed requests to the scheduler side themselves."""
+        return set()
+
+    def has_mixed_precision(self, kv_cache_config: "KVCacheConfig") -> bool:
+        """Return whether the engine's caches differ in data type or quantization."""
+        specs = [
+            spec
+            for group in kv_cache_config.kv_cache_groups
+            for spec in getattr(group.kv_cache_spec, "kv_cache_specs", {"": group.kv_cache_spec}).values()
+        ]
+        return len({(getattr(spec, "dtype", None), getattr(spec, "kv_quant_mode", None)) for spec in specs}) > 1
+
+    def hidden_scales(self, spec: Any) -> str:
+        """Return what of a cache neither its tensors nor ``spec`` show, in words; empty if nothing."""
+        mode = getattr(spec, "kv_quant_mode", None)
+        if mode is not None and (mode.is_per_token_head or mode.is_nvfp4):
+            return f"whose scales vLLM 0.23 keeps beside its values ({mode.name.lower()})"
+        if getattr(spec, "cache_dtype_str", None) == "fp8_ds_mla":
+            return "in which scales follow the values of each token (fp8_ds_mla)"
+        return ""
+
+    def cpu_writer(self, vllm_config: "VllmConfig", block_tokens: int, head_size: int) -> "Write":
+        """Return the kernel by which vLLM's CPU attention writes to the cache, for one head and one block."""
+        import torch  # noqa: PLC0415  the plugin loads this module in every process of vLLM
+        from vllm import _custom_ops as ops  # noqa: PLC0415  only on the CPU platform
+        from vllm.v1.attention.backends import cpu_attn  # noqa: PLC0415
+
+        dtype = vllm_config.cache_config.cache_dtype
+        isa = cpu_attn._get_attn_isa(vllm_config.model_config.dtype, block_tokens, head_size, dtype)
+        slots = torch.arange(block_tokens, dtype=torch.int64, device="cpu")
+
+        def write(key: "torch.Tensor", value: "torch.Tensor", cache: "torch.Tensor") -> None:
+            # What CPUAttentionBackendImpl.forward does before it attends: [blocks, heads, 2 * tokens, head size].
+            halves = cache.view(1, 1, 2 * block_tokens, head_size).chunk(2, dim=2)
+            ops.cpu_attn_reshape_and_cache(key, value, *halves, slots, isa, kv_cache_dtype=dtype)
+
+        return write
+
+    def host_coordinator(self, vllm_config: "VllmConfig", device: "KVCacheManager", slots: int) -> "KVCacheCoordinator":
+        """Return a coordinator over ``slots`` host blocks for the cache groups of ``device``."""
+        from vllm.v1.core.kv_cache_coordinator import get_kv_cache_coordinator  # noqa: PLC0415
+
+        return get_kv_cache_coordinator(
+            kv_cache_config=replace(device.kv_cache_config, num_blocks=slots + 1),  # block 0 is vLLM's null block
+            max_model_len=device.max_model_len,
+            max_num_batched_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
+            use_eagle=device.use_eagle,
+            enable_caching=True,
+            enable_kv_cache_events=device.block_pool.enable_kv_cache_events,
+            dcp_world_size=1,
+            pcp_world_size=1,
+            scheduler_block_size=device.coordinator.scheduler_block_size,
+            hash_block_size=device.block_pool.hash_block_size,
+        )
+
+    def cacheable_groups(self, device: "KVCacheManager") -> tuple[int, ...]:
+        """Return the indices of the cache groups whose blocks can be found by their contents: all that are served."""
+        return tuple(range(device.num_kv_cache_groups))
+
+    def has_events(self, device: "KVCacheManager") -> bool:
+        """Return whether ``device`` publishes KV cache events."""
+        return bool(device.block_pool.enable_kv_cache_events)
+
+    def block_tokens(self, coordinator: "KVCacheCoordinator") -> tuple[int, ...]:
+        """Return the block size of each cache group, in tokens."""
+        return tuple(int(manager.block_size) for manager in coordinator.single_type_managers)
+
+    def cacheable_tokens(self, coordinator: "KVCacheCoordinator", computed: int, group: int) -> int:
+        """Return how many of a request's ``computed`` tokens vLLM caches in a group, as ``cache_blocks`` does."""
+        from vllm.v1.core.kv_cache_coordinator import HybridKVCacheCoordinator  # noqa: PLC0415
+
+        if not isinstance(coordinator, HybridKVCacheCoordinator):
+            return computed
+        aligned: int = computed // coordinator.scheduler_block_size * coordinator.scheduler_block_size
+        manager = coordinator.single_type_managers[group]
+        return min(computed, aligned + int(manager.block_size)) if manager.use_eagle and aligned else aligned
+
+    def block_hashes(self, hashes: "Sequence[BlockHash]", hash_tokens: int, block_tokens: int) -> "Sequence[BlockHash]":
+        """Return a request's hashes of blocks of ``block_tokens`` tokens, given those of ``hash_tokens`` tokens."""
+        from vllm.v1.core.kv_cache_utils import BlockHashListWithBlockSize  # noqa: PLC0415
+
+        if block_tokens == hash_tokens:
+            return hashes
+        larger: Sequence[BlockHash] = BlockHashListWithBlockSize(hashes, hash_tokens, block_tokens)
+        return larger
+
+    def longest_hit(
+        self, coordinator: "KVCacheCoordinator", hashes: "Sequence[BlockHash]", longest: int
+    ) -> "tuple[tuple[Sequence[KVCacheBlock], ...], int]":
+        """Return the blocks of each cache group that hold a prefix of at most ``longest`` tokens, and its length."""
+        groups, tokens = coordinator.find_longest_cache_hit(hashes, longest)
+        return tuple(groups), int(tokens)
+
+    def prefix_tokens(self, block: "KVCacheBlock") -> int | None:
+        """Return the length of the prefix that a block's key stands for: None, because vLLM does not note it."""
+        return None
+
+    def make_findable(
+        self, pool: "BlockPool", key: "BlockHashWithGroupId", block: "KVCacheBlock", prefix_tokens: int | None
+    ) -> None:
+        """Let a block in use be found by ``key``."""
+        block.block_hash = key
+        pool.cached_block_hash_to_block.insert(key, block)
+
+    def take_host_events(self, pool: "BlockPool") -> "list[KVCacheEvent]":
+        """Return a host pool's KV cache events since the last call. vLLM's pools take themselves for the device's."""
+        events: list[KVCacheEvent] = pool.take_events()
+        for event in events:
+            if hasattr(event, "medium"):
+                event.medium = self.host_medium
+        return events
+
+    def stored_event(self, **fields: Any) -> "KVCacheEvent":
+        """Return the KV cache event of a stored block, without its session, which vLLM does not know of."""
+        del fields["session_id"]
+        return super().stored_event(**fields)
+
+    def session_id(self, request: "Request") -> str | None:
+        """Return None: vLLM does not know of sessions."""
+        return None
+
+    def free_queue_cursor(self, pool: "BlockPool", depth: int) -> FreeQueueCursor:
+        """Return a cursor over the first ``depth`` free blocks of ``pool``."""
+        return MixedQueueCursor(pool, depth)
+
+
+class MixedQueueCursor(FreeQueueCursor):
+    """A cursor over a queue in which blocks without contents may lie anywhere.
+
+    vLLM 0.23 appends all freed blocks of full attention, among them the last one of a prompt, which has no contents
+    that can be found. Only those that a window has passed are prepended.
+    """
+
+    def _was_allocated(self, first: "KVCacheBlock") -> bool:
+        """Return whether the first visited block is in use, or was, and now follows blocks with contents."""
+        before = first.prev_free_block
+        while before is not None and before is not self._queue.fake_free_list_head and before.block_hash is None:
+            if before.block_id in self._visited:
+                return True  # the first one was visited before it
+            before = before.prev_free_block
+        return before is None or before.block_hash is not None
+
+
+def _wrap(owner: type, name: str, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Replace a method by what ``wrapper`` makes of it, in the class that defines it, unless that was done before.
+
+    That may be a base of ``owner``, for which vllm-ascend puts a class of its own in vLLM's place.
+    """
+    owner = next(each for each in owner.__mro__ if name in vars(each))
+    method = getattr(owner, name)
+    if not getattr(method, "wrapped_by_pd_connector", False):
+        wrapped = wraps(method)(wrapper(method))
+        wrapped.wrapped_by_pd_connector = True  # type: ignore[attr-defined]  # a mark on a function
+        setattr(owner, name, wrapped)
+
+
+def remember_manager(manager: "KVCacheManager") -> None:
+    """Let a cache manager be found by its block pool."""
+    setattr(manager.block_pool, _MANAGER, manager)
+
+
+def _remembered_by_its_pool(construct: Callable[..., None]) -> Callable[..., None]:
+    """Let a cache manager be found by its block pool, which is all that vLLM hands over."""
+
+    def __init__(self: "KVCacheManager", *args: Any, **kwargs: Any) -> None:  # noqa: N807  vLLM's
+        construct(self, *args, **kwargs)
+        remember_manager(self)
+
+    return __init__
+
+
+def _or_connector_wants_step(ask: Callable[["Scheduler"], bool]) -> Callable[["Scheduler"], bool]:
+    """Let the engine step without requests if the connector, or a child of MultiConnector, must."""
+
+    def has_finished_requests(self: "Scheduler") -> bool:
+        connectors = getattr(self.connector, "_connectors", (self.connector,))
+        return bool(ask(self)) or any(_has_pending_work(connector) for connector in connectors)
+
+    return has_finished_requests
+
+
+def _has_pending_work(connector: Any) -> bool:
+    """Return whether the engine must step for a connector. vLLM's own ones of 0.23 never say so."""
+    asked = getattr(connector, "has_pending_push_work", None)
+    return bool(asked is not None and asked())
+
+
+def _for_any_number_of_groups(update: Callable[..., Any]) -> Callable[..., Any]:
+    """Let requests that wait fail in models with several KV cache groups, where vLLM raises ValueError.
+
+    They are computed from their first token, as all of their blocks are then: vLLM frees them and looks for hits again.
+    """
+
+    def _update_requests_with_invalid_blocks(
+        self: "Scheduler",
+        requests: "Iterable[Request]",
+        invalid_block_ids: set[int],
+        num_scheduled_tokens: dict[str, int],
+        evict_blocks: bool = True,
+    ) -> tuple[set[str], int, set[int]]:
+        requests = list(requests)
+        if len(self.kv_cache_config.kv_cache_groups) == 1:
+            result: tuple[set[str], int, set[int]] = update(
+                self, requests, invalid_block_ids, num_scheduled_tokens, evict_blocks
+            )
+            return result
+        affected, tokens = set(), 0
+        for request in requests:
+            held = self.kv_cache_manager.get_block_ids(request.request_id)
+            if invalid_block_ids.isdisjoint(block for group in held for block in group):
+                continue
+            if evict_blocks:
+                raise NotImplementedError(
+                    f"blocks of the running request {request.request_id} are reported as not loaded: vLLM 0.23 cannot "
+                    "recover from that in a model with several KV cache groups"
+                )
+            affected.add(request.request_id)
+            tokens += request.num_computed_tokens
+            request.num_computed_tokens = 0
+        return affected, tokens, set()
+
+    return _update_requests_with_invalid_blocks

@@ -1,0 +1,57 @@
+"""The calls that vLLM makes to a connector in a step, in the form that the installed release has for them."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm.v1.outputs import KVConnectorOutput
+
+from tests.support.releases import INSTALLED
+
+#: Whether vLLM is told which requests have failed; until 0.30 it is told which blocks have.
+NAMES_FAILED_REQUESTS = INSTALLED >= (0, 30)
+
+
+@dataclass
+class Results:
+    """The requests whose wait has ended, and those of them that have failed."""
+
+    finished_recving: set[str] = field(default_factory=set)
+    failed_recving: set[str] = field(default_factory=set)
+
+
+def bind_cache_manager(connector: Any, manager: Any) -> None:
+    """Hand over the manager of the blocks, or the pool that it has made."""
+    if NAMES_FAILED_REQUESTS:
+        connector.bind_kv_cache_manager(manager)
+        return
+    from pd_connector.vllm.release_023 import remember_manager  # noqa: PLC0415  later releases do not need it
+
+    remember_manager(manager)  # as when a real one is made
+    connector.bind_gpu_block_pool(manager.block_pool)
+
+
+def take_output(worker: Any) -> KVConnectorOutput:
+    """What the model runner takes from a connector at the end of a step."""
+    output = KVConnectorOutput()
+    if NAMES_FAILED_REQUESTS:
+        results = worker.get_transfer_results(set())
+        assert not results.finished_sending
+        output.finished_recving, output.failed_recving = results.finished_recving, results.failed_recving
+    else:
+        sent, output.finished_recving = worker.get_finished(set())
+        assert not sent
+    output.invalid_block_ids = worker.get_block_ids_with_load_errors()
+    assert not (NAMES_FAILED_REQUESTS and output.invalid_block_ids), "a failure is told twice"
+    output.kv_connector_worker_meta = worker.build_connector_worker_meta()
+    return output
+
+
+def results_of(output: KVConnectorOutput, tables: dict[str, list[int]]) -> Results:
+    """What vLLM's scheduler understands of an output; ``tables`` are the blocks of the requests that wait."""
+    finished = set(output.finished_recving or ())
+    if NAMES_FAILED_REQUESTS:
+        return Results(finished, set(output.failed_recving or ()))
+    failed = {request_id for request_id in finished if output.invalid_block_ids & set(tables[request_id])}
+    told = {block for request_id in failed for block in tables[request_id]}
+    assert output.invalid_block_ids <= told, "blocks of other requests are reported as invalid"
+    return Results(finished, failed)
