@@ -91,7 +91,7 @@ def _workers_allocate() -> bool:
     """Return whether the platform's workers decide on their caches' layout by themselves, as vllm-ascend's do."""
     from vllm.platforms import current_platform  # noqa: PLC0415
 
-    return bool(current_platform.device_type == "npu")
+    return getattr(current_platform, "device_type", "") == "npu"
 
 
 def cross_layer_blocks(vllm_config: Any) -> bool:

@@ -27,6 +27,7 @@ The control channel (``transfer/control``):
 
 Devices (``transfer/batch_copy``, ``tests/npu_sim``):
     devices.fake_cuda       a CUDA driver in Python
+    devices.ascend_runner   a model runner that allocates KV caches as vllm-ascend's does
     devices.npu_simulator   builds and loads the simulated ACL runtime, whose sources are in devices/npu_runtime
     devices.npu_device      the simulated device by the C interface: memory, streams, events
     devices.npu_caches      a worker's KV caches on the simulated device, and host memory for their blocks

@@ -39,7 +39,7 @@ def register() -> None:
     try:
         from vllm.platforms import current_platform  # noqa: PLC0415
 
-        if current_platform.device_type == "npu":
+        if getattr(current_platform, "device_type", "") == "npu":
             _hook_workers()
     except (ImportError, AttributeError) as missing:
         # This engine may not use the connector. ``warn_if_not_hooked`` warns if it does.

@@ -58,7 +58,7 @@ def check_groups(groups: Sequence[Any]) -> None:
     for name, one in getattr(spec, "kv_cache_specs", {"": spec}).items():
         kind, where = type(one).__name__, f" of layer {name!r}" if name else ""
         if kind not in ("FullAttentionSpec", "MLAAttentionSpec", "AscendMLAAttentionSpec"):
-            raise LayersApartError(f"the cache{where} is a {kind}")
+            raise LayersApartError(f"the cache{where} is of kind {kind}")
         if one.dtype not in _PLAIN_DTYPES:
             raise LayersApartError(f"the cache{where} is quantized ({one.dtype})")
 

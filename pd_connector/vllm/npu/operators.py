@@ -21,6 +21,11 @@ from pd_connector.vllm.paged_batches import Batch
 
 _GQA, _MLA = "AscendAttentionBackendImpl", "AscendMLAImpl"
 
+#: Attributes of an implementation by which it calls other operators, or the same in another way.
+_KIND = (
+    "num_heads", "num_kv_heads", "head_size", "sliding_window", "fa_quant_layer", "enable_kv_nz", "enable_mlapo",
+)  # fmt: skip
+
 
 def attention_operators(vllm_config: Any, layers: Sequence[str], device: torch.device) -> list[CacheOperators]:
     """Return the operators of one layer of each kind among ``layers``.
@@ -35,8 +40,7 @@ def attention_operators(vllm_config: Any, layers: Sequence[str], device: torch.d
         kind = type(impl).__name__
         if kind not in (_GQA, _MLA):
             raise LayersApartError(f"the attention implementation {kind} is not known to take them")
-        numbers = ("num_heads", "num_kv_heads", "head_size", "sliding_window", "fa_quant_layer")
-        key = (kind, getattr(impl, "sinks", None) is None, *(getattr(impl, number, None) for number in numbers))
+        key = (kind, getattr(impl, "sinks", None) is None, *(getattr(impl, attribute, None) for attribute in _KIND))
         if key not in kinds:
             of_kind = _GqaOperators if kind == _GQA else _MlaOperators
             kinds[key] = of_kind(found[name], vllm_config, device)
