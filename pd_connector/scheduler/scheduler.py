@@ -35,7 +35,6 @@ from pd_connector.vllm.engine_core import EngineLoop
 from pd_connector.vllm.layouts import log_layout
 from pd_connector.vllm.model_identity import model_identity
 from pd_connector.vllm.platform import host_address
-from pd_connector.vllm.release import current
 from transfer.control.client import ControlClient
 from transfer.control.keys import ControlKeys
 from transfer.peers import AllowedPeers
@@ -237,10 +236,7 @@ class ConnectorScheduler:
     def _make_admission(self, leases: LeaseTable[HeldBlocks], consumer: Consumer | None) -> RequestAdmission:
         fraction = self._config.max_leased_fraction or (1.0 if consumer is None else 0.5)
         limits = AdmissionLimits(fraction, self._config.lease_ttl_s, self._config.queue_timeout_s)
-        loaded_first = current().serves_loaded_first
-        return RequestAdmission(
-            limits, self._blocks, leases, self._retentions, consumer, self._clock, loaded_first=loaded_first
-        )
+        return RequestAdmission(limits, self._blocks, leases, self._retentions, consumer, self._clock)
 
     def _make_consumer(self, keys: ControlKeys | None) -> Consumer:
         client = ControlClient(keys=keys, allowed=AllowedPeers(self._config.allowed_peers))

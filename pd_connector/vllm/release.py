@@ -33,9 +33,6 @@ class VllmRelease:
     #: What this release cannot give, a sentence each, logged at start.
     limits: tuple[str, ...] = ()
 
-    #: Whether the scheduler gives requests whose tokens have been loaded their turn before it looks at others.
-    serves_loaded_first = True
-
     @property
     def tells_of_sleep(self) -> bool:
         """Whether connectors are told when sleep mode unmaps the KV caches and maps them again: since vLLM 0.33."""
