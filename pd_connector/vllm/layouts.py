@@ -1,7 +1,8 @@
 """The KV cache layouts that keep all layers of a block together, and when the connector asks vLLM for one.
 
 vLLM resolves the layout from what the user, the connector and the attention backends ask for. On the CPU platform,
-``cpu.layouts`` makes the workers offer more. This module must stay cheap to import: no torch or vllm at module level.
+``cpu.layouts`` makes the workers offer more; on the NPU platform, ``npu.allocation`` lays the caches out. This module
+must stay cheap to import: no torch or vllm at module level.
 """
 
 import logging
@@ -47,6 +48,10 @@ def wanted_layout(vllm_config: Any) -> str | None:
         from pd_connector.vllm.cpu.layouts import warn_if_not_hooked  # noqa: PLC0415  it imports this module
 
         warn_if_not_hooked()
+    if cross_layer_blocks(vllm_config) and _workers_allocate():
+        from pd_connector.vllm.npu import allocation  # noqa: PLC0415  it imports this module
+
+        allocation.warn_if_not_hooked()
     return _wish(vllm_config).layout
 
 
@@ -60,6 +65,9 @@ def log_layout(vllm_config: Any, chosen: str | None) -> None:
         reason = f"VLLM_KV_CACHE_LAYOUT is {requested}"
     elif wish.layout is not None and wish.layout != chosen:
         reason = f"{wish.layout} was asked for ({wish.reason}), and vLLM could not use it"
+    if _workers_allocate():
+        logger.info("PDConnector: the workers lay out their KV caches: %s", reason)
+        return
     effect = "keeps all layers of a block together" if chosen in BLOCK_OUTER else "keeps each layer apart"
     logger.info("PDConnector: the KV cache layout %s %s: %s", chosen, effect, reason)
 
@@ -71,6 +79,8 @@ def _wish(vllm_config: Any) -> _Wish:
         return _Wish(None, f"{SWITCH} is false, or this connector was not found in kv_transfer_config")
     if current_platform.is_cpu():
         return _Wish(None, "the best that the workers offer, whose log says why")
+    if _workers_allocate():
+        return _Wish(None, "their log says whether all layers of a block are together")
     if not current_platform.is_cuda():
         return _Wish(None, "the attention backends of this platform do not declare their layouts")
     try:
@@ -78,6 +88,13 @@ def _wish(vllm_config: Any) -> _Wish:
     except Exception as error:
         logger.warning("PDConnector: cross-layer KV blocks are off: cannot tell the backends' layouts: %s", error)
         return _Wish(None, f"the layouts of the attention backends cannot be told ({error})")
+
+
+def _workers_allocate() -> bool:
+    """Return whether the platform's workers decide on their caches' layout by themselves, as vllm-ascend's do."""
+    from vllm.platforms import current_platform  # noqa: PLC0415
+
+    return getattr(current_platform, "device_type", "") == "npu"
 
 
 def cross_layer_blocks(vllm_config: Any) -> bool:

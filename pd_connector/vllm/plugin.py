@@ -1,4 +1,4 @@
-"""The plugin that vLLM loads in every process: makes the connector known by its name, and hooks CPU workers.
+"""The plugin that vLLM loads in every process: makes the connector known by its name, and hooks the workers.
 
 This module must stay cheap to import: no torch or vllm at module level.
 """
@@ -7,6 +7,7 @@ import logging
 
 from pd_connector.vllm.cpu import layouts
 from pd_connector.vllm.layouts import CONNECTOR, CONNECTOR_MODULE
+from pd_connector.vllm.npu import allocation
 
 #: A child of vLLM's logger, so that vLLM's handlers and level apply.
 logger = logging.getLogger(f"vllm.{__name__}")
@@ -16,6 +17,7 @@ def register() -> None:
     """Do all that the connector needs in a process of vLLM: the entry point of ``vllm.general_plugins``. Idempotent."""
     register_connector()
     layouts.register()
+    allocation.register()
 
 
 def register_connector() -> None:

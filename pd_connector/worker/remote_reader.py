@@ -15,10 +15,10 @@ import torch
 from layout import staging
 from layout.copies import Copies
 from layout.cost import CostModel
-from layout.cross_layer import ALIGNMENT
 from layout.geometry import Region
 from layout.regions import RegionTable
 from layout.staging import Schedule, schedule_reads
+from pd_connector.worker.device_memory import device_memory
 from transfer.engine.base import Link, ReadFailed
 from transfer.engine.batches import check_copies
 from transfer.local_copy import reshape
@@ -31,6 +31,9 @@ SLOTS = 4
 #: Seconds that the host needs for each run that a device copies, to group runs and index their rows: measured on one
 #: core. The device's own time is unknown; its bytes are assumed to cost as much as the CPU's.
 _DEVICE_COPY_ALPHA = 0.2e-6
+
+#: If the device has no memory left for the staging buffer.
+_WAY_OUT = "lower gpu_memory_utilization or staging_bytes (0 reads everything directly into place)"
 
 
 class Copier(Protocol):
@@ -89,7 +92,7 @@ class RemoteReader:
             MemoryError: the device has no ``staging_bytes`` left.
         """
         cost = replace(cost, copy_alpha=_DEVICE_COPY_ALPHA)
-        buffer = _device_memory(staging_bytes, caches[0].device)
+        buffer = device_memory(staging_bytes, caches[0].device, _WAY_OUT)
         pool = SlotPool(Region(buffer.data_ptr(), buffer.numel()), SLOTS, buffer)
         return cls(cost, local_regions, pool, TensorCopier([*caches, buffer]))
 
@@ -145,17 +148,3 @@ class RemoteReader:
                 copying.append(copier.submit(self._copy, window.copies))
             for copies in copying:
                 copies.result()
-
-
-def _device_memory(size: int, device: torch.device) -> torch.Tensor:
-    """Return device memory whose address and size are aligned as transfer engines of devices require."""
-    size = -(-size // ALIGNMENT) * ALIGNMENT
-    try:
-        memory = torch.empty(size + ALIGNMENT, dtype=torch.uint8, device=device)
-    except RuntimeError as error:  # what torch raises if memory is lacking
-        raise MemoryError(
-            f"{device} has no {size} bytes left for the staging buffer: lower gpu_memory_utilization or staging_bytes "
-            "(0 reads everything directly into place)"
-        ) from error
-    start = -memory.data_ptr() % ALIGNMENT
-    return memory[start : start + size]

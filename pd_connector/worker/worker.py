@@ -29,6 +29,7 @@ from pd_connector.vllm.platform import (
 from pd_connector.worker.caches import Cache, all_tensors, describe_caches
 from pd_connector.worker.checksums import CacheChecksums, LeaseChecksums
 from pd_connector.worker.device_fence import RaiseFence, fences, no_fence
+from pd_connector.worker.device_memory import DeviceIdentityMemory
 from pd_connector.worker.host_pool import HostPool, HostQuota
 from pd_connector.worker.peer import PullContext
 from pd_connector.worker.pulls import Pulls
@@ -37,7 +38,7 @@ from pd_connector.worker.roles import Arrivals, FailedBlocks, WorkerRole
 from pd_connector.worker.verification import Verifier
 from transfer.control.client import ControlClient
 from transfer.engine.base import TransferEngine
-from transfer.engine.mooncake import MooncakeEngine, MooncakeOptions
+from transfer.engine.mooncake import IDENTITY_BYTES, MooncakeEngine, MooncakeOptions
 from transfer.local_copy.checksums import BlockReader, in_place
 from transfer.local_copy.device_reader import DeviceReader
 from transfer.peers import AllowedPeers, is_own_address
@@ -351,13 +352,14 @@ def _own_host(config: ConnectorConfig) -> str:
 
 def _mooncake(config: ConnectorConfig, *, is_read: bool) -> TransferEngine:
     """Return a Mooncake engine. ``is_read``: whether peers read this worker's memory."""
-    return MooncakeEngine(
-        MooncakeOptions(
-            host=_own_host(config) if is_read else config.host or host_address(),
-            protocol=transport(config),
-            devices=config.devices,
-            descriptors_per_call=config.descriptors_per_call,
-            max_descriptors_in_flight=config.max_descriptors_in_flight,
-            connect_timeout_s=config.handshake_timeout_s,
-        )
+    protocol = transport(config)
+    options = MooncakeOptions(
+        host=_own_host(config) if is_read else config.host or host_address(),
+        protocol=protocol,
+        devices=config.devices,
+        descriptors_per_call=config.descriptors_per_call,
+        max_descriptors_in_flight=config.max_descriptors_in_flight,
+        connect_timeout_s=config.handshake_timeout_s,
     )
+    # Over HCCS, peers cannot read host memory.
+    return MooncakeEngine(options, DeviceIdentityMemory.on_npu(IDENTITY_BYTES) if protocol == "ascend" else None)

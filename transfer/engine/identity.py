@@ -9,6 +9,7 @@ still answers with it has lived, and kept its ports, through all of them.
 import ctypes
 import mmap
 import secrets
+from typing import Protocol
 
 from layout.geometry import Identity, Region
 from transfer.engine.base import ReadFailed
@@ -17,14 +18,51 @@ from transfer.memory import HostMemory
 NONCE_BYTES = 16
 
 
-class OwnIdentity:
-    """Owns the page that holds an engine's number. The engine registers it, so that peers can read it."""
+class IdentityMemory(Protocol):
+    """Memory that an engine registers for identities: its own number, and those that it reads from peers.
 
-    def __init__(self) -> None:
-        self._memory = HostMemory(mmap.PAGESIZE)
-        self.region: Region = self._memory.region
+    Safe to use from any thread. Lives as long as this object.
+    """
+
+    @property
+    def region(self) -> Region:
+        """The whole range, page-aligned."""
+
+    def write(self, address: int, data: bytes) -> None:
+        """Store ``data`` at ``address``; return when peers can read it."""
+
+    def read(self, address: int, size: int) -> bytes:
+        """Return the ``size`` bytes at ``address``."""
+
+
+class HostIdentityMemory:
+    """Host memory for identities."""
+
+    def __init__(self, size: int) -> None:
+        self._memory = HostMemory(size)
+
+    @property
+    def region(self) -> Region:
+        """See ``IdentityMemory``."""
+        return self._memory.region
+
+    def write(self, address: int, data: bytes) -> None:
+        """See ``IdentityMemory``."""
+        ctypes.memmove(address, data, len(data))
+
+    def read(self, address: int, size: int) -> bytes:
+        """See ``IdentityMemory``."""
+        return ctypes.string_at(address, size)
+
+
+class OwnIdentity:
+    """Owns the first page of ``memory``, which holds an engine's number. The engine registers it for its peers."""
+
+    def __init__(self, memory: IdentityMemory | None = None) -> None:
+        self._memory = memory or HostIdentityMemory(mmap.PAGESIZE)
+        self.region = Region(self._memory.region.address, mmap.PAGESIZE)
         self.identity = Identity(self.region.address, secrets.token_bytes(NONCE_BYTES))
-        ctypes.memmove(self.region.address, self.identity.nonce, NONCE_BYTES)
+        self._memory.write(self.region.address, self.identity.nonce)
 
 
 def check_identity(identity: Identity, peer_address: str) -> None:

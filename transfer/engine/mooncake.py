@@ -10,7 +10,6 @@ engine, and a failed read has settled once Mooncake's own counters say that each
 failed reads leave behind, ``mooncake_native`` holds the calls into the library, ``batches`` checks a batch.
 """
 
-import ctypes
 import difflib
 import mmap
 import os
@@ -26,16 +25,23 @@ import numpy as np
 
 from layout.copies import Copies
 from layout.geometry import Identity, Region
-from layout.regions import RegionTable
+from layout.regions import RegionTable, describe_region
 from transfer.engine.base import EngineStartError, Link, ReadFailed, TransferEngine
 from transfer.engine.batches import RegisteredMemory, Window, check_copies, split_large
-from transfer.engine.identity import NONCE_BYTES, OwnIdentity, check_identity, wrong_identity
+from transfer.engine.identity import (
+    NONCE_BYTES,
+    HostIdentityMemory,
+    IdentityMemory,
+    OwnIdentity,
+    check_identity,
+    wrong_identity,
+)
 from transfer.engine.mooncake_batches import ReadBatch, State, submit
 from transfer.engine.mooncake_limits import LIMITS, Limits
 from transfer.engine.mooncake_native import NativeEngine, NativeOptions, split_address
 from transfer.engine.mooncake_read import MooncakeRead
 from transfer.engine.mooncake_settling import Leftover, Settling
-from transfer.memory import HostMemory, SlotPool
+from transfer.memory import SlotPool
 
 PROTOCOLS = ("tcp", "rdma", "ascend")
 INFINIBAND_DEVICES = Path("/sys/class/infiniband")
@@ -43,8 +49,14 @@ INFINIBAND_DEVICES = Path("/sys/class/infiniband")
 #: Links that can read a peer's identity at once. Each needs memory for that, which is registered.
 _IDENTITY_READS = 256
 
+#: What an engine needs of ``IdentityMemory``: a page for its own number, and one for each of those reads.
+IDENTITY_BYTES = (1 + _IDENTITY_READS) * mmap.PAGESIZE
+
 _ASYNC = "ASCEND_USE_ASYNC_TRANSFER"
 _ANOTHER = "another process answers"
+
+#: Held by the engine of this process on Ascend: CANN's engine under it belongs to the process and its device.
+_ASCEND_ENGINE = threading.Lock()
 
 #: How long a failed read waits for what it has in flight before it counts as unsettled: a peer that refuses a
 #: descriptor, or has just died, lets the others end within that time.
@@ -75,6 +87,8 @@ class MooncakeOptions:
             raise EngineStartError(f"unknown protocol {self.protocol!r}; it must be {' or '.join(PROTOCOLS)}{hint}")
         self._check_host()
         limits, most = self.limits, LIMITS[self.protocol].most_in_flight
+        if self.protocol == "ascend" and self.engine_per_link:
+            raise EngineStartError("engine_per_link is set, but with protocol 'ascend' a process has one engine only")
         if not 0 < limits.in_flight <= most:
             raise EngineStartError(
                 f"max_descriptors_in_flight {limits.in_flight} must be from 1 to {most} with protocol {self.protocol!r}"
@@ -125,7 +139,13 @@ class MooncakeEngine(TransferEngine):
         EngineStartError: Mooncake is not installed, or does not start with these options.
     """
 
-    def __init__(self, options: MooncakeOptions) -> None:
+    def __init__(self, options: MooncakeOptions, identities: IdentityMemory | None = None) -> None:
+        """Start the engine.
+
+        Args:
+            options: see there.
+            identities: ``IDENTITY_BYTES`` of memory that peers can read by this transport; None: host memory.
+        """
         if options.protocol == "rdma" and not (INFINIBAND_DEVICES.is_dir() and any(INFINIBAND_DEVICES.iterdir())):
             raise EngineStartError(
                 f"protocol is 'rdma', but this machine has no RDMA device in {INFINIBAND_DEVICES}: pass the devices "
@@ -142,13 +162,21 @@ class MooncakeEngine(TransferEngine):
         self._links: set[MooncakeLink] = set()
         self._windows: weakref.WeakValueDictionary[str, Window] = weakref.WeakValueDictionary()
         self._closed = False
-        self._native = NativeEngine(options.native)
-        self.settling = Settling(self._native)
-        self._address = self._native.address
-        self._own = OwnIdentity()
-        scratch = HostMemory(_IDENTITY_READS * mmap.PAGESIZE)
-        self.scratch = SlotPool(scratch.region, _IDENTITY_READS, scratch)
-        self._native.register([self._own.region, *([] if options.isolated else [scratch.region])])
+        self.identities = identities or HostIdentityMemory(IDENTITY_BYTES)
+        self._check_regions([self.identities.region])
+        with ExitStack() as undo:
+            if options.protocol == "ascend":
+                undo.callback(_take_process().release)
+            self._native = NativeEngine(options.native)
+            undo.callback(self._native.delete)
+            self.settling = Settling(self._native)
+            self._address = self._native.address
+            self._own = OwnIdentity(self.identities)
+            pages = self.identities.region
+            scratch = Region(pages.address + mmap.PAGESIZE, _IDENTITY_READS * mmap.PAGESIZE)
+            self.scratch = SlotPool(scratch, _IDENTITY_READS, self.identities)
+            self._native.register([self._own.region if options.isolated else pages])
+            self._release = undo.pop_all()
 
     @property
     def address(self) -> str:
@@ -162,7 +190,31 @@ class MooncakeEngine(TransferEngine):
 
     def register(self, regions: Sequence[Region]) -> None:
         """See the contract. Registers all ``regions`` or none. Holds the GIL, so use it at start-up only."""
+        self._check_regions([self.identities.region, *self.memory.table.regions, *regions])
         self.memory.add(regions, self._native.register)
+
+    def _check_regions(self, regions: Sequence[Region]) -> None:
+        """Raise unless the transport can register all of ``regions`` together.
+
+        Raises:
+            EngineStartError: naming the value, the rule, and the way out.
+        """
+        limits, protocol = self._options.limits, self._options.protocol
+        for region in regions:
+            if past := region.address % limits.alignment:
+                raise EngineStartError(
+                    f"cannot register the {describe_region(region)}: it begins {past} bytes after a multiple of "
+                    f"{limits.alignment} bytes, and with protocol {protocol!r} it must begin at one. vllm-ascend "
+                    "aligns the KV caches of an engine that has a kv_transfer_config; please report a release that "
+                    "does not"
+                )
+        if limits.most_regions is not None and len(regions) > limits.most_regions:
+            raise EngineStartError(
+                f"cannot register {len(regions)} regions of memory: with protocol {protocol!r} at most "
+                f"{limits.most_regions} are possible. cross_layer_blocks needs one for each part of the cache instead "
+                "of one for each layer (the log says why it is off); or use more pipeline stages, which hold fewer "
+                "layers each"
+            )
 
     def open(self, address: str, regions: Sequence[Region], identity: Identity | None = None) -> "MooncakeLink":
         """See the contract. The identity is read now, so that the first real read finds a warm link.
@@ -220,8 +272,22 @@ class MooncakeEngine(TransferEngine):
         self.settling.stop()
         self.memory.close()
         with self._lock:
-            self._native.delete()
+            self._release.close()  # deletes the engine
         self.settling.engine_deleted()
+
+
+def _take_process() -> threading.Lock:
+    """Return the lock of this process's one engine on Ascend, taken.
+
+    Raises:
+        EngineStartError: there is one already.
+    """
+    if not _ASCEND_ENGINE.acquire(blocking=False):
+        raise EngineStartError(
+            "this process has a transfer engine with protocol 'ascend' already, and can have only one: configure one "
+            "PDConnector in MultiConnector, not several"
+        )
+    return _ASCEND_ENGINE
 
 
 class MooncakeLink(Link):
@@ -327,7 +393,7 @@ class MooncakeLink(Link):
                     native.delete()
                 else:
                     self._engine.settling.add(Leftover(self.address, [batch], borrowing.pop_all().close))
-            return ctypes.string_at(scratch, NONCE_BYTES) if state is State.DONE else None
+            return self._engine.identities.read(scratch, NONCE_BYTES) if state is State.DONE else None
 
     def prove(self, timeout_s: float) -> None:
         """See the contract. Afterwards, a link that was not proven refuses to read."""

@@ -17,6 +17,8 @@ class Limits:
     shortest_pause_s: float
     longest_pause_s: float
     piece_bytes: int | None  # larger descriptors are split; None: none is
+    alignment: int = 1  # of the address of memory that is registered, in bytes
+    most_regions: int | None = None  # that can be registered; None: no limit is known
 
     def pause_s(self, elapsed_s: float) -> float:
         """Return how long to sleep between two looks at a read that has taken ``elapsed_s`` so far."""
@@ -39,5 +41,7 @@ LIMITS = {
     "rdma": Limits(256, 2048, 65536, 50e-6, 200e-6, 16 << 20),
     # A call is one job of a pool of eight threads, issued in batches of 256, and only one job runs for a peer at a
     # time: long calls, and two of them, so that the next is ready. More would only hold threads that other peers need.
-    "ascend": Limits(1024, 2048, 65536, 200e-6, 1e-3, None),
+    # CANN (HIXL) says that over HCCS, connections may fail unless memory is aligned to pages of 2 MiB. vllm-ascend's
+    # own connectors register no more than 256 regions.
+    "ascend": Limits(1024, 2048, 65536, 200e-6, 1e-3, None, alignment=2 << 20, most_regions=256),
 }

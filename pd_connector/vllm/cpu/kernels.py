@@ -10,7 +10,8 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.attention.backends import cpu_attn
 
 from pd_connector.vllm.cpu.head_order import Write
-from pd_connector.vllm.cpu.layout_check import Batch, CacheShape
+from pd_connector.vllm.cpu.layout_check import CacheShape
+from pd_connector.vllm.paged_batches import Batch
 
 
 def attention_layers(vllm_config: Any) -> dict[CacheShape, "CpuKernels"]:

@@ -7,20 +7,17 @@ must not touch, because every byte of the allocation belongs to some layer and b
 This module uses arithmetic and torch only. ``kernels`` calls a backend's kernels, ``layouts`` handles failures.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
+from pd_connector.vllm.paged_batches import BLOCKS, Batch, batches, same_bits, varied
+
 LAYERS = 3
-BLOCKS = 7
 
 #: Physical order of the logical axes [L, B, H, N, C] in the reference layout, LBHNC.
 PLAIN = (0, 1, 2, 3, 4)
-
-#: Block tables of two sequences, out of order. No token lies in block 2 or 4.
-_BLOCK_TABLE = ((5, 0, 3), (1, 6, 2))
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,23 +36,6 @@ class CacheShape:
             f"{self.heads} heads, {self.kv_heads} KV heads, head size {self.head_size}, block size "
             f"{self.block_tokens}, {self.dtype}, cache {self.cache_dtype}"
         )
-
-
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """A step over both sequences: which tokens are new, and where they go."""
-
-    query_start: torch.Tensor  # int32 [3]: start of each sequence's new tokens, and their total
-    sequence_lengths: torch.Tensor  # int32 [2]: tokens, including the new ones
-    longest_query: int
-    longest_sequence: int
-    block_table: torch.Tensor  # int32 [2, 3]
-    slots: torch.Tensor  # int64 [tokens]: block * block_tokens + offset of each new token
-
-    @property
-    def tokens(self) -> int:
-        """New tokens of both sequences."""
-        return int(self.query_start[-1])
 
 
 class Kernels(Protocol):
@@ -80,7 +60,7 @@ def difference(kernels: Kernels, shape: CacheShape, order: tuple[int, ...]) -> s
 
 def _difference(kernels: Kernels, shape: CacheShape, order: tuple[int, ...]) -> str:
     plain, tested = _allocation(shape, PLAIN), _allocation(shape, order)
-    for step, batch in enumerate(_batches(shape.block_tokens)):
+    for step, batch in enumerate(batches(shape.block_tokens)):
         inputs = [_inputs(shape, batch, seed=step * LAYERS + layer) for layer in range(LAYERS)]
         # All layers write before any attends, so that a layer that overwrites another one's bytes shows in both.
         for layer, (_, key, value) in enumerate(inputs):
@@ -89,7 +69,7 @@ def _difference(kernels: Kernels, shape: CacheShape, order: tuple[int, ...]) -> 
                 kernels.write(key, value, tested[layer], batch)
             except Exception as error:
                 return f"writing raises {type(error).__name__}: {error}"
-        if not _same_bits(plain, tested):
+        if not same_bits(plain, tested):
             return f"after writing in step {step} the cache holds other bytes than in LBHNC"
         for layer, (query, _, _) in enumerate(inputs):
             expected = kernels.attend(query, plain[layer], batch)
@@ -97,9 +77,9 @@ def _difference(kernels: Kernels, shape: CacheShape, order: tuple[int, ...]) -> 
                 output = kernels.attend(query, tested[layer], batch)
             except Exception as error:
                 return f"attention raises {type(error).__name__}: {error}"
-            if not _same_bits(expected, output):
+            if not same_bits(expected, output):
                 return f"the attention output of layer {layer} in step {step} differs from LBHNC"
-    return "" if _same_bits(plain, tested) else "attention changed the cache"
+    return "" if same_bits(plain, tested) else "attention changed the cache"
 
 
 def _allocation(shape: CacheShape, order: tuple[int, ...]) -> torch.Tensor:
@@ -107,13 +87,7 @@ def _allocation(shape: CacheShape, order: tuple[int, ...]) -> torch.Tensor:
     sizes = (LAYERS, BLOCKS, shape.kv_heads, shape.block_tokens, 2 * shape.head_size)
     memory = torch.empty([sizes[axis] for axis in order], dtype=shape.cache_dtype, device="cpu")
     cache = memory.permute([order.index(axis) for axis in range(len(order))])
-    # The period is a prime that divides no stride of a cache, so that a wrong place has other contents.
-    period = torch.arange(509, device="cpu")
-    if shape.cache_dtype.is_floating_point:
-        values = ((period - 254) / 128).to(shape.cache_dtype)
-    else:
-        values = (period % 61).to(shape.cache_dtype)  # quantized: no NaN in any 8-bit float format
-    cache.copy_(values.repeat(cache.numel() // 509 + 1)[: cache.numel()].view(sizes))
+    cache.copy_(varied(sizes, shape.cache_dtype))
     return cache
 
 
@@ -126,31 +100,3 @@ def _inputs(shape: CacheShape, batch: Batch, seed: int) -> tuple[torch.Tensor, t
         return torch.randn(size, generator=random, dtype=torch.float32, device="cpu").to(shape.dtype)
 
     return normal(shape.heads), normal(shape.kv_heads), normal(shape.kv_heads)
-
-
-def _batches(block_tokens: int) -> Iterator[Batch]:
-    """Yield prefills of both sequences, a chunk of one with a decode of the other, and decodes, one to a new block."""
-    for first, second in (
-        ((0, block_tokens + 3), (0, block_tokens - 1)),
-        ((block_tokens + 3, 2 * block_tokens + 4), (block_tokens - 1, block_tokens)),
-        ((2 * block_tokens + 4, 2 * block_tokens + 5), (block_tokens, block_tokens + 1)),
-    ):
-        lengths = [first[1] - first[0], second[1] - second[0]]
-        slots = [
-            blocks[token // block_tokens] * block_tokens + token % block_tokens
-            for blocks, tokens in zip(_BLOCK_TABLE, (first, second), strict=True)
-            for token in range(*tokens)
-        ]
-        yield Batch(
-            query_start=torch.tensor([0, lengths[0], sum(lengths)], dtype=torch.int32, device="cpu"),
-            sequence_lengths=torch.tensor([first[1], second[1]], dtype=torch.int32, device="cpu"),
-            longest_query=max(lengths),
-            longest_sequence=max(first[1], second[1]),
-            block_table=torch.tensor(_BLOCK_TABLE, dtype=torch.int32, device="cpu"),
-            slots=torch.tensor(slots, dtype=torch.int64, device="cpu"),
-        )
-
-
-def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[one.element_size()]
-    return bool(torch.equal(one.view(bits), other.view(bits)))

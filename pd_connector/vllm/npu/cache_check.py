@@ -1,0 +1,124 @@
+"""Checks that a backend's operators work on caches that keep all layers of a block together, without copying them.
+
+The operators run on caches of one layer each, dense, and, with the same inputs, on views into one tensor over all
+layers, whose blocks lie as many pages apart as there are layers. Outputs and contents must agree bit for bit after
+every step. That includes bytes that a step must not touch, because every byte belongs to some layer and block.
+
+Operators may also take such a view and make a dense copy of the whole cache at every call. Their outputs are right, and
+they are slow. So they run on large views too, and what memory they take from the device must not grow by those.
+
+This module uses torch only. ``operators`` calls a backend's operators, ``allocation`` handles failures.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from pd_connector.vllm.paged_batches import BLOCKS, Batch, batches, same_bits, varied
+
+LAYERS = 3
+
+#: Bytes of the smallest view that is watched for copies: far above what an operator takes for so few tokens.
+_WATCHED_BYTES = 16 << 20
+
+#: A layer's cache as a model runner binds it: a tensor [blocks, *shape of a block] for each part.
+Parts = Sequence[torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class PartShape:
+    """One part of every layer's cache: K, V, or one of MLA's."""
+
+    name: str
+    block: tuple[int, int, int]  # [tokens, heads, items], or [heads, tokens, items]
+    dtype: torch.dtype
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block of one layer."""
+        return int(torch.Size(self.block).numel()) * int(self.dtype.itemsize)
+
+
+class CacheOperators(Protocol):
+    """The operators of an attention layer that touch its paged cache. ``seed`` decides on the values of the inputs."""
+
+    def write(self, cache: Parts, batch: Batch, seed: int) -> None:
+        """Store keys and values of the new tokens."""
+
+    def attend(self, cache: Parts, batch: Batch, seed: int) -> list[torch.Tensor]:
+        """Return what the operators that read the cache make of the new tokens' queries."""
+
+
+class MemoryWatch(Protocol):
+    """Tells how much device memory a call takes."""
+
+    def taken_by(self, call: Callable[[], object]) -> int:
+        """Make the call, wait for its end, and return the most bytes that the device had less of meanwhile."""
+
+
+def difference(
+    operators: CacheOperators, parts: Sequence[PartShape], block_tokens: int, device: torch.device, watch: MemoryWatch
+) -> str:
+    """Return how the operators behave differently on caches of all layers together; empty if they do not.
+
+    An exception on these caches alone is a difference; one on dense caches propagates.
+    """
+    with torch.no_grad():
+        found = _other_bits(operators, parts, block_tokens, device)
+        return found or _copies(operators, parts, block_tokens, device, watch)
+
+
+def _other_bits(operators: CacheOperators, parts: Sequence[PartShape], block_tokens: int, device: torch.device) -> str:
+    contents = [varied((LAYERS, BLOCKS, *part.block), part.dtype) for part in parts]
+    plain = [content.to(device) for content in contents]
+    joined = [content.transpose(0, 1).contiguous().to(device) for content in contents]
+    for step, batch in enumerate(batches(block_tokens)):
+        seeds = [step * LAYERS + layer for layer in range(LAYERS)]
+        # All layers write before any attends, so that a layer that overwrites another one's bytes shows in both.
+        for layer, seed in enumerate(seeds):
+            operators.write([part[layer] for part in plain], batch, seed)
+            try:
+                operators.write([part[:, layer] for part in joined], batch, seed)
+            except Exception as error:
+                return f"writing raises {type(error).__name__}: {error}"
+        if not _same_contents(plain, joined):
+            return f"after writing in step {step} the cache holds other bytes"
+        for layer, seed in enumerate(seeds):
+            expected = operators.attend([part[layer] for part in plain], batch, seed)
+            try:
+                outputs = operators.attend([part[:, layer] for part in joined], batch, seed)
+            except Exception as error:
+                return f"attention raises {type(error).__name__}: {error}"
+            if not all(same_bits(one.cpu(), other.cpu()) for one, other in zip(expected, outputs, strict=True)):
+                return f"the attention output of layer {layer} in step {step} differs"
+    return "" if _same_contents(plain, joined) else "attention changed the cache"
+
+
+def _same_contents(plain: Parts, joined: Parts) -> bool:
+    # Whole allocations are fetched: to copy a view, the device would use strides of its own.
+    return all(
+        same_bits(one.cpu(), other.cpu().transpose(0, 1).contiguous()) for one, other in zip(plain, joined, strict=True)
+    )
+
+
+def _copies(
+    operators: CacheOperators, parts: Sequence[PartShape], block_tokens: int, device: torch.device, watch: MemoryWatch
+) -> str:
+    smallest = min(part.block_bytes for part in parts)
+    blocks = max(BLOCKS, -(-_WATCHED_BYTES // smallest))
+    memory = [torch.zeros((2 * blocks, *part.block), dtype=part.dtype, device=device) for part in parts]
+    plain = [part[:blocks] for part in memory]
+    joined = [part.view(blocks, 2, *part.shape[1:])[:, 1] for part in memory]  # two layers show as well as many
+    for step, batch in enumerate(batches(block_tokens)):
+        for name, call in (("writing", operators.write), ("attention", operators.attend)):
+            call(plain, batch, step)  # what operators take once, such as workspace, they have taken after this
+            usual = watch.taken_by(lambda call=call, batch=batch, step=step: call(plain, batch, step))  # type: ignore[misc]
+            taken = watch.taken_by(lambda call=call, batch=batch, step=step: call(joined, batch, step))  # type: ignore[misc]
+            if taken - usual >= smallest * blocks // 2:
+                return (
+                    f"{name} in step {step} takes {taken - usual} bytes more, as if it copied the cache of "
+                    f"{smallest * blocks} bytes a part"
+                )
+    return ""

@@ -1,0 +1,72 @@
+"""Steps over two sequences, by which attention kernels are run outside a model to see how they treat a paged cache.
+
+Arithmetic and torch only. ``cpu.layout_check`` and ``npu.cache_check`` compare what kernels make of these steps in
+caches of different physical layouts.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+#: Blocks that the tables speak of.
+BLOCKS = 7
+
+#: Block tables of two sequences, out of order. No token lies in block 2 or 4.
+_BLOCK_TABLE = ((5, 0, 3), (1, 6, 2))
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """A step over both sequences: which tokens are new, and where they go."""
+
+    query_start: torch.Tensor  # int32 [3]: start of each sequence's new tokens, and their total
+    sequence_lengths: torch.Tensor  # int32 [2]: tokens, including the new ones
+    longest_query: int
+    longest_sequence: int
+    block_table: torch.Tensor  # int32 [2, 3]
+    slots: torch.Tensor  # int64 [tokens]: block * block_tokens + offset of each new token
+
+    @property
+    def tokens(self) -> int:
+        """New tokens of both sequences."""
+        return int(self.query_start[-1])
+
+
+def batches(block_tokens: int) -> Iterator[Batch]:
+    """Yield prefills of both sequences, a chunk of one with a decode of the other, and decodes, one to a new block."""
+    for first, second in (
+        ((0, block_tokens + 3), (0, block_tokens - 1)),
+        ((block_tokens + 3, 2 * block_tokens + 4), (block_tokens - 1, block_tokens)),
+        ((2 * block_tokens + 4, 2 * block_tokens + 5), (block_tokens, block_tokens + 1)),
+    ):
+        lengths = [first[1] - first[0], second[1] - second[0]]
+        slots = [
+            blocks[token // block_tokens] * block_tokens + token % block_tokens
+            for blocks, tokens in zip(_BLOCK_TABLE, (first, second), strict=True)
+            for token in range(*tokens)
+        ]
+        yield Batch(
+            query_start=torch.tensor([0, lengths[0], sum(lengths)], dtype=torch.int32, device="cpu"),
+            sequence_lengths=torch.tensor([first[1], second[1]], dtype=torch.int32, device="cpu"),
+            longest_query=max(lengths),
+            longest_sequence=max(first[1], second[1]),
+            block_table=torch.tensor(_BLOCK_TABLE, dtype=torch.int32, device="cpu"),
+            slots=torch.tensor(slots, dtype=torch.int64, device="cpu"),
+        )
+
+
+def varied(sizes: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """Return a dense tensor on the CPU with finite values that vary by place, so that a wrong place shows."""
+    # The period is a prime that divides no stride of a cache, so that a wrong place has other contents.
+    period = torch.arange(509, device="cpu")
+    # Quantized: no NaN in any 8-bit float format.
+    values = ((period - 254) / 128 if dtype.is_floating_point else period % 61).to(dtype)
+    count = int(torch.Size(sizes).numel())
+    return values.repeat(count // 509 + 1)[:count].view(tuple(sizes))
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether two tensors of one dtype and device hold the same bits."""
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[one.element_size()]
+    return bool(torch.equal(one.view(bits), other.view(bits)))

@@ -1,0 +1,93 @@
+"""All layers of a block together on simulated NPUs, by vllm-ascend's own operators; and apart where these fail."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.ascend.faulty_operators import NEW_TOKENS, PROMPT
+from tests.support.ascend.paths import ROOT_OF_PROJECT, ascend_release
+from tests.support.ascend.reference import transformers_answers
+from tests.support.ascend.servers import (
+    NPU_BLOCK_SIZE,
+    NPU_MLA,
+    NPU_SLIDING_WINDOW,
+    ONE_RANK,
+    block_bytes,
+    simulated_environment,
+)
+from tests.support.e2e.cluster import Server
+from tests.support.e2e.deployments import on
+from tests.support.e2e.models import DEFAULT_MODEL, write_model
+from tests.support.e2e.pair import Pair, make_prompt
+
+APART = "each layer's KV cache is allocated apart: "
+TOGETHER = "the KV caches of {} layers are allocated together, {} bytes of each block in 2 runs"
+
+#: vllm-ascend 0.23 hands a dense copy of the cache to its attention operator.
+takes_strides = pytest.mark.skipif(ascend_release() == "0.23", reason="vllm-ascend 0.23 would copy its caches")
+
+
+def log_of(server: Server) -> str:
+    return server.log.read_text(errors="replace")
+
+
+@takes_strides
+@pytest.mark.ascend_short
+@on(ONE_RANK)
+@pytest.mark.parametrize("pair", [("P", "D")], indirect=True, ids="-".join)
+def test_a_pull_has_one_descriptor_for_each_block_and_part(pair: Pair) -> None:
+    prompt = make_prompt(1500, (pair.name, "one descriptor"))
+    with pair.traffic() as traffic:
+        completion = pair.disaggregate(prompt)
+    blocks = -(-len(prompt) // NPU_BLOCK_SIZE)
+    assert 0 < traffic.pulled("pull_descriptors") <= 2 * blocks
+    pair.assert_right(completion, prompt)
+    layers, size = DEFAULT_MODEL.layers, block_bytes(DEFAULT_MODEL)
+    for server in (pair.prefill, pair.decode):
+        assert TOGETHER.format(layers, size) in log_of(server)
+    assert f"the same geometry; {size} bytes in 2 runs for each {NPU_BLOCK_SIZE} tokens" in log_of(pair.decode)
+    assert re.search(rf"host blocks of {size} bytes .* copied by the acl backend in 2 runs", log_of(pair.decode))
+
+
+@on(NPU_MLA)
+@pytest.mark.parametrize("server", ["TP1", "TP2"], indirect=True)
+def test_the_parts_of_mla_are_together_too(server: Server) -> None:
+    model = server.spec.model
+    assert TOGETHER.format(model.layers, block_bytes(model)) in log_of(server)
+
+
+@on(NPU_SLIDING_WINDOW)
+@pytest.mark.parametrize("server", ["TP1"], indirect=True)
+def test_several_cache_groups_stay_apart(server: Server) -> None:
+    assert APART + "the model has 3 groups of layers with block tables of their own" in log_of(server)
+
+
+@takes_strides
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("none", "layers are allocated together"),
+        ("ignores", "fail their check .*: after writing in step 0 the cache holds other bytes"),
+        ("copies", "fail their check .*: attention in step 0 takes [0-9]+ bytes more, as if it copied the cache"),
+        ("refuses", "fail their check .*: writing raises RuntimeError: the stride of keyCache is not supported"),
+    ],
+)
+def test_operators_that_fail_leave_the_allocation_as_it_was_and_the_answers_right(
+    tmp_path: Path, fault: str, said: str
+) -> None:
+    model = write_model(tmp_path / "model", DEFAULT_MODEL)
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.support.ascend.faulty_operators", fault, str(model)],
+        capture_output=True, text=True, timeout=280, check=False,
+        env={**os.environ, **dict(simulated_environment())}, cwd=ROOT_OF_PROJECT,
+    )  # fmt: skip
+    output = done.stdout + done.stderr
+    assert done.returncode == 0, output[-4000:]
+    assert re.search(said, output), output[-4000:]
+    assert ("allocated apart" in output) is (fault != "none")
+    [tokens] = re.findall(r"^TOKENS \[(.*)\]$", output, re.MULTILINE)
+    assert [[int(token) for token in tokens.split(", ")]] == transformers_answers(model, [PROMPT], NEW_TOKENS)

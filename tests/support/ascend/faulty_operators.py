@@ -1,0 +1,85 @@
+"""An engine on a simulated NPU whose attention operators treat caches of all layers together wrongly, in one process.
+
+    python -m tests.support.ascend.faulty_operators FAULT MODEL_DIRECTORY
+
+It logs how the KV caches are allocated, and prints what it says to a prompt: ``TOKENS [1, 2, ...]``.
+"""
+
+import os
+import sys
+from typing import Any
+
+#: A tensor: torch is imported in the process that was started for it only.
+Tensor = Any
+
+PROMPT = list(range(1, 200))
+NEW_TOKENS = 8
+
+
+def as_dense(cache: Tensor) -> Tensor:
+    """The cache as an operator sees it that takes blocks to be dense."""
+    return cache.as_strided(cache.shape, (cache[0].numel(), *cache.stride()[1:]))
+
+
+def ignore_strides(operators: Any) -> None:
+    """Let what writes the cache ignore the stride of its blocks."""
+    write = operators.npu_scatter_pa_kv_cache
+
+    def dense_write(*, key_cache: Tensor, value_cache: Tensor, **others: Any) -> Any:
+        if key_cache.stride(0) > 2 * key_cache[0].numel():  # K and V of one layer may share their pages
+            key_cache, value_cache = as_dense(key_cache), as_dense(value_cache)
+        return write(key_cache=key_cache, value_cache=value_cache, **others)
+
+    operators.npu_scatter_pa_kv_cache = dense_write
+
+
+def copy_caches(operators: Any) -> None:
+    """Let attention copy the whole cache at every call, as vllm-ascend 0.23 does."""
+    attend = operators.npu_fused_infer_attention_score
+
+    def copying(*arguments: Any, key: Tensor, value: Tensor, **others: Any) -> Any:
+        return attend(*arguments, key=key.contiguous(), value=value.contiguous(), **others)
+
+    operators.npu_fused_infer_attention_score = copying
+
+
+def refuse(operators: Any) -> None:
+    """Let what writes the cache refuse a view of more than K and V of one layer."""
+    write = operators.npu_scatter_pa_kv_cache
+
+    def picky(*, key_cache: Tensor, **others: Any) -> Any:
+        if key_cache.stride(0) > 2 * key_cache[0].numel():
+            raise RuntimeError("the stride of keyCache is not supported")
+        return write(key_cache=key_cache, **others)
+
+    operators.npu_scatter_pa_kv_cache = picky
+
+
+FAULTS = {"none": lambda operators: None, "ignores": ignore_strides, "copies": copy_caches, "refuses": refuse}
+
+
+def main(fault: str, model: str) -> None:
+    """Start the engine and let it answer."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the worker is in this process
+    import torch_npu  # noqa: PLC0415
+    from vllm import LLM, SamplingParams  # noqa: PLC0415  after the variable is set
+    from vllm.config import KVTransferConfig  # noqa: PLC0415
+
+    FAULTS[fault](torch_npu)
+    transfer = KVTransferConfig(
+        kv_connector="PDConnector",
+        kv_connector_module_path="pd_connector",
+        kv_role="kv_both",
+        kv_connector_extra_config={"protocol": "tcp", "host": "127.0.0.1"},
+    )
+    engine = LLM(
+        model, dtype="float32", enforce_eager=True, block_size=128, max_model_len=1024, max_num_seqs=4,
+        num_gpu_blocks_override=20, gpu_memory_utilization=0.2, kv_transfer_config=transfer,
+    )  # fmt: skip
+    sampling = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
+    [answer] = engine.generate([{"prompt_token_ids": PROMPT}], sampling, use_tqdm=False)
+    print("TOKENS", list(answer.outputs[0].token_ids), flush=True)  # noqa: T201  its result
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
