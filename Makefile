@@ -11,11 +11,17 @@ STAMPS := $(VENV)/.stamps
 BIN := $(VENV)/bin
 # Apart, because PyTorch with torch_npu beside it does not import without CANN, or what the tests have in its place.
 NPU_SIM := .venv-npu-sim
+# The release of vllm-ascend that test-ascend-sim tests with: 0.30 or 0.23. Each has its environment.
+RELEASE ?= 0.30
+ASCEND_SIM := .venv-ascend-$(RELEASE)
 
 # The Python that .venv is made with; 3.11 or newer.
 PYTHON ?= $(shell for python in python3.12 python3.11 python3.13 python3; do \
 	if $$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then echo $$python; exit; fi; \
 	done; echo none)
+
+# The Python that the environments of test-ascend-sim are made with; vllm-ascend's packages want 3.11.
+PYTHON311 ?= python3.11
 
 # Asked as well where pip's own index has no CPU build of PyTorch.
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
@@ -25,7 +31,7 @@ ARGS ?=
 
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 
-.PHONY: help setup demo check lint types test test-all test-npu-sim bench clean
+.PHONY: help setup demo check lint types test test-all test-npu-sim test-ascend-sim test-ascend-sim-short bench clean
 
 help:  ## this list
 	@echo 'make TARGET [ARGS=...] [PYTHON=python3.x] [TORCH_INDEX=url]'
@@ -55,11 +61,17 @@ test-all: lint types  ## lint, types and all tests
 test-npu-sim: $(NPU_SIM)/installed  ## tests on a simulated Ascend device under the real torch_npu, in .venv-npu-sim
 	@PD_CONNECTOR_NPU_SIM=1 $(NPU_SIM)/bin/python -m pytest tests/npu_sim $(ARGS)
 
+test-ascend-sim: $(ASCEND_SIM)/installed  ## tests of real vllm-ascend (RELEASE=0.30|0.23) on simulated devices, in .venv-ascend-RELEASE
+	@$(ASCEND_SIM)/bin/python -m pytest tests/ascend_sim $(ARGS)
+
+test-ascend-sim-short: $(ASCEND_SIM)/installed  ## those of them that continuous integration runs
+	@$(ASCEND_SIM)/bin/python -m pytest tests/ascend_sim -m ascend_short $(ARGS)
+
 bench: $(STAMPS)/demo  ## measure; results in benchmarks/
 	@$(BIN)/python -m benchmarks $(ARGS)
 
 clean:  ## remove the environments, the demonstration's model and logs, and all caches
-	rm -rf $(VENV) $(NPU_SIM) .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info build dist
+	rm -rf $(VENV) $(NPU_SIM) .venv-ascend-* .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info build dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 define require_python
@@ -116,4 +128,13 @@ $(NPU_SIM)/installed: tests/npu_sim/requirements.txt
 	@$(NPU_SIM)/bin/python -m pip install -qq --disable-pip-version-check -r $< || { \
 		echo 'Trying again with packages of $(TORCH_INDEX) (TORCH_INDEX names another)' >&2; \
 		$(NPU_SIM)/bin/python -m pip install -qq --disable-pip-version-check --extra-index-url '$(TORCH_INDEX)' -r $<; }
+	@touch $@
+
+# Real vllm-ascend and torch_npu without an NPU: tests/support/ascend/environment.py says what it consists of.
+$(ASCEND_SIM)/installed: tests/support/ascend/requirements.txt tests/support/ascend/environment.py
+	@command -v $(PYTHON311) >/dev/null || { \
+		echo 'vllm-ascend wants Python 3.11, and there is no $(PYTHON311). Name one: make $(MAKECMDGOALS) PYTHON311=/path/to/python3.11' >&2; \
+		exit 1; }
+	@echo 'Installing vllm-ascend $(RELEASE) with what stands for an NPU into $(ASCEND_SIM): some minutes, 3 GB'
+	@$(PYTHON311) -m tests.support.ascend.environment $(ASCEND_SIM) $(RELEASE)
 	@touch $@

@@ -78,6 +78,7 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler_side: ConnectorScheduler | None = None
         self._worker_side: ConnectorWorker | None = None
         if role == KVConnectorRole.SCHEDULER:
+            release.log_release()
             self._scheduler_side = ConnectorScheduler(vllm_config, kv_cache_config, config, self._stats)
         else:
             self._worker_side = ConnectorWorker(vllm_config, kv_cache_config, config, self._stats)

@@ -16,7 +16,6 @@ from vllm.v1.core.kv_cache_utils import (
     get_group_id,
     make_block_hash_with_group_id,
     maybe_convert_block_hash,
-    to_event_extra_keys,
 )
 
 from pd_connector.vllm.release import VllmRelease
@@ -107,7 +106,7 @@ class BlockEvents:
             lora_id=adapter.adapter_id if adapter else None,
             medium=self._release.host_medium,
             lora_name=adapter.name if adapter else None,
-            extra_keys=to_event_extra_keys([run.extra_keys[number]]) if run.tokens else None,
+            extra_keys=self._release.event_extra_keys([run.extra_keys[number]]) if run.tokens else None,
             group_idx=group,
             kv_cache_spec_kind=kind,
             kv_cache_spec_sliding_window=window,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from pd_connector.vllm.cache_specs import LayerSpec, Retention, check_served, layer_spec, retention
 from pd_connector.vllm.cpu.head_order import HeadOrder, find_order
+from pd_connector.vllm.release import tested_releases
 
 if TYPE_CHECKING:
     import torch
@@ -125,6 +126,6 @@ def head_order(vllm_config: "VllmConfig", block_tokens: int, head_size: int, cac
     except (ImportError, AttributeError) as missing:
         raise RuntimeError(
             f"cannot call this vLLM's CPU attention kernels to see how they order K and V in a block ({missing}); use "
-            "vLLM 0.32, which this connector is tested with"
+            f"a vLLM that this connector is tested with: {tested_releases()}"
         ) from missing
     return find_order(write, block_tokens, head_size, vllm_config.model_config.dtype, cache_dtype)

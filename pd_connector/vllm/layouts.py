@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pd_connector.vllm.release import current
+
 #: A child of vLLM's logger, so that vLLM's handlers and level apply.
 logger = logging.getLogger(f"vllm.{__name__}")
 
@@ -132,12 +134,10 @@ def _block_tokens(vllm_config: Any, backends: Sequence[Any]) -> int:
     vLLM chooses a layout before an engine core with several workers learns which block size these have chosen for
     their attention backends: its own configuration still holds the default then.
     """
-    from vllm.platforms import current_platform  # noqa: PLC0415
-
     cache = vllm_config.cache_config
     if cache.user_specified_block_size or cache.block_size != cache.DEFAULT_BLOCK_SIZE:
         return int(cache.block_size)
-    return int(current_platform._preferred_block_size_for_backends(backends, cache.DEFAULT_BLOCK_SIZE, vllm_config))
+    return current().preferred_block_tokens(backends, vllm_config)
 
 
 def _takes_whole_blocks(backend: Any, block_tokens: int) -> bool:

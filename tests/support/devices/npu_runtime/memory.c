@@ -13,7 +13,7 @@
 
 #define PAGE 4096UL
 #define HUGE_PAGE (2UL << 20)  // what a device's memory is handed out in
-#define DEVICE_BYTES (4UL << 30)
+#define DEVICE_BYTES (8UL << 30)
 
 typedef struct Range {
     char *address;  // as the program sees it
@@ -112,7 +112,14 @@ aclError fill_now(void *to, int value, size_t size) {
     return ACL_SUCCESS;
 }
 
+// Where host code that plays the device's kernels reaches `size` bytes at a device address; NULL if they leave the
+// allocation. Not part of ACL.
+EXPORT void *simacl_reach(const void *address, size_t size) { return reach(address, size); }
+
 // ---- device memory
+
+// What the program itself may do with device memory: nothing, unless a network engine of its process plays a NIC.
+static int rights_of_the_process(void) { return setting("SIMACL_NIC", 0) ? PROT_READ | PROT_WRITE : PROT_NONE; }
 
 static aclError allocate(void **address, size_t size) {
     REQUIRE_DEVICE();
@@ -123,7 +130,7 @@ static aclError allocate(void **address, size_t size) {
     if (file < 0 || ftruncate(file, size))
         return ACL_ERROR_RT_MEMORY_ALLOCATION;
     char *alias = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
-    char *seen = mmap(NULL, size, PROT_NONE, MAP_SHARED, file, 0);
+    char *seen = mmap(NULL, size, rights_of_the_process(), MAP_SHARED, file, 0);
     close(file);
     if (alias == MAP_FAILED || seen == MAP_FAILED)
         return ACL_ERROR_RT_MEMORY_ALLOCATION;
@@ -142,11 +149,65 @@ EXPORT aclError aclrtMallocAlign32(void **address, size_t size, UNUSED aclrtMemM
 
 EXPORT aclError aclrtFree(void *address) { return release(address, DEVICE, 0); }
 
+// ---- virtual memory: torch_npu's expandable segments reserve addresses, and map physical memory as it is needed
+
+typedef struct Physical {
+    int file;
+    size_t size;
+    int device;
+} Physical;
+
+EXPORT aclError aclrtMallocPhysical(aclrtDrvMemHandle *handle, size_t size,
+                                    UNUSED const aclrtPhysicalMemProp *properties, UNUSED uint64_t flags) {
+    REQUIRE_DEVICE();
+    int file = memfd_create("simulated-npu", 0);
+    if (file < 0 || ftruncate(file, size))
+        return ACL_ERROR_RT_MEMORY_ALLOCATION;
+    Physical *physical = malloc(sizeof *physical);
+    *physical = (Physical){file, size, current_device};
+    *handle = physical;
+    return ACL_SUCCESS;
+}
+
+EXPORT aclError aclrtFreePhysical(aclrtDrvMemHandle handle) {
+    close(((Physical *)handle)->file);
+    free(handle);
+    return ACL_SUCCESS;
+}
+
+// A reservation is one range: its alias is as large, so that what lies in two neighbouring mappings is in one piece.
 EXPORT aclError aclrtReserveMemAddress(void **address, size_t size, UNUSED size_t alignment, UNUSED void *expected,
                                        UNUSED uint64_t flags) {
-    *address = mmap(NULL, size, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    return *address == MAP_FAILED ? ACL_ERROR_RT_MEMORY_ALLOCATION : ACL_SUCCESS;
+    int device = current_device < 0 ? 0 : current_device;  // torch_npu tries it before it has a context
+    int none = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+    char *seen = mmap(NULL, size, PROT_NONE, none, -1, 0), *alias = mmap(NULL, size, PROT_NONE, none, -1, 0);
+    if (seen == MAP_FAILED || alias == MAP_FAILED)
+        return ACL_ERROR_RT_MEMORY_ALLOCATION;
+    add((Range){.address = seen, .alias = alias, .size = size, .place = DEVICE, .device = device});
+    pthread_mutex_lock(&lock);
+    used[device] -= size;  // what is mapped counts
+    pthread_mutex_unlock(&lock);
+    *address = seen;
+    return ACL_SUCCESS;
 }
+
+EXPORT aclError aclrtMapMem(void *address, size_t size, size_t offset, aclrtDrvMemHandle handle,
+                            UNUSED uint64_t flags) {
+    Physical *physical = handle;
+    char *alias = reach(address, size);
+    if (!alias)
+        return ACL_ERROR_RT_PARAM_INVALID;
+    mmap(alias, size, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, physical->file, offset);
+    mmap(address, size, rights_of_the_process(), MAP_SHARED | MAP_FIXED, physical->file, offset);
+    pthread_mutex_lock(&lock);
+    used[physical->device] += size;
+    pthread_mutex_unlock(&lock);
+    return ACL_SUCCESS;
+}
+
+EXPORT aclError aclrtUnmapMem(UNUSED void *address) { return ACL_SUCCESS; }
+
+EXPORT aclError aclrtReleaseMemAddress(UNUSED void *address) { return ACL_SUCCESS; }
 
 EXPORT aclError aclrtGetMemInfo(UNUSED aclrtMemAttr kind, size_t *available, size_t *total) {
     REQUIRE_DEVICE();

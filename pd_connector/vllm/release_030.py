@@ -1,0 +1,36 @@
+"""vLLM 0.30: where it differs from 0.31."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from pd_connector.vllm.release_031 import Release031
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+
+
+class Release030(Release031):
+    """vLLM 0.30. Keys of KV cache events are those of hashes, and the first backend chooses the block size."""
+
+    def prefill_lookahead(self, vllm_config: "VllmConfig", device: "KVCacheManager") -> int:
+        """Return how many tokens past the computed ones a draft model reads during prefill.
+
+        0 and 1 have the same effect, and 1 is returned for both: the coordinator keeps only what can be derived of it.
+        """
+        return int(device.coordinator.num_reprefillable_tokens) + 1
+
+    def event_extra_keys(self, keys: "list[tuple[Any, ...] | None]") -> "list[tuple[Any, ...] | None] | None":
+        """Return what besides its tokens shapes each block, in the form of KV cache events."""
+        return keys or None
+
+    def preferred_block_tokens(self, backends: Sequence[Any], vllm_config: "VllmConfig") -> int:
+        """Return the block size that the workers choose for a model's attention backends, in tokens."""
+        from vllm.config import set_current_vllm_config  # noqa: PLC0415
+
+        default = vllm_config.cache_config.DEFAULT_BLOCK_SIZE
+        attention = next((backend for backend in backends if not backend.is_ssm()), None)
+        if attention is None:
+            return int(default)
+        with set_current_vllm_config(vllm_config):
+            return int(attention.get_preferred_block_size(default))

@@ -1,0 +1,30 @@
+"""vLLM 0.31: where it differs from 0.32."""
+
+from typing import TYPE_CHECKING
+
+from pd_connector.vllm.release import VllmRelease
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
+
+
+class Release031(VllmRelease):
+    """vLLM 0.31. Its metrics do not tell where tokens came from, and no method says how many tokens it caches."""
+
+    limits = (
+        "its metrics count tokens from host memory and tokens from other engines together, as external ones "
+        "(vLLM tells them apart since 0.32)",
+    )
+
+    def cacheable_tokens(self, coordinator: "KVCacheCoordinator", computed: int, group: int) -> int:
+        """Return how many of a request's ``computed`` tokens vLLM caches in a group, as ``cache_blocks`` does."""
+        from vllm.v1.core.kv_cache_coordinator import HybridKVCacheCoordinator  # noqa: PLC0415
+
+        final = max(0, computed - coordinator.num_reprefillable_tokens)
+        if not isinstance(coordinator, HybridKVCacheCoordinator):
+            return int(final)
+        manager = coordinator.single_type_managers[group]
+        aligned = coordinator._align_cacheable(computed)
+        if manager.use_eagle and aligned > 0:
+            return int(min(final, coordinator._align_cacheable(final) + manager.block_size))
+        return int(aligned)

@@ -1,0 +1,30 @@
+"""Tests of real vllm-ascend on simulated NPUs. Run by `make test-ascend-sim` only, in an environment of their own.
+
+Anywhere else nothing here is collected. Nothing that passes here has run on an NPU: vllm-ascend, torch_npu, vLLM and
+the connector are real; the ACL runtime below them is simulated, and kernels are PyTorch's for the CPU.
+"""
+
+import pytest
+
+from tests.support.ascend.paths import ascend_release
+from tests.support.e2e.fixtures import (  # noqa: F401  pytest finds fixtures and hooks here
+    acquainted,
+    cluster,
+    deployment,
+    figures,
+    pair,
+    pytest_runtest_makereport,
+    server,
+    servers,
+)
+
+if not ascend_release():
+    collect_ignore_glob = ["test_*.py"]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _libraries() -> None:
+    """Bring what is compiled up to date with its sources before a server loads it."""
+    from tests.support.ascend.kernel_build import build_all  # noqa: PLC0415  not where nothing is collected
+
+    build_all()

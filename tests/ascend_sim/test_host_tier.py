@@ -1,0 +1,88 @@
+"""Host memory and P/D in one, on simulated NPUs: the copies are ACL's batched ones, on streams of their own."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from tests.support.ascend.servers import LAZY_HOST, NPU_BLOCK_SIZE, ONE_RANK
+from tests.support.e2e.cluster import Server
+from tests.support.e2e.deployments import on
+from tests.support.e2e.pair import Pair, assert_same_output, make_prompt
+
+p_and_d = pytest.mark.parametrize("pair", [("P", "D")], indirect=True, ids="-".join)
+
+
+def whole_blocks(tokens: int) -> int:
+    """Of so many tokens, those that fill blocks."""
+    return tokens // NPU_BLOCK_SIZE * NPU_BLOCK_SIZE
+
+
+def evict(server: Server, seed: object, blocks: int) -> None:
+    """Compute prompts that take ``blocks`` blocks of the device, which hold something else."""
+    while blocks > 1:
+        taken = min(blocks, 10)
+        server.client.complete(make_prompt(taken * NPU_BLOCK_SIZE - 1, (server.log.stem, seed, blocks)), 1)
+        blocks -= taken
+
+
+@pytest.mark.ascend_short
+@on(ONE_RANK)
+@p_and_d
+class TestBesidePulls:
+    def test_an_evicted_prompt_is_loaded_and_not_computed(self, pair: Pair) -> None:
+        prompt = make_prompt(1000, (pair.name, "evicted"))
+        first = pair.decode.client.complete(prompt)
+        evict(pair.decode, "evicted", 20)
+        with pair.traffic() as traffic:
+            again = pair.decode.client.complete(prompt)
+        assert traffic.loaded() == whole_blocks(999)
+        assert traffic.source("local_compute") == 1000 - whole_blocks(999)
+        assert_same_output(again, first)
+
+    def test_a_prompt_comes_from_the_device_host_memory_and_the_prefill_server(self, pair: Pair) -> None:
+        prompt = make_prompt(1700, (pair.name, "three sources"))
+        pair.decode.client.complete(prompt[:1280], 1)
+        evict(pair.decode, "three sources", 14)
+        with pair.traffic() as traffic:
+            completion = pair.disaggregate(prompt)
+        on_device = traffic.source("local_cache_hit")
+        assert on_device > 0
+        assert traffic.loaded() == 1280 - on_device > 0
+        assert traffic.pulled("pull_tokens") == 1699 - 1280
+        assert traffic.source("local_compute") == 1
+        pair.assert_right(completion, prompt)
+
+    def test_what_was_pulled_is_stored_too(self, pair: Pair) -> None:
+        prompt = make_prompt(1000, (pair.name, "pulled and stored"))
+        pair.disaggregate(prompt)
+        evict(pair.decode, "pulled and stored", 20)
+        with pair.traffic() as traffic:
+            completion = pair.decode.client.complete(prompt)
+        assert traffic.loaded() == whole_blocks(999)
+        pair.assert_right(completion, prompt)
+
+    def test_preempted_requests_give_the_answers_that_they_give_alone(self, pair: Pair) -> None:
+        server = pair.decode
+        prompts = [make_prompt(360, (server.log.stem, "preempted", number)) for number in range(6)]
+        before = server.client.metrics()
+        with ThreadPoolExecutor(len(prompts)) as pool:
+            together = list(pool.map(lambda prompt: server.client.complete(prompt, 160), prompts))
+        assert server.client.metrics().since(before).value("vllm:num_preemptions_total") > 0
+        for prompt, completion in zip(prompts, together, strict=True):
+            assert_same_output(completion, server.client.compute(prompt, 160))
+
+
+@on(LAZY_HOST)
+@pytest.mark.parametrize("server", ["W"], indirect=True)
+class TestLazyStores:
+    """W stores what it is about to evict; its model has layers with a sliding window."""
+
+    def test_an_evicted_prompt_is_loaded_and_not_computed(self, server: Server) -> None:
+        prompt = make_prompt(1000, (server.log.stem, "evicted"))
+        first = server.client.complete(prompt)
+        evict(server, "evicted", server.client.cache_blocks())
+        before = server.client.metrics()
+        again = server.client.complete(prompt)
+        counted = server.client.metrics().since(before)
+        assert counted.value("vllm:pd_host_tokens_total") == whole_blocks(999)
+        assert_same_output(again, first)

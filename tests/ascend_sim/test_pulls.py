@@ -1,0 +1,92 @@
+"""A prompt that was prefilled on one simulated NPU gives on another the tokens that it gives there alone.
+
+Every pull is verified. Prompts of more than 512 tokens are prefilled in several steps.
+"""
+
+import pytest
+
+from tests.support.ascend.servers import NPU_BLOCK_SIZE, ONE_RANK, TWO_RANKS, UNEQUAL_RANKS
+from tests.support.e2e.client import LOGPROB_TOLERANCE
+from tests.support.e2e.corruption import overwrite_block
+from tests.support.e2e.deployments import on
+from tests.support.e2e.pair import Pair, assert_same_output, make_prompt
+
+P_AND_D = [("P", "D")]
+BOTH_WAYS = [("TP2", "TP1"), ("TP1", "TP2")]
+
+p_and_d = pytest.mark.parametrize("pair", P_AND_D, indirect=True, ids="-".join)
+both_ways = pytest.mark.parametrize("pair", BOTH_WAYS, indirect=True, ids="-".join)
+
+
+@pytest.mark.ascend_short
+@on(ONE_RANK)
+@p_and_d
+class TestOneRank:
+    @pytest.mark.parametrize("tokens", [2, NPU_BLOCK_SIZE, NPU_BLOCK_SIZE + 1, 1000])
+    def test_a_pulled_prompt_gives_the_same_output(self, pair: Pair, tokens: int) -> None:
+        pair.assert_pulls_right(make_prompt(tokens, (tokens, pair.name)))
+
+    def test_concurrent_prompts_give_the_same_outputs(self, pair: Pair) -> None:
+        pair.assert_concurrent_pulls_right(4)
+
+    def test_only_blocks_that_the_decode_server_does_not_hold_are_pulled(self, pair: Pair) -> None:
+        pair.assert_pulls_the_rest(make_prompt(700, (pair.name, "partial hit")), computed_before=300)
+
+    def test_a_prefix_hit_on_the_prefill_server_is_pulled_whole(self, pair: Pair) -> None:
+        prompt = make_prompt(600, (pair.name, "prefilled before"))
+        pair.prefill.client.complete(prompt[:400], 1)
+        with pair.traffic() as traffic:
+            completion = pair.disaggregate(prompt)
+        assert traffic.source("external_kv_transfer") == 599
+        pair.assert_right(completion, prompt)
+
+    def test_a_second_turn_pulls_only_what_is_new(self, pair: Pair) -> None:
+        prompt = make_prompt(400, (pair.name, "turns"))
+        first = pair.disaggregate(prompt, 30)
+        history = [*prompt, *first.tokens, *make_prompt(300, (pair.name, "second turn"))]
+        with pair.traffic() as traffic:
+            second = pair.disaggregate(history, 30)
+        held = (len(prompt) + 29) // NPU_BLOCK_SIZE * NPU_BLOCK_SIZE
+        assert traffic.source("local_cache_hit") == held
+        assert traffic.pulled("pull_tokens") == len(history) - 1 - held
+        pair.assert_right(second, history)
+
+    @pytest.mark.parametrize("entry", [0, -2])
+    def test_one_block_of_other_contents_changes_the_output(self, pair: Pair, entry: int) -> None:
+        """What the tests of equality look at does change when a block is wrong: checksums are taken of it as it is."""
+        prompt = make_prompt(700, (pair.name, "corrupted", entry))
+        right = pair.decode.client.compute(prompt)
+        params = pair.prefill.client.prefill(prompt)
+        overwrite_block(pair.prefill, params, group=0, entry=entry)
+        wrong = pair.decode_leg(prompt, params, cache_salt=f"corrupted {entry}")
+        if wrong.status == 200:  # the checksums were taken after the block was overwritten
+            assert wrong.logprob_difference(right) > 5 * LOGPROB_TOLERANCE
+            with pytest.raises(AssertionError):
+                assert_same_output(wrong, right)
+        else:
+            assert "verify" in pair.decode.log_since() or "checksum" in pair.decode.log_since()
+
+
+@on(UNEQUAL_RANKS)
+@both_ways
+class TestUnequalRanks:
+    @pytest.mark.parametrize("tokens", [2, NPU_BLOCK_SIZE + 1, 1000])
+    def test_a_pulled_prompt_gives_the_same_output(self, pair: Pair, tokens: int) -> None:
+        pair.assert_pulls_right(make_prompt(tokens, (tokens, pair.name)))
+
+    def test_concurrent_prompts_give_the_same_outputs(self, pair: Pair) -> None:
+        pair.assert_concurrent_pulls_right(4)
+
+    def test_only_blocks_that_the_decode_server_does_not_hold_are_pulled(self, pair: Pair) -> None:
+        pair.assert_pulls_the_rest(make_prompt(700, (pair.name, "partial hit")), computed_before=300)
+
+
+@on(TWO_RANKS)
+@p_and_d
+class TestTwoRanks:
+    @pytest.mark.parametrize("tokens", [NPU_BLOCK_SIZE + 1, 1000])
+    def test_a_pulled_prompt_gives_the_same_output(self, pair: Pair, tokens: int) -> None:
+        pair.assert_pulls_right(make_prompt(tokens, (tokens, pair.name)))
+
+    def test_concurrent_prompts_give_the_same_outputs(self, pair: Pair) -> None:
+        pair.assert_concurrent_pulls_right(4)

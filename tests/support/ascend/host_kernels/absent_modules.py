@@ -1,0 +1,104 @@
+"""Modules of vllm-ascend's container images that PyPI does not have: importable here, but hardly anything works.
+
+acl                         pyACL: one call of its runtime
+fla_npu                     any attribute can be read; calling it raises
+vllm_ascend.vllm_ascend_C   defines the operators of _C_ascend by their own schemas; a few have a body
+"""
+
+import ctypes
+import importlib.abc
+import importlib.machinery
+import sys
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.support.ascend.host_kernels.dispatch import OperatorLibrary
+from tests.support.ascend.host_kernels.norms import scaled_norm
+from tests.support.ascend.paths import operator_schemas
+
+_OPERATORS = "vllm_ascend.vllm_ascend_C"
+_ABSENT = ("acl", "fla_npu")
+
+
+class _AbsentModule(types.ModuleType):
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+        def absent(*_args: object, **_kwargs: object) -> None:
+            raise RuntimeError(f"{self.__name__}.{name} is not on this machine")
+
+        return absent
+
+
+class _AbsentFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname.partition(".")[0] in _ABSENT or fullname == _OPERATORS:
+            return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
+        return None
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
+        return _AbsentModule(spec.name)
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        if module.__name__ == _OPERATORS:
+            module.library = _define_operators()  # type: ignore[attr-defined]  # the operators live as long as it
+        elif module.__name__ == "acl.rt":
+            module.memcpy = _memcpy()  # type: ignore[attr-defined]
+
+
+def install_absent_modules() -> None:
+    """Make the modules importable, unless they are there."""
+    sys.meta_path.append(_AbsentFinder())
+
+
+def _memcpy() -> Any:
+    runtime = ctypes.CDLL("libascendcl.so")
+    pointer, size = ctypes.c_void_p, ctypes.c_size_t
+    runtime.aclrtMemcpy.argtypes = (pointer, size, pointer, size, ctypes.c_int)
+    return runtime.aclrtMemcpy
+
+
+def npu_add_rms_norm_bias(
+    x1: Tensor, x2: Tensor, gamma: Tensor, beta: Tensor | None = None, epsilon: float = 1e-6
+) -> tuple[Tensor, Tensor, Tensor]:
+    total = x1 + x2
+    normalised, reciprocal = scaled_norm(total, gamma, epsilon)
+    return (normalised if beta is None else normalised + beta), reciprocal, total
+
+
+def _shapes_of_add_rms_norm(
+    x1: Tensor, x2: Tensor, gamma: Tensor, beta: Tensor | None = None, epsilon: float = 1e-6
+) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(x1), x1.new_empty((*x1.shape[:-1], 1), dtype=torch.float32), torch.empty_like(x1)
+
+
+def npu_gemma_rms_norm(x: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> tuple[Tensor, Tensor]:
+    return scaled_norm(x, 1 + gamma.float(), epsilon)
+
+
+def _shapes_of_gemma_rms_norm(x: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x), x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
+
+
+def _define_operators() -> Any:
+    """Define vllm-ascend's operators; returns the library that holds them."""
+    library = torch.library.Library("_C_ascend", "DEF")
+    names = set()
+    for schema in operator_schemas().read_text().splitlines():
+        library.define(schema)
+        names.add(schema.partition("(")[0])
+    operators = OperatorLibrary("_C_ascend", library)
+    for body, shapes in (
+        (npu_add_rms_norm_bias, _shapes_of_add_rms_norm),
+        (npu_gemma_rms_norm, _shapes_of_gemma_rms_norm),
+    ):
+        if body.__name__ in names:
+            operators.define(body, shapes=shapes)
+    return library

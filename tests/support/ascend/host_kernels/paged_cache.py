@@ -1,0 +1,69 @@
+"""Writing to and reading from paged KV caches [blocks, tokens of a block, heads, head size]: operators in torch."""
+
+import torch
+from torch import Tensor
+
+from tests.support.ascend.host_kernels.dispatch import NPU, atb_operator, npu_operator
+from tests.support.ascend.host_kernels.norms import scaled_norm
+from tests.support.ascend.host_kernels.rotary import rotate_pairs
+
+
+def _write(slots: Tensor, pairs: tuple[tuple[Tensor, Tensor], ...]) -> None:
+    """Write the first rows of each pair's first tensor into its cache, at ``slots``; a negative slot is none."""
+    slots = slots.flatten().long()
+    valid = slots >= 0
+    for new, cache in pairs:
+        tokens = cache.shape[1]
+        block, offset = slots[valid] // tokens, slots[valid] % tokens
+        cache[block, offset] = new[: slots.numel()][valid].view(-1, *cache.shape[2:]).to(cache.dtype)
+
+
+@atb_operator
+def _npu_reshape_and_cache(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:
+    _write(slots, ((key, key_cache), (value, value_cache)))
+
+
+@npu_operator
+def npu_scatter_pa_kv_cache(
+    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor,
+    *, compress_lens: Tensor | None = None, compress_seq_offsets: Tensor | None = None,
+    seq_lens: Tensor | None = None, cache_mode: str = "PA_NZ",
+) -> None:  # fmt: skip
+    assert cache_mode == "Norm", cache_mode
+    _write(slots, ((key, key_cache), (value, value_cache)))
+
+
+@npu_operator
+def npu_gather_pa_kv_cache(
+    key_cache: Tensor, value_cache: Tensor, block_tables: Tensor, seq_lens: Tensor, key: Tensor, value: Tensor,
+    *, seq_offset: Tensor | None = None, is_seq_lens_cumsum: bool = False,
+) -> None:  # fmt: skip
+    """The cached tokens of all requests, one after the other, into ``key`` and ``value``."""
+    assert not is_seq_lens_cumsum
+    tokens, at = key_cache.shape[1], 0
+    starts = seq_offset.tolist() if seq_offset is not None else [0] * len(seq_lens)
+    for request, (start, length) in enumerate(zip(starts, seq_lens.tolist(), strict=False)):
+        position = torch.arange(start, start + length)
+        block, offset = block_tables[request].long()[position // tokens], position % tokens
+        for cache, out in ((key_cache, key), (value_cache, value)):
+            out[at : at + length] = cache[block, offset].view(length, *out.shape[1:])
+        at += length
+
+
+def npu_kv_rmsnorm_rope_cache(
+    kv: Tensor, gamma: Tensor, cos: Tensor, sin: Tensor, index: Tensor, k_cache: Tensor, ckv_cache: Tensor,
+    *, k_rope_scale: Tensor | None = None, c_kv_scale: Tensor | None = None, k_rope_offset: Tensor | None = None,
+    c_kv_offset: Tensor | None = None, v: Tensor | None = None, epsilon: float = 1e-5, cache_mode: str = "Norm",
+    is_output_kv: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """kv [tokens, 1, 1, latent + rotary size]: the normalised latent and the turned rest go into their caches."""
+    assert cache_mode == "PA", cache_mode
+    assert c_kv_scale is None
+    latent, _ = scaled_norm(kv[..., : gamma.shape[0]], gamma, epsilon)
+    turned = rotate_pairs(kv[..., gamma.shape[0] :], cos, sin)
+    _write(index, ((turned, k_cache), (latent, ckv_cache)))
+    return k_cache, ckv_cache, turned, latent
+
+
+# Its schema says neither that it writes the caches nor that it returns them.
+NPU.define(npu_kv_rmsnorm_rope_cache, aliases={0: 5, 1: 6})

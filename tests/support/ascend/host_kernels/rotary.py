@@ -1,0 +1,64 @@
+"""Rotary embeddings: operators of torch_npu and ATB, in torch for the CPU."""
+
+import torch
+from torch import Tensor
+
+from tests.support.ascend.host_kernels.dispatch import atb_operator, npu_operator
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, head_size: int, *, neox: bool) -> None:
+    """Rotate in place; ``x`` [tokens, heads * head size], ``cos`` and ``sin`` [tokens, rotated size / 2]."""
+    heads = x.view(x.shape[0], -1, head_size)
+    size = cos.shape[-1] * 2
+    turned, rest = heads[..., :size].float(), heads[..., size:]
+    cos, sin = cos.float()[:, None, :], sin.float()[:, None, :]
+    if neox:
+        a, b = turned.chunk(2, -1)
+        out = torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+    else:
+        a, b = turned[..., ::2], turned[..., 1::2]
+        out = torch.stack((a * cos - b * sin, b * cos + a * sin), -1).flatten(-2)
+    heads.copy_(torch.cat((out.to(heads.dtype), rest), -1))
+
+
+@atb_operator
+def _npu_rotary_embedding(
+    positions: Tensor, query: Tensor, key: Tensor, head_size: int, cos_sin_cache: Tensor, is_neox: bool
+) -> None:
+    cos, sin = cos_sin_cache.index_select(0, positions.flatten().long()).chunk(2, -1)
+    _rotate(query, cos, sin, head_size, neox=is_neox)
+    _rotate(key, cos, sin, head_size, neox=is_neox)
+
+
+@npu_operator
+def npu_mrope(
+    positions: Tensor, query: Tensor, key: Tensor, cos_sin_cache: Tensor, head_size: int,
+    *, mrope_section: list[int] | None = None, rotary_mode: str = "half", cache_mode: str = "default",
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    assert not any(mrope_section or ()), mrope_section
+    query, key = query.clone(), key.clone()
+    _npu_rotary_embedding(positions, query, key, head_size, cos_sin_cache, rotary_mode == "half")
+    return query, key
+
+
+@npu_operator
+def npu_rotary_mul(
+    x: Tensor, cos: Tensor, sin: Tensor, rotary_mode: str = "half", rotate: Tensor | None = None
+) -> Tensor:
+    if rotary_mode == "half":
+        a, b = x.chunk(2, -1)
+        turned = torch.cat((-b, a), -1)
+    else:
+        turned = torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)
+    return x * cos + turned * sin
+
+
+def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """MLA's rotary embedding: pairs of neighbours are turned, and the halves come out one after the other."""
+    a, b = x[..., ::2], x[..., 1::2]
+    return (torch.cat((a, b), -1) * cos + torch.cat((-b, a), -1) * sin).to(x.dtype)
+
+
+@npu_operator
+def npu_interleave_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    return rotate_pairs(x, cos, sin)

@@ -1,0 +1,113 @@
+"""Sets of servers on simulated NPUs, like those of ``tests.support.e2e.deployments`` on the CPU.
+
+P and D verify what is pulled. Mooncake's TCP transport plays the NIC, so the servers may reach device memory.
+"""
+
+import os
+from dataclasses import replace
+
+from tests.support.ascend.kernel_build import library_path
+from tests.support.ascend.paths import ROOT_OF_PROJECT
+from tests.support.e2e.cluster import ServerSpec
+from tests.support.e2e.deployments import PATIENT, Deployment, peer, prefill
+from tests.support.e2e.models import DEFAULT_MODEL, ModelSpec
+
+#: vllm-ascend's own choice, and nearly the only one that its kernels take.
+NPU_BLOCK_SIZE = 128
+#: Tokens that one step computes at most: longer prompts are prefilled in chunks.
+STEP_TOKENS = 512
+#: Tokens of a prompt with its answer.
+LONGEST = 2048
+GEMMA3 = ModelSpec(layers=6, architecture="gemma3")
+DEEPSEEK_V2 = ModelSpec(architecture="deepseek_v2")
+
+_LEASE_TTL_S = 30.0
+_OPTIONS = (("protocol", "tcp"), ("verify", True), ("lease_ttl_s", _LEASE_TTL_S), *PATIENT)
+_START_TIMEOUT_S = 600.0  # four engines on two busy cores
+
+
+def simulated_environment(devices: int = 1) -> tuple[tuple[str, str], ...]:
+    """The variables with which a process of the environment finds simulated devices."""
+    return (
+        ("LD_LIBRARY_PATH", library_path()),
+        ("PYTHONPATH", os.pathsep.join(filter(None, (str(ROOT_OF_PROJECT), os.environ.get("PYTHONPATH", ""))))),
+        ("SIMACL_DEVICES", str(devices)),
+        ("SIMACL_NIC", "1"),
+    )
+
+
+def block_bytes(model: ModelSpec) -> int:
+    """Bytes of a block of that model in all layers and on all ranks, as vllm-ascend counts them."""
+    per_token = 576 if model.architecture == "deepseek_v2" else 2 * model.kv_heads * 32
+    return model.layers * per_token * NPU_BLOCK_SIZE * 4
+
+
+def on_npu(spec: ServerSpec, *, device_blocks: int = 64, host_blocks: int = 0) -> ServerSpec:
+    """The server on simulated NPUs.
+
+    Args:
+        device_blocks: how many of its model's blocks the device holds.
+        host_blocks: how many of them host memory holds.
+    """
+    whole = block_bytes(spec.model)
+    host = (("cpu_bytes_to_use", host_blocks * whole),) if host_blocks else ()
+    ranks = 1 if spec.model.architecture == "deepseek_v2" else spec.tensor_parallel
+    return replace(
+        spec,
+        platform="npu",
+        layout=None,
+        block_size=NPU_BLOCK_SIZE,
+        kv_cache_bytes=device_blocks * whole // ranks,
+        arguments=(
+            *("--max-model-len", str(LONGEST), "--max-num-seqs", "8"),
+            *("--max-num-batched-tokens", str(STEP_TOKENS), *spec.arguments),
+        ),
+        variables=(*simulated_environment(spec.tensor_parallel), *spec.variables),
+        options=(*(option for option in spec.options if option[0] not in dict(_OPTIONS)), *_OPTIONS, *host),
+        start_timeout_s=_START_TIMEOUT_S,
+    )
+
+
+def _peer(model: ModelSpec = DEFAULT_MODEL, tensor_parallel: int = 1) -> ServerSpec:
+    return peer(model, None, tensor_parallel)
+
+
+#: One worker each; D has host memory, and a device that holds little more than one prompt.
+ONE_RANK = Deployment(
+    "one rank",
+    (("P", on_npu(prefill())), ("D", on_npu(replace(_peer(), role="kv_consumer"), device_blocks=20, host_blocks=64))),
+)
+
+#: Sides that differ in tensor parallel size, and two of size 2.
+UNEQUAL_RANKS = Deployment("unequal ranks", (("TP1", on_npu(_peer())), ("TP2", on_npu(_peer(tensor_parallel=2)))))
+TWO_RANKS = Deployment(
+    "two ranks",
+    (
+        ("P", on_npu(prefill(tensor_parallel=2))),
+        ("D", on_npu(replace(_peer(tensor_parallel=2), role="kv_consumer"))),
+    ),
+)
+
+#: Three KV cache groups: two of layers that keep a window, one of layers that keep all tokens.
+NPU_SLIDING_WINDOW = Deployment(
+    "sliding window",
+    (("TP1", on_npu(_peer(GEMMA3), device_blocks=96)), ("TP2", on_npu(_peer(GEMMA3, 2), device_blocks=96))),
+)
+
+#: One latent vector a token, the same on all ranks.
+NPU_MLA = Deployment("MLA", (("TP1", on_npu(_peer(DEEPSEEK_V2))), ("TP2", on_npu(_peer(DEEPSEEK_V2, 2)))))
+
+#: Stores what it is about to evict, from layers with and without a sliding window.
+LAZY_HOST = Deployment(
+    "lazy host",
+    (
+        (
+            "W",
+            on_npu(
+                replace(_peer(GEMMA3), options=(*_peer(GEMMA3).options, ("cpu_store", "lazy"))),
+                device_blocks=48,
+                host_blocks=96,
+            ),
+        ),
+    ),
+)

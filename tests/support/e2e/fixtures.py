@@ -1,0 +1,115 @@
+"""Fixtures of tests with real servers: started once a deployment, checked around every test, logs shown on failure.
+
+A test names its deployment and servers with ``on``; pytest runs the tests of a deployment together. A conftest module
+imports all of ``__all__``.
+"""
+
+from collections.abc import Generator, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.e2e.cluster import Cluster, Server, tail
+from tests.support.e2e.deployments import Deployment
+from tests.support.e2e.pair import Pair, wait_until_at_rest
+
+__all__ = [
+    "acquainted",
+    "cluster",
+    "deployment",
+    "figures",
+    "pair",
+    "pytest_runtest_makereport",
+    "pytest_terminal_summary",
+    "server",
+    "servers",
+]
+
+_LOG_MARKS = pytest.StashKey[dict[Path, int]]()
+_FIGURES = pytest.StashKey[list[str]]()
+
+
+@pytest.fixture(scope="session")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """Every server of the session; all are gone when it ends."""
+    cluster = Cluster(tmp_path_factory.mktemp("servers"))
+    yield cluster
+    cluster.close()
+
+
+@pytest.fixture(scope="session")
+def deployment(request: pytest.FixtureRequest, cluster: Cluster) -> Iterator[dict[str, Server]]:
+    """The servers of a ``Deployment``, by name."""
+    wanted: Deployment = request.param
+    names = [name for name, _ in wanted.servers]
+    servers = cluster.start(spec for _, spec in wanted.servers)
+    yield dict(zip(names, servers, strict=True))
+    cluster.stop(servers)
+
+
+@pytest.fixture
+def servers(request: pytest.FixtureRequest, cluster: Cluster, deployment: dict[str, Server]) -> dict[str, Server]:
+    """The servers of the test's deployment, all healthy: those that an earlier test has ended are started again."""
+    for server in deployment.values():
+        if not server.client.is_healthy():
+            cluster.restart(server)
+    request.node.stash[_LOG_MARKS] = {server.log: server.log_size for server in deployment.values()}
+    return deployment
+
+
+@pytest.fixture
+def server(request: pytest.FixtureRequest, servers: dict[str, Server]) -> Iterator[Server]:
+    """The one server that the test names. After it it must be healthy and hold nothing."""
+    server = servers[request.param]
+    yield server
+    assert server.client.is_healthy(), f"the test has ended {server.spec.name}"
+    wait_until_at_rest(server)
+
+
+@pytest.fixture(scope="session")
+def acquainted() -> set[tuple[int, int]]:
+    """The ports of the pairs of servers that have met."""
+    return set()
+
+
+@pytest.fixture
+def pair(
+    request: pytest.FixtureRequest, servers: dict[str, Server], acquainted: set[tuple[int, int]]
+) -> Iterator[Pair]:
+    """The prefill and decode server that the test names. After it both must be healthy and hold nothing."""
+    prefill, decode = request.param
+    pair = Pair(servers[prefill], servers[decode])
+    ports = (pair.prefill.port, pair.decode.port)
+    if ports not in acquainted and pair.is_parallel:
+        pair.get_acquainted()
+        acquainted.add(ports)
+    yield pair
+    for server in (pair.prefill, pair.decode):
+        assert server.client.is_healthy(), f"the test has ended {server.spec.name}"
+    pair.wait_until_at_rest()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Show what the servers logged during a failed test."""
+    report = yield
+    if report.failed:
+        for path, offset in item.stash.get(_LOG_MARKS, {}).items():
+            with path.open("rb") as file:
+                file.seek(offset)
+                log = tail(file.read().decode(errors="replace"))
+            if log:
+                report.sections.append((f"{path.name} during this test", log))
+    return report
+
+
+@pytest.fixture(scope="session")
+def figures(pytestconfig: pytest.Config) -> list[str]:
+    """Lines that a test wants shown at the end of the run."""
+    return pytestconfig.stash.setdefault(_FIGURES, [])
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Show the figures that were measured."""
+    for line in config.stash.get(_FIGURES, []):
+        terminalreporter.write_line(f"measured: {line}")
