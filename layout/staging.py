@@ -11,6 +11,9 @@ worth staging and cuts them into windows that fit the buffer. It moves no bytes 
 
 Window i + 1 may be read while window i is copied out. The read of window i + 2 may start only once window i has been
 copied, because it uses the same half.
+
+Where copying needs an operator for each area of memory that is written to, as on a device, a window also ends before it
+would write to too many of them.
 """
 
 from collections.abc import Iterator
@@ -25,6 +28,18 @@ from layout.copies import EMPTY, Copies, Int64Array
 from layout.cost import CostModel
 from layout.geometry import Region
 from layout.regions import RegionTable
+
+
+@dataclass(frozen=True, slots=True)
+class CopyAreas:
+    """Areas of local memory, by where they start (ascending), and to how many of them a window may copy."""
+
+    starts: Int64Array
+    per_window: int
+
+    def __post_init__(self) -> None:
+        if self.per_window < 1:
+            raise ValueError(f"a window must copy to at least 1 area of memory, not to {self.per_window}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +98,12 @@ class Schedule:
 
 
 def schedule_reads(
-    copies: Copies, cost: CostModel, local: RegionTable, remote: RegionTable, staging: Region | None
+    copies: Copies,
+    cost: CostModel,
+    local: RegionTable,
+    remote: RegionTable,
+    staging: Region | None,
+    areas: CopyAreas | None = None,
 ) -> Schedule:
     """Choose the cheapest way to read ``copies``: which runs directly, and which through ``staging``.
 
@@ -100,6 +120,7 @@ def schedule_reads(
         local: the memory registered here; each direct read stays inside one of its regions.
         remote: the memory registered by the peer; each read stays inside one of its regions.
         staging: the whole buffer, of which a window uses half. With None or less than two bytes nothing is staged.
+        areas: limits the areas that each window copies to; None: no limit.
 
     Raises:
         ValueError: a size is not positive.
@@ -118,7 +139,7 @@ def schedule_reads(
     begins, ends = _choose(runs, remote, cost, staging.size // 2)
     if not len(begins):
         return direct
-    rest, reads, moved, borders = _lay_out(runs, begins, ends, staging)
+    rest, reads, moved, borders = _lay_out(runs, begins, ends, staging, areas)
     predicted = cost.read_s(len(rest) + len(reads), rest.total_bytes + reads.total_bytes)
     predicted += cost.copy_s(len(moved), moved.total_bytes)
     return Schedule(rest, reads, moved, borders, wanted, predicted, direct_s) if predicted < direct_s else direct
@@ -166,7 +187,7 @@ def _choose(runs: Copies, remote: RegionTable, cost: CostModel, half: int) -> tu
 
 
 def _lay_out(
-    runs: Copies, begins: Int64Array, ends: Int64Array, staging: Region
+    runs: Copies, begins: Int64Array, ends: Int64Array, staging: Region, areas: CopyAreas | None
 ) -> tuple[Copies, Copies, Copies, Int64Array]:
     """Return the direct reads, the reads into the staging buffer, the copies out of it, and the windows' borders."""
     half = staging.size // 2
@@ -174,10 +195,23 @@ def _lay_out(
     direct, reads, moves = (np.empty((3, count), np.int64) for count in (len(runs) - staged, staged, staged))
     borders = np.empty((staged + 1, 2), np.int64)
     arrays = runs.destinations, runs.sources, runs.sizes
-    windows = _place(arrays, begins, ends, staging.address, half, direct, reads, moves, borders)
+    area = _areas_of(runs.destinations, areas)
+    last_window = np.full(1 if areas is None else len(areas.starts) + 1, -1, np.int64)
+    limits = np.array([half, 1 if areas is None else areas.per_window], np.int64)
+    windows = _place(arrays, area, last_window, begins, ends, staging.address, limits, direct, reads, moves, borders)
     borders = borders[: windows + 1]
     return Copies(*direct), Copies(*reads[:, : borders[-1, 0]]), Copies(*moves), borders
 
+
+def _areas_of(destinations: Int64Array, areas: CopyAreas | None) -> Int64Array:
+    """Return the number of each destination's area; 0 if it is before all of them, or if there are none."""
+    if areas is None:
+        return np.zeros(len(destinations), np.int64)
+    return np.searchsorted(areas.starts, destinations, side="right")
+
+
+#: A read that fits this often into a window is small: the bytes that a window lacks so that it is whole are few.
+_SMALL_READS = 8
 
 _BEYOND_ALL = np.iinfo(np.int64).max  # where the region after the last one starts
 
@@ -249,24 +283,37 @@ def _cheapest_loop(
 
 
 def _place_loop(
-    runs: Any, begins: Any, ends: Any, buffer: Any, half: Any, direct: Any, reads: Any, moves: Any, borders: Any
-) -> Any:
-    """Fill in the result of ``_lay_out`` and return the number of windows. Cuts a read where its window is full."""
+    runs: Any, area: Any, last_window: Any, begins: Any, ends: Any, buffer: Any, limits: Any,
+    direct: Any, reads: Any, moves: Any, borders: Any,
+) -> Any:  # fmt: skip
+    """Fill in the result of ``_lay_out`` and return the number of windows. Cuts a read where its window is full.
+
+    A read that is small against a window is not cut, but begins the next window. ``last_window`` is, for each area, the
+    last window that copies to it, -1 at first.
+    """
     _, sources, sizes = runs
-    directs = moved = count = window = filled = done = 0
+    half, most_areas = limits[0], limits[1]
+    directs = moved = count = window = filled = areas = done = 0
     borders[0] = 0
     for read in range(len(begins)):
         begin = begins[read]
         directs = _append(direct, directs, runs, done, begin, 0)
         done = ends[read]
         while begin < done:
-            limit = sources[begin] + half - filled
-            end = done
-            if sources[end - 1] + sizes[end - 1] > limit:
-                end = begin + np.searchsorted(sources[begin:done], limit)
-                end -= end > begin and sources[end - 1] + sizes[end - 1] > limit
+            room = half - filled
+            width = sources[done - 1] + sizes[done - 1] - sources[begin]
+            if width > room and width * _SMALL_READS <= half:
+                room = 0
+            end = begin
+            while end < done and sources[end] + sizes[end] - sources[begin] <= room:
+                if last_window[area[end]] != window:
+                    if areas == most_areas:
+                        break
+                    areas += 1
+                    last_window[area[end]] = window
+                end += 1
             if end == begin:
-                window, filled = window + 1, 0
+                window, filled, areas = window + 1, 0, 0
                 borders[window, 0], borders[window, 1] = count, moved
                 continue
             address = buffer + window % 2 * half + filled

@@ -17,20 +17,25 @@ from layout.copies import Copies
 from layout.cost import CostModel
 from layout.geometry import Region
 from layout.regions import RegionTable
-from layout.staging import Schedule, schedule_reads
+from layout.staging import CopyAreas, Schedule, schedule_reads
 from pd_connector.worker.device_memory import device_memory
 from transfer.engine.base import Link, ReadFailed
 from transfer.engine.batches import check_copies
 from transfer.local_copy import reshape
-from transfer.local_copy.reshape_torch import TensorCopier
+from transfer.local_copy.device_views import mapped_segments
+from transfer.local_copy.reshape_torch import DEFAULT_TEMPORARY_BYTES, TensorCopier
 from transfer.memory import HostMemory, SlotPool
 
 #: Reads from this many prefill ranks can be staged at once; others go directly into place meanwhile.
 SLOTS = 4
 
-#: Seconds that the host needs for each run that a device copies, to group runs and index their rows: measured on one
-#: core. The device's own time is unknown; its bytes are assumed to cost as much as the CPU's.
-_DEVICE_COPY_ALPHA = 0.2e-6
+#: Seconds that the host needs for each run that a device copies, to number its rows: measured on one core. The device's
+#: own time is unknown; its bytes are assumed to cost as much as the CPU's. A window's few operators are left out.
+_DEVICE_COPY_ALPHA = 0.1e-6
+
+#: A window copies to at most this many areas of device memory, each of which takes an operator. With the row numbers'
+#: way to the device and the gathering, this makes at most six operators a window.
+AREAS_PER_WINDOW = 4
 
 #: If the device has no memory left for the staging buffer.
 _WAY_OUT = "lower gpu_memory_utilization or staging_bytes (0 reads everything directly into place)"
@@ -52,16 +57,19 @@ class RemoteReader:
         local_regions: tuple[Region, ...],
         pool: SlotPool | None = None,
         copy: Copier = reshape.run_copies,
+        areas: CopyAreas | None = None,
     ) -> None:
         """Compile the planning kernels, so that no pull waits for that.
 
-        ``copy`` must reach both the memory of ``pool``, which is the staging buffer, and ``local_regions``.
+        ``copy`` must reach both the memory of ``pool``, which is the staging buffer, and ``local_regions``. ``areas``
+        limits what it is given at once.
 
         Raises:
             ValueError: local regions overlap, or one is empty.
         """
         self.staging = pool
         self._copy = copy
+        self._areas = areas
         self._cost = cost
         self._local = RegionTable(local_regions)
         self._staging_table = RegionTable(() if pool is None else (pool.region,))
@@ -94,7 +102,11 @@ class RemoteReader:
         cost = replace(cost, copy_alpha=_DEVICE_COPY_ALPHA)
         buffer = device_memory(staging_bytes, caches[0].device, _WAY_OUT)
         pool = SlotPool(Region(buffer.data_ptr(), buffer.numel()), SLOTS, buffer)
-        return cls(cost, local_regions, pool, TensorCopier([*caches, buffer]))
+        # A window is half a slot, and its row numbers are no larger than its rows: so it is copied in one round.
+        temporary_bytes = max(pool.slot_bytes, DEFAULT_TEMPORARY_BYTES)
+        segments = mapped_segments(buffer.device)
+        copier = TensorCopier(caches, [buffer], segments=segments, temporary_bytes=temporary_bytes)
+        return cls(cost, local_regions, pool, copier, CopyAreas(copier.view_starts, AREAS_PER_WINDOW))
 
     @property
     def regions(self) -> tuple[Region, ...]:
@@ -114,7 +126,7 @@ class RemoteReader:
         with ExitStack() as borrowing:
             address = borrowing.enter_context(self.staging.borrow())
             slot = Region(address, self.staging.slot_bytes) if address is not None else None
-            schedule = schedule_reads(copies, self._cost, self._local, remote, slot)
+            schedule = schedule_reads(copies, self._cost, self._local, remote, slot, self._areas)
             if not len(schedule.reads):
                 borrowing.close()  # for others that need the slot
             yield schedule

@@ -12,7 +12,7 @@ from layout.copies import Copies, Int64Array
 from layout.cost import CostModel
 from layout.geometry import Region
 from layout.regions import RegionTable
-from layout.staging import Schedule, schedule_reads
+from layout.staging import CopyAreas, Schedule, schedule_reads
 from tests.support.memory import Bytes
 
 REMOTE, LOCAL, STAGING = 1 << 40, 1 << 41, 1 << 42
@@ -280,3 +280,65 @@ def test_a_run_without_bytes_is_refused(size: int) -> None:
 def test_a_schedule_describes_itself_in_numbers() -> None:
     text = schedule([(0, 0, 10), (20, 30, 10), (40, 5000, 10)]).describe()
     assert text.startswith("2 descriptors (1 direct), 50 bytes read for 30 wanted, 40 bytes staged in 1 windows with 2")
+
+
+TWO_AREAS = CopyAreas(np.array([LOCAL, LOCAL + 100, LOCAL + 200, LOCAL + 300]), 2)
+
+
+def _scheduled(runs: Sequence[Run], areas: CopyAreas, budget: int = 1 << 20) -> Schedule:
+    regions = regions_of(LOCAL, (0, 1 << 20)), regions_of(REMOTE, (0, 1 << 20))
+    return schedule_reads(copies_of(runs), COST, *regions, Region(STAGING, budget), areas)
+
+
+def test_a_window_copies_to_as_many_areas_as_it_may() -> None:
+    runs = [(area * 100 + 20 * n, area * 60 + 15 * n, 10) for area in range(4) for n in range(4)]
+    windows = list(_scheduled(runs, TWO_AREAS).windows())
+    assert [sorted({(to - LOCAL) // 100 for to in window.copies.destinations.tolist()}) for window in windows] == [
+        [0, 1],
+        [2, 3],
+    ]
+    assert [int(window.reads.destinations[0]) - STAGING for window in windows] == [0, 1 << 19]
+
+
+def test_an_area_that_a_window_copies_to_already_does_not_count_again() -> None:
+    runs = [(n % 2 * 100 + 10 * (n // 2), 11 * n, 10) for n in range(12)]
+    assert len(list(_scheduled(runs, TWO_AREAS).windows())) == 1
+
+
+def test_a_read_that_is_small_against_a_window_is_not_cut() -> None:
+    runs = [(n * 50 + 20 * half, n * 150 + 15 * half, 10) for n in range(9) for half in range(2)]
+    windows = list(schedule(runs, 2 * 210).windows())
+    assert [window.reads.sizes.tolist() for window in windows] == [[25] * 8, [25]]
+    cut = list(schedule(runs, 2 * 190).windows())  # the eighth read would be more than an eighth of it
+    assert [window.reads.sizes.tolist() for window in cut] == [[25] * 7 + [10], [10, 25]]
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 40), st.integers(1, 30)), min_size=2, max_size=40),
+    st.lists(st.integers(0, 1200), max_size=6, unique=True),
+    st.integers(1, 3),
+    st.sampled_from([64, 300, 4096]),
+)
+def test_limited_to_areas_the_bytes_are_the_same(
+    steps: list[tuple[int, int]], starts: list[int], per_window: int, budget: int
+) -> None:
+    places = np.cumsum([gap + size for gap, size in steps]) - [size for _, size in steps]
+    order = np.random.default_rng(len(steps)).permutation(len(steps))
+    offsets = np.cumsum([0, *(steps[n][1] for n in order)])
+    to = dict(zip(order.tolist(), offsets.tolist(), strict=False))
+    runs = [(to[n], int(places[n]), size) for n, (_, size) in enumerate(steps)]
+    areas = CopyAreas(np.array(sorted(starts), np.int64) + LOCAL, per_window)
+    plan = _scheduled(runs, areas, budget)
+    memories = Memories(runs, budget, regions_of(REMOTE, (0, 1 << 20)))
+    memories.execute(plan, budget // 2)
+    memories.check()
+    for window in plan.windows():
+        assert len(window.copies)
+        area = np.searchsorted(areas.starts, window.copies.destinations, side="right")
+        assert len(np.unique(area)) <= per_window
+
+
+def test_a_window_that_may_copy_nowhere_is_refused() -> None:
+    with pytest.raises(ValueError, match="at least 1 area of memory, not to 0"):
+        CopyAreas(np.array([LOCAL]), 0)

@@ -22,6 +22,7 @@ from pd_connector.worker.remote_reader import RemoteReader
 from tests.support.devices.npu_device import DeviceBytes
 from tests.support.memory import Bytes, noise
 from transfer.engine.base import Link
+from transfer.local_copy.device_views import mapped_segments
 from transfer.local_copy.reshape_torch import SideStream, TensorCopier
 
 DEVICES = [torch.device("npu:0"), torch.device("npu:1")]
@@ -194,10 +195,32 @@ def test_one_gather_and_one_scatter_whatever_the_number_of_runs(host_operators: 
     target, staging = (cache(DEVICES[0], [256, 64], torch.float32, 256) for _ in range(2))
     memory.put(staging.data_ptr(), noise(1 << 16))
     order = np.random.default_rng(0).permutation(256)
-    runs = [(target.data_ptr() + 256 * int(to), staging.data_ptr() + 256 * at, 256) for at, to in enumerate(order)]
+    runs = [(target.data_ptr() + 256 * to, staging.data_ptr() + 256 * int(at), 256) for to, at in enumerate(order)]
     TensorCopier([target, staging])(copies_of(runs))
-    np.testing.assert_array_equal(memory.of(target).reshape(256, 256)[order], noise(1 << 16).reshape(256, 256))
+    np.testing.assert_array_equal(memory.of(target).reshape(256, 256), noise(1 << 16).reshape(256, 256)[order])
     assert host_operators == ["index_select", "index_copy_"]
+
+
+def test_neighbours_in_a_segment_of_torch_npu_take_one_scatter(host_operators: list[str], memory: DeviceBytes) -> None:
+    torch.npu.empty_cache()  # what follows gets a segment of 20 MiB
+    layers = [cache(DEVICES[0], [64, 8, 2048], torch.uint8, 512) for _ in range(4)]
+    staging = cache(DEVICES[0], [4 * 64 * 1024], torch.uint8, 512)
+    before = [noise(layer.numel(), number) for number, layer in enumerate(layers)]
+    for layer, values in zip(layers, before, strict=True):
+        memory.put(layer.data_ptr(), values)
+    memory.put(staging.data_ptr(), noise(staging.numel(), 9))
+    copier = TensorCopier(layers, [staging], segments=mapped_segments(DEVICES[0]))
+    runs = [
+        (layer.data_ptr() + (block * 8 + 3) * 2048, staging.data_ptr() + (number * 64 + block) * 1024, 1024)
+        for number, layer in enumerate(layers)
+        for block in range(64)
+    ]
+    torch.npu.synchronize()
+    in_a_thread(lambda: copier(copies_of(runs)))
+    assert host_operators == ["index_copy_"]
+    for number, (layer, values) in enumerate(zip(layers, before, strict=True)):
+        values.reshape(64, 8, 2048)[:, 3, :1024] = noise(staging.numel(), 9).reshape(4, 64, 1024)[number]
+        np.testing.assert_array_equal(memory.of(layer), values)
 
 
 # Pulls

@@ -3,11 +3,15 @@
 Moves bytes with tensor operators, the runs of all layers together. ``layout.plan`` and ``layout.staging`` decide which
 bytes go where. Must not decide what is copied, and must not know caches, pulls or engines.
 
-Source and destination are viewed as rows of one width, the largest that divides all runs; a run becomes row numbers:
+Source and destination are viewed as rows of one width that divides all runs; a run becomes row numbers:
 
     runs      [4 rows from 8 to 2] [2 rows from 0 to 9]
     sources      8  9 10 11           0  1         gathered by index_select, then
     destinations 2  3  4  5           9 10         scattered by index_copy_
+
+So a call takes a few operators, whatever the number of runs: one brings the row numbers to the device, one gathers, and
+one scatters into each view of ``transfer.local_copy.device_views`` that is written to. Sources that follow each other
+need no gathering, as when whole blocks of several ranks are merged.
 
 Rows are integers, so that no bit pattern counts as NaN. According to the documentation and sources of CANN's operator
 library (aclnnIndexSelect, aclnnInplaceIndexCopy) for Atlas A2 and A3, both operators take int32, int16 and int8 rows
@@ -15,25 +19,28 @@ and int64 indices; int32 runs on the vector cores, while the much slower AI CPU 
 of a contiguous tensor only the named rows are touched. So widths that are multiples of four bytes, which nearly all
 are, use int32.
 
-Tested with CPU tensors, and on a simulated Ascend device with its operators replaced. Not run on hardware.
+Tested with CPU tensors, on a simulated Ascend device with its operators replaced, and on one whose operators run on the
+host. Not run on hardware.
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from layout.copies import Copies, Int64Array
 from layout.geometry import Region
 from layout.regions import RegionTable
+from transfer.local_copy.device_views import DeviceViews, Storage
+from transfer.local_copy.rows import RowNumbers, Rows, Runs, follow_each_other, stretches, widest_rows
 
 #: A run of at least this size is copied by its own call.
 LARGE_BYTES = 1 << 20
+#: Device memory that a call may use at once, unless told otherwise.
+DEFAULT_TEMPORARY_BYTES = 16 << 20
 #: Up to this many runs are copied by a call each, because building indices would not pay off.
 _FEW_RUNS = 4
 _INDEX_BYTES = 16  # per row: its source and its destination
@@ -56,7 +63,8 @@ class SideStream:
     def running(self) -> Iterator[None]:
         """Submit to this stream inside a ``with`` block; the work is done when the block is left, also by an exception.
 
-        Sets the device of the calling thread, because on an NPU a thread has none by default.
+        Waits for an event behind that work, not for what other threads submit later. Sets the device of the calling
+        thread, because on an NPU a thread has none by default.
         """
         if self._module is None:
             yield
@@ -66,7 +74,7 @@ class SideStream:
             with self._module.stream(self._stream):
                 yield
         finally:
-            self._stream.synchronize()
+            self._stream.record_event().synchronize()
 
 
 class TensorCopier:
@@ -77,29 +85,41 @@ class TensorCopier:
     """
 
     def __init__(
-        self, tensors: Iterable[torch.Tensor], *, temporary_bytes: int = 16 << 20, view_bytes: int = 1 << 31
+        self,
+        *sides: Iterable[torch.Tensor],
+        segments: Sequence[Region] = (),
+        temporary_bytes: int = DEFAULT_TEMPORARY_BYTES,
+        view_bytes: int = 1 << 31,
     ) -> None:
-        """Keep the storages of ``tensors`` alive, and copy between them.
+        """Keep the storages of all tensors alive, and copy between them.
 
         Args:
-            tensors: of any shape and dtype, all on one device. A tensor stands for its whole storage.
+            sides: tensors of any shape and dtype, all on one device. A tensor stands for its whole storage.
+            segments: memory of the device that is mapped without a hole. One operator writes to all storages of a side
+                that are neighbours in a segment.
             temporary_bytes: device memory that a call may use at once. One row, of less than ``LARGE_BYTES``, must fit.
-            view_bytes: the most bytes of a storage that an operator gets to see (plus ``LARGE_BYTES``), because the
-                operators of some devices may count in 32 bits.
+            view_bytes: the most bytes that an operator gets to see (plus ``LARGE_BYTES``), because the operators of
+                some devices may count in 32 bits.
 
         Raises:
-            ValueError: the tensors are on several devices or there are none, storages overlap partly, or a storage has
-                a private format of its device.
+            ValueError: the tensors are on several devices or there are none, storages or segments overlap partly, or a
+                storage has a private format of its device.
         """
-        self._memory = _storages(tensors)
+        storages = _storages(sides)
+        self._memory = [storage.memory for storage in storages]
         devices = {memory.device for memory in self._memory}
         if len(devices) != 1:
             raise ValueError(f"tensors must be on one device, not on {sorted(map(str, devices)) or 'none'}")
         self._device = devices.pop()
-        self._table = RegionTable([Region(memory.data_ptr(), memory.numel()) for memory in self._memory])
+        self._table = RegionTable([storage.region for storage in storages])
+        self._views = DeviceViews(storages, segments, view_bytes, LARGE_BYTES)
         self._stream = SideStream(self._device)
         self._temporary_bytes = temporary_bytes
-        self._view_bytes = view_bytes
+
+    @property
+    def view_starts(self) -> Int64Array:
+        """Addresses, ascending: one operator writes to the memory from one of them up to the next. Shape [views]."""
+        return self._views.starts
 
     def __call__(self, copies: Copies) -> None:
         """Copy every run. When this returns, the bytes are in place, also for other streams and engines.
@@ -109,160 +129,109 @@ class TensorCopier:
         Raises:
             ValueError: a size is negative, or a run leaves the storages. Nothing was copied.
         """
-        runs = self._locate(copies)
-        if not len(runs.copies):
+        copies = self._checked(copies)
+        if not len(copies):
             return
         with torch.inference_mode(), self._stream.running():
-            large = runs.copies.sizes >= LARGE_BYTES
-            self._copy_one_by_one(runs.take(large))
-            for part in self._parts(runs.take(~large)):
-                self._copy_together(part)
+            large = copies.sizes >= LARGE_BYTES
+            self._copy_one_by_one(copies[large])
+            copies = copies[~large]
+            while len(copies) > _FEW_RUNS:  # each round copies at least half of the bytes left
+                rows, fit = widest_rows(Runs.of(copies, self.view_starts), len(self.view_starts))
+                self._copy_rows(rows)
+                copies = copies[~fit]
+            self._copy_one_by_one(copies)
 
-    def _locate(self, copies: Copies) -> "_Runs":
-        """Return the runs that are not empty, as offsets into storages."""
+    def _checked(self, copies: Copies) -> Copies:
+        """Return the runs that are not empty; raise unless all lie in the storages."""
         if len(copies) and int(copies.sizes.min()) < 0:
             index = int(copies.sizes.argmin())
             raise ValueError(f"copy {index} of {len(copies)} has a negative size: {int(copies.sizes[index])} bytes")
         copies = copies[copies.sizes > 0]
-        target = self._find_storages("destination", copies.destinations, copies.sizes)
-        origin = self._find_storages("source", copies.sources, copies.sizes)
-        starts = self._table.starts
-        offsets = Copies(copies.destinations - starts[target], copies.sources - starts[origin], copies.sizes)
-        return _Runs(offsets, target, origin)
+        for what, addresses in (("destination", copies.destinations), ("source", copies.sources)):
+            outside = self._table.outside(addresses, copies.sizes)
+            if outside.any():
+                index = int(outside.argmax())
+                raise ValueError(
+                    f"the {what} of non-empty copy {index} of {len(copies)}, {int(copies.sizes[index])} bytes at "
+                    f"{int(addresses[index]):#x}, does not lie in one of the {len(self._memory)} storages"
+                )
+        return copies
 
-    def _find_storages(self, what: str, addresses: Int64Array, sizes: Int64Array) -> Int64Array:
-        """Return the index of the storage that holds each whole run."""
-        outside = self._table.outside(addresses, sizes)
-        if outside.any():
-            index = int(outside.argmax())
-            raise ValueError(
-                f"the {what} of non-empty copy {index} of {len(sizes)}, {int(sizes[index])} bytes at "
-                f"{int(addresses[index]):#x}, does not lie in one of the {len(self._memory)} storages"
-            )
-        return np.searchsorted(self._table.starts, addresses, side="right") - 1
+    def _copy_one_by_one(self, copies: Copies) -> None:
+        columns = (copies.destinations, copies.sources, copies.sizes)
+        for target, origin, size in zip(*(column.tolist() for column in columns), strict=True):
+            self._bytes(target, size).copy_(self._bytes(origin, size))
 
-    def _copy_one_by_one(self, runs: "_Runs") -> None:
-        columns = (runs.target, runs.origin, runs.copies.destinations, runs.copies.sources, runs.copies.sizes)
-        for target, origin, to, start, size in zip(*(column.tolist() for column in columns), strict=True):
-            self._memory[target][to : to + size].copy_(self._memory[origin][start : start + size])
+    def _bytes(self, address: int, size: int) -> torch.Tensor:
+        storage = int(np.searchsorted(self._table.starts, address, side="right")) - 1
+        first = address - int(self._table.starts[storage])
+        return self._memory[storage][first : first + size]
 
-    def _parts(self, runs: "_Runs") -> Iterator["_Runs"]:
-        """Yield the runs grouped by storage and by stretch of ``view_bytes``, on both sides."""
-        if not len(runs.copies):
-            return
-        part = runs.target * len(self._memory) + runs.origin
-        for offsets in (runs.copies.destinations, runs.copies.sources):
-            stretch = offsets // self._view_bytes
-            part = part * (int(stretch.max()) + 1) + stretch
-        if (part == part[0]).all():
-            yield runs
-            return
-        order = np.argsort(part, kind="stable")
-        for which in np.split(order, np.flatnonzero(np.diff(part[order])) + 1):
-            yield runs.take(which)
+    def _copy_rows(self, rows: Rows) -> None:
+        dtype = self._row_dtype(rows)
+        for part in rows.parts(max(1, self._temporary_bytes // (rows.width + _INDEX_BYTES))):
+            index = self._on_device(np.stack((part.target.row, part.origin.row)))
+            for begin, end in stretches(part.origin.view):
+                read = self._row_view(part.origin, begin, rows.width, dtype)
+                writes = [
+                    (begin + first, begin + last, self._row_view(part.target, begin + first, rows.width, dtype))
+                    for first, last in stretches(part.target.view[begin:end])
+                ]
+                source = _following(read, part.origin.row[begin:end], [target for _, _, target in writes])
+                if source is None:
+                    source = read.index_select(0, index[1, begin:end])
+                for first, last, target in writes:
+                    target.index_copy_(0, index[0, first:last], source[first - begin : last - begin])
 
-    def _copy_together(self, runs: "_Runs") -> None:
-        """Copy runs between the same stretches of two storages. Each round copies at least half of the bytes left."""
-        while len(runs.copies) > _FEW_RUNS:
-            grid, fits = _widest_grid(runs.copies)
-            self._copy_rows(runs.take(fits), grid)
-            runs = runs.take(~fits)
-        self._copy_one_by_one(runs)
+    def _row_dtype(self, rows: Rows) -> torch.dtype:
+        """Return the widest integers that suit the width of rows and the addresses of all views that they are in."""
+        item = math.gcd(rows.width, max(_ROW_DTYPES))
+        for end in (rows.target, rows.origin):
+            for number in np.flatnonzero(np.bincount(end.view)).tolist():
+                view, phase = self._views.views[number], int(end.phases[number])
+                item = math.gcd(item, view.data_ptr() + phase, view.storage_offset() + phase)
+        return _ROW_DTYPES[item]
 
-    def _copy_rows(self, runs: "_Runs", grid: "_Grid") -> None:
-        copies = runs.copies
-        target, to = self._stretch(runs.target, copies.destinations, grid.destination, grid.width)
-        origin, start = self._stretch(runs.origin, copies.sources, grid.source, grid.width)
-        target, origin = _as_rows(target, origin, grid.width)
-        counts = copies.sizes // grid.width
-        ends = np.cumsum(counts)
-        to, start = to - (ends - counts), start - (ends - counts)
-        step = max(1, self._temporary_bytes // (grid.width + _INDEX_BYTES))
-        for first in range(0, int(ends[-1]), step):
-            rows = np.arange(first, min(first + step, int(ends[-1])))
-            run = np.searchsorted(ends, rows, side="right")
-            index = torch.from_numpy(np.stack((to[run] + rows, start[run] + rows))).to(self._device)
-            target.index_copy_(0, index[0], origin.index_select(0, index[1]))
+    def _row_view(self, end: RowNumbers, index: int, width: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return the view that row ``index`` is in. Shape [rows, integers]."""
+        number = int(end.view[index])
+        view, phase = self._views.views[number], int(end.phases[number])
+        whole = view[phase : phase + (view.numel() - phase) // width * width]
+        return whole.view(dtype).view(-1, width // dtype.itemsize)
 
-    def _stretch(
-        self, storage: Int64Array, offsets: Int64Array, phase: int, width: int
-    ) -> tuple[torch.Tensor, Int64Array]:
-        """Return the whole rows in the stretch that holds all ``offsets``, as bytes, and the row number of each offset.
-
-        Rows begin at offsets that are ``phase`` modulo ``width``.
-        """
-        memory = self._memory[int(storage[0])]
-        begin = int(offsets[0]) // self._view_bytes * self._view_bytes
-        begin += (phase - begin) % width
-        end = min(begin + self._view_bytes + LARGE_BYTES, memory.numel())
-        return memory[begin : begin + (end - begin) // width * width], (offsets - begin) // width
+    def _on_device(self, index: Int64Array) -> torch.Tensor:
+        memory = torch.from_numpy(index)
+        if self._device.type == "cpu":
+            return memory
+        # From pinned memory, because from other memory the calling thread would wait for the stream.
+        return memory.pin_memory().to(self._device, non_blocking=True)
 
 
-@dataclass(frozen=True, slots=True)
-class _Runs:
-    """Runs as byte offsets into storages; arrays of shape [n]."""
-
-    copies: Copies
-    target: Int64Array  # index of the storage written
-    origin: Int64Array  # index of the storage read
-
-    def take(self, which: npt.NDArray[np.bool_] | Int64Array) -> "_Runs":
-        return _Runs(self.copies[which], self.target[which], self.origin[which])
+def _following(read: torch.Tensor, rows: Int64Array, writes: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """Return ``rows`` of ``read`` without a copy, if they follow each other and lie apart from what is written."""
+    if not follow_each_other(rows):
+        return None
+    source = read[int(rows[0]) : int(rows[-1]) + 1]
+    start, end = _range(source)
+    apart = all(end <= first or last <= start for first, last in map(_range, writes))
+    return source if apart else None
 
 
-@dataclass(frozen=True, slots=True)
-class _Grid:
-    """Rows of ``width`` bytes, and the offset modulo ``width`` at which rows begin on each side."""
-
-    width: int
-    destination: int
-    source: int
+def _range(memory: torch.Tensor) -> tuple[int, int]:
+    return memory.data_ptr(), memory.data_ptr() + memory.numel() * memory.element_size()
 
 
-def _widest_grid(runs: Copies) -> tuple[_Grid, npt.NDArray[np.bool_]]:
-    """Return the widest grid, found cheaply, whose rows make up at least half of the bytes, and which runs fit it.
-
-    Most pulls have runs of one size, plus a few that are cut at the end of the staging buffer. If no size prevails, the
-    width is the greatest common divisor, which fits all runs.
-    """
-    width = _heaviest(runs.sizes, runs.sizes)
-    phases = runs.destinations % width * width + runs.sources % width
-    phase = _heaviest(phases, runs.sizes)
-    fits = (phases == phase) & (runs.sizes % width == 0)
-    if 2 * int(runs.sizes[fits].sum()) >= runs.total_bytes:
-        return _Grid(width, *divmod(phase, width)), fits
-    apart = (runs.sizes, runs.destinations - runs.destinations[0], runs.sources - runs.sources[0])
-    width = int(np.gcd.reduce(np.concatenate(apart)))
-    everything = np.ones(len(runs), np.bool_)
-    return _Grid(width, int(runs.destinations[0]) % width, int(runs.sources[0]) % width), everything
-
-
-def _heaviest(values: Int64Array, weights: Int64Array) -> int:
-    """Return the value with the greatest sum of weights."""
-    if (values == values[0]).all():
-        return int(values[0])
-    found, kind = np.unique(values, return_inverse=True)
-    return int(found[np.bincount(kind, weights=weights).argmax()])
-
-
-def _as_rows(target: torch.Tensor, origin: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """View two byte ranges as rows of the widest integers that suit the width and both addresses."""
-    places = (memory.storage_offset() for memory in (target, origin))
-    item = math.gcd(width, target.data_ptr(), origin.data_ptr(), *places, max(_ROW_DTYPES))
-    rows = (memory.view(_ROW_DTYPES[item]).view(-1, width // item) for memory in (target, origin))
-    return next(rows), next(rows)
-
-
-def _storages(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+def _storages(sides: Sequence[Iterable[torch.Tensor]]) -> list[Storage]:
     """Return each storage as bytes, by address, leaving out storages that lie inside another."""
-    views = [_all_bytes(tensor) for tensor in tensors]
-    views.sort(key=lambda memory: (memory.data_ptr(), -memory.numel()))
-    outermost: list[torch.Tensor] = []
+    storages = [Storage(_all_bytes(tensor), side) for side, tensors in enumerate(sides) for tensor in tensors]
+    storages.sort(key=lambda storage: (storage.region.address, -storage.region.size))
+    outermost: list[Storage] = []
     end = 0  # of the memory seen so far
-    for memory in views:
-        if memory.numel() and memory.data_ptr() + memory.numel() > end:
-            outermost.append(memory)
-            end = memory.data_ptr() + memory.numel()
+    for storage in storages:
+        if storage.region.size and storage.region.end > end:
+            outermost.append(storage)
+            end = storage.region.end
     return outermost
 
 
