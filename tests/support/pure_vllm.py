@@ -11,7 +11,7 @@ import zipfile
 from pathlib import Path
 
 
-def unpack(wheel: Path, directory: Path) -> None:
+def unpack_sources(wheel: Path, directory: Path) -> None:
     """Write the Python files of the package ``vllm`` to ``directory``."""
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(directory, [name for name in archive.namelist() if re.fullmatch(r"vllm/.*\.py", name)])
@@ -23,7 +23,7 @@ def main() -> None:
     parser.add_argument("wheel", type=Path)
     parser.add_argument("directory", type=Path)
     arguments = parser.parse_args()
-    unpack(arguments.wheel, arguments.directory)
+    unpack_sources(arguments.wheel, arguments.directory)
 
 
 if __name__ == "__main__":
