@@ -132,6 +132,24 @@ def test_of_what_is_computed_whole_blocks_are_cached(installed: release.VllmRele
     assert [installed.cacheable_tokens(host, computed, 0) for computed in (0, 8, 15, 16)] == [0, 8, 8, 16]
 
 
+@pytest.mark.parametrize("setup", [SETUP, Setup()], ids=["two groups", "one group"])
+@pytest.mark.parametrize(("drafts", "reprefillable"), [(False, 0), (True, 0), (True, 3)])
+def test_as_many_tokens_count_as_cached_as_vllm_caches(
+    installed: release.VllmRelease, setup: Setup, drafts: bool, reprefillable: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host = installed.host_coordinator(CONFIG, make_manager(setup), slots=7)
+    host.num_reprefillable_tokens = reprefillable
+    cached: list[int] = []
+    for manager in host.single_type_managers:
+        manager.use_eagle = drafts
+        monkeypatch.setattr(manager, "cache_blocks", lambda request, tokens, **_: cached.append(tokens))
+    request = make_request(setup, "r", range(30))
+    for computed in range(31):
+        cached.clear()
+        host.cache_blocks(request, computed)
+        assert cached == [installed.cacheable_tokens(host, computed, group) for group in range(len(setup.groups))]
+
+
 def test_hashes_of_larger_blocks_are_made_of_those_of_smaller_ones(installed: release.VllmRelease) -> None:
     prompt = list(range(20))
     whole, other = (
