@@ -5,6 +5,13 @@ For all tests:
     memory                  memory filled with noise, and descriptors between two places of it
     sources                 the source files of this project, and what each of them imports
     process                 what this process holds (threads, files, sockets), and free ports
+    releases                tests of what only some releases of vLLM have, and the environments of other releases
+
+The names of vLLM that the connector uses (``tests/versions``):
+    vllm_names.table        what is known of a name in one release, and a table of that in a file
+    vllm_names.sources      what the sources in a wheel of vLLM say of a name
+    vllm_names.uses         what our code uses of vLLM, and what of that a release does not have
+    vllm_names.__main__     makes the table, from wheels
 
 Layouts of KV caches (``layout/``):
     layout.oracle           a second opinion on where KV bytes are, one logical index at a time
@@ -37,6 +44,7 @@ The connector (``pd_connector/``):
     connector.engines       prefill and decode engines without vLLM: real control channel, real bytes, real leases
     connector.staging       a staging buffer for a decode worker, and a prefill engine of which pulls are staged
     connector.first_pull    the first staged pull of a new process: what was not ready for it
+    connector.vllm_calls    the calls that vLLM makes in a step, in the form of the installed release
     connector.vllm_engine   both sides of one engine's ``PDConnector``, called as vLLM calls them
     connector.stated        what vLLM states of caches, as the connector takes it
     connector.tensors       what is true of cache tensors, as vLLM would state it
