@@ -122,6 +122,11 @@ class VllmRelease:
         """Return the indices of the cache groups whose blocks can be found by their contents."""
         return tuple(device.kv_cache_config.prefix_cacheable_group_ids)
 
+    def layout_of(self, kv_cache_config: "KVCacheConfig") -> str | None:
+        """Return the KV cache layout that vLLM has chosen, if it chooses one."""
+        chosen: str | None = kv_cache_config.kv_cache_layout
+        return chosen
+
     def has_mixed_precision(self, kv_cache_config: "KVCacheConfig") -> bool:
         """Return whether the engine's caches differ in data type or quantization."""
         return bool(kv_cache_config.has_mixed_precision_kv_cache)

@@ -79,6 +79,10 @@ class Release023(Release030):
         """Return nothing: workers report failed requests to the scheduler side themselves."""
         return set()
 
+    def layout_of(self, kv_cache_config: "KVCacheConfig") -> str | None:
+        """Return None: each attention backend has its own layout."""
+        return None
+
     def has_mixed_precision(self, kv_cache_config: "KVCacheConfig") -> bool:
         """Return whether the engine's caches differ in data type or quantization."""
         specs = [
