@@ -83,6 +83,7 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA):
         if role == KVConnectorRole.SCHEDULER:
             release.log_release()
             log_ascend_release()
+            release.current().hook()
             self._scheduler_side = ConnectorScheduler(vllm_config, kv_cache_config, config, self._stats)
         else:
             self._worker_side = ConnectorWorker(vllm_config, kv_cache_config, config, self._stats)
@@ -120,7 +121,8 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA):
         if self._scheduler_side is not None:
             self._scheduler_side.update_stats()
         data = self._stats.take()
-        return ConnectorStats(data) if data else None
+        must_tell = self._worker_side is not None and not release.current().collects_scheduler_stats
+        return ConnectorStats(data) if data or must_tell else None
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
@@ -326,4 +328,3 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA):
 
 # MultiConnector looks up its children's statistics by name, so the name must be known wherever the class is.
 register_connector()
-release.current().hook()

@@ -66,7 +66,7 @@ class ConnectorScheduler:
         self._role = EngineRole.of(vllm_config)
         self._retentions = retentions(kv_cache_config)
         if release.current().declares_layouts:
-            log_layout(vllm_config, kv_cache_config.kv_cache_layout)
+            log_layout(vllm_config, release.current().layout_of(kv_cache_config))
         self._blocks = DeviceBlocks()
         self._engine = EngineLoop()
         tp_size, pp_size = engine_ranks(vllm_config)

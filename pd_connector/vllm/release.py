@@ -49,11 +49,16 @@ class VllmRelease:
     devices: tuple[str, ...] = ()
     #: Whether KV cache layouts are declared by attention backends, and asked for by connectors.
     declares_layouts = True
+    #: Whether vLLM collects the scheduler side's statistics in steps in which workers have none.
+    collects_scheduler_stats = True
     #: Whether the scheduler gives requests whose tokens have been loaded their turn before it looks at others.
     serves_loaded_first = True
 
     def hook(self) -> None:
-        """Add to vLLM's classes what the connector needs, and they lack: nothing. Idempotent."""
+        """Add to vLLM's scheduler classes what the connector needs, and they lack: nothing. Idempotent.
+
+        Called when vLLM constructs the scheduler, before it makes its cache manager.
+        """
 
     def cache_manager_of(self, pool: "BlockPool") -> "KVCacheManager | None":
         """Return the manager that a block pool belongs to; None if vLLM hands over the manager itself."""
@@ -116,6 +121,11 @@ class VllmRelease:
     def cacheable_groups(self, device: "KVCacheManager") -> tuple[int, ...]:
         """Return the indices of the cache groups whose blocks can be found by their contents."""
         return tuple(device.kv_cache_config.prefix_cacheable_group_ids)
+
+    def layout_of(self, kv_cache_config: "KVCacheConfig") -> str | None:
+        """Return the KV cache layout that vLLM has chosen, if it chooses one."""
+        chosen: str | None = kv_cache_config.kv_cache_layout
+        return chosen
 
     def has_mixed_precision(self, kv_cache_config: "KVCacheConfig") -> bool:
         """Return whether the engine's caches differ in data type or quantization."""

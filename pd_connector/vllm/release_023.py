@@ -44,6 +44,7 @@ class Release023(Release030):
     fails_by_request = False
     defers_block_reuse = False
     declares_layouts = False
+    collects_scheduler_stats = False
     devices = ("cpu", "npu")
 
     @property
@@ -52,7 +53,7 @@ class Release023(Release030):
         return "CPU"
 
     def hook(self) -> None:
-        """Add to vLLM's classes what the connector needs, and they lack. Idempotent."""
+        """Add to vLLM's scheduler classes what the connector needs, and they lack. Idempotent."""
         from vllm.v1.core.kv_cache_manager import KVCacheManager  # noqa: PLC0415
         from vllm.v1.core.sched.scheduler import Scheduler  # noqa: PLC0415
 
@@ -64,19 +65,23 @@ class Release023(Release030):
         """Return the manager that a block pool belongs to.
 
         Raises:
-            RuntimeError: vLLM made the manager before this release was hooked.
+            RuntimeError: vLLM made the manager before it made the connector.
         """
         manager: KVCacheManager | None = getattr(pool, _MANAGER, None)
         if manager is None:
             raise RuntimeError(
-                "PDConnector cannot find the KV cache manager of this engine: vLLM made it before it imported the "
-                "connector. Start with vLLM's own scheduler, or one derived from it"
+                "PDConnector cannot find this engine's KV cache manager, which was made before the connector. Start with "
+                "vLLM's own scheduler, or one derived from it"
             )
         return manager
 
     def failed_requests(self, output: "KVConnectorOutput") -> set[str]:
         """Return nothing: workers report failed requests to the scheduler side themselves."""
         return set()
+
+    def layout_of(self, kv_cache_config: "KVCacheConfig") -> str | None:
+        """Return None: each attention backend has its own layout."""
+        return None
 
     def has_mixed_precision(self, kv_cache_config: "KVCacheConfig") -> bool:
         """Return whether the engine's caches differ in data type or quantization."""

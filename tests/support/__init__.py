@@ -65,6 +65,7 @@ The connector (``pd_connector/``):
     connector.engines       prefill and decode engines without vLLM: real control channel, real bytes, real leases
     connector.staging       a staging buffer for a decode worker, and a prefill engine of which pulls are staged
     connector.first_pull    the first staged pull of a new process: what was not ready for it
+    connector.vllm_calls    the calls that vLLM makes in a step, in the form of the installed release
     connector.vllm_engine   both sides of one engine's ``PDConnector``, called as vLLM calls them
     connector.stated        what vLLM states of caches, as the connector takes it
     connector.tensors       what is true of cache tensors, as vLLM would state it

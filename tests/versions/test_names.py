@@ -20,10 +20,30 @@ AGAIN = "names.json does not tell of {}: make it again, see tests/support/vllm_n
 #: Methods of the connector that a release does not call: what they are for, it does not do.
 _SLEEP = {"supports_sleep_mode", "unregister_kv_caches", "restore_kv_caches"}
 _BEFORE_032 = {"get_external_cache_hit_sources", "get_loaded_kv_cache_group_ids"}
-NOT_CALLED = {"0.30": _SLEEP | _BEFORE_032, "0.31": _SLEEP | _BEFORE_032, "0.32": _SLEEP, "0.33": set[str]()}
+_BEFORE_030 = {"bind_kv_cache_manager", "get_transfer_results", "has_pending_block_frees", "has_pending_push_work"}
+NOT_CALLED = {
+    "0.23": _SLEEP | _BEFORE_032 | _BEFORE_030,
+    "0.30": _SLEEP | _BEFORE_032,
+    "0.31": _SLEEP | _BEFORE_032,
+    "0.32": _SLEEP,
+    "0.33": set[str](),
+}
 
 #: What of ``VllmRelease`` only such a method asks, by the method.
-ASKED_BY = {"get_external_cache_hit_sources": "VllmRelease.cache_hit_sources"}
+ASKED_BY = {
+    "get_external_cache_hit_sources": "VllmRelease.cache_hit_sources",
+    "get_transfer_results": "VllmRelease.transfer_results",
+}
+
+#: What is run only on releases on which connectors ask for layouts, by the start of its name.
+ABOUT_LAYOUTS = (
+    "pd_connector.vllm.cpu.kernels.",
+    "pd_connector.vllm.cpu.layouts.",
+    "pd_connector.vllm.layouts._first_declared",
+)
+
+#: What of a release only a method asks that a later one overrides, by that release.
+ASKED_BEFORE_OVERRIDDEN = {"Release023": {"Release030.prefill_lookahead"}}  # by host_coordinator
 
 
 @cache
@@ -61,11 +81,13 @@ def is_run(module: str, on: VllmRelease) -> bool:
 
 def missing(names: Names, on: VllmRelease, not_called: frozenset[str] = frozenset()) -> list[Missing]:
     skipped = not_run(on) | {ASKED_BY[each] for each in not_called & ASKED_BY.keys()}
+    skipped |= ASKED_BEFORE_OVERRIDDEN.get(type(on).__name__, set())
     return [
         each
         for module in modules("pd_connector")
         if is_run(module, on)
         for each in ModuleUses(module, names).missing(skipped)
+        if on.declares_layouts or not each.where.startswith(ABOUT_LAYOUTS)
     ]
 
 

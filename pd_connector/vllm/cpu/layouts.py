@@ -15,6 +15,7 @@ import time
 from typing import Any
 
 from pd_connector.vllm.layouts import BLOCK_OUTER, SWITCH, cross_layer_blocks
+from pd_connector.vllm.release import current
 
 #: A child of vLLM's logger, so that vLLM's handlers and level apply.
 logger = logging.getLogger(f"vllm.{__name__}")
@@ -28,7 +29,7 @@ def register() -> None:
     try:
         from vllm.platforms import current_platform  # noqa: PLC0415
 
-        if current_platform.is_cpu():
+        if current_platform.is_cpu() and current().declares_layouts:
             _hook_workers()
     except (ImportError, AttributeError) as missing:
         # This engine may not use the connector. ``wanted_layout`` warns if it does.

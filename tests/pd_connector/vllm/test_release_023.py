@@ -122,13 +122,16 @@ def test_with_one_cache_group_vllm_is_left_to_itself() -> None:
 @on_023
 def test_a_manager_is_found_by_its_pool() -> None:
     """vLLM hands over the pool alone."""
+    Release023().hook()
     manager = make_manager(Setup())
     assert Release023().cache_manager_of(manager.block_pool) is manager
 
 
 def test_a_pool_whose_manager_is_not_known_is_refused_with_the_way_out() -> None:
     pool = BlockPool(4, enable_caching=True, hash_block_size=4)
-    with pytest.raises(RuntimeError, match=r"cannot find the KV cache manager .* Start with vLLM's own scheduler"):
+    with pytest.raises(
+        RuntimeError, match=r"cannot find this engine's KV cache manager.* Start with vLLM's own scheduler"
+    ):
         Release023().cache_manager_of(pool)
 
 
