@@ -6,7 +6,7 @@ import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
@@ -125,14 +125,12 @@ def test_what_does_not_say_its_version_is_unknown(monkeypatch: pytest.MonkeyPatc
 
 
 def test_functions_that_are_missing_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Library:
-        aclrtMemcpyAsync = aclrtMallocHost = aclrtFreeHost = None
-
-    monkeypatch.setattr(ctypes, "CDLL", lambda name: Library())
+    library = SimpleNamespace(aclrtMemcpyAsync=None, aclrtMallocHost=None, aclrtFreeHost=None)
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: library)
     finding = runtime_functions()
     assert finding.passed
     assert "aclrtMemcpyAsync, aclrtMallocHost, aclrtFreeHost; missing: aclrtMemcpyBatchAsync, " in finding.text
-    del Library.aclrtFreeHost
+    del library.aclrtFreeHost
     assert not runtime_functions().passed
 
 
