@@ -42,7 +42,7 @@ def attention_operators(vllm_config: Any, layers: Sequence[str], device: torch.d
             raise LayersApartError(f"the attention implementation {kind} is not known to take them")
         key = (kind, getattr(impl, "sinks", None) is None, *(getattr(impl, attribute, None) for attribute in _KIND))
         if key not in kinds:
-            of_kind = _GqaOperators if kind == _GQA else _MlaOperators
+            of_kind = GqaOperators if kind == _GQA else _MlaOperators
             kinds[key] = of_kind(found[name], vllm_config, device)
     return list(kinds.values())
 
@@ -68,7 +68,7 @@ class _Inputs:
         return values.to(self._dtype).to(self._device)
 
 
-class _GqaOperators:
+class GqaOperators:
     """Keys and values of several heads, as ``AscendAttentionBackendImpl`` treats them."""
 
     def __init__(self, layer: Any, vllm_config: Any, device: torch.device) -> None:

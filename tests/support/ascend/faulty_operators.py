@@ -55,7 +55,7 @@ def refuse(operators: Any) -> None:
     operators.npu_scatter_pa_kv_cache = picky
 
 
-FAULTS = {"none": lambda operators: None, "ignores": ignore_strides, "copies": copy_caches, "refuses": refuse}
+OPERATOR_FAULTS = {"none": lambda operators: None, "ignores": ignore_strides, "copies": copy_caches, "refuses": refuse}
 
 
 def main(fault: str, model: str) -> None:
@@ -65,7 +65,7 @@ def main(fault: str, model: str) -> None:
     from vllm import LLM, SamplingParams  # noqa: PLC0415  after the variable is set
     from vllm.config import KVTransferConfig  # noqa: PLC0415
 
-    FAULTS[fault](torch_npu)
+    OPERATOR_FAULTS[fault](torch_npu)
     transfer = KVTransferConfig(
         kv_connector="PDConnector",
         kv_connector_module_path="pd_connector",
