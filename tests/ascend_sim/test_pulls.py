@@ -5,7 +5,7 @@ Every pull is verified. Prompts of more than 512 tokens are prefilled in several
 
 import pytest
 
-from tests.support.ascend.servers import NPU_BLOCK_SIZE, ONE_RANK, EQUAL_RANKS, UNEQUAL_RANKS
+from tests.support.ascend.servers import EQUAL_RANKS, NPU_BLOCK_SIZE, ONE_RANK, UNEQUAL_RANKS
 from tests.support.e2e.client import LOGPROB_TOLERANCE
 from tests.support.e2e.corruption import overwrite_block
 from tests.support.e2e.deployments import on
