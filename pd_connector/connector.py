@@ -21,6 +21,7 @@ from pd_connector.orders import Report
 from pd_connector.scheduler.scheduler import ConnectorScheduler
 from pd_connector.stats import StatsRecorder
 from pd_connector.vllm import release
+from pd_connector.vllm.ascend_options import check_ascend_options, log_ascend_release
 from pd_connector.vllm.engine_config import check_supported, extra_config
 from pd_connector.vllm.layouts import wanted_layout
 from pd_connector.vllm.metadata import HandshakeMetadata, ReportMetadata, StepMetadata
@@ -74,11 +75,13 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         config = parse_config(dict(extra_config(vllm_config)))
         check_supported(vllm_config)
+        check_ascend_options(vllm_config)
         self._stats = StatsRecorder()
         self._scheduler_side: ConnectorScheduler | None = None
         self._worker_side: ConnectorWorker | None = None
         if role == KVConnectorRole.SCHEDULER:
             release.log_release()
+            log_ascend_release()
             self._scheduler_side = ConnectorScheduler(vllm_config, kv_cache_config, config, self._stats)
         else:
             self._worker_side = ConnectorWorker(vllm_config, kv_cache_config, config, self._stats)

@@ -32,7 +32,7 @@ class TestBesidePulls:
     def test_an_evicted_prompt_is_loaded_and_not_computed(self, pair: Pair) -> None:
         prompt = make_prompt(1000, (pair.name, "evicted"))
         first = pair.decode.client.complete(prompt)
-        evict(pair.decode, "evicted", 20)
+        evict(pair.decode, "evicted", pair.decode.client.cache_blocks())
         with pair.traffic() as traffic:
             again = pair.decode.client.complete(prompt)
         assert traffic.loaded() == whole_blocks(999)
@@ -42,7 +42,7 @@ class TestBesidePulls:
     def test_a_prompt_comes_from_the_device_host_memory_and_the_prefill_server(self, pair: Pair) -> None:
         prompt = make_prompt(1700, (pair.name, "three sources"))
         pair.decode.client.complete(prompt[:1280], 1)
-        evict(pair.decode, "three sources", 14)
+        evict(pair.decode, "three sources", pair.decode.client.cache_blocks() - 6)  # the last of a prompt go first
         with pair.traffic() as traffic:
             completion = pair.disaggregate(prompt)
         on_device = traffic.source("local_cache_hit")
@@ -55,7 +55,7 @@ class TestBesidePulls:
     def test_what_was_pulled_is_stored_too(self, pair: Pair) -> None:
         prompt = make_prompt(1000, (pair.name, "pulled and stored"))
         pair.disaggregate(prompt)
-        evict(pair.decode, "pulled and stored", 20)
+        evict(pair.decode, "pulled and stored", pair.decode.client.cache_blocks())
         with pair.traffic() as traffic:
             completion = pair.decode.client.complete(prompt)
         assert traffic.loaded() == whole_blocks(999)

@@ -5,7 +5,7 @@ Every pull is verified. Prompts of more than 512 tokens are prefilled in several
 
 import pytest
 
-from tests.support.ascend.servers import NPU_BLOCK_SIZE, ONE_RANK, TWO_RANKS, UNEQUAL_RANKS
+from tests.support.ascend.servers import EQUAL_RANKS, NPU_BLOCK_SIZE, ONE_RANK, UNEQUAL_RANKS
 from tests.support.e2e.client import LOGPROB_TOLERANCE
 from tests.support.e2e.corruption import overwrite_block
 from tests.support.e2e.deployments import on
@@ -81,7 +81,7 @@ class TestUnequalRanks:
         pair.assert_pulls_the_rest(make_prompt(700, (pair.name, "partial hit")), computed_before=300)
 
 
-@on(TWO_RANKS)
+@on(EQUAL_RANKS)
 @p_and_d
 class TestTwoRanks:
     @pytest.mark.parametrize("tokens", [NPU_BLOCK_SIZE + 1, 1000])

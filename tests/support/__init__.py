@@ -5,6 +5,13 @@ For all tests:
     memory                  memory filled with noise, and descriptors between two places of it
     sources                 the source files of this project, and what each of them imports
     process                 what this process holds (threads, files, sockets), and free ports
+    releases                tests of what only some releases of vLLM have, and the environments of other releases
+
+The names of vLLM that the connector uses (``tests/versions``):
+    vllm_names.table        what is known of a name in one release, and a table of that in a file
+    vllm_names.sources      what the sources in a wheel of vLLM say of a name
+    vllm_names.uses         what our code uses of vLLM, and what of that a release does not have
+    vllm_names.__main__     makes the table, from wheels
 
 Layouts of KV caches (``layout/``):
     layout.oracle           a second opinion on where KV bytes are, one logical index at a time
@@ -37,6 +44,7 @@ Real vllm-ascend on simulated NPUs (``tests/ascend_sim``):
     ascend.kernel_build     compiles the simulated runtime and the host kernels, where they are out of date
     ascend.paths            where things are in that environment
     ascend.servers          the sets of servers that tests share
+    ascend.faults           streams that lag, and waits that are left out, in a running server
     ascend.reference        what Transformers answers on the CPU
     ascend.host_kernels.plugin          lets every process of vLLM load the rest; native/ has the C++ part
     ascend.host_kernels.dispatch        lets operators of the device run on the host

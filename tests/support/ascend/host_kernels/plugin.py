@@ -7,6 +7,8 @@ import contextlib
 import importlib
 from functools import cache
 
+from tests.support.ascend.faults import install_faults
+
 _OPERATORS = ("norms", "rotary", "paged_cache", "attention")
 
 
@@ -19,6 +21,7 @@ def register() -> None:
         importlib.import_module(f"{package}.{name}")
     for name in ("absent_modules", "triton_kernels", "collectives"):
         getattr(importlib.import_module(f"{package}.{name}"), f"install_{name}")()
+    install_faults()
 
 
 def _load_atb() -> None:

@@ -1,0 +1,93 @@
+"""What of vllm-ascend cannot be served is refused by name with the way out; nothing of it concerns other platforms."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from pd_connector.vllm import ascend_options
+from pd_connector.vllm.ascend_options import TESTED_ASCEND, log_ascend_release, unsupported_sibling
+from pd_connector.vllm.ascend_options import unsupported_ascend_option as unsupported
+
+
+@pytest.fixture(autouse=True)
+def _on_npu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ascend_options, "device_type", lambda: "npu")
+
+
+def configured(
+    *,
+    scheduler: str = "vllm.v1.core.sched.scheduler.Scheduler",
+    dtype: str = "auto",
+    c8: bool = False,
+    **options: object,
+) -> Any:
+    return SimpleNamespace(
+        additional_config=options,
+        scheduler_config=SimpleNamespace(scheduler_cls=scheduler),
+        cache_config=SimpleNamespace(cache_dtype=dtype),
+        quant_config=SimpleNamespace(enable_c8_quant=c8),
+    )
+
+
+def in_multi_connector(*names: str) -> Any:
+    children = [{"kv_connector": name} for name in names]
+    transfer = SimpleNamespace(kv_connector="MultiConnector", kv_connector_extra_config={"connectors": children})
+    return SimpleNamespace(kv_transfer_config=transfer)
+
+
+def test_what_is_usual_is_served() -> None:
+    assert unsupported(configured()) == ""
+    assert unsupported(configured(dtype="bfloat16", enable_cpu_binding=True)) == ""
+    assert unsupported(SimpleNamespace(**{**vars(configured()), "additional_config": None, "quant_config": None})) == ""
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        (
+            configured(scheduler="vllm_ascend.core.recompute_scheduler.AsyncRecomputeScheduler"),
+            "recompute_scheduler_enable: .* Turn it off",
+        ),
+        (configured(enable_kv_nz=True), "enable_kv_nz: it keeps KV caches in a private format .*; start without it"),
+        (configured(enable_sparse_sfa_c8=True), "enable_sparse_sfa_c8: .*scales.*; start without it"),
+        (configured(dtype="int8"), "kv_cache_dtype = int8: .*scales.*; use auto, float16 or bfloat16"),
+        (configured(c8=True), "enable_c8_quant: .*scales.*; serve a checkpoint without C8"),
+    ],
+)
+def test_what_cannot_be_served_is_named(config: Any, says: str) -> None:
+    with pytest.raises(AssertionError, match=says):
+        raise AssertionError(unsupported(config))
+
+
+def test_an_option_that_is_off_is_no_reason() -> None:
+    assert unsupported(configured(enable_kv_nz=False, enable_sparse_li_c8=False)) == ""
+
+
+@pytest.mark.parametrize("name", ["MooncakeConnectorV1", "MooncakeLayerwiseConnector", "AscendStoreConnector"])
+def test_a_connector_of_vllm_ascend_beside_this_one_is_named(name: str) -> None:
+    assert unsupported_sibling(in_multi_connector("PDConnector", name)).startswith(f"{name} beside PDConnector: ")
+
+
+def test_other_connectors_may_be_beside_this_one() -> None:
+    assert unsupported_sibling(in_multi_connector("PDConnector", "GreetingConnector")) == ""
+    assert unsupported_sibling(SimpleNamespace(kv_transfer_config=None)) == ""
+    assert unsupported_sibling(None) == ""
+
+
+def test_nothing_of_it_concerns_other_platforms(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ascend_options, "device_type", lambda: "cpu")
+    assert unsupported(configured(enable_kv_nz=True)) == ""
+    assert unsupported_sibling(in_multi_connector("PDConnector", "MooncakeConnectorV1")) == ""
+
+
+@pytest.mark.parametrize(("installed", "warns"), [*((one, False) for one in TESTED_ASCEND), ("0.27.0", True)])
+def test_another_release_is_warned_of(
+    installed: str, warns: bool, monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(ascend_options, "version", lambda _: installed)
+    log_ascend_release()
+    assert bool(log.messages) is warns
+    if warns:
+        assert f"vllm-ascend {installed} is not among the releases" in log.messages[0]
+        assert ", ".join(TESTED_ASCEND) in log.messages[0]

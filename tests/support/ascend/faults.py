@@ -1,0 +1,163 @@
+"""Faults that a test switches on and off in a running server: streams that lag, and waits that are left out.
+
+A stream that lags does its work long after it was given, as a device under load does: who waits for it gets what is
+right, and who does not reads what was there before. The server gets a file's name in its environment. What stands in
+the file holds from its next engine step on. Only servers that are started with such a file have any of this.
+"""
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial, wraps
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+VARIABLE = "ASCEND_SIM_FAULTS"
+
+#: The wait of a store for the forward pass that writes its blocks.
+STORE = "a store waits for the forward pass"
+#: The wait of a request for the load of its blocks.
+LOAD = "a request waits for its load"
+#: The wait of a pull's thread for its own work on the device: bytes that are put into place.
+SIDE_STREAM = "a pull waits for its side stream"
+
+Method = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class FaultSwitch:
+    """The file by which a test steers one server."""
+
+    file: Path
+
+    @property
+    def variables(self) -> tuple[tuple[str, str], ...]:
+        """What the server's environment must hold."""
+        return ((VARIABLE, str(self.file)),)
+
+    @contextmanager
+    def on(
+        self, *without: str, model_stream_s: float = 0.0, side_stream_s: float = 0.0, copy_us: int = 0
+    ) -> Iterator[None]:
+        """Have streams lag while the block runs, and leave out waits.
+
+        Args:
+            model_stream_s: how long the model's stream pauses before each forward pass.
+            side_stream_s: how long each stream of a pull's threads pauses before it does its work.
+            copy_us: how long each copy takes at least.
+        """
+        self._write(Faults(without, model_stream_s, side_stream_s, copy_us))
+        try:
+            yield
+        finally:
+            self._write(Faults())
+
+    def _write(self, faults: "Faults") -> None:
+        new = self.file.with_suffix(".new")
+        new.write_bytes(msgspec.json.encode(faults))
+        new.replace(self.file)
+
+
+class Faults(msgspec.Struct, frozen=True):
+    """What the file says."""
+
+    without: tuple[str, ...] = ()
+    model_stream_s: float = 0.0
+    side_stream_s: float = 0.0
+    copy_us: int = 0
+
+
+def install_faults() -> None:
+    """Put the switches into this process, if its environment names a file."""
+    file = os.environ.get(VARIABLE)
+    if file:
+        _Faults(Path(file)).install()
+
+
+class _Faults:
+    """The faults of one process."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._now = Faults()
+
+    def install(self) -> None:
+        """Wrap the methods in which the connector waits."""
+        from pd_connector.connector import PDConnector  # noqa: PLC0415  after vLLM's plugins have been loaded
+        from pd_connector.worker.host_copies import HostCopies  # noqa: PLC0415
+        from transfer.local_copy.reshape_torch import SideStream  # noqa: PLC0415
+
+        for owner, name, wrap in (
+            (PDConnector, "bind_connector_metadata", self._at_each_step),
+            (HostCopies, "_submit", self._submitting),
+            (HostCopies, "take_loads", self._taking_loads),
+            (SideStream, "running", self._on_side_stream),
+        ):
+            setattr(owner, name, wrap(getattr(owner, name)))
+
+    def _at_each_step(self, bind: Method) -> Method:
+        @wraps(bind)
+        def bound(connector: Any, metadata: Any) -> None:
+            if self._file.exists():
+                self._now = msgspec.json.decode(self._file.read_bytes(), type=Faults)
+                os.environ["SIMACL_COPY_US"] = str(self._now.copy_us)
+            bind(connector, metadata)
+            _pause_stream(self._now.model_stream_s)
+
+        return bound
+
+    def _submitting(self, submit: Method) -> Method:
+        @wraps(submit)
+        def submitted(copies: Any, describe: Any, copier: Any, order: Any) -> Any:
+            from pd_connector.orders import StoreOrder  # noqa: PLC0415
+
+            if not isinstance(order, StoreOrder) or STORE not in self._now.without:
+                return submit(copies, describe, copier, order)
+            own, copies._record_event = copies._record_event, lambda: None
+            try:
+                return submit(copies, describe, copier, order)
+            finally:
+                copies._record_event = own
+
+        return submitted
+
+    def _taking_loads(self, take: Method) -> Method:
+        @wraps(take)
+        def taken(copies: Any) -> Any:
+            from pd_connector.worker.host_copies import CopyEnd  # noqa: PLC0415
+
+            if LOAD in self._now.without:
+                for request_id, copy in copies._loads.items():
+                    copies._ended_loads[request_id] = CopyEnd(copy.blocks, copy.copied_bytes, 0.0)
+                copies._loads.clear()
+            return take(copies)
+
+        return taken
+
+    def _on_side_stream(self, running: Method) -> Method:
+        @wraps(running)
+        @contextmanager
+        def ran(stream: Any) -> Iterator[None]:
+            if stream._module is None or SIDE_STREAM not in self._now.without:
+                with running(stream):
+                    _pause_stream(self._now.side_stream_s)
+                    yield
+                return
+            stream._module.set_device(stream._device)
+            with stream._module.stream(stream._stream):
+                _pause_stream(self._now.side_stream_s)
+                yield
+
+        return ran
+
+
+def _pause_stream(seconds: float) -> None:
+    """Have this thread's current stream do nothing for a while, before what it is given from now on."""
+    if seconds:
+        from tests.support.ascend.host_kernels.dispatch import host  # noqa: PLC0415  only in processes with a device
+
+        host.launch(partial(time.sleep, seconds))
