@@ -1,7 +1,7 @@
 """Heads of NHD caches on a simulated NPU: real tensors, allocator, streams and events of torch_npu.
 
-Kernels run on the host, on their stream, each some time after it is due, so bytes that nobody waits for are not there
-yet.
+Kernels run on the host, on their stream, behind the copy of their row numbers, which takes some time: bytes that nobody
+waits for are not there yet.
 """
 
 import json
@@ -22,12 +22,12 @@ EVERY_PAIR = [(form, *sizes, 8) for form in FORMS for sizes in ((2, 1), (1, 2), 
 Case = tuple[str, int, int, int]  # form, tensor parallel sizes of P and D, layers
 
 
-def run(cases: Sequence[Case], *arguments: str, kernel_us: int = 2000) -> subprocess.CompletedProcess[str]:
+def run(cases: Sequence[Case], *arguments: str, copy_us: int = 2000) -> subprocess.CompletedProcess[str]:
     environment = {
         **os.environ,
         **dict(simulated_environment()),
         "PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True",  # as vllm-ascend has it
-        "SIMACL_KERNEL_US": str(kernel_us),
+        "SIMACL_COPY_US": str(copy_us),
         "OMP_NUM_THREADS": "1",
     }
     named = [",".join(map(str, case)) for case in cases]
@@ -59,6 +59,6 @@ def test_a_pull_is_right_and_a_window_takes_few_operators(cases: Sequence[Case])
 
 @pytest.mark.ascend_short
 def test_a_copier_that_did_not_wait_for_its_event_would_be_noticed() -> None:
-    done = run(SHORT[1:2], "early", kernel_us=1_000_000)
+    done = run(SHORT[1:2], "early", copy_us=1_000_000)
     assert done.returncode != 0
     assert "bytes of allocation 0 are wrong" in done.stderr
