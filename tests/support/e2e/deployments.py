@@ -8,7 +8,6 @@ import pytest
 
 from tests.support.e2e.cluster import BLOCK_SIZE, Layout, LoadFailurePolicy, ServerSpec
 from tests.support.e2e.models import DEFAULT_MODEL, ModelSpec
-from tests.support.releases import interpreter
 
 #: Short enough for a test to wait for an expiry, long against everything that a request does on a busy machine.
 LEASE_TTL_S = 20.0
@@ -227,6 +226,8 @@ CHAOS = Deployment(
 
 def release_pair(release: str) -> Deployment:
     """Servers of both roles: of another vLLM release, one of each policy, and of the one that the tests run on."""
+    from tests.support.releases import interpreter  # noqa: PLC0415  it asks which vLLM is installed, which imports torch
+
     python = str(interpreter(release))
     recomputing = _with_host_memory(peer(policy="recompute"))
     return Deployment(
@@ -243,6 +244,8 @@ def release_pair(release: str) -> Deployment:
 def release_windows(release: str) -> Deployment:
     """A server of another vLLM release and one of that of the tests, with three KV cache groups each."""
     windows = peer(ModelSpec(layers=6, architecture="gemma3"), None)
+    from tests.support.releases import interpreter  # noqa: PLC0415  it asks which vLLM is installed, which imports torch
+
     python = str(interpreter(release))
     return Deployment(
         f"vLLM {release}, windows", (("other", replace(windows, python=python)), ("installed", windows)), slow=True

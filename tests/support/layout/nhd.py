@@ -125,13 +125,20 @@ class NhdRank:
         for token, block, place in self._places(block_ids, 0, len(block_ids) * self.engine.block_tokens):
             self._write(self.caches, token, block, place)
 
-    def check(self, block_ids: Sequence[int], first_token: int, end_token: int) -> None:
+    def check(
+        self,
+        block_ids: Sequence[int],
+        first_token: int,
+        end_token: int,
+        bytes_of: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.cpu,
+    ) -> None:
         """Assert that all tokens of the range are there, and that no other byte has changed since it was allocated."""
+        ours = [bytes_of(allocation) for allocation in self.allocations]  # first: what is late must not be in time
         expected = NhdRank(self.model, self.engine, self.rank)
         for token, block, place in self._places(block_ids, first_token, end_token):
             self._write(expected.caches, token, block, place)
-        for number, (ours, right) in enumerate(zip(self.allocations, expected.allocations, strict=True)):
-            wrong = (ours.cpu()[: right.numel()] != right).nonzero()
+        for number, (mine, right) in enumerate(zip(ours, expected.allocations, strict=True)):
+            wrong = (mine[: right.numel()] != right).nonzero()
             assert not len(wrong), f"{len(wrong)} bytes of allocation {number} are wrong, the first: {int(wrong[0])}"
 
     def _places(self, block_ids: Sequence[int], first_token: int, end_token: int) -> list[tuple[range, int, slice]]:
