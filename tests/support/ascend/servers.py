@@ -3,6 +3,7 @@
 P and D verify what is pulled. Mooncake's TCP transport plays the NIC, so the servers may reach device memory.
 """
 
+import json
 import os
 import tempfile
 from dataclasses import replace
@@ -116,6 +117,21 @@ LAZY_HOST = Deployment(
                 host_blocks=96,
             ),
         ),
+    ),
+)
+
+
+def additional_config(**options: object) -> tuple[str, str]:
+    """Arguments that set options of vllm-ascend."""
+    return "--additional-config", json.dumps(options)
+
+
+#: vllm-ascend's balance scheduler takes the place of vLLM's own in D.
+BALANCE = Deployment(
+    "balance",
+    (
+        ("P", on_npu(prefill())),
+        ("D", on_npu(replace(_peer(), arguments=additional_config(enable_balance_scheduling=True)))),
     ),
 )
 
