@@ -2,13 +2,15 @@
 
 Leased blocks are free only when a decode engine has read them, and it reads when it has blocks of its own. An engine
 that prefills for others and also decodes could fill up with leases whose readers wait in its own queue, and two such
-engines with leases of each other. Three rules prevent that:
+engines with leases of each other. These rules prevent that:
 
 - Prompts for others are not started while leases, with those that follow from prompts being computed, would exceed
   their share of the blocks. So there are always blocks for requests that pull. (Only if the engine also decodes.)
 - While a request waits for blocks, requests that pull go first: they end leases. (Only if the engine also decodes.)
 - When requests wait for blocks and leases exceed their share, or nothing was given blocks for a lease's time to live,
   the oldest lease that is not being read gives way, one in each step until a request gets its blocks.
+- Requests whose tokens have arrived go before all others where vLLM does not see to it. It looks no further than the
+  first request that finds no blocks, and such requests hold theirs.
 
 Nobody waits for ever by these rules. The second one holds a request back for a bounded time. By the first one it waits
 for leases that are read, given up (``queue_timeout_s`` of the decode engine), or give way.
@@ -58,6 +60,8 @@ class RequestAdmission(SchedulerRole):
         groups: Sequence[Retention],
         consumer: Consumer | None = None,
         clock: Callable[[], float] = time.monotonic,
+        *,
+        loaded_first: bool = True,
     ) -> None:
         """Start with nothing waiting.
 
@@ -68,6 +72,7 @@ class RequestAdmission(SchedulerRole):
             groups: what vLLM keeps of a request in every cache group.
             consumer: the engine's role as a decode engine, if it has it.
             clock: a monotonic clock, in seconds.
+            loaded_first: whether vLLM itself gives requests whose tokens have arrived their turn before others.
         """
         self._limits = limits
         self._blocks = blocks
@@ -75,6 +80,7 @@ class RequestAdmission(SchedulerRole):
         self._groups = groups
         self._consumer = consumer
         self._clock = clock
+        self._loaded_first = loaded_first
         self._warnings = ThrottledWarnings(logger, _LOG_INTERVAL_S)
         self._prefills: dict[str, int] = {}  # blocks of the prompts that are being computed for others, by request
         self._held_since: dict[str, float] = {}  # of requests that were told to wait
@@ -82,6 +88,7 @@ class RequestAdmission(SchedulerRole):
         self._has_allocated = False  # whether a request was given blocks in this step
         self._loading: set[str] = set()  # requests that hold blocks into which tokens arrive
         self._arrived: dict[str, bool] = {}  # those whose tokens have; whether they have waited for a whole step since
+        self._failed: set[str] = set()  # those of them whose tokens have not, after all: they have no blocks any longer
         self._holds = False  # whether a request was told to wait in this step
         self._holds_prefills = False  # in this step: those behind the first one that is held wait too
         self._is_short = False  # whether the last step ended with a request that was not given blocks
@@ -89,6 +96,12 @@ class RequestAdmission(SchedulerRole):
 
     def must_wait(self, request: "Request") -> bool:
         """Return whether others go first, or leases would exceed their share."""
+        if not self._loaded_first:
+            if self._must_let_pass(request):
+                self._holds = True
+                return True
+            if request.request_id in self._failed:
+                return False  # vLLM keeps blocks for it, so that others find none
         if self._consumer is None or self._consumer.awaits_blocks(request):
             return False
         self._prefills.pop(request.request_id, None)  # it was preempted
@@ -109,7 +122,7 @@ class RequestAdmission(SchedulerRole):
         self._asked = self._stalled_since = None
         self._has_allocated = True
         self._held_since.pop(request.request_id, None)
-        self._arrived.pop(request.request_id, None)
+        self._drop_arrived(request)
         if external_tokens:
             self._loading.add(request.request_id)
         if _is_for_others(request):
@@ -133,6 +146,7 @@ class RequestAdmission(SchedulerRole):
     def settled(self, request_ids: set[str], failed: set[str], report: Report) -> None:
         """Note whose tokens have arrived. vLLM does not ask about them again, but they may need another block."""
         self._arrived |= dict.fromkeys(self._loading & request_ids, False)
+        self._failed |= self._loading & failed
         self._loading -= request_ids
 
     def finish(self, request: "Request", block_ids: Sequence[Sequence[int]]) -> dict[str, Any] | None:
@@ -140,13 +154,22 @@ class RequestAdmission(SchedulerRole):
         self._prefills.pop(request.request_id, None)
         self._held_since.pop(request.request_id, None)
         self._loading.discard(request.request_id)
-        self._arrived.pop(request.request_id, None)
+        self._drop_arrived(request)
         return None
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless the books balance."""
         assert not self._prefills.keys() & self._held_since.keys(), "a request has blocks and is told to wait"
         assert self._consumer is not None or not self._held_since, "a mere prefill engine makes requests wait"
+
+    def _drop_arrived(self, request: "Request") -> None:
+        self._arrived.pop(request.request_id, None)
+        self._failed.discard(request.request_id)
+
+    def _must_let_pass(self, request: "Request") -> bool:
+        """Return whether requests are behind this one that have waited for a whole step since their tokens arrived."""
+        overdue = {request_id for request_id, waited in self._arrived.items() if waited}
+        return bool(overdue - self._failed if request.request_id in self._failed else overdue)
 
     def _pulls_go_first(self, request: "Request") -> bool:
         if not self._is_short or self._consumer is None or not self._consumer.waiting:

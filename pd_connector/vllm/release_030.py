@@ -11,7 +11,9 @@ if TYPE_CHECKING:
 
 
 class Release030(Release031):
-    """vLLM 0.30. Keys of KV cache events are those of hashes, and the first backend chooses the block size."""
+    """vLLM 0.30. A request that finds no blocks keeps those behind it from running, even if they hold blocks."""
+
+    serves_loaded_first = False
 
     def prefill_lookahead(self, vllm_config: "VllmConfig", device: "KVCacheManager") -> int:
         """Return how many tokens past the computed ones a draft model reads during prefill.
