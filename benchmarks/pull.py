@@ -81,7 +81,7 @@ class _Request:
 
 
 def serve(pipe: Connection, blocks: int, tokens: int, packed: bool) -> None:
-    """The prefill engine: grants a lease for every table of block ids that comes through the pipe.
+    """The prefill engine: grants a lease of up to ``tokens`` for every table of block ids that comes through the pipe.
 
     With each comes whether its checksums are wanted.
     """
@@ -100,7 +100,8 @@ def serve(pipe: Connection, blocks: int, tokens: int, packed: bool) -> None:
     while (asked := pipe.recv()) is not None:
         block_ids, verify = asked
         leases.collect()
-        pipe.send(service.grant(cast("Any", _Request(f"r{number}", tokens)), (block_ids,), None, HOST, server.port))
+        request = _Request(f"r{number}", min(tokens, len(block_ids) * BLOCK_TOKENS))
+        pipe.send(service.grant(cast("Any", request), (block_ids,), None, HOST, server.port))
         for order in service.checksums.take_orders():
             if verify:
                 sums = checksums.sums(order.block_ids, 0, order.end_token, threading.Event())

@@ -88,7 +88,7 @@ class ConnectorConfig(BaseModel):
         "breaks above that; 2048 for rdma and ascend (from their source).",
     )
     staging_bytes: Annotated[int, Field(ge=0)] = Field(
-        default=64 * 1024 * 1024,
+        default=128 * 1024 * 1024,
         description="Size of each decode worker's staging buffer, through which scattered bytes are read in fewer, "
         "wider reads; 0 reads everything directly into place. The buffer is host memory on CPU, where its benefit was "
         "measured; on CUDA and NPU it is device memory, on top of what vLLM allocates.",

@@ -3,6 +3,7 @@
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 
 from layout.compatibility import check_models, check_transports
@@ -79,6 +80,12 @@ class Peer:
         self._engine = context.engine
         self._allowed = context.allowed
         self._links: dict[int, Link] = {}
+
+    def with_own_links(self) -> "Peer":
+        """Return the same prefill engine, known from the same handshake, for another thread: no link is open yet."""
+        other = copy(self)
+        other._links = {}
+        return other
 
     def link(self, rank: int) -> Link:
         """Return the link to a rank, and open it if there is none.

@@ -27,7 +27,7 @@ from transfer.local_copy.reshape_torch import DEFAULT_TEMPORARY_BYTES, TensorCop
 from transfer.memory import HostMemory, SlotPool
 
 #: Reads from this many prefill ranks can be staged at once; others go directly into place meanwhile.
-SLOTS = 4
+SLOTS = 8
 
 #: Seconds that the host needs for each run that a device copies, to number its rows: measured on one core. The device's
 #: own time is unknown; its bytes are assumed to cost as much as the CPU's. A window's few operators are left out.
@@ -144,8 +144,9 @@ class RemoteReader:
         deadline = time.monotonic() + timeout_s
         # The engine checks reads; copies are checked here, with the same messages.
         check_copies(schedule.copies, self._local, self._staging_table, "the staging buffer")
+        later_bytes = schedule.staged_bytes
         if len(schedule.direct):
-            link.read(schedule.direct, timeout_s)
+            link.read(schedule.direct, timeout_s, later_bytes)
         if not len(schedule.reads):
             return
         with ThreadPoolExecutor(1, "pd-copies") as copier:
@@ -156,7 +157,8 @@ class RemoteReader:
                 remaining = deadline - time.monotonic()
                 if remaining <= 0:
                     raise ReadFailed(f"not all windows were read within {timeout_s:.1f} s", settled=True)
-                link.read(window.reads, remaining)
+                later_bytes -= window.reads.total_bytes
+                link.read(window.reads, remaining, later_bytes)
                 copying.append(copier.submit(self._copy, window.copies))
             for copies in copying:
                 copies.result()

@@ -1,12 +1,13 @@
-"""All pulls of a worker from one prefill engine, one after another on a thread of their own.
+"""All pulls of a worker from one prefill engine: several at once, each on a thread with links of its own.
 
-No peer delays another. Every pull ends exactly once, unless the session is closed.
+No peer delays another, and no pull waits for a longer one: reads from one peer share what may be in flight
+(``transfer.engine.window``). Every pull ends exactly once, unless the session is closed.
 """
 
 import logging
-import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 
 from pd_connector.orders import Cause, PullOrder
@@ -17,72 +18,209 @@ from pd_connector.worker.pull_end import PullFailed
 
 logger = logging.getLogger(__name__)
 
+#: Pulls from one engine at once: while one reads, others plan, verify or wait for an answer. Each further lane costs
+#: links; over TCP, a link is 3 threads, 10 file descriptors and less than 1 MiB.
+LANES = 4
+
+#: How long a lane other than the first keeps its links when there is nothing to do.
+_LANE_IDLE_S = 60.0
+
+#: How long no further lane is opened after one could not be.
+_REST_S = 10.0
+
+
+class _Lane:
+    """A thread of a session, and its links to the prefill engine. Runs one pull at a time."""
+
+    def __init__(self, number: int, work: Callable[["_Lane"], None], name: str) -> None:
+        self.number = number
+        self.is_meeting = False  # it shakes hands, and no other lane takes a pull meanwhile
+        self.known: Peer | None = None  # what the session's handshake had returned when the lane took its pull
+        self.thread = threading.Thread(target=work, args=(self,), name=name, daemon=True)
+        self._linked: Peer | None = None  # a prefill engine with links of this lane
+        self._links_are_of: Peer | None = None  # what was known when they were opened
+
+    def meet(self, peer: Peer) -> None:
+        """Use a peer that was just met, and the links that the handshake has opened."""
+        self.known = self._links_are_of = self._linked = peer
+
+    def peer(self) -> Peer:
+        """Return the prefill engine that is known, with links of this lane."""
+        assert self.known is not None, "the lane has not shaken hands"
+        if self._links_are_of is not self.known:
+            self.disconnect()
+        if self._linked is None:
+            self._linked, self._links_are_of = self.known.with_own_links(), self.known
+        return self._linked
+
+    def disconnect(self) -> None:
+        """Close all links."""
+        linked, self._linked = self._linked, None
+        if linked is not None:
+            linked.close()
+
 
 class PeerSession:
-    """Runs the pulls from one prefill engine in the order in which they are submitted.
+    """Begins the pulls from one prefill engine in the order in which they are submitted, up to ``LANES`` at once.
+
+    There is a lane more than pulls under way, if possible: its links are open when the next pull comes. A lane other
+    than the first that cannot open its links ends, and leaves the pulls to the others.
 
     ``submit``, ``close`` and ``join`` belong to one thread; the pulls run on the session's own.
     """
 
     def __init__(self, context: PullContext, report: Callable[[AnyEnd], None], address: PeerAddress) -> None:
-        """Start the thread. ``report`` is called with the end of each pull, on any thread."""
+        """Start the first lane's thread. ``report`` is called with the end of each pull, on any thread."""
         self.last_used = time.monotonic()
         self._context = context
         self._report = report
         self._address = address
-        self._peer: Peer | None = None
-        self._pulls: queue.SimpleQueue[Pull | None] = queue.SimpleQueue()
-        self._unsettled = 0  # pulls that wait or are being read; guarded by _lock
-        self._lock = threading.Lock()
         self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._run, name=f"pd-pull-{address.engine_id[:8]}", daemon=True)
-        self._thread.start()
+        self._changed = threading.Condition()  # guards what follows
+        self._waiting: deque[Pull] = deque()
+        self._unsettled = 0  # pulls that wait or are being read
+        self._lanes: dict[int, _Lane] = {}
+        self._idle: set[int] = set()  # the lanes that can take a pull
+        self._opening: _Lane | None = None  # it opens its links
+        self._rests_until = 0.0  # no lane is opened before
+        self._threads: list[threading.Thread] = []  # of all lanes, also of some that have ended
+        self._peer: Peer | None = None  # what the last handshake returned
+        self._is_meeting = False
+        with self._changed:
+            self._open_lane()
 
     @property
     def idle(self) -> bool:
         """Whether no pull waits or is being read."""
-        with self._lock:
+        with self._changed:
             return self._unsettled == 0
 
     def submit(self, order: PullOrder) -> None:
         """Queue a pull. It ends within the pull timeout, and the time for P's answer, or as an ``UnsettledPull``."""
-        with self._lock:
-            self._unsettled += 1
         self.last_used = time.monotonic()
-        self._pulls.put(Pull(self._context, order, self._report, self._closing))
+        pull = Pull(self._context, order, self._report, self._closing)
+        with self._changed:
+            self._unsettled += 1
+            self._waiting.append(pull)
+            self._open_spare_lane()
+            self._changed.notify_all()
 
     def close(self) -> None:
-        """Stop after the current read, without waiting. Queued pulls are dropped and not reported."""
+        """Stop after the current reads, without waiting. Queued pulls are dropped and not reported."""
         self._closing.set()
-        self._pulls.put(None)
+        with self._changed:
+            self._changed.notify_all()
 
     def join(self, timeout_s: float) -> bool:
-        """Wait for the thread after ``close``; return whether it has ended."""
-        self._thread.join(timeout_s)
-        return not self._thread.is_alive()
+        """Wait for the threads after ``close``; return whether they have ended."""
+        deadline = time.monotonic() + timeout_s
+        with self._changed:
+            threads = list(self._threads)
+        for thread in threads:
+            thread.join(max(deadline - time.monotonic(), 0.0))
+        return not any(thread.is_alive() for thread in threads)
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless the number of pulls is possible and, until ``close``, the thread runs."""
-        with self._lock:
-            assert self._unsettled >= 0, "more pulls have ended than were submitted"
-            assert self._closing.is_set() or self._thread.is_alive(), "the session's thread has died"
+        """Raise AssertionError unless the numbers of pulls and lanes are possible and, until ``close``, lanes run."""
+        with self._changed:
+            assert 0 <= len(self._waiting) <= self._unsettled, "more pulls have ended than were submitted"
+            assert self._idle <= self._lanes.keys(), "a lane is idle that has ended"
+            assert len(self._lanes) <= LANES, "there are too many lanes"
+            assert self._is_meeting == any(lane.is_meeting for lane in self._lanes.values()), "nobody shakes hands"
+            alive = 0 in self._lanes and all(lane.thread.is_alive() for lane in self._lanes.values())
+            assert self._closing.is_set() or alive, "a thread of the session has died"
 
-    def _run(self) -> None:
-        while (pull := self._pulls.get()) is not None and not self._closing.is_set():
-            self._run_to_its_end(pull)
-            self._count_ended()
-        self._disconnect()
+    # Lanes. What follows until the next heading needs the lock.
 
-    def _run_to_its_end(self, pull: Pull) -> None:
+    def _open_spare_lane(self) -> None:
+        """Open a lane, unless one is idle or being opened, or there can be no more, or nobody has been met yet."""
+        if self._peer is None or self._idle or self._opening or len(self._lanes) >= LANES or self._closing.is_set():
+            return
+        if time.monotonic() >= self._rests_until:
+            self._open_lane()
+
+    def _open_lane(self) -> None:
+        number = min(set(range(LANES)) - self._lanes.keys())
+        lane = _Lane(number, self._run, f"pd-pull-{self._address.engine_id[:8]}")
+        lane.known = self._peer
         try:
-            self._run_pull(pull)
+            lane.thread.start()  # it waits for the lock
+        except RuntimeError:  # the system has no thread left
+            if number == 0:
+                raise
+            self._rest("there is no thread for it")
+            return
+        self._opening = lane if number else None
+        self._lanes[number] = lane
+        self._threads = [thread for thread in self._threads if thread.is_alive()] + [lane.thread]
+
+    def _rest(self, reason: str) -> None:
+        self._rests_until = time.monotonic() + _REST_S
+        logger.warning("PDConnector: one more pull at once from %s is not possible now: %s", self._address, reason)
+
+    def _can_take(self, lane: _Lane) -> bool:
+        """Return whether ``lane`` takes the next pull: the first that is idle, so that the last ones can end."""
+        return bool(self._waiting) and not self._is_meeting and lane.number == min(self._idle)
+
+    # The lanes' threads
+
+    def _run(self, lane: _Lane) -> None:
+        try:
+            if lane.number == 0 or self._open_links(lane):
+                while (pull := self._take(lane)) is not None:
+                    self._run_to_its_end(lane, pull)
+                    self._count_ended()
+        finally:
+            with self._changed:
+                self._lanes.pop(lane.number, None)
+            lane.disconnect()
+
+    def _open_links(self, lane: _Lane) -> bool:
+        """Open the links of a further lane; return whether that was possible."""
+        reason = ""
+        try:
+            peer = lane.peer()
+            for rank in peer.plans:
+                peer.link(rank)
+        except Exception as error:  # whatever it is: the other lanes carry on, and find out
+            reason = str(error) or type(error).__name__
+        if reason:
+            with self._changed:
+                self._opening = None
+                if not self._closing.is_set():
+                    self._rest(reason)
+        return not reason
+
+    def _take(self, lane: _Lane) -> Pull | None:
+        """Wait for the next pull. Returns None when the lane is to end."""
+        with self._changed:
+            self._idle.add(lane.number)
+            self._opening = None if self._opening is lane else self._opening
+            idle_s = _LANE_IDLE_S if lane.number else None
+            try:
+                taken = self._changed.wait_for(lambda: self._closing.is_set() or self._can_take(lane), idle_s)
+            finally:
+                self._idle.discard(lane.number)
+            if not taken or self._closing.is_set():
+                return None
+            lane.known = self._peer
+            lane.is_meeting = self._is_meeting = self._peer is None
+            self._open_spare_lane()
+            self._changed.notify_all()  # the next pull is for another lane
+            return self._waiting.popleft()
+
+    def _run_to_its_end(self, lane: _Lane, pull: Pull) -> None:
+        try:
+            self._run_pull(lane, pull)
         except BaseException as error:  # whatever it is, the request must not wait for ever
             logger.exception("PDConnector: the clean-up of the pull of request %s has failed", pull.order.request_id)
             pull.lose(error)
+        finally:
+            self._end_meeting(lane)
 
-    def _run_pull(self, pull: Pull) -> None:
+    def _run_pull(self, lane: _Lane, pull: Pull) -> None:
         try:
-            pull.run(self._connect)
+            pull.run(lambda deadline: self._connect(lane, deadline))
         except PullFailed as error:
             pull.fail(error)
             if error.cause.is_peer_wide:
@@ -92,32 +230,43 @@ class PeerSession:
                 return  # outstanding pulls are not reported
             # A peer's geometry is data from another machine. Whatever it breaks here, the request must end.
             logger.exception("PDConnector: unexpected failure of the pull of request %s", pull.order.request_id)
-            self._disconnect()
+            self._forget(lane)
             pull.fail(PullFailed(Cause.INTERNAL, f"{type(error).__name__}: {error}"))
 
-    def _connect(self, deadline: float) -> Peer:
-        """Return the prefill engine, after a handshake unless there was one.
+    def _connect(self, lane: _Lane, deadline: float) -> Peer:
+        """Return the prefill engine with links of ``lane``, after a handshake unless there was one.
 
         Raises:
             PullFailed: as ``connect_peer``.
         """
-        if self._peer is None:
-            self._peer = connect_peer(self._context, self._address, deadline)
-        return self._peer
+        if lane.is_meeting:
+            lane.disconnect()
+            lane.meet(connect_peer(self._context, self._address, deadline))
+            self._end_meeting(lane)
+        return lane.peer()
 
-    def _disconnect(self) -> None:
-        """Close all links. The next pull starts with a handshake."""
-        if self._peer is not None:
-            self._peer.close()
-            self._peer = None
+    def _end_meeting(self, lane: _Lane) -> None:
+        """Let other lanes take pulls, with what the handshake has returned or to try another."""
+        with self._changed:
+            if lane.is_meeting:
+                lane.is_meeting = self._is_meeting = False
+                self._peer = lane.known
+                self._open_spare_lane()
+                self._changed.notify_all()
+
+    def _forget(self, lane: _Lane) -> None:
+        """Close the lane's links. The next pull starts with a handshake; those under way keep what they know."""
+        with self._changed:
+            if self._peer is lane.known:
+                self._peer = None
+        lane.disconnect()
 
     def _fail_queued(self, error: PullFailed) -> None:
         """Fail all queued pulls with ``error``, instead of letting each wait for it."""
-        while not self._pulls.empty():
-            pull = self._pulls.get_nowait()
-            if pull is None:
-                self._pulls.put(None)
-                return
+        with self._changed:
+            queued = list(self._waiting)
+            self._waiting.clear()
+        for pull in queued:
             try:
                 pull.fail(error)
             except Exception as failure:
@@ -125,5 +274,5 @@ class PeerSession:
             self._count_ended()
 
     def _count_ended(self) -> None:
-        with self._lock:
+        with self._changed:
             self._unsettled -= 1

@@ -312,11 +312,7 @@ class _RegisteredCaches:
 def _remote_reader(
     config: ConnectorConfig, geometry: WorkerGeometry, tensors: Sequence[torch.Tensor], *, on_host: bool
 ) -> RemoteReader:
-    cost = CostModel.of_protocol(transport(config))
-    if config.descriptor_cost_us is not None:
-        cost = replace(cost, alpha=config.descriptor_cost_us * 1e-6)
-    if config.byte_cost_ns is not None:
-        cost = replace(cost, beta=config.byte_cost_ns * 1e-9)
+    cost = _costs(config)
     if not (config.staging_bytes and tensors):
         return RemoteReader(cost, geometry.regions)
     if not on_host:
@@ -325,6 +321,16 @@ def _remote_reader(
         return RemoteReader.with_staging(cost, geometry.regions, config.staging_bytes)
     except ValueError as error:
         raise ConfigError(f"staging_bytes = {config.staging_bytes}: {error}; 0 turns staging off") from error
+
+
+def _costs(config: ConnectorConfig) -> CostModel:
+    """Return what reads cost: what is set, else what suits the protocol."""
+    cost = CostModel.of_protocol(transport(config))
+    if config.descriptor_cost_us is not None:
+        cost = replace(cost, alpha=config.descriptor_cost_us * 1e-6)
+    if config.byte_cost_ns is not None:
+        cost = replace(cost, beta=config.byte_cost_ns * 1e-9)
+    return cost
 
 
 def transport(config: ConnectorConfig) -> str:
@@ -360,6 +366,7 @@ def _mooncake(config: ConnectorConfig, *, is_read: bool) -> TransferEngine:
         descriptors_per_call=config.descriptors_per_call,
         max_descriptors_in_flight=config.max_descriptors_in_flight,
         connect_timeout_s=config.handshake_timeout_s,
+        cost=_costs(config),
     )
     # Over HCCS, peers cannot read host memory.
     return MooncakeEngine(options, DeviceIdentityMemory.on_npu(IDENTITY_BYTES) if protocol == "ascend" else None)

@@ -234,7 +234,7 @@ class Wire(Link):
         self.peer = peer
         self.reads: list[Copies] = []
 
-    def read(self, copies: Copies, timeout_s: float) -> None:
+    def read(self, copies: Copies, timeout_s: float, later_bytes: int = 0) -> None:
         self.reads.append(copies)
         columns = (column.tolist() for column in (copies.destinations, copies.sources, copies.sizes))
         for to, start, size in zip(*columns, strict=True):

@@ -21,7 +21,7 @@ DEFAULTS = {
     "pull_timeout_s": 60.0,
     "descriptors_per_call": None,
     "max_descriptors_in_flight": None,
-    "staging_bytes": 64 * 1024 * 1024,
+    "staging_bytes": 128 * 1024 * 1024,
     "descriptor_cost_us": None,
     "byte_cost_ns": None,
     "cpu_bytes_to_use": 0,

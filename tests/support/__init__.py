@@ -63,6 +63,7 @@ The connector (``pd_connector/``):
     connector.greeting      a connector to put beside ours in MultiConnector: it has a handshake and statistics
     connector.requests      requests as vLLM hands them over, params of a prefill, a control client that sends nothing
     connector.engines       prefill and decode engines without vLLM: real control channel, real bytes, real leases
+    connector.scripted_pulls  a session with a prefill engine whose pulls and handshakes do what the test says
     connector.staging       a staging buffer for a decode worker, and a prefill engine of which pulls are staged
     connector.first_pull    the first staged pull of a new process: what was not ready for it
     connector.vllm_calls    the calls that vLLM makes in a step, in the form of the installed release

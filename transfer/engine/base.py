@@ -36,10 +36,16 @@ class Link(ABC):
     """A connection to one peer's engine, through which its registered memory is read."""
 
     @abstractmethod
-    def read(self, copies: Copies, timeout_s: float) -> None:
+    def read(self, copies: Copies, timeout_s: float, later_bytes: int = 0) -> None:
         """Read every descriptor: sources in the peer's memory, destinations in this process.
 
         Returns when all bytes have landed. The batch may have any length; the engine splits it as its transport needs.
+        Of reads from one peer over several links, those with less to go go first, as far as the transport allows it.
+
+        Args:
+            copies: the descriptors.
+            timeout_s: see below.
+            later_bytes: what the caller will read over this link after this batch, for the same purpose.
 
         Raises:
             ReadFailed: not all bytes landed within ``timeout_s`` seconds, or the peer refused or is gone.

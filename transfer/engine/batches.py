@@ -1,6 +1,6 @@
-"""What limits a batch of descriptors before it is submitted: registered memory, piece size, the window of a peer.
+"""What limits a batch of descriptors before it is submitted: registered memory and the size of a piece.
 
-Arithmetic over addresses, and the state of registered memory and windows. Does not know Mooncake, touches no memory.
+Arithmetic over addresses, and the state of registered memory. Does not know Mooncake, touches no memory.
 """
 
 import threading
@@ -79,37 +79,3 @@ class RegisteredMemory:
         with self._lock:
             self._closed = True
             self.table = RegionTable(())
-
-
-class Window:
-    """Counts the descriptors in flight to one peer, over all links to it. Safe to use from any thread."""
-
-    def __init__(self, capacity: int) -> None:
-        self.capacity = capacity
-        self.most_in_flight = 0
-        self._in_flight = 0
-        self._lock = threading.Lock()
-
-    @property
-    def in_flight(self) -> int:
-        """Descriptors in flight now."""
-        return self._in_flight
-
-    def try_acquire(self, count: int) -> bool:
-        """Reserve room for ``count`` descriptors. If it does not fit, reserve nothing and return False."""
-        with self._lock:
-            if self._in_flight + count > self.capacity:
-                return False
-            self._in_flight += count
-            self.most_in_flight = max(self.most_in_flight, self._in_flight)
-            return True
-
-    def release(self, count: int) -> None:
-        """Give back what ``try_acquire`` reserved."""
-        with self._lock:
-            self._in_flight -= count
-
-    def check_integrity(self) -> None:
-        """Raise AssertionError if more is in flight than fits, or more was given back than reserved."""
-        with self._lock:
-            assert 0 <= self._in_flight <= self.most_in_flight <= self.capacity, "the window's count is wrong"

@@ -7,7 +7,8 @@ memory must be registered with the engine that reads into it, and connections ar
 engine, and a failed read has settled once Mooncake's own counters say that each of its descriptors is final.
 
 ``mooncake_read`` runs one read, ``mooncake_batches`` knows how far a batch is, ``mooncake_settling`` watches what
-failed reads leave behind, ``mooncake_native`` holds the calls into the library, ``batches`` checks a batch.
+failed reads leave behind, ``mooncake_native`` holds the calls into the library, ``batches`` checks a batch, ``window``
+shares among reads what may be in flight.
 """
 
 import difflib
@@ -24,10 +25,11 @@ from pathlib import Path
 import numpy as np
 
 from layout.copies import Copies
+from layout.cost import CostModel
 from layout.geometry import Identity, Region
 from layout.regions import RegionTable, describe_region
 from transfer.engine.base import EngineStartError, Link, ReadFailed, TransferEngine
-from transfer.engine.batches import RegisteredMemory, Window, check_copies, split_large
+from transfer.engine.batches import RegisteredMemory, check_copies, split_large
 from transfer.engine.identity import (
     NONCE_BYTES,
     HostIdentityMemory,
@@ -41,6 +43,7 @@ from transfer.engine.mooncake_limits import LIMITS, Limits
 from transfer.engine.mooncake_native import NativeEngine, NativeOptions, split_address
 from transfer.engine.mooncake_read import MooncakeRead
 from transfer.engine.mooncake_settling import Leftover, Settling
+from transfer.engine.window import Window
 from transfer.memory import SlotPool
 
 PROTOCOLS = ("tcp", "rdma", "ascend")
@@ -78,6 +81,7 @@ class MooncakeOptions:
     max_descriptors_in_flight: int | None = None  # to one peer, over all threads; None: what suits the protocol
     progress_timeout_s: float = 10.0  # a transfer that moves no byte for this long has failed
     connect_timeout_s: float = 5.0  # for a peer's first answer
+    cost: CostModel | None = None  # by which time in flight is predicted; None: the protocol's
     engine_per_link: bool | None = None  # whether each link has its own engine; None: only on TCP
 
     def __post_init__(self) -> None:
@@ -123,6 +127,11 @@ class MooncakeOptions:
         in_flight = suited.in_flight if self.max_descriptors_in_flight is None else self.max_descriptors_in_flight
         per_call = min(suited.per_call, in_flight) if self.descriptors_per_call is None else self.descriptors_per_call
         return replace(suited, per_call=per_call, in_flight=in_flight)
+
+    @property
+    def costs(self) -> CostModel:
+        """What was set, or what suits the protocol."""
+        return CostModel.of_protocol(self.protocol) if self.cost is None else self.cost
 
     @property
     def native(self) -> NativeOptions:
@@ -236,7 +245,8 @@ class MooncakeEngine(TransferEngine):
         with self._lock:
             if self._closed:
                 raise ReadFailed(f"transfer engine {self._address} is closed", settled=True)
-            window = self._windows.setdefault(address, Window(self._options.limits.in_flight))
+            limits = self._options.limits
+            window = self._windows.setdefault(address, Window(limits.in_flight, limits.in_flight_s))
             link = MooncakeLink(self, self._options, address, peer, identity, window)
             self._links.add(link)  # so that ``close`` waits for it
         try:
@@ -303,7 +313,7 @@ class MooncakeLink(Link):
         window: Window,
     ) -> None:
         self.address = address  # of the peer
-        self.window = window  # the descriptors in flight to the peer
+        self.window = window  # what is in flight to the peer
         self._engine = engine
         self._options = options
         self._limits = options.limits
@@ -414,15 +424,15 @@ class MooncakeLink(Link):
                 settled=True,
             )
 
-    def read(self, copies: Copies, timeout_s: float) -> None:
+    def read(self, copies: Copies, timeout_s: float, later_bytes: int = 0) -> None:
         """See the contract. After an unsettled failure the link refuses to read."""
         with self._busy:
             if self._closing.is_set() or self._broken or self._native is None:
                 raise ReadFailed(f"the link to {self.address} is {self._broken or 'closed'}", settled=True)
             check_copies(copies, self._engine.memory.table, self._peer, self.address)
-            if self._limits.piece_bytes is not None:
-                copies = split_large(copies, self._limits.piece_bytes)
-            reading = MooncakeRead(self._native, self.address, copies, self._limits, self.window)
+            copies = split_large(copies, self._limits.piece_bytes)
+            costs = self._options.costs
+            reading = MooncakeRead(self._native, self.address, copies, self._limits, costs, self.window, later_bytes)
             try:
                 reading.run(timeout_s, self._closing.is_set)
             except ReadFailed as error:
@@ -440,7 +450,7 @@ class MooncakeLink(Link):
             self._unsettled = batches
             return
         count = sum(batch.descriptors for batch in batches)
-        leftover = Leftover(self.address, batches, lambda: self.window.release(count))
+        leftover = Leftover(self.address, batches, lambda: self.window.release_abandoned(count))
         self._leftovers.append(leftover)
         self._engine.settling.add(leftover)
 
@@ -455,7 +465,7 @@ class MooncakeLink(Link):
                 return
             if self._options.isolated and self._native is not None:
                 self._native.delete()
-            self.window.release(sum(batch.descriptors for batch in self._unsettled))
+            self.window.release_abandoned(sum(batch.descriptors for batch in self._unsettled))
             self._unsettled = []
             self._closed = True
         finally:

@@ -12,11 +12,12 @@ class Limits:
 
     per_call: int  # descriptors that are submitted together
     in_flight: int  # descriptors to one peer
+    in_flight_s: float  # predicted time of what is in flight to one peer, beside what the reader's lateness adds
     most_in_flight: int  # what ``in_flight`` can be set to
     # Between two looks a read sleeps for an eighth of the time it has taken so far, within these limits.
     shortest_pause_s: float
     longest_pause_s: float
-    piece_bytes: int | None  # larger descriptors are split; None: none is
+    piece_bytes: int  # larger descriptors are split
     alignment: int = 1  # of the address of memory that is registered, in bytes
     most_regions: int | None = None  # that can be registered; None: no limit is known
 
@@ -29,19 +30,24 @@ LIMITS = {
     # Four connections to a peer take one descriptor each at a time, so depth wins nothing; above 1,024 the connection
     # can break for good. Longer sleeps leave the cores to the threads that move the bytes (500 us: 5-10% faster than
     # 100 us above 1 ms); shorter ones do not pay off (20 us: 10-15% slower).
-    # Splitting bounds what may still be in progress when the last descriptor of a call is done, and so how far a read
-    # can overrun its timeout. Speed hardly changes (medians on loopback, in turns): one run of 34 MB took 17.0 ms
-    # whole, 21.5 in pieces of 4 MiB, 20.2 in pieces of 1 MiB; eight runs took 103, 104 and 133.
-    "tcp": Limits(256, 1024, 1024, 50e-6, 500e-6, 4 << 20),
+    # 6 ms are 8 MB, and each call half of that. A link has connections of its own, which share the wire with those of
+    # another link whatever is in flight, so less would not let a short read through sooner.
+    # Pieces are small against a call, so that all connections have some of it to the end. They also bound what may
+    # still be in progress when the last descriptor of a call is done, and so how far a read can overrun its timeout.
+    # Lower quartiles of 120 reads of 47 x 737 KB on a busy machine, in turns: 15.6 ms whole and without a bound; in
+    # pieces of 256 KiB with 3 ms in flight 17.1, with 5 ms 16.7, with 8 ms 16.4; in pieces of 512 KiB with 6 ms 18.0.
+    "tcp": Limits(256, 1024, 6e-3, 1024, 50e-6, 500e-6, 256 << 10),
     # What is in flight must last for a sleep at the rate of the wire, or the wire waits: 2,048 descriptors of 4 KiB and
     # 200 us are 42 GB/s, more than a NIC of 200 Gbit/s carries and than one thread submits. The queue pairs hold 512
     # work requests; what is beyond waits in a queue without a limit. Calls of 256 descriptors keep several in flight.
+    # All links to a peer share its queues, so a read that begins waits for what is in flight: 2 ms, ten sleeps, 50 MB.
     # Descriptors become slices of 64 KiB, of which the first 512 of a larger one are posted before the rest is looked
     # at. If Mooncake then refuses the call, they are in flight unnoticed: so none is as large as that.
-    "rdma": Limits(256, 2048, 65536, 50e-6, 200e-6, 16 << 20),
+    "rdma": Limits(256, 2048, 2e-3, 65536, 50e-6, 200e-6, 16 << 20),
     # A call is one job of a pool of eight threads, issued in batches of 256, and only one job runs for a peer at a
     # time: long calls, and two of them, so that the next is ready. More would only hold threads that other peers need.
+    # Each call lasts for two sleeps: 4 ms in flight. A piece is shorter than a call, so that two fit.
     # CANN (HIXL) says that over HCCS, connections may fail unless memory is aligned to pages of 2 MiB. vllm-ascend's
     # own connectors register no more than 256 regions.
-    "ascend": Limits(1024, 2048, 65536, 200e-6, 1e-3, None, alignment=2 << 20, most_regions=256),
+    "ascend": Limits(1024, 2048, 4e-3, 65536, 200e-6, 1e-3, 16 << 20, alignment=2 << 20, most_regions=256),
 }

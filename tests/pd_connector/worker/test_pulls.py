@@ -15,6 +15,7 @@ from pd_connector.scheduler.consumer import Consumer
 from pd_connector.scheduler.leases import LeaseTable
 from pd_connector.scheduler.renewals import Renewals
 from pd_connector.worker import pulls as pulls_module
+from pd_connector.worker import session as session_module
 from pd_connector.worker.pull_end import PullEnd
 from pd_connector.worker.pulls import Pulls
 from tests.support.connector.engines import (
@@ -100,6 +101,10 @@ def start_decode(site: Site) -> Decode:
 
 def pull_threads() -> set[threading.Thread]:
     return {thread for thread in threading.enumerate() if thread.name.startswith("pd-pull-")}
+
+
+def engines_pulled_from() -> set[str]:
+    return {thread.name for thread in pull_threads()}
 
 
 def test_requests_of_a_decode_engine_at_tp_2_are_pulled_from_a_prefill_engine_at_tp_2(
@@ -235,11 +240,11 @@ def test_an_id_may_be_pulled_again_after_it_was_reported(site: Site, start_decod
 def test_an_idle_session_is_closed_when_a_new_engine_comes(site: Site, start_decode: Decode) -> None:
     first, second, decode = site.prefill(), site.prefill(), start_decode(peer_idle_s=0.05)
     decode.run(an_order("r1", first.prefill("r1", THEIRS), OURS))
-    (idle,) = pull_threads()
+    idle = pull_threads()
     time.sleep(0.1)
     decode.run(an_order("r2", second.prefill("r2", THEIRS), OURS))
-    idle.join(5.0)
-    assert len(pull_threads()) == 1
+    until(lambda: not idle & pull_threads())
+    assert len(engines_pulled_from()) == 1
     assert [end.cause for end in decode.run(an_order("r3", first.prefill("r3", THEIRS), OURS))["r3"]] == [""]
 
 
@@ -251,13 +256,16 @@ def test_a_session_with_a_pull_under_way_is_not_idle(site: Site, start_decode: D
     time.sleep(0.05)
     decode.run(an_order("r", other.prefill("r", THEIRS), OURS))
     submit(decode.service, an_order("behind", slow.prefill("behind", THEIRS), OURS))
-    assert len(pull_threads()) == 2  # one for each engine
+    assert len(engines_pulled_from()) == 2
     finish.set()
     ends = decode.wait(2)
     assert {end.cause for of_ranks in ends.values() for end in of_ranks} == {""}
 
 
-def test_closing_drops_what_is_queued_and_joins_all_threads(site: Site, start_decode: Decode) -> None:
+def test_closing_drops_what_is_queued_and_joins_all_threads(
+    site: Site, start_decode: Decode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session_module, "LANES", 1)
     engines, decode = [site.prefill() for _ in range(3)], start_decode()
     finish = threading.Event()
     for read in (1, 2, 3):
@@ -285,7 +293,7 @@ def test_no_more_engines_are_pulled_from_at_once_than_allowed(site: Site) -> Non
         submit(service, an_order(name, remote, OURS, remote_engine_id=name, remote_port=port))
     (end,) = service.take_ends()
     assert (end.request_id, end.cause) == ("y", "unreachable")
-    assert len(pull_threads()) == 2
+    assert len(engines_pulled_from()) == 2
     finish.set()
     service.close()
     worker.client.close()
@@ -301,9 +309,10 @@ def test_closing_does_not_wait_for_ever_for_a_read_that_hangs(
     finish = threading.Event()
     site.fabric.inject(1, Fault(until=finish, fails=False))
     submit(decode.service, an_order("r", prefill.prefill("r", THEIRS), OURS))
-    (stuck,) = pull_threads()
     until(lambda: site.fabric.reads == 1)
     decode.service.close()
+    until(lambda: len(pull_threads()) == 1)
+    (stuck,) = pull_threads()
     decode.service.join()
     assert "1 reads were still under way at shutdown" in caplog.text
     with pytest.raises(RuntimeError, match="1 reads from prefill engines did not end"):

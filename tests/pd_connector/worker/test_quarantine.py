@@ -171,6 +171,7 @@ def test_the_lease_is_released_though_the_reads_have_not_settled(world: LateWorl
 def test_other_pulls_go_on_beside_one_in_quarantine(world: LateWorld) -> None:
     world.fabric.inject(1, Fault(settled=False))
     world.submit(0)
+    until(lambda: world.idle)
     world.submit(1)
     until(lambda: world.collected(1))
     assert world.ended["r1"].cause == Cause.NONE

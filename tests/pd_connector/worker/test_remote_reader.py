@@ -163,7 +163,7 @@ def test_a_slot_that_a_pull_does_not_need_is_lent_to_others_while_it_reads(site:
 class NoLink(Link):
     """Fails the test that reads through it."""
 
-    def read(self, copies: Copies, timeout_s: float) -> None:
+    def read(self, copies: Copies, timeout_s: float, later_bytes: int = 0) -> None:
         pytest.fail(f"{len(copies)} descriptors were read within {timeout_s} s")
 
     def prove(self, timeout_s: float) -> None:

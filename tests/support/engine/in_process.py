@@ -208,7 +208,7 @@ class InProcessLink(Link):
         self.peer_address = address
         self.closed = False
 
-    def read(self, copies: Copies, timeout_s: float) -> None:
+    def read(self, copies: Copies, timeout_s: float, later_bytes: int = 0) -> None:
         """See the contract. After an unsettled failure the link refuses to read until it is closed."""
         if self.closed or self._broken:
             state = "closed" if self.closed else "broken by a read that failed and must be closed first"

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from layout.copies import Copies
-from transfer.engine.batches import Window, split_large
+from transfer.engine.batches import split_large
 
 
 def batch(*runs: tuple[int, int, int]) -> Copies:
@@ -30,13 +30,3 @@ def _lists(copies: Copies) -> tuple[list[int], list[int], list[int]]:
 def test_small_descriptors_are_not_touched() -> None:
     whole = batch((0, 10, 4), (4, 20, 4))
     assert split_large(whole, 4) is whole
-
-
-def test_a_window_gives_no_more_than_it_has() -> None:
-    window = Window(10)
-    assert window.try_acquire(7)
-    assert not window.try_acquire(4)
-    assert window.try_acquire(3)
-    window.release(7)
-    assert window.try_acquire(7)
-    assert (window.in_flight, window.most_in_flight) == (10, 10)

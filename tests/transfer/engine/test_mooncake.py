@@ -1,6 +1,6 @@
 """Real Mooncake over loopback TCP: peers that stop, die or refuse, and what is left behind.
 
-Covers: transfer.engine.mooncake_native, transfer.engine.mooncake_read.
+Covers: transfer.engine.mooncake_native.
 """
 
 import gc
@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 
 import numpy as np
@@ -153,7 +154,7 @@ def test_descriptors_in_flight_stay_within_the_window(
 ) -> None:
     link = engine.open(peer.address, [peer.region], peer.identity)
     link.read(even_copies(destination.region, peer.region, 5000, 4096), 30)
-    assert 512 <= link.window.most_in_flight <= 1024
+    assert 64 <= link.window.most_in_flight <= 1024, "calls of one read do not overlap, or too much is in flight"
     assert link.window.in_flight == 0
     assert np.array_equal(destination.view[: 5000 * 4096], noise(SIZE, 5)[: 5000 * 4096])
 
@@ -168,13 +169,53 @@ def test_a_read_that_finds_the_window_full_fails_settled_and_the_link_stays_usab
 ) -> None:
     link = engine.open(peer.address, [peer.region], peer.identity)
     batch = even_copies(destination.region, peer.region, 4, 4096)
-    assert link.window.try_acquire(1024)
+    other = link.window.enter()
+    assert link.window.try_acquire(other, 1024, 0.0)
     with pytest.raises(ReadFailed, match="failed waiting") as failure:
         link.read(batch, 0.01)
     assert failure.value.settled
-    link.window.release(1024)
+    link.window.release(other, 1024, 0.0)
     link.read(batch, 5)
     assert np.array_equal(destination.view[:16384], noise(SIZE, 5)[:16384])
+
+
+def test_closing_ends_a_read_that_waits_for_room(
+    engine: MooncakeEngine, peer: PeerProcess, destination: Memory
+) -> None:
+    link = engine.open(peer.address, [peer.region], peer.identity)
+    other = link.window.enter()
+    assert link.window.try_acquire(other, 1024, 0.0)
+    with ThreadPoolExecutor(1) as thread:
+        reading = thread.submit(link.read, even_copies(destination.region, peer.region, 4, 4096), 60)
+        until(lambda: any(flow.is_waiting for flow in link.window._flows))
+        link.close()
+        with pytest.raises(ReadFailed, match=r"failed waiting for room .* the link was closed") as failure:
+            reading.result(10)
+    assert failure.value.settled
+    link.window.release(other, 1024, 0.0)
+
+
+@pytest.mark.parametrize("engine_per_link", [True, False])
+def test_a_short_read_ends_before_a_long_one_from_the_same_peer_that_began_before(
+    peer: PeerProcess, destination: Memory, engine_per_link: bool
+) -> None:
+    destination.view[:] = 0
+    engine = MooncakeEngine(MooncakeOptions("127.0.0.1", engine_per_link=engine_per_link))
+    engine.register([destination.region])
+    long = even_copies(Region(destination.region.address + MIB, SIZE - MIB), peer.region, 8000, 4096)
+    short = even_copies(destination.region, peer.region, 16, 65536)
+    with closing(engine), ThreadPoolExecutor(1) as thread:
+        first, second = (engine.open(peer.address, [peer.region], peer.identity) for _ in range(2))
+        reading = thread.submit(first.read, concatenate([long] * 20), 300)
+        until(lambda: bool(destination.view[MIB]))
+        second.read(short, 300)
+        overtook = not reading.done()
+        engine.check_integrity()
+        first.close()  # enough of it
+        assert overtook
+        with pytest.raises(ReadFailed, match="the link was closed"):
+            reading.result(60)
+    assert np.array_equal(destination.view[:MIB], noise(SIZE, 5)[:MIB])
 
 
 def test_a_failed_read_gives_its_place_in_the_window_back_on_close(

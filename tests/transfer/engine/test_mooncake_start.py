@@ -12,12 +12,14 @@ from types import ModuleType
 import pytest
 
 from layout.copies import Copies
+from layout.cost import CostModel
 from tests.support.memory import Memory, even_copies
 from transfer.engine import mooncake
 from transfer.engine.base import EngineStartError, ReadFailed
 from transfer.engine.mooncake import PROTOCOLS, MooncakeEngine, MooncakeOptions
 from transfer.engine.mooncake_limits import LIMITS
 from transfer.engine.mooncake_native import NativeEngine, NativeOptions, set_environment, split_address
+from transfer.engine.window import Window
 
 
 @pytest.mark.parametrize(("given", "meant"), [("TCP", "tcp"), ("rmda", "rdma"), ("ascent", "ascend")])
@@ -71,10 +73,27 @@ def test_on_rdma_a_window_of_small_descriptors_outlasts_a_pause_at_the_rate_of_t
     assert limits.in_flight * 4096 / limits.longest_pause_s >= 25e9
 
 
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_a_call_in_flight_outlasts_a_pause_while_the_other_is_replaced(protocol: str) -> None:
+    limits = LIMITS[protocol]
+    assert Window(limits.in_flight, limits.in_flight_s).call_s >= 2 * limits.longest_pause_s
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_no_piece_is_longer_than_a_call(protocol: str) -> None:
+    limits, cost = LIMITS[protocol], CostModel.of_protocol(protocol)
+    call_s = Window(limits.in_flight, limits.in_flight_s).call_s
+    assert cost.read_s(1, limits.piece_bytes) <= call_s
+
+
 def test_on_rdma_no_descriptor_is_so_large_that_mooncake_posts_part_of_it_before_it_has_looked_at_all() -> None:
-    piece_bytes = LIMITS["rdma"].piece_bytes
-    assert piece_bytes is not None
-    assert piece_bytes < 512 * 64 * 1024
+    assert LIMITS["rdma"].piece_bytes < 512 * 64 * 1024
+
+
+def test_what_calls_cost_is_what_the_protocol_costs_unless_it_was_set() -> None:
+    own = CostModel(1e-6, 1e-9, 0.0, 0.0)
+    assert MooncakeOptions("h", protocol="rdma").costs == CostModel.of_protocol("rdma")
+    assert MooncakeOptions("h", protocol="rdma", cost=own).costs is own
 
 
 def test_a_read_is_split_into_the_pieces_of_its_protocol(monkeypatch: pytest.MonkeyPatch) -> None:
