@@ -45,7 +45,7 @@ class Wire(Link):
         self._before = before
         self.batches: list[Copies] = []
 
-    def read(self, copies: Copies, timeout_s: float) -> None:
+    def read(self, copies: Copies, timeout_s: float, later_bytes: int = 0) -> None:
         self._before(copies)
         self.batches.append(copies)
         columns = (column.tolist() for column in (copies.destinations, copies.sources, copies.sizes))
