@@ -51,6 +51,14 @@ def test_other_releases_are_taken_for_the_nearest(
     assert type(release.release_of(version)) is nearest
 
 
+@pytest.mark.parametrize("numbers", [(0, 0, "dev"), (0, 1, "dev1", "g0123abc")])
+def test_a_build_that_does_not_know_its_version_is_taken_for_the_newest(
+    numbers: tuple[object, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vllm.version.__version_tuple__", numbers)
+    assert release.installed_version() is None
+
+
 @pytest.mark.parametrize(
     ("version", "warned"), [("0.29.1", True), ("0.30.2", False), ("0.33.0", False), ("0.34.0", True), ("dev", True)]
 )
