@@ -70,8 +70,8 @@ class Release023(Release030):
         manager: KVCacheManager | None = getattr(pool, _MANAGER, None)
         if manager is None:
             raise RuntimeError(
-                "PDConnector cannot find this engine's KV cache manager, which was made before the connector. Start with "
-                "vLLM's own scheduler, or one derived from it"
+                "PDConnector cannot find this engine's KV cache manager, which was made before the connector. Start "
+                "with vLLM's own scheduler, or one derived from it"
             )
         return manager
 

@@ -39,7 +39,10 @@ class FakeRequest:
 
 def allocated(*tables: Sequence[int]) -> Any:
     """vLLM's ``KVCacheBlocks``, as far as a consumer looks at them: the block table of each cache group."""
-    return SimpleNamespace(get_block_ids=lambda: tuple(list(ids) for ids in tables))
+    return SimpleNamespace(
+        get_block_ids=lambda: tuple(list(ids) for ids in tables),
+        blocks=tuple([SimpleNamespace(block_id=id, block_hash=None, is_null=not id) for id in ids] for ids in tables),
+    )
 
 
 def cache_manager(pool: "BlockPool", tables: Mapping[str, Sequence[int]]) -> Any:
