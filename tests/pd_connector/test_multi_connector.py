@@ -17,7 +17,7 @@ from vllm.v1.request import RequestStatus
 from pd_connector.connector import PDConnector
 from tests.support.connector.greeting import GreetingConnector
 from tests.support.connector.requests import FakeRequest, a_prompt
-from tests.support.connector.vllm_calls import as_sent, bind_cache_manager, take_output
+from tests.support.connector.vllm_calls import as_sent, bind_cache_manager, take_output, wants_step
 from tests.support.connector.vllm_engine import BLOCK_TOKENS, CACHES, LAYERS, StartEngine, a_config
 from tests.support.engine.in_process import InProcessFabric
 from tests.support.host_tier.setup import Setup, make_manager, make_request
@@ -107,10 +107,10 @@ def test_a_prefill_engine_is_ready_after_a_step_and_the_other_child_gets_its_own
     early = FakeRequest("early", a_prompt(70), {"do_remote_decode": True})
     p.scheduler.on_new_request(early)
     assert p.scheduler.get_num_new_matched_tokens(early, 0) == (None, False)
-    assert p.scheduler.has_pending_push_work(), "vLLM steps although nothing can be scheduled"
+    assert wants_step(p.scheduler), "vLLM steps although nothing can be scheduled"
     p.step()
     assert p.scheduler.get_num_new_matched_tokens(early, 0) == (0, False)
-    assert not p.scheduler.has_pending_push_work()
+    assert not wants_step(p.scheduler)
     early.status = RequestStatus.FINISHED_LENGTH_CAPPED
     d.tables["early"] = [3, 1, 6]
     frees_later, params = p.scheduler.request_finished_all_groups(early, ([3, 1, 6],))
@@ -144,7 +144,7 @@ def test_requests_wait_for_a_step_after_the_engine_has_woken(
     request = FakeRequest("r", a_prompt(70), {"do_remote_decode": True})
     p.scheduler.on_new_request(request)
     assert p.scheduler.get_num_new_matched_tokens(request, 0) == (None, False)
-    assert p.scheduler.has_pending_push_work()
+    assert wants_step(p.scheduler)
     p.step()
     assert p.scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
     assert (service.engine_id != old) == sleeps

@@ -7,6 +7,7 @@ import msgspec
 from vllm.v1.outputs import KVConnectorOutput
 
 from pd_connector.orders import Report
+from pd_connector.vllm import release_023
 from pd_connector.vllm.metadata import ReportMetadata
 from tests.support.releases import INSTALLED
 
@@ -27,15 +28,20 @@ def bind_cache_manager(connector: Any, manager: Any) -> None:
     if NAMES_FAILED_REQUESTS:
         connector.bind_kv_cache_manager(manager)
         return
-    from pd_connector.vllm.release_023 import remember_manager  # noqa: PLC0415  later releases do not need it
-
-    remember_manager(manager)  # as when a real one is made
+    release_023.remember_manager(manager)  # as when a real one is made
     connector.bind_gpu_block_pool(manager.block_pool)
 
 
 def as_sent(stats: Any) -> Any:
     """Statistics in the form in which they travel between processes."""
     return stats.to_dict() if hasattr(stats, "to_dict") else msgspec.to_builtins(stats.data)
+
+
+def wants_step(connector: Any) -> bool:
+    """Whether vLLM's engine steps without requests."""
+    if INSTALLED >= (0, 30):
+        return bool(connector.has_pending_push_work())
+    return release_023.wants_step(connector)
 
 
 def take_output(worker: Any) -> KVConnectorOutput:
