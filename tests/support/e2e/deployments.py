@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.e2e.cluster import BLOCK_SIZE, Layout, LoadFailurePolicy, ServerSpec
 from tests.support.e2e.models import DEFAULT_MODEL, ModelSpec
-from tests.support.releases import interpreter
+from tests.support.releases import WITH_LAYOUTS, interpreter
 
 #: Short enough for a test to wait for an expiry, long against everything that a request does on a busy machine.
 LEASE_TTL_S = 20.0
@@ -229,10 +229,11 @@ def release_pair(release: str) -> Deployment:
     """Servers of both roles: of another vLLM release, one of each policy, and of the one that the tests run on."""
     python = str(interpreter(release))
     recomputing = _with_host_memory(peer(policy="recompute"))
+    layout = recomputing.layout if release in WITH_LAYOUTS else None
     return Deployment(
         f"vLLM {release}",
         (
-            ("other", replace(recomputing, python=python)),
+            ("other", replace(recomputing, python=python, layout=layout)),
             ("other fail", replace(peer(layout=None), python=python)),
             ("installed", recomputing),
         ),
