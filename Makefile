@@ -15,7 +15,7 @@ NPU_SIM := .venv-npu-sim
 RELEASE ?= 0.30
 ASCEND_SIM := .venv-ascend-$(RELEASE)
 # Other releases of vLLM, each in an environment of its own, with what tests/versions/RELEASE.txt names.
-RELEASES ?= 0.30 0.31
+RELEASES ?= 0.23 0.30 0.31
 RELEASE_ENV := .venv-vllm-
 # A release without a CPU build: its Python files, before those of the vLLM in .venv.
 UNBUILT ?= 0.33
@@ -141,6 +141,8 @@ $(RELEASES:%=$(RELEASE_ENV)%/installed): $(RELEASE_ENV)%/installed: tests/versio
 		echo 'Trying again with packages of $(TORCH_INDEX) (TORCH_INDEX names another)' >&2; \
 		$(RELEASE_ENV)$*/bin/python -m pip install -qq --disable-pip-version-check --extra-index-url '$(TORCH_INDEX)' \
 			-r $< -e '.[test]'; }
+	@[ ! -e tests/versions/$*.no-deps.txt ] || \
+		$(RELEASE_ENV)$*/bin/python -m pip install -qq --disable-pip-version-check --no-deps -r tests/versions/$*.no-deps.txt
 	@$(RELEASE_ENV)$*/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@
 

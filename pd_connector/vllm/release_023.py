@@ -70,8 +70,8 @@ class Release023(Release030):
         manager: KVCacheManager | None = getattr(pool, _MANAGER, None)
         if manager is None:
             raise RuntimeError(
-                "PDConnector cannot find this engine's KV cache manager, which was made before the connector. Start with "
-                "vLLM's own scheduler, or one derived from it"
+                "PDConnector cannot find this engine's KV cache manager, which was made before the connector. Start "
+                "with vLLM's own scheduler, or one derived from it"
             )
         return manager
 
@@ -255,16 +255,18 @@ def _or_connector_wants_step(ask: Callable[["Scheduler"], bool]) -> Callable[["S
     """Let the engine step without requests if the connector, or a child of MultiConnector, must."""
 
     def has_finished_requests(self: "Scheduler") -> bool:
-        connectors = getattr(self.connector, "_connectors", (self.connector,))
-        return bool(ask(self)) or any(_has_pending_work(connector) for connector in connectors)
+        return bool(ask(self)) or wants_step(self.connector)
 
     return has_finished_requests
 
 
-def _has_pending_work(connector: Any) -> bool:
-    """Return whether the engine must step for a connector. vLLM's own ones of 0.23 never say so."""
-    asked = getattr(connector, "has_pending_push_work", None)
-    return bool(asked is not None and asked())
+def wants_step(connector: Any) -> bool:
+    """Return whether the engine must step for a connector or, if it is MultiConnector, for a child of it.
+
+    vLLM's own connectors of 0.23 never say so.
+    """
+    asked = [getattr(each, "has_pending_push_work", None) for each in getattr(connector, "_connectors", (connector,))]
+    return any(ask() for ask in asked if ask is not None)
 
 
 def _for_any_number_of_groups(update: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,5 +1,6 @@
 """Loads vLLM before the tests, undoes what a connector does to the logging of its process, and starts whole engines."""
 
+import importlib
 import json
 import logging
 import threading
@@ -13,6 +14,8 @@ import pytest
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # what vLLM and its dependencies deprecate of each other is not ours to fail on
     import torch
+
+    importlib.import_module("vllm.v1.core.sched.scheduler")  # which the connector hooks in some releases
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
     from vllm.v1.core.block_pool import BlockPool
 

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
 
 from pd_connector.scheduler.consumer import Consumer
 from tests.support.connector.requests import FakeRequest, a_prompt, a_remote
+from tests.support.connector.vllm_calls import all_failed
 from tests.support.connector.vllm_engine import EngineUnderTest, StartEngine, role_of
 from tests.support.process import free_port
 
@@ -47,11 +47,14 @@ def serve(engine: EngineUnderTest, request: Any) -> None:
         pass  # vLLM reads them so right after that call
     tokens, is_async = scheduler.get_num_new_matched_tokens(request, 0)
     assert tokens is not None
-    scheduler.update_state_after_alloc(request, SimpleNamespace(get_block_ids=lambda: ([2, 7, 4],)), tokens)
+    blocks = SimpleNamespace(
+        get_block_ids=lambda: ([2, 7, 4],), blocks=([engine.pool.blocks[block] for block in (2, 7, 4)],)
+    )
+    scheduler.update_state_after_alloc(request, blocks, tokens)
     orders = scheduler.build_connector_meta(SimpleNamespace(num_scheduled_tokens={})).orders
     waiting = {order.request_id for order in (*orders.refusals, *orders.pulls)}
     assert waiting == ({request.request_id} if is_async else set())
-    scheduler.update_connector_output(KVConnectorOutput(finished_recving=waiting, failed_recving=waiting))
+    scheduler.update_connector_output(all_failed(waiting))
     engine.tables[request.request_id] = [2, 7, 4]
     scheduler.request_finished_all_groups(request, ([2, 7, 4],))
     del engine.tables[request.request_id]

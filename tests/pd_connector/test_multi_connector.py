@@ -17,13 +17,18 @@ from vllm.v1.request import RequestStatus
 from pd_connector.connector import PDConnector
 from tests.support.connector.greeting import GreetingConnector
 from tests.support.connector.requests import FakeRequest, a_prompt
-from tests.support.connector.vllm_calls import bind_cache_manager, take_output
+from tests.support.connector.vllm_calls import as_sent, bind_cache_manager, take_output, wants_step
 from tests.support.connector.vllm_engine import BLOCK_TOKENS, CACHES, LAYERS, StartEngine, a_config
 from tests.support.engine.in_process import InProcessFabric
 from tests.support.host_tier.setup import Setup, make_manager, make_request
+from tests.support.releases import INSTALLED
 
 GREETING = {"kv_connector": "GreetingConnector", "kv_connector_module_path": GreetingConnector.__module__}
 both_orders = pytest.mark.parametrize("ours_first", [True, False], ids=["ours first", "ours last"])
+
+
+def children_of(multi: Any) -> Any:
+    return multi.sub_connectors if INSTALLED >= (0, 30) else multi._connectors
 
 
 class MultiEngine:
@@ -42,7 +47,7 @@ class MultiEngine:
 
     def child(self, kind: type[Any]) -> Any:
         """The scheduler side's child of a kind."""
-        (child,) = (child for child in self.scheduler.sub_connectors if isinstance(child, kind))
+        (child,) = (child for child in children_of(self.scheduler) if isinstance(child, kind))
         return child
 
     def step(self) -> None:
@@ -102,10 +107,10 @@ def test_a_prefill_engine_is_ready_after_a_step_and_the_other_child_gets_its_own
     early = FakeRequest("early", a_prompt(70), {"do_remote_decode": True})
     p.scheduler.on_new_request(early)
     assert p.scheduler.get_num_new_matched_tokens(early, 0) == (None, False)
-    assert p.scheduler.has_pending_push_work(), "vLLM steps although nothing can be scheduled"
+    assert wants_step(p.scheduler), "vLLM steps although nothing can be scheduled"
     p.step()
     assert p.scheduler.get_num_new_matched_tokens(early, 0) == (0, False)
-    assert not p.scheduler.has_pending_push_work()
+    assert not wants_step(p.scheduler)
     early.status = RequestStatus.FINISHED_LENGTH_CAPPED
     d.tables["early"] = [3, 1, 6]
     frees_later, params = p.scheduler.request_finished_all_groups(early, ([3, 1, 6],))
@@ -130,7 +135,7 @@ def test_requests_wait_for_a_step_after_the_engine_has_woken(
     ours = p.child(PDConnector)
     service = ours._scheduler._roles[0]._service
     old = service.engine_id
-    workers = [child for child in p.worker.sub_connectors if isinstance(child, PDConnector)]
+    workers = [child for child in children_of(p.worker) if isinstance(child, PDConnector)]
     for worker in workers:
         if sleeps:
             worker.unregister_kv_caches()
@@ -139,7 +144,7 @@ def test_requests_wait_for_a_step_after_the_engine_has_woken(
     request = FakeRequest("r", a_prompt(70), {"do_remote_decode": True})
     p.scheduler.on_new_request(request)
     assert p.scheduler.get_num_new_matched_tokens(request, 0) == (None, False)
-    assert p.scheduler.has_pending_push_work()
+    assert wants_step(p.scheduler)
     p.step()
     assert p.scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
     assert (service.engine_id != old) == sleeps
@@ -163,7 +168,7 @@ def test_statistics_of_both_children_are_rebuilt_in_the_api_server(start_multi: 
     engine = start_multi("kv_producer", make_manager(Setup()), ours_first=ours_first)
     engine.step()
     collected = engine.worker.get_kv_connector_stats()
-    sent = collected.to_dict()
+    sent = as_sent(collected)
     assert set(sent) == {"PDConnector", "GreetingConnector"}
     log = KVConnectorLogging(engine.config.kv_transfer_config)
     log.observe(sent)

@@ -13,6 +13,7 @@ from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 from pd_connector.connector import PDConnector
 from pd_connector.stats import HOST_COPIES, PHASES, StatsRecorder, nothing
 from pd_connector.vllm.metrics import ConnectorPromMetrics, ConnectorStats
+from tests.support.connector.vllm_calls import as_sent
 from tests.support.waiting import ManualClock
 
 
@@ -157,8 +158,8 @@ def test_the_log_line_has_one_number_a_name() -> None:
 def test_a_report_travels_between_processes_as_plain_data() -> None:
     report = a_report(2, 0.25, 0.5)
     for travelled in (
-        json.loads(json.dumps(report.to_dict())),
-        msgspec.msgpack.decode(msgspec.msgpack.encode(report.to_dict())),
+        json.loads(json.dumps(as_sent(report))),
+        msgspec.msgpack.decode(msgspec.msgpack.encode(as_sent(report))),
     ):
         assert PDConnector.build_kv_connector_stats(travelled) == report
     assert PDConnector.build_kv_connector_stats(None) is None
@@ -250,8 +251,8 @@ def test_what_can_be_counted_by_a_label_is_exported_as_zero_before_it_happens(
 
 def test_reports_are_exported_for_their_engine(exported: tuple[ConnectorPromMetrics, _Unregistered]) -> None:
     metrics, prometheus = exported
-    metrics.observe(a_report(2, 0.25, 0.5).to_dict(), engine_idx=1)
-    metrics.observe(a_report(1, 0.5, 0.125).to_dict(), engine_idx=1)
+    metrics.observe(as_sent(a_report(2, 0.25, 0.5)), engine_idx=1)
+    metrics.observe(as_sent(a_report(1, 0.5, 0.125)), engine_idx=1)
     samples = prometheus.samples()
     assert samples["vllm:pd_pulls_total", ("m", "1")] == 3
     assert samples["vllm:pd_pulls_total", ("m", "0")] == 0
@@ -279,7 +280,7 @@ def test_everything_that_is_counted_can_be_exported(exported: tuple[ConnectorPro
     recorder.gauge("host_blocks_capacity", 4)
     report = recorder.take()
     assert report is not None
-    exported[0].observe(ConnectorStats(report).to_dict())
+    exported[0].observe(as_sent(ConnectorStats(report)))
     samples = exported[1].samples()
     assert samples["vllm:pd_leases_total", ("m", "0", "expired")] == 1
     assert samples["vllm:pd_host_blocks_cached", ("m", "0")] == 3

@@ -7,7 +7,10 @@ import torch
 from vllm.version import __version_tuple__
 
 #: Releases of which ``make test-versions`` makes an environment each.
-OTHERS = ("0.30", "0.31")
+OTHERS = ("0.23", "0.30", "0.31")
+
+#: Those of them on which a layout of the KV cache can be asked for.
+WITH_LAYOUTS = ("0.30", "0.31")
 
 #: The first two numbers of the installed vLLM.
 INSTALLED = __version_tuple__[:2]

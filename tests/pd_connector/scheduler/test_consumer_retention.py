@@ -13,6 +13,7 @@ from pd_connector.scheduler.consumer import Consumer
 from pd_connector.scheduler.renewals import Renewals
 from pd_connector.vllm.cache_specs import Retention, retention
 from tests.support.connector.requests import RecordingClient, a_decode_request
+from tests.support.releases import INSTALLED
 
 
 @pytest.mark.parametrize(("tokens", "cut"), [(159, True), (158, False), (160, False), (100, False)])
@@ -47,10 +48,11 @@ def test_where_a_window_is_cut_depends_on_the_blocks_of_both_engines(
 
 
 SIZES: dict[str, Any] = {"num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
+RETAINED: dict[str, Any] = {"extra_retained_tokens": 3} if INSTALLED >= (0, 30) else {}
 ATTENTION: list[Callable[[int], Any]] = [
     lambda tokens: FullAttentionSpec(block_size=tokens, **SIZES),
     lambda tokens: SlidingWindowSpec(block_size=tokens, sliding_window=40, **SIZES),
-    lambda tokens: SlidingWindowSpec(block_size=tokens, sliding_window=40, extra_retained_tokens=3, **SIZES),
+    lambda tokens: SlidingWindowSpec(block_size=tokens, sliding_window=40, **RETAINED, **SIZES),
     lambda tokens: ChunkedLocalAttentionSpec(block_size=tokens, attention_chunk_size=64, **SIZES),
     lambda tokens: ChunkedLocalAttentionSpec(block_size=tokens, attention_chunk_size=48, **SIZES),
 ]
@@ -69,6 +71,14 @@ def vllms_manager(spec: Any) -> SingleTypeKVCacheManager:
     )
 
 
+def give_blocks_to_pull_into(manager: SingleTypeKVCacheManager, tokens: int) -> None:
+    if INSTALLED >= (0, 30):
+        manager.add_local_computed_blocks("r", [], 0, tokens)
+        manager.allocate_external_computed_blocks("r", 0, tokens)
+    else:
+        manager.allocate_new_computed_blocks("r", [], 0, tokens)
+
+
 def blocks_of(manager: SingleTypeKVCacheManager) -> tuple[int, ...]:
     return tuple(0 if block.is_null else block.block_id for block in manager.req_to_blocks["r"])
 
@@ -84,8 +94,7 @@ def test_a_prompt_is_pulled_if_and_only_if_vllm_has_kept_all_that_is_needed_here
         prefill, decode = vllms_manager(attention(theirs)), vllms_manager(attention(ours))
         prefill.allocate_new_blocks("r", tokens, tokens)
         prefill.remove_skipped_blocks("r", tokens)
-        decode.add_local_computed_blocks("r", [], 0, tokens - 1)
-        decode.allocate_external_computed_blocks("r", 0, tokens - 1)
+        give_blocks_to_pull_into(decode, tokens - 1)
         decode.allocate_new_blocks("r", tokens - 1, tokens - 1)
         held, given = blocks_of(prefill), blocks_of(decode)
         is_held = all(held[token // theirs] for token in range(tokens - 1) if given[token // ours])

@@ -37,9 +37,16 @@ class FakeRequest:
         return self.num_prompt_tokens
 
 
+def _block(number: int) -> Any:
+    return SimpleNamespace(block_id=number, block_hash=None, is_null=not number)
+
+
 def allocated(*tables: Sequence[int]) -> Any:
     """vLLM's ``KVCacheBlocks``, as far as a consumer looks at them: the block table of each cache group."""
-    return SimpleNamespace(get_block_ids=lambda: tuple(list(ids) for ids in tables))
+    return SimpleNamespace(
+        get_block_ids=lambda: tuple(list(ids) for ids in tables),
+        blocks=tuple([_block(number) for number in ids] for ids in tables),
+    )
 
 
 def cache_manager(pool: "BlockPool", tables: Mapping[str, Sequence[int]]) -> Any:

@@ -3,8 +3,12 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 from vllm.v1.outputs import KVConnectorOutput
 
+from pd_connector.orders import Report
+from pd_connector.vllm import release_023
+from pd_connector.vllm.metadata import ReportMetadata
 from tests.support.releases import INSTALLED
 
 #: Whether vLLM is told which requests have failed; until 0.30 it is told which blocks have.
@@ -24,10 +28,20 @@ def bind_cache_manager(connector: Any, manager: Any) -> None:
     if NAMES_FAILED_REQUESTS:
         connector.bind_kv_cache_manager(manager)
         return
-    from pd_connector.vllm.release_023 import remember_manager  # noqa: PLC0415  later releases do not need it
-
-    remember_manager(manager)  # as when a real one is made
+    release_023.remember_manager(manager)  # as when a real one is made
     connector.bind_gpu_block_pool(manager.block_pool)
+
+
+def as_sent(stats: Any) -> Any:
+    """Statistics in the form in which they travel between processes."""
+    return stats.to_dict() if hasattr(stats, "to_dict") else msgspec.to_builtins(stats.data)
+
+
+def wants_step(connector: Any) -> bool:
+    """Whether vLLM's engine steps without requests."""
+    if INSTALLED >= (0, 30):
+        return bool(connector.has_pending_push_work())
+    return release_023.wants_step(connector)
 
 
 def take_output(worker: Any) -> KVConnectorOutput:
@@ -44,6 +58,14 @@ def take_output(worker: Any) -> KVConnectorOutput:
     assert not (NAMES_FAILED_REQUESTS and output.invalid_block_ids), "a failure is told twice"
     output.kv_connector_worker_meta = worker.build_connector_worker_meta()
     return output
+
+
+def all_failed(request_ids: set[str]) -> KVConnectorOutput:
+    """What the scheduler side is told when these requests have ended their wait on every rank, in failure."""
+    if NAMES_FAILED_REQUESTS:
+        return KVConnectorOutput(finished_recving=request_ids, failed_recving=request_ids)
+    report = ReportMetadata(Report(failed=frozenset(request_ids)))
+    return KVConnectorOutput(finished_recving=request_ids, kv_connector_worker_meta=report)
 
 
 def results_of(output: KVConnectorOutput, tables: dict[str, list[int]]) -> Results:

@@ -226,14 +226,15 @@ CHAOS = Deployment(
 
 def release_pair(release: str) -> Deployment:
     """Servers of both roles: of another vLLM release, one of each policy, and of the one that the tests run on."""
-    from tests.support.releases import interpreter  # noqa: PLC0415  it asks which vLLM is installed, which imports torch
+    from tests.support.releases import WITH_LAYOUTS, interpreter  # noqa: PLC0415  it asks which vLLM is installed, which imports torch
 
     python = str(interpreter(release))
     recomputing = _with_host_memory(peer(policy="recompute"))
+    layout = recomputing.layout if release in WITH_LAYOUTS else None
     return Deployment(
         f"vLLM {release}",
         (
-            ("other", replace(recomputing, python=python)),
+            ("other", replace(recomputing, python=python, layout=layout)),
             ("other fail", replace(peer(layout=None), python=python)),
             ("installed", recomputing),
         ),
@@ -244,7 +245,7 @@ def release_pair(release: str) -> Deployment:
 def release_windows(release: str) -> Deployment:
     """A server of another vLLM release and one of that of the tests, with three KV cache groups each."""
     windows = peer(ModelSpec(layers=6, architecture="gemma3"), None)
-    from tests.support.releases import interpreter  # noqa: PLC0415  it asks which vLLM is installed, which imports torch
+    from tests.support.releases import WITH_LAYOUTS, interpreter  # noqa: PLC0415  it asks which vLLM is installed, which imports torch
 
     python = str(interpreter(release))
     return Deployment(
