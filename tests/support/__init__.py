@@ -5,6 +5,13 @@ For all tests:
     memory                  memory filled with noise, and descriptors between two places of it
     sources                 the source files of this project, and what each of them imports
     process                 what this process holds (threads, files, sockets), and free ports
+    releases                tests of what only some releases of vLLM have, and the environments of other releases
+
+The names of vLLM that the connector uses (``tests/versions``):
+    vllm_names.table        what is known of a name in one release, and a table of that in a file
+    vllm_names.sources      what the sources in a wheel of vLLM say of a name
+    vllm_names.uses         what our code uses of vLLM, and what of that a release does not have
+    vllm_names.__main__     makes the table, from wheels
 
 Layouts of KV caches (``layout/``):
     layout.oracle           a second opinion on where KV bytes are, one logical index at a time

@@ -1,7 +1,12 @@
-"""Tests of what only some releases of vLLM have."""
+"""Other releases of vLLM than the installed one: tests of what only some have, and their environments."""
+
+from pathlib import Path
 
 import pytest
 from vllm.version import __version_tuple__
+
+#: Releases of which ``make test-versions`` makes an environment each.
+OTHERS = ("0.30", "0.31")
 
 #: The first two numbers of the installed vLLM.
 INSTALLED = __version_tuple__[:2]
@@ -11,3 +16,8 @@ def since(version: tuple[int, int], what: str) -> pytest.MarkDecorator:
     """Skip a test on vLLM before ``version``, which ``what`` came with."""
     major, minor = version
     return pytest.mark.skipif(version > INSTALLED, reason=f"vLLM has {what} since {major}.{minor}")
+
+
+def interpreter(release: str) -> Path:
+    """The Python of the environment that ``make test-versions`` makes of a release."""
+    return Path(__file__).parents[2] / f".venv-vllm-{release}" / "bin" / "python"

@@ -3,6 +3,7 @@
 P and D verify what is pulled. Mooncake's TCP transport plays the NIC, so the servers may reach device memory.
 """
 
+import json
 import os
 import tempfile
 from dataclasses import replace
@@ -11,7 +12,7 @@ from pathlib import Path
 from tests.support.ascend.faults import FaultSwitch
 from tests.support.ascend.kernel_build import library_path
 from tests.support.ascend.paths import ROOT_OF_PROJECT
-from tests.support.e2e.cluster import ServerSpec
+from tests.support.e2e.cluster import START_TIMEOUT_S, ServerSpec
 from tests.support.e2e.deployments import PATIENT, Deployment, peer, prefill
 from tests.support.e2e.models import DEFAULT_MODEL, ModelSpec
 
@@ -26,7 +27,7 @@ DEEPSEEK_V2 = ModelSpec(architecture="deepseek_v2")
 
 _LEASE_TTL_S = 30.0
 _OPTIONS = (("protocol", "tcp"), ("verify", True), ("lease_ttl_s", _LEASE_TTL_S), *PATIENT)
-_START_TIMEOUT_S = 600.0  # four engines on two busy cores
+_START_TIMEOUT_S = max(START_TIMEOUT_S, 600.0)  # importing torch_npu and vllm-ascend takes long on busy cores
 
 
 def simulated_environment(devices: int = 1) -> tuple[tuple[str, str], ...]:
@@ -116,6 +117,21 @@ LAZY_HOST = Deployment(
                 host_blocks=96,
             ),
         ),
+    ),
+)
+
+
+def additional_config(**options: object) -> tuple[str, str]:
+    """Arguments that set options of vllm-ascend."""
+    return "--additional-config", json.dumps(options)
+
+
+#: vllm-ascend's balance scheduler takes the place of vLLM's own in D.
+BALANCE = Deployment(
+    "balance",
+    (
+        ("P", on_npu(prefill())),
+        ("D", on_npu(replace(_peer(), arguments=additional_config(enable_balance_scheduling=True)))),
     ),
 )
 

@@ -31,6 +31,8 @@ Platform = Literal["cpu", "npu"]
 
 BLOCK_SIZE = 32
 KV_CACHE_BYTES = 96 * 1024 * 1024
+#: In which all servers of a deployment start; longer where many of them share few cores with others.
+START_TIMEOUT_S = float(os.environ.get("PD_CONNECTOR_START_TIMEOUT_S", "240"))
 STOP_TIMEOUT_S = 10.0
 
 
@@ -53,10 +55,11 @@ class ServerSpec:
     variables: tuple[tuple[str, str], ...] = ()  # of the environment
     options: tuple[tuple[str, object], ...] = ()
     secret: str = ""  # of the control channel; empty for none
+    python: str = sys.executable  # of an environment with vLLM and this project
     #: Whether MultiConnector has another child, ``GreetingConnector``, beside this connector, and where.
     beside_greeting: Literal["", "first", "last"] = ""
     platform: Platform = "cpu"
-    start_timeout_s: float = 240.0
+    start_timeout_s: float = START_TIMEOUT_S
 
     @property
     def name(self) -> str:
@@ -78,7 +81,7 @@ class ServerSpec:
         if self.beside_greeting:
             connector = self._in_multi_connector(connector)
         return [
-            *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
+            *(self.python, "-m", "vllm.entrypoints.openai.api_server"),
             *("--model", str(model), "--served-model-name", MODEL_NAME, "--dtype", self.dtype),
             *("--host", "127.0.0.1", "--port", str(port)),
             *("--enforce-eager", "--block-size", str(self.block_size)),

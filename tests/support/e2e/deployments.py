@@ -222,3 +222,31 @@ CHAOS = Deployment(
         ("D recompute", replace(decode("recompute"), options=_CHAOS_OPTIONS)),
     ),
 )
+
+
+def release_pair(release: str) -> Deployment:
+    """Servers of both roles: of another vLLM release, one of each policy, and of the one that the tests run on."""
+    from tests.support.releases import interpreter  # noqa: PLC0415  it asks which vLLM is installed, which imports torch
+
+    python = str(interpreter(release))
+    recomputing = _with_host_memory(peer(policy="recompute"))
+    return Deployment(
+        f"vLLM {release}",
+        (
+            ("other", replace(recomputing, python=python)),
+            ("other fail", replace(peer(layout=None), python=python)),
+            ("installed", recomputing),
+        ),
+        slow=True,
+    )
+
+
+def release_windows(release: str) -> Deployment:
+    """A server of another vLLM release and one of that of the tests, with three KV cache groups each."""
+    windows = peer(ModelSpec(layers=6, architecture="gemma3"), None)
+    from tests.support.releases import interpreter  # noqa: PLC0415  it asks which vLLM is installed, which imports torch
+
+    python = str(interpreter(release))
+    return Deployment(
+        f"vLLM {release}, windows", (("other", replace(windows, python=python)), ("installed", windows)), slow=True
+    )

@@ -75,18 +75,24 @@ bool writes_host(const c10::FunctionSchema &schema, const std::vector<IValue> &a
   return false;
 }
 
-// The bytes of the host's tensors as they are now: their owner may change them at once.
-IValue kept(const IValue &value, const IValue &original) {
-  if (original.isTensor() && original.toTensor().defined() && original.toTensor().is_cpu())
-    return value.toTensor().clone();
-  return value;
+// An argument for later: the host's tensors with the bytes that they have now, because their owner may change them at
+// once. Numbers, which PyTorch wraps in tensors that promote types otherwise, have no owner.
+IValue kept(const IValue &value, const IValue &given, Call &call) {
+  if (!given.isTensor() && !given.isTensorList() && !given.isList())
+    return value;
+  return with_tensors(given, [&call](const at::Tensor &tensor) {
+    if (!tensor.defined() || !tensor.is_cpu())
+      return call.to_host(tensor);
+    return tensor.unsafeGetTensorImpl()->is_wrapped_number() ? tensor : tensor.clone();
+  });
 }
 
 void put(const at::Tensor &result, const at::Tensor &place) {
   if (result.is_same(place))
     return;
   if (result.sizes() != place.sizes() || result.scalar_type() != place.scalar_type())
-    throw std::runtime_error("its meta kernel tells another shape or type than its result has");
+    throw std::runtime_error(c10::str("it gives ", result.sizes(), " of ", result.scalar_type(), ", and its meta kernel ",
+                                      "told ", place.sizes(), " of ", place.scalar_type()));
   place.copy_(result);
 }
 
@@ -105,7 +111,7 @@ bool run_later(const c10::OperatorHandle &op, Call &call, const std::vector<IVal
     places.push_back(call.to_host(output));
   torch::jit::Stack inputs;
   for (size_t i = 0; i < arguments.size(); ++i)
-    inputs.push_back(kept(arguments[i], given[i]));
+    inputs.push_back(kept(arguments[i], given[i], call));
   launch(full_name(schema), [op, inputs, places]() {
     c10::InferenceMode guard;
     torch::jit::Stack values = inputs;

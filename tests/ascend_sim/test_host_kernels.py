@@ -1,0 +1,118 @@
+"""The simulated device itself: what its kernels compute, and when. Each case is a process of its own."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.support.ascend.paths import ROOT_OF_PROJECT
+from tests.support.ascend.servers import simulated_environment
+
+pytestmark = pytest.mark.ascend_short
+
+START = """
+import time, torch
+from tests.support.ascend.host_kernels import plugin
+plugin.register()
+from tests.support.ascend.host_kernels.dispatch import host
+device = torch.device("npu:0")
+here, there = torch.npu.current_stream(), torch.npu.Stream(device)
+
+def pause():
+    host.launch(lambda: time.sleep(0.5))
+
+def read_on(stream, tensor):
+    result = torch.empty(tensor.shape, dtype=tensor.dtype).pin_memory()
+    with torch.npu.stream(stream):
+        result.copy_(tensor, non_blocking=True)
+    stream.synchronize()
+    return result
+"""
+
+
+def on_device(code: str, **variables: str) -> None:
+    """Run code in a process with a simulated device; what it asserts must hold."""
+    environment = {**os.environ, **dict(simulated_environment()), "SIMACL_NIC": "0", **variables}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", START + code],
+        env=environment, cwd=ROOT_OF_PROJECT, capture_output=True, text=True, timeout=200, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("queued", ["0", "1"])
+def test_operators_compute_what_they_compute_on_the_cpu(queued: str) -> None:
+    on_device(
+        """
+a, b = torch.randn(64, 32), torch.randn(32, 48)
+x, y = a.to(device), b.to(device)
+assert torch.equal((x @ y).softmax(-1).cpu(), (a @ b).softmax(-1))
+assert torch.equal(x[::2, 3:9].t().contiguous().cpu(), a[::2, 3:9].t())
+assert torch.equal(torch.cat((x, x.flip(0)))[x[:, 0].argsort()].cpu(), torch.cat((a, a.flip(0)))[a[:, 0].argsort()])
+assert x.sum().item() == a.sum().item()
+x.index_copy_(0, torch.tensor([3, 1], device=device), y[:2, :32])
+a.index_copy_(0, torch.tensor([3, 1]), b[:2, :32])
+assert torch.equal(x.cpu(), a)
+""",
+        SIMACL_QUEUED=queued,
+    )
+
+
+def test_a_stream_that_does_not_wait_reads_what_was_there_before() -> None:
+    on_device(
+        """
+x = torch.zeros(16, device=device)
+here.synchronize()
+pause()
+x.fill_(7)
+written = here.record_event()
+assert not written.query()
+assert read_on(there, x).eq(0).all()
+there.wait_event(written)
+assert read_on(there, x).eq(7).all()
+"""
+    )
+
+
+def test_the_launching_thread_goes_on_and_results_can_be_passed_on() -> None:
+    on_device(
+        """
+x = torch.ones(1000, device=device)
+here.synchronize()
+pause()
+began = time.monotonic()
+y = (x * 3 + 1).cumsum(0)
+y[::2].neg_()
+assert time.monotonic() - began < 0.4
+assert not here.query()
+assert y.cpu()[-1] == 4000
+"""
+    )
+
+
+def test_what_the_host_passes_is_taken_as_it_is_at_the_launch() -> None:
+    on_device(
+        """
+x, indices = torch.arange(10, device=device), torch.tensor([4, 5])
+pause()
+y = x[indices]
+indices.fill_(9)
+assert y.cpu().tolist() == [4, 5]
+"""
+    )
+
+
+def test_numbers_do_not_change_the_type_of_a_result() -> None:
+    on_device(
+        """
+x = torch.tensor(3.0, device=device)
+assert (x / 2).dtype == (x * 2.5).dtype == torch.float32
+assert (x / 2).item() == 1.5
+"""
+    )
+
+
+def test_device_memory_is_out_of_reach_of_the_host() -> None:
+    with pytest.raises(AssertionError):
+        on_device("import ctypes; ctypes.string_at(torch.zeros(4, device=device).data_ptr(), 1)")
