@@ -48,6 +48,7 @@ Real vllm-ascend on simulated NPUs (``tests/ascend_sim``):
     ascend.servers          the sets of servers that tests share
     ascend.faults           streams that lag, and waits that are left out, in a running server
     ascend.reference        what Transformers answers on the CPU
+    ascend.mooncake_peer    Mooncake's wheel for NPUs between two processes, on a stand-in for CANN's ADXL
     ascend.faulty_operators  an engine whose attention operators treat caches of all layers together wrongly
     ascend.host_kernels.plugin          lets every process of vLLM load the rest; native/ has the C++ part
     ascend.host_kernels.dispatch        lets operators of the device run on the host

@@ -23,7 +23,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.support.ascend.cuda_stubs import build_cuda_stubs
-from tests.support.ascend.paths import ROOT_OF_PROJECT, cuda_stubs_directory, operator_schemas
+from tests.support.ascend.paths import (
+    ROOT_OF_PROJECT,
+    cuda_stubs_directory,
+    mooncake_npu_directory,
+    operator_schemas,
+)
 
 _HERE = Path(__file__).parent
 _PYTHON = (3, 11)
@@ -44,6 +49,7 @@ RELEASES = {
     "0.23": AscendRelease("0.23.0", "0.23.0.post1", "5.5.4"),
 }
 _TORCH = ("torch==2.10.0", "torch_npu==2.10.0.post4")
+_MOONCAKE_NPU = "mooncake-transfer-engine-npu==0.3.13.post1"
 
 
 class EnvironmentMaker:
@@ -72,6 +78,9 @@ class EnvironmentMaker:
         subprocess.run([str(self._python), "-m", f"{__package__}.kernel_build"], check=True, cwd=ROOT_OF_PROJECT)
         self._say(f"vllm-ascend {release.vllm_ascend}, from its source distribution")
         self._install_vllm_ascend()
+        self._say("Mooncake's wheel for NPUs, in a directory of its own")
+        if not mooncake_npu_directory(self._prefix).is_dir():
+            self._pip("install", "--target", str(mooncake_npu_directory(self._prefix)), _MOONCAKE_NPU)
         self._say("this project")
         self._pip("install", "--no-build-isolation", "-e", str(ROOT_OF_PROJECT))
         self._install_plugin()

@@ -17,6 +17,11 @@ def cuda_stubs_directory(prefix: Path = Path(sys.prefix)) -> Path:
     return prefix / "cuda-stubs"
 
 
+def mooncake_npu_directory(prefix: Path = Path(sys.prefix)) -> Path:
+    """Mooncake's wheel for NPUs, apart from the one that the servers use over TCP."""
+    return prefix / "mooncake-npu"
+
+
 def kernel_directory(prefix: Path = Path(sys.prefix)) -> Path:
     """The compiled host kernels, and the schemas of vllm-ascend's operators."""
     return prefix / "host-kernels"

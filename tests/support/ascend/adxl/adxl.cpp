@@ -1,0 +1,171 @@
+// A stand-in for CANN's ADXL (libllm_datadist.so), by which Mooncake's transport for Ascend reaches peers: processes of
+// this machine, whose memory is read through the kernel. Like HCCS it registers device memory at multiples of 2 MiB only,
+// 256 regions at most, and reads no host memory of a peer. SIMADXL_DIR is where engines find each other.
+
+#include <sys/stat.h>
+#include <sys/uio.h>
+#include <unistd.h>
+
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <fstream>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <sstream>
+#include <string>
+#include <vector>
+
+namespace ge {
+class AscendString {
+ public:
+  AscendString(const char *name);
+  bool operator<(const AscendString &other) const;
+  std::shared_ptr<std::string> name_;
+};
+AscendString::AscendString(const char *name) : name_(std::make_shared<std::string>(name)) {}
+bool AscendString::operator<(const AscendString &other) const { return *name_ < *other.name_; }
+}  // namespace ge
+
+namespace adxl {
+using Status = uint32_t;
+using ge::AscendString;
+constexpr Status SUCCESS = 0, PARAM_INVALID = 103900, NOT_CONNECTED = 103902, FAILED = 503900, EXHAUSTED = 203900;
+enum MemType { MEM_DEVICE, MEM_HOST };
+enum TransferOp { READ, WRITE };
+struct MemDesc {
+  uintptr_t addr;
+  size_t len;
+  uint8_t reserved[128];
+};
+struct TransferOpDesc {
+  uintptr_t local_addr, remote_addr;
+  size_t len;
+};
+
+struct Region {
+  uintptr_t addr;
+  size_t len;
+  MemType type;
+  bool holds(uintptr_t start, size_t size) const { return start >= addr && start + size <= addr + len; }
+};
+
+struct Engine {
+  std::mutex mutex;
+  std::string file;
+  std::map<uintptr_t, Region> regions;
+
+  void publish() {
+    std::ofstream out(file + ".new");
+    out << getpid() << "\n";
+    for (auto &[addr, region] : regions) out << addr << " " << region.len << " " << region.type << "\n";
+    out.close();
+    rename((file + ".new").c_str(), file.c_str());
+  }
+};
+
+static std::string file_of(const AscendString &name) {
+  const char *set = getenv("SIMADXL_DIR");
+  std::string directory = set ? set : "/tmp/simulated-adxl";
+  mkdir(directory.c_str(), 0700);
+  return directory + "/" + *name.name_;
+}
+
+class AdxlEngine {
+ public:
+  AdxlEngine();
+  ~AdxlEngine();
+  Status Initialize(const AscendString &, const std::map<AscendString, AscendString> &);
+  void Finalize();
+  Status RegisterMem(const MemDesc &, MemType, void *&);
+  Status DeregisterMem(void *);
+  Status Connect(const AscendString &, int32_t);
+  Status Disconnect(const AscendString &, int32_t);
+  Status TransferSync(const AscendString &, TransferOp, const std::vector<TransferOpDesc> &, int32_t);
+
+ private:
+  Engine *engine_;
+};
+
+AdxlEngine::AdxlEngine() : engine_(new Engine) {}
+AdxlEngine::~AdxlEngine() {
+  Finalize();
+  delete engine_;
+}
+
+Status AdxlEngine::Initialize(const AscendString &name, const std::map<AscendString, AscendString> &) {
+  engine_->file = file_of(name);
+  engine_->publish();
+  return SUCCESS;
+}
+
+void AdxlEngine::Finalize() {
+  if (!engine_->file.empty()) unlink(engine_->file.c_str());
+}
+
+Status AdxlEngine::RegisterMem(const MemDesc &mem, MemType type, void *&handle) {
+  std::lock_guard<std::mutex> lock(engine_->mutex);
+  if (type == MEM_DEVICE && mem.addr % (2u << 20)) return PARAM_INVALID;
+  if (engine_->regions.size() >= 256) return EXHAUSTED;
+  engine_->regions[mem.addr] = {mem.addr, mem.len, type};
+  engine_->publish();
+  handle = reinterpret_cast<void *>(mem.addr);
+  return SUCCESS;
+}
+
+Status AdxlEngine::DeregisterMem(void *handle) {
+  std::lock_guard<std::mutex> lock(engine_->mutex);
+  engine_->regions.erase(reinterpret_cast<uintptr_t>(handle));
+  engine_->publish();
+  return SUCCESS;
+}
+
+Status AdxlEngine::Connect(const AscendString &peer, int32_t) {
+  return access(file_of(peer).c_str(), R_OK) ? FAILED : SUCCESS;
+}
+Status AdxlEngine::Disconnect(const AscendString &, int32_t) { return SUCCESS; }
+
+Status AdxlEngine::TransferSync(const AscendString &peer, TransferOp operation, const std::vector<TransferOpDesc> &ops,
+                                int32_t) {
+  std::ifstream in(file_of(peer));
+  pid_t pid = 0;
+  if (!(in >> pid)) return NOT_CONNECTED;
+  std::vector<Region> theirs;
+  Region region;
+  for (int type; in >> region.addr >> region.len >> type;) {
+    region.type = static_cast<MemType>(type);
+    theirs.push_back(region);
+  }
+  for (auto &op : ops) {
+    bool known = false;
+    for (auto &one : theirs) known |= one.type == MEM_DEVICE && one.holds(op.remote_addr, op.len);
+    if (!known) return PARAM_INVALID;
+    iovec here{reinterpret_cast<void *>(op.local_addr), op.len}, there{reinterpret_cast<void *>(op.remote_addr), op.len};
+    ssize_t done = operation == READ ? process_vm_readv(pid, &here, 1, &there, 1, 0)
+                                     : process_vm_writev(pid, &here, 1, &there, 1, 0);
+    if (done != static_cast<ssize_t>(op.len)) return FAILED;
+  }
+  return SUCCESS;
+}
+}  // namespace adxl
+
+// Of CANN's runtime, and not of the simulated one: a simulated device has the same number everywhere.
+extern "C" int aclrtGetPhyDevIdByLogicDevId(int32_t logical, int32_t *physical) {
+  *physical = logical;
+  return 0;
+}
+
+// Mooncake is linked with these, and calls none of them for device memory.
+#define ABSENT(name) extern "C" int name() { return 207000; }
+ABSENT(aclrtGetLogicDevIdByUserDevId)
+ABSENT(aclrtHostRegister)
+ABSENT(aclrtMemExportToShareableHandleV2)
+ABSENT(aclrtMemGetAllocationGranularity)
+ABSENT(aclrtMemImportFromShareableHandleV2)
+ABSENT(aclrtMemSetAccess)
+ABSENT(aclrtStreamAbort)
+ABSENT(aclrtIpcMemClose)
+ABSENT(aclrtIpcMemGetExportKey)
+ABSENT(aclrtIpcMemImportByKey)

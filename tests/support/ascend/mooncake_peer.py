@@ -1,0 +1,99 @@
+"""Mooncake's wheel for NPUs, between two processes on simulated NPUs: one to be read from, and one that reads.
+
+    python -m tests.support.ascend.mooncake_peer serve
+    python -m tests.support.ascend.mooncake_peer read PEER
+
+Below Mooncake's transport for Ascend is a stand-in for CANN's ADXL (``adxl/adxl.cpp``); ``build_adxl`` compiles it. A
+process that serves prints ``PEER`` and how to reach it, and lives until its standard input ends. One that reads prints
+what it found, as JSON.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from layout.copies import Copies
+from layout.geometry import Identity, Region
+
+SIZE = 8 << 20
+RUNS, RUN_BYTES = 600, 8192
+_SOURCE = Path(__file__).parent / "adxl" / "adxl.cpp"
+
+
+def build_adxl(directory: Path) -> None:
+    """Compile the libraries of CANN that Mooncake's wheel is linked with and the simulated runtime is without."""
+    shared = ("g++", "-std=c++17", "-O1", "-shared", "-fPIC", "-o")
+    subprocess.run([*shared, str(directory / "libllm_datadist.so"), str(_SOURCE)], check=True)
+    # Nothing of it is used but the name.
+    subprocess.run([*shared, str(directory / "libmetadef.so"), "-x", "c++", "/dev/null"], check=True)
+
+
+def contents() -> "np.ndarray[Any, np.dtype[np.uint8]]":
+    """Return what the memory that is served holds."""
+    return np.asarray(np.arange(SIZE) % 251, np.uint8)
+
+
+def start() -> tuple[Any, Any]:
+    """Return an engine on the first NPU, and device memory of ``SIZE`` bytes that it has registered."""
+    import torch  # noqa: PLC0415  in the process that was started for it only
+
+    from pd_connector.worker.device_memory import DeviceIdentityMemory, device_memory  # noqa: PLC0415
+    from transfer.engine.mooncake import IDENTITY_BYTES, MooncakeEngine, MooncakeOptions  # noqa: PLC0415
+
+    torch.npu.set_device(0)
+    options = MooncakeOptions("127.0.0.1", protocol="ascend")
+    engine = MooncakeEngine(options, DeviceIdentityMemory.on_npu(IDENTITY_BYTES))
+    memory = device_memory(SIZE, torch.device("npu", 0), "take less")
+    engine.register([Region(memory.data_ptr(), SIZE)])
+    return engine, memory
+
+
+def serve() -> None:
+    """Let others read ``contents``."""
+    import torch  # noqa: PLC0415
+
+    engine, memory = start()
+    memory.copy_(torch.from_numpy(contents()))
+    torch.npu.synchronize()
+    identity = engine.identity
+    peer = [engine.address, memory.data_ptr(), identity.address, identity.nonce.hex()]
+    print("PEER", json.dumps(peer), flush=True)  # noqa: T201  its result
+    sys.stdin.read()
+    engine.close()
+
+
+def read(peer: str) -> None:
+    """Read runs of the peer's memory in another order, prove whom they came from, and say how it went."""
+    from transfer.engine.base import ReadFailed  # noqa: PLC0415
+
+    address, start_of_memory, page, nonce = json.loads(peer)
+    engine, memory = start()
+    region = Region(start_of_memory, SIZE)
+    link = engine.open(address, [region], Identity(page, bytes.fromhex(nonce)))
+    order = np.random.default_rng(0).permutation(RUNS).astype(np.int64)
+    runs = np.arange(RUNS, dtype=np.int64) * RUN_BYTES
+    sizes = np.full(RUNS, RUN_BYTES, np.int64)
+    link.read(Copies(memory.data_ptr() + runs, start_of_memory + runs[order], sizes), 10.0)
+    link.prove(5.0)
+    arrived = memory.cpu().numpy()[: RUNS * RUN_BYTES].reshape(RUNS, -1)
+    expected = contents()[: RUNS * RUN_BYTES].reshape(RUNS, -1)[order]
+    try:
+        engine.open(address, [region], Identity(page, bytes(16))).close()
+        impostor = ""
+    except ReadFailed as refused:
+        impostor = str(refused)
+    engine.check_integrity()
+    found = {"equal": bool((arrived == expected).all()), "counts": engine._native.counts, "impostor": impostor}
+    engine.close()
+    print(json.dumps(found), flush=True)  # noqa: T201  its result
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "serve":
+        serve()
+    else:
+        read(sys.argv[2])
