@@ -1,8 +1,9 @@
 """How fast local copies are, against memcpy of the same bytes: ``python -m benchmarks.reshape``.
 
 The last step of a staged pull: tokens and heads change places (NHD to HND), or the heads of 2, 4 or 8 prefill ranks
-are merged, rank after rank, as their pulls arrive. Every case and the plain copy take turns in one run. Then how long
-it takes to plan such a pull, which happens beside the model.
+are merged, rank after rank, as their pulls arrive. Every case and the plain copy take turns in one run; the tensor
+operators that do the same on devices are run on CPU tensors, which says what the host does for them, and nothing of a
+device. Then how long it takes to plan such a pull, which happens beside the model.
 """
 
 import argparse
@@ -14,6 +15,7 @@ from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from benchmarks.planning import CASES, Case, compiled, table
 from layout.copies import Copies
@@ -22,12 +24,14 @@ from layout.geometry import Region
 from layout.regions import RegionTable
 from layout.staging import Schedule, schedule_reads
 from transfer.local_copy.reshape import run_copies, warm_up
+from transfer.local_copy.reshape_torch import TensorCopier
 
 HEADS, BLOCK_TOKENS, HEAD_BYTES = 8, 32, 128 * 2
 TARGET = 0.6
 BUDGET = 64 << 20  # bytes of staging for the planning cases
 MERGE = "merge of {} ranks"
 TRANSPOSE = "NHD -> HND"
+OPERATORS = "merge of 2 ranks, operators"
 
 
 def page_aligned(size: int) -> npt.NDArray[np.uint8]:
@@ -68,13 +72,15 @@ def moves(megabytes: int, rounds: int) -> None:
     tokens = (megabytes << 20) // (HEADS * HEAD_BYTES)
     source, target = page_aligned(megabytes << 20), page_aligned(megabytes << 20)
 
-    def placed(parts: list[Copies]) -> Callable[[], None]:
+    operators = TensorCopier([torch.from_numpy(target)], [torch.from_numpy(source)])
+
+    def placed(parts: list[Copies], copy: Callable[[Copies], None] = run_copies) -> Callable[[], None]:
         here, there = target.ctypes.data, source.ctypes.data
         batches = [Copies(part.destinations + here, part.sources + there, part.sizes) for part in parts]
 
         def run() -> None:
             for batch in batches:
-                run_copies(batch)
+                copy(batch)
 
         return run
 
@@ -82,6 +88,7 @@ def moves(megabytes: int, rounds: int) -> None:
         "memcpy": lambda: ctypes.memmove(target.ctypes.data, source.ctypes.data, source.nbytes),
         TRANSPOSE: placed(transpose(tokens)),
         **{MERGE.format(ranks): placed(merge(tokens, ranks)) for ranks in (2, 4, 8)},
+        OPERATORS: placed(merge(tokens, 2), operators),
     }
     spent: dict[str, list[float]] = {name: [] for name in cases}
     for round_number in range(-2, rounds):
@@ -94,8 +101,10 @@ def moves(megabytes: int, rounds: int) -> None:
     for name, values in spent.items():
         median = statistics.median(values)
         share = reference / median
-        verdict = "" if name == "memcpy" else f"{share:6.0%}  {'reached' if share >= TARGET else 'MISSED'}"
-        print(f"  {name:20s} {1e3 * median:8.2f} ms {source.nbytes / median / 1e9:6.2f} GB/s {verdict}")
+        verdict = {"memcpy": "", OPERATORS: f"{share:6.0%}"}.get(
+            name, f"{share:6.0%}  {'reached' if share >= TARGET else 'MISSED'}"
+        )
+        print(f"  {name:28s} {1e3 * median:8.2f} ms {source.nbytes / median / 1e9:6.2f} GB/s {verdict}")
 
 
 def plan(case: Case, rounds: int) -> None:
@@ -119,6 +128,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     arguments = parser.parse_args()
     warm_up()
+    torch.set_num_threads(1)  # as all other copies here
     for megabytes in (4, 64):
         moves(megabytes, arguments.rounds)
     print(
