@@ -95,13 +95,13 @@ class ConnectorConfig(BaseModel):
     )
     descriptor_cost_us: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = Field(
         default=None,
-        description="Cost of a descriptor in the transfer engine, in microseconds, used to plan reads. Default: 12 for "
-        "tcp (measured), 2 for rdma, 5 for ascend (estimates).",
+        description="Cost of a descriptor in the transfer engine, in microseconds, used to plan reads and to bound "
+        "what is in flight. Default: 12 for tcp (measured), 2 for rdma, 5 for ascend (estimates).",
     )
     byte_cost_ns: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = Field(
         default=None,
-        description="Cost of a byte, in nanoseconds, used to plan reads. Default: 0.75 for tcp (measured), 0.04 for "
-        "rdma and ascend (estimates).",
+        description="Cost of a byte, in nanoseconds, used to plan reads and to bound what is in flight. Default: 0.75 "
+        "for tcp (measured), 0.04 for rdma and ascend (estimates).",
     )
     cpu_bytes_to_use: Annotated[int, Field(ge=0)] = Field(
         default=0,

@@ -60,7 +60,8 @@ class PinnedMemory:
 class SlotPool:
     """Lends equal slots of host or device memory to threads. Never touches the memory.
 
-    Borrowing never waits: a borrower that gets no slot must have another way, so a slow peer cannot hold up the others.
+    Borrowing waits no longer than it is told to: a borrower that gets no slot must have another way, so a slow peer
+    cannot hold up the others for long.
     """
 
     def __init__(self, region: Region, slots: int, owner: object) -> None:
@@ -79,15 +80,20 @@ class SlotPool:
         self.region = region  # for registration with a transfer engine
         self.slot_bytes = slot_bytes
         self._owner = owner
-        self._lock = threading.Lock()
+        self._lock = threading.Condition()  # notified when a slot is free again
         self._slots = frozenset(region.address + slot * slot_bytes for slot in range(slots))
         self._free = sorted(self._slots)
         self._lent: set[int] = set()
 
     @contextmanager
-    def borrow(self) -> Iterator[int | None]:
-        """Lend a slot for the duration of a ``with`` block: yield its address, or None if all are lent out."""
+    def borrow(self, patience_s: float = 0.0) -> Iterator[int | None]:
+        """Lend a slot for the duration of a ``with`` block.
+
+        Yields its address, or None if all are still lent out after ``patience_s`` seconds.
+        """
         with self._lock:
+            if not self._free and patience_s > 0:
+                self._lock.wait_for(lambda: self._free, patience_s)
             address = self._free.pop() if self._free else None
             if address is not None:
                 self._lent.add(address)
@@ -98,6 +104,7 @@ class SlotPool:
                 with self._lock:
                     self._lent.remove(address)
                     self._free.append(address)
+                    self._lock.notify()
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless every slot is free or lent to one borrower."""

@@ -170,8 +170,7 @@ class Pull:
         return list(schedules.values())
 
     def _read_from(self, peer: Peer, rank: int, copies: Copies) -> Schedule:
-        remaining = self._deadline - self._context.clock()
-        if remaining <= 0:
+        if self._deadline <= self._context.clock():
             raise PullFailed(
                 Cause.TIMEOUT, f"the pull timeout of {self._context.pull_timeout_s} s was over before the read"
             )
@@ -182,7 +181,7 @@ class Pull:
         if logger.isEnabledFor(logging.DEBUG):
             logger.debug("PDConnector: %s, prefill rank %d: %s", self.order.request_id, rank, schedule.describe())
         try:
-            reads.carry_out(link, schedule, remaining)
+            reads.carry_out(link, schedule, self._deadline - self._context.clock())
             link.prove(max(self._deadline - self._context.clock(), _MIN_CONFIRM_S))
         except ValueError as error:
             raise PullFailed(Cause.PARAMS, f"prefill rank {rank}: {error}") from error

@@ -26,8 +26,12 @@ from transfer.local_copy.device_views import mapped_segments
 from transfer.local_copy.reshape_torch import DEFAULT_TEMPORARY_BYTES, TensorCopier
 from transfer.memory import HostMemory, SlotPool
 
-#: Reads from this many prefill ranks can be staged at once; others go directly into place meanwhile.
+#: Reads from this many prefill ranks can be staged at once, of all pulls together. Others wait for as long as staging
+#: would save them, and then go directly into place.
 SLOTS = 8
+
+#: Bound of that wait, which a shutdown does not end.
+_LONGEST_WAIT_S = 1.0
 
 #: Seconds that the host needs for each run that a device copies, to number its rows: measured on one core. The device's
 #: own time is unknown; its bytes are assumed to cost as much as the CPU's. A window's few operators are left out.
@@ -125,11 +129,20 @@ class RemoteReader:
             return
         with ExitStack() as borrowing:
             address = borrowing.enter_context(self.staging.borrow())
+            if address is None:
+                patience_s = min(self._saved_s(copies, remote, self.staging), _LONGEST_WAIT_S)
+                address = borrowing.enter_context(self.staging.borrow(patience_s))
             slot = Region(address, self.staging.slot_bytes) if address is not None else None
             schedule = schedule_reads(copies, self._cost, self._local, remote, slot, self._areas)
             if not len(schedule.reads):
                 borrowing.close()  # for others that need the slot
             yield schedule
+
+    def _saved_s(self, copies: Copies, remote: RegionTable, pool: SlotPool) -> float:
+        """Return the seconds that reading ``copies`` through staging would save, as predicted."""
+        any_slot = Region(pool.region.address, pool.slot_bytes)  # planning does not touch it
+        schedule = schedule_reads(copies, self._cost, self._local, remote, any_slot)
+        return schedule.direct_s - schedule.predicted_s
 
     def carry_out(self, link: Link, schedule: Schedule, timeout_s: float) -> None:
         """Read and copy everything; return when all bytes are in place.

@@ -29,6 +29,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from pd_connector.worker.session import LANES
 from tests.support.simulation.decode import MESSAGE_TIMEOUT_S, PULL_TIMEOUT_S, RANKS, DecodeSim, DecodeState
 from tests.support.simulation.network import Network
 from tests.support.simulation.prefill import TTL_S, PrefillSim, Prompt
@@ -178,10 +179,11 @@ class Disaggregation(RuleBasedStateMachine):
         number=st.integers(0, RANKS - 1),
         blocks=st.integers(1, 4),
         fails=st.sampled_from([*[False] * 7, True]),
+        lane=st.integers(0, LANES - 1),
     )
-    def a_rank_reads(self, at: int, number: int, blocks: int, fails: bool) -> None:
+    def a_rank_reads(self, at: int, number: int, blocks: int, fails: bool, lane: int) -> None:
         for session in self.decodes[at].ranks[number].sessions:
-            session.step(blocks, fails=fails)
+            session.step(blocks, fails=fails, lane=lane)
 
     @rule(at=DECODE)
     def the_ranks_report(self, at: int) -> None:

@@ -1,4 +1,4 @@
-"""Memory that is lent out: aligned, disjoint, never twice at once, never waited for."""
+"""Memory that is lent out: aligned, disjoint, never twice at once, never waited for longer than one wants."""
 
 import ctypes
 import gc
@@ -10,6 +10,7 @@ from contextlib import ExitStack
 import pytest
 
 from layout.geometry import Region
+from tests.support.waiting import WAIT_S, holds_for
 from transfer.memory import HostMemory, SlotPool
 
 
@@ -74,6 +75,30 @@ def test_who_finds_nothing_free_gets_nothing_and_does_not_wait() -> None:
         pool.check_integrity()
     with pool.borrow() as again:
         assert again == first
+
+
+def test_who_is_patient_gets_the_slot_that_comes_back_or_nothing() -> None:
+    pool = pool_of(mmap.PAGESIZE, 1)
+    lent: list[int | None] = []
+
+    def borrow(patience_s: float) -> threading.Thread:
+        def work() -> None:
+            with pool.borrow(patience_s) as slot:
+                lent.append(slot)
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        return thread
+
+    with pool.borrow() as first:
+        borrow(0.01).join()
+        assert lent == [None]
+        patient = [borrow(WAIT_S) for _ in range(3)]
+        holds_for(lambda: lent == [None], 0.02)
+    for thread in patient:
+        thread.join()
+    assert lent == [None, first, first, first]
+    pool.check_integrity()
 
 
 def test_a_slot_comes_back_after_a_failure() -> None:

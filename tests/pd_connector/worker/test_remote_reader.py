@@ -23,7 +23,7 @@ from tests.support.connector.engines import OURS, PREFILL, THEIRS, Site, an_orde
 from tests.support.connector.staging import TCP, TWO_RANKS, stage
 from tests.support.engine.in_process import Fault
 from tests.support.layout.oracle import Model
-from tests.support.waiting import until
+from tests.support.waiting import holds_for, until
 from transfer.engine.base import Link
 from transfer.memory import HostMemory, SlotPool
 
@@ -92,6 +92,25 @@ def test_a_pull_that_finds_no_free_slot_reads_straight_to_its_place(site: Site) 
         slot.__exit__(None, None, None)
     assert end.cause == ""
     assert worker.holds([(OURS, 0, 69)], TWO_RANKS)
+
+
+def test_a_pull_waits_for_a_slot_as_long_as_staging_would_save(site: Site) -> None:
+    prefill, (worker,) = site.prefill(TWO_RANKS), site.decode()
+    pool = stage(worker, 1 << 20)
+    dear = replace(TCP, alpha=10.0)  # to read directly would take minutes
+    worker.reads = RemoteReader(dear, worker.rank.geometry.regions, pool)
+    with ExitStack() as slots:
+        for _ in range(SLOTS):
+            slots.enter_context(pool.borrow())
+        remote = prefill.prefill("r", THEIRS)
+        site.session(worker, remote).submit(an_order("r", remote, OURS))
+        holds_for(lambda: site.fabric.reads == 0, 0.1)
+    end = worker.next_end()
+    assert end.cause == ""
+    plain = pull_once(site, prefill.prefill("r2", THEIRS), site.decode()[0])
+    assert end.descriptors < plain.descriptors / 2
+    assert worker.holds([(OURS, 0, 69)], TWO_RANKS)
+    pool.check_integrity()
 
 
 def test_a_failed_read_into_staging_fails_the_pull_and_changes_no_block(site: Site) -> None:

@@ -226,7 +226,7 @@ CHAOS = Deployment(
 
 def release_pair(release: str) -> Deployment:
     """Servers of both roles: of another vLLM release, one of each policy, and of the one that the tests run on."""
-    from tests.support.releases import WITH_LAYOUTS, interpreter  # noqa: PLC0415  it asks which vLLM is installed, which imports torch
+    from tests.support.releases import WITH_LAYOUTS, interpreter  # noqa: PLC0415  imports torch
 
     python = str(interpreter(release))
     recomputing = _with_host_memory(peer(policy="recompute"))
@@ -245,7 +245,7 @@ def release_pair(release: str) -> Deployment:
 def release_windows(release: str) -> Deployment:
     """A server of another vLLM release and one of that of the tests, with three KV cache groups each."""
     windows = peer(ModelSpec(layers=6, architecture="gemma3"), None)
-    from tests.support.releases import WITH_LAYOUTS, interpreter  # noqa: PLC0415  it asks which vLLM is installed, which imports torch
+    from tests.support.releases import interpreter  # noqa: PLC0415  imports torch
 
     python = str(interpreter(release))
     return Deployment(

@@ -16,7 +16,7 @@ from pd_connector.worker.peer import PeerAddress, PullContext
 from pd_connector.worker.pull import AnyEnd, Pull
 from pd_connector.worker.pull_end import PullFailed
 from pd_connector.worker.pulls import Pulls
-from pd_connector.worker.session import PeerSession
+from pd_connector.worker.session import LANES, PeerSession
 from tests.support.connector.requests import FakeRequest, allocated
 from tests.support.simulation.network import HOST, PORT, Network, SimulatedClient
 from tests.support.simulation.prefill import TOKENS_PER_BLOCK, PrefillSim, Prompt, Stamp
@@ -53,18 +53,26 @@ class DecodeJob:
     failed: bool = False
 
 
+@dataclass(eq=False)
+class PullSim:
+    """A pull, and how far it is."""
+
+    pull: Pull
+    submitted: float
+    blocks_read: int = 0
+
+
 class SessionSim(PeerSession):
-    """One rank's pulls from one engine: what the thread of ``PeerSession`` does, in steps."""
+    """One rank's pulls from one engine: what the lanes of ``PeerSession`` do, in steps."""
 
     def __init__(self, rank: "RankSim", report: Callable[[AnyEnd], None], engine_id: str) -> None:  # no thread
         self.last_used = time.monotonic()
         self._rank = rank
         self._engine_id = engine_id
         self._report = report
-        self._queue: deque[tuple[Pull, float]] = deque()
+        self._queue: deque[PullSim] = deque()  # in the order of submission; the first ``LANES`` are under way
         self._hello: Any = None
         self._connected = False
-        self._read = 0  # blocks of the first order that were read
 
     @property
     def idle(self) -> bool:
@@ -75,7 +83,7 @@ class SessionSim(PeerSession):
 
     def submit(self, order: PullOrder) -> None:
         pull = Pull(self._rank.context, order, self._report, threading.Event())
-        self._queue.append((pull, self._rank.now()))
+        self._queue.append(PullSim(pull, self._rank.now()))
 
     def close(self) -> None:
         self._queue.clear()
@@ -84,35 +92,35 @@ class SessionSim(PeerSession):
         return True
 
     def check_integrity(self) -> None:
-        assert self._queue or not self._read, "something was read for nobody"
+        assert not any(job.blocks_read for job in list(self._queue)[LANES:]), "a pull was read before its turn"
 
-    def step(self, blocks: int, *, fails: bool) -> None:
-        """Go on with the first pull: ``blocks`` blocks, if the handshake is done and nothing fails."""
+    def step(self, blocks: int, *, fails: bool, lane: int = 0) -> None:
+        """Go on with a pull under way: ``blocks`` blocks, if the handshake is done and nothing fails."""
         if not self._queue or not self._shake_hands():
             return
-        pull, submitted = self._queue[0]
+        job = self._queue[lane % min(len(self._queue), LANES)]
         engine = self._rank.find_engine(self._engine_id)
-        if self._rank.now() >= submitted + PULL_TIMEOUT_S:
-            self._fail(Cause.TIMEOUT)
+        if self._rank.now() >= job.submitted + PULL_TIMEOUT_S:
+            self._fail(job, Cause.TIMEOUT)
         elif fails or engine is None:
             self._connected = False
-            self._fail(Cause.READ)
+            self._fail(job, Cause.READ)
         else:
-            self._read_blocks(pull, engine, blocks)
+            self._read_blocks(job, engine, blocks)
 
-    def _read_blocks(self, pull: Pull, engine: PrefillSim, blocks: int) -> None:
-        order = pull.order
+    def _read_blocks(self, job: PullSim, engine: PrefillSim, blocks: int) -> None:
+        order = job.pull.order
         wanted = range(order.first_token // TOKENS_PER_BLOCK, math.ceil(order.end_token / TOKENS_PER_BLOCK))
         local, remote = order.local_block_ids[0], order.remote.remote_block_ids[0]
-        for number in wanted[self._read : self._read + blocks]:
+        for number in wanted[job.blocks_read : job.blocks_read + blocks]:
             if number >= len(remote) or not 0 < remote[number] < len(engine.memory):
-                self._fail(Cause.PARAMS)
+                self._fail(job, Cause.PARAMS)
                 return
             self._rank.write(local[number], engine.memory[remote[number]], order.request_id)
-        self._read += blocks
-        if self._read >= len(wanted):
-            pull.confirm(())
-            self._next()
+        job.blocks_read += blocks
+        if job.blocks_read >= len(wanted):
+            job.pull.confirm(())
+            self._queue.remove(job)
 
     def _shake_hands(self) -> bool:
         if self._connected:
@@ -125,19 +133,15 @@ class SessionSim(PeerSession):
         if error is None:
             self._connected = True
         elif isinstance(error, PeerRefused):
-            self._fail(Cause.REFUSED)
+            self._fail(self._queue[0], Cause.REFUSED)
         else:
             while self._queue:
-                self._fail(Cause.UNREACHABLE)
+                self._fail(self._queue[0], Cause.UNREACHABLE)
         return self._connected
 
-    def _fail(self, cause: Cause) -> None:
-        self._queue[0][0].fail(PullFailed(cause, "as told", is_unresponsive=cause is Cause.UNREACHABLE))
-        self._next()
-
-    def _next(self) -> None:
-        self._queue.popleft()
-        self._read = 0
+    def _fail(self, job: PullSim, cause: Cause) -> None:
+        job.pull.fail(PullFailed(cause, "as told", is_unresponsive=cause is Cause.UNREACHABLE))
+        self._queue.remove(job)
 
 
 class RankSim:
