@@ -141,7 +141,7 @@ class RemoteReader:
     def _saved_s(self, copies: Copies, remote: RegionTable, pool: SlotPool) -> float:
         """Return the seconds that reading ``copies`` through staging would save, as predicted."""
         any_slot = Region(pool.region.address, pool.slot_bytes)  # planning does not touch it
-        schedule = schedule_reads(copies, self._cost, self._local, remote, any_slot)
+        schedule = schedule_reads(copies, self._cost, self._local, remote, any_slot, self._areas)
         return schedule.direct_s - schedule.predicted_s
 
     def carry_out(self, link: Link, schedule: Schedule, timeout_s: float) -> None:
