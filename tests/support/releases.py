@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import pytest
-import torch
 from vllm.version import __version_tuple__
 
 #: Releases of which ``make test-versions`` makes an environment each.
@@ -32,12 +31,6 @@ def before(version: tuple[int, int], what: str) -> pytest.MarkDecorator:
     """Skip a test on vLLM since ``version``, which ``what`` came with."""
     major, minor = version
     return pytest.mark.skipif(version <= INSTALLED, reason=f"vLLM has {what} since {major}.{minor}")
-
-
-#: For tests that call vLLM's CPU kernels, which a release without a CPU build does not have.
-with_cpu_kernels = pytest.mark.skipif(
-    not hasattr(torch.ops._C, "cpu_attn_reshape_and_cache"), reason="this vLLM has no compiled CPU kernels"
-)
 
 
 def interpreter(release: str) -> Path:
