@@ -18,7 +18,7 @@ from pd_connector.vllm import engine_config, release_023
 from pd_connector.vllm.engine_config import UnsupportedError, check_supported
 from pd_connector.vllm.release_023 import MixedQueueCursor, Release023
 from pd_connector.vllm.requests import block_ids_to_fill
-from tests.support.host_tier.setup import Setup, make_manager
+from tests.support.host_tier.setup import Setup, make_manager, make_pool, make_request
 from tests.support.releases import INSTALLED
 
 on_023 = pytest.mark.skipif(INSTALLED != (0, 23), reason="of vLLM 0.23's own classes")
@@ -278,3 +278,37 @@ def test_what_is_evicted_next_has_been_visited_wherever_empty_blocks_lie(
                 if each.block_hash is not None and visited.get(each.block_id) != each.block_hash
             ]
             assert not missed
+
+
+# vllm-ascend
+
+
+def test_host_blocks_that_the_device_holds_twice_are_given_back_though_doubles_are_dropped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """vllm-ascend 0.23 gives a block back once that is given back twice in one call, and keeps the other reference."""
+    give_back = BlockPool.free_blocks
+
+    def without_doubles(self: BlockPool, blocks: Any, **options: Any) -> None:
+        give_back(self, list({block.block_id: block for block in blocks}.values()), **options)
+
+    monkeypatch.setattr(BlockPool, "free_blocks", without_doubles)
+    setup = Setup(device_blocks=7, mode="lazy", lookahead=8)
+    manager = make_manager(setup)
+    pool = make_pool(setup, manager)
+    requests = [make_request(setup, name, range(9)) for name in ("one", "the same")]
+    for request in requests:
+        assert manager.allocate_slots(request, 9)  # without a look at what is cached
+        request.num_computed_tokens = 9
+    for request in requests:
+        manager.free(request)
+    candidates = pool.eviction_candidates()
+    assert len(candidates) == 4
+    stores = pool.start_stores(list({candidate.key: candidate for candidate in candidates}.values()))
+    pool.publish(stores)
+    pool.finish_stores(stores)
+    assert pool.cached == 2
+    assert pool._cursor is not None
+    pool._cursor.reset()
+    assert pool.eviction_candidates() == []
+    assert pool.references() == {}
