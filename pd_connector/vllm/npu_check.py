@@ -184,12 +184,12 @@ def mooncake() -> Finding:
     return Finding("Mooncake", f"imported from {module.__file__}")
 
 
-def _checked(check: Callable[[], Finding]) -> Finding:
+def _checked(subject: str, check: Callable[[], Finding]) -> Finding:
     """Return the finding of a check, or that it could not be made."""
     try:
         return check()
     except Exception as error:  # whatever it is, the report must go on
-        return Finding(check.__name__.replace("_", " "), f"failed: {type(error).__name__}: {error}", passed=False)
+        return Finding(subject, f"failed: {type(error).__name__}: {error}", passed=False)
 
 
 def report(write: Callable[[str], object]) -> int:
@@ -204,8 +204,12 @@ def report(write: Callable[[str], object]) -> int:
     findings = [*versions(), device, runtime_functions()]
     for finding in findings:
         write(_line(finding))
-    for check in (batched_copies, cross_layer_blocks, mooncake):
-        findings.append(_checked(check))
+    for subject, check in (
+        ("batched copies", batched_copies),
+        ("cross-layer blocks", cross_layer_blocks),
+        ("Mooncake", mooncake),
+    ):
+        findings.append(_checked(subject, check))
         write(_line(findings[-1]))
     failed = [finding.subject for finding in findings if not finding.passed]
     write(

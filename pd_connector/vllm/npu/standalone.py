@@ -1,5 +1,6 @@
 """An attention layer of vllm-ascend without a model, to check its operators on a machine that has none at hand."""
 
+import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -47,6 +48,8 @@ class _LayerStandIn:
 def attention_layer(device: torch.device) -> Iterator[GqaOperators]:
     """Yield the operators of a layer of 8 heads and 2 KV heads of size 128 in bfloat16."""
     load_general_plugins()
+    # In the order of a worker: in another one, modules of vllm-ascend 0.23 import each other in a circle.
+    importlib.import_module("vllm_ascend.worker.worker")
     from vllm_ascend.ascend_config import init_ascend_config  # noqa: PLC0415  exists on this platform only
     from vllm_ascend.attention.attention_v1 import AscendAttentionBackendImpl  # noqa: PLC0415
 

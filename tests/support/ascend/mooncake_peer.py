@@ -19,7 +19,7 @@ import numpy as np
 from layout.copies import Copies
 from layout.geometry import Identity, Region
 
-SIZE = 8 << 20
+SERVED_BYTES = 8 << 20
 RUNS, RUN_BYTES = 600, 8192
 _SOURCE = Path(__file__).parent / "adxl" / "adxl.cpp"
 
@@ -34,11 +34,11 @@ def build_adxl(directory: Path) -> None:
 
 def contents() -> "np.ndarray[Any, np.dtype[np.uint8]]":
     """Return what the memory that is served holds."""
-    return np.asarray(np.arange(SIZE) % 251, np.uint8)
+    return np.asarray(np.arange(SERVED_BYTES) % 251, np.uint8)
 
 
 def start() -> tuple[Any, Any]:
-    """Return an engine on the first NPU, and device memory of ``SIZE`` bytes that it has registered."""
+    """Return an engine on the first NPU, and device memory of ``SERVED_BYTES`` bytes that it has registered."""
     import torch  # noqa: PLC0415  in the process that was started for it only
 
     from pd_connector.worker.device_memory import DeviceIdentityMemory, device_memory  # noqa: PLC0415
@@ -47,8 +47,8 @@ def start() -> tuple[Any, Any]:
     torch.npu.set_device(0)
     options = MooncakeOptions("127.0.0.1", protocol="ascend")
     engine = MooncakeEngine(options, DeviceIdentityMemory.on_npu(IDENTITY_BYTES))
-    memory = device_memory(SIZE, torch.device("npu", 0), "take less")
-    engine.register([Region(memory.data_ptr(), SIZE)])
+    memory = device_memory(SERVED_BYTES, torch.device("npu", 0), "take less")
+    engine.register([Region(memory.data_ptr(), SERVED_BYTES)])
     return engine, memory
 
 
@@ -72,7 +72,7 @@ def read(peer: str) -> None:
 
     address, start_of_memory, page, nonce = json.loads(peer)
     engine, memory = start()
-    region = Region(start_of_memory, SIZE)
+    region = Region(start_of_memory, SERVED_BYTES)
     link = engine.open(address, [region], Identity(page, bytes.fromhex(nonce)))
     order = np.random.default_rng(0).permutation(RUNS).astype(np.int64)
     runs = np.arange(RUNS, dtype=np.int64) * RUN_BYTES
