@@ -16,6 +16,7 @@ The names of vLLM that the connector uses (``tests/versions``):
 Layouts of KV caches (``layout/``):
     layout.oracle           a second opinion on where KV bytes are, one logical index at a time
     layout.pulls            pulls between two engines of the oracle, every byte checked
+    layout.nhd              NHD caches as vllm-ascend allocates them, in tensors, and what each byte of them must be
     layout.round_trips      blocks through host memory and back, every byte checked
     layout.strategies       hypothesis strategies that draw models, engines and requests
 
@@ -46,6 +47,7 @@ Real vllm-ascend on simulated NPUs (``tests/ascend_sim``):
     ascend.servers          the sets of servers that tests share
     ascend.faults           streams that lag, and waits that are left out, in a running server
     ascend.reference        what Transformers answers on the CPU
+    ascend.transposes       a program that pulls between NHD caches, on the simulated device itself
     ascend.host_kernels.plugin          lets every process of vLLM load the rest; native/ has the C++ part
     ascend.host_kernels.dispatch        lets operators of the device run on the host
     ascend.host_kernels.norms           operators: norms, activations, sampling
@@ -61,6 +63,7 @@ The connector (``pd_connector/``):
     connector.requests      requests as vLLM hands them over, params of a prefill, a control client that sends nothing
     connector.engines       prefill and decode engines without vLLM: real control channel, real bytes, real leases
     connector.staging       a staging buffer for a decode worker, and a prefill engine of which pulls are staged
+    connector.nhd_pulls     pulls between NHD caches through the real reader and copier, their operators counted
     connector.first_pull    the first staged pull of a new process: what was not ready for it
     connector.vllm_engine   both sides of one engine's ``PDConnector``, called as vLLM calls them
     connector.stated        what vLLM states of caches, as the connector takes it
