@@ -91,7 +91,8 @@ class ConnectorConfig(BaseModel):
         default=128 * 1024 * 1024,
         description="Size of each decode worker's staging buffer, through which scattered bytes are read in fewer, "
         "wider reads; 0 reads everything directly into place. The buffer is host memory on CPU, where its benefit was "
-        "measured; on CUDA and NPU it is device memory, on top of what vLLM allocates.",
+        "measured; on CUDA and NPU it is device memory, on top of what vLLM allocates, and pulls may take as much "
+        "again while they copy.",
     )
     descriptor_cost_us: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = Field(
         default=None,

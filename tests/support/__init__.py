@@ -17,6 +17,7 @@ The names of vLLM that the connector uses (``tests/versions``):
 Layouts of KV caches (``layout/``):
     layout.oracle           a second opinion on where KV bytes are, one logical index at a time
     layout.pulls            pulls between two engines of the oracle, every byte checked
+    layout.nhd              NHD caches as vllm-ascend allocates them, in tensors, and what each byte of them must be
     layout.round_trips      blocks through host memory and back, every byte checked
     layout.strategies       hypothesis strategies that draw models, engines and requests
 
@@ -50,6 +51,7 @@ Real vllm-ascend on simulated NPUs (``tests/ascend_sim``):
     ascend.reference        what Transformers answers on the CPU
     ascend.mooncake_peer    Mooncake's wheel for NPUs between two processes, on a stand-in for CANN's ADXL
     ascend.faulty_operators  an engine whose attention operators treat caches of all layers together wrongly
+    ascend.transposes       a program that pulls between NHD caches, on the simulated device itself
     ascend.host_kernels.plugin          lets every process of vLLM load the rest; native/ has the C++ part
     ascend.host_kernels.dispatch        lets operators of the device run on the host
     ascend.host_kernels.norms           operators: norms, activations, sampling
@@ -66,6 +68,7 @@ The connector (``pd_connector/``):
     connector.engines       prefill and decode engines without vLLM: real control channel, real bytes, real leases
     connector.scripted_pulls  a session with a prefill engine whose pulls and handshakes do what the test says
     connector.staging       a staging buffer for a decode worker, and a prefill engine of which pulls are staged
+    connector.nhd_pulls     pulls between NHD caches through the real reader and copier, their operators counted
     connector.first_pull    the first staged pull of a new process: what was not ready for it
     connector.vllm_calls    the calls that vLLM makes in a step, in the form of the installed release
     connector.vllm_engine   both sides of one engine's ``PDConnector``, called as vLLM calls them

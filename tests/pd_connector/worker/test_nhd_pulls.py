@@ -22,8 +22,8 @@ from layout.regions import RegionTable
 from layout.sharding import choose_sources
 from pd_connector.worker import remote_reader
 from pd_connector.worker.remote_reader import SLOTS, RemoteReader
-from tests.support.connector.nhd_pulls import Tables, Wire, pull
-from tests.support.layout.nhd import FORMS, Allocate, NhdEngine, NhdModel, NhdRank, on_the_cpu
+from tests.support.connector.nhd_pulls import LocalWire, Tables, pull_nhd
+from tests.support.layout.nhd import NHD_FORMS, Allocate, NhdEngine, NhdModel, NhdRank, on_the_cpu
 from tests.support.memory import Memory
 from transfer.local_copy.reshape_torch import TensorCopier
 
@@ -70,11 +70,11 @@ def scattered(blocks: int, count: int) -> Tables:
 
 @pytest.mark.parametrize(("prefill", "decode"), PAIRS)
 @pytest.mark.parametrize("layers", [4, 32])
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", NHD_FORMS)
 def test_a_block_takes_few_reads_and_a_window_few_operators(form: str, layers: int, prefill: int, decode: int) -> None:
     blocks = 4 if layers == 4 else 2
     local, remotes = pair(NhdModel(layers), form, prefill, decode, 2 * blocks)
-    for read in pull(reader_for(local, 8 << 20), local, remotes, scattered(2 * blocks, blocks)):
+    for read in pull_nhd(reader_for(local, 8 << 20), local, remotes, scattered(2 * blocks, blocks)):
         assert not len(read.schedule.direct)
         per_block = {"cross_layer": 2, "apart": 2 * layers, "paired": layers}[form]  # K and V, if they lie apart
         assert read.schedule.descriptors <= per_block * blocks
@@ -84,28 +84,28 @@ def test_a_block_takes_few_reads_and_a_window_few_operators(form: str, layers: i
 
 @pytest.mark.parametrize("blocks", [1, 2, 12])
 @pytest.mark.parametrize("layers", [1, 4, 12])
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", NHD_FORMS)
 def test_in_one_segment_all_layers_of_a_window_are_one_scatter(
     joined: Allocate, form: str, layers: int, blocks: int
 ) -> None:
     local, remotes = pair(NhdModel(layers), form, 2, 1, 2 * blocks, joined)
-    for read in pull(reader_for(local, 64 << 20), local, remotes, scattered(2 * blocks, blocks)):
+    for read in pull_nhd(reader_for(local, 64 << 20), local, remotes, scattered(2 * blocks, blocks)):
         assert len(read.operators) == 1
         assert read.operators[0]["index_copy_"] == 1
         assert sum(read.operators[0].values()) <= 2
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", NHD_FORMS)
 def test_whole_blocks_that_are_read_without_gaps_are_not_gathered(joined: Allocate, form: str) -> None:
     local, remotes = pair(NhdModel(4), form, 2, 1, 8, joined)
-    for read in pull(reader_for(local, 64 << 20), local, remotes, Tables([3, 0, 7, 5], [2, 3, 4, 5], 0, 512)):
+    for read in pull_nhd(reader_for(local, 64 << 20), local, remotes, Tables([3, 0, 7, 5], [2, 3, 4, 5], 0, 512)):
         assert read.operators == [{"index_copy_": 1}]
         assert read.schedule.read_bytes == read.schedule.wanted_bytes
 
 
 def test_heads_that_are_not_wanted_are_read_and_left_out_by_a_gather(joined: Allocate) -> None:
     local, remotes = pair(NhdModel(4), "paired", 1, 2, 8, joined)
-    (read,) = pull(reader_for(local, 64 << 20), local, remotes, Tables([3, 0, 7, 5], [2, 3, 4, 5], 0, 512))
+    (read,) = pull_nhd(reader_for(local, 64 << 20), local, remotes, Tables([3, 0, 7, 5], [2, 3, 4, 5], 0, 512))
     assert read.operators == [{"index_select": 1, "index_copy_": 1}]
     assert read.schedule.read_bytes < 2 * read.schedule.wanted_bytes
 
@@ -121,7 +121,7 @@ def test_what_lies_between_the_layers_of_a_segment_is_not_touched(monkeypatch: p
     monkeypatch.setattr(remote_reader, "mapped_segments", lambda device: [segment.region])
     local, remotes = pair(model, "paired", 2, 1, 2, allocate)
     before = segment.view.copy()
-    pull(reader_for(local, 1 << 20), local, remotes, Tables([1, 0], [0, 1], 0, 256))
+    pull_nhd(reader_for(local, 1 << 20), local, remotes, Tables([1, 0], [0, 1], 0, 256))
     for place in places:
         before[place : place + size] = segment.view[place : place + size]
     np.testing.assert_array_equal(segment.view, before)
@@ -157,7 +157,7 @@ def test_the_next_window_is_read_while_one_is_transposed(monkeypatch: pytest.Mon
     monkeypatch.setattr(reader, "_copy", transposed_while_reading)
     with reader.planned(copies, RegionTable(theirs[0].regions)) as schedule:
         assert len(schedule.borders) > 3
-        reader.carry_out(Wire(started), schedule, 60.0)
+        reader.carry_out(LocalWire(started), schedule, 60.0)
     assert len(copied) == len(schedule.borders) - 1
     assert count == len(copied)
 
@@ -167,7 +167,7 @@ def pulls(draw: st.DrawFn) -> tuple[NhdRank, list[NhdRank], Tables, bool]:
     """Any two engines, a range of tokens at borders of units, and blocks in any order."""
     heads = draw(st.sampled_from([1, 2, 3, 4, 6]))
     sizes = [size for size in (1, 2, 3, 4, 6) if heads % size == 0 or size % heads == 0]
-    forms = draw(st.tuples(*[st.sampled_from(FORMS)] * 2))
+    forms = draw(st.tuples(*[st.sampled_from(NHD_FORMS)] * 2))
     contents = draw(st.sampled_from([(64, 64), (5, 5), (96, 64), (64, 8), (17, 3)]))
     if "paired" in forms:
         contents = (contents[0],) * 2
@@ -212,7 +212,7 @@ def test_any_two_engines(drawn: tuple[NhdRank, list[NhdRank], Tables, bool], pag
         patch.setattr(remote_reader, "AREAS_PER_WINDOW", areas)
         patch.setattr(remote_reader, "ALIGNMENT", 4096)  # so that windows are small
         reader = RemoteReader.with_device_staging(ASCEND, regions, pages * SLOTS * 8192, local.tensors)
-    for read in pull(reader, local, remotes, tables):
+    for read in pull_nhd(reader, local, remotes, tables):
         assert isinstance(reader._copy, TensorCopier)
         starts = reader._copy.view_starts
         for window in read.schedule.windows():

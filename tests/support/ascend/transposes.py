@@ -19,7 +19,7 @@ import torch
 from layout.cost import CostModel
 from pd_connector.worker.remote_reader import SLOTS, RemoteReader
 from tests.support.ascend.host_kernels import dispatch
-from tests.support.connector.nhd_pulls import Tables, pull
+from tests.support.connector.nhd_pulls import Tables, pull_nhd
 from tests.support.layout.nhd import NhdEngine, NhdModel, NhdRank
 from transfer.local_copy.reshape_torch import SideStream
 
@@ -52,7 +52,7 @@ def _early(stream: SideStream) -> Iterator[None]:
         yield
 
 
-def pull_once(form: str, prefill: int, decode: int, layers: int) -> dict[str, Any]:
+def pull_case(form: str, prefill: int, decode: int, layers: int) -> dict[str, Any]:
     """Pull, check every byte, and say what it took."""
     model, order = NhdModel(layers), [6, 1, 4, 3]
     local = NhdRank(model, NhdEngine(decode, form, blocks=2 * BLOCKS), allocate=on_the_device)
@@ -62,7 +62,7 @@ def pull_once(form: str, prefill: int, decode: int, layers: int) -> dict[str, An
     )
     torch.npu.synchronize()
     before = copies_of_the_runtime()
-    reads = pull(reader, local, remotes, Tables(order, [1, 7, 0, 5], 0, BLOCKS * 128), check=False)
+    reads = pull_nhd(reader, local, remotes, Tables(order, [1, 7, 0, 5], 0, BLOCKS * 128), check=False)
     copies = copies_of_the_runtime() - before
     local.check(order, 0, BLOCKS * 128, at_once)
     ranks = [
@@ -83,7 +83,7 @@ def main(arguments: list[str]) -> None:
         arguments.remove("early")
         SideStream.running = _early  # type: ignore[method-assign, assignment]
     cases = (case.split(",") for case in arguments)
-    pulls = [pull_once(form, int(prefill), int(decode), int(layers)) for form, prefill, decode, layers in cases]
+    pulls = [pull_case(form, int(prefill), int(decode), int(layers)) for form, prefill, decode, layers in cases]
     sys.stdout.write(json.dumps(pulls) + "\n")
 
 

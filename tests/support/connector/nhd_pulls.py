@@ -38,7 +38,7 @@ class Operators(TorchDispatchMode):  # type: ignore[misc]  # torch is not follow
         return operator(*args, **(kwargs or {}))
 
 
-class Wire(Link):
+class LocalWire(Link):
     """Stands for a transfer engine whose peer is this process. ``before`` is called with each batch."""
 
     def __init__(self, before: Callable[[Copies], object] = lambda copies: None) -> None:
@@ -85,7 +85,7 @@ class Tables:
     end_token: int
 
 
-def pull(
+def pull_nhd(
     reader: RemoteReader, local: NhdRank, remotes: Sequence[NhdRank], tables: Tables, *, check: bool = True
 ) -> list[RankRead]:
     """Read from all ranks, one after the other, counting the operators of each window, and check every byte."""
@@ -106,7 +106,7 @@ def pull(
 
         reader._copy = counting
         with reader.planned(copies, RegionTable(theirs[rank].regions)) as schedule:
-            reader.carry_out(Wire(), schedule, 60.0)
+            reader.carry_out(LocalWire(), schedule, 60.0)
         reader._copy = copy
         reads.append(RankRead(schedule, counted))
     if check:

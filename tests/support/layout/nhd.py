@@ -20,7 +20,7 @@ from pd_connector.vllm.cache_groups import GroupSpec, Ranks
 from pd_connector.vllm.cache_specs import LayerSpec
 from pd_connector.worker.caches import describe_caches
 
-FORMS = ("paired", "apart", "cross_layer")
+NHD_FORMS = ("paired", "apart", "cross_layer")
 Allocate = Callable[[int], torch.Tensor]  # bytes -> tensor of so many bytes
 
 
