@@ -44,7 +44,8 @@ Real vllm-ascend on simulated NPUs (``tests/ascend_sim``):
     ascend.kernel_build     compiles the simulated runtime and the host kernels, where they are out of date
     ascend.paths            where things are in that environment
     ascend.servers          the sets of servers that tests share
-    ascend.faults           streams that lag, and waits that are left out, in a running server
+    ascend.device_process   code in a process of its own with simulated devices
+    ascend.faults           kernels that take long, and waits that are left out, in a running server
     ascend.reference        what Transformers answers on the CPU
     ascend.host_kernels.plugin          lets every process of vLLM load the rest; native/ has the C++ part
     ascend.host_kernels.dispatch        lets operators of the device run on the host
