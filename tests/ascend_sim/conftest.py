@@ -4,6 +4,8 @@ Anywhere else nothing here is collected. Nothing that passes here has run on an 
 the connector are real; the ACL runtime below them is simulated, and kernels are PyTorch's for the CPU.
 """
 
+from pathlib import Path
+
 import pytest
 
 from tests.support.ascend.paths import ascend_release
@@ -28,3 +30,15 @@ def _libraries() -> None:
     from tests.support.ascend.kernel_build import build_all  # noqa: PLC0415  not where nothing is collected
 
     build_all()
+
+
+#: Of a test that also starts its servers; each imports torch_npu and vllm-ascend, which takes long on busy cores.
+TIMEOUT_S = 1200
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Give these tests time, and run what continuous integration runs first."""
+    here = [item for item in items if Path(__file__).parent in item.path.parents]
+    for item in here:
+        item.add_marker(pytest.mark.timeout(TIMEOUT_S))
+    items.sort(key=lambda item: item in here and item.get_closest_marker("ascend_short") is None)

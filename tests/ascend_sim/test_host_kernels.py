@@ -1,44 +1,10 @@
 """The simulated device itself: what its kernels compute, and when. Each case is a process of its own."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 
-from tests.support.ascend.paths import ROOT_OF_PROJECT
-from tests.support.ascend.servers import simulated_environment
+from tests.support.ascend.device_process import on_device
 
 pytestmark = pytest.mark.ascend_short
-
-START = """
-import time, torch
-from tests.support.ascend.host_kernels import plugin
-plugin.register()
-from tests.support.ascend.host_kernels.dispatch import host
-device = torch.device("npu:0")
-here, there = torch.npu.current_stream(), torch.npu.Stream(device)
-
-def pause():
-    host.launch(lambda: time.sleep(0.5))
-
-def read_on(stream, tensor):
-    result = torch.empty(tensor.shape, dtype=tensor.dtype).pin_memory()
-    with torch.npu.stream(stream):
-        result.copy_(tensor, non_blocking=True)
-    stream.synchronize()
-    return result
-"""
-
-
-def on_device(code: str, **variables: str) -> None:
-    """Run code in a process with a simulated device; what it asserts must hold."""
-    environment = {**os.environ, **dict(simulated_environment()), "SIMACL_NIC": "0", **variables}
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", START + code],
-        env=environment, cwd=ROOT_OF_PROJECT, capture_output=True, text=True, timeout=200, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("queued", ["0", "1"])

@@ -1,7 +1,7 @@
 """What the connector waits for on a device, shown by a device that lags: without the wait, wrong bytes come to use.
 
-Kernels are queued on their streams, and run when the stream comes to them. In each case the stream pauses before its
-work. With all waits in place answers stay right; with one left out they do not.
+Kernels are queued on their streams, and run when a stream comes to them. In each case they or copies take long. With
+all waits in place answers stay right; with one left out they do not.
 """
 
 from collections.abc import Iterator
@@ -44,7 +44,7 @@ def is_right(pair: Pair, completion: Completion, prompt: list[int]) -> bool:
 @pytest.mark.parametrize("without", [(), (STORE,)], ids=["all waits", "one left out"])
 def test_a_store_waits_for_the_forward_pass_that_writes_its_blocks(pair: Pair, without: tuple[str, ...]) -> None:
     prompt = make_prompt(PROMPT_TOKENS, (pair.name, "store", without))
-    with D_FAULTS.on(*without, model_stream_s=0.5):
+    with D_FAULTS.on(*without, model_kernel_s=0.02):
         assert is_right(pair, pair.decode.client.complete(prompt, 2), prompt)
         wait_until_at_rest(pair.decode)
     evict(pair.decode, ("store", without))
@@ -68,7 +68,7 @@ def test_a_request_waits_for_the_load_of_its_blocks(pair: Pair, without: tuple[s
 @pytest.mark.parametrize("without", [(), (SIDE_STREAM,)], ids=["all waits", "one left out"])
 def test_a_pull_waits_until_its_bytes_are_in_place(pair: Pair, without: tuple[str, ...]) -> None:
     prompt = make_prompt(PROMPT_TOKENS, (pair.name, "side stream", without))
-    with D_FAULTS.on(*without, side_stream_s=5.0):
+    with D_FAULTS.on(*without, side_kernel_s=2.0):
         pair.decode.client.complete([1, 2, 3], 2)  # the switch holds from the next step on
         with pair.traffic() as traffic:
             pulled = pair.disaggregate(prompt, 2)

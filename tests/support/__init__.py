@@ -47,7 +47,8 @@ Real vllm-ascend on simulated NPUs (``tests/ascend_sim``):
     ascend.kernel_build     compiles the simulated runtime and the host kernels, where they are out of date
     ascend.paths            where things are in that environment
     ascend.servers          the sets of servers that tests share
-    ascend.faults           streams that lag, and waits that are left out, in a running server
+    ascend.device_process   code in a process of its own with simulated devices
+    ascend.faults           kernels that take long, and waits that are left out, in a running server
     ascend.reference        what Transformers answers on the CPU
     ascend.mooncake_peer    Mooncake's wheel for NPUs between two processes, on a stand-in for CANN's ADXL
     ascend.faulty_operators  an engine whose attention operators treat caches of all layers together wrongly

@@ -1,16 +1,15 @@
-"""Faults that a test switches on and off in a running server: streams that lag, and waits that are left out.
+"""Faults that a test switches on and off in a running server: kernels that take long, and waits that are left out.
 
-A stream that lags does its work long after it was given, as a device under load does: who waits for it gets what is
-right, and who does not reads what was there before. The server gets a file's name in its environment. What stands in
+Slow kernels are done long after they were launched, as on a device under load: who waits for them gets what is right,
+and who does not reads what was there before. The server gets a file's name in its environment. What stands in
 the file holds from its next engine step on. Only servers that are started with such a file have any of this.
 """
 
 import os
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial, wraps
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -41,16 +40,16 @@ class FaultSwitch:
 
     @contextmanager
     def on(
-        self, *without: str, model_stream_s: float = 0.0, side_stream_s: float = 0.0, copy_us: int = 0
+        self, *without: str, model_kernel_s: float = 0.0, side_kernel_s: float = 0.0, copy_us: int = 0
     ) -> Iterator[None]:
-        """Have streams lag while the block runs, and leave out waits.
+        """Let kernels or copies take long while the block runs, and leave out waits.
 
         Args:
-            model_stream_s: how long the model's stream pauses before each forward pass.
-            side_stream_s: how long each stream of a pull's threads pauses before it does its work.
-            copy_us: how long each copy takes at least.
+            model_kernel_s: how long each kernel of the model's thread takes at least.
+            side_kernel_s: how long each kernel takes at least that a pull's thread launches on a stream of its own.
+            copy_us: how long each copy on a stream takes at least.
         """
-        self._write(Faults(without, model_stream_s, side_stream_s, copy_us))
+        self._write(Faults(without, model_kernel_s, side_kernel_s, copy_us))
         try:
             yield
         finally:
@@ -66,8 +65,8 @@ class Faults(msgspec.Struct, frozen=True):
     """What the file says."""
 
     without: tuple[str, ...] = ()
-    model_stream_s: float = 0.0
-    side_stream_s: float = 0.0
+    model_kernel_s: float = 0.0
+    side_kernel_s: float = 0.0
     copy_us: int = 0
 
 
@@ -75,15 +74,15 @@ def install_faults() -> None:
     """Put the switches into this process, if its environment names a file."""
     file = os.environ.get(VARIABLE)
     if file:
-        _Faults(Path(file)).install()
+        RunningFaults(Path(file)).install()
 
 
-class _Faults:
+class RunningFaults:
     """The faults of one process."""
 
     def __init__(self, file: Path) -> None:
         self._file = file
-        self._now = Faults()
+        self.now = Faults()
 
     def install(self) -> None:
         """Wrap the methods in which the connector waits."""
@@ -95,7 +94,7 @@ class _Faults:
             (PDConnector, "bind_connector_metadata", self._at_each_step),
             (HostCopies, "_submit", self._submitting),
             (HostCopies, "take_loads", self._taking_loads),
-            (SideStream, "running", self._on_side_stream),
+            (SideStream, "running", self.on_side_stream),
         ):
             setattr(owner, name, wrap(getattr(owner, name)))
 
@@ -103,10 +102,10 @@ class _Faults:
         @wraps(bind)
         def bound(connector: Any, metadata: Any) -> None:
             if self._file.exists():
-                self._now = msgspec.json.decode(self._file.read_bytes(), type=Faults)
-                os.environ["SIMACL_COPY_US"] = str(self._now.copy_us)
+                self.now = msgspec.json.decode(self._file.read_bytes(), type=Faults)
+                os.environ["SIMACL_COPY_US"] = str(self.now.copy_us)
+            _slow_down(self.now.model_kernel_s)
             bind(connector, metadata)
-            _pause_stream(self._now.model_stream_s)
 
         return bound
 
@@ -115,7 +114,7 @@ class _Faults:
         def submitted(copies: Any, describe: Any, copier: Any, order: Any) -> Any:
             from pd_connector.orders import StoreOrder  # noqa: PLC0415
 
-            if not isinstance(order, StoreOrder) or STORE not in self._now.without:
+            if not isinstance(order, StoreOrder) or STORE not in self.now.without:
                 return submit(copies, describe, copier, order)
             own, copies._record_event = copies._record_event, lambda: None
             try:
@@ -130,7 +129,7 @@ class _Faults:
         def taken(copies: Any) -> Any:
             from pd_connector.worker.host_copies import CopyEnd  # noqa: PLC0415
 
-            if LOAD in self._now.without:
+            if LOAD in self.now.without:
                 for request_id, copy in copies._loads.items():
                     copies._ended_loads[request_id] = CopyEnd(copy.blocks, copy.copied_bytes, 0.0)
                 copies._loads.clear()
@@ -138,26 +137,28 @@ class _Faults:
 
         return taken
 
-    def _on_side_stream(self, running: Method) -> Method:
+    def on_side_stream(self, running: Method) -> Method:
         @wraps(running)
         @contextmanager
         def ran(stream: Any) -> Iterator[None]:
-            if stream._module is None or SIDE_STREAM not in self._now.without:
-                with running(stream):
-                    _pause_stream(self._now.side_stream_s)
+            own = stream._stream
+            _slow_down(self.now.side_kernel_s)
+            try:
+                if own is None or SIDE_STREAM not in self.now.without:
+                    with running(stream):
+                        yield
+                    return
+                stream._module.set_device(stream._device)
+                with stream._module.stream(own):
                     yield
-                return
-            stream._module.set_device(stream._device)
-            with stream._module.stream(stream._stream):
-                _pause_stream(self._now.side_stream_s)
-                yield
+            finally:
+                _slow_down(0.0)
 
         return ran
 
 
-def _pause_stream(seconds: float) -> None:
-    """Have this thread's current stream do nothing for a while, before what it is given from now on."""
-    if seconds:
-        from tests.support.ascend.host_kernels.dispatch import host  # noqa: PLC0415  only in processes with a device
+def _slow_down(seconds: float) -> None:
+    """Let each kernel that this thread launches from now on take at least so long."""
+    from tests.support.ascend.host_kernels.dispatch import host  # noqa: PLC0415  only in processes with a device
 
-        host.launch(partial(time.sleep, seconds))
+    host.slow_down(seconds)

@@ -135,7 +135,7 @@ BALANCE = Deployment(
     ),
 )
 
-#: By which tests have the streams of D below lag, and leave out its waits.
+#: By which tests slow down the kernels of D below, and leave out its waits.
 D_FAULTS = FaultSwitch(Path(tempfile.gettempdir()) / f"ascend-sim-faults-{os.getpid()}.json")
 
 _D = on_npu(replace(_peer(), role="kv_consumer"), device_blocks=20, host_blocks=64)

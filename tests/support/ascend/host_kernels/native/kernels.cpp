@@ -11,6 +11,7 @@
 //     alias(tensor)     a CPU tensor over a device tensor's memory, once the current stream has done its work
 //     view(tensor)      the same, without waiting: for use in what is launched
 //     launch(function)  call a Python function on the current stream
+//     slow_down(seconds)   how long each kernel takes at least that this thread launches from now on
 //     reach(address, size)   the address at which the host reaches device memory
 //
 // SIMACL_TRACE=1 prints the name of each operator when it first runs, and whether it was queued.
@@ -235,5 +236,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("alias", &alias);
   module.def("view", &view);
   module.def("launch", &launch_python);
+  module.def("slow_down", [](double seconds) { kernel_seconds = seconds; });
   module.def("reach", &reach);
 }
