@@ -1,11 +1,22 @@
 """Runs every benchmark in turn: ``python -m benchmarks``."""
 
-from benchmarks import batch_copy, host_blocks, host_step, multi_turn, planning, pull, reshape, unequal, waiting
+from benchmarks import batch_copy, beside, host_blocks, host_step, multi_turn, planning, pull, reshape, unequal, waiting
 
 
 def main() -> None:
     """Run all, with their default arguments."""
-    for benchmark in (batch_copy, host_blocks, host_step, planning, pull, reshape, unequal, waiting, multi_turn):
+    for benchmark in (
+        batch_copy,
+        host_blocks,
+        host_step,
+        planning,
+        pull,
+        beside,
+        reshape,
+        unequal,
+        waiting,
+        multi_turn,
+    ):
         print(f"== {benchmark.__name__.rpartition('.')[2]}")
         benchmark.main()
 
