@@ -30,12 +30,14 @@ LIMITS = {
     # Four connections to a peer take one descriptor each at a time, so depth wins nothing; above 1,024 the connection
     # can break for good. Longer sleeps leave the cores to the threads that move the bytes (500 us: 5-10% faster than
     # 100 us above 1 ms); shorter ones do not pay off (20 us: 10-15% slower).
-    # 6 ms are 8 MB, and each call half of that. A link has connections of its own, which share the wire with those of
-    # another link whatever is in flight, so less would not let a short read through sooner.
+    # 10 ms are 13 MB, and each call half of that. A link has connections of its own, which share the wire with those of
+    # another link whatever is in flight, so less would not let a short read through sooner (100 tokens beside 100,000:
+    # 1.9 times their time alone with 10 ms, 2.2 times with 6).
     # Pieces are small against a call, so that all connections have some of it to the end. They also bound what may
     # still be in progress when the last descriptor of a call is done, and so how far a read can overrun its timeout.
     # Lower quartiles of 120 reads of 47 x 737 KB on a busy machine, in turns: 15.6 ms whole and without a bound; in
     # pieces of 256 KiB with 3 ms in flight 17.1, with 5 ms 16.7, with 8 ms 16.4; in pieces of 512 KiB with 6 ms 18.0.
+    # Of 70 reads in another run: 16.4 without a bound, 16.8 with 6 ms, 16.3 with 10 ms.
     "tcp": Limits(256, 1024, 10e-3, 1024, 50e-6, 500e-6, 256 << 10),
     # What is in flight must last for a sleep at the rate of the wire, or the wire waits: 2,048 descriptors of 4 KiB and
     # 200 us are 42 GB/s, more than a NIC of 200 Gbit/s carries and than one thread submits. The queue pairs hold 512

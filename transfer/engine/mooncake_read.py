@@ -52,7 +52,6 @@ class MooncakeRead:
         self._copies = copies
         self._limits = limits
         self._window = window
-        self._flow = window.enter()  # until ``run`` returns
         #: [descriptors + 1]: predicted seconds before each descriptor, and of all.
         self._before_s = np.concatenate([[0.0], np.cumsum(cost.alpha + cost.beta * copies.sizes)])
         self._later_s = cost.beta * later_bytes
@@ -60,6 +59,7 @@ class MooncakeRead:
         self._calls_made = 0
         self._submitted = 0  # descriptors
         self._started = time.monotonic()
+        self._flow = window.enter()  # until ``run`` returns
 
     @property
     def in_flight(self) -> list[ReadBatch]:

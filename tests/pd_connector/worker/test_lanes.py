@@ -313,7 +313,7 @@ def test_the_next_pull_has_links_of_its_own_that_were_opened_before(site: Site, 
     long, short = (prefill.prefill(name, THEIRS) for name in ("long", "short"))
     session = site.session(worker, long)
     session.submit(an_order("long", long, FIRST))
-    until(lambda: len(worker.engine._links) == 2)
+    until(lambda: site.fabric.reads == 1 and len(worker.engine._links) == 2)
     session.submit(an_order("short", short, SECOND))
     assert worker.next_end().request_id == "short"
     gate.set()
