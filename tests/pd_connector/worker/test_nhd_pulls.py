@@ -20,7 +20,7 @@ from layout.geometry import Region
 from layout.plan import BlockTable, compile_plans
 from layout.regions import RegionTable
 from layout.sharding import choose_sources
-from pd_connector.worker import remote_reader
+from pd_connector.worker import device_memory, remote_reader
 from pd_connector.worker.remote_reader import SLOTS, RemoteReader
 from tests.support.connector.nhd_pulls import LocalWire, Tables, pull_nhd
 from tests.support.layout.nhd import NHD_FORMS, Allocate, NhdEngine, NhdModel, NhdRank, on_the_cpu
@@ -210,7 +210,7 @@ def test_any_two_engines(drawn: tuple[NhdRank, list[NhdRank], Tables, bool], pag
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(remote_reader, "mapped_segments", lambda device: [whole] if segmented else [])
         patch.setattr(remote_reader, "AREAS_PER_WINDOW", areas)
-        patch.setattr(remote_reader, "ALIGNMENT", 4096)  # so that windows are small
+        patch.setattr(device_memory, "ALIGNMENT", 4096)  # so that windows are small
         reader = RemoteReader.with_device_staging(ASCEND, regions, pages * SLOTS * 8192, local.tensors)
     for read in pull_nhd(reader, local, remotes, tables):
         assert isinstance(reader._copy, TensorCopier)
