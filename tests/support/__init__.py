@@ -5,6 +5,7 @@ For all tests:
     memory                  memory filled with noise, and descriptors between two places of it
     sources                 the source files of this project, and what each of them imports
     process                 what this process holds (threads, files, sockets), and free ports
+    pure_vllm               unpacks the Python files of a vLLM that cannot be installed here
     releases                tests of what only some releases of vLLM have, and the environments of other releases
 
 The names of vLLM that the connector uses (``tests/versions``):

@@ -18,6 +18,12 @@ def since(version: tuple[int, int], what: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(version > INSTALLED, reason=f"vLLM has {what} since {major}.{minor}")
 
 
+def before(version: tuple[int, int], what: str) -> pytest.MarkDecorator:
+    """Skip a test on vLLM since ``version``, which ``what`` came with."""
+    major, minor = version
+    return pytest.mark.skipif(version <= INSTALLED, reason=f"vLLM has {what} since {major}.{minor}")
+
+
 def interpreter(release: str) -> Path:
     """The Python of the environment that ``make test-versions`` makes of a release."""
     return Path(__file__).parents[2] / f".venv-vllm-{release}" / "bin" / "python"

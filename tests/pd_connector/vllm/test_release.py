@@ -48,6 +48,14 @@ def test_other_releases_are_taken_for_the_nearest(
     assert type(release.release_of(version)) is nearest
 
 
+@pytest.mark.parametrize("numbers", [(0, 0, "dev"), (0, 1, "dev1", "g0123abc")])
+def test_a_build_that_does_not_know_its_version_is_taken_for_the_newest(
+    numbers: tuple[object, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vllm.version.__version_tuple__", numbers)
+    assert release.installed_version() is None
+
+
 @pytest.mark.parametrize(
     ("version", "warned"), [("0.29.1", True), ("0.30.2", False), ("0.33.0", False), ("0.34.0", True), ("dev", True)]
 )
@@ -124,6 +132,24 @@ def test_host_blocks_tell_events_where_the_devices_do_and_name_their_medium(
 def test_of_what_is_computed_whole_blocks_are_cached(installed: release.VllmRelease) -> None:
     host = installed.host_coordinator(CONFIG, make_manager(SETUP), slots=7)
     assert [installed.cacheable_tokens(host, computed, 0) for computed in (0, 8, 15, 16)] == [0, 8, 8, 16]
+
+
+@pytest.mark.parametrize("setup", [SETUP, Setup()], ids=["two groups", "one group"])
+@pytest.mark.parametrize(("drafts", "reprefillable"), [(False, 0), (True, 0), (True, 3)])
+def test_as_many_tokens_count_as_cached_as_vllm_caches(
+    installed: release.VllmRelease, setup: Setup, drafts: bool, reprefillable: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host = installed.host_coordinator(CONFIG, make_manager(setup), slots=7)
+    host.num_reprefillable_tokens = reprefillable
+    cached: list[int] = []
+    for manager in host.single_type_managers:
+        manager.use_eagle = drafts
+        monkeypatch.setattr(manager, "cache_blocks", lambda request, tokens, **_: cached.append(tokens))
+    request = make_request(setup, "r", range(30))
+    for computed in range(31):
+        cached.clear()
+        host.cache_blocks(request, computed)
+        assert cached == [installed.cacheable_tokens(host, computed, group) for group in range(len(setup.groups))]
 
 
 def test_hashes_of_larger_blocks_are_made_of_those_of_smaller_ones(installed: release.VllmRelease) -> None:

@@ -17,6 +17,7 @@ from pd_connector.stats import StatsRecorder
 from pd_connector.vllm.cache_groups import Ranks
 from pd_connector.worker import worker as worker_half
 from pd_connector.worker.worker import ConnectorWorker
+from tests.support.connector.cpu_layers import cpu_only
 from tests.support.connector.vllm_engine import BLOCK_TOKENS, CACHES, LAYERS, a_config
 from tests.support.engine.in_process import InProcessEngine, InProcessFabric
 
@@ -48,6 +49,7 @@ def staged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Staged:
     return start
 
 
+@cpu_only
 def test_beside_caches_in_host_memory_it_is_host_memory(staged: Staged) -> None:
     (buffer,) = staged("kv_consumer", on_host=True, staging_bytes=5 * 4096)
     assert buffer.size == 5 * 4096
@@ -59,7 +61,7 @@ def test_elsewhere_it_is_on_the_device_of_the_caches(staged: Staged) -> None:
     assert buffer.address % HUGE_PAGE == 0
 
 
-@pytest.mark.parametrize("on_host", [False, True])
+@pytest.mark.parametrize("on_host", [False, pytest.param(True, marks=cpu_only)])
 def test_who_pulls_nothing_or_wants_none_has_none(staged: Staged, on_host: bool) -> None:
     assert staged("kv_producer", on_host=on_host) == []
     assert staged("kv_consumer", on_host=on_host, staging_bytes=0) == []

@@ -18,6 +18,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+import vllm.platforms
 from vllm.config import KVTransferConfig, VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import SamplingParams
@@ -59,10 +60,13 @@ _hasher = get_request_block_hasher(_BLOCK_TOKENS, sha256_cbor)
 @cache
 def _config() -> VllmConfig:
     model = write_model(Path(mkdtemp()) / "model", DEFAULT_MODEL)
-    return EngineArgs(
+    arguments = EngineArgs(
         model=str(model), dtype="float32", max_model_len=512, max_num_batched_tokens=256, max_num_seqs=16,
         block_size=16, enforce_eager=True, enable_prefix_caching=True,
-    ).create_engine_config()  # fmt: skip
+    )  # fmt: skip
+    # A vLLM without its compiled parts has no platform.
+    with patch.object(vllm.platforms.current_platform, "device_type", "cpu"):
+        return arguments.create_engine_config()
 
 
 def _stamps(tokens: list[int]) -> Iterator[int]:
