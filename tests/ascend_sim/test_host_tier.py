@@ -7,7 +7,7 @@ import pytest
 from tests.support.ascend.servers import LAZY_HOST, NPU_BLOCK_SIZE, ONE_RANK
 from tests.support.e2e.cluster import Server
 from tests.support.e2e.deployments import on
-from tests.support.e2e.pair import Pair, assert_same_output, make_prompt
+from tests.support.e2e.pair import Pair, assert_same_output, make_prompt, wait_until_at_rest
 
 p_and_d = pytest.mark.parametrize("pair", [("P", "D")], indirect=True, ids="-".join)
 
@@ -42,7 +42,11 @@ class TestBesidePulls:
     def test_a_prompt_comes_from_the_device_host_memory_and_the_prefill_server(self, pair: Pair) -> None:
         prompt = make_prompt(1700, (pair.name, "three sources"))
         pair.decode.client.complete(prompt[:1280], 1)
-        evict(pair.decode, "three sources", pair.decode.client.cache_blocks() - 6)  # the last of a prompt go first
+        wait_until_at_rest(pair.decode)
+        pair.decode.client.complete(
+            prompt[:1280], 1
+        )  # no store holds blocks of it now: its last ones are evicted first
+        evict(pair.decode, "three sources", pair.decode.client.cache_blocks() - 6)
         with pair.traffic() as traffic:
             completion = pair.disaggregate(prompt)
         on_device = traffic.source("local_cache_hit")
