@@ -63,8 +63,8 @@ class _Lane:
 class PeerSession:
     """Begins the pulls from one prefill engine in the order in which they are submitted, up to ``LANES`` at once.
 
-    There is a lane more than pulls under way, if possible: its links are open when the next pull comes. A lane other
-    than the first that cannot open its links ends, and leaves the pulls to the others.
+    If possible, one lane more is open than there are pulls under way: its links are ready when the next pull comes. A
+    lane other than the first that cannot open its links when it starts ends, and leaves the pulls to the others.
 
     ``submit``, ``close`` and ``join`` belong to one thread; the pulls run on the session's own.
     """

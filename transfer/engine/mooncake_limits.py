@@ -35,9 +35,8 @@ LIMITS = {
     # 1.9 times their time alone with 10 ms, 2.2 times with 6).
     # Pieces are small against a call, so that all connections have some of it to the end. They also bound what may
     # still be in progress when the last descriptor of a call is done, and so how far a read can overrun its timeout.
-    # Lower quartiles of 120 reads of 47 x 737 KB on a busy machine, in turns: 15.6 ms whole and without a bound; in
-    # pieces of 256 KiB with 3 ms in flight 17.1, with 5 ms 16.7, with 8 ms 16.4; in pieces of 512 KiB with 6 ms 18.0.
-    # Of 70 reads in another run: 16.4 without a bound, 16.8 with 6 ms, 16.3 with 10 ms.
+    # Reads of 47 x 737 KB, lower quartiles against no bound and whole descriptors: in pieces of 256 KiB with 3 ms in
+    # flight 10% slower, with 5 ms 7%, with 8 ms 5%, with 10 ms alike; in pieces of 512 KiB with 6 ms 15% slower.
     "tcp": Limits(256, 1024, 10e-3, 1024, 50e-6, 500e-6, 256 << 10),
     # What is in flight must last for a sleep at the rate of the wire, or the wire waits: 2,048 descriptors of 4 KiB and
     # 200 us are 42 GB/s, more than a NIC of 200 Gbit/s carries and than one thread submits. The queue pairs hold 512

@@ -4,7 +4,8 @@ A read is submitted in calls. What is in flight is bounded in descriptors, as th
 time. So a read that begins has little in front of it, wherever the queue is: in this process, on the wire or at the
 peer. Calls of one read overlap, so that the bound leaves no gap.
 
-    - A read may always have one call in flight. So none starves, and one that hangs holds up no other.
+    - A read may always have one call in flight, as long as descriptors are left: the time in flight never keeps it out.
+      One that hangs takes no more than its share of the time, but may take many descriptors if they are small.
     - Room for more goes to the read that has the least left: shortest remaining time first.
 
 Arithmetic and counters only: knows no transport, never waits. A read that gets no room asks again when it looks at its
