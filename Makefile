@@ -167,7 +167,7 @@ $(NPU_SIM)/installed: tests/npu_sim/requirements.txt
 	@touch $@
 
 # Real vllm-ascend and torch_npu without an NPU: tests/support/ascend/environment.py says what it consists of.
-$(ASCEND_SIM)/installed: tests/support/ascend/requirements.txt tests/support/ascend/environment.py
+$(ASCEND_SIM)/installed: tests/support/ascend/requirements.txt tests/support/ascend/environment.py | $(STAMPS)/libibverbs
 	@command -v $(PYTHON311) >/dev/null || { \
 		echo 'vllm-ascend wants Python 3.11, and there is no $(PYTHON311). Name one: make $(MAKECMDGOALS) PYTHON311=/path/to/python3.11' >&2; \
 		exit 1; }

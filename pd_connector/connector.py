@@ -286,7 +286,8 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA):
 
         ``start_load_kv`` would be later: vLLM calls it after launching the forward pass. Starting here is safe. Pulls
         and loads write to blocks that no forward pass touches (vLLM defers the reuse of freed blocks for consumers, or
-        pulls wait for the work that the device was given before; copies always do), and stores read what earlier steps have written.
+        pulls wait for the work that the device was given before, as copies always do), and stores read what earlier
+        steps have written.
         """
         super().bind_connector_metadata(connector_metadata)
         assert isinstance(connector_metadata, StepMetadata)

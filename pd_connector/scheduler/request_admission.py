@@ -88,7 +88,7 @@ class RequestAdmission(SchedulerRole):
         self._has_allocated = False  # whether a request was given blocks in this step
         self._loading: set[str] = set()  # requests that hold blocks into which tokens arrive
         self._arrived: dict[str, bool] = {}  # those whose tokens have; whether they have waited for a whole step since
-        self._failed: set[str] = set()  # those whose tokens have not, after all: vLLM may have freed their blocks
+        self._failed: set[str] = set()  # those whose tokens have not: vLLM may have freed their blocks
         self._holds = False  # whether a request was told to wait in this step
         self._holds_prefills = False  # in this step: those behind the first one that is held wait too
         self._is_short = False  # whether the last step ended with a request that was not given blocks

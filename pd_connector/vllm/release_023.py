@@ -36,8 +36,8 @@ class Release023(Release030):
     """vLLM 0.23, alone or under vllm-ascend 0.23."""
 
     limits = (
-        "each layer's KV cache stays apart, because connectors cannot ask for layouts (cross_layer_blocks has no "
-        "effect; they can since vLLM 0.30)",
+        "connectors cannot ask for layouts (they can since vLLM 0.30), so except on NPU each layer's KV cache stays "
+        "apart",
         "a request may be preempted for blocks that a store in host memory would have freed a few steps later",
         *Release030.limits,
     )

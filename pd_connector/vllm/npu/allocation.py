@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(f"vllm.{__name__}")
 
 _RUNNER_MODULE = "vllm_ascend.worker.model_runner_v1"
+_APART = "PDConnector: each layer's KV cache is allocated apart: %s"
 
 
 class JoinedCaches(dict[str, Any]):
@@ -89,7 +90,12 @@ def _hook_runner() -> None:
 
     def allocate_kv_caches(self: Any, kv_cache_config: Any) -> Any:
         """Return the caches of all layers together, or what the runner itself allocates."""
-        joined = _joined_caches(self, kv_cache_config, allocate, reshape)
+        joined = None
+        if type(self) is runner:
+            joined = _joined_caches(self, kv_cache_config, allocate, reshape)
+        elif cross_layer_blocks(self.vllm_config):
+            # Xlite's runner, for example, gives the caches to code that takes them to be dense.
+            logger.info(_APART, f"{type(self).__name__} may use them in ways that are not checked")
         return allocate(self, kv_cache_config) if joined is None else joined
 
     def reshape_kv_caches(self: Any, kv_cache_config: Any, raw: Any, *args: Any, **kwargs: Any) -> Any:
@@ -108,20 +114,20 @@ def _joined_caches(
         return None
     from pd_connector.vllm.npu.cache_form import LayersApartError  # noqa: PLC0415  imports torch
 
-    apart = "PDConnector: each layer's KV cache is allocated apart: %s"
     try:
         started = time.monotonic()
         form = _form(runner, kv_cache_config, allocate, reshape)
         if found := _failed_check(runner, form):
-            logger.warning(apart, f"the attention operators fail their check on caches of all layers together: {found}")
+            failed = "the attention operators fail their check on caches of all layers together"
+            logger.warning(_APART, f"{failed}: {found}")
             return None
         elapsed_ms = (time.monotonic() - started) * 1e3
         caches = _allocate_together(form, runner.device)
     except LayersApartError as reason:
-        logger.info(apart, reason)
+        logger.info(_APART, reason)
         return None
     except Exception as error:  # the server must start even if vllm-ascend is not as this module expects
-        logger.warning(apart, f"the attention operators could not be checked ({type(error).__name__}: {error})")
+        logger.warning(_APART, f"the attention operators could not be checked ({type(error).__name__}: {error})")
         return None
     logger.info(
         "PDConnector: the KV caches of %d layers are allocated together, %d bytes of each block in %d runs; the "

@@ -79,6 +79,15 @@ def descriptors(model: RunnerModel, caches: dict[str, Any]) -> list[int]:
 # Together
 
 
+def test_a_runner_of_another_class_keeps_its_layers_apart(runner_class: Any, log: pytest.LogCaptureFixture) -> None:
+    model = RunnerModel()
+    other = type("XliteModelRunner", (runner_class,), {})
+    together, apart = caches_of(runner_class(model)), caches_of(other(model))
+    assert not together["l0"][0].is_contiguous()
+    assert len(descriptors(model, apart)) > len(descriptors(model, together))
+    assert "allocated apart: XliteModelRunner may use them" in log.text
+
+
 @pytest.mark.parametrize("model", [RunnerModel(), MLA])
 def test_a_pull_has_one_descriptor_for_each_block_and_part(runner_class: Any, model: RunnerModel) -> None:
     together = caches_of(runner_class(model))
