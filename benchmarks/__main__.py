@@ -1,24 +1,85 @@
-"""Runs every benchmark in turn: ``python -m benchmarks``."""
+"""Runs benchmarks in turn and writes what they measured to benchmarks/results: ``python -m benchmarks [NAME ...]``.
 
-from benchmarks import batch_copy, beside, host_blocks, host_step, multi_turn, planning, pull, reshape, unequal, waiting
+A benchmark that is started by itself (``python -m benchmarks.pull --rounds 50``) prints and writes nothing.
+"""
+
+import argparse
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks import (
+    batch_copy,
+    beside,
+    host_blocks,
+    host_step,
+    legs,
+    multi_turn,
+    planning,
+    pull,
+    record,
+    reshape,
+    serving,
+    unequal,
+    waiting,
+)
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """A benchmark's ``main``, and the words of its command line."""
+
+    main: Callable[[Sequence[str] | None], dict[str, Any]]
+    words: tuple[str, ...] = ()
+
+    @property
+    def module(self) -> str:
+        """The module's name, as ``python -m`` takes it."""
+        return f"benchmarks.{self.main.__module__.rpartition('.')[2]}"
+
+
+#: By the names of their results' files.
+BENCHMARKS: Mapping[str, Benchmark] = {
+    "batch_copy": Benchmark(batch_copy.main),
+    "host_blocks": Benchmark(host_blocks.main),
+    "host_step": Benchmark(host_step.main),
+    "planning": Benchmark(planning.main),
+    "pull": Benchmark(pull.main),
+    "pull_verified": Benchmark(pull.main, ("--verify", "--rounds", "15")),
+    "beside": Benchmark(beside.main),
+    "reshape": Benchmark(reshape.main),
+    "unequal": Benchmark(unequal.main),
+    "waiting": Benchmark(waiting.main),
+    "legs": Benchmark(legs.main, ("--repeats", "11")),
+    "legs_slow_network": Benchmark(legs.main, ("--repeats", "5", "--bytes-per-s", "2e8")),
+    "multi_turn": Benchmark(multi_turn.main),
+    "serving": Benchmark(serving.main),
+    "multi_turn_lazy": Benchmark(multi_turn.main, ("--store", "lazy")),
+}
+
+
+def run(name: str) -> None:
+    """Run one and write its file."""
+    benchmark = BENCHMARKS[name]
+    print(f"== {name}")
+    start = time.monotonic()
+    with record.kept_output() as output:
+        figures = benchmark.main(benchmark.words)
+    seconds = time.monotonic() - start
+    record.write(name, (benchmark.module, *benchmark.words), figures, output.kept, seconds=seconds)
 
 
 def main() -> None:
-    """Run all, with their default arguments."""
-    for benchmark in (
-        batch_copy,
-        host_blocks,
-        host_step,
-        planning,
-        pull,
-        beside,
-        reshape,
-        unequal,
-        waiting,
-        multi_turn,
-    ):
-        print(f"== {benchmark.__name__.rpartition('.')[2]}")
-        benchmark.main()
+    """Run those that are named, or all."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(BENCHMARKS)}; all if none")
+    names = parser.parse_args().names or list(BENCHMARKS)
+    unknown = [name for name in names if name not in BENCHMARKS]
+    if unknown:
+        parser.error(f"there is no benchmark {unknown[0]!r}; there are {', '.join(BENCHMARKS)}")
+    for name in names:
+        run(name)
 
 
 if __name__ == "__main__":

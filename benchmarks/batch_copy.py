@@ -13,7 +13,8 @@ import ctypes
 import statistics
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -51,8 +52,9 @@ def seconds(action: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def rates(copier: BatchCopier, target: Region, source: Region, rounds: int) -> None:
-    """A line for each size of block."""
+def rates(copier: BatchCopier, target: Region, source: Region, rounds: int) -> dict[str, float]:
+    """A line for each size of block; what share of one memcpy a batch reaches, by the size in KiB."""
+    shares = {}
     print(f"{target.size >> 20} MiB, median of {rounds}; target {TARGET:.0%} of one memcpy from 32 KiB on")
     print(f"  {'block':>9s} {'batch':>12s} {'copy_ loop':>12s} {'one memcpy':>12s}")
     for size in BLOCKS:
@@ -79,8 +81,10 @@ def rates(copier: BatchCopier, target: Region, source: Region, rounds: int) -> N
         medians = [statistics.median(times) for times in spent]
         share = medians[2] / medians[0]
         verdict = "" if size < TARGET_FROM else "reached" if share >= TARGET else "MISSED"
+        shares[str(size >> 10)] = share
         columns = " ".join(f"{target.size / median / 1e9:7.2f} GB/s" for median in medians)
         print(f"  {size >> 10:5d} KiB {columns}   {share:5.0%} of memcpy  {verdict}")
+    return shares
 
 
 def hand_over(copier: BatchCopier, target: Region, source: Region, rounds: int) -> None:
@@ -113,12 +117,12 @@ def hand_over(copier: BatchCopier, target: Region, source: Region, rounds: int) 
     busy.join()
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> dict[str, Any]:
     """Run and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--megabytes", type=int, default=256)
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(words)
     size = arguments.megabytes << 20
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -126,10 +130,12 @@ def main() -> None:
     for value, memory in enumerate((target, source)):
         ctypes.memset(memory.region.address, value, size)
     with open_copier(Backend.HOST, Direction.DEVICE_TO_HOST) as copier:
-        rates(copier, target.region, source.region, arguments.rounds)
+        shares = rates(copier, target.region, source.region, arguments.rounds)
         print(f"\nhanding over {DESCRIPTORS:,} descriptors, target {HAND_OVER_MS:.0f} ms")
         hand_over(copier, target.region, source.region, 4 * arguments.rounds)
     torch.set_num_threads(threads)
+    large = [share for size, share in shares.items() if int(size) >= TARGET_FROM >> 10]
+    return {"share_of_memcpy": shares, "from_32_kib": {"least": min(large), "most": max(large)}}
 
 
 if __name__ == "__main__":

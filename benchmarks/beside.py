@@ -10,6 +10,8 @@ import multiprocessing as mp
 import random
 import statistics
 import time
+from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 
@@ -67,13 +69,13 @@ class Bench:
         self._process.join(10)
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> dict[str, Any]:
     """Run and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--long", type=int, default=100_000, help="tokens")
     parser.add_argument("--short", type=int, default=100, help="tokens")
     parser.add_argument("--rounds", type=int, default=3, help="long pulls")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(words)
     bench = Bench(arguments.long, arguments.short)
     for blocks in (bench.long, bench.short):
         bench.seconds(bench.begin(blocks))  # warm
@@ -93,6 +95,7 @@ def main() -> None:
     print(f"  {'the long one, with short ones':32s} median {1e3 * statistics.median(long_beside):9.2f} ms")
     print(f"  beside / alone: {statistics.median(beside) / statistics.median(alone):.2f}")
     bench.close()
+    return {}
 
 
 if __name__ == "__main__":

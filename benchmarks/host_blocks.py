@@ -4,8 +4,11 @@ Compiled once, when a worker's caches are known; descriptors are made for every 
 loaded, beside the model. Only addresses: no memory is touched.
 """
 
+import argparse
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -109,8 +112,9 @@ def measure_compiling(layout: str) -> str:
     return f"{layout:6} " + "  ".join(columns)
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> dict[str, Any]:
     """Measure all cases, one line each."""
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args(words)
     print("descriptors of a batch, median milliseconds")
     print("layout layers  blocks  ids      descriptors    stores     loads")
     for case in CASES:
@@ -119,6 +123,7 @@ def main() -> None:
     print("       16 tokens, fused   16, K and V    64, fused       64, K and V")
     for layout in COMPILED_LAYOUTS:
         print(measure_compiling(layout))
+    return {}
 
 
 if __name__ == "__main__":

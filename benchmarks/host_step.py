@@ -206,7 +206,11 @@ def line(name: str, samples: Samples, target_ms: float | None = None) -> str:
     )
 
 
-def scheduler_side(clock: Clock, steps: int) -> None:
+def scheduler_side(clock: Clock, steps: int) -> dict[str, Any]:
+    """Print both tables, and return medians in milliseconds."""
+    together: dict[str, float] = {}
+    vllm_ms: dict[str, float] = {}
+    left: dict[str, Any] = {}
     init_none_hash(sha256)
     gc.collect()
     gc.freeze()  # what was imported is not looked through again and again: as vLLM's engine core does
@@ -217,15 +221,26 @@ def scheduler_side(clock: Clock, steps: int) -> None:
           + f"   {'median':>7} {'mean':>7} {'p99':>7}   {'median':>7}")  # fmt: skip
     for mode in MODES:
         for running in RUNNING:
-            print(line(f"{mode}, {running} decode", decode_steps(clock, mode, running, steps), DECODE_MS))
+            samples = decode_steps(clock, mode, running, steps)
+            print(line(f"{mode}, {running} decode", samples, DECODE_MS))
+            keep(samples, f"{mode}, {running}", together, vllm_ms)
         samples = decode_steps(clock, mode, MAX_REQUESTS, steps, in_phase=True)
         print(line(f"{mode}, {MAX_REQUESTS} decode in phase", samples, DECODE_MS))
-        print(line(f"{mode}, {STEP_TOKENS:,} tokens of a prompt", prefill_steps(clock, mode, steps)))
+        samples = prefill_steps(clock, mode, steps)
+        print(line(f"{mode}, {STEP_TOKENS:,} tokens of a prompt", samples))
+        keep(samples, f"{mode}, prompt", together, vllm_ms)
     print("\nscheduler's thread, ms when a request leaves; median and worst, and what vLLM takes to free its blocks")
     for blocks in (64, 512, 4096):
         tier, vllm = leaving(clock, blocks)
         print(f"  eager, {blocks:5,} blocks   {spread(tier)}   {spread(vllm)}")
+        left[str(blocks)] = {"tier_ms": statistics.median(tier), "vllm_ms": statistics.median(vllm)}
     gc.unfreeze()
+    return {"step_ms": together, "vllm_step_ms": vllm_ms, "leaving": left}
+
+
+def keep(samples: Samples, name: str, together: dict[str, float], vllm_ms: dict[str, float]) -> None:
+    """Add a row's medians to the figures."""
+    together[name], vllm_ms[name] = statistics.median(samples.together), statistics.median(samples.allocate)
 
 
 @dataclass(frozen=True)
@@ -296,7 +311,9 @@ class Worker:
         self._copies.close()
 
 
-def worker_side(clock: Clock, rounds: int) -> None:
+def worker_side(clock: Clock, rounds: int) -> dict[str, float]:
+    """Print the table, and return the medians of stores in milliseconds, by layers apart and blocks."""
+    figures = {}
     print(f"\nmodel's thread, ms a store; median and worst of {rounds}, while the copier's thread is busy")
     print(f"blocks at random places; target for {DESCRIPTORS:,} descriptors: a median of less than {HAND_OVER_MS} ms")
     print(f"  {'runs a block':>12} {'blocks':>6} {'descriptors':>11}   {'store':>15}   {'look':>15}   busy")
@@ -307,6 +324,7 @@ def worker_side(clock: Clock, rounds: int) -> None:
         worker = Worker(device.region, host.region, case.layers, clock)
         store, look, busy = zip(*[worker.measure(case.blocks) for _ in range(rounds + 1)][1:], strict=True)
         worker.close()
+        figures[f"{case.layers}x{case.blocks}"] = statistics.median(store)
         verdict = "reached" if statistics.median(store) < HAND_OVER_MS else "MISSED"
         print(
             f"  {case.layers:12} {case.blocks:6,} {case.descriptors:11,}   {spread(store)}   {spread(look)}   "
@@ -314,18 +332,18 @@ def worker_side(clock: Clock, rounds: int) -> None:
         )
     device.close()
     host.close()
+    return figures
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> dict[str, Any]:
     """Run and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--clock", choices=("wall", "thread"), default="wall")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(words)
     clock = time.thread_time if arguments.clock == "thread" else time.perf_counter
-    scheduler_side(clock, arguments.steps)
-    worker_side(clock, arguments.rounds)
+    return {"scheduler": scheduler_side(clock, arguments.steps), "store_ms": worker_side(clock, arguments.rounds)}
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from examples.quickstart import metrics, model, questions
 from examples.quickstart.servers import Server, ServerFailed, Servers, free_ports
@@ -267,9 +268,42 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(words)
 
 
-def main() -> None:
-    """Run and print."""
-    arguments = parse()
+def kept_figures(variants: Sequence[Variant], sizes: Sizes) -> dict[str, Any]:
+    """What ``report`` prints, as it is kept. A ratio is of the connector without host memory to that with it."""
+    reference = [answer.text for turn in variants[0].answers for answer in turn]
+    servers = {variant.name: figures_of(variant, reference, sizes) for variant in variants}
+    without, tier = servers[WITHOUT], servers[WITH]
+    ratios = {
+        "first_turn": without["first_turn_ms"]["p50"] / tier["first_turn_ms"]["p50"],
+        "later_turns_p50": without["later_turns_ms"]["p50"] / tier["later_turns_ms"]["p50"],
+        "later_turns_p90": without["later_turns_ms"]["p90"] / tier["later_turns_ms"]["p90"],
+        "ms_a_token": without["ms_a_token"] / tier["ms_a_token"],
+        "computed": without["prompt_tokens"]["computed"] / max(tier["prompt_tokens"]["computed"], 1),
+    }
+    return {"answers": len(reference), "servers": servers, "ratios": ratios}
+
+
+def figures_of(variant: Variant, reference: Sequence[str], sizes: Sizes) -> dict[str, Any]:
+    """One server's figures; ``reference`` are the first one's answers."""
+    texts = (answer.text for turn in variant.answers for answer in turn)
+    return {
+        "first_turn_ms": percentiles(variant.first_token_ms([0])),
+        "later_turns_ms": percentiles(variant.first_token_ms(range(1, sizes.turns))),
+        "ms_a_token": variant.decode_ms,
+        "prompt_tokens": {label: variant.prompt_tokens(source) for source, label in SOURCES.items()},
+        "equal": sum(one == other for one, other in zip(texts, reference, strict=True)),
+    }
+
+
+def percentiles(values: Sequence[float]) -> dict[str, float]:
+    """Of few values, the 99th is nearly the longest."""
+    cuts = statistics.quantiles(values, n=100, method="inclusive")
+    return {f"p{rank}": round(cuts[rank - 1], 1) for rank in (50, 90, 99)}
+
+
+def main(words: Sequence[str] | None = None) -> dict[str, Any]:
+    """Run and print, and return the figures."""
+    arguments = parse(words)
     try:
         if not model.is_made(MODEL):
             model.make(MODEL)
@@ -295,6 +329,7 @@ def main() -> None:
         sys.exit(f"{error}. The end of its log in {LOGS}:\n{error.log_tail}")
     report(variants, sizes)
     print(f"{ready - start:.0f} s to start the servers, {ended - ready:.0f} s of chat")
+    return kept_figures(variants, sizes)
 
 
 if __name__ == "__main__":

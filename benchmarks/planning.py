@@ -5,10 +5,12 @@ of the decode workers, which share the interpreter with the model. Both together
 of all the ranks that a pull reads from together.
 """
 
+import argparse
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -130,8 +132,9 @@ def measure(case: Case) -> str:
     )
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> dict[str, Any]:
     """Measure all cases, one line each."""
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args(words)
     warm_up()
     print(f"{LAYERS} layers, {KV_HEADS} KV heads of 2 x 128 x {ITEM_SIZE} bytes, blocks of {BLOCK_TOKENS} tokens")
     print("milliseconds; sum: instantiating and scheduling, with staging or without, whichever takes longer")
@@ -140,6 +143,7 @@ def main() -> None:
     )
     for case in CASES:
         print(measure(case))
+    return {}
 
 
 if __name__ == "__main__":

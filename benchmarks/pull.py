@@ -15,7 +15,7 @@ import multiprocessing as mp
 import statistics
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any, cast
@@ -101,7 +101,7 @@ def serve(pipe: Connection, blocks: int, tokens: int, packed: bool) -> None:
         block_ids, verify = asked
         leases.collect()
         request = _Request(f"r{number}", min(tokens, len(block_ids) * BLOCK_TOKENS))
-        pipe.send(service.grant(cast("Any", request), (block_ids,), None, HOST, server.port))
+        pipe.send(service.grant(cast("Any", request), (block_ids,), None, (HOST, server.port)))
         for order in service.checksums.take_orders():
             if verify:
                 sums = checksums.sums(order.block_ids, 0, order.end_token, threading.Event())
@@ -244,13 +244,13 @@ def _plain_mooncake() -> Any:
     return engine
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> dict[str, Any]:
     """Run and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=1500)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--verify", action="store_true", help="pulls with and without checksums, in turn")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(words)
     bench = Bench(arguments.tokens, packed=not arguments.verify)
     warm_up, measured = Measured(), Measured()
     for round_number in range(-3, arguments.rounds):
@@ -265,6 +265,8 @@ def main() -> None:
     print("the last column is the rate as a share of one contiguous read through our engine; target 85%")
     measured.report(bench.size, CONTIGUOUS)
     bench.close()
+    seconds = {name.strip(): statistics.median(values) for name, values in measured.seconds.items()}
+    return {"megabytes": bench.size / 1e6, "ms": {name: 1e3 * median for name, median in seconds.items()}}
 
 
 if __name__ == "__main__":

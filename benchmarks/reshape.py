@@ -10,8 +10,9 @@ import argparse
 import ctypes
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -122,11 +123,11 @@ def plan(case: Case, rounds: int) -> None:
     print(f"  {name:30s} {len(copies):8,} planned in {1e3 * median:6.2f} ms\n      {result.describe()}")
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> dict[str, Any]:
     """Run and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=15)
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(words)
     warm_up()
     torch.set_num_threads(1)  # as all other copies here
     for megabytes in (4, 64):
@@ -137,6 +138,7 @@ def main() -> None:
     for case in CASES:
         if case.remote_tp != case.local_tp and not (case.layout == "LBHNC" and case.contiguous):
             plan(replace(case, tokens=20_480) if case.layout != "BHLNC" else case, arguments.rounds)
+    return {}
 
 
 if __name__ == "__main__":

@@ -11,10 +11,11 @@ import argparse
 import multiprocessing as mp
 import statistics
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -140,12 +141,12 @@ class Reader:
         assert (got == expected(np.array(theirs), 0, self.heads)).all(), f"{self.name}: wrong bytes"
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> dict[str, Any]:
     """Run and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=3500)
     parser.add_argument("--rounds", type=int, default=20)
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(words)
     needed = -(-arguments.tokens // BLOCK_TOKENS)
     blocks = 2 * needed
     pipe, other = mp.Pipe()
@@ -165,6 +166,7 @@ def main() -> None:
             reader.engine.close()
     pipe.send(None)
     process.join(10)
+    return {}
 
 
 def _reader(layout: Layout, remotes: list[WorkerGeometry], decode: int, blocks: int, needed: int) -> Reader:

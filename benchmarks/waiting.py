@@ -13,6 +13,7 @@ import argparse
 import multiprocessing
 import statistics
 import time
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from types import SimpleNamespace
 from typing import Any
@@ -124,9 +125,9 @@ def ask(tokens: int) -> list[float]:
     return seconds
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> dict[str, Any]:
     """Print both tables."""
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args(words)
     print(f"leases kept alive for {SECONDS:.0f} s; targets at 10,000: {SHARE:.0%} of a core, {CALL_MS:.0f} ms a call")
     print(f"{'leases':>8} {'of a core':>10} {'call, median us':>16} {'longest ms':>11} {'alive':>8}")
     for leases in LEASES:
@@ -139,6 +140,7 @@ def main() -> None:
         seconds = ask(tokens)
         first, others = seconds[0] * 1e3, [each * 1e3 for each in seconds[1:]]
         print(f"{tokens:>8,} {first:>9.3f} {statistics.median(others):>10.4f} {max(others):>22.3f}")
+    return {}
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
     python examples/minimal_proxy.py --prefill http://P:8100 --decode http://D:8200
 
-P computes the prompt and one token, and answers with ``kv_transfer_params``: where the prompt's KV cache lies. D gets
-the client's request with them, fetches the KV cache, and what D answers goes to the client as it comes.
+P computes the prompt and one token, and answers where its KV cache lies (``kv_transfer_params``). D gets the client's
+request with that, fetches it, and answers the client. In turn: pd-proxy sends D its leg together with P's.
 """
 
 import argparse

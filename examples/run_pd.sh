@@ -50,7 +50,7 @@ run_pd() { # MODEL [ARGUMENT...]
         --kv-transfer-config "$(connector kv_producer)" "$@" "${prefill_args[@]}")
     local decode=(env "${decode_env[@]}" "${vllm[@]}" "$model" --host 127.0.0.1 --port "$DECODE_PORT"
         --kv-transfer-config "$(connector kv_consumer "$policy")" "$@" "${decode_args[@]}")
-    local proxy=("$PYTHON" -m examples.proxy --host "$PROXY_HOST" --port "$PROXY_PORT"
+    local proxy=("$PYTHON" -m pd_proxy --host "$PROXY_HOST" --port "$PROXY_PORT"
         --prefill "http://127.0.0.1:$PREFILL_PORT" --decode "http://127.0.0.1:$DECODE_PORT")
     if [[ $DRY_RUN == 1 ]]; then
         print_words "${prefill[@]}"
@@ -128,7 +128,7 @@ check() { # MODEL: ends with a message that says what to do where something is m
     missing=$("$PYTHON" -c 'import sys; from importlib.util import find_spec
 print(*[name for name in sys.argv[1:] if find_spec(name) is None])' anyio httpx starlette uvicorn "${modules[@]}")
     [[ -z $missing ]] ||
-        die 2 "$PYTHON has no $missing: run pip install '.[$extra,examples]' in $root, or name another PYTHON"
+        die 2 "$PYTHON has no $missing: run pip install '.[$extra,proxy]' in $root, or name another PYTHON"
     mkdir -p "$LOG_DIR" || die 2 "the logs need a directory that can be written: choose one with LOG_DIR"
 }
 

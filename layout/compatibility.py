@@ -19,7 +19,10 @@ UNEQUAL_TOTALS = (
 )
 
 _HINTS = {
-    "config_digest": "the two engines serve different models or revisions",
+    "config_digest": (
+        "the two engines serve different models or revisions, or read one that has no config.json on the machine by "
+        "different releases of transformers: then serve it from a directory, or set model_check to off"
+    ),
     "weights_digest": "the two engines serve different weights of one architecture",
     "cache_dtype": "start both with the same --kv-cache-dtype and --dtype",
     "model_dtype": "start both with the same --dtype",

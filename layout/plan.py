@@ -113,6 +113,11 @@ class Plan:
         """Bytes in one unit of every pattern."""
         return sum(int(pattern.sizes.sum()) for pattern in self.patterns)
 
+    @property
+    def token_bytes(self) -> float:
+        """Bytes that a token takes on average, if no block is a hole."""
+        return sum(int(pattern.sizes.sum()) / pattern.unit_tokens for pattern in self.patterns)
+
     def instantiate(
         self, local: Sequence[BlockTable], remote: Sequence[BlockTable], first_token: int, end_token: int
     ) -> Copies:
@@ -130,6 +135,23 @@ class Plan:
             for pattern in self.patterns
         ]
         return parts[0] if len(parts) == 1 else concatenate(parts)
+
+    def remote_blocks(
+        self, local: Sequence[BlockTable], first_token: int, end_token: int
+    ) -> list[tuple[int, Int64Array]]:
+        """Return what ``instantiate`` reads from: remote cache groups, each with its block numbers in ascending order.
+
+        A group comes more than once if it is read into several local groups.
+
+        Raises:
+            PlanError: as ``instantiate``, as far as the local side is concerned.
+        """
+        units = {(each.local.group, each.remote.group): each for each in self.patterns}
+        read = []
+        for pattern in units.values():
+            tokens = _wanted_tokens(pattern, local[pattern.local.group], first_token, end_token)
+            read.append((pattern.remote.group, np.unique(tokens // pattern.remote.group_tokens)))
+        return read
 
 
 def compile_plans(
@@ -288,12 +310,7 @@ def _check_coverage(plane: Plane, layers: int, patterns: Iterable[_RunPattern]) 
 def _instantiate(
     pattern: _RunPattern, local: BlockTable, remote: BlockTable, first_token: int, end_token: int
 ) -> Copies:
-    unit = pattern.unit_tokens
-    if first_token % unit:
-        raise PlanError(f"a pull must start at a multiple of {unit} tokens, not at token {first_token}")
-    tokens = np.arange(first_token, end_token, unit, dtype=np.int64)
-    wanted = _ids_at(local, tokens, pattern.local, "local")
-    tokens = tokens[wanted >= 0]
+    tokens = _wanted_tokens(pattern, local, first_token, end_token)
     if not len(tokens):
         return concatenate([])
     held = _ids_at(remote, tokens, pattern.remote, "remote")
@@ -303,6 +320,15 @@ def _instantiate(
     to = pattern.local.unit_addresses(local.block_ids, local.first_block, tokens)
     source = pattern.remote.unit_addresses(remote.block_ids, remote.first_block, tokens)
     return _spread(pattern, to, source)
+
+
+def _wanted_tokens(pattern: _RunPattern, local: BlockTable, first_token: int, end_token: int) -> Int64Array:
+    """Return the first token of each unit to read: of those whose local block is not a hole."""
+    unit = pattern.unit_tokens
+    if first_token % unit:
+        raise PlanError(f"a pull must start at a multiple of {unit} tokens, not at token {first_token}")
+    tokens = np.arange(first_token, end_token, unit, dtype=np.int64)
+    return np.asarray(tokens[_ids_at(local, tokens, pattern.local, "local") >= 0], np.int64)
 
 
 def _ids_at(table: BlockTable, tokens: Int64Array, side: _UnitAddressing, name: str) -> Int64Array:

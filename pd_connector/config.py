@@ -37,6 +37,12 @@ class ConnectorConfig(BaseModel):
         description="Port of a prefill engine's control channel, to which the engine's data-parallel index is added; "
         "0 lets the system choose a free port.",
     )
+    bootstrap_port: Port = Field(
+        default=0,
+        description="Port at which a prefill engine tells routers by HTTP (GET /query) where its control channel is, "
+        "as vLLM's MooncakeConnector does, for routers that send both legs at once by that connector's contract; the "
+        "engine's data-parallel index is added to it. 0 tells nobody. Set port, too: such routers ask only once.",
+    )
     protocol: Literal["auto", "tcp", "rdma", "ascend"] = Field(
         default="auto", description="Transport of the transfer engine. auto: tcp on CPU, rdma on CUDA, ascend on NPU."
     )
@@ -66,8 +72,25 @@ class ConnectorConfig(BaseModel):
     )
     queue_timeout_s: Seconds = Field(
         default=120.0,
-        description="How long a decode engine keeps a prompt leased while its request waits for blocks of its own. "
-        "Then it gives the lease up, and the request fails or computes its prompt, by kv_load_failure_policy.",
+        description="How long a decode engine keeps a prompt leased while its request waits for blocks of its own, and "
+        "how long a prompt that it follows (transfer_id) may wait in a prefill engine's queue, or get no further "
+        "there. Then it gives the prompt up, and the request fails or computes it, by kv_load_failure_policy.",
+    )
+    transfer_timeout_s: Seconds = Field(
+        default=30.0,
+        description="How long a decode engine waits for a prefill engine to receive the other leg of a request whose "
+        "legs were sent at once (transfer_id), and to say so. Then the request fails or computes its prompt, by "
+        "kv_load_failure_policy.",
+    )
+    max_pulls_ahead: Annotated[int, Field(ge=1, le=65536)] = Field(
+        default=16,
+        description="For how many prompts that prefill engines are still computing a decode engine pulls at a time. "
+        "Each holds the blocks of its whole prompt meanwhile.",
+    )
+    max_ahead_fraction: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] = Field(
+        default=0.5,
+        description="Share of a decode engine's KV blocks that such prompts may hold. A prompt that would exceed it is "
+        "pulled when it has been computed, or when others have been.",
     )
     handshake_timeout_s: Seconds = Field(
         default=10.0,
@@ -75,7 +98,10 @@ class ConnectorConfig(BaseModel):
         "one of its workers.",
     )
     pull_timeout_s: Seconds = Field(
-        default=60.0, description="How long a pull may take, including its time in the queue, before it fails."
+        default=60.0,
+        description="How long a pull may take, including its time in the queue, before it fails. While the prefill "
+        "engine computes the prompt, the time begins anew whenever more of it is computed or read than ever before; "
+        "so a prompt that it preempts and starts over again and again is given up.",
     )
     descriptors_per_call: Annotated[int, Field(ge=1, le=65536)] | None = Field(
         default=None,

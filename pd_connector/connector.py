@@ -73,6 +73,7 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA):
             ControlStartError: the control port is in use, or this build of ZeroMQ has no authentication.
         """
         share_logging()
+        release.warn_unless_tested()  # first, because such a release may not have what comes next
         super().__init__(vllm_config, role, kv_cache_config)
         config = parse_config(dict(extra_config(vllm_config)))
         check_supported(vllm_config)
@@ -81,7 +82,7 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler_side: ConnectorScheduler | None = None
         self._worker_side: ConnectorWorker | None = None
         if role == KVConnectorRole.SCHEDULER:
-            release.log_release()
+            release.log_limits()
             log_ascend_release()
             release.current().hook()
             self._scheduler_side = ConnectorScheduler(vllm_config, kv_cache_config, config, self._stats)

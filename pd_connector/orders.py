@@ -3,6 +3,7 @@
 Holds plain frozen data only, which can be sent between processes. Imports no vLLM.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
@@ -14,6 +15,8 @@ from layout.copies import Int64Array
 from layout.geometry import WorkerGeometry
 from layout.plan import BlockTable
 from pd_connector.params import RemotePrefill
+from transfer.control.errors import AuthenticationFailed, PeerRefused
+from transfer.errors import PeerNotAllowed, TransferError
 
 
 def block_table(block_ids: Sequence[int]) -> BlockTable:
@@ -35,6 +38,10 @@ class Cause(StrEnum):
     """Why a pull failed. The values are labels of the metric."""
 
     NONE = ""  # it did not fail
+    TRANSFER = (
+        "transfer"  # the prefill engine has not computed the prompt of this transfer id: unknown, or aborted there
+    )
+    PREEMPTED = "preempted"  # the prefill engine has started the prompt over, and got no further in time
     PARAMS = "params"  # kv_transfer_params do not match the request or the prefill engine
     QUEUE = "queue"  # the request waited for blocks of its own for longer than the queue timeout
     UNREACHABLE = "unreachable"  # the prefill engine or its transfer engine does not answer
@@ -54,6 +61,13 @@ class Cause(StrEnum):
         return self in {Cause.UNREACHABLE, Cause.DENIED}
 
 
+def cause_of(error: TransferError) -> Cause:
+    """Return the cause of a pull's failure, given the error that a message to its prefill engine ended with."""
+    if isinstance(error, PeerRefused):
+        return Cause.REFUSED
+    return Cause.DENIED if isinstance(error, AuthenticationFailed | PeerNotAllowed) else Cause.UNREACHABLE
+
+
 @dataclass(frozen=True)
 class PullOrder:
     """Read a request's prompt tokens ``first_token`` to ``end_token`` (exclusive) from a prefill engine."""
@@ -64,6 +78,11 @@ class PullOrder:
     first_token: int
     end_token: int
     pull_id: str  # the same on all ranks, unique to this pull
+    #: Not empty if P still computes the prompt under this name: ``remote`` then holds only what was known to be
+    #: complete when the pull was ordered, the first ``complete_tokens`` tokens, and the rest is to be followed.
+    transfer_id: str = ""
+    complete_tokens: int = 0
+    traceparent: str = ""  # of the request's trace; empty if it has none, or tracing is off
 
 
 @dataclass(frozen=True)
@@ -73,6 +92,7 @@ class RefuseOrder:
     request_id: str
     cause: Cause
     reason: str  # for people
+    traceparent: str = ""  # as of a ``PullOrder``
 
 
 @dataclass(frozen=True, eq=False)
@@ -157,6 +177,9 @@ class Orders:
     loads: tuple[LoadOrder, ...] = ()
     stores: tuple[StoreOrder, ...] = ()
     checksums: tuple[ChecksumOrder, ...] = ()
+    #: Numbers of this step, ascending over steps: at most one, if somebody waits for what it computes. Every worker
+    #: returns it in the report of the same step, ``Report.steps``.
+    steps: tuple[int, ...] = ()
     #: Of the requests that begin to wait, if vLLM is told of failures by block ids. Not of a role.
     destinations: tuple[Destinations, ...] = ()
 
@@ -188,13 +211,17 @@ class Report:
     handshakes: Mapping[WorkerRanks, WorkerHandshake] = field(default_factory=dict)  # that vLLM does not pass on
     #: Requests whose wait has ended in failure on a rank, if vLLM does not pass them on.
     failed: frozenset[str] = frozenset()
+    steps: Mapping[int, int] = field(
+        default_factory=dict
+    )  # number of ranks that have computed each step that was asked
 
     def __bool__(self) -> bool:
-        return bool(self.stores or self.checksums or self.handshakes or self.failed)
+        return bool(self.stores or self.checksums or self.handshakes or self.failed or self.steps)
 
     def __add__(self, other: "Report") -> "Report":
         stores = dict(self.stores)
         for store_id, ends in other.stores.items():
             stores[store_id] = stores[store_id] + ends if store_id in stores else ends
         handshakes = {**self.handshakes, **other.handshakes}
-        return Report(stores, self.checksums + other.checksums, handshakes, self.failed | other.failed)
+        steps = dict(Counter(self.steps) + Counter(other.steps))
+        return Report(stores, self.checksums + other.checksums, handshakes, self.failed | other.failed, steps)

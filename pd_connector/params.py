@@ -5,6 +5,7 @@ routers pass all others on unchanged. Decode engines get the params from clients
 """
 
 import hashlib
+import re
 from typing import Annotated, Any
 
 import msgspec
@@ -12,6 +13,8 @@ import msgspec
 # These values come from clients and appear in messages and logs, so they are bounded and printable.
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=128, pattern=r"^[\x21-\x7e]+\Z")]
 Host = Annotated[str, msgspec.Meta(min_length=1, max_length=255, pattern=r"^[A-Za-z0-9._:%\[\]-]+\Z")]
+#: An engine id that carries the address of the control channel; an IPv6 address is in brackets.
+_ID_WITH_ADDRESS = re.compile(r"(?P<id>[^@]*)@(?P<host>\[[^\]]*\]|[^@:\[\]]+):(?P<port>[0-9]{1,5})")
 BlockIds = Annotated[tuple[Annotated[int, msgspec.Meta(ge=0, lt=2**31)], ...], msgspec.Meta(max_length=2**20)]
 
 
@@ -35,12 +38,28 @@ class RemotePrefill(msgspec.Struct, frozen=True):
     remote_block_sizes: Annotated[
         tuple[Annotated[int, msgspec.Meta(ge=1, lt=2**31)], ...], msgspec.Meta(max_length=64)
     ] = ()
+    remote_attempt: Annotated[int, msgspec.Meta(ge=0)] = 0  # how many times the prompt was started over
     remote_request_id: str = ""  # for routers
     tp_size: int = 0  # for routers
 
     def to_params(self) -> dict[str, Any]:
         """Return the JSON-ready form that the prefill engine answers with."""
         return {"do_remote_prefill": True, "do_remote_decode": False, **msgspec.to_builtins(self)}
+
+
+class RemoteTransfer(msgspec.Struct, frozen=True):
+    """A prompt that a prefill engine computes, will compute or has computed under a name that the router gave it."""
+
+    transfer_id: Name
+    remote_host: Host
+    remote_port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
+    # Empty: whichever engine is there.
+    remote_engine_id: Annotated[str, msgspec.Meta(max_length=128, pattern=r"^[\x21-\x7e]*\Z")] = ""
+
+    @property
+    def label(self) -> str:
+        """The transfer and where it is, for people."""
+        return f"transfer {self.transfer_id} at {self.remote_host}:{self.remote_port}"
 
 
 def is_malformed(params: object) -> bool:
@@ -56,6 +75,24 @@ def is_prefill_leg(params: object) -> bool:
 def is_decode_leg(params: object) -> bool:
     """Return whether a request asks this engine to pull its prompt's KV blocks from another one."""
     return isinstance(params, dict) and bool(params.get("do_remote_prefill"))
+
+
+def prefill_transfer_id(params: object) -> str:
+    """Return the name that a router gave a prefill leg; empty if it gave none.
+
+    Raises:
+        ParamsError: it is not 1 to 128 printable ASCII characters without spaces.
+    """
+    name = params.get("transfer_id") if isinstance(params, dict) else None
+    if name is None:
+        return ""
+    try:
+        return msgspec.convert(name, Name)
+    except msgspec.ValidationError as error:
+        raise ParamsError(
+            f"transfer_id {name!r:.200}: {error}. A router names a transfer by 1 to 128 printable ASCII characters "
+            "without spaces, the same in both legs, and anew for each request"
+        ) from None
 
 
 def parse_remote_prefill(params: object) -> RemotePrefill:
@@ -78,6 +115,60 @@ def parse_remote_prefill(params: object) -> RemotePrefill:
             "per token. Pass the kv_transfer_params of the prefill engine's response on unchanged"
         )
     return remote
+
+
+def unusable_keys(params: object) -> tuple[str, ...]:
+    """Return the keys of params that make a request neither leg and mean something: of a contract not spoken here.
+
+    A router that has nothing to say may send flags that are false, or nulls.
+    """
+    if not isinstance(params, dict):
+        return ()
+    given = [str(key) for key, value in params.items() if value is not None]
+    return () if any(key in given for key in ("do_remote_decode", "do_remote_prefill")) else tuple(given)
+
+
+def parse_decode_leg(params: object) -> RemotePrefill | RemoteTransfer:
+    """Return the validated params of a decode leg, by either contract: what a prefill engine answered, or a name.
+
+    A key that is null counts as absent for the second one, because routers send nulls.
+
+    Raises:
+        ParamsError: a field is missing or invalid, or the contracts are mixed; the message names it and the way out.
+    """
+    given = {key: value for key, value in params.items() if value is not None} if isinstance(params, dict) else {}
+    if "transfer_id" not in given:
+        return parse_remote_prefill(params)
+    mixed = [key for key in ("lease_id", "remote_block_ids") if given.get(key)]
+    if mixed:
+        raise ParamsError(
+            f"kv_transfer_params have a transfer_id and {' and '.join(mixed)}: they either name a transfer that both "
+            "legs share, or are what the prefill engine answered. Send the one or pass on the other, unchanged"
+        )
+    return _parse_transfer(given)
+
+
+def _parse_transfer(given: dict[Any, Any]) -> RemoteTransfer:
+    """Return the transfer that is named by params without nulls."""
+    engine_id = given.get("remote_engine_id")
+    if isinstance(engine_id, str) and (found := _ID_WITH_ADDRESS.fullmatch(engine_id)):
+        address = {"remote_host": found["host"], "remote_port": int(found["port"])}
+        if not given.keys() & address.keys():
+            given = given | address
+        given = given | {"remote_engine_id": found["id"]}
+    missing = [key for key in ("remote_host", "remote_port") if key not in given]
+    if missing:
+        raise ParamsError(
+            "kv_transfer_params with a transfer_id must say where the prefill engine's control channel is: missing "
+            f"{' and '.join(missing)}. Send them, or a remote_engine_id of the form id@host:port"
+        )
+    try:
+        return msgspec.convert(given, RemoteTransfer)
+    except msgspec.ValidationError as error:
+        raise ParamsError(
+            f"kv_transfer_params do not name a transfer of a PDConnector prefill engine: {error}. Needed are "
+            "transfer_id (printable, at most 128 characters), remote_host and remote_port"
+        ) from None
 
 
 def check_prompt(remote: RemotePrefill, num_tokens: int, digest: str) -> None:
@@ -111,10 +202,11 @@ def prompt_digest(token_ids: list[int] | None, extra: tuple[str, ...]) -> str:
 
 
 def contents_digest(remote: RemotePrefill) -> str:
-    """Return 32 hexadecimal digits over a lease's contents: block ids, number of tokens and prompt digest.
+    """Return 32 hexadecimal digits over a lease's contents: block ids, number of tokens, prompt digest and attempt.
 
     A prefill engine computes it from its answer, a decode engine from what it received. The two differ if any of these
     was altered on the way.
     """
-    held = msgspec.msgpack.encode((remote.remote_block_ids, remote.remote_num_tokens, remote.prompt_digest))
+    contents = (remote.remote_block_ids, remote.remote_num_tokens, remote.prompt_digest)
+    held = msgspec.msgpack.encode((*contents, remote.remote_attempt) if remote.remote_attempt else contents)
     return hashlib.blake2b(held, digest_size=16).hexdigest()

@@ -8,25 +8,56 @@ import time
 from collections import Counter as Tally
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from enum import StrEnum
 from typing import Any
 
 from pd_connector.orders import Cause, LeaseEnd
 from transfer.control.server import ServerCounters
 
-PHASES = ("queue", "handshake", "plan", "read", "verify", "release", "total")
+PHASES = ("queue", "handshake", "wait", "plan", "read", "verify", "release", "total")
 HOST_COPIES = ("store", "load")
+
+
+class ComputedHere(StrEnum):
+    """Why a decode engine computed a prompt, besides the causes for which the scheduler side refuses a pull."""
+
+    PULL = "pull"  # its pull failed; ``pull_failures`` says why
+    WINDOW = "window"  # the prefill engine no longer has the first block that attention to a window or chunk needs
+    SHARED = "shared"  # another request used its lease or transfer, and too little of the prompt is in the prefix cache
+    DECLINED = "declined"  # vLLM did not take what could be pulled, as for prompt_logprobs
+    ROLE = "role"  # the engine is none that decodes for others (kv_role)
+    UNUSABLE = "unusable"  # kv_transfer_params are of a contract that the connector does not speak
+
+
+#: Those for which the scheduler side refuses a pull.
+REFUSALS = (
+    Cause.PARAMS,
+    Cause.TRANSFER,
+    Cause.QUEUE,
+    Cause.UNREACHABLE,
+    Cause.DENIED,
+    Cause.REFUSED,
+    Cause.LEASE,
+    Cause.INTERNAL,
+)
 
 COUNTERS = {
     "pulls": "Pulls that succeeded, counted on every rank.",
     "pull_bytes": "Bytes of KV cache pulled.",
     "pull_descriptors": "Descriptors read by pulls.",
     "pull_tokens": "Prompt tokens whose KV cache was pulled, counted on every rank.",
+    "pulls_ahead": "Pulls that succeeded and had begun before the prompt was computed, counted on every rank.",
+    "pull_bytes_ahead": "Bytes of them that were pulled before the prompt was computed.",
+    "pull_restarts": "How often pulls read from the beginning again, because the prefill engine had preempted the "
+    "prompt, counted on every rank.",
     "host_tokens": "Prompt tokens whose KV cache was loaded from host memory.",
     "host_blocks": "Blocks stored in host memory.",
 }
 LABELLED = {
     "pull_failures": ("cause", "Pulls that failed, by cause."),
+    "prompts_computed": ("cause", "Prompts of decode legs that this engine computed instead of pulling, by cause."),
     "leases": ("event", "Leases of this prefill engine, by event: granted, or how they ended."),
+    "transfers": ("event", "Prompts of this prefill engine that can be followed by name, by event."),
     "host_bytes": ("event", "Bytes copied between the device and host memory, on all ranks, by event: stored, loaded."),
     "host_failures": ("event", "Copies to or from host memory that failed on a rank, by event: store, load."),
     "control_refusals": ("cause", "Connections and messages that the control channel refused, by cause."),
@@ -34,13 +65,17 @@ LABELLED = {
 #: Label values. A counter that appeared with its first event would hide that event from rate() and alerts.
 LABELS: dict[str, tuple[str, ...]] = {
     "pull_failures": tuple(cause.value for cause in Cause if cause is not Cause.NONE),
+    "prompts_computed": (*(cause.value for cause in REFUSALS), *(why.value for why in ComputedHere)),
     "leases": ("granted", *(end.value for end in LeaseEnd)),
+    "transfers": ("begun", "restarted", "complete", "ended"),
     "host_bytes": ("stored", "loaded"),
     "host_failures": HOST_COPIES,
     "control_refusals": tuple(ServerCounters().refusals),
 }
 
 GAUGES = {
+    "transfers_waiting": "Decode legs that wait for a prefill engine to compute the prompt of their transfer_id.",
+    "prompts_ahead": "Prompts that are being pulled, and were not yet computed when their pull was ordered.",
     "leases_active": "Leases of this prefill engine that have not ended.",
     "lease_oldest_age_seconds": "Age of the oldest lease that has not ended, in whole seconds.",
     "leased_blocks": "KV blocks that leases hold, each counted once.",

@@ -17,17 +17,18 @@ import transfer
 from tests.support.sources import ROOT, imports, is_test_module, is_within, modules, source_file, source_tree
 
 MOST_LINES = 500
-OURS = ("layout", "transfer", "pd_connector", "examples", "benchmarks", "tests")
+OURS = ("layout", "transfer", "pd_connector", "pd_proxy", "examples", "benchmarks", "tests")
 
 
 #: Package, what it must not import, except (modules of it that may).
 RULES: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
     # The arrows between the packages.
-    ("layout", ("transfer", "pd_connector", "examples", "benchmarks", "tests"), ()),
-    ("transfer", ("pd_connector", "examples", "benchmarks", "tests"), ()),
-    ("pd_connector", ("examples", "benchmarks", "tests"), ()),
-    ("examples", ("layout", "transfer", "pd_connector", "benchmarks", "tests"), ()),
-    ("benchmarks", ("examples.proxy", "tests"), ()),
+    ("layout", ("transfer", "pd_connector", "pd_proxy", "examples", "benchmarks", "tests"), ()),
+    ("transfer", ("pd_connector", "pd_proxy", "examples", "benchmarks", "tests"), ()),
+    ("pd_connector", ("pd_proxy", "examples", "benchmarks", "tests"), ()),
+    ("pd_proxy", ("layout", "transfer", "pd_connector", "examples", "benchmarks", "tests"), ()),
+    ("examples", ("layout", "transfer", "pd_connector", "pd_proxy", "benchmarks", "tests"), ()),
+    ("benchmarks", ("pd_proxy", "tests"), ()),
     # Nothing but vLLM's room and its face knows vLLM.
     ("layout", ("vllm",), ()),
     ("transfer", ("vllm",), ()),
@@ -45,12 +46,17 @@ RULES: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
     ("transfer", ("pickle", "marshal", "shelve"), ()),
     ("pd_connector", ("pickle", "marshal", "shelve"), ()),
     # What passes between the two sides of the connector is orders, and nothing else.
-    ("pd_connector.scheduler", ("pd_connector.worker", "pd_connector.connector"), ()),
-    ("pd_connector.worker", ("pd_connector.scheduler", "pd_connector.connector"), ()),
-    ("pd_connector.vllm", ("pd_connector.scheduler", "pd_connector.worker", "pd_connector.connector"), ()),
+    ("pd_connector.scheduler", ("pd_connector.worker", "pd_connector.connector", "pd_connector.doctor"), ()),
+    ("pd_connector.worker", ("pd_connector.scheduler", "pd_connector.connector", "pd_connector.doctor"), ()),
+    (
+        "pd_connector.vllm",
+        ("pd_connector.scheduler", "pd_connector.worker", "pd_connector.connector", "pd_connector.doctor"),
+        (),
+    ),
+    ("pd_connector.connector", ("pd_connector.doctor",), ()),
     *(
         (f"pd_connector.{module}", ("pd_connector.scheduler", "pd_connector.worker", "pd_connector.vllm"), ())
-        for module in ("config", "orders", "params", "secret", "stats")
+        for module in ("config", "orders", "params", "secret", "stats", "traces")
     ),
 ]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from examples.quickstart.servers import Server, free_ports
 
 _HOST = "127.0.0.1"
-_ROOT = Path(__file__).resolve().parents[2]  # `python -m examples.proxy` is found from here
+_ROOT = Path(__file__).resolve().parents[2]  # `python -m pd_proxy` is found from here
 _BLOCK_TOKENS = 32
 _KV_CACHE_BYTES = 1 << 30
 _CONTEXT_TOKENS = 4096
@@ -42,7 +42,7 @@ def build(settings: Settings) -> Deployment:
     prefill_port, decode_port, proxy_port = free_ports(3, _HOST)
     prefill = _vllm(settings, "prefill", "kv_producer", prefill_port, settings.prefill_tp)
     decode = _vllm(settings, "decode", "kv_consumer", decode_port, settings.decode_tp)
-    command = [sys.executable, "-m", "examples.proxy", "--host", _HOST, "--port", str(proxy_port)]
+    command = [sys.executable, "-m", "pd_proxy", "--host", _HOST, "--port", str(proxy_port)]
     command += ["--prefill", prefill.url, "--decode", decode.url]
     proxy = Server("proxy", command, url=f"http://{_HOST}:{proxy_port}", log=settings.logs / "proxy.log", cwd=_ROOT)
     return Deployment(prefill, decode, proxy)

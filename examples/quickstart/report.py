@@ -126,7 +126,8 @@ def show_table(console: Console, outcomes: Sequence[Outcome], decode_tp: int) ->
     """The table, and how to read it."""
     console.print(table(outcomes, decode_tp))
     console.print(
-        "[dim]pull: from D's order to P's word that the blocks were unchanged; read: the transfer alone. P and D share "
+        "[dim]pull: from D's order to P's word that the blocks were unchanged, less what D waited for P to compute; "
+        "read: the transfer alone. P and D share "
         "this machine, so P/D cannot be faster than D alone here: the difference is what the detour costs.[/]\n"
     )
 

@@ -106,6 +106,13 @@ class Server:
         return time.monotonic() - self._started_at
 
     @property
+    def process_id(self) -> int:
+        """Of the process that looks after the server's; the server's processes are its descendants."""
+        if self._process is None:
+            raise RuntimeError(f"the {self.name} has not been started")
+        return self._process.pid
+
+    @property
     def running(self) -> bool:
         """Whether the process was started and has not ended."""
         return self._process is not None and self._process.poll() is None

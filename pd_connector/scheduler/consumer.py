@@ -1,17 +1,21 @@
 """The role of a decode engine: decides what to pull, keeps the leases that it needs alive, and ends the others.
 
-A request whose prompt a prefill engine holds passes through these states, each at most once:
+A request whose prompt a prefill engine holds, or will hold, passes through these states, each at most once:
 
-    waiting --- blocks allocated ---> pulling --- all ranks have settled ---> (forgotten)
-       |                                 ^
-       |--- nothing is missing ----------|-----> lease cancelled, computed here
-       |--- left before allocation ------|-----> lease cancelled
-       |--- params refused --------------|       reported as failed by the workers
-       |--- lease has ended, or was given up --'  the same
+    announced                                     named by its router: the prefill engine has yet to compute the prompt
+       |--- is being computed there -------.      pulled ahead, as far as ``PullsAhead`` allows
+       |--- is complete there              |
+       v                                   v
+    waiting --- blocks allocated ------> pulling --- all ranks have settled ---> (forgotten)
+       |                                   ^
+       |--- nothing is missing ------------|---> lease cancelled, computed here
+       |--- left before allocation --------|---> lease cancelled
+       |--- params refused ----------------|     reported as failed by the workers
+       |--- lease has ended, or was given up ---' the same; an announced one does not come, or takes too long
        '--- lease is another request's ----> waits until that one is settled, then takes what the prefix cache holds
 
-A lease is good for one pull. Requests that share a lease (vLLM turns ``n`` choices into ``n`` requests) therefore
-follow the first of them, even if that has been settled before they arrive.
+A lease is good for one pull, and so is a transfer's name. Requests that share one (vLLM turns ``n`` choices into ``n``
+requests) therefore follow the first of them, even if that has been settled before they arrive.
 
 Everything runs on the scheduler's thread, and nothing blocks: the control client's thread resends messages to prefill
 engines until they are answered.
@@ -19,6 +23,7 @@ engines until they are answered.
 
 import logging
 import uuid
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -27,55 +32,100 @@ from pd_connector.orders import Cause, Orders, PullOrder, RefuseOrder, Report
 from pd_connector.params import (
     ParamsError,
     RemotePrefill,
+    RemoteTransfer,
     check_prompt,
     is_decode_leg,
     is_malformed,
-    parse_remote_prefill,
+    parse_decode_leg,
     prompt_digest,
 )
+from pd_connector.progress import Progress
+from pd_connector.scheduler.pulls_ahead import PullsAhead
 from pd_connector.scheduler.renewals import Renewals
 from pd_connector.scheduler.roles import SchedulerRole
+from pd_connector.scheduler.subscriptions import Subscriptions, TransferFailed
+from pd_connector.stats import ComputedHere, StatsRecorder
 from pd_connector.vllm.cache_specs import Retention
-from pd_connector.vllm.requests import block_ids_by_group, is_placeholder, prompt_shape
+from pd_connector.vllm.requests import block_ids_by_group, is_placeholder, prompt_shape, traceparent
 
 if TYPE_CHECKING:
     from pd_connector.vllm.types import KVCacheBlocks, Request
 
 logger = logging.getLogger(__name__)
 
-#: How many spent leases are remembered: more than there are requests on the way to this engine at any time.
-_MAX_SPENT_LEASES = 8192
+#: How many spent leases and transfers are remembered: more than there are requests on the way to this engine.
+_MAX_SPENT = 8192
+
+#: What is good for one pull: ("lease", its id), or ("transfer", host, port, its name).
+_Key = tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Prompt:
+    """What tells a request's prompt from others. Without a digest, if it has no token ids or was rejected."""
+
+    tokens: int
+    digest: str
 
 
 @dataclass(frozen=True, slots=True)
 class _Refused:
-    """A decode leg whose params cannot be used."""
+    """A decode leg that cannot be pulled."""
 
     reason: str
+    cause: Cause = Cause.PARAMS
 
 
 @dataclass(frozen=True, slots=True)
 class _Follower:
-    """A decode leg whose lease another request uses or has used."""
+    """A decode leg whose lease or transfer another request uses or has used."""
 
-    lease_id: str
+    key: _Key
+
+
+@dataclass(slots=True)
+class _Announced:
+    """A decode leg whose prompt a prefill engine has yet to compute."""
+
+    transfer: RemoteTransfer
+    prompt: _Prompt | None  # None if it need not be compared
+    is_checked: bool = False  # the prompt is that of the other leg
+
+
+@dataclass(slots=True)
+class _Pulling:
+    entry: RemotePrefill | _Refused
+    refused_for: Cause = Cause.NONE  # known here, so that nothing is read
+    has_left: bool = False  # nobody waits for it any longer
 
 
 _Entry = RemotePrefill | _Refused | _Follower
 
 
 class Consumer(SchedulerRole):
-    """Owns the state of a decode engine's pulls, and the renewal of leases."""
+    """Owns the state of a decode engine's pulls, the renewal of leases, and what is followed at prefill engines."""
 
-    def __init__(self, renewals: Renewals, retentions: Sequence[Retention] = ()) -> None:
+    def __init__(
+        self,
+        renewals: Renewals,
+        subscriptions: Subscriptions,
+        ahead: PullsAhead,
+        retentions: Sequence[Retention] = (),
+    ) -> None:
         """``retentions``: of every cache group, in vLLM's order."""
         self._retentions = retentions
         self._renewals = renewals
+        self._subscriptions = subscriptions
+        self._ahead = ahead
+        self._announced: dict[str, _Announced] = {}
         self._waiting: dict[str, _Entry] = {}
-        self._pulling: dict[str, _Entry] = {}
-        self._lease_ids: set[str] = set()  # of the requests that wait or pull, except followers
-        self._spent: dict[str, None] = {}  # leases released or cancelled here, oldest first; an ordered set
+        self._pulling: dict[str, _Pulling] = {}
+        self._keys: dict[str, _Key] = {}  # of the requests that are announced, wait or pull, except followers
+        self._in_use: dict[_Key, _Prompt | None] = {}  # whose prompts they are
+        self._spent: dict[_Key, _Prompt | None] = {}  # no longer in use, oldest first
+        self._failed: dict[str, str] = {}  # requests whose pulls have failed; why they will compute their prompts
         self._computed: dict[str, int] = {}  # tokens held here when vLLM last asked, by request
+        self._computed_here: Counter[str] = Counter()  # prompts, by cause, since the last update of the statistics
         self._pulls: list[PullOrder] = []
         self._refusals: list[RefuseOrder] = []
 
@@ -86,115 +136,244 @@ class Consumer(SchedulerRole):
         """
         if not (is_decode_leg(request.kv_transfer_params) or is_malformed(request.kv_transfer_params)):
             return
-        if request.request_id in self._waiting or request.request_id in self._pulling:
+        if any(request.request_id in known for known in (self._announced, self._waiting, self._pulling)):
             logger.error("PDConnector: request %s came twice; the second one is ignored", request.request_id)
             return
+        prompt = None
+        if not is_placeholder(request):
+            prompt = _Prompt(request.num_prompt_tokens, prompt_digest(*prompt_shape(request)))
         try:
-            remote = parse_remote_prefill(request.kv_transfer_params)
-            if not is_placeholder(request):
-                check_prompt(remote, request.num_prompt_tokens, prompt_digest(*prompt_shape(request)))
+            asked = parse_decode_leg(request.kv_transfer_params)
+            if isinstance(asked, RemotePrefill) and prompt is not None:
+                check_prompt(asked, prompt.tokens, prompt.digest)
+            self._take_up(request.request_id, asked, prompt)
         except ParamsError as error:
-            logger.error("PDConnector: request %s cannot pull its prompt: %s", request.request_id, error)
-            self._waiting[request.request_id] = _Refused(str(error))
-            return
-        if remote.lease_id in self._lease_ids or remote.lease_id in self._spent:
-            self._waiting[request.request_id] = _Follower(remote.lease_id)
-            return
-        self._waiting[request.request_id] = remote
-        self._lease_ids.add(remote.lease_id)
-        self._renewals.keep(request.request_id, remote)
+            self._refuse(request.request_id, _Refused(str(error)))
 
     def must_wait(self, request: "Request") -> bool:
-        """Return whether another request is to pull, or pulls, what this one needs."""
+        """Return whether a prefill engine or another request has to go on first with what this one needs."""
         entry = self._waiting.get(request.request_id)
-        return isinstance(entry, _Follower) and entry.lease_id in self._lease_ids
+        if isinstance(entry, _Follower):
+            return entry.key in self._in_use
+        announced = self._announced.get(request.request_id)
+        return announced is not None and self._must_wait_for_other_leg(request, announced)
 
     def missing_tokens(self, request: "Request", computed_tokens: int) -> int:
         """Return how many prompt tokens to pull beyond the ``computed_tokens`` that are here already.
 
         The last prompt token is always computed here, because its output is the first token to sample.
         """
+        self._ahead.asked(request)
         entry = self._waiting.get(request.request_id)
-        if entry is None or isinstance(entry, _Follower):
-            return 0
-        if isinstance(entry, RemotePrefill) and self._lacks_blocks(entry):
+        if entry is None and request.request_id not in self._announced:
             return 0
         self._computed[request.request_id] = computed_tokens
+        if isinstance(entry, _Follower) or (isinstance(entry, RemotePrefill) and self._lacks_blocks(entry)):
+            return 0
         wanted: int = request.num_prompt_tokens - 1
         return max(wanted - computed_tokens, 0)
 
     def allocated(self, request: "Request", blocks: "KVCacheBlocks", external_tokens: int) -> int:
         """Order the pull of ``external_tokens`` tokens into the request's blocks, or cancel the lease if it is 0."""
-        if request.request_id not in self._waiting:
+        self._ahead.given()
+        request_id = request.request_id
+        if (why := self._failed.pop(request_id, None)) is not None:
+            self._computed_here[why] += 1
+        if request_id not in self._waiting and request_id not in self._announced:
             return 0
-        self._start_pull(request, block_ids_by_group(blocks), external_tokens)
+        first = self._computed.pop(request_id, 0)
+        if external_tokens:
+            self._start_pull(request, block_ids_by_group(blocks), range(first, first + external_tokens))
+        else:
+            self._compute_here(request, first)
         return external_tokens
 
     def step_orders(self, scheduled: Mapping[str, int]) -> Orders:
         """Return the pulls and refusals since the last step."""
+        self._ahead.next_step()
+        self._subscriptions.ask_due()
         orders = Orders(pulls=tuple(self._pulls), refusals=tuple(self._refusals))
         self._pulls, self._refusals = [], []
         return orders
 
     def settled(self, request_ids: set[str], failed: set[str], report: Report) -> None:
         """Forget the pulls that all ranks have reported. The ranks have released the leases."""
-        for request_id in request_ids:
-            self._forget_lease(request_id, self._pulling.pop(request_id, None))
+        for request_id in request_ids & self._pulling.keys():
+            pull = self._pulling.pop(request_id)
+            self._ahead.end(request_id)
+            self._let_go(request_id)
+            if request_id in failed and not pull.has_left:
+                self._failed[request_id] = pull.refused_for or ComputedHere.PULL
 
     def finish(self, request: "Request", block_ids: Sequence[Sequence[int]]) -> None:
-        """Forget a request that has not started to pull, and cancel its lease. Workers release the leases of pulls."""
-        entry = self._waiting.pop(request.request_id, None)
-        self._computed.pop(request.request_id, None)
-        if entry is not None:
-            self._cancel(request.request_id, entry)
+        """Forget a request that has not started to pull, and cancel its lease. Workers release the leases of pulls.
+
+        The lease of a prompt that is still being computed is cancelled nevertheless: workers that follow it then learn
+        at once that nothing more will come, and its blocks are free soon.
+        """
+        request_id = request.request_id
+        self._failed.pop(request_id, None)
+        self._computed.pop(request_id, None)
+        if request_id in self._announced:
+            self._abandon(request_id)
+        elif (entry := self._waiting.pop(request_id, None)) is not None:
+            self._cancel(request_id, entry)
+        elif (pull := self._pulling.get(request_id)) is not None:
+            pull.has_left = True
+            if request_id in self._ahead and isinstance(pull.entry, RemotePrefill):
+                self._renewals.cancel(pull.entry)
 
     def awaits_blocks(self, request: "Request") -> bool:
         """Return whether a request has yet to be given blocks for what it pulls."""
-        return request.request_id in self._waiting
+        return request.request_id in self._waiting or request.request_id in self._announced
 
     @property
     def waiting(self) -> int:
-        """Number of requests that have yet to be given blocks for what they pull."""
+        """Number of requests that only wait for blocks for what they pull, not for a prefill engine."""
         return len(self._waiting)
 
+    def update_stats(self, stats: StatsRecorder) -> None:
+        """Record how many requests wait for prefill engines, and which prompts were computed here."""
+        stats.gauge("transfers_waiting", len(self._announced))
+        stats.gauge("prompts_ahead", len(self._ahead))
+        for cause, number in self._computed_here.items():
+            stats.count("prompts_computed", number, cause)
+        self._computed_here.clear()
+
     def close(self) -> None:
-        """Stop renewing leases."""
+        """Stop following transfers and renewing leases."""
+        self._subscriptions.close()
         self._renewals.close()
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless the books balance."""
-        assert not self._waiting.keys() & self._pulling.keys(), "a request waits and pulls at once"
-        entries = self._waiting | self._pulling
+        announced, waiting, pulling = self._announced.keys(), self._waiting.keys(), self._pulling.keys()
+        assert len(announced | waiting | pulling) == len(announced) + len(waiting) + len(pulling), (
+            "one is in two states"
+        )
+        entries = self._waiting | {request_id: pull.entry for request_id, pull in self._pulling.items()}
         leased = {request_id for request_id, entry in entries.items() if isinstance(entry, RemotePrefill)}
-        assert leased == self._renewals.request_ids, "leases are renewed for other requests than those that need them"
-        assert self._computed.keys() <= self._waiting.keys(), "a request that was asked about does not wait any longer"
-        assert len(leased) == len(self._lease_ids), "leases in use are not those of the requests that hold one"
-        assert not self._lease_ids & self._spent.keys(), "a lease is in use and spent at once"
-        assert len(self._spent) <= _MAX_SPENT_LEASES, "spent leases are never forgotten"
+        renewed = self._renewals.request_ids
+        assert leased <= renewed <= leased | announced, (
+            "leases are renewed for other requests than those that need them"
+        )
+        assert announced == self._subscriptions.request_ids, (
+            "other transfers are followed than those that are announced"
+        )
+        assert self._computed.keys() <= waiting | announced, "a request that was asked about does not wait any longer"
+        assert leased | announced <= self._keys.keys() <= entries.keys() | announced, "a lease in use is nobody's"
+        assert set(self._keys.values()) == self._in_use.keys(), "what is in use is not what the requests hold"
+        assert len(self._keys) == len(self._in_use), "two requests use the same lease or transfer"
+        assert not self._in_use.keys() & self._spent.keys(), "a lease or transfer is in use and spent at once"
+        assert len(self._spent) <= _MAX_SPENT, "what is spent is never forgotten"
+        self._ahead.check_integrity()
+        self._subscriptions.check_integrity()
         self._renewals.check_integrity()
 
-    def _start_pull(self, request: "Request", block_ids: tuple[tuple[int, ...], ...], external_tokens: int) -> None:
-        entry = self._waiting.pop(request.request_id)
-        first = self._computed.pop(request.request_id, 0)
-        if external_tokens == 0:
-            if isinstance(entry, RemotePrefill) and self._lacks_blocks(entry):
-                logger.info(
-                    "PDConnector: request %s is computed here: the prefill engine no longer has the first block that "
-                    "attention to a window or chunk needs", request.request_id,
-                )  # fmt: skip
-            self._cancel(request.request_id, entry)
+    def _take_up(self, request_id: str, asked: RemotePrefill | RemoteTransfer, prompt: _Prompt | None) -> None:
+        """Note a decode leg with good params.
+
+        Raises:
+            ParamsError: its transfer is that of another prompt.
+        """
+        if isinstance(asked, RemotePrefill):
+            key: _Key = ("lease", asked.lease_id)
+        else:
+            key = ("transfer", asked.remote_host, str(asked.remote_port), asked.transfer_id)
+        if key in self._in_use or key in self._spent:
+            of = self._in_use.get(key) or self._spent.get(key)
+            if isinstance(asked, RemoteTransfer) and prompt is not None and of is not None and prompt != of:
+                raise ParamsError(
+                    f"{asked.label} is that of another request, whose prompt has {of.tokens} tokens (digest "
+                    f"{of.digest or 'unknown'}), and this one has {prompt.tokens} ({prompt.digest or 'unknown'}): each "
+                    "request needs a transfer_id of its own"
+                )
+            self._waiting[request_id] = _Follower(key)
             return
+        self._keys[request_id] = key
+        self._in_use[key] = prompt
+        if isinstance(asked, RemotePrefill):
+            self._waiting[request_id] = asked
+            self._renewals.keep(request_id, asked)
+        else:
+            self._announced[request_id] = _Announced(asked, prompt)
+            self._subscriptions.follow(request_id, asked)
+
+    def _must_wait_for_other_leg(self, request: "Request", announced: _Announced) -> bool:
+        """Return whether a request cannot be pulled yet, or not ahead. It may become one that waits for blocks only."""
+        request_id = request.request_id
+        found = self._subscriptions.look(request_id)
+        if found is None:
+            return True
+        if isinstance(found, Progress) and not announced.is_checked:
+            found = self._checked(found, announced)
+        if isinstance(found, TransferFailed):
+            del self._announced[request_id]
+            self._subscriptions.end(request_id)
+            self._renewals.drop(request_id)
+            self._refuse(request_id, _Refused(found.reason, found.cause))
+            return False
+        if found.is_complete:
+            del self._announced[request_id]
+            self._subscriptions.end(request_id)
+            self._waiting[request_id] = found.remote
+            return False
+        return self._will_lack_blocks(found.remote) or not self._ahead.has_room(request)
+
+    @staticmethod
+    def _checked(found: Progress, announced: _Announced) -> Progress | TransferFailed:
+        if announced.prompt is not None:
+            try:
+                check_prompt(found.remote, announced.prompt.tokens, announced.prompt.digest)
+            except ParamsError as error:
+                return TransferFailed(Cause.PARAMS, f"{announced.transfer.label} is of another prompt: {error}")
+        announced.is_checked = True
+        return found
+
+    def _refuse(self, request_id: str, refused: _Refused) -> None:
+        logger.error("PDConnector: request %s cannot pull its prompt: %s", request_id, refused.reason)
+        self._waiting[request_id] = refused
+
+    def _start_pull(self, request: "Request", block_ids: tuple[tuple[int, ...], ...], tokens: range) -> None:
+        request_id = request.request_id
+        transfer_id, complete_tokens = "", 0
+        if (announced := self._announced.pop(request_id, None)) is not None:
+            found = self._subscriptions.end(request_id)
+            if isinstance(found, TransferFailed):
+                entry: _Entry = _Refused(found.reason, found.cause)
+            elif found.is_complete:
+                entry = found.remote
+            else:
+                entry = found.remote
+                transfer_id, complete_tokens = announced.transfer.transfer_id, found.tokens
+                self._renewals.keep(request_id, entry)
+                self._ahead.start(request)
+        else:
+            entry = self._waiting.pop(request_id)
         assert not isinstance(entry, _Follower), "a follower pulls nothing"
-        self._pulling[request.request_id] = entry
-        if isinstance(entry, _Refused):
-            self._refusals.append(RefuseOrder(request.request_id, Cause.PARAMS, entry.reason))
+        if isinstance(entry, RemotePrefill) and (lost := self._renewals.lost(request_id)) is not None:
+            refusal: _Refused | None = _Refused(lost.reason, lost.cause)
+        else:
+            refusal = entry if isinstance(entry, _Refused) else None
+        self._pulling[request_id] = _Pulling(entry, refusal.cause if refusal is not None else Cause.NONE)
+        if refusal is not None:
+            self._refusals.append(RefuseOrder(request_id, refusal.cause, refusal.reason, traceparent(request)))
             return
-        if (lost := self._renewals.lost(request.request_id)) is not None:
-            self._refusals.append(RefuseOrder(request.request_id, lost.cause, lost.reason))
-            return
-        self._renewals.start_reading(request.request_id)
-        end = first + external_tokens
-        self._pulls.append(PullOrder(request.request_id, entry, block_ids, first, end, uuid.uuid4().hex))
+        assert isinstance(entry, RemotePrefill)
+        self._renewals.start_reading(request_id)
+        self._pulls.append(
+            PullOrder(
+                request_id,
+                entry,
+                block_ids,
+                tokens.start,
+                tokens.stop,
+                uuid.uuid4().hex,
+                transfer_id,
+                complete_tokens,
+                traceparent(request),
+            )
+        )
 
     def _lacks_blocks(self, remote: RemotePrefill) -> bool:
         """Return whether P no longer has blocks that are needed here: of a sliding window, or of the last chunk.
@@ -212,18 +391,67 @@ class Consumer(SchedulerRole):
                 return True
         return False
 
+    def _will_lack_blocks(self, remote: RemotePrefill) -> bool:
+        """Return whether P will lack such blocks once it has computed the prompt, if its windows are those here.
+
+        Then D waits to see whether it does, instead of pulling what may be of no use.
+        """
+        theirs = remote.remote_block_sizes or [kept.block_tokens for kept in self._retentions]
+        for kept, size in zip(self._retentions, theirs, strict=False):
+            first_token = kept.first_token(remote.remote_num_tokens - 1) // kept.block_tokens * kept.block_tokens
+            if first_token // size < kept.first_token(remote.remote_num_tokens) // size:
+                return True
+        return False
+
+    def _compute_here(self, request: "Request", computed_tokens: int) -> None:
+        """Let go of what a request does not pull after all; count its prompt if more than its last token is missing."""
+        request_id = request.request_id
+        entry: _Entry | _Announced
+        if (announced := self._announced.get(request_id)) is not None:
+            entry = announced
+            self._abandon(request_id)
+        else:
+            entry = self._waiting.pop(request_id)
+            self._cancel(request_id, entry)
+        missing = request.num_prompt_tokens - 1 - computed_tokens
+        if isinstance(entry, _Follower):  # the last block, which is not full, is in nobody's prefix cache
+            missing -= max((kept.block_tokens for kept in self._retentions), default=1) - 1
+        if missing <= 0:
+            return
+        why = self._why_computed(entry)
+        self._computed_here[why] += 1
+        if why == ComputedHere.WINDOW:
+            logger.info(
+                "PDConnector: request %s is computed here: the prefill engine no longer has the first block that "
+                "attention to a window or chunk needs", request_id,
+            )  # fmt: skip
+
+    def _why_computed(self, entry: "_Entry | _Announced") -> str:
+        match entry:
+            case _Refused():
+                return entry.cause
+            case _Follower():
+                return ComputedHere.SHARED
+            case RemotePrefill() if self._lacks_blocks(entry):
+                return ComputedHere.WINDOW
+        return ComputedHere.DECLINED
+
+    def _abandon(self, request_id: str) -> None:
+        """Forget a request whose prompt is still to be computed, and tell the prefill engine."""
+        del self._announced[request_id]
+        self._subscriptions.abandon(request_id)
+        self._let_go(request_id)
+
     def _cancel(self, request_id: str, entry: _Entry) -> None:
         lost = self._renewals.lost(request_id)
-        self._forget_lease(request_id, entry)
+        self._let_go(request_id)
         if isinstance(entry, RemotePrefill) and lost is None:
             self._renewals.cancel(entry)
 
-    def _forget_lease(self, request_id: str, entry: _Entry | None) -> None:
-        """Stop renewing a request's lease. A request that arrives with the lease from now on is too late to pull."""
+    def _let_go(self, request_id: str) -> None:
+        """Stop renewing a request's lease. A request that arrives with it, or its name, from now on is too late."""
         self._renewals.drop(request_id)
-        if not isinstance(entry, RemotePrefill):
-            return
-        self._lease_ids.discard(entry.lease_id)
-        self._spent[entry.lease_id] = None
-        if len(self._spent) > _MAX_SPENT_LEASES:
-            del self._spent[next(iter(self._spent))]
+        if (key := self._keys.pop(request_id, None)) is not None:
+            self._spent[key] = self._in_use.pop(key)
+            if len(self._spent) > _MAX_SPENT:
+                del self._spent[next(iter(self._spent))]

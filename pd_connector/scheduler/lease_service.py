@@ -8,17 +8,20 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Generic
 
 from layout.geometry import ModelIdentity, WorkerGeometry
-from pd_connector.orders import ChecksumOrder
+from pd_connector.orders import ChecksumOrder, LeaseEnd
 from pd_connector.params import RemotePrefill, contents_digest, prompt_digest
 from pd_connector.scheduler.checksum_table import ChecksumTable
 from pd_connector.scheduler.leases import Held, LeaseTable
-from pd_connector.vllm.requests import prompt_shape
+from pd_connector.scheduler.transfers import Prompt, Transfers
+from pd_connector.vllm.requests import prompt_shape, traceparent
+from pd_connector.vllm.tracing import LeaseSpans
 from transfer.control.messages import (
     Cancel,
     Cancelled,
     Checksums,
     Error,
     ErrorCode,
+    Follow,
     Hello,
     Release,
     Renew,
@@ -27,9 +30,13 @@ from transfer.control.messages import (
     Request,
     Welcome,
 )
+from transfer.control.waiting_requests import NotYet
 
 if TYPE_CHECKING:
     from pd_connector.vllm.types import Request as VllmRequest
+
+
+_STARTING = Error(ErrorCode.NOT_READY, "the engine is still starting")
 
 
 class LeaseService(Generic[Held]):
@@ -43,6 +50,7 @@ class LeaseService(Generic[Held]):
         leases_ended: Callable[[], None] = lambda: None,
         *,
         verify: bool = False,
+        spans: LeaseSpans | None = None,
     ) -> None:
         """Create the service of an engine whose workers are not known yet.
 
@@ -52,12 +60,17 @@ class LeaseService(Generic[Held]):
             tp_size: of this engine.
             leases_ended: called on any thread, possibly repeatedly, when ``leases.collect`` would return something.
             verify: whether to take checksums of what is leased.
+            spans: is told of every lease that is granted; None if tracing is off.
         """
         # A new process is a new engine whatever its configured name, because its memory has other contents.
         self.engine_id = uuid.uuid4().hex
         self.leases = leases
         self.checksums = ChecksumTable(leases.still_valid, enabled=verify)
+        self.transfers = Transfers(leases.ttl_s)
+        #: Called on any thread with the id of a transfer of which there is news.
+        self.notify: Callable[[str], None] = lambda transfer_id: None
         self._leases_ended = leases_ended
+        self._spans = spans
         self._model = model
         self._tp_size = tp_size
         self._workers: tuple[WorkerGeometry, ...] = ()
@@ -71,16 +84,47 @@ class LeaseService(Generic[Held]):
         if self._workers:
             self.engine_id = uuid.uuid4().hex  # first, so that nobody gets the new workers by the old id
             self.leases.cancel_all()
+            self.end_transfers(self.transfers.open_leases, "the prefill engine has registered its caches anew")
         self._workers = workers
         self.checksums.set_workers(len(workers))
+        self.transfers.set_block_tokens(self.block_tokens)
+
+    def begin(self, request: "VllmRequest", transfer_id: str) -> bool:
+        """Take up a prompt that decode engines may follow by name; return False if nobody wants it any longer.
+
+        Raises:
+            ValueError: another request has the transfer id, or had it.
+        """
+        lease_id = uuid.uuid4().hex
+        digest = prompt_digest(*prompt_shape(request))
+        self.leases.begin(lease_id)  # first, so that whoever ends the transfer ends the lease
+        is_open = False
+        try:
+            is_open = self.transfers.open(Prompt(transfer_id, lease_id, request.num_prompt_tokens, digest))
+        finally:
+            if not is_open:
+                self.leases.withdraw(lease_id)
+        return is_open
 
     def grant(
-        self, request: "VllmRequest", block_ids: Sequence[Sequence[int]], blocks: Held, host: str, port: int
+        self,
+        request: "VllmRequest",
+        block_ids: Sequence[Sequence[int]],
+        blocks: Held,
+        address: tuple[str, int],
+        transfer_id: str = "",
     ) -> dict[str, Any]:
         """Grant a lease over a finished prompt's blocks, and return the ``kv_transfer_params`` of the response.
 
-        ``host`` and ``port`` are the address for messages about the lease.
+        Args:
+            request: whose prompt it is.
+            block_ids: its block table, by cache group.
+            blocks: what the lease holds.
+            address: host and port for messages about the lease.
+            transfer_id: of a prompt that ``begin`` has taken up, and nobody has ended since.
         """
+        host, port = address
+        begun = self.transfers.begun(transfer_id)
         remote = RemotePrefill(
             remote_engine_id=self.engine_id,
             remote_request_id=request.request_id,
@@ -88,31 +132,55 @@ class LeaseService(Generic[Held]):
             remote_port=port,
             remote_block_ids=tuple(tuple(ids) for ids in block_ids),
             remote_num_tokens=request.num_prompt_tokens,
-            remote_block_sizes=tuple(group.block_tokens for worker in self._workers[:1] for group in worker.groups),
+            remote_block_sizes=self.block_tokens,
+            remote_attempt=begun.attempt if begun is not None else 0,
             tp_size=self._tp_size,
-            lease_id=uuid.uuid4().hex,
+            lease_id=begun.lease_id if begun is not None else uuid.uuid4().hex,
             lease_ttl_s=self.leases.ttl_s,
-            prompt_digest=prompt_digest(*prompt_shape(request)),
+            # Of a long prompt, the digest takes a millisecond, so what is known is not made again.
+            prompt_digest=begun.digest if begun is not None else prompt_digest(*prompt_shape(request)),
         )
-        self.leases.grant(remote.lease_id, blocks, contents_digest(remote))
+        if self._spans is not None:
+            self._spans.granted(remote.lease_id, traceparent(request), request.request_id, request.num_prompt_tokens)
+        is_valid = self.leases.grant(remote.lease_id, blocks, contents_digest(remote))
+        if begun is not None and is_valid:
+            self.transfers.complete(transfer_id, remote.remote_block_ids)
+        elif begun is not None:
+            if self._spans is not None:
+                self._spans.ended(remote.lease_id, LeaseEnd.CANCELLED)
+            self.transfers.end(transfer_id, "its readers have released it before it was complete")
         # The last prompt token is computed by whoever decodes.
         self.checksums.order(ChecksumOrder(remote.lease_id, remote.remote_block_ids, remote.remote_num_tokens - 1))
         return remote.to_params()
 
-    def handle(self, request: Request) -> Reply:
+    def end_transfers(self, lease_ids: Sequence[str], reason: str) -> None:
+        """End the transfers of these leases, unless they are complete, and tell those who follow."""
+        for transfer_id in self.transfers.end_of(lease_ids, reason):
+            self.notify(transfer_id)
+        for lease_id in lease_ids:
+            self.leases.withdraw(lease_id)
+
+    def handle(self, request: Request) -> Reply | NotYet:
         """Return the answer to a message of the control protocol. A repeated message has no further effect."""
         reply = self._answer(request)
         if self.leases.has_ended:
             self._leases_ended()
         return reply
 
+    @property
+    def block_tokens(self) -> tuple[int, ...]:
+        """Block size of each cache group, in tokens; empty until the workers are known."""
+        return tuple(group.block_tokens for worker in self._workers[:1] for group in worker.groups)
+
     def check_integrity(self) -> None:
         """Raise AssertionError unless the books balance."""
         self.leases.check_integrity()
+        self.transfers.check_integrity()
         self.checksums.check_integrity()
 
-    def _answer(self, request: Request) -> Reply:
-        if request.engine_id != self.engine_id:
+    def _answer(self, request: Request) -> Reply | NotYet:
+        is_by_name = isinstance(request, Follow) or (isinstance(request, Cancel) and not request.lease_ids)
+        if request.engine_id != self.engine_id and not (is_by_name and not request.engine_id):
             return Error(
                 ErrorCode.UNKNOWN_ENGINE,
                 f"engine {request.engine_id} is not here: this is engine {self.engine_id}. The engine has restarted, "
@@ -121,19 +189,27 @@ class LeaseService(Generic[Held]):
         match request:
             case Hello():
                 return self._answer_hello()
+            case Follow():
+                return self.transfers.answer(self.engine_id, request) if self._workers else _STARTING
+            case Checksums():
+                return self.checksums.answer(request)
+        return self._answer_about_leases(request)
+
+    def _answer_about_leases(self, request: Renew | Release | Cancel) -> Reply:
+        match request:
             case Renew(lease_ids=lease_ids, reading=reading):
                 return Renewed(self.leases.renew(lease_ids, reading))
             case Release():
                 return self.leases.release(
                     request.lease_id, request.reader, request.readers, request.pull_id, request.contents
                 )
-            case Cancel(lease_ids=lease_ids):
+            case Cancel(lease_ids=lease_ids, transfer_ids=transfer_ids):
+                lease_ids = (*lease_ids, *self.transfers.cancel(transfer_ids))
                 self.leases.cancel(lease_ids)
+                self.end_transfers(lease_ids, "it was cancelled by the decode engine")
                 return Cancelled()
-            case Checksums():
-                return self.checksums.answer(request)
 
     def _answer_hello(self) -> Welcome | Error:
         if not self._workers:
-            return Error(ErrorCode.NOT_READY, "the engine is still starting")
+            return _STARTING
         return Welcome(self.engine_id, self._model, self._workers, verify=self.checksums.enabled)

@@ -1,9 +1,11 @@
 """The leases of a prefill engine: which requests' blocks must stay unchanged, and until when.
 
 A lease is granted when a prefill is done, and ends exactly once: released by all its readers, cancelled, revoked, or
-expired.
-Only then may what it holds be freed, which ``collect`` returns to the owner. Ended leases are remembered for a while,
-so that a repeated message gets the same answer as the first one.
+expired. Only then may what it holds be freed, which ``collect`` returns to the owner. Ended leases are remembered for a
+while, so that a repeated message gets the same answer as the first one.
+
+The lease of a prompt that can be followed begins with the prompt, before it is granted. Until then it *grows*: it
+holds nothing, because the request itself holds the blocks, and it neither expires nor gives way.
 """
 
 import math
@@ -12,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Generic, TypeVar
+from typing import Generic, TypeVar, cast
 
 from pd_connector.orders import LeaseEnd
 from transfer.control.messages import InvalidReason, Released
@@ -28,7 +30,7 @@ _RENEWED_AT_ONCE = 500
 
 @dataclass(slots=True)
 class _Lease(Generic[Held]):
-    held: Held
+    held: Held | None  # None while it grows
     contents: str
     granted_at: float
     expires_at: float
@@ -53,38 +55,78 @@ class LeaseTable(Generic[Held]):
     cancels. Methods take microseconds, those that end thousands of leases at once milliseconds.
     """
 
-    def __init__(self, ttl_s: float, clock: Callable[[], float], max_age_s: float = math.inf) -> None:
+    def __init__(
+        self,
+        ttl_s: float,
+        clock: Callable[[], float],
+        max_age_s: float = math.inf,
+        on_end: Callable[[str, LeaseEnd], None] | None = None,
+    ) -> None:
         """Start without leases.
 
         Args:
             ttl_s: time for which a lease is granted and renewed.
             clock: a monotonic clock, in seconds.
             max_age_s: time after which a lease expires although it is renewed.
+            on_end: is called with the id of every lease that was granted and has ended, and how, on whichever thread
+                ends it. It must be quick, and must not call this table.
         """
+        self._on_end = on_end
         self.ttl_s = ttl_s
         self._max_age_s = max_age_s
         self._clock = clock
         self._lock = threading.Lock()
         self._active: dict[str, _Lease[Held]] = {}
+        self._growing: dict[str, _Lease[Held]] = {}
         self._past: dict[str, _PastLease] = {}  # in the order of their ends
         self._ended: list[Held] = []  # what leases held that have ended since the last ``collect``
         self._no_expiry_before = 0.0  # a bound that saves most scans: renewals only postpone expiry
         self._events: Counter[str] = Counter()
 
-    def grant(self, lease_id: str, held: Held, contents: str) -> None:
-        """Start a lease over ``held``, which must stay unchanged until ``collect`` returns it.
-
-        Readers must name ``contents`` as what they have read, see ``contents_digest``.
+    def begin(self, lease_id: str) -> None:
+        """Begin a lease that grows until it is granted, or ended by its readers or ``withdraw``.
 
         Raises:
             ValueError: the id was used before.
         """
         with self._lock:
-            if lease_id in self._active or lease_id in self._past:
-                raise ValueError(f"lease {lease_id} was granted before")
+            self._check_new(lease_id)
+            self._growing[lease_id] = _Lease(None, "", self._clock(), math.inf)
+
+    def grant(self, lease_id: str, held: Held, contents: str) -> bool:
+        """Grant a lease over ``held``, which must stay unchanged until ``collect`` returns it.
+
+        Readers must name ``contents`` as what they have read, see ``contents_digest``.
+
+        Returns:
+            False if the lease had begun, and has ended since. Then ``collect`` returns ``held`` at once.
+
+        Raises:
+            ValueError: the id was granted before.
+        """
+        with self._lock:
             now = self._clock()
-            self._active[lease_id] = _Lease(held, contents, now, now + min(self.ttl_s, self._max_age_s))
+            lease = self._growing.pop(lease_id, None)
+            if lease is None and (past := self._past.get(lease_id)) is not None and not past.contents:
+                self._ended.append(held)
+                return False
+            if lease is None:
+                self._check_new(lease_id)
+                lease = _Lease(None, "", now, math.inf)
+            lease.held, lease.contents, lease.granted_at = held, contents, now
+            lease.expires_at = now + min(self.ttl_s, self._max_age_s)
+            if lease.read_until == math.inf:
+                lease.read_until = lease.expires_at
+            self._active[lease_id] = lease
+            self._no_expiry_before = min(self._no_expiry_before, lease.expires_at)
             self._events["granted"] += 1
+            return True
+
+    def withdraw(self, lease_id: str) -> None:
+        """End a lease that grows: it will not be granted. Others, and unknown ids, are ignored."""
+        with self._lock:
+            if lease_id in self._growing:
+                self._end(lease_id, LeaseEnd.CANCELLED)
 
     def renew(self, lease_ids: Sequence[str], reading: Iterable[str] = ()) -> tuple[str, ...]:
         """Extend leases by their time to live, starting now; return those that were still valid.
@@ -100,7 +142,10 @@ class LeaseTable(Generic[Held]):
                 self._expire(now)
                 for lease_id in lease_ids[first : first + _RENEWED_AT_ONCE]:
                     lease = self._active.get(lease_id)
-                    if lease is not None:
+                    if (growing := self._growing.get(lease_id)) is not None:
+                        growing.read_until = math.inf if lease_id in being_read else growing.read_until
+                        renewed.append(lease_id)
+                    elif lease is not None:
                         lease.expires_at = min(now + self.ttl_s, lease.granted_at + self._max_age_s)
                         if lease_id in being_read:
                             lease.read_until = lease.expires_at
@@ -118,7 +163,7 @@ class LeaseTable(Generic[Held]):
         """
         with self._lock:
             self._expire(self._clock())
-            lease = self._active.get(lease_id)
+            lease = self._active.get(lease_id) or self._growing.get(lease_id)
             if lease is None:
                 return self._release_past(lease_id, reader, readers, pull_id, contents)
             if lease.readers not in (0, readers) or not 0 <= reader < readers:
@@ -127,7 +172,7 @@ class LeaseTable(Generic[Held]):
             pulls = lease.released_by.setdefault(reader, set())
             if pull_id not in pulls and len(pulls) >= _MAX_PULLS:
                 return Released(False, InvalidReason.RELEASED)
-            valid = contents == lease.contents
+            valid = lease_id in self._active and contents == lease.contents
             if valid:
                 pulls.add(pull_id)
             if len(lease.released_by) == readers:
@@ -139,11 +184,11 @@ class LeaseTable(Generic[Held]):
         with self._lock:
             self._expire(self._clock())
             for lease_id in lease_ids:
-                if lease_id in self._active:
+                if lease_id in self._active or lease_id in self._growing:
                     self._end(lease_id, LeaseEnd.CANCELLED)
 
     def cancel_all(self) -> None:
-        """End every lease immediately."""
+        """End every lease that is granted immediately."""
         with self._lock:
             self._expire(self._clock())
             for lease_id in list(self._active):
@@ -161,10 +206,10 @@ class LeaseTable(Generic[Held]):
             return None
 
     def still_valid(self, lease_ids: Iterable[str]) -> frozenset[str]:
-        """Return those of the leases that have not ended, without renewing them."""
+        """Return those of the leases that have not ended, without renewing them. Those that grow are among them."""
         with self._lock:
             self._expire(self._clock())
-            return frozenset(lease_id for lease_id in lease_ids if lease_id in self._active)
+            return frozenset(each for each in lease_ids if each in self._active or each in self._growing)
 
     def collect(self) -> tuple[Held, ...]:
         """Return what the leases held that have ended since the last call, each exactly once."""
@@ -190,7 +235,7 @@ class LeaseTable(Generic[Held]):
 
     @property
     def active(self) -> int:
-        """Number of leases that have not ended."""
+        """Number of leases that are granted and have not ended."""
         with self._lock:
             return len(self._active)
 
@@ -204,6 +249,8 @@ class LeaseTable(Generic[Held]):
         """Raise AssertionError unless the books balance."""
         with self._lock:
             assert not self._active.keys() & self._past.keys(), "a lease is active and past at once"
+            assert not self._growing.keys() & (self._active.keys() | self._past.keys()), "a lease grows and does not"
+            assert all(lease.held is None for lease in self._growing.values()), "a lease that grows holds something"
             ended = {id(held) for held in self._ended}
             assert len(ended) == len(self._ended), "something would be freed twice"
             assert not ended & {id(lease.held) for lease in self._active.values()}, "something is held and to be freed"
@@ -211,12 +258,16 @@ class LeaseTable(Generic[Held]):
                 assert not lease.readers or len(lease.released_by) < lease.readers, f"{lease_id} should have ended"
                 assert lease.expires_at >= self._no_expiry_before, f"{lease_id} would not be seen to expire"
 
+    def _check_new(self, lease_id: str) -> None:
+        if lease_id in self._active or lease_id in self._growing or lease_id in self._past:
+            raise ValueError(f"lease {lease_id} was granted before")
+
     def _release_past(self, lease_id: str, reader: int, readers: int, pull_id: str, contents: str) -> Released:
         """Return the answer for a lease that has ended: to a repeated release as before, otherwise how it ended."""
         past = self._past.get(lease_id)
         if past is None:
             return Released(False, InvalidReason.UNKNOWN)
-        if past.contents != contents:
+        if past.contents and past.contents != contents:  # it has none if it ended before it was granted
             return Released(False, InvalidReason.CONTENTS)
         if readers == past.readers and (reader, pull_id) in past.released:
             return Released(True)
@@ -235,10 +286,14 @@ class LeaseTable(Generic[Held]):
         )
 
     def _end(self, lease_id: str, how: LeaseEnd) -> None:
-        lease = self._active.pop(lease_id)
+        grew = self._growing.pop(lease_id, None)
+        lease = grew or self._active.pop(lease_id)
         # Repeated messages should arrive within this time. Later ones are answered with "unknown", which is safe.
         forget_at = self._clock() + 2 * self.ttl_s
         released = frozenset((reader, pull) for reader, pulls in lease.released_by.items() for pull in pulls)
         self._past[lease_id] = _PastLease(how, lease.contents, lease.readers, released, forget_at)
-        self._ended.append(lease.held)
-        self._events[how.value] += 1
+        if grew is None:  # what was not granted is not counted
+            self._ended.append(cast("Held", lease.held))
+            self._events[how.value] += 1
+            if self._on_end is not None:
+                self._on_end(lease_id, how)

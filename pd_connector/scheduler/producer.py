@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from pd_connector.orders import Orders, Report, WorkerHandshake
 from pd_connector.params import is_prefill_leg
+from pd_connector.scheduler.announcer import Announcer
 from pd_connector.scheduler.drain import Drain
 from pd_connector.scheduler.lease_service import LeaseService
 from pd_connector.scheduler.roles import SchedulerRole
@@ -43,6 +44,7 @@ class Producer(SchedulerRole):
         engine: EngineLoop,
         drain: Drain,
         keys: ControlKeys | None = None,
+        steps_in_flight: int = 2,
     ) -> None:
         """Bind the control channel and start answering.
 
@@ -54,6 +56,7 @@ class Producer(SchedulerRole):
             engine: woken when blocks can be freed.
             drain: decides how long to stay up for leases when the engine is told to stop.
             keys: of the control channel; None serves whoever can connect.
+            steps_in_flight: how many steps vLLM schedules at most before the first of them has ended.
 
         Raises:
             ControlStartError: host and port cannot be bound.
@@ -64,6 +67,9 @@ class Producer(SchedulerRole):
         self._engine = engine
         self._drain = drain
         self._server = ControlServer(service, host, port, keys=keys)
+        self._announcer = Announcer(service, blocks, steps_in_flight)
+        self._workers = 0
+        service.notify = self._server.changed
         self._server.start()
         self._refusals_taken: Counter[str] = Counter()
         self._closing = threading.Event()
@@ -81,7 +87,7 @@ class Producer(SchedulerRole):
 
     def set_workers(self, handshakes: Sequence[WorkerHandshake]) -> None:
         """Announce the workers' caches to peers."""
-        known_as = self._service.engine_id
+        known_as, self._workers = self._service.engine_id, len(handshakes)
         self._service.set_workers(tuple(handshake.geometry for handshake in handshakes))
         if self._service.engine_id != known_as:
             logger.info(
@@ -89,18 +95,28 @@ class Producer(SchedulerRole):
                 known_as, self._service.engine_id,
             )  # fmt: skip
 
+    def add(self, request: "VllmRequest") -> None:
+        """Take up a new request: its prompt may be followed by name."""
+        self._announcer.add(request)
+
+    def missing_tokens(self, request: "VllmRequest", computed_tokens: int) -> int:
+        """Bring nothing; note what the device holds of a prompt, and what host memory brings."""
+        self._announcer.found(request.request_id, computed_tokens)
+        return 0
+
     def free_blocks(self) -> None:
         """Free the blocks of ended leases."""
         for held in self._leases.collect():
             self._blocks.release(held)
 
     def step_orders(self, scheduled: Mapping[str, int]) -> Orders:
-        """Return the leases whose checksums are to be taken."""
+        """Return the leases whose checksums are to be taken, and the step's number if it is to be reported."""
         self._drain.must_stay(self._leases.active, busy=bool(scheduled))
-        return Orders(checksums=self._service.checksums.take_orders())
+        return Orders(checksums=self._service.checksums.take_orders(), steps=self._announcer.schedule(scheduled))
 
     def settled(self, request_ids: set[str], failed: set[str], report: Report) -> None:
-        """Store the checksums that workers have reported."""
+        """Store the checksums that workers have reported, and announce what their steps have computed."""
+        self._announcer.computed(report.steps, self._workers)
         for checksums in report.checksums:
             self._service.checksums.add(checksums)
 
@@ -110,10 +126,9 @@ class Producer(SchedulerRole):
         Returns:
             The ``kv_transfer_params`` of the response; None if there is nothing to pull.
         """
-        if not is_prefill_leg(request.kv_transfer_params) or not prefill_is_complete(request) or not any(block_ids):
-            return None
-        held = self._blocks.hold(request.request_id)
-        return self._service.grant(request, block_ids, held, self._host, self.port)
+        answer = self._grant(request, block_ids) if self._is_to_be_leased(request, block_ids) else None
+        self._announcer.finish(request, is_granted=answer is not None)
+        return answer
 
     @property
     def wants_step(self) -> bool:
@@ -131,6 +146,8 @@ class Producer(SchedulerRole):
         stats.gauge("leased_blocks", self._blocks.leased)
         for event, number in self._leases.take_events().items():
             stats.count("leases", number, event)
+        for event, number in self._announcer.take_events().items():
+            stats.count("transfers", number, event)
         refusals = Counter(self._server.counters.refusals)
         for cause, number in (refusals - self._refusals_taken).items():
             stats.count("control_refusals", number, cause)
@@ -161,7 +178,18 @@ class Producer(SchedulerRole):
     def check_integrity(self) -> None:
         """Raise AssertionError unless the books balance and, until ``close``, both threads run."""
         self._service.check_integrity()
+        self._announcer.check_integrity()
         assert self._closing.is_set() or self._expiry.is_alive(), "the expiry thread has died"
+
+    def _is_to_be_leased(self, request: "VllmRequest", block_ids: Sequence[Sequence[int]]) -> bool:
+        is_computed = prefill_is_complete(request) and any(block_ids)
+        is_wanted = not self._announcer.is_unwanted(request.request_id)
+        return is_prefill_leg(request.kv_transfer_params) and is_computed and is_wanted
+
+    def _grant(self, request: "VllmRequest", block_ids: Sequence[Sequence[int]]) -> dict[str, Any]:
+        held = self._blocks.hold(request.request_id)
+        transfer_id = self._announcer.transfer_id(request.request_id)
+        return self._service.grant(request, block_ids, held, (self._host, self.port), transfer_id)
 
     def _watch_expiry(self) -> None:
         while not self._closing.wait(min(_EXPIRY_INTERVAL_S, self._leases.ttl_s / 4)):

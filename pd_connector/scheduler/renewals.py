@@ -11,7 +11,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -39,8 +39,9 @@ class LeaseLost:
     reason: str  # for people
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Kept:
+    request_id: str
     remote: RemotePrefill
     give_up_at: float  # unless it is being pulled by then
     lost: LeaseLost | None = None
@@ -58,40 +59,41 @@ class _Kept:
 
 @dataclass(slots=True)
 class _Bucket:
-    """The leases of a prefill engine that are not lost, by lease id, and when to send it what."""
+    """The leases of a prefill engine that are not lost, by request id, and when to send it what."""
 
     renew_at: float
     interval_s: float
     waiting: dict[str, _Kept] = field(default_factory=dict)  # longest first
     reading: dict[str, _Kept] = field(default_factory=dict)
     announced_at: float = math.inf  # when ``unannounced`` is to be sent
-    unannounced: dict[str, None] = field(default_factory=dict)  # an ordered set
+    unannounced: dict[str, _Kept] = field(default_factory=dict)  # some of those that are being read
 
     @property
     def due_at(self) -> float:
         give_up_at = next((kept.give_up_at for kept in self.waiting.values()), math.inf)
         return min(self.renew_at, self.announced_at, give_up_at)
 
-    def remove(self, lease_id: str) -> None:
+    def remove(self, request_id: str) -> None:
         for leases in (self.waiting, self.reading, self.unannounced):
-            leases.pop(lease_id, None)
+            leases.pop(request_id, None)
 
     def give_up(self, now: float) -> list[_Kept]:
         """Remove and return the leases that have waited for too long."""
         late = []
         while self.waiting and (first := next(iter(self.waiting.values()))).give_up_at <= now:
-            late.append(self.waiting.pop(first.remote.lease_id))
+            late.append(self.waiting.pop(first.request_id))
         return late
 
-    def renew(self, now: float) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    def renew(self, now: float) -> tuple[tuple[_Kept, ...], tuple[_Kept, ...]]:
         """Return the leases to renew now, and those of them that are being read."""
-        reading = tuple(self.unannounced)
+        reading = tuple(self.unannounced.values())
         self.unannounced.clear()
         self.announced_at = math.inf
         if now < self.renew_at:
             return reading, reading
         self.renew_at = now + self.interval_s
-        return (*self.waiting, *self.reading), tuple(self.reading)
+        reading = tuple(self.reading.values())
+        return (*self.waiting.values(), *reading), reading
 
 
 class Renewals:
@@ -141,9 +143,9 @@ class Renewals:
         """Renew the lease of a request that waits for blocks, from now on three times in its time to live."""
         with self._changed:
             now, interval_s = self._clock(), remote.lease_ttl_s / 3
-            kept = self._kept[request_id] = _Kept(remote, now + self._queue_timeout_s)
+            kept = self._kept[request_id] = _Kept(request_id, remote, now + self._queue_timeout_s)
             bucket = self._buckets.setdefault(kept.engine, _Bucket(now + interval_s, interval_s))
-            bucket.waiting[remote.lease_id] = kept
+            bucket.waiting[request_id] = kept
             self._wake_at(bucket.due_at)
 
     def start_reading(self, request_id: str) -> None:
@@ -153,9 +155,7 @@ class Renewals:
             bucket = self._buckets.get(kept.engine)
             if kept.lost is not None or bucket is None:
                 return
-            lease_id = kept.remote.lease_id
-            bucket.reading[lease_id] = bucket.waiting.pop(lease_id)
-            bucket.unannounced[lease_id] = None
+            bucket.reading[request_id] = bucket.unannounced[request_id] = bucket.waiting.pop(request_id)
             bucket.announced_at = min(bucket.announced_at, self._clock() + _ANNOUNCED_AFTER_S)
             self._wake_at(bucket.announced_at)
 
@@ -187,7 +187,7 @@ class Renewals:
     def send_due(self) -> None:
         """Send what is due to every prefill engine, and give up the leases that have waited for too long."""
         now = self._clock()
-        messages: list[tuple[_Engine, tuple[str, ...], tuple[str, ...]]] = []
+        messages: list[tuple[_Engine, tuple[_Kept, ...], tuple[_Kept, ...]]] = []
         late: list[_Kept] = []
         with self._changed:
             for engine, bucket in self._buckets.items():
@@ -203,18 +203,18 @@ class Renewals:
                 self._forget_if_empty(kept.engine)
         for kept in late:
             self.cancel(kept.remote)
-        for engine, lease_ids, reading in messages:
-            self._send(engine, lease_ids, reading)
+        for engine, renewed, reading in messages:
+            self._send(engine, renewed, reading)
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless every lease is either renewed or lost and, until ``close``, the thread runs."""
         with self._changed:
             renewed = {
-                (engine, lease_id)
+                (engine, request_id)
                 for engine, bucket in self._buckets.items()
-                for lease_id in (*bucket.waiting, *bucket.reading)
+                for request_id in (*bucket.waiting, *bucket.reading)
             }
-            wanted = {(kept.engine, kept.remote.lease_id) for kept in self._kept.values() if kept.lost is None}
+            wanted = {(kept.engine, request_id) for request_id, kept in self._kept.items() if kept.lost is None}
             assert renewed == wanted, "other leases are renewed than those that are kept"
             for bucket in self._buckets.values():
                 assert bucket.waiting or bucket.reading, "an engine without leases is remembered"
@@ -223,18 +223,19 @@ class Renewals:
                 assert bucket.due_at < math.inf, "leases are never renewed"
             assert self._thread is None or self._closing or self._thread.is_alive(), "the renewal thread has died"
 
-    def _send(self, engine: _Engine, lease_ids: tuple[str, ...], reading: tuple[str, ...]) -> None:
+    def _send(self, engine: _Engine, renewed: tuple[_Kept, ...], reading: tuple[_Kept, ...]) -> None:
         engine_id, host, port, _ = engine
-        being_read = frozenset(reading)
+        lease_ids = tuple(kept.remote.lease_id for kept in renewed)
+        being_read = tuple(kept.remote.lease_id for kept in reading)
         # An id takes up to three bytes besides its characters, and those that are being read are named twice.
         at_once = _MESSAGE_BYTES // (2 * (max(map(len, lease_ids), default=0) + 3))
         for first in range(0, len(lease_ids), at_once):
             asked = lease_ids[first : first + at_once]
-            among = reading if len(asked) == len(lease_ids) else tuple(being_read.intersection(asked))
+            among = being_read if len(asked) == len(lease_ids) else tuple(frozenset(being_read).intersection(asked))
             future = self._client.request(host, port, Renew(engine_id, asked, among), self._message_timeout_s)
-            future.add_done_callback(partial(self._take_answer, engine, asked))
+            future.add_done_callback(partial(self._take_answer, renewed[first : first + at_once], asked))
 
-    def _take_answer(self, engine: _Engine, asked: tuple[str, ...], future: "Future[Reply]") -> None:
+    def _take_answer(self, renewed: tuple[_Kept, ...], asked: tuple[str, ...], future: "Future[Reply]") -> None:
         """Take the answer to a renewal. Runs on the control client's thread."""
         if future.cancelled():
             return
@@ -242,24 +243,23 @@ class Renewals:
         if error is None:
             reply = future.result()
             if isinstance(reply, Renewed) and reply.valid != asked:  # as it mostly is; sets of thousands take long
-                ended = set(asked).difference(reply.valid)
-                self._mark_lost(engine, ended, Cause.LEASE, "it expired, was cancelled, or gave way to other requests")
+                valid = frozenset(reply.valid)
+                ended = [kept for kept in renewed if kept.remote.lease_id not in valid]
+                self._mark_lost(ended, Cause.LEASE, "it expired, was cancelled, or gave way to other requests")
         elif isinstance(error, PeerRefused) and error.code is ErrorCode.UNKNOWN_ENGINE:
-            self._mark_lost(engine, set(asked), Cause.REFUSED, str(error))
+            self._mark_lost(renewed, Cause.REFUSED, str(error))
         else:
             log_undelivered(future)
 
-    def _mark_lost(self, engine: _Engine, lease_ids: set[str], cause: Cause, reason: str) -> None:
+    def _mark_lost(self, ended: Sequence[_Kept], cause: Cause, reason: str) -> None:
         with self._changed:
-            for lease_id in lease_ids:
-                bucket = self._buckets.get(engine)
-                kept = bucket and (bucket.waiting.get(lease_id) or bucket.reading.get(lease_id))
-                if kept:
+            for kept in ended:
+                if self._kept.get(kept.request_id) is kept and kept.lost is None:
                     kept.lost = LeaseLost(cause, f"{kept.name} has ended: {reason}")
                     self._remove(kept)
 
     def _remove(self, kept: _Kept) -> None:
-        self._buckets[kept.engine].remove(kept.remote.lease_id)
+        self._buckets[kept.engine].remove(kept.request_id)
         self._forget_if_empty(kept.engine)
 
     def _forget_if_empty(self, engine: _Engine) -> None:

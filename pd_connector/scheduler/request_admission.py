@@ -28,7 +28,7 @@ from pd_connector.scheduler.consumer import Consumer
 from pd_connector.scheduler.leases import LeaseTable
 from pd_connector.scheduler.roles import SchedulerRole
 from pd_connector.vllm.block_pools import DeviceBlocks, HeldBlocks
-from pd_connector.vllm.cache_specs import Retention
+from pd_connector.vllm.cache_specs import Retention, blocks_for
 from transfer.control.limits import ThrottledWarnings
 
 if TYPE_CHECKING:
@@ -219,10 +219,7 @@ class RequestAdmission(SchedulerRole):
 
     def _blocks_of(self, request: "Request") -> int:
         """Return how many blocks hold a request's tokens."""
-        tokens = request.num_tokens
-        return sum(
-            -(-tokens // group.block_tokens) - group.first_token(tokens) // group.block_tokens for group in self._groups
-        )
+        return blocks_for(self._groups, request.num_tokens)
 
 
 def _is_for_others(request: "Request") -> bool:

@@ -7,44 +7,53 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pd_connector.config import ConfigError, ConnectorConfig
-from pd_connector.orders import Destinations, Orders, Report, WorkerHandshake, WorkerRanks
-from pd_connector.params import is_decode_leg, is_malformed, is_prefill_leg
+from pd_connector.orders import Cause, Destinations, Orders, Report, WorkerHandshake, WorkerRanks
+from pd_connector.params import is_decode_leg, is_malformed, is_prefill_leg, unusable_keys
 from pd_connector.scheduler.consumer import Consumer
 from pd_connector.scheduler.drain import Drain
 from pd_connector.scheduler.host_tier import HostTier
 from pd_connector.scheduler.lease_service import LeaseService
 from pd_connector.scheduler.leases import LeaseTable
 from pd_connector.scheduler.producer import Producer
+from pd_connector.scheduler.pulls_ahead import AheadLimits, PullsAhead
 from pd_connector.scheduler.renewals import Renewals
 from pd_connector.scheduler.request_admission import AdmissionLimits, RequestAdmission
 from pd_connector.scheduler.roles import SchedulerRole
+from pd_connector.scheduler.subscriptions import FollowLimits, Subscriptions
 from pd_connector.scheduler.workers import Workers
 from pd_connector.secret import ENVIRONMENT, load_keys
-from pd_connector.stats import StatsRecorder
+from pd_connector.stats import ComputedHere, StatsRecorder
 from pd_connector.vllm import release
 from pd_connector.vllm.block_pools import DeviceBlocks, HeldBlocks, HostBlockPool
 from pd_connector.vllm.cache_groups import retentions
 from pd_connector.vllm.engine_config import (
     EngineRole,
+    check_one_engine_per_url,
     check_prefix_caching,
     data_parallel_index,
     engine_ranks,
     max_blocks_per_step,
+    steps_in_flight,
     stop_timeout_s,
 )
 from pd_connector.vllm.engine_core import EngineLoop
-from pd_connector.vllm.layouts import log_layout
+from pd_connector.vllm.layouts import log_layout, warn_if_not_hooked
 from pd_connector.vllm.model_identity import model_identity
 from pd_connector.vllm.platform import host_address
 from pd_connector.vllm.requests import block_ids_to_fill
+from pd_connector.vllm.tracing import lease_spans
 from transfer.control.client import ControlClient
 from transfer.control.keys import ControlKeys
+from transfer.control.limits import ThrottledWarnings
 from transfer.peers import AllowedPeers
 
 if TYPE_CHECKING:
     from pd_connector.vllm.types import KVCacheBlocks, KVCacheConfig, KVCacheEvent, KVCacheManager, Request, VllmConfig
 
 logger = logging.getLogger(__name__)
+
+_LOG_INTERVAL_S = 10.0
+_MAX_NAMED_KEYS = 10  # of a request's params, in a warning
 
 
 class ConnectorScheduler:
@@ -65,6 +74,7 @@ class ConnectorScheduler:
         self._clock = clock
         self._role = EngineRole.of(vllm_config)
         self._retentions = retentions(kv_cache_config)
+        warn_if_not_hooked(vllm_config)
         if release.current().declares_layouts:
             log_layout(vllm_config, release.current().layout_of(kv_cache_config))
         self._blocks = DeviceBlocks()
@@ -75,17 +85,27 @@ class ConnectorScheduler:
         self._early: dict[str, Request] = {}  # requests that came before all workers were known
         self._destinations: list[Destinations] = []  # for the next step, if vLLM is told of failures by block ids
         self._failed: set[str] = set()  # requests that have failed on a rank, and wait for others
+        self._warnings = ThrottledWarnings(logger, _LOG_INTERVAL_S)
         if config.cpu_bytes_to_use:
             check_prefix_caching(vllm_config)
+        if config.bootstrap_port and self._role.produces:
+            check_one_engine_per_url(vllm_config)
         keys = load_keys(config.secret_file)
         if keys is not None:
             self._secret = keys.fingerprint
         # In the order in which they are asked for tokens. Host memory comes first: what it holds is not pulled.
         self._roles: list[SchedulerRole] = []
         consumer = self._make_consumer(keys) if self._role.consumes else None
+        self._spans = lease_spans(vllm_config)
+        on_end = None if self._spans is None else self._spans.ended
+        leases: LeaseTable[HeldBlocks] = LeaseTable(config.lease_ttl_s, clock, config.max_lease_age_s, on_end)
         if self._role.produces:
-            leases: LeaseTable[HeldBlocks] = LeaseTable(config.lease_ttl_s, clock, config.max_lease_age_s)
-            self._roles += [self._make_producer(leases, keys), self._make_admission(leases, consumer)]
+            producer = self._make_producer(leases, keys)
+            self._roles += [producer, self._make_admission(leases, consumer)]
+            if config.bootstrap_port:
+                self._roles.append(self._make_bootstrap(producer))
+        elif not release.current().serves_loaded_first:
+            self._roles.append(self._make_admission(leases, None))
         if consumer is not None:
             self._roles.append(consumer)
 
@@ -108,8 +128,11 @@ class ConnectorScheduler:
         params = request.kv_transfer_params
         if is_decode_leg(params) and not self._role.consumes:
             self._warn_wrong_role(request, "do_remote_prefill", "kv_consumer")
+            self._stats.count("prompts_computed", label=ComputedHere.ROLE)
         elif is_prefill_leg(params) and not is_decode_leg(params) and not self._role.produces:
             self._warn_wrong_role(request, "do_remote_decode", "kv_producer")
+        elif keys := unusable_keys(params):
+            self._warn_unusable(request, keys)
         if self._waits_for_workers:
             self._early[request.request_id] = request
         for role in self._roles:
@@ -238,11 +261,25 @@ class ConnectorScheduler:
         config, vllm_config = self._config, self._vllm_config
         model = model_identity(vllm_config, config.model_check)
         tp_size, _ = engine_ranks(vllm_config)
-        service = LeaseService(leases, model, tp_size, self._engine.wake, verify=config.verify)
+        service = LeaseService(leases, model, tp_size, self._engine.wake, verify=config.verify, spans=self._spans)
         # The engines of a data-parallel deployment may share a host.
         port = config.port and config.port + data_parallel_index(vllm_config)
         drain = Drain(config.drain_timeout_s, stop_timeout_s(vllm_config), self._engine.is_stopping)
-        return Producer(service, config.host or host_address(), port, self._blocks, self._engine, drain, keys)
+        in_flight = steps_in_flight(vllm_config)
+        return Producer(
+            service, config.host or host_address(), port, self._blocks, self._engine, drain, keys, in_flight
+        )
+
+    def _make_bootstrap(self, producer: Producer) -> SchedulerRole:
+        if not self._config.port:
+            logger.warning(
+                "PDConnector: bootstrap_port is set and port is not, so the control channel has another port after "
+                "every start. Routers ask for it only once, and would have to be restarted with this engine: set port"
+            )
+        from pd_connector.scheduler.bootstrap import Bootstrap  # noqa: PLC0415  an HTTP server that few engines need
+
+        port = self._config.bootstrap_port + data_parallel_index(self._vllm_config)
+        return Bootstrap(self._config.host or host_address(), producer.port, engine_ranks(self._vllm_config), port)
 
     def _make_admission(self, leases: LeaseTable[HeldBlocks], consumer: Consumer | None) -> RequestAdmission:
         fraction = self._config.max_leased_fraction or (1.0 if consumer is None else 0.5)
@@ -253,10 +290,16 @@ class ConnectorScheduler:
         )
 
     def _make_consumer(self, keys: ControlKeys | None) -> Consumer:
-        client = ControlClient(keys=keys, allowed=AllowedPeers(self._config.allowed_peers))
-        renewals = Renewals(client, self._config.handshake_timeout_s, self._config.queue_timeout_s, self._clock)
+        config = self._config
+        client = ControlClient(keys=keys, allowed=AllowedPeers(config.allowed_peers))
+        renewals = Renewals(client, config.handshake_timeout_s, config.queue_timeout_s, self._clock)
+        limits = FollowLimits(config.handshake_timeout_s, config.transfer_timeout_s, config.queue_timeout_s)
+        subscriptions = Subscriptions(client, renewals, limits, self._clock)
+        ahead = PullsAhead(
+            AheadLimits(config.max_pulls_ahead, config.max_ahead_fraction), self._blocks, self._retentions
+        )
         renewals.start()
-        return Consumer(renewals, self._retentions)
+        return Consumer(renewals, subscriptions, ahead, self._retentions)
 
     def _open_host_tier(self, handshakes: Sequence[WorkerHandshake]) -> HostTier:
         mode, manager = self._config.cpu_store, self._blocks.manager
@@ -293,7 +336,18 @@ class ConnectorScheduler:
                 "PDConnector: request %s is served without a transfer: its kv_transfer_params must be a JSON object, "
                 "not %.100r", request.request_id, request.kv_transfer_params,
             )  # fmt: skip
+            self._stats.count("prompts_computed", label=Cause.PARAMS)
         request.kv_transfer_params = None
+
+    def _warn_unusable(self, request: "Request", keys: Sequence[str]) -> None:
+        self._stats.count("prompts_computed", label=ComputedHere.UNUSABLE)
+        named = ", ".join(repr(key)[:60] for key in keys[:_MAX_NAMED_KEYS])
+        self._warnings.warn(
+            "unusable",
+            f"PDConnector: request {request.request_id} is served without a transfer: its kv_transfer_params have "
+            f"neither do_remote_prefill nor do_remote_decode, but {named}: "
+            "the router speaks a contract that PDConnector does not",
+        )
 
     def _warn_wrong_role(self, request: "Request", key: str, role: str) -> None:
         logger.warning(

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(f"vllm.{__name__}")
 
 #: The releases of vllm-ascend that the connector is tested with, on a simulated device.
-TESTED_ASCEND = ("0.30.0rc2",)
+TESTED_ASCEND = ("0.23.0.post1", "0.30.0rc2")
 
 #: Types of KV caches that hold what they say. vllm-ascend keeps scales of the others where no connector sees them.
 _PLAIN_CACHES = frozenset({"auto", "float16", "half", "bfloat16", "float32", "float"})

@@ -72,6 +72,22 @@ class DeviceBlocks:
         self._held |= ids
         return held
 
+    def table(self, request_id: str) -> "tuple[Sequence[KVCacheBlock], ...]":
+        """Return the blocks that a request has now, by cache group, in block table order."""
+        return tuple(self.manager.get_blocks(request_id).blocks)
+
+    def block_ids(
+        self, request_id: str, tokens: int, known: Sequence[int], block_tokens: Sequence[int]
+    ) -> tuple[list[int], ...]:
+        """Return the ids of the blocks of a request's first ``tokens`` tokens, without the first ``known`` ones.
+
+        By cache group, as are ``known`` and ``block_tokens``, the blocks' sizes. 0 is vLLM's null block.
+        """
+        return tuple(
+            [int(block.block_id) for block in blocks[first : -(-tokens // size)]]
+            for blocks, first, size in zip(self.table(request_id), known, block_tokens, strict=True)
+        )
+
     def release(self, held: HeldBlocks) -> None:
         """Give the references back. The last blocks of a prompt are evicted first."""
         ids = {int(block.block_id) for block in held}

@@ -5,7 +5,7 @@ request's block table has them in order. vLLM's classes are known by name, becau
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -68,6 +68,11 @@ class Retention:
         if self.chunk:
             return computed // self.chunk * self.chunk
         return max(computed + 1 - self.window, 0) if self.window else 0
+
+
+def blocks_for(groups: Iterable[Retention], tokens: int) -> int:
+    """Return how many blocks of all cache groups hold the tokens of a request that has ``tokens``."""
+    return sum(-(-tokens // group.block_tokens) - group.first_token(tokens) // group.block_tokens for group in groups)
 
 
 def check_served(group: "KVCacheGroupSpec", spec: Any, layer: str) -> None:

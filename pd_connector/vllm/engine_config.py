@@ -80,6 +80,24 @@ def check_prefix_caching(vllm_config: "VllmConfig") -> None:
         )
 
 
+def check_one_engine_per_url(vllm_config: "VllmConfig") -> None:
+    """Raise if data-parallel engines share a URL, so that nobody can say which of them takes a request.
+
+    Raises:
+        UnsupportedError: naming the setting and the way out.
+    """
+    parallel = vllm_config.parallel_config
+    index = data_parallel_index(vllm_config)
+    # Of ranks that are independent, vLLM sets the size to 1; the first of them cannot tell then, but the others can.
+    if parallel.data_parallel_external_lb or (parallel.data_parallel_size <= 1 and not index):
+        return
+    raise UnsupportedError(
+        f"bootstrap_port: this is the data-parallel engine {index} of several behind one URL, and a router that sends "
+        "both legs of a request at once cannot tell which of them takes it; give each engine a URL of its own "
+        "(--data-parallel-external-lb, or servers without --data-parallel-size), or set bootstrap_port to 0"
+    )
+
+
 _PROMPTS_PER_STEP = 4  # that start to be pulled or loaded
 
 
@@ -103,6 +121,12 @@ def engine_ranks(vllm_config: "VllmConfig") -> tuple[int, int]:
     """Return the engine's tensor-parallel and pipeline-parallel sizes."""
     parallel = vllm_config.parallel_config
     return parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+
+
+def steps_in_flight(vllm_config: "VllmConfig") -> int:
+    """Return how many steps are scheduled at most before the first of them has ended: two more than stages."""
+    _, stages = engine_ranks(vllm_config)
+    return stages + 2
 
 
 def data_parallel_index(vllm_config: "VllmConfig") -> int:

@@ -40,19 +40,25 @@ def wanted_layout(vllm_config: Any) -> str | None:
     and on some platforms. None on the CPU platform too: there the workers rank the layouts that they have checked, so
     none that fails is asked for.
     """
+    return _wish(vllm_config).layout if current().declares_layouts else None
+
+
+def warn_if_not_hooked(vllm_config: Any) -> None:
+    """Log a warning if the workers cannot keep all layers of a block together, because the plugin was not loaded.
+
+    Depends on no call that only some releases make, unlike ``wanted_layout``.
+    """
     from vllm.platforms import current_platform  # noqa: PLC0415
 
-    if not current().declares_layouts:
-        return None
-    if cross_layer_blocks(vllm_config) and current_platform.is_cpu():
-        from pd_connector.vllm.cpu.layouts import warn_if_not_hooked  # noqa: PLC0415  it imports this module
+    from pd_connector.vllm.cpu import layouts as cpu_layouts  # noqa: PLC0415  these import this module
+    from pd_connector.vllm.npu import allocation  # noqa: PLC0415
 
-        warn_if_not_hooked()
-    if cross_layer_blocks(vllm_config) and _workers_allocate():
-        from pd_connector.vllm.npu import allocation  # noqa: PLC0415  it imports this module
-
+    if not cross_layer_blocks(vllm_config):
+        return
+    if current_platform.is_cpu() and current().declares_layouts:
+        cpu_layouts.warn_if_not_hooked()
+    elif _workers_allocate():
         allocation.warn_if_not_hooked()
-    return _wish(vllm_config).layout
 
 
 def log_layout(vllm_config: Any, chosen: str | None) -> None:
@@ -114,8 +120,10 @@ def cross_layer_blocks(vllm_config: Any) -> bool:
 
 
 def _is_ours(connector: str | None, module_path: str | None) -> bool:
-    """Return whether a configured connector is this one: by the name that the plugin registers, or by its module."""
-    return connector == CONNECTOR and (module_path or CONNECTOR_MODULE).partition(".")[0] == CONNECTOR_MODULE
+    """Return whether a configured connector is this one: by its module, or by the name that the plugin registers."""
+    if module_path:
+        return module_path.partition(".")[0] == CONNECTOR_MODULE
+    return connector == CONNECTOR
 
 
 def _switched_on(extra: Mapping[str, Any]) -> bool:

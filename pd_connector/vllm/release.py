@@ -255,8 +255,8 @@ def tested_releases() -> str:
     return ", ".join(f"{major}.{minor}" for major, minor in TESTED)
 
 
-def log_release() -> None:
-    """Log what the installed release cannot give, and a warning if the connector is not tested with it."""
+def warn_unless_tested() -> None:
+    """Log a warning if the connector is not tested with the installed release."""
     from vllm.version import __version__  # noqa: PLC0415
 
     if installed_version() not in TESTED:
@@ -264,5 +264,11 @@ def log_release() -> None:
             "PDConnector: vLLM %s is not among the releases that this connector is tested with: %s. If it fails, "
             "install one of these", __version__, tested_releases(),
         )  # fmt: skip
+
+
+def log_limits() -> None:
+    """Log what the installed release cannot give."""
+    from vllm.version import __version__  # noqa: PLC0415
+
     for limit in current().limits:
         logger.info("PDConnector: vLLM %s: %s", __version__, limit)

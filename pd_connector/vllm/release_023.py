@@ -1,8 +1,8 @@
 """vLLM 0.23: where it differs from 0.30.
 
 It asks no connector whether to step, hands over its block pool but not the manager of it, and learns of failed loads by
-block ids, which it can look up for models with one KV cache group only. ``hook`` adds what is missing to vLLM's
-classes. Nothing else in vLLM is changed.
+block ids, which it can look up for models with one KV cache group only. With several groups, it may give a request the
+same block twice. ``hook`` adds what is missing to vLLM's classes. Nothing else in vLLM is changed.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -54,10 +54,12 @@ class Release023(Release030):
 
     def hook(self) -> None:
         """Add to vLLM's scheduler classes what the connector needs, and they lack. Idempotent."""
+        from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator  # noqa: PLC0415
         from vllm.v1.core.kv_cache_manager import KVCacheManager  # noqa: PLC0415
         from vllm.v1.core.sched.scheduler import Scheduler  # noqa: PLC0415
 
         _wrap(KVCacheManager, "__init__", _remembered_by_its_pool)
+        _wrap(KVCacheCoordinator, "allocate_new_computed_blocks", _with_hits_of_all_groups_in_use)
         _wrap(Scheduler, "has_finished_requests", _or_connector_wants_step)
         _wrap(Scheduler, "_update_requests_with_invalid_blocks", _for_any_number_of_groups)
 
@@ -249,6 +251,34 @@ def _remembered_by_its_pool(construct: Callable[..., None]) -> Callable[..., Non
         remember_manager(self)
 
     return __init__
+
+
+def _with_hits_of_all_groups_in_use(allocate: Callable[..., None]) -> Callable[..., None]:
+    """Keep the blocks that a request has found, in all cache groups, from being given to it as new ones as well.
+
+    vLLM goes from group to group: it takes the found blocks into use, then new blocks for the tokens that a connector
+    brings. So the new ones of the first group may be those that the second has found and not taken into use yet.
+    """
+
+    def allocate_new_computed_blocks(
+        self: "KVCacheCoordinator",
+        request_id: str,
+        new_computed_blocks: "tuple[Sequence[KVCacheBlock], ...]",
+        num_local_computed_tokens: int,
+        num_external_computed_tokens: int,
+    ) -> None:
+        computed = num_local_computed_tokens + num_external_computed_tokens
+        found: list[KVCacheBlock] = []
+        for manager, blocks in zip(self.single_type_managers, new_computed_blocks, strict=True):
+            # Those before are not taken into use: a window has passed them. vLLM has counted them as free.
+            passed = manager.get_num_skipped_tokens(computed) // manager.block_size
+            found += [block for block in blocks[passed:] if not block.is_null]
+        self.block_pool.touch(found)
+        allocate(self, request_id, new_computed_blocks, num_local_computed_tokens, num_external_computed_tokens)
+        for block in found:
+            block.ref_cnt -= 1  # the request has a reference now
+
+    return allocate_new_computed_blocks
 
 
 def _or_connector_wants_step(ask: Callable[["Scheduler"], bool]) -> Callable[["Scheduler"], bool]:

@@ -1,6 +1,7 @@
 """A prefill engine after the handshake, as a decode worker knows it: its caches, the plans, the links to its ranks."""
 
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
@@ -12,9 +13,10 @@ from layout.geometry import ModelIdentity, WorkerGeometry
 from layout.plan import Plan, compile_plans
 from layout.regions import RegionTable
 from layout.sharding import Source, choose_sources
-from pd_connector.orders import Cause
+from pd_connector.orders import Cause, cause_of
+from pd_connector.traces import TracePull
 from pd_connector.worker.device_fence import RaiseFence, no_fence
-from pd_connector.worker.pull_end import PullFailed, cause_of
+from pd_connector.worker.pull_end import PullFailed
 from pd_connector.worker.remote_reader import RemoteReader
 from pd_connector.worker.verification import Verifier
 from transfer.control.client import ControlClient
@@ -44,6 +46,7 @@ class PullContext:
     verifier: Verifier | None = None  # compares the checksums of every pull
     #: What a pull waits for before it writes: the model's stream may still write to blocks that vLLM has freed.
     raise_fence: RaiseFence = no_fence
+    trace: TracePull | None = None  # gets every pull of a request that has a trace; None if tracing is off
     clock: Callable[[], float] = time.monotonic
 
 
@@ -76,10 +79,18 @@ class Peer:
         self.workers = welcome.workers
         self.sources = sources
         self.plans = plans  # by index into workers: the ranks that are read from
+        #: A range of tokens that ends at a multiple of this cuts no unit of any rank.
+        self.border_tokens = math.lcm(*(unit for plan in plans.values() for unit in plan.unit_tokens))
+        self.token_bytes = sum(plan.token_bytes for plan in plans.values())
         self.regions = {rank: RegionTable(welcome.workers[rank].regions) for rank in plans}
         self._engine = context.engine
         self._allowed = context.allowed
         self._links: dict[int, Link] = {}
+
+    @property
+    def is_linked(self) -> bool:
+        """Whether links to all ranks that are read from are open."""
+        return self._links.keys() >= self.plans.keys()
 
     def with_own_links(self) -> "Peer":
         """Return the same prefill engine, known from the same handshake, for another thread: no link is open yet."""

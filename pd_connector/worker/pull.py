@@ -1,30 +1,44 @@
-"""One pull of one rank from start to end: handshake, plan, read (and reshape), verify, confirm."""
+"""One pull of one rank from start to end: handshake; plan, read (and reshape), range by range; verify, confirm."""
 
 import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TypeVar
 
 from layout.copies import Copies
-from layout.plan import PlanError
+from layout.plan import BlockTable, PlanError
 from layout.staging import Schedule
-from pd_connector.orders import Cause, PullOrder, block_table
+from pd_connector.orders import Cause, PullOrder, block_table, cause_of
+from pd_connector.traces import Lap, PullTrace
 from pd_connector.worker.checksums import Interrupted
+from pd_connector.worker.followed_prompt import FOLLOW_WAIT_S, FollowedPrompt, TransferEnded, is_complete
 from pd_connector.worker.peer import Peer, PullContext
-from pd_connector.worker.pull_end import PullEnd, PullFailed, Stopwatch, release_message, verdict
+from pd_connector.worker.pull_end import (
+    PullEnd,
+    PullFailed,
+    Stopwatch,
+    cancel_message,
+    release_message,
+    verdict,
+)
 from pd_connector.worker.quarantine import HeldRead, LostPull, UnsettledPull
 from pd_connector.worker.remote_reader import SLOTS
 from transfer.batch_copy.base import Pauses
-from transfer.control.messages import Reply
+from transfer.control.messages import Followed, Reply, Request
 from transfer.engine.base import ReadFailed
+from transfer.errors import TransferError
 
 logger = logging.getLogger(__name__)
 
 #: Minimum time for P's answer, even after the deadline: bytes that were read should not be wasted for a round trip.
 _MIN_CONFIRM_S = 1.0
+
+#: Pause before P is asked again, if it has answered at once though there was nothing new: it may serve too many.
+_FOLLOW_PAUSE_S = 0.05
 
 _Result = TypeVar("_Result")
 
@@ -32,12 +46,30 @@ _Result = TypeVar("_Result")
 AnyEnd = PullEnd | UnsettledPull | LostPull
 
 
+@dataclass
+class _Read:
+    """What a pull has read since it began, or since it began again."""
+
+    copied_bytes: int = 0
+    ahead_bytes: int = 0  # before the prompt was complete
+    descriptors: int = 0
+
+    def add(self, schedules: Sequence[Schedule], *, is_ahead: bool) -> None:
+        wanted_bytes = sum(schedule.wanted_bytes for schedule in schedules)
+        self.copied_bytes += wanted_bytes
+        self.ahead_bytes += wanted_bytes if is_ahead else 0
+        self.descriptors += sum(schedule.descriptors for schedule in schedules)
+
+
 class Pull:
-    """Owns the order, the deadline and the stopwatch of one pull.
+    """Owns the order, the deadline and the stopwatch of one pull, and what is known of its prompt.
 
     A pull ends once: by the confirmation that ``run`` asks for, or by ``fail`` or ``lose`` after ``run`` has raised. It
     is not reported as a ``PullEnd`` before all of its reads have settled, because until then they may write to its
     blocks.
+
+    A prompt that P still computes is read in ranges. Between them, the pull waits for an answer of P; it belongs to one
+    thread at a time, which may be another one after each answer.
     """
 
     def __init__(
@@ -48,20 +80,42 @@ class Pull:
         ``report`` is called with the end, on any thread; ``closing`` interrupts verification and the wait for the
         device.
         """
-        self.order = order
+        self.order = order  # its ``remote`` is what P holds at the end, once the prompt is complete
+        self.prompt = FollowedPrompt(order)
         self._context = context
         self._report = report
         self._closing = closing
+        self._answer: Future[Reply] | None = None  # to the question for more of the prompt
+        self._may_ask_at = 0.0  # without a pause
+        self._read = _Read()
         self._held: list[HeldRead] = []
         self._has_ended = False
         self._fence = context.raise_fence()
-        self._watch = Stopwatch(context.clock)
+        self._laps: list[Lap] | None = [] if context.trace is not None and order.traceparent else None
+        self._watch = Stopwatch(context.clock, self._laps)
         self._deadline = self._watch.started + context.pull_timeout_s
+        self._reached = self._reach((0, 0, False))
 
-    def run(self, connect: Callable[[float], Peer]) -> None:
-        """Read all bytes, then ask P to confirm that the lease was valid throughout. Does not wait for the answer.
+    @cached_property
+    def _local(self) -> list[BlockTable]:
+        return [block_table(ids) for ids in self.order.local_block_ids]
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether P still computes the prompt, as far as it has said."""
+        answer = self._answer
+        if answer is not None and answer.done() and not answer.cancelled() and answer.exception() is None:
+            return not is_complete(answer.result())
+        return not self.prompt.is_complete
+
+    def run(self, connect: Callable[[float], Peer]) -> "Future[Reply] | None":
+        """Read what can be read now. Then ask P for more, or, if that was all, whether the lease was valid throughout.
 
         ``connect`` returns the prefill engine after the handshake. Its argument is a deadline on the context's clock.
+
+        Returns:
+            The question for more: call ``run`` again when it has been answered. None once P was asked to confirm, whose
+            answer nobody waits for.
 
         Raises:
             PullFailed: bytes are missing, or not those that were leased. No read is under way, but failed ones may not
@@ -69,25 +123,78 @@ class Pull:
             Interrupted: ``closing`` is set.
         """
         self._watch.lap("queue")
+        self.take_answer()
         peer = connect(self._deadline)
         self._watch.lap("handshake")
-        batches = self._plan(peer)
-        self._watch.lap("plan")
-        self._await_device()
-        schedules = self._read(peer, batches)
-        self._watch.lap("read")
+        least_tokens = self._context.reads.least_bytes / max(peer.token_bytes, 1)
+        while (tokens := self.prompt.next_range(peer.border_tokens, least_tokens)) is not None:
+            self._read_range(peer, tokens)
+        if not self.prompt.is_complete:
+            return self.follow()
         if self._context.verifier is not None:
             self._context.verifier.verify(self.order, peer.workers, peer.sources, self._deadline, self._closing)
             self._watch.lap("verify")
-        self.confirm(schedules)
+        self.confirm()
+        return None
 
-    def confirm(self, schedules: Sequence[Schedule]) -> None:
+    def follow(self) -> "Future[Reply]":
+        """Ask P for more of the prompt. ``take_answer`` takes what the future brings.
+
+        Raises:
+            PullFailed: for the pull timeout, P has not got further with the prompt than before.
+        """
+        remaining_s = self._deadline - self._context.clock()
+        if remaining_s <= 0:
+            raise self._got_no_further()
+        wait_s = min(FOLLOW_WAIT_S, remaining_s)
+        if self._context.clock() < self._may_ask_at:
+            self._closing.wait(_FOLLOW_PAUSE_S)
+        self._may_ask_at = self._context.clock() + _FOLLOW_PAUSE_S
+        self._answer = self._send(self.prompt.question(wait_s), wait_s + self._context.handshake_timeout_s)
+        self._answer.add_done_callback(lambda _: self._watch.lap("wait"))
+        return self._answer
+
+    def take_answer(self) -> None:
+        """Learn from the answer to the last question, if there was one. What was not computed before gives more time.
+
+        Raises:
+            PullFailed: P does not answer, refuses to, or will not complete the prompt.
+        """
+        answer, self._answer = self._answer, None
+        if answer is None:
+            return
+        restarts = self.prompt.restarts
+        try:
+            reply = answer.result()
+            assert isinstance(reply, Followed)
+            is_news = self.prompt.take(reply)
+        except TransferError as error:
+            cause = cause_of(error)
+            raise PullFailed(cause, str(error), is_unresponsive=cause is not Cause.REFUSED) from error
+        except TransferEnded as error:
+            raise PullFailed(Cause.TRANSFER, str(error)) from error
+        if is_news:
+            self._may_ask_at = 0.0
+            self._extend_deadline()
+        if self.prompt.restarts != restarts:
+            self._read = _Read()
+            logger.debug(
+                "PDConnector: %s begins again, with attempt %d of the prefill engine", self.order.request_id,
+                self.prompt.attempt,
+            )  # fmt: skip
+        if self.prompt.is_complete:
+            self.order = replace(self.order, remote=self.prompt.remote)
+
+    def confirm(self) -> None:
         """Ask P whether the lease was valid throughout. The answer ends the pull, on the control client's thread."""
         done = PullEnd(
             self.order.request_id,
             tokens=self.order.end_token - self.order.first_token,
-            copied_bytes=sum(schedule.wanted_bytes for schedule in schedules),
-            descriptors=sum(schedule.descriptors for schedule in schedules),
+            copied_bytes=self._read.copied_bytes,
+            descriptors=self._read.descriptors,
+            is_ahead=bool(self.order.transfer_id),
+            ahead_bytes=self._read.ahead_bytes,
+            restarts=self.prompt.restarts,
         )
 
         def end(answer: "Future[Reply]") -> None:
@@ -103,17 +210,20 @@ class Pull:
                 self._end(replace(done, seconds=self._watch.total()))
 
         timeout_s = min(self._deadline - self._context.clock(), self._context.handshake_timeout_s)
-        self._release(max(timeout_s, _MIN_CONFIRM_S)).add_done_callback(end)
+        self._send(self._last_message(), max(timeout_s, _MIN_CONFIRM_S)).add_done_callback(end)
 
     def fail(self, error: PullFailed) -> None:
         """End the pull as failed, and release this reader's share of the lease unless P is unresponsive.
 
-        P can then free the blocks when all readers have released them, before the lease expires. A read that has not
-        settled may go on: what it reads is never used. Does not wait for P.
+        P can then free the blocks when all readers have released them, before the lease expires. A prompt that is not
+        complete has no lease yet: its transfer is cancelled, for all readers. A read that has not settled may go on:
+        what it reads is never used. Does not wait for P.
         """
+        if self._answer is not None:
+            self._answer.cancel()
         if not error.is_unresponsive:
             try:
-                self._release(self._context.handshake_timeout_s)
+                self._send(self._last_message(), self._context.handshake_timeout_s)
             except Exception:  # the request must end whatever becomes of the message: the lease expires
                 logger.exception("PDConnector: the pull of request %s cannot be released", self.order.request_id)
         self._report_failed(error.cause, str(error))
@@ -123,11 +233,34 @@ class Pull:
         if not self._has_ended:
             self._end(LostPull(self.order.request_id, f"{type(error).__name__}: {error}"))
 
-    def _plan(self, peer: Peer) -> dict[int, Copies]:
-        """Return the descriptors for each prefill rank to read from."""
-        order = self.order
-        local = [block_table(ids) for ids in order.local_block_ids]
-        remote = [block_table(ids) for ids in order.remote.remote_block_ids]
+    def _read_range(self, peer: Peer, tokens: range) -> None:
+        """Read a range of tokens, or find that the prompt must be complete first."""
+        is_ahead = not self.prompt.is_complete
+        batches = self._plan(peer, tokens)
+        self._watch.lap("plan")
+        if batches is None:
+            self.prompt.wait_for_end()
+            return
+        logger.debug(
+            "PDConnector: %s, tokens %d to %d of %d (%s)",
+            self.order.request_id, tokens.start, tokens.stop - 1, self.order.end_token, self.prompt.state,
+        )  # fmt: skip
+        self._await_device()
+        schedules = self._read_batches(peer, batches)
+        self._watch.lap("read")
+        self._read.add(schedules, is_ahead=is_ahead)
+        if not is_ahead:
+            self.prompt.has_read(tokens, ())
+            return
+        span = tokens.start, tokens.stop
+        self.prompt.has_read(
+            tokens, (read for plan in peer.plans.values() for read in plan.remote_blocks(self._local, *span))
+        )
+        self._extend_deadline()
+
+    def _plan(self, peer: Peer, tokens: range) -> dict[int, Copies] | None:
+        """Return the descriptors for each prefill rank to read from; None if P has not announced all blocks yet."""
+        local, remote = self._local, self.prompt.tables
         groups = len(peer.workers[0].groups)
         if len(remote) != groups:
             raise PullFailed(
@@ -136,10 +269,12 @@ class Pull:
             )
         try:
             return for_each_rank(
-                lambda rank: peer.plans[rank].instantiate(local, remote, order.first_token, order.end_token),
+                lambda rank: peer.plans[rank].instantiate(local, remote, tokens.start, tokens.stop),
                 list(peer.plans),
             )
         except PlanError as error:
+            if not self.prompt.is_complete:
+                return None
             raise PullFailed(Cause.PARAMS, str(error)) from error
 
     def _await_device(self) -> None:
@@ -162,7 +297,7 @@ class Pull:
             time.sleep(pauses.next_s())
         self._fence = None
 
-    def _read(self, peer: Peer, batches: dict[int, Copies]) -> list[Schedule]:
+    def _read_batches(self, peer: Peer, batches: dict[int, Copies]) -> list[Schedule]:
         """Read the bytes of all ranks into place, through staging where that is cheaper."""
         for rank in batches:
             peer.link(rank)
@@ -190,25 +325,84 @@ class Pull:
             if isinstance(error, ReadFailed):
                 raise PullFailed(Cause.READ, f"prefill rank {rank}: {error}") from error
             raise
-        held.release()
+        if held.release():
+            self._held.remove(held)  # the link may be another pull's by the time that this one ends
         return schedule
 
-    def _release(self, timeout_s: float) -> "Future[Reply]":
-        remote, context = self.order.remote, self._context
-        message = release_message(self.order, context.reader, context.readers)
-        return context.client.request(remote.remote_host, remote.remote_port, message, timeout_s)
+    def _reach(self, before: tuple[int, int, bool]) -> tuple[int, int, bool]:
+        """Return how far the prompt has ever been computed and read, in tokens, and whether it is complete."""
+        prompt = self.prompt
+        return max(prompt.tokens, before[0]), max(prompt.read_until, before[1]), prompt.is_complete
+
+    def _extend_deadline(self) -> None:
+        """Let the pull timeout begin anew if the prompt is further than ever. One that is only started over is not."""
+        reached = self._reach(self._reached)
+        if reached != self._reached:
+            self._reached, self._deadline = reached, self._context.clock() + self._context.pull_timeout_s
+
+    def _got_no_further(self) -> PullFailed:
+        prompt, timeout_s = self.prompt, self._context.pull_timeout_s
+        of = f"{prompt.remote.remote_num_tokens} prompt tokens"
+        if prompt.attempt > self.order.remote.remote_attempt:
+            return PullFailed(
+                Cause.PREEMPTED,
+                f"the prefill engine has preempted the prompt and started it over (attempt {prompt.attempt + 1}), and "
+                f"has not got beyond {self._reached[0]} of {of} for the pull timeout of {timeout_s} s: it lacks KV "
+                "blocks. Give it more memory or fewer requests at a time, or raise pull_timeout_s",
+            )
+        return PullFailed(
+            Cause.TIMEOUT,
+            f"the prefill engine has announced nothing new for the pull timeout of {timeout_s} s: its request is "
+            f"{str(prompt.state)!r}, {prompt.tokens} of {of} are computed",
+        )
+
+    def _last_message(self) -> Request:
+        """Return what tells P that this reader needs nothing more."""
+        if self.prompt.is_complete:
+            return release_message(self.order, self._context.reader, self._context.readers)
+        return cancel_message(self.order)
+
+    def _send(self, message: Request, timeout_s: float) -> "Future[Reply]":
+        remote = self.order.remote
+        return self._context.client.request(remote.remote_host, remote.remote_port, message, timeout_s)
 
     def _report_failed(self, cause: Cause, reason: str) -> None:
         remote = self.order.remote
         source = f"engine {remote.remote_engine_id} at {remote.remote_host}:{remote.remote_port}"
         reason = f"pull from {source} failed: {reason}"
-        end = PullEnd(self.order.request_id, cause, reason, seconds=self._watch.total())
+        end = PullEnd(self.order.request_id, cause, reason, restarts=self.prompt.restarts, seconds=self._watch.total())
         unsettled = [read for read in self._held if not read.release()]
         self._end(UnsettledPull(self.order, end, unsettled) if unsettled else end)
 
     def _end(self, end: AnyEnd) -> None:
         self._has_ended = True
+        if self._laps is not None:
+            self._trace(self._laps, end)
         self._report(end)
+
+    def _trace(self, laps: list[Lap], end: AnyEnd) -> None:
+        if isinstance(end, LostPull):
+            end = PullEnd(end.request_id, Cause.INTERNAL, end.reason)
+        elif isinstance(end, UnsettledPull):
+            end = end.end
+        remote = self.order.remote
+        figures = {
+            "tokens": end.tokens,
+            "bytes": end.copied_bytes,
+            "bytes_ahead": end.ahead_bytes,
+            "descriptors": end.descriptors,
+            "restarts": end.restarts,
+        }
+        source = f"{remote.remote_host}:{remote.remote_port}"
+        trace = PullTrace(
+            end.request_id, self.order.traceparent, source, remote.lease_id, self._watch.started, tuple(laps),
+            end.cause, end.reason, figures,
+        )  # fmt: skip
+        try:
+            assert self._context.trace is not None
+            self._context.trace(trace)
+        except Exception:  # the request must end whatever becomes of its trace
+            logger.exception("PDConnector: the pull of request %s cannot be traced", self.order.request_id)
 
 
 def for_each_rank(work: Callable[[int], _Result], ranks: Sequence[int]) -> dict[int, _Result]:

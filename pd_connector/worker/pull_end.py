@@ -10,9 +10,8 @@ from dataclasses import dataclass, field
 from pd_connector.orders import Cause, PullOrder
 from pd_connector.params import contents_digest
 from pd_connector.stats import StatsRecorder
-from transfer.control.errors import AuthenticationFailed, PeerRefused
-from transfer.control.messages import InvalidReason, Release, Released, Reply
-from transfer.errors import PeerNotAllowed, TransferError
+from pd_connector.traces import Lap
+from transfer.control.messages import Cancel, InvalidReason, Release, Released, Reply
 
 
 class PullFailed(Exception):  # noqa: N818
@@ -22,13 +21,6 @@ class PullFailed(Exception):  # noqa: N818
         super().__init__(reason)
         self.cause = cause
         self.is_unresponsive = is_unresponsive  # on the control channel, or denies access to it: a release is useless
-
-
-def cause_of(error: TransferError) -> Cause:
-    """Return the cause of a pull's failure, given the error that a message to its prefill engine ended with."""
-    if isinstance(error, PeerRefused):
-        return Cause.REFUSED
-    return Cause.DENIED if isinstance(error, AuthenticationFailed | PeerNotAllowed) else Cause.UNREACHABLE
 
 
 @dataclass(frozen=True)
@@ -41,6 +33,9 @@ class PullEnd:
     tokens: int = 0
     copied_bytes: int = 0
     descriptors: int = 0
+    is_ahead: bool = False  # whether it began before the prefill engine had computed the prompt
+    ahead_bytes: int = 0  # of ``copied_bytes``: read before the prompt was computed
+    restarts: int = 0  # how many times what had been read came to nothing
     seconds: dict[str, float] = field(default_factory=dict)  # by phase
 
     @property
@@ -50,6 +45,7 @@ class PullEnd:
 
     def count(self, stats: StatsRecorder) -> None:
         """Record the pull in the statistics."""
+        stats.count("pull_restarts", self.restarts)
         if self.cause:
             stats.count("pull_failures", label=self.cause)
             return
@@ -57,16 +53,19 @@ class PullEnd:
         stats.count("pull_bytes", self.copied_bytes)
         stats.count("pull_descriptors", self.descriptors)
         stats.count("pull_tokens", self.tokens)
+        stats.count("pulls_ahead", int(self.is_ahead))
+        stats.count("pull_bytes_ahead", self.ahead_bytes)
         for phase, seconds in self.seconds.items():
             stats.observe(phase, seconds)
 
 
 class Stopwatch:
-    """Measures the phases of one pull, in seconds."""
+    """Measures the phases of one pull, in seconds. A phase may come several times: its times add up."""
 
-    def __init__(self, clock: Callable[[], float]) -> None:
-        """Start the first phase."""
+    def __init__(self, clock: Callable[[], float], laps: list[Lap] | None = None) -> None:
+        """Start the first phase. ``laps`` gets each of them; None keeps their sums alone."""
         self.started = clock()
+        self._laps = laps
         self.seconds: dict[str, float] = {}
         self._clock = clock
         self._lap = self.started
@@ -74,12 +73,20 @@ class Stopwatch:
     def lap(self, phase: str) -> None:
         """End ``phase`` and start the next one."""
         now = self._clock()
-        self.seconds[phase] = now - self._lap
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + now - self._lap
+        if self._laps is not None:
+            self._laps.append(Lap(phase, self._lap, now))
         self._lap = now
 
     def total(self) -> dict[str, float]:
-        """Return the durations of all phases so far, and the total."""
-        return {**self.seconds, "total": self._clock() - self.started}
+        """Return the durations of all phases so far, and the total without "wait", which P needs for its prompt."""
+        taken = self._clock() - self.started - self.seconds.get("wait", 0.0)
+        return {**self.seconds, "total": max(taken, 0.0)}
+
+
+def cancel_message(order: PullOrder) -> Cancel:
+    """Return the message that lets go of a prompt that is not complete, whose lease cannot be released yet."""
+    return Cancel(order.remote.remote_engine_id, (), (order.transfer_id,))
 
 
 def release_message(order: PullOrder, reader: int, readers: int) -> Release:

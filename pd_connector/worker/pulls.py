@@ -5,8 +5,9 @@ import queue
 import time
 from collections.abc import Callable
 
-from pd_connector.orders import Cause, Orders, PullOrder
+from pd_connector.orders import Cause, Orders, PullOrder, RefuseOrder
 from pd_connector.stats import StatsRecorder
+from pd_connector.traces import PullTrace
 from pd_connector.worker.peer import PeerAddress, PullContext
 from pd_connector.worker.pull import AnyEnd
 from pd_connector.worker.pull_end import PullEnd
@@ -52,7 +53,7 @@ class Pulls(WorkerRole):
         """Start the pulls, and fail the requests that cannot be pulled."""
         for refusal in orders.refusals:
             self._outstanding.add(refusal.request_id)
-            self._ended.put(PullEnd(refusal.request_id, refusal.cause, refusal.reason))
+            self._refuse(refusal)
         for pull in orders.pulls:
             self._submit(pull)
         return [order.request_id for order in orders.refusals] + [order.request_id for order in orders.pulls]
@@ -120,9 +121,18 @@ class Pulls(WorkerRole):
         session = self._session(order)
         if session is None:
             reason = f"{self._max_peers} prefill engines are being pulled from already, which is the maximum at a time"
-            self._ended.put(PullEnd(order.request_id, Cause.UNREACHABLE, reason))
+            self._refuse(RefuseOrder(order.request_id, Cause.UNREACHABLE, reason, order.traceparent))
             return
         session.submit(order)
+
+    def _refuse(self, refusal: RefuseOrder) -> None:
+        """Report a pull as failed that does not begin."""
+        if self._context.trace is not None and refusal.traceparent:
+            now = self._context.clock()
+            self._context.trace(
+                PullTrace(refusal.request_id, refusal.traceparent, "", "", now, (), refusal.cause, refusal.reason)
+            )
+        self._ended.put(PullEnd(refusal.request_id, refusal.cause, refusal.reason))
 
     def _session(self, order: PullOrder) -> PeerSession | None:
         """Return the session with an order's prefill engine, opened if need be; None if there are too many."""

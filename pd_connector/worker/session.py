@@ -1,7 +1,8 @@
 """All pulls of a worker from one prefill engine: several at once, each on a thread with links of its own.
 
 No peer delays another, and no pull waits for a longer one: reads from one peer share what may be in flight
-(``transfer.engine.window``). Every pull ends exactly once, unless the session is closed.
+(``transfer.engine.window``). A pull whose prompt is still being computed takes a thread only while there is something
+to read. Every pull ends exactly once, unless the session is closed.
 """
 
 import logging
@@ -9,12 +10,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 
 from pd_connector.orders import Cause, PullOrder
 from pd_connector.worker.checksums import Interrupted
 from pd_connector.worker.peer import Peer, PeerAddress, PullContext, connect_peer
 from pd_connector.worker.pull import AnyEnd, Pull
 from pd_connector.worker.pull_end import PullFailed
+from transfer.control.messages import Reply
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +28,7 @@ LANES = 4
 #: How long a lane other than the first keeps its links when there is nothing to do.
 _LANE_IDLE_S = 60.0
 
-#: How long no further lane is opened after one could not be.
+#: How long no further lane is opened after one could not open its links.
 _REST_S = 10.0
 
 
@@ -35,7 +38,8 @@ class _Lane:
     def __init__(self, number: int, work: Callable[["_Lane"], None], name: str) -> None:
         self.number = number
         self.is_meeting = False  # it shakes hands, and no other lane takes a pull meanwhile
-        self.known: Peer | None = None  # what the session's handshake had returned when the lane took its pull
+        self.known: Peer | None = None  # what the session's handshake had returned when the lane last asked
+        self.linked_to: Peer | None = None  # the same if links to all its ranks were open; the session's lock guards it
         self.thread = threading.Thread(target=work, args=(self,), name=name, daemon=True)
         self._linked: Peer | None = None  # a prefill engine with links of this lane
         self._links_are_of: Peer | None = None  # what was known when they were opened
@@ -53,6 +57,10 @@ class _Lane:
             self._linked, self._links_are_of = self.known.with_own_links(), self.known
         return self._linked
 
+    def all_links_are_of(self) -> Peer | None:
+        """Return what was known when the links were opened; None if one is missing."""
+        return self._links_are_of if self._linked is not None and self._linked.is_linked else None
+
     def disconnect(self) -> None:
         """Close all links."""
         linked, self._linked = self._linked, None
@@ -63,8 +71,12 @@ class _Lane:
 class PeerSession:
     """Begins the pulls from one prefill engine in the order in which they are submitted, up to ``LANES`` at once.
 
+    A pull that has read what the prefill engine has computed so far is parked until it is told more, and then takes
+    whichever lane is free. Pulls of complete prompts go before it.
+
     If possible, one lane more is open than there are pulls under way: its links are ready when the next pull comes. A
-    lane other than the first that cannot open its links when it starts ends, and leaves the pulls to the others.
+    lane that has lost links, while another has its own, opens them before it takes a pull. If that is not possible, it
+    ends and leaves the pulls to the others. The last lane stays, and fails the pulls that it cannot run.
 
     ``submit``, ``close`` and ``join`` belong to one thread; the pulls run on the session's own.
     """
@@ -77,7 +89,8 @@ class PeerSession:
         self._address = address
         self._closing = threading.Event()
         self._changed = threading.Condition()  # guards what follows
-        self._waiting: deque[Pull] = deque()
+        self._waiting: deque[Pull] = deque()  # for a lane
+        self._parked: set[Pull] = set()  # for an answer of the prefill engine
         self._unsettled = 0  # pulls that wait or are being read
         self._lanes: dict[int, _Lane] = {}
         self._idle: set[int] = set()  # the lanes that can take a pull
@@ -91,12 +104,15 @@ class PeerSession:
 
     @property
     def idle(self) -> bool:
-        """Whether no pull waits or is being read."""
+        """Whether no pull waits, for a lane or for the prefill engine, or is being read."""
         with self._changed:
             return self._unsettled == 0
 
     def submit(self, order: PullOrder) -> None:
-        """Queue a pull. It ends within the pull timeout, and the time for P's answer, or as an ``UnsettledPull``."""
+        """Queue a pull. It ends within the pull timeout, and the time for P's answer, or as an ``UnsettledPull``.
+
+        While P computes the prompt, the timeout begins anew with each progress.
+        """
         self.last_used = time.monotonic()
         pull = Pull(self._context, order, self._report, self._closing)
         with self._changed:
@@ -106,7 +122,7 @@ class PeerSession:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Stop after the current reads, without waiting. Queued pulls are dropped and not reported."""
+        """Stop after the current reads, without waiting. Queued and parked pulls are dropped and not reported."""
         self._closing.set()
         with self._changed:
             self._changed.notify_all()
@@ -123,11 +139,13 @@ class PeerSession:
     def check_integrity(self) -> None:
         """Raise AssertionError unless the numbers of pulls and lanes are possible and, until ``close``, lanes run."""
         with self._changed:
-            assert 0 <= len(self._waiting) <= self._unsettled, "more pulls have ended than were submitted"
+            waiting = len(self._waiting) + len(self._parked)
+            assert waiting <= self._unsettled, "more pulls have ended than were submitted"
+            assert not self._parked.intersection(self._waiting), "a pull waits for a lane and for an answer"
             assert self._idle <= self._lanes.keys(), "a lane is idle that has ended"
             assert len(self._lanes) <= LANES, "there are too many lanes"
             assert self._is_meeting == any(lane.is_meeting for lane in self._lanes.values()), "nobody shakes hands"
-            alive = 0 in self._lanes and all(lane.thread.is_alive() for lane in self._lanes.values())
+            alive = bool(self._lanes) and all(lane.thread.is_alive() for lane in self._lanes.values())
             assert self._closing.is_set() or alive, "a thread of the session has died"
 
     # Lanes. What follows until the next heading needs the lock.
@@ -146,11 +164,11 @@ class PeerSession:
         try:
             lane.thread.start()  # it waits for the lock
         except RuntimeError:  # the system has no thread left
-            if number == 0:
+            if not self._lanes:
                 raise
             self._rest("there is no thread for it")
             return
-        self._opening = lane if number else None
+        self._opening = None if lane.known is None else lane
         self._lanes[number] = lane
         self._threads = [thread for thread in self._threads if thread.is_alive()] + [lane.thread]
 
@@ -162,21 +180,52 @@ class PeerSession:
         """Return whether ``lane`` takes the next pull: the first that is idle, so that the last ones can end."""
         return bool(self._waiting) and not self._is_meeting and lane.number == min(self._idle)
 
+    def _should_open_links(self, lane: _Lane) -> bool:
+        """Return whether ``lane`` lacks links while another lane can run the pulls, or will when it has ended one."""
+        if self._peer is None or lane.linked_to is self._peer:
+            return False
+        return any(other.linked_to is self._peer for other in self._lanes.values())
+
+    def _await_turn(self, lane: _Lane) -> bool:
+        """Wait until ``lane`` has something to do; return False if it is to end."""
+        lane.linked_to = lane.all_links_are_of()
+        self._opening = None if self._opening is lane else self._opening
+        self._idle.add(lane.number)
+        self._changed.notify_all()  # whether this lane has links matters to the others
+        try:
+            while not self._changed.wait_for(lambda: self._closing.is_set() or self._has_turn(lane), _LANE_IDLE_S):
+                if lane.number != min(self._lanes):
+                    self._remove(lane)
+                    return False
+            return not self._closing.is_set()
+        finally:
+            self._idle.discard(lane.number)
+
+    def _has_turn(self, lane: _Lane) -> bool:
+        return self._can_take(lane) or self._should_open_links(lane)
+
+    def _remove(self, lane: _Lane) -> None:
+        if self._lanes.get(lane.number) is lane:
+            del self._lanes[lane.number]
+
     # The lanes' threads
 
     def _run(self, lane: _Lane) -> None:
         try:
-            if lane.number == 0 or self._open_links(lane):
+            if lane.known is None or self._open_links(lane):
                 while (pull := self._take(lane)) is not None:
-                    self._run_to_its_end(lane, pull)
-                    self._count_ended()
+                    answer = self._run_safely(lane, pull)
+                    if answer is not None:
+                        self._park(pull, answer)
+                    else:
+                        self._count_ended()
         finally:
             with self._changed:
-                self._lanes.pop(lane.number, None)
+                self._remove(lane)
             lane.disconnect()
 
     def _open_links(self, lane: _Lane) -> bool:
-        """Open the links of a further lane; return whether that was possible."""
+        """Open what links a lane lacks; return whether it goes on, which the last lane does anyway."""
         reason = ""
         try:
             peer = lane.peer()
@@ -184,54 +233,79 @@ class PeerSession:
                 peer.link(rank)
         except Exception as error:  # whatever it is: the other lanes carry on, and find out
             reason = str(error) or type(error).__name__
-        if reason:
-            with self._changed:
-                self._opening = None
-                if not self._closing.is_set():
-                    self._rest(reason)
-        return not reason
+        with self._changed:
+            if not reason or len(self._lanes) == 1:
+                return True
+            self._remove(lane)  # before another lane can decide to end as well
+            self._opening = None if self._opening is lane else self._opening
+            if not self._closing.is_set():
+                self._rest(reason)
+        return False
 
     def _take(self, lane: _Lane) -> Pull | None:
-        """Wait for the next pull. Returns None when the lane is to end."""
-        with self._changed:
-            self._idle.add(lane.number)
-            self._opening = None if self._opening is lane else self._opening
-            idle_s = _LANE_IDLE_S if lane.number else None
-            try:
-                taken = self._changed.wait_for(lambda: self._closing.is_set() or self._can_take(lane), idle_s)
-            finally:
-                self._idle.discard(lane.number)
-            if not taken or self._closing.is_set():
+        """Wait for the next pull, with links if possible. Returns None when the lane is to end."""
+        while True:
+            with self._changed:
+                if not self._await_turn(lane):
+                    return None
+                lane.known = self._peer
+                if not self._should_open_links(lane):
+                    lane.is_meeting = self._is_meeting = self._peer is None
+                    self._open_spare_lane()
+                    self._changed.notify_all()  # the next pull is for another lane
+                    return self._next_pull()
+                self._opening = self._opening or lane
+                self._changed.notify_all()  # what waits is for another lane
+            if not self._open_links(lane):
                 return None
-            lane.known = self._peer
-            lane.is_meeting = self._is_meeting = self._peer is None
-            self._open_spare_lane()
-            self._changed.notify_all()  # the next pull is for another lane
-            return self._waiting.popleft()
 
-    def _run_to_its_end(self, lane: _Lane, pull: Pull) -> None:
+    def _next_pull(self) -> Pull:
+        """Take the next pull: those of complete prompts go first. Needs the lock."""
+        pull = next((pull for pull in self._waiting if not pull.is_ahead), self._waiting[0])
+        self._waiting.remove(pull)
+        return pull
+
+    def _park(self, pull: Pull, answer: "Future[Reply]") -> None:
+        """Queue a pull again once its question has been answered."""
+        with self._changed:
+            self._parked.add(pull)
+        answer.add_done_callback(lambda _: self._unpark(pull))
+
+    def _unpark(self, pull: Pull) -> None:
+        """Queue a pull, unless it has ended while it was parked. Usually called on the control client's thread."""
+        with self._changed:
+            if pull in self._parked:
+                self._parked.remove(pull)
+                self._waiting.append(pull)
+                self._open_spare_lane()  # usually there is one
+                self._changed.notify_all()
+
+    def _run_safely(self, lane: _Lane, pull: Pull) -> "Future[Reply] | None":
+        """Return what the pull waits for; None if it has ended, or will without a lane."""
         try:
-            self._run_pull(lane, pull)
+            return self._run_pull(lane, pull)
         except BaseException as error:  # whatever it is, the request must not wait for ever
             logger.exception("PDConnector: the clean-up of the pull of request %s has failed", pull.order.request_id)
             pull.lose(error)
         finally:
             self._end_meeting(lane)
+        return None
 
-    def _run_pull(self, lane: _Lane, pull: Pull) -> None:
+    def _run_pull(self, lane: _Lane, pull: Pull) -> "Future[Reply] | None":
         try:
-            pull.run(lambda deadline: self._connect(lane, deadline))
+            return pull.run(lambda deadline: self._connect(lane, deadline))
         except PullFailed as error:
             pull.fail(error)
             if error.cause.is_peer_wide:
                 self._fail_queued(error)
         except Exception as error:
             if isinstance(error, Interrupted) and self._closing.is_set():
-                return  # outstanding pulls are not reported
+                return None  # outstanding pulls are not reported
             # A peer's geometry is data from another machine. Whatever it breaks here, the request must end.
             logger.exception("PDConnector: unexpected failure of the pull of request %s", pull.order.request_id)
             self._forget(lane)
             pull.fail(PullFailed(Cause.INTERNAL, f"{type(error).__name__}: {error}"))
+        return None
 
     def _connect(self, lane: _Lane, deadline: float) -> Peer:
         """Return the prefill engine with links of ``lane``, after a handshake unless there was one.
@@ -250,7 +324,7 @@ class PeerSession:
         with self._changed:
             if lane.is_meeting:
                 lane.is_meeting = self._is_meeting = False
-                self._peer = lane.known
+                self._peer = lane.linked_to = lane.known
                 self._open_spare_lane()
                 self._changed.notify_all()
 
@@ -262,10 +336,11 @@ class PeerSession:
         lane.disconnect()
 
     def _fail_queued(self, error: PullFailed) -> None:
-        """Fail all queued pulls with ``error``, instead of letting each wait for it."""
+        """Fail all queued and parked pulls with ``error``, instead of letting each wait for it."""
         with self._changed:
-            queued = list(self._waiting)
+            queued = [*self._waiting, *self._parked]
             self._waiting.clear()
+            self._parked.clear()
         for pull in queued:
             try:
                 pull.fail(error)

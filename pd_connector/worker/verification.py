@@ -18,9 +18,9 @@ from layout.compatibility import IncompatibleCachesError
 from layout.geometry import WorkerGeometry
 from layout.plan import BlockTable
 from layout.sharding import Share, Source
-from pd_connector.orders import Cause, PullOrder, block_table
+from pd_connector.orders import Cause, PullOrder, block_table, cause_of
 from pd_connector.worker.checksums import CacheChecksums, Interrupted
-from pd_connector.worker.pull_end import PullFailed, cause_of
+from pd_connector.worker.pull_end import PullFailed
 from transfer.control.client import ControlClient
 from transfer.control.messages import Checksummed, Checksums, NoChecksums
 from transfer.errors import TransferError

@@ -26,6 +26,7 @@ from pd_connector.vllm.platform import (
     worker_ranks,
     workers_on_this_machine,
 )
+from pd_connector.vllm.tracing import pull_spans
 from pd_connector.worker.caches import Cache, all_tensors, describe_caches
 from pd_connector.worker.checksums import CacheChecksums, LeaseChecksums
 from pd_connector.worker.device_fence import RaiseFence, fences, no_fence
@@ -65,7 +66,7 @@ class ConnectorWorker:
         self._config = config
         self._stats = stats
         self._role = EngineRole.of(vllm_config)
-        self._make_engine = make_engine or partial(_mooncake, is_read=self._role.produces)
+        self._make_engine = make_engine or partial(open_engine, is_read=self._role.produces)
         self._keys = load_keys(config.secret_file)
         self._allowed = AllowedPeers(config.allowed_peers)
         self._engine: TransferEngine | None = None
@@ -77,6 +78,7 @@ class ConnectorWorker:
         self._roles: list[WorkerRole] = []  # host memory first
         self._arrivals = Arrivals()
         self._failures = FailedBlocks()
+        self._steps: list[int] = []  # that have been ordered, until the next report
 
     def register_caches(self, kv_caches: Mapping[str, Cache]) -> None:
         """Describe the caches, register their memory with the transfer engine, and start this worker's roles.
@@ -175,6 +177,7 @@ class ConnectorWorker:
     def execute(self, orders: Orders) -> None:
         """Start the scheduler side's orders."""
         self._failures.expect(orders.destinations)
+        self._steps += orders.steps
         for role in self._roles:
             for request_id in role.execute(orders):
                 self._arrivals.expect(request_id)
@@ -199,9 +202,14 @@ class ConnectorWorker:
         return self._failures.take_blocks()
 
     def take_report(self) -> Report:
-        """Return what else has ended on this rank since the last call, for which no request waits."""
+        """Return what else has ended on this rank since the last call, for which no request waits.
+
+        vLLM calls this after it has launched the step's work, and passes the report on with what the step has computed.
+        So the steps in it have been computed when it arrives.
+        """
         handshakes, self._unsent = self._unsent, {}
-        report = Report(handshakes=handshakes, failed=self._failures.take_requests())
+        steps, self._steps = dict.fromkeys(self._steps, 1), []
+        report = Report(handshakes=handshakes, failed=self._failures.take_requests(), steps=steps)
         return sum((role.take_report() for role in self._roles), report)
 
     def shutdown(self) -> None:
@@ -265,6 +273,7 @@ class ConnectorWorker:
             verifier=Verifier(checksums, client) if checksums is not None else None,
             raise_fence=self._fences(caches),
             replica_turn=zlib.crc32(engine_name(self._vllm_config).encode()),
+            trace=pull_spans(self._vllm_config, ranks.index),
         )
         self._roles.append(Pulls(context, config.peer_idle_s, self._stats))
 
@@ -312,7 +321,7 @@ class _RegisteredCaches:
 def _remote_reader(
     config: ConnectorConfig, geometry: WorkerGeometry, tensors: Sequence[torch.Tensor], *, on_host: bool
 ) -> RemoteReader:
-    cost = _costs(config)
+    cost = read_cost(config)
     if not (config.staging_bytes and tensors):
         return RemoteReader(cost, geometry.regions)
     if not on_host:
@@ -323,7 +332,7 @@ def _remote_reader(
         raise ConfigError(f"staging_bytes = {config.staging_bytes}: {error}; 0 turns staging off") from error
 
 
-def _costs(config: ConnectorConfig) -> CostModel:
+def read_cost(config: ConnectorConfig) -> CostModel:
     """Return what reads cost: what is set, else what suits the protocol."""
     cost = CostModel.of_protocol(transport(config))
     if config.descriptor_cost_us is not None:
@@ -356,7 +365,7 @@ def _own_host(config: ConnectorConfig) -> str:
     return host
 
 
-def _mooncake(config: ConnectorConfig, *, is_read: bool) -> TransferEngine:
+def open_engine(config: ConnectorConfig, *, is_read: bool) -> TransferEngine:
     """Return a Mooncake engine. ``is_read``: whether peers read this worker's memory."""
     protocol = transport(config)
     options = MooncakeOptions(
@@ -366,7 +375,7 @@ def _mooncake(config: ConnectorConfig, *, is_read: bool) -> TransferEngine:
         descriptors_per_call=config.descriptors_per_call,
         max_descriptors_in_flight=config.max_descriptors_in_flight,
         connect_timeout_s=config.handshake_timeout_s,
-        cost=_costs(config),
+        cost=read_cost(config),
     )
     # Over HCCS, peers cannot read host memory.
     return MooncakeEngine(options, DeviceIdentityMemory.on_npu(IDENTITY_BYTES) if protocol == "ascend" else None)

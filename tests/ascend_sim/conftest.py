@@ -37,8 +37,7 @@ TIMEOUT_S = 1200
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Give these tests time, and run what continuous integration runs first."""
-    here = [item for item in items if Path(__file__).parent in item.path.parents]
-    for item in here:
-        item.add_marker(pytest.mark.timeout(TIMEOUT_S))
-    items.sort(key=lambda item: item in here and item.get_closest_marker("ascend_short") is None)
+    """Give these tests time."""
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.timeout(TIMEOUT_S))

@@ -1,22 +1,61 @@
 """Models whose caches are of other kinds, between tensor parallel sizes 1 and 2: windows, and one latent vector."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 
 from tests.support.ascend.servers import NPU_BLOCK_SIZE, NPU_MLA, NPU_SLIDING_WINDOW
+from tests.support.e2e.client import Completion
 from tests.support.e2e.deployments import on
 from tests.support.e2e.pair import Pair, make_prompt
 
 both_ways = pytest.mark.parametrize("pair", [("TP2", "TP1"), ("TP1", "TP2")], indirect=True, ids="-".join)
 
+#: What two runs of an MLA model may differ by in a logprob: its prompts are computed in bfloat16.
+BFLOAT16_TOLERANCE = 0.05
 
-@on(NPU_SLIDING_WINDOW, NPU_MLA)
+
+@on(NPU_SLIDING_WINDOW)
 @both_ways
-@pytest.mark.parametrize("tokens", [2, NPU_BLOCK_SIZE + 1, 1000])
-def test_a_pulled_prompt_gives_the_same_output(pair: Pair, tokens: int) -> None:
-    pair.assert_pulls_right(make_prompt(tokens, (tokens, pair.name)))
+class TestSlidingWindows:
+    @pytest.mark.parametrize("tokens", [2, NPU_BLOCK_SIZE + 1, 1000])
+    def test_a_pulled_prompt_gives_the_same_output(self, pair: Pair, tokens: int) -> None:
+        pair.assert_pulls_right(make_prompt(tokens, (tokens, pair.name)))
+
+    def test_concurrent_prompts_give_the_same_outputs(self, pair: Pair) -> None:
+        pair.assert_concurrent_pulls_right(3)
 
 
-@on(NPU_SLIDING_WINDOW, NPU_MLA)
+def prompt_and_answer(pair: Pair, tokens: int, seed: object) -> tuple[list[int], Completion]:
+    """A prompt that ends with what D answers to the rest of it, and D's answer from there on."""
+    start = make_prompt(tokens - 1, (pair.name, tokens, seed))
+    answer = pair.decode.client.compute(start, 17)
+    return [*start, answer.tokens[0]], Completion(200, "", answer.tokens[1:], answer.logprobs[1:])
+
+
+def assert_close(completion: Completion, expected: Completion) -> None:
+    assert completion.tokens == expected.tokens
+    assert completion.logprob_difference(expected) < BFLOAT16_TOLERANCE
+
+
+@on(NPU_MLA)
 @both_ways
-def test_concurrent_prompts_give_the_same_outputs(pair: Pair) -> None:
-    pair.assert_concurrent_pulls_right(3)
+class TestLatentVectors:
+    """vllm-ascend computes MLA's prompts in bfloat16, and a token that follows alone in the model's own type.
+
+    D computes the last token of a pulled prompt alone. So each prompt ends with a token for which the reference, D's
+    own answer to the rest of the prompt, has done the same.
+    """
+
+    @pytest.mark.parametrize("tokens", [3, NPU_BLOCK_SIZE + 1, 1000])
+    def test_a_pulled_prompt_gives_the_same_output(self, pair: Pair, tokens: int) -> None:
+        prompt, expected = prompt_and_answer(pair, tokens, "alone")
+        _, completion = pair.assert_pulls_all(prompt)
+        assert_close(completion, expected)
+
+    def test_concurrent_prompts_give_the_same_outputs(self, pair: Pair) -> None:
+        prompts, expected = zip(*(prompt_and_answer(pair, 40 + 120 * i, "together") for i in range(3)), strict=True)
+        with ThreadPoolExecutor(len(prompts)) as clients:
+            completions = list(clients.map(pair.disaggregate, prompts))
+        for completion, one in zip(completions, expected, strict=True):
+            assert_close(completion, one)

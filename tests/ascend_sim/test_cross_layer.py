@@ -1,23 +1,23 @@
 """All layers of a block together on simulated NPUs, by vllm-ascend's own operators; and apart where these fail."""
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.support.ascend import faulty_operators
+from tests.support.ascend.engine_process import output_of
 from tests.support.ascend.faulty_operators import NEW_TOKENS, PROMPT
-from tests.support.ascend.paths import ROOT_OF_PROJECT, ascend_release
+from tests.support.ascend.paths import ascend_release
 from tests.support.ascend.reference import transformers_answers
 from tests.support.ascend.servers import (
     NPU_BLOCK_SIZE,
     NPU_MLA,
     NPU_SLIDING_WINDOW,
     ONE_RANK,
+    SEVERAL_RANKS,
     block_bytes,
-    simulated_environment,
+    worker_block_bytes,
 )
 from tests.support.e2e.cluster import Server
 from tests.support.e2e.deployments import on
@@ -35,29 +35,40 @@ def log_of(server: Server) -> str:
     return server.log.read_text(errors="replace")
 
 
+def assert_one_descriptor_for_each_block_and_part(pair: Pair) -> None:
+    """What arrives is compared by checksums; answers of pairs of these kinds are compared elsewhere."""
+    prompt = make_prompt(1500, (pair.name, "one descriptor"))
+    traffic, _ = pair.assert_pulls_all(prompt)
+    blocks = -(-len(prompt) // NPU_BLOCK_SIZE)
+    assert 0 < traffic.pulled("pull_descriptors") <= 2 * blocks * pair.decode_ranks
+    for server in (pair.prefill, pair.decode):
+        layers, size = server.spec.model.layers, worker_block_bytes(server.spec)
+        assert log_of(server).count(TOGETHER.format(layers, size)) == server.spec.tensor_parallel
+
+
 @takes_strides
 @pytest.mark.ascend_short
 @on(ONE_RANK)
 @pytest.mark.parametrize("pair", [("P", "D")], indirect=True, ids="-".join)
 def test_a_pull_has_one_descriptor_for_each_block_and_part(pair: Pair) -> None:
-    prompt = make_prompt(1500, (pair.name, "one descriptor"))
-    with pair.traffic() as traffic:
-        completion = pair.disaggregate(prompt)
-    blocks = -(-len(prompt) // NPU_BLOCK_SIZE)
-    assert 0 < traffic.pulled("pull_descriptors") <= 2 * blocks
-    pair.assert_right(completion, prompt)
-    layers, size = DEFAULT_MODEL.layers, block_bytes(DEFAULT_MODEL)
-    for server in (pair.prefill, pair.decode):
-        assert TOGETHER.format(layers, size) in log_of(server)
+    assert_one_descriptor_for_each_block_and_part(pair)
+    size = block_bytes(DEFAULT_MODEL)
     assert f"the same geometry; {size} bytes in 2 runs for each {NPU_BLOCK_SIZE} tokens" in log_of(pair.decode)
     assert re.search(rf"host blocks of {size} bytes .* copied by the acl backend in 2 runs", log_of(pair.decode))
 
 
+@takes_strides
+@on(SEVERAL_RANKS)
+@pytest.mark.parametrize("pair", [("TP2", "other TP2")], indirect=True, ids="-".join)
+def test_so_has_that_of_each_of_several_ranks(pair: Pair) -> None:
+    assert_one_descriptor_for_each_block_and_part(pair)
+
+
+@takes_strides
 @on(NPU_MLA)
-@pytest.mark.parametrize("server", ["TP1", "TP2"], indirect=True)
-def test_the_parts_of_mla_are_together_too(server: Server) -> None:
-    model = server.spec.model
-    assert TOGETHER.format(model.layers, block_bytes(model)) in log_of(server)
+@pytest.mark.parametrize("pair", [("TP1", "TP2"), ("TP2", "TP1")], indirect=True, ids="-".join)
+def test_so_has_that_of_the_parts_of_mla(pair: Pair) -> None:
+    assert_one_descriptor_for_each_block_and_part(pair)
 
 
 @on(NPU_SLIDING_WINDOW)
@@ -80,13 +91,8 @@ def test_operators_that_fail_leave_the_allocation_as_it_was_and_the_answers_righ
     tmp_path: Path, fault: str, said: str
 ) -> None:
     model = write_model(tmp_path / "model", DEFAULT_MODEL)
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.support.ascend.faulty_operators", fault, str(model)],
-        capture_output=True, text=True, timeout=280, check=False,
-        env={**os.environ, **dict(simulated_environment())}, cwd=ROOT_OF_PROJECT,
-    )  # fmt: skip
-    output = done.stdout + done.stderr
-    assert done.returncode == 0, output[-4000:]
+    status, output = output_of(faulty_operators.__name__, fault, str(model))
+    assert status == 0, output[-4000:]
     assert re.search(said, output), output[-4000:]
     assert ("allocated apart" in output) is (fault != "none")
     [tokens] = re.findall(r"^TOKENS \[(.*)\]$", output, re.MULTILINE)

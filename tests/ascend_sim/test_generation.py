@@ -6,7 +6,7 @@ DeepSeek-V2 is left out: vllm-ascend converts MLA's prefill to bfloat16, whateve
 import pytest
 
 from tests.support.ascend.reference import transformers_answers
-from tests.support.ascend.servers import NPU_SLIDING_WINDOW, ONE_RANK, UNEQUAL_RANKS
+from tests.support.ascend.servers import NPU_SLIDING_WINDOW, ONE_RANK, SEVERAL_RANKS
 from tests.support.e2e.cluster import Server
 from tests.support.e2e.deployments import on
 from tests.support.e2e.pair import make_prompt
@@ -25,7 +25,7 @@ def test_one_rank(server: Server) -> None:
     assert_answers_right(server)
 
 
-@on(UNEQUAL_RANKS)
+@on(SEVERAL_RANKS)
 @pytest.mark.parametrize("server", ["TP2"], indirect=True)
 def test_two_ranks(server: Server) -> None:
     assert_answers_right(server)

@@ -3,6 +3,7 @@
 import pytest
 
 from tests.support.ascend.device_process import on_device
+from tests.support.ascend.paths import ascend_release
 
 pytestmark = pytest.mark.ascend_short
 
@@ -82,3 +83,51 @@ assert (x / 2).item() == 1.5
 def test_device_memory_is_out_of_reach_of_the_host() -> None:
     with pytest.raises(AssertionError):
         on_device("import ctypes; ctypes.string_at(torch.zeros(4, device=device).data_ptr(), 1)")
+
+
+def test_a_copy_to_the_host_that_does_not_block_returns_at_once() -> None:
+    on_device(
+        """
+x = torch.zeros(16, device=device)
+here.synchronize()
+pause()
+x.fill_(7)
+began = time.monotonic()
+y = x.to("cpu", non_blocking=True)
+assert time.monotonic() - began < 0.4
+here.synchronize()
+assert y.eq(7).all()
+"""
+    )
+
+
+@pytest.mark.skipif(ascend_release() == "0.23", reason="vllm-ascend 0.23 has no caches with heads before tokens")
+def test_caches_with_heads_first_hold_and_give_what_others_do() -> None:
+    on_device(
+        """
+import torch_npu, vllm_ascend.vllm_ascend_C
+tokens, heads, size = 128, 4, 32
+key, value, query = (torch.randn(count, heads, size).to(device) for count in (300, 300, 2))
+table = torch.tensor([[2, 0, 3]], dtype=torch.int32)
+place = torch.arange(300)
+slots = (table[0][place // tokens] * tokens + place % tokens).int().to(device)
+plain = [torch.zeros(4, tokens, heads, size, device=device) for _ in range(2)]
+heads_first = [torch.zeros(4, heads, tokens, size, device=device) for _ in range(2)]
+torch_npu.npu_scatter_pa_kv_cache(
+    key=key, value=value, key_cache=plain[0], value_cache=plain[1], slot_mapping=slots, cache_mode="Norm")
+torch.ops._C_ascend.npu_scatter_pa_kv_cache(
+    key, value, *heads_first, slots, cache_mode="Norm", scatter_mode="NHSD")
+assert all(torch.equal(a.cpu(), b.cpu().transpose(1, 2)) for a, b in zip(plain, heads_first))
+assert plain[0].cpu()[2, 5].equal(key.cpu()[5])
+
+def attend(key, value):
+    return torch_npu.npu_fused_infer_attention_score(
+        query=query, key=key, value=value, block_table=table.to(device), input_layout="TND", block_size=tokens,
+        actual_seq_lengths=[2], actual_seq_lengths_kv=[300], num_key_value_heads=heads, num_heads=heads, scale=0.2,
+        sparse_mode=3, atten_mask=torch.ones(2048, 2048, dtype=torch.bool).triu(1).to(device))[0].cpu()
+
+expected = attend(*(part.flatten(2) for part in plain))
+assert expected.abs().sum() > 0
+assert torch.equal(attend(*heads_first), expected)
+"""
+    )

@@ -38,7 +38,7 @@ def test_without_its_wait_they_are_not() -> None:
 
 
 BATCHED = """
-import ctypes
+import ctypes, os
 import numpy as np
 from layout.copies import Copies
 from transfer.batch_copy.backends import Backend, open_copier, pinned_memory
@@ -50,6 +50,13 @@ memory = pinned_memory(Backend.ACL, SIZE, 0)
 host_bytes = np.ctypeslib.as_array((ctypes.c_uint8 * SIZE).from_address(memory.region.address))
 one = lambda to, start: Copies(*(np.array([value]) for value in (to, start, SIZE)))
 here.synchronize()
+
+def check(direction, copied):
+    with open_copier(Backend.ACL, direction, 0) as copier:
+        for value, waits in ((7, False), (9, True)):
+            before = int(block.cpu()[0])
+            seen = copied(copier, value, waits)
+            assert seen == {value if waits else before}, (seen, value, waits)
 """
 
 
@@ -57,15 +64,15 @@ def test_a_store_that_does_not_wait_for_its_event_stores_what_was_there_before()
     on_device(
         BATCHED
         + """
-with open_copier(Backend.ACL, Direction.DEVICE_TO_HOST, 0) as copier:
-    for value, waits in ((7, False), (9, True)):
-        before = int(block.cpu()[0])
-        host.slow_down(0.5)
-        block.fill_(value)
-        event = here.record_event()
-        copier.submit(one(memory.region.address, block.data_ptr()), event if waits else None).wait()
-        assert set(host_bytes) == {value if waits else before}, (set(host_bytes), value, waits)
-        host.slow_down(0)
+def stored(copier, value, waits):
+    host.slow_down(0.5)
+    block.fill_(value)
+    event = here.record_event()
+    copier.submit(one(memory.region.address, block.data_ptr()), event if waits else None).wait()
+    host.slow_down(0)
+    return set(host_bytes)
+
+check(Direction.DEVICE_TO_HOST, stored)
 """
     )
 
@@ -74,19 +81,18 @@ def test_a_kernel_that_does_not_wait_for_the_end_of_a_load_reads_what_was_there_
     on_device(
         BATCHED
         + """
-import os
-with open_copier(Backend.ACL, Direction.HOST_TO_DEVICE, 0) as copier:
-    for value, waits in ((7, False), (9, True)):
-        before = int(block.cpu()[0])
-        host_bytes[:] = value
-        os.environ["SIMACL_COPY_US"] = "500000"
-        handle = copier.submit(one(block.data_ptr(), memory.region.address))
-        if waits:
-            handle.wait()
-        seen = block + 0
-        here.synchronize()
+def loaded(copier, value, waits):
+    host_bytes[:] = value
+    os.environ["SIMACL_COPY_US"] = "500000"
+    handle = copier.submit(one(block.data_ptr(), memory.region.address))
+    if waits:
         handle.wait()
-        os.environ["SIMACL_COPY_US"] = "0"
-        assert int(seen.cpu()[0]) == (value if waits else before), (value, waits)
+    seen = block + 0
+    here.synchronize()
+    handle.wait()
+    os.environ["SIMACL_COPY_US"] = "0"
+    return set(seen.cpu().tolist())
+
+check(Direction.HOST_TO_DEVICE, loaded)
 """
     )

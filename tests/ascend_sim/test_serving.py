@@ -1,4 +1,4 @@
-"""Two API servers of vllm-ascend behind the example router: what a user's client sees."""
+"""Two API servers of vllm-ascend, started by ``vllm serve``, behind a router: what a user's client sees."""
 
 import subprocess
 import sys
@@ -21,13 +21,13 @@ pytestmark = [
 ]
 
 
-@pytest.fixture
-def router(pair: Pair) -> Iterator[str]:
+@pytest.fixture(params=["examples.minimal_proxy", "pd_proxy"])
+def router(request: pytest.FixtureRequest, pair: Pair) -> Iterator[str]:
     """The address of a router in front of both servers."""
     port = free_port()
     process = subprocess.Popen(
         [
-            *(sys.executable, "-m", "examples.minimal_proxy", "--port", str(port)),
+            *(sys.executable, "-m", request.param, "--port", str(port)),
             *("--prefill", pair.prefill.client.base_url, "--decode", pair.decode.client.base_url),
         ]
     )
@@ -48,11 +48,14 @@ def answers(address: str) -> bool:
 
 
 def test_a_client_of_the_router_gets_what_one_server_would_say(pair: Pair, router: str) -> None:
-    prompt = make_prompt(800, (pair.name, "router"))
-    request = {"model": MODEL_NAME, "prompt": prompt, "max_tokens": 16, "temperature": 0, "ignore_eos": True}
-    with pair.traffic() as traffic:
-        response = httpx.post(f"{router}/v1/completions", json={**request, "return_token_ids": True}, timeout=120)
-    assert response.status_code == 200, response.text
-    (choice,) = response.json()["choices"]
-    assert traffic.pulled("pull_tokens") == len(prompt) - 1
-    assert tuple(choice["token_ids"]) == pair.decode.client.compute(prompt, 16).tokens
+    # The large router has asked P for its control channel by the first answer: from then on it sends both legs at once.
+    for number in range(2):
+        prompt = make_prompt(800, (router, number))
+        request = {"model": MODEL_NAME, "prompt": prompt, "max_tokens": 16, "temperature": 0, "ignore_eos": True}
+        with pair.traffic() as traffic:
+            response = httpx.post(f"{router}/v1/completions", json={**request, "return_token_ids": True}, timeout=120)
+        assert response.status_code == 200, response.text
+        (choice,) = response.json()["choices"]
+        assert traffic.pulled("pull_tokens") == len(prompt) - 1
+        assert traffic.failures() == 0
+        assert tuple(choice["token_ids"]) == pair.decode.client.compute(prompt, 16).tokens

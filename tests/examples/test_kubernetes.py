@@ -11,8 +11,8 @@ import kubernetes_validate  # type: ignore[import-untyped]
 import pytest
 import yaml  # type: ignore[import-untyped]
 
-from examples.proxy.__main__ import parse
 from pd_connector.config import ConnectorConfig, parse_config
+from pd_proxy.__main__ import parse
 from tests.support.examples.manifests import (
     DIRECTORY,
     FILES,
@@ -145,12 +145,12 @@ def test_the_control_port_is_fixed_and_named() -> None:
 
 
 def test_the_proxy_reaches_both_engines_by_their_services() -> None:
-    settings, server = parse(PROXY.command[3:])
+    settings, server = parse(PROXY.command[1:])
     services = {one["metadata"]["name"]: one["spec"]["ports"][0]["port"] for one in manifests("Service")}
     assert settings.prefill == (f"http://pd-prefill:{services['pd-prefill']}",)
     assert settings.decode == (f"http://pd-decode:{services['pd-decode']}",)
     assert (server.host, server.port) == ("0.0.0.0", PROXY.ports["http"])
-    assert PROXY.command[:3] == ["python3", "-m", "examples.proxy"]
+    assert PROXY.command[0] == "pd-proxy"
 
 
 def data_ports(engine: Workload) -> range:
@@ -195,7 +195,7 @@ def test_a_model_has_time_to_load(engine: Workload) -> None:
 
 
 def test_the_proxys_readiness_waits_longer_than_the_proxy_for_a_server() -> None:
-    assert PROXY.probes["readiness"]["timeoutSeconds"] > parse(PROXY.command[3:])[0].connect_timeout_s
+    assert PROXY.probes["readiness"]["timeoutSeconds"] > parse(PROXY.command[1:])[0].connect_timeout_s
 
 
 def test_p_has_time_to_drain_before_vllm_and_kubernetes_kill_it() -> None:

@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from examples import minimal_proxy
-from examples.proxy import parameters
+from pd_proxy import parameters
 from tests.support.examples.fake_servers import (
     TRANSFER,
     FakeServer,
@@ -103,7 +103,7 @@ def test_the_file_can_be_read_in_five_minutes() -> None:
     lines = FILE.read_text().splitlines()
     assert len(lines) <= 120
     assert max(map(len, lines)) <= 120
-    assert "examples.proxy" not in FILE.read_text()
+    assert "pd_proxy" not in FILE.read_text()
 
 
 # What P and D are sent

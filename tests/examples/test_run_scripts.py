@@ -90,7 +90,7 @@ def test_a_dry_run_prints_the_three_commands_and_needs_nothing(platform: str) ->
     }
     assert connector(decode) == connector(prefill) | {"kv_role": "kv_consumer", "kv_load_failure_policy": "recompute"}
     legs = ["--prefill", "http://127.0.0.1:8100", "--decode", "http://127.0.0.1:8200"]
-    assert proxy == ["py", "-m", "examples.proxy", "--host", "127.0.0.1", "--port", "8000", *legs]
+    assert proxy == ["py", "-m", "pd_proxy", "--host", "127.0.0.1", "--port", "8000", *legs]
 
 
 def test_cpu_servers_share_the_cores_and_start_as_the_cpu_build_can() -> None:
@@ -195,7 +195,7 @@ def test_missing_packages_are_named_with_the_extra_that_brings_them(start: Start
     bare.chmod(0o755)
     run = start("cpu", "model", PYTHON=str(bare))
     assert run.wait() == 2
-    assert f"{bare} has no anyio httpx starlette uvicorn vllm mooncake: run pip install '.[cpu,examples]'" in run.output
+    assert f"{bare} has no anyio httpx starlette uvicorn vllm mooncake: run pip install '.[cpu,proxy]'" in run.output
 
 
 @pytest.mark.parametrize("name", ["PROXY_PORT", "PREFILL_PORT", "DECODE_PORT"])
@@ -272,9 +272,9 @@ def test_a_proxy_that_cannot_start_stops_the_servers(start: Start) -> None:
 
 
 def test_a_server_that_never_serves_runs_out_of_time(start: Start) -> None:
-    run = start("cuda", "model", FAKE_DECODE="loading", READY_TIMEOUT="1")
+    run = start("cuda", "model", FAKE_DECODE="loading", READY_TIMEOUT="6")  # in which P and the proxy serve
     assert run.wait() == 1
-    assert "error: decode did not serve within READY_TIMEOUT=1 s; the end of its log:\n  loading" in run.output
+    assert "error: decode did not serve within READY_TIMEOUT=6 s; the end of its log:\n  loading" in run.output
     assert run.processes() == []
 
 

@@ -4,6 +4,7 @@ Each case builds both engines in memory, plans, copies and compares all of the m
 is run exhaustively; the combinations of everything are generated.
 """
 
+import random
 from collections import Counter
 from collections.abc import Iterator
 from itertools import product
@@ -108,7 +109,9 @@ def _one_case(
 ) -> None:
     local = data.draw(engines(model, layouts[0], forms[0], kernel_tokens), "local")
     remote = data.draw(engines(model, layouts[1], forms[1], kernel_tokens), "remote")
-    pull(model, local, remote, data.draw(requests(model, local, remote), "request"))
+    request = data.draw(requests(model, local, remote), "request")
+    pull(model, local, remote, request)
+    pull(model, local, remote, request, cuts=random.Random(data.draw(st.integers(0, 99), "cuts")))
 
 
 @pytest.mark.parametrize(("local", "remote"), LAYOUT_PAIRS)

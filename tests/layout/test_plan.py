@@ -11,7 +11,7 @@ from layout.geometry import CacheGroup, Plane, WorkerGeometry
 from layout.plan import BlockTable, Plan, PlanError, compile_plans, merge_adjacent
 from layout.sharding import Share, Source
 from tests.support.layout.oracle import LAYOUTS, Engine, Model, Table, build
-from tests.support.layout.pulls import LOCAL_BASE, REMOTE_BASE, Request, plain, plans_of, pull
+from tests.support.layout.pulls import LOCAL_BASE, REMOTE_BASE, Request, in_order, plain, plans_of, pull
 
 SMALL = Model(kv_heads=4, contents=(2, 2), item_size=2, groups=((0, 1, 2),), windows=(0,))
 TWENTY_FOUR_LAYERS = Model(kv_heads=2, contents=(2, 2), item_size=2, groups=(tuple(range(24)),), windows=(0,))
@@ -293,6 +293,49 @@ def test_kernel_blocks_that_do_not_divide_a_block_are_refused() -> None:
     plane = build(SMALL, Engine(), 1, LOCAL_BASE)[0].geometry.groups[0].planes[0]
     with pytest.raises(PlanError, match="kernel blocks of 16 tokens do not divide blocks of 24 tokens"):
         plans_of(one_worker(plane, block_tokens=24), [one_worker(plane)])
+
+
+# What a plan reads from.
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("sizes", [(16, 16), (16, 48), (32, 16)])
+def test_the_blocks_that_a_plan_reads_from_are_those_of_its_descriptors(layout: str, sizes: tuple[int, int]) -> None:
+    local, remote = (Engine(layout, block_tokens=size, blocks=12, groups_reversed=size == 16) for size in sizes)
+    ours, theirs = (build(HYBRID, engine, 1, LOCAL_BASE)[0] for engine in (local, remote))
+    plan = plans_of(ours.geometry, [theirs.geometry])[0]
+    request = plain(150, local, remote, "fragmented", groups=2)
+    windowed = Table(0, (-1,) * 2 + request.local[1].ids[2:])
+    tables = [in_order(side, rank) for side, rank in (((request.local[0], windowed), ours), (request.remote, theirs))]
+    first, end = 96, 144
+    read: dict[int, list[int]] = {0: [], 1: []}
+    for group, numbers in plan.remote_blocks(tables[0], first, end):
+        read[group] += numbers.tolist()
+    for group, table in enumerate(tables[1]):
+        for number, block in enumerate(table.block_ids.tolist()):
+            lost = list(tables[1])
+            lost[group] = BlockTable.of([-1 if other == block else other for other in table.block_ids.tolist()])
+            if number in read[group]:
+                with pytest.raises(PlanError, match="the remote side holds no block"):
+                    plan.instantiate(tables[0], lost, first, end)
+            else:
+                plan.instantiate(tables[0], lost, first, end)
+    assert any(read.values())
+
+
+def test_blocks_that_are_holes_here_are_not_read_from() -> None:
+    plan = the_plan(SMALL, Engine(blocks=8), Engine(blocks=8))
+    local = BlockTable.of([-1, 4, -1, 2])
+    ((group, numbers),) = plan.remote_blocks([local], 0, 64)
+    assert (group, numbers.tolist()) == (0, [1, 3])
+    with pytest.raises(PlanError, match="must start at a multiple of 16 tokens"):
+        plan.remote_blocks([local], 8, 64)
+
+
+def test_a_token_takes_as_many_bytes_as_are_read_for_it() -> None:
+    local, remote = Engine(block_tokens=16, blocks=8), Engine("BHLNC", block_tokens=32, blocks=8)
+    (read,) = pull(SMALL, local, remote, plain(96, local, remote))
+    assert 96 * the_plan(SMALL, local, remote).token_bytes == read.copies.total_bytes
 
 
 # Merging runs.

@@ -54,7 +54,7 @@ def model(tmp_path: Path) -> Path:
 @pytest.fixture
 def fabric(monkeypatch: pytest.MonkeyPatch) -> InProcessFabric:
     fabric = InProcessFabric()
-    monkeypatch.setattr(worker_module, "_mooncake", lambda config, **_: InProcessEngine(fabric))
+    monkeypatch.setattr(worker_module, "open_engine", lambda config, **_: InProcessEngine(fabric))
     monkeypatch.setattr(worker_module, "worker_ranks", lambda: Ranks(0, 1, 0, 1))
     return fabric
 

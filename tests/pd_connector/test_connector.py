@@ -1,9 +1,10 @@
 """``PDConnector`` as vLLM meets it: what it implements and exports, and which settings it refuses.
 
-Covers: pd_connector.
+Covers: pd_connector, pd_connector.aliases.
 """
 
 import inspect
+import logging
 import subprocess
 import sys
 import threading
@@ -20,6 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.kv_cache_interface import CrossAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MLAAttentionSpec
 
 import pd_connector
+from pd_connector.aliases import NixlConnector
 from pd_connector.config import ConfigError
 from pd_connector.connector import PDConnector
 from pd_connector.vllm.engine_config import UnsupportedError
@@ -47,6 +49,15 @@ def test_every_method_that_is_overridden_takes_what_vllm_passes() -> None:
 
 def test_vllm_finds_the_connector_by_its_name() -> None:
     assert KVConnectorFactory.get_connector_class(transfer_config()) is PDConnector
+
+
+def test_vllm_finds_the_connector_under_the_name_that_routers_look_for() -> None:
+    """vLLM has a connector of that name itself."""
+    config = transfer_config()
+    config.kv_connector, config.kv_connector_module_path = "NixlConnector", "pd_connector.aliases"
+    assert KVConnectorFactory.get_connector_class(config) is NixlConnector is PDConnector
+    config.kv_connector_module_path = None
+    assert KVConnectorFactory.get_connector_class(config) is not PDConnector
 
 
 def test_one_name_is_exported() -> None:
@@ -132,6 +143,21 @@ def test_routed_experts_are_refused_where_the_models_configuration_asks_for_them
     config.model_config.enable_return_routed_experts = True
     with pytest.raises(UnsupportedError, match=r"enable_return_routed_experts: .* start without"):
         PDConnector(config, KVConnectorRole.SCHEDULER, CACHES)
+
+
+@pytest.mark.parametrize("role", list(KVConnectorRole))
+def test_an_untested_release_is_named_before_anything_can_fail_on_it(
+    model: Path, role: KVConnectorRole, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Workers start before the engine core."""
+    monkeypatch.setattr("vllm.version.__version__", "0.99.0")
+    monkeypatch.setattr("vllm.version.__version_tuple__", (0, 99, 0))
+    monkeypatch.setattr("pd_connector.connector.share_logging", lambda: None)  # so that records reach the root
+    for name in ("vllm", "vllm.pd_connector"):
+        monkeypatch.setattr(logging.getLogger(name), "propagate", True)
+    with pytest.raises(ConfigError):
+        PDConnector(a_config(model, lease_ttl=1), role, CACHES)
+    assert "vLLM 0.99.0 is not among the releases that this connector is tested with: 0.23, 0.30" in caplog.text
 
 
 def test_an_engine_that_only_decodes_opens_no_control_endpoint(model: Path) -> None:

@@ -36,6 +36,9 @@ PROMPT = a_prompt(70)
 GOOD = a_remote(PROMPT, remote_host="127.0.0.1", remote_port=free_port()).to_params()
 FIELDS = st.sampled_from(sorted(GOOD.keys() - {"remote_host", "remote_port"}))  # those would make it call on strangers
 ALTERED = st.builds(lambda field, value: GOOD | {field: value}, FIELDS, ANY_JSON)
+NAMED = {"do_remote_prefill": True, "transfer_id": "T", "remote_host": "127.0.0.1", "remote_port": free_port()}
+NAMED_FIELDS = st.sampled_from(["transfer_id", "remote_engine_id", "lease_id", "remote_block_ids"])
+ALTERED_NAMED = st.builds(lambda field, value: NAMED | {field: value}, NAMED_FIELDS, ANY_JSON)
 FLAGS_ONLY = st.builds(lambda flag, other: {**other, flag: True}, st.sampled_from(sorted(GOOD)[:2]), st.just({}))
 
 
@@ -46,7 +49,9 @@ def serve(engine: EngineUnderTest, request: Any) -> None:
     if request.kv_transfer_params and request.kv_transfer_params.get("do_remote_prefill"):
         pass  # vLLM reads them so right after that call
     tokens, is_async = scheduler.get_num_new_matched_tokens(request, 0)
-    assert tokens is not None
+    if tokens is None:  # it waits for the other leg, until its client leaves
+        scheduler.request_finished_all_groups(request, ([],))
+        return
     blocks = SimpleNamespace(
         get_block_ids=lambda: ([2, 7, 4],), blocks=([engine.pool.blocks[block] for block in (2, 7, 4)],)
     )
@@ -66,7 +71,7 @@ def test_no_params_whatever_end_the_engine(start: StartEngine, role: str) -> Non
     engine = start(role)
 
     @settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)
-    @given(params=ANY_JSON | ALTERED | FLAGS_ONLY)
+    @given(params=ANY_JSON | ALTERED | ALTERED_NAMED | FLAGS_ONLY)
     def check(params: Any) -> None:
         # vLLM gives no two requests one id; a lease is good for one request.
         request = FakeRequest(f"r{next(numbers)}", PROMPT, params, status=RequestStatus.FINISHED_LENGTH_CAPPED)

@@ -10,13 +10,16 @@ import pytest
 from pd_connector.params import (
     ParamsError,
     RemotePrefill,
+    RemoteTransfer,
     check_prompt,
     contents_digest,
     is_decode_leg,
     is_malformed,
     is_prefill_leg,
+    parse_decode_leg,
     parse_remote_prefill,
     prompt_digest,
+    unusable_keys,
 )
 from tests.support.connector.requests import a_prompt, a_remote
 
@@ -117,6 +120,7 @@ WRONG = [
     ("lease_ttl_s", float("nan")),
     ("lease_ttl_s", "30"),
     ("prompt_digest", None),
+    ("remote_attempt", -1),
 ]
 
 
@@ -183,3 +187,154 @@ def test_the_digest_of_what_a_lease_holds_survives_the_way_through_a_router() ->
 )
 def test_whoever_alters_what_is_to_be_read_changes_the_digest(change: dict[str, Any]) -> None:
     assert contents_digest(msgspec.structs.replace(REMOTE, **change)) != contents_digest(REMOTE)
+
+
+# Transfers by name
+
+NAMED = {
+    "do_remote_prefill": True,
+    "transfer_id": "xfer-1",
+    "remote_host": "10.0.0.5",
+    "remote_port": 8998,
+    "remote_engine_id": "engine-p",
+}
+TRANSFER = RemoteTransfer("xfer-1", "10.0.0.5", 8998, "engine-p")
+
+
+def without(params: dict[str, Any], *keys: str) -> dict[str, Any]:
+    return {key: value for key, value in params.items() if key not in keys}
+
+
+def test_a_decode_leg_may_name_its_transfer() -> None:
+    assert parse_decode_leg(NAMED) == TRANSFER
+    assert TRANSFER.label == "transfer xfer-1 at 10.0.0.5:8998"
+
+
+def test_a_decode_leg_without_a_name_is_what_a_prefill_engine_answers() -> None:
+    assert parse_decode_leg(REMOTE.to_params()) == REMOTE
+    assert parse_decode_leg({**REMOTE.to_params(), "transfer_id": None}) == REMOTE
+    with pytest.raises(ParamsError, match=r"`remote_engine_id`.*on unchanged"):
+        parse_decode_leg({"do_remote_prefill": True})
+    with pytest.raises(ParamsError, match="Expected `object`, got"):
+        parse_decode_leg(["transfer_id"])
+
+
+@pytest.mark.parametrize("engine_id", [{}, {"remote_engine_id": None}, {"remote_engine_id": ""}])
+def test_the_engine_of_a_transfer_need_not_be_known(engine_id: dict[str, Any]) -> None:
+    assert parse_decode_leg({**without(NAMED, "remote_engine_id"), **engine_id}) == RemoteTransfer(
+        "xfer-1", "10.0.0.5", 8998, ""
+    )
+
+
+def test_nulls_and_a_routers_own_keys_do_not_matter_to_a_named_leg() -> None:
+    others = {"lease_id": None, "remote_block_ids": None, "do_remote_decode": None, "router_session": {"id": 7}}
+    assert parse_decode_leg({**NAMED, **others}) == TRANSFER
+    assert parse_decode_leg({**NAMED, "lease_id": "", "remote_block_ids": []}) == TRANSFER
+
+
+@pytest.mark.parametrize(
+    ("mixed", "named"),
+    [
+        ({"lease_id": "L"}, "transfer_id and lease_id"),
+        ({"remote_block_ids": [[1, 2]]}, "transfer_id and remote_block_ids"),
+        (REMOTE.to_params(), "transfer_id and lease_id and remote_block_ids"),
+    ],
+)
+def test_params_of_both_contracts_are_refused(mixed: dict[str, Any], named: str) -> None:
+    with pytest.raises(ParamsError, match=f"have a {named}: .* Send the one or pass on the other"):
+        parse_decode_leg({**mixed, **NAMED})
+
+
+@pytest.mark.parametrize(
+    ("keys", "missing"),
+    [
+        (["remote_host"], "missing remote_host. Send them"),
+        (["remote_port"], "missing remote_port. Send them"),
+        (["remote_host", "remote_port"], "missing remote_host and remote_port. Send them"),
+    ],
+)
+@pytest.mark.parametrize("value", ["absent", None])
+def test_a_transfer_without_an_address_is_refused_by_what_is_missing(
+    keys: list[str], missing: str, value: str | None
+) -> None:
+    params = without(NAMED, *keys) if value == "absent" else {**NAMED, **dict.fromkeys(keys)}
+    with pytest.raises(ParamsError, match=f"{missing}, or a remote_engine_id of the form id@host:port"):
+        parse_decode_leg(params)
+
+
+@pytest.mark.parametrize(
+    ("engine_id", "transfer"),
+    [
+        ("c0ffee@10.0.0.7:7000", RemoteTransfer("xfer-1", "10.0.0.7", 7000, "c0ffee")),
+        ("c0ffee@p-0.prefill.local:7000", RemoteTransfer("xfer-1", "p-0.prefill.local", 7000, "c0ffee")),
+        ("c0ffee@[fd00::7]:7000", RemoteTransfer("xfer-1", "[fd00::7]", 7000, "c0ffee")),
+        ("@10.0.0.7:7000", RemoteTransfer("xfer-1", "10.0.0.7", 7000, "")),
+    ],
+)
+def test_an_engine_id_may_carry_the_address(engine_id: str, transfer: RemoteTransfer) -> None:
+    params = {"do_remote_prefill": True, "transfer_id": "xfer-1", "remote_bootstrap_addr": "http://10.0.0.7:9000"}
+    assert parse_decode_leg({**params, "remote_engine_id": engine_id}) == transfer
+    nulls = {"remote_host": None, "remote_port": None}
+    assert parse_decode_leg({**params, **nulls, "remote_engine_id": engine_id}) == transfer
+
+
+def test_an_address_of_its_own_goes_before_that_of_the_engine_id() -> None:
+    assert parse_decode_leg({**NAMED, "remote_engine_id": "engine-p@10.9.9.9:1"}) == TRANSFER
+
+
+@pytest.mark.parametrize("engine_id", ["c0ffee", "c0ffee@", "c0ffee@host", "c0ffee@fd00::7:7000", "c0ffee@host:port"])
+def test_an_engine_id_without_an_address_does_not_stand_in_for_one(engine_id: str) -> None:
+    params = {"do_remote_prefill": True, "transfer_id": "xfer-1", "remote_engine_id": engine_id}
+    with pytest.raises(ParamsError, match="missing remote_host and remote_port"):
+        parse_decode_leg(params)
+
+
+WRONG_OF_NAMED = [
+    ("transfer_id", ""),
+    ("transfer_id", "x" * 129),
+    ("transfer_id", "two words"),
+    ("transfer_id", 5),
+    ("remote_host", ""),
+    ("remote_host", "a host"),
+    ("remote_port", 0),
+    ("remote_port", 65536),
+    ("remote_port", "8998"),
+    ("remote_port", True),
+    ("remote_engine_id", 7),
+    ("remote_engine_id", "two words"),
+    ("remote_engine_id", "x" * 129),
+]
+
+
+@pytest.mark.parametrize(("field", "value"), WRONG_OF_NAMED)
+def test_a_wrong_field_of_a_transfer_is_refused_by_name(field: str, value: Any) -> None:
+    with pytest.raises(ParamsError, match=f"{field}.*Needed are transfer_id"):
+        parse_decode_leg({**NAMED, field: value})
+
+
+@pytest.mark.parametrize("engine_id", ["c0ffee@host:0", "c0ffee@host:65536"])
+def test_a_wrong_port_in_an_engine_id_is_refused(engine_id: str) -> None:
+    params = {"do_remote_prefill": True, "transfer_id": "xfer-1", "remote_engine_id": engine_id}
+    with pytest.raises(ParamsError, match="remote_port"):
+        parse_decode_leg(params)
+
+
+def test_every_field_of_a_transfer_has_a_wrong_value_here() -> None:
+    assert {field for field, _ in WRONG_OF_NAMED} == {field.name for field in msgspec.structs.fields(RemoteTransfer)}
+
+
+@pytest.mark.parametrize(
+    ("params", "keys"),
+    [
+        (None, ()),
+        ({}, ()),
+        ("transfer_id", ()),
+        (NAMED, ()),
+        ({"do_remote_decode": True, "x": 1}, ()),
+        ({"do_remote_prefill": False, "x": 1}, ()),
+        ({"x": None, "do_remote_prefill": None}, ()),
+        ({"prefill_instance": "p0", "y": None, "do_remote_prefill": None}, ("prefill_instance",)),
+    ],
+)
+def test_params_of_an_unknown_contract_are_known_by_their_keys(params: Any, keys: tuple[str, ...]) -> None:
+    assert unusable_keys(params) == keys

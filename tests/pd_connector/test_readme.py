@@ -41,7 +41,7 @@ def test_every_link_to_a_file_leads_somewhere() -> None:
 
 
 def test_every_path_of_the_code_that_a_page_names_exists() -> None:
-    rooms = "pd_connector|layout|transfer|tests|examples|benchmarks|docs"
+    rooms = "pd_connector|pd_proxy|layout|transfer|tests|examples|benchmarks|docs"
     for page in PAGES:
         for path in re.findall(rf"`((?:{rooms})/[\w./-]+)`", page.read_text()):
             assert (ROOT / path).exists(), f"{page}: {path}"

@@ -225,7 +225,7 @@ def test_with_mooncake_a_pull_fails_while_p_sleeps_and_succeeds_when_both_have_w
     start: StartEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = MooncakeOptions("127.0.0.1", progress_timeout_s=2.0, connect_timeout_s=2.0)
-    monkeypatch.setattr(worker_module, "_mooncake", lambda config, **_: MooncakeEngine(options))
+    monkeypatch.setattr(worker_module, "open_engine", lambda config, **_: MooncakeEngine(options))
     settings = {"protocol": "tcp", "handshake_timeout_s": 5.0}
     p, d = start("kv_producer", **settings), start("kv_consumer", **settings)
     assert_pulls_right(p, d, "before")

@@ -207,6 +207,9 @@ def test_the_exported_names_are_these(exported: tuple[ConnectorPromMetrics, _Unr
         "vllm:pd_pull_bytes",
         "vllm:pd_pull_descriptors",
         "vllm:pd_pull_tokens",
+        "vllm:pd_pulls_ahead",
+        "vllm:pd_pull_bytes_ahead",
+        "vllm:pd_pull_restarts",
         "vllm:pd_host_tokens",
         "vllm:pd_host_blocks",
         "vllm:pd_host_bytes",
@@ -219,6 +222,10 @@ def test_the_exported_names_are_these(exported: tuple[ConnectorPromMetrics, _Unr
         "vllm:pd_leased_blocks",
         "vllm:pd_quarantined_blocks",
         "vllm:pd_pull_failures",
+        "vllm:pd_prompts_computed",
+        "vllm:pd_transfers",
+        "vllm:pd_transfers_waiting",
+        "vllm:pd_prompts_ahead",
         "vllm:pd_leases",
         "vllm:pd_control_refusals",
         "vllm:pd_pull_seconds",
@@ -235,6 +242,8 @@ def test_pulls_are_exported_as_zero_before_the_first(exported: tuple[ConnectorPr
     ("counter", "label"),
     [
         ("pull_failures", "checksum"),
+        ("prompts_computed", "transfer"),
+        ("prompts_computed", "unusable"),
         ("leases", "granted"),
         ("leases", "expired"),
         ("host_bytes", "loaded"),
@@ -264,7 +273,15 @@ def test_reports_are_exported_for_their_engine(exported: tuple[ConnectorPromMetr
 
 def test_everything_that_is_counted_can_be_exported(exported: tuple[ConnectorPromMetrics, _Unregistered]) -> None:
     recorder = StatsRecorder()
-    for name in ("pulls", "pull_bytes", "pull_descriptors", "pull_tokens"):
+    for name in (
+        "pulls",
+        "pull_bytes",
+        "pull_descriptors",
+        "pull_tokens",
+        "pulls_ahead",
+        "pull_bytes_ahead",
+        "pull_restarts",
+    ):
         recorder.count(name, 5)
     for cause in ("unreachable", "refused", "incompatible", "params", "read", "timeout", "lease", "unconfirmed"):
         recorder.count("pull_failures", 1, cause)

@@ -47,6 +47,7 @@ Real vllm-ascend on simulated NPUs (``tests/ascend_sim``):
     ascend.kernel_build     compiles the simulated runtime and the host kernels, where they are out of date
     ascend.paths            where things are in that environment
     ascend.servers          the sets of servers that tests share
+    ascend.engine_process   an engine without an API server, started in a process of its own
     ascend.device_process   code in a process of its own with simulated devices
     ascend.faults           kernels that take long, and waits that are left out, in a running server
     ascend.reference        what Transformers answers on the CPU
@@ -67,6 +68,11 @@ The connector (``pd_connector/``):
     connector.greeting      a connector to put beside ours in MultiConnector: it has a handshake and statistics
     connector.requests      requests as vLLM hands them over, params of a prefill, a control client that sends nothing
     connector.engines       prefill and decode engines without vLLM: real control channel, real bytes, real leases
+    connector.chunked_prompts  a prompt that a prefill engine computes chunk by chunk, and a client that follows it
+    connector.followed_answers  what a prefill engine answers of a named prompt, and decode legs that name it
+    connector.consumers     the parts of a decode engine's scheduler half, with the test's own client and clock
+    connector.decode_scheduler  a decode engine's scheduler half, and a scripted prefill engine that it asks
+    connector.followed_legs  both legs of a prompt at once: who computes it, and a worker that follows it
     connector.scripted_pulls  a session with a prefill engine whose pulls and handshakes do what the test says
     connector.staging       a staging buffer for a decode worker, and a prefill engine of which pulls are staged
     connector.nhd_pulls     pulls between NHD caches through the real reader and copier, their operators counted
@@ -81,7 +87,10 @@ Simulations of many engines (``test_state_machine``, ``test_progress``) and of o
 (``test_host_machine``):
     simulation.network      messages that are delivered, lost, repeated and reordered one by one
     simulation.prefill      a prefill engine: a block pool with stamps for contents, and its promises kept apart
+    simulation.prefill_steps  the steps of that engine, which compute named prompts chunk by chunk
     simulation.decode       a decode engine: vLLM's scheduler and workers as far as the connector meets them
+    simulation.named_prefill  a prefill engine whose prompts are followed by name: vLLM's schedulers, our scheduler side
+    simulation.scheduler_pulls  a pull as a worker makes it, in steps
     simulation.vllm_schedulers  engines around vLLM's own schedulers and our scheduler side; workers are simulated
     host_tier.engine        an engine around ``HostTier``: vLLM's cache manager, its scheduler in short, its ranks
     host_tier.ranks         what the device blocks and host slots of a rank hold, and the copies between them
@@ -93,13 +102,20 @@ Real servers (``tests/e2e``):
     e2e.models              a tiny model, whose output depends on every block of its prompt, as a directory
     e2e.cluster             vLLM servers on this machine: started together, watched, ended, measured
     e2e.deployments         the sets of servers that tests share
+    e2e.legs                both legs of a request at once, as a router sends them
     e2e.fixtures            servers that are started once a deployment, as fixtures
     e2e.client              what a test asks of one server: completions and counters
     e2e.pair                a prefill and a decode server seen as one, and the books that must balance
     e2e.corruption          other contents in a block that a server holds, behind its back
     e2e.forwarder           a TCP forwarder to a control port, which loses what a test wants
 
+Deployments (``deploy/``):
+    deploy.monitoring       the dashboard's queries, and promtool
+    deploy.prometheus       a real Prometheus with the alert rules
+
 Examples (``examples/``):
+    browser                 chromium without a window
+    otlp                    a collector of OpenTelemetry traces
     examples.harness        owners of fake servers, clients that leave, processes of a proxy
     examples.fake_servers   small HTTP servers in the place of vLLM, which misbehave on request
     examples.served_proxy   the full proxy in front of such servers, in this process

@@ -27,6 +27,10 @@ def since(version: tuple[int, int], what: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(version > INSTALLED, reason=f"vLLM has {what} since {major}.{minor}")
 
 
+#: Of tests that see what is complete at once: before, the last steps of other requests count as under way.
+counts_under_way = since((0, 30), "a count of each request's tokens that steps work on")
+
+
 def before(version: tuple[int, int], what: str) -> pytest.MarkDecorator:
     """Skip a test on vLLM since ``version``, which ``what`` came with."""
     major, minor = version

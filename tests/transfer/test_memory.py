@@ -78,6 +78,7 @@ def test_who_finds_nothing_free_gets_nothing_and_does_not_wait() -> None:
 
 
 def test_who_is_patient_gets_the_slot_that_comes_back_or_nothing() -> None:
+    """At once, and not when the patience is over."""
     pool = pool_of(mmap.PAGESIZE, 1)
     lent: list[int | None] = []
 
@@ -86,17 +87,17 @@ def test_who_is_patient_gets_the_slot_that_comes_back_or_nothing() -> None:
             with pool.borrow(patience_s) as slot:
                 lent.append(slot)
 
-        thread = threading.Thread(target=work)
+        thread = threading.Thread(target=work, daemon=True)
         thread.start()
         return thread
 
     with pool.borrow() as first:
         borrow(0.01).join()
         assert lent == [None]
-        patient = [borrow(WAIT_S) for _ in range(3)]
+        patient = [borrow(100 * WAIT_S) for _ in range(3)]
         holds_for(lambda: lent == [None], 0.02)
     for thread in patient:
-        thread.join()
+        thread.join(WAIT_S)
     assert lent == [None, first, first, first]
     pool.check_integrity()
 

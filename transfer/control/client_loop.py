@@ -27,6 +27,8 @@ from transfer.control.messages import (
     Checksums,
     Error,
     ErrorCode,
+    Follow,
+    Followed,
     Hello,
     MalformedMessage,
     Release,
@@ -50,6 +52,7 @@ _REPLY_TYPE: dict[type, type] = {
     Renew: Renewed,
     Release: Released,
     Cancel: Cancelled,
+    Follow: Followed,
     Checksums: Checksummed,
 }
 _REPLIES_PER_TURN = 64  # of one peer, before the other peers get their turn

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from transfer.control.messages import Cancel, Checksums, Release, Renew, Request
+from transfer.control.messages import Cancel, Checksums, Follow, Release, Renew, Request
 
 MAX_LEASE_IDS = 20_000  # per message, because they are looked up in one go
 MAX_ID_CHARACTERS = 128  # of an engine, lease or pull id, or a digest: some are kept for a while
@@ -43,12 +43,14 @@ def exceeded_limit(request: Request) -> str:
     ids = [request.engine_id]
     match request:
         case Renew(lease_ids=lease_ids) | Cancel(lease_ids=lease_ids):
-            reading = request.reading if isinstance(request, Renew) else ()
-            if max(len(lease_ids), len(reading)) > MAX_LEASE_IDS:
-                number = max(len(lease_ids), len(reading))
+            others = request.reading if isinstance(request, Renew) else request.transfer_ids
+            number = max(len(lease_ids), len(others))
+            if number > MAX_LEASE_IDS:
                 return f"{number} lease ids; at most {MAX_LEASE_IDS} are accepted: split the message"
             ids += lease_ids
-            ids += reading
+            ids += others
+        case Follow(transfer_id=transfer_id):
+            ids.append(transfer_id)
         case Release(readers=readers):
             if readers > MAX_READERS:
                 return f"{readers} readers; at most {MAX_READERS} are accepted"

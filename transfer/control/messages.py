@@ -26,6 +26,20 @@ another request's blocks.
        | cancel {lease_ids} ---------------------> |   the request left before it was pulled
        | <---- cancelled {}                        |
 
+A router may send both legs at once, under a name of its choice, the *transfer id*. Nobody has told D then what to read;
+D asks P for the transfer by its name. P answers as soon as there is more to say, and says with each answer how much of
+the prompt is *complete*: computed by every rank, so that its blocks can be read. The lease has begun with the prompt,
+and the release confirms all that was read since. If P had to start over (its scheduler preempted the request and reused
+the blocks), a new *attempt* begins, and D starts over too: what it has read counts for nothing.
+
+    D scheduler, D worker                      P scheduler process
+       | follow {transfer_id, attempt, tokens} --> |
+       |                                           |   (waits until there is more than ``tokens``, or ``wait_s``)
+       | <---- followed {state, tokens, blocks}    |
+       | (reads what is complete)                  |
+       | follow {...} ---------------------------> |   until the state is "complete": the lease is then granted
+       | <---- followed {state: complete, ...}     |
+
 If both sides verify (a setting, for commissioning), P's workers take checksums of blocks as soon as they are leased. A
 D worker asks for them between its read and its release, and compares them with those of what has arrived:
 
@@ -45,6 +59,7 @@ comes or the timeout expires. Messages may be lost, repeated, late or reordered.
 Errors. A request that cannot be served is answered with ``error``, whose ``code`` is one of ``ErrorCode``. A frame that
 is not a well-formed message is counted and dropped, or answered with ``error`` if its ``message_id`` is readable. Every
 request carries the engine id that the client expects: a restarted engine has a new id and answers ``unknown_engine``.
+Only who asks for a transfer by its name may leave it empty.
 """
 
 from enum import StrEnum
@@ -85,6 +100,16 @@ class InvalidReason(StrEnum):
     UNKNOWN = "unknown"  # the engine never granted it, or forgot it long after its end
     READERS = "readers"  # ``reader`` is out of range, or another reader sent a different ``readers``
     CONTENTS = "contents"  # what was read is not what the lease holds: kv_transfer_params were altered on the way
+
+
+class TransferState(StrEnum):
+    """How far a prefill engine is with a named prompt."""
+
+    UNKNOWN = "unknown"  # no request has brought this transfer id, or it has been forgotten
+    QUEUED = "queued"  # the request waits for its first step
+    COMPUTING = "computing"  # it has begun, and holds the blocks that it fills
+    COMPLETE = "complete"  # the prompt is computed, and its blocks are leased
+    ENDED = "ended"  # the request has ended without it; ``reason`` says how
 
 
 class NoChecksums(StrEnum):
@@ -150,14 +175,45 @@ class Released(msgspec.Struct, frozen=True, tag="released"):
 
 
 class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
-    """End leases at once, even if somebody still reads. Unknown ids are ignored."""
+    """End leases at once, even if somebody still reads, or before they are granted. Unknown ids are ignored."""
 
-    engine_id: str
+    engine_id: str  # empty, with transfer ids only: of whichever engine this is
     lease_ids: tuple[str, ...]
+    transfer_ids: tuple[str, ...] = ()  # whose leases to end; remembered if their requests are still to come
 
 
 class Cancelled(msgspec.Struct, frozen=True, tag="cancelled"):
     """The leases have ended."""
+
+
+class Follow(msgspec.Struct, frozen=True, tag="follow"):
+    """Ask how far a named prompt is, beyond what is known. P answers when there is more, or after ``wait_s``."""
+
+    engine_id: str  # empty: of whichever engine this is
+    transfer_id: str
+    attempt: Annotated[int, msgspec.Meta(ge=-1)] = -1  # to which ``tokens`` refer; -1: nothing is known
+    tokens: Annotated[int, msgspec.Meta(ge=0)] = 0  # known to be complete
+    state: str = TransferState.UNKNOWN  # as last answered: a change of it is news, too
+    wait_s: Annotated[float, msgspec.Meta(ge=0, le=30)] = 0.0
+
+
+class Followed(msgspec.Struct, frozen=True, tag="followed"):
+    """How far a named prompt is. All but ``engine_id`` and ``state`` is empty before the prompt is being computed."""
+
+    engine_id: str
+    state: str  # one of ``TransferState``, or a state of a later version, which is to be taken for ``ENDED``
+    lease_id: str = ""
+    lease_ttl_s: float = 0.0  # from when the prompt is complete; until then, the request itself holds the blocks
+    attempt: int = 0  # how many times the prompt was started over, so that its blocks were reused
+    prompt_tokens: int = 0
+    prompt_digest: str = ""
+    block_sizes: tuple[int, ...] = ()  # of each cache group, in tokens
+    tokens: int = 0  # how many of the prompt's tokens have their KV cache in the blocks, on every rank
+    #: By cache group, the part of the block table that begins with block ``first_blocks[group]``; 0 marks a block that
+    #: is not held. Of a complete prompt the whole table, because the windows of some layers have moved.
+    block_ids: tuple[tuple[int, ...], ...] = ()
+    first_blocks: tuple[int, ...] = ()
+    reason: Annotated[str, msgspec.Meta(max_length=512)] = ""  # for people
 
 
 class Checksums(msgspec.Struct, frozen=True, tag="checksums"):
@@ -187,8 +243,8 @@ class Error(msgspec.Struct, frozen=True, tag="error"):
     message: str  # human-readable: names the values and the rule
 
 
-Request = Hello | Renew | Release | Cancel | Checksums
-Reply = Welcome | Renewed | Released | Cancelled | Checksummed | Error
+Request = Hello | Renew | Release | Cancel | Follow | Checksums
+Reply = Welcome | Renewed | Released | Cancelled | Followed | Checksummed | Error
 
 
 class Envelope(msgspec.Struct, frozen=True, array_like=True):

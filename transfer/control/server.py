@@ -31,6 +31,7 @@ from transfer.control.messages import (
     message_id_of,
 )
 from transfer.control.polling import Wakeup
+from transfer.control.waiting_requests import NotYet, WaitingRequest, WaitingRequests
 from transfer.errors import BadAddress
 from transfer.peers import Address, listen_address, parse_ip, resolve
 
@@ -57,7 +58,7 @@ _BIND_HINTS = {
 class ControlHandler(Protocol):
     """Implements the requests."""
 
-    def handle(self, request: Request) -> Reply:
+    def handle(self, request: Request) -> Reply | NotYet:
         """Answer ``request``. Called on the server's thread, which serves nobody else in the meantime.
 
         A request may arrive more than once: a repetition must have no effect and get the same answer. An exception is
@@ -138,6 +139,7 @@ class ControlServer:
         self._linger_s = linger_s
         self._close_timeout_s = close_timeout_s
         self._warnings = ThrottledWarnings(logger, log_interval_s)
+        self._waiting = WaitingRequests()
         self._counters = ServerCounters()  # replaced by the server's thread only
         self._address: Address | None = None
         self._stopping = threading.Event()
@@ -184,6 +186,11 @@ class ControlServer:
             return
         self._wakeup.close()
 
+    def changed(self, topic: str) -> None:
+        """Ask the handler again about the requests that wait for ``topic``. Safe from any thread."""
+        if self._waiting.changed(topic) and self._wakeup is not None:
+            self._wakeup.set()
+
     @property
     def port(self) -> int:
         """The port that was bound."""
@@ -203,6 +210,7 @@ class ControlServer:
 
     def check_integrity(self) -> None:
         """Raise AssertionError if the thread's state is inconsistent. Call before ``start`` or after ``close``."""
+        self._waiting.check_integrity()
         if self._admission is not None:
             self._admission.check_integrity()
 
@@ -241,7 +249,8 @@ class ControlServer:
         admission.register(poller)
         try:
             while not self._stopping.is_set():
-                poller.poll(admission.timeout_ms)
+                timeouts = [each for each in (admission.timeout_ms, self._waiting.timeout_ms) if each is not None]
+                poller.poll(min(timeouts, default=None))
                 wakeup.clear()
                 self._turn(socket, admission)
         finally:
@@ -254,6 +263,7 @@ class ControlServer:
         try:
             admission.serve()
             self._serve_queued(socket, admission)
+            self._serve_waiting(socket)
         except Exception as error:  # a bug of this code: a peer that triggers it must not end everybody's leases
             self._warnings.warn("turn", "the control server failed and continues", error=error)
             self._stopping.wait(_PAUSE_AFTER_FAULT_S)
@@ -276,10 +286,20 @@ class ControlServer:
                 self._warnings.warn("rate", f"dropped a control message from {sender}: {rate}")
                 continue
             self._buckets.charge(sender, sum(map(len, frames)) // self._limits.bytes_per_request)
-            answer = self._answer(frames, sender)
+            answer = self._answer(peer.bytes, frames, sender)
             if answer is not None:
                 self._buckets.charge(sender, len(answer) // self._limits.reply_bytes_per_request)
                 self._send(socket, peer.bytes, answer)
+
+    def _serve_waiting(self, socket: zmq.Socket[bytes]) -> None:
+        """Answer the requests that have waited for what is there now, or for long enough."""
+        for waiting in self._waiting.take_changed():
+            answer = self._ask_handler(waiting.peer, waiting.message_id, waiting.request, waiting.sender, waiting)
+            if answer is not None:
+                self._buckets.charge(waiting.sender, 1 + len(answer) // self._limits.reply_bytes_per_request)
+                self._send(socket, waiting.peer, answer)
+        for waiting in self._waiting.take_late(time.monotonic()):
+            self._send(socket, waiting.peer, encode(waiting.message_id, waiting.reply))
 
     def _drop_endless(self, socket: zmq.Socket[bytes], admission: Admission, frame: zmq.Frame) -> None:
         """Cut the connection that sent an endless message, and read the remaining frames, which block all others."""
@@ -297,8 +317,8 @@ class ControlServer:
         except zmq.ZMQError:  # it has left (EHOSTUNREACH) or its queue is full (EAGAIN); it will ask again
             self._count(replies_dropped=self._counters.replies_dropped + 1)
 
-    def _answer(self, frames: list[zmq.Frame], sender: str) -> bytes | None:
-        """Return the frame to send back, None if the message id of the request is unknown."""
+    def _answer(self, peer: bytes, frames: list[zmq.Frame], sender: str) -> bytes | None:
+        """Return the frame to send back; None if there is none yet, or the message id of the request is unknown."""
         if len(frames) != 1:
             reason = f"{len(frames)} frames; a message is one frame: use a DEALER socket and no empty delimiter"
             return self._refuse("wrong_frames", sender, message_id_of(frames[-1].bytes), ErrorCode.MALFORMED, reason)
@@ -313,7 +333,7 @@ class ControlServer:
         if reason := exceeded_limit(request):
             return self._refuse("over_limits", sender, message_id, ErrorCode.MALFORMED, reason)
         self._count(requests=self._counters.requests + 1)
-        return self._ask_handler(message_id, request)
+        return self._ask_handler(peer, message_id, request, sender)
 
     def _refuse(self, cause: str, sender: str, message_id: int, code: ErrorCode, reason: str) -> bytes | None:
         """Count the refusal in the counter named ``cause``, and return the error to send if there is a message id."""
@@ -321,10 +341,20 @@ class ControlServer:
         self._warnings.warn(cause, f"refused a control message from {sender}: {reason!r}")
         return encode(message_id, Error(code, reason)) if message_id else None
 
-    def _ask_handler(self, message_id: int, request: Request) -> bytes:
+    def _ask_handler(
+        self, peer: bytes, message_id: int, request: Request, sender: str, before: WaitingRequest | None = None
+    ) -> bytes | None:
+        """Return the handler's answer as a frame; None if it has none yet, as it had not ``before``."""
         kind = str(request.__struct_config__.tag)
         try:
-            answer = encode(message_id, self._handler.handle(request))
+            reply = self._handler.handle(request)
+            if isinstance(reply, NotYet):
+                due_at = before.due_at if before is not None else time.monotonic() + reply.wait_s
+                waiting = WaitingRequest(peer, message_id, request, sender, reply.topic, due_at, reply.reply)
+                if reply.wait_s > 0 and self._waiting.add(waiting):
+                    return None
+                reply = reply.reply
+            answer = encode(message_id, reply)
             if len(answer) > MAX_FRAME_BYTES:
                 raise ValueError(f"the reply has {len(answer)} bytes; a frame holds at most {MAX_FRAME_BYTES}")
         except Exception as error:  # whatever it is, the other peers must still be served

@@ -40,7 +40,7 @@ from transfer.engine.identity import (
 )
 from transfer.engine.mooncake_batches import ReadBatch, State, submit
 from transfer.engine.mooncake_limits import LIMITS, Limits
-from transfer.engine.mooncake_native import NativeEngine, NativeOptions, split_address
+from transfer.engine.mooncake_native import NativeEngine, NativeOptions, check_open_files, split_address
 from transfer.engine.mooncake_read import MooncakeRead
 from transfer.engine.mooncake_settling import Leftover, Settling
 from transfer.engine.window import Window
@@ -228,8 +228,8 @@ class MooncakeEngine(TransferEngine):
     def open(self, address: str, regions: Sequence[Region], identity: Identity | None = None) -> "MooncakeLink":
         """See the contract. The identity is read now, so that the first real read finds a warm link.
 
-        On a shared engine, a peer is not opened while earlier reads from it have failed and not settled: it is ill, and
-        more descriptors would only wait behind those.
+        On a shared engine, a peer is neither opened nor read while earlier reads from it have failed and not settled.
+        It is ill, and more descriptors would only wait behind those.
         """
         try:
             split_address(address)
@@ -238,10 +238,7 @@ class MooncakeEngine(TransferEngine):
             raise ReadFailed(f"cannot open a link to {address}: {error}", settled=True) from error
         if identity is not None:
             check_identity(identity, address)
-        if self.settling.is_waiting_for(address):
-            raise ReadFailed(
-                f"cannot open a link to {address}: earlier reads from it have failed and not settled", settled=True
-            )
+        self.check_settled(address)
         with self._lock:
             if self._closed:
                 raise ReadFailed(f"transfer engine {self._address} is closed", settled=True)
@@ -258,6 +255,13 @@ class MooncakeEngine(TransferEngine):
             if self._closed:
                 raise ReadFailed(f"transfer engine {self._address} was closed while it opened {address}", settled=True)
         return link
+
+    def check_settled(self, address: str) -> None:
+        """Raise ReadFailed if reads from the peer at ``address`` have failed and not settled."""
+        if self.settling.is_waiting_for(address):
+            raise ReadFailed(
+                f"{address} is not opened or read now: earlier reads from it have failed and not settled", settled=True
+            )
 
     def forget(self, link: "MooncakeLink") -> None:
         """Remove a link that has closed."""
@@ -342,6 +346,8 @@ class MooncakeLink(Link):
             if self._closing.is_set():
                 raise ReadFailed(f"the transfer engine was closed while it opened {self.address}", settled=True)
             try:
+                if shared is None:
+                    check_open_files()
                 self._native = native = shared or NativeEngine(self._options.native)
             except EngineStartError as error:
                 raise ReadFailed(f"cannot open a link to {self.address}: {error}", settled=True) from error
@@ -429,6 +435,7 @@ class MooncakeLink(Link):
         with self._busy:
             if self._closing.is_set() or self._broken or self._native is None:
                 raise ReadFailed(f"the link to {self.address} is {self._broken or 'closed'}", settled=True)
+            self._engine.check_settled(self.address)
             check_copies(copies, self._engine.memory.table, self._peer, self.address)
             copies = split_large(copies, self._limits.piece_bytes)
             costs = self._options.costs

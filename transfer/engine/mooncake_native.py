@@ -14,6 +14,7 @@ import ctypes
 import importlib
 import math
 import os
+import resource
 import socket
 import struct
 import time
@@ -33,6 +34,14 @@ _OPEN_SEGMENT = "_ZN8mooncake14TransferEngine11openSegmentERKNSt7__cxx1112basic_
 _NO_SEGMENT = 2**64 - 1
 _STILL_IN_FLIGHT = -2  # for longer than MC_SLICE_TIMEOUT, which cancels nothing
 _ACCEPT_TIMEOUT_S = 0.001
+
+#: Files that an engine keeps open on TCP when it has read from one peer: two ports and what watches them, four
+#: connections, and what ``NativeEngine`` opens. Measured.
+ENGINE_FILES = 10
+
+#: Files that are left to the rest of the process. Without any, Mooncake's threads spin, and so may others'.
+_SPARE_FILES = 128
+
 _LISTENING = "0A"  # the state column of /proc/net/tcp
 
 
@@ -125,6 +134,26 @@ def find_open_segment() -> Callable[..., int] | None:
     method.argtypes, method.restype = (ctypes.c_void_p, ctypes.c_void_p), ctypes.c_uint64
     found: Callable[..., int] = method
     return found
+
+
+def check_open_files() -> None:
+    """Raise unless one engine more leaves enough of the files that this process may have open.
+
+    The soft limit need not be raised: Mooncake sets it to the hard limit when the first engine starts.
+
+    Raises:
+        EngineStartError: there are not enough; the message names the numbers and the ways out.
+    """
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit == resource.RLIM_INFINITY:
+        return
+    in_use = len(os.listdir("/proc/self/fd"))
+    if in_use + ENGINE_FILES + _SPARE_FILES > limit:
+        raise EngineStartError(
+            f"this process has {in_use} files open and may have {limit}, of which {_SPARE_FILES} are kept for other "
+            f"uses; a link needs {ENGINE_FILES}. Raise the hard limit of open files (ulimit -n; docker run --ulimit "
+            "nofile=65536; LimitNOFILE= for systemd)"
+        )
 
 
 class NativeEngine:

@@ -136,7 +136,8 @@ class MooncakeRead:
         if self._native.counts is None:
             return self._submitted + 1  # the first batch of an engine shows what Mooncake's batches look like
         in_time = int(np.searchsorted(self._before_s, self._done_s + self._window.call_s, side="right")) - 1
-        most = min(self._submitted + self._limits.per_call, len(self._copies))
+        per_call = min(self._limits.per_call, self._window.call_descriptors(self._flow))
+        most = min(self._submitted + per_call, len(self._copies))
         return max(min(in_time, most), self._submitted + 1)
 
     def _collect(self) -> bool:

@@ -4,8 +4,9 @@ A read is submitted in calls. What is in flight is bounded in descriptors, as th
 time. So a read that begins has little in front of it, wherever the queue is: in this process, on the wire or at the
 peer. Calls of one read overlap, so that the bound leaves no gap.
 
-    - A read may always have one call in flight, as long as descriptors are left: the time in flight never keeps it out.
-      One that hangs takes no more than its share of the time, but may take many descriptors if they are small.
+    - A read that has nothing in flight may submit a call of up to a quarter of the descriptors, whatever time is in
+      flight. Reads that have calls in flight leave that quarter free, also if they hang. So a read that begins waits
+      for others that begin, at most.
     - Room for more goes to the read that has the least left: shortest remaining time first.
 
 Arithmetic and counters only: knows no transport, never waits. A read that gets no room asks again when it looks at its
@@ -17,6 +18,9 @@ from dataclasses import dataclass
 
 #: Calls into which the time in flight is divided, so that others are in flight while one is replaced.
 CALLS = 2
+
+#: The part of the descriptors that is left free for a read that has nothing in flight.
+_BEGINNING = 1 / 4
 
 #: A process that was stopped is late by any time. What is in flight does not grow by more than this.
 _MOST_LATE_S = 0.05
@@ -39,6 +43,7 @@ class Window:
     def __init__(self, capacity: int, seconds: float) -> None:
         """Allow ``capacity`` descriptors and ``seconds`` of predicted time in flight."""
         self.capacity = capacity
+        self._kept = max(1, int(capacity * _BEGINNING))  # descriptors, for reads that have nothing in flight
         self.most_in_flight = 0
         self._in_flight = 0
         self._least_s = seconds
@@ -60,6 +65,10 @@ class Window:
     def call_s(self) -> float:
         """The longest predicted time of a call."""
         return self.seconds / CALLS
+
+    def call_descriptors(self, flow: Flow) -> int:
+        """Return the most descriptors that the next call of a read may have."""
+        return max(1, (self.capacity - self._kept) // CALLS) if flow.calls else self._kept
 
     def enter(self) -> Flow:
         """Return a new read, which must ``leave`` when it has ended."""
@@ -114,7 +123,7 @@ class Window:
             assert sum(flow.calls for flow in self._flows) <= self._in_flight, "calls without descriptors"
 
     def _has_room(self, flow: Flow, descriptors: int, seconds: float) -> bool:
-        if self._in_flight + descriptors > self.capacity:
+        if self._in_flight + descriptors > self.capacity - (self._kept if flow.calls else 0):
             return False
         return not flow.calls or sum(other.in_flight_s for other in self._flows) + seconds <= self.seconds
 

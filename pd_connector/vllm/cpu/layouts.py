@@ -32,7 +32,7 @@ def register() -> None:
         if current_platform.is_cpu() and current().declares_layouts:
             _hook_workers()
     except (ImportError, AttributeError) as missing:
-        # This engine may not use the connector. ``wanted_layout`` warns if it does.
+        # This engine may not use the connector. ``warn_if_not_hooked`` warns if it does.
         logger.debug("PDConnector: cross-layer KV blocks are off: %s", missing)
 
 

@@ -59,8 +59,25 @@ def _hook_workers() -> None:
         start(self, *args, **kwargs)
         if cross_layer_blocks(self.vllm_config):
             _hook_runner()
+            _name_other_runners(self)
 
     WorkerBase.__init__ = init
+
+
+def _name_other_runners(worker: Any) -> None:
+    """Let the worker log, when it allocates, that its model runner is of a class that this module does not hook."""
+    initialize = worker.initialize_from_config
+
+    def initialize_from_config(*args: Any, **kwargs: Any) -> Any:
+        kind, hooked = type(worker.model_runner), _runner_class()
+        if hooked not in (None, kind):  # without any, ``_hook_runner`` has said so
+            # Those of 310P and the second one of NPUs allocate in ways of their own, and Xlite's gives the caches to
+            # code that takes them to be dense.
+            name = f"{kind.__module__}.{kind.__qualname__}"
+            logger.info(_APART, f"the model runner {name} is not known to take them together")
+        return initialize(*args, **kwargs)
+
+    worker.initialize_from_config = initialize_from_config
 
 
 def warn_if_not_hooked() -> None:
@@ -74,9 +91,13 @@ def warn_if_not_hooked() -> None:
         )  # fmt: skip
 
 
+def _runner_class() -> Any:
+    return getattr(sys.modules.get(_RUNNER_MODULE), "NPUModelRunner", None)
+
+
 def _hook_runner() -> None:
     """Put this module in front of the model runner's allocation. Idempotent."""
-    runner: Any = getattr(sys.modules.get(_RUNNER_MODULE), "NPUModelRunner", None)
+    runner = _runner_class()
     allocate = getattr(runner, "_allocate_kv_cache_tensors", None)
     reshape = getattr(runner, "_reshape_kv_cache_tensors", None)
     if allocate is None or reshape is None:
@@ -90,12 +111,7 @@ def _hook_runner() -> None:
 
     def allocate_kv_caches(self: Any, kv_cache_config: Any) -> Any:
         """Return the caches of all layers together, or what the runner itself allocates."""
-        joined = None
-        if type(self) is runner:
-            joined = _joined_caches(self, kv_cache_config, allocate, reshape)
-        elif cross_layer_blocks(self.vllm_config):
-            # Xlite's runner, for example, gives the caches to code that takes them to be dense.
-            logger.info(_APART, f"{type(self).__name__} may use them in ways that are not checked")
+        joined = _joined_caches(self, kv_cache_config, allocate, reshape) if type(self) is runner else None
         return allocate(self, kv_cache_config) if joined is None else joined
 
     def reshape_kv_caches(self: Any, kv_cache_config: Any, raw: Any, *args: Any, **kwargs: Any) -> Any:
@@ -112,22 +128,16 @@ def _joined_caches(
     """Return the caches of all layers together, or None, with one line of log, if they are to be allocated apart."""
     if not cross_layer_blocks(runner.vllm_config):
         return None
-    from pd_connector.vllm.npu.cache_form import LayersApartError  # noqa: PLC0415  imports torch
-
-    try:
-        started = time.monotonic()
-        form = _form(runner, kv_cache_config, allocate, reshape)
-        if found := _failed_check(runner, form):
-            failed = "the attention operators fail their check on caches of all layers together"
-            logger.warning(_APART, f"{failed}: {found}")
-            return None
-        elapsed_ms = (time.monotonic() - started) * 1e3
-        caches = _allocate_together(form, runner.device)
-    except LayersApartError as reason:
-        logger.info(_APART, reason)
+    started = time.monotonic()
+    form = _checked_form(runner, kv_cache_config, allocate, reshape)
+    if form is None:
         return None
-    except Exception as error:  # the server must start even if vllm-ascend is not as this module expects
-        logger.warning(_APART, f"the attention operators could not be checked ({type(error).__name__}: {error})")
+    elapsed_ms = (time.monotonic() - started) * 1e3
+    try:
+        caches = _allocate_together(form, runner.device)
+    except Exception as error:  # no memory in one piece, for example; the runner may find it in smaller ones
+        size = form.block_bytes * form.blocks
+        logger.warning(_APART, f"{size} bytes cannot be allocated together ({type(error).__name__}: {error})")
         return None
     logger.info(
         "PDConnector: the KV caches of %d layers are allocated together, %d bytes of each block in %d runs; the "
@@ -135,6 +145,28 @@ def _joined_caches(
         len(form.layers), form.block_bytes, len(form.parts), elapsed_ms,
     )  # fmt: skip
     return caches
+
+
+def _checked_form(
+    runner: Any, kv_cache_config: Any, allocate: Callable[..., Any], reshape: Callable[..., Any]
+) -> "CacheForm | None":
+    """Return the form of the caches if the operators take them with all layers together; None, with one line of log."""
+    from pd_connector.vllm.npu.cache_form import LayersApartError  # noqa: PLC0415  imports torch
+
+    try:
+        form = _form(runner, kv_cache_config, allocate, reshape)
+        found = _failed_check(runner, form)
+    except LayersApartError as reason:
+        logger.info(_APART, reason)
+        return None
+    except Exception as error:  # the server must start even if vllm-ascend is not as this module expects
+        logger.warning(_APART, f"the attention operators could not be checked ({type(error).__name__}: {error})")
+        return None
+    if found:
+        failed = "the attention operators fail their check on caches of all layers together"
+        logger.warning(_APART, f"{failed}: {found}")
+        return None
+    return form
 
 
 def _form(runner: Any, kv_cache_config: Any, allocate: Callable[..., Any], reshape: Callable[..., Any]) -> "CacheForm":

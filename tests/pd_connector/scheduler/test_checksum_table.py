@@ -165,13 +165,13 @@ def a_service(*, verify: bool) -> tuple[LeaseService[str], ManualClock]:
 
 def test_a_lease_is_summed_up_to_the_last_prompt_token_which_is_computed_by_the_decode_engine() -> None:
     service, _ = a_service(verify=True)
-    lease_id = service.grant(FakeRequest("r", a_prompt(70)), ([1, 2], [0, 3]), "held", "host", 1)["lease_id"]
+    lease_id = service.grant(FakeRequest("r", a_prompt(70)), ([1, 2], [0, 3]), "held", ("host", 1))["lease_id"]
     assert service.checksums.take_orders() == (ChecksumOrder(lease_id, ((1, 2), (0, 3)), 69),)
 
 
 def test_an_expired_lease_has_no_checksums() -> None:
     service, clock = a_service(verify=True)
-    lease_id = service.grant(FakeRequest("r", a_prompt(70)), ([1, 2],), "held", "host", 1)["lease_id"]
+    lease_id = service.grant(FakeRequest("r", a_prompt(70)), ([1, 2],), "held", ("host", 1))["lease_id"]
     asked = Checksums(service.engine_id, lease_id, 0, 0, (0, 69))
     service.checksums.set_workers(1)
     assert service.handle(asked) == Checksummed(reason=NoChecksums.PENDING)
@@ -182,5 +182,5 @@ def test_an_expired_lease_has_no_checksums() -> None:
 
 def test_an_engine_that_takes_none_says_so() -> None:
     service, _ = a_service(verify=False)
-    lease_id = service.grant(FakeRequest("r", a_prompt(70)), ([1, 2],), "held", "host", 1)["lease_id"]
+    lease_id = service.grant(FakeRequest("r", a_prompt(70)), ([1, 2],), "held", ("host", 1))["lease_id"]
     assert service.handle(Checksums(service.engine_id, lease_id, 0, 0, (0,))) == Checksummed(reason=NoChecksums.OFF)

@@ -10,6 +10,7 @@ from pd_connector.orders import Orders, PullOrder, RefuseOrder, Report
 from pd_connector.scheduler import consumer as consumer_module
 from pd_connector.scheduler.consumer import Consumer
 from pd_connector.scheduler.renewals import Renewals
+from tests.support.connector.consumers import consumer_parts
 from tests.support.connector.requests import FakeRequest, RecordingClient, a_decode_request, a_prompt, allocated
 from tests.support.waiting import ManualClock
 from transfer.control.errors import PeerUnreachable
@@ -63,8 +64,8 @@ class ConsumerUnderTest:
 @pytest.fixture
 def under_test() -> Iterator[ConsumerUnderTest]:
     clock, client = ManualClock(), RecordingClient()
-    renewals = Renewals(client, 10.0, 120.0, clock)
-    under_test = ConsumerUnderTest(Checked(renewals), client, renewals, clock)
+    parts = consumer_parts(client, clock)
+    under_test = ConsumerUnderTest(Checked(*parts), client, parts.renewals, clock)
     yield under_test
     under_test.consumer.check_integrity()
 
@@ -374,7 +375,7 @@ def test_a_lease_that_was_let_go_of_is_not_pulled_again(under_test: ConsumerUnde
 def test_leases_that_were_let_go_of_are_forgotten_in_the_end(
     under_test: ConsumerUnderTest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(consumer_module, "_MAX_SPENT_LEASES", 3)
+    monkeypatch.setattr(consumer_module, "_MAX_SPENT", 3)
     for number in range(5):
         under_test.consumer.add(a_decode_request(f"r{number}", lease_id=f"L{number}"))
         under_test.consumer.leave(f"r{number}")
@@ -421,3 +422,17 @@ def test_a_lease_that_has_ended_is_not_cancelled(under_test: ConsumerUnderTest) 
     under_test.client.futures[-1].set_result(Renewed(()))
     under_test.consumer.leave("r")
     assert under_test.client.cancelled() == []
+
+
+# Traces
+
+
+@pytest.mark.parametrize("tokens", [70, 71], ids=["pulled", "refused"])
+def test_an_order_carries_the_trace_of_its_request(under_test: ConsumerUnderTest, tokens: int) -> None:
+    request = a_decode_request("r")
+    request.prompt_token_ids = a_prompt(tokens)
+    request.trace_headers = {"traceparent": "00-1-2-01", "tracestate": "vendor=1"}
+    under_test.consumer.add(request)
+    under_test.consumer.start_pull(request, BLOCKS, tokens - 1)
+    (order,) = under_test.pulls() if tokens == 70 else under_test.refusals()
+    assert order.traceparent == "00-1-2-01"

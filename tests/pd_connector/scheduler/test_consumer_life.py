@@ -10,12 +10,11 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 from pd_connector.orders import Report
 from pd_connector.params import RemotePrefill
 from pd_connector.scheduler.consumer import Consumer
-from pd_connector.scheduler.renewals import Renewals
+from tests.support.connector.consumers import QUEUE_TIMEOUT_S, consumer_parts
 from tests.support.connector.requests import FakeRequest, RecordingClient, a_decode_request, allocated
 from tests.support.waiting import ManualClock
 
 TTL_S = 30.0
-QUEUE_TIMEOUT_S = 120.0
 BLOCKS = ((3, 9, 4, 7, 5),)
 
 
@@ -28,8 +27,8 @@ class ConsumerLife(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.clock, self.client = ManualClock(), RecordingClient()
-        self.renewals = Renewals(self.client, 10.0, QUEUE_TIMEOUT_S, self.clock)
-        self.consumer = Consumer(self.renewals)
+        parts = consumer_parts(self.client, self.clock)
+        self.renewals, self.consumer = parts.renewals, Consumer(*parts)
         self.numbers = itertools.count()
         self.renewed_at: dict[str, float] = {}  # of every lease that must be kept alive, by request id
         self.waits_since: dict[str, float] = {}  # of those whose requests have no blocks

@@ -10,8 +10,8 @@ from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager, 
 from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, FullAttentionSpec, SlidingWindowSpec
 
 from pd_connector.scheduler.consumer import Consumer
-from pd_connector.scheduler.renewals import Renewals
 from pd_connector.vllm.cache_specs import Retention, retention
+from tests.support.connector.consumers import consumer_parts
 from tests.support.connector.requests import RecordingClient, a_decode_request
 from tests.support.releases import INSTALLED
 
@@ -20,7 +20,7 @@ from tests.support.releases import INSTALLED
 def test_a_window_that_the_prefill_engine_has_cut_short_is_computed_here(tokens: int, cut: bool) -> None:
     """Window 128, blocks of 32: the token after 159 prompt tokens does not see block 0, the last of them does."""
     client = RecordingClient()
-    consumer = Consumer(Renewals(client, 10.0, 120.0), [Retention(32), Retention(32, window=128)])
+    consumer = Consumer(*consumer_parts(client, retentions=[Retention(32), Retention(32, window=128)]))
     let_go = max(tokens + 1 - 128, 0) // 32
     held = range(1, -(-tokens // 32) + 1)
     windowed = tuple(0 if block <= let_go else block for block in held)
@@ -38,7 +38,7 @@ def test_where_a_window_is_cut_depends_on_the_blocks_of_both_engines(
 ) -> None:
     """Window 128: with blocks of 64 here, token 190 needs block 0, of which blocks of 32 there keep the end only."""
     client = RecordingClient()
-    consumer = Consumer(Renewals(client, 10.0, 120.0), [Retention(ours, window=128)])
+    consumer = Consumer(*consumer_parts(client, retentions=[Retention(ours, window=128)]))
     let_go = (tokens + 1 - 128) // theirs
     table = tuple(block if block > let_go else 0 for block in range(1, -(-tokens // theirs) + 1))
     changes = {"remote_block_ids": (table,), "remote_block_sizes": (theirs,)}
@@ -99,7 +99,7 @@ def test_a_prompt_is_pulled_if_and_only_if_vllm_has_kept_all_that_is_needed_here
         held, given = blocks_of(prefill), blocks_of(decode)
         is_held = all(held[token // theirs] for token in range(tokens - 1) if given[token // ours])
         client = RecordingClient()
-        consumer = Consumer(Renewals(client, 10.0, 120.0), [retention(attention(ours))])
+        consumer = Consumer(*consumer_parts(client, retentions=[retention(attention(ours))]))
         changes = {"remote_block_ids": (held,), "remote_block_sizes": (theirs,)}
         request = a_decode_request("r", tokens, lease_id="L", **changes)
         consumer.add(request)

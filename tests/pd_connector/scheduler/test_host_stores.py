@@ -423,6 +423,20 @@ def test_blocks_that_a_request_finds_move_on_what_is_next_to_be_evicted() -> Non
     assert engine.pool.cached == 6
 
 
+def test_what_one_step_takes_beyond_what_was_free_before_is_not_stored_lazily() -> None:
+    """A limit that docs/host-memory.md names: it is evicted in the step that would have looked at it."""
+    engine = lazy(lookahead=10, device_blocks=21)
+    engine.serve("older", said(41, seed=1000))
+    engine.serve("first", said(49, seed=1))
+    engine.arrive("takes ten at once", said(41, seed=500))
+    engine.step(40)
+    engine.settle()
+    again = engine.arrive("again", said(50, seed=1)).request
+    on_device = engine.manager.get_computed_blocks(again)[1]
+    assert on_device == 40, "two of twelve blocks are gone"
+    assert engine.tier.missing_tokens(again, on_device) == 0
+
+
 def test_what_was_being_stored_lazily_during_a_reset_is_stored_again() -> None:
     engine = lazy(lookahead=16)
     engine.serve("first", said(14))

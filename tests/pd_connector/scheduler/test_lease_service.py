@@ -56,7 +56,7 @@ class Endpoint:
     def grant(self, request_id: str, block_ids: tuple[list[int], ...] = ([1, 2, 3, 4, 5],)) -> RemotePrefill:
         """A lease, as a decode engine knows it."""
         request = FakeRequest(request_id, a_prompt(70))
-        return parse_remote_prefill(self.service.grant(request, block_ids, request_id, "127.0.0.1", self.port))
+        return parse_remote_prefill(self.service.grant(request, block_ids, request_id, ("127.0.0.1", self.port)))
 
     def close(self) -> None:
         self.service.check_integrity()

@@ -13,10 +13,12 @@ _T = TypeVar("_T")
 
 TTL_S = 3.0
 QUEUE_TIMEOUT_S = 12.0
+TRANSFER_TIMEOUT_S = 4.0
 LONGEST_READ_S = 4.0
 WHICH = st.integers(0, 5)  # of a few; more are none
-#: A lease is read, given up, or gives way; and what takes the longest may begin last.
-ENOUGH_S = TTL_S + QUEUE_TIMEOUT_S + LONGEST_READ_S + 5.0
+#: A lease is read, given up, or gives way; and what takes the longest may begin last. Before that, a transfer is given
+#: up that nobody brings, or that waits in a queue.
+ENOUGH_S = TTL_S + QUEUE_TIMEOUT_S + LONGEST_READ_S + TRANSFER_TIMEOUT_S + QUEUE_TIMEOUT_S + 5.0
 
 
 class Deployment(RuleBasedStateMachine):
@@ -28,6 +30,7 @@ class Deployment(RuleBasedStateMachine):
         self.engines: list[EngineSim] = []
         self.all_asked: list[ClientRequest] = []
         self.numbers = itertools.count()
+        self.other_legs: list[tuple[EngineSim, ClientRequest]] = []  # that their router has not sent yet
 
     @initialize(
         roles=st.sampled_from([["kv_both"], ["kv_both", "kv_both"], ["kv_producer", "kv_consumer", "kv_consumer"]]),
@@ -40,7 +43,7 @@ class Deployment(RuleBasedStateMachine):
             self.engines.append(
                 EngineSim(
                     self.world, role, number, policy, lease_ttl_s=TTL_S, queue_timeout_s=QUEUE_TIMEOUT_S,
-                    max_leased_fraction=fraction,
+                    max_leased_fraction=fraction, transfer_timeout_s=TRANSFER_TIMEOUT_S, max_pulls_ahead=3,
                 )
             )  # fmt: skip
 
@@ -68,6 +71,31 @@ class Deployment(RuleBasedStateMachine):
         for each in range(which, which + number):
             asked = self._new(tokens, outputs, self._pick(self.consumers, each // 2))
             self._pick(self.producers, each).ask(asked)
+
+    @rule(
+        number=st.integers(1, 5), tokens=st.integers(1, 250), outputs=st.integers(1, 10), which=WHICH,
+        first=st.sampled_from(["both", "prefill", "decode"]),
+    )  # fmt: skip
+    def both_legs_are_sent(self, number: int, tokens: int, outputs: int, which: int, first: str) -> None:
+        """Or one of them first, and the other one perhaps never."""
+        for each in range(which, which + number):
+            prefill, decode = self._pick(self.producers, each), self._pick(self.consumers, each // 2)
+            ours = self._new(tokens, outputs, None)
+            theirs = ClientRequest(ours.name, ours.tokens, 1, decode, transfer_id=ours.name)
+            if first != "prefill":
+                decode.ask_by_name(ours, prefill)
+            else:
+                self.all_asked.remove(ours)
+            if first != "decode":
+                prefill.ask(theirs)
+            else:
+                self.other_legs.append((prefill, theirs))
+
+    @precondition(lambda self: self.other_legs)
+    @rule(which=WHICH)
+    def a_prefill_leg_follows(self, which: int) -> None:
+        engine, theirs = self.other_legs.pop(which % len(self.other_legs))
+        engine.ask(theirs)
 
     @rule(tokens=st.integers(1, 200), which=WHICH)
     def a_client_asks_one_engine_alone(self, tokens: int, which: int) -> None:

@@ -260,3 +260,15 @@ def test_an_answer_that_comes_late_or_never_changes_nothing(under_test: Renewals
     first.set_result(Renewed(("kept",)))
     assert under_test.renewals.request_ids == {"kept"}
     assert under_test.renewals.lost("kept") is None
+
+
+def test_requests_with_the_same_lease_id_do_not_disturb_each_other(renewals: Renewals) -> None:
+    """A prefill engine that errs may say it, and one that is not ours anything."""
+    for request_id in ("a", "b"):
+        renewals.keep(request_id, a_remote(PROMPT, lease_id="same"))
+    renewals.check_integrity()
+    renewals.start_reading("a")
+    renewals.drop("a")
+    renewals.check_integrity()
+    renewals.start_reading("b")
+    assert renewals.request_ids == {"b"}

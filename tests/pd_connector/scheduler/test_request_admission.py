@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator
+from typing import Literal
 
 import pytest
 
@@ -83,6 +84,24 @@ def test_a_request_that_pulls_nothing_is_not_starved_by_those_that_do(world: Wor
     assert plain.ended == "finished"
     world.run(within_s=3 * QUEUE_TIMEOUT_S)
     assert ends(pulling).keys() <= {"finished"}
+
+
+@pytest.mark.parametrize("scheduling", ["fcfs", "priority"])
+def test_a_request_that_finds_no_blocks_does_not_keep_those_that_have_pulled_from_running(
+    world: World, scheduling: Literal["fcfs", "priority"]
+) -> None:
+    """They hold the blocks that it waits for."""
+    prefill = EngineSim(world, "kv_producer", blocks=200)
+    decode = EngineSim(world, "kv_consumer", blocks=24, pull_s=1.0, scheduling=scheduling)
+    asked = burst(3, 100, [prefill], [decode])
+    for _ in range(5):
+        world.step()
+    assert decode.pulling
+    urgent = ClientRequest("urgent", list(range(200)), 5, decode, priority=-1)
+    prefill.ask(urgent)
+    world.run(within_s=TTL_S / 2)
+    assert ends([*asked, urgent]) == {"finished": 4}
+    assert decode.counts == {"pulled": 4}
 
 
 def test_a_preempted_prompt_is_not_counted_twice(world: World) -> None:

@@ -3,6 +3,7 @@
 Covers: pd_connector.scheduler.roles.
 """
 
+import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -22,6 +23,7 @@ from pd_connector.scheduler.roles import SchedulerRole
 from pd_connector.scheduler.scheduler import ConnectorScheduler
 from pd_connector.stats import StatsRecorder
 from pd_connector.vllm.engine_config import UnsupportedError
+from pd_connector.vllm.release import current
 from tests.support.connector.requests import FakeRequest, a_prompt, allocated
 from tests.support.connector.vllm_engine import CACHES, a_config
 from tests.support.host_tier.setup import Setup, make_manager, make_request
@@ -71,7 +73,7 @@ class Recorded(SchedulerRole):
         return Orders(refusals=(RefuseOrder(self.name, Cause.LEASE, ""),))
 
     def settled(self, request_ids: set[str], failed: set[str], report: Report) -> None:
-        self.note("settled", *request_ids, *failed)
+        self.note("settled", *sorted(request_ids), "failed", *sorted(failed))
 
     def finish(self, request: Any, block_ids: Sequence[Sequence[int]]) -> dict[str, Any] | None:
         self.note("finish", *block_ids)
@@ -164,7 +166,7 @@ def kinds(side: ConnectorScheduler) -> list[type[SchedulerRole]]:
     ("kv_role", "expected"),
     [
         ("kv_producer", [Producer, RequestAdmission]),
-        ("kv_consumer", [Consumer]),
+        ("kv_consumer", [Consumer] if current().serves_loaded_first else [RequestAdmission, Consumer]),
         ("kv_both", [Producer, RequestAdmission, Consumer]),
     ],
 )
@@ -172,6 +174,44 @@ def test_an_engine_takes_up_what_its_kv_role_says(
     side_of: Open, kv_role: str, expected: list[type[SchedulerRole]]
 ) -> None:
     assert kinds(side_of(kv_role)) == expected
+
+
+@pytest.mark.parametrize(
+    ("kv_role", "params", "cause"),
+    [
+        ("kv_producer", {"do_remote_prefill": True, "transfer_id": "T"}, "role"),
+        ("kv_producer", ["do_remote_prefill"], "params"),
+        ("kv_producer", {"prefill_instance": "p0"}, "unusable"),
+        ("kv_consumer", {"prefill_instance": "p0", "do_remote_prefill": None}, "unusable"),
+        ("kv_consumer", {"do_remote_prefill": False, "transfer_id": "T"}, None),
+        ("kv_consumer", {"do_remote_decode": True}, None),
+        ("kv_both", {"do_remote_decode": True}, None),
+        ("kv_both", {}, None),
+        ("kv_both", None, None),
+    ],
+)
+def test_a_leg_that_an_engine_cannot_serve_is_counted(
+    side_of: Open, kv_role: str, params: Any, cause: str | None
+) -> None:
+    side = side_of(kv_role)
+    side.add(FakeRequest("r", a_prompt(70), params))
+    data = side._stats.take()
+    counts = data["counts"] if data is not None else {}
+    assert counts == ({f"prompts_computed:{cause}": 1} if cause else {})
+
+
+def test_params_of_an_unknown_contract_are_named_in_one_warning(
+    side_of: Open, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("pd_connector"), "propagate", True)
+    side = side_of("kv_both")
+    for number in range(3):
+        params = {"prefill_instance": "p0", **{f"key{each}": 1 for each in range(20)}, "long" * 50: 1}
+        side.add(FakeRequest(f"r{number}", a_prompt(70), params))
+    (message,) = [record.getMessage() for record in caplog.records if "contract" in record.getMessage()]
+    assert "request r0 is served without a transfer" in message
+    assert "neither do_remote_prefill nor do_remote_decode, but 'prefill_instance', 'key0'" in message
+    assert len(message) < 500
 
 
 def a_handshake(tp_rank: int, pp_rank: int, host_slots: int) -> WorkerHandshake:
@@ -275,7 +315,7 @@ def test_host_memory_that_opens_late_takes_up_the_requests_that_have_waited(side
         assert side.missing_tokens(request, 0) is None
     side.finish(leaves, ([],))
     side.settled(set(), set(), Report(handshakes={(0, 0): a_handshake(0, 0, 5)}))
-    (tier, _) = side._roles
+    tier = side._roles[0]
     assert isinstance(tier, HostTier)
     assert list(tier._requests) == ["stays"]
 
@@ -335,8 +375,23 @@ def test_one_role_is_enough_to_want_a_step_or_to_wait_for_blocks(
 def test_all_roles_hear_of_every_request(side: ConnectorScheduler, calls: Calls) -> None:
     side.add(REQUEST)
     side.settled({"r"}, {"r"}, Report())
-    expected = [("add", "r"), ("settled", "r", "r")]
+    expected = [("add", "r"), ("settled", "r", "failed", "r")]
     assert calls == [(name, *call) for call in expected for name in ("host", "pulls")]
+
+
+@pytest.mark.usefixtures("roles")
+@pytest.mark.parametrize("by_report", [False, True])
+def test_a_request_that_failed_on_one_rank_has_failed_when_all_have_reported_it(
+    side: ConnectorScheduler, calls: Calls, by_report: bool
+) -> None:
+    """The ranks need not report it in the same step, and requests that have not failed may end meanwhile."""
+    failed, report = (set[str](), Report(failed=frozenset({"r"}))) if by_report else ({"r"}, Report())
+    side.settled(set(), failed, report)
+    side.settled({"other"}, set(), Report())
+    side.settled({"r"}, set(), Report())
+    side.settled({"r"}, set(), Report())  # again under the same id, and well
+    expected = [("failed",), ("other", "failed"), ("r", "failed", "r"), ("r", "failed")]
+    assert calls == [(name, "settled", *call) for call in expected for name in ("host", "pulls")]
 
 
 @pytest.mark.parametrize(

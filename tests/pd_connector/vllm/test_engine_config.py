@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from pd_connector.vllm.engine_config import max_blocks_per_step
+from pd_connector.vllm.engine_config import UnsupportedError, check_one_engine_per_url, max_blocks_per_step
 
 
 @pytest.mark.parametrize(
@@ -22,3 +22,19 @@ def test_a_step_takes_blocks_for_what_it_computes_and_for_prompts_that_are_pulle
     scheduler = SimpleNamespace(max_num_batched_tokens=8192, max_num_seqs=256)
     config: Any = SimpleNamespace(scheduler_config=scheduler, model_config=SimpleNamespace(max_model_len=1000))
     assert max_blocks_per_step(config, block_tokens) == blocks
+
+
+def in_parallel(size: int, index: int, *, external: bool) -> Any:
+    parallel = SimpleNamespace(data_parallel_size=size, data_parallel_index=index, data_parallel_external_lb=external)
+    return SimpleNamespace(parallel_config=parallel)
+
+
+@pytest.mark.parametrize(("size", "index"), [(2, 0), (2, 1), (1, 1)])
+def test_routers_cannot_be_told_of_engines_that_share_a_url(size: int, index: int) -> None:
+    with pytest.raises(UnsupportedError, match=f"bootstrap_port: .* engine {index} of several .*external-lb"):
+        check_one_engine_per_url(in_parallel(size, index, external=False))
+
+
+@pytest.mark.parametrize(("size", "index", "external"), [(1, 0, False), (2, 0, True), (2, 1, True)])
+def test_routers_may_be_told_of_an_engine_with_a_url_of_its_own(size: int, index: int, external: bool) -> None:
+    check_one_engine_per_url(in_parallel(size, index, external=external))

@@ -68,7 +68,7 @@ def test_a_start_on_another_release_warns_of_it(
     numbers = (0, 0, version) if version == "dev" else tuple(int(number) for number in version.split("."))
     monkeypatch.setattr("vllm.version.__version__", version)
     monkeypatch.setattr("vllm.version.__version_tuple__", numbers)
-    release.log_release()
+    release.warn_unless_tested()
     told = [record.getMessage() for record in log.records if record.levelno == logging.WARNING]
     assert [version in line and "0.30, 0.31, 0.32, 0.33" in line for line in told] == [True] * warned
 
@@ -79,7 +79,7 @@ def test_what_a_release_cannot_give_is_said_at_start(
 ) -> None:
     monkeypatch.setattr(release, "current", lambda: of)
     monkeypatch.setattr(release, "installed_version", lambda: release.TESTED[-1])
-    release.log_release()
+    release.log_limits()
     told = [record.getMessage() for record in log.records]
     assert len(told) == len(of.limits)
     assert all(line.endswith(limit) for line, limit in zip(told, of.limits, strict=True))

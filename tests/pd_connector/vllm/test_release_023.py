@@ -147,6 +147,35 @@ def test_every_name_that_is_wrapped_is_one_that_vllm_calls() -> None:
 # What vLLM does not do
 
 
+def test_no_block_that_one_group_has_found_is_given_to_another_as_a_new_one() -> None:
+    """vLLM 0.23 alone gives the first group, for what a connector brings, what the second has found."""
+    setup = Setup(((4, 0), (4, 16)), device_blocks=17)
+    manager = make_manager(setup)
+    pool = manager.block_pool
+    first = make_request(setup, "first", range(14))
+    manager.allocate_slots(first, 14)
+    others = pool.get_new_blocks(pool.get_num_free_blocks())
+    manager.free(first)
+    pool.free_blocks(others)  # after those of the first request
+    again = make_request(setup, "again", range(22))
+    hits, local = manager.get_computed_blocks(again)[:2]
+    assert local == 12
+    manager.allocate_slots(
+        again,
+        0,
+        num_new_computed_tokens=local,
+        new_computed_blocks=hits,
+        num_external_computed_tokens=9,
+        delay_cache_blocks=True,
+    )
+    given = [block for group in manager.get_blocks("again").blocks for block in group if not block.is_null]
+    assert len({block.block_id for block in given}) == len(given) == 6 + 5
+    assert {block.ref_cnt for block in given} == {1}
+    assert pool.get_num_free_blocks() == 16 - len(given)
+    manager.free(again)
+    assert pool.get_num_free_blocks() == 16
+
+
 def block(number: int, contents: object = None, *, null: bool = False) -> Any:
     return SimpleNamespace(block_id=number, block_hash=contents, is_null=null)
 

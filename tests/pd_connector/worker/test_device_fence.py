@@ -10,7 +10,7 @@ import torch
 from pd_connector.orders import Cause
 from pd_connector.worker.device_fence import RaiseFence, fences, no_fence
 from tests.support.connector.engines import OURS, THEIRS, DecodeWorker, Site, an_order
-from tests.support.waiting import holds_for, until
+from tests.support.waiting import WAIT_S, holds_for, until
 
 
 class Work:
@@ -68,13 +68,19 @@ def test_a_device_that_does_not_end_its_work_in_time_fails_the_pull_before_it_wr
 
 
 def test_a_worker_that_shuts_down_does_not_wait_for_its_device(site: Site) -> None:
-    (worker,), work = site.decode(), Work()
+    asked = threading.Event()
+
+    def passed() -> bool:
+        asked.set()
+        return False
+
+    (worker,) = site.decode()
     remote = site.prefill().prefill("r", THEIRS)
-    session = site.session(worker, remote, raise_fence=work.raise_fence)
+    session = site.session(worker, remote, raise_fence=lambda: SimpleNamespace(passed=passed))
     session.submit(an_order("r", remote, OURS))
-    until(lambda: work.raised)
+    assert asked.wait(WAIT_S), "the pull does not wait for the device"
     session.close()
-    assert session.join(5.0)
+    assert session.join(worker.pull_timeout_s / 2)
     assert worker.untouched
 
 

@@ -50,7 +50,7 @@ def test_identities_are_in_device_memory_on_ascend_only(
     made: list[Any] = []
     monkeypatch.setattr(DeviceIdentityMemory, "on_npu", lambda size: DeviceIdentityMemory(size, CPU))
     monkeypatch.setattr(worker, "MooncakeEngine", lambda *arguments: made.append(arguments))
-    worker._mooncake(parse_config({"protocol": protocol, "host": "127.0.0.1"}), is_read=False)
+    worker.open_engine(parse_config({"protocol": protocol, "host": "127.0.0.1"}), is_read=False)
     [(options, identities)] = made
     assert isinstance(options, MooncakeOptions)
     assert options.protocol == protocol

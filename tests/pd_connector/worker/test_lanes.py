@@ -1,6 +1,6 @@
 """Several pulls from one prefill engine at once: none waits for a longer one, and none pays for another's failure.
 
-First with scripted pulls, as in ``test_session``, then with real ones over the in-process engine.
+With scripted pulls, as in ``test_session``. ``test_lanes_reading`` has real ones.
 """
 
 import logging
@@ -15,9 +15,14 @@ import pytest
 from pd_connector.orders import Cause
 from pd_connector.worker import session as module
 from pd_connector.worker.pull_end import PullEnd, PullFailed
-from tests.support.connector.engines import THEIRS, PrefillEngine, Site, an_order
-from tests.support.connector.scripted_pulls import ScriptedPull, ScriptedSession, raising, scripted_session
-from tests.support.engine.in_process import Fault, InProcessEngine
+from tests.support.connector.scripted_pulls import (
+    ScriptedPull,
+    ScriptedSession,
+    losing_a_link,
+    needing_links,
+    raising,
+    scripted_session,
+)
 from tests.support.waiting import WAIT_S, holds_for, until
 from transfer.engine.base import ReadFailed
 
@@ -164,9 +169,156 @@ def test_a_lane_whose_links_cannot_be_opened_leaves_the_pulls_to_the_others(
     assert world.ended() == [("a", ""), ("b", ""), ("c", "")]
     assert tries == [0], "it is not tried again and again"
     assert "one more pull at once from engine engine-p at 10.0.0.5:8998 is not possible now: no socket" in caplog.text
+    world.opening, world.session._rests_until = tries.append, time.monotonic()
+    world.submit("d")
+    until(lambda: is_ready(world, 2))
+
+
+@two_lanes
+def test_a_lane_that_cannot_open_its_lost_links_again_leaves_the_pulls_to_one_that_has_its_own(
+    world: ScriptedSession,
+) -> None:
+    """The first lane too, which would take every pull before the others."""
+    world.scripts |= {"a": connects_and_waits, "lost": losing_a_link, "b": needing_links, "c": needing_links}
+    tries: list[int] = []
+
+    def refuse(rank: int) -> None:
+        tries.append(rank)
+        raise ReadFailed("no socket is left", settled=True)
+
+    both_lanes_have_links(world)
+    world.opening = refuse
+    world.submit("lost")
+    until(lambda: tries and world.session.idle)
+    world.submit("b", "c")
+    assert world.ended()[-3:] == [("lost", Cause.READ), ("b", ""), ("c", "")]
+    assert (tries, list(world.session._lanes)) == ([1], [1])
+    assert world.peers[0].closed
     world.opening, world.session._rests_until = tries.append, 0.0
     world.submit("d")
     until(lambda: is_ready(world, 2))
+    assert sorted(world.session._lanes) == [0, 1]
+
+
+@two_lanes
+def test_a_lane_opens_its_lost_links_again_before_the_next_pull_comes(world: ScriptedSession) -> None:
+    world.scripts |= {"lost": losing_a_link, "b": needing_links}
+    both_lanes_have_links(world)
+    opened: list[int] = []
+    world.opening = opened.append
+    world.submit("lost")
+    until(lambda: opened and is_ready(world, 2))
+    world.submit("b")
+    assert world.ended()[-2:] == [("lost", Cause.READ), ("b", "")]
+    assert opened == [1]
+
+
+@two_lanes
+def test_while_a_lane_opens_its_lost_links_another_takes_the_pulls(world: ScriptedSession) -> None:
+    world.scripts |= {"lost": losing_a_link, "b": needing_links}
+    both_lanes_have_links(world)
+    began = threading.Event()
+
+    def opens(rank: int) -> None:
+        began.set()
+        assert world.go_on.wait(WAIT_S)
+
+    world.opening = opens
+    world.submit("lost")
+    assert began.wait(WAIT_S)
+    world.submit("b")
+    assert world.ended()[-2:] == [("lost", Cause.READ), ("b", "")]
+    world.go_on.set()
+    until(lambda: is_ready(world, 2))
+
+
+@two_lanes
+def test_pulls_fail_and_do_not_wait_when_no_lane_can_open_its_links(world: ScriptedSession) -> None:
+    for name in ("lost", "lost too"):
+        world.scripts[name] = losing_a_link
+    world.scripts["b"] = needing_links
+    both_lanes_have_links(world)
+
+    world.opening = refuse_a_socket
+    world.submit("lost")
+    until(lambda: len(world.session._lanes) == 1)
+    world.submit("lost too")
+    until(lambda: world.session.idle)
+    world.submit("b", "c")
+    assert [cause for _, cause in world.ended()[-4:]] == [Cause.READ] * 2 + [Cause.UNREACHABLE] * 2
+    world.opening = lambda rank: None
+    world.scripts["d"] = needing_links
+    world.submit("d")
+    assert world.ended()[-1] == ("d", ""), "it may be there again"
+
+
+@three_lanes
+def test_the_last_lane_stays_whichever_it_is(world: ScriptedSession, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_LANE_IDLE_S", 0.01)
+    monkeypatch.setattr(module, "_REST_S", WAIT_S)
+    world.scripts |= {"a": connects_and_waits, "b": connects_and_waits, "lost": losing_a_link}
+    world.submit("a", "b", "lost")
+    until(lambda: len(world.session._lanes) == 3 and len(world.began) == 3)
+
+    world.opening = refuse_a_socket
+    world.go_on.set()
+    world.ended()
+    until(lambda: len(world.session._lanes) == 1)
+    holds_for(lambda: len(world.session._lanes) == 1, 0.05)
+    world.session.check_integrity()
+    world.submit("c")
+    assert world.ended()[-1] == ("c", "")
+
+
+@two_lanes
+def test_a_lane_that_is_left_alone_while_it_opens_its_links_stays(
+    world: ScriptedSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.scripts |= {"lost": losing_a_link, "b": needing_links}
+    both_lanes_have_links(world)
+    began = threading.Event()
+
+    def refuse(rank: int) -> None:
+        began.set()
+        assert world.go_on.wait(WAIT_S)
+        raise ReadFailed("nobody is there", settled=True)
+
+    world.opening = refuse
+    monkeypatch.setattr(module, "_LANE_IDLE_S", 0.01)
+    world.submit("lost")
+    assert began.wait(WAIT_S)
+    world.submit("c")  # the other lane waits anew after it, and not for long
+    until(lambda: list(world.session._lanes) == [0])
+    world.go_on.set()
+    world.submit("b")
+    assert world.ended()[-1] == ("b", Cause.UNREACHABLE)
+
+
+@two_lanes
+def test_a_lane_whose_links_are_older_than_the_last_handshake_opens_new_ones_or_ends(world: ScriptedSession) -> None:
+    """Though the lane that has shaken hands is still busy with the pull for which it did."""
+    world.scripts |= {"surprise": raising(KeyError("why")), "long": connects_and_waits, "b": needing_links}
+    both_lanes_have_links(world)
+    world.submit("surprise")
+    world.ended()
+    world.opening = refuse_a_socket
+    world.submit("long", "b")
+    until(lambda: len(world.session._lanes) == 1)
+    world.go_on.set()
+    assert world.ended()[-2:] == [("long", ""), ("b", "")]
+
+
+def refuse_a_socket(rank: int) -> None:
+    raise ReadFailed("no socket is left", settled=True)
+
+
+def both_lanes_have_links(world: ScriptedSession) -> None:
+    world.scripts["first"] = connects_and_waits
+    world.submit("first")
+    until(lambda: world.others and is_ready(world, 1))
+    world.go_on.set()
+    until(lambda: is_ready(world, 2))
+    world.go_on.clear()
 
 
 @two_lanes
@@ -260,88 +412,12 @@ def test_every_pull_ends_once_whatever_the_others_do(
     world.opening = maybe_refuse
     failures = [PullFailed(cause, "why") for cause in (Cause.READ, Cause.UNREACHABLE, Cause.LEASE)]
     for name in names:
-        world.scripts[name] = chance.choice([slow, slow, *map(raising, failures), raising(KeyError("k"))])
+        world.scripts[name] = chance.choice(
+            [slow, slow, losing_a_link, needing_links, *map(raising, failures), raising(KeyError("k"))]
+        )
     for name in names:
         world.submit(name)
         world.session.check_integrity()
         if chance.random() < 0.2:
             time.sleep(0.002)
     assert sorted(name for name, _ in world.ended()) == sorted(names)
-
-
-# Real pulls
-
-
-FIRST, SECOND, THIRD = (((1, 2, 8, 3, 11),), ((7, 4, 10, 9, 6),), ((5,),))
-
-
-@pytest.fixture
-def gate() -> Iterator[threading.Event]:
-    gate = threading.Event()
-    yield gate
-    gate.set()
-
-
-@pytest.mark.parametrize(
-    "fault", [Fault(fails=False), Fault(settled=True), Fault(settled=False, landed=2)], ids=["hangs", "fails", "late"]
-)
-def test_pulls_go_on_beside_one_that_hangs_or_fails(site: Site, gate: threading.Event, fault: Fault) -> None:
-    prefill, (worker,) = site.prefill(), site.decode()
-    fault = Fault(fault.settled, fault.landed, fault.fails, gate)
-    site.fabric.inject(1, fault)
-    long, short, last = (prefill.prefill(name, THEIRS) for name in ("long", "short", "last"))
-    session = site.session(worker, long)
-    session.submit(an_order("long", long, FIRST))
-    until(lambda: site.fabric.reads == 1)
-    session.submit(an_order("short", short, SECOND))
-    end = worker.next_end()
-    assert (end.request_id, end.cause) == ("short", "")
-    gate.set()
-    end = worker.next_end()
-    assert (end.request_id, end.cause) == ("long", Cause.READ if fault.fails else "")
-    site.fabric.deliver_late_bytes()
-    session.submit(an_order("last", last, THIRD, 0, 16))
-    assert worker.next_end().cause == ""
-    pulled = [(SECOND, 0, 69), (THIRD, 0, 16)] + ([] if fault.fails else [(FIRST, 0, 69)])
-    assert fault.landed or worker.holds(pulled)
-    assert worker.client.counters.requests == 1 + 3, "a hello, and a release each"
-
-
-def test_the_next_pull_has_links_of_its_own_that_were_opened_before(site: Site, gate: threading.Event) -> None:
-    prefill, (worker,) = site.prefill(), site.decode()
-    site.fabric.inject(1, Fault(until=gate, fails=False))
-    long, short = (prefill.prefill(name, THEIRS) for name in ("long", "short"))
-    session = site.session(worker, long)
-    session.submit(an_order("long", long, FIRST))
-    until(lambda: site.fabric.reads == 1 and len(worker.engine._links) == 2)
-    session.submit(an_order("short", short, SECOND))
-    assert worker.next_end().request_id == "short"
-    gate.set()
-    assert worker.next_end().cause == ""
-    assert worker.holds([(FIRST, 0, 69), (SECOND, 0, 69)])
-
-
-def test_a_process_that_took_the_address_while_lanes_read_fails_them_and_no_other_lane_is_opened_to_it(
-    site: Site, gate: threading.Event
-) -> None:
-    prefill, (worker,) = site.prefill(), site.decode()
-    remotes = [prefill.prefill(f"r{number}", THEIRS) for number in range(4)]
-    for read in (1, 2):
-        site.fabric.inject(read, Fault(until=gate, fails=False))
-    session = site.session(worker, remotes[0])
-    for number, blocks in enumerate((FIRST, SECOND)):
-        session.submit(an_order(f"r{number}", remotes[number], blocks))
-    until(lambda: site.fabric.reads == 2)
-    take_address(site, prefill)
-    gate.set()
-    ends = [worker.next_end() for _ in range(2)]
-    assert {end.cause for end in ends} == {Cause.READ}
-    session.submit(an_order("r2", remotes[2], THIRD, 0, 16))
-    assert worker.next_end().cause == Cause.UNREACHABLE
-
-
-def take_address(site: Site, prefill: PrefillEngine) -> None:
-    """Let another process answer at the address of the prefill engine's worker."""
-    usurper = site.add(InProcessEngine(site.fabric))
-    usurper.register(prefill.ranks[0].geometry.regions)
-    site.fabric.replace(prefill.engines[0].address, usurper)

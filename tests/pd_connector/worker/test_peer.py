@@ -55,6 +55,12 @@ class RememberingEngine(InProcessEngine):
         return self.opened[-1]
 
 
+@pytest.fixture
+def one_lane(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No second lane has links that are open when the first has lost its own."""
+    monkeypatch.setattr(session_module, "LANES", 1)
+
+
 # The way that succeeds
 
 
@@ -307,8 +313,8 @@ def test_the_pull_after_a_failed_read_succeeds_on_a_new_link(site: Site, settled
     assert worker.holds([(((7, 4, 10, 9, 6),), 0, 69)])
 
 
-def test_a_read_that_hangs_is_given_up_at_the_pull_timeout(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session_module, "LANES", 1)
+@pytest.mark.usefixtures("one_lane")
+def test_a_read_that_hangs_is_given_up_at_the_pull_timeout(site: Site) -> None:
     prefill, (worker,) = site.prefill(), site.decode()
     worker.pull_timeout_s = 1.0
     site.fabric.inject(1, Fault(until=threading.Event(), landed=1))
@@ -322,6 +328,7 @@ def test_a_read_that_hangs_is_given_up_at_the_pull_timeout(site: Site, monkeypat
     assert site.fabric.deliver_late_bytes() == 0
 
 
+@pytest.mark.usefixtures("one_lane")
 def test_a_prefill_worker_that_died_fails_the_pull(site: Site) -> None:
     prefill, (worker,) = site.prefill(), site.decode()
     remotes = [prefill.prefill(f"r{number}", THEIRS) for number in range(3)]
@@ -372,6 +379,7 @@ def asked(kind: type[Request], then: Callable[[], object]) -> Callable[[Directio
     return rule
 
 
+@pytest.mark.usefixtures("one_lane")
 def test_a_worker_whose_port_was_taken_during_the_read_fails_the_pull(site: Site) -> None:
     """The lease is valid, all bytes have landed, and they may be anybody's."""
     prefill, (worker,) = site.prefill(), site.decode()

@@ -1,18 +1,20 @@
 """How a pull ends, once its reads have: confirmed by the prefill engine, or failed. What it reads is in test_peer."""
 
 import threading
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from pd_connector.orders import Cause, PullOrder
 from pd_connector.params import contents_digest
+from pd_connector.traces import PullTrace
 from pd_connector.worker.peer import PullContext
 from pd_connector.worker.pull import AnyEnd, Pull
 from pd_connector.worker.pull_end import PullEnd, PullFailed
 from tests.support.connector.requests import RecordingClient, a_prompt, a_remote
 from tests.support.waiting import ManualClock
-from transfer.control.messages import Release, Released
+from transfer.control.messages import Followed, Release, Released
 
 REMOTE = a_remote(a_prompt(70))
 ORDER = PullOrder("r", REMOTE, ((1, 2, 3, 4, 5),), 0, 69, "pull")
@@ -21,7 +23,7 @@ ORDER = PullOrder("r", REMOTE, ((1, 2, 3, 4, 5),), 0, 69, "pull")
 class Reader:
     """A pull of reader 1 of 2, whose reads have ended; what it sent and how it ended."""
 
-    def __init__(self) -> None:
+    def __init__(self, order: PullOrder = ORDER) -> None:
         nothing: Any = None
         self.clock, self.client, self.ends = ManualClock(), RecordingClient(), list[AnyEnd]()
         context = PullContext(
@@ -37,12 +39,12 @@ class Reader:
             pull_timeout_s=60.0,
             clock=self.clock,
         )
-        self.pull = Pull(context, ORDER, self.ends.append, threading.Event())
+        self.pull = Pull(context, order, self.ends.append, threading.Event())
 
 
 def test_a_pull_ends_with_the_answer_and_not_before() -> None:
     reader = Reader()
-    reader.pull.confirm(())
+    reader.pull.confirm()
     assert reader.client.sent == [
         ("10.0.0.5", 8998, Release("engine-p", "lease-1", 1, 2, "pull", contents_digest(REMOTE)))
     ]
@@ -51,20 +53,20 @@ def test_a_pull_ends_with_the_answer_and_not_before() -> None:
     reader.client.futures[0].set_result(Released(True))
     (end,) = reader.ends
     assert isinstance(end, PullEnd)
-    assert (end.cause, end.tokens) == ("", 69)
+    assert (end.cause, end.tokens, end.is_ahead) == ("", 69, False)
     assert end.seconds == {"release": 0.25, "total": 0.25}
 
 
 def test_what_was_read_is_confirmed_though_the_time_is_out() -> None:
     reader = Reader()
     reader.clock.advance(60.0)
-    reader.pull.confirm(())
+    reader.pull.confirm()
     assert reader.client.timeouts == [1.0]
 
 
 def test_a_pull_whose_lease_had_ended_has_failed() -> None:
     reader = Reader()
-    reader.pull.confirm(())
+    reader.pull.confirm()
     reader.client.futures[0].set_result(Released(False, "expired"))
     (end,) = reader.ends
     assert isinstance(end, PullEnd)
@@ -78,3 +80,63 @@ def test_a_failed_pull_ends_at_once_and_the_engine_is_told_if_it_can_be(is_unres
     reader.pull.fail(PullFailed(Cause.UNREACHABLE, "because", is_unresponsive=is_unresponsive))
     assert [end.cause for end in reader.ends if isinstance(end, PullEnd)] == ["unreachable"]
     assert len(reader.client.sent) == (not is_unresponsive)
+
+
+@pytest.mark.parametrize(("state", "is_ahead"), [("computing", True), ("queued", True), ("complete", False)])
+def test_a_pull_is_ahead_until_p_says_that_the_prompt_is_complete(state: str, is_ahead: bool) -> None:
+    """The session looks before the pull has taken the answer: whether it goes before others depends on it."""
+    reader = Reader(replace(ORDER, transfer_id="transfer-1"))
+    assert reader.pull.is_ahead
+    reader.pull.follow()
+    assert reader.pull.is_ahead
+    reader.client.futures[0].set_result(Followed("engine-p", state))
+    assert reader.pull.is_ahead == is_ahead
+
+
+def test_a_question_without_an_answer_leaves_the_pull_ahead_and_a_pull_in_turn_never_is() -> None:
+    reader = Reader(replace(ORDER, transfer_id="transfer-1"))
+    reader.pull.follow().set_exception(OSError("no answer"))
+    assert reader.pull.is_ahead
+    assert not Reader().pull.is_ahead
+
+
+# Traces
+
+
+def traced(order: PullOrder, trace: Any) -> Reader:
+    reader = Reader(order)
+    context = replace(reader.pull._context, trace=trace)
+    reader.pull = Pull(context, order, reader.ends.append, threading.Event())
+    return reader
+
+
+def test_a_pull_of_a_traced_request_is_traced_once_however_it_ends() -> None:
+    order = replace(ORDER, traceparent="00-1-2-01")
+    traces: list[PullTrace] = []
+    reader = traced(order, traces.append)
+    reader.pull.confirm()
+    reader.clock.advance(0.25)
+    reader.client.futures[0].set_result(Released(True))
+    traced(order, traces.append).pull.fail(PullFailed(Cause.READ, "broken"))
+    traced(order, traces.append).pull.lose(RuntimeError("lost"))
+    assert [trace.cause for trace in traces] == ["", Cause.READ, Cause.INTERNAL]
+    assert [[lap.phase for lap in trace.laps] for trace in traces] == [["release"], [], []]
+    assert traces[0].laps[0].end - traces[0].laps[0].start == 0.25
+    assert traces[0].figures["tokens"] == 69
+    assert "broken" in traces[1].reason
+
+
+def test_a_pull_without_a_trace_keeps_no_laps() -> None:
+    reader = traced(ORDER, lambda _: pytest.fail("it has no trace"))
+    reader.pull.fail(PullFailed(Cause.READ, "broken"))
+    assert reader.pull._laps is None
+    assert Reader(replace(ORDER, traceparent="00-1-2-01")).pull._laps is None  # tracing is off
+
+
+def test_a_pull_ends_though_its_trace_cannot_be_written() -> None:
+    def raises(_: PullTrace) -> None:
+        raise RuntimeError
+
+    reader = traced(replace(ORDER, traceparent="00-1-2-01"), raises)
+    reader.pull.fail(PullFailed(Cause.READ, "broken"))
+    assert len(reader.ends) == 1

@@ -6,8 +6,9 @@ from concurrent.futures import Future
 import pytest
 
 from pd_connector.orders import PullOrder
-from pd_connector.worker.pull_end import verdict
+from pd_connector.worker.pull_end import Stopwatch, verdict
 from tests.support.connector.requests import a_prompt, a_remote
+from tests.support.waiting import ManualClock
 from transfer.control.errors import ClientClosed
 from transfer.control.messages import Cancelled, InvalidReason, Released, Reply
 
@@ -19,6 +20,15 @@ def answered(reply: Reply) -> "Future[Reply]":
     answer: Future[Reply] = Future()
     answer.set_result(reply)
     return answer
+
+
+def test_what_a_prefill_engine_takes_for_a_prompt_is_no_part_of_a_pulls_time() -> None:
+    clock = ManualClock()
+    watch = Stopwatch(clock)
+    for phase, seconds in (("read", 0.5), ("wait", 60.0), ("read", 0.25), ("wait", 8.0), ("release", 0.125)):
+        clock.advance(seconds)
+        watch.lap(phase)
+    assert watch.total() == {"read": 0.75, "wait": 68.0, "release": 0.125, "total": 0.875}
 
 
 def test_a_pull_is_good_only_if_its_release_was_valid() -> None:

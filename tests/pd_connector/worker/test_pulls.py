@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -13,11 +14,12 @@ import pytest
 from pd_connector.orders import Cause, Orders, PullOrder, RefuseOrder, Report
 from pd_connector.scheduler.consumer import Consumer
 from pd_connector.scheduler.leases import LeaseTable
-from pd_connector.scheduler.renewals import Renewals
+from pd_connector.traces import PullTrace
 from pd_connector.worker import pulls as pulls_module
 from pd_connector.worker import session as session_module
 from pd_connector.worker.pull_end import PullEnd
 from pd_connector.worker.pulls import Pulls
+from tests.support.connector.consumers import consumer_parts
 from tests.support.connector.engines import (
     DECODE,
     OURS,
@@ -114,7 +116,7 @@ def test_requests_of_a_decode_engine_at_tp_2_are_pulled_from_a_prefill_engine_at
     prefill = site.prefill(engine=replace(PREFILL, tp=2))
     decode = start_decode(tp=2)
     client = ControlClient()
-    consumer = Consumer(Renewals(client, 5.0, 120.0))
+    consumer = Consumer(*consumer_parts(client))
     tables: dict[str, Blocks] = {"a": ((1, 2, 8, 3, 11),), "b": ((4, 5, 6, 7, 9),)}
     with closing(client):
         for request_id, blocks in tables.items():
@@ -139,8 +141,8 @@ def test_a_renewal_keeps_the_lease_of_a_slow_pull(site: Site, start_decode: Deco
     prefill, decode = site.prefill(), start_decode()
     clock, client = ManualClock(), ControlClient()
     prefill.service.leases = LeaseTable(30.0, clock)
-    renewals = Renewals(client, 5.0, 120.0, clock)
-    consumer = Consumer(renewals)
+    parts = consumer_parts(client, clock)
+    renewals, consumer = parts.renewals, Consumer(*parts)
     finish = threading.Event()
     site.fabric.inject(1, Fault(until=finish, fails=False))
     with closing(client):
@@ -162,7 +164,7 @@ def test_a_renewal_keeps_the_lease_of_a_slow_pull(site: Site, start_decode: Deco
 def test_a_request_that_leaves_early_frees_the_blocks_of_the_prefill_engine(site: Site, start_decode: Decode) -> None:
     prefill = site.prefill()
     client = ControlClient()
-    consumer = Consumer(Renewals(client, 5.0, 120.0))
+    consumer = Consumer(*consumer_parts(client))
     with closing(client):
         request = FakeRequest("r", a_prompt(70), prefill.prefill("r", THEIRS).to_params())
         consumer.add(request)
@@ -320,3 +322,32 @@ def test_closing_does_not_wait_for_ever_for_a_read_that_hangs(
     finish.set()
     stuck.join(5.0)
     assert not stuck.is_alive()
+
+
+# Traces
+
+
+def test_a_pull_that_is_refused_is_traced_as_well(site: Site, start_decode: Decode) -> None:
+    traces: list[PullTrace] = []
+    service = start_decode(trace=traces.append).service
+    refusals = (
+        RefuseOrder("traced", Cause.PARAMS, "of another prompt", "00-1-2-01"),
+        RefuseOrder("untraced", Cause.PARAMS, "of another prompt"),
+    )
+    service.execute(Orders(refusals=refusals))
+    assert len(service.take_ends()) == 2
+    assert [(one.request_id, one.cause, one.reason, one.laps) for one in traces] == [
+        ("traced", Cause.PARAMS, "of another prompt", ())
+    ]
+
+
+def test_a_pull_of_real_bytes_has_every_phase_in_its_trace(site: Site, start_decode: Decode) -> None:
+    traces: list[PullTrace] = []
+    prefill, decode = site.prefill(), start_decode(trace=traces.append)
+    decode.run(replace(an_order("r", prefill.prefill("r", THEIRS), OURS), traceparent="00-1-2-01"))
+    (trace,) = traces
+    assert [lap.phase for lap in trace.laps] == ["queue", "handshake", "plan", "read", "release"]
+    assert trace.laps[0].start == trace.started
+    assert all(lap.end == following.start for lap, following in pairwise(trace.laps))
+    assert (trace.cause, trace.figures["tokens"], trace.source) == ("", 69, f"127.0.0.1:{prefill.port}")
+    assert trace.figures["bytes"] > 0

@@ -261,7 +261,7 @@ STEPS: dict[str, tuple[object, str]] = {
     "reading": (InProcessLink, "read"),
     "dropping a link": (Peer, "drop_link"),
     "the confirmation": (Pull, "confirm"),
-    "the release": (Pull, "_release"),
+    "the release": (Pull, "_send"),
     "the verdict": (__import__("pd_connector.worker.pull", fromlist=["pull"]), "verdict"),
     "closing a link": (InProcessLink, "close"),
     "the end of a failed pull": (Pull, "_report_failed"),

@@ -8,7 +8,7 @@ is done on a device is done on CPU tensors here.
 import mmap
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 
 import numpy as np
@@ -21,7 +21,7 @@ from layout.staging import Schedule
 from pd_connector.worker.remote_reader import SLOTS, RemoteReader
 from tests.support.connector.engines import OURS, PREFILL, THEIRS, Site, an_order, pull_once
 from tests.support.connector.staging import TCP, TWO_RANKS, stage
-from tests.support.engine.in_process import Fault
+from tests.support.engine.in_process import Fault, InProcessLink
 from tests.support.layout.oracle import Model
 from tests.support.waiting import holds_for, until
 from transfer.engine.base import Link
@@ -81,17 +81,28 @@ def test_a_copy_that_fails_fails_the_pull(site: Site) -> None:
         assert None not in [stack.enter_context(pool.borrow()) for _ in range(SLOTS)]
 
 
-def test_a_pull_that_finds_no_free_slot_reads_straight_to_its_place(site: Site) -> None:
+def test_a_pull_that_finds_no_free_slot_reads_straight_to_its_place(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It waits no longer for a slot than what that would save: here some milliseconds at most."""
     prefill, (worker,) = site.prefill(TWO_RANKS), site.decode()
     pool = stage(worker, 1 << 20)
-    slots = [pool.borrow() for _ in range(SLOTS)]
-    for slot in slots:
-        slot.__enter__()
-    end = pull_once(site, prefill.prefill("r", THEIRS), worker)
-    for slot in slots:
-        slot.__exit__(None, None, None)
+    waits: list[float] = []
+    borrow = SlotPool.borrow
+
+    def recorded(pool: SlotPool, patience_s: float = 0.0) -> AbstractContextManager[int | None]:
+        waits.append(patience_s)
+        return borrow(pool, patience_s)
+
+    with ExitStack() as slots:
+        for _ in range(SLOTS):
+            slots.enter_context(pool.borrow())
+        monkeypatch.setattr(SlotPool, "borrow", recorded)
+        end = pull_once(site, prefill.prefill("r", THEIRS), worker)
     assert end.cause == ""
     assert worker.holds([(OURS, 0, 69)], TWO_RANKS)
+    assert len(waits) == 2 * 2, "each rank asks at once, and then waits"
+    assert 0.0 < max(waits) < 0.1
 
 
 def test_a_pull_waits_for_a_slot_as_long_as_staging_would_save(site: Site) -> None:
@@ -177,6 +188,29 @@ def test_a_slot_that_a_pull_does_not_need_is_lent_to_others_while_it_reads(site:
         assert None not in [stack.enter_context(pool.borrow()) for _ in range(SLOTS)]
     finish.set()
     assert worker.next_end().cause == ""
+
+
+@pytest.mark.parametrize("pages", [64, 256])
+def test_each_read_says_what_the_pull_reads_later_from_the_same_rank(
+    site: Site, monkeypatch: pytest.MonkeyPatch, pages: int
+) -> None:
+    """By what is left, the transfer engine decides whose turn it is."""
+    prefill, (worker,) = site.prefill(TWO_RANKS, model=WIDE), site.decode(model=WIDE)
+    stage(worker, pages * mmap.PAGESIZE)
+    said: dict[InProcessLink, list[tuple[int, int]]] = {}
+    read = InProcessLink.read
+
+    def recorded(link: InProcessLink, copies: Copies, timeout_s: float, later_bytes: int = 0) -> None:
+        said.setdefault(link, []).append((copies.total_bytes, later_bytes))
+        read(link, copies, timeout_s, later_bytes)
+
+    monkeypatch.setattr(InProcessLink, "read", recorded)
+    assert pull_once(site, prefill.prefill("r", THEIRS), worker).cause == ""
+    assert len(said) == 2
+    for reads in said.values():
+        assert len(reads) > 1
+        sizes = [size for size, _ in reads]
+        assert [later for _, later in reads] == [sum(sizes[number + 1 :]) for number in range(len(sizes))]
 
 
 class NoLink(Link):

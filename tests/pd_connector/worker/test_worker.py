@@ -249,6 +249,18 @@ def test_what_no_request_waits_for_is_reported_together(worker_of: Open) -> None
     assert worker.side.take_report().checksums == (one, other)
 
 
+def test_the_number_of_a_step_is_in_its_report_and_in_no_other(worker_of: Open) -> None:
+    worker = worker_of("kv_both")
+    assert not worker.side.take_report()
+    worker.side.execute(Orders(steps=(7,)))
+    assert worker.side.take_report().steps == {7: 1}
+    assert not worker.side.take_report()
+    worker.side.execute(Orders())
+    worker.side.execute(Orders(steps=(8,)))
+    reports = worker.side.take_report(), Report(steps={8: 1})
+    assert sum(reports, Report()).steps == {8: 2}
+
+
 # The end
 
 
@@ -287,23 +299,23 @@ def test_the_books_of_all_roles_are_checked(worker_of: Open) -> None:
 @pytest.mark.parametrize("host", ["203.0.113.7", "2001:db8::7", "no-such-host.invalid"])
 def test_a_host_that_is_not_this_machines_is_refused(host: str) -> None:
     with pytest.raises(ConfigError, match=rf"^host = '{host}' is not an address of this machine.*VLLM_HOST_IP on each"):
-        module._mooncake(parse_config({"host": host, "protocol": "tcp"}), is_read=True)
+        module.open_engine(parse_config({"host": host, "protocol": "tcp"}), is_read=True)
 
 
 def test_a_host_of_vllms_choice_that_is_not_this_machines_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "host_address", lambda: "203.0.113.7")
     with pytest.raises(ConfigError, match=r"^vLLM's own choice of host \(VLLM_HOST_IP\) = '203.0.113.7' is not"):
-        module._mooncake(parse_config({"protocol": "tcp"}), is_read=True)
+        module.open_engine(parse_config({"protocol": "tcp"}), is_read=True)
 
 
 def test_where_peers_read_nothing_the_host_may_be_another_name_of_this_machine() -> None:
     """A decode worker behind an address that is translated, say."""
-    engine = module._mooncake(parse_config({"host": "192.0.2.1", "protocol": "tcp"}), is_read=False)
+    engine = module.open_engine(parse_config({"host": "192.0.2.1", "protocol": "tcp"}), is_read=False)
     engine.close()
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
 def test_a_host_of_this_machine_is_where_peers_read(host: str) -> None:
-    engine = module._mooncake(parse_config({"host": host, "protocol": "tcp"}), is_read=True)
+    engine = module.open_engine(parse_config({"host": host, "protocol": "tcp"}), is_read=True)
     assert engine.address.startswith(f"{host}:")
     engine.close()

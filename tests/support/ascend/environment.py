@@ -17,6 +17,7 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
 from dataclasses import dataclass
@@ -32,6 +33,20 @@ from tests.support.ascend.paths import (
 
 _HERE = Path(__file__).parent
 _PYTHON = (3, 11)
+#: Modules that no server imports.
+_UNUSED = "/tests?/|/templates/"
+_NAMED_VLLM = """
+[build-system]
+requires = ["setuptools"]
+build-backend = "setuptools.build_meta"
+
+[project]
+name = "vllm"
+version = "{version}"
+
+[tool.setuptools]
+packages = []
+"""
 _TOOLS = ("gcc", "g++", "readelf", "nm")
 
 
@@ -83,7 +98,10 @@ class EnvironmentMaker:
             self._pip("install", "--target", str(mooncake_npu_directory(self._prefix)), _MOONCAKE_NPU)
         self._say("this project")
         self._pip("install", "--no-build-isolation", "-e", str(ROOT_OF_PROJECT))
-        self._install_plugin()
+        self._install_named_distributions()
+        self._say("bytecode of all modules: every process of a server imports thousands")
+        command = (str(self._python), "-m", "compileall", "-qq", "-j", "0", "-x", _UNUSED, str(self._site_packages))
+        subprocess.run(command, check=False)  # a few are for other releases of Python
         (self._prefix / "ascend-release").write_text(f"{self._name}\n")
         self._say("done")
 
@@ -113,10 +131,18 @@ class EnvironmentMaker:
             )  # fmt: skip
             self._pip("install", "--no-build-isolation", str(distribution), **variables)
 
-    def _install_plugin(self) -> None:
-        """A distribution without contents: its entry point is what vLLM looks for."""
+    def _install_named_distributions(self) -> None:
+        """Two distributions without contents.
+
+        The entry point of the one is what vLLM looks for. The other has vLLM's own name, which ``vllm serve`` looks up,
+        and which vLLM's build for the CPU does not have.
+        """
+        self._install_project((_HERE / "plugin_distribution.toml").read_text())
+        self._install_project(_NAMED_VLLM.format(version=self._release.vllm))
+
+    def _install_project(self, description: str) -> None:
         with tempfile.TemporaryDirectory() as folder:  # pip builds where the sources are
-            shutil.copy(_HERE / "plugin_distribution.toml", Path(folder) / "pyproject.toml")
+            (Path(folder) / "pyproject.toml").write_text(description)
             self._pip("install", "--no-build-isolation", folder)
 
     def _pip(self, command: str, *arguments: str, **variables: str) -> None:
@@ -148,6 +174,9 @@ def main(arguments: list[str]) -> int:
         return 1
     if missing := [tool for tool in _TOOLS if shutil.which(tool) is None]:
         print(f"not found: {', '.join(missing)}. Debian, Ubuntu: apt-get install gcc g++ binutils", file=sys.stderr)
+        return 1
+    if not (header := Path(sysconfig.get_path("include")) / "Python.h").exists():
+        print(f"not found: {header}. Debian, Ubuntu: apt-get install python3.11-dev", file=sys.stderr)
         return 1
     EnvironmentMaker(Path(arguments[0]).resolve(), arguments[1]).make()
     return 0

@@ -23,6 +23,8 @@ STORE = "a store waits for the forward pass"
 LOAD = "a request waits for its load"
 #: The wait of a pull's thread for its own work on the device: bytes that are put into place.
 SIDE_STREAM = "a pull waits for its side stream"
+#: The wait of a pull for the forward pass of a request that has left, in releases where vLLM itself does not wait.
+FENCE = "a pull waits for its fence"
 
 Method = Callable[..., Any]
 
@@ -88,6 +90,7 @@ class RunningFaults:
         """Wrap the methods in which the connector waits."""
         from pd_connector.connector import PDConnector  # noqa: PLC0415  after vLLM's plugins have been loaded
         from pd_connector.worker.host_copies import HostCopies  # noqa: PLC0415
+        from pd_connector.worker.pull import Pull  # noqa: PLC0415
         from transfer.local_copy.reshape_torch import SideStream  # noqa: PLC0415
 
         for owner, name, wrap in (
@@ -95,6 +98,7 @@ class RunningFaults:
             (HostCopies, "_submit", self._submitting),
             (HostCopies, "take_loads", self._taking_loads),
             (SideStream, "running", self.on_side_stream),
+            (Pull, "_await_device", self._awaiting_device),
         ):
             setattr(owner, name, wrap(getattr(owner, name)))
 
@@ -136,6 +140,14 @@ class RunningFaults:
             return take(copies)
 
         return taken
+
+    def _awaiting_device(self, wait: Method) -> Method:
+        @wraps(wait)
+        def waited(pull: Any) -> None:
+            if FENCE not in self.now.without:
+                wait(pull)
+
+        return waited
 
     def on_side_stream(self, running: Method) -> Method:
         @wraps(running)

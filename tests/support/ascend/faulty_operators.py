@@ -5,9 +5,10 @@
 It logs how the KV caches are allocated, and prints what it says to a prompt: ``TOKENS [1, 2, ...]``.
 """
 
-import os
 import sys
 from typing import Any
+
+from tests.support.ascend.engine_process import start_engine
 
 #: A tensor: torch is imported in the process that was started for it only.
 Tensor = Any
@@ -60,22 +61,12 @@ OPERATOR_FAULTS = {"none": lambda operators: None, "ignores": ignore_strides, "c
 
 def main(fault: str, model: str) -> None:
     """Start the engine and let it answer."""
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the worker is in this process
     import torch_npu  # noqa: PLC0415
-    from vllm import LLM, SamplingParams  # noqa: PLC0415  after the variable is set
-    from vllm.config import KVTransferConfig  # noqa: PLC0415
 
     OPERATOR_FAULTS[fault](torch_npu)
-    transfer = KVTransferConfig(
-        kv_connector="PDConnector",
-        kv_connector_module_path="pd_connector",
-        kv_role="kv_both",
-        kv_connector_extra_config={"protocol": "tcp", "host": "127.0.0.1"},
-    )
-    engine = LLM(
-        model, dtype="float32", enforce_eager=True, block_size=128, max_model_len=1024, max_num_seqs=4,
-        num_gpu_blocks_override=20, gpu_memory_utilization=0.2, kv_transfer_config=transfer,
-    )  # fmt: skip
+    engine = start_engine(model)
+    from vllm import SamplingParams  # noqa: PLC0415  after the engine, which sets variables for it
+
     sampling = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
     [answer] = engine.generate([{"prompt_token_ids": PROMPT}], sampling, use_tqdm=False)
     print("TOKENS", list(answer.outputs[0].token_ids), flush=True)  # noqa: T201  its result

@@ -22,6 +22,11 @@ def mooncake_npu_directory(prefix: Path = Path(sys.prefix)) -> Path:
     return prefix / "mooncake-npu"
 
 
+def vllm_cache_directory(prefix: Path = Path(sys.prefix)) -> Path:
+    """What this environment's vLLM keeps from one start to the next."""
+    return prefix / "vllm-cache"
+
+
 def kernel_directory(prefix: Path = Path(sys.prefix)) -> Path:
     """The compiled host kernels, and the schemas of vllm-ascend's operators."""
     return prefix / "host-kernels"

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tests.support.ascend.faults import FaultSwitch
 from tests.support.ascend.kernel_build import library_path
-from tests.support.ascend.paths import ROOT_OF_PROJECT
+from tests.support.ascend.paths import ROOT_OF_PROJECT, vllm_cache_directory
 from tests.support.e2e.cluster import START_TIMEOUT_S, ServerSpec
 from tests.support.e2e.deployments import PATIENT, Deployment, peer, prefill
 from tests.support.e2e.models import DEFAULT_MODEL, ModelSpec
@@ -34,6 +34,8 @@ def simulated_environment(devices: int = 1) -> tuple[tuple[str, str], ...]:
     """The variables with which a process of the environment finds simulated devices."""
     return (
         ("LD_LIBRARY_PATH", library_path()),
+        # What vLLM keeps of a model's class is of one release: others would overwrite it, and each would look again.
+        ("VLLM_CACHE_ROOT", str(vllm_cache_directory())),
         ("PYTHONPATH", os.pathsep.join(filter(None, (str(ROOT_OF_PROJECT), os.environ.get("PYTHONPATH", ""))))),
         ("SIMACL_DEVICES", str(devices)),
         ("SIMACL_NIC", "1"),
@@ -46,27 +48,42 @@ def block_bytes(model: ModelSpec) -> int:
     return model.layers * per_token * NPU_BLOCK_SIZE * 4
 
 
-def on_npu(spec: ServerSpec, *, device_blocks: int = 64, host_blocks: int = 0) -> ServerSpec:
+def worker_block_bytes(spec: ServerSpec) -> int:
+    """Bytes of a block on one worker: of its own heads, or of a latent vector, which all workers hold."""
+    ranks = 1 if spec.model.architecture == "deepseek_v2" else spec.tensor_parallel
+    return block_bytes(spec.model) // ranks
+
+
+#: Every process that is spawned imports vLLM, torch_npu and vllm-ascend for itself, which is most of a server's start.
+_FORKED = ("VLLM_WORKER_MULTIPROC_METHOD", "fork")
+
+
+def on_npu(spec: ServerSpec, *, device_blocks: int = 64, host_blocks: int = 0, forked: bool = True) -> ServerSpec:
     """The server on simulated NPUs.
 
     Args:
         device_blocks: how many of its model's blocks the device holds.
         host_blocks: how many of them host memory holds.
+        forked: whether its processes are forked from the API server's; else ``vllm serve`` starts it, and spawns them.
     """
     whole = block_bytes(spec.model)
     host = (("cpu_bytes_to_use", host_blocks * whole),) if host_blocks else ()
-    ranks = 1 if spec.model.architecture == "deepseek_v2" else spec.tensor_parallel
     return replace(
         spec,
         platform="npu",
+        by_command=not forked,
         layout=None,
         block_size=NPU_BLOCK_SIZE,
-        kv_cache_bytes=device_blocks * whole // ranks,
+        kv_cache_bytes=device_blocks * worker_block_bytes(spec),
         arguments=(
             *("--max-model-len", str(LONGEST), "--max-num-seqs", "8"),
             *("--max-num-batched-tokens", str(STEP_TOKENS), *spec.arguments),
         ),
-        variables=(*simulated_environment(spec.tensor_parallel), *spec.variables),
+        variables=(
+            *simulated_environment(spec.tensor_parallel),
+            *((_FORKED,) if forked else ()),
+            *spec.variables,
+        ),
         options=(*(option for option in spec.options if option[0] not in dict(_OPTIONS)), *_OPTIONS, *host),
         start_timeout_s=_START_TIMEOUT_S,
     )
@@ -80,19 +97,38 @@ def _peer(model: ModelSpec = DEFAULT_MODEL, tensor_parallel: int = 1) -> ServerS
     return peer(model, None, tensor_parallel)
 
 
-#: One worker each; D has host memory, and a device that holds little more than one prompt.
+#: Started as users do it, by ``vllm serve``. One worker each, in processes that are spawned; D has host memory, and a
+#: device for little more than one prompt.
 ONE_RANK = Deployment(
     "one rank",
-    (("P", on_npu(prefill())), ("D", on_npu(replace(_peer(), role="kv_consumer"), device_blocks=20, host_blocks=64))),
+    (
+        ("P", on_npu(prefill(), forked=False)),
+        ("D", on_npu(replace(_peer(), role="kv_consumer"), device_blocks=20, host_blocks=64, forked=False)),
+    ),
 )
 
 #: Sides that differ in tensor parallel size, and two of the same, 2.
-UNEQUAL_RANKS = Deployment("unequal ranks", (("TP1", on_npu(_peer())), ("TP2", on_npu(_peer(tensor_parallel=2)))))
-EQUAL_RANKS = Deployment(
-    "equal ranks",
+SEVERAL_RANKS = Deployment(
+    "ranks",
     (
-        ("P", on_npu(prefill(tensor_parallel=2))),
-        ("D", on_npu(replace(_peer(tensor_parallel=2), role="kv_consumer"))),
+        ("TP1", on_npu(_peer())),
+        ("TP2", on_npu(_peer(tensor_parallel=2))),
+        ("other TP2", on_npu(_peer(tensor_parallel=2))),
+    ),
+)
+
+
+def _heads_first(spec: ServerSpec) -> ServerSpec:
+    return replace(spec, variables=(*spec.variables, ("VLLM_KV_CACHE_LAYOUT", "LBHNC")))
+
+
+#: Caches [blocks, heads, tokens, size], HND in vLLM's older words, and one NHD as others are.
+HEADS_FIRST = Deployment(
+    "heads first",
+    (
+        ("HND", _heads_first(on_npu(_peer()))),
+        ("HND TP2", _heads_first(on_npu(_peer(tensor_parallel=2)))),
+        ("NHD", on_npu(_peer())),
     ),
 )
 
@@ -138,7 +174,7 @@ BALANCE = Deployment(
 #: By which tests slow down the kernels of D below, and leave out its waits.
 D_FAULTS = FaultSwitch(Path(tempfile.gettempdir()) / f"ascend-sim-faults-{os.getpid()}.json")
 
-_D = on_npu(replace(_peer(), role="kv_consumer"), device_blocks=20, host_blocks=64)
+_D = on_npu(replace(_peer(), role="kv_consumer", arguments=("--async-scheduling",)), device_blocks=20, host_blocks=64)
 
 #: Pulls through staging, because P has two ranks; nothing is verified, so that wrong bytes come to use.
 WAITS = Deployment(

@@ -24,7 +24,7 @@ from tests.support.layout.nhd import NhdEngine, NhdModel, NhdRank
 from transfer.local_copy.reshape_torch import SideStream
 
 DEVICE = torch.device("npu:0")
-BLOCKS = 4
+_BLOCKS = 4
 assert dispatch.host, "without host kernels no operator runs"
 
 
@@ -55,16 +55,16 @@ def _early(stream: SideStream) -> Iterator[None]:
 def pull_case(form: str, prefill: int, decode: int, layers: int) -> dict[str, Any]:
     """Pull, check every byte, and say what it took."""
     model, order = NhdModel(layers), [6, 1, 4, 3]
-    local = NhdRank(model, NhdEngine(decode, form, blocks=2 * BLOCKS), allocate=on_the_device)
-    remotes = [NhdRank(model, NhdEngine(prefill, form, blocks=2 * BLOCKS), rank) for rank in range(prefill)]
+    local = NhdRank(model, NhdEngine(decode, form, blocks=2 * _BLOCKS), allocate=on_the_device)
+    remotes = [NhdRank(model, NhdEngine(prefill, form, blocks=2 * _BLOCKS), rank) for rank in range(prefill)]
     reader = RemoteReader.with_device_staging(
         CostModel.of_protocol("ascend"), local.geometry().regions, SLOTS * (8 << 20), local.tensors
     )
     torch.npu.synchronize()
     before = copies_of_the_runtime()
-    reads = pull_nhd(reader, local, remotes, Tables(order, [1, 7, 0, 5], 0, BLOCKS * 128), check=False)
+    reads = pull_nhd(reader, local, remotes, Tables(order, [1, 7, 0, 5], 0, _BLOCKS * 128), check=False)
     copies = copies_of_the_runtime() - before
-    local.check(order, 0, BLOCKS * 128, at_once)
+    local.check(order, 0, _BLOCKS * 128, at_once)
     ranks = [
         {
             "direct": len(read.schedule.direct),

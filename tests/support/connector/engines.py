@@ -103,7 +103,7 @@ class PrefillEngine:
         for rank in self.ranks:
             rank.fill(tables(blocks))
         request = FakeRequest(request_id, a_prompt(tokens))
-        params = self.service.grant(request, blocks, request.request_id, "127.0.0.1", self._server.port)
+        params = self.service.grant(request, blocks, request.request_id, ("127.0.0.1", self._server.port))
         return parse_remote_prefill(params)
 
     @property

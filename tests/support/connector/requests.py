@@ -27,6 +27,7 @@ class FakeRequest:
     mm_features: list[Any] = field(default_factory=list)
     status: Any = None
     abort_immediately: bool = False
+    trace_headers: dict[str, str] | None = None
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,11 +17,13 @@ from pd_connector.worker.quarantine import LostPull
 from pd_connector.worker.session import PeerSession
 from tests.support.connector.requests import a_prompt, a_remote
 from tests.support.waiting import WAIT_S, until
+from transfer.engine.base import ReadFailed
 
 REMOTE = a_remote(a_prompt(70))
 ADDRESS = PeerAddress("engine-p", "10.0.0.5", 8998)
 
-PullScript = Callable[["ScriptedPull"], None]
+#: Returns what the pull waits for, if it has not ended.
+PullScript = Callable[["ScriptedPull"], "Future[Any] | None"]
 
 
 class ScriptedPull:
@@ -30,15 +33,24 @@ class ScriptedPull:
         self, world: "ScriptedSession", order: PullOrder, report: Callable[[AnyEnd], None], closing: Any
     ) -> None:
         self.world, self.order, self.report, self.closing = world, order, report, closing
+        self.is_ahead = False
+        self.answers: list[Future[Any]] = []  # that it has waited for
 
-    def run(self, meet: Callable[[float], Peer]) -> None:
+    def run(self, meet: Callable[[float], Peer]) -> "Future[Any] | None":
         self.world.began.append(self.order.request_id)
         self.meet = meet
-        self.world.scripts.get(self.order.request_id, ScriptedPull.end_well)(self)
+        return self.world.scripts.get(self.order.request_id, ScriptedPull.end_well)(self)
 
     def end_well(self) -> None:
         self.meet(5.0)
         self.report(PullEnd(self.order.request_id))
+
+    def park(self) -> "Future[Any]":
+        """Wait for an answer, which the test gives."""
+        self.meet(5.0)
+        self.answers.append(Future())
+        self.world.questions.append(self.answers[-1])
+        return self.answers[-1]
 
     def fail(self, error: PullFailed) -> None:
         self.world.failing(error)
@@ -58,13 +70,21 @@ class ScriptedPeer:
         self.closed = False
         self.opened: list[int] = []  # ranks
 
+    @property
+    def is_linked(self) -> bool:
+        return sorted(self.opened) == [0, 1]
+
     def with_own_links(self) -> "ScriptedPeer":
         self.world.others.append(ScriptedPeer(self.world))
         return self.world.others[-1]
 
     def link(self, rank: int) -> None:
-        self.world.opening(rank)
-        self.opened.append(rank)
+        if rank not in self.opened:
+            self.world.opening(rank)
+            self.opened.append(rank)
+
+    def drop_link(self, rank: int) -> None:
+        self.opened.remove(rank)
 
     def close(self) -> None:
         self.closed = True
@@ -81,6 +101,7 @@ class ScriptedSession:
         self.others: list[ScriptedPeer] = []  # with links of lanes other than the first
         self.opening: Callable[[int], object] = lambda rank: None
         self.go_on = threading.Event()
+        self.questions: list[Future[Any]] = []  # of parked pulls
         self.failed: list[PullFailed] = []
         self.failing: Callable[[PullFailed], None] = lambda error: None
         context: Any = None
@@ -88,6 +109,7 @@ class ScriptedSession:
 
     def connect_peer(self, *_: object) -> ScriptedPeer:
         self.peers.append(ScriptedPeer(self))
+        self.peers[-1].opened = [0, 1]
         return self.peers[-1]
 
     def submit(self, *request_ids: str) -> None:
@@ -112,6 +134,36 @@ class ScriptedSession:
 
     def reasons(self) -> list[str]:
         return [end.reason for end in self.ends if isinstance(end, PullEnd)]
+
+
+def losing_a_link(pull: ScriptedPull) -> None:
+    """Fail with a read, as a pull does whose read has broken its link."""
+    pull.meet(5.0).drop_link(1)
+    raise PullFailed(Cause.READ, "a read failed")
+
+
+def needing_links(pull: ScriptedPull) -> None:
+    """Fail if a link is missing and cannot be opened, as a pull does."""
+    peer = pull.meet(5.0)
+    try:
+        for rank in peer.plans:
+            peer.link(rank)
+    except ReadFailed as error:
+        raise PullFailed(Cause.UNREACHABLE, str(error)) from error
+    pull.report(PullEnd(pull.order.request_id))
+
+
+def parking(times: int = 1, *, is_ahead: bool = True) -> PullScript:
+    """A script: wait for so many answers. ``is_ahead``: whether the prompt is not complete even then."""
+
+    def script(pull: ScriptedPull) -> Future[Any] | None:
+        pull.is_ahead = is_ahead
+        if len(pull.answers) < times:
+            return pull.park()
+        pull.end_well()
+        return None
+
+    return script
 
 
 def raising(error: BaseException) -> PullScript:

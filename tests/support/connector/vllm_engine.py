@@ -49,11 +49,14 @@ def a_config(model: Path, role: str = "kv_both", policy: str = "fail", **extra: 
             tensor_parallel_size=1,
             pipeline_parallel_size=1,
             data_parallel_index=0,
+            data_parallel_size=1,
+            data_parallel_external_lb=False,
             decode_context_parallel_size=1,
             local_world_size=1,
             use_ray=False,
         ),
         cache_config=SimpleNamespace(cache_dtype="auto"),
+        observability_config=SimpleNamespace(otlp_traces_endpoint=None),
         shutdown_timeout=60,
         speculative_config=None,
         model_config=SimpleNamespace(
@@ -82,9 +85,14 @@ class EngineUnderTest:
     tables: dict[str, list[int]] = field(default_factory=dict)
     results: Results = field(default_factory=Results)
     waiting: dict[str, list[int]] = field(default_factory=dict)  # blocks of the requests that wait for tokens
+    _allocated: dict[str, tuple[Any, Any]] = field(default_factory=dict)  # those requests, and their blocks
+    _arrived: set[str] = field(default_factory=set)  # those whose wait has ended, and which have not run since
 
     def step(self) -> None:
-        """What vLLM calls in one step without a model."""
+        """What vLLM calls in one step without a model. Requests whose wait has ended get their turn."""
+        for request_id in self._arrived:
+            self.scheduler.update_state_after_alloc(*self._allocated.pop(request_id), 0)
+        self._arrived.clear()
         orders = self.scheduler.build_connector_meta(SimpleNamespace(num_scheduled_tokens={}))
         self.worker.bind_connector_metadata(orders)
         output = take_output(self.worker)
@@ -94,6 +102,7 @@ class EngineUnderTest:
             before, new = getattr(self.results, name), getattr(results, name)
             assert not before & new, "vLLM's scheduler dies of an id that it no longer holds"
             before |= new
+        self._arrived = results.finished_recving & self._allocated.keys()
         self.scheduler.update_connector_output(output)
 
     @property
@@ -130,6 +139,7 @@ class EngineUnderTest:
         allocated = SimpleNamespace(
             get_block_ids=lambda: (blocks,), blocks=([self.pool.blocks[block] for block in blocks],)
         )
+        self._allocated[request.request_id] = request, allocated
         self.scheduler.update_state_after_alloc(request, allocated, tokens)
 
     @property

@@ -12,6 +12,8 @@ from transfer.control.messages import (
     Cancelled,
     Checksummed,
     Checksums,
+    Follow,
+    Followed,
     Hello,
     InvalidReason,
     Release,
@@ -20,6 +22,7 @@ from transfer.control.messages import (
     Renewed,
     Reply,
     Request,
+    TransferState,
     Welcome,
 )
 from transfer.control.server import ControlServer
@@ -64,15 +67,20 @@ HELLO = Hello(ENGINE)
 RENEW = Renew(ENGINE, ("lease-1", "lease-2"))
 RELEASE = Release(ENGINE, "lease-1", 0, 2, "pull", "contents")
 CANCEL = Cancel(ENGINE, ("lease-1",))
+FOLLOW = Follow("", "transfer-1", 0, 512, TransferState.COMPUTING, 2.0)
+FOLLOWED = Followed(
+    ENGINE, TransferState.COMPUTING, "lease-1", 30.0, 0, 3500, "00ff", (16, 16), 1024, ((7, 8), (0, 9)), (32, 32)
+)
 CHECKSUMS = Checksums(ENGINE, "lease-1", 1, 0, (0, 16, 69))
 WELCOME = Welcome(ENGINE, SERVED_MODEL, (geometry(0), geometry(1)))
 
-REQUESTS: tuple[Request, ...] = (HELLO, RENEW, RELEASE, CANCEL, CHECKSUMS)
+REQUESTS: tuple[Request, ...] = (HELLO, RENEW, RELEASE, CANCEL, FOLLOW, CHECKSUMS)
 REPLIES: tuple[Reply, ...] = (
     WELCOME,
     Renewed(("lease-1",)),
     Released(False, InvalidReason.EXPIRED),
     Cancelled(),
+    FOLLOWED,
     Checksummed((0, 7, 2**64 - 1)),
 )
 
@@ -101,6 +109,8 @@ class Handler:
                 return Released(True)
             case Cancel():
                 return Cancelled()
+            case Follow():
+                return FOLLOWED
             case Checksums():
                 return Checksummed((1,) * (len(request.borders) - 1))
 

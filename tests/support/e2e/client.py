@@ -3,7 +3,9 @@
 Prompts are token ids. Decoding is greedy and never stops early, so that equal prompts have equal outputs.
 """
 
+import http.client
 import itertools
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -106,11 +108,25 @@ class Client:
                 return True
         return False
 
+    @contextmanager
+    def leaving(self, prompt: list[int], max_tokens: int = 16, **options: object) -> Iterator[None]:
+        """Send a request whose answer nobody waits for, and disconnect when the block ends."""
+        body = json.dumps(_request(prompt, max_tokens, options)).encode()
+        connection = http.client.HTTPConnection(self._http.base_url.host, self._http.base_url.port or 80)
+        try:
+            connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
+            yield
+        finally:
+            connection.close()
+
     def reset_prefix_cache(self) -> bool:
-        """Have the server, in development mode, forget all cached blocks, the connector's too; whether it did."""
+        """Have the server, in development mode, forget all cached blocks, the connector's too; whether it did.
+
+        vLLM 0.23 does not say; the caller sees that it did by what comes after.
+        """
         response = self._http.post("/reset_prefix_cache", params={"reset_external": "true"})
         assert response.status_code == 200, response.text
-        return bool(response.json()["success"])
+        return bool(response.json()["success"]) if response.content else True
 
     def is_healthy(self) -> bool:
         """Whether the server answers and its engine lives."""

@@ -59,6 +59,8 @@ class ServerSpec:
     #: Whether MultiConnector has another child, ``GreetingConnector``, beside this connector, and where.
     beside_greeting: Literal["", "first", "last"] = ""
     platform: Platform = "cpu"
+    #: Whether ``vllm serve`` starts it, which wants a distribution of that name, and not its API server's module.
+    by_command: bool = False
     start_timeout_s: float = START_TIMEOUT_S
 
     @property
@@ -80,9 +82,13 @@ class ServerSpec:
         }
         if self.beside_greeting:
             connector = self._in_multi_connector(connector)
+        start = (
+            ("vllm.entrypoints.cli.main", "serve", str(model))
+            if self.by_command
+            else ("vllm.entrypoints.openai.api_server", "--model", str(model))
+        )
         return [
-            *(self.python, "-m", "vllm.entrypoints.openai.api_server"),
-            *("--model", str(model), "--served-model-name", MODEL_NAME, "--dtype", self.dtype),
+            *(self.python, "-m", *start, "--served-model-name", MODEL_NAME, "--dtype", self.dtype),
             *("--host", "127.0.0.1", "--port", str(port)),
             *("--enforce-eager", "--block-size", str(self.block_size)),
             *("--kv-cache-memory-bytes", str(self.kv_cache_bytes)),

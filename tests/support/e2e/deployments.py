@@ -8,6 +8,7 @@ import pytest
 
 from tests.support.e2e.cluster import BLOCK_SIZE, Layout, LoadFailurePolicy, ServerSpec
 from tests.support.e2e.models import DEFAULT_MODEL, ModelSpec
+from tests.support.process import free_ports
 
 #: Short enough for a test to wait for an expiry, long against everything that a request does on a busy machine.
 LEASE_TTL_S = 20.0
@@ -162,6 +163,7 @@ MLA = _two_sizes("MLA", ModelSpec(architecture="deepseek_v2"))
 DEVICE_BLOCKS, HOST_BLOCKS = 80, 256
 _BLOCK_BYTES = 4 * 4 * BLOCK_SIZE * 2 * 32 * 4  # layers, KV heads, tokens, K and V, head size, float32
 _HOST = ("cpu_bytes_to_use", HOST_BLOCKS * _BLOCK_BYTES)
+_WINDOWED_BLOCKS = 110  # with windows, where vLLM counts a whole prompt for each of the three cache groups
 _SHORT = ("--max-model-len", "2048")  # vLLM wants a device cache for one prompt at least
 
 #: Where P publishes its KV cache events: a name of Linux, not a file.
@@ -194,7 +196,7 @@ HOST_TIER = Deployment(
             _with_host_memory(
                 peer(ModelSpec(layers=6, architecture="gemma3"), None),
                 ("cpu_store", "lazy"),
-                device_blocks=110,  # vLLM counts a whole prompt for each of the three cache groups
+                device_blocks=_WINDOWED_BLOCKS,
             ),
         ),
     ),
@@ -207,6 +209,73 @@ MULTI_CONNECTOR = Deployment(
         ("first", replace(peer(), beside_greeting="first")),
         ("last", replace(_with_host_memory(peer()), beside_greeting="last")),
     ),
+)
+
+#: In which a decode server of ``LEGS`` wants to hear of a transfer; short enough for a test to wait for it.
+LEGS_TRANSFER_TIMEOUT_S = 3.0
+
+
+def bootstrap_port(spec: ServerSpec) -> int:
+    """The port at which a prefill server of ``ROUTED`` can be asked."""
+    return int(str(dict(spec.options)["bootstrap_port"]))
+
+
+def _in_chunks(spec: ServerSpec, *arguments: str, **changes: object) -> ServerSpec:
+    """A server that computes prompts in chunks of 256 tokens, and so takes a dozen steps for a long one."""
+    options = (*spec.options, *changes.items())
+    arguments = (*spec.arguments, "--max-num-batched-tokens", "256", *arguments)
+    return replace(spec, arguments=arguments, options=options)
+
+
+#: Both legs of a request at once. The first prefill server has blocks for two long prompts.
+LEGS = Deployment(
+    "legs",
+    (
+        (
+            "P",
+            replace(_in_chunks(prefill(), "--no-scheduler-reserve-full-isl"), kv_cache_bytes=180 * _BLOCK_BYTES),
+        ),
+        ("D fail", _in_chunks(decode("fail"), transfer_timeout_s=LEGS_TRANSFER_TIMEOUT_S)),
+        ("D recompute", _in_chunks(decode("recompute"), transfer_timeout_s=LEGS_TRANSFER_TIMEOUT_S)),
+    ),
+    slow=True,
+)
+
+_CONTROL_PORT, _BOOTSTRAP_PORT = free_ports(2)
+
+#: What routers have behind them. Of two prefill servers, the first can be asked for its control channel.
+ROUTED = Deployment(
+    "routed",
+    (
+        ("P", _in_chunks(prefill(), port=_CONTROL_PORT, bootstrap_port=_BOOTSTRAP_PORT)),
+        ("P other", _in_chunks(prefill())),
+        ("D", _in_chunks(decode("fail"), "--enable-prompt-tokens-details")),
+    ),
+    slow=True,
+)
+
+#: The same between unequal servers, where what has arrived is reshaped chunk by chunk.
+UNEQUAL_LEGS = Deployment(
+    "unequal legs",
+    (
+        ("P1", _in_chunks(prefill())),
+        ("D1", _in_chunks(decode(layout="LBHNC", patient=True))),
+        ("P2", _in_chunks(prefill(tensor_parallel=2))),
+        ("D2", _in_chunks(decode(layout="LBHNC", tensor_parallel=2, patient=True))),
+    ),
+    slow=True,
+)
+
+#: The same with windows, which move while the prompt is computed, and other block sizes on D.
+WINDOW_LEGS = Deployment(
+    "window legs",
+    (
+        ("P", _in_chunks(peer(ModelSpec(layers=6, architecture="gemma3"), None))),
+        ("D", _in_chunks(peer(ModelSpec(layers=6, architecture="gemma3"), None))),
+        ("P small", _in_chunks(peer())),
+        ("D large", _in_chunks(peer(block_size=2 * BLOCK_SIZE))),
+    ),
+    slow=True,
 )
 
 CHAOS_LEASE_TTL_S = 10.0
@@ -223,19 +292,34 @@ CHAOS = Deployment(
     ),
 )
 
+#: The same for prompts that are pulled while they are computed.
+CHAOS_LEGS = Deployment(
+    "chaos legs",
+    (
+        ("P", replace(_in_chunks(prefill()), options=_CHAOS_OPTIONS)),
+        ("D fail", _in_chunks(replace(decode("fail"), options=_CHAOS_OPTIONS), transfer_timeout_s=5.0)),
+        ("D recompute", _in_chunks(replace(decode("recompute"), options=_CHAOS_OPTIONS), transfer_timeout_s=5.0)),
+    ),
+    slow=True,
+)
+
 
 def release_pair(release: str) -> Deployment:
-    """Servers of both roles: of another vLLM release, one of each policy, and of the one that the tests run on."""
+    """Servers of both roles: of another vLLM release, one of each policy, and of the one that the tests run on.
+
+    All have host memory. The one with the policy to fail stores in it what it is about to evict.
+    """
     from tests.support.releases import WITH_LAYOUTS, interpreter  # noqa: PLC0415  imports torch
 
     python = str(interpreter(release))
     recomputing = _with_host_memory(peer(policy="recompute"))
     layout = recomputing.layout if release in WITH_LAYOUTS else None
+    failing = _with_host_memory(peer(layout=None), ("cpu_store", "lazy"))
     return Deployment(
         f"vLLM {release}",
         (
             ("other", replace(recomputing, python=python, layout=layout)),
-            ("other fail", replace(peer(layout=None), python=python)),
+            ("other fail", replace(failing, python=python)),
             ("installed", recomputing),
         ),
         slow=True,
@@ -243,11 +327,20 @@ def release_pair(release: str) -> Deployment:
 
 
 def release_windows(release: str) -> Deployment:
-    """A server of another vLLM release and one of that of the tests, with three KV cache groups each."""
-    windows = peer(ModelSpec(layers=6, architecture="gemma3"), None)
-    from tests.support.releases import interpreter  # noqa: PLC0415  imports torch
+    """Servers as in ``release_pair``, without host memory, of a model with three KV cache groups.
 
-    python = str(interpreter(release))
-    return Deployment(
-        f"vLLM {release}, windows", (("other", replace(windows, python=python)), ("installed", windows)), slow=True
+    Of releases on which these are served as on the installed one, there is one server.
+    """
+    from tests.support.releases import WITH_LAYOUTS, interpreter  # noqa: PLC0415  imports torch
+
+    model = ModelSpec(layers=6, architecture="gemma3")
+    installed = replace(
+        peer(model, None, policy="recompute"),
+        kv_cache_bytes=_WINDOWED_BLOCKS * _BLOCK_BYTES,
+        arguments=_SHORT,
+        variables=(("VLLM_SERVER_DEV_MODE", "1"),),
     )
+    other = replace(installed, python=str(interpreter(release)))
+    failing = [] if release in WITH_LAYOUTS else [("other fail", replace(other, load_failure_policy="fail"))]
+    servers = (("other", other), *failing, ("installed", installed))
+    return Deployment(f"vLLM {release}, windows", servers, slow=True)

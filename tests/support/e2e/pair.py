@@ -110,8 +110,16 @@ class Pair:
         return self.decode.client.complete(prompt, max_tokens, kv_transfer_params=params, **options)
 
     def assert_pulls_right(self, prompt: list[int], max_tokens: int = 16) -> Traffic:
+        """A prompt that the decode server holds nothing of is pulled as ``assert_pulls_all`` says, and gives the right
+        output. Returns what was counted.
+        """
+        traffic, completion = self.assert_pulls_all(prompt, max_tokens)
+        self.assert_right(completion, prompt)
+        return traffic
+
+    def assert_pulls_all(self, prompt: list[int], max_tokens: int = 16) -> tuple[Traffic, Completion]:
         """A prompt that the decode server holds nothing of is pulled once, whole but for the token that is always
-        computed there, and gives the right output. Returns what was counted.
+        computed there. Returns what was counted, and the output.
         """
         with self.traffic() as traffic:
             completion = self.disaggregate(prompt, max_tokens)
@@ -121,8 +129,7 @@ class Pair:
         assert traffic.pulled("pull_tokens") == (len(prompt) - 1) * self.decode_ranks
         assert traffic.failures() == 0
         assert (traffic.leases("granted"), traffic.leases("released")) == (1, 1)
-        self.assert_right(completion, prompt)
-        return traffic
+        return traffic, completion
 
     def assert_concurrent_pulls_right(self, count: int) -> None:
         """Prompts of different lengths that are sent at the same time are all pulled and give the right outputs."""

@@ -49,22 +49,26 @@ class PeerProcess:
         self.identity = Identity(int(identity), bytes.fromhex(nonce))
 
     @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
     def data_port(self) -> int:
         """Where its memory is read, which is not the port of its address."""
         listening = {
             each.laddr.port
-            for each in psutil.Process(self._process.pid).net_connections("tcp")
+            for each in psutil.Process(self.pid).net_connections("tcp")
             if each.status == psutil.CONN_LISTEN
         }
         (port,) = listening - {int(self.address.rpartition(":")[2])}
         return int(port)
 
     def stop(self) -> None:
-        os.kill(self._process.pid, signal.SIGSTOP)
-        os.waitpid(self._process.pid, os.WUNTRACED)  # the signal may be sent before all threads stand still
+        os.kill(self.pid, signal.SIGSTOP)
+        os.waitpid(self.pid, os.WUNTRACED)  # the signal may be sent before all threads stand still
 
     def go_on(self) -> None:
-        os.kill(self._process.pid, signal.SIGCONT)
+        os.kill(self.pid, signal.SIGCONT)
 
     def kill(self) -> None:
         self._process.kill()

@@ -23,6 +23,10 @@ TRANSFER: dict[str, Any] = {
 }
 
 
+#: Of a connector whose transfers can be followed by their names.
+NAMED_TRANSFER: dict[str, Any] = TRANSFER | {"remote_attempt": 0}
+
+
 class Received:
     """One request as a server got it."""
 
@@ -171,6 +175,14 @@ async def prefills(received: Received, wire: Wire) -> None:
         await wire.whole(200, b"")
     else:
         await wire.json(200, {"choices": [{"finish_reason": "length"}], "kv_transfer_params": TRANSFER})
+
+
+async def prefills_by_name(received: Received, wire: Wire) -> None:
+    """What a healthy prefill server does whose connector lets transfers be followed by their names."""
+    if received.path == "/health":
+        await wire.whole(200, b"")
+    else:
+        await wire.json(200, {"choices": [{"finish_reason": "length"}], "kv_transfer_params": NAMED_TRANSFER})
 
 
 async def decodes(received: Received, wire: Wire) -> None:

@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import IO, Protocol, Self
 
 from tests.support.examples.fake_servers import FakeServer, Loop, Script
@@ -47,8 +48,12 @@ class FakeServers:
     def start(self, script: Script, port: int = 0) -> FakeServer:
         server = FakeServer(script)
         self._loop.run(server.start(port))
-        self._stack.callback(lambda: self._loop.run(server.stop()))
+        self._stack.callback(self.stop, server)
         return server
+
+    def stop(self, server: FakeServer) -> None:
+        """Stop a server. Idempotent."""
+        self._loop.run(server.stop())
 
 
 class Listening(Protocol):
@@ -85,11 +90,13 @@ class RawClient:
 class ProxyProcess:
     """A proxy run as its users run it: a process of its own, here on a free port. Leaving the context ends it."""
 
-    def __init__(self, arguments: Sequence[str], **variables: str) -> None:
+    def __init__(
+        self, arguments: Sequence[str], command: Sequence[str] = (sys.executable,), cwd: Path = ROOT, **variables: str
+    ) -> None:
         self._lines: list[str] = []
         self._process = subprocess.Popen(
-            [sys.executable, *arguments, "--port", "0"],
-            cwd=ROOT,
+            [*command, *arguments, "--port", "0"],
+            cwd=cwd,
             env=os.environ | variables,
             stderr=subprocess.PIPE,
             text=True,

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import httpx
 import uvicorn
 
-from examples.proxy import Settings, create_app
+from pd_proxy import Settings, create_app
 from tests.support.examples.fake_servers import FakeServer, Script
 from tests.support.examples.harness import FakeServers
 from tests.support.waiting import until
@@ -17,8 +17,8 @@ from tests.support.waiting import until
 class Proxy:
     """The proxy, served by uvicorn in a thread."""
 
-    def __init__(self, settings: Settings, http: Literal["auto", "h11"]) -> None:
-        self._socket = socket.create_server(("127.0.0.1", 0))
+    def __init__(self, settings: Settings, http: Literal["auto", "h11"], port: int = 0) -> None:
+        self._socket = socket.create_server(("127.0.0.1", port))
         self.address: tuple[str, int] = self._socket.getsockname()
         self.url = f"http://127.0.0.1:{self.address[1]}"
         config = uvicorn.Config(
@@ -46,6 +46,7 @@ class Proxy:
         return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith("pd_proxy_in_flight{"))
 
     def close(self) -> None:
+        """End it. Idempotent."""
         self.http.close()
         self._server.should_exit = True
         self._thread.join()
@@ -62,16 +63,20 @@ class ProxySetup:
     def server(self, script: Script, port: int = 0) -> FakeServer:
         return self._servers.start(script, port)
 
+    def stop(self, server: FakeServer) -> None:
+        self._servers.stop(server)
+
     def proxy(
         self,
         prefill: list[FakeServer | str],
         decode: list[FakeServer | str],
         *,
         http: Literal["auto", "h11"] = "auto",
+        port: int = 0,
         **options: Any,
     ) -> Proxy:
         settings = Settings(prefill=_urls(prefill), decode=_urls(decode), **options)
-        proxy = Proxy(settings, http)
+        proxy = Proxy(settings, http, port)
         self._stack.callback(proxy.close)
         return proxy
 

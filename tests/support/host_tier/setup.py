@@ -22,6 +22,7 @@ from vllm.v1.request import Request
 from pd_connector.orders import Report
 from pd_connector.scheduler.host_tier import StoreMode
 from pd_connector.vllm.block_pools import HostBlockPool
+from pd_connector.vllm.release import current
 from tests.support.host_tier.ranks import Copy
 from tests.support.releases import INSTALLED
 
@@ -67,6 +68,7 @@ def make_manager(setup: Setup) -> KVCacheManager:
         common = {"block_size": tokens, "num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
         specs.append(SlidingWindowSpec(sliding_window=window, **common) if window else FullAttentionSpec(**common))
     groups = [KVCacheGroupSpec([f"layer {number}"], spec) for number, spec in enumerate(specs)]
+    current().hook()  # what vLLM does when it makes a scheduler
     in_flight = "max_in_flight_tokens" if INSTALLED >= (0, 30) else "max_num_batched_tokens"
     return KVCacheManager(
         KVCacheConfig(setup.device_blocks, [], groups),

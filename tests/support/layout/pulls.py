@@ -3,8 +3,11 @@
 ``pull`` plans and executes the reads of every local rank and has the oracle check every byte.
 """
 
-from collections.abc import Sequence
+import random
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from math import lcm
 
 import numpy as np
 
@@ -67,10 +70,29 @@ def wanted_tokens(request: Request, local: Engine, remote: Engine) -> list[list[
     return wanted
 
 
+def cut(request: Request, plans: Iterable[Plan], cuts: random.Random) -> list[range]:
+    """The tokens of a request in ranges that cut no unit, in any order: some of them as short as can be."""
+    border = lcm(*(unit for plan in plans for unit in plan.unit_tokens))
+    borders = range(-(-(request.first_token + 1) // border) * border, request.end_token, border)
+    chosen = [token for token in borders if cuts.random() < 0.6]
+    ends = [request.first_token, *chosen, request.end_token]
+    ranges = [range(start, end) for start, end in pairwise(ends)]
+    cuts.shuffle(ranges)
+    return ranges
+
+
 def pull(
-    model: Model, local: Engine, remote: Engine, request: Request, remote_model: Model | None = None
+    model: Model,
+    local: Engine,
+    remote: Engine,
+    request: Request,
+    remote_model: Model | None = None,
+    cuts: random.Random | None = None,
 ) -> list[Read]:
-    """Read ``request`` into every rank of ``local`` and check every byte of their memories."""
+    """Read ``request`` into every rank of ``local`` and check every byte of their memories.
+
+    ``cuts``: read it range by range, in any order, and not at once.
+    """
     lacking = {layer for group in model.groups for layer in group}
     lacking -= {layer for group in (remote_model or model).groups for layer in group}
     ours = build(model, local, 1, LOCAL_BASE)
@@ -81,15 +103,15 @@ def pull(
     reads = []
     for number, rank in enumerate(ours):
         before = rank.memory.copy()
-        for source, plan in plans_of(rank.geometry, [peer.geometry for peer in theirs]).items():
-            copies = plan.instantiate(
-                in_order(request.local, rank),
-                in_order(request.remote, theirs[source]),
-                request.first_token,
-                request.end_token,
-            )
-            rank.receive(copies, theirs[source])
-            reads.append(Read(number, source, copies))
+        plans = plans_of(rank.geometry, [peer.geometry for peer in theirs])
+        whole = range(request.first_token, request.end_token)
+        for tokens in [whole] if cuts is None else cut(request, plans.values(), cuts):
+            for source, plan in plans.items():
+                copies = plan.instantiate(
+                    in_order(request.local, rank), in_order(request.remote, theirs[source]), tokens.start, tokens.stop
+                )
+                rank.receive(copies, theirs[source])
+                reads.append(Read(number, source, copies))
         due = rank.check(before, request.local, wanted, lacking)
         assert due == sum(read.copies.total_bytes for read in reads if read.local == number)
     return reads

@@ -5,27 +5,33 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+import numpy as np
+
 from pd_connector.orders import Cause, Orders, PullOrder, Report
 from pd_connector.scheduler.consumer import Consumer
-from pd_connector.scheduler.renewals import Renewals
+from pd_connector.scheduler.pulls_ahead import AheadLimits
+from pd_connector.vllm.block_pools import DeviceBlocks
+from pd_connector.vllm.cache_specs import Retention
 from pd_connector.worker.peer import PeerAddress, PullContext
 from pd_connector.worker.pull import AnyEnd, Pull
 from pd_connector.worker.pull_end import PullFailed
 from pd_connector.worker.pulls import Pulls
 from pd_connector.worker.session import LANES, PeerSession
+from tests.support.connector.consumers import MESSAGE_TIMEOUT_S, consumer_parts
 from tests.support.connector.requests import FakeRequest, allocated
 from tests.support.simulation.network import HOST, PORT, Network, SimulatedClient
 from tests.support.simulation.prefill import TOKENS_PER_BLOCK, PrefillSim, Prompt, Stamp
 from transfer.control.errors import PeerRefused
-from transfer.control.messages import Hello
+from transfer.control.messages import Hello, Reply
 
 RANKS = 2
-MESSAGE_TIMEOUT_S = 10.0
 PULL_TIMEOUT_S = 60.0
+AHEAD = AheadLimits(2, 0.75)
 
 FindEngine = Callable[[str], PrefillSim | None]  # the engine of an id, if it lives
 
@@ -47,10 +53,18 @@ class DecodeJob:
     pulled: range = range(0)  # which of its blocks come from the prefill engine
     pull_id: str = ""
     since: float = 0.0  # when its pull was ordered
+    is_followed: bool = False  # the prompt was still being computed then
     was_ordered: bool = False  # once is enough: afterwards it is computed here
     aborted: bool = False
     reported_by: set[int] = field(default_factory=set)  # ranks
     failed: bool = False
+
+
+class NeverClosing(threading.Event):
+    """The session is open, and nobody waits in earnest."""
+
+    def wait(self, timeout: float | None = None) -> bool:
+        return False
 
 
 @dataclass(eq=False)
@@ -58,8 +72,13 @@ class PullSim:
     """A pull, and how far it is."""
 
     pull: Pull
-    submitted: float
-    blocks_read: int = 0
+    span: range = range(0)  # the tokens that are being read
+    blocks_read: int = 0  # of them
+    question: Future[Reply] | None = None  # to which it awaits the answer
+
+    @property
+    def is_parked(self) -> bool:
+        return self.question is not None and not self.question.done()
 
 
 class SessionSim(PeerSession):
@@ -70,7 +89,7 @@ class SessionSim(PeerSession):
         self._rank = rank
         self._engine_id = engine_id
         self._report = report
-        self._queue: deque[PullSim] = deque()  # in the order of submission; the first ``LANES`` are under way
+        self._queue: list[PullSim] = []  # in the order of submission
         self._hello: Any = None
         self._connected = False
 
@@ -82,8 +101,8 @@ class SessionSim(PeerSession):
         return len(self._queue)
 
     def submit(self, order: PullOrder) -> None:
-        pull = Pull(self._rank.context, order, self._report, threading.Event())
-        self._queue.append(PullSim(pull, self._rank.now()))
+        pull = Pull(self._rank.context, order, self._report, NeverClosing())
+        self._queue.append(PullSim(pull))
 
     def close(self) -> None:
         self._queue.clear()
@@ -92,37 +111,65 @@ class SessionSim(PeerSession):
         return True
 
     def check_integrity(self) -> None:
-        assert not any(job.blocks_read for job in list(self._queue)[LANES:]), "a pull was read before its turn"
+        assert sum(bool(job.span) for job in self._queue) <= LANES, "a pull was read before its turn"
 
     def step(self, blocks: int, *, fails: bool, lane: int = 0) -> None:
-        """Go on with a pull under way: ``blocks`` blocks, if the handshake is done and nothing fails."""
-        if not self._queue or not self._shake_hands():
+        """Go on with a pull under way: ``blocks`` blocks, if the handshake is done and nothing fails.
+
+        Under way are the first ``LANES`` that have been begun, or wait for a lane.
+        """
+        ready = sorted((job for job in self._queue if not job.is_parked), key=lambda job: not job.span)[:LANES]
+        if not ready or not self._shake_hands(ready[0]):
             return
-        job = self._queue[lane % min(len(self._queue), LANES)]
+        job = ready[lane % len(ready)]
         engine = self._rank.find_engine(self._engine_id)
-        if self._rank.now() >= job.submitted + PULL_TIMEOUT_S:
-            self._fail(job, Cause.TIMEOUT)
-        elif fails or engine is None:
-            self._connected = False
-            self._fail(job, Cause.READ)
-        else:
-            self._read_blocks(job, engine, blocks)
+        try:
+            self._learn(job)
+            if self._rank.now() >= job.pull._deadline:
+                self._fail(job, PullFailed(Cause.TIMEOUT, "as told"))
+            elif fails or engine is None:
+                self._connected = False
+                self._fail(job, PullFailed(Cause.READ, "as told"))
+            else:
+                self._read_blocks(job, engine, blocks)
+        except PullFailed as error:
+            for each in [*self._queue] if error.cause.is_peer_wide else [job]:
+                self._fail(each, error)
+
+    @staticmethod
+    def _learn(job: PullSim) -> None:
+        """Take the answer that the pull was parked for."""
+        if job.question is not None:
+            job.question = None
+            job.pull.take_answer()
 
     def _read_blocks(self, job: PullSim, engine: PrefillSim, blocks: int) -> None:
-        order = job.pull.order
-        wanted = range(order.first_token // TOKENS_PER_BLOCK, math.ceil(order.end_token / TOKENS_PER_BLOCK))
-        local, remote = order.local_block_ids[0], order.remote.remote_block_ids[0]
-        for number in wanted[job.blocks_read : job.blocks_read + blocks]:
-            if number >= len(remote) or not 0 < remote[number] < len(engine.memory):
-                self._fail(job, Cause.PARAMS)
+        """Read up to so many blocks of what can be read; then ask for more, or for the confirmation."""
+        prompt = job.pull.prompt
+        local, remote = job.pull.order.local_block_ids[0], prompt.tables[0].block_ids
+        while blocks and (span := job.span or prompt.next_range(TOKENS_PER_BLOCK)):
+            job.span, first = span, span.start // TOKENS_PER_BLOCK
+            wanted = range(first, math.ceil(span.stop / TOKENS_PER_BLOCK))
+            for number in wanted[job.blocks_read : job.blocks_read + blocks]:
+                if number >= len(remote) or not 0 < remote[number] < len(engine.memory):
+                    raise PullFailed(Cause.PARAMS, "as told")
+                self._rank.write(local[number], engine.memory[remote[number]], job.pull.order.request_id)
+            now_read = min(blocks, len(wanted) - job.blocks_read)
+            job.blocks_read, blocks = job.blocks_read + now_read, blocks - now_read
+            if job.blocks_read < len(wanted):
                 return
-            self._rank.write(local[number], engine.memory[remote[number]], order.request_id)
-        job.blocks_read += blocks
-        if job.blocks_read >= len(wanted):
-            job.pull.confirm(())
+            prompt.has_read(span, [] if prompt.is_complete else [(0, np.array(wanted))])
+            prompt.check_integrity()
+            job.span, job.blocks_read = range(0), 0
+        if prompt.next_range(TOKENS_PER_BLOCK) is not None:
+            return
+        if not prompt.is_complete:
+            job.question = job.pull.follow()
+        else:
+            job.pull.confirm()
             self._queue.remove(job)
 
-    def _shake_hands(self) -> bool:
+    def _shake_hands(self, job: PullSim) -> bool:
         if self._connected:
             return True
         if self._hello is None:
@@ -133,15 +180,31 @@ class SessionSim(PeerSession):
         if error is None:
             self._connected = True
         elif isinstance(error, PeerRefused):
-            self._fail(self._queue[0], Cause.REFUSED)
+            self._fail(job, PullFailed(Cause.REFUSED, "as told"))
         else:
-            while self._queue:
-                self._fail(self._queue[0], Cause.UNREACHABLE)
+            for each in [*self._queue]:
+                self._fail(each, PullFailed(Cause.UNREACHABLE, "as told", is_unresponsive=True))
         return self._connected
 
-    def _fail(self, job: PullSim, cause: Cause) -> None:
-        job.pull.fail(PullFailed(cause, "as told", is_unresponsive=cause is Cause.UNREACHABLE))
+    def _fail(self, job: PullSim, error: PullFailed) -> None:
         self._queue.remove(job)
+        job.pull.fail(error)
+
+
+class FreeBlocks(DeviceBlocks):
+    """How many blocks a decode engine has, and has free."""
+
+    def __init__(self, engine: "DecodeSim") -> None:
+        super().__init__()
+        self._engine = engine
+
+    @property
+    def free(self) -> int:
+        return len(self._engine.free)
+
+    @property
+    def total(self) -> int:
+        return self._engine.blocks
 
 
 class RankSim:
@@ -196,8 +259,8 @@ class DecodeSim:
         self.recomputes = recomputes
         self.blocks = blocks
         self.client = SimulatedClient(network)
-        self.renewals = Renewals(self.client, MESSAGE_TIMEOUT_S, 120.0, network.clock)
-        self.consumer = Consumer(self.renewals)
+        parts = consumer_parts(self.client, network.clock, [Retention(TOKENS_PER_BLOCK)], FreeBlocks(self), AHEAD)
+        self.renewals, self.consumer = parts.renewals, Consumer(*parts)
         self.free = deque(range(1, blocks + 1))
         self.owners: dict[int, DecodeJob] = {}
         self.jobs: dict[str, DecodeJob] = {}
@@ -265,6 +328,10 @@ class DecodeSim:
         self.consumer.check_integrity()
         for rank in self.ranks:
             rank.service.check_integrity()
+        ahead = [job for job in self.jobs.values() if job.state is DecodeState.PULLING and job.is_followed]
+        held = sum(len(job.blocks) for job in ahead)
+        assert len(ahead) <= AHEAD.pulls, "I9: too many prompts that are still computed hold blocks"
+        assert held <= AHEAD.fraction * self.blocks, "I9: prompts that are still computed hold too many blocks"
         assert sorted([*self.free, *self.owners]) == list(range(1, self.blocks + 1)), "blocks are lost, or free twice"
         assert {id(job) for job in self.owners.values()} <= {id(job) for job in self.jobs.values()}
 
@@ -277,7 +344,7 @@ class DecodeSim:
             assert order.remote.lease_id not in self.client.ended, "a lease is read that is known to have ended"
             assert order.remote.lease_id not in self.pulled, "a lease is pulled twice"
             self.pulled.add(order.remote.lease_id)
-            job.pull_id = order.pull_id
+            job.pull_id, job.is_followed = order.pull_id, bool(order.transfer_id)
         for rank in self.ranks:
             assert sorted(rank.service.execute(orders)) == sorted(ordered)
 

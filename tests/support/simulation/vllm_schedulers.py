@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from tempfile import mkdtemp
-from typing import Any
+from typing import Any, Literal
 from unittest.mock import patch
 
 import torch
@@ -32,28 +32,31 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from layout.geometry import WorkerGeometry
-from pd_connector.orders import Orders, PullOrder, Report, WorkerHandshake
-from pd_connector.params import contents_digest
+from layout.geometry import CacheGroup, WorkerGeometry
+from pd_connector.orders import Orders, Report, WorkerHandshake
 from pd_connector.scheduler.consumer import Consumer
 from pd_connector.scheduler.renewals import Renewals
 from pd_connector.scheduler.roles import SchedulerRole
 from pd_connector.scheduler.scheduler import ConnectorScheduler
 from pd_connector.vllm.metadata import HandshakeMetadata, ReportMetadata, StepMetadata
+from pd_connector.vllm.metrics import ConnectorStats
 from pd_connector.worker.roles import FailedBlocks
 from tests.support.connector.vllm_calls import NAMES_FAILED_REQUESTS
 from tests.support.e2e.models import DEFAULT_MODEL, write_model
+from tests.support.simulation.scheduler_pulls import BlockStamps, ScheduledPull
 from tests.support.waiting import ManualClock
 from transfer.control.client import ControlClient
 from transfer.control.errors import PeerUnreachable
-from transfer.control.messages import Release, Released, Reply, decode_request, encode
+from transfer.control.messages import Reply, decode_request, encode
 from transfer.control.messages import Request as Message
 from transfer.control.server import ServerCounters
+from transfer.control.waiting_requests import NotYet
 
 _BLOCK_TOKENS = 16
 HOST = "127.0.0.1"
 OUTPUT_TOKEN = 7
-_WORKER = WorkerGeometry(0, 1, 0, 1, "127.0.0.1:15000", (), ())
+_PULL_TIMEOUT_S = 20.0
+_WORKER = WorkerGeometry(0, 1, 0, 1, "127.0.0.1:15000", (CacheGroup(_BLOCK_TOKENS, 0, ()),), ())
 
 init_none_hash(sha256_cbor)
 _hasher = get_request_block_hasher(_BLOCK_TOKENS, sha256_cbor)
@@ -76,6 +79,17 @@ def _stamps(tokens: list[int]) -> Iterator[int]:
     return itertools.accumulate(tokens, lambda before, token: hash((before, token)), initial=0)
 
 
+@dataclass(frozen=True, slots=True)
+class _UnderWay:
+    """A message that is not answered yet."""
+
+    port: int
+    message: Message
+    future: Future[Reply]
+    sent_at: float
+    deadline: float
+
+
 class World:
     """The clock, the engines by their control port, and the messages between them."""
 
@@ -83,7 +97,7 @@ class World:
         self.clock = ManualClock()
         self.engines: dict[int, EngineSim] = {}  # by port
         self._ports = itertools.count(1)
-        self._messages: list[tuple[int, Message, Future[Reply], float]] = []
+        self._messages: list[_UnderWay] = []
 
     def port(self) -> int:
         return next(self._ports)
@@ -91,21 +105,28 @@ class World:
     def request(self, host: str, port: int, message: Message, timeout_s: float) -> Future[Reply]:
         future: Future[Reply] = Future()
         assert decode_request(encode(1, message))[1] == message
-        self._messages.append((port, message, future, self.clock.now + timeout_s))
+        self._messages.append(_UnderWay(port, message, future, self.clock.now, self.clock.now + timeout_s))
         return future
 
     def deliver(self) -> None:
-        """Answer all messages to engines that can be reached; fail those that are out of time."""
+        """Answer messages to engines that can be reached and have something to say; fail those out of time."""
         messages, self._messages = self._messages, []
-        for port, message, future, deadline in messages:
-            engine = self.engines.get(port)
-            if engine is not None and not engine.is_cut:
-                future.set_result(engine.service.handle(message))
-            elif self.clock.now >= deadline:
-                kind = str(message.__struct_config__.tag)
-                future.set_exception(PeerUnreachable(host=HOST, port=port, request_type=kind, tried_s=1.0, attempts=1))
+        for each in messages:
+            if each.future.cancelled():
+                continue
+            engine = self.engines.get(each.port)
+            is_reached = engine is not None and not engine.is_cut
+            reply = engine.service.handle(each.message) if engine is not None and is_reached else None
+            if isinstance(reply, NotYet):
+                reply = reply.reply if self.clock.now >= each.sent_at + reply.wait_s else None
+            if reply is not None:
+                each.future.set_result(reply)
+            elif self.clock.now >= each.deadline:
+                kind = str(each.message.__struct_config__.tag)
+                error = PeerUnreachable(host=HOST, port=each.port, request_type=kind, tried_s=1.0, attempts=1)
+                each.future.set_exception(error)
             else:
-                self._messages.append((port, message, future, deadline))
+                self._messages.append(each)
 
     def step(self, seconds: float = 0.05) -> None:
         """Every engine makes a step, and all messages arrive."""
@@ -156,6 +177,9 @@ class _Server:
     def start(self) -> None:
         """The world serves."""
 
+    def changed(self, topic: str) -> None:
+        """Nobody waits for an answer."""
+
     def close(self) -> None:
         """Nothing to close."""
 
@@ -168,36 +192,40 @@ class ClientRequest:
     tokens: list[int]
     outputs: int
     decodes_on: "EngineSim | None" = None  # where to send the decode leg; None: this is the only one
+    priority: int = 0  # the lower, the earlier, on an engine with such a policy
+    transfer_id: str = ""  # of a prefill leg whose decode leg is sent at the same time
+    choice: str = ""  # which of several answers to the same request
     ended: str = ""  # how: "finished", "failed", "aborted"
-
-
-@dataclass(eq=False)
-class _Pull:
-    order: PullOrder
-    asked: ClientRequest
-    ends_at: float
-    release: "Future[Reply] | None" = None
-    read: dict[tuple[int, int], int] = field(default_factory=dict)  # by place on this engine
 
 
 class EngineSim:
     """One engine: vLLM's scheduler with the connector, and a worker."""
 
     def __init__(
-        self, world: World, role: str, blocks: int, policy: str = "recompute", pull_s: float = 0.1, **settings: Any
+        self,
+        world: World,
+        role: str,
+        blocks: int,
+        policy: str = "recompute",
+        pull_s: float = 0.1,
+        scheduling: Literal["fcfs", "priority"] = "fcfs",
+        **settings: Any,
     ) -> None:
         self.world = world
+        self._scheduling = scheduling
         self.pull_s = pull_s
         self.is_cut = self.is_paused = False
         self.requests: dict[str, tuple[ClientRequest, Request]] = {}
         self.counts: Counter[str] = Counter()
-        self.memory: dict[tuple[int, int], int] = {}  # by block and offset
-        self._pulls: dict[str, _Pull] = {}
+        self.memory: BlockStamps = {}
+        self._pulls: dict[str, ScheduledPull] = {}
         self._refused: set[str] = set()
         self._failures = FailedBlocks()
         self.scheduler = self._make_scheduler(role, blocks, policy, settings)
         connector: Any = self.scheduler.connector
         self.side: ConnectorScheduler = connector._scheduler
+        self.computed: Counter[str] = Counter()  # prompts that were computed instead of pulled, by cause
+        patch.object(self.side._stats, "count", self._count).start()
         connector.set_xfer_handshake_metadata_pp_aware({(0, 0): HandshakeMetadata(WorkerHandshake(_WORKER, 0))})
         if self.side._role.produces:
             producer: Any = self.side._roles[0]
@@ -205,6 +233,10 @@ class EngineSim:
         else:
             self.port = world.port()
         world.engines[self.port] = self
+
+    def _count(self, name: str, number: int = 1, label: str = "") -> None:
+        if name == "prompts_computed":
+            self.computed[label] += number
 
     @property
     def produces(self) -> bool:
@@ -241,16 +273,21 @@ class EngineSim:
     def ask(self, asked: ClientRequest, params: dict[str, Any] | None = None) -> None:
         """A request arrives: the prefill leg if it is to be decoded elsewhere, else with the ``params`` of one."""
         if asked.decodes_on is not None:
-            params = {"do_remote_decode": True}
+            params = {"do_remote_decode": True, "transfer_id": asked.transfer_id or None}
         sampling = SamplingParams(
             max_tokens=1 if asked.decodes_on else asked.outputs,
             ignore_eos=True,
             extra_args={"kv_transfer_params": params} if params else None,
         )
-        request_id = f"{asked.name}-{'p' if asked.decodes_on else 'd'}"
-        request = Request(request_id, list(asked.tokens), sampling, None, block_hasher=_hasher)
+        request_id = f"{asked.name}-{'p' if asked.decodes_on else 'd'}{asked.choice}"
+        request = Request(request_id, list(asked.tokens), sampling, None, priority=asked.priority, block_hasher=_hasher)
         self.requests[request_id] = asked, request
         self.scheduler.add_request(request)
+
+    def ask_by_name(self, asked: ClientRequest, prefills_on: "EngineSim", **changes: Any) -> None:
+        """The decode leg of a request arrives whose legs are sent at once."""
+        params = {"do_remote_prefill": True, "transfer_id": asked.name, "remote_host": HOST}
+        self.ask(asked, {**params, "remote_port": prefills_on.port, **changes})
 
     def abort(self, request_id: str) -> None:
         asked, _ = self.requests.pop(request_id)
@@ -274,24 +311,27 @@ class EngineSim:
         self._start(metadata.orders)
         done, failed = self._end_pulls()
         result = self._execute(output)
-        result.kv_connector_output = self._connector_output(done, failed)
+        result.kv_connector_output = self._connector_output(done, failed, dict.fromkeys(metadata.orders.steps, 1))
         for outputs in self.scheduler.update_from_output(output, result).values():
             for each in outputs.outputs:
                 if each.finish_reason is not None:
                     self._finish(each.request_id, str(each.finish_reason), each.kv_transfer_params)
         self.side.check_integrity()
 
-    def _connector_output(self, done: set[str], failed: set[str]) -> KVConnectorOutput:
+    def _connector_output(self, done: set[str], failed: set[str], steps: dict[int, int]) -> KVConnectorOutput:
         """What the workers tell: requests that have failed, or, before vLLM 0.30, blocks that have."""
         if NAMES_FAILED_REQUESTS:
             return KVConnectorOutput(
-                finished_recving=done, failed_recving=failed, kv_connector_worker_meta=ReportMetadata(Report())
+                finished_recving=done,
+                failed_recving=failed,
+                kv_connector_worker_meta=ReportMetadata(Report(steps=steps)),
             )
         self._failures.settle(done, failed)
-        report = Report(failed=self._failures.take_requests())
+        report = Report(failed=self._failures.take_requests(), steps=steps)
         return KVConnectorOutput(
             finished_recving=done,
             invalid_block_ids=self._failures.take_blocks(),
+            kv_connector_stats=ConnectorStats(),  # without a worker's, vLLM does not ask for the scheduler side's
             kv_connector_worker_meta=ReportMetadata(report),
         )
 
@@ -299,6 +339,8 @@ class EngineSim:
         config = copy(_config())
         config.cache_config = copy(config.cache_config)
         config.cache_config.num_gpu_blocks = blocks
+        config.scheduler_config = copy(config.scheduler_config)
+        config.scheduler_config.policy = self._scheduling
         config.kv_transfer_config = KVTransferConfig(
             kv_connector="PDConnector",
             kv_connector_module_path="pd_connector",
@@ -322,8 +364,11 @@ class EngineSim:
     def _start(self, orders: Orders) -> None:
         self._failures.expect(orders.destinations)
         for order in orders.pulls:
-            asked, _ = self.requests[order.request_id]
-            self._pulls[order.request_id] = _Pull(order, asked, self.world.clock.now + self.pull_s)
+            now, port = self.world.clock.now, order.remote.remote_port
+            send = partial(self.world.request, HOST, port)
+            ends_at = now + self.pull_s
+            pull = ScheduledPull(order, _BLOCK_TOKENS, ends_at, ends_at + _PULL_TIMEOUT_S, send)
+            self._pulls[order.request_id] = pull
         self._refused |= {order.request_id for order in orders.refusals}
         self.counts.update(str(order.cause) for order in orders.refusals)
 
@@ -332,31 +377,21 @@ class EngineSim:
         done, failed = set(self._refused), set(self._refused)
         self._refused.clear()
         for request_id, pull in list(self._pulls.items()):
-            if pull.release is None and self.world.clock.now >= pull.ends_at:
-                self._read(pull)
-            if pull.release is None or not pull.release.done():
+            source = self.world.engines[pull.order.remote.remote_port]
+            pull.step(self.world.clock.now, source.memory)
+            if not pull.has_ended:
                 continue
             del self._pulls[request_id]
             done.add(request_id)
-            reply = pull.release.result() if pull.release.exception() is None else None
-            if isinstance(reply, Released) and reply.valid:
-                self.memory |= pull.read
-                self.counts["pulled"] += 1
+            self.memory |= pull.read
+            if pull.has_succeeded:
+                self.counts.update({"pulled": 1} | ({"pulled ahead": 1} if pull.was_ahead else {}))
+                if pull.prompt.restarts:
+                    self.counts["restarted"] += pull.prompt.restarts
             else:
-                self.memory |= dict.fromkeys(pull.read, -1)
                 self.counts["pulls failed"] += 1
                 failed.add(request_id)
         return done, failed
-
-    def _read(self, pull: _Pull) -> None:
-        order, remote = pull.order, pull.order.remote
-        source = self.world.engines[remote.remote_port]
-        for token in range(order.first_token, order.end_token):
-            block, offset = divmod(token, _BLOCK_TOKENS)
-            stamp = source.memory.get((remote.remote_block_ids[0][block], offset), -1)
-            pull.read[order.local_block_ids[0][block], offset] = stamp
-        message = Release(remote.remote_engine_id, remote.lease_id, 0, 1, order.pull_id, contents_digest(remote))
-        pull.release = self.world.request(HOST, remote.remote_port, message, 5.0)
 
     def _execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
         """Compute the scheduled tokens, and check those that were there already."""
@@ -381,7 +416,7 @@ class EngineSim:
         asked, _ = self.requests.pop(request_id, (None, None))
         if asked is None:
             return
-        if asked.decodes_on is not None and reason == "length":
+        if asked.decodes_on is not None and not asked.transfer_id and reason == "length":
             engine, asked.decodes_on = asked.decodes_on, None
             engine.ask(asked, params)
         else:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
 
-from tests.support.vllm_names.table import Fact, TypeName
+from tests.support.vllm_names.table import Fact, TypeName, canonical
 
 ENUM = "enum.Enum"
 
@@ -47,15 +47,6 @@ class Sources:
                 return module, node
         return None
 
-    def canonical(self, name: str) -> TypeName:
-        """Follow aliases to where a name is defined."""
-        for _ in range(8):
-            fact = self.fact(name)
-            if fact is None or fact.kind != "alias":
-                break
-            name = fact.type
-        return name
-
     def type_name(self, module: str, annotation: ast.expr | None) -> TypeName:  # noqa: PLR0911  a case for each form
         """Return what an annotation says of vLLM's classes; empty if nothing."""
         match annotation:
@@ -73,7 +64,7 @@ class Sources:
                 fact = self._top_level(module, name)
                 if fact is None or fact.kind not in ("class", "alias"):
                     return ""
-                found = self.canonical(f"{module}.{name}")
+                found = canonical(self, f"{module}.{name}")
                 return found if self.class_definition(found) else ""
         return ""
 
@@ -101,16 +92,23 @@ class Sources:
                 case ast.ClassDef(name=own) if own == name:
                     bases = tuple(base for each in node.bases if (base := self._base(module, each)))
                     return Fact("class", bases=bases)
-                case ast.FunctionDef(name=own) | ast.AsyncFunctionDef(name=own) if own == name:
-                    return self._function(module, node)
-                case ast.AnnAssign(target=ast.Name(id=own)) if own == name:
-                    return Fact("value", self.type_name(module, node.annotation))
-                case ast.Assign() if any(isinstance(each, ast.Name) and each.id == name for each in node.targets):
-                    return Fact("value")
                 case ast.ImportFrom(module=str(origin)) | ast.ImportFrom(module=origin) if origin and (
                     found := next((each for each in node.names if (each.asname or each.name) == name), None)
                 ):
                     return Fact("alias", f"{_absolute(module, node, self._is_package(module))}.{found.name}")
+                case _ if (fact := self._definition(module, node, name)) is not None:
+                    return fact
+        return None
+
+    def _definition(self, module: str, node: ast.stmt, name: str) -> Fact | None:
+        """Return the fact if ``node``, of a module or a class, defines ``name`` as a function or a value."""
+        match node:
+            case ast.FunctionDef(name=own) | ast.AsyncFunctionDef(name=own) if own == name:
+                return self._function(module, node)
+            case ast.AnnAssign(target=ast.Name(id=own)) if own == name:
+                return Fact("value", self.type_name(module, node.annotation))
+            case ast.Assign() if any(isinstance(each, ast.Name) and each.id == name for each in node.targets):
+                return Fact("value")
         return None
 
     def _base(self, module: str, node: ast.expr) -> TypeName:
@@ -136,13 +134,8 @@ class Sources:
         if name == "__init__" and (fields := self._data_class_parameters(module, owner)) is not None:
             return Fact("function", "", ("self", *fields))
         for node in owner.body:
-            match node:
-                case ast.FunctionDef(name=own) | ast.AsyncFunctionDef(name=own) if own == name:
-                    return self._function(module, node)
-                case ast.AnnAssign(target=ast.Name(id=own)) if own == name:
-                    return Fact("value", self.type_name(module, node.annotation))
-                case ast.Assign() if any(isinstance(each, ast.Name) and each.id == name for each in node.targets):
-                    return Fact("value")
+            if (fact := self._definition(module, node, name)) is not None:
+                return fact
         return self._assigned(module, owner, name)
 
     def _assigned(self, module: str, owner: ast.ClassDef, name: str) -> Fact | None:
@@ -173,7 +166,7 @@ class Sources:
             case ast.Name(id=parameter) if parameter in annotations:
                 return self.type_name(module, annotations[parameter])
             case ast.Call(func=ast.Name(id=name)):
-                found = self.canonical(f"{module}.{name}")
+                found = canonical(self, f"{module}.{name}")
                 if self.class_definition(found):
                     return found
                 fact = self.fact(found)
@@ -185,7 +178,7 @@ class Sources:
         if any(isinstance(node, ast.FunctionDef) and node.name == "__init__" for node in owner.body):
             return None
         decorators = {_decorator(each) for each in owner.decorator_list}
-        bases = [self.canonical(f"{module}.{each.id}") for each in owner.bases if isinstance(each, ast.Name)]
+        bases = [canonical(self, f"{module}.{each.id}") for each in owner.bases if isinstance(each, ast.Name)]
         is_struct = any(base.startswith("msgspec") for base in bases) or owner.name in ("KVCacheEvent", "BlockStored")
         if not (decorators & {"dataclass", "config"} or is_struct):
             return None

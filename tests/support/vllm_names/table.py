@@ -30,6 +30,16 @@ class Names(Protocol):
         """Return what is known of "module.name" or "module.Class.member"; None if there is no such name."""
 
 
+def canonical(names: Names, name: str) -> str:
+    """Follow aliases to where a name of vLLM is defined."""
+    for _ in range(8):
+        fact = names.fact(name)
+        if fact is None or fact.kind != "alias":
+            break
+        name = fact.type
+    return name
+
+
 @dataclass
 class AskedNames:
     """Passes on what ``names`` knows, and remembers all that it was asked."""

@@ -11,23 +11,13 @@ from dataclasses import dataclass, field
 
 from tests.support.sources import source_tree
 from tests.support.vllm_names.sources import ENUM, parameters_of
-from tests.support.vllm_names.table import Fact, Names, TypeName
+from tests.support.vllm_names.table import Fact, Names, TypeName, canonical
 
 _BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
 #: The classes by whose methods vLLM calls a connector.
 CONNECTOR_BASES = (f"{_BASE}.KVConnectorBase_V1", f"{_BASE}.SupportsHMA")
 
 FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
-
-
-def canonical(names: Names, name: str) -> str:
-    """Follow aliases to where a name of vLLM is defined."""
-    for _ in range(8):
-        fact = names.fact(name)
-        if fact is None or fact.kind != "alias":
-            break
-        name = fact.type
-    return name
 
 
 def member(names: Names, owner: str, name: str) -> Fact | None:

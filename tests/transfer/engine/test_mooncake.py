@@ -4,6 +4,8 @@ Covers: transfer.engine.mooncake_native.
 """
 
 import gc
+import os
+import resource
 import socket
 import threading
 import time
@@ -12,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 
 import numpy as np
+import psutil
 import pytest
 
 from layout.copies import concatenate
@@ -19,15 +22,16 @@ from layout.geometry import Region
 from tests.support.engine.peer_process import MIB, SIZE, PeerProcess, fail_mid_read
 from tests.support.memory import Memory, even_copies, noise
 from tests.support.process import OpenResources
-from tests.support.waiting import until
+from tests.support.waiting import WAIT_S, until
 from transfer.engine.base import EngineStartError, ReadFailed
 from transfer.engine.mooncake import MooncakeEngine, MooncakeOptions
+from transfer.engine.mooncake_native import ENGINE_FILES
 
 
 @pytest.fixture
 def engine(destination: Memory) -> Iterator[MooncakeEngine]:
     destination.view[:] = 0
-    engine = MooncakeEngine(MooncakeOptions("127.0.0.1", connect_timeout_s=0.5, progress_timeout_s=2.0))
+    engine = MooncakeEngine(MooncakeOptions("127.0.0.1", connect_timeout_s=WAIT_S, progress_timeout_s=2.0))
     engine.register([destination.region])
     yield engine
     engine.check_integrity()
@@ -97,17 +101,16 @@ def test_a_failure_before_the_last_descriptor_of_a_call_is_not_missed(
         link.read(concatenate([bad, good]), 10)
 
 
-def test_a_peer_that_accepts_but_never_answers_is_given_up_after_the_connect_timeout(
-    engine: MooncakeEngine, victim: PeerProcess
-) -> None:
-    before = OpenResources.now()
-    victim.stop()
-    started = time.monotonic()
-    with pytest.raises(ReadFailed, match="accepts connections but does not answer") as failure:
-        engine.open(victim.address, [victim.region], victim.identity)
-    assert failure.value.settled
-    assert time.monotonic() - started < 10  # by itself it would take 60
-    until(lambda: before.is_all, lambda: f"{OpenResources.now()} is more than {before}")
+def test_a_peer_that_accepts_but_never_answers_is_given_up_after_the_connect_timeout(victim: PeerProcess) -> None:
+    with closing(MooncakeEngine(MooncakeOptions("127.0.0.1", connect_timeout_s=0.5))) as engine:
+        before = OpenResources.now()
+        victim.stop()
+        started = time.monotonic()
+        with pytest.raises(ReadFailed, match="accepts connections but does not answer") as failure:
+            engine.open(victim.address, [victim.region], victim.identity)
+        assert failure.value.settled
+        assert time.monotonic() - started < WAIT_S  # by itself it would take 60
+        until(lambda: before.is_all, lambda: f"{OpenResources.now()} is more than {before}")
 
 
 def test_a_closed_port_cannot_be_opened(engine: MooncakeEngine) -> None:
@@ -262,6 +265,46 @@ def test_close_leaves_no_thread_and_no_file_behind(peer: PeerProcess, destinatio
         engine.close()
         engine.close()
     until(lambda: before.is_all, lambda: f"{OpenResources.now()} is more than {before}")
+
+
+def open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_a_link_opens_no_more_files_than_are_asked_for_before(
+    engine: MooncakeEngine, peer: PeerProcess, destination: Memory
+) -> None:
+    gc.collect()
+    before = open_files()
+    link = engine.open(peer.address, [peer.region], peer.identity)
+    link.read(even_copies(destination.region, peer.region, 2000, 4096), 5)
+    until(lambda: open_files() - before == ENGINE_FILES, lambda: f"{open_files() - before} more than before")
+
+
+def test_no_link_is_opened_with_the_last_files_of_the_process(
+    engine: MooncakeEngine, peer: PeerProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    in_use = open_files()
+    few, enough = in_use + ENGINE_FILES + 100, in_use + ENGINE_FILES + 200
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (few, 1 << 20))
+    with pytest.raises(
+        ReadFailed, match=rf"files open and may have {few}, .* a link needs 10\. Raise the hard"
+    ) as failure:
+        engine.open(peer.address, [peer.region], peer.identity)
+    assert failure.value.settled
+    for limit in (enough, resource.RLIM_INFINITY):
+        monkeypatch.setattr(resource, "getrlimit", lambda _, limit=limit: (limit, limit))
+        engine.open(peer.address, [peer.region], peer.identity).close()
+
+
+def test_mooncake_raises_the_soft_limit_of_open_files_to_the_hard_one() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard // 2, hard))  # which the peer inherits
+    try:
+        with PeerProcess(MIB, seed=5) as peer:
+            assert psutil.Process(peer.pid).rlimit(resource.RLIMIT_NOFILE) == (hard, hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_closing_a_link_does_not_stop_other_python_threads(engine: MooncakeEngine, peer: PeerProcess) -> None:

@@ -92,6 +92,17 @@ def test_calls_hold_all_descriptors_in_order_and_are_never_too_much(sizes: list[
         assert not wire.window._flows
 
 
+def test_a_first_call_leaves_most_descriptors_to_later_ones_and_these_leave_some_to_other_reads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whatever time may be in flight."""
+    wire = Wire(monkeypatch)
+    wire.window = Window(200, 60.0)
+    wire.read(batch_of([1] * 350)).run(60.0, lambda: False)
+    assert [len(call.part) for call in wire.calls] == [50, 75, 75, 75, 75]
+    assert wire.window.most_in_flight == 150
+
+
 def test_the_next_call_is_in_flight_before_the_one_before_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     wire = Wire(monkeypatch)
     wire.read(batch_of([500_000] * 40)).run(60.0, lambda: False)

@@ -34,7 +34,7 @@ def _cannot_start(*_: object) -> None:
 def shared(destination: Memory) -> Iterator[MooncakeEngine]:
     destination.view[:] = 0
     engine = MooncakeEngine(
-        MooncakeOptions("127.0.0.1", connect_timeout_s=0.5, progress_timeout_s=3.0, engine_per_link=False)
+        MooncakeOptions("127.0.0.1", connect_timeout_s=WAIT_S, progress_timeout_s=3.0, engine_per_link=False)
     )
     engine.register([destination.region])
     yield engine
@@ -75,6 +75,23 @@ def test_a_peer_whose_reads_have_not_settled_is_not_opened_and_afterwards_it_is(
     shared.open(victim.address, [victim.region], victim.identity).read(
         even_copies(destination.region, victim.region, 4, 4096), 5
     )
+
+
+def test_a_peer_whose_reads_have_not_settled_is_not_read_over_other_links_and_afterwards_it_is(
+    shared: MooncakeEngine, victim: PeerProcess, destination: Memory
+) -> None:
+    """More descriptors would only wait behind those that hang, and hold what they are to write to."""
+    link, other = (shared.open(victim.address, [victim.region], victim.identity) for _ in range(2))
+    fail_mid_read(link, victim, destination, "stopped")
+    link.close()
+    in_flight = other.window.in_flight
+    with pytest.raises(ReadFailed, match="earlier reads from it have failed and not settled") as refusal:
+        other.read(even_copies(destination.region, victim.region, 4, 4096), 5)
+    assert refusal.value.settled
+    assert other.window.in_flight == in_flight
+    victim.go_on()
+    until(lambda: link.settled)
+    other.read(even_copies(destination.region, victim.region, 4, 4096), 5)
 
 
 def test_a_shared_link_settles_when_mooncake_has_given_up_a_peer_that_was_killed(

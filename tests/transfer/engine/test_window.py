@@ -60,6 +60,29 @@ def test_a_read_that_begins_has_a_call_in_flight_at_once(window: Window) -> None
     assert window.try_acquire(entered(window, 2000.0), 1, CALL_S)
 
 
+@pytest.mark.parametrize("capacity", [4, 100, 256, 1024, 2048])
+def test_a_read_that_begins_finds_descriptors_whatever_another_has_in_flight(capacity: int) -> None:
+    window = Window(capacity, BUDGET_S)
+    hanging = entered(window)
+    calls = []
+    while window.try_acquire(hanging, descriptors := window.call_descriptors(hanging), 0.0):
+        calls.append(descriptors)
+    assert len(calls) >= CALLS, "calls do not overlap"
+    new = entered(window, 1000.0)
+    assert window.call_descriptors(new) == capacity // 4
+    assert window.try_acquire(new, window.call_descriptors(new), CALL_S)
+
+
+def test_a_window_of_one_descriptor_serves_reads_one_after_another() -> None:
+    window = Window(1, BUDGET_S)
+    first, second = entered(window), entered(window)
+    assert window.try_acquire(first, window.call_descriptors(first), CALL_S)
+    assert not window.try_acquire(first, window.call_descriptors(first), CALL_S)
+    assert not window.try_acquire(second, window.call_descriptors(second), CALL_S)
+    window.release(first, 1, CALL_S)
+    assert window.try_acquire(second, 1, CALL_S)
+
+
 def test_room_goes_to_the_read_with_the_least_left(window: Window) -> None:
     long, short = entered(window, 100.0), entered(window, 3.0)
     for flow in (long, long, short):
@@ -89,25 +112,27 @@ def test_a_longer_read_leaves_room_to_a_shorter_one_that_asked_for_it(window: Wi
 
 def test_one_that_has_nothing_in_flight_comes_before_a_shorter_one_that_wants_more(window: Window) -> None:
     short, new = entered(window, 1.0), entered(window, 50.0)
+    begun = entered(window)
+    assert window.try_acquire(begun, 30, 0.1)
     for _ in range(2):
-        assert window.try_acquire(short, 45, 0.1)
-    assert not window.try_acquire(new, 20, 0.1)
+        assert window.try_acquire(short, 20, 0.1)
+    assert not window.try_acquire(new, 40, 0.1)
+    assert not window.try_acquire(short, 5, 0.1), "it would fit, and the new one would never find room"
+    window.release(begun, 30, 0.1)
     assert not window.try_acquire(short, 5, 0.1)
-    window.release(short, 45, 0.1)
-    assert not window.try_acquire(short, 5, 0.1)
-    assert window.try_acquire(new, 20, 0.1)
+    assert window.try_acquire(new, 30, 0.1)
     assert window.try_acquire(short, 5, 0.1)
 
 
 def test_a_read_that_failed_leaves_its_descriptors_behind_and_its_time_to_others(window: Window) -> None:
     failed, other = entered(window), entered(window)
-    assert window.try_acquire(failed, 60, BUDGET_S)
+    assert window.try_acquire(failed, 50, BUDGET_S)
     assert window.try_acquire(other, 10, CALL_S)
     assert not window.try_acquire(other, 10, CALL_S)
     window.leave(failed)
-    assert window.in_flight == 70
+    assert window.in_flight == 60
     assert window.try_acquire(other, 10, CALL_S)
-    window.release_abandoned(60)
+    window.release_abandoned(50)
     assert window.in_flight == 20
     window.check_integrity()
 

@@ -22,7 +22,7 @@ with warnings.catch_warnings():
     from vllm.v1.worker.worker_base import WorkerBase
 
 from pd_connector.vllm.cpu import layouts
-from pd_connector.vllm.layouts import wanted_layout
+from pd_connector.vllm.layouts import wanted_layout, warn_if_not_hooked
 from tests.support.connector.cpu_layers import OUR_CONNECTOR, Layer, a_shape, asked, cpu_only, layers_config
 
 pytestmark = [cpu_only, pytest.mark.usefixtures("hooked")]
@@ -37,6 +37,12 @@ def test_our_connector_is_known_by_its_registered_name() -> None:
     assert asked(layers_config({"kv_connector": "PDConnector"}))[0] == "BHLNC"
 
 
+@pytest.mark.parametrize("name", ["PDConnector", "NixlConnector"])
+def test_our_connector_is_known_by_its_module_under_any_name(name: str) -> None:
+    config = {"kv_connector": name, "kv_connector_module_path": "pd_connector.aliases"}
+    assert asked(layers_config(config))[0] == "BHLNC"
+
+
 def test_our_connector_inside_a_multi_connector_is_found() -> None:
     children = [{"kv_connector": "ExampleConnector"}, OUR_CONNECTOR]
     config = layers_config({"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": children}})
@@ -48,6 +54,7 @@ def test_our_connector_inside_a_multi_connector_is_found() -> None:
     [
         None,
         {"kv_connector": "ExampleConnector"},
+        {"kv_connector": "NixlConnector"},
         {"kv_connector": "PDConnector", "kv_connector_module_path": "pd_connector_of_others"},
         {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": [{"kv_connector": "Other"}]}},
         OUR_CONNECTOR | {"kv_connector_extra_config": {"cross_layer_blocks": False}},
@@ -59,6 +66,7 @@ def test_without_our_connector_or_with_the_switch_off_nothing_changes(
     config = layers_config(connector)
     assert asked(config) == ["LBHNC"]
     assert wanted_layout(config) is None
+    warn_if_not_hooked(config)
     assert log.text == ""
 
 
@@ -113,13 +121,13 @@ def test_a_worker_that_is_asked_otherwise_is_left_alone(
     monkeypatch.delattr(WorkerBase, "get_supported_kv_cache_layouts")
     layouts.register()
     assert log.text == ""  # whoever does not use the connector need not know
-    assert wanted_layout(config) is None
+    warn_if_not_hooked(config)
     assert "get_supported_kv_cache_layouts" in log.text
 
 
 def test_a_plugin_that_was_not_loaded_is_named(monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture) -> None:
     config = layers_config(OUR_CONNECTOR)
     monkeypatch.setattr(WorkerBase, "get_supported_kv_cache_layouts", kv_connector_utils.get_current_attn_backends)
-    assert wanted_layout(config) is None
+    warn_if_not_hooked(config)
     assert "the plugin pd_connector;" in log.text
     assert "VLLM_PLUGINS" in log.text

@@ -4,8 +4,8 @@ The runner is a stand-in, and so are the attention operators: tests/ascend_sim h
 """
 
 import logging
-import sys
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,12 +17,19 @@ from layout.geometry import WorkerGeometry
 from layout.host_blocks import host_layout
 from layout.plan import BlockTable, compile_plans
 from layout.sharding import choose_sources
-from pd_connector.vllm import layouts
+from pd_connector.config import ConnectorConfig
+from pd_connector.scheduler.scheduler import ConnectorScheduler
+from pd_connector.stats import StatsRecorder
+from pd_connector.vllm import layouts, release
 from pd_connector.vllm.cache_groups import GroupSpec, Ranks
 from pd_connector.vllm.npu import allocation
+from pd_connector.vllm.release import VllmRelease
+from pd_connector.vllm.release_023 import Release023
+from pd_connector.vllm.release_030 import Release030
 from pd_connector.worker.caches import describe_caches
 from tests.support.connector.tensors import stated_of
-from tests.support.devices.ascend_runner import MODULE, PD_CONNECTOR, RunnerModel, install
+from tests.support.connector.vllm_engine import CACHES, a_config
+from tests.support.devices.ascend_runner import PD_CONNECTOR, RunnerModel, install
 
 MLA = RunnerModel(content=(32, 4), heads=1)
 
@@ -79,13 +86,12 @@ def descriptors(model: RunnerModel, caches: dict[str, Any]) -> list[int]:
 # Together
 
 
-def test_a_runner_of_another_class_keeps_its_layers_apart(runner_class: Any, log: pytest.LogCaptureFixture) -> None:
+def test_a_runner_of_another_class_keeps_its_layers_apart(runner_class: Any) -> None:
     model = RunnerModel()
     other = type("XliteModelRunner", (runner_class,), {})
     together, apart = caches_of(runner_class(model)), caches_of(other(model))
     assert not together["l0"][0].is_contiguous()
     assert len(descriptors(model, apart)) > len(descriptors(model, together))
-    assert "allocated apart: XliteModelRunner may use them" in log.text
 
 
 @pytest.mark.parametrize("model", [RunnerModel(), MLA])
@@ -191,7 +197,10 @@ def test_caches_stay_apart_if_there_is_no_room_in_one_piece(
         raise torch.OutOfMemoryError("NPU out of memory")
 
     monkeypatch.setattr(allocation, "_allocate_together", no_room)
-    assert "NPU out of memory" in said_of_caches_apart(runner_class(RunnerModel()), log)
+    assert said_of_caches_apart(runner_class(RunnerModel()), log) == (
+        "30720 bytes cannot be allocated together (OutOfMemoryError: NPU out of memory)"
+    )
+    assert log.records[0].levelno == logging.WARNING
 
 
 @pytest.mark.parametrize(
@@ -243,8 +252,43 @@ def test_a_worker_with_our_connector_hooks_its_runner(monkeypatch: pytest.Monkey
     assert WorkerBase.__init__ is hooked
     for connector, expected in ((None, False), (PD_CONNECTOR, True)):
         runner = install(monkeypatch)
-        WorkerBase(runner(RunnerModel(), connector).vllm_config)
+        started_worker(runner(RunnerModel(), connector))
         assert (runner._allocate_kv_cache_tensors.__module__ == allocation.__name__) is expected
+
+
+def started_worker(runner: Any) -> Any:
+    """A worker of vLLM with that model runner."""
+    from vllm.v1.worker.worker_base import WorkerBase  # noqa: PLC0415
+
+    class Worker(WorkerBase):  # type: ignore[misc]  # vLLM is not followed
+        def initialize_from_config(self, kv_cache_config: Any) -> None:
+            self.initialized_from = kv_cache_config
+
+    worker = Worker(runner.vllm_config)
+    worker.model_runner = runner
+    return worker
+
+
+def test_a_runner_that_is_not_hooked_is_named(monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture) -> None:
+    from vllm.v1.worker.worker_base import WorkerBase  # noqa: PLC0415
+
+    monkeypatch.setattr(WorkerBase, "__init__", lambda self, config: setattr(self, "vllm_config", config))
+    on_npu(monkeypatch)
+    allocation.register()
+    hooked = install(monkeypatch)
+    second: Any = type("NPUModelRunner", (), {"__module__": "vllm_ascend.worker.v2.model_runner"})
+    for kind, connector, said in (
+        (hooked, PD_CONNECTOR, []),
+        (second, None, []),
+        (second, PD_CONNECTOR, ["vllm_ascend.worker.v2.model_runner.NPUModelRunner"]),
+    ):
+        log.clear()
+        worker = started_worker(hooked(RunnerModel(), connector))
+        worker.model_runner = object.__new__(kind)
+        worker.initialize_from_config("caches")
+        assert worker.initialized_from == "caches"
+        assert [line.split()[line.split().index("runner") + 1] for line in log.messages] == said
+        assert all("KV cache is allocated apart" in line for line in log.messages)
 
 
 def test_other_platforms_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -262,11 +306,35 @@ def on_npu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm.platforms, "_current_platform", platform)
 
 
-def test_a_plugin_that_was_not_loaded_is_named(monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("of", [VllmRelease(), Release030(), Release023()], ids=lambda of: type(of).__name__)
+def test_a_plugin_that_was_not_loaded_is_named_on_every_release(
+    of: VllmRelease, monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture
+) -> None:
     on_npu(monkeypatch)
-    sys.modules.pop(MODULE, None)
-    runner = install(monkeypatch)
-    assert layouts.wanted_layout(runner(RunnerModel()).vllm_config) is None
+    monkeypatch.setattr(layouts, "current", lambda: of)
+    layouts.warn_if_not_hooked(install(monkeypatch)(RunnerModel()).vllm_config)
     assert "did not load the plugin pd_connector" in log.text
-    layouts.log_layout(runner(RunnerModel()).vllm_config, "LBHNC")
+
+
+def test_a_start_on_023_names_a_plugin_that_was_not_loaded(
+    model: Path, monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture
+) -> None:
+    """Its connectors cannot ask for layouts, so the warning must not depend on that."""
+    on_npu(monkeypatch)
+    monkeypatch.setattr(release, "current", Release023)
+    monkeypatch.setattr(layouts, "current", Release023)
+    config = a_config(model)
+    for switch, warned in ((False, 0), (True, 1)):
+        config.kv_transfer_config.kv_connector_extra_config["cross_layer_blocks"] = switch
+        ConnectorScheduler(config, CACHES, ConnectorConfig(host="127.0.0.1"), StatsRecorder()).shutdown()
+        assert len([line for line in log.messages if "did not load the plugin" in line]) == warned
+
+
+def test_the_runners_caches_are_not_chosen_by_vllm(
+    monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture
+) -> None:
+    on_npu(monkeypatch)
+    config = install(monkeypatch)(RunnerModel()).vllm_config
+    assert layouts.wanted_layout(config) is None
+    layouts.log_layout(config, "LBHNC")
     assert "the workers lay out their KV caches" in log.text

@@ -1,6 +1,7 @@
 // A stand-in for CANN's ADXL (libllm_datadist.so), by which Mooncake's transport for Ascend reaches peers: processes of
 // this machine, whose memory is read through the kernel. Like HCCS it registers device memory at multiples of 2 MiB only,
-// 256 regions at most, and reads no host memory of a peer. SIMADXL_DIR is where engines find each other.
+// 256 regions at most, and reads no host memory of a peer. SIMADXL_DIR is where engines find each other; without it, those
+// of one user do.
 
 #include <sys/stat.h>
 #include <sys/uio.h>
@@ -68,7 +69,7 @@ struct Engine {
 
 static std::string file_of(const AscendString &name) {
   const char *set = getenv("SIMADXL_DIR");
-  std::string directory = set ? set : "/tmp/simulated-adxl";
+  std::string directory = set ? set : "/tmp/simulated-adxl-" + std::to_string(geteuid());
   mkdir(directory.c_str(), 0700);
   return directory + "/" + *name.name_;
 }

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from tests.support.ascend.host_kernels.dispatch import OperatorLibrary
 from tests.support.ascend.host_kernels.norms import scaled_norm
+from tests.support.ascend.host_kernels.paged_cache import write_slots
 from tests.support.ascend.paths import operator_schemas
 
 _OPERATORS = "vllm_ascend.vllm_ascend_C"
@@ -87,6 +88,15 @@ def _shapes_of_gemma_rms_norm(x: Tensor, gamma: Tensor, epsilon: float = 1e-6) -
     return torch.empty_like(x), x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
 
 
+def _scatter_to_heads_first(
+    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor,
+    *, cache_mode: str = "Norm", scatter_mode: str = "None",
+) -> None:  # fmt: skip
+    """Writing to caches [blocks, heads, tokens of a block, head size]."""
+    assert (cache_mode, scatter_mode) == ("Norm", "NHSD"), (cache_mode, scatter_mode)
+    write_slots(slot_mapping, ((key, key_cache.transpose(1, 2)), (value, value_cache.transpose(1, 2))))
+
+
 def _define_operators() -> Any:
     """Define vllm-ascend's operators; returns the library that holds them."""
     library = torch.library.Library("_C_ascend", "DEF")
@@ -95,10 +105,11 @@ def _define_operators() -> Any:
         library.define(schema)
         names.add(schema.partition("(")[0])
     operators = OperatorLibrary("_C_ascend", library)
-    for body, shapes in (
-        (npu_add_rms_norm_bias, _shapes_of_add_rms_norm),
-        (npu_gemma_rms_norm, _shapes_of_gemma_rms_norm),
+    for name, body, shapes in (
+        ("npu_add_rms_norm_bias", npu_add_rms_norm_bias, _shapes_of_add_rms_norm),
+        ("npu_gemma_rms_norm", npu_gemma_rms_norm, _shapes_of_gemma_rms_norm),
+        ("npu_scatter_pa_kv_cache", _scatter_to_heads_first, None),
     ):
-        if body.__name__ in names:
-            operators.define(body, shapes=shapes)
+        if name in names:
+            operators.define(body, name=name, shapes=shapes)
     return library

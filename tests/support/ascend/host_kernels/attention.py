@@ -55,6 +55,8 @@ def npu_fused_infer_attention_score(
     if query_rope is not None and key_rope is not None:
         assert block_table is None
         query, key = torch.cat((query, query_rope), -1), torch.cat((key, key_rope), -1)
+    if key.dim() == 4:  # [blocks, heads, tokens of a block, size]; otherwise a token's heads are one axis
+        key, value = (cache.transpose(1, 2).flatten(2) for cache in (key, value))
     size = value.shape[-1] // heads if block_table is not None else value.shape[-1]
     out = torch.zeros(query.shape[0], num_heads, size, dtype=query.dtype)
     sums = torch.zeros(query.shape[0], num_heads, 1)

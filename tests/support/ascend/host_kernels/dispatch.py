@@ -62,15 +62,18 @@ class OperatorLibrary:
         self.space = space
         self._library = library or torch.library.Library(space, "IMPL")
 
-    def define(self, body: Body, *, shapes: Body | None = None, aliases: dict[int, int] | None = None) -> None:
-        """Give the operator of the name of ``body`` that body.
+    def define(
+        self, body: Body, *, name: str = "", shapes: Body | None = None, aliases: dict[int, int] | None = None
+    ) -> None:
+        """Give an operator that body.
 
         Args:
+            name: the operator's, if it is not that of ``body``.
             shapes: makes the results as meta tensors, where nobody else has said how. Without it, and without results
                 or others' word, the operator runs at once instead of being queued.
             aliases: return values that are arguments, where the operator's schema does not say so.
         """
-        name = body.__name__
+        name = name or body.__name__
         with _quiet():
             self._library.impl(name, body, "CPU")
             if shapes is not None:
@@ -86,8 +89,15 @@ def _replace_all_of_pytorch() -> None:
     replace_kernels(names + [name for name in _ALWAYS if name not in names])
 
 
+def _handle(stream: Any) -> int:
+    return int(host.handle(stream.stream_id, stream.device_index, stream.device_type))
+
+
 host: Any = _load()
 _replace_all_of_pytorch()
+# torch_npu's own keeps the GIL while it waits until work has been handed to streams, and that may wait for kernels that
+# are written in Python, which no device has.
+torch.npu.Stream.npu_stream = property(_handle)
 NPU = OperatorLibrary("npu")
 ATB = OperatorLibrary("atb")
 

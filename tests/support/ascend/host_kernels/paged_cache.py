@@ -8,7 +8,7 @@ from tests.support.ascend.host_kernels.norms import scaled_norm
 from tests.support.ascend.host_kernels.rotary import rotate_pairs
 
 
-def _write(slots: Tensor, pairs: tuple[tuple[Tensor, Tensor], ...]) -> None:
+def write_slots(slots: Tensor, pairs: tuple[tuple[Tensor, Tensor], ...]) -> None:
     """Write the first rows of each pair's first tensor into its cache, at ``slots``; a negative slot is none."""
     slots = slots.flatten().long()
     valid = slots >= 0
@@ -20,7 +20,7 @@ def _write(slots: Tensor, pairs: tuple[tuple[Tensor, Tensor], ...]) -> None:
 
 @atb_operator
 def _npu_reshape_and_cache(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:
-    _write(slots, ((key, key_cache), (value, value_cache)))
+    write_slots(slots, ((key, key_cache), (value, value_cache)))
 
 
 @npu_operator
@@ -30,7 +30,7 @@ def npu_scatter_pa_kv_cache(
     seq_lens: Tensor | None = None, cache_mode: str = "PA_NZ",
 ) -> None:  # fmt: skip
     assert cache_mode == "Norm", cache_mode
-    _write(slots, ((key, key_cache), (value, value_cache)))
+    write_slots(slots, ((key, key_cache), (value, value_cache)))
 
 
 @npu_operator
@@ -61,7 +61,7 @@ def npu_kv_rmsnorm_rope_cache(
     assert c_kv_scale is None
     latent, _ = scaled_norm(kv[..., : gamma.shape[0]], gamma, epsilon)
     turned = rotate_pairs(kv[..., gamma.shape[0] :], cos, sin)
-    _write(index, ((turned, k_cache), (latent, ckv_cache)))
+    write_slots(index, ((turned, k_cache), (latent, ckv_cache)))
     return k_cache, ckv_cache, turned, latent
 
 

@@ -12,6 +12,7 @@
 //     view(tensor)      the same, without waiting: for use in what is launched
 //     launch(function)  call a Python function on the current stream
 //     slow_down(seconds)   how long each kernel takes at least that this thread launches from now on
+//     handle(stream, device, type)   the runtime's handle of a stream, once all given to streams has been handed to it
 //     reach(address, size)   the address at which the host reaches device memory
 //
 // SIMACL_TRACE=1 prints the name of each operator when it first runs, and whether it was queued.
@@ -156,10 +157,12 @@ void copy_kernel(const c10::OperatorHandle &op, c10::DispatchKeySet keys, torch:
 at::Tensor to_copy(const at::Tensor &self, std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
                    std::optional<at::Device> device, std::optional<bool> pin, bool non_blocking,
                    std::optional<at::MemoryFormat> format) {
+  // As PyTorch's own: into other memory of the host, the copy would not return before it is done.
+  bool to_host_later = non_blocking && self.is_privateuseone() && device && device->is_cpu();
   auto options = at::TensorOptions()
                      .dtype(dtype.value_or(self.scalar_type()))
                      .device(device.value_or(self.device()))
-                     .pinned_memory(pin.value_or(false));
+                     .pinned_memory(pin.value_or(to_host_later));
   at::Tensor source = self;
   if (options.dtype() != self.dtype() && !self.is_privateuseone())
     source = self.to(dtype.value());
@@ -228,6 +231,12 @@ uintptr_t reach(uintptr_t address, size_t size) {
   return reinterpret_cast<uintptr_t>(simacl_reach(reinterpret_cast<void *>(address), size));
 }
 
+uintptr_t handle(int64_t stream, int64_t device, int64_t type) {
+  WithoutGil released;
+  auto unpacked = c10_npu::NPUStream::unpack3(stream, device, static_cast<c10::DeviceType>(type));
+  return reinterpret_cast<uintptr_t>(unpacked.stream());
+}
+
 }  // namespace
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
@@ -238,4 +247,5 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("launch", &launch_python);
   module.def("slow_down", [](double seconds) { kernel_seconds = seconds; });
   module.def("reach", &reach);
+  module.def("handle", &handle);
 }

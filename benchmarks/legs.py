@@ -1,0 +1,226 @@
+"""What sending both legs at once saves: ``python -m benchmarks.legs``.
+
+A prefill and a decode server on CPU, a random model of 24 layers (1 KiB of cache for each layer and token), prompts in
+chunks of 512 tokens. Each prompt is new. Requests in turn and requests with both legs at once take turns, so that
+whatever else the machine does hits both alike.
+
+Handover: from the prefill server's answer to the decode server's first token, less what a request of one token takes
+there. Total: from the client's request to the last of its tokens. ``--bytes-per-s`` models a slow network.
+"""
+
+import argparse
+import json
+import os
+import random
+import statistics
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from examples.quickstart.servers import Server, ServerFailed, Servers, free_ports
+
+ROOT = Path(__file__).resolve().parents[1]
+DIRECTORY = ROOT / ".cache" / "legs"
+HOST, NAME = "127.0.0.1", "legs"
+READY_TIMEOUT_S, REQUEST_TIMEOUT_S = 240.0, 120.0
+LAYERS, KV_HEADS, HEAD_SIZE, VOCABULARY = 24, 4, 32, 512
+CHUNK, BLOCK_TOKENS, CACHE_BYTES, LONGEST = 512, 32, 768 << 20, 8192
+MODEL = {
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": VOCABULARY, "hidden_size": 256,
+    "intermediate_size": 512, "num_hidden_layers": LAYERS, "num_attention_heads": 8, "num_key_value_heads": KV_HEADS,
+    "head_dim": HEAD_SIZE, "max_position_embeddings": LONGEST, "rms_norm_eps": 1e-6, "tie_word_embeddings": False,
+    "torch_dtype": "float32", "bos_token_id": 0, "eos_token_id": 1,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Times:
+    """Of one request, in seconds since the client sent it."""
+
+    prefilled: float
+    ended: float  # with all of its tokens
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The two servers, and where the prefill server's control channel is."""
+
+    http: httpx.Client
+    prefill: str
+    decode: str
+    control: dict[str, Any]
+
+    def complete(self, url: str, prompt: list[int], tokens: int, params: dict[str, Any] | None) -> dict[str, Any]:
+        """Return a server's answer."""
+        body = {"model": NAME, "prompt": prompt, "max_tokens": tokens, "temperature": 0.0, "ignore_eos": True,
+                "detokenize": False, "kv_transfer_params": params}  # fmt: skip
+        answer = self.http.post(f"{url}/v1/completions", json=body)
+        answer.raise_for_status()
+        result: dict[str, Any] = answer.json()
+        return result
+
+    def in_turn(self, prompt: list[int], tokens: int) -> Times:
+        """Send the prefill leg, and the decode leg when it is answered."""
+        start = time.perf_counter()
+        params = self.complete(self.prefill, prompt, 1, {"do_remote_decode": True})["kv_transfer_params"]
+        prefilled = time.perf_counter() - start
+        self.complete(self.decode, prompt, tokens, params)
+        return Times(prefilled, time.perf_counter() - start)
+
+    def together(self, prompt: list[int], tokens: int) -> Times:
+        """Send both legs at once."""
+        name = uuid.uuid4().hex
+        start = time.perf_counter()
+
+        def leg(url: str, number: int, params: dict[str, Any]) -> float:
+            self.complete(url, prompt, number, params)
+            return time.perf_counter() - start
+
+        with ThreadPoolExecutor(2) as threads:
+            for_p = {"do_remote_decode": True, "transfer_id": name}
+            prefilled: Future[float] = threads.submit(leg, self.prefill, 1, for_p)
+            ended = threads.submit(
+                leg, self.decode, tokens, {"do_remote_prefill": True, "transfer_id": name} | self.control
+            )
+            return Times(prefilled.result(), ended.result())
+
+
+Send = Callable[[list[int], int], Times]
+
+
+@contextmanager
+def running(bytes_per_s: float, threads: int) -> Iterator[Pair]:
+    """Yield the two servers, ready; they end with the context."""
+    (DIRECTORY / "model").mkdir(parents=True, exist_ok=True)
+    (DIRECTORY / "model" / "config.json").write_text(json.dumps(MODEL))
+    environment = {
+        "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "OMP_NUM_THREADS": str(threads), "PD_BENCHMARK_BYTES_PER_S": str(bytes_per_s),
+    }  # fmt: skip
+    with Servers() as servers, httpx.Client(timeout=REQUEST_TIMEOUT_S, limits=httpx.Limits(max_connections=64)) as http:
+        started = []
+        for role, port in zip(("kv_producer", "kv_consumer"), free_ports(2, HOST), strict=True):
+            module = "benchmarks.slow_network" if bytes_per_s else "pd_connector"
+            connector = {"kv_connector": "PDConnector", "kv_connector_module_path": module, "kv_role": role,
+                         "kv_connector_extra_config": {"host": HOST}}  # fmt: skip
+            options: dict[str, object] = {
+                "model": DIRECTORY / "model", "served-model-name": NAME, "host": HOST, "port": port, "dtype": "float32",
+                "load-format": "dummy", "block-size": BLOCK_TOKENS, "kv-cache-memory-bytes": CACHE_BYTES,
+                "max-model-len": LONGEST, "max-num-batched-tokens": CHUNK, "kv-transfer-config": json.dumps(connector),
+            }  # fmt: skip
+            words = [str(word) for option, value in options.items() for word in (f"--{option}", value)]
+            command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--enforce-eager",
+                       "--skip-tokenizer-init", *words]  # fmt: skip
+            url, log = f"http://{HOST}:{port}", DIRECTORY / f"{role}.log"
+            started.append(servers.start(Server(role, command, url=url, log=log, environment=environment, cwd=ROOT)))
+        servers.wait_ready(started, READY_TIMEOUT_S)
+        pair = Pair(http, started[0].url, started[1].url, {})
+        params = pair.complete(pair.prefill, a_prompt(64), 1, {"do_remote_decode": True})["kv_transfer_params"]
+        pair.complete(pair.decode, a_prompt(64), 1, None)
+        yield Pair(http, pair.prefill, pair.decode, {name: params[name] for name in ("remote_host", "remote_port")})
+
+
+def a_prompt(tokens: int) -> list[int]:
+    """Return a prompt that no cache holds."""
+    return [random.randrange(2, VOCABULARY) for _ in range(tokens)]
+
+
+def take_turns(sends: Sequence[Send], tokens: int, answer_tokens: int, repeats: int) -> list[list[Times]]:
+    """Return the times of each way to send, of ``repeats`` prompts each, after two that are not counted."""
+    times: list[list[Times]] = [[] for _ in sends]
+    for number in range(repeats + 2):
+        for each, send in zip(times, sends, strict=True):
+            taken = send(a_prompt(tokens), answer_tokens)
+            if number >= 2:
+                each.append(taken)
+    return times
+
+
+def one_token_s(pair: Pair, repeats: int) -> float:
+    """Return the median of what a request of one token takes at the decode server."""
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        pair.complete(pair.decode, a_prompt(1), 1, None)
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def handovers(pair: Pair, lengths: Sequence[int], repeats: int, bytes_per_s: float) -> dict[str, dict[str, float]]:
+    """Print the handover by the length of the prompt, and return it."""
+    figures = {}
+    least = one_token_s(pair, repeats)
+    print(f"a request of one token takes {least * 1e3:.1f} ms\nhandover in ms, median and 90th percentile")
+    print(f"{'tokens':>7} {'MB':>6} {'prefill':>9} {'in turn':>15} {'together':>15} {'ratio':>6} {'hidden':>7}")
+    for tokens in lengths:
+        size = tokens * LAYERS * KV_HEADS * HEAD_SIZE * 2 * 4
+        times = take_turns((pair.in_turn, pair.together), tokens, 1, repeats)
+        turn, both = ([(each.ended - each.prefilled - least) * 1e3 for each in taken] for taken in times)
+        prefill = statistics.median(each.prefilled for each in times[0]) * 1e3
+        medians = statistics.median(turn), statistics.median(both)
+        tails = statistics.quantiles(turn, n=10)[-1], statistics.quantiles(both, n=10)[-1]
+        network_ms = size / bytes_per_s * 1e3 if bytes_per_s else medians[0]
+        hidden = 1 - max(medians[1], 0.0) / network_ms
+        figures[str(tokens)] = {
+            "megabytes": size / 1e6, "prefill_ms": prefill, "in_turn_ms": medians[0], "in_turn_p90_ms": tails[0],
+            "together_ms": medians[1], "together_p90_ms": tails[1], "ratio": medians[1] / medians[0], "hidden": hidden,
+        }  # fmt: skip
+        print(
+            f"{tokens:>7,} {size / 1e6:>6.1f} {prefill:>9.0f} {medians[0]:>7.1f} {tails[0]:>7.1f} {medians[1]:>7.1f} "
+            f"{tails[1]:>7.1f} {medians[1] / medians[0]:>6.2f} {hidden:>7.0%}"
+        )
+    return figures
+
+
+def totals(pair: Pair, tokens: int, answer_tokens: int, repeats: int) -> dict[str, dict[str, float]]:
+    """Print the total time of requests, alone and eight at a time, and return it."""
+    figures = {}
+    print(f"total in ms of {tokens:,} tokens and {answer_tokens} answered, median and 90th percentile")
+    print(f"{'at once':>8} {'in turn':>15} {'together':>15} {'ratio':>6}")
+    for at_once in (1, 8):
+
+        def burst(send: Send, number: int = at_once) -> list[float]:
+            with ThreadPoolExecutor(number) as clients:
+                sent = [clients.submit(send, a_prompt(tokens), answer_tokens) for _ in range(number)]
+                return [each.result().ended * 1e3 for each in sent]
+
+        taken: tuple[list[float], list[float]] = ([], [])
+        for number in range(max(repeats // at_once, 3) + 1):
+            for each, send in zip(taken, (pair.in_turn, pair.together), strict=True):
+                times = burst(send)
+                each.extend(times if number else ())
+        cells = [f"{statistics.median(each):>7.0f} {statistics.quantiles(each, n=10)[-1]:>7.0f}" for each in taken]
+        ratio = statistics.median(taken[1]) / statistics.median(taken[0])
+        print(f"{at_once:>8} {cells[0]:>15} {cells[1]:>15} {ratio:>6.2f}")
+        figures[str(at_once)] = {"in_turn_ms": statistics.median(taken[0]), "together_ms": statistics.median(taken[1]),
+                                 "ratio": ratio, "longer": ratio - 1}  # fmt: skip
+    return figures
+
+
+def main(words: Sequence[str] | None = None) -> dict[str, Any]:
+    """Print both tables, and return the figures."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--lengths", type=int, nargs="+", default=[500, 512, 2000, 3500, 7000])
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--bytes-per-s", type=float, default=0.0, help="of the network; 0: as it is")
+    parser.add_argument("--threads", type=int, default=1, help="of each server's kernels (1)")
+    arguments = parser.parse_args(words)
+    random.seed(os.urandom(8))
+    try:
+        with running(arguments.bytes_per_s, arguments.threads) as pair:
+            by_length = handovers(pair, arguments.lengths, arguments.repeats, arguments.bytes_per_s)
+            return {"handover": by_length, "total_2000_tokens": totals(pair, 2000, 16, arguments.repeats)}
+    except ServerFailed as error:
+        sys.exit(f"{error}. The end of its log in {DIRECTORY}:\n{error.log_tail}")
+
+
+if __name__ == "__main__":
+    main()

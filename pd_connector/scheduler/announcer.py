@@ -1,0 +1,272 @@
+"""Watches the prompts that are followed by name on their way through a prefill engine, and announces what is complete.
+
+vLLM tells a connector what a step is to compute, not that it has. So each worker returns the number of a step with the
+step's results: when all have, every rank has written what the step computed, as far as a sampled token proves it, which
+is what leases rest on too. What a prompt finds in the prefix cache is complete at once, but for blocks that steps under
+way still write for other requests.
+
+Everything runs on the scheduler's thread.
+"""
+
+import logging
+from collections import Counter, deque
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import TYPE_CHECKING
+
+from pd_connector.params import ParamsError, is_decode_leg, is_prefill_leg, prefill_transfer_id
+from pd_connector.scheduler.lease_service import LeaseService
+from pd_connector.vllm.block_pools import DeviceBlocks, HeldBlocks
+from pd_connector.vllm.requests import tokens_under_way
+
+if TYPE_CHECKING:
+    from pd_connector.vllm.types import KVCacheBlock, Request
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Named:
+    """A named prompt that is queued or being computed."""
+
+    request: "Request"
+    transfer_id: str
+    preemptions: int  # of the request, when its attempt began
+    tokens: int  # of the prompt
+    found: int = 0  # tokens that the device and host memory hold, as far as is known
+    attempt: int = 0
+    has_begun: bool = False
+    end: int = 0  # how far its steps have been scheduled
+
+
+@dataclass(frozen=True, slots=True)
+class _Computed:
+    """What a step computes of a named prompt."""
+
+    request_id: str
+    attempt: int
+    tokens: int  # the prompt's first ones, complete when the step has ended
+
+
+@dataclass(slots=True)
+class _Step:
+    """A step that may be under way."""
+
+    scheduled: Mapping[str, int]  # tokens of each request
+    #: Blocks of requests that have ended since, which it or an older step may still write.
+    left: set[int] = field(default_factory=set)
+    has_lost: bool = False  # whether there are others of which nobody knows
+
+
+class Announcer:
+    """Owns the named prompts of an engine, and the steps that are to be reported."""
+
+    def __init__(self, service: LeaseService[HeldBlocks], blocks: DeviceBlocks, steps_in_flight: int = 2) -> None:
+        """Start without prompts.
+
+        Args:
+            service: told what is complete.
+            blocks: of the device.
+            steps_in_flight: how many steps vLLM schedules at most before the first of them has ended.
+        """
+        self._service, self._transfers = service, service.transfers
+        self._blocks = blocks
+        self._requests: dict[str, Request] = {}
+        self._named: dict[str, _Named] = {}
+        self._begun: dict[str, _Named] = {}  # those of them that have blocks
+        self._unwanted: set[str] = set()  # requests whose transfers were cancelled before they came
+        self._recent: deque[_Step] = deque(maxlen=steps_in_flight)  # oldest first
+        self._steps: dict[int, tuple[_Computed, ...]] = {}  # that are to be reported, oldest first
+        self._reports: Counter[int] = Counter()  # ranks that have, by step
+        self._next_step = 0
+        self._events: Counter[str] = Counter()
+
+    def add(self, request: "Request") -> None:
+        """Take up a new request. A wrong transfer id, or one that is in use, is logged: the prompt then has no name."""
+        self._requests[request.request_id] = request
+        if not is_prefill_leg(request.kv_transfer_params) or is_decode_leg(request.kv_transfer_params):
+            return
+        try:
+            transfer_id = prefill_transfer_id(request.kv_transfer_params)
+            if not transfer_id:
+                return
+            is_wanted = self._service.begin(request, transfer_id)
+        except (ParamsError, ValueError) as error:
+            logger.error("PDConnector: request %s cannot be followed by name: %s", request.request_id, error)
+            return
+        if not is_wanted:
+            self._unwanted.add(request.request_id)
+            return
+        named = _Named(request, transfer_id, request.num_preemptions, request.num_prompt_tokens)
+        self._named[request.request_id] = named
+        self._events["begun"] += 1
+        self._service.notify(transfer_id)
+
+    def transfer_id(self, request_id: str) -> str:
+        """Return the name by which a prompt can be followed; empty if it has none."""
+        named = self._named.get(request_id)
+        return named.transfer_id if named is not None else ""
+
+    def is_unwanted(self, request_id: str) -> bool:
+        """Return whether a prompt's transfer has ended before the prompt is complete: nobody will read it."""
+        named = self._named.get(request_id)
+        return request_id in self._unwanted or (named is not None and self._transfers.begun(named.transfer_id) is None)
+
+    def found(self, request_id: str, tokens: int) -> None:
+        """Note how many tokens of a prompt this engine's caches hold, which is about to be given its blocks.
+
+        Its first step may load further ones from elsewhere: they are complete when it has ended.
+        """
+        named = self._named.get(request_id)
+        if named is not None:
+            named.found = tokens
+
+    def schedule(self, scheduled: Mapping[str, int]) -> tuple[int, ...]:
+        """Note that a step works on ``scheduled`` tokens of each request; return its number if it is to be reported."""
+        for named in list(self._begun.values()):
+            self._is_same_attempt(named)
+        awaited = tuple(self._schedule(self._named[each], scheduled) for each in scheduled if each in self._named)
+        if scheduled:
+            self._recent.append(_Step(scheduled))
+        if not awaited:
+            return ()
+        self._next_step += 1
+        self._steps[self._next_step] = awaited
+        return (self._next_step,)
+
+    def computed(self, steps: Mapping[int, int], ranks: int) -> None:
+        """Announce what steps have computed that all ``ranks`` have reported.
+
+        ``steps``: the number of ranks that have since the last call, by step.
+        """
+        awaited = {number: reports for number, reports in steps.items() if number in self._steps}
+        self._reports.update(awaited)
+        for number in [each for each in awaited if self._reports[each] >= ranks]:
+            del self._reports[number]
+            for computed in self._steps.pop(number):
+                named = self._begun.get(computed.request_id)
+                if named is not None and self._is_same_attempt(named) and named.attempt == computed.attempt:
+                    self._announce(named, computed.tokens)
+
+    def finish(self, request: "Request", *, is_granted: bool) -> None:
+        """Forget a request. Without a lease, those who follow its prompt are told how it ended."""
+        self._leave(request)
+        self._unwanted.discard(request.request_id)
+        self._begun.pop(request.request_id, None)
+        named = self._named.pop(request.request_id, None)
+        if named is None:
+            return
+        if not self._named:  # nobody waits for the steps under way
+            self._steps.clear()
+            self._reports.clear()
+        self._events["complete" if is_granted else "ended"] += 1
+        if is_granted:
+            self._service.notify(named.transfer_id)
+            return
+        begun = self._transfers.begun(named.transfer_id)
+        if begun is not None:
+            how = request.status.name.removeprefix("FINISHED_").lower()
+            self._service.end_transfers([begun.lease_id], f"the prefill engine's request has ended ({how})")
+
+    def take_events(self) -> dict[str, int]:
+        """Return how many named prompts have begun, started over, or ended since the last call, by event."""
+        events, self._events = dict(self._events), Counter()
+        return events
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless the books balance."""
+        assert self._named.keys() <= self._requests.keys(), "a prompt is announced whose request has ended"
+        assert self._begun.items() <= self._named.items(), "a prompt has begun that is not announced"
+        assert self._reports.keys() <= self._steps.keys(), "a step has been reported that nobody asked for"
+
+    def _schedule(self, named: _Named, scheduled: Mapping[str, int]) -> _Computed:
+        """Note what a step computes of a named prompt."""
+        request = named.request
+        if not named.has_begun:
+            named.has_begun = True
+            self._begun[request.request_id] = named
+            self._announce(named, self._settled_tokens(named, scheduled))
+        named.end = min(request.num_computed_tokens + scheduled[request.request_id], named.tokens)
+        return _Computed(request.request_id, named.attempt, named.end)
+
+    def _is_same_attempt(self, named: _Named) -> bool:
+        """Return whether a prompt that has begun still has what was computed; if not, begin another attempt.
+
+        It has not if vLLM has taken its blocks (preemption), or computes some of them again (a failed load).
+        """
+        request = named.request
+        if request.num_preemptions == named.preemptions and request.num_computed_tokens >= named.end:
+            return True
+        named.preemptions, named.attempt = request.num_preemptions, named.attempt + 1
+        named.has_begun, named.end = False, 0
+        del self._begun[request.request_id]
+        self._transfers.start_over(named.transfer_id)
+        self._events["restarted"] += 1
+        self._service.notify(named.transfer_id)
+        return False
+
+    def _announce(self, named: _Named, tokens: int) -> None:
+        known = self._transfers.blocks_known(named.transfer_id)
+        if known is None:
+            return  # cancelled
+        new = self._blocks.block_ids(named.request.request_id, tokens, known, self._service.block_tokens)
+        if self._transfers.announce(named.transfer_id, tokens, new):
+            self._service.notify(named.transfer_id)
+
+    def _settled_tokens(self, named: _Named, scheduled: Mapping[str, int]) -> int:
+        """Return how many tokens of a prompt were complete before its first step.
+
+        Its blocks may be another request's too, and then a step under way may still write the last of them.
+        """
+        request = named.request
+        settled: int = min(request.num_computed_tokens, named.found)
+        if not settled or any(step.has_lost for step in self._recent):
+            return 0
+        ours = self._blocks.table(request.request_id)
+        left: set[int] = set().union(*(step.left for step in self._recent))
+        if left:
+            settled = self._tokens_before(ours, settled, left)
+        for request_id in {*scheduled, *(each for step in self._recent for each in step.scheduled)}:
+            other = self._requests.get(request_id)
+            if other is None:
+                continue
+            under_way = self._under_way(other)
+            if under_way and other.num_preemptions:
+                return 0  # into blocks that it has lost, perhaps, and others have found
+            written = max(other.num_computed_tokens - under_way, 0)
+            if other is request or written >= settled:
+                continue
+            theirs = self._blocks.table(request_id)
+            for size, our_blocks, their_blocks in zip(self._service.block_tokens, ours, theirs, strict=True):
+                last = min(-(-settled // size), len(our_blocks), len(their_blocks))
+                for number in range(written // size, last):
+                    if our_blocks[number] is their_blocks[number] and not our_blocks[number].is_null:
+                        settled = min(settled, number * size)
+                        break
+        return settled
+
+    def _tokens_before(self, table: "Sequence[Sequence[KVCacheBlock]]", tokens: int, blocks: Container[int]) -> int:
+        """Return how many of the first ``tokens`` tokens come before any of ``blocks`` in a table."""
+        for size, group in zip(self._service.block_tokens, table, strict=True):
+            for number, block in enumerate(islice(group, -(-tokens // size))):
+                if block.block_id in blocks and not block.is_null:
+                    tokens = min(tokens, number * size)
+                    break
+        return tokens
+
+    def _under_way(self, request: "Request") -> int:
+        """Return how many tokens of a request steps may be working on, besides the one that is being scheduled."""
+        known = tokens_under_way(request)
+        return known if known is not None else sum(step.scheduled.get(request.request_id, 0) for step in self._recent)
+
+    def _leave(self, request: "Request") -> None:
+        """Forget a request that has ended, but not the blocks that steps under way may still write."""
+        known = self._requests.pop(request.request_id, None)
+        if known is None or not self._recent or not (under_way := self._under_way(request)):
+            return
+        newest = self._recent[-1]  # the last to be forgotten
+        newest.has_lost |= request.num_preemptions > 0
+        written = max(request.num_computed_tokens - under_way, 0)
+        for size, blocks in zip(self._service.block_tokens, self._blocks.table(request.request_id), strict=True):
+            newest.left.update(block.block_id for block in blocks[written // size :])

@@ -1,0 +1,210 @@
+"""The command line: ``python -m pd_proxy --prefill URL --decode URL``."""
+
+import argparse
+import ipaddress
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import uvicorn
+
+from pd_proxy.app import create_app
+from pd_proxy.servers import Leg
+from pd_proxy.settings import FirstTokenFrom, Legs, Settings
+
+logger = logging.getLogger(__name__)
+
+#: vLLM's own name for its servers' key. Not OPENAI_API_KEY: that one is often the key of another service.
+_KEY_VARIABLE = "VLLM_API_KEY"
+
+#: How vLLM's example proxies call a server of a leg, and what they take where only hosts or only ports are given.
+_NAMES = {Leg.PREFILL: "prefiller", Leg.DECODE: "decoder"}
+_DEFAULT_HOST = "localhost"
+_DEFAULT_PORTS = {Leg.PREFILL: 8100, Leg.DECODE: 8200}
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """Where to listen, and how to end."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000  # 0 for any
+    shutdown_timeout_s: int = 2  # how long requests may go on after Ctrl-C or SIGTERM
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Serve until a signal comes."""
+    settings, server = parse(arguments)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    # The proxy writes one access line a request itself.
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    if settings.api_key is not None:
+        logger.info("the API key goes to the servers in the place of clients' Authorization; clients are not checked")
+    uvicorn.run(
+        create_app(settings),
+        host=server.host,
+        port=server.port,
+        access_log=False,
+        log_config=None,
+        server_header=False,
+        timeout_graceful_shutdown=server.shutdown_timeout_s,
+    )
+
+
+def parse(arguments: Sequence[str] | None = None) -> tuple[Settings, Server]:
+    """Return what a command line means. Leave with status 2 and a message where it cannot work."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    try:
+        settings = Settings(
+            prefill=_leg_urls(Leg.PREFILL, options.prefill, options.prefiller_hosts, options.prefiller_ports),
+            decode=_leg_urls(Leg.DECODE, options.decode, options.decoder_hosts, options.decoder_ports),
+            legs=Legs(options.legs),
+            first_token=FirstTokenFrom(options.first_token),
+            connect_timeout_s=options.connect_timeout,
+            request_timeout_s=options.request_timeout,
+            status_page=options.status_page,
+            traces_endpoint=options.otlp_traces_endpoint,
+            # As in vLLM, an empty variable is none.
+            api_key=options.api_key if options.api_key is not None else os.environ.get(_KEY_VARIABLE) or None,
+        )
+    except ValueError as error:
+        parser.error(str(error))
+    if options.shutdown_timeout < 0:
+        parser.error(f"--shutdown-timeout is {options.shutdown_timeout}; it must be 0 or more seconds")
+    return settings, Server(options.host, options.port, options.shutdown_timeout)
+
+
+def _leg_urls(leg: Leg, urls: list[str], hosts: list[str], ports: list[int]) -> tuple[str, ...]:
+    """Return the base URLs of a leg's servers, which are given as URLs, or as hosts and ports as in vLLM."""
+    if not (hosts or ports):
+        return tuple(url.rstrip("/") for url in urls)
+    name = _NAMES[leg]
+    if urls:
+        raise ValueError(
+            f"{leg} servers are named twice, by --{leg} and by --{name}-hosts or --{name}-ports; use one way"
+        )
+    hosts = hosts or [_DEFAULT_HOST] * len(ports)
+    ports = ports or [_DEFAULT_PORTS[leg]] * len(hosts)
+    if len(hosts) != len(ports):
+        raise ValueError(
+            f"--{name}-hosts names {len(hosts)} and --{name}-ports {len(ports)}; give one port for each host, in order"
+        )
+    for port in ports:
+        if not 1 <= port <= 65535:
+            raise ValueError(f"--{name}-ports has {port}; a port is a number from 1 to 65535")
+    return tuple(f"http://{_url_host(leg, host)}:{port}" for host, port in zip(hosts, ports, strict=True))
+
+
+def _url_host(leg: Leg, host: str) -> str:
+    """Return a host as it stands in a URL."""
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        if not host or not set(host).isdisjoint(":/[]@?# "):
+            raise ValueError(
+                f"--{_NAMES[leg]}-hosts has {host!r}; write a host name or an IP address there, and a URL with --{leg}"
+            ) from None
+        return host
+    return f"[{address}]" if address.version == 6 else str(address)
+
+
+def _parser() -> argparse.ArgumentParser:
+    defaults = Settings(prefill=("http://localhost",), decode=("http://localhost",))
+    parser = argparse.ArgumentParser(
+        prog="python -m pd_proxy",
+        description="OpenAI-compatible proxy in front of vLLM prefill and decode servers.",
+        allow_abbrev=False,
+    )
+    for leg in Leg:
+        _add_servers(parser, leg)
+    server = Server()
+    parser.add_argument("--host", default=server.host, help="address to listen on (default %(default)s)")
+    parser.add_argument(
+        "--port", type=int, default=server.port, help="port to listen on, 0 for any (default %(default)s)"
+    )
+    parser.add_argument(
+        "--legs",
+        choices=list(Legs),
+        default=defaults.legs,
+        help="together: the decode leg is sent with the prefill leg, so that decode servers read what prefill servers "
+        "have computed while these go on; in turn while a prefill server's control address is not known, which its "
+        "answers tell. in-turn: the decode leg is sent when the prefill leg is answered (default %(default)s)",
+    )
+    parser.add_argument(
+        "--first-token",
+        choices=list(FirstTokenFrom),
+        default=defaults.first_token,
+        help="prefill: streams of greedy text completions begin with the prefill server's own token, as soon as it "
+        "has answered, and the decode server goes on behind it. decode: the whole answer is the decode server's "
+        "(default %(default)s)",
+    )
+    parser.add_argument(
+        "--api-key",
+        metavar="KEY",
+        help="the servers' key, sent in the place of clients' Authorization. Other users of this machine can see a "
+        f"command line: prefer the environment variable {_KEY_VARIABLE} (default: pass clients' Authorization on)",
+    )
+    parser.add_argument(
+        "--connect-timeout",
+        type=float,
+        default=defaults.connect_timeout_s,
+        metavar="SECONDS",
+        help="longest wait for a connection to a server (default %(default)g)",
+    )
+    parser.add_argument(
+        "--request-timeout",
+        type=float,
+        default=defaults.request_timeout_s,
+        metavar="SECONDS",
+        help="longest silence of a server, before its answer and inside it (default %(default)g)",
+    )
+    parser.add_argument(
+        "--status-page",
+        action="store_true",
+        help="serve /status, a live page of servers, requests and failures. Whoever reaches the proxy's port can see "
+        "it: addresses of servers, request ids and times, but no prompts, answers or keys (default: off)",
+    )
+    parser.add_argument(
+        "--otlp-traces-endpoint",
+        metavar="URL",
+        help="send OpenTelemetry spans of requests and their legs there, as protobuf over HTTP, such as "
+        "http://127.0.0.1:4318/v1/traces (default: none)",
+    )
+    parser.add_argument(
+        "--shutdown-timeout",
+        type=int,
+        default=server.shutdown_timeout_s,
+        metavar="SECONDS",
+        help="how long requests may go on after Ctrl-C or SIGTERM (default %(default)s)",
+    )
+    return parser
+
+
+def _add_servers(parser: argparse.ArgumentParser, leg: Leg) -> None:
+    group = parser.add_argument_group(f"{leg} servers")
+    group.add_argument(f"--{leg}", action="append", default=[], metavar="URL", help="base URL of a server; repeatable")
+    group.add_argument(
+        f"--{_NAMES[leg]}-hosts",
+        f"--{_NAMES[leg]}-host",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="HOST",
+        help=f"as in vLLM's example proxies, instead of --{leg} (default {_DEFAULT_HOST}, if ports are given)",
+    )
+    group.add_argument(
+        f"--{_NAMES[leg]}-ports",
+        f"--{_NAMES[leg]}-port",
+        nargs="+",
+        action="extend",
+        type=int,
+        default=[],
+        metavar="PORT",
+        help=f"one for each host, in the same order (default {_DEFAULT_PORTS[leg]}, if hosts are given)",
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,76 @@
+"""Where the prefill servers' control channels are, as their answers have told. No I/O.
+
+A decode server that gets its leg together with the prefill server's must be told where to ask for the transfer. The
+proxy is not configured with that: the first answer of each prefill server names it, and every later one confirms it.
+"""
+
+import logging
+from dataclasses import dataclass, field
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+#: A key in the answers of those connectors that let a transfer be followed by its name. Others name a host and a port
+#: too, and could do nothing with a name.
+_MARK = "remote_attempt"
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Of a control channel."""
+
+    host: str
+    port: int
+
+
+@dataclass(slots=True)
+class _Told:
+    now: Address | None = None  # as last told
+    before: set[Address] = field(default_factory=set)  # that have been replaced
+    several: bool = False  # one that had been replaced came back
+
+
+class ControlAddresses:
+    """The control addresses of all prefill servers, by their URLs.
+
+    A server whose answers name several addresses in turn is more than one engine behind one URL, such as the ranks of a
+    data-parallel deployment. It has no address here, because nobody can say which of them will take a request.
+    """
+
+    def __init__(self) -> None:
+        self._told: dict[str, _Told] = {}
+
+    def of(self, url: str) -> Address | None:
+        """Return a server's control address; None if it is not known, or not one."""
+        told = self._told.get(url)
+        return None if told is None or told.several else told.now
+
+    def learn(self, url: str, transfer: dict[str, Any]) -> None:
+        """Note the address in the ``kv_transfer_params`` of a server's answer."""
+        address = _address(transfer)
+        if address is None:
+            self.forget(url)
+            return
+        told = self._told.setdefault(url, _Told())
+        if address == told.now:
+            return
+        if address in told.before and not told.several:
+            told.several = True
+            logger.info("prefill server %s answers from several control addresses: its legs go in turn", url)
+        elif told.now is not None and not told.several:
+            told.before.add(told.now)
+            logger.info("prefill server %s has a new control address, %s:%d", url, address.host, address.port)
+        told.now = address
+
+    def forget(self, url: str) -> None:
+        """Take a server for a new one. It could not be reached, or its address did not serve."""
+        self._told.pop(url, None)
+
+
+def _address(transfer: dict[str, Any]) -> Address | None:
+    host, port = transfer.get("remote_host"), transfer.get("remote_port")
+    if _MARK not in transfer or not isinstance(host, str) or not host:
+        return None
+    if not isinstance(port, int) or isinstance(port, bool) or not 1 <= port <= 65535:
+        return None
+    return Address(host, port)

@@ -1,0 +1,131 @@
+"""The decode leg: D's answer goes to the client as it comes."""
+
+import json
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
+from http import HTTPStatus
+
+import anyio.lowlevel
+
+from pd_proxy import headers as passed
+from pd_proxy.client import Client
+from pd_proxy.errors import LegFailed
+from pd_proxy.first_token import FirstToken
+from pd_proxy.parameters import Body
+from pd_proxy.servers import Answer, Server
+from pd_proxy.upstream import Upstream
+from pd_proxy.usage import Details, corrected
+
+
+async def at_once(_: int) -> None:
+    """Let the client have an answer, whatever its status."""
+
+
+async def run_decode(
+    upstream: Upstream,
+    client: Client,
+    body: Body,
+    *,
+    may_answer: Callable[[int], Awaitable[None]] = at_once,
+    first_token: FirstToken | None = None,
+    details: Details | None = None,
+) -> None:
+    """Send a request to a decode server, and its answer, whatever it is, to the client.
+
+    Args:
+        body: of the decode leg.
+        may_answer: is given the answer's status, and awaited, before the client gets anything of it.
+        first_token: with which the client's answer may have begun.
+        details: of the prompt, from the prefill leg; None if the answer's own are right.
+
+    Raises:
+        LegFailed: no server could be reached, or the one that was reached fell silent, broke off, or gave an answer
+            that does not continue the first token.
+        ClientDisconnect: the client left.
+    """
+    record = client.record
+    started = time.monotonic()
+    record.first_byte_s, record.decode_at = None, started
+    content = json.dumps(body).encode()
+    headers = upstream.headers(client.headers, record.identity, relayed=first_token is None)
+
+    def note(server: Server) -> None:
+        record.decode_url = server.url
+        leg.goes_to(server.url)
+
+    with record.trace.leg("decode") as leg:
+        async with (
+            upstream.decode.request("POST", upstream.path, leg.applied_to(headers), content, chosen=note) as answer,
+            aclosing(answer.pieces()) as pieces,
+        ):
+            # vLLM sends status 200 before it has computed anything. Held back until the first byte of the
+            # body, so that a D that dies before it is an error for the client and not an empty success.
+            first = await anext(pieces, b"")
+            record.first_byte_s = time.monotonic() - started
+            leg.note("first byte")
+            leg.answered(_status(answer, first))
+            await _pass_on(client, answer, first, pieces, may_answer, first_token, details)
+    await client.end()
+
+
+async def _pass_on(
+    client: Client,
+    answer: Answer,
+    first: bytes,
+    pieces: AsyncIterator[bytes],
+    may_answer: Callable[[int], Awaitable[None]],
+    first_token: FirstToken | None,
+    details: Details | None,
+) -> None:
+    """Send the client what D answers: ``first`` and the pieces behind it."""
+    status = _status(answer, first)
+    await may_answer(status)
+    # Who cancels this leg in favour of another answer looks whether the client has got a part of this one.
+    await anyio.lowlevel.checkpoint_if_cancelled()
+    if status != answer.status:
+        client.record.problem = f"decode server {answer.url} began its stream with an error of status {status}"
+    whole = _with(first, pieces)
+    if first_token is not None and await first_token.is_sent():
+        if answer.status != HTTPStatus.OK:
+            cause = f"decode server {answer.url} answered with status {answer.status}"
+            raise LegFailed(HTTPStatus.BAD_GATEWAY, f"{cause}: {first[:500]!r}", cause=cause)
+        rest = first_token.continued(answer.url, whole)
+        async for piece in rest if details is None else corrected(rest, details):
+            await client.send_piece(piece)
+    elif details is None or not _may_be_corrected(answer):
+        await _relay(client, answer, whole)
+    elif not answer.has_length:
+        await _relay(client, answer, corrected(whole, details))
+    else:
+        content = b"".join([piece async for piece in corrected(whole, details)])
+        headers = passed.to_client(answer.raw_headers, client.record.identity)
+        await client.start(answer.status, passed.with_length(headers, len(content)))
+        await client.send_piece(content)
+
+
+async def _relay(client: Client, answer: Answer, pieces: AsyncIterator[bytes]) -> None:
+    await client.start(answer.status, passed.to_client(answer.raw_headers, client.record.identity))
+    async for piece in pieces:
+        await client.send_piece(piece)
+
+
+def _may_be_corrected(answer: Answer) -> bool:
+    """Return whether an answer has figures of a prompt that can be read."""
+    return answer.status == HTTPStatus.OK and not answer.is_encoded
+
+
+def _status(answer: Answer, first: bytes) -> int:
+    """Return an answer's status; that of an error with which a stream begins, because vLLM has said 200 by then."""
+    if answer.status != HTTPStatus.OK or not first.startswith(b'data: {"error"'):
+        return answer.status
+    try:
+        return int(json.loads(first.removeprefix(b"data: ").partition(b"\n\n")[0])["error"]["code"])
+    except (ValueError, KeyError, TypeError):
+        return HTTPStatus.INTERNAL_SERVER_ERROR
+
+
+async def _with(first: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    yield first
+    async for piece in rest:
+        yield piece

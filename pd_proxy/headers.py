@@ -1,0 +1,85 @@
+"""Which HTTP headers pass through the proxy, in both directions, and the request id. No I/O."""
+
+import re
+import uuid
+from collections.abc import Iterable
+
+from starlette.datastructures import Headers
+
+REQUEST_ID = "x-request-id"
+
+#: Headers that belong to one connection (RFC 9110, section 7.6.1), not to the message.
+_HOP_BY_HOP = frozenset(
+    {
+        "connection",
+        "expect",
+        "keep-alive",
+        "proxy-authenticate",
+        "proxy-authorization",
+        "proxy-connection",
+        "te",
+        "trailer",
+        "transfer-encoding",
+        "upgrade",
+    }
+)
+#: Set by the proxy itself. A data-parallel rank names an engine inside one server: the legs' servers differ.
+_OWN_REQUEST = frozenset({"host", "content-length", "content-type", REQUEST_ID, "x-data-parallel-rank"})
+_OWN_RESPONSE = frozenset({"date", "server", REQUEST_ID})
+
+_USABLE_ID = re.compile(r"[\x21-\x7e]{1,256}")
+
+
+def request_id(headers: Headers, body: dict[str, object]) -> str:
+    """The client's id (header first, as in vLLM, then the body's ``request_id``), or a new one.
+
+    An id that could not stand in a header or would break the access line is replaced.
+    """
+    for candidate in (headers.get(REQUEST_ID), body.get("request_id")):
+        if isinstance(candidate, str) and _USABLE_ID.fullmatch(candidate):
+            return candidate
+    return uuid.uuid4().hex
+
+
+def to_server(headers: Headers, identity: str, api_key: str | None, *, relayed: bool) -> list[tuple[str, str]]:
+    """Return a client's headers as they are sent to a server.
+
+    Args:
+        headers: the client's.
+        identity: the request id.
+        api_key: takes the place of the client's Authorization; None passes that on.
+        relayed: the answer's bytes go to the client as they come, so the server may use the encodings that the client
+            takes. Otherwise the proxy reads the answer itself and wants it plain.
+    """
+    dropped = _HOP_BY_HOP | _OWN_REQUEST | _named_by_connection(headers.getlist("connection"))
+    if api_key is not None:
+        dropped |= {"authorization"}
+    kept = [(name, value) for name, value in headers.items() if name not in dropped and name != "accept-encoding"]
+    # Always set: the HTTP client would offer encodings of its own.
+    encodings = headers.get("accept-encoding", "identity") if relayed else "identity"
+    kept += [("accept-encoding", encodings), ("content-type", "application/json"), (REQUEST_ID, identity)]
+    return kept if api_key is None else [*kept, ("authorization", f"Bearer {api_key}")]
+
+
+def to_client(raw: Iterable[tuple[bytes, bytes]], identity: str) -> list[tuple[bytes, bytes]]:
+    """A server's headers as they are sent to the client."""
+    pairs = [(name.lower(), value) for name, value in raw]
+    listed = [value.decode("latin-1") for name, value in pairs if name == b"connection"]
+    dropped = _HOP_BY_HOP | _OWN_RESPONSE | _named_by_connection(listed)
+    kept = [(name, value) for name, value in pairs if name.decode("latin-1") not in dropped]
+    return [*kept, (REQUEST_ID.encode(), identity.encode())]
+
+
+def with_length(headers: Iterable[tuple[bytes, bytes]], length: int) -> list[tuple[bytes, bytes]]:
+    """Return an answer's headers with another length of its body, in bytes."""
+    kept = [(name, value) for name, value in headers if name != b"content-length"]
+    return [*kept, (b"content-length", b"%d" % length)]
+
+
+def event_stream(identity: str) -> list[tuple[bytes, bytes]]:
+    """Return the headers of a stream that the proxy begins itself, as vLLM has them."""
+    return [(b"content-type", b"text/event-stream; charset=utf-8"), (REQUEST_ID.encode(), identity.encode())]
+
+
+def _named_by_connection(values: Iterable[str]) -> set[str]:
+    return {name.strip().lower() for value in values for name in value.split(",")}

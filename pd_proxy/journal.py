@@ -1,0 +1,177 @@
+"""What the proxy remembers of requests: one access line each, and counters for ``/metrics``."""
+
+import asyncio
+import logging
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from http import HTTPStatus
+from typing import Protocol
+
+from pd_proxy.tracing import RequestTrace
+
+logger = logging.getLogger(__name__)
+
+#: How decode legs without a prefill leg are called.
+_ALONE = "decode-alone"
+
+#: Logged where the client left before it had its whole answer; no such status is ever sent.
+CLIENT_LEFT = 499
+
+
+class Record:
+    """One request, filled in on its way. Times are monotonic seconds, durations seconds."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.identity = "-"
+        self.status = 0  # as sent to the client, or CLIENT_LEFT
+        self.legs = ""  # how they were sent, as in ``Settings``; empty without a prefill leg
+        self.prefill_retries = 0  # prefill servers that took the request and failed, so that another one got it
+        self.first_token = False  # whether the answer began with P's
+        self.first_token_differs = False  # D's was another one, so that the answer was broken off
+        self.undivided = ""  # why there was no prefill leg
+        self.prefill_url = ""
+        self.decode_url = ""
+        self.prefill_at: float | None = None  # when the prefill leg began, the last one if there were several
+        self.decode_at: float | None = None
+        self.prefill_s: float | None = None  # prefill leg, from its start to its whole answer
+        self.first_byte_s: float | None = None  # decode leg, from its start to the first byte of the answer's body
+        self.problem = ""  # what went wrong, for people
+        self.cause = ""  # the same in a sentence, without anything that a server or a client wrote
+        self.broken_off = False  # the client got the beginning of an answer only
+        self.trace = RequestTrace()
+        self.started = time.monotonic()
+        self.ended: float | None = None
+
+    @property
+    def failure(self) -> str:
+        """What went wrong, in a sentence without anything that a server or a client wrote; empty if nothing did."""
+        if self.cause or self.problem:
+            return self.cause or self.problem
+        if self.status >= HTTPStatus.BAD_REQUEST:
+            return f"decode server {self.decode_url} answered with status {self.status}"
+        return ""
+
+    def line(self) -> str:
+        """The access line."""
+        parts = [
+            f"{self.path} id={self.identity} status={self.status}",
+            f"P={self.prefill_url or '-'} D={self.decode_url or '-'} legs={self.legs or '-'}",
+            f"prefill={_milliseconds(self.prefill_s)} first_byte={_milliseconds(self.first_byte_s)}",
+            f"total={_milliseconds((self.ended or time.monotonic()) - self.started)}",
+        ]
+        if self.first_token:
+            parts.append("first_token=prefill")
+        if self.prefill_retries:
+            parts.append(f"prefill_retries={self.prefill_retries}")
+        if self.undivided:
+            parts.append(f"not disaggregated: {self.undivided}")
+        if self.problem:
+            parts.append(f"problem: {' '.join(self.problem.split())}")  # on one line, whatever a server wrote
+        return " ".join(parts)
+
+
+class Follower(Protocol):
+    """Who wants to see every record."""
+
+    def begin(self, record: Record) -> None:
+        """A request has come in."""
+
+    def end(self, record: Record) -> None:
+        """It is over."""
+
+
+class Journal:
+    """Writes access lines and counts. One per proxy."""
+
+    def __init__(self, follower: Follower | None = None) -> None:
+        self._follower = follower
+        self._open = 0
+        self._none_open = asyncio.Event()
+        self._none_open.set()
+        self._statuses: Counter[int] = Counter()
+        self._undivided: Counter[str] = Counter()
+        self._broken_off = 0
+        self._legs: Counter[str] = Counter()
+        self._prefill_retries = 0
+        self._first_tokens = 0
+        self._first_tokens_differ = 0
+        self._prefill_s = 0.0
+        self._prefills = 0
+        self._first_byte_s: defaultdict[str, float] = defaultdict(float)  # by how the legs were sent
+        self._first_bytes: Counter[str] = Counter()
+
+    def open(self, path: str) -> Record:
+        """A request has come in. Its record must be closed."""
+        self._open += 1
+        self._none_open.clear()
+        record = Record(path)
+        if self._follower is not None:
+            self._follower.begin(record)
+        return record
+
+    async def none_open(self) -> None:
+        """Wait until every record is closed."""
+        await self._none_open.wait()
+
+    def close(self, record: Record) -> None:
+        """The request is over: log it and count it."""
+        record.ended = time.monotonic()
+        if self._follower is not None:
+            self._follower.end(record)
+        self._open -= 1
+        if not self._open:
+            self._none_open.set()
+        self._statuses[record.status] += 1
+        self._broken_off += record.broken_off
+        if record.undivided:
+            self._undivided[record.undivided] += 1
+        if record.legs:
+            self._legs[record.legs] += 1
+        self._prefill_retries += record.prefill_retries
+        self._first_tokens += record.first_token
+        self._first_tokens_differ += record.first_token_differs
+        if record.prefill_s is not None:
+            self._prefills += 1
+            self._prefill_s += record.prefill_s
+        if record.first_byte_s is not None:
+            self._first_bytes[record.legs or _ALONE] += 1
+            self._first_byte_s[record.legs or _ALONE] += record.first_byte_s
+        bad = record.broken_off or record.status >= 500
+        logger.log(logging.WARNING if bad else logging.INFO, "%s", record.line())
+
+    def exposition(self, in_flight: Iterable[tuple[str, str, int]]) -> str:
+        """All counters in Prometheus' text format; ``in_flight`` is (leg, URL, requests) of every server."""
+        lines = ["# TYPE pd_proxy_requests_total counter"]
+        lines += [
+            f'pd_proxy_requests_total{{status="{status}"}} {count}' for status, count in sorted(self._statuses.items())
+        ]
+        lines.append("# TYPE pd_proxy_not_disaggregated_total counter")
+        lines += [
+            f'pd_proxy_not_disaggregated_total{{reason="{reason}"}} {count}'
+            for reason, count in sorted(self._undivided.items())
+        ]
+        lines.append("# TYPE pd_proxy_legs_total counter")
+        lines += [f'pd_proxy_legs_total{{legs="{legs}"}} {count}' for legs, count in sorted(self._legs.items())]
+        for name, count in (
+            ("prefill_retries", self._prefill_retries),
+            ("first_tokens_from_prefill", self._first_tokens),
+            ("first_tokens_different", self._first_tokens_differ),
+            ("broken_off", self._broken_off),
+        ):
+            lines += [f"# TYPE pd_proxy_{name}_total counter", f"pd_proxy_{name}_total {count}"]
+        lines += ["# TYPE pd_proxy_prefill_seconds summary", f"pd_proxy_prefill_seconds_sum {self._prefill_s:.6f}"]
+        lines += [f"pd_proxy_prefill_seconds_count {self._prefills}"]
+        lines.append("# TYPE pd_proxy_decode_first_byte_seconds summary")
+        for legs, count in sorted(self._first_bytes.items()):
+            label = f'{{legs="{legs}"}}'
+            lines += [f"pd_proxy_decode_first_byte_seconds_sum{label} {self._first_byte_s[legs]:.6f}"]
+            lines += [f"pd_proxy_decode_first_byte_seconds_count{label} {count}"]
+        lines.append("# TYPE pd_proxy_in_flight gauge")
+        lines += [f'pd_proxy_in_flight{{leg="{leg}",url="{url}"}} {count}' for leg, url, count in in_flight]
+        return "\n".join(lines) + "\n"
+
+
+def _milliseconds(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{1000 * seconds:.1f}ms"

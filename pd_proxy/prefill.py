@@ -1,0 +1,94 @@
+"""The prefill leg: P computes the prompt and one token, and tells where the KV cache is."""
+
+import json
+import time
+from http import HTTPStatus
+from typing import Any, NoReturn
+
+from pd_proxy import headers as passed
+from pd_proxy.client import Client
+from pd_proxy.errors import LegFailed, LegRefused, NothingHandedOver, is_openai_error, retry_of
+from pd_proxy.parameters import Body, prefill_body
+from pd_proxy.servers import Answer, Server
+from pd_proxy.upstream import Upstream
+
+
+async def run_prefill(
+    upstream: Upstream, client: Client, server: Server, body: Body, transfer_id: str | None = None, *, used: bool
+) -> Body:
+    """Send a request's prefill leg to one server, and return the answer, which has ``kv_transfer_params``.
+
+    What they tell about the server's control channel is noted.
+
+    Args:
+        server: one of the prefill leg.
+        body: of the client.
+        transfer_id: under which a decode server asks for the KV cache meanwhile.
+        used: whether the client is to get the answer's token.
+
+    Raises:
+        LegFailed: the server could not be reached, fell silent, broke off or gave an answer that cannot be used.
+        NothingHandedOver: that answer is one without ``kv_transfer_params``.
+        LegRefused: it answered with an error.
+    """
+    record = client.record
+    record.prefill_url = server.url
+    started = time.monotonic()
+    record.prefill_s, record.prefill_at = None, started
+    content = json.dumps(prefill_body(body, transfer_id, chat=upstream.chat, used=used)).encode()
+    headers = upstream.headers(client.headers, record.identity, relayed=False)
+    with record.trace.leg("prefill") as leg:
+        leg.goes_to(server.url)
+        async with upstream.prefill.ask(server, "POST", upstream.path, leg.applied_to(headers), content) as answer:
+            text = await answer.read()
+        leg.answered(answer.status)
+    record.prefill_s = time.monotonic() - started
+    if answer.status != HTTPStatus.OK:
+        _refuse(answer, text, record.identity)
+    try:
+        checked = checked_answer(answer.url, text)
+    except LegFailed:
+        upstream.control.forget(answer.url)
+        raise
+    upstream.control.learn(answer.url, checked["kv_transfer_params"])
+    return checked
+
+
+def checked_answer(url: str, text: bytes) -> Body:
+    """Return a prefill server's answer, which has ``kv_transfer_params``.
+
+    Raises:
+        LegFailed: the answer is not JSON.
+        NothingHandedOver: it holds none.
+    """
+    try:
+        answer = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise LegFailed(HTTPStatus.BAD_GATEWAY, f"prefill server {url} answered with invalid JSON: {error}") from error
+    transfer = answer.get("kv_transfer_params") if isinstance(answer, dict) else None
+    if not isinstance(transfer, dict) or not transfer:
+        reason = _finish_reason(answer)
+        raise NothingHandedOver(
+            HTTPStatus.BAD_GATEWAY,
+            f"prefill server {url} returned no kv_transfer_params (finish reason {reason or 'missing'}, expected "
+            "'length'). Is it started with --kv-transfer-config and a kv_role of kv_producer or kv_both?",
+            text_ended=reason == "'stop'",
+        )
+    return dict(answer)
+
+
+def _finish_reason(answer: Any) -> str:
+    try:
+        return repr(answer["choices"][0]["finish_reason"])
+    except (KeyError, IndexError, TypeError):
+        return ""
+
+
+def _refuse(answer: Answer, text: bytes, identity: str) -> NoReturn:
+    if not is_openai_error(text):
+        shown = text[:500].decode("utf-8", "replace")
+        known = answer.status >= 400 and answer.status in HTTPStatus.__members__.values()
+        status = HTTPStatus(answer.status) if known else HTTPStatus.BAD_GATEWAY
+        cause = f"prefill server {answer.url} answered with status {answer.status}"
+        raise LegFailed(status, f"{cause}: {shown}", retry_of(answer.status), cause=cause)
+    raise LegRefused(answer.status, passed.to_client(answer.raw_headers, identity), text)

@@ -1,0 +1,112 @@
+"""The requests that the status page shows: those under way, and those that ended in the last minutes. Bounded.
+
+What is kept of a request is when its legs began and ended, which servers had it, and why it failed: nothing of what
+a client asked or was answered, but the request id.
+"""
+
+import time
+from collections import deque
+from dataclasses import dataclass
+
+from pd_proxy.journal import Record
+
+#: How many requests are kept when they have ended, and for how long.
+MAX_ENDED = 400
+KEPT_S = 900.0
+#: How many of the requests under way are shown, the oldest ones.
+MAX_UNDER_WAY = 100
+
+_LONGEST_ID = 64
+_LONGEST_FAILURE = 300
+
+
+@dataclass(frozen=True, slots=True)
+class Glimpse:
+    """A request at one moment. Times are seconds since it came in, or None while it has not come to that."""
+
+    number: int  # in the order in which requests came in
+    identity: str
+    path: str
+    at: float  # when it came in, seconds of Unix time
+    legs: str  # how they were sent; empty without a prefill leg
+    prefill_url: str
+    decode_url: str
+    prefill_began: float | None
+    prefill_ended: float | None
+    decode_began: float | None
+    first_byte: float | None
+    ended: float | None
+    status: int
+    retries: int
+    alone: str  # why D has served it alone; empty if it has not
+    failure: str  # in a sentence; empty if there was none
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A request that is over, with its place in the order in which requests ended."""
+
+    place: int
+    glimpse: Glimpse
+
+
+class Recent:
+    """Keeps the requests of the last minutes. It follows the journal."""
+
+    def __init__(self) -> None:
+        self._begun = 0
+        self._places = 0
+        self._under_way: dict[Record, int] = {}  # to its number; the oldest first
+        self._ended: deque[Ended] = deque(maxlen=MAX_ENDED)
+
+    def begin(self, record: Record) -> None:
+        """A request has come in."""
+        self._begun += 1
+        self._under_way[record] = self._begun
+
+    def end(self, record: Record) -> None:
+        """A request is over."""
+        number = self._under_way.pop(record)
+        self._places += 1
+        self._ended.append(Ended(self._places, _glimpse(record, number)))
+
+    def count_under_way(self) -> int:
+        """Return how many requests are under way, shown or not."""
+        return len(self._under_way)
+
+    def under_way(self) -> list[Glimpse]:
+        """Return the requests under way, the oldest first."""
+        shown = list(self._under_way.items())[:MAX_UNDER_WAY]
+        return [_glimpse(record, number) for record, number in shown]
+
+    def ended_after(self, place: int) -> list[Ended]:
+        """Return the requests that ended behind this place and within the last minutes, in that order."""
+        oldest = time.time() - KEPT_S
+        return [one for one in self._ended if one.place > place and one.glimpse.at + (one.glimpse.ended or 0) >= oldest]
+
+
+def _glimpse(record: Record, number: int) -> Glimpse:
+    def since(moment: float | None) -> float | None:
+        return None if moment is None else moment - record.started
+
+    def after(began: float | None, seconds: float | None) -> float | None:
+        return None if began is None or seconds is None else began - record.started + seconds
+
+    return Glimpse(
+        number=number,
+        identity=record.identity[:_LONGEST_ID],
+        path=record.path,
+        at=time.time() - (time.monotonic() - record.started),
+        legs=record.legs,
+        prefill_url=record.prefill_url,
+        decode_url=record.decode_url,
+        prefill_began=since(record.prefill_at),
+        prefill_ended=after(record.prefill_at, record.prefill_s),
+        decode_began=since(record.decode_at),
+        first_byte=after(record.decode_at, record.first_byte_s),
+        ended=since(record.ended),
+        status=record.status,
+        retries=record.prefill_retries,
+        alone=record.undivided,
+        failure=record.failure[:_LONGEST_FAILURE],
+    )

@@ -1,0 +1,78 @@
+"""What the proxy is told when it starts, with defaults, checked. No argument parsing here."""
+
+import math
+import re
+from dataclasses import dataclass, field
+from enum import StrEnum
+from urllib.parse import urlsplit
+
+_USABLE_KEY = re.compile(r"[\x21-\x7e]+")
+
+
+class Legs(StrEnum):
+    """When the decode leg of a request is sent."""
+
+    TOGETHER = "together"  # with the prefill leg, wherever the prefill server's control address is known
+    IN_TURN = "in-turn"  # after the prefill leg, with what that was answered
+
+
+class FirstTokenFrom(StrEnum):
+    """Which leg's token is the first that a client gets."""
+
+    DECODE = "decode"
+    PREFILL = "prefill"  # where it is the same, see ``first_token``
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Servers and limits of one proxy.
+
+    Raises:
+        ValueError: a leg has no server, a server is named twice or is not an ``http(s)://host[:port]`` URL, a limit is
+            not positive, or the API key cannot stand in a header. The key itself is in no message.
+    """
+
+    prefill: tuple[str, ...]  # base URLs of the prefill servers, without /v1
+    decode: tuple[str, ...]  # base URLs of the decode servers
+    legs: Legs = Legs.TOGETHER
+    first_token: FirstTokenFrom = FirstTokenFrom.DECODE
+    connect_timeout_s: float = 5.0  # longest wait for a TCP connection to a server
+    request_timeout_s: float = 600.0  # longest silence of a server: to its answer, and between two pieces of it
+    skip_s: float = 5.0  # how long a server that refused a connection is tried last
+    max_body_bytes: int = 64 * 1024 * 1024  # of a client's request
+    status_page: bool = False  # for whoever reaches the proxy's port; shows servers, request ids and times, no prompts
+    traces_endpoint: str | None = None  # of a collector, OTLP over HTTP; None traces nothing
+    api_key: str | None = field(default=None, repr=False)  # the servers' own; None passes on what clients send
+
+    def __post_init__(self) -> None:
+        for leg, urls in (("prefill", self.prefill), ("decode", self.decode)):
+            if not urls:
+                raise ValueError(f"no {leg} server; name at least one, with --{leg} http://HOST:PORT")
+            if len(set(urls)) != len(urls):
+                raise ValueError(f"a {leg} server is named twice: {', '.join(urls)}")
+            for url in urls:
+                _check_url(leg, url)
+        Legs(self.legs), FirstTokenFrom(self.first_token)
+        for name in ("connect_timeout_s", "request_timeout_s", "skip_s", "max_body_bytes"):
+            value = getattr(self, name)
+            if not (value > 0 and math.isfinite(value)):
+                raise ValueError(f"{name} is {value}; it must be a positive number")
+        if self.traces_endpoint is not None and urlsplit(self.traces_endpoint).scheme not in ("http", "https"):
+            raise ValueError(
+                f"the endpoint for traces is {self.traces_endpoint!r}; write a URL of OTLP over HTTP, such as "
+                "http://HOST:4318/v1/traces"
+            )
+        if self.api_key is not None and not _USABLE_KEY.fullmatch(self.api_key):
+            raise ValueError("the API key is empty or has characters other than ASCII letters, digits and punctuation")
+
+
+def _check_url(leg: str, url: str) -> None:
+    parts = urlsplit(url)
+    try:
+        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port that is no number, or beyond 65535
+        usable = False
+    if not usable or parts.path or parts.query or parts.fragment or parts.username is not None:
+        raise ValueError(
+            f"{leg} server {url!r} is not a base URL; write http://HOST:PORT or https://HOST:PORT, without /v1"
+        )

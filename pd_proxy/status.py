@@ -1,0 +1,122 @@
+"""The page ``/status``, and the events that keep it live. The page itself is ``status.html``."""
+
+import asyncio
+import base64
+import hashlib
+import json
+import re
+import time
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import asdict
+from http import HTTPStatus
+from importlib.resources import files
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from pd_proxy.control import ControlAddresses
+from pd_proxy.errors import error_response
+from pd_proxy.recent import KEPT_S, MAX_ENDED, Recent
+from pd_proxy.servers import Leg, Servers
+
+#: How often a page that is open hears of changes.
+_INTERVAL_S = 1.0
+#: How many pages may be open at a time.
+MAX_PAGES = 16
+#: After that a page has to come back, as browsers do by themselves: an open page must not hold up the proxy's end.
+_CONNECTION_S = 10.0
+
+
+class StatusPage:
+    """Shows servers and recent requests to whoever opens the page."""
+
+    def __init__(self, legs: Sequence[Servers], control: ControlAddresses, recent: Recent) -> None:
+        self._legs = legs
+        self._control = control
+        self._recent = recent
+        self._pages = 0
+        self._run = uuid.uuid4().hex[:8]  # a page may outlive the proxy that it came from
+        self._html = files("pd_proxy").joinpath("status.html").read_text(encoding="utf-8")
+        self._headers = {
+            "cache-control": "no-store",
+            "content-security-policy": _policy(self._html),
+            "referrer-policy": "no-referrer",
+            "x-content-type-options": "nosniff",
+        }
+
+    @property
+    def routes(self) -> list[Route]:
+        """The page and its events."""
+        return [Route("/status", self._page), Route("/status/events", self._events)]
+
+    async def _page(self, _: Request) -> Response:
+        return HTMLResponse(self._html, headers=self._headers)
+
+    async def _events(self, request: Request) -> Response:
+        if self._pages >= MAX_PAGES:
+            told = f"{self._pages} status pages are open, as many as this proxy keeps up to date: close one"
+            return error_response(HTTPStatus.SERVICE_UNAVAILABLE, told)
+        run, _, seen = request.headers.get("last-event-id", "").partition("-")
+        place = int(seen) if run == self._run and re.fullmatch(r"[0-9]{1,15}", seen) else 0
+        headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
+        return StreamingResponse(self._news(place), media_type="text/event-stream", headers=headers)
+
+    async def _news(self, place: int) -> AsyncIterator[str]:
+        self._pages += 1
+        try:
+            yield "retry: 500\n\n"
+            until = time.monotonic() + _CONNECTION_S
+            while time.monotonic() < until:
+                state, place = self._state(place)
+                yield f"id: {self._run}-{place}\ndata: {json.dumps(state, separators=(',', ':'))}\n\n"
+                await asyncio.sleep(_INTERVAL_S)
+        finally:
+            self._pages -= 1
+
+    def _state(self, place: int) -> tuple[dict[str, Any], int]:
+        """Return what a page is to show that has seen the requests up to ``place`` end, and the new place."""
+        ended = self._recent.ended_after(place)
+        state = {
+            "now": time.time(),
+            "from_start": place == 0,
+            "kept_s": KEPT_S,
+            "max_ended": MAX_ENDED,
+            "servers": [one for servers in self._legs for one in self._servers(servers)],
+            "under_way_count": self._recent.count_under_way(),
+            "under_way": [asdict(one) for one in self._recent.under_way()],
+            "ended": [asdict(one.glimpse) for one in ended],
+        }
+        return state, ended[-1].place if ended else place
+
+    def _servers(self, servers: Servers) -> list[dict[str, Any]]:
+        now = time.monotonic()
+        shown = []
+        for one in servers.members:
+            address = self._control.of(one.url) if servers.leg == Leg.PREFILL else None
+            shown.append(
+                {
+                    "leg": servers.leg,
+                    "url": one.url,
+                    "in_flight": one.in_flight,
+                    "refused": one.skip_until > now,
+                    "control": "" if address is None else f"{address.host}:{address.port}",
+                }
+            )
+        return shown
+
+
+def _policy(html: str) -> str:
+    """Return a policy under which the page's own script and style run, and nothing else."""
+
+    def hashed(tag: str) -> str:
+        inside = re.findall(rf"<{tag}>(.*?)</{tag}>", html, re.DOTALL)
+        digests = (base64.b64encode(hashlib.sha256(one.encode()).digest()).decode() for one in inside)
+        return " ".join(f"'sha256-{digest}'" for digest in digests)
+
+    return (
+        f"default-src 'none'; script-src {hashed('script')}; style-src {hashed('style')}; connect-src 'self'; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )

@@ -1,0 +1,28 @@
+"""What the requests of one path need of the servers behind the proxy."""
+
+from dataclasses import dataclass
+
+from starlette.datastructures import Headers
+
+from pd_proxy import headers as passed
+from pd_proxy.control import ControlAddresses
+from pd_proxy.servers import HeaderList, Servers
+from pd_proxy.settings import FirstTokenFrom, Legs
+
+
+@dataclass(frozen=True, slots=True)
+class Upstream:
+    """The servers of both legs, and how they are asked. The objects in it are shared by all requests and paths."""
+
+    path: str
+    chat: bool
+    prefill: Servers
+    decode: Servers
+    control: ControlAddresses
+    legs: Legs
+    first_token: FirstTokenFrom
+    api_key: str | None
+
+    def headers(self, of_client: Headers, identity: str, *, relayed: bool) -> HeaderList:
+        """Return a client's headers as they are sent to a server; see ``headers.to_server``."""
+        return passed.to_server(of_client, identity, self.api_key, relayed=relayed)

@@ -1,0 +1,248 @@
+"""Routers in front of real servers: the example proxy with both legs at once, and vllm-router as it comes from PyPI.
+
+vllm-router needs other versions of packages than vLLM, so it is run from an environment of its own: its command is
+taken from PD_CONNECTOR_VLLM_ROUTER, or from the path, and its tests are skipped where there is none.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.support.e2e.client import MODEL_NAME, Client
+from tests.support.e2e.cluster import BLOCK_SIZE, Server
+from tests.support.e2e.deployments import ROUTED, bootstrap_port, on
+from tests.support.e2e.pair import Pair, make_prompt, wait_until_at_rest
+from tests.support.examples.harness import ProxyProcess
+from tests.support.process import free_ports
+from tests.support.waiting import until
+
+pytestmark = [pytest.mark.routers, on(ROUTED)]
+
+LONG = 2800
+ROUTER = os.environ.get("PD_CONNECTOR_VLLM_ROUTER") or shutil.which("vllm-router") or ""
+Proxied = Callable[..., "Proxy"]
+
+
+class Proxy:
+    """The example proxy as a process, and a client of it."""
+
+    def __init__(self, process: ProxyProcess) -> None:
+        self.process = process
+        self.client = Client(process.url)
+
+    def count(self, sample: str) -> float:
+        """A line of the proxy's own metrics; 0 where it is not there."""
+        lines = httpx.get(f"{self.process.url}/metrics", trust_env=False).text.splitlines()
+        return next((float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(f"{sample} ")), 0.0)
+
+    def stream(self, prompt: list[int], **changes: Any) -> list[dict[str, Any]]:
+        """The events of a greedy stream."""
+        body = {"model": MODEL_NAME, "prompt": prompt, "max_tokens": 16, "temperature": 0.0, "ignore_eos": True}
+        body |= {"stream": True} | changes
+        response = httpx.post(f"{self.process.url}/v1/completions", json=body, timeout=120, trust_env=False)
+        assert response.status_code == 200, response.text
+        lines = [line.removeprefix("data: ") for line in response.text.splitlines() if line]
+        assert lines.pop() == "[DONE]", response.text
+        return [json.loads(line) for line in lines]
+
+
+@pytest.fixture
+def proxied(servers: dict[str, Server]) -> Iterator[Proxied]:
+    """Starts the proxy in front of the named prefill servers and D; all have answered it once."""
+    with ExitStack() as stack:
+
+        def start(*prefill: str, **options: str) -> Proxy:
+            arguments = [argument for name in prefill for argument in ("--prefill", servers[name].client.base_url)]
+            arguments += [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
+            arguments += ["--decode", servers["D"].client.base_url]
+            proxy = Proxy(stack.enter_context(ProxyProcess(["-m", "pd_proxy", *arguments])))
+            stack.callback(proxy.client.close)
+            for number in range(len(prefill)):
+                prompt = make_prompt(33, ("introduced", number, time.monotonic()))
+                assert proxy.client.complete(prompt).status == 200
+            return proxy
+
+        yield start
+
+
+@pytest.fixture
+def pulls(servers: dict[str, Server]) -> Pair:
+    """The first prefill server and D."""
+    return Pair(servers["P"], servers["D"])
+
+
+class TestProxy:
+    @pytest.mark.parametrize("tokens", [2, 33, 257, LONG])
+    def test_both_legs_at_once_give_the_same_output(self, proxied: Proxied, pulls: Pair, tokens: int) -> None:
+        proxy, prompt = proxied("P"), make_prompt(tokens, ("through the proxy", tokens))
+        with pulls.traffic() as traffic:
+            completion = proxy.client.complete(prompt)
+        assert traffic.source("external_kv_transfer") == tokens - 1
+        assert traffic.source("local_compute") == 1
+        assert traffic.failures() == 0
+        assert (traffic.leases("granted"), traffic.leases("released")) == (1, 1)
+        if tokens == LONG:
+            assert traffic.pulled("pulls_ahead") == 1
+        assert proxy.count('pd_proxy_legs_total{legs="together"}') == 1
+        pulls.assert_right(completion, prompt)
+
+    def test_concurrent_requests_over_two_prefill_servers(self, proxied: Proxied, pulls: Pair) -> None:
+        proxy = proxied("P", "P other")
+        prompts = [make_prompt(100 + 150 * number, ("concurrent, proxied", number)) for number in range(8)]
+        with ThreadPoolExecutor(len(prompts)) as clients:
+            completions = list(clients.map(proxy.client.complete, prompts))
+        for prompt, completion in zip(prompts, completions, strict=True):
+            pulls.assert_right(completion, prompt)
+        assert proxy.count('pd_proxy_legs_total{legs="together"}') == len(prompts)
+
+    def test_a_prompt_that_is_too_long_is_refused_at_once(self, proxied: Proxied) -> None:
+        proxy = proxied("P")
+        start = time.monotonic()
+        refused = proxy.client.complete(make_prompt(20_000, "too long"))
+        assert (refused.status, "maximum" in refused.body) == (400, True), refused.body
+        assert time.monotonic() - start < 20
+
+    def test_a_prefill_server_that_is_killed_in_the_middle_of_a_prompt_is_replaced(
+        self, proxied: Proxied, pulls: Pair, servers: dict[str, Server]
+    ) -> None:
+        proxy, prompt = proxied("P", "P other"), make_prompt(LONG, ("killed", time.monotonic()))
+        with ThreadPoolExecutor(1) as clients:
+            completion = clients.submit(proxy.client.complete, prompt)
+            self._wait_until_computing(servers["P"])
+            servers["P"].kill()
+            pulls.assert_right(completion.result(timeout=120), prompt)
+        assert "prefill_retries=1" in proxy.process.log
+        wait_until_at_rest(servers["P other"])
+        wait_until_at_rest(servers["D"])
+
+    def test_a_client_that_leaves_frees_both_servers(self, proxied: Proxied, pulls: Pair) -> None:
+        proxy, prompt = proxied("P"), make_prompt(LONG, ("left", time.monotonic()))
+        with ThreadPoolExecutor(1) as clients:
+            left = clients.submit(proxy.client.abandon, prompt, 0.4, 400)
+            self._wait_until_computing(pulls.prefill)
+            assert left.result(timeout=60)
+        pulls.wait_until_at_rest()
+        until(lambda: "status=499" in proxy.process.log)
+        prompt = make_prompt(600, ("after one that left", time.monotonic()))
+        pulls.assert_right(proxy.client.complete(prompt), prompt)
+
+    @pytest.mark.parametrize("legs", ["together", "in-turn"])
+    def test_a_first_token_from_p_changes_nothing_but_when_it_comes(self, proxied: Proxied, legs: str) -> None:
+        plain, early = proxied("P", legs=legs), proxied("P", legs=legs, first_token="prefill")
+        for tokens in (2, 33, 257, 700):
+            for number in range(4):
+                prompt = make_prompt(tokens, ("first token", legs, number))
+                changes = {"cache_salt": f"{legs} early", "stream_options": {"include_usage": True}}
+                with_it = early.stream(prompt, **changes)
+                without = plain.stream(prompt, **changes | {"cache_salt": f"{legs} plain"})
+                assert _text(with_it) == _text(without), (tokens, number)
+                assert with_it[-1]["usage"] == without[-1]["usage"]
+                assert len({event["id"] for event in with_it}) == 1
+        assert early.count("pd_proxy_first_tokens_from_prefill_total") >= 8  # a token may have no text of its own
+        assert early.count("pd_proxy_first_tokens_different_total") == 0
+        assert plain.count("pd_proxy_first_tokens_from_prefill_total") == 0
+
+    @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+    @pytest.mark.parametrize("legs", ["together", "in-turn"])
+    def test_the_usage_is_what_a_single_server_says(
+        self, proxied: Proxied, pulls: Pair, legs: str, stream: bool
+    ) -> None:
+        proxy, prompt = proxied("P", legs=legs), make_prompt(700, ("cached tokens", legs, stream))
+        known = prompt[:300]
+        alone, salt = pulls.decode.client, f"alone {legs} {stream}"
+        alone.complete(known, cache_salt=salt)
+        wanted = json.loads(alone.complete(prompt, cache_salt=salt).body)["usage"]
+        assert wanted["prompt_tokens_details"]["cached_tokens"] == 300 // BLOCK_SIZE * BLOCK_SIZE
+        pulls.prefill.client.complete(known, 1)
+        with pulls.traffic() as traffic:
+            if stream:
+                usage = proxy.stream(prompt, stream_options={"include_usage": True})[-1]["usage"]
+            else:
+                usage = json.loads(proxy.client.complete(prompt).body)["usage"]
+        assert traffic.source("external_kv_transfer") == len(prompt) - 1
+        assert _told(usage) == _told(wanted)
+
+    @staticmethod
+    def _wait_until_computing(server: Server) -> None:
+        until(lambda: server.client.metrics().value("vllm:num_requests_running") > 0)
+
+
+@pytest.mark.skipif(not ROUTER, reason="vllm-router is not here: PD_CONNECTOR_VLLM_ROUTER names its command")
+class TestVllmRouter:
+    @pytest.mark.parametrize("connector", ["nixl", "mooncake"])
+    def test_it_gives_the_same_outputs(
+        self, servers: dict[str, Server], pulls: Pair, tmp_path: Path, connector: str
+    ) -> None:
+        prompts = [make_prompt(tokens, ("vllm-router", connector, tokens)) for tokens in (33, 257, 700, LONG)]
+        with _vllm_router(servers, connector, tmp_path) as router:
+            for prompt in prompts:
+                with pulls.traffic() as traffic:
+                    completion = router.complete(prompt)
+                assert traffic.source("external_kv_transfer") == len(prompt) - 1
+                assert traffic.failures() == 0
+                pulls.assert_right(completion, prompt)
+
+    def test_a_prefill_server_that_has_restarted_is_found(
+        self, servers: dict[str, Server], pulls: Pair, cluster: Any, tmp_path: Path
+    ) -> None:
+        """The router asks once where its control channel is."""
+        with _vllm_router(servers, "mooncake", tmp_path) as router:
+            before = make_prompt(300, "before the restart")
+            pulls.assert_right(router.complete(before), before)
+            servers["P"].kill()
+            cluster.restart(servers["P"])
+            after = make_prompt(300, "after the restart")
+            until(lambda: router.complete(after).status == 200)
+            prompt = make_prompt(500, "after the restart, too")
+            with pulls.traffic() as traffic:
+                completion = router.complete(prompt)
+            assert traffic.source("external_kv_transfer") == len(prompt) - 1
+            pulls.assert_right(completion, prompt)
+
+
+def _told(usage: dict[str, Any]) -> dict[str, Any]:
+    """A usage without what it says nothing of: nulls, which streams leave out."""
+    details = {name: value for name, value in usage["prompt_tokens_details"].items() if value is not None}
+    return {name: value for name, value in usage.items() if value is not None} | {"prompt_tokens_details": details}
+
+
+def _text(events: list[dict[str, Any]]) -> str:
+    return "".join(choice["text"] for event in events for choice in event["choices"])
+
+
+@contextmanager
+def _vllm_router(servers: dict[str, Server], connector: str, directory: Path) -> Iterator[Client]:
+    """Run vllm-router in front of P and D; yields a client of it."""
+    port, metrics_port = free_ports(2)
+    prefill = servers["P"]
+    bootstrap = [str(bootstrap_port(prefill.spec))] if connector == "mooncake" else []
+    with (directory / "vllm-router.log").open("wb") as log:
+        process = subprocess.Popen(
+            [
+                *(ROUTER, "--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(metrics_port)),
+                *("--vllm-pd-disaggregation", "--kv-connector", connector, "--policy", "round_robin"),
+                *("--prefill", prefill.client.base_url, *bootstrap),
+                *("--decode", servers["D"].client.base_url),
+            ],
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        )
+        client = Client(f"http://127.0.0.1:{port}")
+        try:
+            until(lambda: client.is_healthy() or process.poll() is not None)
+            assert process.poll() is None, Path(log.name).read_text()
+            yield client
+        finally:
+            client.close()
+            process.terminate()
+            process.wait(30)

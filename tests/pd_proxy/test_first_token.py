@@ -1,0 +1,368 @@
+"""P's own token as the beginning of the answer: for which requests, how D goes on, and what cannot be joined."""
+
+import asyncio
+import json
+import logging
+import threading
+from collections.abc import AsyncIterator, Callable, MutableMapping
+from typing import Any
+
+import anyio
+import httpx
+import pytest
+
+from pd_proxy.client import Client
+from pd_proxy.errors import LegFailed
+from pd_proxy.first_token import FirstToken, may_begin
+from pd_proxy.journal import Record
+from tests.support.examples.fake_servers import (
+    NAMED_TRANSFER,
+    FakeServer,
+    Received,
+    Script,
+    Wire,
+    answers,
+    opened,
+    stalls,
+)
+from tests.support.examples.harness import RawClient
+from tests.support.examples.served_proxy import Proxy, ProxySetup
+from tests.support.waiting import until
+
+GREEDY: dict[str, Any] = {"prompt": "a", "stream": True, "temperature": 0, "max_tokens": 5}
+
+
+def event(text: str, finish_reason: str | None = None) -> bytes:
+    """One of D's, as vLLM writes it."""
+    choice = {"index": 0, "text": text, "logprobs": None, "finish_reason": finish_reason, "stop_reason": None}
+    body = {"id": "cmpl-1", "object": "text_completion", "created": 8, "model": "tiny", "choices": [choice]}
+    return b"data: " + json.dumps(body, separators=(",", ":"), ensure_ascii=False).encode() + b"\n\n"
+
+
+USAGE = b'data: {"id":"cmpl-1","choices":[],"usage":{"prompt_tokens":1,"completion_tokens":3,"total_tokens":4}}\n\n'
+DONE = b"data: [DONE]\n\n"
+STREAM = event(" gr") + event("ün") + event(" dich", "length") + USAGE + DONE
+
+
+def text_of(stream: bytes) -> str:
+    """The text in all events of a stream."""
+    events = [json.loads(one[6:]) for one in stream.split(b"\n\n") if one and one != b"data: [DONE]"]
+    return "".join(choice["text"] for one in events for choice in one["choices"])
+
+
+# For which requests
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {},
+        {"temperature": 0.0},
+        {"max_tokens": None},
+        {"max_tokens": 2},
+        {"ignore_eos": True},
+        {"seed": 7, "top_p": 0.5, "top_k": 3},
+        {"n": 1, "stop": [], "logprobs": None, "presence_penalty": 0.0, "repetition_penalty": 1.0, "min_tokens": 0},
+        {"stream_options": {"include_usage": True}},
+        {"kv_transfer_params": {"a": 1}},
+    ],
+    ids=str,
+)
+def test_a_greedy_streamed_completion_may_begin_with_ps_token(changed: dict[str, Any]) -> None:
+    assert may_begin(GREEDY | changed, chat=False)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"stream": False},
+        {"stream": "yes"},
+        {"temperature": None},
+        {"temperature": 0.1},
+        {"temperature": False},
+        {"max_tokens": 1},
+        {"max_tokens": "5"},
+        {"n": 2},
+        {"logprobs": 0},
+        {"echo": True},
+        {"stop": "a"},
+        {"stop": ["a"]},
+        {"stop_token_ids": [2]},
+        {"min_tokens": 1},
+        {"presence_penalty": 0.5},
+        {"frequency_penalty": -0.5},
+        {"repetition_penalty": 1.1},
+        {"logit_bias": {"7": 100}},
+        {"allowed_token_ids": [7]},
+        {"bad_words": ["a"]},
+        {"structured_outputs": {"json": {}}},
+        {"response_format": {"type": "text"}},
+        {"skip_special_tokens": False},
+        {"return_token_ids": True},
+        {"thinking_token_budget": 3},
+        {"repetition_detection": {}},
+        {"stream_options": {"continuous_usage_stats": True}},
+        {"stream_options": []},
+        {"vllm_xargs": {"mine": 1}},
+        {"a_parameter_of_next_year": 1},
+    ],
+    ids=str,
+)
+def test_whatever_could_shape_or_end_it_keeps_it_with_d(changed: dict[str, Any]) -> None:
+    allowed = changed == {"stream_options": []}  # as good as none
+    assert may_begin(GREEDY | changed, chat=False) is allowed
+
+
+def test_chats_begin_with_d() -> None:
+    assert not may_begin({"messages": [], "stream": True, "temperature": 0}, chat=True)
+
+
+# How D goes on
+
+
+def continued(first: str, *pieces: bytes) -> bytes:
+    """What the client gets behind P's token."""
+
+    async def nowhere(_: object) -> None:
+        pass
+
+    async def stream() -> AsyncIterator[bytes]:
+        for piece in pieces:
+            yield piece
+
+    async def scenario() -> bytes:
+        token = FirstToken(Client({"type": "http", "headers": []}, nowhere, Record("/")))
+        await token.send({"choices": [{"text": first}]})
+        assert await token.is_sent()
+        return b"".join([piece async for piece in token.continued("http://d", stream())])
+
+    return asyncio.run(scenario())
+
+
+def test_an_event_with_that_text_alone_is_left_out_and_all_else_is_as_d_sent_it() -> None:
+    assert continued(" gr", STREAM) == STREAM.removeprefix(event(" gr"))
+
+
+def test_d_goes_on_only_behind_it_though_the_client_is_slow_to_take_it() -> None:
+    async def scenario() -> None:
+        order: list[str] = []
+        may_take = anyio.Event()
+
+        async def slow(message: MutableMapping[str, Any]) -> None:
+            await may_take.wait()
+            order.append(message["type"])
+
+        token = FirstToken(Client({"type": "http", "headers": []}, slow, Record("/")))
+
+        async def goes_on() -> None:
+            assert await token.is_sent()
+            order.append("D")
+
+        async with anyio.create_task_group() as group:
+            group.start_soon(token.send, {"choices": [{"text": " gr"}]})
+            await anyio.wait_all_tasks_blocked()
+            group.start_soon(goes_on)
+            await anyio.wait_all_tasks_blocked()
+            may_take.set()
+        assert order == ["http.response.start", "http.response.body", "D"]
+
+    anyio.run(scenario)
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 100])
+def test_it_does_not_matter_how_the_stream_is_cut(size: int) -> None:
+    pieces = [STREAM[start : start + size] for start in range(0, len(STREAM), size)]
+    assert continued(" gr", *pieces) == STREAM.removeprefix(event(" gr"))
+
+
+def test_what_an_event_has_beyond_it_is_passed_on() -> None:
+    """D's first event may have several tokens."""
+    assert text_of(continued(" gr", event(" grün dich"), event("!", "stop"), DONE)) == "ün dich!"
+
+
+def test_events_of_less_than_the_token_are_left_out_together() -> None:
+    assert continued(" gr", event(""), event(" "), event("g"), event("rün"), DONE) == event("ün") + DONE
+
+
+def test_the_end_is_passed_on_though_it_has_no_text_left() -> None:
+    assert continued(" gr", event(" gr", "stop"), DONE) == event("", "stop") + DONE
+
+
+@pytest.mark.parametrize(
+    "stream",
+    [event(" rot"), event(" g") + event("elb"), event(" g", "stop") + DONE, DONE, USAGE, b"", b"data: no JSON\n\n"],
+    ids=str,
+)
+def test_another_beginning_is_an_error(stream: bytes) -> None:
+    with pytest.raises(LegFailed, match="does not begin with the prefill server's token ' gr'"):
+        continued(" gr", stream)
+
+
+def test_an_error_of_d_is_told_as_such() -> None:
+    with pytest.raises(LegFailed, match=r"http://d failed: .*the pull failed"):
+        continued(" gr", b'data: {"error": {"message": "the pull failed", "code": 500}}\n\n' + DONE)
+
+
+# Through the proxy
+
+
+def prefills_as(text: str, finish_reason: str = "length") -> Script:
+    """A prefill server whose token has this text."""
+
+    async def script(_: Received, wire: Wire) -> None:
+        answer = {"id": "cmpl-1", "object": "text_completion", "created": 7, "model": "tiny"}
+        answer |= {"choices": [{"index": 0, "text": text, "finish_reason": finish_reason}]}
+        handed_over = {"kv_transfer_params": NAMED_TRANSFER} if finish_reason == "length" else {}
+        await wire.json(200, answer | handed_over)
+
+    return script
+
+
+async def decodes(_: Received, wire: Wire) -> None:
+    await wire.head()
+    await wire.chunk(STREAM)
+    await wire.end()
+
+
+def waits(gate: threading.Event, then: Script) -> Script:
+    async def script(received: Received, wire: Wire) -> None:
+        await opened(gate)
+        await then(received, wire)
+
+    return script
+
+
+@pytest.fixture
+def p(setup: ProxySetup) -> FakeServer:
+    return setup.server(prefills_as(" gr"))
+
+
+@pytest.fixture
+def d(setup: ProxySetup) -> FakeServer:
+    return setup.server(decodes)
+
+
+@pytest.fixture(params=["in-turn", "together"])
+def proxy(setup: ProxySetup, p: FakeServer, d: FakeServer, request: pytest.FixtureRequest) -> Proxy:
+    """A proxy whose next request goes in either way."""
+    proxy = setup.proxy([p], [d], legs=request.param, first_token="prefill")
+    assert ask(proxy) == " grün dich"
+    for server in (p, d):
+        server.received.clear()
+    return proxy
+
+
+@pytest.fixture
+def warnings(caplog: pytest.LogCaptureFixture) -> Callable[[str], str]:
+    """Waits for a line of the log that has this in it."""
+    caplog.set_level(logging.INFO)
+    return lambda part: until(lambda: next((line for line in caplog.messages if part in line), ""))
+
+
+def ask(proxy: Proxy, **changed: Any) -> str:
+    """The text of a whole stream."""
+    response = proxy.http.post("/v1/completions", json=GREEDY | changed)
+    assert response.status_code == 200
+    return text_of(response.content)
+
+
+def assert_broken_off(proxy: Proxy, d: FakeServer, script: Script) -> None:
+    """The client has P's token; what D then does ends its answer without an end."""
+    gate = threading.Event()
+    d.script = waits(gate, script)
+    with proxy.http.stream("POST", "/v1/completions", json=GREEDY) as response:
+        pieces = response.iter_raw()
+        assert text_of(next(pieces)) == " gr"
+        gate.set()
+        with pytest.raises(httpx.RemoteProtocolError):
+            next(pieces)
+
+
+def test_the_client_has_ps_token_before_d_has_answered(
+    proxy: Proxy, d: FakeServer, warnings: Callable[[str], str]
+) -> None:
+    gate = threading.Event()
+    d.script = waits(gate, decodes)
+    with proxy.http.stream("POST", "/v1/completions", json=GREEDY, headers={"X-Request-Id": "my-id"}) as response:
+        pieces = response.iter_raw()
+        first = next(pieces)
+        gate.set()
+        rest = b"".join(pieces)
+    assert first == event(" gr").replace(b'"created":8', b'"created":7')  # else the same as without
+    assert rest == STREAM.removeprefix(event(" gr"))
+    assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
+    assert response.headers["x-request-id"] == "my-id"
+    assert " first_token=prefill" in warnings("id=my-id")
+    assert "pd_proxy_first_tokens_from_prefill_total 2" in proxy.http.get("/metrics").text
+
+
+def test_d_is_asked_for_the_whole_text_and_p_ends_it_where_the_client_would(
+    proxy: Proxy, p: FakeServer, d: FakeServer
+) -> None:
+    ask(proxy)
+    ask(proxy, ignore_eos=True)
+    until(lambda: len(p.bodies) == 2)  # an answer may be D's own, if that is faster
+    assert [body.get("ignore_eos") for body in p.bodies] == [None, True]
+    assert [body["max_tokens"] for body in d.bodies] == [5, 5]
+
+
+def test_a_request_that_may_not_begin_so_is_ds_alone(proxy: Proxy, p: FakeServer, d: FakeServer) -> None:
+    assert ask(proxy, temperature=1) == " grün dich"
+    assert p.bodies[0]["ignore_eos"] is True
+    assert "pd_proxy_first_tokens_from_prefill_total 1" in proxy.http.get("/metrics").text
+
+
+def test_a_token_without_text_is_left_to_d(proxy: Proxy, p: FakeServer) -> None:
+    p.script = prefills_as("")
+    assert ask(proxy) == " grün dich"
+    assert "pd_proxy_first_tokens_from_prefill_total 1" in proxy.http.get("/metrics").text
+
+
+def test_a_text_that_ends_with_its_first_token_is_ds_alone(
+    proxy: Proxy, p: FakeServer, d: FakeServer, warnings: Callable[[str], str]
+) -> None:
+    """P hands nothing over then, and D is told so where it asked by name."""
+
+    async def ends(received: Received, wire: Wire) -> None:
+        if "kv_transfer_params" in received.body:
+            await answers(500, b"the transfer has ended")(received, wire)
+        else:
+            await wire.whole(200, event("", "stop") + DONE, {"Content-Type": "text/event-stream"})
+
+    p.script, d.script = prefills_as("", "stop"), ends
+    assert proxy.http.post("/v1/completions", json=GREEDY).content == event("", "stop") + DONE
+    assert "not disaggregated: the text ends with its first token" in warnings("not disaggregated")
+
+
+def test_another_token_of_d_breaks_the_answer_off_and_is_counted(
+    proxy: Proxy, d: FakeServer, warnings: Callable[[str], str]
+) -> None:
+    async def differs(_: Received, wire: Wire) -> None:
+        await wire.head()
+        await wire.chunk(event(" rot"))
+        await wire.end()
+
+    assert_broken_off(proxy, d, differs)
+    assert "does not begin with the prefill server's token ' gr'" in warnings("problem:")
+    metrics = proxy.http.get("/metrics").text
+    assert "pd_proxy_first_tokens_different_total 1" in metrics
+    assert "pd_proxy_broken_off_total 1" in metrics
+
+
+@pytest.mark.parametrize("script", [answers(500, b"no"), answers(400, b'{"error": {}}')], ids=["500", "400"])
+def test_an_error_of_d_behind_ps_token_breaks_the_answer_off(
+    proxy: Proxy, d: FakeServer, warnings: Callable[[str], str], script: Script
+) -> None:
+    assert_broken_off(proxy, d, script)
+    assert "answered with status" in warnings("problem:")
+    until(lambda: proxy.in_flight() == 0)
+
+
+def test_a_client_that_leaves_behind_ps_token_takes_the_request_from_d(proxy: Proxy, d: FakeServer) -> None:
+    d.script = stalls
+    client = RawClient.completing(proxy, json.dumps(GREEDY).encode())
+    client.receive_until(b" gr")
+    received = d.wait()
+    client.leave()
+    assert received.left.wait(30)
+    until(lambda: proxy.in_flight() == 0)

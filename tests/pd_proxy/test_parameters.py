@@ -1,0 +1,167 @@
+"""What each leg is sent, without any HTTP."""
+
+from typing import Any
+
+import pytest
+
+from pd_proxy.parameters import decode_body, prefill_body, undivided_reason
+
+CHAT: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}
+TEXT: dict[str, Any] = {"model": "tiny", "prompt": "hello"}
+
+REACHES_THE_PROMPT: dict[str, Any] = {
+    "tools": [{"type": "function", "function": {"name": "look_up", "parameters": {"type": "object"}}}],
+    "tool_choice": {"type": "function", "function": {"name": "look_up"}},
+    "parallel_tool_calls": False,
+    "response_format": {"type": "json_object"},
+    "reasoning_effort": "high",
+    "chat_template": "{{ messages }}",
+    "chat_template_kwargs": {"enable_thinking": False},
+    "documents": [{"title": "t", "text": "x"}],
+    "add_generation_prompt": False,
+    "continue_final_message": True,
+    "add_special_tokens": True,
+    "truncate_prompt_tokens": 100,
+    "truncation_side": "left",
+    "mm_processor_kwargs": {"crops": 4},
+    "cache_salt": "salt",
+    "priority": 3,
+    "user": "somebody",
+    "vllm_xargs": {"mine": 1},
+    "a_parameter_of_next_year": {"any": "thing"},
+}
+
+BREAKS_OR_CHANGES_ONE_TOKEN: dict[str, Any] = {
+    "stream_options": {"include_usage": True},
+    "best_of": 3,
+    "min_tokens": 20,
+    "stop": ["a"],
+    "stop_token_ids": [1, 2],
+    "include_stop_str_in_output": True,
+    "repetition_detection": {"max_pattern_size": 4},
+    "top_p": 0.5,
+    "top_k": 3,
+    "min_p": 0.1,
+    "seed": 7,
+    "presence_penalty": 1.0,
+    "frequency_penalty": 1.0,
+    "repetition_penalty": 1.1,
+    "length_penalty": 2.0,
+    "logit_bias": {"7": 100},
+    "allowed_token_ids": [7],
+    "bad_words": ["bad"],
+    "watermarking": True,
+    "structured_outputs": {"choice": ["a", "b"]},
+    "thinking_token_budget": 0,
+    "logprobs": True,
+    "top_logprobs": 5,
+    "logprob_token_ids": [1],
+    "return_token_ids": True,
+    "return_tokens_as_token_ids": True,
+    "return_token_offsets": True,
+    "return_prompt_text": True,
+    "skip_special_tokens": False,
+    "spaces_between_special_tokens": False,
+    "stream_interval": 8,
+}
+
+
+def test_the_prefill_leg_keeps_all_that_can_reach_the_prompt() -> None:
+    sent = prefill_body(CHAT | REACHES_THE_PROMPT, chat=True)
+    assert {name: sent[name] for name in CHAT | REACHES_THE_PROMPT} == CHAT | REACHES_THE_PROMPT
+
+
+def test_the_prefill_leg_loses_all_that_could_break_or_shape_its_one_token() -> None:
+    sent = prefill_body(CHAT | BREAKS_OR_CHANGES_ONE_TOKEN, chat=True)
+    assert sent.keys() & BREAKS_OR_CHANGES_ONE_TOKEN.keys() == set()
+
+
+@pytest.mark.parametrize("chat", [True, False])
+def test_the_prefill_leg_asks_for_one_token_in_one_piece_that_cannot_end_early(chat: bool) -> None:
+    wishes = {"max_tokens": 500, "n": 1, "stream": True, "ignore_eos": False, "temperature": 1.7}
+    sent = prefill_body((CHAT if chat else TEXT) | wishes, chat=chat)
+    assert [sent[name] for name in wishes] == [1, 1, False, True, 0.0]
+
+
+def test_both_limits_of_a_chat_are_one_since_the_newer_wins() -> None:
+    assert prefill_body(CHAT | {"max_completion_tokens": 900}, chat=True)["max_completion_tokens"] == 1
+    assert "max_completion_tokens" not in prefill_body(TEXT, chat=False)
+
+
+def test_a_text_completion_needs_no_grammar_on_the_prefill_leg() -> None:
+    assert "response_format" not in prefill_body(TEXT | {"response_format": {"type": "json_object"}}, chat=False)
+
+
+def test_the_prefill_leg_asks_for_a_transfer_whatever_the_client_wrote() -> None:
+    sent = prefill_body(TEXT | {"kv_transfer_params": {"do_remote_prefill": True, "remote_host": "evil"}}, chat=False)
+    assert sent["kv_transfer_params"] == {
+        "do_remote_decode": True,
+        "do_remote_prefill": False,
+        "remote_engine_id": None,
+        "remote_block_ids": None,
+        "remote_host": None,
+        "remote_port": None,
+    }
+
+
+def test_the_decode_leg_is_the_clients_body_with_the_transfer() -> None:
+    body = CHAT | REACHES_THE_PROMPT | BREAKS_OR_CHANGES_ONE_TOKEN | {"stream": True, "max_tokens": 9}
+    transfer = {"remote_host": "10.0.0.1", "anything": [1, {"else": None}]}
+    assert decode_body(body, transfer) == body | {"kv_transfer_params": transfer}
+
+
+def test_a_clients_own_transfer_reaches_no_decode_server() -> None:
+    assert decode_body(TEXT | {"kv_transfer_params": {"remote_host": "evil"}}, None) == TEXT
+
+
+def test_the_clients_body_is_not_changed() -> None:
+    body = CHAT | {"stream": True, "kv_transfer_params": {"a": 1}}
+    before = dict(body)
+    prefill_body(body, chat=True)
+    decode_body(body, {"b": 2})
+    assert body == before
+
+
+@pytest.mark.parametrize("prompt", ["text", ["one text"], [1, 2, 3], [[1, 2, 3]], [7], [[7]]], ids=str)
+def test_one_prompt_in_any_form_takes_both_legs(prompt: object) -> None:
+    assert undivided_reason({"prompt": prompt}, chat=False) is None
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        ({"prompt": ["a", "b"]}, "several prompts"),
+        ({"prompt": [[1, 2], [3]]}, "several prompts"),
+        ({"prompt": None, "prompt_embeds": "AAAA"}, "prompt embeddings"),
+        ({"prompt": "a", "prompt_embeds": ["AAAA"]}, "prompt embeddings"),
+        ({"prompt": "a", "n": 2}, "several samples"),
+        ({"prompt": "a", "n": "2"}, "several samples"),
+        ({"prompt": "a", "use_beam_search": True}, "beam search"),
+        ({"prompt": "a", "prompt_logprobs": 0}, "prompt log-probabilities"),
+        ({"prompt": "a", "echo": True, "logprobs": 0}, "prompt log-probabilities"),
+        ({"prompt": "a", "echo": True, "max_tokens": 0}, "no tokens to generate"),
+    ],
+    ids=str,
+)
+def test_what_is_not_one_prompt_to_hand_over_goes_to_decode_alone(body: dict[str, Any], reason: str) -> None:
+    assert undivided_reason(body, chat=False) == reason
+
+
+@pytest.mark.parametrize("body", [{"echo": True}, {"n": None}, {"n": 1}, {"logprobs": 5}, {"prompt_logprobs": None}])
+def test_usual_parameters_do_not_keep_a_request_from_both_legs(body: dict[str, Any]) -> None:
+    assert undivided_reason(TEXT | body, chat=False) is None
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        ({"n": 3}, "several samples"),
+        ({"echo": True}, "prompt log-probabilities"),
+        ({"max_completion_tokens": 0}, "no tokens to generate"),
+        ({"logprobs": True, "top_logprobs": 3}, None),
+        ({"tools": [{}], "tool_choice": "required"}, None),
+    ],
+    ids=str,
+)
+def test_chat_has_its_own_reasons(body: dict[str, Any], reason: str | None) -> None:
+    assert undivided_reason(CHAT | body, chat=True) == reason

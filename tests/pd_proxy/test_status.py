@@ -1,0 +1,196 @@
+"""The status page: what it is told, what it is never told, and what bounds it."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from pd_proxy import recent, status
+from pd_proxy.journal import Record
+from pd_proxy.recent import MAX_ENDED, Recent
+from pd_proxy.status import MAX_PAGES
+from tests.support.examples.fake_servers import (
+    FakeServer,
+    Received,
+    Wire,
+    answers,
+    drops,
+    prefills_by_name,
+    stalls,
+)
+from tests.support.examples.harness import RawClient
+from tests.support.examples.served_proxy import Proxy, ProxySetup
+from tests.support.waiting import until
+
+SECRET = "the-secret-word"
+
+
+@pytest.fixture
+def proxy(setup: ProxySetup, p: FakeServer, d: FakeServer) -> Proxy:
+    return setup.proxy([p], [d], status_page=True, api_key="key-of-the-servers")
+
+
+@contextmanager
+def news(proxy: Proxy, seen: str = "") -> Iterator[Iterator[tuple[str, dict[str, Any]]]]:
+    """The events of an open page: ids and what they say."""
+    headers = {"Last-Event-ID": seen} if seen else {}
+    with proxy.http.stream("GET", "/status/events", headers=headers) as response:
+        assert response.headers["content-type"].startswith("text/event-stream")
+        lines = response.iter_lines()
+        pairs = ((line, next(lines)) for line in lines if line.startswith("id: "))
+        yield ((one.removeprefix("id: "), json.loads(data.removeprefix("data: "))) for one, data in pairs)
+
+
+def state(proxy: Proxy) -> dict[str, Any]:
+    with news(proxy) as events:
+        return next(events)[1]
+
+
+def failure_of(proxy: Proxy) -> str:
+    """The failure of the only request."""
+    (one,) = until(lambda: state(proxy)["ended"])
+    return str(one["failure"])
+
+
+def test_there_is_no_page_unless_it_is_asked_for(setup: ProxySetup, p: FakeServer, d: FakeServer) -> None:
+    proxy = setup.proxy([p], [d])
+    assert [proxy.http.get(path).status_code for path in ("/status", "/status/events")] == [404, 404]
+
+
+def test_the_page_runs_its_own_script_and_nothing_else(proxy: Proxy) -> None:
+    page = proxy.http.get("/status")
+    assert page.headers["content-type"] == "text/html; charset=utf-8"
+    policy = page.headers["content-security-policy"]
+    assert "default-src 'none'" in policy
+    assert "unsafe" not in policy
+    assert policy.count("'sha256-") == 2
+    assert "innerHTML" not in page.text
+    assert "http" not in page.text.replace("http://www.w3.org/2000/svg", "").replace("https?:", "")
+
+
+def test_a_request_is_shown_with_its_servers_and_times(proxy: Proxy, p: FakeServer, d: FakeServer) -> None:
+    p.script = prefills_by_name
+    proxy.http.post("/v1/completions", json={"prompt": "a"}, headers={"X-Request-Id": "my-id"})
+    (one,) = until(lambda: state(proxy)["ended"])
+    assert (one["identity"], one["status"], one["failure"], one["legs"]) == ("my-id", 200, "", "in-turn")
+    assert (one["prefill_url"], one["decode_url"]) == (p.url, d.url)
+    order = ["prefill_began", "prefill_ended", "decode_began", "first_byte", "ended"]
+    times = [one[name] for name in order]
+    assert times == sorted(times)
+    assert times[0] >= 0
+    servers = {(shown["leg"], shown["url"]): shown for shown in state(proxy)["servers"]}
+    assert servers["prefill", p.url] == {
+        "leg": "prefill",
+        "url": p.url,
+        "in_flight": 0,
+        "refused": False,
+        "control": "::1:4711",
+    }
+    assert servers["decode", d.url]["control"] == ""
+
+
+def test_a_request_under_way_is_shown_and_moves_to_those_that_ended(proxy: Proxy, d: FakeServer) -> None:
+    d.script = stalls
+    client = RawClient.completing(proxy, b'{"prompt": "a"}')
+    d.wait()
+    (one,) = state(proxy)["under_way"]
+    assert one["prefill_ended"] is not None
+    assert (one["first_byte"], one["ended"], one["decode_url"]) == (None, None, d.url)
+    client.leave()
+    assert failure_of(proxy) == "the client left"
+    assert state(proxy)["under_way_count"] == 0
+
+
+def test_an_open_page_hears_of_each_request_once(proxy: Proxy) -> None:
+    with news(proxy) as events:
+        seen, first = next(events)
+        proxy.complete()
+        found = until(lambda: next(events)[1]["ended"])
+        assert (first["ended"], first["from_start"], len(found)) == ([], True, 1)
+    with news(proxy, f"{seen.partition('-')[0]}-1") as events:
+        assert next(events)[1]["ended"] == []
+    with news(proxy, "another-1") as events:  # of a proxy that was here before
+        assert len(next(events)[1]["ended"]) == 1
+
+
+async def echoes(received: Received, wire: Wire) -> None:
+    """A server that puts the prompt into its error."""
+    await wire.json(500, {"error": {"message": f"cannot tokenize {received.body['prompt']}"}})
+
+
+async def echoes_in_plain_text(received: Received, wire: Wire) -> None:
+    await wire.whole(500, f"cannot tokenize {received.body['prompt']}".encode())
+
+
+async def echoes_in_a_stream(received: Received, wire: Wire) -> None:
+    await wire.head()
+    error = {"message": f"cannot decode {received.body['prompt']}", "code": 500}
+    await wire.chunk(b"data: " + json.dumps({"error": error}).encode() + b"\n\n")
+    await wire.end()
+
+
+@pytest.mark.parametrize(
+    ("leg", "script", "cause"),
+    [
+        ("prefill", echoes, "prefill server {p} refused with status 500"),
+        ("prefill", echoes_in_plain_text, "prefill server {p} answered with status 500"),
+        ("prefill", drops, "prefill server {p} broke off"),
+        ("decode", echoes, "decode server {d} answered with status 500"),
+        ("decode", echoes_in_a_stream, "decode server {d} began its stream with an error of status 500"),
+        ("decode", drops, "decode server {d} broke off"),
+    ],
+)
+def test_a_failure_has_its_cause_and_no_word_of_the_prompt(
+    proxy: Proxy, p: FakeServer, d: FakeServer, leg: str, script: Any, cause: str
+) -> None:
+    (p if leg == "prefill" else d).script = script
+    proxy.complete(prompt=SECRET, stream=True)
+    assert failure_of(proxy).startswith(cause.format(p=p.url, d=d.url))
+    shown = json.dumps(state(proxy))
+    assert SECRET not in shown
+    assert "key-of-the-servers" not in shown
+
+
+def test_a_prompt_and_an_answer_are_not_kept(proxy: Proxy, d: FakeServer) -> None:
+    d.script = answers(200, json.dumps({"choices": [{"text": SECRET}]}).encode())
+    proxy.complete(prompt=SECRET)
+    proxy.http.post("/v1/completions", content=b'{"prompt": "' + SECRET.encode())
+    until(lambda: len(state(proxy)["ended"]) == 2)
+    assert SECRET not in json.dumps(state(proxy))
+
+
+def test_more_pages_than_are_kept_up_to_date_are_refused(proxy: Proxy) -> None:
+    head = b"GET /status/events HTTP/1.1\r\nHost: proxy\r\n\r\n"
+    pages = [RawClient(proxy, head) for _ in range(MAX_PAGES)]
+    for page in pages:
+        page.receive_until(b"data: ")
+    refused = proxy.http.get("/status/events")
+    assert (refused.status_code, "close one" in refused.json()["error"]["message"]) == (503, True)
+    for page in pages:
+        page.leave()
+
+
+def test_only_so_many_requests_are_kept_and_only_for_so_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = Recent()
+    for number in range(MAX_ENDED + 50):
+        record = Record("/v1/completions")
+        record.identity, record.problem = f"{number}" * 500, "x" * 5000
+        kept.begin(record)
+        record.ended = record.started + 0.5
+        kept.end(record)
+    ended = kept.ended_after(0)
+    assert [one.place for one in ended] == list(range(51, MAX_ENDED + 51))
+    assert max(len(one.glimpse.identity) for one in ended) <= 64
+    assert max(len(one.glimpse.failure) for one in ended) <= 300
+    assert kept.ended_after(MAX_ENDED + 49) == ended[-1:]
+    monkeypatch.setattr(recent, "KEPT_S", -10.0)
+    assert kept.ended_after(0) == []
+    assert kept.count_under_way() == 0
+
+
+def test_an_open_page_has_to_come_back(proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(status, "_CONNECTION_S", 0.01)
+    with news(proxy) as events:
+        assert len(list(events)) == 1

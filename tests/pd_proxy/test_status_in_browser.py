@@ -1,0 +1,101 @@
+"""The status page in a real browser: what it shows, that it stays live, and that nothing in it is taken for markup."""
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.browser import Browser, needs_chromium
+from tests.support.examples.fake_servers import FakeServer, Received, Wire, answers, decodes, opened, prefills_by_name
+from tests.support.examples.harness import RawClient, unused_url
+from tests.support.examples.served_proxy import Proxy, ProxySetup
+from tests.support.waiting import until
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400), needs_chromium]
+
+MARKUP = "<img/src=x/onerror=document.title=1>"
+
+
+@pytest.fixture
+def browser(tmp_path: Path) -> Iterator[Browser]:
+    with Browser(tmp_path) as browser:
+        yield browser
+
+
+@pytest.fixture
+def proxy(setup: ProxySetup, p: FakeServer, d: FakeServer) -> Proxy:
+    p.script = prefills_by_name
+    return setup.proxy([p], [d], status_page=True)
+
+
+def rows(browser: Browser, body: str) -> list[str]:
+    """The rows of a table, without the one that says that there are none."""
+    found: list[str] = browser.evaluate(
+        f"[...document.querySelectorAll('#{body} tr')].map((row) => row.innerText).filter((text) => text !== 'none')"
+    )
+    return found
+
+
+def test_requests_come_and_go_while_the_page_is_open(
+    browser: Browser, proxy: Proxy, p: FakeServer, d: FakeServer
+) -> None:
+    browser.open(f"{proxy.url}/status")
+    until(lambda: browser.text("#live") == "live")
+    assert [row.split("\t")[:3] for row in rows(browser, "servers")] == [
+        ["prefill", p.url, "0"],
+        ["decode", d.url, "0"],
+    ]
+    assert rows(browser, "ended") == rows(browser, "failures") == []
+
+    proxy.http.post("/v1/completions", json={"prompt": "a"}, headers={"X-Request-Id": "the-first"})
+    until(lambda: len(rows(browser, "ended")) == 1)
+    assert "the-first" in rows(browser, "ended")[0]
+    assert "ms" in rows(browser, "ended")[0]
+    assert browser.evaluate("document.querySelectorAll('#ended rect.a').length") == 1
+    assert browser.evaluate("document.querySelectorAll('#over-time circle').length") == 1
+    until(lambda: "both at once" in rows(browser, "servers")[0])
+
+    gate = threading.Event()
+
+    async def waits(received: Received, wire: Wire) -> None:
+        await opened(gate)
+        await decodes(received, wire)
+
+    d.script = waits
+    client = RawClient.completing(proxy, b'{"prompt": "a"}')
+    until(lambda: len(rows(browser, "under-way")) == 1)
+    assert "waits for D" in until(lambda: next((row for row in rows(browser, "under-way") if "waits" in row), ""))
+    assert "1 under way" in browser.text("#count")
+    gate.set()
+    until(lambda: len(rows(browser, "ended")) == 2)
+    until(lambda: rows(browser, "under-way") == [])
+    client.leave()
+    assert browser.errors == []
+
+
+def test_a_failure_is_a_sentence_and_nothing_is_taken_for_markup(browser: Browser, proxy: Proxy, d: FakeServer) -> None:
+    d.script = answers(500, b'{"error": {"message": "no"}}')
+    proxy.http.post("/v1/completions", json={"prompt": "a"}, headers={"X-Request-Id": MARKUP})
+    browser.open(f"{proxy.url}/status")
+    (row,) = until(lambda: rows(browser, "failures"))
+    assert f"decode server {d.url} answered with status 500" in row
+    assert MARKUP in row
+    assert browser.evaluate("document.querySelectorAll('img').length") == 0
+    assert browser.evaluate("document.title") == "pd-proxy status"
+    assert browser.evaluate("document.querySelectorAll('#ended rect.f').length") > 0
+    assert browser.errors == []
+
+
+def test_a_page_comes_back_to_a_proxy_that_has_restarted(browser: Browser, setup: ProxySetup, d: FakeServer) -> None:
+    first = setup.proxy([unused_url()], [d], status_page=True)
+    first.complete()
+    browser.open(f"{first.url}/status")
+    until(lambda: len(rows(browser, "ended")) == 1)
+    first.close()
+    until(lambda: browser.text("#live") == "connecting")
+    second = setup.proxy([unused_url()], [d], status_page=True, port=first.address[1])
+    until(lambda: browser.text("#live") == "live")
+    until(lambda: rows(browser, "ended") == [])
+    second.complete()
+    until(lambda: len(rows(browser, "failures")) == 1)

@@ -1,0 +1,192 @@
+"""A request that goes well: what P and D are sent, and what the client gets back."""
+
+import asyncio
+import gzip
+import json
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.support.examples.fake_servers import TRANSFER, FakeServer, Received, Wire, answers, opened
+from tests.support.examples.served_proxy import Proxy, ProxySetup
+from tests.support.waiting import until
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_a_request_is_prefilled_then_decoded_with_the_returned_transfer(
+    proxy: Proxy, p: FakeServer, d: FakeServer, path: str
+) -> None:
+    body: dict[str, Any] = {"model": "tiny", "max_tokens": 40, "temperature": 0.5, "unknown": [1.5, "ü\ud800", None]}
+    body |= {"prompt": "Guten Tag"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "Tag"}]}
+
+    response = proxy.http.post(path, content=json.dumps(body))
+
+    assert response.status_code == 200
+    assert response.json() == {"choices": [{"text": " the answer"}]}
+    assert [one.path for one in (*p.received, *d.received)] == [path, path]
+    assert p.bodies[0]["max_tokens"] == 1
+    assert p.bodies[0]["kv_transfer_params"]["do_remote_decode"] is True
+    assert d.bodies == [body | {"kv_transfer_params": TRANSFER}]
+
+
+def test_a_request_that_cannot_be_divided_goes_to_decode_alone_and_is_counted(
+    proxy: Proxy, p: FakeServer, d: FakeServer, access_lines: Callable[[int], list[str]]
+) -> None:
+    response = proxy.complete(prompt=["a", "b"], kv_transfer_params={"remote_host": "evil"})
+    assert response.json() == {"choices": [{"text": " the answer"}]}
+    assert p.received == []
+    assert d.bodies == [{"model": "tiny", "prompt": ["a", "b"]}]
+    assert "not disaggregated: several prompts" in access_lines(1)[0]
+    assert 'pd_proxy_not_disaggregated_total{reason="several prompts"} 1' in proxy.http.get("/metrics").text
+
+
+def test_headers_reach_both_legs_and_the_client(proxy: Proxy, p: FakeServer, d: FakeServer) -> None:
+    d.script = answers(
+        200, b"{}", Content_Type="application/json", X_From_D="yes", Connection="X-Private", X_Private="1"
+    )
+    sent = {
+        "Authorization": "Bearer key",
+        "X-Request-Id": "my-id",
+        "traceparent": "00-1-2-3",
+        "Connection": "keep-alive, X-Hop",
+        "X-Hop": "for the proxy only",
+        "X-data-parallel-rank": "1",
+        "Accept-Encoding": "br",
+    }
+    response = proxy.http.post("/v1/completions", json={"prompt": "a"}, headers=sent)
+    for one in (p.received[0], d.received[0]):
+        assert one.headers["authorization"] == "Bearer key"
+        assert one.headers["x-request-id"] == "my-id"
+        assert one.headers["traceparent"] == "00-1-2-3"
+        assert one.headers["content-type"] == "application/json"
+        assert one.headers["host"] != proxy.url.removeprefix("http://")
+        assert not {"x-hop", "x-data-parallel-rank"} & one.headers.keys()
+    # The proxy reads P's answer itself; D's goes to the client as it is.
+    assert p.received[0].headers["accept-encoding"] == "identity"
+    assert d.received[0].headers["accept-encoding"] == "br"
+    assert response.headers["x-from-d"] == "yes"
+    assert response.headers["x-request-id"] == "my-id"
+    assert "x-private" not in response.headers
+
+
+@pytest.mark.parametrize(
+    ("headers", "body", "kept"),
+    [
+        ({"X-Request-Id": "from-header"}, {"request_id": "from-body"}, "from-header"),
+        ({}, {"request_id": "from-body"}, "from-body"),
+        ({}, {}, None),
+        ({}, {"request_id": "two\nlines"}, None),
+        ({"X-Request-Id": "x" * 257}, {}, None),
+    ],
+    ids=["header", "body", "neither", "not a header value", "too long"],
+)
+def test_both_legs_and_the_client_see_one_request_id(
+    proxy: Proxy, p: FakeServer, d: FakeServer, headers: dict[str, str], body: dict[str, str], kept: str | None
+) -> None:
+    response = proxy.http.post("/v1/completions", json={"prompt": "a"} | body, headers=headers)
+    seen = {one.headers["x-request-id"] for one in (p.received[0], d.received[0])} | {response.headers["x-request-id"]}
+    assert len(seen) == 1
+    if kept is None:
+        assert len(seen.pop()) == 32
+    else:
+        assert seen == {kept}
+
+
+def test_one_access_line_tells_servers_timings_and_status(
+    proxy: Proxy, p: FakeServer, d: FakeServer, access_lines: Callable[[int], list[str]]
+) -> None:
+    proxy.http.post("/v1/completions", json={"prompt": "a"}, headers={"X-Request-Id": "my-id"})
+    (line,) = access_lines(1)
+    assert line.startswith(f"/v1/completions id=my-id status=200 P={p.url} D={d.url} legs=in-turn prefill=")
+    timings = dict(part.split("=", 1) for part in line.split() if part.endswith("ms"))
+    assert timings.keys() == {"prefill", "first_byte", "total"}
+    milliseconds = {name: float(value.removesuffix("ms")) for name, value in timings.items()}
+    assert 0 < milliseconds["prefill"] + milliseconds["first_byte"] <= milliseconds["total"] + 0.2
+
+
+STREAM = [
+    b'data: {"choices": [{"text": " gr',  # an event in two pieces
+    "üß".encode()[:1],  # a character in two pieces
+    "üß".encode()[1:],
+    b' dich"}]}\n\ndata: {"one": 1}\n\ndata: {"two"',  # one and a half events in a piece
+    b": 2}\r\n\r\n: a comment\n\n",
+    b"\xff\x00 no text at all",
+    b"data: [DONE]\n\n",
+]
+
+
+@pytest.mark.parametrize("http", ["auto", "h11"])
+def test_a_stream_reaches_the_client_byte_for_byte(setup: ProxySetup, p: FakeServer, http: Any) -> None:
+    async def stream(_: Received, wire: Wire) -> None:
+        await wire.head(200, {"Content-Type": "text/event-stream; charset=utf-8"})
+        for piece in STREAM:
+            await wire.chunk(piece)
+            await asyncio.sleep(0.002)
+        await wire.end()
+
+    proxy = setup.proxy([p], [setup.server(stream)], http=http)
+    response = proxy.complete(stream=True)
+    assert response.content == b"".join(STREAM)
+    assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
+
+
+def test_no_piece_of_a_stream_waits_for_the_next(proxy: Proxy, d: FakeServer) -> None:
+    gates = [threading.Event() for _ in STREAM]
+
+    async def stream(_: Received, wire: Wire) -> None:
+        await wire.head()
+        for piece, gate in zip(STREAM, gates, strict=True):
+            await wire.chunk(piece)
+            await opened(gate)
+        await wire.end()
+
+    d.script = stream
+    with proxy.http.stream("POST", "/v1/completions", json={"prompt": "a", "stream": True}) as response:
+        pieces = response.iter_raw()
+        for piece, gate in zip(STREAM, gates, strict=True):
+            assert next(pieces) == piece
+            gate.set()
+        assert next(pieces, None) is None
+
+
+def test_an_encoded_answer_is_passed_on_encoded(proxy: Proxy, d: FakeServer) -> None:
+    packed = gzip.compress(b'{"choices": []}')
+    d.script = answers(200, packed, Content_Type="application/json", Content_Encoding="gzip")
+    with proxy.http.stream("POST", "/v1/completions", json={"prompt": "a"}) as response:
+        assert response.headers["content-length"] == str(len(packed))
+        assert response.headers["content-encoding"] == "gzip"
+        assert b"".join(response.iter_raw()) == packed
+
+
+def test_120_requests_are_under_way_at_once_on_each_leg(setup: ProxySetup) -> None:
+    count = 120
+
+    def meeting(answer: object) -> Any:
+        everybody = threading.Event()
+        present = 0
+
+        async def script(received: Received, wire: Wire) -> None:
+            nonlocal present
+            present += 1
+            if present == count:
+                everybody.set()
+            await opened(everybody)
+            await wire.json(200, {"echo": received.body["prompt"], "kv_transfer_params": answer})
+
+        return script
+
+    proxy = setup.proxy([setup.server(meeting(TRANSFER))], [setup.server(meeting(None))])
+
+    async def ask_all() -> list[httpx.Response]:
+        limits = httpx.Limits(max_connections=None)
+        async with httpx.AsyncClient(base_url=proxy.url, timeout=60, limits=limits, trust_env=False) as client:
+            asked = (client.post("/v1/completions", json={"prompt": f"question {i}"}) for i in range(count))
+            return await asyncio.gather(*asked)
+
+    responses = asyncio.run(ask_all())
+    assert [one.status_code for one in responses] == [200] * count
+    assert [one.json()["echo"] for one in responses] == [f"question {i}" for i in range(count)]
+    until(lambda: proxy.in_flight() == 0)

@@ -1,0 +1,57 @@
+"""The parts of a decode engine's scheduler half, around a control client and a clock of the test's choice."""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from pd_connector.scheduler.pulls_ahead import AheadLimits, PullsAhead
+from pd_connector.scheduler.renewals import Renewals
+from pd_connector.scheduler.subscriptions import FollowLimits, Subscriptions
+from pd_connector.vllm.block_pools import DeviceBlocks
+from pd_connector.vllm.cache_specs import Retention
+from transfer.control.client import ControlClient
+
+MESSAGE_TIMEOUT_S = 10.0
+TRANSFER_TIMEOUT_S = 30.0
+QUEUE_TIMEOUT_S = 120.0
+
+
+class CountedBlocks(DeviceBlocks):
+    """A device's blocks, as far as their number goes."""
+
+    def __init__(self, total: int = 1000) -> None:
+        super().__init__()
+        self._total = total
+        self.used = 0
+
+    @property
+    def free(self) -> int:
+        return self._total - self.used
+
+    @property
+    def total(self) -> int:
+        return self._total
+
+
+class ConsumerParts(NamedTuple):
+    """What ``Consumer`` is made of."""
+
+    renewals: Renewals
+    subscriptions: Subscriptions
+    ahead: PullsAhead
+    retentions: Sequence[Retention]
+
+
+def consumer_parts(
+    client: ControlClient,
+    clock: Callable[[], float] = time.monotonic,
+    retentions: Sequence[Retention] = (),
+    blocks: DeviceBlocks | None = None,
+    limits: AheadLimits = AheadLimits(16, 0.5),  # noqa: B008  frozen
+) -> ConsumerParts:
+    """The parts of a consumer that sends its messages with ``client``; nothing has been started."""
+    renewals = Renewals(client, MESSAGE_TIMEOUT_S, QUEUE_TIMEOUT_S, clock)
+    follow_limits = FollowLimits(MESSAGE_TIMEOUT_S, TRANSFER_TIMEOUT_S, QUEUE_TIMEOUT_S)
+    subscriptions = Subscriptions(client, renewals, follow_limits, clock)
+    ahead = PullsAhead(limits, blocks or CountedBlocks(), retentions or [Retention(16)])
+    return ConsumerParts(renewals, subscriptions, ahead, retentions)

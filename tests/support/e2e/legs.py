@@ -1,0 +1,94 @@
+"""Both legs of a request at once, as a router sends them that gives each transfer a name."""
+
+import time
+import uuid
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from tests.support.e2e.client import Completion, KVTransferParams
+from tests.support.e2e.pair import Pair, Traffic, end_lease, make_prompt
+from tests.support.waiting import until
+
+
+@dataclass(frozen=True, slots=True)
+class Legs:
+    """The answers to both legs."""
+
+    prefill: Completion
+    decode: Completion
+
+
+class Router:
+    """Sends requests to a pair of servers under names of its own. Asks once where P's control channel is."""
+
+    def __init__(self, pair: Pair) -> None:
+        self.pair = pair
+        params = pair.prefill.client.prefill(make_prompt(40, ("where", pair.name, time.monotonic())))
+        end_lease(params)
+        self._control = {name: params[name] for name in ("remote_host", "remote_port")}
+
+    def prefill_params(self, name: str) -> KVTransferParams:
+        """Return what the prefill leg of a transfer carries."""
+        return {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": name}
+
+    def decode_params(self, name: str, **changes: object) -> KVTransferParams:
+        """Return what the decode leg of a transfer carries."""
+        return {"do_remote_decode": False, "do_remote_prefill": True, "transfer_id": name, **self._control, **changes}
+
+    def send(
+        self,
+        prompt: list[int],
+        max_tokens: int = 16,
+        *,
+        decode_first_s: float = 0.0,
+        name: str = "",
+        **options: object,
+    ) -> Legs:
+        """Send both legs and wait for both answers.
+
+        ``decode_first_s`` is the time by which the decode leg is earlier; the prefill leg is if it is negative.
+        """
+        name = name or uuid.uuid4().hex
+
+        def prefill() -> Completion:
+            time.sleep(max(decode_first_s, 0.0))
+            return self.pair.prefill.client.complete(prompt, 1, kv_transfer_params=self.prefill_params(name), **options)
+
+        def decode() -> Completion:
+            time.sleep(max(-decode_first_s, 0.0))
+            return self.pair.decode_leg(prompt, self.decode_params(name), max_tokens, **options)
+
+        with ThreadPoolExecutor(2) as threads:
+            legs = threads.submit(prefill), threads.submit(decode)
+            return Legs(legs[0].result(), legs[1].result())
+
+    def assert_right(self, prompt: list[int], *, decode_first_s: float = 0.0, hit: int = 0) -> Traffic:
+        """A prompt of which the decode server holds ``hit`` tokens is pulled, and gives the right output."""
+        with self.pair.traffic() as traffic:
+            legs = self.send(prompt, decode_first_s=decode_first_s)
+        assert legs.prefill.status == 200, legs.prefill.body
+        assert traffic.failures() == 0
+        assert traffic.source("external_kv_transfer") == len(prompt) - 1 - hit
+        assert traffic.source("local_compute") == 1
+        assert traffic.pulled("pulls") == self.pair.decode_ranks
+        assert (traffic.leases("granted"), traffic.leases("released")) == (1, 1)
+        self.pair.assert_right(legs.decode, prompt)
+        return traffic
+
+    def wait_for(self, *events: str, number: float = 1.0, since: Mapping[str, float]) -> None:
+        """Wait until P has counted so many more transfers of any of these events than ``since`` has."""
+
+        def counted() -> float:
+            now = self.transfers()
+            return sum(now.get(event, 0.0) - since.get(event, 0.0) for event in events)
+
+        until(
+            lambda: counted() >= number,
+            lambda: f"{number:g} transfers {' or '.join(events)}: {self.transfers()}, before {dict(since)}",
+        )
+
+    def transfers(self) -> dict[str, float]:
+        """Return P's count of transfers by name, by event."""
+        samples = self.pair.prefill.client.metrics().samples
+        return {labels["event"]: value for name, labels, value in samples if name == "vllm:pd_transfers_total"}

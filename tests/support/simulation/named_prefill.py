@@ -1,0 +1,304 @@
+"""A prefill engine whose named prompts are followed: vLLM's own scheduler, the connector's scheduler side, one thread.
+
+Simulated are the workers, which write to memory when a step ends and not before, and the control channel. After every
+event, what is announced is compared with what memory holds.
+"""
+
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from copy import copy
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import vllm.platforms
+from vllm.config import KVTransferConfig, VllmConfig
+from vllm.engine.arg_utils import EngineArgs
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256_cbor
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+from layout.geometry import CacheGroup, WorkerGeometry
+from pd_connector.orders import Report, WorkerHandshake
+from pd_connector.scheduler.announcer import Announcer
+from pd_connector.scheduler.lease_service import LeaseService
+from pd_connector.scheduler.producer import Producer
+from pd_connector.scheduler.scheduler import ConnectorScheduler
+from pd_connector.vllm.metadata import HandshakeMetadata, ReportMetadata, StepMetadata
+from tests.support.e2e.models import DEFAULT_MODEL, write_model
+from tests.support.releases import INSTALLED
+from tests.support.simulation.vllm_schedulers import OUTPUT_TOKEN
+from transfer.control.messages import Follow, Followed, TransferState
+from transfer.control.server import ServerCounters
+from transfer.control.waiting_requests import NotYet
+
+PAGE_TOKENS = 16  # in a block
+CHUNK_TOKENS = 64  # in a step
+REACH_TOKENS = 32  # the sliding window of the second cache group, if there is one
+
+init_none_hash(sha256_cbor)
+_hasher = get_request_block_hasher(PAGE_TOKENS, sha256_cbor)
+
+
+@cache
+def _config(max_tokens: int, chunk_tokens: int, max_requests: int) -> VllmConfig:
+    model = write_model(Path(mkdtemp()) / "model", DEFAULT_MODEL)
+    arguments = EngineArgs(
+        model=str(model), dtype="float32", max_model_len=max_tokens, max_num_batched_tokens=chunk_tokens,
+        max_num_seqs=max_requests, block_size=PAGE_TOKENS, enforce_eager=True, enable_prefix_caching=True,
+        hf_overrides={"max_position_embeddings": max_tokens},
+    )  # fmt: skip
+    # A vLLM without its compiled parts has no platform.
+    with patch.object(vllm.platforms.current_platform, "device_type", "cpu"):
+        return arguments.create_engine_config()
+
+
+def stamps_of(tokens: list[int]) -> list[int]:
+    """What the cache must hold of each token: it depends on all before it."""
+    return list(itertools.accumulate(tokens, lambda before, token: hash((before, token)), initial=0))[1:]
+
+
+class _Server:
+    """What ``ControlServer`` is to the producer; remembers of which topics there was news."""
+
+    def __init__(self, handler: Any, host: str, port: int, keys: Any = None) -> None:
+        self.port = 1
+        self.counters = ServerCounters()
+        self.changes: list[str] = []
+
+    def start(self) -> None:
+        """Nobody asks."""
+
+    def changed(self, topic: str) -> None:
+        self.changes.append(topic)
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+
+@dataclass(frozen=True)
+class StepUnderWay:
+    """A step that was scheduled: what it will have written, and what its workers return when it has ended."""
+
+    output: SchedulerOutput
+    result: ModelRunnerOutput
+    writes: dict[tuple[int, int], int]  # stamps, by block and offset
+    numbers: tuple[int, ...]  # that the workers return
+
+
+class NamedPrefill:
+    """A prefill engine, step by step. Any number of its steps may be under way."""
+
+    def __init__(
+        self,
+        blocks: int = 64,
+        *,
+        ranks: int = 1,
+        asynchronous: bool = False,
+        with_window: bool = False,
+        knows_workers: bool = True,
+        max_tokens: int = 512,
+        chunk_tokens: int = CHUNK_TOKENS,
+        checked: bool = True,
+    ) -> None:
+        self.ranks = ranks
+        self.memory: dict[tuple[int, int], int] = {}
+        self.answers: dict[str, dict[str, Any] | None] = {}  # kv_transfer_params of the responses
+        self.ended: dict[str, str] = {}  # how, by request
+        self._windows = (0, REACH_TOKENS) if with_window else (0,)
+        self._checked = checked
+        self.scheduler = self._make_scheduler(blocks, max_tokens, chunk_tokens, asynchronous=asynchronous)
+        connector: Any = self.scheduler.connector
+        self.side: ConnectorScheduler = connector._scheduler
+        (self.producer,) = (role for role in self.side._roles if isinstance(role, Producer))
+        self.service: LeaseService[Any] = self.producer._service
+        self.announcer: Announcer = self.producer._announcer
+        if knows_workers:
+            self.tell_workers()
+
+    def tell_workers(self) -> None:
+        """Hand over the workers' handshakes, as vLLM does at start."""
+        groups = tuple(CacheGroup(PAGE_TOKENS, window, ()) for window in self._windows)
+        connector: Any = self.scheduler.connector
+        connector.set_xfer_handshake_metadata_pp_aware(
+            {
+                (0, rank): HandshakeMetadata(
+                    WorkerHandshake(WorkerGeometry(rank, self.ranks, 0, 1, f"127.0.0.1:{15000 + rank}", groups, ()), 0)
+                )
+                for rank in range(self.ranks)
+            }
+        )
+
+    @property
+    def changes(self) -> list[str]:
+        server: Any = self.producer._server
+        return list(server.changes)
+
+    def ask(self, name: str, prompt: list[int], transfer_id: object = None, **params: Any) -> Request:
+        """A prefill leg arrives. ``transfer_id``: None for none."""
+        given = {"do_remote_decode": True, **params}
+        if transfer_id is not None:
+            given["transfer_id"] = transfer_id
+        sampling = SamplingParams(max_tokens=1, ignore_eos=True, extra_args={"kv_transfer_params": given})
+        request = Request(name, list(prompt), sampling, None, block_hasher=_hasher)
+        self.scheduler.add_request(request)
+        return request
+
+    def abort(self, name: str) -> None:
+        self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
+        self.check()
+
+    def schedule(self) -> StepUnderWay:
+        """Schedule a step, whose workers begin."""
+        seen: dict[str, int] = {}
+        build = self.scheduler._build_kv_connector_meta
+
+        def noted(connector: Any, output: SchedulerOutput) -> Any:
+            seen.update(
+                {each: self.scheduler.requests[each].num_computed_tokens for each in output.num_scheduled_tokens}
+            )
+            return build(connector, output)
+
+        with patch.object(self.scheduler, "_build_kv_connector_meta", noted):
+            output = self.scheduler.schedule()
+        metadata = output.kv_connector_metadata
+        assert isinstance(metadata, StepMetadata)
+        ids = list(output.num_scheduled_tokens)
+        sampled, writes = [], {}
+        for request_id, number in output.num_scheduled_tokens.items():
+            request: Request = self.scheduler.requests[request_id]
+            end = request.num_computed_tokens
+            assert seen[request_id] == end - number, "the connector is asked when the step's tokens are counted already"
+            stamps = stamps_of([*request.all_token_ids, OUTPUT_TOKEN, OUTPUT_TOKEN]) if self._checked else []
+            for table in self.scheduler.kv_cache_manager.get_block_ids(request_id) if self._checked else ():
+                for token in range(end - number, end):
+                    if table[token // PAGE_TOKENS]:
+                        writes[table[token // PAGE_TOKENS], token % PAGE_TOKENS] = stamps[token]
+            sampled.append([OUTPUT_TOKEN] if end >= request.num_tokens else [])
+        result = ModelRunnerOutput(ids, {each: index for index, each in enumerate(ids)}, sampled)
+        self.check()
+        return StepUnderWay(output, result, writes, metadata.orders.steps)
+
+    def end(self, step: StepUnderWay, ranks: int | None = None) -> None:
+        """Let a step end: its workers have written, and ``ranks`` of them, all unless it is given, report it."""
+        self.memory |= step.writes
+        report = Report(steps=dict.fromkeys(step.numbers, self.ranks if ranks is None else ranks))
+        result = copy(step.result)
+        result.kv_connector_output = KVConnectorOutput(kv_connector_worker_meta=ReportMetadata(report))
+        for outputs in self.scheduler.update_from_output(step.output, result).values():
+            for each in outputs.outputs:
+                if each.finish_reason is not None:
+                    self.answers[each.request_id] = each.kv_transfer_params
+                    self.ended[each.request_id] = str(each.finish_reason)
+        self.check()
+
+    def step(self) -> StepUnderWay:
+        """A step from its beginning to its end."""
+        step = self.schedule()
+        self.end(step)
+        return step
+
+    def run(self, most: int = 50) -> None:
+        """Step until all requests have ended."""
+        for _ in range(most):
+            if not self.scheduler.has_unfinished_requests():
+                return
+            self.step()
+        raise AssertionError(f"requests have not ended within {most} steps: {sorted(self.scheduler.requests)}")
+
+    def told(self, transfer_id: str, attempt: int = -1, tokens: int = 0) -> Followed:
+        """What somebody is told who knows so much."""
+        reply = self.service.handle(Follow("", transfer_id, attempt, tokens))
+        reply = reply.reply if isinstance(reply, NotYet) else reply
+        assert isinstance(reply, Followed)
+        return reply
+
+    def state(self, transfer_id: str) -> tuple[TransferState, int, int]:
+        """How far a prompt is said to be: its state, attempt, and complete tokens."""
+        told = self.told(transfer_id)
+        return TransferState(told.state), told.attempt, told.tokens
+
+    def preempt(self, request: Request) -> None:
+        """What vLLM does when another request needs the blocks."""
+        self.scheduler.running.remove(request)
+        if INSTALLED >= (0, 30):
+            self.scheduler._preempt_request(request, 0.0, True)
+            return
+        self.scheduler._preempt_request(request, 0.0)
+        # The rest is what vLLM 0.23 does where a request may run again in the next step, in its reset.
+        request.async_tokens_to_discard = request.num_output_placeholders
+        request.num_output_placeholders = 0
+        self.scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
+
+    def check(self) -> None:
+        """Raise AssertionError if something is announced that memory does not hold."""
+        if not self._checked:
+            return
+        self.side.check_integrity()
+        for named in self.announcer._named.values() if self.service.block_tokens else ():
+            told = self.told(named.transfer_id)
+            if told.state != TransferState.COMPUTING or not self._has_its_blocks(named):
+                continue
+            stamps = stamps_of(list(named.request.all_token_ids))
+            tables = self.scheduler.kv_cache_manager.get_block_ids(named.request.request_id)
+            for announced, table in zip(told.block_ids, tables, strict=True):
+                for token in range(told.tokens):
+                    block = table[token // PAGE_TOKENS]
+                    if not block:
+                        continue  # a window has passed it
+                    assert announced[token // PAGE_TOKENS] == block, "another block is announced than the request has"
+                    held = self.memory.get((block, token % PAGE_TOKENS))
+                    assert held == stamps[token], f"token {token} of {told.tokens} is announced and not there"
+
+    def _has_its_blocks(self, named: Any) -> bool:
+        """False from a preemption to the next step, in which the followers are told."""
+        return bool(named.request.num_preemptions == named.preemptions)
+
+    def close(self) -> None:
+        self.scheduler.shutdown()
+
+    def _make_scheduler(self, blocks: int, max_tokens: int, chunk_tokens: int, *, asynchronous: bool) -> Scheduler:
+        config = copy(_config(max_tokens, chunk_tokens, 16))
+        config.cache_config = copy(config.cache_config)
+        config.cache_config.num_gpu_blocks = blocks
+        config.scheduler_config = copy(config.scheduler_config)
+        config.scheduler_config.async_scheduling = asynchronous
+        config.kv_transfer_config = KVTransferConfig(
+            kv_connector="PDConnector",
+            kv_connector_module_path="pd_connector",
+            kv_role="kv_producer",
+            kv_connector_extra_config={"host": "127.0.0.1"},
+        )
+        config.parallel_config = copy(config.parallel_config)
+        config.parallel_config.tensor_parallel_size = self.ranks
+        with ExitStack() as patches:
+            patches.enter_context(patch("pd_connector.scheduler.producer.ControlServer", _Server))
+            kind = AsyncScheduler if asynchronous else Scheduler
+            return kind(config, self._caches(blocks), StructuredOutputManager(config), PAGE_TOKENS)
+
+    def _caches(self, blocks: int) -> KVCacheConfig:
+        def groups() -> Iterator[KVCacheGroupSpec]:
+            shape: dict[str, Any] = {"block_size": PAGE_TOKENS, "num_kv_heads": 4, "head_size": 16}
+            for number, window in enumerate(self._windows):
+                spec: Any = FullAttentionSpec(**shape, dtype=torch.float32)
+                if window:
+                    spec = SlidingWindowSpec(**shape, dtype=torch.float32, sliding_window=window)
+                yield KVCacheGroupSpec([f"layer{number}"], spec)
+
+        return KVCacheConfig(blocks, [], list(groups()))
+
+
+#: What the fixture ``start_prefill`` is: the arguments of ``NamedPrefill``.
+StartPrefill = Callable[..., NamedPrefill]
