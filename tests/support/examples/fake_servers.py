@@ -5,8 +5,10 @@ function over (what was received, the wire to answer on), which a test may repla
 """
 
 import asyncio
+import contextlib
 import json
 import threading
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
@@ -75,11 +77,36 @@ class Wire:
 Script = Callable[[Received, Wire], Awaitable[None]]
 
 
+class PrefillLegs:
+    """The transfers for which a prefill leg has arrived at any of the servers on a loop.
+
+    No decode server can serve a leg before its prompt has reached a prefill server, so no fake one does: tests may rely
+    on it. Where the prompt never arrives, the fake one waits no longer than ``longest_s``.
+    """
+
+    def __init__(self, longest_s: float = 2) -> None:
+        self._longest_s = longest_s
+        self._arrived: defaultdict[str, asyncio.Event] = defaultdict(asyncio.Event)
+
+    async def precede(self, received: Received) -> None:
+        """Note a prefill leg; let a decode leg wait for it. Other requests are let through."""
+        parameters = received.body.get("kv_transfer_params") if isinstance(received.body, dict) else None
+        if not isinstance(parameters, dict) or "transfer_id" not in parameters:
+            return
+        arrived = self._arrived[str(parameters["transfer_id"])]
+        if parameters.get("do_remote_decode"):
+            arrived.set()
+        else:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(arrived.wait(), self._longest_s)
+
+
 class FakeServer:
     """One server on a free port of the loopback address."""
 
-    def __init__(self, script: Script) -> None:
+    def __init__(self, script: Script, legs: PrefillLegs) -> None:
         self.script = script
+        self._legs = legs
         self.received: list[Received] = []
         self.url = ""
         self._arrival = threading.Condition()
@@ -128,7 +155,7 @@ class FakeServer:
 
     async def _answer(self, received: Received, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
         """Run the script; note when the peer leaves. Returns what the peer already sent of its next request."""
-        script = asyncio.ensure_future(self.script(received, Wire(writer)))
+        script = asyncio.ensure_future(self._serve(received, Wire(writer)))
         watch = asyncio.ensure_future(reader.read(1))
         try:
             await asyncio.wait((script, watch), return_when=asyncio.FIRST_COMPLETED)
@@ -141,6 +168,10 @@ class FakeServer:
             script.cancel()
             watch.cancel()
             await asyncio.gather(script, watch, return_exceptions=True)
+
+    async def _serve(self, received: Received, wire: Wire) -> None:
+        await self._legs.precede(received)
+        await self.script(received, wire)
 
 
 async def _read(early: bytes, reader: asyncio.StreamReader) -> Received:

@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import IO, Protocol, Self
 
-from tests.support.examples.fake_servers import FakeServer, Loop, Script
+from tests.support.examples.fake_servers import FakeServer, Loop, PrefillLegs, Script
 from tests.support.sources import ROOT
 from tests.support.waiting import until
 
@@ -43,10 +43,11 @@ class FakeServers:
     def __init__(self, stack: ExitStack) -> None:
         self._stack = stack
         self._loop = Loop()
+        self._legs = PrefillLegs()
         stack.callback(self._loop.close)
 
     def start(self, script: Script, port: int = 0) -> FakeServer:
-        server = FakeServer(script)
+        server = FakeServer(script, self._legs)
         self._loop.run(server.start(port))
         self._stack.callback(self.stop, server)
         return server
