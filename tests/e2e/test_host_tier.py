@@ -14,6 +14,7 @@ import zmq
 
 from tests.support.e2e.cluster import BLOCK_SIZE, Cluster, Server, ServerSpec
 from tests.support.e2e.deployments import EVENTS_ENDPOINT, HOST_TIER, on
+from tests.support.e2e.host_memory import evict, whole_blocks
 from tests.support.e2e.pair import Pair, assert_same_output, make_prompt, wait_until_at_rest
 from tests.support.waiting import until
 
@@ -22,20 +23,6 @@ on_host_tier = on(HOST_TIER)
 every_server = pytest.mark.parametrize("server", ["P", "D", "W"], indirect=True)
 storing_at_once = pytest.mark.parametrize("server", ["P", "D"], indirect=True)
 p_and_d = pytest.mark.parametrize("pair", [("P", "D")], indirect=True, ids="-".join)
-
-
-def whole_blocks(tokens: int) -> int:
-    """Of so many tokens, those that fill blocks."""
-    return tokens // BLOCK_SIZE * BLOCK_SIZE
-
-
-def evict(server: Server, seed: object, blocks: int | None = None) -> None:
-    """Compute prompts that take ``blocks`` blocks of the device which hold something else, or all of them."""
-    left = server.client.cache_blocks() if blocks is None else blocks
-    while left > 1:
-        taken = min(left, 40)
-        server.client.complete(make_prompt(taken * BLOCK_SIZE - 1, (server.log.stem, seed, left)), 1)
-        left -= taken
 
 
 def host_metric(server: Server, name: str, **labels: str) -> int:

@@ -12,7 +12,17 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from tests.support.e2e.cluster import BLOCK_SIZE
-from tests.support.e2e.deployments import BHLNC, LEGS, LEGS_TRANSFER_TIMEOUT_S, UNEQUAL_LEGS, WINDOW_LEGS, on
+from tests.support.e2e.deployments import (
+    BHLNC,
+    HOST_LEGS,
+    LEGS,
+    LEGS_TRANSFER_TIMEOUT_S,
+    MLA_LEGS,
+    UNEQUAL_LEGS,
+    WINDOW_LEGS,
+    on,
+)
+from tests.support.e2e.host_memory import evict, whole_blocks
 from tests.support.e2e.legs import Router
 from tests.support.e2e.pair import Pair, make_prompt, wait_until_at_rest
 
@@ -208,3 +218,39 @@ class TestConversions:
     @pytest.mark.parametrize("tokens", [300, LONG])
     def test_windows_and_blocks_of_other_sizes(self, router: Router, tokens: int) -> None:
         router.assert_right(make_prompt(tokens, ("window legs", router.pair.name, tokens)))
+
+    @on(MLA_LEGS)
+    @pytest.mark.parametrize("pair", [("TP1", "TP2"), ("TP2", "TP1")], indirect=True, ids="-".join)
+    @pytest.mark.parametrize("tokens", [300, LONG])
+    def test_latent_vectors_that_all_ranks_hold(self, router: Router, tokens: int) -> None:
+        router.assert_right(make_prompt(tokens, ("MLA legs", router.pair.name, tokens)))
+
+
+@pytest.mark.usefixtures("quiet")
+@on(HOST_LEGS)
+@pytest.mark.parametrize("pair", [("P", "D")], indirect=True, ids="-".join)
+class TestHostMemory:
+    def test_both_ends_bring_what_they_keep_in_host_memory(self, router: Router) -> None:
+        """P loads the begin of the prompt, and computes the rest in chunks; D loads less of it, and pulls the rest."""
+        pair, prompt = router.pair, make_prompt(1900, "host memory at both ends")
+        for server, known in ((pair.prefill, 1200), (pair.decode, 600)):
+            server.client.complete(prompt[:known], 1)
+            evict(server, "host memory at both ends")
+        with pair.traffic() as traffic:
+            legs = router.send(prompt)
+        assert legs.prefill.status == 200, legs.prefill.body
+        assert (traffic.loaded("prefill"), traffic.loaded()) == (whole_blocks(1200), whole_blocks(600))
+        assert traffic.pulled("pull_tokens") == (1899 - whole_blocks(600)) * pair.decode_ranks
+        assert (traffic.source("external_kv_transfer"), traffic.source("local_compute")) == (1899, 1)
+        assert (traffic.failures(), traffic.leases("granted"), traffic.leases("released")) == (0, 1, 1)
+        pair.assert_right(legs.decode, prompt)
+
+    def test_many_at_once_from_all_places_give_the_right_outputs(self, router: Router) -> None:
+        prompts = [make_prompt(600 + 100 * number, ("from all places", number)) for number in range(8)]
+        for prompt in prompts[::2]:
+            router.pair.prefill.client.complete(prompt[:400], 1)
+            router.pair.decode.client.complete(prompt[:300], 1)
+        with ThreadPoolExecutor(len(prompts)) as clients:
+            answers = list(clients.map(router.send, prompts))
+        for prompt, legs in zip(prompts, answers, strict=True):
+            router.pair.assert_right(legs.decode, prompt)

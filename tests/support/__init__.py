@@ -102,6 +102,7 @@ Real servers (``tests/e2e``):
     e2e.models              a tiny model, whose output depends on every block of its prompt, as a directory
     e2e.cluster             vLLM servers on this machine: started together, watched, ended, measured
     e2e.deployments         the sets of servers that tests share
+    e2e.host_memory         what tests of servers with host memory have in common
     e2e.legs                both legs of a request at once, as a router sends them
     e2e.fixtures            servers that are started once a deployment, as fixtures
     e2e.client              what a test asks of one server: completions and counters

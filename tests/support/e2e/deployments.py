@@ -278,6 +278,26 @@ WINDOW_LEGS = Deployment(
     slow=True,
 )
 
+#: The same with MLA: a latent vector a token, which all ranks hold.
+MLA_LEGS = Deployment(
+    "MLA legs",
+    tuple(
+        (f"TP{size}", _in_chunks(peer(ModelSpec(architecture="deepseek_v2"), None, tensor_parallel=size)))
+        for size in (1, 2)
+    ),
+    slow=True,
+)
+
+#: The same with host memory at both ends, and device caches too small for what is asked of them.
+HOST_LEGS = Deployment(
+    "host legs",
+    (
+        ("P", _in_chunks(_HOST_P)),
+        ("D", _in_chunks(_with_host_memory(decode(layout="BHLNC", patient=True)))),
+    ),
+    slow=True,
+)
+
 CHAOS_LEASE_TTL_S = 10.0
 CHAOS_PULL_TIMEOUT_S = 20.0
 _CHAOS_OPTIONS = (("lease_ttl_s", CHAOS_LEASE_TTL_S), ("pull_timeout_s", CHAOS_PULL_TIMEOUT_S))
