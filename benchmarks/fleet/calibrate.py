@@ -3,6 +3,7 @@
 Least squares over the medians of what was measured; no constant is below 0. What the machine does besides is in them.
 """
 
+import os
 import statistics
 import threading
 import time
@@ -29,6 +30,7 @@ LENGTHS = (64, 256, 512, 1024, 2048, 3500)
 AT_ONCE = (1, 4, 8)
 CONTEXTS = (64, 1024)
 ANSWER_TOKENS = 48
+NOTICED = 1.05  # times as long: less is noise
 _SALT = "fleet"
 
 
@@ -43,7 +45,10 @@ class Samples:
     message: float
     #: What is left of an engine's speed while the other one computes prompts too.
     beside: tuple[float, float]
-    cores: dict[str, float]  # kept busy by what is done, see ``SharedMachine``
+    #: By requests that D decodes: how many times as long a prompt takes at P, and a step at D, as each takes alone.
+    decoding_beside: dict[int, tuple[float, float]]
+    waiting_beside: float  # how many times as long a prompt takes at P while D waits for it
+    cores: dict[str, float]  # kept busy, by what is done; engines that wait for their workers spin, and yield
 
 
 class Bench:
@@ -71,7 +76,21 @@ class Bench:
             for number in AT_ONCE
             for tokens in CONTEXTS
         }
-        return Samples(prompts, decoding, one_token, handovers, message_s, self._beside(prompts[2048]), self._cores())
+        decoding_beside = {
+            number: self._decoding_beside(number, prompts[2048], decoding[number, 64]) for number in AT_ONCE
+        }
+        waiting = self._median(partial(self._together, 3500), 3) / prompts[3500]
+        return Samples(
+            prompts,
+            decoding,
+            one_token,
+            handovers,
+            message_s,
+            self._beside(prompts[2048]),
+            decoding_beside,
+            waiting,
+            self._cores(),
+        )
 
     def _median(self, measure: Callable[[], float], repeats: int | None = None) -> float:
         return statistics.median(measure() for _ in range(repeats or self._repeats))
@@ -116,20 +135,22 @@ class Bench:
                 what()
             return (self._used_s(processes) - before) / (time.perf_counter() - start)
 
-        one, many = (busy(partial(self._step_s, number, 64), everything, 3) for number in (AT_ONCE[0], AT_ONCE[-1]))
+        one, many = (busy(partial(self._step_s, number, 64), everything, 2) for number in (AT_ONCE[0], AT_ONCE[-1]))
         return {
             "idle": busy(partial(time.sleep, 3.0), everything, 1),
-            "prefill": busy(partial(self._prefill_s, 2048), everything, 3), "decode_1": one, "decode_many": many,
+            "prefill": busy(partial(self._prefill_s, 2048), everything, 2), "decode_1": one, "decode_many": many,
             "waiting": busy(partial(self._together, 3500), everything[1:], 2), "pull": self._pull_cores(),
         }  # fmt: skip
 
     def _used_s(self, processes: Sequence[int]) -> float:
         return sum(processor_s(each) for each in processes) + time.process_time()
 
-    def _together(self, tokens: int) -> None:
+    def _together(self, tokens: int) -> float:
+        """Return how long P computes a prompt that D follows."""
         answer = self._router.send(OURS, self._pair, "together", a_prompt(tokens), 1, _SALT)
         if answer.error:
             raise RuntimeError(f"a pull of {tokens} tokens failed: {answer.error}")
+        return answer.prefilled_s
 
     def _pull_cores(self) -> float:
         """Return how many cores are busy from P's answer to D's first token of long prompts."""
@@ -142,6 +163,22 @@ class Bench:
             elapsed += time.perf_counter() - start
             used += self._used_s(self._processes) - before
         return used / elapsed
+
+    def _decoding_beside(self, number: int, prompt_s: float, step_s: float) -> tuple[float, float]:
+        """Return how many times as long a prompt and a step take while P computes prompts and D decodes."""
+        stop = threading.Event()
+        steps: list[float] = []
+
+        def load() -> None:
+            while not stop.is_set():
+                steps.append(self._step_s(number, 64))
+
+        with ThreadPoolExecutor(1) as threads:
+            loading = threads.submit(load)
+            beside_s = self._median(partial(self._prefill_s, 2048), 4)
+            stop.set()
+            loading.result()
+        return beside_s / prompt_s, statistics.median(steps[:-1] or steps) / step_s
 
     def _beside(self, alone_s: float) -> tuple[float, float]:
         """Return the speeds of P and of D while both compute prompts, as shares of their speeds alone."""
@@ -185,12 +222,24 @@ def fit(samples: Samples, descriptor_s: float) -> Constants:
 
 
 def _shared(samples: Samples) -> SharedMachine:
-    """Return the machine: as many cores as P and D had together while both computed prompts."""
-    busy = samples.cores
-    each = (busy["decode_many"] - busy["decode_1"]) / (AT_ONCE[-1] - AT_ONCE[0])
+    """Return how many cores each thing wants, so that what goes on together takes as much longer as was measured.
+
+    What is slowed down less than it could be seen wants no more than its share of the cores.
+    """
+    cores = float(os.cpu_count() or 1)
+    prefill = cores / min(sum(samples.beside), 2.0)
+    wants = {
+        number: max(cores * (prompt + step) / 2 - prefill, 1.0)
+        for number, (prompt, step) in samples.decoding_beside.items()
+    }
+    few, many = min(wants), max(wants)
+    each = max((wants[many] - wants[few]) / (many - few), 0.0)
+    waiting = min(samples.cores["waiting"], cores - prefill)
+    if samples.waiting_beside > NOTICED:
+        waiting = cores * samples.waiting_beside - prefill
     return SharedMachine(
-        cores=sum(samples.beside) * busy["prefill"], prefill=busy["prefill"],
-        decode=busy["decode_1"] - each * AT_ONCE[0], decode_request=each, waiting=busy["waiting"], pull=busy["pull"],
+        cores=cores, prefill=prefill, decode=wants[few] - few * each, decode_request=each, waiting=max(waiting, 0.0),
+        pull=samples.cores["pull"],
     )  # fmt: skip
 
 
@@ -243,6 +292,8 @@ def calibrate(repeats: int) -> dict[str, Any]:
             "handover_ms": {str(tokens): 1e3 * each for tokens, each in samples.handovers.items()},
             "one_token_ms": 1e3 * samples.one_token, "beside": list(samples.beside),
             "cores": samples.cores,
+            "decoding_beside": {str(number): list(each) for number, each in samples.decoding_beside.items()},
+            "waiting_beside": samples.waiting_beside,
         },
         "fitted": fitted(constants), "control": messages,
     }  # fmt: skip

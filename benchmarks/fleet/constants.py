@@ -80,7 +80,7 @@ class PullCosts(msgspec.Struct, frozen=True):
 
 
 class SharedMachine(msgspec.Struct, frozen=True):
-    """A machine on which all engines run, and how many of its cores each thing keeps busy.
+    """A machine on which all engines run, and how many of its cores each thing wants.
 
     If more cores are wanted than there are, all that is done slows down alike.
     """

@@ -123,6 +123,7 @@ class Decode:
 
     def _run(self) -> Generator[simpy.Event, Any, None]:
         while True:
+            self._keep_leases()
             self._give_up()
             self._admit_landed()
             self._admit()
@@ -158,9 +159,8 @@ class Decode:
         """Give blocks to requests in their order, and begin their pulls; the first that finds none ends it."""
         for leg in list(self._waiting):
             job = leg.job
-            if not (job.is_begun or job.is_complete):
+            if not leg.is_kept:
                 continue
-            self._keep(leg)
             if not job.is_complete and not self._ahead.has_room(cast("Any", job)):
                 continue
             if self._pulling + len(self._running) + len(self._landed) >= self._settings.max_requests:
@@ -263,16 +263,17 @@ class Decode:
         self._running.append(leg)
         self._sleeper.wake()
 
-    def _keep(self, leg: Leg) -> None:
-        """Renew a prompt's lease from now on."""
-        if not leg.is_kept:
-            leg.is_kept = True
-            number = leg.prefill.number
-            remote = RemotePrefill(
-                f"P{number}", "simulated", number + 1, ((1,),), leg.job.num_tokens, leg.job.lease_id,
-                self._settings.lease_ttl_s, "",
-            )  # fmt: skip
-            self._renewals.keep(leg.job.request_id, remote)
+    def _keep_leases(self) -> None:
+        """Renew the leases of all prompts that P has begun, from now on."""
+        for leg in self._waiting:
+            if not leg.is_kept and (leg.job.is_begun or leg.job.is_complete):
+                leg.is_kept = True
+                number = leg.prefill.number
+                remote = RemotePrefill(
+                    f"P{number}", "simulated", number + 1, ((1,),), leg.job.num_tokens, leg.job.lease_id,
+                    self._settings.lease_ttl_s, "",
+                )  # fmt: skip
+                self._renewals.keep(leg.job.request_id, remote)
 
     def _drop(self, leg: Leg) -> None:
         self._renewals.drop(leg.job.request_id)

@@ -1,7 +1,7 @@
 """Compares the simulator with real servers: the same trace on 1P1D and on 2P2D, paced and all at once.
 
-All real servers share this machine's cores, so the simulated ones do: ``calibrate`` measures how many cores each thing
-keeps busy. What is compared: the medians of the time to first token and of the total, and throughput.
+All real servers share this machine's cores, so the simulated ones do: ``calibrate`` measures what each thing takes from
+the others. What is compared: the medians of the time to first token and of the total, and throughput.
 """
 
 from collections.abc import Iterator, Sequence
