@@ -13,6 +13,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from benchmarks import record
 from benchmarks.fleet import calibrate, constants, plots, scenarios, validate
@@ -33,8 +34,11 @@ def _calibrate(arguments: argparse.Namespace, words: Sequence[str]) -> None:
 def _validate(arguments: argparse.Namespace, words: Sequence[str]) -> None:
     start = time.monotonic()
     with record.kept_output() as output:
-        figures = validate.validate(constants.measured(), arguments.requests, arguments.burst, arguments.seed)
-    record.write("fleet_validation", words, figures, output.kept, seconds=time.monotonic() - start)
+
+        def keep(figures: dict[str, Any]) -> None:
+            record.write("fleet_validation", words, figures, output.kept, seconds=time.monotonic() - start)
+
+        validate.validate(constants.measured(), arguments.requests, arguments.burst, arguments.seed, keep)
 
 
 def _plot(_: argparse.Namespace, words: Sequence[str]) -> None:

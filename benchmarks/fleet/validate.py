@@ -4,7 +4,7 @@ All real servers share this machine's cores, so the simulated ones do: ``calibra
 the others. What is compared: the medians of the time to first token and of the total, and throughput.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -56,19 +56,21 @@ def _mix(requests: int, per_s: float) -> Mix:
     return Mix(requests, per_s, INPUT_TOKENS, OUTPUT_TOKENS, SPREAD, longest=longest - 256)
 
 
-def validate(constants: Constants, requests: int, burst: int, seed: int) -> dict[str, Any]:
-    """Run all cases, print a table and return the figures."""
+def validate(
+    constants: Constants, requests: int, burst: int, seed: int, keep: Callable[[dict[str, Any]], object]
+) -> None:
+    """Run all cases, print a table, and hand the figures so far to ``keep`` after each fleet."""
     paced = a_trace(constants, requests, seed)
     at_once = faster(paced[:burst], AT_ONCE)
     print(f"{'':26} {'first token, ms':>24} {'total, ms':>24} {'requests/s':>20}   pulled, MB")
-    figures = {}
+    figures: dict[str, Any] = {}
     for prefills, decodes in FLEETS:
         with running(prefills, decodes) as servers:
             replay(servers, faster(synthetic(_mix(WARM_UP, 1.0), seed + 1), AT_ONCE), "in turn", "warm-up")
             for case, arrivals in _cases(prefills, decodes, paced, at_once):
                 figures[case.name] = compare(servers, case, arrivals, constants)
                 print(_line(case, figures[case.name]), flush=True)
-    return {"cases": figures, "requests": requests, "at_once": burst, "goal": GOAL}
+        keep({"cases": figures, "requests": requests, "at_once": burst, "goal": GOAL})
 
 
 def _cases(
