@@ -1,0 +1,329 @@
+"""Measures what the simulator wants to know, on one P and one D: prompts, decoding, pulls, control messages.
+
+Least squares over the medians of what was measured; no constant is below 0. What the machine does besides is in them.
+"""
+
+import os
+import statistics
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from benchmarks import pull as pull_benchmark
+from benchmarks.fleet import control
+from benchmarks.fleet.constants import Constants, EngineCosts, PullCosts, SharedMachine
+from benchmarks.fleet.pulls import PullPlanner
+from benchmarks.fleet.servers import CACHE, CHUNK_TOKENS, Running, processor_s, running
+from benchmarks.legs import a_prompt
+from benchmarks.peers.connectors import OURS
+from benchmarks.peers.sending import Router
+
+LENGTHS = (64, 256, 512, 1024, 2048, 3500)
+AT_ONCE = (1, 4, 8)
+CONTEXTS = (64, 1024)
+ANSWER_TOKENS = 48
+NOTICED = 1.05  # times as long: less is noise
+_SALT = "fleet"
+
+
+@dataclass(frozen=True)
+class Samples:
+    """What was measured, in seconds."""
+
+    prompts: dict[int, float]  # by tokens: P's answer
+    decoding: dict[tuple[int, int], float]  # by requests at once and tokens of their prompts: a step
+    one_token: float  # D's answer to a prompt of one token
+    handovers: dict[int, float]  # by tokens: from P's answer to D's first token, in turn, less ``one_token``
+    message: float
+    #: What is left of an engine's speed while the other one computes prompts too.
+    beside: tuple[float, float]
+    #: By requests that D decodes: how many times as long a prompt takes at P, and a step at D, as each takes alone.
+    decoding_beside: dict[int, tuple[float, float]]
+    waiting_beside: float  # how many times as long a prompt takes at P while D waits for it
+    cores: dict[str, float]  # kept busy, by what is done; engines that wait for their workers spin, and yield
+
+
+class Bench:
+    """One P, one D, one client."""
+
+    def __init__(self, servers: Running, repeats: int) -> None:
+        self._router = Router()
+        self._pair = servers.pair(0, 0)
+        self._processes = servers.processes
+        self._repeats = repeats
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._router.close()
+
+    def measure(self, message_s: float) -> Samples:
+        """Measure everything, after a round that does not count."""
+        for tokens in LENGTHS:
+            self._in_turn(tokens)
+        one_token = self._median(lambda: self._decode_s(1))
+        prompts = {tokens: self._median(partial(self._prefill_s, tokens)) for tokens in LENGTHS}
+        handovers = {tokens: self._median(partial(self._in_turn, tokens)) - one_token for tokens in LENGTHS}
+        decoding = {
+            (number, tokens): self._median(partial(self._step_s, number, tokens), 3)
+            for number in AT_ONCE
+            for tokens in CONTEXTS
+        }
+        decoding_beside = {
+            number: self._decoding_beside(number, prompts[2048], decoding[number, 64]) for number in AT_ONCE
+        }
+        waiting = self._median(partial(self._together, 3500), 3) / prompts[3500]
+        return Samples(
+            prompts,
+            decoding,
+            one_token,
+            handovers,
+            message_s,
+            self._beside(prompts[2048]),
+            decoding_beside,
+            waiting,
+            self._cores(),
+        )
+
+    def _median(self, measure: Callable[[], float], repeats: int | None = None) -> float:
+        return statistics.median(measure() for _ in range(repeats or self._repeats))
+
+    def _prefill_s(self, tokens: int) -> float:
+        prompt = a_prompt(tokens)
+        start = time.perf_counter()
+        self._router.prefill(self._pair, prompt, _SALT, {})
+        return time.perf_counter() - start
+
+    def _decode_s(self, tokens: int) -> float:
+        answer = self._router.decode(self._pair, a_prompt(tokens), 1, _SALT, None)
+        return answer.first_token_s
+
+    def _in_turn(self, tokens: int) -> float:
+        answer = self._router.send(OURS, self._pair, "in turn", a_prompt(tokens), 1, _SALT)
+        if answer.error:
+            raise RuntimeError(f"a pull of {tokens} tokens failed: {answer.error}")
+        return answer.first_token_s - answer.prefilled_s
+
+    def _step_s(self, number: int, tokens: int) -> float:
+        """Return how long a step takes that decodes for so many requests, of their last common steps."""
+        with ThreadPoolExecutor(number) as threads:
+            sent = [
+                threads.submit(self._router.decode, self._pair, a_prompt(tokens), ANSWER_TOKENS, _SALT, None)
+                for _ in range(number)
+            ]
+            answers = [each.result() for each in sent]
+        if failed := [each.error for each in answers if each.error]:
+            raise RuntimeError(f"decoding failed: {failed[0]}")
+        # The one whose prompt came last decodes beside all others until the first ends.
+        last = max(answers, key=lambda answer: answer.first_token_s)
+        return (last.total_s - last.first_token_s) / (ANSWER_TOKENS - 1)
+
+    def _cores(self) -> dict[str, float]:
+        """Return how many cores the servers and this client keep busy, by what is done."""
+        everything = self._processes
+
+        def busy(what: Callable[[], object], processes: Sequence[int], repeats: int) -> float:
+            before, start = self._used_s(processes), time.perf_counter()
+            for _ in range(repeats):
+                what()
+            return (self._used_s(processes) - before) / (time.perf_counter() - start)
+
+        one, many = (busy(partial(self._step_s, number, 64), everything, 2) for number in (AT_ONCE[0], AT_ONCE[-1]))
+        return {
+            "idle": busy(partial(time.sleep, 3.0), everything, 1),
+            "prefill": busy(partial(self._prefill_s, 2048), everything, 2), "decode_1": one, "decode_many": many,
+            "waiting": busy(partial(self._together, 3500), everything[1:], 2), "pull": self._pull_cores(),
+        }  # fmt: skip
+
+    def _used_s(self, processes: Sequence[int]) -> float:
+        return sum(processor_s(each) for each in processes) + time.process_time()
+
+    def _together(self, tokens: int) -> float:
+        """Return how long P computes a prompt that D follows."""
+        answer = self._router.send(OURS, self._pair, "together", a_prompt(tokens), 1, _SALT)
+        if answer.error:
+            raise RuntimeError(f"a pull of {tokens} tokens failed: {answer.error}")
+        return answer.prefilled_s
+
+    def _pull_cores(self) -> float:
+        """Return how many cores are busy from P's answer to D's first token of long prompts."""
+        used = elapsed = 0.0
+        for _ in range(self._repeats):
+            prompt = a_prompt(3500)
+            params = self._router.prefill(self._pair, prompt, _SALT, {"do_remote_decode": True})
+            before, start = self._used_s(self._processes), time.perf_counter()
+            self._router.decode(self._pair, prompt, 1, _SALT, params)
+            elapsed += time.perf_counter() - start
+            used += self._used_s(self._processes) - before
+        return used / elapsed
+
+    def _decoding_beside(self, number: int, prompt_s: float, step_s: float) -> tuple[float, float]:
+        """Return how many times as long a prompt and a step take while P computes prompts and D decodes."""
+        stop = threading.Event()
+        steps: list[float] = []
+
+        def load() -> None:
+            while not stop.is_set():
+                steps.append(self._step_s(number, 64))
+
+        with ThreadPoolExecutor(1) as threads:
+            loading = threads.submit(load)
+            beside_s = self._median(partial(self._prefill_s, 2048), 4)
+            stop.set()
+            loading.result()
+        return beside_s / prompt_s, statistics.median(steps[:-1] or steps) / step_s
+
+    def _beside(self, alone_s: float) -> tuple[float, float]:
+        """Return the speeds of P and of D while both compute prompts, as shares of their speeds alone."""
+        stop = threading.Event()
+        finished = 0
+
+        def load() -> None:
+            nonlocal finished
+            while not stop.is_set():
+                self._router.decode(self._pair, a_prompt(2048), 1, _SALT, None)
+                finished += 1
+
+        decode_alone_s = self._median(lambda: self._decode_s(2048), 3)
+        with ThreadPoolExecutor(1) as threads:
+            loading = threads.submit(load)
+            start = time.perf_counter()
+            beside_s = self._median(lambda: self._prefill_s(2048), 5)
+            stop.set()
+            loading.result()
+            elapsed = time.perf_counter() - start
+        return alone_s / beside_s, decode_alone_s / (elapsed / finished)
+
+
+def fit(samples: Samples, descriptor_s: float) -> Constants:
+    """Return the constants under which the samples are most likely."""
+    step_s, request_s, token_s, pair_s = _fit_prompts(samples)
+    decode_step_s, decode_request_s, decode_context_s = _fit(
+        [(1, number, number * (tokens + ANSWER_TOKENS / 2)) for number, tokens in samples.decoding],
+        list(samples.decoding.values()),
+    )
+    planner = PullPlanner(CACHE)
+    planned = [planner.planned(0, tokens - 1) for tokens in samples.handovers]
+    rest = [
+        seconds - descriptor_s * each.descriptors
+        for seconds, each in zip(samples.handovers.values(), planned, strict=True)
+    ]
+    fixed_s, byte_s = _fit([(1, each.bytes) for each in planned], rest)
+    engine = EngineCosts(step_s, token_s, pair_s, decode_step_s, decode_request_s, decode_context_s, request_s)
+    pull = PullCosts(max(fixed_s - samples.message, 0.0), samples.message, descriptor_s, byte_s)
+    return Constants(CACHE, engine, pull, CHUNK_TOKENS, _shared(samples))
+
+
+def _shared(samples: Samples) -> SharedMachine:
+    """Return how many cores each thing wants, so that what goes on together takes as much longer as was measured.
+
+    What is slowed down less than it could be seen wants no more than its share of the cores.
+    """
+    cores = float(os.cpu_count() or 1)
+    prefill = cores / min(sum(samples.beside), 2.0)
+    wants = {
+        number: max(cores * (prompt + step) / 2 - prefill, 1.0)
+        for number, (prompt, step) in samples.decoding_beside.items()
+    }
+    few, many = min(wants), max(wants)
+    each = max((wants[many] - wants[few]) / (many - few), 0.0)
+    waiting = min(samples.cores["waiting"], cores - prefill)
+    if samples.waiting_beside > NOTICED:
+        waiting = cores * samples.waiting_beside - prefill
+    return SharedMachine(
+        cores=cores, prefill=prefill, decode=wants[few] - few * each, decode_request=each, waiting=max(waiting, 0.0),
+        pull=samples.cores["pull"],
+    )  # fmt: skip
+
+
+def _fit_prompts(samples: Samples) -> tuple[float, float, float, float]:
+    """Return the costs of a step, a request, a token and a pair. A request of one token is a request and a step."""
+    rows, seconds = [], []
+    for tokens, measured in samples.prompts.items():
+        starts = range(0, tokens, CHUNK_TOKENS)
+        chunks = [(min(CHUNK_TOKENS, tokens - start), start) for start in starts]
+        rows.append((len(chunks), 1, tokens, sum(each * (before + each / 2) for each, before in chunks)))
+        seconds.append(measured)
+    step_s, request_s, token_s, pair_s = _fit(rows, seconds)
+    return step_s, request_s, token_s, pair_s
+
+
+def _fit(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:
+    """Return the costs, none below 0, with the least squares of what they are off, as shares of each sample."""
+    matrix: npt.NDArray[np.float64] = np.array(rows, np.float64)
+    wanted: npt.NDArray[np.float64] = np.array(seconds, np.float64)
+    matrix, wanted = matrix / wanted[:, None], np.ones_like(wanted)
+    used = list(range(matrix.shape[1]))
+    while used:
+        costs = np.linalg.lstsq(matrix[:, used], wanted, rcond=None)[0]
+        if (costs >= 0).all():
+            break
+        used.pop(int(np.argmin(costs * np.abs(matrix[:, used]).max(axis=0))))
+    result = [0.0] * matrix.shape[1]
+    for number, cost in zip(used, costs if used else [], strict=True):
+        result[number] = float(cost)
+    return result
+
+
+def calibrate(repeats: int) -> dict[str, Any]:
+    """Measure, and return the figures of the results' file."""
+    messages = control.measure()
+    pulled = pull_benchmark.main(["--tokens", "6000", "--rounds", "10"])
+    descriptor_s = descriptor_cost(pulled["ms"])
+    with running(1, 1) as servers:
+        bench = Bench(servers, repeats)
+        try:
+            samples = bench.measure(messages["round_trip_ms"] / 1e3)
+        finally:
+            bench.close()
+    constants = fit(samples, descriptor_s)
+    return {
+        "constants": msgspec.to_builtins(constants),
+        "samples": {
+            "prompt_ms": {str(tokens): 1e3 * each for tokens, each in samples.prompts.items()},
+            "step_ms": {f"{number} of {tokens}": 1e3 * each for (number, tokens), each in samples.decoding.items()},
+            "handover_ms": {str(tokens): 1e3 * each for tokens, each in samples.handovers.items()},
+            "one_token_ms": 1e3 * samples.one_token, "beside": list(samples.beside),
+            "cores": samples.cores,
+            "decoding_beside": {str(number): list(each) for number, each in samples.decoding_beside.items()},
+            "waiting_beside": samples.waiting_beside,
+        },
+        "fitted": fitted(constants), "control": messages,
+    }  # fmt: skip
+
+
+def descriptor_cost(milliseconds: dict[str, float]) -> float:
+    """Return what a descriptor costs, of pulls whose blocks lie in a row and of pulls whose blocks lie anywhere."""
+    blocks = -(-6000 // pull_benchmark.BLOCK_TOKENS)
+    scattered, adjacent = (milliseconds[f"its read, {where} blocks"] for where in ("scattered", "adjacent"))
+    return max(scattered - adjacent, 0.0) / 1e3 / (blocks - 1)
+
+
+def fitted(constants: Constants) -> dict[str, Any]:
+    """Return what the constants make of the samples' cases, to be compared with them."""
+    engine, pull = constants.engine, constants.pull
+    planner = PullPlanner(constants.cache)
+
+    def handover_s(tokens: int) -> float:
+        planned = planner.planned(0, tokens - 1)
+        return pull.fixed_s + pull.message_s + pull.read_s(planned.descriptors, planned.bytes)
+
+    def prompt_s(tokens: int) -> float:
+        return engine.request_s + engine.prompt_s(tokens, constants.chunk_tokens)
+
+    return {
+        "prompt_ms": {str(tokens): 1e3 * prompt_s(tokens) for tokens in LENGTHS},
+        "step_ms": {
+            f"{number} of {tokens}": 1e3 * engine.decode_s([tokens + ANSWER_TOKENS // 2] * number)
+            for number in AT_ONCE
+            for tokens in CONTEXTS
+        },
+        "handover_ms": {str(tokens): 1e3 * handover_s(tokens) for tokens in LENGTHS},
+    }  # fmt: skip
