@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 
 from pd_proxy import headers as passed
 from pd_proxy.client import Client
-from pd_proxy.errors import LegFailed, LegRefused, NothingHandedOver, is_openai_error, retry_of
+from pd_proxy.errors import LegFailed, LegRefused, NothingHandedOver, Retry, is_openai_error, retry_of
 from pd_proxy.parameters import Body, prefill_body
 from pd_proxy.servers import Answer, Server
 from pd_proxy.upstream import Upstream
@@ -58,7 +58,7 @@ def checked_answer(url: str, text: bytes) -> Body:
     """Return a prefill server's answer, which has ``kv_transfer_params``.
 
     Raises:
-        LegFailed: the answer is not JSON.
+        LegFailed: the answer is not JSON, or that of a request given up: vLLM, told to stop, answers new ones so.
         NothingHandedOver: it holds none.
     """
     try:
@@ -68,6 +68,13 @@ def checked_answer(url: str, text: bytes) -> Body:
     transfer = answer.get("kv_transfer_params") if isinstance(answer, dict) else None
     if not isinstance(transfer, dict) or not transfer:
         reason = _finish_reason(answer)
+        if reason == "'abort'":
+            raise LegFailed(
+                HTTPStatus.SERVICE_UNAVAILABLE,
+                f"prefill server {url} gave the request up (finish reason 'abort'): is it told to stop? Start "
+                "another, or ask again when it is back",
+                Retry.ONCE,
+            )
         raise NothingHandedOver(
             HTTPStatus.BAD_GATEWAY,
             f"prefill server {url} returned no kv_transfer_params (finish reason {reason or 'missing'}, expected "

@@ -1,9 +1,13 @@
-"""Every server of a deployment is stopped and started again, one after the other, under load: no request fails."""
+"""Every server of a deployment is stopped and started again, one after the other, under load: no request fails.
+
+A server gets its signal when no proxy sends it anything any more: what comes after the signal gets an error from vLLM,
+an empty text, or no answer. This is also how servers are taken away and added: by a second proxy with the new list.
+"""
 
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import replace
 
 import httpx
@@ -35,21 +39,21 @@ class Load:
     def __init__(self, url: str, clients: int) -> None:
         self.statuses: list[int] = []
         self.problems: list[str] = []
-        self._url = url
+        self.url = url  # of the next requests
         self._stop = threading.Event()
         self._threads = [threading.Thread(target=self._ask, args=(number,)) for number in range(clients)]
         for thread in self._threads:
             thread.start()
 
     def _ask(self, client: int) -> None:
-        with httpx.Client(base_url=self._url, timeout=300, trust_env=False) as http:
+        with httpx.Client(timeout=300, trust_env=False) as http:
             number = 0
             while not self._stop.is_set():
                 number += 1
                 prompt = make_prompt(100 + 37 * client, ("rolling", client, number))
                 body = {"model": MODEL_NAME, "prompt": prompt, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
                 try:
-                    answer = http.post("/v1/completions", json=body)
+                    answer = http.post(f"{self.url}/v1/completions", json=body)
                 except httpx.HTTPError as error:
                     self.problems.append(repr(error))
                     continue
@@ -68,30 +72,53 @@ class Load:
             thread.join()
 
 
-@pytest.fixture
-def proxy(servers: dict[str, Server]) -> Iterator[ProxyProcess]:
-    arguments = ["-m", "pd_proxy"]
-    for name, server in servers.items():
+class Proxies:
+    """The proxy that the load goes to. Another list of servers is another proxy, which takes over."""
+
+    def __init__(self, servers: Iterable[tuple[str, Server]]) -> None:
+        self._current = _proxy_of(servers)
+        self.load = Load(self._current.url, 3)
+
+    def take_over(self, servers: Iterable[tuple[str, Server]]) -> None:
+        """Lead the load to a new proxy, and end the old one with its last answer."""
+        old, self._current = self._current, _proxy_of(servers)
+        self.load.url = self._current.url
+        try:
+            assert old.end(signal.SIGTERM) == 0, old.log[-3000:]
+        finally:
+            old.kill()
+
+    def close(self) -> None:
+        """End the load and the proxy."""
+        self.load.end()
+        self._current.kill()
+
+
+def _proxy_of(servers: Iterable[tuple[str, Server]]) -> ProxyProcess:
+    arguments = ["-m", "pd_proxy", "--shutdown-timeout", "50"]
+    for name, server in servers:
         arguments += ["--prefill" if name.startswith("P") else "--decode", server.client.base_url]
-    with ProxyProcess(arguments) as proxy:
-        yield proxy
+    return ProxyProcess(arguments)
 
 
 @on(ROLLING)
 def test_no_request_fails_while_every_server_restarts(
-    servers: dict[str, Server], proxy: ProxyProcess, cluster: Cluster, figures: list[str]
+    servers: dict[str, Server], cluster: Cluster, figures: list[str]
 ) -> None:
-    load, started = Load(proxy.url, 3), time.monotonic()
+    proxies, started = Proxies(servers.items()), time.monotonic()
+    load = proxies.load
     try:
         load.wait_for(BETWEEN)
-        for server in servers.values():
+        for stopped, server in servers.items():
+            proxies.take_over((name, other) for name, other in servers.items() if name != stopped)
             server.process.send_signal(signal.SIGTERM)
             assert server.process.wait(EXIT_S) == 0, server.log_since()[-3000:]
             load.wait_for(BETWEEN)  # by the others alone
             cluster.restart(server)
+            proxies.take_over(servers.items())
             load.wait_for(BETWEEN)
     finally:
-        load.end()
+        proxies.close()
     assert load.problems == []
     assert set(load.statuses) == {200}
     took = time.monotonic() - started

@@ -57,6 +57,9 @@ def test_an_unknown_route_is_refused_in_the_same_shape(proxy: Proxy, method: str
 
 # P's fault: the decode leg is never begun
 
+#: How vLLM answers a request that comes while its engine is told to stop.
+GIVEN_UP = b'{"choices": [{"text": "", "finish_reason": "abort"}], "kv_transfer_params": null}'
+
 
 @pytest.mark.parametrize("status", [400, 401, 404, 429, 500, 503])
 def test_an_error_of_the_prefill_server_is_the_clients_answer(
@@ -78,13 +81,14 @@ def test_an_error_of_the_prefill_server_is_the_clients_answer(
         (answers(307, b"", Location="http://elsewhere"), 502, "status 307"),
         (answers(200, b'{"kv_transfer_params": null}'), 502, "returned no kv_transfer_params (finish reason missing"),
         (answers(200, b'{"choices": [{"finish_reason": "stop"}]}'), 502, "(finish reason 'stop', expected 'length')"),
+        (answers(200, GIVEN_UP), 503, "gave the request up (finish reason 'abort')"),
         (answers(200, b'{"kv_transfer_params": {}}'), 502, "--kv-transfer-config"),
         (answers(200, b"[]"), 502, "returned no kv_transfer_params"),
         (answers(200, b"<html>"), 502, "invalid JSON"),
         (drops, 502, "broke off"),
         (stalls, 504, "was silent for longer than the time limit"),
     ],
-    ids=["text", "odd status", "redirect", "null", "stopped", "empty", "array", "html", "drops", "stalls"],
+    ids=["text", "odd status", "redirect", "null", "stopped", "given up", "empty", "array", "html", "drops", "stalls"],
 )
 def test_a_useless_answer_of_the_prefill_server_names_leg_and_url(
     setup: ProxySetup,
@@ -107,7 +111,9 @@ def test_a_useless_answer_of_the_prefill_server_names_leg_and_url(
 
 
 @pytest.mark.parametrize(
-    "script", [drops, answers(500, b"no"), answers(503, b'{"error": {}}')], ids=["drops", "500", "503"]
+    "script",
+    [drops, answers(500, b"no"), answers(503, b'{"error": {}}'), answers(200, GIVEN_UP)],
+    ids=["drops", "500", "503", "given up"],
 )
 def test_a_prefill_server_that_fails_a_request_is_followed_by_another(
     setup: ProxySetup, p: FakeServer, d: FakeServer, access_lines: Callable[[int], list[str]], script: Script

@@ -67,6 +67,11 @@ def answers_as(host: str, port: int) -> Script:
     return script
 
 
+async def gives_up(_: Received, wire: Wire) -> None:
+    """A prefill server that is told to stop."""
+    await wire.json(200, {"choices": [{"finish_reason": "abort"}], "kv_transfer_params": None})
+
+
 def waits(gate: threading.Event, then: Script) -> Script:
     async def script(received: Received, wire: Wire) -> None:
         await opened(gate)
@@ -266,7 +271,9 @@ async def begins_and_stalls(received: Received, wire: Wire) -> None:
 
 
 @pytest.mark.parametrize("waiting", [stalls, begins_and_stalls])
-@pytest.mark.parametrize("script", [drops, answers(500, b"Internal Server Error")], ids=["drops", "500"])
+@pytest.mark.parametrize(
+    "script", [drops, answers(500, b"Internal Server Error"), gives_up], ids=["drops", "500", "gives up"]
+)
 def test_a_prefill_server_that_fails_is_followed_by_another_under_another_name(
     setup: ProxySetup, p: FakeServer, d: FakeServer, waiting: Script, script: Script
 ) -> None:
