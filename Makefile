@@ -51,7 +51,12 @@ demo: $(STAMPS)/demo  ## prefill on one vLLM server, decode on another, compare 
 	@$(BIN)/python -m examples.quickstart $(ARGS)
 
 check: lint types  ## lint, types and the fast tests of the packages: about 3 minutes
-	@$(BIN)/python -m pytest -m 'not e2e and not slow and not thorough' tests/test_*.py tests/benchmarks tests/layout tests/transfer tests/pd_connector $(ARGS)
+	@$(BIN)/python -m pytest $(BY_TWO) -m 'not e2e and not slow and not thorough' tests/test_*.py tests/benchmarks tests/layout tests/transfer tests/pd_connector $(ARGS)
+
+# Two processes, each with whole files. Not for real servers, which have the machine to themselves.
+BY_TWO := -n 2 --dist loadfile
+# ARGS may choose tests of one kind only; pytest then ends with 5 for the other.
+OTHERS_CHOSEN := [ $$? = $(if $(ARGS),5,none) ]
 
 lint: $(STAMPS)/installed
 	@$(BIN)/ruff check .
@@ -61,10 +66,12 @@ types: $(STAMPS)/installed
 	@$(BIN)/mypy
 
 test: lint types  ## lint, types and all tests but the slow ones
-	@$(BIN)/python -m pytest -m 'not slow' $(ARGS)
+	@$(BIN)/python -m pytest $(BY_TWO) -m 'not e2e and not slow' $(ARGS) || $(OTHERS_CHOSEN)
+	@$(BIN)/python -m pytest -m 'e2e and not slow' $(ARGS) || $(OTHERS_CHOSEN)
 
 test-all: lint types  ## lint, types and all tests
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(BIN)/python -m pytest $(BY_TWO) -m 'not e2e' $(ARGS) || $(OTHERS_CHOSEN)
+	@$(BIN)/python -m pytest -m e2e $(ARGS) || $(OTHERS_CHOSEN)
 
 test-npu-sim: $(NPU_SIM)/installed  ## tests on a simulated Ascend device under the real torch_npu, in .venv-npu-sim
 	@PD_CONNECTOR_NPU_SIM=1 $(NPU_SIM)/bin/python -m pytest tests/npu_sim $(ARGS)
