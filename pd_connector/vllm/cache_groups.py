@@ -49,6 +49,8 @@ class GroupSpec:
     layers: Mapping[str, LayerSpec] = field(default_factory=dict)
     #: By layer, how the kernels order a head's block, if the strides of the tensors do not show it.
     orders: Mapping[str, HeadOrder] = field(default_factory=dict)
+    #: Whether vLLM's layout has the heads before the tokens.
+    heads_first: bool = False
 
 
 def cache_groups(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> tuple[GroupSpec, ...]:
@@ -58,6 +60,8 @@ def cache_groups(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") ->
         UnsupportedError: a group's cache is not of a kind that the connector serves, such as Mamba state.
     """
     groups, one_precision = [], not current().has_mixed_precision(kv_cache_config)
+    layout = current().layout_of(kv_cache_config) or ""
+    heads_first = "H" in layout and layout.index("H") < layout.index("N")
     for group in kv_cache_config.kv_cache_groups:
         spec, by_layer = group.kv_cache_spec, _specs_by_layer(group)
         window = max(int(getattr(each, "sliding_window", None) or 0) for each in by_layer.values())
@@ -65,8 +69,9 @@ def cache_groups(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") ->
             name: layer_spec(vllm_config, name, by_layer[name], one_precision=one_precision)
             for name in group.layer_names
         }
+        blocks = int(kv_cache_config.num_blocks)
         groups.append(
-            GroupSpec(tuple(group.layer_names), int(spec.block_size), window, int(kv_cache_config.num_blocks), layers)
+            GroupSpec(tuple(group.layer_names), int(spec.block_size), window, blocks, layers, heads_first=heads_first)
         )
     return tuple(groups)
 

@@ -151,7 +151,7 @@ class VllmRelease:
 
     def block_tokens(self, coordinator: "KVCacheCoordinator") -> tuple[int, ...]:
         """Return the block size of each cache group, in tokens."""
-        return tuple(coordinator.group_block_sizes)
+        return tuple(int(manager.block_size) for manager in coordinator.single_type_managers)
 
     def cacheable_tokens(self, coordinator: "KVCacheCoordinator", computed: int, group: int) -> int:
         """Return how many of a request's ``computed`` tokens vLLM caches in a group."""

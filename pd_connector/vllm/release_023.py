@@ -145,10 +145,6 @@ class Release023(Release030):
         """Return whether ``device`` publishes KV cache events."""
         return bool(device.block_pool.enable_kv_cache_events)
 
-    def block_tokens(self, coordinator: "KVCacheCoordinator") -> tuple[int, ...]:
-        """Return the block size of each cache group, in tokens."""
-        return tuple(int(manager.block_size) for manager in coordinator.single_type_managers)
-
     def cacheable_tokens(self, coordinator: "KVCacheCoordinator", computed: int, group: int) -> int:
         """Return how many of a request's ``computed`` tokens vLLM caches in a group, as ``cache_blocks`` does."""
         from vllm.v1.core.kv_cache_coordinator import HybridKVCacheCoordinator  # noqa: PLC0415

@@ -79,7 +79,10 @@ def _part_views(layer: str, cache: Cache, group: GroupSpec) -> list[_PartView]:
         _check_tensors(layer, cache, group)
         names = [name for name, _ in spec.parts] + [f"part{number}" for number in range(len(spec.parts), len(cache))]
         views = zip(names, cache, strict=True)
-        return [_PartView(name, layer, tensor.transpose(1, 2), spec) for name, tensor in views]
+        return [
+            _PartView(name, layer, tensor if _token_axis(tensor, spec, group) == 2 else tensor.transpose(1, 2), spec)
+            for name, tensor in views
+        ]
     _check_form(layer, cache, group)
     if order is not None:
         return _ordered_views(layer, cache, order, spec)
@@ -151,13 +154,14 @@ def _check_tensors(layer: str, tensors: Sequence[torch.Tensor], group: GroupSpec
         )
     stated = [content for _, content in spec.parts] + [None] * (len(tensors) - len(spec.parts))
     for tensor, content in zip(tensors, stated, strict=True):
-        fits = isinstance(tensor, torch.Tensor) and tensor.dim() == 4 and _holds_blocks(tensor, 1, group)
-        if not fits or tensor.shape[2] != spec.heads or content not in (None, tensor.shape[3]):
+        fits = isinstance(tensor, torch.Tensor) and tensor.dim() == 4 and _token_axis(tensor, spec, group)
+        if not fits or content not in (None, tensor.shape[3]):
             got = f"shape {tuple(tensor.shape)}" if isinstance(tensor, torch.Tensor) else repr(type(tensor))
+            items = f", {content} items a token" if content is not None else ""
             raise UnknownCacheError(
-                f"KV cache of layer {layer!r} has a part of {got}; expected [blocks, tokens, heads, content] of "
-                f"{group.blocks} blocks of {group.block_tokens} tokens (or as many smaller ones as these make), "
-                f"{spec.heads} heads" + (f", {content} items a token" if content is not None else "")
+                f"KV cache of layer {layer!r} has a part of {got}; expected [blocks, tokens, heads, content] or "
+                f"[blocks, heads, tokens, content] of {group.blocks} blocks of {group.block_tokens} tokens (or as many "
+                f"smaller ones as these make), {spec.heads} heads{items}"
             )
     block_bytes = sum(_token_bytes(tensor) for tensor in tensors) * spec.heads * group.block_tokens
     if block_bytes > spec.page_bytes:
@@ -165,6 +169,15 @@ def _check_tensors(layer: str, tensors: Sequence[torch.Tensor], group: GroupSpec
             f"KV cache of layer {layer!r} has {len(tensors)} tensors with {block_bytes} bytes of each block; vLLM "
             f"states {spec.page_bytes}"
         )
+
+
+def _token_axis(tensor: torch.Tensor, spec: LayerSpec, group: GroupSpec) -> int:
+    """Return which axis of a part's tensor the tokens are, 1 or 2; the heads are the other. 0 if neither can be.
+
+    Of a block with as many heads as tokens, vLLM's layout says it.
+    """
+    axes = [axis for axis in (1, 2) if _holds_blocks(tensor, axis, group) and tensor.shape[3 - axis] == spec.heads]
+    return axes[-1 if group.heads_first else 0] if axes else 0
 
 
 def _holds_blocks(tensor: torch.Tensor, axis: int, group: GroupSpec) -> bool:

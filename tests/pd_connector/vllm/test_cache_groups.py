@@ -15,7 +15,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from pd_connector.vllm import cache_groups as module
-from pd_connector.vllm.cache_groups import GroupSpec, Ranks, retentions, with_head_orders
+from pd_connector.vllm.cache_groups import GroupSpec, Ranks, cache_groups, retentions, with_head_orders
 from pd_connector.vllm.cache_specs import LayerSpec, Retention
 from pd_connector.vllm.cpu.head_order import HeadOrder
 from pd_connector.vllm.engine_config import UnsupportedError
@@ -63,6 +63,14 @@ def test_one_layer_of_a_group_that_is_not_served_is_enough_to_refuse_it() -> Non
     specs = UniformTypeKVCacheSpecs(block_size=32, kv_cache_specs={"a": FULL, "b": compressed})
     with pytest.raises(UnsupportedError, match=r"'b' is a MLAAttentionSpec, which is compressed: .* 4 tokens"):
         stated_groups((["a", "b"], specs))
+
+
+@pytest.mark.skipif(INSTALLED < (0, 30), reason="each backend has its own layout")
+@pytest.mark.parametrize(("layout", "heads_first"), [("LBNHC", False), ("LBHNC", True), ("BHLNC", True), (None, False)])
+def test_the_layout_says_whether_heads_come_before_tokens(layout: str | None, heads_first: bool) -> None:
+    config = KVCacheConfig(8, [], [KVCacheGroupSpec(["a"], FULL)])
+    config.kv_cache_layout = layout
+    assert [group.heads_first for group in cache_groups(model_config(), config)] == [heads_first]
 
 
 def test_what_is_kept_is_told_for_each_group() -> None:

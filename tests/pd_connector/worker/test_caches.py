@@ -347,6 +347,20 @@ def test_parts_in_tensors_of_their_own_keep_their_names_sizes_and_strides() -> N
         check_layer(plane, 0, tensor.transpose(1, 2), geometry.regions)
 
 
+@pytest.mark.parametrize("heads", [2, TOKENS])
+@pytest.mark.parametrize("heads_first", [False, True])
+def test_parts_may_have_their_heads_before_their_tokens(heads: int, heads_first: bool) -> None:
+    """As vllm-ascend allocates them with VLLM_KV_CACHE_LAYOUT=LBHNC: where shapes leave it open, the layout decides."""
+    shape = (BLOCKS, heads, TOKENS, 8) if heads_first else (BLOCKS, TOKENS, heads, 8)
+    key, value = (torch.zeros(shape, dtype=torch.bfloat16) for _ in "kv")
+    parts, page = (("k", 8), ("v", 8)), TOKENS * heads * 2 * 8 * 2
+    stated = stated_of(key, parts, heads_axis=1 if heads_first else 2, page_bytes=page)
+    group = GroupSpec(("l0",), TOKENS, 0, BLOCKS, {"l0": stated}, heads_first=heads_first)
+    geometry = describe_caches({"l0": (key, value)}, [group], ALONE, "a")
+    for plane, tensor in zip(geometry.groups[0].planes, (key, value), strict=True):
+        check_layer(plane, 0, tensor if heads_first else tensor.transpose(1, 2), geometry.regions)
+
+
 def test_parts_in_one_tensor_are_described_like_those_in_tensors_of_their_own() -> None:
     """What one engine keeps fused and the other apart has equal names and sizes, so that it can be converted."""
     fused = torch.zeros(BLOCKS, 2, TOKENS, 10)
