@@ -32,7 +32,7 @@ IN_MULTI_CONNECTOR = {
             "enable_kv_nz: it keeps KV caches in a private format",
         ),
         (DEEPSEEK_V2, {"kv_cache_dtype": "int8"}, "kv_cache_dtype = int8: vllm-ascend keeps the scales"),
-        (DEFAULT_MODEL, {"transfer": IN_MULTI_CONNECTOR}, "MooncakeConnectorV1 beside PDConnector: a process on an NPU"),
+        (DEFAULT_MODEL, {"transfer": IN_MULTI_CONNECTOR}, "MooncakeConnectorV1 beside PDConnector: a process on"),
         (
             DEEPSEEK_V2,
             {"devices": 2, "tensor_parallel_size": 2, "decode_context_parallel_size": 2},
