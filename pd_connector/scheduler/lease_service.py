@@ -78,7 +78,7 @@ class LeaseService(Generic[Held]):
         self._host_workers: tuple[WorkerGeometry, ...] = ()
 
     def set_workers(self, workers: tuple[WorkerGeometry, ...], host: tuple[WorkerGeometry, ...] = ()) -> None:
-        """Set the workers' caches, and their host memory if leases may move there. Until then, peers are told to ask again.
+        """Set the workers' caches, and their host memory if leases may move there. Until then, peers are to ask again.
 
         If they are set again, the caches have been registered anew and their contents are gone. That makes this another
         engine: all leases end, and peers that know the old one are refused.

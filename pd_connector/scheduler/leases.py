@@ -266,7 +266,7 @@ class LeaseTable(Generic[Held]):
                 self._end(lease_id, LeaseEnd.CANCELLED)
 
     def revoke_oldest(self) -> float | None:
-        """End the oldest lease on the device that is not being read; return its age in seconds, None if there is none."""
+        """End the oldest lease on the device that is not being read; return its age in seconds, or None."""
         with self._lock:
             now = self._clock()
             self._expire(now)

@@ -117,10 +117,8 @@ class Handler:
                 return Cancelled()
             case Follow():
                 return FOLLOWED
-            case Checksums():
-                return Checksummed((1,) * (len(request.borders) - 1))
-            case Locate():
-                return LOCATED
+            case Checksums() | Locate():
+                return Checksummed((1,) * (len(request.borders) - 1)) if isinstance(request, Checksums) else LOCATED
 
 
 def pack(message: Any) -> bytes:
