@@ -166,7 +166,7 @@ class ConnectorWorker:
                 engine.close()
                 raise
             self._engine, self._caches = engine, caches
-            host = before.host and self._host and self._readable_host(self._host, caches.geometry)
+            host = self._readable_host(self._host, caches.geometry) if self._host is not None else None
             before = replace(before, geometry=caches.geometry, host=host, generation=before.generation + 1)
             logger.info("PDConnector: the KV caches are registered for transfers again, at %s", engine.address)
         self._announce(before)
