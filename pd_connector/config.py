@@ -5,9 +5,9 @@ the value and the rule it breaks.
 """
 
 import difflib
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from transfer.peers import AllowedPeers
 
@@ -140,6 +140,17 @@ class ConnectorConfig(BaseModel):
         description="When blocks are copied to host memory. eager: as soon as they are computed; lazy: when vLLM is "
         "about to evict them, which copies less but may come too late for some.",
     )
+    host_transfers: bool = Field(
+        default=False,
+        description="Let decode engines read a prefill engine's host memory (cpu_bytes_to_use), which is registered "
+        "with the transfer engine. Leases that nobody reads yet then move there and free the device's blocks, when "
+        "requests wait for blocks or leases exceed move_leases_above.",
+    )
+    move_leases_above: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] = Field(
+        default=0.1,
+        description="Share of a prefill engine's KV blocks above which leases that nobody reads yet move to host "
+        "memory, the oldest first. Needs host_transfers.",
+    )
     drain_timeout_s: Annotated[float, Field(ge=0, le=86400, allow_inf_nan=False)] = Field(
         default=5.0,
         description="How long a prefill engine that was told to stop (SIGTERM) stays up after its last request, for "
@@ -175,6 +186,15 @@ class ConnectorConfig(BaseModel):
         "host names. Default: whichever a request names.",
     )
 
+    @model_validator(mode="after")
+    def _check_host_transfers(self) -> Self:
+        if self.host_transfers and not self.cpu_bytes_to_use:
+            raise ValueError(
+                "host_transfers = True: cpu_bytes_to_use is 0, so there is no host memory to read from; set "
+                "cpu_bytes_to_use, or host_transfers to false"
+            )
+        return self
+
     @field_validator("allowed_peers")
     @classmethod
     def _check_peers(cls, rules: list[str] | None) -> list[str] | None:
@@ -191,7 +211,12 @@ def parse_config(extra_config: dict[str, Any]) -> ConnectorConfig:
     try:
         return ConnectorConfig.model_validate(extra_config)
     except ValidationError as error:
-        problems = [_explain(str(item["loc"][0]), item["type"], item["msg"], item["input"]) for item in error.errors()]
+        problems = [
+            _explain(str(item["loc"][0]), item["type"], item["msg"], item["input"])
+            if item["loc"]
+            else item["msg"].removeprefix("Value error, ")
+            for item in error.errors()
+        ]
         raise ConfigError("kv_connector_extra_config: " + "; ".join(problems)) from None
 
 

@@ -126,7 +126,7 @@ class LoadOrder:
 class StoreOrder:
     """Copy blocks that earlier steps computed from the device to host memory."""
 
-    store_id: int
+    store_id: int  # negative if it is of a lease that moves, whose blocks may be full or not
     moves: BlockMoves
 
 
@@ -193,6 +193,7 @@ class WorkerHandshake:
 
     geometry: WorkerGeometry
     host_slots: int = 0  # capacity of this worker's host pool, in blocks; 0 if it has none
+    host: WorkerGeometry | None = None  # its host pool, if peers can read it: its slots are the blocks
     generation: int = 0  # how many times the caches have been registered anew, after the engine has slept
     #: Fingerprint of the control channel's secret, empty without one. Never logged, nor sent to peers.
     secret: str = field(default="", repr=False)

@@ -44,6 +44,7 @@ REFUSALS = (
 COUNTERS = {
     "pulls": "Pulls that succeeded, counted on every rank.",
     "pull_bytes": "Bytes of KV cache pulled.",
+    "pull_bytes_from_host": "Bytes of them that were read in the prefill engine's host memory (host_transfers).",
     "pull_descriptors": "Descriptors read by pulls.",
     "pull_tokens": "Prompt tokens whose KV cache was pulled, counted on every rank.",
     "pulls_ahead": "Pulls that succeeded and had begun before the prompt was computed, counted on every rank.",
@@ -60,6 +61,12 @@ LABELLED = {
     "transfers": ("event", "Prompts of this prefill engine that can be followed by name, by event."),
     "host_bytes": ("event", "Bytes copied between the device and host memory, on all ranks, by event: stored, loaded."),
     "host_failures": ("event", "Copies to or from host memory that failed on a rank, by event: store, load."),
+    "lease_moves": (
+        "event",
+        "Leases that moved to host memory, by why (short: requests waited for blocks; share: leases exceeded theirs), "
+        "and that did not (full: no room; read: a reader came; ended: so did the lease; failed: so did the copy).",
+    ),
+    "lease_blocks_moved": ("event", "Blocks of leases that moved to host memory: copied, or present there already."),
     "control_refusals": ("cause", "Connections and messages that the control channel refused, by cause."),
 }
 #: Label values. A counter that appeared with its first event would hide that event from rate() and alerts.
@@ -70,6 +77,8 @@ LABELS: dict[str, tuple[str, ...]] = {
     "transfers": ("begun", "restarted", "complete", "ended"),
     "host_bytes": ("stored", "loaded"),
     "host_failures": HOST_COPIES,
+    "lease_moves": ("short", "share", "full", "read", "ended", "failed"),
+    "lease_blocks_moved": ("copied", "present"),
     "control_refusals": tuple(ServerCounters().refusals),
 }
 
@@ -78,6 +87,7 @@ GAUGES = {
     "prompts_ahead": "Prompts that are being pulled, and were not yet computed when their pull was ordered.",
     "leases_active": "Leases of this prefill engine that have not ended.",
     "lease_oldest_age_seconds": "Age of the oldest lease that has not ended, in whole seconds.",
+    "leases_in_host": "Those of them that have moved to host memory.",
     "leased_blocks": "KV blocks that leases hold, each counted once.",
     "host_blocks_cached": "Blocks in host memory that prefix lookups can find.",
     "host_blocks_capacity": "Capacity of host memory, in blocks.",

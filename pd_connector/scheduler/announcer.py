@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from pd_connector.params import ParamsError, is_decode_leg, is_prefill_leg, prefill_transfer_id
 from pd_connector.scheduler.lease_service import LeaseService
-from pd_connector.vllm.block_pools import DeviceBlocks, HeldBlocks
+from pd_connector.vllm.block_pools import DeviceBlocks, Leased
 from pd_connector.vllm.requests import tokens_under_way
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class _Step:
 class Announcer:
     """Owns the named prompts of an engine, and the steps that are to be reported."""
 
-    def __init__(self, service: LeaseService[HeldBlocks], blocks: DeviceBlocks, steps_in_flight: int = 2) -> None:
+    def __init__(self, service: LeaseService[Leased], blocks: DeviceBlocks, steps_in_flight: int = 2) -> None:
         """Start without prompts.
 
         Args:

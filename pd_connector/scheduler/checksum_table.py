@@ -55,6 +55,12 @@ class ChecksumTable:
             if report.lease_id in self._reports:
                 self._reports[report.lease_id].setdefault(report.worker, report)
 
+    def are_taken(self, lease_id: str) -> bool:
+        """Return whether no worker will still read a lease's blocks on the device for its checksums."""
+        with self._lock:
+            reports = self._reports.get(lease_id)
+            return reports is None or len(reports) >= self._workers
+
     @property
     def wants_step(self) -> bool:
         """Whether the engine must step to pass on an order, or to receive a report."""

@@ -69,6 +69,14 @@ class _StoreJob:
     abandoned: bool = False  # the contents are no longer valid, and the device blocks were given back
 
 
+@dataclass(frozen=True, slots=True)
+class Loan:
+    """Host blocks for copies of device blocks, in their order, lent to a lease."""
+
+    hosts: HeldBlocks
+    new: tuple[int, ...]  # indices of those that do not hold the copy yet
+
+
 class HostTier(SchedulerRole):
     """Owns the host pool, and the hits, loads and stores of one engine."""
 
@@ -98,6 +106,7 @@ class HostTier(SchedulerRole):
         self._next_store = 0
         self._tokens_loaded = 0  # since the last update of the statistics, as are the blocks
         self._blocks_stored = 0
+        self._lent: Counter[int] = Counter()  # references of leases, by slot
         self._quarantined_slots: set[int] = set()  # never used again: a failed copy may still write to them
 
     # Requests
@@ -170,6 +179,40 @@ class HostTier(SchedulerRole):
             self._chosen += self._pool.start_stores(candidates)
             self._touch_when_stored(self._pool.block_keys(request))
 
+    # Leases that move to host memory
+
+    def is_storing(self, blocks: Iterable["KVCacheBlock"]) -> bool:
+        """Return whether one of these device blocks is on its way to host memory."""
+        return bool(self._storing) and any(block.block_hash in self._storing for block in blocks)
+
+    def lend(self, blocks: HeldBlocks) -> Loan | None:
+        """Lend host blocks for copies of device blocks: those that hold them already, else free ones; None if too few.
+
+        Lent blocks are not evicted. The caller gives them back by ``take_back``.
+        """
+        copies = [self._pool.copy_of(block) for block in blocks]
+        present = tuple(host for host in copies if host is not None)
+        self._pool.pin(present)
+        if self._pool.free < len(blocks) - len(present):
+            self._pool.unpin(present)
+            return None
+        taken = iter(self._pool.take(len(blocks) - len(present)))
+        hosts = tuple(host if host is not None else next(taken) for host in copies)
+        self._lent.update(map(slot_of, hosts))
+        return Loan(hosts, tuple(number for number, host in enumerate(copies) if host is None))
+
+    def publish(self, blocks: HeldBlocks, loan: Loan) -> None:
+        """Let the copies of device blocks, which have arrived in the host blocks lent for them, be found."""
+        for number in loan.new:
+            self._pool.publish_copy(blocks[number], loan.hosts[number])
+
+    def take_back(self, hosts: HeldBlocks, lost: Sequence[int] = ()) -> None:
+        """Take lent host blocks back. Those with the indices ``lost`` are never used again."""
+        self._lent -= Counter(map(slot_of, hosts))
+        self._quarantined_slots.update(slot_of(hosts[number]) for number in lost)
+        kept = frozenset(lost)
+        self._pool.unpin(tuple(host for number, host in enumerate(hosts) if number not in kept))
+
     # Steps
 
     def step_orders(self, scheduled: Mapping[str, int]) -> Orders:
@@ -230,6 +273,8 @@ class HostTier(SchedulerRole):
     def check_integrity(self) -> None:
         """Raise AssertionError unless the books balance."""
         expected: dict[int, int] = dict.fromkeys(self._quarantined_slots, 1)
+        for slot, number in self._lent.items():
+            expected[slot] = expected.get(slot, 0) + number
         in_use = [offer.hit.blocks for offer in self._offers.values()] + [load.pinned for load in self._loads.values()]
         stores = list(self._stores())
         in_use += [(store.host,) for store in stores]
@@ -303,6 +348,8 @@ class HostTier(SchedulerRole):
 
     def _end_stores(self, ends: Mapping[int, StoreEnds]) -> None:
         for store_id, new in ends.items():
+            if store_id < 0:
+                continue  # of a lease that moves
             job = self._jobs.get(store_id)
             if job is None:
                 logger.error("PDConnector: ignored that store %d ended twice, which is a bug", store_id)

@@ -23,6 +23,7 @@ from transfer.control.messages import (
     ErrorCode,
     Follow,
     Hello,
+    Locate,
     Release,
     Renew,
     Renewed,
@@ -74,9 +75,10 @@ class LeaseService(Generic[Held]):
         self._model = model
         self._tp_size = tp_size
         self._workers: tuple[WorkerGeometry, ...] = ()
+        self._host_workers: tuple[WorkerGeometry, ...] = ()
 
-    def set_workers(self, workers: tuple[WorkerGeometry, ...]) -> None:
-        """Set the workers' caches. Until then, peers are told to ask again.
+    def set_workers(self, workers: tuple[WorkerGeometry, ...], host: tuple[WorkerGeometry, ...] = ()) -> None:
+        """Set the workers' caches, and their host memory if leases may move there. Until then, peers are to ask again.
 
         If they are set again, the caches have been registered anew and their contents are gone. That makes this another
         engine: all leases end, and peers that know the old one are refused.
@@ -85,7 +87,7 @@ class LeaseService(Generic[Held]):
             self.engine_id = uuid.uuid4().hex  # first, so that nobody gets the new workers by the old id
             self.leases.cancel_all()
             self.end_transfers(self.transfers.open_leases, "the prefill engine has registered its caches anew")
-        self._workers = workers
+        self._workers, self._host_workers = workers, host
         self.checksums.set_workers(len(workers))
         self.transfers.set_block_tokens(self.block_tokens)
 
@@ -142,7 +144,9 @@ class LeaseService(Generic[Held]):
         )
         if self._spans is not None:
             self._spans.granted(remote.lease_id, traceparent(request), request.request_id, request.num_prompt_tokens)
-        is_valid = self.leases.grant(remote.lease_id, blocks, contents_digest(remote))
+        # Of a prompt that is followed, decode engines have begun to read what is on the device.
+        tables = remote.remote_block_ids if begun is None and self._host_workers else ()
+        is_valid = self.leases.grant(remote.lease_id, blocks, contents_digest(remote), tables)
         if begun is not None and is_valid:
             self.transfers.complete(transfer_id, remote.remote_block_ids)
         elif begun is not None:
@@ -193,6 +197,8 @@ class LeaseService(Generic[Held]):
                 return self.transfers.answer(self.engine_id, request) if self._workers else _STARTING
             case Checksums():
                 return self.checksums.answer(request)
+            case Locate():
+                return self.leases.locate(request.lease_id)
         return self._answer_about_leases(request)
 
     def _answer_about_leases(self, request: Renew | Release | Cancel) -> Reply:
@@ -201,7 +207,12 @@ class LeaseService(Generic[Held]):
                 return Renewed(self.leases.renew(lease_ids, reading))
             case Release():
                 return self.leases.release(
-                    request.lease_id, request.reader, request.readers, request.pull_id, request.contents
+                    request.lease_id,
+                    request.reader,
+                    request.readers,
+                    request.pull_id,
+                    request.contents,
+                    request.place,
                 )
             case Cancel(lease_ids=lease_ids, transfer_ids=transfer_ids):
                 lease_ids = (*lease_ids, *self.transfers.cancel(transfer_ids))
@@ -212,4 +223,4 @@ class LeaseService(Generic[Held]):
     def _answer_hello(self) -> Welcome | Error:
         if not self._workers:
             return _STARTING
-        return Welcome(self.engine_id, self._model, self._workers, verify=self.checksums.enabled)
+        return Welcome(self.engine_id, self._model, self._workers, self.checksums.enabled, self._host_workers)

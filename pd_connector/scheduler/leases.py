@@ -4,6 +4,10 @@ A lease is granted when a prefill is done, and ends exactly once: released by al
 expired. Only then may what it holds be freed, which ``collect`` returns to the owner. Ended leases are remembered for a
 while, so that a repeated message gets the same answer as the first one.
 
+What a lease holds may move to another place, such as host memory, which frees what it held before. It moves at most
+once, and not any more once a reader has asked where it lies, or has announced that it reads. A release names the place
+that was read, so that nothing is valid that was read where the lease lies no longer.
+
 The lease of a prompt that can be followed begins with the prompt, before it is granted. Until then it *grows*: it
 holds nothing, because the request itself holds the blocks, and it neither expires nor gives way.
 """
@@ -17,7 +21,7 @@ from itertools import islice
 from typing import Generic, TypeVar, cast
 
 from pd_connector.orders import LeaseEnd
-from transfer.control.messages import InvalidReason, Released
+from transfer.control.messages import InvalidReason, Located, Place, Released
 
 Held = TypeVar("Held")
 
@@ -28,6 +32,19 @@ _MAX_PULLS = 4
 _RENEWED_AT_ONCE = 500
 
 
+#: Ids by cache group, for each entry of a request's block table.
+Tables = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class MovableLease(Generic[Held]):
+    """A lease on the device that nobody has begun to read, as far as is known."""
+
+    lease_id: str
+    held: Held
+    tables: Tables  # its block ids; 0 marks a hole
+
+
 @dataclass(slots=True)
 class _Lease(Generic[Held]):
     held: Held | None  # None while it grows
@@ -35,6 +52,9 @@ class _Lease(Generic[Held]):
     granted_at: float
     expires_at: float
     read_until: float = -math.inf  # as the reader has announced
+    tables: Tables = ()  # of its blocks on the device; none if it must stay there
+    slots: Tables | None = None  # of host memory, if it lies there
+    is_located: bool = False  # a reader was told where it lies
     readers: int = 0  # as the first release said; 0 before it
     released_by: dict[int, set[str]] = field(default_factory=dict)  # by reader that is done: its valid pulls
 
@@ -43,6 +63,7 @@ class _Lease(Generic[Held]):
 class _PastLease:
     end: LeaseEnd
     contents: str
+    place: Place
     readers: int
     released: frozenset[tuple[int, str]]  # (reader, pull id) of every valid release
     forget_at: float
@@ -93,10 +114,11 @@ class LeaseTable(Generic[Held]):
             self._check_new(lease_id)
             self._growing[lease_id] = _Lease(None, "", self._clock(), math.inf)
 
-    def grant(self, lease_id: str, held: Held, contents: str) -> bool:
+    def grant(self, lease_id: str, held: Held, contents: str, tables: Tables = ()) -> bool:
         """Grant a lease over ``held``, which must stay unchanged until ``collect`` returns it.
 
-        Readers must name ``contents`` as what they have read, see ``contents_digest``.
+        Readers must name ``contents`` as what they have read, see ``contents_digest``. With ``tables``, its block ids
+        by cache group, the lease may move.
 
         Returns:
             False if the lease had begun, and has ended since. Then ``collect`` returns ``held`` at once.
@@ -113,7 +135,7 @@ class LeaseTable(Generic[Held]):
             if lease is None:
                 self._check_new(lease_id)
                 lease = _Lease(None, "", now, math.inf)
-            lease.held, lease.contents, lease.granted_at = held, contents, now
+            lease.held, lease.contents, lease.granted_at, lease.tables = held, contents, now, tables
             lease.expires_at = now + min(self.ttl_s, self._max_age_s)
             if lease.read_until == math.inf:
                 lease.read_until = lease.expires_at
@@ -152,32 +174,81 @@ class LeaseTable(Generic[Held]):
                         renewed.append(lease_id)
         return tuple(renewed)
 
-    def release(self, lease_id: str, reader: int, readers: int, pull_id: str, contents: str) -> Released:
+    def locate(self, lease_id: str) -> Located:
+        """Return where a lease lies, and keep it there until it ends. A lease that grows lies on the device."""
+        with self._lock:
+            now = self._clock()
+            self._expire(now)
+            if lease_id in self._growing:
+                return Located(Place.DEVICE)
+            lease = self._active.get(lease_id)
+            if lease is None:
+                past = self._past.get(lease_id)
+                return Located(reason=InvalidReason.UNKNOWN if past is None else InvalidReason(past.end.value))
+            lease.is_located = True
+            lease.read_until = max(lease.read_until, lease.expires_at)
+            return Located(Place.DEVICE) if lease.slots is None else Located(Place.HOST, lease.slots)
+
+    def movable(self, min_age_s: float = 0.0) -> list[MovableLease[Held]]:
+        """Return the leases that ``move`` would move now, of at least an age, the oldest first."""
+        with self._lock:
+            now = self._clock()
+            self._expire(now)
+            found = []
+            for lease_id, lease in self._active.items():
+                if now - lease.granted_at < min_age_s:
+                    break  # they are in the order of their grants
+                if _can_move(lease, now):
+                    found.append(MovableLease(lease_id, cast("Held", lease.held), lease.tables))
+            return found
+
+    def move(self, lease_id: str, held: Held, slots: Tables) -> Held | None:
+        """Let a lease hold something else, which holds the same bytes in host memory.
+
+        Returns:
+            What it held before, which is the caller's now; None if the lease has ended, or a reader has come meanwhile.
+            Then nothing has changed, and ``held`` is still the caller's.
+        """
+        with self._lock:
+            now = self._clock()
+            self._expire(now)
+            lease = self._active.get(lease_id)
+            if lease is None or not _can_move(lease, now):
+                return None
+            before, lease.held, lease.slots = cast("Held", lease.held), held, slots
+            return before
+
+    def release(
+        self, lease_id: str, reader: int, readers: int, pull_id: str, contents: str, place: str = Place.DEVICE
+    ) -> Released:
         """Count one reader as done; the last one ends the lease.
 
         Returns:
             Whether the lease was valid, that is, whether its blocks were unchanged until now, and if not, why. A
             repeated release gets the same answer. A second pull by the same reader is another release: after the end of
             the lease the blocks may have changed while it read. A reader that has read something else than the lease
-            holds counts as done, but what it read is not valid.
+            holds, or elsewhere than where it lies, counts as done, but what it read is not valid.
         """
         with self._lock:
             self._expire(self._clock())
             lease = self._active.get(lease_id) or self._growing.get(lease_id)
             if lease is None:
-                return self._release_past(lease_id, reader, readers, pull_id, contents)
+                return self._release_past(lease_id, reader, readers, pull_id, contents, place)
             if lease.readers not in (0, readers) or not 0 <= reader < readers:
                 return Released(False, InvalidReason.READERS)
             lease.readers = readers
             pulls = lease.released_by.setdefault(reader, set())
             if pull_id not in pulls and len(pulls) >= _MAX_PULLS:
                 return Released(False, InvalidReason.RELEASED)
-            valid = lease_id in self._active and contents == lease.contents
+            is_read = lease_id in self._active and contents == lease.contents
+            valid = is_read and place == _place(lease)
             if valid:
                 pulls.add(pull_id)
             if len(lease.released_by) == readers:
                 self._end(lease_id, LeaseEnd.RELEASED)
-            return Released(True) if valid else Released(False, InvalidReason.CONTENTS)
+            if valid:
+                return Released(True)
+            return Released(False, InvalidReason.MOVED if is_read else InvalidReason.CONTENTS)
 
     def cancel(self, lease_ids: Iterable[str]) -> None:
         """End leases immediately. Unknown and ended ones are ignored."""
@@ -195,12 +266,12 @@ class LeaseTable(Generic[Held]):
                 self._end(lease_id, LeaseEnd.CANCELLED)
 
     def revoke_oldest(self) -> float | None:
-        """End the oldest lease that is not being read; return its age in seconds, or None if there is none."""
+        """End the oldest lease on the device that is not being read; return its age in seconds, or None."""
         with self._lock:
             now = self._clock()
             self._expire(now)
             for lease_id, lease in self._active.items():
-                if lease.read_until <= now:
+                if lease.read_until <= now and lease.slots is None:
                     self._end(lease_id, LeaseEnd.REVOKED)
                     return now - lease.granted_at
             return None
@@ -240,6 +311,12 @@ class LeaseTable(Generic[Held]):
             return len(self._active)
 
     @property
+    def in_host_memory(self) -> int:
+        """Number of leases that have moved, and not ended."""
+        with self._lock:
+            return sum(lease.slots is not None for lease in self._active.values())
+
+    @property
     def oldest_age_s(self) -> float:
         """Age of the oldest lease that has not ended, in seconds; 0 if there is none."""
         with self._lock:
@@ -257,18 +334,23 @@ class LeaseTable(Generic[Held]):
             for lease_id, lease in self._active.items():
                 assert not lease.readers or len(lease.released_by) < lease.readers, f"{lease_id} should have ended"
                 assert lease.expires_at >= self._no_expiry_before, f"{lease_id} would not be seen to expire"
+                assert lease.slots is None or lease.tables, f"{lease_id} has moved and must not"
 
     def _check_new(self, lease_id: str) -> None:
         if lease_id in self._active or lease_id in self._growing or lease_id in self._past:
             raise ValueError(f"lease {lease_id} was granted before")
 
-    def _release_past(self, lease_id: str, reader: int, readers: int, pull_id: str, contents: str) -> Released:
+    def _release_past(
+        self, lease_id: str, reader: int, readers: int, pull_id: str, contents: str, place: str
+    ) -> Released:
         """Return the answer for a lease that has ended: to a repeated release as before, otherwise how it ended."""
         past = self._past.get(lease_id)
         if past is None:
             return Released(False, InvalidReason.UNKNOWN)
         if past.contents and past.contents != contents:  # it has none if it ended before it was granted
             return Released(False, InvalidReason.CONTENTS)
+        if place != past.place:
+            return Released(False, InvalidReason.MOVED)
         if readers == past.readers and (reader, pull_id) in past.released:
             return Released(True)
         return Released(False, InvalidReason(past.end.value))
@@ -291,9 +373,19 @@ class LeaseTable(Generic[Held]):
         # Repeated messages should arrive within this time. Later ones are answered with "unknown", which is safe.
         forget_at = self._clock() + 2 * self.ttl_s
         released = frozenset((reader, pull) for reader, pulls in lease.released_by.items() for pull in pulls)
-        self._past[lease_id] = _PastLease(how, lease.contents, lease.readers, released, forget_at)
+        self._past[lease_id] = _PastLease(how, lease.contents, _place(lease), lease.readers, released, forget_at)
         if grew is None:  # what was not granted is not counted
             self._ended.append(cast("Held", lease.held))
             self._events[how.value] += 1
             if self._on_end is not None:
                 self._on_end(lease_id, how)
+
+
+def _can_move(lease: _Lease[Held], now: float) -> bool:
+    """Return whether nobody reads a lease, and it may lie elsewhere."""
+    is_read = lease.is_located or lease.read_until > now or bool(lease.released_by)
+    return bool(lease.tables) and lease.slots is None and not is_read
+
+
+def _place(lease: _Lease[Held]) -> Place:
+    return Place.DEVICE if lease.slots is None else Place.HOST

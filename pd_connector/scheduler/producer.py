@@ -10,10 +10,11 @@ from pd_connector.orders import Orders, Report, WorkerHandshake
 from pd_connector.params import is_prefill_leg
 from pd_connector.scheduler.announcer import Announcer
 from pd_connector.scheduler.drain import Drain
+from pd_connector.scheduler.lease_moves import LeaseMoves
 from pd_connector.scheduler.lease_service import LeaseService
 from pd_connector.scheduler.roles import SchedulerRole
 from pd_connector.stats import StatsRecorder
-from pd_connector.vllm.block_pools import DeviceBlocks, HeldBlocks
+from pd_connector.vllm.block_pools import DeviceBlocks, HostBlocks, Leased
 from pd_connector.vllm.engine_core import EngineLoop
 from pd_connector.vllm.requests import prefill_is_complete
 from transfer.control.keys import ControlKeys
@@ -37,7 +38,7 @@ class Producer(SchedulerRole):
 
     def __init__(
         self,
-        service: LeaseService[HeldBlocks],
+        service: LeaseService[Leased],
         host: str,
         port: int,
         blocks: DeviceBlocks,
@@ -45,6 +46,7 @@ class Producer(SchedulerRole):
         drain: Drain,
         keys: ControlKeys | None = None,
         steps_in_flight: int = 2,
+        moves: LeaseMoves | None = None,
     ) -> None:
         """Bind the control channel and start answering.
 
@@ -57,6 +59,7 @@ class Producer(SchedulerRole):
             drain: decides how long to stay up for leases when the engine is told to stop.
             keys: of the control channel; None serves whoever can connect.
             steps_in_flight: how many steps vLLM schedules at most before the first of them has ended.
+            moves: moves leases to host memory; None if they stay on the device.
 
         Raises:
             ControlStartError: host and port cannot be bound.
@@ -66,6 +69,7 @@ class Producer(SchedulerRole):
         self._blocks = blocks
         self._engine = engine
         self._drain = drain
+        self._moves = moves
         self._server = ControlServer(service, host, port, keys=keys)
         self._announcer = Announcer(service, blocks, steps_in_flight)
         self._workers = 0
@@ -88,7 +92,9 @@ class Producer(SchedulerRole):
     def set_workers(self, handshakes: Sequence[WorkerHandshake]) -> None:
         """Announce the workers' caches to peers."""
         known_as, self._workers = self._service.engine_id, len(handshakes)
-        self._service.set_workers(tuple(handshake.geometry for handshake in handshakes))
+        host = tuple(handshake.host for handshake in handshakes if handshake.host is not None)
+        host = host if self._moves is not None and len(host) == len(handshakes) else ()
+        self._service.set_workers(tuple(handshake.geometry for handshake in handshakes), host)
         if self._service.engine_id != known_as:
             logger.info(
                 "PDConnector: the KV caches are registered anew, so prefill engine %s is now %s",
@@ -107,7 +113,11 @@ class Producer(SchedulerRole):
     def free_blocks(self) -> None:
         """Free the blocks of ended leases."""
         for held in self._leases.collect():
-            self._blocks.release(held)
+            if isinstance(held, HostBlocks):
+                assert self._moves is not None, "a lease has moved, and leases do not"
+                self._moves.release(held)
+            else:
+                self._blocks.release(held)
 
     def step_orders(self, scheduled: Mapping[str, int]) -> Orders:
         """Return the leases whose checksums are to be taken, and the step's number if it is to be reported."""
@@ -193,5 +203,5 @@ class Producer(SchedulerRole):
 
     def _watch_expiry(self) -> None:
         while not self._closing.wait(min(_EXPIRY_INTERVAL_S, self._leases.ttl_s / 4)):
-            if self._leases.has_ended:
+            if self._leases.has_ended or (self._moves is not None and self._moves.is_due()):
                 self._engine.wake()

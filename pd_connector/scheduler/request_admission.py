@@ -27,7 +27,7 @@ from pd_connector.params import is_decode_leg, is_prefill_leg
 from pd_connector.scheduler.consumer import Consumer
 from pd_connector.scheduler.leases import LeaseTable
 from pd_connector.scheduler.roles import SchedulerRole
-from pd_connector.vllm.block_pools import DeviceBlocks, HeldBlocks
+from pd_connector.vllm.block_pools import DeviceBlocks, Leased
 from pd_connector.vllm.cache_specs import Retention, blocks_for
 from transfer.control.limits import ThrottledWarnings
 
@@ -56,7 +56,7 @@ class RequestAdmission(SchedulerRole):
         self,
         limits: AdmissionLimits,
         blocks: DeviceBlocks,
-        leases: LeaseTable[HeldBlocks],
+        leases: LeaseTable[Leased],
         groups: Sequence[Retention],
         consumer: Consumer | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -91,6 +91,7 @@ class RequestAdmission(SchedulerRole):
         self._failed: set[str] = set()  # those whose tokens have not: vLLM may have freed their blocks
         self._holds = False  # whether a request was told to wait in this step
         self._holds_prefills = False  # in this step: those behind the first one that is held wait too
+        self._wants_blocks = False
         self._is_short = False  # whether the last step ended with a request that was not given blocks
         self._stalled_since: float | None = None  # when requests began to wait without any of them getting blocks
 
@@ -129,10 +130,16 @@ class RequestAdmission(SchedulerRole):
             self._prefills[request.request_id] = self._blocks_of(request)
         return 0
 
+    @property
+    def wants_blocks(self) -> bool:
+        """Whether the last step ended with requests that were not given blocks, or were told to wait for them."""
+        return self._wants_blocks
+
     def step_orders(self, scheduled: Mapping[str, int]) -> Orders:
         """Let a lease give way if requests wait for blocks, see above. Returns no orders."""
         needed = self._needed_blocks()
         self._is_short = self._blocks.free < needed
+        self._wants_blocks = self._is_short or self._holds
         if not (self._is_short or self._holds):
             self._stalled_since = None
         elif self._stalled_since is None:

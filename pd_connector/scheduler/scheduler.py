@@ -12,6 +12,7 @@ from pd_connector.params import is_decode_leg, is_malformed, is_prefill_leg, unu
 from pd_connector.scheduler.consumer import Consumer
 from pd_connector.scheduler.drain import Drain
 from pd_connector.scheduler.host_tier import HostTier
+from pd_connector.scheduler.lease_moves import LeaseMoves
 from pd_connector.scheduler.lease_service import LeaseService
 from pd_connector.scheduler.leases import LeaseTable
 from pd_connector.scheduler.producer import Producer
@@ -24,7 +25,7 @@ from pd_connector.scheduler.workers import Workers
 from pd_connector.secret import ENVIRONMENT, load_keys
 from pd_connector.stats import ComputedHere, StatsRecorder
 from pd_connector.vllm import release
-from pd_connector.vllm.block_pools import DeviceBlocks, HeldBlocks, HostBlockPool
+from pd_connector.vllm.block_pools import DeviceBlocks, HostBlockPool, Leased
 from pd_connector.vllm.cache_groups import retentions
 from pd_connector.vllm.engine_config import (
     EngineRole,
@@ -82,6 +83,7 @@ class ConnectorScheduler:
         tp_size, pp_size = engine_ranks(vllm_config)
         self._workers = Workers(tp_size * pp_size)
         self._secret = ""  # its fingerprint
+        self._moves: LeaseMoves | None = None  # if leases may move to host memory
         self._early: dict[str, Request] = {}  # requests that came before all workers were known
         self._destinations: list[Destinations] = []  # for the next step, if vLLM is told of failures by block ids
         self._failed: set[str] = set()  # requests that have failed on a rank, and wait for others
@@ -98,10 +100,13 @@ class ConnectorScheduler:
         consumer = self._make_consumer(keys) if self._role.consumes else None
         self._spans = lease_spans(vllm_config)
         on_end = None if self._spans is None else self._spans.ended
-        leases: LeaseTable[HeldBlocks] = LeaseTable(config.lease_ttl_s, clock, config.max_lease_age_s, on_end)
+        leases: LeaseTable[Leased] = LeaseTable(config.lease_ttl_s, clock, config.max_lease_age_s, on_end)
         if self._role.produces:
-            producer = self._make_producer(leases, keys)
-            self._roles += [producer, self._make_admission(leases, consumer)]
+            admission = self._make_admission(leases, consumer)
+            producer = self._make_producer(leases, keys, admission)
+            self._roles += [producer, admission]
+            if self._moves is not None:
+                self._roles.append(self._moves)
             if config.bootstrap_port:
                 self._roles.append(self._make_bootstrap(producer))
         elif not release.current().serves_loaded_first:
@@ -246,6 +251,8 @@ class ConnectorScheduler:
         if self._config.cpu_bytes_to_use and not any(isinstance(role, HostTier) for role in self._roles):
             tier = self._open_host_tier(in_order)
             self._roles.insert(0, tier)
+            if self._moves is not None:
+                self._moves.use(tier, len(in_order))
             for request in self._early.values():
                 tier.add(request)
         self._early.clear()
@@ -257,17 +264,32 @@ class ConnectorScheduler:
         """Whether a role needs handshakes of workers that have not arrived. They come with the next step's report."""
         return not self._workers.known and (self._role.produces or self._config.cpu_bytes_to_use > 0)
 
-    def _make_producer(self, leases: LeaseTable[HeldBlocks], keys: ControlKeys | None) -> Producer:
+    def _make_producer(
+        self, leases: LeaseTable[Leased], keys: ControlKeys | None, admission: RequestAdmission
+    ) -> Producer:
         config, vllm_config = self._config, self._vllm_config
         model = model_identity(vllm_config, config.model_check)
         tp_size, _ = engine_ranks(vllm_config)
         service = LeaseService(leases, model, tp_size, self._engine.wake, verify=config.verify, spans=self._spans)
+        if config.host_transfers:
+            self._moves = LeaseMoves(
+                leases, service.checksums, self._blocks, lambda: admission.wants_blocks, config.move_leases_above,
+                self._clock,
+            )  # fmt: skip
         # The engines of a data-parallel deployment may share a host.
         port = config.port and config.port + data_parallel_index(vllm_config)
         drain = Drain(config.drain_timeout_s, stop_timeout_s(vllm_config), self._engine.is_stopping)
         in_flight = steps_in_flight(vllm_config)
         return Producer(
-            service, config.host or host_address(), port, self._blocks, self._engine, drain, keys, in_flight
+            service,
+            config.host or host_address(),
+            port,
+            self._blocks,
+            self._engine,
+            drain,
+            keys,
+            in_flight,
+            self._moves,
         )
 
     def _make_bootstrap(self, producer: Producer) -> SchedulerRole:
@@ -281,7 +303,7 @@ class ConnectorScheduler:
         port = self._config.bootstrap_port + data_parallel_index(self._vllm_config)
         return Bootstrap(self._config.host or host_address(), producer.port, engine_ranks(self._vllm_config), port)
 
-    def _make_admission(self, leases: LeaseTable[HeldBlocks], consumer: Consumer | None) -> RequestAdmission:
+    def _make_admission(self, leases: LeaseTable[Leased], consumer: Consumer | None) -> RequestAdmission:
         fraction = self._config.max_leased_fraction or (1.0 if consumer is None else 0.5)
         limits = AdmissionLimits(fraction, self._config.lease_ttl_s, self._config.queue_timeout_s)
         loaded_first = release.current().serves_loaded_first

@@ -25,6 +25,17 @@ if TYPE_CHECKING:
 #: Blocks of a request to which references are held, in block table order.
 HeldBlocks: TypeAlias = "tuple[KVCacheBlock, ...]"
 
+
+@dataclass(frozen=True, eq=False)
+class HostBlocks:
+    """Host blocks to which a lease holds references."""
+
+    blocks: HeldBlocks
+
+
+#: What a lease holds: references to blocks of the device, or of host memory.
+Leased: TypeAlias = "HeldBlocks | HostBlocks"
+
 #: Keys by which a request's blocks are found, in block table order.
 BlockKeys: TypeAlias = "tuple[BlockHashWithGroupId, ...]"
 
@@ -239,6 +250,27 @@ class HostBlockPool:
     def unpin(self, blocks: HeldBlocks) -> None:
         """Give references back. The first blocks of a prompt are evicted last."""
         self._pool.free_blocks(reversed(blocks))
+
+    def copy_of(self, block: "KVCacheBlock") -> "KVCacheBlock | None":
+        """Return the host block that holds what a device block does, if there is one and it can be found."""
+        key = block.block_hash
+        return None if key is None else self._pool.cached_block_hash_to_block.get_one_block(key)
+
+    def take(self, number: int) -> HeldBlocks:
+        """Take slots that nobody uses, with a reference to each; what they hold is evicted.
+
+        Raises:
+            ValueError: fewer slots are free.
+        """
+        return tuple(self._pool.get_new_blocks(number)) if number else ()
+
+    def publish_copy(self, block: "KVCacheBlock", host: "KVCacheBlock") -> None:
+        """Make a host block findable that holds what a device block does, if that one can be found and no copy can."""
+        key = block.block_hash
+        if key is None or self.holds(key) or get_group_id(key) not in self.groups:
+            return
+        event = self._events.recall(key) if self._with_events else None
+        self.publish([Store(Candidate(block, key, self._release.prefix_tokens(block), event), host)])
 
     def evict_all(self) -> None:
         """Make all blocks impossible to find, those in use included."""

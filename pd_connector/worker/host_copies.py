@@ -63,6 +63,11 @@ class HostCopies:
         self._ended_loads: dict[str, CopyEnd] = {}
         self._ended_stores: dict[int, tuple[CopyEnd, StoreEnds]] = {}
 
+    @property
+    def layout(self) -> HostLayout:
+        """Where a block lies in a slot."""
+        return self._layout
+
     def load(self, order: LoadOrder) -> None:
         """Start a load; ``take_loads`` reports its end. The model may have used the destinations until now."""
         assert order.request_id not in self._loads, f"request {order.request_id} is being loaded"

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 import torch
 
-from layout.geometry import WorkerGeometry
+from layout.geometry import Region, WorkerGeometry
 from layout.host_blocks import HostLayout, host_layout
+from layout.host_slots import slot_geometry
 from pd_connector.config import ConfigError
 from pd_connector.orders import Orders, Report
 from pd_connector.stats import StatsRecorder
@@ -137,6 +138,19 @@ class HostPool(WorkerRole):
             ", ".join(f"{len(runs)} runs" for runs in layout.groups),
         )  # fmt: skip
         return cls(HostCopies(layout, memory.region, stores, loads, _event_recorder(device)), memory, slots, stats)
+
+    @property
+    def region(self) -> Region:
+        """The memory of the slots, and no other."""
+        return Region(self._memory.region.address, self.slots * self.copies.layout.slot_bytes)
+
+    def geometry(self, device: WorkerGeometry) -> WorkerGeometry:
+        """Return the slots as a cache whose block ids are slot numbers, given the caches on the device.
+
+        Raises:
+            ValueError: the slots cannot be described as a cache.
+        """
+        return slot_geometry(device, self.copies.layout, self.region)
 
     def execute(self, orders: Orders) -> list[str]:
         """Start the stores and loads; return the request ids of the loads."""

@@ -69,9 +69,14 @@ class Peer:
     """
 
     def __init__(
-        self, context: PullContext, welcome: Welcome, sources: Sequence[Source], plans: Mapping[int, Plan]
+        self,
+        context: PullContext,
+        welcome: Welcome,
+        sources: Sequence[Source],
+        plans: Mapping[int, Plan],
+        host_plans: Mapping[int, Plan] | None = None,
     ) -> None:
-        """Open no link yet.
+        """Open no link yet. ``host_plans`` read the ranks' host memory, None if nothing moves there.
 
         Raises:
             ValueError: regions of a rank overlap, or one is empty.
@@ -79,10 +84,15 @@ class Peer:
         self.workers = welcome.workers
         self.sources = sources
         self.plans = plans  # by index into workers: the ranks that are read from
+        self.host_plans = host_plans
         #: A range of tokens that ends at a multiple of this cuts no unit of any rank.
         self.border_tokens = math.lcm(*(unit for plan in plans.values() for unit in plan.unit_tokens))
         self.token_bytes = sum(plan.token_bytes for plan in plans.values())
-        self.regions = {rank: RegionTable(welcome.workers[rank].regions) for rank in plans}
+        self._readable = [worker.regions for worker in welcome.workers]
+        if host_plans is not None:
+            for rank, host in enumerate(welcome.host_workers):
+                self._readable[rank] += host.regions
+        self.regions = {rank: RegionTable(self._readable[rank]) for rank in plans}
         self._engine = context.engine
         self._allowed = context.allowed
         self._links: dict[int, Link] = {}
@@ -108,7 +118,7 @@ class Peer:
             worker = self.workers[rank]
             try:
                 self._allowed.check_engine(worker.engine_address)
-                self._links[rank] = self._engine.open(worker.engine_address, worker.regions, worker.identity)
+                self._links[rank] = self._engine.open(worker.engine_address, self._readable[rank], worker.identity)
             except PeerNotAllowed as error:
                 where = f"prefill rank {rank}: the transfer engine at {worker.engine_address}"
                 raise PullFailed(Cause.DENIED, f"{where}: {error}") from error
@@ -173,4 +183,22 @@ def _make_peer(context: PullContext, welcome: Welcome) -> Peer:
     plans = compile_plans(context.local, welcome.workers, sources)
     if context.verifier is not None:
         context.verifier.check_peer(welcome.verify, welcome.workers, sources)
-    return Peer(context, welcome, sources, plans)
+    return Peer(context, welcome, sources, plans, _host_plans(context, welcome, plans))
+
+
+def _host_plans(context: PullContext, welcome: Welcome, plans: Mapping[int, Plan]) -> dict[int, Plan] | None:
+    """Plan how to read a prefill engine's host memory, from the ranks whose devices are read; None if it cannot be."""
+    hosts = welcome.host_workers
+    if not hosts:
+        return None
+    if len(hosts) != len(welcome.workers):
+        raise ValueError(
+            f"the prefill engine describes the host memory of {len(hosts)} of its {len(welcome.workers)} workers"
+        )
+    host_plans = compile_plans(context.local, hosts, choose_sources(context.local, hosts, context.replica_turn))
+    if host_plans.keys() != plans.keys():
+        raise ValueError(
+            f"the prefill engine's host memory would be read from its ranks {sorted(host_plans)}, and its device from "
+            f"{sorted(plans)}: its workers hold other layers or heads there"
+        )
+    return host_plans

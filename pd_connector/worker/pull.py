@@ -24,11 +24,12 @@ from pd_connector.worker.pull_end import (
     cancel_message,
     release_message,
     verdict,
+    why_ended,
 )
 from pd_connector.worker.quarantine import HeldRead, LostPull, UnsettledPull
 from pd_connector.worker.remote_reader import SLOTS
 from transfer.batch_copy.base import Pauses
-from transfer.control.messages import Followed, Reply, Request
+from transfer.control.messages import Followed, Locate, Located, Place, Reply, Request
 from transfer.engine.base import ReadFailed
 from transfer.errors import TransferError
 
@@ -88,6 +89,8 @@ class Pull:
         self._answer: Future[Reply] | None = None  # to the question for more of the prompt
         self._may_ask_at = 0.0  # without a pause
         self._read = _Read()
+        self._place = Place.DEVICE  # where P has said that the blocks are
+        self._slots: list[BlockTable] = []  # of P's host memory, if they are there
         self._held: list[HeldRead] = []
         self._has_ended = False
         self._fence = context.raise_fence()
@@ -126,6 +129,9 @@ class Pull:
         self.take_answer()
         peer = connect(self._deadline)
         self._watch.lap("handshake")
+        if peer.host_plans is not None and not self.order.transfer_id:
+            self._locate()
+            self._watch.lap("handshake")
         least_tokens = self._context.reads.least_bytes / max(peer.token_bytes, 1)
         while (tokens := self.prompt.next_range(peer.border_tokens, least_tokens)) is not None:
             self._read_range(peer, tokens)
@@ -191,6 +197,7 @@ class Pull:
             self.order.request_id,
             tokens=self.order.end_token - self.order.first_token,
             copied_bytes=self._read.copied_bytes,
+            host_bytes=self._read.copied_bytes if self._place is Place.HOST else 0,
             descriptors=self._read.descriptors,
             is_ahead=bool(self.order.transfer_id),
             ahead_bytes=self._read.ahead_bytes,
@@ -258,9 +265,38 @@ class Pull:
         )
         self._extend_deadline()
 
+    def _locate(self) -> None:
+        """Learn where P has the blocks. They stay there until the release.
+
+        Raises:
+            PullFailed: the lease has ended, or P does not answer, or with slots for other blocks.
+        """
+        remote = self.order.remote
+        timeout_s = min(self._context.handshake_timeout_s, max(self._deadline - self._context.clock(), 0.001))
+        try:
+            reply = self._send(Locate(remote.remote_engine_id, remote.lease_id), timeout_s).result()
+        except TransferError as error:
+            cause = cause_of(error)
+            raise PullFailed(cause, str(error), is_unresponsive=cause is not Cause.REFUSED) from error
+        assert isinstance(reply, Located)
+        if not reply.place:
+            raise PullFailed(Cause.LEASE, why_ended(self.order, reply.reason))
+        if reply.place == Place.DEVICE:
+            return
+        if reply.place != Place.HOST or list(map(len, reply.slots)) != list(map(len, remote.remote_block_ids)):
+            raise PullFailed(
+                Cause.PARAMS,
+                f"the prefill engine says that the lease lies in {reply.place!r}, with "
+                f"{list(map(len, reply.slots))} slots; the block tables have "
+                f"{list(map(len, remote.remote_block_ids))} entries",
+            )
+        self._place, self._slots = Place.HOST, [BlockTable.of(slots) for slots in reply.slots]
+
     def _plan(self, peer: Peer, tokens: range) -> dict[int, Copies] | None:
         """Return the descriptors for each prefill rank to read from; None if P has not announced all blocks yet."""
-        local, remote = self._local, self.prompt.tables
+        local, remote, plans = self._local, self.prompt.tables, peer.plans
+        if self._place is Place.HOST and peer.host_plans is not None:
+            remote, plans = self._slots, peer.host_plans
         groups = len(peer.workers[0].groups)
         if len(remote) != groups:
             raise PullFailed(
@@ -269,8 +305,8 @@ class Pull:
             )
         try:
             return for_each_rank(
-                lambda rank: peer.plans[rank].instantiate(local, remote, tokens.start, tokens.stop),
-                list(peer.plans),
+                lambda rank: plans[rank].instantiate(local, remote, tokens.start, tokens.stop),
+                list(plans),
             )
         except PlanError as error:
             if not self.prompt.is_complete:
@@ -359,7 +395,7 @@ class Pull:
     def _last_message(self) -> Request:
         """Return what tells P that this reader needs nothing more."""
         if self.prompt.is_complete:
-            return release_message(self.order, self._context.reader, self._context.readers)
+            return release_message(self.order, self._context.reader, self._context.readers, self._place)
         return cancel_message(self.order)
 
     def _send(self, message: Request, timeout_s: float) -> "Future[Reply]":

@@ -11,7 +11,7 @@ from pd_connector.orders import Cause, PullOrder
 from pd_connector.params import contents_digest
 from pd_connector.stats import StatsRecorder
 from pd_connector.traces import Lap
-from transfer.control.messages import Cancel, InvalidReason, Release, Released, Reply
+from transfer.control.messages import Cancel, InvalidReason, Place, Release, Released, Reply
 
 
 class PullFailed(Exception):  # noqa: N818
@@ -32,6 +32,7 @@ class PullEnd:
     reason: str = ""  # for people
     tokens: int = 0
     copied_bytes: int = 0
+    host_bytes: int = 0  # of them, from the prefill engine's host memory
     descriptors: int = 0
     is_ahead: bool = False  # whether it began before the prefill engine had computed the prompt
     ahead_bytes: int = 0  # of ``copied_bytes``: read before the prompt was computed
@@ -51,6 +52,7 @@ class PullEnd:
             return
         stats.count("pulls")
         stats.count("pull_bytes", self.copied_bytes)
+        stats.count("pull_bytes_from_host", self.host_bytes)
         stats.count("pull_descriptors", self.descriptors)
         stats.count("pull_tokens", self.tokens)
         stats.count("pulls_ahead", int(self.is_ahead))
@@ -89,10 +91,12 @@ def cancel_message(order: PullOrder) -> Cancel:
     return Cancel(order.remote.remote_engine_id, (), (order.transfer_id,))
 
 
-def release_message(order: PullOrder, reader: int, readers: int) -> Release:
+def release_message(order: PullOrder, reader: int, readers: int, place: str = Place.DEVICE) -> Release:
     """Return the message that ``reader`` sends when all reads of the pull have settled, successful or not."""
     remote = order.remote
-    return Release(remote.remote_engine_id, remote.lease_id, reader, readers, order.pull_id, contents_digest(remote))
+    return Release(
+        remote.remote_engine_id, remote.lease_id, reader, readers, order.pull_id, contents_digest(remote), place
+    )
 
 
 _INVALID_REASONS: dict[str, str] = {
@@ -105,7 +109,13 @@ _INVALID_REASONS: dict[str, str] = {
     InvalidReason.READERS: "is being read by a decode engine of another size: kv_transfer_params are good for one pull",
     InvalidReason.CONTENTS: "does not hold what was read: kv_transfer_params were altered on the way. Pass them on "
     "unchanged",
+    InvalidReason.MOVED: "has moved to the prefill engine's host memory, and was read on its device",
 }
+
+
+def why_ended(order: PullOrder, reason: str) -> str:
+    """Return for people why a lease could not be read, or what was read of it cannot be used."""
+    return f"lease {order.remote.lease_id} {_INVALID_REASONS.get(reason, f'is not valid: {reason!r}')}"
 
 
 def verdict(order: PullOrder, answer: "Future[Reply]") -> tuple[Cause, str]:
@@ -122,5 +132,4 @@ def verdict(order: PullOrder, answer: "Future[Reply]") -> tuple[Cause, str]:
         return Cause.UNCONFIRMED, f"the release was answered with a {type(reply).__name__}"
     if reply.valid:
         return Cause.NONE, ""
-    reason = _INVALID_REASONS.get(reply.reason, f"is not valid: {reply.reason!r}")
-    return Cause.LEASE, f"lease {order.remote.lease_id} {reason}"
+    return Cause.LEASE, why_ended(order, reply.reason)

@@ -38,7 +38,7 @@ from pd_connector.worker.remote_reader import RemoteReader
 from pd_connector.worker.roles import Arrivals, FailedBlocks, WorkerRole
 from pd_connector.worker.verification import Verifier
 from transfer.control.client import ControlClient
-from transfer.engine.base import TransferEngine
+from transfer.engine.base import EngineStartError, TransferEngine
 from transfer.engine.mooncake import IDENTITY_BYTES, MooncakeEngine, MooncakeOptions
 from transfer.local_copy.checksums import BlockReader, in_place
 from transfer.local_copy.device_reader import DeviceReader
@@ -102,19 +102,21 @@ class ConnectorWorker:
         geometry = describe_caches(kv_caches, groups, ranks, engine.address)
         geometry = replace(geometry, transport=transport(config), identity=engine.identity)
         self._caches = caches = _RegisteredCaches(ranks, geometry, tensors, on_host)
+        host_slots, host = 0, None
+        if config.cpu_bytes_to_use:
+            self._host = self._open_host_pool(geometry, tensors, ranks)
+            host_slots = self._host.slots
+            host = self._readable_host(self._host, geometry)
         reads = self._register(engine, caches)
+        self._register_host(engine)
         logger.info(
             "PDConnector: rank %d of %d registered %d bytes of KV cache, %d bytes per block in %d planes",
             ranks.index, ranks.world_size, sum(region.size for region in geometry.regions), geometry.block_bytes,
             sum(len(group.planes) for group in geometry.groups),
         )  # fmt: skip
-        host_slots = 0
-        if config.cpu_bytes_to_use:
-            self._host = self._open_host_pool(geometry, tensors, ranks)
-            host_slots = self._host.slots
         self._start_roles(engine, caches, reads)
         secret = self._keys.fingerprint if self._keys is not None else ""
-        self._announce(WorkerHandshake(geometry, host_slots, secret=secret))
+        self._announce(WorkerHandshake(geometry, host_slots, host, secret=secret))
 
     def unregister_caches(self) -> None:
         """Let go of the caches' memory, which is about to be unmapped: sleep mode. Idempotent.
@@ -157,12 +159,15 @@ class ConnectorWorker:
             engine = self._make_engine(self._config)
             try:
                 caches = caches.at(engine)
-                self._start_roles(engine, caches, self._register(engine, caches))
+                reads = self._register(engine, caches)
+                self._register_host(engine)
+                self._start_roles(engine, caches, reads)
             except BaseException:
                 engine.close()
                 raise
             self._engine, self._caches = engine, caches
-            before = replace(before, geometry=caches.geometry, generation=before.generation + 1)
+            host = self._readable_host(self._host, caches.geometry) if self._host is not None else None
+            before = replace(before, geometry=caches.geometry, host=host, generation=before.generation + 1)
             logger.info("PDConnector: the KV caches are registered for transfers again, at %s", engine.address)
         self._announce(before)
 
@@ -248,6 +253,41 @@ class ConnectorWorker:
             reads = _remote_reader(self._config, caches.geometry, caches.tensors, on_host=caches.on_host)
         engine.register((*caches.geometry.regions, *(reads.regions if reads is not None else ())))
         return reads
+
+    def _readable_host(self, host: HostPool, geometry: WorkerGeometry) -> WorkerGeometry | None:
+        """Return the slots of host memory as peers may read them; None if they may not."""
+        if not (self._config.host_transfers and self._role.produces):
+            return None
+        if transport(self._config) == "ascend":
+            raise ConfigError(
+                "host_transfers = True: over the Ascend transport (HCCS) peers cannot read host memory; set it to "
+                "false, or protocol to tcp or rdma"
+            )
+        try:
+            return host.geometry(geometry)
+        except ValueError as error:
+            raise ConfigError(f"host_transfers = True: {error}; set it to false") from error
+
+    def _register_host(self, engine: TransferEngine) -> None:
+        """Let peers read the slots of host memory, in one region, if that is set.
+
+        Raises:
+            EngineStartError: the transfer engine refuses it.
+        """
+        if self._host is None or not (self._config.host_transfers and self._role.produces):
+            return
+        region = self._host.region
+        try:
+            engine.register((region,))
+        except EngineStartError as error:
+            raise EngineStartError(
+                f"host_transfers = True: the transfer engine refuses the {region.size} bytes of this worker's host "
+                f"memory, which must be registered in one piece: {error}. Allow the process to lock more memory "
+                "(ulimit -l), set cpu_bytes_to_use to less, or host_transfers to false"
+            ) from error
+        logger.info(
+            "PDConnector: peers can read the %d bytes of this worker's host memory (host_transfers)", region.size
+        )
 
     def _start_roles(self, engine: TransferEngine, caches: "_RegisteredCaches", reads: RemoteReader | None) -> None:
         config, ranks = self._config, caches.ranks

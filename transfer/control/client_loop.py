@@ -30,6 +30,8 @@ from transfer.control.messages import (
     Follow,
     Followed,
     Hello,
+    Locate,
+    Located,
     MalformedMessage,
     Release,
     Released,
@@ -54,6 +56,7 @@ _REPLY_TYPE: dict[type, type] = {
     Cancel: Cancelled,
     Follow: Followed,
     Checksums: Checksummed,
+    Locate: Located,
 }
 _REPLIES_PER_TURN = 64  # of one peer, before the other peers get their turn
 

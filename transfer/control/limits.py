@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from transfer.control.messages import Cancel, Checksums, Follow, Release, Renew, Request
+from transfer.control.messages import Cancel, Checksums, Follow, Locate, Release, Renew, Request
 
 MAX_LEASE_IDS = 20_000  # per message, because they are looked up in one go
 MAX_ID_CHARACTERS = 128  # of an engine, lease or pull id, or a digest: some are kept for a while
@@ -51,10 +51,12 @@ def exceeded_limit(request: Request) -> str:
             ids += others
         case Follow(transfer_id=transfer_id):
             ids.append(transfer_id)
+        case Locate(lease_id=lease_id):
+            ids.append(lease_id)
         case Release(readers=readers):
             if readers > MAX_READERS:
                 return f"{readers} readers; at most {MAX_READERS} are accepted"
-            ids += (request.lease_id, request.pull_id, request.contents)
+            ids += (request.lease_id, request.pull_id, request.contents, request.place)
         case Checksums(borders=borders):
             if len(borders) > MAX_BORDERS:
                 return f"{len(borders)} borders; at most {MAX_BORDERS} are accepted: split the message"

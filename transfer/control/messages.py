@@ -40,6 +40,15 @@ the blocks), a new *attempt* begins, and D starts over too: what it has read cou
        | follow {...} ---------------------------> |   until the state is "complete": the lease is then granted
        | <---- followed {state: complete, ...}     |
 
+P may move what is leased to its host memory when its device is short of blocks (a setting; its welcome then describes
+that memory as well). A D worker therefore asks where a lease lies before it reads, and says in its release where it has
+read. From the answer on, the lease stays where it is; one that nobody has asked about may move. So a D that does not
+ask may still read from the device, and its release is valid only if the lease has not moved.
+
+    D worker                                   P scheduler process
+       | locate {lease_id} ----------------------> |   once per pull, if the welcome has ``host_workers``
+       | <---- located {place, slots, reason}      |   place "host": read the slots of these numbers instead of blocks
+
 If both sides verify (a setting, for commissioning), P's workers take checksums of blocks as soon as they are leased. A
 D worker asks for them between its read and its release, and compares them with those of what has arrived:
 
@@ -100,6 +109,14 @@ class InvalidReason(StrEnum):
     UNKNOWN = "unknown"  # the engine never granted it, or forgot it long after its end
     READERS = "readers"  # ``reader`` is out of range, or another reader sent a different ``readers``
     CONTENTS = "contents"  # what was read is not what the lease holds: kv_transfer_params were altered on the way
+    MOVED = "moved"  # what was leased has moved to another place than was read from
+
+
+class Place(StrEnum):
+    """Where the blocks of a lease lie."""
+
+    DEVICE = "device"
+    HOST = "host"  # in slots of host memory
 
 
 class TransferState(StrEnum):
@@ -136,6 +153,8 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
     model: ModelIdentity
     workers: tuple[WorkerGeometry, ...]
     verify: bool = False  # whether the engine takes checksums of leased blocks
+    #: Host memory of each of the workers, to which leases may move: its slots are the blocks. Empty if none moves.
+    host_workers: tuple[WorkerGeometry, ...] = ()
 
 
 class Renew(msgspec.Struct, frozen=True, tag="renew"):
@@ -164,6 +183,7 @@ class Release(msgspec.Struct, frozen=True, tag="release"):
     readers: int  # how many readers will release this lease
     pull_id: str  # of the finished read: tells a repeated release from the release of a second read
     contents: str  # digest of what was read; must equal the one that P computed when it granted the lease
+    place: str = "device"  # one of ``Place``: where it was read, which must be where the lease lies
 
 
 class Released(msgspec.Struct, frozen=True, tag="released"):
@@ -236,6 +256,23 @@ class Checksummed(msgspec.Struct, frozen=True, tag="checksummed"):
     reason: Annotated[str, msgspec.Meta(max_length=64)] = ""
 
 
+class Locate(msgspec.Struct, frozen=True, tag="locate"):
+    """Ask where the blocks of a lease lie, to read them now. They stay there until the lease ends."""
+
+    engine_id: str
+    lease_id: str
+
+
+class Located(msgspec.Struct, frozen=True, tag="located"):
+    """Where the blocks of a lease lie."""
+
+    place: str = ""  # one of ``Place``; empty if the lease has ended
+    #: By cache group, the slots of host memory, for each entry of the block table; -1 marks a block that is not held.
+    slots: tuple[tuple[Annotated[int, msgspec.Meta(ge=-1, lt=2**31)], ...], ...] = ()
+    #: If the lease has ended, one of ``InvalidReason``, or a reason of a later version.
+    reason: Annotated[str, msgspec.Meta(max_length=64)] = ""
+
+
 class Error(msgspec.Struct, frozen=True, tag="error"):
     """The request was not served."""
 
@@ -243,8 +280,8 @@ class Error(msgspec.Struct, frozen=True, tag="error"):
     message: str  # human-readable: names the values and the rule
 
 
-Request = Hello | Renew | Release | Cancel | Follow | Checksums
-Reply = Welcome | Renewed | Released | Cancelled | Followed | Checksummed | Error
+Request = Hello | Renew | Release | Cancel | Follow | Checksums | Locate
+Reply = Welcome | Renewed | Released | Cancelled | Followed | Checksummed | Located | Error
 
 
 class Envelope(msgspec.Struct, frozen=True, array_like=True):

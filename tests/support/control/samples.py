@@ -16,6 +16,9 @@ from transfer.control.messages import (
     Followed,
     Hello,
     InvalidReason,
+    Locate,
+    Located,
+    Place,
     Release,
     Released,
     Renew,
@@ -72,9 +75,11 @@ FOLLOWED = Followed(
     ENGINE, TransferState.COMPUTING, "lease-1", 30.0, 0, 3500, "00ff", (16, 16), 1024, ((7, 8), (0, 9)), (32, 32)
 )
 CHECKSUMS = Checksums(ENGINE, "lease-1", 1, 0, (0, 16, 69))
+LOCATE = Locate(ENGINE, "lease-1")
+LOCATED = Located(Place.HOST, ((3, -1, 7), (0, 2)))
 WELCOME = Welcome(ENGINE, SERVED_MODEL, (geometry(0), geometry(1)))
 
-REQUESTS: tuple[Request, ...] = (HELLO, RENEW, RELEASE, CANCEL, FOLLOW, CHECKSUMS)
+REQUESTS: tuple[Request, ...] = (HELLO, RENEW, RELEASE, CANCEL, FOLLOW, CHECKSUMS, LOCATE)
 REPLIES: tuple[Reply, ...] = (
     WELCOME,
     Renewed(("lease-1",)),
@@ -82,6 +87,7 @@ REPLIES: tuple[Reply, ...] = (
     Cancelled(),
     FOLLOWED,
     Checksummed((0, 7, 2**64 - 1)),
+    LOCATED,
 )
 
 
@@ -111,8 +117,8 @@ class Handler:
                 return Cancelled()
             case Follow():
                 return FOLLOWED
-            case Checksums():
-                return Checksummed((1,) * (len(request.borders) - 1))
+            case Checksums() | Locate():
+                return Checksummed((1,) * (len(request.borders) - 1)) if isinstance(request, Checksums) else LOCATED
 
 
 def pack(message: Any) -> bytes:

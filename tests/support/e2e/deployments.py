@@ -202,6 +202,16 @@ HOST_TIER = Deployment(
     ),
 )
 
+#: P's leases move to its host memory, which D reads; every pull is compared with what was leased.
+MOVING_LEASES = Deployment(
+    "moving leases",
+    (
+        ("P", _with_host_memory(prefill(layout="LBHNC"), ("host_transfers", True), ("verify", True))),
+        ("D", replace(decode(layout="BHLNC", patient=True), options=(*PATIENT, ("verify", True)))),
+    ),
+    slow=True,
+)
+
 #: This connector is a child of vLLM's MultiConnector, before the other child or behind it; one has host memory.
 MULTI_CONNECTOR = Deployment(
     "MultiConnector",

@@ -1,0 +1,217 @@
+"""Moves leases from the device to host memory, so that leases that nobody reads yet hold no device blocks.
+
+    on the device --- chosen ---> being copied --- all ranks have reported, and nobody reads ---> in host memory
+          ^                            '--- a rank has failed, a reader has come, or the lease has ended --.
+          '------------------------------------------------------------------------------------------------'
+
+A lease is chosen when requests wait for blocks, or when leases hold more than a share of the device's. Blocks that host
+memory holds already are not copied: the lease takes references to their slots. While blocks are copied the lease holds
+its device blocks, so that they do not change. Whether a reader has come is asked when the copy has ended
+(``LeaseTable.move``), in one step with the move. Everything runs on the scheduler's thread, but for ``is_due``.
+"""
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from pd_connector.orders import BlockMoves, Orders, Report, StoreEnds, StoreOrder
+from pd_connector.scheduler.checksum_table import ChecksumTable
+from pd_connector.scheduler.host_tier import HostTier, Loan
+from pd_connector.scheduler.leases import LeaseTable, MovableLease, Tables
+from pd_connector.scheduler.roles import SchedulerRole
+from pd_connector.stats import StatsRecorder
+from pd_connector.vllm.block_pools import DeviceBlocks, HeldBlocks, HostBlocks, Leased, slot_of
+from transfer.control.limits import ThrottledWarnings
+
+logger = logging.getLogger(__name__)
+
+#: For which a lease is left to its reader before it moves, unless requests wait for blocks.
+_GRACE_S = 0.25
+#: After host memory had no room, or a copy failed, until leases are chosen again.
+_REST_S = 0.5
+_LOG_INTERVAL_S = 10.0
+
+
+@dataclass(slots=True)
+class _Move:
+    """A lease that is being copied to host memory."""
+
+    lease: MovableLease[Leased]
+    slots: Tables
+    loan: Loan
+    why: str
+    ends: StoreEnds = field(default_factory=lambda: StoreEnds(0))
+
+
+class LeaseMoves(SchedulerRole):
+    """Decides which leases move to host memory, and has them copied there."""
+
+    def __init__(
+        self,
+        leases: LeaseTable[Leased],
+        checksums: ChecksumTable,
+        blocks: DeviceBlocks,
+        is_short: Callable[[], bool],
+        most_leased: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Move nothing yet.
+
+        Args:
+            leases: of this engine.
+            checksums: of its leases, for which workers read the device's blocks.
+            blocks: of the device.
+            is_short: returns whether requests wait for blocks.
+            most_leased: the share of the device's blocks above which leases move, 0 to 1.
+            clock: a monotonic clock, in seconds.
+        """
+        self._leases = leases
+        self._checksums = checksums
+        self._blocks = blocks
+        self._is_short = is_short
+        self._most_leased = most_leased
+        self._clock = clock
+        self._tier: HostTier | None = None
+        self._ranks = 1
+        self._moves: dict[int, _Move] = {}  # under way, by the id of their store
+        self._next_store = -1
+        self._rests_until = 0.0
+        self._events: Counter[str] = Counter()
+        self._copied = self._present = 0  # blocks, since the last update of the statistics
+        self._warnings = ThrottledWarnings(logger, _LOG_INTERVAL_S)
+
+    def use(self, tier: HostTier, ranks: int) -> None:
+        """Move leases to this host memory from now on, of an engine with so many workers."""
+        self._tier, self._ranks = tier, ranks
+
+    def release(self, held: HostBlocks) -> None:
+        """Give back the slots of a lease that has ended."""
+        assert self._tier is not None, "a lease has moved to host memory that nobody knows"
+        self._tier.take_back(held.blocks)
+
+    def is_due(self) -> bool:
+        """Return whether leases are to be moved now. Any thread."""
+        return self._tier is not None and self._clock() >= self._rests_until and bool(self._chosen())
+
+    def step_orders(self, scheduled: Mapping[str, int]) -> Orders:
+        """Choose leases, and order the copies of their blocks."""
+        if self._tier is None or self._clock() < self._rests_until:
+            return Orders()
+        stores: list[StoreOrder] = []
+        for lease, why in self._chosen():
+            if not self._start(self._tier, lease, why, stores):
+                break
+        return Orders(stores=tuple(stores))
+
+    def settled(self, request_ids: set[str], failed: set[str], report: Report) -> None:
+        """End the moves whose copies all ranks have reported."""
+        for store_id, ends in report.stores.items():
+            if (move := self._moves.get(store_id)) is not None:
+                move.ends += ends
+                if move.ends.ranks >= self._ranks:
+                    del self._moves[store_id]
+                    self._end(move)
+
+    @property
+    def wants_step(self) -> bool:
+        """Whether the engine must step to order copies, or to learn of their end."""
+        return bool(self._moves) or self.is_due()
+
+    @property
+    def frees_blocks_soon(self) -> bool:
+        """Whether leases are on their way off the device."""
+        return bool(self._moves)
+
+    def update_stats(self, stats: StatsRecorder) -> None:
+        """Record which leases have moved and why, which have not, and how many lie in host memory."""
+        for event, number in self._events.items():
+            stats.count("lease_moves", number, event)
+        self._events.clear()
+        stats.count("lease_blocks_moved", self._copied, "copied")
+        stats.count("lease_blocks_moved", self._present, "present")
+        self._copied = self._present = 0
+        stats.gauge("leases_in_host", self._leases.in_host_memory)
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless the books balance."""
+        assert all(move.ends.ranks < self._ranks for move in self._moves.values()), "a move should have ended"
+        moving = [move.lease.lease_id for move in self._moves.values()]
+        assert len(set(moving)) == len(moving), "a lease is moved twice"
+
+    def _chosen(self) -> list[tuple[MovableLease[Leased], str]]:
+        """Return the leases to move now, and why: the oldest first, until leases hold no more than their share."""
+        is_short = self._is_short()
+        above = self._blocks.leased - self._most_leased * self._blocks.total
+        if not is_short and above <= 0:
+            return []
+        moving = {move.lease.lease_id: len(_device_blocks(move.lease)) for move in tuple(self._moves.values())}
+        above -= sum(moving.values())
+        chosen = []
+        for lease in self._leases.movable(0.0 if is_short else _GRACE_S):
+            if not is_short and above <= 0:
+                break
+            if lease.lease_id not in moving and self._checksums.are_taken(lease.lease_id):
+                chosen.append((lease, "short" if is_short else "share"))
+                above -= len(_device_blocks(lease))
+        return chosen
+
+    def _start(self, tier: HostTier, lease: MovableLease[Leased], why: str, stores: list[StoreOrder]) -> bool:
+        """Begin to move a lease, unless its blocks are being stored; return False if host memory has no room."""
+        blocks = _device_blocks(lease)
+        if tier.is_storing(blocks):
+            return True
+        loan = tier.lend(blocks)
+        if loan is None:
+            self._events["full"] += 1
+            self._rests_until = self._clock() + _REST_S
+            self._warnings.warn(
+                "full",
+                f"PDConnector: a lease of {len(blocks)} blocks stays on the device: host memory has no room for it, "
+                "because leases and loads use its blocks. Raise cpu_bytes_to_use",
+            )
+            return False
+        slot_of_block = {int(block.block_id): slot_of(host) for block, host in zip(blocks, loan.hosts, strict=True)}
+        slots = tuple(tuple(slot_of_block.get(block_id, -1) for block_id in ids) for ids in lease.tables)
+        move = _Move(lease, slots, loan, why)
+        if not loan.new:
+            self._end(move)
+            return True
+        store_id, self._next_store = self._next_store, self._next_store - 1
+        self._moves[store_id] = move
+        group_of_block = {block_id: group for group, ids in enumerate(lease.tables) for block_id in ids if block_id}
+        ids = [int(blocks[number].block_id) for number in loan.new]
+        triples = [(group_of_block[block_id], block_id, slot_of_block[block_id]) for block_id in ids]
+        stores.append(StoreOrder(store_id, BlockMoves.of(triples)))
+        return True
+
+    def _end(self, move: _Move) -> None:
+        """Let a lease point to host memory, if its blocks have arrived there and nobody reads it on the device."""
+        assert self._tier is not None, "nothing is moved without host memory"
+        lease, loan = move.lease, move.loan
+        if move.ends.failed:
+            self._give_up(move, "failed")
+            self._rests_until = self._clock() + _REST_S
+            return
+        before = self._leases.move(lease.lease_id, HostBlocks(loan.hosts), move.slots)
+        if before is None:
+            self._give_up(move, "read" if self._leases.still_valid([lease.lease_id]) else "ended")
+            return
+        assert not isinstance(before, HostBlocks), "a lease has moved twice"
+        self._tier.publish(before, loan)
+        self._blocks.release(before)
+        self._events[move.why] += 1
+        self._copied += len(loan.new)
+        self._present += len(loan.hosts) - len(loan.new)
+
+    def _give_up(self, move: _Move, event: str) -> None:
+        assert self._tier is not None, "nothing is moved without host memory"
+        lost: Sequence[int] = move.loan.new if move.ends.unsettled else ()
+        self._tier.take_back(move.loan.hosts, lost=lost)
+        self._events[event] += 1
+
+
+def _device_blocks(lease: MovableLease[Leased]) -> HeldBlocks:
+    assert not isinstance(lease.held, HostBlocks), "the lease lies in host memory"
+    return lease.held

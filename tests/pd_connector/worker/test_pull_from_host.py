@@ -1,0 +1,154 @@
+"""Pulls of leases that have moved to the prefill engine's host memory: every byte, and what may not be used."""
+
+from collections.abc import Iterator
+from typing import cast
+
+import numpy as np
+import pytest
+
+from layout.geometry import Region
+from layout.host_blocks import HostLayout, host_layout
+from layout.host_slots import slot_geometry
+from pd_connector.orders import Cause
+from pd_connector.params import RemotePrefill
+from pd_connector.scheduler.leases import Tables
+from tests.support.connector.engines import (
+    MODEL,
+    OURS,
+    PREFILL,
+    THEIRS,
+    PrefillEngine,
+    Site,
+    an_order,
+    pull_once,
+)
+from tests.support.layout.oracle import Engine, Model
+from tests.support.memory import Bytes
+from transfer.local_copy.reshape import run_copies
+
+SLOTS = 9
+IN_HOST: Tables = ((7, 0, 4, 8, 1),)
+WINDOWED = Model(kv_heads=4, contents=(6, 10), item_size=2, groups=((0, 2), (1,)), windows=(0, 40))
+
+
+class MovingEngine:
+    """A prefill engine with host memory that decode engines may read."""
+
+    def __init__(self, site: Site, engine: Engine = PREFILL, model: Model = MODEL) -> None:
+        self.prefill: PrefillEngine = site.prefill(engine, model=model)
+        self.pools: list[tuple[HostLayout, Bytes]] = []
+        host = []
+        for rank, transfer in zip(self.prefill.ranks, self.prefill.engines, strict=True):
+            layout = host_layout(rank.geometry)
+            memory = np.full(SLOTS * layout.slot_bytes, 0xEE, np.uint8)
+            pool = Region(memory.ctypes.data, memory.nbytes)
+            transfer.register((pool,))
+            host.append(slot_geometry(rank.geometry, layout, pool))
+            self.pools.append((layout, memory))
+        service = self.prefill.service
+        service._workers = ()  # as before they were set
+        service.set_workers(tuple(rank.geometry for rank in self.prefill.ranks), tuple(host))
+
+    def copy(self, blocks: Tables, slots: Tables) -> None:
+        """Copy blocks to slots on every rank, and overwrite the blocks, as those who get them do."""
+        for rank, (layout, memory) in zip(self.prefill.ranks, self.pools, strict=True):
+            pool = Region(memory.ctypes.data, memory.nbytes)
+            for group, (ids, places) in enumerate(zip(blocks, slots, strict=True)):
+                held = [(block, slot) for block, slot in zip(ids, places, strict=True) if block]
+                run_copies(layout.stores(pool, group, [block for block, _ in held], [slot for _, slot in held]))
+            rank.memory[:] = 0xAA
+
+    def move(self, remote: RemotePrefill, blocks: Tables, slots: Tables) -> str | None:
+        """Copy a lease and let it point there; what it held."""
+        self.copy(blocks, slots)
+        return cast("str | None", self.prefill.leases.move(remote.lease_id, "slots", slots))
+
+
+@pytest.fixture
+def site() -> Iterator[Site]:
+    site = Site()
+    yield site
+    site.close()
+
+
+@pytest.mark.parametrize(
+    ("prefill_tp", "decode_tp", "layouts", "decode_tokens"),
+    [
+        (1, 1, ("BHLNC", "LBHNC"), 16),
+        (1, 1, ("LBHNC", "BLHNC"), 8),
+        (2, 1, ("BLHNC", "BHLNC"), 32),
+        (1, 2, ("BHLNC", "BHLNC"), 8),
+        (2, 4, ("LBHNC", "BHLNC"), 16),
+        (4, 2, ("BHLNC", "LBHNC"), 32),
+    ],
+)
+def test_a_lease_that_has_moved_is_read_in_host_memory(
+    site: Site, prefill_tp: int, decode_tp: int, layouts: tuple[str, str], decode_tokens: int
+) -> None:
+    source = Engine(layout=layouts[0], blocks=12, tp=prefill_tp)  # type: ignore[arg-type]
+    target = Engine(layout=layouts[1], blocks=24, tp=decode_tp, block_tokens=decode_tokens)  # type: ignore[arg-type]
+    moving = MovingEngine(site, source)
+    remote = moving.prefill.prefill("r", THEIRS)
+    assert moving.move(remote, THEIRS, IN_HOST) == "r"
+    local = (tuple(range(1, 1 + -(-70 // decode_tokens))),)
+    workers = site.decode(target)
+    for worker in workers:
+        site.session(worker, remote).submit(an_order("r", remote, local))
+    for worker in workers:
+        end = worker.next_end()
+        assert (end.cause, end.tokens) == ("", 69), end.reason
+        assert end.host_bytes == end.copied_bytes > 0
+        assert worker.holds([(local, 0, 69)], source)
+    assert moving.prefill.leases.collect() == ("slots",)
+
+
+def test_windows_that_have_passed_are_holes_in_host_memory_too(site: Site) -> None:
+    moving = MovingEngine(site, PREFILL, WINDOWED)
+    theirs, slots, ours = (
+        ((5, 6, 3, 9, 2), (0, 0, 4, 7, 8)),
+        ((7, 0, 4, 8, 1), (-1, -1, 2, 3, 5)),
+        ((1, 2, 8, 3, 11), (0, 0, 4, 5, 6)),
+    )
+    remote = moving.prefill.prefill("r", theirs)
+    moving.move(remote, theirs, slots)
+    (worker,) = site.decode(model=WINDOWED)
+    site.session(worker, remote).submit(an_order("r", remote, ours))
+    assert worker.next_end().cause == ""
+    assert worker.holds([(ours, 0, 69)])
+
+
+def test_a_lease_that_has_not_moved_is_read_on_the_device_and_stays_there(site: Site) -> None:
+    moving = MovingEngine(site)
+    remote = moving.prefill.prefill("r", THEIRS)
+    (worker,) = site.decode()
+    site.session(worker, remote).submit(an_order("r", remote, OURS))
+    end = worker.next_end()
+    assert (end.cause, end.host_bytes) == ("", 0)
+    assert worker.holds([(OURS, 0, 69)])
+
+
+def test_what_was_read_on_the_device_by_one_who_does_not_ask_is_never_confirmed(site: Site) -> None:
+    """A decode engine of before that reads while the lease moves."""
+    moving = MovingEngine(site)
+    remote = moving.prefill.prefill("r", THEIRS)
+    (worker,) = site.decode()
+    session = site.session(worker, remote)
+    service = moving.prefill.service
+    service._host_workers = ()  # so it is not told that leases move
+    moving.move(remote, THEIRS, IN_HOST)
+    session.submit(an_order("r", remote, OURS))
+    end = worker.next_end()
+    assert end.cause == Cause.LEASE
+    assert "has moved to the prefill engine's host memory" in end.reason
+
+
+def test_a_lease_that_has_ended_is_not_read_at_all(site: Site) -> None:
+    moving = MovingEngine(site)
+    remote = moving.prefill.prefill("r", THEIRS)
+    moving.prefill.leases.cancel([remote.lease_id])
+    worker = site.decode()[0]
+    end = pull_once(site, remote, worker)
+    assert end.cause == Cause.LEASE
+    assert "was cancelled" in end.reason
+    assert worker.untouched
+    assert end.copied_bytes == 0
