@@ -13,6 +13,7 @@ Public modules:
     cost            the cost model of reads and copies
     staging         fewer, wider reads into a buffer, and the copies out of it
     host_blocks     where a block lies in host memory
+    host_slots      host memory as a cache that can be read from and into
     cross_layer     buffers that hold all layers of a block together
     checksums       checksums of cached tokens, comparable across any two geometries
 """
@@ -26,6 +27,7 @@ __all__ = [
     "cross_layer",
     "geometry",
     "host_blocks",
+    "host_slots",
     "plan",
     "regions",
     "sharding",

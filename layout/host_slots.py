@@ -1,0 +1,138 @@
+"""Host slots as a worker's cache: what reads from them, or into them, plans as for any other geometry.
+
+``HostLayout`` says which bytes of a block lie where in its slot. Here the same bytes are planes with strides, whose
+block ids are slot numbers. So plans, staging and checksums take host memory as they take a
+device's.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from layout.copies import Int64Array
+from layout.geometry import CacheGroup, Plane, Region, WorkerGeometry
+from layout.host_blocks import BlockRuns, HostLayout
+
+
+class SlotPlaneError(ValueError):
+    """A plane's bytes lie in a slot in a way that no strides describe; the message names the plane and the rule."""
+
+
+def slot_geometry(geometry: WorkerGeometry, layout: HostLayout, pool: Region) -> WorkerGeometry:
+    """Return a worker's host slots as the cache of a worker that holds the same layers and heads.
+
+    Every group has the block size that it has on the device, in blocks that are not divided further. A group's block id
+    is a slot number; a slot holds a block of one group at a time.
+
+    Args:
+        geometry: of the worker's device cache.
+        layout: ``host_layout`` of ``geometry``.
+        pool: the host memory, with slot 0 at its start. It is the only region of the result.
+
+    Raises:
+        SlotPlaneError: blocks consist of several kernel blocks in which tokens do not come first.
+    """
+    slots = layout.slots_in(pool.size)
+    groups = tuple(
+        replace(group, planes=_slot_planes(group, runs, pool.address, slots, layout.slot_bytes))
+        for group, runs in zip(geometry.groups, layout.groups, strict=True)
+    )
+    return replace(geometry, groups=groups, regions=(pool,))
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where the layer of a plane lies in a slot: the offset of its first item, and its strides."""
+
+    offset: int
+    head_stride: int
+    token_stride: int
+    content_stride: int
+
+    @property
+    def strides(self) -> tuple[int, int, int]:
+        return self.head_stride, self.token_stride, self.content_stride
+
+
+def _slot_planes(group: CacheGroup, runs: BlockRuns, address: int, slots: int, slot_bytes: int) -> tuple[Plane, ...]:
+    planes: list[Plane] = []
+    for plane in group.planes:
+        places = [_place(plane, layer, group.block_tokens, runs) for layer in range(len(plane.layers))]
+        whole = replace(plane, block_tokens=group.block_tokens, blocks=slots, block_stride=slot_bytes)
+        for first, end in _even_parts(places):
+            place = places[first]
+            step = places[first + 1].offset - place.offset if end - first > 1 else 0
+            planes.append(
+                replace(
+                    whole,
+                    layers=plane.layers[first:end],
+                    address=address + place.offset,
+                    layer_stride=step,
+                    head_stride=place.head_stride,
+                    token_stride=place.token_stride,
+                    content_stride=place.content_stride,
+                )
+            )
+    return tuple(planes)
+
+
+def _even_parts(places: Sequence[_Place]) -> list[tuple[int, int]]:
+    """Return the first and end index of the fewest runs of layers that are alike and equally far apart."""
+    parts, first = [], 0
+    while first < len(places):
+        end = first + 1
+        while end < len(places) and places[end].strides == places[first].strides:
+            if places[end].offset - places[end - 1].offset != places[first + 1].offset - places[first].offset:
+                break
+            end += 1
+        parts.append((first, end))
+        first = end
+    return parts
+
+
+def _place(plane: Plane, layer: int, group_tokens: int, runs: BlockRuns) -> _Place:
+    """Return where a layer of a plane lies in a slot.
+
+    Raises:
+        SlotPlaneError: no strides say so.
+    """
+    ratio = group_tokens // plane.block_tokens
+    # Of dense content only the first item is looked at: it lies in one run with the others.
+    content = 1 if plane.content_stride == plane.item_size else plane.content
+    sizes = (ratio, plane.heads, plane.block_tokens, content)
+    strides = (plane.block_stride, plane.head_stride, plane.token_stride, plane.content_stride)
+    addresses = np.array(plane.address + layer * plane.layer_stride, np.int64)
+    for count, stride in zip(sizes, strides, strict=True):
+        addresses = np.add.outer(addresses, np.arange(count, dtype=np.int64) * stride)
+    offsets = _offsets(addresses, plane.block_stride * ratio, runs)
+    by_token = np.moveaxis(offsets, 0, 1).reshape(plane.heads, group_tokens, content)
+    place = _Place(
+        int(by_token[0, 0, 0]),
+        _step(by_token, 0),
+        _step(by_token, 1),
+        plane.item_size if content == 1 else _step(by_token, 2),
+    )
+    even = np.array(place.offset, np.int64)
+    for count, stride in zip(by_token.shape, place.strides, strict=True):
+        even = np.add.outer(even, np.arange(count, dtype=np.int64) * stride)
+    if not np.array_equal(by_token, even) or (plane.packing and ratio > 1):
+        raise SlotPlaneError(
+            f"part {plane.part!r} of layer {plane.layers[layer]!r} has {ratio} kernel blocks of {plane.block_tokens} "
+            f"tokens in a block of {group_tokens}, whose tokens are not equally far apart in host memory; use blocks "
+            "of the size of the kernel's"
+        )
+    return place
+
+
+def _step(offsets: Int64Array, axis: int) -> int:
+    """Return how far the second index of an axis is from the first; 0 if there is only one."""
+    return int(np.diff(offsets.take([0, 1], axis), axis=axis).flat[0]) if offsets.shape[axis] > 1 else 0
+
+
+def _offsets(addresses: Int64Array, block_stride: int, runs: BlockRuns) -> Int64Array:
+    """Return the offsets in a slot of addresses in block 0 of memory whose blocks are ``block_stride`` apart."""
+    alike = np.flatnonzero(runs.strides == block_stride) if runs.blocks > 1 else np.arange(len(runs))
+    ordered = alike[np.argsort(runs.starts[alike])]
+    at = ordered[np.searchsorted(runs.starts[ordered], addresses, side="right") - 1]
+    return np.asarray(runs.offsets[at] + (addresses - runs.starts[at]), np.int64)
