@@ -140,6 +140,13 @@ class ConnectorConfig(BaseModel):
         description="When blocks are copied to host memory. eager: as soon as they are computed; lazy: when vLLM is "
         "about to evict them, which copies less but may come too late for some.",
     )
+    pull_to: Literal["device", "host", "auto"] = Field(
+        default="device",
+        description="Where a decode engine pulls prompts to. device: its KV cache, once vLLM has blocks for them; "
+        "host: its host memory (cpu_bytes_to_use) at once, from which they are loaded when vLLM has blocks, so that no "
+        "prefill engine waits for this engine's device; auto: the device if it has the blocks, else host memory. Host "
+        "memory is then registered with the transfer engine.",
+    )
     drain_timeout_s: Annotated[float, Field(ge=0, le=86400, allow_inf_nan=False)] = Field(
         default=5.0,
         description="How long a prefill engine that was told to stop (SIGTERM) stays up after its last request, for "
@@ -189,10 +196,16 @@ def parse_config(extra_config: dict[str, Any]) -> ConnectorConfig:
         ConfigError: a key is unknown (names the nearest valid one), or a value is invalid (names it and the rule).
     """
     try:
-        return ConnectorConfig.model_validate(extra_config)
+        config = ConnectorConfig.model_validate(extra_config)
     except ValidationError as error:
         problems = [_explain(str(item["loc"][0]), item["type"], item["msg"], item["input"]) for item in error.errors()]
         raise ConfigError("kv_connector_extra_config: " + "; ".join(problems)) from None
+    if config.pull_to != "device" and not config.cpu_bytes_to_use:
+        raise ConfigError(
+            f"kv_connector_extra_config: pull_to = {config.pull_to!r} needs host memory, and cpu_bytes_to_use is 0: "
+            "set it to the bytes of host memory to pull to, or pull_to to 'device'"
+        )
+    return config
 
 
 def _explain(key: str, kind: str, message: str, value: Any) -> str:

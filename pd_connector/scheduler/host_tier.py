@@ -55,6 +55,12 @@ class _Offer:
     goes_on: bool  # whether the blocks right after the hit were there as well, though not to be found
 
 
+@dataclass(slots=True)
+class _Landed:
+    hit: HostHit
+    first_token: int  # that vLLM was last told of
+
+
 @dataclass(frozen=True, slots=True)
 class _Load:
     pinned: HeldBlocks
@@ -87,6 +93,8 @@ class HostTier(SchedulerRole):
         self._requests: dict[str, _Progress] = {}
         self._offers: dict[str, _Offer] = {}  # their blocks are pinned
         self._loads: dict[str, _Load] = {}  # under way
+        self._landed: dict[str, _Landed] = {}  # what was pulled here for requests that wait for blocks, pinned
+        self._lent: Counter[int] = Counter()  # references that landings have, by host block
         self._load_failed: set[str] = set()  # requests that therefore compute their tokens
         self._jobs: dict[int, _StoreJob] = {}  # under way
         self._storing: dict[object, None] = {}  # keys of all blocks chosen or being stored; an ordered set
@@ -113,6 +121,8 @@ class HostTier(SchedulerRole):
         vLLM asks in every step until it has blocks for the request. The blocks that were found stay pinned meanwhile:
         finding and pinning a long prompt takes milliseconds.
         """
+        if (landed := self._landed_tokens(request.request_id, computed_tokens)) is not None:
+            return landed
         offer = self._offers.get(request.request_id)
         if offer is not None and offer.hit.first_token == computed_tokens and not self._has_grown(request, offer):
             return offer.hit.tokens
@@ -135,17 +145,21 @@ class HostTier(SchedulerRole):
         if progress is not None and progress.preemptions != request.num_preemptions:
             progress.preemptions = request.num_preemptions
             self._restart_scan(progress)  # it may have other blocks now, and host memory may have evicted its old ones
-        offer = self._offers.pop(request.request_id, None)
-        if offer is None:
+        landed, offer = self._landed.pop(request.request_id, None), self._offers.pop(request.request_id, None)
+        if landed is not None:
+            hit, first_token = landed.hit, landed.first_token
+        elif offer is not None:
+            hit, first_token = offer.hit, offer.hit.first_token
+        else:
             return 0
-        hit = offer.hit
-        if external_tokens < hit.tokens:
+        tokens = hit.first_token + hit.tokens - first_token
+        if external_tokens < tokens:
             self._pool.unpin(hit.blocks)
             return 0
-        self._loads[request.request_id] = _Load(hit.blocks, hit.tokens)
-        moves = BlockMoves.of(_triples(hit, request_blocks(blocks), self._pool.block_tokens))
-        self._ordered_loads.append(LoadOrder(request.request_id, moves, hit.tokens))
-        return hit.tokens
+        self._loads[request.request_id] = _Load(hit.blocks, tokens)
+        moves = BlockMoves.of(_triples(hit, request_blocks(blocks), self._pool.block_tokens, first_token))
+        self._ordered_loads.append(LoadOrder(request.request_id, moves, tokens))
+        return tokens
 
     def loaded_tokens(self, request: "Request") -> int:
         """Return how many of a request's tokens are being loaded from host memory."""
@@ -169,6 +183,52 @@ class HostTier(SchedulerRole):
             self._scan(progress, 0, candidates)
             self._chosen += self._pool.start_stores(candidates)
             self._touch_when_stored(self._pool.block_keys(request))
+
+    # Landings
+
+    @property
+    def slots(self) -> int:
+        """Number of slots in all."""
+        return self._pool.slots
+
+    @property
+    def null_block(self) -> "KVCacheBlock":
+        """The block that stands for those that nobody needs."""
+        return self._pool.null_block
+
+    @property
+    def lent(self) -> "list[int]":
+        """Host blocks that landings refer to, as often as they do."""
+        return [int(block_id) for block_id in self._lent.elements()]
+
+    def hit(self, request: "Request", computed_tokens: int) -> HostHit | None:
+        """Return what host memory holds of a request beyond ``computed_tokens``. It is not pinned."""
+        return self._pool.find(request, computed_tokens)
+
+    def lend(self, number: int, held: HostHit | None) -> HeldBlocks | None:
+        """Return so many slots for a landing, which also keeps the blocks that are ``held``; None if too few are free.
+
+        All of them stay in use until ``give_back`` or ``landed``.
+        """
+        pinned = held.blocks if held is not None else ()
+        self._pool.pin(pinned)  # first, so that none of them is evicted for the others
+        if number > self._pool.free:
+            self._pool.unpin(pinned)
+            return None
+        slots = self._pool.take(number)
+        self._lent.update(int(block.block_id) for block in (*pinned, *slots))
+        return slots
+
+    def give_back(self, hit: HostHit) -> None:
+        """Take back what was lent to a landing, whose contents are of no use."""
+        self._lent -= Counter(int(block.block_id) for block in hit.blocks)
+        self._pool.unpin(hit.blocks)
+
+    def landed(self, request: "Request", hit: HostHit, first_token: int) -> None:
+        """Offer a request what has landed for it, from ``first_token`` on, and let others find it as well."""
+        self._lent -= Counter(int(block.block_id) for block in hit.blocks)
+        self._landed[request.request_id] = _Landed(hit, hit.first_token)
+        self._pool.publish_landed(request, hit, first_token)
 
     # Steps
 
@@ -220,9 +280,8 @@ class HostTier(SchedulerRole):
 
     def reset(self) -> bool:
         """Drop all contents, including those being stored; return False if a request is loading some right now."""
-        for offer in self._offers.values():
-            self._pool.unpin(offer.hit.blocks)
-        self._offers.clear()
+        for request_id in [*self._offers, *self._landed]:
+            self._withdraw(request_id)
         self.release_device_blocks()
         self._pool.evict_all()
         return not self._loads
@@ -230,7 +289,10 @@ class HostTier(SchedulerRole):
     def check_integrity(self) -> None:
         """Raise AssertionError unless the books balance."""
         expected: dict[int, int] = dict.fromkeys(self._quarantined_slots, 1)
+        for block_id, references in self._lent.items():
+            expected[block_id - 1] = expected.get(block_id - 1, 0) + references
         in_use = [offer.hit.blocks for offer in self._offers.values()] + [load.pinned for load in self._loads.values()]
+        in_use += [landed.hit.blocks for landed in self._landed.values()]
         stores = list(self._stores())
         in_use += [(store.host,) for store in stores]
         for blocks in in_use:
@@ -243,13 +305,31 @@ class HostTier(SchedulerRole):
         assert all(block.ref_cnt > 0 for block in device_blocks), "a block is being stored and free at once"
         assert all(job.ends.ranks < self._ranks for job in self._jobs.values()), "a store should have ended"
         assert self._load_failed <= self._requests.keys(), "a request that has finished is remembered"
-        assert self._offers.keys() <= self._requests.keys(), "something is kept for a request that has finished"
+        assert not self._offers.keys() & self._landed.keys(), "a request is offered two hits"
+        assert self._offers.keys() | self._landed.keys() <= self._requests.keys(), (
+            "something is kept for a request that has finished"
+        )
 
     def _withdraw(self, request_id: str) -> None:
-        """Unpin what was offered to a request."""
-        offer = self._offers.pop(request_id, None)
-        if offer is not None:
-            self._pool.unpin(offer.hit.blocks)
+        """Unpin what was offered to a request, or has landed for it."""
+        offer, landed = self._offers.pop(request_id, None), self._landed.pop(request_id, None)
+        for each in (offer, landed):
+            if each is not None:
+                self._pool.unpin(each.hit.blocks)
+
+    def _landed_tokens(self, request_id: str, computed_tokens: int) -> int | None:
+        """Return how many tokens beyond ``computed_tokens`` have landed for a request; None if nothing of use has.
+
+        If the device holds less of the prompt than when the landing began, what has landed is left to prefix hits.
+        """
+        landed = self._landed.get(request_id)
+        if landed is None:
+            return None
+        if computed_tokens < landed.hit.first_token:
+            self._withdraw(request_id)
+            return None
+        landed.first_token = computed_tokens
+        return max(landed.hit.first_token + landed.hit.tokens - computed_tokens, 0)
 
     def _has_grown(self, request: "Request", offer: _Offer) -> bool:
         """Return whether more of a prompt may be found now than what was offered."""
@@ -406,13 +486,14 @@ class HostTier(SchedulerRole):
 
 
 def _triples(
-    hit: HostHit, tables: Sequence[Sequence["KVCacheBlock"]], block_tokens: Sequence[int]
+    hit: HostHit, tables: Sequence[Sequence["KVCacheBlock"]], block_tokens: Sequence[int], first_token: int
 ) -> list[tuple[int, int, int]]:
-    """Return (group, device block, slot) of every block of a hit that the request needs on the device."""
+    """Return (group, device block, slot) of every block of a hit from ``first_token`` on that the device needs."""
     triples = []
     for group, hosts in enumerate(hit.groups):
-        table = islice(tables[group], hit.first_token // block_tokens[group], None)
-        for host, device in zip(hosts, table, strict=False):
+        first = first_token // block_tokens[group]
+        wanted = islice(hosts, first - hit.first_token // block_tokens[group], None)
+        for host, device in zip(wanted, islice(tables[group], first, None), strict=False):
             # Null where a sliding window has passed: that of the hit, or of the prompt, if other tokens follow the hit.
             if not (host.is_null or device.is_null):
                 triples.append((group, int(device.block_id), slot_of(host)))

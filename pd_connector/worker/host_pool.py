@@ -99,6 +99,7 @@ class HostPool(WorkerRole):
 
     def __init__(self, copies: HostCopies, memory: PinnedMemory, slots: int, stats: StatsRecorder) -> None:
         self.copies = copies
+        self.region = memory.region
         self.slots = slots
         self._memory = memory
         self._stats = stats

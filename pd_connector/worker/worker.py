@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from layout.cost import CostModel
-from layout.geometry import ModelIdentity, WorkerGeometry
+from layout.geometry import ModelIdentity, Region, WorkerGeometry
+from layout.host_blocks import host_layout
+from layout.host_slots import SlotPlaneError
 from pd_connector.config import ConfigError, ConnectorConfig
 from pd_connector.orders import Orders, Report, WorkerHandshake, WorkerRanks
 from pd_connector.secret import load_keys
@@ -32,6 +34,7 @@ from pd_connector.worker.checksums import CacheChecksums, LeaseChecksums
 from pd_connector.worker.device_fence import RaiseFence, fences, no_fence
 from pd_connector.worker.device_memory import DeviceIdentityMemory
 from pd_connector.worker.host_pool import HostPool, HostQuota
+from pd_connector.worker.landings import Landings, host_block_geometry
 from pd_connector.worker.peer import PullContext
 from pd_connector.worker.pulls import Pulls
 from pd_connector.worker.remote_reader import RemoteReader
@@ -75,9 +78,11 @@ class ConnectorWorker:
         self._model: ModelIdentity | None = None
         self._caches: _RegisteredCaches | None = None
         self._host: HostPool | None = None
+        self._landing_reads: RemoteReader | None = None  # if prompts are pulled to host memory
         self._roles: list[WorkerRole] = []  # host memory first
         self._arrivals = Arrivals()
         self._failures = FailedBlocks()
+        self._lost_landings = Report()  # those that the end of the transfer engine has ended, until the next report
         self._steps: list[int] = []  # that have been ordered, until the next report
 
     def register_caches(self, kv_caches: Mapping[str, Cache]) -> None:
@@ -102,16 +107,16 @@ class ConnectorWorker:
         geometry = describe_caches(kv_caches, groups, ranks, engine.address)
         geometry = replace(geometry, transport=transport(config), identity=engine.identity)
         self._caches = caches = _RegisteredCaches(ranks, geometry, tensors, on_host)
+        host_slots = 0
+        if config.cpu_bytes_to_use:
+            self._host = self._open_host_pool(geometry, tensors, ranks)
+            host_slots = self._host.slots
         reads = self._register(engine, caches)
         logger.info(
             "PDConnector: rank %d of %d registered %d bytes of KV cache, %d bytes per block in %d planes",
             ranks.index, ranks.world_size, sum(region.size for region in geometry.regions), geometry.block_bytes,
             sum(len(group.planes) for group in geometry.groups),
         )  # fmt: skip
-        host_slots = 0
-        if config.cpu_bytes_to_use:
-            self._host = self._open_host_pool(geometry, tensors, ranks)
-            host_slots = self._host.slots
         self._start_roles(engine, caches, reads)
         secret = self._keys.fingerprint if self._keys is not None else ""
         self._announce(WorkerHandshake(geometry, host_slots, secret=secret))
@@ -134,6 +139,8 @@ class ConnectorWorker:
         for role in transfers:
             role.join()
             role.check_ended()
+            if isinstance(role, Landings):
+                self._lost_landings += role.abandoned()
         if self._host is not None:
             self._host.settle()
         self._settle_ends()
@@ -210,7 +217,8 @@ class ConnectorWorker:
         handshakes, self._unsent = self._unsent, {}
         steps, self._steps = dict.fromkeys(self._steps, 1), []
         report = Report(handshakes=handshakes, failed=self._failures.take_requests(), steps=steps)
-        return sum((role.take_report() for role in self._roles), report)
+        lost, self._lost_landings = self._lost_landings, Report()
+        return sum((role.take_report() for role in self._roles), report + lost)
 
     def shutdown(self) -> None:
         """Stop all transfers, unregister the memory, join all threads."""
@@ -246,8 +254,18 @@ class ConnectorWorker:
         reads = None
         if self._role.consumes:
             reads = _remote_reader(self._config, caches.geometry, caches.tensors, on_host=caches.on_host)
-        engine.register((*caches.geometry.regions, *(reads.regions if reads is not None else ())))
+        landing = (self._host.region,) if self._host is not None and self._lands else ()
+        staging: tuple[Region, ...] = ()
+        if landing:
+            self._landing_reads = _host_reader(self._config, landing)
+            staging = self._landing_reads.regions
+        engine.register((*caches.geometry.regions, *(reads.regions if reads is not None else ()), *landing, *staging))
         return reads
+
+    @property
+    def _lands(self) -> bool:
+        """Whether prompts are pulled to host memory."""
+        return self._role.consumes and self._config.pull_to != "device"
 
     def _start_roles(self, engine: TransferEngine, caches: "_RegisteredCaches", reads: RemoteReader | None) -> None:
         config, ranks = self._config, caches.ranks
@@ -276,6 +294,20 @@ class ConnectorWorker:
             trace=pull_spans(self._vllm_config, ranks.index),
         )
         self._roles.append(Pulls(context, config.peer_idle_s, self._stats))
+        if self._host is not None and self._landing_reads is not None:
+            self._roles.append(self._landings(context, self._host, self._landing_reads))
+
+    def _landings(self, context: PullContext, host: HostPool, reads: RemoteReader) -> Landings:
+        """Return what pulls to host memory: nothing of the device takes part, so no pull waits for it."""
+        config = self._config
+        try:
+            geometry = host_block_geometry(context.local, host_layout(context.local), host.region)
+        except SlotPlaneError as error:
+            raise ConfigError(f"pull_to = {config.pull_to!r}: {error}; or set pull_to to 'device'") from error
+        client = ControlClient(keys=self._keys, allowed=self._allowed)
+        verifier = Verifier(CacheChecksums(geometry, in_place), client) if config.verify else None
+        context = replace(context, local=geometry, client=client, reads=reads, verifier=verifier, raise_fence=no_fence)
+        return Landings(Pulls(context, config.peer_idle_s, self._stats), self._stats)
 
     def _fences(self, caches: "_RegisteredCaches") -> RaiseFence:
         """Return what raises the fences of pulls; none are needed if vLLM itself defers the reuse of freed blocks."""
@@ -328,6 +360,16 @@ def _remote_reader(
         return RemoteReader.with_device_staging(cost, geometry.regions, config.staging_bytes, tensors)
     try:
         return RemoteReader.with_staging(cost, geometry.regions, config.staging_bytes)
+    except ValueError as error:
+        raise ConfigError(f"staging_bytes = {config.staging_bytes}: {error}; 0 turns staging off") from error
+
+
+def _host_reader(config: ConnectorConfig, pool: tuple[Region, ...]) -> RemoteReader:
+    """Return what reads to host memory, which the host reshapes, whatever the device is."""
+    if not config.staging_bytes:
+        return RemoteReader(read_cost(config), pool)
+    try:
+        return RemoteReader.with_staging(read_cost(config), pool, config.staging_bytes)
     except ValueError as error:
         raise ConfigError(f"staging_bytes = {config.staging_bytes}: {error}; 0 turns staging off") from error
 
