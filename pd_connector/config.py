@@ -151,6 +151,13 @@ class ConnectorConfig(BaseModel):
         description="Share of a prefill engine's KV blocks above which leases that nobody reads yet move to host "
         "memory, the oldest first. Needs host_transfers.",
     )
+    pull_to: Literal["device", "host", "auto"] = Field(
+        default="device",
+        description="Where a decode engine pulls prompts to. device: its KV cache, once vLLM has blocks for them; "
+        "host: its host memory (cpu_bytes_to_use) at once, from which they are loaded when vLLM has blocks, so that no "
+        "prefill engine waits for this engine's device; auto: the device if it has the blocks, else host memory. Host "
+        "memory is then registered with the transfer engine.",
+    )
     drain_timeout_s: Annotated[float, Field(ge=0, le=86400, allow_inf_nan=False)] = Field(
         default=5.0,
         description="How long a prefill engine that was told to stop (SIGTERM) stays up after its last request, for "
@@ -187,11 +194,18 @@ class ConnectorConfig(BaseModel):
     )
 
     @model_validator(mode="after")
-    def _check_host_transfers(self) -> Self:
-        if self.host_transfers and not self.cpu_bytes_to_use:
+    def _check_host_memory(self) -> Self:
+        if self.cpu_bytes_to_use:
+            return self
+        if self.host_transfers:
             raise ValueError(
                 "host_transfers = True: cpu_bytes_to_use is 0, so there is no host memory to read from; set "
                 "cpu_bytes_to_use, or host_transfers to false"
+            )
+        if self.pull_to != "device":
+            raise ValueError(
+                f"pull_to = {self.pull_to!r}: cpu_bytes_to_use is 0, so there is no host memory to pull to; set "
+                "cpu_bytes_to_use, or pull_to to 'device'"
             )
         return self
 

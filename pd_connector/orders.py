@@ -43,6 +43,7 @@ class Cause(StrEnum):
     )
     PREEMPTED = "preempted"  # the prefill engine has started the prompt over, and got no further in time
     PARAMS = "params"  # kv_transfer_params do not match the request or the prefill engine
+    LANDING = "landing"  # the prompt could not be pulled to host memory; the line before this in the log says why
     QUEUE = "queue"  # the request waited for blocks of its own for longer than the queue timeout
     UNREACHABLE = "unreachable"  # the prefill engine or its transfer engine does not answer
     DENIED = "denied"  # the two engines have different secrets, or allowed_peers excludes the address
@@ -143,6 +144,17 @@ class StoreEnds:
 
 
 @dataclass(frozen=True)
+class LandingEnds:
+    """How a pull to host memory ended on the ranks that have reported it: nothing writes to its slots there."""
+
+    ranks: int
+    failed: bool = False
+
+    def __add__(self, other: "LandingEnds") -> "LandingEnds":
+        return LandingEnds(self.ranks + other.ranks, self.failed or other.failed)
+
+
+@dataclass(frozen=True)
 class Destinations:
     """The device blocks into which tokens of a request arrive, whatever brings them."""
 
@@ -173,6 +185,7 @@ class Orders:
     """The orders of a scheduler step, of one role or of all."""
 
     pulls: tuple[PullOrder, ...] = ()
+    landings: tuple[PullOrder, ...] = ()  # to host memory: blocks are the host pool's, slot s is block s + 1
     refusals: tuple[RefuseOrder, ...] = ()
     loads: tuple[LoadOrder, ...] = ()
     stores: tuple[StoreOrder, ...] = ()
@@ -208,6 +221,7 @@ class Report:
     """What workers report to the scheduler side in a step, besides the requests that vLLM waits for."""
 
     stores: Mapping[int, StoreEnds] = field(default_factory=dict)  # by store id
+    landings: Mapping[str, LandingEnds] = field(default_factory=dict)  # by request id
     checksums: tuple[ChecksumReport, ...] = ()
     handshakes: Mapping[WorkerRanks, WorkerHandshake] = field(default_factory=dict)  # that vLLM does not pass on
     #: Requests whose wait has ended in failure on a rank, if vLLM does not pass them on.
@@ -217,12 +231,15 @@ class Report:
     )  # number of ranks that have computed each step that was asked
 
     def __bool__(self) -> bool:
-        return bool(self.stores or self.checksums or self.handshakes or self.failed or self.steps)
+        return bool(self.stores or self.landings or self.checksums or self.handshakes or self.failed or self.steps)
 
     def __add__(self, other: "Report") -> "Report":
         stores = dict(self.stores)
         for store_id, ends in other.stores.items():
             stores[store_id] = stores[store_id] + ends if store_id in stores else ends
+        landings = dict(self.landings)
+        for request_id, landing in other.landings.items():
+            landings[request_id] = landings[request_id] + landing if request_id in landings else landing
         handshakes = {**self.handshakes, **other.handshakes}
         steps = dict(Counter(self.steps) + Counter(other.steps))
-        return Report(stores, self.checksums + other.checksums, handshakes, self.failed | other.failed, steps)
+        return Report(stores, landings, self.checksums + other.checksums, handshakes, self.failed | other.failed, steps)

@@ -33,6 +33,7 @@ class ComputedHere(StrEnum):
 REFUSALS = (
     Cause.PARAMS,
     Cause.TRANSFER,
+    Cause.LANDING,
     Cause.QUEUE,
     Cause.UNREACHABLE,
     Cause.DENIED,
@@ -51,6 +52,7 @@ COUNTERS = {
     "pull_bytes_ahead": "Bytes of them that were pulled before the prompt was computed.",
     "pull_restarts": "How often pulls read from the beginning again, because the prefill engine had preempted the "
     "prompt, counted on every rank.",
+    "landed_bytes": "Bytes of them that were pulled to host memory (pull_to).",
     "host_tokens": "Prompt tokens whose KV cache was loaded from host memory.",
     "host_blocks": "Blocks stored in host memory.",
 }
@@ -67,6 +69,15 @@ LABELLED = {
         "and that did not (full: no room; read: a reader came; ended: so did the lease; failed: so did the copy).",
     ),
     "lease_blocks_moved": ("event", "Blocks of leases that moved to host memory: copied, or present there already."),
+    "landings": (
+        "event",
+        "Prompts that were pulled to host memory, by event: landed, failed, or left, because the "
+        "request had gone or the cache was reset.",
+    ),
+    "landing_fallbacks": (
+        "reason",
+        "Prompts that were to be pulled to host memory and were not, by reason: full, too_large.",
+    ),
     "control_refusals": ("cause", "Connections and messages that the control channel refused, by cause."),
 }
 #: Label values. A counter that appeared with its first event would hide that event from rate() and alerts.
@@ -79,12 +90,15 @@ LABELS: dict[str, tuple[str, ...]] = {
     "host_failures": HOST_COPIES,
     "lease_moves": ("short", "share", "full", "read", "ended", "failed"),
     "lease_blocks_moved": ("copied", "present"),
+    "landings": ("landed", "failed", "left"),
+    "landing_fallbacks": ("full", "too_large"),
     "control_refusals": tuple(ServerCounters().refusals),
 }
 
 GAUGES = {
     "transfers_waiting": "Decode legs that wait for a prefill engine to compute the prompt of their transfer_id.",
     "prompts_ahead": "Prompts that are being pulled, and were not yet computed when their pull was ordered.",
+    "landings_under_way": "Prompts that are being pulled to host memory.",
     "leases_active": "Leases of this prefill engine that have not ended.",
     "lease_oldest_age_seconds": "Age of the oldest lease that has not ended, in whole seconds.",
     "leases_in_host": "Those of them that have moved to host memory.",

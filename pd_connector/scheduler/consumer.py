@@ -120,6 +120,7 @@ class Consumer(SchedulerRole):
         self._announced: dict[str, _Announced] = {}
         self._waiting: dict[str, _Entry] = {}
         self._pulling: dict[str, _Pulling] = {}
+        self._landing: dict[str, _Pulling] = {}  # pulls to host memory: their requests wait, without blocks
         self._keys: dict[str, _Key] = {}  # of the requests that are announced, wait or pull, except followers
         self._in_use: dict[_Key, _Prompt | None] = {}  # whose prompts they are
         self._spent: dict[_Key, _Prompt | None] = {}  # no longer in use, oldest first
@@ -136,7 +137,7 @@ class Consumer(SchedulerRole):
         """
         if not (is_decode_leg(request.kv_transfer_params) or is_malformed(request.kv_transfer_params)):
             return
-        if any(request.request_id in known for known in (self._announced, self._waiting, self._pulling)):
+        if any(request.request_id in known for known in self._known):
             logger.error("PDConnector: request %s came twice; the second one is ignored", request.request_id)
             return
         prompt = None
@@ -196,6 +197,41 @@ class Consumer(SchedulerRole):
         self._pulls, self._refusals = [], []
         return orders
 
+    def may_land(self, request: "Request") -> bool:
+        """Return whether a request's prompt can be pulled now without blocks of the device."""
+        entry = self._waiting.get(request.request_id)
+        is_leased = isinstance(entry, RemotePrefill) and self._renewals.lost(request.request_id) is None
+        return is_leased and not self._lacks_blocks(entry)  # type: ignore[arg-type]
+
+    def start_landing(self, request: "Request", block_ids: tuple[tuple[int, ...], ...], tokens: range) -> PullOrder:
+        """Return the order to pull a request's ``tokens`` to host memory. The request may land, see ``may_land``."""
+        entry = self._waiting.pop(request.request_id)
+        assert isinstance(entry, RemotePrefill), "only what is leased can land"
+        self._computed.pop(request.request_id, None)
+        self._landing[request.request_id] = _Pulling(entry)
+        self._renewals.start_reading(request.request_id)
+        return PullOrder(
+            request.request_id,
+            entry,
+            block_ids,
+            tokens.start,
+            tokens.stop,
+            uuid.uuid4().hex,
+            traceparent=traceparent(request),
+        )
+
+    def end_landing(self, request_id: str, *, failed: bool) -> None:
+        """Forget a pull to host memory that all ranks have ended. The request of one that has failed is refused."""
+        landing = self._landing.pop(request_id)
+        self._let_go(request_id)
+        if failed and not landing.has_left:
+            self._refuse(request_id, _Refused("it could not be brought to host memory", Cause.LANDING))
+
+    @property
+    def landing(self) -> set[str]:
+        """The requests whose prompts are being pulled to host memory, those that have left included."""
+        return set(self._landing)
+
     def settled(self, request_ids: set[str], failed: set[str], report: Report) -> None:
         """Forget the pulls that all ranks have reported. The ranks have released the leases."""
         for request_id in request_ids & self._pulling.keys():
@@ -218,6 +254,8 @@ class Consumer(SchedulerRole):
             self._abandon(request_id)
         elif (entry := self._waiting.pop(request_id, None)) is not None:
             self._cancel(request_id, entry)
+        elif (landing := self._landing.get(request_id)) is not None:
+            landing.has_left = True
         elif (pull := self._pulling.get(request_id)) is not None:
             pull.has_left = True
             if request_id in self._ahead and isinstance(pull.entry, RemotePrefill):
@@ -225,7 +263,7 @@ class Consumer(SchedulerRole):
 
     def awaits_blocks(self, request: "Request") -> bool:
         """Return whether a request has yet to be given blocks for what it pulls."""
-        return request.request_id in self._waiting or request.request_id in self._announced
+        return any(request.request_id in known for known in (self._waiting, self._announced, self._landing))
 
     @property
     def waiting(self) -> int:
@@ -247,11 +285,10 @@ class Consumer(SchedulerRole):
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless the books balance."""
-        announced, waiting, pulling = self._announced.keys(), self._waiting.keys(), self._pulling.keys()
-        assert len(announced | waiting | pulling) == len(announced) + len(waiting) + len(pulling), (
-            "one is in two states"
-        )
-        entries = self._waiting | {request_id: pull.entry for request_id, pull in self._pulling.items()}
+        announced, waiting = self._announced.keys(), self._waiting.keys()
+        assert len(frozenset[str]().union(*self._known)) == sum(map(len, self._known)), "one is in two states"
+        pulls = self._pulling | self._landing
+        entries = self._waiting | {request_id: pull.entry for request_id, pull in pulls.items()}
         leased = {request_id for request_id, entry in entries.items() if isinstance(entry, RemotePrefill)}
         renewed = self._renewals.request_ids
         assert leased <= renewed <= leased | announced, (
@@ -269,6 +306,10 @@ class Consumer(SchedulerRole):
         self._ahead.check_integrity()
         self._subscriptions.check_integrity()
         self._renewals.check_integrity()
+
+    @property
+    def _known(self) -> tuple[Mapping[str, object], ...]:
+        return self._announced, self._waiting, self._landing, self._pulling
 
     def _take_up(self, request_id: str, asked: RemotePrefill | RemoteTransfer, prompt: _Prompt | None) -> None:
         """Note a decode leg with good params.

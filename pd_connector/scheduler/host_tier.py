@@ -18,6 +18,7 @@ from itertools import chain, islice
 from typing import TYPE_CHECKING, Literal
 
 from pd_connector.orders import BlockMoves, LoadOrder, Orders, Report, StoreEnds, StoreOrder
+from pd_connector.scheduler.host_loans import HostLoans
 from pd_connector.scheduler.roles import SchedulerRole
 from pd_connector.stats import StatsRecorder
 from pd_connector.vllm.block_pools import (
@@ -55,6 +56,12 @@ class _Offer:
     goes_on: bool  # whether the blocks right after the hit were there as well, though not to be found
 
 
+@dataclass(slots=True)
+class _Landed:
+    hit: HostHit
+    first_token: int  # that vLLM was last told of
+
+
 @dataclass(frozen=True, slots=True)
 class _Load:
     pinned: HeldBlocks
@@ -67,14 +74,6 @@ class _StoreJob:
     touch_at_end: list[BlockKeys]  # of requests that have finished meanwhile
     ends: StoreEnds = field(default_factory=lambda: StoreEnds(0))
     abandoned: bool = False  # the contents are no longer valid, and the device blocks were given back
-
-
-@dataclass(frozen=True, slots=True)
-class Loan:
-    """Host blocks for copies of device blocks, in their order, lent to a lease."""
-
-    hosts: HeldBlocks
-    new: tuple[int, ...]  # indices of those that do not hold the copy yet
 
 
 class HostTier(SchedulerRole):
@@ -90,11 +89,14 @@ class HostTier(SchedulerRole):
                 with lookahead.
         """
         self._pool = pool
+        #: To leases that move here, and to prompts that are pulled here.
+        self.loans = HostLoans(pool)
         self._ranks = ranks
         self._mode = mode
         self._requests: dict[str, _Progress] = {}
         self._offers: dict[str, _Offer] = {}  # their blocks are pinned
         self._loads: dict[str, _Load] = {}  # under way
+        self._landed: dict[str, _Landed] = {}  # what was pulled here for requests that wait for blocks, pinned
         self._load_failed: set[str] = set()  # requests that therefore compute their tokens
         self._jobs: dict[int, _StoreJob] = {}  # under way
         self._storing: dict[object, None] = {}  # keys of all blocks chosen or being stored; an ordered set
@@ -106,7 +108,6 @@ class HostTier(SchedulerRole):
         self._next_store = 0
         self._tokens_loaded = 0  # since the last update of the statistics, as are the blocks
         self._blocks_stored = 0
-        self._lent: Counter[int] = Counter()  # references of leases, by slot
         self._quarantined_slots: set[int] = set()  # never used again: a failed copy may still write to them
 
     # Requests
@@ -122,6 +123,8 @@ class HostTier(SchedulerRole):
         vLLM asks in every step until it has blocks for the request. The blocks that were found stay pinned meanwhile:
         finding and pinning a long prompt takes milliseconds.
         """
+        if (landed := self._landed_tokens(request.request_id, computed_tokens)) is not None:
+            return landed
         offer = self._offers.get(request.request_id)
         if offer is not None and offer.hit.first_token == computed_tokens and not self._has_grown(request, offer):
             return offer.hit.tokens
@@ -144,17 +147,21 @@ class HostTier(SchedulerRole):
         if progress is not None and progress.preemptions != request.num_preemptions:
             progress.preemptions = request.num_preemptions
             self._restart_scan(progress)  # it may have other blocks now, and host memory may have evicted its old ones
-        offer = self._offers.pop(request.request_id, None)
-        if offer is None:
+        landed, offer = self._landed.pop(request.request_id, None), self._offers.pop(request.request_id, None)
+        if landed is not None:
+            hit, first_token = landed.hit, landed.first_token
+        elif offer is not None:
+            hit, first_token = offer.hit, offer.hit.first_token
+        else:
             return 0
-        hit = offer.hit
-        if external_tokens < hit.tokens:
+        tokens = hit.first_token + hit.tokens - first_token
+        if external_tokens < tokens:
             self._pool.unpin(hit.blocks)
             return 0
-        self._loads[request.request_id] = _Load(hit.blocks, hit.tokens)
-        moves = BlockMoves.of(_triples(hit, request_blocks(blocks), self._pool.block_tokens))
-        self._ordered_loads.append(LoadOrder(request.request_id, moves, hit.tokens))
-        return hit.tokens
+        self._loads[request.request_id] = _Load(hit.blocks, tokens)
+        moves = BlockMoves.of(_triples(hit, request_blocks(blocks), self._pool.block_tokens, first_token))
+        self._ordered_loads.append(LoadOrder(request.request_id, moves, tokens))
+        return tokens
 
     def loaded_tokens(self, request: "Request") -> int:
         """Return how many of a request's tokens are being loaded from host memory."""
@@ -179,39 +186,34 @@ class HostTier(SchedulerRole):
             self._chosen += self._pool.start_stores(candidates)
             self._touch_when_stored(self._pool.block_keys(request))
 
-    # Leases that move to host memory
+    # Leases that move here, and prompts that are pulled here
+
+    @property
+    def slots(self) -> int:
+        """Number of slots in all."""
+        return self._pool.slots
 
     def is_storing(self, blocks: Iterable["KVCacheBlock"]) -> bool:
         """Return whether one of these device blocks is on its way to host memory."""
         return bool(self._storing) and any(block.block_hash in self._storing for block in blocks)
 
-    def lend(self, blocks: HeldBlocks) -> Loan | None:
-        """Lend host blocks for copies of device blocks: those that hold them already, else free ones; None if too few.
+    @property
+    def null_block(self) -> "KVCacheBlock":
+        """The block that stands for those that nobody needs."""
+        return self._pool.null_block
 
-        Lent blocks are not evicted. The caller gives them back by ``take_back``.
+    def hit(self, request: "Request", computed_tokens: int) -> HostHit | None:
+        """Return what host memory holds of a request beyond ``computed_tokens``. It is not pinned."""
+        return self._pool.find(request, computed_tokens)
+
+    def landed(self, request: "Request", hit: HostHit, first_token: int) -> None:
+        """Offer a request what has landed for it in blocks that were lent, and let others find it as well.
+
+        ``first_token``: of those that have landed; before, host memory held the hit already.
         """
-        copies = [self._pool.copy_of(block) for block in blocks]
-        present = tuple(host for host in copies if host is not None)
-        self._pool.pin(present)
-        if self._pool.free < len(blocks) - len(present):
-            self._pool.unpin(present)
-            return None
-        taken = iter(self._pool.take(len(blocks) - len(present)))
-        hosts = tuple(host if host is not None else next(taken) for host in copies)
-        self._lent.update(map(slot_of, hosts))
-        return Loan(hosts, tuple(number for number, host in enumerate(copies) if host is None))
-
-    def publish(self, blocks: HeldBlocks, loan: Loan) -> None:
-        """Let the copies of device blocks, which have arrived in the host blocks lent for them, be found."""
-        for number in loan.new:
-            self._pool.publish_copy(blocks[number], loan.hosts[number])
-
-    def take_back(self, hosts: HeldBlocks, lost: Sequence[int] = ()) -> None:
-        """Take lent host blocks back. Those with the indices ``lost`` are never used again."""
-        self._lent -= Counter(map(slot_of, hosts))
-        self._quarantined_slots.update(slot_of(hosts[number]) for number in lost)
-        kept = frozenset(lost)
-        self._pool.unpin(tuple(host for number, host in enumerate(hosts) if number not in kept))
+        self.loans.end(hit.blocks)
+        self._landed[request.request_id] = _Landed(hit, hit.first_token)
+        self._pool.publish_landed(request, hit, first_token)
 
     # Steps
 
@@ -263,24 +265,22 @@ class HostTier(SchedulerRole):
 
     def reset(self) -> bool:
         """Drop all contents, including those being stored; return False if a request is loading some right now."""
-        for offer in self._offers.values():
-            self._pool.unpin(offer.hit.blocks)
-        self._offers.clear()
+        for request_id in [*self._offers, *self._landed]:
+            self._withdraw(request_id)
         self.release_device_blocks()
         self._pool.evict_all()
         return not self._loads
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless the books balance."""
-        expected: dict[int, int] = dict.fromkeys(self._quarantined_slots, 1)
-        for slot, number in self._lent.items():
-            expected[slot] = expected.get(slot, 0) + number
+        expected = Counter(dict.fromkeys(self._quarantined_slots, 1)) + self.loans.references()
         in_use = [offer.hit.blocks for offer in self._offers.values()] + [load.pinned for load in self._loads.values()]
+        in_use += [landed.hit.blocks for landed in self._landed.values()]
         stores = list(self._stores())
         in_use += [(store.host,) for store in stores]
         for blocks in in_use:
             for block in blocks:
-                expected[slot_of(block)] = expected.get(slot_of(block), 0) + 1
+                expected[slot_of(block)] += 1
         assert self._pool.references() == expected, "slots are in use that nobody uses, or the reverse"
         assert self._storing.keys() == {store.candidate.key for store in stores}, "blocks being stored are not known"
         assert len(self._storing) == len(stores), "a block is being stored twice"
@@ -288,13 +288,31 @@ class HostTier(SchedulerRole):
         assert all(block.ref_cnt > 0 for block in device_blocks), "a block is being stored and free at once"
         assert all(job.ends.ranks < self._ranks for job in self._jobs.values()), "a store should have ended"
         assert self._load_failed <= self._requests.keys(), "a request that has finished is remembered"
-        assert self._offers.keys() <= self._requests.keys(), "something is kept for a request that has finished"
+        assert not self._offers.keys() & self._landed.keys(), "a request is offered two hits"
+        assert self._offers.keys() | self._landed.keys() <= self._requests.keys(), (
+            "something is kept for a request that has finished"
+        )
 
     def _withdraw(self, request_id: str) -> None:
-        """Unpin what was offered to a request."""
-        offer = self._offers.pop(request_id, None)
-        if offer is not None:
-            self._pool.unpin(offer.hit.blocks)
+        """Unpin what was offered to a request, or has landed for it."""
+        offer, landed = self._offers.pop(request_id, None), self._landed.pop(request_id, None)
+        for each in (offer, landed):
+            if each is not None:
+                self._pool.unpin(each.hit.blocks)
+
+    def _landed_tokens(self, request_id: str, computed_tokens: int) -> int | None:
+        """Return how many tokens beyond ``computed_tokens`` have landed for a request; None if nothing of use has.
+
+        If the device holds less of the prompt than when the landing began, what has landed is left to prefix hits.
+        """
+        landed = self._landed.get(request_id)
+        if landed is None:
+            return None
+        if computed_tokens < landed.hit.first_token:
+            self._withdraw(request_id)
+            return None
+        landed.first_token = computed_tokens
+        return max(landed.hit.first_token + landed.hit.tokens - computed_tokens, 0)
 
     def _has_grown(self, request: "Request", offer: _Offer) -> bool:
         """Return whether more of a prompt may be found now than what was offered."""
@@ -453,13 +471,14 @@ class HostTier(SchedulerRole):
 
 
 def _triples(
-    hit: HostHit, tables: Sequence[Sequence["KVCacheBlock"]], block_tokens: Sequence[int]
+    hit: HostHit, tables: Sequence[Sequence["KVCacheBlock"]], block_tokens: Sequence[int], first_token: int
 ) -> list[tuple[int, int, int]]:
-    """Return (group, device block, slot) of every block of a hit that the request needs on the device."""
+    """Return (group, device block, slot) of every block of a hit from ``first_token`` on that the device needs."""
     triples = []
     for group, hosts in enumerate(hit.groups):
-        table = islice(tables[group], hit.first_token // block_tokens[group], None)
-        for host, device in zip(hosts, table, strict=False):
+        first = first_token // block_tokens[group]
+        wanted = islice(hosts, first - hit.first_token // block_tokens[group], None)
+        for host, device in zip(wanted, islice(tables[group], first, None), strict=False):
             # Null where a sliding window has passed: that of the hit, or of the prompt, if other tokens follow the hit.
             if not (host.is_null or device.is_null):
                 triples.append((group, int(device.block_id), slot_of(host)))

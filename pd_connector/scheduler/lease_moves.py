@@ -18,7 +18,8 @@ from dataclasses import dataclass, field
 
 from pd_connector.orders import BlockMoves, Orders, Report, StoreEnds, StoreOrder
 from pd_connector.scheduler.checksum_table import ChecksumTable
-from pd_connector.scheduler.host_tier import HostTier, Loan
+from pd_connector.scheduler.host_loans import CopyLoan
+from pd_connector.scheduler.host_tier import HostTier
 from pd_connector.scheduler.leases import LeaseTable, MovableLease, Tables
 from pd_connector.scheduler.roles import SchedulerRole
 from pd_connector.stats import StatsRecorder
@@ -40,7 +41,7 @@ class _Move:
 
     lease: MovableLease[Leased]
     slots: Tables
-    loan: Loan
+    loan: CopyLoan
     why: str
     ends: StoreEnds = field(default_factory=lambda: StoreEnds(0))
 
@@ -89,7 +90,7 @@ class LeaseMoves(SchedulerRole):
     def release(self, held: HostBlocks) -> None:
         """Give back the slots of a lease that has ended."""
         assert self._tier is not None, "a lease has moved to host memory that nobody knows"
-        self._tier.take_back(held.blocks)
+        self._tier.loans.take_back(held.blocks)
 
     def is_due(self) -> bool:
         """Return whether leases are to be moved now. Any thread."""
@@ -162,7 +163,7 @@ class LeaseMoves(SchedulerRole):
         blocks = _device_blocks(lease)
         if tier.is_storing(blocks):
             return True
-        loan = tier.lend(blocks)
+        loan = tier.loans.lend_for_copies(blocks)
         if loan is None:
             self._events["full"] += 1
             self._rests_until = self._clock() + _REST_S
@@ -199,7 +200,7 @@ class LeaseMoves(SchedulerRole):
             self._give_up(move, "read" if self._leases.still_valid([lease.lease_id]) else "ended")
             return
         assert not isinstance(before, HostBlocks), "a lease has moved twice"
-        self._tier.publish(before, loan)
+        self._tier.loans.publish(before, loan)
         self._blocks.release(before)
         self._events[move.why] += 1
         self._copied += len(loan.new)
@@ -208,7 +209,7 @@ class LeaseMoves(SchedulerRole):
     def _give_up(self, move: _Move, event: str) -> None:
         assert self._tier is not None, "nothing is moved without host memory"
         lost: Sequence[int] = move.loan.new if move.ends.unsettled else ()
-        self._tier.take_back(move.loan.hosts, lost=lost)
+        self._tier.loans.take_back(move.loan.hosts, lost=lost)
         self._events[event] += 1
 
 

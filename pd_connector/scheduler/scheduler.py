@@ -12,6 +12,7 @@ from pd_connector.params import is_decode_leg, is_malformed, is_prefill_leg, unu
 from pd_connector.scheduler.consumer import Consumer
 from pd_connector.scheduler.drain import Drain
 from pd_connector.scheduler.host_tier import HostTier
+from pd_connector.scheduler.landings import Landings
 from pd_connector.scheduler.lease_moves import LeaseMoves
 from pd_connector.scheduler.lease_service import LeaseService
 from pd_connector.scheduler.leases import LeaseTable
@@ -27,6 +28,7 @@ from pd_connector.stats import ComputedHere, StatsRecorder
 from pd_connector.vllm import release
 from pd_connector.vllm.block_pools import DeviceBlocks, HostBlockPool, Leased
 from pd_connector.vllm.cache_groups import retentions
+from pd_connector.vllm.cache_specs import blocks_for
 from pd_connector.vllm.engine_config import (
     EngineRole,
     check_one_engine_per_url,
@@ -97,7 +99,8 @@ class ConnectorScheduler:
             self._secret = keys.fingerprint
         # In the order in which they are asked for tokens. Host memory comes first: what it holds is not pulled.
         self._roles: list[SchedulerRole] = []
-        consumer = self._make_consumer(keys) if self._role.consumes else None
+        self._landings: Landings | None = None  # None until workers are known, or if all is pulled to the device
+        self._consumer = consumer = self._make_consumer(keys) if self._role.consumes else None
         self._spans = lease_spans(vllm_config)
         on_end = None if self._spans is None else self._spans.ended
         leases: LeaseTable[Leased] = LeaseTable(config.lease_ttl_s, clock, config.max_lease_age_s, on_end)
@@ -152,6 +155,8 @@ class ConnectorScheduler:
         for role in self._roles:
             if role.must_wait(request):
                 return None
+        if self._landings is not None and self._landings.must_land(request, computed_tokens):
+            return None
         for role in self._roles:
             role.free_blocks()
         missing = 0
@@ -253,6 +258,9 @@ class ConnectorScheduler:
             self._roles.insert(0, tier)
             if self._moves is not None:
                 self._moves.use(tier, len(in_order))
+            if self._consumer is not None and self._config.pull_to != "device":
+                self._landings = self._make_landings(tier, self._consumer, len(in_order))
+                self._roles.insert(0, self._landings)
             for request in self._early.values():
                 tier.add(request)
         self._early.clear()
@@ -339,6 +347,26 @@ class ConnectorScheduler:
                 "the device's KV cache, or cpu_store to lazy"
             )
         return HostTier(pool, len(handshakes), mode)
+
+    def _make_landings(self, tier: HostTier, consumer: Consumer, ranks: int) -> Landings:
+        """Return what pulls to host memory.
+
+        Raises:
+            ConfigError: host memory cannot hold a prompt of the greatest length.
+        """
+        pull_to, longest = self._config.pull_to, int(self._vllm_config.model_config.max_model_len)
+        needed = blocks_for(self._retentions, longest)
+        if needed > tier.slots:
+            raise ConfigError(
+                f"pull_to = {pull_to!r}: host memory of {tier.slots} blocks cannot hold one prompt of max_model_len = "
+                f"{longest} tokens, which takes {needed}; set cpu_bytes_to_use to at least "
+                f"{-(-self._config.cpu_bytes_to_use * needed // tier.slots)}, or pull_to to 'device'"
+            )
+        logger.info(
+            "PDConnector: prompts are pulled to host memory%s, and loaded from there (pull_to = %s)",
+            " if the device has no room for them" if pull_to == "auto" else "", pull_to,
+        )  # fmt: skip
+        return Landings(pull_to, tier, consumer, self._blocks, self._retentions, ranks)
 
     def _check_secrets(self, handshakes: Sequence[WorkerHandshake]) -> None:
         """Raise ConfigError unless every worker has this process's secret: with another, all its pulls would fail."""

@@ -272,6 +272,26 @@ class HostBlockPool:
         event = self._events.recall(key) if self._with_events else None
         self.publish([Store(Candidate(block, key, self._release.prefix_tokens(block), event), host)])
 
+    @property
+    def null_block(self) -> "KVCacheBlock":
+        """The block that stands for those that nobody needs."""
+        return self._pool.null_block
+
+    def publish_landed(self, request: "Request", hit: HostHit, first_token: int) -> None:
+        """Make the full blocks of a hit findable that hold tokens from ``first_token`` on. Their bytes have arrived."""
+        end = hit.first_token + hit.tokens
+        for group in self.groups:
+            size = self.block_tokens[group]
+            hashes = self._release.block_hashes(request.block_hashes, self._pool.hash_block_size, size)
+            for number in range(first_token // size, min(end // size, len(hashes))):
+                host = hit.groups[group][number - hit.first_token // size]
+                key = make_block_hash_with_group_id(hashes[number], group)
+                if host.is_null or self.holds(key):
+                    continue
+                self._release.make_findable(self._pool, key, host, (number + 1) * size)
+                if self._with_events:
+                    self._pool.kv_event_queue.append(self._events.stored(request, group, number))
+
     def evict_all(self) -> None:
         """Make all blocks impossible to find, those in use included."""
         self._pool.evict_blocks({int(block.block_id) for block in self._pool.blocks if block.block_hash is not None})

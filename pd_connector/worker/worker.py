@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from layout.cost import CostModel
-from layout.geometry import ModelIdentity, WorkerGeometry
+from layout.geometry import ModelIdentity, Region, WorkerGeometry
+from layout.host_blocks import host_layout
+from layout.host_slots import SlotPlaneError
 from pd_connector.config import ConfigError, ConnectorConfig
 from pd_connector.orders import Orders, Report, WorkerHandshake, WorkerRanks
 from pd_connector.secret import load_keys
@@ -32,6 +34,7 @@ from pd_connector.worker.checksums import CacheChecksums, LeaseChecksums
 from pd_connector.worker.device_fence import RaiseFence, fences, no_fence
 from pd_connector.worker.device_memory import DeviceIdentityMemory
 from pd_connector.worker.host_pool import HostPool, HostQuota
+from pd_connector.worker.landings import Landings, host_block_geometry
 from pd_connector.worker.peer import PullContext
 from pd_connector.worker.pulls import Pulls
 from pd_connector.worker.remote_reader import RemoteReader
@@ -75,9 +78,11 @@ class ConnectorWorker:
         self._model: ModelIdentity | None = None
         self._caches: _RegisteredCaches | None = None
         self._host: HostPool | None = None
+        self._landing_reads: RemoteReader | None = None  # if prompts are pulled to host memory
         self._roles: list[WorkerRole] = []  # host memory first
         self._arrivals = Arrivals()
         self._failures = FailedBlocks()
+        self._lost_landings = Report()  # those that the end of the transfer engine has ended, until the next report
         self._steps: list[int] = []  # that have been ordered, until the next report
 
     def register_caches(self, kv_caches: Mapping[str, Cache]) -> None:
@@ -136,6 +141,8 @@ class ConnectorWorker:
         for role in transfers:
             role.join()
             role.check_ended()
+            if isinstance(role, Landings):
+                self._lost_landings += role.abandoned()
         if self._host is not None:
             self._host.settle()
         self._settle_ends()
@@ -215,7 +222,8 @@ class ConnectorWorker:
         handshakes, self._unsent = self._unsent, {}
         steps, self._steps = dict.fromkeys(self._steps, 1), []
         report = Report(handshakes=handshakes, failed=self._failures.take_requests(), steps=steps)
-        return sum((role.take_report() for role in self._roles), report)
+        lost, self._lost_landings = self._lost_landings, Report()
+        return sum((role.take_report() for role in self._roles), report + lost)
 
     def shutdown(self) -> None:
         """Stop all transfers, unregister the memory, join all threads."""
@@ -256,7 +264,7 @@ class ConnectorWorker:
 
     def _readable_host(self, host: HostPool, geometry: WorkerGeometry) -> WorkerGeometry | None:
         """Return the slots of host memory as peers may read them; None if they may not."""
-        if not (self._config.host_transfers and self._role.produces):
+        if not self._shows_host:
             return None
         if transport(self._config) == "ascend":
             raise ConfigError(
@@ -269,25 +277,41 @@ class ConnectorWorker:
             raise ConfigError(f"host_transfers = True: {error}; set it to false") from error
 
     def _register_host(self, engine: TransferEngine) -> None:
-        """Let peers read the slots of host memory, in one region, if that is set.
+        """Register the slots of host memory in one region, if peers read them or prompts are pulled there.
 
         Raises:
             EngineStartError: the transfer engine refuses it.
+            ConfigError: staging_bytes is too little.
         """
-        if self._host is None or not (self._config.host_transfers and self._role.produces):
+        if self._host is None or not (self._shows_host or self._lands):
             return
         region = self._host.region
+        staging: tuple[Region, ...] = ()
+        if self._lands:
+            self._landing_reads = _host_reader(self._config, (region,))
+            staging = self._landing_reads.regions
+        settings = ["host_transfers"] * self._shows_host + ["pull_to"] * self._lands
         try:
-            engine.register((region,))
+            engine.register((region, *staging))
         except EngineStartError as error:
             raise EngineStartError(
-                f"host_transfers = True: the transfer engine refuses the {region.size} bytes of this worker's host "
+                f"{' and '.join(settings)}: the transfer engine refuses the {region.size} bytes of this worker's host "
                 f"memory, which must be registered in one piece: {error}. Allow the process to lock more memory "
-                "(ulimit -l), set cpu_bytes_to_use to less, or host_transfers to false"
+                "(ulimit -l), set cpu_bytes_to_use to less, or host_transfers to false and pull_to to 'device'"
             ) from error
         logger.info(
-            "PDConnector: peers can read the %d bytes of this worker's host memory (host_transfers)", region.size
+            "PDConnector: registered the %d bytes of this worker's host memory (%s)", region.size, ", ".join(settings)
         )
+
+    @property
+    def _shows_host(self) -> bool:
+        """Whether peers may read this worker's host memory."""
+        return self._role.produces and self._config.host_transfers
+
+    @property
+    def _lands(self) -> bool:
+        """Whether prompts are pulled to host memory."""
+        return self._role.consumes and self._config.pull_to != "device"
 
     def _start_roles(self, engine: TransferEngine, caches: "_RegisteredCaches", reads: RemoteReader | None) -> None:
         config, ranks = self._config, caches.ranks
@@ -316,6 +340,20 @@ class ConnectorWorker:
             trace=pull_spans(self._vllm_config, ranks.index),
         )
         self._roles.append(Pulls(context, config.peer_idle_s, self._stats))
+        if self._host is not None and self._landing_reads is not None:
+            self._roles.append(self._landings(context, self._host, self._landing_reads))
+
+    def _landings(self, context: PullContext, host: HostPool, reads: RemoteReader) -> Landings:
+        """Return what pulls to host memory: nothing of the device takes part, so no pull waits for it."""
+        config = self._config
+        try:
+            geometry = host_block_geometry(context.local, host_layout(context.local), host.region)
+        except SlotPlaneError as error:
+            raise ConfigError(f"pull_to = {config.pull_to!r}: {error}; or set pull_to to 'device'") from error
+        client = ControlClient(keys=self._keys, allowed=self._allowed)
+        verifier = Verifier(CacheChecksums(geometry, in_place), client) if config.verify else None
+        context = replace(context, local=geometry, client=client, reads=reads, verifier=verifier, raise_fence=no_fence)
+        return Landings(Pulls(context, config.peer_idle_s, self._stats), self._stats)
 
     def _fences(self, caches: "_RegisteredCaches") -> RaiseFence:
         """Return what raises the fences of pulls; none are needed if vLLM itself defers the reuse of freed blocks."""
@@ -368,6 +406,16 @@ def _remote_reader(
         return RemoteReader.with_device_staging(cost, geometry.regions, config.staging_bytes, tensors)
     try:
         return RemoteReader.with_staging(cost, geometry.regions, config.staging_bytes)
+    except ValueError as error:
+        raise ConfigError(f"staging_bytes = {config.staging_bytes}: {error}; 0 turns staging off") from error
+
+
+def _host_reader(config: ConnectorConfig, pool: tuple[Region, ...]) -> RemoteReader:
+    """Return what reads to host memory, which the host reshapes, whatever the device is."""
+    if not config.staging_bytes:
+        return RemoteReader(read_cost(config), pool)
+    try:
+        return RemoteReader.with_staging(read_cost(config), pool, config.staging_bytes)
     except ValueError as error:
         raise ConfigError(f"staging_bytes = {config.staging_bytes}: {error}; 0 turns staging off") from error
 

@@ -24,7 +24,9 @@ def test_prompts_for_a_paused_decode_server_leave_the_device_and_are_answered_ri
     try:
         params = [pair.prefill.client.prefill(prompt) for prompt in prompts]
         done = time.monotonic()
-        until(lambda: leased_blocks(pair.prefill) <= DEVICE_BLOCKS / 10, 10.0)
+        until(
+            lambda: leased_blocks(pair.prefill) <= DEVICE_BLOCKS / 10, "the leases to leave the device", within_s=10.0
+        )
         took_s = time.monotonic() - done
     finally:
         pair.decode.signal(signal.SIGCONT)

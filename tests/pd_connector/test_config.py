@@ -30,6 +30,9 @@ DEFAULTS = {
     "byte_cost_ns": None,
     "cpu_bytes_to_use": 0,
     "cpu_store": "eager",
+    "host_transfers": False,
+    "move_leases_above": 0.1,
+    "pull_to": "device",
     "drain_timeout_s": 5.0,
     "peer_idle_s": 600.0,
     "model_check": "weights",
@@ -65,6 +68,10 @@ ACCEPTED = [
     ("byte_cost_ns", 0),
     ("cpu_bytes_to_use", 32 * 1024**3),
     ("cpu_store", "lazy"),
+    ("host_transfers", False),
+    ("move_leases_above", 0),
+    ("move_leases_above", 1.0),
+    ("pull_to", "device"),
     ("drain_timeout_s", 0),
     ("peer_idle_s", 1.5),
     ("model_check", "config"),
@@ -117,6 +124,10 @@ REFUSED = [
     ("cpu_bytes_to_use", math.nan),
     ("cpu_bytes_to_use", True),
     ("cpu_store", "always"),
+    ("host_transfers", 1),
+    ("move_leases_above", 1.1),
+    ("move_leases_above", math.nan),
+    ("pull_to", "disk"),
     ("drain_timeout_s", -0.5),
     ("peer_idle_s", 0),
     ("model_check", False),
@@ -144,6 +155,21 @@ def test_every_key_has_a_valid_and_a_wrong_value_here() -> None:
 @pytest.mark.parametrize(("key", "value"), ACCEPTED)
 def test_a_valid_value_is_taken(key: str, value: Any) -> None:
     assert parse_config({key: value}).model_dump() == DEFAULTS | {key: value}
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"host_transfers": True}, "host_transfers = True: cpu_bytes_to_use is 0"),
+        ({"pull_to": "host"}, "pull_to = 'host': cpu_bytes_to_use is 0"),
+        ({"pull_to": "auto"}, "pull_to = 'auto': cpu_bytes_to_use is 0"),
+    ],
+)
+def test_what_needs_host_memory_is_refused_without_it(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        parse_config(settings)
+    with_memory = settings | {"cpu_bytes_to_use": 1 << 30}
+    assert parse_config(with_memory).model_dump() == DEFAULTS | with_memory
 
 
 @pytest.mark.parametrize(("key", "value"), REFUSED)

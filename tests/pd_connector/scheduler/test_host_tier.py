@@ -113,7 +113,7 @@ def test_blocks_that_leave_the_window_with_what_is_pulled_are_not_loaded() -> No
 def test_what_host_memory_has_no_block_for_is_not_loaded_though_the_device_keeps_one() -> None:
     """As with drafts of several tokens, for which a window keeps blocks a little longer."""
     null, host, device = KVCacheBlock(0, is_null=True), KVCacheBlock(3), [KVCacheBlock(7), KVCacheBlock(8)]
-    assert _triples(HostHit(0, 8, ((null, host),)), [device], [4]) == [(0, 8, 2)]
+    assert _triples(HostHit(0, 8, ((null, host),)), [device], [4], 0) == [(0, 8, 2)]
 
 
 def test_what_a_window_passes_in_the_next_step_is_found_again() -> None:

@@ -18,7 +18,7 @@ from pd_connector.scheduler.lease_service import LeaseService
 from pd_connector.scheduler.leases import LeaseTable
 from pd_connector.scheduler.producer import Producer
 from pd_connector.stats import StatsRecorder
-from pd_connector.vllm.block_pools import DeviceBlocks, HeldBlocks
+from pd_connector.vllm.block_pools import DeviceBlocks, Leased
 from pd_connector.vllm.engine_core import EngineLoop
 from tests.support.connector.engines import IDENTITY
 from tests.support.connector.requests import FakeRequest, a_prompt, cache_manager
@@ -51,7 +51,7 @@ class Engine:
         self.loop = Loop()
         blocks = DeviceBlocks()
         blocks.bind(cache_manager(self.pool, self.tables))
-        self.leases: LeaseTable[HeldBlocks] = LeaseTable(ttl_s, time.monotonic)
+        self.leases: LeaseTable[Leased] = LeaseTable(ttl_s, time.monotonic)
         service = LeaseService(self.leases, IDENTITY, 2, self.loop.wake)
         drain = Drain(5.0, 60.0, self.loop.is_stopping)
         self.role = Producer(service, "127.0.0.1", port, blocks, self.loop, drain)

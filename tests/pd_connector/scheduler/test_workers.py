@@ -6,7 +6,7 @@ from pd_connector.scheduler.workers import Workers
 
 
 def a_handshake(slots: int, generation: int = 0) -> WorkerHandshake:
-    return WorkerHandshake(WorkerGeometry(0, 1, 0, 1, "10.0.0.5:15000", (), ()), slots, generation)
+    return WorkerHandshake(WorkerGeometry(0, 1, 0, 1, "10.0.0.5:15000", (), ()), slots, generation=generation)
 
 
 def test_workers_are_known_when_the_last_handshake_has_arrived() -> None:

@@ -1,7 +1,6 @@
 """Pulls of leases that have moved to the prefill engine's host memory: every byte, and what may not be used."""
 
 from collections.abc import Iterator
-from typing import cast
 
 import numpy as np
 import pytest
@@ -61,7 +60,7 @@ class MovingEngine:
     def move(self, remote: RemotePrefill, blocks: Tables, slots: Tables) -> str | None:
         """Copy a lease and let it point there; what it held."""
         self.copy(blocks, slots)
-        return cast("str | None", self.prefill.leases.move(remote.lease_id, "slots", slots))
+        return self.prefill.leases.move(remote.lease_id, "slots", slots)
 
 
 @pytest.fixture
@@ -85,8 +84,8 @@ def site() -> Iterator[Site]:
 def test_a_lease_that_has_moved_is_read_in_host_memory(
     site: Site, prefill_tp: int, decode_tp: int, layouts: tuple[str, str], decode_tokens: int
 ) -> None:
-    source = Engine(layout=layouts[0], blocks=12, tp=prefill_tp)  # type: ignore[arg-type]
-    target = Engine(layout=layouts[1], blocks=24, tp=decode_tp, block_tokens=decode_tokens)  # type: ignore[arg-type]
+    source = Engine(layout=layouts[0], blocks=12, tp=prefill_tp)
+    target = Engine(layout=layouts[1], blocks=24, tp=decode_tp, block_tokens=decode_tokens)
     moving = MovingEngine(site, source)
     remote = moving.prefill.prefill("r", THEIRS)
     assert moving.move(remote, THEIRS, IN_HOST) == "r"

@@ -1,0 +1,80 @@
+"""Blocks of host memory that are lent: to leases that move there, and to prompts that are pulled there.
+
+The pool evicts none of them until they are given back. Everything runs on the scheduler's thread.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from pd_connector.vllm.block_pools import HeldBlocks, HostBlockPool, slot_of
+
+
+@dataclass(frozen=True, slots=True)
+class CopyLoan:
+    """Host blocks for copies of device blocks, in their order."""
+
+    hosts: HeldBlocks
+    new: tuple[int, ...]  # indices of those that do not hold the copy yet
+
+
+class HostLoans:
+    """Owns the references that borrowers have to host blocks."""
+
+    def __init__(self, pool: HostBlockPool) -> None:
+        """Lend blocks of this pool."""
+        self._pool = pool
+        self._lent: Counter[int] = Counter()  # references, by slot
+        self._lost: set[int] = set()  # slots never used again: a failed copy may still write to them
+
+    def lend(self, held: HeldBlocks, number: int) -> "HeldBlocks | None":
+        """Lend host blocks for their contents, and as many free ones beside them, which are returned.
+
+        Returns:
+            None if too few are free; then nothing is lent.
+        """
+        self._pool.pin(held)  # first, so that none of them is evicted for the others
+        if number > self._pool.free:
+            self._pool.unpin(held)
+            return None
+        taken = self._pool.take(number)
+        self._lent.update(map(slot_of, (*held, *taken)))
+        return taken
+
+    def lend_for_copies(self, blocks: HeldBlocks) -> CopyLoan | None:
+        """Lend host blocks for copies of device blocks: those that hold them already, else free ones.
+
+        Returns:
+            None if too few are free; then nothing is lent.
+        """
+        copies = [self._pool.copy_of(block) for block in blocks]
+        taken = self.lend(tuple(host for host in copies if host is not None), copies.count(None))
+        if taken is None:
+            return None
+        free = iter(taken)
+        hosts = tuple(host if host is not None else next(free) for host in copies)
+        return CopyLoan(hosts, tuple(number for number, host in enumerate(copies) if host is None))
+
+    def publish(self, blocks: HeldBlocks, loan: CopyLoan) -> None:
+        """Let the copies of device blocks be found, which have arrived in the host blocks lent for them."""
+        for number in loan.new:
+            self._pool.publish_copy(blocks[number], loan.hosts[number])
+
+    def take_back(self, hosts: HeldBlocks, lost: Sequence[int] = ()) -> None:
+        """Take host blocks back. Those with the indices ``lost`` are never used again."""
+        self.end(hosts)
+        self._lost.update(slot_of(hosts[number]) for number in lost)
+        kept = frozenset(lost)
+        self._pool.unpin(tuple(host for number, host in enumerate(hosts) if number not in kept))
+
+    def end(self, hosts: HeldBlocks) -> None:
+        """Count host blocks as lent no more. The caller has their references."""
+        self._lent -= Counter(map(slot_of, hosts))
+
+    def are_lent(self, hosts: Iterable[HeldBlocks]) -> bool:
+        """Return whether all of these loans are known."""
+        return Counter(slot_of(block) for blocks in hosts for block in blocks) <= self._lent
+
+    def references(self) -> "Counter[int]":
+        """Return the number of references to each slot, lent or lost."""
+        return self._lent + Counter(self._lost)

@@ -1,0 +1,245 @@
+"""Pulls to host memory, on the scheduler side: when a prompt lands, what its request gets, and whose the slots are."""
+
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
+
+from pd_connector.orders import Cause, LandingEnds, Report
+from pd_connector.scheduler.consumer import Consumer
+from pd_connector.scheduler.host_tier import HostTier
+from pd_connector.scheduler.landings import Landings, PullTo
+from pd_connector.stats import StatsRecorder
+from pd_connector.vllm.cache_specs import Retention
+from tests.support.connector.consumers import CountedBlocks, consumer_parts
+from tests.support.connector.requests import RecordingClient, a_prompt, a_remote, allocated
+from tests.support.host_tier.setup import Setup, make_manager, make_pool, make_request
+from tests.support.waiting import ManualClock
+
+TOKENS, NEEDED = 41, 3
+SETUP = Setup(groups=((16, 0),), device_blocks=40, slots=7, ranks=2)
+
+
+class DecodeEngine:
+    """The roles of a decode engine of two ranks that pulls to host memory."""
+
+    def __init__(self, pull_to: PullTo = "host", slots: int = 7, device_blocks: int = 100) -> None:
+        self.pool = make_pool(Setup(SETUP.groups, SETUP.device_blocks, slots), make_manager(SETUP))
+        self.tier = HostTier(self.pool, 2)
+        kept = [Retention(16)]
+        self.device = CountedBlocks(device_blocks)
+        self.consumer = Consumer(*consumer_parts(RecordingClient(), ManualClock(), kept, self.device))
+        self.landings = Landings(pull_to, self.tier, self.consumer, self.device, kept, 2)
+        self.roles = (self.landings, self.tier, self.consumer)
+        self.requests: dict[str, Any] = {}
+        self.under_way: list[str] = []
+        self.loading: list[str] = []
+
+    def arrive(self, name: str, seed: int = 0) -> Any:
+        prompt = a_prompt(TOKENS, seed)
+        request = self.requests[name] = make_request(SETUP, name, prompt)
+        request.kv_transfer_params = a_remote(prompt, lease_id=f"lease-of-{name}").to_params()
+        for role in self.roles:
+            role.add(request)
+        return request
+
+    def ask(self, name: str, computed: int = 0) -> tuple[int, int] | None:
+        """Tokens to load and to pull to the device; None if the request is to wait."""
+        request = self.requests[name]
+        if self.landings.must_land(request, computed):
+            self.under_way += [order.request_id for order in self.landings.step_orders({}).landings]
+            return None
+        loaded = self.tier.missing_tokens(request, computed)
+        return loaded, self.consumer.missing_tokens(request, computed + loaded)
+
+    def give_blocks(self, name: str, loaded: int, pulled: int, computed: int = 0) -> None:
+        request, left = self.requests[name], loaded + pulled
+        blocks = allocated([*range(1, NEEDED + 1)])
+        blocks.blocks = ([KVCacheBlock(number) for number in range(1, NEEDED + 1)],)
+        for role in self.roles:
+            left -= role.allocated(request, blocks, left)
+        assert left == 0
+        if loaded:
+            self.loading.append(name)
+
+    def end_landing(self, name: str, *, failed: bool = False) -> None:
+        self.under_way.remove(name)
+        for rank in range(2):
+            report = Report(landings={name: LandingEnds(1, failed=failed and rank == 0)})
+            for role in self.roles:
+                role.settled(set(), set(), report)
+
+    def end_load(self, name: str) -> None:
+        self.loading.remove(name)
+        for role in self.roles:
+            role.settled({name}, set(), Report())
+
+    def leave(self, name: str) -> None:
+        request = self.requests.pop(name)
+        self.landings.finish(request, ())
+        self.tier._requests.pop(name, None)  # it has computed nothing, so there is nothing to store
+        self.tier.finish(request, ())
+        self.consumer.finish(request, ())
+
+    def check(self) -> None:
+        for role in self.roles:
+            role.check_integrity()
+
+    def counted(self) -> dict[str, int]:
+        stats = StatsRecorder()
+        for role in self.roles:
+            role.update_stats(stats)
+        return dict((stats.take() or {"counts": {}})["counts"])
+
+
+def test_a_prompt_lands_and_is_given_to_its_request_to_the_last_token() -> None:
+    engine = DecodeEngine()
+    request = engine.arrive("r")
+    assert engine.landings.must_land(request, 0)
+    (order,) = engine.landings.step_orders({}).landings
+    engine.under_way.append("r")
+    assert (order.first_token, order.end_token) == (0, TOKENS - 1)
+    assert [len(ids) for ids in order.local_block_ids] == [NEEDED]
+    assert 0 not in order.local_block_ids[0]
+    assert engine.ask("r") is None
+    assert engine.consumer.awaits_blocks(request)
+    engine.end_landing("r")
+    engine.check()
+    assert engine.ask("r") == (TOKENS - 1, 0), "the tail, which is not a full block, is there as well"
+    engine.give_blocks("r", TOKENS - 1, 0)
+    (load,) = engine.tier.step_orders({}).loads
+    assert load.moves.slots.tolist() == [block - 1 for block in order.local_block_ids[0]]
+    assert load.moves.blocks.tolist() == [1, 2, 3]
+    engine.check()
+    assert engine.counted()["landings:landed"] == 1
+
+
+def test_what_the_device_holds_by_then_is_not_loaded() -> None:
+    engine = DecodeEngine()
+    engine.arrive("r")
+    assert engine.ask("r") is None
+    engine.end_landing("r")
+    assert engine.ask("r", 16) == (TOKENS - 17, 0)
+    engine.give_blocks("r", TOKENS - 17, 0, 16)
+    (load,) = engine.tier.step_orders({}).loads
+    assert load.moves.blocks.tolist() == [2, 3]
+    engine.check()
+
+
+def test_others_find_what_has_landed_and_pull_the_rest_only() -> None:
+    engine = DecodeEngine()
+    engine.arrive("r")
+    assert engine.ask("r") is None
+    engine.end_landing("r")
+    other = engine.arrive("other")
+    assert engine.landings.must_land(other, 0)
+    (order,) = engine.landings.step_orders({}).landings
+    assert (order.first_token, order.end_token) == (32, TOKENS - 1)
+    assert order.local_block_ids[0][:2] == (0, 0)
+    engine.check()
+
+
+@pytest.mark.parametrize(("free", "lands"), [(100, False), (3, True)])
+def test_auto_pulls_to_the_device_as_long_as_it_has_the_blocks(free: int, *, lands: bool) -> None:
+    engine = DecodeEngine("auto")
+    engine.device.used = 100 - free
+    engine.arrive("r")
+    assert (engine.ask("r") is None) == lands
+    assert lands or engine.ask("r") == (0, TOKENS - 1)
+
+
+@pytest.mark.parametrize(("slots", "reason"), [(2, "too_large"), (4, "full")])
+def test_without_room_in_host_memory_a_prompt_is_pulled_to_the_device(slots: int, reason: str) -> None:
+    engine = DecodeEngine(slots=slots)
+    engine.arrive("first", seed=1)
+    if reason == "full":
+        assert engine.ask("first") is None
+    engine.arrive("r")
+    assert engine.ask("r") == (0, TOKENS - 1)
+    assert engine.ask("r") == (0, TOKENS - 1)
+    assert engine.counted()[f"landing_fallbacks:{reason}"] == 1
+    engine.check()
+
+
+def test_the_request_of_a_landing_that_fails_is_refused_as_that_of_a_pull() -> None:
+    engine = DecodeEngine()
+    engine.arrive("r")
+    assert engine.ask("r") is None
+    engine.end_landing("r", failed=True)
+    assert engine.ask("r") == (0, TOKENS - 1)
+    engine.give_blocks("r", 0, TOKENS - 1)
+    (refusal,) = engine.consumer.step_orders({}).refusals
+    assert refusal.cause is Cause.LANDING
+    assert engine.pool.references() == {}
+
+
+def test_a_reset_makes_what_lands_useless_and_the_prompt_is_computed() -> None:
+    engine = DecodeEngine()
+    engine.arrive("r")
+    assert engine.ask("r") is None
+    for role in engine.roles:
+        role.reset()
+    engine.end_landing("r")
+    assert engine.ask("r") == (0, 0)
+    assert engine.pool.references() == {}
+    engine.check()
+
+
+ACTIONS = ("arrive", "ask", "give", "land", "fail", "load", "leave", "reset")
+
+
+class Course:
+    """What happens to the requests of a decode engine, one action at a time."""
+
+    def __init__(self) -> None:
+        self.engine = DecodeEngine()
+        self.given_blocks: set[str] = set()
+
+    def act(self, number: int, action: str, choice: int) -> None:
+        engine = self.engine
+        names = sorted(engine.requests)
+        if action == "arrive":
+            engine.arrive(f"r{number}", seed=choice % 4)
+        elif action == "reset":
+            for role in engine.roles:
+                role.reset()
+        elif action in ("land", "fail"):
+            if engine.under_way:
+                engine.end_landing(engine.under_way[choice % len(engine.under_way)], failed=action == "fail")
+        elif action == "load":
+            if engine.loading:
+                engine.end_load(engine.loading[choice % len(engine.loading)])
+        elif names:
+            self.act_on(names[choice % len(names)], action)
+
+    def act_on(self, name: str, action: str) -> None:
+        if action == "leave":
+            self.engine.leave(name)
+        elif name not in self.given_blocks:
+            found = self.engine.ask(name)
+            if action == "give" and found is not None:
+                self.given_blocks.add(name)
+                self.engine.give_blocks(name, *found)
+                self.engine.tier.step_orders({})
+
+    def end_all(self) -> None:
+        for name in [*self.engine.under_way]:
+            self.engine.end_landing(name)
+        for name in [*self.engine.loading]:
+            self.engine.end_load(name)
+        for name in [*self.engine.requests]:
+            self.engine.leave(name)
+
+
+@settings(max_examples=200, deadline=None, derandomize=True, database=None, suppress_health_check=[*HealthCheck])
+@given(st.lists(st.tuples(st.sampled_from(ACTIONS), st.integers(0, 9)), max_size=60))
+def test_slots_are_never_lost_nor_two_owners_whatever_happens(actions: list[tuple[str, int]]) -> None:
+    course = Course()
+    for number, (action, choice) in enumerate(actions):
+        course.act(number, action, choice)
+        course.engine.check()
+    course.end_all()
+    course.engine.check()
+    assert course.engine.pool.references() == {}

@@ -1,0 +1,98 @@
+"""Pulls to host memory on a worker: real reads into host slots, and from there to the device, byte by byte."""
+
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from layout.cost import CostModel
+from layout.geometry import Region
+from layout.host_blocks import HostLayout, host_layout
+from pd_connector.orders import LandingEnds, Orders, Report
+from pd_connector.stats import StatsRecorder
+from pd_connector.worker.landings import Landings, host_block_geometry
+from pd_connector.worker.pulls import Pulls
+from pd_connector.worker.remote_reader import RemoteReader
+from tests.support.connector.engines import DECODE, OURS, PREFILL, THEIRS, DecodeWorker, Site, an_order
+from tests.support.engine.in_process import Fault
+from tests.support.layout.oracle import Engine
+from tests.support.memory import Bytes
+from tests.support.waiting import until
+from transfer.local_copy.reshape import run_copies
+
+SLOTS = 8
+HOST_BLOCKS = (7, 1, 8, 2, 5)  # slot s is block s + 1
+
+
+class HostMemory:
+    """A worker's host pool, into which it pulls."""
+
+    def __init__(self, worker: DecodeWorker) -> None:
+        self.worker = worker
+        self.layout: HostLayout = host_layout(worker.rank.geometry)
+        self.memory: Bytes = np.zeros(SLOTS * self.layout.slot_bytes, np.uint8)
+        self.region = Region(self.memory.ctypes.data, self.memory.nbytes)
+        reads = RemoteReader.with_staging(CostModel.of_protocol("tcp"), (self.region,), 1 << 20)
+        worker.engine.register((self.region, *reads.regions))
+        local = host_block_geometry(worker.rank.geometry, self.layout, self.region)
+        context = replace(worker.context(), local=local, reads=reads)
+        self.stats = StatsRecorder()
+        self.landings = Landings(Pulls(context, 600.0, self.stats), self.stats)
+
+    def end(self) -> LandingEnds:
+        reports: list[Report] = []
+
+        def has_ended() -> bool:
+            reports.append(self.landings.take_report())
+            return bool(reports[-1].landings)
+
+        until(has_ended)
+        return reports[-1].landings["r"]
+
+    def close(self) -> None:
+        self.landings.close()
+        self.landings.join()
+
+
+@pytest.fixture(params=["LBHNC", "BHLNC"])
+def hosts(site: Site, request: pytest.FixtureRequest) -> Iterator[list[HostMemory]]:
+    with closing(site.add(HostMemory(site.decode(replace(DECODE, layout=request.param))[0]))) as host:
+        yield [host]
+
+
+@pytest.mark.parametrize(
+    "remote", [PREFILL, replace(PREFILL, tp=2), Engine(layout="LBNHC", block_tokens=16, blocks=12)]
+)
+def test_what_lands_and_is_loaded_is_what_a_pull_brings(hosts: list[HostMemory], site: Site, remote: Engine) -> None:
+    (host,) = hosts
+    prefill = site.prefill(remote)
+    order = an_order("r", prefill.prefill("r", THEIRS), (HOST_BLOCKS,))
+    assert host.landings.execute(Orders(landings=(order,))) == []
+    assert host.end() == LandingEnds(1)
+    assert host.worker.untouched, "a landing writes to the device"
+    counts = (host.stats.take() or {})["counts"]
+    assert counts["landed_bytes"] == counts["pull_bytes"] > 0
+    slots = [block - 1 for block in HOST_BLOCKS]
+    run_copies(host.layout.loads(host.region, 0, list(OURS[0]), slots))
+    assert host.worker.holds([(OURS, 0, 69)], remote)
+    unused = sorted(set(range(SLOTS)) - set(slots))
+    assert not host.memory.reshape(SLOTS, -1)[unused].any(), "a landing writes outside its slots"
+
+
+def test_a_landing_that_fails_is_reported_as_failed(hosts: list[HostMemory], site: Site) -> None:
+    (host,) = hosts
+    prefill = site.prefill()
+    site.fabric.inject(1, Fault())
+    host.landings.execute(Orders(landings=(an_order("r", prefill.prefill("r", THEIRS), (HOST_BLOCKS,)),)))
+    assert host.end() == LandingEnds(1, failed=True)
+
+
+def test_landings_that_have_not_ended_when_the_engine_sleeps_have_failed(hosts: list[HostMemory], site: Site) -> None:
+    (host,) = hosts
+    prefill = site.prefill()
+    host.landings.execute(Orders(landings=(an_order("r", prefill.prefill("r", THEIRS), (HOST_BLOCKS,)),)))
+    host.close()
+    assert host.landings.abandoned().landings == {"r": LandingEnds(1, failed=True)}
+    assert not host.landings.abandoned()
