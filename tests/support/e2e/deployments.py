@@ -212,6 +212,22 @@ MOVING_LEASES = Deployment(
     slow=True,
 )
 
+_LANDING_HOST = ("cpu_bytes_to_use", 4 * HOST_BLOCKS * _BLOCK_BYTES)
+
+#: Prompts that find no room on a decode server's device land in its host memory, or all of them do.
+LANDINGS = Deployment(
+    "landings",
+    (
+        ("P", prefill(layout="LBHNC")),
+        ("D auto", _with_host_memory(decode(layout="BHLNC", patient=True), ("pull_to", "auto"), _LANDING_HOST)),
+        (
+            "D host",
+            _with_host_memory(decode(layout="LBHNC", tensor_parallel=2, patient=True), ("pull_to", "host")),
+        ),
+    ),
+    slow=True,
+)
+
 #: This connector is a child of vLLM's MultiConnector, before the other child or behind it; one has host memory.
 MULTI_CONNECTOR = Deployment(
     "MultiConnector",
