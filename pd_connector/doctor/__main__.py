@@ -27,7 +27,7 @@ _LOCAL_PULL_BYTES = 48 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class LocalEnd:
     """What an engine on this machine would take."""
 
     host: str
@@ -64,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0 if report.passed else 1
 
 
-def _examine(report: Examination, config: ConnectorConfig, place: Place, wishes: Wishes) -> None:
+def _examine(report: Examination, config: ConnectorConfig, place: LocalEnd, wishes: Wishes) -> None:
     """Check this machine."""
     if place.is_guessed:
         said = f"vLLM, which chooses host and protocol, cannot be imported; taken are {place.host} and {place.protocol}"
@@ -74,7 +74,7 @@ def _examine(report: Examination, config: ConnectorConfig, place: Place, wishes:
     report.run("two processes", _two_processes(config, place, wishes))
 
 
-def _two_processes(config: ConnectorConfig, place: Place, wishes: Wishes) -> Check:
+def _two_processes(config: ConnectorConfig, place: LocalEnd, wishes: Wishes) -> Check:
     """Return the check that another process on this machine can be read like a P."""
 
     def check() -> Verdict:
@@ -101,7 +101,7 @@ def _two_processes(config: ConnectorConfig, place: Place, wishes: Wishes) -> Che
     return check
 
 
-def _listen(config: ConnectorConfig, place: Place, port: int) -> int:
+def _listen(config: ConnectorConfig, place: LocalEnd, port: int) -> int:
     """Serve in P's place until a signal comes."""
     stopping = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -117,16 +117,16 @@ def _listen(config: ConnectorConfig, place: Place, port: int) -> int:
     return 0
 
 
-def _place(config: ConnectorConfig) -> Place:
+def _place(config: ConnectorConfig) -> LocalEnd:
     """Return what an engine here would take, as vLLM says; without vLLM, TCP on loopback."""
     try:
         from pd_connector.vllm.platform import host_address  # noqa: PLC0415  imports vLLM: seconds
         from pd_connector.worker.worker import transport  # noqa: PLC0415
 
-        return Place(config.host or host_address(), transport(config))
+        return LocalEnd(config.host or host_address(), transport(config))
     except ImportError:
         protocol = "tcp" if config.protocol == "auto" else config.protocol
-        return Place(config.host or "127.0.0.1", protocol, is_guessed=True)
+        return LocalEnd(config.host or "127.0.0.1", protocol, is_guessed=True)
 
 
 def _config(text: str) -> ConnectorConfig:

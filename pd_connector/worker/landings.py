@@ -29,7 +29,7 @@ def host_block_geometry(geometry: WorkerGeometry, layout: HostLayout, pool: Regi
     return replace(slot_geometry(geometry, layout, shifted), regions=(pool,))
 
 
-class Landings(WorkerRole):
+class LandingPulls(WorkerRole):
     """Owns the pulls to host memory. ``pulls`` are made with the geometry of the host pool."""
 
     def __init__(self, pulls: Pulls, stats: StatsRecorder) -> None:

@@ -34,7 +34,7 @@ from pd_connector.worker.checksums import CacheChecksums, LeaseChecksums
 from pd_connector.worker.device_fence import RaiseFence, fences, no_fence
 from pd_connector.worker.device_memory import DeviceIdentityMemory
 from pd_connector.worker.host_pool import HostPool, HostQuota
-from pd_connector.worker.landings import Landings, host_block_geometry
+from pd_connector.worker.landings import LandingPulls, host_block_geometry
 from pd_connector.worker.peer import PullContext
 from pd_connector.worker.pulls import Pulls
 from pd_connector.worker.remote_reader import RemoteReader
@@ -141,7 +141,7 @@ class ConnectorWorker:
         for role in transfers:
             role.join()
             role.check_ended()
-            if isinstance(role, Landings):
+            if isinstance(role, LandingPulls):
                 self._lost_landings += role.abandoned()
         if self._host is not None:
             self._host.settle()
@@ -343,7 +343,7 @@ class ConnectorWorker:
         if self._host is not None and self._landing_reads is not None:
             self._roles.append(self._landings(context, self._host, self._landing_reads))
 
-    def _landings(self, context: PullContext, host: HostPool, reads: RemoteReader) -> Landings:
+    def _landings(self, context: PullContext, host: HostPool, reads: RemoteReader) -> LandingPulls:
         """Return what pulls to host memory: nothing of the device takes part, so no pull waits for it."""
         config = self._config
         try:
@@ -353,7 +353,7 @@ class ConnectorWorker:
         client = ControlClient(keys=self._keys, allowed=self._allowed)
         verifier = Verifier(CacheChecksums(geometry, in_place), client) if config.verify else None
         context = replace(context, local=geometry, client=client, reads=reads, verifier=verifier, raise_fence=no_fence)
-        return Landings(Pulls(context, config.peer_idle_s, self._stats), self._stats)
+        return LandingPulls(Pulls(context, config.peer_idle_s, self._stats), self._stats)
 
     def _fences(self, caches: "_RegisteredCaches") -> RaiseFence:
         """Return what raises the fences of pulls; none are needed if vLLM itself defers the reuse of freed blocks."""

@@ -12,10 +12,11 @@ from layout.geometry import Region
 from layout.host_blocks import HostLayout, host_layout
 from pd_connector.orders import LandingEnds, Orders, Report
 from pd_connector.stats import StatsRecorder
-from pd_connector.worker.landings import Landings, host_block_geometry
+from pd_connector.worker.landings import LandingPulls, host_block_geometry
 from pd_connector.worker.pulls import Pulls
 from pd_connector.worker.remote_reader import RemoteReader
 from tests.support.connector.engines import DECODE, OURS, PREFILL, THEIRS, DecodeWorker, Site, an_order
+from tests.support.connector.moving import IN_HOST, MovingEngine
 from tests.support.engine.in_process import Fault
 from tests.support.layout.oracle import Engine
 from tests.support.memory import Bytes
@@ -39,7 +40,7 @@ class HostMemory:
         local = host_block_geometry(worker.rank.geometry, self.layout, self.region)
         context = replace(worker.context(), local=local, reads=reads)
         self.stats = StatsRecorder()
-        self.landings = Landings(Pulls(context, 600.0, self.stats), self.stats)
+        self.landings = LandingPulls(Pulls(context, 600.0, self.stats), self.stats)
 
     def end(self) -> LandingEnds:
         reports: list[Report] = []
@@ -79,6 +80,20 @@ def test_what_lands_and_is_loaded_is_what_a_pull_brings(hosts: list[HostMemory],
     assert host.worker.holds([(OURS, 0, 69)], remote)
     unused = sorted(set(range(SLOTS)) - set(slots))
     assert not host.memory.reshape(SLOTS, -1)[unused].any(), "a landing writes outside its slots"
+
+
+@pytest.mark.parametrize("remote", [PREFILL, replace(PREFILL, tp=2, layout="BHLNC")])
+def test_host_memory_is_pulled_to_host_memory(hosts: list[HostMemory], site: Site, remote: Engine) -> None:
+    (host,) = hosts
+    moving = MovingEngine(site, remote)
+    lease = moving.prefill.prefill("r", THEIRS)
+    moving.move(lease, THEIRS, IN_HOST)
+    host.landings.execute(Orders(landings=(an_order("r", lease, (HOST_BLOCKS,)),)))
+    assert host.end() == LandingEnds(1)
+    counts = (host.stats.take() or {})["counts"]
+    assert counts["pull_bytes_from_host"] == counts["landed_bytes"] > 0
+    run_copies(host.layout.loads(host.region, 0, list(OURS[0]), [block - 1 for block in HOST_BLOCKS]))
+    assert host.worker.holds([(OURS, 0, 69)], remote)
 
 
 def test_a_landing_that_fails_is_reported_as_failed(hosts: list[HostMemory], site: Site) -> None:

@@ -2,65 +2,21 @@
 
 from collections.abc import Iterator
 
-import numpy as np
 import pytest
 
-from layout.geometry import Region
-from layout.host_blocks import HostLayout, host_layout
-from layout.host_slots import slot_geometry
 from pd_connector.orders import Cause
-from pd_connector.params import RemotePrefill
-from pd_connector.scheduler.leases import Tables
 from tests.support.connector.engines import (
-    MODEL,
     OURS,
     PREFILL,
     THEIRS,
-    PrefillEngine,
     Site,
     an_order,
     pull_once,
 )
+from tests.support.connector.moving import IN_HOST, MovingEngine
 from tests.support.layout.oracle import Engine, Model
-from tests.support.memory import Bytes
-from transfer.local_copy.reshape import run_copies
 
-SLOTS = 9
-IN_HOST: Tables = ((7, 0, 4, 8, 1),)
 WINDOWED = Model(kv_heads=4, contents=(6, 10), item_size=2, groups=((0, 2), (1,)), windows=(0, 40))
-
-
-class MovingEngine:
-    """A prefill engine with host memory that decode engines may read."""
-
-    def __init__(self, site: Site, engine: Engine = PREFILL, model: Model = MODEL) -> None:
-        self.prefill: PrefillEngine = site.prefill(engine, model=model)
-        self.pools: list[tuple[HostLayout, Bytes]] = []
-        host = []
-        for rank, transfer in zip(self.prefill.ranks, self.prefill.engines, strict=True):
-            layout = host_layout(rank.geometry)
-            memory = np.full(SLOTS * layout.slot_bytes, 0xEE, np.uint8)
-            pool = Region(memory.ctypes.data, memory.nbytes)
-            transfer.register((pool,))
-            host.append(slot_geometry(rank.geometry, layout, pool))
-            self.pools.append((layout, memory))
-        service = self.prefill.service
-        service._workers = ()  # as before they were set
-        service.set_workers(tuple(rank.geometry for rank in self.prefill.ranks), tuple(host))
-
-    def copy(self, blocks: Tables, slots: Tables) -> None:
-        """Copy blocks to slots on every rank, and overwrite the blocks, as those who get them do."""
-        for rank, (layout, memory) in zip(self.prefill.ranks, self.pools, strict=True):
-            pool = Region(memory.ctypes.data, memory.nbytes)
-            for group, (ids, places) in enumerate(zip(blocks, slots, strict=True)):
-                held = [(block, slot) for block, slot in zip(ids, places, strict=True) if block]
-                run_copies(layout.stores(pool, group, [block for block, _ in held], [slot for _, slot in held]))
-            rank.memory[:] = 0xAA
-
-    def move(self, remote: RemotePrefill, blocks: Tables, slots: Tables) -> str | None:
-        """Copy a lease and let it point there; what it held."""
-        self.copy(blocks, slots)
-        return self.prefill.leases.move(remote.lease_id, "slots", slots)
 
 
 @pytest.fixture
