@@ -13,6 +13,7 @@ from benchmarks import (
     batch_copy,
     beside,
     host_blocks,
+    host_memory,
     host_step,
     legs,
     multi_turn,
@@ -43,6 +44,7 @@ class Benchmark:
 BENCHMARKS: Mapping[str, Benchmark] = {
     "batch_copy": Benchmark(batch_copy.main),
     "host_blocks": Benchmark(host_blocks.main),
+    "host_memory": Benchmark(host_memory.main),
     "host_step": Benchmark(host_step.main),
     "planning": Benchmark(planning.main),
     "pull": Benchmark(pull.main),

@@ -69,7 +69,7 @@ def _transposed(plane: Plane) -> tuple[Plane, Plane]:
     return key, replace(half, part="v", address=plane.address + offset, token_stride=HEAD_SIZE * ITEM)
 
 
-class _Request:
+class Request:
     """What the producer looks at in a vLLM request."""
 
     prompt_embeds = None
@@ -100,7 +100,7 @@ def serve(pipe: Connection, blocks: int, tokens: int, packed: bool) -> None:
     while (asked := pipe.recv()) is not None:
         block_ids, verify = asked
         leases.collect()
-        request = _Request(f"r{number}", min(tokens, len(block_ids) * BLOCK_TOKENS))
+        request = Request(f"r{number}", min(tokens, len(block_ids) * BLOCK_TOKENS))
         pipe.send(service.grant(cast("Any", request), (block_ids,), None, (HOST, server.port)))
         for order in service.checksums.take_orders():
             if verify:
