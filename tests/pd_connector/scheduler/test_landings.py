@@ -37,8 +37,8 @@ class DecodeEngine:
         self.under_way: list[str] = []
         self.loading: list[str] = []
 
-    def arrive(self, name: str, seed: int = 0) -> Any:
-        prompt = a_prompt(TOKENS, seed)
+    def arrive(self, name: str, seed: int = 0, tokens: int = TOKENS) -> Any:
+        prompt = a_prompt(tokens, seed)
         request = self.requests[name] = make_request(SETUP, name, prompt)
         request.kv_transfer_params = a_remote(prompt, lease_id=f"lease-of-{name}").to_params()
         for role in self.roles:
@@ -139,6 +139,40 @@ def test_others_find_what_has_landed_and_pull_the_rest_only() -> None:
     assert (order.first_token, order.end_token) == (32, TOKENS - 1)
     assert order.local_block_ids[0][:2] == (0, 0)
     engine.check()
+
+
+def test_nothing_is_loaded_if_the_device_holds_all_that_has_landed_by_then() -> None:
+    engine = DecodeEngine()
+    request = engine.arrive("r", tokens=33)
+    assert engine.ask("r") is None
+    engine.end_landing("r")
+    assert engine.ask("r", 32) == (0, 0)
+    engine.give_blocks("r", 0, 0, 32)
+    assert engine.tier.step_orders({}).loads == (), "vLLM does not wait for this request, and knows no such end"
+    assert engine.tier.loaded_tokens(request) == 0
+    assert engine.pool.references() == {}
+    engine.check()
+
+
+def test_what_a_request_was_offered_before_it_lands_is_let_go() -> None:
+    engine = DecodeEngine("auto", slots=7)
+    engine.arrive("before")
+    engine.device.used = engine.device.total
+    assert engine.ask("before") is None
+    engine.end_landing("before")
+    engine.device.used = 0
+    engine.arrive("r")
+    assert engine.ask("r") == (32, TOKENS - 33), "the device has room, and host memory the first two blocks"
+    engine.device.used = engine.device.total
+    assert engine.ask("r") is None
+    engine.end_landing("r")
+    engine.check()
+    assert engine.ask("r") == (TOKENS - 1, 0)
+    engine.give_blocks("r", TOKENS - 1, 0)
+    engine.end_load("r")
+    engine.leave("before")
+    engine.check()
+    assert engine.pool.references() == {}
 
 
 @pytest.mark.parametrize(("free", "lands"), [(100, False), (3, True)])
