@@ -27,7 +27,7 @@ from tests.support.e2e.pair import Pair, make_prompt
 APART = "each layer's KV cache is allocated apart: "
 TOGETHER = "the KV caches of {} layers are allocated together, {} bytes of each block in 2 runs"
 
-#: vllm-ascend 0.23 hands a dense copy of the cache to its attention operator.
+#: vllm-ascend 0.23 hands a dense copy of the cache to its attention operator, but for MLA.
 takes_strides = pytest.mark.skipif(ascend_release() == "0.23", reason="vllm-ascend 0.23 would copy its caches")
 
 
@@ -64,7 +64,6 @@ def test_so_has_that_of_each_of_several_ranks(pair: Pair) -> None:
     assert_one_descriptor_for_each_block_and_part(pair)
 
 
-@takes_strides
 @on(NPU_MLA)
 @pytest.mark.parametrize("pair", [("TP1", "TP2"), ("TP2", "TP1")], indirect=True, ids="-".join)
 def test_so_has_that_of_the_parts_of_mla(pair: Pair) -> None:

@@ -131,3 +131,22 @@ assert expected.abs().sum() > 0
 assert torch.equal(attend(*heads_first), expected)
 """
     )
+
+
+def test_tokens_of_several_requests_are_read_from_their_blocks() -> None:
+    """By vllm-ascend 0.23 with the second operator, by 0.30 with the first."""
+    on_device(
+        """
+import torch_npu
+caches = [torch.randn(4, 128, 1, size) for size in (64, 16)]
+parts = [cache.to(device) for cache in caches]
+table, lengths, starts = (
+    torch.tensor(numbers, dtype=torch.int32).to(device) for numbers in ([[2, 0], [3, 1]], [150, 40], [6, 0]))
+gather, load = torch_npu.npu_gather_pa_kv_cache, torch_npu.atb.npu_paged_cache_load
+for read, name in ((gather, "seq_offset"), (load, "seq_starts")):
+    outs = [torch.full((190, 1, size), 5.0, device=device) for size in (64, 16)]
+    read(*parts, table, lengths, key=outs[0], value=outs[1], **{name: starts})
+    for cache, out in zip(caches, outs):
+        assert torch.equal(out.cpu(), torch.cat((cache[2, 6:], cache[0, :28], cache[3, :40])))
+"""
+    )

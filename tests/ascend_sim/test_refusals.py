@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.support.ascend.engine_process import TRANSFER_CONFIG, output_of_start
-from tests.support.ascend.servers import DEEPSEEK_V2
+from tests.support.ascend.servers import DEEPSEEK_V2, NPU_BLOCK_SIZE
 from tests.support.e2e.models import DEFAULT_MODEL, ModelSpec, write_model
 
 BESIDE = [TRANSFER_CONFIG, {"kv_connector": "MooncakeConnectorV1", "kv_role": "kv_both"}]
@@ -17,7 +17,7 @@ IN_MULTI_CONNECTOR = {
 }
 
 
-#: vllm-ascend refuses some of them by itself where they are of no use: the private format without MLA, for example.
+#: Starts that vllm-ascend lets pass. It refuses others by itself: the private format without MLA, int8 without scales.
 @pytest.mark.parametrize(
     ("model", "arguments", "says"),
     [
@@ -31,11 +31,16 @@ IN_MULTI_CONNECTOR = {
             {"additional_config": {"enable_kv_nz": True}, "transfer": {"kv_role": "kv_consumer"}},
             "enable_kv_nz: it keeps KV caches in a private format",
         ),
-        (DEEPSEEK_V2, {"kv_cache_dtype": "int8"}, "kv_cache_dtype = int8: vllm-ascend keeps the scales"),
+        (DEEPSEEK_V2, {"kv_cache_dtype": "fp8_e4m3"}, "kv_cache_dtype = fp8_e4m3: vllm-ascend keeps the scales"),
         (DEFAULT_MODEL, {"transfer": IN_MULTI_CONNECTOR}, "MooncakeConnectorV1 beside PDConnector: a process on"),
         (
             DEEPSEEK_V2,
-            {"devices": 2, "tensor_parallel_size": 2, "decode_context_parallel_size": 2},
+            {
+                "devices": 2,
+                "tensor_parallel_size": 2,
+                "decode_context_parallel_size": 2,
+                "cp_kv_cache_interleave_size": NPU_BLOCK_SIZE,
+            },
             "decode_context_parallel_size = 2: PDConnector does not support context parallelism; set it to 1",
         ),
     ],

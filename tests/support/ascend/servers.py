@@ -141,7 +141,8 @@ NPU_SLIDING_WINDOW = Deployment(
 #: One latent vector a token, the same on all ranks.
 NPU_MLA = Deployment("MLA", (("TP1", on_npu(_peer(DEEPSEEK_V2))), ("TP2", on_npu(_peer(DEEPSEEK_V2, 2)))))
 
-#: Stores what it is about to evict, from layers with and without a sliding window.
+#: Stores what it is about to evict, from layers with and without a sliding window. Host memory has room for what
+#: the test computes, up to 27 blocks of each of 15 prompts: else the first one, which is stored first, would give way.
 LAZY_HOST = Deployment(
     "lazy host",
     (
@@ -150,7 +151,7 @@ LAZY_HOST = Deployment(
             on_npu(
                 replace(_peer(GEMMA3), options=(*_peer(GEMMA3).options, ("cpu_store", "lazy"))),
                 device_blocks=48,
-                host_blocks=96,
+                host_blocks=192,
             ),
         ),
     ),

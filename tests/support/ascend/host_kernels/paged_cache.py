@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from tests.support.ascend.host_kernels.dispatch import NPU, atb_operator, npu_operator
+from tests.support.ascend.host_kernels.dispatch import ATB, NPU, atb_operator, npu_operator
 from tests.support.ascend.host_kernels.norms import scaled_norm
 from tests.support.ascend.host_kernels.rotary import rotate_pairs
 
@@ -33,21 +33,41 @@ def npu_scatter_pa_kv_cache(
     write_slots(slots, ((key, key_cache), (value, value_cache)))
 
 
+def read_tokens(
+    pairs: tuple[tuple[Tensor, Tensor], ...], block_tables: Tensor, lengths: Tensor, starts: Tensor | None
+) -> None:
+    """Copy the cached tokens of all requests, one after the other, from each pair's cache into its second tensor."""
+    at = 0
+    firsts = starts.tolist() if starts is not None else [0] * len(lengths)
+    for request, (start, length) in enumerate(zip(firsts, lengths.tolist(), strict=False)):
+        position = torch.arange(start, start + length)
+        for cache, out in pairs:
+            tokens = cache.shape[1]
+            block, offset = block_tables[request].long()[position // tokens], position % tokens
+            out[at : at + length] = cache[block, offset].view(length, *out.shape[1:])
+        at += length
+
+
 @npu_operator
 def npu_gather_pa_kv_cache(
     key_cache: Tensor, value_cache: Tensor, block_tables: Tensor, seq_lens: Tensor, key: Tensor, value: Tensor,
     *, seq_offset: Tensor | None = None, is_seq_lens_cumsum: bool = False,
 ) -> None:  # fmt: skip
-    """The cached tokens of all requests, one after the other, into ``key`` and ``value``."""
     assert not is_seq_lens_cumsum
-    tokens, at = key_cache.shape[1], 0
-    starts = seq_offset.tolist() if seq_offset is not None else [0] * len(seq_lens)
-    for request, (start, length) in enumerate(zip(starts, seq_lens.tolist(), strict=False)):
-        position = torch.arange(start, start + length)
-        block, offset = block_tables[request].long()[position // tokens], position % tokens
-        for cache, out in ((key_cache, key), (value_cache, value)):
-            out[at : at + length] = cache[block, offset].view(length, *out.shape[1:])
-        at += length
+    read_tokens(((key_cache, key), (value_cache, value)), block_tables, seq_lens, seq_offset)
+
+
+def npu_paged_cache_load(
+    key_cache: Tensor, value_cache: Tensor, block_table: Tensor, context_lens: Tensor,
+    *, seq_starts: Tensor | None = None, cumsum: bool = False, key: Tensor, value: Tensor,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    assert not cumsum
+    read_tokens(((key_cache, key), (value_cache, value)), block_table, context_lens, seq_starts)
+    return key, value
+
+
+# What vllm-ascend 0.23 calls for it.
+ATB.define(npu_paged_cache_load, name="npu_paged_cache_load.out")
 
 
 def npu_kv_rmsnorm_rope_cache(
