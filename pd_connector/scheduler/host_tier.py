@@ -155,7 +155,7 @@ class HostTier(SchedulerRole):
         else:
             return 0
         tokens = hit.first_token + hit.tokens - first_token
-        if external_tokens < tokens:
+        if not tokens or external_tokens < tokens:  # none if the device has come to hold all that has landed
             self._pool.unpin(hit.blocks)
             return 0
         self._loads[request.request_id] = _Load(hit.blocks, tokens)
@@ -211,6 +211,7 @@ class HostTier(SchedulerRole):
 
         ``first_token``: of those that have landed; before, host memory held the hit already.
         """
+        self._withdraw(request.request_id)  # what it was offered before, which the hit covers
         self.loans.end(hit.blocks)
         self._landed[request.request_id] = _Landed(hit, hit.first_token)
         self._pool.publish_landed(request, hit, first_token)

@@ -37,8 +37,8 @@ class DecodeEngine:
         self.under_way: list[str] = []
         self.loading: list[str] = []
 
-    def arrive(self, name: str, seed: int = 0) -> Any:
-        prompt = a_prompt(TOKENS, seed)
+    def arrive(self, name: str, seed: int = 0, tokens: int = TOKENS) -> Any:
+        prompt = a_prompt(tokens, seed)
         request = self.requests[name] = make_request(SETUP, name, prompt)
         request.kv_transfer_params = a_remote(prompt, lease_id=f"lease-of-{name}").to_params()
         for role in self.roles:
@@ -141,6 +141,40 @@ def test_others_find_what_has_landed_and_pull_the_rest_only() -> None:
     engine.check()
 
 
+def test_nothing_is_loaded_if_the_device_holds_all_that_has_landed_by_then() -> None:
+    engine = DecodeEngine()
+    request = engine.arrive("r", tokens=33)
+    assert engine.ask("r") is None
+    engine.end_landing("r")
+    assert engine.ask("r", 32) == (0, 0)
+    engine.give_blocks("r", 0, 0, 32)
+    assert engine.tier.step_orders({}).loads == (), "vLLM does not wait for this request, and knows no such end"
+    assert engine.tier.loaded_tokens(request) == 0
+    assert engine.pool.references() == {}
+    engine.check()
+
+
+def test_what_a_request_was_offered_before_it_lands_is_let_go() -> None:
+    engine = DecodeEngine("auto", slots=7)
+    engine.arrive("before")
+    engine.device.used = engine.device.total
+    assert engine.ask("before") is None
+    engine.end_landing("before")
+    engine.device.used = 0
+    engine.arrive("r")
+    assert engine.ask("r") == (32, TOKENS - 33), "the device has room, and host memory the first two blocks"
+    engine.device.used = engine.device.total
+    assert engine.ask("r") is None
+    engine.end_landing("r")
+    engine.check()
+    assert engine.ask("r") == (TOKENS - 1, 0)
+    engine.give_blocks("r", TOKENS - 1, 0)
+    engine.end_load("r")
+    engine.leave("before")
+    engine.check()
+    assert engine.pool.references() == {}
+
+
 @pytest.mark.parametrize(("free", "lands"), [(100, False), (3, True)])
 def test_auto_pulls_to_the_device_as_long_as_it_has_the_blocks(free: int, *, lands: bool) -> None:
     engine = DecodeEngine("auto")
@@ -187,21 +221,25 @@ def test_a_reset_makes_what_lands_useless_and_the_prompt_is_computed() -> None:
     engine.check()
 
 
-ACTIONS = ("arrive", "ask", "give", "land", "fail", "load", "leave", "reset")
+ACTIONS = ("arrive", "ask", "give", "land", "fail", "load", "leave", "reset", "room")
+LONG, SHORT = TOKENS, 33  # the second: without its last token, two full blocks
 
 
 class Course:
     """What happens to the requests of a decode engine, one action at a time."""
 
     def __init__(self) -> None:
-        self.engine = DecodeEngine()
+        self.engine = DecodeEngine("auto")
+        self.engine.device.used = self.engine.device.total
         self.given_blocks: set[str] = set()
 
     def act(self, number: int, action: str, choice: int) -> None:
         engine = self.engine
         names = sorted(engine.requests)
         if action == "arrive":
-            engine.arrive(f"r{number}", seed=choice % 4)
+            engine.arrive(f"r{number}", seed=choice % 4, tokens=SHORT if choice % 2 else LONG)
+        elif action == "room":
+            engine.device.used = engine.device.total * (choice % 2)
         elif action == "reset":
             for role in engine.roles:
                 role.reset()
@@ -212,17 +250,18 @@ class Course:
             if engine.loading:
                 engine.end_load(engine.loading[choice % len(engine.loading)])
         elif names:
-            self.act_on(names[choice % len(names)], action)
+            self.act_on(names[choice % len(names)], action, (0, 16, 32)[choice % 3])
 
-    def act_on(self, name: str, action: str) -> None:
+    def act_on(self, name: str, action: str, computed: int) -> None:
         if action == "leave":
             self.engine.leave(name)
         elif name not in self.given_blocks:
-            found = self.engine.ask(name)
+            found = self.engine.ask(name, computed)
             if action == "give" and found is not None:
                 self.given_blocks.add(name)
-                self.engine.give_blocks(name, *found)
-                self.engine.tier.step_orders({})
+                self.engine.give_blocks(name, *found, computed)
+                loads = self.engine.tier.step_orders({}).loads
+                assert [load.tokens for load in loads] == [found[0]] * bool(found[0]), "vLLM waits for no other loads"
 
     def end_all(self) -> None:
         for name in [*self.engine.under_way]:
@@ -234,7 +273,7 @@ class Course:
 
 
 @settings(max_examples=200, deadline=None, derandomize=True, database=None, suppress_health_check=[*HealthCheck])
-@given(st.lists(st.tuples(st.sampled_from(ACTIONS), st.integers(0, 9)), max_size=60))
+@given(st.lists(st.tuples(st.sampled_from(ACTIONS), st.integers(0, 11)), min_size=30, max_size=60))
 def test_slots_are_never_lost_nor_two_owners_whatever_happens(actions: list[tuple[str, int]]) -> None:
     course = Course()
     for number, (action, choice) in enumerate(actions):
