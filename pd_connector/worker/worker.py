@@ -109,7 +109,9 @@ class ConnectorWorker:
         self._caches = caches = _RegisteredCaches(ranks, geometry, tensors, on_host)
         host_slots, host = 0, None
         if config.cpu_bytes_to_use:
+            self._check_host_transport()
             self._host = self._open_host_pool(geometry, tensors, ranks)
+            self._roles = [self._host]  # so that it is closed if what follows fails
             host_slots = self._host.slots
             host = self._readable_host(self._host, geometry)
         reads = self._register(engine, caches)
@@ -266,15 +268,19 @@ class ConnectorWorker:
         """Return the slots of host memory as peers may read them; None if they may not."""
         if not self._shows_host:
             return None
-        if transport(self._config) == "ascend":
-            raise ConfigError(
-                "host_transfers = True: over the Ascend transport (HCCS) peers cannot read host memory; set it to "
-                "false, or protocol to tcp or rdma"
-            )
         try:
             return host.geometry(geometry)
         except ValueError as error:
             raise ConfigError(f"host_transfers = True: {error}; set it to false") from error
+
+    def _check_host_transport(self) -> None:
+        """Raise ConfigError if transfers are to begin or end in host memory, and the transport cannot do that."""
+        asked = ["host_transfers = True"] * self._shows_host + [f"pull_to = {self._config.pull_to!r}"] * self._lands
+        if asked and transport(self._config) == "ascend":
+            raise ConfigError(
+                f"{' and '.join(asked)}: over the Ascend transport (HCCS) no transfer begins or ends in host memory; "
+                "set host_transfers to false and pull_to to 'device', or protocol to tcp or rdma"
+            )
 
     def _register_host(self, engine: TransferEngine) -> None:
         """Register the slots of host memory in one region, if peers read them or prompts are pulled there.

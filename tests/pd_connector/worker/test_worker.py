@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from layout.geometry import Region
 from pd_connector.config import ConfigError, parse_config
 from pd_connector.orders import ChecksumReport, Orders, Report
 from pd_connector.stats import StatsRecorder
@@ -17,11 +18,13 @@ from pd_connector.vllm.cache_groups import Ranks
 from pd_connector.worker import worker as module
 from pd_connector.worker.checksums import LeaseChecksums
 from pd_connector.worker.host_pool import HostPool
+from pd_connector.worker.landings import LandingPulls
 from pd_connector.worker.pulls import Pulls
 from pd_connector.worker.roles import PartEnd, WorkerRole
 from pd_connector.worker.worker import ConnectorWorker
 from tests.support.connector.vllm_engine import BLOCK_TOKENS, CACHES, LAYERS, a_config
 from tests.support.engine.in_process import InProcessEngine, InProcessFabric
+from transfer.engine.base import EngineStartError
 
 Calls = list[tuple[str, str]]
 
@@ -138,6 +141,8 @@ def worker_of(model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Open]:
         ("kv_producer", {"verify": True}, [LeaseChecksums]),
         ("kv_consumer", {"verify": True}, [Pulls]),
         ("kv_both", {"verify": True, "cpu_bytes_to_use": 64 << 20}, [HostPool, LeaseChecksums, Pulls]),
+        ("kv_consumer", {"pull_to": "auto", "cpu_bytes_to_use": 64 << 20}, [HostPool, Pulls, LandingPulls]),
+        ("kv_producer", {"pull_to": "host", "cpu_bytes_to_use": 64 << 20}, [HostPool]),
     ],
 )
 def test_a_worker_takes_up_what_its_engine_does(
@@ -158,6 +163,51 @@ def test_what_a_worker_tells_peers_is_known_once_its_caches_are(worker_of: Open)
     assert handshake.geometry.transport == "tcp"
     assert handshake.geometry.identity == worker.engine.identity
     assert set(handshake.geometry.regions) <= set(worker.engine.memory.table.regions)
+
+
+@pytest.mark.parametrize(
+    ("kv_role", "settings", "is_shown", "is_registered"),
+    [
+        ("kv_producer", {}, False, False),
+        ("kv_producer", {"host_transfers": True}, True, True),
+        ("kv_consumer", {"host_transfers": True}, False, False),
+        ("kv_consumer", {"pull_to": "host"}, False, True),
+        ("kv_both", {"host_transfers": True, "pull_to": "auto"}, True, True),
+    ],
+)
+def test_host_memory_is_registered_and_shown_only_if_settings_say_so(
+    worker_of: Open, kv_role: str, settings: dict[str, Any], is_shown: bool, is_registered: bool
+) -> None:
+    worker = worker_of(kv_role, registered=True, cpu_bytes_to_use=64 << 20, **settings)
+    handshake, host = worker.side.handshake(), worker.side._roles[0]
+    assert handshake is not None
+    assert isinstance(host, HostPool)
+    assert (handshake.host is not None) == is_shown
+    assert (host.region in worker.engine.memory.table.regions) == is_registered
+    assert handshake.host is None or handshake.host.regions == (host.region,)
+
+
+@pytest.mark.parametrize("settings", [{"host_transfers": True}, {"pull_to": "host"}, {"pull_to": "auto"}])
+def test_a_transport_that_cannot_use_host_memory_is_refused(worker_of: Open, settings: dict[str, Any]) -> None:
+    worker = worker_of("kv_both", cpu_bytes_to_use=64 << 20, protocol="ascend", **settings)
+    (key,) = settings
+    with pytest.raises(ConfigError, match=f"{key} = .*over the Ascend transport.*protocol to tcp or rdma"):
+        worker.side.register_caches({name: torch.zeros(8, 2, BLOCK_TOKENS, 128) for name in LAYERS})
+
+
+def test_host_memory_that_the_engine_refuses_ends_the_start_with_the_way_out(worker_of: Open) -> None:
+    worker = worker_of("kv_both", cpu_bytes_to_use=64 << 20, host_transfers=True)
+    register, calls = worker.engine.register, list[Sequence[Region]]()
+
+    def refuse_a_second_time(regions: Sequence[Region]) -> None:
+        calls.append(regions)
+        if len(calls) > 1:
+            raise EngineStartError("the NIC takes no more")
+        register(regions)
+
+    worker.engine.register = refuse_a_second_time  # type: ignore[method-assign]
+    with pytest.raises(EngineStartError, match=r"host_transfers: .* bytes of this worker's host memory.*takes no more"):
+        worker.side.register_caches({name: torch.zeros(8, 2, BLOCK_TOKENS, 128) for name in LAYERS})
 
 
 def test_a_handshake_that_vllm_does_not_pass_on_goes_with_the_next_report(worker_of: Open) -> None:
