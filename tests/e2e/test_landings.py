@@ -4,8 +4,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from tests.support.e2e.client import Completion
+from tests.support.e2e.cluster import Server
 from tests.support.e2e.deployments import LANDINGS, on
-from tests.support.e2e.pair import Pair, Traffic, make_prompt
+from tests.support.e2e.pair import Pair, Traffic, assert_same_output, make_prompt
 
 pytestmark = [pytest.mark.host_tier, on(LANDINGS)]
 
@@ -42,3 +44,25 @@ def test_every_prompt_lands_to_the_last_token_that_is_pulled(pair: Pair, tokens:
     assert traffic.source("local_compute") == 1
     assert (traffic.leases("granted"), traffic.leases("released")) == (1, 1)
     pair.assert_right(answer, prompt)
+
+
+@pytest.mark.parametrize("server", ["B"], indirect=True)
+def test_both_roles_answer_a_burst_of_more_blocks_than_the_device_has(server: Server) -> None:
+    """Nothing is computed a second time: leases and prompts that wait for the device's blocks are in host memory."""
+    prompts = [make_prompt(200, ("both roles", number)) for number in range(24)]
+
+    def ask(prompt: list[int]) -> Completion:
+        params = server.client.prefill(prompt)
+        return server.client.complete(prompt, kv_transfer_params=params)
+
+    before = server.client.metrics()
+    with ThreadPoolExecutor(len(prompts)) as threads:
+        answers = list(threads.map(ask, prompts))
+    assert [answer.status for answer in answers] == [200] * len(prompts)
+    counts = server.client.metrics().since(before)
+    for event in ("revoked", "expired"):
+        assert counts.value("vllm:pd_leases_total", event=event) == 0
+    assert counts.value("vllm:pd_pull_failures_total") == counts.value("vllm:pd_landings_total", event="failed") == 0
+    assert counts.prompt_tokens("local_compute") <= sum(map(len, prompts)) + len(prompts)
+    for answer, prompt in zip(answers, prompts, strict=True):
+        assert_same_output(answer, server.client.compute(prompt))
