@@ -144,7 +144,8 @@ class ConnectorConfig(BaseModel):
         default=False,
         description="Let decode engines read a prefill engine's host memory (cpu_bytes_to_use), which is registered "
         "with the transfer engine. Leases that nobody reads yet then move there and free the device's blocks, when "
-        "requests wait for blocks or leases exceed move_leases_above.",
+        "requests wait for blocks or leases exceed move_leases_above; and decode engines that follow a prompt read "
+        "what the prefill engine finds there without waiting until it is loaded.",
     )
     move_leases_above: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] = Field(
         default=0.1,

@@ -3,7 +3,8 @@
 vLLM tells a connector what a step is to compute, not that it has. So each worker returns the number of a step with the
 step's results: when all have, every rank has written what the step computed, as far as a sampled token proves it, which
 is what leases rest on too. What a prompt finds in the prefix cache is complete at once, but for blocks that steps under
-way still write for other requests.
+way still write for other requests. What it finds in host memory that peers can read is complete there at once, and on
+the device when it has been loaded.
 
 Everything runs on the scheduler's thread.
 """
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from pd_connector.params import ParamsError, is_decode_leg, is_prefill_leg, prefill_transfer_id
 from pd_connector.scheduler.lease_service import LeaseService
+from pd_connector.scheduler.prompt_slots import PromptSlots
 from pd_connector.vllm.block_pools import DeviceBlocks, Leased
 from pd_connector.vllm.requests import tokens_under_way
 
@@ -35,6 +37,7 @@ class _Named:
     preemptions: int  # of the request, when its attempt began
     tokens: int  # of the prompt
     found: int = 0  # tokens that the device and host memory hold, as far as is known
+    loaded: int = 0  # how far it is loaded before its first step, if followers know the slots
     attempt: int = 0
     has_begun: bool = False
     end: int = 0  # how far its steps have been scheduled
@@ -62,14 +65,23 @@ class _Step:
 class Announcer:
     """Owns the named prompts of an engine, and the steps that are to be reported."""
 
-    def __init__(self, service: LeaseService[Leased], blocks: DeviceBlocks, steps_in_flight: int = 2) -> None:
+    def __init__(
+        self,
+        service: LeaseService[Leased],
+        blocks: DeviceBlocks,
+        steps_in_flight: int = 2,
+        slots: PromptSlots | None = None,
+    ) -> None:
         """Start without prompts.
 
         Args:
             service: told what is complete.
             blocks: of the device.
             steps_in_flight: how many steps vLLM schedules at most before the first of them has ended.
+            slots: of host memory that peers can read; None if they cannot.
         """
+        self._slots = slots
+        self._given: list[str] = []  # requests that vLLM has given blocks since the last step
         self._service, self._transfers = service, service.transfers
         self._blocks = blocks
         self._requests: dict[str, Request] = {}
@@ -122,10 +134,16 @@ class Announcer:
         if named is not None:
             named.found = tokens
 
+    def allocated(self, request: "Request") -> None:
+        """Note that a request was given its blocks, into which it may be loaded before its first step."""
+        if request.request_id in self._named and self._slots is not None:
+            self._given.append(request.request_id)
+
     def schedule(self, scheduled: Mapping[str, int]) -> tuple[int, ...]:
         """Note that a step works on ``scheduled`` tokens of each request; return its number if it is to be reported."""
         for named in list(self._begun.values()):
             self._is_same_attempt(named)
+        self._announce_loads(scheduled)
         awaited = tuple(self._schedule(self._named[each], scheduled) for each in scheduled if each in self._named)
         if scheduled:
             self._recent.append(_Step(scheduled))
@@ -152,6 +170,8 @@ class Announcer:
     def finish(self, request: "Request", *, is_granted: bool) -> None:
         """Forget a request. Without a lease, those who follow its prompt are told how it ended."""
         self._leave(request)
+        if self._slots is not None:  # unless its lease has them
+            self._slots.end(request.request_id)
         self._unwanted.discard(request.request_id)
         self._begun.pop(request.request_id, None)
         named = self._named.pop(request.request_id, None)
@@ -179,14 +199,19 @@ class Announcer:
         assert self._named.keys() <= self._requests.keys(), "a prompt is announced whose request has ended"
         assert self._begun.items() <= self._named.items(), "a prompt has begun that is not announced"
         assert self._reports.keys() <= self._steps.keys(), "a step has been reported that nobody asked for"
+        if self._slots is not None:
+            assert self._slots.request_ids <= self._named.keys(), "slots are lent for a prompt that is not announced"
+            self._slots.check_integrity()
 
     def _schedule(self, named: _Named, scheduled: Mapping[str, int]) -> _Computed:
         """Note what a step computes of a named prompt."""
         request = named.request
         if not named.has_begun:
+            if request.num_computed_tokens < named.loaded:
+                self._start_over(named)  # the load has failed
             named.has_begun = True
             self._begun[request.request_id] = named
-            self._announce(named, self._settled_tokens(named, scheduled))
+            self._announce(named, self._settled_tokens(named, scheduled, request.num_computed_tokens))
         named.end = min(request.num_computed_tokens + scheduled[request.request_id], named.tokens)
         return _Computed(request.request_id, named.attempt, named.end)
 
@@ -198,13 +223,36 @@ class Announcer:
         request = named.request
         if request.num_preemptions == named.preemptions and request.num_computed_tokens >= named.end:
             return True
-        named.preemptions, named.attempt = request.num_preemptions, named.attempt + 1
-        named.has_begun, named.end = False, 0
-        del self._begun[request.request_id]
+        self._start_over(named)
+        return False
+
+    def _start_over(self, named: _Named) -> None:
+        """Begin another attempt. Whatever was announced counts for nothing."""
+        request_id = named.request.request_id
+        named.preemptions, named.attempt = named.request.num_preemptions, named.attempt + 1
+        named.has_begun, named.end, named.loaded = False, 0, 0
+        self._begun.pop(request_id, None)
+        if self._slots is not None:
+            self._slots.end(request_id)
         self._transfers.start_over(named.transfer_id)
         self._events["restarted"] += 1
         self._service.notify(named.transfer_id)
-        return False
+
+    def _announce_loads(self, scheduled: Mapping[str, int]) -> None:
+        """Announce the prompts that are being loaded from host memory since the last step, and the slots."""
+        given, self._given = self._given, []
+        for named in [self._named[each] for each in given if each in self._named]:
+            request_id = named.request.request_id
+            if self._slots is None or not self._slots.is_loading(request_id):
+                continue
+            if named.loaded:
+                self._start_over(named)  # it has lost the blocks into which it was loaded before
+            in_host = self._slots.lend(request_id, self._service.block_tokens)
+            named.loaded = in_host.end_token
+            self._announce(named, self._settled_tokens(named, scheduled, in_host.first_token))
+            if self._transfers.announce_slots(named.transfer_id, in_host):
+                self._events["in_host"] += 1
+                self._service.notify(named.transfer_id)
 
     def _announce(self, named: _Named, tokens: int) -> None:
         known = self._transfers.blocks_known(named.transfer_id)
@@ -214,13 +262,13 @@ class Announcer:
         if self._transfers.announce(named.transfer_id, tokens, new):
             self._service.notify(named.transfer_id)
 
-    def _settled_tokens(self, named: _Named, scheduled: Mapping[str, int]) -> int:
-        """Return how many tokens of a prompt were complete before its first step.
+    def _settled_tokens(self, named: _Named, scheduled: Mapping[str, int], held: int) -> int:
+        """Return how many of the first ``held`` tokens of a prompt are complete on the device before its first step.
 
         Its blocks may be another request's too, and then a step under way may still write the last of them.
         """
         request = named.request
-        settled: int = min(request.num_computed_tokens, named.found)
+        settled = min(held, named.found)
         if not settled or any(step.has_lost for step in self._recent):
             return 0
         ours = self._blocks.table(request.request_id)

@@ -24,7 +24,6 @@ from pd_connector.stats import StatsRecorder
 from pd_connector.vllm.block_pools import (
     BlockKeys,
     Candidate,
-    HeldBlocks,
     HostBlockPool,
     HostHit,
     Store,
@@ -64,7 +63,7 @@ class _Landed:
 
 @dataclass(frozen=True, slots=True)
 class _Load:
-    pinned: HeldBlocks
+    hit: HostHit  # pinned
     tokens: int
 
 
@@ -158,7 +157,7 @@ class HostTier(SchedulerRole):
         if not tokens or external_tokens < tokens:  # none if the device has come to hold all that has landed
             self._pool.unpin(hit.blocks)
             return 0
-        self._loads[request.request_id] = _Load(hit.blocks, tokens)
+        self._loads[request.request_id] = _Load(hit, tokens)
         moves = BlockMoves.of(_triples(hit, request_blocks(blocks), self._pool.block_tokens, first_token))
         self._ordered_loads.append(LoadOrder(request.request_id, moves, tokens))
         return tokens
@@ -196,6 +195,11 @@ class HostTier(SchedulerRole):
     def is_storing(self, blocks: Iterable["KVCacheBlock"]) -> bool:
         """Return whether one of these device blocks is on its way to host memory."""
         return bool(self._storing) and any(block.block_hash in self._storing for block in blocks)
+
+    def loading(self, request_id: str) -> HostHit | None:
+        """Return what a request is being loaded from; None if it is not."""
+        load = self._loads.get(request_id)
+        return load.hit if load is not None else None
 
     @property
     def null_block(self) -> "KVCacheBlock":
@@ -275,8 +279,9 @@ class HostTier(SchedulerRole):
     def check_integrity(self) -> None:
         """Raise AssertionError unless the books balance."""
         expected = Counter(dict.fromkeys(self._quarantined_slots, 1)) + self.loans.references()
-        in_use = [offer.hit.blocks for offer in self._offers.values()] + [load.pinned for load in self._loads.values()]
-        in_use += [landed.hit.blocks for landed in self._landed.values()]
+        pinned: list[_Offer | _Load | _Landed] = [*self._offers.values(), *self._loads.values()]
+        pinned += self._landed.values()
+        in_use = [each.hit.blocks for each in pinned]
         stores = list(self._stores())
         in_use += [(store.host,) for store in stores]
         for blocks in in_use:
@@ -325,7 +330,7 @@ class HostTier(SchedulerRole):
         for request_id in request_ids:
             load = self._loads.pop(request_id, None)
             if load is not None:
-                self._pool.unpin(load.pinned)
+                self._pool.unpin(load.hit.blocks)
                 self._tokens_loaded += 0 if request_id in failed else load.tokens
 
     def _choose_stores(self, scheduled: Mapping[str, int]) -> None:

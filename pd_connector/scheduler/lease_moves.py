@@ -199,7 +199,7 @@ class LeaseMoves(SchedulerRole):
         if before is None:
             self._give_up(move, "read" if self._leases.still_valid([lease.lease_id]) else "ended")
             return
-        assert not isinstance(before, HostBlocks), "a lease has moved twice"
+        assert isinstance(before, tuple), "a lease has moved that must stay where it is"
         self._tier.loans.publish(before, loan)
         self._blocks.release(before)
         self._events[move.why] += 1
@@ -214,5 +214,5 @@ class LeaseMoves(SchedulerRole):
 
 
 def _device_blocks(lease: MovableLease[Leased]) -> HeldBlocks:
-    assert not isinstance(lease.held, HostBlocks), "the lease lies in host memory"
+    assert isinstance(lease.held, tuple), "the lease must stay where it is"
     return lease.held

@@ -12,15 +12,17 @@ from pd_connector.scheduler.announcer import Announcer
 from pd_connector.scheduler.drain import Drain
 from pd_connector.scheduler.lease_moves import LeaseMoves
 from pd_connector.scheduler.lease_service import LeaseService
+from pd_connector.scheduler.prompt_slots import PromptSlots
 from pd_connector.scheduler.roles import SchedulerRole
 from pd_connector.stats import StatsRecorder
-from pd_connector.vllm.block_pools import DeviceBlocks, HostBlocks, Leased
+from pd_connector.vllm.block_pools import BlocksAndSlots, DeviceBlocks, HostBlocks, Leased
 from pd_connector.vllm.engine_core import EngineLoop
 from pd_connector.vllm.requests import prefill_is_complete
 from transfer.control.keys import ControlKeys
 from transfer.control.server import ControlServer
 
 if TYPE_CHECKING:
+    from pd_connector.vllm.types import KVCacheBlocks
     from pd_connector.vllm.types import Request as VllmRequest
 
 logger = logging.getLogger(__name__)
@@ -47,6 +49,7 @@ class Producer(SchedulerRole):
         keys: ControlKeys | None = None,
         steps_in_flight: int = 2,
         moves: LeaseMoves | None = None,
+        slots: PromptSlots | None = None,
     ) -> None:
         """Bind the control channel and start answering.
 
@@ -60,6 +63,7 @@ class Producer(SchedulerRole):
             keys: of the control channel; None serves whoever can connect.
             steps_in_flight: how many steps vLLM schedules at most before the first of them has ended.
             moves: moves leases to host memory; None if they stay on the device.
+            slots: lent to prompts that are loaded from host memory; None if peers cannot read it.
 
         Raises:
             ControlStartError: host and port cannot be bound.
@@ -71,7 +75,8 @@ class Producer(SchedulerRole):
         self._drain = drain
         self._moves = moves
         self._server = ControlServer(service, host, port, keys=keys)
-        self._announcer = Announcer(service, blocks, steps_in_flight)
+        self._slots = slots
+        self._announcer = Announcer(service, blocks, steps_in_flight, slots)
         self._workers = 0
         service.notify = self._server.changed
         self._server.start()
@@ -110,12 +115,21 @@ class Producer(SchedulerRole):
         self._announcer.found(request.request_id, computed_tokens)
         return 0
 
+    def allocated(self, request: "VllmRequest", blocks: "KVCacheBlocks", external_tokens: int) -> int:
+        """Bring nothing; note that a prompt may be loaded from host memory now."""
+        self._announcer.allocated(request)
+        return 0
+
     def free_blocks(self) -> None:
         """Free the blocks of ended leases."""
         for held in self._leases.collect():
             if isinstance(held, HostBlocks):
                 assert self._moves is not None, "a lease has moved, and leases do not"
                 self._moves.release(held)
+            elif isinstance(held, BlocksAndSlots):
+                assert self._slots is not None, "a lease holds slots, and none were lent"
+                self._slots.release(held.hosts)
+                self._blocks.release(held.blocks)
             else:
                 self._blocks.release(held)
 
@@ -197,7 +211,9 @@ class Producer(SchedulerRole):
         return is_prefill_leg(request.kv_transfer_params) and is_computed and is_wanted
 
     def _grant(self, request: "VllmRequest", block_ids: Sequence[Sequence[int]]) -> dict[str, Any]:
-        held = self._blocks.hold(request.request_id)
+        blocks = self._blocks.hold(request.request_id)
+        hosts = self._slots.hand_over(request.request_id) if self._slots is not None else ()
+        held: Leased = BlocksAndSlots(blocks, hosts) if hosts else blocks
         transfer_id = self._announcer.transfer_id(request.request_id)
         return self._service.grant(request, block_ids, held, (self._host, self.port), transfer_id)
 

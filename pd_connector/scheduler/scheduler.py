@@ -17,6 +17,7 @@ from pd_connector.scheduler.lease_moves import LeaseMoves
 from pd_connector.scheduler.lease_service import LeaseService
 from pd_connector.scheduler.leases import LeaseTable
 from pd_connector.scheduler.producer import Producer
+from pd_connector.scheduler.prompt_slots import PromptSlots
 from pd_connector.scheduler.pulls_ahead import AheadLimits, PullsAhead
 from pd_connector.scheduler.renewals import Renewals
 from pd_connector.scheduler.request_admission import AdmissionLimits, RequestAdmission
@@ -86,6 +87,7 @@ class ConnectorScheduler:
         self._workers = Workers(tp_size * pp_size)
         self._secret = ""  # its fingerprint
         self._moves: LeaseMoves | None = None  # if leases may move to host memory
+        self._prompt_slots: PromptSlots | None = None  # the same
         self._early: dict[str, Request] = {}  # requests that came before all workers were known
         self._destinations: list[Destinations] = []  # for the next step, if vLLM is told of failures by block ids
         self._failed: set[str] = set()  # requests that have failed on a rank, and wait for others
@@ -256,8 +258,9 @@ class ConnectorScheduler:
         if self._config.cpu_bytes_to_use and not any(isinstance(role, HostTier) for role in self._roles):
             tier = self._open_host_tier(in_order)
             self._roles.insert(0, tier)
-            if self._moves is not None:
+            if self._moves is not None and self._prompt_slots is not None:
                 self._moves.use(tier, len(in_order))
+                self._prompt_slots.use(tier)
             if self._consumer is not None and self._config.pull_to != "device":
                 self._landings = self._make_landings(tier, self._consumer, len(in_order))
                 self._roles.insert(0, self._landings)
@@ -280,6 +283,7 @@ class ConnectorScheduler:
         tp_size, _ = engine_ranks(vllm_config)
         service = LeaseService(leases, model, tp_size, self._engine.wake, verify=config.verify, spans=self._spans)
         if config.host_transfers:
+            self._prompt_slots = PromptSlots()
             self._moves = LeaseMoves(
                 leases, service.checksums, self._blocks, lambda: admission.wants_blocks, config.move_leases_above,
                 self._clock,
@@ -298,6 +302,7 @@ class ConnectorScheduler:
             keys,
             in_flight,
             self._moves,
+            self._prompt_slots,
         )
 
     def _make_bootstrap(self, producer: Producer) -> SchedulerRole:

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from transfer.control.messages import Follow, Followed, TransferState
+from transfer.control.messages import Follow, Followed, SlotRange, TransferState
 from transfer.control.waiting_requests import NotYet
 
 #: How many transfers are remembered that were cancelled before their requests arrived, or have ended.
@@ -60,6 +60,7 @@ class _Transfer:
     attempt: int = 0
     tokens: int = 0  # complete
     table: list[list[int]] = field(default_factory=list)  # by cache group: the blocks of the complete tokens
+    in_host: SlotRange | None = None  # what is being loaded from host memory, or was in this attempt
     reason: str = ""
     forget_at: float = 0.0  # once it has ended or is complete
 
@@ -120,6 +121,18 @@ class Transfers:
                 ids.extend(new)
             return is_news
 
+    def announce_slots(self, transfer_id: str, in_host: SlotRange) -> bool:
+        """Say which tokens can be read in host memory until the attempt ends; return whether that is news.
+
+        The prompt is being computed: ``announce`` has said what the device holds.
+        """
+        with self._lock:
+            transfer = self._open.get(transfer_id)
+            if transfer is None or transfer.state is not TransferState.COMPUTING:
+                return False
+            is_news, transfer.in_host = transfer.in_host != in_host, in_host
+            return is_news
+
     def blocks_known(self, transfer_id: str) -> tuple[int, ...] | None:
         """Return how many blocks of each cache group have been announced; None if the prompt is complete or ended."""
         with self._lock:
@@ -133,6 +146,7 @@ class Transfers:
             if transfer is not None:
                 transfer.state, transfer.attempt = TransferState.QUEUED, transfer.attempt + 1
                 transfer.tokens, transfer.table = 0, [[] for _ in self._block_tokens]
+                transfer.in_host = None
 
     def begun(self, transfer_id: str) -> Begun | None:
         """Return what a prompt has begun with that is neither complete nor ended; None for all others."""
@@ -188,9 +202,13 @@ class Transfers:
                 unknown = Followed(engine_id, TransferState.UNKNOWN)
                 is_news = asked.state != TransferState.UNKNOWN  # it has been forgotten
                 return unknown if is_news else NotYet(asked.transfer_id, asked.wait_s, unknown)
-            known = asked.tokens if asked.attempt == transfer.attempt else 0
-            reply = self._followed(engine_id, transfer, known)
-            if transfer.state.value == asked.state and transfer.attempt == asked.attempt and transfer.tokens <= known:
+            is_current = asked.attempt == transfer.attempt
+            known = asked.tokens if is_current else 0
+            in_host = transfer.in_host if asked.host_tokens >= 0 else None
+            if in_host is not None and is_current and asked.host_tokens >= in_host.end_token:
+                in_host = None
+            reply = self._followed(engine_id, transfer, known, in_host)
+            if transfer.state.value == asked.state and is_current and transfer.tokens <= known and in_host is None:
                 return NotYet(asked.transfer_id, asked.wait_s, reply)
             return reply
 
@@ -208,12 +226,14 @@ class Transfers:
             for transfer in self._open.values():
                 assert transfer.state in {TransferState.QUEUED, TransferState.COMPUTING}, "an open transfer has ended"
                 assert transfer.tokens <= transfer.prompt.tokens, "more tokens are complete than the prompt has"
+                is_queued = transfer.state is TransferState.QUEUED
+                assert not (is_queued and transfer.in_host), "slots are announced of a prompt that is queued"
                 for ids, size in zip(transfer.table, self._block_tokens, strict=True):
                     assert len(ids) == -(-transfer.tokens // size), "the table is not that of the complete tokens"
             assert self._past_blocks == sum(map(_blocks_in, self._past.values())), "blocks are miscounted"
             assert len(self._past) <= max(_MAX_PAST, 1), "what has ended is never forgotten"
 
-    def _followed(self, engine_id: str, transfer: _Transfer, known_tokens: int) -> Followed:
+    def _followed(self, engine_id: str, transfer: _Transfer, known_tokens: int, in_host: SlotRange | None) -> Followed:
         prompt, reason = transfer.prompt, transfer.reason
         if transfer.state is TransferState.ENDED:
             return Followed(engine_id, transfer.state, prompt.lease_id, attempt=transfer.attempt, reason=reason)
@@ -234,6 +254,7 @@ class Transfers:
             tokens=transfer.tokens,
             block_ids=tuple(tuple(ids[first:]) for ids, first in zip(transfer.table, first_blocks, strict=True)),
             first_blocks=first_blocks,
+            in_host=in_host,
         )
 
     def _close(self, transfer_id: str, state: TransferState, reason: str, table: Sequence[Sequence[int]] = ()) -> None:
@@ -241,6 +262,7 @@ class Transfers:
         if transfer is not None:
             transfer.state, transfer.reason = state, reason[:_MAX_REASON_CHARACTERS]
             transfer.table = [list(ids) for ids in table]
+            transfer.in_host = None
             self._past_blocks += _blocks_in(transfer)
             transfer.forget_at = self._clock() + max(_REMEMBERED_S, 2 * self._lease_ttl_s)
             self._past[transfer_id] = transfer

@@ -33,8 +33,19 @@ class HostBlocks:
     blocks: HeldBlocks
 
 
-#: What a lease holds: references to blocks of the device, or of host memory.
-Leased: TypeAlias = "HeldBlocks | HostBlocks"
+@dataclass(frozen=True, eq=False)
+class BlocksAndSlots:
+    """Blocks of the device to which a lease holds references, and host blocks that hold some of the same tokens.
+
+    Readers may have begun with those before the device had them.
+    """
+
+    blocks: HeldBlocks
+    hosts: HeldBlocks
+
+
+#: What a lease holds: references to blocks of the device, or of host memory, or of both.
+Leased: TypeAlias = "HeldBlocks | HostBlocks | BlocksAndSlots"
 
 #: Keys by which a request's blocks are found, in block table order.
 BlockKeys: TypeAlias = "tuple[BlockHashWithGroupId, ...]"

@@ -8,6 +8,7 @@ which nothing is left to be asked.
 """
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import cached_property
 
 import msgspec
@@ -16,7 +17,7 @@ import numpy as np
 from layout.copies import Int64Array
 from layout.plan import BlockTable
 from pd_connector.orders import PullOrder, block_table
-from transfer.control.messages import Follow, Followed, Reply, TransferState
+from transfer.control.messages import Follow, Followed, Reply, SlotRange, TransferState
 
 #: How long a prefill engine may wait for something new before it answers. A question that waits costs an answer
 #: without news that often; and that often, there is a sign of life.
@@ -26,6 +27,14 @@ _MAX_BLOCK_ID = 2**31 - 1
 
 #: Block numbers of a cache group of the prefill engine, which have been read from.
 BlocksRead = tuple[int, Int64Array]
+
+
+@dataclass(frozen=True, slots=True)
+class InHost:
+    """Tokens that can be read in P's host memory, and the slots, by cache group."""
+
+    tokens: range
+    tables: tuple[BlockTable, ...]
 
 
 class TransferEnded(Exception):  # noqa: N818
@@ -55,6 +64,8 @@ class FollowedPrompt:
         self._end_token = order.end_token
         self._transfer_id = order.transfer_id
         self._waits_for_end = False  # nothing is read before the prompt is complete
+        self.in_host: InHost | None = None  # in this attempt
+        self._host_tokens = 0  # up to which slots have been announced, of use or not
         self._blocks_read: list[tuple[int, Int64Array, Int64Array]] = []  # group, block numbers, block ids
 
     @cached_property
@@ -67,10 +78,20 @@ class FollowedPrompt:
         """Whether the whole prompt can be read, with the final block table."""
         return self.state == TransferState.COMPLETE
 
-    def question(self, wait_s: float) -> Follow:
-        """Return the message that asks for more, which P answers after ``wait_s`` seconds at the latest."""
+    def question(self, wait_s: float, *, reads_host: bool = False) -> Follow:
+        """Return the message that asks for more, which P answers after ``wait_s`` seconds at the latest.
+
+        ``reads_host``: whether P's host memory can be read.
+        """
+        known = self._host_tokens if reads_host else -1
         return Follow(
-            self.remote.remote_engine_id, self._transfer_id, self.attempt, self.tokens, self.state, max(wait_s, 0.0)
+            self.remote.remote_engine_id,
+            self._transfer_id,
+            self.attempt,
+            self.tokens,
+            self.state,
+            max(wait_s, 0.0),
+            known,
         )
 
     def take(self, answer: Followed) -> bool:
@@ -96,6 +117,7 @@ class FollowedPrompt:
             self._complete(answer)
             return True
         is_news |= self._change_state(answer.state)
+        is_news |= self._take_slots(answer.in_host)
         if answer.tokens <= self.tokens:
             return is_news
         self._extend_tables(answer)
@@ -116,6 +138,22 @@ class FollowedPrompt:
         end = min(self.tokens, self._end_token) // border_tokens * border_tokens
         return range(self.read_until, end) if end - self.read_until >= max(least_tokens, 1) else None
 
+    def next_in_host(self, border_tokens: int, least_tokens: float = 1) -> range | None:
+        """Return the tokens to read next in P's host memory, if the device does not hold them yet; None if none.
+
+        The arguments are those of ``next_range``.
+        """
+        if self.in_host is None or self.is_complete or self._waits_for_end or self.state != TransferState.COMPUTING:
+            return None
+        tokens = self.in_host.tokens
+        end = min(tokens.stop, self._end_token) // border_tokens * border_tokens
+        is_worth_it = tokens.start <= self.read_until and end - self.read_until >= max(least_tokens, 1)
+        return range(self.read_until, end) if is_worth_it else None
+
+    def leave_host(self) -> None:
+        """Read nothing more in host memory before P starts over: it does not hold what is wanted."""
+        self.in_host = None
+
     def wait_for_end(self) -> None:
         """Read nothing more before the prompt is complete: its block table lacks a block that is wanted."""
         assert not self.is_complete, "the block table is final"
@@ -131,7 +169,8 @@ class FollowedPrompt:
     def check_integrity(self) -> None:
         """Raise AssertionError unless the numbers of tokens are possible."""
         assert self._first_token <= self.read_until <= self._end_token, "tokens were read that are not wanted"
-        computed = max(self.tokens, self._first_token)  # what is here already may be more than what P has computed
+        # What is here already may be more than what P has computed.
+        computed = max(self.tokens, self._first_token, self._host_tokens)
         assert self.is_complete or self.read_until <= computed, "tokens were read that had not been computed"
         assert self.read_until > self._first_token or not self._blocks_read, "nothing was read, but blocks were"
 
@@ -144,7 +183,25 @@ class FollowedPrompt:
         self.tokens = 0
         self.tables = [BlockTable.of(()) for _ in self.tables]
         self._waits_for_end = False
+        self.in_host, self._host_tokens = None, 0
         self._read_again()
+
+    def _take_slots(self, told: SlotRange | None) -> bool:
+        """Learn which tokens can be read in host memory. Return whether that is new."""
+        if told is None or told.end_token <= self._host_tokens:
+            return False
+        groups = len(self.tables)
+        is_well_formed = len(told.slots) == len(told.first_blocks) == groups
+        if not (is_well_formed and told.first_token < told.end_token <= self.remote.remote_num_tokens):
+            raise TransferEnded(
+                f"the prefill engine has announced tokens {told.first_token} to {told.end_token} in host memory, with "
+                f"{len(told.slots)} tables of slots and {len(told.first_blocks)} first blocks; the prompt has "
+                f"{self.remote.remote_num_tokens} tokens, and there must be {groups} of each"
+            )
+        tables = tuple(BlockTable.of(ids, first) for ids, first in zip(told.slots, told.first_blocks, strict=True))
+        self.in_host = InHost(range(told.first_token, told.end_token), tables)
+        self._host_tokens = told.end_token
+        return True
 
     def _read_again(self) -> None:
         self.read_until = self._first_token

@@ -86,7 +86,8 @@ class Peer:
         self.plans = plans  # by index into workers: the ranks that are read from
         self.host_plans = host_plans
         #: A range of tokens that ends at a multiple of this cuts no unit of any rank.
-        self.border_tokens = math.lcm(*(unit for plan in plans.values() for unit in plan.unit_tokens))
+        every_plan = (*plans.values(), *(host_plans or {}).values())
+        self.border_tokens = math.lcm(*(unit for plan in every_plan for unit in plan.unit_tokens))
         self.token_bytes = sum(plan.token_bytes for plan in plans.values())
         self._readable = [worker.regions for worker in welcome.workers]
         if host_plans is not None:

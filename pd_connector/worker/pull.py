@@ -52,12 +52,14 @@ class _Read:
     """What a pull has read since it began, or since it began again."""
 
     copied_bytes: int = 0
+    host_bytes: int = 0  # from P's host memory
     ahead_bytes: int = 0  # before the prompt was complete
     descriptors: int = 0
 
-    def add(self, schedules: Sequence[Schedule], *, is_ahead: bool) -> None:
+    def add(self, schedules: Sequence[Schedule], place: Place, *, is_ahead: bool) -> None:
         wanted_bytes = sum(schedule.wanted_bytes for schedule in schedules)
         self.copied_bytes += wanted_bytes
+        self.host_bytes += wanted_bytes if place is Place.HOST else 0
         self.ahead_bytes += wanted_bytes if is_ahead else 0
         self.descriptors += sum(schedule.descriptors for schedule in schedules)
 
@@ -133,18 +135,26 @@ class Pull:
             self._locate()
             self._watch.lap("handshake")
         least_tokens = self._context.reads.least_bytes / max(peer.token_bytes, 1)
-        while (tokens := self.prompt.next_range(peer.border_tokens, least_tokens)) is not None:
-            self._read_range(peer, tokens)
+        reads_host = peer.host_plans is not None
+        while True:
+            if (tokens := self.prompt.next_range(peer.border_tokens, least_tokens)) is not None:
+                self._read_range(peer, tokens, self._place)
+            elif reads_host and (tokens := self.prompt.next_in_host(peer.border_tokens, least_tokens)) is not None:
+                self._read_range(peer, tokens, Place.HOST)
+            else:
+                break
         if not self.prompt.is_complete:
-            return self.follow()
+            return self.follow(reads_host=reads_host)
         if self._context.verifier is not None:
             self._context.verifier.verify(self.order, peer.workers, peer.sources, self._deadline, self._closing)
             self._watch.lap("verify")
         self.confirm()
         return None
 
-    def follow(self) -> "Future[Reply]":
-        """Ask P for more of the prompt. ``take_answer`` takes what the future brings.
+    def follow(self, *, reads_host: bool = False) -> "Future[Reply]":
+        """Ask P for more of the prompt, on its device or, if that can be read, in its host memory.
+
+        ``take_answer`` takes what the future brings.
 
         Raises:
             PullFailed: for the pull timeout, P has not got further with the prompt than before.
@@ -156,7 +166,9 @@ class Pull:
         if self._context.clock() < self._may_ask_at:
             self._closing.wait(_FOLLOW_PAUSE_S)
         self._may_ask_at = self._context.clock() + _FOLLOW_PAUSE_S
-        self._answer = self._send(self.prompt.question(wait_s), wait_s + self._context.handshake_timeout_s)
+        self._answer = self._send(
+            self.prompt.question(wait_s, reads_host=reads_host), wait_s + self._context.handshake_timeout_s
+        )
         self._answer.add_done_callback(lambda _: self._watch.lap("wait"))
         return self._answer
 
@@ -197,7 +209,7 @@ class Pull:
             self.order.request_id,
             tokens=self.order.end_token - self.order.first_token,
             copied_bytes=self._read.copied_bytes,
-            host_bytes=self._read.copied_bytes if self._place is Place.HOST else 0,
+            host_bytes=self._read.host_bytes,
             descriptors=self._read.descriptors,
             is_ahead=bool(self.order.transfer_id),
             ahead_bytes=self._read.ahead_bytes,
@@ -240,11 +252,14 @@ class Pull:
         if not self._has_ended:
             self._end(LostPull(self.order.request_id, f"{type(error).__name__}: {error}"))
 
-    def _read_range(self, peer: Peer, tokens: range) -> None:
-        """Read a range of tokens, or find that the prompt must be complete first."""
+    def _read_range(self, peer: Peer, tokens: range, place: Place) -> None:
+        """Read a range of tokens where P has them, or find that it cannot be read there yet."""
         is_ahead = not self.prompt.is_complete
-        batches = self._plan(peer, tokens)
+        batches = self._plan(peer, tokens, place)
         self._watch.lap("plan")
+        if batches is None and place is Place.HOST:
+            self.prompt.leave_host()
+            return
         if batches is None:
             self.prompt.wait_for_end()
             return
@@ -255,9 +270,13 @@ class Pull:
         self._await_device()
         schedules = self._read_batches(peer, batches)
         self._watch.lap("read")
-        self._read.add(schedules, is_ahead=is_ahead)
+        self._read.add(schedules, place, is_ahead=is_ahead)
         if not is_ahead:
             self.prompt.has_read(tokens, ())
+            return
+        if place is Place.HOST:  # whose slots stay as they are until the attempt ends, or the lease
+            self.prompt.has_read(tokens, ())
+            self._extend_deadline()
             return
         span = tokens.start, tokens.stop
         self.prompt.has_read(
@@ -292,11 +311,13 @@ class Pull:
             )
         self._place, self._slots = Place.HOST, [BlockTable.of(slots) for slots in reply.slots]
 
-    def _plan(self, peer: Peer, tokens: range) -> dict[int, Copies] | None:
+    def _plan(self, peer: Peer, tokens: range, place: Place) -> dict[int, Copies] | None:
         """Return the descriptors for each prefill rank to read from; None if P has not announced all blocks yet."""
-        local, remote, plans = self._local, self.prompt.tables, peer.plans
-        if self._place is Place.HOST and peer.host_plans is not None:
-            remote, plans = self._slots, peer.host_plans
+        local, plans = self._local, peer.plans
+        remote: Sequence[BlockTable] = self.prompt.tables
+        if place is Place.HOST and peer.host_plans is not None:
+            in_host, plans = self.prompt.in_host, peer.host_plans
+            remote = self._slots if in_host is None else in_host.tables
         groups = len(peer.workers[0].groups)
         if len(remote) != groups:
             raise PullFailed(

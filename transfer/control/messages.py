@@ -49,6 +49,10 @@ ask may still read from the device, and its release is valid only if the lease h
        | locate {lease_id} ----------------------> |   once per pull, if the welcome has ``host_workers``
        | <---- located {place, slots, reason}      |   place "host": read the slots of these numbers instead of blocks
 
+A prompt that P finds in its host memory is copied to the device before P computes the rest. A worker that follows it
+need not wait for the copy: if it says so (``host_tokens``), the answer names the slots, which stay as they are for as
+long as the attempt and the lease that it becomes.
+
 If both sides verify (a setting, for commissioning), P's workers take checksums of blocks as soon as they are leased. A
 D worker asks for them between its read and its release, and compares them with those of what has arrived:
 
@@ -215,6 +219,18 @@ class Follow(msgspec.Struct, frozen=True, tag="follow"):
     tokens: Annotated[int, msgspec.Meta(ge=0)] = 0  # known to be complete
     state: str = TransferState.UNKNOWN  # as last answered: a change of it is news, too
     wait_s: Annotated[float, msgspec.Meta(ge=0, le=30)] = 0.0
+    #: Up to which token slots of host memory are known; -1: whoever asks does not read host memory.
+    host_tokens: Annotated[int, msgspec.Meta(ge=-1)] = -1
+
+
+class SlotRange(msgspec.Struct, frozen=True):
+    """Tokens of a prompt that lie in slots of host memory, complete on every rank."""
+
+    first_token: Annotated[int, msgspec.Meta(ge=0)]
+    end_token: Annotated[int, msgspec.Meta(ge=0)]  # exclusive
+    first_blocks: tuple[Annotated[int, msgspec.Meta(ge=0, lt=2**31)], ...]  # by cache group: whose slot comes first
+    #: By cache group, the slots of consecutive blocks; -1 marks one that is not held.
+    slots: tuple[tuple[Annotated[int, msgspec.Meta(ge=-1, lt=2**31)], ...], ...]
 
 
 class Followed(msgspec.Struct, frozen=True, tag="followed"):
@@ -234,6 +250,8 @@ class Followed(msgspec.Struct, frozen=True, tag="followed"):
     block_ids: tuple[tuple[int, ...], ...] = ()
     first_blocks: tuple[int, ...] = ()
     reason: Annotated[str, msgspec.Meta(max_length=512)] = ""  # for people
+    #: Tokens, perhaps beyond ``tokens``, that can be read in host memory already. Only for who asks for more of them.
+    in_host: SlotRange | None = None
 
 
 class Checksums(msgspec.Struct, frozen=True, tag="checksums"):

@@ -101,6 +101,7 @@ class PrefillEngine:
             if isinstance(held, HostBlocks):
                 self.moves.release(held)
             else:
+                assert isinstance(held, tuple)
                 self.blocks.release(held)
 
     def check(self) -> None:

@@ -18,7 +18,7 @@ from pd_connector.params import RemotePrefill, contents_digest
 from tests.support.connector.engines import Blocks, DecodeWorker, PrefillEngine, tables
 from tests.support.connector.requests import a_prompt, a_remote
 from transfer.control.client import ControlClient
-from transfer.control.messages import Cancel, Follow, Followed, Reply, Request, TransferState
+from transfer.control.messages import Cancel, Follow, Followed, Reply, Request, SlotRange, TransferState
 
 TRANSFER_ID = "transfer-1"
 
@@ -53,6 +53,7 @@ class ChunkedPrompt:
         self.asked: list[Follow] = []
         self.answers_at_once = False  # though there is nothing new
         self.changes: dict[str, Any] = {}  # to every answer
+        self.in_host: SlotRange | None = None  # what the engine's host memory holds of this attempt
         self._lease_id = f"lease of {transfer_id}"
         self._waiting: list[Question] = []
         self._lock = threading.RLock()
@@ -81,6 +82,7 @@ class ChunkedPrompt:
             self._overwrite(self.blocks)
             self.blocks, self.tokens, self.state = blocks, 0, TransferState.QUEUED
             self.attempt += 1
+            self.in_host = None
 
     def end(self, reason: str = "", state: str = TransferState.ENDED) -> None:
         """End the request without its prompt."""
@@ -173,13 +175,21 @@ class ChunkedPrompt:
                 self.tokens,
                 tuple(ids[start:] for ids, start in zip(known.remote_block_ids, first, strict=True)),
                 first,
+                in_host=self.in_host if self._wants_slots(asked) else None,
             )
         return msgspec.structs.replace(answer, **self.changes)
 
     def _is_news(self, asked: Follow) -> bool:
         if self.state == TransferState.QUEUED:
             return asked.state != self.state
-        return (asked.state, asked.attempt) != (self.state, self.attempt) or asked.tokens < self.tokens
+        is_other = (asked.state, asked.attempt) != (self.state, self.attempt)
+        return is_other or asked.tokens < self.tokens or self._wants_slots(asked)
+
+    def _wants_slots(self, asked: Follow) -> bool:
+        known = asked.host_tokens if asked.attempt == self.attempt else min(asked.host_tokens, 0)
+        return (
+            self.state == TransferState.COMPUTING and self.in_host is not None and 0 <= known < self.in_host.end_token
+        )
 
     def _held(self) -> Blocks:
         """The block tables of what has been computed."""

@@ -320,11 +320,11 @@ MLA_LEGS = Deployment(
     slow=True,
 )
 
-#: The same with host memory at both ends, and device caches too small for what is asked of them.
+#: The same with host memory at both ends, of which D reads P's, and device caches too small for what is asked of them.
 HOST_LEGS = Deployment(
     "host legs",
     (
-        ("P", _in_chunks(_HOST_P)),
+        ("P", _in_chunks(_HOST_P, host_transfers=True)),
         ("D", _in_chunks(_with_host_memory(decode(layout="BHLNC", patient=True)))),
     ),
     slow=True,

@@ -1,7 +1,7 @@
 """A prefill engine whose named prompts are followed: vLLM's own scheduler, the connector's scheduler side, one thread.
 
-Simulated are the workers, which write to memory when a step ends and not before, and the control channel. After every
-event, what is announced is compared with what memory holds.
+Simulated are the workers, which write to memory when a step ends and not before, and the control channel. To and from
+host memory, they copy when a step ends, too. After every event, what is announced is compared with what memory holds.
 """
 
 import itertools
@@ -31,22 +31,26 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from layout.geometry import CacheGroup, WorkerGeometry
-from pd_connector.orders import Report, WorkerHandshake
+from pd_connector.orders import LoadOrder, Report, StoreEnds, WorkerHandshake
 from pd_connector.scheduler.announcer import Announcer
 from pd_connector.scheduler.lease_service import LeaseService
 from pd_connector.scheduler.producer import Producer
 from pd_connector.scheduler.scheduler import ConnectorScheduler
 from pd_connector.vllm.metadata import HandshakeMetadata, ReportMetadata, StepMetadata
+from tests.support.connector.vllm_calls import all_failed
 from tests.support.e2e.models import DEFAULT_MODEL, write_model
 from tests.support.releases import INSTALLED
 from tests.support.simulation.vllm_schedulers import OUTPUT_TOKEN
-from transfer.control.messages import Follow, Followed, TransferState
+from transfer.control.messages import Follow, Followed, SlotRange, TransferState
 from transfer.control.server import ServerCounters
 from transfer.control.waiting_requests import NotYet
 
 PAGE_TOKENS = 16  # in a block
 CHUNK_TOKENS = 64  # in a step
 REACH_TOKENS = 32  # the sliding window of the second cache group, if there is one
+
+#: How many slots there are is told by the workers.
+_HOST_MEMORY: dict[str, Any] = {"cpu_bytes_to_use": 1 << 20, "host_transfers": True}
 
 init_none_hash(sha256_cbor)
 _hasher = get_request_block_hasher(PAGE_TOKENS, sha256_cbor)
@@ -112,9 +116,15 @@ class NamedPrefill:
         max_tokens: int = 512,
         chunk_tokens: int = CHUNK_TOKENS,
         checked: bool = True,
+        host_slots: int = 0,
     ) -> None:
         self.ranks = ranks
         self.memory: dict[tuple[int, int], int] = {}
+        self.host_memory: dict[tuple[int, int], int] = {}  # the same, by slot
+        self.loads: list[LoadOrder] = []  # ordered, and not carried out
+        self.holds_loads = False
+        self.fails_loads = False
+        self._host_slots = host_slots
         self.answers: dict[str, dict[str, Any] | None] = {}  # kv_transfer_params of the responses
         self.ended: dict[str, str] = {}  # how, by request
         self._windows = (0, REACH_TOKENS) if with_window else (0,)
@@ -131,13 +141,17 @@ class NamedPrefill:
     def tell_workers(self) -> None:
         """Hand over the workers' handshakes, as vLLM does at start."""
         groups = tuple(CacheGroup(PAGE_TOKENS, window, ()) for window in self._windows)
+        geometries = [
+            WorkerGeometry(rank, self.ranks, 0, 1, f"127.0.0.1:{15000 + rank}", groups, ())
+            for rank in range(self.ranks)
+        ]
         connector: Any = self.scheduler.connector
         connector.set_xfer_handshake_metadata_pp_aware(
             {
                 (0, rank): HandshakeMetadata(
-                    WorkerHandshake(WorkerGeometry(rank, self.ranks, 0, 1, f"127.0.0.1:{15000 + rank}", groups, ()), 0)
+                    WorkerHandshake(geometry, self._host_slots, geometry if self._host_slots else None)
                 )
-                for rank in range(self.ranks)
+                for rank, geometry in enumerate(geometries)
             }
         )
 
@@ -187,16 +201,21 @@ class NamedPrefill:
                     if table[token // PAGE_TOKENS]:
                         writes[table[token // PAGE_TOKENS], token % PAGE_TOKENS] = stamps[token]
             sampled.append([OUTPUT_TOKEN] if end >= request.num_tokens else [])
+        self.loads += metadata.orders.loads
         result = ModelRunnerOutput(ids, {each: index for index, each in enumerate(ids)}, sampled)
         self.check()
         return StepUnderWay(output, result, writes, metadata.orders.steps)
 
     def end(self, step: StepUnderWay, ranks: int | None = None) -> None:
         """Let a step end: its workers have written, and ``ranks`` of them, all unless it is given, report it."""
+        loaded = self._load()
         self.memory |= step.writes
-        report = Report(steps=dict.fromkeys(step.numbers, self.ranks if ranks is None else ranks))
+        steps = dict.fromkeys(step.numbers, self.ranks if ranks is None else ranks)
+        report = Report(stores=self._store(step.output.kv_connector_metadata), steps=steps)
         result = copy(step.result)
-        result.kv_connector_output = KVConnectorOutput(kv_connector_worker_meta=ReportMetadata(report))
+        result.kv_connector_output = all_failed(loaded) if self.fails_loads and loaded else KVConnectorOutput()
+        result.kv_connector_output.finished_recving = loaded
+        result.kv_connector_output.kv_connector_worker_meta = ReportMetadata(report)
         for outputs in self.scheduler.update_from_output(step.output, result).values():
             for each in outputs.outputs:
                 if each.finish_reason is not None:
@@ -218,9 +237,9 @@ class NamedPrefill:
             self.step()
         raise AssertionError(f"requests have not ended within {most} steps: {sorted(self.scheduler.requests)}")
 
-    def told(self, transfer_id: str, attempt: int = -1, tokens: int = 0) -> Followed:
+    def told(self, transfer_id: str, attempt: int = -1, tokens: int = 0, host_tokens: int = -1) -> Followed:
         """What somebody is told who knows so much."""
-        reply = self.service.handle(Follow("", transfer_id, attempt, tokens))
+        reply = self.service.handle(Follow("", transfer_id, attempt, tokens, host_tokens=host_tokens))
         reply = reply.reply if isinstance(reply, NotYet) else reply
         assert isinstance(reply, Followed)
         return reply
@@ -248,7 +267,7 @@ class NamedPrefill:
             return
         self.side.check_integrity()
         for named in self.announcer._named.values() if self.service.block_tokens else ():
-            told = self.told(named.transfer_id)
+            told = self.told(named.transfer_id, host_tokens=0)
             if told.state != TransferState.COMPUTING or not self._has_its_blocks(named):
                 continue
             stamps = stamps_of(list(named.request.all_token_ids))
@@ -261,6 +280,37 @@ class NamedPrefill:
                     assert announced[token // PAGE_TOKENS] == block, "another block is announced than the request has"
                     held = self.memory.get((block, token % PAGE_TOKENS))
                     assert held == stamps[token], f"token {token} of {told.tokens} is announced and not there"
+            if told.in_host is not None:
+                self._check_slots(told.in_host, stamps)
+
+    def _check_slots(self, told: SlotRange, stamps: list[int]) -> None:
+        for first, slots in zip(told.first_blocks, told.slots, strict=True):
+            assert first == told.first_token // PAGE_TOKENS
+            assert len(slots) == -(-told.end_token // PAGE_TOKENS) - first
+            for number, slot in enumerate(slots, first):
+                for token in range(number * PAGE_TOKENS, (number + 1) * PAGE_TOKENS) if slot >= 0 else ():
+                    held = self.host_memory.get((slot, token % PAGE_TOKENS))
+                    assert held == stamps[token], f"token {token} is announced in host memory and not there"
+
+    def _load(self) -> set[str]:
+        """Carry out the loads; the requests that are told so."""
+        if self.holds_loads:
+            return set()
+        loads, self.loads = self.loads, []
+        for load in () if self.fails_loads else loads:
+            for block, slot in zip(load.moves.blocks.tolist(), load.moves.slots.tolist(), strict=True):
+                for offset in range(PAGE_TOKENS):
+                    self.memory[block, offset] = self.host_memory[slot, offset]
+        return {load.request_id for load in loads}
+
+    def _store(self, metadata: Any) -> dict[int, StoreEnds]:
+        """Carry out the stores of a step, which read what earlier steps have written."""
+        for store in metadata.orders.stores:
+            for block, slot in zip(store.moves.blocks.tolist(), store.moves.slots.tolist(), strict=True):
+                for offset in range(PAGE_TOKENS):
+                    if (block, offset) in self.memory:
+                        self.host_memory[slot, offset] = self.memory[block, offset]
+        return {store.store_id: StoreEnds(self.ranks) for store in metadata.orders.stores}
 
     def _has_its_blocks(self, named: Any) -> bool:
         """False from a preemption to the next step, in which the followers are told."""
@@ -279,7 +329,8 @@ class NamedPrefill:
             kv_connector="PDConnector",
             kv_connector_module_path="pd_connector",
             kv_role="kv_producer",
-            kv_connector_extra_config={"host": "127.0.0.1"},
+            kv_load_failure_policy="recompute",
+            kv_connector_extra_config={"host": "127.0.0.1", **(_HOST_MEMORY if self._host_slots else {})},
         )
         config.parallel_config = copy(config.parallel_config)
         config.parallel_config.tensor_parallel_size = self.ranks
