@@ -338,3 +338,20 @@ def test_every_field_of_a_transfer_has_a_wrong_value_here() -> None:
 )
 def test_params_of_an_unknown_contract_are_known_by_their_keys(params: Any, keys: tuple[str, ...]) -> None:
     assert unusable_keys(params) == keys
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"remote_block_ids": ((1, 2, 3, 4, 6),)},
+        {"remote_num_tokens": 69},
+        {"prompt_digest": "another"},
+        {"remote_attempt": 1},
+    ],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_what_was_leased_is_told_from_what_it_may_be_taken_for(changes: dict[str, Any]) -> None:
+    """Blocks of an earlier attempt may have the same ids and belong to the same prompt."""
+    remote = a_remote(a_prompt(70))
+    assert contents_digest(msgspec.structs.replace(remote, **changes)) != contents_digest(remote)
+    assert contents_digest(msgspec.structs.replace(remote, remote_host="elsewhere")) == contents_digest(remote)
