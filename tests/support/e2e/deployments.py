@@ -225,10 +225,8 @@ LANDINGS = Deployment(
             _with_host_memory(decode(layout="LBHNC", tensor_parallel=2, patient=True), ("pull_to", "host")),
         ),
         (
-            "B",  # both roles, with blocks for nine of the prompts that it is given at once
-            _with_host_memory(
-                peer(layout="LBHNC"), ("host_transfers", True), ("pull_to", "auto"), _LANDING_HOST, device_blocks=64
-            ),
+            "B",  # both roles, with blocks for eleven of the prompts that it is given at once
+            _with_host_memory(peer(layout="LBHNC"), ("host_transfers", True), ("pull_to", "auto"), _LANDING_HOST),
         ),
     ),
     slow=True,
