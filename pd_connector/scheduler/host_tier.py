@@ -122,7 +122,7 @@ class HostTier(SchedulerRole):
         vLLM asks in every step until it has blocks for the request. The blocks that were found stay pinned meanwhile:
         finding and pinning a long prompt takes milliseconds.
         """
-        if (landed := self._landed_tokens(request.request_id, computed_tokens)) is not None:
+        if (landed := self._landed_tokens(request, computed_tokens)) is not None:
             return landed
         offer = self._offers.get(request.request_id)
         if offer is not None and offer.hit.first_token == computed_tokens and not self._has_grown(request, offer):
@@ -306,17 +306,23 @@ class HostTier(SchedulerRole):
             if each is not None:
                 self._pool.unpin(each.hit.blocks)
 
-    def _landed_tokens(self, request_id: str, computed_tokens: int) -> int | None:
+    def _landed_tokens(self, request: "Request", computed_tokens: int) -> int | None:
         """Return how many tokens beyond ``computed_tokens`` have landed for a request; None if nothing of use has.
 
-        If the device holds less of the prompt than when the landing began, what has landed is left to prefix hits.
+        If the device holds less of the prompt than when the landing began, host memory must hold what comes between.
+        Otherwise what has landed is left to prefix hits.
         """
-        landed = self._landed.get(request_id)
+        landed = self._landed.get(request.request_id)
         if landed is None:
             return None
-        if computed_tokens < landed.hit.first_token:
-            self._withdraw(request_id)
-            return None
+        if (first := landed.hit.first_token) > computed_tokens:
+            between = self._pool.find(request, computed_tokens, first)
+            if between is None or computed_tokens + between.tokens < first:
+                self._withdraw(request.request_id)
+                return None
+            self._pool.pin(between.blocks)
+            groups = tuple(before + after for before, after in zip(between.groups, landed.hit.groups, strict=True))
+            landed.hit = HostHit(computed_tokens, between.tokens + landed.hit.tokens, groups)
         landed.first_token = computed_tokens
         return max(landed.hit.first_token + landed.hit.tokens - computed_tokens, 0)
 

@@ -32,6 +32,8 @@ logger = logging.getLogger(__name__)
 _GRACE_S = 0.25
 #: After host memory had no room, or a copy failed, until leases are chosen again.
 _REST_S = 0.5
+#: Leases for which copies are ordered in one step, which must not take long.
+_CHOSEN_AT_ONCE = 64
 _LOG_INTERVAL_S = 10.0
 
 
@@ -150,7 +152,7 @@ class LeaseMoves(SchedulerRole):
         moving = {move.lease.lease_id: len(_device_blocks(move.lease)) for move in tuple(self._moves.values())}
         above -= sum(moving.values())
         chosen = []
-        for lease in self._leases.movable(0.0 if is_short else _GRACE_S):
+        for lease in self._leases.movable(0.0 if is_short else _GRACE_S, _CHOSEN_AT_ONCE + len(moving)):
             if not is_short and above <= 0:
                 break
             if lease.lease_id not in moving and self._checksums.are_taken(lease.lease_id):

@@ -14,7 +14,7 @@ holds nothing, because the request itself holds the blocks, and it neither expir
 
 import math
 import threading
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -51,6 +51,7 @@ class _Lease(Generic[Held]):
     contents: str
     granted_at: float
     expires_at: float
+    renewed_until: float = math.inf  # when it expires, unless it is too old before
     read_until: float = -math.inf  # as the reader has announced
     tables: Tables = ()  # of its blocks on the device; none if it must stay there
     slots: Tables | None = None  # of host memory, if it lies there
@@ -97,11 +98,16 @@ class LeaseTable(Generic[Held]):
         self._max_age_s = max_age_s
         self._clock = clock
         self._lock = threading.Lock()
-        self._active: dict[str, _Lease[Held]] = {}
+        # In the order of their grants, so that the first is too old first; and in that of their renewals, so that the
+        # first expires first. Nothing is searched: there may be thousands, and every message looks for expired ones.
+        self._active: OrderedDict[str, _Lease[Held]] = OrderedDict()
+        self._by_renewal: OrderedDict[str, _Lease[Held]] = OrderedDict()
+        #: In the order of their grants: those on the device that may lie elsewhere, and nobody has asked about.
+        self._may_move: OrderedDict[str, _Lease[Held]] = OrderedDict()
         self._growing: dict[str, _Lease[Held]] = {}
-        self._past: dict[str, _PastLease] = {}  # in the order of their ends
+        self._past: OrderedDict[str, _PastLease] = OrderedDict()  # in the order of their ends
         self._ended: list[Held] = []  # what leases held that have ended since the last ``collect``
-        self._no_expiry_before = 0.0  # a bound that saves most scans: renewals only postpone expiry
+        self._in_host_memory = 0  # leases that have moved, and not ended
         self._events: Counter[str] = Counter()
 
     def begin(self, lease_id: str) -> None:
@@ -136,11 +142,12 @@ class LeaseTable(Generic[Held]):
                 self._check_new(lease_id)
                 lease = _Lease(None, "", now, math.inf)
             lease.held, lease.contents, lease.granted_at, lease.tables = held, contents, now, tables
-            lease.expires_at = now + min(self.ttl_s, self._max_age_s)
+            self._extend(lease, now)
             if lease.read_until == math.inf:
                 lease.read_until = lease.expires_at
-            self._active[lease_id] = lease
-            self._no_expiry_before = min(self._no_expiry_before, lease.expires_at)
+            self._active[lease_id] = self._by_renewal[lease_id] = lease
+            if tables:
+                self._may_move[lease_id] = lease
             self._events["granted"] += 1
             return True
 
@@ -168,7 +175,8 @@ class LeaseTable(Generic[Held]):
                         growing.read_until = math.inf if lease_id in being_read else growing.read_until
                         renewed.append(lease_id)
                     elif lease is not None:
-                        lease.expires_at = min(now + self.ttl_s, lease.granted_at + self._max_age_s)
+                        self._extend(lease, now)
+                        self._by_renewal.move_to_end(lease_id)
                         if lease_id in being_read:
                             lease.read_until = lease.expires_at
                         renewed.append(lease_id)
@@ -186,18 +194,19 @@ class LeaseTable(Generic[Held]):
                 past = self._past.get(lease_id)
                 return Located(reason=InvalidReason.UNKNOWN if past is None else InvalidReason(past.end.value))
             lease.is_located = True
+            self._may_move.pop(lease_id, None)
             lease.read_until = max(lease.read_until, lease.expires_at)
             return Located(Place.DEVICE) if lease.slots is None else Located(Place.HOST, lease.slots)
 
-    def movable(self, min_age_s: float = 0.0) -> list[MovableLease[Held]]:
-        """Return the leases that ``move`` would move now, of at least an age, the oldest first."""
+    def movable(self, min_age_s: float, most: int) -> list[MovableLease[Held]]:
+        """Return leases that ``move`` would move now, of at least an age, the oldest first, ``most`` of them."""
         with self._lock:
             now = self._clock()
             self._expire(now)
-            found = []
-            for lease_id, lease in self._active.items():
-                if now - lease.granted_at < min_age_s:
-                    break  # they are in the order of their grants
+            found: list[MovableLease[Held]] = []
+            for lease_id, lease in self._may_move.items():
+                if now - lease.granted_at < min_age_s or len(found) == most:
+                    break
                 if _can_move(lease, now):
                     found.append(MovableLease(lease_id, cast("Held", lease.held), lease.tables))
             return found
@@ -216,6 +225,8 @@ class LeaseTable(Generic[Held]):
             if lease is None or not _can_move(lease, now):
                 return None
             before, lease.held, lease.slots = cast("Held", lease.held), held, slots
+            self._in_host_memory += 1
+            del self._may_move[lease_id]
             return before
 
     def release(
@@ -314,7 +325,7 @@ class LeaseTable(Generic[Held]):
     def in_host_memory(self) -> int:
         """Number of leases that have moved, and not ended."""
         with self._lock:
-            return sum(lease.slots is not None for lease in self._active.values())
+            return self._in_host_memory
 
     @property
     def oldest_age_s(self) -> float:
@@ -331,9 +342,17 @@ class LeaseTable(Generic[Held]):
             ended = {id(held) for held in self._ended}
             assert len(ended) == len(self._ended), "something would be freed twice"
             assert not ended & {id(lease.held) for lease in self._active.values()}, "something is held and to be freed"
+            assert self._active.keys() == self._by_renewal.keys(), "a lease would not be seen to expire"
+            moved = sum(lease.slots is not None for lease in self._active.values())
+            assert self._in_host_memory == moved, "leases in host memory are miscounted"
+            now = self._clock()
+            could = {lease_id for lease_id, lease in self._active.items() if _can_move(lease, now)}
+            assert could <= self._may_move.keys() <= self._active.keys(), "a lease that could move would not be found"
+            for leases, of in ((self._active, "granted_at"), (self._by_renewal, "renewed_until")):
+                times = [getattr(lease, of) for lease in leases.values()]
+                assert times == sorted(times), f"leases are not in the order of {of}"
             for lease_id, lease in self._active.items():
                 assert not lease.readers or len(lease.released_by) < lease.readers, f"{lease_id} should have ended"
-                assert lease.expires_at >= self._no_expiry_before, f"{lease_id} would not be seen to expire"
                 assert lease.slots is None or lease.tables, f"{lease_id} has moved and must not"
 
     def _check_new(self, lease_id: str) -> None:
@@ -357,19 +376,22 @@ class LeaseTable(Generic[Held]):
 
     def _expire(self, now: float) -> None:
         """End expired leases, and forget those that ended long ago."""
-        if now < self._no_expiry_before:
-            return
-        for lease_id in [lease_id for lease_id, lease in self._active.items() if now >= lease.expires_at]:
-            self._end(lease_id, LeaseEnd.EXPIRED)
+        for leases in (self._by_renewal, self._active):
+            while leases and (first := next(iter(leases.items())))[1].expires_at <= now:
+                self._end(first[0], LeaseEnd.EXPIRED)
         while self._past and next(iter(self._past.values())).forget_at <= now:
-            del self._past[next(iter(self._past))]
-        self._no_expiry_before = min(
-            (lease.expires_at for lease in self._active.values()), default=now + min(self.ttl_s, self._max_age_s, 1.0)
-        )
+            self._past.popitem(last=False)
+
+    def _extend(self, lease: _Lease[Held], now: float) -> None:
+        lease.renewed_until = now + self.ttl_s
+        lease.expires_at = min(lease.renewed_until, lease.granted_at + self._max_age_s)
 
     def _end(self, lease_id: str, how: LeaseEnd) -> None:
         grew = self._growing.pop(lease_id, None)
         lease = grew or self._active.pop(lease_id)
+        self._by_renewal.pop(lease_id, None)
+        self._may_move.pop(lease_id, None)
+        self._in_host_memory -= lease.slots is not None
         # Repeated messages should arrive within this time. Later ones are answered with "unknown", which is safe.
         forget_at = self._clock() + 2 * self.ttl_s
         released = frozenset((reader, pull) for reader, pulls in lease.released_by.items() for pull in pulls)

@@ -231,13 +231,15 @@ class HostBlockPool:
         """Return whether a block is in host memory."""
         return self._pool.cached_block_hash_to_block.get_one_block(key) is not None
 
-    def find(self, request: "Request", first_token: int) -> HostHit | None:
+    def find(self, request: "Request", first_token: int, end_token: int | None = None) -> HostHit | None:
         """Return the longest run of a request's tokens from ``first_token``, a block boundary, that host memory holds.
 
-        At least one token is left to compute, because its output is the next token.
+        It ends at ``end_token`` at the latest. At least one token is left to compute, because its output is the next
+        token.
         """
         hashes = request.block_hashes[first_token // self._pool.hash_block_size :]
-        longest = request.num_tokens - 1 - first_token
+        end = request.num_tokens - 1 if end_token is None else min(end_token, request.num_tokens - 1)
+        longest = end - first_token
         if longest <= 0 or not hashes or not self.cached or request.skip_reading_prefix_cache:
             return None
         groups, tokens = self._release.longest_hit(self._coordinator, hashes, longest)

@@ -247,20 +247,6 @@ class TestHostMemory:
         assert traffic.prefill.value("vllm:pd_transfers_total", event="in_host") == 1
         pair.assert_right(legs.decode, prompt)
 
-    def test_what_the_prefill_server_loads_is_read_in_its_host_memory(self, router: Router) -> None:
-        """Whether D comes before a load of P's has ended is a matter of time, so there are several."""
-        pair = router.pair
-        prompts = [make_prompt(1900, ("read while it is loaded", number)) for number in range(6)]
-        for prompt in prompts:
-            pair.prefill.client.complete(prompt[:1600], 1)
-            evict(pair.prefill, ("read while it is loaded", tuple(prompt[:8])))
-        with pair.traffic() as traffic:
-            answers = [router.send(prompt) for prompt in prompts]
-        assert traffic.pulled("pull_bytes_from_host") > 0
-        assert traffic.failures() == 0
-        for prompt, legs in zip(prompts, answers, strict=True):
-            pair.assert_right(legs.decode, prompt)
-
     def test_many_at_once_from_all_places_give_the_right_outputs(self, router: Router) -> None:
         prompts = [make_prompt(600 + 100 * number, ("from all places", number)) for number in range(8)]
         for prompt in prompts[::2]:

@@ -128,6 +128,38 @@ def test_what_the_device_holds_by_then_is_not_loaded() -> None:
     engine.check()
 
 
+def test_what_the_device_has_lost_by_then_is_loaded_from_host_memory_with_what_has_landed() -> None:
+    engine = DecodeEngine()
+    engine.arrive("before")
+    assert engine.ask("before") is None
+    engine.end_landing("before")
+    assert engine.ask("before") == (TOKENS - 1, 0)
+    engine.give_blocks("before", TOKENS - 1, 0)
+    engine.end_load("before")
+    engine.arrive("r")
+    assert engine.ask("r", 32) is None, "the device holds its full blocks, and the tail lands"
+    engine.end_landing("r")
+    engine.tier.step_orders({})
+    assert engine.ask("r") == (TOKENS - 1, 0)
+    engine.check()
+    engine.give_blocks("r", TOKENS - 1, 0)
+    (load,) = engine.tier.step_orders({}).loads
+    assert load.moves.blocks.tolist() == [1, 2, 3]
+    assert len(set(load.moves.slots.tolist())) == 3
+    engine.check()
+    engine.end_load("r")
+    engine.check()
+
+
+def test_what_nobody_holds_any_longer_is_pulled_although_the_tail_has_landed() -> None:
+    engine = DecodeEngine()
+    engine.arrive("r")
+    assert engine.ask("r", 32) is None
+    engine.end_landing("r")
+    assert engine.ask("r") == (0, 0), "its lease was released: the prompt is computed"
+    engine.check()
+
+
 def test_others_find_what_has_landed_and_pull_the_rest_only() -> None:
     engine = DecodeEngine()
     engine.arrive("r")
