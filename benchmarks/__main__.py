@@ -12,6 +12,7 @@ from typing import Any
 from benchmarks import (
     batch_copy,
     beside,
+    first_pull,
     host_blocks,
     host_memory,
     host_step,
@@ -50,6 +51,7 @@ BENCHMARKS: Mapping[str, Benchmark] = {
     "pull": Benchmark(pull.main),
     "pull_verified": Benchmark(pull.main, ("--verify", "--rounds", "15")),
     "beside": Benchmark(beside.main),
+    "first_pull": Benchmark(first_pull.main),
     "reshape": Benchmark(reshape.main),
     "unequal": Benchmark(unequal.main),
     "waiting": Benchmark(waiting.main),

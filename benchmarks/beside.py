@@ -93,9 +93,11 @@ def main(words: Sequence[str] | None = None) -> dict[str, Any]:
     for name, seconds in (("alone", alone), ("beside", beside), ("the long one alone", long_alone)):
         print(f"  {name:32s} median {1e3 * statistics.median(seconds):9.2f} ms, longest {1e3 * max(seconds):9.2f} ms")
     print(f"  {'the long one, with short ones':32s} median {1e3 * statistics.median(long_beside):9.2f} ms")
-    print(f"  beside / alone: {statistics.median(beside) / statistics.median(alone):.2f}")
+    ratio = statistics.median(beside) / statistics.median(alone)
+    print(f"  beside / alone: {ratio:.2f}")
     bench.close()
-    return {}
+    medians = {"alone": alone, "beside": beside, "long_alone": long_alone, "long_beside": long_beside}
+    return {"ratio": ratio, **{f"{name}_ms": 1e3 * statistics.median(each) for name, each in medians.items()}}
 
 
 if __name__ == "__main__":

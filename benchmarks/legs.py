@@ -97,8 +97,8 @@ Send = Callable[[list[int], int], Times]
 
 
 @contextmanager
-def running(bytes_per_s: float, threads: int) -> Iterator[Pair]:
-    """Yield the two servers, ready; they end with the context."""
+def running(bytes_per_s: float, threads: int, layouts: tuple[str, str] | None = None) -> Iterator[Pair]:
+    """Yield the two servers, ready; they end with the context. ``layouts``: of their caches, if not vLLM's choice."""
     (DIRECTORY / "model").mkdir(parents=True, exist_ok=True)
     (DIRECTORY / "model" / "config.json").write_text(json.dumps(MODEL))
     environment = {
@@ -107,7 +107,8 @@ def running(bytes_per_s: float, threads: int) -> Iterator[Pair]:
     }  # fmt: skip
     with Servers() as servers, httpx.Client(timeout=REQUEST_TIMEOUT_S, limits=httpx.Limits(max_connections=64)) as http:
         started = []
-        for role, port in zip(("kv_producer", "kv_consumer"), free_ports(2, HOST), strict=True):
+        roles, ports = ("kv_producer", "kv_consumer"), free_ports(2, HOST)
+        for number, (role, port) in enumerate(zip(roles, ports, strict=True)):
             module = "benchmarks.slow_network" if bytes_per_s else "pd_connector"
             connector = {"kv_connector": "PDConnector", "kv_connector_module_path": module, "kv_role": role,
                          "kv_connector_extra_config": {"host": HOST}}  # fmt: skip
@@ -120,7 +121,8 @@ def running(bytes_per_s: float, threads: int) -> Iterator[Pair]:
             command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--enforce-eager",
                        "--skip-tokenizer-init", *words]  # fmt: skip
             url, log = f"http://{HOST}:{port}", DIRECTORY / f"{role}.log"
-            started.append(servers.start(Server(role, command, url=url, log=log, environment=environment, cwd=ROOT)))
+            own = environment | ({"VLLM_KV_CACHE_LAYOUT": layouts[number]} if layouts else {})
+            started.append(servers.start(Server(role, command, url=url, log=log, environment=own, cwd=ROOT)))
         servers.wait_ready(started, READY_TIMEOUT_S)
         pair = Pair(http, started[0].url, started[1].url, {})
         params = pair.complete(pair.prefill, a_prompt(64), 1, {"do_remote_decode": True})["kv_transfer_params"]

@@ -3,7 +3,8 @@
 Leases: a decode engine keeps the leases of many waiting requests alive, against a control server in another process.
 Reported are the processor time of this process (the renewal thread and the control client; nothing else runs) as a
 share of a core, and the longest time that a call of the scheduler's thread took meanwhile, by wall clock: on a busy
-machine it includes what the machine did to this process.
+machine it includes what the machine did to this process. On the other side, a prefill engine whose leases expire one by
+one, because nobody renews them: the time in which it collects what they held.
 
 Host memory: vLLM asks in every step about the first waiting request, until it has blocks for it. Reported is the time
 to answer, when host memory holds the whole prompt.
@@ -89,6 +90,22 @@ def renew(leases: int) -> tuple[float, list[float], int]:
     return share, calls, alive
 
 
+def collect(leases: int) -> list[float]:
+    """Return the seconds of each look for expired leases, of which some are found."""
+    now = 0.0
+    table: LeaseTable[None] = LeaseTable(TTL_S, lambda: now)
+    for number in range(leases):
+        now = number * TTL_S / leases
+        table.grant(f"{number:032x}", None, "contents")
+    seconds = []
+    for step in range(ASKS):
+        now = TTL_S + step * 0.02
+        before = time.perf_counter()
+        table.collect()
+        seconds.append(time.perf_counter() - before)
+    return seconds
+
+
 def ask(tokens: int) -> list[float]:
     """Return the seconds of each answer about a prompt that host memory holds."""
     init_none_hash(sha256_cbor)
@@ -126,21 +143,31 @@ def ask(tokens: int) -> list[float]:
 
 
 def main(words: Sequence[str] | None = None) -> dict[str, Any]:
-    """Print both tables."""
+    """Print the tables, and return their figures."""
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args(words)
     print(f"leases kept alive for {SECONDS:.0f} s; targets at 10,000: {SHARE:.0%} of a core, {CALL_MS:.0f} ms a call")
     print(f"{'leases':>8} {'of a core':>10} {'call, median us':>16} {'longest ms':>11} {'alive':>8}")
+    renewed, collected, asked = {}, {}, {}
     for leases in LEASES:
         share, calls, alive = renew(leases)
         median, longest = statistics.median(calls) * 1e6, max(calls) * 1e3
         print(f"{leases:>8,} {share:>10.2%} {median:>16.0f} {longest:>11.2f} {alive:>8,}")
+        renewed[str(leases)] = {"share": share, "call_us": median, "longest_ms": longest, "alive": alive}
+    print(f"\nleases that expire one by one; target: {CALL_MS:.0f} ms a call")
+    print(f"{'leases':>8} {'call, median us':>16} {'longest ms':>11}")
+    for leases in LEASES:
+        seconds = collect(leases)
+        median, longest = statistics.median(seconds) * 1e6, max(seconds) * 1e3
+        print(f"{leases:>8,} {median:>16.0f} {longest:>11.2f}")
+        collected[str(leases)] = {"call_us": median, "longest_ms": longest}
     print(f"\nasks about a prompt in host memory; target: a median of {ASK_MS} ms, whatever the length")
     print(f"{'tokens':>8} {'first ms':>9} {'median ms':>10} {'longest of the others':>22}")
     for tokens in PROMPTS:
         seconds = ask(tokens)
         first, others = seconds[0] * 1e3, [each * 1e3 for each in seconds[1:]]
         print(f"{tokens:>8,} {first:>9.3f} {statistics.median(others):>10.4f} {max(others):>22.3f}")
-    return {}
+        asked[str(tokens)] = {"first_ms": first, "median_ms": statistics.median(others), "longest_ms": max(others)}
+    return {"renewed": renewed, "collected": collected, "asked": asked}
 
 
 if __name__ == "__main__":
