@@ -27,8 +27,8 @@ def test_statistics_of_both_connectors_reach_the_metrics(server: Server) -> None
     until(counted, "both connectors' statistics are exported")
 
 
-@pytest.mark.parametrize("server", ["last"], indirect=True)
-def test_host_memory_works_behind_a_child_with_a_handshake(server: Server) -> None:
+@either
+def test_host_memory_works_beside_a_child_with_a_handshake(server: Server) -> None:
     prompt = make_prompt(300, "multi host memory")
     first = server.client.complete(prompt)
     for number in range(3):  # evicts the prompt from the device

@@ -232,11 +232,11 @@ LANDINGS = Deployment(
     slow=True,
 )
 
-#: This connector is a child of vLLM's MultiConnector, before the other child or behind it; one has host memory.
+#: This connector is a child of vLLM's MultiConnector, before the other child or behind it.
 MULTI_CONNECTOR = Deployment(
     "MultiConnector",
     (
-        ("first", replace(peer(), beside_greeting="first")),
+        ("first", replace(_with_host_memory(peer()), beside_greeting="first")),
         ("last", replace(_with_host_memory(peer()), beside_greeting="last")),
     ),
 )
