@@ -86,19 +86,21 @@ def pairs(case: Case) -> tuple[Int64Array, Int64Array]:
     return ids(), ids()
 
 
-def measure(case: Case) -> str:
-    """One line: stores and loads of a batch, to descriptors."""
+def measure(case: Case) -> tuple[str, dict[str, float]]:
+    """One line, and its figures: stores and loads of a batch, to descriptors."""
     layout = host_layout(cache(case.layout, case.layers))
     pool = Region(1 << 45, BLOCKS * layout.slot_bytes)
     blocks, slots = pairs(case)
     store_ms = median_ms(lambda: layout.stores(pool, 0, blocks, slots))
     load_ms = median_ms(lambda: layout.loads(pool, 0, blocks, slots))
     slowest_ms = max(store_ms, load_ms)
-    return (
+    descriptors = len(layout.stores(pool, 0, blocks, slots))
+    line = (
         f"{case.layout:6} {case.layers:6}  {case.blocks:6,}  {case.ids:8} "
-        f"{len(layout.stores(pool, 0, blocks, slots)):11,} {store_ms:9.3f} {load_ms:9.3f}  "
+        f"{descriptors:11,} {store_ms:9.3f} {load_ms:9.3f}  "
         f"{'under' if slowest_ms < TARGET_MS else 'OVER'} {TARGET_MS:.0f} ms"
     )
+    return line, {"descriptors": descriptors, "store_ms": store_ms, "load_ms": load_ms}
 
 
 def measure_compiling(layout: str) -> str:
@@ -117,13 +119,15 @@ def main(words: Sequence[str] | None = None) -> dict[str, Any]:
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args(words)
     print("descriptors of a batch, median milliseconds")
     print("layout layers  blocks  ids      descriptors    stores     loads")
+    figures = {}
     for case in CASES:
-        print(measure(case))
+        line, figures[f"{case.layout} {case.layers} layers, {case.blocks} {case.ids} blocks"] = measure(case)
+        print(line)
     print(f"compiling {LAYERS} layers, {KV_HEADS} KV heads: runs of a block, median milliseconds")
     print("       16 tokens, fused   16, K and V    64, fused       64, K and V")
     for layout in COMPILED_LAYOUTS:
         print(measure_compiling(layout))
-    return {}
+    return figures
 
 
 if __name__ == "__main__":

@@ -68,8 +68,8 @@ def seconds(action: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def moves(megabytes: int, rounds: int) -> None:
-    """A line for each case: median, rate, and the rate as a share of memcpy's."""
+def moves(megabytes: int, rounds: int) -> dict[str, dict[str, float]]:
+    """Print a line for each case: median, rate, and the rate as a share of memcpy's; return them by the case."""
     tokens = (megabytes << 20) // (HEADS * HEAD_BYTES)
     source, target = page_aligned(megabytes << 20), page_aligned(megabytes << 20)
 
@@ -98,6 +98,7 @@ def moves(megabytes: int, rounds: int) -> None:
             if round_number >= 0:
                 spent[name].append(elapsed)
     reference = statistics.median(spent["memcpy"])
+    figures = {}
     print(f"\n{megabytes} MiB, {HEADS} heads of {HEAD_BYTES} bytes, median of {rounds}; target {TARGET:.0%} of memcpy")
     for name, values in spent.items():
         median = statistics.median(values)
@@ -106,10 +107,12 @@ def moves(megabytes: int, rounds: int) -> None:
             name, f"{share:6.0%}  {'reached' if share >= TARGET else 'MISSED'}"
         )
         print(f"  {name:28s} {1e3 * median:8.2f} ms {source.nbytes / median / 1e9:6.2f} GB/s {verdict}")
+        figures[_key(name)] = {"ms": 1e3 * median, "share": share}
+    return figures
 
 
-def plan(case: Case, rounds: int) -> None:
-    """Median time to schedule the largest pull of a case, and what comes out."""
+def plan(case: Case, rounds: int) -> dict[str, dict[str, float]]:
+    """Print the median time to schedule the largest pull of a case, and what comes out; return it by its name."""
     everything = RegionTable([Region(1, 1 << 60)])
     copies = next(iter(compiled(case).values())).instantiate(table(case, 1), table(case, 2), 0, case.tokens)
 
@@ -121,6 +124,12 @@ def plan(case: Case, rounds: int) -> None:
     median = statistics.median(seconds(schedule) for _ in range(rounds))
     name = f"{case.layout} TP {case.remote_tp}->{case.local_tp} {'adjacent' if case.contiguous else 'fragmented'}"
     print(f"  {name:30s} {len(copies):8,} planned in {1e3 * median:6.2f} ms\n      {result.describe()}")
+    return {_key(name): {"runs": len(copies), "ms": 1e3 * median}}
+
+
+def _key(name: str) -> str:
+    """Return a case's name as pages can refer to it, in which ``>`` ends a mark."""
+    return name.replace(" -> ", " to ").replace("->", " to ")
 
 
 def main(words: Sequence[str] | None = None) -> dict[str, Any]:
@@ -130,15 +139,15 @@ def main(words: Sequence[str] | None = None) -> dict[str, Any]:
     arguments = parser.parse_args(words)
     warm_up()
     torch.set_num_threads(1)  # as all other copies here
-    for megabytes in (4, 64):
-        moves(megabytes, arguments.rounds)
+    copied = {f"{megabytes} MiB": moves(megabytes, arguments.rounds) for megabytes in (4, 64)}
+    planned: dict[str, dict[str, float]] = {}
     print(
         "\nscheduling of pulls of 131,072 tokens, or of 20,480 where each layer is apart; target 20 ms for 100,000 runs"
     )
     for case in CASES:
         if case.remote_tp != case.local_tp and not (case.layout == "LBHNC" and case.contiguous):
-            plan(replace(case, tokens=20_480) if case.layout != "BHLNC" else case, arguments.rounds)
-    return {}
+            planned |= plan(replace(case, tokens=20_480) if case.layout != "BHLNC" else case, arguments.rounds)
+    return {"copied": copied, "planned": planned}
 
 
 if __name__ == "__main__":

@@ -36,6 +36,8 @@ HOST = "127.0.0.1"
 PAIRS = ((2, 1), (1, 2))  # prefill and decode ranks
 
 Layout = Literal["BHLNC", "LBHNC"]
+#: Of each way to read, by its name.
+Figures = dict[str, dict[str, float]]
 LAYOUTS: tuple[Layout, ...] = ("BHLNC", "LBHNC")
 Memory = npt.NDArray[np.uint8]
 
@@ -156,17 +158,18 @@ def main(words: Sequence[str] | None = None) -> dict[str, Any]:
     random = np.random.default_rng(3)
     print(f"\n{arguments.tokens} tokens, {LAYERS} layers, {KV_HEADS} KV heads, median of {arguments.rounds}")
     print(f"  {'':40s} {'descr.':>7s} {'pull':>12s}   of one contiguous read")
+    figures: Figures = {}
     for layout in LAYOUTS:
         for prefill, decode in PAIRS:
             reader = _reader(layout, workers[layout, prefill], decode, blocks, needed)
             for kind in ("adjacent", "scattered"):
                 anywhere = (random.permutation(blocks)[:needed].tolist() for _ in range(2))
                 ours, theirs = anywhere if kind == "scattered" else (list(range(needed)), list(range(needed)))
-                _measure(reader, kind, (ours, theirs), arguments.tokens, arguments.rounds)
+                figures |= _measure(reader, kind, (ours, theirs), arguments.tokens, arguments.rounds)
             reader.engine.close()
     pipe.send(None)
     process.join(10)
-    return {}
+    return figures
 
 
 def _reader(layout: Layout, remotes: list[WorkerGeometry], decode: int, blocks: int, needed: int) -> Reader:
@@ -188,8 +191,8 @@ def _reader(layout: Layout, remotes: list[WorkerGeometry], decode: int, blocks: 
     return Reader(name, layout, heads, memory, engine, ways, plans, links, regions, needed * LAYERS * heads * PAGE)
 
 
-def _measure(reader: Reader, kind: str, tables: tuple[list[int], list[int]], tokens: int, rounds: int) -> None:
-    """Compare the bytes of every way, then measure all in turn, and print."""
+def _measure(reader: Reader, kind: str, tables: tuple[list[int], list[int]], tokens: int, rounds: int) -> Figures:
+    """Compare the bytes of every way, then measure all in turn, print, and return the figures."""
     for planner in reader.ways.values():
         reader.memory[:] = 255
         reader.pull(planner, *tables, tokens)
@@ -202,10 +205,13 @@ def _measure(reader: Reader, kind: str, tables: tuple[list[int], list[int]], tok
             seconds[way].append(took)
         seconds["contiguous"].append(reader.contiguous())
     base = statistics.median(seconds["contiguous"])
+    figures = {}
     for way in reader.ways:
         median = statistics.median(seconds[way])
         name = f"{reader.name}, {kind}, {way}"
         print(f"  {name:40s} {descriptors[way]:7,} {1e3 * median:9.1f} ms   {median / base:5.2f} times")
+        figures[name] = {"descriptors": descriptors[way], "ms": 1e3 * median, "ratio": median / base}
+    return figures
 
 
 if __name__ == "__main__":
