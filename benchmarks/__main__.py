@@ -23,6 +23,7 @@ from benchmarks import (
     record,
     reshape,
     serving,
+    short_of_blocks,
     unequal,
     waiting,
 )
@@ -54,6 +55,7 @@ BENCHMARKS: Mapping[str, Benchmark] = {
     "first_pull": Benchmark(first_pull.main),
     "reshape": Benchmark(reshape.main),
     "unequal": Benchmark(unequal.main),
+    "short_of_blocks": Benchmark(short_of_blocks.main),
     "waiting": Benchmark(waiting.main),
     "legs": Benchmark(legs.main, ("--repeats", "11")),
     "legs_slow_network": Benchmark(legs.main, ("--repeats", "5", "--bytes-per-s", "2e8")),

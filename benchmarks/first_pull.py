@@ -14,7 +14,7 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from benchmarks.legs import DIRECTORY, Pair, a_prompt, running
+from benchmarks.pair import DIRECTORY, Pair, Side, a_prompt, running
 from examples.quickstart.servers import ServerFailed
 
 LAYOUTS = ("LBHNC", "BHLNC")
@@ -35,7 +35,7 @@ def pull_ms(pair: Pair) -> dict[str, float]:
 def row(tokens: int) -> list[dict[str, float]]:
     """Return the milliseconds of new servers' first pulls, by phase, one after the other."""
     pulls: list[dict[str, float]] = []
-    with running(0.0, 1, LAYOUTS) as pair:
+    with running(*map(Side, LAYOUTS)) as (pair,):
         before = pull_ms(pair)
         for _ in range(PULLS):
             pair.in_turn(a_prompt(tokens), 2)

@@ -9,130 +9,19 @@ there. Total: from the client's request to the last of its tokens. ``--bytes-per
 """
 
 import argparse
-import json
 import os
 import random
 import statistics
 import sys
 import time
-import uuid
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import httpx
-
-from examples.quickstart.servers import Server, ServerFailed, Servers, free_ports
-
-ROOT = Path(__file__).resolve().parents[1]
-DIRECTORY = ROOT / ".cache" / "legs"
-HOST, NAME = "127.0.0.1", "legs"
-READY_TIMEOUT_S, REQUEST_TIMEOUT_S = 240.0, 120.0
-LAYERS, KV_HEADS, HEAD_SIZE, VOCABULARY = 24, 4, 32, 512
-CHUNK, BLOCK_TOKENS, CACHE_BYTES, LONGEST = 512, 32, 768 << 20, 8192
-MODEL = {
-    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": VOCABULARY, "hidden_size": 256,
-    "intermediate_size": 512, "num_hidden_layers": LAYERS, "num_attention_heads": 8, "num_key_value_heads": KV_HEADS,
-    "head_dim": HEAD_SIZE, "max_position_embeddings": LONGEST, "rms_norm_eps": 1e-6, "tie_word_embeddings": False,
-    "torch_dtype": "float32", "bos_token_id": 0, "eos_token_id": 1,
-}  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Times:
-    """Of one request, in seconds since the client sent it."""
-
-    prefilled: float
-    ended: float  # with all of its tokens
-
-
-@dataclass(frozen=True)
-class Pair:
-    """The two servers, and where the prefill server's control channel is."""
-
-    http: httpx.Client
-    prefill: str
-    decode: str
-    control: dict[str, Any]
-
-    def complete(self, url: str, prompt: list[int], tokens: int, params: dict[str, Any] | None) -> dict[str, Any]:
-        """Return a server's answer."""
-        body = {"model": NAME, "prompt": prompt, "max_tokens": tokens, "temperature": 0.0, "ignore_eos": True,
-                "detokenize": False, "kv_transfer_params": params}  # fmt: skip
-        answer = self.http.post(f"{url}/v1/completions", json=body)
-        answer.raise_for_status()
-        result: dict[str, Any] = answer.json()
-        return result
-
-    def in_turn(self, prompt: list[int], tokens: int) -> Times:
-        """Send the prefill leg, and the decode leg when it is answered."""
-        start = time.perf_counter()
-        params = self.complete(self.prefill, prompt, 1, {"do_remote_decode": True})["kv_transfer_params"]
-        prefilled = time.perf_counter() - start
-        self.complete(self.decode, prompt, tokens, params)
-        return Times(prefilled, time.perf_counter() - start)
-
-    def together(self, prompt: list[int], tokens: int) -> Times:
-        """Send both legs at once."""
-        name = uuid.uuid4().hex
-        start = time.perf_counter()
-
-        def leg(url: str, number: int, params: dict[str, Any]) -> float:
-            self.complete(url, prompt, number, params)
-            return time.perf_counter() - start
-
-        with ThreadPoolExecutor(2) as threads:
-            for_p = {"do_remote_decode": True, "transfer_id": name}
-            prefilled: Future[float] = threads.submit(leg, self.prefill, 1, for_p)
-            ended = threads.submit(
-                leg, self.decode, tokens, {"do_remote_prefill": True, "transfer_id": name} | self.control
-            )
-            return Times(prefilled.result(), ended.result())
-
+from benchmarks.pair import DIRECTORY, HEAD_SIZE, KV_HEADS, LAYERS, Pair, Side, Times, a_prompt, running
+from examples.quickstart.servers import ServerFailed
 
 Send = Callable[[list[int], int], Times]
-
-
-@contextmanager
-def running(bytes_per_s: float, threads: int, layouts: tuple[str, str] | None = None) -> Iterator[Pair]:
-    """Yield the two servers, ready; they end with the context. ``layouts``: of their caches, if not vLLM's choice."""
-    (DIRECTORY / "model").mkdir(parents=True, exist_ok=True)
-    (DIRECTORY / "model" / "config.json").write_text(json.dumps(MODEL))
-    environment = {
-        "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "OMP_NUM_THREADS": str(threads), "PD_BENCHMARK_BYTES_PER_S": str(bytes_per_s),
-    }  # fmt: skip
-    with Servers() as servers, httpx.Client(timeout=REQUEST_TIMEOUT_S, limits=httpx.Limits(max_connections=64)) as http:
-        started = []
-        roles, ports = ("kv_producer", "kv_consumer"), free_ports(2, HOST)
-        for number, (role, port) in enumerate(zip(roles, ports, strict=True)):
-            module = "benchmarks.slow_network" if bytes_per_s else "pd_connector"
-            connector = {"kv_connector": "PDConnector", "kv_connector_module_path": module, "kv_role": role,
-                         "kv_connector_extra_config": {"host": HOST}}  # fmt: skip
-            options: dict[str, object] = {
-                "model": DIRECTORY / "model", "served-model-name": NAME, "host": HOST, "port": port, "dtype": "float32",
-                "load-format": "dummy", "block-size": BLOCK_TOKENS, "kv-cache-memory-bytes": CACHE_BYTES,
-                "max-model-len": LONGEST, "max-num-batched-tokens": CHUNK, "kv-transfer-config": json.dumps(connector),
-            }  # fmt: skip
-            words = [str(word) for option, value in options.items() for word in (f"--{option}", value)]
-            command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--enforce-eager",
-                       "--skip-tokenizer-init", *words]  # fmt: skip
-            url, log = f"http://{HOST}:{port}", DIRECTORY / f"{role}.log"
-            own = environment | ({"VLLM_KV_CACHE_LAYOUT": layouts[number]} if layouts else {})
-            started.append(servers.start(Server(role, command, url=url, log=log, environment=own, cwd=ROOT)))
-        servers.wait_ready(started, READY_TIMEOUT_S)
-        pair = Pair(http, started[0].url, started[1].url, {})
-        params = pair.complete(pair.prefill, a_prompt(64), 1, {"do_remote_decode": True})["kv_transfer_params"]
-        pair.complete(pair.decode, a_prompt(64), 1, None)
-        yield Pair(http, pair.prefill, pair.decode, {name: params[name] for name in ("remote_host", "remote_port")})
-
-
-def a_prompt(tokens: int) -> list[int]:
-    """Return a prompt that no cache holds."""
-    return [random.randrange(2, VOCABULARY) for _ in range(tokens)]
 
 
 def take_turns(sends: Sequence[Send], tokens: int, answer_tokens: int, repeats: int) -> list[list[Times]]:
@@ -217,7 +106,7 @@ def main(words: Sequence[str] | None = None) -> dict[str, Any]:
     arguments = parser.parse_args(words)
     random.seed(os.urandom(8))
     try:
-        with running(arguments.bytes_per_s, arguments.threads) as pair:
+        with running(Side(), Side(), threads=arguments.threads, bytes_per_s=arguments.bytes_per_s) as (pair,):
             by_length = handovers(pair, arguments.lengths, arguments.repeats, arguments.bytes_per_s)
             return {"handover": by_length, "total_2000_tokens": totals(pair, 2000, 16, arguments.repeats)}
     except ServerFailed as error:

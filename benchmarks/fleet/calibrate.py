@@ -22,7 +22,7 @@ from benchmarks.fleet import control
 from benchmarks.fleet.constants import Constants, EngineCosts, PullCosts, SharedMachine
 from benchmarks.fleet.pulls import PullPlanner
 from benchmarks.fleet.servers import CACHE, CHUNK_TOKENS, Running, processor_s, running
-from benchmarks.legs import a_prompt
+from benchmarks.pair import a_prompt
 from benchmarks.peers.connectors import OURS
 from benchmarks.peers.sending import Router
 

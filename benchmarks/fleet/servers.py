@@ -14,7 +14,7 @@ import psutil
 
 from benchmarks import record
 from benchmarks.fleet.constants import Cache
-from benchmarks.legs import HEAD_SIZE, KV_HEADS, LAYERS, MODEL
+from benchmarks.pair import HEAD_SIZE, KV_HEADS, LAYERS, MODEL
 from benchmarks.peers.connectors import HOST, OURS, Pair, Ports
 from benchmarks.peers.servers import NAME
 from examples.quickstart.servers import Server, Servers, free_ports

@@ -1,0 +1,162 @@
+"""A prefill server and decode servers on CPU for benchmarks, and requests of two legs.
+
+The model is random and has 24 layers (1 KiB of cache for each layer and token). Prompts are computed in chunks of 512
+tokens.
+"""
+
+import json
+import random
+import sys
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+
+from examples.quickstart.servers import Server, Servers, free_ports
+
+ROOT = Path(__file__).resolve().parents[1]
+DIRECTORY = ROOT / ".cache" / "benchmarks"
+HOST, NAME = "127.0.0.1", "benchmark"
+READY_TIMEOUT_S, REQUEST_TIMEOUT_S = 240.0, 120.0
+LAYERS, KV_HEADS, HEAD_SIZE, VOCABULARY = 24, 4, 32, 512
+CHUNK, BLOCK_TOKENS, CACHE_BYTES, LONGEST = 512, 32, 768 << 20, 8192
+MODEL = {
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": VOCABULARY, "hidden_size": 256,
+    "intermediate_size": 512, "num_hidden_layers": LAYERS, "num_attention_heads": 8, "num_key_value_heads": KV_HEADS,
+    "head_dim": HEAD_SIZE, "max_position_embeddings": LONGEST, "rms_norm_eps": 1e-6, "tie_word_embeddings": False,
+    "torch_dtype": "float32", "bos_token_id": 0, "eos_token_id": 1,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Side:
+    """What is particular to a server."""
+
+    layout: str = ""  # of its cache; empty: vLLM's choice
+    cache_bytes: int = CACHE_BYTES
+    longest: int = LONGEST  # tokens of a request
+    options: Mapping[str, object] = field(default_factory=dict)  # the connector's
+
+
+@dataclass(frozen=True)
+class Times:
+    """Of one request, in seconds since the client sent it."""
+
+    prefilled: float
+    ended: float  # with all of its tokens
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A prefill and a decode server, and where the prefill server's control channel is."""
+
+    http: httpx.Client
+    prefill: str
+    decode: str
+    control: dict[str, Any]
+
+    def complete(self, url: str, prompt: list[int], tokens: int, params: dict[str, Any] | None) -> dict[str, Any]:
+        """Return a server's answer."""
+        body = {"model": NAME, "prompt": prompt, "max_tokens": tokens, "temperature": 0.0, "ignore_eos": True,
+                "detokenize": False, "return_token_ids": True, "kv_transfer_params": params}  # fmt: skip
+        answer = self.http.post(f"{url}/v1/completions", json=body)
+        answer.raise_for_status()
+        result: dict[str, Any] = answer.json()
+        return result
+
+    def in_turn(self, prompt: list[int], tokens: int) -> Times:
+        """Send the prefill leg, and the decode leg when it is answered."""
+        start = time.perf_counter()
+        params = self.complete(self.prefill, prompt, 1, {"do_remote_decode": True})["kv_transfer_params"]
+        prefilled = time.perf_counter() - start
+        self.complete(self.decode, prompt, tokens, params)
+        return Times(prefilled, time.perf_counter() - start)
+
+    def together(self, prompt: list[int], tokens: int) -> Times:
+        """Send both legs at once."""
+        name = uuid.uuid4().hex
+        start = time.perf_counter()
+
+        def leg(url: str, number: int, params: dict[str, Any]) -> float:
+            self.complete(url, prompt, number, params)
+            return time.perf_counter() - start
+
+        with ThreadPoolExecutor(2) as threads:
+            for_p = {"do_remote_decode": True, "transfer_id": name}
+            prefilled: Future[float] = threads.submit(leg, self.prefill, 1, for_p)
+            ended = threads.submit(
+                leg, self.decode, tokens, {"do_remote_prefill": True, "transfer_id": name} | self.control
+            )
+            return Times(prefilled.result(), ended.result())
+
+
+@contextmanager
+def running(prefill: Side, *decodes: Side, threads: int = 1, bytes_per_s: float = 0.0) -> Iterator[tuple[Pair, ...]]:
+    """Yield the prefill server with each of the decode servers, ready; they end with the context.
+
+    Args:
+        prefill: server.
+        decodes: servers.
+        threads: of each server's kernels.
+        bytes_per_s: of a network that is modelled; 0 for none.
+
+    Raises:
+        ServerFailed: one of them did not start.
+    """
+    (DIRECTORY / "model").mkdir(parents=True, exist_ok=True)
+    (DIRECTORY / "model" / "config.json").write_text(json.dumps(MODEL))
+    environment = {
+        "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "OMP_NUM_THREADS": str(threads), "PD_BENCHMARK_BYTES_PER_S": str(bytes_per_s),
+    }  # fmt: skip
+    module = "benchmarks.slow_network" if bytes_per_s else "pd_connector"
+    sides = [("kv_producer", prefill), *(("kv_consumer", decode) for decode in decodes)]
+    with Servers() as servers, httpx.Client(timeout=REQUEST_TIMEOUT_S, limits=httpx.Limits(max_connections=64)) as http:
+        started = []
+        for number, ((role, side), port) in enumerate(zip(sides, free_ports(len(sides), HOST), strict=True)):
+            own = environment | ({"VLLM_KV_CACHE_LAYOUT": side.layout} if side.layout else {})
+            log, url = DIRECTORY / f"{number}-{role}.log", f"http://{HOST}:{port}"
+            command = _command(module, role, side, port)
+            started.append(
+                servers.start(Server(f"{role} {number}", command, url=url, log=log, environment=own, cwd=ROOT))
+            )
+        servers.wait_ready(started, READY_TIMEOUT_S)
+        urls = [each.url for each in started]
+        first = Pair(http, urls[0], urls[0], {})
+        params = first.complete(first.prefill, a_prompt(64), 1, {"do_remote_decode": True})["kv_transfer_params"]
+        control = {name: params[name] for name in ("remote_host", "remote_port")}
+        for url in urls[1:]:
+            first.complete(url, a_prompt(64), 1, None)
+        yield tuple(Pair(http, urls[0], url, control) for url in urls[1:])
+
+
+def _command(module: str, role: str, side: Side, port: int) -> list[str]:
+    connector = {"kv_connector": "PDConnector", "kv_connector_module_path": module, "kv_role": role,
+                 "kv_connector_extra_config": {"host": HOST, **side.options}}  # fmt: skip
+    options: dict[str, object] = {
+        "model": DIRECTORY / "model", "served-model-name": NAME, "host": HOST, "port": port, "dtype": "float32",
+        "load-format": "dummy", "block-size": BLOCK_TOKENS, "kv-cache-memory-bytes": side.cache_bytes,
+        "max-model-len": side.longest, "max-num-batched-tokens": CHUNK, "kv-transfer-config": json.dumps(connector),
+    }  # fmt: skip
+    words = [str(word) for option, value in options.items() for word in (f"--{option}", value)]
+    return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--enforce-eager", "--skip-tokenizer-init",
+            *words]  # fmt: skip
+
+
+def a_prompt(tokens: int) -> list[int]:
+    """Return a prompt that no cache holds."""
+    return [random.randrange(2, VOCABULARY) for _ in range(tokens)]
+
+
+def counted(url: str, name: str) -> float:
+    """Return a counter or gauge of a server, summed over its labels."""
+    text = httpx.get(f"{url}/metrics", timeout=REQUEST_TIMEOUT_S, trust_env=False).raise_for_status().text
+    families = text_string_to_metric_families(text)
+    return float(sum(sample.value for family in families for sample in family.samples if sample.name == name))

@@ -1,0 +1,151 @@
+"""What host memory at both ends of a transfer brings when blocks are short: ``python -m benchmarks.short_of_blocks``.
+
+Prefill: nobody comes for what a prefill server has leased. Its device holds 16 prompts. How much of it is leased 2 s
+after they are computed; and, with ``host_transfers``, how long three times as many take, beside the same number without
+a lease.
+
+Decode: 16 requests at once at a decode server whose device holds two of them, whose prompts are computed: with
+``pull_to`` auto and device, in turns, and all answers must be equal. Then one request at a time where there is room.
+"""
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from benchmarks.pair import BLOCK_TOKENS, DIRECTORY, HEAD_SIZE, KV_HEADS, LAYERS, Pair, Side, a_prompt, counted, running
+from examples.quickstart.servers import ServerFailed
+
+BLOCK_BYTES = BLOCK_TOKENS * LAYERS * KV_HEADS * HEAD_SIZE * 2 * 4
+HOST_BYTES = 1 << 30
+AT_ONCE = 16
+
+LEASED_TOKENS = 500
+PREFILL_BLOCKS = AT_ONCE * -(-(LEASED_TOKENS + 1) // BLOCK_TOKENS) + 8
+FREE_WITHIN_S = 2.0
+
+DECODE_TOKENS, ANSWER_TOKENS = 900, 48
+DECODE_BLOCKS = 2 * -(-(DECODE_TOKENS + ANSWER_TOKENS) // BLOCK_TOKENS) + 4
+PLACES = ("device", "auto")
+
+
+def lease(pair: Pair, prompts: int, params: dict[str, Any] | None) -> float:
+    """Return the seconds in which a prefill server computes so many prompts, four at a time."""
+    start = time.perf_counter()
+    with ThreadPoolExecutor(4) as threads:
+        each = [a_prompt(LEASED_TOKENS) for _ in range(prompts)]
+        list(threads.map(lambda prompt: pair.complete(pair.prefill, prompt, 1, params), each))
+    return time.perf_counter() - start
+
+
+def leased_share(pair: Pair) -> float:
+    """Return the share of a prefill server's blocks that are leased. A step brings its books up to date."""
+    pair.complete(pair.prefill, a_prompt(2), 1, None)
+    return counted(pair.prefill, "vllm:pd_leased_blocks") / PREFILL_BLOCKS
+
+
+def prefills(host_transfers: bool) -> dict[str, float]:
+    """Measure a prefill server whose leases nobody reads."""
+    options = {"cpu_bytes_to_use": HOST_BYTES, "host_transfers": host_transfers}
+    side = Side(cache_bytes=PREFILL_BLOCKS * BLOCK_BYTES, longest=2048, options=options)
+    wanted = {"do_remote_decode": True}
+    with running(side, Side()) as (pair,):
+        lease(pair, 8, None)  # warm
+        plain_s = lease(pair, 3 * AT_ONCE, None)
+        lease(pair, AT_ONCE, wanted)
+        time.sleep(FREE_WITHIN_S)
+        share = leased_share(pair)
+        if not host_transfers:  # more would wait for the leases to expire
+            return {"leased_share": share}
+        leased_s = lease(pair, 3 * AT_ONCE, wanted)
+    return {"leased_share": share, "plain_s": plain_s, "leased_s": leased_s, "rate": plain_s / leased_s}
+
+
+def burst(pair: Pair, prompts: Sequence[list[int]]) -> tuple[float, list[Any]]:
+    """Return the seconds in which a decode server answers requests that come at once, and the answers."""
+    wanted = {"do_remote_decode": True}
+    params = [pair.complete(pair.prefill, prompt, 1, wanted)["kv_transfer_params"] for prompt in prompts]
+    start = time.perf_counter()
+    with ThreadPoolExecutor(AT_ONCE) as threads:
+        sent = [
+            threads.submit(pair.complete, pair.decode, prompt, ANSWER_TOKENS, held)
+            for prompt, held in zip(prompts, params, strict=True)
+        ]
+        answers = [each.result()["choices"][0] for each in sent]
+    return time.perf_counter() - start, [answer["token_ids"] for answer in answers]
+
+
+def bursts(rounds: int) -> dict[str, dict[str, float]]:
+    """Measure decode servers whose device holds two requests, and whose host memory holds all."""
+    decodes = [
+        Side(cache_bytes=DECODE_BLOCKS * BLOCK_BYTES, longest=1024,
+             options={"cpu_bytes_to_use": HOST_BYTES, "pull_to": place})
+        for place in PLACES
+    ]  # fmt: skip
+    taken: dict[str, list[float]] = {place: [] for place in PLACES}
+    with running(Side(), *decodes) as pairs:
+        before = [counted(pair.decode, "vllm:num_preemptions_total") for pair in pairs]
+        for number in range(rounds + 1):
+            prompts = [a_prompt(DECODE_TOKENS) for _ in range(AT_ONCE)]
+            seconds, answers = zip(*(burst(pair, prompts) for pair in pairs), strict=True)
+            assert answers[0] == answers[1], "the answers differ"
+            for place, took in zip(PLACES, seconds, strict=True):
+                taken[place] += [took] if number else []
+        preempted = [counted(pair.decode, "vllm:num_preemptions_total") - was
+                     for pair, was in zip(pairs, before, strict=True)]  # fmt: skip
+    return {
+        place: {"per_minute": 60 * AT_ONCE / statistics.median(taken[place]), "preemptions": number}
+        for place, number in zip(PLACES, preempted, strict=True)
+    }
+
+
+def with_room(repeats: int) -> dict[str, float]:
+    """Return the median milliseconds of a decode leg of one token where the device has room, by ``pull_to``."""
+    taken: dict[str, list[float]] = {place: [] for place in PLACES}
+    options = {place: {"cpu_bytes_to_use": HOST_BYTES, "pull_to": place} for place in PLACES}
+    with running(Side(), *(Side(options=options[place]) for place in PLACES)) as pairs:
+        for number in range(repeats + 2):
+            for place, pair in zip(PLACES, pairs, strict=True):
+                times = pair.in_turn(a_prompt(DECODE_TOKENS), 1)
+                taken[place] += [1e3 * (times.ended - times.prefilled)] if number >= 2 else []
+    return {place: statistics.median(each) for place, each in taken.items()}
+
+
+def main(words: Sequence[str] | None = None) -> dict[str, Any]:
+    """Run and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3, help="bursts at each decode server")
+    parser.add_argument("--repeats", type=int, default=21, help="single requests at each")
+    arguments = parser.parse_args(words)
+    try:
+        moving, staying = prefills(host_transfers=True), prefills(host_transfers=False)
+        by_place, single = bursts(arguments.rounds), with_room(arguments.repeats)
+    except ServerFailed as error:
+        sys.exit(f"{error}. The end of its log in {DIRECTORY}:\n{error.log_tail}")
+    print(
+        f"{AT_ONCE} prompts of {LEASED_TOKENS} tokens that nobody comes for; the prefill server's device holds as many"
+    )
+    for name, found in (("leases that move", moving), ("leases that stay", staying)):
+        print(f"  {name}: {found['leased_share']:.0%} of its blocks are leased after {FREE_WITHIN_S:.0f} s")
+    print(f"  {3 * AT_ONCE} prompts with leases that move: {moving['rate']:.0%} of the rate without leases")
+    print(f"{AT_ONCE} requests of {DECODE_TOKENS} tokens at once, at a decode server whose device holds two")
+    for place, of in by_place.items():
+        print(f"  pull_to {place:7} {of['per_minute']:7.1f} answers a minute, {of['preemptions']:.0f} preemptions")
+    ratio, single_ratio = (
+        by_place["auto"]["per_minute"] / by_place["device"]["per_minute"],
+        single["auto"] / single["device"],
+    )
+    print(
+        f"  auto / device: {ratio:.2f} times as many; a request that finds room takes {single_ratio:.3f} times as long"
+    )
+    return {
+        "moving": moving, "staying": staying, "bursts": by_place, "burst_ratio": ratio,
+        "room_ms": single, "room_ratio": single_ratio,
+    }  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
