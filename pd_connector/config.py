@@ -113,6 +113,12 @@ class ConnectorConfig(BaseModel):
         description="Maximum number of descriptors in flight to one peer. Default: 1024 for tcp, whose transport "
         "breaks above that; 2048 for rdma and ascend (from their source).",
     )
+    longest_poll_us: Annotated[float, Field(ge=1, le=100_000, allow_inf_nan=False)] | None = Field(
+        default=None,
+        description="Longest sleep between two looks at a read that is under way, in microseconds. Shorter ones take "
+        "processor time from the transfer engine's threads, longer ones leave the wire idle when a read lasts no "
+        "longer. Default: 500 for tcp (measured), 200 for rdma, 1000 for ascend (from their source).",
+    )
     staging_bytes: Annotated[int, Field(ge=0)] = Field(
         default=128 * 1024 * 1024,
         description="Size of each decode worker's staging buffer, through which scattered bytes are read in fewer, "

@@ -113,6 +113,11 @@ class Pull:
             return not is_complete(answer.result())
         return not self.prompt.is_complete
 
+    @property
+    def tokens_left(self) -> int:
+        """How many tokens are still to be read, whether P has computed them or not."""
+        return self.order.end_token - self.prompt.read_until
+
     def run(self, connect: Callable[[float], Peer]) -> "Future[Reply] | None":
         """Read what can be read now. Then ask P for more, or, if that was all, whether the lease was valid throughout.
 

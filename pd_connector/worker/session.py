@@ -1,14 +1,13 @@
 """All pulls of a worker from one prefill engine: several at once, each on a thread with links of its own.
 
-No peer delays another, and no pull waits for a longer one: reads from one peer share what may be in flight
-(``transfer.engine.window``). A pull whose prompt is still being computed takes a thread only while there is something
-to read. Every pull ends exactly once, unless the session is closed.
+No peer delays another, and long pulls do not hold up short ones: these go first, a lane is kept for them, and reads
+from one peer share what may be in flight (``transfer.engine.window``). A pull whose prompt is still being computed
+takes a thread only while there is something to read. Every pull ends exactly once, unless the session is closed.
 """
 
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 
@@ -24,6 +23,14 @@ logger = logging.getLogger(__name__)
 #: Pulls from one engine at once: while one reads, others plan, verify or wait for an answer. Each further lane costs
 #: links; over TCP, a link is 3 threads, 10 file descriptors and less than 1 MiB.
 LANES = 4
+
+#: A pull of so many tokens, or of no more than so great a share of the longest one under way, may have the last lane.
+#: So whatever long pulls do, even if their reads hang, there is a lane for short ones. Those of about equal length lose
+#: little by that: they share the network, and three of them plan and confirm while others read.
+_SHORT_TOKENS, _SHORT_SHARE = 1024, 0.25
+
+#: After which a pull is the next one, whatever is shorter. Without it, a stream of short ones would starve a long one.
+_PATIENCE_S = 1.0
 
 #: How long a lane other than the first keeps its links when there is nothing to do.
 _LANE_IDLE_S = 60.0
@@ -69,10 +76,10 @@ class _Lane:
 
 
 class PeerSession:
-    """Begins the pulls from one prefill engine in the order in which they are submitted, up to ``LANES`` at once.
+    """Begins the pulls from one prefill engine, up to ``LANES`` at once: the shortest first, as far as patience goes.
 
     A pull that has read what the prefill engine has computed so far is parked until it is told more, and then takes
-    whichever lane is free. Pulls of complete prompts go before it.
+    whichever lane is free. Pulls of complete prompts go before it. The last lane is for short pulls.
 
     If possible, one lane more is open than there are pulls under way: its links are ready when the next pull comes. A
     lane that has lost links, while another has its own, opens them before it takes a pull. If that is not possible, it
@@ -89,7 +96,8 @@ class PeerSession:
         self._address = address
         self._closing = threading.Event()
         self._changed = threading.Condition()  # guards what follows
-        self._waiting: deque[Pull] = deque()  # for a lane
+        self._waiting: dict[Pull, float] = {}  # for a lane, and since when; in that order
+        self._running: dict[int, int] = {}  # tokens of the pulls that have a lane, by its number
         self._parked: set[Pull] = set()  # for an answer of the prefill engine
         self._unsettled = 0  # pulls that wait or are being read
         self._lanes: dict[int, _Lane] = {}
@@ -117,7 +125,7 @@ class PeerSession:
         pull = Pull(self._context, order, self._report, self._closing)
         with self._changed:
             self._unsettled += 1
-            self._waiting.append(pull)
+            self._waiting[pull] = time.monotonic()
             self._open_spare_lane()
             self._changed.notify_all()
 
@@ -144,6 +152,9 @@ class PeerSession:
             assert not self._parked.intersection(self._waiting), "a pull waits for a lane and for an answer"
             assert self._idle <= self._lanes.keys(), "a lane is idle that has ended"
             assert len(self._lanes) <= LANES, "there are too many lanes"
+            assert self._running.keys() <= self._lanes.keys() - self._idle, "a pull has a lane that does not run it"
+            longs = sum(not self._is_short(tokens) for tokens in self._running.values())
+            assert longs < max(LANES, 2), "long pulls have all lanes"
             assert self._is_meeting == any(lane.is_meeting for lane in self._lanes.values()), "nobody shakes hands"
             alive = bool(self._lanes) and all(lane.thread.is_alive() for lane in self._lanes.values())
             assert self._closing.is_set() or alive, "a thread of the session has died"
@@ -178,7 +189,7 @@ class PeerSession:
 
     def _can_take(self, lane: _Lane) -> bool:
         """Return whether ``lane`` takes the next pull: the first that is idle, so that the last ones can end."""
-        return bool(self._waiting) and not self._is_meeting and lane.number == min(self._idle)
+        return not self._is_meeting and lane.number == min(self._idle) and self._next_pull() is not None
 
     def _should_open_links(self, lane: _Lane) -> bool:
         """Return whether ``lane`` lacks links while another lane can run the pulls, or will when it has ended one."""
@@ -188,6 +199,7 @@ class PeerSession:
 
     def _await_turn(self, lane: _Lane) -> bool:
         """Wait until ``lane`` has something to do; return False if it is to end."""
+        self._running.pop(lane.number, None)
         lane.linked_to = lane.all_links_are_of()
         self._opening = None if self._opening is lane else self._opening
         self._idle.add(lane.number)
@@ -207,6 +219,7 @@ class PeerSession:
     def _remove(self, lane: _Lane) -> None:
         if self._lanes.get(lane.number) is lane:
             del self._lanes[lane.number]
+            self._running.pop(lane.number, None)
 
     # The lanes' threads
 
@@ -252,18 +265,29 @@ class PeerSession:
                 if not self._should_open_links(lane):
                     lane.is_meeting = self._is_meeting = self._peer is None
                     self._open_spare_lane()
+                    pull = self._next_pull()
+                    assert pull is not None, "a lane has its turn and no pull"
+                    del self._waiting[pull]
+                    self._running[lane.number] = pull.tokens_left
                     self._changed.notify_all()  # the next pull is for another lane
-                    return self._next_pull()
+                    return pull
                 self._opening = self._opening or lane
                 self._changed.notify_all()  # what waits is for another lane
             if not self._open_links(lane):
                 return None
 
-    def _next_pull(self) -> Pull:
-        """Take the next pull: those of complete prompts go first. Needs the lock."""
-        pull = next((pull for pull in self._waiting if not pull.is_ahead), self._waiting[0])
-        self._waiting.remove(pull)
-        return pull
+    def _next_pull(self) -> Pull | None:
+        """Return the pull that gets the next lane, if one may have it. Needs the lock."""
+        is_last = 0 < len(self._running) == LANES - 1
+        waiting = [pull for pull in self._waiting if not is_last or self._is_short(pull.tokens_left)]
+        if not waiting:
+            return None
+        if time.monotonic() - self._waiting[waiting[0]] >= _PATIENCE_S:
+            return waiting[0]
+        return min(waiting, key=lambda pull: (pull.is_ahead, pull.tokens_left))
+
+    def _is_short(self, tokens: int) -> bool:
+        return tokens <= max(_SHORT_TOKENS, _SHORT_SHARE * max(self._running.values(), default=0))
 
     def _park(self, pull: Pull, answer: "Future[Reply]") -> None:
         """Queue a pull again once its question has been answered."""
@@ -276,7 +300,7 @@ class PeerSession:
         with self._changed:
             if pull in self._parked:
                 self._parked.remove(pull)
-                self._waiting.append(pull)
+                self._waiting[pull] = time.monotonic()
                 self._open_spare_lane()  # usually there is one
                 self._changed.notify_all()
 

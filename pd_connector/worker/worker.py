@@ -468,6 +468,7 @@ def open_engine(config: ConnectorConfig, *, is_read: bool) -> TransferEngine:
         devices=config.devices,
         descriptors_per_call=config.descriptors_per_call,
         max_descriptors_in_flight=config.max_descriptors_in_flight,
+        longest_pause_s=None if config.longest_poll_us is None else config.longest_poll_us * 1e-6,
         connect_timeout_s=config.handshake_timeout_s,
         cost=read_cost(config),
     )

@@ -79,6 +79,7 @@ class MooncakeOptions:
     devices: str = ""  # comma-separated network devices, "" for all
     descriptors_per_call: int | None = None  # None: what suits the protocol
     max_descriptors_in_flight: int | None = None  # to one peer, over all threads; None: what suits the protocol
+    longest_pause_s: float | None = None  # between two looks at a read; None: what suits the protocol
     progress_timeout_s: float = 10.0  # a transfer that moves no byte for this long has failed
     connect_timeout_s: float = 5.0  # for a peer's first answer
     cost: CostModel | None = None  # by which time in flight is predicted; None: the protocol's
@@ -101,6 +102,8 @@ class MooncakeOptions:
             raise EngineStartError(
                 f"descriptors_per_call {limits.per_call} must be from 1 to max_descriptors_in_flight {limits.in_flight}"
             )
+        if limits.longest_pause_s <= 0:
+            raise EngineStartError(f"longest_pause_s {limits.longest_pause_s} must be above 0 seconds")
         if self.progress_timeout_s <= 0 or self.connect_timeout_s <= 0:
             raise EngineStartError(
                 f"progress_timeout_s {self.progress_timeout_s} and connect_timeout_s {self.connect_timeout_s} must be "
@@ -126,7 +129,11 @@ class MooncakeOptions:
         suited = LIMITS[self.protocol]
         in_flight = suited.in_flight if self.max_descriptors_in_flight is None else self.max_descriptors_in_flight
         per_call = min(suited.per_call, in_flight) if self.descriptors_per_call is None else self.descriptors_per_call
-        return replace(suited, per_call=per_call, in_flight=in_flight)
+        longest_s = suited.longest_pause_s if self.longest_pause_s is None else self.longest_pause_s
+        shortest_s = min(suited.shortest_pause_s, longest_s)
+        return replace(
+            suited, per_call=per_call, in_flight=in_flight, shortest_pause_s=shortest_s, longest_pause_s=longest_s
+        )
 
     @property
     def costs(self) -> CostModel:

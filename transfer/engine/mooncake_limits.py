@@ -1,6 +1,7 @@
 """How much is in flight at once, and how often it is looked at, on each of Mooncake's transports.
 
-Measured on TCP. On RDMA and Ascend they are argued from Mooncake's source, and not measured; settings replace them.
+Measured on TCP. On RDMA and Ascend they are argued from Mooncake's source, and not measured. What is in flight
+to a peer, descriptors a call and the longest pause can be set instead.
 """
 
 from dataclasses import dataclass

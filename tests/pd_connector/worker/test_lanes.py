@@ -3,11 +3,13 @@
 With scripted pulls, as in ``test_session``. ``test_lanes_reading`` has real ones.
 """
 
+import itertools
 import logging
 import random
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -421,3 +423,69 @@ def test_every_pull_ends_once_whatever_the_others_do(
         if chance.random() < 0.2:
             time.sleep(0.002)
     assert sorted(name for name, _ in world.ended()) == sorted(names)
+
+
+# Short pulls beside long ones
+
+
+@pytest.mark.parametrize("lanes", [4])
+def test_a_short_pull_ends_while_long_ones_stand_still(world: ScriptedSession) -> None:
+    for request_id in "abcd":
+        world.scripts[request_id] = connects_and_waits
+    world.submit(*"abcd", tokens=20_000)
+    until(lambda: len(world.began) == 3)
+    world.submit("short", tokens=100)
+    until(lambda: world.ends)
+    assert world.ends == [PullEnd("short")]
+    assert world.began == ["a", "b", "c", "short"], "the last lane is not for long ones"
+    world.session.check_integrity()
+    world.submit("a quarter", tokens=5_000)
+    until(lambda: len(world.ends) == 2)
+    world.submit("more than a quarter", tokens=5_001)
+    holds_for(lambda: len(world.began) == 5, 0.02)
+    world.go_on.set()
+    assert len(world.ended()) == 7
+
+
+@two_lanes
+def test_the_shortest_of_those_that_wait_is_next(world: ScriptedSession) -> None:
+    world.scripts["first"] = world.scripts["second"] = connects_and_waits
+    world.submit("first", "second")
+    until(lambda: len(world.began) == 2)
+    for request_id, tokens in (("long", 900), ("short", 100), ("middle", 500)):
+        world.submit(request_id, tokens=tokens)
+    world.scripts["short"] = world.scripts["middle"] = world.scripts["long"] = connects_and_waits
+    world.go_on.set()
+    world.ended()
+    assert world.began[2:] == ["short", "middle", "long"]
+
+
+@two_lanes
+def test_no_stream_of_short_pulls_starves_a_long_one(world: ScriptedSession, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_PATIENCE_S", 0.05)
+    deadline = time.monotonic() + WAIT_S
+    numbers = itertools.count()
+
+    def one_more(pull: ScriptedPull) -> None:
+        time.sleep(0.002)
+        if "long" not in world.began and time.monotonic() < deadline:
+            for _ in range(2):
+                submit_short()
+        pull.end_well()
+
+    def submit_short() -> None:
+        name = f"short {next(numbers)}"
+        world.scripts[name] = one_more
+        world.submit(name)
+
+    with ThreadPoolExecutor(1) as threads:  # a session belongs to one thread
+        submit = world.submit
+        monkeypatch.setattr(
+            world, "submit", lambda *names, **options: threads.submit(submit, *names, **options).result()
+        )
+        for _ in range(4):
+            submit_short()
+        world.submit("long", tokens=900)
+        until(lambda: "long" in world.began)
+        world.ended()
+    assert world.began.index("long") >= 4, "the shorter ones went first at first"

@@ -36,6 +36,10 @@ class ScriptedPull:
         self.is_ahead = False
         self.answers: list[Future[Any]] = []  # that it has waited for
 
+    @property
+    def tokens_left(self) -> int:
+        return self.order.end_token - self.order.first_token
+
     def run(self, meet: Callable[[float], Peer]) -> "Future[Any] | None":
         self.world.began.append(self.order.request_id)
         self.meet = meet
@@ -112,9 +116,9 @@ class ScriptedSession:
         self.peers[-1].opened = [0, 1]
         return self.peers[-1]
 
-    def submit(self, *request_ids: str) -> None:
+    def submit(self, *request_ids: str, tokens: int = 32) -> None:
         for request_id in request_ids:
-            self.session.submit(PullOrder(request_id, REMOTE, ((1, 2),), 0, 32, f"pull of {request_id}"))
+            self.session.submit(PullOrder(request_id, REMOTE, ((1, 2),), 0, tokens, f"pull of {request_id}"))
 
     def wait(self, pull: ScriptedPull) -> None:
         """A script: stand still until the test goes on."""

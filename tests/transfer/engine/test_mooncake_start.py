@@ -66,6 +66,15 @@ def test_each_protocol_has_limits_of_its_own_and_settings_win(protocol: str) -> 
     assert (small.per_call, small.in_flight) == (100, 100)
     calls = MooncakeOptions("127.0.0.1", protocol=protocol, descriptors_per_call=7).limits
     assert (calls.per_call, calls.in_flight) == (7, own.in_flight)
+    rare = MooncakeOptions("127.0.0.1", protocol=protocol, longest_pause_s=2e-3).limits
+    assert (rare.pause_s(0.0), rare.pause_s(1.0)) == (own.shortest_pause_s, 2e-3)
+    often = MooncakeOptions("127.0.0.1", protocol=protocol, longest_pause_s=1e-6).limits
+    assert often.pause_s(0.0) == often.pause_s(1.0) == 1e-6
+
+
+def test_a_pause_of_no_time_is_refused() -> None:
+    with pytest.raises(EngineStartError, match=r"longest_pause_s 0\.0 must be above 0"):
+        MooncakeOptions("127.0.0.1", longest_pause_s=0.0)
 
 
 def test_on_rdma_a_window_of_small_descriptors_outlasts_a_pause_at_the_rate_of_the_wire() -> None:
