@@ -15,11 +15,12 @@ from pd_connector.config import ConfigError
 from pd_connector.orders import Orders, Report
 from pd_connector.stats import StatsRecorder
 from pd_connector.worker.host_copies import CopyEnd, HostCopies
+from pd_connector.worker.host_placement import log_placement, near_node
 from pd_connector.worker.machine_memory import MachineMemory, machine_memory
 from pd_connector.worker.roles import WorkerRole
 from transfer.batch_copy.backends import Backend, open_copier, pinned_memory
 from transfer.batch_copy.base import CopierStartError, DeviceEvent, Direction
-from transfer.memory import PinnedMemory
+from transfer.memory import PinnedMemory, Placement
 
 logger = logging.getLogger(__name__)
 
@@ -106,26 +107,40 @@ class HostPool(WorkerRole):
 
     @classmethod
     def open(
-        cls, quota: HostQuota, geometry: WorkerGeometry, tensors: Sequence[torch.Tensor], stats: StatsRecorder
+        cls,
+        quota: HostQuota,
+        geometry: WorkerGeometry,
+        tensors: Sequence[torch.Tensor],
+        stats: StatsRecorder,
+        *,
+        huge_pages: bool = False,
     ) -> "HostPool":
         """Pin a worker's memory and start its copiers. ``tensors`` are the worker's caches, all on one device.
 
         Raises:
-            ConfigError: the quota is too small or too large, or the caches cannot be kept in host memory.
+            ConfigError: the quota is too small or too large, the caches cannot be kept in host memory, or huge pages
+                cannot be asked for.
         """
         device = tensors[0].device
         if device.type not in _BACKENDS:
             raise ConfigError(f"cpu_bytes_to_use: KV caches on {device} cannot be kept in host memory; set it to 0")
         backend, number = _BACKENDS[device.type], device.index or 0
+        if huge_pages and backend is Backend.ACL:
+            raise ConfigError(
+                "host_huge_pages = True: on an NPU the driver allocates pinned memory, and chooses its pages itself "
+                "(aclrtMallocHost); set it to false"
+            )
         try:
             layout = host_layout(geometry)
         except ValueError as error:
             raise ConfigError(f"cpu_bytes_to_use: {error}; set it to 0") from error
         slots = quota.slots(layout)
-        quota.check_fits(machine_memory(), at_once=backend is not Backend.HOST)
+        quota.check_fits(machine_memory(), at_once=huge_pages or backend is not Backend.HOST)
+        near = near_node(device)
+        placement = Placement(near.node, huge_pages)
         try:
             with ExitStack() as opened:
-                memory = pinned_memory(backend, slots * layout.slot_bytes, number)
+                memory = pinned_memory(backend, slots * layout.slot_bytes, number, placement)
                 opened.callback(memory.close)
                 stores = opened.enter_context(open_copier(backend, Direction.DEVICE_TO_HOST, number))
                 loads = opened.enter_context(open_copier(backend, Direction.HOST_TO_DEVICE, number))
@@ -137,6 +152,7 @@ class HostPool(WorkerRole):
             slots, layout.slot_bytes, memory.region.size / 2**30, backend.value,
             ", ".join(f"{len(runs)} runs" for runs in layout.groups),
         )  # fmt: skip
+        log_placement(memory.region, near, placement)
         return cls(HostCopies(layout, memory.region, stores, loads, _event_recorder(device)), memory, slots, stats)
 
     @property

@@ -372,7 +372,7 @@ class ConnectorWorker:
             raise ConfigError(f"cpu_bytes_to_use: rank {ranks.index} holds no KV cache; set it to 0")
         workers_here = workers_on_this_machine(self._vllm_config)
         quota = HostQuota(self._config.cpu_bytes_to_use, ranks.world_size, workers_here)
-        return HostPool.open(quota, geometry, tensors, self._stats)
+        return HostPool.open(quota, geometry, tensors, self._stats, huge_pages=self._config.host_huge_pages)
 
     def _cache_checksums(self, caches: "_RegisteredCaches") -> CacheChecksums:
         in_place_reads = caches.on_host or not caches.tensors

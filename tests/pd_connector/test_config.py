@@ -30,6 +30,7 @@ DEFAULTS = {
     "byte_cost_ns": None,
     "cpu_bytes_to_use": 0,
     "cpu_store": "eager",
+    "host_huge_pages": False,
     "host_transfers": False,
     "move_leases_above": 0.1,
     "pull_to": "device",
@@ -68,6 +69,7 @@ ACCEPTED = [
     ("byte_cost_ns", 0),
     ("cpu_bytes_to_use", 32 * 1024**3),
     ("cpu_store", "lazy"),
+    ("host_huge_pages", False),
     ("host_transfers", False),
     ("move_leases_above", 0),
     ("move_leases_above", 1.0),
@@ -124,6 +126,8 @@ REFUSED = [
     ("cpu_bytes_to_use", math.nan),
     ("cpu_bytes_to_use", True),
     ("cpu_store", "always"),
+    ("host_huge_pages", "madvise"),
+    ("host_huge_pages", 1),
     ("host_transfers", 1),
     ("move_leases_above", 1.1),
     ("move_leases_above", math.nan),
@@ -160,6 +164,7 @@ def test_a_valid_value_is_taken(key: str, value: Any) -> None:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
+        ({"host_huge_pages": True}, "host_huge_pages = True: cpu_bytes_to_use is 0"),
         ({"host_transfers": True}, "host_transfers = True: cpu_bytes_to_use is 0"),
         ({"pull_to": "host"}, "pull_to = 'host': cpu_bytes_to_use is 0"),
         ({"pull_to": "auto"}, "pull_to = 'auto': cpu_bytes_to_use is 0"),

@@ -16,10 +16,12 @@ from pd_connector.config import ConfigError
 from pd_connector.orders import BlockMoves, LoadOrder, StoreOrder
 from pd_connector.stats import StatsRecorder
 from pd_connector.worker import host_pool
+from pd_connector.worker.host_placement import NearNode
 from pd_connector.worker.host_pool import HostPool, HostQuota
 from pd_connector.worker.machine_memory import MachineMemory
 from tests.support.connector.engines import placed
 from tests.support.layout.oracle import Engine, Model, Rank, build
+from tests.support.numa import needs_a_choice, online, policy
 from tests.support.waiting import until
 from transfer.batch_copy.backends import Backend, open_copier, pinned_memory
 from transfer.batch_copy.base import BatchCopier, CopierStartError, Direction
@@ -215,3 +217,54 @@ def test_where_memory_is_taken_as_it_is_pinned_other_workers_may_have_theirs(
     monkeypatch.setattr(host_pool, "open_copier", lambda _, *rest: open_copier(Backend.HOST, *rest))
     monkeypatch.setattr(host_pool, "pinned_memory", lambda _, *rest: pinned_memory(Backend.HOST, *rest))
     open_pool(rank, geometry, share).join()
+
+
+# Where its memory lies
+
+
+def test_huge_pages_are_refused_where_the_driver_allocates(
+    rank: Rank, geometry: WorkerGeometry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(host_pool._BACKENDS, "cpu", Backend.ACL)
+    with pytest.raises(ConfigError, match=r"host_huge_pages = True: on an NPU .*; set it to false"):
+        HostPool.open(
+            HostQuota(AVAILABLE, 1, 1), geometry, [torch.from_numpy(rank.memory)], StatsRecorder(), huge_pages=True
+        )
+
+
+def test_huge_pages_are_taken_at_once_so_other_workers_may_have_theirs(
+    rank: Rank, geometry: WorkerGeometry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_pool, "machine_memory", lambda: MachineMemory(AVAILABLE, AVAILABLE // 2))
+    share, tensors = HostQuota(AVAILABLE, 2, 2), [torch.from_numpy(rank.memory)]
+    with pytest.raises(ConfigError, match="would be taken"):
+        HostPool.open(share, geometry, tensors, StatsRecorder())
+    HostPool.open(share, geometry, tensors, StatsRecorder(), huge_pages=True).join()
+
+
+@needs_a_choice
+@pytest.mark.parametrize("with_huge_pages", [False, True])
+def test_its_memory_prefers_the_node_that_is_near_and_a_line_says_so(
+    rank: Rank,
+    geometry: WorkerGeometry,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    with_huge_pages: bool,
+) -> None:
+    caplog.set_level("INFO")
+    asked: list[torch.device] = []
+
+    def near(device: torch.device) -> NearNode:
+        asked.append(device)
+        return NearNode(online(), "it is near")
+
+    monkeypatch.setattr(host_pool, "near_node", near)
+    tensors = [torch.from_numpy(rank.memory)]
+    pool = HostPool.open(HostQuota(AVAILABLE, 1, 1), geometry, tensors, StatsRecorder(), huge_pages=with_huge_pages)
+    with closing(pool):
+        assert asked == [tensors[0].device]
+        if not with_huge_pages:  # a mapping begins before the first huge page
+            assert policy(pool.region) == f"prefer:{online()}"
+        assert f"NUMA node {online()} is preferred" in caplog.text
+        assert "it is near" in caplog.text
+        assert ("in huge pages" in caplog.text) == with_huge_pages
