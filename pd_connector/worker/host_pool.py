@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from layout.geometry import Region, WorkerGeometry
@@ -20,6 +21,7 @@ from pd_connector.worker.machine_memory import MachineMemory, machine_memory
 from pd_connector.worker.roles import WorkerRole
 from transfer.batch_copy.backends import Backend, open_copier, pinned_memory
 from transfer.batch_copy.base import CopierStartError, DeviceEvent, Direction
+from transfer.local_copy.zeroing import warm_up
 from transfer.memory import PinnedMemory, Placement
 
 logger = logging.getLogger(__name__)
@@ -99,8 +101,12 @@ class LoadEnd:
 class HostPool(WorkerRole):
     """Owns a worker's part of the host blocks: its memory, and the copies to and from it."""
 
-    def __init__(self, copies: HostCopies, memory: PinnedMemory, slots: int, stats: StatsRecorder) -> None:
+    def __init__(
+        self, copies: HostCopies, memory: PinnedMemory, slots: int, stats: StatsRecorder, *, scrubs: bool = False
+    ) -> None:
+        """Take over ``memory``. ``scrubs``: whether a block leaves nothing of another one in its slot."""
         self.copies = copies
+        self._scrubs = scrubs
         self.slots = slots
         self._memory = memory
         self._stats = stats
@@ -114,6 +120,7 @@ class HostPool(WorkerRole):
         stats: StatsRecorder,
         *,
         huge_pages: bool = False,
+        scrubs: bool = False,
     ) -> "HostPool":
         """Pin a worker's memory and start its copiers. ``tensors`` are the worker's caches, all on one device.
 
@@ -153,7 +160,10 @@ class HostPool(WorkerRole):
             ", ".join(f"{len(runs)} runs" for runs in layout.groups),
         )  # fmt: skip
         log_placement(memory.region, near, placement)
-        return cls(HostCopies(layout, memory.region, stores, loads, _event_recorder(device)), memory, slots, stats)
+        if scrubs:
+            warm_up()
+        copies = HostCopies(layout, memory.region, stores, loads, _event_recorder(device))
+        return cls(copies, memory, slots, stats, scrubs=scrubs)
 
     @property
     def region(self) -> Region:
@@ -169,7 +179,11 @@ class HostPool(WorkerRole):
         return slot_geometry(device, self.copies.layout, self.region)
 
     def execute(self, orders: Orders) -> list[str]:
-        """Start the stores and loads; return the request ids of the loads."""
+        """Start the stores and loads, behind what is to be zeroed; return the request ids of the loads."""
+        for scrub in orders.scrubs:
+            self.copies.scrub(scrub)
+        if self._scrubs:
+            self._scrub_rests(orders)
         for store in orders.stores:
             self.copies.store(store)
         for load in orders.loads:
@@ -185,11 +199,16 @@ class HostPool(WorkerRole):
         return [LoadEnd(request_id, copied) for request_id, copied in self.copies.take_loads().items()]
 
     def take_report(self) -> Report:
-        """Return the stores that have ended since the last call."""
+        """Return the stores, and the orders to zero slots, that have ended since the last call.
+
+        Raises:
+            CopyFailed: slots could not be zeroed.
+        """
         ended = self.copies.take_stores()
         for copied, _ in ended.values():
             self._count_store(copied)
-        return Report({store_id: ends for store_id, (_, ends) in ended.items()})
+        scrubs = dict.fromkeys(self.copies.take_scrubs(), 1)
+        return Report({store_id: ends for store_id, (_, ends) in ended.items()}, scrubs=scrubs)
 
     def settle(self) -> None:
         """Wait until no copy touches the caches. Their ends are reported as usual, and the memory is kept.
@@ -207,6 +226,15 @@ class HostPool(WorkerRole):
     def check_integrity(self) -> None:
         """Raise AssertionError unless the books balance."""
         self.copies.check_integrity()
+
+    def _scrub_rests(self, orders: Orders) -> None:
+        """Zero what this step's blocks will leave of their slots."""
+        for store in orders.stores:
+            self.copies.scrub_rests(store.moves.groups, store.moves.slots)
+        for order in orders.landings:
+            for group, table in enumerate(order.local_block_ids):
+                slots = np.array([block_id - 1 for block_id in table if block_id], np.int64)
+                self.copies.scrub_rests(np.full(len(slots), group, np.int64), slots)
 
     def _count_store(self, copied: CopyEnd) -> None:
         if copied.failure:

@@ -30,6 +30,7 @@ DEFAULTS = {
     "byte_cost_ns": None,
     "cpu_bytes_to_use": 0,
     "cpu_store": "eager",
+    "host_scrub": False,
     "host_huge_pages": False,
     "host_transfers": False,
     "move_leases_above": 0.1,
@@ -69,6 +70,7 @@ ACCEPTED = [
     ("byte_cost_ns", 0),
     ("cpu_bytes_to_use", 32 * 1024**3),
     ("cpu_store", "lazy"),
+    ("host_scrub", False),
     ("host_huge_pages", False),
     ("host_transfers", False),
     ("move_leases_above", 0),
@@ -128,6 +130,8 @@ REFUSED = [
     ("cpu_store", "always"),
     ("host_huge_pages", "madvise"),
     ("host_huge_pages", 1),
+    ("host_scrub", "true"),
+    ("host_scrub", 1),
     ("host_transfers", 1),
     ("move_leases_above", 1.1),
     ("move_leases_above", math.nan),
@@ -164,6 +168,7 @@ def test_a_valid_value_is_taken(key: str, value: Any) -> None:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
+        ({"host_scrub": True}, "host_scrub = True: cpu_bytes_to_use is 0"),
         ({"host_huge_pages": True}, "host_huge_pages = True: cpu_bytes_to_use is 0"),
         ({"host_transfers": True}, "host_transfers = True: cpu_bytes_to_use is 0"),
         ({"pull_to": "host"}, "pull_to = 'host': cpu_bytes_to_use is 0"),

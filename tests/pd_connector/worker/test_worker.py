@@ -197,6 +197,16 @@ def test_host_memory_lies_in_huge_pages_only_if_the_setting_says_so(worker_of: O
     assert bool(huge_pages.given(host.region)) == is_asked
 
 
+@pytest.mark.parametrize("is_asked", [False, True])
+def test_slots_are_zeroed_as_the_setting_says_and_landings_wait_for_that(worker_of: Open, is_asked: bool) -> None:
+    worker = worker_of("kv_both", registered=True, cpu_bytes_to_use=64 << 20, pull_to="host", host_scrub=is_asked)
+    host, landings = worker.side._roles[0], worker.side._roles[-1]
+    assert isinstance(host, HostPool)
+    assert isinstance(landings, LandingPulls)
+    assert host._scrubs == is_asked
+    assert landings._pulls._context.raise_fence == host.copies.zeroing_fence
+
+
 @pytest.mark.parametrize("settings", [{"host_transfers": True}, {"pull_to": "host"}, {"pull_to": "auto"}])
 def test_a_transport_that_cannot_use_host_memory_is_refused(worker_of: Open, settings: dict[str, Any]) -> None:
     worker = worker_of("kv_both", cpu_bytes_to_use=64 << 20, protocol="ascend", **settings)
