@@ -40,8 +40,8 @@ class Copies:
 
 
 @dataclass(frozen=True, slots=True)
-class Runs:
-    """Runs of memory: ``sizes[i]`` bytes from ``addresses[i]`` on. Arrays of shape [n], int64."""
+class MemoryRuns:
+    """MemoryRuns of memory: ``sizes[i]`` bytes from ``addresses[i]`` on. Arrays of shape [n], int64."""
 
     addresses: Int64Array
     sizes: Int64Array
@@ -50,7 +50,7 @@ class Runs:
         return len(self.sizes)
 
 
-NO_RUNS = Runs(np.empty(0, np.int64), np.empty(0, np.int64))
+NO_RUNS = MemoryRuns(np.empty(0, np.int64), np.empty(0, np.int64))
 
 EMPTY = Copies(np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0, np.int64))
 

@@ -17,7 +17,7 @@ from typing import NoReturn
 import numpy as np
 import numpy.typing as npt
 
-from layout.copies import EMPTY, NO_RUNS, Copies, Int64Array, Runs, concatenate
+from layout.copies import EMPTY, NO_RUNS, Copies, Int64Array, MemoryRuns, concatenate
 from layout.geometry import CacheGroup, Plane, Region, WorkerGeometry
 
 SLOT_ALIGNMENT = 64  # bytes: whole cache lines are copied fastest, see transfer.local_copy.reshape
@@ -102,7 +102,7 @@ class HostLayout:
             ]
         )
 
-    def whole(self, pool: Region, slots: Ids) -> Runs:
+    def whole(self, pool: Region, slots: Ids) -> MemoryRuns:
         """Return the memory of ``slots``, neighbours as one run.
 
         Raises:
@@ -114,9 +114,9 @@ class HostLayout:
             return NO_RUNS
         first = np.concatenate(([0], np.flatnonzero(np.diff(ids) != 1) + 1))
         counts = np.diff(np.concatenate((first, [len(ids)])))
-        return Runs(pool.address + ids[first] * self.slot_bytes, counts * self.slot_bytes)
+        return MemoryRuns(pool.address + ids[first] * self.slot_bytes, counts * self.slot_bytes)
 
-    def rests(self, pool: Region, groups: Ids, slots: Ids) -> Runs:
+    def rests(self, pool: Region, groups: Ids, slots: Ids) -> MemoryRuns:
         """Return what a block of cache group ``groups[i]`` leaves of ``slots[i]`` that a larger block would fill.
 
         Nothing of slots that their blocks fill as far as any block does.
@@ -131,7 +131,7 @@ class HostLayout:
         left = (int(filled.max(initial=0)) - filled)[group_ids]
         some = left > 0
         addresses = pool.address + slot_ids * self.slot_bytes + filled[group_ids]
-        return Runs(addresses[some], left[some])
+        return MemoryRuns(addresses[some], left[some])
 
     def _loads_of_group(self, group: int, pool: Region, blocks: Int64Array, slots: Int64Array) -> Copies:
         runs = self.groups[group]
@@ -172,7 +172,7 @@ def host_layout(geometry: WorkerGeometry) -> HostLayout:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Spans:
-    """Runs of memory in block 0, ordered by stride and address. Arrays of shape [n], int64."""
+    """MemoryRuns of memory in block 0, ordered by stride and address. Arrays of shape [n], int64."""
 
     starts: Int64Array
     sizes: Int64Array

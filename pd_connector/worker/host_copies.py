@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from layout.copies import Copies, Int64Array, Runs
+from layout.copies import Copies, Int64Array, MemoryRuns
 from layout.geometry import Region
 from layout.host_blocks import HostLayout
 from pd_connector.orders import LoadOrder, ScrubOrder, StoreEnds, StoreOrder
@@ -179,7 +179,7 @@ class HostCopies:
         assert not self._loads.keys() & self._ended_loads.keys(), "a load is under way and ended at once"
         assert not self._stores.keys() & self._ended_stores.keys(), "a store is under way and ended at once"
 
-    def _zero(self, runs: Runs) -> Handle:
+    def _zero(self, runs: MemoryRuns) -> Handle:
         self._last_zeroing = self._store_copier.zero(runs)
         return self._last_zeroing
 

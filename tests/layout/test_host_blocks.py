@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from layout.copies import Copies, Runs
+from layout.copies import Copies, MemoryRuns
 from layout.geometry import CacheGroup, Plane, Region, WorkerGeometry
 from layout.host_blocks import BlockRuns, HostLayout, host_layout
 from tests.support.layout.oracle import LAYOUTS, WHOLE_HEADS, Engine, Model, build
@@ -462,7 +462,7 @@ def test_a_geometry_is_refused_if_and_only_if_a_byte_has_two_owners(
 # What is zeroed
 
 
-def runs_of(runs: Runs) -> list[tuple[int, int]]:
+def runs_of(runs: MemoryRuns) -> list[tuple[int, int]]:
     return list(zip(runs.addresses.tolist(), runs.sizes.tolist(), strict=True))
 
 

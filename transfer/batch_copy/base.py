@@ -22,7 +22,7 @@ from enum import Enum
 from threading import Event as ThreadEvent
 from typing import Protocol, Self
 
-from layout.copies import Copies, Runs
+from layout.copies import Copies, MemoryRuns
 from transfer.errors import TransferError
 
 
@@ -178,7 +178,7 @@ class BatchCopier(ABC):
         """
 
     @abstractmethod
-    def zero(self, runs: Runs) -> Handle:
+    def zero(self, runs: MemoryRuns) -> Handle:
         """Zero host memory: after the batches that were submitted before have started, before later ones start.
 
         It has no place in the device's stream. So no batch may be copying to or from these bytes, or have been

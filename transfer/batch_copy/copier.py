@@ -9,7 +9,7 @@ import threading
 from dataclasses import dataclass
 from queue import SimpleQueue
 
-from layout.copies import Copies, Runs
+from layout.copies import Copies, MemoryRuns
 from transfer.batch_copy.base import BatchCopier, CopierStartError, CopyBackend, CopyFailed, DeviceEvent, Handle, Pauses
 from transfer.local_copy.zeroing import zero_runs
 
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    work: Copies | Runs  # what is copied, or zeroed
+    work: Copies | MemoryRuns  # what is copied, or zeroed
     after: DeviceEvent | Handle | None
     handle: Handle
 
@@ -52,7 +52,7 @@ class ThreadedCopier(BatchCopier):
             raise ValueError(f"copy {index} of {len(copies)} has a negative size: {int(copies.sizes[index])} bytes")
         return self._put(copies, after)
 
-    def zero(self, runs: Runs) -> Handle:
+    def zero(self, runs: MemoryRuns) -> Handle:
         """See ``BatchCopier``."""
         return self._put(runs, None)
 
@@ -64,7 +64,7 @@ class ThreadedCopier(BatchCopier):
                 self._batches.put(None)
         self._thread.join()
 
-    def _put(self, work: Copies | Runs, after: DeviceEvent | Handle | None) -> Handle:
+    def _put(self, work: Copies | MemoryRuns, after: DeviceEvent | Handle | None) -> Handle:
         handle = Handle()
         with self._submitting:
             if self._closing.is_set():
@@ -91,7 +91,7 @@ class ThreadedCopier(BatchCopier):
     def _begin(self, batch: _Batch) -> None:
         try:
             after = self._device_event(batch.after)
-            if isinstance(batch.work, Runs):
+            if isinstance(batch.work, MemoryRuns):
                 zero_runs(batch.work)
                 batch.handle.begun(None)
             else:

@@ -7,7 +7,7 @@ from llvmlite import ir  # type: ignore[import-untyped]
 from numba import njit, types
 from numba.extending import intrinsic
 
-from layout.copies import NO_RUNS, Runs
+from layout.copies import NO_RUNS, MemoryRuns
 
 
 def _emit_zero_bytes(_typing: Any, _address: Any, _size: Any) -> Any:
@@ -34,7 +34,7 @@ def _zero_each(addresses: Any, sizes: Any) -> None:
 _kernel = njit(nogil=True)(_zero_each)  # compiles at the first call, once per process
 
 
-def zero_runs(runs: Runs) -> None:
+def zero_runs(runs: MemoryRuns) -> None:
     """Zero every run. All addresses must belong to this process; this cannot be checked. Any thread; releases the GIL.
 
     Raises:

@@ -1,6 +1,8 @@
 """What is zeroed in host memory, and when: with vLLM's own pool, by hand and in portions.
 
-``test_host_machine`` has it in any order of events. Covers: pd_connector.vllm.forgotten_slots.
+``test_host_machine`` has it in any order of events.
+
+Covers: pd_connector.vllm.forgotten_slots.
 """
 
 from pd_connector.orders import Report
@@ -118,7 +120,7 @@ def test_one_portion_is_under_way_at_a_time_until_every_rank_has_reported_it() -
     assert not scrub.wants_step
     stats = StatsRecorder()
     scrub.update_stats(stats)
-    assert stats.take()["counts"]["host_blocks_scrubbed"] == 8  # type: ignore[index]  # something was recorded
+    assert stats.take()["counts"]["host_blocks_scrubbed"] == 8
 
 
 def test_what_is_forgotten_wants_a_step() -> None:

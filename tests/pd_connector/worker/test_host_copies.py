@@ -431,9 +431,7 @@ def slots_of(worker: Worker) -> Bytes:
 
 
 def scrubbed(worker: Worker, scrub_id: int) -> None:
-    ended: list[int] = []
-    until(lambda: bool(ended.extend(worker.copies.take_scrubs()) or ended))
-    assert ended == [scrub_id]
+    assert until(worker.copies.take_scrubs) == [scrub_id]
     assert worker.copies.zeroing_fence() is None or worker.copies.zeroing_fence().passed()  # type: ignore[union-attr]
 
 

@@ -15,7 +15,7 @@ import torch
 from layout.geometry import WorkerGeometry
 from layout.host_blocks import host_layout
 from pd_connector.config import ConfigError
-from pd_connector.orders import BlockMoves, LoadOrder, Orders, PullOrder, Report, ScrubOrder, StoreOrder
+from pd_connector.orders import BlockMoves, LoadOrder, Orders, PullOrder, ScrubOrder, StoreEnds, StoreOrder
 from pd_connector.stats import StatsRecorder
 from pd_connector.worker import host_pool
 from pd_connector.worker.host_placement import NearNode
@@ -313,11 +313,16 @@ def test_slots_are_zeroed_before_the_stores_of_the_same_step_and_the_end_is_repo
         ctypes.memset(pool.region.address, 7, pool.region.size)
         store = StoreOrder(5, BlockMoves.of([(0, 1, 2)]))
         pool.execute(Orders(stores=(store,), scrubs=(ScrubOrder(9, np.array([2, 0])),)))
-        reports: list[Report] = []
-        until(
-            lambda: reports.append(pool.take_report()) or {5, 9} <= {i for r in reports for i in (*r.stores, *r.scrubs)}
-        )
-        assert sum(reports, Report()).scrubs == {9: 1}
+        ended: dict[str, object] = {}
+
+        def have_ended() -> bool:
+            report = pool.take_report()
+            ended.update({f"store {number}": ends for number, ends in report.stores.items()})
+            ended.update({f"scrub {number}": ranks for number, ranks in report.scrubs.items()})
+            return len(ended) > 1
+
+        until(have_ended)
+        assert ended == {"store 5": StoreEnds(1), "scrub 9": 1}
         zero, other, stored, _ = (
             ctypes.string_at(pool.region.address + slot * slot_bytes, slot_bytes) for slot in range(4)
         )
