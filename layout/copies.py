@@ -41,7 +41,7 @@ class Copies:
 
 @dataclass(frozen=True, slots=True)
 class MemoryRuns:
-    """MemoryRuns of memory: ``sizes[i]`` bytes from ``addresses[i]`` on. Arrays of shape [n], int64."""
+    """Runs of memory: ``sizes[i]`` bytes from ``addresses[i]`` on. Arrays of shape [n], int64."""
 
     addresses: Int64Array
     sizes: Int64Array

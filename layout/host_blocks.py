@@ -172,7 +172,7 @@ def host_layout(geometry: WorkerGeometry) -> HostLayout:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Spans:
-    """MemoryRuns of memory in block 0, ordered by stride and address. Arrays of shape [n], int64."""
+    """Runs of memory in block 0, ordered by stride and address. Arrays of shape [n], int64."""
 
     starts: Int64Array
     sizes: Int64Array
