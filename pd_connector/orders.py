@@ -131,6 +131,14 @@ class StoreOrder:
     moves: BlockMoves
 
 
+@dataclass(frozen=True, eq=False)
+class ScrubOrder:
+    """Zero slots of host memory, before any other order of this step writes to them."""
+
+    scrub_id: int
+    slots: Int64Array  # of the host pool
+
+
 @dataclass(frozen=True)
 class StoreEnds:
     """How a store ended on the ranks that have reported it."""
@@ -189,6 +197,7 @@ class Orders:
     refusals: tuple[RefuseOrder, ...] = ()
     loads: tuple[LoadOrder, ...] = ()
     stores: tuple[StoreOrder, ...] = ()
+    scrubs: tuple[ScrubOrder, ...] = ()  # carried out first
     checksums: tuple[ChecksumOrder, ...] = ()
     #: Numbers of this step, ascending over steps: at most one, if somebody waits for what it computes. Every worker
     #: returns it in the report of the same step, ``Report.steps``.
@@ -229,9 +238,10 @@ class Report:
     steps: Mapping[int, int] = field(
         default_factory=dict
     )  # number of ranks that have computed each step that was asked
+    scrubs: Mapping[int, int] = field(default_factory=dict)  # number of ranks that have ended each order to zero
 
     def __bool__(self) -> bool:
-        return bool(self.stores or self.landings or self.checksums or self.handshakes or self.failed or self.steps)
+        return any(getattr(self, each.name) for each in fields(self))
 
     def __add__(self, other: "Report") -> "Report":
         stores = dict(self.stores)
@@ -241,5 +251,9 @@ class Report:
         for request_id, landing in other.landings.items():
             landings[request_id] = landings[request_id] + landing if request_id in landings else landing
         handshakes = {**self.handshakes, **other.handshakes}
-        steps = dict(Counter(self.steps) + Counter(other.steps))
-        return Report(stores, landings, self.checksums + other.checksums, handshakes, self.failed | other.failed, steps)
+        steps, scrubs = (
+            dict(Counter(ours) + Counter(theirs))
+            for ours, theirs in ((self.steps, other.steps), (self.scrubs, other.scrubs))
+        )
+        checksums, failed = self.checksums + other.checksums, self.failed | other.failed
+        return Report(stores, landings, checksums, handshakes, failed, steps, scrubs)

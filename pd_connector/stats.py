@@ -55,6 +55,7 @@ COUNTERS = {
     "landed_bytes": "Bytes of them that were pulled to host memory (pull_to).",
     "host_tokens": "Prompt tokens whose KV cache was loaded from host memory.",
     "host_blocks": "Blocks stored in host memory.",
+    "host_blocks_scrubbed": "Slots of host memory that were zeroed (host_scrub).",
 }
 LABELLED = {
     "pull_failures": ("cause", "Pulls that failed, by cause."),

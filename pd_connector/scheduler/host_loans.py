@@ -55,6 +55,10 @@ class HostLoans:
         hosts = tuple(host if host is not None else next(free) for host in copies)
         return CopyLoan(hosts, tuple(number for number, host in enumerate(copies) if host is None))
 
+    def zero_first(self, hosts: HeldBlocks) -> None:
+        """Have host blocks zeroed before what they were just lent for arrives in them, if slots are scrubbed."""
+        self._pool.forgotten.zero_first(hosts)
+
     def publish(self, blocks: HeldBlocks, loan: CopyLoan) -> None:
         """Let the copies of device blocks be found, which have arrived in the host blocks lent for them."""
         for number in loan.new:

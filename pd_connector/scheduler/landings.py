@@ -167,6 +167,7 @@ class Landings(SchedulerRole):
         hit, block_ids = self._lay_out(tables, slots, held, range(computed_tokens, end))
         order = self._consumer.start_landing(request, block_ids, range(first, end))
         self._orders.append(order)
+        self._tier.loans.zero_first(self._partly_filled(hit))
         self._under_way[request.request_id] = _Landing(request, hit, first, LandingEnds(0))
         return True
 
@@ -187,6 +188,12 @@ class Landings(SchedulerRole):
             first_block = numbers.stop - len(landing)
             block_ids.append((0,) * first_block + tuple(int(block.block_id) for block in landing))
         return HostHit(tokens.start, len(tokens), tuple(groups)), tuple(block_ids)
+
+    def _partly_filled(self, hit: HostHit) -> "tuple[KVCacheBlock, ...]":
+        """Return the last block of each cache group in which tokens end before the block does."""
+        end = hit.first_token + hit.tokens
+        groups = zip(self._groups, hit.groups, strict=True)
+        return tuple(blocks[-1] for kept, blocks in groups if end % kept.block_tokens and not blocks[-1].is_null)
 
     def _fall_back(self, request: "Request", needed: int) -> None:
         reason = Fallback.TOO_LARGE if needed > self._tier.slots else Fallback.FULL

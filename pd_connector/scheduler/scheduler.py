@@ -11,6 +11,7 @@ from pd_connector.orders import Cause, Destinations, Orders, Report, WorkerHands
 from pd_connector.params import is_decode_leg, is_malformed, is_prefill_leg, unusable_keys
 from pd_connector.scheduler.consumer import Consumer
 from pd_connector.scheduler.drain import Drain
+from pd_connector.scheduler.host_scrub import PORTION_BYTES, HostScrub
 from pd_connector.scheduler.host_tier import HostTier
 from pd_connector.scheduler.landings import Landings
 from pd_connector.scheduler.lease_moves import LeaseMoves
@@ -256,8 +257,10 @@ class ConnectorScheduler:
         if self._role.consumes:
             self._check_secrets(in_order)
         if self._config.cpu_bytes_to_use and not any(isinstance(role, HostTier) for role in self._roles):
-            tier = self._open_host_tier(in_order)
+            tier, scrub = self._open_host_tier(in_order)
             self._roles.insert(0, tier)
+            if scrub is not None:
+                self._roles.append(scrub)
             if self._moves is not None and self._prompt_slots is not None:
                 self._moves.use(tier, len(in_order))
                 self._prompt_slots.use(tier)
@@ -336,14 +339,18 @@ class ConnectorScheduler:
         renewals.start()
         return Consumer(renewals, subscriptions, ahead, self._retentions)
 
-    def _open_host_tier(self, handshakes: Sequence[WorkerHandshake]) -> HostTier:
+    def _open_host_tier(self, handshakes: Sequence[WorkerHandshake]) -> tuple[HostTier, HostScrub | None]:
+        """Return the role of host memory, and the one that has its slots zeroed, if they are to be."""
         mode, manager = self._config.cpu_store, self._blocks.manager
         slots, device_blocks = min(handshake.host_slots for handshake in handshakes), manager.kv_cache_config.num_blocks
         # At most half of the device's blocks: storing them all would not be lazy.
         most = min(
             max_blocks_per_step(self._vllm_config, [kept.block_tokens for kept in self._retentions]), device_blocks // 2
         )
-        pool = HostBlockPool(self._vllm_config, manager, slots, most if mode == "lazy" else 0)
+        scrubs = self._config.host_scrub
+        pool = HostBlockPool(
+            self._vllm_config, manager, slots, most if mode == "lazy" else 0, remembers_forgotten=scrubs
+        )
         logger.info("PDConnector: host memory keeps up to %d blocks (%s), the device %d", slots, mode, device_blocks)
         if mode == "eager" and slots <= device_blocks:
             logger.warning(
@@ -351,7 +358,10 @@ class ConnectorScheduler:
                 "the device holds too, so it will be of little use. Set cpu_bytes_to_use to several times the size of "
                 "the device's KV cache, or cpu_store to lazy"
             )
-        return HostTier(pool, len(handshakes), mode)
+        largest = max(handshake.geometry.block_bytes for handshake in handshakes)
+        portion = max(PORTION_BYTES // max(largest, 1), 1)
+        scrub = HostScrub(pool.forgotten, len(handshakes), portion) if scrubs else None
+        return HostTier(pool, len(handshakes), mode), scrub
 
     def _make_landings(self, tier: HostTier, consumer: Consumer, ranks: int) -> Landings:
         """Return what pulls to host memory.

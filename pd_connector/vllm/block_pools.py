@@ -13,6 +13,7 @@ import msgspec
 from vllm.v1.core.kv_cache_utils import get_group_id, make_block_hash_with_group_id
 
 from pd_connector.vllm.block_events import BlockEvents
+from pd_connector.vllm.forgotten_slots import ForgottenSlots
 from pd_connector.vllm.release import current
 
 if TYPE_CHECKING:
@@ -191,10 +192,19 @@ class HostBlockPool:
     Slots are numbered from 0. Slot s is block s + 1, because vLLM reserves block 0 as the null block.
     """
 
-    def __init__(self, vllm_config: "VllmConfig", device: "KVCacheManager", slots: int, lookahead: int = 0) -> None:
+    def __init__(
+        self,
+        vllm_config: "VllmConfig",
+        device: "KVCacheManager",
+        slots: int,
+        lookahead: int = 0,
+        *,
+        remembers_forgotten: bool = False,
+    ) -> None:
         """Create an empty pool of ``slots`` host blocks beside the blocks that ``device`` manages.
 
         ``lookahead``: how many of the blocks that vLLM evicts next ``eviction_candidates`` covers; 0 if it is not used.
+        ``remembers_forgotten``: whether somebody zeroes the slots in ``forgotten``.
 
         Raises:
             ValueError: vLLM's prefix caching is off.
@@ -210,6 +220,7 @@ class HostBlockPool:
         # No deeper than the pool: otherwise storing some of the blocks would evict others, and so on forever.
         self._cursor = self._release.free_queue_cursor(device.block_pool, min(lookahead, slots)) if lookahead else None
         self.slots = slots
+        self.forgotten = ForgottenSlots(kept=remembers_forgotten)
         #: Indices of the cache groups whose blocks can be found by their contents.
         self.groups: tuple[int, ...] = self._release.cacheable_groups(device)
         self.block_tokens: tuple[int, ...] = self._release.block_tokens(self._coordinator)
@@ -263,6 +274,7 @@ class HostBlockPool:
     def unpin(self, blocks: HeldBlocks) -> None:
         """Give references back. The first blocks of a prompt are evicted last."""
         self._pool.free_blocks(reversed(blocks))
+        self.forgotten.given_back(blocks)
 
     def copy_of(self, block: "KVCacheBlock") -> "KVCacheBlock | None":
         """Return the host block that holds what a device block does, if there is one and it can be found."""
@@ -275,7 +287,9 @@ class HostBlockPool:
         Raises:
             ValueError: fewer slots are free.
         """
-        return tuple(self._pool.get_new_blocks(number)) if number else ()
+        taken = tuple(self._pool.get_new_blocks(number)) if number else ()
+        self.forgotten.taken(taken)
+        return taken
 
     def publish_copy(self, block: "KVCacheBlock", host: "KVCacheBlock") -> None:
         """Make a host block findable that holds what a device block does, if that one can be found and no copy can."""
@@ -307,7 +321,9 @@ class HostBlockPool:
 
     def evict_all(self) -> None:
         """Make all blocks impossible to find, those in use included."""
-        self._pool.evict_blocks({int(block.block_id) for block in self._pool.blocks if block.block_hash is not None})
+        found = [block for block in self._pool.blocks if block.block_hash is not None]
+        self._pool.evict_blocks({int(block.block_id) for block in found})
+        self.forgotten.given_back(found)
         if self._cursor is not None:
             self._cursor.reset()
         self._events.forget()
@@ -401,7 +417,7 @@ class HostBlockPool:
         """
         if not candidates:
             return ()
-        hosts = self._pool.get_new_blocks(len(candidates))
+        hosts = self.take(len(candidates))
         blocks = [candidate.block for candidate in candidates]
         self._device.block_pool.touch(blocks)
         if self._cursor is not None:

@@ -117,6 +117,7 @@ Deployments (``deploy/``):
 
 Examples (``examples/``):
     browser                 chromium without a window
+    numa                    a NUMA node of this machine, and what the kernel says that memory prefers
     otlp                    a collector of OpenTelemetry traces
     examples.harness        owners of fake servers, clients that leave, processes of a proxy
     examples.fake_servers   small HTTP servers in the place of vLLM, which misbehave on request

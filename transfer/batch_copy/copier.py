@@ -1,6 +1,7 @@
 """The copier: a queue of batches, and the thread that hands them to a backend one after another.
 
-Knows nothing of devices. A failure on the thread goes to the handle of its batch and never ends the thread.
+It zeroes host memory itself, in its turn. Knows nothing of devices. A failure on the thread goes to the handle of its
+batch and never ends the thread.
 """
 
 import logging
@@ -8,15 +9,16 @@ import threading
 from dataclasses import dataclass
 from queue import SimpleQueue
 
-from layout.copies import Copies
+from layout.copies import Copies, MemoryRuns
 from transfer.batch_copy.base import BatchCopier, CopierStartError, CopyBackend, CopyFailed, DeviceEvent, Handle, Pauses
+from transfer.local_copy.zeroing import zero_runs
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    copies: Copies
+    work: Copies | MemoryRuns  # what is copied, or zeroed
     after: DeviceEvent | Handle | None
     handle: Handle
 
@@ -48,12 +50,11 @@ class ThreadedCopier(BatchCopier):
         if len(copies) and int(copies.sizes.min()) < 0:
             index = int(copies.sizes.argmin())
             raise ValueError(f"copy {index} of {len(copies)} has a negative size: {int(copies.sizes[index])} bytes")
-        handle = Handle()
-        with self._submitting:
-            if self._closing.is_set():
-                raise CopyFailed("the copier is closed; nothing was copied", settled=True)
-            self._batches.put(_Batch(copies, after, handle))
-        return handle
+        return self._put(copies, after)
+
+    def zero(self, runs: MemoryRuns) -> Handle:
+        """See ``BatchCopier``."""
+        return self._put(runs, None)
 
     def close(self) -> None:
         """See ``BatchCopier``."""
@@ -62,6 +63,14 @@ class ThreadedCopier(BatchCopier):
                 self._closing.set()
                 self._batches.put(None)
         self._thread.join()
+
+    def _put(self, work: Copies | MemoryRuns, after: DeviceEvent | Handle | None) -> Handle:
+        handle = Handle()
+        with self._submitting:
+            if self._closing.is_set():
+                raise CopyFailed("the copier is closed; nothing was copied", settled=True)
+            self._batches.put(_Batch(work, after, handle))
+        return handle
 
     def _run(self) -> None:
         try:
@@ -82,7 +91,11 @@ class ThreadedCopier(BatchCopier):
     def _begin(self, batch: _Batch) -> None:
         try:
             after = self._device_event(batch.after)
-            batch.handle.begun(self._backend.start(batch.copies, after))
+            if isinstance(batch.work, MemoryRuns):
+                zero_runs(batch.work)
+                batch.handle.begun(None)
+            else:
+                batch.handle.begun(self._backend.start(batch.work, after))
         except CopyFailed as failure:
             batch.handle.failed(failure)
         except BaseException as error:  # whatever it is: otherwise the handle would never end

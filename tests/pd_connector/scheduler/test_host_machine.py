@@ -13,6 +13,7 @@ step it is checked that
     I7  what can be found is there on every rank                                   (``host_machine``)
     I8  nothing is found after a reset                                             (``host_machine``)
     I9  the books balance; in the end all references have been given back          (here)
+    I10 with host_scrub, what nobody uses or can find is zeroed, and nothing else  (``host_machine``)
 """
 
 import itertools
@@ -70,14 +71,30 @@ class HostMemory(RuleBasedStateMachine):
         ahead=st.booleans(),
         device_blocks=st.sampled_from([6, 8, 11]),
         slots=st.sampled_from([2, 5, 9]),
+        scrubs=st.booleans(),
         served=st.lists(st.tuples(ANY, st.integers(4, 21)), min_size=1, max_size=4),
     )
     def an_engine_starts(
-        self, ranks: int, mode: StoreMode, ahead: bool, device_blocks: int, slots: int, served: list[tuple[int, int]]
+        self,
+        ranks: int,
+        mode: StoreMode,
+        ahead: bool,
+        device_blocks: int,
+        slots: int,
+        scrubs: bool,
+        served: list[tuple[int, int]],
     ) -> None:
         count = len(self.groups)
         setup = Setup(
-            self.groups, device_blocks * count, slots * count, ranks, mode, lookahead=6, ahead=ahead, events=ahead
+            self.groups,
+            device_blocks * count,
+            slots * count,
+            ranks,
+            mode,
+            lookahead=6,
+            ahead=ahead,
+            events=ahead,
+            scrubs=scrubs,
         )
         self.engine = HostTierEngine(setup)
         for conversation, tokens in served:

@@ -9,6 +9,7 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
 from pd_connector.orders import Cause, LandingEnds, Report
 from pd_connector.scheduler.consumer import Consumer
+from pd_connector.scheduler.host_scrub import HostScrub
 from pd_connector.scheduler.host_tier import HostTier
 from pd_connector.scheduler.landings import Landings, PullTo
 from pd_connector.stats import StatsRecorder
@@ -25,8 +26,11 @@ SETUP = Setup(groups=((16, 0),), device_blocks=40, slots=7, ranks=2)
 class DecodeEngine:
     """The roles of a decode engine of two ranks that pulls to host memory."""
 
-    def __init__(self, pull_to: PullTo = "host", slots: int = 7, device_blocks: int = 100) -> None:
-        self.pool = make_pool(Setup(SETUP.groups, SETUP.device_blocks, slots), make_manager(SETUP))
+    def __init__(
+        self, pull_to: PullTo = "host", slots: int = 7, device_blocks: int = 100, *, scrubs: bool = False
+    ) -> None:
+        setup = Setup(SETUP.groups, SETUP.device_blocks, slots, scrubs=scrubs)
+        self.pool = make_pool(setup, make_manager(SETUP))
         self.tier = HostTier(self.pool, 2)
         kept = [Retention(16)]
         self.device = CountedBlocks(device_blocks)
@@ -114,6 +118,34 @@ def test_a_prompt_lands_and_is_given_to_its_request_to_the_last_token() -> None:
     assert load.moves.blocks.tolist() == [1, 2, 3]
     engine.check()
     assert engine.counted()["landings:landed"] == 1
+
+
+@pytest.mark.parametrize("tokens", [TOKENS, 49])
+def test_a_block_that_will_not_be_full_is_zeroed_with_the_order_that_writes_to_it(tokens: int) -> None:
+    engine = DecodeEngine(scrubs=True)
+    scrub = HostScrub(engine.pool.forgotten, 2, 8)
+    engine.arrive("r", tokens=tokens)
+    assert engine.landings.must_land(engine.requests["r"], 0)
+    (order,) = engine.landings.step_orders({}).landings
+    zeroed = [slot + 1 for each in scrub.step_orders({}).scrubs for slot in each.slots.tolist()]
+    assert zeroed == ([order.local_block_ids[0][-1]] if (tokens - 1) % 16 else [])
+
+
+@pytest.mark.parametrize("failed", [False, True])
+def test_slots_that_hold_nothing_to_be_found_are_zeroed_when_a_landing_is_over(failed: bool) -> None:
+    """All of one that has failed; of one that was loaded, the tail of the prompt."""
+    engine = DecodeEngine(scrubs=True)
+    scrub = HostScrub(engine.pool.forgotten, 1, 8)
+    engine.arrive("r")
+    assert engine.ask("r") is None
+    scrub.step_orders({})
+    scrub.settled(set(), set(), Report(scrubs={0: 1}))
+    engine.end_landing("r", failed=failed)
+    if not failed:
+        engine.give_blocks("r", *(engine.ask("r") or (0, 0)))
+        assert not scrub.wants_step
+        engine.end_load("r")
+    assert [len(each.slots) for each in scrub.step_orders({}).scrubs] == [NEEDED if failed else 1]
 
 
 def test_what_the_device_holds_by_then_is_not_loaded() -> None:

@@ -1,6 +1,7 @@
 """Pulls to host memory on a worker: real reads into host slots, and from there to the device, byte by byte."""
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
 
@@ -10,8 +11,9 @@ import pytest
 from layout.cost import CostModel
 from layout.geometry import Region
 from layout.host_blocks import HostLayout, host_layout
-from pd_connector.orders import LandingEnds, Orders, Report
+from pd_connector.orders import LandingEnds, Orders, Report, ScrubOrder
 from pd_connector.stats import StatsRecorder
+from pd_connector.worker.host_copies import HostCopies
 from pd_connector.worker.landings import LandingPulls, host_block_geometry
 from pd_connector.worker.pulls import Pulls
 from pd_connector.worker.remote_reader import RemoteReader
@@ -19,8 +21,10 @@ from tests.support.connector.engines import DECODE, OURS, PREFILL, THEIRS, Decod
 from tests.support.connector.moving import IN_HOST, MovingEngine
 from tests.support.engine.in_process import Fault
 from tests.support.layout.oracle import Engine
-from tests.support.memory import Bytes
-from tests.support.waiting import until
+from tests.support.memory import Bytes, whole_copy
+from tests.support.waiting import WAIT_S, holds_for, until
+from transfer.batch_copy.backends import Backend, open_copier
+from transfer.batch_copy.base import Direction
 from transfer.local_copy.reshape import run_copies
 
 SLOTS = 8
@@ -30,7 +34,10 @@ HOST_BLOCKS = (7, 1, 8, 2, 5)  # slot s is block s + 1
 class HostMemory:
     """A worker's host pool, into which it pulls."""
 
-    def __init__(self, worker: DecodeWorker) -> None:
+    def __init__(
+        self, worker: DecodeWorker, make_copies: Callable[[HostLayout, Region], HostCopies] | None = None
+    ) -> None:
+        """``make_copies``: of what zeroes slots, for which landings then wait."""
         self.worker = worker
         self.layout: HostLayout = host_layout(worker.rank.geometry)
         self.memory: Bytes = np.zeros(SLOTS * self.layout.slot_bytes, np.uint8)
@@ -38,7 +45,10 @@ class HostMemory:
         reads = RemoteReader.with_staging(CostModel.of_protocol("tcp"), (self.region,), 1 << 20)
         worker.engine.register((self.region, *reads.regions))
         local = host_block_geometry(worker.rank.geometry, self.layout, self.region)
+        self.copies = None if make_copies is None else make_copies(self.layout, self.region)
         context = replace(worker.context(), local=local, reads=reads)
+        if self.copies is not None:
+            context = replace(context, raise_fence=self.copies.zeroing_fence)
         self.stats = StatsRecorder()
         self.landings = LandingPulls(Pulls(context, 600.0, self.stats), self.stats)
 
@@ -94,6 +104,43 @@ def test_host_memory_is_pulled_to_host_memory(hosts: list[HostMemory], site: Sit
     assert counts["pull_bytes_from_host"] == counts["landed_bytes"] > 0
     run_copies(host.layout.loads(host.region, 0, list(OURS[0]), [block - 1 for block in HOST_BLOCKS]))
     assert host.worker.holds([(OURS, 0, 69)], remote)
+
+
+def test_a_landing_waits_until_its_slots_are_zeroed_and_leaves_nothing_beside_its_tokens(site: Site) -> None:
+    """The last block has tokens that the prompt does not: what another prompt has left there is gone."""
+    worker = site.decode(DECODE)[0]
+    store_gate, gate_passed = np.zeros(1, np.uint8), threading.Event()
+
+    class Gate:
+        """An event of the device that a store waits for, which holds the thread up."""
+
+        def query(self) -> bool:
+            return gate_passed.is_set()
+
+        def synchronize(self) -> None:
+            assert gate_passed.wait(WAIT_S)
+
+    with (
+        open_copier(Backend.HOST, Direction.DEVICE_TO_HOST) as stores,
+        open_copier(Backend.HOST, Direction.HOST_TO_DEVICE) as loads,
+    ):
+        host = site.add(HostMemory(worker, lambda layout, pool: HostCopies(layout, pool, stores, loads, lambda: None)))
+        with closing(host):
+            host.memory[:] = 7
+            stores.submit(whole_copy(store_gate, np.ones(1, np.uint8)), after=Gate())
+            slots = [block - 1 for block in HOST_BLOCKS]
+            assert host.copies is not None
+            host.copies.scrub(ScrubOrder(0, np.array(slots)))
+            prefill = site.prefill()
+            host.landings.execute(Orders(landings=(an_order("r", prefill.prefill("r", THEIRS), (HOST_BLOCKS,)),)))
+            holds_for(lambda: not host.landings.take_report() and (host.memory == 7).all(), 0.1)
+            gate_passed.set()
+            assert host.end() == LandingEnds(1)
+            rows = host.memory.reshape(SLOTS, -1)
+            run_copies(host.layout.loads(host.region, 0, list(OURS[0]), slots))
+            assert host.worker.holds([(OURS, 0, 69)], PREFILL), "what has landed is zeroed"
+            assert not (rows[slots[-1]] == 7).all()
+            assert (rows[slots[-1]] == 0).any(), "the last block has tokens of another prompt"
 
 
 def test_a_landing_that_fails_is_reported_as_failed(hosts: list[HostMemory], site: Site) -> None:

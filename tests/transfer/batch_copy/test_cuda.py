@@ -13,12 +13,15 @@ import numpy as np
 import pytest
 
 from layout.copies import EMPTY, Copies
+from layout.geometry import Region
 from tests.support.devices.fake_cuda import ANY_ORDER, INVALID_VALUE, STREAM_ORDER, UNSUPPORTED, CudaDevice, FakeCuda
 from tests.support.memory import noise, shuffled_copies, whole_copy
+from tests.support.numa import needs_a_choice, online, policy
 from tests.support.waiting import WAIT_S
 from transfer.batch_copy import cuda_abi
 from transfer.batch_copy.base import CopierStartError, CopyFailed, Direction
 from transfer.batch_copy.cuda import CudaRuntime
+from transfer.memory import Placement
 
 LOAD, STORE, WITHIN = Direction.HOST_TO_DEVICE, Direction.DEVICE_TO_HOST, Direction.DEVICE_TO_DEVICE
 
@@ -252,6 +255,25 @@ def test_pinned_memory_is_known_to_the_driver_while_it_lives(cuda: CudaDevice) -
     memory.close()
     memory.close()
     assert not cuda.driver.pinned_ranges
+
+
+@needs_a_choice
+def test_pinned_memory_prefers_its_node_before_the_driver_pins_it(
+    cuda: CudaDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pinning allocates the pages, and a node that is named later moves none of them."""
+    preferred: list[str] = []
+    pin = cuda.runtime._functions["cuMemHostRegister_v2"]
+
+    def pinning(address: int, size: int, flags: int) -> int:
+        preferred.append(policy(Region(address, size)))
+        return int(pin(address, size, flags))
+
+    monkeypatch.setitem(cuda.runtime._functions, "cuMemHostRegister_v2", pinning)
+    memory = cuda.runtime.pinned(100_000, Placement(online(), huge_pages=True))
+    assert preferred == [f"prefer:{online()}"]
+    assert cuda.driver.pinned_ranges == {memory.region.address: 100_000}
+    memory.close()
 
 
 def test_pinned_memory_goes_with_its_object(cuda: CudaDevice) -> None:
