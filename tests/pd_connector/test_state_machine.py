@@ -1,9 +1,9 @@
 """Never wrong, never stuck: prefill, decode and the network between them, in any order of events.
 
 Messages are lost, repeated, late and reordered; clocks move; engines die and come back; requests leave, are preempted,
-share a lease, come late, or with params that somebody altered. Their legs come in turn, or at once under a name: in any
-order, one of them never, or twice. Then the prefill engine computes the prompt step by step, and may preempt or abort
-it meanwhile. After every step the engines check:
+share a lease, come late, or with params that somebody altered. Reads fail, and some of them go on and write later.
+Legs come in turn, or at once under a name: in any order, one of them never, or twice. Then the prefill engine computes
+the prompt step by step, and may preempt or abort it meanwhile. After every step the engines check:
 
     I1  no block under a valid lease is freed or overwritten          (``simulation.prefill``)
     I2  no block is used whose pull was not confirmed, or announced
@@ -19,6 +19,7 @@ Host blocks (I7) have a test of their own, ``scheduler/test_host_machine.py``.
 """
 
 import itertools
+import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -55,6 +56,7 @@ PROMPTS = st.builds(Prompt, st.integers(0, 2), st.sampled_from([1, 4, 5, 9, 9, 1
 LONG_PROMPTS = st.builds(Prompt, st.integers(0, 2), st.sampled_from([9, 13, 13]))
 CHUNKS = st.sampled_from([1, 4, 5, 8])  # tokens of a prompt in a step
 STEP_S = 2.5
+LATEST_S = 15.0  # how late the bytes of a failed read land; a worker whose quarantine lasts longer may end
 
 
 @dataclass(frozen=True)
@@ -284,12 +286,33 @@ class Disaggregation(RuleBasedStateMachine):
         at=DECODE,
         number=st.integers(0, RANKS - 1),
         blocks=st.integers(1, 4),
-        fails=st.sampled_from([*[False] * 7, True]),
+        fails=st.sampled_from([*[""] * 7, "at once", "and goes on"]),
         lane=st.integers(0, LANES - 1),
     )
-    def a_rank_reads(self, at: int, number: int, blocks: int, fails: bool, lane: int) -> None:
+    def a_rank_reads(self, at: int, number: int, blocks: int, fails: str, lane: int) -> None:
         for session in self.decodes[at].ranks[number].sessions:
-            session.step(blocks, fails=fails, lane=lane)
+            session.step(blocks, fails=bool(fails), lane=lane, is_late=fails == "and goes on")
+
+    @precondition(lambda self: self.lives)
+    @rule(prompt=PROMPTS, at=DECODE, number=st.integers(0, RANKS - 1), leaves=st.booleans(), reports=st.booleans())
+    def a_read_fails_and_goes_on(self, prompt: Prompt, at: int, number: int, leaves: bool, reports: bool) -> None:
+        self.a_request_comes_and_its_pull_begins(prompt, at)
+        decode = self.decodes[at]
+        for _ in range(2):  # the handshake, and the read
+            for session in decode.ranks[number].sessions:
+                session.step(0, fails=False)
+            self.network.deliver_all()
+        for session in decode.ranks[number].sessions:
+            session.step(0, fails=True, is_late=True)
+        for job in decode.in_state(DecodeState.PULLING) if leaves else []:
+            decode.leave(job)
+        if reports:
+            self.all_messages_arrive(0.0, twice=False, reads=True)
+            decode.report()
+
+    @rule(at=DECODE, number=st.integers(0, RANKS - 1))
+    def late_bytes_land(self, at: int, number: int) -> None:
+        self.decodes[at].ranks[number].land()
 
     @rule(at=DECODE)
     def the_ranks_report(self, at: int) -> None:
@@ -370,6 +393,7 @@ class Disaggregation(RuleBasedStateMachine):
         if sys.exc_info()[0] is not None:
             return  # a step has failed: what the end would find is not the cause
         started = self.clock.now
+        self.land()
         self.network.is_cut = self.end == "in silence"
         if self.end == "with late releases":
             for decode in self.decodes:
@@ -425,12 +449,19 @@ class Disaggregation(RuleBasedStateMachine):
             self.steps.preempt(job)
 
     def pass_time(self, seconds: float, *, renews: bool) -> None:
+        self.land(before=self.clock.now + seconds - LATEST_S)
         self.clock.advance(seconds)
         self.network.answer_waiting()
         for decode in self.decodes:
             decode.client.give_up()
             if renews:
                 decode.renewals.send_due()
+
+    def land(self, before: float = math.inf) -> None:
+        """What late reads write arrives, of those that have failed by then."""
+        for decode in self.decodes:
+            for rank in decode.ranks:
+                rank.land(before)
 
     @staticmethod
     def read_all(decode: DecodeSim) -> None:

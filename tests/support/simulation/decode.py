@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from layout.geometry import CacheGroup, WorkerGeometry
 from pd_connector.orders import Cause, Orders, PullOrder, Report
 from pd_connector.scheduler.consumer import Consumer
 from pd_connector.scheduler.pulls_ahead import AheadLimits
@@ -21,6 +22,7 @@ from pd_connector.worker.peer import PeerAddress, PullContext
 from pd_connector.worker.pull import AnyEnd, Pull
 from pd_connector.worker.pull_end import PullFailed
 from pd_connector.worker.pulls import Pulls
+from pd_connector.worker.quarantine import HeldRead
 from pd_connector.worker.session import LANES, PeerSession
 from tests.support.connector.consumers import MESSAGE_TIMEOUT_S, consumer_parts
 from tests.support.connector.requests import FakeRequest, allocated
@@ -81,6 +83,17 @@ class PullSim:
         return self.question is not None and not self.question.done()
 
 
+@dataclass(eq=False)
+class LateRead:
+    """A read that has failed and goes on: its link, and the blocks to which it still writes, each with its source."""
+
+    request_id: str
+    source: PrefillSim
+    blocks: list[tuple[int, int]]
+    since: float
+    settled: bool = False
+
+
 class SessionSim(PeerSession):
     """One rank's pulls from one engine: what the lanes of ``PeerSession`` do, in steps."""
 
@@ -113,10 +126,10 @@ class SessionSim(PeerSession):
     def check_integrity(self) -> None:
         assert sum(bool(job.span) for job in self._queue) <= LANES, "a pull was read before its turn"
 
-    def step(self, blocks: int, *, fails: bool, lane: int = 0) -> None:
+    def step(self, blocks: int, *, fails: bool, lane: int = 0, is_late: bool = False) -> None:
         """Go on with a pull under way: ``blocks`` blocks, if the handshake is done and nothing fails.
 
-        Under way are the first ``LANES`` that have been begun, or wait for a lane.
+        Under way are the first ``LANES`` that have been begun, or wait for a lane. ``is_late``: what fails goes on.
         """
         ready = sorted((job for job in self._queue if not job.is_parked), key=lambda job: not job.span)[:LANES]
         if not ready or not self._shake_hands(ready[0]):
@@ -129,6 +142,8 @@ class SessionSim(PeerSession):
                 self._fail(job, PullFailed(Cause.TIMEOUT, "as told"))
             elif fails or engine is None:
                 self._connected = False
+                if is_late and engine is not None:
+                    self._go_on_unnoticed(job, engine)
                 self._fail(job, PullFailed(Cause.READ, "as told"))
             else:
                 self._read_blocks(job, engine, blocks)
@@ -168,6 +183,17 @@ class SessionSim(PeerSession):
         else:
             job.pull.confirm()
             self._queue.remove(job)
+
+    def _go_on_unnoticed(self, job: PullSim, engine: PrefillSim) -> None:
+        """Let a read that is about to fail write the rest of its range later."""
+        local, remote = job.pull.order.local_block_ids[0], job.pull.prompt.tables[0].block_ids
+        span = job.span or job.pull.prompt.next_range(TOKENS_PER_BLOCK) or range(0)
+        wanted = range(span.start // TOKENS_PER_BLOCK, math.ceil(span.stop / TOKENS_PER_BLOCK))
+        blocks = [(local[number], int(remote[number])) for number in wanted[job.blocks_read :] if number < len(remote)]
+        late = LateRead(job.pull.order.request_id, engine, blocks, self._rank.now())
+        self._rank.late.append(late)
+        link: Any = late
+        job.pull._held.append(HeldRead(link))
 
     def _shake_hands(self, job: PullSim) -> bool:
         if self._connected:
@@ -216,9 +242,10 @@ class RankSim:
         self.find_engine = engine.find_engine
         self.memory: list[Stamp] = [("nothing", block) for block in range(engine.blocks + 1)]
         self.sessions: list[SessionSim] = []
+        self.late: list[LateRead] = []
         nothing: Any = None
         self.context = PullContext(
-            local=nothing,
+            local=WorkerGeometry(number, RANKS, 0, 1, "", (CacheGroup(TOKENS_PER_BLOCK, 0, ()),), ()),
             model=nothing,
             engine=nothing,
             client=self.client,
@@ -243,6 +270,15 @@ class RankSim:
         assert job.request.request_id == request_id, "I5: a read writes to another request's block"
         assert self.number not in job.reported_by, "I5: a read writes after it was reported as settled"
         self.memory[block] = stamp
+
+    def land(self, before: float = math.inf) -> None:
+        """What late reads write arrives, of those that have failed by then."""
+        for late in [each for each in self.late if each.since <= before]:
+            self.late.remove(late)
+            for block, source in late.blocks:
+                if 0 < source < len(late.source.memory):
+                    self.write(block, late.source.memory[source], late.request_id)
+            late.settled = True
 
     def _open(self, _: PullContext, report: Callable[[AnyEnd], None], address: PeerAddress) -> PeerSession:
         assert (address.host, address.port) == (HOST, PORT)
