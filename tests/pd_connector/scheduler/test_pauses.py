@@ -1,7 +1,7 @@
 """Pauses, as vLLM's engine core carries them out: with leases, with pulls under way, with prompts that are followed."""
 
 import queue
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
@@ -29,7 +29,7 @@ class Core(EngineCoreProc):  # type: ignore[misc]  # vLLM is untyped here
         self.scheduler = engine.scheduler
         self.engines_running, self.batch_queue = False, None
         self.output_queue: queue.Queue[Any] = queue.Queue()
-        self._idle_state_callbacks = []
+        self._idle_state_callbacks: list[Callable[..., None]] = []
         self.model_executor = SimpleNamespace(collective_rpc=lambda *_: None)
 
     def reset_mm_cache(self) -> None:
