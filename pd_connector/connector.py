@@ -17,7 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.distributed.kv_transfer.kv_transfer_state import get_kv_transfer_group, has_kv_transfer_group
 
 from pd_connector.config import parse_config
-from pd_connector.orders import Report
+from pd_connector.orders import Orders, Report
 from pd_connector.scheduler.scheduler import ConnectorScheduler
 from pd_connector.stats import StatsRecorder
 from pd_connector.vllm import release
@@ -210,10 +210,14 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA):
         """Start loading and pulling into the blocks that the request was given."""
         self._scheduler.allocated(request, blocks, num_external_tokens)
 
-    @_timed
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> KVConnectorMetadata:
-        """Return the orders of this step."""
-        return StepMetadata(self._scheduler.step_orders(scheduler_output.num_scheduled_tokens))
+        """Return the orders of this step. One without work may be held back while all requests wait for a P."""
+        scheduled = scheduler_output.num_scheduled_tokens
+        with self._stats.timed(f"{self._side}.build_connector_meta"):
+            orders = self._scheduler.step_orders(scheduled)
+        if not scheduled and orders == Orders():
+            self._scheduler.rest()
+        return StepMetadata(orders)
 
     @_timed
     def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:

@@ -40,6 +40,7 @@ from pd_connector.params import (
     prompt_digest,
 )
 from pd_connector.progress import Progress
+from pd_connector.scheduler.completions import Completions
 from pd_connector.scheduler.pulls_ahead import PullsAhead
 from pd_connector.scheduler.renewals import Renewals
 from pd_connector.scheduler.roles import SchedulerRole
@@ -110,6 +111,7 @@ class Consumer(SchedulerRole):
         renewals: Renewals,
         subscriptions: Subscriptions,
         ahead: PullsAhead,
+        completions: Completions,
         retentions: Sequence[Retention] = (),
     ) -> None:
         """``retentions``: of every cache group, in vLLM's order."""
@@ -117,6 +119,7 @@ class Consumer(SchedulerRole):
         self._renewals = renewals
         self._subscriptions = subscriptions
         self._ahead = ahead
+        self._completions = completions
         self._announced: dict[str, _Announced] = {}
         self._waiting: dict[str, _Entry] = {}
         self._pulling: dict[str, _Pulling] = {}
@@ -211,14 +214,9 @@ class Consumer(SchedulerRole):
         self._landing[request.request_id] = _Pulling(entry)
         self._renewals.start_reading(request.request_id)
         return PullOrder(
-            request.request_id,
-            entry,
-            block_ids,
-            tokens.start,
-            tokens.stop,
-            uuid.uuid4().hex,
+            request.request_id, entry, block_ids, tokens.start, tokens.stop, uuid.uuid4().hex,
             traceparent=traceparent(request),
-        )
+        )  # fmt: skip
 
     def end_landing(self, request_id: str, *, failed: bool) -> None:
         """Forget a pull to host memory that all ranks have ended. The request of one that has failed is refused."""
@@ -237,6 +235,7 @@ class Consumer(SchedulerRole):
         for request_id in request_ids & self._pulling.keys():
             pull = self._pulling.pop(request_id)
             self._ahead.end(request_id)
+            self._completions.forget(request_id)
             self._let_go(request_id)
             if request_id in failed and not pull.has_left:
                 self._failed[request_id] = pull.refused_for or ComputedHere.PULL
@@ -269,6 +268,13 @@ class Consumer(SchedulerRole):
     def waiting(self) -> int:
         """Number of requests that only wait for blocks for what they pull, not for a prefill engine."""
         return len(self._waiting)
+
+    @property
+    def waiting_for_prefill(self) -> int:
+        """Number of requests, if each of them waits for a prefill engine whose news wake this one; else 0."""
+        if self._waiting or self._landing or len(self._pulling) != len(self._completions):
+            return 0
+        return len(self._announced) + len(self._pulling)
 
     def update_stats(self, stats: StatsRecorder) -> None:
         """Record how many requests wait for prefill engines, and which prompts were computed here."""
@@ -385,10 +391,11 @@ class Consumer(SchedulerRole):
             elif found.is_complete:
                 entry = found.remote
             else:
-                entry = found.remote
+                entry = remote = found.remote
                 transfer_id, complete_tokens = announced.transfer.transfer_id, found.tokens
                 self._renewals.keep(request_id, entry)
                 self._ahead.start(request)
+                self._completions.expect(request_id, announced.transfer, remote)
         else:
             entry = self._waiting.pop(request_id)
         assert not isinstance(entry, _Follower), "a follower pulls nothing"
@@ -402,19 +409,11 @@ class Consumer(SchedulerRole):
             return
         assert isinstance(entry, RemotePrefill)
         self._renewals.start_reading(request_id)
-        self._pulls.append(
-            PullOrder(
-                request_id,
-                entry,
-                block_ids,
-                tokens.start,
-                tokens.stop,
-                uuid.uuid4().hex,
-                transfer_id,
-                complete_tokens,
-                traceparent(request),
-            )
-        )
+        order = PullOrder(
+            request_id, entry, block_ids, tokens.start, tokens.stop, uuid.uuid4().hex, transfer_id, complete_tokens,
+            traceparent(request),
+        )  # fmt: skip
+        self._pulls.append(order)
 
     def _lacks_blocks(self, remote: RemotePrefill) -> bool:
         """Return whether P no longer has blocks that are needed here: of a sliding window, or of the last chunk.

@@ -6,8 +6,7 @@
   with the last free blocks, which running requests grow into. vLLM, which looks no further than the first request that
   finds no blocks, is not even asked then.
 
-A pull counts until all ranks have settled it, even if its prompt is complete earlier. Workers follow it by themselves;
-following it here as well would double the messages to the prefill engine, for the time of one last range.
+A pull counts until all ranks have settled it, even if its prompt is complete earlier.
 """
 
 from collections.abc import Sequence

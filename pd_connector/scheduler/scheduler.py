@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from pd_connector.config import ConfigError, ConnectorConfig
 from pd_connector.orders import Cause, Destinations, Orders, Report, WorkerHandshake, WorkerRanks
 from pd_connector.params import is_decode_leg, is_malformed, is_prefill_leg, unusable_keys
+from pd_connector.scheduler.completions import Completions
 from pd_connector.scheduler.consumer import Consumer
 from pd_connector.scheduler.drain import Drain
 from pd_connector.scheduler.host_scrub import PORTION_BYTES, HostScrub
@@ -58,6 +59,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _LOG_INTERVAL_S = 10.0
+# News and new requests end a rest. A pull that fails on a worker is noticed when it is over.
+_REST_S = 0.05
 _MAX_NAMED_KEYS = 10  # of a request's params, in a warning
 
 
@@ -184,6 +187,17 @@ class ConnectorScheduler:
             role.free_blocks()
         destinations, self._destinations = tuple(self._destinations), []
         return sum((role.step_orders(scheduled) for role in self._roles), Orders(destinations=destinations))
+
+    def rest(self) -> None:
+        """Wait a little if nothing can happen here before a prefill engine has news. For a step that has no work.
+
+        The engines of a data-parallel deployment step together, so that none may rest for itself.
+        """
+        consumer = self._consumer
+        if consumer is None or self._vllm_config.parallel_config.data_parallel_size > 1 or self.wants_step():
+            return
+        if waiting := consumer.waiting_for_prefill:
+            self._engine.rest(_REST_S, waiting)
 
     def wants_step(self) -> bool:
         """Return whether the engine must step even without requests."""
@@ -332,12 +346,12 @@ class ConnectorScheduler:
         client = ControlClient(keys=keys, allowed=AllowedPeers(config.allowed_peers))
         renewals = Renewals(client, config.handshake_timeout_s, config.queue_timeout_s, self._clock)
         limits = FollowLimits(config.handshake_timeout_s, config.transfer_timeout_s, config.queue_timeout_s)
-        subscriptions = Subscriptions(client, renewals, limits, self._clock)
-        ahead = PullsAhead(
-            AheadLimits(config.max_pulls_ahead, config.max_ahead_fraction), self._blocks, self._retentions
-        )
+        subscriptions = Subscriptions(client, renewals, limits, self._clock, self._engine.wake)
+        completions = Completions(client, config.handshake_timeout_s, self._engine, self._clock)
+        bounds = AheadLimits(config.max_pulls_ahead, config.max_ahead_fraction)
+        ahead = PullsAhead(bounds, self._blocks, self._retentions)
         renewals.start()
-        return Consumer(renewals, subscriptions, ahead, self._retentions)
+        return Consumer(renewals, subscriptions, ahead, completions, self._retentions)
 
     def _open_host_tier(self, handshakes: Sequence[WorkerHandshake]) -> tuple[HostTier, HostScrub | None]:
         """Return the role of host memory, and the one that has its slots zeroed, if they are to be."""

@@ -96,6 +96,7 @@ class Subscriptions:
         renewals: Renewals,
         limits: FollowLimits,
         clock: Callable[[], float] = time.monotonic,
+        on_news: Callable[[], None] = lambda: None,
     ) -> None:
         """Follow nothing yet.
 
@@ -104,7 +105,9 @@ class Subscriptions:
             renewals: keep the leases of complete prompts alive.
             limits: of the time that anything may take.
             clock: a monotonic clock, in seconds.
+            on_news: called on the control client's thread when there is something new to ``look`` at.
         """
+        self._on_news = on_news
         self._client = client
         self._renewals = renewals
         self._limits = limits
@@ -217,12 +220,12 @@ class Subscriptions:
             if not self._is_followed(subscription) or subscription.has_ended:
                 return
             is_new = self._note(subscription, future)
-            if subscription.has_ended:
-                return
             now = self._clock()
-            asks_again = is_new or now >= subscription.asked_at + _PAUSE_S
-            if not asks_again:
+            asks_again = not subscription.has_ended and (is_new or now >= subscription.asked_at + _PAUSE_S)
+            if not asks_again and not subscription.has_ended:
                 self._paused.append((now + _PAUSE_S, subscription))
+        if is_new or subscription.has_ended:
+            self._on_news()
         if asks_again:
             self._ask(subscription)
 

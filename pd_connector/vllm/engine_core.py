@@ -1,4 +1,4 @@
-"""Access to vLLM's engine core: to wake it, and to learn that it was told to stop.
+"""Access to vLLM's engine core: to wake it, to let it rest, and to learn that it was told to stop.
 
 vLLM gives connectors no access to it. Only here, the engine core under construction is found by walking up the stack.
 """
@@ -41,6 +41,19 @@ class EngineLoop:
         """Wake the engine core from its wait for requests, so that it asks whether it must step. Thread-safe."""
         if self._wake is not None:
             self._wake()
+
+    def rest(self, seconds: float, requests: int) -> None:
+        """Wait until something comes for the engine core, ``wake`` among it, for at most ``seconds``.
+
+        Does nothing if the engine has more or fewer unfinished requests than ``requests``. Called on its own thread.
+        """
+        core = self._core() if self._core is not None else None
+        if core is None or core.scheduler.get_num_unfinished_requests() != requests:
+            return
+        inputs = core.input_queue
+        with inputs.not_empty:
+            if not inputs.queue:
+                inputs.not_empty.wait(seconds)
 
     def is_stopping(self) -> bool:
         """Return whether the engine core was told to stop (SIGTERM), so that it ends as soon as it has no work."""

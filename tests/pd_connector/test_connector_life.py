@@ -44,6 +44,17 @@ def test_an_engine_that_cannot_be_woken_stays_awake_while_it_has_leases(start: S
     assert not p.scheduler.has_pending_push_work()
 
 
+def test_only_a_step_without_work_may_be_held_back(start: StartEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    p, d = start("kv_producer"), start("kv_consumer")
+    rests: list[None] = []
+    monkeypatch.setattr(d.scheduler._scheduler, "rest", lambda: rests.append(None))
+    params = p.prefill("r", [3, 1, 6])[1]
+    d.allocate(FakeRequest("r", a_prompt(70), params), [2, 7, 4])
+    for scheduled, expected in (({}, 0), ({"other": 1}, 0), ({}, 1)):  # the first one orders the pull
+        d.scheduler.build_connector_meta(SimpleNamespace(num_scheduled_tokens=scheduled))
+        assert len(rests) == expected
+
+
 # An engine that is told to stop
 
 

@@ -4,16 +4,12 @@ Covers: pd_connector.scheduler.roles.
 """
 
 import logging
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
-from types import SimpleNamespace
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
 
 from layout.geometry import WorkerGeometry
-from pd_connector.config import parse_config
 from pd_connector.orders import Cause, Orders, RefuseOrder, Report, WorkerHandshake
 from pd_connector.scheduler.consumer import Consumer
 from pd_connector.scheduler.host_scrub import PORTION_BYTES, HostScrub
@@ -24,9 +20,9 @@ from pd_connector.scheduler.roles import SchedulerRole
 from pd_connector.scheduler.scheduler import ConnectorScheduler
 from pd_connector.stats import StatsRecorder
 from pd_connector.vllm.engine_config import UnsupportedError
+from pd_connector.vllm.engine_core import EngineLoop
 from pd_connector.vllm.release import current
 from tests.support.connector.requests import FakeRequest, a_prompt, allocated
-from tests.support.connector.vllm_engine import CACHES, a_config
 from tests.support.host_tier.setup import Setup, make_manager, make_request
 from tests.support.process import free_port
 
@@ -109,28 +105,6 @@ class Recorded(SchedulerRole):
 
 
 Open = Callable[..., ConnectorScheduler]
-
-
-@pytest.fixture
-def side_of(model: Path) -> Iterator[Open]:
-    """Makes scheduler sides of a kv_role; changes of vLLM's configuration are given as ``vllm``."""
-    before, made = set(threading.enumerate()), list[ConnectorScheduler]()
-
-    def make(role: str, vllm: Callable[[Any], object] = lambda config: None, **extra: Any) -> ConnectorScheduler:
-        settings = {"host": "127.0.0.1", **extra}
-        config = a_config(model, role, **settings)
-        config.cache_config.enable_prefix_caching = True
-        config.max_in_flight_tokens, config.num_prefill_lookahead_tokens = 64, 0
-        config.scheduler_config = SimpleNamespace(max_num_batched_tokens=64, max_num_seqs=4)
-        config.model_config.max_model_len = 64
-        vllm(config)
-        made.append(ConnectorScheduler(config, CACHES, parse_config(settings), StatsRecorder()))
-        return made[-1]
-
-    yield make
-    for side in made:
-        side.shutdown()
-    assert set(threading.enumerate()) <= before
 
 
 @pytest.fixture
@@ -449,3 +423,72 @@ def test_all_roles_are_closed_and_their_books_checked(side: ConnectorScheduler, 
     side.check_integrity()
     side.shutdown()
     assert calls == [(name, call) for call in ("check", "close") for name in ("host", "pulls")]
+
+
+# Rests
+
+
+class RecordedLoop(EngineLoop):
+    """Writes down for how many requests the engine may rest."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rests: list[int] = []
+
+    def rest(self, seconds: float, requests: int) -> None:
+        assert 0 < seconds <= 0.1, "it would notice a pull that has failed too late"
+        self.rests.append(requests)
+
+
+NAMED: Any = FakeRequest(
+    "named", a_prompt(70),
+    {"do_remote_prefill": True, "transfer_id": "T", "remote_host": "127.0.0.1", "remote_port": 9},
+)  # fmt: skip
+
+
+def a_resting_side(side: ConnectorScheduler) -> RecordedLoop:
+    side._engine = loop = RecordedLoop()
+    return loop
+
+
+@pytest.mark.parametrize("kv_role", ["kv_consumer", "kv_both"])
+def test_an_engine_rests_while_its_requests_wait_for_prefill_engines(side_of: Open, kv_role: str) -> None:
+    side = side_of(kv_role)
+    side.set_workers({(0, 0): a_handshake(0, 0, 0)})
+    loop = a_resting_side(side)
+    side.rest()
+    assert loop.rests == []
+    side.add(NAMED)
+    side.rest()
+    assert loop.rests == [1]
+    side.finish(NAMED, ())
+    side.rest()
+    assert loop.rests == [1]
+
+
+def test_engines_that_step_together_do_not_rest(side_of: Open) -> None:
+    side = side_of("kv_consumer", lambda config: vars(config.parallel_config).update(data_parallel_size=2))
+    loop = a_resting_side(side)
+    side.add(NAMED)
+    side.rest()
+    assert loop.rests == []
+
+
+def test_an_engine_that_must_step_does_not_rest(side_of: Open, calls: Calls) -> None:
+    side = side_of("kv_consumer")
+    loop, other = a_resting_side(side), Recorded("other", calls)
+    side._roles.append(other)
+    side.add(NAMED)
+    other.wants = True
+    side.rest()
+    assert loop.rests == []
+    other.wants = False
+    side.rest()
+    assert loop.rests == [1]
+
+
+def test_an_engine_without_the_role_does_not_rest(side_of: Open) -> None:
+    side = side_of("kv_producer")
+    loop = a_resting_side(side)
+    side.rest()
+    assert loop.rests == []

@@ -1,8 +1,11 @@
-"""vLLM's engine core, found by a walk up the stack while it makes its scheduler, woken, and known to stop."""
+"""vLLM's engine core, found by a walk up the stack while it makes its scheduler, woken, resting, and known to stop."""
 
 import gc
 import queue
+import threading
+import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -82,3 +85,45 @@ def test_a_core_that_is_gone_is_not_kept_and_has_stopped() -> None:
     gc.collect()
     assert loop.is_stopping()
     loop.wake()
+
+
+def a_loop_with(requests: int) -> tuple[EngineLoop, Core]:
+    loop = EngineLoop()
+    core = Core(loop.find)
+    core.scheduler = SimpleNamespace(get_num_unfinished_requests=lambda: requests)
+    return loop, core
+
+
+def test_a_rest_ends_when_its_time_is_over() -> None:
+    loop, _core = a_loop_with(2)
+    before = time.monotonic()
+    loop.rest(0.05, 2)
+    assert time.monotonic() - before >= 0.05
+
+
+@pytest.mark.parametrize("requests", [0, 1, 3])
+def test_an_engine_with_other_requests_does_not_rest(requests: int) -> None:
+    loop, _core = a_loop_with(requests)
+    before = time.monotonic()
+    loop.rest(60, 2)
+    assert time.monotonic() - before < 30
+
+
+def test_nothing_that_comes_is_slept_through_or_taken() -> None:
+    loop, core = a_loop_with(2)
+    core.input_queue.put_nowait("a request")
+    loop.rest(60, 2)
+    assert core.input_queue.get_nowait() == "a request"
+    threading.Timer(0.05, loop.wake).start()
+    loop.rest(60, 2)
+    assert core.input_queue.get_nowait() == (EngineCoreRequestType.WAKEUP, None)
+
+
+def test_without_a_core_there_is_no_rest() -> None:
+    loop = EngineLoop()
+    before = time.monotonic()
+    loop.rest(60, 0)
+    _, core = a_loop_with(0)
+    del core
+    loop.rest(60, 0)
+    assert time.monotonic() - before < 30

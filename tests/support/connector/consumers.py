@@ -4,11 +4,13 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from pd_connector.scheduler.completions import Completions
 from pd_connector.scheduler.pulls_ahead import AheadLimits, PullsAhead
 from pd_connector.scheduler.renewals import Renewals
 from pd_connector.scheduler.subscriptions import FollowLimits, Subscriptions
 from pd_connector.vllm.block_pools import DeviceBlocks
 from pd_connector.vllm.cache_specs import Retention
+from pd_connector.vllm.engine_core import EngineLoop
 from transfer.control.client import ControlClient
 
 MESSAGE_TIMEOUT_S = 10.0
@@ -39,6 +41,7 @@ class ConsumerParts(NamedTuple):
     renewals: Renewals
     subscriptions: Subscriptions
     ahead: PullsAhead
+    completions: Completions
     retentions: Sequence[Retention]
 
 
@@ -48,10 +51,13 @@ def consumer_parts(
     retentions: Sequence[Retention] = (),
     blocks: DeviceBlocks | None = None,
     limits: AheadLimits = AheadLimits(16, 0.5),  # noqa: B008  frozen
+    engine: EngineLoop | None = None,
 ) -> ConsumerParts:
     """The parts of a consumer that sends its messages with ``client``; nothing has been started."""
     renewals = Renewals(client, MESSAGE_TIMEOUT_S, QUEUE_TIMEOUT_S, clock)
     follow_limits = FollowLimits(MESSAGE_TIMEOUT_S, TRANSFER_TIMEOUT_S, QUEUE_TIMEOUT_S)
-    subscriptions = Subscriptions(client, renewals, follow_limits, clock)
+    loop = engine or EngineLoop()
+    subscriptions = Subscriptions(client, renewals, follow_limits, clock, loop.wake)
+    completions = Completions(client, MESSAGE_TIMEOUT_S, loop, clock)
     ahead = PullsAhead(limits, blocks or CountedBlocks(), retentions or [Retention(16)])
-    return ConsumerParts(renewals, subscriptions, ahead, retentions)
+    return ConsumerParts(renewals, subscriptions, ahead, completions, retentions)
