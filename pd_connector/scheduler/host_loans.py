@@ -79,6 +79,11 @@ class HostLoans:
         """Return whether all of these loans are known."""
         return Counter(slot_of(block) for blocks in hosts for block in blocks) <= self._lent
 
+    @property
+    def slots(self) -> int:
+        """Number of slots that are lent, each counted once; without those that are lost."""
+        return len(self._lent)
+
     def references(self) -> "Counter[int]":
         """Return the number of references to each slot, lent or lost."""
         return self._lent + Counter(self._lost)

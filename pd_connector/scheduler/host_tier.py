@@ -244,6 +244,7 @@ class HostTier(SchedulerRole):
         stats.count("host_blocks", self._blocks_stored)
         self._tokens_loaded = self._blocks_stored = 0
         stats.gauge("host_blocks_cached", self._pool.cached)
+        stats.gauge("host_blocks_lent", self.loans.slots)
         stats.gauge("host_blocks_capacity", self._pool.slots)
 
     def take_events(self) -> "list[KVCacheEvent]":

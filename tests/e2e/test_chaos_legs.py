@@ -4,8 +4,6 @@ Whatever happens: no wrong token, no request that does not end, no block or leas
 """
 
 import random
-import signal
-import threading
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -15,57 +13,19 @@ import httpx
 import pytest
 
 from tests.support.e2e.client import Completion
-from tests.support.e2e.cluster import Cluster, Server
+from tests.support.e2e.cluster import Cluster
 from tests.support.e2e.deployments import CHAOS_LEGS, on
 from tests.support.e2e.legs import Router
 from tests.support.e2e.pair import Pair, make_prompt
+from tests.support.e2e.trouble import Side, Trouble
 from tests.support.waiting import until
 
-REQUESTS, CLIENTS, KILLS, LONGEST = 200, 6, 2, 2800
+REQUESTS, CLIENTS, LONGEST = 200, 6, 2800
+KILLS: tuple[Side, ...] = ("prefill", "prefill")
 #: The timeouts of a decode leg one after the other: for the transfer, for blocks, for the pull, and for its answer.
 ENDS_WITHIN_S = 100.0
 
 pytestmark = [pytest.mark.chaos, pytest.mark.slow, pytest.mark.timeout(1500), on(CHAOS_LEGS)]
-
-
-class Trouble:
-    """Stops processes at random until it is told to end, and kills the prefill server now and then."""
-
-    def __init__(self, pair: Pair, cluster: Cluster, seed: int) -> None:
-        self._pair, self._cluster, self._random = pair, cluster, random.Random(seed)
-        self.router = Router(pair)
-        self.caused: Counter[str] = Counter()
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._run)
-
-    def __enter__(self) -> "Trouble":
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._over.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        kills_at = self._random.sample(range(3, 15), KILLS)
-        number = 0
-        while not self._over.wait(self._random.uniform(0.2, 1.5)):
-            number += 1
-            if number in kills_at:
-                self.caused["killed"] += 1
-                self._pair.prefill.kill()
-                self._cluster.restart(self._pair.prefill)
-                self.router = Router(self._pair)
-            else:
-                self._stop(self._random.choice([self._pair.prefill, self._pair.decode]))
-
-    def _stop(self, server: Server) -> None:
-        self.caused["stopped"] += 1
-        for process in ("EngineCore", "Worker"):
-            server.signal(signal.SIGSTOP, process)
-        time.sleep(self._random.uniform(0.05, 1.5))
-        for process in ("EngineCore", "Worker"):
-            server.signal(signal.SIGCONT, process)
 
 
 def send(trouble: Trouble, number: int) -> tuple[list[int], Completion | None, float]:
@@ -98,13 +58,13 @@ def send(trouble: Trouble, number: int) -> tuple[list[int], Completion | None, f
 @pytest.mark.parametrize("pair", [("P", "D fail"), ("P", "D recompute")], indirect=True, ids="-".join)
 def test_two_hundred_requests_in_trouble(pair: Pair, cluster: Cluster, figures: list[str]) -> None:
     recomputes = pair.decode.spec.load_failure_policy == "recompute"
-    with Trouble(pair, cluster, seed=recomputes) as trouble, ThreadPoolExecutor(CLIENTS) as clients:
+    with Trouble(pair, cluster, recomputes, KILLS) as trouble, ThreadPoolExecutor(CLIENTS) as clients:
         answers = list(clients.map(lambda number: send(trouble, number), range(REQUESTS)))
     until(pair.prefill.client.is_healthy, "the prefill server answers again")
     pair.wait_until_at_rest()
     ended = Counter("left" if answer is None else str(answer.status) for _, answer, _ in answers)
     figures.append(f"{pair.decode.spec.load_failure_policy}: {dict(ended)} of {REQUESTS}, {dict(trouble.caused)}")
-    assert trouble.caused["killed"] == KILLS
+    assert trouble.caused["killed prefill"] == len(KILLS)
     assert max(seconds for _, _, seconds in answers) < ENDS_WITHIN_S
     assert set(ended) <= ({"left", "200"} if recomputes else {"left", "200", "500"})
     for prompt, answer, _ in answers:

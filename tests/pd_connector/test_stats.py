@@ -225,6 +225,7 @@ def test_the_exported_names_are_these(exported: tuple[ConnectorPromMetrics, _Unr
         "vllm:pd_host_failures",
         "vllm:pd_host_copy_seconds",
         "vllm:pd_host_blocks_cached",
+        "vllm:pd_host_blocks_lent",
         "vllm:pd_host_blocks_capacity",
         "vllm:pd_leases_active",
         "vllm:pd_lease_oldest_age_seconds",

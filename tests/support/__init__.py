@@ -110,6 +110,7 @@ Real servers (``tests/e2e``):
     e2e.pair                a prefill and a decode server seen as one, and the books that must balance
     e2e.corruption          other contents in a block that a server holds, behind its back
     e2e.forwarder           a TCP forwarder to a control port, which loses what a test wants
+    e2e.trouble             servers of a pair that stop, and die and come back
 
 Deployments (``deploy/``):
     deploy.monitoring       the dashboard's queries, and promtool

@@ -12,7 +12,7 @@ from pd_connector.scheduler.checksum_table import ChecksumTable
 from pd_connector.scheduler.host_tier import HostTier
 from pd_connector.scheduler.lease_moves import LeaseMoves
 from pd_connector.scheduler.leases import LeaseTable
-from pd_connector.stats import StatsRecorder
+from pd_connector.stats import StatsRecorder, nothing
 from pd_connector.vllm.block_pools import DeviceBlocks, HostBlocks, Leased
 from tests.support.host_tier.setup import Setup, make_manager, make_pool, make_request
 from tests.support.waiting import ManualClock
@@ -109,6 +109,13 @@ class PrefillEngine:
             role.check_integrity()
         self.leases.check_integrity()
 
+    @property
+    def lent(self) -> int:
+        """What the engine tells of its host memory, in slots."""
+        stats = StatsRecorder()
+        self.tier.update_stats(stats)
+        return int((stats.take() or nothing())["gauges"]["host_blocks_lent"])
+
     def counted(self) -> Counter[str]:
         stats = StatsRecorder()
         self.moves.update_stats(stats)
@@ -133,9 +140,11 @@ def test_a_lease_that_nobody_reads_frees_the_device_and_is_found_in_host_memory(
     assert engine.blocks.leased == 0
     assert engine.read("lease0") == [(0, number) for number in range(BLOCKS)]
     assert (engine.leases.in_host_memory, engine.counted()["lease_moves:short"]) == (1, 1)
+    assert engine.lent == BLOCKS
     engine.release("lease0")
     engine.collect()
     assert engine.pool.references() == {}
+    assert engine.lent == 0
     assert engine.pool.cached == 2, "its full blocks can be found by others"
 
 

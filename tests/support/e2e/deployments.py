@@ -353,6 +353,29 @@ CHAOS_LEGS = Deployment(
     slow=True,
 )
 
+#: The same where neither device has room for what is asked of it at once: leases move, and prompts land.
+CHAOS_HOST = Deployment(
+    "chaos host",
+    (
+        ("P", _with_host_memory(replace(prefill(), options=_CHAOS_OPTIONS), ("host_transfers", True))),
+        (
+            "D auto fail",
+            _with_host_memory(
+                replace(decode("fail"), options=(*_CHAOS_OPTIONS, ("transfer_timeout_s", 5.0))),
+                ("pull_to", "auto"), _LANDING_HOST,
+            ),
+        ),
+        (
+            "D host recompute",
+            _with_host_memory(
+                replace(decode("recompute"), options=(*_CHAOS_OPTIONS, ("transfer_timeout_s", 5.0))),
+                ("pull_to", "host"), ("host_scrub", True),
+            ),
+        ),
+    ),
+    slow=True,
+)  # fmt: skip
+
 
 def release_pair(release: str) -> Deployment:
     """Servers of both roles: of another vLLM release, one of each policy, and of the one that the tests run on.

@@ -1,0 +1,73 @@
+"""Servers of a pair that stop, and die and come back, while requests are sent to them."""
+
+import random
+import signal
+import threading
+import time
+from collections import Counter
+from collections.abc import Sequence
+from typing import Literal, Self
+
+from tests.support.e2e.cluster import Cluster, Server
+from tests.support.e2e.legs import Router
+from tests.support.e2e.pair import Pair
+from tests.support.waiting import until
+
+Side = Literal["prefill", "decode"]
+
+_STEPS = range(3, 15)  # among these steps of trouble are those that kill
+
+
+class Trouble:
+    """Stops processes at random until it is told to end, and kills a server now and then, which then comes back."""
+
+    def __init__(self, pair: Pair, cluster: Cluster, seed: int, kills: Sequence[Side]) -> None:
+        """Cause none yet; ``kills`` is which server to kill, in turn."""
+        self._pair, self._cluster, self._random = pair, cluster, random.Random(seed)
+        self._kills = dict(zip(sorted(self._random.sample(_STEPS, len(kills))), kills, strict=True))
+        self.router = Router(pair)
+        self.caused: Counter[str] = Counter()
+        self._over = threading.Event()
+        self._up = threading.Event()
+        self._up.set()
+        self._thread = threading.Thread(target=self._run)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def wait_for_servers(self) -> None:
+        """Wait while a server that was killed is being started again: it could only refuse connections."""
+        assert self._up.wait(300.0), "a server has not come back"
+
+    def _run(self) -> None:
+        number = 0
+        while not self._over.wait(self._random.uniform(0.2, 1.5)) or number <= max(self._kills):
+            number += 1
+            if killed := self._kills.get(number):
+                self._kill(killed)
+            else:
+                self._stop(self._random.choice([self._pair.prefill, self._pair.decode]))
+
+    def _kill(self, which: Side) -> None:
+        server = self._pair.prefill if which == "prefill" else self._pair.decode
+        self.caused[f"killed {which}"] += 1
+        self._up.clear()
+        server.kill()
+        self._cluster.restart(server)
+        until(server.client.is_healthy, f"{server.spec.name} answers again")
+        if server is self._pair.prefill:
+            self.router = Router(self._pair)
+        self._up.set()
+
+    def _stop(self, server: Server) -> None:
+        self.caused["stopped"] += 1
+        for process in ("EngineCore", "Worker"):
+            server.signal(signal.SIGSTOP, process)
+        time.sleep(self._random.uniform(0.05, 1.5))
+        for process in ("EngineCore", "Worker"):
+            server.signal(signal.SIGCONT, process)
