@@ -24,10 +24,14 @@ _HOST = ("cpu_bytes_to_use", 64 << 20)
 WATCHED = Deployment(
     "watched",
     (
-        ("P", ServerSpec("kv_producer", options=(_HOST, ("lease_ttl_s", 20.0)))),
+        ("P", ServerSpec("kv_producer", options=(_HOST, ("lease_ttl_s", 20.0), ("host_transfers", True)))),
         (
             "D",
-            ServerSpec("kv_consumer", load_failure_policy="recompute", options=(_HOST, ("handshake_timeout_s", 10.0))),
+            ServerSpec(
+                "kv_consumer",
+                load_failure_policy="recompute",
+                options=(_HOST, ("handshake_timeout_s", 10.0), ("pull_to", "auto")),
+            ),
         ),
     ),
     slow=True,
