@@ -4,7 +4,6 @@ Answers are compared with what the decode server computes by itself; block pools
 at the end, by vLLM's own metrics. Times are reported at the end: the figures of docs/reliability.md.
 """
 
-import signal
 import socket
 import threading
 import time
@@ -18,10 +17,11 @@ import pytest
 import zmq
 
 from tests.support.e2e.client import Completion, KVTransferParams
-from tests.support.e2e.cluster import Cluster, Server
+from tests.support.e2e.cluster import Cluster
 from tests.support.e2e.deployments import CHAOS, CHAOS_LEASE_TTL_S, CHAOS_PULL_TIMEOUT_S, on, prefill
 from tests.support.e2e.forwarder import Forwarder
 from tests.support.e2e.pair import Pair, make_prompt, wait_until_at_rest
+from tests.support.e2e.trouble import stopped
 from tests.support.waiting import until
 
 PROMPT_TOKENS = 1500
@@ -46,18 +46,6 @@ def assert_settled_by_policy(pair: Pair, completion: Completion, prompt: list[in
         pair.assert_right(completion, prompt)
     else:
         assert completion.status == 500, f"{completion.status} {completion.body}"
-
-
-@contextmanager
-def stopped(server: Server) -> Iterator[None]:
-    """The server's engine and workers do nothing at all while the block runs."""
-    for process in ("EngineCore", "Worker"):
-        server.signal(signal.SIGSTOP, process)
-    try:
-        yield
-    finally:
-        for process in ("EngineCore", "Worker"):
-            server.signal(signal.SIGCONT, process)
 
 
 @contextmanager

@@ -5,7 +5,8 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Literal, Self
 
 from tests.support.e2e.cluster import Cluster, Server
@@ -16,6 +17,18 @@ from tests.support.waiting import until
 Side = Literal["prefill", "decode"]
 
 _STEPS = range(3, 15)  # among these steps of trouble are those that kill
+
+
+@contextmanager
+def stopped(server: Server) -> Iterator[None]:
+    """The server's engine and workers do nothing at all while the block runs."""
+    for process in ("EngineCore", "Worker"):
+        server.signal(signal.SIGSTOP, process)
+    try:
+        yield
+    finally:
+        for process in ("EngineCore", "Worker"):
+            server.signal(signal.SIGCONT, process)
 
 
 class Trouble:
@@ -66,8 +79,5 @@ class Trouble:
 
     def _stop(self, server: Server) -> None:
         self.caused["stopped"] += 1
-        for process in ("EngineCore", "Worker"):
-            server.signal(signal.SIGSTOP, process)
-        time.sleep(self._random.uniform(0.05, 1.5))
-        for process in ("EngineCore", "Worker"):
-            server.signal(signal.SIGCONT, process)
+        with stopped(server):
+            time.sleep(self._random.uniform(0.05, 1.5))
