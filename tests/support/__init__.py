@@ -75,6 +75,7 @@ The connector (``pd_connector/``):
     connector.followed_legs  both legs of a prompt at once: who computes it, and a worker that follows it
     connector.scripted_pulls  a session with a prefill engine whose pulls and handshakes do what the test says
     connector.staging       a staging buffer for a decode worker, and a prefill engine of which pulls are staged
+    connector.landing       a decode worker's host memory, into which it really pulls
     connector.moving        prefill engines whose leases lie in host memory, byte by byte
     connector.nhd_pulls     pulls between NHD caches through the real reader and copier, their operators counted
     connector.first_pull    the first staged pull of a new process: what was not ready for it

@@ -1,70 +1,26 @@
 """Pulls to host memory on a worker: real reads into host slots, and from there to the device, byte by byte."""
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from layout.cost import CostModel
-from layout.geometry import Region
-from layout.host_blocks import HostLayout, host_layout
-from pd_connector.orders import LandingEnds, Orders, Report, ScrubOrder
-from pd_connector.stats import StatsRecorder
+from pd_connector.orders import LandingEnds, Orders, ScrubOrder
 from pd_connector.worker.host_copies import HostCopies
-from pd_connector.worker.landings import LandingPulls, host_block_geometry
-from pd_connector.worker.pulls import Pulls
-from pd_connector.worker.remote_reader import RemoteReader
-from tests.support.connector.engines import DECODE, OURS, PREFILL, THEIRS, DecodeWorker, Site, an_order
+from tests.support.connector.engines import DECODE, OURS, PREFILL, THEIRS, Site, an_order
+from tests.support.connector.landing import LANDING_SLOTS, HostMemory
 from tests.support.connector.moving import IN_HOST, MovingEngine
 from tests.support.engine.in_process import Fault
 from tests.support.layout.oracle import Engine
-from tests.support.memory import Bytes, whole_copy
-from tests.support.waiting import WAIT_S, holds_for, until
+from tests.support.memory import whole_copy
+from tests.support.waiting import WAIT_S, holds_for
 from transfer.batch_copy.backends import Backend, open_copier
 from transfer.batch_copy.base import Direction
-from transfer.local_copy.reshape import run_copies
 
-SLOTS = 8
 HOST_BLOCKS = (7, 1, 8, 2, 5)  # slot s is block s + 1
-
-
-class HostMemory:
-    """A worker's host pool, into which it pulls."""
-
-    def __init__(
-        self, worker: DecodeWorker, make_copies: Callable[[HostLayout, Region], HostCopies] | None = None
-    ) -> None:
-        """``make_copies``: of what zeroes slots, for which landings then wait."""
-        self.worker = worker
-        self.layout: HostLayout = host_layout(worker.rank.geometry)
-        self.memory: Bytes = np.zeros(SLOTS * self.layout.slot_bytes, np.uint8)
-        self.region = Region(self.memory.ctypes.data, self.memory.nbytes)
-        reads = RemoteReader.with_staging(CostModel.of_protocol("tcp"), (self.region,), 1 << 20)
-        worker.engine.register((self.region, *reads.regions))
-        local = host_block_geometry(worker.rank.geometry, self.layout, self.region)
-        self.copies = None if make_copies is None else make_copies(self.layout, self.region)
-        context = replace(worker.context(), local=local, reads=reads)
-        if self.copies is not None:
-            context = replace(context, raise_fence=self.copies.zeroing_fence)
-        self.stats = StatsRecorder()
-        self.landings = LandingPulls(Pulls(context, 600.0, self.stats), self.stats)
-
-    def end(self) -> LandingEnds:
-        reports: list[Report] = []
-
-        def has_ended() -> bool:
-            reports.append(self.landings.take_report())
-            return bool(reports[-1].landings)
-
-        until(has_ended)
-        return reports[-1].landings["r"]
-
-    def close(self) -> None:
-        self.landings.close()
-        self.landings.join()
 
 
 @pytest.fixture(params=["LBHNC", "BHLNC"])
@@ -86,10 +42,10 @@ def test_what_lands_and_is_loaded_is_what_a_pull_brings(hosts: list[HostMemory],
     counts = (host.stats.take() or {})["counts"]
     assert counts["landed_bytes"] == counts["pull_bytes"] > 0
     slots = [block - 1 for block in HOST_BLOCKS]
-    run_copies(host.layout.loads(host.region, 0, list(OURS[0]), slots))
+    host.load(0, OURS[0], HOST_BLOCKS)
     assert host.worker.holds([(OURS, 0, 69)], remote)
-    unused = sorted(set(range(SLOTS)) - set(slots))
-    assert not host.memory.reshape(SLOTS, -1)[unused].any(), "a landing writes outside its slots"
+    unused = sorted(set(range(LANDING_SLOTS)) - set(slots))
+    assert not host.memory.reshape(LANDING_SLOTS, -1)[unused].any(), "a landing writes outside its slots"
 
 
 @pytest.mark.parametrize("remote", [PREFILL, replace(PREFILL, tp=2, layout="BHLNC")])
@@ -102,7 +58,7 @@ def test_host_memory_is_pulled_to_host_memory(hosts: list[HostMemory], site: Sit
     assert host.end() == LandingEnds(1)
     counts = (host.stats.take() or {})["counts"]
     assert counts["pull_bytes_from_host"] == counts["landed_bytes"] > 0
-    run_copies(host.layout.loads(host.region, 0, list(OURS[0]), [block - 1 for block in HOST_BLOCKS]))
+    host.load(0, OURS[0], HOST_BLOCKS)
     assert host.worker.holds([(OURS, 0, 69)], remote)
 
 
@@ -136,8 +92,8 @@ def test_a_landing_waits_until_its_slots_are_zeroed_and_leaves_nothing_beside_it
             holds_for(lambda: not host.landings.take_report() and (host.memory == 7).all(), 0.1)
             gate_passed.set()
             assert host.end() == LandingEnds(1)
-            rows = host.memory.reshape(SLOTS, -1)
-            run_copies(host.layout.loads(host.region, 0, list(OURS[0]), slots))
+            rows = host.memory.reshape(LANDING_SLOTS, -1)
+            host.load(0, OURS[0], HOST_BLOCKS)
             assert host.worker.holds([(OURS, 0, 69)], PREFILL), "what has landed is zeroed"
             assert not (rows[slots[-1]] == 7).all()
             assert (rows[slots[-1]] == 0).any(), "the last block has tokens of another prompt"
