@@ -22,7 +22,7 @@ import numpy as np
 from benchmarks.host_step import RUN_BYTES, worker_geometry
 from layout.host_blocks import host_layout
 from pd_connector.orders import BlockMoves, Report, ScrubOrder, StoreOrder
-from pd_connector.scheduler.host_scrub import PORTION_BYTES, HostScrub
+from pd_connector.scheduler.host_scrub import HostScrub, portion_slots
 from pd_connector.vllm.forgotten_slots import ForgottenSlots
 from pd_connector.worker.host_copies import HostCopies
 from transfer.batch_copy.backends import Backend, open_copier, pinned_memory
@@ -123,12 +123,13 @@ def main(words: Sequence[str] | None = None) -> dict[str, Any]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--layers", type=int, default=32, help=f"of {RUN_BYTES} bytes for each block")
-    parser.add_argument("--bytes", type=int, default=PORTION_BYTES, help="of a portion; default: as it is in use")
+    parser.add_argument("--slots", type=int, help="of a portion; default: as many as in use")
     arguments = parser.parse_args(words)
-    slots = arguments.bytes // (arguments.layers * RUN_BYTES)
-    figures = worker_side(arguments.rounds, arguments.bytes, arguments.layers)
+    slot_bytes = arguments.layers * RUN_BYTES
+    slots = arguments.slots or portion_slots(slot_bytes)
+    figures = worker_side(arguments.rounds, slots * slot_bytes, arguments.layers)
     figures["scheduler"] = scheduler_side(arguments.rounds, slots)
-    print(f"a portion of {arguments.bytes >> 20} MiB, {slots:,} slots; ms, median of {arguments.rounds}")
+    print(f"a portion of {slots:,} slots, {slots * slot_bytes >> 20} MiB; ms, median of {arguments.rounds}")
     for name, value in figures.items():
         print(f"  {name:32s} {value:9.3f}")
     ratio = figures["zero"] / figures["store as much"]

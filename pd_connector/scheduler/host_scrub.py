@@ -7,7 +7,7 @@
 Workers zero on the thread of their stores, in the order of the orders. So a slot that is taken while it is being zeroed
 is zeroed before anything is stored there; a pull to host memory waits for that on the worker's side. What was forgotten
 is ordered in portions, the next one when every rank has reported the last: after a reset it may be all of host memory,
-and stores would wait for that.
+and stores, and the step that orders it, would wait for that.
 """
 
 from collections.abc import Mapping
@@ -19,8 +19,15 @@ from pd_connector.scheduler.roles import SchedulerRole
 from pd_connector.stats import StatsRecorder
 from pd_connector.vllm.forgotten_slots import ForgottenSlots
 
-#: Bytes of a portion on a worker: some tens of milliseconds on one core, which is the longest that a store waits.
+#: The most bytes of a portion on a worker: some tens of milliseconds on one core, the longest that a store waits.
 PORTION_BYTES = 256 << 20
+#: The most slots of a portion. Choosing a slot and handing it over takes a step a fraction of a microsecond.
+PORTION_SLOTS = 256
+
+
+def portion_slots(slot_bytes: int) -> int:
+    """Return how many slots of so many bytes on a worker (0: none of its own) make a portion."""
+    return max(min(PORTION_SLOTS, PORTION_BYTES // max(slot_bytes, 1)), 1)
 
 
 class HostScrub(SchedulerRole):

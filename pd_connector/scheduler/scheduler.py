@@ -12,7 +12,7 @@ from pd_connector.params import is_decode_leg, is_malformed, is_prefill_leg, unu
 from pd_connector.scheduler.completions import Completions
 from pd_connector.scheduler.consumer import Consumer
 from pd_connector.scheduler.drain import Drain
-from pd_connector.scheduler.host_scrub import PORTION_BYTES, HostScrub
+from pd_connector.scheduler.host_scrub import HostScrub, portion_slots
 from pd_connector.scheduler.host_tier import HostTier
 from pd_connector.scheduler.landings import Landings
 from pd_connector.scheduler.lease_moves import LeaseMoves
@@ -373,8 +373,7 @@ class ConnectorScheduler:
                 "the device's KV cache, or cpu_store to lazy"
             )
         largest = max(handshake.geometry.block_bytes for handshake in handshakes)
-        portion = max(PORTION_BYTES // max(largest, 1), 1)
-        scrub = HostScrub(pool.forgotten, len(handshakes), portion) if scrubs else None
+        scrub = HostScrub(pool.forgotten, len(handshakes), portion_slots(largest)) if scrubs else None
         return HostTier(pool, len(handshakes), mode), scrub
 
     def _make_landings(self, tier: HostTier, consumer: Consumer, ranks: int) -> Landings:

@@ -5,8 +5,10 @@
 Covers: pd_connector.vllm.forgotten_slots.
 """
 
+import pytest
+
 from pd_connector.orders import Report
-from pd_connector.scheduler.host_scrub import HostScrub
+from pd_connector.scheduler.host_scrub import HostScrub, portion_slots
 from pd_connector.stats import StatsRecorder
 from pd_connector.vllm.block_pools import HostBlockPool, slot_of
 from pd_connector.vllm.forgotten_slots import ForgottenSlots
@@ -101,6 +103,13 @@ def test_a_store_that_fails_leaves_nothing() -> None:
 
 
 # When
+
+
+@pytest.mark.parametrize(
+    ("slot_bytes", "slots"), [(0, 256), (1 << 12, 256), (1 << 20, 256), (2 << 20, 128), (100 << 20, 2), (1 << 30, 1)]
+)
+def test_a_portion_has_no_more_slots_than_a_step_hands_over_in_no_time(slot_bytes: int, slots: int) -> None:
+    assert portion_slots(slot_bytes) == slots
 
 
 def test_one_portion_is_under_way_at_a_time_until_every_rank_has_reported_it() -> None:

@@ -12,7 +12,7 @@ import pytest
 from layout.geometry import WorkerGeometry
 from pd_connector.orders import Cause, Orders, RefuseOrder, Report, WorkerHandshake
 from pd_connector.scheduler.consumer import Consumer
-from pd_connector.scheduler.host_scrub import PORTION_BYTES, HostScrub
+from pd_connector.scheduler.host_scrub import PORTION_SLOTS, HostScrub
 from pd_connector.scheduler.host_tier import HostTier
 from pd_connector.scheduler.producer import Producer
 from pd_connector.scheduler.request_admission import RequestAdmission
@@ -288,7 +288,7 @@ def test_slots_are_zeroed_only_if_the_setting_says_so_a_portion_at_a_time(side_o
     tier, *_, scrub = side._roles
     assert isinstance(tier, HostTier)
     assert isinstance(scrub, HostScrub)
-    assert (scrub._portion, scrub._ranks) == (PORTION_BYTES, 2), "a block of these workers has no byte"
+    assert (scrub._portion, scrub._ranks) == (PORTION_SLOTS, 2), "a block of these workers has no byte"
     tier._pool.unpin(tier._pool.take(2))
     assert side.wants_step()
     (order,) = side.step_orders({}).scrubs
