@@ -1,11 +1,14 @@
 """What a worker's roles (pulls, host memory, checksums) have in common, and how requests wait for them."""
 
+import logging
 from collections import Counter
 from collections.abc import Sequence
 from typing import Protocol
 
-from pd_connector.orders import Destinations, Orders, Report
+from pd_connector.orders import Destinations, LandingEnds, Orders, Report
 from pd_connector.stats import StatsRecorder
+
+logger = logging.getLogger(__name__)
 
 
 class PartEnd(Protocol):
@@ -93,6 +96,18 @@ class Arrivals:
         assert all(count > 0 for count in self._expected.values()), "a part has settled that was not expected"
         assert not self._finished & self._expected.keys(), "a request is reported before its last part"
         assert self._failed <= self._finished | self._expected.keys(), "a request has failed that is not known"
+
+
+def fail_transfers(orders: Orders, arrivals: Arrivals) -> Report:
+    """End what waits for transfers that nobody can carry out, as the engine sleeps; return how its landings ended."""
+    waiting = [pull.request_id for pull in orders.pulls] + [refusal.request_id for refusal in orders.refusals]
+    landing = [pull.request_id for pull in orders.landings]
+    if waiting or landing:
+        logger.error("PDConnector: request %s: not pulled: the engine sleeps", ", ".join(waiting + landing))
+    for request_id in waiting:
+        arrivals.expect(request_id)
+        arrivals.settle(request_id, failed=True)
+    return Report(landings={request_id: LandingEnds(1, failed=True) for request_id in landing})
 
 
 class FailedBlocks:

@@ -38,7 +38,7 @@ from pd_connector.worker.landings import LandingPulls, host_block_geometry
 from pd_connector.worker.peer import PullContext
 from pd_connector.worker.pulls import Pulls
 from pd_connector.worker.remote_reader import RemoteReader
-from pd_connector.worker.roles import Arrivals, FailedBlocks, WorkerRole
+from pd_connector.worker.roles import Arrivals, FailedBlocks, WorkerRole, fail_transfers
 from pd_connector.worker.verification import Verifier
 from transfer.control.client import ControlClient
 from transfer.engine.base import EngineStartError, TransferEngine
@@ -189,12 +189,14 @@ class ConnectorWorker:
         return self._handshake
 
     def execute(self, orders: Orders) -> None:
-        """Start the scheduler side's orders."""
+        """Start the scheduler side's orders. While the engine sleeps, what waits for a transfer fails at once."""
         self._failures.expect(orders.destinations)
         self._steps += orders.steps
         for role in self._roles:
             for request_id in role.execute(orders):
                 self._arrivals.expect(request_id)
+        if self._engine is None and self._caches is not None:
+            self._lost_landings += fail_transfers(orders, self._arrivals)
 
     def take_results(self) -> tuple[set[str], set[str]]:
         """Return the requests whose wait on this rank has ended since the last call, and those of them that failed.

@@ -16,12 +16,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
 from pd_connector.config import parse_config
 from pd_connector.connector import PDConnector
-from pd_connector.orders import BlockMoves, LoadOrder, Orders, StoreOrder
+from pd_connector.orders import BlockMoves, LandingEnds, LoadOrder, Orders, StoreOrder
+from pd_connector.params import parse_remote_prefill
 from pd_connector.scheduler.producer import Producer
 from pd_connector.stats import StatsRecorder
 from pd_connector.vllm.engine_config import UnsupportedError
 from pd_connector.worker import worker as worker_module
 from pd_connector.worker.worker import ConnectorWorker
+from tests.support.connector.engines import an_order
 from tests.support.connector.requests import FakeRequest, a_prompt
 from tests.support.connector.vllm_engine import (
     BLOCK_TOKENS,
@@ -216,6 +218,29 @@ def test_what_has_arrived_but_was_not_reported_is_lost_with_the_memory(start: St
     wake_up(d)
     d.step()
     assert d.results.failed_recving == {"r"}
+
+
+@pytest.mark.parametrize("pull_to", ["device", "host"])
+def test_what_is_ordered_while_it_sleeps_fails_and_holds_nobody_up(
+    start: StartEngine, model: Path, fabric: InProcessFabric, pull_to: str
+) -> None:
+    """vLLM schedules nothing meanwhile. An order that comes all the same must not make its request wait for ever."""
+    settings: dict[str, Any] = {"cpu_bytes_to_use": 64 << 20, "pull_to": pull_to}
+    config = a_config(model, "kv_consumer", **settings)
+    worker = ConnectorWorker(config, CACHES, parse_config(settings), StatsRecorder(), lambda _: InProcessEngine(fabric))
+    worker.register_caches({name: torch.rand(8, 2, BLOCK_TOKENS, 128) for name in LAYERS})
+    worker.unregister_caches()
+    remote = parse_remote_prefill(start("kv_producer").prefill("r", THEIRS)[1])
+    pull = an_order("r", remote, (tuple(OURS),))
+    worker.execute(Orders(landings=(pull,)) if pull_to == "host" else Orders(pulls=(pull,)))
+    finished, failed = worker.take_results()
+    landings = dict(worker.take_report().landings)
+    if pull_to == "host":
+        assert (finished, landings) == (set(), {"r": LandingEnds(1, failed=True)})
+    else:
+        assert (finished, failed, landings) == ({"r"}, {"r"}, {})
+    worker.check_integrity()
+    worker.shutdown()
 
 
 # Mooncake
