@@ -36,6 +36,7 @@ The control channel (``transfer/control``):
 
 Devices (``transfer/batch_copy``, ``tests/npu_sim``):
     devices.fake_cuda       a CUDA driver in Python
+    devices.cuda_worker     a rank's caches, its model's stream and its copies to host memory, on that driver
     devices.ascend_runner   a model runner that allocates KV caches as vllm-ascend's does
     devices.npu_simulator   builds and loads the simulated ACL runtime, whose sources are in devices/npu_runtime
     devices.npu_device      the simulated device by the C interface: memory, streams, events
@@ -97,6 +98,7 @@ Simulations of many engines (``test_state_machine``, ``test_progress``) and of o
     host_tier.engine        an engine around ``HostTier``: vLLM's cache manager, its scheduler in short, its ranks
     host_tier.ranks         what the device blocks and host slots of a rank hold, and the copies between them
     host_tier.setup         what such an engine is made of: cache manager, pool of host blocks, requests, steps
+    host_tier.leasing       the roles of a prefill engine whose leases may move, with every byte that is copied
     host_tier.cases         short cuts for tests of one case at a time
 
 Real servers (``tests/e2e``):
