@@ -273,6 +273,22 @@ def test_the_request_of_a_landing_that_fails_is_refused_as_that_of_a_pull() -> N
     assert engine.pool.references() == {}
 
 
+@pytest.mark.parametrize("failing", [0, 1, None])
+def test_a_landing_ends_with_its_last_rank_and_fails_with_any(failing: int | None) -> None:
+    engine = DecodeEngine()
+    engine.arrive("r")
+    assert engine.ask("r") is None
+    for rank in range(2):
+        assert engine.ask("r") is None, "a rank still writes"
+        assert engine.pool.references(), "its slots are somebody else's"
+        report = Report(landings={"r": LandingEnds(1, failed=rank == failing)})
+        for role in engine.roles:
+            role.settled(set(), set(), report)
+        engine.check()
+    event = "landings:landed" if failing is None else "landings:failed"
+    assert engine.counted()[event] == 1
+
+
 def test_a_reset_makes_what_lands_useless_and_the_prompt_is_computed() -> None:
     engine = DecodeEngine()
     engine.arrive("r")

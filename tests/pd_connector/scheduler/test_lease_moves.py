@@ -4,7 +4,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.support.host_tier.leasing import BLOCKS, CONTENTS, TTL_S, LeasingEngine
+from pd_connector.orders import StoreEnds
+from tests.support.host_tier.leasing import BLOCKS, CONTENTS, SETUP, TTL_S, LeasingEngine
 from transfer.control.messages import Place
 
 
@@ -32,6 +33,17 @@ def test_a_lease_that_nobody_reads_frees_the_device_and_is_found_in_host_memory(
     assert engine.pool.references() == {}
     assert engine.lent == 0
     assert engine.pool.cached == 2, "its full blocks can be found by others"
+
+
+@pytest.mark.parametrize("failing", [0, 1, None])
+def test_a_lease_moves_when_the_last_rank_has_copied_it_and_stays_if_any_fails(failing: int | None) -> None:
+    engine = moved()
+    (store_id,) = engine.under_way
+    for rank in range(SETUP.ranks):
+        assert engine.blocks.leased == BLOCKS, "a rank still copies from the device"
+        engine.end_on_a_rank(store_id, StoreEnds(1, failed=rank == failing))
+    assert engine.blocks.leased == (0 if failing is None else BLOCKS)
+    assert engine.leases.in_host_memory == (failing is None)
 
 
 def test_a_second_lease_of_the_same_prompt_is_copied_only_as_far_as_host_memory_lacks_it() -> None:

@@ -72,9 +72,11 @@ class LeasingEngine:
         self.under_way.remove(store_id)
         for rank in range(SETUP.ranks):
             bad = failed and rank == 0
-            ends = StoreEnds(1, failed=bad, unsettled=bad and unsettled)
-            for role in (self.tier, self.moves):
-                role.settled(set(), set(), Report({store_id: ends}))
+            self.end_on_a_rank(store_id, StoreEnds(1, failed=bad, unsettled=bad and unsettled))
+
+    def end_on_a_rank(self, store_id: int, ends: StoreEnds) -> None:
+        for role in (self.tier, self.moves):
+            role.settled(set(), set(), Report({store_id: ends}))
         self.check()
 
     def read(self, name: str) -> list[tuple[int, int]] | None:
