@@ -353,11 +353,12 @@ CHAOS_LEGS = Deployment(
     slow=True,
 )
 
-#: The same where neither device has room for what is asked of it at once: leases move, and prompts land.
+#: The same where neither device has room for what is asked of it at once: leases move, and prompts land. The second
+#: decode server has another layout and larger blocks.
 CHAOS_HOST = Deployment(
     "chaos host",
     (
-        ("P", _with_host_memory(replace(prefill(), options=_CHAOS_OPTIONS), ("host_transfers", True))),
+        ("P", _in_chunks(_with_host_memory(replace(prefill(), options=_CHAOS_OPTIONS), ("host_transfers", True)))),
         (
             "D auto fail",
             _with_host_memory(
@@ -368,7 +369,10 @@ CHAOS_HOST = Deployment(
         (
             "D host recompute",
             _with_host_memory(
-                replace(decode("recompute"), options=(*_CHAOS_OPTIONS, ("transfer_timeout_s", 5.0))),
+                replace(
+                    decode("recompute", "LBHNC"),
+                    block_size=2 * BLOCK_SIZE, options=(*_CHAOS_OPTIONS, ("transfer_timeout_s", 5.0)),
+                ),
                 ("pull_to", "host"), ("host_scrub", True),
             ),
         ),

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import pytest
 
+from pd_connector.orders import LeaseEnd
 from tests.support.e2e.architectures import VOCABULARY
 from tests.support.e2e.client import LOGPROB_TOLERANCE, Completion, KVTransferParams, Metrics
 from tests.support.e2e.cluster import Server
@@ -17,7 +18,6 @@ from transfer.control.client import ControlClient
 from transfer.control.messages import Cancel
 
 AT_REST_TIMEOUT_S = 40.0
-LEASE_ENDS = ("released", "cancelled", "expired")
 
 
 def make_prompt(tokens: int, seed: object) -> list[int]:
@@ -205,7 +205,7 @@ def open_books(metrics: Metrics) -> list[str]:
         for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
     }
     granted = metrics.value("vllm:pd_leases_total", event="granted")
-    ended = sum(metrics.value("vllm:pd_leases_total", event=event) for event in LEASE_ENDS)
+    ended = sum(metrics.value("vllm:pd_leases_total", event=end) for end in LeaseEnd)
     counts["leases"] = granted - ended
     return [f"{name} = {value:g}" for name, value in counts.items() if value]
 
