@@ -25,6 +25,8 @@ ROOT = Path(__file__).resolve().parents[1]
 DIRECTORY = ROOT / ".cache" / "benchmarks"
 HOST, NAME = "127.0.0.1", "benchmark"
 READY_TIMEOUT_S, REQUEST_TIMEOUT_S = 240.0, 120.0
+#: vLLM closes idle connections after 5 s, at the moment perhaps when a request is sent.
+CONNECTIONS = httpx.Limits(max_connections=64, keepalive_expiry=2)
 LAYERS, KV_HEADS, HEAD_SIZE, VOCABULARY = 24, 4, 32, 512
 CHUNK, BLOCK_TOKENS, CACHE_BYTES, LONGEST = 512, 32, 768 << 20, 8192
 MODEL = {
@@ -118,7 +120,7 @@ def running(prefill: Side, *decodes: Side, threads: int = 1, bytes_per_s: float 
     }  # fmt: skip
     module = "benchmarks.slow_network" if bytes_per_s else "pd_connector"
     sides = [("kv_producer", prefill), *(("kv_consumer", decode) for decode in decodes)]
-    with Servers() as servers, httpx.Client(timeout=REQUEST_TIMEOUT_S, limits=httpx.Limits(max_connections=64)) as http:
+    with Servers() as servers, httpx.Client(timeout=REQUEST_TIMEOUT_S, limits=CONNECTIONS) as http:
         started = []
         for number, ((role, side), port) in enumerate(zip(sides, free_ports(len(sides), HOST), strict=True)):
             own = environment | ({"VLLM_KV_CACHE_LAYOUT": side.layout} if side.layout else {})

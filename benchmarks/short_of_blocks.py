@@ -6,14 +6,16 @@ a lease.
 
 Decode: 16 requests at once at a decode server whose device holds two of them, whose prompts are computed: with
 ``pull_to`` auto and device, in turns, and all answers must be equal. Then one request at a time where there is room.
+``--bytes-per-s`` models a slow network, for which requests wait; on loopback hardly any does. ``--parts`` chooses.
 """
 
 import argparse
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 from benchmarks.pair import BLOCK_TOKENS, DIRECTORY, HEAD_SIZE, KV_HEADS, LAYERS, Pair, Side, a_prompt, counted, running
@@ -30,6 +32,7 @@ FREE_WITHIN_S = 2.0
 DECODE_TOKENS, ANSWER_TOKENS = 900, 48
 DECODE_BLOCKS = 2 * -(-(DECODE_TOKENS + ANSWER_TOKENS) // BLOCK_TOKENS) + 4
 PLACES = ("device", "auto")
+PARTS = ("prefill", "bursts", "room")
 
 
 def lease(pair: Pair, prompts: int, params: dict[str, Any] | None) -> float:
@@ -78,7 +81,7 @@ def burst(pair: Pair, prompts: Sequence[list[int]]) -> tuple[float, list[Any]]:
     return time.perf_counter() - start, [answer["token_ids"] for answer in answers]
 
 
-def bursts(rounds: int) -> dict[str, dict[str, float]]:
+def bursts(rounds: int, bytes_per_s: float) -> dict[str, dict[str, float]]:
     """Measure decode servers whose device holds two requests, and whose host memory holds all."""
     decodes = [
         Side(cache_bytes=DECODE_BLOCKS * BLOCK_BYTES, longest=1024,
@@ -86,7 +89,7 @@ def bursts(rounds: int) -> dict[str, dict[str, float]]:
         for place in PLACES
     ]  # fmt: skip
     taken: dict[str, list[float]] = {place: [] for place in PLACES}
-    with running(Side(), *decodes) as pairs:
+    with running(Side(), *decodes, bytes_per_s=bytes_per_s) as pairs:
         before = [counted(pair.decode, "vllm:num_preemptions_total") for pair in pairs]
         for number in range(rounds + 1):
             prompts = [a_prompt(DECODE_TOKENS) for _ in range(AT_ONCE)]
@@ -102,11 +105,11 @@ def bursts(rounds: int) -> dict[str, dict[str, float]]:
     }
 
 
-def with_room(repeats: int) -> dict[str, float]:
+def with_room(repeats: int, bytes_per_s: float) -> dict[str, float]:
     """Return the median milliseconds of a decode leg of one token where the device has room, by ``pull_to``."""
     taken: dict[str, list[float]] = {place: [] for place in PLACES}
     options = {place: {"cpu_bytes_to_use": HOST_BYTES, "pull_to": place} for place in PLACES}
-    with running(Side(), *(Side(options=options[place]) for place in PLACES)) as pairs:
+    with running(Side(), *(Side(options=options[place]) for place in PLACES), bytes_per_s=bytes_per_s) as pairs:
         for number in range(repeats + 2):
             for place, pair in zip(PLACES, pairs, strict=True):
                 times = pair.in_turn(a_prompt(DECODE_TOKENS), 1)
@@ -114,37 +117,57 @@ def with_room(repeats: int) -> dict[str, float]:
     return {place: statistics.median(each) for place, each in taken.items()}
 
 
-def main(words: Sequence[str] | None = None) -> dict[str, Any]:
-    """Run and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=3, help="bursts at each decode server")
-    parser.add_argument("--repeats", type=int, default=21, help="single requests at each")
-    arguments = parser.parse_args(words)
-    try:
-        moving, staying = prefills(host_transfers=True), prefills(host_transfers=False)
-        by_place, single = bursts(arguments.rounds), with_room(arguments.repeats)
-    except ServerFailed as error:
-        sys.exit(f"{error}. The end of its log in {DIRECTORY}:\n{error.log_tail}")
+def measure_prefill() -> dict[str, Any]:
+    """Measure and print what becomes of leases that nobody reads."""
+    moving, staying = prefills(host_transfers=True), prefills(host_transfers=False)
     print(
         f"{AT_ONCE} prompts of {LEASED_TOKENS} tokens that nobody comes for; the prefill server's device holds as many"
     )
     for name, found in (("leases that move", moving), ("leases that stay", staying)):
         print(f"  {name}: {found['leased_share']:.0%} of its blocks are leased after {FREE_WITHIN_S:.0f} s")
     print(f"  {3 * AT_ONCE} prompts with leases that move: {moving['rate']:.0%} of the rate without leases")
+    return {"moving": moving, "staying": staying}
+
+
+def measure_bursts(rounds: int, bytes_per_s: float) -> dict[str, Any]:
+    """Measure and print what a full decode server answers, by ``pull_to``."""
+    by_place = bursts(rounds, bytes_per_s)
+    ratio = by_place["auto"]["per_minute"] / by_place["device"]["per_minute"]
     print(f"{AT_ONCE} requests of {DECODE_TOKENS} tokens at once, at a decode server whose device holds two")
     for place, of in by_place.items():
         print(f"  pull_to {place:7} {of['per_minute']:7.1f} answers a minute, {of['preemptions']:.0f} preemptions")
-    ratio, single_ratio = (
-        by_place["auto"]["per_minute"] / by_place["device"]["per_minute"],
-        single["auto"] / single["device"],
-    )
-    print(
-        f"  auto / device: {ratio:.2f} times as many; a request that finds room takes {single_ratio:.3f} times as long"
-    )
-    return {
-        "moving": moving, "staying": staying, "bursts": by_place, "burst_ratio": ratio,
-        "room_ms": single, "room_ratio": single_ratio,
-    }  # fmt: skip
+    print(f"  auto / device: {ratio:.2f} times as many")
+    return {"bursts": by_place, "burst_ratio": ratio}
+
+
+def measure_room(repeats: int, bytes_per_s: float) -> dict[str, Any]:
+    """Measure and print what ``pull_to`` costs where the device has room."""
+    single = with_room(repeats, bytes_per_s)
+    ratio = single["auto"] / single["device"]
+    print(f"a request that finds room: {single['device']:.1f} ms with device, {ratio:.3f} times as long with auto")
+    return {"room_ms": single, "room_ratio": ratio}
+
+
+def main(words: Sequence[str] | None = None) -> dict[str, Any]:
+    """Run and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3, help="bursts at each decode server")
+    parser.add_argument("--repeats", type=int, default=21, help="single requests at each")
+    parser.add_argument("--bytes-per-s", type=float, default=0.0, help="of the decode servers' network; 0: as it is")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
+    arguments = parser.parse_args(words)
+    measures: dict[str, Callable[[], dict[str, Any]]] = {
+        "prefill": measure_prefill,
+        "bursts": partial(measure_bursts, arguments.rounds, arguments.bytes_per_s),
+        "room": partial(measure_room, arguments.repeats, arguments.bytes_per_s),
+    }
+    figures: dict[str, Any] = {}
+    try:
+        for part in arguments.parts:
+            figures |= measures[part]()
+    except ServerFailed as error:
+        sys.exit(f"{error}. The end of its log in {DIRECTORY}:\n{error.log_tail}")
+    return figures
 
 
 if __name__ == "__main__":

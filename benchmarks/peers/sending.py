@@ -43,7 +43,7 @@ class Router:
     """Sends requests; used from many threads at once."""
 
     def __init__(self) -> None:
-        limits = httpx.Limits(max_connections=64)
+        limits = httpx.Limits(max_connections=64, keepalive_expiry=2)  # vLLM closes idle ones after 5 s
         self._http = httpx.Client(timeout=REQUEST_TIMEOUT_S, limits=limits, trust_env=False)
 
     def close(self) -> None:

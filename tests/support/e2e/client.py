@@ -51,7 +51,8 @@ class Client:
 
     def __init__(self, base_url: str) -> None:
         self.base_url = base_url
-        self._http = httpx.Client(base_url=base_url, timeout=REQUEST_TIMEOUT_S, limits=httpx.Limits(max_connections=64))
+        limits = httpx.Limits(max_connections=64, keepalive_expiry=2)  # vLLM closes idle ones after 5 s
+        self._http = httpx.Client(base_url=base_url, timeout=REQUEST_TIMEOUT_S, limits=limits)
         self._salts = itertools.count()
 
     def close(self) -> None:
