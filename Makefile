@@ -86,13 +86,18 @@ test-ascend-sim-short: $(ASCEND_SIM)/installed  ## those of them that continuous
 CONTRACT := -m 'not e2e and not slow and not thorough' tests/pd_connector tests/versions
 
 test-versions: $(STAMPS)/installed $(RELEASES:%=$(RELEASE_ENV)%/installed) $(UNBUILT:%=$(RELEASE_ENV)%/installed)  ## tests on other vLLM releases, an environment each: an hour
-	@for release in $(RELEASES); do \
-		echo "vLLM $$release: the contract"; $(RELEASE_ENV)$$release/bin/python -m pytest $(CONTRACT) $(ARGS); done
-	@for release in $(UNBUILT); do \
+	@failed=; \
+	for release in $(RELEASES); do \
+		echo "vLLM $$release: the contract"; \
+		$(RELEASE_ENV)$$release/bin/python -m pytest $(CONTRACT) $(ARGS) || failed+=" $$release"; done; \
+	for release in $(UNBUILT); do \
 		echo "vLLM $$release: the contract, without compiled parts"; \
-		PYTHONPATH=$(RELEASE_ENV)$$release $(BIN)/python -m pytest -p no:cacheprovider $(CONTRACT) $(ARGS); done
-	@echo 'Servers of different releases'
-	@PD_CONNECTOR_START_TIMEOUT_S=700 $(BIN)/python -m pytest -m releases --timeout 900 tests/e2e/test_releases.py $(ARGS)
+		PYTHONPATH=$(RELEASE_ENV)$$release $(BIN)/python -m pytest -p no:cacheprovider $(CONTRACT) $(ARGS) || \
+			failed+=" $$release"; done; \
+	echo 'Servers of different releases'; \
+	PD_CONNECTOR_START_TIMEOUT_S=700 $(BIN)/python -m pytest -m releases --timeout 900 tests/e2e/test_releases.py $(ARGS) || \
+		failed+=' servers'; \
+	[ -z "$$failed" ] || { echo "Failed:$$failed" >&2; exit 1; }
 
 bench: $(STAMPS)/demo  ## measure (ARGS='pull legs': those only); results in benchmarks/results/
 	@$(BIN)/python -m benchmarks $(ARGS)

@@ -37,7 +37,8 @@ from pd_connector.scheduler.lease_service import LeaseService
 from pd_connector.scheduler.producer import Producer
 from pd_connector.scheduler.scheduler import ConnectorScheduler
 from pd_connector.vllm.metadata import HandshakeMetadata, ReportMetadata, StepMetadata
-from tests.support.connector.vllm_calls import all_failed
+from pd_connector.worker.roles import FailedBlocks
+from tests.support.connector.vllm_calls import NAMES_FAILED_REQUESTS
 from tests.support.e2e.models import DEFAULT_MODEL, write_model
 from tests.support.releases import INSTALLED
 from tests.support.simulation.vllm_schedulers import OUTPUT_TOKEN
@@ -124,6 +125,7 @@ class NamedPrefill:
         self.loads: list[LoadOrder] = []  # ordered, and not carried out
         self.holds_loads = False
         self.fails_loads = False
+        self._failures = FailedBlocks()
         self._host_slots = host_slots
         self.answers: dict[str, dict[str, Any] | None] = {}  # kv_transfer_params of the responses
         self.ended: dict[str, str] = {}  # how, by request
@@ -202,6 +204,7 @@ class NamedPrefill:
                         writes[table[token // PAGE_TOKENS], token % PAGE_TOKENS] = stamps[token]
             sampled.append([OUTPUT_TOKEN] if end >= request.num_tokens else [])
         self.loads += metadata.orders.loads
+        self._failures.expect(metadata.orders.destinations)
         result = ModelRunnerOutput(ids, {each: index for index, each in enumerate(ids)}, sampled)
         self.check()
         return StepUnderWay(output, result, writes, metadata.orders.steps)
@@ -211,11 +214,17 @@ class NamedPrefill:
         loaded = self._load()
         self.memory |= step.writes
         steps = dict.fromkeys(step.numbers, self.ranks if ranks is None else ranks)
-        report = Report(stores=self._store(step.output.kv_connector_metadata), steps=steps)
+        failed = loaded if self.fails_loads else set[str]()
+        self._failures.settle(loaded, failed)
+        stores = self._store(step.output.kv_connector_metadata)
+        report = Report(stores=stores, steps=steps, failed=self._failures.take_requests())
         result = copy(step.result)
-        result.kv_connector_output = all_failed(loaded) if self.fails_loads and loaded else KVConnectorOutput()
-        result.kv_connector_output.finished_recving = loaded
-        result.kv_connector_output.kv_connector_worker_meta = ReportMetadata(report)
+        result.kv_connector_output = KVConnectorOutput(
+            finished_recving=loaded, kv_connector_worker_meta=ReportMetadata(report)
+        )
+        if NAMES_FAILED_REQUESTS:
+            result.kv_connector_output.failed_recving = failed
+        result.kv_connector_output.invalid_block_ids = self._failures.take_blocks()
         for outputs in self.scheduler.update_from_output(step.output, result).values():
             for each in outputs.outputs:
                 if each.finish_reason is not None:
