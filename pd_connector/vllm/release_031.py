@@ -14,6 +14,8 @@ class Release031(VllmRelease):
     limits: tuple[str, ...] = (
         "its metrics count tokens from host memory and tokens from other engines together, as external ones "
         "(vLLM tells them apart since 0.32)",
+        "a pause that waits for requests does not wait for pulls under way, and cannot clear the caches meanwhile "
+        "(since 0.32 it waits)",
     )
 
     def cacheable_tokens(self, coordinator: "KVCacheCoordinator", computed: int, group: int) -> int:

@@ -11,12 +11,15 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine.core import EngineCoreProc
 
 from pd_connector.vllm.engine_core import EngineLoop
-from tests.support.releases import INSTALLED
+from tests.support.releases import INSTALLED, since
 from tests.support.simulation.vllm_schedulers import ClientRequest, EngineSim, World
 
 pytestmark = pytest.mark.skipif(INSTALLED < (0, 30), reason="another engine core, whose pauses end otherwise")
 
 WITHIN_S = 60.0
+
+#: Earlier releases do not count requests whose tokens are on the way: such a pause ends at once, or its reset fails.
+waits_for_pulls = since((0, 32), "pauses that wait for pulls under way")
 
 either = pytest.mark.parametrize("clear_cache", [True, False], ids=["cleared", "kept"])
 
@@ -112,7 +115,7 @@ def test_a_prefill_engine_with_leases_pauses(world: World, mode: str, clear_cach
 
 
 @either
-@pytest.mark.parametrize("mode", ["abort", "wait"])
+@pytest.mark.parametrize("mode", ["abort", pytest.param("wait", marks=waits_for_pulls)])
 def test_a_decode_engine_in_the_middle_of_pulls_pauses_when_they_have_ended(
     world: World, mode: str, clear_cache: bool
 ) -> None:
