@@ -8,6 +8,7 @@
     servers             a prefill and a decode server for each connector, and how they are ended
     sending             one request in two legs, and when what came back
     rounds              what is measured: which servers, which prompts, in which order
+    budget              how much of a run's time is left for repeats
     trouble             what happens: unequal block sizes, unequal types, a prefill server that is killed
     summary             medians, percentiles, counts of errors and wrong answers
     table, plots        Markdown and SVG out of the results' file; they measure nothing

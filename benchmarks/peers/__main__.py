@@ -5,20 +5,24 @@ import json
 import random
 import sys
 import time
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from benchmarks import multi_turn, record
 from benchmarks.peers import connectors, model, plots, summary, table
-from benchmarks.peers.rounds import LAYOUTS, Plan, Rounds
+from benchmarks.peers.budget import Budget, starts
+from benchmarks.peers.rounds import Plan, Round, Rounds
 from benchmarks.peers.sending import Router
 from benchmarks.peers.servers import Fleet
-from benchmarks.peers.trouble import BLOCK_SIZES, TYPES, Trouble
+from benchmarks.peers.summary import Sample
+from benchmarks.peers.trouble import BLOCK_SIZES, FITTING, TYPES, Trouble
 
 DIRECTORY = record.ROOT / ".cache" / "peers"
-#: A chat that takes a minute or two: ``benchmarks.multi_turn`` measures a longer one.
-CHAT = ("--conversations", "4", "--turns", "4", "--document-tokens", "400", "--answer-tokens", "8", "--also", "plain")
-PARTS = ("rounds", "misfits", "killed", "chat")
+#: A short chat: ``benchmarks.multi_turn`` measures a longer one.
+CHAT = ("--conversations", "3", "--turns", "3", "--document-tokens", "400", "--answer-tokens", "8", "--also", "plain")
+CHAT_STARTS, CHAT_S, TROUBLE_S = 3, 30.0, 30.0  # what they take beside the starts
+PARTS = ("rounds", "killed", "misfits", "chat")
 
 
 def parse(words: list[str] | None) -> argparse.Namespace:
@@ -27,10 +31,10 @@ def parse(words: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--lengths", type=int, nargs="+", default=Plan.lengths, help="tokens of a prompt")
     parser.add_argument("--repeats", type=int, default=Plan.repeats, help="prompts of each length, at most")
-    parser.add_argument("--round-s", type=float, default=Plan.round_s, help="in which a round's lengths should be done")
-    parser.add_argument("--bursts", type=int, default=Plan.bursts, help="of eight requests at once")
-    parser.add_argument("--tp", nargs="+", default=["2-1", "1-1", "1-2"], help="P's and D's tensor parallel sizes")
-    parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=LAYOUTS)
+    parser.add_argument("--budget-s", type=float, default=780.0, help="in which all should be done: it limits repeats")
+    parser.add_argument("--bursts", type=int, default=Plan.bursts, help="of eight requests at once, at most")
+    parser.add_argument("--rounds", type=Round.named, nargs="+", default=Plan.rounds, metavar="LAYOUT/P-D",
+                        help="layouts, and P's and D's tensor parallel sizes")  # fmt: skip
     parser.add_argument("--connectors", nargs="+", choices=[each.key for each in connectors.ALL],
                         default=[each.key for each in connectors.ALL])  # fmt: skip
     parser.add_argument("--threads", type=int, default=1, help="of each worker's kernels")
@@ -39,60 +43,107 @@ def parse(words: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(words)
 
 
+class Results:
+    """What was measured so far. It is written after each part: one that fails later costs nothing of it."""
+
+    def __init__(self, name: str, command: Sequence[str]) -> None:
+        self._name, self._command, self._start = name, command, time.monotonic()
+        self._samples: list[Sample] = []
+        #: As they are written.
+        self.figures: dict[str, Any] = {
+            "labels": {each.key: each.label for each in connectors.ALL}, "cases": {}, "failures": {}, "trouble": {},
+            "took_s": {},
+        }  # fmt: skip
+
+    def say(self, what: str) -> None:
+        """Print what is done, with the seconds since the start."""
+        print(f"{time.monotonic() - self._start:5.0f} s  {what}", file=sys.stderr, flush=True)
+
+    def measured(self, samples: Sequence[Sample], failures: Mapping[str, Any]) -> None:
+        """Add what a round has measured."""
+        self._samples += samples
+        self.figures |= {"cases": summary.by_name(summary.rows(self._samples)), "failures": dict(failures)}
+        with (DIRECTORY / "samples.jsonl").open("w") as file:
+            file.writelines(json.dumps(summary.plain(sample)) + "\n" for sample in self._samples)
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Write all figures when this part has ended, with the seconds that it took."""
+        begin = time.monotonic()
+        yield
+        self.figures["took_s"][name] = time.monotonic() - begin
+        record.write(self._name, self._command, self.figures, seconds=time.monotonic() - self._start)
+
+    def show(self) -> None:
+        """Write a table and plots of the results' file, if anything was written."""
+        if not self.figures["took_s"]:
+            return
+        result, path = record.read(self._name), record.RESULTS / f"{self._name}.md"
+        path.write_text(table.markdown(result))
+        print(table.markdown(result))
+        for each in (path.with_suffix(".json"), path, *plots.draw(result, record.RESULTS, self._name)):
+            self.say(f"wrote {each.relative_to(record.ROOT)}")
+        self.say(f"servers' logs are in {DIRECTORY.relative_to(record.ROOT)}")
+
+
 def main(words: list[str] | None = None) -> None:
     """Measure, and write the results."""
     arguments = parse(words)
-    start = time.monotonic()
-
-    def say(what: str) -> None:
-        print(f"{time.monotonic() - start:5.0f} s  {what}", file=sys.stderr, flush=True)
-
-    sizes = tuple((int(size.split("-")[0]), int(size.split("-")[1])) for size in arguments.tp)
     compared = tuple(each for each in connectors.ALL if each.key in arguments.connectors)
     plan = Plan(
-        lengths=tuple(arguments.lengths), repeats=arguments.repeats, round_s=arguments.round_s, bursts=arguments.bursts,
-        sizes=sizes, layouts=tuple(arguments.layouts), connectors=compared,
+        rounds=tuple(arguments.rounds), lengths=tuple(arguments.lengths), repeats=arguments.repeats,
+        bursts=arguments.bursts, connectors=compared,
     )  # fmt: skip
     DIRECTORY.mkdir(parents=True, exist_ok=True)
     for old in (*DIRECTORY.glob("*.log"), *DIRECTORY.glob("*.jsonl")):
         old.unlink()
-    command = ["benchmarks.peers", *(sys.argv[1:] if words is None else words)]
-    figures = measure(plan, arguments, model.make(DIRECTORY / "model"), say)
-    path = record.write(arguments.name, command, figures, seconds=time.monotonic() - start)
-    if "chat" in arguments.parts:
-        say("a chat of several turns, with host memory and without")
-        figures["chat"] = multi_turn.main([*CHAT])
-        record.write(arguments.name, command, figures, seconds=time.monotonic() - start)
-    result = record.read(arguments.name)
-    path.with_suffix(".md").write_text(table.markdown(result))
-    for plot in plots.draw(result, path.parent):
-        say(f"wrote {plot.relative_to(record.ROOT)}")
-    print(table.markdown(result))
-    say(f"wrote {path.relative_to(record.ROOT)}; servers' logs are in {DIRECTORY.relative_to(record.ROOT)}")
+    results = Results(arguments.name, ["benchmarks.peers", *(sys.argv[1:] if words is None else words)])
+    try:
+        measure(plan, arguments, results)
+        if "chat" in arguments.parts:
+            results.say("a chat of several turns, with host memory and without")
+            with results.part("chat"):
+                results.figures["chat"] = chat()
+    finally:
+        results.show()
 
 
-def measure(plan: Plan, arguments: argparse.Namespace, directory: Path, say: Any) -> dict[str, Any]:
-    """Return the figures of all parts that need pairs of servers."""
-    chance = random.Random(arguments.seed)
-    figures: dict[str, Any] = {"labels": {each.key: each.label for each in connectors.ALL}}
-    router = Router()
-    with Fleet(directory, DIRECTORY, arguments.threads) as fleet:
-        rounds = Rounds(fleet, router, plan, chance)
-        trouble = Trouble(fleet, router, rounds, chance, plan.connectors)
-        if "rounds" in arguments.parts:
-            samples = list(rounds.run(say))
-            figures |= {"cases": summary.rows(samples), "not_started": rounds.failures}
-            with (DIRECTORY / "samples.jsonl").open("w") as file:
-                file.writelines(json.dumps(summary.plain(sample)) + "\n" for sample in samples)
-        figures["trouble"] = []
-        if "misfits" in arguments.parts:
-            figures["trouble"] += trouble.misfit(BLOCK_SIZES, say)
-        if "killed" in arguments.parts:
-            figures["trouble"] += trouble.killed(say)
-        if "misfits" in arguments.parts:
-            figures["trouble"] += trouble.misfit(TYPES, say)
+def chat() -> dict[str, Any]:
+    """Return the chat's figures, or why there are none."""
+    try:
+        return multi_turn.main([*CHAT])
+    except SystemExit as ended:
+        return {"error": str(ended)}
+
+
+def budget(plan: Plan, arguments: argparse.Namespace) -> Budget:
+    """Return the time of a run, of which what is not for the rounds is set aside."""
+    steps = [each.shapes for each in plan.rounds if "rounds" in arguments.parts]
+    killed, misfits, talk = (part in arguments.parts for part in ("killed", "misfits", "chat"))
+    steps += [FITTING] if killed else []
+    steps += [(each.prefill, each.decode) for each in (BLOCK_SIZES, TYPES) if misfits]
+    count = starts(steps, len(plan.connectors)) + len(plan.connectors) * killed + CHAT_STARTS * talk
+    return Budget(arguments.budget_s, count, CHAT_S * talk + TROUBLE_S * (killed or misfits))
+
+
+def measure(plan: Plan, arguments: argparse.Namespace, results: Results) -> None:
+    """Measure all parts that need pairs of servers."""
+    chance, parts, figures = random.Random(arguments.seed), arguments.parts, results.figures
+    shared, router = budget(plan, arguments), Router()
+    with Fleet(model.make(DIRECTORY / "model"), DIRECTORY, arguments.threads) as fleet:
+        rounds = Rounds(fleet, router, plan, chance, shared)
+        trouble = Trouble(fleet, rounds, chance, plan.connectors)
+        for number, each in enumerate(plan.rounds if "rounds" in parts else ()):
+            with results.part(each.name):
+                results.measured(list(rounds.run(number, results.say)), rounds.failures)
+        if "killed" in parts:
+            with results.part("killed"):
+                figures["trouble"] |= trouble.killed(results.say)
+        for misfit in (BLOCK_SIZES, TYPES) if "misfits" in parts else ():
+            with results.part(misfit.name):
+                figures["trouble"] |= trouble.misfit(misfit, results.say)
+        trouble.close()
     router.close()
-    return figures
 
 
 if __name__ == "__main__":

@@ -75,7 +75,7 @@ def now(counted: Counted) -> Moved | None:
     """Return what has been moved so far, or None where the server does not answer any more."""
     try:
         return counted()
-    except httpx.HTTPError:
+    except (httpx.HTTPError, OSError, ValueError):  # ValueError: half of a line
         return None
 
 

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.peers.summary import in_order
+
 WAYS = {
     ("ours", "together"): ("pd-connector, both legs at once", "#0b6e4f", "o", "-"),
     ("ours", "in turn"): ("pd-connector, in turn", "#0b6e4f", "o", "--"),
@@ -17,27 +19,29 @@ WAYS = {
 Row = Mapping[str, Any]
 
 
-def draw(result: Mapping[str, Any], directory: Path) -> list[Path]:
-    """Write the plots of a results' file to ``directory``, and return their paths."""
+def draw(result: Mapping[str, Any], directory: Path, name: str = "peers") -> list[Path]:
+    """Write the plots of a results' file of that name to ``directory``, and return their paths."""
     import matplotlib as mpl  # noqa: PLC0415
 
     mpl.use("svg")
     mpl.rcParams.update({"svg.hashsalt": "pd-connector", "svg.fonttype": "none", "font.size": 9})
     mpl.rcParams.update({"axes.spines.top": False, "axes.spines.right": False})
-    cases = [row for row in result["figures"].get("cases", []) if "handover_ms" in row]
+    cases = [row for row in in_order(result["figures"].get("cases", {})) if "handover_ms" in row]
     written = []
     for layout in dict.fromkeys(row["layout"] for row in cases):
         mine = [row for row in cases if row["layout"] == layout]
-        written.append(_handover(mine, layout, _caption(result), directory / f"peers-handover-{layout}.svg"))
-        written.append(_at_once(mine, layout, _caption(result), directory / f"peers-at-once-{layout}.svg"))
+        single, many = ([row for row in mine if (row["at_once"] > 1) == several] for several in (False, True))
+        if single:
+            written.append(_handover(single, layout, _caption(result), directory / f"{name}-handover-{layout}.svg"))
+        if many:
+            written.append(_at_once(many, layout, _caption(result), directory / f"{name}-at-once-{layout}.svg"))
     return written
 
 
 def _handover(rows: Sequence[Row], layout: str, caption: str, path: Path) -> Path:
-    """From P's last token to D's first, by the length of the prompt: a panel for each pair of sizes."""
+    """From P's answer to D's first token, by the length of the prompt: a panel for each pair of sizes."""
     from matplotlib import pyplot as plt  # noqa: PLC0415
 
-    rows = [row for row in rows if row["at_once"] == 1]
     sizes = list(dict.fromkeys((row["prefill_tp"], row["decode_tp"]) for row in rows))
     figure, axes = plt.subplots(1, len(sizes), figsize=(3.2 * len(sizes), 3.2), sharey=True, squeeze=False)
     for axis, (prefill_tp, decode_tp) in zip(axes[0], sizes, strict=True):
@@ -54,15 +58,14 @@ def _handover(rows: Sequence[Row], layout: str, caption: str, path: Path) -> Pat
         axis.set_xlim(left=0)
         axis.grid(alpha=0.3)
     axes[0][0].set_ylim(bottom=min(0.0, *(row["handover_ms"]["p50"] for row in rows)))
-    axes[0][0].set_ylabel("ms from P's last token to D's first")
-    return _save(figure, axes[0][0], f"{layout}: {caption}", path)
+    axes[0][0].set_ylabel("ms from P's answer to D's first token,\nless what one token takes at D")
+    return _save(figure, f"{layout}: {caption}", path)
 
 
 def _at_once(rows: Sequence[Row], layout: str, caption: str, path: Path) -> Path:
     """Time to first token with many requests at once: median, and 90th percentile as a whisker."""
     from matplotlib import pyplot as plt  # noqa: PLC0415
 
-    rows = [row for row in rows if row["at_once"] > 1]
     sizes = list(dict.fromkeys((row["prefill_tp"], row["decode_tp"]) for row in rows))
     figure, axis = plt.subplots(figsize=(6.4, 3.2))
     ways = {way: style for way, style in WAYS.items() if any((row["connector"], row["legs"]) == way for row in rows)}
@@ -77,18 +80,22 @@ def _at_once(rows: Sequence[Row], layout: str, caption: str, path: Path) -> Path
                  alpha=1.0 if line == "-" else 0.55, error_kw={"linewidth": 0.8})  # fmt: skip
     axis.set_xticks([place + 0.4 - 0.4 / max(len(ways), 1) for place in range(len(sizes))])
     axis.set_xticklabels([f"TP {prefill_tp} to {decode_tp}" for prefill_tp, decode_tp in sizes])
-    tokens, clients = (rows[0]["prompt_tokens"], rows[0]["at_once"]) if rows else (0, 0)
+    tokens, clients = rows[0]["prompt_tokens"], rows[0]["at_once"]
     axis.set_ylabel(f"ms to first token,\n{clients} at once, {tokens} tokens")
     axis.grid(alpha=0.3, axis="y")
-    return _save(figure, axis, f"{layout}: {caption}", path)
+    return _save(figure, f"{layout}: {caption}", path)
 
 
-def _save(figure: Any, labelled: Any, caption: str, path: Path) -> Path:
+def _save(figure: Any, caption: str, path: Path) -> Path:
     from matplotlib import pyplot as plt  # noqa: PLC0415
 
-    handles, labels = labelled.get_legend_handles_labels()
+    labelled: dict[str, Any] = {}  # of all panels: a way may be missing in one
+    for axis in figure.axes:
+        for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
+            labelled.setdefault(label, handle)
     figure.tight_layout(rect=(0, 0.2, 1, 1))
-    figure.legend(handles, labels, loc="lower center", ncols=2, fontsize=8, frameon=False, bbox_to_anchor=(0.5, 0.05))
+    place = {"loc": "lower center", "bbox_to_anchor": (0.5, 0.05)}
+    figure.legend(labelled.values(), labelled.keys(), ncols=2, fontsize=8, frameon=False, **place)
     figure.text(0.5, 0.02, caption, ha="center", fontsize=7, color="#555555")
     figure.savefig(path, format="svg", metadata={"Date": None, "Creator": None})
     plt.close(figure)

@@ -7,38 +7,78 @@ goes to all of them, and to one server that computes it without disaggregation, 
 import random
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
+from typing import get_args
 
 from benchmarks.peers import connectors
+from benchmarks.peers.budget import Budget
 from benchmarks.peers.connectors import Connector, Legs, Pair
 from benchmarks.peers.counters import Moved, moved_since, now
 from benchmarks.peers.model import TOKEN_BYTES
-from benchmarks.peers.sending import Answer, Prompt, Router, a_prompt, at_once
-from benchmarks.peers.servers import Fleet, Layout, Shape
-from benchmarks.peers.summary import Case, Sample
+from benchmarks.peers.sending import NO_ANSWER, Answer, Prompt, Router, a_prompt, at_once, failed
+from benchmarks.peers.servers import CHUNK_TOKENS, Fleet, Layout, Shape
+from benchmarks.peers.summary import ALONE, Case, Sample
 
-#: P's and D's tensor parallel size, in an order in which every round keeps half of the last one's servers.
-SIZES = ((2, 1), (1, 1), (1, 2))
-LAYOUTS: tuple[Layout, ...] = ("LBHNC", "BHLNC")
-ANSWER_TOKENS, ONE_TOKEN_REPEATS, WARM_UP_TOKENS, LEAST_REPEATS = 8, 9, 200, 3
-ALONE = "alone"
+LAYOUTS: tuple[Layout, ...] = get_args(Layout)
+ANSWER_TOKENS, ONE_TOKEN_REPEATS, WARM_UP_TOKENS = 8, 9, 200
+LEAST_REPEATS, LEAST_BURSTS = 2, 1
+#: A way that has timed out so often is not asked again in this round; one that was left out before, after the first.
+TIMEOUTS = 2
+LEFT_OUT = "not sent: earlier ones timed out"
+LENGTHS_SHARE = 0.6  # of a round, in which its lengths are measured; the rest is for many at once
+
+
+@dataclass(frozen=True)
+class Round:
+    """Servers that are measured together."""
+
+    layout: Layout
+    prefill_tp: int
+    decode_tp: int
+
+    @property
+    def name(self) -> str:
+        """As it stands in results and on the command line."""
+        return f"{self.layout}/{self.prefill_tp}-{self.decode_tp}"
+
+    @property
+    def shapes(self) -> tuple[Shape, Shape]:
+        """P's and D's."""
+        return Shape(self.prefill_tp, self.layout), Shape(self.decode_tp, self.layout)
+
+    @classmethod
+    def named(cls, name: str) -> "Round":
+        """Return the round of that name.
+
+        Raises:
+            ValueError: it is none, or of another layout.
+        """
+        layout, _, sizes = name.partition("/")
+        if layout not in LAYOUTS:
+            raise ValueError(f"{name!r} is no round: LAYOUT/P-D, and the layouts are {', '.join(LAYOUTS)}")
+        prefill_tp, decode_tp = sizes.split("-")
+        return cls(layout, int(prefill_tp), int(decode_tp))
+
+
+#: In an order in which most rounds keep half of the last one's servers. The other layout at TP 1 to 1 only: a round of
+#: its own for each size would take more time than a run has.
+ROUNDS = (Round("LBHNC", 2, 1), Round("LBHNC", 1, 1), Round("LBHNC", 1, 2), Round("BHLNC", 1, 1))
 
 
 @dataclass(frozen=True)
 class Plan:
     """How much is measured."""
 
+    rounds: tuple[Round, ...] = ROUNDS
     lengths: tuple[int, ...] = (500, 2000, 3500)
     repeats: int = 7  # prompts of each length, at most
-    round_s: float = 80.0  # in which all lengths of a round should be done: fewer repeats, but no less than three
     clients: int = 8
     burst_tokens: int = 500
-    bursts: int = 2
-    sizes: tuple[tuple[int, int], ...] = SIZES
-    layouts: tuple[Layout, ...] = LAYOUTS
+    bursts: int = 2  # at most
     connectors: tuple[Connector, ...] = connectors.ALL
 
 
@@ -57,55 +97,87 @@ class Way:
         return self.connector.key if self.connector else ALONE
 
 
+Taken = tuple[Way, list[Answer], Moved]
+
+
 class Rounds:
     """Measures round by round."""
 
-    def __init__(self, fleet: Fleet, router: Router, plan: Plan, chance: random.Random) -> None:
-        self._fleet, self._router, self._plan, self._chance = fleet, router, plan, chance
+    def __init__(self, fleet: Fleet, router: Router, plan: Plan, chance: random.Random, budget: Budget) -> None:
+        self._fleet, self._router, self._plan, self._chance, self._budget = fleet, router, plan, chance, budget
         self._salts = count()
-        #: Servers that did not start, by what they should have been.
-        self.failures: list[dict[str, object]] = []
+        self._timeouts: Counter[tuple[str, Legs]] = Counter()
+        #: Servers that did not start and first requests that were refused: by round and connector, why.
+        self.failures: dict[str, dict[str, str]] = {}
 
-    def run(self, say: Callable[[str], None]) -> Iterator[Sample]:
-        """Yield what was measured, a sample for each request."""
-        for layout in self._plan.layouts:
-            for prefill_tp, decode_tp in self._plan.sizes:
-                say(f"{layout}, TP {prefill_tp} to {decode_tp}: starting servers")
-                prefill, decode = Shape(prefill_tp, layout), Shape(decode_tp, layout)
-                pairs = self._fleet.become(self._plan.connectors, prefill, decode)
-                for key, reason in self._fleet.failures.items():
-                    self.failures.append({"layout": layout, "prefill_tp": prefill_tp, "decode_tp": decode_tp,
-                                          "connector": key, "error": reason})  # fmt: skip
-                ways = self._ways(pairs)
-                for tokens in self._plan.lengths:
-                    say(f"{layout}, TP {prefill_tp} to {decode_tp}: {tokens} tokens")
-                    yield from self._one_by_one(ways, partial(Case, layout, prefill_tp, decode_tp, tokens, 1), tokens)
-                say(f"{layout}, TP {prefill_tp} to {decode_tp}: {self._plan.clients} at once")
-                case = partial(Case, layout, prefill_tp, decode_tp, self._plan.burst_tokens, self._plan.clients)
-                yield from self._bursts(ways, case)
+    def run(self, number: int, say: Callable[[str], None]) -> Iterator[Sample]:
+        """Yield what was measured in a round of the plan, a sample for each request."""
+        plan, measured = self._plan, self._plan.rounds[number]
+        say(f"{measured.name}: starting servers")
+        pairs = self.become(plan.connectors, *measured.shapes)
+        self._failed(measured, self._fleet.failures)
+        #: Those that were left out in the last round have one more attempt.
+        self._timeouts = Counter({way: TIMEOUTS - 1 for way, times in self._timeouts.items() if times >= TIMEOUTS})
+        ways = self._ways(measured, pairs)
+        share_s = self._budget.share_s(len(plan.rounds) - number)
+        ends = time.monotonic() + LENGTHS_SHARE * share_s
+        say(f"{measured.name}: {share_s:.0f} s to measure")
+        case = partial(Case, measured.layout, measured.prefill_tp, measured.decode_tp)
+        for place, tokens in enumerate(plan.lengths):
+            say(f"{measured.name}: {tokens} tokens")
+            part = tokens / sum(plan.lengths[place:])
+            until = time.monotonic() + part * max(0.0, ends - time.monotonic())
+            yield from self._lengths(ways, partial(case, tokens, 1), tokens, until)
+        say(f"{measured.name}: {plan.clients} at once")
+        until = ends + (1 - LENGTHS_SHARE) * share_s
+        yield from self._bursts(ways, partial(case, plan.burst_tokens, plan.clients), until)
+
+    def become(self, compared: Sequence[Connector], prefill: Shape, decode: Shape) -> dict[str, Pair]:
+        """Have servers of these shapes, and keep how long they took to start."""
+        begin, before = time.monotonic(), self._fleet.starts
+        pairs = self._fleet.become(compared, prefill, decode)
+        self._budget.started(self._fleet.starts - before, time.monotonic() - begin)
+        return pairs
+
+    def _failed(self, measured: Round, reasons: Mapping[str, str]) -> None:
+        if reasons:
+            self.failures.setdefault(measured.name, {}).update(reasons)
 
     def salt(self) -> str:
         """Return a salt that keeps a request from finding another's blocks."""
         return f"request {next(self._salts)}"
 
-    def introduce(self, connector: Connector, pair: Pair) -> None:
-        """Send a first request, and keep what P says of itself, as a router knows it."""
+    def introduce(self, connector: Connector, pair: Pair) -> str:
+        """Send first requests, and keep what P says of itself, as a router knows it.
+
+        Returns:
+            Why one of them failed, or nothing.
+        """
         prompt = a_prompt(self._chance, WARM_UP_TOKENS)
         if connector is connectors.OURS:
-            salt = self.salt()
-            params = self._router.prefill(pair, prompt, salt, {"do_remote_decode": True})
+            try:
+                params = self._router.prefill(pair, prompt, self.salt(), {"do_remote_decode": True})
+            except NO_ANSWER as error:
+                return f"the first request: {failed(error).error}"
             pair.learnt.update(params or {})
-            self._router.decode(pair, prompt, 2, salt, params)
         for legs in connector.legs:
-            self._router.send(connector, pair, legs, prompt, 2, self.salt())
+            answer = self._router.send(connector, pair, legs, prompt, 2, self.salt())
+            self._noted(connector.key, legs, [answer])
+            if answer.error:
+                return f"the first request, both legs {legs}: {answer.error}"
+        return ""
 
-    def _ways(self, pairs: Mapping[str, Pair]) -> list[Way]:
-        """Return all ways, the servers warm."""
+    def _noted(self, key: str, legs: Legs, answers: Sequence[Answer]) -> None:
+        self._timeouts[key, legs] += sum(answer.timed_out for answer in answers)
+
+    def _ways(self, measured: Round, pairs: Mapping[str, Pair]) -> list[Way]:
+        """Return all ways, the servers warm. One whose first request fails is asked all the same: it may recover."""
         ways: list[Way] = []
         for connector in self._plan.connectors:
             if connector.key in pairs:
                 pair = pairs[connector.key]
-                self.introduce(connector, pair)
+                if reason := self.introduce(connector, pair):
+                    self._failed(measured, {connector.key: reason})
                 least_s = self._one_token_s(pair)
                 ways += [Way(connector, legs, pair, least_s) for legs in connector.legs]
         return ways + ([Way(None, "in turn", ways[0].pair, 0.0)] if ways else [])
@@ -116,34 +188,36 @@ class Rounds:
             self._router.alone(pair.decode_url, a_prompt(self._chance, 1), 1, self.salt())
             for _ in range(ONE_TOKEN_REPEATS)
         ]
-        return statistics.median(answer.first_token_s for answer in answers)
+        return statistics.median([answer.first_token_s for answer in answers if not answer.error] or [0.0])
 
-    def _one_by_one(self, ways: Sequence[Way], case: Callable[..., Case], tokens: int) -> Iterator[Sample]:
-        """Send a prompt each time to all ways in turn, another one first each time; the first is not counted."""
-        ends = time.monotonic() + self._plan.round_s * tokens / sum(self._plan.lengths)
-        for number in range(self._plan.repeats + 1):
-            if number > LEAST_REPEATS and time.monotonic() > ends:
+    def _lengths(self, ways: Sequence[Way], case: Callable[..., Case], tokens: int, until: float) -> Iterator[Sample]:
+        """Send a prompt each time to all ways in turn, another one first each time, until the time is over.
+
+        The first is not counted. It has only as many tokens as bring the same chunks.
+        """
+        self._asked(ways, [a_prompt(self._chance, min(tokens, CHUNK_TOKENS + tokens % CHUNK_TOKENS))], 0)
+        for number in range(1, self._plan.repeats + 1):
+            if number > LEAST_REPEATS and time.monotonic() > until:
                 return
-            prompt = a_prompt(self._chance, tokens)
-            first = number % max(len(ways), 1)
-            taken = [(way, *self._measure(way, [prompt])) for way in (*ways[first:], *ways[:first])]
-            right = [answers for way, answers, _ in taken if way.connector is None]
-            if number:
-                yield from self._samples(taken, right, case)
+            yield from self._samples(self._asked(ways, [a_prompt(self._chance, tokens)], number), case)
 
-    def _bursts(self, ways: Sequence[Way], case: Callable[..., Case]) -> Iterator[Sample]:
+    def _bursts(self, ways: Sequence[Way], case: Callable[..., Case], until: float) -> Iterator[Sample]:
         """Send as many prompts as there are clients at once, to all ways in turn; the first burst is not counted."""
         for number in range(self._plan.bursts + 1):
+            if number > LEAST_BURSTS and time.monotonic() > until:
+                return
             prompts = [a_prompt(self._chance, self._plan.burst_tokens) for _ in range(self._plan.clients)]
-            first = number % max(len(ways), 1)
-            taken = [(way, *self._measure(way, prompts)) for way in (*ways[first:], *ways[:first])]
-            right = [answers for way, answers, _ in taken if way.connector is None]
+            taken = self._asked(ways, prompts, number)
             if number:
-                yield from self._samples(taken, right, case)
+                yield from self._samples(taken, case)
 
-    def _samples(
-        self, taken: Sequence[tuple[Way, list[Answer], Moved]], right: Sequence[list[Answer]], case: Callable[..., Case]
-    ) -> Iterator[Sample]:
+    def _asked(self, ways: Sequence[Way], prompts: Sequence[Prompt], number: int) -> list[Taken]:
+        """Return what all ways answer, another one first each time."""
+        first = number % max(len(ways), 1)
+        return [(way, *self._measure(way, prompts)) for way in (*ways[first:], *ways[:first])]
+
+    def _samples(self, taken: Sequence[Taken], case: Callable[..., Case]) -> Iterator[Sample]:
+        right = [answers for way, answers, _ in taken if way.connector is None]
         for way, answers, moved in taken:
             of = case(way.key, way.legs)
             for index, (answer, reference) in enumerate(zip(answers, right[0], strict=True)):
@@ -151,17 +225,22 @@ class Rounds:
                 yield Sample(of, answer, wrong, way.least_s, moved if index == 0 else Moved())
 
     def _measure(self, way: Way, prompts: Sequence[Prompt]) -> tuple[list[Answer], Moved]:
-        """Have prompts answered at once."""
+        """Have prompts answered at once, or say that a way is left out which has timed out before."""
         connector, pair = way.connector, way.pair
+        if self._timeouts[way.key, way.legs] >= TIMEOUTS:
+            return [Answer(error=LEFT_OUT)] * len(prompts), Moved()
         if connector is None:
             sends = [partial(self._router.alone, pair.decode_url, each, ANSWER_TOKENS, self.salt()) for each in prompts]
-            return at_once(sends), Moved()
+            answers = at_once(sends)
+            self._noted(way.key, way.legs, answers)
+            return answers, Moved()
         counted = partial(connector.counted, pair)
         before = now(counted)
         answers = at_once([
             partial(self._router.send, connector, pair, way.legs, prompt, ANSWER_TOKENS, self.salt())
             for prompt in prompts
         ])  # fmt: skip
+        self._noted(way.key, way.legs, answers)
         complete = sum(len(prompt) for prompt, answer in zip(prompts, answers, strict=True) if not answer.error)
         # Less the last block of each, which may be moved as far as it is filled.
         expected = max(complete - 64 * len(prompts), 0) * TOKEN_BYTES

@@ -15,7 +15,7 @@ from benchmarks.peers.connectors import Connector, Legs, Pair
 from benchmarks.peers.model import VOCABULARY
 from benchmarks.peers.servers import NAME
 
-REQUEST_TIMEOUT_S = 60.0
+REQUEST_TIMEOUT_S = 30.0  # the longest take a few seconds, eight at once ten
 Prompt = list[int]
 
 
@@ -28,10 +28,22 @@ class Answer:
     total_s: float = 0.0
     tokens: tuple[int, ...] = ()
     error: str = ""
+    timed_out: bool = False
 
 
 class RefusedError(Exception):
     """A server answered with an error; the message is its status and the beginning of its words."""
+
+
+#: What comes instead of an answer: an error, nothing, or not what a connector's contract is made of.
+NO_ANSWER = (httpx.HTTPError, RefusedError, LookupError, ValueError)
+
+
+def failed(error: Exception, total_s: float = 0.0) -> Answer:
+    """Return what is known of a request that one of ``NO_ANSWER`` has ended."""
+    said = str(error)
+    named = said if said and isinstance(error, (httpx.HTTPError, RefusedError)) else f"{type(error).__name__}: {said}"
+    return Answer(total_s=total_s, error=named.removesuffix(": "), timed_out=isinstance(error, httpx.TimeoutException))
 
 
 def a_prompt(chance: random.Random, tokens: int) -> Prompt:
@@ -40,11 +52,11 @@ def a_prompt(chance: random.Random, tokens: int) -> Prompt:
 
 
 class Router:
-    """Sends requests; used from many threads at once."""
+    """Sends requests, and gives up those of which nothing comes for ``timeout_s``. Used from many threads at once."""
 
-    def __init__(self) -> None:
+    def __init__(self, timeout_s: float = REQUEST_TIMEOUT_S) -> None:
         limits = httpx.Limits(max_connections=64, keepalive_expiry=2)  # vLLM closes idle ones after 5 s
-        self._http = httpx.Client(timeout=REQUEST_TIMEOUT_S, limits=limits, trust_env=False)
+        self._http = httpx.Client(timeout=timeout_s, limits=limits, trust_env=False)
 
     def close(self) -> None:
         """Close the connections."""
@@ -63,8 +75,8 @@ class Router:
         start = time.perf_counter()
         try:
             answer: Answer = send(start)
-        except (httpx.HTTPError, RefusedError) as error:
-            return Answer(total_s=time.perf_counter() - start, error=str(error) or type(error).__name__)
+        except NO_ANSWER as error:
+            return failed(error, time.perf_counter() - start)
         return answer
 
     def _in_turn(

@@ -18,7 +18,7 @@ from examples.quickstart.servers import Server, ServerFailed, free_ports
 
 ROOT = Path(__file__).resolve().parents[2]
 NAME = "peers"
-READY_TIMEOUT_S = 600.0
+READY_TIMEOUT_S = 300.0  # six servers that start at once on two cores take a third of it
 LONGEST_TOKENS, CHUNK_TOKENS = 4096, 512
 CACHE_BYTES = 256 << 20  # of each worker: two of the longest prompts and what eight short ones take
 
@@ -58,7 +58,8 @@ class Fleet:
         self._model, self._directory, self._threads = model, directory, threads
         self._started: dict[tuple[str, Side], Started] = {}
         self._ports: dict[str, Ports] = {}
-        self._number = 0
+        #: Servers that were started so far.
+        self.starts = 0
         #: Why a connector's servers are not there, by its key: what ended as it started.
         self.failures: dict[str, str] = {}
 
@@ -90,16 +91,18 @@ class Fleet:
             process.kill()
         started.server.stop()
 
-    def restart_prefill(self, connector: Connector) -> Pair | None:
-        """Start a prefill server again that was killed, at its old ports.
+    def restart_prefill(self, connectors: Iterable[Connector]) -> dict[str, Pair]:
+        """Start prefill servers again that were killed, all at once and at their old ports.
 
         Returns:
-            The pair, or None where it does not start; ``failures`` says why.
+            The pairs by connector, of those that start; ``failures`` says why others do not.
         """
-        old = self._started.pop((connector.key, "prefill"))
-        self._start(connector, "prefill", old.shape, old.port)
+        killed = list(connectors)
+        for connector in killed:
+            old = self._started.pop((connector.key, "prefill"))
+            self._start(connector, "prefill", old.shape, old.port)
         self._wait()
-        return None if connector.key in self.failures else self._pair(connector)
+        return {each.key: self._pair(each) for each in killed if each.key not in self.failures}
 
     def close(self) -> None:
         """End all servers, at the same time."""
@@ -126,8 +129,8 @@ class Fleet:
         return self._directory / f"{connector.key}-transfers.jsonl"
 
     def _start(self, connector: Connector, side: Side, shape: Shape, port: int) -> None:
-        self._number += 1
-        log = self._directory / f"{self._number:02}-{connector.key}-{side}.log"
+        self.starts += 1
+        log = self._directory / f"{self.starts:02}-{connector.key}-{side}.log"
         environment = {
             "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "OMP_NUM_THREADS": str(self._threads), "VLLM_KV_CACHE_LAYOUT": shape.layout,

@@ -1,7 +1,7 @@
 """Medians and percentiles of what was measured, with counts of errors and wrong answers."""
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -11,7 +11,8 @@ from benchmarks.peers.counters import Moved
 from benchmarks.peers.sending import Answer
 
 #: Their order in a table; "alone" is one server without a transfer.
-CONNECTORS = ("ours", "mooncake", "nixl", "alone")
+ALONE = "alone"
+CONNECTORS = ("ours", "mooncake", "nixl", ALONE)
 PERCENTILES = {"p50": 50, "p90": 90, "p99": 99}
 
 
@@ -59,7 +60,8 @@ def of_case(case: Case, samples: Sequence[Sample]) -> dict[str, Any]:
     """Return one row of the results."""
     right = [sample for sample in samples if not sample.answer.error]
     row: dict[str, Any] = vars(case) | {
-        "requests": len(samples), "errors": len(samples) - len(right), "wrong": sum(each.wrong for each in right)
+        "repeats": len(samples) // case.at_once, "requests": len(samples), "errors": len(samples) - len(right),
+        "wrong": sum(each.wrong for each in right),
     }  # fmt: skip
     causes = Counter(sample.answer.error for sample in samples if sample.answer.error)
     if causes:
@@ -68,7 +70,7 @@ def of_case(case: Case, samples: Sequence[Sample]) -> dict[str, Any]:
         return row
     row["first_token_ms"] = percentiles(each.answer.first_token_s for each in right)
     row["total_ms"] = percentiles(each.answer.total_s for each in right)
-    if case.connector != "alone":
+    if case.connector != ALONE:
         row["handover_ms"] = percentiles(each.handover_s for each in right)
         row |= _moved(case, samples)
     return row
@@ -95,6 +97,28 @@ def rows(samples: Iterable[Sample]) -> list[dict[str, Any]]:
     questions = list(dict.fromkeys(_question(case) for case in by_case))
     order = sorted(by_case, key=lambda case: (questions.index(_question(case)), *_place(case)))
     return [of_case(case, by_case[case]) for case in order]
+
+
+def by_name(rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return rows by layout, sizes, tokens, how many at once, and way, as figures of the results' file.
+
+    "BHLNC", "1-1", "2000", "1", "ours, together"; one server without a transfer is "alone".
+    """
+    named: dict[str, Any] = {}
+    for row in rows:
+        place = named
+        sizes = f"{row['prefill_tp']}-{row['decode_tp']}"
+        for step in (row["layout"], sizes, str(row["prompt_tokens"]), str(row["at_once"])):
+            place = place.setdefault(step, {})
+        place[ALONE if row["connector"] == ALONE else f"{row['connector']}, {row['legs']}"] = dict(row)
+    return named
+
+
+def in_order(named: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the rows that ``by_name`` has named."""
+    if "requests" in named:
+        return [dict(named)]
+    return [row for part in named.values() for row in in_order(part)]
 
 
 def _question(case: Case) -> tuple[object, ...]:

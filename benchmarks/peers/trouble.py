@@ -1,18 +1,17 @@
 """What happens where two servers do not fit, and when the prefill server dies: answers, errors, and after how long."""
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import httpx
-
 from benchmarks.peers.connectors import Connector, Pair
 from benchmarks.peers.rounds import ANSWER_TOKENS, Rounds
-from benchmarks.peers.sending import Answer, RefusedError, Router, a_prompt
+from benchmarks.peers.sending import NO_ANSWER, Answer, Router, a_prompt, failed
 from benchmarks.peers.servers import Fleet, Shape
 
-REQUESTS, TOKENS = 3, 500
+REQUESTS, TOKENS, TIMEOUT_S = 3, 500, 15.0
+Outcomes = dict[str, dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -24,68 +23,72 @@ class Misfit:
     decode: Shape
 
 
-#: The first keeps the prefill servers of the last round.
+#: Those of the last round, which are not started anew; the first of the misfits keeps their prefill servers.
+FITTING = (Shape(), Shape())
 BLOCK_SIZES = Misfit("block size 32 to 64", Shape(), Shape(block_tokens=64))
 TYPES = Misfit("float16 to bfloat16", Shape(dtype="float16"), Shape(dtype="bfloat16"))
 
 
 class Trouble:
-    """Tries what should not go wrong silently."""
+    """Tries what should not go wrong silently. Results are by case and connector."""
 
-    def __init__(
-        self, fleet: Fleet, router: Router, rounds: Rounds, chance: random.Random, compared: Sequence[Connector]
-    ) -> None:
-        self._fleet, self._router, self._rounds, self._chance = fleet, router, rounds, chance
-        self._compared = compared
+    def __init__(self, fleet: Fleet, rounds: Rounds, chance: random.Random, compared: Sequence[Connector]) -> None:
+        self._fleet, self._rounds, self._chance, self._compared = fleet, rounds, chance, compared
+        self._router = Router(TIMEOUT_S)
 
-    def misfit(self, misfit: Misfit, say: Callable[[str], None]) -> list[dict[str, Any]]:
+    def close(self) -> None:
+        """Close the connections."""
+        self._router.close()
+
+    def misfit(self, misfit: Misfit, say: Callable[[str], None]) -> dict[str, Outcomes]:
         """Return what comes of requests between servers that differ."""
         say(f"{misfit.name}: starting servers")
-        pairs = self._fleet.become(self._compared, misfit.prefill, misfit.decode)
-        rows = []
-        for connector in self._compared:
-            row: dict[str, Any] = {"case": misfit.name, "connector": connector.key}
-            if connector.key in self._fleet.failures:
-                rows.append(row | {"error": self._fleet.failures[connector.key]})
-            else:
-                rows.append(row | _outcome([self._asked(connector, pairs[connector.key]) for _ in range(REQUESTS)]))
-        return rows
+        pairs = self._rounds.become(self._compared, misfit.prefill, misfit.decode)
+        say(f"{misfit.name}: asking")
+        return {misfit.name: self._outcomes(pairs)}
 
-    def killed(self, say: Callable[[str], None]) -> list[dict[str, Any]]:
+    def killed(self, say: Callable[[str], None]) -> dict[str, Outcomes]:
         """Return what comes of a decode leg whose P was killed, and of requests after P is back.
 
-        Each connector's P is killed after it has answered its leg and before D's is sent.
+        Each connector's P is killed after it has answered its leg and before D's is sent. Then all start again at once.
         """
-        say("prefill server killed: starting servers")
-        pairs = self._fleet.become(self._compared, Shape(), Shape())
-        rows = []
-        for connector in self._compared:
-            row: dict[str, Any] = {"case": "P killed", "connector": connector.key}
-            if connector.key not in pairs:
-                rows.append(row | {"error": self._fleet.failures[connector.key]})
-                continue
+        say("prefill servers killed: starting servers")
+        pairs = self._rounds.become(self._compared, *FITTING)
+        died: Outcomes = {key: {"error": reason} for key, reason in self._fleet.failures.items()}
+        alive = [connector for connector in self._compared if connector.key in pairs]
+        for connector in alive:
             say(f"prefill server of {connector.label} killed")
             pair = pairs[connector.key]
             self._rounds.introduce(connector, pair)
-            left = self._left_alone(connector, pair)
-            rows.append(row | _outcome([left]))
-            row["case"] = "after P's restart"
-            back = self._fleet.restart_prefill(connector)
-            if back is None:
-                rows.append(row | {"error": self._fleet.failures[connector.key]})
-            else:
-                rows.append(row | _outcome([self._asked(connector, back) for _ in range(REQUESTS)]))
-        return rows
+            died[connector.key] = outcome([self._left_alone(connector, pair)])
+        say("the killed prefill servers start again")
+        back = self._fleet.restart_prefill(alive)
+        return {"P killed": died, "after P's restart": self._outcomes(back)}
+
+    def _outcomes(self, pairs: Mapping[str, Pair]) -> Outcomes:
+        """Return what comes of a few requests of each connector; of those whose servers do not run, why."""
+        outcomes: Outcomes = {key: {"error": reason} for key, reason in self._fleet.failures.items()}
+        for connector in self._compared:
+            if connector.key in pairs:
+                outcomes[connector.key] = outcome(self._several(connector, pairs[connector.key]))
+        return outcomes
+
+    def _several(self, connector: Connector, pair: Pair) -> list[tuple[Answer, tuple[int, ...]]]:
+        """Send a few requests, and no more after one that has timed out."""
+        answers: list[tuple[Answer, tuple[int, ...]]] = []
+        while len(answers) < REQUESTS and not any(answer.timed_out for answer, _ in answers):
+            answers.append(self._asked(connector, pair))
+        return answers
 
     def _left_alone(self, connector: Connector, pair: Pair) -> tuple[Answer, tuple[int, ...]]:
         """Return what D answers when P has died between the legs, and what is right."""
         prompt, salt = a_prompt(self._chance, TOKENS), self._rounds.salt()
         right = self._router.alone(pair.decode_url, prompt, ANSWER_TOKENS, self._rounds.salt()).tokens
-        contract = connector.contract(pair, "in turn")
         try:
+            contract = connector.contract(pair, "in turn")
             params = self._router.prefill(pair, prompt, salt, contract.for_prefill)
-        except (httpx.HTTPError, RefusedError) as error:
-            return Answer(error=str(error)), right
+        except NO_ANSWER as error:
+            return failed(error), right
         finally:
             self._fleet.kill_prefill(connector)
         for_decode = params if contract.for_decode is None else contract.for_decode
@@ -99,11 +102,12 @@ class Trouble:
         return answer, right.tokens
 
 
-def _outcome(answers: list[tuple[Answer, tuple[int, ...]]]) -> dict[str, Any]:
+def outcome(answers: Sequence[tuple[Answer, tuple[int, ...]]]) -> dict[str, Any]:
+    """Return a row of the results, of answers with what is right."""
     errors = [answer.error for answer, _ in answers if answer.error]
     wrong = sum(not answer.error and answer.tokens != right for answer, right in answers)
-    outcome: dict[str, Any] = {
+    row: dict[str, Any] = {
         "requests": len(answers), "right": len(answers) - len(errors) - wrong, "wrong": wrong, "errors": len(errors),
-        "longest_s": round(max(answer.total_s for answer, _ in answers), 2),
+        "longest_s": round(max((answer.total_s for answer, _ in answers), default=0.0), 2),
     }  # fmt: skip
-    return outcome | ({"error": errors[0]} if errors else {})
+    return row | ({"error": errors[0]} if errors else {})

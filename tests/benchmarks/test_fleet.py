@@ -3,13 +3,15 @@
 import math
 import os
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 import simpy
 
-from benchmarks.fleet import calibrate, control, validate
+from benchmarks import record
+from benchmarks.fleet import calibrate, control, plots, validate
 from benchmarks.fleet.constants import Cache, Constants, EngineCosts, PullCosts, SharedMachine, linked, with_blocks
 from benchmarks.fleet.host_memory import HostMemory
 from benchmarks.fleet.memory import Memory
@@ -325,3 +327,8 @@ def test_a_p_that_is_told_nothing_sleeps() -> None:
     assert isinstance(fleet.prefills[0], Prefill)
     fleet.run(equal(1, 0.0, 64, 1))
     assert fleet.env.now < 0.2
+
+
+def test_the_plots_in_the_results_are_those_of_the_figures(tmp_path: Path) -> None:
+    drawn = {path.name: path.read_text() for path in plots.draw(record.read("fleet"), tmp_path)}
+    assert drawn == {path.name: path.read_text() for path in record.RESULTS.glob("fleet-*.svg")}

@@ -1,15 +1,25 @@
 """What the comparison with other connectors makes of its samples, and the table that it writes."""
 
+import random
+import re
+import sys
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from benchmarks import record
-from benchmarks.peers import table
-from benchmarks.peers.connectors import ALL, HOST, MOONCAKE, NIXL, OURS, Pair, Ports
+from benchmarks import docs, record
+from benchmarks.peers import __main__ as main
+from benchmarks.peers import plots, summary, table
+from benchmarks.peers.budget import Budget, starts
+from benchmarks.peers.connectors import ALL, HOST, MOONCAKE, NIXL, OURS, Connector, Pair, Ports
 from benchmarks.peers.counters import Moved, moved_since
-from benchmarks.peers.sending import Answer
-from benchmarks.peers.summary import Case, Sample, rows
+from benchmarks.peers.rounds import LEFT_OUT, Plan, Round, Rounds
+from benchmarks.peers.sending import Answer, RefusedError, Router
+from benchmarks.peers.servers import Shape
+from benchmarks.peers.summary import Case, Sample, by_name, rows
+from benchmarks.peers.trouble import outcome
 
 CASE = Case("BHLNC", 1, 1, 500, 1, "ours", "in turn")
 MOVED = Moved(transfers=1, descriptors=16, bytes=12_000_000, seconds=0.01)
@@ -68,38 +78,203 @@ def test_the_legs_say_what_each_contract_wants() -> None:
     assert mooncake.for_decode["transfer_id"] == mooncake.for_prefill["transfer_id"]
 
 
-class TestTable:
-    def result(self, cases: list[dict[str, object]], trouble: list[dict[str, object]]) -> dict[str, object]:
-        figures = {"labels": {each.key: each.label for each in ALL}, "cases": cases, "trouble": trouble}
-        machine = {"processor": "a processor", "cores": 2, "memory_gib": 24}
-        return {
-            "date": "2026-01-02", "machine": machine, "versions": {"vllm": "0.32.0"}, "command": "python -m x",
-            "figures": figures,
-        }  # fmt: skip
+def result(cases: list[dict[str, Any]], trouble: dict[str, Any] | None = None) -> dict[str, Any]:
+    """A results' file."""
+    figures = {"labels": {each.key: each.label for each in ALL}, "cases": by_name(cases), "trouble": trouble or {}}
+    machine = {"processor": "a processor", "cores": 2, "memory_gib": 24}
+    return {
+        "date": "2026-01-02", "machine": machine, "versions": {"vllm": "0.32.0"}, "command": "python -m x",
+        "figures": figures,
+    }  # fmt: skip
 
+
+class TestTable:
     def test_a_row_says_how_long_how_much_and_how_often_wrong(self) -> None:
-        text = table.markdown(self.result(rows([sample(0.01), sample(0.01, wrong=True)]), []))
+        text = table.markdown(result(rows([sample(0.01), sample(0.01, wrong=True)])))
         assert "2026-01-02, a processor, 2 cores, 24 GiB; vllm 0.32.0" in text
         (row,) = [line for line in text.splitlines() if line.startswith("| 500")]
         cells = "500 | 1 | pd-connector | in turn | 10 / 10 / 10 | 1015 / 1015 / 1015 | 1200 / 1200 / 1200"
-        assert row == f"| {cells} | 16 | 12 | 1,200 | 0 | 1 | 2 |"
+        assert row == f"| {cells} | 16 | 12 | 1,200 | 2 | 0 | 1 | 2 |"
 
     def test_errors_fit_a_cell_and_stand_under_the_table(self) -> None:
         failed = sample(0, answer=Answer(error="HTTP 500:\n a | b " + 200 * "x"), moved=Moved())
-        text = table.markdown(self.result(rows([failed]), []))
+        text = table.markdown(result(rows([failed])))
         assert "- pd-connector, in turn, 500 tokens, 1 at once: `HTTP 500: a / b xxx" in text
         assert max(len(line) for line in text.splitlines() if line.startswith("- ")) < 240
 
     def test_wrong_answers_between_servers_that_do_not_fit_stand_out(self) -> None:
-        row: dict[str, object] = {
-            "case": "block size 32 to 64", "connector": "nixl", "requests": 3, "right": 0, "wrong": 3, "errors": 0,
-            "longest_s": 0.5,
-        }  # fmt: skip
-        text = table.markdown(self.result([], [row]))
+        row = {"requests": 3, "right": 0, "wrong": 3, "errors": 0, "longest_s": 0.5}
+        text = table.markdown(result([], {"block size 32 to 64": {"nixl": row}}))
         assert "| block size 32 to 64 | vLLM's NixlConnector | 3 | 0 | **3** | 0 | 0.5 s |  |" in text
 
+    def test_what_did_not_start_and_a_chat_that_failed_are_said(self) -> None:
+        of = result([])
+        of["figures"] |= {"failures": {"LBHNC/2-1": {"nixl": "no"}}, "chat": {"error": "a server\nended"}}
+        text = table.markdown(of)
+        assert "| LBHNC/2-1 | vLLM's NixlConnector | `no` |" in text
+        assert "It failed: `a server ended`" in text
 
-def test_the_table_in_the_results_is_that_of_the_figures() -> None:
-    path = record.RESULTS / "peers.md"
-    if path.exists() or (record.RESULTS / "peers.json").exists():
-        assert path.read_text() == table.markdown(record.read("peers"))
+    def test_it_says_what_was_changed_in_a_peer_and_what_is_subtracted(self) -> None:
+        text = " ".join(table.markdown(result([])).split())
+        assert "`torch.accelerator.current_device_index`" in text
+        assert "less what a request of one token takes at D" in text
+        assert "Eight at once have 500 tokens each" in text
+
+
+def test_a_page_can_name_any_row_of_the_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(record, "RESULTS", tmp_path)
+    alone = sample(0.01, case=replace(CASE, connector="alone"))
+    figures = {"cases": by_name(rows([sample(0.01), alone])), "trouble": {"P killed": {"ours": outcome([])}}}
+    record.write("peers", ["benchmarks.peers"], figures)
+    page = "0<!--peers:cases/BHLNC/1-1/500/1/ours, in turn/handover_ms/p50--> ms, "
+    page += "0<!--peers:cases/BHLNC/1-1/500/1/alone/total_ms/p50--> ms, 7<!--peers:trouble/P killed/ours/wrong-->"
+    assert re.sub("<.*?>", "", docs.written(page)) == "10 ms, 1,200 ms, 0"
+
+
+class TestPlots:
+    def cases(self) -> list[dict[str, Any]]:
+        """A way that is missing at the first pair of sizes, and bursts."""
+        first = replace(CASE, prefill_tp=2)
+        nixl = replace(CASE, connector="nixl")
+        return rows([sample(0.01, case=case) for case in (first, CASE, nixl, replace(CASE, at_once=8))])
+
+    def test_the_legend_has_the_ways_of_all_panels_and_the_axis_what_is_subtracted(self, tmp_path: Path) -> None:
+        handover, at_once = plots.draw(result(self.cases()), tmp_path)
+        assert (handover.name, at_once.name) == ("peers-handover-BHLNC.svg", "peers-at-once-BHLNC.svg")
+        drawn = handover.read_text()
+        assert "pd-connector, in turn" in drawn
+        assert "vLLM's NIXL, in turn" in drawn
+        assert "less what one token takes at D" in drawn
+
+    def test_bursts_alone_are_drawn_and_nothing_without_rows(self, tmp_path: Path) -> None:
+        bursts = [row for row in self.cases() if row["at_once"] > 1]
+        assert [path.name for path in plots.draw(result(bursts), tmp_path)] == ["peers-at-once-BHLNC.svg"]
+        assert plots.draw(result([]), tmp_path) == []
+
+    def test_equal_results_give_equal_files(self, tmp_path: Path) -> None:
+        (tmp_path / "again").mkdir()
+        one, other = (plots.draw(result(self.cases()), place) for place in (tmp_path, tmp_path / "again"))
+        assert [path.read_bytes() for path in one] == [path.read_bytes() for path in other]
+
+
+class TestBudget:
+    def test_servers_are_started_where_a_side_changes(self) -> None:
+        small, large = Shape(), Shape(tensor_parallel=2)
+        assert starts([(large, small), (small, small), (small, large), (small, large)], 3) == 12
+
+    def test_what_is_left_is_shared_after_what_starts_take(self) -> None:
+        now = [0.0]
+        budget = Budget(800, 20, 60, clock=lambda: now[0])
+        now[0] = 100.0
+        budget.started(10, 100.0)
+        assert budget.share_s(2) == (800 - 100 - 10 * 10 - 60) / 2
+        now[0] = 790.0
+        assert budget.share_s(1) == 0
+
+
+class Slow:
+    """A router that never answers one connector, and that P refuses another."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    def alone(self, *_: object) -> Answer:
+        return Answer(0.0, 0.001, 0.002, (1,))
+
+    def prefill(self, *_: object) -> None:
+        raise RefusedError("P: HTTP 500: no")
+
+    def send(self, connector: Connector, *_: object) -> Answer:
+        self.asked.append(connector.key)
+        if connector is NIXL:
+            return Answer(error="timed out", timed_out=True)
+        return Answer(0.001, 0.002, 0.003, (1,))
+
+
+class Servers:
+    """Servers that all run."""
+
+    def __init__(self) -> None:
+        self.failures: dict[str, str] = {}
+        self.starts = 0
+
+    def become(self, compared: tuple[Connector, ...], *_: Shape) -> dict[str, Pair]:
+        return {each.key: Pair("http://p", "http://d", Ports(1, 2), record.ROOT / "none") for each in compared}
+
+
+class TestRounds:
+    @pytest.fixture
+    def router(self, monkeypatch: pytest.MonkeyPatch) -> Slow:
+        monkeypatch.setattr("benchmarks.peers.rounds.now", lambda _: Moved())
+        monkeypatch.setattr("benchmarks.peers.rounds.moved_since", lambda *_: Moved())
+        return Slow()
+
+    def rounds(self, router: Slow, budget_s: float) -> Rounds:
+        plan = Plan(rounds=(Round("LBHNC", 1, 1),) * 2, repeats=5)
+        budget = Budget(budget_s, 0, 0)
+        return Rounds(Servers(), router, plan, random.Random(1), budget)  # type: ignore[arg-type]
+
+    def test_a_way_that_times_out_is_left_out_and_its_requests_are_errors(self, router: Slow) -> None:
+        rounds = self.rounds(router, 1000)
+        (row, *others) = [row for row in summary.rows(rounds.run(0, str)) if row["connector"] == "nixl"]
+        assert router.asked.count("nixl") == 2
+        assert all(each["errors"] == each["requests"] for each in (row, *others))
+        assert row["error"] == LEFT_OUT
+        list(rounds.run(1, str))
+        assert router.asked.count("nixl") == 3, "one more attempt in the next round"
+
+    def test_a_first_request_that_is_refused_is_kept_and_the_others_go_on(self, router: Slow) -> None:
+        rounds = self.rounds(router, 1000)
+        samples = list(rounds.run(0, str))
+        assert rounds.failures["LBHNC/1-1"]["ours"] == "the first request: P: HTTP 500: no"
+        assert {each.case.connector for each in samples} == {"ours", "mooncake", "nixl", "alone"}
+
+    def test_when_the_time_is_used_up_each_way_has_two_repeats(self, router: Slow) -> None:
+        found = {(row["at_once"], row["repeats"]) for row in summary.rows(self.rounds(router, 0).run(0, str))}
+        assert found == {(1, 2), (8, 1)}
+        found = {(row["at_once"], row["repeats"]) for row in summary.rows(self.rounds(router, 1000).run(0, str))}
+        assert found == {(1, 5), (8, 2)}
+
+
+def test_what_a_contract_lacks_is_an_answer_s_error() -> None:
+    pair = Pair("http://p", "http://d", Ports(1, 2), record.ROOT)
+    answer = Router().send(OURS, pair, "together", [1], 1, "salt")
+    assert answer.error == "KeyError: 'remote_host'"
+    assert not answer.timed_out
+
+
+def test_a_failing_part_costs_nothing_of_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(record, "RESULTS", tmp_path)
+    monkeypatch.setattr(record, "ROOT", tmp_path)
+    monkeypatch.setattr(main, "DIRECTORY", tmp_path)
+    monkeypatch.setattr(record, "versions", lambda: {"vllm": "0"})
+
+    def fails(_plan: object, _arguments: object, results: main.Results) -> None:
+        with results.part("LBHNC/1-1"):
+            results.measured([sample(0.01)], {})
+        raise RuntimeError("the second round")
+
+    monkeypatch.setattr(main, "measure", fails)
+    with pytest.raises(RuntimeError, match="the second round"):
+        main.main([])
+    assert record.read("peers")["figures"]["took_s"].keys() == {"LBHNC/1-1"}
+    assert "| 500 |" in (tmp_path / "peers.md").read_text()
+    assert (tmp_path / "peers-handover-BHLNC.svg").exists()
+
+
+def test_a_chat_that_ends_the_program_is_an_error_in_the_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    def ends(_words: object) -> None:
+        sys.exit("a server ended")
+
+    monkeypatch.setattr("benchmarks.multi_turn.main", ends)
+    assert main.chat() == {"error": "a server ended"}
+
+
+def test_table_and_plots_in_the_results_are_those_of_the_figures(tmp_path: Path) -> None:
+    if not (record.RESULTS / "peers.json").exists():
+        assert list(record.RESULTS.glob("peers*")) == [], "what is drawn has its figures beside it"
+        pytest.skip("nothing was recorded yet: make bench-peers")
+    found = record.read("peers")
+    assert (record.RESULTS / "peers.md").read_text() == table.markdown(found)
+    drawn = {path.name: path.read_text() for path in plots.draw(found, tmp_path)}
+    assert drawn == {path.name: path.read_text() for path in record.RESULTS.glob("peers-*.svg")}
