@@ -155,11 +155,13 @@ class Rounds:
         """
         prompt = a_prompt(self._chance, WARM_UP_TOKENS)
         if connector is connectors.OURS:
+            salt = self.salt()
             try:
-                params = self._router.prefill(pair, prompt, self.salt(), {"do_remote_decode": True})
+                params = self._router.prefill(pair, prompt, salt, {"do_remote_decode": True})
             except NO_ANSWER as error:
                 return f"the first request: {failed(error).error}"
             pair.learnt.update(params or {})
+            self._router.decode(pair, prompt, 2, salt, params)  # which ends the lease
         for legs in connector.legs:
             answer = self._router.send(connector, pair, legs, prompt, 2, self.salt())
             self._noted(connector.key, legs, [answer])

@@ -157,13 +157,13 @@ class Fleet:
 
     def _wait(self) -> None:
         """Wait until all servers are ready, and end those of connectors of which one is not."""
-        waiting = dict(self._started)
+        waiting, until = dict(self._started), time.monotonic() + READY_TIMEOUT_S  # those that are kept are old
         while waiting:
             for key, started in list(waiting.items()):
                 try:
                     if started.server.ready():
                         waiting.pop(key)
-                    elif started.server.age_s > READY_TIMEOUT_S:
+                    elif time.monotonic() > until:
                         raise ServerFailed(f"not ready within {READY_TIMEOUT_S:.0f} s", started.server.log_tail())
                 except ServerFailed as error:
                     self._give_up(key[0], started, error)

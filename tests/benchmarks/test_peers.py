@@ -19,7 +19,7 @@ from benchmarks.peers.rounds import LEFT_OUT, Plan, Round, Rounds
 from benchmarks.peers.sending import Answer, RefusedError, Router
 from benchmarks.peers.servers import Shape
 from benchmarks.peers.summary import Case, Sample, by_name, rows
-from benchmarks.peers.trouble import outcome
+from benchmarks.peers.trouble import Trouble, outcome
 
 CASE = Case("BHLNC", 1, 1, 500, 1, "ours", "in turn")
 MOVED = Moved(transfers=1, descriptors=16, bytes=12_000_000, seconds=0.01)
@@ -172,6 +172,10 @@ class TestBudget:
         assert budget.share_s(1) == 0
 
 
+def quiet(_what: str) -> None:
+    """Say nothing."""
+
+
 class Slow:
     """A router that never answers one connector, and that P refuses another."""
 
@@ -216,24 +220,50 @@ class TestRounds:
 
     def test_a_way_that_times_out_is_left_out_and_its_requests_are_errors(self, router: Slow) -> None:
         rounds = self.rounds(router, 1000)
-        (row, *others) = [row for row in summary.rows(rounds.run(0, str)) if row["connector"] == "nixl"]
+        (row, *others) = [row for row in summary.rows(rounds.run(0, quiet)) if row["connector"] == "nixl"]
         assert router.asked.count("nixl") == 2
         assert all(each["errors"] == each["requests"] for each in (row, *others))
         assert row["error"] == LEFT_OUT
-        list(rounds.run(1, str))
+        list(rounds.run(1, quiet))
         assert router.asked.count("nixl") == 3, "one more attempt in the next round"
 
     def test_a_first_request_that_is_refused_is_kept_and_the_others_go_on(self, router: Slow) -> None:
         rounds = self.rounds(router, 1000)
-        samples = list(rounds.run(0, str))
+        samples = list(rounds.run(0, quiet))
         assert rounds.failures["LBHNC/1-1"]["ours"] == "the first request: P: HTTP 500: no"
         assert {each.case.connector for each in samples} == {"ours", "mooncake", "nixl", "alone"}
 
     def test_when_the_time_is_used_up_each_way_has_two_repeats(self, router: Slow) -> None:
-        found = {(row["at_once"], row["repeats"]) for row in summary.rows(self.rounds(router, 0).run(0, str))}
+        found = {(row["at_once"], row["repeats"]) for row in summary.rows(self.rounds(router, 0).run(0, quiet))}
         assert found == {(1, 2), (8, 1)}
-        found = {(row["at_once"], row["repeats"]) for row in summary.rows(self.rounds(router, 1000).run(0, str))}
+        found = {(row["at_once"], row["repeats"]) for row in summary.rows(self.rounds(router, 1000).run(0, quiet))}
         assert found == {(1, 5), (8, 2)}
+
+
+class TestTrouble:
+    def test_all_prefill_servers_are_killed_and_start_again_at_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        happened: list[str] = []
+
+        class Killed(Servers):
+            def kill_prefill(self, connector: Connector) -> None:
+                happened.append(connector.key)
+
+            def restart_prefill(self, killed: list[Connector]) -> dict[str, Pair]:
+                happened.append("restart")
+                self.failures = {"mooncake": "no memory"}
+                return {key: pair for key, pair in self.become(tuple(killed)).items() if key != "mooncake"}
+
+        monkeypatch.setattr("benchmarks.peers.trouble.Router", lambda _: Slow())
+        fleet = Killed()
+        rounds = Rounds(fleet, Slow(), Plan(), random.Random(1), Budget(0, 0, 0))  # type: ignore[arg-type]
+        trouble = Trouble(fleet, rounds, random.Random(1), ALL)  # type: ignore[arg-type]
+        found = trouble.killed(quiet)
+        assert happened == ["ours", "mooncake", "nixl", "restart"]
+        assert "P: HTTP 500: no" in found["P killed"]["nixl"]["error"]
+        after = found["after P's restart"]
+        assert after["mooncake"] == {"error": "no memory"}
+        assert (after["ours"]["requests"], after["ours"]["right"]) == (3, 3)
+        assert (after["nixl"]["requests"], after["nixl"]["errors"]) == (1, 1), "no more after one that timed out"
 
 
 def test_what_a_contract_lacks_is_an_answer_s_error() -> None:
