@@ -10,7 +10,6 @@ import logging
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -19,14 +18,13 @@ import torch
 from layout.geometry import Region
 from layout.host_blocks import host_layout
 from pd_connector.orders import LoadOrder, StoreEnds, StoreOrder
-from pd_connector.stats import StatsRecorder
 from pd_connector.worker.host_copies import HostCopies, UnsettledLoadError
 from pd_connector.worker.host_pool import HostPool
 from tests.support.devices import npu_caches as tier
-from tests.support.devices.npu_device import DeviceBytes
+from tests.support.devices.npu_device import DeviceBytes, held
 from tests.support.devices.npu_simulator import in_a_process
 from tests.support.waiting import WAIT_S
-from transfer.batch_copy.backends import Backend, open_copier, pinned_memory
+from transfer.batch_copy.backends import Backend, open_copier
 from transfer.batch_copy.base import Direction
 
 Calls = Callable[[str], int]
@@ -58,14 +56,6 @@ def pool(caches: tier.Caches) -> Iterator[HostPool]:
     yield made
     made.copies.check_integrity()
     made.join()
-
-
-def without_marks(caches: tier.Caches, device: torch.device) -> HostPool:
-    """What must not be: copies that do not wait for the model's stream."""
-    layout = host_layout(caches.geometry)
-    pinned = pinned_memory(Backend.ACL, SLOTS * layout.slot_bytes, device.index)
-    stores, loads = (open_copier(Backend.ACL, way, device.index) for way in (STORE, LOAD))
-    return HostPool(HostCopies(layout, pinned.region, stores, loads, lambda: None), pinned, SLOTS, StatsRecorder())
 
 
 STORE, LOAD = Direction.DEVICE_TO_HOST, Direction.HOST_TO_DEVICE
@@ -185,12 +175,10 @@ def test_a_store_waits_for_what_the_model_writes(
         assert wrong_stores(pool, caches, 20) == 0
 
 
-def test_without_its_mark_a_store_would_not(
-    caches: tier.Caches, device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_its_mark_a_store_would_not(caches: tier.Caches, monkeypatch: pytest.MonkeyPatch) -> None:
     """The hazard is there, so that the test above can fail."""
     monkeypatch.setenv("SIMACL_COPY_US", "200")
-    pool = without_marks(caches, device)
+    pool = tier.open_pool_without_marks(caches, SLOTS)
     assert wrong_stores(pool, caches, 100, until_wrong=True) > 0
     pool.close()
 
@@ -215,11 +203,9 @@ def test_a_load_waits_for_what_the_model_still_reads(
     assert seen_by_late_reader(pool, caches) == (True, True)
 
 
-def test_without_its_mark_a_load_would_not(
-    caches: tier.Caches, device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_its_mark_a_load_would_not(caches: tier.Caches, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SIMACL_COPY_US", "1000")
-    pool = without_marks(caches, device)
+    pool = tier.open_pool_without_marks(caches, SLOTS)
     assert not all(seen_by_late_reader(pool, caches)[0] for _ in range(20))
     pool.close()
 
@@ -235,23 +221,6 @@ def test_the_mark_is_on_the_caches_device_whatever_the_threads(
     assert torch.npu.current_device() == 0
     assert wrong_stores(pool, caches, 5) == 0
     pool.close()
-
-
-@contextmanager
-def held(acl: ctypes.CDLL, stream: int) -> Iterator[threading.Event]:
-    """A stream stands still until the event is set, or the block is left."""
-    go_on = threading.Event()
-
-    def stand(_: object) -> None:
-        go_on.wait(WAIT_S)
-
-    wait = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(stand)
-    assert acl.aclrtLaunchHostFunc(ctypes.c_void_p(stream), wait, None) == 0
-    try:
-        yield go_on
-    finally:
-        go_on.set()
-        torch.npu.synchronize()
 
 
 def test_the_models_thread_never_waits(caches: tier.Caches, pool: HostPool, acl: ctypes.CDLL) -> None:

@@ -24,6 +24,8 @@ from tests.support.connector.tensors import stated_of
 from tests.support.devices.npu_device import DeviceBytes
 from tests.support.memory import Bytes
 from tests.support.waiting import until
+from transfer.batch_copy.backends import Backend, open_copier, pinned_memory
+from transfer.batch_copy.base import Direction
 
 BLOCKS, TOKENS = 12, 8  # of each cache group
 
@@ -229,6 +231,16 @@ def open_pool(caches: Caches, slots: int) -> HostPool:
     geometry = caches.geometry
     share = HostQuota(slots * host_layout(geometry).slot_bytes, workers=1, workers_here=1)
     return HostPool.open(share, geometry, [part.tensor for part in caches.parts], StatsRecorder())
+
+
+def open_pool_without_marks(caches: Caches, slots: int) -> HostPool:
+    """What must not be: copies that do not wait for the model's stream."""
+    layout, device = host_layout(caches.geometry), caches.allocations[0].device.index
+    pinned = pinned_memory(Backend.ACL, slots * layout.slot_bytes, device)
+    stores, loads = (
+        open_copier(Backend.ACL, way, device) for way in (Direction.DEVICE_TO_HOST, Direction.HOST_TO_DEVICE)
+    )
+    return HostPool(HostCopies(layout, pinned.region, stores, loads, lambda: None), pinned, slots, StatsRecorder())
 
 
 def moves(*triples: tuple[int, int, int]) -> BlockMoves:

@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from ctypes import byref, c_int, c_int32, c_size_t, c_void_p
@@ -13,6 +14,7 @@ import numpy as np
 
 from layout.geometry import Region
 from tests.support.memory import Bytes
+from tests.support.waiting import WAIT_S
 from transfer.batch_copy.acl import AclRuntime
 from transfer.batch_copy.base import Direction
 from transfer.batch_copy.copier import ThreadedCopier
@@ -129,6 +131,23 @@ class RawDevice:
     def close(self) -> None:
         for address in self._memory:
             must(self.library.aclrtFree(address))
+
+
+@contextmanager
+def held(acl: ctypes.CDLL, stream: int) -> Iterator[threading.Event]:
+    """A stream stands still until the event is set, or the block is left, which waits for the stream."""
+    go_on = threading.Event()
+
+    def stand(_: object) -> None:
+        go_on.wait(WAIT_S)
+
+    wait = ctypes.CFUNCTYPE(None, c_void_p)(stand)
+    must(acl.aclrtLaunchHostFunc(c_void_p(stream), wait, None))
+    try:
+        yield go_on
+    finally:
+        go_on.set()
+        must(acl.aclrtSynchronizeStream(c_void_p(stream)))
 
 
 def view(memory: PinnedMemory) -> Bytes:
