@@ -15,18 +15,19 @@ import pytest
 
 from tests.support.e2e.client import Completion
 from tests.support.e2e.cluster import Cluster, Server
-from tests.support.e2e.deployments import CHAOS_HOST, on
+from tests.support.e2e.deployments import CHAOS_HOST, CHAOS_HOST_RANKS, on
 from tests.support.e2e.legs import Router
 from tests.support.e2e.pair import Pair, make_prompt
 from tests.support.e2e.trouble import Side, Trouble
 from tests.support.waiting import until
 
 REQUESTS, CLIENTS, LONGEST = 200, 8, 1500
+REQUESTS_OF_RANKS = 80  # where three workers share two cores
 PROMPTS = 140  # different ones, so that some are asked for again, and found in host memory
 KILLS: tuple[Side, ...] = ("prefill", "decode", "prefill", "decode")
 ENDS_WITHIN_S = 100.0
 
-pytestmark = [pytest.mark.chaos, pytest.mark.slow, pytest.mark.timeout(1500), on(CHAOS_HOST)]
+pytestmark = [pytest.mark.chaos, pytest.mark.slow, pytest.mark.timeout(1500)]
 
 Outcome = tuple[list[int], Completion | None, float]
 
@@ -73,11 +74,10 @@ def wait_until_nothing_is_lent(server: Server) -> None:
     until(lambda: lent() == 0, f"{server.spec.name} to have its host memory back", within_s=30.0)
 
 
-@pytest.mark.parametrize("pair", [("P", "D auto fail"), ("P", "D host recompute")], indirect=True, ids="-".join)
-def test_two_hundred_requests_in_trouble(pair: Pair, cluster: Cluster, figures: list[str]) -> None:
+def assert_right_in_trouble(pair: Pair, cluster: Cluster, figures: list[str], requests: int) -> None:
     recomputes = pair.decode.spec.load_failure_policy == "recompute"
     with Trouble(pair, cluster, recomputes, KILLS) as trouble, ThreadPoolExecutor(CLIENTS) as clients:
-        answers = list(clients.map(lambda number: send(trouble, number), range(REQUESTS)))
+        answers = list(clients.map(lambda number: send(trouble, number), range(requests)))
     for server in (pair.prefill, pair.decode):
         until(server.client.is_healthy, f"{server.spec.name} answers again")
     pair.wait_until_at_rest()
@@ -87,15 +87,27 @@ def test_two_hundred_requests_in_trouble(pair: Pair, cluster: Cluster, figures: 
     moved = pair.prefill.client.metrics().value("vllm:pd_lease_blocks_moved_total", event="copied")
     landed = pair.decode.client.metrics().value("vllm:pd_landings_total", event="landed")
     figures.append(
-        f"{pair.decode.spec.name}: {dict(ended)} of {REQUESTS}, {dict(trouble.caused)}; "
+        f"{pair.decode.spec.name}: {dict(ended)} of {requests}, {dict(trouble.caused)}; "
         f"since the last restarts {moved:.0f} blocks moved, {landed:.0f} prompts landed"
     )
     assert trouble.caused["killed prefill"] == trouble.caused["killed decode"] == 2
     assert max(seconds for _, _, seconds in answers) < ENDS_WITHIN_S
     assert set(ended) <= ({"none", "200"} if recomputes else {"none", "200", "500"})
-    assert ended["200"] > REQUESTS // 3
+    assert ended["200"] > requests // 3
     for prompt, answer, _ in answers:
         if answer is not None and answer.status == 200:
             pair.assert_right(answer, prompt)
     prompt = make_prompt(LONGEST, ("after the trouble", pair.name))
     pair.assert_right(pair.disaggregate(prompt), prompt)
+
+
+@on(CHAOS_HOST)
+@pytest.mark.parametrize("pair", [("P", "D auto fail"), ("P", "D host recompute")], indirect=True, ids="-".join)
+def test_two_hundred_requests_in_trouble(pair: Pair, cluster: Cluster, figures: list[str]) -> None:
+    assert_right_in_trouble(pair, cluster, figures, REQUESTS)
+
+
+@on(CHAOS_HOST_RANKS)
+@pytest.mark.parametrize("pair", [("TP1", "TP2"), ("TP2", "TP1")], indirect=True, ids="-".join)
+def test_eighty_requests_in_trouble_between_unequal_ranks(pair: Pair, cluster: Cluster, figures: list[str]) -> None:
+    assert_right_in_trouble(pair, cluster, figures, REQUESTS_OF_RANKS)

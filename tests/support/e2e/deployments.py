@@ -381,6 +381,22 @@ CHAOS_HOST = Deployment(
 )  # fmt: skip
 
 
+def _in_trouble(layout: Layout, tensor_parallel: int, policy: LoadFailurePolicy) -> ServerSpec:
+    """A server of both roles, whose leases move and to which prompts land."""
+    spec = _with_host_memory(peer(layout=layout, tensor_parallel=tensor_parallel, policy=policy))
+    times = {"pull_timeout_s": 2 * CHAOS_PULL_TIMEOUT_S, "transfer_timeout_s": 10.0}
+    return _in_chunks(spec, host_transfers=True, pull_to="auto", **times)
+
+
+#: The same between servers of both roles that are unequal in tensor parallel size and layout. A copy to host memory has
+#: ended when both ranks of TP2 have made it. Three workers on two cores: they get more time.
+CHAOS_HOST_RANKS = Deployment(
+    "chaos host ranks",
+    (("TP1", _in_trouble("LBHNC", 1, "fail")), ("TP2", _in_trouble("BHLNC", 2, "recompute"))),
+    slow=True,
+)
+
+
 def release_pair(release: str) -> Deployment:
     """Servers of both roles: of another vLLM release, one of each policy, and of the one that the tests run on.
 
