@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Literal, Self
 
-from tests.support.e2e.cluster import Cluster, Server
+from tests.support.e2e.cluster import START_TIMEOUT_S, Cluster, Server
 from tests.support.e2e.legs import Router
 from tests.support.e2e.pair import Pair
 from tests.support.waiting import until
@@ -55,7 +55,7 @@ class Trouble:
 
     def wait_for_servers(self) -> None:
         """Wait while a server that was killed is being started again: it could only refuse connections."""
-        assert self._up.wait(300.0), "a server has not come back"
+        assert self._up.wait(START_TIMEOUT_S + 60.0), "a server has not come back"
 
     def _run(self) -> None:
         number = 0
