@@ -67,6 +67,7 @@ class Completions:
             await client.fail(HTTPStatus.BAD_REQUEST, str(error))
             return
         record.identity = passed.request_id(client.headers, body)
+        record.streams = body.get("stream") is True
         await while_connected(request.receive, client, self._serve(body, client))
 
     async def _serve(self, body: Body, client: Client) -> None:

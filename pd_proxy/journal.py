@@ -4,10 +4,11 @@ import asyncio
 import logging
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from http import HTTPStatus
 from typing import Protocol
 
+from pd_proxy.settings import Legs
 from pd_proxy.tracing import RequestTrace
 
 logger = logging.getLogger(__name__)
@@ -26,6 +27,7 @@ class Record:
         self.path = path
         self.identity = "-"
         self.status = 0  # as sent to the client, or CLIENT_LEFT
+        self.streams = False  # whether the client has asked for a stream
         self.legs = ""  # how they were sent, as in ``Settings``; empty without a prefill leg
         self.prefill_retries = 0  # prefill servers that took the request and failed, so that another one got it
         self.first_token = False  # whether the answer began with P's
@@ -52,6 +54,19 @@ class Record:
         if self.status >= HTTPStatus.BAD_REQUEST:
             return f"decode server {self.decode_url} answered with status {self.status}"
         return ""
+
+    @property
+    def handover_s(self) -> float | None:
+        """From P's whole answer, which is its last token, to the first byte of D's; 0.0 where D's came before.
+
+        None where that is not D's first token: without a prefill leg, for an answer in one piece, whose first byte
+        comes with its last, and for a failure.
+        """
+        if not (self.streams and self.legs) or self.failure:
+            return None
+        if self.prefill_at is None or self.prefill_s is None or self.decode_at is None or self.first_byte_s is None:
+            return None
+        return max(0.0, self.decode_at + self.first_byte_s - self.prefill_at - self.prefill_s)
 
     def line(self) -> str:
         """The access line."""
@@ -101,6 +116,8 @@ class Journal:
         self._prefills = 0
         self._first_byte_s: defaultdict[str, float] = defaultdict(float)  # by how the legs were sent
         self._first_bytes: Counter[str] = Counter()
+        self._handover_s = dict.fromkeys(map(str, Legs), 0.0)  # by how the legs were sent
+        self._handovers: Counter[str] = Counter()
 
     def open(self, path: str) -> Record:
         """A request has come in. Its record must be closed."""
@@ -138,6 +155,9 @@ class Journal:
         if record.first_byte_s is not None:
             self._first_bytes[record.legs or _ALONE] += 1
             self._first_byte_s[record.legs or _ALONE] += record.first_byte_s
+        if (handover_s := record.handover_s) is not None:
+            self._handovers[record.legs] += 1
+            self._handover_s[record.legs] += handover_s
         bad = record.broken_off or record.status >= 500
         logger.log(logging.WARNING if bad else logging.INFO, "%s", record.line())
 
@@ -163,14 +183,20 @@ class Journal:
             lines += [f"# TYPE pd_proxy_{name}_total counter", f"pd_proxy_{name}_total {count}"]
         lines += ["# TYPE pd_proxy_prefill_seconds summary", f"pd_proxy_prefill_seconds_sum {self._prefill_s:.6f}"]
         lines += [f"pd_proxy_prefill_seconds_count {self._prefills}"]
-        lines.append("# TYPE pd_proxy_decode_first_byte_seconds summary")
-        for legs, count in sorted(self._first_bytes.items()):
-            label = f'{{legs="{legs}"}}'
-            lines += [f"pd_proxy_decode_first_byte_seconds_sum{label} {self._first_byte_s[legs]:.6f}"]
-            lines += [f"pd_proxy_decode_first_byte_seconds_count{label} {count}"]
+        lines += _summary("decode_first_byte", self._first_byte_s, self._first_bytes)
+        lines += _summary("handover", self._handover_s, self._handovers)
         lines.append("# TYPE pd_proxy_in_flight gauge")
         lines += [f'pd_proxy_in_flight{{leg="{leg}",url="{url}"}} {count}' for leg, url, count in in_flight]
         return "\n".join(lines) + "\n"
+
+
+def _summary(name: str, sums: Mapping[str, float], counts: Mapping[str, int]) -> list[str]:
+    """Return the lines of durations by how the legs were sent."""
+    lines = [f"# TYPE pd_proxy_{name}_seconds summary"]
+    for legs, total in sorted(sums.items()):
+        lines.append(f'pd_proxy_{name}_seconds_sum{{legs="{legs}"}} {total:.6f}')
+        lines.append(f'pd_proxy_{name}_seconds_count{{legs="{legs}"}} {counts.get(legs, 0)}')
+    return lines
 
 
 def _milliseconds(seconds: float | None) -> str:
