@@ -1,7 +1,11 @@
 """The status page in a real browser: what it shows, that it stays live, and that nothing in it is taken for markup."""
 
+import asyncio
+import os
+import struct
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -13,6 +17,9 @@ from tests.support.examples.served_proxy import Proxy, ProxySetup
 from tests.support.waiting import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400), needs_chromium]
+
+#: Where the picture of the page is written, if that is set: the one in README is made so.
+PICTURE = "PD_CONNECTOR_SCREENSHOT"
 
 MARKUP = "<img/src=x/onerror=document.title=1>"
 
@@ -99,3 +106,52 @@ def test_a_page_comes_back_to_a_proxy_that_has_restarted(browser: Browser, setup
     until(lambda: rows(browser, "ended") == [])
     second.complete()
     until(lambda: len(rows(browser, "failures")) == 1)
+
+
+def times_of(received: Received) -> list[float]:
+    """The seconds that a prompt of the picture asks for: of P, of the handover, and of the answer."""
+    return [int(word) / 1000 for word in received.body["prompt"].split()]
+
+
+async def prefills_for(received: Received, wire: Wire) -> None:
+    if received.path != "/health":
+        await asyncio.sleep(times_of(received)[0])
+    await prefills_by_name(received, wire)
+
+
+async def decodes_for(received: Received, wire: Wire) -> None:
+    """Stream eight tokens; a prompt without time for them is not served."""
+    prefill_s, handover_s, answer_s = times_of(received)
+    if not answer_s:
+        await asyncio.sleep(prefill_s)
+        await wire.json(500, {"error": {"message": "no"}})
+        return
+    at_once = "transfer_id" in received.body["kv_transfer_params"]
+    await asyncio.sleep(handover_s + (prefill_s if at_once else 0))
+    await wire.head()
+    for _ in range(8):
+        await wire.chunk(b'data: {"choices": [{"text": " a"}]}\n\n')
+        await asyncio.sleep(answer_s / 8)
+    await wire.end()
+
+
+def test_a_picture_of_the_whole_page(browser: Browser, setup: ProxySetup, tmp_path: Path) -> None:
+    """From the servers to where the time of each request went, with a failure and a request under way."""
+    p, d = ([setup.server(script) for _ in range(2)] for script in (prefills_for, decodes_for))
+    proxy = setup.proxy([*p], [*d], status_page=True)
+    browser.open(f"{proxy.url}/status")
+    until(lambda: browser.text("#live") == "live")
+    prompts = [f"{180 + 70 * (n % 5)} {20 + 7 * (n % 4)} {240 + 90 * (n % 7)}" for n in range(15)]
+    prompts[8] = "300 0 0"
+    with ThreadPoolExecutor(3) as clients:
+        list(clients.map(lambda prompt: proxy.complete(prompt=prompt, stream=True), prompts))
+    client = RawClient.completing(proxy, b'{"prompt": "100000 0 1", "stream": true}')
+    until(lambda: len(rows(browser, "ended")) == len(prompts) and rows(browser, "under-way"))
+    assert len(rows(browser, "failures")) == 1
+    file = Path(os.environ.get(PICTURE) or tmp_path / "status.png")
+    browser.screenshot(file)
+    client.leave()
+    size = struct.unpack(">II", file.read_bytes()[16:24])  # width and height stand there in a PNG
+    bottom = browser.evaluate("document.querySelector('#ended').getBoundingClientRect().bottom + scrollY")
+    assert size[1] >= bottom
+    assert browser.errors == []

@@ -32,6 +32,7 @@ class Browser:
             [
                 *(CHROMIUM, "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"),
                 *("--disable-extensions", "--disable-background-networking", "--no-first-run", "--no-proxy-server"),
+                "--hide-scrollbars",
                 *("--remote-debugging-port=0", f"--user-data-dir={directory / 'profile'}"),
                 *(f"--window-size={width},{height}", "about:blank"),
             ],
@@ -74,8 +75,11 @@ class Browser:
         return str(self.evaluate(f"document.querySelector({json.dumps(selector)})?.innerText ?? ''"))
 
     def screenshot(self, file: Path) -> None:
-        """Write what is in the window as a PNG."""
-        file.write_bytes(base64.b64decode(self._call("Page.captureScreenshot", format="png")["data"]))
+        """Write the whole page as a PNG, also what is below the window."""
+        size = self._call("Page.getLayoutMetrics")["cssContentSize"]
+        clip = {"x": 0, "y": 0, "width": size["width"], "height": size["height"], "scale": 1}
+        answer = self._call("Page.captureScreenshot", format="png", captureBeyondViewport=True, clip=clip)
+        file.write_bytes(base64.b64decode(answer["data"]))
 
     def __enter__(self) -> Self:
         return self
