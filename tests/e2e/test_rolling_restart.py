@@ -1,5 +1,7 @@
 """Every server of a deployment is stopped and started again, one after the other, under load: no request fails.
 
+A status is not enough for that: vLLM gives requests up with status 200, no text and finish reason ``abort``.
+
 A server gets its signal when no proxy sends it anything any more: what comes after the signal gets an error from vLLM,
 an empty text, or no answer. This is also how servers are taken away and added: by a second proxy with the new list.
 """
@@ -27,19 +29,31 @@ STAYING = ("--shutdown-timeout", "60")
 #: Every prefill server must have been asked, and every decode server have answered, so many times between restarts.
 BETWEEN = 4
 EXIT_S = 120.0
+TOKENS = 8
+EXACTLY = {"max_tokens": TOKENS, "ignore_eos": True}
 
 _P = replace(prefill(), arguments=STAYING)
 _D = replace(decode("fail", patient=True), arguments=STAYING, options=PATIENT)
 ROLLING = Deployment("rolling", (("P", _P), ("P other", _P), ("D", _D), ("D other", _D)), slow=True)
 
 
+def incomplete(answer: httpx.Response) -> str:
+    """What an answer lacks of being the whole one; empty if nothing."""
+    if answer.status_code != 200:
+        return f"status {answer.status_code}: {answer.text}"
+    told = answer.json()
+    reason, tokens = told["choices"][0]["finish_reason"], told["usage"]["completion_tokens"]
+    return "" if (reason, tokens) == ("length", TOKENS) else f"finish reason {reason!r}, {tokens} tokens: {answer.text}"
+
+
 class Load:
-    """Clients that ask one question after the other, and note every answer."""
+    """Clients that ask one question after the other, and note every answer that is not what was asked for."""
 
     def __init__(self, url: str, clients: int) -> None:
-        self.statuses: list[int] = []
+        self.answered = 0
         self.problems: list[str] = []
         self.url = url  # of the next requests
+        self._counting = threading.Lock()
         self._stop = threading.Event()
         self._threads = [threading.Thread(target=self._ask, args=(number,)) for number in range(clients)]
         for thread in self._threads:
@@ -51,20 +65,21 @@ class Load:
             while not self._stop.is_set():
                 number += 1
                 prompt = make_prompt(100 + 37 * client, ("rolling", client, number))
-                body = {"model": MODEL_NAME, "prompt": prompt, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+                body = {"model": MODEL_NAME, "prompt": prompt, "temperature": 0} | EXACTLY
                 try:
                     answer = http.post(f"{self.url}/v1/completions", json=body)
                 except httpx.HTTPError as error:
                     self.problems.append(repr(error))
                     continue
-                self.statuses.append(answer.status_code)
-                if answer.status_code != 200:
-                    self.problems.append(answer.text)
+                if problem := incomplete(answer):
+                    self.problems.append(problem)
+                with self._counting:
+                    self.answered += 1
 
     def wait_for(self, more: int) -> None:
         """Wait until so many more requests have been answered."""
-        wanted = len(self.statuses) + more
-        until(lambda: len(self.statuses) >= wanted or self.problems, within_s=300)
+        wanted = self.answered + more
+        until(lambda: self.answered >= wanted or self.problems, within_s=300)
 
     def end(self) -> None:
         self._stop.set()
@@ -121,8 +136,7 @@ def test_no_request_fails_while_every_server_restarts(
     finally:
         proxies.close()
     assert load.problems == []
-    assert set(load.statuses) == {200}
     took = time.monotonic() - started
     figures.append(
-        f"4 servers restarted in turn under load: {len(load.statuses)} requests in {took:.0f} s, none failed"
+        f"4 servers restarted in turn under load: {load.answered} requests in {took:.0f} s, all answered in full"
     )
