@@ -36,8 +36,9 @@ class Figure:
 
 
 def pages(root: Path = record.ROOT) -> list[Path]:
-    """Return all pages of which the figures are held."""
-    return [root / "README.md", *sorted((root / "docs").glob("*.md"))]
+    """Return all pages of which the figures are held. CONTRIBUTING.md has none: the mark in it shows what one is."""
+    others = [root / directory / "README.md" for directory in ("pd_proxy", "deploy")]
+    return [root / "README.md", *sorted((root / "docs").glob("*.md")), *others]
 
 
 def figures(text: str) -> Iterator[Figure]:
