@@ -1,5 +1,10 @@
 """The doctor at real prefill servers: what it finds of them, and that it leaves nothing behind."""
 
+import json
+import os
+import subprocess
+import sys
+
 import pytest
 
 from pd_connector.config import ConnectorConfig
@@ -7,7 +12,7 @@ from pd_connector.doctor.findings import Examination, Outcome
 from pd_connector.doctor.http import HttpServer
 from pd_connector.doctor.visit import Visit, Wishes
 from tests.support.e2e.cluster import BLOCK_SIZE, Server
-from tests.support.e2e.deployments import BHLNC, on
+from tests.support.e2e.deployments import BHLNC, MIXED, SECRET, on
 
 pytestmark = [pytest.mark.e2e, pytest.mark.doctor]
 
@@ -37,3 +42,30 @@ def test_a_prefill_server_is_visited(server: Server) -> None:
     assert pulled["tokens"] >= 200_000 // token_bytes
     assert pulled["bytes"] == -(-pulled["tokens"] // BLOCK_SIZE) * BLOCK_SIZE * token_bytes
     assert pulled["verified"] is False  # the server does not take checksums
+
+
+@on(MIXED)
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("server", ["BHLNC"], indirect=True)
+def test_the_command_visits_a_server_with_a_secret_and_compares_checksums(server: Server) -> None:
+    config = {"host": "127.0.0.1", "protocol": "tcp", "staging_bytes": 1 << 20, "handshake_timeout_s": 40.0}
+    visit = ("--peer", server.client.base_url, "--config", json.dumps(config), "--pull-bytes", "200000", "--json")
+    done = subprocess.run(
+        [sys.executable, "-m", "pd_connector.doctor", *visit],
+        env=os.environ | {"PD_CONNECTOR_SECRET": SECRET},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=500,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    told = json.loads(done.stdout)
+    found = {check["name"]: check for check in told["checks"]}
+    visited = {name: check["outcome"] for name, check in found.items() if name.startswith("peer")}
+    assert told["passed"] is True
+    assert "peer: pull" in visited
+    assert set(visited.values()) == {"ok"}
+    assert found["peer: handshake"]["values"]["secret"] is True
+    assert found["peer: pull"]["values"]["verified"] is True
+    assert "all checksums equal" in found["peer: pull"]["text"]
+    assert SECRET not in done.stdout + done.stderr
