@@ -105,8 +105,8 @@ GAUGES = {
     "leases_in_host": "Those of them that have moved to host memory.",
     "leased_blocks": "KV blocks that leases hold, each counted once.",
     "host_blocks_cached": "Blocks in host memory that prefix lookups can find.",
-    "host_blocks_lent": "Slots of host memory that leases and prompts that land there or wait for blocks hold, each "
-    "counted once. They are not evicted.",
+    "host_blocks_lent": "Slots of host memory that are held by leases, and by prompts that land there, wait for blocks "
+    "or are being loaded, each counted once. They are not evicted.",
     "host_blocks_capacity": "Capacity of host memory, in blocks.",
 }
 #: Gauges of which each rank has its own number. The largest is exported: a block is in use if it is on any rank.

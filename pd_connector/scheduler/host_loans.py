@@ -73,16 +73,21 @@ class HostLoans:
 
     def end(self, hosts: HeldBlocks) -> None:
         """Count host blocks as lent no more. The caller has their references."""
-        self._lent -= Counter(map(slot_of, hosts))
+        lent = self._lent
+        for slot in map(slot_of, hosts):  # subtracting counters would look at all that is lent
+            if lent[slot] > 1:
+                lent[slot] -= 1
+            else:
+                del lent[slot]
 
     def are_lent(self, hosts: Iterable[HeldBlocks]) -> bool:
         """Return whether all of these loans are known."""
         return Counter(slot_of(block) for blocks in hosts for block in blocks) <= self._lent
 
     @property
-    def slots(self) -> int:
-        """Number of slots that are lent, each counted once; without those that are lost."""
-        return len(self._lent)
+    def lost(self) -> int:
+        """Number of slots that are never used again."""
+        return len(self._lost)
 
     def references(self) -> "Counter[int]":
         """Return the number of references to each slot, lent or lost."""

@@ -8,13 +8,20 @@ A lease is chosen when requests wait for blocks, or when leases hold more than a
 memory holds already are not copied: the lease takes references to their slots. While blocks are copied the lease holds
 its device blocks, so that they do not change. Whether a reader has come is asked when the copy has ended
 (``LeaseTable.move``), in one step with the move. Everything runs on the scheduler's thread, but for ``is_due``.
+
+Leases are as large as prompts, and many copies may end at once. So a step begins moves until they have so many blocks
+together, ends moves until they do, and leaves the others to the next.
 """
 
 import logging
+import math
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
+
+import numpy as np
 
 from pd_connector.orders import BlockMoves, Orders, Report, StoreEnds, StoreOrder
 from pd_connector.scheduler.checksum_table import ChecksumTable
@@ -32,8 +39,10 @@ logger = logging.getLogger(__name__)
 _GRACE_S = 0.25
 #: After host memory had no room, or a copy failed, until leases are chosen again.
 _REST_S = 0.5
-#: Leases for which copies are ordered in one step, which must not take long.
+#: Leases that are looked at in one step, which must not take long.
 _CHOSEN_AT_ONCE = 64
+#: Blocks after which a step begins no more moves, and ends no more. Each takes it one to two microseconds.
+BLOCKS_A_STEP = 256
 _LOG_INTERVAL_S = 10.0
 
 
@@ -79,8 +88,11 @@ class LeaseMoves(SchedulerRole):
         self._tier: HostTier | None = None
         self._ranks = 1
         self._moves: dict[int, _Move] = {}  # under way, by the id of their store
+        self._arrived: deque[_Move] = deque()  # those whose copies all ranks have reported, to be ended
+        self._may_end = BLOCKS_A_STEP  # blocks, in this step
         self._next_store = -1
         self._rests_until = 0.0
+        self._too_large = math.inf  # until then, leases of so many blocks and more stay where they are
         self._events: Counter[str] = Counter()
         self._copied = self._present = 0  # blocks, since the last update of the statistics
         self._warnings = ThrottledWarnings(logger, _LOG_INTERVAL_S)
@@ -96,36 +108,43 @@ class LeaseMoves(SchedulerRole):
 
     def is_due(self) -> bool:
         """Return whether leases are to be moved now. Any thread."""
-        return self._tier is not None and self._clock() >= self._rests_until and bool(self._chosen())
+        return self._tier is not None and bool(self._chosen())
 
     def step_orders(self, scheduled: Mapping[str, int]) -> Orders:
-        """Choose leases, and order the copies of their blocks."""
-        if self._tier is None or self._clock() < self._rests_until:
+        """End moves that earlier steps have left, choose leases, and order the copies of their blocks."""
+        self._may_end = BLOCKS_A_STEP
+        self._end_arrived()
+        if self._tier is None:
             return Orders()
         stores: list[StoreOrder] = []
+        left = BLOCKS_A_STEP
         for lease, why in self._chosen():
-            if not self._start(self._tier, lease, why, stores):
+            if left <= 0:
                 break
+            if (blocks := len(_device_blocks(lease))) < self._least_too_large:
+                self._start(self._tier, lease, why, stores)
+                left -= blocks
         return Orders(stores=tuple(stores))
 
     def settled(self, request_ids: set[str], failed: set[str], report: Report) -> None:
-        """End the moves whose copies all ranks have reported."""
+        """End the moves whose copies all ranks have reported, as many as this step may."""
         for store_id, ends in report.stores.items():
             if (move := self._moves.get(store_id)) is not None:
                 move.ends += ends
                 if move.ends.ranks >= self._ranks:
+                    self._arrived.append(move)
                     del self._moves[store_id]
-                    self._end(move)
+        self._end_arrived()
 
     @property
     def wants_step(self) -> bool:
         """Whether the engine must step to order copies, or to learn of their end."""
-        return bool(self._moves) or self.is_due()
+        return self.frees_blocks_soon or self.is_due()
 
     @property
     def frees_blocks_soon(self) -> bool:
         """Whether leases are on their way off the device."""
-        return bool(self._moves)
+        return bool(self._moves or self._arrived)
 
     def update_stats(self, stats: StatsRecorder) -> None:
         """Record which leases have moved and why, which have not, and how many lie in host memory."""
@@ -140,7 +159,8 @@ class LeaseMoves(SchedulerRole):
     def check_integrity(self) -> None:
         """Raise AssertionError unless the books balance."""
         assert all(move.ends.ranks < self._ranks for move in self._moves.values()), "a move should have ended"
-        moving = [move.lease.lease_id for move in self._moves.values()]
+        assert all(move.ends.ranks >= self._ranks for move in self._arrived), "a move is to end before its copy has"
+        moving = [move.lease.lease_id for move in self._under_way()]
         assert len(set(moving)) == len(moving), "a lease is moved twice"
 
     def _chosen(self) -> list[tuple[MovableLease[Leased], str]]:
@@ -149,45 +169,77 @@ class LeaseMoves(SchedulerRole):
         above = self._blocks.leased - self._most_leased * self._blocks.total
         if not is_short and above <= 0:
             return []
-        moving = {move.lease.lease_id: len(_device_blocks(move.lease)) for move in tuple(self._moves.values())}
+        moving = {move.lease.lease_id: len(_device_blocks(move.lease)) for move in self._under_way()}
         above -= sum(moving.values())
-        chosen = []
+        too_large = self._least_too_large
+        chosen: list[tuple[MovableLease[Leased], str]] = []
         for lease in self._leases.movable(0.0 if is_short else _GRACE_S, _CHOSEN_AT_ONCE + len(moving)):
             if not is_short and above <= 0:
                 break
-            if lease.lease_id not in moving and self._checksums.are_taken(lease.lease_id):
+            if lease.lease_id in moving or (blocks := len(_device_blocks(lease))) >= too_large:
+                continue
+            if self._checksums.are_taken(lease.lease_id):
                 chosen.append((lease, "short" if is_short else "share"))
-                above -= len(_device_blocks(lease))
+                above -= blocks
         return chosen
 
-    def _start(self, tier: HostTier, lease: MovableLease[Leased], why: str, stores: list[StoreOrder]) -> bool:
-        """Begin to move a lease, unless its blocks are being stored; return False if host memory has no room."""
+    def _under_way(self) -> "tuple[_Move, ...]":
+        """Return the moves that have begun and not ended."""
+        return (*self._arrived.copy(), *tuple(self._moves.values()))
+
+    @property
+    def _least_too_large(self) -> float:
+        """Number of blocks of the leases that stay where they are for now, and of all larger ones."""
+        return self._too_large if self._clock() < self._rests_until else math.inf
+
+    def _rest(self, blocks: int) -> None:
+        """Choose no leases of so many blocks, and no larger ones, for a while."""
+        now = self._clock()
+        if now >= self._rests_until:
+            self._rests_until, self._too_large = now + _REST_S, math.inf
+        self._too_large = min(self._too_large, blocks)
+
+    def _start(self, tier: HostTier, lease: MovableLease[Leased], why: str, stores: list[StoreOrder]) -> None:
+        """Begin to move a lease, unless its blocks are being stored, or host memory has no room for it."""
         blocks = _device_blocks(lease)
         if tier.is_storing(blocks):
-            return True
+            return
         loan = tier.loans.lend_for_copies(blocks)
         if loan is None:
-            self._events["full"] += 1
-            self._rests_until = self._clock() + _REST_S
-            self._warnings.warn(
-                "full",
-                f"PDConnector: a lease of {len(blocks)} blocks stays on the device: host memory has no room for it, "
-                "because leases and loads use its blocks. Raise cpu_bytes_to_use",
-            )
-            return False
-        slot_of_block = {int(block.block_id): slot_of(host) for block, host in zip(blocks, loan.hosts, strict=True)}
-        slots = tuple(tuple(slot_of_block.get(block_id, -1) for block_id in ids) for ids in lease.tables)
+            self._stays(len(blocks), tier.slots)
+            return
+        ids = [int(block.block_id) for block in blocks]
+        slot_of_block = dict(zip(ids, map(slot_of, loan.hosts), strict=True))
+        slots = tuple(tuple(map(slot_of_block.get, table, repeat(-1))) for table in lease.tables)
         move = _Move(lease, slots, loan, why)
         if not loan.new:
             self._end(move)
-            return True
+            return
         store_id, self._next_store = self._next_store, self._next_store - 1
         self._moves[store_id] = move
-        group_of_block = {block_id: group for group, ids in enumerate(lease.tables) for block_id in ids if block_id}
-        ids = [int(blocks[number].block_id) for number in loan.new]
-        triples = [(group_of_block[block_id], block_id, slot_of_block[block_id]) for block_id in ids]
-        stores.append(StoreOrder(store_id, BlockMoves.of(triples)))
-        return True
+        stores.append(StoreOrder(store_id, _copies(lease.tables, [ids[number] for number in loan.new], slot_of_block)))
+
+    def _stays(self, blocks: int, slots: int) -> None:
+        """Note that a lease of so many blocks finds no room in host memory of so many slots."""
+        self._events["full"] += 1
+        self._rest(blocks)
+        if blocks > slots:
+            why = f"which has {slots} blocks in all"
+        else:
+            why = "because leases and loads use its blocks"
+        self._warnings.warn(
+            "full",
+            f"PDConnector: a lease of {blocks} blocks stays on the device: host memory has no room for it, {why}. "
+            "Raise cpu_bytes_to_use",
+        )
+
+    def _end_arrived(self) -> None:
+        """End moves whose copies have arrived, until this step has ended enough."""
+        while self._arrived and self._may_end > 0:
+            move = self._arrived[0]
+            self._may_end -= len(move.loan.hosts)
+            self._end(move)
+            self._arrived.popleft()
 
     def _end(self, move: _Move) -> None:
         """Let a lease point to host memory, if its blocks have arrived there and nobody reads it on the device."""
@@ -195,7 +247,7 @@ class LeaseMoves(SchedulerRole):
         lease, loan = move.lease, move.loan
         if move.ends.failed:
             self._give_up(move, "failed")
-            self._rests_until = self._clock() + _REST_S
+            self._rest(0)
             return
         before = self._leases.move(lease.lease_id, HostBlocks(loan.hosts), move.slots)
         if before is None:
@@ -218,3 +270,16 @@ class LeaseMoves(SchedulerRole):
 def _device_blocks(lease: MovableLease[Leased]) -> HeldBlocks:
     assert isinstance(lease.held, tuple), "the lease must stay where it is"
     return lease.held
+
+
+def _copies(tables: Tables, blocks: Sequence[int], slot_of_block: Mapping[int, int]) -> BlockMoves:
+    """Return the copies of device blocks, which are in these tables, to their slots."""
+    if len(tables) == 1:
+        groups = np.zeros(len(blocks), np.int64)
+    else:
+        group_of_block: dict[int, int] = {}
+        for group, ids in enumerate(tables):
+            group_of_block.update(zip(ids, repeat(group)))
+        groups = np.array([group_of_block[block] for block in blocks], np.int64)
+    slots = np.array([slot_of_block[block] for block in blocks], np.int64)
+    return BlockMoves(groups, np.array(blocks, np.int64), slots)

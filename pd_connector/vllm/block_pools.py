@@ -234,6 +234,11 @@ class HostBlockPool:
         return int(self._pool.get_num_free_blocks())
 
     @property
+    def used(self) -> int:
+        """Number of slots to which somebody has references."""
+        return self.slots - self.free
+
+    @property
     def cached(self) -> int:
         """Number of blocks that can be found."""
         return len(self._pool.cached_block_hash_to_block)
@@ -296,8 +301,9 @@ class HostBlockPool:
         key = block.block_hash
         if key is None or self.holds(key) or get_group_id(key) not in self.groups:
             return
-        event = self._events.recall(key) if self._with_events else None
-        self.publish([Store(Candidate(block, key, self._release.prefix_tokens(block), event), host)])
+        self._release.make_findable(self._pool, key, host, self._release.prefix_tokens(block))
+        if self._with_events and (event := self._events.recall(key)) is not None:
+            self._pool.kv_event_queue.append(event)
 
     @property
     def null_block(self) -> "KVCacheBlock":

@@ -12,7 +12,7 @@ from pd_connector.scheduler.consumer import Consumer
 from pd_connector.scheduler.host_scrub import HostScrub
 from pd_connector.scheduler.host_tier import HostTier
 from pd_connector.scheduler.landings import Landings, PullTo
-from pd_connector.stats import StatsRecorder
+from pd_connector.stats import StatsRecorder, nothing
 from pd_connector.vllm.cache_specs import Retention
 from tests.support.connector.consumers import CountedBlocks, consumer_parts
 from tests.support.connector.requests import RecordingClient, a_prompt, a_remote, allocated
@@ -91,6 +91,13 @@ class DecodeEngine:
         for role in self.roles:
             role.check_integrity()
 
+    @property
+    def lent(self) -> int:
+        """What the engine tells of its host memory, in slots."""
+        stats = StatsRecorder()
+        self.tier.update_stats(stats)
+        return int((stats.take() or nothing())["gauges"]["host_blocks_lent"])
+
     def counted(self) -> dict[str, int]:
         stats = StatsRecorder()
         for role in self.roles:
@@ -118,6 +125,31 @@ def test_a_prompt_lands_and_is_given_to_its_request_to_the_last_token() -> None:
     assert load.moves.blocks.tolist() == [1, 2, 3]
     engine.check()
     assert engine.counted()["landings:landed"] == 1
+
+
+def test_slots_are_told_as_lent_until_the_prompt_that_has_landed_there_is_loaded_or_gone() -> None:
+    engine = DecodeEngine()
+    for name in ("r", "gone"):
+        engine.arrive(name, seed=len(name))
+        assert engine.ask(name) is None
+    assert engine.lent == 2 * NEEDED, "they land"
+    for name in ("r", "gone"):
+        engine.end_landing(name)
+    assert engine.lent == 2 * NEEDED, "they wait for blocks"
+    engine.leave("gone")
+    assert engine.lent == NEEDED
+    engine.give_blocks("r", *(engine.ask("r") or ()))
+    assert engine.lent == NEEDED, "it is being loaded"
+    engine.end_load("r")
+    assert engine.lent == 0
+    assert engine.pool.cached > 0, "what can be found, and evicted, is not lent"
+
+    engine.leave("r")
+    engine.arrive("again", seed=len("r"))
+    assert engine.tier.missing_tokens(engine.requests["again"], 0) == TOKENS // 16 * 16
+    assert engine.lent == TOKENS // 16, "a hit is kept for the request that is about to be given blocks"
+    engine.leave("again")
+    assert engine.lent == 0
 
 
 @pytest.mark.parametrize("tokens", [TOKENS, 49])

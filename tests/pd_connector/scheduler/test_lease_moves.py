@@ -5,6 +5,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pd_connector.orders import StoreEnds
+from pd_connector.scheduler import lease_moves
 from tests.support.host_tier.leasing import BLOCKS, CONTENTS, SETUP, TTL_S, LeasingEngine
 from transfer.control.messages import Place
 
@@ -107,6 +108,115 @@ def test_host_memory_that_is_full_of_leases_takes_no_more_until_one_has_ended() 
     engine.step()
     engine.end_store(engine.under_way[0])
     assert (engine.leases.in_host_memory, engine.blocks.leased) == (2, 0)
+
+
+def test_a_step_begins_and_ends_moves_of_only_so_many_blocks_and_the_next_ones_do_the_rest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(lease_moves, "BLOCKS_A_STEP", BLOCKS + 1)  # passed by the second lease
+    engine = LeasingEngine(slots=5 * BLOCKS)
+    for number in range(5):
+        assert engine.prefill(f"lease{number}", number)
+    engine.is_short = True
+    begun = []
+    for _ in range(3):
+        before = len(engine.under_way)
+        engine.step()
+        begun.append(len(engine.under_way) - before)
+    assert begun == [2, 2, 1]
+    assert not engine.moves.is_due()
+
+    engine.report({store: StoreEnds(SETUP.ranks) for store in engine.under_way})  # all in one step, that of the last
+    ended = [engine.leases.in_host_memory]
+    while engine.moves.wants_step:
+        assert engine.moves.frees_blocks_soon, "leases hold the device's blocks which are about to be free"
+        engine.step()
+        ended.append(engine.leases.in_host_memory)
+    assert ended == [2, 4, 5]
+    assert engine.blocks.leased == 0
+
+
+def test_a_step_begins_no_more_moves_without_copies_than_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lease_moves, "BLOCKS_A_STEP", BLOCKS)
+    engine = LeasingEngine(slots=5 * BLOCKS)
+    engine.is_short = True
+    engine.prefill("stored", 0, tokens=8)  # full blocks only
+    engine.step()
+    engine.end_store(engine.under_way[0])
+    for name in ("a", "b", "c"):
+        engine.prefill(name, 0, tokens=8)
+    engine.step()
+    assert (engine.leases.in_host_memory, engine.under_way) == (3, []), "the blocks of two leases pass the bound"
+    engine.step()
+    assert (engine.leases.in_host_memory, engine.under_way) == (4, [])
+
+
+def test_a_move_that_is_to_end_in_the_next_step_comes_to_nothing_if_a_reader_comes_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(lease_moves, "BLOCKS_A_STEP", 1)
+    engine = LeasingEngine(slots=2 * BLOCKS)
+    engine.is_short = True
+    for number in range(2):
+        engine.prefill(f"lease{number}", number)
+        engine.step()
+    engine.report({store: StoreEnds(SETUP.ranks) for store in engine.under_way})
+    engine.release("lease1")
+    engine.step()
+    assert (engine.leases.in_host_memory, engine.counted()["lease_moves:ended"]) == (1, 1)
+    assert engine.blocks.leased == 0
+    assert len(engine.pool.references()) == BLOCKS, "the slots of the other one are given back"
+
+
+def test_a_lease_too_large_for_host_memory_holds_up_no_smaller_ones() -> None:
+    engine = LeasingEngine(slots=6)
+    engine.prefill("large", 0, tokens=7 * 4)
+    engine.prefill("small", 1)
+    engine.prefill("smaller", 2, tokens=7)
+    engine.is_short = True
+    engine.step()
+    for store in [*engine.under_way]:
+        engine.end_store(store)
+    places = {name: engine.leases.locate(name).place for name in ("large", "small", "smaller")}
+    assert places == {"large": Place.DEVICE, "small": Place.HOST, "smaller": Place.HOST}
+    assert engine.counted()["lease_moves:full"] == 1
+
+
+def test_while_a_lease_has_no_room_smaller_ones_are_tried_that_come_later_and_larger_ones_are_not() -> None:
+    engine = LeasingEngine(slots=4)
+    engine.prefill("large", 0, tokens=5 * 4)
+    engine.is_short = True
+    engine.step()
+    assert not engine.moves.is_due()
+    engine.prefill("larger", 1, tokens=6 * 4)
+    assert not engine.moves.is_due()
+    engine.prefill("small", 2)
+    assert engine.moves.is_due()
+    engine.step()
+    engine.end_store(engine.under_way[0])
+    assert engine.leases.locate("small").place == Place.HOST
+    engine.leases.cancel(["large"])
+    engine.clock.advance(1.0)
+    assert engine.moves.is_due(), "all are tried again after a while"
+
+
+@pytest.mark.parametrize(
+    ("slots", "why"),
+    [(4, "which has 4 blocks in all"), (8, "because leases and loads use its blocks")],
+    ids=["never", "not now"],
+)
+def test_the_log_says_whether_a_lease_will_ever_have_room(
+    slots: int, why: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = LeasingEngine(slots=slots)
+    engine.is_short = True
+    if slots == 8:
+        engine.prefill("first", 1, tokens=4 * 4)
+        engine.step()
+    engine.prefill("lease", 0, tokens=5 * 4)
+    engine.step()
+    assert f"a lease of 5 blocks stays on the device: host memory has no room for it, {why}" in caplog.text
+    assert "cpu_bytes_to_use" in caplog.text
 
 
 def test_without_need_only_what_exceeds_the_share_moves_and_not_at_once() -> None:

@@ -44,10 +44,10 @@ class LeasingEngine:
         self.prompts: dict[str, int] = {}
         self.under_way: list[int] = []  # stores
 
-    def prefill(self, name: str, prompt: int) -> bool:
+    def prefill(self, name: str, prompt: int, tokens: int = TOKENS) -> bool:
         """Compute a prompt and lease it; False if the device has no blocks for it."""
-        request: Any = make_request(SETUP, name, [prompt * 100 + token for token in range(TOKENS)])
-        if self.manager.allocate_slots(request, TOKENS) is None:
+        request: Any = make_request(SETUP, name, [prompt * 100 + token for token in range(tokens)])
+        if self.manager.allocate_slots(request, tokens) is None:
             return False
         held = self.blocks.hold(name)
         self.manager.free(request)
@@ -75,8 +75,11 @@ class LeasingEngine:
             self.end_on_a_rank(store_id, StoreEnds(1, failed=bad, unsettled=bad and unsettled))
 
     def end_on_a_rank(self, store_id: int, ends: StoreEnds) -> None:
+        self.report({store_id: ends})
+
+    def report(self, stores: dict[int, StoreEnds]) -> None:
         for role in (self.tier, self.moves):
-            role.settled(set(), set(), Report({store_id: ends}))
+            role.settled(set(), set(), Report(stores))
         self.check()
 
     def read(self, name: str) -> list[tuple[int, int]] | None:
