@@ -223,10 +223,7 @@ class LeaseMoves(SchedulerRole):
         """Note that a lease of so many blocks finds no room in host memory of so many slots."""
         self._events["full"] += 1
         self._rest(blocks)
-        if blocks > slots:
-            why = f"which has {slots} blocks in all"
-        else:
-            why = "because leases and loads use its blocks"
+        why = f"which has {slots} blocks in all" if blocks > slots else "because leases and loads use its blocks"
         self._warnings.warn(
             "full",
             f"PDConnector: a lease of {blocks} blocks stays on the device: host memory has no room for it, {why}. "

@@ -115,6 +115,8 @@ class LeaseService(Generic[Held]):
         blocks: Held,
         address: tuple[str, int],
         transfer_id: str = "",
+        *,
+        may_move: bool = True,
     ) -> dict[str, Any]:
         """Grant a lease over a finished prompt's blocks, and return the ``kv_transfer_params`` of the response.
 
@@ -124,6 +126,7 @@ class LeaseService(Generic[Held]):
             blocks: what the lease holds.
             address: host and port for messages about the lease.
             transfer_id: of a prompt that ``begin`` has taken up, and nobody has ended since.
+            may_move: whether the lease may move to host memory, if leases do.
         """
         host, port = address
         begun = self.transfers.begun(transfer_id)
@@ -144,11 +147,13 @@ class LeaseService(Generic[Held]):
         )
         if self._spans is not None:
             self._spans.granted(remote.lease_id, traceparent(request), request.request_id, request.num_prompt_tokens)
-        # Of a prompt that is followed, decode engines have begun to read what is on the device.
-        tables = remote.remote_block_ids if begun is None and self._host_workers else ()
-        is_valid = self.leases.grant(remote.lease_id, blocks, contents_digest(remote), tables)
+        tables = remote.remote_block_ids if may_move and self._host_workers else ()
+        is_valid = self.leases.grant(remote.lease_id, blocks, contents_digest(remote), tables if begun is None else ())
         if begun is not None and is_valid:
-            self.transfers.complete(transfer_id, remote.remote_block_ids)
+            # Those who follow the prompt may have begun to read what is on the device. That nobody does is certain only
+            # when nobody can be told of it any more but as of a complete prompt.
+            if not self.transfers.complete(transfer_id, remote.remote_block_ids):
+                self.leases.let_move(remote.lease_id, tables)
         elif begun is not None:
             if self._spans is not None:
                 self._spans.ended(remote.lease_id, LeaseEnd.CANCELLED)

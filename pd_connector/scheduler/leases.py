@@ -151,6 +151,15 @@ class LeaseTable(Generic[Held]):
             self._events["granted"] += 1
             return True
 
+    def let_move(self, lease_id: str, tables: Tables) -> None:
+        """Let a lease that was granted without tables move after all; its end may have come first."""
+        with self._lock:
+            lease = self._active.get(lease_id)
+            if lease is not None and tables:
+                lease.tables = tables
+                if not lease.is_located:
+                    self._may_move[lease_id] = lease
+
     def withdraw(self, lease_id: str) -> None:
         """End a lease that grows: it will not be granted. Others, and unknown ids, are ignored."""
         with self._lock:

@@ -215,7 +215,8 @@ class Producer(SchedulerRole):
         hosts = self._slots.hand_over(request.request_id) if self._slots is not None else ()
         held: Leased = BlocksAndSlots(blocks, hosts) if hosts else blocks
         transfer_id = self._announcer.transfer_id(request.request_id)
-        return self._service.grant(request, block_ids, held, (self._host, self.port), transfer_id)
+        # Slots that followers know stay with the blocks that they belong to.
+        return self._service.grant(request, block_ids, held, (self._host, self.port), transfer_id, may_move=not hosts)
 
     def _watch_expiry(self) -> None:
         while not self._closing.wait(min(_EXPIRY_INTERVAL_S, self._leases.ttl_s / 4)):

@@ -5,6 +5,7 @@ Covers: pd_connector.scheduler.lease_service.
 
 from collections.abc import Iterator
 from contextlib import closing
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -27,6 +28,9 @@ from transfer.control.messages import (
     Follow,
     Followed,
     Hello,
+    Locate,
+    Located,
+    Place,
     Release,
     Released,
     Renew,
@@ -101,6 +105,72 @@ def test_the_lease_of_a_later_attempt_says_which(named: Named) -> None:
     remote = parse_remote_prefill(named.grant(request))
     assert remote.remote_attempt == 2
     assert named.told().attempt == 2
+
+
+def movable(named: Named) -> list[str]:
+    return [lease.lease_id for lease in named.leases.movable(0.0, 9)]
+
+
+def test_the_lease_of_a_prompt_that_nobody_has_followed_moves_and_who_follows_later_learns_where_it_is(
+    named: Named,
+) -> None:
+    named.service.set_workers((WORKER,), (WORKER,))
+    request = named.begin()
+    named.service.transfers.announce("t", 16, [[1]])
+    remote = parse_remote_prefill(named.grant(request))
+    assert movable(named) == [remote.lease_id]
+    assert named.leases.move(remote.lease_id, "slots", ((7, 8, 9, 10, 11),)) == "blocks"
+    told = named.told()
+    assert (told.state, told.block_ids) == (TransferState.COMPLETE, remote.remote_block_ids)
+    engine_id = named.service.engine_id
+    assert named.ask(Locate(engine_id, told.lease_id)) == Located(Place.HOST, ((7, 8, 9, 10, 11),))
+    contents = contents_digest(remote)
+    for place, is_valid in ((Place.DEVICE, False), (Place.HOST, True)):
+        released = named.ask(Release(engine_id, told.lease_id, 0, 2, f"in {place}", contents, place))
+        assert isinstance(released, Released)
+        assert released.valid == is_valid
+
+
+@pytest.mark.parametrize("engine_is_known", [False, True])
+def test_the_lease_of_a_prompt_that_was_followed_while_it_was_computed_stays(
+    named: Named, engine_is_known: bool
+) -> None:
+    named.service.set_workers((WORKER,), (WORKER,))
+    request = named.begin()
+    named.service.transfers.announce("t", 16, [[1]])
+    assert named.told("t", named.service.engine_id if engine_is_known else "").state == TransferState.COMPUTING
+    named.service.transfers.start_over("t")  # it may still read what it was told in the first attempt
+    named.grant(request)
+    assert movable(named) == []
+
+
+def test_who_has_heard_only_that_a_prompt_is_queued_has_nothing_to_read(named: Named) -> None:
+    named.service.set_workers((WORKER,), (WORKER,))
+    request = named.begin()
+    assert named.told().state == TransferState.QUEUED
+    remote = parse_remote_prefill(named.grant(request))
+    assert movable(named) == [remote.lease_id]
+
+
+def test_a_reader_that_asks_where_it_lies_as_the_prompt_completes_keeps_it_there(named: Named) -> None:
+    named.service.set_workers((WORKER,), (WORKER,))
+    request = named.begin()
+    complete = named.service.transfers.complete
+
+    def read_at_once(transfer_id: str, table: Any) -> bool:
+        is_followed = complete(transfer_id, table)
+        assert named.ask(Locate(named.service.engine_id, named.told().lease_id)) == Located(Place.DEVICE)
+        return is_followed
+
+    named.service.transfers.complete = read_at_once  # type: ignore[method-assign]
+    named.grant(request)
+    assert movable(named) == []
+
+
+def test_a_lease_that_is_not_to_move_does_not(named: Named) -> None:
+    named.service.set_workers((WORKER,), (WORKER,))
+    named.service.grant(named.begin(), ([1, 2, 3, 4, 5],), "blocks", ("p", 1), "t", may_move=False)
+    assert movable(named) == []
 
 
 def test_a_prompt_without_a_name_has_a_lease_of_its_own(named: Named) -> None:
