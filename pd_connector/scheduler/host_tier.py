@@ -244,7 +244,7 @@ class HostTier(SchedulerRole):
         stats.count("host_blocks", self._blocks_stored)
         self._tokens_loaded = self._blocks_stored = 0
         stats.gauge("host_blocks_cached", self._pool.cached)
-        # All that are in use, but by stores: of leases, landings, and requests that wait for blocks or are being loaded.
+        # All in use but by stores: of leases, landings, and requests that wait for blocks or are being loaded.
         lost = len(self._quarantined_slots) + self.loans.lost
         stats.gauge("host_blocks_lent", self._pool.used - len(self._storing) - lost)
         stats.gauge("host_blocks_capacity", self._pool.slots)
