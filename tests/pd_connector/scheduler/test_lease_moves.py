@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from pd_connector.orders import StoreEnds
 from pd_connector.scheduler import lease_moves
 from tests.support.host_tier.leasing import BLOCKS, CONTENTS, SETUP, TTL_S, LeasingEngine
-from transfer.control.messages import Place
+from transfer.control.messages import InvalidReason, Place
 
 
 def moved(most_leased: float = 0.0, prompts: int = 1) -> LeasingEngine:
@@ -232,7 +232,10 @@ def test_without_need_only_what_exceeds_the_share_moves_and_not_at_once() -> Non
     assert engine.counted()["lease_moves:share"] == 1
 
 
-ACTIONS = ("prefill", "step", "short", "end", "fail", "read", "release", "cancel", "wait", "reset")
+ACTIONS = (
+    "prefill", "step", "short", "end", "fail", "read", "read unasked", "release", "release again", "release late",
+    "cancel", "wait", "reset",
+)  # fmt: skip
 
 
 class Course:
@@ -240,6 +243,8 @@ class Course:
 
     def __init__(self) -> None:
         self.engine = LeasingEngine()
+        self.released: dict[str, str] = {}  # leases that were released as valid, and where they were read
+        self.unasked: dict[str, list[tuple[int, int]]] = {}  # what one has read on the device who has not asked
 
     def act(self, number: int, action: str, choice: int) -> None:
         engine = self.engine
@@ -263,12 +268,34 @@ class Course:
             self.act_on(sorted(engine.prompts)[choice % len(engine.prompts)], action)
 
     def act_on(self, name: str, action: str) -> None:
+        engine = self.engine
+        right = [(engine.prompts[name], number) for number in range(BLOCKS)]
         if action == "cancel":
-            self.engine.leases.cancel([name])
+            engine.leases.cancel([name])
         elif action == "release":
-            self.engine.release(name)
-        elif (found := self.engine.read(name)) is not None:
-            assert [prompt for prompt, _ in found] == [self.engine.prompts[name]] * BLOCKS
+            if place := engine.leases.locate(name).place:
+                self.released[name] = place
+            engine.release(name)
+        elif action == "release again":
+            if name in self.released:
+                answer = engine.leases.release(name, 0, 1, "pull", CONTENTS, self.released[name])
+                assert answer.valid or answer.reason == InvalidReason.UNKNOWN, "a repetition is answered otherwise"
+        elif action == "read unasked":
+            self.read_unasked(name)
+        elif action == "release late":
+            found = self.read_unasked(name)
+            if engine.leases.release(name, 0, 1, "late pull", CONTENTS, Place.DEVICE).valid:
+                assert found == right, "a valid read, and wrong"
+        elif (found := engine.read(name)) is not None:
+            assert found == right
+
+    def read_unasked(self, name: str) -> list[tuple[int, int]]:
+        """What lies where the lease began when it is first read so. Others have written to every block that is free."""
+        engine = self.engine
+        for block in engine.manager.block_pool.blocks:
+            if block.ref_cnt == 0:
+                engine.device[block.block_id] = (-1, -1)
+        return self.unasked.setdefault(name, [engine.device[block] for block in engine.tables[name]])
 
 
 @settings(max_examples=200, deadline=None, derandomize=True, database=None, suppress_health_check=[*HealthCheck])

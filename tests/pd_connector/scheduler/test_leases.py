@@ -1,17 +1,12 @@
 """The lease table: a lease ends exactly once, and nobody is told that it was valid when it was not."""
 
-import itertools
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 
 from pd_connector.orders import LeaseEnd
 from pd_connector.scheduler.leases import LeaseTable
@@ -19,7 +14,6 @@ from tests.support.waiting import ManualClock
 from transfer.control.messages import InvalidReason
 
 TTL_S = 8.0
-MAX_AGE_S = 30.0
 CONTENTS = "what the lease holds"
 
 
@@ -368,130 +362,3 @@ def test_threads_may_use_the_table_at_once() -> None:
     assert crowd.collected == Counter(lease_ids)
     events = crowd.table.take_events()
     assert events["granted"] == events["released"] + events["cancelled"] == len(lease_ids)
-
-
-@dataclass
-class _Promise:
-    """The model's view of a lease: what was said, and when it ended. Knows no tables."""
-
-    expires_at: float
-    ends_by: float
-    read_until: float = 0.0
-    ended_at: float | None = None
-    readers: int = 0
-    accepted: set[tuple[int, int, str]] = field(default_factory=set)  # reader, readers, pull id
-
-    def accepts(self, reader: int, readers: int) -> bool:
-        return 0 <= reader < readers and self.readers in (0, readers)
-
-    @property
-    def finished(self) -> bool:
-        return len({reader for reader, _, _ in self.accepted}) == self.readers > 0
-
-
-class LeaseLife(RuleBasedStateMachine):
-    """Any order of messages and any passage of time, against ``_Promise``."""
-
-    leases = Bundle("leases")
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.clock = ManualClock()
-        self.table: LeaseTable[str] = LeaseTable(TTL_S, self.clock, MAX_AGE_S)
-        self.promises: dict[str, _Promise] = {}
-        self.to_collect: set[str] = set()
-        self.numbers = itertools.count()
-
-    @rule(target=leases)
-    def grant(self) -> str:
-        lease_id = f"lease {next(self.numbers)}"
-        self.table.grant(lease_id, lease_id, CONTENTS)
-        self.promises[lease_id] = _Promise(self.clock.now + TTL_S, self.clock.now + MAX_AGE_S)
-        return lease_id
-
-    @rule(lease_ids=st.lists(leases, max_size=4, unique=True), reading=st.integers(0, 3))
-    def renew(self, lease_ids: list[str], reading: int) -> None:
-        held = [lease_id for lease_id in lease_ids if self.promises[lease_id].ended_at is None]
-        for lease_id in held:
-            promise = self.promises[lease_id]
-            promise.expires_at = min(self.clock.now + TTL_S, promise.ends_by)
-            if lease_id in lease_ids[:reading]:
-                promise.read_until = promise.expires_at
-        assert self.table.renew([*lease_ids, "unknown"], [*lease_ids[:reading], "unknown"]) == tuple(held)
-
-    @rule()
-    def revoke(self) -> None:
-        unread = [
-            lease
-            for lease, promise in self.promises.items()
-            if promise.ended_at is None and promise.read_until <= self.clock.now
-        ]
-        age = self.table.revoke_oldest()
-        if not unread:
-            assert age is None
-            return
-        assert age == self.clock.now - (self.promises[unread[0]].ends_by - MAX_AGE_S)
-        self.end(unread[0])
-
-    @rule(
-        lease_id=leases,
-        reader=st.integers(-1, 3),
-        readers=st.sampled_from([1, 2, 2, 2, 3]),
-        pull_id=st.sampled_from(["first pull", "first pull", "second pull"]),
-    )
-    def release(self, lease_id: str, reader: int, readers: int, pull_id: str) -> None:
-        promise = self.promises[lease_id]
-        answer = self.table.release(lease_id, reader, readers, pull_id, CONTENTS).valid
-        first = (reader, readers, pull_id) in promise.accepted
-        if promise.ended_at is None:
-            expected = promise.accepts(reader, readers)
-            assert answer is expected
-            if expected:
-                promise.readers = readers
-                promise.accepted.add((reader, readers, pull_id))
-                if promise.finished:
-                    self.end(lease_id)
-        elif self.clock.now < promise.ended_at + 2 * TTL_S:
-            assert answer is first
-        else:
-            assert first or not answer
-
-    @rule(lease_ids=st.lists(leases, max_size=3))
-    def cancel(self, lease_ids: list[str]) -> None:
-        self.table.cancel([*lease_ids, "unknown"])
-        for lease_id in lease_ids:
-            if self.promises[lease_id].ended_at is None:
-                self.end(lease_id)
-
-    @rule()
-    def collect(self) -> None:
-        collected = self.table.collect()
-        assert len(collected) == len(set(collected))
-        assert set(collected) == self.to_collect
-        self.to_collect.clear()
-
-    @rule(halves=st.sampled_from([1, 2, 5, 15, 16, 40]))
-    def time_passes(self, halves: int) -> None:
-        self.clock.advance(halves / 2)
-        for lease_id, promise in self.promises.items():
-            if promise.ended_at is None and promise.expires_at <= self.clock.now:
-                self.end(lease_id)
-
-    def end(self, lease_id: str) -> None:
-        self.promises[lease_id].ended_at = self.clock.now
-        self.to_collect.add(lease_id)
-
-    @invariant()
-    def books_balance(self) -> None:
-        self.table.check_integrity()
-
-    def teardown(self) -> None:
-        self.clock.advance(TTL_S)
-        held = {lease_id for lease_id, promise in self.promises.items() if promise.ended_at is None}
-        assert set(self.table.collect()) == self.to_collect | held
-        assert self.table.active == 0
-        assert self.table.collect() == ()
-
-
-TestLeaseLife = LeaseLife.TestCase
-TestLeaseLife.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)

@@ -1,6 +1,7 @@
-"""What lands in host memory and is loaded is what the prompt's blocks hold, whatever the two engines look like.
+"""What is pulled from host memory or into it is what the prompt's blocks hold, whatever the two engines look like.
 
-Every case from the prefill engine's device and from its host memory, on every rank, to the last byte.
+Every case from the prefill engine's device and from its host memory into host memory, and from its host memory to the
+device, on every rank, to the last byte.
 """
 
 from contextlib import closing
@@ -100,3 +101,19 @@ def test_what_lands_and_is_loaded_is_what_was_computed(site: Site, case: Case, p
             assert not host.memory.reshape(16, -1)[unused].any(), "a landing writes outside its slots"
     # As every rank has confirmed, the prefill engine's blocks or slots are free again.
     assert moving.prefill.leases.collect() == (("slots",) if place == "host" else ("r",))
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_what_is_read_in_host_memory_is_what_was_computed(site: Site, case: Case) -> None:
+    moving = MovingEngine(site, case.source, case.model)
+    lease = moving.prefill.prefill("r", case.theirs)
+    assert moving.move(lease, case.theirs, case.their_slots) == "r"
+    workers = site.decode(case.target, case.model)
+    for worker in workers:
+        site.session(worker, lease).submit(an_order("r", lease, case.ours))
+    for worker in workers:
+        end = worker.next_end()
+        assert (end.cause, end.tokens) == ("", 69), end.reason
+        assert end.host_bytes == end.copied_bytes > 0
+        assert worker.holds([(case.ours, 0, 69)], case.source)
+    assert moving.prefill.leases.collect() == ("slots",)
