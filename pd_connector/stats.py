@@ -86,7 +86,7 @@ LABELS: dict[str, tuple[str, ...]] = {
     "pull_failures": tuple(cause.value for cause in Cause if cause is not Cause.NONE),
     "prompts_computed": (*(cause.value for cause in REFUSALS), *(why.value for why in ComputedHere)),
     "leases": ("granted", *(end.value for end in LeaseEnd)),
-    "transfers": ("begun", "restarted", "complete", "ended"),
+    "transfers": ("begun", "in_host", "restarted", "complete", "ended", "refused"),
     "host_bytes": ("stored", "loaded"),
     "host_failures": HOST_COPIES,
     "lease_moves": ("short", "share", "full", "read", "ended", "failed"),

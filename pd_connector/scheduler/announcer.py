@@ -95,7 +95,10 @@ class Announcer:
         self._events: Counter[str] = Counter()
 
     def add(self, request: "Request") -> None:
-        """Take up a new request. A wrong transfer id, or one that is in use, is logged: the prompt then has no name."""
+        """Take up a new request.
+
+        A wrong transfer id, or one that is in use, is logged and counted: the prompt then has no name.
+        """
         self._requests[request.request_id] = request
         if not is_prefill_leg(request.kv_transfer_params) or is_decode_leg(request.kv_transfer_params):
             return
@@ -106,6 +109,7 @@ class Announcer:
             is_wanted = self._service.begin(request, transfer_id)
         except (ParamsError, ValueError) as error:
             logger.error("PDConnector: request %s cannot be followed by name: %s", request.request_id, error)
+            self._events["refused"] += 1
             return
         if not is_wanted:
             self._unwanted.add(request.request_id)
@@ -190,7 +194,7 @@ class Announcer:
             self._service.end_transfers([begun.lease_id], f"the prefill engine's request has ended ({how})")
 
     def take_events(self) -> dict[str, int]:
-        """Return how many named prompts have begun, started over, or ended since the last call, by event."""
+        """Return how many named prompts have begun, started over, ended, or were refused since the last call."""
         events, self._events = dict(self._events), Counter()
         return events
 

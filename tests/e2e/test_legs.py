@@ -1,6 +1,7 @@
 """Both legs of a request at once: D pulls what P has computed while P computes the rest. Same tokens, or an error.
 
-The prompts take P up to a dozen steps. Every test proves by the counters whether D pulled before P was done.
+The prompts take P up to a dozen steps. Where one long prompt is pulled with the decode leg first, the counters prove
+that D pulled before P was done.
 """
 
 import signal
@@ -24,11 +25,21 @@ from tests.support.e2e.deployments import (
 )
 from tests.support.e2e.host_memory import evict, whole_blocks
 from tests.support.e2e.legs import Router
-from tests.support.e2e.pair import Pair, make_prompt, wait_until_at_rest
+from tests.support.e2e.pair import (
+    Pair,
+    Traffic,
+    assert_failed_pull,
+    end_lease,
+    make_prompt,
+    wait_until_at_rest,
+)
+from tests.support.waiting import until
 
 LONG = 2800
 #: Of what a server takes, with room for the answer.
 LONGEST = 4000
+#: For D to be there when P begins.
+DECODE_FIRST_S = 0.3
 
 pytestmark = pytest.mark.legs
 
@@ -93,6 +104,12 @@ def pulls_ahead(router: Router, prompt_of: object, decode_first_s: float) -> boo
     return traffic.pulled("pulls_ahead") == 1
 
 
+def assert_pulled_ahead(router: Router, traffic: Traffic) -> None:
+    """Every rank of D had read a part of the only prompt before P was done, and the rest after it."""
+    assert traffic.pulled("pulls_ahead") == router.pair.decode_ranks
+    assert 0 < traffic.pulled("pull_bytes_ahead") < traffic.pulled("pull_bytes")
+
+
 @on(BHLNC)
 @pytest.mark.parametrize("pair", [("P1", "D1")], indirect=True, ids="-".join)
 class TestInLargeChunks:
@@ -133,10 +150,12 @@ class TestEquality:
         router.pair.disaggregate(prompt[:800])
         router.assert_right(prompt, hit=800 // BLOCK_SIZE * BLOCK_SIZE)
 
-    def test_what_p_holds_is_pulled_at_once(self, router: Router) -> None:
-        prompt = make_prompt(1500, "most of it is known to P")
-        router.pair.prefill.client.complete(prompt[:1200], 1)
-        router.assert_right(prompt)
+    def test_what_p_holds_is_pulled_while_p_computes_the_rest(self, router: Router) -> None:
+        prompt = make_prompt(LONG, "most of it is known to P")
+        router.pair.prefill.client.complete(prompt[:2000], 1)
+        traffic = router.assert_right(prompt, decode_first_s=DECODE_FIRST_S)
+        assert_pulled_ahead(router, traffic)
+        assert traffic.pulled("pull_bytes_ahead") / traffic.pulled("pull_bytes") > whole_blocks(2000) / LONG
 
     def test_a_second_turn_continues_the_first(self, router: Router) -> None:
         prompt = make_prompt(900, "first turn")
@@ -146,14 +165,19 @@ class TestEquality:
         router.assert_right(longer, hit=held)
 
     def test_prompts_that_p_preempts_give_the_same_outputs(self, router: Router) -> None:
-        """P has blocks for two of them, and computes all at once."""
+        """Two requests that P answers itself leave too few blocks for any of them, until they end."""
+        client, before = router.pair.prefill.client, router.transfers()
         prompts = [make_prompt(LONG, ("preempted", number)) for number in range(4)]
-        before = router.transfers()
-        with ThreadPoolExecutor(len(prompts)) as clients:
+        own = [make_prompt(1500, ("P's own", number)) for number in range(2)]
+        with ThreadPoolExecutor(len(own) + len(prompts)) as clients:
+            answered = [clients.submit(client.complete, prompt, 500) for prompt in own]
+            until(lambda: client.metrics().value("vllm:num_requests_running") == len(own))
             answers = list(clients.map(router.send, prompts))
+        assert [each.result().status for each in answered] == [200, 200]
         for prompt, legs in zip(prompts, answers, strict=True):
             router.pair.assert_right(legs.decode, prompt)
         router.wait_for("complete", number=4, since=before)
+        assert router.transfers().get("restarted", 0.0) > before.get("restarted", 0.0)
 
 
 @pytest.mark.usefixtures("quiet")
@@ -190,9 +214,36 @@ class TestWhatGoesWrong:
         pair.wait_until_at_rest()
         assert_serves(router)
 
+    def test_of_two_requests_of_one_name_the_first_is_served_and_both_servers_say_why(self, router: Router) -> None:
+        """P answers the second one, too, but it cannot be followed; D refuses it."""
+        pair, name = router.pair, uuid.uuid4().hex
+        first, second = (make_prompt(300, (which, pair.name)) for which in ("first", "second of one name"))
+        pair.assert_right(router.send(first, name=name).decode, first)
+        marks, before = (pair.prefill.log_size, pair.decode.log_size), pair.prefill.client.metrics()
+        legs = router.send(second, name=name)
+        assert legs.prefill.status == 200
+        assert_failed(router, legs.decode.status)
+        assert legs.prefill.kv_transfer_params is not None
+        end_lease(legs.prefill.kv_transfer_params)
+        pair.wait_until_at_rest()
+        assert f"transfer id {name} belongs to another request" in pair.prefill.log_since(marks[0])
+        assert "each request needs a transfer_id of its own" in pair.decode.log_since(marks[1])
+        counted = pair.prefill.client.metrics().since(before)
+        assert counted.value("vllm:pd_transfers_total", event="refused") == 1
+        assert_serves(router)
+
+    def test_params_of_both_contracts_are_refused(self, router: Router) -> None:
+        pair, prompt = router.pair, make_prompt(300, ("both contracts", router.pair.name))
+        params = pair.prefill.client.prefill(prompt)
+        mixed = params | {"transfer_id": uuid.uuid4().hex}
+        assert_failed_pull(pair, prompt, mixed, "params", ("transfer_id and lease_id and remote_block_ids",))
+        end_lease(params)
+        assert_serves(router)
+
     def test_another_prompt_of_the_same_name_is_refused(self, router: Router) -> None:
         pair, name = router.pair, uuid.uuid4().hex
         prompt, other = (make_prompt(300, (which, pair.decode.spec.name)) for which in ("one", "other"))
+        mark = pair.decode.log_size
         with ThreadPoolExecutor(1) as clients:
             params = router.prefill_params(name)
             prefill = clients.submit(pair.prefill.client.complete, prompt, 1, kv_transfer_params=params)
@@ -202,6 +253,9 @@ class TestWhatGoesWrong:
         assert_failed(router, answer.status)
         counted = pair.decode.client.metrics().since(before)
         assert counted.value("vllm:pd_pull_failures_total", cause="params") == pair.decode_ranks
+        assert "is of another prompt" in pair.decode.log_since(mark)
+        pair.wait_until_at_rest()
+        assert_serves(router)
 
 
 @pytest.mark.usefixtures("quiet")
@@ -209,7 +263,8 @@ class TestConversions:
     @on(UNEQUAL_LEGS)
     @pytest.mark.parametrize("pair", [("P2", "D1"), ("P1", "D2"), ("P2", "D2")], indirect=True, ids="-".join)
     def test_heads_are_rearranged_chunk_by_chunk(self, router: Router) -> None:
-        router.assert_right(make_prompt(LONG, ("unequal legs", router.pair.name)))
+        prompt = make_prompt(LONG, ("unequal legs", router.pair.name))
+        assert_pulled_ahead(router, router.assert_right(prompt, decode_first_s=DECODE_FIRST_S))
 
     @on(WINDOW_LEGS)
     @pytest.mark.parametrize(
@@ -217,13 +272,19 @@ class TestConversions:
     )
     @pytest.mark.parametrize("tokens", [300, LONG])
     def test_windows_and_blocks_of_other_sizes(self, router: Router, tokens: int) -> None:
-        router.assert_right(make_prompt(tokens, ("window legs", router.pair.name, tokens)))
+        prompt = make_prompt(tokens, ("window legs", router.pair.name, tokens))
+        traffic = router.assert_right(prompt, decode_first_s=DECODE_FIRST_S)
+        if tokens == LONG:
+            assert_pulled_ahead(router, traffic)
 
     @on(MLA_LEGS)
     @pytest.mark.parametrize("pair", [("TP1", "TP2"), ("TP2", "TP1")], indirect=True, ids="-".join)
     @pytest.mark.parametrize("tokens", [300, LONG])
     def test_latent_vectors_that_all_ranks_hold(self, router: Router, tokens: int) -> None:
-        router.assert_right(make_prompt(tokens, ("MLA legs", router.pair.name, tokens)))
+        prompt = make_prompt(tokens, ("MLA legs", router.pair.name, tokens))
+        traffic = router.assert_right(prompt, decode_first_s=DECODE_FIRST_S)
+        if tokens == LONG:
+            assert_pulled_ahead(router, traffic)
 
 
 @pytest.mark.usefixtures("quiet")
@@ -237,7 +298,7 @@ class TestHostMemory:
             server.client.complete(prompt[:known], 1)
             evict(server, "host memory at both ends")
         with pair.traffic() as traffic:
-            legs = router.send(prompt)
+            legs = router.send(prompt, decode_first_s=DECODE_FIRST_S)
         assert legs.prefill.status == 200, legs.prefill.body
         assert (traffic.loaded("prefill"), traffic.loaded()) == (whole_blocks(1200), whole_blocks(600))
         assert traffic.pulled("pull_tokens") == (1899 - whole_blocks(600)) * pair.decode_ranks
@@ -245,6 +306,7 @@ class TestHostMemory:
         assert (traffic.failures(), traffic.leases("granted"), traffic.leases("released")) == (0, 1, 1)
         assert traffic.prefill is not None
         assert traffic.prefill.value("vllm:pd_transfers_total", event="in_host") == 1
+        assert_pulled_ahead(router, traffic)
         pair.assert_right(legs.decode, prompt)
 
     def test_many_at_once_from_all_places_give_the_right_outputs(self, router: Router) -> None:
@@ -252,7 +314,8 @@ class TestHostMemory:
         for prompt in prompts[::2]:
             router.pair.prefill.client.complete(prompt[:400], 1)
             router.pair.decode.client.complete(prompt[:300], 1)
-        with ThreadPoolExecutor(len(prompts)) as clients:
+        with router.pair.traffic() as traffic, ThreadPoolExecutor(len(prompts)) as clients:
             answers = list(clients.map(router.send, prompts))
         for prompt, legs in zip(prompts, answers, strict=True):
             router.pair.assert_right(legs.decode, prompt)
+        assert traffic.pulled("pulls_ahead") > 0

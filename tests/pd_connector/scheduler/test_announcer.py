@@ -283,6 +283,8 @@ def test_named_prompts_are_counted_by_what_became_of_them(start_prefill: StartPr
     engine = start_prefill()
     engine.ask("a", a_prompt(100), "ta")
     engine.ask("b", a_prompt(100, 1), "tb")
+    engine.ask("c", a_prompt(100, 2), "tb")
+    engine.ask("d", a_prompt(100, 3), "no name")
     with patch.object(engine.announcer, "take_events", dict):  # for vLLM's statistics
         engine.step()
         engine.preempt(engine.scheduler.requests["a"])
@@ -297,6 +299,7 @@ def test_named_prompts_are_counted_by_what_became_of_them(start_prefill: StartPr
     counted = {name: number for name, number in data["counts"].items() if name.startswith("transfers:")}
     assert counted == {
         "transfers:begun": 2, "transfers:restarted": 1, "transfers:complete": 1, "transfers:ended": 1,
+        "transfers:refused": 2,
     }  # fmt: skip
 
 

@@ -112,17 +112,18 @@ def test_a_prefill_leg_that_comes_after_its_decode_leg_has_given_up_holds_nothin
 
 
 def test_prompts_that_are_preempted_are_pulled_again(world: World) -> None:
-    """Two prompts that decode on the prefill engine take the blocks of the named ones."""
-    prefill, decode = a_pair(world, prefill_blocks=60)
+    """Two prompts that decode on the prefill engine take the last block that the first named one needs."""
+    prefill, decode = a_pair(world, prefill_blocks=56)
     plain = [ClientRequest(f"plain{number}", [number] * 200, 200) for number in range(2)]
     for each in plain:
         prefill.ask(each)
-    for _ in range(5):
+    for _ in range(3):
         world.step()
     asked = [send(number, 450, prefill, decode) for number in range(3)]
     world.run(within_s=60)
     assert ends(asked + plain) == {"finished": 5}
     assert decode.counts["pulled"] == 3
+    assert decode.counts["restarted"] > 0
     assert_at_rest(world, prefill, decode)
 
 

@@ -319,11 +319,12 @@ MLA_LEGS = Deployment(
 )
 
 #: The same with host memory at both ends, of which D reads P's, and device caches too small for what is asked of them.
+#: One prompt takes most of D's, so that prompts that are pulled ahead may have all of it.
 HOST_LEGS = Deployment(
     "host legs",
     (
         ("P", _in_chunks(_HOST_P, host_transfers=True)),
-        ("D", _in_chunks(_with_host_memory(decode(layout="BHLNC", patient=True)))),
+        ("D", _in_chunks(_with_host_memory(decode(layout="BHLNC", patient=True)), max_ahead_fraction=1.0)),
     ),
     slow=True,
 )
