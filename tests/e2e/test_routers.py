@@ -1,7 +1,8 @@
 """Routers in front of real servers: the example proxy with both legs at once, and vllm-router as it comes from PyPI.
 
 vllm-router needs other versions of packages than vLLM, so it is run from an environment of its own: its command is
-taken from PD_CONNECTOR_VLLM_ROUTER, or from the path, and its tests are skipped where there is none.
+taken from PD_CONNECTOR_VLLM_ROUTER, or from the path, and its tests are skipped where there is none. Of others, whole
+requests are replayed.
 """
 
 import json
@@ -21,7 +22,8 @@ import pytest
 from tests.support.e2e.client import MODEL_NAME, Client
 from tests.support.e2e.cluster import BLOCK_SIZE, Server
 from tests.support.e2e.deployments import ROUTED, bootstrap_port, on
-from tests.support.e2e.pair import Pair, make_prompt, wait_until_at_rest
+from tests.support.e2e.pair import Pair, Traffic, make_prompt, wait_until_at_rest
+from tests.support.e2e.router_bodies import AT_ONCE_D, AT_ONCE_P, IN_TURN
 from tests.support.examples.harness import ProxyProcess
 from tests.support.process import free_ports
 from tests.support.waiting import until
@@ -177,6 +179,41 @@ class TestProxy:
         until(lambda: server.client.metrics().value("vllm:num_requests_running") > 0)
 
 
+class TestReplayedRouters:
+    @pytest.mark.parametrize("router", IN_TURN)
+    def test_legs_in_turn_give_the_same_output(self, pulls: Pair, router: str) -> None:
+        bodies, prompt = IN_TURN[router], make_prompt(700, ("replayed", router))
+        with pulls.traffic() as traffic:
+            answered = _post(pulls.prefill, bodies.prefill.replace("PROMPT", json.dumps(prompt)))
+            relayed = bodies.relayed(answered["kv_transfer_params"])
+            body = bodies.decode.replace("TRANSFER", relayed).replace("PROMPT", json.dumps(prompt))
+            answer = _post(pulls.decode, body)
+        _assert_pulled_right(pulls, traffic, prompt, answer)
+
+    def test_legs_at_once_give_the_same_output(self, pulls: Pair) -> None:
+        """llm-d's sidecar, ``mooncake``: it asks P's bootstrap port, and ignores what P answers."""
+        prompt, bootstrap = (
+            make_prompt(LONG, "replayed at once"),
+            f"http://127.0.0.1:{bootstrap_port(pulls.prefill.spec)}",
+        )
+        told = httpx.get(f"{bootstrap}/query", trust_env=False).json()
+        names = {
+            "TRANSFER_ID": "xfer-ac99cb10-2e32-4756-a910-5e5e805e3c7d",
+            "BOOTSTRAP": bootstrap,
+            "ENGINE_ID": told["0"]["engine_id"],
+            "PROMPT": json.dumps(prompt),
+        }
+        for_p, for_d = AT_ONCE_P, AT_ONCE_D
+        for name, value in names.items():
+            for_p, for_d = for_p.replace(name, value), for_d.replace(name, value)
+        with pulls.traffic() as traffic, ThreadPoolExecutor(1) as threads:
+            prefill = threads.submit(_post, pulls.prefill, for_p, {"X-data-parallel-rank": "0"})
+            answer = _post(pulls.decode, for_d)
+            prefill.result(timeout=60)
+        _assert_pulled_right(pulls, traffic, prompt, answer)
+        assert traffic.pulled("pulls_ahead") == 1
+
+
 @pytest.mark.skipif(not ROUTER, reason="vllm-router is not here: PD_CONNECTOR_VLLM_ROUTER names its command")
 class TestVllmRouter:
     @pytest.mark.parametrize("connector", ["nixl", "mooncake"])
@@ -208,6 +245,23 @@ class TestVllmRouter:
                 completion = router.complete(prompt)
             assert traffic.source("external_kv_transfer") == len(prompt) - 1
             pulls.assert_right(completion, prompt)
+
+
+def _post(server: Server, body: str, headers: dict[str, str] | None = None) -> dict[str, Any]:
+    """Send a server a completion as it is, and return the answer."""
+    url, headers = f"{server.client.base_url}/v1/completions", {"Content-Type": "application/json", **(headers or {})}
+    response = httpx.post(url, content=body, headers=headers, timeout=120, trust_env=False)
+    assert response.status_code == 200, response.text
+    answer: dict[str, Any] = response.json()
+    return answer
+
+
+def _assert_pulled_right(pulls: Pair, traffic: Traffic, prompt: list[int], answer: dict[str, Any]) -> None:
+    """D has pulled the prompt, and answered what it answers by itself."""
+    assert traffic.source("external_kv_transfer") == len(prompt) - 1
+    assert traffic.failures() == 0
+    assert (traffic.leases("granted"), traffic.leases("released")) == (1, 1)
+    assert tuple(answer["choices"][0]["token_ids"]) == pulls.decode.client.compute(prompt).tokens
 
 
 def _told(usage: dict[str, Any]) -> dict[str, Any]:

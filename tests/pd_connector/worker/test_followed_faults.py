@@ -6,7 +6,7 @@ The control channel is the real one, and so are leases and bytes. P answers at o
 import random
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -16,7 +16,7 @@ from pd_connector.worker import pull as pull_module
 from pd_connector.worker import remote_reader
 from pd_connector.worker.session import PeerSession
 from tests.support.connector.chunked_prompts import ChunkedPrompt
-from tests.support.connector.engines import OURS, PREFILL, THEIRS, DecodeWorker, PrefillEngine, Site
+from tests.support.connector.engines import IDENTITY, OURS, PREFILL, THEIRS, DecodeWorker, PrefillEngine, Site
 from tests.support.control.faulty_network import Direction, FaultyNetwork, chaos, lose_everything
 from tests.support.waiting import until
 from transfer.control.messages import Follow, TransferState, decode_request
@@ -139,3 +139,15 @@ def test_a_pull_that_fails_before_the_prompt_is_complete_cancels_it(start: Calla
     assert (sent[-1].lease_ids, sent[-1].transfer_ids) == ((), (legs.prompt.transfer_id,))
     follows = [message for message in sent if isinstance(message, Follow)]
     assert {message.state for message in follows} == {TransferState.COMPUTING}
+
+
+def test_a_transfer_of_another_model_is_refused_with_both_values_and_nothing_is_read(
+    start: Callable[..., FarLegs],
+) -> None:
+    legs = start(model=replace(IDENTITY, weights_digest="d00d"))
+    legs.prompt.compute(32)
+    legs.submit()
+    end = legs.worker.next_end()
+    assert end.cause == Cause.INCOMPATIBLE
+    assert "weights_digest is 'd00d' here and 'beef' there" in end.reason
+    assert legs.worker.untouched
