@@ -5,7 +5,8 @@ chunks of 512 tokens. Each prompt is new. Requests in turn and requests with bot
 whatever else the machine does hits both alike.
 
 Handover: from the prefill server's answer to the decode server's first token, less what a request of one token takes
-there. Total: from the client's request to the last of its tokens. ``--bytes-per-s`` models a slow network.
+there. Total: from the client's request to the last of its tokens; which way goes first alternates. Last: the longest
+connector calls of both servers, from their start to the end of the run. ``--bytes-per-s`` models a slow network.
 """
 
 import argparse
@@ -18,8 +19,21 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from benchmarks.pair import DIRECTORY, HEAD_SIZE, KV_HEADS, LAYERS, Pair, Side, Times, a_prompt, running
+from benchmarks.pair import (
+    DIRECTORY,
+    HEAD_SIZE,
+    KV_HEADS,
+    LAYERS,
+    Pair,
+    Side,
+    Times,
+    a_prompt,
+    longest_calls_ms,
+    running,
+)
 from examples.quickstart.servers import ServerFailed
+
+BURSTS = 8  # of each size, at least
 
 Send = Callable[[list[int], int], Times]
 
@@ -93,16 +107,31 @@ def totals(pair: Pair, tokens: int, answer_tokens: int, repeats: int) -> dict[st
                 return [each.result().ended * 1e3 for each in sent]
 
         taken: tuple[list[float], list[float]] = ([], [])
-        for number in range(max(repeats // at_once, 3) + 1):
-            for each, send in zip(taken, (pair.in_turn, pair.together), strict=True):
+        ways = list(zip(taken, (pair.in_turn, pair.together), strict=True))
+        for number in range(max(repeats // at_once, BURSTS) + 1):
+            for each, send in ways[:: 1 if number % 2 else -1]:  # what the one leaves behind hits the other as often
                 times = burst(send)
                 each.extend(times if number else ())
-        cells = [f"{statistics.median(each):>7.0f} {statistics.quantiles(each, n=10)[-1]:>7.0f}" for each in taken]
-        ratio = statistics.median(taken[1]) / statistics.median(taken[0])
+        medians = [statistics.median(each) for each in taken]
+        tails = [statistics.quantiles(each, n=10)[-1] for each in taken]
+        cells = [f"{median:>7.0f} {tail:>7.0f}" for median, tail in zip(medians, tails, strict=True)]
+        ratio = medians[1] / medians[0]
         print(f"{at_once:>8} {cells[0]:>15} {cells[1]:>15} {ratio:>6.2f}")
-        figures[str(at_once)] = {"in_turn_ms": statistics.median(taken[0]), "together_ms": statistics.median(taken[1]),
-                                 "ratio": ratio, "longer": ratio - 1}  # fmt: skip
+        figures[str(at_once)] = {
+            "in_turn_ms": medians[0], "in_turn_p90_ms": tails[0],
+            "together_ms": medians[1], "together_p90_ms": tails[1],
+            "ratio": ratio, "longer": ratio - 1,
+        }  # fmt: skip
     return figures
+
+
+def longest_calls(pair: Pair) -> dict[str, dict[str, float]]:
+    """Print the longest time that each connector call took on either server's threads so far, and return it, in ms."""
+    calls = {"prefill": longest_calls_ms(pair.prefill), "decode": longest_calls_ms(pair.decode)}
+    for side, longest in calls.items():
+        slowest = sorted(longest.items(), key=lambda call: -call[1])
+        print(f"longest connector calls of the {side} server in ms: " + ", ".join(f"{c} {ms:.2f}" for c, ms in slowest))
+    return calls
 
 
 def main(words: Sequence[str] | None = None) -> dict[str, Any]:
@@ -117,7 +146,8 @@ def main(words: Sequence[str] | None = None) -> dict[str, Any]:
     try:
         with running(Side(), Side(), threads=arguments.threads, bytes_per_s=arguments.bytes_per_s) as (pair,):
             by_length = handovers(pair, arguments.lengths, arguments.repeats, arguments.bytes_per_s)
-            return {"handover": by_length, "total_2000_tokens": totals(pair, 2000, 16, arguments.repeats)}
+            by_number = totals(pair, 2000, 16, arguments.repeats)
+            return {"handover": by_length, "total_2000_tokens": by_number, "longest_call_ms": longest_calls(pair)}
     except ServerFailed as error:
         sys.exit(f"{error}. The end of its log in {DIRECTORY}:\n{error.log_tail}")
 

@@ -159,6 +159,15 @@ def a_prompt(tokens: int) -> list[int]:
 
 def counted(url: str, name: str) -> float:
     """Return a counter or gauge of a server, summed over its labels."""
+    return sum(value for _, value in _samples(url, name))
+
+
+def longest_calls_ms(url: str) -> dict[str, float]:
+    """Return the longest time that vLLM's threads ever spent in each connector call of a server, in milliseconds."""
+    return {labels["call"]: value * 1e3 for labels, value in _samples(url, "vllm:pd_connector_call_seconds_max")}
+
+
+def _samples(url: str, name: str) -> list[tuple[dict[str, str], float]]:
     text = httpx.get(f"{url}/metrics", timeout=REQUEST_TIMEOUT_S, trust_env=False).raise_for_status().text
-    families = text_string_to_metric_families(text)
-    return float(sum(sample.value for family in families for sample in family.samples if sample.name == name))
+    samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+    return [(dict(sample.labels), float(sample.value)) for sample in samples if sample.name == name]
