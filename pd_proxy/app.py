@@ -16,7 +16,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from pd_proxy import headers as passed
-from pd_proxy.control import ControlAddresses
+from pd_proxy.control import ControlAddresses, Doubts
 from pd_proxy.errors import LegFailed, error_response
 from pd_proxy.exchange import Completions
 from pd_proxy.journal import Journal
@@ -49,7 +49,7 @@ def create_app(settings: Settings) -> Starlette:
     recent = Recent() if settings.status_page else None
     journal = Journal(recent)
     pages = _Pages(prefill, decode, journal, settings)
-    control = ControlAddresses()
+    control, doubts = ControlAddresses(), Doubts()
     tracing = Tracing(settings.traces_endpoint)
     status = [] if recent is None else StatusPage((prefill, decode), control, recent).routes
 
@@ -60,6 +60,7 @@ def create_app(settings: Settings) -> Starlette:
             prefill,
             decode,
             control,
+            doubts,
             legs=settings.legs,
             first_token=settings.first_token,
             api_key=settings.api_key,

@@ -1,10 +1,12 @@
-"""Where the prefill servers' control channels are, as their answers have told. No I/O.
+"""Where the prefill servers' control channels are, as their answers have told, and which Ds could not use that. No I/O.
 
 A decode server that gets its leg together with the prefill server's must be told where to ask for the transfer. The
 proxy is not configured with that: the first answer of each prefill server names it, and every later one confirms it.
 """
 
 import logging
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +15,9 @@ logger = logging.getLogger(__name__)
 #: A key in the answers of those connectors that let a transfer be followed by its name. Others name a host and a port
 #: too, and could do nothing with a name.
 _MARK = "remote_attempt"
+
+#: How long the legs of a decode server go in turn that has failed at once, and not in turn.
+_IN_TURN_S = 300.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +70,43 @@ class ControlAddresses:
     def forget(self, url: str) -> None:
         """Take a server for a new one. It could not be reached, or its address did not serve."""
         self._told.pop(url, None)
+
+
+class Doubts:
+    """The decode servers that seem unable to follow a transfer by its name.
+
+    Nothing that a decode server answers says whether its connector can. One that fails a request with both legs at
+    once gets its next one from the same prefill server in turn. If it serves that, at the same address, all its legs go
+    in turn for a while. It is then tried again, because something else may have been the reason.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        """Doubt none. ``clock`` is a monotonic clock, in seconds."""
+        self._clock = clock
+        self._failed: dict[tuple[str, str], Address] = {}  # by decode and prefill server
+        self._until: dict[str, float] = {}  # by decode server
+
+    def failed_at_once(self, decode: str, prefill: str, address: Address) -> None:
+        """Note that a decode server failed a request that it was to follow at this address."""
+        self._failed[decode, prefill] = address
+
+    def served_at_once(self, decode: str, prefill: str) -> None:
+        """Note that it served one that way: there is nothing to doubt."""
+        self._failed.pop((decode, prefill), None)
+
+    def served_in_turn(self, decode: str, prefill: str, address: Address | None) -> None:
+        """Note that it served one from a prefill server whose answers name this address."""
+        if (failed := self._failed.pop((decode, prefill), None)) is None or failed != address:
+            return
+        self._until[decode] = self._clock() + _IN_TURN_S
+        logger.warning(
+            "decode server %s failed with both legs at once and serves in turn: its legs go in turn for %g s. Give all "
+            "servers the same version of the connector", decode, _IN_TURN_S,
+        )  # fmt: skip
+
+    def go_in_turn(self, decode: str, prefill: str) -> bool:
+        """Return whether the legs of a request to these servers are to go in turn."""
+        return (decode, prefill) in self._failed or self._until.get(decode, 0.0) > self._clock()
 
 
 def _address(transfer: dict[str, Any]) -> Address | None:

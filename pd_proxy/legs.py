@@ -99,7 +99,8 @@ class TwoLegs:
     async def _serve_with(self, server: Server) -> Failure | None:
         """Serve the request with one prefill server; return how that failed, if it did."""
         address = self._upstream.control.of(server.url) if self._upstream.legs == Legs.TOGETHER else None
-        if address is not None:
+        next_decode = self._upstream.decode.in_order()[0].url
+        if address is not None and not self._upstream.doubts.go_in_turn(next_decode, server.url):
             return await self._together(server, address)
         self._record.legs = Legs.IN_TURN
         try:
@@ -109,10 +110,10 @@ class TwoLegs:
                 return failure
             await self._alone()
         else:
-            await self._in_turn(answer)
+            await self._in_turn(answer, server)
         return None
 
-    async def _in_turn(self, answer: Body) -> None:
+    async def _in_turn(self, answer: Body, server: Server) -> None:
         """Run the decode leg with what P has answered."""
         self._record.legs = Legs.IN_TURN
         if self._first_token is not None:
@@ -122,7 +123,8 @@ class TwoLegs:
         async def details() -> PromptDetails:
             return told
 
-        await self._run_decode(decode_body(self._body, answer["kv_transfer_params"]), details)
+        body = decode_body(self._body, answer["kv_transfer_params"])
+        await self._run_decode(body, details, self._noting_in_turn(server))
 
     async def _alone(self) -> None:
         """Run the decode leg of a text that ends with its first token: P hands nothing over then."""
@@ -139,7 +141,7 @@ class TwoLegs:
             try:
                 with decoding:
                     body = decode_body(self._body, following(transfer_id, address.host, address.port))
-                    await self._run_decode(body, _details_of(prefill), self._after_news_of(prefill, server))
+                    await self._run_decode(body, _details_of(prefill), self._after_news_of(prefill, server, address))
                     if self._record.status == HTTPStatus.OK:
                         await _last_news(prefill)
             except Exception as error:  # raised below: the group would wrap it
@@ -153,7 +155,7 @@ class TwoLegs:
             if prefill.text_ended:
                 await self._alone()
             elif prefill.moved is not None:
-                await self._in_turn(prefill.moved)
+                await self._in_turn(prefill.moved, server)
             else:
                 return prefill.failure
         return None
@@ -203,13 +205,28 @@ class TwoLegs:
             details=details,
         )
 
-    def _after_news_of(self, prefill: _Prefill, server: Server) -> Callable[[int], Awaitable[None]]:
+    def _after_news_of(self, prefill: _Prefill, server: Server, address: Address) -> Callable[[int], Awaitable[None]]:
+        doubts = self._upstream.doubts
+
         async def wait(status: int) -> None:
+            if status == HTTPStatus.OK:
+                doubts.served_at_once(self._record.decode_url, server.url)
             if status >= HTTPStatus.INTERNAL_SERVER_ERROR:
-                self._upstream.control.forget(server.url)  # it may be what D could not use
                 await _last_news(prefill)
+                if prefill.moved is None:  # after P's answer, which tells the address anew
+                    self._upstream.control.forget(server.url)  # it may be what D could not use
+                if not prefill.ends_decoding:  # P is not the reason
+                    doubts.failed_at_once(self._record.decode_url, server.url, address)
 
         return wait
+
+    def _noting_in_turn(self, server: Server) -> Callable[[int], Awaitable[None]]:
+        async def note(status: int) -> None:
+            if status == HTTPStatus.OK:
+                address = self._upstream.control.of(server.url)
+                self._upstream.doubts.served_in_turn(self._record.decode_url, server.url, address)
+
+        return note
 
 
 def _details_of(prefill: _Prefill) -> Details:

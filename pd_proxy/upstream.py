@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from starlette.datastructures import Headers
 
 from pd_proxy import headers as passed
-from pd_proxy.control import ControlAddresses
+from pd_proxy.control import ControlAddresses, Doubts
 from pd_proxy.servers import HeaderList, Servers
 from pd_proxy.settings import FirstTokenFrom, Legs
 
@@ -19,6 +19,7 @@ class Upstream:
     prefill: Servers
     decode: Servers
     control: ControlAddresses
+    doubts: Doubts
     legs: Legs
     first_token: FirstTokenFrom
     api_key: str | None

@@ -1,0 +1,93 @@
+"""Decode servers that cannot follow a transfer by its name, which nothing says: their legs go in turn.
+
+Covers: pd_proxy.control, pd_proxy.legs.
+"""
+
+from typing import Any
+
+import pytest
+
+from pd_proxy.control import Address, Doubts
+from tests.support.examples.fake_servers import (
+    NAMED_TRANSFER,
+    FakeServer,
+    Received,
+    Wire,
+    answers,
+    decodes,
+    prefills_by_name,
+)
+from tests.support.examples.served_proxy import Proxy, ProxySetup
+from tests.support.waiting import ManualClock
+
+AT = Address("10.0.0.1", 8998)
+
+
+def by_name(body: Any) -> bool:
+    """Whether a decode leg was sent together with its prefill leg."""
+    return "transfer_id" in body["kv_transfer_params"]
+
+
+async def knows_no_names(received: Received, wire: Wire) -> None:
+    """A decode server whose connector knows what a prefill server answers, and nothing else."""
+    await (answers(500, b"Internal Server Error") if by_name(received.body) else decodes)(received, wire)
+
+
+@pytest.fixture
+def p(setup: ProxySetup) -> FakeServer:
+    """A prefill server whose transfers can be followed by their names."""
+    return setup.server(prefills_by_name)
+
+
+def test_a_decode_server_that_knows_no_names_costs_one_request(
+    proxy: Proxy, p: FakeServer, d: FakeServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    d.script = knows_no_names
+    assert [proxy.complete().status_code for _ in range(5)] == [200, 500, 200, 200, 200]
+    assert [by_name(body) for body in d.bodies] == [False, True, False, False, False]
+    (line,) = [line for line in caplog.messages if "failed with both legs at once" in line]
+    assert d.url in line
+
+
+def test_others_get_both_legs_at_once_beside_it(setup: ProxySetup, p: FakeServer, d: FakeServer) -> None:
+    old = setup.server(knows_no_names)
+    proxy = setup.proxy([p], [d, old])
+    assert [proxy.complete().status_code for _ in range(12)].count(500) == 1
+    assert [by_name(body) for body in d.bodies[-3:]] == [True] * 3
+    assert [by_name(body) for body in old.bodies[-3:]] == [False] * 3
+
+
+def test_what_the_prefill_server_has_caused_is_not_put_down_to_the_decode_server(
+    proxy: Proxy, p: FakeServer, d: FakeServer
+) -> None:
+    assert proxy.complete().status_code == 200
+    p.script, d.script = answers(500, b"no more memory"), answers(500, b"the transfer has ended")
+    assert proxy.complete().status_code == 500
+    p.script, d.script = prefills_by_name, decodes
+    assert [proxy.complete().status_code for _ in range(2)] == [200, 200]
+    assert by_name(d.bodies[-1])
+
+
+def test_an_address_that_was_wrong_is_not_put_down_to_the_decode_server() -> None:
+    doubts = Doubts()
+    doubts.failed_at_once("d", "p", AT)
+    assert doubts.go_in_turn("d", "p")
+    doubts.served_in_turn("d", "p", Address(NAMED_TRANSFER["remote_host"], 17))
+    assert not doubts.go_in_turn("d", "p")
+
+
+def test_a_decode_server_is_tried_again_after_a_while() -> None:
+    clock = ManualClock()
+    doubts = Doubts(clock)
+    doubts.failed_at_once("d", "p", AT)
+    doubts.served_in_turn("d", "p", AT)
+    assert doubts.go_in_turn("d", "another p")
+    clock.advance(301)
+    assert not doubts.go_in_turn("d", "p")
+
+
+def test_one_that_serves_both_legs_at_once_is_not_doubted_any_more() -> None:
+    doubts = Doubts()
+    doubts.failed_at_once("d", "p", AT)
+    doubts.served_at_once("d", "p")
+    assert not doubts.go_in_turn("d", "p")
