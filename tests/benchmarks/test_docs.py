@@ -9,7 +9,6 @@ import pytest
 
 from benchmarks import docs, record
 
-
 #: Figures beside measured ones that nobody has measured, by page, and what they are.
 NOT_MEASURED = {
     "README.md": {"200 MB/s": "the rate to which a benchmark slows the network"},
