@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from pd_proxy.client import Client
-from pd_proxy.control import ControlAddresses
+from pd_proxy.control import ControlAddresses, Doubts
 from pd_proxy.decode import run_decode
 from pd_proxy.journal import Record
 from pd_proxy.servers import Leg, Servers
@@ -33,7 +33,7 @@ def test_who_cancels_it_while_the_client_has_nothing_can_be_sure_that_it_gets_no
         async with httpx.AsyncClient(transport=transport) as http:
             servers = Servers(Leg.DECODE, ["http://d"], http, 1.0)
             upstream = Upstream(
-                "/", False, servers, servers, ControlAddresses(), Legs.TOGETHER, FirstTokenFrom.DECODE, None
+                "/", False, servers, servers, ControlAddresses(), Doubts(), Legs.TOGETHER, FirstTokenFrom.DECODE, None
             )
             client = Client({"type": "http", "headers": []}, send, Record("/"))
             with anyio.CancelScope() as decoding:

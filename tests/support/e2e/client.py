@@ -19,6 +19,8 @@ REQUEST_TIMEOUT_S = 120.0
 #: What two float32 runs of the same prompt may differ by in a logprob. Measured: 0 for equal batches, below 2e-5
 #: between tensor parallel sizes.
 LOGPROB_TOLERANCE = 1e-3
+#: Up to this, whose tokens differ is a tie: other contents of a block change logprobs by far more.
+TIE_TOLERANCE = 2e-5
 
 KVTransferParams = dict[str, Any]
 
