@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from layout.copies import Copies
 from layout.geometry import Region, WorkerGeometry
 from layout.host_blocks import HostLayout, host_layout
 from layout.host_slots import slot_geometry
@@ -20,11 +21,13 @@ from pd_connector.worker.host_placement import log_placement, near_node
 from pd_connector.worker.machine_memory import MachineMemory, machine_memory
 from pd_connector.worker.roles import WorkerRole
 from transfer.batch_copy.backends import Backend, open_copier, pinned_memory
-from transfer.batch_copy.base import CopierStartError, DeviceEvent, Direction
+from transfer.batch_copy.base import BatchCopier, CopierStartError, CopyFailed, DeviceEvent, Direction
 from transfer.local_copy.zeroing import warm_up
 from transfer.memory import PinnedMemory, Placement
 
 logger = logging.getLogger(__name__)
+
+_TRIED_BYTES, _TRIED_S = 64, 60.0  # copied at start, and how long that may take
 
 _BACKENDS = {"cpu": Backend.HOST, "cuda": Backend.CUDA, "npu": Backend.ACL}
 
@@ -125,8 +128,8 @@ class HostPool(WorkerRole):
         """Pin a worker's memory and start its copiers. ``tensors`` are the worker's caches, all on one device.
 
         Raises:
-            ConfigError: the quota is too small or too large, the caches cannot be kept in host memory, or huge pages
-                cannot be asked for.
+            ConfigError: the quota is too small or too large, the caches cannot be kept in host memory, huge pages
+                cannot be asked for, or the device refuses copies.
         """
         device = tensors[0].device
         if device.type not in _BACKENDS:
@@ -143,7 +146,7 @@ class HostPool(WorkerRole):
             raise ConfigError(f"cpu_bytes_to_use: {error}; set it to 0") from error
         slots = quota.slots(layout)
         quota.check_fits(machine_memory(), at_once=huge_pages or backend is not Backend.HOST)
-        near = near_node(device)
+        near, record_event = near_node(device), _event_recorder(device)
         placement = Placement(near.node, huge_pages)
         try:
             with ExitStack() as opened:
@@ -151,8 +154,10 @@ class HostPool(WorkerRole):
                 opened.callback(memory.close)
                 stores = opened.enter_context(open_copier(backend, Direction.DEVICE_TO_HOST, number))
                 loads = opened.enter_context(open_copier(backend, Direction.HOST_TO_DEVICE, number))
+                if backend is not Backend.HOST:
+                    _try_copies(memory.region, device, stores, loads, record_event())
                 opened.pop_all()
-        except (CopierStartError, OSError, MemoryError) as error:
+        except (CopierStartError, CopyFailed, OSError, MemoryError) as error:
             raise ConfigError(f"cpu_bytes_to_use = {quota.total}: {error}") from error
         logger.info(
             "PDConnector: %d host blocks of %d bytes (%.2f GiB) on this worker, copied by the %s backend in %s",
@@ -162,7 +167,7 @@ class HostPool(WorkerRole):
         log_placement(memory.region, near, placement)
         if scrubs:
             warm_up()
-        copies = HostCopies(layout, memory.region, stores, loads, _event_recorder(device))
+        copies = HostCopies(layout, memory.region, stores, loads, record_event)
         return cls(copies, memory, slots, stats, scrubs=scrubs)
 
     @property
@@ -246,6 +251,23 @@ class HostPool(WorkerRole):
             return
         self._stats.count("host_bytes", copied.copied_bytes, "stored")
         self._stats.observe("store", copied.seconds)
+
+
+def _try_copies(
+    unused: Region, device: torch.device, stores: BatchCopier, loads: BatchCopier, after: DeviceEvent | None
+) -> None:
+    """Copy a few bytes of ``unused`` to the device and back, so that what its driver cannot do is known at start.
+
+    ``after``: an event after all work that the model's stream has, whose memory the scratch tensor may be.
+
+    Raises:
+        CopyFailed: the device refuses copies.
+        TimeoutError: they take forever.
+    """
+    scratch = torch.empty(_TRIED_BYTES, dtype=torch.uint8, device=device)
+    there, here, size = (np.array([value], np.int64) for value in (scratch.data_ptr(), unused.address, _TRIED_BYTES))
+    loads.submit(Copies(there, here, size), after).wait(_TRIED_S)
+    stores.submit(Copies(here, there, size)).wait(_TRIED_S)
 
 
 def _event_recorder(device: torch.device) -> Callable[[], DeviceEvent | None]:

@@ -14,14 +14,27 @@ from tests.support.ascend.paths import ROOT_OF_PROJECT, ascend_release
 from tests.support.ascend.servers import simulated_environment
 
 
+#: Starts the program on a runtime without the functions for batches.
+WITHOUT_BATCHES = f"""
+import runpy
+from transfer.batch_copy.acl import AclRuntime
+AclRuntime.takes_batches = property(lambda runtime: False)
+runpy.run_module("{npu_check.__name__}", run_name="__main__")
+"""
+
+
+def check(*arguments: str, **variables: str) -> "subprocess.CompletedProcess[str]":
+    environment = {**os.environ, **dict(simulated_environment()), **variables}
+    return subprocess.run(
+        [sys.executable, *arguments],
+        capture_output=True, text=True, timeout=280, check=False, env=environment, cwd=ROOT_OF_PROJECT,
+    )  # fmt: skip
+
+
 @pytest.fixture
 def checked(request: pytest.FixtureRequest) -> "subprocess.CompletedProcess[str]":
     """What the program says, with more variables of the simulated runtime."""
-    environment = {**os.environ, **dict(simulated_environment()), **getattr(request, "param", {})}
-    return subprocess.run(
-        [sys.executable, "-m", npu_check.__name__],
-        capture_output=True, text=True, timeout=280, check=False, env=environment, cwd=ROOT_OF_PROJECT,
-    )  # fmt: skip
+    return check("-m", npu_check.__name__, **getattr(request, "param", {}))
 
 
 def line_of(checked: "subprocess.CompletedProcess[str]", subject: str) -> str:
@@ -48,3 +61,9 @@ def test_a_driver_that_takes_no_batches_is_named(checked: "subprocess.CompletedP
     line = line_of(checked, "batched copies")
     assert line.startswith("ok   ")
     assert "0 bytes wrong; acl: aclrtMemcpyBatchAsyncV2 is not supported by this driver or chip" in line
+
+
+def test_a_runtime_without_the_call_for_batches_is_named() -> None:
+    line = line_of(check("-c", WITHOUT_BATCHES), "batched copies")
+    assert line.startswith("ok   ")
+    assert "0 bytes wrong; acl, host to device: the installed library has no aclrtMemcpyBatchAsync" in line

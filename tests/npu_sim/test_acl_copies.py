@@ -177,7 +177,9 @@ def test_a_driver_without_batches_is_asked_once(
     assert caplog.text.count("is not supported by this driver or chip (207000 ACL_ERROR_RT_FEATURE_NOT_SUPPORT)") == 1
 
 
-def test_a_runtime_from_before_batches_copies_one_by_one(device: RawDevice) -> None:
+def test_a_runtime_from_before_batches_copies_one_by_one_and_says_so_at_once(
+    device: RawDevice, caplog: pytest.LogCaptureFixture
+) -> None:
     library = device.open()
 
     class Older:
@@ -190,6 +192,8 @@ def test_a_runtime_from_before_batches_copies_one_by_one(device: RawDevice) -> N
     assert not device.runtime.takes_batches
     there, (memory, source) = device.allocate(64), pinned(device, 64, 1)
     with device.copier(LOAD) as load:
+        [line] = caplog.messages
+        assert line.startswith("acl, host to device: the installed library has no aclrtMemcpyBatchAsync (CANN 8.5 has")
         load.submit(shuffled_copies(there.address, memory.region.address, 1, 64)[0]).wait(WAIT_S)
     np.testing.assert_array_equal(device.get(there), source)
 

@@ -17,6 +17,7 @@ import torch
 
 from layout.geometry import Region
 from layout.host_blocks import host_layout
+from pd_connector.config import ConfigError
 from pd_connector.orders import LoadOrder, StoreEnds, StoreOrder
 from pd_connector.worker.host_copies import HostCopies, UnsettledLoadError
 from pd_connector.worker.host_pool import HostPool
@@ -320,6 +321,26 @@ def test_a_driver_without_batches_copies_one_by_one(
     assert calls("batches") + calls("batches_v2") == 2, "asked again"
     assert calls("batch_entries") == 0
     assert caplog.text.count("(207000 ACL_ERROR_RT_FEATURE_NOT_SUPPORT)") == 2  # once for stores, once for loads
+
+
+def test_a_driver_without_batches_is_told_of_before_anything_is_stored(
+    caches: tier.Caches, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("SIMACL_BATCH_UNSUPPORTED", "1")
+    before = [seen.copy() for seen in caches.now()]
+    opened = tier.open_pool(caches, SLOTS)
+    assert caplog.text.count("(207000 ACL_ERROR_RT_FEATURE_NOT_SUPPORT)") == 2  # once for stores, once for loads
+    assert tier.are_equal(caches.now(), before)
+    monkeypatch.delenv("SIMACL_BATCH_UNSUPPORTED")  # would be taken now, and is not tried again
+    store(opened.copies, (0, 3, 0))
+    assert caplog.text.count("(207000 ") == 2
+    opened.join()
+
+
+def test_a_device_that_refuses_copies_is_refused_at_start(caches: tier.Caches, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SIMACL_FAIL_AT", "0")
+    with pytest.raises(ConfigError, match=r"cpu_bytes_to_use = \d+: acl, host to device: aclrtMemcpyBatchAsync"):
+        tier.open_pool(caches, SLOTS)
 
 
 # Host memory

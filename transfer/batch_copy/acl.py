@@ -42,6 +42,7 @@ class AclRuntime(CopyRuntime):
 
     platform = "acl"
     chunk = 4096
+    batch_call = "aclrtMemcpyBatchAsync (CANN 8.5 has it)"
 
     def __init__(self, library: ctypes.CDLL, device: int) -> None:
         """Set the prototypes of ``library``, which no other code may use with different ones.

@@ -30,6 +30,7 @@ class CudaRuntime(CopyRuntime):
 
     platform = "cuda"
     chunk = 1 << 30  # the driver sets no limit
+    batch_call = "cuMemcpyBatchAsync (drivers for CUDA 12.8 have it)"
 
     def __init__(self, library: ctypes.CDLL) -> None:
         """Set the prototypes of ``library``, which no other code may use with different ones.

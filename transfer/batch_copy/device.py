@@ -36,6 +36,7 @@ class CopyRuntime(ABC):
 
     platform: str  # as the user names it
     chunk: int  # the most copies of one batch call
+    batch_call: str  # the batch call's name, and what has it
 
     @property
     @abstractmethod
@@ -70,12 +71,19 @@ class DeviceBackend(CopyBackend):
     """Copies in one direction on one stream of a device."""
 
     def __init__(self, runtime: CopyRuntime, stream: DeviceStream, direction: Direction) -> None:
+        """Log a warning if the library has no batch call. Whether the driver takes one, the first copies show."""
         self._runtime = runtime
         self._stream = stream
         self._direction = direction
         # No driver supports batches within one device.
         self._batches = runtime.takes_batches and direction is not Direction.DEVICE_TO_DEVICE
         self._warned = direction is Direction.DEVICE_TO_DEVICE  # there is no host memory to warn about
+        if not runtime.takes_batches and direction is not Direction.DEVICE_TO_DEVICE:
+            logger.warning(
+                "%s, %s: the installed library has no %s. Every copy is submitted on its own, which takes longer per "
+                "block",
+                runtime.platform, direction.value, runtime.batch_call,
+            )  # fmt: skip
 
     def enter_thread(self) -> None:
         """Make the device current, which runtimes keep per thread, and compile the loop of single copies."""

@@ -223,6 +223,20 @@ def test_a_device_without_batches_is_asked_once(cuda: CudaDevice, caplog: pytest
     assert caplog.text.count("cuMemcpyBatchAsync is not supported by this driver or chip (801 CUDA_ERROR_NOT_SU") == 1
 
 
+def test_a_driver_from_before_batches_is_told_of_before_the_first_copy(caplog: pytest.LogCaptureFixture) -> None:
+    older, newer = CudaDevice(FakeCuda(has_batches=False)), CudaDevice(FakeCuda())
+    for direction in (LOAD, STORE, WITHIN):
+        newer.copier(direction)
+    assert not caplog.messages
+    for direction in (LOAD, STORE, WITHIN):  # within a device there are no batches anywhere
+        older.copier(direction)
+    lines = [message.partition(" (")[0] for message in caplog.messages]
+    ways = ("host to device", "device to host")
+    assert lines == [f"cuda, {way}: the installed library has no cuMemcpyBatchAsync" for way in ways]
+    for device in (older, newer):
+        device.close()
+
+
 def test_an_error_that_the_driver_cannot_name_is_given_by_number(cuda: CudaDevice) -> None:
     assert cuda.runtime.explain(12345) == ("unnamed CUDA error", "unknown to this driver")
     meaning = "operation not supported: the driver or device does not support this"
@@ -238,8 +252,9 @@ def test_memory_that_is_not_pinned_is_warned_of_once(any_cuda: CudaDevice, caplo
     for _ in range(3):
         copier.submit(whole_copy(there, source)).wait(WAIT_S)
     np.testing.assert_array_equal(there, source)
-    assert [record.levelno for record in caplog.records] == [logging.WARNING]
-    assert f"the host memory at {source.ctypes.data:#x} is not pinned" in caplog.text
+    [line] = [record for record in caplog.records if "is not pinned" in record.getMessage()]
+    assert line.levelno == logging.WARNING
+    assert f"the host memory at {source.ctypes.data:#x} is not pinned" in line.getMessage()
 
 
 def test_pinned_memory_is_known_to_the_driver_while_it_lives(cuda: CudaDevice) -> None:
