@@ -10,6 +10,7 @@ from packaging.requirements import Requirement
 from packaging.version import InvalidVersion, Version
 
 from pd_connector.doctor.findings import Check, CheckFailed, Outcome, Verdict
+from pd_connector.vllm.ascend_options import TESTED_ASCEND
 from pd_connector.vllm.release import TESTED, tested_releases
 
 Installed = Callable[[str], str | None]
@@ -88,7 +89,7 @@ class Software:
         return Verdict(f"{version} on Python {platform.python_version()}, with all that it needs", values)
 
     def vllm(self) -> Verdict:
-        """Check that there is one vLLM, of a release that the connector is tested with."""
+        """Check that there is one vLLM, of a release that the connector is tested with, and so is vllm-ascend's."""
         found = {name: version for name in _VLLM if (version := self._version_of(name)) is not None}
         if not found:
             raise CheckFailed(f"neither {' nor '.join(_VLLM)} is installed; the connector is for {tested_releases()}")
@@ -103,6 +104,9 @@ class Software:
                 raise CheckFailed(f"{text}: vllm-ascend needs the vLLM of its own number, {_numbers(ascend)}")
         if _release(version) not in TESTED:
             text += f", which the connector is not tested with: {tested_releases()} are"
+            return Verdict(text, values, Outcome.WARN)
+        if ascend is not None and ascend.partition("+")[0] not in TESTED_ASCEND:
+            text += f", a release of vllm-ascend that the connector is not tested with: {', '.join(TESTED_ASCEND)} are"
             return Verdict(text, values, Outcome.WARN)
         return Verdict(f"{text}, a release that the connector is tested with", values)
 

@@ -27,11 +27,17 @@ _PLAIN_CACHES = frozenset({"auto", "float16", "half", "bfloat16", "float32", "fl
 #: Options in ``additional_config`` that change what a KV cache holds or how it is laid out.
 _CACHE_OPTIONS: Mapping[str, str] = {
     "enable_kv_nz": "it keeps KV caches in a private format of the device",
+    "enable_hamming_sparse": (
+        "it looks keys up by hashes that it makes when keys are written, and blocks that are pulled or loaded have none"
+    ),
     **dict.fromkeys(
         ("enable_sparse_sfa_c8", "enable_sparse_sfa_turboquant", "enable_sparse_li_c8", "enable_sparse_li_c4"),
         "it quantises caches, and keeps the scales where this connector does not see them",
     ),
 }
+
+#: Types of the sparse indexer's cache that hold what they say; "auto" is one of them for what is served.
+_PLAIN_INDEXERS = frozenset({"auto", "bf16"})
 
 _OWN_CONNECTORS = (
     "AscendStoreConnector", "LMCacheAscendConnector", "Mooncake", "OffloadingConnector", "PreemptOffloadConnector",
@@ -105,6 +111,18 @@ def _reasons(vllm_config: "VllmConfig") -> Iterator[str]:
     for name, effect in _CACHE_OPTIONS.items():
         if options.get(name):
             yield f"{name}: {effect}; start without it"
+    offload = options.get("sparse_kv_offload_config")
+    if isinstance(offload, Mapping) and offload.get("enabled"):
+        yield (
+            "sparse_kv_offload_config.enabled: it keeps KV caches in host memory of its own, where this connector does "
+            "not see them; start without it (cpu_bytes_to_use gives host memory here)"
+        )
+    indexer = str(getattr(getattr(vllm_config, "attention_config", None), "indexer_kv_dtype", "auto"))
+    if indexer not in _PLAIN_INDEXERS:
+        yield (
+            f"attention_config.indexer_kv_dtype = {indexer}: vllm-ascend quantises the cache of the sparse indexer, "
+            "and keeps the scales where this connector does not see them; use auto or bf16"
+        )
     dtype = str(vllm_config.cache_config.cache_dtype)
     if dtype not in _PLAIN_CACHES:
         yield (

@@ -13,7 +13,6 @@ from pd_connector.vllm import npu_check
 from tests.support.ascend.paths import ROOT_OF_PROJECT, ascend_release
 from tests.support.ascend.servers import simulated_environment
 
-
 #: Starts the program on a runtime without the functions for batches.
 WITHOUT_BATCHES = f"""
 import runpy

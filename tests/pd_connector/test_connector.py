@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ import pd_connector
 from pd_connector.aliases import NixlConnector
 from pd_connector.config import ConfigError
 from pd_connector.connector import PDConnector
+from pd_connector.vllm import ascend_options
 from pd_connector.vllm.engine_config import UnsupportedError
 from tests.support.connector.requests import a_decode_request
 from tests.support.connector.vllm_engine import CACHES, SPEC, a_config, transfer_config
@@ -86,11 +88,42 @@ def test_an_unknown_setting_is_refused_by_the_constructor(model: Path, role: KVC
         PDConnector(a_config(model, lease_ttl=1), role, CACHES)
 
 
-def test_context_parallelism_is_refused_by_the_constructor(model: Path) -> None:
+@pytest.mark.parametrize("name", ["decode_context_parallel_size", "prefill_context_parallel_size"])
+def test_context_parallelism_is_refused_by_the_constructor(model: Path, name: str) -> None:
     config = a_config(model)
-    config.parallel_config.decode_context_parallel_size = 2
-    with pytest.raises(UnsupportedError, match=r"decode_context_parallel_size = 2: .* set it to 1"):
+    setattr(config.parallel_config, name, 2)
+    with pytest.raises(UnsupportedError, match=f"{name} = 2: .* set it to 1"):
         PDConnector(config, KVConnectorRole.SCHEDULER, CACHES)
+
+
+@pytest.fixture
+def on_npu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What vllm-ascend's options and release are judged by."""
+    monkeypatch.setattr(ascend_options, "device_type", lambda: "npu")
+
+
+def an_ascend_config(model: Path, **options: object) -> Any:
+    config = a_config(model)
+    config.additional_config, config.quant_config = options, None
+    config.scheduler_config = SimpleNamespace(scheduler_cls="vllm.v1.core.sched.scheduler.Scheduler")
+    return config
+
+
+@pytest.mark.usefixtures("on_npu")
+@pytest.mark.parametrize("role", list(KVConnectorRole))
+def test_an_option_of_vllm_ascend_is_refused_by_the_constructor(model: Path, role: KVConnectorRole) -> None:
+    with pytest.raises(UnsupportedError, match="enable_kv_nz: it keeps KV caches in a private format"):
+        PDConnector(an_ascend_config(model, enable_kv_nz=True), role, CACHES)
+
+
+@pytest.mark.usefixtures("on_npu")
+def test_a_release_of_vllm_ascend_that_is_not_tested_is_warned_of_by_the_engine_core(
+    model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(ascend_options, "version", lambda _: "0.27.0")
+    monkeypatch.setattr(ascend_options.logger, "handlers", [caplog.handler])
+    PDConnector(an_ascend_config(model), KVConnectorRole.SCHEDULER, CACHES).shutdown()
+    assert any("vllm-ascend 0.27.0 is not among the releases" in message for message in caplog.messages)
 
 
 COMPRESSED: dict[str, Any] = {"tokens_per_state" if INSTALLED >= (0, 30) else "compress_ratio": 4}

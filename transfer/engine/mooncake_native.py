@@ -102,6 +102,10 @@ def load(options: NativeOptions) -> Any:
         raise EngineStartError(_explain_import_error(error)) from error
 
 
+#: Libraries of CANN that the wheel for NPUs is linked to.
+_OF_CANN = ("libascendcl", "libllm_datadist", "libmetadef")
+
+
 def _explain_import_error(error: ImportError) -> str:
     if isinstance(error, ModuleNotFoundError):
         hint = "install it with the extra for your platform: pip install 'pd-connector[cpu]', [cuda], [cuda12] or [npu]"
@@ -111,6 +115,10 @@ def _explain_import_error(error: ImportError) -> str:
         hint = "this wheel is for CUDA 12; install mooncake-transfer-engine-cuda13 in its place (the extra [cuda])"
     elif "libcudart.so.13" in str(error):
         hint = "this wheel is for CUDA 13; install mooncake-transfer-engine in its place (the extra [cuda12])"
+    elif "undefined symbol" in str(error):
+        hint = "a library that it is linked to is too old for it; on an NPU that is CANN, see docs/npu.md for versions"
+    elif any(library in str(error) for library in _OF_CANN):
+        hint = "that library is part of CANN: source CANN's set_env.sh, which adds it to LD_LIBRARY_PATH"
     else:
         hint = "a library that it is linked to is missing; check that the wheel fits the platform (cpu, cuda, npu)"
     return f"cannot import the Mooncake transfer engine ({error}): {hint}"

@@ -90,6 +90,12 @@ def test_a_release_that_is_not_tested_is_a_warning(version: str) -> None:
     assert f"which the connector is not tested with: {release.tested_releases()} are" in verdict.text
 
 
+def test_a_release_of_vllm_ascend_that_is_not_tested_is_a_warning() -> None:
+    verdict = software(NPU | {"vllm-ascend": "0.30.0rc1"}, "npu").vllm()
+    assert verdict.outcome is Outcome.WARN
+    assert "vllm-ascend 0.30.0rc1, a release of vllm-ascend that the connector is not tested with: " in verdict.text
+
+
 def test_mooncake_without_cuda_beside_cuda_is_a_warning() -> None:
     verdict = software(CPU | {"vllm": "0.32.0"}, "13").mooncake()
     assert verdict.outcome is Outcome.WARN

@@ -201,7 +201,12 @@ def failing_import(error: ImportError) -> Callable[[str], ModuleType]:
             ImportError("libcudart.so.13: cannot open shared object file"),
             r"install mooncake-transfer-engine in .*\[cuda12\]",
         ),
-        (ImportError("libascendcl.so: cannot open shared object file"), "fits the platform"),
+        *(
+            (ImportError(f"{library}.so: cannot open shared object file"), "part of CANN: source CANN's set_env.sh")
+            for library in ("libascendcl", "libllm_datadist", "libmetadef")
+        ),
+        (ImportError("engine.so: undefined symbol: aclrtGetPhyDevIdByLogicDevId"), "too old for it; on an NPU that is"),
+        (ImportError("libother.so.1: cannot open shared object file"), "fits the platform"),
     ],
 )
 def test_a_library_that_is_missing_is_named_with_the_way_to_install_it(
