@@ -39,6 +39,8 @@ class Release023(Release030):
         "connectors cannot ask for layouts (they can since vLLM 0.30), so except on NPU each layer's KV cache stays "
         "apart",
         "a request may be preempted for blocks that a store in host memory would have freed a few steps later",
+        "KV cache events do not name the session of a block's request",
+        "with both legs at once, what requests of the last steps have in P's prefix cache is pulled after a step of P",
         *Release030.limits,
     )
     fails_by_request = False

@@ -1,6 +1,6 @@
 """Copies cache blocks from memory that only a device can read to the host, for checksums.
 
-Tested with CPU tensors; not run on hardware.
+Tested with CPU tensors, and under vllm-ascend on a simulated NPU; not run on hardware.
 """
 
 from collections.abc import Sequence

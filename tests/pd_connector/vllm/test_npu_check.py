@@ -2,6 +2,7 @@
 
 import ctypes
 import importlib
+import inspect
 import subprocess
 import sys
 from importlib import metadata
@@ -11,6 +12,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from pd_connector.vllm import npu_check
+from pd_connector.vllm.npu import cache_check
 from pd_connector.vllm.npu_check import Finding, report, runtime_functions, versions
 
 
@@ -94,6 +96,29 @@ def test_a_check_that_fails_or_raises_is_named_and_the_report_goes_on(monkeypatc
     assert status == 2
     assert "FAIL batched copies: failed: RuntimeError: 107002\nok   cross_layer_blocks: fine\nFAIL Mooncake" in text
     assert "\nFailed: batched copies, Mooncake. Please report all of the above" in text
+
+
+COPIES = "writing in step 0 takes 16777216 bytes more, as if it copied the cache of 16777216 bytes a part"
+
+
+@pytest.mark.parametrize(
+    ("found", "release", "passed"),
+    [
+        ("", "0.30.0rc2", True),
+        (COPIES, "0.23.0.post1", True),
+        (COPIES, "0.30.0rc2", False),
+        ("attention changed the cache", "0.23.0.post1", False),
+    ],
+)
+def test_a_copy_that_is_known_of_a_release_is_no_failure_of_the_machine(found: str, release: str, passed: bool) -> None:
+    finding = npu_check._cross_layer_finding(found, release)
+    assert finding.passed is passed
+    assert finding.text.startswith(found)
+    assert ("That is known of vllm-ascend 0.23.0.post1" in finding.text) is bool(found and passed)
+
+
+def test_the_words_by_which_a_copy_is_known_are_those_of_the_check() -> None:
+    assert npu_check._COPIES in inspect.getsource(cache_check)
 
 
 @pytest.mark.parametrize(

@@ -73,7 +73,7 @@ def test_a_start_on_another_release_warns_of_it(
     assert [version in line and "0.30, 0.31, 0.32, 0.33" in line for line in told] == [True] * warned
 
 
-@pytest.mark.parametrize("of", [Release030(), Release031(), release.VllmRelease()])
+@pytest.mark.parametrize("of", [Release023(), Release030(), Release031(), release.VllmRelease()])
 def test_what_a_release_cannot_give_is_said_at_start(
     of: release.VllmRelease, monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture
 ) -> None:
@@ -83,6 +83,13 @@ def test_what_a_release_cannot_give_is_said_at_start(
     told = [record.getMessage() for record in log.records]
     assert len(told) == len(of.limits)
     assert all(line.endswith(limit) for line, limit in zip(told, of.limits, strict=True))
+
+
+def test_everything_that_vllm_023_cannot_give_is_among_its_limits() -> None:
+    said = "\n".join(Release023.limits)
+    for what in ("cannot ask for layouts", "may be preempted", "do not name the session", "with both legs at once"):
+        assert what in said
+    assert set(Release030.limits) < set(Release023.limits)
 
 
 @since((0, 30), "results that name the requests that failed")

@@ -1,0 +1,62 @@
+"""docs/npu.md quotes messages that the code has, and installs what pyproject.toml declares."""
+
+import ast
+import re
+import tomllib
+from functools import cache
+
+import pytest
+
+from tests.support.sources import ROOT
+
+PAGE = (ROOT / "docs" / "npu.md").read_text()
+PACKAGES = ("layout", "transfer", "pd_connector")
+
+#: What stands for values in quoted messages, and where a message begins in the middle of another.
+_VALUES = re.compile(
+    r"\.\.\.|\b(?:N|NAME)\b|0x|'ascend'|\b\d+\b|libascendcl\.so|aclrt\w+|\bapart: |cannot register the |bytes: "
+)
+_FORMAT = re.compile(r"%[-\d.]*[a-z]")
+
+
+@cache
+def texts() -> frozenset[str]:
+    """All strings of the packages, cut where they have values."""
+    found: set[str] = set()
+    for package in PACKAGES:
+        for file in (ROOT / package).rglob("*.py"):
+            for node in ast.walk(ast.parse(file.read_text())):
+                if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                    found.update(_FORMAT.split(node.value))
+    return frozenset(found)
+
+
+def quoted(heading: str) -> list[str]:
+    """The messages in the first column of a section's tables."""
+    section = re.split(r"^## ", PAGE, flags=re.MULTILINE)
+    (wanted,) = [part for part in section if part.startswith(heading)]
+    rows = [line.split(" | ")[0] for line in wanted.splitlines() if line.startswith("| `")]
+    return [message for row in rows for message in re.findall(r"`([^`]+)`", row)]
+
+
+@pytest.mark.parametrize("message", quoted("5. What the servers say"))
+def test_a_message_that_is_quoted_is_one_of_the_codes(message: str) -> None:
+    fragments = [fragment.strip(" :,()=") for fragment in _VALUES.split(message)]
+    fixed = [fragment for fragment in fragments if len(fragment) >= len("in runs")]
+    assert fixed, "nothing of it could be looked for"
+    missing = [fragment for fragment in fixed if not any(fragment in text for text in texts())]
+    assert not missing
+
+
+def test_a_message_that_the_code_does_not_have_would_be_noticed() -> None:
+    assert not any("layers are allocated on the moon" in text for text in texts())
+    assert any("layers are allocated together" in text for text in texts())
+
+
+def test_what_is_installed_by_hand_is_what_the_project_declares() -> None:
+    """``--no-deps`` leaves out all of it."""
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    block = PAGE[PAGE.index("pip install --no-deps .") : PAGE.index("`--no-deps` keeps")]
+    named = re.findall(r"'([^']+)'", block)
+    (mooncake,) = [line for line in declared["optional-dependencies"]["npu"] if line.startswith("mooncake")]
+    assert sorted(named) == sorted([*declared["dependencies"], mooncake])
