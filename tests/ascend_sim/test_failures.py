@@ -2,15 +2,16 @@
 
 import pytest
 
-from tests.support.ascend.servers import ONE_RANK
+from tests.support.ascend.servers import ONE_RANK, RECOMPUTE
 from tests.support.e2e.cluster import Cluster
 from tests.support.e2e.deployments import on
 from tests.support.e2e.pair import Pair, assert_failed_pull, make_prompt
 
-pytestmark = [on(ONE_RANK), pytest.mark.parametrize("pair", [("P", "D")], indirect=True, ids="-".join)]
+pytestmark = pytest.mark.parametrize("pair", [("P", "D")], indirect=True, ids="-".join)
 
 
 @pytest.mark.ascend_short
+@on(ONE_RANK)
 def test_requests_that_leave_at_any_moment_of_the_pull_hold_nothing(pair: Pair) -> None:
     for number, after_s in enumerate((0.01, 0.05, 0.2)):
         prompt = make_prompt(900, (pair.name, "leaving", number))
@@ -22,19 +23,22 @@ def test_requests_that_leave_at_any_moment_of_the_pull_hold_nothing(pair: Pair) 
 
 
 @pytest.mark.ascend_short
+@on(ONE_RANK)
 def test_a_request_that_leaves_during_prefill_holds_nothing(pair: Pair) -> None:
     prompt = make_prompt(1800, (pair.name, "leaving early"))
     assert pair.prefill.client.abandon(prompt, 0.1, max_tokens=1, kv_transfer_params={"do_remote_decode": True})
     pair.wait_until_at_rest()
 
 
-def test_a_pull_of_a_lease_that_is_not_there_fails_and_the_next_one_works(pair: Pair) -> None:
+@on(ONE_RANK, RECOMPUTE)
+def test_a_pull_of_a_lease_that_is_not_there_ends_as_the_policy_says_and_the_next_one_works(pair: Pair) -> None:
     prompt = make_prompt(600, (pair.name, "unknown lease"))
     params = pair.prefill.client.prefill(prompt)
     assert_failed_pull(pair, prompt, {**params, "lease_id": "nothing"}, "lease", ("nothing",))
     pair.assert_right(pair.decode_leg(prompt, params, cache_salt="the right lease"), prompt)
 
 
+@on(ONE_RANK)
 def test_a_prefill_server_that_dies_fails_the_request_and_works_again_when_it_is_back(
     pair: Pair, cluster: Cluster
 ) -> None:

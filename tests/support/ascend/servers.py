@@ -107,6 +107,15 @@ ONE_RANK = Deployment(
     ),
 )
 
+#: As docs/npu.md has it: D computes a prompt itself whose pull fails.
+RECOMPUTE = Deployment(
+    "recompute",
+    (
+        ("P", on_npu(prefill())),
+        ("D", on_npu(replace(_peer(), role="kv_consumer", load_failure_policy="recompute"))),
+    ),
+)
+
 #: Sides that differ in tensor parallel size, and two of the same, 2.
 SEVERAL_RANKS = Deployment(
     "ranks",
