@@ -33,6 +33,6 @@ def on_device(code: str, **variables: str) -> None:
     environment = {**os.environ, **dict(simulated_environment()), "SIMACL_NIC": "0", **variables}
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", _START + code],
-        env=environment, cwd=ROOT_OF_PROJECT, capture_output=True, text=True, timeout=200, check=False,
+        env=environment, cwd=ROOT_OF_PROJECT, capture_output=True, text=True, timeout=600, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
