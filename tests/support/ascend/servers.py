@@ -194,3 +194,20 @@ WAITS = Deployment(
         ("D", _unverified(replace(_D, variables=(*_D.variables, *D_FAULTS.variables)))),
     ),
 )
+
+_P_SMALL = on_npu(prefill(tensor_parallel=2), device_blocks=20, host_blocks=64)
+
+#: Leases leave P's device, and every prompt lands in D's host memory, where the heads of P's two ranks come together.
+#: Nothing is verified, as above.
+HOST_TRANSFERS = Deployment(
+    "host transfers",
+    (
+        ("P", _unverified(replace(_P_SMALL, options=(*_P_SMALL.options, ("host_transfers", True))))),
+        (
+            "D",
+            _unverified(
+                replace(_D, variables=(*_D.variables, *D_FAULTS.variables), options=(*_D.options, ("pull_to", "host")))
+            ),
+        ),
+    ),
+)
