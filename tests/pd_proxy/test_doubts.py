@@ -1,7 +1,4 @@
-"""Decode servers that cannot follow a transfer by its name, which nothing says: their legs go in turn.
-
-Covers: pd_proxy.control, pd_proxy.legs.
-"""
+"""Decode servers that cannot follow a transfer by its name, which nothing says: their legs go in turn."""
 
 from typing import Any
 
