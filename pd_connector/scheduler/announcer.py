@@ -93,6 +93,7 @@ class Announcer:
         self._reports: Counter[int] = Counter()  # ranks that have, by step
         self._next_step = 0
         self._events: Counter[str] = Counter()
+        self._news: dict[str, None] = {}  # names, an ordered set: told together, because that wakes another thread
 
     def add(self, request: "Request") -> None:
         """Take up a new request.
@@ -149,6 +150,7 @@ class Announcer:
             self._is_same_attempt(named)
         self._announce_loads(scheduled)
         awaited = tuple(self._schedule(self._named[each], scheduled) for each in scheduled if each in self._named)
+        self._tell_news()
         if scheduled:
             self._recent.append(_Step(scheduled))
         if not awaited:
@@ -170,6 +172,7 @@ class Announcer:
                 named = self._begun.get(computed.request_id)
                 if named is not None and self._is_same_attempt(named) and named.attempt == computed.attempt:
                     self._announce(named, computed.tokens)
+        self._tell_news()
 
     def finish(self, request: "Request", *, is_granted: bool) -> None:
         """Forget a request. Without a lease, those who follow its prompt are told how it ended."""
@@ -203,6 +206,7 @@ class Announcer:
         assert self._named.keys() <= self._requests.keys(), "a prompt is announced whose request has ended"
         assert self._begun.items() <= self._named.items(), "a prompt has begun that is not announced"
         assert self._reports.keys() <= self._steps.keys(), "a step has been reported that nobody asked for"
+        assert not self._news, "those who wait for news were not told"
         if self._slots is not None:
             assert self._slots.request_ids <= self._named.keys(), "slots are lent for a prompt that is not announced"
             self._slots.check_integrity()
@@ -240,7 +244,7 @@ class Announcer:
             self._slots.end(request_id)
         self._transfers.start_over(named.transfer_id)
         self._events["restarted"] += 1
-        self._service.notify(named.transfer_id)
+        self._news[named.transfer_id] = None
 
     def _announce_loads(self, scheduled: Mapping[str, int]) -> None:
         """Announce the prompts that are being loaded from host memory since the last step, and the slots."""
@@ -256,7 +260,7 @@ class Announcer:
             self._announce(named, self._settled_tokens(named, scheduled, in_host.first_token))
             if self._transfers.announce_slots(named.transfer_id, in_host):
                 self._events["in_host"] += 1
-                self._service.notify(named.transfer_id)
+                self._news[named.transfer_id] = None
 
     def _announce(self, named: _Named, tokens: int) -> None:
         known = self._transfers.blocks_known(named.transfer_id)
@@ -264,7 +268,13 @@ class Announcer:
             return  # cancelled
         new = self._blocks.block_ids(named.request.request_id, tokens, known, self._service.block_tokens)
         if self._transfers.announce(named.transfer_id, tokens, new):
-            self._service.notify(named.transfer_id)
+            self._news[named.transfer_id] = None
+
+    def _tell_news(self) -> None:
+        """Have those answered who wait for what a step has changed."""
+        news, self._news = self._news, {}
+        if news:
+            self._service.notify(*news)
 
     def _settled_tokens(self, named: _Named, scheduled: Mapping[str, int], held: int) -> int:
         """Return how many of the first ``held`` tokens of a prompt are complete on the device before its first step.

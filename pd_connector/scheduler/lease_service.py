@@ -68,8 +68,8 @@ class LeaseService(Generic[Held]):
         self.leases = leases
         self.checksums = ChecksumTable(leases.still_valid, enabled=verify)
         self.transfers = Transfers(leases.ttl_s)
-        #: Called on any thread with the id of a transfer of which there is news.
-        self.notify: Callable[[str], None] = lambda transfer_id: None
+        #: Called on any thread with the ids of transfers of which there is news.
+        self.notify: Callable[..., None] = lambda *transfer_ids: None
         self._leases_ended = leases_ended
         self._spans = spans
         self._model = model

@@ -186,9 +186,9 @@ class ControlServer:
             return
         self._wakeup.close()
 
-    def changed(self, topic: str) -> None:
-        """Ask the handler again about the requests that wait for ``topic``. Safe from any thread."""
-        if self._waiting.changed(topic) and self._wakeup is not None:
+    def changed(self, *topics: str) -> None:
+        """Ask the handler again about the requests that wait for one of ``topics``. Safe from any thread."""
+        if self._waiting.changed(*topics) and self._wakeup is not None:
             self._wakeup.set()
 
     @property

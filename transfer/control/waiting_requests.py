@@ -76,11 +76,11 @@ class WaitingRequests:
             heapq.heappush(self._due, (waiting.due_at, *key, waiting.topic))
         return True
 
-    def changed(self, topic: str) -> bool:
-        """Note that what waits for ``topic`` is to be asked again; return whether the server must be woken."""
+    def changed(self, *topics: str) -> bool:
+        """Note that what waits for one of ``topics`` is to be asked again; return whether the server must be woken."""
         with self._lock:
             is_first = not self._changed
-            self._changed[topic] = None
+            self._changed |= dict.fromkeys(topics)
             return is_first
 
     def take_changed(self) -> list[WaitingRequest]:

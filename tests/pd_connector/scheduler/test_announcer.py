@@ -35,6 +35,18 @@ def test_after_each_step_what_it_has_computed_is_announced(start_prefill: StartP
     assert engine.state("t") == (COMPLETE, 0, 200)
 
 
+def test_the_news_of_a_step_are_told_together(start_prefill: StartPrefill) -> None:
+    """Each time, the control channel's thread wakes, and takes the interpreter from the scheduler's."""
+    engine = start_prefill(chunk_tokens=128)
+    for name in ("a", "b", "c"):
+        engine.ask(name, a_prompt(40, ord(name)), name)
+    step = engine.schedule()
+    woken = engine.wakes
+    engine.announcer.computed({number: 1 for number in step.numbers}, 1)
+    assert engine.changes[-3:] == ["a", "b", "c"]
+    assert engine.wakes == woken + 1
+
+
 def test_a_prompt_that_has_blocks_and_no_tokens_yet_is_being_computed(start_prefill: StartPrefill) -> None:
     """A decode engine allocates its own blocks then, not before."""
     engine = start_prefill()

@@ -56,7 +56,7 @@ class Named:
         self.service = LeaseService(self.leases, IDENTITY, 1)
         self.service.set_workers((WORKER,))
         self.notified: list[str] = []
-        self.service.notify = self.notified.append
+        self.service.notify = lambda *names: self.notified.extend(names)
 
     def begin(self, transfer_id: str = "t") -> FakeRequest:
         request = FakeRequest(f"request of {transfer_id}", a_prompt(70))

@@ -82,12 +82,14 @@ class _Server:
         self.port = 1
         self.counters = ServerCounters()
         self.changes: list[str] = []
+        self.wakes = 0
 
     def start(self) -> None:
         """Nobody asks."""
 
-    def changed(self, topic: str) -> None:
-        self.changes.append(topic)
+    def changed(self, *topics: str) -> None:
+        self.changes += topics
+        self.wakes += 1
 
     def close(self) -> None:
         """Nothing to close."""
@@ -161,6 +163,12 @@ class NamedPrefill:
     def changes(self) -> list[str]:
         server: Any = self.producer._server
         return list(server.changes)
+
+    @property
+    def wakes(self) -> int:
+        """How often the control channel's thread was woken by news."""
+        server: Any = self.producer._server
+        return int(server.wakes)
 
     def ask(self, name: str, prompt: list[int], transfer_id: object = None, **params: Any) -> Request:
         """A prefill leg arrives. ``transfer_id``: None for none."""

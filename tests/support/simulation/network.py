@@ -134,9 +134,9 @@ class Network:
         client, frame = self.to_decode.pop(number)
         client.take(frame)
 
-    def changed(self, topic: str) -> None:
-        """There is news of a prompt."""
-        self.waiting.changed(topic)
+    def changed(self, *topics: str) -> None:
+        """There is news of prompts."""
+        self.waiting.changed(*topics)
 
     def answer_waiting(self) -> None:
         """The server answers what has waited for news that are there now, or for long enough."""

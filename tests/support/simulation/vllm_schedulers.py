@@ -178,7 +178,7 @@ class _Server:
     def start(self) -> None:
         """The world serves."""
 
-    def changed(self, topic: str) -> None:
+    def changed(self, *topics: str) -> None:
         """Nobody waits for an answer."""
 
     def close(self) -> None:
