@@ -42,7 +42,7 @@ def test_the_news_of_a_step_are_told_together(start_prefill: StartPrefill) -> No
         engine.ask(name, a_prompt(40, ord(name)), name)
     step = engine.schedule()
     woken = engine.wakes
-    engine.announcer.computed({number: 1 for number in step.numbers}, 1)
+    engine.announcer.computed(dict.fromkeys(step.numbers, 1), 1)
     assert engine.changes[-3:] == ["a", "b", "c"]
     assert engine.wakes == woken + 1
 
