@@ -5,6 +5,7 @@ they end with this process even if it is killed.
 """
 
 import os
+import random
 import re
 import socket
 import subprocess
@@ -13,7 +14,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Self
 
@@ -43,12 +44,31 @@ class ServerFailed(Exception):  # noqa: N818  it is named after the event, like 
 
 
 def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
-    """Ports on ``host``, all different, that nothing listens on at this moment."""
+    """Ports on ``host``, all different, that nothing listens on, and that no connection is given before a server starts.
+
+    Those that the kernel gives to connections lie above these.
+
+    Raises:
+        OSError: too few ports are free.
+    """
+    found: list[int] = []
     with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind((host, 0))
-        return [int(each.getsockname()[1]) for each in sockets]
+        for port in random.sample(_listening_ports(), 1000):
+            if len(found) == count:
+                return found
+            with suppress(OSError):
+                stack.enter_context(socket.socket()).bind((host, port))
+                found.append(port)
+    raise OSError(f"of 1,000 ports of {host} that were tried, only {len(found)} are free; {count} are needed")
+
+
+def _listening_ports() -> range:
+    """The ports of which the kernel gives none to a connection, unless it gives all."""
+    try:
+        first_given = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    except OSError:  # not Linux
+        first_given = 32_768
+    return range(10_000, first_given if first_given > 12_000 else 60_000)
 
 
 class Server:
