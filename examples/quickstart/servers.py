@@ -44,7 +44,7 @@ class ServerFailed(Exception):  # noqa: N818  it is named after the event, like 
 
 
 def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
-    """Ports on ``host``, all different, that nothing listens on, and that no connection is given before a server starts.
+    """Ports on ``host``, all different, that nothing listens on, and that no connection is given meanwhile.
 
     Those that the kernel gives to connections lie above these.
 
