@@ -39,6 +39,8 @@ class Round:
     layout: Layout
     prefill_tp: int
     decode_tp: int
+    lengths: tuple[int, ...] = ()  # of the plan's, those that are measured; all if none
+    many_at_once: bool = True
 
     @property
     def name(self) -> str:
@@ -63,10 +65,19 @@ class Round:
         prefill_tp, decode_tp = sizes.split("-")
         return cls(layout, int(prefill_tp), int(decode_tp))
 
+    def lengths_of(self, plan: "Plan") -> tuple[int, ...]:
+        """Return the lengths of prompts, in tokens."""
+        return tuple(each for each in plan.lengths if each in self.lengths) if self.lengths else plan.lengths
 
-#: In an order in which most rounds keep half of the last one's servers. The other layout at TP 1 to 1 only: a round of
-#: its own for each size would take more time than a run has.
-ROUNDS = (Round("LBHNC", 2, 1), Round("LBHNC", 1, 1), Round("LBHNC", 1, 2), Round("BHLNC", 1, 1))
+
+#: In an order in which most rounds keep half of the last one's servers. All lengths, and many at once, in one of them,
+#: and the other layout at TP 1 to 1 only: everything everywhere would take more time than a run has.
+ROUNDS = (
+    Round("LBHNC", 2, 1, (2000,), many_at_once=False),
+    Round("LBHNC", 1, 1),
+    Round("LBHNC", 1, 2, (2000,), many_at_once=False),
+    Round("BHLNC", 1, 1, (2000, 3500), many_at_once=False),
+)
 
 
 @dataclass(frozen=True)
@@ -120,14 +131,17 @@ class Rounds:
         self._timeouts = Counter({way: TIMEOUTS - 1 for way, times in self._timeouts.items() if times >= TIMEOUTS})
         ways = self._ways(measured, pairs)
         share_s = self._budget.share_s(len(plan.rounds) - number)
-        ends = time.monotonic() + LENGTHS_SHARE * share_s
+        ends = time.monotonic() + (LENGTHS_SHARE if measured.many_at_once else 1.0) * share_s
         say(f"{measured.name}: {share_s:.0f} s to measure")
         case = partial(Case, measured.layout, measured.prefill_tp, measured.decode_tp)
-        for place, tokens in enumerate(plan.lengths):
+        lengths = measured.lengths_of(plan)
+        for place, tokens in enumerate(lengths):
             say(f"{measured.name}: {tokens} tokens")
-            part = tokens / sum(plan.lengths[place:])
+            part = tokens / sum(lengths[place:])
             until = time.monotonic() + part * max(0.0, ends - time.monotonic())
             yield from self._lengths(ways, partial(case, tokens, 1), tokens, until)
+        if not measured.many_at_once:
+            return
         say(f"{measured.name}: {plan.clients} at once")
         until = ends + (1 - LENGTHS_SHARE) * share_s
         yield from self._bursts(ways, partial(case, plan.burst_tokens, plan.clients), until)
