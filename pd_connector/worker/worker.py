@@ -117,9 +117,10 @@ class ConnectorWorker:
         reads = self._register(engine, caches)
         self._register_host(engine)
         logger.info(
-            "PDConnector: rank %d of %d registered %d bytes of KV cache, %d bytes per block in %d planes",
-            ranks.index, ranks.world_size, sum(region.size for region in geometry.regions), geometry.block_bytes,
-            sum(len(group.planes) for group in geometry.groups),
+            "PDConnector: rank %d of %d registered %d bytes of KV cache with the %s transport, %d bytes per block in %d "
+            "planes",
+            ranks.index, ranks.world_size, sum(region.size for region in geometry.regions), geometry.transport,
+            geometry.block_bytes, sum(len(group.planes) for group in geometry.groups),
         )  # fmt: skip
         self._start_roles(engine, caches, reads)
         secret = self._keys.fingerprint if self._keys is not None else ""

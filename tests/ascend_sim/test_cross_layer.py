@@ -64,6 +64,16 @@ def test_so_has_that_of_each_of_several_ranks(pair: Pair) -> None:
     assert_one_descriptor_for_each_block_and_part(pair)
 
 
+@takes_strides
+@on(SEVERAL_RANKS)
+@pytest.mark.parametrize("pair", [("TP1", "TP2"), ("TP2", "TP1")], indirect=True, ids="-".join)
+def test_a_rank_reads_each_block_of_each_rank_that_has_its_heads_in_two_runs(pair: Pair) -> None:
+    prompt = make_prompt(1500, (pair.name, "two runs"))
+    traffic, _ = pair.assert_pulls_all(prompt)
+    blocks = -(-len(prompt) // NPU_BLOCK_SIZE)
+    assert 0 < traffic.pulled("pull_descriptors") <= 2 * blocks * 2  # two ranks read one, or one reads two
+
+
 @on(NPU_MLA)
 @pytest.mark.parametrize("pair", [("TP1", "TP2"), ("TP2", "TP1")], indirect=True, ids="-".join)
 def test_so_has_that_of_the_parts_of_mla(pair: Pair) -> None:

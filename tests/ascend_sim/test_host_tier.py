@@ -4,7 +4,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tests.support.ascend.servers import LAZY_HOST, NPU_BLOCK_SIZE, ONE_RANK
+from tests.support.ascend.servers import LAZY_HOST, LAZY_PULLS, NPU_BLOCK_SIZE, ONE_RANK
 from tests.support.e2e.cluster import Server
 from tests.support.e2e.deployments import on
 from tests.support.e2e.pair import Pair, assert_same_output, make_prompt, wait_until_at_rest
@@ -25,6 +25,23 @@ def evict(server: Server, seed: object, blocks: int) -> None:
         blocks -= taken
 
 
+def assert_three_sources(pair: Pair) -> None:
+    """A prompt comes from D's device, D's host memory, and P."""
+    prompt = make_prompt(1700, (pair.name, "three sources"))
+    pair.decode.client.complete(prompt[:1280], 1)
+    wait_until_at_rest(pair.decode)
+    pair.decode.client.complete(prompt[:1280], 1)  # no store holds blocks of it now: its last ones are evicted first
+    evict(pair.decode, "three sources", pair.decode.client.cache_blocks() - 6)
+    with pair.traffic() as traffic:
+        completion = pair.disaggregate(prompt)
+    on_device = traffic.source("local_cache_hit")
+    assert on_device > 0
+    assert traffic.loaded() == 1280 - on_device > 0
+    assert traffic.pulled("pull_tokens") == 1699 - 1280
+    assert traffic.source("local_compute") == 1
+    pair.assert_right(completion, prompt)
+
+
 @pytest.mark.ascend_short
 @on(ONE_RANK)
 @p_and_d
@@ -40,21 +57,7 @@ class TestBesidePulls:
         assert_same_output(again, first)
 
     def test_a_prompt_comes_from_the_device_host_memory_and_the_prefill_server(self, pair: Pair) -> None:
-        prompt = make_prompt(1700, (pair.name, "three sources"))
-        pair.decode.client.complete(prompt[:1280], 1)
-        wait_until_at_rest(pair.decode)
-        pair.decode.client.complete(
-            prompt[:1280], 1
-        )  # no store holds blocks of it now: its last ones are evicted first
-        evict(pair.decode, "three sources", pair.decode.client.cache_blocks() - 6)
-        with pair.traffic() as traffic:
-            completion = pair.disaggregate(prompt)
-        on_device = traffic.source("local_cache_hit")
-        assert on_device > 0
-        assert traffic.loaded() == 1280 - on_device > 0
-        assert traffic.pulled("pull_tokens") == 1699 - 1280
-        assert traffic.source("local_compute") == 1
-        pair.assert_right(completion, prompt)
+        assert_three_sources(pair)
 
     def test_what_was_pulled_is_stored_too(self, pair: Pair) -> None:
         prompt = make_prompt(1000, (pair.name, "pulled and stored"))
@@ -90,3 +93,19 @@ class TestLazyStores:
         counted = server.client.metrics().since(before)
         assert counted.value("vllm:pd_host_tokens_total") == whole_blocks(999)
         assert_same_output(again, first)
+
+
+@on(LAZY_PULLS)
+@p_and_d
+class TestLazyStoresBesidePulls:
+    def test_a_prompt_comes_from_the_device_host_memory_and_the_prefill_server(self, pair: Pair) -> None:
+        assert_three_sources(pair)
+
+    def test_what_was_pulled_is_stored_before_it_is_evicted(self, pair: Pair) -> None:
+        prompt = make_prompt(1000, (pair.name, "pulled and stored"))
+        pair.disaggregate(prompt)
+        evict(pair.decode, "pulled and stored", pair.decode.client.cache_blocks())
+        with pair.traffic() as traffic:
+            completion = pair.decode.client.complete(prompt)
+        assert traffic.loaded() == whole_blocks(999)
+        pair.assert_right(completion, prompt)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tests.support.ascend.faults import FaultSwitch
 from tests.support.ascend.kernel_build import library_path
-from tests.support.ascend.paths import ROOT_OF_PROJECT, vllm_cache_directory
+from tests.support.ascend.paths import ROOT_OF_PROJECT, mooncake_npu_directory, vllm_cache_directory
 from tests.support.e2e.cluster import START_TIMEOUT_S, ServerSpec
 from tests.support.e2e.deployments import PATIENT, Deployment, peer, prefill
 from tests.support.e2e.models import DEFAULT_MODEL, ModelSpec
@@ -127,6 +127,36 @@ SEVERAL_RANKS = Deployment(
 )
 
 
+#: Stand-ins for the libraries of CANN below Mooncake's own transport, and what processes leave there for each other.
+ADXL = Path(tempfile.gettempdir()) / f"ascend-sim-adxl-{os.getpid()}"
+
+
+def _by_ascend(spec: ServerSpec) -> ServerSpec:
+    """The server with Mooncake's wheel for NPUs, over the transport that is the default on NPUs."""
+    variables = dict(spec.variables)
+    return replace(
+        spec,
+        options=tuple(option for option in spec.options if option[0] != "protocol"),
+        variables=(
+            *spec.variables,
+            ("LD_LIBRARY_PATH", f"{variables['LD_LIBRARY_PATH']}:{ADXL}"),
+            ("PYTHONPATH", f"{mooncake_npu_directory()}:{variables['PYTHONPATH']}"),
+            ("SIMADXL_DIR", str(ADXL / "engines")),
+        ),
+    )
+
+
+#: Mooncake's own transport for Ascend, on a stand-in for CANN's ADXL.
+ASCEND_TRANSPORT = Deployment(
+    "ascend transport",
+    (
+        ("P", _by_ascend(on_npu(prefill()))),
+        ("P TP2", _by_ascend(on_npu(prefill(tensor_parallel=2)))),
+        ("D", _by_ascend(on_npu(replace(_peer(), role="kv_consumer")))),
+    ),
+)
+
+
 def _heads_first(spec: ServerSpec) -> ServerSpec:
     return replace(spec, variables=(*spec.variables, ("VLLM_KV_CACHE_LAYOUT", "LBHNC")))
 
@@ -165,6 +195,22 @@ LAZY_HOST = Deployment(
         ),
     ),
 )
+
+
+#: D stores what it is about to evict of what it computes and pulls.
+LAZY_PULLS = Deployment(
+    "lazy pulls",
+    (
+        ("P", on_npu(prefill())),
+        (
+            "D",
+            on_npu(
+                replace(_peer(), role="kv_consumer", options=(*_peer().options, ("cpu_store", "lazy"))),
+                device_blocks=20, host_blocks=64,
+            ),
+        ),
+    ),
+)  # fmt: skip
 
 
 def additional_config(**options: object) -> tuple[str, str]:
