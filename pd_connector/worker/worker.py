@@ -117,8 +117,8 @@ class ConnectorWorker:
         reads = self._register(engine, caches)
         self._register_host(engine)
         logger.info(
-            "PDConnector: rank %d of %d registered %d bytes of KV cache with the %s transport, %d bytes per block in %d "
-            "planes",
+            "PDConnector: rank %d of %d registered %d bytes of KV cache with the %s transport, %d bytes per block in "
+            "%d planes",
             ranks.index, ranks.world_size, sum(region.size for region in geometry.regions), geometry.transport,
             geometry.block_bytes, sum(len(group.planes) for group in geometry.groups),
         )  # fmt: skip
