@@ -214,7 +214,6 @@ def test_any_two_engines(drawn: tuple[NhdRank, list[NhdRank], Tables, bool], pag
         reader = RemoteReader.with_device_staging(ASCEND, regions, pages * SLOTS * 8192, local.tensors)
     for read in pull_nhd(reader, local, remotes, tables):
         assert isinstance(reader._copy, TensorCopier)
-        assert areas < 4 or read.most_operators <= MOST_OPERATORS
         starts = reader._copy.view_starts
         for window in read.schedule.windows():
             written = np.searchsorted(starts, window.copies.destinations, side="right")

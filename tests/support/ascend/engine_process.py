@@ -3,7 +3,7 @@
     python -m tests.support.ascend.engine_process MODEL_DIRECTORY JSON
 
 The JSON has arguments for the engine, and ``transfer`` for its ``kv_transfer_config``. The program ends when the engine
-has started.
+has started, and prints ``SCHEDULER`` and the name of its scheduler's class.
 """
 
 import json
@@ -55,4 +55,5 @@ def output_of_start(model: Path, *, devices: int = 1, **arguments: object) -> tu
 
 
 if __name__ == "__main__":
-    start_engine(sys.argv[1], **json.loads(sys.argv[2]))
+    engine = start_engine(sys.argv[1], **json.loads(sys.argv[2]))
+    print("SCHEDULER", type(engine.llm_engine.engine_core.engine_core.scheduler).__name__)  # noqa: T201  its result
