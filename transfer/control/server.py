@@ -40,7 +40,6 @@ logger = logging.getLogger(__name__)
 # Frames up to twice the limit are read, so that they can be counted and answered. For larger ones libzmq closes the
 # connection without reading them.
 _READ_BYTES = 2 * MAX_REQUEST_BYTES
-_QUEUED_REQUESTS = 16  # per peer, read ahead of the handler; TCP slows down a peer that sends faster
 _MESSAGES_PER_TURN = 256  # between two checks of whether to stop
 _PAUSE_AFTER_FAULT_S = 0.05
 _MAX_HOST_TIME_SHARE = 0.05  # of the server's time that one host may take with endless messages
@@ -223,7 +222,9 @@ class ControlServer:
     def _bind(self, context: zmq.Context[zmq.Socket[bytes]], address: Address) -> tuple[zmq.Socket[bytes], Admission]:
         socket = context.socket(zmq.ROUTER)
         socket.setsockopt(zmq.MAXMSGSIZE, _READ_BYTES)
-        socket.setsockopt(zmq.RCVHWM, _QUEUED_REQUESTS)
+        # No limit: libzmq aborts the process if a connection ends that it has stopped reading, and a ping is among what
+        # it has read (zeromq/libzmq#4364). ``admission`` cuts who sends more than its host may.
+        socket.setsockopt(zmq.RCVHWM, 0)
         socket.setsockopt(zmq.SNDHWM, self._queued_replies)
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # makes a reply that cannot be queued an error, which is counted
         socket.setsockopt(zmq.HEARTBEAT_IVL, int(self._heartbeat_s * 1000))
