@@ -213,6 +213,15 @@ class ConnectorConfig(BaseModel):
     )
 
     @model_validator(mode="after")
+    def _check_moves(self) -> Self:
+        if "move_leases_above" in self.model_fields_set and not self.host_transfers:
+            raise ValueError(
+                f"move_leases_above = {self.move_leases_above}: leases move to host memory only with host_transfers; "
+                "set that to true, or leave move_leases_above out"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _check_host_memory(self) -> Self:
         if self.cpu_bytes_to_use:
             return self

@@ -83,6 +83,7 @@ class ConnectorScheduler:
         self._role = EngineRole.of(vllm_config)
         self._retentions = retentions(kv_cache_config)
         warn_if_not_hooked(vllm_config)
+        self._warn_of_idle_settings()
         if release.current().declares_layouts:
             log_layout(vllm_config, release.current().layout_of(kv_cache_config))
         self._blocks = DeviceBlocks()
@@ -276,6 +277,7 @@ class ConnectorScheduler:
             if scrub is not None:
                 self._roles.append(scrub)
             if self._moves is not None and self._prompt_slots is not None:
+                self._check_holds_a_prompt(tier, "host_transfers = True", "host_transfers to false")
                 self._moves.use(tier, len(in_order))
                 self._prompt_slots.use(tier)
             if self._consumer is not None and self._config.pull_to != "device":
@@ -382,19 +384,39 @@ class ConnectorScheduler:
         Raises:
             ConfigError: host memory cannot hold a prompt of the greatest length.
         """
-        pull_to, longest = self._config.pull_to, int(self._vllm_config.model_config.max_model_len)
-        needed = blocks_for(self._retentions, longest)
-        if needed > tier.slots:
-            raise ConfigError(
-                f"pull_to = {pull_to!r}: host memory of {tier.slots} blocks cannot hold one prompt of max_model_len = "
-                f"{longest} tokens, which takes {needed}; set cpu_bytes_to_use to at least "
-                f"{-(-self._config.cpu_bytes_to_use * needed // tier.slots)}, or pull_to to 'device'"
-            )
+        pull_to = self._config.pull_to
+        self._check_holds_a_prompt(tier, f"pull_to = {pull_to!r}", "pull_to to 'device'")
         logger.info(
             "PDConnector: prompts are pulled to host memory%s, and loaded from there (pull_to = %s)",
             " if the device has no room for them" if pull_to == "auto" else "", pull_to,
         )  # fmt: skip
         return Landings(pull_to, tier, consumer, self._blocks, self._retentions, ranks)
+
+    def _check_holds_a_prompt(self, tier: HostTier, setting: str, way_out: str) -> None:
+        """Raise ConfigError if host memory cannot hold a prompt of the greatest length, which a setting needs."""
+        longest = int(self._vllm_config.model_config.max_model_len)
+        needed = blocks_for(self._retentions, longest)
+        if needed > tier.slots:
+            # Workers round their number of slots down, so a slot takes them no more than its share of all bytes.
+            enough = -(-self._config.cpu_bytes_to_use * needed // tier.slots)
+            raise ConfigError(
+                f"{setting}: host memory of {tier.slots} blocks cannot hold one prompt of max_model_len = {longest} "
+                f"tokens, which takes {needed}; set cpu_bytes_to_use to at least {enough}, or {way_out}"
+            )
+
+    def _warn_of_idle_settings(self) -> None:
+        """Warn of settings about host memory that change nothing in an engine of this role."""
+        config, role = self._config, self._role
+        if config.host_transfers and not role.produces:
+            logger.warning(
+                "PDConnector: host_transfers = True has no effect with kv_role kv_consumer, whose memory nobody reads: "
+                "set it on the engines that prefill, or to false"
+            )
+        if config.pull_to != "device" and not role.consumes:
+            logger.warning(
+                "PDConnector: pull_to = %r has no effect with kv_role kv_producer, which pulls nothing: set it on the "
+                "engines that decode, or to 'device'", config.pull_to,
+            )  # fmt: skip
 
     def _check_secrets(self, handshakes: Sequence[WorkerHandshake]) -> None:
         """Raise ConfigError unless every worker has this process's secret: with another, all its pulls would fail."""

@@ -164,9 +164,22 @@ def test_every_key_has_a_valid_and_a_wrong_value_here() -> None:
     assert {key for key, _ in ACCEPTED} == {key for key, _ in REFUSED} == set(ConnectorConfig.model_fields)
 
 
+#: What a key needs besides, to be taken.
+NEEDED = {"move_leases_above": {"host_transfers": True, "cpu_bytes_to_use": 1 << 30}}
+
+
 @pytest.mark.parametrize(("key", "value"), ACCEPTED)
 def test_a_valid_value_is_taken(key: str, value: Any) -> None:
-    assert parse_config({key: value}).model_dump() == DEFAULTS | {key: value}
+    settings = NEEDED.get(key, {}) | {key: value}
+    assert parse_config(settings).model_dump() == DEFAULTS | settings
+
+
+@pytest.mark.parametrize("value", [0.0, 0.1, 0.5])
+@pytest.mark.parametrize("others", [{}, {"host_transfers": False}, {"cpu_bytes_to_use": 1 << 30}])
+def test_a_share_above_which_leases_move_is_refused_where_they_cannot(value: float, others: dict[str, Any]) -> None:
+    words = f"move_leases_above = {value}: leases move .* only with host_transfers; set that to true, or leave .* out"
+    with pytest.raises(ConfigError, match=words):
+        parse_config(others | {"move_leases_above": value})
 
 
 @pytest.mark.parametrize(
