@@ -4,7 +4,8 @@ Scheduler's thread: a step of vLLM's own KV cache manager and requests, without 
 scheduler half does for the tier in every step: to choose what is stored and make the order, and to take in what the
 workers have reported (here: the store of the step before). Host memory is full, so that every store evicts a block, as
 it is after a while. Beside it stands what vLLM's manager takes in the same steps to allocate and hash blocks, a part of
-what vLLM's scheduler does.
+what vLLM's scheduler does. The same is timed of leases that move there, none of whose blocks host memory holds, begun
+and ended a portion a step; and of prompts that are pulled there, none of which it holds.
 
 Model's thread: a store as the worker half starts it, descriptors and hand-over, while the copier's thread is busy with
 earlier stores; and the look at what has ended.
@@ -35,9 +36,14 @@ from vllm.v1.request import Request
 
 from layout.geometry import CacheGroup, Plane, Region, WorkerGeometry
 from layout.host_blocks import host_layout
-from pd_connector.orders import BlockMoves, Report, StoreEnds, StoreOrder
+from pd_connector.orders import BlockMoves, LandingEnds, Report, StoreEnds, StoreOrder
+from pd_connector.scheduler.checksum_table import ChecksumTable
 from pd_connector.scheduler.host_tier import HostTier, StoreMode
-from pd_connector.vllm.block_pools import HostBlockPool
+from pd_connector.scheduler.landings import Landings
+from pd_connector.scheduler.lease_moves import BLOCKS_A_STEP, LeaseMoves
+from pd_connector.scheduler.leases import LeaseTable
+from pd_connector.vllm.block_pools import DeviceBlocks, HostBlockPool, HostBlocks, Leased
+from pd_connector.vllm.cache_specs import Retention
 from pd_connector.vllm.engine_config import max_blocks_per_step
 from pd_connector.worker.host_copies import HostCopies
 from transfer.batch_copy.backends import Backend, open_copier, pinned_memory
@@ -51,6 +57,7 @@ PREFILL_TOKENS = 8 * STEP_TOKENS  # a prompt of 512 blocks a step
 RUNNING = (1, 8, 32, 64, 128, 256)
 DECODE_MS, HAND_OVER_MS, DESCRIPTORS = 0.3, 1.0, 10_240
 MODES: tuple[StoreMode, ...] = ("eager", "lazy")
+MOVES = ((64, 16), (1, 256), (1, 512), (32, 256))  # leases at once, and blocks of each
 
 Clock = Callable[[], float]  # seconds
 
@@ -89,6 +96,8 @@ class Engine:
         )
         lookahead = max_blocks_per_step(config, [BLOCK_TOKENS]) if mode == "lazy" else 0
         self._pool = HostBlockPool(config, self.manager, SLOTS, lookahead)
+        self.blocks = DeviceBlocks()
+        self.blocks.bind(self.manager)
         self.tier = HostTier(self._pool, 1, mode)
         self.samples = Samples()
         self._hasher = get_request_block_hasher(BLOCK_TOKENS, sha256)
@@ -96,11 +105,15 @@ class Engine:
         self._random = np.random.default_rng(5)
         self._ended: dict[int, StoreEnds] = {}
 
-    def add_request(self, tokens: int) -> Request:
-        """A request whose prompt no other has."""
+    def new_request(self, tokens: int) -> Request:
+        """A request whose prompt no other has, and of which the tier does not know yet."""
         prompt = self._random.integers(0, 32_000, tokens).tolist()
         sampling = SamplingParams(max_tokens=PREFILL_TOKENS)
-        request = Request(f"r{next(self._numbers)}", prompt, sampling, None, block_hasher=self._hasher)
+        return Request(f"r{next(self._numbers)}", prompt, sampling, None, block_hasher=self._hasher)
+
+    def add_request(self, tokens: int) -> Request:
+        """A new request whose blocks are stored."""
+        request = self.new_request(tokens)
         self.tier.add(request)
         return request
 
@@ -189,6 +202,94 @@ def leaving(clock: Clock, blocks: int, requests: int = 16) -> tuple[list[float],
     return tier, vllm
 
 
+def moving(clock: Clock, leases: int, blocks: int, rounds: int = 16) -> tuple[list[float], list[float]]:
+    """Milliseconds of every step that begins moves of leases of so many blocks, and of every one that ends some."""
+    engine = Engine("eager", clock)
+    engine.fill_memory()
+    table: LeaseTable[Leased] = LeaseTable(3600.0, time.monotonic)
+    checksums = ChecksumTable(table.still_valid, enabled=False)
+    moves = LeaseMoves(table, checksums, engine.blocks, lambda: True, 0.0)
+    moves.use(engine.tier, 1)
+    order, end = [], []
+    for number in range(rounds):
+        for _ in range(leases):
+            request = engine.new_request(blocks * BLOCK_TOKENS - 1)
+            assert engine.manager.allocate_slots(request, request.num_tokens) is not None, "the device is full"
+            held = engine.blocks.hold(request.request_id)
+            engine.manager.free(request)
+            table.grant(request.request_id, held, "", (tuple(block.block_id for block in held),))
+        ended: dict[int, StoreEnds] = {}
+        for _ in range(leases):  # a step begins one move at least
+            begun = clock()
+            stores = moves.step_orders({}).stores
+            order.append(1e3 * (clock() - begun))
+            ended |= {store.store_id: StoreEnds(1) for store in stores}
+            if len(ended) == leases:
+                break
+        assert len(ended) == leases, f"{leases - len(ended)} leases of round {number} do not begin to move"
+        begun = clock()
+        moves.settled(set(), set(), Report(ended))
+        end.append(1e3 * (clock() - begun))
+        for _ in range(leases):  # and ends one
+            if table.in_host_memory == leases:
+                break
+            begun = clock()
+            moves.step_orders({})
+            end.append(1e3 * (clock() - begun))
+        assert table.in_host_memory == leases, f"moves of round {number} do not end"
+        table.cancel_all()
+        for each in table.collect():
+            assert isinstance(each, HostBlocks), f"a lease of round {number} has not moved"
+            moves.release(each)
+    return order, end
+
+
+def landing(clock: Clock, tokens: int, prompts: int = 64) -> tuple[list[float], list[float]]:
+    """Milliseconds to begin a landing of a prompt, and to end it."""
+    engine = Engine("eager", clock)
+    engine.fill_memory()
+    consumer: Any = SimpleNamespace(
+        may_land=lambda request: True,
+        start_landing=lambda request, block_ids, wanted: None,
+        end_landing=lambda request_id, failed: None,
+    )
+    landings = Landings("host", engine.tier, consumer, engine.blocks, [Retention(BLOCK_TOKENS)], 1)
+    begin, end = [], []
+    for _ in range(prompts):
+        request = engine.new_request(tokens)
+        begun = clock()
+        landings.must_land(request, 0)
+        ordered = clock()
+        landings.settled(set(), set(), Report(landings={request.request_id: LandingEnds(1)}))
+        begin.append(1e3 * (ordered - begun))
+        end.append(1e3 * (clock() - ordered))
+        engine.tier.finish(request, ())
+    return begin, end
+
+
+def transfers(clock: Clock) -> dict[str, Any]:
+    """Print what moves and landings take of a step, and return medians in milliseconds."""
+    figures: dict[str, Any] = {"moves": {}, "landings": {}}
+    print(
+        f"\nscheduler's thread, ms a step with leases that move to host memory, {BLOCKS_A_STEP} blocks a step: to order"
+    )
+    print(
+        "copies, and to end moves, median and worst; and of a prompt that is pulled there: to begin it, and to end it"
+    )
+    for leases, blocks in MOVES:
+        order, ended = moving(clock, leases, blocks)
+        print(f"  {leases:2} leases of {blocks:3} blocks   {spread(order)}   {spread(ended)}")
+        figures["moves"][f"{leases}x{blocks}"] = {
+            "order_ms": statistics.median(order),
+            "end_ms": statistics.median(ended),
+        }
+    for tokens in (STEP_TOKENS // 8, STEP_TOKENS):
+        begin, ended = landing(clock, tokens)
+        print(f"  a prompt of {tokens:,} tokens     {spread(begin)}   {spread(ended)}")
+        figures["landings"][str(tokens)] = {"begin_ms": statistics.median(begin), "end_ms": statistics.median(ended)}
+    return figures
+
+
 def spread(values: Sequence[float]) -> str:
     """Median and worst."""
     return f"{statistics.median(values):7.3f} {max(values):7.3f}"
@@ -234,8 +335,9 @@ def scheduler_side(clock: Clock, steps: int) -> dict[str, Any]:
         tier, vllm = leaving(clock, blocks)
         print(f"  eager, {blocks:5,} blocks   {spread(tier)}   {spread(vllm)}")
         left[str(blocks)] = {"tier_ms": statistics.median(tier), "vllm_ms": statistics.median(vllm)}
+    moved = transfers(clock)
     gc.unfreeze()
-    return {"step_ms": together, "vllm_step_ms": vllm_ms, "leaving": left}
+    return {"step_ms": together, "vllm_step_ms": vllm_ms, "leaving": left, **moved}
 
 
 def keep(samples: Samples, name: str, together: dict[str, float], vllm_ms: dict[str, float]) -> None:
