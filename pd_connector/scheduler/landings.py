@@ -79,6 +79,8 @@ class Landings(SchedulerRole):
         self._fell_back: dict[str, Fallback] = {}  # by request
         self._counts: Counter[str] = Counter()  # landings by event, since the last update of the statistics
         self._fallbacks: Counter[str] = Counter()
+        #: Landings by event, and prompts without one by reason, all before the last update of the statistics.
+        self.totals: Counter[str] = Counter()
 
     def must_land(self, request: "Request", computed_tokens: int) -> bool:
         """Return whether a request must wait for its prompt to arrive in host memory; begin that if it can be.
@@ -122,15 +124,22 @@ class Landings(SchedulerRole):
         """Whether the engine must step even without requests, to learn how landings end."""
         return bool(self._under_way)
 
+    @property
+    def under_way(self) -> int:
+        """Number of landings under way."""
+        return len(self._under_way)
+
     def update_stats(self, stats: StatsRecorder) -> None:
         """Record how landings have ended, and why there was none."""
         for event, number in self._counts.items():
             stats.count("landings", number, event)
         for reason, number in self._fallbacks.items():
             stats.count("landing_fallbacks", number, reason)
+        self.totals.update(self._counts)
+        self.totals.update(self._fallbacks)
         self._counts.clear()
         self._fallbacks.clear()
-        stats.gauge("landings_under_way", len(self._under_way))
+        stats.gauge("landings_under_way", self.under_way)
 
     def reset(self) -> bool:
         """Make what is landing impossible to use: it is no longer valid. Its request computes its prompt."""

@@ -95,6 +95,8 @@ class LeaseMoves(SchedulerRole):
         self._too_large = math.inf  # until then, leases of so many blocks and more stay where they are
         self._events: Counter[str] = Counter()
         self._copied = self._present = 0  # blocks, since the last update of the statistics
+        #: Leases by what became of their move, and blocks ``copied`` and ``present``, all before the last such update.
+        self.totals: Counter[str] = Counter()
         self._warnings = ThrottledWarnings(logger, _LOG_INTERVAL_S)
 
     def use(self, tier: HostTier, ranks: int) -> None:
@@ -150,9 +152,12 @@ class LeaseMoves(SchedulerRole):
         """Record which leases have moved and why, which have not, and how many lie in host memory."""
         for event, number in self._events.items():
             stats.count("lease_moves", number, event)
+        self.totals.update(self._events)
         self._events.clear()
-        stats.count("lease_blocks_moved", self._copied, "copied")
-        stats.count("lease_blocks_moved", self._present, "present")
+        blocks = {"copied": self._copied, "present": self._present}
+        for event, number in blocks.items():
+            stats.count("lease_blocks_moved", number, event)
+        self.totals.update(blocks)
         self._copied = self._present = 0
         stats.gauge("leases_in_host", self._leases.in_host_memory)
 

@@ -12,6 +12,7 @@ from pd_connector.params import is_decode_leg, is_malformed, is_prefill_leg, unu
 from pd_connector.scheduler.completions import Completions
 from pd_connector.scheduler.consumer import Consumer
 from pd_connector.scheduler.drain import Drain
+from pd_connector.scheduler.host_log import HostLog
 from pd_connector.scheduler.host_scrub import HostScrub, portion_slots
 from pd_connector.scheduler.host_tier import HostTier
 from pd_connector.scheduler.landings import Landings
@@ -111,6 +112,7 @@ class ConnectorScheduler:
         self._spans = lease_spans(vllm_config)
         on_end = None if self._spans is None else self._spans.ended
         leases: LeaseTable[Leased] = LeaseTable(config.lease_ttl_s, clock, config.max_lease_age_s, on_end)
+        self._host_log = HostLog(leases, clock)
         if self._role.produces:
             admission = self._make_admission(leases, consumer)
             producer = self._make_producer(leases, keys, admission)
@@ -228,9 +230,10 @@ class ConnectorScheduler:
         return [event for role in self._roles for event in role.take_events()]
 
     def update_stats(self) -> None:
-        """Record what the roles have counted."""
+        """Record what the roles have counted, and log what transfers did with host memory."""
         for role in self._roles:
             role.update_stats(self._stats)
+        self._host_log.write(self._moves, self._landings)
 
     def reset(self) -> bool:
         """End all leases and drop the contents of host memory, for example after a weight update.

@@ -293,6 +293,22 @@ def test_without_room_in_host_memory_a_prompt_is_pulled_to_the_device(slots: int
     engine.check()
 
 
+def test_what_became_of_landings_is_totalled_for_the_log() -> None:
+    engine = DecodeEngine(slots=NEEDED)
+    for number, failed in enumerate((False, True, True)):
+        name = f"r{number}"
+        engine.arrive(name, seed=number)
+        assert engine.ask(name) is None
+        assert engine.landings.under_way == 1
+        engine.arrive(f"full{number}", seed=9 + number)
+        assert engine.ask(f"full{number}") == (0, TOKENS - 1)
+        engine.end_landing(name, failed=failed)
+        engine.leave(name)
+        engine.counted()
+    assert engine.landings.totals == {"landed": 1, "failed": 2, "full": 3}
+    assert engine.landings.under_way == 0
+
+
 def test_the_request_of_a_landing_that_fails_is_refused_as_that_of_a_pull() -> None:
     engine = DecodeEngine()
     engine.arrive("r")
