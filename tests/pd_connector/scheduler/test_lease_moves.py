@@ -110,6 +110,11 @@ def test_host_memory_that_is_full_of_leases_takes_no_more_until_one_has_ended() 
     assert (engine.leases.in_host_memory, engine.blocks.leased) == (2, 0)
 
 
+def test_of_leases_that_have_no_room_a_step_tries_the_first_only() -> None:
+    engine = moved(prompts=5)
+    assert (len(engine.under_way), engine.counted()["lease_moves:full"]) == (2, 1)
+
+
 def test_a_step_begins_and_ends_moves_of_only_so_many_blocks_and_the_next_ones_do_the_rest(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

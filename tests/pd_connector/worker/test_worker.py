@@ -167,25 +167,32 @@ def test_what_a_worker_tells_peers_is_known_once_its_caches_are(worker_of: Open)
 
 
 @pytest.mark.parametrize(
-    ("kv_role", "settings", "is_shown", "is_registered"),
+    ("kv_role", "settings", "is_shown", "is_registered", "buffers"),
     [
-        ("kv_producer", {}, False, False),
-        ("kv_producer", {"host_transfers": True}, True, True),
-        ("kv_consumer", {"host_transfers": True}, False, False),
-        ("kv_consumer", {"pull_to": "host"}, False, True),
-        ("kv_both", {"host_transfers": True, "pull_to": "auto"}, True, True),
+        ("kv_producer", {}, False, False, 0),
+        ("kv_producer", {"host_transfers": True}, True, True, 0),
+        ("kv_producer", {"pull_to": "host"}, False, False, 0),
+        ("kv_consumer", {"host_transfers": True}, False, False, 1),
+        ("kv_consumer", {"pull_to": "host"}, False, True, 2),
+        ("kv_consumer", {"pull_to": "host", "staging_bytes": 0}, False, True, 0),
+        ("kv_both", {"host_transfers": True}, True, True, 1),
+        ("kv_both", {"host_transfers": True, "pull_to": "auto"}, True, True, 2),
     ],
 )
-def test_host_memory_is_registered_and_shown_only_if_settings_say_so(
-    worker_of: Open, kv_role: str, settings: dict[str, Any], is_shown: bool, is_registered: bool
+def test_host_memory_is_registered_and_shown_only_if_settings_say_so_and_nothing_else_but_caches_and_staging_buffers(
+    worker_of: Open, kv_role: str, settings: dict[str, Any], is_shown: bool, is_registered: bool, buffers: int
 ) -> None:
+    settings = {"staging_bytes": 8 << 20, **settings}
     worker = worker_of(kv_role, registered=True, cpu_bytes_to_use=64 << 20, **settings)
     handshake, host = worker.side.handshake(), worker.side._roles[0]
     assert handshake is not None
     assert isinstance(host, HostPool)
     assert (handshake.host is not None) == is_shown
-    assert (host.region in worker.engine.memory.table.regions) == is_registered
     assert handshake.host is None or handshake.host.regions == (host.region,)
+    registered = {*worker.engine.memory.table.regions}
+    known = {*handshake.geometry.regions} | ({host.region} if is_registered else set())
+    assert known <= registered
+    assert [region.size for region in registered - known] == [settings["staging_bytes"]] * buffers
 
 
 @pytest.mark.skipif(huge_pages.mode() not in ("always", "madvise"), reason="this machine gives no huge pages")
@@ -215,8 +222,19 @@ def test_a_transport_that_cannot_use_host_memory_is_refused(worker_of: Open, set
         worker.side.register_caches({name: torch.zeros(8, 2, BLOCK_TOKENS, 128) for name in LAYERS})
 
 
-def test_host_memory_that_the_engine_refuses_ends_the_start_with_the_way_out(worker_of: Open) -> None:
-    worker = worker_of("kv_both", cpu_bytes_to_use=64 << 20, host_transfers=True)
+@pytest.mark.parametrize(
+    ("kv_role", "settings", "named"),
+    [
+        ("kv_producer", {"host_transfers": True}, "host_transfers"),
+        ("kv_consumer", {"pull_to": "auto"}, "pull_to"),
+        ("kv_consumer", {"pull_to": "host", "staging_bytes": 0}, "pull_to"),
+        ("kv_both", {"host_transfers": True, "pull_to": "host"}, "host_transfers and pull_to"),
+    ],
+)
+def test_host_memory_that_the_engine_refuses_ends_the_start_with_the_way_out(
+    worker_of: Open, kv_role: str, settings: dict[str, Any], named: str
+) -> None:
+    worker = worker_of(kv_role, cpu_bytes_to_use=64 << 20, **settings)
     register, calls = worker.engine.register, list[Sequence[Region]]()
 
     def refuse_a_second_time(regions: Sequence[Region]) -> None:
@@ -226,8 +244,15 @@ def test_host_memory_that_the_engine_refuses_ends_the_start_with_the_way_out(wor
         register(regions)
 
     worker.engine.register = refuse_a_second_time  # type: ignore[method-assign]
-    with pytest.raises(EngineStartError, match=r"host_transfers: .* bytes of this worker's host memory.*takes no more"):
+    with pytest.raises(EngineStartError) as refusal:
         worker.side.register_caches({name: torch.zeros(8, 2, BLOCK_TOKENS, 128) for name in LAYERS})
+    host = calls[1][0]
+    assert str(refusal.value) == (
+        f"{named}: the transfer engine refuses the {host.size} bytes of this worker's host memory, which must be "
+        "registered in one piece: the NIC takes no more. Allow the process to lock more memory (ulimit -l), set "
+        "cpu_bytes_to_use to less, or host_transfers to false and pull_to to 'device'"
+    )
+    assert 0 < host.size <= 64 << 20
 
 
 def test_a_handshake_that_vllm_does_not_pass_on_goes_with_the_next_report(worker_of: Open) -> None:
