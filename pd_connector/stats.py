@@ -31,8 +31,9 @@ class ComputedHere(StrEnum):
 
 #: Those for which the scheduler side refuses a pull.
 REFUSALS = (
-    Cause.PARAMS,
     Cause.TRANSFER,
+    Cause.PREEMPTED,
+    Cause.PARAMS,
     Cause.LANDING,
     Cause.QUEUE,
     Cause.UNREACHABLE,
@@ -46,13 +47,13 @@ COUNTERS = {
     "pulls": "Pulls that succeeded, counted on every rank.",
     "pull_bytes": "Bytes of KV cache pulled.",
     "pull_bytes_from_host": "Bytes of them that were read in the prefill engine's host memory (host_transfers).",
+    "landed_bytes": "Bytes of KV cache pulled to this engine's host memory (pull_to).",
     "pull_descriptors": "Descriptors read by pulls.",
     "pull_tokens": "Prompt tokens whose KV cache was pulled, counted on every rank.",
     "pulls_ahead": "Pulls that succeeded and had begun before the prompt was computed, counted on every rank.",
     "pull_bytes_ahead": "Bytes of them that were pulled before the prompt was computed.",
     "pull_restarts": "How often pulls read from the beginning again, because the prefill engine had preempted the "
     "prompt, counted on every rank.",
-    "landed_bytes": "Bytes of them that were pulled to host memory (pull_to).",
     "host_tokens": "Prompt tokens whose KV cache was loaded from host memory.",
     "host_blocks": "Blocks stored in host memory.",
     "host_blocks_scrubbed": "Slots of host memory that were zeroed (host_scrub).",

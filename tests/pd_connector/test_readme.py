@@ -5,7 +5,8 @@ import re
 from pathlib import Path
 
 from pd_connector.config import ConnectorConfig
-from pd_connector.stats import metric_names
+from pd_connector.orders import Cause
+from pd_connector.stats import LABELS, metric_names
 
 ROOT = Path(__file__).parents[2]
 SETTINGS = (ROOT / "docs" / "settings.md").read_text()
@@ -32,6 +33,16 @@ def test_every_make_target_named_exists() -> None:
 def test_every_metric_is_named() -> None:
     stems = {name.removeprefix("vllm:pd_").removeprefix("pull_") for name in metric_names()}
     assert all(stem in METRICS for stem in stems)
+
+
+def test_what_is_said_of_a_metric_names_all_values_of_its_label() -> None:
+    for name, values in LABELS.items():
+        (row,) = re.findall(rf"^\| `vllm:pd_{name}_total{{\w+}}` \| .*$", METRICS, re.MULTILINE)
+        if name == "prompts_computed":
+            (row,) = re.findall(r"^No prompt of a decode leg .*?(?:\n\n|\Z)", METRICS, re.MULTILINE | re.DOTALL)
+        named = set(re.findall(r"`(\w+)`", row))
+        assert set(values) <= named, name
+        assert named & {cause.value for cause in Cause} <= set(values), f"{name} never has such a value"
 
 
 def test_every_link_to_a_file_leads_somewhere() -> None:

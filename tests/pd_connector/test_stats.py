@@ -4,6 +4,7 @@ Covers: pd_connector.vllm.metrics.
 """
 
 import json
+import re
 from typing import Any
 
 import msgspec
@@ -11,9 +12,11 @@ import pytest
 from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 
 from pd_connector.connector import PDConnector
-from pd_connector.stats import HOST_COPIES, PHASES, StatsRecorder, nothing
+from pd_connector.orders import Cause
+from pd_connector.stats import HOST_COPIES, LABELS, PHASES, StatsRecorder, nothing
 from pd_connector.vllm.metrics import ConnectorPromMetrics, ConnectorStats
 from tests.support.connector.vllm_calls import as_sent
+from tests.support.sources import modules, source_file
 from tests.support.waiting import ManualClock
 
 
@@ -270,6 +273,12 @@ def test_what_can_be_counted_by_a_label_is_exported_as_zero_before_it_happens(
 ) -> None:
     """Or the first failure would raise no alert."""
     assert exported[1].samples()[f"vllm:pd_{counter}_total", ("m", "1", label)] == 0
+
+
+def test_all_causes_for_which_the_scheduler_side_refuses_a_pull_are_labels_of_computed_prompts() -> None:
+    sources = (source_file(module).read_text() for module in modules("pd_connector.scheduler"))
+    named = {Cause[name] for source in sources for name in re.findall(r"\bCause\.([A-Z]+)\b", source)}
+    assert named - {Cause.NONE} <= set(LABELS["prompts_computed"])
 
 
 def test_reports_are_exported_for_their_engine(exported: tuple[ConnectorPromMetrics, _Unregistered]) -> None:
