@@ -124,7 +124,8 @@ class ConnectorConfig(BaseModel):
         description="Size of each decode worker's staging buffer, through which scattered bytes are read in fewer, "
         "wider reads; 0 reads everything directly into place. The buffer is host memory on CPU, where its benefit was "
         "measured; on CUDA and NPU it is device memory, on top of what vLLM allocates, and pulls may take as much "
-        "again while they copy.",
+        "again while they copy. With pull_to other than device, each worker has a second one of this size, for pulls "
+        "to host memory: host memory on all platforms, on top of cpu_bytes_to_use.",
     )
     descriptor_cost_us: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = Field(
         default=None,
