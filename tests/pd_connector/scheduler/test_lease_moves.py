@@ -133,7 +133,7 @@ def test_a_step_begins_and_ends_moves_of_only_so_many_blocks_and_the_next_ones_d
 
     engine.report({store: StoreEnds(SETUP.ranks) for store in engine.under_way})  # all in one step, that of the last
     ended = [engine.leases.in_host_memory]
-    while engine.moves.wants_step:
+    while engine.moves.wants_step and len(ended) < 9:
         assert engine.moves.frees_blocks_soon, "leases hold the device's blocks which are about to be free"
         engine.step()
         ended.append(engine.leases.in_host_memory)
@@ -288,9 +288,9 @@ class Course:
         elif action == "read unasked":
             self.read_unasked(name)
         elif action == "release late":
-            found = self.read_unasked(name)
+            found_late = self.read_unasked(name)
             if engine.leases.release(name, 0, 1, "late pull", CONTENTS, Place.DEVICE).valid:
-                assert found == right, "a valid read, and wrong"
+                assert found_late == right, "a valid read, and wrong"
         elif (found := engine.read(name)) is not None:
             assert found == right
 
