@@ -2,16 +2,24 @@
 
 import logging
 import threading
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
-from pd_connector.orders import Orders
+from pd_connector.config import parse_config
+from pd_connector.orders import LandingEnds, Orders
+from pd_connector.params import parse_remote_prefill
 from pd_connector.scheduler.producer import Producer
+from pd_connector.stats import StatsRecorder
+from pd_connector.worker.worker import ConnectorWorker
+from tests.support.connector.engines import an_order
 from tests.support.connector.requests import FakeRequest, a_prompt
 from tests.support.connector.vllm_calls import Results
-from tests.support.connector.vllm_engine import LAYERS, StartEngine, role_of
+from tests.support.connector.vllm_engine import BLOCK_TOKENS, CACHES, LAYERS, StartEngine, a_config, role_of
+from tests.support.engine.in_process import InProcessEngine, InProcessFabric
 from tests.support.waiting import until
 
 
@@ -59,6 +67,45 @@ def test_a_byte_that_changes_under_its_lease_fails_the_pull_and_is_named(
     counted = d.worker.get_kv_connector_stats()
     assert counted is not None
     assert counted.data["counts"] == {"pull_failures:checksum": 1}
+
+
+@pytest.mark.parametrize("changes", [False, True])
+def test_what_lands_in_host_memory_is_verified_as_well(
+    start: StartEngine,
+    model: Path,
+    fabric: InProcessFabric,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    changes: bool,
+) -> None:
+    p = start("kv_producer", verify=True)
+    monkeypatch.setattr(logging.getLogger("pd_connector"), "propagate", True)
+    settings: dict[str, Any] = {"cpu_bytes_to_use": 64 << 20, "pull_to": "host", "verify": True}
+    config = a_config(model, "kv_consumer", **settings)
+    worker = ConnectorWorker(config, CACHES, parse_config(settings), StatsRecorder(), lambda _: InProcessEngine(fabric))
+    worker.register_caches({name: torch.rand(8, 2, BLOCK_TOKENS, 128) for name in LAYERS})
+    remote = parse_remote_prefill(p.prefill("r", [3, 1, 6])[1])
+    checksums = role_of(p, Producer)._service.checksums
+
+    def summed() -> bool:
+        p.step()
+        return not checksums.wants_step
+
+    until(summed)
+    if changes:
+        p.caches["l1"][1, 1, 0, 0] += 1
+    worker.execute(Orders(landings=(an_order("r", remote, ((2, 7, 4),)),)))
+    ends: dict[str, LandingEnds] = {}
+
+    def landed() -> bool:
+        ends.update(worker.take_report().landings)
+        return bool(ends)
+
+    until(landed)
+    worker.shutdown()
+    assert ends == {"r": LandingEnds(1, failed=changes)}
+    assert ("checksums of what has arrived differ" in caplog.text) == changes
 
 
 def test_an_engine_that_need_not_verify_starts_no_thread_and_orders_nothing(start: StartEngine) -> None:
