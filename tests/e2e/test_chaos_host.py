@@ -74,23 +74,51 @@ def wait_until_nothing_is_lent(server: Server) -> None:
     until(lambda: lent() == 0, f"{server.spec.name} to have its host memory back", within_s=30.0)
 
 
+class HostWork:
+    """What was done with host memory, over all lives of a pair's servers: a server's counters end with its process."""
+
+    def __init__(self, pair: Pair) -> None:
+        self._pair = pair
+        self._before = {server.port: server.client.metrics() for server in (pair.prefill, pair.decode)}
+        self.moved = self.landed = 0.0  # blocks of leases; prompts
+
+    def add(self, server: Server) -> None:
+        """Count what a server has done since then or its last start. To be called once in each of its lives."""
+        before = self._before.pop(server.port, None)
+        metrics = server.client.metrics()
+        if before is not None:
+            metrics = metrics.since(before)
+        if server is self._pair.prefill:
+            self.moved += metrics.value("vllm:pd_lease_blocks_moved_total")
+        else:
+            self.landed += metrics.value("vllm:pd_landings_total", event="landed")
+
+    def add_in_trouble(self, server: Server) -> None:
+        """The same of a server that may not answer: then what it has done in this life is left out."""
+        with suppress(httpx.HTTPError):
+            self.add(server)
+
+
 def assert_right_in_trouble(pair: Pair, cluster: Cluster, figures: list[str], requests: int) -> None:
     recomputes = pair.decode.spec.load_failure_policy == "recompute"
-    with Trouble(pair, cluster, recomputes, KILLS) as trouble, ThreadPoolExecutor(CLIENTS) as clients:
+    work = HostWork(pair)
+    in_trouble = Trouble(pair, cluster, recomputes, KILLS, work.add_in_trouble)
+    with in_trouble as trouble, ThreadPoolExecutor(CLIENTS) as clients:
         answers = list(clients.map(lambda number: send(trouble, number), range(requests)))
     for server in (pair.prefill, pair.decode):
         until(server.client.is_healthy, f"{server.spec.name} answers again")
     pair.wait_until_at_rest()
     for server in (pair.prefill, pair.decode):
         wait_until_nothing_is_lent(server)
+        work.add(server)
     ended = Counter("none" if answer is None else str(answer.status) for _, answer, _ in answers)
-    moved = pair.prefill.client.metrics().value("vllm:pd_lease_blocks_moved_total", event="copied")
-    landed = pair.decode.client.metrics().value("vllm:pd_landings_total", event="landed")
     figures.append(
         f"{pair.decode.spec.name}: {dict(ended)} of {requests}, {dict(trouble.caused)}; "
-        f"since the last restarts {moved:.0f} blocks moved, {landed:.0f} prompts landed"
+        f"{work.moved:.0f} blocks moved, {work.landed:.0f} prompts landed"
     )
     assert trouble.caused["killed prefill"] == trouble.caused["killed decode"] == 2
+    assert work.moved > 0, "no lease has moved: nothing of it was tried"
+    assert work.landed > 0, "no prompt has landed: nothing of it was tried"
     assert max(seconds for _, _, seconds in answers) < ENDS_WITHIN_S
     assert set(ended) <= ({"none", "200"} if recomputes else {"none", "200", "500"})
     assert ended["200"] > requests // 3

@@ -5,7 +5,7 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Literal, Self
 
@@ -34,9 +34,25 @@ def stopped(server: Server) -> Iterator[None]:
 class Trouble:
     """Stops processes at random until it is told to end, and kills a server now and then, which then comes back."""
 
-    def __init__(self, pair: Pair, cluster: Cluster, seed: int, kills: Sequence[Side]) -> None:
-        """Cause none yet; ``kills`` is which server to kill, in turn."""
+    def __init__(
+        self,
+        pair: Pair,
+        cluster: Cluster,
+        seed: int,
+        kills: Sequence[Side],
+        before_kill: Callable[[Server], None] = lambda server: None,
+    ) -> None:
+        """Cause none yet.
+
+        Args:
+            pair: the servers.
+            cluster: that starts a killed one again.
+            seed: of when, whom and for how long.
+            kills: which server to kill, in turn.
+            before_kill: is called with a server that is about to be killed, and is not stopped. It must not raise.
+        """
         self._pair, self._cluster, self._random = pair, cluster, random.Random(seed)
+        self._before_kill = before_kill
         self._kills = dict(zip(sorted(self._random.sample(_STEPS, len(kills))), kills, strict=True))
         self.router = Router(pair)
         self.caused: Counter[str] = Counter()
@@ -69,6 +85,7 @@ class Trouble:
     def _kill(self, which: Side) -> None:
         server = self._pair.prefill if which == "prefill" else self._pair.decode
         self.caused[f"killed {which}"] += 1
+        self._before_kill(server)
         self._up.clear()
         server.kill()
         self._cluster.restart(server)
