@@ -39,7 +39,7 @@ def everything_ends():
         pool.join()
 
 def compute(addend):
-    for block in engine.tables["lease"]:
+    for block in engine.tables["lease"][0]:
         for part in caches.parts:
             part.rows(block).fill_(block + addend)
 

@@ -98,6 +98,7 @@ Simulations of many engines (``test_state_machine``, ``test_progress``) and of o
     host_tier.engine        an engine around ``HostTier``: vLLM's cache manager, its scheduler in short, its ranks
     host_tier.ranks         what the device blocks and host slots of a rank hold, and the copies between them
     host_tier.setup         what such an engine is made of: cache manager, pool of host blocks, requests, steps
+    host_tier.decoding      the roles of a decode engine to whose host memory prompts are pulled, slot by slot
     host_tier.leasing       the roles of a prefill engine whose leases may move, with every byte that is copied
     host_tier.cases         short cuts for tests of one case at a time
 

@@ -1,116 +1,24 @@
 """Pulls to host memory, on the scheduler side: when a prompt lands, what its request gets, and whose the slots are."""
 
-from typing import Any
+import math
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
 from pd_connector.orders import Cause, LandingEnds, Report
-from pd_connector.scheduler.consumer import Consumer
 from pd_connector.scheduler.host_scrub import HostScrub
-from pd_connector.scheduler.host_tier import HostTier
-from pd_connector.scheduler.landings import Landings, PullTo
-from pd_connector.stats import StatsRecorder, nothing
-from pd_connector.vllm.cache_specs import Retention
-from tests.support.connector.consumers import CountedBlocks, consumer_parts
-from tests.support.connector.requests import RecordingClient, a_prompt, a_remote, allocated
-from tests.support.host_tier.setup import Setup, make_manager, make_pool, make_request
-from tests.support.waiting import ManualClock
+from tests.support.host_tier.decoding import LandingEngine
 
 TOKENS, NEEDED = 41, 3
-SETUP = Setup(groups=((16, 0),), device_blocks=40, slots=7, ranks=2)
-
-
-class DecodeEngine:
-    """The roles of a decode engine of two ranks that pulls to host memory."""
-
-    def __init__(
-        self, pull_to: PullTo = "host", slots: int = 7, device_blocks: int = 100, *, scrubs: bool = False
-    ) -> None:
-        setup = Setup(SETUP.groups, SETUP.device_blocks, slots, scrubs=scrubs)
-        self.pool = make_pool(setup, make_manager(SETUP))
-        self.tier = HostTier(self.pool, 2)
-        kept = [Retention(16)]
-        self.device = CountedBlocks(device_blocks)
-        self.consumer = Consumer(*consumer_parts(RecordingClient(), ManualClock(), kept, self.device))
-        self.landings = Landings(pull_to, self.tier, self.consumer, self.device, kept, 2)
-        self.roles = (self.landings, self.tier, self.consumer)
-        self.requests: dict[str, Any] = {}
-        self.under_way: list[str] = []
-        self.loading: list[str] = []
-
-    def arrive(self, name: str, seed: int = 0, tokens: int = TOKENS) -> Any:
-        prompt = a_prompt(tokens, seed)
-        request = self.requests[name] = make_request(SETUP, name, prompt)
-        request.kv_transfer_params = a_remote(prompt, lease_id=f"lease-of-{name}").to_params()
-        for role in self.roles:
-            role.add(request)
-        return request
-
-    def ask(self, name: str, computed: int = 0) -> tuple[int, int] | None:
-        """Tokens to load and to pull to the device; None if the request is to wait."""
-        request = self.requests[name]
-        if self.landings.must_land(request, computed):
-            self.under_way += [order.request_id for order in self.landings.step_orders({}).landings]
-            return None
-        loaded = self.tier.missing_tokens(request, computed)
-        return loaded, self.consumer.missing_tokens(request, computed + loaded)
-
-    def give_blocks(self, name: str, loaded: int, pulled: int, computed: int = 0) -> None:
-        request, left = self.requests[name], loaded + pulled
-        blocks = allocated([*range(1, NEEDED + 1)])
-        blocks.blocks = ([KVCacheBlock(number) for number in range(1, NEEDED + 1)],)
-        for role in self.roles:
-            left -= role.allocated(request, blocks, left)
-        assert left == 0
-        if loaded:
-            self.loading.append(name)
-
-    def end_landing(self, name: str, *, failed: bool = False) -> None:
-        self.under_way.remove(name)
-        for rank in range(2):
-            report = Report(landings={name: LandingEnds(1, failed=failed and rank == 0)})
-            for role in self.roles:
-                role.settled(set(), set(), report)
-
-    def end_load(self, name: str) -> None:
-        self.loading.remove(name)
-        for role in self.roles:
-            role.settled({name}, set(), Report())
-
-    def leave(self, name: str) -> None:
-        request = self.requests.pop(name)
-        self.landings.finish(request, ())
-        self.tier._requests.pop(name, None)  # it has computed nothing, so there is nothing to store
-        self.tier.finish(request, ())
-        self.consumer.finish(request, ())
-
-    def check(self) -> None:
-        for role in self.roles:
-            role.check_integrity()
-
-    @property
-    def lent(self) -> int:
-        """What the engine tells of its host memory, in slots."""
-        stats = StatsRecorder()
-        self.tier.update_stats(stats)
-        return int((stats.take() or nothing())["gauges"]["host_blocks_lent"])
-
-    def counted(self) -> dict[str, int]:
-        stats = StatsRecorder()
-        for role in self.roles:
-            role.update_stats(stats)
-        return dict((stats.take() or {"counts": {}})["counts"])
 
 
 def test_a_prompt_lands_and_is_given_to_its_request_to_the_last_token() -> None:
-    engine = DecodeEngine()
+    engine = LandingEngine()
     request = engine.arrive("r")
     assert engine.landings.must_land(request, 0)
     (order,) = engine.landings.step_orders({}).landings
-    engine.under_way.append("r")
+    engine.begin_landing(order)
     assert (order.first_token, order.end_token) == (0, TOKENS - 1)
     assert [len(ids) for ids in order.local_block_ids] == [NEEDED]
     assert 0 not in order.local_block_ids[0]
@@ -127,8 +35,38 @@ def test_a_prompt_lands_and_is_given_to_its_request_to_the_last_token() -> None:
     assert engine.counted()["landings:landed"] == 1
 
 
+@pytest.mark.parametrize("before", [0, 32])
+def test_what_a_window_will_have_passed_does_not_land_and_the_rest_is_right(before: int) -> None:
+    """Whether host memory holds the prompt's first tokens or not."""
+    engine = LandingEngine(slots=14, groups=((16, 0), (16, 20)))
+    if before:
+        engine.arrive("before", tokens=before + 1)
+        assert engine.ask("before") is None
+        engine.end_landing("before")
+    engine.arrive("r", tokens=61)
+    assert engine.landings.must_land(engine.requests["r"], 0)
+    (order,) = engine.landings.step_orders({}).landings
+    engine.begin_landing(order)
+    assert order.first_token == before
+    held = [[block > 0 for block in table] for table in order.local_block_ids]
+    everything, in_window = [True] * 4, [False, False, True, True]  # token 60 attends to tokens 41 and up
+    assert held == [everything, in_window] if not before else [in_window, in_window]
+    engine.end_landing("r")
+    engine.check()
+    assert engine.ask("r") == (60, 0)
+    engine.give_blocks("r", 60, 0)
+    load = engine.take_load("r", 60)
+    assert load is not None
+    assert load.moves.groups.tolist() == [0, 0, 0, 0, 1, 1]
+    engine.end_load("r")
+    for name in [*engine.requests]:
+        engine.leave(name)
+    engine.check()
+    assert engine.pool.references() == {}
+
+
 def test_slots_are_told_as_lent_until_the_prompt_that_has_landed_there_is_loaded_or_gone() -> None:
-    engine = DecodeEngine()
+    engine = LandingEngine()
     for name in ("r", "gone"):
         engine.arrive(name, seed=len(name))
         assert engine.ask(name) is None
@@ -154,7 +92,7 @@ def test_slots_are_told_as_lent_until_the_prompt_that_has_landed_there_is_loaded
 
 @pytest.mark.parametrize("tokens", [TOKENS, 49])
 def test_a_block_that_will_not_be_full_is_zeroed_with_the_order_that_writes_to_it(tokens: int) -> None:
-    engine = DecodeEngine(scrubs=True)
+    engine = LandingEngine(scrubs=True)
     scrub = HostScrub(engine.pool.forgotten, 2, 8)
     engine.arrive("r", tokens=tokens)
     assert engine.landings.must_land(engine.requests["r"], 0)
@@ -166,7 +104,7 @@ def test_a_block_that_will_not_be_full_is_zeroed_with_the_order_that_writes_to_i
 @pytest.mark.parametrize("failed", [False, True])
 def test_slots_that_hold_nothing_to_be_found_are_zeroed_when_a_landing_is_over(failed: bool) -> None:
     """All of one that has failed; of one that was loaded, the tail of the prompt."""
-    engine = DecodeEngine(scrubs=True)
+    engine = LandingEngine(scrubs=True)
     scrub = HostScrub(engine.pool.forgotten, 1, 8)
     engine.arrive("r")
     assert engine.ask("r") is None
@@ -181,7 +119,7 @@ def test_slots_that_hold_nothing_to_be_found_are_zeroed_when_a_landing_is_over(f
 
 
 def test_what_the_device_holds_by_then_is_not_loaded() -> None:
-    engine = DecodeEngine()
+    engine = LandingEngine()
     engine.arrive("r")
     assert engine.ask("r") is None
     engine.end_landing("r")
@@ -193,7 +131,7 @@ def test_what_the_device_holds_by_then_is_not_loaded() -> None:
 
 
 def test_what_the_device_has_lost_by_then_is_loaded_from_host_memory_with_what_has_landed() -> None:
-    engine = DecodeEngine()
+    engine = LandingEngine()
     engine.arrive("before")
     assert engine.ask("before") is None
     engine.end_landing("before")
@@ -216,7 +154,7 @@ def test_what_the_device_has_lost_by_then_is_loaded_from_host_memory_with_what_h
 
 
 def test_what_nobody_holds_any_longer_is_pulled_although_the_tail_has_landed() -> None:
-    engine = DecodeEngine()
+    engine = LandingEngine()
     engine.arrive("r")
     assert engine.ask("r", 32) is None
     engine.end_landing("r")
@@ -225,7 +163,7 @@ def test_what_nobody_holds_any_longer_is_pulled_although_the_tail_has_landed() -
 
 
 def test_others_find_what_has_landed_and_pull_the_rest_only() -> None:
-    engine = DecodeEngine()
+    engine = LandingEngine()
     engine.arrive("r")
     assert engine.ask("r") is None
     engine.end_landing("r")
@@ -238,7 +176,7 @@ def test_others_find_what_has_landed_and_pull_the_rest_only() -> None:
 
 
 def test_nothing_is_loaded_if_the_device_holds_all_that_has_landed_by_then() -> None:
-    engine = DecodeEngine()
+    engine = LandingEngine()
     request = engine.arrive("r", tokens=33)
     assert engine.ask("r") is None
     engine.end_landing("r")
@@ -251,7 +189,7 @@ def test_nothing_is_loaded_if_the_device_holds_all_that_has_landed_by_then() -> 
 
 
 def test_what_a_request_was_offered_before_it_lands_is_let_go() -> None:
-    engine = DecodeEngine("auto", slots=7)
+    engine = LandingEngine("auto", slots=7)
     engine.arrive("before")
     engine.device.used = engine.device.total
     assert engine.ask("before") is None
@@ -273,7 +211,7 @@ def test_what_a_request_was_offered_before_it_lands_is_let_go() -> None:
 
 @pytest.mark.parametrize(("free", "lands"), [(100, False), (3, True)])
 def test_auto_pulls_to_the_device_as_long_as_it_has_the_blocks(free: int, *, lands: bool) -> None:
-    engine = DecodeEngine("auto")
+    engine = LandingEngine("auto")
     engine.device.used = 100 - free
     engine.arrive("r")
     assert (engine.ask("r") is None) == lands
@@ -282,7 +220,7 @@ def test_auto_pulls_to_the_device_as_long_as_it_has_the_blocks(free: int, *, lan
 
 @pytest.mark.parametrize(("slots", "reason"), [(2, "too_large"), (4, "full")])
 def test_without_room_in_host_memory_a_prompt_is_pulled_to_the_device(slots: int, reason: str) -> None:
-    engine = DecodeEngine(slots=slots)
+    engine = LandingEngine(slots=slots)
     engine.arrive("first", seed=1)
     if reason == "full":
         assert engine.ask("first") is None
@@ -310,7 +248,7 @@ def test_what_became_of_landings_is_totalled_for_the_log() -> None:
 
 
 def test_the_request_of_a_landing_that_fails_is_refused_as_that_of_a_pull() -> None:
-    engine = DecodeEngine()
+    engine = LandingEngine()
     engine.arrive("r")
     assert engine.ask("r") is None
     engine.end_landing("r", failed=True)
@@ -323,7 +261,7 @@ def test_the_request_of_a_landing_that_fails_is_refused_as_that_of_a_pull() -> N
 
 @pytest.mark.parametrize("failing", [0, 1, None])
 def test_a_landing_ends_with_its_last_rank_and_fails_with_any(failing: int | None) -> None:
-    engine = DecodeEngine()
+    engine = LandingEngine()
     engine.arrive("r")
     assert engine.ask("r") is None
     for rank in range(2):
@@ -338,7 +276,7 @@ def test_a_landing_ends_with_its_last_rank_and_fails_with_any(failing: int | Non
 
 
 def test_a_reset_makes_what_lands_useless_and_the_prompt_is_computed() -> None:
-    engine = DecodeEngine()
+    engine = LandingEngine()
     engine.arrive("r")
     assert engine.ask("r") is None
     for role in engine.roles:
@@ -349,6 +287,13 @@ def test_a_reset_makes_what_lands_useless_and_the_prompt_is_computed() -> None:
     engine.check()
 
 
+#: Cache groups: block tokens, and window or 0. At the end of the longer prompt, the smaller window has passed a block.
+GROUPS = {
+    "full attention": ((16, 0),),
+    "full attention and a wide window": ((16, 0), (16, 40)),
+    "full attention and a window": ((16, 0), (16, 20)),
+    "blocks of two sizes": ((32, 0), (16, 20)),
+}
 ACTIONS = ("arrive", "ask", "give", "land", "fail", "load", "leave", "reset", "room")
 LONG, SHORT = TOKENS, 33  # the second: without its last token, two full blocks
 
@@ -356,8 +301,9 @@ LONG, SHORT = TOKENS, 33  # the second: without its last token, two full blocks
 class Course:
     """What happens to the requests of a decode engine, one action at a time."""
 
-    def __init__(self) -> None:
-        self.engine = DecodeEngine("auto")
+    def __init__(self, groups: tuple[tuple[int, int], ...]) -> None:
+        self.engine = LandingEngine("auto", 7 * len(groups), groups=groups)
+        self.largest = math.lcm(*self.engine.setup.sizes)  # what the device holds is a multiple of it, in tokens
         self.engine.device.used = self.engine.device.total
         self.given_blocks: set[str] = set()
 
@@ -378,7 +324,8 @@ class Course:
             if engine.loading:
                 engine.end_load(engine.loading[choice % len(engine.loading)])
         elif names:
-            self.act_on(names[choice % len(names)], action, (0, 16, 32)[choice % 3])
+            computed = (0, 16, 32)[choice % 3] // self.largest * self.largest
+            self.act_on(names[choice % len(names)], action, computed)
 
     def act_on(self, name: str, action: str, computed: int) -> None:
         if action == "leave":
@@ -388,8 +335,8 @@ class Course:
             if action == "give" and found is not None:
                 self.given_blocks.add(name)
                 self.engine.give_blocks(name, *found, computed)
-                loads = self.engine.tier.step_orders({}).loads
-                assert [load.tokens for load in loads] == [found[0]] * bool(found[0]), "vLLM waits for no other loads"
+                load = self.engine.take_load(name, found[0], computed)
+                assert (0 if load is None else load.tokens) == found[0], "vLLM waits for no other loads"
 
     def end_all(self) -> None:
         for name in [*self.engine.under_way]:
@@ -400,10 +347,13 @@ class Course:
             self.engine.leave(name)
 
 
+@pytest.mark.parametrize("groups", GROUPS.values(), ids=GROUPS)
 @settings(max_examples=200, deadline=None, derandomize=True, database=None, suppress_health_check=[*HealthCheck])
 @given(st.lists(st.tuples(st.sampled_from(ACTIONS), st.integers(0, 11)), min_size=30, max_size=60))
-def test_slots_are_never_lost_nor_two_owners_whatever_happens(actions: list[tuple[str, int]]) -> None:
-    course = Course()
+def test_what_lands_is_what_is_loaded_and_no_slot_is_lost_whatever_happens(
+    groups: tuple[tuple[int, int], ...], actions: list[tuple[str, int]]
+) -> None:
+    course = Course(groups)
     for number, (action, choice) in enumerate(actions):
         course.act(number, action, choice)
         course.engine.check()

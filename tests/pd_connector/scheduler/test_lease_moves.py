@@ -36,6 +36,23 @@ def test_a_lease_that_nobody_reads_frees_the_device_and_is_found_in_host_memory(
     assert engine.pool.cached == 2, "its full blocks can be found by others"
 
 
+def test_what_a_window_has_passed_is_a_hole_in_host_memory_too() -> None:
+    engine = LeasingEngine(slots=5, groups=((4, 0), (4, 6)))
+    assert engine.prefill("lease", 3)
+    assert [table.count(0) for table in engine.tables["lease"]] == [0, 1]
+    engine.is_short = True
+    engine.step()
+    (store,) = engine.under_way
+    engine.end_store(store)
+    assert engine.blocks.leased == 0
+    slots = engine.leases.locate("lease").slots
+    assert [[slot < 0 for slot in table] for table in slots] == [[False] * BLOCKS, [True, False, False]]
+    engine.release("lease")
+    engine.collect()
+    assert engine.pool.references() == {}
+    assert engine.pool.cached == 3, "the full blocks of both cache groups can be found by others"
+
+
 @pytest.mark.parametrize("failing", [0, 1, None])
 def test_a_lease_moves_when_the_last_rank_has_copied_it_and_stays_if_any_fails(failing: int | None) -> None:
     engine = moved()
@@ -237,6 +254,12 @@ def test_without_need_only_what_exceeds_the_share_moves_and_not_at_once() -> Non
     assert engine.counted()["lease_moves:share"] == 1
 
 
+#: Cache groups: block tokens, and window or 0. The window has passed the first block of a prompt.
+GROUPS = {
+    "full attention": ((4, 0),),
+    "full attention and a window": ((4, 0), (4, 6)),
+    "blocks of two sizes": ((8, 0), (4, 6)),
+}
 ACTIONS = (
     "prefill", "step", "short", "end", "fail", "read", "read unasked", "release", "release again", "release late",
     "cancel", "wait", "reset",
@@ -246,8 +269,8 @@ ACTIONS = (
 class Course:
     """What happens to an engine, one action at a time."""
 
-    def __init__(self) -> None:
-        self.engine = LeasingEngine()
+    def __init__(self, groups: tuple[tuple[int, int], ...]) -> None:
+        self.engine = LeasingEngine(slots=SETUP.slots * len(groups), groups=groups)
         self.released: dict[str, str] = {}  # leases that were released as valid, and where they were read
         self.unasked: dict[str, list[tuple[int, int]]] = {}  # what one has read on the device who has not asked
 
@@ -274,7 +297,7 @@ class Course:
 
     def act_on(self, name: str, action: str) -> None:
         engine = self.engine
-        right = [(engine.prompts[name], number) for number in range(BLOCKS)]
+        right = engine.right(name)
         if action == "cancel":
             engine.leases.cancel([name])
         elif action == "release":
@@ -300,13 +323,16 @@ class Course:
         for block in engine.manager.block_pool.blocks:
             if block.ref_cnt == 0:
                 engine.device[block.block_id] = (-1, -1)
-        return self.unasked.setdefault(name, [engine.device[block] for block in engine.tables[name]])
+        return self.unasked.setdefault(name, engine.on_device(name))
 
 
+@pytest.mark.parametrize("groups", GROUPS.values(), ids=GROUPS)
 @settings(max_examples=200, deadline=None, derandomize=True, database=None, suppress_health_check=[*HealthCheck])
 @given(st.lists(st.tuples(st.sampled_from(ACTIONS), st.integers(0, 11)), max_size=80))
-def test_no_valid_read_is_wrong_and_no_block_is_lost_whatever_happens(actions: list[tuple[str, int]]) -> None:
-    course = Course()
+def test_no_valid_read_is_wrong_and_no_block_is_lost_whatever_happens(
+    groups: tuple[tuple[int, int], ...], actions: list[tuple[str, int]]
+) -> None:
+    course = Course(groups)
     engine = course.engine
     for number, (action, choice) in enumerate(actions):
         course.act(number, action, choice)

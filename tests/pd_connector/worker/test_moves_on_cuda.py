@@ -36,7 +36,7 @@ def begin_to_move(engine: LeasingEngine, worker: CudaWorker) -> StoreOrder:
     """Compute a prompt on a device that stands still, and order its lease to be copied to host memory."""
     assert engine.prefill("lease", 0)
     worker.hold(worker.model)
-    for block in engine.tables["lease"]:
+    for block in engine.tables["lease"][0]:
         worker.compute(block, fresh_block(block))
     engine.is_short = True
     (order,) = engine.moves.step_orders({}).stores

@@ -7,16 +7,20 @@ from pd_connector.orders import Orders, Report, StoreEnds
 from pd_connector.scheduler.checksum_table import ChecksumTable
 from pd_connector.scheduler.host_tier import HostTier
 from pd_connector.scheduler.lease_moves import LeaseMoves
-from pd_connector.scheduler.leases import LeaseTable
+from pd_connector.scheduler.leases import LeaseTable, Tables
 from pd_connector.stats import StatsRecorder, nothing
 from pd_connector.vllm.block_pools import DeviceBlocks, HostBlocks, Leased
 from tests.support.host_tier.setup import Setup, make_manager, make_pool, make_request
+from tests.support.releases import INSTALLED
 from tests.support.waiting import ManualClock
 from transfer.control.messages import Place
 
 TTL_S, TOKENS, BLOCKS = 8.0, 10, 3  # of a prompt: two full blocks, and a tail
 CONTENTS = "the prompt's"
 SETUP = Setup(groups=((4, 0),), device_blocks=16, slots=7, ranks=2)
+_OF_GROUP = 100  # added to the numbers of the blocks of each further cache group
+
+BlockMark = tuple[int, int]
 
 
 class LeasingEngine:
@@ -25,9 +29,16 @@ class LeasingEngine:
     A byte is the prompt of which it holds a block, and which.
     """
 
-    def __init__(self, most_leased: float = 0.0, slots: int = SETUP.slots) -> None:
-        self.clock, self.manager = ManualClock(), make_manager(SETUP)
-        self.pool = make_pool(Setup(SETUP.groups, SETUP.device_blocks, slots), self.manager)
+    def __init__(
+        self,
+        most_leased: float = 0.0,
+        slots: int = SETUP.slots,
+        groups: tuple[tuple[int, int], ...] = SETUP.groups,
+    ) -> None:
+        """``groups``: block tokens and window, or 0, of each cache group."""
+        self.setup = Setup(groups, SETUP.device_blocks * len(groups), slots)
+        self.clock, self.manager = ManualClock(), make_manager(self.setup)
+        self.pool = make_pool(self.setup, self.manager)
         self.tier = HostTier(self.pool, SETUP.ranks)
         self.blocks = DeviceBlocks()
         self.blocks.bind(self.manager)
@@ -38,24 +49,28 @@ class LeasingEngine:
             self.leases, self.checksums, self.blocks, lambda: self.is_short, most_leased, self.clock
         )
         self.moves.use(self.tier, SETUP.ranks)
-        self.device: dict[int, tuple[int, int]] = {}
-        self.host: dict[int, tuple[int, int]] = {}
-        self.tables: dict[str, tuple[int, ...]] = {}  # of device blocks, by lease
+        self.device: dict[int, BlockMark] = {}
+        self.host: dict[int, BlockMark] = {}
+        self.tables: dict[str, Tables] = {}  # of device blocks, by lease; 0 where a window has passed
         self.prompts: dict[str, int] = {}
         self.under_way: list[int] = []  # stores
 
     def prefill(self, name: str, prompt: int, tokens: int = TOKENS) -> bool:
         """Compute a prompt and lease it; False if the device has no blocks for it."""
-        request: Any = make_request(SETUP, name, [prompt * 100 + token for token in range(tokens)])
+        request: Any = make_request(self.setup, name, [prompt * 100 + token for token in range(tokens)])
         if self.manager.allocate_slots(request, tokens) is None:
             return False
+        in_flight = (tokens,) if INSTALLED >= (0, 30) else ()
+        self.manager.remove_skipped_blocks(name, tokens, *in_flight)
         held = self.blocks.hold(name)
+        self.tables[name] = tuple(map(tuple, self.manager.get_block_ids(name)))
         self.manager.free(request)
-        self.tables[name] = tuple(block.block_id for block in held)
         self.prompts[name] = prompt
-        for number, block_id in enumerate(self.tables[name]):
-            self.device[block_id] = (prompt, number)
-        self.leases.grant(name, held, CONTENTS, (self.tables[name],))
+        for group, table in enumerate(self.tables[name]):
+            for number, block in enumerate(table):
+                if block:
+                    self.device[block] = (prompt, _OF_GROUP * group + number)
+        self.leases.grant(name, held, CONTENTS, self.tables[name])
         return True
 
     def step(self) -> None:
@@ -63,7 +78,11 @@ class LeasingEngine:
         self.collect()
         orders: Orders = self.moves.step_orders({})
         for store in orders.stores:
-            for block, slot in zip(store.moves.blocks.tolist(), store.moves.slots.tolist(), strict=True):
+            moves = zip(
+                *(each.tolist() for each in (store.moves.groups, store.moves.blocks, store.moves.slots)), strict=True
+            )
+            for group, block, slot in moves:
+                assert self.device[block][1] // _OF_GROUP == group, "a block is copied as one of another cache group"
                 self.host[slot] = self.device[block]
             self.under_way.append(store.store_id)
         self.check()
@@ -82,12 +101,24 @@ class LeasingEngine:
             role.settled(set(), set(), Report(stores))
         self.check()
 
-    def read(self, name: str) -> list[tuple[int, int]] | None:
+    def right(self, name: str) -> list[BlockMark]:
+        """What a reader of a lease must find: one cache group after the other, without what windows have passed."""
+        tables = enumerate(self.tables[name])
+        numbers = [_OF_GROUP * group + number for group, table in tables for number, id_ in enumerate(table) if id_]
+        return [(self.prompts[name], number) for number in numbers]
+
+    def on_device(self, name: str) -> list[BlockMark]:
+        """What lies where a lease began."""
+        return [self.device[block] for table in self.tables[name] for block in table if block]
+
+    def read(self, name: str) -> list[BlockMark] | None:
         """What a reader finds where it is told that a lease lies; None if it has ended."""
         located = self.leases.locate(name)
         if located.place == Place.HOST:
-            return [self.host[slot] for slot in located.slots[0]]
-        return [self.device[block] for block in self.tables[name]] if located.place == Place.DEVICE else None
+            holes = [[slot < 0 for slot in slots] for slots in located.slots]
+            assert holes == [[not block for block in table] for table in self.tables[name]]
+            return [self.host[slot] for slots in located.slots for slot in slots if slot >= 0]
+        return self.on_device(name) if located.place == Place.DEVICE else None
 
     def release(self, name: str) -> None:
         """Read a lease, let the engine go on, and release it: what was read is right if that is valid."""
@@ -95,7 +126,7 @@ class LeasingEngine:
             place = self.leases.locate(name).place
             answer = self.leases.release(name, 0, 1, "pull", CONTENTS, place)
             assert answer.valid, answer.reason
-            assert found == [(self.prompts[name], number) for number in range(BLOCKS)], "a valid read, and wrong"
+            assert found == self.right(name), "a valid read, and wrong"
 
     def collect(self) -> None:
         for held in self.leases.collect():
