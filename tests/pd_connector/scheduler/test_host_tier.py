@@ -273,6 +273,49 @@ def test_a_preempted_request_is_loaded_again() -> None:
     engine.check_at_rest()
 
 
+def pulled(**options: object) -> tuple[HostTierEngine, Job]:
+    """An engine that has pulled a prompt of 14 tokens, three full blocks and a tail, and decodes."""
+    engine = engine_of(**options)
+    job = engine.arrive("pulled", said(26), outputs=12)
+    engine.step(pulls=True)
+    engine.end_copies()
+    while job.state is not State.RUNNING:
+        engine.step()
+    return engine, job
+
+
+def test_a_pulled_prompt_that_is_preempted_is_loaded_again_and_not_pulled() -> None:
+    engine, job = pulled()
+    assert engine.computed_tokens == 1
+    engine.step()
+    engine.end_copies()
+    engine.step()
+    engine.preempt(job)
+    engine.other_requests_come(EVERYTHING)
+    computed = engine.computed_tokens
+    engine.step(pulls=True)
+    assert tokens_loading(engine, "pulled") == 12
+    engine.go_on(40)
+    assert engine.computed_tokens - computed == 26 - 1 - 12, "what fills no block, and what the model says"
+    engine.settle()
+    engine.check_at_rest()
+
+
+def test_a_pulled_prompt_that_is_preempted_is_stored_lazily_before_others_get_its_blocks() -> None:
+    engine, job = pulled(mode="lazy", device_blocks=9, lookahead=4)
+    assert engine.pool.cached == 0
+    engine.preempt(job)
+    engine.jobs.remove(job)
+    for number in range(3):  # before it in vLLM's queue
+        engine.serve(f"other{number}", said(18, seed=50 * (number + 1)))
+    engine.jobs.append(job)
+    engine.step(pulls=True)
+    assert tokens_loading(engine, "pulled") == 12
+    engine.go_on(40)
+    engine.settle()
+    engine.check_at_rest()
+
+
 # Reset
 
 
