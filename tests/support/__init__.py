@@ -94,7 +94,8 @@ Simulations of many engines (``test_state_machine``, ``test_progress``) and of o
     simulation.decode       a decode engine: vLLM's scheduler and workers as far as the connector meets them
     simulation.named_prefill  a prefill engine whose prompts are followed by name: vLLM's schedulers, our scheduler side
     simulation.scheduler_pulls  a pull as a worker makes it, in steps
-    simulation.vllm_schedulers  engines around vLLM's own schedulers and our scheduler side; workers are simulated
+    simulation.engine_worker  a worker's device and host memory, token by token, and what is under way to them
+    simulation.vllm_schedulers  engines around vLLM's own schedulers and our scheduler side, with such workers
     host_tier.engine        an engine around ``HostTier``: vLLM's cache manager, its scheduler in short, its ranks
     host_tier.ranks         what the device blocks and host slots of a rank hold, and the copies between them
     host_tier.setup         what such an engine is made of: cache manager, pool of host blocks, requests, steps

@@ -106,7 +106,7 @@ def test_a_prefill_engine_with_leases_pauses(world: World, mode: str, clear_cach
     assert core.is_scheduler_paused()
     if clear_cache:
         assert prefill.leases == 0
-        prefill.memory.clear()  # as with other weights
+        prefill.worker.memories.device.clear()  # as with other weights
     core.resume_scheduler()
     world.run(WITHIN_S)
     assert [each.ended for each in asked] == ["finished"] * 3
@@ -122,13 +122,13 @@ def test_a_decode_engine_in_the_middle_of_pulls_pauses_when_they_have_ended(
     prefill = EngineSim(world, "kv_producer", blocks=64)
     decode = EngineSim(world, "kv_consumer", blocks=64, pull_s=2.0)
     asked = ask(prefill, decode, 3)
-    while len(decode._pulls) < 3:
+    while len(decode.worker.pulls) < 3:
         world.step()
     core = Core(decode)
     future = core.pause(mode, clear_cache=clear_cache)
     assert not future.done(), "nothing may be reset while a read writes to blocks"
     core.until_paused(future)
-    assert not decode._pulls
+    assert not decode.worker.pulls
     assert decode.blocks_in_use == 0
     core.resume_scheduler()
     world.run(WITHIN_S)
@@ -143,7 +143,7 @@ def test_a_decode_engine_that_keeps_its_requests_pauses_at_once_unless_pulls_for
     prefill = EngineSim(world, "kv_producer", blocks=64)
     decode = EngineSim(world, "kv_consumer", blocks=64, pull_s=2.0)
     asked = ask(prefill, decode, 3)
-    while len(decode._pulls) < 3:
+    while len(decode.worker.pulls) < 3:
         world.step()
     core = Core(decode)
     if clear_cache:
@@ -177,7 +177,7 @@ def test_a_prefill_engine_pauses_while_a_prompt_is_followed(world: World, mode: 
     core.until_paused(core.pause(mode, clear_cache=clear_cache))
     if clear_cache:
         assert prefill.leases == prefill.blocks_in_use == 0
-        prefill.memory.clear()
+        prefill.worker.memories.device.clear()
     core.resume_scheduler()
     world.run(2 * WITHIN_S)
     assert asked.ended == "finished"

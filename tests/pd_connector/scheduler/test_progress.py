@@ -135,7 +135,7 @@ class Deployment(RuleBasedStateMachine):
 
     @rule(which=WHICH, seconds=st.sampled_from([0.0, 0.1, 1.0, LONGEST_READ_S]))
     def reads_take(self, which: int, seconds: float) -> None:
-        self._pick(self.consumers, which).pull_s = seconds
+        self._pick(self.consumers, which).worker.pull_s = seconds
 
     @precondition(lambda self: self.engines)
     @invariant()

@@ -54,6 +54,23 @@ def test_two_engines_with_both_roles_that_serve_each_other_do_not_lock(world: Wo
     assert a.counts + b.counts == {"pulled": 40}
 
 
+@pytest.mark.parametrize("engines", [1, 2])
+@pytest.mark.parametrize(
+    ("host_transfers", "pull_to"), [(True, "device"), (False, "host"), (True, "host"), (True, "auto")]
+)
+def test_with_host_memory_no_lease_gives_way_though_leases_may_hold_all_blocks(
+    world: World, engines: int, pull_to: str, *, host_transfers: bool
+) -> None:
+    """Where leases move, where prompts land, and where both do."""
+    settings = {"host_transfers": host_transfers, "pull_to": pull_to, "max_leased_fraction": 1}
+    some = [EngineSim(world, "kv_both", blocks=64, slots=400, **settings) for _ in range(engines)]
+    asked = burst(20 * engines, 100, some, some[::-1])
+    world.run(within_s=TTL_S / 2)
+    assert ends(asked) == {"finished": 20 * engines}
+    assert [engine.computed for engine in some] == [{}] * engines
+    assert [engine.slots_in_use for engine in some] == [0] * engines
+
+
 def test_an_engine_that_may_lease_all_of_its_blocks_moves_on_when_a_lease_gives_way(world: World) -> None:
     engine = EngineSim(world, "kv_both", blocks=64, max_leased_fraction=1)
     asked = burst(20, 100, [engine], [engine])
@@ -226,7 +243,7 @@ def test_a_reset_ends_leases_first(world: World) -> None:
     assert prefill.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
     assert prefill.leases == 0
     assert prefill.side._blocks.leased == 0
-    prefill.memory.clear()
+    prefill.worker.memories.device.clear()
     world.run(within_s=60)
     assert ends(asked) == {"finished": 3}
     assert decode.counts["pulled"] == 0
@@ -235,8 +252,8 @@ def test_a_reset_ends_leases_first(world: World) -> None:
 def test_a_reset_that_fails_for_another_reason_ends_no_lease(world: World) -> None:
     engine, other = EngineSim(world, "kv_both", blocks=64), EngineSim(world, "kv_both", blocks=64, pull_s=5.0)
     asked = burst(2, 100, [engine, other], [other, engine])
-    engine.pull_s = 5.0
-    while not engine.leases or not engine._pulls:
+    engine.worker.pull_s = 5.0
+    while not engine.leases or not engine.worker.pulls:
         world.step()
     with pytest.raises(RuntimeError, match="waiting for remote KV transfer"):
         engine.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)

@@ -2,14 +2,15 @@
 
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from layout.plan import BlockTable
 from pd_connector.orders import PullOrder
-from pd_connector.params import contents_digest
 from pd_connector.worker.followed_prompt import FOLLOW_WAIT_S, FollowedPrompt, TransferEnded
-from transfer.control.messages import Followed, Release, Released, Reply, Request
+from pd_connector.worker.pull_end import release_message
+from transfer.control.messages import Followed, Locate, Located, Place, Released, Reply, Request
 
 _MESSAGE_TIMEOUT_S = 5.0
 
@@ -18,27 +19,49 @@ BlockStamps = dict[tuple[int, int], int]  # by block and offset: the hash of the
 FAILED = -1  # no prompt's hash, for practical purposes
 
 
+@dataclass(frozen=True, slots=True)
+class Memories:
+    """What an engine holds."""
+
+    device: BlockStamps
+    host: BlockStamps  # by slot and offset
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """A prefill engine as who pulls from it knows it."""
+
+    send: Send
+    memories: Memories
+    reads_host: bool  # whether its host memory can be read
+
+
 @dataclass(eq=False)
 class ScheduledPull:
-    """One rank's pull. ``send`` sends a message to its prefill engine."""
+    """One rank's pull."""
 
     order: PullOrder
     block_tokens: int
     ends_at: float  # not before then
     fails_at: float  # at the latest
-    send: Send
+    peer: Peer
     prompt: FollowedPrompt = field(init=False)
     read: BlockStamps = field(default_factory=dict)  # by place on this engine
     has_ended: bool = False
     has_succeeded: bool = False
     was_ahead: bool = False  # it has read something before the prompt was complete
+    was_in_host: bool = False  # it has read something in the prefill engine's host memory
+    _place: Place | None = None  # where the lease lies, of a prompt that was complete from the start
+    _slots: list[BlockTable] = field(default_factory=list)
     _question: Future[Reply] | None = None
     _release: Future[Reply] | None = None
 
     def __post_init__(self) -> None:
         self.prompt = FollowedPrompt(self.order)
+        if self.order.transfer_id or not self.peer.reads_host:
+            self._place = Place.DEVICE
 
-    def step(self, now: float, source: BlockStamps) -> None:
+    def step(self, now: float) -> None:
         """Take what has been answered, read what can be read, and ask for more, or for the lease in the end."""
         try:
             self._take_answer()
@@ -46,37 +69,59 @@ class ScheduledPull:
             self._end(succeeded=False)
         if self.has_ended:
             return
-        while (tokens := self.prompt.next_range(self.block_tokens)) is not None:
-            self._read_tokens(tokens, source)
+        if self._place is not None:
+            self._read_all(self._place)
         self.prompt.check_integrity()
         if now >= self.fails_at:
             self._end(succeeded=False)
+        elif self._place is None:
+            if self._question is None:
+                remote = self.order.remote
+                self._question = self.peer.send(Locate(remote.remote_engine_id, remote.lease_id), _MESSAGE_TIMEOUT_S)
         elif self.prompt.is_complete and now >= self.ends_at and self._release is None:
-            remote, order = self.prompt.remote, self.order
-            release = Release(remote.remote_engine_id, remote.lease_id, 0, 1, order.pull_id, contents_digest(remote))
-            self._release = self.send(release, _MESSAGE_TIMEOUT_S)
+            order = replace(self.order, remote=self.prompt.remote)
+            self._release = self.peer.send(release_message(order, 0, 1, self._place), _MESSAGE_TIMEOUT_S)
         elif not self.prompt.is_complete and self._question is None:
-            self._question = self.send(self.prompt.question(FOLLOW_WAIT_S), FOLLOW_WAIT_S + _MESSAGE_TIMEOUT_S)
+            question = self.prompt.question(FOLLOW_WAIT_S, reads_host=self.peer.reads_host)
+            self._question = self.peer.send(question, FOLLOW_WAIT_S + _MESSAGE_TIMEOUT_S)
 
     def _take_answer(self) -> None:
         if self._question is not None and self._question.done():
             question, self._question = self._question, None
             reply = question.result() if question.exception() is None else None
-            if not isinstance(reply, Followed):
-                raise TransferEnded(str(question.exception()))
-            self.prompt.take(reply)
+            if isinstance(reply, Located) and reply.place:
+                self._place = Place(reply.place)
+                self._slots = [BlockTable.of(slots) for slots in reply.slots]
+            elif isinstance(reply, Followed):
+                self.prompt.take(reply)
+            else:
+                raise TransferEnded(str(reply or question.exception()))
         if self._release is not None and self._release.done():
             reply = self._release.result() if self._release.exception() is None else None
             self._end(succeeded=isinstance(reply, Released) and reply.valid)
 
-    def _read_tokens(self, tokens: range, source: BlockStamps) -> None:
+    def _read_all(self, place: Place) -> None:
+        """Read the ranges that can be read now."""
+        while True:
+            if (tokens := self.prompt.next_range(self.block_tokens)) is not None:
+                in_host = place is Place.HOST
+                (table,) = self._slots if in_host else self.prompt.tables
+            elif self.peer.reads_host and (tokens := self.prompt.next_in_host(self.block_tokens)) is not None:
+                assert self.prompt.in_host is not None
+                in_host, (table,) = True, self.prompt.in_host.tables
+            else:
+                return
+            self.was_in_host |= in_host
+            self._read_tokens(tokens, table, self.peer.memories.host if in_host else self.peer.memories.device)
+            first, last = tokens.start // self.block_tokens, (tokens.stop - 1) // self.block_tokens
+            self.prompt.has_read(tokens, () if in_host else [(0, np.arange(first, last + 1))])
+
+    def _read_tokens(self, tokens: range, table: BlockTable, source: BlockStamps) -> None:
         for token in tokens:
             block, offset = divmod(token, self.block_tokens)
-            stamp = source.get((int(self.prompt.tables[0].block_ids[block]), offset), FAILED)
+            stamp = source.get((int(table.block_ids[block - table.first_block]), offset), FAILED)
             self.read[self.order.local_block_ids[0][block], offset] = stamp
         self.was_ahead |= not self.prompt.is_complete
-        first, last = tokens.start // self.block_tokens, (tokens.stop - 1) // self.block_tokens
-        self.prompt.has_read(tokens, [(0, np.arange(first, last + 1))])
 
     def _end(self, *, succeeded: bool) -> None:
         self.has_ended, self.has_succeeded = True, succeeded

@@ -1,7 +1,7 @@
 """Engines around vLLM's own scheduler and the connector's own scheduler side, on one thread and one clock.
 
-Simulated are the workers, whose memory holds for every token the hash of the prompt up to it, the control channel, and
-the router. What a request finds in its blocks is checked whenever the model works on it.
+Simulated are the workers (``engine_worker``), the control channel, and the router. What a request finds in its blocks
+is checked whenever the model works on it.
 """
 
 import itertools
@@ -33,8 +33,10 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from layout.geometry import CacheGroup, WorkerGeometry
-from pd_connector.orders import Orders, Report, WorkerHandshake
+from pd_connector.orders import PullOrder, Report, WorkerHandshake
 from pd_connector.scheduler.consumer import Consumer
+from pd_connector.scheduler.host_tier import HostTier
+from pd_connector.scheduler.producer import Producer
 from pd_connector.scheduler.renewals import Renewals
 from pd_connector.scheduler.roles import SchedulerRole
 from pd_connector.scheduler.scheduler import ConnectorScheduler
@@ -43,7 +45,8 @@ from pd_connector.vllm.metrics import ConnectorStats
 from pd_connector.worker.roles import FailedBlocks
 from tests.support.connector.vllm_calls import NAMES_FAILED_REQUESTS
 from tests.support.e2e.models import DEFAULT_MODEL, write_model
-from tests.support.simulation.scheduler_pulls import BlockStamps, ScheduledPull
+from tests.support.simulation.engine_worker import EngineWorker
+from tests.support.simulation.scheduler_pulls import Peer, ScheduledPull
 from tests.support.waiting import ManualClock
 from transfer.control.client import ControlClient
 from transfer.control.errors import PeerUnreachable
@@ -55,7 +58,6 @@ from transfer.control.waiting_requests import NotYet
 _BLOCK_TOKENS = 16
 HOST = "127.0.0.1"
 OUTPUT_TOKEN = 7
-_PULL_TIMEOUT_S = 20.0
 _WORKER = WorkerGeometry(0, 1, 0, 1, "127.0.0.1:15000", (CacheGroup(_BLOCK_TOKENS, 0, ()),), ())
 
 init_none_hash(sha256_cbor)
@@ -210,26 +212,31 @@ class EngineSim:
         policy: str = "recompute",
         pull_s: float = 0.1,
         scheduling: Literal["fcfs", "priority"] = "fcfs",
+        slots: int = 0,
         **settings: Any,
     ) -> None:
+        """Start an engine whose host memory has so many ``slots``, in blocks; with 0, it has none."""
         self.world = world
         self._scheduling = scheduling
-        self.pull_s = pull_s
+        self.slots = slots
+        if slots:
+            settings = {"cpu_bytes_to_use": slots, **settings}
         self.is_cut = self.is_paused = False
         self.requests: dict[str, tuple[ClientRequest, Request]] = {}
         self.counts: Counter[str] = Counter()
-        self.memory: BlockStamps = {}
-        self._pulls: dict[str, ScheduledPull] = {}
-        self._refused: set[str] = set()
+        self.worker = EngineWorker(_BLOCK_TOKENS, pull_s)
         self._failures = FailedBlocks()
         self.scheduler = self._make_scheduler(role, blocks, policy, settings)
         connector: Any = self.scheduler.connector
         self.side: ConnectorScheduler = connector._scheduler
+        self.computed_tokens = 0
         self.computed: Counter[str] = Counter()  # prompts that were computed instead of pulled, by cause
         patch.object(self.side._stats, "count", self._count).start()
-        connector.set_xfer_handshake_metadata_pp_aware({(0, 0): HandshakeMetadata(WorkerHandshake(_WORKER, 0))})
+        self.opens_host = bool(settings.get("host_transfers"))
+        handshake = WorkerHandshake(_WORKER, slots, _WORKER if self.opens_host else None)
+        connector.set_xfer_handshake_metadata_pp_aware({(0, 0): HandshakeMetadata(handshake)})
         if self.side._role.produces:
-            producer: Any = self.side._roles[0]
+            producer = self.role_of(Producer)
             self.service, self.port = producer._service, producer.port
         else:
             self.port = world.port()
@@ -251,12 +258,18 @@ class EngineSim:
     def pulling(self) -> bool:
         """Whether vLLM keeps blocks for a request whose pull goes on, or that has not run since its pull has ended."""
         arrived = any(request.status is RequestStatus.WAITING_FOR_REMOTE_KVS for _, request in self.requests.values())
-        return bool(arrived or self._pulls or self._refused)
+        return arrived or self.worker.is_busy
 
     @property
     def blocks_in_use(self) -> int:
         pool = self.scheduler.kv_cache_manager.block_pool
         return int(pool.num_gpu_blocks - pool.get_num_free_blocks()) - 1
+
+    @property
+    def slots_in_use(self) -> int:
+        """Slots of host memory to which somebody has references."""
+        tier = self.role_of(HostTier)
+        return len(tier._pool.references()) if tier is not None else 0
 
     @property
     def leases(self) -> int:
@@ -266,7 +279,7 @@ class EngineSim:
     def state(self) -> str:
         waiting = [request.request_id for _, request in self.requests.values()]
         free = self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
-        return f"{free} blocks free, {len(self._pulls)} pulls, waiting: {waiting}"
+        return f"{free} blocks free, {len(self.worker.pulls)} pulls, waiting: {waiting}"
 
     def role_of(self, kind: type[SchedulerRole]) -> Any:
         return next((role for role in self.side._roles if isinstance(role, kind)), None)
@@ -309,26 +322,31 @@ class EngineSim:
         output = self.scheduler.schedule()
         metadata = output.kv_connector_metadata
         assert isinstance(metadata, StepMetadata)
-        self._start(metadata.orders)
-        done, failed = self._end_pulls()
+        self._failures.expect(metadata.orders.destinations)
+        self.counts.update(str(order.cause) for order in metadata.orders.refusals)
+        self.worker.start(metadata.orders, self.world.clock.now, self._peer_of)
+        ends = self.worker.take_ends(self.world.clock.now)
+        self._count_pulls(ends.pulls)
+        self.counts.update("landed" for landing in ends.report.landings.values() if not landing.failed)
         result = self._execute(output)
-        result.kv_connector_output = self._connector_output(done, failed, dict.fromkeys(metadata.orders.steps, 1))
+        report = ends.report + Report(steps=dict.fromkeys(metadata.orders.steps, 1))
+        result.kv_connector_output = self._connector_output(ends.done, ends.failed, report)
         for outputs in self.scheduler.update_from_output(output, result).values():
             for each in outputs.outputs:
                 if each.finish_reason is not None:
                     self._finish(each.request_id, str(each.finish_reason), each.kv_transfer_params)
         self.side.check_integrity()
 
-    def _connector_output(self, done: set[str], failed: set[str], steps: dict[int, int]) -> KVConnectorOutput:
+    def _connector_output(self, done: set[str], failed: set[str], report: Report) -> KVConnectorOutput:
         """What the workers tell: requests that have failed, or, before vLLM 0.30, blocks that have."""
         if NAMES_FAILED_REQUESTS:
             return KVConnectorOutput(
                 finished_recving=done,
                 failed_recving=failed,
-                kv_connector_worker_meta=ReportMetadata(Report(steps=steps)),
+                kv_connector_worker_meta=ReportMetadata(report),
             )
         self._failures.settle(done, failed)
-        report = Report(failed=self._failures.take_requests(), steps=steps)
+        report += Report(failed=self._failures.take_requests())
         return KVConnectorOutput(
             finished_recving=done,
             invalid_block_ids=self._failures.take_blocks(),
@@ -362,54 +380,37 @@ class EngineSim:
             patches.enter_context(patch.object(Renewals, "start"))
             return Scheduler(config, caches, StructuredOutputManager(config), _BLOCK_TOKENS)
 
-    def _start(self, orders: Orders) -> None:
-        self._failures.expect(orders.destinations)
-        for order in orders.pulls:
-            now, port = self.world.clock.now, order.remote.remote_port
-            send = partial(self.world.request, HOST, port)
-            ends_at = now + self.pull_s
-            pull = ScheduledPull(order, _BLOCK_TOKENS, ends_at, ends_at + _PULL_TIMEOUT_S, send)
-            self._pulls[order.request_id] = pull
-        self._refused |= {order.request_id for order in orders.refusals}
-        self.counts.update(str(order.cause) for order in orders.refusals)
+    def _peer_of(self, order: PullOrder) -> Peer:
+        port = order.remote.remote_port
+        engine = self.world.engines[port]
+        return Peer(partial(self.world.request, HOST, port), engine.worker.memories, engine.opens_host)
 
-    def _end_pulls(self) -> tuple[set[str], set[str]]:
-        """Read what is due, and return the requests whose wait has ended, and those of them that failed."""
-        done, failed = set(self._refused), set(self._refused)
-        self._refused.clear()
-        for request_id, pull in list(self._pulls.items()):
-            source = self.world.engines[pull.order.remote.remote_port]
-            pull.step(self.world.clock.now, source.memory)
-            if not pull.has_ended:
-                continue
-            del self._pulls[request_id]
-            done.add(request_id)
-            self.memory |= pull.read
-            if pull.has_succeeded:
-                self.counts.update({"pulled": 1} | ({"pulled ahead": 1} if pull.was_ahead else {}))
-                if pull.prompt.restarts:
-                    self.counts["restarted"] += pull.prompt.restarts
-            else:
+    def _count_pulls(self, ended: list[ScheduledPull]) -> None:
+        for pull in ended:
+            if not pull.has_succeeded:
                 self.counts["pulls failed"] += 1
-                failed.add(request_id)
-        return done, failed
+                continue
+            self.counts["pulled"] += 1
+            self.counts.update(
+                what
+                for what, is_so in (("pulled ahead", pull.was_ahead), ("read in host memory", pull.was_in_host))
+                if is_so
+            )
+            if pull.prompt.restarts:
+                self.counts["restarted"] += pull.prompt.restarts
 
     def _execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
         """Compute the scheduled tokens, and check those that were there already."""
         ids = list(output.num_scheduled_tokens)
+        self.computed_tokens += output.total_num_scheduled_tokens
         sampled = []
         for request_id, number in output.num_scheduled_tokens.items():
             request: Request = self.scheduler.requests[request_id]
             (table,) = self.scheduler.kv_cache_manager.get_block_ids(request_id)
-            tokens = list(request.all_token_ids)
             end = request.num_computed_tokens
-            stamps = list(_stamps(tokens))[1:]
-            for token in range(end):
-                place = table[token // _BLOCK_TOKENS], token % _BLOCK_TOKENS
-                if token >= end - number:
-                    self.memory[place] = stamps[token]
-                else:
-                    assert self.memory.get(place) == stamps[token], f"{request_id} reads another prompt's keys"
+            stamps = list(_stamps(list(request.all_token_ids)))[1:]
+            wrong = self.worker.compute(table, stamps, end - number, end)
+            assert wrong is None, f"{request_id} reads another prompt's keys: token {wrong} of {end - number}"
             sampled.append([OUTPUT_TOKEN] if end >= request.num_tokens else [])
         return ModelRunnerOutput(ids, {each: index for index, each in enumerate(ids)}, sampled)
 
