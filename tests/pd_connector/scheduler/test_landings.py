@@ -65,6 +65,31 @@ def test_what_a_window_will_have_passed_does_not_land_and_the_rest_is_right(befo
     assert engine.pool.references() == {}
 
 
+@pytest.mark.parametrize(("groups", "found"), [(((16, 0),), 48), (((16, 0), (16, 20)), 48), (((32, 0), (16, 20)), 32)])
+def test_what_has_landed_behind_what_host_memory_held_is_found_in_its_place(
+    groups: tuple[tuple[int, int], ...], found: int
+) -> None:
+    engine = LandingEngine(slots=20, groups=groups)
+    for name, tokens in (("short", 33), ("long", 61), ("other", 61)):
+        engine.arrive(name, tokens=tokens)
+        assert engine.ask(name) is None
+        assert engine.landing(name).first_token == {"short": 0, "long": 32, "other": found}[name]
+        engine.end_landing(name)
+    assert engine.ask("other") == (60, 0)
+    engine.give_blocks("other", 60, 0)
+    assert engine.take_load("other", 60) is not None
+
+
+def test_a_shorter_prompt_does_not_find_what_the_window_of_a_longer_one_has_passed() -> None:
+    engine = LandingEngine(slots=14, groups=((16, 0), (16, 20)))
+    for name, tokens in (("long", 61), ("short", 33)):
+        engine.arrive(name, tokens=tokens)
+        assert engine.ask(name) is None
+        assert engine.landing(name).first_token == 0
+        engine.end_landing(name)
+        engine.check()
+
+
 def test_slots_are_told_as_lent_until_the_prompt_that_has_landed_there_is_loaded_or_gone() -> None:
     engine = LandingEngine()
     for name in ("r", "gone"):
@@ -287,7 +312,7 @@ def test_a_reset_makes_what_lands_useless_and_the_prompt_is_computed() -> None:
     engine.check()
 
 
-#: Cache groups: block tokens, and window or 0. At the end of the longer prompt, the smaller window has passed a block.
+#: Cache groups: block tokens, and window or 0. At the end of the longer prompt, the windows have passed blocks.
 GROUPS = {
     "full attention": ((16, 0),),
     "full attention and a wide window": ((16, 0), (16, 40)),
@@ -295,7 +320,7 @@ GROUPS = {
     "blocks of two sizes": ((32, 0), (16, 20)),
 }
 ACTIONS = ("arrive", "ask", "give", "land", "fail", "load", "leave", "reset", "room")
-LONG, SHORT = TOKENS, 33  # the second: without its last token, two full blocks
+LONG, SHORT = 61, 33  # without their last tokens, three full blocks and a tail, and two full blocks
 
 
 class Course:
@@ -311,7 +336,7 @@ class Course:
         engine = self.engine
         names = sorted(engine.requests)
         if action == "arrive":
-            engine.arrive(f"r{number}", seed=choice % 4, tokens=SHORT if choice % 2 else LONG)
+            engine.arrive(f"r{number}", seed=choice % 2, tokens=SHORT if choice >= 6 else LONG)
         elif action == "room":
             engine.device.used = engine.device.total * (choice % 2)
         elif action == "reset":

@@ -311,9 +311,9 @@ class Course:
         elif action == "read unasked":
             self.read_unasked(name)
         elif action == "release late":
-            found_late = self.read_unasked(name)
+            late = self.read_unasked(name)
             if engine.leases.release(name, 0, 1, "late pull", CONTENTS, Place.DEVICE).valid:
-                assert found_late == right, "a valid read, and wrong"
+                assert late == right, "a valid read, and wrong"
         elif (found := engine.read(name)) is not None:
             assert found == right
 

@@ -87,6 +87,10 @@ class LandingEngine:
         for _, _, slot in _written(order):
             self.host.pop(slot, None)
 
+    def landing(self, name: str) -> PullOrder:
+        """What was ordered of a landing under way."""
+        return self._orders[name]
+
     def give_blocks(self, name: str, loaded: int, pulled: int, computed: int = 0) -> None:
         """VLLM gives a request blocks, as many as hold the prompt, numbered from 1 over all cache groups."""
         request, left = self.requests[name], loaded + pulled
