@@ -1,7 +1,7 @@
 """Any order of requests and faults on engines with small pools: once the faults stop, every request ends in time."""
 
 import itertools
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -16,6 +16,15 @@ QUEUE_TIMEOUT_S = 12.0
 TRANSFER_TIMEOUT_S = 4.0
 LONGEST_READ_S = 4.0
 WHICH = st.integers(0, 5)  # of a few; more are none
+#: With as few slots as vLLM's longest prompt takes, or more.
+HOST_MEMORY = st.fixed_dictionaries(
+    {
+        "slots": st.sampled_from([32, 60]),
+        "cpu_store": st.sampled_from(["eager", "lazy"]),
+        "host_transfers": st.booleans(),
+        "pull_to": st.sampled_from(["device", "host", "auto"]),
+    }
+)
 #: A lease is read, given up, or gives way; and what takes the longest may begin last. Before that, a transfer is given
 #: up that nobody brings, or that waits in a queue.
 ENOUGH_S = TTL_S + QUEUE_TIMEOUT_S + LONGEST_READ_S + TRANSFER_TIMEOUT_S + QUEUE_TIMEOUT_S + 5.0
@@ -25,6 +34,8 @@ EACH_S = LONGEST_READ_S
 
 class Deployment(RuleBasedStateMachine):
     """Engines with both roles and with one, requests among them, and what operators and networks do to them."""
+
+    with_host_memory: ClassVar[bool] = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,13 +50,18 @@ class Deployment(RuleBasedStateMachine):
         blocks=st.lists(st.integers(20, 40), min_size=3, max_size=3),
         policy=st.sampled_from(["recompute", "fail"]),
         fraction=st.sampled_from([None, None, 0.3, 1.0]),
+        host_memory=HOST_MEMORY,
     )
-    def start(self, roles: list[str], blocks: list[int], policy: str, fraction: float | None) -> None:
+    def start(
+        self, roles: list[str], blocks: list[int], policy: str, fraction: float | None, host_memory: dict[str, Any]
+    ) -> None:
+        changes = host_memory if self.with_host_memory else {}
         for role, number in zip(roles, blocks, strict=False):
             self.engines.append(
                 EngineSim(
                     self.world, role, number, policy, lease_ttl_s=TTL_S, queue_timeout_s=QUEUE_TIMEOUT_S,
                     max_leased_fraction=fraction, transfer_timeout_s=TRANSFER_TIMEOUT_S, max_pulls_ahead=3,
+                    **changes,
                 )
             )  # fmt: skip
 
@@ -53,9 +69,11 @@ class Deployment(RuleBasedStateMachine):
         return things[which % len(things)]
 
     def _new(self, tokens: int, outputs: int, decodes_on: EngineSim | None) -> ClientRequest:
-        seed = next(self.numbers)
+        """A request of one of many prompts; every third of them begins alike, and is found in caches."""
+        number = next(self.numbers)
+        seed = number if number % 3 else 0
         prompt = [(seed * 31 + position) % 500 for position in range(tokens)]
-        asked = ClientRequest(f"r{seed}", prompt, outputs, decodes_on)
+        asked = ClientRequest(f"r{number}", prompt, outputs, decodes_on)
         self.all_asked.append(asked)
         return asked
 
@@ -137,6 +155,15 @@ class Deployment(RuleBasedStateMachine):
     def reads_take(self, which: int, seconds: float) -> None:
         self._pick(self.consumers, which).worker.pull_s = seconds
 
+    @precondition(lambda self: self.with_host_memory)
+    @rule(which=WHICH, seconds=st.sampled_from([0.0, 0.1, 1.0]), fail=st.booleans())
+    def copies_take(self, which: int, seconds: float, fail: bool) -> None:
+        """To host memory and back, from now on; those under way may fail."""
+        worker = self._pick(self.engines, which).worker
+        worker.copy_s = seconds
+        if fail:
+            worker.fail_copies()
+
     @precondition(lambda self: self.engines)
     @invariant()
     def books_balance(self) -> None:
@@ -154,9 +181,18 @@ class Deployment(RuleBasedStateMachine):
                 self.world.step()
             for engine in self.engines:
                 assert engine.blocks_in_use == 0, "blocks are held for ever"
+                assert engine.slots_in_use == 0, "slots of host memory are held for ever"
         finally:
             self.world.close()
 
 
+class DeploymentWithHostMemory(Deployment):
+    """The same, where leases may move to host memory and prompts may land there."""
+
+    with_host_memory = True
+
+
 TestDeployment: Any = Deployment.TestCase
 TestDeployment.settings = settings(max_examples=80, stateful_step_count=25, deadline=None)
+TestDeploymentWithHostMemory: Any = DeploymentWithHostMemory.TestCase
+TestDeploymentWithHostMemory.settings = settings(max_examples=80, stateful_step_count=25, deadline=None)

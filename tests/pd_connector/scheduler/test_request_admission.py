@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 
@@ -62,7 +62,7 @@ def test_with_host_memory_no_lease_gives_way_though_leases_may_hold_all_blocks(
     world: World, engines: int, pull_to: str, *, host_transfers: bool
 ) -> None:
     """Where leases move, where prompts land, and where both do."""
-    settings = {"host_transfers": host_transfers, "pull_to": pull_to, "max_leased_fraction": 1}
+    settings: dict[str, Any] = {"host_transfers": host_transfers, "pull_to": pull_to, "max_leased_fraction": 1}
     some = [EngineSim(world, "kv_both", blocks=64, slots=400, **settings) for _ in range(engines)]
     asked = burst(20 * engines, 100, some, some[::-1])
     world.run(within_s=TTL_S / 2)

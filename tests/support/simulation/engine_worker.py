@@ -4,6 +4,7 @@ Pulls, copies to and from host memory, and steps of the model write the hash of 
 is. Whoever finds another one there, or none, has read what is not its own.
 """
 
+import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -62,8 +63,10 @@ class EngineWorker:
             self._arrivals.expect(order.request_id)
         for order in orders.landings:
             self.landings[order.request_id] = self._pull(order, now, peer_of)
-        for copy in (*orders.loads, *orders.stores):
-            self._copies.append(_Copy(copy, now + self.copy_s, self._read(copy)))
+        copies: tuple[LoadOrder | StoreOrder, ...] = (*orders.loads, *orders.stores)
+        self._copies += [_Copy(copy, now + self.copy_s, self._read(copy)) for copy in copies]
+        for copy in copies:
+            self._write(copy, itertools.repeat(FAILED))
         for load in orders.loads:
             self._arrivals.expect(load.request_id)
         for refusal in orders.refusals:
@@ -118,11 +121,10 @@ class EngineWorker:
         for copy in due:
             found = zip(copy.found, self._read(copy.order), strict=True)
             stamps = [before if before == after and not copy.fails else FAILED for before, after in found]
+            self._write(copy.order, stamps)
             if isinstance(copy.order, LoadOrder):
-                self.memories.device.update(zip(self._places(copy.order.moves.blocks), stamps, strict=True))
                 self._arrivals.settle(copy.order.request_id, failed=copy.fails)
             else:
-                self.memories.host.update(zip(self._places(copy.order.moves.slots), stamps, strict=True))
                 stores[copy.order.store_id] = StoreEnds(1, failed=copy.fails)
         return stores
 
@@ -131,6 +133,11 @@ class EngineWorker:
         is_load = isinstance(order, LoadOrder)
         memory: BlockStamps = self.memories.host if is_load else self.memories.device
         return [memory.get(place, FAILED) for place in self._places(moves.slots if is_load else moves.blocks)]
+
+    def _write(self, order: LoadOrder | StoreOrder, stamps: Iterable[int]) -> None:
+        is_load = isinstance(order, LoadOrder)
+        memory = self.memories.device if is_load else self.memories.host
+        memory.update(zip(self._places(order.moves.blocks if is_load else order.moves.slots), stamps, strict=False))
 
     def _places(self, blocks: Iterable[int]) -> list[tuple[int, int]]:
         return [(int(block), offset) for block in blocks for offset in range(self._block_tokens)]

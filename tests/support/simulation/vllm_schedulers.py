@@ -279,7 +279,8 @@ class EngineSim:
     def state(self) -> str:
         waiting = [request.request_id for _, request in self.requests.values()]
         free = self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
-        return f"{free} blocks free, {len(self.worker.pulls)} pulls, waiting: {waiting}"
+        pulls, landings = len(self.worker.pulls), len(self.worker.landings)
+        return f"{free} blocks free, {pulls} pulls, {landings} landings, waiting: {waiting}"
 
     def role_of(self, kind: type[SchedulerRole]) -> Any:
         return next((role for role in self.side._roles if isinstance(role, kind)), None)
@@ -391,11 +392,10 @@ class EngineSim:
                 self.counts["pulls failed"] += 1
                 continue
             self.counts["pulled"] += 1
-            self.counts.update(
-                what
-                for what, is_so in (("pulled ahead", pull.was_ahead), ("read in host memory", pull.was_in_host))
-                if is_so
-            )
+            if pull.was_ahead:
+                self.counts["pulled ahead"] += 1
+            if pull.was_in_host:
+                self.counts["read in host memory"] += 1
             if pull.prompt.restarts:
                 self.counts["restarted"] += pull.prompt.restarts
 
