@@ -257,7 +257,7 @@ def test_without_room_in_host_memory_a_prompt_is_pulled_to_the_device(slots: int
 
 
 def test_what_became_of_landings_is_totalled_for_the_log() -> None:
-    engine = DecodeEngine(slots=NEEDED)
+    engine = LandingEngine(slots=NEEDED)
     for number, failed in enumerate((False, True, True)):
         name = f"r{number}"
         engine.arrive(name, seed=number)
