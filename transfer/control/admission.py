@@ -6,13 +6,21 @@ that libzmq would keep.
 
 import time
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
 import msgspec
 import zmq
 
-from transfer.control.connections import CHECK_INTERVAL_S, Connection, UnreadBytes, connection_of, over_limit
+from transfer.control.connections import (
+    CHECK_INTERVAL_S,
+    FRAME_OVERHEAD_BYTES,
+    Connection,
+    UnreadBytes,
+    connection_of,
+    over_limit,
+)
 from transfer.control.keys import ControlKeys
 from transfer.control.limits import REFUSED_S, ServerLimits, ThrottledWarnings
 from transfer.control.polling import SocketMonitor
@@ -35,7 +43,7 @@ class AdmissionCounters(msgspec.Struct, frozen=True):
 
     connections: int = 0  # open now
     connections_refused: int = 0  # above the limit in total or per host, or from a host that has just flooded us
-    connections_cut: int = 0  # for flooding us: with messages, or with bytes that complete none
+    connections_cut: int = 0  # for flooding us: with messages, or with bytes that we have not read
     authentication_failures: int = 0  # the secrets differ, or only one side has one
     #: Other failed handshakes: not ZeroMQ, too slow, or left early, as do clients that notice a different secret first.
     handshake_failures: int = 0
@@ -105,11 +113,11 @@ class Admission:
             self._refused_until = {host: until for host, until in self._refused_until.items() if until > now}
             self._cut_over_unread_limit()
 
-    def message_received(self, frame: zmq.Frame) -> None:
-        """Record that a complete message has arrived, of which ``frame`` is one."""
-        connection = self._connections.get(_descriptor(frame))
+    def message_received(self, frames: Sequence[zmq.Frame]) -> None:
+        """Record that a message of these frames has been read."""
+        connection = self._connections.get(_descriptor(frames[0]))
         if connection is not None:
-            connection.unread.message_completed = True
+            connection.unread.read += sum(map(len, frames)) + FRAME_OVERHEAD_BYTES * len(frames)
 
     def message_dropped(self, frame: zmq.Frame) -> None:
         """Record that a message above its host's rate, of which ``frame`` is one, was dropped."""
@@ -212,10 +220,10 @@ class Admission:
                 self._zap.send_multipart([sender, b"", b"1.0", request_id, *status])
 
     def _cut_over_unread_limit(self) -> None:
-        """Cut the connections that send too many bytes without a complete message."""
+        """Cut the connections that have sent too many bytes that were not read as complete messages."""
         unread = {descriptor: self._unread_bytes(descriptor) for descriptor in self._connections}
         for descriptor, held in over_limit(unread, self._limits.unread_bytes, self._limits.total_unread_bytes):
-            self._cut(descriptor, f"it sent {held} bytes without a complete message")
+            self._cut(descriptor, f"it sent {held} bytes without a complete message, or faster than they are read")
 
     def _cut(self, descriptor: int, reason: str) -> None:
         known = self._connections[descriptor]
@@ -229,7 +237,7 @@ class Admission:
             self._warnings.warn("cut", f"closed the control connection from {known.host}: {reason}")
 
     def _unread_bytes(self, descriptor: int) -> int:
-        """Return the bytes that a connection has sent since its last complete message."""
+        """Return the bytes that a connection has sent and that were not read as complete messages."""
         known = self._connections[descriptor]
         known.dropped = 0
         with connection_of(descriptor, local_port=self.port) as connection:

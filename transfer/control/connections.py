@@ -19,6 +19,7 @@ CHECK_INTERVAL_S = 0.25  # between two checks a connection may send without limi
 FRAMES_READ = 16
 
 _RESET = struct.pack("ii", 1, 0)  # for SO_LINGER
+FRAME_OVERHEAD_BYTES = 64  # a frame's header, encrypted or not, takes fewer
 _KEEPALIVE_BYTES = 64  # an idle connection may send this much between two checks
 _BYTES_RECEIVED = struct.Struct("=Q")  # tcpi_bytes_received in Linux's struct tcp_info, since 4.1
 _BYTES_RECEIVED_AT = 128
@@ -41,17 +42,18 @@ def receive(socket: zmq.Socket[bytes]) -> list[zmq.Frame]:
 
 @dataclass(slots=True)
 class UnreadBytes:
-    """Counts the bytes that a connection has received since its last complete message."""
+    """Counts the bytes that a connection has received and that were not read as parts of complete messages."""
 
-    message_completed: bool = False  # since the last update; set by the reader of the messages
-    _read_from: int = 0  # where the latest complete message was seen to have ended
+    #: Since the last update, by the reader of the messages: no fewer than they took. Infinite if what came behind them
+    #: does not count.
+    read: float = 0.0
+    _read_until: int = 0
 
     def update(self, received: int) -> int:
         """Return the count, given all bytes ``received`` so far. Call this every ``CHECK_INTERVAL_S``."""
-        idle = min(received, self._read_from + _KEEPALIVE_BYTES)
-        self._read_from = received if self.message_completed else idle
-        self.message_completed = False
-        return received - self._read_from
+        self._read_until = int(min(received, self._read_until + self.read + _KEEPALIVE_BYTES))
+        self.read = 0.0
+        return received - self._read_until
 
 
 def over_limit(unread: Mapping[_Key, int], each: int, total: int) -> Iterator[tuple[_Key, int]]:

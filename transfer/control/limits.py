@@ -33,7 +33,8 @@ class ServerLimits(msgspec.Struct, frozen=True, kw_only=True):
     burst: float = 10_000.0  # requests of one host at once
     bytes_per_request: int = 4096  # a longer request counts as several
     reply_bytes_per_request: int = 16_384  # a longer reply counts as several requests
-    # What a connection may send without completing a message. 2 bytes on the wire, as a frame, may take 64 of memory.
+    # What a connection may send that is not read as complete messages. 2 bytes on the wire, as a frame, may take 64 of
+    # memory.
     unread_bytes: int = 4 * 1024 * 1024
     total_unread_bytes: int = 64 * 1024 * 1024
 

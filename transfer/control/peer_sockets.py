@@ -227,7 +227,7 @@ class PeerPool:
             frames = receive(peer.socket)
         except zmq.Again:
             return None
-        peer.unread.message_completed = True
+        peer.unread.read = math.inf
         if frames[-1].more:
             peer.failure = f"it sent a message of {FRAMES_READ} or more frames; a message is one frame"
             return None

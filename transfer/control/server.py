@@ -223,7 +223,7 @@ class ControlServer:
         socket = context.socket(zmq.ROUTER)
         socket.setsockopt(zmq.MAXMSGSIZE, _READ_BYTES)
         # No limit: libzmq aborts the process if a connection ends that it has stopped reading, and a ping is among what
-        # it has read (zeromq/libzmq#4364). ``admission`` cuts who sends more than its host may.
+        # it has read (zeromq/libzmq#4364). ``admission`` cuts who sends more than is read.
         socket.setsockopt(zmq.RCVHWM, 0)
         socket.setsockopt(zmq.SNDHWM, self._queued_replies)
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # makes a reply that cannot be queued an error, which is counted
@@ -275,7 +275,7 @@ class ControlServer:
                 peer, *frames = receive(socket)
             except zmq.Again:
                 return
-            admission.message_received(frames[0])
+            admission.message_received(frames)
             if frames[-1].more:
                 self._drop_endless(socket, admission, frames[-1])
                 continue

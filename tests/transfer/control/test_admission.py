@@ -6,6 +6,7 @@ Covers: transfer.control.connections.
 """
 
 import contextlib
+import math
 import os
 import socket
 import threading
@@ -20,6 +21,7 @@ from tests.support.control.samples import ENGINE, HELLO, RELEASE, WELCOME, Handl
 from tests.support.waiting import until
 from transfer.control import server as server_module
 from transfer.control.client import ControlClient
+from transfer.control.connections import UnreadBytes
 from transfer.control.keys import ControlKeys
 from transfer.control.limits import REFUSED_S
 from transfer.control.messages import PROTOCOL_VERSION, Error, ErrorCode, encode
@@ -95,6 +97,15 @@ def test_a_message_that_never_ends_is_ended(
     until(lambda: server.counters.admission.connections_cut == 1)
     assert "without a complete message" in caplog.text
     assert is_served(client, server)
+
+
+def test_complete_messages_count_until_they_are_read() -> None:
+    unread = UnreadBytes()
+    assert 900_000 < unread.update(1_000_000) < 1_000_000
+    unread.read = 800_000
+    assert 100_000 < unread.update(1_000_000) < 200_000
+    unread.read = math.inf
+    assert unread.update(5_000_000) == 0
 
 
 def test_all_connections_together_may_not_bring_too_much_either(start: Start, client: ControlClient) -> None:

@@ -22,7 +22,8 @@ from transfer.control.server import ControlServer
 
 HERE = "127.0.0.1"
 KEYS = ControlKeys.derive(b"correct horse battery staple")
-NO_RATE = ServerLimits(requests_per_s=1e9, burst=1e9)  # so that every frame is looked at
+#: So that every frame is looked at.
+NO_RATE = ServerLimits(requests_per_s=1e9, burst=1e9, unread_bytes=1 << 30, total_unread_bytes=1 << 30)
 MAX_GROWTH_BYTES = 128 << 20  # the queues of both ends, sockets of libzmq, and what the allocator keeps
 
 MANY = pytest.param(100_000, marks=[pytest.mark.slow, pytest.mark.timeout(600)])
