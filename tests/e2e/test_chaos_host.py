@@ -16,6 +16,7 @@ import pytest
 from tests.support.e2e.client import Completion
 from tests.support.e2e.cluster import Cluster, Server
 from tests.support.e2e.deployments import CHAOS_HOST, CHAOS_HOST_RANKS, on
+from tests.support.e2e.host_memory import wait_until_nothing_is_lent
 from tests.support.e2e.legs import Router
 from tests.support.e2e.pair import Pair, make_prompt
 from tests.support.e2e.trouble import Side, Trouble
@@ -64,14 +65,6 @@ def in_turn(router: Router, prompt: list[int], leaves_at: str) -> Completion | N
         pair.decode.client.abandon(prompt, 0.3, kv_transfer_params=answer.kv_transfer_params)
         return None
     return pair.decode_leg(prompt, answer.kv_transfer_params)
-
-
-def wait_until_nothing_is_lent(server: Server) -> None:
-    def lent() -> float:
-        server.client.complete(make_prompt(8, ("a step", time.monotonic())), 1)  # brings the books up to date
-        return server.client.metrics().value("vllm:pd_host_blocks_lent")
-
-    until(lambda: lent() == 0, f"{server.spec.name} to have its host memory back", within_s=30.0)
 
 
 class HostWork:

@@ -7,6 +7,7 @@ import pytest
 
 from tests.support.e2e.cluster import Server
 from tests.support.e2e.deployments import DEVICE_BLOCKS, MOVING_LEASES, on
+from tests.support.e2e.host_memory import metrics_after_a_step
 from tests.support.e2e.pair import Pair, make_prompt
 from tests.support.waiting import until
 
@@ -46,6 +47,4 @@ def test_prompts_for_a_paused_decode_server_leave_the_device_and_are_answered_ri
 
 
 def leased_blocks(server: Server) -> float:
-    """A step brings the books up to date."""
-    server.client.complete(make_prompt(8, ("a step", time.monotonic())), 1)
-    return server.client.metrics().value("vllm:pd_leased_blocks")
+    return metrics_after_a_step(server).value("vllm:pd_leased_blocks")

@@ -108,12 +108,15 @@ Real servers (``tests/e2e``):
     e2e.models              a tiny model, whose output depends on every block of its prompt, as a directory
     e2e.cluster             vLLM servers on this machine: started together, watched, ended, measured
     e2e.deployments         the sets of servers that tests share
+    e2e.gates               places in the workers of a server at which a test has them stop
+    e2e.gated_connector     the connector with such places
     e2e.host_memory         what tests of servers with host memory have in common
     e2e.legs                both legs of a request at once, as a router sends them
     e2e.router_bodies       what routers send that cannot be run here
     e2e.fixtures            servers that are started once a deployment, as fixtures
     e2e.client              what a test asks of one server: completions and counters
     e2e.pair                a prefill and a decode server seen as one, and the books that must balance
+    e2e.points              requests that are held at a chosen point, and what happens to a server then
     e2e.corruption          other contents in a block that a server holds, behind its back
     e2e.forwarder           a TCP forwarder to a control port, which loses what a test wants
     e2e.trouble             servers of a pair that stop, and die and come back

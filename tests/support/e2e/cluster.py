@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Literal
 
 from tests.support.e2e.client import MODEL_NAME, Client
+from tests.support.e2e.gates import DIRECTORY_VARIABLE, Gates
 from tests.support.e2e.models import DEFAULT_MODEL, ModelSpec, write_model
 from tests.support.process import free_ports
 
@@ -58,6 +59,7 @@ class ServerSpec:
     python: str = sys.executable  # of an environment with vLLM and this project
     #: Whether MultiConnector has another child, ``GreetingConnector``, beside this connector, and where.
     beside_greeting: Literal["", "first", "last"] = ""
+    is_gated: bool = False  # whether its workers stop where a test has closed a gate, see ``gates``
     platform: Platform = "cpu"
     #: Whether ``vllm serve`` starts it, which wants a distribution of that name, and not its API server's module.
     by_command: bool = False
@@ -75,7 +77,7 @@ class ServerSpec:
         """The command line that serves the model in the directory ``model``."""
         connector: dict[str, object] = {
             "kv_connector": "PDConnector",
-            "kv_connector_module_path": "pd_connector",
+            "kv_connector_module_path": "tests.support.e2e.gated_connector" if self.is_gated else "pd_connector",
             "kv_role": self.role,
             "kv_load_failure_policy": self.load_failure_policy,
             "kv_connector_extra_config": {"host": "127.0.0.1", **dict(self.options)},
@@ -140,9 +142,11 @@ class Server:
     log: Path
     process: subprocess.Popen[bytes]
     client: Client = field(init=False)
+    gates: Gates = field(init=False)
     _guard: subprocess.Popen[bytes] = field(init=False)
 
     def __post_init__(self) -> None:
+        self.gates = Gates(_gates_directory(self.log))
         self.revive(self.process)
 
     def revive(self, process: subprocess.Popen[bytes]) -> None:
@@ -258,8 +262,7 @@ class Cluster:
     def restart(self, server: Server) -> None:
         """Start a server that has ended again: the same specification, the same port, the same log file."""
         server.stop()
-        with server.log.open("ab") as log:
-            server.revive(_spawn(server.spec, server.model, server.port, log.fileno()))
+        server.revive(_spawn(server.spec, server.model, server.port, server.log, "ab"))
         _wait_until_ready(server, time.monotonic() + server.spec.start_timeout_s)
 
     def stop(self, servers: Iterable[Server]) -> None:
@@ -285,8 +288,7 @@ class Cluster:
         self._started += 1
         model = self._model(spec.model)
         path = self._directory / f"{self._started:02}-{spec.name}.log"
-        with path.open("wb") as log:
-            server = Server(spec, model, port, path, _spawn(spec, model, port, log.fileno()))
+        server = Server(spec, model, port, path, _spawn(spec, model, port, path, "wb"))
         self._servers.append(server)
         return server
 
@@ -296,15 +298,20 @@ class Cluster:
         return self._models[spec]
 
 
-def _spawn(spec: ServerSpec, model: Path, port: int, log: int) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        spec.command(model, port),
-        env=spec.environment(),
-        stdin=subprocess.DEVNULL,
-        stdout=log,
-        stderr=subprocess.STDOUT,
-        process_group=0,
-    )
+def _spawn(spec: ServerSpec, model: Path, port: int, log: Path, mode: Literal["wb", "ab"]) -> subprocess.Popen[bytes]:
+    with log.open(mode) as file:
+        return subprocess.Popen(
+            spec.command(model, port),
+            env=spec.environment() | {DIRECTORY_VARIABLE: str(_gates_directory(log))},
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            process_group=0,
+        )
+
+
+def _gates_directory(log: Path) -> Path:
+    return log.with_suffix(".gates")
 
 
 def _spawn_guard(group: int) -> subprocess.Popen[bytes]:

@@ -381,6 +381,56 @@ CHAOS_HOST = Deployment(
     slow=True,
 )  # fmt: skip
 
+_POINT_BLOCKS = 40  # of the device of a decode server: for one prompt of the tests of chosen points
+
+
+def _at_points(spec: ServerSpec, *options: tuple[str, object]) -> ServerSpec:
+    """The server with gates, and the timeouts of ``CHAOS``. In another module, the connector asks for no layout."""
+    return replace(spec, is_gated=True, layout=None, options=(*_CHAOS_OPTIONS, *options))
+
+
+def _decode_at_points(policy: LoadFailurePolicy, *options: tuple[str, object], ranks: int = 1) -> ServerSpec:
+    spec = _at_points(decode(policy, tensor_parallel=ranks), *options)
+    return replace(spec, kv_cache_bytes=_POINT_BLOCKS * _BLOCK_BYTES // ranks, arguments=("--max-model-len", "1024"))
+
+
+def _prefill_at_points(*options: tuple[str, object], ranks: int = 1) -> ServerSpec:
+    """It stores what it is about to evict, so that what a lease holds is copied when the lease moves."""
+    spec = _at_points(prefill(tensor_parallel=ranks))
+    return _with_host_memory(spec, ("host_transfers", True), ("cpu_store", "lazy"), *options)
+
+
+_AUTO = (_LANDING_HOST, ("pull_to", "auto"))
+
+#: Processes that die and stop at chosen points of a landing, and of the move of a lease. P comes back on its port.
+POINTS = Deployment(
+    "points",
+    (
+        ("P", _prefill_at_points(("port", free_ports(1)[0]))),
+        ("D auto fail", _decode_at_points("fail", *_AUTO)),
+        ("D auto recompute", _decode_at_points("recompute", *_AUTO)),
+        ("D fail", _decode_at_points("fail")),
+        ("D recompute", _decode_at_points("recompute")),
+    ),
+    slow=True,
+)
+
+#: The same where one of two workers dies or stops.
+POINTS_OF_RANKS = Deployment(
+    "points of ranks",
+    (
+        ("P", _prefill_at_points(ranks=2)),
+        ("D", _decode_at_points("fail", _LANDING_HOST, ("pull_to", "host"), ranks=2)),
+    ),
+    slow=True,
+)
+
+
+def drained_at_points(drain_timeout_s: float) -> ServerSpec:
+    """A prefill server for those of ``POINTS``, whose leases last until it has been told to stop and has stayed."""
+    spec = _prefill_at_points(("drain_timeout_s", drain_timeout_s), ("lease_ttl_s", 4 * drain_timeout_s))
+    return replace(spec, arguments=(*spec.arguments, "--shutdown-timeout", "60"))
+
 
 def _in_trouble(layout: Layout, tensor_parallel: int, policy: LoadFailurePolicy) -> ServerSpec:
     """A server of both roles, whose leases move and to which prompts land."""

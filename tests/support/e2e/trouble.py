@@ -20,14 +20,15 @@ _STEPS = range(3, 15)  # among these steps of trouble are those that kill
 
 
 @contextmanager
-def stopped(server: Server) -> Iterator[None]:
-    """The server's engine and workers do nothing at all while the block runs."""
-    for process in ("EngineCore", "Worker"):
+def stopped(server: Server, *processes: str) -> Iterator[None]:
+    """The server's engine and workers, or its processes of these titles, do nothing at all while the block runs."""
+    processes = processes or ("EngineCore", "Worker")
+    for process in processes:
         server.signal(signal.SIGSTOP, process)
     try:
         yield
     finally:
-        for process in ("EngineCore", "Worker"):
+        for process in processes:
             server.signal(signal.SIGCONT, process)
 
 
