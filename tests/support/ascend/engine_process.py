@@ -3,7 +3,7 @@
     python -m tests.support.ascend.engine_process MODEL_DIRECTORY JSON
 
 The JSON has arguments for the engine, and ``transfer`` for its ``kv_transfer_config``. The program ends when the engine
-has started, and prints ``SCHEDULER`` and the name of its scheduler's class.
+has started, and prints ``SCHEDULER``, the names of its scheduler's classes, and whether that balances.
 """
 
 import json
@@ -56,4 +56,6 @@ def output_of_start(model: Path, *, devices: int = 1, **arguments: object) -> tu
 
 if __name__ == "__main__":
     engine = start_engine(sys.argv[1], **json.loads(sys.argv[2]))
-    print("SCHEDULER", type(engine.llm_engine.engine_core.engine_core.scheduler).__name__)  # noqa: T201  its result
+    scheduler = engine.llm_engine.engine_core.engine_core.scheduler
+    names = [each.__name__ for each in type(scheduler).__mro__]
+    print("SCHEDULER", *names, getattr(scheduler, "_balance_enabled", False))  # noqa: T201  its result
