@@ -42,6 +42,17 @@ def assert_three_sources(pair: Pair) -> None:
     pair.assert_right(completion, prompt)
 
 
+def assert_pulled_is_stored(pair: Pair) -> None:
+    """What D has pulled comes back from its host memory when the device has dropped it."""
+    prompt = make_prompt(1000, (pair.name, "pulled and stored"))
+    pair.disaggregate(prompt)
+    evict(pair.decode, "pulled and stored", pair.decode.client.cache_blocks())
+    with pair.traffic() as traffic:
+        completion = pair.decode.client.complete(prompt)
+    assert traffic.loaded() == whole_blocks(999)
+    pair.assert_right(completion, prompt)
+
+
 @pytest.mark.ascend_short
 @on(ONE_RANK)
 @p_and_d
@@ -60,13 +71,7 @@ class TestBesidePulls:
         assert_three_sources(pair)
 
     def test_what_was_pulled_is_stored_too(self, pair: Pair) -> None:
-        prompt = make_prompt(1000, (pair.name, "pulled and stored"))
-        pair.disaggregate(prompt)
-        evict(pair.decode, "pulled and stored", pair.decode.client.cache_blocks())
-        with pair.traffic() as traffic:
-            completion = pair.decode.client.complete(prompt)
-        assert traffic.loaded() == whole_blocks(999)
-        pair.assert_right(completion, prompt)
+        assert_pulled_is_stored(pair)
 
     def test_preempted_requests_give_the_answers_that_they_give_alone(self, pair: Pair) -> None:
         server = pair.decode
@@ -102,10 +107,4 @@ class TestLazyStoresBesidePulls:
         assert_three_sources(pair)
 
     def test_what_was_pulled_is_stored_before_it_is_evicted(self, pair: Pair) -> None:
-        prompt = make_prompt(1000, (pair.name, "pulled and stored"))
-        pair.disaggregate(prompt)
-        evict(pair.decode, "pulled and stored", pair.decode.client.cache_blocks())
-        with pair.traffic() as traffic:
-            completion = pair.decode.client.complete(prompt)
-        assert traffic.loaded() == whole_blocks(999)
-        pair.assert_right(completion, prompt)
+        assert_pulled_is_stored(pair)
