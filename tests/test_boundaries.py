@@ -14,6 +14,7 @@ import pytest
 
 import layout
 import transfer
+from tests.support.imports import PACKAGES, WITHOUT_VLLM, lacks
 from tests.support.sources import ROOT, imports, is_test_module, is_within, modules, source_file, source_tree
 
 MOST_LINES = 500
@@ -138,3 +139,10 @@ def test_no_file_is_longer_than_a_room() -> None:
             assert len(file.read_text().splitlines()) <= MOST_LINES, (
                 f"{file.relative_to(ROOT)} has more than {MOST_LINES} lines"
             )
+
+
+def test_what_a_machine_without_vllm_uses_imports_nothing_of_it() -> None:
+    """Among it the doctor, which is to say what is missing."""
+    plain = [name for package in PACKAGES for name in modules(package) if name.startswith(WITHOUT_VLLM)]
+    assert len(plain) > 20
+    assert {name: lacks(name) for name in plain if lacks(name)} == {}

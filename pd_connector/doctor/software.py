@@ -10,8 +10,7 @@ from packaging.requirements import Requirement
 from packaging.version import InvalidVersion, Version
 
 from pd_connector.doctor.findings import Check, CheckFailed, Outcome, Verdict
-from pd_connector.vllm.ascend_options import TESTED_ASCEND
-from pd_connector.vllm.release import TESTED, tested_releases
+from pd_connector.vllm.release import TESTED, TESTED_ASCEND, tested_releases
 
 Installed = Callable[[str], str | None]
 

@@ -11,15 +11,13 @@ from typing import TYPE_CHECKING, Any
 from pd_connector.vllm.engine_config import UnsupportedError
 from pd_connector.vllm.layouts import CONNECTOR
 from pd_connector.vllm.platform import device_type
+from pd_connector.vllm.release import TESTED_ASCEND
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 #: A child of vLLM's logger, so that vLLM's handlers and level apply.
 logger = logging.getLogger(f"vllm.{__name__}")
-
-#: The releases of vllm-ascend that the connector is tested with, on a simulated device.
-TESTED_ASCEND = ("0.23.0.post1", "0.30.0rc2")
 
 #: Types of KV caches that hold what they say. vllm-ascend keeps scales of the others where no connector sees them.
 _PLAIN_CACHES = frozenset({"auto", "float16", "half", "bfloat16", "float32", "float"})

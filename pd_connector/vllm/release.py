@@ -33,6 +33,8 @@ Version: TypeAlias = tuple[int, int]
 
 #: The releases that the connector is tested with, oldest first.
 TESTED: tuple[Version, ...] = ((0, 23), (0, 30), (0, 31), (0, 32), (0, 33))
+#: Those of vllm-ascend, on a simulated device.
+TESTED_ASCEND = ("0.23.0.post1", "0.30.0rc2")
 
 
 class VllmRelease:

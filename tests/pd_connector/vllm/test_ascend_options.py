@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from pd_connector.vllm import ascend_options
-from pd_connector.vllm.ascend_options import TESTED_ASCEND, log_ascend_release, unsupported_sibling
+from pd_connector.vllm.ascend_options import log_ascend_release, unsupported_sibling
 from pd_connector.vllm.ascend_options import unsupported_ascend_option as unsupported
+from pd_connector.vllm.release import TESTED_ASCEND
 
 
 @pytest.fixture(autouse=True)
