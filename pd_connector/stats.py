@@ -14,7 +14,7 @@ from typing import Any
 from pd_connector.orders import Cause, LeaseEnd
 from transfer.control.server import ServerCounters
 
-PHASES = ("queue", "handshake", "wait", "plan", "read", "verify", "release", "total")
+PHASES = ("queue", "handshake", "wait", "plan", "read", "reshape", "verify", "release", "total")
 HOST_COPIES = ("store", "load")
 
 

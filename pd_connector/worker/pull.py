@@ -64,6 +64,15 @@ class _Read:
         self.descriptors += sum(schedule.descriptors for schedule in schedules)
 
 
+@dataclass(frozen=True)
+class _RankRead:
+    """A range that was read from one rank, and on the pull's clock, when all was read and when all was in place."""
+
+    schedule: Schedule
+    all_read: float
+    in_place: float  # as all_read, if nothing had to be copied
+
+
 class Pull:
     """Owns the order, the deadline and the stopwatch of one pull, and what is known of its prompt.
 
@@ -274,7 +283,6 @@ class Pull:
         )  # fmt: skip
         self._await_device()
         schedules = self._read_batches(peer, batches)
-        self._watch.lap("read")
         self._read.add(schedules, place, is_ahead=is_ahead)
         if not is_ahead:
             self.prompt.has_read(tokens, ())
@@ -363,10 +371,14 @@ class Pull:
         """Read the bytes of all ranks into place, through staging where that is cheaper."""
         for rank in batches:
             peer.link(rank)
-        schedules = for_each_rank(lambda rank: self._read_from(peer, rank, batches[rank]), list(batches))
-        return list(schedules.values())
+        reads = for_each_rank(lambda rank: self._read_from(peer, rank, batches[rank]), list(batches)).values()
+        if reshaped := [read for read in reads if read.in_place > read.all_read]:
+            self._watch.lap("read", max(read.all_read for read in reshaped))
+            self._watch.lap("reshape", max(read.in_place for read in reshaped))
+        self._watch.lap("read")
+        return [read.schedule for read in reads]
 
-    def _read_from(self, peer: Peer, rank: int, copies: Copies) -> Schedule:
+    def _read_from(self, peer: Peer, rank: int, copies: Copies) -> _RankRead:
         if self._deadline <= self._context.clock():
             raise PullFailed(
                 Cause.TIMEOUT, f"the pull timeout of {self._context.pull_timeout_s} s was over before the read"
@@ -378,7 +390,8 @@ class Pull:
         if logger.isEnabledFor(logging.DEBUG):
             logger.debug("PDConnector: %s, prefill rank %d: %s", self.order.request_id, rank, schedule.describe())
         try:
-            reads.carry_out(link, schedule, self._deadline - self._context.clock())
+            copying_s = reads.carry_out(link, schedule, self._deadline - self._context.clock())
+            in_place = self._context.clock()
             link.prove(max(self._deadline - self._context.clock(), _MIN_CONFIRM_S))
         except ValueError as error:
             raise PullFailed(Cause.PARAMS, f"prefill rank {rank}: {error}") from error
@@ -389,7 +402,7 @@ class Pull:
             raise
         if held.release():
             self._held.remove(held)  # the link may be another pull's by the time that this one ends
-        return schedule
+        return _RankRead(schedule, in_place - copying_s, in_place)
 
     def _reach(self, before: tuple[int, int, bool]) -> tuple[int, int, bool]:
         """Return how far the prompt has ever been computed and read, in tokens, and whether it is complete."""

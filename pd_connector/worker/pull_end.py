@@ -72,9 +72,9 @@ class Stopwatch:
         self._clock = clock
         self._lap = self.started
 
-    def lap(self, phase: str) -> None:
-        """End ``phase`` and start the next one."""
-        now = self._clock()
+    def lap(self, phase: str, at: float | None = None) -> None:
+        """End ``phase`` and start the next one: now, or at a moment of the clock since the last one began."""
+        now = self._clock() if at is None else max(at, self._lap)
         self.seconds[phase] = self.seconds.get(phase, 0.0) + now - self._lap
         if self._laps is not None:
             self._laps.append(Lap(phase, self._lap, now))

@@ -156,10 +156,13 @@ class RemoteReader:
         schedule = schedule_reads(copies, self._cost, self._local, remote, any_slot, self._areas)
         return schedule.direct_s - schedule.predicted_s
 
-    def carry_out(self, link: Link, schedule: Schedule, timeout_s: float) -> None:
+    def carry_out(self, link: Link, schedule: Schedule, timeout_s: float) -> float:
         """Read and copy everything; return when all bytes are in place.
 
         The bytes of a window are copied while the next window is read.
+
+        Returns:
+            Seconds from the end of the last read to that of the last copy; 0 if nothing goes through staging.
 
         Raises:
             ReadFailed: as ``Link.read``.
@@ -173,7 +176,7 @@ class RemoteReader:
         if len(schedule.direct):
             link.read(schedule.direct, timeout_s, later_bytes)
         if not len(schedule.reads):
-            return
+            return 0.0
         with ThreadPoolExecutor(1, "pd-copies") as copier:
             copying: list[Future[None]] = []
             for number, window in enumerate(schedule.windows()):
@@ -185,5 +188,7 @@ class RemoteReader:
                 later_bytes -= window.reads.total_bytes
                 link.read(window.reads, remaining, later_bytes)
                 copying.append(copier.submit(self._copy, window.copies))
+            all_read = time.monotonic()
             for copies in copying:
                 copies.result()
+        return time.monotonic() - all_read

@@ -92,7 +92,7 @@ def test_each_request_is_one_trace_over_both_legs(
         assert sorted(span.attributes["pd.rank"] for span in pulls) == [0, 1]
         for pull in pulls:
             phases = [span for span in spans if span.parent == pull.id]
-            assert {span.name.removeprefix("pd_pull.") for span in phases} - {"wait"} == PHASES
+            assert {span.name.removeprefix("pd_pull.") for span in phases} - {"wait", "reshape"} == PHASES
             assert pull.attributes["pd.bytes"] > 0
             assert not pull.failed
             assert all(pull.start - 0.01 <= one.start <= one.end <= pull.end + 0.01 for one in phases)

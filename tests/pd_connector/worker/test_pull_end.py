@@ -6,6 +6,7 @@ from concurrent.futures import Future
 import pytest
 
 from pd_connector.orders import PullOrder
+from pd_connector.traces import Lap
 from pd_connector.worker.pull_end import Stopwatch, verdict
 from tests.support.connector.requests import a_prompt, a_remote
 from tests.support.waiting import ManualClock
@@ -29,6 +30,22 @@ def test_what_a_prefill_engine_takes_for_a_prompt_is_no_part_of_a_pulls_time() -
         clock.advance(seconds)
         watch.lap(phase)
     assert watch.total() == {"read": 0.75, "wait": 68.0, "release": 0.125, "total": 0.875}
+
+
+def test_a_phase_may_have_ended_earlier_and_never_before_it_began() -> None:
+    clock = ManualClock()
+    laps: list[Lap] = []
+    watch = Stopwatch(clock, laps)
+    start = clock()
+    clock.advance(1.0)
+    watch.lap("read", start + 0.75)
+    watch.lap("reshape", start + 0.5)
+    watch.lap("read")
+    assert laps == [
+        Lap("read", start, start + 0.75),
+        Lap("reshape", start + 0.75, start + 0.75),
+        Lap("read", start + 0.75, start + 1.0),
+    ]
 
 
 def test_a_pull_is_good_only_if_its_release_was_valid() -> None:

@@ -7,6 +7,7 @@ is done on a device is done on CPU tensors here.
 
 import mmap
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
@@ -25,6 +26,7 @@ from tests.support.engine.in_process import Fault, InProcessLink
 from tests.support.layout.oracle import Model
 from tests.support.waiting import holds_for, until
 from transfer.engine.base import Link
+from transfer.local_copy.reshape import run_copies
 from transfer.memory import HostMemory, SlotPool
 
 #: Big enough for several windows of two pages.
@@ -79,6 +81,22 @@ def test_a_copy_that_fails_fails_the_pull(site: Site) -> None:
     assert "the device lost" in end.reason
     with ExitStack() as stack:
         assert None not in [stack.enter_context(pool.borrow()) for _ in range(SLOTS)]
+
+
+def test_copies_that_follow_the_last_read_are_a_phase_of_their_own(site: Site) -> None:
+    def slow(copies: Copies) -> None:
+        run_copies(copies)
+        time.sleep(0.1)
+
+    prefill, (worker,) = site.prefill(TWO_RANKS), site.decode()
+    direct = pull_once(site, prefill.prefill("direct", THEIRS), worker)
+    pool = stage(worker, 1 << 20)
+    worker.reads = RemoteReader(TCP, worker.rank.geometry.regions, pool, slow)
+    staged = pull_once(site, prefill.prefill("staged", THEIRS), worker)
+    assert (direct.cause, staged.cause) == ("", "")
+    assert "reshape" not in direct.seconds
+    assert staged.seconds["reshape"] >= 0.1
+    assert staged.seconds["total"] >= staged.seconds["read"] + staged.seconds["reshape"]
 
 
 def test_a_pull_that_finds_no_free_slot_reads_straight_to_its_place(
