@@ -16,7 +16,7 @@ from benchmarks.peers.rounds import Plan, Round, Rounds
 from benchmarks.peers.sending import Router
 from benchmarks.peers.servers import Fleet
 from benchmarks.peers.summary import Sample
-from benchmarks.peers.trouble import BLOCK_SIZES, FITTING, TYPES, Trouble
+from benchmarks.peers.trouble import BLOCK_SIZES, KILLED, TYPES, Situation, Trouble
 
 DIRECTORY = record.ROOT / ".cache" / "peers"
 #: A short chat: ``benchmarks.multi_turn`` measures a longer one.
@@ -31,7 +31,7 @@ def parse(words: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--lengths", type=int, nargs="+", default=Plan.lengths, help="tokens of a prompt")
     parser.add_argument("--repeats", type=int, default=Plan.repeats, help="prompts of each length, at most")
-    parser.add_argument("--budget-s", type=float, default=780.0, help="in which all should be done: it limits repeats")
+    parser.add_argument("--budget-s", type=float, default=900.0, help="in which all should be done: it limits repeats")
     parser.add_argument("--bursts", type=int, default=Plan.bursts, help="of eight requests at once, at most")
     parser.add_argument("--rounds", type=Round.named, nargs="+", default=Plan.rounds, metavar="LAYOUT/P-D",
                         help="layouts, and P's and D's tensor parallel sizes")  # fmt: skip
@@ -116,32 +116,36 @@ def chat() -> dict[str, Any]:
         return {"error": str(ended)}
 
 
+def in_order(plan: Plan, parts: Sequence[str]) -> list[Round | Situation]:
+    """Return what needs pairs of servers, in an order in which many are kept."""
+    rounds = list(plan.rounds) if "rounds" in parts else []
+    alike = next((number for number, each in enumerate(rounds, 1) if each.shapes == KILLED.shapes), len(rounds))
+    kept = [situation for situation, part in ((KILLED, "killed"), (BLOCK_SIZES, "misfits")) if part in parts]
+    return [*rounds[:alike], *kept, *rounds[alike:], *([TYPES] if "misfits" in parts else [])]
+
+
 def budget(plan: Plan, arguments: argparse.Namespace) -> Budget:
     """Return the time of a run, of which what is not for the rounds is set aside."""
-    steps = [each.shapes for each in plan.rounds if "rounds" in arguments.parts]
+    steps = in_order(plan, arguments.parts)
     killed, misfits, talk = (part in arguments.parts for part in ("killed", "misfits", "chat"))
-    steps += [FITTING] if killed else []
-    steps += [(each.prefill, each.decode) for each in (BLOCK_SIZES, TYPES) if misfits]
-    count = starts(steps, len(plan.connectors)) + len(plan.connectors) * killed + CHAT_STARTS * talk
+    count = starts((each.shapes for each in steps), len(plan.connectors))
+    count += len(plan.connectors) * killed + CHAT_STARTS * talk
     return Budget(arguments.budget_s, count, CHAT_S * talk + TROUBLE_S * (killed or misfits))
 
 
 def measure(plan: Plan, arguments: argparse.Namespace, results: Results) -> None:
     """Measure all parts that need pairs of servers."""
-    chance, parts, figures = random.Random(arguments.seed), arguments.parts, results.figures
-    shared, router = budget(plan, arguments), Router()
+    chance, router, happened = random.Random(arguments.seed), Router(), results.figures["trouble"]
     with Fleet(model.make(DIRECTORY / "model"), DIRECTORY, arguments.threads) as fleet:
-        rounds = Rounds(fleet, router, plan, chance, shared)
+        rounds = Rounds(fleet, router, plan, chance, budget(plan, arguments))
         trouble = Trouble(fleet, rounds, chance, plan.connectors)
-        for number, each in enumerate(plan.rounds if "rounds" in parts else ()):
-            with results.part(each.name):
-                results.measured(list(rounds.run(number, results.say)), rounds.failures)
-        if "killed" in parts:
-            with results.part("killed"):
-                figures["trouble"] |= trouble.killed(results.say)
-        for misfit in (BLOCK_SIZES, TYPES) if "misfits" in parts else ():
-            with results.part(misfit.name):
-                figures["trouble"] |= trouble.misfit(misfit, results.say)
+        for step in in_order(plan, arguments.parts):
+            with results.part(step.name):
+                if isinstance(step, Round):
+                    samples = list(rounds.run(plan.rounds.index(step), results.say))
+                    results.measured(samples, rounds.failures)
+                else:
+                    happened |= trouble.killed(results.say) if step is KILLED else trouble.misfit(step, results.say)
         trouble.close()
     router.close()
 

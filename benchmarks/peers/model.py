@@ -42,7 +42,9 @@ def make(directory: Path) -> Path:
     os.environ["HF_HUB_OFFLINE"] = "1"  # read when transformers is imported
     import torch  # noqa: PLC0415  takes seconds, and is needed once
     from transformers import Qwen3Config, Qwen3ForCausalLM  # noqa: PLC0415
+    from transformers.utils import logging  # noqa: PLC0415
 
+    logging.disable_progress_bar()
     torch.manual_seed(20)
     model = Qwen3ForCausalLM(Qwen3Config(**CONFIG)).float()
     with torch.no_grad():

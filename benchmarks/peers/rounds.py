@@ -70,7 +70,8 @@ class Round:
         return tuple(each for each in plan.lengths if each in self.lengths) if self.lengths else plan.lengths
 
 
-#: In an order in which most rounds keep half of the last one's servers. All lengths, and many at once, in one of them,
+#: In an order in which most rounds keep half of the servers before them, also of those whose prefill servers are killed
+#: and whose block sizes differ, which come after the second. All lengths, and many at once, in one of them,
 #: and the other layout at TP 1 to 1 only: everything everywhere would take more time than a run has.
 ROUNDS = (
     Round("LBHNC", 2, 1, (2000,), many_at_once=False),
@@ -167,6 +168,7 @@ class Rounds:
         Returns:
             Why one of them failed, or nothing.
         """
+        self._fleet.attend(pair)
         prompt = a_prompt(self._chance, WARM_UP_TOKENS)
         if connector is connectors.OURS:
             salt = self.salt()
@@ -245,6 +247,7 @@ class Rounds:
         connector, pair = way.connector, way.pair
         if self._timeouts[way.key, way.legs] >= TIMEOUTS:
             return [Answer(error=LEFT_OUT)] * len(prompts), Moved()
+        self._fleet.attend(pair)
         if connector is None:
             sends = [partial(self._router.alone, pair.decode_url, each, ANSWER_TOKENS, self.salt()) for each in prompts]
             answers = at_once(sends)

@@ -15,7 +15,7 @@ from benchmarks.peers.connectors import Connector, Legs, Pair
 from benchmarks.peers.model import VOCABULARY
 from benchmarks.peers.servers import NAME
 
-REQUEST_TIMEOUT_S = 30.0  # the longest take a few seconds, eight at once ten
+REQUEST_TIMEOUT_S = 20.0  # the longest take a few seconds, eight at once ten
 Prompt = list[int]
 
 

@@ -4,9 +4,11 @@ All connectors' servers have the same arguments but for the connector's own.
 """
 
 import json
+import signal
 import sys
 import time
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Self
@@ -35,7 +37,7 @@ class Shape:
     """Of one server."""
 
     tensor_parallel: int = 1
-    layout: Layout = "BHLNC"
+    layout: Layout = "LBHNC"
     block_tokens: int = 32
     dtype: str = "float32"
 
@@ -50,14 +52,26 @@ class Started:
     shape: Shape
     port: int
 
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal to every process of the server."""
+        with suppress(psutil.NoSuchProcess):
+            for process in psutil.Process(self.server.process_id).children(recursive=True):
+                with suppress(psutil.NoSuchProcess):
+                    process.send_signal(number)
+
 
 class Fleet:
-    """The servers of all connectors that are alive. Leaving the context ends them."""
+    """The servers of all connectors that are alive. Leaving the context ends them.
+
+    Idle workers of a tensor parallel group spin. Where there are such, only the servers that are asked run: the others
+    are stopped (SIGSTOP), also those that are ready while others still start.
+    """
 
     def __init__(self, model: Path, directory: Path, threads: int) -> None:
         self._model, self._directory, self._threads = model, directory, threads
         self._started: dict[tuple[str, Side], Started] = {}
         self._ports: dict[str, Ports] = {}
+        self._stopped: set[tuple[str, Side]] = set()
         #: Servers that were started so far.
         self.starts = 0
         #: Why a connector's servers are not there, by its key: what ended as it started.
@@ -84,6 +98,23 @@ class Fleet:
         self._wait()
         return {each.key: self._pair(each) for each in connectors if each.key not in self.failures}
 
+    def attend(self, pair: Pair) -> None:
+        """Let these servers run, and stop the others if there are any whose idle workers spin."""
+        if not self._spins:
+            return
+        for key, started in self._started.items():
+            self._run(key, started.server.url in {pair.prefill_url, pair.decode_url})
+
+    @property
+    def _spins(self) -> bool:
+        return any(started.shape.tensor_parallel > 1 for started in self._started.values())
+
+    def _run(self, key: tuple[str, Side], wanted: bool) -> None:
+        if wanted is (key not in self._stopped):
+            return
+        self._started[key].signal(signal.SIGCONT if wanted else signal.SIGSTOP)
+        (self._stopped.discard if wanted else self._stopped.add)(key)
+
     def kill_prefill(self, connector: Connector) -> None:
         """End every process of a prefill server at once, without warning."""
         started = self._started[connector.key, "prefill"]
@@ -100,6 +131,7 @@ class Fleet:
         killed = list(connectors)
         for connector in killed:
             old = self._started.pop((connector.key, "prefill"))
+            self._stopped.discard((connector.key, "prefill"))
             self._start(connector, "prefill", old.shape, old.port)
         self._wait()
         return {each.key: self._pair(each) for each in killed if each.key not in self.failures}
@@ -109,6 +141,10 @@ class Fleet:
         self._end(list(self._started))
 
     def _end(self, keys: Iterable[tuple[str, Side]]) -> None:
+        """End servers, which are continued first: stopped ones would not hear of it."""
+        keys = list(keys)
+        for key in keys:
+            self._run(key, True)
         ended = [self._started.pop(key).server for key in keys]
         for server in ended:
             server.request_stop()
@@ -161,8 +197,9 @@ class Fleet:
         while waiting:
             for key, started in list(waiting.items()):
                 try:
-                    if started.server.ready():
+                    if key in self._stopped or started.server.ready():
                         waiting.pop(key)
+                        self._run(key, not self._spins)
                     elif time.monotonic() > until:
                         raise ServerFailed(f"not ready within {READY_TIMEOUT_S:.0f} s", started.server.log_tail())
                 except ServerFailed as error:

@@ -15,18 +15,24 @@ Outcomes = dict[str, dict[str, Any]]
 
 
 @dataclass(frozen=True)
-class Misfit:
-    """Servers that differ in what pulling depends on."""
+class Situation:
+    """Servers to which something happens, or that differ in what pulling depends on."""
 
     name: str
     prefill: Shape
     decode: Shape
 
+    @property
+    def shapes(self) -> tuple[Shape, Shape]:
+        """P's and D's."""
+        return self.prefill, self.decode
 
-#: Those of the last round, which are not started anew; the first of the misfits keeps their prefill servers.
-FITTING = (Shape(), Shape())
-BLOCK_SIZES = Misfit("block size 32 to 64", Shape(), Shape(block_tokens=64))
-TYPES = Misfit("float16 to bfloat16", Shape(dtype="float16"), Shape(dtype="bfloat16"))
+
+KILLED = Situation("killed", Shape(), Shape())
+BLOCK_SIZES = Situation(
+    "block size 32 to 64", Shape(), Shape(block_tokens=64)
+)  # keeps the prefill servers of ``KILLED``
+TYPES = Situation("float16 to bfloat16", Shape(dtype="float16"), Shape(dtype="bfloat16"))
 
 
 class Trouble:
@@ -40,7 +46,7 @@ class Trouble:
         """Close the connections."""
         self._router.close()
 
-    def misfit(self, misfit: Misfit, say: Callable[[str], None]) -> dict[str, Outcomes]:
+    def misfit(self, misfit: Situation, say: Callable[[str], None]) -> dict[str, Outcomes]:
         """Return what comes of requests between servers that differ."""
         say(f"{misfit.name}: starting servers")
         pairs = self._rounds.become(self._compared, misfit.prefill, misfit.decode)
@@ -53,7 +59,7 @@ class Trouble:
         Each connector's P is killed after it has answered its leg and before D's is sent. Then all start again at once.
         """
         say("prefill servers killed: starting servers")
-        pairs = self._rounds.become(self._compared, *FITTING)
+        pairs = self._rounds.become(self._compared, *KILLED.shapes)
         died: Outcomes = {key: {"error": reason} for key, reason in self._fleet.failures.items()}
         alive = [connector for connector in self._compared if connector.key in pairs]
         for connector in alive:

@@ -4,9 +4,11 @@ import random
 import re
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
+import psutil
 import pytest
 
 from benchmarks import docs, record
@@ -17,10 +19,13 @@ from benchmarks.peers.connectors import ALL, HOST, MOONCAKE, NIXL, OURS, Connect
 from benchmarks.peers.counters import Moved, moved_since
 from benchmarks.peers.rounds import LEFT_OUT, Plan, Round, Rounds
 from benchmarks.peers.sending import Answer, RefusedError, Router
-from benchmarks.peers.servers import Shape
+from benchmarks.peers.servers import Fleet, Shape, Side, Started
 from benchmarks.peers.summary import Case, Sample, by_name, rows
-from benchmarks.peers.trouble import Trouble, outcome
+from benchmarks.peers.trouble import BLOCK_SIZES, TYPES, Trouble, outcome
+from examples.quickstart.servers import Server
+from tests.support.waiting import until
 
+SIDES: tuple[Side, ...] = get_args(Side)
 CASE = Case("BHLNC", 1, 1, 500, 1, "ours", "in turn")
 MOVED = Moved(transfers=1, descriptors=16, bytes=12_000_000, seconds=0.01)
 
@@ -172,6 +177,57 @@ class TestBudget:
         assert budget.share_s(1) == 0
 
 
+class TestFleet:
+    def test_idle_servers_are_stopped_beside_workers_that_spin_and_end_all_the_same(self, tmp_path: Path) -> None:
+        fleet, pairs = Fleet(tmp_path, tmp_path, 1), {}
+        for connector in (OURS, NIXL):
+            started = [self.started(connector, side, tmp_path) for side in SIDES]
+            fleet._started |= {(connector.key, one.side): one for one in started}
+            urls = [one.server.url for one in started]
+            pairs[connector.key] = Pair(urls[0], urls[1], Ports(1, 2), tmp_path)
+        with fleet:
+            ours, nixl = (
+                [self.process(one) for (key, _), one in fleet._started.items() if key == connector.key]
+                for connector in (OURS, NIXL)
+            )
+            for running, stopped, pair in ((ours, nixl, pairs["ours"]), (nixl, ours, pairs["nixl"])):
+                fleet.attend(pair)
+                for one in stopped:
+                    until(partial(self.has_stopped, one), f"{one} to be stopped")
+                assert not any(map(self.has_stopped, running))
+        assert not any(one.is_running() for one in (*ours, *nixl))
+
+    @staticmethod
+    def started(connector: Connector, side: Side, directory: Path) -> Started:
+        command = [sys.executable, "-c", "import time; time.sleep(60)"]
+        name = f"{connector.key} {side}"
+        server = Server(name, command, url=f"http://{name}", log=directory / name)
+        server.start()
+        return Started(server, connector, side, Shape(tensor_parallel=2), 1)
+
+    @staticmethod
+    def has_stopped(process: psutil.Process) -> bool:
+        return bool(process.status() == psutil.STATUS_STOPPED)
+
+    @staticmethod
+    def process(started: Started) -> psutil.Process:
+        guard = psutil.Process(started.server.process_id)
+        until(guard.children, f"{started.server.name} to run")
+        return guard.children()[0]
+
+
+class TestOrder:
+    def test_what_happens_to_fitting_servers_follows_their_round(self) -> None:
+        names = [step.name for step in main.in_order(Plan(), main.PARTS)]
+        assert names == ["LBHNC/2-1", "LBHNC/1-1", "killed", "block size 32 to 64", "LBHNC/1-2", "BHLNC/1-1",
+                         "float16 to bfloat16"]  # fmt: skip
+
+    def test_parts_may_be_left_out(self) -> None:
+        assert [step.name for step in main.in_order(Plan(), ["killed"])] == ["killed"]
+        assert main.in_order(Plan(), ["misfits"]) == [BLOCK_SIZES, TYPES]
+        assert main.in_order(Plan(), ["rounds"]) == list(Plan().rounds)
+
+
 def quiet(_what: str) -> None:
     """Say nothing."""
 
@@ -204,6 +260,9 @@ class Servers:
 
     def become(self, compared: tuple[Connector, ...], *_: Shape) -> dict[str, Pair]:
         return {each.key: Pair("http://p", "http://d", Ports(1, 2), record.ROOT / "none") for each in compared}
+
+    def attend(self, pair: Pair) -> None:
+        """All run anyway."""
 
 
 class TestRounds:
