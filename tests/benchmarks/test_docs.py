@@ -13,6 +13,7 @@ from benchmarks import docs, record
 NOT_MEASURED = {
     "README.md": {"200 MB/s": "the rate to which a benchmark slows the network"},
     "docs/fleet.md": {"15%": "how far off the simulation may be"},
+    "docs/host-memory.md": {"50 MB/s": "the rate to which a benchmark slows the network"},
 }
 PAGES = pytest.mark.parametrize("page", docs.pages(), ids=lambda page: str(page.relative_to(record.ROOT)))
 
@@ -20,7 +21,7 @@ PAGES = pytest.mark.parametrize("page", docs.pages(), ids=lambda page: str(page.
 @pytest.fixture
 def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(record, "RESULTS", tmp_path)
-    figures = {"long": {"ms": 1234.56, "share": 0.1249}}
+    figures = {"long": {"ms": 1234.56, "share": 0.1249, "less": -0.001}}
     (tmp_path / "pull.json").write_text(json.dumps({"figures": figures}))
     return tmp_path
 
@@ -57,6 +58,7 @@ class TestMarks:
             ("1,236<!--pull:long/ms--> ms", False),
             ("12%<!--pull:long/share-->", True),
             ("13%<!--pull:long/share-->", False),
+            ("0%<!--pull:long/less-->", True),
         ],
     )
     def test_a_figure_is_compared_in_the_page_s_form(self, said: str, right: bool) -> None:

@@ -73,7 +73,9 @@ class TestComingBack:
         before = server.client.metrics()
         with ThreadPoolExecutor(len(prompts)) as pool:
             together = list(pool.map(lambda prompt: server.client.complete(prompt, 250), prompts))
-        assert server.client.metrics().since(before).value("vllm:num_preemptions_total") > 0
+        counted = server.client.metrics().since(before)
+        assert counted.value("vllm:num_preemptions_total") > 0
+        assert counted.value("vllm:pd_host_tokens_total") > 0, "what was preempted was thrown away"
         for prompt, completion in zip(prompts, together, strict=True):
             assert_same_output(completion, server.client.compute(prompt, 250))
 

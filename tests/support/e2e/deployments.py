@@ -65,13 +65,7 @@ def peer(
     """A server of both roles: two of them that differ are pulled from in both directions."""
     options = (("lease_ttl_s", LEASE_TTL_S), *PATIENT)
     return ServerSpec(
-        "kv_both",
-        model,
-        layout,
-        tensor_parallel,
-        load_failure_policy=policy,
-        block_size=block_size,
-        options=options,
+        "kv_both", model, layout, tensor_parallel, load_failure_policy=policy, block_size=block_size, options=options
     )
 
 
@@ -230,6 +224,18 @@ LANDINGS = Deployment(
         ),
     ),
     slow=True,
+)
+
+
+def _windowed(tensor_parallel: int, *options: tuple[str, object]) -> ServerSpec:
+    spec = peer(ModelSpec(layers=6, architecture="gemma3"), None, tensor_parallel=tensor_parallel)
+    return _with_host_memory(spec, *options, ("verify", True), device_blocks=_WINDOWED_BLOCKS)
+
+
+_MOVES_AT_ONCE = (("host_transfers", True), ("move_leases_above", 0.0))
+#: Both at once with windows: every lease moves as soon as nobody reads it, and every prompt lands.
+HOST_WINDOWS = Deployment(
+    "host windows", (("P", _windowed(1, *_MOVES_AT_ONCE)), ("D", _windowed(2, ("pull_to", "host")))), slow=True
 )
 
 #: This connector is a child of vLLM's MultiConnector, before the other child or behind it.
@@ -401,7 +407,6 @@ def _prefill_at_points(*options: tuple[str, object], ranks: int = 1) -> ServerSp
 
 
 _AUTO = (_LANDING_HOST, ("pull_to", "auto"))
-
 #: Processes that die and stop at chosen points of a landing, and of the move of a lease. P comes back on its port.
 POINTS = Deployment(
     "points",
