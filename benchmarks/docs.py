@@ -66,7 +66,7 @@ def _wanted(match: re.Match[str]) -> str:
     value = _value(match["name"], match["place"])
     value = 100 * value if match["percent"] else value
     decimals = len(match["number"].partition(".")[2])
-    return f"{value:,.{decimals}f}{match['percent']}"
+    return f"{value:z,.{decimals}f}{match['percent']}"
 
 
 def _value(name: str, place: str) -> float:

@@ -27,7 +27,7 @@ MODEL = ROOT / ".cache" / "models" / "SmolLM2-135M-Instruct"
 DIRECTORY = ROOT / ".cache" / "serving"
 HOST, NAME = "127.0.0.1", "served"
 READY_TIMEOUT_S, LOAD_TIMEOUT_S = 600.0, 900.0
-PAIR, ONE = "proxy, P and D", "one server"
+P, PAIR, ONE = "P", "proxy, P and D", "one server"
 #: ``vllm bench serve`` without the command ``vllm``, which asks for a distribution of that name.
 LOAD = """
 import sys
@@ -56,13 +56,19 @@ def command(port: int, role: str, megabytes: int) -> list[str]:
 
 
 @contextmanager
-def running(megabytes: int) -> Iterator[dict[str, str]]:
-    """Yield the addresses of both systems, ready; they end with the context."""
-    prefill, decode, one, proxy = free_ports(4, HOST)
+def running(megabytes: int, proxies: Mapping[str, Sequence[str]], *, beside: bool) -> Iterator[dict[str, str]]:
+    """Yield the addresses of P, of proxies before P and D, and of the one server if it is to be ``beside``, ready.
+
+    Args:
+        megabytes: of P's and of D's KV cache. The one server has twice that, and twice the threads.
+        proxies: their arguments, by their names.
+        beside: whether to start the one server.
+    """
+    prefill, decode, one, *ports = free_ports(3 + len(proxies), HOST)
     common = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     with Servers() as servers:
 
-        def start(name: str, port: int, words: list[str], threads: int) -> Server:
+        def start(name: str, port: int, words: list[str], threads: int = 1) -> Server:
             environment = common | {"OMP_NUM_THREADS": str(threads)}
             log = DIRECTORY / f"{name}.log"
             return servers.start(
@@ -70,15 +76,20 @@ def running(megabytes: int) -> Iterator[dict[str, str]]:
             )
 
         started = [
-            start("prefill", prefill, command(prefill, "kv_producer", megabytes), 1),
-            start("decode", decode, command(decode, "kv_consumer", megabytes), 1),
-            start("one", one, command(one, "", 2 * megabytes), 2),
+            start("prefill", prefill, command(prefill, "kv_producer", megabytes)),
+            start("decode", decode, command(decode, "kv_consumer", megabytes)),
         ]
+        if beside:
+            started.append(start("one", one, command(one, "", 2 * megabytes), 2))
         servers.wait_ready(started, READY_TIMEOUT_S)
-        legs = [f"--prefill=http://{HOST}:{prefill}", f"--decode=http://{HOST}:{decode}"]
-        words = [sys.executable, "-m", "pd_proxy", "--host", HOST, "--port", str(proxy), *legs]
-        servers.wait_ready([start("proxy", proxy, words, 1)], READY_TIMEOUT_S)
-        yield {PAIR: f"http://{HOST}:{proxy}", ONE: f"http://{HOST}:{one}"}
+        urls = {P: started[0].url} | ({ONE: started[2].url} if beside else {})
+        for (name, arguments), port in zip(proxies.items(), ports, strict=True):
+            legs = [f"--prefill={started[0].url}", f"--decode={started[1].url}"]
+            words = [sys.executable, "-m", "pd_proxy", "--host", HOST, "--port", str(port), *legs, *arguments]
+            proxy = start(f"proxy {port}", port, words)
+            servers.wait_ready([proxy], READY_TIMEOUT_S)
+            urls[name] = proxy.url
+        yield urls
 
 
 def load(url: str, rate: float, arguments: argparse.Namespace, requests: int) -> dict[str, Any]:
@@ -133,12 +144,19 @@ def main(words: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--first-token-ms", type=int, default=4000, help="in which it is good")
     parser.add_argument("--token-ms", type=int, default=250, help="in which each later one is good")
     arguments = parser.parse_args(words)
+    with started(arguments.megabytes, {PAIR: ()}, beside=True) as urls:
+        return measure({name: urls[name] for name in (PAIR, ONE)}, arguments)
+
+
+@contextmanager
+def started(megabytes: int, proxies: Mapping[str, Sequence[str]], *, beside: bool = False) -> Iterator[dict[str, str]]:
+    """As ``running``, with the model that it needs; end the program with a message where one of them cannot start."""
     try:
         if not model.is_made(MODEL):
             model.make(MODEL)
         DIRECTORY.mkdir(parents=True, exist_ok=True)
-        with running(arguments.megabytes) as systems:
-            return measure(systems, arguments)
+        with running(megabytes, proxies, beside=beside) as urls:
+            yield urls
     except model.ModelError as error:
         sys.exit(str(error))
     except ServerFailed as error:
