@@ -124,11 +124,13 @@ class RequestAdmission(SchedulerRole):
         self._has_allocated = True
         self._held_since.pop(request.request_id, None)
         self._drop_arrived(request)
-        if external_tokens:
-            self._loading.add(request.request_id)
         if _is_for_others(request):
             self._prefills[request.request_id] = self._blocks_of(request)
         return 0
+
+    def awaits_tokens(self, request: "Request") -> None:
+        """Note that a request holds blocks into which tokens arrive, from host memory or from a prefill engine."""
+        self._loading.add(request.request_id)
 
     @property
     def wants_blocks(self) -> bool:

@@ -113,16 +113,18 @@ class ConnectorScheduler:
         on_end = None if self._spans is None else self._spans.ended
         leases: LeaseTable[Leased] = LeaseTable(config.lease_ttl_s, clock, config.max_lease_age_s, on_end)
         self._host_log = HostLog(leases, clock)
+        self._admission: RequestAdmission | None = None  # None if nobody has to wait but as vLLM says
         if self._role.produces:
-            admission = self._make_admission(leases, consumer)
-            producer = self._make_producer(leases, keys, admission)
-            self._roles += [producer, admission]
+            self._admission = self._make_admission(leases, consumer)
+            producer = self._make_producer(leases, keys, self._admission)
+            self._roles += [producer, self._admission]
             if self._moves is not None:
                 self._roles.append(self._moves)
             if config.bootstrap_port:
                 self._roles.append(self._make_bootstrap(producer))
         elif not release.current().serves_loaded_first:
-            self._roles.append(self._make_admission(leases, None))
+            self._admission = self._make_admission(leases, None)
+            self._roles.append(self._admission)
         if consumer is not None:
             self._roles.append(consumer)
 
@@ -177,6 +179,8 @@ class ConnectorScheduler:
         """Start loading and pulling into the blocks that a request was given."""
         if external_tokens and not release.current().fails_by_request:
             self._destinations.append(Destinations(request.request_id, block_ids_to_fill(blocks)))
+        if external_tokens and self._admission is not None:
+            self._admission.awaits_tokens(request)
         for role in self._roles:
             external_tokens -= role.allocated(request, blocks, external_tokens)
 
