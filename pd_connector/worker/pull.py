@@ -20,6 +20,7 @@ from pd_connector.worker.peer import Peer, PullContext
 from pd_connector.worker.pull_end import (
     PullEnd,
     PullFailed,
+    RankRead,
     Stopwatch,
     cancel_message,
     release_message,
@@ -64,15 +65,6 @@ class _Read:
         self.descriptors += sum(schedule.descriptors for schedule in schedules)
 
 
-@dataclass(frozen=True)
-class _RankRead:
-    """A range that was read from one rank, and on the pull's clock, when all was read and when all was in place."""
-
-    schedule: Schedule
-    all_read: float
-    in_place: float  # as all_read, if nothing had to be copied
-
-
 class Pull:
     """Owns the order, the deadline and the stopwatch of one pull, and what is known of its prompt.
 
@@ -98,6 +90,7 @@ class Pull:
         self._report = report
         self._closing = closing
         self._answer: Future[Reply] | None = None  # to the question for more of the prompt
+        self._answered_at: float | None = None  # when it came
         self._may_ask_at = 0.0  # without a pause
         self._read = _Read()
         self._place = Place.DEVICE  # where P has said that the blocks are
@@ -141,6 +134,7 @@ class Pull:
                 have settled; ``fail`` sees to that.
             Interrupted: ``closing`` is set.
         """
+        self._end_wait()
         self._watch.lap("queue")
         self.take_answer()
         peer = connect(self._deadline)
@@ -180,11 +174,20 @@ class Pull:
         if self._context.clock() < self._may_ask_at:
             self._closing.wait(_FOLLOW_PAUSE_S)
         self._may_ask_at = self._context.clock() + _FOLLOW_PAUSE_S
+        self._answered_at = None
         self._answer = self._send(
             self.prompt.question(wait_s, reads_host=reads_host), wait_s + self._context.handshake_timeout_s
         )
-        self._answer.add_done_callback(lambda _: self._watch.lap("wait"))
+        self._answer.add_done_callback(self._note_answer)
         return self._answer
+
+    def _note_answer(self, _: "Future[Reply]") -> None:
+        self._answered_at = self._context.clock()
+
+    def _end_wait(self) -> None:
+        """Time the wait for an answer, on the thread that the pull belongs to: the answer comes on another one."""
+        if self._answer is not None:
+            self._watch.lap("wait", self._answered_at)
 
     def take_answer(self) -> None:
         """Learn from the answer to the last question, if there was one. What was not computed before gives more time.
@@ -252,6 +255,7 @@ class Pull:
         complete has no lease yet: its transfer is cancelled, for all readers. A read that has not settled may go on:
         what it reads is never used. Does not wait for P.
         """
+        self._end_wait()
         if self._answer is not None:
             self._answer.cancel()
         if not error.is_unresponsive:
@@ -378,7 +382,7 @@ class Pull:
         self._watch.lap("read")
         return [read.schedule for read in reads]
 
-    def _read_from(self, peer: Peer, rank: int, copies: Copies) -> _RankRead:
+    def _read_from(self, peer: Peer, rank: int, copies: Copies) -> RankRead:
         if self._deadline <= self._context.clock():
             raise PullFailed(
                 Cause.TIMEOUT, f"the pull timeout of {self._context.pull_timeout_s} s was over before the read"
@@ -402,7 +406,7 @@ class Pull:
             raise
         if held.release():
             self._held.remove(held)  # the link may be another pull's by the time that this one ends
-        return _RankRead(schedule, in_place - copying_s, in_place)
+        return RankRead(schedule, in_place - copying_s, in_place)
 
     def _reach(self, before: tuple[int, int, bool]) -> tuple[int, int, bool]:
         """Return how far the prompt has ever been computed and read, in tokens, and whether it is complete."""

@@ -1,4 +1,4 @@
-"""How a pull ends on this rank: why it fails, what to tell the prefill engine, and what its answer means.
+"""How a pull passes and ends on this rank: phases, why it fails, what to tell the prefill engine, and what that means.
 
 Data and decisions only: no threads, no memory, and nothing is sent.
 """
@@ -7,6 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
+from layout.staging import Schedule
 from pd_connector.orders import Cause, PullOrder
 from pd_connector.params import contents_digest
 from pd_connector.stats import StatsRecorder
@@ -59,6 +60,15 @@ class PullEnd:
         stats.count("pull_bytes_ahead", self.ahead_bytes)
         for phase, seconds in self.seconds.items():
             stats.observe(phase, seconds)
+
+
+@dataclass(frozen=True)
+class RankRead:
+    """A range that was read from one rank, and on the pull's clock, when all was read and when all was in place."""
+
+    schedule: Schedule
+    all_read: float
+    in_place: float  # as all_read, if nothing had to be copied
 
 
 class Stopwatch:

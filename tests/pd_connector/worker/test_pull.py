@@ -9,11 +9,12 @@ import pytest
 from pd_connector.orders import Cause, PullOrder
 from pd_connector.params import contents_digest
 from pd_connector.traces import PullTrace
-from pd_connector.worker.peer import PullContext
+from pd_connector.worker.peer import Peer, PullContext
 from pd_connector.worker.pull import AnyEnd, Pull
 from pd_connector.worker.pull_end import PullEnd, PullFailed
 from tests.support.connector.requests import RecordingClient, a_prompt, a_remote
 from tests.support.waiting import ManualClock
+from transfer.control.errors import ClientClosed
 from transfer.control.messages import Followed, Release, Released
 
 REMOTE = a_remote(a_prompt(70))
@@ -140,3 +141,20 @@ def test_a_pull_ends_though_its_trace_cannot_be_written() -> None:
     reader = traced(replace(ORDER, traceparent="00-1-2-01"), raises)
     reader.pull.fail(PullFailed(Cause.READ, "broken"))
     assert len(reader.ends) == 1
+
+
+def test_the_wait_for_an_answer_ends_when_it_comes_and_the_rest_is_the_queue() -> None:
+    traces: list[PullTrace] = []
+    reader = traced(replace(ORDER, transfer_id="transfer-1", traceparent="00-1-2-01"), traces.append)
+    question = reader.pull.follow()
+    reader.clock.advance(1.0)
+    question.set_exception(ClientClosed("closed"))
+    reader.clock.advance(2.0)
+    with pytest.raises(PullFailed) as failed:
+        reader.pull.run(no_peer)
+    reader.pull.fail(failed.value)
+    assert [(lap.phase, lap.end - lap.start) for lap in traces[0].laps] == [("wait", 1.0), ("queue", 2.0)]
+
+
+def no_peer(_deadline: float) -> Peer:
+    raise AssertionError("there is nothing to read")
