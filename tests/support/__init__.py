@@ -4,6 +4,7 @@ For all tests:
     waiting                 ``until`` something has come, ``holds_for`` a while, and a clock that is moved by hand
     memory                  memory filled with noise, and descriptors between two places of it
     sources                 the source files of this project, and what each of them imports
+    imports                 what the import of a module needs, and what of it the wheel does not declare
     process                 what this process holds (threads, files, sockets), and free ports
     pure_vllm               unpacks the Python files of a vLLM that cannot be installed here
     releases                tests of what only some releases of vLLM have, and the environments of other releases
