@@ -46,8 +46,7 @@ def serve(engine: EngineUnderTest, request: Any) -> None:
     """What vLLM's scheduler calls for a request that arrives, gets its blocks, waits, is computed and ends."""
     scheduler = engine.scheduler
     scheduler.on_new_request(request)
-    if request.kv_transfer_params and request.kv_transfer_params.get("do_remote_prefill"):
-        pass  # vLLM reads them so right after that call
+    (request.kv_transfer_params or {}).get("do_remote_prefill")  # as vLLM reads them right after that call
     tokens, is_async = scheduler.get_num_new_matched_tokens(request, 0)
     if tokens is None:  # it waits for the other leg, until its client leaves
         scheduler.request_finished_all_groups(request, ([],))

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from typing import Any, Literal
 
 import pytest
+from vllm.v1.request import RequestStatus
 
 from pd_connector.scheduler.request_admission import RequestAdmission
 from tests.support.simulation.vllm_schedulers import ClientRequest, EngineSim, World
@@ -69,6 +70,21 @@ def test_with_host_memory_no_lease_gives_way_though_leases_may_hold_all_blocks(
     assert ends(asked) == {"finished": 20 * engines}
     assert [engine.computed for engine in some] == [{}] * engines
     assert [engine.slots_in_use for engine in some] == [0] * engines
+
+
+def test_whoever_holds_blocks_for_tokens_is_known_to_the_admission_wherever_they_come_from(world: World) -> None:
+    """From host memory too: where vLLM does not give them their turn first, others would wait behind nothing."""
+    engine = EngineSim(world, "kv_both", blocks=64, slots=400, pull_to="host", max_leased_fraction=1)
+    burst(20, 100, [engine], [engine])
+    admission, seen = engine.role_of(RequestAdmission), set[str]()
+    for _ in range(1000):
+        world.step()
+        waiting = RequestStatus.WAITING_FOR_REMOTE_KVS
+        held = {request_id for request_id, (_, request) in engine.requests.items() if request.status is waiting}
+        assert held <= admission._loading | admission._arrived.keys()
+        seen |= held
+    assert not engine.requests
+    assert len(seen) == 20
 
 
 def test_an_engine_that_may_lease_all_of_its_blocks_moves_on_when_a_lease_gives_way(world: World) -> None:
