@@ -13,7 +13,7 @@ from benchmarks import multi_turn, record
 from benchmarks.peers import connectors, model, plots, summary, table
 from benchmarks.peers.budget import Budget, starts
 from benchmarks.peers.rounds import Plan, Round, Rounds
-from benchmarks.peers.sending import Router
+from benchmarks.peers.sending import FIRST_TIMEOUT_S, Router
 from benchmarks.peers.servers import Fleet
 from benchmarks.peers.summary import Sample
 from benchmarks.peers.trouble import BLOCK_SIZES, KILLED, TYPES, Situation, Trouble
@@ -135,9 +135,10 @@ def budget(plan: Plan, arguments: argparse.Namespace) -> Budget:
 
 def measure(plan: Plan, arguments: argparse.Namespace, results: Results) -> None:
     """Measure all parts that need pairs of servers."""
-    chance, router, happened = random.Random(arguments.seed), Router(), results.figures["trouble"]
+    chance, happened = random.Random(arguments.seed), results.figures["trouble"]
+    router, patient = Router(), Router(FIRST_TIMEOUT_S)
     with Fleet(model.make(DIRECTORY / "model"), DIRECTORY, arguments.threads) as fleet:
-        rounds = Rounds(fleet, router, plan, chance, budget(plan, arguments))
+        rounds = Rounds(fleet, router, plan, chance, budget(plan, arguments), patient)
         trouble = Trouble(fleet, rounds, chance, plan.connectors)
         for step in in_order(plan, arguments.parts):
             with results.part(step.name):
@@ -148,6 +149,7 @@ def measure(plan: Plan, arguments: argparse.Namespace, results: Results) -> None
                     happened |= trouble.killed(results.say) if step is KILLED else trouble.misfit(step, results.say)
         trouble.close()
     router.close()
+    patient.close()
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ LEAST_REPEATS, LEAST_BURSTS = 2, 1
 #: A way that has timed out so often is not asked again in this round; one that was left out before, after the first.
 TIMEOUTS = 2
 LEFT_OUT = "not sent: earlier ones timed out"
-LENGTHS_SHARE = 0.6  # of a round, in which its lengths are measured; the rest is for many at once
+MANY_SHARE = 0.4  # of a round, for many at once; the rest is for its lengths
 
 
 @dataclass(frozen=True)
@@ -115,15 +115,25 @@ Taken = tuple[Way, list[Answer], Moved]
 class Rounds:
     """Measures round by round."""
 
-    def __init__(self, fleet: Fleet, router: Router, plan: Plan, chance: random.Random, budget: Budget) -> None:
+    def __init__(
+        self, fleet: Fleet, router: Router, plan: Plan, chance: random.Random, budget: Budget, patient: Router
+    ) -> None:
+        """``patient``: sends the first request to a server."""
         self._fleet, self._router, self._plan, self._chance, self._budget = fleet, router, plan, chance, budget
+        self._patient = patient
         self._salts = count()
         self._timeouts: Counter[tuple[str, Legs]] = Counter()
+        #: Connectors that have failed in this round: their servers may no longer be what they were.
+        self._ailing: set[str] = set()
         #: Servers that did not start and first requests that were refused: by round and connector, why.
         self.failures: dict[str, dict[str, str]] = {}
 
     def run(self, number: int, say: Callable[[str], None]) -> Iterator[Sample]:
-        """Yield what was measured in a round of the plan, a sample for each request."""
+        """Yield what was measured in a round of the plan, a sample for each request.
+
+        The longest prompts come last, and a connector that fails has new servers afterwards: what one request breaks
+        does not count against those that have nothing to do with it.
+        """
         plan, measured = self._plan, self._plan.rounds[number]
         say(f"{measured.name}: starting servers")
         pairs = self.become(plan.connectors, *measured.shapes)
@@ -132,20 +142,22 @@ class Rounds:
         self._timeouts = Counter({way: TIMEOUTS - 1 for way, times in self._timeouts.items() if times >= TIMEOUTS})
         ways = self._ways(measured, pairs)
         share_s = self._budget.share_s(len(plan.rounds) - number)
-        ends = time.monotonic() + (LENGTHS_SHARE if measured.many_at_once else 1.0) * share_s
+        begin = time.monotonic()
+        ends = begin + share_s
         say(f"{measured.name}: {share_s:.0f} s to measure")
         case = partial(Case, measured.layout, measured.prefill_tp, measured.decode_tp)
+        if measured.many_at_once:
+            say(f"{measured.name}: {plan.clients} at once")
+            yield from self._bursts(ways, partial(case, plan.burst_tokens, plan.clients), begin + MANY_SHARE * share_s)
         lengths = measured.lengths_of(plan)
         for place, tokens in enumerate(lengths):
             say(f"{measured.name}: {tokens} tokens")
             part = tokens / sum(lengths[place:])
             until = time.monotonic() + part * max(0.0, ends - time.monotonic())
             yield from self._lengths(ways, partial(case, tokens, 1), tokens, until)
-        if not measured.many_at_once:
-            return
-        say(f"{measured.name}: {plan.clients} at once")
-        until = ends + (1 - LENGTHS_SHARE) * share_s
-        yield from self._bursts(ways, partial(case, plan.burst_tokens, plan.clients), until)
+        for key in sorted(self._ailing):
+            self._fleet.retire(key)
+        self._ailing.clear()
 
     def become(self, compared: Sequence[Connector], prefill: Shape, decode: Shape) -> dict[str, Pair]:
         """Have servers of these shapes, and keep how long they took to start."""
@@ -173,19 +185,21 @@ class Rounds:
         if connector is connectors.OURS:
             salt = self.salt()
             try:
-                params = self._router.prefill(pair, prompt, salt, {"do_remote_decode": True})
+                params = self._patient.prefill(pair, prompt, salt, {"do_remote_decode": True})
             except NO_ANSWER as error:
                 return f"the first request: {failed(error).error}"
             pair.learnt.update(params or {})
-            self._router.decode(pair, prompt, 2, salt, params)  # which ends the lease
+            self._patient.decode(pair, prompt, 2, salt, params)  # which ends the lease
         for legs in connector.legs:
-            answer = self._router.send(connector, pair, legs, prompt, 2, self.salt())
+            answer = self._patient.send(connector, pair, legs, prompt, 2, self.salt())
             self._noted(connector.key, legs, [answer])
             if answer.error:
                 return f"the first request, both legs {legs}: {answer.error}"
         return ""
 
     def _noted(self, key: str, legs: Legs, answers: Sequence[Answer]) -> None:
+        if key != ALONE and any(answer.error for answer in answers):
+            self._ailing.add(key)
         self._timeouts[key, legs] += sum(answer.timed_out for answer in answers)
 
     def _ways(self, measured: Round, pairs: Mapping[str, Pair]) -> list[Way]:

@@ -16,6 +16,8 @@ from benchmarks.peers.model import VOCABULARY
 from benchmarks.peers.servers import NAME
 
 REQUEST_TIMEOUT_S = 20.0  # the longest take a few seconds, eight at once ten
+#: Of a server's first request, with which vLLM compiles what tensor parallel models look tokens up by, eager or not.
+FIRST_TIMEOUT_S = 120.0
 Prompt = list[int]
 
 

@@ -115,6 +115,10 @@ class Fleet:
         self._started[key].signal(signal.SIGCONT if wanted else signal.SIGSTOP)
         (self._stopped.discard if wanted else self._stopped.add)(key)
 
+    def retire(self, connector: str) -> None:
+        """End both servers of a connector, by its key. ``become`` starts others in their place."""
+        self._end([key for key in self._started if key[0] == connector])
+
     def kill_prefill(self, connector: Connector) -> None:
         """End every process of a prefill server at once, without warning."""
         started = self._started[connector.key, "prefill"]
@@ -211,7 +215,7 @@ class Fleet:
         said = [line for line in started.server.errors(lines=50) if not any(words in line for words in CONSEQUENCES)]
         causes = said or [str(error)]
         self.failures[connector] = f"the {started.side} server ended as it started: {causes[-1]}"
-        self._end([key for key in self._started if key[0] == connector])
+        self.retire(connector)
 
 
 def _sides(prefill: Shape, decode: Shape) -> tuple[tuple[Side, Shape], tuple[Side, Shape]]:

@@ -257,6 +257,10 @@ class Servers:
     def __init__(self) -> None:
         self.failures: dict[str, str] = {}
         self.starts = 0
+        self.retired: list[str] = []
+
+    def retire(self, connector: str) -> None:
+        self.retired.append(connector)
 
     def become(self, compared: tuple[Connector, ...], *_: Shape) -> dict[str, Pair]:
         return {each.key: Pair("http://p", "http://d", Ports(1, 2), record.ROOT / "none") for each in compared}
@@ -273,18 +277,32 @@ class TestRounds:
         return Slow()
 
     def rounds(self, router: Slow, budget_s: float) -> Rounds:
+        self.servers = Servers()
         plan = Plan(rounds=(Round("LBHNC", 1, 1),) * 2, repeats=5)
         budget = Budget(budget_s, 0, 0)
-        return Rounds(Servers(), router, plan, random.Random(1), budget)  # type: ignore[arg-type]
+        return Rounds(self.servers, router, plan, random.Random(1), budget, router)  # type: ignore[arg-type]
 
     def test_a_way_that_times_out_is_left_out_and_its_requests_are_errors(self, router: Slow) -> None:
         rounds = self.rounds(router, 1000)
         (row, *others) = [row for row in summary.rows(rounds.run(0, quiet)) if row["connector"] == "nixl"]
-        assert router.asked.count("nixl") == 2
+        asked = 1 + Plan().clients
+        assert router.asked.count("nixl") == asked, "a first one, and those of the burst that is not counted"
         assert all(each["errors"] == each["requests"] for each in (row, *others))
         assert row["error"] == LEFT_OUT
         list(rounds.run(1, quiet))
-        assert router.asked.count("nixl") == 3, "one more attempt in the next round"
+        assert router.asked.count("nixl") == asked + 1, "one more attempt in the next round"
+
+    def test_what_failed_has_other_servers_afterwards(self, router: Slow) -> None:
+        rounds = self.rounds(router, 1000)
+        samples = rounds.run(0, quiet)
+        next(samples)
+        assert self.servers.retired == [], "not while they are measured"
+        list(samples)
+        assert self.servers.retired == ["nixl"]
+
+    def test_many_at_once_and_then_longer_and_longer_prompts(self, router: Slow) -> None:
+        cases = [(each.case.at_once, each.case.prompt_tokens) for each in self.rounds(router, 1000).run(0, quiet)]
+        assert list(dict.fromkeys(cases)) == [(8, 500), (1, 500), (1, 2000), (1, 3500)]
 
     def test_a_first_request_that_is_refused_is_kept_and_the_others_go_on(self, router: Slow) -> None:
         rounds = self.rounds(router, 1000)
@@ -314,7 +332,7 @@ class TestTrouble:
 
         monkeypatch.setattr("benchmarks.peers.trouble.Router", lambda _: Slow())
         fleet = Killed()
-        rounds = Rounds(fleet, Slow(), Plan(), random.Random(1), Budget(0, 0, 0))  # type: ignore[arg-type]
+        rounds = Rounds(fleet, Slow(), Plan(), random.Random(1), Budget(0, 0, 0), Slow())  # type: ignore[arg-type]
         trouble = Trouble(fleet, rounds, random.Random(1), ALL)  # type: ignore[arg-type]
         found = trouble.killed(quiet)
         assert happened == ["ours", "mooncake", "nixl", "restart"]
