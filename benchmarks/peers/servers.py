@@ -63,8 +63,8 @@ class Started:
 class Fleet:
     """The servers of all connectors that are alive. Leaving the context ends them.
 
-    Idle workers of a tensor parallel group spin. Where there are such, only the servers that are asked run: the others
-    are stopped (SIGSTOP), also those that are ready while others still start.
+    Servers that nobody asks may keep cores busy all the same. Only the pair that is asked runs: the others are stopped
+    (SIGSTOP), also those that are ready while others still start.
     """
 
     def __init__(self, model: Path, directory: Path, threads: int) -> None:
@@ -99,15 +99,9 @@ class Fleet:
         return {each.key: self._pair(each) for each in connectors if each.key not in self.failures}
 
     def attend(self, pair: Pair) -> None:
-        """Let these servers run, and stop the others if there are any whose idle workers spin."""
-        if not self._spins:
-            return
+        """Let these servers run, and stop the others."""
         for key, started in self._started.items():
             self._run(key, started.server.url in {pair.prefill_url, pair.decode_url})
-
-    @property
-    def _spins(self) -> bool:
-        return any(started.shape.tensor_parallel > 1 for started in self._started.values())
 
     def _run(self, key: tuple[str, Side], wanted: bool) -> None:
         if wanted is (key not in self._stopped):
@@ -203,7 +197,7 @@ class Fleet:
                 try:
                     if key in self._stopped or started.server.ready():
                         waiting.pop(key)
-                        self._run(key, not self._spins)
+                        self._run(key, False)
                     elif time.monotonic() > until:
                         raise ServerFailed(f"not ready within {READY_TIMEOUT_S:.0f} s", started.server.log_tail())
                 except ServerFailed as error:

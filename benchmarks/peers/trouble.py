@@ -82,6 +82,7 @@ class Trouble:
     def _several(self, connector: Connector, pair: Pair) -> list[tuple[Answer, tuple[int, ...]]]:
         """Send a few requests, and no more after one that has timed out."""
         answers: list[tuple[Answer, tuple[int, ...]]] = []
+        self._fleet.attend(pair)
         while len(answers) < REQUESTS and not any(answer.timed_out for answer, _ in answers):
             answers.append(self._asked(connector, pair))
         return answers

@@ -178,7 +178,7 @@ class TestBudget:
 
 
 class TestFleet:
-    def test_idle_servers_are_stopped_beside_workers_that_spin_and_end_all_the_same(self, tmp_path: Path) -> None:
+    def test_idle_servers_are_stopped_and_end_all_the_same(self, tmp_path: Path) -> None:
         fleet, pairs = Fleet(tmp_path, tmp_path, 1), {}
         for connector in (OURS, NIXL):
             started = [self.started(connector, side, tmp_path) for side in SIDES]
@@ -203,7 +203,7 @@ class TestFleet:
         name = f"{connector.key} {side}"
         server = Server(name, command, url=f"http://{name}", log=directory / name)
         server.start()
-        return Started(server, connector, side, Shape(tensor_parallel=2), 1)
+        return Started(server, connector, side, Shape(), 1)
 
     @staticmethod
     def has_stopped(process: psutil.Process) -> bool:
