@@ -43,7 +43,7 @@ def _handover(rows: Sequence[Row], layout: str, caption: str, path: Path) -> Pat
     from matplotlib import pyplot as plt  # noqa: PLC0415
 
     sizes = list(dict.fromkeys((row["prefill_tp"], row["decode_tp"]) for row in rows))
-    figure, axes = plt.subplots(1, len(sizes), figsize=(3.2 * len(sizes), 3.2), sharey=True, squeeze=False)
+    figure, axes = plt.subplots(1, len(sizes), figsize=(3.2 * len(sizes), 3.8), sharey=True, squeeze=False)
     for axis, (prefill_tp, decode_tp) in zip(axes[0], sizes, strict=True):
         here = [row for row in rows if (row["prefill_tp"], row["decode_tp"]) == (prefill_tp, decode_tp)]
         for (connector, legs), (label, colour, marker, line) in WAYS.items():
@@ -58,7 +58,7 @@ def _handover(rows: Sequence[Row], layout: str, caption: str, path: Path) -> Pat
         axis.set_xlim(left=0)
         axis.grid(alpha=0.3)
     axes[0][0].set_ylim(bottom=min(0.0, *(row["handover_ms"]["p50"] for row in rows)))
-    axes[0][0].set_ylabel("ms from P's answer to D's first token,\nless what one token takes at D")
+    axes[0][0].set_ylabel("ms from P's answer\nto D's first token,\nless what one token takes at D")
     return _save(figure, f"{layout}: {caption}", path)
 
 

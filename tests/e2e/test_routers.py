@@ -1,13 +1,15 @@
 """Routers in front of real servers: the example proxy with both legs at once, and vllm-router as it comes from PyPI.
 
-vllm-router needs other versions of packages than vLLM, so it is run from an environment of its own: its command is
-taken from PD_CONNECTOR_VLLM_ROUTER, or from the path, and its tests are skipped where there is none. Of others, whole
-requests are replayed.
+vllm-router and smg are run from environments of their own, as vllm-router needs other versions of packages than vLLM.
+Their commands are taken from PD_CONNECTOR_VLLM_ROUTER and PD_CONNECTOR_SMG, or from the path; their tests are skipped
+where there is none. Of others, whole requests are replayed.
 """
 
 import json
 import os
+import random
 import shutil
+import string
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -32,6 +34,7 @@ pytestmark = [pytest.mark.routers, on(ROUTED)]
 
 LONG = 2800
 ROUTER = os.environ.get("PD_CONNECTOR_VLLM_ROUTER") or shutil.which("vllm-router") or ""
+SMG = os.environ.get("PD_CONNECTOR_SMG") or shutil.which("smg") or ""
 Proxied = Callable[..., "Proxy"]
 
 
@@ -247,6 +250,72 @@ class TestVllmRouter:
             pulls.assert_right(completion, prompt)
 
 
+@pytest.mark.skipif(not SMG, reason="smg is not here: PD_CONNECTOR_SMG names its command")
+class TestSmg:
+    """It takes texts only, of which the model's tokenizer makes a token a byte."""
+
+    @pytest.mark.parametrize("length", [33, 257, 700, LONG])
+    def test_it_gives_the_same_outputs(self, smg: str, servers: dict[str, Server], pulls: Pair, length: int) -> None:
+        prompt = "".join(random.Random(f"smg {length}").choices(string.ascii_letters, k=length))
+        body = {"model": MODEL_NAME, "prompt": prompt, "max_tokens": 16, "temperature": 0.0, "ignore_eos": True}
+        with pulls.traffic() as traffic:
+            answer = httpx.post(f"{smg}/v1/completions", json=body, timeout=120, trust_env=False)
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["usage"]["prompt_tokens"] == length
+        assert traffic.source("external_kv_transfer") == length - 1
+        assert traffic.failures() == 0
+        assert (traffic.leases("granted"), traffic.leases("released")) == (1, 1)
+        alone = _post(servers["D"], json.dumps(body | {"cache_salt": "alone"}))
+        assert answer.json()["choices"][0]["text"] == alone["choices"][0]["text"]
+
+    @pytest.fixture
+    def smg(self, servers: dict[str, Server], tmp_path: Path) -> Iterator[str]:
+        """Run smg in front of P, registered under the name of a connector that it knows, and D; yields its address."""
+        port, metrics_port = free_ports(2)
+        address = f"http://127.0.0.1:{port}"
+        words = [SMG, "launch", "--pd-disaggregation", "--backend", "vllm", "--policy", "round_robin"]
+        words += ["--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(metrics_port)]
+        with _running([*words, "--disable-tokenizer-autoload"], tmp_path / "smg.log") as alive:
+            workers = [
+                {"url": servers["P"].client.base_url, "worker_type": "prefill", "kv_connector": "NixlConnector"},
+                {"url": servers["D"].client.base_url, "worker_type": "decode"},
+            ]
+            until(lambda: alive() and _answers(f"{address}/workers"), "smg to listen")
+            for worker in workers:
+                body = worker | {"runtime_type": "vllm", "connection_mode": "http", "model_id": MODEL_NAME}
+                httpx.post(f"{address}/workers", json=body, trust_env=False).raise_for_status()
+            until(lambda: _ready_workers(address) == len(workers), "smg to find both servers")
+            yield address
+
+
+def _answers(url: str) -> bool:
+    try:
+        return httpx.get(url, trust_env=False).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def _ready_workers(smg: str) -> int:
+    workers = httpx.get(f"{smg}/workers", trust_env=False).json()["workers"]
+    return sum(worker["status"] == "ready" for worker in workers)
+
+
+@contextmanager
+def _running(command: list[str], log: Path) -> Iterator[Callable[[], bool]]:
+    """Run a router; yields what says whether it still runs, and fails with its log if it does not."""
+    with log.open("wb") as output, subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT) as process:
+
+        def alive() -> bool:
+            assert process.poll() is None, log.read_text()
+            return True
+
+        try:
+            yield alive
+        finally:
+            process.terminate()
+            process.wait(30)
+
+
 def _post(server: Server, body: str, headers: dict[str, str] | None = None) -> dict[str, Any]:
     """Send a server a completion as it is, and return the answer."""
     url, headers = f"{server.client.base_url}/v1/completions", {"Content-Type": "application/json", **(headers or {})}
@@ -280,23 +349,13 @@ def _vllm_router(servers: dict[str, Server], connector: str, directory: Path) ->
     port, metrics_port = free_ports(2)
     prefill = servers["P"]
     bootstrap = [str(bootstrap_port(prefill.spec))] if connector == "mooncake" else []
-    with (directory / "vllm-router.log").open("wb") as log:
-        process = subprocess.Popen(
-            [
-                *(ROUTER, "--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(metrics_port)),
-                *("--vllm-pd-disaggregation", "--kv-connector", connector, "--policy", "round_robin"),
-                *("--prefill", prefill.client.base_url, *bootstrap),
-                *("--decode", servers["D"].client.base_url),
-            ],
-            stdout=log,
-            stderr=subprocess.STDOUT,
-        )
+    words = [ROUTER, "--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(metrics_port)]
+    words += ["--vllm-pd-disaggregation", "--kv-connector", connector, "--policy", "round_robin"]
+    words += ["--prefill", prefill.client.base_url, *bootstrap, "--decode", servers["D"].client.base_url]
+    with _running(words, directory / "vllm-router.log") as alive:
         client = Client(f"http://127.0.0.1:{port}")
         try:
-            until(lambda: client.is_healthy() or process.poll() is not None)
-            assert process.poll() is None, Path(log.name).read_text()
+            until(lambda: alive() and client.is_healthy())
             yield client
         finally:
             client.close()
-            process.terminate()
-            process.wait(30)
