@@ -5,7 +5,7 @@ from typing import Any
 from prometheus_client import Counter, Gauge, Histogram
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-from pd_connector.stats import COUNTERS, GAUGES, GAUGES_OF_RANKS, HOST_COPIES, LABELLED, LABELS, nothing
+from pd_connector.stats import COUNTERS, GAUGES, GAUGES_OF_RANKS, HOST_COPIES, LABELLED, LABELS, PHASES, nothing
 
 
 class ConnectorStats(KVConnectorStats):
@@ -97,6 +97,10 @@ class ConnectorPromMetrics(KVConnectorPromMetrics):
             for name, labels in LABELS.items():
                 for label in labels:
                     self._counters[name].labels(*values, label)
+            for phase in PHASES:
+                self._phases.labels(*values, phase)
+            for kind in HOST_COPIES:
+                self._host_copies.labels(*values, kind)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Add one report to the metrics."""

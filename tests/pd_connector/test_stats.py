@@ -294,6 +294,16 @@ def test_reports_are_exported_for_their_engine(exported: tuple[ConnectorPromMetr
     assert samples["vllm:pd_connector_call_seconds_max", ("m", "1", "worker.get_transfer_results")] == 0.5
 
 
+def test_durations_are_there_before_the_first_one(exported: tuple[ConnectorPromMetrics, _Unregistered]) -> None:
+    """A rate needs a sample from before: what comes between two scrapes would otherwise be lost."""
+    samples = exported[1].samples()
+    for engine in ("0", "1"):
+        for phase in PHASES:
+            assert samples["vllm:pd_pull_seconds_count", ("m", engine, phase)] == 0
+        for kind in HOST_COPIES:
+            assert samples["vllm:pd_host_copy_seconds_count", ("m", engine, kind)] == 0
+
+
 def test_everything_that_is_counted_can_be_exported(exported: tuple[ConnectorPromMetrics, _Unregistered]) -> None:
     recorder = StatsRecorder()
     for name in (
