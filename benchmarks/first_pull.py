@@ -22,13 +22,13 @@ PULLS = 10
 
 
 def pull_ms(pair: Pair) -> dict[str, float]:
-    """Return the milliseconds that the decode server's pulls have taken so far, by phase."""
+    """Return the milliseconds that the decode server's pulls have taken so far, by phase, of phases that there were."""
     text = pair.http.get(f"{pair.decode}/metrics").raise_for_status().text
     return {
         sample.labels["phase"]: sample.value * 1e3
         for family in text_string_to_metric_families(text)
         for sample in family.samples
-        if sample.name == "vllm:pd_pull_seconds_sum"
+        if sample.name == "vllm:pd_pull_seconds_sum" and sample.value
     }
 
 
