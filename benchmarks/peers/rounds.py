@@ -136,6 +136,7 @@ class Rounds:
         """
         plan, measured = self._plan, self._plan.rounds[number]
         say(f"{measured.name}: starting servers")
+        self._ailing.clear()
         pairs = self.become(plan.connectors, *measured.shapes)
         self._failed(measured, self._fleet.failures)
         #: Those that were left out in the last round have one more attempt.
@@ -157,7 +158,6 @@ class Rounds:
             yield from self._lengths(ways, partial(case, tokens, 1), tokens, until)
         for key in sorted(self._ailing):
             self._fleet.retire(key)
-        self._ailing.clear()
 
     def become(self, compared: Sequence[Connector], prefill: Shape, decode: Shape) -> dict[str, Pair]:
         """Have servers of these shapes, and keep how long they took to start."""
@@ -187,6 +187,7 @@ class Rounds:
             try:
                 params = self._patient.prefill(pair, prompt, salt, {"do_remote_decode": True})
             except NO_ANSWER as error:
+                self._ailing.add(connector.key)
                 return f"the first request: {failed(error).error}"
             pair.learnt.update(params or {})
             self._patient.decode(pair, prompt, 2, salt, params)  # which ends the lease

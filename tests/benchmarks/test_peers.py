@@ -280,17 +280,22 @@ class TestRounds:
         self.servers = Servers()
         plan = Plan(rounds=(Round("LBHNC", 1, 1),) * 2, repeats=5)
         budget = Budget(budget_s, 0, 0)
-        return Rounds(self.servers, router, plan, random.Random(1), budget, router)  # type: ignore[arg-type]
+        self.patient = Slow()
+        return Rounds(self.servers, router, plan, random.Random(1), budget, self.patient)  # type: ignore[arg-type]
 
     def test_a_way_that_times_out_is_left_out_and_its_requests_are_errors(self, router: Slow) -> None:
         rounds = self.rounds(router, 1000)
         (row, *others) = [row for row in summary.rows(rounds.run(0, quiet)) if row["connector"] == "nixl"]
-        asked = 1 + Plan().clients
-        assert router.asked.count("nixl") == asked, "a first one, and those of the burst that is not counted"
+        asked = Plan().clients
+        assert router.asked.count("nixl") == asked, "those of the burst that is not counted"
         assert all(each["errors"] == each["requests"] for each in (row, *others))
         assert row["error"] == LEFT_OUT
         list(rounds.run(1, quiet))
-        assert router.asked.count("nixl") == asked + 1, "one more attempt in the next round"
+        assert router.asked.count("nixl") == asked, "the next round has the first request only, which failed again"
+
+    def test_who_waits_for_a_compiler_sends_the_first_requests(self, router: Slow) -> None:
+        next(iter(self.rounds(router, 1000).run(0, quiet)))
+        assert self.patient.asked == ["mooncake"] * len(MOONCAKE.legs) + ["nixl"]
 
     def test_what_failed_has_other_servers_afterwards(self, router: Slow) -> None:
         rounds = self.rounds(router, 1000)
@@ -298,7 +303,7 @@ class TestRounds:
         next(samples)
         assert self.servers.retired == [], "not while they are measured"
         list(samples)
-        assert self.servers.retired == ["nixl"]
+        assert self.servers.retired == ["nixl", "ours"], "whose first request was refused"
 
     def test_many_at_once_and_then_longer_and_longer_prompts(self, router: Slow) -> None:
         cases = [(each.case.at_once, each.case.prompt_tokens) for each in self.rounds(router, 1000).run(0, quiet)]
