@@ -14,7 +14,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -280,19 +280,13 @@ class TestSmg:
                 {"url": servers["P"].client.base_url, "worker_type": "prefill", "kv_connector": "NixlConnector"},
                 {"url": servers["D"].client.base_url, "worker_type": "decode"},
             ]
-            until(lambda: alive() and _answers(f"{address}/workers"), "smg to listen")
+            with closing(Client(address)) as client:
+                until(lambda: alive() and client.is_healthy(), "smg to listen")
             for worker in workers:
                 body = worker | {"runtime_type": "vllm", "connection_mode": "http", "model_id": MODEL_NAME}
                 httpx.post(f"{address}/workers", json=body, trust_env=False).raise_for_status()
             until(lambda: _ready_workers(address) == len(workers), "smg to find both servers")
             yield address
-
-
-def _answers(url: str) -> bool:
-    try:
-        return httpx.get(url, trust_env=False).status_code == 200
-    except httpx.TransportError:
-        return False
 
 
 def _ready_workers(smg: str) -> int:
