@@ -72,7 +72,7 @@ def serve(pipe: Connection, blocks: int, tokens: int) -> None:
         if moves:
             slots = [block - 1 for block in block_ids]
             run_copies(memory.layout.stores(memory.pool, 0, block_ids, slots))
-            assert leases.move(str(params["lease_id"]), "slots", (tuple(slots),)) == "blocks"
+            assert leases.move(str(params["lease_id"]), "slots", dict(zip(block_ids, slots, strict=True))) == "blocks"
         pipe.send(params)
     server.close()
     engine.close()

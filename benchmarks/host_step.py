@@ -5,7 +5,7 @@ scheduler half does for the tier in every step: to choose what is stored and mak
 workers have reported (here: the store of the step before). Host memory is full, so that every store evicts a block, as
 it is after a while. Beside it stands what vLLM's manager takes in the same steps to allocate and hash blocks, a part of
 what vLLM's scheduler does. The same is timed of leases that move there, none of whose blocks host memory holds, begun
-and ended a portion a step; and of prompts that are pulled there, none of which it holds.
+and ended a share a step; and of prompts that are pulled there, none of which it holds.
 
 Model's thread: a store as the worker half starts it, descriptors and hand-over, while the copier's thread is busy with
 earlier stores; and the look at what has ended.
@@ -20,8 +20,9 @@ import gc
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -40,10 +41,12 @@ from pd_connector.orders import BlockMoves, LandingEnds, Report, StoreEnds, Stor
 from pd_connector.scheduler.checksum_table import ChecksumTable
 from pd_connector.scheduler.host_tier import HostTier, StoreMode
 from pd_connector.scheduler.landings import Landings
-from pd_connector.scheduler.lease_moves import BLOCKS_A_STEP, LeaseMoves
+from pd_connector.scheduler.lease_moves import LeaseMoves
 from pd_connector.scheduler.leases import LeaseTable
-from pd_connector.vllm.block_pools import DeviceBlocks, HostBlockPool, HostBlocks, Leased
+from pd_connector.scheduler.step_share import blocks_a_step
+from pd_connector.vllm.block_pools import HostBlockPool, HostBlocks, Leased
 from pd_connector.vllm.cache_specs import Retention
+from pd_connector.vllm.device_blocks import DeviceBlocks
 from pd_connector.vllm.engine_config import max_blocks_per_step
 from pd_connector.worker.host_copies import HostCopies
 from transfer.batch_copy.backends import Backend, open_copier, pinned_memory
@@ -57,7 +60,13 @@ PREFILL_TOKENS = 8 * STEP_TOKENS  # a prompt of 512 blocks a step
 RUNNING = (1, 8, 32, 64, 128, 256)
 DECODE_MS, HAND_OVER_MS, DESCRIPTORS = 0.3, 1.0, 10_240
 MODES: tuple[StoreMode, ...] = ("eager", "lazy")
-MOVES = ((64, 16), (1, 256), (1, 512), (32, 256))  # leases at once, and blocks of each
+MOVES = ((64, 16), (1, 512), (32, 256))  # leases at once, and blocks of each
+#: What steps compute besides: nothing; a token of many requests; a prompt.
+STEPS: dict[str, Mapping[str, int]] = {
+    "idle": {},
+    "decode": {f"decoding {number}": 1 for number in range(64)},
+    "prefill": {"prefilling": STEP_TOKENS},
+}
 
 Clock = Callable[[], float]  # seconds
 
@@ -143,6 +152,11 @@ class Engine:
             if request.num_computed_tokens >= request.num_tokens:
                 request.append_output_token_ids(7)
 
+    def settle(self) -> None:
+        """Steps without tokens until nothing is stored any more."""
+        while self.tier.wants_step:
+            self.step([])
+
     def prefill(self, request: Request) -> None:
         """All steps of a prompt."""
         while (left := request.num_tokens - request.num_computed_tokens) > 1:
@@ -202,7 +216,9 @@ def leaving(clock: Clock, blocks: int, requests: int = 16) -> tuple[list[float],
     return tier, vllm
 
 
-def moving(clock: Clock, leases: int, blocks: int, rounds: int = 16) -> tuple[list[float], list[float]]:
+def moving(
+    clock: Clock, leases: int, blocks: int, scheduled: Mapping[str, int], rounds: int = 16
+) -> tuple[list[float], list[float]]:
     """Milliseconds of every step that begins moves of leases of so many blocks, and of every one that ends some."""
     engine = Engine("eager", clock)
     engine.fill_memory()
@@ -218,25 +234,20 @@ def moving(clock: Clock, leases: int, blocks: int, rounds: int = 16) -> tuple[li
             held = engine.blocks.hold(request.request_id)
             engine.manager.free(request)
             table.grant(request.request_id, held, "", (tuple(block.block_id for block in held),))
-        ended: dict[int, StoreEnds] = {}
-        for _ in range(leases):  # a step begins one move at least
+        ended: dict[int, int] = {}  # blocks, by store
+        while moves.is_due() or sum(ended.values()) < leases * blocks:
             begun = clock()
-            stores = moves.step_orders({}).stores
+            stores = moves.step_orders(scheduled).stores
             order.append(1e3 * (clock() - begun))
-            ended |= {store.store_id: StoreEnds(1) for store in stores}
-            if len(ended) == leases:
-                break
-        assert len(ended) == leases, f"{leases - len(ended)} leases of round {number} do not begin to move"
+            ended |= {store.store_id: len(store.moves) for store in stores}
         begun = clock()
-        moves.settled(set(), set(), Report(ended))
+        moves.settled(set(), set(), Report({store_id: StoreEnds(1) for store_id in ended}))
         end.append(1e3 * (clock() - begun))
-        for _ in range(leases):  # and ends one
-            if table.in_host_memory == leases:
-                break
+        while moves.frees_blocks_soon:
             begun = clock()
-            moves.step_orders({})
+            moves.step_orders(scheduled)
             end.append(1e3 * (clock() - begun))
-        assert table.in_host_memory == leases, f"moves of round {number} do not end"
+        assert table.in_host_memory == leases, f"{leases - table.in_host_memory} leases of round {number} stay"
         table.cancel_all()
         for each in table.collect():
             assert isinstance(each, HostBlocks), f"a lease of round {number} has not moved"
@@ -244,49 +255,73 @@ def moving(clock: Clock, leases: int, blocks: int, rounds: int = 16) -> tuple[li
     return order, end
 
 
-def landing(clock: Clock, tokens: int, prompts: int = 64) -> tuple[list[float], list[float]]:
-    """Milliseconds to begin a landing of a prompt, and to end it."""
+def landing(clock: Clock, tokens: int, scheduled: Mapping[str, int], prompts: int = 64) -> tuple[list[float], ...]:
+    """Milliseconds of every step that begins a landing of a prompt, publishes it, and gives its slots back."""
     engine = Engine("eager", clock)
     engine.fill_memory()
+    engine.settle()
     consumer: Any = SimpleNamespace(
         may_land=lambda request: True,
         start_landing=lambda request, block_ids, wanted: None,
         end_landing=lambda request_id, failed: None,
     )
     landings = Landings("host", engine.tier, consumer, engine.blocks, [Retention(BLOCK_TOKENS)], 1)
-    begin, end = [], []
-    for _ in range(prompts):
-        request = engine.new_request(tokens)
+    begin: list[float] = []
+    end: list[float] = []
+    leave: list[float] = []
+
+    def timed(samples: list[float], *work: Callable[[], object]) -> None:
         begun = clock()
-        landings.must_land(request, 0)
-        ordered = clock()
-        landings.settled(set(), set(), Report(landings={request.request_id: LandingEnds(1)}))
-        begin.append(1e3 * (ordered - begun))
-        end.append(1e3 * (clock() - ordered))
-        engine.tier.finish(request, ())
-    return begin, end
+        for each in work:
+            each()
+        samples.append(1e3 * (clock() - begun))
+
+    def step() -> None:
+        landings.step_orders(scheduled)
+        engine.tier.step_orders(scheduled)
+
+    for _ in range(prompts):
+        step()
+        request = engine.new_request(tokens)
+        engine.tier.add(request)
+        timed(begin, partial(landings.must_land, request, 0))
+        while not landings.under_way:
+            timed(begin, step)
+        step()
+        ended = Report(landings={request.request_id: LandingEnds(1)})
+        timed(end, partial(landings.settled, set(), set(), ended))
+        while engine.tier.wants_step:
+            timed(end, step)
+        step()
+        timed(leave, partial(engine.tier.finish, request, ()))
+        while engine.tier.wants_step:
+            timed(leave, step)
+    return begin, end, leave
 
 
 def transfers(clock: Clock) -> dict[str, Any]:
     """Print what moves and landings take of a step, and return medians in milliseconds."""
     figures: dict[str, Any] = {"moves": {}, "landings": {}}
     print(
-        f"\nscheduler's thread, ms a step with leases that move to host memory, {BLOCKS_A_STEP} blocks a step: to order"
+        "\nscheduler's thread, ms of each step with leases that move to host memory: to order copies, and to let go of"
     )
-    print(
-        "copies, and to end moves, median and worst; and of a prompt that is pulled there: to begin it, and to end it"
-    )
-    for leases, blocks in MOVES:
-        order, ended = moving(clock, leases, blocks)
-        print(f"  {leases:2} leases of {blocks:3} blocks   {spread(order)}   {spread(ended)}")
-        figures["moves"][f"{leases}x{blocks}"] = {
-            "order_ms": statistics.median(order),
-            "end_ms": statistics.median(ended),
-        }
-    for tokens in (STEP_TOKENS // 8, STEP_TOKENS):
-        begin, ended = landing(clock, tokens)
-        print(f"  a prompt of {tokens:,} tokens     {spread(begin)}   {spread(ended)}")
-        figures["landings"][str(tokens)] = {"begin_ms": statistics.median(begin), "end_ms": statistics.median(ended)}
+    print("the device's blocks, median and worst; and with a prompt that is pulled there: to lend it slots, to publish")
+    print("it, and to give its slots back")
+    for kind, scheduled in STEPS.items():
+        figures["moves"][kind], figures["landings"][kind] = {}, {}
+        print(f"  {kind}: {blocks_a_step(scheduled, [BLOCK_TOKENS])} blocks a step")
+        for leases, blocks in MOVES:
+            order, ended = moving(clock, leases, blocks, scheduled)
+            print(f"    {leases:2} leases of {blocks:3} blocks   {spread(order)}   {spread(ended)}")
+            figures["moves"][kind][f"{leases}x{blocks}"] = {
+                "order_ms": statistics.median(order),
+                "end_ms": statistics.median(ended),
+            }
+        for tokens in (STEP_TOKENS // 8, STEP_TOKENS):
+            parts = landing(clock, tokens, scheduled)
+            print(f"    a prompt of {tokens:,} tokens     {'   '.join(map(spread, parts))}")
+            names = ("begin_ms", "publish_ms", "give_back_ms")
+            figures["landings"][kind][str(tokens)] = dict(zip(names, map(statistics.median, parts), strict=True))
     return figures
 
 

@@ -28,7 +28,8 @@ from layout.geometry import CacheGroup, ModelIdentity, WorkerGeometry
 from pd_connector.scheduler.announcer import Announcer
 from pd_connector.scheduler.lease_service import LeaseService
 from pd_connector.scheduler.leases import LeaseTable
-from pd_connector.vllm.block_pools import DeviceBlocks, Leased
+from pd_connector.vllm.block_pools import Leased
+from pd_connector.vllm.device_blocks import DeviceBlocks
 from transfer.control.server import ControlServer
 
 BLOCK_TOKENS, CHUNK_TOKENS, STEPS = 16, 512, 16

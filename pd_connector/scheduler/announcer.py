@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING
 from pd_connector.params import ParamsError, is_decode_leg, is_prefill_leg, prefill_transfer_id
 from pd_connector.scheduler.lease_service import LeaseService
 from pd_connector.scheduler.prompt_slots import PromptSlots
-from pd_connector.vllm.block_pools import DeviceBlocks, Leased
+from pd_connector.vllm.block_pools import Leased
+from pd_connector.vllm.device_blocks import DeviceBlocks
 from pd_connector.vllm.requests import tokens_under_way
 
 if TYPE_CHECKING:

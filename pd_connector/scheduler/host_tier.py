@@ -19,17 +19,11 @@ from typing import TYPE_CHECKING, Literal
 
 from pd_connector.orders import BlockMoves, LoadOrder, Orders, Report, StoreEnds, StoreOrder
 from pd_connector.scheduler.host_loans import HostLoans
+from pd_connector.scheduler.landed_prompts import LandedPrompt, LandedPrompts
 from pd_connector.scheduler.roles import SchedulerRole
+from pd_connector.scheduler.step_share import blocks_a_step
 from pd_connector.stats import StatsRecorder
-from pd_connector.vllm.block_pools import (
-    BlockKeys,
-    Candidate,
-    HostBlockPool,
-    HostHit,
-    Store,
-    request_blocks,
-    slot_of,
-)
+from pd_connector.vllm.block_pools import BlockKeys, Candidate, HostBlockPool, HostHit, Store, request_blocks, slot_of
 
 if TYPE_CHECKING:
     from pd_connector.vllm.types import KVCacheBlock, KVCacheBlocks, KVCacheEvent, Request
@@ -55,16 +49,11 @@ class _Offer:
     goes_on: bool  # whether the blocks right after the hit were there as well, though not to be found
 
 
-@dataclass(slots=True)
-class _Landed:
-    hit: HostHit
-    first_token: int  # that vLLM was last told of
-
-
 @dataclass(frozen=True, slots=True)
 class _Load:
-    hit: HostHit  # pinned
+    hit: HostHit  # pinned, or of a prompt that has landed
     tokens: int
+    landed: LandedPrompt | None
 
 
 @dataclass(slots=True)
@@ -95,7 +84,7 @@ class HostTier(SchedulerRole):
         self._requests: dict[str, _Progress] = {}
         self._offers: dict[str, _Offer] = {}  # their blocks are pinned
         self._loads: dict[str, _Load] = {}  # under way
-        self._landed: dict[str, _Landed] = {}  # what was pulled here for requests that wait for blocks, pinned
+        self._landed = LandedPrompts(pool, self.loans)
         self._load_failed: set[str] = set()  # requests that therefore compute their tokens
         self._jobs: dict[int, _StoreJob] = {}  # under way
         self._storing: dict[object, None] = {}  # keys of all blocks chosen or being stored; an ordered set
@@ -122,7 +111,7 @@ class HostTier(SchedulerRole):
         vLLM asks in every step until it has blocks for the request. The blocks that were found stay pinned meanwhile:
         finding and pinning a long prompt takes milliseconds.
         """
-        if (landed := self._landed_tokens(request, computed_tokens)) is not None:
+        if (landed := self._landed.tokens(request, computed_tokens)) is not None:
             return landed
         offer = self._offers.get(request.request_id)
         if offer is not None and offer.hit.first_token == computed_tokens and not self._has_grown(request, offer):
@@ -146,7 +135,7 @@ class HostTier(SchedulerRole):
         if progress is not None and progress.preemptions != request.num_preemptions:
             progress.preemptions = request.num_preemptions
             self._restart_scan(progress)  # it may have other blocks now, and host memory may have evicted its old ones
-        landed, offer = self._landed.pop(request.request_id, None), self._offers.pop(request.request_id, None)
+        landed, offer = self._landed.take(request.request_id), self._offers.pop(request.request_id, None)
         if landed is not None:
             hit, first_token = landed.hit, landed.first_token
         elif offer is not None:
@@ -155,9 +144,9 @@ class HostTier(SchedulerRole):
             return 0
         tokens = hit.first_token + hit.tokens - first_token
         if not tokens or external_tokens < tokens:  # none if the device has come to hold all that has landed
-            self._pool.unpin(hit.blocks)
+            self._let_go(hit, landed)
             return 0
-        self._loads[request.request_id] = _Load(hit, tokens)
+        self._loads[request.request_id] = _Load(hit, tokens, landed)
         moves = BlockMoves.of(_triples(hit, request_blocks(blocks), self._pool.block_tokens, first_token))
         self._ordered_loads.append(LoadOrder(request.request_id, moves, tokens))
         return tokens
@@ -192,6 +181,11 @@ class HostTier(SchedulerRole):
         """Number of slots in all."""
         return self._pool.slots
 
+    @property
+    def block_tokens(self) -> tuple[int, ...]:
+        """Block size of each cache group, in tokens."""
+        return self._pool.block_tokens
+
     def is_storing(self, blocks: Iterable["KVCacheBlock"]) -> bool:
         """Return whether one of these device blocks is on its way to host memory."""
         return bool(self._storing) and any(block.block_hash in self._storing for block in blocks)
@@ -216,22 +210,21 @@ class HostTier(SchedulerRole):
         ``first_token``: of those that have landed; before, host memory held the hit already.
         """
         self._withdraw(request.request_id)  # what it was offered before, which the hit covers
-        self.loans.end(hit.blocks)
-        self._landed[request.request_id] = _Landed(hit, hit.first_token)
-        self._pool.publish_landed(request, hit, first_token)
+        self._landed.add(request, hit, first_token)
 
     # Steps
 
     def step_orders(self, scheduled: Mapping[str, int]) -> Orders:
         """Return the loads, and at most one store, which covers all blocks that earlier steps have computed."""
         self._choose_stores(scheduled)
+        self._landed.use(blocks_a_step(scheduled, self._pool.block_tokens))
         loads, self._ordered_loads = tuple(self._ordered_loads), []
         return Orders(loads=loads, stores=self._order_store())
 
     @property
     def wants_step(self) -> bool:
         """Whether the engine must step even without requests, to order stores and to learn of their end."""
-        return bool(self._chosen or self._ready or self._jobs)
+        return bool(self._chosen or self._ready or self._jobs) or self._landed.wants_step
 
     @property
     def frees_blocks_soon(self) -> bool:
@@ -273,8 +266,9 @@ class HostTier(SchedulerRole):
 
     def reset(self) -> bool:
         """Drop all contents, including those being stored; return False if a request is loading some right now."""
-        for request_id in [*self._offers, *self._landed]:
+        for request_id in [*self._offers]:
             self._withdraw(request_id)
+        self._landed.reset()
         self.release_device_blocks()
         self._pool.evict_all()
         return not self._loads
@@ -282,9 +276,8 @@ class HostTier(SchedulerRole):
     def check_integrity(self) -> None:
         """Raise AssertionError unless the books balance."""
         expected = Counter(dict.fromkeys(self._quarantined_slots, 1)) + self.loans.references()
-        pinned: list[_Offer | _Load | _Landed] = [*self._offers.values(), *self._loads.values()]
-        pinned += self._landed.values()
-        in_use = [each.hit.blocks for each in pinned]
+        in_use = [offer.hit.blocks for offer in self._offers.values()]
+        in_use += [load.hit.blocks for load in self._loads.values() if load.landed is None]
         stores = list(self._stores())
         in_use += [(store.host,) for store in stores]
         for blocks in in_use:
@@ -297,37 +290,22 @@ class HostTier(SchedulerRole):
         assert all(block.ref_cnt > 0 for block in device_blocks), "a block is being stored and free at once"
         assert all(job.ends.ranks < self._ranks for job in self._jobs.values()), "a store should have ended"
         assert self._load_failed <= self._requests.keys(), "a request that has finished is remembered"
-        assert not self._offers.keys() & self._landed.keys(), "a request is offered two hits"
-        assert self._offers.keys() | self._landed.keys() <= self._requests.keys(), (
-            "something is kept for a request that has finished"
-        )
+        self._landed.check_integrity()
+        landed = self._landed.request_ids
+        assert not self._offers.keys() & landed, "a request is offered two hits"
+        assert self._offers.keys() | landed <= self._requests.keys(), "something is kept for a request that has left"
 
     def _withdraw(self, request_id: str) -> None:
-        """Unpin what was offered to a request, or has landed for it."""
-        offer, landed = self._offers.pop(request_id, None), self._landed.pop(request_id, None)
-        for each in (offer, landed):
-            if each is not None:
-                self._pool.unpin(each.hit.blocks)
+        """Let go of what was offered to a request, or has landed for it."""
+        if (offer := self._offers.pop(request_id, None)) is not None:
+            self._pool.unpin(offer.hit.blocks)
+        self._landed.withdraw(request_id)
 
-    def _landed_tokens(self, request: "Request", computed_tokens: int) -> int | None:
-        """Return how many tokens beyond ``computed_tokens`` have landed for a request; None if nothing of use has.
-
-        If the device holds less of the prompt than when the landing began, host memory must hold what comes between.
-        Otherwise what has landed is left to prefix hits.
-        """
-        landed = self._landed.get(request.request_id)
-        if landed is None:
-            return None
-        if (first := landed.hit.first_token) > computed_tokens:
-            between = self._pool.find(request, computed_tokens, first)
-            if between is None or computed_tokens + between.tokens < first:
-                self._withdraw(request.request_id)
-                return None
-            self._pool.pin(between.blocks)
-            groups = tuple(before + after for before, after in zip(between.groups, landed.hit.groups, strict=True))
-            landed.hit = HostHit(computed_tokens, between.tokens + landed.hit.tokens, groups)
-        landed.first_token = computed_tokens
-        return max(landed.hit.first_token + landed.hit.tokens - computed_tokens, 0)
+    def _let_go(self, hit: HostHit, landed: LandedPrompt | None) -> None:
+        if landed is not None:
+            self._landed.leave(landed)
+        else:
+            self._pool.unpin(hit.blocks)
 
     def _has_grown(self, request: "Request", offer: _Offer) -> bool:
         """Return whether more of a prompt may be found now than what was offered."""
@@ -339,7 +317,7 @@ class HostTier(SchedulerRole):
         for request_id in request_ids:
             load = self._loads.pop(request_id, None)
             if load is not None:
-                self._pool.unpin(load.hit.blocks)
+                self._let_go(load.hit, load.landed)
                 self._tokens_loaded += 0 if request_id in failed else load.tokens
 
     def _choose_stores(self, scheduled: Mapping[str, int]) -> None:

@@ -9,28 +9,27 @@ memory holds already are not copied: the lease takes references to their slots. 
 its device blocks, so that they do not change. Whether a reader has come is asked when the copy has ended
 (``LeaseTable.move``), in one step with the move. Everything runs on the scheduler's thread, but for ``is_due``.
 
-Leases are as large as prompts, and many copies may end at once. So a step begins moves until they have so many blocks
-together, ends moves until they do, and leaves the others to the next.
+Leases are as large as prompts, and many copies may end at once. So a step begins moves of its share of blocks only (see
+``step_share``), and lets go of as many; a lease that has more moves over several steps.
 """
 
 import logging
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import repeat
 
-import numpy as np
-
-from pd_connector.orders import BlockMoves, Orders, Report, StoreEnds, StoreOrder
+from pd_connector.orders import Orders, Report, StoreEnds, StoreOrder
 from pd_connector.scheduler.checksum_table import ChecksumTable
-from pd_connector.scheduler.host_loans import CopyLoan
 from pd_connector.scheduler.host_tier import HostTier
-from pd_connector.scheduler.leases import LeaseTable, MovableLease, Tables
+from pd_connector.scheduler.leases import LeaseTable, MovableLease
+from pd_connector.scheduler.moving_lease import MovingLease, Portion, block_moves, device_blocks
 from pd_connector.scheduler.roles import SchedulerRole
+from pd_connector.scheduler.step_share import MOST_BLOCKS, blocks_a_step
 from pd_connector.stats import StatsRecorder
-from pd_connector.vllm.block_pools import DeviceBlocks, HeldBlocks, HostBlocks, Leased, slot_of
+from pd_connector.vllm.block_pools import HostBlocks, Leased
+from pd_connector.vllm.device_blocks import DeviceBlocks
 from transfer.control.limits import ThrottledWarnings
 
 logger = logging.getLogger(__name__)
@@ -40,20 +39,15 @@ _GRACE_S = 0.25
 #: After host memory had no room, or a copy failed, until leases are chosen again.
 _REST_S = 0.5
 #: Leases that are looked at in one step, which must not take long.
-_CHOSEN_AT_ONCE = 64
-#: Blocks after which a step begins no more moves, and ends no more. Each takes it one to two microseconds.
-BLOCKS_A_STEP = 256
+_CHOSEN_AT_ONCE = 16
 _LOG_INTERVAL_S = 10.0
 
 
 @dataclass(slots=True)
-class _Move:
-    """A lease that is being copied to host memory."""
+class _Copy:
+    """What one store copies."""
 
-    lease: MovableLease[Leased]
-    slots: Tables
-    loan: CopyLoan
-    why: str
+    portions: tuple[Portion, ...]
     ends: StoreEnds = field(default_factory=lambda: StoreEnds(0))
 
 
@@ -87,9 +81,12 @@ class LeaseMoves(SchedulerRole):
         self._clock = clock
         self._tier: HostTier | None = None
         self._ranks = 1
-        self._moves: dict[int, _Move] = {}  # under way, by the id of their store
-        self._arrived: deque[_Move] = deque()  # those whose copies all ranks have reported, to be ended
-        self._may_end = BLOCKS_A_STEP  # blocks, in this step
+        self._moves: dict[str, MovingLease] = {}  # under way, by lease
+        self._lending: MovingLease | None = None  # the one that has no host blocks yet for all of its blocks
+        self._copies: dict[int, _Copy] = {}  # under way, by the id of their store
+        self._arrived: deque[MovingLease] = deque()  # of those under way, whose copies all ranks have reported
+        self._leaving: MovingLease | None = None  # has moved, or stays, and has blocks to let go of
+        self._may_let_go = MOST_BLOCKS  # of blocks, in this step
         self._next_store = -1
         self._rests_until = 0.0
         self._too_large = math.inf  # until then, leases of so many blocks and more stay where they are
@@ -106,47 +103,47 @@ class LeaseMoves(SchedulerRole):
     def release(self, held: HostBlocks) -> None:
         """Give back the slots of a lease that has ended."""
         assert self._tier is not None, "a lease has moved to host memory that nobody knows"
+        if self._leaving is not None:
+            self._leaving.has_ended(held)
         self._tier.loans.take_back(held.blocks)
 
     def is_due(self) -> bool:
         """Return whether leases are to be moved now. Any thread."""
-        return self._tier is not None and bool(self._chosen())
+        return self._tier is not None and any(True for _ in self._chosen())
 
     def step_orders(self, scheduled: Mapping[str, int]) -> Orders:
         """End moves that earlier steps have left, choose leases, and order the copies of their blocks."""
-        self._may_end = BLOCKS_A_STEP
-        self._end_arrived()
         if self._tier is None:
             return Orders()
-        stores: list[StoreOrder] = []
-        left = BLOCKS_A_STEP
-        for lease, why in self._chosen():
-            if left <= 0:
-                break
-            if (blocks := len(_device_blocks(lease))) < self._least_too_large:
-                self._start(self._tier, lease, why, stores)
-                left -= blocks
-        return Orders(stores=tuple(stores))
+        most = self._may_let_go = blocks_a_step(scheduled, self._tier.block_tokens)
+        self._end_arrived()
+        return Orders(stores=self._order(self._tier, most))
 
     def settled(self, request_ids: set[str], failed: set[str], report: Report) -> None:
-        """End the moves whose copies all ranks have reported, as many as this step may."""
+        """End the moves whose copies all ranks have reported, as far as this step may."""
         for store_id, ends in report.stores.items():
-            if (move := self._moves.get(store_id)) is not None:
-                move.ends += ends
-                if move.ends.ranks >= self._ranks:
-                    self._arrived.append(move)
-                    del self._moves[store_id]
+            if (copy := self._copies.get(store_id)) is None:
+                continue
+            copy.ends += ends
+            if copy.ends.ranks < self._ranks:
+                continue
+            del self._copies[store_id]
+            if copy.ends.failed:
+                self._rest(0)
+            for portion in copy.portions:
+                portion.lease.end_copy(portion, copy.ends)
+                self._note_arrival(portion.lease)
         self._end_arrived()
 
     @property
     def wants_step(self) -> bool:
         """Whether the engine must step to order copies, or to learn of their end."""
-        return self.frees_blocks_soon or self.is_due()
+        return bool(self._moves) or self._leaving is not None or self.is_due()
 
     @property
     def frees_blocks_soon(self) -> bool:
         """Whether leases are on their way off the device."""
-        return bool(self._moves or self._arrived)
+        return any(move.leaves_device for move in self._under_way())
 
     def update_stats(self, stats: StatsRecorder) -> None:
         """Record which leases have moved and why, which have not, and how many lie in host memory."""
@@ -161,36 +158,51 @@ class LeaseMoves(SchedulerRole):
         self._copied = self._present = 0
         stats.gauge("leases_in_host", self._leases.in_host_memory)
 
+    def release_device_blocks(self) -> None:
+        """Let go of all that leases have left on the device; it is no longer valid, and neither are its copies."""
+        if self._leaving is not None:
+            self._leaving.forget_copies()
+            self._leaving.let_go(self._blocks, len(self._leaving.blocks))
+            self._leaving = None
+
+    def reset(self) -> bool:
+        """Make sure that nothing is found any more of what is moving: leases have ended, and so will their moves."""
+        self.release_device_blocks()
+        return True
+
     def check_integrity(self) -> None:
         """Raise AssertionError unless the books balance."""
-        assert all(move.ends.ranks < self._ranks for move in self._moves.values()), "a move should have ended"
-        assert all(move.ends.ranks >= self._ranks for move in self._arrived), "a move is to end before its copy has"
-        moving = [move.lease.lease_id for move in self._under_way()]
-        assert len(set(moving)) == len(moving), "a lease is moved twice"
+        assert all(copy.ends.ranks < self._ranks for copy in self._copies.values()), "a copy should have ended"
+        assert all(move.has_arrived for move in self._arrived), "a move is to end before its copy has"
+        waiting = {id(move) for move in self._arrived}
+        waiting |= {id(portion.lease) for copy in self._copies.values() for portion in copy.portions}
+        waiting |= {id(self._lending)}
+        assert all(id(move) in waiting for move in self._moves.values()), "a move would never end"
+        assert self._lending is None or self._lending.lease_id in self._moves, "a move has begun that is not under way"
+        assert self._leaving is None or not self._leaving.is_done, "a move should have ended"
 
-    def _chosen(self) -> list[tuple[MovableLease[Leased], str]]:
-        """Return the leases to move now, and why: the oldest first, until leases hold no more than their share."""
+    def _chosen(self) -> Iterator[tuple[MovableLease[Leased], str]]:
+        """Yield the leases to move now, and why: the oldest first, until leases hold no more than their share."""
         is_short = self._is_short()
         above = self._blocks.leased - self._most_leased * self._blocks.total
-        if not is_short and above <= 0:
-            return []
-        moving = {move.lease.lease_id: len(_device_blocks(move.lease)) for move in self._under_way()}
-        above -= sum(moving.values())
+        if not is_short:
+            above -= sum(move.leaves_device for move in self._under_way())
+            if above <= 0:
+                return
         too_large = self._least_too_large
-        chosen: list[tuple[MovableLease[Leased], str]] = []
-        for lease in self._leases.movable(0.0 if is_short else _GRACE_S, _CHOSEN_AT_ONCE + len(moving)):
-            if not is_short and above <= 0:
-                break
-            if lease.lease_id in moving or (blocks := len(_device_blocks(lease))) >= too_large:
+        moving = frozenset(self._moves.copy())
+        for lease in self._leases.movable(0.0 if is_short else _GRACE_S, _CHOSEN_AT_ONCE, moving):
+            if (blocks := len(device_blocks(lease))) >= too_large or not self._checksums.are_taken(lease.lease_id):
                 continue
-            if self._checksums.are_taken(lease.lease_id):
-                chosen.append((lease, "short" if is_short else "share"))
-                above -= blocks
-        return chosen
+            yield lease, "short" if is_short else "share"
+            above -= blocks
+            if not is_short and above <= 0:
+                return
 
-    def _under_way(self) -> "tuple[_Move, ...]":
-        """Return the moves that have begun and not ended."""
-        return (*self._arrived.copy(), *tuple(self._moves.values()))
+    def _under_way(self) -> tuple[MovingLease, ...]:
+        """Return the moves that have begun, and not let go of everything."""
+        leaving = self._leaving
+        return (*self._moves.copy().values(), *((leaving,) if leaving is not None else ()))
 
     @property
     def _least_too_large(self) -> float:
@@ -204,29 +216,63 @@ class LeaseMoves(SchedulerRole):
             self._rests_until, self._too_large = now + _REST_S, math.inf
         self._too_large = min(self._too_large, blocks)
 
-    def _start(self, tier: HostTier, lease: MovableLease[Leased], why: str, stores: list[StoreOrder]) -> None:
-        """Begin to move a lease, unless its blocks are being stored, or host memory has no room for it."""
-        blocks = _device_blocks(lease)
-        if tier.is_storing(blocks):
-            return
-        loan = tier.loans.lend_for_copies(blocks)
-        if loan is None:
-            self._stays(len(blocks), tier.slots)
-            return
-        ids = [int(block.block_id) for block in blocks]
-        slot_of_block = dict(zip(ids, map(slot_of, loan.hosts), strict=True))
-        slots = tuple(tuple(map(slot_of_block.get, table, repeat(-1))) for table in lease.tables)
-        move = _Move(lease, slots, loan, why)
-        if not loan.new:
-            self._end(move)
-            return
+    def _order(self, tier: HostTier, most: int) -> tuple[StoreOrder, ...]:
+        """Begin or go on with moves of at most so many blocks; return the copies of those that host memory lacks."""
+        if self._lending is not None and not self._leases.can_move(self._lending.lease_id):
+            self._give_up_lending(self._why_not(self._lending))
+        portions: list[Portion] = []
+        others = self._candidates(tier)
+        while most > 0 and (move := self._lending or next(others, None)) is not None:
+            if tier.is_storing(move.next_blocks(most)):
+                if move is self._lending:
+                    break
+                continue
+            self._lending = self._moves[move.lease_id] = move
+            portion = move.lend(most)
+            if portion is None:  # something else has taken the slots since the move began
+                self._stays(len(move.blocks), tier.slots)
+                self._give_up_lending("full")
+                continue
+            most -= portion.blocks
+            if portion.new:
+                portions.append(portion)
+            if move.is_lent:
+                self._lending = None
+                self._note_arrival(move)
+        if not portions:
+            return ()
         store_id, self._next_store = self._next_store, self._next_store - 1
-        self._moves[store_id] = move
-        stores.append(StoreOrder(store_id, _copies(lease.tables, [ids[number] for number in loan.new], slot_of_block)))
+        self._copies[store_id] = _Copy(tuple(portions))
+        return (StoreOrder(store_id, block_moves(portions)),)
+
+    def _candidates(self, tier: HostTier) -> Iterator[MovingLease]:
+        """Yield the leases that are to move now and have room in host memory."""
+        for lease, why in self._chosen():
+            blocks = device_blocks(lease)
+            if len(blocks) >= self._least_too_large:
+                continue
+            if tier.loans.has_room(blocks):
+                yield MovingLease(lease, why, tier.loans)
+            else:
+                self._events["full"] += 1
+                self._stays(len(blocks), tier.slots)
+
+    def _give_up_lending(self, event: str) -> None:
+        """Let the lease stay of which not all blocks have begun to move."""
+        assert self._lending is not None, "no move is at its beginning"
+        move, self._lending = self._lending, None
+        move.stay(event)
+        self._note_arrival(move)
+
+    def _note_arrival(self, move: MovingLease) -> None:
+        """Have a move ended if it can be. Called whenever one of its copies has ended, and when none is to follow."""
+        if move.stays and move is self._lending:
+            self._lending = None
+        if move.has_arrived:
+            self._arrived.append(move)
 
     def _stays(self, blocks: int, slots: int) -> None:
         """Note that a lease of so many blocks finds no room in host memory of so many slots."""
-        self._events["full"] += 1
         self._rest(blocks)
         why = f"which has {slots} blocks in all" if blocks > slots else "because leases and loads use its blocks"
         self._warnings.warn(
@@ -236,52 +282,29 @@ class LeaseMoves(SchedulerRole):
         )
 
     def _end_arrived(self) -> None:
-        """End moves whose copies have arrived, until this step has ended enough."""
-        while self._arrived and self._may_end > 0:
-            move = self._arrived[0]
-            self._may_end -= len(move.loan.hosts)
-            self._end(move)
-            self._arrived.popleft()
+        """End moves whose copies have arrived, until this step has let go of enough blocks."""
+        while self._may_let_go > 0:
+            if self._leaving is None:
+                if not self._arrived:
+                    break
+                self._leaving = self._arrived.popleft()
+                self._end(self._leaving)
+            self._may_let_go -= self._leaving.let_go(self._blocks, self._may_let_go)
+            if self._leaving.is_done:
+                self._leaving = None
 
-    def _end(self, move: _Move) -> None:
+    def _end(self, move: MovingLease) -> None:
         """Let a lease point to host memory, if its blocks have arrived there and nobody reads it on the device."""
-        assert self._tier is not None, "nothing is moved without host memory"
-        lease, loan = move.lease, move.loan
-        if move.ends.failed:
-            self._give_up(move, "failed")
-            self._rest(0)
-            return
-        before = self._leases.move(lease.lease_id, HostBlocks(loan.hosts), move.slots)
-        if before is None:
-            self._give_up(move, "read" if self._leases.still_valid([lease.lease_id]) else "ended")
-            return
-        assert isinstance(before, tuple), "a lease has moved that must stay where it is"
-        self._tier.loans.publish(before, loan)
-        self._blocks.release(before)
-        self._events[move.why] += 1
-        self._copied += len(loan.new)
-        self._present += len(loan.hosts) - len(loan.new)
+        del self._moves[move.lease_id]
+        if not move.stays:
+            held, slots = move.host_blocks()
+            if self._leases.move(move.lease_id, held, slots) is not None:
+                move.has_moved(held)
+                self._copied += move.copied
+                self._present += len(move.blocks) - move.copied
+            else:
+                move.stay(self._why_not(move))
+        self._events[move.event] += 1
 
-    def _give_up(self, move: _Move, event: str) -> None:
-        assert self._tier is not None, "nothing is moved without host memory"
-        lost: Sequence[int] = move.loan.new if move.ends.unsettled else ()
-        self._tier.loans.take_back(move.loan.hosts, lost=lost)
-        self._events[event] += 1
-
-
-def _device_blocks(lease: MovableLease[Leased]) -> HeldBlocks:
-    assert isinstance(lease.held, tuple), "the lease must stay where it is"
-    return lease.held
-
-
-def _copies(tables: Tables, blocks: Sequence[int], slot_of_block: Mapping[int, int]) -> BlockMoves:
-    """Return the copies of device blocks, which are in these tables, to their slots."""
-    if len(tables) == 1:
-        groups = np.zeros(len(blocks), np.int64)
-    else:
-        group_of_block: dict[int, int] = {}
-        for group, ids in enumerate(tables):
-            group_of_block.update(zip(ids, repeat(group)))
-        groups = np.array([group_of_block[block] for block in blocks], np.int64)
-    slots = np.array([slot_of_block[block] for block in blocks], np.int64)
-    return BlockMoves(groups, np.array(blocks, np.int64), slots)
+    def _why_not(self, move: MovingLease) -> str:
+        return "read" if self._leases.still_valid([move.lease_id]) else "ended"

@@ -15,9 +15,9 @@ holds nothing, because the request itself holds the blocks, and it neither expir
 import math
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import islice, repeat
 from typing import Generic, TypeVar, cast
 
 from pd_connector.orders import LeaseEnd
@@ -54,7 +54,7 @@ class _Lease(Generic[Held]):
     renewed_until: float = math.inf  # when it expires, unless it is too old before
     read_until: float = -math.inf  # as the reader has announced
     tables: Tables = ()  # of its blocks on the device; none if it must stay there
-    slots: Tables | None = None  # of host memory, if it lies there
+    slots: Mapping[int, int] | None = None  # of host memory, by its blocks on the device before, if it lies there
     is_located: bool = False  # a reader was told where it lies
     readers: int = 0  # as the first release said; 0 before it
     released_by: dict[int, set[str]] = field(default_factory=dict)  # by reader that is done: its valid pulls
@@ -205,10 +205,19 @@ class LeaseTable(Generic[Held]):
             lease.is_located = True
             self._may_move.pop(lease_id, None)
             lease.read_until = max(lease.read_until, lease.expires_at)
-            return Located(Place.DEVICE) if lease.slots is None else Located(Place.HOST, lease.slots)
+            tables, slots = lease.tables, lease.slots
+        if slots is None:
+            return Located(Place.DEVICE)
+        return Located(Place.HOST, tuple(tuple(map(slots.get, table, repeat(-1))) for table in tables))
 
-    def movable(self, min_age_s: float, most: int) -> list[MovableLease[Held]]:
-        """Return leases that ``move`` would move now, of at least an age, the oldest first, ``most`` of them."""
+    def movable(self, min_age_s: float, most: int, besides: Container[str] = ()) -> list[MovableLease[Held]]:
+        """Return leases that ``move`` would move now, the oldest first.
+
+        Args:
+            min_age_s: their age at least, in seconds.
+            most: how many at most.
+            besides: those that are not to be returned.
+        """
         with self._lock:
             now = self._clock()
             self._expire(now)
@@ -216,12 +225,22 @@ class LeaseTable(Generic[Held]):
             for lease_id, lease in self._may_move.items():
                 if now - lease.granted_at < min_age_s or len(found) == most:
                     break
-                if _can_move(lease, now):
+                if lease_id not in besides and _can_move(lease, now):
                     found.append(MovableLease(lease_id, cast("Held", lease.held), lease.tables))
             return found
 
-    def move(self, lease_id: str, held: Held, slots: Tables) -> Held | None:
+    def can_move(self, lease_id: str) -> bool:
+        """Return whether ``move`` would move a lease now."""
+        with self._lock:
+            now = self._clock()
+            self._expire(now)
+            lease = self._active.get(lease_id)
+            return lease is not None and _can_move(lease, now)
+
+    def move(self, lease_id: str, held: Held, slots: Mapping[int, int]) -> Held | None:
         """Let a lease hold something else, which holds the same bytes in host memory.
+
+        ``slots``: of host memory, by the blocks of the lease's tables. It must not change any more.
 
         Returns:
             What it held before, which is the caller's now; None if the lease has ended, or a reader has come meanwhile.

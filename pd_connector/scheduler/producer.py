@@ -15,7 +15,8 @@ from pd_connector.scheduler.lease_service import LeaseService
 from pd_connector.scheduler.prompt_slots import PromptSlots
 from pd_connector.scheduler.roles import SchedulerRole
 from pd_connector.stats import StatsRecorder
-from pd_connector.vllm.block_pools import BlocksAndSlots, DeviceBlocks, HostBlocks, Leased
+from pd_connector.vllm.block_pools import BlocksAndSlots, HostBlocks, Leased
+from pd_connector.vllm.device_blocks import DeviceBlocks
 from pd_connector.vllm.engine_core import EngineLoop
 from pd_connector.vllm.requests import prefill_is_complete
 from transfer.control.keys import ControlKeys

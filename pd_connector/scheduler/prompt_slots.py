@@ -8,7 +8,8 @@ the prompt's attempt, and go to its lease when it is granted. Everything runs on
 from typing import TYPE_CHECKING
 
 from pd_connector.scheduler.host_tier import HostTier
-from pd_connector.vllm.block_pools import HeldBlocks, slot_of
+from pd_connector.vllm.block_pools import slot_of
+from pd_connector.vllm.device_blocks import HeldBlocks
 from transfer.control.messages import SlotRange
 
 if TYPE_CHECKING:

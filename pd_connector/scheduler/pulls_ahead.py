@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pd_connector.vllm.block_pools import DeviceBlocks
 from pd_connector.vllm.cache_specs import Retention, blocks_for
+from pd_connector.vllm.device_blocks import DeviceBlocks
 
 if TYPE_CHECKING:
     from pd_connector.vllm.types import Request

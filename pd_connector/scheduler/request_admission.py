@@ -27,8 +27,9 @@ from pd_connector.params import is_decode_leg, is_prefill_leg
 from pd_connector.scheduler.consumer import Consumer
 from pd_connector.scheduler.leases import LeaseTable
 from pd_connector.scheduler.roles import SchedulerRole
-from pd_connector.vllm.block_pools import DeviceBlocks, Leased
+from pd_connector.vllm.block_pools import Leased
 from pd_connector.vllm.cache_specs import Retention, blocks_for
+from pd_connector.vllm.device_blocks import DeviceBlocks
 from transfer.control.limits import ThrottledWarnings
 
 if TYPE_CHECKING:

@@ -30,9 +30,10 @@ from pd_connector.scheduler.workers import Workers
 from pd_connector.secret import ENVIRONMENT, load_keys
 from pd_connector.stats import ComputedHere, StatsRecorder
 from pd_connector.vllm import release
-from pd_connector.vllm.block_pools import DeviceBlocks, HostBlockPool, Leased
+from pd_connector.vllm.block_pools import HostBlockPool, Leased
 from pd_connector.vllm.cache_groups import retentions
 from pd_connector.vllm.cache_specs import blocks_for
+from pd_connector.vllm.device_blocks import DeviceBlocks
 from pd_connector.vllm.engine_config import (
     EngineRole,
     check_one_engine_per_url,

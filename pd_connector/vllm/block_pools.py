@@ -1,9 +1,8 @@
-"""vLLM's block pools as the connector uses them: references to device blocks, and a pool of host blocks.
+"""vLLM's block pool as the connector uses it for host memory.
 
 Reaches into vLLM's objects for what vLLM does not offer to connectors. All methods belong to the scheduler's thread.
 """
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -13,6 +12,7 @@ import msgspec
 from vllm.v1.core.kv_cache_utils import get_group_id, make_block_hash_with_group_id
 
 from pd_connector.vllm.block_events import BlockEvents
+from pd_connector.vllm.device_blocks import HeldBlocks
 from pd_connector.vllm.forgotten_slots import ForgottenSlots
 from pd_connector.vllm.release import current
 
@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock
     from vllm.v1.request import Request
 
-#: Blocks of a request to which references are held, in block table order.
-HeldBlocks: TypeAlias = "tuple[KVCacheBlock, ...]"
+    _Find: TypeAlias = Callable[[BlockHashWithGroupId], KVCacheBlock | None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,104 +49,6 @@ Leased: TypeAlias = "HeldBlocks | HostBlocks | BlocksAndSlots"
 
 #: Keys by which a request's blocks are found, in block table order.
 BlockKeys: TypeAlias = "tuple[BlockHashWithGroupId, ...]"
-
-
-class DeviceBlocks:
-    """The device's blocks. Keeps those of finished requests in use by holding references to them.
-
-    vLLM's own way is to delay freeing a request's blocks. Until they are freed, the engine and all its workers step a
-    thousand times a second, and an id that is freed twice crashes the engine.
-    """
-
-    def __init__(self) -> None:
-        self._manager: KVCacheManager | None = None
-        self._held: set[int] = set()  # ids of the blocks to which we hold a reference
-        self._shared: Counter[int] = Counter()  # further references to blocks that several requests share, by block id
-
-    def bind(self, kv_cache_manager: "KVCacheManager", before_reset: Callable[[], None] = lambda: None) -> None:
-        """Set vLLM's manager of the blocks.
-
-        ``before_reset`` is called whenever vLLM is to reset its prefix cache, before it checks that no block is in use.
-        vLLM itself tells its connector afterwards, and only if that was so.
-        """
-        self._manager = kv_cache_manager
-        reset = kv_cache_manager.reset_prefix_cache
-
-        def prepared_reset() -> bool:
-            before_reset()
-            return bool(reset())
-
-        kv_cache_manager.reset_prefix_cache = prepared_reset
-
-    @property
-    def manager(self) -> "KVCacheManager":
-        """vLLM's manager of the blocks."""
-        assert self._manager is not None, "vLLM has not handed over its cache manager"
-        return self._manager
-
-    def hold(self, request_id: str) -> HeldBlocks:
-        """Take references to all blocks that a request has now, and return the blocks."""
-        groups = self.manager.get_blocks(request_id).blocks
-        held = tuple(block for blocks in groups for block in blocks if not block.is_null)
-        self.manager.block_pool.touch(held)
-        ids = {int(block.block_id) for block in held}
-        self._shared.update(ids & self._held)
-        self._held |= ids
-        return held
-
-    def table(self, request_id: str) -> "tuple[Sequence[KVCacheBlock], ...]":
-        """Return the blocks that a request has now, by cache group, in block table order."""
-        return tuple(self.manager.get_blocks(request_id).blocks)
-
-    def block_ids(
-        self, request_id: str, tokens: int, known: Sequence[int], block_tokens: Sequence[int]
-    ) -> tuple[list[int], ...]:
-        """Return the ids of the blocks of a request's first ``tokens`` tokens, without the first ``known`` ones.
-
-        By cache group, as are ``known`` and ``block_tokens``, the blocks' sizes. 0 is vLLM's null block.
-        """
-        return tuple(
-            [int(block.block_id) for block in blocks[first : -(-tokens // size)]]
-            for blocks, first, size in zip(self.table(request_id), known, block_tokens, strict=True)
-        )
-
-    def release(self, held: HeldBlocks) -> None:
-        """Give the references back. The last blocks of a prompt are evicted first."""
-        ids = {int(block.block_id) for block in held}
-        shared = ids & self._shared.keys()
-        self._held -= ids - shared
-        for block_id in shared:
-            self._shared[block_id] -= 1
-            if not self._shared[block_id]:
-                del self._shared[block_id]
-        self.manager.block_pool.free_blocks(reversed(held))
-
-    @property
-    def references(self) -> "Counter[int]":
-        """Number of references to each block that is held, by block id."""
-        return Counter(self._held) + self._shared
-
-    def are_all_in_use(self, references: "Counter[int]") -> bool:
-        """Return whether nobody else uses any block, given our ``references`` by block id."""
-        pool = self.manager.block_pool
-        in_use = int(pool.num_gpu_blocks - pool.get_num_free_blocks()) - 1  # one is vLLM's null block
-        ours = sum(int(pool.blocks[block_id].ref_cnt) == number for block_id, number in references.items())
-        return in_use == ours
-
-    @property
-    def leased(self) -> int:
-        """Number of blocks that are held, each counted once."""
-        return len(self._held)
-
-    @property
-    def free(self) -> int:
-        """Number of blocks that are in nobody's use."""
-        return int(self.manager.block_pool.get_num_free_blocks())
-
-    @property
-    def total(self) -> int:
-        """Number of blocks that requests can use."""
-        return int(self.manager.block_pool.num_gpu_blocks) - 1  # block 0 is vLLM's null block
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,6 +125,7 @@ class HostBlockPool:
         #: Indices of the cache groups whose blocks can be found by their contents.
         self.groups: tuple[int, ...] = self._release.cacheable_groups(device)
         self.block_tokens: tuple[int, ...] = self._release.block_tokens(self._coordinator)
+        self._finds_all = len(self.groups) == len(self.block_tokens)
         self._events = BlockEvents(device, self._pool, self._release, self.block_tokens)
 
     # What is in host memory
@@ -245,7 +147,7 @@ class HostBlockPool:
 
     def holds(self, key: "BlockHashWithGroupId") -> bool:
         """Return whether a block is in host memory."""
-        return self._pool.cached_block_hash_to_block.get_one_block(key) is not None
+        return self._find(key) is not None
 
     def find(self, request: "Request", first_token: int, end_token: int | None = None) -> HostHit | None:
         """Return the longest run of a request's tokens from ``first_token``, a block boundary, that host memory holds.
@@ -281,10 +183,10 @@ class HostBlockPool:
         self._pool.free_blocks(reversed(blocks))
         self.forgotten.given_back(blocks)
 
-    def copy_of(self, block: "KVCacheBlock") -> "KVCacheBlock | None":
-        """Return the host block that holds what a device block does, if there is one and it can be found."""
-        key = block.block_hash
-        return None if key is None else self._pool.cached_block_hash_to_block.get_one_block(key)
+    def copies_of(self, blocks: HeldBlocks) -> "list[KVCacheBlock | None]":
+        """Return the host blocks that hold what device blocks do; None for one of which none can be found."""
+        find = self._find
+        return [None if (key := block.block_hash) is None else find(key) for block in blocks]
 
     def take(self, number: int) -> HeldBlocks:
         """Take slots that nobody uses, with a reference to each; what they hold is evicted.
@@ -296,34 +198,39 @@ class HostBlockPool:
         self.forgotten.taken(taken)
         return taken
 
-    def publish_copy(self, block: "KVCacheBlock", host: "KVCacheBlock") -> None:
-        """Make a host block findable that holds what a device block does, if that one can be found and no copy can."""
-        key = block.block_hash
-        if key is None or self.holds(key) or get_group_id(key) not in self.groups:
-            return
-        self._release.make_findable(self._pool, key, host, self._release.prefix_tokens(block))
-        if self._with_events and (event := self._events.recall(key)) is not None:
-            self._pool.kv_event_queue.append(event)
+    def publish_copies(self, copies: "Iterable[tuple[KVCacheBlock, KVCacheBlock]]") -> None:
+        """Make host blocks findable that hold what device blocks do, each if that one can be found and no copy can."""
+        find, publish, prefix_tokens = self._find, self._release.make_findable, self._release.prefix_tokens
+        for block, host in copies:
+            key = block.block_hash
+            if key is None or find(key) is not None or not (self._finds_all or get_group_id(key) in self.groups):
+                continue
+            publish(self._pool, key, host, prefix_tokens(block))
+            if self._with_events and (event := self._events.recall(key)) is not None:
+                self._pool.kv_event_queue.append(event)
 
     @property
     def null_block(self) -> "KVCacheBlock":
         """The block that stands for those that nobody needs."""
         return self._pool.null_block
 
-    def publish_landed(self, request: "Request", hit: HostHit, first_token: int) -> None:
-        """Make the full blocks of a hit findable that hold tokens from ``first_token`` on. Their bytes have arrived."""
-        end = hit.first_token + hit.tokens
+    def publish_landed(self, request: "Request", hit: HostHit, first_token: int) -> Iterator[None]:
+        """Make the full blocks of a hit findable that hold tokens from ``first_token`` on, one with each step.
+
+        Their bytes have arrived, and somebody has references to them until they are published.
+        """
+        end, find = hit.first_token + hit.tokens, self._find
         for group in self.groups:
             size = self.block_tokens[group]
             hashes = self._release.block_hashes(request.block_hashes, self._pool.hash_block_size, size)
             for number in range(first_token // size, min(end // size, len(hashes))):
                 host = hit.groups[group][number - hit.first_token // size]
                 key = make_block_hash_with_group_id(hashes[number], group)
-                if host.is_null or self.holds(key):
-                    continue
-                self._release.make_findable(self._pool, key, host, (number + 1) * size)
-                if self._with_events:
-                    self._pool.kv_event_queue.append(self._events.stored(request, group, number))
+                if not host.is_null and find(key) is None:
+                    self._release.make_findable(self._pool, key, host, (number + 1) * size)
+                    if self._with_events:
+                        self._pool.kv_event_queue.append(self._events.stored(request, group, number))
+                yield
 
     def evict_all(self) -> None:
         """Make all blocks impossible to find, those in use included."""
@@ -362,9 +269,10 @@ class HostBlockPool:
         """
         blocks = self._device.get_blocks(request.request_id).blocks[group][first:end]
         held = []
+        find = self._find
         for number, block in enumerate(blocks, start=first):
             key = block.block_hash
-            host = None if key is None else self._pool.cached_block_hash_to_block.get_one_block(key)
+            host = None if key is None else find(key)
             if block.is_null or key is None:
                 yield None
             elif host is not None:
@@ -382,7 +290,7 @@ class HostBlockPool:
 
     def touch(self, keys: BlockKeys) -> None:
         """Mark those of the blocks that host memory holds as most recently used; the first of them is evicted last."""
-        find = self._pool.cached_block_hash_to_block.get_one_block
+        find = self._find
         self._mark_used([host for key in keys if (host := find(key)) is not None])
 
     def eviction_candidates(self) -> list[Candidate]:
@@ -393,7 +301,7 @@ class HostBlockPool:
         assert self._cursor is not None, "the pool was created without lookahead"
         held: list[KVCacheBlock] = []
         candidates: list[Candidate] = []
-        find, free = self._pool.cached_block_hash_to_block.get_one_block, self.free
+        find, free = self._find, self.free
         for block in self._cursor.advance():
             key = block.block_hash
             if key is None or get_group_id(key) not in self.groups:
@@ -468,6 +376,14 @@ class HostBlockPool:
         """Return the number of references to each slot in use."""
         return {block.block_id - 1: block.ref_cnt for block in self._pool.blocks if block.ref_cnt and not block.is_null}
 
+    @property
+    def _find(self) -> "Callable[[BlockHashWithGroupId], KVCacheBlock | None]":
+        """Returns a block by its key; None if host memory does not hold it."""
+        find: Callable[[BlockHashWithGroupId], KVCacheBlock | None] = (
+            self._pool.cached_block_hash_to_block.get_one_block
+        )
+        return find
+
     def _mark_used(self, held: "Iterable[KVCacheBlock]") -> None:
         """Treat blocks as if they were just loaded: what is in use on the device should not be evicted first here.
 
@@ -482,6 +398,11 @@ class HostBlockPool:
 def slot_of(host: "KVCacheBlock") -> int:
     """Return the slot of a host block."""
     return int(host.block_id) - 1
+
+
+def slots_of(hosts: "Iterable[KVCacheBlock]") -> list[int]:
+    """Return the slots of host blocks."""
+    return [int(host.block_id) - 1 for host in hosts]
 
 
 def request_blocks(blocks: "KVCacheBlocks") -> "tuple[Sequence[KVCacheBlock], ...]":

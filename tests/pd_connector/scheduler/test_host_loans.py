@@ -4,7 +4,8 @@ import pytest
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 
 from pd_connector.scheduler.host_loans import HostLoans
-from pd_connector.vllm.block_pools import HeldBlocks, HostBlockPool
+from pd_connector.vllm.block_pools import HostBlockPool
+from pd_connector.vllm.device_blocks import HeldBlocks
 from tests.support.host_tier.setup import Setup, make_manager, make_pool, make_request
 
 SETUP = Setup(groups=((4, 0),), device_blocks=8, slots=4)
@@ -18,11 +19,11 @@ def parts() -> Parts:
     return manager, pool, HostLoans(pool)
 
 
-def on_device(manager: KVCacheManager, tokens: int = 8) -> HeldBlocks:
-    """The blocks of a prompt that has been computed; full ones can be found."""
-    request = make_request(SETUP, "r", range(tokens))
+def on_device(manager: KVCacheManager, tokens: int = 8, name: str = "r", first: int = 0) -> HeldBlocks:
+    """The blocks of a prompt that has been computed, of the tokens from ``first`` on; full ones can be found."""
+    request = make_request(SETUP, name, range(first, first + tokens))
     assert manager.allocate_slots(request, tokens) is not None
-    return tuple(manager.get_blocks("r").blocks[0])
+    return tuple(manager.get_blocks(name).blocks[0])
 
 
 def test_copies_that_are_published_can_be_found_and_stay_while_they_are_lent(parts: Parts) -> None:
@@ -31,7 +32,7 @@ def test_copies_that_are_published_can_be_found_and_stay_while_they_are_lent(par
     loan = loans.lend_for_copies(blocks)
     assert loan is not None
     assert loan.new == (0, 1)
-    loans.publish(blocks, loan)
+    loans.publish(zip(blocks, loan.hosts, strict=True))
     assert pool.cached == 2
     again = loans.lend_for_copies(blocks)
     assert again is not None
@@ -50,13 +51,28 @@ def test_what_is_lent_for_its_contents_is_not_evicted_for_the_free_ones_beside_i
     blocks = on_device(manager)
     loan = loans.lend_for_copies(blocks)
     assert loan is not None
-    loans.publish(blocks, loan)
+    loans.publish(zip(blocks, loan.hosts, strict=True))
     loans.take_back(loan.hosts)
     assert loans.lend(loan.hosts, 3) is None
     taken = loans.lend(loan.hosts, 2)
     assert taken is not None
     assert not {block.block_id for block in taken} & {block.block_id for block in loan.hosts}
     assert pool.cached == 2
+
+
+def test_there_is_room_for_copies_that_others_have_in_use_already(parts: Parts) -> None:
+    manager, _, loans = parts
+    blocks = on_device(manager)
+    loan = loans.lend_for_copies(blocks)
+    assert loan is not None
+    loans.publish(zip(blocks, loan.hosts, strict=True))
+    others = on_device(manager, tokens=12, name="other", first=100)
+    assert not loans.has_room(others)
+    assert loans.has_room(others[:2])
+    assert loans.lend((), 1) is not None
+    assert not loans.has_room(others[:2])
+    assert loans.has_room((*blocks, others[0])), "two of them lie there"
+    assert loans.lend_for_copies((*blocks, others[0])) is not None
 
 
 def test_slots_to_which_a_failed_copy_may_still_write_are_never_used_again(parts: Parts) -> None:

@@ -1,12 +1,9 @@
 """Pulls to host memory, on the scheduler side: when a prompt lands, what its request gets, and whose the slots are."""
 
-import math
-
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from pd_connector.orders import Cause, LandingEnds, Report
+from pd_connector.scheduler import step_share
 from pd_connector.scheduler.host_scrub import HostScrub
 from tests.support.host_tier.decoding import LandingEngine
 
@@ -124,6 +121,92 @@ def test_a_block_that_will_not_be_full_is_zeroed_with_the_order_that_writes_to_i
     (order,) = engine.landings.step_orders({}).landings
     zeroed = [slot + 1 for each in scrub.step_orders({}).scrubs for slot in each.slots.tolist()]
     assert zeroed == ([order.local_block_ids[0][-1]] if (tokens - 1) % 16 else [])
+
+
+class TestInPortions:
+    """A step of the engine that decodes deals with two blocks, and prompts have five."""
+
+    LONG = 5 * 16 + 1
+
+    @pytest.fixture(autouse=True)
+    def two_at_a_time(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(step_share, "LEAST_BLOCKS", 2)
+
+    def prepared(self, steps: int = 1, slots: int = 12) -> LandingEngine:
+        """An engine that has begun to lend slots for a prompt, and may lend no more in this step."""
+        engine = LandingEngine(slots=slots)
+        engine.step(1)
+        engine.arrive("r", tokens=self.LONG)
+        for number in range(steps):
+            if number:
+                engine.step(1)
+            assert engine.landings.must_land(engine.requests["r"], 0)
+            engine.check()
+        return engine
+
+    def test_a_step_lends_so_many_slots_and_the_landing_begins_with_the_last(self) -> None:
+        engine = self.prepared()
+        lent: list[int] = []
+        while not engine.under_way and len(lent) < 9:
+            assert engine.landings.wants_step
+            lent.append(len(engine.pool.references()))
+            engine.step(1)
+            engine.check()
+        assert lent == [2, 4]
+        assert len(engine.landing("r").local_block_ids[0]) == 5
+
+    def test_the_landings_that_begin_in_a_step_share_its_slots(self) -> None:
+        engine = LandingEngine(slots=12)
+        engine.step(1)
+        for number, name in enumerate(("a", "b")):
+            assert engine.landings.must_land(engine.arrive(name, seed=number, tokens=33), 0)
+        assert len(engine.pool.references()) == 2, "the second one takes slots of the next step"
+        engine.step(1)
+        assert engine.landings.must_land(engine.requests["b"], 0)
+        assert len(engine.pool.references()) == 4
+
+    def test_one_prompt_after_the_other_has_slots_lent(self) -> None:
+        engine = self.prepared()
+        other = engine.arrive("other", seed=1, tokens=self.LONG)
+        assert engine.landings.must_land(other, 0)
+        assert len(engine.pool.references()) == 2
+        for _ in range(8):
+            engine.step(1)
+            engine.landings.must_land(other, 0)
+        assert sorted(engine.under_way) == ["other", "r"]
+
+    def test_a_request_that_leaves_before_it_lands_leaves_no_slot_behind(self) -> None:
+        engine = self.prepared()
+        engine.leave("r")
+        engine.check()
+        assert engine.pool.references() == {}
+        engine.step(1)
+        assert engine.under_way == []
+
+    def test_a_request_whose_lease_is_lost_meanwhile_does_not_land(self) -> None:
+        engine = self.prepared(2)
+        engine.consumer.may_land = lambda request: False  # type: ignore[method-assign]
+        engine.step(1)
+        assert (engine.under_way, engine.pool.references()) == ([], {})
+        assert not engine.landings.must_land(engine.requests["r"], 0)
+
+    def test_slots_that_something_else_takes_meanwhile_are_missed_once_and_the_prompt_goes_to_the_device(self) -> None:
+        engine = self.prepared(slots=6)
+        taken = engine.tier.loans.lend((), 3)
+        assert taken is not None
+        engine.step(1)
+        engine.check()
+        assert len(engine.pool.references()) == 3, "what was lent is given back"
+        engine.tier.loans.take_back(taken)
+        assert engine.ask("r") == (0, self.LONG - 1)
+        assert engine.counted()["landing_fallbacks:full"] == 1
+        assert engine.ask("r") is None, "the next time there is room"
+
+    def test_after_a_reset_a_prompt_begins_anew(self) -> None:
+        engine = self.prepared()
+        for role in engine.roles:
+            role.reset()
+        assert engine.pool.references() == {}
 
 
 @pytest.mark.parametrize("failed", [False, True])
@@ -310,78 +393,3 @@ def test_a_reset_makes_what_lands_useless_and_the_prompt_is_computed() -> None:
     assert engine.ask("r") == (0, 0)
     assert engine.pool.references() == {}
     engine.check()
-
-
-#: Cache groups: block tokens, and window or 0. At the end of the longer prompt, the windows have passed blocks.
-GROUPS = {
-    "full attention": ((16, 0),),
-    "full attention and a wide window": ((16, 0), (16, 40)),
-    "full attention and a window": ((16, 0), (16, 20)),
-    "blocks of two sizes": ((32, 0), (16, 20)),
-}
-ACTIONS = ("arrive", "ask", "give", "land", "fail", "load", "leave", "reset", "room")
-LONG, SHORT = 61, 33  # without their last tokens, three full blocks and a tail, and two full blocks
-
-
-class Course:
-    """What happens to the requests of a decode engine, one action at a time."""
-
-    def __init__(self, groups: tuple[tuple[int, int], ...]) -> None:
-        self.engine = LandingEngine("auto", 7 * len(groups), groups=groups)
-        self.largest = math.lcm(*self.engine.setup.sizes)  # what the device holds is a multiple of it, in tokens
-        self.engine.device.used = self.engine.device.total
-        self.given_blocks: set[str] = set()
-
-    def act(self, number: int, action: str, choice: int) -> None:
-        engine = self.engine
-        names = sorted(engine.requests)
-        if action == "arrive":
-            engine.arrive(f"r{number}", seed=choice % 2, tokens=SHORT if choice >= 6 else LONG)
-        elif action == "room":
-            engine.device.used = engine.device.total * (choice % 2)
-        elif action == "reset":
-            for role in engine.roles:
-                role.reset()
-        elif action in ("land", "fail"):
-            if engine.under_way:
-                engine.end_landing(engine.under_way[choice % len(engine.under_way)], failed=action == "fail")
-        elif action == "load":
-            if engine.loading:
-                engine.end_load(engine.loading[choice % len(engine.loading)])
-        elif names:
-            computed = (0, 16, 32)[choice % 3] // self.largest * self.largest
-            self.act_on(names[choice % len(names)], action, computed)
-
-    def act_on(self, name: str, action: str, computed: int) -> None:
-        if action == "leave":
-            self.engine.leave(name)
-        elif name not in self.given_blocks:
-            found = self.engine.ask(name, computed)
-            if action == "give" and found is not None:
-                self.given_blocks.add(name)
-                self.engine.give_blocks(name, *found, computed)
-                load = self.engine.take_load(name, found[0], computed)
-                assert (0 if load is None else load.tokens) == found[0], "vLLM waits for no other loads"
-
-    def end_all(self) -> None:
-        for name in [*self.engine.under_way]:
-            self.engine.end_landing(name)
-        for name in [*self.engine.loading]:
-            self.engine.end_load(name)
-        for name in [*self.engine.requests]:
-            self.engine.leave(name)
-
-
-@pytest.mark.parametrize("groups", GROUPS.values(), ids=GROUPS)
-@settings(max_examples=200, deadline=None, derandomize=True, database=None, suppress_health_check=[*HealthCheck])
-@given(st.lists(st.tuples(st.sampled_from(ACTIONS), st.integers(0, 11)), min_size=30, max_size=60))
-def test_what_lands_is_what_is_loaded_and_no_slot_is_lost_whatever_happens(
-    groups: tuple[tuple[int, int], ...], actions: list[tuple[str, int]]
-) -> None:
-    course = Course(groups)
-    for number, (action, choice) in enumerate(actions):
-        course.act(number, action, choice)
-        course.engine.check()
-    course.end_all()
-    course.engine.check()
-    assert course.engine.pool.references() == {}

@@ -71,7 +71,11 @@ class LeaseLife(RuleBasedStateMachine):
         promise = self.promises[lease_id]
         chosen = [each for each, other in self.promises.items() if other.may_move(self.clock.now)]
         assert [each.lease_id for each in self.table.movable(0.0, len(chosen) + 1)] == chosen
-        before = self.table.move(lease_id, f"slots of {lease_id}", ((7,),))
+        others = [each.lease_id for each in self.table.movable(0.0, len(chosen) + 1, besides={lease_id})]
+        assert others == [each for each in chosen if each != lease_id]
+        assert self.table.can_move(lease_id) == (lease_id in chosen)
+        number = int(lease_id.removeprefix("lease "))
+        before = self.table.move(lease_id, f"slots of {lease_id}", {number: 7})
         assert before == (promise.held if lease_id in chosen else None)
         if before is not None:
             promise.held, promise.place = f"slots of {lease_id}", Place.HOST

@@ -1,12 +1,15 @@
-"""Leases that move to host memory: with every byte that is copied, whatever readers, failures and the clock do."""
+"""Leases that move to host memory: with every byte that is copied, whatever readers, failures and the clock do.
+
+Covers: pd_connector.scheduler.moving_lease.
+"""
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pd_connector.orders import StoreEnds
-from pd_connector.scheduler import lease_moves
-from tests.support.host_tier.leasing import BLOCKS, CONTENTS, SETUP, TTL_S, LeasingEngine
+from pd_connector.scheduler import step_share
+from tests.support.host_tier.leasing import BLOCKS, CONTENTS, SETUP, TOKENS, TTL_S, LeasingEngine
 from transfer.control.messages import InvalidReason, Place
 
 
@@ -129,37 +132,50 @@ def test_host_memory_that_is_full_of_leases_takes_no_more_until_one_has_ended() 
 
 def test_of_leases_that_have_no_room_a_step_tries_the_first_only() -> None:
     engine = moved(prompts=5)
-    assert (len(engine.under_way), engine.counted()["lease_moves:full"]) == (2, 1)
+    assert (engine.ordered, engine.counted()["lease_moves:full"]) == ([2 * BLOCKS], 1)
 
 
-def test_a_step_begins_and_ends_moves_of_only_so_many_blocks_and_the_next_ones_do_the_rest(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(lease_moves, "BLOCKS_A_STEP", BLOCKS + 1)  # passed by the second lease
+@pytest.fixture(params=[0, 1], ids=["nothing runs", "requests decode"])
+def tokens(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """What the engine's steps compute. If that is nothing, they move at most four blocks, else two."""
+    monkeypatch.setattr(step_share, "MOST_BLOCKS", BLOCKS + 1)
+    monkeypatch.setattr(step_share, "LEAST_BLOCKS", BLOCKS - 1)
+    return int(request.param)
+
+
+@pytest.mark.parametrize(("computed", "moved"), [(1, 2), (2 * 4, 2), (3 * 4, 3), (100, 4), (0, 4)])
+def test_a_step_may_move_as_many_blocks_as_it_fills(computed: int, moved: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_share, "MOST_BLOCKS", 4)
+    monkeypatch.setattr(step_share, "LEAST_BLOCKS", 2)
+    engine = LeasingEngine(slots=15)
+    engine.prefill("lease", 0, tokens=10 * 4)
+    engine.is_short = True
+    engine.step(computed)
+    assert engine.ordered == [moved]
+
+
+def test_a_step_moves_only_so_many_blocks_and_the_next_ones_do_the_rest(tokens: int) -> None:
     engine = LeasingEngine(slots=5 * BLOCKS)
     for number in range(5):
         assert engine.prefill(f"lease{number}", number)
     engine.is_short = True
-    begun = []
-    for _ in range(3):
-        before = len(engine.under_way)
-        engine.step()
-        begun.append(len(engine.under_way) - before)
-    assert begun == [2, 2, 1]
-    assert not engine.moves.is_due()
+    while engine.moves.is_due() or sum(engine.ordered) < 5 * BLOCKS:
+        engine.step(tokens)
+    assert engine.ordered == ([2] * 7 + [1] if tokens else [4, 4, 4, 3])
 
     engine.report({store: StoreEnds(SETUP.ranks) for store in engine.under_way})  # all in one step, that of the last
-    ended = [engine.leases.in_host_memory]
-    while engine.moves.wants_step and len(ended) < 9:
+    leased = [engine.blocks.leased]
+    while engine.moves.wants_step and len(leased) < 20:
         assert engine.moves.frees_blocks_soon, "leases hold the device's blocks which are about to be free"
-        engine.step()
-        ended.append(engine.leases.in_host_memory)
-    assert ended == [2, 4, 5]
-    assert engine.blocks.leased == 0
+        engine.step(tokens)
+        leased.append(engine.blocks.leased)
+    assert leased == ([13, 11, 9, 7, 5, 3, 1, 0] if tokens else [11, 7, 3, 0])
+    assert engine.leases.in_host_memory == 5
+    for number in range(5):
+        assert engine.read(f"lease{number}") == engine.right(f"lease{number}")
 
 
-def test_a_step_begins_no_more_moves_without_copies_than_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lease_moves, "BLOCKS_A_STEP", BLOCKS)
+def test_a_step_begins_no_more_moves_without_copies_than_others(tokens: int) -> None:
     engine = LeasingEngine(slots=5 * BLOCKS)
     engine.is_short = True
     engine.prefill("stored", 0, tokens=8)  # full blocks only
@@ -167,21 +183,89 @@ def test_a_step_begins_no_more_moves_without_copies_than_others(monkeypatch: pyt
     engine.end_store(engine.under_way[0])
     for name in ("a", "b", "c"):
         engine.prefill(name, 0, tokens=8)
-    engine.step()
-    assert (engine.leases.in_host_memory, engine.under_way) == (3, []), "the blocks of two leases pass the bound"
-    engine.step()
-    assert (engine.leases.in_host_memory, engine.under_way) == (4, [])
+    moved: list[int] = []
+    while engine.leases.in_host_memory < 4 and len(moved) < 9:
+        engine.step(tokens)
+        moved.append(engine.leases.in_host_memory)
+    engine.step(tokens)
+    assert engine.ordered == [2], "what host memory has is copied again"
+    assert moved == ([1, 2, 3, 4] if tokens else [1, 3, 4])
+    assert engine.blocks.leased == 0
+
+
+def test_a_reader_that_comes_before_all_blocks_are_ordered_keeps_the_lease_on_the_device(tokens: int) -> None:
+    engine = LeasingEngine(slots=8 * BLOCKS)
+    engine.is_short = True
+    engine.prefill("lease", 0, tokens=2 * TOKENS)
+    engine.step(tokens)
+    ordered = sum(engine.ordered)
+    engine.read("lease")
+    engine.step(tokens)
+    assert sum(engine.ordered) == ordered, "copies are ordered of a lease that stays"
+    for store in [*engine.under_way]:
+        engine.end_store(store)
+    while engine.moves.wants_step:
+        engine.step(tokens)
+    assert (engine.pool.references(), engine.counted()["lease_moves:read"]) == ({}, 1)
+
+
+def test_of_a_lease_whose_copies_fail_in_part_all_slots_are_given_back_but_those_that_may_be_written(
+    tokens: int,
+) -> None:
+    engine = LeasingEngine(slots=8 * BLOCKS)
+    engine.is_short = True
+    engine.prefill("lease", 0, tokens=2 * TOKENS)
+    engine.step(tokens)
+    engine.step(tokens)
+    first, second = engine.under_way
+    engine.end_store(second, failed=True, unsettled=True)
+    engine.step(tokens)
+    assert engine.under_way == [first], "no more is copied of a lease that stays"
+    assert len(engine.pool.references()) == sum(engine.ordered[:2]), "the first copy may still be written"
+    engine.end_store(first)
+    for _ in range(3):
+        engine.step(tokens)
+    assert len(engine.pool.references()) == engine.ordered[1]
+    assert engine.read("lease") == engine.right("lease")
+
+
+def test_a_lease_that_ends_when_part_of_it_has_left_the_device_leaves_nothing_behind(tokens: int) -> None:
+    engine = LeasingEngine(slots=8 * BLOCKS)
+    engine.is_short = True
+    engine.prefill("lease", 0, tokens=2 * TOKENS)
+    while sum(engine.ordered) < 5:
+        engine.step(tokens)
+    engine.report({store: StoreEnds(SETUP.ranks) for store in engine.under_way})
+    assert 0 < engine.blocks.leased < 5
+    engine.release("lease")
+    engine.step(tokens)
+    engine.step(tokens)
+    assert (engine.blocks.leased, engine.pool.references()) == (0, {})
+
+
+def test_what_has_moved_in_part_is_not_found_after_the_caches_were_reset(tokens: int) -> None:
+    engine = LeasingEngine(slots=8 * BLOCKS)
+    engine.is_short = True
+    engine.prefill("lease", 0, tokens=2 * TOKENS)
+    while sum(engine.ordered) < 5:
+        engine.step(tokens)
+    engine.report({store: StoreEnds(SETUP.ranks) for store in engine.under_way})
+    engine.reset()
+    for _ in range(3):
+        engine.step(tokens)
+    assert (engine.blocks.leased, engine.pool.references(), engine.pool.cached) == (0, {}, 0)
 
 
 def test_a_move_that_is_to_end_in_the_next_step_comes_to_nothing_if_a_reader_comes_first(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(lease_moves, "BLOCKS_A_STEP", 1)
     engine = LeasingEngine(slots=2 * BLOCKS)
     engine.is_short = True
     for number in range(2):
         engine.prefill(f"lease{number}", number)
         engine.step()
+    monkeypatch.setattr(step_share, "MOST_BLOCKS", BLOCKS)
+    engine.step()
     engine.report({store: StoreEnds(SETUP.ranks) for store in engine.under_way})
     engine.release("lease1")
     engine.step()
@@ -261,9 +345,17 @@ GROUPS = {
     "blocks of two sizes": ((8, 0), (4, 6)),
 }
 ACTIONS = (
-    "prefill", "step", "short", "end", "fail", "read", "read unasked", "release", "release again", "release late",
-    "cancel", "wait", "reset",
+    "prefill", "step", "busy step", "short", "end", "fail", "read", "read unasked", "release", "release again",
+    "release late", "cancel", "wait", "reset",
 )  # fmt: skip
+
+
+@pytest.fixture(params=[False, True], ids=["whole leases", "in portions"])
+def few_at_a_time(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether a step moves fewer blocks than a lease has."""
+    if request.param:
+        monkeypatch.setattr(step_share, "MOST_BLOCKS", 2)
+        monkeypatch.setattr(step_share, "LEAST_BLOCKS", 1)
 
 
 class Course:
@@ -278,17 +370,14 @@ class Course:
         engine = self.engine
         if action == "prefill":
             engine.prefill(f"r{number}", choice % 4)
-        elif action == "step":
-            engine.step()
+        elif action in ("step", "busy step"):
+            engine.step(tokens=int(action == "busy step"))
         elif action == "short":
             engine.is_short = bool(choice % 2)
         elif action == "wait":
             engine.clock.advance((0.3, 1.0, 3.0, TTL_S)[choice % 4])
         elif action == "reset":  # as of weights that have changed
-            engine.leases.cancel_all()
-            engine.collect()
-            engine.manager.reset_prefix_cache()
-            engine.tier.reset()
+            engine.reset()
         elif action in ("end", "fail"):
             if engine.under_way:
                 engine.end_store(engine.under_way[choice % len(engine.under_way)], failed=action == "fail")
@@ -326,6 +415,7 @@ class Course:
         return self.unasked.setdefault(name, engine.on_device(name))
 
 
+@pytest.mark.usefixtures("few_at_a_time")
 @pytest.mark.parametrize("groups", GROUPS.values(), ids=GROUPS)
 @settings(max_examples=200, deadline=None, derandomize=True, database=None, suppress_health_check=[*HealthCheck])
 @given(st.lists(st.tuples(st.sampled_from(ACTIONS), st.integers(0, 11)), max_size=80))
@@ -340,6 +430,10 @@ def test_no_valid_read_is_wrong_and_no_block_is_lost_whatever_happens(
     engine.leases.cancel_all()
     for store in [*engine.under_way]:
         engine.end_store(store)
-    engine.collect()
+    engine.is_short = False
+    for _ in range(100):
+        engine.step()
+        if not engine.moves.wants_step:
+            break
     engine.check()
     assert (engine.blocks.leased, engine.pool.references()) == (0, {})

@@ -18,7 +18,8 @@ from pd_connector.scheduler.lease_service import LeaseService
 from pd_connector.scheduler.leases import LeaseTable
 from pd_connector.scheduler.producer import Producer
 from pd_connector.stats import StatsRecorder
-from pd_connector.vllm.block_pools import DeviceBlocks, Leased
+from pd_connector.vllm.block_pools import Leased
+from pd_connector.vllm.device_blocks import DeviceBlocks
 from pd_connector.vllm.engine_core import EngineLoop
 from tests.support.connector.engines import IDENTITY
 from tests.support.connector.requests import FakeRequest, a_prompt, cache_manager

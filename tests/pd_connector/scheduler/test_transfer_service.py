@@ -119,7 +119,8 @@ def test_the_lease_of_a_prompt_that_nobody_has_followed_moves_and_who_follows_la
     named.service.transfers.announce("t", 16, [[1]])
     remote = parse_remote_prefill(named.grant(request))
     assert movable(named) == [remote.lease_id]
-    assert named.leases.move(remote.lease_id, "slots", ((7, 8, 9, 10, 11),)) == "blocks"
+    slots = {block: 7 + number for number, block in enumerate(remote.remote_block_ids[0])}
+    assert named.leases.move(remote.lease_id, "slots", slots) == "blocks"
     told = named.told()
     assert (told.state, told.block_ids) == (TransferState.COMPLETE, remote.remote_block_ids)
     engine_id = named.service.engine_id

@@ -1,6 +1,5 @@
-"""Host blocks in vLLM's own pool, and references to blocks of the device: what is found, taken, published, told."""
+"""Host blocks in vLLM's own pool: what is found, taken, published, told."""
 
-from collections import Counter
 from typing import Any
 
 import pytest
@@ -9,7 +8,7 @@ from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 from vllm.v1.request import Request
 
-from pd_connector.vllm.block_pools import DeviceBlocks, HostBlockPool, Store, request_blocks, slot_of
+from pd_connector.vllm.block_pools import HostBlockPool, Store, request_blocks, slot_of
 from tests.support.host_tier.cases import EVERYTHING, engine_of, said, with_memory_of
 from tests.support.host_tier.setup import CONFIG, Setup, make_manager, make_pool, make_request
 
@@ -341,40 +340,6 @@ def test_slots_that_may_still_be_written_are_kept() -> None:
     bench.pool.finish_stores(stores, keep_slots=True)
     assert bench.pool.free == 0
     assert bench.pool.references() == {0: 1, 1: 1, 2: 1}
-
-
-def test_a_holder_keeps_blocks_of_a_request_that_has_left() -> None:
-    bench = Bench(groups=HYBRID, device_blocks=33)
-    request = bench.computed("r", said(23))
-    bench.manager.remove_skipped_blocks("r", 23)
-    held_ids = {block for table in bench.manager.get_block_ids("r") for block in table if block}
-    holder = DeviceBlocks()
-    holder.bind(bench.manager)
-    held = holder.hold("r")
-    bench.manager.free(request)
-    assert {block.block_id for block in held} == held_ids
-    assert not held_ids & set(bench.free_order())
-    holder.release(held)
-    assert held_ids < set(bench.free_order())
-
-
-def test_blocks_that_requests_share_are_counted_once_and_until_the_last_has_gone() -> None:
-    bench, holder = Bench(), DeviceBlocks()
-    holder.bind(bench.manager)
-    requests = [bench.computed(name, said(tokens)) for name, tokens in (("a", 13), ("b", 13), ("c", 21))]
-    held = [holder.hold(name) for name in ("a", "b", "c")]
-    for request in requests:
-        bench.manager.free(request)
-    references = Counter(block.block_id for blocks in held for block in blocks)
-    assert max(references.values()) == 3, "no block is shared, so the test shows nothing"
-    for blocks in held:
-        assert holder.references == references
-        assert holder.leased == len(references)
-        assert holder.are_all_in_use(holder.references)
-        holder.release(blocks)
-        references -= Counter(block.block_id for block in blocks)
-    assert holder.leased == 0
-    assert holder.free == holder.total
 
 
 def test_a_requests_blocks_are_given_by_group() -> None:

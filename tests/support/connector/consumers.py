@@ -8,8 +8,8 @@ from pd_connector.scheduler.completions import Completions
 from pd_connector.scheduler.pulls_ahead import AheadLimits, PullsAhead
 from pd_connector.scheduler.renewals import Renewals
 from pd_connector.scheduler.subscriptions import FollowLimits, Subscriptions
-from pd_connector.vllm.block_pools import DeviceBlocks
 from pd_connector.vllm.cache_specs import Retention
+from pd_connector.vllm.device_blocks import DeviceBlocks
 from pd_connector.vllm.engine_core import EngineLoop
 from transfer.control.client import ControlClient
 

@@ -47,4 +47,8 @@ class MovingEngine:
     def move(self, remote: RemotePrefill, blocks: Tables, slots: Tables) -> str | None:
         """Copy a lease and let it point there; what it held."""
         self.copy(blocks, slots)
-        return self.prefill.leases.move(remote.lease_id, "slots", slots)
+        places = [
+            pair for ids, held in zip(blocks, slots, strict=True) for pair in zip(ids, held, strict=True) if pair[0]
+        ]
+        assert len(dict(places)) == len(places), "cache groups share a block"
+        return self.prefill.leases.move(remote.lease_id, "slots", dict(places))

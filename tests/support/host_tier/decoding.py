@@ -74,11 +74,24 @@ class LandingEngine:
         """Tokens to load and to pull to the device; None if the request is to wait."""
         request = self.requests[name]
         if self.landings.must_land(request, computed):
-            for order in self.landings.step_orders({}).landings:
-                self.begin_landing(order)
+            self.step()
             return None
         loaded = self.tier.missing_tokens(request, computed)
         return loaded, self.consumer.missing_tokens(request, computed + loaded)
+
+    def step(self, tokens: int = 0) -> None:
+        """Begin landings, and go on with what takes several steps. ``tokens``: what the step computes."""
+        for order in self.landings.step_orders({"a request": tokens} if tokens else {}).landings:
+            self.begin_landing(order)
+
+    def settle(self) -> None:
+        """Step until nothing wants to."""
+        for _ in range(200):
+            self.step()
+            self.tier.step_orders({})
+            if not (self.landings.wants_step or self.tier.wants_step):
+                return
+        raise AssertionError("the engine steps forever")
 
     def begin_landing(self, order: PullOrder) -> None:
         """The workers begin to write to the slots of a landing."""

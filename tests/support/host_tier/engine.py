@@ -18,7 +18,7 @@ from pd_connector.scheduler.host_scrub import HostScrub
 from pd_connector.scheduler.host_tier import HostTier
 from pd_connector.stats import StatsRecorder, nothing
 from pd_connector.vllm import release
-from pd_connector.vllm.block_pools import DeviceBlocks
+from pd_connector.vllm.device_blocks import DeviceBlocks
 from tests.support.host_tier.ranks import Contents, Copy, End, HostTierRank, PullOrder, contents_of
 from tests.support.host_tier.setup import Job, Setup, State, Step, Work, make_manager, make_pool, make_request
 from tests.support.releases import INSTALLED

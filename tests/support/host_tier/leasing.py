@@ -9,7 +9,8 @@ from pd_connector.scheduler.host_tier import HostTier
 from pd_connector.scheduler.lease_moves import LeaseMoves
 from pd_connector.scheduler.leases import LeaseTable, Tables
 from pd_connector.stats import StatsRecorder, nothing
-from pd_connector.vllm.block_pools import DeviceBlocks, HostBlocks, Leased
+from pd_connector.vllm.block_pools import HostBlocks, Leased
+from pd_connector.vllm.device_blocks import DeviceBlocks
 from tests.support.host_tier.setup import Setup, make_manager, make_pool, make_request
 from tests.support.releases import INSTALLED
 from tests.support.waiting import ManualClock
@@ -54,6 +55,7 @@ class LeasingEngine:
         self.tables: dict[str, Tables] = {}  # of device blocks, by lease; 0 where a window has passed
         self.prompts: dict[str, int] = {}
         self.under_way: list[int] = []  # stores
+        self.ordered: list[int] = []  # blocks of each store
 
     def prefill(self, name: str, prompt: int, tokens: int = TOKENS) -> bool:
         """Compute a prompt and lease it; False if the device has no blocks for it."""
@@ -73,10 +75,10 @@ class LeasingEngine:
         self.leases.grant(name, held, CONTENTS, self.tables[name])
         return True
 
-    def step(self) -> None:
-        """What is ordered is copied at once, and reported later."""
+    def step(self, tokens: int = 0) -> None:
+        """What is ordered is copied at once, and reported later. ``tokens``: what the step computes."""
         self.collect()
-        orders: Orders = self.moves.step_orders({})
+        orders: Orders = self.moves.step_orders({"a request": tokens} if tokens else {})
         for store in orders.stores:
             moves = zip(
                 *(each.tolist() for each in (store.moves.groups, store.moves.blocks, store.moves.slots)), strict=True
@@ -85,6 +87,7 @@ class LeasingEngine:
                 assert self.device[block][1] // _OF_GROUP == group, "a block is copied as one of another cache group"
                 self.host[slot] = self.device[block]
             self.under_way.append(store.store_id)
+            self.ordered.append(len(store.moves))
         self.check()
 
     def end_store(self, store_id: int, *, failed: bool = False, unsettled: bool = False) -> None:
@@ -135,6 +138,15 @@ class LeasingEngine:
             else:
                 assert isinstance(held, tuple)
                 self.blocks.release(held)
+
+    def reset(self) -> None:
+        """What happens when vLLM drops its prefix cache, as when weights have changed."""
+        self.leases.cancel_all()
+        self.collect()
+        self.moves.release_device_blocks()
+        self.manager.reset_prefix_cache()
+        self.tier.reset()
+        self.moves.reset()
 
     def check(self) -> None:
         for role in (self.tier, self.moves):

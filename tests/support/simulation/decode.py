@@ -16,8 +16,8 @@ from layout.geometry import CacheGroup, WorkerGeometry
 from pd_connector.orders import Cause, Orders, PullOrder, Report
 from pd_connector.scheduler.consumer import Consumer
 from pd_connector.scheduler.pulls_ahead import AheadLimits
-from pd_connector.vllm.block_pools import DeviceBlocks
 from pd_connector.vllm.cache_specs import Retention
+from pd_connector.vllm.device_blocks import DeviceBlocks
 from pd_connector.worker.peer import PeerAddress, PullContext
 from pd_connector.worker.pull import AnyEnd, Pull
 from pd_connector.worker.pull_end import PullFailed

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from pd_connector.scheduler.announcer import Announcer
-from pd_connector.vllm.block_pools import DeviceBlocks
+from pd_connector.vllm.device_blocks import DeviceBlocks
 from tests.support.connector.requests import FakeRequest
 from tests.support.simulation.network import Network
 from tests.support.simulation.prefill import TOKENS_PER_BLOCK, PrefillSim, Prompt, Stamp

@@ -1,0 +1,110 @@
+"""References to vLLM's device blocks. All methods belong to the scheduler's thread."""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, TypeAlias
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
+
+#: Blocks of a request to which references are held, in block table order.
+HeldBlocks: TypeAlias = "tuple[KVCacheBlock, ...]"
+
+
+class DeviceBlocks:
+    """The device's blocks. Keeps those of finished requests in use by holding references to them.
+
+    vLLM's own way is to delay freeing a request's blocks. Until they are freed, the engine and all its workers step a
+    thousand times a second, and an id that is freed twice crashes the engine.
+    """
+
+    def __init__(self) -> None:
+        self._manager: KVCacheManager | None = None
+        self._held: set[int] = set()  # ids of the blocks to which we hold a reference
+        self._shared: Counter[int] = Counter()  # further references to blocks that several requests share, by block id
+
+    def bind(self, kv_cache_manager: "KVCacheManager", before_reset: Callable[[], None] = lambda: None) -> None:
+        """Set vLLM's manager of the blocks.
+
+        ``before_reset`` is called whenever vLLM is to reset its prefix cache, before it checks that no block is in use.
+        vLLM itself tells its connector afterwards, and only if that was so.
+        """
+        self._manager = kv_cache_manager
+        reset = kv_cache_manager.reset_prefix_cache
+
+        def prepared_reset() -> bool:
+            before_reset()
+            return bool(reset())
+
+        kv_cache_manager.reset_prefix_cache = prepared_reset
+
+    @property
+    def manager(self) -> "KVCacheManager":
+        """vLLM's manager of the blocks."""
+        assert self._manager is not None, "vLLM has not handed over its cache manager"
+        return self._manager
+
+    def hold(self, request_id: str) -> HeldBlocks:
+        """Take references to all blocks that a request has now, and return the blocks."""
+        groups = self.manager.get_blocks(request_id).blocks
+        held = tuple(block for blocks in groups for block in blocks if not block.is_null)
+        self.manager.block_pool.touch(held)
+        ids = {int(block.block_id) for block in held}
+        self._shared.update(ids & self._held)
+        self._held |= ids
+        return held
+
+    def table(self, request_id: str) -> "tuple[Sequence[KVCacheBlock], ...]":
+        """Return the blocks that a request has now, by cache group, in block table order."""
+        return tuple(self.manager.get_blocks(request_id).blocks)
+
+    def block_ids(
+        self, request_id: str, tokens: int, known: Sequence[int], block_tokens: Sequence[int]
+    ) -> tuple[list[int], ...]:
+        """Return the ids of the blocks of a request's first ``tokens`` tokens, without the first ``known`` ones.
+
+        By cache group, as are ``known`` and ``block_tokens``, the blocks' sizes. 0 is vLLM's null block.
+        """
+        return tuple(
+            [int(block.block_id) for block in blocks[first : -(-tokens // size)]]
+            for blocks, first, size in zip(self.table(request_id), known, block_tokens, strict=True)
+        )
+
+    def release(self, held: HeldBlocks) -> None:
+        """Give the references back. The last blocks of a prompt are evicted first."""
+        ids = {int(block.block_id) for block in held}
+        shared = ids & self._shared.keys()
+        self._held -= ids - shared
+        for block_id in shared:
+            self._shared[block_id] -= 1
+            if not self._shared[block_id]:
+                del self._shared[block_id]
+        self.manager.block_pool.free_blocks(reversed(held))
+
+    @property
+    def references(self) -> "Counter[int]":
+        """Number of references to each block that is held, by block id."""
+        return Counter(self._held) + self._shared
+
+    def are_all_in_use(self, references: "Counter[int]") -> bool:
+        """Return whether nobody else uses any block, given our ``references`` by block id."""
+        pool = self.manager.block_pool
+        in_use = int(pool.num_gpu_blocks - pool.get_num_free_blocks()) - 1  # one is vLLM's null block
+        ours = sum(int(pool.blocks[block_id].ref_cnt) == number for block_id, number in references.items())
+        return in_use == ours
+
+    @property
+    def leased(self) -> int:
+        """Number of blocks that are held, each counted once."""
+        return len(self._held)
+
+    @property
+    def free(self) -> int:
+        """Number of blocks that are in nobody's use."""
+        return int(self.manager.block_pool.get_num_free_blocks())
+
+    @property
+    def total(self) -> int:
+        """Number of blocks that requests can use."""
+        return int(self.manager.block_pool.num_gpu_blocks) - 1  # block 0 is vLLM's null block

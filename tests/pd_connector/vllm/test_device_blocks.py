@@ -1,0 +1,59 @@
+"""References to blocks of the device: who keeps them in use, and until when."""
+
+from collections import Counter
+
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.request import Request
+
+from pd_connector.vllm.device_blocks import DeviceBlocks
+from tests.support.host_tier.cases import said
+from tests.support.host_tier.setup import Setup, make_manager, make_request
+
+
+def computed(setup: Setup, manager: KVCacheManager, name: str, tokens: tuple[int, ...]) -> Request:
+    """A request whose prompt is on the device."""
+    request = make_request(setup, name, tokens)
+    blocks, hit, *_ = manager.get_computed_blocks(request)
+    assert manager.allocate_slots(request, len(tokens) - hit, num_new_computed_tokens=hit, new_computed_blocks=blocks)
+    request.num_computed_tokens = len(tokens)
+    return request
+
+
+def free(manager: KVCacheManager) -> set[int]:
+    return {block.block_id for block in manager.block_pool.free_block_queue.get_all_free_blocks()}
+
+
+def test_a_holder_keeps_blocks_of_a_request_that_has_left() -> None:
+    setup = Setup(groups=((4, 0), (4, 6)), device_blocks=33)
+    manager = make_manager(setup)
+    request = computed(setup, manager, "r", said(23))
+    manager.remove_skipped_blocks("r", 23)
+    held_ids = {block for table in manager.get_block_ids("r") for block in table if block}
+    holder = DeviceBlocks()
+    holder.bind(manager)
+    held = holder.hold("r")
+    manager.free(request)
+    assert {block.block_id for block in held} == held_ids
+    assert not held_ids & free(manager)
+    holder.release(held)
+    assert held_ids < free(manager)
+
+
+def test_blocks_that_requests_share_are_counted_once_and_until_the_last_has_gone() -> None:
+    setup = Setup(device_blocks=17)
+    manager, holder = make_manager(setup), DeviceBlocks()
+    holder.bind(manager)
+    requests = [computed(setup, manager, name, said(tokens)) for name, tokens in (("a", 13), ("b", 13), ("c", 21))]
+    held = [holder.hold(name) for name in ("a", "b", "c")]
+    for request in requests:
+        manager.free(request)
+    references = Counter(block.block_id for blocks in held for block in blocks)
+    assert max(references.values()) == 3, "no block is shared, so the test shows nothing"
+    for blocks in held:
+        assert holder.references == references
+        assert holder.leased == len(references)
+        assert holder.are_all_in_use(holder.references)
+        holder.release(blocks)
+        references -= Counter(block.block_id for block in blocks)
+    assert holder.leased == 0
+    assert holder.free == holder.total
