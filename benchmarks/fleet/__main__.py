@@ -38,7 +38,9 @@ def _validate(arguments: argparse.Namespace, words: Sequence[str]) -> None:
         def keep(figures: dict[str, Any]) -> None:
             record.write("fleet_validation", words, figures, output.kept, seconds=time.monotonic() - start)
 
-        validate.validate(constants.measured(), arguments.requests, arguments.burst, arguments.seed, keep)
+        validate.validate(
+            constants.measured(), arguments.requests, arguments.burst, arguments.repeats, arguments.seed, keep
+        )
 
 
 def _plot(_: argparse.Namespace, words: Sequence[str]) -> None:
@@ -71,6 +73,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     command = commands.add_parser("validate")
     command.add_argument("--requests", type=int, default=60, help="that come paced")
     command.add_argument("--burst", type=int, default=24, help="of them, that come at once")
+    command.add_argument("--repeats", type=int, default=5, help="of these bursts")
     command.add_argument("--seed", type=int, default=7, help="of the trace")
     command.set_defaults(command=_validate)
     command = commands.add_parser("plot")

@@ -21,7 +21,7 @@ from benchmarks.fleet.pulls import PullPlanner
 from benchmarks.fleet.servers import CACHE as CACHE_HERE
 from benchmarks.fleet.servers import CHUNK_TOKENS
 from benchmarks.fleet.sharing import Pool, Sharing
-from benchmarks.fleet.simulation import Fleet, Outcome, simulate, summary
+from benchmarks.fleet.simulation import Fleet, Outcome, Summary, simulate, summary
 from benchmarks.fleet.traces import SAMPLE, Arrival, Mix, faster, read, synthetic
 
 CACHE = Cache(layers=32, kv_heads=8, head_size=64, item_bytes=4, block_tokens=32, blocks=512)
@@ -332,6 +332,17 @@ def test_a_p_that_is_told_nothing_sleeps() -> None:
 def test_the_plots_in_the_results_are_those_of_the_figures(tmp_path: Path) -> None:
     drawn = {path.name: path.read_text() for path in plots.draw(record.read("fleet"), tmp_path)}
     assert drawn == {path.name: path.read_text() for path in record.RESULTS.glob("fleet-*.svg")}
+
+
+def test_of_runs_of_one_trace_the_middle_one_of_each_figure_counts_and_every_failure() -> None:
+    one = Summary(
+        requests=3, failed=0, first_token_s={"p50": 1.0}, total_s={"p50": 5.0}, handover_s={"p50": 0.1},
+        requests_per_s=2.0, output_tokens_per_s=9.0, bytes=7, descriptors=4,
+    )  # fmt: skip
+    slow = replace(one, first_token_s={"p50": 9.0}, requests_per_s=1.0, failed=1)
+    late = replace(one, first_token_s={"p50": 2.0}, total_s={"p50": 6.0}, failed=1)
+    expected = replace(one, first_token_s={"p50": 2.0}, failed=2)
+    assert validate.typical([one, slow, late]) == expected
 
 
 #: What misses the goal, by case and figure. docs/fleet.md says what is known of it.
