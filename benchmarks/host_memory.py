@@ -138,7 +138,7 @@ def main(words: Sequence[str] | None = None) -> dict[str, Any]:
     """Run and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=1500)
-    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--rounds", type=int, default=100)
     arguments = parser.parse_args(words)
     bench, warm_up, measured = Bench(arguments.tokens), Measured(), Measured()
     for number in range(-3, arguments.rounds):

@@ -61,16 +61,26 @@ RUNNING = (1, 8, 32, 64, 128, 256)
 DECODE_MS, HAND_OVER_MS, DESCRIPTORS = 0.3, 1.0, 10_240
 MODES: tuple[StoreMode, ...] = ("eager", "lazy")
 MOVES = ((64, 16), (1, 512), (32, 256))  # leases at once, and blocks of each
-#: What steps compute besides: nothing; a token of many requests; a prompt.
-STEPS: dict[str, Mapping[str, int]] = {
-    "idle": {},
-    "decode": {f"decoding {number}": 1 for number in range(64)},
-    "prefill": {"prefilling": STEP_TOKENS},
-}
-
 Clock = Callable[[], float]  # seconds
 
 LAYERS, RUN_BYTES = 32, 8 << 10  # a layer's block of 16 tokens, one KV head of 128, K and V in bfloat16
+
+
+@dataclass(frozen=True)
+class Step:
+    """What happens besides in the steps in which leases move and prompts land."""
+
+    scheduled: Mapping[str, int]  # tokens
+    are_awaited: bool = False  # requests wait for the blocks of leases
+
+
+_DECODE = {f"decoding {number}": 1 for number in range(64)}
+STEPS = {
+    "idle": Step({}),
+    "decode": Step(_DECODE),
+    "awaited": Step(_DECODE, are_awaited=True),
+    "prefill": Step({"prefilling": STEP_TOKENS}),
+}
 
 
 @dataclass
@@ -216,15 +226,14 @@ def leaving(clock: Clock, blocks: int, requests: int = 16) -> tuple[list[float],
     return tier, vllm
 
 
-def moving(
-    clock: Clock, leases: int, blocks: int, scheduled: Mapping[str, int], rounds: int = 16
-) -> tuple[list[float], list[float]]:
+def moving(clock: Clock, leases: int, blocks: int, step: Step, rounds: int = 16) -> tuple[list[float], list[float]]:
     """Milliseconds of every step that begins moves of leases of so many blocks, and of every one that ends some."""
     engine = Engine("eager", clock)
     engine.fill_memory()
-    table: LeaseTable[Leased] = LeaseTable(3600.0, time.monotonic)
+    seconds = itertools.count()
+    table: LeaseTable[Leased] = LeaseTable(1e9, lambda: float(next(seconds)))  # no lease is too young to move
     checksums = ChecksumTable(table.still_valid, enabled=False)
-    moves = LeaseMoves(table, checksums, engine.blocks, lambda: True, 0.0)
+    moves = LeaseMoves(table, checksums, engine.blocks, lambda: step.are_awaited, 0.0)
     moves.use(engine.tier, 1)
     order, end = [], []
     for number in range(rounds):
@@ -237,7 +246,7 @@ def moving(
         ended: dict[int, int] = {}  # blocks, by store
         while moves.is_due() or sum(ended.values()) < leases * blocks:
             begun = clock()
-            stores = moves.step_orders(scheduled).stores
+            stores = moves.step_orders(step.scheduled).stores
             order.append(1e3 * (clock() - begun))
             ended |= {store.store_id: len(store.moves) for store in stores}
         begun = clock()
@@ -245,7 +254,7 @@ def moving(
         end.append(1e3 * (clock() - begun))
         while moves.frees_blocks_soon:
             begun = clock()
-            moves.step_orders(scheduled)
+            moves.step_orders(step.scheduled)
             end.append(1e3 * (clock() - begun))
         assert table.in_host_memory == leases, f"{leases - table.in_host_memory} leases of round {number} stay"
         table.cancel_all()
@@ -307,18 +316,21 @@ def transfers(clock: Clock) -> dict[str, Any]:
     )
     print("the device's blocks, median and worst; and with a prompt that is pulled there: to lend it slots, to publish")
     print("it, and to give its slots back")
-    for kind, scheduled in STEPS.items():
-        figures["moves"][kind], figures["landings"][kind] = {}, {}
-        print(f"  {kind}: {blocks_a_step(scheduled, [BLOCK_TOKENS])} blocks a step")
+    for kind, of in STEPS.items():
+        figures["moves"][kind] = {}
+        print(f"  {kind}: {blocks_a_step(of.scheduled, [BLOCK_TOKENS], are_awaited=of.are_awaited)} blocks a step")
         for leases, blocks in MOVES:
-            order, ended = moving(clock, leases, blocks, scheduled)
+            order, ended = moving(clock, leases, blocks, of)
             print(f"    {leases:2} leases of {blocks:3} blocks   {spread(order)}   {spread(ended)}")
             figures["moves"][kind][f"{leases}x{blocks}"] = {
                 "order_ms": statistics.median(order),
                 "end_ms": statistics.median(ended),
             }
+        if of.are_awaited:
+            continue  # nobody waits so for what lands
+        figures["landings"][kind] = {}
         for tokens in (STEP_TOKENS // 8, STEP_TOKENS):
-            parts = landing(clock, tokens, scheduled)
+            parts = landing(clock, tokens, of.scheduled)
             print(f"    a prompt of {tokens:,} tokens     {'   '.join(map(spread, parts))}")
             names = ("begin_ms", "publish_ms", "give_back_ms")
             figures["landings"][kind][str(tokens)] = dict(zip(names, map(statistics.median, parts), strict=True))

@@ -113,6 +113,7 @@ class HostTier(SchedulerRole):
         """
         if (landed := self._landed.tokens(request, computed_tokens)) is not None:
             return landed
+        self._landed.publish_for(request)
         offer = self._offers.get(request.request_id)
         if offer is not None and offer.hit.first_token == computed_tokens and not self._has_grown(request, offer):
             return offer.hit.tokens
@@ -202,6 +203,7 @@ class HostTier(SchedulerRole):
 
     def hit(self, request: "Request", computed_tokens: int) -> HostHit | None:
         """Return what host memory holds of a request beyond ``computed_tokens``. It is not pinned."""
+        self._landed.publish_for(request)
         return self._pool.find(request, computed_tokens)
 
     def landed(self, request: "Request", hit: HostHit, first_token: int) -> None:

@@ -4,8 +4,9 @@
        '------- its request is gone ----------------------------------------^
 
 Meanwhile, its full blocks are published one after the other, so that other requests find them. A prompt has thousands
-of blocks: a step publishes and gives back a share of them (see ``step_share``). Slots are given back when they have
-been published, so that what has arrived is not lost. Everything runs on the scheduler's thread.
+of blocks: a step publishes and gives back a share of them (see ``step_share``), unless a request asks that can use
+them. Slots are given back when they have been published, so that what has arrived is not lost. Everything runs on the
+scheduler's thread.
 """
 
 from collections import deque
@@ -14,8 +15,8 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING
 
+from pd_connector.scheduler import step_share
 from pd_connector.scheduler.host_loans import HostLoans
-from pd_connector.scheduler.step_share import MOST_BLOCKS
 from pd_connector.vllm.block_pools import HostBlockPool, HostHit
 from pd_connector.vllm.device_blocks import HeldBlocks
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 class LandedPrompt:
     """A prompt in host blocks that are lent."""
 
+    request: "Request"  # for which it has landed
     hit: HostHit
     first_token: int  # that vLLM was last told of
     publication: Iterator[None]  # publishes a block with every step; closed if they are not valid any more
@@ -42,17 +44,23 @@ class LandedPrompts:
         self._loans = loans
         self._waiting: dict[str, LandedPrompt] = {}  # by the request that waits for blocks
         self._unfinished: deque[LandedPrompt] = deque()  # those to be published, and those to be given back
-        self._share = MOST_BLOCKS  # of blocks, in this step
+        self._share = step_share.MOST_BLOCKS  # of blocks, in this step
 
     def add(self, request: "Request", hit: HostHit, first_token: int) -> None:
         """Keep what has landed for a request in blocks that were lent, and let others find it as well.
 
         ``first_token``: of those that have landed; before, host memory held the hit already.
         """
-        prompt = LandedPrompt(hit, hit.first_token, self._pool.publish_landed(request, hit, first_token))
+        prompt = LandedPrompt(request, hit, hit.first_token, self._pool.publish_landed(request, hit, first_token))
         self._waiting[request.request_id] = prompt
         self._unfinished.append(prompt)
         self._go_on()
+
+    def publish_for(self, request: "Request") -> None:
+        """Publish at once all blocks that another request with the same beginning may find."""
+        for prompt in self._unfinished:
+            if request.block_hashes[:1] == prompt.request.block_hashes[:1]:
+                deque(prompt.publication, maxlen=0)
 
     def tokens(self, request: "Request", computed_tokens: int) -> int | None:
         """Return how many tokens beyond ``computed_tokens`` have landed for a request; None if nothing of use has.

@@ -22,10 +22,11 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Literal
 
 from pd_connector.orders import LandingEnds, Orders, PullOrder, Report
+from pd_connector.scheduler import step_share
 from pd_connector.scheduler.consumer import Consumer
 from pd_connector.scheduler.host_tier import HostTier
 from pd_connector.scheduler.roles import SchedulerRole
-from pd_connector.scheduler.step_share import MOST_BLOCKS, blocks_a_step
+from pd_connector.scheduler.step_share import blocks_a_step
 from pd_connector.stats import StatsRecorder
 from pd_connector.vllm.block_pools import HostHit
 from pd_connector.vllm.cache_specs import Retention, blocks_for
@@ -96,7 +97,7 @@ class Landings(SchedulerRole):
         self._groups = groups
         self._ranks = ranks
         self._preparing: _Preparation | None = None
-        self._share = MOST_BLOCKS  # of slots to lend, in this step
+        self._share = step_share.MOST_BLOCKS  # of slots to lend, in this step
         self._had_no_room: set[str] = set()  # requests that are to be told so when they are next asked about
         self._under_way: dict[str, _Landing] = {}
         self._orders: list[PullOrder] = []

@@ -21,12 +21,13 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from pd_connector.orders import Orders, Report, StoreEnds, StoreOrder
+from pd_connector.scheduler import step_share
 from pd_connector.scheduler.checksum_table import ChecksumTable
 from pd_connector.scheduler.host_tier import HostTier
 from pd_connector.scheduler.leases import LeaseTable, MovableLease
 from pd_connector.scheduler.moving_lease import MovingLease, Portion, block_moves, device_blocks
 from pd_connector.scheduler.roles import SchedulerRole
-from pd_connector.scheduler.step_share import MOST_BLOCKS, blocks_a_step
+from pd_connector.scheduler.step_share import blocks_a_step
 from pd_connector.stats import StatsRecorder
 from pd_connector.vllm.block_pools import HostBlocks, Leased
 from pd_connector.vllm.device_blocks import DeviceBlocks
@@ -38,14 +39,15 @@ logger = logging.getLogger(__name__)
 _GRACE_S = 0.25
 #: After host memory had no room, or a copy failed, until leases are chosen again.
 _REST_S = 0.5
-#: Leases that are looked at in one step, which must not take long.
+#: Leases that are looked at in one step, which must not take long; and while the oldest of them may all be too large.
 _CHOSEN_AT_ONCE = 16
+_CHOSEN_WHILE_FULL = 64
 _LOG_INTERVAL_S = 10.0
 
 
 @dataclass(slots=True)
 class _Copy:
-    """What one store copies."""
+    """What one store copies. If it fails, all of these leases stay."""
 
     portions: tuple[Portion, ...]
     ends: StoreEnds = field(default_factory=lambda: StoreEnds(0))
@@ -86,7 +88,8 @@ class LeaseMoves(SchedulerRole):
         self._copies: dict[int, _Copy] = {}  # under way, by the id of their store
         self._arrived: deque[MovingLease] = deque()  # of those under way, whose copies all ranks have reported
         self._leaving: MovingLease | None = None  # has moved, or stays, and has blocks to let go of
-        self._may_let_go = MOST_BLOCKS  # of blocks, in this step
+        self._may_let_go = step_share.MOST_BLOCKS  # of blocks, in this step
+        self._hurries = False
         self._next_store = -1
         self._rests_until = 0.0
         self._too_large = math.inf  # until then, leases of so many blocks and more stay where they are
@@ -107,6 +110,10 @@ class LeaseMoves(SchedulerRole):
             self._leaving.has_ended(held)
         self._tier.loans.take_back(held.blocks)
 
+    def hurry(self) -> None:
+        """Move as much in the next step as if nothing ran: a request that runs waits for the blocks."""
+        self._hurries = True
+
     def is_due(self) -> bool:
         """Return whether leases are to be moved now. Any thread."""
         return self._tier is not None and any(True for _ in self._chosen())
@@ -115,7 +122,8 @@ class LeaseMoves(SchedulerRole):
         """End moves that earlier steps have left, choose leases, and order the copies of their blocks."""
         if self._tier is None:
             return Orders()
-        most = self._may_let_go = blocks_a_step(scheduled, self._tier.block_tokens)
+        are_awaited, self._hurries = self._hurries or self._is_short(), False
+        most = self._may_let_go = blocks_a_step(scheduled, self._tier.block_tokens, are_awaited=are_awaited)
         self._end_arrived()
         return Orders(stores=self._order(self._tier, most))
 
@@ -132,6 +140,8 @@ class LeaseMoves(SchedulerRole):
                 self._rest(0)
             for portion in copy.portions:
                 portion.lease.end_copy(portion, copy.ends)
+                if portion.lease.stays and portion.lease is self._lending:
+                    self._lending = None
                 self._note_arrival(portion.lease)
         self._end_arrived()
 
@@ -190,8 +200,8 @@ class LeaseMoves(SchedulerRole):
             if above <= 0:
                 return
         too_large = self._least_too_large
-        moving = frozenset(self._moves.copy())
-        for lease in self._leases.movable(0.0 if is_short else _GRACE_S, _CHOSEN_AT_ONCE, moving):
+        most = _CHOSEN_AT_ONCE if too_large == math.inf else _CHOSEN_WHILE_FULL
+        for lease in self._leases.movable(0.0 if is_short else _GRACE_S, most, frozenset(self._moves.copy())):
             if (blocks := len(device_blocks(lease))) >= too_large or not self._checksums.are_taken(lease.lease_id):
                 continue
             yield lease, "short" if is_short else "share"
@@ -266,8 +276,6 @@ class LeaseMoves(SchedulerRole):
 
     def _note_arrival(self, move: MovingLease) -> None:
         """Have a move ended if it can be. Called whenever one of its copies has ended, and when none is to follow."""
-        if move.stays and move is self._lending:
-            self._lending = None
         if move.has_arrived:
             self._arrived.append(move)
 

@@ -23,8 +23,7 @@ class Portion:
     """Neighbouring blocks of a lease for which host blocks were lent in one step."""
 
     lease: "MovingLease"
-    first: int  # index of the first block
-    blocks: int
+    blocks: int  # how many
     new: tuple[int, ...]  # indices of those that are to be copied: host memory did not hold them
 
     def moves(self) -> tuple[Sequence[int], Sequence[int], Sequence[int]]:
@@ -95,7 +94,7 @@ class MovingLease:
         new = tuple(first + number for number in loan.new)
         self._new.update(new)
         self._copies += bool(new)
-        return Portion(self, first, len(blocks), new)
+        return Portion(self, len(blocks), new)
 
     def copies(self, numbers: Sequence[int]) -> tuple[Sequence[int], Sequence[int], Sequence[int]]:
         """Return the cache group, id and slot of the blocks with these indices."""
@@ -135,8 +134,9 @@ class MovingLease:
         self._held, self._left, self.copied = held, len(self.blocks), len(self._new)
 
     def has_ended(self, held: HostBlocks) -> None:
-        """Note that a lease has ended that held these host blocks: if it is this one, nothing is known of them."""
+        """Note that the host blocks of a lease are given back: if it is this one, all that was copied is published."""
         if held is self._held:
+            self._publish(0, self._left)
             self._new.clear()
 
     def forget_copies(self) -> None:
@@ -144,27 +144,30 @@ class MovingLease:
         self._new.clear()
 
     def let_go(self, device: DeviceBlocks, most: int) -> int:
-        """Let go of at most so many blocks, on the side where the lease is not; return of how many.
+        """Let go of at most so many blocks on the side where the lease is not; return how many they were.
 
         What was copied can be found by others from now on. Those that a prompt ends with are evicted first.
         """
         first, end = max(self._left - most, 0), self._left
         self._left = first
-        hosts = tuple(self._hosts[first:end])
         if self._held is None:
+            hosts = tuple(self._hosts[first:end])
             self._loans.take_back(hosts, [number - first for number in self._lost if first <= number < end])
             return end - first
-        blocks = self.blocks[first:end]
-        if self._new:
-            copied = [number for number in range(end - first) if first + number in self._new]
-            self._loans.publish([(blocks[number], hosts[number]) for number in copied])
-        device.release(blocks)
+        self._publish(first, end)
+        device.release(self.blocks[first:end])
         return end - first
 
     @property
     def is_done(self) -> bool:
         """Whether it has let go of everything."""
         return self._left == 0
+
+    def _publish(self, first: int, end: int) -> None:
+        """Let others find the copies of blocks ``first`` to ``end`` (exclusive)."""
+        if self._new:
+            copied = [number for number in range(first, end) if number in self._new]
+            self._loans.publish([(self.blocks[number], self._hosts[number]) for number in copied])
 
 
 def device_blocks(lease: MovableLease[Leased]) -> HeldBlocks:

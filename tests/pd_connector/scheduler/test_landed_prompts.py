@@ -50,3 +50,22 @@ def test_after_a_reset_what_is_being_loaded_is_not_published_either(engine: Land
         engine.tier.step_orders({"r": 1})
     engine.check()
     assert (engine.pool.cached, engine.pool.references()) == (0, {})
+
+
+@pytest.mark.parametrize(("seed", "found"), [(0, BLOCKS * 16), (1, 0)], ids=["the same", "another"])
+def test_a_request_that_begins_alike_need_not_wait_for_what_is_not_published_yet(
+    engine: LandingEngine, seed: int, found: int
+) -> None:
+    assert engine.pool.cached == 2
+    engine.arrive("other", seed=seed, tokens=BLOCKS * 16 + 9)
+    assert engine.tier.missing_tokens(engine.requests["other"], 0) == found
+    assert engine.pool.cached == (BLOCKS if found else 2)
+    engine.check()
+
+
+def test_what_is_not_published_yet_is_not_pulled_a_second_time(engine: LandingEngine) -> None:
+    other = engine.arrive("other", tokens=BLOCKS * 16 + 9)
+    assert engine.landings.must_land(other, 0)
+    while "other" not in engine.under_way:
+        engine.step(1)
+    assert engine.landing("other").first_token == BLOCKS * 16

@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pd_connector.orders import StoreEnds
-from pd_connector.scheduler import step_share
+from pd_connector.scheduler import lease_moves, step_share
 from tests.support.host_tier.leasing import BLOCKS, CONTENTS, SETUP, TOKENS, TTL_S, LeasingEngine
 from transfer.control.messages import InvalidReason, Place
 
@@ -149,16 +149,29 @@ def test_a_step_may_move_as_many_blocks_as_it_fills(computed: int, moved: int, m
     monkeypatch.setattr(step_share, "LEAST_BLOCKS", 2)
     engine = LeasingEngine(slots=15)
     engine.prefill("lease", 0, tokens=10 * 4)
-    engine.is_short = True
+    engine.clock.advance(0.3)
     engine.step(computed)
     assert engine.ordered == [moved]
+
+
+def test_what_requests_wait_for_moves_as_if_nothing_ran(tokens: int) -> None:
+    engine = LeasingEngine(slots=15)
+    engine.prefill("lease", 0, tokens=12 * 4)
+    engine.is_short = True
+    engine.step(tokens)
+    engine.is_short = False
+    engine.step(tokens)
+    engine.moves.hurry()
+    engine.step(tokens)
+    engine.step(tokens)
+    assert engine.ordered == ([4, 2, 4, 2] if tokens else [4, 4, 4])
 
 
 def test_a_step_moves_only_so_many_blocks_and_the_next_ones_do_the_rest(tokens: int) -> None:
     engine = LeasingEngine(slots=5 * BLOCKS)
     for number in range(5):
         assert engine.prefill(f"lease{number}", number)
-    engine.is_short = True
+    engine.clock.advance(0.3)
     while engine.moves.is_due() or sum(engine.ordered) < 5 * BLOCKS:
         engine.step(tokens)
     assert engine.ordered == ([2] * 7 + [1] if tokens else [4, 4, 4, 3])
@@ -183,6 +196,8 @@ def test_a_step_begins_no_more_moves_without_copies_than_others(tokens: int) -> 
     engine.end_store(engine.under_way[0])
     for name in ("a", "b", "c"):
         engine.prefill(name, 0, tokens=8)
+    engine.is_short = False
+    engine.clock.advance(0.3)
     moved: list[int] = []
     while engine.leases.in_host_memory < 4 and len(moved) < 9:
         engine.step(tokens)
@@ -195,8 +210,8 @@ def test_a_step_begins_no_more_moves_without_copies_than_others(tokens: int) -> 
 
 def test_a_reader_that_comes_before_all_blocks_are_ordered_keeps_the_lease_on_the_device(tokens: int) -> None:
     engine = LeasingEngine(slots=8 * BLOCKS)
-    engine.is_short = True
     engine.prefill("lease", 0, tokens=2 * TOKENS)
+    engine.clock.advance(0.3)
     engine.step(tokens)
     ordered = sum(engine.ordered)
     engine.read("lease")
@@ -213,8 +228,8 @@ def test_of_a_lease_whose_copies_fail_in_part_all_slots_are_given_back_but_those
     tokens: int,
 ) -> None:
     engine = LeasingEngine(slots=8 * BLOCKS)
-    engine.is_short = True
     engine.prefill("lease", 0, tokens=2 * TOKENS)
+    engine.clock.advance(0.3)
     engine.step(tokens)
     engine.step(tokens)
     first, second = engine.under_way
@@ -231,13 +246,15 @@ def test_of_a_lease_whose_copies_fail_in_part_all_slots_are_given_back_but_those
 
 def test_a_lease_that_ends_when_part_of_it_has_left_the_device_leaves_nothing_behind(tokens: int) -> None:
     engine = LeasingEngine(slots=8 * BLOCKS)
-    engine.is_short = True
     engine.prefill("lease", 0, tokens=2 * TOKENS)
+    engine.clock.advance(0.3)
     while sum(engine.ordered) < 5:
         engine.step(tokens)
     engine.report({store: StoreEnds(SETUP.ranks) for store in engine.under_way})
     assert 0 < engine.blocks.leased < 5
     engine.release("lease")
+    engine.collect()
+    assert engine.pool.cached == 5, "nothing of what was copied is lost"
     engine.step(tokens)
     engine.step(tokens)
     assert (engine.blocks.leased, engine.pool.references()) == (0, {})
@@ -245,8 +262,8 @@ def test_a_lease_that_ends_when_part_of_it_has_left_the_device_leaves_nothing_be
 
 def test_what_has_moved_in_part_is_not_found_after_the_caches_were_reset(tokens: int) -> None:
     engine = LeasingEngine(slots=8 * BLOCKS)
-    engine.is_short = True
     engine.prefill("lease", 0, tokens=2 * TOKENS)
+    engine.clock.advance(0.3)
     while sum(engine.ordered) < 5:
         engine.step(tokens)
     engine.report({store: StoreEnds(SETUP.ranks) for store in engine.under_way})
@@ -274,13 +291,15 @@ def test_a_move_that_is_to_end_in_the_next_step_comes_to_nothing_if_a_reader_com
     assert len(engine.pool.references()) == BLOCKS, "the slots of the other one are given back"
 
 
-def test_a_lease_too_large_for_host_memory_holds_up_no_smaller_ones() -> None:
+def test_a_lease_too_large_for_host_memory_holds_up_no_smaller_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lease_moves, "_CHOSEN_AT_ONCE", 1)
     engine = LeasingEngine(slots=6)
     engine.prefill("large", 0, tokens=7 * 4)
     engine.prefill("small", 1)
     engine.prefill("smaller", 2, tokens=7)
     engine.is_short = True
     engine.step()
+    engine.step()  # the first one has looked at one lease only
     for store in [*engine.under_way]:
         engine.end_store(store)
     places = {name: engine.leases.locate(name).place for name in ("large", "small", "smaller")}

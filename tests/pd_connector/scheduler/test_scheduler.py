@@ -84,6 +84,9 @@ class Recorded(SchedulerRole):
     def frees_blocks_soon(self) -> bool:
         return self.frees_soon
 
+    def hurry(self) -> None:
+        self.note("hurry")
+
     def loaded_tokens(self, request: Any) -> int:
         return self.takes
 
@@ -353,14 +356,16 @@ def test_orders_of_a_step_are_those_of_all_roles(side: ConnectorScheduler, roles
 
 @pytest.mark.parametrize("number", [0, 1])
 def test_one_role_is_enough_to_want_a_step_or_to_wait_for_blocks(
-    side: ConnectorScheduler, roles: list[Recorded], number: int
+    side: ConnectorScheduler, roles: list[Recorded], calls: Calls, number: int
 ) -> None:
     assert not side.wants_step()
     assert not side.frees_blocks_soon()
     roles[number].wants = True
     assert (side.wants_step(), side.frees_blocks_soon()) == (True, False)
+    assert calls == []
     roles[number].wants, roles[number].frees_soon = False, True
     assert (side.wants_step(), side.frees_blocks_soon()) == (False, True)
+    assert calls == [("host", "hurry"), ("pulls", "hurry")], "a request waits, and nobody knows"
 
 
 @pytest.mark.usefixtures("roles")

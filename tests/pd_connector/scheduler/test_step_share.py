@@ -25,3 +25,7 @@ def test_a_step_deals_with_as_many_blocks_as_it_fills_within_bounds(
 ) -> None:
     scheduled = {f"r{number}": count for number, count in enumerate(tokens)}
     assert blocks_a_step(scheduled, block_tokens) == blocks
+
+
+def test_blocks_that_requests_wait_for_come_as_fast_as_if_nothing_ran() -> None:
+    assert blocks_a_step({"r": 1}, [16], are_awaited=True) == MOST_BLOCKS

@@ -55,6 +55,7 @@ class LandingEngine:
         self.host: dict[int, SlotContents] = {}  # by slot; nothing of use in the others
         self._seeds: dict[str, int] = {}
         self._orders: dict[str, PullOrder] = {}  # of landings under way
+        self._loads: list[LoadOrder] = []  # that nobody has taken
         self._given: dict[str, list[list[int]]] = {}  # device blocks, by cache group; 0 where a window has passed
 
     def arrive(self, name: str, seed: int = 0, tokens: int = 41) -> Any:
@@ -81,14 +82,15 @@ class LandingEngine:
 
     def step(self, tokens: int = 0) -> None:
         """Begin landings, and go on with what takes several steps. ``tokens``: what the step computes."""
-        for order in self.landings.step_orders({"a request": tokens} if tokens else {}).landings:
+        scheduled = {"a request": tokens} if tokens else {}
+        for order in self.landings.step_orders(scheduled).landings:
             self.begin_landing(order)
+        self._loads += self.tier.step_orders(scheduled).loads
 
     def settle(self) -> None:
         """Step until nothing wants to."""
         for _ in range(200):
             self.step()
-            self.tier.step_orders({})
             if not (self.landings.wants_step or self.tier.wants_step):
                 return
         raise AssertionError("the engine steps forever")
@@ -119,7 +121,8 @@ class LandingEngine:
 
     def take_load(self, name: str, loaded: int, computed: int = 0) -> LoadOrder | None:
         """The load that has been ordered for a request since the last step, if any: all that it needs, and right."""
-        loads = self.tier.step_orders({}).loads
+        self.step()
+        loads, self._loads = self._loads, []
         if not loads:
             return None
         (load,) = loads
