@@ -87,6 +87,7 @@ class Announcer:
         self._blocks = blocks
         self._requests: dict[str, Request] = {}
         self._named: dict[str, _Named] = {}
+        self._names: set[str] = set()  # of those
         self._begun: dict[str, _Named] = {}  # those of them that have blocks
         self._unwanted: set[str] = set()  # requests whose transfers were cancelled before they came
         self._recent: deque[_Step] = deque(maxlen=steps_in_flight)  # oldest first
@@ -108,6 +109,9 @@ class Announcer:
             transfer_id = prefill_transfer_id(request.kv_transfer_params)
             if not transfer_id:
                 return
+            # The transfer may be forgotten already: it was cancelled, and its request is still being served.
+            if transfer_id in self._names:
+                raise ValueError(f"transfer id {transfer_id} belongs to another request: each needs its own")
             is_wanted = self._service.begin(request, transfer_id)
         except (ParamsError, ValueError) as error:
             logger.error("PDConnector: request %s cannot be followed by name: %s", request.request_id, error)
@@ -118,6 +122,7 @@ class Announcer:
             return
         named = _Named(request, transfer_id, request.num_preemptions, request.num_prompt_tokens)
         self._named[request.request_id] = named
+        self._names.add(transfer_id)
         self._events["begun"] += 1
         self._service.notify(transfer_id)
 
@@ -185,6 +190,7 @@ class Announcer:
         named = self._named.pop(request.request_id, None)
         if named is None:
             return
+        self._names.remove(named.transfer_id)
         if not self._named:  # nobody waits for the steps under way
             self._steps.clear()
             self._reports.clear()
@@ -206,6 +212,8 @@ class Announcer:
         """Raise AssertionError unless the books balance."""
         assert self._named.keys() <= self._requests.keys(), "a prompt is announced whose request has ended"
         assert self._begun.items() <= self._named.items(), "a prompt has begun that is not announced"
+        names = sorted(named.transfer_id for named in self._named.values())
+        assert names == sorted(self._names), "two prompts have one name"
         assert self._reports.keys() <= self._steps.keys(), "a step has been reported that nobody asked for"
         assert not self._news, "those who wait for news were not told"
         if self._slots is not None:

@@ -4,6 +4,7 @@
 """
 
 import logging
+import time
 from typing import Any
 from unittest.mock import patch
 
@@ -273,6 +274,26 @@ def test_a_second_prompt_of_the_same_name_is_served_without(
     engine.run()
     first, second = (parse_remote_prefill(engine.answers[each]) for each in "ab")
     assert engine.told("t").lease_id == first.lease_id != second.lease_id
+
+
+def test_a_name_is_not_free_as_long_as_its_first_request_lives(
+    start_prefill: StartPrefill, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It was cancelled, and forgotten: its blocks would be announced as those of the prompt that has its name."""
+    engine = start_prefill()
+    transfers = engine.service.transfers
+    engine.ask("a", a_prompt(200), "t")
+    engine.step()
+    engine.service.handle(Cancel("", (), ("t",)))
+    with patch.object(transfers, "_clock", lambda: time.monotonic() + 3600), caplog.at_level(logging.ERROR):
+        engine.ask("b", a_prompt(100, 1), "t")
+        assert "request b cannot be followed by name: transfer id t belongs to another request" in caplog.text
+        engine.run()
+        assert engine.answers["a"] is None
+        assert parse_remote_prefill(engine.answers["b"]).remote_num_tokens == 100
+        engine.ask("c", a_prompt(100, 2), "t")
+        engine.run()
+        assert engine.told("t").lease_id == parse_remote_prefill(engine.answers["c"]).lease_id
 
 
 def test_what_is_not_a_prefill_leg_has_no_name(start_prefill: StartPrefill) -> None:
