@@ -125,7 +125,7 @@ class Landings(SchedulerRole):
 
     def step_orders(self, scheduled: Mapping[str, int]) -> Orders:
         """Return the landings since the last step."""
-        self._share = blocks_a_step(scheduled, [kept.block_tokens for kept in self._groups])
+        self._share = blocks_a_step(scheduled, self._tier.block_tokens)
         self._go_on()
         orders, self._orders = tuple(self._orders), []
         return Orders(landings=orders)

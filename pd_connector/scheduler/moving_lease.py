@@ -26,10 +26,6 @@ class Portion:
     blocks: int  # how many
     new: tuple[int, ...]  # indices of those that are to be copied: host memory did not hold them
 
-    def moves(self) -> tuple[Sequence[int], Sequence[int], Sequence[int]]:
-        """Return the cache group, the device block and the slot of each copy."""
-        return self.lease.copies(self.new)
-
 
 class MovingLease:
     """The blocks of a lease at both ends.
@@ -180,7 +176,7 @@ def block_moves(portions: Sequence[Portion]) -> BlockMoves:
     """Return the copies of portions, in their order."""
     columns: tuple[list[int], list[int], list[int]] = ([], [], [])
     for portion in portions:
-        for column, values in zip(columns, portion.moves(), strict=True):
+        for column, values in zip(columns, portion.lease.copies(portion.new), strict=True):
             column.extend(values)
     arrays: list[Int64Array] = [np.array(column, np.int64) for column in columns]
     return BlockMoves(*arrays)

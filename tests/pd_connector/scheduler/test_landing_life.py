@@ -9,7 +9,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pd_connector.scheduler import step_share
 from pd_connector.vllm.device_blocks import HeldBlocks
 from tests.support.host_tier.decoding import LandingEngine
 
@@ -22,14 +21,6 @@ GROUPS = {
 }
 ACTIONS = ("arrive", "ask", "give", "land", "fail", "load", "leave", "reset", "room", "step", "take")
 LONG, SHORT = 61, 33  # without their last tokens, three full blocks and a tail, and two full blocks
-
-
-@pytest.fixture(params=[False, True], ids=["whole prompts", "in portions"])
-def few_at_a_time(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether a step deals with fewer blocks than a prompt has."""
-    if request.param:
-        monkeypatch.setattr(step_share, "MOST_BLOCKS", 2)
-        monkeypatch.setattr(step_share, "LEAST_BLOCKS", 1)
 
 
 class Course:

@@ -244,7 +244,8 @@ def test_of_a_lease_whose_copies_fail_in_part_all_slots_are_given_back_but_those
     assert engine.read("lease") == engine.right("lease")
 
 
-def test_a_lease_that_ends_when_part_of_it_has_left_the_device_leaves_nothing_behind(tokens: int) -> None:
+def moved_in_part(tokens: int) -> LeasingEngine:
+    """An engine with a lease of five blocks that has moved, and has let go of some of those on the device."""
     engine = LeasingEngine(slots=8 * BLOCKS)
     engine.prefill("lease", 0, tokens=2 * TOKENS)
     engine.clock.advance(0.3)
@@ -252,6 +253,11 @@ def test_a_lease_that_ends_when_part_of_it_has_left_the_device_leaves_nothing_be
         engine.step(tokens)
     engine.report({store: StoreEnds(SETUP.ranks) for store in engine.under_way})
     assert 0 < engine.blocks.leased < 5
+    return engine
+
+
+def test_a_lease_that_ends_when_part_of_it_has_left_the_device_leaves_nothing_behind(tokens: int) -> None:
+    engine = moved_in_part(tokens)
     engine.release("lease")
     engine.collect()
     assert engine.pool.cached == 5, "nothing of what was copied is lost"
@@ -261,12 +267,7 @@ def test_a_lease_that_ends_when_part_of_it_has_left_the_device_leaves_nothing_be
 
 
 def test_what_has_moved_in_part_is_not_found_after_the_caches_were_reset(tokens: int) -> None:
-    engine = LeasingEngine(slots=8 * BLOCKS)
-    engine.prefill("lease", 0, tokens=2 * TOKENS)
-    engine.clock.advance(0.3)
-    while sum(engine.ordered) < 5:
-        engine.step(tokens)
-    engine.report({store: StoreEnds(SETUP.ranks) for store in engine.under_way})
+    engine = moved_in_part(tokens)
     engine.reset()
     for _ in range(3):
         engine.step(tokens)
@@ -367,14 +368,6 @@ ACTIONS = (
     "prefill", "step", "busy step", "short", "end", "fail", "read", "read unasked", "release", "release again",
     "release late", "cancel", "wait", "reset",
 )  # fmt: skip
-
-
-@pytest.fixture(params=[False, True], ids=["whole leases", "in portions"])
-def few_at_a_time(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether a step moves fewer blocks than a lease has."""
-    if request.param:
-        monkeypatch.setattr(step_share, "MOST_BLOCKS", 2)
-        monkeypatch.setattr(step_share, "LEAST_BLOCKS", 1)
 
 
 class Course:
