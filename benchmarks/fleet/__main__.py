@@ -38,8 +38,9 @@ def _validate(arguments: argparse.Namespace, words: Sequence[str]) -> None:
         def keep(figures: dict[str, Any]) -> None:
             record.write("fleet_validation", words, figures, output.kept, seconds=time.monotonic() - start)
 
+        probe_s = record.read(constants.MEASURED)["figures"]["samples"]["prompt_ms"][str(calibrate.PROBE_TOKENS)] / 1e3
         validate.validate(
-            constants.measured(), arguments.requests, arguments.burst, arguments.repeats, arguments.seed, keep
+            constants.measured(), probe_s, arguments.requests, arguments.burst, arguments.repeats, arguments.seed, keep
         )
 
 
@@ -68,7 +69,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     command = commands.add_parser("calibrate")
-    command.add_argument("--repeats", type=int, default=7, help="of each measurement")
+    command.add_argument("--repeats", type=int, default=5, help="of each measurement")
     command.set_defaults(command=_calibrate)
     command = commands.add_parser("validate")
     command.add_argument("--requests", type=int, default=60, help="that come paced")

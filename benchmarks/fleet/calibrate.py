@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -30,6 +31,7 @@ LENGTHS = (64, 256, 512, 1024, 2048, 3500)
 AT_ONCE = (1, 4, 8)
 CONTEXTS = (64, 1024)
 ANSWER_TOKENS = 48
+PROBE_TOKENS = 1024  # of the prompt by which `validate` knows how fast the machine is
 NOTICED = 1.05  # times as long: less is noise
 _SALT = "fleet"
 
@@ -65,35 +67,44 @@ class Bench:
         self._router.close()
 
     def measure(self, message_s: float) -> Samples:
-        """Measure everything, after a round that does not count."""
-        for tokens in LENGTHS:
-            self._in_turn(tokens)
-        one_token = self._median(lambda: self._decode_s(1))
-        prompts = {tokens: self._median(partial(self._prefill_s, tokens)) for tokens in LENGTHS}
-        handovers = {tokens: self._median(partial(self._in_turn, tokens)) - one_token for tokens in LENGTHS}
-        decoding = {
-            (number, tokens): self._median(partial(self._step_s, number, tokens), 3)
-            for number in AT_ONCE
-            for tokens in CONTEXTS
-        }
-        decoding_beside = {
-            number: self._decoding_beside(number, prompts[2048], decoding[number, 64]) for number in AT_ONCE
-        }
-        waiting = self._median(partial(self._together, 3500), 3) / prompts[3500]
+        """Measure everything, after a round that does not count.
+
+        All that is compared is measured in turns: a machine that becomes slower becomes so for all of it.
+        """
+        cases = [(number, tokens) for number in AT_ONCE for tokens in CONTEXTS]
+        prompts = [partial(self._prefill_s, tokens) for tokens in LENGTHS]
+        handovers = [partial(self._in_turn, tokens) for tokens in LENGTHS]
+        decoding = [partial(self._step_s, *case) for case in cases]
+        others = [partial(self._decode_s, 1), partial(self._together, 3500)]
+        self._medians(handovers, 1)
+        medians = iter(self._medians([*prompts, *handovers, *decoding, *others]))
+        prompt_s = {tokens: next(medians) for tokens in LENGTHS}
+        handover_s = {tokens: next(medians) for tokens in LENGTHS}
+        step_s = {case: next(medians) for case in cases}
+        one_token, followed = medians
         return Samples(
-            prompts,
-            decoding,
+            prompt_s,
+            step_s,
             one_token,
-            handovers,
+            {tokens: seconds - one_token for tokens, seconds in handover_s.items()},
             message_s,
-            self._beside(prompts[2048]),
-            decoding_beside,
-            waiting,
+            self._beside(),
+            {number: self._decoding_beside(number) for number in AT_ONCE},
+            followed / prompt_s[3500],
             self._cores(),
         )
 
+    def prompt_s(self) -> float:
+        """Return how long a prompt of ``PROBE_TOKENS`` takes at P now: how fast the machine is."""
+        return self._median(partial(self._prefill_s, PROBE_TOKENS))
+
     def _median(self, measure: Callable[[], float], repeats: int | None = None) -> float:
         return statistics.median(measure() for _ in range(repeats or self._repeats))
+
+    def _medians(self, measures: Sequence[Callable[[], float]], repeats: int | None = None) -> list[float]:
+        """Return the medians of what is measured in turns."""
+        rounds = [[measure() for measure in measures] for _ in range(repeats or self._repeats)]
+        return [statistics.median(each) for each in zip(*rounds, strict=True)]
 
     def _prefill_s(self, tokens: int) -> float:
         prompt = a_prompt(tokens)
@@ -164,7 +175,7 @@ class Bench:
             used += self._used_s(self._processes) - before
         return used / elapsed
 
-    def _decoding_beside(self, number: int, prompt_s: float, step_s: float) -> tuple[float, float]:
+    def _decoding_beside(self, number: int) -> tuple[float, float]:
         """Return how many times as long a prompt and a step take while P computes prompts and D decodes."""
         stop = threading.Event()
         steps: list[float] = []
@@ -173,14 +184,18 @@ class Bench:
             while not stop.is_set():
                 steps.append(self._step_s(number, 64))
 
+        prompt, step = partial(self._prefill_s, 2048), partial(self._step_s, number, 64)
+        prompt_s, step_s = self._medians([prompt, step], 3)
         with ThreadPoolExecutor(1) as threads:
             loading = threads.submit(load)
-            beside_s = self._median(partial(self._prefill_s, 2048), 4)
+            beside_s = self._median(prompt, 4)
             stop.set()
             loading.result()
-        return beside_s / prompt_s, statistics.median(steps[:-1] or steps) / step_s
+        prompt_again_s, step_again_s = self._medians([prompt, step], 3)
+        beside_step_s = statistics.median(steps[:-1] or steps)
+        return 2 * beside_s / (prompt_s + prompt_again_s), 2 * beside_step_s / (step_s + step_again_s)
 
-    def _beside(self, alone_s: float) -> tuple[float, float]:
+    def _beside(self) -> tuple[float, float]:
         """Return the speeds of P and of D while both compute prompts, as shares of their speeds alone."""
         stop = threading.Event()
         finished = 0
@@ -188,18 +203,19 @@ class Bench:
         def load() -> None:
             nonlocal finished
             while not stop.is_set():
-                self._router.decode(self._pair, a_prompt(2048), 1, _SALT, None)
+                self._decode_s(2048)
                 finished += 1
 
-        decode_alone_s = self._median(lambda: self._decode_s(2048), 3)
+        prefill = partial(self._prefill_s, 2048)
+        prefill_alone_s, decode_alone_s = self._medians([prefill, partial(self._decode_s, 2048)], 4)
         with ThreadPoolExecutor(1) as threads:
             loading = threads.submit(load)
             start = time.perf_counter()
-            beside_s = self._median(lambda: self._prefill_s(2048), 5)
+            beside_s = self._median(prefill, 5)
             stop.set()
             loading.result()
             elapsed = time.perf_counter() - start
-        return alone_s / beside_s, decode_alone_s / (elapsed / finished)
+        return prefill_alone_s / beside_s, decode_alone_s / (elapsed / finished)
 
 
 def fit(samples: Samples, descriptor_s: float) -> Constants:
@@ -227,19 +243,19 @@ def _shared(samples: Samples) -> SharedMachine:
     What is slowed down less than it could be seen wants no more than its share of the cores.
     """
     cores = float(os.cpu_count() or 1)
-    prefill = cores / min(sum(samples.beside), 2.0)
-    wants = {
-        number: max(cores * (prompt + step) / 2 - prefill, 1.0)
-        for number, (prompt, step) in samples.decoding_beside.items()
-    }
+    idle = samples.cores["idle"] / 2
+    prefill = cores / min(sum(samples.beside), 2.0) - idle
+    slower = {number: (max(prompt, 1.0), max(step, 1.0)) for number, (prompt, step) in samples.decoding_beside.items()}
+    weight = min(sum(prompt for prompt, _ in slower.values()) / sum(step for _, step in slower.values()), 1.0)
+    wants = {number: max((cores * prompt - prefill - 2 * idle) / weight, 0.0) for number, (prompt, _) in slower.items()}
     few, many = min(wants), max(wants)
     each = max((wants[many] - wants[few]) / (many - few), 0.0)
-    waiting = min(samples.cores["waiting"], cores - prefill)
+    waiting = min(samples.cores["waiting"], cores - prefill - idle)
     if samples.waiting_beside > NOTICED:
-        waiting = cores * samples.waiting_beside - prefill
+        waiting = cores * samples.waiting_beside - prefill - idle
     return SharedMachine(
-        cores=cores, prefill=prefill, decode=wants[few] - few * each, decode_request=each, waiting=max(waiting, 0.0),
-        pull=samples.cores["pull"],
+        cores=cores, idle=idle, prefill=prefill, decode=max(wants[few] - few * each, 0.0), decode_request=each,
+        decode_weight=weight, waiting=max(waiting - idle, 0.0), pull=max(samples.cores["pull"] - 2 * idle, 0.0),
     )  # fmt: skip
 
 
@@ -277,12 +293,8 @@ def calibrate(repeats: int) -> dict[str, Any]:
     messages = control.measure()
     pulled = pull_benchmark.main(["--tokens", "6000", "--rounds", "10"])
     descriptor_s = descriptor_cost(pulled["ms"])
-    with running(1, 1) as servers:
-        bench = Bench(servers, repeats)
-        try:
-            samples = bench.measure(messages["round_trip_ms"] / 1e3)
-        finally:
-            bench.close()
+    with running(1, 1) as servers, closing(Bench(servers, repeats)) as bench:
+        samples = bench.measure(messages["round_trip_ms"] / 1e3)
     constants = fit(samples, descriptor_s)
     return {
         "constants": msgspec.to_builtins(constants),

@@ -82,13 +82,16 @@ class PullCosts(msgspec.Struct, frozen=True):
 class SharedMachine(msgspec.Struct, frozen=True):
     """A machine on which all engines run, and how many of its cores each thing wants.
 
-    If more cores are wanted than there are, all that is done slows down alike.
+    If more cores are wanted than there are, all that is done slows down, and ``decode`` by more than the rest.
     """
 
     cores: float
+    idle: float  # an engine that has nothing to do: its processes ask whether there is something
+    # The rest is besides that.
     prefill: float  # a step of P, with the rest of its server and the client
     decode: float  # a step of D, likewise
     decode_request: float  # for each request in it: its token goes through the server to the client
+    decode_weight: float  # how much of its speed a step of D keeps, beside one of P
     waiting: float  # a D that waits for P: its engine steps all the time
     pull: float  # the reading of a pull, at both ends
 
@@ -117,6 +120,15 @@ def measured() -> Constants:
             f"there is no benchmarks/results/{MEASURED}.json: python -m benchmarks.fleet calibrate"
         ) from None
     return msgspec.convert(figures["constants"], Constants)
+
+
+def slowed(constants: Constants, factor: float) -> Constants:
+    """Return constants of a machine on which everything takes ``factor`` times as long."""
+
+    def scaled(costs: Any) -> Any:
+        return type(costs)(**{name: factor * seconds for name, seconds in msgspec.structs.asdict(costs).items()})
+
+    return msgspec.structs.replace(constants, engine=scaled(constants.engine), pull=scaled(constants.pull))
 
 
 def linked(constants: Constants, gigabits_per_s: float) -> Constants:

@@ -98,8 +98,10 @@ class Machine:
 
     def decode(self, seconds: float, requests: int) -> simpy.Event:
         """Return an event that comes when a step of D has been computed."""
-        shared = self._shared
-        return self._work(seconds, shared.decode + shared.decode_request * requests if shared else 0.0)
+        if self._shared is None:
+            return self._work(seconds, 0.0)
+        wanted = self._shared.decode + self._shared.decode_request * requests
+        return self._work(seconds, wanted, self._shared.decode_weight)
 
     def wait(self) -> None:
         """Keep the cores busy that a D does which waits for P, until ``wait_no_more``."""
@@ -111,10 +113,10 @@ class Machine:
         if self._cores is not None and self._shared:
             self.sharing.occupy(self._cores, -self._shared.waiting)
 
-    def _work(self, seconds: float, cores: float) -> simpy.Event:
+    def _work(self, seconds: float, cores: float, weight: float = 1.0) -> simpy.Event:
         if self._cores is None:
             return self.env.timeout(seconds)
-        return self.sharing.work(seconds, {self._cores: cores})
+        return self.sharing.work(seconds, {self._cores: cores}, weight)
 
     def pull(self, seconds: float, source: Pool, target: Pool) -> simpy.Event:
         """Return an event that comes when what takes so long alone has been read over two engines' links."""

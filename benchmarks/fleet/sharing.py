@@ -1,12 +1,11 @@
 """What simulated work shares: the cores of a machine, the links of an engine.
 
-A pool lets so much work go on at full speed. If more wants it, all slow down alike; work that needs several pools goes
-as fast as the slowest of them lets it.
+A pool lets so much work go on at full speed. If more wants it, all slow down: alike, or by their weights. Work that
+needs several pools goes as fast as the slowest of them lets it.
 """
 
-import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import simpy
 
@@ -18,12 +17,7 @@ class Pool:
     """Something of which there is only so much."""
 
     capacity: float
-    wanted: float = 0.0  # by all work that is under way
-
-    @property
-    def speed(self) -> float:
-        """The share of full speed at which work goes on."""
-        return min(1.0, self.capacity / self.wanted) if self.wanted else 1.0
+    occupied: float = 0.0  # by what has no end; of weight 1
 
 
 @dataclass(eq=False)
@@ -31,8 +25,29 @@ class _Work:
     left_s: float
     least_s: float  # as much as counts as nothing
     wants: Mapping[Pool, float]
+    weight: float
     done: simpy.Event
-    speed: float = field(default=1.0)
+    speed: float = 1.0
+
+
+def speeds(capacity: float, wanted: Sequence[tuple[float, float]]) -> list[float]:
+    """Return the shares of full speed at which work goes on that wants ``(amount, weight)`` of one pool.
+
+    What is short is divided by weights; what needs less than its share leaves the rest to the others. Nothing is faster
+    than 1.
+    """
+    left, short = capacity, set(range(len(wanted)))
+    found = [1.0] * len(wanted)
+    while short and sum(wanted[each][0] for each in short) > left:
+        each_weight = left / sum(wanted[each][0] * wanted[each][1] for each in short)
+        satisfied = {each for each in short if each_weight * wanted[each][1] >= 1.0}
+        if not satisfied:
+            for each in short:
+                found[each] = each_weight * wanted[each][1]
+            break
+        left -= sum(wanted[each][0] for each in satisfied)
+        short -= satisfied
+    return found
 
 
 class Sharing:
@@ -44,22 +59,23 @@ class Sharing:
         self._last = env.now
         self._version = 0
 
-    def work(self, seconds: float, wants: Mapping[Pool, float]) -> simpy.Event:
-        """Return an event that comes when work has been done that takes so long at full speed."""
+    def work(self, seconds: float, wants: Mapping[Pool, float], weight: float = 1.0) -> simpy.Event:
+        """Return an event that comes when work has been done that takes so long at full speed.
+
+        ``weight``: how much of its speed it keeps where a pool is short, beside work of weight 1.
+        """
         done = self._env.event()
         if seconds <= 0:
             return done.succeed()
         self._advance()
-        self._work.append(_Work(seconds, seconds * _DONE, wants, done))
-        for pool, amount in wants.items():
-            pool.wanted += amount
+        self._work.append(_Work(seconds, seconds * _DONE, wants, weight, done))
         self._plan_next()
         return done
 
     def occupy(self, pool: Pool, amount: float) -> None:
         """Want so much more of a pool from now on, without end; a negative amount takes that back."""
         self._advance()
-        pool.wanted = max(pool.wanted + amount, 0.0)
+        pool.occupied = max(pool.occupied + amount, 0.0)
         self._plan_next()
 
     @property
@@ -72,10 +88,20 @@ class Sharing:
         for work in self._work:
             work.left_s -= elapsed * work.speed
 
+    def _divide(self) -> None:
+        by_pool: dict[Pool, list[_Work]] = {}
+        for work in self._work:
+            work.speed = 1.0
+            for pool in work.wants:
+                by_pool.setdefault(pool, []).append(work)
+        for pool, wanting in by_pool.items():
+            wanted = [(work.wants[pool], work.weight) for work in wanting]
+            for work, speed in zip(wanting, speeds(pool.capacity, [*wanted, (pool.occupied, 1.0)]), strict=False):
+                work.speed = min(work.speed, speed)
+
     def _plan_next(self) -> None:
         self._version += 1
-        for work in self._work:
-            work.speed = min((pool.speed for pool in work.wants), default=1.0)
+        self._divide()
         if self._work:
             version = self._version
             due_s = max(min(work.left_s / work.speed for work in self._work), 0.0)
@@ -90,7 +116,5 @@ class Sharing:
         ended = [work for work in self._work if work.left_s <= max(work.least_s, shortest)]
         self._work = [work for work in self._work if work not in ended]
         for work in ended:
-            for pool, amount in work.wants.items():
-                pool.wanted = 0.0 if math.isclose(pool.wanted, amount) else pool.wanted - amount
             work.done.succeed()
         self._plan_next()

@@ -68,7 +68,9 @@ class Fleet:
     ) -> None:
         self.env = simpy.Environment()
         self.sharing = Sharing(self.env)
-        cores = Pool(constants.shared.cores) if constants.shared else None
+        cores = None
+        if shared := constants.shared:
+            cores = Pool(shared.cores, occupied=shared.idle * (prefills + decodes))
         machine = Machine(self.env, self.sharing, constants, cores)
         planner = PullPlanner(constants.cache, scattered=scattered)
         self._settings, self._constants = settings, constants

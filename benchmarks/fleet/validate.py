@@ -4,14 +4,19 @@ All real servers share this machine's cores, so the simulated ones do: ``calibra
 the others. What is compared: the medians of the time to first token and of the total, and throughput. Of requests that
 come all at once, half of the first tokens come within a second or two of the median, and which engine gets ahead is the
 kernel's choice: real servers are given them several times, and the median run counts.
+
+A machine that is lent is not always as fast. Before and after each case a prompt is computed alone, and the simulated
+engines are as much slower, or faster, than those that were calibrated.
 """
 
 import statistics
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from benchmarks.fleet.constants import Constants
+from benchmarks.fleet.calibrate import Bench
+from benchmarks.fleet.constants import Constants, slowed
 from benchmarks.fleet.node import Legs, Settings
 from benchmarks.fleet.replay import replay
 from benchmarks.fleet.servers import LONGEST_TOKENS, Running, running
@@ -25,6 +30,7 @@ AT_ONCE = 1000.0  # times faster: all at once
 INPUT_TOKENS, OUTPUT_TOKENS, SPREAD = 1000, 32, 0.5
 WARM_UP = 6  # requests that do not count
 GOAL = 0.15
+PROBES = 5  # prompts by which the machine's speed is known, before and after each case
 
 
 @dataclass(frozen=True)
@@ -50,7 +56,8 @@ def a_trace(constants: Constants, requests: int, seed: int) -> list[Arrival]:
     shared = constants.shared
     per_s = 1 / max(prompt_s, answer_s)
     if shared:
-        per_s = shared.cores / (prompt_s * shared.prefill + answer_s * (shared.decode + shared.decode_request))
+        prefill, decode = (shared.idle + each for each in (shared.prefill, shared.decode + shared.decode_request))
+        per_s = shared.cores / (prompt_s * prefill + answer_s * decode)
     return synthetic(_mix(requests, LOAD * per_s), seed)
 
 
@@ -60,23 +67,26 @@ def _mix(requests: int, per_s: float) -> Mix:
 
 
 def validate(
-    constants: Constants, requests: int, burst: int, repeats: int, seed: int, keep: Callable[[dict[str, Any]], object]
-) -> None:
+    constants: Constants, probe_s: float, requests: int, burst: int, repeats: int, seed: int,
+    keep: Callable[[dict[str, Any]], object],
+) -> None:  # fmt: skip
     """Run all cases, print a table, and hand the figures so far to ``keep`` after each fleet.
 
+    ``probe_s``: what the prompt took by which the machine's speed is known, when the constants were measured.
     ``repeats``: how many times the first ``burst`` of the requests come all at once.
     """
     paced = a_trace(constants, requests, seed)
     at_once = faster(paced[:burst], AT_ONCE)
-    print(f"{'':26} {'first token, ms':>24} {'total, ms':>24} {'requests/s':>20}   pulled, MB")
+    print(f"{'':26} {'slower':>6} {'first token, ms':>24} {'total, ms':>24} {'requests/s':>20}   pulled, MB")
     figures: dict[str, Any] = {}
     for prefills, decodes in FLEETS:
         with running(prefills, decodes) as servers:
             replay(servers, faster(synthetic(_mix(WARM_UP, 1.0), seed + 1), AT_ONCE), "in turn", "warm-up")
-            for case, arrivals in _cases(prefills, decodes, paced, at_once):
-                times = repeats if arrivals is at_once else 1
-                figures[case.name] = compare(servers, case, arrivals, constants, times)
-                print(_line(case, figures[case.name]), flush=True)
+            with closing(Bench(servers, PROBES)) as bench:
+                for case, arrivals in _cases(prefills, decodes, paced, at_once):
+                    times = repeats if arrivals is at_once else 1
+                    figures[case.name] = compare(servers, case, arrivals, constants, times, bench, probe_s)
+                    print(_line(case, figures[case.name]), flush=True)
         keep({"cases": figures, "requests": requests, "at_once": burst, "repeats": repeats, "goal": GOAL})
 
 
@@ -89,21 +99,26 @@ def _cases(
 
 
 def compare(
-    servers: Running, case: Case, arrivals: Sequence[Arrival], constants: Constants, repeats: int
-) -> dict[str, Any]:
+    servers: Running, case: Case, arrivals: Sequence[Arrival], constants: Constants, repeats: int, bench: Bench,
+    probe_s: float,
+) -> dict[str, Any]:  # fmt: skip
     """Return what became of a trace, on real servers, as often as ``repeats`` says, and simulated."""
+    probes = [bench.prompt_s()]
     ran = [replay(servers, arrivals, case.legs, f"{case.name} {number}") for number in range(repeats)]
+    slower = statistics.mean([*probes, bench.prompt_s()]) / probe_s
     runs = [summary(outcomes) for outcomes, _, _ in ran]
     real = typical(runs)
     descriptors = statistics.median(count for _, count, _ in ran)
     pulled = statistics.median(size for _, _, size in ran)
-    simulated = simulate(arrivals, constants, Settings(legs=case.legs), case.prefills, case.decodes)
+    settings = Settings(legs=case.legs)
+    simulated = simulate(arrivals, slowed(constants, slower), settings, case.prefills, case.decodes)
     each = [_compared(run) for run in runs]
     return {
         "real": asdict(real) | {"descriptors": descriptors, "bytes": pulled},
         "runs": {
             name: {"least": min(run[name] for run in each), "most": max(run[name] for run in each)} for name in each[0]
         },
+        "slower": slower,
         "simulated": _simulated(simulated),
         "errors": sorted({each.failed for outcomes, _, _ in ran for each in outcomes if each.failed}),
         "deviation": deviation(real, summary(simulated.outcomes)),
@@ -147,7 +162,7 @@ def _line(case: Case, row: dict[str, Any]) -> str:
         return f"{1e3 * real[name]['p50']:7.0f} {1e3 * simulated[name]['p50']:7.0f} {off[of]:+8.0%}"
 
     return (
-        f"{case.name:26} {cell('first_token_s', 'first_token')} {cell('total_s', 'total')} "
+        f"{case.name:26} {row['slower']:6.2f} {cell('first_token_s', 'first_token')} {cell('total_s', 'total')} "
         f"{real['requests_per_s']:6.2f} {simulated['requests_per_s']:6.2f} {off['requests_per_s']:+6.0%}   "
         f"{real['bytes'] / 1e6:.0f} {simulated['bytes'] / 1e6:.0f}, {real['failed']} failed"
     )

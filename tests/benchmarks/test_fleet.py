@@ -12,7 +12,16 @@ import simpy
 
 from benchmarks import record
 from benchmarks.fleet import calibrate, control, plots, validate
-from benchmarks.fleet.constants import Cache, Constants, EngineCosts, PullCosts, SharedMachine, linked, with_blocks
+from benchmarks.fleet.constants import (
+    Cache,
+    Constants,
+    EngineCosts,
+    PullCosts,
+    SharedMachine,
+    linked,
+    slowed,
+    with_blocks,
+)
 from benchmarks.fleet.host_memory import HostMemory
 from benchmarks.fleet.memory import Memory
 from benchmarks.fleet.node import Legs, Settings
@@ -20,7 +29,7 @@ from benchmarks.fleet.prefill import Prefill
 from benchmarks.fleet.pulls import PullPlanner
 from benchmarks.fleet.servers import CACHE as CACHE_HERE
 from benchmarks.fleet.servers import CHUNK_TOKENS
-from benchmarks.fleet.sharing import Pool, Sharing
+from benchmarks.fleet.sharing import Pool, Sharing, speeds
 from benchmarks.fleet.simulation import Fleet, Outcome, Summary, simulate, summary
 from benchmarks.fleet.traces import SAMPLE, Arrival, Mix, faster, read, synthetic
 
@@ -31,7 +40,9 @@ ENGINE = EngineCosts(
     decode_context_s=0.0, request_s=0.0,
 )  # fmt: skip
 CONSTANTS = Constants(CACHE, ENGINE, PullCosts(0.0, 0.0, 0.0, 1e-9), chunk_tokens=512)
-MACHINE = SharedMachine(cores=2.0, prefill=1.0, decode=1.0, decode_request=0.1, waiting=0.5, pull=1.5)
+MACHINE = SharedMachine(
+    cores=2.0, idle=0.0, prefill=1.0, decode=1.0, decode_request=0.1, decode_weight=1.0, waiting=0.5, pull=1.5
+)
 SLOW_LINK = 0.512  # gigabits a second: a chunk of 512 tokens takes twice as long to read as to compute
 LEGS: tuple[Legs, ...] = ("in turn", "together")
 
@@ -163,6 +174,32 @@ class TestFormulas:
         (each,) = simulate(equal(1, 0.0, 512, 1), shared, Settings(legs="together")).outcomes
         assert each.prefilled_s == pytest.approx(1.5 * 512 * TOKEN_S)
 
+    @pytest.mark.parametrize(("engines", "slower"), [(1, 1.0), (2, 1.0), (4, 1.4)])
+    def test_engines_that_do_nothing_take_cores_too(self, engines: int, slower: float) -> None:
+        shared = msgspec.structs.replace(CONSTANTS, shared=replaced(MACHINE, cores=1.0, idle=0.1, prefill=0.6))
+        (each,) = simulate(equal(1, 0.0, 512, 1), shared, Settings(legs="in turn"), engines, engines).outcomes
+        assert each.prefilled_s == pytest.approx(slower * 512 * TOKEN_S)
+
+    def test_a_step_of_d_yields_to_one_of_p(self) -> None:
+        """Cores for half of what both want, in shares of 2 to 1, until the prompt is computed."""
+        machine = replaced(MACHINE, cores=1.0, decode_request=0.0, decode_weight=0.5)
+        shared = msgspec.structs.replace(CONSTANTS, pull=PullCosts(0.0, 0.0, 0.0, 0.0), shared=machine)
+        first, second = equal(2, 0.512, 512, 60)
+        answers = simulate([first, second], shared, Settings(legs="in turn")).outcomes
+        assert answers[1].prefilled_s == pytest.approx(1.5 * 512 * TOKEN_S)
+        in_three = (
+            1.5 * 512 * TOKEN_S / (3 * STEP_S)
+        )  # steps of the first answer meanwhile, each of three times its time
+        assert answers[0].total_s == pytest.approx(512 * TOKEN_S + 60 * STEP_S + in_three * 2 * STEP_S, abs=3 * STEP_S)
+
+    def test_a_machine_of_half_the_speed_takes_twice_as_long(self) -> None:
+        constants = linked(CONSTANTS, SLOW_LINK)
+        alone, half_alone = (
+            simulate(equal(1, 0.0, 512, 8), each, Settings(legs="in turn")).outcomes[0].total_s
+            for each in (constants, slowed(constants, 2.0))
+        )
+        assert half_alone == pytest.approx(2 * alone)
+
 
 class TestLeases:
     """The connector's own rules, in simulated time."""
@@ -247,7 +284,23 @@ class TestParts:
         env.run()
         assert [name for name, _ in ends] == ["short", "long", "late"]
         assert [end for _, end in ends] == [pytest.approx(each) for each in (3.0, 4.0, 11.0)]
-        assert (sharing.under_way, pool.wanted) == (0, 0)
+        assert sharing.under_way == 0
+
+    @pytest.mark.parametrize(
+        ("wanted", "expected"),
+        [
+            ([(1.0, 1.0), (1.0, 0.5)], [1.0, 1.0]),  # enough for both
+            ([(2.0, 1.0), (2.0, 1.0)], [0.5, 0.5]),
+            ([(2.0, 1.0), (2.0, 0.5)], [2 / 3, 1 / 3]),
+            ([(0.5, 1.0), (3.0, 0.1)], [1.0, 0.5]),  # the first wants less than its share
+            ([(1.0, 1.0), (1.0, 0.8), (2.0, 0.1)], [1.0, 0.8, 0.1]),
+            ([], []),
+        ],
+    )
+    def test_what_is_short_is_divided_by_weights(
+        self, wanted: list[tuple[float, float]], expected: list[float]
+    ) -> None:
+        assert speeds(2.0, wanted) == pytest.approx(expected)
 
     def test_scattered_blocks_take_a_descriptor_each(self) -> None:
         row, anywhere = (PullPlanner(CACHE, scattered=scattered).planned(0, 1024) for scattered in (False, True))
@@ -270,8 +323,8 @@ class TestParts:
             for number in calibrate.AT_ONCE
             for tokens in calibrate.CONTEXTS
         }
-        cores = {"waiting": 0.5, "pull": 1.8}
-        beside = {1: (1.1, 1.3), 8: (1.3, 1.8)}
+        cores = {"idle": 0.4, "waiting": 0.5, "pull": 1.8}
+        beside = {1: (1.1, 1.3), 8: (1.3, 1.7)}
         samples = calibrate.Samples(
             seconds("prompt_ms"), decoding, 0.02, seconds("handover_ms"), 0.001, (0.9, 0.7), beside, 1.0, cores
         )
@@ -280,8 +333,11 @@ class TestParts:
         assert msgspec.structs.asdict(found.pull) == pytest.approx(msgspec.structs.asdict(wanted.pull), rel=1e-6)
         assert found.shared is not None
         assert msgspec.structs.asdict(found.shared) == pytest.approx(
-            {"cores": 2.0, "prefill": 1.25, "decode": 1.05, "decode_request": 0.1, "waiting": 0.5, "pull": 1.8}
-        )
+            {
+                "cores": 2.0, "idle": 0.2, "prefill": 1.05, "decode": (0.75 - 0.4 / 7) / 0.8,
+                "decode_request": 0.4 / 7 / 0.8, "decode_weight": 0.8, "waiting": 0.3, "pull": 1.4,
+            }
+        )  # fmt: skip
 
     def test_the_deviation_is_a_share_of_what_is_real(self) -> None:
         real, simulated = (
