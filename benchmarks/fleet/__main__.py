@@ -38,10 +38,9 @@ def _validate(arguments: argparse.Namespace, words: Sequence[str]) -> None:
         def keep(figures: dict[str, Any]) -> None:
             record.write("fleet_validation", words, figures, output.kept, seconds=time.monotonic() - start)
 
-        probe_s = record.read(constants.MEASURED)["figures"]["samples"]["prompt_ms"][str(calibrate.PROBE_TOKENS)] / 1e3
-        validate.validate(
-            constants.measured(), probe_s, arguments.requests, arguments.burst, arguments.repeats, arguments.seed, keep
-        )
+        probe_s = record.read(constants.MEASURED)["figures"]["samples"]["probe_ms"] / 1e3
+        plan = validate.Plan(arguments.requests, arguments.times, arguments.burst, arguments.bursts, arguments.seed)
+        validate.validate(constants.measured(), probe_s, plan, keep)
 
 
 def _plot(_: argparse.Namespace, words: Sequence[str]) -> None:
@@ -72,9 +71,10 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     command.add_argument("--repeats", type=int, default=5, help="of each measurement")
     command.set_defaults(command=_calibrate)
     command = commands.add_parser("validate")
-    command.add_argument("--requests", type=int, default=60, help="that come paced")
+    command.add_argument("--requests", type=int, default=30, help="that come paced")
+    command.add_argument("--times", type=int, default=3, help="that they do")
     command.add_argument("--burst", type=int, default=24, help="of them, that come at once")
-    command.add_argument("--repeats", type=int, default=5, help="of these bursts")
+    command.add_argument("--bursts", type=int, default=5, help="of these")
     command.add_argument("--seed", type=int, default=7, help="of the trace")
     command.set_defaults(command=_validate)
     command = commands.add_parser("plot")

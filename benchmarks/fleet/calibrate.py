@@ -51,6 +51,7 @@ class Samples:
     decoding_beside: dict[int, tuple[float, float]]
     waiting_beside: float  # how many times as long a prompt takes at P while D waits for it
     cores: dict[str, float]  # kept busy, by what is done; engines that wait for their workers spin, and yield
+    probe: float  # P's answer to ``PROBE_TOKENS`` that come just after as many: not as long as after other work
 
 
 class Bench:
@@ -75,13 +76,14 @@ class Bench:
         prompts = [partial(self._prefill_s, tokens) for tokens in LENGTHS]
         handovers = [partial(self._in_turn, tokens) for tokens in LENGTHS]
         decoding = [partial(self._step_s, *case) for case in cases]
-        others = [partial(self._decode_s, 1), partial(self._together, 3500)]
+        probe = partial(self._prefill_s, PROBE_TOKENS)
+        others = [partial(self._decode_s, 1), partial(self._together, 3500), probe, probe]
         self._medians(handovers, 1)
         medians = iter(self._medians([*prompts, *handovers, *decoding, *others]))
         prompt_s = {tokens: next(medians) for tokens in LENGTHS}
         handover_s = {tokens: next(medians) for tokens in LENGTHS}
         step_s = {case: next(medians) for case in cases}
-        one_token, followed = medians
+        one_token, followed, _, again = medians
         return Samples(
             prompt_s,
             step_s,
@@ -92,10 +94,11 @@ class Bench:
             {number: self._decoding_beside(number) for number in AT_ONCE},
             followed / prompt_s[3500],
             self._cores(),
+            again,
         )
 
-    def prompt_s(self) -> float:
-        """Return how long a prompt of ``PROBE_TOKENS`` takes at P now: how fast the machine is."""
+    def probe_s(self) -> float:
+        """Return how long a prompt takes at P now, as ``Samples.probe`` was measured: how fast the machine is."""
         return self._median(partial(self._prefill_s, PROBE_TOKENS))
 
     def _median(self, measure: Callable[[], float], repeats: int | None = None) -> float:
@@ -302,7 +305,7 @@ def calibrate(repeats: int) -> dict[str, Any]:
             "prompt_ms": {str(tokens): 1e3 * each for tokens, each in samples.prompts.items()},
             "step_ms": {f"{number} of {tokens}": 1e3 * each for (number, tokens), each in samples.decoding.items()},
             "handover_ms": {str(tokens): 1e3 * each for tokens, each in samples.handovers.items()},
-            "one_token_ms": 1e3 * samples.one_token, "beside": list(samples.beside),
+            "one_token_ms": 1e3 * samples.one_token, "probe_ms": 1e3 * samples.probe, "beside": list(samples.beside),
             "cores": samples.cores,
             "decoding_beside": {str(number): list(each) for number, each in samples.decoding_beside.items()},
             "waiting_beside": samples.waiting_beside,

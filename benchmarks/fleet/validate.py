@@ -3,14 +3,14 @@
 All real servers share this machine's cores, so the simulated ones do: ``calibrate`` measures what each thing takes from
 the others. What is compared: the medians of the time to first token and of the total, and throughput. Of requests that
 come all at once, half of the first tokens come within a second or two of the median, and which engine gets ahead is the
-kernel's choice: real servers are given them several times, and the median run counts.
+kernel's choice. So real servers are given all requests several times, and the median run counts.
 
-A machine that is lent is not always as fast. Before and after each case a prompt is computed alone, and the simulated
+A machine that is lent is not always as fast. Before and after each run prompts are computed alone, and the simulated
 engines are as much slower, or faster, than those that were calibrated.
 """
 
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, fields
 from typing import Any
@@ -48,6 +48,28 @@ class Case:
         return f"{self.prefills}P{self.decodes}D {self.legs}, {self.pace}"
 
 
+@dataclass(frozen=True)
+class Plan:
+    """How many requests come, and how often."""
+
+    requests: int  # paced
+    times: int  # that they do
+    burst: int  # the first of them, all at once
+    bursts: int  # of these
+    seed: int  # of the trace
+
+
+@dataclass(frozen=True)
+class Runs:
+    """What real servers made of a trace."""
+
+    runs: Sequence[Summary]
+    descriptors: float  # of the median run
+    bytes: float
+    slower: float  # how many times as long the machine took as when the constants were measured
+    errors: Sequence[str]
+
+
 def a_trace(constants: Constants, requests: int, seed: int) -> list[Arrival]:
     """Return a trace whose requests come so fast that the machine is busy for a share ``LOAD`` of the time."""
     engine = constants.engine
@@ -66,61 +88,55 @@ def _mix(requests: int, per_s: float) -> Mix:
     return Mix(requests, per_s, INPUT_TOKENS, OUTPUT_TOKENS, SPREAD, longest=longest - 256)
 
 
-def validate(
-    constants: Constants, probe_s: float, requests: int, burst: int, repeats: int, seed: int,
-    keep: Callable[[dict[str, Any]], object],
-) -> None:  # fmt: skip
+def validate(constants: Constants, probe_s: float, plan: Plan, keep: Callable[[dict[str, Any]], object]) -> None:
     """Run all cases, print a table, and hand the figures so far to ``keep`` after each fleet.
 
     ``probe_s``: what the prompt took by which the machine's speed is known, when the constants were measured.
-    ``repeats``: how many times the first ``burst`` of the requests come all at once.
     """
-    paced = a_trace(constants, requests, seed)
-    at_once = faster(paced[:burst], AT_ONCE)
+    paced = a_trace(constants, plan.requests, plan.seed)
+    at_once = faster(paced[: plan.burst], AT_ONCE)
     print(f"{'':26} {'slower':>6} {'first token, ms':>24} {'total, ms':>24} {'requests/s':>20}   pulled, MB")
     figures: dict[str, Any] = {}
     for prefills, decodes in FLEETS:
-        with running(prefills, decodes) as servers:
-            replay(servers, faster(synthetic(_mix(WARM_UP, 1.0), seed + 1), AT_ONCE), "in turn", "warm-up")
-            with closing(Bench(servers, PROBES)) as bench:
-                for case, arrivals in _cases(prefills, decodes, paced, at_once):
-                    times = repeats if arrivals is at_once else 1
-                    figures[case.name] = compare(servers, case, arrivals, constants, times, bench, probe_s)
+        with running(prefills, decodes) as servers, closing(Bench(servers, PROBES)) as bench:
+            replay(servers, faster(synthetic(_mix(WARM_UP, 1.0), plan.seed + 1), AT_ONCE), "in turn", "warm-up")
+            for pace, arrivals, times in (("paced", paced, plan.times), ("at once", at_once, plan.bursts)):
+                for legs in ALL_LEGS:
+                    case = Case(prefills, decodes, legs, pace)
+                    ran = run(servers, case, arrivals, times, lambda: bench.probe_s() / probe_s)
+                    figures[case.name] = compare(case, arrivals, constants, ran)
                     print(_line(case, figures[case.name]), flush=True)
-        keep({"cases": figures, "requests": requests, "at_once": burst, "repeats": repeats, "goal": GOAL})
+        keep({"cases": figures, "goal": GOAL} | asdict(plan))
 
 
-def _cases(
-    prefills: int, decodes: int, paced: Sequence[Arrival], at_once: Sequence[Arrival]
-) -> Iterator[tuple[Case, Sequence[Arrival]]]:
-    for pace, arrivals in (("paced", paced), ("at once", at_once)):
-        for legs in ALL_LEGS:
-            yield Case(prefills, decodes, legs, pace), arrivals
+def run(servers: Running, case: Case, arrivals: Sequence[Arrival], times: int, slower: Callable[[], float]) -> Runs:
+    """Give real servers a trace so many times; ``slower``: asks how much slower the machine is than calibrated."""
+    probes, ran = [slower()], []
+    for number in range(times):
+        ran.append(replay(servers, arrivals, case.legs, f"{case.name} {number}"))
+        probes.append(slower())
+    outcomes, descriptors, sizes = zip(*ran, strict=True)
+    errors = {each.failed for of_run in outcomes for each in of_run if each.failed}
+    return Runs(
+        [summary(of_run) for of_run in outcomes], statistics.median(descriptors), statistics.median(sizes),
+        statistics.mean(probes), sorted(errors),
+    )  # fmt: skip
 
 
-def compare(
-    servers: Running, case: Case, arrivals: Sequence[Arrival], constants: Constants, repeats: int, bench: Bench,
-    probe_s: float,
-) -> dict[str, Any]:  # fmt: skip
-    """Return what became of a trace, on real servers, as often as ``repeats`` says, and simulated."""
-    probes = [bench.prompt_s()]
-    ran = [replay(servers, arrivals, case.legs, f"{case.name} {number}") for number in range(repeats)]
-    slower = statistics.mean([*probes, bench.prompt_s()]) / probe_s
-    runs = [summary(outcomes) for outcomes, _, _ in ran]
-    real = typical(runs)
-    descriptors = statistics.median(count for _, count, _ in ran)
-    pulled = statistics.median(size for _, _, size in ran)
+def compare(case: Case, arrivals: Sequence[Arrival], constants: Constants, ran: Runs) -> dict[str, Any]:
+    """Return what became of a trace on real servers, and simulated on a machine as fast."""
+    real = typical(ran.runs)
     settings = Settings(legs=case.legs)
-    simulated = simulate(arrivals, slowed(constants, slower), settings, case.prefills, case.decodes)
-    each = [_compared(run) for run in runs]
+    simulated = simulate(arrivals, slowed(constants, ran.slower), settings, case.prefills, case.decodes)
+    each = [_compared(run) for run in ran.runs]
     return {
-        "real": asdict(real) | {"descriptors": descriptors, "bytes": pulled},
+        "real": asdict(real) | {"descriptors": ran.descriptors, "bytes": ran.bytes},
         "runs": {
             name: {"least": min(run[name] for run in each), "most": max(run[name] for run in each)} for name in each[0]
         },
-        "slower": slower,
+        "slower": ran.slower,
         "simulated": _simulated(simulated),
-        "errors": sorted({each.failed for outcomes, _, _ in ran for each in outcomes if each.failed}),
+        "errors": ran.errors,
         "deviation": deviation(real, summary(simulated.outcomes)),
     }
 

@@ -326,7 +326,7 @@ class TestParts:
         cores = {"idle": 0.4, "waiting": 0.5, "pull": 1.8}
         beside = {1: (1.1, 1.3), 8: (1.3, 1.7)}
         samples = calibrate.Samples(
-            seconds("prompt_ms"), decoding, 0.02, seconds("handover_ms"), 0.001, (0.9, 0.7), beside, 1.0, cores
+            seconds("prompt_ms"), decoding, 0.02, seconds("handover_ms"), 0.001, (0.9, 0.7), beside, 1.0, cores, 0.5
         )
         found = calibrate.fit(samples, 1e-5)
         assert msgspec.structs.asdict(found.engine) == pytest.approx(msgspec.structs.asdict(engine), rel=1e-6)
