@@ -19,6 +19,7 @@ from benchmarks.peers.model import VOCABULARY
 from benchmarks.peers.sending import Answer, Prompt, Router
 
 _COUNTED_S = 3.0  # in which D has counted what it has pulled
+_REQUEST_TIMEOUT_S = 120.0  # two dozen at once are answered within 20 s
 
 
 def prompt(arrival: Arrival) -> Prompt:
@@ -102,7 +103,7 @@ def replay(servers: Running, arrivals: Sequence[Arrival], legs: Legs, salt: str)
     """Return what became of the requests, and the descriptors and bytes that were pulled."""
     prompts = [prompt(each) for each in arrivals]
     before = scraped(servers.decodes)
-    router = Router()
+    router = Router(_REQUEST_TIMEOUT_S)
     client = _Client(servers, router, legs, salt)
     try:
         with ThreadPoolExecutor(len(arrivals)) as threads:
