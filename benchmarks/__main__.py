@@ -60,7 +60,9 @@ BENCHMARKS: Mapping[str, Benchmark] = {
     "reshape": Benchmark(reshape.main),
     "unequal": Benchmark(unequal.main),
     "short_of_blocks": Benchmark(short_of_blocks.main, ("--repeats", "41")),
-    "short_of_blocks_slow_network": Benchmark(short_of_blocks.main, ("--parts", "bursts", "--bytes-per-s", "5e7")),
+    "short_of_blocks_slow_network": Benchmark(
+        short_of_blocks.main, ("--parts", "bursts", "growth", "--bytes-per-s", "5e7")
+    ),
     "waiting": Benchmark(waiting.main),
     "named_prompts": Benchmark(named_prompts.main),
     "legs": Benchmark(legs.main),

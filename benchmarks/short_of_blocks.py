@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -30,11 +31,28 @@ LEASED_TOKENS = 500
 PREFILL_BLOCKS = AT_ONCE * -(-(LEASED_TOKENS + 1) // BLOCK_TOKENS) + 8
 FREE_WITHIN_S = 2.0
 
-DECODE_TOKENS, ANSWER_TOKENS = 900, 48
-DECODE_BLOCKS = 2 * -(-(DECODE_TOKENS + ANSWER_TOKENS) // BLOCK_TOKENS) + 4
+DECODE_TOKENS = 900
+SPARE_BLOCKS = 4
 PLACES = ("device", "auto")
 AGAIN = "device again"
-PARTS = ("prefill", "bursts", "room")
+PARTS = ("prefill", "bursts", "growth", "room")
+
+
+@dataclass(frozen=True)
+class Load:
+    """Requests that a decode server gets at once, and how much of two of them its device has room for."""
+
+    answer_tokens: int
+    room_tokens: int
+
+    @property
+    def blocks(self) -> int:
+        """The device's blocks."""
+        return 2 * -(-(DECODE_TOKENS + self.room_tokens) // BLOCK_TOKENS) + SPARE_BLOCKS
+
+
+FITTING = Load(answer_tokens=48, room_tokens=48)
+GROWING = Load(answer_tokens=128, room_tokens=1)
 
 
 def lease(pair: Pair, prompts: int, params: dict[str, Any] | None) -> float:
@@ -69,24 +87,24 @@ def prefills(host_transfers: bool) -> dict[str, float]:
     return {"leased_share": share, "plain_s": plain_s, "leased_s": leased_s, "rate": plain_s / leased_s}
 
 
-def burst(pair: Pair, prompts: Sequence[list[int]]) -> tuple[float, list[Any]]:
+def burst(pair: Pair, prompts: Sequence[list[int]], answer_tokens: int) -> tuple[float, list[Any]]:
     """Return the seconds in which a decode server answers requests that come at once, and the answers."""
     wanted = {"do_remote_decode": True}
     params = [pair.complete(pair.prefill, prompt, 1, wanted)["kv_transfer_params"] for prompt in prompts]
     start = time.perf_counter()
     with ThreadPoolExecutor(AT_ONCE) as threads:
         sent = [
-            threads.submit(pair.complete, pair.decode, prompt, ANSWER_TOKENS, held)
+            threads.submit(pair.complete, pair.decode, prompt, answer_tokens, held)
             for prompt, held in zip(prompts, params, strict=True)
         ]
         answers = [each.result()["choices"][0] for each in sent]
     return time.perf_counter() - start, [answer["token_ids"] for answer in answers]
 
 
-def bursts(rounds: int, bytes_per_s: float) -> dict[str, dict[str, float]]:
+def bursts(load: Load, rounds: int, bytes_per_s: float) -> dict[str, dict[str, float]]:
     """Measure decode servers whose device holds two requests, and whose host memory holds all."""
     decodes = [
-        Side(cache_bytes=DECODE_BLOCKS * BLOCK_BYTES, longest=1024,
+        Side(cache_bytes=load.blocks * BLOCK_BYTES, longest=1088,
              options={"cpu_bytes_to_use": HOST_BYTES, "pull_to": place})
         for place in PLACES
     ]  # fmt: skip
@@ -95,7 +113,7 @@ def bursts(rounds: int, bytes_per_s: float) -> dict[str, dict[str, float]]:
         before = [counted(pair.decode, "vllm:num_preemptions_total") for pair in pairs]
         for number in range(rounds + 1):
             prompts = [a_prompt(DECODE_TOKENS) for _ in range(AT_ONCE)]
-            seconds, answers = zip(*(burst(pair, prompts) for pair in pairs), strict=True)
+            seconds, answers = zip(*(burst(pair, prompts, load.answer_tokens) for pair in pairs), strict=True)
             assert answers[0] == answers[1], "the answers differ"
             for place, took in zip(PLACES, seconds, strict=True):
                 taken[place] += [took] if number else []
@@ -137,15 +155,18 @@ def measure_prefill() -> dict[str, Any]:
     return {"moving": moving, "staying": staying}
 
 
-def measure_bursts(rounds: int, bytes_per_s: float) -> dict[str, Any]:
+def measure_bursts(load: Load, rounds: int, bytes_per_s: float) -> dict[str, Any]:
     """Measure and print what a full decode server answers, by ``pull_to``."""
-    by_place = bursts(rounds, bytes_per_s)
+    by_place = bursts(load, rounds, bytes_per_s)
     ratio = by_place["auto"]["per_minute"] / by_place["device"]["per_minute"]
-    print(f"{AT_ONCE} requests of {DECODE_TOKENS} tokens at once, at a decode server whose device holds two")
+    print(
+        f"{AT_ONCE} requests of {DECODE_TOKENS} tokens at once, {load.answer_tokens} tokens each to be answered, at a "
+        f"decode server whose device has room for two with {load.room_tokens}"
+    )
     for place, of in by_place.items():
         print(f"  pull_to {place:7} {of['per_minute']:7.1f} answers a minute, {of['preemptions']:.0f} preemptions")
     print(f"  auto / device: {ratio:.2f} times as many")
-    return {"bursts": by_place, "burst_ratio": ratio}
+    return {"by_place": by_place, "ratio": ratio}
 
 
 def measure_room(repeats: int, bytes_per_s: float) -> dict[str, Any]:
@@ -170,7 +191,8 @@ def main(words: Sequence[str] | None = None) -> dict[str, Any]:
     arguments = parser.parse_args(words)
     measures: dict[str, Callable[[], dict[str, Any]]] = {
         "prefill": measure_prefill,
-        "bursts": partial(measure_bursts, arguments.rounds, arguments.bytes_per_s),
+        "bursts": lambda: {"bursts": measure_bursts(FITTING, arguments.rounds, arguments.bytes_per_s)},
+        "growth": lambda: {"growth": measure_bursts(GROWING, arguments.rounds, arguments.bytes_per_s)},
         "room": partial(measure_room, arguments.repeats, arguments.bytes_per_s),
     }
     figures: dict[str, Any] = {}

@@ -2,6 +2,7 @@
 
 calibrate   measures the simulator's constants on one real P and one real D, and the control server's messages
 validate    runs a trace on real servers (1P1D, 2P2D) and simulated
+again       fits the constants to what ``calibrate`` measured, and simulates what ``validate`` ran: for another model
 plot        answers questions beyond this machine, and draws the answers
 run         simulates a trace of yours (``--trace FILE``, in the Mooncake paper's format) on x P and y D
 """
@@ -22,6 +23,8 @@ from benchmarks.fleet.simulation import simulate, summary
 from benchmarks.fleet.traces import SAMPLE, TraceError, read
 from examples.quickstart.servers import ServerFailed
 
+VALIDATED = "fleet_validation"  # the results' file of ``validate``
+
 
 def _calibrate(arguments: argparse.Namespace, words: Sequence[str]) -> None:
     start = time.monotonic()
@@ -36,11 +39,20 @@ def _validate(arguments: argparse.Namespace, words: Sequence[str]) -> None:
     with record.kept_output() as output:
 
         def keep(figures: dict[str, Any]) -> None:
-            record.write("fleet_validation", words, figures, output.kept, seconds=time.monotonic() - start)
+            record.write(VALIDATED, words, figures, output.kept, seconds=time.monotonic() - start)
 
-        probe_s = record.read(constants.MEASURED)["figures"]["samples"]["probe_ms"] / 1e3
         plan = validate.Plan(arguments.requests, arguments.times, arguments.burst, arguments.bursts, arguments.seed)
-        validate.validate(constants.measured(), probe_s, plan, keep)
+        validate.validate(constants.measured(), constants.measured_probe_s(), plan, keep)
+
+
+def _again(_: argparse.Namespace, words: Sequence[str]) -> None:
+    fitted = calibrate.refit(record.read(constants.MEASURED)["figures"])
+    record.rewrite(constants.MEASURED, words, fitted)
+    with record.kept_output() as output:
+        compared = validate.compare_again(
+            record.read(VALIDATED)["figures"], constants.measured(), constants.measured_probe_s()
+        )
+    record.rewrite(VALIDATED, words, compared, output.kept)
 
 
 def _plot(_: argparse.Namespace, words: Sequence[str]) -> None:
@@ -77,6 +89,8 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     command.add_argument("--bursts", type=int, default=5, help="of these")
     command.add_argument("--seed", type=int, default=7, help="of the trace")
     command.set_defaults(command=_validate)
+    command = commands.add_parser("again")
+    command.set_defaults(command=_again)
     command = commands.add_parser("plot")
     command.set_defaults(command=_plot)
     command = commands.add_parser("run")

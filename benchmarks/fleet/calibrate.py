@@ -7,7 +7,7 @@ import os
 import statistics
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ AT_ONCE = (1, 4, 8)
 CONTEXTS = (64, 1024)
 ANSWER_TOKENS = 48
 PROBE_TOKENS = 1024  # of the prompt by which `validate` knows how fast the machine is
-NOTICED = 1.05  # times as long: less is noise
+BESIDE_ROUNDS = 3
 _SALT = "fleet"
 
 
@@ -49,7 +49,6 @@ class Samples:
     beside: tuple[float, float]
     #: By requests that D decodes: how many times as long a prompt takes at P, and a step at D, as each takes alone.
     decoding_beside: dict[int, tuple[float, float]]
-    waiting_beside: float  # how many times as long a prompt takes at P while D waits for it
     cores: dict[str, float]  # kept busy, by what is done; engines that wait for their workers spin, and yield
     probe: float  # P's answer to ``PROBE_TOKENS`` that come just after as many: not as long as after other work
 
@@ -77,13 +76,13 @@ class Bench:
         handovers = [partial(self._in_turn, tokens) for tokens in LENGTHS]
         decoding = [partial(self._step_s, *case) for case in cases]
         probe = partial(self._prefill_s, PROBE_TOKENS)
-        others = [partial(self._decode_s, 1), partial(self._together, 3500), probe, probe]
+        others = [partial(self._decode_s, 1), probe, probe]
         self._medians(handovers, 1)
         medians = iter(self._medians([*prompts, *handovers, *decoding, *others]))
         prompt_s = {tokens: next(medians) for tokens in LENGTHS}
         handover_s = {tokens: next(medians) for tokens in LENGTHS}
         step_s = {case: next(medians) for case in cases}
-        one_token, followed, _, again = medians
+        one_token, _, again = medians
         return Samples(
             prompt_s,
             step_s,
@@ -91,8 +90,7 @@ class Bench:
             {tokens: seconds - one_token for tokens, seconds in handover_s.items()},
             message_s,
             self._beside(),
-            {number: self._decoding_beside(number) for number in AT_ONCE},
-            followed / prompt_s[3500],
+            self._decoding_beside(),
             self._cores(),
             again,
         )
@@ -178,8 +176,19 @@ class Bench:
             used += self._used_s(self._processes) - before
         return used / elapsed
 
-    def _decoding_beside(self, number: int) -> tuple[float, float]:
-        """Return how many times as long a prompt and a step take while P computes prompts and D decodes."""
+    def _decoding_beside(self) -> dict[int, tuple[float, float]]:
+        """Return how many times as long a prompt and a step take while P computes prompts and D decodes.
+
+        By how many requests D decodes. In turns, and each time beside both alone: the median of what they differ.
+        """
+        rounds = [{number: self._decoding_beside_once(number) for number in AT_ONCE} for _ in range(BESIDE_ROUNDS)]
+        found = {}
+        for number in AT_ONCE:
+            prompts, steps = zip(*(each[number] for each in rounds), strict=True)
+            found[number] = (statistics.median(prompts), statistics.median(steps))
+        return found
+
+    def _decoding_beside_once(self, number: int) -> tuple[float, float]:
         stop = threading.Event()
         steps: list[float] = []
 
@@ -188,18 +197,22 @@ class Bench:
                 steps.append(self._step_s(number, 64))
 
         prompt, step = partial(self._prefill_s, 2048), partial(self._step_s, number, 64)
-        prompt_s, step_s = self._medians([prompt, step], 3)
+        prompt_s, step_s = self._medians([prompt, step], 1)
         with ThreadPoolExecutor(1) as threads:
             loading = threads.submit(load)
-            beside_s = self._median(prompt, 4)
+            beside_s = self._median(prompt, 3)
             stop.set()
             loading.result()
-        prompt_again_s, step_again_s = self._medians([prompt, step], 3)
+        prompt_again_s, step_again_s = self._medians([prompt, step], 1)
         beside_step_s = statistics.median(steps[:-1] or steps)
         return 2 * beside_s / (prompt_s + prompt_again_s), 2 * beside_step_s / (step_s + step_again_s)
 
     def _beside(self) -> tuple[float, float]:
         """Return the speeds of P and of D while both compute prompts, as shares of their speeds alone."""
+        prefills, decodes = zip(*(self._beside_once() for _ in range(BESIDE_ROUNDS)), strict=True)
+        return statistics.median(prefills), statistics.median(decodes)
+
+    def _beside_once(self) -> tuple[float, float]:
         stop = threading.Event()
         finished = 0
 
@@ -210,11 +223,11 @@ class Bench:
                 finished += 1
 
         prefill = partial(self._prefill_s, 2048)
-        prefill_alone_s, decode_alone_s = self._medians([prefill, partial(self._decode_s, 2048)], 4)
+        prefill_alone_s, decode_alone_s = self._medians([prefill, partial(self._decode_s, 2048)], 2)
         with ThreadPoolExecutor(1) as threads:
             loading = threads.submit(load)
             start = time.perf_counter()
-            beside_s = self._median(prefill, 5)
+            beside_s = self._median(prefill, 3)
             stop.set()
             loading.result()
             elapsed = time.perf_counter() - start
@@ -251,15 +264,19 @@ def _shared(samples: Samples) -> SharedMachine:
     slower = {number: (max(prompt, 1.0), max(step, 1.0)) for number, (prompt, step) in samples.decoding_beside.items()}
     weight = min(sum(prompt for prompt, _ in slower.values()) / sum(step for _, step in slower.values()), 1.0)
     wants = {number: max((cores * prompt - prefill - 2 * idle) / weight, 0.0) for number, (prompt, _) in slower.items()}
-    few, many = min(wants), max(wants)
-    each = max((wants[many] - wants[few]) / (many - few), 0.0)
-    waiting = min(samples.cores["waiting"], cores - prefill - idle)
-    if samples.waiting_beside > NOTICED:
-        waiting = cores * samples.waiting_beside - prefill - idle
+    decode, each = _line(list(wants.items()))
     return SharedMachine(
-        cores=cores, idle=idle, prefill=prefill, decode=max(wants[few] - few * each, 0.0), decode_request=each,
-        decode_weight=weight, waiting=max(waiting - idle, 0.0), pull=max(samples.cores["pull"] - 2 * idle, 0.0),
+        cores=cores, idle=idle, prefill=prefill, decode=decode, decode_request=each,
+        decode_weight=weight, waiting=max(samples.cores["waiting"] - idle, 0.0),
+        pull=max(samples.cores["pull"] - 2 * idle, 0.0),
     )  # fmt: skip
+
+
+def _line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Return where a line through points begins, and how it rises; it neither falls nor begins below 0."""
+    x, y = zip(*points, strict=True)
+    rise = max(statistics.linear_regression(x, y).slope, 0.0)
+    return max(statistics.mean(y) - rise * statistics.mean(x), 0.0), rise
 
 
 def _fit_prompts(samples: Samples) -> tuple[float, float, float, float]:
@@ -295,23 +312,48 @@ def calibrate(repeats: int) -> dict[str, Any]:
     """Measure, and return the figures of the results' file."""
     messages = control.measure()
     pulled = pull_benchmark.main(["--tokens", "6000", "--rounds", "10"])
-    descriptor_s = descriptor_cost(pulled["ms"])
     with running(1, 1) as servers, closing(Bench(servers, repeats)) as bench:
         samples = bench.measure(messages["round_trip_ms"] / 1e3)
+    return refit({"samples": _written(samples, descriptor_cost(pulled["ms"])), "control": messages})
+
+
+def refit(figures: Mapping[str, Any]) -> dict[str, Any]:
+    """Return figures of the results' file with the constants that fit their samples."""
+    samples, descriptor_s = _read(figures)
     constants = fit(samples, descriptor_s)
+    return {**figures, "constants": msgspec.to_builtins(constants), "fitted": fitted(constants)}
+
+
+def _written(samples: Samples, descriptor_s: float) -> dict[str, Any]:
     return {
-        "constants": msgspec.to_builtins(constants),
-        "samples": {
-            "prompt_ms": {str(tokens): 1e3 * each for tokens, each in samples.prompts.items()},
-            "step_ms": {f"{number} of {tokens}": 1e3 * each for (number, tokens), each in samples.decoding.items()},
-            "handover_ms": {str(tokens): 1e3 * each for tokens, each in samples.handovers.items()},
-            "one_token_ms": 1e3 * samples.one_token, "probe_ms": 1e3 * samples.probe, "beside": list(samples.beside),
-            "cores": samples.cores,
-            "decoding_beside": {str(number): list(each) for number, each in samples.decoding_beside.items()},
-            "waiting_beside": samples.waiting_beside,
-        },
-        "fitted": fitted(constants), "control": messages,
+        "prompt_ms": {str(tokens): 1e3 * each for tokens, each in samples.prompts.items()},
+        "step_ms": {f"{number} of {tokens}": 1e3 * each for (number, tokens), each in samples.decoding.items()},
+        "handover_ms": {str(tokens): 1e3 * each for tokens, each in samples.handovers.items()},
+        "one_token_ms": 1e3 * samples.one_token, "probe_ms": 1e3 * samples.probe, "descriptor_us": 1e6 * descriptor_s,
+        "beside": list(samples.beside), "cores": samples.cores,
+        "decoding_beside": {str(number): list(each) for number, each in samples.decoding_beside.items()},
     }  # fmt: skip
+
+
+def _read(figures: Mapping[str, Any]) -> tuple[Samples, float]:
+    """Return the samples of a results' file, and the seconds of a descriptor."""
+    of = figures["samples"]
+
+    def seconds(name: str) -> dict[int, float]:
+        return {int(tokens): each / 1e3 for tokens, each in of[name].items()}
+
+    decoding = {}
+    for case, milliseconds in of["step_ms"].items():
+        number, tokens = case.split(" of ")
+        decoding[int(number), int(tokens)] = milliseconds / 1e3
+    beside_p, beside_d = of["beside"]
+    samples = Samples(
+        seconds("prompt_ms"), decoding, of["one_token_ms"] / 1e3, seconds("handover_ms"),
+        figures["control"]["round_trip_ms"] / 1e3, (beside_p, beside_d),
+        {int(number): (prompt, step) for number, (prompt, step) in of["decoding_beside"].items()},
+        of["cores"], of["probe_ms"] / 1e3,
+    )  # fmt: skip
+    return samples, of["descriptor_us"] / 1e6
 
 
 def descriptor_cost(milliseconds: dict[str, float]) -> float:

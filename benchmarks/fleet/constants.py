@@ -122,6 +122,15 @@ def measured() -> Constants:
     return msgspec.convert(figures["constants"], Constants)
 
 
+def measured_probe_s() -> float:
+    """Return how long the prompt took by which the machine's speed is known, when ``calibrate`` measured.
+
+    Raises:
+        FileNotFoundError: it has not.
+    """
+    return float(record.read(MEASURED)["figures"]["samples"]["probe_ms"]) / 1e3
+
+
 def slowed(constants: Constants, factor: float) -> Constants:
     """Return constants of a machine on which everything takes ``factor`` times as long."""
 

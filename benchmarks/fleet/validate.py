@@ -10,7 +10,7 @@ engines are as much slower, or faster, than those that were calibrated.
 """
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, fields
 from typing import Any
@@ -20,7 +20,7 @@ from benchmarks.fleet.constants import Constants, slowed
 from benchmarks.fleet.node import Legs, Settings
 from benchmarks.fleet.replay import replay
 from benchmarks.fleet.servers import LONGEST_TOKENS, Running, running
-from benchmarks.fleet.simulation import Ran, Summary, simulate, summary
+from benchmarks.fleet.simulation import Summary, simulate, summary
 from benchmarks.fleet.traces import Arrival, Mix, faster, synthetic
 
 FLEETS = ((1, 1), (2, 2))
@@ -59,28 +59,22 @@ class Plan:
     seed: int  # of the trace
 
 
-@dataclass(frozen=True)
-class Runs:
-    """What real servers made of a trace."""
-
-    runs: Sequence[Summary]
-    descriptors: float  # of the median run
-    bytes: float
-    slower: float  # how many times as long the machine took as when the constants were measured
-    errors: Sequence[str]
-
-
-def a_trace(constants: Constants, requests: int, seed: int) -> list[Arrival]:
-    """Return a trace whose requests come so fast that the machine is busy for a share ``LOAD`` of the time."""
+def offered(constants: Constants) -> float:
+    """Return the requests a second that keep the machine busy for a share ``LOAD`` of the time."""
     engine = constants.engine
     prompt_s = 2 * engine.request_s + engine.prompt_s(INPUT_TOKENS, constants.chunk_tokens)
     answer_s = OUTPUT_TOKENS * engine.decode_s([INPUT_TOKENS])
     shared = constants.shared
-    per_s = 1 / max(prompt_s, answer_s)
-    if shared:
-        prefill, decode = (shared.idle + each for each in (shared.prefill, shared.decode + shared.decode_request))
-        per_s = shared.cores / (prompt_s * prefill + answer_s * decode)
-    return synthetic(_mix(requests, LOAD * per_s), seed)
+    if shared is None:
+        return LOAD / max(prompt_s, answer_s)
+    prefill, decode = (shared.idle + each for each in (shared.prefill, shared.decode + shared.decode_request))
+    return LOAD * shared.cores / (prompt_s * prefill + answer_s * decode)
+
+
+def traces(plan: Plan, per_s: float) -> dict[str, list[Arrival]]:
+    """Return the requests by their pace."""
+    paced = synthetic(_mix(plan.requests, per_s), plan.seed)
+    return {"paced": paced, "at once": faster(paced[: plan.burst], AT_ONCE)}
 
 
 def _mix(requests: int, per_s: float) -> Mix:
@@ -93,51 +87,80 @@ def validate(constants: Constants, probe_s: float, plan: Plan, keep: Callable[[d
 
     ``probe_s``: what the prompt took by which the machine's speed is known, when the constants were measured.
     """
-    paced = a_trace(constants, plan.requests, plan.seed)
-    at_once = faster(paced[: plan.burst], AT_ONCE)
-    print(f"{'':26} {'slower':>6} {'first token, ms':>24} {'total, ms':>24} {'requests/s':>20}   pulled, MB")
+    per_s = float(f"{offered(constants):.4g}")  # as the results' file has it
+    by_pace = traces(plan, per_s)
+    times = {"paced": plan.times, "at once": plan.bursts}
+    print(_HEAD)
     figures: dict[str, Any] = {}
     for prefills, decodes in FLEETS:
         with running(prefills, decodes) as servers, closing(Bench(servers, PROBES)) as bench:
             replay(servers, faster(synthetic(_mix(WARM_UP, 1.0), plan.seed + 1), AT_ONCE), "in turn", "warm-up")
-            for pace, arrivals, times in (("paced", paced, plan.times), ("at once", at_once, plan.bursts)):
-                for legs in ALL_LEGS:
-                    case = Case(prefills, decodes, legs, pace)
-                    ran = run(servers, case, arrivals, times, lambda: bench.probe_s() / probe_s)
-                    figures[case.name] = compare(case, arrivals, constants, ran)
-                    print(_line(case, figures[case.name]), flush=True)
-        keep({"cases": figures, "goal": GOAL} | asdict(plan))
+            for case in _cases(prefills, decodes):
+                arrivals = by_pace[case.pace]
+                real = run(servers, case, arrivals, times[case.pace], bench.probe_s)
+                figures[case.name] = compare(real, case, arrivals, constants, probe_s)
+                print(_line(case, figures[case.name]), flush=True)
+        keep({"cases": figures, "offered_per_s": per_s, "goal": GOAL} | asdict(plan))
 
 
-def run(servers: Running, case: Case, arrivals: Sequence[Arrival], times: int, slower: Callable[[], float]) -> Runs:
-    """Give real servers a trace so many times; ``slower``: asks how much slower the machine is than calibrated."""
-    probes, ran = [slower()], []
+def compare_again(recorded: Mapping[str, Any], constants: Constants, probe_s: float) -> dict[str, Any]:
+    """Return figures of ``validate`` with the same real runs, simulated anew, and print the table."""
+    plan = Plan(**{each.name: recorded[each.name] for each in fields(Plan)})
+    by_pace = traces(plan, recorded["offered_per_s"])
+    print(_HEAD)
+    figures = {}
+    for case in (case for fleet in FLEETS for case in _cases(*fleet)):
+        figures[case.name] = compare(recorded["cases"][case.name], case, by_pace[case.pace], constants, probe_s)
+        print(_line(case, figures[case.name]))
+    return {**recorded, "cases": figures}
+
+
+def _cases(prefills: int, decodes: int) -> Iterator[Case]:
+    for pace in ("paced", "at once"):
+        for legs in ALL_LEGS:
+            yield Case(prefills, decodes, legs, pace)
+
+
+def run(
+    servers: Running, case: Case, arrivals: Sequence[Arrival], times: int, probe_s: Callable[[], float]
+) -> dict[str, Any]:
+    """Return what real servers made of a trace that they got so many times.
+
+    ``probe_s``: returns how long a prompt takes now by which the machine's speed is known.
+    """
+    probes, ran = [probe_s()], []
     for number in range(times):
         ran.append(replay(servers, arrivals, case.legs, f"{case.name} {number}"))
-        probes.append(slower())
-    outcomes, descriptors, sizes = zip(*ran, strict=True)
-    errors = {each.failed for of_run in outcomes for each in of_run if each.failed}
-    return Runs(
-        [summary(of_run) for of_run in outcomes], statistics.median(descriptors), statistics.median(sizes),
-        statistics.mean(probes), sorted(errors),
-    )  # fmt: skip
-
-
-def compare(case: Case, arrivals: Sequence[Arrival], constants: Constants, ran: Runs) -> dict[str, Any]:
-    """Return what became of a trace on real servers, and simulated on a machine as fast."""
-    real = typical(ran.runs)
-    settings = Settings(legs=case.legs)
-    simulated = simulate(arrivals, slowed(constants, ran.slower), settings, case.prefills, case.decodes)
-    each = [_compared(run) for run in ran.runs]
+        probes.append(probe_s())
+    runs = [summary(outcomes) for outcomes, _, _ in ran]
+    pulled = {
+        "descriptors": statistics.median(descriptors for _, descriptors, _ in ran),
+        "bytes": statistics.median(size for _, _, size in ran),
+    }
+    each = [_compared(asdict(run)) for run in runs]
     return {
-        "real": asdict(real) | {"descriptors": ran.descriptors, "bytes": ran.bytes},
+        "real": asdict(typical(runs)) | pulled,
         "runs": {
             name: {"least": min(run[name] for run in each), "most": max(run[name] for run in each)} for name in each[0]
         },
-        "slower": ran.slower,
-        "simulated": _simulated(simulated),
-        "errors": ran.errors,
-        "deviation": deviation(real, summary(simulated.outcomes)),
+        "errors": sorted({each.failed for outcomes, _, _ in ran for each in outcomes if each.failed}),
+        "probe_s": statistics.mean(probes),
+    }  # fmt: skip
+
+
+def compare(
+    real: Mapping[str, Any], case: Case, arrivals: Sequence[Arrival], constants: Constants, probe_s: float
+) -> dict[str, Any]:
+    """Return what ``run`` has returned, beside the same trace simulated on a machine as fast."""
+    slower = real["probe_s"] / probe_s
+    there = slowed(constants, slower)
+    ran = simulate(arrivals, there, Settings(legs=case.legs), case.prefills, case.decodes)
+    simulated = asdict(summary(ran.outcomes))
+    return {
+        **real,
+        "slower": slower,
+        "simulated": simulated | {"prefill_busy": ran.prefill_busy, "decode_busy": ran.decode_busy},
+        "deviation": deviation(real["real"], simulated),
     }
 
 
@@ -153,22 +176,21 @@ def typical(runs: Sequence[Summary]) -> Summary:
     return Summary(**found | {"failed": sum(run.failed for run in runs)})
 
 
-def _simulated(ran: Ran) -> dict[str, Any]:
-    return asdict(summary(ran.outcomes)) | {"prefill_busy": ran.prefill_busy, "decode_busy": ran.decode_busy}
-
-
-def _compared(of: Summary) -> dict[str, float]:
+def _compared(of: Mapping[str, Any]) -> dict[str, float]:
     return {
-        "first_token": of.first_token_s["p50"],
-        "total": of.total_s["p50"],
-        "requests_per_s": of.requests_per_s,
+        "first_token": of["first_token_s"]["p50"],
+        "total": of["total_s"]["p50"],
+        "requests_per_s": of["requests_per_s"],
     }
 
 
-def deviation(real: Summary, simulated: Summary) -> dict[str, float]:
-    """Return by how much the simulator is off, as a share of what is real."""
+def deviation(real: Mapping[str, Any], simulated: Mapping[str, Any]) -> dict[str, float]:
+    """Return by how much the simulator is off, as a share of what is real. Both: ``Summary``, as a mapping."""
     found = _compared(simulated)
     return {name: found[name] / value - 1 for name, value in _compared(real).items()}
+
+
+_HEAD = f"{'':26} {'slower':>6} {'first token, ms':>24} {'total, ms':>24} {'requests/s':>20}   pulled, MB"
 
 
 def _line(case: Case, row: dict[str, Any]) -> str:
