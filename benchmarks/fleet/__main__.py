@@ -42,16 +42,14 @@ def _validate(arguments: argparse.Namespace, words: Sequence[str]) -> None:
             record.write(VALIDATED, words, figures, output.kept, seconds=time.monotonic() - start)
 
         plan = validate.Plan(arguments.requests, arguments.times, arguments.burst, arguments.bursts, arguments.seed)
-        validate.validate(constants.measured(), constants.measured_probe_s(), plan, keep)
+        validate.validate(constants.measured(), plan, keep)
 
 
 def _again(_: argparse.Namespace, words: Sequence[str]) -> None:
     fitted = calibrate.refit(record.read(constants.MEASURED)["figures"])
     record.rewrite(constants.MEASURED, words, fitted)
     with record.kept_output() as output:
-        compared = validate.compare_again(
-            record.read(VALIDATED)["figures"], constants.measured(), constants.measured_probe_s()
-        )
+        compared = validate.compare_again(record.read(VALIDATED)["figures"], constants.measured())
     record.rewrite(VALIDATED, words, compared, output.kept)
 
 
@@ -83,10 +81,10 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     command.add_argument("--repeats", type=int, default=5, help="of each measurement")
     command.set_defaults(command=_calibrate)
     command = commands.add_parser("validate")
-    command.add_argument("--requests", type=int, default=30, help="that come paced")
+    command.add_argument("--requests", type=int, default=24, help="that come paced")
     command.add_argument("--times", type=int, default=3, help="that they do")
     command.add_argument("--burst", type=int, default=24, help="of them, that come at once")
-    command.add_argument("--bursts", type=int, default=5, help="of these")
+    command.add_argument("--bursts", type=int, default=3, help="of these")
     command.add_argument("--seed", type=int, default=7, help="of the trace")
     command.set_defaults(command=_validate)
     command = commands.add_parser("again")

@@ -31,7 +31,7 @@ LENGTHS = (64, 256, 512, 1024, 2048, 3500)
 AT_ONCE = (1, 4, 8)
 CONTEXTS = (64, 1024)
 ANSWER_TOKENS = 48
-PROBE_TOKENS = 1024  # of the prompt by which `validate` knows how fast the machine is
+PROBES, PROBE_TOKENS = 5, 1024  # prompts by which `validate` knows how fast the machine is
 BESIDE_ROUNDS = 3
 _SALT = "fleet"
 
@@ -50,13 +50,12 @@ class Samples:
     #: By requests that D decodes: how many times as long a prompt takes at P, and a step at D, as each takes alone.
     decoding_beside: dict[int, tuple[float, float]]
     cores: dict[str, float]  # kept busy, by what is done; engines that wait for their workers spin, and yield
-    probe: float  # P's answer to ``PROBE_TOKENS`` that come just after as many: not as long as after other work
 
 
 class Bench:
     """One P, one D, one client."""
 
-    def __init__(self, servers: Running, repeats: int) -> None:
+    def __init__(self, servers: Running, repeats: int = 1) -> None:
         self._router = Router()
         self._pair = servers.pair(0, 0)
         self._processes = servers.processes
@@ -75,14 +74,13 @@ class Bench:
         prompts = [partial(self._prefill_s, tokens) for tokens in LENGTHS]
         handovers = [partial(self._in_turn, tokens) for tokens in LENGTHS]
         decoding = [partial(self._step_s, *case) for case in cases]
-        probe = partial(self._prefill_s, PROBE_TOKENS)
-        others = [partial(self._decode_s, 1), probe, probe]
+        one = partial(self._decode_s, 1)
         self._medians(handovers, 1)
-        medians = iter(self._medians([*prompts, *handovers, *decoding, *others]))
+        medians = iter(self._medians([*prompts, *handovers, *decoding, one]))
         prompt_s = {tokens: next(medians) for tokens in LENGTHS}
         handover_s = {tokens: next(medians) for tokens in LENGTHS}
         step_s = {case: next(medians) for case in cases}
-        one_token, _, again = medians
+        one_token = next(medians)
         return Samples(
             prompt_s,
             step_s,
@@ -92,12 +90,11 @@ class Bench:
             self._beside(),
             self._decoding_beside(),
             self._cores(),
-            again,
         )
 
     def probe_s(self) -> float:
-        """Return how long a prompt takes at P now, as ``Samples.probe`` was measured: how fast the machine is."""
-        return self._median(partial(self._prefill_s, PROBE_TOKENS))
+        """Return how long a prompt of ``PROBE_TOKENS`` takes at P now: how fast the machine is."""
+        return self._median(partial(self._prefill_s, PROBE_TOKENS), PROBES)
 
     def _median(self, measure: Callable[[], float], repeats: int | None = None) -> float:
         return statistics.median(measure() for _ in range(repeats or self._repeats))
@@ -329,7 +326,7 @@ def _written(samples: Samples, descriptor_s: float) -> dict[str, Any]:
         "prompt_ms": {str(tokens): 1e3 * each for tokens, each in samples.prompts.items()},
         "step_ms": {f"{number} of {tokens}": 1e3 * each for (number, tokens), each in samples.decoding.items()},
         "handover_ms": {str(tokens): 1e3 * each for tokens, each in samples.handovers.items()},
-        "one_token_ms": 1e3 * samples.one_token, "probe_ms": 1e3 * samples.probe, "descriptor_us": 1e6 * descriptor_s,
+        "one_token_ms": 1e3 * samples.one_token, "descriptor_us": 1e6 * descriptor_s,
         "beside": list(samples.beside), "cores": samples.cores,
         "decoding_beside": {str(number): list(each) for number, each in samples.decoding_beside.items()},
     }  # fmt: skip
@@ -351,7 +348,7 @@ def _read(figures: Mapping[str, Any]) -> tuple[Samples, float]:
         seconds("prompt_ms"), decoding, of["one_token_ms"] / 1e3, seconds("handover_ms"),
         figures["control"]["round_trip_ms"] / 1e3, (beside_p, beside_d),
         {int(number): (prompt, step) for number, (prompt, step) in of["decoding_beside"].items()},
-        of["cores"], of["probe_ms"] / 1e3,
+        of["cores"],
     )  # fmt: skip
     return samples, of["descriptor_us"] / 1e6
 
@@ -372,11 +369,8 @@ def fitted(constants: Constants) -> dict[str, Any]:
         planned = planner.planned(0, tokens - 1)
         return pull.fixed_s + pull.message_s + pull.read_s(planned.descriptors, planned.bytes)
 
-    def prompt_s(tokens: int) -> float:
-        return engine.request_s + engine.prompt_s(tokens, constants.chunk_tokens)
-
     return {
-        "prompt_ms": {str(tokens): 1e3 * prompt_s(tokens) for tokens in LENGTHS},
+        "prompt_ms": {str(tokens): 1e3 * constants.prompt_s(tokens) for tokens in LENGTHS},
         "step_ms": {
             f"{number} of {tokens}": 1e3 * engine.decode_s([tokens + ANSWER_TOKENS // 2] * number)
             for number in AT_ONCE

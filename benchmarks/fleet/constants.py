@@ -106,6 +106,10 @@ class Constants(msgspec.Struct, frozen=True):
     shared: SharedMachine | None = None  # None: each engine has a machine of its own
     protocol: str = "tcp"  # of the transfer engine: its prices decide which ranges are worth reading
 
+    def prompt_s(self, tokens: int) -> float:
+        """Return how long P takes to answer a prompt that is alone there."""
+        return self.engine.request_s + self.engine.prompt_s(tokens, self.chunk_tokens)
+
 
 def measured() -> Constants:
     """Return what ``calibrate`` has measured.
@@ -120,15 +124,6 @@ def measured() -> Constants:
             f"there is no benchmarks/results/{MEASURED}.json: python -m benchmarks.fleet calibrate"
         ) from None
     return msgspec.convert(figures["constants"], Constants)
-
-
-def measured_probe_s() -> float:
-    """Return how long the prompt took by which the machine's speed is known, when ``calibrate`` measured.
-
-    Raises:
-        FileNotFoundError: it has not.
-    """
-    return float(record.read(MEASURED)["figures"]["samples"]["probe_ms"]) / 1e3
 
 
 def slowed(constants: Constants, factor: float) -> Constants:

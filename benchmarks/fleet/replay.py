@@ -11,14 +11,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 from benchmarks.fleet.node import Legs
-from benchmarks.fleet.servers import Running, scraped
+from benchmarks.fleet.servers import Running
 from benchmarks.fleet.simulation import Outcome
 from benchmarks.fleet.traces import BLOCK_TOKENS, Arrival
 from benchmarks.peers.connectors import OURS
 from benchmarks.peers.model import VOCABULARY
 from benchmarks.peers.sending import Answer, Prompt, Router
 
-_COUNTED_S = 3.0  # in which D has counted what it has pulled
 _REQUEST_TIMEOUT_S = 120.0  # two dozen at once are answered within 20 s
 
 
@@ -99,10 +98,9 @@ class _Client:
         )  # fmt: skip
 
 
-def replay(servers: Running, arrivals: Sequence[Arrival], legs: Legs, salt: str) -> tuple[list[Outcome], int, int]:
-    """Return what became of the requests, and the descriptors and bytes that were pulled."""
+def replay(servers: Running, arrivals: Sequence[Arrival], legs: Legs, salt: str) -> list[Outcome]:
+    """Return what became of the requests."""
     prompts = [prompt(each) for each in arrivals]
-    before = scraped(servers.decodes)
     router = Router(_REQUEST_TIMEOUT_S)
     client = _Client(servers, router, legs, salt)
     try:
@@ -112,12 +110,9 @@ def replay(servers: Running, arrivals: Sequence[Arrival], legs: Legs, salt: str)
                 threads.submit(client.send, arrival, tokens, start + arrival.at_s)
                 for arrival, tokens in zip(arrivals, prompts, strict=True)
             ]
-            outcomes = [each.result() for each in sent]
+            return [each.result() for each in sent]
     finally:
         router.close()
-    time.sleep(_COUNTED_S)
-    after = scraped(servers.decodes)
-    return outcomes, after[0] - before[0], after[1] - before[1]
 
 
 def _outcome(arrival: Arrival, answer: Answer, late_s: float) -> Outcome:

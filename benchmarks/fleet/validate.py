@@ -5,21 +5,22 @@ the others. What is compared: the medians of the time to first token and of the 
 come all at once, half of the first tokens come within a second or two of the median, and which engine gets ahead is the
 kernel's choice. So real servers are given all requests several times, and the median run counts.
 
-A machine that is lent is not always as fast. Before and after each run prompts are computed alone, and the simulated
-engines are as much slower, or faster, than those that were calibrated.
+A machine that is lent is not always as fast, and slower after a pause. Just after each run prompts are computed alone, and
+the simulated engines are as much slower, or faster, than the constants say.
 """
 
 import statistics
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from benchmarks.fleet.calibrate import Bench
+from benchmarks.fleet.calibrate import PROBE_TOKENS, Bench
 from benchmarks.fleet.constants import Constants, slowed
 from benchmarks.fleet.node import Legs, Settings
 from benchmarks.fleet.replay import replay
-from benchmarks.fleet.servers import LONGEST_TOKENS, Running, running
+from benchmarks.fleet.servers import LONGEST_TOKENS, Running, running, scraped
 from benchmarks.fleet.simulation import Summary, simulate, summary
 from benchmarks.fleet.traces import Arrival, Mix, faster, synthetic
 
@@ -30,7 +31,7 @@ AT_ONCE = 1000.0  # times faster: all at once
 INPUT_TOKENS, OUTPUT_TOKENS, SPREAD = 1000, 32, 0.5
 WARM_UP = 6  # requests that do not count
 GOAL = 0.15
-PROBES = 5  # prompts by which the machine's speed is known, before and after each case
+_COUNTED_S = 3.0  # in which D has counted what it has pulled
 
 
 @dataclass(frozen=True)
@@ -82,35 +83,32 @@ def _mix(requests: int, per_s: float) -> Mix:
     return Mix(requests, per_s, INPUT_TOKENS, OUTPUT_TOKENS, SPREAD, longest=longest - 256)
 
 
-def validate(constants: Constants, probe_s: float, plan: Plan, keep: Callable[[dict[str, Any]], object]) -> None:
-    """Run all cases, print a table, and hand the figures so far to ``keep`` after each fleet.
-
-    ``probe_s``: what the prompt took by which the machine's speed is known, when the constants were measured.
-    """
+def validate(constants: Constants, plan: Plan, keep: Callable[[dict[str, Any]], object]) -> None:
+    """Run all cases, print a table, and hand the figures so far to ``keep`` after each fleet."""
     per_s = float(f"{offered(constants):.4g}")  # as the results' file has it
     by_pace = traces(plan, per_s)
     times = {"paced": plan.times, "at once": plan.bursts}
     print(_HEAD)
     figures: dict[str, Any] = {}
     for prefills, decodes in FLEETS:
-        with running(prefills, decodes) as servers, closing(Bench(servers, PROBES)) as bench:
+        with running(prefills, decodes) as servers, closing(Bench(servers)) as bench:
             replay(servers, faster(synthetic(_mix(WARM_UP, 1.0), plan.seed + 1), AT_ONCE), "in turn", "warm-up")
             for case in _cases(prefills, decodes):
                 arrivals = by_pace[case.pace]
                 real = run(servers, case, arrivals, times[case.pace], bench.probe_s)
-                figures[case.name] = compare(real, case, arrivals, constants, probe_s)
+                figures[case.name] = compare(real, case, arrivals, constants)
                 print(_line(case, figures[case.name]), flush=True)
         keep({"cases": figures, "offered_per_s": per_s, "goal": GOAL} | asdict(plan))
 
 
-def compare_again(recorded: Mapping[str, Any], constants: Constants, probe_s: float) -> dict[str, Any]:
+def compare_again(recorded: Mapping[str, Any], constants: Constants) -> dict[str, Any]:
     """Return figures of ``validate`` with the same real runs, simulated anew, and print the table."""
     plan = Plan(**{each.name: recorded[each.name] for each in fields(Plan)})
     by_pace = traces(plan, recorded["offered_per_s"])
     print(_HEAD)
     figures = {}
     for case in (case for fleet in FLEETS for case in _cases(*fleet)):
-        figures[case.name] = compare(recorded["cases"][case.name], case, by_pace[case.pace], constants, probe_s)
+        figures[case.name] = compare(recorded["cases"][case.name], case, by_pace[case.pace], constants)
         print(_line(case, figures[case.name]))
     return {**recorded, "cases": figures}
 
@@ -128,31 +126,29 @@ def run(
 
     ``probe_s``: returns how long a prompt takes now by which the machine's speed is known.
     """
-    probes, ran = [probe_s()], []
+    ran, probes, pulled = [], [], []
     for number in range(times):
+        before = scraped(servers.decodes)
         ran.append(replay(servers, arrivals, case.legs, f"{case.name} {number}"))
-        probes.append(probe_s())
-    runs = [summary(outcomes) for outcomes, _, _ in ran]
-    pulled = {
-        "descriptors": statistics.median(descriptors for _, descriptors, _ in ran),
-        "bytes": statistics.median(size for _, _, size in ran),
-    }
+        probes.append(probe_s())  # at once: after a pause, a machine is not what it was
+        time.sleep(_COUNTED_S)
+        pulled.append([now - then for now, then in zip(scraped(servers.decodes), before, strict=True)])
+    runs = [summary(outcomes) for outcomes in ran]
+    descriptors, size = (statistics.median(each) for each in zip(*pulled, strict=True))
     each = [_compared(asdict(run)) for run in runs]
     return {
-        "real": asdict(typical(runs)) | pulled,
+        "real": asdict(typical(runs)) | {"descriptors": descriptors, "bytes": size},
         "runs": {
             name: {"least": min(run[name] for run in each), "most": max(run[name] for run in each)} for name in each[0]
         },
-        "errors": sorted({each.failed for outcomes, _, _ in ran for each in outcomes if each.failed}),
+        "errors": sorted({each.failed for outcomes in ran for each in outcomes if each.failed}),
         "probe_s": statistics.mean(probes),
     }  # fmt: skip
 
 
-def compare(
-    real: Mapping[str, Any], case: Case, arrivals: Sequence[Arrival], constants: Constants, probe_s: float
-) -> dict[str, Any]:
+def compare(real: Mapping[str, Any], case: Case, arrivals: Sequence[Arrival], constants: Constants) -> dict[str, Any]:
     """Return what ``run`` has returned, beside the same trace simulated on a machine as fast."""
-    slower = real["probe_s"] / probe_s
+    slower = real["probe_s"] / constants.prompt_s(PROBE_TOKENS)
     there = slowed(constants, slower)
     ran = simulate(arrivals, there, Settings(legs=case.legs), case.prefills, case.decodes)
     simulated = asdict(summary(ran.outcomes))

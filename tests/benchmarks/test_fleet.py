@@ -20,7 +20,6 @@ from benchmarks.fleet.constants import (
     SharedMachine,
     linked,
     measured,
-    measured_probe_s,
     slowed,
     with_blocks,
 )
@@ -328,7 +327,7 @@ class TestParts:
         cores = {"idle": 0.4, "waiting": 0.5, "pull": 1.8}
         beside = {1: (1.1, 1.3), 8: (1.3, 1.7)}
         samples = calibrate.Samples(
-            seconds("prompt_ms"), decoding, 0.02, seconds("handover_ms"), 0.001, (0.9, 0.7), beside, cores, 0.5
+            seconds("prompt_ms"), decoding, 0.02, seconds("handover_ms"), 0.001, (0.9, 0.7), beside, cores
         )
         found = calibrate.fit(samples, 1e-5)
         assert msgspec.structs.asdict(found.engine) == pytest.approx(msgspec.structs.asdict(engine), rel=1e-6)
@@ -363,7 +362,7 @@ class TestParts:
 
     def test_recorded_runs_can_be_simulated_again(self, capsys: pytest.CaptureFixture[str]) -> None:
         recorded = record.read("fleet_validation")["figures"]
-        again = validate.compare_again(recorded, measured(), measured_probe_s())
+        again = validate.compare_again(recorded, measured())
         printed = capsys.readouterr().out
         for name, case in again["cases"].items():
             assert name in printed
