@@ -5,8 +5,8 @@ the others. What is compared: the medians of the time to first token and of the 
 come all at once, half of the first tokens come within a second or two of the median, and which engine gets ahead is the
 kernel's choice. So real servers are given all requests several times, and the median run counts.
 
-A machine that is lent is not always as fast, and slower after a pause. Just after each run prompts are computed alone, and
-the simulated engines are as much slower, or faster, than the constants say.
+A machine that is lent is not always as fast, and slower after a pause. Just after each run prompts are computed alone,
+and the simulated engines are as much slower, or faster, than the constants say.
 """
 
 import statistics
@@ -98,7 +98,7 @@ def validate(constants: Constants, plan: Plan, keep: Callable[[dict[str, Any]], 
                 real = run(servers, case, arrivals, times[case.pace], bench.probe_s)
                 figures[case.name] = compare(real, case, arrivals, constants)
                 print(_line(case, figures[case.name]), flush=True)
-        keep({"cases": figures, "offered_per_s": per_s, "goal": GOAL} | asdict(plan))
+        keep({"cases": figures, "offered_per_s": per_s, "goal": GOAL} | asdict(plan) | overall(figures))
 
 
 def compare_again(recorded: Mapping[str, Any], constants: Constants) -> dict[str, Any]:
@@ -110,7 +110,17 @@ def compare_again(recorded: Mapping[str, Any], constants: Constants) -> dict[str
     for case in (case for fleet in FLEETS for case in _cases(*fleet)):
         figures[case.name] = compare(recorded["cases"][case.name], case, by_pace[case.pace], constants)
         print(_line(case, figures[case.name]))
-    return {**recorded, "cases": figures}
+    return {**recorded, "cases": figures} | overall(figures)
+
+
+def overall(figures: Mapping[str, Any]) -> dict[str, Any]:
+    """Return how far off the simulator is in all cases together, and how far real runs of one case are apart."""
+    off = [abs(each) for case in figures.values() for each in case["deviation"].values()]
+    apart = [each["most"] / each["least"] - 1 for case in figures.values() for each in case["runs"].values()]
+    return {
+        "compared": len(off), "near": sum(each <= GOAL for each in off), "median_off": statistics.median(off),
+        "most_off": max(off), "runs_apart": max(apart),
+    }  # fmt: skip
 
 
 def _cases(prefills: int, decodes: int) -> Iterator[Case]:
