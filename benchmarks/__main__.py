@@ -63,6 +63,7 @@ BENCHMARKS: Mapping[str, Benchmark] = {
     "short_of_blocks_slow_network": Benchmark(
         short_of_blocks.main, ("--parts", "bursts", "growth", "--bytes-per-s", "5e7")
     ),
+    "short_of_blocks_slower_network": Benchmark(short_of_blocks.main, ("--parts", "bursts", "--bytes-per-s", "2.5e7")),
     "waiting": Benchmark(waiting.main),
     "named_prompts": Benchmark(named_prompts.main),
     "legs": Benchmark(legs.main),
