@@ -360,6 +360,16 @@ class TestParts:
             msgspec.structs.asdict(old.shared), rel=5e-3, abs=1e-2
         )
 
+    def test_other_samples_are_fitted_by_other_constants(self) -> None:
+        recorded = record.read("fleet_calibration")["figures"]
+        samples = recorded["samples"]
+        prompts = {tokens: 2 * each for tokens, each in samples["prompt_ms"].items()}
+        one, two = (
+            msgspec.convert(calibrate.refit(each)["constants"], Constants)
+            for each in (recorded, recorded | {"samples": samples | {"prompt_ms": prompts}})
+        )
+        assert two.prompt_s(1024) == pytest.approx(2 * one.prompt_s(1024), rel=1e-6)
+
     def test_recorded_runs_can_be_simulated_again(self, capsys: pytest.CaptureFixture[str]) -> None:
         recorded = record.read("fleet_validation")["figures"]
         again = validate.compare_again(recorded, measured())
