@@ -102,7 +102,7 @@ def burst(pair: Pair, prompts: Sequence[list[int]], answer_tokens: int) -> tuple
 
 
 def bursts(load: Load, rounds: int, bytes_per_s: float) -> dict[str, dict[str, float]]:
-    """Measure decode servers whose device holds two requests, and whose host memory holds all."""
+    """Measure decode servers whose device has room for two of the load, and whose host memory for all."""
     decodes = [
         Side(cache_bytes=load.blocks * BLOCK_BYTES, longest=1088,
              options={"cpu_bytes_to_use": HOST_BYTES, "pull_to": place})

@@ -154,12 +154,11 @@ class Bench:
     def _used_s(self, processes: Sequence[int]) -> float:
         return sum(processor_s(each) for each in processes) + time.process_time()
 
-    def _together(self, tokens: int) -> float:
-        """Return how long P computes a prompt that D follows."""
+    def _together(self, tokens: int) -> None:
+        """Have P compute a prompt that D follows."""
         answer = self._router.send(OURS, self._pair, "together", a_prompt(tokens), 1, _SALT)
         if answer.error:
             raise RuntimeError(f"a pull of {tokens} tokens failed: {answer.error}")
-        return answer.prefilled_s
 
     def _pull_cores(self) -> float:
         """Return how many cores are busy from P's answer to D's first token of long prompts."""
@@ -186,20 +185,9 @@ class Bench:
         return found
 
     def _decoding_beside_once(self, number: int) -> tuple[float, float]:
-        stop = threading.Event()
-        steps: list[float] = []
-
-        def load() -> None:
-            while not stop.is_set():
-                steps.append(self._step_s(number, 64))
-
         prompt, step = partial(self._prefill_s, 2048), partial(self._step_s, number, 64)
         prompt_s, step_s = self._medians([prompt, step], 1)
-        with ThreadPoolExecutor(1) as threads:
-            loading = threads.submit(load)
-            beside_s = self._median(prompt, 3)
-            stop.set()
-            loading.result()
+        beside_s, steps, _ = while_loaded(step, lambda: self._median(prompt, 3))
         prompt_again_s, step_again_s = self._medians([prompt, step], 1)
         beside_step_s = statistics.median(steps[:-1] or steps)
         return 2 * beside_s / (prompt_s + prompt_again_s), 2 * beside_step_s / (step_s + step_again_s)
@@ -210,25 +198,33 @@ class Bench:
         return statistics.median(prefills), statistics.median(decodes)
 
     def _beside_once(self) -> tuple[float, float]:
-        stop = threading.Event()
-        finished = 0
+        prefill, decode = partial(self._prefill_s, 2048), partial(self._decode_s, 2048)
+        prefill_alone_s, decode_alone_s = self._medians([prefill, decode], 2)
+        beside_s, finished, elapsed = while_loaded(decode, lambda: self._median(prefill, 3))
+        return prefill_alone_s / beside_s, decode_alone_s / (elapsed / len(finished))
 
-        def load() -> None:
-            nonlocal finished
-            while not stop.is_set():
-                self._decode_s(2048)
-                finished += 1
 
-        prefill = partial(self._prefill_s, 2048)
-        prefill_alone_s, decode_alone_s = self._medians([prefill, partial(self._decode_s, 2048)], 2)
-        with ThreadPoolExecutor(1) as threads:
-            loading = threads.submit(load)
-            start = time.perf_counter()
-            beside_s = self._median(prefill, 3)
+def while_loaded(load: Callable[[], float], measure: Callable[[], float]) -> tuple[float, list[float], float]:
+    """Return what is measured while ``load`` runs again and again, what ``load`` returned, and the seconds of it all.
+
+    Whatever either raises ends both.
+    """
+    stop = threading.Event()
+    loaded: list[float] = []
+
+    def run() -> None:
+        while not stop.is_set():
+            loaded.append(load())
+
+    start = time.perf_counter()
+    with ThreadPoolExecutor(1) as threads:
+        loading = threads.submit(run)
+        try:
+            measured = measure()
+        finally:
             stop.set()
-            loading.result()
-            elapsed = time.perf_counter() - start
-        return prefill_alone_s / beside_s, decode_alone_s / (elapsed / finished)
+        loading.result()
+    return measured, loaded, time.perf_counter() - start
 
 
 def fit(samples: Samples, descriptor_s: float) -> Constants:

@@ -2,6 +2,8 @@
 
 import math
 import os
+import threading
+import time
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -359,6 +361,26 @@ class TestParts:
         assert msgspec.structs.asdict(new.shared) == pytest.approx(
             msgspec.structs.asdict(old.shared), rel=5e-3, abs=1e-2
         )
+
+    def test_a_load_ends_with_the_measurement_beside_it(self) -> None:
+        begun = threading.Event()
+
+        def load() -> float:
+            begun.set()
+            time.sleep(0.001)
+            return 1.0
+
+        def measure() -> float:
+            assert begun.wait(10)
+            return 2.0
+
+        before = threading.active_count()
+        measured, loaded, seconds = calibrate.while_loaded(load, measure)
+        assert (measured, set(loaded)) == (2.0, {1.0})
+        assert seconds >= 0.001 * len(loaded)
+        with pytest.raises(ZeroDivisionError):
+            calibrate.while_loaded(load, lambda: 1 / 0)
+        assert threading.active_count() == before
 
     def test_other_samples_are_fitted_by_other_constants(self) -> None:
         recorded = record.read("fleet_calibration")["figures"]
