@@ -1,6 +1,7 @@
 """Measures what the simulator wants to know, on one P and one D: prompts, decoding, pulls, control messages.
 
-Least squares over the medians of what was measured; no constant is below 0. What the machine does besides is in them.
+Least squares over the medians of what was measured; no constant is below 0. What the machine does besides is in them;
+what it was kept from doing is not, as far as that can be told (see ``calm``).
 """
 
 import os
@@ -12,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -20,6 +21,7 @@ import numpy.typing as npt
 
 from benchmarks import pull as pull_benchmark
 from benchmarks.fleet import control
+from benchmarks.fleet.calm import calmest
 from benchmarks.fleet.constants import Constants, EngineCosts, PullCosts, SharedMachine
 from benchmarks.fleet.pulls import PullPlanner
 from benchmarks.fleet.servers import CACHE, CHUNK_TOKENS, Running, processor_s, running
@@ -34,6 +36,7 @@ ANSWER_TOKENS = 48
 PROBES, PROBE_TOKENS = 5, 1024  # prompts by which `validate` knows how fast the machine is
 BESIDE_ROUNDS = 3
 _SALT = "fleet"
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -97,11 +100,11 @@ class Bench:
         return self._median(partial(self._prefill_s, PROBE_TOKENS), PROBES)
 
     def _median(self, measure: Callable[[], float], repeats: int | None = None) -> float:
-        return statistics.median(measure() for _ in range(repeats or self._repeats))
+        return statistics.median(found for found, _ in calmest(measure, repeats or self._repeats))
 
     def _medians(self, measures: Sequence[Callable[[], float]], repeats: int | None = None) -> list[float]:
         """Return the medians of what is measured in turns."""
-        rounds = [[measure() for measure in measures] for _ in range(repeats or self._repeats)]
+        rounds = [[_calm(measure) for measure in measures] for _ in range(repeats or self._repeats)]
         return [statistics.median(each) for each in zip(*rounds, strict=True)]
 
     def _prefill_s(self, tokens: int) -> float:
@@ -177,7 +180,10 @@ class Bench:
 
         By how many requests D decodes. In turns, and each time beside both alone: the median of what they differ.
         """
-        rounds = [{number: self._decoding_beside_once(number) for number in AT_ONCE} for _ in range(BESIDE_ROUNDS)]
+        rounds = [
+            {number: _calm(partial(self._decoding_beside_once, number)) for number in AT_ONCE}
+            for _ in range(BESIDE_ROUNDS)
+        ]
         found = {}
         for number in AT_ONCE:
             prompts, steps = zip(*(each[number] for each in rounds), strict=True)
@@ -194,7 +200,7 @@ class Bench:
 
     def _beside(self) -> tuple[float, float]:
         """Return the speeds of P and of D while both compute prompts, as shares of their speeds alone."""
-        prefills, decodes = zip(*(self._beside_once() for _ in range(BESIDE_ROUNDS)), strict=True)
+        prefills, decodes = zip(*(found for found, _ in calmest(self._beside_once, BESIDE_ROUNDS)), strict=True)
         return statistics.median(prefills), statistics.median(decodes)
 
     def _beside_once(self) -> tuple[float, float]:
@@ -202,6 +208,12 @@ class Bench:
         prefill_alone_s, decode_alone_s = self._medians([prefill, decode], 2)
         beside_s, finished, elapsed = while_loaded(decode, lambda: self._median(prefill, 3))
         return prefill_alone_s / beside_s, decode_alone_s / (elapsed / len(finished))
+
+
+def _calm(measure: Callable[[], _T]) -> _T:
+    """Measure once, or some times until nobody else takes the cores."""
+    ((found, _),) = calmest(measure, tries=3)
+    return found
 
 
 def while_loaded(load: Callable[[], float], measure: Callable[[], float]) -> tuple[float, list[float], float]:

@@ -6,9 +6,11 @@ come all at once, half of the first tokens come within a second or two of the me
 kernel's choice. So real servers are given all requests several times, and the median run counts.
 
 A machine that is lent is not always as fast, and slower after a pause. Just after each run prompts are computed alone,
-and the simulated engines are as much slower, or faster, than the constants say.
+and the simulated engines are as much slower, or faster, than the constants say. Runs are repeated of which other
+machines took too much, see ``calm``.
 """
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,11 +19,12 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from benchmarks.fleet.calibrate import PROBE_TOKENS, Bench
+from benchmarks.fleet.calm import calmest
 from benchmarks.fleet.constants import Constants, slowed
 from benchmarks.fleet.node import Legs, Settings
 from benchmarks.fleet.replay import replay
 from benchmarks.fleet.servers import LONGEST_TOKENS, Running, running, scraped
-from benchmarks.fleet.simulation import Summary, simulate, summary
+from benchmarks.fleet.simulation import Outcome, Summary, simulate, summary
 from benchmarks.fleet.traces import Arrival, Mix, faster, synthetic
 
 FLEETS = ((1, 1), (2, 2))
@@ -136,24 +139,38 @@ def run(
 
     ``probe_s``: returns how long a prompt takes now by which the machine's speed is known.
     """
-    ran, probes, pulled = [], [], []
-    for number in range(times):
-        before = scraped(servers.decodes)
-        ran.append(replay(servers, arrivals, case.legs, f"{case.name} {number}"))
-        probes.append(probe_s())  # at once: after a pause, a machine is not what it was
-        time.sleep(_COUNTED_S)
-        pulled.append([now - then for now, then in zip(scraped(servers.decodes), before, strict=True)])
-    runs = [summary(outcomes) for outcomes in ran]
-    descriptors, size = (statistics.median(each) for each in zip(*pulled, strict=True))
+    salts = (f"{case.name} {number}" for number in itertools.count())
+    measured = calmest(lambda: _run_once(servers, case, arrivals, next(salts), probe_s), times)
+    ran = [run for run, _ in measured]
+    runs = [summary(run.outcomes) for run in ran]
+    descriptors, size = (statistics.median(each) for each in zip(*(run.pulled for run in ran), strict=True))
     each = [_compared(asdict(run)) for run in runs]
     return {
         "real": asdict(typical(runs)) | {"descriptors": descriptors, "bytes": size},
         "runs": {
             name: {"least": min(run[name] for run in each), "most": max(run[name] for run in each)} for name in each[0]
         },
-        "errors": sorted({each.failed for outcomes in ran for each in outcomes if each.failed}),
-        "probe_s": statistics.mean(probes),
+        "stolen": [share for _, share in measured],
+        "errors": sorted({each.failed for run in ran for each in run.outcomes if each.failed}),
+        "probe_s": statistics.mean(run.probe_s for run in ran),
     }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Run:
+    outcomes: list[Outcome]
+    probe_s: float
+    pulled: list[float]  # descriptors and bytes
+
+
+def _run_once(
+    servers: Running, case: Case, arrivals: Sequence[Arrival], salt: str, probe_s: Callable[[], float]
+) -> _Run:
+    before = scraped(servers.decodes)
+    outcomes = replay(servers, arrivals, case.legs, salt)
+    probe = probe_s()  # at once: after a pause, a machine is not what it was
+    time.sleep(_COUNTED_S)
+    return _Run(outcomes, probe, [now - then for now, then in zip(scraped(servers.decodes), before, strict=True)])
 
 
 def compare(real: Mapping[str, Any], case: Case, arrivals: Sequence[Arrival], constants: Constants) -> dict[str, Any]:
