@@ -5,8 +5,10 @@ after they are computed; and, with ``host_transfers``, how long three times as m
 a lease.
 
 Decode: 16 requests at once at a decode server whose device holds two of them, whose prompts are computed: with
-``pull_to`` auto and device, in turns, and all answers must be equal. Then one request at a time where there is room,
-also at a second server with device: what differs between those two is what one server differs from another.
+``pull_to`` auto and device, in turns, and all answers must be equal. The same with answers that outgrow the device, so
+that vLLM preempts requests; also without host memory, where those that are preempted are computed anew. Then one
+request at a time where there is room, also at a second server with device: what differs between those two is what one
+server differs from another.
 ``--bytes-per-s`` models a slow network, for which requests wait; on loopback hardly any does. ``--parts`` chooses.
 """
 
@@ -34,6 +36,7 @@ FREE_WITHIN_S = 2.0
 DECODE_TOKENS = 900
 SPARE_BLOCKS = 4
 PLACES = ("device", "auto")
+WITHOUT = "without"  # host memory
 AGAIN = "device again"
 PARTS = ("prefill", "bursts", "growth", "room")
 
@@ -44,6 +47,7 @@ class Load:
 
     answer_tokens: int
     room_tokens: int
+    servers: tuple[str, ...] = PLACES  # where ``pull_to`` says, or without host memory
 
     @property
     def blocks(self) -> int:
@@ -52,7 +56,7 @@ class Load:
 
 
 FITTING = Load(answer_tokens=48, room_tokens=48)
-GROWING = Load(answer_tokens=128, room_tokens=1)
+GROWING = Load(answer_tokens=128, room_tokens=1, servers=(WITHOUT, *PLACES))
 
 
 def lease(pair: Pair, prompts: int, params: dict[str, Any] | None) -> float:
@@ -102,26 +106,26 @@ def burst(pair: Pair, prompts: Sequence[list[int]], answer_tokens: int) -> tuple
 
 
 def bursts(load: Load, rounds: int, bytes_per_s: float) -> dict[str, dict[str, float]]:
-    """Measure decode servers whose device has room for two of the load, and whose host memory for all."""
+    """Measure decode servers whose device has room for two of the load, and whose host memory, if any, for all."""
     decodes = [
         Side(cache_bytes=load.blocks * BLOCK_BYTES, longest=1088,
-             options={"cpu_bytes_to_use": HOST_BYTES, "pull_to": place})
-        for place in PLACES
+             options={} if name == WITHOUT else {"cpu_bytes_to_use": HOST_BYTES, "pull_to": name})
+        for name in load.servers
     ]  # fmt: skip
-    taken: dict[str, list[float]] = {place: [] for place in PLACES}
+    taken: dict[str, list[float]] = {name: [] for name in load.servers}
     with running(Side(), *decodes, bytes_per_s=bytes_per_s) as pairs:
         before = [counted(pair.decode, "vllm:num_preemptions_total") for pair in pairs]
         for number in range(rounds + 1):
             prompts = [a_prompt(DECODE_TOKENS) for _ in range(AT_ONCE)]
             seconds, answers = zip(*(burst(pair, prompts, load.answer_tokens) for pair in pairs), strict=True)
-            assert answers[0] == answers[1], "the answers differ"
-            for place, took in zip(PLACES, seconds, strict=True):
-                taken[place] += [took] if number else []
+            assert all(each == answers[0] for each in answers), "the answers differ"
+            for name, took in zip(load.servers, seconds, strict=True):
+                taken[name] += [took] if number else []
         preempted = [counted(pair.decode, "vllm:num_preemptions_total") - was
                      for pair, was in zip(pairs, before, strict=True)]  # fmt: skip
     return {
-        place: {"per_minute": 60 * AT_ONCE / statistics.median(taken[place]), "preemptions": number}
-        for place, number in zip(PLACES, preempted, strict=True)
+        name: {"per_minute": 60 * AT_ONCE / statistics.median(taken[name]), "preemptions": number}
+        for name, number in zip(load.servers, preempted, strict=True)
     }
 
 
@@ -158,15 +162,19 @@ def measure_prefill() -> dict[str, Any]:
 def measure_bursts(load: Load, rounds: int, bytes_per_s: float) -> dict[str, Any]:
     """Measure and print what a full decode server answers, by ``pull_to``."""
     by_place = bursts(load, rounds, bytes_per_s)
-    ratio = by_place["auto"]["per_minute"] / by_place["device"]["per_minute"]
+    auto = by_place["auto"]["per_minute"]
+    ratios = {name: auto / of["per_minute"] for name, of in by_place.items() if name != "auto"}
     print(
         f"{AT_ONCE} requests of {DECODE_TOKENS} tokens at once, {load.answer_tokens} tokens each to be answered, at a "
         f"decode server whose device has room for two with {load.room_tokens}"
     )
-    for place, of in by_place.items():
-        print(f"  pull_to {place:7} {of['per_minute']:7.1f} answers a minute, {of['preemptions']:.0f} preemptions")
-    print(f"  auto / device: {ratio:.2f} times as many")
-    return {"by_place": by_place, "ratio": ratio}
+    for name, of in by_place.items():
+        server = "without host memory" if name == WITHOUT else f"pull_to {name}"
+        print(f"  {server:19} {of['per_minute']:7.1f} answers a minute, {of['preemptions']:.0f} preemptions")
+    for name, ratio in ratios.items():
+        print(f"  auto / {name}: {ratio:.2f} times as many")
+    without = {"ratio_without": ratios[WITHOUT]} if WITHOUT in ratios else {}
+    return {"by_place": by_place, "ratio": ratios["device"], **without}
 
 
 def measure_room(repeats: int, bytes_per_s: float) -> dict[str, Any]:

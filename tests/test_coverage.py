@@ -5,8 +5,9 @@ A test module names what it covers beside that in lines ``Covers: a.b, c.d.`` of
 
 import ast
 import re
+from functools import cache
 
-from tests.support.sources import imports, is_test_module, modules, source_file, source_tree
+from tests.support.sources import imports, is_module, is_test_module, modules, source_file, source_tree
 
 PACKAGES = ("layout", "transfer", "pd_connector")
 #: Those that do anything: the docstring of a package alone does not.
@@ -25,6 +26,7 @@ def mirrored(test: str) -> str:
     return ".".join([*packages, name.removeprefix("test_")])
 
 
+@cache
 def said(test: str) -> list[str]:
     """What a test module says that it covers."""
     docstring = ast.get_docstring(source_tree(test)) or ""
@@ -38,7 +40,7 @@ def loaded(test: str) -> set[str]:
     waiting, found = [test, f"{package}.conftest"], set()
     while waiting:
         module = waiting.pop()
-        if module not in found and source_file(module).is_file():
+        if module not in found and is_module(module):
             found.add(module)
             waiting += [name for name in imports(module) if name.partition(".")[0] in (*PACKAGES, "tests")]
     return found

@@ -16,6 +16,7 @@ def modules(package: str) -> list[str]:
     return [name.removesuffix(".__init__") for name in names]
 
 
+@cache
 def source_file(module: str) -> Path:
     path = ROOT / module.replace(".", "/")
     return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
@@ -23,6 +24,12 @@ def source_file(module: str) -> Path:
 
 def source_tree(module: str) -> ast.Module:
     return ast.parse(source_file(module).read_text())
+
+
+@cache
+def is_module(name: str) -> bool:
+    """Whether a module of this project has that name."""
+    return source_file(name).is_file()
 
 
 @cache

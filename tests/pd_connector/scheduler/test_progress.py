@@ -3,11 +3,14 @@
 import itertools
 from typing import Any, ClassVar, TypeVar
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tests.support.simulation.vllm_schedulers import ClientRequest, EngineSim, World
+
+pytestmark = pytest.mark.thorough  # half a minute
 
 _T = TypeVar("_T")
 

@@ -91,6 +91,7 @@ def test_a_batch_that_fails_in_part_is_failed_and_then_final(
     holds_for(lambda: not destination.view[::4096].any(), 0.2)
 
 
+@pytest.mark.thorough  # waits until Mooncake gives up
 @pytest.mark.parametrize("counts", [True, False])
 def test_a_batch_from_a_peer_that_stands_still_is_not_final_until_mooncake_gives_up(
     native: NativeEngine, peer: PeerProcess, destination: Memory, counts: bool
