@@ -6,9 +6,9 @@ a lease.
 
 Decode: 16 requests at once at a decode server whose device holds two of them, whose prompts are computed: with
 ``pull_to`` auto and device, in turns, and all answers must be equal. The same with answers that outgrow the device, so
-that vLLM preempts requests; also without host memory, where those that are preempted are computed anew. Then one
-request at a time where there is room, also at a second server with device: what differs between those two is what one
-server differs from another.
+that vLLM preempts requests; also without host memory, out of which they come back. Then one request at a time where
+there is room, also at a second server with device: what differs between those two is what one server differs from
+another.
 ``--bytes-per-s`` models a slow network, for which requests wait; on loopback hardly any does. ``--parts`` chooses.
 """
 
@@ -47,7 +47,7 @@ class Load:
 
     answer_tokens: int
     room_tokens: int
-    servers: tuple[str, ...] = PLACES  # where ``pull_to`` says, or without host memory
+    servers: tuple[str, ...] = PLACES  # by ``pull_to``, or ``WITHOUT``
 
     @property
     def blocks(self) -> int:

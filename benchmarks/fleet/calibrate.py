@@ -211,7 +211,7 @@ class Bench:
 
 
 def _calm(measure: Callable[[], _T]) -> _T:
-    """Measure once, or some times until nobody else takes the cores."""
+    """Measure once, or up to three times until nobody else takes the cores."""
     ((found, _),) = calmest(measure, tries=3)
     return found
 
