@@ -60,7 +60,7 @@ def sum_plane(
     first_run = first_token // run
     sums = np.zeros((-(-end // run) - first_run + 1, len(plane.layers), plane.heads), np.uint64)
     starts = np.arange(first_token // plane.block_tokens * plane.block_tokens, end, plane.block_tokens, dtype=np.int64)
-    blocks = _kernel_blocks(plane, group_tokens, table, starts)
+    blocks = kernel_blocks(plane, group_tokens, table, starts)
     starts, blocks = starts[blocks >= 0], blocks[blocks >= 0]
     step = max(1, CHUNK_BYTES // max(1, plane.block_bytes))
     for chunk in range(0, len(blocks), step):
@@ -76,7 +76,7 @@ def warm_up(planes: Sequence[Plane]) -> None:
         _add(ReadableBlocks(plane, nothing), nothing, (0, 0), 0, np.zeros((1, 1, 1), np.uint64))
 
 
-def _kernel_blocks(plane: Plane, group_tokens: int, table: BlockTable, starts: Int64Array) -> Int64Array:
+def kernel_blocks(plane: Plane, group_tokens: int, table: BlockTable, starts: Int64Array) -> Int64Array:
     """Return the plane's blocks that begin at the tokens ``starts``, -1 where the table has a hole."""
     entries = starts // group_tokens - table.first_block
     if len(entries) and not (entries[0] >= 0 and entries[-1] < len(table.block_ids)):
