@@ -136,7 +136,26 @@ def running(prefill: Side, *decodes: Side, threads: int = 1, bytes_per_s: float 
         control = {name: params[name] for name in ("remote_host", "remote_port")}
         for url in urls[1:]:
             first.complete(url, a_prompt(64), 1, None)
-        yield tuple(Pair(http, urls[0], url, control) for url in urls[1:])
+        pairs = tuple(Pair(http, urls[0], url, control) for url in urls[1:])
+        for pair in pairs:
+            _prove(pair)
+        yield pairs
+
+
+def _prove(pair: Pair) -> None:
+    """Have a decode server compute its first prompt and pull it as well, so that all others are pulled.
+
+    Raises:
+        RuntimeError: the prefill server is not proven in time, for example because it computes something else.
+    """
+    pair.in_turn(a_prompt(4 * BLOCK_TOKENS), 1)
+    deadline = time.monotonic() + READY_TIMEOUT_S
+    while not sum(
+        value for labels, value in _samples(pair.decode, "vllm:pd_canaries_total") if labels["outcome"] == "proven"
+    ):
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"{pair.decode} has not proven {pair.prefill}; its log in {DIRECTORY} says why")
+        time.sleep(0.1)
 
 
 def _command(module: str, role: str, side: Side, port: int) -> list[str]:

@@ -14,6 +14,7 @@ Public modules:
     staging         fewer, wider reads into a buffer, and the copies out of it
     host_blocks     where a block lies in host memory
     host_slots      host memory as a cache that can be read from and into
+    scratch         a few blocks of a cache once more, in memory of their own
     cross_layer     buffers that hold all layers of a block together
     checksums       checksums of cached tokens, comparable across any two geometries
 """
@@ -30,6 +31,7 @@ __all__ = [
     "host_slots",
     "plan",
     "regions",
+    "scratch",
     "sharding",
     "staging",
 ]

@@ -194,6 +194,14 @@ class ConnectorConfig(BaseModel):
         "off: neither, for models known to produce the same KV cache from different files, such as differently "
         "quantized ones.",
     )
+    canary: Literal["refuse", "warn", "off"] | None = Field(
+        default=None,
+        description="Whether a decode engine proves each prefill engine, and each adapter on it, before it uses what "
+        "that computes: it computes the first prompt of a block or more itself, pulls its last 512 tokens at most as "
+        "well, and compares the two, layer by layer. refuse: nothing is pulled from one whose keys and values differ; "
+        "warn: the log says so, and they are used; off: nothing is compared. Default: refuse, with model_check off "
+        "warn.",
+    )
     verify: bool = Field(
         default=False,
         description="Compare checksums in every pull, to commission a new setup. Prefill workers take them of leased "
@@ -212,6 +220,11 @@ class ConnectorConfig(BaseModel):
         description="Prefill engines that a decode engine may contact: IP addresses, networks such as 10.1.0.0/16, or "
         "host names. Default: whichever a request names.",
     )
+
+    @property
+    def canary_mode(self) -> Literal["refuse", "warn", "off"]:
+        """``canary``, or its default."""
+        return self.canary or ("warn" if self.model_check == "off" else "refuse")
 
     @model_validator(mode="after")
     def _check_moves(self) -> Self:

@@ -28,7 +28,8 @@ from pd_connector.vllm.metadata import HandshakeMetadata, ReportMetadata, StepMe
 from pd_connector.vllm.metrics import ConnectorPromMetrics, ConnectorStats
 from pd_connector.vllm.platform import share_logging
 from pd_connector.vllm.plugin import register_connector
-from pd_connector.worker.worker import ConnectorWorker, transport
+from pd_connector.worker.transfer_engine import transport
+from pd_connector.worker.worker import ConnectorWorker
 
 if TYPE_CHECKING:
     import torch

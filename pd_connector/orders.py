@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
+from typing import TypeVar
 
 import numpy as np
 
@@ -17,6 +18,9 @@ from layout.plan import BlockTable
 from pd_connector.params import RemotePrefill
 from transfer.control.errors import AuthenticationFailed, PeerRefused
 from transfer.errors import PeerNotAllowed, TransferError
+
+_Name = TypeVar("_Name", int, str)
+_Ends = TypeVar("_Ends", "StoreEnds", "LandingEnds", "CanaryEnds")
 
 
 def block_table(block_ids: Sequence[int]) -> BlockTable:
@@ -43,6 +47,7 @@ class Cause(StrEnum):
     )
     PREEMPTED = "preempted"  # the prefill engine has started the prompt over, and got no further in time
     PARAMS = "params"  # kv_transfer_params do not match the request or the prefill engine
+    CANARY = "canary"  # the prefill engine computes other keys and values than this one, or that is not known in time
     LANDING = "landing"  # the prompt could not be pulled to host memory; the line before this in the log says why
     QUEUE = "queue"  # the request waited for blocks of its own for longer than the queue timeout
     UNREACHABLE = "unreachable"  # the prefill engine or its transfer engine does not answer
@@ -163,6 +168,45 @@ class LandingEnds:
 
 
 @dataclass(frozen=True)
+class CanaryReference:
+    """What this engine has computed of a canary's prompt, to be compared with what is pulled of it."""
+
+    request_id: str
+    #: By cache group, the whole block table; 0 marks a hole. They stay as they are until every rank has reported. Empty
+    #: if the prompt will not be computed: then nothing is compared.
+    block_ids: tuple[tuple[int, ...], ...] = ()
+
+
+@dataclass(frozen=True)
+class CanaryEnds:
+    """How a canary ended on the ranks that have reported it: nothing reads or writes its blocks there any more."""
+
+    ranks: int
+    samples: int = 0  # how many layers' parts were compared
+    cause: Cause = Cause.NONE  # of the failure of a pull
+    failure: str = ""  # why nothing was compared, for people; empty if it was
+    difference: str = ""  # in which layer and part the two engines differ, and by how much; empty if they agree
+
+    def __add__(self, other: "CanaryEnds") -> "CanaryEnds":
+        failed = self if self.failure else other
+        return CanaryEnds(
+            self.ranks + other.ranks,
+            self.samples + other.samples,
+            failed.cause,
+            failed.failure,
+            self.difference or other.difference,
+        )
+
+
+@dataclass(frozen=True)
+class CanaryRoom:
+    """What a worker has for canaries."""
+
+    tokens: int  # of a prompt, at most
+    prompts: int  # at a time
+
+
+@dataclass(frozen=True)
 class Destinations:
     """The device blocks into which tokens of a request arrive, whatever brings them."""
 
@@ -194,6 +238,8 @@ class Orders:
 
     pulls: tuple[PullOrder, ...] = ()
     landings: tuple[PullOrder, ...] = ()  # to host memory: blocks are the host pool's, slot s is block s + 1
+    canaries: tuple[PullOrder, ...] = ()  # to scratch memory, whose blocks these are
+    references: tuple[CanaryReference, ...] = ()  # of canaries that were ordered before, each once
     refusals: tuple[RefuseOrder, ...] = ()
     loads: tuple[LoadOrder, ...] = ()
     stores: tuple[StoreOrder, ...] = ()
@@ -216,6 +262,7 @@ class WorkerHandshake:
     geometry: WorkerGeometry
     host_slots: int = 0  # capacity of this worker's host pool, in blocks; 0 if it has none
     host: WorkerGeometry | None = None  # its host pool, if peers can read it: its slots are the blocks
+    canary: CanaryRoom | None = None  # None if it takes no canaries
     generation: int = 0  # how many times the caches have been registered anew, after the engine has slept
     #: Fingerprint of the control channel's secret, empty without one. Never logged, nor sent to peers.
     secret: str = field(default="", repr=False)
@@ -231,6 +278,7 @@ class Report:
 
     stores: Mapping[int, StoreEnds] = field(default_factory=dict)  # by store id
     landings: Mapping[str, LandingEnds] = field(default_factory=dict)  # by request id
+    canaries: Mapping[str, CanaryEnds] = field(default_factory=dict)  # by request id
     checksums: tuple[ChecksumReport, ...] = ()
     handshakes: Mapping[WorkerRanks, WorkerHandshake] = field(default_factory=dict)  # that vLLM does not pass on
     #: Requests whose wait has ended in failure on a rank, if vLLM does not pass them on.
@@ -244,16 +292,18 @@ class Report:
         return any(getattr(self, each.name) for each in fields(self))
 
     def __add__(self, other: "Report") -> "Report":
-        stores = dict(self.stores)
-        for store_id, ends in other.stores.items():
-            stores[store_id] = stores[store_id] + ends if store_id in stores else ends
-        landings = dict(self.landings)
-        for request_id, landing in other.landings.items():
-            landings[request_id] = landings[request_id] + landing if request_id in landings else landing
+        stores = _sums(self.stores, other.stores)
+        landings = _sums(self.landings, other.landings)
+        canaries = _sums(self.canaries, other.canaries)
         handshakes = {**self.handshakes, **other.handshakes}
         steps, scrubs = (
             dict(Counter(ours) + Counter(theirs))
             for ours, theirs in ((self.steps, other.steps), (self.scrubs, other.scrubs))
         )
         checksums, failed = self.checksums + other.checksums, self.failed | other.failed
-        return Report(stores, landings, checksums, handshakes, failed, steps, scrubs)
+        return Report(stores, landings, canaries, checksums, handshakes, failed, steps, scrubs)
+
+
+def _sums(ours: Mapping[_Name, _Ends], theirs: Mapping[_Name, _Ends]) -> dict[_Name, _Ends]:
+    """Return the ends of two reports, added where both have one."""
+    return {**ours, **{name: ours[name] + ends if name in ours else ends for name, ends in theirs.items()}}

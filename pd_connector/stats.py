@@ -24,6 +24,7 @@ class ComputedHere(StrEnum):
     PULL = "pull"  # its pull failed; ``pull_failures`` says why
     WINDOW = "window"  # the prefill engine no longer has the first block that attention to a window or chunk needs
     SHARED = "shared"  # another request used its lease or transfer, and too little of the prompt is in the prefix cache
+    UNPROVEN = "unproven"  # its prefill engine is not proven yet, and the prompt is too short to prove it
     DECLINED = "declined"  # vLLM did not take what could be pulled, as for prompt_logprobs
     ROLE = "role"  # the engine is none that decodes for others (kv_role)
     UNUSABLE = "unusable"  # kv_transfer_params are of a contract that the connector does not speak
@@ -34,11 +35,13 @@ REFUSALS = (
     Cause.TRANSFER,
     Cause.PREEMPTED,
     Cause.PARAMS,
+    Cause.CANARY,
     Cause.LANDING,
     Cause.QUEUE,
     Cause.UNREACHABLE,
     Cause.DENIED,
     Cause.REFUSED,
+    Cause.INCOMPATIBLE,
     Cause.LEASE,
     Cause.INTERNAL,
 )
@@ -76,6 +79,11 @@ LABELLED = {
         "Prompts that were pulled to host memory, by event: landed, failed, or left, because the "
         "request had gone or the cache was reset.",
     ),
+    "canaries": (
+        "outcome",
+        "Prompts that were computed here and pulled as well, to prove a prefill engine, by outcome: proven, differs, "
+        "failed (it could not be pulled), left (the request was aborted or preempted).",
+    ),
     "landing_fallbacks": (
         "reason",
         "Prompts that were to be pulled to host memory and were not, by reason: full, too_large.",
@@ -93,12 +101,15 @@ LABELS: dict[str, tuple[str, ...]] = {
     "lease_moves": ("short", "share", "full", "read", "ended", "failed"),
     "lease_blocks_moved": ("copied", "present"),
     "landings": ("landed", "failed", "left"),
+    "canaries": ("proven", "differs", "failed", "left"),
     "landing_fallbacks": ("full", "too_large"),
     "control_refusals": tuple(ServerCounters().refusals),
 }
 
 GAUGES = {
     "transfers_waiting": "Decode legs that wait for a prefill engine to compute the prompt of their transfer_id.",
+    "peers_refused": "Prefill engines, each counted once for each adapter, from which nothing is pulled because they "
+    "compute other keys and values than this engine (canary).",
     "prompts_ahead": "Prompts that are being pulled, and were not yet computed when their pull was ordered.",
     "landings_under_way": "Prompts that are being pulled to host memory.",
     "leases_active": "Leases of this prefill engine that have not ended.",

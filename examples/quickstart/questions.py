@@ -155,9 +155,18 @@ _LICENCE = Path(__file__).resolve().parents[2] / "LICENSE"
 _LICENCE_CHARACTERS = 7300  # about 1,500 tokens
 
 
+def proof() -> Question:
+    """A prompt of some blocks: D computes the first one from P itself and pulls it as well, to prove P."""
+    return Question("the proof", (Prompt(text=_licence(_LICENCE_CHARACTERS // 8), max_tokens=1),))
+
+
+def _licence(characters: int) -> str:
+    return " ".join(_LICENCE.read_text().split())[:characters]
+
+
 def questions() -> tuple[Question, ...]:
     """The questions of the demonstration."""
-    licence = " ".join(_LICENCE.read_text().split())[:_LICENCE_CHARACTERS]
+    licence = _licence(_LICENCE_CHARACTERS)
     return (
         Question("a line", (Prompt(text="The capital of France is", max_tokens=16),)),
         Question(

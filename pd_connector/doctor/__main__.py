@@ -121,7 +121,7 @@ def _place(config: ConnectorConfig) -> LocalEnd:
     """Return what an engine here would take, as vLLM says; without vLLM, TCP on loopback."""
     try:
         from pd_connector.vllm.platform import host_address  # noqa: PLC0415  imports vLLM: seconds
-        from pd_connector.worker.worker import transport  # noqa: PLC0415
+        from pd_connector.worker.transfer_engine import transport  # noqa: PLC0415
 
         return LocalEnd(config.host or host_address(), transport(config))
     except ImportError:

@@ -44,8 +44,8 @@ class PullTarget:
         from pd_connector.worker.checksums import CacheChecksums  # noqa: PLC0415
         from pd_connector.worker.peer import PullContext  # noqa: PLC0415  needs torch
         from pd_connector.worker.remote_reader import RemoteReader  # noqa: PLC0415
+        from pd_connector.worker.transfer_engine import open_engine, read_cost  # noqa: PLC0415
         from pd_connector.worker.verification import Verifier  # noqa: PLC0415
-        from pd_connector.worker.worker import open_engine, read_cost  # noqa: PLC0415
 
         self._memory = HostMemory(local.regions[0].size)
         self._memory.allocate()

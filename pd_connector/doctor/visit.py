@@ -334,7 +334,7 @@ class Visit:
 
     def _predict(self, local: WorkerGeometry, remote_ids: Any, end_token: int) -> "_Prediction":
         from pd_connector.worker.remote_reader import SLOTS  # noqa: PLC0415  needs torch
-        from pd_connector.worker.worker import read_cost  # noqa: PLC0415
+        from pd_connector.worker.transfer_engine import read_cost  # noqa: PLC0415
 
         workers = _known(self._welcome).workers
         sizes = [group.block_tokens for group in workers[0].groups]

@@ -9,6 +9,7 @@ A request whose prompt a prefill engine holds, or will hold, passes through thes
     waiting --- blocks allocated ------> pulling --- all ranks have settled ---> (forgotten)
        |                                   ^
        |--- nothing is missing ------------|---> lease cancelled, computed here
+       |--- its engine is not proven -------|---> proving: computed here, and pulled as well (see ``canaries``)
        |--- left before allocation --------|---> lease cancelled
        |--- params refused ----------------|     reported as failed by the workers
        |--- lease has ended, or was given up ---' the same; an announced one does not come, or takes too long
@@ -40,6 +41,7 @@ from pd_connector.params import (
     prompt_digest,
 )
 from pd_connector.progress import Progress
+from pd_connector.scheduler.canaries import NoCanaries, Rejection, Standing
 from pd_connector.scheduler.completions import Completions
 from pd_connector.scheduler.pulls_ahead import PullsAhead
 from pd_connector.scheduler.renewals import Renewals
@@ -113,9 +115,11 @@ class Consumer(SchedulerRole):
         ahead: PullsAhead,
         completions: Completions,
         retentions: Sequence[Retention] = (),
+        canaries: NoCanaries | None = None,
     ) -> None:
-        """``retentions``: of every cache group, in vLLM's order."""
+        """``retentions``: of every cache group, in vLLM's order. ``canaries`` is a role of its own, asked before."""
         self._retentions = retentions
+        self._canaries = canaries or NoCanaries()
         self._renewals = renewals
         self._subscriptions = subscriptions
         self._ahead = ahead
@@ -124,6 +128,7 @@ class Consumer(SchedulerRole):
         self._waiting: dict[str, _Entry] = {}
         self._pulling: dict[str, _Pulling] = {}
         self._landing: dict[str, _Pulling] = {}  # pulls to host memory: their requests wait, without blocks
+        self._proving: dict[str, _Pulling] = {}  # pulls of canaries: nobody waits for them
         self._keys: dict[str, _Key] = {}  # of the requests that are announced, wait or pull, except followers
         self._in_use: dict[_Key, _Prompt | None] = {}  # whose prompts they are
         self._spent: dict[_Key, _Prompt | None] = {}  # no longer in use, oldest first
@@ -159,6 +164,8 @@ class Consumer(SchedulerRole):
         entry = self._waiting.get(request.request_id)
         if isinstance(entry, _Follower):
             return entry.key in self._in_use
+        if isinstance(entry, RemotePrefill):
+            return self._must_wait_for_verdict(request, entry)
         announced = self._announced.get(request.request_id)
         return announced is not None and self._must_wait_for_other_leg(request, announced)
 
@@ -172,7 +179,7 @@ class Consumer(SchedulerRole):
         if entry is None and request.request_id not in self._announced:
             return 0
         self._computed[request.request_id] = computed_tokens
-        if isinstance(entry, _Follower) or (isinstance(entry, RemotePrefill) and self._lacks_blocks(entry)):
+        if isinstance(entry, _Follower) or (isinstance(entry, RemotePrefill) and self._is_useless(request, entry)):
             return 0
         wanted: int = request.num_prompt_tokens - 1
         return max(wanted - computed_tokens, 0)
@@ -188,7 +195,7 @@ class Consumer(SchedulerRole):
         first = self._computed.pop(request_id, 0)
         if external_tokens:
             self._start_pull(request, block_ids_by_group(blocks), range(first, first + external_tokens))
-        else:
+        elif not self._is_canary(request, first):
             self._compute_here(request, first)
         return external_tokens
 
@@ -204,7 +211,7 @@ class Consumer(SchedulerRole):
         """Return whether a request's prompt can be pulled now without blocks of the device."""
         entry = self._waiting.get(request.request_id)
         is_leased = isinstance(entry, RemotePrefill) and self._renewals.lost(request.request_id) is None
-        return is_leased and not self._lacks_blocks(entry)  # type: ignore[arg-type]
+        return is_leased and not self._is_useless(request, entry)  # type: ignore[arg-type]
 
     def start_landing(self, request: "Request", block_ids: tuple[tuple[int, ...], ...], tokens: range) -> PullOrder:
         """Return the order to pull a request's ``tokens`` to host memory. The request may land, see ``may_land``."""
@@ -232,6 +239,9 @@ class Consumer(SchedulerRole):
 
     def settled(self, request_ids: set[str], failed: set[str], report: Report) -> None:
         """Forget the pulls that all ranks have reported. The ranks have released the leases."""
+        for request_id in self._canaries.take_ended():
+            del self._proving[request_id]
+            self._let_go(request_id)
         for request_id in request_ids & self._pulling.keys():
             pull = self._pulling.pop(request_id)
             self._ahead.end(request_id)
@@ -266,8 +276,8 @@ class Consumer(SchedulerRole):
 
     @property
     def waiting(self) -> int:
-        """Number of requests that only wait for blocks for what they pull, not for a prefill engine."""
-        return len(self._waiting)
+        """Number of requests that only wait for blocks for what they pull, not for a prefill engine or a verdict."""
+        return len(self._waiting) - self._canaries.waiting
 
     @property
     def waiting_for_prefill(self) -> int:
@@ -293,7 +303,8 @@ class Consumer(SchedulerRole):
         """Raise AssertionError unless the books balance."""
         announced, waiting = self._announced.keys(), self._waiting.keys()
         assert len(frozenset[str]().union(*self._known)) == sum(map(len, self._known)), "one is in two states"
-        pulls = self._pulling | self._landing
+        assert self._proving.keys() == self._canaries.request_ids, "the canaries under way are not those of requests"
+        pulls = self._pulling | self._landing | self._proving
         entries = self._waiting | {request_id: pull.entry for request_id, pull in pulls.items()}
         leased = {request_id for request_id, entry in entries.items() if isinstance(entry, RemotePrefill)}
         renewed = self._renewals.request_ids
@@ -315,7 +326,7 @@ class Consumer(SchedulerRole):
 
     @property
     def _known(self) -> tuple[Mapping[str, object], ...]:
-        return self._announced, self._waiting, self._landing, self._pulling
+        return self._announced, self._waiting, self._landing, self._pulling, self._proving
 
     def _take_up(self, request_id: str, asked: RemotePrefill | RemoteTransfer, prompt: _Prompt | None) -> None:
         """Note a decode leg with good params.
@@ -364,8 +375,46 @@ class Consumer(SchedulerRole):
             del self._announced[request_id]
             self._subscriptions.end(request_id)
             self._waiting[request_id] = found.remote
-            return False
+            return self._must_wait_for_verdict(request, found.remote)
+        if (standing := self._canaries.look(request, found.remote)) is not Standing.PROVEN:
+            if isinstance(standing, Rejection):
+                del self._announced[request_id]
+                self._subscriptions.abandon(request_id)
+                self._refuse(request_id, _Refused(standing.reason, standing.cause))
+            return not isinstance(standing, Rejection)  # a canary is of a prompt that is complete
         return self._will_lack_blocks(found.remote) or not self._ahead.has_room(request)
+
+    def _must_wait_for_verdict(self, request: "Request", remote: RemotePrefill) -> bool:
+        """Return whether a request waits until its prefill engine is proven. If it is not to be used, refuse it."""
+        standing = self._canaries.look(request, remote)
+        if isinstance(standing, Rejection):
+            if self._renewals.lost(request.request_id) is None:
+                self._renewals.cancel(remote)
+            self._renewals.drop(request.request_id)
+            self._refuse(request.request_id, _Refused(standing.reason, standing.cause))
+        return standing is Standing.AWAITED
+
+    def _is_useless(self, request: "Request", remote: RemotePrefill) -> bool:
+        """Return whether nothing is to be pulled for a request: P lacks blocks, or has yet to be proven."""
+        return self._lacks_blocks(remote) or self._is_untried(request, remote)
+
+    def _is_untried(self, request: "Request", remote: RemotePrefill) -> bool:
+        lost = self._renewals.lost(request.request_id) is not None
+        return not lost and self._canaries.look(request, remote) is Standing.UNTRIED
+
+    def _is_canary(self, request: "Request", computed_tokens: int) -> bool:
+        """Return whether a request that is computed here proves its prefill engine; begin that."""
+        entry = self._waiting.get(request.request_id)
+        if not isinstance(entry, RemotePrefill) or self._lacks_blocks(entry) or not self._is_untried(request, entry):
+            return False
+        tokens = self._canaries.tokens(request, computed_tokens)
+        if tokens is None:
+            return False
+        del self._waiting[request.request_id]
+        self._proving[request.request_id] = _Pulling(entry)
+        self._renewals.start_reading(request.request_id)
+        self._canaries.begin(request, entry, tokens)
+        return True
 
     @staticmethod
     def _checked(found: Progress, announced: _Announced) -> Progress | TransferFailed:
@@ -458,7 +507,7 @@ class Consumer(SchedulerRole):
             missing -= max((kept.block_tokens for kept in self._retentions), default=1) - 1
         if missing <= 0:
             return
-        why = self._why_computed(entry)
+        why = self._why_computed(request, entry)
         self._computed_here[why] += 1
         if why == ComputedHere.WINDOW:
             logger.info(
@@ -466,7 +515,7 @@ class Consumer(SchedulerRole):
                 "attention to a window or chunk needs", request_id,
             )  # fmt: skip
 
-    def _why_computed(self, entry: "_Entry | _Announced") -> str:
+    def _why_computed(self, request: "Request", entry: "_Entry | _Announced") -> str:
         match entry:
             case _Refused():
                 return entry.cause
@@ -474,6 +523,8 @@ class Consumer(SchedulerRole):
                 return ComputedHere.SHARED
             case RemotePrefill() if self._lacks_blocks(entry):
                 return ComputedHere.WINDOW
+            case RemotePrefill() if self._is_untried(request, entry):
+                return ComputedHere.UNPROVEN
         return ComputedHere.DECLINED
 
     def _abandon(self, request_id: str) -> None:

@@ -1,6 +1,7 @@
 """The scheduler side of the connector: passes the calls of vLLM's scheduler to the engine's roles."""
 
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from pd_connector.config import ConfigError, ConnectorConfig
 from pd_connector.orders import Cause, Destinations, Orders, Report, WorkerHandshake, WorkerRanks
 from pd_connector.params import is_decode_leg, is_malformed, is_prefill_leg, unusable_keys
+from pd_connector.scheduler.canaries import Canaries, NoCanaries
 from pd_connector.scheduler.completions import Completions
 from pd_connector.scheduler.consumer import Consumer
 from pd_connector.scheduler.drain import Drain
@@ -90,8 +92,7 @@ class ConnectorScheduler:
             log_layout(vllm_config, release.current().layout_of(kv_cache_config))
         self._blocks = DeviceBlocks()
         self._engine = EngineLoop()
-        tp_size, pp_size = engine_ranks(vllm_config)
-        self._workers = Workers(tp_size * pp_size)
+        self._workers = Workers(math.prod(engine_ranks(vllm_config)))
         self._secret = ""  # its fingerprint
         self._moves: LeaseMoves | None = None  # if leases may move to host memory
         self._prompt_slots: PromptSlots | None = None  # the same
@@ -109,6 +110,7 @@ class ConnectorScheduler:
         # In the order in which they are asked for tokens. Host memory comes first: what it holds is not pulled.
         self._roles: list[SchedulerRole] = []
         self._landings: Landings | None = None  # None until workers are known, or if all is pulled to the device
+        self._canaries = self._make_canaries()
         self._consumer = consumer = self._make_consumer(keys) if self._role.consumes else None
         self._spans = lease_spans(vllm_config)
         on_end = None if self._spans is None else self._spans.ended
@@ -127,7 +129,7 @@ class ConnectorScheduler:
             self._admission = self._make_admission(leases, None)
             self._roles.append(self._admission)
         if consumer is not None:
-            self._roles.append(consumer)
+            self._roles += [consumer] if type(self._canaries) is NoCanaries else [self._canaries, consumer]
 
     def bind_cache_manager(self, kv_cache_manager: "KVCacheManager") -> None:
         """Take the manager of the engine's blocks. Called while the engine core constructs its scheduler."""
@@ -304,7 +306,8 @@ class ConnectorScheduler:
     @property
     def _waits_for_workers(self) -> bool:
         """Whether a role needs handshakes of workers that have not arrived. They come with the next step's report."""
-        return not self._workers.known and (self._role.produces or self._config.cpu_bytes_to_use > 0)
+        needs = self._role.produces or self._config.cpu_bytes_to_use > 0 or isinstance(self._canaries, Canaries)
+        return needs and not self._workers.known
 
     def _make_producer(
         self, leases: LeaseTable[Leased], keys: ControlKeys | None, admission: RequestAdmission
@@ -355,6 +358,12 @@ class ConnectorScheduler:
             limits, self._blocks, leases, self._retentions, consumer, self._clock, loaded_first=loaded_first
         )
 
+    def _make_canaries(self) -> NoCanaries:
+        mode = self._config.canary_mode
+        if mode == "off" or not self._role.consumes:
+            return NoCanaries()
+        return Canaries(self._blocks, self._retentions, refuses=mode == "refuse", clock=self._clock)
+
     def _make_consumer(self, keys: ControlKeys | None) -> Consumer:
         config = self._config
         client = ControlClient(keys=keys, allowed=AllowedPeers(config.allowed_peers))
@@ -365,7 +374,7 @@ class ConnectorScheduler:
         bounds = AheadLimits(config.max_pulls_ahead, config.max_ahead_fraction)
         ahead = PullsAhead(bounds, self._blocks, self._retentions)
         renewals.start()
-        return Consumer(renewals, subscriptions, ahead, completions, self._retentions)
+        return Consumer(renewals, subscriptions, ahead, completions, self._retentions, self._canaries)
 
     def _open_host_tier(self, handshakes: Sequence[WorkerHandshake]) -> tuple[HostTier, HostScrub | None]:
         """Return the role of host memory, and the one that has its slots zeroed, if they are to be."""

@@ -15,6 +15,12 @@ def prompt_shape(request: "Request") -> tuple[list[int] | None, tuple[str, ...]]
     return (request.prompt_token_ids if is_text else None), tuple(extra)
 
 
+def adapter(request: "Request") -> str:
+    """Return the name and path of a request's LoRA adapter, which tell it from others here; empty without one."""
+    lora = request.lora_request
+    return f"{lora.lora_name} ({lora.lora_path})" if lora else ""
+
+
 def traceparent(request: "Request") -> str:
     """Return the trace context of a request, as W3C's header has it; empty if it has none, or vLLM's tracing is off."""
     return str((request.trace_headers or {}).get("traceparent", ""))

@@ -94,6 +94,10 @@ class Pulls(WorkerRole):
         for session in self._closing:
             session.close()
 
+    def close_idle(self) -> None:
+        """Close the sessions that have nothing to do, without waiting."""
+        self._close_idle_sessions(0.0)
+
     def join(self) -> None:
         """Close the control client, whose answers sessions may wait for, and wait for their threads."""
         self._context.client.close()

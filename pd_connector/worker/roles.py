@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Protocol
 
-from pd_connector.orders import Destinations, LandingEnds, Orders, Report
+from pd_connector.orders import CanaryEnds, Cause, Destinations, LandingEnds, Orders, Report
 from pd_connector.stats import StatsRecorder
 
 logger = logging.getLogger(__name__)
@@ -42,6 +42,10 @@ class WorkerRole:
 
     def take_report(self) -> Report:
         """Return what else has ended since the last call, for which no request waits."""
+        return Report()
+
+    def abandoned(self) -> Report:
+        """Return what has not ended, as failed, after ``join``; no request waits for it."""
         return Report()
 
     def close(self) -> None:
@@ -99,7 +103,7 @@ class Arrivals:
 
 
 def fail_transfers(orders: Orders, arrivals: Arrivals) -> Report:
-    """End what waits for transfers that nobody can carry out, as the engine sleeps; return how its landings ended."""
+    """End what waits for transfers that nobody can carry out, as the engine sleeps; return what ended for nobody."""
     waiting = [pull.request_id for pull in orders.pulls] + [refusal.request_id for refusal in orders.refusals]
     landing = [pull.request_id for pull in orders.landings]
     if waiting or landing:
@@ -107,7 +111,11 @@ def fail_transfers(orders: Orders, arrivals: Arrivals) -> Report:
     for request_id in waiting:
         arrivals.expect(request_id)
         arrivals.settle(request_id, failed=True)
-    return Report(landings={request_id: LandingEnds(1, failed=True) for request_id in landing})
+    asleep = CanaryEnds(1, cause=Cause.INTERNAL, failure="the engine sleeps")
+    return Report(
+        landings={request_id: LandingEnds(1, failed=True) for request_id in landing},
+        canaries={order.request_id: asleep for order in orders.canaries},
+    )
 
 
 class FailedBlocks:

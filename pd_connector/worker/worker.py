@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from layout.cost import CostModel
 from layout.geometry import ModelIdentity, Region, WorkerGeometry
 from layout.host_blocks import host_layout
 from layout.host_slots import SlotPlaneError
@@ -23,29 +22,27 @@ from pd_connector.vllm.engine_config import EngineRole, engine_name
 from pd_connector.vllm.model_identity import model_identity
 from pd_connector.vllm.platform import (
     caches_are_host_memory,
-    default_protocol,
-    host_address,
     worker_ranks,
     workers_on_this_machine,
 )
 from pd_connector.vllm.tracing import pull_spans
 from pd_connector.worker.caches import Cache, all_tensors, describe_caches
+from pd_connector.worker.canary import canary_pulls, canary_room
 from pd_connector.worker.checksums import CacheChecksums, LeaseChecksums
 from pd_connector.worker.device_fence import RaiseFence, fences, no_fence
-from pd_connector.worker.device_memory import DeviceIdentityMemory
 from pd_connector.worker.host_pool import HostPool, HostQuota
 from pd_connector.worker.landings import LandingPulls, host_block_geometry
 from pd_connector.worker.peer import PullContext
 from pd_connector.worker.pulls import Pulls
 from pd_connector.worker.remote_reader import RemoteReader
 from pd_connector.worker.roles import Arrivals, FailedBlocks, WorkerRole, fail_transfers
+from pd_connector.worker.transfer_engine import open_engine, read_cost, transport
 from pd_connector.worker.verification import Verifier
 from transfer.control.client import ControlClient
 from transfer.engine.base import EngineStartError, TransferEngine
-from transfer.engine.mooncake import IDENTITY_BYTES, MooncakeEngine, MooncakeOptions
 from transfer.local_copy.checksums import BlockReader, in_place
 from transfer.local_copy.device_reader import DeviceReader
-from transfer.peers import AllowedPeers, is_own_address
+from transfer.peers import AllowedPeers
 
 if TYPE_CHECKING:
     from pd_connector.vllm.types import KVCacheConfig, VllmConfig
@@ -82,7 +79,7 @@ class ConnectorWorker:
         self._roles: list[WorkerRole] = []  # host memory first
         self._arrivals = Arrivals()
         self._failures = FailedBlocks()
-        self._lost_landings = Report()  # those that the end of the transfer engine has ended, until the next report
+        self._lost = Report()  # what the end of the transfer engine has ended, until the next report
         self._steps: list[int] = []  # that have been ordered, until the next report
 
     def register_caches(self, kv_caches: Mapping[str, Cache]) -> None:
@@ -106,7 +103,7 @@ class ConnectorWorker:
         ]
         geometry = describe_caches(kv_caches, groups, ranks, engine.address)
         geometry = replace(geometry, transport=transport(config), identity=engine.identity)
-        self._caches = caches = _RegisteredCaches(ranks, geometry, tensors, on_host)
+        self._caches = caches = _RegisteredCaches(ranks, geometry, kv_caches, tensors, on_host)
         host_slots, host = 0, None
         if config.cpu_bytes_to_use:
             self._check_host_transport()
@@ -124,7 +121,8 @@ class ConnectorWorker:
         )  # fmt: skip
         self._start_roles(engine, caches, reads)
         secret = self._keys.fingerprint if self._keys is not None else ""
-        self._announce(WorkerHandshake(geometry, host_slots, host, secret=secret))
+        canary = canary_room(geometry) if self._tries_canaries else None
+        self._announce(WorkerHandshake(geometry, host_slots, host, canary, secret=secret))
 
     def unregister_caches(self) -> None:
         """Let go of the caches' memory, which is about to be unmapped: sleep mode. Idempotent.
@@ -144,8 +142,7 @@ class ConnectorWorker:
         for role in transfers:
             role.join()
             role.check_ended()
-            if isinstance(role, LandingPulls):
-                self._lost_landings += role.abandoned()
+            self._lost += role.abandoned()
         if self._host is not None:
             self._host.settle()
         self._settle_ends()
@@ -197,7 +194,7 @@ class ConnectorWorker:
             for request_id in role.execute(orders):
                 self._arrivals.expect(request_id)
         if self._engine is None and self._caches is not None:
-            self._lost_landings += fail_transfers(orders, self._arrivals)
+            self._lost += fail_transfers(orders, self._arrivals)
 
     def take_results(self) -> tuple[set[str], set[str]]:
         """Return the requests whose wait on this rank has ended since the last call, and those of them that failed.
@@ -227,7 +224,7 @@ class ConnectorWorker:
         handshakes, self._unsent = self._unsent, {}
         steps, self._steps = dict.fromkeys(self._steps, 1), []
         report = Report(handshakes=handshakes, failed=self._failures.take_requests(), steps=steps)
-        lost, self._lost_landings = self._lost_landings, Report()
+        lost, self._lost = self._lost, Report()
         return sum((role.take_report() for role in self._roles), report + lost)
 
     def shutdown(self) -> None:
@@ -322,6 +319,10 @@ class ConnectorWorker:
         """Whether prompts are pulled to host memory."""
         return self._role.consumes and self._config.pull_to != "device"
 
+    @property
+    def _tries_canaries(self) -> bool:
+        return self._role.consumes and self._config.canary_mode != "off"
+
     def _start_roles(self, engine: TransferEngine, caches: "_RegisteredCaches", reads: RemoteReader | None) -> None:
         config, ranks = self._config, caches.ranks
         self._roles = [self._host] if self._host is not None else []
@@ -349,6 +350,10 @@ class ConnectorWorker:
             trace=pull_spans(self._vllm_config, ranks.index),
         )
         self._roles.append(Pulls(context, config.peer_idle_s, self._stats))
+        if self._tries_canaries:
+            own = replace(context, client=ControlClient(keys=self._keys, allowed=self._allowed))
+            cost = read_cost(config)
+            self._roles.append(canary_pulls(own, caches.by_layer, caches.tensors, cost, on_host=caches.on_host))
         if self._host is not None and self._landing_reads is not None:
             self._roles.append(self._landings(context, self._host, self._landing_reads))
 
@@ -413,6 +418,7 @@ class _RegisteredCaches:
 
     ranks: Ranks
     geometry: WorkerGeometry
+    by_layer: Mapping[str, Cache]
     tensors: Sequence[torch.Tensor]
     on_host: bool  # whether the CPU can read and write them
 
@@ -444,53 +450,3 @@ def _host_reader(config: ConnectorConfig, pool: tuple[Region, ...]) -> RemoteRea
         return RemoteReader.with_staging(read_cost(config), pool, config.staging_bytes)
     except ValueError as error:
         raise ConfigError(f"staging_bytes = {config.staging_bytes}: {error}; 0 turns staging off") from error
-
-
-def read_cost(config: ConnectorConfig) -> CostModel:
-    """Return what reads cost: what is set, else what suits the protocol."""
-    cost = CostModel.of_protocol(transport(config))
-    if config.descriptor_cost_us is not None:
-        cost = replace(cost, alpha=config.descriptor_cost_us * 1e-6)
-    if config.byte_cost_ns is not None:
-        cost = replace(cost, beta=config.byte_cost_ns * 1e-9)
-    return cost
-
-
-def transport(config: ConnectorConfig) -> str:
-    """Return the protocol of the transfer engine: the setting, or the platform's default."""
-    return default_protocol() if config.protocol == "auto" else config.protocol
-
-
-def _own_host(config: ConnectorConfig) -> str:
-    """Return the address at which peers reach this worker.
-
-    Raises:
-        ConfigError: it is not an address of this machine, so peers would read another's memory, or none.
-    """
-    host = config.host or host_address()
-    if not is_own_address(host):
-        source = "host" if config.host else "vLLM's own choice of host (VLLM_HOST_IP)"
-        raise ConfigError(
-            f"{source} = {host!r} is not an address of this machine, but peers read this worker's memory there. Set it "
-            "to one of this machine's network interfaces. If workers of this engine run on several machines, leave "
-            "host unset and set VLLM_HOST_IP on each. An address that is only translated to this machine (NAT) cannot "
-            "work, because the system chooses the transfer engine's ports"
-        )
-    return host
-
-
-def open_engine(config: ConnectorConfig, *, is_read: bool) -> TransferEngine:
-    """Return a Mooncake engine. ``is_read``: whether peers read this worker's memory."""
-    protocol = transport(config)
-    options = MooncakeOptions(
-        host=_own_host(config) if is_read else config.host or host_address(),
-        protocol=protocol,
-        devices=config.devices,
-        descriptors_per_call=config.descriptors_per_call,
-        max_descriptors_in_flight=config.max_descriptors_in_flight,
-        longest_pause_s=None if config.longest_poll_us is None else config.longest_poll_us * 1e-6,
-        connect_timeout_s=config.handshake_timeout_s,
-        cost=read_cost(config),
-    )
-    # Over HCCS, peers cannot read host memory.
-    return MooncakeEngine(options, DeviceIdentityMemory.on_npu(IDENTITY_BYTES) if protocol == "ascend" else None)

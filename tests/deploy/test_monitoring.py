@@ -45,9 +45,10 @@ def test_labels_that_are_asked_for_exist() -> None:
         "cause": {*LABELS["pull_failures"], *LABELS["control_refusals"], *LABELS["prompts_computed"]},
         "event": {*LABELS["leases"], *LABELS["transfers"], *LABELS["host_bytes"], *LABELS["host_failures"]},
         "phase": set(PHASES),
+        "outcome": set(LABELS["canaries"]),
     }
     for expression in expressions:
-        for label, values in re.findall(r'\b(cause|event|phase)=~?"([^"]+)"', expression):
+        for label, values in re.findall(r'\b(cause|event|phase|outcome)=~?"([^"]+)"', expression):
             assert set(values.split("|")) <= known[label], expression
 
 

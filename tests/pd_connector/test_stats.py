@@ -215,6 +215,8 @@ def test_the_exported_names_are_these(exported: tuple[ConnectorPromMetrics, _Unr
         "vllm:pd_pull_restarts",
         "vllm:pd_pull_bytes_from_host",
         "vllm:pd_landed_bytes",
+        "vllm:pd_canaries",
+        "vllm:pd_peers_refused",
         "vllm:pd_landings",
         "vllm:pd_landing_fallbacks",
         "vllm:pd_landings_under_way",

@@ -33,7 +33,7 @@ def side_of(model: Path) -> Iterator[Callable[..., ConnectorScheduler]]:
     before, made = set(threading.enumerate()), list[ConnectorScheduler]()
 
     def make(role: str, vllm: Callable[[Any], object] = lambda config: None, **extra: Any) -> ConnectorScheduler:
-        settings = {"host": "127.0.0.1", **extra}
+        settings = {"host": "127.0.0.1", "canary": "off", **extra}
         config = a_config(model, role, **settings)
         config.cache_config.enable_prefix_caching = True
         config.max_in_flight_tokens, config.num_prefill_lookahead_tokens = 64, 0

@@ -3,6 +3,7 @@
 Covers: pd_connector.scheduler.roles.
 """
 
+import dataclasses
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -10,7 +11,8 @@ from typing import Any
 import pytest
 
 from layout.geometry import WorkerGeometry
-from pd_connector.orders import Cause, Orders, RefuseOrder, Report, WorkerHandshake
+from pd_connector.orders import CanaryRoom, Cause, Orders, RefuseOrder, Report, WorkerHandshake
+from pd_connector.scheduler.canaries import Canaries
 from pd_connector.scheduler.consumer import Consumer
 from pd_connector.scheduler.host_scrub import PORTION_SLOTS, HostScrub
 from pd_connector.scheduler.host_tier import HostTier
@@ -152,6 +154,27 @@ def test_an_engine_takes_up_what_its_kv_role_says(
     side_of: Open, kv_role: str, expected: list[type[SchedulerRole]]
 ) -> None:
     assert kinds(side_of(kv_role)) == expected
+
+
+@pytest.mark.parametrize(
+    ("settings", "refuses"),
+    [({"canary": None}, True), ({"canary": "warn"}, False), ({"canary": None, "model_check": "off"}, False)],
+)
+def test_an_engine_that_pulls_proves_where_it_pulls_from(
+    side_of: Open, settings: dict[str, Any], refuses: bool
+) -> None:
+    side = side_of("kv_both", **settings)
+    assert kinds(side) == [Producer, RequestAdmission, Canaries, Consumer]
+    assert isinstance(side._canaries, Canaries)
+    assert side._canaries._refuses == refuses
+    assert side._consumer is not None
+    assert side._consumer._canaries is side._canaries
+    side.add(REQUEST)
+    assert side.missing_tokens(REQUEST, 0) is None, "its workers say what they have room for"
+    assert side.wants_step()
+    room = CanaryRoom(512, 1)
+    side.set_workers({(0, 0): dataclasses.replace(a_handshake(0, 0, 0), canary=room)})
+    assert side.missing_tokens(REQUEST, 0) == 0
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import torch
 
 from layout.cross_layer import ALIGNMENT
 from pd_connector.config import parse_config
-from pd_connector.worker import worker
+from pd_connector.worker import transfer_engine
 from pd_connector.worker.device_memory import DeviceIdentityMemory, device_memory
 from transfer.engine.mooncake import IDENTITY_BYTES, MooncakeOptions
 
@@ -49,8 +49,8 @@ def test_identities_are_in_device_memory_on_ascend_only(
 ) -> None:
     made: list[Any] = []
     monkeypatch.setattr(DeviceIdentityMemory, "on_npu", lambda size: DeviceIdentityMemory(size, CPU))
-    monkeypatch.setattr(worker, "MooncakeEngine", lambda *arguments: made.append(arguments))
-    worker.open_engine(parse_config({"protocol": protocol, "host": "127.0.0.1"}), is_read=False)
+    monkeypatch.setattr(transfer_engine, "MooncakeEngine", lambda *arguments: made.append(arguments))
+    transfer_engine.open_engine(parse_config({"protocol": protocol, "host": "127.0.0.1"}), is_read=False)
     [(options, identities)] = made
     assert isinstance(options, MooncakeOptions)
     assert options.protocol == protocol

@@ -1,4 +1,7 @@
-"""The worker side: which roles it takes up, how they are asked, what a request waits for, and how all of it ends."""
+"""The worker side: which roles it takes up, how they are asked, what a request waits for, and how all of it ends.
+
+Covers: pd_connector.worker.transfer_engine.
+"""
 
 import logging
 import threading
@@ -12,10 +15,12 @@ import torch
 
 from layout.geometry import Region
 from pd_connector.config import ConfigError, parse_config
-from pd_connector.orders import ChecksumReport, Orders, Report
+from pd_connector.orders import CanaryRoom, ChecksumReport, Orders, Report
 from pd_connector.stats import StatsRecorder
 from pd_connector.vllm.cache_groups import Ranks
+from pd_connector.worker import transfer_engine
 from pd_connector.worker import worker as module
+from pd_connector.worker.canary import CanaryPulls
 from pd_connector.worker.checksums import LeaseChecksums
 from pd_connector.worker.host_pool import HostPool
 from pd_connector.worker.landings import LandingPulls
@@ -111,7 +116,7 @@ def worker_of(model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Open]:
     monkeypatch.setattr(module, "worker_ranks", lambda: Ranks(0, 1, 0, 1))
 
     def make(role: str, policy: str = "fail", *, registered: bool = False, **extra: Any) -> Worker:
-        settings = {"host": "127.0.0.1", "protocol": "tcp", **extra}
+        settings = {"host": "127.0.0.1", "protocol": "tcp", "canary": "off", **extra}
         config = a_config(model, role, policy, **settings)
         stats, calls = StatsRecorder(), Calls()
         engine = Engine(calls)
@@ -144,12 +149,26 @@ def worker_of(model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Open]:
         ("kv_both", {"verify": True, "cpu_bytes_to_use": 64 << 20}, [HostPool, LeaseChecksums, Pulls]),
         ("kv_consumer", {"pull_to": "auto", "cpu_bytes_to_use": 64 << 20}, [HostPool, Pulls, LandingPulls]),
         ("kv_producer", {"pull_to": "host", "cpu_bytes_to_use": 64 << 20}, [HostPool]),
+        ("kv_producer", {"canary": "refuse"}, []),
+        ("kv_consumer", {"canary": "refuse"}, [Pulls, CanaryPulls]),
+        ("kv_both", {"canary": None}, [Pulls, CanaryPulls]),
     ],
 )
 def test_a_worker_takes_up_what_its_engine_does(
     worker_of: Open, kv_role: str, settings: dict[str, Any], kinds: list[type[WorkerRole]]
 ) -> None:
     assert worker_of(kv_role, registered=True, **settings).kinds == kinds
+
+
+@pytest.mark.parametrize(("kv_role", "canary", "tells"), [
+    ("kv_producer", "refuse", False), ("kv_consumer", "off", False), ("kv_consumer", "warn", True),
+])  # fmt: skip
+def test_a_worker_that_takes_canaries_says_what_it_has_room_for(
+    worker_of: Open, kv_role: str, canary: str, tells: bool
+) -> None:
+    handshake = worker_of(kv_role, registered=True, canary=canary).side.handshake()
+    assert handshake is not None
+    assert handshake.canary == (CanaryRoom(512, 4) if tells else None)
 
 
 def test_what_a_worker_tells_peers_is_known_once_its_caches_are(worker_of: Open) -> None:
@@ -394,23 +413,23 @@ def test_the_books_of_all_roles_are_checked(worker_of: Open) -> None:
 @pytest.mark.parametrize("host", ["203.0.113.7", "2001:db8::7", "no-such-host.invalid"])
 def test_a_host_that_is_not_this_machines_is_refused(host: str) -> None:
     with pytest.raises(ConfigError, match=rf"^host = '{host}' is not an address of this machine.*VLLM_HOST_IP on each"):
-        module.open_engine(parse_config({"host": host, "protocol": "tcp"}), is_read=True)
+        transfer_engine.open_engine(parse_config({"host": host, "protocol": "tcp"}), is_read=True)
 
 
 def test_a_host_of_vllms_choice_that_is_not_this_machines_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "host_address", lambda: "203.0.113.7")
+    monkeypatch.setattr(transfer_engine, "host_address", lambda: "203.0.113.7")
     with pytest.raises(ConfigError, match=r"^vLLM's own choice of host \(VLLM_HOST_IP\) = '203.0.113.7' is not"):
-        module.open_engine(parse_config({"protocol": "tcp"}), is_read=True)
+        transfer_engine.open_engine(parse_config({"protocol": "tcp"}), is_read=True)
 
 
 def test_where_peers_read_nothing_the_host_may_be_another_name_of_this_machine() -> None:
     """A decode worker behind an address that is translated, say."""
-    engine = module.open_engine(parse_config({"host": "192.0.2.1", "protocol": "tcp"}), is_read=False)
+    engine = transfer_engine.open_engine(parse_config({"host": "192.0.2.1", "protocol": "tcp"}), is_read=False)
     engine.close()
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
 def test_a_host_of_this_machine_is_where_peers_read(host: str) -> None:
-    engine = module.open_engine(parse_config({"host": host, "protocol": "tcp"}), is_read=True)
+    engine = transfer_engine.open_engine(parse_config({"host": host, "protocol": "tcp"}), is_read=True)
     assert engine.address.startswith(f"{host}:")
     engine.close()

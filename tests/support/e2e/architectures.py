@@ -1,7 +1,8 @@
 """The architectures that the test models have: configurations and random weights, in the names of checkpoints.
 
 Each keeps another kind of KV cache: keys and values of every head and token (Qwen3), the same for some layers and only
-a window of it for the others (Gemma3), one latent vector a token for all heads (DeepSeek-V2). The weights are wide and
+a window of it for the others (Gemma3), one latent vector a token for all heads (DeepSeek-V2), keys that are rotated by
+other factors where long contexts are served (Phi-3). The weights are wide and
 the attention is sharp; ``models`` says why.
 """
 
@@ -34,7 +35,10 @@ ROPE_SIZE = 64
 NOPE_SIZE = 128
 VALUE_SIZE = 128
 
-Name = Literal["qwen3", "gemma3", "deepseek_v2"]
+#: A ``--max-model-len`` above this takes Phi-3's rotary embedding from its short to its long factors, for all tokens.
+SHORT_CONTEXT = 256
+
+Name = Literal["qwen3", "gemma3", "deepseek_v2", "phi3"]
 Matrix = npt.NDArray[np.float32]
 Weights = dict[str, Matrix]
 #: A random matrix of (rows, columns) with the deviation ``INITIALIZER_RANGE``.
@@ -181,9 +185,42 @@ def _deepseek_v2_layer(draw: Draw, kv_heads: int) -> Weights:
     }
 
 
+def _phi3_config(layers: int, kv_heads: int) -> dict[str, object]:
+    halves = HEAD_SIZE // 2
+    return {
+        "architectures": ["Phi3ForCausalLM"],
+        "model_type": "phi3",
+        "hidden_act": "silu",
+        "original_max_position_embeddings": SHORT_CONTEXT,
+        "rope_theta": 10000.0,
+        "rope_scaling": {
+            "type": "longrope",
+            "short_factor": [1.0] * halves,
+            "long_factor": [1.0 + number for number in range(halves)],
+        },
+        "sliding_window": None,
+        "pad_token_id": None,
+    }
+
+
+def _phi3_layer(draw: Draw, kv_heads: int) -> Weights:
+    """Q, K and V in one matrix. Nothing normalises queries and keys, so the queries' rows make the attention sharp."""
+    projected = INITIALIZER_RANGE * math.sqrt(HIDDEN)
+    queries = draw(HEADS * HEAD_SIZE, HIDDEN) * np.float32(SHARPNESS / projected**2)
+    others = draw(2 * kv_heads * HEAD_SIZE, HIDDEN)
+    return {
+        **_norms(1.0, "input_layernorm", "post_attention_layernorm"),
+        "self_attn.qkv_proj.weight": np.concatenate([queries, others]),
+        "self_attn.o_proj.weight": draw(HIDDEN, HEADS * HEAD_SIZE),
+        "mlp.gate_up_proj.weight": draw(2 * INTERMEDIATE, HIDDEN),
+        "mlp.down_proj.weight": draw(HIDDEN, INTERMEDIATE),
+    }
+
+
 ARCHITECTURES: Mapping[Name, Architecture] = {
     "qwen3": Architecture(_qwen3_config, _qwen3_layer),
     "gemma3": Architecture(_gemma3_config, _gemma3_layer, plain_norm=0.0),
+    "phi3": Architecture(_phi3_config, _phi3_layer),
     # vLLM's other MLA backend, which it takes by itself where the CPU has AMX, knows bfloat16 only.
     "deepseek_v2": Architecture(
         _deepseek_v2_config, _deepseek_v2_layer, cpu_arguments=("--attention-backend", "CPU_MLA")

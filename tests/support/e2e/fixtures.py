@@ -68,7 +68,7 @@ def server(request: pytest.FixtureRequest, servers: dict[str, Server]) -> Iterat
 
 @pytest.fixture(scope="session")
 def acquainted() -> set[tuple[int, int]]:
-    """The ports of the pairs of servers that have met."""
+    """The processes of the pairs of servers that have met."""
     return set()
 
 
@@ -79,10 +79,10 @@ def pair(
     """The prefill and decode server that the test names. After it both must be healthy and hold nothing."""
     prefill, decode = request.param
     pair = Pair(servers[prefill], servers[decode])
-    ports = (pair.prefill.port, pair.decode.port)
-    if ports not in acquainted and pair.is_parallel:
+    processes = (pair.prefill.process.pid, pair.decode.process.pid)
+    if processes not in acquainted:
         pair.get_acquainted()
-        acquainted.add(ports)
+        acquainted.add(processes)
     yield pair
     for server in (pair.prefill, pair.decode):
         assert server.client.is_healthy(), f"the test has ended {server.spec.name}"

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import pytest
 
 from pd_connector.orders import LeaseEnd
+from pd_connector.stats import LABELS
 from tests.support.e2e.architectures import VOCABULARY
 from tests.support.e2e.client import LOGPROB_TOLERANCE, TIE_TOLERANCE, Completion, KVTransferParams, Metrics
 from tests.support.e2e.cluster import Server
@@ -18,6 +19,7 @@ from transfer.control.client import ControlClient
 from transfer.control.messages import Cancel
 
 AT_REST_TIMEOUT_S = 40.0
+CANARY_OUTCOMES = LABELS["canaries"]
 
 
 def make_prompt(tokens: int, seed: object) -> list[int]:
@@ -84,18 +86,28 @@ class Pair:
         return max(self.prefill.spec.tensor_parallel, self.decode.spec.tensor_parallel) > 1
 
     def get_acquainted(self, attempts: int = 4) -> None:
-        """Bring a first pull about.
+        """Have D meet P, which takes a prompt that is computed there and pulled as well: P is then proven, or refused.
 
-        On two cores, the busy waiting of several workers can keep their threads from running until the lease of the
-        first pull has ended, and with it the prefill server's waiting. That pull then fails, as it must.
+        On two cores, the busy waiting of several workers can keep their threads from running until a lease has ended.
+        That canary then fails, and the next one serves.
         """
+        start = self.decode.client.metrics()
+
+        def came_to() -> dict[str, int]:
+            added = self.decode.client.metrics().since(start)
+            counts = {each: added.value("vllm:pd_canaries_total", outcome=each) for each in CANARY_OUTCOMES}
+            counts |= {each: added.value(f"vllm:pd_{each}_total") for each in ("pulls", "pull_failures")}
+            return {name: int(count) for name, count in counts.items() if count}
+
         for attempt in range(attempts):
-            prompt = make_prompt(33, ("acquainted", self.name, attempt, time.monotonic()))  # not in a prefix cache
-            if self.decode_leg(prompt, self.prefill.client.prefill(prompt)).status == 200:
-                break
-        else:
-            pytest.fail(f"{self.name}: no pull has succeeded in {attempts} attempts")
-        self.wait_until_at_rest()
+            prompt = make_prompt(97, ("acquainted", self.name, attempt, time.monotonic()))  # not in a prefix cache
+            before = came_to()
+            self.decode_leg(prompt, self.prefill.client.prefill(prompt))
+            until(lambda before=before: came_to() != before)  # type: ignore[misc]
+            self.wait_until_at_rest()
+            if came_to().keys() - {"failed", "left"}:
+                return
+        pytest.fail(f"{self.name}: {attempts} requests came to {came_to()}")
 
     def disaggregate(self, prompt: list[int], max_tokens: int = 16, **options: object) -> Completion:
         """Both legs of a request, as a router sends them. Both succeed."""

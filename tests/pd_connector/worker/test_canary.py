@@ -1,0 +1,265 @@
+"""A worker's canaries: what is pulled is compared with what was computed, and nothing else is touched."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from layout.cost import CostModel
+from layout.scratch import blocks_of_tokens, scratch_bytes
+from pd_connector.orders import CanaryEnds, CanaryReference, Cause, Orders, PullOrder
+from pd_connector.worker.canary import CanaryPulls, Comparison, Scratch, canary_pulls, canary_room, plane_formats
+from pd_connector.worker.device_fence import no_fence
+from pd_connector.worker.pulls import Pulls
+from pd_connector.worker.remote_reader import RemoteReader
+from tests.support.connector.engines import MODEL, OURS, THEIRS, DecodeWorker, PrefillEngine, Site, an_order, tables
+from tests.support.layout.oracle import Engine, build
+from tests.support.waiting import until
+
+TOKENS = range(16, 69)
+#: Its blocks in scratch memory: the first is not asked for.
+TABLE = ((0, 1, 2, 3, 4),)
+#: As a prompt of 70 tokens has them on D.
+COMPUTED = CanaryReference("r", OURS)
+
+
+@pytest.fixture
+def site() -> Iterator[Site]:
+    site = Site()
+    yield site
+    site.close()
+
+
+@dataclass
+class Checked:
+    """A decode worker with its canaries."""
+
+    worker: DecodeWorker
+    role: CanaryPulls
+
+    def end(self) -> CanaryEnds:
+        """How the canary ends."""
+        found: dict[str, CanaryEnds] = {}
+
+        def has_ended() -> bool:
+            self.role.check_integrity()
+            found.update(self.role.take_report().canaries)
+            return bool(found)
+
+        until(has_ended)
+        assert self.role.take_report().canaries == {}
+        return found["r"]
+
+
+def checked(site: Site, worker: DecodeWorker, form: str = "bytes") -> Checked:
+    caches = worker.rank.geometry
+    scratch = Scratch.allocate(caches, None)
+    worker.engine.register(scratch.geometry.regions)
+    reads = RemoteReader(CostModel.of_protocol("tcp"), scratch.geometry.regions)
+    context = replace(worker.context(), local=scratch.geometry, reads=reads, raise_fence=no_fence)
+    formats = {plane: form for group in caches.groups for plane in group.planes}
+    comparison = Comparison(caches, _in_place(), scratch, formats)
+    return site.add(_Closing(worker, CanaryPulls(Pulls(context, 0.0), comparison)))
+
+
+def _in_place() -> Any:
+    from transfer.local_copy.checksums import in_place  # noqa: PLC0415
+
+    return in_place
+
+
+class _Closing(Checked):
+    def close(self) -> None:
+        self.role.close()
+        self.role.join()
+        self.role.check_ended()
+
+
+def canary_order(p: PrefillEngine, **changes: Any) -> PullOrder:
+    return an_order("r", p.prefill("r", THEIRS), TABLE, TOKENS.start, TOKENS.stop, **changes)
+
+
+FORMS = [
+    (Engine(layout="BHLNC", blocks=12), Engine(layout="LBHNC", blocks=12)),
+    (Engine(layout="LBHNC", blocks=12, tp=2), Engine(layout="BLNHC", blocks=12)),
+    (Engine(layout="BHLNC", form="packed", blocks=12), Engine(layout="LBHNC", form="packed", blocks=12)),
+    (Engine(layout="LBNHC", form="views", blocks=12), Engine(layout="LBNHC", form="views", blocks=12, tp=2)),
+]
+
+
+@pytest.mark.parametrize(("prefill", "decode"), FORMS)
+def test_equal_bytes_agree_and_the_caches_stay_as_they_are(site: Site, prefill: Engine, decode: Engine) -> None:
+    p = site.prefill(prefill)
+    workers = [checked(site, worker) for worker in site.decode(decode)]
+    order = canary_order(p)
+    for each in workers:
+        each.worker.rank.fill(tables(OURS))
+        each.worker.before = each.worker.rank.memory.copy()
+        each.role.execute(Orders(canaries=(order,)))
+        each.role.execute(Orders(references=(COMPUTED,)))
+    for each in workers:
+        end = each.end()
+        assert (end.ranks, end.failure, end.difference) == (1, "", "")
+        assert end.samples >= MODEL.layers
+        assert each.worker.untouched
+    assert p.leases.active == 0
+
+
+@pytest.mark.parametrize("layer", [0, 2])
+def test_other_values_are_found_and_the_layer_is_named(site: Site, layer: int) -> None:
+    p, each = site.prefill(), checked(site, site.decode()[0])
+    rank = each.worker.rank
+    rank.fill(tables(OURS))
+    held = rank.planes[0]
+    positions = rank.positions(held, tables(OURS)[0], TOKENS)[:, [held.layers.index(layer)]]
+    rank.memory[positions] ^= 0x55
+    each.role.execute(Orders(canaries=(canary_order(p),)))
+    each.role.execute(Orders(references=(COMPUTED,)))
+    end = each.end()
+    assert end.failure == ""
+    assert f"layer '{held_name(each, layer)}'" in end.difference
+
+
+def held_name(each: Checked, layer: int) -> str:
+    group = each.worker.rank.geometry.groups[0]
+    return sorted(group.layers)[layer]
+
+
+def test_what_lies_before_the_canarys_tokens_is_not_compared(site: Site) -> None:
+    p, each = site.prefill(), checked(site, site.decode()[0])
+    rank = each.worker.rank
+    rank.fill(tables(OURS))
+    for held in rank.planes:
+        rank.memory[rank.positions(held, tables(OURS)[held.group], range(16))] ^= 0xFF
+    each.role.execute(Orders(canaries=(canary_order(p),)))
+    each.role.execute(Orders(references=(COMPUTED,)))
+    assert each.end().difference == ""
+
+
+def test_what_was_computed_may_be_known_before_or_after_the_pull_has_ended(site: Site) -> None:
+    p = site.prefill()
+    for when in ("before", "after"):
+        each = checked(site, site.decode()[0])
+        each.worker.rank.fill(tables(OURS))
+        each.role.execute(Orders(canaries=(canary_order(p),)))
+        if when == "after":
+            until(lambda: p.leases.active == 0)
+            for _ in range(20):
+                assert each.role.take_report().canaries == {}
+        each.role.execute(Orders(references=(COMPUTED,)))
+        assert each.end().samples
+
+
+def test_without_what_was_computed_nothing_is_compared_once_the_pull_has_ended(site: Site) -> None:
+    p, each = site.prefill(), checked(site, site.decode()[0])
+    each.role.execute(Orders(canaries=(canary_order(p),)))
+    each.role.execute(Orders(references=(CanaryReference("r"),)))
+    assert each.end() == CanaryEnds(1)
+
+
+def test_a_pull_that_fails_says_why_and_what_comes_later_is_ignored(site: Site) -> None:
+    p, each = site.prefill(), checked(site, site.decode()[0])
+    order = canary_order(p, lease_id="another")
+    each.role.execute(Orders(canaries=(order,)))
+    end = each.end()
+    assert (end.cause, end.samples, end.difference) == (Cause.LEASE, 0, "")
+    assert "another" in end.failure
+    each.role.execute(Orders(references=(COMPUTED,)))
+    each.role.check_integrity()
+    assert each.role.take_report().canaries == {}
+
+
+def test_what_drafts_tokens_is_not_compared(site: Site) -> None:
+    """Its contents depend on what was sampled, and no answer depends on it."""
+    drafting = replace(MODEL, drafts=(2,))
+    p = site.prefill(model=drafting)
+    each = checked(site, site.decode(model=drafting)[0])
+    rank = each.worker.rank
+    rank.fill(tables(OURS))
+    for held in rank.planes:
+        if 2 in held.layers:
+            positions = rank.positions(held, tables(OURS)[0], TOKENS)[:, [held.layers.index(2)]]
+            rank.memory[positions] ^= 0x55
+    each.role.execute(Orders(canaries=(canary_order(p),)))
+    each.role.execute(Orders(references=(COMPUTED,)))
+    assert each.end().difference == ""
+
+
+def test_a_comparison_that_cannot_be_made_is_a_failure(site: Site) -> None:
+    p, each = site.prefill(), checked(site, site.decode()[0])
+    each.role.execute(Orders(canaries=(canary_order(p),)))
+    each.role.execute(Orders(references=(CanaryReference("r", ((99,) * 5,)),)))
+    end = each.end()
+    assert end.cause is Cause.INTERNAL
+    assert "block 99 does not exist" in end.failure
+
+
+def test_canaries_that_have_not_ended_are_lost_when_the_engine_sleeps(site: Site) -> None:
+    p, each = site.prefill(), checked(site, site.decode()[0])
+    each.role.execute(Orders(canaries=(canary_order(p),)))
+    each.role.close()
+    each.worker.engine.close()
+    each.role.join()
+    (end,) = each.role.abandoned().canaries.values()
+    assert end.failure == "the engine sleeps"
+    assert not end.samples
+
+
+# How much memory
+
+
+def geometry_of(**changes: Any) -> Any:
+    return build(replace(MODEL, **changes), Engine(blocks=4), seed=1, base=1 << 40)[0].geometry
+
+
+def test_a_small_model_has_room_for_four_prompts_of_512_tokens() -> None:
+    room = canary_room(geometry_of())
+    assert (room.tokens, room.prompts) == (512, 4)
+
+
+def test_a_large_model_has_room_for_one_prompt_of_fewer_tokens_and_two_blocks_at_least() -> None:
+    geometry = geometry_of()
+
+    def wide(times: int) -> Any:
+        groups = tuple(
+            replace(group, planes=tuple(replace(plane, content=plane.content * times) for plane in group.planes))
+            for group in geometry.groups
+        )
+        return replace(geometry, groups=groups)
+
+    room = canary_room(wide(1000))
+    assert room.prompts == 1
+    assert 32 < room.tokens < 512
+    assert scratch_bytes(wide(1000), list(blocks_of_tokens(geometry, room.tokens))) <= 64 << 20
+    assert canary_room(wide(1 << 20)).tokens == 32
+
+
+def test_memory_of_a_device_is_read_by_it(site: Site) -> None:
+    worker = site.decode()[0]
+    scratch = Scratch.allocate(worker.rank.geometry, torch.device("cpu"))
+    assert isinstance(scratch.owner, torch.Tensor)
+    (region,) = scratch.geometry.regions
+    scratch.owner.fill_(7)
+    plane = scratch.geometry.groups[0].planes[0]
+    view = scratch.read(plane, np.array([1], np.int64))
+    assert view.owner is not None
+    assert region.size == scratch.owner.numel()
+
+
+def test_the_format_of_a_plane_is_that_of_its_tensor() -> None:
+    geometry = geometry_of()
+    names = sorted(geometry.groups[0].layers)
+    caches = {name: torch.zeros(2, dtype=torch.bfloat16) for name in names}
+    assert set(plane_formats(geometry, caches, "auto").values()) == {"bfloat16"}
+
+
+def test_the_role_registers_its_memory(site: Site) -> None:
+    worker = site.decode()[0]
+    names = sorted(worker.rank.geometry.groups[0].layers)
+    caches = {name: torch.zeros(2, dtype=torch.bfloat16) for name in names}
+    role = canary_pulls(worker.context(), caches, [*caches.values()], CostModel.of_protocol("tcp"), on_host=True)
+    role.close()
+    role.join()
