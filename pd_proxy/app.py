@@ -127,7 +127,7 @@ class _Pages:
             async with self._decode.request("GET", "/v1/models", headers) as answer:
                 content = await answer.read()
         except LegFailed as error:
-            return error_response(error.status, str(error))
+            return error_response(error.status, error.told)
         response = Response(content, status_code=answer.status)
         response.raw_headers = passed.to_client(answer.raw_headers, identity)
         return response

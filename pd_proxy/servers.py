@@ -175,15 +175,15 @@ class Servers:
 
 
 def _failed(leg: Leg, server: Server, error: httpx.TransportError) -> LegFailed:
-    what = f"{leg} server {server.url}"
-    detail = str(error) or type(error).__name__
+    status, detail, retry = HTTPStatus.BAD_GATEWAY, str(error) or type(error).__name__, Retry.NO
     match error:
         case httpx.ConnectTimeout():
-            told = f"{what} did not take the connection within the time limit"
-            return LegFailed(HTTPStatus.GATEWAY_TIMEOUT, told, Retry.FREELY)
+            status, detail, retry = HTTPStatus.GATEWAY_TIMEOUT, "", Retry.FREELY
+            what = "did not take the connection within the time limit"
         case httpx.TimeoutException():
-            return LegFailed(HTTPStatus.GATEWAY_TIMEOUT, f"{what} was silent for longer than the time limit")
+            status, detail, what = HTTPStatus.GATEWAY_TIMEOUT, "", "was silent for longer than the time limit"
         case httpx.ConnectError():
-            return LegFailed(HTTPStatus.BAD_GATEWAY, f"{what} cannot be reached: {detail}", Retry.FREELY)
+            what, retry = "cannot be reached", Retry.FREELY
         case _:
-            return LegFailed(HTTPStatus.BAD_GATEWAY, f"{what} broke off: {detail}", Retry.ONCE)
+            what, retry = "broke off", Retry.ONCE
+    return LegFailed(status, leg, server.url, what, detail, retry)
