@@ -21,6 +21,7 @@ from pd_proxy.errors import LegFailed, Retry
 
 logger = logging.getLogger(__name__)
 
+#: A character for each byte (Latin-1), as Starlette has them.
 HeaderList = list[tuple[str, str]]
 
 
@@ -160,7 +161,9 @@ class Servers:
     async def _send(
         self, server: Server, method: str, path: str, headers: HeaderList, content: bytes | None
     ) -> httpx.Response:
-        request = self._client.build_request(method, server.url + path, headers=headers, content=content)
+        # As bytes, each of them as the client sent it: the HTTP client would refuse what is not ASCII.
+        raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers]
+        request = self._client.build_request(method, server.url + path, headers=raw, content=content)
         try:
             response = await self._client.send(request, stream=True)
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:

@@ -43,6 +43,18 @@ def test_a_request_that_cannot_be_divided_goes_to_decode_alone_and_is_counted(
     assert 'pd_proxy_not_disaggregated_total{reason="several prompts"} 1' in proxy.http.get("/metrics").text
 
 
+@pytest.mark.parametrize("http", ["auto", "h11"])
+@pytest.mark.parametrize("value", ["Grüße".encode(), b"Gr\xfc\xdfe"], ids=["UTF-8", "Latin-1"])
+def test_a_header_with_bytes_beyond_ascii_does_no_harm(
+    setup: ProxySetup, p: FakeServer, d: FakeServer, value: bytes, http: Any
+) -> None:
+    proxy = setup.proxy([p], [d], http=http)
+    for name in ("X-User", "Authorization", "X-Request-Id", "Accept-Encoding", "Connection"):
+        raw = [(b"Content-Type", b"application/json"), (name.encode(), value)]
+        assert proxy.http.post("/v1/completions", json={"prompt": "a"}, headers=raw).status_code == 200
+    assert [one.headers["x-user"].encode("latin-1") for one in (p.received[0], d.received[0])] == [value, value]
+
+
 def test_headers_reach_both_legs_and_the_client(proxy: Proxy, p: FakeServer, d: FakeServer) -> None:
     d.script = answers(
         200, b"{}", Content_Type="application/json", X_From_D="yes", Connection="X-Private", X_Private="1"
