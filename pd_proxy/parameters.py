@@ -33,12 +33,13 @@ its name. Not every request is one prompt
 whose KV cache D can take over; ``undivided_reason`` names the others, which D computes by itself:
 
 - Several prompts, or embeddings for a prompt: one ``kv_transfer_params`` belongs to one prompt of tokens.
-- ``n`` above 1: vLLM runs every sample as a request of its own with a copy of the same ``kv_transfer_params``. The
-  first one that has read the blocks releases them, under the others' hands.
 - Beam search: vLLM leaves ``kv_transfer_params`` out of the requests that it makes of the beams.
 - Log-probabilities of the prompt (``prompt_logprobs``; ``echo`` with logprobs): they come from computing the prompt, so
   vLLM takes no cached or transferred KV for such a request. In chat, ``echo`` alone already asks for them.
 - No tokens to generate (``max_tokens`` 0): there is nothing to decode.
+
+Several choices (``n``) take both legs, and P computes one token for all of them. vLLM runs each as a request of its own
+on D, with a copy of the same ``kv_transfer_params``: the connector pulls for the first and lets the others follow it.
 """  # noqa: E501  the table's rows
 
 from typing import Any
@@ -159,8 +160,8 @@ def undivided_reason(body: Body, *, chat: bool) -> str | None:
     reason = None if chat else _prompt_reason(body)
     if reason is not None:
         return reason
-    if body.get("n") not in (None, 1):
-        return "several samples"
+    if not _is_number_of_choices(body.get("n")):
+        return "an odd number of samples"
     if body.get("use_beam_search"):
         return "beam search"
     if _wants_prompt_logprobs(body, chat=chat):
@@ -168,6 +169,10 @@ def undivided_reason(body: Body, *, chat: bool) -> str | None:
     if 0 in (body.get("max_tokens"), body.get("max_completion_tokens")):
         return "no tokens to generate"
     return None
+
+
+def _is_number_of_choices(n: object) -> bool:
+    return n is None or (isinstance(n, int) and not isinstance(n, bool) and n >= 1)
 
 
 def _prompt_reason(body: Body) -> str | None:

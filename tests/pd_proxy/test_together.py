@@ -163,7 +163,7 @@ def test_a_prefill_server_that_tells_no_address_stays_in_turn(
 
 
 def test_a_request_that_cannot_be_divided_goes_to_decode_alone(known: Proxy, p: FakeServer, d: FakeServer) -> None:
-    assert known.complete(n=2).json() == WELL
+    assert known.complete(use_beam_search=True).json() == WELL
     assert p.received == []
     assert "kv_transfer_params" not in d.bodies[0]
 

@@ -32,6 +32,13 @@ def test_a_request_is_prefilled_then_decoded_with_the_returned_transfer(
     assert d.bodies == [body | {"kv_transfer_params": TRANSFER}]
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_choices_share_one_prompt(proxy: Proxy, p: FakeServer, d: FakeServer, path: str) -> None:
+    assert proxy.http.post(path, json={"prompt": "a", "messages": [], "n": 4}).status_code == 200
+    assert [body["n"] for body in (*p.bodies, *d.bodies)] == [1, 4]
+    assert d.bodies[0]["kv_transfer_params"] == TRANSFER
+
+
 def test_a_request_that_cannot_be_divided_goes_to_decode_alone_and_is_counted(
     proxy: Proxy, p: FakeServer, d: FakeServer, access_lines: Callable[[int], list[str]]
 ) -> None:
