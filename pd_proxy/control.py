@@ -113,8 +113,8 @@ class Doubts:
         if (before := self._before.pop((decode, prefill), None)) is None:
             self._before[decode, prefill] = failed
             logger.info(
-                "decode server %s failed request %s with both legs at once and has served one in turn since: they go "
-                "at once again. If it has not been replaced, its log says what was the matter, with that request's id",
+                "decode server %s failed request %s with both legs at once and has served one in turn since, as one "
+                "does that was replaced: both legs go at once again. Its log says under that id what was the matter",
                 decode, failed.request_id,
             )  # fmt: skip
             return
