@@ -161,7 +161,7 @@ def undivided_reason(body: Body, *, chat: bool) -> str | None:
     if reason is not None:
         return reason
     if not _is_number_of_choices(body.get("n")):
-        return "an odd number of samples"
+        return "an invalid number of samples"
     if body.get("use_beam_search"):
         return "beam search"
     if _wants_prompt_logprobs(body, chat=chat):

@@ -163,8 +163,8 @@ def test_one_prompt_in_any_form_takes_both_legs(prompt: object) -> None:
         ({"prompt": [[1, 2], [3]]}, "several prompts"),
         ({"prompt": None, "prompt_embeds": "AAAA"}, "prompt embeddings"),
         ({"prompt": "a", "prompt_embeds": ["AAAA"]}, "prompt embeddings"),
-        ({"prompt": "a", "n": 0}, "an odd number of samples"),
-        ({"prompt": "a", "n": "2"}, "an odd number of samples"),
+        ({"prompt": "a", "n": 0}, "an invalid number of samples"),
+        ({"prompt": "a", "n": "2"}, "an invalid number of samples"),
         ({"prompt": "a", "use_beam_search": True}, "beam search"),
         ({"prompt": "a", "prompt_logprobs": 0}, "prompt log-probabilities"),
         ({"prompt": "a", "echo": True, "logprobs": 0}, "prompt log-probabilities"),
@@ -184,7 +184,7 @@ def test_usual_parameters_do_not_keep_a_request_from_both_legs(body: dict[str, A
 @pytest.mark.parametrize(
     ("body", "reason"),
     [
-        ({"n": [3]}, "an odd number of samples"),
+        ({"n": [3]}, "an invalid number of samples"),
         ({"n": 3}, None),
         ({"echo": True}, "prompt log-probabilities"),
         ({"max_completion_tokens": 0}, "no tokens to generate"),
