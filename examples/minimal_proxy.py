@@ -29,13 +29,12 @@ FOR_P |= {"kv_transfer_params": {"do_remote_decode": True, "do_remote_prefill": 
 NOT_FOR_P = {"stream_options", "min_tokens", "stop", "stop_token_ids", "repetition_detection", "best_of"}
 
 
-def is_one_sequence(body: dict[str, Any]) -> bool:
-    """Return whether one prompt is continued once, and D need not compute it; D serves anything else alone."""
+def is_one_prompt(body: dict[str, Any]) -> bool:
+    """Return whether one prompt is continued, and D need not compute it; D serves anything else alone."""
     prompt, limits = body.get("prompt"), (body.get("max_tokens"), body.get("max_completion_tokens"))
     prompts = isinstance(prompt, list) and len(prompt) != 1 and not all(isinstance(token, int) for token in prompt)
-    several = prompts or body.get("n") not in (None, 1) or body.get("use_beam_search")
     computed = body.get("prompt_embeds") or body.get("echo") or body.get("prompt_logprobs") is not None
-    return not (several or computed or 0 in limits)
+    return not (prompts or body.get("use_beam_search") or computed or 0 in limits)
 
 
 def _fail(status: int, message: str) -> Response:
@@ -62,7 +61,7 @@ class Completions:
         try:
             answer = await self._ask(request, content, send)
         except httpx.TransportError as fault:
-            answer = _fail(504 if isinstance(fault, httpx.TimeoutException) else 502, f"{fault.request.url}: {fault!r}")
+            answer = _fail(504 if isinstance(fault, httpx.TimeoutException) else 502, f"a server failed: {fault!r}")
         if answer is not None:
             await answer(request.scope, request.receive, send)
         work.cancel()
@@ -74,8 +73,9 @@ class Completions:
             body: dict[str, Any] = json.loads(content) | {}
         except (ValueError, TypeError, RecursionError) as fault:
             return _fail(400, f"the request body must be a JSON object: {fault}")
-        body.pop("kv_transfer_params", None)  # a client's own would make D connect to hosts of the client's choice
-        if is_one_sequence(body):
+        for place in (one for one in (body, body.get("vllm_xargs")) if isinstance(one, dict)):  # vLLM looks into both
+            place.pop("kv_transfer_params", None)  # a client's own would make D connect to hosts of its choice
+        if is_one_prompt(body):
             for_p = {name: body[name] for name in body.keys() - NOT_FOR_P} | FOR_P
             p = await self._http.post(self._prefill + path, content=json.dumps(for_p), headers=headers)
             if p.status_code != 200:
@@ -83,7 +83,7 @@ class Completions:
             try:
                 body["kv_transfer_params"] = p.json()["kv_transfer_params"] | {}
             except (ValueError, TypeError, KeyError):
-                return _fail(502, f"no kv_transfer_params from {p.url}: is that server's kv_role kv_producer?")
+                return _fail(502, "no kv_transfer_params from P: is its kv_role kv_producer?")
         async with self._http.stream("POST", self._decode + path, content=json.dumps(body), headers=headers) as d:
             pieces = d.aiter_raw()
             piece = await anext(pieces, b"")  # vLLM says 200 before it computes: passed on when there is a byte

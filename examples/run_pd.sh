@@ -9,7 +9,8 @@
 #   PREFILL_PORT=8100 DECODE_PORT=8200     where P and D listen, on 127.0.0.1
 #   PREFILL_ARGS= DECODE_ARGS=             arguments of P alone and of D alone, separated by blanks
 #   CONNECTOR_CONFIG={}                    settings of the connector on both (kv_connector_extra_config), as JSON
-#   LOAD_FAILURE_POLICY=recompute          what D does when a pull fails: recompute or fail
+#   LOAD_FAILURE_POLICY=recompute          what D does when a pull fails: recompute or fail. With recompute it also
+#                                          computes the prompts of requests that come while P is down
 #   READY_TIMEOUT=600                      seconds until all three must serve
 #   STOP_TIMEOUT=15                        seconds until what was told to end is killed; put it above a
 #                                          --shutdown-timeout that you pass
@@ -52,6 +53,8 @@ run_pd() { # MODEL [ARGUMENT...]
         --kv-transfer-config "$(connector kv_consumer "$policy")" "$@" "${decode_args[@]}")
     local proxy=("$PYTHON" -m pd_proxy --host "$PROXY_HOST" --port "$PROXY_PORT"
         --prefill "http://127.0.0.1:$PREFILL_PORT" --decode "http://127.0.0.1:$DECODE_PORT")
+    # A D that may compute a prompt whose pull fails may compute those that no P serves.
+    [[ $LOAD_FAILURE_POLICY != recompute ]] || proxy+=(--without-prefill decode)
     if [[ $DRY_RUN == 1 ]]; then
         print_words "${prefill[@]}"
         print_words "${decode[@]}"

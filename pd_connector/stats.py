@@ -23,7 +23,7 @@ class ComputedHere(StrEnum):
 
     PULL = "pull"  # its pull failed; ``pull_failures`` says why
     WINDOW = "window"  # the prefill engine no longer has the first block that attention to a window or chunk needs
-    SHARED = "shared"  # another request used its lease or transfer, and too little of the prompt is in the prefix cache
+    SHARED = "shared"  # another request has its lease or transfer, and too little of the prompt is in this prefix cache
     UNPROVEN = "unproven"  # its prefill engine is not proven yet, and the prompt is too short to prove it
     DECLINED = "declined"  # vLLM did not take what could be pulled, as for prompt_logprobs
     ROLE = "role"  # the engine is none that decodes for others (kv_role)

@@ -4,14 +4,17 @@ import argparse
 import ipaddress
 import logging
 import os
+import socket
+import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import uvicorn
 
 from pd_proxy.app import create_app
 from pd_proxy.servers import Leg
-from pd_proxy.settings import FirstTokenFrom, Legs, Settings
+from pd_proxy.settings import FirstTokenFrom, Legs, Settings, WithoutPrefill
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     logging.getLogger("httpx").setLevel(logging.WARNING)
     if settings.api_key is not None:
         logger.info("the API key goes to the servers in the place of clients' Authorization; clients are not checked")
-    uvicorn.run(
+    config = uvicorn.Config(
         create_app(settings),
         host=server.host,
         port=server.port,
@@ -50,6 +53,31 @@ def main(arguments: Sequence[str] | None = None) -> None:
         server_header=False,
         timeout_graceful_shutdown=server.shutdown_timeout_s,
     )
+    running = uvicorn.Server(config)
+    with suppress(KeyboardInterrupt):
+        running.run(_listeners(server, config.backlog))
+    if not running.started:
+        sys.exit(1)
+
+
+def _listeners(server: Server, backlog: int) -> list[socket.socket] | None:
+    """Return the socket of all addresses, if these are asked for in the way of IPv6; None has uvicorn make its own.
+
+    uvicorn's event loop takes IPv6 connections only there. vLLM's servers take both kinds, as most servers do.
+    """
+    try:
+        if ipaddress.ip_address(server.host) != ipaddress.IPv6Address("::"):
+            return None
+    except ValueError:  # a name
+        return None
+    try:
+        listener = socket.create_server(
+            ("::", server.port), family=socket.AF_INET6, backlog=backlog, dualstack_ipv6=True
+        )
+    except (OSError, ValueError) as error:  # ValueError: the system has no such sockets
+        sys.exit(f"cannot listen on [::]:{server.port}: {error}; name another --host or --port")
+    logger.info("Uvicorn running on http://[::]:%d, for IPv6 and IPv4", listener.getsockname()[1])
+    return [listener]
 
 
 def parse(arguments: Sequence[str] | None = None) -> tuple[Settings, Server]:
@@ -62,6 +90,7 @@ def parse(arguments: Sequence[str] | None = None) -> tuple[Settings, Server]:
             decode=_leg_urls(Leg.DECODE, options.decode, options.decoder_hosts, options.decoder_ports),
             legs=Legs(options.legs),
             first_token=FirstTokenFrom(options.first_token),
+            without_prefill=WithoutPrefill(options.without_prefill),
             connect_timeout_s=options.connect_timeout,
             request_timeout_s=options.request_timeout,
             status_page=options.status_page,
@@ -120,7 +149,9 @@ def _parser() -> argparse.ArgumentParser:
     for leg in Leg:
         _add_servers(parser, leg)
     server = Server()
-    parser.add_argument("--host", default=server.host, help="address to listen on (default %(default)s)")
+    parser.add_argument(
+        "--host", default=server.host, help="address to listen on; :: for all of IPv6 and IPv4 (default %(default)s)"
+    )
     parser.add_argument(
         "--port", type=int, default=server.port, help="port to listen on, 0 for any (default %(default)s)"
     )
@@ -139,6 +170,13 @@ def _parser() -> argparse.ArgumentParser:
         help="prefill: streams of greedy text completions begin with the prefill server's own token, as soon as it "
         "has answered, and the decode server goes on behind it. decode: the whole answer is the decode server's "
         "(default %(default)s)",
+    )
+    parser.add_argument(
+        "--without-prefill",
+        choices=list(WithoutPrefill),
+        default=defaults.without_prefill,
+        help="what becomes of requests while no prefill server can be reached, or all that got one failed. fail: the "
+        "client gets an error. decode: a decode server computes the prompt itself (default %(default)s)",
     )
     parser.add_argument(
         "--api-key",

@@ -22,7 +22,7 @@ from pd_proxy.exchange import Completions
 from pd_proxy.journal import Journal
 from pd_proxy.recent import Recent
 from pd_proxy.servers import Leg, Servers
-from pd_proxy.settings import Settings
+from pd_proxy.settings import Settings, WithoutPrefill
 from pd_proxy.status import StatusPage
 from pd_proxy.tracing import Tracing
 from pd_proxy.upstream import Upstream
@@ -63,6 +63,7 @@ def create_app(settings: Settings) -> Starlette:
             doubts,
             legs=settings.legs,
             first_token=settings.first_token,
+            without_prefill=settings.without_prefill,
             api_key=settings.api_key,
         )
         return Route(path, Completions(upstream, journal, tracing, settings.max_body_bytes), methods=["POST"])
@@ -101,13 +102,14 @@ class _Pages:
         self._journal = journal
         self._health_timeout_s = settings.connect_timeout_s
         self._api_key = settings.api_key
+        self._without_prefill = settings.without_prefill
 
     async def health(self, _: Request) -> Response:
-        """200 while a request can be served: at least one healthy server on each leg."""
+        """200 while a request can be served: at least one healthy server on each leg, unless D may do without P."""
         legs = await asyncio.gather(
             self._prefill.healthy(self._health_timeout_s), self._decode.healthy(self._health_timeout_s)
         )
-        well = all(any(servers.values()) for servers in legs)
+        well = any(legs[1].values()) and (self._without_prefill == WithoutPrefill.DECODE or any(legs[0].values()))
         body = {"healthy": well, "prefill": legs[0], "decode": legs[1]}
         return JSONResponse(body, status_code=HTTPStatus.OK if well else HTTPStatus.SERVICE_UNAVAILABLE)
 
@@ -127,7 +129,7 @@ class _Pages:
             async with self._decode.request("GET", "/v1/models", headers) as answer:
                 content = await answer.read()
         except LegFailed as error:
-            return error_response(error.status, str(error))
+            return error_response(error.status, error.told)
         response = Response(content, status_code=answer.status)
         response.raw_headers = passed.to_client(answer.raw_headers, identity)
         return response

@@ -72,36 +72,58 @@ class ControlAddresses:
         self._told.pop(url, None)
 
 
+@dataclass(frozen=True, slots=True)
+class _Failed:
+    """A request that a decode server failed."""
+
+    address: Address  # of the prefill server's control channel, as the decode server was told
+    request_id: str
+
+
 class Doubts:
     """The decode servers that seem unable to follow a transfer by its name.
 
-    Nothing that a decode server answers says whether its connector can. One that fails a request with both legs at
-    once gets its next one from the same prefill server in turn. If it serves that, at the same address, all its legs go
-    in turn for a while. It is then tried again, because something else may have been the reason.
+    Nothing that a decode server answers says whether its connector can, or what else was the matter. One that fails a
+    request with both legs at once gets its next one from the same prefill server in turn. If it serves that, at the
+    same address, it may have been replaced meanwhile, so both legs are sent at once again. If that happens a second
+    time, all its legs go in turn for a while. It is then tried again, because something else may have been the reason.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         """Doubt none. ``clock`` is a monotonic clock, in seconds."""
         self._clock = clock
-        self._failed: dict[tuple[str, str], Address] = {}  # by decode and prefill server
+        # By decode and prefill server.
+        self._failed: dict[tuple[str, str], _Failed] = {}  # with both legs at once, the last time
+        self._before: dict[tuple[str, str], _Failed] = {}  # a time before, and then served one in turn
         self._until: dict[str, float] = {}  # by decode server
 
-    def failed_at_once(self, decode: str, prefill: str, address: Address) -> None:
+    def failed_at_once(self, decode: str, prefill: str, address: Address, request_id: str) -> None:
         """Note that a decode server failed a request that it was to follow at this address."""
-        self._failed[decode, prefill] = address
+        self._failed[decode, prefill] = _Failed(address, request_id)
 
     def served_at_once(self, decode: str, prefill: str) -> None:
         """Note that it served one that way: there is nothing to doubt."""
         self._failed.pop((decode, prefill), None)
+        self._before.pop((decode, prefill), None)
 
     def served_in_turn(self, decode: str, prefill: str, address: Address | None) -> None:
         """Note that it served one from a prefill server whose answers name this address."""
-        if (failed := self._failed.pop((decode, prefill), None)) is None or failed != address:
+        if (failed := self._failed.pop((decode, prefill), None)) is None or failed.address != address:
+            return
+        if (before := self._before.pop((decode, prefill), None)) is None:
+            self._before[decode, prefill] = failed
+            logger.info(
+                "decode server %s failed request %s with both legs at once and has served one in turn since, as one "
+                "does that was replaced: both legs go at once again. Its log says under that id what was the matter",
+                decode, failed.request_id,
+            )  # fmt: skip
             return
         self._until[decode] = self._clock() + _IN_TURN_S
         logger.warning(
-            "decode server %s failed with both legs at once and serves in turn: its legs go in turn for %g s. Give all "
-            "servers the same version of the connector", decode, _IN_TURN_S,
+            "decode server %s failed requests %s and %s with both legs at once and served one in turn after each: its "
+            "legs go in turn for %g s. Either its connector cannot follow transfers by name, so give all servers the "
+            "same version, or its log says with these requests' ids what is the matter",
+            decode, before.request_id, failed.request_id, _IN_TURN_S,
         )  # fmt: skip
 
     def go_in_turn(self, decode: str, prefill: str) -> bool:

@@ -88,8 +88,8 @@ async def _pass_on(
     whole = _with(first, pieces)
     if first_token is not None and await first_token.is_sent():
         if answer.status != HTTPStatus.OK:
-            cause = f"decode server {answer.url} answered with status {answer.status}"
-            raise LegFailed(HTTPStatus.BAD_GATEWAY, f"{cause}: {first[:500]!r}", cause=cause)
+            what = f"answered with status {answer.status}"
+            raise LegFailed(HTTPStatus.BAD_GATEWAY, "decode", answer.url, what, repr(first[:500]))
         rest = first_token.continued(answer.url, whole)
         async for piece in rest if details is None else corrected(rest, details):
             await client.send_piece(piece)

@@ -22,19 +22,39 @@ class RequestError(Exception):
 class LegFailed(Exception):  # noqa: N818  named after the event
     """A server could not be reached, fell silent, broke off, or gave an answer that cannot be used."""
 
-    def __init__(self, status: HTTPStatus, message: str, retry: Retry = Retry.NO, *, cause: str = "") -> None:
-        super().__init__(message)
+    def __init__(
+        self, status: HTTPStatus, leg: str, url: str, what: str, detail: str = "", retry: Retry = Retry.NO
+    ) -> None:
+        """Note what a server did.
+
+        Args:
+            status: for the client.
+            leg: of the server.
+            url: of the server; no client is told.
+            what: it did, with a verb at the beginning, without addresses and without anything that it wrote.
+            detail: what the server or the network told, or what to do about it; no client is told.
+            retry: whether another server may get the request.
+        """
+        self.cause = f"{leg} server {url} {what}"
+        super().__init__(f"{self.cause}: {detail}" if detail else self.cause)
         self.status = status
         self.retry = retry
-        self.cause = cause or message  # without anything that the server wrote
+        self.told = f"a {leg} server {what}"  # for clients
 
 
 class NothingHandedOver(LegFailed):
     """The prefill server answered well, without ``kv_transfer_params``."""
 
-    def __init__(self, status: HTTPStatus, message: str, *, text_ended: bool) -> None:
-        super().__init__(status, message)
-        self.text_ended = text_ended  # with its one token
+    def __init__(self, url: str, finish_reason: str) -> None:
+        """``finish_reason``: of the answer, in quotes; empty if it has none."""
+        super().__init__(
+            HTTPStatus.BAD_GATEWAY,
+            "prefill",
+            url,
+            f"returned no kv_transfer_params (finish reason {finish_reason or 'missing'}, expected 'length')",
+            "is it started with --kv-transfer-config and a kv_role of kv_producer or kv_both?",
+        )
+        self.text_ended = finish_reason == "'stop'"  # with its one token
 
 
 class LegRefused(Exception):  # noqa: N818

@@ -85,4 +85,4 @@ class Completions:
             await client.send_whole(error.status, error.headers, error.content)
         except LegFailed as error:
             record.problem, record.cause = str(error), error.cause
-            await client.fail(error.status, str(error))
+            await client.fail(error.status, error.told)

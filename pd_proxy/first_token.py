@@ -147,8 +147,7 @@ class FirstToken:
         try:
             event = json.loads(raw.removeprefix(b"data: "))
             if "error" in event:
-                cause = f"decode server {url} failed"
-                raise LegFailed(HTTPStatus.BAD_GATEWAY, f"{cause}: {event['error']!r:.500}", cause=cause)
+                raise LegFailed(HTTPStatus.BAD_GATEWAY, "decode", url, "failed", f"{event['error']!r:.500}")
             choice = event["choices"][0]
             text, ends = choice["text"], choice["finish_reason"] is not None
         except (ValueError, KeyError, IndexError, TypeError):  # the end, or nothing that vLLM sends
@@ -162,9 +161,8 @@ class FirstToken:
     def _differs(self, url: str, raw: bytes) -> LegFailed:
         shown = raw[:300].decode("utf-8", "replace")
         self._client.record.first_token_differs = True
-        told = f"decode server {url} does not begin with the prefill server's token {self._text!r}: {shown}"
-        cause = f"decode server {url} does not begin with the prefill server's token"
-        return LegFailed(HTTPStatus.BAD_GATEWAY, told, cause=cause)
+        what = "does not begin with the prefill server's token"
+        return LegFailed(HTTPStatus.BAD_GATEWAY, "decode", url, what, f"{self._text!r}: {shown}")
 
 
 def _event(content: object) -> bytes:

@@ -30,7 +30,7 @@ from pd_proxy.first_token import FirstToken, may_begin
 from pd_proxy.parameters import Body, decode_body, following
 from pd_proxy.prefill import run_prefill
 from pd_proxy.servers import Server
-from pd_proxy.settings import FirstTokenFrom, Legs
+from pd_proxy.settings import FirstTokenFrom, Legs, WithoutPrefill
 from pd_proxy.upstream import Upstream
 from pd_proxy.usage import Details, PromptDetails
 
@@ -38,6 +38,10 @@ logger = logging.getLogger(__name__)
 
 #: How long an error of D waits for news of P, which may be its cause, and P's answer for its end after D's.
 _LAST_NEWS_S = 1.0
+
+#: Why a decode server has served a request alone.
+_ENDS_AT_ONCE = "the text ends with its first token"
+_NO_PREFILL = "no prefill server"
 
 Failure = LegFailed | LegRefused
 
@@ -74,7 +78,8 @@ class TwoLegs:
         """Serve the request to its end.
 
         A prefill server that cannot be reached is followed by the next one, and one that took the request and failed by
-        one more, as long as the client has got nothing: a request that kills prefill servers shall not kill all.
+        one more, as long as the client has got nothing: a request that kills prefill servers shall not kill all. Behind
+        the last one, a decode server may be the next, with the whole request.
 
         Raises:
             LegFailed, LegRefused: no prefill server served, or the decode server failed.
@@ -89,8 +94,14 @@ class TwoLegs:
                 return
             if failure.retry is not Retry.NO:
                 self._upstream.control.forget(server.url)
-            if not untried or failure.retry is Retry.NO or (failure.retry is Retry.ONCE and not once):
+            if failure.retry is Retry.NO or (failure.retry is Retry.ONCE and not once):
                 raise failure
+            if not untried:
+                if self._upstream.without_prefill != WithoutPrefill.DECODE:
+                    raise failure
+                logger.warning("%s: a decode server computes the prompt", failure)
+                await self._alone(_NO_PREFILL)
+                return
             if failure.retry is Retry.ONCE:
                 once = False
                 self._record.prefill_retries += 1
@@ -108,7 +119,7 @@ class TwoLegs:
         except (LegFailed, LegRefused) as failure:
             if not self._text_ended(failure):
                 return failure
-            await self._alone()
+            await self._alone(_ENDS_AT_ONCE)
         else:
             await self._in_turn(answer, server)
         return None
@@ -126,9 +137,9 @@ class TwoLegs:
         body = decode_body(self._body, answer["kv_transfer_params"])
         await self._run_decode(body, details, self._noting_in_turn(server))
 
-    async def _alone(self) -> None:
-        """Run the decode leg of a text that ends with its first token: P hands nothing over then."""
-        self._record.legs, self._record.undivided = "", "the text ends with its first token"
+    async def _alone(self, reason: str) -> None:
+        """Have a decode server compute the prompt, because no prefill server has handed it over."""
+        self._record.legs, self._record.undivided = "", reason
         await self._run_decode(decode_body(self._body, None), None)
 
     async def _together(self, server: Server, address: Address) -> Failure | None:
@@ -153,7 +164,7 @@ class TwoLegs:
             raise problem
         if not self._client.started:
             if prefill.text_ended:
-                await self._alone()
+                await self._alone(_ENDS_AT_ONCE)
             elif prefill.moved is not None:
                 await self._in_turn(prefill.moved, server)
             else:
@@ -216,7 +227,7 @@ class TwoLegs:
                 if prefill.moved is None:  # after P's answer, which tells the address anew
                     self._upstream.control.forget(server.url)  # it may be what D could not use
                 if not prefill.ends_decoding:  # P is not the reason
-                    doubts.failed_at_once(self._record.decode_url, server.url, address)
+                    doubts.failed_at_once(self._record.decode_url, server.url, address, self._record.identity)
 
         return wait
 

@@ -26,24 +26,27 @@ The prefill leg computes the KV cache of the prompt, samples one token and throw
 | structured_outputs; response_format (completions) | removed | no grammar needs to be compiled for it; they never reach the prompt |
 | thinking_token_budget | removed | it shapes output only |
 | logprobs, top_logprobs, logprob_token_ids, return_*, routed_experts_prompt_start, stream_interval, echo, skip_special_tokens, spaces_between_special_tokens | removed | they shape the answer only |
-| kv_transfer_params | asks for the transfer | a client's own is dropped on both legs: it could make D read from a host of the client's choice |
+| kv_transfer_params | asks for the transfer | a client's own is dropped on both legs: it could make D read from a host of the client's choice. So is one in vllm_xargs, which vLLM (0.23 to 0.33) copies to where it looks for them; there is no third way by which its completions take them |
 
 The decode leg gets the client's body, with ``kv_transfer_params`` from the prefill leg, or with those that follow it by
 its name. Not every request is one prompt
 whose KV cache D can take over; ``undivided_reason`` names the others, which D computes by itself:
 
 - Several prompts, or embeddings for a prompt: one ``kv_transfer_params`` belongs to one prompt of tokens.
-- ``n`` above 1: vLLM runs every sample as a request of its own with a copy of the same ``kv_transfer_params``. The
-  first one that has read the blocks releases them, under the others' hands.
 - Beam search: vLLM leaves ``kv_transfer_params`` out of the requests that it makes of the beams.
 - Log-probabilities of the prompt (``prompt_logprobs``; ``echo`` with logprobs): they come from computing the prompt, so
   vLLM takes no cached or transferred KV for such a request. In chat, ``echo`` alone already asks for them.
 - No tokens to generate (``max_tokens`` 0): there is nothing to decode.
+
+Several choices (``n``) take both legs, and P computes one token for all of them. vLLM runs each as a request of its own
+on D, with a copy of the same ``kv_transfer_params``: the connector pulls for the first and lets the others follow it.
 """  # noqa: E501  the table's rows
 
 from typing import Any
 
 Body = dict[str, Any]
+
+_TRANSFER = "kv_transfer_params"
 
 #: What asks a prefill server to keep the KV cache for another engine. Routers agree on these keys.
 REMOTE_DECODE: Body = {
@@ -107,14 +110,14 @@ def prefill_body(body: Body, transfer_id: str | None = None, *, chat: bool, used
         used: whether the one token is for the client, so that it may end the text where the client's request lets it.
     """
     removed = _REMOVED if chat else _REMOVED | {"response_format"}
-    kept = {name: value for name, value in body.items() if name not in removed}
+    kept = {name: value for name, value in without_transfer(body).items() if name not in removed}
     one_token: Body = {"max_tokens": 1, "n": 1, "stream": False, "ignore_eos": True, "temperature": 0.0}
     if chat:
         one_token["max_completion_tokens"] = 1
     if used:
         del one_token["ignore_eos"]
     named = {} if transfer_id is None else {"transfer_id": transfer_id}
-    return kept | one_token | {"kv_transfer_params": REMOTE_DECODE | named}
+    return kept | one_token | {_TRANSFER: REMOTE_DECODE | named}
 
 
 def following(transfer_id: str, host: str, port: int) -> Body:
@@ -136,8 +139,17 @@ def following(transfer_id: str, host: str, port: int) -> Body:
 
 def decode_body(body: Body, transfer: Body | None) -> Body:
     """The decode leg's body. Without ``transfer`` D computes the prompt itself."""
-    kept = {name: value for name, value in body.items() if name != "kv_transfer_params"}
-    return kept if transfer is None else kept | {"kv_transfer_params": transfer}
+    kept = without_transfer(body)
+    return kept if transfer is None else kept | {_TRANSFER: transfer}
+
+
+def without_transfer(body: Body) -> Body:
+    """Return a client's body without ``kv_transfer_params``, wherever vLLM would take them from."""
+    kept = {name: value for name, value in body.items() if name != _TRANSFER}
+    extra = kept.get("vllm_xargs")
+    if isinstance(extra, dict) and _TRANSFER in extra:
+        kept["vllm_xargs"] = {name: value for name, value in extra.items() if name != _TRANSFER}
+    return kept
 
 
 def undivided_reason(body: Body, *, chat: bool) -> str | None:
@@ -148,8 +160,8 @@ def undivided_reason(body: Body, *, chat: bool) -> str | None:
     reason = None if chat else _prompt_reason(body)
     if reason is not None:
         return reason
-    if body.get("n") not in (None, 1):
-        return "several samples"
+    if not _is_number_of_choices(body.get("n")):
+        return "an invalid number of samples"
     if body.get("use_beam_search"):
         return "beam search"
     if _wants_prompt_logprobs(body, chat=chat):
@@ -157,6 +169,10 @@ def undivided_reason(body: Body, *, chat: bool) -> str | None:
     if 0 in (body.get("max_tokens"), body.get("max_completion_tokens")):
         return "no tokens to generate"
     return None
+
+
+def _is_number_of_choices(n: object) -> bool:
+    return n is None or (isinstance(n, int) and not isinstance(n, bool) and n >= 1)
 
 
 def _prompt_reason(body: Body) -> str | None:

@@ -64,23 +64,20 @@ def checked_answer(url: str, text: bytes) -> Body:
     try:
         answer = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise LegFailed(HTTPStatus.BAD_GATEWAY, f"prefill server {url} answered with invalid JSON: {error}") from error
+        raise LegFailed(HTTPStatus.BAD_GATEWAY, "prefill", url, "answered with invalid JSON", str(error)) from error
     transfer = answer.get("kv_transfer_params") if isinstance(answer, dict) else None
     if not isinstance(transfer, dict) or not transfer:
         reason = _finish_reason(answer)
         if reason == "'abort'":
             raise LegFailed(
                 HTTPStatus.SERVICE_UNAVAILABLE,
-                f"prefill server {url} gave the request up (finish reason 'abort'): is it told to stop? Start "
-                "another, or ask again when it is back",
+                "prefill",
+                url,
+                "gave the request up (finish reason 'abort')",
+                "is it told to stop? Start another, or ask again when it is back",
                 Retry.ONCE,
             )
-        raise NothingHandedOver(
-            HTTPStatus.BAD_GATEWAY,
-            f"prefill server {url} returned no kv_transfer_params (finish reason {reason or 'missing'}, expected "
-            "'length'). Is it started with --kv-transfer-config and a kv_role of kv_producer or kv_both?",
-            text_ended=reason == "'stop'",
-        )
+        raise NothingHandedOver(url, reason)
     return dict(answer)
 
 
@@ -96,6 +93,6 @@ def _refuse(answer: Answer, text: bytes, identity: str) -> NoReturn:
         shown = text[:500].decode("utf-8", "replace")
         known = answer.status >= 400 and answer.status in HTTPStatus.__members__.values()
         status = HTTPStatus(answer.status) if known else HTTPStatus.BAD_GATEWAY
-        cause = f"prefill server {answer.url} answered with status {answer.status}"
-        raise LegFailed(status, f"{cause}: {shown}", retry_of(answer.status), cause=cause)
+        what = f"answered with status {answer.status}"
+        raise LegFailed(status, "prefill", answer.url, what, shown, retry_of(answer.status))
     raise LegRefused(answer.status, passed.to_client(answer.raw_headers, identity), text)

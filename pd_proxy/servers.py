@@ -21,6 +21,7 @@ from pd_proxy.errors import LegFailed, Retry
 
 logger = logging.getLogger(__name__)
 
+#: A character for each byte (Latin-1), as Starlette has them.
 HeaderList = list[tuple[str, str]]
 
 
@@ -160,7 +161,9 @@ class Servers:
     async def _send(
         self, server: Server, method: str, path: str, headers: HeaderList, content: bytes | None
     ) -> httpx.Response:
-        request = self._client.build_request(method, server.url + path, headers=headers, content=content)
+        # As bytes, each of them as the client sent it: the HTTP client would refuse what is not ASCII.
+        raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers]
+        request = self._client.build_request(method, server.url + path, headers=raw, content=content)
         try:
             response = await self._client.send(request, stream=True)
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:
@@ -175,15 +178,15 @@ class Servers:
 
 
 def _failed(leg: Leg, server: Server, error: httpx.TransportError) -> LegFailed:
-    what = f"{leg} server {server.url}"
-    detail = str(error) or type(error).__name__
+    status, detail, retry = HTTPStatus.BAD_GATEWAY, str(error) or type(error).__name__, Retry.NO
     match error:
         case httpx.ConnectTimeout():
-            told = f"{what} did not take the connection within the time limit"
-            return LegFailed(HTTPStatus.GATEWAY_TIMEOUT, told, Retry.FREELY)
+            status, detail, retry = HTTPStatus.GATEWAY_TIMEOUT, "", Retry.FREELY
+            what = "did not take the connection within the time limit"
         case httpx.TimeoutException():
-            return LegFailed(HTTPStatus.GATEWAY_TIMEOUT, f"{what} was silent for longer than the time limit")
+            status, detail, what = HTTPStatus.GATEWAY_TIMEOUT, "", "was silent for longer than the time limit"
         case httpx.ConnectError():
-            return LegFailed(HTTPStatus.BAD_GATEWAY, f"{what} cannot be reached: {detail}", Retry.FREELY)
+            what, retry = "cannot be reached", Retry.FREELY
         case _:
-            return LegFailed(HTTPStatus.BAD_GATEWAY, f"{what} broke off: {detail}", Retry.ONCE)
+            what, retry = "broke off", Retry.ONCE
+    return LegFailed(status, leg, server.url, what, detail, retry)

@@ -23,6 +23,13 @@ class FirstTokenFrom(StrEnum):
     PREFILL = "prefill"  # where it is the same, see ``first_token``
 
 
+class WithoutPrefill(StrEnum):
+    """What becomes of a request that no prefill server serves because they are down."""
+
+    FAIL = "fail"  # the client is told
+    DECODE = "decode"  # a decode server computes the prompt
+
+
 @dataclass(frozen=True, slots=True)
 class Settings:
     """Servers and limits of one proxy.
@@ -36,6 +43,7 @@ class Settings:
     decode: tuple[str, ...]  # base URLs of the decode servers
     legs: Legs = Legs.TOGETHER
     first_token: FirstTokenFrom = FirstTokenFrom.DECODE
+    without_prefill: WithoutPrefill = WithoutPrefill.FAIL
     connect_timeout_s: float = 5.0  # longest wait for a TCP connection to a server
     request_timeout_s: float = 600.0  # longest silence of a server: to its answer, and between two pieces of it
     skip_s: float = 5.0  # how long a server that refused a connection is tried last
@@ -52,7 +60,7 @@ class Settings:
                 raise ValueError(f"a {leg} server is named twice: {', '.join(urls)}")
             for url in urls:
                 _check_url(leg, url)
-        Legs(self.legs), FirstTokenFrom(self.first_token)
+        Legs(self.legs), FirstTokenFrom(self.first_token), WithoutPrefill(self.without_prefill)
         for name in ("connect_timeout_s", "request_timeout_s", "skip_s", "max_body_bytes"):
             value = getattr(self, name)
             if not (value > 0 and math.isfinite(value)):

@@ -7,7 +7,7 @@ import json
 import re
 import time
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import asdict
 from http import HTTPStatus
 from importlib.resources import files
@@ -16,6 +16,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from pd_proxy.control import ControlAddresses
 from pd_proxy.errors import error_response
@@ -61,20 +62,19 @@ class StatusPage:
             return error_response(HTTPStatus.SERVICE_UNAVAILABLE, told)
         run, _, seen = request.headers.get("last-event-id", "").partition("-")
         place = int(seen) if run == self._run and re.fullmatch(r"[0-9]{1,15}", seen) else 0
-        headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
-        return StreamingResponse(self._news(place), media_type="text/event-stream", headers=headers)
+        self._pages += 1  # before anything is awaited, or a crowd that comes at once is let through
+        return _Events(self._news(place), self._closed)
+
+    def _closed(self) -> None:
+        self._pages -= 1
 
     async def _news(self, place: int) -> AsyncIterator[str]:
-        self._pages += 1
-        try:
-            yield "retry: 500\n\n"
-            until = time.monotonic() + _CONNECTION_S
-            while time.monotonic() < until:
-                state, place = self._state(place)
-                yield f"id: {self._run}-{place}\ndata: {json.dumps(state, separators=(',', ':'))}\n\n"
-                await asyncio.sleep(_INTERVAL_S)
-        finally:
-            self._pages -= 1
+        yield "retry: 500\n\n"
+        until = time.monotonic() + _CONNECTION_S
+        while time.monotonic() < until:
+            state, place = self._state(place)
+            yield f"id: {self._run}-{place}\ndata: {json.dumps(state, separators=(',', ':'))}\n\n"
+            await asyncio.sleep(_INTERVAL_S)
 
     def _state(self, place: int) -> tuple[dict[str, Any], int]:
         """Return what a page is to show that has seen the requests up to ``place`` end, and the new place."""
@@ -106,6 +106,22 @@ class StatusPage:
                 }
             )
         return shown
+
+
+class _Events(StreamingResponse):
+    """A stream of events that tells its end, also where it never began because its client had left."""
+
+    def __init__(self, news: AsyncIterator[str], ended: Callable[[], None]) -> None:
+        headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
+        super().__init__(news, media_type="text/event-stream", headers=headers)
+        self._ended = ended
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the stream to its end."""
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._ended()
 
 
 def _policy(html: str) -> str:

@@ -7,7 +7,7 @@ from starlette.datastructures import Headers
 from pd_proxy import headers as passed
 from pd_proxy.control import ControlAddresses, Doubts
 from pd_proxy.servers import HeaderList, Servers
-from pd_proxy.settings import FirstTokenFrom, Legs
+from pd_proxy.settings import FirstTokenFrom, Legs, WithoutPrefill
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +22,7 @@ class Upstream:
     doubts: Doubts
     legs: Legs
     first_token: FirstTokenFrom
+    without_prefill: WithoutPrefill
     api_key: str | None
 
     def headers(self, of_client: Headers, identity: str, *, relayed: bool) -> HeaderList:

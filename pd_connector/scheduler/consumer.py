@@ -16,7 +16,8 @@ A request whose prompt a prefill engine holds, or will hold, passes through thes
        '--- lease is another request's ----> waits until that one is settled, then takes what the prefix cache holds
 
 A lease is good for one pull, and so is a transfer's name. Requests that share one (vLLM turns ``n`` choices into ``n``
-requests) therefore follow the first of them, even if that has been settled before they arrive.
+requests) therefore follow the first of them, even if that has been settled before they arrive. A choice that comes
+before the first one of its request is alone: that is at another data-parallel engine. It is computed here.
 
 Everything runs on the scheduler's thread, and nothing blocks: the control client's thread resends messages to prefill
 engines until they are answered.
@@ -49,7 +50,7 @@ from pd_connector.scheduler.roles import SchedulerRole
 from pd_connector.scheduler.subscriptions import Subscriptions, TransferFailed
 from pd_connector.stats import ComputedHere, StatsRecorder
 from pd_connector.vllm.cache_specs import Retention
-from pd_connector.vllm.requests import block_ids_by_group, is_placeholder, prompt_shape, traceparent
+from pd_connector.vllm.requests import block_ids_by_group, is_later_choice, is_placeholder, prompt_shape, traceparent
 
 if TYPE_CHECKING:
     from pd_connector.vllm.types import KVCacheBlocks, Request
@@ -338,7 +339,7 @@ class Consumer(SchedulerRole):
             key: _Key = ("lease", asked.lease_id)
         else:
             key = ("transfer", asked.remote_host, str(asked.remote_port), asked.transfer_id)
-        if key in self._in_use or key in self._spent:
+        if key in self._in_use or key in self._spent or is_later_choice(request_id):
             of = self._in_use.get(key) or self._spent.get(key)
             if isinstance(asked, RemoteTransfer) and prompt is not None and of is not None and prompt != of:
                 raise ParamsError(

@@ -31,6 +31,16 @@ def is_placeholder(request: "Request") -> bool:
     return bool(getattr(request, "abort_immediately", False))
 
 
+def is_later_choice(request_id: str) -> bool:
+    """Return whether a request is one of several choices (``n``) of a client's request, and not the first of them.
+
+    vLLM makes a request of each: ``0_ID``, ``1_ID`` and so on, which it adds in this order, each to any of its
+    data-parallel engines. No other request's id begins with a number and an underscore.
+    """
+    index, underscore, _ = request_id.partition("_")
+    return bool(underscore and index.isdecimal() and index.strip("0"))
+
+
 def prefill_is_complete(request: "Request") -> bool:
     """Return whether a finished request has sampled a token, so that its whole prompt is in the cache."""
     from vllm.v1.request import RequestStatus  # noqa: PLC0415  the doctor grants leases without vLLM

@@ -68,7 +68,7 @@ def test_panels_have_data_and_alerts_fire_when_p_dies(
     servers: dict[str, Server], proxy: ProxyProcess, tmp_path: Path
 ) -> None:
     p, d = servers["P"], servers["D"]
-    ask(proxy, make_prompt(100, "first"), n=2, temperature=1)  # begins the proxy's counters
+    ask(proxy, make_prompt(100, "first"), prompt_logprobs=0)  # begins the proxy's counters
     targets = {"pd-prefill": f"127.0.0.1:{p.port}", "pd-decode": f"127.0.0.1:{d.port}"}
     with Prometheus(tmp_path, targets | {"pd-proxy": proxy.url.removeprefix("http://")}) as prometheus:
         until(lambda: prometheus.value('sum(up{job=~"pd-.+"})') == 3, "all targets are scraped", within_s=60)
@@ -76,7 +76,7 @@ def test_panels_have_data_and_alerts_fire_when_p_dies(
         until(lambda: prometheus.value("min(count_over_time(vllm:pd_pulls_total[5m]))") >= 2, within_s=60)
         for number in range(6):
             ask(proxy, make_prompt(200, f"watched {number}"), stream=True)
-        ask(proxy, make_prompt(100, "again"), n=2, temperature=1)
+        ask(proxy, make_prompt(100, "again"), prompt_logprobs=0)
         until(lambda: prometheus.value("vllm:pd_pulls_total") >= 6, within_s=60)
         until(lambda: prometheus.value("vllm:pd_host_blocks_cached") > 0, within_s=60)
         until(lambda: not empty(prometheus), lambda: f"no data for {empty(prometheus)}", within_s=60)

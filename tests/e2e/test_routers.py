@@ -110,6 +110,15 @@ class TestProxy:
             pulls.assert_right(completion, prompt)
         assert proxy.count('pd_proxy_legs_total{legs="together"}') == len(prompts)
 
+    @pytest.mark.parametrize("legs", ["together", "in-turn"])
+    def test_the_choices_of_a_request_share_one_pull(self, proxied: Proxied, pulls: Pair, legs: str) -> None:
+        proxy, prompt = proxied("P", legs=legs), make_prompt(257, ("choices", legs))
+        with pulls.traffic() as traffic:
+            choices = proxy.client.choices(prompt, 3, temperature=1.0, top_k=1)
+        assert (traffic.pulled("pulls"), traffic.failures()) == (1, 0)
+        assert (traffic.leases("granted"), traffic.leases("released")) == (1, 1)
+        assert choices == [pulls.decode.client.compute(prompt).tokens] * 3
+
     def test_a_prompt_that_is_too_long_is_refused_at_once(self, proxied: Proxied) -> None:
         proxy = proxied("P")
         start = time.monotonic()

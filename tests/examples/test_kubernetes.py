@@ -151,6 +151,7 @@ def test_the_proxy_reaches_both_engines_by_their_services() -> None:
     assert settings.decode == (f"http://pd-decode:{services['pd-decode']}",)
     assert (server.host, server.port) == ("0.0.0.0", PROXY.ports["http"])
     assert PROXY.command[0] == "pd-proxy"
+    assert settings.without_prefill == "decode", "D may compute prompts: its policy is recompute"
 
 
 def data_ports(engine: Workload) -> range:

@@ -94,6 +94,7 @@ def bed(shared_bed: Bed) -> Iterator[Bed]:
 
 def message(response: httpx.Response) -> str:
     """The message of an error of the router's own; its shape is checked."""
+    assert "127.0.0.1" not in response.text  # no address of a server
     error = response.json()["error"]
     assert error["code"] == response.status_code
     return str(error["message"])
@@ -160,11 +161,13 @@ def test_vllm_samples_one_token_for_whatever_a_client_wants(bed: Bed, path: str)
 
 
 def test_a_clients_own_transfer_reaches_no_server(bed: Bed) -> None:
-    evil = {"kv_transfer_params": {"do_remote_prefill": True, "remote_host": "evil"}}
+    evil: dict[str, Any] = {"kv_transfer_params": {"do_remote_prefill": True, "remote_host": "evil"}}
+    evil |= {"vllm_xargs": {"kv_transfer_params": "evil"}}
     assert bed.proxy.complete(**evil).status_code == 200
     assert bed.proxy.complete(prompt=["a", "b"], **evil).status_code == 200
-    assert bed.p.bodies == [BODY | ASKED_OF_P]
-    assert bed.d.bodies == [BODY | {"kv_transfer_params": TRANSFER}, BODY | {"prompt": ["a", "b"]}]
+    kept: dict[str, Any] = BODY | {"vllm_xargs": {}}
+    assert bed.p.bodies == [kept | ASKED_OF_P]
+    assert bed.d.bodies == [kept | {"kv_transfer_params": TRANSFER}, kept | {"prompt": ["a", "b"]}]
 
 
 @pytest.mark.parametrize(
@@ -191,7 +194,7 @@ def test_a_clients_own_transfer_reaches_no_server(bed: Bed) -> None:
     ids=str,
 )
 def test_it_divides_what_the_full_proxy_divides(body: dict[str, Any]) -> None:
-    assert minimal_proxy.is_one_sequence(body) is (parameters.undivided_reason(body, chat="messages" in body) is None)
+    assert minimal_proxy.is_one_prompt(body) is (parameters.undivided_reason(body, chat="messages" in body) is None)
 
 
 def test_headers_that_concern_the_servers_reach_both(bed: Bed) -> None:
@@ -269,7 +272,7 @@ def test_a_useless_answer_of_p_is_an_error_that_names_it(bed: Bed, script: Scrip
     bed.p.script = script
     response = bed.proxy.complete()
     assert response.status_code == 502
-    assert f"no kv_transfer_params from {bed.p.url}/v1/completions" in message(response)
+    assert "no kv_transfer_params from P" in message(response)
     assert bed.d.received == []
 
 
@@ -292,14 +295,12 @@ async def begins_and_drops(_: Received, wire: Wire) -> None:
 
 @pytest.mark.parametrize("leg", ["p", "d"])
 @pytest.mark.parametrize("script", [drops, begins_and_drops])
-def test_a_server_that_breaks_off_before_its_first_byte_is_an_error_that_names_it(
-    bed: Bed, leg: str, script: Script
-) -> None:
+def test_a_server_that_breaks_off_before_its_first_byte_is_an_error(bed: Bed, leg: str, script: Script) -> None:
     server = bed.p if leg == "p" else bed.d
     server.script = script
     response = bed.proxy.complete(stream=True)
     assert response.status_code == 502
-    assert server.url in message(response)
+    assert "RemoteProtocolError" in message(response)
 
 
 async def breaks_a_stream(_: Received, wire: Wire) -> None:
@@ -325,20 +326,20 @@ def test_an_answer_that_breaks_off_never_looks_complete(bed: Bed, script: Script
 
 
 @pytest.mark.parametrize("leg", ["p", "d"])
-def test_a_server_that_cannot_be_reached_is_an_error_that_names_it(servers: FakeServers, leg: str) -> None:
+def test_a_server_that_cannot_be_reached_is_an_error(servers: FakeServers, leg: str) -> None:
     nowhere = unused_url()
     p, d = (nowhere, servers.start(decodes).url) if leg == "p" else (servers.start(prefills).url, nowhere)
     with Running(p, d) as proxy:
         response = proxy.complete()
     assert response.status_code == 502
-    assert nowhere in message(response)
+    assert "ConnectError" in message(response)
 
 
 def test_a_server_that_takes_no_connection_is_a_timeout(bed: Bed) -> None:
     with full_backlog() as url, Running(url, bed.d.url) as proxy:
         response = proxy.complete()
     assert response.status_code == 504
-    assert url in message(response)
+    assert "ConnectTimeout" in message(response)
 
 
 # A client that leaves

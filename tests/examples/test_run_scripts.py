@@ -90,7 +90,8 @@ def test_a_dry_run_prints_the_three_commands_and_needs_nothing(platform: str) ->
     }
     assert connector(decode) == connector(prefill) | {"kv_role": "kv_consumer", "kv_load_failure_policy": "recompute"}
     legs = ["--prefill", "http://127.0.0.1:8100", "--decode", "http://127.0.0.1:8200"]
-    assert proxy == ["py", "-m", "pd_proxy", "--host", "127.0.0.1", "--port", "8000", *legs]
+    may_compute = ["--without-prefill", "decode"]  # as D with this policy
+    assert proxy == ["py", "-m", "pd_proxy", "--host", "127.0.0.1", "--port", "8000", *legs, *may_compute]
 
 
 def test_cpu_servers_share_the_cores_and_start_as_the_cpu_build_can() -> None:

@@ -139,5 +139,11 @@ def test_the_first_token_is_ds_unless_told_otherwise() -> None:
     assert parse([*servers, "--first-token", "prefill"])[0].first_token == "prefill"
 
 
+def test_without_prefill_servers_requests_fail_unless_told_otherwise() -> None:
+    servers = ["--prefill", "http://p:1", *D]
+    assert parse(servers)[0].without_prefill == "fail"
+    assert parse([*servers, "--without-prefill", "decode"])[0].without_prefill == "decode"
+
+
 def test_another_way_of_legs_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert "invalid choice: 'parallel'" in refusal(capsys, ["--prefill", "http://p:1", *D, "--legs", "parallel"])

@@ -77,6 +77,23 @@ def test_arguments_that_cannot_work_are_explained() -> None:
     assert "prefill server 'localhost:8000' is not a base URL" in ended.stderr
 
 
+def test_all_addresses_of_ipv6_are_those_of_ipv4_too(p: FakeServer, d: FakeServer) -> None:
+    """As with vLLM's own servers."""
+    with ProxyProcess(["-m", "pd_proxy", "--prefill", p.url, "--decode", d.url, "--host", "::"]) as process:
+        for host in ("127.0.0.1", "[::1]"):
+            url = f"http://{host}:{process.address[1]}/healthcheck"
+            assert httpx.get(url, trust_env=False).json()["status"] == "ok"
+
+
+def test_a_port_that_is_taken_is_explained(p: FakeServer, d: FakeServer) -> None:
+    port = p.url.rpartition(":")[2]
+    arguments = ["--prefill", p.url, "--decode", d.url, "--host", "::", "--port", port]
+    ended = subprocess.run([*COMMAND, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 1
+    assert f"cannot listen on [::]:{port}: " in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
 def test_it_imports_nothing_of_the_connector() -> None:
     code = "import sys, pd_proxy.__main__; print({'pd_connector', 'transfer', 'layout', 'vllm'} & {*sys.modules})"
     ended = subprocess.run(

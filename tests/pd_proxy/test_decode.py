@@ -13,7 +13,7 @@ from pd_proxy.control import ControlAddresses, Doubts
 from pd_proxy.decode import run_decode
 from pd_proxy.journal import Record
 from pd_proxy.servers import Leg, Servers
-from pd_proxy.settings import FirstTokenFrom, Legs
+from pd_proxy.settings import FirstTokenFrom, Legs, WithoutPrefill
 from pd_proxy.upstream import Upstream
 
 
@@ -33,7 +33,16 @@ def test_who_cancels_it_while_the_client_has_nothing_can_be_sure_that_it_gets_no
         async with httpx.AsyncClient(transport=transport) as http:
             servers = Servers(Leg.DECODE, ["http://d"], http, 1.0)
             upstream = Upstream(
-                "/", False, servers, servers, ControlAddresses(), Doubts(), Legs.TOGETHER, FirstTokenFrom.DECODE, None
+                "/",
+                False,
+                servers,
+                servers,
+                ControlAddresses(),
+                Doubts(),
+                Legs.TOGETHER,
+                FirstTokenFrom.DECODE,
+                WithoutPrefill.FAIL,
+                None,
             )
             client = Client({"type": "http", "headers": []}, send, Record("/"))
             with anyio.CancelScope() as decoding:

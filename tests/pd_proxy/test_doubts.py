@@ -1,5 +1,6 @@
 """Decode servers that cannot follow a transfer by its name, which nothing says: their legs go in turn."""
 
+import logging
 from typing import Any
 
 import pytest
@@ -36,20 +37,49 @@ def p(setup: ProxySetup) -> FakeServer:
     return setup.server(prefills_by_name)
 
 
-def test_a_decode_server_that_knows_no_names_costs_one_request(
+def test_a_decode_server_that_knows_no_names_costs_two_requests(
     proxy: Proxy, p: FakeServer, d: FakeServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     d.script = knows_no_names
-    assert [proxy.complete().status_code for _ in range(5)] == [200, 500, 200, 200, 200]
-    assert [by_name(body) for body in d.bodies] == [False, True, False, False, False]
-    (line,) = [line for line in caplog.messages if "failed with both legs at once" in line]
-    assert d.url in line
+    for number, status in enumerate([200, 500, 200, 500, 200, 200, 200]):
+        response = proxy.http.post("/v1/completions", json={"prompt": "a"}, headers={"X-Request-Id": f"id-{number}"})
+        assert response.status_code == status
+    assert [by_name(body) for body in d.bodies] == [False, True, False, True, False, False, False]
+    (line,) = [line for line in caplog.messages if "its legs go in turn for 300 s" in line]
+    assert f"decode server {d.url} failed requests id-1 and id-3 with both legs at once" in line
+
+
+def test_a_decode_server_that_was_replaced_gets_both_legs_at_once_again(
+    proxy: Proxy, d: FakeServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One with another dtype fails whatever it is sent: nothing is wrong with the names."""
+    caplog.set_level(logging.INFO)
+    assert proxy.complete().status_code == 200
+    d.script = answers(500, b"Internal Server Error")
+    failed = [proxy.complete() for _ in range(3)]
+    d.script = decodes
+    assert [proxy.complete().status_code for _ in range(3)] == [200, 200, 200]
+    assert [by_name(body) for body in d.bodies] == [False, True, False, False, False, True, True]
+    assert "its legs go in turn" not in caplog.text
+    identity = failed[0].headers["x-request-id"]
+    assert f"decode server {d.url} failed request {identity} with both legs at once and has served one" in caplog.text
+
+
+def test_one_that_was_replaced_twice_is_not_put_down_to_names(
+    proxy: Proxy, d: FakeServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(3):
+        d.script = decodes
+        assert [proxy.complete().status_code for _ in range(3)] == [200, 200, 200]
+        d.script = answers(500, b"Internal Server Error")
+        assert proxy.complete().status_code == 500
+    assert "its legs go in turn" not in caplog.text
 
 
 def test_others_get_both_legs_at_once_beside_it(setup: ProxySetup, p: FakeServer, d: FakeServer) -> None:
     old = setup.server(knows_no_names)
     proxy = setup.proxy([p], [d, old])
-    assert [proxy.complete().status_code for _ in range(12)].count(500) == 1
+    assert [proxy.complete().status_code for _ in range(16)].count(500) == 2
     assert [by_name(body) for body in d.bodies[-3:]] == [True] * 3
     assert [by_name(body) for body in old.bodies[-3:]] == [False] * 3
 
@@ -67,17 +97,20 @@ def test_what_the_prefill_server_has_caused_is_not_put_down_to_the_decode_server
 
 def test_an_address_that_was_wrong_is_not_put_down_to_the_decode_server() -> None:
     doubts = Doubts()
-    doubts.failed_at_once("d", "p", AT)
-    assert doubts.go_in_turn("d", "p")
-    doubts.served_in_turn("d", "p", Address(NAMED_TRANSFER["remote_host"], 17))
-    assert not doubts.go_in_turn("d", "p")
+    for _ in range(3):
+        doubts.failed_at_once("d", "p", AT, "id")
+        assert doubts.go_in_turn("d", "p")
+        doubts.served_in_turn("d", "p", Address(NAMED_TRANSFER["remote_host"], 17))
+        assert not doubts.go_in_turn("d", "p")
 
 
 def test_a_decode_server_is_tried_again_after_a_while() -> None:
     clock = ManualClock()
     doubts = Doubts(clock)
-    doubts.failed_at_once("d", "p", AT)
-    doubts.served_in_turn("d", "p", AT)
+    for _ in range(2):
+        assert not doubts.go_in_turn("d", "another p")
+        doubts.failed_at_once("d", "p", AT, "id")
+        doubts.served_in_turn("d", "p", AT)
     assert doubts.go_in_turn("d", "another p")
     clock.advance(301)
     assert not doubts.go_in_turn("d", "p")
@@ -85,6 +118,8 @@ def test_a_decode_server_is_tried_again_after_a_while() -> None:
 
 def test_one_that_serves_both_legs_at_once_is_not_doubted_any_more() -> None:
     doubts = Doubts()
-    doubts.failed_at_once("d", "p", AT)
-    doubts.served_at_once("d", "p")
-    assert not doubts.go_in_turn("d", "p")
+    for _ in range(3):
+        doubts.failed_at_once("d", "p", AT, "id")
+        doubts.served_in_turn("d", "p", AT)
+        doubts.served_at_once("d", "p")
+        assert not doubts.go_in_turn("d", "p")

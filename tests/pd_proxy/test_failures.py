@@ -13,7 +13,8 @@ from tests.support.waiting import until
 
 
 def message(response: httpx.Response) -> str:
-    """The message of an error of the proxy's own; its shape is checked."""
+    """The message of an error of the proxy's own; its shape is checked, and that it has no address of a server."""
+    assert "127.0.0.1" not in response.text
     error = response.json()["error"]
     assert error.keys() == {"message", "type", "param", "code"}
     assert error["code"] == response.status_code
@@ -58,6 +59,9 @@ def test_an_unknown_route_is_refused_in_the_same_shape(proxy: Proxy, method: str
 # P's fault: the decode leg is never begun
 
 #: How vLLM answers a request that comes while its engine is told to stop.
+NOTHING_HANDED_OVER = (
+    "returned no kv_transfer_params (finish reason {}, expected 'length')|: is it started with --kv-transfer-config"
+)
 GIVEN_UP = b'{"choices": [{"text": "", "finish_reason": "abort"}], "kv_transfer_params": null}'
 
 
@@ -76,21 +80,21 @@ def test_an_error_of_the_prefill_server_is_the_clients_answer(
 @pytest.mark.parametrize(
     ("script", "status", "told"),
     [
-        (answers(500, b"Internal\nServer Error", Content_Type="text/plain"), 500, "Internal\nServer Error"),
-        (answers(599, b"odd"), 502, "status 599: odd"),
-        (answers(307, b"", Location="http://elsewhere"), 502, "status 307"),
-        (answers(200, b'{"kv_transfer_params": null}'), 502, "returned no kv_transfer_params (finish reason missing"),
-        (answers(200, b'{"choices": [{"finish_reason": "stop"}]}'), 502, "(finish reason 'stop', expected 'length')"),
-        (answers(200, GIVEN_UP), 503, "gave the request up (finish reason 'abort')"),
-        (answers(200, b'{"kv_transfer_params": {}}'), 502, "--kv-transfer-config"),
-        (answers(200, b"[]"), 502, "returned no kv_transfer_params"),
-        (answers(200, b"<html>"), 502, "invalid JSON"),
-        (drops, 502, "broke off"),
-        (stalls, 504, "was silent for longer than the time limit"),
+        (answers(500, b"at\n10.0.0.9", Content_Type="text/plain"), 500, "answered with status 500|: at 10.0.0.9"),
+        (answers(599, b"odd"), 502, "answered with status 599|: odd"),
+        (answers(307, b"", Location="http://elsewhere"), 502, "answered with status 307|"),
+        (answers(200, b'{"kv_transfer_params": null}'), 502, NOTHING_HANDED_OVER.format("missing")),
+        (answers(200, b'{"choices": [{"finish_reason": "stop"}]}'), 502, NOTHING_HANDED_OVER.format("'stop'")),
+        (answers(200, GIVEN_UP), 503, "gave the request up (finish reason 'abort')|: is it told to stop?"),
+        (answers(200, b'{"kv_transfer_params": {}}'), 502, NOTHING_HANDED_OVER.format("missing")),
+        (answers(200, b"[]"), 502, NOTHING_HANDED_OVER.format("missing")),
+        (answers(200, b"<html>"), 502, "answered with invalid JSON|: Expecting value"),
+        (drops, 502, "broke off|: "),
+        (stalls, 504, "was silent for longer than the time limit|"),
     ],
     ids=["text", "odd status", "redirect", "null", "stopped", "given up", "empty", "array", "html", "drops", "stalls"],
 )
-def test_a_useless_answer_of_the_prefill_server_names_leg_and_url(
+def test_a_useless_answer_of_the_prefill_server_names_the_leg_to_the_client_and_all_else_in_the_log(
     setup: ProxySetup,
     p: FakeServer,
     d: FakeServer,
@@ -103,10 +107,11 @@ def test_a_useless_answer_of_the_prefill_server_names_leg_and_url(
     proxy = setup.proxy([p], [d], request_timeout_s=0.2 if script is stalls else 60)
     response = proxy.complete()
     assert response.status_code == status
-    assert f"prefill server {p.url}" in message(response)
-    assert told in message(response)
+    what, _, detail = told.partition("|")
+    assert message(response) == f"a prefill server {what}"
     assert d.received == []
     assert len(access_lines(1)[0].splitlines()) == 1
+    assert f"problem: prefill server {p.url} {what}{detail}" in access_lines(1)[0]
     until(lambda: proxy.in_flight() == 0)
 
 
@@ -126,12 +131,13 @@ def test_a_prefill_server_that_fails_a_request_is_followed_by_another(
 
 
 def test_a_request_that_kills_prefill_servers_does_not_kill_all(
-    setup: ProxySetup, p: FakeServer, d: FakeServer
+    setup: ProxySetup, p: FakeServer, d: FakeServer, access_lines: Callable[[int], list[str]]
 ) -> None:
     deadly = [setup.server(drops), setup.server(drops)]
     response = setup.proxy([*deadly, p], [d]).complete()
     assert response.status_code == 502
-    assert f"prefill server {deadly[1].url} broke off" in message(response)
+    assert message(response) == "a prefill server broke off"
+    assert f"problem: prefill server {deadly[1].url} broke off" in access_lines(1)[0]
     assert [len(one.received) for one in deadly] == [1, 1]
     assert p.received == d.received == []
 
@@ -172,12 +178,18 @@ async def begins_and_stalls(received: Received, wire: Wire) -> None:
     ("script", "status"), [(drops, 502), (begins_and_drops, 502), (stalls, 504), (begins_and_stalls, 504)]
 )
 def test_a_decode_server_that_fails_before_its_first_byte_is_an_error_and_not_asked_of_another(
-    setup: ProxySetup, p: FakeServer, d: FakeServer, script: Script, status: int
+    setup: ProxySetup,
+    p: FakeServer,
+    d: FakeServer,
+    access_lines: Callable[[int], list[str]],
+    script: Script,
+    status: int,
 ) -> None:
     bad = setup.server(script)
     response = setup.proxy([p], [bad, d], request_timeout_s=1 if status == 504 else 60).complete(stream=True)
     assert response.status_code == status
-    assert f"decode server {bad.url}" in message(response)
+    assert message(response).startswith("a decode server ")
+    assert f"problem: decode server {bad.url} " in access_lines(1)[0]
     assert (len(p.received), len(d.received)) == (1, 0)
 
 
@@ -219,7 +231,7 @@ def test_a_whole_answer_that_breaks_off_is_an_error(setup: ProxySetup, p: FakeSe
     d.script = breaks_a_whole_answer
     response = setup.proxy([p], [d]).complete()
     assert response.status_code == 502
-    assert f"decode server {d.url} broke off" in message(response)
+    assert message(response) == "a decode server broke off"
 
 
 @pytest.mark.parametrize("http", ["auto", "h11"])
@@ -238,19 +250,25 @@ def test_a_whole_answer_of_d_alone_that_breaks_off_never_looks_complete(
 
 
 @pytest.mark.parametrize("leg", ["prefill", "decode"])
-def test_a_refused_connection_names_leg_and_url(
-    setup: ProxySetup, p: FakeServer, d: FakeServer, closed_port: str, leg: str
+def test_a_refused_connection_names_the_leg_to_the_client_and_the_server_in_the_log(
+    setup: ProxySetup,
+    p: FakeServer,
+    d: FakeServer,
+    closed_port: str,
+    access_lines: Callable[[int], list[str]],
+    leg: str,
 ) -> None:
     proxy = setup.proxy([closed_port if leg == "prefill" else p], [closed_port if leg == "decode" else d])
     response = proxy.complete()
     assert response.status_code == 502
-    assert f"{leg} server {closed_port} cannot be reached" in message(response)
+    assert message(response) == f"a {leg} server cannot be reached"
+    assert f"problem: {leg} server {closed_port} cannot be reached: " in access_lines(1)[0]
 
 
 def test_a_connection_that_is_never_taken_is_a_timeout(setup: ProxySetup, d: FakeServer, full_backlog: str) -> None:
     response = setup.proxy([full_backlog], [d], connect_timeout_s=0.2).complete()
     assert response.status_code == 504
-    assert f"prefill server {full_backlog} did not take the connection" in message(response)
+    assert message(response) == "a prefill server did not take the connection within the time limit"
 
 
 def test_an_unfinished_request_head_does_not_disturb_others(proxy: Proxy, p: FakeServer) -> None:

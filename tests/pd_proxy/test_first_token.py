@@ -194,7 +194,7 @@ def test_the_end_is_passed_on_though_it_has_no_text_left() -> None:
     ids=str,
 )
 def test_another_beginning_is_an_error(stream: bytes) -> None:
-    with pytest.raises(LegFailed, match="does not begin with the prefill server's token ' gr'"):
+    with pytest.raises(LegFailed, match="does not begin with the prefill server's token: ' gr'"):
         continued(" gr", stream)
 
 
@@ -343,7 +343,7 @@ def test_another_token_of_d_breaks_the_answer_off_and_is_counted(
         await wire.end()
 
     assert_broken_off(proxy, d, differs)
-    assert "does not begin with the prefill server's token ' gr'" in warnings("problem:")
+    assert "does not begin with the prefill server's token: ' gr'" in warnings("problem:")
     metrics = proxy.http.get("/metrics").text
     assert "pd_proxy_first_tokens_different_total 1" in metrics
     assert "pd_proxy_broken_off_total 1" in metrics

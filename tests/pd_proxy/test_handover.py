@@ -126,7 +126,7 @@ def test_requests_that_fail_or_that_d_serves_alone_have_none(
 ) -> None:
     proxy = proxy_of(setup, p, d, legs)
     d.script = streams
-    assert proxy.complete(stream=True, n=2).status_code == 200
+    assert proxy.complete(stream=True, use_beam_search=True).status_code == 200
     until(lambda: summary(proxy, "decode_first_byte", "decode-alone")[1] == 1)
     d.script = answers(500, b"no")
     assert proxy.complete(stream=True).status_code == 500

@@ -1,5 +1,6 @@
 """What each leg is sent, without any HTTP."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -114,9 +115,37 @@ def test_a_clients_own_transfer_reaches_no_decode_server() -> None:
     assert decode_body(TEXT | {"kv_transfer_params": {"remote_host": "evil"}}, None) == TEXT
 
 
+@pytest.mark.parametrize("value", ["x", ["a", 1], {"do_remote_prefill": True, "remote_host": "evil"}], ids=str)
+@pytest.mark.parametrize("chat", [True, False])
+def test_a_clients_own_transfer_among_the_extra_arguments_reaches_no_server(chat: bool, value: object) -> None:
+    body = (CHAT if chat else TEXT) | {"vllm_xargs": {"kv_transfer_params": value, "mine": 1}}
+    for sent in (decode_body(body, None), decode_body(body, {"b": 2}), prefill_body(body, chat=chat)):
+        assert sent["vllm_xargs"] == {"mine": 1}
+    assert decode_body(body | {"vllm_xargs": "not an object"}, None)["vllm_xargs"] == "not an object"
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # in what vLLM imports
+@pytest.mark.parametrize("chat", [True, False])
+def test_vllm_takes_a_transfer_from_no_other_place_in_a_clients_body(chat: bool) -> None:
+    """vLLM's own classes judge what D is sent where it serves alone."""
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest  # noqa: PLC0415  seconds
+    from vllm.entrypoints.openai.completion.protocol import CompletionRequest  # noqa: PLC0415
+
+    kind = ChatCompletionRequest if chat else CompletionRequest
+    inner = {"kv_transfer_params": {"do_remote_prefill": True}}
+    extra = {"vllm_xargs": {"kv_transfer_params": "x"}}
+    taken = kind.model_validate((CHAT if chat else TEXT) | copy.deepcopy(extra)).to_sampling_params(9, {})
+    assert taken.extra_args == extra["vllm_xargs"], "nothing would have to be dropped there"
+    body = (CHAT if chat else TEXT) | inner | extra
+    for name in ("extra_args", "extra_body", "sampling_params", "metadata", "kv_hints"):
+        body[name] = inner | {"vllm_xargs": inner, "extra_args": inner}
+    sampling = kind.model_validate(decode_body(body, None)).to_sampling_params(9, {})
+    assert not sampling.extra_args
+
+
 def test_the_clients_body_is_not_changed() -> None:
-    body = CHAT | {"stream": True, "kv_transfer_params": {"a": 1}}
-    before = dict(body)
+    body = CHAT | {"stream": True, "kv_transfer_params": {"a": 1}, "vllm_xargs": {"kv_transfer_params": "x"}}
+    before = copy.deepcopy(body)
     prefill_body(body, chat=True)
     decode_body(body, {"b": 2})
     assert body == before
@@ -134,8 +163,8 @@ def test_one_prompt_in_any_form_takes_both_legs(prompt: object) -> None:
         ({"prompt": [[1, 2], [3]]}, "several prompts"),
         ({"prompt": None, "prompt_embeds": "AAAA"}, "prompt embeddings"),
         ({"prompt": "a", "prompt_embeds": ["AAAA"]}, "prompt embeddings"),
-        ({"prompt": "a", "n": 2}, "several samples"),
-        ({"prompt": "a", "n": "2"}, "several samples"),
+        ({"prompt": "a", "n": 0}, "an invalid number of samples"),
+        ({"prompt": "a", "n": "2"}, "an invalid number of samples"),
         ({"prompt": "a", "use_beam_search": True}, "beam search"),
         ({"prompt": "a", "prompt_logprobs": 0}, "prompt log-probabilities"),
         ({"prompt": "a", "echo": True, "logprobs": 0}, "prompt log-probabilities"),
@@ -147,7 +176,7 @@ def test_what_is_not_one_prompt_to_hand_over_goes_to_decode_alone(body: dict[str
     assert undivided_reason(body, chat=False) == reason
 
 
-@pytest.mark.parametrize("body", [{"echo": True}, {"n": None}, {"n": 1}, {"logprobs": 5}, {"prompt_logprobs": None}])
+@pytest.mark.parametrize("body", [{"echo": True}, {"n": None}, {"n": 2}, {"logprobs": 5}, {"prompt_logprobs": None}])
 def test_usual_parameters_do_not_keep_a_request_from_both_legs(body: dict[str, Any]) -> None:
     assert undivided_reason(TEXT | body, chat=False) is None
 
@@ -155,7 +184,8 @@ def test_usual_parameters_do_not_keep_a_request_from_both_legs(body: dict[str, A
 @pytest.mark.parametrize(
     ("body", "reason"),
     [
-        ({"n": 3}, "several samples"),
+        ({"n": [3]}, "an invalid number of samples"),
+        ({"n": 3}, None),
         ({"echo": True}, "prompt log-probabilities"),
         ({"max_completion_tokens": 0}, "no tokens to generate"),
         ({"logprobs": True, "top_logprobs": 3}, None),

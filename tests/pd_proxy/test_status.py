@@ -1,16 +1,20 @@
 """The status page: what it is told, what it is never told, and what bounds it."""
 
+import asyncio
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
+from starlette.requests import ClientDisconnect, Request
+from starlette.types import Message
 
 from pd_proxy import recent, status
+from pd_proxy.control import ControlAddresses
 from pd_proxy.journal import Record
 from pd_proxy.recent import MAX_ENDED, Recent
-from pd_proxy.status import MAX_PAGES
+from pd_proxy.status import MAX_PAGES, StatusPage
 from tests.support.examples.fake_servers import (
     FakeServer,
     Received,
@@ -25,6 +29,7 @@ from tests.support.examples.served_proxy import Proxy, ProxySetup
 from tests.support.waiting import until
 
 SECRET = "the-secret-word"
+EVENTS = b"GET /status/events HTTP/1.1\r\nHost: proxy\r\n\r\n"
 
 
 @pytest.fixture
@@ -162,14 +167,36 @@ def test_a_prompt_and_an_answer_are_not_kept(proxy: Proxy, d: FakeServer) -> Non
 
 
 def test_more_pages_than_are_kept_up_to_date_are_refused(proxy: Proxy) -> None:
-    head = b"GET /status/events HTTP/1.1\r\nHost: proxy\r\n\r\n"
-    pages = [RawClient(proxy, head) for _ in range(MAX_PAGES)]
+    pages = [RawClient(proxy, EVENTS) for _ in range(MAX_PAGES)]
     for page in pages:
         page.receive_until(b"data: ")
     refused = proxy.http.get("/status/events")
     assert (refused.status_code, "close one" in refused.json()["error"]["message"]) == (503, True)
     for page in pages:
         page.leave()
+
+
+def test_pages_that_come_at_once_are_counted_and_those_that_leave_before_their_first_event() -> None:
+    async def receive() -> Message:
+        return {"type": "http.disconnect"}
+
+    async def send(_: Message) -> None:
+        raise OSError  # how ASGI servers say that the client has left
+
+    async def opened_and_left() -> list[int]:
+        page = StatusPage((), ControlAddresses(), Recent())
+        endpoint = page.routes[1].endpoint
+        statuses = []
+        for _ in range(2):
+            scope = {"type": "http", "asgi": {"spec_version": "2.4"}, "headers": []}
+            opened = [await endpoint(Request(scope)) for _ in range(MAX_PAGES + 1)]
+            statuses += [one.status_code for one in opened]
+            for one in opened[:-1]:
+                with pytest.raises(ClientDisconnect):
+                    await one(scope, receive, send)
+        return statuses
+
+    assert asyncio.run(opened_and_left()) == ([200] * MAX_PAGES + [503]) * 2
 
 
 def test_only_so_many_requests_are_kept_and_only_for_so_long(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -163,7 +163,7 @@ def test_a_prefill_server_that_tells_no_address_stays_in_turn(
 
 
 def test_a_request_that_cannot_be_divided_goes_to_decode_alone(known: Proxy, p: FakeServer, d: FakeServer) -> None:
-    assert known.complete(n=2).json() == WELL
+    assert known.complete(use_beam_search=True).json() == WELL
     assert p.received == []
     assert "kv_transfer_params" not in d.bodies[0]
 
@@ -243,7 +243,7 @@ def test_a_useless_answer_of_the_prefill_server_is_an_error_at_once(known: Proxy
     p.script, d.script = answers(200, b"<html>"), stalls
     response = known.complete()
     assert response.status_code == 502
-    assert f"prefill server {p.url}" in response.json()["error"]["message"]
+    assert response.json()["error"]["message"] == "a prefill server answered with invalid JSON"
 
 
 @pytest.mark.parametrize("script", [decodes, answers(500, b"the transfer has ended")], ids=["answers", "fails"])
@@ -397,7 +397,7 @@ def test_a_decode_server_that_breaks_off_is_an_error_and_the_prefill_server_is_f
     p.script, d.script = stalls, script
     response = known.complete(stream=True)
     assert response.status_code == 502
-    assert f"decode server {d.url} broke off" in response.json()["error"]["message"]
+    assert response.json()["error"]["message"] == "a decode server broke off"
     assert p.wait().left.wait(30)
 
 

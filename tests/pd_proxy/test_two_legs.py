@@ -32,6 +32,13 @@ def test_a_request_is_prefilled_then_decoded_with_the_returned_transfer(
     assert d.bodies == [body | {"kv_transfer_params": TRANSFER}]
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_choices_share_one_prompt(proxy: Proxy, p: FakeServer, d: FakeServer, path: str) -> None:
+    assert proxy.http.post(path, json={"prompt": "a", "messages": [], "n": 4}).status_code == 200
+    assert [body["n"] for body in (*p.bodies, *d.bodies)] == [1, 4]
+    assert d.bodies[0]["kv_transfer_params"] == TRANSFER
+
+
 def test_a_request_that_cannot_be_divided_goes_to_decode_alone_and_is_counted(
     proxy: Proxy, p: FakeServer, d: FakeServer, access_lines: Callable[[int], list[str]]
 ) -> None:
@@ -41,6 +48,20 @@ def test_a_request_that_cannot_be_divided_goes_to_decode_alone_and_is_counted(
     assert d.bodies == [{"model": "tiny", "prompt": ["a", "b"]}]
     assert "not disaggregated: several prompts" in access_lines(1)[0]
     assert 'pd_proxy_not_disaggregated_total{reason="several prompts"} 1' in proxy.http.get("/metrics").text
+
+
+@pytest.mark.parametrize("http", ["auto", "h11"])
+@pytest.mark.parametrize("value", ["Grüße".encode(), b"Gr\xfc\xdfe"], ids=["UTF-8", "Latin-1"])
+def test_a_header_with_bytes_beyond_ascii_does_no_harm(
+    setup: ProxySetup, p: FakeServer, d: FakeServer, value: bytes, http: Any
+) -> None:
+    """UTF-8 reaches the servers as it is; what else it may be, which nobody can know, need not."""
+    proxy = setup.proxy([p], [d], http=http)
+    for name in ("X-User", "Authorization", "X-Request-Id", "Accept-Encoding", "Connection"):
+        raw = [(b"Content-Type", b"application/json"), (name.encode(), value)]
+        assert proxy.http.post("/v1/completions", json={"prompt": "a"}, headers=raw).status_code == 200
+    shown = [one.headers["x-user"].encode("latin-1") for one in (p.received[0], d.received[0])]
+    assert shown == [value, value] or value == b"Gr\xfc\xdfe"
 
 
 def test_headers_reach_both_legs_and_the_client(proxy: Proxy, p: FakeServer, d: FakeServer) -> None:

@@ -3,7 +3,7 @@
 Covers: pd_connector.scheduler.pulls_ahead.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -204,3 +204,31 @@ def test_a_follower_is_counted_if_more_is_computed_than_the_last_block(cached: i
     decode.settle(first)
     decode.schedules(second, cached)
     assert decode.counted().get("prompts_computed:shared", 0) == number
+
+
+CHOICES = pytest.mark.parametrize("make", [a_decode_request, a_named_request], ids=["leased", "named"])
+
+
+@CHOICES
+def test_a_choice_whose_first_one_is_at_another_engine_is_computed_here(make: Callable[[str], FakeRequest]) -> None:
+    """vLLM gives the choices of a request (``n``) to its data-parallel engines, each to any of them."""
+    decode = a_decode_engine(retentions=[Retention(16)])
+    for index in (1, 2):
+        choice = make(f"{index}_cmpl-a")
+        decode.add(choice)
+        assert decode.asks(choice) == 0
+        decode.allocates(choice, 0)
+    decode.clock.advance(20)
+    decode.renewals.send_due()
+    assert decode.client.sent == [], "lease and name are the first one's"
+    assert decode.counted()["prompts_computed:shared"] == 2
+
+
+@CHOICES
+def test_a_choice_follows_the_first_one_at_its_engine(make: Callable[[str], FakeRequest]) -> None:
+    decode = a_decode_engine(retentions=[Retention(16)])
+    first, second = make("0_cmpl-a"), make("1_cmpl-a")
+    decode.add(first, second)
+    assert decode.asks(second) is None
+    decode.leave(first)
+    assert decode.asks(second) == 0

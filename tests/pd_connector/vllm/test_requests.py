@@ -6,9 +6,16 @@ from typing import Any
 import pytest
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
+from vllm.v1.engine.parallel_sampling import ParentRequest
 from vllm.v1.request import Request, RequestStatus
 
-from pd_connector.vllm.requests import block_ids_by_group, is_placeholder, prefill_is_complete, prompt_shape
+from pd_connector.vllm.requests import (
+    block_ids_by_group,
+    is_later_choice,
+    is_placeholder,
+    prefill_is_complete,
+    prompt_shape,
+)
 
 PROMPT = [5, 6, 7]
 
@@ -44,6 +51,18 @@ def test_a_prefill_is_complete_when_its_answer_is(status: RequestStatus) -> None
 def test_a_request_that_the_api_server_has_rejected_is_a_placeholder() -> None:
     assert is_placeholder(a_request(abort_immediately=True))
     assert not is_placeholder(a_request())
+
+
+def test_the_choices_of_a_request_are_told_apart() -> None:
+    """As vLLM names the requests that it makes of them."""
+    params = SamplingParams(n=12)
+    asked: Any = SimpleNamespace(
+        request_id="cmpl-1_2-0-9f", external_req_id="cmpl-1_2-0", params=params, sampling_params=params
+    )
+    parent = ParentRequest(asked)
+    choices = [parent.get_child_info(index)[0] for index in range(params.n)]
+    assert [is_later_choice(choice) for choice in choices] == [False] + [True] * 11
+    assert not any(map(is_later_choice, (asked.request_id, "chatcmpl-7", "0", "00_a", "_1", "", "1")))
 
 
 def test_block_tables_are_those_of_all_groups_the_null_block_too() -> None:
