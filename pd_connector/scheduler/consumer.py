@@ -24,11 +24,12 @@ engines until they are answered.
 import logging
 import uuid
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pd_connector.orders import Cause, Orders, PullOrder, RefuseOrder, Report
+from layout.geometry import layers_by_group
+from pd_connector.orders import Cause, Orders, PullOrder, RefuseOrder, Report, WorkerHandshake
 from pd_connector.params import (
     ParamsError,
     RemotePrefill,
@@ -41,6 +42,7 @@ from pd_connector.params import (
 )
 from pd_connector.progress import Progress
 from pd_connector.scheduler.completions import Completions
+from pd_connector.scheduler.needed_blocks import NeededBlocks
 from pd_connector.scheduler.pulls_ahead import PullsAhead
 from pd_connector.scheduler.renewals import Renewals
 from pd_connector.scheduler.roles import SchedulerRole
@@ -48,6 +50,7 @@ from pd_connector.scheduler.subscriptions import Subscriptions, TransferFailed
 from pd_connector.stats import ComputedHere, StatsRecorder
 from pd_connector.vllm.cache_specs import Retention
 from pd_connector.vllm.requests import block_ids_by_group, is_placeholder, prompt_shape, traceparent
+from transfer.control.limits import ThrottledWarnings
 
 if TYPE_CHECKING:
     from pd_connector.vllm.types import KVCacheBlocks, Request
@@ -56,6 +59,8 @@ logger = logging.getLogger(__name__)
 
 #: How many spent leases and transfers are remembered: more than there are requests on the way to this engine.
 _MAX_SPENT = 8192
+
+_WARNING_INTERVAL_S = 60.0
 
 #: What is good for one pull: ("lease", its id), or ("transfer", host, port, its name).
 _Key = tuple[str, ...]
@@ -113,9 +118,13 @@ class Consumer(SchedulerRole):
         ahead: PullsAhead,
         completions: Completions,
         retentions: Sequence[Retention] = (),
+        layers: Sequence[Collection[str]] = (),
     ) -> None:
-        """``retentions``: of every cache group, in vLLM's order."""
+        """``retentions`` and ``layers``: of every cache group, in vLLM's order. Until ``set_workers``, layers of a
+        pipeline stage are enough.
+        """
         self._retentions = retentions
+        self._needed = NeededBlocks(retentions, layers)
         self._renewals = renewals
         self._subscriptions = subscriptions
         self._ahead = ahead
@@ -132,6 +141,11 @@ class Consumer(SchedulerRole):
         self._computed_here: Counter[str] = Counter()  # prompts, by cause, since the last update of the statistics
         self._pulls: list[PullOrder] = []
         self._refusals: list[RefuseOrder] = []
+        self._warnings = ThrottledWarnings(logger, _WARNING_INTERVAL_S)
+
+    def set_workers(self, handshakes: Sequence[WorkerHandshake]) -> None:
+        """Learn the layers of all pipeline stages."""
+        self._needed.set_layers(layers_by_group([handshake.geometry for handshake in handshakes]))
 
     def add(self, request: "Request") -> None:
         """Take up a request whose prompt a prefill engine holds. A second request with the same id is ignored.
@@ -172,7 +186,9 @@ class Consumer(SchedulerRole):
         if entry is None and request.request_id not in self._announced:
             return 0
         self._computed[request.request_id] = computed_tokens
-        if isinstance(entry, _Follower) or (isinstance(entry, RemotePrefill) and self._lacks_blocks(entry)):
+        if isinstance(entry, _Follower):
+            return 0
+        if isinstance(entry, RemotePrefill) and self._needed.lacking(entry, computed_tokens):
             return 0
         wanted: int = request.num_prompt_tokens - 1
         return max(wanted - computed_tokens, 0)
@@ -203,8 +219,9 @@ class Consumer(SchedulerRole):
     def may_land(self, request: "Request") -> bool:
         """Return whether a request's prompt can be pulled now without blocks of the device."""
         entry = self._waiting.get(request.request_id)
-        is_leased = isinstance(entry, RemotePrefill) and self._renewals.lost(request.request_id) is None
-        return is_leased and not self._lacks_blocks(entry)  # type: ignore[arg-type]
+        if not isinstance(entry, RemotePrefill) or self._renewals.lost(request.request_id) is not None:
+            return False
+        return self._needed.lacking(entry) is None
 
     def start_landing(self, request: "Request", block_ids: tuple[tuple[int, ...], ...], tokens: range) -> PullOrder:
         """Return the order to pull a request's ``tokens`` to host memory. The request may land, see ``may_land``."""
@@ -365,7 +382,9 @@ class Consumer(SchedulerRole):
             self._subscriptions.end(request_id)
             self._waiting[request_id] = found.remote
             return False
-        return self._will_lack_blocks(found.remote) or not self._ahead.has_room(request)
+        # What will be of no use is not pulled ahead: it shows whether it is once the prompt is complete.
+        will_lack = self._needed.will_lack(found.remote, found.first_tokens)
+        return will_lack or not self._ahead.has_room(request)
 
     @staticmethod
     def _checked(found: Progress, announced: _Announced) -> Progress | TransferFailed:
@@ -415,34 +434,6 @@ class Consumer(SchedulerRole):
         )  # fmt: skip
         self._pulls.append(order)
 
-    def _lacks_blocks(self, remote: RemotePrefill) -> bool:
-        """Return whether P no longer has blocks that are needed here: of a sliding window, or of the last chunk.
-
-        P keeps what the token after the prompt attends to, in whole blocks of its own size. The last prompt token,
-        which is computed here, attends to one token more of a window, and to a whole chunk more where the prompt ends
-        with one. Blocks here are filled from their first token. A prompt that needs tokens before P's first block must
-        be computed here.
-        """
-        theirs = remote.remote_block_sizes or [kept.block_tokens for kept in self._retentions]
-        for kept, size, block_ids in zip(self._retentions, theirs, remote.remote_block_ids, strict=False):
-            first_token = kept.first_token(remote.remote_num_tokens - 1) // kept.block_tokens * kept.block_tokens
-            block = first_token // size
-            if block < len(block_ids) and block_ids[block] == 0:
-                return True
-        return False
-
-    def _will_lack_blocks(self, remote: RemotePrefill) -> bool:
-        """Return whether P will lack such blocks once it has computed the prompt, if its windows are those here.
-
-        Then D waits to see whether it does, instead of pulling what may be of no use.
-        """
-        theirs = remote.remote_block_sizes or [kept.block_tokens for kept in self._retentions]
-        for kept, size in zip(self._retentions, theirs, strict=False):
-            first_token = kept.first_token(remote.remote_num_tokens - 1) // kept.block_tokens * kept.block_tokens
-            if first_token // size < kept.first_token(remote.remote_num_tokens) // size:
-                return True
-        return False
-
     def _compute_here(self, request: "Request", computed_tokens: int) -> None:
         """Let go of what a request does not pull after all; count its prompt if more than its last token is missing."""
         request_id = request.request_id
@@ -458,21 +449,20 @@ class Consumer(SchedulerRole):
             missing -= max((kept.block_tokens for kept in self._retentions), default=1) - 1
         if missing <= 0:
             return
-        why = self._why_computed(entry)
-        self._computed_here[why] += 1
-        if why == ComputedHere.WINDOW:
-            logger.info(
-                "PDConnector: request %s is computed here: the prefill engine no longer has the first block that "
-                "attention to a window or chunk needs", request_id,
-            )  # fmt: skip
+        self._computed_here[self._why_computed(request_id, entry, computed_tokens)] += 1
 
-    def _why_computed(self, entry: "_Entry | _Announced") -> str:
+    def _why_computed(self, request_id: str, entry: "_Entry | _Announced", computed_tokens: int) -> str:
         match entry:
             case _Refused():
                 return entry.cause
             case _Follower():
                 return ComputedHere.SHARED
-            case RemotePrefill() if self._lacks_blocks(entry):
+            case RemotePrefill() if lack := self._needed.lacking(entry, computed_tokens):
+                text = f"PDConnector: request {request_id} is computed here: {lack.reason}"
+                if lack.is_by_setting:
+                    self._warnings.warn("setting", text)
+                else:
+                    logger.info("%s", text)
                 return ComputedHere.WINDOW
         return ComputedHere.DECLINED
 

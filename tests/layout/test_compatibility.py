@@ -85,7 +85,7 @@ def test_weights_that_were_not_sampled_are_not_compared(unsampled: str) -> None:
         ),
         (
             replace(MODEL, windows=(64,)),
-            "sliding window of layer 'model.layers.0' is 0 tokens here and 64 on the remote",
+            "attention of layer 'model.layers.0' sees all tokens here and a window of 64 tokens on the remote",
         ),
     ],
 )

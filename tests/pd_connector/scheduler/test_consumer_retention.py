@@ -11,20 +11,25 @@ from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, FullAttentionS
 
 from pd_connector.scheduler.consumer import Consumer
 from pd_connector.vllm.cache_specs import Retention, retention
-from tests.support.connector.consumers import consumer_parts
+from tests.support.connector.consumers import consumer_parts, layers_of
 from tests.support.connector.requests import RecordingClient, a_decode_request
 from tests.support.releases import INSTALLED
 
 
 @pytest.mark.parametrize(("tokens", "cut"), [(159, True), (158, False), (160, False), (100, False)])
 def test_a_window_that_the_prefill_engine_has_cut_short_is_computed_here(tokens: int, cut: bool) -> None:
-    """Window 128, blocks of 32: the token after 159 prompt tokens does not see block 0, the last of them does."""
+    """Window 128, blocks of 32: the token after 159 prompt tokens does not see block 0, the last of them does.
+
+    An engine that has gone on after the prompt has freed it.
+    """
     client = RecordingClient()
     consumer = Consumer(*consumer_parts(client, retentions=[Retention(32), Retention(32, window=128)]))
     let_go = max(tokens + 1 - 128, 0) // 32
     held = range(1, -(-tokens // 32) + 1)
     windowed = tuple(0 if block <= let_go else block for block in held)
-    request = a_decode_request("r", tokens, lease_id="L", remote_block_ids=(tuple(held), windowed))
+    request = a_decode_request(
+        "r", tokens, lease_id="L", remote_block_ids=(tuple(held), windowed), remote_layers=layers_of(2)
+    )
     consumer.add(request)
     assert consumer.missing_tokens(request, 0) == (0 if cut else tokens - 1)
 
@@ -88,12 +93,15 @@ def blocks_of(manager: SingleTypeKVCacheManager) -> tuple[int, ...]:
 def test_a_prompt_is_pulled_if_and_only_if_vllm_has_kept_all_that_is_needed_here(
     attention: Callable[[int], Any], ours: int, theirs: int
 ) -> None:
-    """What the prefill engine holds after the prompt against what vLLM gives the decode engine blocks for."""
+    """What the prefill engine leases of the prompt against what vLLM gives the decode engine blocks for.
+
+    With blocks that are no larger here, all that is needed is there.
+    """
     pulled = 0
     for tokens in range(2, 200):
         prefill, decode = vllms_manager(attention(theirs)), vllms_manager(attention(ours))
         prefill.allocate_new_blocks("r", tokens, tokens)
-        prefill.remove_skipped_blocks("r", tokens)
+        prefill.remove_skipped_blocks("r", tokens - 1)  # for the last token, which is computed here
         give_blocks_to_pull_into(decode, tokens - 1)
         decode.allocate_new_blocks("r", tokens - 1, tokens - 1)
         held, given = blocks_of(prefill), blocks_of(decode)
@@ -104,5 +112,6 @@ def test_a_prompt_is_pulled_if_and_only_if_vllm_has_kept_all_that_is_needed_here
         request = a_decode_request("r", tokens, lease_id="L", **changes)
         consumer.add(request)
         assert consumer.missing_tokens(request, 0) == (tokens - 1 if is_held else 0), tokens
+        assert is_held or ours > theirs, tokens
         pulled += is_held
     assert pulled > 50

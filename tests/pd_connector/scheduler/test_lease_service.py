@@ -86,12 +86,20 @@ def release(remote: RemotePrefill, reader: int = 0, readers: int = 1) -> Release
 
 
 def test_a_finished_prefill_is_answered_with_params_that_a_decode_engine_accepts(endpoint: Endpoint) -> None:
+    stages = [
+        WorkerGeometry(
+            0, 1, stage, 2, "", tuple(CacheGroup(16, window, (a_plane(name),)) for window, name in groups), ()
+        )
+        for stage, groups in enumerate([((0, "layers.0"), (32, "layers.1")), ((0, "layers.3"), (32, "layers.2"))])
+    ]
+    endpoint.service.set_workers(tuple(stages))
     remote = endpoint.grant("r", ([1, 2, 3, 4, 5], [0, 0, 8, 9, 6]))
     check_prompt(remote, 70, prompt_digest(a_prompt(70), ()))
     assert remote.remote_engine_id == endpoint.engine_id
     assert remote.remote_request_id == "r"
     assert (remote.remote_host, remote.remote_port) == ("127.0.0.1", endpoint.port)
     assert remote.remote_block_ids == ((1, 2, 3, 4, 5), (0, 0, 8, 9, 6))
+    assert remote.remote_layers == (("layers.0", "layers.3"), ("layers.1", "layers.2"))
     assert (remote.tp_size, remote.lease_ttl_s) == (2, TTL_S)
     assert endpoint.leases.active == 1
 

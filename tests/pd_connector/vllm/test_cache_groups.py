@@ -35,12 +35,12 @@ def test_groups_are_in_vllms_order_with_their_own_block_sizes_and_windows() -> N
     assert full.layers == dict.fromkeys(("a", "c"), LayerSpec(2, 2, 256, 32 * 2 * 256, torch.bfloat16, K_AND_V))
 
 
-def test_layers_of_one_group_may_differ_and_its_window_is_the_largest() -> None:
-    wide = SlidingWindowSpec(block_size=16, num_kv_heads=2, head_size=128, dtype=torch.bfloat16, sliding_window=300)
+def test_layers_of_one_group_may_differ() -> None:
+    wide = SlidingWindowSpec(block_size=16, num_kv_heads=2, head_size=128, dtype=torch.bfloat16, sliding_window=100)
     (group,) = stated_groups(
         (["a", "b"], UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs={"a": WINDOWED, "b": wide}))
     )
-    assert (group.layer_names, group.window) == (("a", "b"), 300)
+    assert (group.layer_names, group.window, group.seen_tokens) == (("a", "b"), 100, {"a": 100, "b": 100})
     assert {name: spec.parts for name, spec in group.layers.items()} == {"a": K_AND_V, "b": (("k", 128), ("v", 128))}
 
 
