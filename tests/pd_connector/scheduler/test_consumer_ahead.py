@@ -10,6 +10,7 @@ import pytest
 
 from pd_connector.scheduler.pulls_ahead import AheadLimits
 from pd_connector.vllm.cache_specs import Retention
+from tests.support.connector.consumers import layers_of
 from tests.support.connector.decode_scheduler import Decode, a_decode_engine, unreachable
 from tests.support.connector.followed_answers import a_named_request, complete, computing, ended
 from tests.support.connector.requests import FakeRequest, a_decode_request, a_prompt

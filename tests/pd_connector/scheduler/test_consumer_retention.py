@@ -4,14 +4,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
-from vllm.v1.core.block_pool import BlockPool
-from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager, get_manager_for_kv_cache_spec
 from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, FullAttentionSpec, SlidingWindowSpec
 
 from pd_connector.scheduler.consumer import Consumer
 from pd_connector.vllm.cache_specs import Retention, retention
 from tests.support.connector.consumers import consumer_parts, layers_of
+from tests.support.connector.kept_blocks import SIZES, leased_table, table_to_pull_into
 from tests.support.connector.requests import RecordingClient, a_decode_request
 from tests.support.releases import INSTALLED
 
@@ -52,7 +50,6 @@ def test_where_a_window_is_cut_depends_on_the_blocks_of_both_engines(
     assert consumer.missing_tokens(request, 0) == (0 if cut else tokens - 1)
 
 
-SIZES: dict[str, Any] = {"num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
 RETAINED: dict[str, Any] = {"extra_retained_tokens": 3} if INSTALLED >= (0, 30) else {}
 ATTENTION: list[Callable[[int], Any]] = [
     lambda tokens: FullAttentionSpec(block_size=tokens, **SIZES),
@@ -61,31 +58,6 @@ ATTENTION: list[Callable[[int], Any]] = [
     lambda tokens: ChunkedLocalAttentionSpec(block_size=tokens, attention_chunk_size=64, **SIZES),
     lambda tokens: ChunkedLocalAttentionSpec(block_size=tokens, attention_chunk_size=48, **SIZES),
 ]
-
-
-def vllms_manager(spec: Any) -> SingleTypeKVCacheManager:
-    pool = BlockPool(64, enable_caching=False, hash_block_size=spec.block_size)
-    return get_manager_for_kv_cache_spec(
-        spec,
-        512,
-        512,
-        block_pool=pool,
-        enable_caching=False,
-        kv_cache_group_id=0,
-        scheduler_block_size=spec.block_size,
-    )
-
-
-def give_blocks_to_pull_into(manager: SingleTypeKVCacheManager, tokens: int) -> None:
-    if INSTALLED >= (0, 30):
-        manager.add_local_computed_blocks("r", [], 0, tokens)
-        manager.allocate_external_computed_blocks("r", 0, tokens)
-    else:
-        manager.allocate_new_computed_blocks("r", [], 0, tokens)
-
-
-def blocks_of(manager: SingleTypeKVCacheManager) -> tuple[int, ...]:
-    return tuple(0 if block.is_null else block.block_id for block in manager.req_to_blocks["r"])
 
 
 @pytest.mark.parametrize("attention", ATTENTION)
@@ -99,12 +71,7 @@ def test_a_prompt_is_pulled_if_and_only_if_vllm_has_kept_all_that_is_needed_here
     """
     pulled = 0
     for tokens in range(2, 200):
-        prefill, decode = vllms_manager(attention(theirs)), vllms_manager(attention(ours))
-        prefill.allocate_new_blocks("r", tokens, tokens)
-        prefill.remove_skipped_blocks("r", tokens - 1)  # for the last token, which is computed here
-        give_blocks_to_pull_into(decode, tokens - 1)
-        decode.allocate_new_blocks("r", tokens - 1, tokens - 1)
-        held, given = blocks_of(prefill), blocks_of(decode)
+        held, given = leased_table(attention(theirs), tokens), table_to_pull_into(attention(ours), tokens - 1)
         is_held = all(held[token // theirs] for token in range(tokens - 1) if given[token // ours])
         client = RecordingClient()
         consumer = Consumer(*consumer_parts(client, retentions=[retention(attention(ours))]))
