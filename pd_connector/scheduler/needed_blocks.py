@@ -34,6 +34,7 @@ class NeededBlocks:
 
     def set_layers(self, layers: Sequence[Collection[str]]) -> None:
         """Set the names of each cache group's layers, over all pipeline stages."""
+        assert len(layers) == len(self._groups), "these are the layers of another number of cache groups"
         self._layers = layers
         self._known: dict[tuple[tuple[str, ...], ...], tuple[tuple[int, ...], ...]] = {}
 
