@@ -68,7 +68,7 @@ def check_transports(local: WorkerGeometry, remotes: Iterable[WorkerGeometry]) -
             )
 
 
-def check_planes(local: Plane, remote: Plane, local_group: CacheGroup, remote_group: CacheGroup) -> None:
+def check_planes(local: Plane, remote: Plane) -> None:
     """Raise unless moving (layer, head, token) runs turns bytes of ``remote`` into bytes of ``local``.
 
     Raises:
@@ -91,8 +91,22 @@ def check_planes(local: Plane, remote: Plane, local_group: CacheGroup, remote_gr
             f"block size is {local.block_tokens} tokens here and {remote.block_tokens} on the remote engine, and the "
             f"kernels' packing {local.packing!r} cannot be cut by token; start both with the same --block-size"
         )
-    if local_group.window != remote_group.window:
-        raise IncompatibleCachesError(
-            f"sliding window of layer {local.layers[0]!r} is {local_group.window} tokens here and "
-            f"{remote_group.window} on the remote engine; it must be equal on both"
-        )
+
+
+def check_windows(local: CacheGroup, remote: CacheGroup, layers: Iterable[str]) -> None:
+    """Raise unless attention of ``layers`` sees as many tokens on both sides. What one side does not know is left out.
+
+    Raises:
+        IncompatibleCachesError: names the layer and both values.
+    """
+    for layer in layers:
+        ours, theirs = local.seen_tokens.get(layer), remote.seen_tokens.get(layer)
+        if ours is not None and theirs is not None and ours != theirs:
+            raise IncompatibleCachesError(
+                f"attention of layer {layer!r} sees {_span(ours)} here and {_span(theirs)} on the remote engine; it "
+                "must be equal on both"
+            )
+
+
+def _span(window: int) -> str:
+    return f"a window of {window} tokens" if window else "all tokens"

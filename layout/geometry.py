@@ -5,7 +5,8 @@ classes, so planning never branches on the name of a layout. Offsets, strides an
 otherwise. This module reads no tensor and no memory.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,12 +69,16 @@ class Plane:
 class CacheGroup:
     """The layers that share one block table, and the planes that hold them.
 
-    ``window`` is the sliding window in tokens, 0 for full attention.
+    ``window`` and ``chunk`` say what the cache manager keeps of a request: the tokens of a sliding window, or of the
+    last chunk. Both are 0 if it keeps all. What attention sees is the layer's, and may be less.
     """
 
     block_tokens: int
     window: int
     planes: tuple[Plane, ...]
+    chunk: int = 0
+    #: By layer, as far as known: the tokens that attention sees, the token itself included; 0: all.
+    seen_tokens: dict[str, int] = field(default_factory=dict)
 
     @property
     def layers(self) -> frozenset[str]:
@@ -107,6 +112,12 @@ class WorkerGeometry:
     def block_bytes(self) -> int:
         """Total bytes of one block of every group, over the layers and heads held here."""
         return sum(plane.block_bytes for group in self.groups for plane in group.planes)
+
+
+def layers_by_group(workers: Sequence[WorkerGeometry]) -> tuple[frozenset[str], ...]:
+    """Return the names of each cache group's layers, over all of an engine's workers."""
+    groups = zip(*(worker.groups for worker in workers), strict=True)
+    return tuple(frozenset[str]().union(*(group.layers for group in same)) for same in groups)
 
 
 @dataclass(frozen=True, slots=True)

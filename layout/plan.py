@@ -19,7 +19,7 @@ from math import gcd
 import numpy as np
 import numpy.typing as npt
 
-from layout.compatibility import check_planes
+from layout.compatibility import check_planes, check_windows
 from layout.copies import Copies, Int64Array, concatenate
 from layout.geometry import Plane, WorkerGeometry
 from layout.sharding import Share, Source
@@ -202,7 +202,8 @@ def _apart(local: Int64Array, remote: Int64Array, sizes: Int64Array) -> npt.NDAr
 def _compile(local: WorkerGeometry, remote: WorkerGeometry, share: Share) -> _RunPattern:
     ours, theirs = local.groups[share.local_group], remote.groups[share.remote_group]
     to, source = ours.planes[share.local_plane], theirs.planes[share.remote_plane]
-    check_planes(to, source, ours, theirs)
+    check_planes(to, source)
+    check_windows(ours, theirs, share.layers)
     unit = gcd(to.block_tokens, source.block_tokens)
     run, local_offsets, remote_offsets = _fuse(to.item_size, _dimensions(to, source, share, unit))
     runs = merge_adjacent(local_offsets, remote_offsets, np.full(local_offsets.shape, run, np.int64))

@@ -17,6 +17,9 @@ Host = Annotated[str, msgspec.Meta(min_length=1, max_length=255, pattern=r"^[A-Z
 _ID_WITH_ADDRESS = re.compile(r"(?P<id>[^@]*)@(?P<host>\[[^\]]*\]|[^@:\[\]]+):(?P<port>[0-9]{1,5})")
 BlockIds = Annotated[tuple[Annotated[int, msgspec.Meta(ge=0, lt=2**31)], ...], msgspec.Meta(max_length=2**20)]
 
+LayerName = Annotated[str, msgspec.Meta(min_length=1, max_length=256, pattern=r"^[\x21-\x7e]+\Z")]
+Layers = Annotated[tuple[LayerName, ...], msgspec.Meta(max_length=4096)]
+
 
 class ParamsError(ValueError):
     """The ``kv_transfer_params`` of a request are incomplete, invalid, or those of another request."""
@@ -38,6 +41,8 @@ class RemotePrefill(msgspec.Struct, frozen=True):
     remote_block_sizes: Annotated[
         tuple[Annotated[int, msgspec.Meta(ge=1, lt=2**31)], ...], msgspec.Meta(max_length=64)
     ] = ()
+    # Names of each cache group's layers, which engines may group in other ways; empty if one group holds all.
+    remote_layers: Annotated[tuple[Layers, ...], msgspec.Meta(max_length=64)] = ()
     remote_attempt: Annotated[int, msgspec.Meta(ge=0)] = 0  # how many times the prompt was started over
     remote_request_id: str = ""  # for routers
     tp_size: int = 0  # for routers
@@ -108,6 +113,7 @@ def parse_remote_prefill(params: object) -> RemotePrefill:
             f"kv_transfer_params are not what a PDConnector prefill engine returns: {error}. Pass the "
             "kv_transfer_params of its response on unchanged"
         ) from None
+    check_groups(remote)
     longest = max(map(len, remote.remote_block_ids), default=0)
     if longest > remote.remote_num_tokens:
         raise ParamsError(
@@ -115,6 +121,26 @@ def parse_remote_prefill(params: object) -> RemotePrefill:
             "per token. Pass the kv_transfer_params of the prefill engine's response on unchanged"
         )
     return remote
+
+
+def check_groups(remote: RemotePrefill) -> None:
+    """Raise unless it is known which layers each block table of a prompt is of.
+
+    Raises:
+        ParamsError: it is not; the message says what differs.
+    """
+    tables = len(remote.remote_block_ids)
+    for key, named in (("remote_layers", remote.remote_layers), ("remote_block_sizes", remote.remote_block_sizes)):
+        if named and len(named) != tables:
+            raise ParamsError(
+                f"{key} is of {len(named)} cache groups, and remote_block_ids has {tables} block tables. Pass the "
+                "kv_transfer_params of the prefill engine's response on unchanged"
+            )
+    if tables > 1 and not remote.remote_layers:
+        raise ParamsError(
+            f"remote_block_ids has {tables} block tables, and remote_layers does not say which layers each is of: the "
+            "prefill engine's connector is older than this one. Use the same version on both sides"
+        )
 
 
 def unusable_keys(params: object) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from pd_connector.params import RemotePrefill, RemoteTransfer
+from pd_connector.params import ParamsError, RemotePrefill, RemoteTransfer, check_groups
 from transfer.control.messages import Followed, TransferState
 
 
@@ -24,6 +24,8 @@ class Progress:
     remote: RemotePrefill
     tokens: int  # complete
     is_complete: bool  # all tokens are, and the lease is granted
+    #: By cache group, the first token of what will be held once all are; empty if the prefill engine has not said.
+    first_tokens: tuple[int, ...] = ()
 
 
 def progress_of(transfer: RemoteTransfer, followed: Followed, known: Progress | None) -> Progress:
@@ -57,6 +59,7 @@ def progress_of(transfer: RemoteTransfer, followed: Followed, known: Progress | 
         "remote_block_ids": tables,
         "remote_num_tokens": followed.prompt_tokens,
         "remote_block_sizes": sizes,
+        "remote_layers": followed.layers,
         "remote_attempt": followed.attempt,
         "lease_id": followed.lease_id,
         "lease_ttl_s": followed.lease_ttl_s,
@@ -64,7 +67,8 @@ def progress_of(transfer: RemoteTransfer, followed: Followed, known: Progress | 
     }
     try:
         remote = msgspec.convert(held, RemotePrefill)
-    except msgspec.ValidationError as error:
+        check_groups(remote)
+    except (msgspec.ValidationError, ParamsError) as error:
         raise BadProgressError(f"{transfer.label} is announced with invalid values: {error}") from None
     is_complete = followed.state == TransferState.COMPLETE
     tokens = followed.prompt_tokens if is_complete else followed.tokens
@@ -78,7 +82,12 @@ def progress_of(transfer: RemoteTransfer, followed: Followed, known: Progress | 
                 f"{transfer.label} is announced with {tokens} complete tokens, and cache group {group} has "
                 f"{len(ids)} blocks of {size} tokens for them: some are missing"
             )
-    return Progress(remote, tokens, is_complete)
+    if len(followed.first_tokens) not in {0, len(tables)}:
+        raise BadProgressError(
+            f"{transfer.label} is announced with the first tokens of {len(followed.first_tokens)} cache groups; "
+            f"{len(tables)} were expected"
+        )
+    return Progress(remote, tokens, is_complete, followed.first_tokens)
 
 
 def _joined(transfer: RemoteTransfer, ids: tuple[int, ...], first: int, new: tuple[int, ...]) -> tuple[int, ...]:

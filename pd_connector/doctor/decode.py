@@ -7,10 +7,11 @@ so a plan has the runs that it has between two engines of this layout. Padding b
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from layout.geometry import CacheGroup, Identity, Plane, Region, WorkerGeometry
+from layout.geometry import Identity, Plane, Region, WorkerGeometry
 from layout.plan import BlockTable
 from layout.sharding import held_heads
 from pd_connector.orders import block_table
+from pd_connector.vllm.cache_specs import retention_in
 
 _ALIGNMENT = 64  # bytes, of a group's first block
 
@@ -82,7 +83,7 @@ def decode_geometry(workers: Sequence[WorkerGeometry], sizes: Sizes, tokens: int
             end = -(-end // _ALIGNMENT) * _ALIGNMENT
             placed, end = _place(bundle, workers, sizes, blocks, block_tokens, end)
             planes += placed
-        groups.append(CacheGroup(block_tokens, remote.window, tuple(planes)))
+        groups.append(replace(remote, block_tokens=block_tokens, planes=tuple(planes), seen_tokens={}))
     return WorkerGeometry(0, sizes.tensor_parallel, 0, 1, "", tuple(groups), (Region(0, end),))
 
 
@@ -128,7 +129,7 @@ def imagined_blocks(workers: Sequence[WorkerGeometry], tokens: int) -> list[list
     for group in workers[0].groups:
         count = -(-tokens // group.block_tokens)
         held = min((plane.blocks * plane.block_tokens // group.block_tokens for plane in group.planes), default=count)
-        first = max(0, tokens - 1 - group.window) // group.block_tokens if group.window else 0
+        first = retention_in(group).first_needed(tokens) // group.block_tokens
         if count - first >= held:
             raise ValueError(f"a prompt of {tokens} tokens takes {count - first} blocks; the prefill engine has {held}")
         tables.append([0] * first + list(range(1, 1 + count - first)))

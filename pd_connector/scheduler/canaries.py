@@ -312,7 +312,7 @@ class Canaries(NoCanaries):
         size = kept.block_tokens
         of_area = -(-self._room.tokens // size) + 1  # as ``layout.scratch.blocks_of_tokens``
         first, end = tokens.start // size, -(-tokens.stop // size)
-        needed = max(first, kept.first_token(tokens.stop) // size)
+        needed = max(first, kept.first_needed(tokens.stop + 1) // size)
         base = 1 + area * of_area - first
         return (*[0] * needed, *range(base + needed, base + end))
 

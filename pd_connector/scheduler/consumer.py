@@ -26,11 +26,11 @@ engines until they are answered.
 import logging
 import uuid
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from pd_connector.orders import Cause, Orders, PullOrder, RefuseOrder, Report
+from layout.geometry import layers_by_group
+from pd_connector.orders import Cause, Orders, PullOrder, RefuseOrder, Report, WorkerHandshake
 from pd_connector.params import (
     ParamsError,
     RemotePrefill,
@@ -44,66 +44,25 @@ from pd_connector.params import (
 from pd_connector.progress import Progress
 from pd_connector.scheduler.canaries import NoCanaries, Rejection, Standing
 from pd_connector.scheduler.completions import Completions
+from pd_connector.scheduler.decode_legs import Announced, Entry, Follower, Pulling, Refused
+from pd_connector.scheduler.needed_blocks import NeededBlocks
 from pd_connector.scheduler.pulls_ahead import PullsAhead
 from pd_connector.scheduler.renewals import Renewals
 from pd_connector.scheduler.roles import SchedulerRole
+from pd_connector.scheduler.single_use import Key, Prompt, SingleUse
 from pd_connector.scheduler.subscriptions import Subscriptions, TransferFailed
 from pd_connector.stats import ComputedHere, StatsRecorder
 from pd_connector.vllm.cache_specs import Retention
 from pd_connector.vllm.requests import block_ids_by_group, is_later_choice, is_placeholder, prompt_shape, traceparent
+from transfer.control.limits import ThrottledWarnings
 
 if TYPE_CHECKING:
     from pd_connector.vllm.types import KVCacheBlocks, Request
 
 logger = logging.getLogger(__name__)
 
-#: How many spent leases and transfers are remembered: more than there are requests on the way to this engine.
-_MAX_SPENT = 8192
 
-#: What is good for one pull: ("lease", its id), or ("transfer", host, port, its name).
-_Key = tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class _Prompt:
-    """What tells a request's prompt from others. Without a digest, if it has no token ids or was rejected."""
-
-    tokens: int
-    digest: str
-
-
-@dataclass(frozen=True, slots=True)
-class _Refused:
-    """A decode leg that cannot be pulled."""
-
-    reason: str
-    cause: Cause = Cause.PARAMS
-
-
-@dataclass(frozen=True, slots=True)
-class _Follower:
-    """A decode leg whose lease or transfer another request uses or has used."""
-
-    key: _Key
-
-
-@dataclass(slots=True)
-class _Announced:
-    """A decode leg whose prompt a prefill engine has yet to compute."""
-
-    transfer: RemoteTransfer
-    prompt: _Prompt | None  # None if it need not be compared
-    is_checked: bool = False  # the prompt is that of the other leg
-
-
-@dataclass(slots=True)
-class _Pulling:
-    entry: RemotePrefill | _Refused
-    refused_for: Cause = Cause.NONE  # known here, so that nothing is read
-    has_left: bool = False  # nobody waits for it any longer
-
-
-_Entry = RemotePrefill | _Refused | _Follower
+_WARNING_INTERVAL_S = 60.0
 
 
 class Consumer(SchedulerRole):
@@ -116,28 +75,35 @@ class Consumer(SchedulerRole):
         ahead: PullsAhead,
         completions: Completions,
         retentions: Sequence[Retention] = (),
+        layers: Sequence[Collection[str]] = (),
         canaries: NoCanaries | None = None,
     ) -> None:
-        """``retentions``: of every cache group, in vLLM's order. ``canaries`` is a role of its own, asked before."""
+        """``retentions`` and ``layers``: of every cache group, in vLLM's order. Until ``set_workers``, layers of a
+        pipeline stage are enough. ``canaries`` is a role of its own, asked before.
+        """
         self._retentions = retentions
+        self._needed = NeededBlocks(retentions, layers)
         self._canaries = canaries or NoCanaries()
         self._renewals = renewals
         self._subscriptions = subscriptions
         self._ahead = ahead
         self._completions = completions
-        self._announced: dict[str, _Announced] = {}
-        self._waiting: dict[str, _Entry] = {}
-        self._pulling: dict[str, _Pulling] = {}
-        self._landing: dict[str, _Pulling] = {}  # pulls to host memory: their requests wait, without blocks
-        self._proving: dict[str, _Pulling] = {}  # pulls of canaries: nobody waits for them
-        self._keys: dict[str, _Key] = {}  # of the requests that are announced, wait or pull, except followers
-        self._in_use: dict[_Key, _Prompt | None] = {}  # whose prompts they are
-        self._spent: dict[_Key, _Prompt | None] = {}  # no longer in use, oldest first
+        self._announced: dict[str, Announced] = {}
+        self._waiting: dict[str, Entry] = {}
+        self._pulling: dict[str, Pulling] = {}
+        self._landing: dict[str, Pulling] = {}  # pulls to host memory: their requests wait, without blocks
+        self._proving: dict[str, Pulling] = {}  # pulls of canaries: nobody waits for them
+        self._used = SingleUse()  # by the requests that are announced, wait, pull or prove, except followers
         self._failed: dict[str, str] = {}  # requests whose pulls have failed; why they will compute their prompts
         self._computed: dict[str, int] = {}  # tokens held here when vLLM last asked, by request
         self._computed_here: Counter[str] = Counter()  # prompts, by cause, since the last update of the statistics
         self._pulls: list[PullOrder] = []
         self._refusals: list[RefuseOrder] = []
+        self._warnings = ThrottledWarnings(logger, _WARNING_INTERVAL_S)
+
+    def set_workers(self, handshakes: Sequence[WorkerHandshake]) -> None:
+        """Learn the layers of all pipeline stages."""
+        self._needed.set_layers(layers_by_group([handshake.geometry for handshake in handshakes]))
 
     def add(self, request: "Request") -> None:
         """Take up a request whose prompt a prefill engine holds. A second request with the same id is ignored.
@@ -151,20 +117,20 @@ class Consumer(SchedulerRole):
             return
         prompt = None
         if not is_placeholder(request):
-            prompt = _Prompt(request.num_prompt_tokens, prompt_digest(*prompt_shape(request)))
+            prompt = Prompt(request.num_prompt_tokens, prompt_digest(*prompt_shape(request)))
         try:
             asked = parse_decode_leg(request.kv_transfer_params)
             if isinstance(asked, RemotePrefill) and prompt is not None:
                 check_prompt(asked, prompt.tokens, prompt.digest)
             self._take_up(request.request_id, asked, prompt)
         except ParamsError as error:
-            self._refuse(request.request_id, _Refused(str(error)))
+            self._refuse(request.request_id, Refused(str(error)))
 
     def must_wait(self, request: "Request") -> bool:
         """Return whether a prefill engine or another request has to go on first with what this one needs."""
         entry = self._waiting.get(request.request_id)
-        if isinstance(entry, _Follower):
-            return entry.key in self._in_use
+        if isinstance(entry, Follower):
+            return self._used.is_in_use(entry.key)
         if isinstance(entry, RemotePrefill):
             return self._must_wait_for_verdict(request, entry)
         announced = self._announced.get(request.request_id)
@@ -180,7 +146,10 @@ class Consumer(SchedulerRole):
         if entry is None and request.request_id not in self._announced:
             return 0
         self._computed[request.request_id] = computed_tokens
-        if isinstance(entry, _Follower) or (isinstance(entry, RemotePrefill) and self._is_useless(request, entry)):
+        if isinstance(entry, Follower):
+            return 0
+        if isinstance(entry, RemotePrefill) and self._is_useless(request, entry, computed_tokens):
+            return 0
             return 0
         wanted: int = request.num_prompt_tokens - 1
         return max(wanted - computed_tokens, 0)
@@ -211,15 +180,16 @@ class Consumer(SchedulerRole):
     def may_land(self, request: "Request") -> bool:
         """Return whether a request's prompt can be pulled now without blocks of the device."""
         entry = self._waiting.get(request.request_id)
-        is_leased = isinstance(entry, RemotePrefill) and self._renewals.lost(request.request_id) is None
-        return is_leased and not self._is_useless(request, entry)  # type: ignore[arg-type]
+        if not isinstance(entry, RemotePrefill) or self._renewals.lost(request.request_id) is not None:
+            return False
+        return not self._is_useless(request, entry)
 
     def start_landing(self, request: "Request", block_ids: tuple[tuple[int, ...], ...], tokens: range) -> PullOrder:
         """Return the order to pull a request's ``tokens`` to host memory. The request may land, see ``may_land``."""
         entry = self._waiting.pop(request.request_id)
         assert isinstance(entry, RemotePrefill), "only what is leased can land"
         self._computed.pop(request.request_id, None)
-        self._landing[request.request_id] = _Pulling(entry)
+        self._landing[request.request_id] = Pulling(entry)
         self._renewals.start_reading(request.request_id)
         return PullOrder(
             request.request_id, entry, block_ids, tokens.start, tokens.stop, uuid.uuid4().hex,
@@ -231,7 +201,7 @@ class Consumer(SchedulerRole):
         landing = self._landing.pop(request_id)
         self._let_go(request_id)
         if failed and not landing.has_left:
-            self._refuse(request_id, _Refused("it could not be brought to host memory", Cause.LANDING))
+            self._refuse(request_id, Refused("it could not be brought to host memory", Cause.LANDING))
 
     @property
     def landing(self) -> set[str]:
@@ -316,11 +286,8 @@ class Consumer(SchedulerRole):
             "other transfers are followed than those that are announced"
         )
         assert self._computed.keys() <= waiting | announced, "a request that was asked about does not wait any longer"
-        assert leased | announced <= self._keys.keys() <= entries.keys() | announced, "a lease in use is nobody's"
-        assert set(self._keys.values()) == self._in_use.keys(), "what is in use is not what the requests hold"
-        assert len(self._keys) == len(self._in_use), "two requests use the same lease or transfer"
-        assert not self._in_use.keys() & self._spent.keys(), "a lease or transfer is in use and spent at once"
-        assert len(self._spent) <= _MAX_SPENT, "what is spent is never forgotten"
+        assert leased | announced <= self._used.request_ids <= entries.keys() | announced, "a lease in use is nobody's"
+        self._used.check_integrity()
         self._ahead.check_integrity()
         self._subscriptions.check_integrity()
         self._renewals.check_integrity()
@@ -329,36 +296,35 @@ class Consumer(SchedulerRole):
     def _known(self) -> tuple[Mapping[str, object], ...]:
         return self._announced, self._waiting, self._landing, self._pulling, self._proving
 
-    def _take_up(self, request_id: str, asked: RemotePrefill | RemoteTransfer, prompt: _Prompt | None) -> None:
+    def _take_up(self, request_id: str, asked: RemotePrefill | RemoteTransfer, prompt: Prompt | None) -> None:
         """Note a decode leg with good params.
 
         Raises:
             ParamsError: its transfer is that of another prompt.
         """
         if isinstance(asked, RemotePrefill):
-            key: _Key = ("lease", asked.lease_id)
+            key: Key = ("lease", asked.lease_id)
         else:
             key = ("transfer", asked.remote_host, str(asked.remote_port), asked.transfer_id)
-        if key in self._in_use or key in self._spent or is_later_choice(request_id):
-            of = self._in_use.get(key) or self._spent.get(key)
+        if self._used.is_known(key) or is_later_choice(request_id):
+            of = self._used.prompt(key)
             if isinstance(asked, RemoteTransfer) and prompt is not None and of is not None and prompt != of:
                 raise ParamsError(
                     f"{asked.label} is that of another request, whose prompt has {of.tokens} tokens (digest "
                     f"{of.digest or 'unknown'}), and this one has {prompt.tokens} ({prompt.digest or 'unknown'}): each "
                     "request needs a transfer_id of its own"
                 )
-            self._waiting[request_id] = _Follower(key)
+            self._waiting[request_id] = Follower(key)
             return
-        self._keys[request_id] = key
-        self._in_use[key] = prompt
+        self._used.take(request_id, key, prompt)
         if isinstance(asked, RemotePrefill):
             self._waiting[request_id] = asked
             self._renewals.keep(request_id, asked)
         else:
-            self._announced[request_id] = _Announced(asked, prompt)
+            self._announced[request_id] = Announced(asked, prompt)
             self._subscriptions.follow(request_id, asked)
 
-    def _must_wait_for_other_leg(self, request: "Request", announced: _Announced) -> bool:
+    def _must_wait_for_other_leg(self, request: "Request", announced: Announced) -> bool:
         """Return whether a request cannot be pulled yet, or not ahead. It may become one that waits for blocks only."""
         request_id = request.request_id
         found = self._subscriptions.look(request_id)
@@ -370,7 +336,7 @@ class Consumer(SchedulerRole):
             del self._announced[request_id]
             self._subscriptions.end(request_id)
             self._renewals.drop(request_id)
-            self._refuse(request_id, _Refused(found.reason, found.cause))
+            self._refuse(request_id, Refused(found.reason, found.cause))
             return False
         if found.is_complete:
             del self._announced[request_id]
@@ -381,9 +347,11 @@ class Consumer(SchedulerRole):
             if isinstance(standing, Rejection):
                 del self._announced[request_id]
                 self._subscriptions.abandon(request_id)
-                self._refuse(request_id, _Refused(standing.reason, standing.cause))
+                self._refuse(request_id, Refused(standing.reason, standing.cause))
             return not isinstance(standing, Rejection)  # a canary is of a prompt that is complete
-        return self._will_lack_blocks(found.remote) or not self._ahead.has_room(request)
+        # What will be of no use is not pulled ahead: it shows whether it is once the prompt is complete.
+        will_lack = self._needed.will_lack(found.remote, found.first_tokens)
+        return will_lack or not self._ahead.has_room(request)
 
     def _must_wait_for_verdict(self, request: "Request", remote: RemotePrefill) -> bool:
         """Return whether a request waits until its prefill engine is proven. If it is not to be used, refuse it."""
@@ -392,12 +360,12 @@ class Consumer(SchedulerRole):
             if self._renewals.lost(request.request_id) is None:
                 self._renewals.cancel(remote)
             self._renewals.drop(request.request_id)
-            self._refuse(request.request_id, _Refused(standing.reason, standing.cause))
+            self._refuse(request.request_id, Refused(standing.reason, standing.cause))
         return standing is Standing.AWAITED
 
-    def _is_useless(self, request: "Request", remote: RemotePrefill) -> bool:
+    def _is_useless(self, request: "Request", remote: RemotePrefill, computed_tokens: int = 0) -> bool:
         """Return whether nothing is to be pulled for a request: P lacks blocks, or has yet to be proven."""
-        return self._lacks_blocks(remote) or self._is_untried(request, remote)
+        return self._needed.lacking(remote, computed_tokens) is not None or self._is_untried(request, remote)
 
     def _is_untried(self, request: "Request", remote: RemotePrefill) -> bool:
         lost = self._renewals.lost(request.request_id) is not None
@@ -406,19 +374,21 @@ class Consumer(SchedulerRole):
     def _is_canary(self, request: "Request", computed_tokens: int) -> bool:
         """Return whether a request that is computed here proves its prefill engine; begin that."""
         entry = self._waiting.get(request.request_id)
-        if not isinstance(entry, RemotePrefill) or self._lacks_blocks(entry) or not self._is_untried(request, entry):
+        if not isinstance(entry, RemotePrefill) or not self._is_untried(request, entry):
+            return False
+        if self._needed.lacking(entry, computed_tokens):
             return False
         tokens = self._canaries.tokens(request, computed_tokens)
         if tokens is None:
             return False
         del self._waiting[request.request_id]
-        self._proving[request.request_id] = _Pulling(entry)
+        self._proving[request.request_id] = Pulling(entry)
         self._renewals.start_reading(request.request_id)
         self._canaries.begin(request, entry, tokens)
         return True
 
     @staticmethod
-    def _checked(found: Progress, announced: _Announced) -> Progress | TransferFailed:
+    def _checked(found: Progress, announced: Announced) -> Progress | TransferFailed:
         if announced.prompt is not None:
             try:
                 check_prompt(found.remote, announced.prompt.tokens, announced.prompt.digest)
@@ -427,7 +397,7 @@ class Consumer(SchedulerRole):
         announced.is_checked = True
         return found
 
-    def _refuse(self, request_id: str, refused: _Refused) -> None:
+    def _refuse(self, request_id: str, refused: Refused) -> None:
         logger.error("PDConnector: request %s cannot pull its prompt: %s", request_id, refused.reason)
         self._waiting[request_id] = refused
 
@@ -437,7 +407,7 @@ class Consumer(SchedulerRole):
         if (announced := self._announced.pop(request_id, None)) is not None:
             found = self._subscriptions.end(request_id)
             if isinstance(found, TransferFailed):
-                entry: _Entry = _Refused(found.reason, found.cause)
+                entry: Entry = Refused(found.reason, found.cause)
             elif found.is_complete:
                 entry = found.remote
             else:
@@ -448,12 +418,12 @@ class Consumer(SchedulerRole):
                 self._completions.expect(request_id, announced.transfer, remote)
         else:
             entry = self._waiting.pop(request_id)
-        assert not isinstance(entry, _Follower), "a follower pulls nothing"
+        assert not isinstance(entry, Follower), "a follower pulls nothing"
         if isinstance(entry, RemotePrefill) and (lost := self._renewals.lost(request_id)) is not None:
-            refusal: _Refused | None = _Refused(lost.reason, lost.cause)
+            refusal: Refused | None = Refused(lost.reason, lost.cause)
         else:
-            refusal = entry if isinstance(entry, _Refused) else None
-        self._pulling[request_id] = _Pulling(entry, refusal.cause if refusal is not None else Cause.NONE)
+            refusal = entry if isinstance(entry, Refused) else None
+        self._pulling[request_id] = Pulling(entry, refusal.cause if refusal is not None else Cause.NONE)
         if refusal is not None:
             self._refusals.append(RefuseOrder(request_id, refusal.cause, refusal.reason, traceparent(request)))
             return
@@ -465,38 +435,10 @@ class Consumer(SchedulerRole):
         )  # fmt: skip
         self._pulls.append(order)
 
-    def _lacks_blocks(self, remote: RemotePrefill) -> bool:
-        """Return whether P no longer has blocks that are needed here: of a sliding window, or of the last chunk.
-
-        P keeps what the token after the prompt attends to, in whole blocks of its own size. The last prompt token,
-        which is computed here, attends to one token more of a window, and to a whole chunk more where the prompt ends
-        with one. Blocks here are filled from their first token. A prompt that needs tokens before P's first block must
-        be computed here.
-        """
-        theirs = remote.remote_block_sizes or [kept.block_tokens for kept in self._retentions]
-        for kept, size, block_ids in zip(self._retentions, theirs, remote.remote_block_ids, strict=False):
-            first_token = kept.first_token(remote.remote_num_tokens - 1) // kept.block_tokens * kept.block_tokens
-            block = first_token // size
-            if block < len(block_ids) and block_ids[block] == 0:
-                return True
-        return False
-
-    def _will_lack_blocks(self, remote: RemotePrefill) -> bool:
-        """Return whether P will lack such blocks once it has computed the prompt, if its windows are those here.
-
-        Then D waits to see whether it does, instead of pulling what may be of no use.
-        """
-        theirs = remote.remote_block_sizes or [kept.block_tokens for kept in self._retentions]
-        for kept, size in zip(self._retentions, theirs, strict=False):
-            first_token = kept.first_token(remote.remote_num_tokens - 1) // kept.block_tokens * kept.block_tokens
-            if first_token // size < kept.first_token(remote.remote_num_tokens) // size:
-                return True
-        return False
-
     def _compute_here(self, request: "Request", computed_tokens: int) -> None:
         """Let go of what a request does not pull after all; count its prompt if more than its last token is missing."""
         request_id = request.request_id
-        entry: _Entry | _Announced
+        entry: Entry | Announced
         if (announced := self._announced.get(request_id)) is not None:
             entry = announced
             self._abandon(request_id)
@@ -504,25 +446,24 @@ class Consumer(SchedulerRole):
             entry = self._waiting.pop(request_id)
             self._cancel(request_id, entry)
         missing = request.num_prompt_tokens - 1 - computed_tokens
-        if isinstance(entry, _Follower):  # the last block, which is not full, is in nobody's prefix cache
+        if isinstance(entry, Follower):  # the last block, which is not full, is in nobody's prefix cache
             missing -= max((kept.block_tokens for kept in self._retentions), default=1) - 1
         if missing <= 0:
             return
-        why = self._why_computed(request, entry)
-        self._computed_here[why] += 1
-        if why == ComputedHere.WINDOW:
-            logger.info(
-                "PDConnector: request %s is computed here: the prefill engine no longer has the first block that "
-                "attention to a window or chunk needs", request_id,
-            )  # fmt: skip
+        self._computed_here[self._why_computed(request, entry, computed_tokens)] += 1
 
-    def _why_computed(self, request: "Request", entry: "_Entry | _Announced") -> str:
+    def _why_computed(self, request: "Request", entry: "Entry | Announced", computed_tokens: int) -> str:
         match entry:
-            case _Refused():
+            case Refused():
                 return entry.cause
-            case _Follower():
+            case Follower():
                 return ComputedHere.SHARED
-            case RemotePrefill() if self._lacks_blocks(entry):
+            case RemotePrefill() if lack := self._needed.lacking(entry, computed_tokens):
+                text = f"PDConnector: request {request.request_id} is computed here: {lack.reason}"
+                if lack.is_by_setting:
+                    self._warnings.warn("setting", text)
+                else:
+                    logger.info("%s", text)
                 return ComputedHere.WINDOW
             case RemotePrefill() if self._is_untried(request, entry):
                 return ComputedHere.UNPROVEN
@@ -534,7 +475,7 @@ class Consumer(SchedulerRole):
         self._subscriptions.abandon(request_id)
         self._let_go(request_id)
 
-    def _cancel(self, request_id: str, entry: _Entry) -> None:
+    def _cancel(self, request_id: str, entry: Entry) -> None:
         lost = self._renewals.lost(request_id)
         self._let_go(request_id)
         if isinstance(entry, RemotePrefill) and lost is None:
@@ -543,7 +484,4 @@ class Consumer(SchedulerRole):
     def _let_go(self, request_id: str) -> None:
         """Stop renewing a request's lease. A request that arrives with it, or its name, from now on is too late."""
         self._renewals.drop(request_id)
-        if (key := self._keys.pop(request_id, None)) is not None:
-            self._spent[key] = self._in_use.pop(key)
-            if len(self._spent) > _MAX_SPENT:
-                del self._spent[next(iter(self._spent))]
+        self._used.let_go(request_id)

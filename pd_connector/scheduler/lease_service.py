@@ -7,12 +7,13 @@ import uuid
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Generic
 
-from layout.geometry import ModelIdentity, WorkerGeometry
+from layout.geometry import CacheGroup, ModelIdentity, WorkerGeometry, layers_by_group
 from pd_connector.orders import ChecksumOrder, LeaseEnd
 from pd_connector.params import RemotePrefill, contents_digest, prompt_digest
 from pd_connector.scheduler.checksum_table import ChecksumTable
 from pd_connector.scheduler.leases import Held, LeaseTable
 from pd_connector.scheduler.transfers import Prompt, Transfers
+from pd_connector.vllm.cache_specs import retention_in
 from pd_connector.vllm.requests import prompt_shape, traceparent
 from pd_connector.vllm.tracing import LeaseSpans
 from transfer.control.messages import (
@@ -75,6 +76,8 @@ class LeaseService(Generic[Held]):
         self._model = model
         self._tp_size = tp_size
         self._workers: tuple[WorkerGeometry, ...] = ()
+        self._groups: tuple[CacheGroup, ...] = ()  # of the first of them
+        self._layers: tuple[tuple[str, ...], ...] = ()
         self._host_workers: tuple[WorkerGeometry, ...] = ()
 
     def set_workers(self, workers: tuple[WorkerGeometry, ...], host: tuple[WorkerGeometry, ...] = ()) -> None:
@@ -88,8 +91,10 @@ class LeaseService(Generic[Held]):
             self.leases.cancel_all()
             self.end_transfers(self.transfers.open_leases, "the prefill engine has registered its caches anew")
         self._workers, self._host_workers = workers, host
+        self._groups = workers[0].groups if workers else ()
+        self._layers = tuple(map(tuple, map(sorted, layers_by_group(workers)))) if len(self._groups) > 1 else ()
         self.checksums.set_workers(len(workers))
-        self.transfers.set_block_tokens(self.block_tokens)
+        self.transfers.set_groups([retention_in(group) for group in self._groups], self.layers)
 
     def begin(self, request: "VllmRequest", transfer_id: str) -> bool:
         """Take up a prompt that decode engines may follow by name; return False if nobody wants it any longer.
@@ -138,6 +143,7 @@ class LeaseService(Generic[Held]):
             remote_block_ids=tuple(tuple(ids) for ids in block_ids),
             remote_num_tokens=request.num_prompt_tokens,
             remote_block_sizes=self.block_tokens,
+            remote_layers=self.layers,
             remote_attempt=begun.attempt if begun is not None else 0,
             tp_size=self._tp_size,
             lease_id=begun.lease_id if begun is not None else uuid.uuid4().hex,
@@ -179,7 +185,12 @@ class LeaseService(Generic[Held]):
     @property
     def block_tokens(self) -> tuple[int, ...]:
         """Block size of each cache group, in tokens; empty until the workers are known."""
-        return tuple(group.block_tokens for worker in self._workers[:1] for group in worker.groups)
+        return tuple(group.block_tokens for group in self._groups)
+
+    @property
+    def layers(self) -> tuple[tuple[str, ...], ...]:
+        """Names of each cache group's layers, over all workers; empty if there is one group, which holds all."""
+        return self._layers
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless the books balance."""

@@ -79,6 +79,7 @@ class Producer(SchedulerRole):
         self._slots = slots
         self._announcer = Announcer(service, blocks, steps_in_flight, slots)
         self._workers = 0
+        self._legs: dict[str, VllmRequest] = {}  # requests that other engines are to decode
         service.notify = self._server.changed
         self._server.start()
         self._refusals_taken: Counter[str] = Counter()
@@ -108,8 +109,15 @@ class Producer(SchedulerRole):
             )  # fmt: skip
 
     def add(self, request: "VllmRequest") -> None:
-        """Take up a new request: its prompt may be followed by name."""
+        """Take up a new request: its prompt may be leased, and followed by name."""
+        if is_prefill_leg(request.kv_transfer_params):
+            self._legs[request.request_id] = request
         self._announcer.add(request)
+
+    def tokens_to_pull(self, request_id: str) -> int | None:
+        """Return how many tokens will be pulled of a request that has just ended; None if it is not to be leased."""
+        request = self._legs.get(request_id)
+        return request.num_prompt_tokens - 1 if request is not None and prefill_is_complete(request) else None
 
     def missing_tokens(self, request: "VllmRequest", computed_tokens: int) -> int:
         """Bring nothing; note what the device holds of a prompt, and what host memory brings."""
@@ -151,6 +159,7 @@ class Producer(SchedulerRole):
         Returns:
             The ``kv_transfer_params`` of the response; None if there is nothing to pull.
         """
+        self._legs.pop(request.request_id, None)
         answer = self._grant(request, block_ids) if self._is_to_be_leased(request, block_ids) else None
         self._announcer.finish(request, is_granted=answer is not None)
         return answer

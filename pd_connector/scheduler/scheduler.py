@@ -111,7 +111,7 @@ class ConnectorScheduler:
         self._roles: list[SchedulerRole] = []
         self._landings: Landings | None = None  # None until workers are known, or if all is pulled to the device
         self._canaries = self._make_canaries()
-        self._consumer = consumer = self._make_consumer(keys) if self._role.consumes else None
+        self._consumer = consumer = self._make_consumer(keys, kv_cache_config) if self._role.consumes else None
         self._spans = lease_spans(vllm_config)
         on_end = None if self._spans is None else self._spans.ended
         leases: LeaseTable[Leased] = LeaseTable(config.lease_ttl_s, clock, config.max_lease_age_s, on_end)
@@ -133,7 +133,7 @@ class ConnectorScheduler:
 
     def bind_cache_manager(self, kv_cache_manager: "KVCacheManager") -> None:
         """Take the manager of the engine's blocks. Called while the engine core constructs its scheduler."""
-        self._blocks.bind(kv_cache_manager, self._release_device_blocks)
+        self._blocks.bind(kv_cache_manager, self._release_device_blocks, self._tokens_to_pull)
         self._engine.find()
 
     def set_workers(self, handshakes: Mapping[WorkerRanks, WorkerHandshake]) -> None:
@@ -265,6 +265,11 @@ class ConnectorScheduler:
         for role in self._roles:
             role.check_integrity()
 
+    def _tokens_to_pull(self, request_id: str) -> int | None:
+        """Return how many tokens of a request that has just ended other engines will pull; None if none."""
+        pulled = (role.tokens_to_pull(request_id) for role in self._roles if isinstance(role, Producer))
+        return next(pulled, None)
+
     def _release_device_blocks(self) -> None:
         """Give back all device blocks, if nothing else keeps vLLM from resetting its prefix cache.
 
@@ -364,7 +369,7 @@ class ConnectorScheduler:
             return NoCanaries()
         return Canaries(self._blocks, self._retentions, refuses=mode == "refuse", clock=self._clock)
 
-    def _make_consumer(self, keys: ControlKeys | None) -> Consumer:
+    def _make_consumer(self, keys: ControlKeys | None, kv_cache_config: "KVCacheConfig") -> Consumer:
         config = self._config
         client = ControlClient(keys=keys, allowed=AllowedPeers(config.allowed_peers))
         renewals = Renewals(client, config.handshake_timeout_s, config.queue_timeout_s, self._clock)
@@ -374,7 +379,8 @@ class ConnectorScheduler:
         bounds = AheadLimits(config.max_pulls_ahead, config.max_ahead_fraction)
         ahead = PullsAhead(bounds, self._blocks, self._retentions)
         renewals.start()
-        return Consumer(renewals, subscriptions, ahead, completions, self._retentions, self._canaries)
+        layers = [group.layer_names for group in kv_cache_config.kv_cache_groups]  # of the first pipeline stage
+        return Consumer(renewals, subscriptions, ahead, completions, self._retentions, layers, self._canaries)
 
     def _open_host_tier(self, handshakes: Sequence[WorkerHandshake]) -> tuple[HostTier, HostScrub | None]:
         """Return the role of host memory, and the one that has its slots zeroed, if they are to be."""

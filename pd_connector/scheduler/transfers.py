@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from pd_connector.vllm.cache_specs import Retention
 from transfer.control.messages import Follow, Followed, SlotRange, TransferState
 from transfer.control.waiting_requests import NotYet
 
@@ -74,18 +75,24 @@ class Transfers:
         self._lease_ttl_s = lease_ttl_s
         self._clock = clock
         self._lock = threading.Lock()
+        self._groups: tuple[Retention, ...] = ()
+        self._layers: tuple[tuple[str, ...], ...] = ()
         self._block_tokens: tuple[int, ...] = ()
         self._open: dict[str, _Transfer] = {}
         self._past: dict[str, _Transfer] = {}  # complete or ended, in that order
         self._past_blocks = 0  # in their tables
         self._cancelled: dict[str, float] = {}  # before their requests came: when to forget them
 
-    def set_block_tokens(self, block_tokens: tuple[int, ...]) -> None:
-        """Set the block size of each cache group, in tokens. Nothing is announced before."""
+    def set_groups(self, groups: Sequence[Retention], layers: tuple[tuple[str, ...], ...] = ()) -> None:
+        """Set what each cache group keeps of a request, and the names of its layers. Nothing is announced before.
+
+        ``layers`` is empty if there is one group.
+        """
         with self._lock:
-            self._block_tokens = block_tokens
+            self._groups, self._layers = tuple(groups), layers
+            self._block_tokens = tuple(group.block_tokens for group in groups)
             for transfer in self._open.values():
-                transfer.table = [[] for _ in block_tokens]
+                transfer.table = [[] for _ in groups]
 
     def open(self, prompt: Prompt) -> bool:
         """Take up a named prompt whose request has arrived.
@@ -260,6 +267,8 @@ class Transfers:
             prompt_tokens=prompt.tokens,
             prompt_digest=prompt.digest,
             block_sizes=self._block_tokens,
+            layers=self._layers,
+            first_tokens=tuple(group.first_needed(prompt.tokens) for group in self._groups),
             tokens=transfer.tokens,
             block_ids=tuple(tuple(ids[first:]) for ids, first in zip(transfer.table, first_blocks, strict=True)),
             first_blocks=first_blocks,

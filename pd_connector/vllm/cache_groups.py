@@ -3,7 +3,7 @@
 Imports no vLLM at module level, so that ``worker.caches`` needs none.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -43,7 +43,7 @@ class GroupSpec:
 
     layer_names: tuple[str, ...]
     block_tokens: int
-    window: int  # tokens; 0 for full attention
+    window: int  # tokens of a sliding window that are kept of a request; 0: all
     blocks: int  # in vLLM's pool
     #: What vLLM states of each layer's cache, by layer.
     layers: Mapping[str, LayerSpec] = field(default_factory=dict)
@@ -51,6 +51,9 @@ class GroupSpec:
     orders: Mapping[str, HeadOrder] = field(default_factory=dict)
     #: Whether vLLM's layout has the heads before the tokens.
     heads_first: bool = False
+    chunk: int = 0  # tokens of a chunk, the last of which is kept of a request; 0: no chunks
+    #: By layer, as far as known: the tokens that attention sees; 0: all.
+    seen_tokens: Mapping[str, int] = field(default_factory=dict)
 
 
 def cache_groups(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> tuple[GroupSpec, ...]:
@@ -64,16 +67,44 @@ def cache_groups(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") ->
     heads_first = "H" in layout and layout.index("H") < layout.index("N")
     for group in kv_cache_config.kv_cache_groups:
         spec, by_layer = group.kv_cache_spec, _specs_by_layer(group)
-        window = max(int(getattr(each, "sliding_window", None) or 0) for each in by_layer.values())
+        kept = retention(next(iter(by_layer.values())))
         layers = {
             name: layer_spec(vllm_config, name, by_layer[name], one_precision=one_precision)
             for name in group.layer_names
         }
         blocks = int(kv_cache_config.num_blocks)
         groups.append(
-            GroupSpec(tuple(group.layer_names), int(spec.block_size), window, blocks, layers, heads_first=heads_first)
+            GroupSpec(
+                tuple(group.layer_names),
+                int(spec.block_size),
+                kept.window,
+                blocks,
+                layers,
+                heads_first=heads_first,
+                chunk=kept.chunk,
+                seen_tokens=_seen_tokens(vllm_config, by_layer, group.layer_names),
+            )
         )
     return tuple(groups)
+
+
+def _seen_tokens(vllm_config: "VllmConfig", specs: Mapping[str, Any], layers: Sequence[str]) -> dict[str, int]:
+    """Return how many tokens attention of each layer sees, 0 if all, as far as that is known.
+
+    Without the hybrid cache manager, vLLM gives layers with and without a window one specification, which states the
+    window. Whether a layer has it then only the layer knows.
+    """
+    seen = {}
+    for name in layers:
+        spec = specs[name]
+        stated = int(getattr(spec, "sliding_window", None) or 0)
+        if getattr(spec, "attention_chunk_size", None):
+            continue  # some of the layers see chunks
+        if not stated or retention(spec).window:
+            seen[name] = stated
+        elif hasattr(layer := vllm_config.compilation_config.static_forward_context.get(name), "sliding_window"):
+            seen[name] = int(layer.sliding_window or 0)
+    return seen
 
 
 def retentions(kv_cache_config: "KVCacheConfig") -> tuple[Retention, ...]:

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheGroupSpec
 
+    from layout.geometry import CacheGroup
+
 #: The kinds of cache that are served. The last is vllm-ascend's, which takes the place of ``MLAAttentionSpec`` there.
 SERVED = (
     "FullAttentionSpec",
@@ -68,6 +70,15 @@ class Retention:
         if self.chunk:
             return computed // self.chunk * self.chunk
         return max(computed + 1 - self.window, 0) if self.window else 0
+
+    def first_needed(self, prompt_tokens: int) -> int:
+        """Return the first token of the blocks that computing the last of ``prompt_tokens`` tokens needs."""
+        return self.first_token(prompt_tokens - 1) // self.block_tokens * self.block_tokens
+
+
+def retention_in(group: "CacheGroup") -> Retention:
+    """Return what vLLM keeps of a request in a worker's cache group."""
+    return Retention(group.block_tokens, group.window, group.chunk)
 
 
 def blocks_for(groups: Iterable[Retention], tokens: int) -> int:

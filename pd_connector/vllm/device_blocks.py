@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -24,13 +24,30 @@ class DeviceBlocks:
         self._held: set[int] = set()  # ids of the blocks to which we hold a reference
         self._shared: Counter[int] = Counter()  # further references to blocks that several requests share, by block id
 
-    def bind(self, kv_cache_manager: "KVCacheManager", before_reset: Callable[[], None] = lambda: None) -> None:
+    def bind(
+        self,
+        kv_cache_manager: "KVCacheManager",
+        before_reset: Callable[[], None] = lambda: None,
+        tokens_to_pull: Callable[[str], int | None] = lambda _: None,
+    ) -> None:
         """Set vLLM's manager of the blocks.
 
         ``before_reset`` is called whenever vLLM is to reset its prefix cache, before it checks that no block is in use.
         vLLM itself tells its connector afterwards, and only if that was so.
+
+        ``tokens_to_pull`` returns how many tokens of a request that has just ended are to be pulled, None if none.
+        Before vLLM tells its connector of the end, it frees what a window or chunk has passed after the whole prompt.
+        Whoever pulls computes the last token of it, which may see a block more.
         """
         self._manager = kv_cache_manager
+        coordinator = kv_cache_manager.coordinator
+        remove = coordinator.remove_skipped_blocks
+
+        def remove_unless_needed(request_id: str, computed_tokens: int, *args: Any, **named: Any) -> None:
+            wanted = tokens_to_pull(request_id)
+            remove(request_id, computed_tokens if wanted is None else min(computed_tokens, wanted), *args, **named)
+
+        coordinator.remove_skipped_blocks = remove_unless_needed
         reset = kv_cache_manager.reset_prefix_cache
 
         def prepared_reset() -> bool:

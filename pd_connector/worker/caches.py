@@ -69,7 +69,7 @@ def describe_caches(
 def _describe_group(kv_caches: Mapping[str, Cache], group: GroupSpec, ranks: Ranks) -> CacheGroup:
     views = [view for name in group.layer_names for view in _part_views(name, kv_caches[name], group)]
     planes = tuple(_plane(run, ranks) for run in _evenly_spaced(views))
-    return CacheGroup(group.block_tokens, group.window, planes)
+    return CacheGroup(group.block_tokens, group.window, planes, group.chunk, dict(group.seen_tokens))
 
 
 def _part_views(layer: str, cache: Cache, group: GroupSpec) -> list[_PartView]:

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from layout.compatibility import IncompatibleCachesError, check_models, check_transports
-from layout.geometry import ModelIdentity, WorkerGeometry
+from layout.compatibility import IncompatibleCachesError, check_models, check_transports, check_windows
+from layout.geometry import CacheGroup, ModelIdentity, WorkerGeometry
 from tests.support.layout.oracle import Engine, Model, build
 from tests.support.layout.pulls import LOCAL_BASE, REMOTE_BASE, plans_of
 
@@ -32,9 +32,9 @@ def test_a_transport_that_differs_is_named_with_both_values_and_the_rank() -> No
         check_transports(worker_with("rdma"), remotes)
 
 
-def compile_between(local: Engine, remote: Engine, remote_model: Model = MODEL) -> None:
-    (ours,) = build(MODEL, local, 1, LOCAL_BASE)
-    plans_of(ours.geometry, [rank.geometry for rank in build(remote_model, remote, 2, REMOTE_BASE)])
+def compile_between(local: Engine, remote: Engine, remote_model: Model = MODEL, ours: Model = MODEL) -> None:
+    (rank,) = build(ours, local, 1, LOCAL_BASE)
+    plans_of(rank.geometry, [peer.geometry for peer in build(remote_model, remote, 2, REMOTE_BASE)])
 
 
 def test_equal_models_are_accepted() -> None:
@@ -85,13 +85,28 @@ def test_weights_that_were_not_sampled_are_not_compared(unsampled: str) -> None:
         ),
         (
             replace(MODEL, windows=(64,)),
-            "sliding window of layer 'model.layers.0' is 0 tokens here and 64 on the remote",
+            "attention of layer 'model.layers.0' sees all tokens here and a window of 64 tokens on the remote",
         ),
     ],
 )
 def test_planes_that_hold_other_elements_are_refused(theirs: Model, message: str) -> None:
     with pytest.raises(IncompatibleCachesError, match=message):
         compile_between(Engine(), Engine(), theirs)
+
+
+def test_a_window_is_the_layers_not_its_groups() -> None:
+    """Without its hybrid cache manager, an engine keeps all of layers that see a window."""
+    apart = Model(2, (2, 2), 2, ((0,), (1,)), (0, 64))
+    together = Model(2, (2, 2), 2, ((0, 1),), (0,), seen=((1, 64),))
+    compile_between(Engine(), Engine(), together, ours=apart)
+    compile_between(Engine(), Engine(), apart, ours=together)
+    with pytest.raises(IncompatibleCachesError, match=r"'model\.layers\.1' sees a window of 64 tokens here and all"):
+        compile_between(Engine(), Engine(), replace(together, seen=()), ours=apart)
+
+
+def test_windows_that_one_side_does_not_tell_are_not_compared() -> None:
+    """It has no layer that says so, or its connector is older."""
+    check_windows(CacheGroup(16, 0, (), seen_tokens={"a": 64, "b": 0}), CacheGroup(16, 64, ()), ["a", "b"])
 
 
 def test_layers_whose_heads_are_counted_otherwise_are_refused_with_the_way_out() -> None:

@@ -161,6 +161,45 @@ def test_a_window_beside_full_attention_with_holes_in_its_table(here: str, there
         cases["windows with holes"] += 1
 
 
+#: Layers 1 and 2 see 40 tokens. How many groups they are in, and with which others, depends on drafts and settings.
+IN_GROUPS = {
+    "together": Model(2, (2, 2), 2, ((0, 3), (1, 2)), (0, 40)),
+    "each alone, in another order": Model(2, (2, 2), 2, ((2,), (0,), (1,), (3,)), (40, 0, 40, 0)),
+    "all together, nothing let go of": Model(2, (2, 2), 2, ((0, 1, 2, 3),), (0,), seen=((1, 40), (2, 40))),
+}
+
+
+def tables_of(model: Model, engine: Engine, tokens: int, kind: str) -> tuple[Table, ...]:
+    """A table for each group, with holes before what the last token of ``tokens`` sees."""
+    return tuple(
+        table(
+            kind,
+            engine.blocks,
+            -(-tokens // engine.block_tokens),
+            holes=max(tokens - window, 0) // engine.block_tokens if window else 0,
+            seed=group,
+        )
+        for group, window in enumerate(model.windows)
+    )
+
+
+@every_layout_pair
+def test_layers_may_be_in_other_groups_on_either_side(here: str, there: str, cases: Counter[str]) -> None:
+    for (ours, theirs), tp in product(product(IN_GROUPS, repeat=2), [1, 2]):
+        if ours == "all together, nothing let go of" != theirs:
+            continue  # there is not all that is kept here
+        for tokens in (30, 100):
+            local, remote = Engine(here, tp=tp), Engine(there, tp=2, block_tokens=16)
+            request = Request(
+                0,
+                tokens,
+                tables_of(IN_GROUPS[ours], local, tokens, "fragmented"),
+                tables_of(IN_GROUPS[theirs], remote, tokens, "descending"),
+            )
+            pull(IN_GROUPS[ours], local, remote, request, remote_model=IN_GROUPS[theirs])
+            cases["other groups"] += 1
+
+
 @every_layout
 def test_groups_may_have_blocks_of_their_own_sizes(layout: str, cases: Counter[str]) -> None:
     for ours, theirs in product([(1, 2), (2, 1), (1, 3)], repeat=2):

@@ -112,6 +112,11 @@ WRONG = [
     ("remote_num_tokens", 70.5),
     ("remote_block_sizes", [0]),
     ("remote_block_sizes", "32"),
+    ("remote_block_sizes", [16, 16]),
+    ("remote_layers", ["a"]),
+    ("remote_layers", [["a"], ["b"]]),
+    ("remote_layers", [["a layer"]]),
+    ("remote_layers", [["x" * 257]]),
     ("tp_size", "1"),
     ("lease_id", ""),
     ("lease_id", 9),
@@ -122,6 +127,13 @@ WRONG = [
     ("prompt_digest", None),
     ("remote_attempt", -1),
 ]
+
+
+def test_tables_of_several_cache_groups_say_which_layers_they_are_of() -> None:
+    tables: dict[str, Any] = {**REMOTE.to_params(), "remote_block_ids": [[1, 2], [3, 4]]}
+    assert parse({**tables, "remote_layers": [["a", "c"], ["b"]]}).remote_layers == (("a", "c"), ("b",))
+    with pytest.raises(ParamsError, match=r"2 block tables, .* older than this one. Use the same version on both"):
+        parse(tables)
 
 
 @pytest.mark.parametrize(("field", "value"), WRONG)

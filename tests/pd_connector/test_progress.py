@@ -14,7 +14,7 @@ PROMPT = a_prompt(70)
 TRANSFER = RemoteTransfer("xfer-1", "10.0.0.5", 8998)
 BEGUN = Followed(
     "engine-p", TransferState.COMPUTING, "lease-1", 30.0, 0, 70, prompt_digest(PROMPT, ()), (16, 32), 40,
-    ((7, 8, 9), (0, 4)), (0, 0),
+    ((7, 8, 9), (0, 4)), (0, 0), layers=(("a", "c"), ("b",)), first_tokens=(0, 32),
 )  # fmt: skip
 
 
@@ -32,12 +32,13 @@ def known(*answers: Followed) -> Progress:
 
 def test_the_first_answer_tells_how_to_read_what_is_complete() -> None:
     progress = known(BEGUN)
-    assert (progress.tokens, progress.is_complete) == (40, False)
+    assert (progress.tokens, progress.is_complete, progress.first_tokens) == (40, False, (0, 32))
     remote = progress.remote
     assert (remote.remote_engine_id, remote.remote_host, remote.remote_port) == ("engine-p", "10.0.0.5", 8998)
     assert (remote.lease_id, remote.lease_ttl_s, remote.remote_attempt) == ("lease-1", 30.0, 0)
     assert (remote.remote_num_tokens, remote.prompt_digest) == (70, BEGUN.prompt_digest)
     assert (remote.remote_block_ids, remote.remote_block_sizes) == (((7, 8, 9), (0, 4)), (16, 32))
+    assert remote.remote_layers == (("a", "c"), ("b",))
 
 
 def test_a_later_answer_goes_on_where_the_known_table_ends_or_replaces_its_end() -> None:
@@ -67,6 +68,10 @@ def test_another_attempt_counts_for_all_that_was_known_before() -> None:
         ({"first_blocks": (0,)}, "2 block tables, 1 beginnings"),
         ({"block_ids": ((1,),)}, "1 block tables, 2 beginnings"),
         ({"block_sizes": (16,)}, "1 block sizes; 2 each"),
+        ({"layers": (("a",),)}, "invalid values: remote_layers is of 1 cache groups, and remote_block_ids has 2"),
+        ({"layers": ()}, "remote_layers does not say which layers each is of: .*older .* same version on both sides"),
+        ({"layers": (("a", ""), ("b",))}, "invalid values: .*remote_layers"),
+        ({"first_tokens": (0,)}, "first tokens of 1 cache groups; 2 were expected"),
         ({"block_sizes": (16, 0)}, "invalid values: .*remote_block_sizes"),
         ({"block_ids": ((1, 2, -3), (1, 2))}, "invalid values: .*remote_block_ids"),
         ({"lease_id": ""}, "invalid values: .*lease_id"),
@@ -86,7 +91,7 @@ def test_an_answer_that_does_not_fit_is_an_error(changes: dict[str, Any], reason
 
 
 def test_another_number_of_cache_groups_in_the_same_attempt_is_an_error() -> None:
-    one_group = answer(block_ids=((1, 2, 3),), first_blocks=(0,), block_sizes=(16,))
+    one_group = answer(block_ids=((1, 2, 3),), first_blocks=(0,), block_sizes=(16,), layers=(), first_tokens=(0,))
     assert known(one_group)
     with pytest.raises(BadProgressError, match="2 each were expected"):
         known(BEGUN, one_group)

@@ -1,4 +1,7 @@
-"""The decode engine's scheduler half, state by state: what is pulled, which leases are kept alive, which let go of."""
+"""The decode engine's scheduler half, state by state: what is pulled, which leases are kept alive, which let go of.
+
+Covers: pd_connector.scheduler.decode_legs, pd_connector.scheduler.single_use.
+"""
 
 import logging
 from collections.abc import Iterator

@@ -10,6 +10,7 @@ import pytest
 
 from pd_connector.scheduler.pulls_ahead import AheadLimits
 from pd_connector.vllm.cache_specs import Retention
+from tests.support.connector.consumers import layers_of
 from tests.support.connector.decode_scheduler import Decode, a_decode_engine, unreachable
 from tests.support.connector.followed_answers import a_named_request, complete, computing, ended
 from tests.support.connector.requests import FakeRequest, a_decode_request, a_prompt
@@ -125,13 +126,15 @@ def test_requests_that_wait_for_prefill_engines_do_not_count_as_waiting_for_bloc
     assert decode.consumer.waiting == 0
 
 
-@pytest.mark.parametrize(("tokens", "cut"), [(159, True), (158, False), (160, False)])
-def test_what_the_prefill_engine_will_cut_short_is_not_pulled_ahead(tokens: int, cut: bool) -> None:
-    """Window 128: the token after 159 prompt tokens does not see the first block of 32, the last of them does."""
+@pytest.mark.parametrize(("first_token", "cut"), [(32, True), (0, False)])
+def test_what_the_prefill_engine_will_cut_short_is_not_pulled_ahead(first_token: int, cut: bool) -> None:
+    """Window 128, blocks of 32: the last of 159 tokens sees the first block."""
+    tokens = 159
     decode = a_decode_engine(retentions=[Retention(32), Retention(32, window=128)])
     request = a_named_request("r", tokens)
     decode.add(request)
-    sizes: dict[str, Any] = {"block_sizes": (32, 32), "first_blocks": (0, 0)}
+    sizes: dict[str, Any] = {"block_sizes": (32, 32), "first_blocks": (0, 0), "layers": layers_of(2)}
+    sizes["first_tokens"] = 0, first_token
     decode.answer(computing(32, tokens, block_ids=((1,), (2,)), **sizes))
     assert (decode.asks(request) is None) == cut
     windowed = (0, 12, 13, 14, 15) if cut else (11, 12, 13, 14, 15)

@@ -4,27 +4,30 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
-from vllm.v1.core.block_pool import BlockPool
-from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager, get_manager_for_kv_cache_spec
 from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, FullAttentionSpec, SlidingWindowSpec
 
 from pd_connector.scheduler.consumer import Consumer
 from pd_connector.vllm.cache_specs import Retention, retention
-from tests.support.connector.consumers import consumer_parts
+from tests.support.connector.consumers import consumer_parts, layers_of
+from tests.support.connector.kept_blocks import SIZES, leased_table, table_to_pull_into
 from tests.support.connector.requests import RecordingClient, a_decode_request
 from tests.support.releases import INSTALLED
 
 
 @pytest.mark.parametrize(("tokens", "cut"), [(159, True), (158, False), (160, False), (100, False)])
 def test_a_window_that_the_prefill_engine_has_cut_short_is_computed_here(tokens: int, cut: bool) -> None:
-    """Window 128, blocks of 32: the token after 159 prompt tokens does not see block 0, the last of them does."""
+    """Window 128, blocks of 32: the token after 159 prompt tokens does not see block 0, the last of them does.
+
+    An engine that has gone on after the prompt has freed it.
+    """
     client = RecordingClient()
     consumer = Consumer(*consumer_parts(client, retentions=[Retention(32), Retention(32, window=128)]))
     let_go = max(tokens + 1 - 128, 0) // 32
     held = range(1, -(-tokens // 32) + 1)
     windowed = tuple(0 if block <= let_go else block for block in held)
-    request = a_decode_request("r", tokens, lease_id="L", remote_block_ids=(tuple(held), windowed))
+    request = a_decode_request(
+        "r", tokens, lease_id="L", remote_block_ids=(tuple(held), windowed), remote_layers=layers_of(2)
+    )
     consumer.add(request)
     assert consumer.missing_tokens(request, 0) == (0 if cut else tokens - 1)
 
@@ -47,7 +50,6 @@ def test_where_a_window_is_cut_depends_on_the_blocks_of_both_engines(
     assert consumer.missing_tokens(request, 0) == (0 if cut else tokens - 1)
 
 
-SIZES: dict[str, Any] = {"num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
 RETAINED: dict[str, Any] = {"extra_retained_tokens": 3} if INSTALLED >= (0, 30) else {}
 ATTENTION: list[Callable[[int], Any]] = [
     lambda tokens: FullAttentionSpec(block_size=tokens, **SIZES),
@@ -58,45 +60,18 @@ ATTENTION: list[Callable[[int], Any]] = [
 ]
 
 
-def vllms_manager(spec: Any) -> SingleTypeKVCacheManager:
-    pool = BlockPool(64, enable_caching=False, hash_block_size=spec.block_size)
-    return get_manager_for_kv_cache_spec(
-        spec,
-        512,
-        512,
-        block_pool=pool,
-        enable_caching=False,
-        kv_cache_group_id=0,
-        scheduler_block_size=spec.block_size,
-    )
-
-
-def give_blocks_to_pull_into(manager: SingleTypeKVCacheManager, tokens: int) -> None:
-    if INSTALLED >= (0, 30):
-        manager.add_local_computed_blocks("r", [], 0, tokens)
-        manager.allocate_external_computed_blocks("r", 0, tokens)
-    else:
-        manager.allocate_new_computed_blocks("r", [], 0, tokens)
-
-
-def blocks_of(manager: SingleTypeKVCacheManager) -> tuple[int, ...]:
-    return tuple(0 if block.is_null else block.block_id for block in manager.req_to_blocks["r"])
-
-
 @pytest.mark.parametrize("attention", ATTENTION)
 @pytest.mark.parametrize(("ours", "theirs"), [(16, 16), (32, 16), (16, 32)])
 def test_a_prompt_is_pulled_if_and_only_if_vllm_has_kept_all_that_is_needed_here(
     attention: Callable[[int], Any], ours: int, theirs: int
 ) -> None:
-    """What the prefill engine holds after the prompt against what vLLM gives the decode engine blocks for."""
+    """What the prefill engine leases of the prompt against what vLLM gives the decode engine blocks for.
+
+    With blocks that are no larger here, all that is needed is there.
+    """
     pulled = 0
     for tokens in range(2, 200):
-        prefill, decode = vllms_manager(attention(theirs)), vllms_manager(attention(ours))
-        prefill.allocate_new_blocks("r", tokens, tokens)
-        prefill.remove_skipped_blocks("r", tokens)
-        give_blocks_to_pull_into(decode, tokens - 1)
-        decode.allocate_new_blocks("r", tokens - 1, tokens - 1)
-        held, given = blocks_of(prefill), blocks_of(decode)
+        held, given = leased_table(attention(theirs), tokens), table_to_pull_into(attention(ours), tokens - 1)
         is_held = all(held[token // theirs] for token in range(tokens - 1) if given[token // ours])
         client = RecordingClient()
         consumer = Consumer(*consumer_parts(client, retentions=[retention(attention(ours))]))
@@ -104,5 +79,6 @@ def test_a_prompt_is_pulled_if_and_only_if_vllm_has_kept_all_that_is_needed_here
         request = a_decode_request("r", tokens, lease_id="L", **changes)
         consumer.add(request)
         assert consumer.missing_tokens(request, 0) == (tokens - 1 if is_held else 0), tokens
+        assert is_held or ours > theirs, tokens
         pulled += is_held
     assert pulled > 50

@@ -12,6 +12,7 @@ from pd_connector.scheduler.lease_service import LeaseService
 from pd_connector.scheduler.leases import LeaseTable
 from tests.support.connector.engines import IDENTITY
 from tests.support.connector.requests import FakeRequest, a_prompt
+from tests.support.layout.oracle import Engine, Model, build
 from tests.support.waiting import ManualClock
 from transfer.control.client import ControlClient
 from transfer.control.errors import PeerRefused
@@ -86,12 +87,15 @@ def release(remote: RemotePrefill, reader: int = 0, readers: int = 1) -> Release
 
 
 def test_a_finished_prefill_is_answered_with_params_that_a_decode_engine_accepts(endpoint: Endpoint) -> None:
+    model = Model(kv_heads=2, contents=(1, 1), item_size=1, groups=((0, 3), (1, 2)), windows=(0, 32))
+    endpoint.service.set_workers(tuple(rank.geometry for rank in build(model, Engine(tp=2, pp=2), 0, 1 << 44)))
     remote = endpoint.grant("r", ([1, 2, 3, 4, 5], [0, 0, 8, 9, 6]))
     check_prompt(remote, 70, prompt_digest(a_prompt(70), ()))
     assert remote.remote_engine_id == endpoint.engine_id
     assert remote.remote_request_id == "r"
     assert (remote.remote_host, remote.remote_port) == ("127.0.0.1", endpoint.port)
     assert remote.remote_block_ids == ((1, 2, 3, 4, 5), (0, 0, 8, 9, 6))
+    assert remote.remote_layers == (("model.layers.0", "model.layers.3"), ("model.layers.1", "model.layers.2"))
     assert (remote.tp_size, remote.lease_ttl_s) == (2, TTL_S)
     assert endpoint.leases.active == 1
 

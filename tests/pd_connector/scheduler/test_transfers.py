@@ -5,6 +5,7 @@ import pytest
 
 from pd_connector.scheduler import transfers
 from pd_connector.scheduler.transfers import Begun, Prompt, Transfers
+from pd_connector.vllm.cache_specs import Retention
 from tests.support.waiting import ManualClock
 from transfer.control.messages import Follow, Followed, TransferState
 from transfer.control.waiting_requests import NotYet
@@ -23,7 +24,7 @@ class Desk:
     def __init__(self) -> None:
         self.clock = ManualClock()
         self.transfers = Transfers(TTL_S, self.clock)
-        self.transfers.set_block_tokens(SIZES)
+        self.transfers.set_groups([Retention(size) for size in SIZES])
 
     def open(self, transfer_id: str = "t", tokens: int = 30) -> bool:
         is_open = self.transfers.open(Prompt(transfer_id, f"lease of {transfer_id}", tokens, "00ff"))
@@ -261,6 +262,6 @@ def test_a_cancel_names_the_leases_to_end(desk: Desk) -> None:
 def test_a_prompt_may_come_before_the_block_sizes_are_known() -> None:
     transfers = Transfers(TTL_S)
     transfers.open(Prompt("t", "lease", 30, ""))
-    transfers.set_block_tokens(SIZES)
+    transfers.set_groups([Retention(size) for size in SIZES])
     assert transfers.announce("t", 4, [[1], [2]])
     transfers.check_integrity()

@@ -1,10 +1,12 @@
 """vLLM's cache groups as plain data: which layers share a block table, and what a token's content consists of."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
@@ -19,6 +21,7 @@ from pd_connector.vllm.cache_groups import GroupSpec, Ranks, cache_groups, reten
 from pd_connector.vllm.cache_specs import LayerSpec, Retention
 from pd_connector.vllm.cpu.head_order import HeadOrder
 from pd_connector.vllm.engine_config import UnsupportedError
+from tests.support.connector.kept_blocks import groups_by_vllm
 from tests.support.connector.stated import model_config, stated_groups
 from tests.support.releases import INSTALLED
 
@@ -35,13 +38,45 @@ def test_groups_are_in_vllms_order_with_their_own_block_sizes_and_windows() -> N
     assert full.layers == dict.fromkeys(("a", "c"), LayerSpec(2, 2, 256, 32 * 2 * 256, torch.bfloat16, K_AND_V))
 
 
-def test_layers_of_one_group_may_differ_and_its_window_is_the_largest() -> None:
-    wide = SlidingWindowSpec(block_size=16, num_kv_heads=2, head_size=128, dtype=torch.bfloat16, sliding_window=300)
+def test_layers_of_one_group_may_differ() -> None:
+    wide = SlidingWindowSpec(block_size=16, num_kv_heads=2, head_size=128, dtype=torch.bfloat16, sliding_window=100)
     (group,) = stated_groups(
         (["a", "b"], UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs={"a": WINDOWED, "b": wide}))
     )
-    assert (group.layer_names, group.window) == (("a", "b"), 300)
+    assert (group.layer_names, group.window, group.seen_tokens) == (("a", "b"), 100, {"a": 100, "b": 100})
     assert {name: spec.parts for name, spec in group.layers.items()} == {"a": K_AND_V, "b": (("k", 128), ("v", 128))}
+
+
+def a_config_with_layers(**windows: int | None) -> Any:
+    """What vLLM knows of the layers that it has built: the window that each sees, None if it sees all."""
+    config = model_config()
+    built = {name: SimpleNamespace(sliding_window=window) for name, window in windows.items()}
+    config.compilation_config = SimpleNamespace(static_forward_context=built)
+    return config
+
+
+@pytest.mark.parametrize("hybrid", [True, False])
+def test_a_window_is_the_layers_and_what_is_kept_is_the_groups(hybrid: bool) -> None:
+    """Without its hybrid cache manager, vLLM states one window for layers with and without it, and keeps all."""
+    groups = groups_by_vllm({"a": 40, "b": 0, "c": 40}, 16, hybrid=hybrid)
+    config = a_config_with_layers(a=40, b=None, c=40)
+    found = cache_groups(config, KVCacheConfig(8, [], groups))
+    assert {layer: seen for group in found for layer, seen in group.seen_tokens.items()} == {"a": 40, "b": 0, "c": 40}
+    kept = {layer: group.window for group in found for layer in group.layer_names}
+    assert kept == ({"a": 40, "b": 0, "c": 40} if hybrid else {"a": 0, "b": 0, "c": 0})
+    assert [group.window for group in found] == [each.window for each in retentions(KVCacheConfig(8, [], groups))]
+
+
+def test_a_window_that_only_a_layer_knows_is_not_told_if_the_layer_does_not() -> None:
+    groups = groups_by_vllm({"a": 40, "b": 0}, 16, hybrid=False)
+    (group,) = cache_groups(a_config_with_layers(b=None), KVCacheConfig(8, [], groups))
+    assert group.seen_tokens == {"b": 0}
+
+
+def test_chunks_are_kept_as_vllm_keeps_them() -> None:
+    chunked = ChunkedLocalAttentionSpec(block_size=16, attention_chunk_size=64, **SIZES)
+    (group,) = stated_groups((["a"], chunked))
+    assert (group.window, group.chunk, group.seen_tokens) == (0, 64, {})
 
 
 def test_a_stage_without_layers_of_a_group_states_nothing_of_them() -> None:

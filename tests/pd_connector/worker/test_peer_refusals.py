@@ -150,7 +150,7 @@ def test_an_engine_with_another_model_is_incompatible_and_nothing_is_read(site: 
         (replace(MODEL, item_size=1), ("'item_size'", "2 here and 1 on")),
         (replace(MODEL, kv_heads=2), ("head 2 of layer 'model.layers.0'", "same model")),
         (replace(MODEL, groups=((0, 1),)), ("layer 'model.layers.2'", "same model")),
-        (replace(MODEL, windows=(64,)), ("sliding window", "0 tokens here and 64 on")),
+        (replace(MODEL, windows=(64,)), ("'model.layers.0' sees all tokens here", "a window of 64 tokens on")),
     ],
 )
 def test_an_engine_with_other_caches_is_incompatible_and_nothing_is_read(

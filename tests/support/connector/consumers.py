@@ -43,6 +43,12 @@ class ConsumerParts(NamedTuple):
     ahead: PullsAhead
     completions: Completions
     retentions: Sequence[Retention]
+    layers: Sequence[tuple[str, ...]]
+
+
+def layers_of(groups: int) -> tuple[tuple[str, ...], ...]:
+    """A layer for each of so many cache groups, the same on both sides."""
+    return tuple((f"layers.{group}",) for group in range(groups))
 
 
 def consumer_parts(
@@ -60,4 +66,4 @@ def consumer_parts(
     subscriptions = Subscriptions(client, renewals, follow_limits, clock, loop.wake)
     completions = Completions(client, MESSAGE_TIMEOUT_S, loop, clock)
     ahead = PullsAhead(limits, blocks or CountedBlocks(), retentions or [Retention(16)])
-    return ConsumerParts(renewals, subscriptions, ahead, completions, retentions)
+    return ConsumerParts(renewals, subscriptions, ahead, completions, retentions, layers_of(len(retentions)))

@@ -7,7 +7,7 @@ a test has built.
 import queue
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -164,8 +164,13 @@ class DecodeWorker:
         """The next pull that settles."""
         return self.ends.get(timeout=timeout_s)
 
-    def holds(self, pulled: Sequence[tuple[Blocks, int, int]], remote: Engine = PREFILL) -> bool:
-        """Whether the memory is as before, except for pulls: blocks, first token, end token. To the last byte."""
+    def holds(
+        self, pulled: Sequence[tuple[Blocks, int, int]], remote: Engine = PREFILL, lacking: Collection[int] = ()
+    ) -> bool:
+        """Whether the memory is as before, except for pulls: blocks, first token, end token. To the last byte.
+
+        Layers that are ``lacking`` on the other side are as before.
+        """
         expected = self.before.copy()
         for blocks, first, end in pulled:
             for held in self.rank.planes:
@@ -176,7 +181,9 @@ class DecodeWorker:
                     for token in range(first, -(-end // unit) * unit)
                     if table.id_at(token, self.rank.engine.block_tokens) >= 0
                 ]
-                expected[self.rank.positions(held, table, tokens)] = self.rank.wanted_values(held, tokens)
+                read = [number for number, layer in enumerate(held.layers) if layer not in lacking]
+                positions = self.rank.positions(held, table, tokens)[:, read]
+                expected[positions] = self.rank.wanted_values(held, tokens)[:, read]
         return bool(np.array_equal(expected, self.rank.memory))
 
     @property

@@ -58,7 +58,10 @@ def cache_manager(pool: "BlockPool", tables: Mapping[str, Sequence[int]]) -> Any
     def get_blocks(request_id: str) -> Any:
         return SimpleNamespace(blocks=([pool.blocks[block] for block in tables[request_id]],))
 
-    return SimpleNamespace(block_pool=pool, get_blocks=get_blocks, reset_prefix_cache=pool.reset_prefix_cache)
+    coordinator = SimpleNamespace(remove_skipped_blocks=lambda request_id, tokens: None)
+    return SimpleNamespace(
+        block_pool=pool, get_blocks=get_blocks, reset_prefix_cache=pool.reset_prefix_cache, coordinator=coordinator
+    )
 
 
 class RecordingClient(ControlClient):

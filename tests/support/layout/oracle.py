@@ -46,10 +46,11 @@ class Model:
     contents: tuple[int, int]  # items of K and V per (head, token); of the two MLA parts
     item_size: int
     groups: tuple[tuple[int, ...], ...]
-    windows: tuple[int, ...]  # one for each group, 0 for full attention
+    windows: tuple[int, ...]  # tokens that are kept in each group, 0 for all
     extras: tuple[Extra, ...] = ()
     other_heads: tuple[tuple[int, int], ...] = ()  # (layer, KV heads) of layers that do not have ``kv_heads``
     drafts: tuple[int, ...] = ()  # layers that the remote side may be without
+    seen: tuple[tuple[int, int], ...] = ()  # (layer, tokens) that attention sees, if not what its group keeps
 
     def heads_in(self, layer: int) -> int:
         """KV heads of a layer, over all ranks."""
@@ -239,6 +240,11 @@ def build(model: Model, engine: Engine, seed: int, base: int) -> list[Rank]:
     return ranks
 
 
+def name_of(layer: int) -> str:
+    """The name of a layer, the same on all engines."""
+    return f"model.layers.{layer}"
+
+
 def heads_of(kv_heads: int, tp: int, rank: int) -> tuple[int, ...]:
     """The KV heads of a rank: the heads dealt out in equal runs, or each head given to an equal run of ranks."""
     if kv_heads >= tp:
@@ -266,7 +272,9 @@ def _build_rank(model: Model, engine: Engine, place: tuple[int, int], stage: lis
                     planes.append(held)
                     described.append(_describe(model, engine, base, held, strided, part))
                 used = -(-end // 8) * 8 + GUARD_BYTES
-        groups.append(CacheGroup(engine.tokens_of(group), model.windows[group], tuple(described)))
+        kept, seen = model.windows[group], dict(model.seen)
+        windows = {name_of(layer): seen.get(layer, kept) for layer in model.groups[group] if layer in stage}
+        groups.append(CacheGroup(engine.tokens_of(group), kept, tuple(described), seen_tokens=windows))
     geometry = WorkerGeometry(tp_rank, engine.tp, pp_rank, engine.pp, f"host:{base}", tuple(groups), tuple(regions))
     return Rank(model, engine, geometry, base, np.zeros(used, np.uint8), planes, order)
 
@@ -354,7 +362,7 @@ def _describe(model: Model, engine: Engine, base: int, held: Held, strided: Int6
     shared = {extra.name for extra in model.extras if extra.shared}
     return Plane(
         part=part,
-        layers=tuple(f"model.layers.{layer}" for layer in held.layers),
+        layers=tuple(map(name_of, held.layers)),
         head_start=held.heads[0],
         heads=heads,
         block_tokens=tokens,

@@ -1,0 +1,65 @@
+"""What is good for one pull, a lease or a transfer's name: which requests use it, and which has been used.
+
+Plain books: no threads, no sockets, no blocks.
+"""
+
+from dataclasses import dataclass
+
+#: How many spent ones are remembered: more than there are requests on the way to this engine.
+_MAX_SPENT = 8192
+
+#: ("lease", its id), or ("transfer", host, port, its name).
+Key = tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """What tells a request's prompt from others. Without a digest, if it has no token ids or was rejected."""
+
+    tokens: int
+    digest: str
+
+
+class SingleUse:
+    """Owns who uses what. Belongs to one thread."""
+
+    def __init__(self) -> None:
+        self._keys: dict[str, Key] = {}  # by request
+        self._in_use: dict[Key, Prompt | None] = {}  # whose prompts they are
+        self._spent: dict[Key, Prompt | None] = {}  # no longer in use, oldest first
+
+    def is_known(self, key: Key) -> bool:
+        """Return whether a request uses it, or has used it."""
+        return key in self._in_use or key in self._spent
+
+    def is_in_use(self, key: Key) -> bool:
+        """Return whether a request uses it."""
+        return key in self._in_use
+
+    def prompt(self, key: Key) -> Prompt | None:
+        """Return of which prompt it is, or was; None if that is not known."""
+        return self._in_use.get(key) or self._spent.get(key)
+
+    def take(self, request_id: str, key: Key, prompt: Prompt | None) -> None:
+        """Let a request use what nobody has used."""
+        self._keys[request_id] = key
+        self._in_use[key] = prompt
+
+    def let_go(self, request_id: str) -> None:
+        """End a request's use, if it uses anything. Whoever comes with the same from now on is too late."""
+        if (key := self._keys.pop(request_id, None)) is not None:
+            self._spent[key] = self._in_use.pop(key)
+            if len(self._spent) > _MAX_SPENT:
+                del self._spent[next(iter(self._spent))]
+
+    @property
+    def request_ids(self) -> frozenset[str]:
+        """The requests that use something."""
+        return frozenset(self._keys)
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless the books balance."""
+        assert set(self._keys.values()) == self._in_use.keys(), "what is in use is not what the requests hold"
+        assert len(self._keys) == len(self._in_use), "two requests use the same lease or transfer"
+        assert not self._in_use.keys() & self._spent.keys(), "a lease or transfer is in use and spent at once"
+        assert len(self._spent) <= _MAX_SPENT, "what is spent is never forgotten"
