@@ -344,6 +344,7 @@ class Canaries(NoCanaries):
 
     def _end(self, request_id: str, canary: _Canary) -> None:
         del self._under_way[request_id]
+        self._references = [each for each in self._references if each.request_id != request_id]
         self._free.append(canary.area)
         self._ended.append(request_id)
         self._tells = True

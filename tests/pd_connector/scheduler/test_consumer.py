@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import pytest
 
 from pd_connector.orders import Orders, PullOrder, RefuseOrder, Report
-from pd_connector.scheduler import consumer as consumer_module
+from pd_connector.scheduler import single_use
 from pd_connector.scheduler.consumer import Consumer
 from pd_connector.scheduler.renewals import Renewals
 from tests.support.connector.consumers import consumer_parts
@@ -378,7 +378,7 @@ def test_a_lease_that_was_let_go_of_is_not_pulled_again(under_test: ConsumerUnde
 def test_leases_that_were_let_go_of_are_forgotten_in_the_end(
     under_test: ConsumerUnderTest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(consumer_module, "_MAX_SPENT", 3)
+    monkeypatch.setattr(single_use, "_MAX_SPENT", 3)
     for number in range(5):
         under_test.consumer.add(a_decode_request(f"r{number}", lease_id=f"L{number}"))
         under_test.consumer.leave(f"r{number}")

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from layout.geometry import WorkerGeometry
+from layout.geometry import CacheGroup, WorkerGeometry
 from pd_connector.orders import CanaryRoom, Cause, Orders, RefuseOrder, Report, WorkerHandshake
 from pd_connector.scheduler.canaries import Canaries
 from pd_connector.scheduler.consumer import Consumer
@@ -216,7 +216,8 @@ def test_params_of_an_unknown_contract_are_named_in_one_warning(
 
 
 def a_handshake(tp_rank: int, pp_rank: int, host_slots: int) -> WorkerHandshake:
-    return WorkerHandshake(WorkerGeometry(tp_rank, 2, pp_rank, 2, "10.0.0.5:15000", (), ()), host_slots)
+    groups = (CacheGroup(32, 0, ()),)
+    return WorkerHandshake(WorkerGeometry(tp_rank, 2, pp_rank, 2, "10.0.0.5:15000", groups, ()), host_slots)
 
 
 def test_host_memory_is_asked_first_and_has_what_all_workers_have(side_of: Open) -> None:
