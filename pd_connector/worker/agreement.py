@@ -3,8 +3,10 @@
 Pure: it is given what both caches hold of the same tokens, and reads no memory.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import groupby
 
 import numpy as np
 import numpy.typing as npt
@@ -15,15 +17,20 @@ from transfer.local_copy.values import PlaneValues, UInt8Array
 
 FloatArray = npt.NDArray[np.float64]
 
-#: How a format's items are decoded.
-_DTYPES = {
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "float32": torch.float32,
-    "fp8_e4m3": torch.float8_e4m3fn,
-    "fp8_e5m2": torch.float8_e5m2,
-    "int8": torch.int8,
+#: The dtypes of tensors whose items are numbers, and how the format is called.
+_FORMATS = {
+    torch.bfloat16: "bfloat16",
+    torch.float16: "float16",
+    torch.float32: "float32",
+    torch.float8_e4m3fn: "fp8_e4m3",
+    torch.float8_e4m3fnuz: "fp8_e4m3",
+    torch.float8_e5m2: "fp8_e5m2",
+    torch.int8: "int8",
 }
+#: What is in a tensor of bytes, by vLLM's setting.
+_FORMATS_IN_BYTES = {"fp8": "fp8_e4m3", "fp8_e4m3": "fp8_e4m3", "fp8_e5m2": "fp8_e5m2"}
+#: Settings with which integers are not numbers of one unit: each token has a scale of its own.
+_OWN_SCALES = "_per_token_head"
 #: Opaque planes of this packing hold numbers, K in the first half of a head's block and V in the second.
 _CPU_PACKING = "cpu-"
 
@@ -38,18 +45,21 @@ class _Tolerance:
 
     first: float  # median over the tokens of the first layer
     first_most: float  # of nine in ten tokens of the first layer
-    deeper: float  # median over the tokens of any other layer
+    step: float  # median of any other layer, however little the layers before it differ
+    deeper: float  # median of any other layer, however much they differ
 
 
 _TOLERANCES = {
-    "float32": _Tolerance(0.02, 0.06, 0.25),
-    "float16": _Tolerance(0.02, 0.06, 0.25),
-    "bfloat16": _Tolerance(0.05, 0.15, 0.25),
-    "fp8_e4m3": _Tolerance(0.1, 0.2, 0.3),
-    "fp8_e5m2": _Tolerance(0.15, 0.3, 0.35),
-    "int8": _Tolerance(0.1, 0.2, 0.3),
-    "bytes": _Tolerance(0.6, 0.8, 0.85),
+    "float32": _Tolerance(0.02, 0.06, 0.1, 0.4),
+    "float16": _Tolerance(0.02, 0.06, 0.1, 0.4),
+    "bfloat16": _Tolerance(0.06, 0.15, 0.1, 0.4),
+    "fp8_e4m3": _Tolerance(0.1, 0.2, 0.35, 0.6),
+    "fp8_e5m2": _Tolerance(0.15, 0.3, 0.35, 0.6),
+    "int8": _Tolerance(0.1, 0.2, 0.35, 0.6),
+    "bytes": _Tolerance(0.6, 0.8, 0.85, 0.85),
 }
+#: By how much more a layer may differ than nine in ten tokens of any layer before it.
+_GROWTH = 3.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -97,14 +107,11 @@ def cache_format(tensor_dtype: torch.dtype, cache_dtype: str, packing: str = "")
         cache_dtype: vLLM's setting, as ``CacheConfig.cache_dtype``; it says what is in a tensor of bytes.
         packing: as ``Plane.packing``.
     """
-    if packing and not packing.startswith(_CPU_PACKING):
+    if (packing and not packing.startswith(_CPU_PACKING)) or cache_dtype.endswith(_OWN_SCALES):
         return "bytes"
-    for name, dtype in _DTYPES.items():
-        if dtype == tensor_dtype and (name != "int8" or cache_dtype in {"auto", "int8"}):
-            return name
     if tensor_dtype == torch.uint8:
-        return {"fp8": "fp8_e4m3", "fp8_e4m3": "fp8_e4m3", "fp8_e5m2": "fp8_e5m2"}.get(cache_dtype, "bytes")
-    return "bytes"
+        return _FORMATS_IN_BYTES.get(cache_dtype, "bytes")
+    return _FORMATS.get(tensor_dtype, "bytes")
 
 
 def plane_samples(
@@ -144,33 +151,80 @@ def compare(samples: Sequence[Sample]) -> Difference | None:
 
     Samples without tokens or heads prove nothing and are passed over.
     """
-    for sample in sorted(samples, key=lambda sample: sample.depth):
-        if sample.computed.size and (difference := _difference(sample)):
-            return difference
+    before: float | None = None  # error of nine in ten tokens of the layers before this one, None if there is none
+    for _, layer in groupby(sorted(samples, key=_depth), key=_depth):
+        most = [before or 0.0]
+        for sample in layer:
+            if not sample.computed.size:
+                continue
+            errors = _Errors(sample)
+            if difference := _difference(sample, errors, before):
+                return difference
+            most.append(errors.of(0.9))
+        before = max(most) if len(most) > 1 else before
     return None
 
 
-def _difference(sample: Sample) -> Difference | None:
+def _depth(sample: Sample) -> int:
+    return sample.depth
+
+
+class _Errors:
+    """By how much what a sample holds of each token differs."""
+
+    def __init__(self, sample: Sample) -> None:
+        self._scaled = None if sample.format == "bytes" else _scaled(*_values(sample))
+        self._errors = _byte_errors(sample) if self._scaled is None else _value_errors(*self._scaled)
+
+    def of(self, share: float) -> float:
+        """Return what so large a share of the tokens does not exceed."""
+        return float(np.quantile(self._errors, share))
+
+    def factor(self) -> float | None:
+        """Return by which factor what was computed is a multiple of what was pulled, if that explains the errors."""
+        return None if self._scaled is None else _factor(*self._scaled, self.of(0.5))
+
+
+def _difference(sample: Sample, errors: _Errors, before: float | None) -> Difference | None:
     allowed = _TOLERANCES[sample.format]
-    scaled = None if sample.format == "bytes" else _scaled(*_values(sample))
-    errors = _byte_errors(sample) if scaled is None else _value_errors(*scaled)
-    checks = [(0.5, allowed.deeper)] if sample.depth else [(0.5, allowed.first), (0.9, allowed.first_most)]
+    if sample.depth == 0:
+        checks = [(0.5, allowed.first), (0.9, allowed.first_most)]
+    elif before is None:
+        checks = [(0.5, allowed.deeper)]
+    else:
+        checks = [(0.5, min(allowed.deeper, max(allowed.step, _GROWTH * before)))]
     for share, limit in checks:
-        error = float(np.quantile(errors, share))
-        if error > limit:
-            factor = None if scaled is None else _factor(*scaled, error)
-            return Difference(sample.layer, sample.part, error, limit, len(errors), sample.format, factor)
+        if (error := errors.of(share)) > limit:
+            tokens = len(sample.computed)
+            return Difference(sample.layer, sample.part, error, limit, tokens, sample.format, errors.factor())
     return None
+
+
+def _numbers_of_bytes(dtype: torch.dtype) -> FloatArray:
+    """Return the number that each byte is in ``dtype``: [256]."""
+    return np.asarray(torch.arange(256, dtype=torch.uint8, device="cpu").view(dtype).to(torch.float64).numpy())
+
+
+#: How a format's items are decoded. By numpy: torch would take the threads that the model computes with.
+_DECODE: Mapping[str, Callable[[UInt8Array], FloatArray]] = {
+    "bfloat16": lambda data: (data.view(np.uint16).astype(np.uint32) << 16).view(np.float32).astype(np.float64),
+    "float16": lambda data: data.view(np.float16).astype(np.float64),
+    "float32": lambda data: data.view(np.float32).astype(np.float64),
+    "int8": lambda data: data.view(np.int8).astype(np.float64),
+    **{
+        name: partial(np.take, _numbers_of_bytes(dtype))
+        for name, dtype in (("fp8_e4m3", torch.float8_e4m3fn), ("fp8_e5m2", torch.float8_e5m2))
+    },
+}
 
 
 def _values(sample: Sample) -> tuple[FloatArray, FloatArray]:
     """Return both sides as numbers: [tokens, heads * items]."""
-    dtype = _DTYPES[sample.format]
-    computed, pulled = (
-        torch.tensor(side.reshape(len(side), -1)).view(dtype).to(torch.float64).numpy()
-        for side in (sample.computed, sample.pulled)
+    decode = _DECODE[sample.format]
+    ours, theirs = (
+        decode(np.ascontiguousarray(side.reshape(len(side), -1))) for side in (sample.computed, sample.pulled)
     )
-    return computed, pulled
+    return ours, theirs
 
 
 def _scaled(computed: FloatArray, pulled: FloatArray) -> tuple[FloatArray, FloatArray]:
