@@ -41,7 +41,29 @@ _LEAST_USUAL = 0.1
 
 @dataclass(frozen=True, slots=True)
 class _Tolerance:
-    """The largest relative errors that rounding explains."""
+    """The largest relative errors that rounding explains.
+
+    Measured with vLLM 0.32 on a CPU, sound engines that compute with other kernels, other chunks and other dtypes:
+
+        first layer     bfloat16 0.004, nine in ten tokens 0.005. No attention and no expert comes before its K and V: what
+                        differs is the rounding of a norm, a product and a rotation
+        second layer    bfloat16 0.007, fp8 cache 0.10 (its attention reads K and V that the cache has rounded)
+        deeper          bfloat16 0.023 in 30 dense layers; 0.25 in 12 layers of 16 experts with wide, random weights, of
+                        which rounding chooses others, up to 0.47 in nine of ten tokens; fp8 cache 0.21
+        faults          K or V of other weights in one deep layer 1.1, heads in another order 0.92, LongRoPE 0.47 and
+                        YaRN's magnitude 0.20 in the first layer
+
+    The first layer's limits are at least ten times what was measured, because the first layer of a prompt with images
+    has all of an encoder's rounding. From layer to layer, rounding grows slowly (at most twice, or by less than a tenth
+    in bfloat16), so a layer that differs much more than all before it computes something else. ``deeper`` bounds what
+    may grow so. float16 and float32 round less than bfloat16, except for what a GPU's TF32 does (as float16) and for
+    what experts do, which rounding of any size flips. An fp8 cache rounds by steps of 1/8 (e5m2: 1/4) of a value, so an
+    error of 0.004 before it moves some items by such a step: the square root of their product, 0.02. int8 is taken as
+    fp8. Bytes that nobody decodes are equal where both sides round to the same value, and else by chance only.
+
+    Not told from rounding: a change of less than ``first`` in the first layer and of less than ``step`` added in any
+    other, as by an adapter that changes K and V by less.
+    """
 
     first: float  # median over the tokens of the first layer
     first_most: float  # of nine in ten tokens of the first layer
@@ -50,12 +72,12 @@ class _Tolerance:
 
 
 _TOLERANCES = {
-    "float32": _Tolerance(0.02, 0.06, 0.1, 0.4),
-    "float16": _Tolerance(0.02, 0.06, 0.1, 0.4),
-    "bfloat16": _Tolerance(0.06, 0.15, 0.1, 0.4),
-    "fp8_e4m3": _Tolerance(0.1, 0.2, 0.35, 0.6),
-    "fp8_e5m2": _Tolerance(0.15, 0.3, 0.35, 0.6),
-    "int8": _Tolerance(0.1, 0.2, 0.35, 0.6),
+    "float32": _Tolerance(0.02, 0.06, 0.1, 0.6),
+    "float16": _Tolerance(0.02, 0.06, 0.1, 0.6),
+    "bfloat16": _Tolerance(0.06, 0.15, 0.1, 0.6),
+    "fp8_e4m3": _Tolerance(0.1, 0.2, 0.35, 0.65),
+    "fp8_e5m2": _Tolerance(0.15, 0.3, 0.35, 0.65),
+    "int8": _Tolerance(0.1, 0.2, 0.35, 0.65),
     "bytes": _Tolerance(0.6, 0.8, 0.85, 0.85),
 }
 #: By how much more a layer may differ than nine in ten tokens of any layer before it.
@@ -221,9 +243,10 @@ _DECODE: Mapping[str, Callable[[UInt8Array], FloatArray]] = {
 def _values(sample: Sample) -> tuple[FloatArray, FloatArray]:
     """Return both sides as numbers: [tokens, heads * items]."""
     decode = _DECODE[sample.format]
-    ours, theirs = (
-        decode(np.ascontiguousarray(side.reshape(len(side), -1))) for side in (sample.computed, sample.pulled)
-    )
+    with np.errstate(invalid="ignore"):  # what is not a number stays none
+        ours, theirs = (
+            decode(np.ascontiguousarray(side.reshape(len(side), -1))) for side in (sample.computed, sample.pulled)
+        )
     return ours, theirs
 
 
@@ -235,7 +258,7 @@ def _scaled(computed: FloatArray, pulled: FloatArray) -> tuple[FloatArray, Float
     """
     odd = ~np.isfinite(computed), ~np.isfinite(pulled)
     sides = tuple(np.where(odd[0] & odd[1], 0.0, side) for side in (computed, pulled))
-    usual = np.maximum(*(np.sqrt(np.nanmean(np.where(odd[0] | odd[1], 0.0, side) ** 2, axis=0)) for side in sides))
+    usual = np.maximum(*(np.sqrt((np.where(odd[0] | odd[1], 0.0, side) ** 2).mean(axis=0)) for side in sides))
     usual = np.maximum(usual, _LEAST_USUAL * np.median(usual))
     usual[usual == 0] = 1.0
     ours, theirs = (np.where(odd[0] ^ odd[1], np.nan, side) / usual for side in sides)
@@ -261,4 +284,4 @@ def _factor(computed: FloatArray, pulled: FloatArray, error: float) -> float | N
         return None
     factor = float(np.nansum(computed * pulled)) / power
     rest = float(np.median(_value_errors(computed, factor * pulled)))
-    return factor if rest < error / 3 else None
+    return factor if rest < error / 2 else None
