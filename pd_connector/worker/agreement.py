@@ -45,8 +45,8 @@ class _Tolerance:
 
     Measured with vLLM 0.32 on a CPU, sound engines that compute with other kernels, other chunks and other dtypes:
 
-        first layer     bfloat16 0.004, nine in ten tokens 0.005. No attention and no expert comes before its K and V: what
-                        differs is the rounding of a norm, a product and a rotation
+        first layer     bfloat16 0.004, nine in ten tokens 0.005. No attention and no expert comes before its K and V:
+                        what differs is the rounding of a norm, a product and a rotation
         second layer    bfloat16 0.007, fp8 cache 0.10 (its attention reads K and V that the cache has rounded)
         deeper          bfloat16 0.023 in 30 dense layers; 0.25 in 12 layers of 16 experts with wide, random weights, of
                         which rounding chooses others, up to 0.47 in nine of ten tokens; fp8 cache 0.21
