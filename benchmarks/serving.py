@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from examples.quickstart import model
+from examples.quickstart import model, proof
 from examples.quickstart.servers import Server, ServerFailed, Servers, free_ports
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -89,6 +89,8 @@ def running(megabytes: int, proxies: Mapping[str, Sequence[str]], *, beside: boo
             proxy = start(f"proxy {port}", port, words)
             servers.wait_ready([proxy], READY_TIMEOUT_S)
             urls[name] = proxy.url
+        if proxies:
+            proof.prove(urls[next(iter(proxies))], started[1].url, NAME)
         yield urls
 
 

@@ -17,7 +17,7 @@ import httpx
 from rich.console import Console
 from rich.markup import escape
 
-from examples.quickstart import loading, metrics, model, questions, report
+from examples.quickstart import loading, metrics, model, proof, questions, report
 from examples.quickstart.deployment import SERVED_NAME, Deployment, Settings, build
 from examples.quickstart.servers import ServerFailed, Servers
 
@@ -121,22 +121,6 @@ def _ask_twice(deployment: Deployment, question: questions.Question, decode_tp: 
     return report.Outcome(question, pulled_answers, direct_answers, pulled_work, direct_work)
 
 
-def _prove(deployment: Deployment) -> None:
-    """Have D prove P: it computes a prompt itself, pulls it as well, and compares. Nothing is pulled before that.
-
-    Raises:
-        QuestionFailed: D has not found that P computes what it does.
-    """
-    before = metrics.scrape(deployment.decode.url)
-    questions.ask(deployment.proxy.url, SERVED_NAME, questions.proof(), secrets.token_hex(8))
-    outcome = metrics.canary_since(deployment.decode.url, before)
-    if outcome != "proven":
-        raise questions.QuestionFailed(
-            "D has not found that P computes the same keys and values: its canary "
-            + (f"ended as {outcome!r}" if outcome else "has not ended")
-        )
-
-
 def _with_the_servers_words(failure: questions.QuestionFailed, deployment: Deployment) -> questions.QuestionFailed:
     """The failure and what the vLLM servers logged as errors: an answer's 500 alone says nothing."""
     words = [f"{server.name}: {line}" for server in (deployment.prefill, deployment.decode) for line in server.errors()]
@@ -151,7 +135,7 @@ def _demonstrate(console: Console, servers: Servers, deployment: Deployment, dec
 
     with console.status("Proving that P computes what D does"):
         try:
-            _prove(deployment)
+            proof.prove(deployment.proxy.url, deployment.decode.url, SERVED_NAME)
         except questions.QuestionFailed as failure:
             raise _with_the_servers_words(failure, deployment) from failure
     console.print("D has computed a prompt itself and pulled it as well: P's keys and values are the same.")

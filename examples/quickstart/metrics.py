@@ -132,16 +132,3 @@ def work_since(url: str, before: Snapshot, complete: Callable[[Work], bool], tim
         if complete(work) or time.monotonic() > deadline:
             return work
         time.sleep(_POLL_S)
-
-
-def canary_since(url: str, before: Snapshot, timeout_s: float = 30.0) -> str:
-    """How the first canary of the decode server at ``url`` since ``before`` ended; empty if none has in time."""
-    deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
-        after = scrape(url)
-        for outcome in ("proven", "differs", "failed", "left"):
-            name = "vllm:pd_canaries_total"
-            if after.total(name, outcome=outcome) > before.total(name, outcome=outcome):
-                return outcome
-        time.sleep(_POLL_S)
-    return ""

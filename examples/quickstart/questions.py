@@ -155,9 +155,9 @@ _LICENCE = Path(__file__).resolve().parents[2] / "LICENSE"
 _LICENCE_CHARACTERS = 7300  # about 1,500 tokens
 
 
-def proof() -> Question:
-    """A prompt of some blocks: D computes the first one from P itself and pulls it as well, to prove P."""
-    return Question("the proof", (Prompt(text=_licence(_LICENCE_CHARACTERS // 8), max_tokens=1),))
+def some_blocks() -> Question:
+    """A prompt of some blocks."""
+    return Question("some blocks", (Prompt(text=_licence(_LICENCE_CHARACTERS // 8), max_tokens=1),))
 
 
 def _licence(characters: int) -> str:
