@@ -3,6 +3,8 @@
 vLLM's own scheduler frees what the token after the prompt does not see, before it tells its connector of the end.
 """
 
+from typing import Any
+
 import pytest
 
 from tests.support.simulation.named_prefill import PAGE_TOKENS, REACH_TOKENS, NamedPrefill, StartPrefill, stamps_of
@@ -71,12 +73,15 @@ def test_requests_that_nobody_will_pull_are_cut_short_as_ever(start_prefill: Sta
     engine = start_prefill(with_window=True)
     tokens = REACH_TOKENS + PAGE_TOKENS - 1
     asked: list[int] = []
-    coordinator = engine.scheduler.kv_cache_manager.coordinator.single_type_managers[1]
-    remove = coordinator.remove_skipped_blocks
-    coordinator.remove_skipped_blocks = lambda request_id, computed, *args: (  # type: ignore[method-assign]
-        asked.append(computed),
-        remove(request_id, computed, *args),
-    )
+    coordinator = engine.scheduler.kv_cache_manager.coordinator
+    windowed: Any = coordinator.single_type_managers[1]
+    remove = windowed.remove_skipped_blocks
+
+    def noted(request_id: str, computed: int, *args: Any) -> None:
+        asked.append(computed)
+        remove(request_id, computed, *args)
+
+    windowed.remove_skipped_blocks = noted
     engine.ask("r", list(range(tokens)), do_remote_decode=False)
     engine.run()
     assert asked[-1] == tokens
