@@ -92,7 +92,8 @@ class LeaseService(Generic[Held]):
             self.end_transfers(self.transfers.open_leases, "the prefill engine has registered its caches anew")
         self._workers, self._host_workers = workers, host
         self._groups = workers[0].groups if workers else ()
-        self._layers = tuple(map(tuple, map(sorted, layers_by_group(workers)))) if len(self._groups) > 1 else ()
+        has_one_for_all = len(self._groups) == 1 and not (self._groups[0].window or self._groups[0].chunk)
+        self._layers = () if has_one_for_all else tuple(tuple(sorted(each)) for each in layers_by_group(workers))
         self.checksums.set_workers(len(workers))
         self.transfers.set_groups([retention_in(group) for group in self._groups], self.layers)
 
@@ -189,7 +190,7 @@ class LeaseService(Generic[Held]):
 
     @property
     def layers(self) -> tuple[tuple[str, ...], ...]:
-        """Names of each cache group's layers, over all workers; empty if there is one group, which holds all."""
+        """Names of each cache group's layers, over all workers; empty if one holds all and keeps every token."""
         return self._layers
 
     def check_integrity(self) -> None:

@@ -34,8 +34,7 @@ class NeededBlocks:
 
     def set_layers(self, layers: Sequence[Collection[str]]) -> None:
         """Set the names of each cache group's layers, over all pipeline stages."""
-        assert len(layers) == len(self._groups), "these are the layers of another number of cache groups"
-        self._layers = layers
+        self._layers = dict(enumerate(layers))
         self._known: dict[tuple[tuple[str, ...], ...], tuple[tuple[int, ...], ...]] = {}
 
     def lacking(self, remote: RemotePrefill, computed_tokens: int = 0) -> LackingBlocks | None:
@@ -73,20 +72,20 @@ class NeededBlocks:
     def _match(self, remote: RemotePrefill) -> tuple[tuple[int, ...], ...]:
         """Return for each cache group here those there that hold one of its layers."""
         theirs = remote.remote_layers
-        if not theirs:  # a single group holds all
+        if not theirs:  # a single group holds all and keeps every token
             return tuple((0,) for _ in self._groups) if remote.remote_block_ids else ()
         if theirs not in self._known:
             if len(self._known) >= _MAX_KNOWN:
                 self._known.clear()
             self._known[theirs] = tuple(
                 tuple(there for there, names in enumerate(theirs) if not ours.isdisjoint(names))
-                for ours in map(frozenset, self._layers)
+                for ours in map(frozenset, self._layers.values())
             )
         return self._known[theirs]
 
     def _describe(self, group: int, remote: RemotePrefill, there: int, needed: int) -> LackingBlocks:
         names = remote.remote_layers
-        shared = [name for name in self._layers[group] if not names or name in names[there]]
+        shared = [name for name in self._layers.get(group, ()) if not names or name in names[there]]
         layer = f"layer {min(shared)!r}" if shared else "its layers"
         ids, kept = remote.remote_block_ids[there], self._groups[group]
         size = remote.remote_block_sizes[there] if remote.remote_block_sizes else kept.block_tokens

@@ -86,7 +86,7 @@ class Transfers:
     def set_groups(self, groups: Sequence[Retention], layers: tuple[tuple[str, ...], ...] = ()) -> None:
         """Set what each cache group keeps of a request, and the names of its layers. Nothing is announced before.
 
-        ``layers`` is empty if there is one group.
+        ``layers`` is empty if one group holds all and keeps every token.
         """
         with self._lock:
             self._groups, self._layers = tuple(groups), layers

@@ -73,14 +73,15 @@ def test_requests_that_nobody_will_pull_are_cut_short_as_ever(start_prefill: Sta
     engine = start_prefill(with_window=True)
     tokens = REACH_TOKENS + PAGE_TOKENS - 1
     asked: list[int] = []
-    coordinator = engine.scheduler.kv_cache_manager.coordinator.single_type_managers[1]
-    remove = coordinator.remove_skipped_blocks
+    coordinator = engine.scheduler.kv_cache_manager.coordinator
+    windowed: Any = coordinator.single_type_managers[1]
+    remove = windowed.remove_skipped_blocks
 
-    def recorded(request_id: str, computed: int, *args: Any) -> Any:
+    def noted(request_id: str, computed: int, *args: Any) -> None:
         asked.append(computed)
-        return remove(request_id, computed, *args)
+        remove(request_id, computed, *args)
 
-    coordinator.remove_skipped_blocks = recorded
+    windowed.remove_skipped_blocks = noted
     engine.ask("r", list(range(tokens)), do_remote_decode=False)
     engine.run()
     assert asked[-1] == tokens

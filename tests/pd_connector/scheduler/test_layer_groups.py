@@ -11,6 +11,7 @@ from typing import NamedTuple
 import pytest
 from vllm.v1.kv_cache_interface import KVCacheGroupSpec
 
+from pd_connector.orders import WorkerHandshake
 from pd_connector.params import RemoteTransfer
 from pd_connector.progress import Progress, progress_of
 from pd_connector.scheduler.consumer import Consumer
@@ -173,6 +174,19 @@ def test_without_the_hybrid_manager_here_only_prompts_within_the_window_are_pull
             consumer.allocated(request, allocated((1,)), 0)
     (text,) = [record.getMessage() for record in caplog.records if "is computed here" in record.getMessage()]
     assert "of which this engine keeps all: no prompt beyond the window or chunk can be pulled" in text
+
+
+def test_layers_of_all_pipeline_stages_count_here() -> None:
+    """vLLM tells its scheduler of those of the first stage only."""
+    here = Grouped(SHAPES["1B"], WITHOUT_MANAGER)
+    parts = consumer_parts(RecordingClient(), retentions=here.kept)
+    consumer = Consumer(*parts._replace(layers=[[name_of(5)]]))  # one of those of which nothing is let go
+    request = Prefill(Grouped(SHAPES["1B"], PLAIN)).lease(200)
+    consumer.add(request)
+    assert consumer.missing_tokens(request, 0) == 199
+    stages = build(here.model, Engine(pp=2, blocks=2), 0, 1 << 44)
+    consumer.set_workers([WorkerHandshake(rank.geometry) for rank in stages])
+    assert consumer.missing_tokens(request, 0) == 0
 
 
 def test_the_params_of_one_group_do_not_name_its_layers() -> None:

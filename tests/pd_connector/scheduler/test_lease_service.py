@@ -100,6 +100,16 @@ def test_a_finished_prefill_is_answered_with_params_that_a_decode_engine_accepts
     assert endpoint.leases.active == 1
 
 
+@pytest.mark.parametrize(("window", "named"), [(0, ()), (32, (("model.layers.0", "model.layers.1"),))])
+def test_a_single_group_is_named_if_it_does_not_keep_all(
+    endpoint: Endpoint, window: int, named: tuple[tuple[str, ...], ...]
+) -> None:
+    """A decode engine may have others beside it, of which nothing is needed."""
+    model = Model(kv_heads=2, contents=(1, 1), item_size=1, groups=((0, 1),), windows=(window,))
+    endpoint.service.set_workers(tuple(rank.geometry for rank in build(model, Engine(), 0, 1 << 44)))
+    assert endpoint.grant("r").remote_layers == named
+
+
 def test_every_lease_and_every_engine_has_an_id_of_its_own(endpoint: Endpoint) -> None:
     assert endpoint.grant("a").lease_id != endpoint.grant("b").lease_id
     with closing(Endpoint()) as other:

@@ -37,8 +37,12 @@ def held_by(groups: list[Group], tokens: int) -> RemotePrefill:
         a_prompt(tokens),
         remote_block_ids=tables,
         remote_block_sizes=tuple(group.kept.block_tokens for group in groups),
-        remote_layers=tuple(group.layers for group in groups) if len(groups) > 1 else (),
+        remote_layers=() if [group.kept.first_needed(10**6) for group in groups] == [0] else names_of(groups),
     )
+
+
+def names_of(groups: list[Group]) -> tuple[tuple[str, ...], ...]:
+    return tuple(group.layers for group in groups)
 
 
 def needed_by(groups: list[Group]) -> NeededBlocks:
@@ -104,6 +108,12 @@ def test_groups_are_not_matched_by_their_number() -> None:
     theirs = [Group(WINDOWED, LAYERS[:1]), Group(WINDOWED, LAYERS[1:2]), Group(FULL, LAYERS[2:])]
     ours = [Group(WINDOWED, LAYERS[:2]), Group(FULL, (*LAYERS[2:], DRAFT))]
     assert needed_by(ours).lacking(held_by(theirs, 200)) is None
+
+
+def test_a_draft_that_sees_all_needs_nothing_of_a_model_of_windows() -> None:
+    """There, a single group holds all layers; here, the draft has one of its own."""
+    ours = [Group(WINDOWED, LAYERS), Group(FULL, (DRAFT,))]
+    assert needed_by(ours).lacking(held_by([Group(WINDOWED, LAYERS)], 200)) is None
 
 
 def test_an_engine_that_keeps_all_says_what_keeps_it_from_pulling_windows() -> None:

@@ -12,7 +12,7 @@ from pd_connector.scheduler.host_tier import HostTier
 from pd_connector.scheduler.landings import Landings, PullTo
 from pd_connector.stats import StatsRecorder, nothing
 from pd_connector.vllm.cache_specs import Retention
-from tests.support.connector.consumers import CountedBlocks, consumer_parts
+from tests.support.connector.consumers import CountedBlocks, consumer_parts, layers_of
 from tests.support.connector.requests import RecordingClient, a_prompt, a_remote, allocated
 from tests.support.host_tier.setup import Setup, make_manager, make_pool, make_request
 from tests.support.waiting import ManualClock
@@ -64,7 +64,11 @@ class LandingEngine:
         self._seeds[name] = seed
         theirs = [tuple(range(1, -(-tokens // kept.block_tokens) + 1)) for kept in self.kept]
         remote = a_remote(
-            prompt, lease_id=f"lease-of-{name}", remote_block_ids=tuple(theirs), remote_block_sizes=self.setup.sizes
+            prompt,
+            lease_id=f"lease-of-{name}",
+            remote_block_ids=tuple(theirs),
+            remote_block_sizes=self.setup.sizes,
+            remote_layers=layers_of(len(theirs)),
         )
         request.kv_transfer_params = remote.to_params()
         for role in self.roles:
