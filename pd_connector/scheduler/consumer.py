@@ -49,7 +49,7 @@ from pd_connector.scheduler.needed_blocks import NeededBlocks
 from pd_connector.scheduler.pulls_ahead import PullsAhead
 from pd_connector.scheduler.renewals import Renewals
 from pd_connector.scheduler.roles import SchedulerRole
-from pd_connector.scheduler.single_use import Key, Prompt, SingleUse
+from pd_connector.scheduler.single_use import Key, PromptShape, SingleUse
 from pd_connector.scheduler.subscriptions import Subscriptions, TransferFailed
 from pd_connector.stats import ComputedHere, StatsRecorder
 from pd_connector.vllm.cache_specs import Retention
@@ -117,7 +117,7 @@ class Consumer(SchedulerRole):
             return
         prompt = None
         if not is_placeholder(request):
-            prompt = Prompt(request.num_prompt_tokens, prompt_digest(*prompt_shape(request)))
+            prompt = PromptShape(request.num_prompt_tokens, prompt_digest(*prompt_shape(request)))
         try:
             asked = parse_decode_leg(request.kv_transfer_params)
             if isinstance(asked, RemotePrefill) and prompt is not None:
@@ -296,7 +296,7 @@ class Consumer(SchedulerRole):
     def _known(self) -> tuple[Mapping[str, object], ...]:
         return self._announced, self._waiting, self._landing, self._pulling, self._proving
 
-    def _take_up(self, request_id: str, asked: RemotePrefill | RemoteTransfer, prompt: Prompt | None) -> None:
+    def _take_up(self, request_id: str, asked: RemotePrefill | RemoteTransfer, prompt: PromptShape | None) -> None:
         """Note a decode leg with good params.
 
         Raises:

@@ -13,7 +13,7 @@ Key = tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class PromptShape:
     """What tells a request's prompt from others. Without a digest, if it has no token ids or was rejected."""
 
     tokens: int
@@ -25,8 +25,8 @@ class SingleUse:
 
     def __init__(self) -> None:
         self._keys: dict[str, Key] = {}  # by request
-        self._in_use: dict[Key, Prompt | None] = {}  # whose prompts they are
-        self._spent: dict[Key, Prompt | None] = {}  # no longer in use, oldest first
+        self._in_use: dict[Key, PromptShape | None] = {}  # whose prompts they are
+        self._spent: dict[Key, PromptShape | None] = {}  # no longer in use, oldest first
 
     def is_known(self, key: Key) -> bool:
         """Return whether a request uses it, or has used it."""
@@ -36,11 +36,11 @@ class SingleUse:
         """Return whether a request uses it."""
         return key in self._in_use
 
-    def prompt(self, key: Key) -> Prompt | None:
+    def prompt(self, key: Key) -> PromptShape | None:
         """Return of which prompt it is, or was; None if that is not known."""
         return self._in_use.get(key) or self._spent.get(key)
 
-    def take(self, request_id: str, key: Key, prompt: Prompt | None) -> None:
+    def take(self, request_id: str, key: Key, prompt: PromptShape | None) -> None:
         """Let a request use what nobody has used."""
         self._keys[request_id] = key
         self._in_use[key] = prompt

@@ -3,13 +3,30 @@
 That equal ones are proven, every other test with two servers shows: its first request is a canary.
 """
 
+from dataclasses import replace
+
 import pytest
 
+from tests.support.e2e.architectures import SHORT_CONTEXT
 from tests.support.e2e.client import Completion
-from tests.support.e2e.cluster import Server
-from tests.support.e2e.deployments import UNEQUAL_KEYS, on
+from tests.support.e2e.cluster import Server, ServerSpec
+from tests.support.e2e.deployments import PATIENT, Deployment, decode, on, prefill
+from tests.support.e2e.models import ModelSpec
 from tests.support.e2e.pair import Pair, make_prompt
 from tests.support.waiting import until
+
+
+def rotating(spec: ServerSpec, longest: int) -> ServerSpec:
+    """The server with a model whose keys depend on ``--max-model-len``. Nothing that it declares is compared."""
+    options = (*PATIENT, ("model_check", "off"), ("canary", "refuse"))
+    arguments = ("--max-model-len", str(longest))
+    return replace(spec, model=ModelSpec(architecture="phi3"), layout=None, arguments=arguments, options=options)
+
+
+#: The same directory and unequal keys: D serves long contexts, and P does not. Only what they compute can show it.
+UNEQUAL_KEYS = Deployment(
+    "unequal keys", (("P", rotating(prefill(), SHORT_CONTEXT)), ("D", rotating(decode("fail"), 2 * SHORT_CONTEXT)))
+)
 
 pytestmark = [pytest.mark.failures, on(UNEQUAL_KEYS)]
 

@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from tests.support.e2e.architectures import SHORT_CONTEXT
 from tests.support.e2e.cluster import BLOCK_SIZE, Layout, LoadFailurePolicy, ServerSpec
 from tests.support.e2e.models import DEFAULT_MODEL, ModelSpec
 from tests.support.process import free_ports
@@ -111,19 +110,6 @@ OTHER_MODELS = Deployment(
     slow=True,
 )
 
-
-def _rotating(spec: ServerSpec, longest: int) -> ServerSpec:
-    """The server with a model whose keys depend on ``--max-model-len``. Nothing that it declares is compared."""
-    options = (*PATIENT, ("model_check", "off"), ("canary", "refuse"))
-    arguments = ("--max-model-len", str(longest))
-    return replace(spec, model=ModelSpec(architecture="phi3"), layout=None, arguments=arguments, options=options)
-
-
-#: The same directory and unequal keys: D serves long contexts, and P does not. Only what they compute can show it.
-UNEQUAL_KEYS = Deployment(
-    "unequal keys",
-    (("P", _rotating(prefill(), SHORT_CONTEXT)), ("D", _rotating(decode("fail"), 2 * SHORT_CONTEXT))),
-)
 
 HALF_PRECISION = Deployment(
     "half precision",
