@@ -74,6 +74,7 @@ The connector (``pd_connector/``):
     connector.followed_answers  what a prefill engine answers of a named prompt, and decode legs that name it
     connector.consumers     the parts of a decode engine's scheduler half, with the test's own client and clock
     connector.kept_blocks   the cache groups that vLLM makes of layers, and the blocks that it keeps in each
+    connector.proving       a decode engine's scheduler half that proves where it pulls from
     connector.decode_scheduler  a decode engine's scheduler half, and a scripted prefill engine that it asks
     connector.followed_legs  both legs of a prompt at once: who computes it, and a worker that follows it
     connector.scripted_pulls  a session with a prefill engine whose pulls and handshakes do what the test says
