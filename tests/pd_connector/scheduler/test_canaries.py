@@ -12,7 +12,7 @@ from pd_connector.scheduler.canaries import Canaries, Rejection, Standing
 from pd_connector.stats import ComputedHere
 from pd_connector.vllm.cache_specs import Retention
 from pd_connector.vllm.device_blocks import DeviceBlocks
-from tests.support.connector.proving import BLOCKS, RANKS, ProvingDecode
+from tests.support.connector.proving import PROVING_BLOCKS, PROVING_RANKS, ProvingDecode
 from tests.support.connector.requests import (
     FakeRequest,
 )
@@ -28,8 +28,8 @@ def test_the_first_prompt_from_an_engine_is_computed_here_and_pulled_as_well() -
     assert order.local_block_ids == ((1, 2, 3, 4, 5),)
     assert d.canaries.wants_step
     reference = d.computes(first)
-    assert reference.block_ids == (tuple(BLOCKS),)
-    assert d.held == BLOCKS
+    assert reference.block_ids == (tuple(PROVING_BLOCKS),)
+    assert d.held == PROVING_BLOCKS
     d.report(first)
     assert d.held == []
     assert d.counted() == {"canaries:proven": 1}
@@ -53,8 +53,8 @@ def test_what_was_computed_of_a_request_that_ends_at_once_is_kept_until_it_has_b
     first.num_output_tokens = 1
     d.leave(first)
     del d.tables["first"]
-    assert d.held == BLOCKS
-    assert [each.block_ids for each in d.step().references] == [(tuple(BLOCKS),)]
+    assert d.held == PROVING_BLOCKS
+    assert [each.block_ids for each in d.step().references] == [(tuple(PROVING_BLOCKS),)]
     d.report(first)
     assert d.held == []
     assert d.counted() == {"canaries:proven": 1}
@@ -156,9 +156,9 @@ def test_an_adapter_from_another_path_is_another_one() -> None:
     request.lora_request = SimpleNamespace(lora_name="tone", lora_path="/adapters/tone")
     d.canaries.begin(request, a_remote_of("P"), range(69))
     request.num_output_tokens = 1
-    d.tables["adapted"] = BLOCKS
+    d.tables["adapted"] = PROVING_BLOCKS
     d.canaries.step_orders({})
-    for _ in range(RANKS):
+    for _ in range(PROVING_RANKS):
         d.canaries.settled(set(), set(), Report(canaries={"adapted": CanaryEnds(1, samples=1)}))
     assert d.canaries.look(request, a_remote_of("P")) is Standing.PROVEN
     request.lora_request.lora_path = "/adapters/tone-2"
@@ -352,7 +352,7 @@ def test_a_reset_forgets_verdicts_and_what_is_under_way() -> None:
     other = d.add("other", engine="Q")
     d.becomes_canary(other)
     d.computes(other)
-    assert d.canaries.device_references() == dict.fromkeys(BLOCKS, 1)
+    assert d.canaries.device_references() == dict.fromkeys(PROVING_BLOCKS, 1)
     assert d.canaries.reset()
     assert d.held == []
     assert d.canaries.device_references() == {}

@@ -23,9 +23,9 @@ from tests.support.connector.requests import (
 )
 from tests.support.waiting import ManualClock
 
-BLOCKS = [1, 2, 3, 4, 5]
-RANKS = 2
-WHOLE, ROOM = Retention(16), CanaryRoom(512, 2)
+PROVING_BLOCKS = [1, 2, 3, 4, 5]
+PROVING_RANKS = 2
+_WHOLE, _ROOM = Retention(16), CanaryRoom(512, 2)
 
 
 @dataclass
@@ -33,9 +33,9 @@ class ProvingDecode:
     """The roles that take part, asked in their order. Their books are checked after every call."""
 
     refuses: bool = True
-    retention: Retention = WHOLE
-    room: CanaryRoom = ROOM
-    ranks: int = RANKS
+    retention: Retention = _WHOLE
+    room: CanaryRoom = _ROOM
+    ranks: int = PROVING_RANKS
     clock: ManualClock = field(default_factory=ManualClock)
     client: RecordingClient = field(default_factory=RecordingClient)
     tables: dict[str, list[int]] = field(default_factory=dict)
@@ -64,7 +64,7 @@ class ProvingDecode:
             return None
         return self.consumer.missing_tokens(request, computed)
 
-    def schedules(self, request: FakeRequest, computed: int = 0, blocks: Sequence[int] = BLOCKS) -> int | None:
+    def schedules(self, request: FakeRequest, computed: int = 0, blocks: Sequence[int] = PROVING_BLOCKS) -> int | None:
         """Give a request its blocks unless it must wait; returns how many tokens it pulls."""
         missing = self.asks(request, computed)
         if missing is not None:
