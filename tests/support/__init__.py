@@ -109,8 +109,10 @@ Simulations of many engines (``test_state_machine``, ``test_progress``) and of o
 Real servers (``tests/e2e``):
     e2e.architectures       architectures of the test models: configurations and random weights
     e2e.models              a tiny model, whose output depends on every block of its prompt, as a directory
+    e2e.images              images for prompts, as clients send them
     e2e.cluster             vLLM servers on this machine: started together, watched, ended, measured
     e2e.deployments         the sets of servers that tests share
+    e2e.images_and_adapters  servers of a model that reads images and has LoRA adapters, and prompts for them
     e2e.gates               places in the workers of a server at which a test has them stop
     e2e.gated_connector     the connector with such places
     e2e.host_memory         what tests of servers with host memory have in common
