@@ -3,15 +3,15 @@
 vLLM tells a connector what a step is to compute, not that it has. So each worker returns the number of a step with the
 step's results: when all have, every rank has written what the step computed, as far as a sampled token proves it, which
 is what leases rest on too. What a prompt finds in the prefix cache is complete at once, but for blocks that steps under
-way still write for other requests. What it finds in host memory that peers can read is complete there at once, and on
-the device when it has been loaded.
+way still write for other requests, or that other connectors load in them. What it finds in host memory that peers can
+read is complete there at once, and on the device when it has been loaded.
 
 Everything runs on the scheduler's thread.
 """
 
 import logging
 from collections import Counter, deque
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING
@@ -37,7 +37,6 @@ class _Named:
     transfer_id: str
     preemptions: int  # of the request, when its attempt began
     tokens: int  # of the prompt
-    found: int = 0  # tokens that the device and host memory hold, as far as is known
     loaded: int = 0  # how far it is loaded before its first step, if followers know the slots
     attempt: int = 0
     has_begun: bool = False
@@ -72,6 +71,7 @@ class Announcer:
         blocks: DeviceBlocks,
         steps_in_flight: int = 2,
         slots: PromptSlots | None = None,
+        unproven: Callable[[], frozenset[int]] = frozenset,
     ) -> None:
         """Start without prompts.
 
@@ -80,8 +80,10 @@ class Announcer:
             blocks: of the device.
             steps_in_flight: how many steps vLLM schedules at most before the first of them has ended.
             slots: of host memory that peers can read; None if they cannot.
+            unproven: returns the ids of the blocks into which other connectors load in steps that may be under way.
         """
         self._slots = slots
+        self._unproven = unproven
         self._given: list[str] = []  # requests that vLLM has given blocks since the last step
         self._service, self._transfers = service, service.transfers
         self._blocks = blocks
@@ -135,15 +137,6 @@ class Announcer:
         """Return whether a prompt's transfer has ended before the prompt is complete: nobody will read it."""
         named = self._named.get(request_id)
         return request_id in self._unwanted or (named is not None and self._transfers.begun(named.transfer_id) is None)
-
-    def found(self, request_id: str, tokens: int) -> None:
-        """Note how many tokens of a prompt this engine's caches hold, which is about to be given its blocks.
-
-        Its first step may load further ones from elsewhere: they are complete when it has ended.
-        """
-        named = self._named.get(request_id)
-        if named is not None:
-            named.found = tokens
 
     def allocated(self, request: "Request") -> None:
         """Note that a request was given its blocks, into which it may be loaded before its first step."""
@@ -291,12 +284,10 @@ class Announcer:
         Its blocks may be another request's too, and then a step under way may still write the last of them.
         """
         request = named.request
-        settled = min(held, named.found)
-        if not settled or any(step.has_lost for step in self._recent):
+        if not held or any(step.has_lost for step in self._recent):
             return 0
-        ours = self._blocks.table(request.request_id)
-        left: set[int] = set().union(*(step.left for step in self._recent))
-        if left:
+        ours, settled = self._blocks.table(request.request_id), held
+        if left := self._unproven().union(*(step.left for step in self._recent)):
             settled = self._tokens_before(ours, settled, left)
         for request_id in {*scheduled, *(each for step in self._recent for each in step.scheduled)}:
             other = self._requests.get(request_id)

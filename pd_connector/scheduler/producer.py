@@ -10,6 +10,7 @@ from pd_connector.orders import Orders, Report, WorkerHandshake
 from pd_connector.params import is_prefill_leg
 from pd_connector.scheduler.announcer import Announcer
 from pd_connector.scheduler.drain import Drain
+from pd_connector.scheduler.external_loads import ExternalLoads
 from pd_connector.scheduler.lease_moves import LeaseMoves
 from pd_connector.scheduler.lease_service import LeaseService
 from pd_connector.scheduler.prompt_slots import PromptSlots
@@ -51,6 +52,7 @@ class Producer(SchedulerRole):
         steps_in_flight: int = 2,
         moves: LeaseMoves | None = None,
         slots: PromptSlots | None = None,
+        external: ExternalLoads | None = None,
     ) -> None:
         """Bind the control channel and start answering.
 
@@ -65,6 +67,7 @@ class Producer(SchedulerRole):
             steps_in_flight: how many steps vLLM schedules at most before the first of them has ended.
             moves: moves leases to host memory; None if they stay on the device.
             slots: lent to prompts that are loaded from host memory; None if peers cannot read it.
+            external: knows what other connectors load; None if there are none.
 
         Raises:
             ControlStartError: host and port cannot be bound.
@@ -77,7 +80,8 @@ class Producer(SchedulerRole):
         self._moves = moves
         self._server = ControlServer(service, host, port, keys=keys)
         self._slots = slots
-        self._announcer = Announcer(service, blocks, steps_in_flight, slots)
+        self._external = external or ExternalLoads(blocks, (), steps_in_flight)
+        self._announcer = Announcer(service, blocks, steps_in_flight, slots, self._external.unproven)
         self._workers = 0
         service.notify = self._server.changed
         self._server.start()
@@ -110,11 +114,6 @@ class Producer(SchedulerRole):
     def add(self, request: "VllmRequest") -> None:
         """Take up a new request: its prompt may be followed by name."""
         self._announcer.add(request)
-
-    def missing_tokens(self, request: "VllmRequest", computed_tokens: int) -> int:
-        """Bring nothing; note what the device holds of a prompt, and what host memory brings."""
-        self._announcer.found(request.request_id, computed_tokens)
-        return 0
 
     def allocated(self, request: "VllmRequest", blocks: "KVCacheBlocks", external_tokens: int) -> int:
         """Bring nothing; note that a prompt may be loaded from host memory now."""
@@ -209,7 +208,8 @@ class Producer(SchedulerRole):
     def _is_to_be_leased(self, request: "VllmRequest", block_ids: Sequence[Sequence[int]]) -> bool:
         is_computed = prefill_is_complete(request) and any(block_ids)
         is_wanted = not self._announcer.is_unwanted(request.request_id)
-        return is_prefill_leg(request.kv_transfer_params) and is_computed and is_wanted
+        is_right = not self._external.is_spoilt(request)
+        return is_prefill_leg(request.kv_transfer_params) and is_computed and is_wanted and is_right
 
     def _grant(self, request: "VllmRequest", block_ids: Sequence[Sequence[int]]) -> dict[str, Any]:
         blocks = self._blocks.hold(request.request_id)
