@@ -53,6 +53,8 @@ class Producer(SchedulerRole):
         moves: LeaseMoves | None = None,
         slots: PromptSlots | None = None,
         external: ExternalLoads | None = None,
+        *,
+        drafts_late: bool = False,
     ) -> None:
         """Bind the control channel and start answering.
 
@@ -68,6 +70,7 @@ class Producer(SchedulerRole):
             moves: moves leases to host memory; None if they stay on the device.
             slots: lent to prompts that are loaded from host memory; None if peers cannot read it.
             external: knows what other connectors load; None if there are none.
+            drafts_late: whether a step may have ended for vLLM before it has written all layers.
 
         Raises:
             ControlStartError: host and port cannot be bound.
@@ -81,7 +84,9 @@ class Producer(SchedulerRole):
         self._server = ControlServer(service, host, port, keys=keys)
         self._slots = slots
         self._external = external or ExternalLoads(blocks, (), steps_in_flight)
-        self._announcer = Announcer(service, blocks, steps_in_flight, slots, self._external.unproven)
+        self._announcer = Announcer(
+            service, blocks, steps_in_flight, slots, self._external.unproven, drafts_late=drafts_late
+        )
         self._workers = 0
         service.notify = self._server.changed
         self._server.start()
@@ -156,9 +161,9 @@ class Producer(SchedulerRole):
 
     @property
     def wants_step(self) -> bool:
-        """Whether there are blocks to free, checksums to take, or leases to stay up for when the engine stops."""
+        """Whether there is something to free, to take checksums of or to be written, or leases to stay up for."""
         active = self._leases.active
-        if self._drain.must_stay(active) or self._service.checksums.wants_step:
+        if self._drain.must_stay(active) or self._service.checksums.wants_step or self._announcer.wants_step:
             return True
         # An engine that cannot be woken must keep stepping.
         return self._leases.has_ended or (active > 0 and not self._engine.can_be_woken)
@@ -216,8 +221,14 @@ class Producer(SchedulerRole):
         hosts = self._slots.hand_over(request.request_id) if self._slots is not None else ()
         held: Leased = BlocksAndSlots(blocks, hosts) if hosts else blocks
         transfer_id = self._announcer.transfer_id(request.request_id)
+        step = self._announcer.unreported_step(request.request_id)
         # Slots that followers know stay with the blocks that they belong to.
-        return self._service.grant(request, block_ids, held, (self._host, self.port), transfer_id, may_move=not hosts)
+        params = self._service.grant(
+            request, block_ids, held, (self._host, self.port), transfer_id, may_move=not hosts, is_written=step is None
+        )
+        if step is not None:
+            self._announcer.await_step(step, params["lease_id"])
+        return params
 
     def _watch_expiry(self) -> None:
         while not self._closing.wait(min(_EXPIRY_INTERVAL_S, self._leases.ttl_s / 4)):

@@ -40,6 +40,7 @@ from pd_connector.vllm.engine_config import (
     check_one_engine_per_url,
     check_prefix_caching,
     data_parallel_index,
+    drafts_late,
     engine_ranks,
     max_blocks_per_step,
     steps_in_flight,
@@ -316,7 +317,10 @@ class ConnectorScheduler:
         config, vllm_config = self._config, self._vllm_config
         model = model_identity(vllm_config, config.model_check)
         tp_size, _ = engine_ranks(vllm_config)
-        service = LeaseService(leases, model, tp_size, self._engine.wake, verify=config.verify, spans=self._spans)
+        is_late = drafts_late(vllm_config)
+        service = LeaseService(
+            leases, model, tp_size, self._engine.wake, verify=config.verify, spans=self._spans, writes_late=is_late
+        )
         if config.host_transfers:
             self._prompt_slots = PromptSlots()
             self._moves = LeaseMoves(
@@ -339,6 +343,7 @@ class ConnectorScheduler:
             self._moves,
             self._prompt_slots,
             self._external,
+            drafts_late=is_late,
         )
 
     def _make_bootstrap(self, producer: Producer) -> SchedulerRole:

@@ -8,7 +8,8 @@ import pytest
 
 from tests.support.connector.requests import a_prompt
 from tests.support.releases import counts_under_way
-from tests.support.simulation.named_prefill import CHUNK_TOKENS, PAGE_TOKENS, NamedPrefill, StartPrefill
+from tests.support.simulation.named_prefill import CHUNK_TOKENS, NamedPrefill, StartPrefill
+from tests.support.simulation.prefill_works import PAGE_TOKENS
 from transfer.control.messages import TransferState
 
 COMPUTING, COMPLETE = TransferState.COMPUTING, TransferState.COMPLETE

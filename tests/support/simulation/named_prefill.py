@@ -5,17 +5,21 @@ host memory, they copy when a step ends, too. After every event, what is announc
 and so is what is leased, when it is leased. A step that computes from anything else than what its prompt is to hold
 writes nothing of use; ``misread`` names its requests.
 
+If it drafts, what a step writes to the draft layer is there when the test lets the device end it, and the workers
+report the step then.
+
 With a sibling, the connector is in MultiConnector behind one that loads while a step computes (``loading_sibling``).
 """
 
-import itertools
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -42,17 +46,27 @@ from pd_connector.scheduler.lease_service import LeaseService
 from pd_connector.scheduler.producer import Producer
 from pd_connector.scheduler.scheduler import ConnectorScheduler
 from pd_connector.vllm.metadata import HandshakeMetadata, ReportMetadata, StepMetadata
+from pd_connector.worker.device_fence import StepEnds
 from pd_connector.worker.roles import FailedBlocks
-from tests.support.connector.loading_sibling import LoadingSibling, SiblingLoad
+from tests.support.connector.loading_sibling import LoadingSibling
 from tests.support.connector.vllm_calls import NAMES_FAILED_REQUESTS
 from tests.support.e2e.models import DEFAULT_MODEL, write_model
 from tests.support.releases import INSTALLED
+from tests.support.simulation.prefill_works import PAGE_TOKENS, StepUnderWay, Work, stamps_of
 from tests.support.simulation.vllm_schedulers import OUTPUT_TOKEN
-from transfer.control.messages import Follow, Followed, SlotRange, TransferState
+from transfer.control.messages import (
+    Error,
+    ErrorCode,
+    Follow,
+    Followed,
+    Locate,
+    Located,
+    SlotRange,
+    TransferState,
+)
 from transfer.control.server import ServerCounters
 from transfer.control.waiting_requests import NotYet
 
-PAGE_TOKENS = 16  # in a block
 CHUNK_TOKENS = 64  # in a step
 REACH_TOKENS = 32  # the sliding window of the second cache group, if there is one
 
@@ -78,11 +92,6 @@ def _config(max_tokens: int, chunk_tokens: int, max_requests: int) -> VllmConfig
         return arguments.create_engine_config()
 
 
-def stamps_of(tokens: list[int]) -> list[int]:
-    """What the cache must hold of each token: it depends on all before it."""
-    return list(itertools.accumulate(tokens, lambda before, token: hash((before, token)), initial=0))[1:]
-
-
 class _Server:
     """What ``ControlServer`` is to the producer; remembers of which topics there was news."""
 
@@ -103,45 +112,6 @@ class _Server:
         """Nothing to close."""
 
 
-@dataclass(frozen=True)
-class Work:
-    """What a step computes of one request: tokens ``first`` to ``end``."""
-
-    request_id: str
-    first: int
-    end: int
-    stamps: list[int]
-    tables: tuple[tuple[int, ...], ...]
-
-    def writes(self) -> Iterator[tuple[tuple[int, int], int]]:
-        """Yield where it writes, and what."""
-        return self.places(self.first, self.end)
-
-    def places(self, first: int, end: int) -> Iterator[tuple[tuple[int, int], int]]:
-        """Yield where tokens ``first`` to ``end`` are, and what must be there; nothing of what windows have passed."""
-        for table in self.tables:
-            for token in range(first, end):
-                if table[token // PAGE_TOKENS]:
-                    yield (table[token // PAGE_TOKENS], token % PAGE_TOKENS), self.stamps[token]
-
-
-@dataclass(frozen=True)
-class StepUnderWay:
-    """A step that was scheduled: what it will have written, and what its workers return when it has ended."""
-
-    output: SchedulerOutput
-    result: ModelRunnerOutput
-    works: tuple[Work, ...]
-    numbers: tuple[int, ...]  # that the workers return
-    loads: tuple[SiblingLoad, ...]  # before it computes
-    stores: tuple[StoreOrder, ...]
-
-    @property
-    def writes(self) -> dict[tuple[int, int], int]:
-        """What it writes if all is right: stamps, by block and offset."""
-        return {place: stamp for work in self.works for place, stamp in work.writes()}
-
-
 class NamedPrefill:
     """A prefill engine, step by step. Any number of its steps may be under way."""
 
@@ -158,11 +128,16 @@ class NamedPrefill:
         checked: bool = True,
         host_slots: int = 0,
         with_sibling: bool = False,
+        drafts: bool = False,
         policy: str = "recompute",
         host_settings: Mapping[str, Any] = _HOST_MEMORY,
     ) -> None:
         self.ranks = ranks
         self.fails_sibling = False
+        self.draft_memory: dict[tuple[int, int], int] = {}
+        self._drafting: list[tuple[threading.Event, StepUnderWay]] = []
+        self._step_ends = StepEnds(self._raise_fence if drafts else None)
+        self._drafts = drafts
         self.misread: list[str] = []
         self._policy, self._with_sibling = policy, with_sibling
         self._host_settings = host_settings
@@ -280,7 +255,11 @@ class NamedPrefill:
         loaded = self._load()
         invalid = self._load_sibling(step)
         self._compute(step)
-        steps = dict.fromkeys(step.numbers, self.ranks if ranks is None else ranks)
+        self._step_ends.begin(step.numbers)
+        steps = dict.fromkeys(self._step_ends.take(), self.ranks if ranks is None else ranks)
+        if self._drafts:
+            self._drafting.append((threading.Event(), step))
+        self._step_ends.launched()
         failed = loaded if self.fails_loads else set[str]()
         self._failures.settle(loaded, failed)
         report = Report(stores=stored, steps=steps, failed=self._failures.take_requests())
@@ -322,6 +301,23 @@ class NamedPrefill:
                 return
             self.step()
         raise AssertionError(f"the engine still wants to step after {most} steps")
+
+    def end_drafts(self) -> None:
+        """The device ends what it has been given."""
+        for done, step in self._drafting:
+            self.draft_memory |= step.writes
+            done.set()
+        self._drafting.clear()
+
+    def locate(self, lease_id: str) -> Located | None:
+        """Where a lease lies, and what is read then is right; None if it cannot be read yet."""
+        reply = self.service.handle(Locate(self.service.engine_id, lease_id))
+        if isinstance(reply, NotYet):
+            assert isinstance(reply.reply, Error)
+            assert reply.reply.code is ErrorCode.NOT_READY
+            return None
+        assert isinstance(reply, Located)
+        return reply
 
     def told(self, transfer_id: str, attempt: int = -1, tokens: int = 0, host_tokens: int = -1) -> Followed:
         """What somebody is told who knows so much."""
@@ -366,6 +362,9 @@ class NamedPrefill:
                     assert announced[token // PAGE_TOKENS] == block, "another block is announced than the request has"
                     held = self.memory.get((block, token % PAGE_TOKENS))
                     assert held == stamps[token], f"token {token} of {told.tokens} is announced and not there"
+                    if self._drafts:
+                        held = self.draft_memory.get((block, token % PAGE_TOKENS))
+                        assert held == stamps[token], f"token {token} is announced and not in the draft layer"
             if told.in_host is not None:
                 self._check_slots(told.in_host, stamps)
 
@@ -388,6 +387,9 @@ class NamedPrefill:
                 for offset in range(PAGE_TOKENS):
                     self.memory[block, offset] = self.host_memory[slot, offset]
         return {load.request_id for load in loads}
+
+    def _raise_fence(self) -> Any:
+        return SimpleNamespace(passed=self._drafting[-1][0].is_set)
 
     def _load_sibling(self, step: StepUnderWay) -> set[int]:
         """Carry out what the sibling loads in a step, or fail; return the blocks that it then reports."""
@@ -462,6 +464,7 @@ class NamedPrefill:
         config.parallel_config.tensor_parallel_size = self.ranks
         with ExitStack() as patches:
             patches.enter_context(patch("pd_connector.scheduler.producer.ControlServer", _Server))
+            patches.enter_context(patch("pd_connector.scheduler.scheduler.drafts_late", lambda config: self._drafts))
             kind = AsyncScheduler if asynchronous else Scheduler
             return kind(config, self._caches(blocks), StructuredOutputManager(config), PAGE_TOKENS)
 
