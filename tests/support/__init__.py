@@ -100,6 +100,7 @@ Simulations of many engines (``test_state_machine``, ``test_progress``) and of o
     simulation.engine_worker  a worker's device and host memory, token by token, and what is under way to them
     simulation.vllm_schedulers  engines around vLLM's own schedulers and our scheduler side, with such workers
     host_tier.engine        an engine around ``HostTier``: vLLM's cache manager, its scheduler in short, its ranks
+    host_tier.sibling       a connector beside ours that loads while a step of that engine computes, or fails to
     host_tier.ranks         what the device blocks and host slots of a rank hold, and the copies between them
     host_tier.setup         what such an engine is made of: cache manager, pool of host blocks, requests, steps
     host_tier.decoding      the roles of a decode engine to whose host memory prompts are pulled, slot by slot
