@@ -3,7 +3,10 @@
 A device block passes through these states:
 
     computed --- chosen ---> being stored --- all ranks have reported ---> found by prefix hits --- evicted ---> gone
-                                  '--- a rank has failed, or a reset ----------------------------------------------^
+                    '-------------'--- a rank has failed, a reset, or the device does not find it any more ----------^
+
+A block is chosen with the step that computes it. If that does not end well, the device does not find the block any
+more, which is looked at when its store is ordered and when it has ended.
 
 Both blocks of a store are referenced until every rank has reported it, so that neither vLLM nor this pool reuses them.
 Of a load only the host blocks are, because vLLM keeps the device blocks for the waiting request. A block can be found
@@ -255,8 +258,7 @@ class HostTier(SchedulerRole):
     def release_device_blocks(self) -> None:
         """Abandon all stores: their contents are no longer valid. Copies that are under way go on to the end."""
         for stores in (self._ready, self._chosen):
-            for store in stores:
-                del self._storing[store.candidate.key]
+            self._forget_keys(stores)
             self._pool.release_device_blocks(stores, retry=True)
             self._pool.release_slots(stores)
             stores.clear()
@@ -347,6 +349,7 @@ class HostTier(SchedulerRole):
         self._chosen += self._pool.start_stores(candidates)
 
     def _order_store(self) -> tuple[StoreOrder, ...]:
+        self._drop_wrong()
         if not self._ready:
             return ()
         job = _StoreJob(tuple(self._ready), self._touch_at_end)
@@ -358,6 +361,14 @@ class HostTier(SchedulerRole):
             (store.candidate.group, int(store.candidate.block.block_id), slot_of(store.host)) for store in job.stores
         ]
         return (StoreOrder(store_id, BlockMoves.of(triples)),)
+
+    def _drop_wrong(self) -> None:
+        """Let go of the blocks that were chosen, and do not hold what they were chosen for."""
+        wrong = [store for store in self._ready if not store.is_right]
+        if wrong:
+            self._ready = [store for store in self._ready if store.is_right]
+            self._forget_keys(wrong)
+            self._pool.finish_stores(wrong)
 
     def _end_stores(self, ends: Mapping[int, StoreEnds]) -> None:
         for store_id, new in ends.items():
@@ -449,12 +460,14 @@ class HostTier(SchedulerRole):
         else:
             self._pool.touch(keys)
 
-    def _end_job(self, job: _StoreJob) -> None:
-        for store in job.stores:
+    def _forget_keys(self, stores: Iterable[Store]) -> None:
+        for store in stores:
             del self._storing[store.candidate.key]
+
+    def _end_job(self, job: _StoreJob) -> None:
+        self._forget_keys(job.stores)
         if not (job.ends.failed or job.abandoned):
-            self._pool.publish(job.stores)
-            self._blocks_stored += len(job.stores)
+            self._blocks_stored += self._pool.publish(job.stores)
         if job.ends.unsettled:
             self._quarantined_slots.update(slot_of(store.host) for store in job.stores)
         if not job.abandoned:

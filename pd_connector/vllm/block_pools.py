@@ -86,6 +86,11 @@ class Store(msgspec.Struct, frozen=True, gc=False):
     candidate: Candidate
     host: "KVCacheBlock"
 
+    @property
+    def is_right(self) -> bool:
+        """Whether the device block is still found by its key: if not, what it was to hold has not come there."""
+        return bool(self.candidate.block.block_hash == self.candidate.key)
+
 
 class HostBlockPool:
     """Slots of host memory under vLLM's own block pool and coordinator: prefix hits, reference counts, LRU, events.
@@ -338,13 +343,15 @@ class HostBlockPool:
             self._cursor.remove(blocks)
         return tuple(Store(candidate, host) for candidate, host in zip(candidates, hosts, strict=True))
 
-    def publish(self, stores: Iterable[Store]) -> None:
-        """Make host blocks findable. Their bytes must have arrived on every rank."""
-        for store in stores:
+    def publish(self, stores: Iterable[Store]) -> int:
+        """Make host blocks findable, but for those that are not right; return how many. Their bytes have arrived."""
+        right = [store for store in stores if store.is_right]
+        for store in right:
             candidate = store.candidate
             self._release.make_findable(self._pool, candidate.key, store.host, candidate.prefix_tokens)
             if candidate.event is not None:
                 self._pool.kv_event_queue.append(candidate.event)
+        return len(right)
 
     def finish_stores(self, stores: Sequence[Store], *, keep_slots: bool = False) -> None:
         """Give the references to both blocks of each store back, published or not.

@@ -98,6 +98,8 @@ def check_one_engine_per_url(vllm_config: "VllmConfig") -> None:
     )
 
 
+#: Methods of speculative decoding that keep nothing in KV caches.
+_WITHOUT_CACHES = ("ngram", "ngram_gpu", "suffix")
 _PROMPTS_PER_STEP = 4  # that start to be pulled or loaded
 
 
@@ -110,6 +112,18 @@ def max_blocks_per_step(vllm_config: "VllmConfig", block_tokens: Sequence[int]) 
     scheduler, longest = vllm_config.scheduler_config, vllm_config.model_config.max_model_len
     computed = sum(scheduler.max_num_batched_tokens // size + scheduler.max_num_seqs for size in block_tokens)
     return int(computed + sum(_PROMPTS_PER_STEP * -(-longest // size) for size in block_tokens))
+
+
+def drafts_late(vllm_config: "VllmConfig") -> bool:
+    """Return whether a step's results may come before the device has written what the step drafts.
+
+    vLLM launches the draft model behind what the results wait for. On the CPU, a kernel is done when its call returns.
+    """
+    from vllm.platforms import current_platform  # noqa: PLC0415  resolves the platform on first use
+
+    speculative = vllm_config.speculative_config
+    has_caches = speculative is not None and speculative.method not in _WITHOUT_CACHES
+    return has_caches and str(current_platform.device_type) != "cpu"
 
 
 def stop_timeout_s(vllm_config: "VllmConfig") -> float:

@@ -85,6 +85,7 @@ class Peer:
         self.sources = sources
         self.plans = plans  # by index into workers: the ranks that are read from
         self.host_plans = host_plans
+        self.locates = welcome.locates or host_plans is not None  # leases are located before they are read
         #: A range of tokens that ends at a multiple of this cuts no unit of any rank.
         every_plan = (*plans.values(), *(host_plans or {}).values())
         self.border_tokens = math.lcm(*(unit for plan in every_plan for unit in plan.unit_tokens))

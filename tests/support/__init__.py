@@ -68,6 +68,7 @@ Real vllm-ascend on simulated NPUs (``tests/ascend_sim``):
 
 The connector (``pd_connector/``):
     connector.greeting      a connector to put beside ours in MultiConnector: it has a handshake and statistics
+    connector.loading_sibling  a connector to put there that loads prompts while a step computes
     connector.requests      requests as vLLM hands them over, params of a prefill, a control client that sends nothing
     connector.engines       prefill and decode engines without vLLM: real control channel, real bytes, real leases
     connector.chunked_prompts  a prompt that a prefill engine computes chunk by chunk, and a client that follows it
@@ -96,10 +97,12 @@ Simulations of many engines (``test_state_machine``, ``test_progress``) and of o
     simulation.prefill_steps  the steps of that engine, which compute named prompts chunk by chunk
     simulation.decode       a decode engine: vLLM's scheduler and workers as far as the connector meets them
     simulation.named_prefill  a prefill engine whose prompts are followed by name: vLLM's schedulers, our scheduler side
+    simulation.prefill_works  what the steps of that engine are to compute, token by token
     simulation.scheduler_pulls  a pull as a worker makes it, in steps
     simulation.engine_worker  a worker's device and host memory, token by token, and what is under way to them
     simulation.vllm_schedulers  engines around vLLM's own schedulers and our scheduler side, with such workers
     host_tier.engine        an engine around ``HostTier``: vLLM's cache manager, its scheduler in short, its ranks
+    host_tier.sibling       a connector beside ours that loads while a step of that engine computes, or fails to
     host_tier.ranks         what the device blocks and host slots of a rank hold, and the copies between them
     host_tier.setup         what such an engine is made of: cache manager, pool of host blocks, requests, steps
     host_tier.decoding      the roles of a decode engine to whose host memory prompts are pulled, slot by slot
