@@ -259,9 +259,8 @@ class Followed(msgspec.Struct, frozen=True, tag="followed"):
     reason: Annotated[str, msgspec.Meta(max_length=512)] = ""  # for people
     #: Tokens, perhaps beyond ``tokens``, that can be read in host memory already. Only for who asks for more of them.
     in_host: SlotRange | None = None
-    layers: tuple[
-        tuple[str, ...], ...
-    ] = ()  # names of each cache group's layers; empty if one holds all, and keeps every token
+    #: Names of each cache group's layers; empty if one group holds all and keeps every token.
+    layers: tuple[tuple[str, ...], ...] = ()
     #: By cache group, the first token of what will be held once the prompt is complete: windows move.
     first_tokens: tuple[int, ...] = ()
 
