@@ -25,6 +25,17 @@ def is_placeholder(request: "Request") -> bool:
     return bool(getattr(request, "abort_immediately", False))
 
 
+def computes_whole_prompt(request: "Request") -> bool:
+    """Return whether a request's answer comes of computing every token of its prompt, so that none may be brought.
+
+    So it is with log-probabilities of the prompt and with all of its hidden states. vLLM finds nothing in its own
+    prefix cache for such a request, but until 0.31 it takes what a connector offers: the answer then has memory that
+    nobody has written. A streaming session's parameters change, and the mark that vLLM derives of the first stays.
+    """
+    asked = (getattr(request.sampling_params, name, None) for name in ("prompt_logprobs", "prompt_logprob_token_ids"))
+    return bool(request.skip_reading_prefix_cache) or any(each is not None for each in asked)
+
+
 def prefill_is_complete(request: "Request") -> bool:
     """Return whether a finished request has sampled a token, so that its whole prompt is in the cache."""
     from vllm.v1.request import RequestStatus  # noqa: PLC0415  the doctor grants leases without vLLM

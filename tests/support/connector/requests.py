@@ -28,6 +28,8 @@ class FakeRequest:
     status: Any = None
     abort_immediately: bool = False
     trace_headers: dict[str, str] | None = None
+    sampling_params: Any = None
+    skip_reading_prefix_cache: bool = False
 
     @property
     def num_prompt_tokens(self) -> int:
