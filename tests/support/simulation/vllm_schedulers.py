@@ -318,11 +318,16 @@ class EngineSim:
 
     def step(self) -> None:
         """One step of the engine core: schedule, execute, take the output."""
+        if (begun := self.begin_step()) is not None:
+            self.end_step(*begun)
+
+    def begin_step(self) -> tuple[SchedulerOutput, ModelRunnerOutput] | None:
+        """Schedule and execute; None if there is nothing to step for."""
         if (consumer := self.role_of(Consumer)) is not None:
             consumer._renewals.send_due()
         connector: Any = self.scheduler.connector
         if not self.scheduler.has_requests() and not connector.has_pending_push_work():
-            return
+            return None
         output = self.scheduler.schedule()
         metadata = output.kv_connector_metadata
         assert isinstance(metadata, StepMetadata)
@@ -335,6 +340,10 @@ class EngineSim:
         result = self._execute(output)
         report = ends.report + Report(steps=dict.fromkeys(metadata.orders.steps, 1))
         result.kv_connector_output = self._connector_output(ends.done, ends.failed, report)
+        return output, result
+
+    def end_step(self, output: SchedulerOutput, result: ModelRunnerOutput) -> None:
+        """Take the output of the oldest step that has not ended."""
         for outputs in self.scheduler.update_from_output(output, result).values():
             for each in outputs.outputs:
                 if each.finish_reason is not None:
