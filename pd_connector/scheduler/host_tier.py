@@ -268,7 +268,7 @@ class HostTier(SchedulerRole):
                 self._pool.release_device_blocks(job.stores, retry=True)
 
     def reset(self) -> bool:
-        """Drop all contents, including those being stored; return False if a request is loading some, or is about to."""
+        """Drop all contents, including those being stored; return False if a request is, or will be, loading some."""
         accepted = self._accepted()
         for request_id in self._offers.keys() - accepted:
             self._withdraw(request_id)

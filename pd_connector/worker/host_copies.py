@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from layout.copies import Copies, Int64Array, MemoryRuns
 from layout.geometry import Region
 from layout.host_blocks import HostLayout
+from layout.regions import RegionTable
 from pd_connector.orders import LoadOrder, ScrubOrder, StoreEnds, StoreOrder
-from transfer.batch_copy.base import BatchCopier, CopyFailed, DeviceEvent, Handle
+from transfer.batch_copy.base import BatchCopier, CopyBounds, CopyFailed, DeviceEvent, Handle
 
 
 class UnsettledLoadError(RuntimeError):
@@ -72,6 +73,8 @@ class HostCopies:
         self._store_copier = stores
         self._load_copier = loads
         self._record_event = record_event
+        caches, slots = RegionTable(layout.regions), RegionTable([pool])
+        self._load_bounds, self._store_bounds = CopyBounds(caches, slots), CopyBounds(slots, caches)
         self._loads: dict[str, _InFlight] = {}
         self._stores: dict[int, _InFlight] = {}
         self._scrubs: dict[int, Handle] = {}
@@ -87,7 +90,7 @@ class HostCopies:
     def load(self, order: LoadOrder) -> None:
         """Start a load; ``take_loads`` reports its end. The model may have used the destinations until now."""
         assert order.request_id not in self._loads, f"request {order.request_id} is being loaded"
-        submitted = self._submit(self._layout.loads, self._load_copier, order)
+        submitted = self._submit(self._layout.loads, self._load_copier, self._load_bounds, order)
         if isinstance(submitted, CopyEnd):
             self._ended_loads[order.request_id] = submitted
         else:
@@ -96,7 +99,7 @@ class HostCopies:
     def store(self, order: StoreOrder) -> None:
         """Start a store of blocks that earlier steps have computed; ``take_stores`` reports its end."""
         assert order.store_id not in self._stores, f"store {order.store_id} is under way"
-        submitted = self._submit(self._layout.stores, self._store_copier, order)
+        submitted = self._submit(self._layout.stores, self._store_copier, self._store_bounds, order)
         if isinstance(submitted, CopyEnd):
             self._ended_stores[order.store_id] = submitted, StoreEnds(1, failed=True)
         else:
@@ -184,12 +187,12 @@ class HostCopies:
         return self._last_zeroing
 
     def _submit(
-        self, describe: Callable[..., Copies], copier: BatchCopier, order: LoadOrder | StoreOrder
+        self, describe: Callable[..., Copies], copier: BatchCopier, bounds: CopyBounds, order: LoadOrder | StoreOrder
     ) -> _InFlight | CopyEnd:
         started, moves = time.monotonic(), order.moves
         try:
             copies = describe(self._pool, moves.groups, moves.blocks, moves.slots)
-            handle = copier.submit(copies, self._record_event())
+            handle = copier.submit(copies, self._record_event(), bounds)
         except (CopyFailed, IndexError, ValueError) as error:
             return CopyEnd(len(moves), 0, 0.0, f"the copy could not be started: {error}")
         return _InFlight(handle, len(moves), copies.total_bytes, started)

@@ -1,7 +1,7 @@
 """Loads that vLLM defers until the steps under way have ended: since 0.33, ``Scheduler.defer_async_loads``.
 
-The connector says what it brings, vLLM gives the request its blocks, goes on with others, and tells the connector of the
-blocks when a later step has ended, or never, if the request has left before. vLLM itself defers them with HiSparse
+The connector says what it brings, vLLM gives the request its blocks, goes on with others, and tells the connector of
+the blocks when a later step has ended, or never, if the request has left before. vLLM itself defers them with HiSparse
 only, which is not served; its schedulers are told to here.
 """
 
@@ -131,7 +131,9 @@ def test_what_host_memory_holds_is_kept_until_each_request_loads_it(world: World
     prefill, decode = EngineSim(world, "kv_producer", 200, **SETTINGS), a_busy_engine(world, slots=60)
     held = [a_prompt(number) for number in range(3)]
     fill_host_memory(world, decode, held)
-    asked = [ClientRequest(f"r{number}", [*prompt, *a_prompt(number, 40)], OUTPUTS) for number, prompt in enumerate(held)]
+    asked = [
+        ClientRequest(f"r{number}", [*prompt, *a_prompt(number, 40)], OUTPUTS) for number, prompt in enumerate(held)
+    ]
     if pulls:
         for each in asked:
             each.decodes_on = decode

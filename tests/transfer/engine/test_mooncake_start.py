@@ -170,7 +170,9 @@ def test_the_environment_is_set_but_a_users_own_value_wins() -> None:
     assert int(environment["MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER"]) > 1024
 
 
-OF_A_LINK = "fe8000000000000000fc00fffe000001 02 40 20 80     eth0\n00000000000000000000000000000001 01 80 10 80       lo\n"
+OF_A_LINK = (
+    "fe8000000000000000fc00fffe000001 02 40 20 80     eth0\n00000000000000000000000000000001 01 80 10 80       lo\n"
+)
 GLOBAL = "fd000000000000000000000000000002 02 40 00 82     eth0\n"
 
 
