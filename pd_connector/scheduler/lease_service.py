@@ -51,6 +51,7 @@ class LeaseService(Generic[Held]):
         leases_ended: Callable[[], None] = lambda: None,
         *,
         verify: bool = False,
+        max_model_len: int = 0,
         spans: LeaseSpans | None = None,
     ) -> None:
         """Create the service of an engine whose workers are not known yet.
@@ -61,6 +62,7 @@ class LeaseService(Generic[Held]):
             tp_size: of this engine.
             leases_ended: called on any thread, possibly repeatedly, when ``leases.collect`` would return something.
             verify: whether to take checksums of what is leased.
+            max_model_len: that this engine serves, for those that read; 0: unknown.
             spans: is told of every lease that is granted; None if tracing is off.
         """
         # A new process is a new engine whatever its configured name, because its memory has other contents.
@@ -74,6 +76,7 @@ class LeaseService(Generic[Held]):
         self._spans = spans
         self._model = model
         self._tp_size = tp_size
+        self._max_model_len = max_model_len
         self._workers: tuple[WorkerGeometry, ...] = ()
         self._host_workers: tuple[WorkerGeometry, ...] = ()
 
@@ -228,4 +231,6 @@ class LeaseService(Generic[Held]):
     def _answer_hello(self) -> Welcome | Error:
         if not self._workers:
             return _STARTING
-        return Welcome(self.engine_id, self._model, self._workers, self.checksums.enabled, self._host_workers)
+        return Welcome(
+            self.engine_id, self._model, self._workers, self.checksums.enabled, self._host_workers, self._max_model_len
+        )

@@ -41,6 +41,7 @@ from pd_connector.vllm.engine_config import (
     data_parallel_index,
     engine_ranks,
     max_blocks_per_step,
+    max_model_len,
     steps_in_flight,
     stop_timeout_s,
 )
@@ -312,7 +313,10 @@ class ConnectorScheduler:
         config, vllm_config = self._config, self._vllm_config
         model = model_identity(vllm_config, config.model_check)
         tp_size, _ = engine_ranks(vllm_config)
-        service = LeaseService(leases, model, tp_size, self._engine.wake, verify=config.verify, spans=self._spans)
+        service = LeaseService(
+            leases, model, tp_size, self._engine.wake, verify=config.verify, max_model_len=max_model_len(vllm_config),
+            spans=self._spans,
+        )  # fmt: skip
         if config.host_transfers:
             self._prompt_slots = PromptSlots()
             self._moves = LeaseMoves(
@@ -406,7 +410,7 @@ class ConnectorScheduler:
 
     def _check_holds_a_prompt(self, tier: HostTier, setting: str, way_out: str) -> None:
         """Raise ConfigError if host memory cannot hold a prompt of the greatest length, which a setting needs."""
-        longest = int(self._vllm_config.model_config.max_model_len)
+        longest = max_model_len(self._vllm_config)
         needed = blocks_for(self._retentions, longest)
         if needed > tier.slots:
             # Workers round their number of slots down, so a slot takes them no more than its share of all bytes.

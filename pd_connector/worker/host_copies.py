@@ -90,7 +90,7 @@ class HostCopies:
     def load(self, order: LoadOrder) -> None:
         """Start a load; ``take_loads`` reports its end. The model may have used the destinations until now."""
         assert order.request_id not in self._loads, f"request {order.request_id} is being loaded"
-        submitted = self._submit(self._layout.loads, self._load_copier, self._load_bounds, order)
+        submitted = self._submit(self._layout.loads, self._load_copier, order)
         if isinstance(submitted, CopyEnd):
             self._ended_loads[order.request_id] = submitted
         else:
@@ -99,7 +99,7 @@ class HostCopies:
     def store(self, order: StoreOrder) -> None:
         """Start a store of blocks that earlier steps have computed; ``take_stores`` reports its end."""
         assert order.store_id not in self._stores, f"store {order.store_id} is under way"
-        submitted = self._submit(self._layout.stores, self._store_copier, self._store_bounds, order)
+        submitted = self._submit(self._layout.stores, self._store_copier, order)
         if isinstance(submitted, CopyEnd):
             self._ended_stores[order.store_id] = submitted, StoreEnds(1, failed=True)
         else:
@@ -187,9 +187,10 @@ class HostCopies:
         return self._last_zeroing
 
     def _submit(
-        self, describe: Callable[..., Copies], copier: BatchCopier, bounds: CopyBounds, order: LoadOrder | StoreOrder
+        self, describe: Callable[..., Copies], copier: BatchCopier, order: LoadOrder | StoreOrder
     ) -> _InFlight | CopyEnd:
         started, moves = time.monotonic(), order.moves
+        bounds = self._load_bounds if isinstance(order, LoadOrder) else self._store_bounds
         try:
             copies = describe(self._pool, moves.groups, moves.blocks, moves.slots)
             handle = copier.submit(copies, self._record_event(), bounds)

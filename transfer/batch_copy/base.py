@@ -10,8 +10,8 @@ and submits the descriptors, which may be thousands. ``Handle.query`` never bloc
 written (and the destinations last used), or the handle of another batch of any copier. The handle of a batch is the
 event of its end. Copies inside a batch are unordered and must not overlap.
 
-**Addresses.** A driver need not refuse an address that is none: CUDA takes what it does not know for host memory, and the
-process dies. So a batch says ``within`` which memory its ends lie, and a descriptor beyond it fails the batch.
+**Addresses.** A driver need not refuse an address that is none: CUDA takes what it does not know for host memory, and
+the process dies. So a batch says ``within`` which memory its ends lie, and a descriptor beyond it fails the batch.
 
 **Lifetime.** From ``submit`` until the handle is settled (``query`` returned True, or raised ``CopyFailed`` with
 ``settled`` true) both ends of every descriptor must stay allocated, sources unchanged and destinations unread; the

@@ -159,6 +159,7 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
     verify: bool = False  # whether the engine takes checksums of leased blocks
     #: Host memory of each of the workers, to which leases may move: its slots are the blocks. Empty if none moves.
     host_workers: tuple[WorkerGeometry, ...] = ()
+    max_model_len: Annotated[int, msgspec.Meta(ge=0)] = 0  # tokens of the longest prompt and answer; 0: not told
 
 
 class Renew(msgspec.Struct, frozen=True, tag="renew"):

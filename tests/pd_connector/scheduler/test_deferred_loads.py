@@ -22,8 +22,8 @@ SETTINGS: dict[str, Any] = {"lease_ttl_s": 3.0, "queue_timeout_s": 12.0, "transf
 class DeferringEngine(EngineSim):
     """An engine that schedules a step while two before it are under way, as with stages of pipeline parallelism."""
 
-    def __init__(self, *args: Any, **settings: Any) -> None:
-        super().__init__(*args, **SETTINGS, **settings)
+    def __init__(self, world: World, slots: int = 0, **settings: Any) -> None:
+        super().__init__(world, "kv_consumer", 200, slots=slots, **SETTINGS, **settings)
         self.scheduler.defer_block_free = self.scheduler.defer_async_loads = True
         self._begun: list[Any] = []
         self.deferred: set[str] = set()  # requests whose loads ever were
@@ -62,7 +62,7 @@ def a_prompt(number: int, tokens: int = TOKENS) -> list[int]:
 
 def a_busy_engine(world: World, **settings: Any) -> DeferringEngine:
     """A decode engine with requests that run for long, one in each step, so that steps are always under way."""
-    decode = DeferringEngine(world, "kv_consumer", 200, **settings)
+    decode = DeferringEngine(world, **settings)
     for number in range(3):
         decode.ask(ClientRequest(f"busy{number}", a_prompt(90 + number, 20), 300))
         world.step()

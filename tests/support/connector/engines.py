@@ -83,9 +83,10 @@ class PrefillEngine:
         ttl_s: float = 30.0,
         port: int = 0,
         verify: bool = False,
+        max_model_len: int = 0,
     ) -> None:
         leases: LeaseTable[str] = LeaseTable(ttl_s, time.monotonic)
-        self.service = LeaseService(leases, identity, engine.tp, verify=verify)
+        self.service = LeaseService(leases, identity, engine.tp, verify=verify, max_model_len=max_model_len)
         self._server = ControlServer(self.service, "127.0.0.1", port)
         self._server.start()
         self.ranks = []

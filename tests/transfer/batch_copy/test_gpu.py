@@ -82,7 +82,7 @@ class LegacyStream(DeviceStream):
 
 
 def test_what_the_driver_refuses_fails_and_the_device_goes_on() -> None:
-    """By an argument that the driver is documented to check. It need not check addresses: a wild one ends the process."""
+    """By an argument that it is documented to check. It need not check addresses: a wild one ends the process."""
     runtime = CudaRuntime.load()
     if not runtime.takes_batches:
         pytest.skip("the driver has no batches, whose stream it would check")

@@ -86,7 +86,7 @@ def main() -> None:
         link.read(even_copies(destination.region, source, 16, SIZE // 16), WAIT_S)
         assert (destination.view == noise(SIZE, SEED)).all(), "other bytes have arrived"
     except ReadFailed as failure:
-        print(failure)
+        sys.stdout.write(str(failure))
     engine.close()
 
 
