@@ -67,6 +67,7 @@ class LeaseService(Generic[Held]):
         leases_ended: Callable[[], None] = lambda: None,
         *,
         verify: bool = False,
+        max_model_len: int = 0,
         spans: LeaseSpans | None = None,
         writes_late: bool = False,
     ) -> None:
@@ -78,6 +79,7 @@ class LeaseService(Generic[Held]):
             tp_size: of this engine.
             leases_ended: called on any thread, possibly repeatedly, when ``leases.collect`` would return something.
             verify: whether to take checksums of what is leased.
+            max_model_len: that this engine serves, for those that read; 0: unknown.
             spans: is told of every lease that is granted; None if tracing is off.
             writes_late: whether leases may be granted before all that they hold is written.
         """
@@ -94,6 +96,7 @@ class LeaseService(Generic[Held]):
         self._spans = spans
         self._model = model
         self._tp_size = tp_size
+        self._max_model_len = max_model_len
         self._workers: tuple[WorkerGeometry, ...] = ()
         self._groups: tuple[CacheGroup, ...] = ()  # of the first of them
         self._layers: tuple[tuple[str, ...], ...] = ()
@@ -285,5 +288,11 @@ class LeaseService(Generic[Held]):
         if not self._workers:
             return _STARTING
         return Welcome(
-            self.engine_id, self._model, self._workers, self.checksums.enabled, self._host_workers, self._writes_late
+            self.engine_id,
+            self._model,
+            self._workers,
+            self.checksums.enabled,
+            self._host_workers,
+            self._writes_late,
+            self._max_model_len,
         )

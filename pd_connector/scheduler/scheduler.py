@@ -45,6 +45,7 @@ from pd_connector.vllm.engine_config import (
     drafts_late,
     engine_ranks,
     max_blocks_per_step,
+    max_model_len,
     steps_in_flight,
     stop_timeout_s,
 )
@@ -325,10 +326,10 @@ class ConnectorScheduler:
         config, vllm_config = self._config, self._vllm_config
         model = model_identity(vllm_config, config.model_check)
         tp_size, _ = engine_ranks(vllm_config)
-        is_late = drafts_late(vllm_config)
         service = LeaseService(
-            leases, model, tp_size, self._engine.wake, verify=config.verify, spans=self._spans, writes_late=is_late
-        )
+            leases, model, tp_size, self._engine.wake, verify=config.verify, max_model_len=max_model_len(vllm_config),
+            spans=self._spans, writes_late=drafts_late(vllm_config),
+        )  # fmt: skip
         if config.host_transfers:
             self._prompt_slots = PromptSlots()
             self._moves = LeaseMoves(
@@ -351,7 +352,7 @@ class ConnectorScheduler:
             self._moves,
             self._prompt_slots,
             self._external,
-            drafts_late=is_late,
+            drafts_late=drafts_late(vllm_config),
         )
 
     def _make_bootstrap(self, producer: Producer) -> SchedulerRole:
@@ -431,7 +432,7 @@ class ConnectorScheduler:
 
     def _check_holds_a_prompt(self, tier: HostTier, setting: str, way_out: str) -> None:
         """Raise ConfigError if host memory cannot hold a prompt of the greatest length, which a setting needs."""
-        longest = int(self._vllm_config.model_config.max_model_len)
+        longest = max_model_len(self._vllm_config)
         needed = blocks_for(self._retentions, longest)
         if needed > tier.slots:
             # Workers round their number of slots down, so a slot takes them no more than its share of all bytes.

@@ -15,6 +15,7 @@ from pd_connector.vllm.block_events import BlockEvents
 from pd_connector.vllm.device_blocks import HeldBlocks
 from pd_connector.vllm.forgotten_slots import ForgottenSlots
 from pd_connector.vllm.release import current
+from pd_connector.vllm.requests import computes_whole_prompt
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -163,7 +164,7 @@ class HostBlockPool:
         hashes = request.block_hashes[first_token // self._pool.hash_block_size :]
         end = request.num_tokens - 1 if end_token is None else min(end_token, request.num_tokens - 1)
         longest = end - first_token
-        if longest <= 0 or not hashes or not self.cached or request.skip_reading_prefix_cache:
+        if longest <= 0 or not hashes or not self.cached or computes_whole_prompt(request):
             return None
         groups, tokens = self._release.longest_hit(self._coordinator, hashes, longest)
         return HostHit(first_token, tokens, tuple(map(tuple, groups))) if tokens else None

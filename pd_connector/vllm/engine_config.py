@@ -131,6 +131,11 @@ def stop_timeout_s(vllm_config: "VllmConfig") -> float:
     return float(vllm_config.shutdown_timeout)
 
 
+def max_model_len(vllm_config: "VllmConfig") -> int:
+    """Return how many tokens a request may have, prompt and answer together."""
+    return int(vllm_config.model_config.max_model_len)
+
+
 def engine_ranks(vllm_config: "VllmConfig") -> tuple[int, int]:
     """Return the engine's tensor-parallel and pipeline-parallel sizes."""
     parallel = vllm_config.parallel_config

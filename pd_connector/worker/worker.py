@@ -18,7 +18,7 @@ from pd_connector.secret import load_keys
 from pd_connector.stats import StatsRecorder
 from pd_connector.vllm import release
 from pd_connector.vllm.cache_groups import Ranks, cache_groups, with_head_orders
-from pd_connector.vllm.engine_config import EngineRole, drafts_late, engine_name
+from pd_connector.vllm.engine_config import EngineRole, drafts_late, engine_name, max_model_len
 from pd_connector.vllm.model_identity import model_identity
 from pd_connector.vllm.platform import (
     caches_are_host_memory,
@@ -351,6 +351,7 @@ class ConnectorWorker:
             raise_fence=self._fences(caches),
             replica_turn=zlib.crc32(engine_name(self._vllm_config).encode()),
             trace=pull_spans(self._vllm_config, ranks.index),
+            max_model_len=max_model_len(self._vllm_config),
         )
         self._roles.append(Pulls(context, config.peer_idle_s, self._stats))
         if self._tries_canaries:

@@ -166,6 +166,7 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
     host_workers: tuple[WorkerGeometry, ...] = ()
     #: Whether a lease must be located before it is read, even if none moves: P writes draft layers a little later.
     locates: bool = False
+    max_model_len: Annotated[int, msgspec.Meta(ge=0)] = 0  # tokens of the longest prompt and answer; 0: not told
 
 
 class Renew(msgspec.Struct, frozen=True, tag="renew"):

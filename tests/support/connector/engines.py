@@ -84,9 +84,12 @@ class PrefillEngine:
         port: int = 0,
         verify: bool = False,
         writes_late: bool = False,
+        max_model_len: int = 0,
     ) -> None:
         leases: LeaseTable[str] = LeaseTable(ttl_s, time.monotonic)
-        self.service = LeaseService(leases, identity, engine.tp, verify=verify, writes_late=writes_late)
+        self.service = LeaseService(
+            leases, identity, engine.tp, verify=verify, max_model_len=max_model_len, writes_late=writes_late
+        )
         self._server = ControlServer(self.service, "127.0.0.1", port)
         self.service.notify = self._server.changed
         self._server.start()
