@@ -1,6 +1,7 @@
 """What two engines computed is compared: rounding is no difference, and every fault is one.
 
-Keys and values are drawn at random; ``ROUNDING`` says by how much those of two sound engines differ. The tables of rotary embeddings are vLLM's own.
+Keys and values are drawn at random; ``ROUNDING`` says by how much those of two sound engines differ. The tables of
+rotary embeddings are vLLM's own.
 """
 
 import warnings
@@ -32,8 +33,8 @@ FORMATS = {
     "fp8_e4m3": torch.float8_e4m3fn,
     "fp8_e5m2": torch.float8_e5m2,
 }
-#: Relative errors between sound engines: in the first layer, the second, the deepest. Measured: bfloat16, the deepest in a
-#: model of experts, and fp8_e4m3. The others are taken from the bits that these formats have more, or as fp8_e4m3.
+#: Relative errors of sound engines: in the first layer, the second, the deepest. Measured: bfloat16 (the deepest in
+#: a model of experts) and fp8_e4m3. The others are taken from the bits that these formats have more, or as fp8_e4m3.
 ROUNDING = {"float32": (0.0001, 0.0001, 0.001), "float16": (0.0005, 0.003, 0.02), "bfloat16": (0.004, 0.02, 0.133)}
 ROUNDING |= dict.fromkeys(("fp8_e4m3", "fp8_e5m2"), (0.004, 0.1, 0.2))
 
