@@ -1,7 +1,7 @@
 """What two engines computed is compared: rounding is no difference, and every fault is one.
 
-Keys and values are drawn at random; ``ROUNDING`` says by how much those of two sound engines were measured to differ.
-The tables of rotary embeddings are vLLM's own.
+Keys and values are drawn at random; ``ROUNDING`` says by how much those of two sound engines differ. The tables of
+rotary embeddings are vLLM's own.
 """
 
 import warnings
@@ -33,8 +33,9 @@ FORMATS = {
     "fp8_e4m3": torch.float8_e4m3fn,
     "fp8_e5m2": torch.float8_e5m2,
 }
-#: The largest relative errors that were measured between sound engines: in the first layer, the second, the deepest.
-ROUNDING = {"float32": (0.0001, 0.0001, 0.001), "float16": (0.0005, 0.001, 0.01), "bfloat16": (0.004, 0.007, 0.133)}
+#: Relative errors of sound engines: in the first layer, the second, the deepest. Measured: bfloat16 (the deepest in
+#: a model of experts) and fp8_e4m3. The others are taken from the bits that these formats have more, or as fp8_e4m3.
+ROUNDING = {"float32": (0.0001, 0.0001, 0.001), "float16": (0.0005, 0.003, 0.02), "bfloat16": (0.004, 0.02, 0.133)}
 ROUNDING |= dict.fromkeys(("fp8_e4m3", "fp8_e5m2"), (0.004, 0.1, 0.2))
 
 
@@ -57,7 +58,7 @@ class Model:
         self.values[:, 0, :, :, ::16] += 60.0
 
     def computed(self, rounding: float = 1.0) -> Numbers:
-        """The values with so many times the rounding that was measured."""
+        """The values with so many times the rounding of sound engines."""
         first, second, deepest = ROUNDING[self.form]
         usual = np.sqrt((self.values**2).mean(axis=2, keepdims=True))
         sizes = np.array([first, *np.linspace(second, deepest, len(self.values) - 1)])
@@ -92,7 +93,7 @@ def found(difference: Difference | None) -> Difference:
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("tokens", [16, 300])
 @pytest.mark.parametrize("seed", range(2))
-def test_three_times_the_rounding_that_was_measured_is_no_difference(form: str, tokens: int, seed: int) -> None:
+def test_three_times_the_rounding_of_sound_engines_is_no_difference(form: str, tokens: int, seed: int) -> None:
     model = Model(form, tokens, seed=seed)
     assert compare(model.samples(model.computed(3.0), model.computed(0.0))) is None
 
