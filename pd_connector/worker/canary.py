@@ -99,7 +99,8 @@ class Comparison:
         """Return whether the two agree. Neither may change meanwhile."""
         samples = self._samples(pulled, computed)
         difference = compare(samples)
-        return CanaryEnds(1, samples=len(samples), difference="" if difference is None else str(difference))
+        compared = sum(bool(sample.computed.size) for sample in samples)
+        return CanaryEnds(1, samples=compared, difference="" if difference is None else str(difference))
 
     def _samples(self, pulled: PullOrder, computed: CanaryReference) -> list[Sample]:
         samples: list[Sample] = []

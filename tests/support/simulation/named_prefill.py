@@ -52,7 +52,7 @@ from tests.support.connector.loading_sibling import LoadingSibling
 from tests.support.connector.vllm_calls import NAMES_FAILED_REQUESTS
 from tests.support.e2e.models import DEFAULT_MODEL, write_model
 from tests.support.releases import INSTALLED
-from tests.support.simulation.prefill_works import PAGE_TOKENS, StepUnderWay, Work, stamps_of
+from tests.support.simulation.prefill_works import PAGE_TOKENS, PrefillWork, StepUnderWay, stamps_of
 from tests.support.simulation.vllm_schedulers import OUTPUT_TOKEN
 from transfer.control.messages import (
     Error,
@@ -241,7 +241,7 @@ class NamedPrefill:
             if self._checked:
                 stamps = stamps_of([*request.all_token_ids, OUTPUT_TOKEN, OUTPUT_TOKEN])
                 tables = tuple(map(tuple, self.scheduler.kv_cache_manager.get_block_ids(request_id)))
-                works.append(Work(request_id, end - number, end, stamps, tables))
+                works.append(PrefillWork(request_id, end - number, end, stamps, tables))
             sampled.append([OUTPUT_TOKEN] if end >= request.num_tokens else [])
         self.loads += orders.loads
         self._failures.expect(orders.destinations)

@@ -19,7 +19,7 @@ def stamps_of(tokens: list[int]) -> list[int]:
 
 
 @dataclass(frozen=True)
-class Work:
+class PrefillWork:
     """What a step computes of one request: tokens ``first`` to ``end``."""
 
     request_id: str
@@ -46,7 +46,7 @@ class StepUnderWay:
 
     output: SchedulerOutput
     result: ModelRunnerOutput
-    works: tuple[Work, ...]
+    works: tuple[PrefillWork, ...]
     numbers: tuple[int, ...]  # that the workers return
     loads: tuple[SiblingLoad, ...]  # before it computes
     stores: tuple[StoreOrder, ...]
