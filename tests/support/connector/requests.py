@@ -28,6 +28,8 @@ class FakeRequest:
     status: Any = None
     abort_immediately: bool = False
     trace_headers: dict[str, str] | None = None
+    num_computed_tokens: int = 0
+    num_preemptions: int = 0
 
     @property
     def num_prompt_tokens(self) -> int:
