@@ -15,6 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogg
 from vllm.v1.request import RequestStatus
 
 from pd_connector.connector import PDConnector
+from pd_connector.scheduler.producer import Producer
 from tests.support.connector.greeting import GreetingConnector
 from tests.support.connector.requests import FakeRequest, a_prompt
 from tests.support.connector.vllm_calls import as_sent, bind_cache_manager, take_output, wants_step
@@ -133,7 +134,8 @@ def test_requests_wait_for_a_step_after_the_engine_has_woken(
     p = start_multi("kv_producer", start("kv_consumer").cache_manager, ours_first=ours_first)
     p.step()
     ours = p.child(PDConnector)
-    service = ours._scheduler._roles[0]._service
+    (producer,) = (role for role in ours._scheduler._roles if isinstance(role, Producer))
+    service = producer._service
     old = service.engine_id
     workers = [child for child in children_of(p.worker) if isinstance(child, PDConnector)]
     for worker in workers:

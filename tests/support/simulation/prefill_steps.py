@@ -25,9 +25,7 @@ _STEPS_IN_FLIGHT = 2
 class PromptRequest(FakeRequest):
     """A prefill leg, as vLLM's scheduler knows it."""
 
-    num_computed_tokens: int = 0
     num_in_flight_tokens: int = 0
-    num_preemptions: int = 0
 
 
 @dataclass(eq=False)
