@@ -54,8 +54,9 @@ class ModelSpec:
         if not self.adapters:
             return ()
         modules = (f"{name}={directory / name}" for name in self.adapters)
-        count = str(len(self.adapters))
-        return ("--enable-lora", "--max-lora-rank", str(ADAPTER_RANK), "--max-loras", count, "--lora-modules", *modules)
+        # On CPU, vLLM before 0.33 applies the last slot to prompts without an adapter in a step that has others, too.
+        slots = str(len(self.adapters) + 1)
+        return ("--enable-lora", "--max-lora-rank", str(ADAPTER_RANK), "--max-loras", slots, "--lora-modules", *modules)
 
 
 DEFAULT_MODEL = ModelSpec()
