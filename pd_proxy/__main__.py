@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import uvicorn
 
 from pd_proxy.app import create_app
+from pd_proxy.connections import raise_file_limit
 from pd_proxy.servers import Leg
 from pd_proxy.settings import FirstTokenFrom, Legs, Settings
 
@@ -37,8 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Serve until a signal comes."""
     settings, server = parse(arguments)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-    # The proxy writes one access line a request itself.
-    logging.getLogger("httpx").setLevel(logging.WARNING)
+    raise_file_limit()
     if settings.api_key is not None:
         logger.info("the API key goes to the servers in the place of clients' Authorization; clients are not checked")
     uvicorn.run(

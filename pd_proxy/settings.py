@@ -42,6 +42,7 @@ class Settings:
     max_body_bytes: int = 64 * 1024 * 1024  # of a client's request
     status_page: bool = False  # for whoever reaches the proxy's port; shows servers, request ids and times, no prompts
     traces_endpoint: str | None = None  # of a collector, OTLP over HTTP; None traces nothing
+    ca_file: str | None = None  # of the CAs that https servers' certificates are checked with; None: the system's
     api_key: str | None = field(default=None, repr=False)  # the servers' own; None passes on what clients send
 
     def __post_init__(self) -> None:
