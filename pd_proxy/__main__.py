@@ -65,6 +65,7 @@ def parse(arguments: Sequence[str] | None = None) -> tuple[Settings, Server]:
             connect_timeout_s=options.connect_timeout,
             request_timeout_s=options.request_timeout,
             status_page=options.status_page,
+            ca_file=options.ca_file,
             traces_endpoint=options.otlp_traces_endpoint,
             # As in vLLM, an empty variable is none.
             api_key=options.api_key if options.api_key is not None else os.environ.get(_KEY_VARIABLE) or None,
@@ -145,6 +146,12 @@ def _parser() -> argparse.ArgumentParser:
         metavar="KEY",
         help="the servers' key, sent in the place of clients' Authorization. Other users of this machine can see a "
         f"command line: prefer the environment variable {_KEY_VARIABLE} (default: pass clients' Authorization on)",
+    )
+    parser.add_argument(
+        "--ca-file",
+        metavar="FILE",
+        help="certificates of the CAs that signed those of https servers, in PEM, in the place of the system's "
+        "(default: the system's, or those that the environment variable SSL_CERT_FILE names)",
     )
     parser.add_argument(
         "--connect-timeout",

@@ -8,6 +8,7 @@ blocks that ``kv_transfer_params`` names. What becomes of a request that a prefi
 """
 
 import asyncio
+import errno
 import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
@@ -174,6 +175,9 @@ def _failed(leg: Leg, server: Server, error: aiohttp.ClientError | TimeoutError)
             return LegFailed(HTTPStatus.GATEWAY_TIMEOUT, told, Retry.FREELY)
         case TimeoutError():
             return LegFailed(HTTPStatus.GATEWAY_TIMEOUT, f"{what} was silent for longer than the time limit")
+        case aiohttp.ClientConnectorError() if error.errno in (errno.EMFILE, errno.ENFILE):
+            told = f"{what} was not asked: this proxy has as many files and sockets open as it may (ulimit -n)"
+            return LegFailed(HTTPStatus.SERVICE_UNAVAILABLE, told)
         case aiohttp.ClientConnectorError():
             return LegFailed(HTTPStatus.BAD_GATEWAY, f"{what} cannot be reached: {_reason(error)}", Retry.FREELY)
         case _:
@@ -182,4 +186,6 @@ def _failed(leg: Leg, server: Server, error: aiohttp.ClientError | TimeoutError)
 
 
 def _reason(error: aiohttp.ClientConnectorError) -> str:
-    return str(error.os_error)
+    if isinstance(error, aiohttp.ClientConnectorCertificateError):
+        return f"{error.certificate_error}. If its CA is your own, name it with --ca-file"
+    return error.strerror or str(error)

@@ -3,6 +3,7 @@
 import os
 import re
 import socket
+import ssl
 import subprocess
 import sys
 import threading
@@ -46,9 +47,9 @@ class FakeServers:
         self._legs = PrefillLegs()
         stack.callback(self._loop.close)
 
-    def start(self, script: Script, port: int = 0) -> FakeServer:
+    def start(self, script: Script, port: int = 0, tls: ssl.SSLContext | None = None) -> FakeServer:
         server = FakeServer(script, self._legs)
-        self._loop.run(server.start(port))
+        self._loop.run(server.start(port, tls))
         self._stack.callback(self.stop, server)
         return server
 
@@ -119,6 +120,11 @@ class ProxyProcess:
     def log(self) -> str:
         """What it has written so far; all of it once it has ended."""
         return "".join(self._lines)
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._process.pid
 
     def signal(self, number: int) -> None:
         """Send a signal."""
