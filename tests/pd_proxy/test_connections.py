@@ -2,19 +2,20 @@
 
 import asyncio
 import json
-import logging
 import resource
+import socket
+import subprocess
+import sys
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
-from pd_proxy.connections import Connections, raise_file_limit
+from pd_proxy.connections import Connections
 from pd_proxy.settings import Settings
 from tests.support.examples.fake_servers import (
     FakeServer,
@@ -30,15 +31,15 @@ from tests.support.examples.fake_servers import (
 )
 from tests.support.examples.harness import ProxyProcess
 from tests.support.examples.served_proxy import ProxySetup
-from tests.support.waiting import until
+from tests.support.sources import ROOT
 
 ANSWER = {"choices": [{"text": " the answer"}]}
 
 
-async def ask(port: int, number: int) -> bytes:
+async def ask(port: int, prompt: str | list[str]) -> bytes:
     """The whole answer to a client that opens a connection of its own."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    body = json.dumps({"prompt": f"question {number}"}).encode()
+    body = json.dumps({"prompt": prompt}).encode()
     head = b"POST /v1/completions HTTP/1.1\r\nHost: proxy\r\nConnection: close\r\nContent-Length: %d\r\n\r\n"
     writer.write(head % len(body) + body)
     try:
@@ -59,12 +60,12 @@ def all_files() -> Iterator[None]:
 @pytest.mark.parametrize("named", [True, False])
 def test_no_request_of_a_burst_of_1000_fails(p: FakeServer, d: FakeServer, named: bool) -> None:
     async def everybody(port: int) -> list[bytes]:
-        return await asyncio.gather(*(ask(port, number) for number in range(1000)))
+        return await asyncio.gather(*(ask(port, f"question {number}") for number in range(1000)))
 
     p.script = prefills_by_name if named else prefills
     with all_files(), ProxyProcess(["-m", "pd_proxy", "--prefill", p.url, "--decode", d.url]) as proxy:
         port = int(proxy.url.rpartition(":")[2])
-        asyncio.run(ask(port, 0))  # tells where P's control channel is
+        asyncio.run(ask(port, "a"))  # tells where P's control channel is
         answers = asyncio.run(everybody(port))
     failed = [answer for answer in answers if not answer.startswith(b"HTTP/1.1 200")]
     assert failed == []
@@ -76,16 +77,15 @@ def test_no_request_of_a_burst_of_1000_fails(p: FakeServer, d: FakeServer, named
 
 
 @asynccontextmanager
-async def connected(server: FakeServer, **options: Any) -> Any:
-    async with Connections(Settings(prefill=(server.url,), decode=(server.url,), **options)) as connections:
+async def connected(url: str, **options: Any) -> AsyncIterator[Callable[..., Awaitable[int]]]:
+    """Asks a server, and returns the answer's status."""
+    async with Connections(Settings(prefill=(url,), decode=(url,), **options)) as connections:
 
-        async def post(content: bytes = b"{}") -> tuple[int, bytes]:
+        async def post(content: bytes = b"{}") -> int:
             headers = [("content-type", "application/json")]
-            response = await connections.send("POST", f"{server.url}/v1/completions", headers, content)
-            try:
-                return response.status, await response.read()
-            finally:
-                response.close()
+            response = await connections.send("POST", f"{url}/v1/completions", headers, content)
+            await response.read()
+            return response.status
 
         yield post
 
@@ -102,13 +102,13 @@ def test_a_connection_that_was_closed_while_the_loop_was_busy_is_not_used(setup:
     server = setup.server(answers_and_closes)
 
     async def scenario() -> None:
-        async with connected(server) as post:
-            assert (await post())[0] == 200
+        async with connected(server.url) as post:
+            assert await post() == 200
             server.script = decodes
             gate.set()
             gone.wait(30)
             time.sleep(0.05)  # the loop of the other thread closes the socket in its next turn
-            assert (await post())[0] == 200
+            assert await post() == 200
 
     asyncio.run(scenario())
     assert len(server.received) == 2
@@ -146,25 +146,17 @@ def test_a_request_that_may_have_been_taken_is_not_sent_again_and_none_for_ever(
     assert len(d.received) == times
 
 
-def test_a_server_that_does_not_read_a_request_is_silent(setup: ProxySetup, full_backlog: str) -> None:
+def test_a_server_that_does_not_read_a_request_is_silent() -> None:
     """Its kernel takes the connection, and as much of the request as it has room for."""
 
-    async def scenario(post: Callable[[bytes], Awaitable[object]]) -> None:
-        with pytest.raises(TimeoutError):
-            await post(b'{"prompt": "' + b"a" * (32 << 20) + b'"}')
+    async def scenario() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+            async with connected(url, request_timeout_s=0.5) as post:
+                with pytest.raises(TimeoutError):
+                    await post(b'"' + b"a" * (32 << 20) + b'"')
 
-    async def deaf(reader: asyncio.StreamReader, _: asyncio.StreamWriter) -> None:
-        reader._transport.pause_reading()  # type: ignore[attr-defined]
-        await asyncio.Event().wait()
-
-    async def run() -> None:
-        async with await asyncio.start_server(deaf, "127.0.0.1", 0) as server:
-            stand_in = FakeServer(decodes, None)  # type: ignore[arg-type]
-            stand_in.url = "http://127.0.0.1:%d" % server.sockets[0].getsockname()[1]
-            async with connected(stand_in, request_timeout_s=0.5) as post:
-                await scenario(post)
-
-    asyncio.run(run())
+    asyncio.run(scenario())
 
 
 # Limits of the proxy's own
@@ -172,32 +164,26 @@ def test_a_server_that_does_not_read_a_request_is_silent(setup: ProxySetup, full
 
 def test_a_connection_is_not_late_because_the_proxy_was(d: FakeServer) -> None:
     async def scenario() -> None:
-        async with connected(d, connect_timeout_s=0.5) as post:
+        async with connected(d.url, connect_timeout_s=0.5) as post:
             asked = asyncio.ensure_future(post())
             await asyncio.sleep(0)
             time.sleep(0.6)  # busy with other requests
-            assert (await asked)[0] == 200
+            assert await asked == 200
 
     asyncio.run(scenario())
 
 
-def limited(soft: int, hard: int) -> str:
-    return (
+@pytest.mark.parametrize(
+    ("hard", "told"), [(900, "may open 900 files, enough for about 300 requests at once"), (3000, "")]
+)
+def test_the_limit_of_open_files_is_raised_and_a_low_one_said(hard: int, told: str) -> None:
+    code = (
         "import logging, resource; from pd_proxy.connections import raise_file_limit; logging.basicConfig(); "
-        f"resource.setrlimit(resource.RLIMIT_NOFILE, ({soft}, {hard})); raise_file_limit(); "
+        f"resource.setrlimit(resource.RLIMIT_NOFILE, (100, {hard})); raise_file_limit(); "
         "print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])"
     )
-
-
-@pytest.mark.parametrize(("hard", "told"), [(900, "may open 900 files, enough for about 300 requests at once"), (3000, "")])
-def test_the_limit_of_open_files_is_raised_and_a_low_one_said(hard: int, told: str) -> None:
-    import subprocess  # noqa: PLC0415
-    import sys  # noqa: PLC0415
-
-    from tests.support.sources import ROOT  # noqa: PLC0415
-
     ended = subprocess.run(
-        [sys.executable, "-c", limited(100, hard)], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
     )
     assert int(ended.stdout) == hard
     assert told in ended.stderr
@@ -207,11 +193,13 @@ def test_the_limit_of_open_files_is_raised_and_a_low_one_said(hard: int, told: s
 def test_a_proxy_without_sockets_blames_no_server(p: FakeServer, d: FakeServer) -> None:
     with ProxyProcess(["-m", "pd_proxy", "--prefill", p.url, "--decode", d.url]) as proxy:
         port = int(proxy.url.rpartition(":")[2])
+        asyncio.run(ask(port, ["a", "b"]))  # by D alone; what is imported on the first request is, then
         soft, hard = resource.prlimit(proxy.pid, resource.RLIMIT_NOFILE)
-        used = max(int(one.name) for one in Path(f"/proc/{proxy.pid}/fd").iterdir()) + 1
-        resource.prlimit(proxy.pid, resource.RLIMIT_NOFILE, (used + 1, hard))
-        answer = asyncio.run(ask(port, 0))
+        numbers = {int(one.name) for one in Path(f"/proc/{proxy.pid}/fd").iterdir()}
+        unused = min(set(range(max(numbers) + 2)) - numbers)
+        resource.prlimit(proxy.pid, resource.RLIMIT_NOFILE, (unused + 1, hard))  # a file's number is below it
+        answer = asyncio.run(ask(port, "a"))
         assert answer.startswith(b"HTTP/1.1 503")
         assert b"as many files and sockets open as it may" in answer
         resource.prlimit(proxy.pid, resource.RLIMIT_NOFILE, (soft, hard))
-        assert asyncio.run(ask(port, 1)).startswith(b"HTTP/1.1 200")
+        assert asyncio.run(ask(port, "a")).startswith(b"HTTP/1.1 200")
