@@ -2,11 +2,10 @@
 
 A prefill and a decode server that compute nothing (uvicorn, as vLLM's, each in a process of its own) behind a proxy in
 another. All requests of a burst are sent at once, each on a connection of its own. Reported are the requests that
-failed, the proxy's processor time for each (both legs, a stream of some events), and how long the whole burst took, which
-on a machine with few cores is the servers' time and this process's, too.
+failed, the proxy's processor time for each (both legs, a stream of some events), and how long the whole burst took:
+on a machine with few cores that is the servers' time and this process's, too.
 
-Between bursts is a pause, so that each burst finds idle connections of another age: vLLM's HTTP server closes them after
-5 s.
+There is a pause between bursts, so that each finds idle connections of another age: vLLM's server closes them after 5 s.
 """
 
 import argparse

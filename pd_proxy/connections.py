@@ -7,10 +7,8 @@ by whatever way, closes the connection in order. So a prompt that kills a server
 
 import asyncio
 import logging
-import os
 import resource
 import select
-import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from io import BytesIO
@@ -43,15 +41,10 @@ class Connections:
     """All connections to servers. An async context: open while it is entered."""
 
     def __init__(self, settings: Settings) -> None:
-        """Prepare; nothing is opened.
-
-        Raises:
-            ValueError: the certificates that are to be trusted cannot be read.
-        """
+        """Prepare; nothing is opened."""
         self._answer_timeout_s = settings.request_timeout_s
         self._connect_timeout_s = settings.connect_timeout_s
-        https = any(url.startswith("https:") for url in settings.prefill + settings.decode)
-        self._tls = _trusted(settings.ca_file) if https else None
+        self._tls = settings.tls()
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Self:
@@ -159,24 +152,6 @@ def _is_closed(connection: "aiohttp.connector.Connection") -> bool:
     look = select.poll()
     look.register(transport.get_extra_info("socket").fileno(), _CLOSED)
     return bool(look.poll(0))
-
-
-def _trusted(ca_file: str | None) -> ssl.SSLContext:
-    """Return what servers' certificates are checked with.
-
-    Without a file, the system's certificates, or those that SSL_CERT_FILE and SSL_CERT_DIR name.
-    """
-    named, path = ("--ca-file", ca_file) if ca_file is not None else ("SSL_CERT_FILE", os.environ.get("SSL_CERT_FILE"))
-    try:
-        context = ssl.create_default_context(cafile=ca_file)
-        if path:
-            context.load_verify_locations(path)  # OpenSSL itself passes over what the variable names in vain
-    except OSError as error:
-        raise ValueError(
-            f"{named} is {path!r}, which cannot be used ({error.strerror or error}); name a file with certificates of "
-            "CAs, in PEM"
-        ) from error
-    return context
 
 
 def raise_file_limit() -> None:
