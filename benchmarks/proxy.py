@@ -5,7 +5,8 @@ another. All requests of a burst are sent at once, each on a connection of its o
 failed, the proxy's processor time for each (both legs, a stream of some events), and how long the whole burst took:
 on a machine with few cores that is the servers' time and this process's, too.
 
-There is a pause between bursts, so that each finds idle connections of another age: vLLM's server closes them after 5 s.
+There is a pause between bursts, so that each finds idle connections of another age: vLLM's server closes them after
+5 s.
 """
 
 import argparse

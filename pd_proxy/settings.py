@@ -31,8 +31,8 @@ class Settings:
 
     Raises:
         ValueError: a leg has no server, a server is named twice or is not an ``http(s)://host[:port]`` URL, a limit is
-            not positive, there are no certificates of CAs where they should be, or the API key cannot stand in a header.
-            The key itself is in no message.
+            not positive, there are no certificates of CAs where they should be, or the API key cannot stand in a
+            header. The key itself is in no message.
     """
 
     prefill: tuple[str, ...]  # base URLs of the prefill servers, without /v1
