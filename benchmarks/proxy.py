@@ -19,6 +19,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -85,8 +86,8 @@ def process(*words: str) -> Iterator[tuple[str, int]]:
             running.kill()
 
 
-async def ask(port: int) -> bool:
-    """Send one request; return whether it was answered to its end."""
+async def ask(port: int) -> str:
+    """Send one request; return what is wrong with the answer, if anything."""
     body = json.dumps({"model": "none", "prompt": "a question " * 100, "max_tokens": 100, "stream": True}).encode()
     head = b"POST /v1/completions HTTP/1.1\r\nHost: proxy\r\nConnection: close\r\nContent-Length: %d\r\n\r\n"
     try:
@@ -96,14 +97,15 @@ async def ask(port: int) -> bool:
             answer = await asyncio.wait_for(reader.read(), 120)
         finally:
             writer.close()
-    except (OSError, TimeoutError):
-        return False
-    return answer.startswith(b"HTTP/1.1 200") and answer.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+    except (OSError, TimeoutError) as error:
+        return repr(error)
+    whole = answer.startswith(b"HTTP/1.1 200") and answer.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+    return "" if whole else repr(answer[:40] + b" ... " + answer[-200:])
 
 
-async def burst(port: int, requests: int) -> int:
-    """Return how many of so many requests at once failed."""
-    return requests - sum(await asyncio.gather(*(ask(port) for _ in range(requests))))
+async def burst(port: int, requests: int) -> list[str]:
+    """Send so many requests at once; return what was wrong, of each that failed."""
+    return [wrong for wrong in await asyncio.gather(*(ask(port) for _ in range(requests))) if wrong]
 
 
 def measure(way: str, requests: int, options: argparse.Namespace) -> dict[str, float]:
@@ -117,17 +119,19 @@ def measure(way: str, requests: int, options: argparse.Namespace) -> dict[str, f
         url, pid = stack.enter_context(process("pd_proxy", "--port", "0", *legs))
         port, proxy = int(url.rpartition(":")[2]), psutil.Process(pid)
         asyncio.run(burst(port, 20))
-        failed, cpu_ms, took_s = 0, [], []
+        failed, cpu_ms, took_s = list[str](), [], []
         for _ in range(options.rounds):
             time.sleep(options.pause_s)
             before, start = sum(proxy.cpu_times()[:2]), time.monotonic()
             failed += asyncio.run(burst(port, requests))
             took_s.append(time.monotonic() - start)
             cpu_ms.append((sum(proxy.cpu_times()[:2]) - before) / requests * 1e3)
-    figures = {"sent": float(options.rounds * requests), "failed": float(failed),
+    figures = {"sent": float(options.rounds * requests), "failed": float(len(failed)),
                "cpu_ms": statistics.median(cpu_ms), "took_s": statistics.median(took_s)}  # fmt: skip
-    print(f"{way:>9} {requests:>9,} {options.rounds * requests:>7,} {failed:>7} {figures['cpu_ms']:>14.2f} "
+    print(f"{way:>9} {requests:>9,} {options.rounds * requests:>7,} {len(failed):>7} {figures['cpu_ms']:>14.2f} "
           f"{figures['took_s']:>9.1f}")  # fmt: skip
+    for wrong, times in Counter(failed).most_common(3):
+        print(f"{times} times: {wrong}")
     return figures
 
 
