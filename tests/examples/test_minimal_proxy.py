@@ -28,7 +28,14 @@ from tests.support.examples.fake_servers import (
     prefills,
     stalls,
 )
-from tests.support.examples.harness import FakeServers, ProxyProcess, RawClient, full_backlog, unused_url
+from tests.support.examples.harness import (
+    FakeServers,
+    ProxyProcess,
+    RawClient,
+    ask_at_once,
+    full_backlog,
+    unused_url,
+)
 from tests.support.waiting import until
 
 FILE = Path(minimal_proxy.__file__)
@@ -389,27 +396,21 @@ def test_a_client_that_leaves_during_decode_takes_the_request_from_d(bed: Bed, s
 
 
 def test_1000_requests_are_under_way_at_once(bed: Bed) -> None:
-    count = 1000
-    everybody = threading.Event()
-    present = 0
+    count, present = 1000, 0
+    everybody = asyncio.Event()
 
     async def meeting(received: Received, wire: Wire) -> None:
         nonlocal present
         present += 1
         if present == count:
             everybody.set()
-        await opened(everybody)
+        await everybody.wait()
         await wire.json(200, {"echo": received.body["prompt"]})
 
     bed.d.script = meeting
-
-    async def ask_all() -> list[httpx.Response]:
-        limits = httpx.Limits(max_connections=None)
-        async with httpx.AsyncClient(base_url=bed.proxy.url, timeout=60, limits=limits, trust_env=False) as client:
-            asked = (client.post("/v1/completions", json={"prompt": f"question {i}"}) for i in range(count))
-            return await asyncio.gather(*asked)
-
-    assert [one.json()["echo"] for one in asyncio.run(ask_all())] == [f"question {i}" for i in range(count)]
+    questions = [f"question {number}" for number in range(count)]
+    answers = ask_at_once(bed.proxy.address[1], questions)
+    assert [json.loads(one.partition(b"\r\n\r\n")[2]) for one in answers] == [{"echo": one} for one in questions]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

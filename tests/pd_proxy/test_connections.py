@@ -8,8 +8,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -29,44 +29,20 @@ from tests.support.examples.fake_servers import (
     prefills_by_name,
     resets,
 )
-from tests.support.examples.harness import ProxyProcess
+from tests.support.examples.harness import ProxyProcess, ask_at_once
 from tests.support.examples.served_proxy import ProxySetup
 from tests.support.sources import ROOT
 
 ANSWER = {"choices": [{"text": " the answer"}]}
 
 
-async def ask(port: int, prompt: str | list[str]) -> bytes:
-    """The whole answer to a client that opens a connection of its own."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    body = json.dumps({"prompt": prompt}).encode()
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: proxy\r\nConnection: close\r\nContent-Length: %d\r\n\r\n"
-    writer.write(head % len(body) + body)
-    try:
-        return await reader.read()
-    finally:
-        writer.close()
-
-
-@contextmanager
-def all_files() -> Iterator[None]:
-    """Let this process have as many sockets as it may."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    yield
-    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-
-
 @pytest.mark.parametrize("named", [True, False])
 def test_no_request_of_a_burst_of_1000_fails(p: FakeServer, d: FakeServer, named: bool) -> None:
-    async def everybody(port: int) -> list[bytes]:
-        return await asyncio.gather(*(ask(port, f"question {number}") for number in range(1000)))
-
     p.script = prefills_by_name if named else prefills
-    with all_files(), ProxyProcess(["-m", "pd_proxy", "--prefill", p.url, "--decode", d.url]) as proxy:
+    with ProxyProcess(["-m", "pd_proxy", "--prefill", p.url, "--decode", d.url]) as proxy:
         port = int(proxy.url.rpartition(":")[2])
-        asyncio.run(ask(port, "a"))  # tells where P's control channel is
-        answers = asyncio.run(everybody(port))
+        ask_at_once(port, ["a"])  # tells where P's control channel is
+        answers = ask_at_once(port, [f"question {number}" for number in range(1000)])
     failed = [answer for answer in answers if not answer.startswith(b"HTTP/1.1 200")]
     assert failed == []
     assert all(json.loads(answer.partition(b"\r\n\r\n")[2]) == ANSWER for answer in answers)
@@ -193,13 +169,13 @@ def test_the_limit_of_open_files_is_raised_and_a_low_one_said(hard: int, told: s
 def test_a_proxy_without_sockets_blames_no_server(p: FakeServer, d: FakeServer) -> None:
     with ProxyProcess(["-m", "pd_proxy", "--prefill", p.url, "--decode", d.url]) as proxy:
         port = int(proxy.url.rpartition(":")[2])
-        asyncio.run(ask(port, ["a", "b"]))  # by D alone; what is imported on the first request is, then
+        ask_at_once(port, [["a", "b"]])  # by D alone; what is imported on the first request is, then
         soft, hard = resource.prlimit(proxy.pid, resource.RLIMIT_NOFILE)
         numbers = {int(one.name) for one in Path(f"/proc/{proxy.pid}/fd").iterdir()}
         unused = min(set(range(max(numbers) + 2)) - numbers)
         resource.prlimit(proxy.pid, resource.RLIMIT_NOFILE, (unused + 1, hard))  # a file's number is below it
-        answer = asyncio.run(ask(port, "a"))
+        (answer,) = ask_at_once(port, ["a"])
         assert answer.startswith(b"HTTP/1.1 503")
         assert b"as many files and sockets open as it may" in answer
         resource.prlimit(proxy.pid, resource.RLIMIT_NOFILE, (soft, hard))
-        assert asyncio.run(ask(port, "a")).startswith(b"HTTP/1.1 200")
+        assert ask_at_once(port, ["a"])[0].startswith(b"HTTP/1.1 200")

@@ -1,7 +1,10 @@
 """What tests of HTTP proxies need around the fake servers: their owner, a client that can leave, a proxy process."""
 
+import asyncio
+import json
 import os
 import re
+import resource
 import socket
 import ssl
 import subprocess
@@ -87,6 +90,30 @@ class RawClient:
 
     def leave(self) -> None:
         self._socket.close()
+
+
+def ask_at_once(port: int, prompts: Sequence[str | list[str]]) -> list[bytes]:
+    """The whole answers, head and body, to clients that ask for completions in the same moment."""
+
+    async def ask(prompt: str | list[str]) -> bytes:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        body = json.dumps({"prompt": prompt}).encode()
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: proxy\r\nConnection: close\r\nContent-Length: %d\r\n\r\n"
+        writer.write(head % len(body) + body)
+        try:
+            return await reader.read()
+        finally:
+            writer.close()
+
+    async def everybody() -> list[bytes]:
+        return await asyncio.gather(*map(ask, prompts))
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # the servers' sockets are this process's, too
+    try:
+        return asyncio.run(everybody())
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 class ProxyProcess:
