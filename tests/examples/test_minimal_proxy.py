@@ -410,7 +410,10 @@ def test_1000_requests_are_under_way_at_once(bed: Bed) -> None:
     bed.d.script = meeting
     questions = [f"question {number}" for number in range(count)]
     answers = ask_at_once(bed.proxy.address[1], questions)
-    assert [json.loads(one.partition(b"\r\n\r\n")[2]) for one in answers] == [{"echo": one} for one in questions]
+    missing = [
+        one for one, answer in zip(questions, answers, strict=True) if f'{{"echo": "{one}"}}'.encode() not in answer
+    ]
+    assert missing == []
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
