@@ -143,8 +143,8 @@ def serve(leg: str, events: int, wait_s: float) -> None:
 def main(words: Sequence[str] | None = None) -> dict[str, Any]:
     """Print a table, and return the figures by how the legs are sent and by the requests of a burst."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--requests", type=int, nargs="+", default=[100, 300, 600, 1000], help="of a burst")
-    parser.add_argument("--rounds", type=int, default=5, help="bursts")
+    parser.add_argument("--requests", type=int, nargs="+", default=[100, 1000], help="of a burst")
+    parser.add_argument("--rounds", type=int, default=2, help="bursts")
     parser.add_argument("--events", type=int, default=16, help="of an answer's stream")
     parser.add_argument("--pause-s", type=float, default=1.5, help="between bursts")
     parser.add_argument("--wait-s", type=float, default=0.05, help="of a server before it answers")
