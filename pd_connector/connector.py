@@ -330,7 +330,8 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA):
         """Do nothing: decode engines read the blocks where they are."""
 
     def wait_for_save(self) -> None:
-        """Do nothing: decode engines read the blocks where they are."""
+        """Note that vLLM has launched all that the step does: it calls this behind the draft model."""
+        self._worker.steps.launched()
 
 
 # MultiConnector looks up its children's statistics by name, so the name must be known wherever the class is.

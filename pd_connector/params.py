@@ -41,7 +41,8 @@ class RemotePrefill(msgspec.Struct, frozen=True):
     remote_block_sizes: Annotated[
         tuple[Annotated[int, msgspec.Meta(ge=1, lt=2**31)], ...], msgspec.Meta(max_length=64)
     ] = ()
-    # Names of each cache group's layers, which engines may group in other ways; empty if one holds all and keeps every token.
+    # Names of each cache group's layers, which engines may group in other ways; empty if one group holds all and keeps
+    # every token.
     remote_layers: Annotated[tuple[Layers, ...], msgspec.Meta(max_length=64)] = ()
     remote_attempt: Annotated[int, msgspec.Meta(ge=0)] = 0  # how many times the prompt was started over
     remote_request_id: str = ""  # for routers

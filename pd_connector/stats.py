@@ -25,7 +25,8 @@ class ComputedHere(StrEnum):
     WINDOW = "window"  # the prefill engine no longer has the first block that attention to a window or chunk needs
     SHARED = "shared"  # another request has its lease or transfer, and too little of the prompt is in this prefix cache
     UNPROVEN = "unproven"  # its prefill engine is not proven yet, and the prompt is too short to prove it
-    DECLINED = "declined"  # vLLM did not take what could be pulled, as for prompt_logprobs
+    PROMPT = "prompt"  # its answer comes of computing the prompt, as with prompt_logprobs
+    DECLINED = "declined"  # vLLM did not take what could be pulled
     ROLE = "role"  # the engine is none that decodes for others (kv_role)
     UNUSABLE = "unusable"  # kv_transfer_params are of a contract that the connector does not speak
 

@@ -3,15 +3,15 @@
 vLLM tells a connector what a step is to compute, not that it has. So each worker returns the number of a step with the
 step's results: when all have, every rank has written what the step computed, as far as a sampled token proves it, which
 is what leases rest on too. What a prompt finds in the prefix cache is complete at once, but for blocks that steps under
-way still write for other requests. What it finds in host memory that peers can read is complete there at once, and on
-the device when it has been loaded.
+way still write for other requests, or that other connectors load in them. What it finds in host memory that peers can
+read is complete there at once, and on the device when it has been loaded.
 
 Everything runs on the scheduler's thread.
 """
 
 import logging
 from collections import Counter, deque
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING
@@ -37,7 +37,6 @@ class _Named:
     transfer_id: str
     preemptions: int  # of the request, when its attempt began
     tokens: int  # of the prompt
-    found: int = 0  # tokens that the device and host memory hold, as far as is known
     loaded: int = 0  # how far it is loaded before its first step, if followers know the slots
     attempt: int = 0
     has_begun: bool = False
@@ -72,6 +71,9 @@ class Announcer:
         blocks: DeviceBlocks,
         steps_in_flight: int = 2,
         slots: PromptSlots | None = None,
+        unproven: Callable[[], frozenset[int]] = frozenset,
+        *,
+        drafts_late: bool = False,
     ) -> None:
         """Start without prompts.
 
@@ -80,8 +82,15 @@ class Announcer:
             blocks: of the device.
             steps_in_flight: how many steps vLLM schedules at most before the first of them has ended.
             slots: of host memory that peers can read; None if they cannot.
+            unproven: returns the ids of the blocks into which other connectors load in steps that may be under way.
+            drafts_late: whether a step may have ended for vLLM before it has written all layers. Then nothing is
+                complete before its step is reported.
         """
+        self._drafts_late = drafts_late
+        self._last_steps: dict[str, int] = {}  # if so: the number of the last step of each request
+        self._unwritten: dict[int, list[str]] = {}  # leases that are complete when a step has been reported
         self._slots = slots
+        self._unproven = unproven
         self._given: list[str] = []  # requests that vLLM has given blocks since the last step
         self._service, self._transfers = service, service.transfers
         self._blocks = blocks
@@ -136,15 +145,6 @@ class Announcer:
         named = self._named.get(request_id)
         return request_id in self._unwanted or (named is not None and self._transfers.begun(named.transfer_id) is None)
 
-    def found(self, request_id: str, tokens: int) -> None:
-        """Note how many tokens of a prompt this engine's caches hold, which is about to be given its blocks.
-
-        Its first step may load further ones from elsewhere: they are complete when it has ended.
-        """
-        named = self._named.get(request_id)
-        if named is not None:
-            named.found = tokens
-
     def allocated(self, request: "Request") -> None:
         """Note that a request was given its blocks, into which it may be loaded before its first step."""
         if request.request_id in self._named and self._slots is not None:
@@ -159,9 +159,11 @@ class Announcer:
         self._tell_news()
         if scheduled:
             self._recent.append(_Step(scheduled))
-        if not awaited:
+        if not (awaited or (self._drafts_late and scheduled)):
             return ()
         self._next_step += 1
+        if self._drafts_late:
+            self._last_steps |= dict.fromkeys(scheduled, self._next_step)
         self._steps[self._next_step] = awaited
         return (self._next_step,)
 
@@ -178,20 +180,37 @@ class Announcer:
                 named = self._begun.get(computed.request_id)
                 if named is not None and self._is_same_attempt(named) and named.attempt == computed.attempt:
                     self._announce(named, computed.tokens)
+            for lease_id in self._unwritten.pop(number, ()):
+                self._service.written(lease_id)
         self._tell_news()
+
+    def unreported_step(self, request_id: str) -> int | None:
+        """Return the last step of a request, if it may still write to the request's blocks after its results."""
+        step = self._last_steps.get(request_id)
+        return step if step in self._steps else None
+
+    def await_step(self, number: int, lease_id: str) -> None:
+        """Let a lease be read when a step has been reported, which has not been yet."""
+        self._unwritten.setdefault(number, []).append(lease_id)
+
+    @property
+    def wants_step(self) -> bool:
+        """Whether the engine must step to learn that leases are written."""
+        return bool(self._unwritten)
 
     def finish(self, request: "Request", *, is_granted: bool) -> None:
         """Forget a request. Without a lease, those who follow its prompt are told how it ended."""
         self._leave(request)
         if self._slots is not None:  # unless its lease has them
             self._slots.end(request.request_id)
+        self._last_steps.pop(request.request_id, None)
         self._unwanted.discard(request.request_id)
         self._begun.pop(request.request_id, None)
         named = self._named.pop(request.request_id, None)
         if named is None:
             return
         self._names.remove(named.transfer_id)
-        if not self._named:  # nobody waits for the steps under way
+        if not (self._named or self._drafts_late):  # nobody waits for the steps under way
             self._steps.clear()
             self._reports.clear()
         self._events["complete" if is_granted else "ended"] += 1
@@ -215,6 +234,7 @@ class Announcer:
         names = sorted(named.transfer_id for named in self._named.values())
         assert names == sorted(self._names), "two prompts have one name"
         assert self._reports.keys() <= self._steps.keys(), "a step has been reported that nobody asked for"
+        assert self._unwritten.keys() <= self._steps.keys(), "a lease would never be written"
         assert not self._news, "those who wait for news were not told"
         if self._slots is not None:
             assert self._slots.request_ids <= self._named.keys(), "slots are lent for a prompt that is not announced"
@@ -291,12 +311,10 @@ class Announcer:
         Its blocks may be another request's too, and then a step under way may still write the last of them.
         """
         request = named.request
-        settled = min(held, named.found)
-        if not settled or any(step.has_lost for step in self._recent):
+        if not held or self._drafts_late or any(step.has_lost for step in self._recent):
             return 0
-        ours = self._blocks.table(request.request_id)
-        left: set[int] = set().union(*(step.left for step in self._recent))
-        if left:
+        ours, settled = self._blocks.table(request.request_id), held
+        if left := self._unproven().union(*(step.left for step in self._recent)):
             settled = self._tokens_before(ours, settled, left)
         for request_id in {*scheduled, *(each for step in self._recent for each in step.scheduled)}:
             other = self._requests.get(request_id)

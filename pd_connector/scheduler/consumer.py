@@ -10,7 +10,7 @@ A request whose prompt a prefill engine holds, or will hold, passes through thes
        |                                   ^
        |--- nothing is missing ------------|---> lease cancelled, computed here
        |--- its engine is not proven -------|---> proving: computed here, and pulled as well (see ``canaries``)
-       |--- left before allocation --------|---> lease cancelled
+       |--- left, or needs all computed ---|---> lease cancelled at once
        |--- params refused ----------------|     reported as failed by the workers
        |--- lease has ended, or was given up ---' the same; an announced one does not come, or takes too long
        '--- lease is another request's ----> waits until that one is settled, then takes what the prefix cache holds
@@ -53,7 +53,14 @@ from pd_connector.scheduler.single_use import Key, PromptShape, SingleUse
 from pd_connector.scheduler.subscriptions import Subscriptions, TransferFailed
 from pd_connector.stats import ComputedHere, StatsRecorder
 from pd_connector.vllm.cache_specs import Retention
-from pd_connector.vllm.requests import block_ids_by_group, is_later_choice, is_placeholder, prompt_shape, traceparent
+from pd_connector.vllm.requests import (
+    block_ids_by_group,
+    computes_whole_prompt,
+    is_later_choice,
+    is_placeholder,
+    prompt_shape,
+    traceparent,
+)
 from transfer.control.limits import ThrottledWarnings
 
 if TYPE_CHECKING:
@@ -108,7 +115,8 @@ class Consumer(SchedulerRole):
     def add(self, request: "Request") -> None:
         """Take up a request whose prompt a prefill engine holds. A second request with the same id is ignored.
 
-        One with malformed params is taken up too, and fails: somebody meant it to be pulled.
+        One with malformed params is taken up too, and fails: somebody meant it to be pulled. The prefill engine of one
+        whose whole prompt must be computed here is told at once that nobody will read.
         """
         if not (is_decode_leg(request.kv_transfer_params) or is_malformed(request.kv_transfer_params)):
             return
@@ -125,6 +133,9 @@ class Consumer(SchedulerRole):
             self._take_up(request.request_id, asked, prompt)
         except ParamsError as error:
             self._refuse(request.request_id, Refused(str(error)))
+        if computes_whole_prompt(request):
+            entry = self._let_go_of(request.request_id)
+            self._failed[request.request_id] = entry.cause if isinstance(entry, Refused) else ComputedHere.PROMPT
 
     def must_wait(self, request: "Request") -> bool:
         """Return whether a prefill engine or another request has to go on first with what this one needs."""
@@ -230,10 +241,8 @@ class Consumer(SchedulerRole):
         request_id = request.request_id
         self._failed.pop(request_id, None)
         self._computed.pop(request_id, None)
-        if request_id in self._announced:
-            self._abandon(request_id)
-        elif (entry := self._waiting.pop(request_id, None)) is not None:
-            self._cancel(request_id, entry)
+        if request_id in self._announced or request_id in self._waiting:
+            self._let_go_of(request_id)
         elif (landing := self._landing.get(request_id)) is not None:
             landing.has_left = True
         elif (pull := self._pulling.get(request_id)) is not None:
@@ -438,13 +447,7 @@ class Consumer(SchedulerRole):
     def _compute_here(self, request: "Request", computed_tokens: int) -> None:
         """Let go of what a request does not pull after all; count its prompt if more than its last token is missing."""
         request_id = request.request_id
-        entry: Entry | Announced
-        if (announced := self._announced.get(request_id)) is not None:
-            entry = announced
-            self._abandon(request_id)
-        else:
-            entry = self._waiting.pop(request_id)
-            self._cancel(request_id, entry)
+        entry = self._let_go_of(request_id)
         missing = request.num_prompt_tokens - 1 - computed_tokens
         if isinstance(entry, Follower):  # the last block, which is not full, is in nobody's prefix cache
             missing -= max((kept.block_tokens for kept in self._retentions), default=1) - 1
@@ -469,17 +472,17 @@ class Consumer(SchedulerRole):
                 return ComputedHere.UNPROVEN
         return ComputedHere.DECLINED
 
-    def _abandon(self, request_id: str) -> None:
-        """Forget a request whose prompt is still to be computed, and tell the prefill engine."""
-        del self._announced[request_id]
-        self._subscriptions.abandon(request_id)
-        self._let_go(request_id)
-
-    def _cancel(self, request_id: str, entry: Entry) -> None:
-        lost = self._renewals.lost(request_id)
+    def _let_go_of(self, request_id: str) -> "Entry | Announced":
+        """Forget what a request has not started to pull, and tell the prefill engine; return what it was."""
+        if (announced := self._announced.pop(request_id, None)) is not None:
+            self._subscriptions.abandon(request_id)
+            self._let_go(request_id)
+            return announced
+        entry, lost = self._waiting.pop(request_id), self._renewals.lost(request_id)
         self._let_go(request_id)
         if isinstance(entry, RemotePrefill) and lost is None:
             self._renewals.cancel(entry)
+        return entry
 
     def _let_go(self, request_id: str) -> None:
         """Stop renewing a request's lease. A request that arrives with it, or its name, from now on is too late."""

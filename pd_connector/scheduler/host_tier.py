@@ -3,7 +3,10 @@
 A device block passes through these states:
 
     computed --- chosen ---> being stored --- all ranks have reported ---> found by prefix hits --- evicted ---> gone
-                                  '--- a rank has failed, or a reset ----------------------------------------------^
+                    '-------------'--- a rank has failed, a reset, or the device does not find it any more ----------^
+
+A block is chosen with the step that computes it. If that does not end well, the device does not find the block any
+more, which is looked at when its store is ordered and when it has ended.
 
 Both blocks of a store are referenced until every rank has reported it, so that neither vLLM nor this pool reuses them.
 Of a load only the host blocks are, because vLLM keeps the device blocks for the waiting request. A block can be found
@@ -24,6 +27,7 @@ from pd_connector.scheduler.roles import SchedulerRole
 from pd_connector.scheduler.step_share import blocks_a_step
 from pd_connector.stats import StatsRecorder
 from pd_connector.vllm.block_pools import BlockKeys, Candidate, HostBlockPool, HostHit, Store, request_blocks, slot_of
+from pd_connector.vllm.requests import waits_for_tokens
 
 if TYPE_CHECKING:
     from pd_connector.vllm.types import KVCacheBlock, KVCacheBlocks, KVCacheEvent, Request
@@ -117,7 +121,7 @@ class HostTier(SchedulerRole):
         offer = self._offers.get(request.request_id)
         if offer is not None and offer.hit.first_token == computed_tokens and not self._has_grown(request, offer):
             return offer.hit.tokens
-        for request_id in list(self._offers):  # at most one: vLLM asks about others once this one has its blocks
+        for request_id in self._offers.keys() - self._accepted():  # vLLM had no blocks, and will ask about it again
             self._withdraw(request_id)
         if request.request_id in self._load_failed:
             return 0
@@ -255,8 +259,7 @@ class HostTier(SchedulerRole):
     def release_device_blocks(self) -> None:
         """Abandon all stores: their contents are no longer valid. Copies that are under way go on to the end."""
         for stores in (self._ready, self._chosen):
-            for store in stores:
-                del self._storing[store.candidate.key]
+            self._forget_keys(stores)
             self._pool.release_device_blocks(stores, retry=True)
             self._pool.release_slots(stores)
             stores.clear()
@@ -267,13 +270,14 @@ class HostTier(SchedulerRole):
                 self._pool.release_device_blocks(job.stores, retry=True)
 
     def reset(self) -> bool:
-        """Drop all contents, including those being stored; return False if a request is loading some right now."""
-        for request_id in [*self._offers]:
+        """Drop all contents, including those being stored; return False if a request is, or will be, loading some."""
+        accepted = self._accepted()
+        for request_id in self._offers.keys() - accepted:
             self._withdraw(request_id)
-        self._landed.reset()
+        self._landed.reset(keep=accepted)
         self.release_device_blocks()
         self._pool.evict_all()
-        return not self._loads
+        return not (self._loads or accepted)
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless the books balance."""
@@ -296,6 +300,11 @@ class HostTier(SchedulerRole):
         landed = self._landed.request_ids
         assert not self._offers.keys() & landed, "a request is offered two hits"
         assert self._offers.keys() | landed <= self._requests.keys(), "something is kept for a request that has left"
+
+    def _accepted(self) -> set[str]:
+        """Return the requests that have blocks for what they were offered, of which vLLM has yet to tell."""
+        asked = self._offers.keys() | self._landed.request_ids
+        return {request_id for request_id in asked if waits_for_tokens(self._requests[request_id].request)}
 
     def _withdraw(self, request_id: str) -> None:
         """Let go of what was offered to a request, or has landed for it."""
@@ -347,6 +356,7 @@ class HostTier(SchedulerRole):
         self._chosen += self._pool.start_stores(candidates)
 
     def _order_store(self) -> tuple[StoreOrder, ...]:
+        self._drop_wrong()
         if not self._ready:
             return ()
         job = _StoreJob(tuple(self._ready), self._touch_at_end)
@@ -358,6 +368,14 @@ class HostTier(SchedulerRole):
             (store.candidate.group, int(store.candidate.block.block_id), slot_of(store.host)) for store in job.stores
         ]
         return (StoreOrder(store_id, BlockMoves.of(triples)),)
+
+    def _drop_wrong(self) -> None:
+        """Let go of the blocks that were chosen, and do not hold what they were chosen for."""
+        wrong = [store for store in self._ready if not store.is_right]
+        if wrong:
+            self._ready = [store for store in self._ready if store.is_right]
+            self._forget_keys(wrong)
+            self._pool.finish_stores(wrong)
 
     def _end_stores(self, ends: Mapping[int, StoreEnds]) -> None:
         for store_id, new in ends.items():
@@ -449,12 +467,14 @@ class HostTier(SchedulerRole):
         else:
             self._pool.touch(keys)
 
-    def _end_job(self, job: _StoreJob) -> None:
-        for store in job.stores:
+    def _forget_keys(self, stores: Iterable[Store]) -> None:
+        for store in stores:
             del self._storing[store.candidate.key]
+
+    def _end_job(self, job: _StoreJob) -> None:
+        self._forget_keys(job.stores)
         if not (job.ends.failed or job.abandoned):
-            self._pool.publish(job.stores)
-            self._blocks_stored += len(job.stores)
+            self._blocks_stored += self._pool.publish(job.stores)
         if job.ends.unsettled:
             self._quarantined_slots.update(slot_of(store.host) for store in job.stores)
         if not job.abandoned:

@@ -10,7 +10,7 @@ scheduler's thread.
 """
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING
@@ -103,15 +103,18 @@ class LandedPrompts:
         self._share = blocks
         self._go_on()
 
-    def reset(self) -> None:
-        """Give back what waits: it is no longer valid. What is being loaded stays until it is left."""
+    def reset(self, keep: Container[str] = ()) -> None:
+        """Give back what waits, but for requests to ``keep``: it is no longer valid.
+
+        What is being loaded stays until it is left.
+        """
         for prompt in self._unfinished:
             _close(prompt)
             self._loans.take_back(prompt.to_give_back)
         self._unfinished.clear()
-        for prompt in self._waiting.values():
-            self._loans.take_back(prompt.hit.blocks)
-        self._waiting.clear()
+        for request_id in [*self._waiting]:
+            if request_id not in keep:
+                self._loans.take_back(self._waiting.pop(request_id).hit.blocks)
 
     @property
     def request_ids(self) -> frozenset[str]:

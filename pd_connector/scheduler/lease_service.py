@@ -5,13 +5,14 @@ Leases, ids and answers only: no threads, no sockets, no blocks. ``Producer`` pu
 
 import uuid
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic
 
 from layout.geometry import CacheGroup, ModelIdentity, WorkerGeometry, layers_by_group
 from pd_connector.orders import ChecksumOrder, LeaseEnd
 from pd_connector.params import RemotePrefill, contents_digest, prompt_digest
 from pd_connector.scheduler.checksum_table import ChecksumTable
-from pd_connector.scheduler.leases import Held, LeaseTable
+from pd_connector.scheduler.leases import Held, LeaseTable, Tables
 from pd_connector.scheduler.transfers import Prompt, Transfers
 from pd_connector.vllm.cache_specs import retention_in
 from pd_connector.vllm.requests import prompt_shape, traceparent
@@ -38,7 +39,21 @@ if TYPE_CHECKING:
     from pd_connector.vllm.types import Request as VllmRequest
 
 
+#: After so long, a decode engine that waits for a lease to be written is told to ask again.
+_WRITTEN_WAIT_S = 1.0
+_NOT_WRITTEN = Error(ErrorCode.NOT_READY, "the engine's device is still writing the draft layers of the prompt")
 _STARTING = Error(ErrorCode.NOT_READY, "the engine is still starting")
+
+
+@dataclass(frozen=True, slots=True)
+class _Granted:
+    """A lease that was granted, until all of it is written."""
+
+    lease_id: str
+    transfer_id: str  # empty if nobody can have followed the prompt
+    tables: Tables  # none if it must stay where it is
+    block_ids: Tables
+    tokens: int  # of the prompt
 
 
 class LeaseService(Generic[Held]):
@@ -52,7 +67,9 @@ class LeaseService(Generic[Held]):
         leases_ended: Callable[[], None] = lambda: None,
         *,
         verify: bool = False,
+        max_model_len: int = 0,
         spans: LeaseSpans | None = None,
+        writes_late: bool = False,
     ) -> None:
         """Create the service of an engine whose workers are not known yet.
 
@@ -62,8 +79,12 @@ class LeaseService(Generic[Held]):
             tp_size: of this engine.
             leases_ended: called on any thread, possibly repeatedly, when ``leases.collect`` would return something.
             verify: whether to take checksums of what is leased.
+            max_model_len: that this engine serves, for those that read; 0: unknown.
             spans: is told of every lease that is granted; None if tracing is off.
+            writes_late: whether leases may be granted before all that they hold is written.
         """
+        self._writes_late = writes_late
+        self._unwritten: dict[str, _Granted] = {}  # by lease; of the scheduler's thread
         # A new process is a new engine whatever its configured name, because its memory has other contents.
         self.engine_id = uuid.uuid4().hex
         self.leases = leases
@@ -75,6 +96,7 @@ class LeaseService(Generic[Held]):
         self._spans = spans
         self._model = model
         self._tp_size = tp_size
+        self._max_model_len = max_model_len
         self._workers: tuple[WorkerGeometry, ...] = ()
         self._groups: tuple[CacheGroup, ...] = ()  # of the first of them
         self._layers: tuple[tuple[str, ...], ...] = ()
@@ -123,6 +145,7 @@ class LeaseService(Generic[Held]):
         transfer_id: str = "",
         *,
         may_move: bool = True,
+        is_written: bool = True,
     ) -> dict[str, Any]:
         """Grant a lease over a finished prompt's blocks, and return the ``kv_transfer_params`` of the response.
 
@@ -133,6 +156,8 @@ class LeaseService(Generic[Held]):
             address: host and port for messages about the lease.
             transfer_id: of a prompt that ``begin`` has taken up, and nobody has ended since.
             may_move: whether the lease may move to host memory, if leases do.
+            is_written: whether the device has written all of the blocks. If not, nobody is told that they can be read
+                before ``written``.
         """
         host, port = address
         begun = self.transfers.begun(transfer_id)
@@ -155,19 +180,36 @@ class LeaseService(Generic[Held]):
         if self._spans is not None:
             self._spans.granted(remote.lease_id, traceparent(request), request.request_id, request.num_prompt_tokens)
         tables = remote.remote_block_ids if may_move and self._host_workers else ()
-        is_valid = self.leases.grant(remote.lease_id, blocks, contents_digest(remote), tables if begun is None else ())
-        if begun is not None and is_valid:
-            # Those who follow the prompt may have begun to read what is on the device. That nobody does is certain only
-            # when nobody can be told of it any more but as of a complete prompt.
-            if not self.transfers.complete(transfer_id, remote.remote_block_ids):
-                self.leases.let_move(remote.lease_id, tables)
-        elif begun is not None:
+        is_valid = self.leases.grant(
+            remote.lease_id, blocks, contents_digest(remote), tables if begun is None else (), is_written=is_written
+        )
+        if begun is not None and not is_valid:
             if self._spans is not None:
                 self._spans.ended(remote.lease_id, LeaseEnd.CANCELLED)
             self.transfers.end(transfer_id, "its readers have released it before it was complete")
-        # The last prompt token is computed by whoever decodes.
-        self.checksums.order(ChecksumOrder(remote.lease_id, remote.remote_block_ids, remote.remote_num_tokens - 1))
+        followed = transfer_id if begun is not None and is_valid else ""
+        granted = _Granted(remote.lease_id, followed, tables, remote.remote_block_ids, remote.remote_num_tokens)
+        if is_written:
+            self._complete(granted)
+        else:
+            self._unwritten[remote.lease_id] = granted
         return remote.to_params()
+
+    def written(self, lease_id: str) -> None:
+        """Let a lease be read that was granted before all of it was written. On the scheduler's thread."""
+        granted = self._unwritten.pop(lease_id)
+        self.leases.written(lease_id)
+        self._complete(granted)
+        self.notify(lease_id, *([granted.transfer_id] if granted.transfer_id else []))
+
+    def _complete(self, granted: _Granted) -> None:
+        """Tell those who follow a prompt that it is complete, and have its checksums taken."""
+        # Those who follow the prompt may have begun to read what is on the device. That nobody does is certain only
+        # when nobody can be told of it any more but as of a complete prompt.
+        if granted.transfer_id and not self.transfers.complete(granted.transfer_id, granted.block_ids):
+            self.leases.let_move(granted.lease_id, granted.tables)
+        # The last prompt token is computed by whoever decodes.
+        self.checksums.order(ChecksumOrder(granted.lease_id, granted.block_ids, granted.tokens - 1))
 
     def end_transfers(self, lease_ids: Sequence[str], reason: str) -> None:
         """End the transfers of these leases, unless they are complete, and tell those who follow."""
@@ -215,8 +257,13 @@ class LeaseService(Generic[Held]):
             case Checksums():
                 return self.checksums.answer(request)
             case Locate():
-                return self.leases.locate(request.lease_id)
+                return self._locate(request.lease_id)
         return self._answer_about_leases(request)
+
+    def _locate(self, lease_id: str) -> Reply | NotYet:
+        if self.leases.is_unwritten(lease_id):
+            return NotYet(lease_id, _WRITTEN_WAIT_S, _NOT_WRITTEN)
+        return self.leases.locate(lease_id)
 
     def _answer_about_leases(self, request: Renew | Release | Cancel) -> Reply:
         match request:
@@ -240,4 +287,12 @@ class LeaseService(Generic[Held]):
     def _answer_hello(self) -> Welcome | Error:
         if not self._workers:
             return _STARTING
-        return Welcome(self.engine_id, self._model, self._workers, self.checksums.enabled, self._host_workers)
+        return Welcome(
+            self.engine_id,
+            self._model,
+            self._workers,
+            self.checksums.enabled,
+            self._host_workers,
+            self._writes_late,
+            self._max_model_len,
+        )

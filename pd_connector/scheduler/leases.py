@@ -57,6 +57,8 @@ class _Lease(Generic[Held]):
     slots: Mapping[int, int] | None = None  # of host memory, by its blocks on the device before, if it lies there
     is_claimed: bool = False  # a reader has asked for it
     is_located: bool = False  # a reader was told where it lies
+    is_written: bool = True  # the device has written all of it
+    must_be_located: bool = False  # it was granted before that, and its reader does not know when
     readers: int = 0  # as the first release said; 0 before it
     released_by: dict[int, set[str]] = field(default_factory=dict)  # by reader that is done: its valid pulls
 
@@ -126,11 +128,12 @@ class LeaseTable(Generic[Held]):
             self._check_new(lease_id)
             self._growing[lease_id] = _Lease(None, "", self._clock(), math.inf)
 
-    def grant(self, lease_id: str, held: Held, contents: str, tables: Tables = ()) -> bool:
+    def grant(self, lease_id: str, held: Held, contents: str, tables: Tables = (), *, is_written: bool = True) -> bool:
         """Grant a lease over ``held``, which must stay unchanged until ``collect`` returns it.
 
         Readers must name ``contents`` as what they have read, see ``contents_digest``. With ``tables``, its block ids
-        by cache group, the lease may move.
+        by cache group, the lease may move. Unless it ``is_written`` on the device, it is not located or moved before
+        ``written``.
 
         Returns:
             False if the lease had begun, and has ended since. Then ``collect`` returns ``held`` at once.
@@ -146,7 +149,8 @@ class LeaseTable(Generic[Held]):
                 return False
             if lease is None:
                 self._check_new(lease_id)
-                lease = _Lease(None, "", now, math.inf)
+                lease = _Lease(None, "", now, math.inf, must_be_located=not is_written)
+            lease.is_written = is_written
             lease.held, lease.contents, lease.granted_at, lease.tables = held, contents, now, tables
             self._active[lease_id] = lease
             if lease.is_claimed or self.unclaimed_s == self.ttl_s:
@@ -169,6 +173,18 @@ class LeaseTable(Generic[Held]):
                 lease.tables = tables
                 if not lease.is_located:
                     self._may_move[lease_id] = lease
+
+    def written(self, lease_id: str) -> None:
+        """Note that the device has written all that a lease holds; its end may have come first."""
+        with self._lock:
+            if (lease := self._active.get(lease_id)) is not None:
+                lease.is_written = True
+
+    def is_unwritten(self, lease_id: str) -> bool:
+        """Return whether a lease is valid that cannot be read yet, because the device may still write to it."""
+        with self._lock:
+            lease = self._active.get(lease_id)
+            return lease is not None and not lease.is_written
 
     def withdraw(self, lease_id: str) -> None:
         """End a lease that grows: it will not be granted. Others, and unknown ids, are ignored."""
@@ -292,13 +308,16 @@ class LeaseTable(Generic[Held]):
             if pull_id not in pulls and len(pulls) >= _MAX_PULLS:
                 return Released(False, InvalidReason.RELEASED)
             is_read = lease_id in self._active and contents == lease.contents
-            valid = is_read and place == _place(lease)
+            is_early = lease.must_be_located and not lease.is_located
+            valid = is_read and place == _place(lease) and not is_early
             if valid:
                 pulls.add(pull_id)
             if len(lease.released_by) == readers:
                 self._end(lease_id, LeaseEnd.RELEASED)
             if valid:
                 return Released(True)
+            if is_read and is_early:
+                return Released(False, InvalidReason.EARLY)
             return Released(False, InvalidReason.MOVED if is_read else InvalidReason.CONTENTS)
 
     def cancel(self, lease_ids: Iterable[str]) -> None:
@@ -461,7 +480,7 @@ class LeaseTable(Generic[Held]):
 def _can_move(lease: _Lease[Held], now: float) -> bool:
     """Return whether nobody reads a lease, and it may lie elsewhere."""
     is_read = lease.is_located or lease.read_until > now or bool(lease.released_by)
-    return bool(lease.tables) and lease.slots is None and not is_read
+    return bool(lease.tables) and lease.slots is None and lease.is_written and not is_read
 
 
 def _place(lease: _Lease[Held]) -> Place:

@@ -10,6 +10,7 @@ from pd_connector.orders import Orders, Report, WorkerHandshake
 from pd_connector.params import is_prefill_leg
 from pd_connector.scheduler.announcer import Announcer
 from pd_connector.scheduler.drain import Drain
+from pd_connector.scheduler.external_loads import ExternalLoads
 from pd_connector.scheduler.lease_moves import LeaseMoves
 from pd_connector.scheduler.lease_service import LeaseService
 from pd_connector.scheduler.prompt_slots import PromptSlots
@@ -51,6 +52,9 @@ class Producer(SchedulerRole):
         steps_in_flight: int = 2,
         moves: LeaseMoves | None = None,
         slots: PromptSlots | None = None,
+        external: ExternalLoads | None = None,
+        *,
+        drafts_late: bool = False,
     ) -> None:
         """Bind the control channel and start answering.
 
@@ -65,6 +69,8 @@ class Producer(SchedulerRole):
             steps_in_flight: how many steps vLLM schedules at most before the first of them has ended.
             moves: moves leases to host memory; None if they stay on the device.
             slots: lent to prompts that are loaded from host memory; None if peers cannot read it.
+            external: knows what other connectors load; None if there are none.
+            drafts_late: whether a step may have ended for vLLM before it has written all layers.
 
         Raises:
             ControlStartError: host and port cannot be bound.
@@ -77,7 +83,10 @@ class Producer(SchedulerRole):
         self._moves = moves
         self._server = ControlServer(service, host, port, keys=keys)
         self._slots = slots
-        self._announcer = Announcer(service, blocks, steps_in_flight, slots)
+        self._external = external or ExternalLoads(blocks, (), steps_in_flight)
+        self._announcer = Announcer(
+            service, blocks, steps_in_flight, slots, self._external.unproven, drafts_late=drafts_late
+        )
         self._workers = 0
         self._legs: dict[str, VllmRequest] = {}  # requests that other engines are to decode
         service.notify = self._server.changed
@@ -118,11 +127,6 @@ class Producer(SchedulerRole):
         """Return how many tokens will be pulled of a request that has just ended; None if it is not to be leased."""
         request = self._legs.get(request_id)
         return request.num_prompt_tokens - 1 if request is not None and prefill_is_complete(request) else None
-
-    def missing_tokens(self, request: "VllmRequest", computed_tokens: int) -> int:
-        """Bring nothing; note what the device holds of a prompt, and what host memory brings."""
-        self._announcer.found(request.request_id, computed_tokens)
-        return 0
 
     def allocated(self, request: "VllmRequest", blocks: "KVCacheBlocks", external_tokens: int) -> int:
         """Bring nothing; note that a prompt may be loaded from host memory now."""
@@ -166,9 +170,9 @@ class Producer(SchedulerRole):
 
     @property
     def wants_step(self) -> bool:
-        """Whether there are blocks to free, checksums to take, or leases to stay up for when the engine stops."""
+        """Whether there is something to free, to take checksums of or to be written, or leases to stay up for."""
         active = self._leases.active
-        if self._drain.must_stay(active) or self._service.checksums.wants_step:
+        if self._drain.must_stay(active) or self._service.checksums.wants_step or self._announcer.wants_step:
             return True
         # An engine that cannot be woken must keep stepping.
         return self._leases.has_ended or (active > 0 and not self._engine.can_be_woken)
@@ -218,15 +222,22 @@ class Producer(SchedulerRole):
     def _is_to_be_leased(self, request: "VllmRequest", block_ids: Sequence[Sequence[int]]) -> bool:
         is_computed = prefill_is_complete(request) and any(block_ids)
         is_wanted = not self._announcer.is_unwanted(request.request_id)
-        return is_prefill_leg(request.kv_transfer_params) and is_computed and is_wanted
+        is_right = not self._external.is_spoilt(request)
+        return is_prefill_leg(request.kv_transfer_params) and is_computed and is_wanted and is_right
 
     def _grant(self, request: "VllmRequest", block_ids: Sequence[Sequence[int]]) -> dict[str, Any]:
         blocks = self._blocks.hold(request.request_id)
         hosts = self._slots.hand_over(request.request_id) if self._slots is not None else ()
         held: Leased = BlocksAndSlots(blocks, hosts) if hosts else blocks
         transfer_id = self._announcer.transfer_id(request.request_id)
+        step = self._announcer.unreported_step(request.request_id)
         # Slots that followers know stay with the blocks that they belong to.
-        return self._service.grant(request, block_ids, held, (self._host, self.port), transfer_id, may_move=not hosts)
+        params = self._service.grant(
+            request, block_ids, held, (self._host, self.port), transfer_id, may_move=not hosts, is_written=step is None
+        )
+        if step is not None:
+            self._announcer.await_step(step, params["lease_id"])
+        return params
 
     def _watch_expiry(self) -> None:
         while not self._closing.wait(min(_EXPIRY_INTERVAL_S, self._leases.ttl_s / 4)):

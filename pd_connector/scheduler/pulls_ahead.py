@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from pd_connector.vllm.cache_specs import Retention, blocks_for
 from pd_connector.vllm.device_blocks import DeviceBlocks
+from pd_connector.vllm.requests import waits_for_tokens
 
 if TYPE_CHECKING:
     from pd_connector.vllm.types import Request
@@ -44,6 +45,7 @@ class PullsAhead:
         self._groups = groups
         self._held: dict[str, int] = {}  # blocks, by request
         self._total = 0  # of them
+        self._let_in: dict[str, Request] = {}  # those for which there was room, and whose pulls have not begun
         self._asked: Request | None = None  # the last one that is to be given blocks in this step
         self._left_out: Request | None = None  # the one that was given none in the last step
 
@@ -55,18 +57,26 @@ class PullsAhead:
 
     def has_room(self, request: "Request") -> bool:
         """Return whether a request may be pulled ahead now."""
-        if len(self._held) >= self._limits.pulls:
+        # vLLM may have given others their blocks, and tell of it later.
+        let_in = [each for each in self._let_in.values() if waits_for_tokens(each)]
+        self._let_in = {each.request_id: each for each in let_in}
+        if len(self._held) + len(let_in) >= self._limits.pulls:
             return False
         needed = blocks_for(self._groups, request.num_tokens)
-        if self._total + needed > self._limits.fraction * self._blocks.total:
+        total = self._total + sum(blocks_for(self._groups, each.num_tokens) for each in let_in)
+        if total + needed > self._limits.fraction * self._blocks.total:
             return False
         other = self._left_out
         if other is not None and other is not request and self._is_short(blocks_for(self._groups, other.num_tokens)):
             return False
-        return not self._is_short(needed)
+        if self._is_short(needed):
+            return False
+        self._let_in[request.request_id] = request
+        return True
 
     def start(self, request: "Request") -> None:
         """Count a pull ahead."""
+        self._let_in.pop(request.request_id, None)
         held = self._held[request.request_id] = blocks_for(self._groups, request.num_tokens)
         self._total += held
 
@@ -84,7 +94,8 @@ class PullsAhead:
 
     def next_step(self) -> None:
         """Note that a step's blocks are given out."""
-        self._left_out, self._asked = self._asked, None
+        asked, self._asked = self._asked, None
+        self._left_out = None if asked is None or waits_for_tokens(asked) else asked
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless the books balance."""

@@ -30,6 +30,7 @@ from pd_connector.scheduler.roles import SchedulerRole
 from pd_connector.vllm.block_pools import Leased
 from pd_connector.vllm.cache_specs import Retention, blocks_for
 from pd_connector.vllm.device_blocks import DeviceBlocks
+from pd_connector.vllm.requests import waits_for_tokens
 from transfer.control.limits import ThrottledWarnings
 
 if TYPE_CHECKING:
@@ -205,7 +206,7 @@ class RequestAdmission(SchedulerRole):
         vLLM keeps some blocks free for requests that run, and stops for other reasons than blocks too.
         """
         spare = len(self._groups) + self._blocks.total // 50
-        if self._asked is not None:
+        if self._asked is not None and not waits_for_tokens(self._asked):
             return self._blocks_of(self._asked) + spare
         # Those whose tokens have arrived come first. Behind one that finds no block, nobody is asked.
         return 1 + spare if any(self._arrived.values()) and not self._has_allocated else 0

@@ -14,6 +14,7 @@ from pd_connector.scheduler.canaries import Canaries, NoCanaries
 from pd_connector.scheduler.completions import Completions
 from pd_connector.scheduler.consumer import Consumer
 from pd_connector.scheduler.drain import Drain
+from pd_connector.scheduler.external_loads import ExternalLoads
 from pd_connector.scheduler.host_log import HostLog
 from pd_connector.scheduler.host_scrub import HostScrub, portion_slots
 from pd_connector.scheduler.host_tier import HostTier
@@ -41,8 +42,10 @@ from pd_connector.vllm.engine_config import (
     check_one_engine_per_url,
     check_prefix_caching,
     data_parallel_index,
+    drafts_late,
     engine_ranks,
     max_blocks_per_step,
+    max_model_len,
     steps_in_flight,
     stop_timeout_s,
 )
@@ -93,7 +96,6 @@ class ConnectorScheduler:
         self._blocks = DeviceBlocks()
         self._engine = EngineLoop()
         self._workers = Workers(math.prod(engine_ranks(vllm_config)))
-        self._secret = ""  # its fingerprint
         self._moves: LeaseMoves | None = None  # if leases may move to host memory
         self._prompt_slots: PromptSlots | None = None  # the same
         self._early: dict[str, Request] = {}  # requests that came before all workers were known
@@ -105,10 +107,10 @@ class ConnectorScheduler:
         if config.bootstrap_port and self._role.produces:
             check_one_engine_per_url(vllm_config)
         keys = load_keys(config.secret_file)
-        if keys is not None:
-            self._secret = keys.fingerprint
-        # In the order in which they are asked for tokens. Host memory comes first: what it holds is not pulled.
-        self._roles: list[SchedulerRole] = []
+        self._secret = keys.fingerprint if keys is not None else ""
+        self._external = self._make_external_loads()
+        # In the order in which they are asked for tokens. Host memory comes early: what it holds is not pulled.
+        self._roles: list[SchedulerRole] = [self._external]
         self._landings: Landings | None = None  # None until workers are known, or if all is pulled to the device
         self._canaries = self._make_canaries()
         self._consumer = consumer = self._make_consumer(keys, kv_cache_config) if self._role.consumes else None
@@ -294,7 +296,7 @@ class ConnectorScheduler:
             self._check_secrets(in_order)
         if self._config.cpu_bytes_to_use and not any(isinstance(role, HostTier) for role in self._roles):
             tier, scrub = self._open_host_tier(in_order)
-            self._roles.insert(0, tier)
+            self._roles.insert(1, tier)
             if scrub is not None:
                 self._roles.append(scrub)
             if self._moves is not None and self._prompt_slots is not None:
@@ -303,7 +305,7 @@ class ConnectorScheduler:
                 self._prompt_slots.use(tier)
             if self._consumer is not None and self._config.pull_to != "device":
                 self._landings = self._make_landings(tier, self._consumer, len(in_order))
-                self._roles.insert(0, self._landings)
+                self._roles.insert(1, self._landings)
             for request in self._early.values():
                 tier.add(request)
         self._early.clear()
@@ -316,13 +318,20 @@ class ConnectorScheduler:
         needs = self._role.produces or self._config.cpu_bytes_to_use > 0 or isinstance(self._canaries, Canaries)
         return needs and not self._workers.known
 
+    def _make_external_loads(self) -> ExternalLoads:
+        block_tokens = [kept.block_tokens for kept in self._retentions]
+        return ExternalLoads(self._blocks, block_tokens, steps_in_flight(self._vllm_config))
+
     def _make_producer(
         self, leases: LeaseTable[Leased], keys: ControlKeys | None, admission: RequestAdmission
     ) -> Producer:
         config, vllm_config = self._config, self._vllm_config
         model = model_identity(vllm_config, config.model_check)
         tp_size, _ = engine_ranks(vllm_config)
-        service = LeaseService(leases, model, tp_size, self._engine.wake, verify=config.verify, spans=self._spans)
+        service = LeaseService(
+            leases, model, tp_size, self._engine.wake, verify=config.verify, max_model_len=max_model_len(vllm_config),
+            spans=self._spans, writes_late=drafts_late(vllm_config),
+        )  # fmt: skip
         if config.host_transfers:
             self._prompt_slots = PromptSlots()
             self._moves = LeaseMoves(
@@ -344,6 +353,8 @@ class ConnectorScheduler:
             in_flight,
             self._moves,
             self._prompt_slots,
+            self._external,
+            drafts_late=drafts_late(vllm_config),
         )
 
     def _make_bootstrap(self, producer: Producer) -> SchedulerRole:
@@ -423,7 +434,7 @@ class ConnectorScheduler:
 
     def _check_holds_a_prompt(self, tier: HostTier, setting: str, way_out: str) -> None:
         """Raise ConfigError if host memory cannot hold a prompt of the greatest length, which a setting needs."""
-        longest = int(self._vllm_config.model_config.max_model_len)
+        longest = max_model_len(self._vllm_config)
         needed = blocks_for(self._retentions, longest)
         if needed > tier.slots:
             # Workers round their number of slots down, so a slot takes them no more than its share of all bytes.

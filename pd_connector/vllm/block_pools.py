@@ -15,6 +15,7 @@ from pd_connector.vllm.block_events import BlockEvents
 from pd_connector.vllm.device_blocks import HeldBlocks
 from pd_connector.vllm.forgotten_slots import ForgottenSlots
 from pd_connector.vllm.release import current
+from pd_connector.vllm.requests import computes_whole_prompt
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -85,6 +86,11 @@ class Store(msgspec.Struct, frozen=True, gc=False):
 
     candidate: Candidate
     host: "KVCacheBlock"
+
+    @property
+    def is_right(self) -> bool:
+        """Whether the device block is still found by its key: if not, what it was to hold has not come there."""
+        return bool(self.candidate.block.block_hash == self.candidate.key)
 
 
 class HostBlockPool:
@@ -158,7 +164,7 @@ class HostBlockPool:
         hashes = request.block_hashes[first_token // self._pool.hash_block_size :]
         end = request.num_tokens - 1 if end_token is None else min(end_token, request.num_tokens - 1)
         longest = end - first_token
-        if longest <= 0 or not hashes or not self.cached or request.skip_reading_prefix_cache:
+        if longest <= 0 or not hashes or not self.cached or computes_whole_prompt(request):
             return None
         groups, tokens = self._release.longest_hit(self._coordinator, hashes, longest)
         return HostHit(first_token, tokens, tuple(map(tuple, groups))) if tokens else None
@@ -338,13 +344,15 @@ class HostBlockPool:
             self._cursor.remove(blocks)
         return tuple(Store(candidate, host) for candidate, host in zip(candidates, hosts, strict=True))
 
-    def publish(self, stores: Iterable[Store]) -> None:
-        """Make host blocks findable. Their bytes must have arrived on every rank."""
-        for store in stores:
+    def publish(self, stores: Iterable[Store]) -> int:
+        """Make host blocks findable, but for those that are not right; return how many. Their bytes have arrived."""
+        right = [store for store in stores if store.is_right]
+        for store in right:
             candidate = store.candidate
             self._release.make_findable(self._pool, candidate.key, store.host, candidate.prefix_tokens)
             if candidate.event is not None:
                 self._pool.kv_event_queue.append(candidate.event)
+        return len(right)
 
     def finish_stores(self, stores: Sequence[Store], *, keep_slots: bool = False) -> None:
         """Give the references to both blocks of each store back, published or not.

@@ -43,7 +43,7 @@ class GroupSpec:
 
     layer_names: tuple[str, ...]
     block_tokens: int
-    window: int  # tokens of a sliding window that are kept of a request; 0: all
+    window: int  # tokens of a sliding window, which are kept of a request; 0: all are, unless there are chunks
     blocks: int  # in vLLM's pool
     #: What vLLM states of each layer's cache, by layer.
     layers: Mapping[str, LayerSpec] = field(default_factory=dict)

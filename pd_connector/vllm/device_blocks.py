@@ -1,7 +1,7 @@
 """References to vLLM's device blocks. All methods belong to the scheduler's thread."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 if TYPE_CHECKING:
@@ -87,6 +87,11 @@ class DeviceBlocks:
             [int(block.block_id) for block in blocks[first : -(-tokens // size)]]
             for blocks, first, size in zip(self.table(request_id), known, block_tokens, strict=True)
         )
+
+    def forget(self, block_ids: Set[int]) -> None:
+        """Let no request find these blocks any more, whoever uses them."""
+        if block_ids:
+            self.manager.block_pool.evict_blocks(set(block_ids))
 
     def release(self, held: HeldBlocks) -> None:
         """Give the references back. The last blocks of a prompt are evicted first."""

@@ -98,6 +98,8 @@ def check_one_engine_per_url(vllm_config: "VllmConfig") -> None:
     )
 
 
+#: Methods of speculative decoding that keep nothing in KV caches.
+_WITHOUT_CACHES = ("ngram", "ngram_gpu", "suffix")
 _PROMPTS_PER_STEP = 4  # that start to be pulled or loaded
 
 
@@ -112,9 +114,26 @@ def max_blocks_per_step(vllm_config: "VllmConfig", block_tokens: Sequence[int]) 
     return int(computed + sum(_PROMPTS_PER_STEP * -(-longest // size) for size in block_tokens))
 
 
+def drafts_late(vllm_config: "VllmConfig") -> bool:
+    """Return whether a step's results may come before the device has written what the step drafts.
+
+    vLLM launches the draft model behind what the results wait for. On the CPU, a kernel is done when its call returns.
+    """
+    from vllm.platforms import current_platform  # noqa: PLC0415  resolves the platform on first use
+
+    speculative = vllm_config.speculative_config
+    has_caches = speculative is not None and speculative.method not in _WITHOUT_CACHES
+    return has_caches and str(current_platform.device_type) != "cpu"
+
+
 def stop_timeout_s(vllm_config: "VllmConfig") -> float:
     """Return the seconds after which vLLM kills an engine core that it told to stop (``--shutdown-timeout``)."""
     return float(vllm_config.shutdown_timeout)
+
+
+def max_model_len(vllm_config: "VllmConfig") -> int:
+    """Return how many tokens a request may have, prompt and answer together."""
+    return int(vllm_config.model_config.max_model_len)
 
 
 def engine_ranks(vllm_config: "VllmConfig") -> tuple[int, int]:

@@ -41,11 +41,32 @@ def is_later_choice(request_id: str) -> bool:
     return bool(underscore and index.isdecimal() and index.strip("0"))
 
 
+def computes_whole_prompt(request: "Request") -> bool:
+    """Return whether a request's answer comes of computing every token of its prompt, so that none may be brought.
+
+    So it is with log-probabilities of the prompt and with all of its hidden states. vLLM finds nothing in its own
+    prefix cache for such a request, but until 0.31 it takes what a connector offers: the answer then has memory that
+    nobody has written. A streaming session's parameters change, and the mark that vLLM derives of the first stays.
+    """
+    asked = (getattr(request.sampling_params, name, None) for name in ("prompt_logprobs", "prompt_logprob_token_ids"))
+    return bool(request.skip_reading_prefix_cache) or any(each is not None for each in asked)
+
+
 def prefill_is_complete(request: "Request") -> bool:
     """Return whether a finished request has sampled a token, so that its whole prompt is in the cache."""
     from vllm.v1.request import RequestStatus  # noqa: PLC0415  the doctor grants leases without vLLM
 
     return request.status in (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
+
+
+def waits_for_tokens(request: "Request") -> bool:
+    """Return whether vLLM has given a request blocks into which tokens are to arrive.
+
+    It may tell the connector of the blocks in a later step, when those under way have ended (0.33, with HiSparse).
+    """
+    from vllm.v1.request import RequestStatus  # noqa: PLC0415  the doctor needs this module without vLLM
+
+    return bool(request.status == RequestStatus.WAITING_FOR_REMOTE_KVS)
 
 
 def tokens_under_way(request: "Request") -> int | None:

@@ -1,6 +1,10 @@
-"""Fences: points in the work of the model's stream, which other threads wait for before they write to its blocks."""
+"""Fences: points in the work of the model's stream, and what waits until the device has come so far.
 
-from collections.abc import Callable
+Other threads wait for them before they write to blocks, and steps that draft before they are reported.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -34,6 +38,38 @@ class DeviceFence:
 
 def no_fence() -> None:
     """Return None: nothing needs to be waited for. Implements ``RaiseFence``."""
+
+
+class StepEnds:
+    """The steps that this worker has to report, until all that they have launched is done. Belongs to one thread."""
+
+    def __init__(self, raise_fence: RaiseFence | None = None) -> None:
+        """``raise_fence``: of the device; None if a step's results come after all that it writes."""
+        self._raise_fence = raise_fence
+        self._begun: list[int] = []
+        self._launched: deque[tuple[int, Fence | None]] = deque()  # with what is after all of their work
+
+    def begin(self, steps: Sequence[int]) -> None:
+        """Note that the step of these numbers begins: whatever those before it do has been launched."""
+        self.launched()
+        self._begun += steps
+
+    def launched(self) -> None:
+        """Note that all work of the steps that have begun has been given to the device."""
+        if self._begun and self._raise_fence is not None:
+            fence = self._raise_fence()
+            self._launched += [(step, fence) for step in self._begun]
+            self._begun = []
+
+    def take(self) -> list[int]:
+        """Return the steps that can be reported, each once, with the results of the step that is under way."""
+        if self._raise_fence is None:
+            ended, self._begun = self._begun, []
+            return ended
+        ended = []
+        while self._launched and ((fence := self._launched[0][1]) is None or fence.passed()):
+            ended.append(self._launched.popleft()[0])
+        return ended
 
 
 def fences(device: torch.device) -> RaiseFence:

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from layout.copies import Copies, Int64Array, MemoryRuns
 from layout.geometry import Region
 from layout.host_blocks import HostLayout
+from layout.regions import RegionTable
 from pd_connector.orders import LoadOrder, ScrubOrder, StoreEnds, StoreOrder
-from transfer.batch_copy.base import BatchCopier, CopyFailed, DeviceEvent, Handle
+from transfer.batch_copy.base import BatchCopier, CopyBounds, CopyFailed, DeviceEvent, Handle
 
 
 class UnsettledLoadError(RuntimeError):
@@ -72,6 +73,8 @@ class HostCopies:
         self._store_copier = stores
         self._load_copier = loads
         self._record_event = record_event
+        caches, slots = RegionTable(layout.regions), RegionTable([pool])
+        self._load_bounds, self._store_bounds = CopyBounds(caches, slots), CopyBounds(slots, caches)
         self._loads: dict[str, _InFlight] = {}
         self._stores: dict[int, _InFlight] = {}
         self._scrubs: dict[int, Handle] = {}
@@ -187,9 +190,10 @@ class HostCopies:
         self, describe: Callable[..., Copies], copier: BatchCopier, order: LoadOrder | StoreOrder
     ) -> _InFlight | CopyEnd:
         started, moves = time.monotonic(), order.moves
+        bounds = self._load_bounds if isinstance(order, LoadOrder) else self._store_bounds
         try:
             copies = describe(self._pool, moves.groups, moves.blocks, moves.slots)
-            handle = copier.submit(copies, self._record_event())
+            handle = copier.submit(copies, self._record_event(), bounds)
         except (CopyFailed, IndexError, ValueError) as error:
             return CopyEnd(len(moves), 0, 0.0, f"the copy could not be started: {error}")
         return _InFlight(handle, len(moves), copies.total_bytes, started)

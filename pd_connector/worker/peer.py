@@ -42,6 +42,7 @@ class PullContext:
     reads: RemoteReader
     handshake_timeout_s: float
     pull_timeout_s: float
+    max_model_len: int = 0  # of this engine; 0: unknown
     replica_turn: int = 0  # see ``layout.sharding.choose_sources``
     verifier: Verifier | None = None  # compares the checksums of every pull
     #: What a pull waits for before it writes: the model's stream may still write to blocks that vLLM has freed.
@@ -85,6 +86,7 @@ class Peer:
         self.sources = sources
         self.plans = plans  # by index into workers: the ranks that are read from
         self.host_plans = host_plans
+        self.locates = welcome.locates or host_plans is not None  # leases are located before they are read
         #: A range of tokens that ends at a multiple of this cuts no unit of any rank.
         every_plan = (*plans.values(), *(host_plans or {}).values())
         self.border_tokens = math.lcm(*(unit for plan in every_plan for unit in plan.unit_tokens))
@@ -167,7 +169,20 @@ def connect_peer(context: PullContext, address: PeerAddress, deadline: float) ->
         context.reader, address, sorted(peer.plans), len(peer.workers),
         describe_conversion(context.local, peer.workers, peer.plans),
     )  # fmt: skip
+    if context.reader == 0:
+        _warn_of_shorter_prompts(context.max_model_len, welcome.max_model_len, address)
     return peer
+
+
+def _warn_of_shorter_prompts(here: int, there: int, address: PeerAddress) -> None:
+    """Log a warning if a prefill engine refuses prompts that this engine serves. 0: its length is not known."""
+    if 0 < there < here:
+        logger.warning(
+            "PDConnector: %s was started with --max-model-len %d, and this engine with %d: it refuses prompts of %d "
+            "tokens or more, and clients read the error of their prefill leg (at exactly %d tokens: 'max_tokens must "
+            "be at least 1, got 0'). Start both with the same --max-model-len, or let the router send such prompts "
+            "here alone", address, there, here, there, there,
+        )  # fmt: skip
 
 
 def _make_peer(context: PullContext, welcome: Welcome) -> Peer:

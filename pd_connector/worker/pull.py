@@ -139,7 +139,7 @@ class Pull:
         self.take_answer()
         peer = connect(self._deadline)
         self._watch.lap("handshake")
-        if peer.host_plans is not None and not self.order.transfer_id:
+        if peer.locates and not self.order.transfer_id:
             self._locate()
             self._watch.lap("handshake")
         least_tokens = self._context.reads.least_bytes / max(peer.token_bytes, 1)

@@ -119,6 +119,8 @@ _INVALID_REASONS: dict[str, str] = {
     InvalidReason.READERS: "is being read by a decode engine of another size: kv_transfer_params are good for one pull",
     InvalidReason.CONTENTS: "does not hold what was read: kv_transfer_params were altered on the way. Pass them on "
     "unchanged",
+    InvalidReason.EARLY: "was read without asking whether all of it was written: this engine's connector is older than "
+    "the prefill engine's. Use the same version on both sides",
     InvalidReason.MOVED: "has moved to the prefill engine's host memory, and was read on its device",
 }
 

@@ -18,7 +18,7 @@ from pd_connector.secret import load_keys
 from pd_connector.stats import StatsRecorder
 from pd_connector.vllm import release
 from pd_connector.vllm.cache_groups import Ranks, cache_groups, with_head_orders
-from pd_connector.vllm.engine_config import EngineRole, engine_name
+from pd_connector.vllm.engine_config import EngineRole, drafts_late, engine_name, max_model_len
 from pd_connector.vllm.model_identity import model_identity
 from pd_connector.vllm.platform import (
     caches_are_host_memory,
@@ -29,7 +29,7 @@ from pd_connector.vllm.tracing import pull_spans
 from pd_connector.worker.caches import Cache, all_tensors, describe_caches
 from pd_connector.worker.canary import canary_pulls, canary_room
 from pd_connector.worker.checksums import CacheChecksums, LeaseChecksums
-from pd_connector.worker.device_fence import RaiseFence, fences, no_fence
+from pd_connector.worker.device_fence import RaiseFence, StepEnds, fences, no_fence
 from pd_connector.worker.host_pool import HostPool, HostQuota
 from pd_connector.worker.landings import LandingPulls, host_block_geometry
 from pd_connector.worker.peer import PullContext
@@ -80,7 +80,7 @@ class ConnectorWorker:
         self._arrivals = Arrivals()
         self._failures = FailedBlocks()
         self._lost = Report()  # what the end of the transfer engine has ended, until the next report
-        self._steps: list[int] = []  # that have been ordered, until the next report
+        self.steps = StepEnds()  # that are to be reported
 
     def register_caches(self, kv_caches: Mapping[str, Cache]) -> None:
         """Describe the caches, register their memory with the transfer engine, and start this worker's roles.
@@ -119,6 +119,8 @@ class ConnectorWorker:
             ranks.index, ranks.world_size, sum(region.size for region in geometry.regions), geometry.transport,
             geometry.block_bytes, sum(len(group.planes) for group in geometry.groups),
         )  # fmt: skip
+        if tensors and drafts_late(self._vllm_config):
+            self.steps = StepEnds(fences(tensors[0].device))
         self._start_roles(engine, caches, reads)
         secret = self._keys.fingerprint if self._keys is not None else ""
         canary = canary_room(geometry) if self._tries_canaries else None
@@ -189,7 +191,7 @@ class ConnectorWorker:
     def execute(self, orders: Orders) -> None:
         """Start the scheduler side's orders. While the engine sleeps, what waits for a transfer fails at once."""
         self._failures.expect(orders.destinations)
-        self._steps += orders.steps
+        self.steps.begin(orders.steps)
         for role in self._roles:
             for request_id in role.execute(orders):
                 self._arrivals.expect(request_id)
@@ -218,11 +220,12 @@ class ConnectorWorker:
     def take_report(self) -> Report:
         """Return what else has ended on this rank since the last call, for which no request waits.
 
-        vLLM calls this after it has launched the step's work, and passes the report on with what the step has computed.
-        So the steps in it have been computed when it arrives.
+        vLLM calls this after it has launched what the step computes, and passes the report on with the results. So the
+        steps in it have been computed when it arrives. A step that drafts is in a later report, when the device has
+        done all of it.
         """
         handshakes, self._unsent = self._unsent, {}
-        steps, self._steps = dict.fromkeys(self._steps, 1), []
+        steps = dict.fromkeys(self.steps.take(), 1)
         report = Report(handshakes=handshakes, failed=self._failures.take_requests(), steps=steps)
         lost, self._lost = self._lost, Report()
         return sum((role.take_report() for role in self._roles), report + lost)
@@ -348,6 +351,7 @@ class ConnectorWorker:
             raise_fence=self._fences(caches),
             replica_turn=zlib.crc32(engine_name(self._vllm_config).encode()),
             trace=pull_spans(self._vllm_config, ranks.index),
+            max_model_len=max_model_len(self._vllm_config),
         )
         self._roles.append(Pulls(context, config.peer_idle_s, self._stats))
         if self._tries_canaries:
@@ -380,8 +384,9 @@ class ConnectorWorker:
         return LandingPulls(Pulls(context, config.peer_idle_s, self._stats), self._stats)
 
     def _fences(self, caches: "_RegisteredCaches") -> RaiseFence:
-        """Return what raises the fences of pulls; none are needed if vLLM itself defers the reuse of freed blocks."""
-        if release.current().defers_block_reuse or not caches.tensors:
+        """Return what raises the fences of pulls; none are needed if vLLM defers the reuse of freed blocks enough."""
+        is_deferred = release.current().defers_block_reuse and not drafts_late(self._vllm_config)
+        if is_deferred or not caches.tensors:
             return no_fence
         return fences(caches.tensors[0].device)
 

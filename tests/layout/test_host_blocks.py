@@ -481,7 +481,9 @@ def test_whole_slots_are_runs_and_neighbours_are_one() -> None:
 
 def test_what_a_smaller_block_leaves_of_its_slot_is_as_much_as_a_larger_one_fills() -> None:
     layout = HostLayout(
-        192, tuple(BlockRuns(9, *(np.array([value]) for value in (0, size, size, 0))) for size in (130, 50, 130))
+        192,
+        tuple(BlockRuns(9, *(np.array([value]) for value in (0, size, size, 0))) for size in (130, 50, 130)),
+        (),
     )
     pool = Region(1 << 20, 3 * 192)
     assert runs_of(layout.rests(pool, [0, 1, 2, 1], [0, 1, 2, 0])) == [

@@ -68,12 +68,14 @@ Real vllm-ascend on simulated NPUs (``tests/ascend_sim``):
 
 The connector (``pd_connector/``):
     connector.greeting      a connector to put beside ours in MultiConnector: it has a handshake and statistics
+    connector.loading_sibling  a connector to put there that loads prompts while a step computes
     connector.requests      requests as vLLM hands them over, params of a prefill, a control client that sends nothing
     connector.engines       prefill and decode engines without vLLM: real control channel, real bytes, real leases
     connector.chunked_prompts  a prompt that a prefill engine computes chunk by chunk, and a client that follows it
     connector.followed_answers  what a prefill engine answers of a named prompt, and decode legs that name it
     connector.consumers     the parts of a decode engine's scheduler half, with the test's own client and clock
     connector.kept_blocks   the cache groups that vLLM makes of layers, and the blocks that it keeps in each
+    connector.proving       a decode engine's scheduler half that proves where it pulls from
     connector.decode_scheduler  a decode engine's scheduler half, and a scripted prefill engine that it asks
     connector.followed_legs  both legs of a prompt at once: who computes it, and a worker that follows it
     connector.scripted_pulls  a session with a prefill engine whose pulls and handshakes do what the test says
@@ -95,10 +97,12 @@ Simulations of many engines (``test_state_machine``, ``test_progress``) and of o
     simulation.prefill_steps  the steps of that engine, which compute named prompts chunk by chunk
     simulation.decode       a decode engine: vLLM's scheduler and workers as far as the connector meets them
     simulation.named_prefill  a prefill engine whose prompts are followed by name: vLLM's schedulers, our scheduler side
+    simulation.prefill_works  what the steps of that engine are to compute, token by token
     simulation.scheduler_pulls  a pull as a worker makes it, in steps
     simulation.engine_worker  a worker's device and host memory, token by token, and what is under way to them
     simulation.vllm_schedulers  engines around vLLM's own schedulers and our scheduler side, with such workers
     host_tier.engine        an engine around ``HostTier``: vLLM's cache manager, its scheduler in short, its ranks
+    host_tier.sibling       a connector beside ours that loads while a step of that engine computes, or fails to
     host_tier.ranks         what the device blocks and host slots of a rank hold, and the copies between them
     host_tier.setup         what such an engine is made of: cache manager, pool of host blocks, requests, steps
     host_tier.decoding      the roles of a decode engine to whose host memory prompts are pulled, slot by slot
@@ -108,8 +112,10 @@ Simulations of many engines (``test_state_machine``, ``test_progress``) and of o
 Real servers (``tests/e2e``):
     e2e.architectures       architectures of the test models: configurations and random weights
     e2e.models              a tiny model, whose output depends on every block of its prompt, as a directory
+    e2e.images              images for prompts, as clients send them
     e2e.cluster             vLLM servers on this machine: started together, watched, ended, measured
     e2e.deployments         the sets of servers that tests share
+    e2e.images_and_adapters  servers of a model that reads images and has LoRA adapters, and prompts for them
     e2e.gates               places in the workers of a server at which a test has them stop
     e2e.gated_connector     the connector with such places
     e2e.host_memory         what tests of servers with host memory have in common

@@ -10,6 +10,9 @@ and submits the descriptors, which may be thousands. ``Handle.query`` never bloc
 written (and the destinations last used), or the handle of another batch of any copier. The handle of a batch is the
 event of its end. Copies inside a batch are unordered and must not overlap.
 
+**Addresses.** A driver need not refuse an address that is none: CUDA takes what it does not know for host memory, and
+the process dies. So a batch says ``within`` which memory its ends lie, and a descriptor beyond it fails the batch.
+
 **Lifetime.** From ``submit`` until the handle is settled (``query`` returned True, or raised ``CopyFailed`` with
 ``settled`` true) both ends of every descriptor must stay allocated, sources unchanged and destinations unread; the
 descriptor arrays belong to the copier. After ``CopyFailed`` with ``settled`` false the device may still write, and the
@@ -18,11 +21,13 @@ destinations must not be reused for the life of the process.
 
 import time
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from enum import Enum
 from threading import Event as ThreadEvent
 from typing import Protocol, Self
 
 from layout.copies import Copies, MemoryRuns
+from layout.regions import RegionTable
 from transfer.errors import TransferError
 
 
@@ -162,15 +167,42 @@ class CopyBackend(ABC):
         """Block until everything started has ended, or raise the device's error. Called last."""
 
 
+@dataclass(frozen=True, slots=True)
+class CopyBounds:
+    """The memory in which both ends of a batch's descriptors lie."""
+
+    destinations: RegionTable
+    sources: RegionTable
+
+    def check(self, copies: Copies) -> None:
+        """Raise unless every descriptor that moves bytes stays within one region at each end.
+
+        Raises:
+            CopyFailed: naming the first one that does not, its values and the rule. Nothing was copied.
+        """
+        ends = (("to", self.destinations, copies.destinations), ("from", self.sources, copies.sources))
+        for way, table, addresses in ends:
+            outside = table.outside(addresses, copies.sizes) & (copies.sizes > 0)
+            if outside.any():
+                index = int(outside.argmax())
+                raise CopyFailed(
+                    f"copy {index} of {len(copies)} is of {copies.sizes[index]} bytes {way} {addresses[index]:#x}, "
+                    "which is outside the memory that belongs to these copies; nothing was copied. This is a bug",
+                    settled=True,
+                )
+
+
 class BatchCopier(ABC):
     """Moves batches of bytes one way. ``submit`` may be called from any thread."""
 
     @abstractmethod
-    def submit(self, copies: Copies, after: DeviceEvent | Handle | None = None) -> Handle:
+    def submit(
+        self, copies: Copies, after: DeviceEvent | Handle | None = None, within: "CopyBounds | None" = None
+    ) -> Handle:
         """Start a batch once ``after`` has completed; None means that sources and destinations are ready now.
 
         A device event must be recorded before this call. A batch after a handle that fails, fails, too. Sizes of zero
-        are allowed and move nothing. The caller must make sure that the addresses are valid; this cannot be checked.
+        are allowed and move nothing. Without ``within``, the caller must make sure that the addresses are valid.
 
         Raises:
             ValueError: a size is negative. Nothing was started.

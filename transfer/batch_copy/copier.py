@@ -10,7 +10,16 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 
 from layout.copies import Copies, MemoryRuns
-from transfer.batch_copy.base import BatchCopier, CopierStartError, CopyBackend, CopyFailed, DeviceEvent, Handle, Pauses
+from transfer.batch_copy.base import (
+    BatchCopier,
+    CopierStartError,
+    CopyBackend,
+    CopyBounds,
+    CopyFailed,
+    DeviceEvent,
+    Handle,
+    Pauses,
+)
 from transfer.local_copy.zeroing import zero_runs
 
 logger = logging.getLogger(__name__)
@@ -21,6 +30,7 @@ class _Batch:
     work: Copies | MemoryRuns  # what is copied, or zeroed
     after: DeviceEvent | Handle | None
     handle: Handle
+    within: CopyBounds | None = None
 
 
 class ThreadedCopier(BatchCopier):
@@ -45,12 +55,14 @@ class ThreadedCopier(BatchCopier):
             self._thread.join()
             raise CopierStartError(f"{name} cannot start: {self._start_error}") from self._start_error
 
-    def submit(self, copies: Copies, after: DeviceEvent | Handle | None = None) -> Handle:
+    def submit(
+        self, copies: Copies, after: DeviceEvent | Handle | None = None, within: CopyBounds | None = None
+    ) -> Handle:
         """See ``BatchCopier``."""
         if len(copies) and int(copies.sizes.min()) < 0:
             index = int(copies.sizes.argmin())
             raise ValueError(f"copy {index} of {len(copies)} has a negative size: {int(copies.sizes[index])} bytes")
-        return self._put(copies, after)
+        return self._put(copies, after, within)
 
     def zero(self, runs: MemoryRuns) -> Handle:
         """See ``BatchCopier``."""
@@ -64,12 +76,14 @@ class ThreadedCopier(BatchCopier):
                 self._batches.put(None)
         self._thread.join()
 
-    def _put(self, work: Copies | MemoryRuns, after: DeviceEvent | Handle | None) -> Handle:
+    def _put(
+        self, work: Copies | MemoryRuns, after: DeviceEvent | Handle | None, within: CopyBounds | None = None
+    ) -> Handle:
         handle = Handle()
         with self._submitting:
             if self._closing.is_set():
                 raise CopyFailed("the copier is closed; nothing was copied", settled=True)
-            self._batches.put(_Batch(work, after, handle))
+            self._batches.put(_Batch(work, after, handle, within))
         return handle
 
     def _run(self) -> None:
@@ -95,6 +109,8 @@ class ThreadedCopier(BatchCopier):
                 zero_runs(batch.work)
                 batch.handle.begun(None)
             else:
+                if batch.within is not None:
+                    batch.within.check(batch.work)
                 batch.handle.begun(self._backend.start(batch.work, after))
         except CopyFailed as failure:
             batch.handle.failed(failure)

@@ -49,6 +49,10 @@ ask may still read from the device, and its release is valid only if the lease h
        | locate {lease_id} ----------------------> |   once per pull, if the welcome has ``host_workers``
        | <---- located {place, slots, reason}      |   place "host": read the slots of these numbers instead of blocks
 
+A P that drafts grants its leases when the prompt is computed, and its device may still write the draft layers then. Its
+welcome says so (``locates``): it answers when they are written, ``not_ready`` if that takes long, and a release without
+that question is not valid. A prompt that is followed is "complete" when they are written.
+
 A prompt that P finds in its host memory is copied to the device before P computes the rest. A worker that follows it
 need not wait for the copy: if it says so (``host_tokens``), the answer names the slots, which stay as they are for as
 long as the attempt and the lease that it becomes.
@@ -114,6 +118,7 @@ class InvalidReason(StrEnum):
     READERS = "readers"  # ``reader`` is out of range, or another reader sent a different ``readers``
     CONTENTS = "contents"  # what was read is not what the lease holds: kv_transfer_params were altered on the way
     MOVED = "moved"  # what was leased has moved to another place than was read from
+    EARLY = "early"  # it may have been read before it was written: nobody has asked where it lies
 
 
 class Place(StrEnum):
@@ -159,6 +164,9 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
     verify: bool = False  # whether the engine takes checksums of leased blocks
     #: Host memory of each of the workers, to which leases may move: its slots are the blocks. Empty if none moves.
     host_workers: tuple[WorkerGeometry, ...] = ()
+    #: Whether a lease must be located before it is read, even if none moves: P writes draft layers a little later.
+    locates: bool = False
+    max_model_len: Annotated[int, msgspec.Meta(ge=0)] = 0  # tokens of the longest prompt and answer; 0: not told
 
 
 class Renew(msgspec.Struct, frozen=True, tag="renew"):
@@ -252,9 +260,8 @@ class Followed(msgspec.Struct, frozen=True, tag="followed"):
     reason: Annotated[str, msgspec.Meta(max_length=512)] = ""  # for people
     #: Tokens, perhaps beyond ``tokens``, that can be read in host memory already. Only for who asks for more of them.
     in_host: SlotRange | None = None
-    layers: tuple[
-        tuple[str, ...], ...
-    ] = ()  # names of each cache group's layers; empty if one holds all, and keeps every token
+    #: Names of each cache group's layers; empty if one group holds all and keeps every token.
+    layers: tuple[tuple[str, ...], ...] = ()
     #: By cache group, the first token of what will be held once the prompt is complete: windows move.
     first_tokens: tuple[int, ...] = ()
 

@@ -358,6 +358,8 @@ class MooncakeLink(Link):
                 self._native = native = shared or NativeEngine(self._options.native)
             except EngineStartError as error:
                 raise ReadFailed(f"cannot open a link to {self.address}: {error}", settled=True) from error
+            if refusal := native.refusal(self.address):
+                raise ReadFailed(f"cannot open a link to {self.address}: {refusal}", settled=True)
             self._await_answer(native)
 
     def _await_answer(self, native: NativeEngine) -> None:
@@ -381,7 +383,8 @@ class MooncakeLink(Link):
         if reason:
             raise ReadFailed(
                 f"cannot reach the transfer engine at {self.address} ({time.monotonic() - started:.3f} s): {reason}; "
-                "check that its process is running and that no firewall blocks its ports for this machine",
+                "check that its process is running and that no firewall blocks its ports for this machine"
+                f"{native.other_family(self.address)}",
                 settled=True,
             )
 

@@ -21,13 +21,14 @@ import time
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from ipaddress import IPv4Address
 from pathlib import Path
 from typing import Any
 
 from layout.geometry import Region
 from layout.regions import describe_region
 from transfer.engine.base import EngineStartError
-from transfer.peers import Address
+from transfer.peers import Address, parse_ip, resolve
 
 _CODES = {-1: "invalid argument", -6: "no such device", -7: "it overlaps memory that is registered already"}
 _OPEN_SEGMENT = "_ZN8mooncake14TransferEngine11openSegmentERKNSt7__cxx1112basic_stringIcSt11char_traitsIcESaIcEEE"
@@ -43,6 +44,11 @@ ENGINE_FILES = 10
 _SPARE_FILES = 128
 
 _LISTENING = "0A"  # the state column of /proc/net/tcp
+
+_IPV6 = "MC_USE_IPV6"
+_IPV6_ADDRESSES = Path("/proc/net/if_inet6")
+_GLOBAL_SCOPE = "00"  # its fourth column; loopback and addresses of a link have others
+_MAPPED = "::ffff:"  # before an IPv4 address in the form that IPv6 sockets take
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,10 +89,18 @@ def set_environment(options: NativeOptions, environment: MutableMapping[str, str
         settings["ASCEND_TRANSFER_TIMEOUT"] = str(math.ceil(1000 * options.progress_timeout_s))
     if options.protocol == "tcp":
         settings["MC_FORCE_TCP"] = "1"  # otherwise Mooncake uses any RDMA device that it finds
-    if ":" in options.host:
-        settings["MC_USE_IPV6"] = "1"
+    if environment.get(_IPV6) in ("", "0"):
+        del environment[_IPV6]  # Mooncake takes any value for yes
+    elif ":" in options.host or (options.protocol == "tcp" and has_ipv6_address()):
+        settings[_IPV6] = "1"  # it then listens for both families, and reaches IPv4 by mapped addresses
     for name, value in settings.items():
         environment.setdefault(name, value)
+
+
+def has_ipv6_address() -> bool:
+    """Return whether this machine has an IPv6 address by which it can reach others, and sockets that take IPv4 too."""
+    lines = _IPV6_ADDRESSES.read_text().splitlines() if _IPV6_ADDRESSES.exists() else []
+    return any(line.split()[3] == _GLOBAL_SCOPE for line in lines) and socket.has_dualstack_ipv6()
 
 
 def load(options: NativeOptions) -> Any:
@@ -189,6 +203,9 @@ class NativeEngine:
                 "and there must be free ports above 15000; set MC_LOG_LEVEL=INFO for details"
             )
         self._port = int(self._engine.get_rpc_port())
+        #: Whether it can reach IPv6 addresses. The first engine of a process decides for all.
+        self.speaks_ipv6 = self._listens_for_ipv6()
+        self._names: dict[str, str] = {}  # of peers, as this engine can resolve them, by address
         self._open_segment = find_open_segment()
         #: Whether the counters of batches can be read, see ``mooncake_batches``; None until the first batch.
         self.counts: bool | None = None
@@ -197,6 +214,25 @@ class NativeEngine:
     def address(self) -> str:
         """Where peers reach this engine: ``host:port``, the host in brackets if it is an IPv6 address."""
         return str(Address(self._options.host, self._port))
+
+    def refusal(self, address: str) -> str:
+        """Return why this engine can never reach a peer at ``address``, empty if it may."""
+        if self.speaks_ipv6 or not address.startswith("["):
+            return ""
+        return (
+            "that is an IPv6 address, and the transfer engine here speaks IPv4 only"
+            f"{self.other_family(address)}. Or give this machine an IPv6 address and unset {_IPV6}"
+        )
+
+    def other_family(self, address: str) -> str:
+        """Return a sentence about the address families of a peer and of this engine, empty if they are the same."""
+        theirs, ours = ("IPv6" if ":" in host else "IPv4" for host in (split_address(address)[0], self._options.host))
+        if theirs == ours:
+            return ""
+        return (
+            f". It announces an address of {theirs}, and the host here is {self._options.host} ({ours}): let the "
+            "setting host name addresses of one family on both sides"
+        )
 
     def register(self, regions: Sequence[Region]) -> None:
         """Let peers read ``regions``, all or none. Holds the GIL, so use it at start-up only.
@@ -216,7 +252,7 @@ class NativeEngine:
 
     def probe(self, address: str) -> bool:
         """Return whether the peer answers. Blocks up to 60 s; ``interrupt`` ends it. Releases the GIL."""
-        return bool(self._engine.send_probe(address) == 0)
+        return bool(self._engine.send_probe(self._name(address)) == 0)
 
     def exchange_metadata(self, address: str) -> bool:
         """Get from the peer what reads from it need, and return whether it answered. Blocks like ``probe``.
@@ -227,7 +263,7 @@ class NativeEngine:
         """
         if self._open_segment is None:
             return True
-        text = address.encode()
+        text = self._name(address).encode()
         name = _CppString(text, len(text))
         return bool(self._open_segment(self._engine.get_engine_ptr(), ctypes.byref(name)) != _NO_SEGMENT)
 
@@ -236,7 +272,7 @@ class NativeEngine:
 
         The first call to a peer connects, which blocks up to 60 s (``interrupt`` ends it). Releases the GIL.
         """
-        batch = int(self._engine.batch_transfer_async_read(address, destinations, sources, sizes))
+        batch = int(self._engine.batch_transfer_async_read(self._name(address), destinations, sources, sizes))
         return 0 if batch in (-1, 2**64 - 1) else batch
 
     def poll(self, batch: int) -> int:
@@ -270,7 +306,7 @@ class NativeEngine:
         for connection in _own_sockets(remote_port=port):
             with connection:
                 try:
-                    if connection.getpeername()[0] in peers:
+                    if connection.getpeername()[0].removeprefix(_MAPPED) in peers:
                         connection.shutdown(socket.SHUT_RDWR)
                 except OSError:
                     continue  # the connection has ended
@@ -283,6 +319,25 @@ class NativeEngine:
                 self._shorten_accept()
             self._engine = None
             os.close(self._memory)
+
+    def _listens_for_ipv6(self) -> bool:
+        families = []
+        for listener in _own_sockets(listening_port=self._port):
+            with listener:
+                families.append(listener.family)
+        return socket.AF_INET6 in families
+
+    def _name(self, address: str) -> str:
+        """Return a peer's address as this engine can resolve it: with IPv6, it looks for IPv6 addresses only."""
+        if not self.speaks_ipv6:
+            return address
+        if address not in self._names:
+            host, port = split_address(address)
+            with suppress(OSError):  # a name without an address is Mooncake's to refuse
+                host = resolve(host)
+            is_ipv4 = isinstance(parse_ip(host), IPv4Address)
+            self._names[address] = str(Address(_MAPPED + host if is_ipv4 else host, port))
+        return self._names[address]
 
     def _shorten_accept(self) -> None:
         for listener in _own_sockets(listening_port=self._port):

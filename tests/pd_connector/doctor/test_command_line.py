@@ -6,6 +6,7 @@ Covers: pd_connector.doctor.__main__.
 import json
 import re
 import signal
+import socket
 import subprocess
 import sys
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 
 from pd_connector.doctor.__main__ import main
+from tests.support.engine.peer_process import environment_with
 from tests.support.process import free_port
 from tests.support.sources import ROOT
 
@@ -66,6 +68,34 @@ def test_two_doctors() -> None:
     assert found["protocol tcp"]["values"] | {"register_ms": 0} == {"used": True, "starts": True, "register_ms": 0}
     assert found["peer: pull"]["values"]["bytes"] == 1 << 20
     assert found["vllm"]["outcome"] == found["torch"]["outcome"] == found["mooncake"]["outcome"] == "ok"
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="no sockets for both families here")
+def test_doctors_of_two_address_families() -> None:
+    """One listens at an IPv6 address; visitors with an IPv4 address speak both, or only that."""
+    listening = subprocess.Popen(
+        [*COMMAND, "--config", '{"host": "::1"}', "--listen"], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
+    assert listening.stdout is not None
+    try:
+        said = re.match(r"listening at (\S+);", listening.stdout.readline())
+        assert said is not None
+        visits = [
+            subprocess.run(
+                [*COMMAND, *CONFIG, "--json", "--peer", said[1], "--pull-bytes", "1000000"],
+                cwd=ROOT, env=environment_with(ipv6), capture_output=True, text=True, timeout=250, check=False,
+            )
+            for ipv6 in ("1", "0")
+        ]  # fmt: skip
+    finally:
+        listening.send_signal(signal.SIGTERM)
+        assert listening.wait(60) == 0
+        listening.stdout.close()
+    both, ipv4 = ({check["name"]: check for check in json.loads(each.stdout)["checks"]} for each in visits)
+    assert both["peer: pull"]["outcome"] == "ok"
+    assert ipv4["peer: link"]["outcome"] == "fail"
+    assert "that is an IPv6 address, and the transfer engine here speaks IPv4 only" in json.dumps(ipv4["peer: link"])
 
 
 @pytest.mark.thorough

@@ -14,7 +14,8 @@ from pd_connector.params import parse_remote_prefill
 from pd_connector.stats import StatsRecorder
 from tests.support.connector.requests import a_prompt
 from tests.support.releases import counts_under_way
-from tests.support.simulation.named_prefill import CHUNK_TOKENS, PAGE_TOKENS, StartPrefill
+from tests.support.simulation.named_prefill import CHUNK_TOKENS, StartPrefill
+from tests.support.simulation.prefill_works import PAGE_TOKENS
 from transfer.control.messages import Cancel, Release, TransferState
 
 QUEUED, COMPUTING, COMPLETE, ENDED = (

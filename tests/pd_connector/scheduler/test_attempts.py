@@ -17,14 +17,8 @@ from vllm.v1.request import Request
 from pd_connector.params import contents_digest, parse_remote_prefill
 from tests.support.connector.requests import a_prompt
 from tests.support.releases import INSTALLED, counts_under_way
-from tests.support.simulation.named_prefill import (
-    CHUNK_TOKENS,
-    PAGE_TOKENS,
-    NamedPrefill,
-    StartPrefill,
-    StepUnderWay,
-    stamps_of,
-)
+from tests.support.simulation.named_prefill import CHUNK_TOKENS, NamedPrefill, StartPrefill
+from tests.support.simulation.prefill_works import PAGE_TOKENS, StepUnderWay, stamps_of
 from transfer.control.messages import Cancel, Follow, Followed, Release, Released, TransferState
 
 QUEUED, COMPUTING, COMPLETE, ENDED = (

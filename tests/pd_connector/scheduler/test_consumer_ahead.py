@@ -185,7 +185,7 @@ def test_a_prompt_whose_pull_has_failed_is_counted_when_it_is_computed(
 
 
 def test_what_vllm_does_not_take_is_counted(decode: Decode) -> None:
-    """A request for prompt_logprobs is computed whatever the connector says, and is not even made to wait."""
+    """vLLM may give a request its blocks for less than the connector offers, and although it is to wait."""
     waits, relayed, cached = a_named_request("waits"), a_decode_request("relayed"), a_decode_request("c", lease_id="C")
     decode.add(waits, relayed, cached)
     assert decode.asks(waits) is None

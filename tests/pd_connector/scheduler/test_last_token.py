@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.simulation.named_prefill import PAGE_TOKENS, REACH_TOKENS, NamedPrefill, StartPrefill, stamps_of
+from tests.support.simulation.named_prefill import REACH_TOKENS, NamedPrefill, StartPrefill
+from tests.support.simulation.prefill_works import PAGE_TOKENS, stamps_of
 
 
 def first_needed(tokens: int) -> int:

@@ -180,7 +180,7 @@ def test_layers_of_all_pipeline_stages_count_here() -> None:
     """vLLM tells its scheduler of those of the first stage only."""
     here = Grouped(SHAPES["1B"], WITHOUT_MANAGER)
     parts = consumer_parts(RecordingClient(), retentions=here.kept)
-    consumer = Consumer(*parts._replace(layers=[[name_of(5)]]))  # one of those of which nothing is let go
+    consumer = Consumer(*parts._replace(layers=[(name_of(5),)]))  # one of those of which nothing is let go
     request = Prefill(Grouped(SHAPES["1B"], PLAIN)).lease(200)
     consumer.add(request)
     assert consumer.missing_tokens(request, 0) == 199

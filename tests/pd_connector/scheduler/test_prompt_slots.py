@@ -11,7 +11,8 @@ import pytest
 from pd_connector.scheduler.host_tier import HostTier
 from tests.support.connector.requests import a_prompt
 from tests.support.releases import counts_under_way
-from tests.support.simulation.named_prefill import NamedPrefill, StartPrefill, StepUnderWay
+from tests.support.simulation.named_prefill import NamedPrefill, StartPrefill
+from tests.support.simulation.prefill_works import StepUnderWay
 from transfer.control.messages import Cancel, Release, SlotRange, TransferState
 
 QUEUED, COMPUTING, COMPLETE, ENDED = (

@@ -22,7 +22,6 @@ from pd_connector.scheduler.roles import SchedulerRole
 from pd_connector.scheduler.scheduler import ConnectorScheduler
 from pd_connector.stats import StatsRecorder
 from pd_connector.vllm.engine_config import UnsupportedError
-from pd_connector.vllm.engine_core import EngineLoop
 from pd_connector.vllm.release import current
 from tests.support.connector.requests import FakeRequest, a_prompt, allocated
 from tests.support.host_tier.setup import Setup, make_manager, make_request
@@ -452,72 +451,3 @@ def test_all_roles_are_closed_and_their_books_checked(side: ConnectorScheduler, 
     side.check_integrity()
     side.shutdown()
     assert calls == [(name, call) for call in ("check", "close") for name in ("host", "pulls")]
-
-
-# Rests
-
-
-class RecordedLoop(EngineLoop):
-    """Writes down for how many requests the engine may rest."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rests: list[int] = []
-
-    def rest(self, seconds: float, requests: int) -> None:
-        assert 0 < seconds <= 0.1, "it would notice a pull that has failed too late"
-        self.rests.append(requests)
-
-
-NAMED: Any = FakeRequest(
-    "named", a_prompt(70),
-    {"do_remote_prefill": True, "transfer_id": "T", "remote_host": "127.0.0.1", "remote_port": 9},
-)  # fmt: skip
-
-
-def a_resting_side(side: ConnectorScheduler) -> RecordedLoop:
-    side._engine = loop = RecordedLoop()
-    return loop
-
-
-@pytest.mark.parametrize("kv_role", ["kv_consumer", "kv_both"])
-def test_an_engine_rests_while_its_requests_wait_for_prefill_engines(side_of: Open, kv_role: str) -> None:
-    side = side_of(kv_role)
-    side.set_workers({(0, 0): a_handshake(0, 0, 0)})
-    loop = a_resting_side(side)
-    side.rest()
-    assert loop.rests == []
-    side.add(NAMED)
-    side.rest()
-    assert loop.rests == [1]
-    side.finish(NAMED, ())
-    side.rest()
-    assert loop.rests == [1]
-
-
-def test_engines_that_step_together_do_not_rest(side_of: Open) -> None:
-    side = side_of("kv_consumer", lambda config: vars(config.parallel_config).update(data_parallel_size=2))
-    loop = a_resting_side(side)
-    side.add(NAMED)
-    side.rest()
-    assert loop.rests == []
-
-
-def test_an_engine_that_must_step_does_not_rest(side_of: Open, calls: Calls) -> None:
-    side = side_of("kv_consumer")
-    loop, other = a_resting_side(side), Recorded("other", calls)
-    side._roles.append(other)
-    side.add(NAMED)
-    other.wants = True
-    side.rest()
-    assert loop.rests == []
-    other.wants = False
-    side.rest()
-    assert loop.rests == [1]
-
-
-def test_an_engine_without_the_role_does_not_rest(side_of: Open) -> None:
-    side = side_of("kv_producer")
-    loop = a_resting_side(side)
-    side.rest()
-    assert loop.rests == []

@@ -4,8 +4,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import vllm.platforms
 
-from pd_connector.vllm.engine_config import UnsupportedError, check_one_engine_per_url, max_blocks_per_step
+from pd_connector.vllm.engine_config import UnsupportedError, check_one_engine_per_url, drafts_late, max_blocks_per_step
 
 
 @pytest.mark.parametrize(
@@ -38,3 +39,21 @@ def test_routers_cannot_be_told_of_engines_that_share_a_url(size: int, index: in
 @pytest.mark.parametrize(("size", "index", "external"), [(1, 0, False), (2, 0, True), (2, 1, True)])
 def test_routers_may_be_told_of_an_engine_with_a_url_of_its_own(size: int, index: int, external: bool) -> None:
     check_one_engine_per_url(in_parallel(size, index, external=external))
+
+
+@pytest.mark.parametrize(
+    ("device", "method", "is_late"),
+    [
+        ("cuda", "eagle", True),
+        ("npu", "mtp", True),
+        ("cuda", "ngram", False),
+        ("cuda", "", False),
+        ("cpu", "eagle", False),
+    ],
+)
+def test_drafts_are_late_where_a_draft_model_runs_behind_the_calls_that_launch_it(
+    monkeypatch: pytest.MonkeyPatch, device: str, method: str, is_late: bool
+) -> None:
+    monkeypatch.setattr(vllm.platforms.current_platform, "device_type", device)
+    config: Any = SimpleNamespace(speculative_config=SimpleNamespace(method=method) if method else None)
+    assert drafts_late(config) is is_late

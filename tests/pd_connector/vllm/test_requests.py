@@ -5,12 +5,14 @@ from typing import Any
 
 import pytest
 from vllm.lora.request import LoRARequest
+from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.parallel_sampling import ParentRequest
 from vllm.v1.request import Request, RequestStatus
 
 from pd_connector.vllm.requests import (
     block_ids_by_group,
+    computes_whole_prompt,
     is_later_choice,
     is_placeholder,
     prefill_is_complete,
@@ -46,6 +48,31 @@ def test_a_prefill_is_complete_when_its_answer_is(status: RequestStatus) -> None
     request.status = status
     complete = {RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED}
     assert prefill_is_complete(request) == (status in complete)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "pooling", "whole"),
+    [
+        (SamplingParams(), None, False),
+        (SamplingParams(logprobs=5), None, False),
+        (SamplingParams(prompt_logprobs=0), None, True),
+        (SamplingParams(prompt_logprobs=0, skip_reading_prefix_cache=False), None, True),
+        (SamplingParams(skip_reading_prefix_cache=True), None, True),
+        (None, PoolingParams(task="embed", skip_reading_prefix_cache=False), False),
+        (None, PoolingParams(task="token_embed", skip_reading_prefix_cache=True), True),
+    ],
+)
+def test_what_comes_of_computing_the_whole_prompt(
+    sampling: SamplingParams | None, pooling: PoolingParams | None, whole: bool
+) -> None:
+    assert computes_whole_prompt(Request("r", PROMPT, sampling, pooling)) is whole
+
+
+def test_a_streaming_session_may_ask_for_its_prompts_computation_later() -> None:
+    session = a_request(resumable=True)
+    assert not computes_whole_prompt(session)
+    session.sampling_params = SamplingParams(prompt_logprobs=1)  # as vLLM's scheduler takes the next chunk
+    assert computes_whole_prompt(session)
 
 
 def test_a_request_that_the_api_server_has_rejected_is_a_placeholder() -> None:

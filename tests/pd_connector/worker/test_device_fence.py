@@ -1,4 +1,7 @@
-"""Fences: a pull writes nothing before the device has done the work that it had been given before the pull."""
+"""Fences: a pull writes nothing before the device has done the work that it had been given before the pull.
+
+Nor is a step that drafts reported before the device has done it. There is no device here: the events are the test's.
+"""
 
 import threading
 from types import SimpleNamespace
@@ -7,9 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from pd_connector.orders import Cause
-from pd_connector.worker.device_fence import RaiseFence, fences, no_fence
+from pd_connector.orders import Cause, Orders
+from pd_connector.vllm import release
+from pd_connector.vllm.metadata import StepMetadata
+from pd_connector.worker import worker as worker_module
+from pd_connector.worker.device_fence import RaiseFence, StepEnds, fences, no_fence
+from pd_connector.worker.pulls import Pulls
 from tests.support.connector.engines import OURS, THEIRS, DecodeWorker, Site, an_order
+from tests.support.connector.vllm_engine import StartEngine
 from tests.support.waiting import WAIT_S, holds_for, until
 
 
@@ -136,3 +144,113 @@ def test_a_fence_is_recorded_on_the_models_stream_and_asked_on_any_thread(
         assert set_on[-1] == (thread.ident, wanted), "on an NPU, a thread has no device by default"
     assert answers == [False, True]
     assert streams == [wanted], "recorded once"
+
+
+# Steps that draft
+
+
+def test_a_step_is_reported_when_the_device_has_done_all_that_it_has_launched() -> None:
+    work = Work()
+    steps = StepEnds(work.raise_fence)
+    steps.begin([1])
+    assert steps.take() == [], "its drafts are not launched yet"
+    steps.launched()
+    assert steps.take() == []
+    steps.begin([2])
+    steps.launched()
+    (first, second) = work.raised
+    second.set()
+    assert steps.take() == [], "what comes later is done first"
+    first.set()
+    assert steps.take() == [1, 2]
+    assert steps.take() == []
+
+
+def test_what_a_step_has_launched_is_known_when_the_next_begins_at_the_latest() -> None:
+    """VLLM may not say so of a step."""
+    work = Work()
+    steps = StepEnds(work.raise_fence)
+    steps.begin([1])
+    steps.begin([])
+    steps.launched()
+    steps.begin([2])
+    (first,) = work.raised
+    first.set()
+    assert steps.take() == [1]
+
+
+def test_steps_without_drafts_are_reported_at_once_and_so_are_all_where_nothing_needs_to_be_waited_for() -> None:
+    steps = StepEnds()
+    steps.begin([1])
+    assert steps.take() == [1]
+    steps.launched()
+    assert steps.take() == []
+    steps = StepEnds(no_fence)
+    steps.begin([1])
+    steps.launched()
+    assert steps.take() == [1]
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+def test_a_worker_reports_a_step_that_drafts_when_its_device_has_done_it(
+    start: StartEngine, monkeypatch: pytest.MonkeyPatch, drafts: bool
+) -> None:
+    work = Work()
+    monkeypatch.setattr(worker_module, "drafts_late", lambda config: drafts)
+    monkeypatch.setattr(worker_module, "fences", lambda device: work.raise_fence)
+    worker = start("kv_producer").worker
+
+    def step(*numbers: int) -> dict[int, int]:
+        """What is reported in a step, whose results vLLM takes before or behind ``wait_for_save``."""
+        worker.bind_connector_metadata(StepMetadata(Orders(steps=numbers)))
+        report = worker.build_connector_worker_meta()
+        worker.wait_for_save()
+        worker.clear_connector_metadata()
+        return dict(report.report.steps) if report is not None else {}
+
+    reported = step(1), step()
+    if not drafts:
+        assert reported == ({1: 1}, {})
+        return
+    assert reported == ({}, {})
+    work.raised[0].set()
+    assert step(2) == {1: 1}
+    assert step() == {}
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+@pytest.mark.parametrize("role", ["kv_consumer", "kv_both"])
+def test_pulls_wait_for_drafts_into_blocks_that_vllm_has_freed(
+    start: StartEngine, monkeypatch: pytest.MonkeyPatch, drafts: bool, role: str
+) -> None:
+    """VLLM defers the reuse of a block until the results of the last step that used it."""
+    monkeypatch.setattr(worker_module, "drafts_late", lambda config: drafts)
+    work = Work()
+    monkeypatch.setattr(worker_module, "fences", lambda device: work.raise_fence)
+    monkeypatch.setattr(release.current(), "defers_block_reuse", True)
+    side = start(role).worker._worker
+    (pulls,) = (each for each in side._roles if isinstance(each, Pulls))
+    assert pulls._context.raise_fence == (work.raise_fence if drafts else no_fence)
+
+
+def test_a_pull_from_a_prefill_engine_that_drafts_begins_when_the_lease_is_written(site: Site) -> None:
+    (worker,), prefill = site.decode(), site.prefill(writes_late=True)
+    remote = prefill.prefill("r", THEIRS, is_written=False)
+    site.session(worker, remote).submit(an_order("r", remote, OURS))
+    until(lambda: len(prefill._server._waiting) > 0)
+    assert worker.untouched
+    assert worker.ends.empty()
+    prefill.service.written(remote.lease_id)
+    assert worker.next_end().cause == ""
+    assert worker.holds([(OURS, 0, 69)])
+
+
+def test_a_lease_that_is_not_written_in_time_fails_the_pull_by_name(site: Site) -> None:
+    (worker,), prefill = site.decode(), site.prefill(writes_late=True)
+    worker.handshake_timeout_s = 1.5
+    remote = prefill.prefill("r", THEIRS, is_written=False)
+    site.session(worker, remote).submit(an_order("r", remote, OURS))
+    end = worker.next_end()
+    assert end.cause == Cause.REFUSED
+    assert "still writing the draft layers" in end.reason
+    assert worker.untouched

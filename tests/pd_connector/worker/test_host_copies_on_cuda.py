@@ -8,6 +8,8 @@ its device memory is memory of this process that the driver keeps apart.
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -110,6 +112,21 @@ def test_a_load_that_fails_half_way_writes_no_more_when_it_is_reported(worker: C
     end = worker.ended(worker.copies.take_loads)
     assert (end.blocks, end.copied_bytes) == (3, 0)
     assert "1 CUDA_ERROR_INVALID_VALUE" in end.failure
+
+
+def test_a_layout_that_leads_out_of_the_caches_or_the_slots_never_reaches_the_driver(worker: CudaWorker) -> None:
+    """It takes an address that it does not know for host memory, and the process would end."""
+    far, (group,) = 1 << 40, worker.copies.layout.groups
+    for moved in (replace(group, starts=group.starts + far), replace(group, offsets=group.offsets + far)):
+        with patch.object(worker.copies, "_layout", replace(worker.copies.layout, groups=(moved,))):
+            worker.store((1, 0))
+            end, ends = worker.ended(worker.copies.take_stores)
+            assert "outside the memory" in end.failure
+            assert ends == StoreEnds(1, failed=True, unsettled=False)
+            worker.load((3, 0))
+            assert "outside the memory" in worker.ended(worker.copies.take_loads).failure
+    assert worker.driver.batches == []
+    assert worker.driver.singles == []
 
 
 def test_a_device_that_is_lost_leaves_slots_unsettled_and_ends_the_engine(worker: CudaWorker) -> None:

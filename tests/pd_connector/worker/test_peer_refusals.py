@@ -26,6 +26,30 @@ from tests.support.process import free_port
 from tests.support.waiting import until
 from transfer.engine.base import ReadFailed
 
+# Peers of which some prompts cannot be had
+
+
+@pytest.mark.parametrize(
+    ("here", "there", "warns"), [(8192, 4096, True), (4096, 4096, False), (4096, 8192, False), (8192, 0, False)]
+)
+def test_a_prefill_engine_that_takes_shorter_prompts_only_is_warned_of_at_the_first_contact(
+    site: Site, caplog: pytest.LogCaptureFixture, here: int, there: int, warns: bool
+) -> None:
+    prefill, workers = site.prefill(max_model_len=there), site.decode()
+    for number, worker in enumerate(workers):
+        remote = prefill.prefill(f"r{number}", THEIRS)
+        site.session(worker, remote, max_model_len=here).submit(an_order(f"r{number}", remote, OURS))
+        assert worker.next_end().cause == ""
+    said = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert len(said) == warns, "one rank says it for all"
+    if warns:
+        assert (
+            f"at 127.0.0.1:{prefill.port} was started with --max-model-len 4096, and this engine with 8192" in said[0]
+        )
+        assert "max_tokens must be at least 1, got 0" in said[0]
+        assert "Start both with the same --max-model-len" in said[0]
+
+
 # Peers that cannot be used
 
 

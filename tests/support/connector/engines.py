@@ -83,10 +83,15 @@ class PrefillEngine:
         ttl_s: float = 30.0,
         port: int = 0,
         verify: bool = False,
+        writes_late: bool = False,
+        max_model_len: int = 0,
     ) -> None:
         leases: LeaseTable[str] = LeaseTable(ttl_s, time.monotonic)
-        self.service = LeaseService(leases, identity, engine.tp, verify=verify)
+        self.service = LeaseService(
+            leases, identity, engine.tp, verify=verify, max_model_len=max_model_len, writes_late=writes_late
+        )
         self._server = ControlServer(self.service, "127.0.0.1", port)
+        self.service.notify = self._server.changed
         self._server.start()
         self.ranks = []
         self.engines = []
@@ -98,12 +103,14 @@ class PrefillEngine:
             self.ranks.append(replace_rank(rank, geometry, rank.base))
         self.service.set_workers(tuple(rank.geometry for rank in self.ranks))
 
-    def prefill(self, request_id: str, blocks: Blocks, tokens: int = 70) -> RemotePrefill:
+    def prefill(self, request_id: str, blocks: Blocks, tokens: int = 70, *, is_written: bool = True) -> RemotePrefill:
         """Compute a prompt into ``blocks`` and grant a lease; what the decode engine makes of the answer."""
         for rank in self.ranks:
             rank.fill(tables(blocks))
         request = FakeRequest(request_id, a_prompt(tokens))
-        params = self.service.grant(request, blocks, request.request_id, ("127.0.0.1", self._server.port))
+        params = self.service.grant(
+            request, blocks, request.request_id, ("127.0.0.1", self._server.port), is_written=is_written
+        )
         return parse_remote_prefill(params)
 
     @property

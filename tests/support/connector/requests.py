@@ -30,6 +30,8 @@ class FakeRequest:
     trace_headers: dict[str, str] | None = None
     num_output_tokens: int = 0
     num_preemptions: int = 0
+    sampling_params: Any = None
+    skip_reading_prefix_cache: bool = False
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -66,6 +66,7 @@ def a_config(model: Path, role: str = "kv_both", policy: str = "fail", **extra: 
             architecture="LlamaForCausalLM",
             use_mla=False,
             enable_sleep_mode=False,
+            max_model_len=4096,
             revision=None,
             hf_overrides=None,
             get_total_num_hidden_layers=lambda: len(LAYERS),

@@ -2,13 +2,13 @@
 
 Each keeps another kind of KV cache: keys and values of every head and token (Qwen3), the same for some layers and only
 a window of it for the others (Gemma3), one latent vector a token for all heads (DeepSeek-V2), keys that are rotated by
-other factors where long contexts are served (Phi-3). The weights are wide and
-the attention is sharp; ``models`` says why.
+other factors where long contexts are served (Phi-3). Idefics3 is Llama that reads images, too; they can be prepared
+without torchvision. The weights are wide and the attention is sharp; ``models`` says why.
 """
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
@@ -38,7 +38,20 @@ VALUE_SIZE = 128
 #: A ``--max-model-len`` above this takes Phi-3's rotary embedding from its short to its long factors, for all tokens.
 SHORT_CONTEXT = 256
 
-Name = Literal["qwen3", "gemma3", "deepseek_v2", "phi3"]
+#: Idefics3: a square image's side and that of its patches, in pixels, and those of a square of patches that make one
+#: token. A vision tower of its own width.
+IMAGE_SIZE = 64
+_PATCH_SIZE = 4
+_PATCHES_A_TOKEN = 2
+_VISION_HIDDEN = 64
+_VISION_HEADS = 2
+_VISION_LAYERS = 2
+#: Tokens of an image in a prompt: those that hold it, with three around them.
+IMAGE_TOKENS = (IMAGE_SIZE // _PATCH_SIZE // _PATCHES_A_TOKEN) ** 2 + 3
+_IMAGE_TOKEN = "<image>"
+_IMAGE_MARKS = ("<fake_token_around_image>", "<global-img>", "<end_of_utterance>", _IMAGE_TOKEN)
+
+Name = Literal["qwen3", "gemma3", "deepseek_v2", "phi3", "idefics3"]
 Matrix = npt.NDArray[np.float32]
 Weights = dict[str, Matrix]
 #: A random matrix of (rows, columns) with the deviation ``INITIALIZER_RANGE``.
@@ -53,6 +66,10 @@ class Architecture:
     layer: Callable[[Draw, int], Weights]  # draw, KV heads -> one layer's weights, without the layer's prefix
     plain_norm: float = 1.0  # the weight with which a norm does not scale
     cpu_arguments: tuple[str, ...] = ()
+    text_model: str = "model"  # where a checkpoint has embeddings and layers
+    vision: Callable[[Draw], Weights] = lambda draw: {}  # what there is beside the language model
+    special_tokens: tuple[str, ...] = ()  # of the tokenizer; the last ones of the vocabulary
+    files: Mapping[str, object] = field(default_factory=dict)  # more JSON files of the checkpoint, by name
 
 
 def shared_config(layers: int, kv_heads: int) -> dict[str, object]:
@@ -217,6 +234,83 @@ def _phi3_layer(draw: Draw, kv_heads: int) -> Weights:
     }
 
 
+def _idefics3_config(layers: int, kv_heads: int) -> dict[str, object]:
+    text = {"model_type": "llama", "head_dim": HEAD_SIZE, "hidden_act": "silu", "rope_theta": 10000.0}
+    vision = {
+        "model_type": "idefics3_vision",
+        "hidden_size": _VISION_HIDDEN,
+        "intermediate_size": 2 * _VISION_HIDDEN,
+        "num_hidden_layers": _VISION_LAYERS,
+        "num_attention_heads": _VISION_HEADS,
+        "image_size": IMAGE_SIZE,
+        "patch_size": _PATCH_SIZE,
+    }
+    return {
+        "architectures": ["Idefics3ForConditionalGeneration"],
+        "model_type": "idefics3",
+        "image_token_id": VOCABULARY - 1,
+        "pad_token_id": None,
+        "scale_factor": _PATCHES_A_TOKEN,
+        "text_config": shared_config(layers, kv_heads) | text,
+        "vision_config": vision,
+    }
+
+
+def _idefics3_layer(draw: Draw, kv_heads: int) -> Weights:
+    """A layer of Llama. Nothing normalises its queries: their weights make the attention sharp."""
+    projected = INITIALIZER_RANGE * math.sqrt(HIDDEN)
+    attention = {name: weight for name, weight in _attention(draw, kv_heads, 1.0).items() if "norm" not in name}
+    attention["self_attn.q_proj.weight"] *= np.float32(SHARPNESS / projected**2)
+    return _norms(1.0, "input_layernorm", "post_attention_layernorm") | attention | _mlp(draw)
+
+
+def _idefics3_vision(draw: Draw) -> Weights:
+    """A vision tower, and what makes its output as large as embeddings."""
+    patch, token = 3 * _PATCH_SIZE**2, _VISION_HIDDEN * _PATCHES_A_TOKEN**2
+
+    def linear(name: str, rows: int, columns: int) -> Weights:
+        return {f"{name}.weight": draw(rows, columns), f"{name}.bias": _constant(rows, 0.0)}
+
+    def norm(name: str) -> Weights:
+        return {f"{name}.weight": _constant(_VISION_HIDDEN), f"{name}.bias": _constant(_VISION_HIDDEN, 0.0)}
+
+    tower = {
+        "embeddings.patch_embedding.weight": draw(_VISION_HIDDEN, patch).reshape(-1, 3, _PATCH_SIZE, _PATCH_SIZE),
+        "embeddings.patch_embedding.bias": _constant(_VISION_HIDDEN, 0.0),
+        "embeddings.position_embedding.weight": draw((IMAGE_SIZE // _PATCH_SIZE) ** 2, _VISION_HIDDEN),
+        **norm("post_layernorm"),
+    }
+    for layer in range(_VISION_LAYERS):
+        attention = [f"self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "out_proj")]
+        parts = [linear(name, _VISION_HIDDEN, _VISION_HIDDEN) for name in attention]
+        parts += [linear("mlp.fc1", 2 * _VISION_HIDDEN, _VISION_HIDDEN)]
+        parts += [linear("mlp.fc2", _VISION_HIDDEN, 2 * _VISION_HIDDEN)]
+        parts += [norm("layer_norm1"), norm("layer_norm2")]
+        for part in parts:
+            tower |= {f"encoder.layers.{layer}.{name}": weight for name, weight in part.items()}
+    projection = draw(HIDDEN, token) / np.float32(math.sqrt(token))
+    return {
+        "model.connector.modality_projection.proj.weight": projection,
+        **{f"model.vision_model.{name}": weight for name, weight in tower.items()},
+    }
+
+
+_PARTS_IN_ORDER = (
+    "{% for message in messages %}{% for part in message['content'] %}"
+    f"{{% if part['type'] == 'text' %}}{{{{ part['text'] }}}}{{% else %}}{_IMAGE_TOKEN}{{% endif %}}"
+    "{% endfor %}{% endfor %}"
+)
+_IDEFICS3_FILES = {
+    "preprocessor_config.json": {
+        "image_processor_type": "Idefics3ImageProcessor",
+        "do_image_splitting": False,
+        "size": {"longest_edge": IMAGE_SIZE},
+        "max_image_size": {"longest_edge": IMAGE_SIZE},
+    },
+    "chat_template.json": {"chat_template": _PARTS_IN_ORDER},
+    "processor_config.json": {"processor_class": "Idefics3Processor", "image_seq_len": IMAGE_TOKENS - 3},
+}
+
 ARCHITECTURES: Mapping[Name, Architecture] = {
     "qwen3": Architecture(_qwen3_config, _qwen3_layer),
     "gemma3": Architecture(_gemma3_config, _gemma3_layer, plain_norm=0.0),
@@ -224,5 +318,13 @@ ARCHITECTURES: Mapping[Name, Architecture] = {
     # vLLM's other MLA backend, which it takes by itself where the CPU has AMX, knows bfloat16 only.
     "deepseek_v2": Architecture(
         _deepseek_v2_config, _deepseek_v2_layer, cpu_arguments=("--attention-backend", "CPU_MLA")
+    ),
+    "idefics3": Architecture(
+        _idefics3_config,
+        _idefics3_layer,
+        text_model="model.text_model",
+        vision=_idefics3_vision,
+        special_tokens=_IMAGE_MARKS,
+        files=_IDEFICS3_FILES,
     ),
 }

@@ -1,6 +1,7 @@
 """What a test asks of a server: completions in one leg or two, and the counters that say how they were made.
 
-Prompts are token ids. Decoding is greedy and never stops early, so that equal prompts have equal outputs.
+Prompts are token ids, or chats with images or for an adapter. Decoding is greedy and never stops early, so that equal
+prompts have equal outputs.
 """
 
 import http.client
@@ -14,6 +15,9 @@ from typing import Any
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.support.e2e.architectures import IMAGE_TOKENS
+from tests.support.e2e.images import Image
+
 MODEL_NAME = "tiny"
 REQUEST_TIMEOUT_S = 120.0
 #: What two float32 runs of the same prompt may differ by in a logprob. Measured: 0 for equal batches, below 2e-5
@@ -23,6 +27,24 @@ LOGPROB_TOLERANCE = 1e-3
 TIE_TOLERANCE = 2e-5
 
 KVTransferParams = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """A prompt that is not a list of token ids: text and images in any order, for the model or for an adapter of it.
+
+    Its length is in tokens, of which text has one a byte.
+    """
+
+    parts: tuple[str | Image, ...]
+    model: str = MODEL_NAME
+
+    def __len__(self) -> int:
+        """Count the tokens."""
+        return sum(len(part.encode()) if isinstance(part, str) else IMAGE_TOKENS for part in self.parts)
+
+
+AnyPrompt = list[int] | Chat
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,28 +83,36 @@ class Client:
         """Close the connections."""
         self._http.close()
 
-    def complete(self, prompt: list[int], max_tokens: int = 16, **options: object) -> Completion:
+    def complete(self, prompt: AnyPrompt, max_tokens: int = 16, **options: object) -> Completion:
         """One request, whatever becomes of it."""
-        response = self._http.post("/v1/completions", json=_request(prompt, max_tokens, options))
+        if isinstance(prompt, Chat):
+            response = self._http.post("/v1/chat/completions", json=_chat_request(prompt, max_tokens, options))
+        else:
+            response = self._http.post("/v1/completions", json=_request(prompt, max_tokens, options))
         if response.status_code != 200:
             return Completion(response.status_code, response.text)
         answer = response.json()
         (choice,) = answer["choices"]
+        logprobs = choice["logprobs"]
         return Completion(
             status=200,
             body=response.text,
             tokens=tuple(choice["token_ids"]),
-            logprobs=tuple(choice["logprobs"]["token_logprobs"]),
+            logprobs=tuple(
+                [step["logprob"] for step in logprobs["content"]]
+                if isinstance(prompt, Chat)
+                else logprobs["token_logprobs"]
+            ),
             kv_transfer_params=answer["kv_transfer_params"],
         )
 
-    def compute(self, prompt: list[int], max_tokens: int = 16) -> Completion:
+    def compute(self, prompt: AnyPrompt, max_tokens: int = 16) -> Completion:
         """The reference: this server computes the whole prompt itself, its prefix cache kept out by a fresh salt."""
         completion = self.complete(prompt, max_tokens, cache_salt=f"reference {next(self._salts)}")
         assert completion.status == 200, completion.body
         return completion
 
-    def prefill(self, prompt: list[int], **options: object) -> KVTransferParams:
+    def prefill(self, prompt: AnyPrompt, **options: object) -> KVTransferParams:
         """The prefill leg: what the decode leg has to be told."""
         completion = self.complete(prompt, 1, kv_transfer_params={"do_remote_decode": True}, **options)
         assert completion.status == 200, completion.body
@@ -162,6 +192,25 @@ def _request(prompt: list[int], max_tokens: int, options: dict[str, object]) -> 
         "temperature": 0.0,
         "ignore_eos": True,
         "logprobs": 1,
+        "return_token_ids": True,
+        **options,
+    }
+
+
+def _chat_request(prompt: Chat, max_tokens: int, options: dict[str, object]) -> dict[str, object]:
+    content = [
+        {"type": "text", "text": part}
+        if isinstance(part, str)
+        else {"type": "image_url", "image_url": {"url": part.url}}
+        for part in prompt.parts
+    ]
+    return {
+        "model": prompt.model,
+        "messages": [{"role": "user", "content": content}],
+        "max_tokens": max_tokens,
+        "temperature": 0.0,
+        "ignore_eos": True,
+        "logprobs": True,
         "return_token_ids": True,
         **options,
     }

@@ -96,6 +96,7 @@ class ServerSpec:
             *("--kv-cache-memory-bytes", str(self.kv_cache_bytes)),
             *("--tensor-parallel-size", str(self.tensor_parallel)),
             *(self.model.cpu_arguments if self.platform == "cpu" else ()),
+            *self.model.adapter_arguments(model),
             *self.arguments,
             *("--kv-transfer-config", json.dumps(connector)),
         ]

@@ -67,14 +67,14 @@ def server(request: pytest.FixtureRequest, servers: dict[str, Server]) -> Iterat
 
 
 @pytest.fixture(scope="session")
-def acquainted() -> set[tuple[int, int]]:
+def acquainted() -> set[tuple[int, ...]]:
     """The processes of the pairs of servers that have met."""
     return set()
 
 
 @pytest.fixture
 def pair(
-    request: pytest.FixtureRequest, servers: dict[str, Server], acquainted: set[tuple[int, int]]
+    request: pytest.FixtureRequest, servers: dict[str, Server], acquainted: set[tuple[int, ...]]
 ) -> Iterator[Pair]:
     """The prefill and decode server that the test names. After it both must be healthy and hold nothing."""
     prefill, decode = request.param

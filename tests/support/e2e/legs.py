@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from tests.support.e2e.client import Completion, KVTransferParams
+from tests.support.e2e.client import AnyPrompt, Completion, KVTransferParams
 from tests.support.e2e.pair import Pair, Traffic, end_lease, make_prompt
 from tests.support.waiting import until
 
@@ -38,7 +38,7 @@ class Router:
 
     def send(
         self,
-        prompt: list[int],
+        prompt: AnyPrompt,
         max_tokens: int = 16,
         *,
         decode_first_s: float = 0.0,
@@ -63,7 +63,7 @@ class Router:
             legs = threads.submit(prefill), threads.submit(decode)
             return Legs(legs[0].result(), legs[1].result())
 
-    def assert_right(self, prompt: list[int], *, decode_first_s: float = 0.0, hit: int = 0) -> Traffic:
+    def assert_right(self, prompt: AnyPrompt, *, decode_first_s: float = 0.0, hit: int = 0) -> Traffic:
         """A prompt of which the decode server holds ``hit`` tokens is pulled, and gives the right output."""
         with self.pair.traffic() as traffic:
             legs = self.send(prompt, decode_first_s=decode_first_s)

@@ -6,12 +6,13 @@ random numbers from a fixed seed: nothing is downloaded, and equal specification
 """
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from safetensors.numpy import save_file
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from tests.support.e2e.architectures import (
     ARCHITECTURES,
@@ -34,19 +35,31 @@ class ModelSpec:
     kv_heads: int = 4
     seed: int = 20
     architecture: Name = "qwen3"
+    adapters: tuple[str, ...] = ()  # LoRA adapters, by name; other names are other weights
 
     @property
     def name(self) -> str:
         """For directories, log files and messages."""
-        return f"{self.architecture}-{self.layers}layers-{self.kv_heads}heads-seed{self.seed}"
+        return "-".join(
+            (self.architecture, f"{self.layers}layers", f"{self.kv_heads}heads", f"seed{self.seed}", *self.adapters)
+        )
 
     @property
     def cpu_arguments(self) -> tuple[str, ...]:
         """What a server of this model needs on its command line, on the CPU platform."""
         return ARCHITECTURES[self.architecture].cpu_arguments
 
+    def adapter_arguments(self, directory: Path) -> tuple[str, ...]:
+        """What serves the adapters of the model in ``directory`` under their names."""
+        if not self.adapters:
+            return ()
+        modules = (f"{name}={directory / name}" for name in self.adapters)
+        count = str(len(self.adapters))
+        return ("--enable-lora", "--max-lora-rank", str(ADAPTER_RANK), "--max-loras", count, "--lora-modules", *modules)
+
 
 DEFAULT_MODEL = ModelSpec()
+ADAPTER_RANK = 8
 
 
 def write_model(directory: Path, spec: ModelSpec) -> Path:
@@ -55,7 +68,11 @@ def write_model(directory: Path, spec: ModelSpec) -> Path:
     own = ARCHITECTURES[spec.architecture].config(spec.layers, spec.kv_heads)
     (directory / "config.json").write_text(json.dumps(shared_config(spec.layers, spec.kv_heads) | own))
     save_file(_weights(spec), directory / "model.safetensors", metadata={"format": "pt"})
-    _write_tokenizer(directory)
+    for name, contents in ARCHITECTURES[spec.architecture].files.items():
+        (directory / name).write_text(json.dumps(contents))
+    _write_tokenizer(directory, ARCHITECTURES[spec.architecture].special_tokens)
+    for name in spec.adapters:
+        _write_adapter(directory / name, spec)
     return directory
 
 
@@ -66,24 +83,55 @@ def _weights(spec: ModelSpec) -> Weights:
     def draw(rows: int, columns: int) -> Matrix:
         return random.normal(0.0, INITIALIZER_RANGE, (rows, columns)).astype(np.float32)
 
+    text = architecture.text_model
     weights = {
-        "model.embed_tokens.weight": draw(VOCABULARY, HIDDEN),
-        "model.norm.weight": np.full(HIDDEN, architecture.plain_norm, np.float32),
+        f"{text}.embed_tokens.weight": draw(VOCABULARY, HIDDEN),
+        f"{text}.norm.weight": np.full(HIDDEN, architecture.plain_norm, np.float32),
         "lm_head.weight": draw(VOCABULARY, HIDDEN),
     }
     for index in range(spec.layers):
         layer = architecture.layer(draw, spec.kv_heads)
-        weights |= {f"model.layers.{index}.{name}": weight for name, weight in layer.items()}
-    return weights
+        weights |= {f"{text}.layers.{index}.{name}": weight for name, weight in layer.items()}
+    return weights | architecture.vision(draw)
 
 
-def _write_tokenizer(directory: Path) -> None:
-    """A byte-level tokenizer: one token a byte, and names for the rest of the vocabulary."""
+def _write_adapter(directory: Path, spec: ModelSpec) -> None:
+    """Write an adapter for every projection of the language model, which changes each as much as another seed would.
+
+    What it adds to the last one is large, and of rank 2: its answers come from few tokens and repeat themselves, so
+    that who looks for the next ones in what was before is right at times.
+    """
+    directory.mkdir()
+    random = np.random.default_rng(list(directory.name.encode()))
+    deviation = math.sqrt(INITIALIZER_RANGE / math.sqrt(ADAPTER_RANK))  # the product's is that of the weights
+    text = ARCHITECTURES[spec.architecture].text_model
+    projections = {
+        name.removesuffix(".weight"): weight.shape
+        for name, weight in _weights(spec).items()
+        if name.startswith(text) and name.endswith("_proj.weight")
+    }
+    tensors: Weights = {}
+    for name, (rows, columns) in projections.items():
+        down = random.normal(0.0, deviation, (ADAPTER_RANK, columns)).astype(np.float32)
+        up = random.normal(0.0, deviation, (rows, ADAPTER_RANK)).astype(np.float32)
+        if name == f"{text}.layers.{spec.layers - 1}.mlp.down_proj":
+            up[:, :2] *= 20.0
+            up[:, 2:] = 0.0
+        tensors |= {f"base_model.model.{name}.lora_{part}.weight": each for part, each in (("A", down), ("B", up))}
+    save_file(tensors, directory / "adapter_model.safetensors", metadata={"format": "pt"})
+    modules = sorted({name.rpartition(".")[2] for name in projections})
+    config = {"peft_type": "LORA", "r": ADAPTER_RANK, "lora_alpha": ADAPTER_RANK, "target_modules": modules}
+    (directory / "adapter_config.json").write_text(json.dumps(config))
+
+
+def _write_tokenizer(directory: Path, special: tuple[str, ...]) -> None:
+    """A byte-level tokenizer: one token a byte, names for the rest of the vocabulary, and the special tokens last."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    names = alphabet + [f"<{token}>" for token in range(len(alphabet), VOCABULARY)]
+    names = [*alphabet, *(f"<{token}>" for token in range(len(alphabet), VOCABULARY - len(special))), *special]
     tokenizer = Tokenizer(models.BPE(vocab={name: token for token, name in enumerate(names)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in special])
     tokenizer.save(str(directory / "tokenizer.json"))
     (directory / "tokenizer_config.json").write_text(
         json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": MAX_POSITIONS})

@@ -1,8 +1,9 @@
 """A prefill and a decode server seen as one: two-leg requests, and the books that must balance after them."""
 
 import random
+import string
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,7 +13,15 @@ import pytest
 from pd_connector.orders import LeaseEnd
 from pd_connector.stats import LABELS
 from tests.support.e2e.architectures import VOCABULARY
-from tests.support.e2e.client import LOGPROB_TOLERANCE, TIE_TOLERANCE, Completion, KVTransferParams, Metrics
+from tests.support.e2e.client import (
+    LOGPROB_TOLERANCE,
+    MODEL_NAME,
+    TIE_TOLERANCE,
+    AnyPrompt,
+    Completion,
+    KVTransferParams,
+    Metrics,
+)
 from tests.support.e2e.cluster import Server
 from tests.support.waiting import until
 from transfer.control.client import ControlClient
@@ -26,6 +35,12 @@ def make_prompt(tokens: int, seed: object) -> list[int]:
     """A random prompt; equal seeds give equal prompts, and one is the start of the longer other."""
     generator = random.Random(str(seed))
     return [generator.randrange(VOCABULARY) for _ in range(tokens)]
+
+
+def make_text(characters: int, seed: object) -> str:
+    """The same as text of letters, each of which is a token of the test models."""
+    generator = random.Random(str(seed))
+    return "".join(generator.choices(string.ascii_letters, k=characters))
 
 
 @dataclass(slots=True)
@@ -85,8 +100,10 @@ class Pair:
         """Whether either server has more than one worker."""
         return max(self.prefill.spec.tensor_parallel, self.decode.spec.tensor_parallel) > 1
 
-    def get_acquainted(self, attempts: int = 4) -> None:
+    def get_acquainted(self, model: str = MODEL_NAME, attempts: int = 4) -> None:
         """Have D meet P, which takes a prompt that is computed there and pulled as well: P is then proven, or refused.
+
+        ``model``: as requests name it; each adapter is proven by itself.
 
         On two cores, the busy waiting of several workers can keep their threads from running until a lease has ended.
         That canary then fails, and the next one serves.
@@ -102,26 +119,26 @@ class Pair:
         for attempt in range(attempts):
             prompt = make_prompt(97, ("acquainted", self.name, attempt, time.monotonic()))  # not in a prefix cache
             before = came_to()
-            self.decode_leg(prompt, self.prefill.client.prefill(prompt))
+            self.decode_leg(prompt, self.prefill.client.prefill(prompt, model=model), model=model)
             until(lambda before=before: came_to() != before)  # type: ignore[misc]
             self.wait_until_at_rest()
             if came_to().keys() - {"failed", "left"}:
                 return
         pytest.fail(f"{self.name}: {attempts} requests came to {came_to()}")
 
-    def disaggregate(self, prompt: list[int], max_tokens: int = 16, **options: object) -> Completion:
+    def disaggregate(self, prompt: AnyPrompt, max_tokens: int = 16, **options: object) -> Completion:
         """Both legs of a request, as a router sends them. Both succeed."""
         completion = self.decode_leg(prompt, self.prefill.client.prefill(prompt), max_tokens, **options)
         assert completion.status == 200, completion.body
         return completion
 
     def decode_leg(
-        self, prompt: list[int], params: KVTransferParams, max_tokens: int = 16, **options: object
+        self, prompt: AnyPrompt, params: KVTransferParams, max_tokens: int = 16, **options: object
     ) -> Completion:
         """The second leg alone."""
         return self.decode.client.complete(prompt, max_tokens, kv_transfer_params=params, **options)
 
-    def assert_pulls_right(self, prompt: list[int], max_tokens: int = 16) -> Traffic:
+    def assert_pulls_right(self, prompt: AnyPrompt, max_tokens: int = 16) -> Traffic:
         """A prompt that the decode server holds nothing of is pulled as ``assert_pulls_all`` says, and gives the right
         output. Returns what was counted.
         """
@@ -129,7 +146,7 @@ class Pair:
         self.assert_right(completion, prompt)
         return traffic
 
-    def assert_pulls_all(self, prompt: list[int], max_tokens: int = 16) -> tuple[Traffic, Completion]:
+    def assert_pulls_all(self, prompt: AnyPrompt, max_tokens: int = 16) -> tuple[Traffic, Completion]:
         """A prompt that the decode server holds nothing of is pulled once, whole but for the token that is always
         computed there. Returns what was counted, and the output.
         """
@@ -145,7 +162,13 @@ class Pair:
 
     def assert_concurrent_pulls_right(self, count: int) -> None:
         """Prompts of different lengths that are sent at the same time are all pulled and give the right outputs."""
-        prompts = [make_prompt(40 + 368 * i // count, (i, self.name, "concurrent")) for i in range(count)]
+        self.assert_all_pull_right(
+            [make_prompt(40 + 368 * i // count, (i, self.name, "concurrent")) for i in range(count)]
+        )
+
+    def assert_all_pull_right(self, prompts: Sequence[AnyPrompt]) -> None:
+        """Prompts that the servers do not know are sent at the same time, are all pulled and give the right outputs."""
+        count = len(prompts)
         with self.traffic() as traffic, ThreadPoolExecutor(count) as pool:
             completions = list(pool.map(self.disaggregate, prompts))
         assert traffic.source("local_compute") == count
@@ -158,17 +181,21 @@ class Pair:
         """Of a prompt whose first ``computed_before`` tokens the decode server has seen, it pulls only what lies behind
         the last whole block of them, and gives the right output.
         """
-        self.disaggregate(prompt[:computed_before])
+        self.assert_pulls_behind(prompt[:computed_before], prompt)
+
+    def assert_pulls_behind(self, before: AnyPrompt, prompt: AnyPrompt) -> None:
+        """The same where the decode server has seen ``before``, a prompt that ``prompt`` begins with."""
+        self.disaggregate(before)
         with self.traffic() as traffic:
             completion = self.disaggregate(prompt)
-        held = computed_before // self.decode.spec.block_size * self.decode.spec.block_size
+        held = len(before) // self.decode.spec.block_size * self.decode.spec.block_size
         assert traffic.source("local_cache_hit") == held
         assert traffic.source("external_kv_transfer") == len(prompt) - 1 - held
         assert traffic.source("local_compute") == 1
         assert traffic.pulled("pull_tokens") == (len(prompt) - 1 - held) * self.decode_ranks
         self.assert_right(completion, prompt)
 
-    def assert_right(self, completion: Completion, prompt: list[int]) -> None:
+    def assert_right(self, completion: Completion, prompt: AnyPrompt) -> None:
         """The tokens and logprobs are those that the decode server computes from the prompt by itself."""
         assert completion.status == 200, completion.body
         assert_same_output(completion, self.decode.client.compute(prompt, len(completion.tokens)))
@@ -228,7 +255,7 @@ def open_books(metrics: Metrics) -> list[str]:
 
 
 def assert_failed_pull(
-    pair: Pair, prompt: list[int], params: KVTransferParams, cause: str, logged: tuple[str, ...]
+    pair: Pair, prompt: AnyPrompt, params: KVTransferParams, cause: str, logged: tuple[str, ...]
 ) -> None:
     """The decode leg fails or recomputes, as the server's policy says; its cause is counted, its values are logged."""
     mark = pair.decode.log_size

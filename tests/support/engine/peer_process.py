@@ -34,10 +34,19 @@ _MAP_FIXED_NOREPLACE = 0x100000  # of Linux
 class PeerProcess:
     """The peer as seen from the test: its address, its memory, and the signals that it gets."""
 
-    def __init__(self, size: int, seed: int, at: int = 0) -> None:
-        """``at``: where its memory is to lie, and behind it the page of its identity; 0 leaves it to the system."""
+    def __init__(self, size: int, seed: int, at: int = 0, host: str = "127.0.0.1", ipv6: str | None = None) -> None:
+        """Start it.
+
+        Args:
+            size: of its memory, in bytes.
+            seed: of the noise in it.
+            at: where it is to lie, and behind it the page of its identity; 0 leaves it to the system.
+            host: its address.
+            ipv6: what ``MC_USE_IPV6`` is; None: not set.
+        """
         self._process = subprocess.Popen(
-            [sys.executable, "-m", __name__, str(size), str(seed), str(at)],
+            [sys.executable, "-m", __name__, str(size), str(seed), str(at), host],
+            env=environment_with(ipv6),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -84,6 +93,12 @@ class PeerProcess:
             stream.close()
 
 
+def environment_with(ipv6: str | None) -> dict[str, str]:
+    """This process's environment with a value for ``MC_USE_IPV6``, which Mooncake's first engine has read here."""
+    others = {name: value for name, value in os.environ.items() if name != "MC_USE_IPV6"}
+    return others if ipv6 is None else others | {"MC_USE_IPV6": ipv6}
+
+
 def fail_mid_read(link: MooncakeLink, peer: PeerProcess, destination: Memory, happens: str) -> ReadFailed:
     """Stop or kill the peer once bytes begin to land; the failure of the read."""
     failures: list[ReadFailed] = []
@@ -120,12 +135,12 @@ class MemoryAt:
 
 
 def main() -> None:
-    size, seed, at = map(int, sys.argv[1:])
+    size, seed, at = map(int, sys.argv[1:4])
     memory: Memory | MemoryAt = MemoryAt(at, size) if at else Memory(size)
     memory.view[:] = noise(size, seed)
     page = (lambda size: MemoryAt(memory.region.end, size)) if at else HostMemory
     with patch("transfer.engine.identity.HostMemory", page):
-        engine = MooncakeEngine(MooncakeOptions("127.0.0.1"))
+        engine = MooncakeEngine(MooncakeOptions(sys.argv[4]))
     engine.register([memory.region])
     identity = engine.identity
     sys.stdout.write(f"{engine.address} {memory.region.address} {identity.address} {identity.nonce.hex()}\n")

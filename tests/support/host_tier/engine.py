@@ -7,13 +7,13 @@ is known from the tokens alone.
 """
 
 from collections import Counter
-from itertools import islice
 from typing import Any
 
 from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
 from vllm.v1.request import RequestStatus
 
 from pd_connector.orders import LoadOrder, Orders
+from pd_connector.scheduler.external_loads import ExternalLoads
 from pd_connector.scheduler.host_scrub import HostScrub
 from pd_connector.scheduler.host_tier import HostTier
 from pd_connector.stats import StatsRecorder, nothing
@@ -21,6 +21,7 @@ from pd_connector.vllm import release
 from pd_connector.vllm.device_blocks import DeviceBlocks
 from tests.support.host_tier.ranks import Contents, Copy, End, HostTierRank, PullOrder, contents_of
 from tests.support.host_tier.setup import Job, Setup, State, Step, Work, make_manager, make_pool, make_request
+from tests.support.host_tier.sibling import load_from_sibling, take_back
 from tests.support.releases import INSTALLED
 
 
@@ -34,6 +35,7 @@ class HostTierEngine:
         self.blocks.bind(self.manager, self._release_device_blocks)
         self.pool = make_pool(setup, self.manager)
         self.tier = HostTier(self.pool, setup.ranks, setup.mode)
+        self.external = ExternalLoads(self.blocks, setup.sizes, steps_in_flight=2)
         self.scrub = HostScrub(self.pool.forgotten, setup.ranks, portion=2)
         self.ranks = [HostTierRank(setup.device_blocks, setup.slots, max(setup.sizes)) for _ in range(setup.ranks)]
         if setup.scrubs:  # what has never been written to is zero
@@ -70,6 +72,7 @@ class HostTierEngine:
                 prefix = tokens[: (number + 1) * size]
                 self._prefixes[make_block_hash_with_group_id(value, group)] = group, number, prefix
         self.jobs.append(job)
+        self.external.add(job.request)
         self.tier.add(job.request)
         return job
 
@@ -82,10 +85,13 @@ class HostTierEngine:
         hit, local, *boundary = manager.get_computed_blocks(request)
         if boundary:
             (request.shared_prefix_boundary,) = boundary
+        self.external.missing_tokens(request, local)
         loaded = tier.missing_tokens(request, local)
-        self._check_offer(job, local, loaded)
+        self.setup.check_offer(self.pool, job, local, loaded)
         if fate == "asked later":
             return None
+        if fate in {"a sibling loads", "a sibling fails"}:
+            return load_from_sibling(self, job, hit, local, budget, fails=fate == "a sibling fails")
         pulls = pulls and not job.was_pulled and not request.num_output_tokens
         external = (request.num_prompt_tokens - 1 - local if pulls else loaded) if fate != "declined" else 0
         new = 0 if external else min(budget, request.num_tokens - local)
@@ -99,12 +105,13 @@ class HostTierEngine:
         )
         if blocks is None:
             return None
+        self.external.allocated(request, manager.get_blocks(job.request_id), external)
         taken = tier.allocated(request, manager.get_blocks(job.request_id), external)
         assert taken == (loaded if external else 0)
         assert tier.loaded_tokens(job.request) == taken
         request.num_computed_tokens = local + external
         if not external:
-            return self._run(job, new)
+            return self.run(job, new)
         job.state = State.LOADING
         self.loaded_tokens += taken
         if external > taken:
@@ -115,7 +122,7 @@ class HostTierEngine:
     def abort(self, job: Job) -> None:
         """A request leaves, wherever it is; one that waits for blocks to arrive keeps them until then."""
         waits = job.state is State.LOADING and self._reported.get(job.request_id, 0) < self.setup.ranks
-        self._finish(job, frees=not waits)
+        self.finish(job, frees=not waits)
 
     def preempt(self, job: Job) -> None:
         request = job.request
@@ -188,8 +195,9 @@ class HostTierEngine:
         if not self.steps[0].executed:
             self.execute()
         step = self.steps.pop(0)
+        taken_back = take_back(self, step)
         for work in step.works:
-            self._take_output(work)
+            self._take_output(work, is_wrong=work.job in taken_back)
         self._take_reports(step)
 
     def run_all(self) -> None:
@@ -258,6 +266,7 @@ class HostTierEngine:
     # What must hold
 
     def check(self) -> None:
+        self.external.check_integrity()
         self.tier.check_integrity()
         self.scrub.check_integrity()
         if self.setup.scrubs:
@@ -325,10 +334,12 @@ class HostTierEngine:
         new = min(budget, job.request.num_tokens - job.request.num_computed_tokens)
         if self.manager.allocate_slots(job.request, new) is None:
             return None
+        self.external.allocated(job.request, self.manager.get_blocks(job.request_id), 0)
         assert self.tier.allocated(job.request, self.manager.get_blocks(job.request_id), 0) == 0
-        return self._run(job, new)
+        return self.run(job, new)
 
-    def _run(self, job: Job, new: int) -> Work:
+    def run(self, job: Job, new: int) -> Work:
+        """A request that has its blocks runs, for ``new`` tokens at first."""
         job.state = State.RUNNING
         job.request.status = RequestStatus.RUNNING
         self.running.append(job)
@@ -354,7 +365,9 @@ class HostTierEngine:
             job.state = State.WAITING
 
     def _order(self, works: list[Work]) -> None:
-        orders = self.tier.step_orders({work.job.request_id: work.end - work.first for work in works})
+        scheduled = {work.job.request_id: work.end - work.first for work in works}
+        assert self.external.step_orders(scheduled) == Orders()
+        orders = self.tier.step_orders(scheduled)
         assert orders == Orders(loads=orders.loads, stores=orders.stores)
         step = Step([[] for _ in self.ranks], works, self.scrub.step_orders({}).scrubs)
         for load in orders.loads:
@@ -404,29 +417,40 @@ class HostTierEngine:
         return tuple(wanted)
 
     def _compute(self, rank: HostTierRank, work: Work) -> None:
-        """Attention reads what its window holds of the tokens before; everything that it reads must be right."""
+        """Attention reads what its window holds of the tokens before; everything that it reads must be right.
+
+        But in a step in which a sibling fails: then what it computes is as wrong as that.
+        """
+        may_fail = any(each.fails for step in self.steps for each in step.works)
         for group, (size, window) in enumerate(self.setup.groups):
             contents = contents_of(self._weights, group, work.job.tokens[: work.end])
             table = work.tables[group]
+            for token in work.sibling:
+                if table[token // size]:
+                    value = rank.noise()[0] if work.fails else contents[token]
+                    rank.compute(table[token // size], token % size, value)
+            is_right = True
             for token in range(max(0, work.first - window + 1) if window else 0, work.first):
                 held = rank.device[table[token // size]][token % size]
                 assert table[token // size], f"attention reads token {token} of cache group {group}, which has no block"
-                assert held == contents[token], f"attention reads garbage: token {token} of cache group {group}"
+                is_right = held == contents[token] and is_right
+                assert is_right or may_fail, f"attention reads garbage: token {token} of cache group {group}"
             for token in range(work.first, work.end):
-                rank.compute(table[token // size], token % size, contents[token])
+                rank.compute(table[token // size], token % size, contents[token] if is_right else rank.noise()[0])
 
-    def _take_output(self, work: Work) -> None:
+    def _take_output(self, work: Work, *, is_wrong: bool) -> None:
         job, request = work.job, work.job.request
         request.num_in_flight_tokens -= work.end - work.first
         self.computed_tokens += work.end - work.first
-        if job.state is State.GONE or request.num_preemptions != work.preemptions or not work.samples:
+        is_dropped = is_wrong or job.state is State.GONE or request.num_preemptions != work.preemptions
+        if is_dropped or not work.samples:
             return
         request.append_output_token_ids(job.tokens[request.num_tokens])
         if self.setup.ahead:
             request.num_output_placeholders -= 1
             self.manager.cache_blocks(request, request.num_computed_tokens - request.num_output_placeholders)
         if request.num_tokens == len(job.tokens):
-            self._finish(job, frees=True)
+            self.finish(job, frees=True)
 
     def _take_reports(self, step: Step) -> None:
         for request_id, ranks in step.finished.items():
@@ -439,6 +463,7 @@ class HostTierEngine:
             if job.request_id in failed and job.state is State.LOADING:
                 job.load_failed |= self.tier.loaded_tokens(job.request) > 0
                 job.request.num_computed_tokens = 0
+        self.external.settled(done, failed, step.report)
         self.tier.settled(done, failed, step.report)
         self.scrub.settled(done, failed, step.report)
         for job in jobs:
@@ -447,7 +472,8 @@ class HostTierEngine:
                 self.manager.free(job.request)
                 self.jobs.remove(job)
 
-    def _finish(self, job: Job, *, frees: bool) -> None:
+    def finish(self, job: Job, *, frees: bool) -> None:
+        """A request ends."""
         request = job.request
         if job in self.running:
             self.running.remove(job)
@@ -458,22 +484,12 @@ class HostTierEngine:
             self.manager.remove_skipped_blocks(job.request_id, request.num_computed_tokens)
         request.status = RequestStatus.FINISHED_ABORTED
         job.state = State.GONE
+        self.external.finish(request, ())
         self.tier.finish(request, ())
         if frees:
             self._reported.pop(job.request_id, None)
             self.manager.free(request)
             self.jobs.remove(job)
-
-    def _check_offer(self, job: Job, local: int, loaded: int) -> None:
-        assert loaded == 0 or not job.load_failed, "what has failed to load is offered again"
-        assert local + loaded < job.request.num_tokens, "no token is left to compute"
-        if len(self.setup.groups) > 1 or self.setup.groups[0][1] or job.load_failed:
-            return
-        size = self.setup.sizes[0]
-        keys = [make_block_hash_with_group_id(value, 0) for value in job.request.block_hashes[local // size :]]
-        most = (job.request.num_tokens - 1 - local) // size
-        found = next((n for n, key in enumerate(islice(keys, most)) if not self.pool.holds(key)), min(most, len(keys)))
-        assert loaded == found * size, f"{found} blocks are in host memory, and {loaded} tokens are offered"
 
     def _tables(self, job: Job) -> tuple[list[int], ...]:
         tables: tuple[list[int], ...] = self.manager.get_block_ids(job.request_id)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cache
+from itertools import islice
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256_cbor
 from vllm.v1.core.kv_cache_manager import KVCacheManager
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash, make_block_hash_with_group_id
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
 from vllm.v1.request import Request
 
@@ -51,6 +52,7 @@ class Setup:
     ahead: bool = False  # a step is planned before the output of the one before it has come
     events: bool = False
     scrubs: bool = False
+    recomputes: bool = True  # what a sibling of MultiConnector has failed to load, whose requests fail otherwise
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -61,6 +63,18 @@ class Setup:
     def hash_tokens(self) -> int:
         """Tokens of which block hashes are made."""
         return math.gcd(*self.sizes)
+
+    def check_offer(self, pool: HostBlockPool, job: "Job", local: int, loaded: int) -> None:
+        """Raise AssertionError if a request with ``local`` tokens on the device is offered others than there are."""
+        assert loaded == 0 or not job.load_failed, "what has failed to load is offered again"
+        assert local + loaded < job.request.num_tokens, "no token is left to compute"
+        if len(self.groups) > 1 or self.groups[0][1] or job.load_failed:
+            return
+        size = self.sizes[0]
+        keys = [make_block_hash_with_group_id(value, 0) for value in job.request.block_hashes[local // size :]]
+        most = (job.request.num_tokens - 1 - local) // size
+        found = next((n for n, key in enumerate(islice(keys, most)) if not pool.holds(key)), min(most, len(keys)))
+        assert loaded == found * size, f"{found} blocks are in host memory, and {loaded} tokens are offered"
 
 
 def make_manager(setup: Setup) -> KVCacheManager:
@@ -131,6 +145,8 @@ class Work:
     tables: tuple[tuple[int, ...], ...]
     preemptions: int
     samples: bool
+    sibling: range = range(0)  # tokens that another connector loads before the step computes
+    fails: bool = False  # and does not
 
 
 @dataclass(eq=False)

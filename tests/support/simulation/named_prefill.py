@@ -1,23 +1,32 @@
 """A prefill engine whose named prompts are followed: vLLM's own scheduler, the connector's scheduler side, one thread.
 
 Simulated are the workers, which write to memory when a step ends and not before, and the control channel. To and from
-host memory, they copy when a step ends, too. After every event, what is announced is compared with what memory holds.
+host memory, they copy when a step ends, too. After every event, what is announced is compared with what memory holds,
+and so is what is leased, when it is leased. A step that computes from anything else than what its prompt is to hold
+writes nothing of use; ``misread`` names its requests.
+
+If it drafts, what a step writes to the draft layer is there when the test lets the device end it, and the workers
+report the step then.
+
+With a sibling, the connector is in MultiConnector behind one that loads while a step computes (``loading_sibling``).
 """
 
-import itertools
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import torch
 import vllm.platforms
 from vllm.config import KVTransferConfig, VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiKVConnectorWorkerMetadata
 from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256_cbor
@@ -31,24 +40,37 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from layout.geometry import CacheGroup, WorkerGeometry
-from pd_connector.orders import LoadOrder, Report, StoreEnds, WorkerHandshake
+from pd_connector.orders import LoadOrder, Report, StoreEnds, StoreOrder, WorkerHandshake
 from pd_connector.scheduler.announcer import Announcer
 from pd_connector.scheduler.lease_service import LeaseService
 from pd_connector.scheduler.producer import Producer
 from pd_connector.scheduler.scheduler import ConnectorScheduler
 from pd_connector.vllm.metadata import HandshakeMetadata, ReportMetadata, StepMetadata
+from pd_connector.worker.device_fence import StepEnds
 from pd_connector.worker.roles import FailedBlocks
+from tests.support.connector.loading_sibling import LoadingSibling
 from tests.support.connector.vllm_calls import NAMES_FAILED_REQUESTS
 from tests.support.e2e.models import DEFAULT_MODEL, write_model
 from tests.support.releases import INSTALLED
+from tests.support.simulation.prefill_works import PAGE_TOKENS, StepUnderWay, Work, stamps_of
 from tests.support.simulation.vllm_schedulers import OUTPUT_TOKEN
-from transfer.control.messages import Follow, Followed, SlotRange, TransferState
+from transfer.control.messages import (
+    Error,
+    ErrorCode,
+    Follow,
+    Followed,
+    Locate,
+    Located,
+    SlotRange,
+    TransferState,
+)
 from transfer.control.server import ServerCounters
 from transfer.control.waiting_requests import NotYet
 
-PAGE_TOKENS = 16  # in a block
 CHUNK_TOKENS = 64  # in a step
 REACH_TOKENS = 32  # the sliding window of the second cache group, if there is one
+
+_NOTHING = -1  # in the place of a stamp
 
 #: How many slots there are is told by the workers.
 _HOST_MEMORY: dict[str, Any] = {"cpu_bytes_to_use": 1 << 20, "host_transfers": True}
@@ -68,11 +90,6 @@ def _config(max_tokens: int, chunk_tokens: int, max_requests: int) -> VllmConfig
     # A vLLM without its compiled parts has no platform.
     with patch.object(vllm.platforms.current_platform, "device_type", "cpu"):
         return arguments.create_engine_config()
-
-
-def stamps_of(tokens: list[int]) -> list[int]:
-    """What the cache must hold of each token: it depends on all before it."""
-    return list(itertools.accumulate(tokens, lambda before, token: hash((before, token)), initial=0))[1:]
 
 
 class _Server:
@@ -95,16 +112,6 @@ class _Server:
         """Nothing to close."""
 
 
-@dataclass(frozen=True)
-class StepUnderWay:
-    """A step that was scheduled: what it will have written, and what its workers return when it has ended."""
-
-    output: SchedulerOutput
-    result: ModelRunnerOutput
-    writes: dict[tuple[int, int], int]  # stamps, by block and offset
-    numbers: tuple[int, ...]  # that the workers return
-
-
 class NamedPrefill:
     """A prefill engine, step by step. Any number of its steps may be under way."""
 
@@ -120,8 +127,20 @@ class NamedPrefill:
         chunk_tokens: int = CHUNK_TOKENS,
         checked: bool = True,
         host_slots: int = 0,
+        with_sibling: bool = False,
+        drafts: bool = False,
+        policy: str = "recompute",
+        host_settings: Mapping[str, Any] = _HOST_MEMORY,
     ) -> None:
         self.ranks = ranks
+        self.fails_sibling = False
+        self.draft_memory: dict[tuple[int, int], int] = {}
+        self._drafting: list[tuple[threading.Event, StepUnderWay]] = []
+        self._step_ends = StepEnds(self._raise_fence if drafts else None)
+        self._drafts = drafts
+        self.misread: list[str] = []
+        self._policy, self._with_sibling = policy, with_sibling
+        self._host_settings = host_settings
         self.memory: dict[tuple[int, int], int] = {}
         self.host_memory: dict[tuple[int, int], int] = {}  # the same, by slot
         self.loads: list[LoadOrder] = []  # ordered, and not carried out
@@ -134,7 +153,10 @@ class NamedPrefill:
         self._windows = (0, REACH_TOKENS) if with_window else (0,)
         self._checked = checked
         self.scheduler = self._make_scheduler(blocks, max_tokens, chunk_tokens, asynchronous=asynchronous)
-        connector: Any = self.scheduler.connector
+        children = self._children
+        connector: Any = children[-1]
+        if with_sibling:
+            self.sibling: LoadingSibling = children[0]
         self.side: ConnectorScheduler = connector._scheduler
         (self.producer,) = (role for role in self.side._roles if isinstance(role, Producer))
         self.service: LeaseService[Any] = self.producer._service
@@ -149,8 +171,7 @@ class NamedPrefill:
             WorkerGeometry(rank, self.ranks, 0, 1, f"127.0.0.1:{15000 + rank}", groups, ())
             for rank in range(self.ranks)
         ]
-        connector: Any = self.scheduler.connector
-        connector.set_xfer_handshake_metadata_pp_aware(
+        self._children[-1].set_xfer_handshake_metadata_pp_aware(
             {
                 (0, rank): HandshakeMetadata(
                     WorkerHandshake(geometry, self._host_slots, geometry if self._host_slots else None)
@@ -158,6 +179,14 @@ class NamedPrefill:
                 for rank, geometry in enumerate(geometries)
             }
         )
+
+    @property
+    def _children(self) -> list[Any]:
+        """The sibling, if there is one, and our connector."""
+        connector: Any = self.scheduler.connector
+        if not self._with_sibling:
+            return [connector]
+        return list(connector.sub_connectors if INSTALLED >= (0, 30) else connector._connectors)
 
     @property
     def changes(self) -> list[str]:
@@ -197,47 +226,57 @@ class NamedPrefill:
 
         with patch.object(self.scheduler, "_build_kv_connector_meta", noted):
             output = self.scheduler.schedule()
-        metadata = output.kv_connector_metadata
+        metadata, loads = output.kv_connector_metadata, ()
+        if self._with_sibling:
+            theirs, metadata = metadata.metadata
+            loads = tuple(theirs.loads)
         assert isinstance(metadata, StepMetadata)
+        orders = metadata.orders
         ids = list(output.num_scheduled_tokens)
-        sampled, writes = [], {}
+        sampled, works = [], []
         for request_id, number in output.num_scheduled_tokens.items():
             request: Request = self.scheduler.requests[request_id]
             end = request.num_computed_tokens
             assert seen[request_id] == end - number, "the connector is asked when the step's tokens are counted already"
-            stamps = stamps_of([*request.all_token_ids, OUTPUT_TOKEN, OUTPUT_TOKEN]) if self._checked else []
-            for table in self.scheduler.kv_cache_manager.get_block_ids(request_id) if self._checked else ():
-                for token in range(end - number, end):
-                    if table[token // PAGE_TOKENS]:
-                        writes[table[token // PAGE_TOKENS], token % PAGE_TOKENS] = stamps[token]
+            if self._checked:
+                stamps = stamps_of([*request.all_token_ids, OUTPUT_TOKEN, OUTPUT_TOKEN])
+                tables = tuple(map(tuple, self.scheduler.kv_cache_manager.get_block_ids(request_id)))
+                works.append(Work(request_id, end - number, end, stamps, tables))
             sampled.append([OUTPUT_TOKEN] if end >= request.num_tokens else [])
-        self.loads += metadata.orders.loads
-        self._failures.expect(metadata.orders.destinations)
+        self.loads += orders.loads
+        self._failures.expect(orders.destinations)
         result = ModelRunnerOutput(ids, {each: index for index, each in enumerate(ids)}, sampled)
         self.check()
-        return StepUnderWay(output, result, writes, metadata.orders.steps)
+        return StepUnderWay(output, result, tuple(works), orders.steps, loads, orders.stores)
 
     def end(self, step: StepUnderWay, ranks: int | None = None) -> None:
         """Let a step end: its workers have written, and ``ranks`` of them, all unless it is given, report it."""
+        stored = self._store(step.stores)
         loaded = self._load()
-        self.memory |= step.writes
-        steps = dict.fromkeys(step.numbers, self.ranks if ranks is None else ranks)
+        invalid = self._load_sibling(step)
+        self._compute(step)
+        self._step_ends.begin(step.numbers)
+        steps = dict.fromkeys(self._step_ends.take(), self.ranks if ranks is None else ranks)
+        if self._drafts:
+            self._drafting.append((threading.Event(), step))
+        self._step_ends.launched()
         failed = loaded if self.fails_loads else set[str]()
         self._failures.settle(loaded, failed)
-        stores = self._store(step.output.kv_connector_metadata)
-        report = Report(stores=stores, steps=steps, failed=self._failures.take_requests())
+        report = Report(stores=stored, steps=steps, failed=self._failures.take_requests())
         result = copy(step.result)
-        result.kv_connector_output = KVConnectorOutput(
-            finished_recving=loaded, kv_connector_worker_meta=ReportMetadata(report)
-        )
+        reported: Any = ReportMetadata(report)
+        if self._with_sibling:
+            reported = MultiKVConnectorWorkerMetadata((None, reported))
+        result.kv_connector_output = KVConnectorOutput(finished_recving=loaded, kv_connector_worker_meta=reported)
         if NAMES_FAILED_REQUESTS:
             result.kv_connector_output.failed_recving = failed
-        result.kv_connector_output.invalid_block_ids = self._failures.take_blocks()
+        result.kv_connector_output.invalid_block_ids = self._failures.take_blocks() | invalid
         for outputs in self.scheduler.update_from_output(step.output, result).values():
             for each in outputs.outputs:
                 if each.finish_reason is not None:
                     self.answers[each.request_id] = each.kv_transfer_params
                     self.ended[each.request_id] = str(each.finish_reason)
+                    self._check_leased(each.request_id, step)
         self.check()
 
     def step(self) -> StepUnderWay:
@@ -253,6 +292,32 @@ class NamedPrefill:
                 return
             self.step()
         raise AssertionError(f"requests have not ended within {most} steps: {sorted(self.scheduler.requests)}")
+
+    def settle(self, most: int = 50) -> None:
+        """End all leases, and step until the connector has nothing left to do."""
+        self.service.leases.cancel_all()
+        for _ in range(most):
+            if not self.side.wants_step():
+                return
+            self.step()
+        raise AssertionError(f"the engine still wants to step after {most} steps")
+
+    def end_drafts(self) -> None:
+        """The device ends what it has been given."""
+        for done, step in self._drafting:
+            self.draft_memory |= step.writes
+            done.set()
+        self._drafting.clear()
+
+    def locate(self, lease_id: str) -> Located | None:
+        """Where a lease lies, and what is read then is right; None if it cannot be read yet."""
+        reply = self.service.handle(Locate(self.service.engine_id, lease_id))
+        if isinstance(reply, NotYet):
+            assert isinstance(reply.reply, Error)
+            assert reply.reply.code is ErrorCode.NOT_READY
+            return None
+        assert isinstance(reply, Located)
+        return reply
 
     def told(self, transfer_id: str, attempt: int = -1, tokens: int = 0, host_tokens: int = -1) -> Followed:
         """What somebody is told who knows so much."""
@@ -297,6 +362,9 @@ class NamedPrefill:
                     assert announced[token // PAGE_TOKENS] == block, "another block is announced than the request has"
                     held = self.memory.get((block, token % PAGE_TOKENS))
                     assert held == stamps[token], f"token {token} of {told.tokens} is announced and not there"
+                    if self._drafts:
+                        held = self.draft_memory.get((block, token % PAGE_TOKENS))
+                        assert held == stamps[token], f"token {token} is announced and not in the draft layer"
             if told.in_host is not None:
                 self._check_slots(told.in_host, stamps)
 
@@ -320,14 +388,47 @@ class NamedPrefill:
                     self.memory[block, offset] = self.host_memory[slot, offset]
         return {load.request_id for load in loads}
 
-    def _store(self, metadata: Any) -> dict[int, StoreEnds]:
+    def _raise_fence(self) -> Any:
+        return SimpleNamespace(passed=self._drafting[-1][0].is_set)
+
+    def _load_sibling(self, step: StepUnderWay) -> set[int]:
+        """Carry out what the sibling loads in a step, or fail; return the blocks that it then reports."""
+        invalid: set[int] = set()
+        for load in step.loads:
+            (work,) = (each for each in step.works if each.request_id == load.request_id)
+            if self.fails_sibling:
+                first, end = load.tokens.start // PAGE_TOKENS, -(-load.tokens.stop // PAGE_TOKENS)
+                invalid.update(block for table in load.tables for block in table[first:end] if block)
+                self.memory |= dict.fromkeys((place for place, _ in work.places(*_ends(load.tokens))), _NOTHING)
+            else:
+                self.memory |= dict(work.places(*_ends(load.tokens)))
+        return invalid
+
+    def _compute(self, step: StepUnderWay) -> None:
+        """Write what a step computes: nothing of use for a request whose tokens before are not what they must be."""
+        for work in step.works:
+            is_right = all(self.memory.get(place) == stamp for place, stamp in work.places(0, work.first))
+            if not is_right:
+                self.misread.append(work.request_id)
+            self.memory |= {place: stamp if is_right else _NOTHING for place, stamp in work.writes()}
+
+    def _check_leased(self, request_id: str, step: StepUnderWay) -> None:
+        """Raise AssertionError if something is leased that memory does not hold."""
+        if not self._checked or not (params := self.answers[request_id]):
+            return
+        (work,) = (each for each in step.works if each.request_id == request_id)
+        leased = replace(work, tables=tuple(map(tuple, params["remote_block_ids"])))
+        for place, stamp in leased.places(0, params["remote_num_tokens"]):
+            assert self.memory.get(place) == stamp, f"{request_id} is leased, and block {place[0]} is not right"
+
+    def _store(self, stores: Sequence[StoreOrder]) -> dict[int, StoreEnds]:
         """Carry out the stores of a step, which read what earlier steps have written."""
-        for store in metadata.orders.stores:
+        for store in stores:
             for block, slot in zip(store.moves.blocks.tolist(), store.moves.slots.tolist(), strict=True):
                 for offset in range(PAGE_TOKENS):
                     if (block, offset) in self.memory:
                         self.host_memory[slot, offset] = self.memory[block, offset]
-        return {store.store_id: StoreEnds(self.ranks) for store in metadata.orders.stores}
+        return {store.store_id: StoreEnds(self.ranks) for store in stores}
 
     def _has_its_blocks(self, named: Any) -> bool:
         """False from a preemption to the next step, in which the followers are told."""
@@ -342,17 +443,28 @@ class NamedPrefill:
         config.cache_config.num_gpu_blocks = blocks
         config.scheduler_config = copy(config.scheduler_config)
         config.scheduler_config.async_scheduling = asynchronous
-        config.kv_transfer_config = KVTransferConfig(
-            kv_connector="PDConnector",
-            kv_connector_module_path="pd_connector",
-            kv_role="kv_producer",
-            kv_load_failure_policy="recompute",
-            kv_connector_extra_config={"host": "127.0.0.1", **(_HOST_MEMORY if self._host_slots else {})},
-        )
+        ours: dict[str, Any] = {
+            "kv_connector": "PDConnector",
+            "kv_connector_module_path": "pd_connector",
+            "kv_role": "kv_producer",
+            "kv_load_failure_policy": self._policy,
+            "kv_connector_extra_config": {
+                "host": "127.0.0.1", **(self._host_settings if self._host_slots else {}),
+            },
+        }  # fmt: skip
+        sibling = {"kv_connector": "LoadingSibling", "kv_role": "kv_producer", "kv_load_failure_policy": self._policy}
+        both = {
+            "kv_connector": "MultiConnector",
+            "kv_role": "kv_producer",
+            "kv_load_failure_policy": self._policy,
+            "kv_connector_extra_config": {"connectors": [sibling, ours]},
+        }
+        config.kv_transfer_config = KVTransferConfig(**(both if self._with_sibling else ours))
         config.parallel_config = copy(config.parallel_config)
         config.parallel_config.tensor_parallel_size = self.ranks
         with ExitStack() as patches:
             patches.enter_context(patch("pd_connector.scheduler.producer.ControlServer", _Server))
+            patches.enter_context(patch("pd_connector.scheduler.scheduler.drafts_late", lambda config: self._drafts))
             kind = AsyncScheduler if asynchronous else Scheduler
             return kind(config, self._caches(blocks), StructuredOutputManager(config), PAGE_TOKENS)
 
@@ -366,6 +478,10 @@ class NamedPrefill:
                 yield KVCacheGroupSpec([f"layer{number}"], spec)
 
         return KVCacheConfig(blocks, [], list(groups()))
+
+
+def _ends(tokens: range) -> tuple[int, int]:
+    return tokens.start, tokens.stop
 
 
 #: What the fixture ``start_prefill`` is: the arguments of ``NamedPrefill``.

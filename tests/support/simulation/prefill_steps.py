@@ -175,7 +175,6 @@ class PrefillSteps:
                 engine.take(block)
                 job.blocks += (block,)
             request.num_computed_tokens = len(job.blocks) * TOKENS_PER_BLOCK
-            self._announcer.found(request.request_id, request.num_computed_tokens)
         end = min(request.num_computed_tokens + tokens, job.prompt.tokens)
         missing = -(-end // TOKENS_PER_BLOCK) - len(job.blocks)
         while len(engine.free) < missing:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
 from tempfile import mkdtemp
@@ -198,6 +198,7 @@ class ClientRequest:
     priority: int = 0  # the lower, the earlier, on an engine with such a policy
     transfer_id: str = ""  # of a prefill leg whose decode leg is sent at the same time
     choice: str = ""  # which of several answers to the same request
+    sampling: dict[str, Any] = field(default_factory=dict)  # further parameters of vLLM's
     ended: str = ""  # how: "finished", "failed", "aborted"
 
 
@@ -230,6 +231,7 @@ class EngineSim:
         connector: Any = self.scheduler.connector
         self.side: ConnectorScheduler = connector._scheduler
         self.computed_tokens = 0
+        self.computed_of: Counter[str] = Counter()  # tokens, by request id
         self.computed: Counter[str] = Counter()  # prompts that were computed instead of pulled, by cause
         patch.object(self.side._stats, "count", self._count).start()
         self.opens_host = bool(settings.get("host_transfers"))
@@ -293,6 +295,7 @@ class EngineSim:
             max_tokens=1 if asked.decodes_on else asked.outputs,
             ignore_eos=True,
             extra_args={"kv_transfer_params": params} if params else None,
+            **asked.sampling,
         )
         request_id = f"{asked.name}-{'p' if asked.decodes_on else 'd'}{asked.choice}"
         request = Request(request_id, list(asked.tokens), sampling, None, priority=asked.priority, block_hasher=_hasher)
@@ -315,11 +318,16 @@ class EngineSim:
 
     def step(self) -> None:
         """One step of the engine core: schedule, execute, take the output."""
+        if (begun := self.begin_step()) is not None:
+            self.end_step(*begun)
+
+    def begin_step(self) -> tuple[SchedulerOutput, ModelRunnerOutput] | None:
+        """Schedule and execute; None if there is nothing to step for."""
         if (consumer := self.role_of(Consumer)) is not None:
             consumer._renewals.send_due()
         connector: Any = self.scheduler.connector
         if not self.scheduler.has_requests() and not connector.has_pending_push_work():
-            return
+            return None
         output = self.scheduler.schedule()
         metadata = output.kv_connector_metadata
         assert isinstance(metadata, StepMetadata)
@@ -332,6 +340,10 @@ class EngineSim:
         result = self._execute(output)
         report = ends.report + Report(steps=dict.fromkeys(metadata.orders.steps, 1))
         result.kv_connector_output = self._connector_output(ends.done, ends.failed, report)
+        return output, result
+
+    def end_step(self, output: SchedulerOutput, result: ModelRunnerOutput) -> None:
+        """Take the output of the oldest step that has not ended."""
         for outputs in self.scheduler.update_from_output(output, result).values():
             for each in outputs.outputs:
                 if each.finish_reason is not None:
@@ -408,6 +420,7 @@ class EngineSim:
             request: Request = self.scheduler.requests[request_id]
             (table,) = self.scheduler.kv_cache_manager.get_block_ids(request_id)
             end = request.num_computed_tokens
+            self.computed_of[request_id] += number
             stamps = list(_stamps(list(request.all_token_ids)))[1:]
             wrong = self.worker.compute(table, stamps, end - number, end)
             assert wrong is None, f"{request_id} reads another prompt's keys: token {wrong} of {end - number}"

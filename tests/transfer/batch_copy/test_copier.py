@@ -12,8 +12,10 @@ import numpy as np
 import pytest
 
 from layout.copies import EMPTY, Copies
+from layout.geometry import Region
+from layout.regions import RegionTable
 from tests.support.waiting import WAIT_S, until
-from transfer.batch_copy.base import CopierStartError, CopyBackend, CopyFailed, DeviceEvent, Handle
+from transfer.batch_copy.base import CopierStartError, CopyBackend, CopyBounds, CopyFailed, DeviceEvent, Handle
 from transfer.batch_copy.copier import ThreadedCopier
 
 
@@ -153,6 +155,44 @@ def test_a_device_event_is_left_to_the_backend(backend: Backend, copier: Threade
     event = Event()
     copier.submit(EMPTY, after=event).wait(WAIT_S)
     assert backend.started == [(EMPTY, event)]
+
+
+# Addresses
+
+HERE, THERE = Region(4096, 1000), Region(9000, 500)
+BOUNDS = CopyBounds(destinations=RegionTable([HERE]), sources=RegionTable([THERE]))
+
+
+def copies_of(*rows: tuple[int, int, int]) -> Copies:
+    return Copies(*(np.array(column, np.int64) for column in zip(*rows, strict=True)))
+
+
+@pytest.mark.parametrize(
+    ("row", "what"),
+    [
+        ((0, 9000, 1), "1 bytes to 0x0"),
+        ((4095, 9000, 10), "10 bytes to 0xfff"),
+        ((4096, 9000, 1001), "1001 bytes to 0x1000"),
+        ((4096, 9001, 500), "500 bytes from 0x2329"),
+        ((4096, 0x7F0000000000, 64), "64 bytes from 0x7f0000000000"),
+        ((9000, 4096, 10), "10 bytes to 0x2328"),  # the wrong way round
+    ],
+)
+def test_a_batch_that_leaves_its_memory_never_reaches_the_backend(
+    backend: Backend, copier: ThreadedCopier, row: tuple[int, int, int], what: str
+) -> None:
+    batch = copies_of((4096, 9000, 500), row)
+    with pytest.raises(CopyFailed, match=rf"copy 1 of 2 is of {what}, which is outside") as caught:
+        copier.submit(batch, within=BOUNDS).wait(WAIT_S)
+    assert caught.value.settled
+    assert backend.started == []
+    copier.submit(batch[:1], within=BOUNDS).wait(WAIT_S)
+    assert len(backend.started) == 1
+
+
+def test_a_copy_of_nothing_may_be_anywhere(backend: Backend, copier: ThreadedCopier) -> None:
+    copier.submit(copies_of((0, 0, 0), (5096, 9500, 0)), within=BOUNDS).wait(WAIT_S)
+    assert len(backend.started) == 1
 
 
 # Failures

@@ -8,11 +8,16 @@ import pytest
 import torch
 
 from layout.copies import Copies
+from layout.geometry import Region
+from layout.regions import RegionTable
 from tests.support.memory import noise, shuffled_copies
 from tests.support.waiting import WAIT_S
 from transfer.batch_copy.backends import Backend, open_copier, pinned_memory
-from transfer.batch_copy.base import CopyFailed, Direction
+from transfer.batch_copy.base import CopyBounds, CopyFailed, Direction
+from transfer.batch_copy.copier import ThreadedCopier
 from transfer.batch_copy.cuda import CudaRuntime
+from transfer.batch_copy.device import DeviceBackend
+from transfer.batch_copy.streams import DeviceStream
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -69,13 +74,43 @@ def test_the_caller_goes_on_while_the_device_is_busy() -> None:
         handle.wait(WAIT_S)
 
 
-def test_an_address_that_is_none_is_refused_and_the_device_goes_on() -> None:
+class LegacyStream(DeviceStream):
+    """A stream whose handle is that of the legacy default stream, to which no batch may be submitted."""
+
+    def handle(self) -> int:
+        return 0
+
+
+def test_what_the_driver_refuses_fails_and_the_device_goes_on() -> None:
+    """By an argument that it is documented to check. It need not check addresses: a wild one ends the process."""
+    runtime = CudaRuntime.load()
+    if not runtime.takes_batches:
+        pytest.skip("the driver has no batches, whose stream it would check")
     cache, memory = torch.zeros(64, dtype=torch.uint8, device="cuda"), pinned_memory(Backend.CUDA, 64)
+    copies = Copies(*(np.array([n]) for n in (cache.data_ptr(), memory.region.address, 64)))
+    backend = DeviceBackend(runtime, LegacyStream("cuda", 0), LOAD)
+    with ThreadedCopier(backend, "copier under test") as copier, pytest.raises(CopyFailed, match="refused") as caught:
+        copier.submit(copies).wait(WAIT_S)
+    assert caught.value.settled
     with open_copier(Backend.CUDA, LOAD) as load:
-        with pytest.raises(CopyFailed) as caught:
-            load.submit(Copies(*(np.array([n]) for n in (16, memory.region.address, 64)))).wait(WAIT_S)
-        assert caught.value.settled
-        load.submit(Copies(*(np.array([n]) for n in (cache.data_ptr(), memory.region.address, 64)))).wait(WAIT_S)
+        load.submit(copies).wait(WAIT_S)
+
+
+@pytest.mark.parametrize("wild", [16, 0x7F0000000000])
+def test_an_address_that_is_none_does_not_reach_the_driver(wild: int) -> None:
+    cache, memory = torch.zeros(64, dtype=torch.uint8, device="cuda"), pinned_memory(Backend.CUDA, 64)
+    device, host = RegionTable([Region(cache.data_ptr(), 64)]), RegionTable([memory.region])
+    with open_copier(Backend.CUDA, LOAD) as load, open_copier(Backend.CUDA, STORE) as store:
+        for copier, within, ends in (
+            (load, CopyBounds(device, host), (wild, memory.region.address)),
+            (load, CopyBounds(device, host), (cache.data_ptr(), wild)),
+            (store, CopyBounds(host, device), (wild, cache.data_ptr())),
+        ):
+            with pytest.raises(CopyFailed, match="outside") as caught:
+                copier.submit(Copies(*(np.array([n]) for n in (*ends, 64))), within=within).wait(WAIT_S)
+            assert caught.value.settled
+        whole = Copies(*(np.array([n]) for n in (cache.data_ptr(), memory.region.address, 64)))
+        load.submit(whole, within=CopyBounds(device, host)).wait(WAIT_S)
 
 
 def test_the_driver_tells_pinned_memory_from_other() -> None:

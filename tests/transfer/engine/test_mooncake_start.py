@@ -14,7 +14,7 @@ import pytest
 from layout.copies import Copies
 from layout.cost import CostModel
 from tests.support.memory import Memory, even_copies
-from transfer.engine import mooncake
+from transfer.engine import mooncake, mooncake_native
 from transfer.engine.base import EngineStartError, ReadFailed
 from transfer.engine.mooncake import PROTOCOLS, MooncakeEngine, MooncakeOptions
 from transfer.engine.mooncake_limits import LIMITS
@@ -168,7 +168,43 @@ def test_the_environment_is_set_but_a_users_own_value_wins() -> None:
     assert environment["MC_TCP_PROGRESS_TIMEOUT_SEC"] == "3"
     assert environment["MC_FORCE_TCP"] == "1"
     assert int(environment["MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER"]) > 1024
-    assert "MC_USE_IPV6" not in environment
+
+
+OF_A_LINK = (
+    "fe8000000000000000fc00fffe000001 02 40 20 80     eth0\n00000000000000000000000000000001 01 80 10 80       lo\n"
+)
+GLOBAL = "fd000000000000000000000000000002 02 40 00 82     eth0\n"
+
+
+@pytest.mark.parametrize(
+    ("host", "protocol", "addresses", "before", "after"),
+    [
+        ("10.0.0.5", "tcp", OF_A_LINK, None, None),
+        ("10.0.0.5", "tcp", None, None, None),
+        ("10.0.0.5", "tcp", OF_A_LINK + GLOBAL, None, "1"),
+        ("10.0.0.5", "rdma", OF_A_LINK + GLOBAL, None, None),
+        ("fd00::5", "rdma", OF_A_LINK, None, "1"),
+        ("10.0.0.5", "tcp", OF_A_LINK, "yes", "yes"),
+        ("fd00::5", "tcp", OF_A_LINK + GLOBAL, "0", None),
+        ("10.0.0.5", "tcp", OF_A_LINK + GLOBAL, "", None),
+    ],
+)
+def test_both_address_families_are_spoken_where_the_machine_has_both_and_the_user_does_not_say_no(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    host: str,
+    protocol: str,
+    addresses: str | None,
+    before: str | None,
+    after: str | None,
+) -> None:
+    monkeypatch.setattr(mooncake_native, "_IPV6_ADDRESSES", tmp_path / "if_inet6")
+    monkeypatch.setattr("socket.has_dualstack_ipv6", lambda: True)
+    if addresses is not None:
+        (tmp_path / "if_inet6").write_text(addresses)
+    environment = {} if before is None else {"MC_USE_IPV6": before}
+    set_environment(NativeOptions(host, protocol, "", 2.5, 5.0), environment)
+    assert environment.get("MC_USE_IPV6") == after
 
 
 def test_the_environment_of_an_ipv6_host_and_of_rdma() -> None:

@@ -1,0 +1,39 @@
+"""Servers of a model that reads images and has LoRA adapters, and prompts for them."""
+
+import json
+from dataclasses import replace
+
+from tests.support.e2e.client import MODEL_NAME, Chat
+from tests.support.e2e.cluster import ServerSpec
+from tests.support.e2e.deployments import Deployment, decode, prefill
+from tests.support.e2e.images import Image
+from tests.support.e2e.models import ModelSpec
+from tests.support.e2e.pair import make_text
+
+ADAPTERS = ("red", "blue")
+_NGRAM_DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
+
+
+def _reads_images(spec: ServerSpec, adapters: tuple[str, ...], *arguments: str) -> ServerSpec:
+    model = ModelSpec(architecture="idefics3", adapters=adapters)
+    return replace(spec, model=model, layout=None, arguments=(*spec.arguments, *arguments))
+
+
+_DRAFTING = _reads_images(decode(patient=True), ADAPTERS[::-1], "--speculative-config", json.dumps(_NGRAM_DRAFTS))
+
+#: The servers number the adapters differently. P computes prompts in chunks that may end within an image; D drafts
+#: tokens, and P does not.
+IMAGES_AND_ADAPTERS = Deployment(
+    "images and adapters",
+    (
+        ("P", _reads_images(prefill(), ADAPTERS, "--max-num-batched-tokens", "256")),
+        # numba, with which vLLM looks for n-grams, sets the number of PyTorch's threads to its own.
+        ("D", replace(_DRAFTING, variables=(("NUMBA_NUM_THREADS", "1"),))),
+    ),
+)
+
+
+def about(*images: Image, seed: object, characters: int = 200, model: str = MODEL_NAME) -> Chat:
+    """A prompt with images in the middle of random text. Equal seeds give equal text."""
+    text = make_text(characters, seed)
+    return Chat((text[: characters // 2], *images, text[characters // 2 :]), model)

@@ -1,0 +1,94 @@
+"""Engines of different address families, each in a process of its own: Mooncake decides once a process.
+
+Covers: transfer.engine.mooncake_native.
+"""
+
+import json
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from layout.geometry import Identity, Region
+from tests.support.engine.peer_process import PeerProcess, environment_with
+from tests.support.memory import Memory, even_copies, noise
+from tests.support.waiting import WAIT_S
+from transfer.engine.base import ReadFailed
+from transfer.engine.mooncake import MooncakeEngine, MooncakeOptions
+
+pytestmark = pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="no sockets for both families here")
+
+SIZE, SEED = 1 << 20, 1
+IPV4, IPV6 = "127.0.0.1", "::1"
+
+
+def read_in_a_process(host: str, ipv6: str | None, peer: PeerProcess, *, own_engine: bool = True) -> str:
+    """Why the peer's memory cannot be read by an engine at ``host``, empty if it was."""
+    what = {
+        "host": host, "own_engine": own_engine, "address": peer.address, "start": peer.region.address,
+        "identity": peer.identity.address, "nonce": peer.identity.nonce.hex(),
+    }  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-m", __name__, json.dumps(what)],
+        env=environment_with(ipv6), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, timeout=4 * WAIT_S,
+        check=True,
+    )  # fmt: skip
+    return done.stdout.strip()
+
+
+@pytest.mark.parametrize("own_engine", [True, False], ids=["an engine a link", "one engine"])
+@pytest.mark.parametrize(
+    ("reader", "reads_ipv6", "peer", "serves_ipv6"),
+    [
+        (IPV4, "1", IPV6, None),
+        (IPV6, None, IPV4, "0"),
+        (IPV6, None, IPV4, "1"),
+        (IPV4, "1", IPV4, "0"),
+        (IPV4, "0", IPV4, "1"),
+        (IPV6, None, IPV6, None),
+        (IPV4, "1", "localhost", "0"),
+    ],
+)
+def test_engines_of_any_two_families_reach_each_other(
+    reader: str, reads_ipv6: str | None, peer: str, serves_ipv6: str | None, own_engine: bool
+) -> None:
+    with PeerProcess(SIZE, SEED, host=peer, ipv6=serves_ipv6) as process:
+        assert read_in_a_process(reader, reads_ipv6, process, own_engine=own_engine) == ""
+
+
+def test_an_engine_that_speaks_ipv4_only_refuses_an_ipv6_peer_by_name() -> None:
+    with PeerProcess(SIZE, SEED, host=IPV6) as process:
+        why = read_in_a_process(IPV4, "0", process)
+    assert f"cannot open a link to {process.address}: that is an IPv6 address" in why
+    assert "IPv4 only" in why
+    assert "the host here is 127.0.0.1 (IPv4): let the setting host name addresses of one family" in why
+    assert "firewall" not in why
+
+
+def test_a_peer_of_the_other_family_that_does_not_answer_is_said_to_be_one() -> None:
+    with PeerProcess(SIZE, SEED, host=IPV6) as process:
+        process.kill()
+        why = read_in_a_process(IPV4, "1", process)
+    assert "It announces an address of IPv6, and the host here is 127.0.0.1 (IPv4)" in why
+
+
+def main() -> None:
+    """Read the peer's memory that the command line names; say why that is not possible."""
+    what = json.loads(sys.argv[1])
+    destination = Memory(SIZE)
+    engine = MooncakeEngine(MooncakeOptions(what["host"], engine_per_link=what["own_engine"], connect_timeout_s=WAIT_S))
+    engine.register([destination.region])
+    source = Region(what["start"], SIZE)
+    identity = Identity(what["identity"], bytes.fromhex(what["nonce"]))
+    try:
+        link = engine.open(what["address"], [source], identity)
+        link.read(even_copies(destination.region, source, 16, SIZE // 16), WAIT_S)
+        assert (destination.view == noise(SIZE, SEED)).all(), "other bytes have arrived"
+    except ReadFailed as failure:
+        sys.stdout.write(str(failure))
+    engine.close()
+
+
+if __name__ == "__main__":
+    main()
