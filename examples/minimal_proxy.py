@@ -9,14 +9,17 @@ request with that, fetches it, and answers the client. In turn: pd-proxy sends D
 import argparse
 import json
 import logging
+import resource
 import uuid
-from contextlib import suppress
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
+import aiohttp
 import anyio
-import httpx
 import uvicorn
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -27,6 +30,7 @@ FOR_P: dict[str, Any] = {"max_tokens": 1, "max_completion_tokens": 1, "n": 1, "i
 FOR_P |= {"kv_transfer_params": {"do_remote_decode": True, "do_remote_prefill": False}}
 #: Could end the text all the same, or is refused beside one token. All else may be a part of the prompt, and stays.
 NOT_FOR_P = {"stream_options", "min_tokens", "stop", "stop_token_ids", "repetition_detection", "best_of"}
+FAULTS = (aiohttp.ClientError, TimeoutError)  # of a server: it cannot be reached, breaks off, or is silent
 
 
 def is_one_prompt(body: dict[str, Any]) -> bool:
@@ -37,14 +41,10 @@ def is_one_prompt(body: dict[str, Any]) -> bool:
     return not (prompts or body.get("use_beam_search") or computed or 0 in limits)
 
 
-def _fail(status: int, message: str) -> Response:
-    return JSONResponse({"error": {"message": message, "type": "ProxyError", "param": None, "code": status}}, status)
-
-
 class Completions:
     """The ASGI endpoint of the paths that P and D serve together."""
 
-    def __init__(self, http: httpx.AsyncClient, prefill: str, decode: str) -> None:
+    def __init__(self, http: aiohttp.ClientSession, prefill: str, decode: str) -> None:
         self._http, self._prefill, self._decode = http, prefill.rstrip("/"), decode.rstrip("/")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -60,43 +60,54 @@ class Completions:
     async def _answer(self, request: Request, content: bytes, send: Send, work: anyio.CancelScope) -> None:
         try:
             answer = await self._ask(request, content, send)
-        except httpx.TransportError as fault:
-            answer = _fail(504 if isinstance(fault, httpx.TimeoutException) else 502, f"a server failed: {fault!r}")
+        except HTTPException as fault:
+            told = {"message": fault.detail, "type": "ProxyError", "param": None, "code": fault.status_code}
+            answer = JSONResponse({"error": told}, fault.status_code)
         if answer is not None:
             await answer(request.scope, request.receive, send)
         work.cancel()
 
     async def _ask(self, request: Request, content: bytes, send: Send) -> Response | None:
-        told, path = {"x-request-id": uuid.uuid4().hex, **request.headers}, request.url.path
-        headers = {name: told[name] for name in told.keys() & {"x-request-id", "authorization"}}
+        known, path = {"x-request-id": uuid.uuid4().hex, **request.headers}, request.url.path
+        headers = {name: known[name] for name in known.keys() & {"x-request-id", "authorization"}}
         try:
             body: dict[str, Any] = json.loads(content) | {}
         except (ValueError, TypeError, RecursionError) as fault:
-            return _fail(400, f"the request body must be a JSON object: {fault}")
+            raise HTTPException(400, f"the request body must be a JSON object: {fault}") from fault
         for place in (one for one in (body, body.get("vllm_xargs")) if isinstance(one, dict)):  # vLLM looks into both
             place.pop("kv_transfer_params", None)  # a client's own would make D connect to hosts of its choice
         if is_one_prompt(body):
             for_p = {name: body[name] for name in body.keys() - NOT_FOR_P} | FOR_P
-            p = await self._http.post(self._prefill + path, content=json.dumps(for_p), headers=headers)
-            if p.status_code != 200:
-                return Response(p.content, p.status_code, media_type=p.headers.get("content-type"))
+            async with self._sent(self._prefill + path, for_p, headers) as p:
+                text = await p.read()
+            if p.status != 200:
+                return Response(text, p.status, media_type=p.headers.get("content-type"))
             try:
-                body["kv_transfer_params"] = p.json()["kv_transfer_params"] | {}
-            except (ValueError, TypeError, KeyError):
-                return _fail(502, "no kv_transfer_params from P: is its kv_role kv_producer?")
-        async with self._http.stream("POST", self._decode + path, content=json.dumps(body), headers=headers) as d:
-            pieces = d.aiter_raw()
-            piece = await anext(pieces, b"")  # vLLM says 200 before it computes: passed on when there is a byte
+                body["kv_transfer_params"] = json.loads(text)["kv_transfer_params"] | {}
+            except (ValueError, TypeError, KeyError) as fault:
+                raise HTTPException(502, "no kv_transfer_params from P: is its kv_role kv_producer?") from fault
+        async with self._sent(self._decode + path, body, headers) as d:
+            piece = await d.content.readany()  # vLLM says 200 before it computes: passed on when there is a byte
             kind = d.headers.get("content-type", "application/json").encode()
-            await send({"type": "http.response.start", "status": d.status_code, "headers": [(b"content-type", kind)]})
+            await send({"type": "http.response.start", "status": d.status, "headers": [(b"content-type", kind)]})
             try:
                 while piece:
                     await send({"type": "http.response.body", "body": piece, "more_body": True})
-                    piece = await anext(pieces, b"")
+                    piece = await d.content.readany()
                 await send({"type": "http.response.body"})
-            except httpx.TransportError as fault:  # without its end: the client sees that the answer is cut short
+            except FAULTS as fault:  # without its end: the client sees that the answer is cut short
                 logging.warning("%s broke off: %r", d.url, fault)
         return None
+
+    @asynccontextmanager
+    async def _sent(self, url: str, body: Any, headers: dict[str, str]) -> AsyncIterator[aiohttp.ClientResponse]:
+        try:
+            async with self._http.post(url, data=json.dumps(body), headers=headers, allow_redirects=False) as answer:
+                yield answer
+        except FAULTS as fault:
+            logging.warning("%s failed: %r", url, fault)
+            told = f"a server failed: {type(fault).__name__}"  # without the text, which names the server's address
+            raise HTTPException(504 if isinstance(fault, TimeoutError) else 502, told) from fault
 
 
 async def _main() -> None:
@@ -106,9 +117,13 @@ async def _main() -> None:
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)
     options = parser.parse_args()
-    timeout, limits = httpx.Timeout(600, connect=5), httpx.Limits(keepalive_expiry=2)  # vLLM closes idle ones after 5 s
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a request under way takes up to three sockets
+    # Any number of connections, and a new one for each leg: vLLM closes idle ones, and one may be used just then.
+    connector = aiohttp.TCPConnector(limit=0, force_close=True)
+    timeout = aiohttp.ClientTimeout(sock_connect=10, sock_read=600)
     plain = {"content-type": "application/json", "accept-encoding": "identity"}
-    async with httpx.AsyncClient(timeout=timeout, limits=limits, headers=plain, trust_env=False) as http:
+    async with aiohttp.ClientSession(connector=connector, timeout=timeout, headers=plain) as http:
         endpoint = Completions(http, options.prefill, options.decode)
         routes = [Route(f"/v1/{name}", endpoint, methods=["POST"]) for name in ("completions", "chat/completions")]
         config = uvicorn.Config(Starlette(routes=routes), options.host, options.port, timeout_graceful_shutdown=2)

@@ -19,6 +19,9 @@
 #   DRY_RUN=                               1 prints the commands and starts nothing
 # All three use a VLLM_API_KEY of the environment.
 #
+# When all three serve, D proves P with a prompt of 300 words (docs/reliability.md), so that what you ask is pulled. All
+# go on if it does not.
+#
 # Exit status: 130 and 143 after Ctrl-C and SIGTERM, 1 when one of the three failed, 2 for what cannot be started.
 #
 
@@ -75,6 +78,7 @@ run_pd() { # MODEL [ARGUMENT...]
     wait_ready prefill "http://127.0.0.1:$PREFILL_PORT"
     wait_ready decode "http://127.0.0.1:$DECODE_PORT"
     wait_ready proxy "http://$PROXY_HOST:$PROXY_PORT"
+    prove
     tell_what_next
     while check_running; do
         wait -n "${pids[@]}" || true
@@ -129,7 +133,7 @@ check() { # MODEL: ends with a message that says what to do where something is m
             die 2 "there is no command '$name' here: install it, or activate the environment that has it"
     done
     missing=$("$PYTHON" -c 'import sys; from importlib.util import find_spec
-print(*[name for name in sys.argv[1:] if find_spec(name) is None])' anyio httpx starlette uvicorn "${modules[@]}")
+print(*[name for name in sys.argv[1:] if find_spec(name) is None])' aiohttp anyio starlette uvicorn "${modules[@]}")
     [[ -z $missing ]] ||
         die 2 "$PYTHON has no $missing: run pip install '.[$extra,proxy]' in $root, or name another PYTHON"
     mkdir -p "$LOG_DIR" || die 2 "the logs need a directory that can be written: choose one with LOG_DIR"
@@ -153,6 +157,38 @@ wait_ready() { # NAME URL
         sleep 0.5
     done
     say "$1 serves after $SECONDS s"
+}
+
+prove() { # says whether D has found that P computes the same keys and values, which it tries with its first prompt
+    [[ ! $CONNECTOR_CONFIG =~ \"canary\":\ *\"off\" ]] || return 0
+    local prompt asked outcome='' log=$LOG_DIR/decode.log deadline=$((SECONDS + 30))
+    prompt=$(head -c 2300 "$root/LICENSE" | tr -cs '[:alpha:]' ' ')
+    # In the background, so that a signal and the end of a server are noticed. The proxy adds the API key.
+    curl --noproxy '*' -sf -m 31 -o /dev/null "http://$PROXY_HOST:$PROXY_PORT/v1/completions" \
+        -H 'Content-Type: application/json' -d "{\"prompt\": \"$prompt\", \"max_tokens\": 1}" &
+    asked=$!
+    while [[ -z $outcome ]] && ((SECONDS < deadline)); do
+        check_running
+        if [[ -n $asked ]] && ! kill -0 "$asked" 2>/dev/null; then
+            wait "$asked" || outcome=refused
+            asked=
+        fi
+        sleep 0.5
+        outcome=${outcome:-$(canary_outcome)}
+    done
+    [[ -z $asked ]] || wait "$asked" || true
+    case $outcome in
+    proven) say "D has proven P: both compute the same keys and values" ;;
+    differs) say "D has NOT proven P, which computes other keys and values: see $log, and canary in docs/settings.md" ;;
+    refused) say "D will prove P with the first prompt of a block or more; the one of this script was refused" ;;
+    '') say "D has not proven P within 30 s; the first prompt of a block or more may still do it: see $log" ;;
+    *) say "D has not proven P with the first prompt ($outcome); the next of a block or more may: see $log" ;;
+    esac
+}
+
+canary_outcome() { # prints how the first prompt that D has compared with P's has ended, if one has
+    curl --noproxy '*' -sf -m 2 "http://127.0.0.1:$DECODE_PORT/metrics" |
+        sed -n 's/^vllm:pd_canaries_total{.*outcome="\([a-z]*\)".* [1-9].*/\1/p' || true
 }
 
 check_running() { # ends with a message where one of the three has ended

@@ -57,8 +57,14 @@ class ConnectorConfig(BaseModel):
     )
     lease_ttl_s: Seconds = Field(
         default=30.0,
-        description="How long a prefill engine keeps a finished prompt's blocks unless the decode engine renews its "
-        "lease.",
+        description="How long a prefill engine keeps a finished prompt's blocks after each word of the decode engine "
+        "about it.",
+    )
+    claim_timeout_s: Seconds = Field(
+        default=120.0,
+        description="How long a prefill engine keeps a finished prompt's blocks before the first word of a decode "
+        "engine about it, which comes when the request has passed that server's API process; lease_ttl_s, if that is "
+        "longer.",
     )
     max_lease_age_s: Seconds = Field(
         default=600.0,

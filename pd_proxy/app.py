@@ -1,6 +1,6 @@
 """The proxy as an ASGI application: its routes, and who owns what.
 
-The application owns one HTTP client (its connections, and with them every request under way) from start-up to shutdown.
+The application owns the connections to the servers (and with them every request under way) from start-up to shutdown.
 """
 
 import asyncio
@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from http import HTTPStatus
 
-import httpx
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -16,6 +15,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from pd_proxy import headers as passed
+from pd_proxy.connections import Connections
 from pd_proxy.control import ControlAddresses, Doubts
 from pd_proxy.errors import LegFailed, error_response
 from pd_proxy.exchange import Completions
@@ -27,25 +27,15 @@ from pd_proxy.status import StatusPage
 from pd_proxy.tracing import Tracing
 from pd_proxy.upstream import Upstream
 
-#: Idle connections are given up before vLLM's HTTP server gives them up (5 s), so that no request is sent on one
-#: that is just being closed.
-_IDLE_CONNECTION_S = 2.0
-
 #: Longest wait for cancelled requests at shutdown.
 _LAST_REQUESTS_S = 2.0
 
 
 def create_app(settings: Settings) -> Starlette:
     """The proxy for the given servers. Run it with one worker process: the in-flight counts live in it."""
-    client = httpx.AsyncClient(
-        timeout=httpx.Timeout(settings.request_timeout_s, connect=settings.connect_timeout_s, pool=None),
-        # No limit: one would make requests wait for each other. The servers have their own queues.
-        limits=httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=_IDLE_CONNECTION_S),
-        follow_redirects=False,
-        trust_env=False,  # proxies in the environment are for the outside world
-    )
-    prefill = Servers(Leg.PREFILL, settings.prefill, client, settings.skip_s)
-    decode = Servers(Leg.DECODE, settings.decode, client, settings.skip_s)
+    connections = Connections(settings)
+    prefill = Servers(Leg.PREFILL, settings.prefill, connections, settings.skip_s)
+    decode = Servers(Leg.DECODE, settings.decode, connections, settings.skip_s)
     recent = Recent() if settings.status_page else None
     journal = Journal(recent)
     pages = _Pages(prefill, decode, journal, settings)
@@ -70,7 +60,7 @@ def create_app(settings: Settings) -> Starlette:
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
-        async with client:
+        async with connections:
             yield
             # The ASGI server has ended or cancelled all requests; without this it could end the process before
             # the cancelled ones have closed their connections and are logged.

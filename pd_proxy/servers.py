@@ -8,6 +8,7 @@ blocks that ``kv_transfer_params`` names. What becomes of a request that a prefi
 """
 
 import asyncio
+import errno
 import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
@@ -15,14 +16,12 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from enum import StrEnum
 from http import HTTPStatus
 
-import httpx
+import aiohttp
 
+from pd_proxy.connections import Connections, HeaderList
 from pd_proxy.errors import LegFailed, Retry
 
 logger = logging.getLogger(__name__)
-
-#: A character for each byte (Latin-1), as Starlette has them.
-HeaderList = list[tuple[str, str]]
 
 
 class Leg(StrEnum):
@@ -45,13 +44,13 @@ class Server:
 class Answer:
     """A server's answer: status and headers are there, the body is still to be read."""
 
-    def __init__(self, leg: Leg, server: Server, response: httpx.Response) -> None:
+    def __init__(self, leg: Leg, server: Server, response: aiohttp.ClientResponse) -> None:
         self._leg = leg
         self._server = server
         self._response = response
         self.url = server.url
-        self.status = response.status_code
-        self.raw_headers = response.headers.raw
+        self.status = response.status
+        self.raw_headers = response.raw_headers
         self.is_encoded = response.headers.get("content-encoding", "identity") != "identity"
         self.has_length = "content-length" in response.headers
 
@@ -70,19 +69,19 @@ class Answer:
             LegFailed: the server broke off or fell silent.
         """
         try:
-            async for piece in self._response.aiter_raw():
+            async for piece in self._response.content.iter_any():
                 yield piece
-        except httpx.TransportError as error:
+        except (aiohttp.ClientError, TimeoutError) as error:
             raise _failed(self._leg, self._server, error) from error
 
 
 class Servers:
     """The servers of one leg. Chooses the one with the fewest requests in flight."""
 
-    def __init__(self, leg: Leg, urls: Sequence[str], client: httpx.AsyncClient, skip_s: float) -> None:
+    def __init__(self, leg: Leg, urls: Sequence[str], connections: Connections, skip_s: float) -> None:
         self.leg = leg
         self.members = tuple(Server(url) for url in urls)
-        self._client = client
+        self._connections = connections
         self._skip_s = skip_s
         self._choices = 0
 
@@ -141,52 +140,49 @@ class Servers:
             try:
                 yield Answer(self.leg, server, response)
             finally:
-                await response.aclose()
+                response.close()  # the connection too, if the answer is not whole
         finally:
             server.in_flight -= 1
 
     async def healthy(self, timeout_s: float) -> dict[str, bool]:
         """Of every server's URL, whether its ``/health`` answers 200 within ``timeout_s`` seconds."""
 
-        async def answers(server: Server) -> bool:
-            try:
-                response = await self._client.get(f"{server.url}/health", timeout=timeout_s)
-            except httpx.HTTPError:
-                return False
-            return response.status_code == HTTPStatus.OK
-
-        states = await asyncio.gather(*(answers(server) for server in self.members))
+        states = await asyncio.gather(
+            *(self._connections.is_well(f"{server.url}/health", timeout_s) for server in self.members)
+        )
         return {server.url: state for server, state in zip(self.members, states, strict=True)}
 
     async def _send(
         self, server: Server, method: str, path: str, headers: HeaderList, content: bytes | None
-    ) -> httpx.Response:
-        # As bytes, each of them as the client sent it: the HTTP client would refuse what is not ASCII.
-        raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers]
-        request = self._client.build_request(method, server.url + path, headers=raw, content=content)
+    ) -> aiohttp.ClientResponse:
         try:
-            response = await self._client.send(request, stream=True)
-        except (httpx.ConnectError, httpx.ConnectTimeout) as error:
-            server.skip_until = time.monotonic() + self._skip_s
+            response = await self._connections.send(method, server.url + path, headers, content)
+        except (aiohttp.ClientError, TimeoutError) as error:
             failure = _failed(self.leg, server, error)
-            logger.warning("%s; tried last for %g s", failure, self._skip_s)
+            if failure.retry is Retry.FREELY:
+                server.skip_until = time.monotonic() + self._skip_s
+                logger.warning("%s; tried last for %g s", failure, self._skip_s)
             raise failure from error
-        except httpx.TransportError as error:
-            raise _failed(self.leg, server, error) from error
         server.skip_until = 0.0
         return response
 
 
-def _failed(leg: Leg, server: Server, error: httpx.TransportError) -> LegFailed:
+def _failed(leg: Leg, server: Server, error: aiohttp.ClientError | TimeoutError) -> LegFailed:
     status, detail, retry = HTTPStatus.BAD_GATEWAY, str(error) or type(error).__name__, Retry.NO
     match error:
-        case httpx.ConnectTimeout():
+        case aiohttp.ConnectionTimeoutError():
             status, detail, retry = HTTPStatus.GATEWAY_TIMEOUT, "", Retry.FREELY
             what = "did not take the connection within the time limit"
-        case httpx.TimeoutException():
+        case TimeoutError():
             status, detail, what = HTTPStatus.GATEWAY_TIMEOUT, "", "was silent for longer than the time limit"
-        case httpx.ConnectError():
-            what, retry = "cannot be reached", Retry.FREELY
+        case aiohttp.ClientConnectorError() if error.errno in (errno.EMFILE, errno.ENFILE):
+            status, detail = HTTPStatus.SERVICE_UNAVAILABLE, ""
+            what = "was not asked: this proxy has as many files and sockets open as it may (ulimit -n)"
+        case aiohttp.ClientConnectorCertificateError():
+            what, retry = "has a certificate that cannot be verified", Retry.FREELY
+            detail = f"{error.certificate_error}. If its CA is your own, name it with --ca-file"
+        case aiohttp.ClientConnectorError():
+            what, detail, retry = "cannot be reached", error.strerror or detail, Retry.FREELY
         case _:
             what, retry = "broke off", Retry.ONCE
     return LegFailed(status, leg, server.url, what, detail, retry)

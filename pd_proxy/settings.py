@@ -1,7 +1,9 @@
 """What the proxy is told when it starts, with defaults, checked. No argument parsing here."""
 
 import math
+import os
 import re
+import ssl
 from dataclasses import dataclass, field
 from enum import StrEnum
 from urllib.parse import urlsplit
@@ -36,7 +38,8 @@ class Settings:
 
     Raises:
         ValueError: a leg has no server, a server is named twice or is not an ``http(s)://host[:port]`` URL, a limit is
-            not positive, or the API key cannot stand in a header. The key itself is in no message.
+            not positive, there are no certificates of CAs where they should be, or the API key cannot stand in a
+            header. The key itself is in no message.
     """
 
     prefill: tuple[str, ...]  # base URLs of the prefill servers, without /v1
@@ -50,7 +53,30 @@ class Settings:
     max_body_bytes: int = 64 * 1024 * 1024  # of a client's request
     status_page: bool = False  # for whoever reaches the proxy's port; shows servers, request ids and times, no prompts
     traces_endpoint: str | None = None  # of a collector, OTLP over HTTP; None traces nothing
+    ca_file: str | None = None  # of the CAs that https servers' certificates are checked with; None: the system's
     api_key: str | None = field(default=None, repr=False)  # the servers' own; None passes on what clients send
+
+    def tls(self) -> ssl.SSLContext | None:
+        """Return what the certificates of https servers are checked with; None if there is no such server.
+
+        Raises:
+            ValueError: the file that is to be trusted cannot be used.
+        """
+        if not any(urlsplit(url).scheme == "https" for url in self.prefill + self.decode):
+            return None
+        named, path = "--ca-file", self.ca_file
+        if path is None:
+            named, path = "SSL_CERT_FILE", os.environ.get("SSL_CERT_FILE")
+        try:
+            context = ssl.create_default_context(cafile=self.ca_file)
+            if path:
+                context.load_verify_locations(path)  # which says more than OpenSSL does of its own variable
+        except OSError as error:
+            raise ValueError(
+                f"{named} is {path!r}, which cannot be used ({error.strerror or error}); name a file with certificates "
+                "of CAs, in PEM"
+            ) from error
+        return context
 
     def __post_init__(self) -> None:
         for leg, urls in (("prefill", self.prefill), ("decode", self.decode)):
@@ -65,6 +91,7 @@ class Settings:
             value = getattr(self, name)
             if not (value > 0 and math.isfinite(value)):
                 raise ValueError(f"{name} is {value}; it must be a positive number")
+        self.tls()
         if self.traces_endpoint is not None and urlsplit(self.traces_endpoint).scheme not in ("http", "https"):
             raise ValueError(
                 f"the endpoint for traces is {self.traces_endpoint!r}; write a URL of OTLP over HTTP, such as "

@@ -89,7 +89,7 @@ class LeaseService(Generic[Held]):
         self.engine_id = uuid.uuid4().hex
         self.leases = leases
         self.checksums = ChecksumTable(leases.still_valid, enabled=verify)
-        self.transfers = Transfers(leases.ttl_s)
+        self.transfers = Transfers(leases.ttl_s, remembered_s=leases.unclaimed_s)
         #: Called on any thread with the ids of transfers of which there is news.
         self.notify: Callable[..., None] = lambda *transfer_ids: None
         self._leases_ended = leases_ended

@@ -55,6 +55,7 @@ class _Lease(Generic[Held]):
     read_until: float = -math.inf  # as the reader has announced
     tables: Tables = ()  # of its blocks on the device; none if it must stay there
     slots: Mapping[int, int] | None = None  # of host memory, by its blocks on the device before, if it lies there
+    is_claimed: bool = False  # a reader has asked for it
     is_located: bool = False  # a reader was told where it lies
     is_written: bool = True  # the device has written all of it
     must_be_located: bool = False  # it was granted before that, and its reader does not know when
@@ -85,25 +86,30 @@ class LeaseTable(Generic[Held]):
         clock: Callable[[], float],
         max_age_s: float = math.inf,
         on_end: Callable[[str, LeaseEnd], None] | None = None,
+        unclaimed_s: float = 0.0,
     ) -> None:
         """Start without leases.
 
         Args:
-            ttl_s: time for which a lease is granted and renewed.
+            ttl_s: time for which a lease is renewed.
             clock: a monotonic clock, in seconds.
             max_age_s: time after which a lease expires although it is renewed.
             on_end: is called with the id of every lease that was granted and has ended, and how, on whichever thread
                 ends it. It must be quick, and must not call this table.
+            unclaimed_s: time for which a lease is granted, before the first word of a reader; ``ttl_s`` if that is
+                longer.
         """
         self._on_end = on_end
-        self.ttl_s = ttl_s
+        self.ttl_s, self.unclaimed_s = ttl_s, max(ttl_s, unclaimed_s)
         self._max_age_s = max_age_s
         self._clock = clock
         self._lock = threading.Lock()
-        # In the order of their grants, so that the first is too old first; and in that of their renewals, so that the
-        # first expires first. Nothing is searched: there may be thousands, and every message looks for expired ones.
+        # In the order of their grants, so that the first is too old first; those that a reader has asked for in that of
+        # their renewals, and the others in that of their grants, so that the first expires first. Nothing is
+        # searched: there may be thousands, and every message looks for expired ones.
         self._active: OrderedDict[str, _Lease[Held]] = OrderedDict()
         self._by_renewal: OrderedDict[str, _Lease[Held]] = OrderedDict()
+        self._unclaimed: OrderedDict[str, _Lease[Held]] = OrderedDict()
         #: In the order of their grants: those on the device that may lie elsewhere, and nobody has asked about.
         self._may_move: OrderedDict[str, _Lease[Held]] = OrderedDict()
         self._growing: dict[str, _Lease[Held]] = {}
@@ -146,10 +152,14 @@ class LeaseTable(Generic[Held]):
                 lease = _Lease(None, "", now, math.inf, must_be_located=not is_written)
             lease.is_written = is_written
             lease.held, lease.contents, lease.granted_at, lease.tables = held, contents, now, tables
-            self._extend(lease, now)
+            self._active[lease_id] = lease
+            if lease.is_claimed or self.unclaimed_s == self.ttl_s:
+                self._claim(lease_id, lease, now)
+            else:
+                self._extend(lease, now, self.unclaimed_s)
+                self._unclaimed[lease_id] = lease
             if lease.read_until == math.inf:
                 lease.read_until = lease.expires_at
-            self._active[lease_id] = self._by_renewal[lease_id] = lease
             if tables:
                 self._may_move[lease_id] = lease
             self._events["granted"] += 1
@@ -197,11 +207,11 @@ class LeaseTable(Generic[Held]):
                 for lease_id in lease_ids[first : first + _RENEWED_AT_ONCE]:
                     lease = self._active.get(lease_id)
                     if (growing := self._growing.get(lease_id)) is not None:
+                        growing.is_claimed = True
                         growing.read_until = math.inf if lease_id in being_read else growing.read_until
                         renewed.append(lease_id)
                     elif lease is not None:
-                        self._extend(lease, now)
-                        self._by_renewal.move_to_end(lease_id)
+                        self._claim(lease_id, lease, now)
                         if lease_id in being_read:
                             lease.read_until = lease.expires_at
                         renewed.append(lease_id)
@@ -218,6 +228,8 @@ class LeaseTable(Generic[Held]):
             if lease is None:
                 past = self._past.get(lease_id)
                 return Located(reason=InvalidReason.UNKNOWN if past is None else InvalidReason(past.end.value))
+            if not lease.is_claimed:
+                self._claim(lease_id, lease, now)
             lease.is_located = True
             self._may_move.pop(lease_id, None)
             lease.read_until = max(lease.read_until, lease.expires_at)
@@ -389,13 +401,20 @@ class LeaseTable(Generic[Held]):
             ended = {id(held) for held in self._ended}
             assert len(ended) == len(self._ended), "something would be freed twice"
             assert not ended & {id(lease.held) for lease in self._active.values()}, "something is held and to be freed"
-            assert self._active.keys() == self._by_renewal.keys(), "a lease would not be seen to expire"
+            assert not self._by_renewal.keys() & self._unclaimed.keys(), "a lease is claimed and is not"
+            seen = self._by_renewal.keys() | self._unclaimed.keys()
+            assert self._active.keys() == seen, "a lease would not be seen to expire"
+            assert all(lease.is_claimed for lease in self._by_renewal.values()), "a lease expires early"
             moved = sum(lease.slots is not None for lease in self._active.values())
             assert self._in_host_memory == moved, "leases in host memory are miscounted"
             now = self._clock()
             could = {lease_id for lease_id, lease in self._active.items() if _can_move(lease, now)}
             assert could <= self._may_move.keys() <= self._active.keys(), "a lease that could move would not be found"
-            for leases, of in ((self._active, "granted_at"), (self._by_renewal, "renewed_until")):
+            for leases, of in (
+                (self._active, "granted_at"),
+                (self._by_renewal, "renewed_until"),
+                (self._unclaimed, "renewed_until"),
+            ):
                 times = [getattr(lease, of) for lease in leases.values()]
                 assert times == sorted(times), f"leases are not in the order of {of}"
             for lease_id, lease in self._active.items():
@@ -423,20 +442,28 @@ class LeaseTable(Generic[Held]):
 
     def _expire(self, now: float) -> None:
         """End expired leases, and forget those that ended long ago."""
-        for leases in (self._by_renewal, self._active):
+        for leases in (self._by_renewal, self._unclaimed, self._active):
             while leases and (first := next(iter(leases.items())))[1].expires_at <= now:
                 self._end(first[0], LeaseEnd.EXPIRED)
         while self._past and next(iter(self._past.values())).forget_at <= now:
             self._past.popitem(last=False)
 
-    def _extend(self, lease: _Lease[Held], now: float) -> None:
-        lease.renewed_until = now + self.ttl_s
+    def _claim(self, lease_id: str, lease: _Lease[Held], now: float) -> None:
+        lease.is_claimed = True
+        self._extend(lease, now, self.ttl_s)
+        self._unclaimed.pop(lease_id, None)
+        self._by_renewal[lease_id] = lease
+        self._by_renewal.move_to_end(lease_id)
+
+    def _extend(self, lease: _Lease[Held], now: float, seconds: float) -> None:
+        lease.renewed_until = now + seconds
         lease.expires_at = min(lease.renewed_until, lease.granted_at + self._max_age_s)
 
     def _end(self, lease_id: str, how: LeaseEnd) -> None:
         grew = self._growing.pop(lease_id, None)
         lease = grew or self._active.pop(lease_id)
         self._by_renewal.pop(lease_id, None)
+        self._unclaimed.pop(lease_id, None)
         self._may_move.pop(lease_id, None)
         self._in_host_memory -= lease.slots is not None
         # Repeated messages should arrive within this time. Later ones are answered with "unknown", which is safe.

@@ -116,7 +116,9 @@ class ConnectorScheduler:
         self._consumer = consumer = self._make_consumer(keys, kv_cache_config) if self._role.consumes else None
         self._spans = lease_spans(vllm_config)
         on_end = None if self._spans is None else self._spans.ended
-        leases: LeaseTable[Leased] = LeaseTable(config.lease_ttl_s, clock, config.max_lease_age_s, on_end)
+        leases: LeaseTable[Leased] = LeaseTable(
+            config.lease_ttl_s, clock, config.max_lease_age_s, on_end, config.claim_timeout_s
+        )
         self._host_log = HostLog(leases, clock)
         self._admission: RequestAdmission | None = None  # None if nobody has to wait but as vLLM says
         if self._role.produces:

@@ -70,8 +70,17 @@ class _Transfer:
 class Transfers:
     """Owns what is announced of every named prompt."""
 
-    def __init__(self, lease_ttl_s: float, clock: Callable[[], float] = time.monotonic) -> None:
-        """Start without transfers. ``clock`` is a monotonic clock, in seconds."""
+    def __init__(
+        self, lease_ttl_s: float, clock: Callable[[], float] = time.monotonic, remembered_s: float = 0.0
+    ) -> None:
+        """Start without transfers.
+
+        Args:
+            lease_ttl_s: of the leases, told to those who follow.
+            clock: a monotonic clock, in seconds.
+            remembered_s: for which the end of a transfer is remembered at least.
+        """
+        self._remembered_s = max(_REMEMBERED_S, 2 * lease_ttl_s, remembered_s)
         self._lease_ttl_s = lease_ttl_s
         self._clock = clock
         self._lock = threading.Lock()
@@ -282,7 +291,7 @@ class Transfers:
             transfer.table = [list(ids) for ids in table]
             transfer.in_host = None
             self._past_blocks += _blocks_in(transfer)
-            transfer.forget_at = self._clock() + max(_REMEMBERED_S, 2 * self._lease_ttl_s)
+            transfer.forget_at = self._clock() + self._remembered_s
             self._past[transfer_id] = transfer
             self._forget_old()
 

@@ -196,7 +196,7 @@ def test_missing_packages_are_named_with_the_extra_that_brings_them(start: Start
     bare.chmod(0o755)
     run = start("cpu", "model", PYTHON=str(bare))
     assert run.wait() == 2
-    assert f"{bare} has no anyio httpx starlette uvicorn vllm mooncake: run pip install '.[cpu,proxy]'" in run.output
+    assert f"{bare} has no aiohttp anyio starlette uvicorn vllm mooncake: run pip install '.[cpu,proxy]'" in run.output
 
 
 @pytest.mark.parametrize("name", ["PROXY_PORT", "PREFILL_PORT", "DECODE_PORT"])
@@ -228,6 +228,32 @@ def test_all_three_serve_and_ctrl_c_ends_them(start: Start, machine: Machine, pl
     assert run.press(signal.SIGINT) == 130
     assert run.processes() == []
     assert [machine.log(leg).splitlines()[-1] for leg in ("prefill", "decode")] == ["tidied up"] * 2
+
+
+@pytest.mark.parametrize(
+    ("variables", "told"),
+    [
+        ({}, "D has proven P: both compute the same keys and values"),
+        ({"VLLM_API_KEY": "a-key"}, "D has proven P"),
+        ({"FAKE_CANARY": "differs"}, "D has NOT proven P, which computes other keys and values: see {logs}/decode.log"),
+        ({"FAKE_CANARY": "left"}, "D has not proven P with the first prompt (left); the next"),
+        ({"FAKE_PREFILL": "short"}, "D will prove P with the first prompt of a block or more; the one of this script"),
+        ({"CONNECTOR_CONFIG": '{"canary": "off"}'}, ""),
+    ],
+    ids=str,
+)
+def test_d_proves_p_before_anything_else_and_what_came_out_is_said(
+    start: Start, machine: Machine, variables: dict[str, str], told: str
+) -> None:
+    run = start("cuda", "model", **variables)
+    run.wait_until_all_serve()
+    before, _, _ = run.output.partition("All three serve")
+    assert told.format(logs=machine.variables["LOG_DIR"]) in before
+    assert before.count("proven P") + before.count("prove P") == bool(told)
+    if told and "FAKE_PREFILL" not in variables:
+        (body,), (on_d,) = machine.asked("prefill"), machine.asked("decode")
+        assert len(body["prompt"].split()) > 300
+        assert (on_d["prompt"], on_d["max_tokens"]) == (body["prompt"], 1)
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129)])
@@ -316,6 +342,7 @@ def test_d_pulls_from_p_on_cpu(tmp_path: Path) -> None:
         (line,) = [line for line in run.output.splitlines() if "curl http" in line and "/v1/completions" in line]
         answer = subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=True, timeout=60)
         assert len(json.loads(answer.stdout)["choices"]) == 1
+        assert "D has proven P" in run.output
         decode = scrape(f"http://127.0.0.1:{settings['DECODE_PORT']}")
         assert decode.total("vllm:pd_pulls_total") == 1
         assert run.press(signal.SIGINT) == 130

@@ -15,6 +15,7 @@ DEFAULTS = {
     "devices": "",
     "cross_layer_blocks": True,
     "lease_ttl_s": 30.0,
+    "claim_timeout_s": 120.0,
     "max_lease_age_s": 600.0,
     "max_leased_fraction": None,
     "queue_timeout_s": 120.0,
@@ -56,6 +57,7 @@ ACCEPTED = [
     ("devices", "mlx5_0,mlx5_1"),
     ("cross_layer_blocks", False),
     ("lease_ttl_s", 0.5),
+    ("claim_timeout_s", 300),
     ("max_lease_age_s", 60),
     ("max_leased_fraction", 1),
     ("queue_timeout_s", 0.5),
@@ -91,6 +93,7 @@ ACCEPTED = [
 ]
 
 REFUSED = [
+    ("claim_timeout_s", 0),
     ("max_lease_age_s", 0),
     ("max_leased_fraction", 0),
     ("max_leased_fraction", 1.1),

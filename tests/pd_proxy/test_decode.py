@@ -1,37 +1,36 @@
 """The decode leg by itself: an answer that is withdrawn in the last moment does not reach the client."""
 
 import asyncio
-from collections.abc import AsyncIterator, MutableMapping
+from collections.abc import MutableMapping
 from typing import Any
 
 import anyio
-import httpx
 import pytest
 
 from pd_proxy.client import Client
+from pd_proxy.connections import Connections
 from pd_proxy.control import ControlAddresses, Doubts
 from pd_proxy.decode import run_decode
 from pd_proxy.journal import Record
 from pd_proxy.servers import Leg, Servers
-from pd_proxy.settings import FirstTokenFrom, Legs, WithoutPrefill
+from pd_proxy.settings import FirstTokenFrom, Legs, Settings, WithoutPrefill
 from pd_proxy.upstream import Upstream
+from tests.support.examples.fake_servers import FakeServer
 
 
 @pytest.mark.parametrize("withdrawn", [True, False])
-def test_who_cancels_it_while_the_client_has_nothing_can_be_sure_that_it_gets_nothing(withdrawn: bool) -> None:
+def test_who_cancels_it_while_the_client_has_nothing_can_be_sure_that_it_gets_nothing(
+    d: FakeServer, withdrawn: bool
+) -> None:
     """Even where the answer is there already, so that nothing is left to wait for."""
     sent: list[MutableMapping[str, Any]] = []
-
-    async def pieces() -> AsyncIterator[bytes]:
-        yield b"the answer"
 
     async def send(message: MutableMapping[str, Any]) -> None:
         sent.append(message)
 
     async def scenario() -> None:
-        transport = httpx.MockTransport(lambda _: httpx.Response(200, content=pieces()))
-        async with httpx.AsyncClient(transport=transport) as http:
-            servers = Servers(Leg.DECODE, ["http://d"], http, 1.0)
+        async with Connections(Settings(prefill=(d.url,), decode=(d.url,))) as connections:
+            servers = Servers(Leg.DECODE, [d.url], connections, 1.0)
             upstream = Upstream(
                 "/",
                 False,

@@ -7,13 +7,15 @@ import msgspec
 import pytest
 
 from layout.geometry import WorkerGeometry
+from pd_connector.config import ConnectorConfig
 from pd_connector.params import RemotePrefill, check_prompt, contents_digest, parse_remote_prefill, prompt_digest
 from pd_connector.scheduler.lease_service import LeaseService
 from pd_connector.scheduler.leases import LeaseTable
+from pd_connector.scheduler.renewals import Renewals
 from tests.support.connector.engines import IDENTITY
 from tests.support.connector.requests import FakeRequest, a_prompt
 from tests.support.layout.oracle import Engine, Model, build
-from tests.support.waiting import ManualClock
+from tests.support.waiting import ManualClock, until
 from transfer.control.client import ControlClient
 from transfer.control.errors import PeerRefused
 from transfer.control.messages import (
@@ -39,9 +41,9 @@ WORKER = WorkerGeometry(0, 1, 0, 1, "10.0.0.5:15000", (), ())
 class Endpoint:
     """A lease service on the network; each lease holds the id of its request."""
 
-    def __init__(self, ended: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, ended: Callable[[], None] = lambda: None, unclaimed_s: float = 0.0) -> None:
         self.clock = ManualClock()
-        self.leases: LeaseTable[str] = LeaseTable(TTL_S, self.clock)
+        self.leases: LeaseTable[str] = LeaseTable(TTL_S, self.clock, unclaimed_s=unclaimed_s)
         self.service = LeaseService(self.leases, IDENTITY, 2, ended)
         self._server = ControlServer(self.service, "127.0.0.1")
         self._server.start()
@@ -198,3 +200,21 @@ def test_the_end_of_a_lease_is_announced_with_the_message_that_ends_it(client: C
         assert announced == []
         ask(client, endpoint, release(remote))
         assert announced == ["ended"]
+
+
+def test_a_request_that_waits_a_minute_for_its_engine_and_one_in_its_queue_keeps_its_lease() -> None:
+    """In a burst, a decode server's API process is late by more than a lease lives, and nobody renews it meanwhile."""
+    config = ConnectorConfig()
+    assert config.lease_ttl_s < 60 < config.claim_timeout_s
+    with closing(Endpoint(unclaimed_s=config.claim_timeout_s)) as endpoint:
+        remote = endpoint.grant("r")
+        endpoint.clock.advance(60.0)
+        renewals = Renewals(ControlClient(), config.handshake_timeout_s, config.queue_timeout_s, endpoint.clock)
+        with closing(renewals):
+            renewals.keep("r", remote)
+            for _ in range(6):
+                endpoint.clock.advance(remote.lease_ttl_s / 3)
+                renewals.send_due()
+                until(lambda: endpoint.leases._active[remote.lease_id].expires_at == endpoint.clock.now + TTL_S)
+            assert renewals.lost("r") is None
+        assert endpoint.leases.still_valid([remote.lease_id]) == {remote.lease_id}

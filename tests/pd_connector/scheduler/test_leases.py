@@ -362,3 +362,37 @@ def test_threads_may_use_the_table_at_once() -> None:
     assert crowd.collected == Counter(lease_ids)
     events = crowd.table.take_events()
     assert events["granted"] == events["released"] + events["cancelled"] == len(lease_ids)
+
+
+@pytest.mark.parametrize("word", ["renew", "locate"])
+def test_before_the_first_word_of_a_reader_a_lease_lives_longer_and_after_it_as_any_other(word: str) -> None:
+    """A request may wait for a minute before its engine has it, and nobody renews its lease so long."""
+    clock = ManualClock()
+    table: LeaseTable[str] = LeaseTable(30.0, clock, unclaimed_s=120.0)
+    table.grant("a", "request of a", CONTENTS)
+    table.grant("nobody's", "request of nobody's", CONTENTS)
+    clock.advance(60.0)
+    if word == "renew":
+        assert table.renew(["a"]) == ("a",)
+    else:
+        assert table.locate("a").reason == ""
+    table.check_integrity()
+    clock.advance(29.9)
+    assert table.collect() == ()
+    clock.advance(0.1)
+    assert table.collect() == ("request of a",)
+    table.check_integrity()
+    clock.advance(30.0)
+    assert table.collect() == ("request of nobody's",)
+    table.check_integrity()
+
+
+def test_a_lease_that_was_read_while_it_grew_is_renewed_from_its_grant_on() -> None:
+    clock = ManualClock()
+    table: LeaseTable[str] = LeaseTable(30.0, clock, unclaimed_s=120.0)
+    table.begin("a")
+    table.renew(["a"], reading=["a"])
+    table.grant("a", "request of a", CONTENTS)
+    clock.advance(30.0)
+    table.check_integrity()
+    assert table.collect() == ("request of a",)

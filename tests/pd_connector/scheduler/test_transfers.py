@@ -265,3 +265,20 @@ def test_a_prompt_may_come_before_the_block_sizes_are_known() -> None:
     transfers.set_groups([Retention(size) for size in SIZES])
     assert transfers.announce("t", 4, [[1], [2]])
     transfers.check_integrity()
+
+
+def test_a_complete_prompt_is_remembered_for_as_long_as_its_lease_may_be_unclaimed() -> None:
+    clock = ManualClock()
+    transfers = Transfers(TTL_S, clock, remembered_s=120.0)
+    transfers.set_groups([Retention(size) for size in SIZES])
+    transfers.open(Prompt("t", "lease", 4, ""))
+    transfers.complete("t", ((1,), (2,)))
+
+    def is_known() -> bool:
+        transfers.open(Prompt(f"at {clock.now}", "another lease", 4, ""))  # which makes it forget what is old
+        return isinstance(transfers.answer("engine", Follow("", "t", -1, 0, TransferState.UNKNOWN, 2.0)), Followed)
+
+    clock.advance(119.0)
+    assert is_known()
+    clock.advance(1.0)
+    assert not is_known()

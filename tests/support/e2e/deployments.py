@@ -37,8 +37,12 @@ def prefill(
     model: ModelSpec = DEFAULT_MODEL, layout: Layout = "BHLNC", tensor_parallel: int = 1, dtype: str = "float32"
 ) -> ServerSpec:
     """A prefill server."""
-    options = (("lease_ttl_s", LEASE_TTL_S),)
-    return ServerSpec("kv_producer", model, layout, tensor_parallel, dtype, options=options)
+    return ServerSpec("kv_producer", model, layout, tensor_parallel, dtype, options=_leases(LEASE_TTL_S))
+
+
+def _leases(seconds: float) -> tuple[tuple[str, object], ...]:
+    """P keeps blocks for so long, whether a decode engine has asked for them or not."""
+    return (("lease_ttl_s", seconds), ("claim_timeout_s", seconds))
 
 
 def decode(
@@ -63,7 +67,7 @@ def peer(
     policy: LoadFailurePolicy = "fail",
 ) -> ServerSpec:
     """A server of both roles: two of them that differ are pulled from in both directions."""
-    options = (("lease_ttl_s", LEASE_TTL_S), *PATIENT)
+    options = (*_leases(LEASE_TTL_S), *PATIENT)
     return ServerSpec(
         "kv_both", model, layout, tensor_parallel, load_failure_policy=policy, block_size=block_size, options=options
     )
@@ -338,7 +342,7 @@ HOST_LEGS = Deployment(
 
 CHAOS_LEASE_TTL_S = 10.0
 CHAOS_PULL_TIMEOUT_S = 20.0
-_CHAOS_OPTIONS = (("lease_ttl_s", CHAOS_LEASE_TTL_S), ("pull_timeout_s", CHAOS_PULL_TIMEOUT_S))
+_CHAOS_OPTIONS = (*_leases(CHAOS_LEASE_TTL_S), ("pull_timeout_s", CHAOS_PULL_TIMEOUT_S))
 
 #: What processes do that die, stop and come back, with either failure policy.
 CHAOS = Deployment(
@@ -434,7 +438,7 @@ POINTS_OF_RANKS = Deployment(
 
 def drained_at_points(drain_timeout_s: float) -> ServerSpec:
     """A prefill server for those of ``POINTS``, whose leases last until it has been told to stop and has stayed."""
-    spec = _prefill_at_points(("drain_timeout_s", drain_timeout_s), ("lease_ttl_s", 4 * drain_timeout_s))
+    spec = _prefill_at_points(("drain_timeout_s", drain_timeout_s), *_leases(4 * drain_timeout_s))
     return replace(spec, arguments=(*spec.arguments, "--shutdown-timeout", "60"))
 
 

@@ -7,6 +7,9 @@ function over (what was received, the wire to answer on), which a test may repla
 import asyncio
 import contextlib
 import json
+import socket
+import ssl
+import struct
 import threading
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Coroutine
@@ -73,6 +76,12 @@ class Wire:
         """Close the connection where it stands."""
         self._writer.close()
 
+    def reset(self) -> None:
+        """Close the connection as the kernel does if something was not read."""
+        connection: socket.socket = self._writer.get_extra_info("socket")
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self._writer.transport.abort()
+
 
 Script = Callable[[Received, Wire], Awaitable[None]]
 
@@ -124,9 +133,9 @@ class FakeServer:
             assert self._arrival.wait_for(lambda: len(self.received) >= count, timeout=30), "no request came"
             return self.received[count - 1]
 
-    async def start(self, port: int = 0) -> None:
-        self._server = await asyncio.start_server(self._connected, "127.0.0.1", port, backlog=1024)
-        self.url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+    async def start(self, port: int = 0, tls: ssl.SSLContext | None = None) -> None:
+        self._server = await asyncio.start_server(self._connected, "127.0.0.1", port, backlog=1024, ssl=tls)
+        self.url = f"{'https' if tls else 'http'}://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
 
     async def stop(self) -> None:
         assert self._server is not None
@@ -234,6 +243,11 @@ async def stalls(_: Received, __: Wire) -> None:
 async def drops(_: Received, wire: Wire) -> None:
     """Take the request and close the connection."""
     wire.drop()
+
+
+async def resets(_: Received, wire: Wire) -> None:
+    """Close the connection as if the request had not been read."""
+    wire.reset()
 
 
 def answers(status: int, content: bytes, **headers: str) -> Script:

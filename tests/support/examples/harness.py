@@ -1,8 +1,12 @@
 """What tests of HTTP proxies need around the fake servers: their owner, a client that can leave, a proxy process."""
 
+import asyncio
+import json
 import os
 import re
+import resource
 import socket
+import ssl
 import subprocess
 import sys
 import threading
@@ -46,9 +50,9 @@ class FakeServers:
         self._legs = PrefillLegs()
         stack.callback(self._loop.close)
 
-    def start(self, script: Script, port: int = 0) -> FakeServer:
+    def start(self, script: Script, port: int = 0, tls: ssl.SSLContext | None = None) -> FakeServer:
         server = FakeServer(script, self._legs)
-        self._loop.run(server.start(port))
+        self._loop.run(server.start(port, tls))
         self._stack.callback(self.stop, server)
         return server
 
@@ -88,6 +92,30 @@ class RawClient:
         self._socket.close()
 
 
+def ask_at_once(port: int, prompts: Sequence[str | list[str]]) -> list[bytes]:
+    """The whole answers, head and body, to clients that ask for completions in the same moment."""
+
+    async def ask(prompt: str | list[str]) -> bytes:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        body = json.dumps({"prompt": prompt}).encode()
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: proxy\r\nConnection: close\r\nContent-Length: %d\r\n\r\n"
+        writer.write(head % len(body) + body)
+        try:
+            return await reader.read()
+        finally:
+            writer.close()
+
+    async def everybody() -> list[bytes]:
+        return await asyncio.gather(*map(ask, prompts))
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # the servers' sockets are this process's, too
+    try:
+        return asyncio.run(everybody())
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
 class ProxyProcess:
     """A proxy run as its users run it: a process of its own, here on a free port. Leaving the context ends it."""
 
@@ -119,6 +147,11 @@ class ProxyProcess:
     def log(self) -> str:
         """What it has written so far; all of it once it has ended."""
         return "".join(self._lines)
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._process.pid
 
     def signal(self, number: int) -> None:
         """Send a signal."""

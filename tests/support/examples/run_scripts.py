@@ -18,7 +18,8 @@ from tests.support.waiting import until
 PLATFORMS = ("cpu", "cuda", "npu")
 MARK = "RUN_PD_TEST"
 
-# Listens as vLLM would, with a helper that has no wish to end. FAKE_PREFILL and FAKE_DECODE say what goes wrong.
+# Listens as vLLM would, with a helper that has no wish to end. FAKE_PREFILL and FAKE_DECODE say what goes wrong,
+# FAKE_CANARY how D's comparison with P ends.
 FAKE_VLLM = """
 import http.server, json, os, pathlib, signal, subprocess, sys, threading
 
@@ -45,10 +46,37 @@ def tidy_up(*_):
 signal.signal(signal.SIGTERM, signal.SIG_IGN if fault == "deaf" else tidy_up)
 
 
+asked = []
+
+
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
-        self.send_response(503 if fault == "loading" else 200)
+        ended = os.environ.get("FAKE_CANARY", "proven") if asked else ""
+        lines = [
+            f'vllm:pd_canaries_total{{engine="0",outcome="{one}"}} {float(one == ended)}'
+            for one in ("proven", "differs", "failed", "left")
+        ]
+        self.answer(503 if fault == "loading" else 200, "\\n".join(lines) if self.path == "/metrics" else "")
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        key = os.environ.get("VLLM_API_KEY")
+        if key and self.headers["Authorization"] != f"Bearer {key}":
+            self.answer(401, "{}")
+        elif fault == "short":
+            self.answer(400, json.dumps({"error": {"message": "the prompt is too long"}}))
+        else:
+            asked.append(body)
+            choices = [{"text": "a", "finish_reason": "length"}]
+            self.answer(200, json.dumps({"choices": choices, "kv_transfer_params": {"from": "P"}}))
+        pathlib.Path(os.environ["FAKE_SEEN"], f"{leg} asked").write_text(json.dumps(asked))
+
+    def answer(self, status, text):
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(text)))
         self.end_headers()
+        self.wfile.write(text.encode())
 
     def log_message(self, *_):
         pass
@@ -87,6 +115,10 @@ class Machine:
     def seen(self, leg: str) -> Any:
         """What the server of a leg was started with: its pid, arguments and variables."""
         return json.loads((self._seen / leg).read_text())
+
+    def asked(self, leg: str) -> Any:
+        """The bodies of the requests that the server of a leg has taken."""
+        return json.loads((self._seen / f"{leg} asked").read_text())
 
     def log(self, leg: str) -> str:
         """What the server of a leg has written."""

@@ -1,6 +1,7 @@
 """The proxy under test, in front of fake servers, all on real sockets."""
 
 import socket
+import ssl
 import threading
 from contextlib import ExitStack
 from typing import Any, Literal
@@ -60,8 +61,8 @@ class ProxySetup:
         self._stack = stack
         self._servers = FakeServers(stack)
 
-    def server(self, script: Script, port: int = 0) -> FakeServer:
-        return self._servers.start(script, port)
+    def server(self, script: Script, port: int = 0, tls: ssl.SSLContext | None = None) -> FakeServer:
+        return self._servers.start(script, port, tls)
 
     def stop(self, server: FakeServer) -> None:
         self._servers.stop(server)

@@ -1,0 +1,164 @@
+"""Bursts of requests through pd-proxy, and what one costs it: ``python -m benchmarks.proxy``.
+
+A prefill and a decode server that compute nothing (uvicorn, as vLLM's, each in a process of its own) behind a proxy in
+another. All requests of a burst are sent at once, each on a connection of its own. Reported are the requests that
+failed, the proxy's processor time for each (both legs, a stream of some events), and how long the whole burst took:
+on a machine with few cores that is the servers' time and this process's, too.
+
+There is a pause between bursts, so that each finds idle connections of another age: vLLM's server closes them after
+5 s.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import re
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import uvicorn
+from starlette.types import Receive, Scope, Send
+
+ROOT = Path(__file__).resolve().parents[1]
+HOST = "127.0.0.1"
+WAYS = ("together", "in-turn")
+TRANSFER = {"remote_host": HOST, "remote_port": 9, "remote_attempt": 0, "lease_id": "none"}
+EVENT = {"id": "cmpl-0", "object": "text_completion", "created": 0, "model": "none",
+         "choices": [{"index": 0, "text": " token", "logprobs": None, "finish_reason": None}]}  # fmt: skip
+MS = 2.0  # the target
+
+
+class FakeServer:
+    """P or D without a model: an ASGI application."""
+
+    def __init__(self, leg: str, events: int, wait_s: float) -> None:
+        self._leg, self._events, self._wait_s = leg, events, wait_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        while (await receive()).get("more_body"):
+            pass
+        await asyncio.sleep(self._wait_s)
+        kind = b"application/json" if self._leg == "prefill" else b"text/event-stream"
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", kind)]})
+        if self._leg == "prefill":
+            answer = {"choices": [{"text": " token", "finish_reason": "length"}], "kv_transfer_params": TRANSFER}
+            await send({"type": "http.response.body", "body": json.dumps(answer).encode()})
+            return
+        event = b"data: %s\n\n" % json.dumps(EVENT).encode()
+        for _ in range(self._events):
+            await send({"type": "http.response.body", "body": event, "more_body": True})
+            await asyncio.sleep(0.01)
+        await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
+
+
+@contextmanager
+def process(*words: str) -> Iterator[tuple[str, int]]:
+    """Run a server; yield its URL and process id when it listens."""
+    with subprocess.Popen(
+        [sys.executable, "-m", *words], cwd=ROOT, env=os.environ, stderr=subprocess.PIPE, text=True
+    ) as running:
+        assert running.stderr is not None
+        try:
+            for line in running.stderr:
+                if found := re.search(r"running on (http://[\d.]+:\d+)", line):
+                    break
+            else:
+                raise RuntimeError(f"{words} has ended")
+            # Its log is read to its end by nobody who costs processor time here.
+            with subprocess.Popen(["cat"], stdin=running.stderr, stdout=subprocess.DEVNULL) as reader:
+                yield found[1], running.pid
+                running.terminate()
+                running.wait()
+                reader.wait()
+        finally:
+            running.kill()
+
+
+async def ask(port: int) -> str:
+    """Send one request; return what is wrong with the answer, if anything."""
+    body = json.dumps({"model": "none", "prompt": "a question " * 100, "max_tokens": 100, "stream": True}).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: proxy\r\nConnection: close\r\nContent-Length: %d\r\n\r\n"
+    try:
+        reader, writer = await asyncio.open_connection(HOST, port)
+        try:
+            writer.write(head % len(body) + body)
+            answer = await asyncio.wait_for(reader.read(), 120)
+        finally:
+            writer.close()
+    except (OSError, TimeoutError) as error:
+        return repr(error)
+    whole = answer.startswith(b"HTTP/1.1 200") and answer.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+    return "" if whole else repr(answer[:40] + b" ... " + answer[-200:])
+
+
+async def burst(port: int, requests: int) -> list[str]:
+    """Send so many requests at once; return what was wrong, of each that failed."""
+    return [wrong for wrong in await asyncio.gather(*(ask(port) for _ in range(requests))) if wrong]
+
+
+def measure(way: str, requests: int, options: argparse.Namespace) -> dict[str, float]:
+    """Return what bursts of so many requests cost a new proxy."""
+    with ExitStack() as stack:
+        servers = [
+            stack.enter_context(process("benchmarks.proxy", "--serve", leg, "--events", str(options.events)))
+            for leg in ("prefill", "decode")
+        ]
+        legs = ["--prefill", servers[0][0], "--decode", servers[1][0], "--legs", way]
+        url, pid = stack.enter_context(process("pd_proxy", "--port", "0", *legs))
+        port, proxy = int(url.rpartition(":")[2]), psutil.Process(pid)
+        asyncio.run(burst(port, 20))
+        failed, cpu_ms, took_s = list[str](), [], []
+        for _ in range(options.rounds):
+            time.sleep(options.pause_s)
+            before, start = sum(proxy.cpu_times()[:2]), time.monotonic()
+            failed += asyncio.run(burst(port, requests))
+            took_s.append(time.monotonic() - start)
+            cpu_ms.append((sum(proxy.cpu_times()[:2]) - before) / requests * 1e3)
+    figures = {"sent": float(options.rounds * requests), "failed": float(len(failed)),
+               "cpu_ms": statistics.median(cpu_ms), "took_s": statistics.median(took_s)}  # fmt: skip
+    print(f"{way:>9} {requests:>9,} {options.rounds * requests:>7,} {len(failed):>7} {figures['cpu_ms']:>14.2f} "
+          f"{figures['took_s']:>9.1f}")  # fmt: skip
+    for wrong, times in Counter(failed).most_common(3):
+        print(f"{times} times: {wrong}")
+    return figures
+
+
+def serve(leg: str, events: int, wait_s: float) -> None:
+    """Be one of the servers, until a signal comes."""
+    uvicorn.run(FakeServer(leg, events, wait_s), host=HOST, port=0, log_level="info", access_log=False)
+
+
+def main(words: Sequence[str] | None = None) -> dict[str, Any]:
+    """Print a table, and return the figures by how the legs are sent and by the requests of a burst."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--requests", type=int, nargs="+", default=[100, 1000], help="of a burst")
+    parser.add_argument("--rounds", type=int, default=2, help="bursts")
+    parser.add_argument("--events", type=int, default=16, help="of an answer's stream")
+    parser.add_argument("--pause-s", type=float, default=1.5, help="between bursts")
+    parser.add_argument("--wait-s", type=float, default=0.05, help="of a server before it answers")
+    parser.add_argument("--serve", choices=["prefill", "decode"], help=argparse.SUPPRESS)
+    options = parser.parse_args(words)
+    if options.serve:
+        serve(options.serve, options.events, options.wait_s)
+        return {}
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
+    print(f"streams of {options.events} events; target: nothing fails, under {MS:g} ms a request")
+    print(f"{'legs':>9} {'at once':>9} {'sent':>7} {'failed':>7} {'CPU ms, median':>14} {'burst, s':>9}")
+    return {way: {str(many): measure(way, many, options) for many in options.requests} for way in WAYS}
+
+
+if __name__ == "__main__":
+    main()
