@@ -12,7 +12,7 @@ import numpy as np
 
 from layout.checksums import PlaneSums
 from layout.copies import Int64Array
-from layout.geometry import WorkerGeometry
+from layout.geometry import ModelIdentity, WorkerGeometry
 from layout.plan import BlockTable
 from pd_connector.params import RemotePrefill
 from transfer.control.errors import AuthenticationFailed, PeerRefused
@@ -219,6 +219,7 @@ class WorkerHandshake:
     generation: int = 0  # how many times the caches have been registered anew, after the engine has slept
     #: Fingerprint of the control channel's secret, empty without one. Never logged, nor sent to peers.
     secret: str = field(default="", repr=False)
+    model: ModelIdentity | None = None  # as this worker has loaded it; None if that is not known
 
 
 #: A worker's place: its pipeline-parallel and its tensor-parallel rank.

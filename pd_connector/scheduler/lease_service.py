@@ -57,7 +57,7 @@ class LeaseService(Generic[Held]):
 
         Args:
             leases: owned by the caller, who collects what ended leases held.
-            model: that this engine serves.
+            model: that this engine serves, as far as it is known before the workers are.
             tp_size: of this engine.
             leases_ended: called on any thread, possibly repeatedly, when ``leases.collect`` would return something.
             verify: whether to take checksums of what is leased.
@@ -77,8 +77,15 @@ class LeaseService(Generic[Held]):
         self._workers: tuple[WorkerGeometry, ...] = ()
         self._host_workers: tuple[WorkerGeometry, ...] = ()
 
-    def set_workers(self, workers: tuple[WorkerGeometry, ...], host: tuple[WorkerGeometry, ...] = ()) -> None:
+    def set_workers(
+        self,
+        workers: tuple[WorkerGeometry, ...],
+        host: tuple[WorkerGeometry, ...] = (),
+        model: ModelIdentity | None = None,
+    ) -> None:
         """Set the workers' caches, and their host memory if leases may move there. Until then, peers are to ask again.
+
+        ``model`` is what they have loaded, None if that is not known.
 
         If they are set again, the caches have been registered anew and their contents are gone. That makes this another
         engine: all leases end, and peers that know the old one are refused.
@@ -87,6 +94,7 @@ class LeaseService(Generic[Held]):
             self.engine_id = uuid.uuid4().hex  # first, so that nobody gets the new workers by the old id
             self.leases.cancel_all()
             self.end_transfers(self.transfers.open_leases, "the prefill engine has registered its caches anew")
+        self._model = model or self._model
         self._workers, self._host_workers = workers, host
         self.checksums.set_workers(len(workers))
         self.transfers.set_block_tokens(self.block_tokens)

@@ -310,7 +310,7 @@ class ConnectorScheduler:
         self, leases: LeaseTable[Leased], keys: ControlKeys | None, admission: RequestAdmission
     ) -> Producer:
         config, vllm_config = self._config, self._vllm_config
-        model = model_identity(vllm_config, config.model_check)
+        model = model_identity(vllm_config, config.model_check, reads_weights=False)  # workers know the rest
         tp_size, _ = engine_ranks(vllm_config)
         service = LeaseService(leases, model, tp_size, self._engine.wake, verify=config.verify, spans=self._spans)
         if config.host_transfers:

@@ -98,7 +98,8 @@ class ConnectorWorker:
         """
         config, ranks, tensors = self._config, worker_ranks(), all_tensors(kv_caches)
         on_host = caches_are_host_memory()
-        self._model = model_identity(self._vllm_config, config.model_check)
+        # A pull is good only if it is on every rank, so one may compare the weights for all.
+        self._model = model_identity(self._vllm_config, config.model_check, kv_caches, reads_weights=ranks.index == 0)
         self._engine = engine = self._make_engine(config)
         groups = [
             with_head_orders(self._vllm_config, group, kv_caches, on_cpu=on_host)
@@ -124,7 +125,7 @@ class ConnectorWorker:
         )  # fmt: skip
         self._start_roles(engine, caches, reads)
         secret = self._keys.fingerprint if self._keys is not None else ""
-        self._announce(WorkerHandshake(geometry, host_slots, host, secret=secret))
+        self._announce(WorkerHandshake(geometry, host_slots, host, secret=secret, model=self._model))
 
     def unregister_caches(self) -> None:
         """Let go of the caches' memory, which is about to be unmapped: sleep mode. Idempotent.
