@@ -204,6 +204,8 @@ class Orders:
     steps: tuple[int, ...] = ()
     #: Of the requests that begin to wait, if vLLM is told of failures by block ids. Not of a role.
     destinations: tuple[Destinations, ...] = ()
+    #: How often the model has changed since the last step. What is known of it, and proven of others, does not hold.
+    model_changes: int = 0
 
     def __add__(self, other: "Orders") -> "Orders":
         return Orders(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(Orders)))

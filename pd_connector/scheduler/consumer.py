@@ -31,13 +31,13 @@ from typing import TYPE_CHECKING
 from pd_connector.orders import Cause, Orders, PullOrder, RefuseOrder, Report
 from pd_connector.params import (
     ParamsError,
+    PromptIdentity,
     RemotePrefill,
     RemoteTransfer,
     check_prompt,
     is_decode_leg,
     is_malformed,
     parse_decode_leg,
-    prompt_digest,
 )
 from pd_connector.progress import Progress
 from pd_connector.scheduler.completions import Completions
@@ -47,7 +47,8 @@ from pd_connector.scheduler.roles import SchedulerRole
 from pd_connector.scheduler.subscriptions import Subscriptions, TransferFailed
 from pd_connector.stats import ComputedHere, StatsRecorder
 from pd_connector.vllm.cache_specs import Retention
-from pd_connector.vllm.requests import block_ids_by_group, is_placeholder, prompt_shape, traceparent
+from pd_connector.vllm.prompts import Prompts
+from pd_connector.vllm.requests import block_ids_by_group, is_placeholder, traceparent
 
 if TYPE_CHECKING:
     from pd_connector.vllm.types import KVCacheBlocks, Request
@@ -59,14 +60,6 @@ _MAX_SPENT = 8192
 
 #: What is good for one pull: ("lease", its id), or ("transfer", host, port, its name).
 _Key = tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class _Prompt:
-    """What tells a request's prompt from others. Without a digest, if it has no token ids or was rejected."""
-
-    tokens: int
-    digest: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +82,7 @@ class _Announced:
     """A decode leg whose prompt a prefill engine has yet to compute."""
 
     transfer: RemoteTransfer
-    prompt: _Prompt | None  # None if it need not be compared
+    prompt: PromptIdentity | None  # None if it need not be compared
     is_checked: bool = False  # the prompt is that of the other leg
 
 
@@ -113,8 +106,10 @@ class Consumer(SchedulerRole):
         ahead: PullsAhead,
         completions: Completions,
         retentions: Sequence[Retention] = (),
+        prompts: Prompts | None = None,
     ) -> None:
-        """``retentions``: of every cache group, in vLLM's order."""
+        """``retentions``: of every cache group, in vLLM's order. ``prompts``: knows their media and adapters."""
+        self._prompts = prompts or Prompts()
         self._retentions = retentions
         self._renewals = renewals
         self._subscriptions = subscriptions
@@ -125,8 +120,8 @@ class Consumer(SchedulerRole):
         self._pulling: dict[str, _Pulling] = {}
         self._landing: dict[str, _Pulling] = {}  # pulls to host memory: their requests wait, without blocks
         self._keys: dict[str, _Key] = {}  # of the requests that are announced, wait or pull, except followers
-        self._in_use: dict[_Key, _Prompt | None] = {}  # whose prompts they are
-        self._spent: dict[_Key, _Prompt | None] = {}  # no longer in use, oldest first
+        self._in_use: dict[_Key, PromptIdentity | None] = {}  # whose prompts they are
+        self._spent: dict[_Key, PromptIdentity | None] = {}  # no longer in use, oldest first
         self._failed: dict[str, str] = {}  # requests whose pulls have failed; why they will compute their prompts
         self._computed: dict[str, int] = {}  # tokens held here when vLLM last asked, by request
         self._computed_here: Counter[str] = Counter()  # prompts, by cause, since the last update of the statistics
@@ -145,11 +140,11 @@ class Consumer(SchedulerRole):
             return
         prompt = None
         if not is_placeholder(request):
-            prompt = _Prompt(request.num_prompt_tokens, prompt_digest(*prompt_shape(request)))
+            prompt = self._prompts.identify(request)
         try:
             asked = parse_decode_leg(request.kv_transfer_params)
             if isinstance(asked, RemotePrefill) and prompt is not None:
-                check_prompt(asked, prompt.tokens, prompt.digest)
+                check_prompt(asked, prompt)
             self._take_up(request.request_id, asked, prompt)
         except ParamsError as error:
             self._refuse(request.request_id, _Refused(str(error)))
@@ -317,7 +312,7 @@ class Consumer(SchedulerRole):
     def _known(self) -> tuple[Mapping[str, object], ...]:
         return self._announced, self._waiting, self._landing, self._pulling
 
-    def _take_up(self, request_id: str, asked: RemotePrefill | RemoteTransfer, prompt: _Prompt | None) -> None:
+    def _take_up(self, request_id: str, asked: RemotePrefill | RemoteTransfer, prompt: PromptIdentity | None) -> None:
         """Note a decode leg with good params.
 
         Raises:
@@ -371,7 +366,7 @@ class Consumer(SchedulerRole):
     def _checked(found: Progress, announced: _Announced) -> Progress | TransferFailed:
         if announced.prompt is not None:
             try:
-                check_prompt(found.remote, announced.prompt.tokens, announced.prompt.digest)
+                check_prompt(found.remote, announced.prompt)
             except ParamsError as error:
                 return TransferFailed(Cause.PARAMS, f"{announced.transfer.label} is of another prompt: {error}")
         announced.is_checked = True

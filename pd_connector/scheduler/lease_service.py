@@ -5,15 +5,17 @@ Leases, ids and answers only: no threads, no sockets, no blocks. ``Producer`` pu
 
 import uuid
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Generic
 
 from layout.geometry import ModelIdentity, WorkerGeometry
 from pd_connector.orders import ChecksumOrder, LeaseEnd
-from pd_connector.params import RemotePrefill, contents_digest, prompt_digest
+from pd_connector.params import RemotePrefill, contents_digest
 from pd_connector.scheduler.checksum_table import ChecksumTable
 from pd_connector.scheduler.leases import Held, LeaseTable
 from pd_connector.scheduler.transfers import Prompt, Transfers
-from pd_connector.vllm.requests import prompt_shape, traceparent
+from pd_connector.vllm.prompts import Prompts
+from pd_connector.vllm.requests import traceparent
 from pd_connector.vllm.tracing import LeaseSpans
 from transfer.control.messages import (
     Cancel,
@@ -52,6 +54,7 @@ class LeaseService(Generic[Held]):
         *,
         verify: bool = False,
         spans: LeaseSpans | None = None,
+        prompts: Prompts | None = None,
     ) -> None:
         """Create the service of an engine whose workers are not known yet.
 
@@ -62,6 +65,7 @@ class LeaseService(Generic[Held]):
             leases_ended: called on any thread, possibly repeatedly, when ``leases.collect`` would return something.
             verify: whether to take checksums of what is leased.
             spans: is told of every lease that is granted; None if tracing is off.
+            prompts: knows their media and adapters; None if these are not to be compared.
         """
         # A new process is a new engine whatever its configured name, because its memory has other contents.
         self.engine_id = uuid.uuid4().hex
@@ -72,6 +76,7 @@ class LeaseService(Generic[Held]):
         self.notify: Callable[..., None] = lambda *transfer_ids: None
         self._leases_ended = leases_ended
         self._spans = spans
+        self._prompts = prompts or Prompts()
         self._model = model
         self._tp_size = tp_size
         self._workers: tuple[WorkerGeometry, ...] = ()
@@ -91,13 +96,16 @@ class LeaseService(Generic[Held]):
         engine: all leases end, and peers that know the old one are refused.
         """
         if self._workers:
-            self.engine_id = uuid.uuid4().hex  # first, so that nobody gets the new workers by the old id
-            self.leases.cancel_all()
-            self.end_transfers(self.transfers.open_leases, "the prefill engine has registered its caches anew")
+            self._begin_anew("the prefill engine has registered its caches anew")
         self._model = model or self._model
         self._workers, self._host_workers = workers, host
         self.checksums.set_workers(len(workers))
         self.transfers.set_block_tokens(self.block_tokens)
+
+    def model_changed(self) -> None:
+        """Become another engine, whose weights are not known: what leases hold, another model has computed."""
+        self._begin_anew("the prefill engine's model has changed")
+        self._model = replace(self._model, weights_digest="")
 
     def begin(self, request: "VllmRequest", transfer_id: str) -> bool:
         """Take up a prompt that decode engines may follow by name; return False if nobody wants it any longer.
@@ -106,11 +114,11 @@ class LeaseService(Generic[Held]):
             ValueError: another request has the transfer id, or had it.
         """
         lease_id = uuid.uuid4().hex
-        digest = prompt_digest(*prompt_shape(request))
+        prompt = Prompt(transfer_id, lease_id, self._prompts.identify(request))
         self.leases.begin(lease_id)  # first, so that whoever ends the transfer ends the lease
         is_open = False
         try:
-            is_open = self.transfers.open(Prompt(transfer_id, lease_id, request.num_prompt_tokens, digest))
+            is_open = self.transfers.open(prompt)
         finally:
             if not is_open:
                 self.leases.withdraw(lease_id)
@@ -138,6 +146,8 @@ class LeaseService(Generic[Held]):
         """
         host, port = address
         begun = self.transfers.begun(transfer_id)
+        # Of a long prompt, the digest takes a millisecond, so what is known is not made again.
+        prompt = begun.prompt.identity if begun is not None else self._prompts.identify(request)
         remote = RemotePrefill(
             remote_engine_id=self.engine_id,
             remote_request_id=request.request_id,
@@ -148,10 +158,11 @@ class LeaseService(Generic[Held]):
             remote_block_sizes=self.block_tokens,
             remote_attempt=begun.attempt if begun is not None else 0,
             tp_size=self._tp_size,
-            lease_id=begun.lease_id if begun is not None else uuid.uuid4().hex,
+            lease_id=begun.prompt.lease_id if begun is not None else uuid.uuid4().hex,
             lease_ttl_s=self.leases.ttl_s,
-            # Of a long prompt, the digest takes a millisecond, so what is known is not made again.
-            prompt_digest=begun.digest if begun is not None else prompt_digest(*prompt_shape(request)),
+            prompt_digest=prompt.digest,
+            adapter_digest=prompt.adapter_digest,
+            media_digest=prompt.media_digest,
         )
         if self._spans is not None:
             self._spans.granted(remote.lease_id, traceparent(request), request.request_id, request.num_prompt_tokens)
@@ -194,6 +205,11 @@ class LeaseService(Generic[Held]):
         self.leases.check_integrity()
         self.transfers.check_integrity()
         self.checksums.check_integrity()
+
+    def _begin_anew(self, reason: str) -> None:
+        self.engine_id = uuid.uuid4().hex  # first, so that nobody gets what is new by the old id
+        self.leases.cancel_all()
+        self.end_transfers(self.transfers.open_leases, reason)
 
     def _answer(self, request: Request) -> Reply | NotYet:
         is_by_name = isinstance(request, Follow) or (isinstance(request, Cancel) and not request.lease_ids)

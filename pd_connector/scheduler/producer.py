@@ -195,6 +195,12 @@ class Producer(SchedulerRole):
         self.release_device_blocks()
         return True
 
+    def model_changed(self) -> None:
+        """Become another engine, so that decode engines prove it again."""
+        known_as = self._service.engine_id
+        self._service.model_changed()
+        logger.info("PDConnector: prefill engine %s is now %s", known_as, self._service.engine_id)
+
     def close(self) -> None:
         """Stop answering. Leases end with the process."""
         if outstanding := self._leases.active:

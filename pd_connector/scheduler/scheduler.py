@@ -46,8 +46,10 @@ from pd_connector.vllm.engine_config import (
 )
 from pd_connector.vllm.engine_core import EngineLoop
 from pd_connector.vllm.layouts import log_layout, warn_if_not_hooked
+from pd_connector.vllm.model_changes import watch_model
 from pd_connector.vllm.model_identity import model_identity
 from pd_connector.vllm.platform import host_address
+from pd_connector.vllm.prompts import Prompts
 from pd_connector.vllm.requests import block_ids_to_fill
 from pd_connector.vllm.tracing import lease_spans
 from transfer.control.client import ControlClient
@@ -85,7 +87,6 @@ class ConnectorScheduler:
         self._role = EngineRole.of(vllm_config)
         self._retentions = retentions(kv_cache_config)
         warn_if_not_hooked(vllm_config)
-        self._warn_of_idle_settings()
         if release.current().declares_layouts:
             log_layout(vllm_config, release.current().layout_of(kv_cache_config))
         self._blocks = DeviceBlocks()
@@ -97,18 +98,17 @@ class ConnectorScheduler:
         self._prompt_slots: PromptSlots | None = None  # the same
         self._early: dict[str, Request] = {}  # requests that came before all workers were known
         self._destinations: list[Destinations] = []  # for the next step, if vLLM is told of failures by block ids
+        self._model_changes = 0  # since the last step
         self._failed: set[str] = set()  # requests that have failed on a rank, and wait for others
         self._warnings = ThrottledWarnings(logger, _LOG_INTERVAL_S)
-        if config.cpu_bytes_to_use:
-            check_prefix_caching(vllm_config)
-        if config.bootstrap_port and self._role.produces:
-            check_one_engine_per_url(vllm_config)
+        self._check_settings()
         keys = load_keys(config.secret_file)
         if keys is not None:
             self._secret = keys.fingerprint
         # In the order in which they are asked for tokens. Host memory comes first: what it holds is not pulled.
         self._roles: list[SchedulerRole] = []
         self._landings: Landings | None = None  # None until workers are known, or if all is pulled to the device
+        self._prompts = Prompts(vllm_config, config.model_check)
         self._consumer = consumer = self._make_consumer(keys) if self._role.consumes else None
         self._spans = lease_spans(vllm_config)
         on_end = None if self._spans is None else self._spans.ended
@@ -133,6 +133,7 @@ class ConnectorScheduler:
         """Take the manager of the engine's blocks. Called while the engine core constructs its scheduler."""
         self._blocks.bind(kv_cache_manager, self._release_device_blocks)
         self._engine.find()
+        watch_model(self.model_changed, self._prompts.loaded)
 
     def set_workers(self, handshakes: Mapping[WorkerRanks, WorkerHandshake]) -> None:
         """Take the workers' handshakes that vLLM passes on: at start, and when the engine wakes from sleep.
@@ -193,8 +194,9 @@ class ConnectorScheduler:
         """Return the orders for the workers in a step that works on ``scheduled`` tokens of each request."""
         for role in self._roles:
             role.free_blocks()
-        destinations, self._destinations = tuple(self._destinations), []
-        return sum((role.step_orders(scheduled) for role in self._roles), Orders(destinations=destinations))
+        own = Orders(destinations=tuple(self._destinations), model_changes=self._model_changes)
+        self._destinations, self._model_changes = [], 0
+        return sum((role.step_orders(scheduled) for role in self._roles), own)
 
     def rest(self) -> None:
         """Wait a little if nothing can happen here before a prefill engine has news. For a step that has no work.
@@ -252,6 +254,20 @@ class ConnectorScheduler:
         """
         done = [role.reset() for role in self._roles]
         return all(done)
+
+    def model_changed(self, by: str) -> None:
+        """End all leases and forget what is known of the model, and of other engines': it computes something else now.
+
+        ``by``: what may have changed it, for the log.
+        """
+        logger.info(
+            "PDConnector: %s may have changed the model: all leases end, host memory is dropped, and other engines are "
+            "compared anew", by,
+        )  # fmt: skip
+        self.reset()
+        for role in self._roles:
+            role.model_changed()
+        self._model_changes += 1
 
     def shutdown(self) -> None:
         """Stop all communication and join all threads."""
@@ -312,7 +328,9 @@ class ConnectorScheduler:
         config, vllm_config = self._config, self._vllm_config
         model = model_identity(vllm_config, config.model_check, reads_weights=False)  # workers know the rest
         tp_size, _ = engine_ranks(vllm_config)
-        service = LeaseService(leases, model, tp_size, self._engine.wake, verify=config.verify, spans=self._spans)
+        service = LeaseService(
+            leases, model, tp_size, self._engine.wake, verify=config.verify, spans=self._spans, prompts=self._prompts
+        )
         if config.host_transfers:
             self._prompt_slots = PromptSlots()
             self._moves = LeaseMoves(
@@ -365,7 +383,7 @@ class ConnectorScheduler:
         bounds = AheadLimits(config.max_pulls_ahead, config.max_ahead_fraction)
         ahead = PullsAhead(bounds, self._blocks, self._retentions)
         renewals.start()
-        return Consumer(renewals, subscriptions, ahead, completions, self._retentions)
+        return Consumer(renewals, subscriptions, ahead, completions, self._retentions, self._prompts)
 
     def _open_host_tier(self, handshakes: Sequence[WorkerHandshake]) -> tuple[HostTier, HostScrub | None]:
         """Return the role of host memory, and the one that has its slots zeroed, if they are to be."""
@@ -416,9 +434,13 @@ class ConnectorScheduler:
                 f"tokens, which takes {needed}; set cpu_bytes_to_use to at least {enough}, or {way_out}"
             )
 
-    def _warn_of_idle_settings(self) -> None:
-        """Warn of settings about host memory that change nothing in an engine of this role."""
+    def _check_settings(self) -> None:
+        """Raise ConfigError if settings ask for what this engine cannot do; warn of those that change nothing in it."""
         config, role = self._config, self._role
+        if config.cpu_bytes_to_use:
+            check_prefix_caching(self._vllm_config)
+        if config.bootstrap_port and role.produces:
+            check_one_engine_per_url(self._vllm_config)
         if config.host_transfers and not role.produces:
             logger.warning(
                 "PDConnector: host_transfers = True has no effect with kv_role kv_consumer, whose memory nobody reads: "

@@ -178,7 +178,8 @@ class ConnectorWorker:
                 raise
             self._engine, self._caches = engine, caches
             host = self._readable_host(self._host, caches.geometry) if self._host is not None else None
-            before = replace(before, geometry=caches.geometry, host=host, generation=before.generation + 1)
+            known = replace(before, geometry=caches.geometry, host=host, model=self._model)
+            before = replace(known, generation=before.generation + 1)
             logger.info("PDConnector: the KV caches are registered for transfers again, at %s", engine.address)
         self._announce(before)
 
@@ -194,6 +195,8 @@ class ConnectorWorker:
         """Start the scheduler side's orders. While the engine sleeps, what waits for a transfer fails at once."""
         self._failures.expect(orders.destinations)
         self._steps += orders.steps
+        if orders.model_changes and self._model is not None:
+            self._model = replace(self._model, weights_digest="")  # they are not those of the files any more
         for role in self._roles:
             for request_id in role.execute(orders):
                 self._arrivals.expect(request_id)

@@ -252,6 +252,8 @@ class Followed(msgspec.Struct, frozen=True, tag="followed"):
     reason: Annotated[str, msgspec.Meta(max_length=512)] = ""  # for people
     #: Tokens, perhaps beyond ``tokens``, that can be read in host memory already. Only for who asks for more of them.
     in_host: SlotRange | None = None
+    adapter_digest: str = ""  # of what the prompt's LoRA adapter holds; empty if it has none, or that is unknown
+    media_digest: str = ""  # how P hashes images and other media, a colon, and those of the prompt
 
 
 class Checksums(msgspec.Struct, frozen=True, tag="checksums"):

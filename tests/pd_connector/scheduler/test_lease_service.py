@@ -7,7 +7,14 @@ import msgspec
 import pytest
 
 from layout.geometry import WorkerGeometry
-from pd_connector.params import RemotePrefill, check_prompt, contents_digest, parse_remote_prefill, prompt_digest
+from pd_connector.params import (
+    PromptIdentity,
+    RemotePrefill,
+    check_prompt,
+    contents_digest,
+    parse_remote_prefill,
+    prompt_digest,
+)
 from pd_connector.scheduler.lease_service import LeaseService
 from pd_connector.scheduler.leases import LeaseTable
 from tests.support.connector.engines import IDENTITY
@@ -87,7 +94,7 @@ def release(remote: RemotePrefill, reader: int = 0, readers: int = 1) -> Release
 
 def test_a_finished_prefill_is_answered_with_params_that_a_decode_engine_accepts(endpoint: Endpoint) -> None:
     remote = endpoint.grant("r", ([1, 2, 3, 4, 5], [0, 0, 8, 9, 6]))
-    check_prompt(remote, 70, prompt_digest(a_prompt(70), ()))
+    check_prompt(remote, PromptIdentity(70, prompt_digest(a_prompt(70), ())))
     assert remote.remote_engine_id == endpoint.engine_id
     assert remote.remote_request_id == "r"
     assert (remote.remote_host, remote.remote_port) == ("127.0.0.1", endpoint.port)

@@ -3,6 +3,7 @@
 import msgspec
 import pytest
 
+from pd_connector.params import PromptIdentity
 from pd_connector.scheduler import transfers
 from pd_connector.scheduler.transfers import Begun, Prompt, Transfers
 from tests.support.waiting import ManualClock
@@ -26,7 +27,7 @@ class Desk:
         self.transfers.set_block_tokens(SIZES)
 
     def open(self, transfer_id: str = "t", tokens: int = 30) -> bool:
-        is_open = self.transfers.open(Prompt(transfer_id, f"lease of {transfer_id}", tokens, "00ff"))
+        is_open = self.transfers.open(Prompt(transfer_id, f"lease of {transfer_id}", PromptIdentity(tokens, "00ff")))
         self.transfers.check_integrity()
         return is_open
 
@@ -121,7 +122,7 @@ def test_a_new_attempt_begins_with_nothing(desk: Desk) -> None:
     told = desk.told(0, 20, COMPUTING)
     assert (told.attempt, told.tokens, told.first_blocks) == (1, 10, (0, 0))
     assert told.block_ids == ((500, 501, 502), (1000, 1001))
-    assert desk.transfers.begun("t") == Begun("lease of t", "00ff", 1)
+    assert desk.transfers.begun("t") == Begun(Prompt("t", "lease of t", PromptIdentity(30, "00ff")), 1)
 
 
 def test_a_complete_prompt_is_told_whole(desk: Desk) -> None:
@@ -260,7 +261,7 @@ def test_a_cancel_names_the_leases_to_end(desk: Desk) -> None:
 
 def test_a_prompt_may_come_before_the_block_sizes_are_known() -> None:
     transfers = Transfers(TTL_S)
-    transfers.open(Prompt("t", "lease", 30, ""))
+    transfers.open(Prompt("t", "lease", PromptIdentity(30, "")))
     transfers.set_block_tokens(SIZES)
     assert transfers.announce("t", 4, [[1], [2]])
     transfers.check_integrity()
