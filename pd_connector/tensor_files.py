@@ -1,4 +1,6 @@
-"""Digests of safetensors files: some bytes of every tensor, read by many threads at once. Imports no vLLM.
+"""Finds the safetensors files of models and adapters, and takes digests of some bytes of every tensor in them.
+
+Imports no vLLM, because a machine without it is checked by the same code.
 
 A file begins with the length of its header (8 bytes, little endian) and the header: JSON that says of each tensor its
 data type, its shape, and where its bytes lie behind the header.
@@ -34,6 +36,20 @@ class _Tensor:
     what: str  # name, data type and shape
     start: int  # in the file
     size: int  # bytes
+
+
+def model_directory(name: str, revision: str | None = None) -> Path | None:
+    """Return the directory of a model's or adapter's files: a path, or the local cache of what a hub id names."""
+    path = Path(name)
+    if path.is_dir():
+        return path
+    from huggingface_hub import snapshot_download  # noqa: PLC0415  only for models from a hub
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError  # noqa: PLC0415
+
+    try:
+        return Path(snapshot_download(name, revision=revision, local_files_only=True))
+    except (HFValidationError, LocalEntryNotFoundError, OSError):
+        return None
 
 
 def weight_files(directory: Path) -> tuple[Path, ...]:

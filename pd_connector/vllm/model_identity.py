@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from layout.geometry import ModelIdentity
 from layout.layer_numbers import merged
-from pd_connector.tensor_files import tensors_digest, weight_files
+from pd_connector.tensor_files import model_directory, tensors_digest, weight_files
 from pd_connector.vllm.model_numbers import layer_numbers, scales_on_the_fly
 
 if TYPE_CHECKING:
@@ -55,20 +55,6 @@ def of_engine(workers: Sequence[ModelIdentity]) -> ModelIdentity:
 
 #: Keys of a model's configuration that tell how it was saved or is run, not what it computes.
 _VOLATILE_KEYS = frozenset({"_name_or_path", "dtype", "torch_dtype", "transformers_version", "use_cache"})
-
-
-def model_directory(name: str, revision: str | None = None) -> Path | None:
-    """Return the directory of a model's or adapter's files: a path, or the local cache of what a hub id names."""
-    path = Path(name)
-    if path.is_dir():
-        return path
-    from huggingface_hub import snapshot_download  # noqa: PLC0415  only for models from a hub
-    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError  # noqa: PLC0415
-
-    try:
-        return Path(snapshot_download(name, revision=revision, local_files_only=True))
-    except (HFValidationError, LocalEntryNotFoundError, OSError):
-        return None
 
 
 def _config_digest(model_config: Any, directory: Path | None) -> str:

@@ -10,8 +10,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from pd_connector.params import PromptIdentity, prompt_digest
-from pd_connector.tensor_files import tensors_digest, weight_files
-from pd_connector.vllm.model_identity import model_directory
+from pd_connector.tensor_files import model_directory, tensors_digest, weight_files
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
