@@ -13,6 +13,9 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.lora.request import LoRARequest
 from vllm.model_executor.layers import rotary_embedding
 
+from pd_connector.vllm.cache_groups import Ranks
+from pd_connector.vllm.metadata import HandshakeMetadata
+from pd_connector.worker import worker as worker_module
 from tests.support.connector.requests import FakeRequest, a_prompt
 from tests.support.connector.vllm_engine import EngineCoreUnderConstruction, EngineUnderTest, StartEngine
 
@@ -64,6 +67,17 @@ def test_a_model_that_was_built_with_other_factors_is_refused(
     p = Runner(4096).hand_over(start, "kv_producer")
     d = Runner(ours).hand_over(start, "kv_consumer")
     assert refusals(pull(d, "r", p.prefill("r", [3, 1, 6])[1], [2, 7, 4])) == failures
+
+
+@pytest.mark.parametrize(("rank", "reads"), [(0, True), (1, False)])
+def test_the_first_worker_of_an_engine_reads_its_files(
+    start: StartEngine, monkeypatch: pytest.MonkeyPatch, rank: int, reads: bool
+) -> None:
+    monkeypatch.setattr(worker_module, "worker_ranks", lambda: Ranks(rank, 2, 0, 1))
+    handshake = start("kv_consumer").worker.get_handshake_metadata()
+    assert isinstance(handshake, HandshakeMetadata)
+    assert handshake.handshake.model is not None
+    assert bool(handshake.handshake.model.weights_digest) == reads
 
 
 def core_of(engine: EngineUnderTest) -> Any:

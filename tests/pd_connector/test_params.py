@@ -185,6 +185,8 @@ def test_the_digest_of_what_a_lease_holds_survives_the_way_through_a_router() ->
         {"remote_block_ids": ((1, 2, 3, 4, 5), ())},
         {"remote_num_tokens": 71},
         {"prompt_digest": ""},
+        {"adapter_digest": "00ff"},
+        {"media_digest": "00:ff"},
     ],
     ids=str,
 )

@@ -27,7 +27,9 @@ class Desk:
         self.transfers.set_block_tokens(SIZES)
 
     def open(self, transfer_id: str = "t", tokens: int = 30) -> bool:
-        is_open = self.transfers.open(Prompt(transfer_id, f"lease of {transfer_id}", PromptIdentity(tokens, "00ff")))
+        is_open = self.transfers.open(
+            Prompt(transfer_id, f"lease of {transfer_id}", PromptIdentity(tokens, "00ff", "french", "aa", "bb:cc"))
+        )
         self.transfers.check_integrity()
         return is_open
 
@@ -75,6 +77,7 @@ def test_the_beginning_is_news_although_nothing_is_complete(desk: Desk) -> None:
     told = desk.told(0, 0, QUEUED)
     assert (told.state, told.lease_id, told.lease_ttl_s, told.attempt) == (COMPUTING, "lease of t", TTL_S, 0)
     assert (told.prompt_tokens, told.prompt_digest, told.block_sizes) == (30, "00ff", SIZES)
+    assert (told.adapter_digest, told.media_digest) == ("aa", "bb:cc")
     assert (told.tokens, told.block_ids, told.first_blocks) == (0, ((), ()), (0, 0))
 
 
@@ -122,7 +125,9 @@ def test_a_new_attempt_begins_with_nothing(desk: Desk) -> None:
     told = desk.told(0, 20, COMPUTING)
     assert (told.attempt, told.tokens, told.first_blocks) == (1, 10, (0, 0))
     assert told.block_ids == ((500, 501, 502), (1000, 1001))
-    assert desk.transfers.begun("t") == Begun(Prompt("t", "lease of t", PromptIdentity(30, "00ff")), 1)
+    assert desk.transfers.begun("t") == Begun(
+        Prompt("t", "lease of t", PromptIdentity(30, "00ff", "french", "aa", "bb:cc")), 1
+    )
 
 
 def test_a_complete_prompt_is_told_whole(desk: Desk) -> None:

@@ -125,12 +125,14 @@ def test_an_adapter_is_what_it_held_when_it_was_loaded(tmp_path: Path) -> None:
     """A new one may be written over it, and is not served before vLLM has loaded it again."""
     path = an_adapter(tmp_path)
     known = prompts()
-    known.loaded(LoRARequest("french", 1, str(path)))
+    assert not known.loaded(LoRARequest("french", 1, str(path), load_inplace=True))  # of that number, it is the first
     before = known.identify(with_adapter(path))
     assert before.adapter_digest
     an_adapter(tmp_path, seed=1)
     assert known.identify(with_adapter(path)) == before
-    known.loaded(LoRARequest("french", 1, str(path), load_inplace=True))
+    assert not known.loaded(LoRARequest("french", 1, str(path)))  # vLLM keeps what it has
+    assert known.identify(with_adapter(path)) == before
+    assert known.loaded(LoRARequest("french", 1, str(path), load_inplace=True))
     assert known.identify(with_adapter(path)).adapter_digest not in {before.adapter_digest, ""}
 
 
