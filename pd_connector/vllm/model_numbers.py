@@ -37,8 +37,9 @@ def layer_numbers(vllm_config: "VllmConfig", layers: Iterable[str]) -> tuple[Lay
 
     Layers of which nothing is known are left out, those of a draft model among them.
     """
-    model = _loaded_model()
-    if model is None:
+    layers = tuple(layers)
+    model = _loaded_model() if layers else None
+    if model is None and layers:
         logger.warning(
             "PDConnector: the loaded model cannot be reached in this release of vLLM, so its rotary tables are not "
             "compared with those of other engines"

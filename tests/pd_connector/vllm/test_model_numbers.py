@@ -211,3 +211,9 @@ def test_a_model_that_cannot_be_reached_is_said_and_its_scales_are_compared(capl
     assert {part.name for part in numbers} >= {"softmax scale", "k_scale"}
     assert f"{ROTARY} rotary_emb" not in {part.name for part in numbers}
     assert "the loaded model cannot be reached" in caplog.text
+
+
+def test_a_process_without_layers_asks_for_no_model(caplog: pytest.LogCaptureFixture) -> None:
+    """The engine core has none."""
+    assert layer_numbers(Runner({}).config, ()) == ()
+    assert not caplog.text
