@@ -2,9 +2,14 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from pathlib import Path
+from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
+from vllm.lora.request import LoRARequest
 
 from layout.geometry import WorkerGeometry
 from pd_connector.params import (
@@ -17,6 +22,7 @@ from pd_connector.params import (
 )
 from pd_connector.scheduler.lease_service import LeaseService
 from pd_connector.scheduler.leases import LeaseTable
+from pd_connector.vllm.prompts import Prompts
 from tests.support.connector.engines import IDENTITY
 from tests.support.connector.requests import FakeRequest, a_prompt
 from tests.support.waiting import ManualClock
@@ -90,6 +96,21 @@ def ask(client: ControlClient, endpoint: Endpoint, message: Request, timeout_s: 
 def release(remote: RemotePrefill, reader: int = 0, readers: int = 1) -> Release:
     contents = contents_digest(remote)
     return Release(remote.remote_engine_id, remote.lease_id, reader, readers, "pull", contents)
+
+
+@pytest.mark.parametrize("is_named", [False, True])
+def test_the_answer_tells_what_the_prompts_adapter_held_when_it_was_loaded(tmp_path: Path, is_named: bool) -> None:
+    save_file({"lora_A.weight": np.ones(8, np.float32)}, tmp_path / "adapter_model.safetensors")
+    prompts = Prompts(None, "weights")
+    leases: LeaseTable[str] = LeaseTable(TTL_S, ManualClock())
+    service = LeaseService(leases, IDENTITY, 1, prompts=prompts)
+    service.set_workers((WORKER,))
+    request: Any = FakeRequest("r", a_prompt(70), lora_request=LoRARequest("french", 1, str(tmp_path)))
+    if is_named:
+        service.begin(request, "t")
+    remote = parse_remote_prefill(service.grant(request, ((1,),), "r", ("127.0.0.1", 1), "t" if is_named else ""))
+    assert remote.adapter_digest == prompts.identify(request).adapter_digest != ""
+    check_prompt(remote, prompts.identify(request))
 
 
 def test_a_finished_prefill_is_answered_with_params_that_a_decode_engine_accepts(endpoint: Endpoint) -> None:
