@@ -4,6 +4,7 @@ Usable on its own. Imports numpy, and numba for the planning loops. Moves no byt
 Public modules:
 
     geometry        a worker's cache as data: strided planes over (layer, block, head, token, content)
+    layer_numbers   what a loaded model's layers compute with, and how two engines' are compared
     regions         registered memory, and the check that addresses lie in it
     copies          descriptor arrays: which bytes go where
     sharding        which rank holds which heads and layers, and which ranks it reads them from
@@ -29,6 +30,7 @@ __all__ = [
     "geometry",
     "host_blocks",
     "host_slots",
+    "layer_numbers",
     "plan",
     "regions",
     "scratch",

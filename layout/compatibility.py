@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import fields
 
 from layout.geometry import CacheGroup, ModelIdentity, Plane, WorkerGeometry
+from layout.layer_numbers import ROTARY, TEMPERATURE, differences
 
 
 class IncompatibleCachesError(ValueError):
@@ -18,37 +19,62 @@ UNEQUAL_TOTALS = (
     "engines with the same --tensor-parallel-size, or with fewer ranks than any layer has heads"
 )
 
+#: Fields of an identity that are not simply equal or not.
+_COMPARED_APART = frozenset({"numbers", "scales_on_the_fly"})
+_MAX_TOLD = 8  # differences in a message: every layer of a model may have one
+
 _HINTS = {
     "config_digest": (
         "the two engines serve different models or revisions, or read one that has no config.json on the machine by "
         "different releases of transformers: then serve it from a directory, or set model_check to off"
     ),
-    "weights_digest": "the two engines serve different weights of one architecture",
+    "weights_digest": (
+        "the two engines serve different weights of one architecture, or their connectors are of different versions"
+    ),
     "cache_dtype": "start both with the same --kv-cache-dtype and --dtype",
     "model_dtype": "start both with the same --dtype",
+    ROTARY: (
+        "start both engines with the same --max-model-len and --hf-overrides: models with LongRoPE take other factors "
+        "above their original length. If these are equal, the two releases of vLLM build this table differently (YaRN "
+        "in 0.23 and in later ones): run the same release on both"
+    ),
+    TEMPERATURE: (
+        "vLLM decides it by --max-model-len (above 32768) and the generation config: start both engines with the same"
+    ),
 }
+
+_ON_THE_FLY = (
+    "finds the scales of its quantised KV cache on the fly (--calculate-kv-scales), by the first prompt that it "
+    "computes, so that no two engines have the same. Serve a checkpoint that has scales, or start both engines without "
+    "the option"
+)
 
 
 def check_models(local: ModelIdentity, remote: ModelIdentity) -> None:
-    """Raise unless both engines serve the same model with the same KV cache dtype.
+    """Raise unless both engines compute the same keys and values, as far as their identities tell.
 
-    An empty digest means "unknown" and is not compared.
+    An empty digest means "unknown" and is not compared, nor is a number that one side does not know.
 
     Raises:
         IncompatibleCachesError: names every field that differs, with both values.
     """
-    differing = [
-        field.name
-        for field in fields(ModelIdentity)
-        if getattr(local, field.name) != getattr(remote, field.name)
-        and not (field.name.endswith("_digest") and "" in (getattr(local, field.name), getattr(remote, field.name)))
+    wrong = [
+        (name, f"{name} is {getattr(local, name)!r} here and {getattr(remote, name)!r} there")
+        for name in (field.name for field in fields(ModelIdentity) if field.name not in _COMPARED_APART)
+        if getattr(local, name) != getattr(remote, name)
+        and not (name.endswith("_digest") and "" in (getattr(local, name), getattr(remote, name)))
     ]
-    if differing:
-        values = "; ".join(
-            f"{name} is {getattr(local, name)!r} here and {getattr(remote, name)!r} there" for name in differing
+    wrong += [(each.name, each.text) for each in differences(local.numbers, remote.numbers)]
+    if wrong:
+        hints = "; ".join(hint for key, hint in _HINTS.items() if any(name.startswith(key) for name, _ in wrong))
+        told = "; ".join(text for _, text in wrong[:_MAX_TOLD])
+        more = f"; and {len(wrong) - _MAX_TOLD} more" if len(wrong) > _MAX_TOLD else ""
+        raise IncompatibleCachesError(
+            f"the remote engine's model differs: {told}{more}" + (f" ({hints})" if hints else "")
         )
-        hints = "; ".join(_HINTS[name] for name in differing if name in _HINTS)
-        raise IncompatibleCachesError(f"the remote engine's model differs: {values}" + (f" ({hints})" if hints else ""))
+    for side, identity in (("this engine", local), ("the remote engine", remote)):
+        if identity.scales_on_the_fly:
+            raise IncompatibleCachesError(f"{side} {_ON_THE_FLY}")
 
 
 def check_transports(local: WorkerGeometry, remotes: Iterable[WorkerGeometry]) -> None:

@@ -8,6 +8,8 @@ otherwise. This module reads no tensor and no memory.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from layout.layer_numbers import LayerNumbers
+
 
 @dataclass(frozen=True, slots=True)
 class Region:
@@ -126,9 +128,12 @@ class ModelIdentity:
 
     architecture: str  # e.g. "LlamaForCausalLM"
     config_digest: str  # of the model configuration, without names and paths
-    weights_digest: str  # of a sample of the weights; empty if they could not be sampled
+    weights_digest: str  # of some bytes of every tensor; empty if they could not be read
     layers: int  # attention layers of the whole model
     kv_heads: int
     head_size: int  # items
     model_dtype: str
     cache_dtype: str
+    #: Whether the scales of a quantised cache are found on the fly, by the first prompt that an engine computes.
+    scales_on_the_fly: bool = False
+    numbers: tuple[LayerNumbers, ...] = ()  # read off the loaded model; of the worker's own layers on a worker

@@ -197,9 +197,9 @@ class ConnectorConfig(BaseModel):
     model_check: Literal["weights", "config", "off"] = Field(
         default="weights",
         description="What must be equal on both sides besides the shape of the caches. weights: the model's "
-        "configuration and a sample of its weight files, if they are safetensors; config: the configuration only; "
-        "off: neither, for models known to produce the same KV cache from different files, such as differently "
-        "quantized ones.",
+        "configuration, what the loaded model computes with (rotary tables, scales), and some bytes of every tensor of "
+        "the model and of LoRA adapters, if they are safetensors; config: the same without tensors; off: none of it, "
+        "for models known to produce the same KV cache from different files, such as differently quantized ones.",
     )
     canary: Literal["refuse", "warn", "off"] | None = Field(
         default=None,

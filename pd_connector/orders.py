@@ -13,7 +13,7 @@ import numpy as np
 
 from layout.checksums import PlaneSums
 from layout.copies import Int64Array
-from layout.geometry import WorkerGeometry
+from layout.geometry import ModelIdentity, WorkerGeometry
 from layout.plan import BlockTable
 from pd_connector.params import RemotePrefill
 from transfer.control.errors import AuthenticationFailed, PeerRefused
@@ -250,6 +250,8 @@ class Orders:
     steps: tuple[int, ...] = ()
     #: Of the requests that begin to wait, if vLLM is told of failures by block ids. Not of a role.
     destinations: tuple[Destinations, ...] = ()
+    #: How often the model has changed since the last step. What is known of it, and proven of others, does not hold.
+    model_changes: int = 0
 
     def __add__(self, other: "Orders") -> "Orders":
         return Orders(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(Orders)))
@@ -266,6 +268,7 @@ class WorkerHandshake:
     generation: int = 0  # how many times the caches have been registered anew, after the engine has slept
     #: Fingerprint of the control channel's secret, empty without one. Never logged, nor sent to peers.
     secret: str = field(default="", repr=False)
+    model: ModelIdentity | None = None  # as this worker has loaded it; None if that is not known
 
 
 #: A worker's place: its pipeline-parallel and its tensor-parallel rank.

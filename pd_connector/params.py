@@ -6,6 +6,7 @@ routers pass all others on unchanged. Decode engines get the params from clients
 
 import hashlib
 import re
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 import msgspec
@@ -23,6 +24,17 @@ Layers = Annotated[tuple[LayerName, ...], msgspec.Meta(max_length=4096)]
 
 class ParamsError(ValueError):
     """The ``kv_transfer_params`` of a request are incomplete, invalid, or those of another request."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptIdentity:
+    """What tells a request's prompt from others, on either engine."""
+
+    tokens: int
+    digest: str  # see ``prompt_digest``
+    adapter: str = ""  # name of its LoRA adapter, for messages; empty if it has none
+    adapter_digest: str = ""  # of what the adapter holds; empty if unknown
+    media_digest: str = ""  # as in ``RemotePrefill``
 
 
 class RemotePrefill(msgspec.Struct, frozen=True):
@@ -45,6 +57,10 @@ class RemotePrefill(msgspec.Struct, frozen=True):
     # every token.
     remote_layers: Annotated[tuple[Layers, ...], msgspec.Meta(max_length=64)] = ()
     remote_attempt: Annotated[int, msgspec.Meta(ge=0)] = 0  # how many times the prompt was started over
+    #: What the LoRA adapter holds, under whose name the prompt was computed; empty if it has none, or that is unknown.
+    adapter_digest: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{0,64}\Z")] = ""
+    #: How the prefill engine hashes images and other media, a colon, and those of the prompt; empty if unknown.
+    media_digest: Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{1,64}:[0-9a-f]{1,64})?\Z")] = ""
     remote_request_id: str = ""  # for routers
     tp_size: int = 0  # for routers
 
@@ -198,42 +214,61 @@ def _parse_transfer(given: dict[Any, Any]) -> RemoteTransfer:
         ) from None
 
 
-def check_prompt(remote: RemotePrefill, num_tokens: int, digest: str) -> None:
-    """Raise unless a decode leg's params belong to its prompt, which has ``num_tokens`` tokens and this digest.
+def check_prompt(remote: RemotePrefill, prompt: PromptIdentity) -> None:
+    """Raise unless a decode leg's params belong to its prompt. What either side does not know is not compared.
 
     Raises:
-        ParamsError: the number of tokens or the digest differs; the message names both values.
+        ParamsError: the number of tokens or a digest differs; the message names both values.
     """
-    if remote.remote_num_tokens != num_tokens:
+    if remote.remote_num_tokens != prompt.tokens:
         raise ParamsError(
-            f"the prefill engine computed {remote.remote_num_tokens} prompt tokens and this request has {num_tokens}: "
-            "both legs must carry the same prompt and use the same tokenizer and chat template"
+            f"the prefill engine computed {remote.remote_num_tokens} prompt tokens and this request has "
+            f"{prompt.tokens}: both legs must carry the same prompt and use the same tokenizer and chat template"
         )
-    if remote.prompt_digest and digest and remote.prompt_digest != digest:
+    if _differ(remote.prompt_digest, prompt.digest):
         raise ParamsError(
-            f"the prefilled prompt (digest {remote.prompt_digest}) is not the prompt of this request ({digest}): "
-            "kv_transfer_params belong to one prompt and cannot be used for another"
+            f"the prefilled prompt (digest {remote.prompt_digest}) is not the prompt of this request "
+            f"({prompt.digest}): kv_transfer_params belong to one prompt and cannot be used for another"
         )
+    if _differ(remote.adapter_digest, prompt.adapter_digest):
+        raise ParamsError(
+            f"LoRA adapter {prompt.adapter!r:.200} is another one on the prefill engine (digest "
+            f"{remote.adapter_digest}) than here ({prompt.adapter_digest}): load the same on both, or roll a new one "
+            "out under a new name"
+        )
+    theirs, ours = remote.media_digest, prompt.media_digest
+    if theirs.partition(":")[0] == ours.partition(":")[0] and _differ(theirs, ours):
+        raise ParamsError(
+            f"the images or other media of the prefilled prompt (digest {theirs}) are not those of this request "
+            f"({ours}): both legs must carry the same"
+        )
+
+
+def _differ(theirs: str, ours: str) -> bool:
+    return bool(theirs and ours) and theirs != ours
 
 
 def prompt_digest(token_ids: list[int] | None, extra: tuple[str, ...]) -> str:
-    """Return 16 hexadecimal digits that tell prompts apart; empty for a prompt without token ids.
+    """Return 16 hexadecimal digits that tell prompts apart; empty for a prompt of which nothing is known.
 
     ``extra`` names what else shapes the KV cache, such as a LoRA adapter.
     """
-    if not token_ids:
+    if not (token_ids or extra):
         return ""
     digest = hashlib.blake2b(digest_size=8)
-    digest.update(msgspec.msgpack.encode((token_ids, extra)))
+    digest.update(msgspec.msgpack.encode((token_ids or [], extra)))
     return digest.hexdigest()
 
 
 def contents_digest(remote: RemotePrefill) -> str:
-    """Return 32 hexadecimal digits over a lease's contents: block ids, number of tokens, prompt digest and attempt.
+    """Return 32 hexadecimal digits over a lease's contents: block ids, number of tokens, digests and attempt.
 
     A prefill engine computes it from its answer, a decode engine from what it received. The two differ if any of these
     was altered on the way.
     """
-    contents = (remote.remote_block_ids, remote.remote_num_tokens, remote.prompt_digest)
-    held = msgspec.msgpack.encode((*contents, remote.remote_attempt) if remote.remote_attempt else contents)
-    return hashlib.blake2b(held, digest_size=16).hexdigest()
+    contents: tuple[object, ...] = (remote.remote_block_ids, remote.remote_num_tokens, remote.prompt_digest)
+    if remote.remote_attempt:
+        contents = (*contents, remote.remote_attempt)
+    if remote.adapter_digest or remote.media_digest:
+        contents = (*contents, remote.adapter_digest, remote.media_digest)
+    return hashlib.blake2b(msgspec.msgpack.encode(contents), digest_size=16).hexdigest()

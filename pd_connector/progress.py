@@ -64,6 +64,8 @@ def progress_of(transfer: RemoteTransfer, followed: Followed, known: Progress | 
         "lease_id": followed.lease_id,
         "lease_ttl_s": followed.lease_ttl_s,
         "prompt_digest": followed.prompt_digest,
+        "adapter_digest": followed.adapter_digest,
+        "media_digest": followed.media_digest,
     }
     try:
         remote = msgspec.convert(held, RemotePrefill)

@@ -18,6 +18,7 @@ import simpy
 import zmq
 
 from layout.geometry import CacheGroup, ModelIdentity, Plane, Region, WorkerGeometry
+from pd_connector.params import PromptIdentity
 from pd_connector.scheduler.lease_service import LeaseService
 from pd_connector.scheduler.leases import LeaseTable
 from pd_connector.scheduler.transfers import Prompt
@@ -43,7 +44,7 @@ def serve(pipe: Connection, leases: int) -> None:
     table: LeaseTable[None] = LeaseTable(TTL_S, time.monotonic)
     service = LeaseService(table, ModelIdentity("none", "none", "", LAYERS, 8, 128, "none", "none"), WORKERS)
     service.set_workers(tuple(_worker(rank) for rank in range(WORKERS)))
-    service.transfers.open(Prompt(_TRANSFER, "growing", PROMPT_TOKENS, ""))
+    service.transfers.open(Prompt(_TRANSFER, "growing", PromptIdentity(PROMPT_TOKENS, "")))
     service.transfers.announce(_TRANSFER, PROMPT_TOKENS // 2, [list(range(PROMPT_TOKENS // 2 // BLOCK_TOKENS))])
     for number in range(leases):
         table.grant(lease_id(number), None, _CONTENTS)

@@ -220,7 +220,7 @@ class Announcer:
         begun = self._transfers.begun(named.transfer_id)
         if begun is not None:
             how = request.status.name.removeprefix("FINISHED_").lower()
-            self._service.end_transfers([begun.lease_id], f"the prefill engine's request has ended ({how})")
+            self._service.end_transfers([begun.prompt.lease_id], f"the prefill engine's request has ended ({how})")
 
     def take_events(self) -> dict[str, int]:
         """Return how many named prompts have begun, started over, ended, or were refused since the last call."""

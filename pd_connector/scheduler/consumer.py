@@ -33,13 +33,13 @@ from layout.geometry import layers_by_group
 from pd_connector.orders import Cause, Orders, PullOrder, RefuseOrder, Report, WorkerHandshake
 from pd_connector.params import (
     ParamsError,
+    PromptIdentity,
     RemotePrefill,
     RemoteTransfer,
     check_prompt,
     is_decode_leg,
     is_malformed,
     parse_decode_leg,
-    prompt_digest,
 )
 from pd_connector.progress import Progress
 from pd_connector.scheduler.canaries import NoCanaries, Rejection, Standing
@@ -49,16 +49,16 @@ from pd_connector.scheduler.needed_blocks import NeededBlocks
 from pd_connector.scheduler.pulls_ahead import PullsAhead
 from pd_connector.scheduler.renewals import Renewals
 from pd_connector.scheduler.roles import SchedulerRole
-from pd_connector.scheduler.single_use import Key, PromptShape, SingleUse
+from pd_connector.scheduler.single_use import Key, SingleUse
 from pd_connector.scheduler.subscriptions import Subscriptions, TransferFailed
 from pd_connector.stats import ComputedHere, StatsRecorder
 from pd_connector.vllm.cache_specs import Retention
+from pd_connector.vllm.prompts import Prompts
 from pd_connector.vllm.requests import (
     block_ids_by_group,
     computes_whole_prompt,
     is_later_choice,
     is_placeholder,
-    prompt_shape,
     traceparent,
 )
 from transfer.control.limits import ThrottledWarnings
@@ -84,10 +84,13 @@ class Consumer(SchedulerRole):
         retentions: Sequence[Retention] = (),
         layers: Sequence[Collection[str]] = (),
         canaries: NoCanaries | None = None,
+        prompts: Prompts | None = None,
     ) -> None:
         """``retentions`` and ``layers``: of every cache group, in vLLM's order. Until ``set_workers``, layers of a
-        pipeline stage are enough. ``canaries`` is a role of its own, asked before.
+        pipeline stage are enough. ``canaries`` is a role of its own, asked before. ``prompts`` knows their media and
+        adapters.
         """
+        self._prompts = prompts or Prompts()
         self._retentions = retentions
         self._needed = NeededBlocks(retentions, layers)
         self._canaries = canaries or NoCanaries()
@@ -125,11 +128,11 @@ class Consumer(SchedulerRole):
             return
         prompt = None
         if not is_placeholder(request):
-            prompt = PromptShape(request.num_prompt_tokens, prompt_digest(*prompt_shape(request)))
+            prompt = self._prompts.identify(request)
         try:
             asked = parse_decode_leg(request.kv_transfer_params)
             if isinstance(asked, RemotePrefill) and prompt is not None:
-                check_prompt(asked, prompt.tokens, prompt.digest)
+                check_prompt(asked, prompt)
             self._take_up(request.request_id, asked, prompt)
         except ParamsError as error:
             self._refuse(request.request_id, Refused(str(error)))
@@ -305,7 +308,7 @@ class Consumer(SchedulerRole):
     def _known(self) -> tuple[Mapping[str, object], ...]:
         return self._announced, self._waiting, self._landing, self._pulling, self._proving
 
-    def _take_up(self, request_id: str, asked: RemotePrefill | RemoteTransfer, prompt: PromptShape | None) -> None:
+    def _take_up(self, request_id: str, asked: RemotePrefill | RemoteTransfer, prompt: PromptIdentity | None) -> None:
         """Note a decode leg with good params.
 
         Raises:
@@ -400,7 +403,7 @@ class Consumer(SchedulerRole):
     def _checked(found: Progress, announced: Announced) -> Progress | TransferFailed:
         if announced.prompt is not None:
             try:
-                check_prompt(found.remote, announced.prompt.tokens, announced.prompt.digest)
+                check_prompt(found.remote, announced.prompt)
             except ParamsError as error:
                 return TransferFailed(Cause.PARAMS, f"{announced.transfer.label} is of another prompt: {error}")
         announced.is_checked = True

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 from pd_connector.orders import Cause
-from pd_connector.params import RemotePrefill, RemoteTransfer
-from pd_connector.scheduler.single_use import Key, PromptShape
+from pd_connector.params import PromptIdentity, RemotePrefill, RemoteTransfer
+from pd_connector.scheduler.single_use import Key
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class Announced:
     """A decode leg whose prompt a prefill engine has yet to compute."""
 
     transfer: RemoteTransfer
-    prompt: PromptShape | None  # None if it need not be compared
+    prompt: PromptIdentity | None  # None if it need not be compared
     is_checked: bool = False  # the prompt is that of the other leg
 
 

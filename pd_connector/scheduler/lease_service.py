@@ -5,17 +5,18 @@ Leases, ids and answers only: no threads, no sockets, no blocks. ``Producer`` pu
 
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Generic
 
 from layout.geometry import CacheGroup, ModelIdentity, WorkerGeometry, layers_by_group
 from pd_connector.orders import ChecksumOrder, LeaseEnd
-from pd_connector.params import RemotePrefill, contents_digest, prompt_digest
+from pd_connector.params import RemotePrefill, contents_digest
 from pd_connector.scheduler.checksum_table import ChecksumTable
 from pd_connector.scheduler.leases import Held, LeaseTable, Tables
 from pd_connector.scheduler.transfers import Prompt, Transfers
 from pd_connector.vllm.cache_specs import retention_in
-from pd_connector.vllm.requests import prompt_shape, traceparent
+from pd_connector.vllm.prompts import Prompts
+from pd_connector.vllm.requests import traceparent
 from pd_connector.vllm.tracing import LeaseSpans
 from transfer.control.messages import (
     Cancel,
@@ -70,18 +71,20 @@ class LeaseService(Generic[Held]):
         max_model_len: int = 0,
         spans: LeaseSpans | None = None,
         writes_late: bool = False,
+        prompts: Prompts | None = None,
     ) -> None:
         """Create the service of an engine whose workers are not known yet.
 
         Args:
             leases: owned by the caller, who collects what ended leases held.
-            model: that this engine serves.
+            model: that this engine serves, as far as it is known before the workers are.
             tp_size: of this engine.
             leases_ended: called on any thread, possibly repeatedly, when ``leases.collect`` would return something.
             verify: whether to take checksums of what is leased.
             max_model_len: that this engine serves, for those that read; 0: unknown.
             spans: is told of every lease that is granted; None if tracing is off.
             writes_late: whether leases may be granted before all that they hold is written.
+            prompts: knows their media and adapters; None if these are not to be compared.
         """
         self._writes_late = writes_late
         self._unwritten: dict[str, _Granted] = {}  # by lease; of the scheduler's thread
@@ -94,6 +97,7 @@ class LeaseService(Generic[Held]):
         self.notify: Callable[..., None] = lambda *transfer_ids: None
         self._leases_ended = leases_ended
         self._spans = spans
+        self._prompts = prompts or Prompts()
         self._model = model
         self._tp_size = tp_size
         self._max_model_len = max_model_len
@@ -102,22 +106,33 @@ class LeaseService(Generic[Held]):
         self._layers: tuple[tuple[str, ...], ...] = ()
         self._host_workers: tuple[WorkerGeometry, ...] = ()
 
-    def set_workers(self, workers: tuple[WorkerGeometry, ...], host: tuple[WorkerGeometry, ...] = ()) -> None:
+    def set_workers(
+        self,
+        workers: tuple[WorkerGeometry, ...],
+        host: tuple[WorkerGeometry, ...] = (),
+        model: ModelIdentity | None = None,
+    ) -> None:
         """Set the workers' caches, and their host memory if leases may move there. Until then, peers are to ask again.
+
+        ``model`` is what they have loaded, None if that is not known.
 
         If they are set again, the caches have been registered anew and their contents are gone. That makes this another
         engine: all leases end, and peers that know the old one are refused.
         """
         if self._workers:
-            self.engine_id = uuid.uuid4().hex  # first, so that nobody gets the new workers by the old id
-            self.leases.cancel_all()
-            self.end_transfers(self.transfers.open_leases, "the prefill engine has registered its caches anew")
+            self._begin_anew("the prefill engine has registered its caches anew")
+        self._model = model or self._model
         self._workers, self._host_workers = workers, host
         self._groups = workers[0].groups if workers else ()
         has_one_for_all = len(self._groups) == 1 and not (self._groups[0].window or self._groups[0].chunk)
         self._layers = () if has_one_for_all else tuple(tuple(sorted(each)) for each in layers_by_group(workers))
         self.checksums.set_workers(len(workers))
         self.transfers.set_groups([retention_in(group) for group in self._groups], self.layers)
+
+    def model_changed(self) -> None:
+        """Become another engine, whose weights are not known: what leases hold, another model has computed."""
+        self._begin_anew("the prefill engine's model has changed")
+        self._model = replace(self._model, weights_digest="")
 
     def begin(self, request: "VllmRequest", transfer_id: str) -> bool:
         """Take up a prompt that decode engines may follow by name; return False if nobody wants it any longer.
@@ -126,11 +141,11 @@ class LeaseService(Generic[Held]):
             ValueError: another request has the transfer id, or had it.
         """
         lease_id = uuid.uuid4().hex
-        digest = prompt_digest(*prompt_shape(request))
+        prompt = Prompt(transfer_id, lease_id, self._prompts.identify(request))
         self.leases.begin(lease_id)  # first, so that whoever ends the transfer ends the lease
         is_open = False
         try:
-            is_open = self.transfers.open(Prompt(transfer_id, lease_id, request.num_prompt_tokens, digest))
+            is_open = self.transfers.open(prompt)
         finally:
             if not is_open:
                 self.leases.withdraw(lease_id)
@@ -161,6 +176,8 @@ class LeaseService(Generic[Held]):
         """
         host, port = address
         begun = self.transfers.begun(transfer_id)
+        # Of a long prompt, the digest takes a millisecond, so what is known is not made again.
+        prompt = begun.prompt.identity if begun is not None else self._prompts.identify(request)
         remote = RemotePrefill(
             remote_engine_id=self.engine_id,
             remote_request_id=request.request_id,
@@ -172,10 +189,11 @@ class LeaseService(Generic[Held]):
             remote_layers=self.layers,
             remote_attempt=begun.attempt if begun is not None else 0,
             tp_size=self._tp_size,
-            lease_id=begun.lease_id if begun is not None else uuid.uuid4().hex,
+            lease_id=begun.prompt.lease_id if begun is not None else uuid.uuid4().hex,
             lease_ttl_s=self.leases.ttl_s,
-            # Of a long prompt, the digest takes a millisecond, so what is known is not made again.
-            prompt_digest=begun.digest if begun is not None else prompt_digest(*prompt_shape(request)),
+            prompt_digest=prompt.digest,
+            adapter_digest=prompt.adapter_digest,
+            media_digest=prompt.media_digest,
         )
         if self._spans is not None:
             self._spans.granted(remote.lease_id, traceparent(request), request.request_id, request.num_prompt_tokens)
@@ -240,6 +258,11 @@ class LeaseService(Generic[Held]):
         self.leases.check_integrity()
         self.transfers.check_integrity()
         self.checksums.check_integrity()
+
+    def _begin_anew(self, reason: str) -> None:
+        self.engine_id = uuid.uuid4().hex  # first, so that nobody gets what is new by the old id
+        self.leases.cancel_all()
+        self.end_transfers(self.transfers.open_leases, reason)
 
     def _answer(self, request: Request) -> Reply | NotYet:
         is_by_name = isinstance(request, Follow) or (isinstance(request, Cancel) and not request.lease_ids)

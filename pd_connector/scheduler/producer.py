@@ -19,6 +19,7 @@ from pd_connector.stats import StatsRecorder
 from pd_connector.vllm.block_pools import BlocksAndSlots, HostBlocks, Leased
 from pd_connector.vllm.device_blocks import DeviceBlocks
 from pd_connector.vllm.engine_core import EngineLoop
+from pd_connector.vllm.model_identity import of_engine
 from pd_connector.vllm.requests import prefill_is_complete
 from transfer.control.keys import ControlKeys
 from transfer.control.server import ControlServer
@@ -110,7 +111,9 @@ class Producer(SchedulerRole):
         known_as, self._workers = self._service.engine_id, len(handshakes)
         host = tuple(handshake.host for handshake in handshakes if handshake.host is not None)
         host = host if self._moves is not None and len(host) == len(handshakes) else ()
-        self._service.set_workers(tuple(handshake.geometry for handshake in handshakes), host)
+        models = [handshake.model for handshake in handshakes if handshake.model is not None]
+        geometries = tuple(handshake.geometry for handshake in handshakes)
+        self._service.set_workers(geometries, host, of_engine(models) if models else None)
         if self._service.engine_id != known_as:
             logger.info(
                 "PDConnector: the KV caches are registered anew, so prefill engine %s is now %s",
@@ -204,6 +207,12 @@ class Producer(SchedulerRole):
         """End every lease."""
         self.release_device_blocks()
         return True
+
+    def model_changed(self) -> None:
+        """Become another engine, so that decode engines prove it again."""
+        known_as = self._service.engine_id
+        self._service.model_changed()
+        logger.info("PDConnector: prefill engine %s is now %s", known_as, self._service.engine_id)
 
     def close(self) -> None:
         """Stop answering. Leases end with the process."""

@@ -84,6 +84,9 @@ class SchedulerRole:
         """Drop all contents of the caches, which are no longer valid; return False if that is not possible now."""
         return True
 
+    def model_changed(self) -> None:
+        """Take back what is known of this engine's model, which computes something else now. After ``reset``."""
+
     def close(self) -> None:
         """Stop all communication and join all threads."""
 

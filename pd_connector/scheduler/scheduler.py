@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from pd_connector.config import ConfigError, ConnectorConfig
+from pd_connector.config import ConnectorConfig
 from pd_connector.orders import Cause, Destinations, Orders, Report, WorkerHandshake, WorkerRanks
 from pd_connector.params import is_decode_leg, is_malformed, is_prefill_leg, unusable_keys
 from pd_connector.scheduler.canaries import Canaries, NoCanaries
@@ -28,19 +28,17 @@ from pd_connector.scheduler.pulls_ahead import AheadLimits, PullsAhead
 from pd_connector.scheduler.renewals import Renewals
 from pd_connector.scheduler.request_admission import AdmissionLimits, RequestAdmission
 from pd_connector.scheduler.roles import SchedulerRole
+from pd_connector.scheduler.start_checks import check_holds_a_prompt, check_secrets, check_settings
 from pd_connector.scheduler.subscriptions import FollowLimits, Subscriptions
 from pd_connector.scheduler.workers import Workers
-from pd_connector.secret import ENVIRONMENT, load_keys
+from pd_connector.secret import load_keys
 from pd_connector.stats import ComputedHere, StatsRecorder
 from pd_connector.vllm import release
 from pd_connector.vllm.block_pools import HostBlockPool, Leased
 from pd_connector.vllm.cache_groups import retentions
-from pd_connector.vllm.cache_specs import blocks_for
 from pd_connector.vllm.device_blocks import DeviceBlocks
 from pd_connector.vllm.engine_config import (
     EngineRole,
-    check_one_engine_per_url,
-    check_prefix_caching,
     data_parallel_index,
     drafts_late,
     engine_ranks,
@@ -51,8 +49,10 @@ from pd_connector.vllm.engine_config import (
 )
 from pd_connector.vllm.engine_core import EngineLoop
 from pd_connector.vllm.layouts import log_layout, warn_if_not_hooked
+from pd_connector.vllm.model_changes import watch_model
 from pd_connector.vllm.model_identity import model_identity
 from pd_connector.vllm.platform import host_address
+from pd_connector.vllm.prompts import Prompts
 from pd_connector.vllm.requests import block_ids_to_fill
 from pd_connector.vllm.tracing import lease_spans
 from transfer.control.client import ControlClient
@@ -90,7 +90,6 @@ class ConnectorScheduler:
         self._role = EngineRole.of(vllm_config)
         self._retentions = retentions(kv_cache_config)
         warn_if_not_hooked(vllm_config)
-        self._warn_of_idle_settings()
         if release.current().declares_layouts:
             log_layout(vllm_config, release.current().layout_of(kv_cache_config))
         self._blocks = DeviceBlocks()
@@ -100,12 +99,10 @@ class ConnectorScheduler:
         self._prompt_slots: PromptSlots | None = None  # the same
         self._early: dict[str, Request] = {}  # requests that came before all workers were known
         self._destinations: list[Destinations] = []  # for the next step, if vLLM is told of failures by block ids
+        self._model_changes = 0  # since the last step
         self._failed: set[str] = set()  # requests that have failed on a rank, and wait for others
         self._warnings = ThrottledWarnings(logger, _LOG_INTERVAL_S)
-        if config.cpu_bytes_to_use:
-            check_prefix_caching(vllm_config)
-        if config.bootstrap_port and self._role.produces:
-            check_one_engine_per_url(vllm_config)
+        check_settings(config, self._role, vllm_config)
         keys = load_keys(config.secret_file)
         self._secret = keys.fingerprint if keys is not None else ""
         self._external = self._make_external_loads()
@@ -113,6 +110,7 @@ class ConnectorScheduler:
         self._roles: list[SchedulerRole] = [self._external]
         self._landings: Landings | None = None  # None until workers are known, or if all is pulled to the device
         self._canaries = self._make_canaries()
+        self._prompts = Prompts(vllm_config, config.model_check)
         self._consumer = consumer = self._make_consumer(keys, kv_cache_config) if self._role.consumes else None
         self._spans = lease_spans(vllm_config)
         on_end = None if self._spans is None else self._spans.ended
@@ -139,6 +137,7 @@ class ConnectorScheduler:
         """Take the manager of the engine's blocks. Called while the engine core constructs its scheduler."""
         self._blocks.bind(kv_cache_manager, self._release_device_blocks, self._tokens_to_pull)
         self._engine.find()
+        watch_model(self.model_changed, self._prompts.loaded)
 
     def set_workers(self, handshakes: Mapping[WorkerRanks, WorkerHandshake]) -> None:
         """Take the workers' handshakes that vLLM passes on: at start, and when the engine wakes from sleep.
@@ -199,8 +198,9 @@ class ConnectorScheduler:
         """Return the orders for the workers in a step that works on ``scheduled`` tokens of each request."""
         for role in self._roles:
             role.free_blocks()
-        destinations, self._destinations = tuple(self._destinations), []
-        return sum((role.step_orders(scheduled) for role in self._roles), Orders(destinations=destinations))
+        own = Orders(destinations=tuple(self._destinations), model_changes=self._model_changes)
+        self._destinations, self._model_changes = [], 0
+        return sum((role.step_orders(scheduled) for role in self._roles), own)
 
     def rest(self) -> None:
         """Wait a little if nothing can happen here before a prefill engine has news. For a step that has no work.
@@ -259,6 +259,20 @@ class ConnectorScheduler:
         done = [role.reset() for role in self._roles]
         return all(done)
 
+    def model_changed(self, by: str) -> None:
+        """End all leases and forget what is known of the model, and of other engines': it computes something else now.
+
+        ``by``: what may have changed it, for the log.
+        """
+        logger.info(
+            "PDConnector: %s may have changed the model: all leases end, host memory is dropped, and other engines are "
+            "compared anew", by,
+        )  # fmt: skip
+        self.reset()
+        for role in self._roles:
+            role.model_changed()
+        self._model_changes += 1
+
     def shutdown(self) -> None:
         """Stop all communication and join all threads."""
         for role in self._roles:
@@ -293,7 +307,7 @@ class ConnectorScheduler:
         if not in_order:
             return
         if self._role.consumes:
-            self._check_secrets(in_order)
+            check_secrets(in_order, self._secret)
         if self._config.cpu_bytes_to_use and not any(isinstance(role, HostTier) for role in self._roles):
             tier, scrub = self._open_host_tier(in_order)
             self._roles.insert(1, tier)
@@ -326,11 +340,11 @@ class ConnectorScheduler:
         self, leases: LeaseTable[Leased], keys: ControlKeys | None, admission: RequestAdmission
     ) -> Producer:
         config, vllm_config = self._config, self._vllm_config
-        model = model_identity(vllm_config, config.model_check)
+        model = model_identity(vllm_config, config.model_check, reads_weights=False)  # workers know the rest
         tp_size, _ = engine_ranks(vllm_config)
         service = LeaseService(
             leases, model, tp_size, self._engine.wake, verify=config.verify, max_model_len=max_model_len(vllm_config),
-            spans=self._spans, writes_late=drafts_late(vllm_config),
+            spans=self._spans, prompts=self._prompts, writes_late=drafts_late(vllm_config),
         )  # fmt: skip
         if config.host_transfers:
             self._prompt_slots = PromptSlots()
@@ -393,7 +407,9 @@ class ConnectorScheduler:
         ahead = PullsAhead(bounds, self._blocks, self._retentions)
         renewals.start()
         layers = [group.layer_names for group in kv_cache_config.kv_cache_groups]  # of the first pipeline stage
-        return Consumer(renewals, subscriptions, ahead, completions, self._retentions, layers, self._canaries)
+        return Consumer(
+            renewals, subscriptions, ahead, completions, self._retentions, layers, self._canaries, self._prompts
+        )
 
     def _open_host_tier(self, handshakes: Sequence[WorkerHandshake]) -> tuple[HostTier, HostScrub | None]:
         """Return the role of host memory, and the one that has its slots zeroed, if they are to be."""
@@ -433,41 +449,8 @@ class ConnectorScheduler:
         return Landings(pull_to, tier, consumer, self._blocks, self._retentions, ranks)
 
     def _check_holds_a_prompt(self, tier: HostTier, setting: str, way_out: str) -> None:
-        """Raise ConfigError if host memory cannot hold a prompt of the greatest length, which a setting needs."""
         longest = max_model_len(self._vllm_config)
-        needed = blocks_for(self._retentions, longest)
-        if needed > tier.slots:
-            # Workers round their number of slots down, so a slot takes them no more than its share of all bytes.
-            enough = -(-self._config.cpu_bytes_to_use * needed // tier.slots)
-            raise ConfigError(
-                f"{setting}: host memory of {tier.slots} blocks cannot hold one prompt of max_model_len = {longest} "
-                f"tokens, which takes {needed}; set cpu_bytes_to_use to at least {enough}, or {way_out}"
-            )
-
-    def _warn_of_idle_settings(self) -> None:
-        """Warn of settings about host memory that change nothing in an engine of this role."""
-        config, role = self._config, self._role
-        if config.host_transfers and not role.produces:
-            logger.warning(
-                "PDConnector: host_transfers = True has no effect with kv_role kv_consumer, whose memory nobody reads: "
-                "set it on the engines that prefill, or to false"
-            )
-        if config.pull_to != "device" and not role.consumes:
-            logger.warning(
-                "PDConnector: pull_to = %r has no effect with kv_role kv_producer, which pulls nothing: set it on the "
-                "engines that decode, or to 'device'", config.pull_to,
-            )  # fmt: skip
-
-    def _check_secrets(self, handshakes: Sequence[WorkerHandshake]) -> None:
-        """Raise ConfigError unless every worker has this process's secret: with another, all its pulls would fail."""
-        for number, handshake in enumerate(handshakes):
-            if handshake.secret != self._secret:
-                theirs = "another secret" if handshake.secret else "no secret"
-                raise ConfigError(
-                    f"worker {number} of {len(handshakes)} has {theirs}, and the engine core has "
-                    f"{'one' if self._secret else 'none'}: give all processes of an engine the same on every node, by "
-                    f"secret_file or by the environment variable {ENVIRONMENT}"
-                )
+        check_holds_a_prompt(tier.slots, self._retentions, longest, self._config.cpu_bytes_to_use, setting, way_out)
 
     def _remove_malformed(self, request: "Request") -> None:
         """Take away params that are no JSON object: vLLM's scheduler reads them as one, and would end the engine."""

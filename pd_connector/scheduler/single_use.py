@@ -3,7 +3,7 @@
 Plain books: no threads, no sockets, no blocks.
 """
 
-from dataclasses import dataclass
+from pd_connector.params import PromptIdentity
 
 #: How many spent ones are remembered: more than there are requests on the way to this engine.
 _MAX_SPENT = 8192
@@ -12,21 +12,13 @@ _MAX_SPENT = 8192
 Key = tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class PromptShape:
-    """What tells a request's prompt from others. Without a digest, if it has no token ids or was rejected."""
-
-    tokens: int
-    digest: str
-
-
 class SingleUse:
     """Owns who uses what. Belongs to one thread."""
 
     def __init__(self) -> None:
         self._keys: dict[str, Key] = {}  # by request
-        self._in_use: dict[Key, PromptShape | None] = {}  # whose prompts they are
-        self._spent: dict[Key, PromptShape | None] = {}  # no longer in use, oldest first
+        self._in_use: dict[Key, PromptIdentity | None] = {}  # whose prompts they are
+        self._spent: dict[Key, PromptIdentity | None] = {}  # no longer in use, oldest first
 
     def is_known(self, key: Key) -> bool:
         """Return whether a request uses it, or has used it."""
@@ -36,11 +28,11 @@ class SingleUse:
         """Return whether a request uses it."""
         return key in self._in_use
 
-    def prompt(self, key: Key) -> PromptShape | None:
+    def prompt(self, key: Key) -> PromptIdentity | None:
         """Return of which prompt it is, or was; None if that is not known."""
         return self._in_use.get(key) or self._spent.get(key)
 
-    def take(self, request_id: str, key: Key, prompt: PromptShape | None) -> None:
+    def take(self, request_id: str, key: Key, prompt: PromptIdentity | None) -> None:
         """Let a request use what nobody has used."""
         self._keys[request_id] = key
         self._in_use[key] = prompt

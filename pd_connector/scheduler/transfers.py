@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from pd_connector.params import PromptIdentity
 from pd_connector.vllm.cache_specs import Retention
 from transfer.control.messages import Follow, Followed, SlotRange, TransferState
 from transfer.control.waiting_requests import NotYet
@@ -41,16 +42,14 @@ class Prompt:
 
     transfer_id: str
     lease_id: str
-    tokens: int
-    digest: str  # see ``params.prompt_digest``
+    identity: PromptIdentity
 
 
 @dataclass(frozen=True, slots=True)
 class Begun:
     """A named prompt that is neither complete nor ended."""
 
-    lease_id: str  # of the lease that grows with it
-    digest: str  # of the prompt
+    prompt: Prompt  # its lease grows with it
     attempt: int
 
 
@@ -171,7 +170,7 @@ class Transfers:
             transfer = self._open.get(transfer_id)
             if transfer is None:
                 return None
-            return Begun(transfer.prompt.lease_id, transfer.prompt.digest, transfer.attempt)
+            return Begun(transfer.prompt, transfer.attempt)
 
     def complete(self, transfer_id: str, table: Sequence[Sequence[int]]) -> bool:
         """Say that the whole prompt is complete, and its blocks are leased: those of ``table``, 0 marks holes.
@@ -184,7 +183,7 @@ class Transfers:
             transfer = self._open.get(transfer_id)
             if transfer is None:
                 return False
-            transfer.tokens = transfer.prompt.tokens
+            transfer.tokens = transfer.prompt.identity.tokens
             self._close(transfer_id, TransferState.COMPLETE, "", table)
             return transfer.is_followed
 
@@ -250,7 +249,9 @@ class Transfers:
             assert not self._open.keys() & self._cancelled.keys(), "a transfer is open that was cancelled before"
             for transfer in self._open.values():
                 assert transfer.state in {TransferState.QUEUED, TransferState.COMPUTING}, "an open transfer has ended"
-                assert transfer.tokens <= transfer.prompt.tokens, "more tokens are complete than the prompt has"
+                assert transfer.tokens <= transfer.prompt.identity.tokens, (
+                    "more tokens are complete than the prompt has"
+                )
                 is_queued = transfer.state is TransferState.QUEUED
                 assert not (is_queued and transfer.in_host), "slots are announced of a prompt that is queued"
                 for ids, size in zip(transfer.table, self._block_tokens, strict=True):
@@ -273,15 +274,17 @@ class Transfers:
             lease_id=prompt.lease_id,
             lease_ttl_s=self._lease_ttl_s,
             attempt=transfer.attempt,
-            prompt_tokens=prompt.tokens,
-            prompt_digest=prompt.digest,
+            prompt_tokens=prompt.identity.tokens,
+            prompt_digest=prompt.identity.digest,
             block_sizes=self._block_tokens,
             layers=self._layers,
-            first_tokens=tuple(group.first_needed(prompt.tokens) for group in self._groups),
+            first_tokens=tuple(group.first_needed(prompt.identity.tokens) for group in self._groups),
             tokens=transfer.tokens,
             block_ids=tuple(tuple(ids[first:]) for ids, first in zip(transfer.table, first_blocks, strict=True)),
             first_blocks=first_blocks,
             in_host=in_host,
+            adapter_digest=prompt.identity.adapter_digest,
+            media_digest=prompt.identity.media_digest,
         )
 
     def _close(self, transfer_id: str, state: TransferState, reason: str, table: Sequence[Sequence[int]] = ()) -> None:

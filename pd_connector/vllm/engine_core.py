@@ -10,7 +10,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from vllm.v1.engine.core import EngineCoreProc
+    from vllm.v1.engine.core import EngineCore, EngineCoreProc
 
 
 class EngineLoop:
@@ -23,9 +23,10 @@ class EngineLoop:
     def find(self) -> None:
         """Find the engine core, which must be constructing the scheduler right now."""
         from vllm.v1.engine import EngineCoreRequestType  # noqa: PLC0415  imports most of vLLM
+        from vllm.v1.engine.core import EngineCoreProc  # noqa: PLC0415
 
-        core = _core_under_construction()
-        if core is None:
+        core = core_under_construction()
+        if not isinstance(core, EngineCoreProc):
             self._wake = self._core = None
             return
         inputs = core.input_queue
@@ -63,13 +64,14 @@ class EngineLoop:
         return core is None or not core.is_running()
 
 
-def _core_under_construction() -> "EngineCoreProc | None":
-    from vllm.v1.engine.core import EngineCoreProc  # noqa: PLC0415  imports most of vLLM
+def core_under_construction() -> "EngineCore | None":
+    """Return the engine core that is constructing its scheduler, further up the stack; None if there is none."""
+    from vllm.v1.engine.core import EngineCore  # noqa: PLC0415  imports most of vLLM
 
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         core = frame.f_locals.get("self")
-        if isinstance(core, EngineCoreProc):
+        if isinstance(core, EngineCore):
             return core
         frame = frame.f_back
     return None

@@ -7,14 +7,6 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
-def prompt_shape(request: "Request") -> tuple[list[int] | None, tuple[str, ...]]:
-    """Return a request's prompt token ids, None if it has other inputs, and what else shapes its KV cache."""
-    extra = [f"lora:{request.lora_request.lora_name}"] if request.lora_request else []
-    # For the same image or embedding, vLLM's identifiers may differ between engines.
-    is_text = not request.mm_features and getattr(request, "prompt_embeds", None) is None
-    return (request.prompt_token_ids if is_text else None), tuple(extra)
-
-
 def adapter(request: "Request") -> str:
     """Return the name and path of a request's LoRA adapter, which tell it from others here; empty without one."""
     lora = request.lora_request

@@ -263,6 +263,8 @@ class FollowedPrompt:
         )
         may_be_untold = (
             ("prompt digest", answer.prompt_digest, known.prompt_digest),
+            ("adapter digest", answer.adapter_digest, known.adapter_digest),
+            ("media digest", answer.media_digest, known.media_digest),
             ("block sizes", answer.block_sizes, known.remote_block_sizes),
         )
         for what, theirs, ours in (*told, *(each for each in may_be_untold if each[1] and each[2])):

@@ -39,7 +39,7 @@ class LandingPulls(WorkerRole):
 
     def execute(self, orders: Orders) -> list[str]:
         """Start the pulls to host memory. No request waits for them here."""
-        self._outstanding.update(self._pulls.execute(Orders(pulls=orders.landings)))
+        self._outstanding.update(self._pulls.execute(Orders(pulls=orders.landings, model_changes=orders.model_changes)))
         return []
 
     def take_report(self) -> Report:

@@ -4,6 +4,7 @@ import logging
 import queue
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 from pd_connector.orders import Cause, Orders, PullOrder, RefuseOrder
 from pd_connector.stats import StatsRecorder
@@ -46,11 +47,14 @@ class Pulls(WorkerRole):
         self._peer_idle_s = peer_idle_s
         self._max_peers = max_peers
         self._sessions: dict[PeerAddress, PeerSession] = {}
+        self._retired: list[PeerSession] = []  # that finish their pulls, and get no more
         self._closing: list[PeerSession] = []
         self._outstanding: set[str] = set()
 
     def execute(self, orders: Orders) -> list[str]:
         """Start the pulls, and fail the requests that cannot be pulled."""
+        if orders.model_changes:
+            self._forget_peers()
         for refusal in orders.refusals:
             self._outstanding.add(refusal.request_id)
             self._refuse(refusal)
@@ -89,8 +93,9 @@ class Pulls(WorkerRole):
 
     def close(self) -> None:
         """Close all sessions after their current read, without waiting. Outstanding pulls are not reported."""
-        self._closing += self._sessions.values()
+        self._closing += [*self._sessions.values(), *self._retired]
         self._sessions.clear()
+        self._retired.clear()
         for session in self._closing:
             session.close()
 
@@ -113,7 +118,7 @@ class Pulls(WorkerRole):
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless the books balance, including those of the sessions."""
-        sessions = [*self._sessions.values(), *self._closing]
+        sessions = [*self._sessions.values(), *self._retired, *self._closing]
         assert len({id(session) for session in sessions}) == len(sessions), "a session is open and closing at once"
         assert len(self._sessions) <= self._max_peers, "more engines are pulled from than allowed"
         for session in sessions:
@@ -128,6 +133,13 @@ class Pulls(WorkerRole):
             self._refuse(RefuseOrder(order.request_id, Cause.UNREACHABLE, reason, order.traceparent))
             return
         session.submit(order)
+
+    def _forget_peers(self) -> None:
+        """Compare every prefill engine anew, before the next pull from it. This engine's weights are not known."""
+        model = replace(self._context.model, weights_digest="")
+        self._context = replace(self._context, model=model)
+        self._retired += self._sessions.values()
+        self._sessions.clear()
 
     def _refuse(self, refusal: RefuseOrder) -> None:
         """Report a pull as failed that does not begin."""
@@ -156,4 +168,8 @@ class Pulls(WorkerRole):
             if session.idle and now - session.last_used >= idle_s:
                 session.close()
                 self._closing.append(self._sessions.pop(peer))
+        for session in [each for each in self._retired if each.idle]:
+            session.close()
+            self._retired.remove(session)
+            self._closing.append(session)
         self._closing = [session for session in self._closing if not session.join(0.0)]

@@ -95,7 +95,8 @@ class ConnectorWorker:
         """
         config, ranks, tensors = self._config, worker_ranks(), all_tensors(kv_caches)
         on_host = caches_are_host_memory()
-        self._model = model_identity(self._vllm_config, config.model_check)
+        # A pull is good only if it is on every rank, so one may compare the weights for all.
+        self._model = model_identity(self._vllm_config, config.model_check, kv_caches, reads_weights=ranks.index == 0)
         self._engine = engine = self._make_engine(config)
         groups = [
             with_head_orders(self._vllm_config, group, kv_caches, on_cpu=on_host)
@@ -124,7 +125,7 @@ class ConnectorWorker:
         self._start_roles(engine, caches, reads)
         secret = self._keys.fingerprint if self._keys is not None else ""
         canary = canary_room(geometry) if self._tries_canaries else None
-        self._announce(WorkerHandshake(geometry, host_slots, host, canary, secret=secret))
+        self._announce(WorkerHandshake(geometry, host_slots, host, canary, secret=secret, model=self._model))
 
     def unregister_caches(self) -> None:
         """Let go of the caches' memory, which is about to be unmapped: sleep mode. Idempotent.
@@ -176,7 +177,8 @@ class ConnectorWorker:
                 raise
             self._engine, self._caches = engine, caches
             host = self._readable_host(self._host, caches.geometry) if self._host is not None else None
-            before = replace(before, geometry=caches.geometry, host=host, generation=before.generation + 1)
+            known = replace(before, geometry=caches.geometry, host=host, model=self._model)
+            before = replace(known, generation=before.generation + 1)
             logger.info("PDConnector: the KV caches are registered for transfers again, at %s", engine.address)
         self._announce(before)
 
@@ -192,6 +194,8 @@ class ConnectorWorker:
         """Start the scheduler side's orders. While the engine sleeps, what waits for a transfer fails at once."""
         self._failures.expect(orders.destinations)
         self.steps.begin(orders.steps)
+        if orders.model_changes and self._model is not None:
+            self._model = replace(self._model, weights_digest="")  # they are not those of the files any more
         for role in self._roles:
             for request_id in role.execute(orders):
                 self._arrivals.expect(request_id)

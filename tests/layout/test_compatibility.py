@@ -7,6 +7,7 @@ import pytest
 
 from layout.compatibility import IncompatibleCachesError, check_models, check_transports, check_windows
 from layout.geometry import CacheGroup, ModelIdentity, WorkerGeometry
+from layout.layer_numbers import LayerNumbers
 from tests.support.layout.oracle import Engine, Model, build
 from tests.support.layout.pulls import LOCAL_BASE, REMOTE_BASE, plans_of
 
@@ -67,6 +68,32 @@ def test_every_field_that_differs_is_named() -> None:
         IncompatibleCachesError, match=r"layers is 24 here and 1 there; .*kv_heads is 8 here and 2 there"
     ):
         check_models(IDENTITY, replace(IDENTITY, layers=1, kv_heads=2))
+
+
+@pytest.mark.parametrize("here", [True, False])
+def test_scales_that_are_found_on_the_fly_are_refused_on_either_side(here: bool) -> None:
+    dynamic = replace(IDENTITY, scales_on_the_fly=True)
+    side = "this engine" if here else "the remote engine"
+    with pytest.raises(IncompatibleCachesError, match=f"^{side} finds the scales .*start both engines without"):
+        check_models(*((dynamic, IDENTITY) if here else (IDENTITY, dynamic)))
+
+
+def test_numbers_that_differ_are_named_beside_fields_and_not_every_layer() -> None:
+    ours, theirs = (
+        replace(
+            IDENTITY,
+            weights_digest=str(side),
+            numbers=tuple(LayerNumbers("k_scale", (f"l{layer}",), (layer + side,)) for layer in range(1, 41)),
+        )
+        for side in (0.0, 0.5)
+    )
+    with pytest.raises(IncompatibleCachesError) as refused:
+        check_models(ours, theirs)
+    text = str(refused.value)
+    assert "weights_digest is '0.0' here and '0.5' there; the k_scale of layer 'l1' has 1 here and 1.5 there; " in text
+    assert "of layer 'l7'" in text
+    assert "; and 33 more (" in text
+    assert "of layer 'l8'" not in text
 
 
 @pytest.mark.parametrize("unsampled", ["local", "remote"])

@@ -9,7 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # what vLLM and its dependencies deprecate of each other is not ours to fail on
@@ -47,7 +49,7 @@ def _loggers_as_they_were() -> Iterator[None]:
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
     (tmp_path / "config.json").write_text(json.dumps({"hidden_size": 128, "_name_or_path": "here"}))
-    (tmp_path / "model.safetensors").write_bytes(bytes(range(256)) * 64)
+    save_file({"model.embed_tokens.weight": np.arange(256, dtype=np.int16)}, tmp_path / "model.safetensors")
     return tmp_path
 
 

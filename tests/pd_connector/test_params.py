@@ -9,6 +9,7 @@ import pytest
 
 from pd_connector.params import (
     ParamsError,
+    PromptIdentity,
     RemotePrefill,
     RemoteTransfer,
     check_prompt,
@@ -30,7 +31,7 @@ REMOTE = a_remote(PROMPT)
 
 def parse(params: dict[str, Any]) -> RemotePrefill:
     remote = parse_remote_prefill(params)
-    check_prompt(remote, len(PROMPT), DIGEST)
+    check_prompt(remote, PromptIdentity(len(PROMPT), DIGEST))
     return remote
 
 
@@ -125,6 +126,8 @@ WRONG = [
     ("lease_ttl_s", float("nan")),
     ("lease_ttl_s", "30"),
     ("prompt_digest", None),
+    ("adapter_digest", "french"),
+    ("media_digest", "no colon"),
     ("remote_attempt", -1),
 ]
 
@@ -148,19 +151,19 @@ def test_every_field_has_a_wrong_value_here() -> None:
 
 def test_another_number_of_tokens_is_refused_with_both_numbers() -> None:
     with pytest.raises(ParamsError, match="computed 70 prompt tokens and this request has 71"):
-        check_prompt(REMOTE, 71, prompt_digest(a_prompt(71), ()))
+        check_prompt(REMOTE, PromptIdentity(71, prompt_digest(a_prompt(71), ())))
 
 
 def test_another_prompt_of_the_same_length_is_refused_with_both_digests() -> None:
     other = prompt_digest(a_prompt(70, seed=1), ())
     with pytest.raises(ParamsError, match=f"digest {DIGEST}.*{other}"):
-        check_prompt(REMOTE, 70, other)
+        check_prompt(REMOTE, PromptIdentity(70, other))
 
 
 def test_a_prompt_without_token_ids_is_compared_by_length_only() -> None:
-    check_prompt(REMOTE, 70, "")
+    check_prompt(REMOTE, PromptIdentity(70, ""))
     embeds = msgspec.structs.replace(REMOTE, prompt_digest="")
-    check_prompt(embeds, 70, DIGEST)
+    check_prompt(embeds, PromptIdentity(70, DIGEST))
 
 
 def test_the_digest_tells_apart_what_shapes_the_cache() -> None:
@@ -194,6 +197,8 @@ def test_the_digest_of_what_a_lease_holds_survives_the_way_through_a_router() ->
         {"remote_block_ids": ((1, 2, 3, 4, 5), ())},
         {"remote_num_tokens": 71},
         {"prompt_digest": ""},
+        {"adapter_digest": "00ff"},
+        {"media_digest": "00:ff"},
     ],
     ids=str,
 )

@@ -54,6 +54,11 @@ def test_a_complete_prompt_is_told_whole() -> None:
     assert progress.remote.remote_block_ids == whole
 
 
+def test_what_is_told_of_adapters_and_media_is_kept() -> None:
+    remote = known(msgspec.structs.replace(BEGUN, adapter_digest="aa", media_digest="bb:cc")).remote
+    assert (remote.adapter_digest, remote.media_digest) == ("aa", "bb:cc")
+
+
 def test_another_attempt_counts_for_all_that_was_known_before() -> None:
     again = answer(attempt=1, tokens=16, block_ids=((4,), (6,)))
     assert known(BEGUN, again) == known(again)

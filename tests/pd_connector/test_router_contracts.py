@@ -14,6 +14,7 @@ import pytest
 
 from pd_connector.params import (
     ParamsError,
+    PromptIdentity,
     RemotePrefill,
     RemoteTransfer,
     check_prompt,
@@ -107,7 +108,7 @@ def test_what_p_has_answered_is_read_whatever_json_library_has_relayed_it(relay:
     remote = parse_decode_leg(params)
     assert isinstance(remote, RemotePrefill)
     assert remote == ANSWER
-    check_prompt(remote, len(PROMPT), prompt_digest(PROMPT, ()))
+    check_prompt(remote, PromptIdentity(len(PROMPT), prompt_digest(PROMPT, ())))
     assert contents_digest(remote) == contents_digest(ANSWER)
 
 

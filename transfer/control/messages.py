@@ -264,6 +264,8 @@ class Followed(msgspec.Struct, frozen=True, tag="followed"):
     layers: tuple[tuple[str, ...], ...] = ()
     #: By cache group, the first token of what will be held once the prompt is complete: windows move.
     first_tokens: tuple[int, ...] = ()
+    adapter_digest: str = ""  # of what the prompt's LoRA adapter holds; empty if it has none, or that is unknown
+    media_digest: str = ""  # how P hashes images and other media, a colon, and those of the prompt
 
 
 class Checksums(msgspec.Struct, frozen=True, tag="checksums"):

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
+from vllm.lora.request import LoRARequest
 
 from pd_connector.orders import Orders, PullOrder, RefuseOrder, Report
 from pd_connector.scheduler import single_use
@@ -212,7 +213,7 @@ def test_a_refused_request_has_no_lease_to_let_go_of(under_test: ConsumerUnderTe
 
 def test_params_of_another_lora_adapter_are_refused(under_test: ConsumerUnderTest) -> None:
     request = a_decode_request("r")
-    request.lora_request = type("Lora", (), {"lora_name": "german"})()
+    request.lora_request = LoRARequest("german", 1, "/adapters/german")
     under_test.consumer.add(request)
     under_test.consumer.start_pull(request, BLOCKS, 69)
     (refusal,) = under_test.refusals()

@@ -183,7 +183,7 @@ class Followed_(RuleBasedStateMachine):  # noqa: N801  "Followed" is the message
         self._give_back(prompt)
         begun = self.service.transfers.begun(prompt.name)
         if begun is not None:
-            self.service.end_transfers([begun.lease_id], "aborted")
+            self.service.end_transfers([begun.prompt.lease_id], "aborted")
 
     @precondition(lambda self: self.followers)
     @rule(which=st.integers(0, 3))
@@ -315,7 +315,7 @@ class Followed_(RuleBasedStateMachine):  # noqa: N801  "Followed" is the message
         params = self.service.grant(prompt.request, prompt.tables, held, ("p", 1), prompt.name)
         table = tuple(map(tuple, prompt.tables))
         self.final[prompt.name] = table, params["lease_id"], prompt
-        assert params["lease_id"] == begun.lease_id
+        assert params["lease_id"] == begun.prompt.lease_id
 
     def _give_back(self, prompt: Computing) -> None:
         for table in prompt.tables:

@@ -2,16 +2,29 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from pathlib import Path
+from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
+from vllm.lora.request import LoRARequest
 
 from layout.geometry import WorkerGeometry
 from pd_connector.config import ConnectorConfig
-from pd_connector.params import RemotePrefill, check_prompt, contents_digest, parse_remote_prefill, prompt_digest
+from pd_connector.params import (
+    PromptIdentity,
+    RemotePrefill,
+    check_prompt,
+    contents_digest,
+    parse_remote_prefill,
+    prompt_digest,
+)
 from pd_connector.scheduler.lease_service import LeaseService
 from pd_connector.scheduler.leases import LeaseTable
 from pd_connector.scheduler.renewals import Renewals
+from pd_connector.vllm.prompts import Prompts
 from tests.support.connector.engines import IDENTITY
 from tests.support.connector.requests import FakeRequest, a_prompt
 from tests.support.layout.oracle import Engine, Model, build
@@ -88,11 +101,26 @@ def release(remote: RemotePrefill, reader: int = 0, readers: int = 1) -> Release
     return Release(remote.remote_engine_id, remote.lease_id, reader, readers, "pull", contents)
 
 
+@pytest.mark.parametrize("is_named", [False, True])
+def test_the_answer_tells_what_the_prompts_adapter_held_when_it_was_loaded(tmp_path: Path, is_named: bool) -> None:
+    save_file({"lora_A.weight": np.ones(8, np.float32)}, tmp_path / "adapter_model.safetensors")
+    prompts = Prompts(None, "weights")
+    leases: LeaseTable[str] = LeaseTable(TTL_S, ManualClock())
+    service = LeaseService(leases, IDENTITY, 1, prompts=prompts)
+    service.set_workers((WORKER,))
+    request: Any = FakeRequest("r", a_prompt(70), lora_request=LoRARequest("french", 1, str(tmp_path)))
+    if is_named:
+        service.begin(request, "t")
+    remote = parse_remote_prefill(service.grant(request, ((1,),), "r", ("127.0.0.1", 1), "t" if is_named else ""))
+    assert remote.adapter_digest == prompts.identify(request).adapter_digest != ""
+    check_prompt(remote, prompts.identify(request))
+
+
 def test_a_finished_prefill_is_answered_with_params_that_a_decode_engine_accepts(endpoint: Endpoint) -> None:
     model = Model(kv_heads=2, contents=(1, 1), item_size=1, groups=((0, 3), (1, 2)), windows=(0, 32))
     endpoint.service.set_workers(tuple(rank.geometry for rank in build(model, Engine(tp=2, pp=2), 0, 1 << 44)))
     remote = endpoint.grant("r", ([1, 2, 3, 4, 5], [0, 0, 8, 9, 6]))
-    check_prompt(remote, 70, prompt_digest(a_prompt(70), ()))
+    check_prompt(remote, PromptIdentity(70, prompt_digest(a_prompt(70), ())))
     assert remote.remote_engine_id == endpoint.engine_id
     assert remote.remote_request_id == "r"
     assert (remote.remote_host, remote.remote_port) == ("127.0.0.1", endpoint.port)

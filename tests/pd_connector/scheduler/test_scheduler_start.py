@@ -1,6 +1,6 @@
 """What the scheduler side says at start: of host memory that is too small, and of settings that change nothing.
 
-Covers: pd_connector.scheduler.scheduler.
+Covers: pd_connector.scheduler.scheduler, pd_connector.scheduler.start_checks.
 """
 
 import logging

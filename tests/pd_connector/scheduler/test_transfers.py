@@ -3,6 +3,7 @@
 import msgspec
 import pytest
 
+from pd_connector.params import PromptIdentity
 from pd_connector.scheduler import transfers
 from pd_connector.scheduler.transfers import Begun, Prompt, Transfers
 from pd_connector.vllm.cache_specs import Retention
@@ -27,7 +28,9 @@ class Desk:
         self.transfers.set_groups([Retention(size) for size in SIZES])
 
     def open(self, transfer_id: str = "t", tokens: int = 30) -> bool:
-        is_open = self.transfers.open(Prompt(transfer_id, f"lease of {transfer_id}", tokens, "00ff"))
+        is_open = self.transfers.open(
+            Prompt(transfer_id, f"lease of {transfer_id}", PromptIdentity(tokens, "00ff", "french", "aa", "bb:cc"))
+        )
         self.transfers.check_integrity()
         return is_open
 
@@ -75,6 +78,7 @@ def test_the_beginning_is_news_although_nothing_is_complete(desk: Desk) -> None:
     told = desk.told(0, 0, QUEUED)
     assert (told.state, told.lease_id, told.lease_ttl_s, told.attempt) == (COMPUTING, "lease of t", TTL_S, 0)
     assert (told.prompt_tokens, told.prompt_digest, told.block_sizes) == (30, "00ff", SIZES)
+    assert (told.adapter_digest, told.media_digest) == ("aa", "bb:cc")
     assert (told.tokens, told.block_ids, told.first_blocks) == (0, ((), ()), (0, 0))
 
 
@@ -122,7 +126,9 @@ def test_a_new_attempt_begins_with_nothing(desk: Desk) -> None:
     told = desk.told(0, 20, COMPUTING)
     assert (told.attempt, told.tokens, told.first_blocks) == (1, 10, (0, 0))
     assert told.block_ids == ((500, 501, 502), (1000, 1001))
-    assert desk.transfers.begun("t") == Begun("lease of t", "00ff", 1)
+    assert desk.transfers.begun("t") == Begun(
+        Prompt("t", "lease of t", PromptIdentity(30, "00ff", "french", "aa", "bb:cc")), 1
+    )
 
 
 def test_a_complete_prompt_is_told_whole(desk: Desk) -> None:
@@ -261,7 +267,7 @@ def test_a_cancel_names_the_leases_to_end(desk: Desk) -> None:
 
 def test_a_prompt_may_come_before_the_block_sizes_are_known() -> None:
     transfers = Transfers(TTL_S)
-    transfers.open(Prompt("t", "lease", 30, ""))
+    transfers.open(Prompt("t", "lease", PromptIdentity(30, "")))
     transfers.set_groups([Retention(size) for size in SIZES])
     assert transfers.announce("t", 4, [[1], [2]])
     transfers.check_integrity()
@@ -271,11 +277,13 @@ def test_a_complete_prompt_is_remembered_for_as_long_as_its_lease_may_be_unclaim
     clock = ManualClock()
     transfers = Transfers(TTL_S, clock, remembered_s=120.0)
     transfers.set_groups([Retention(size) for size in SIZES])
-    transfers.open(Prompt("t", "lease", 4, ""))
+    transfers.open(Prompt("t", "lease", PromptIdentity(4, "")))
     transfers.complete("t", ((1,), (2,)))
 
     def is_known() -> bool:
-        transfers.open(Prompt(f"at {clock.now}", "another lease", 4, ""))  # which makes it forget what is old
+        transfers.open(
+            Prompt(f"at {clock.now}", "another lease", PromptIdentity(4, ""))
+        )  # which makes it forget what is old
         return isinstance(transfers.answer("engine", Follow("", "t", -1, 0, TransferState.UNKNOWN, 2.0)), Followed)
 
     clock.advance(119.0)

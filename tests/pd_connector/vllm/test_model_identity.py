@@ -4,22 +4,29 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from safetensors.numpy import save_file
 
 from layout.geometry import ModelIdentity
-from pd_connector.vllm.model_identity import model_identity
+from layout.layer_numbers import LayerNumbers
+from pd_connector.vllm.model_identity import model_identity, of_engine
 from tests.support.connector.vllm_engine import a_config
 
+WEIGHTS = {
+    f"model.layers.{layer}.self_attn.{name}_proj.weight": np.full(64, layer) for layer in (0, 1) for name in "qkv"
+}
 CONFIG = {"hidden_size": 128, "rope_theta": 1e4, "_name_or_path": "here", "torch_dtype": "float32"}
 
 
 def write(directory: Path, **changes: object) -> Path:
     directory.mkdir(exist_ok=True)
     (directory / "config.json").write_text(json.dumps({**CONFIG, **changes}))
-    (directory / "model.safetensors").write_bytes(bytes(range(256)) * 1024)
+    save_file(WEIGHTS, directory / "model.safetensors")
     return directory
 
 
@@ -66,25 +73,38 @@ def test_what_the_user_overrides_counts(directory: Path) -> None:
     assert identity(directory, hf_overrides=dict).config_digest != plain.config_digest
 
 
-@pytest.mark.parametrize("place", [1, 5, 13])  # of 16ths of the file: the samples are in the middle of its 8ths
-def test_other_weights_are_told_apart_by_a_sample(directory: Path, place: int) -> None:
+def test_other_weights_are_another_model(directory: Path) -> None:
     ours = identity(directory)
-    weights = directory / "model.safetensors"
-    contents = bytearray(weights.read_bytes())
-    contents[place * len(contents) // 16 + 7] ^= 1
-    weights.write_bytes(contents)
+    save_file({**WEIGHTS, "model.layers.1.self_attn.k_proj.weight": np.full(64, 7)}, directory / "model.safetensors")
     theirs = identity(directory)
     assert theirs.weights_digest != ours.weights_digest
     assert replace(theirs, weights_digest=ours.weights_digest) == ours
 
 
-def test_weights_of_another_name_or_size_are_told_apart(directory: Path) -> None:
-    ours = identity(directory)
-    (directory / "model.safetensors").rename(directory / "model-00001-of-00002.safetensors")
-    renamed = identity(directory)
-    (directory / "model-00002-of-00002.safetensors").write_bytes(b"")
-    digests = {found.weights_digest for found in (ours, renamed, identity(directory))}
-    assert len(digests) == 3
+def test_one_process_of_an_engine_reads_its_files(directory: Path) -> None:
+    reader = identity(directory)
+    others = [model_identity(a_config(directory), "weights", reads_weights=False) for _ in range(2)]
+    assert [other.weights_digest for other in others] == ["", ""]
+    assert of_engine([others[0], reader, others[1]]) == reader
+
+
+def test_an_engine_has_the_numbers_of_all_of_its_workers(directory: Path) -> None:
+    """Two stages of two ranks each."""
+    whole = identity(directory)
+    stages = [replace(whole, numbers=(LayerNumbers("k_scale", (f"l{stage}",), (0.5,)),)) for stage in (0, 0, 1, 1)]
+    assert of_engine(stages).numbers == (LayerNumbers("k_scale", ("l0", "l1"), (0.5,)),)
+
+
+@pytest.mark.parametrize(("cache_dtype", "on_the_fly"), [("fp8", True), ("fp8_e5m2", True), ("auto", False)])
+def test_scales_that_are_found_on_the_fly_are_those_of_a_quantised_cache(
+    directory: Path, cache_dtype: str, on_the_fly: bool
+) -> None:
+    """An option of vLLM 0.23, whose configuration has it among the cache's."""
+    config = a_config(directory)
+    config.cache_config = SimpleNamespace(cache_dtype=cache_dtype, calculate_kv_scales=True)
+    assert model_identity(config, "config").scales_on_the_fly == on_the_fly
+    assert not model_identity(config, "off").scales_on_the_fly
+    assert not identity(directory).scales_on_the_fly
 
 
 def test_less_is_compared_where_the_user_asks_for_less(directory: Path) -> None:

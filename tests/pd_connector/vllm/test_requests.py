@@ -1,10 +1,9 @@
-"""What is read of vLLM's requests: which prompts have a name that another engine knows, and which were computed."""
+"""What is read of vLLM's requests: which of them are computed, and which only stand for one."""
 
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from vllm.lora.request import LoRARequest
 from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.parallel_sampling import ParentRequest
@@ -16,7 +15,6 @@ from pd_connector.vllm.requests import (
     is_later_choice,
     is_placeholder,
     prefill_is_complete,
-    prompt_shape,
 )
 
 PROMPT = [5, 6, 7]
@@ -24,22 +22,6 @@ PROMPT = [5, 6, 7]
 
 def a_request(**options: Any) -> Request:
     return Request("r", PROMPT, SamplingParams(max_tokens=1), None, **options)
-
-
-def test_a_text_is_known_by_its_tokens() -> None:
-    assert prompt_shape(a_request()) == (PROMPT, ())
-
-
-def test_an_adapter_is_known_by_its_name() -> None:
-    lora = LoRARequest("french", 1, "/adapters/french")
-    assert prompt_shape(a_request(lora_request=lora)) == (PROMPT, ("lora:french",))
-
-
-@pytest.mark.parametrize("input_", ["mm_features", "prompt_embeds"])
-def test_images_and_embeddings_have_no_name_that_another_engine_knows(input_: str) -> None:
-    request = a_request()
-    setattr(request, input_, [object()])
-    assert prompt_shape(request) == (None, ())
 
 
 @pytest.mark.parametrize("status", list(RequestStatus))

@@ -193,6 +193,25 @@ def test_a_read_that_hangs_does_not_delay_the_pulls_from_another_engine(site: Si
     assert [end.cause for end in decode.wait(1)["hung"]] == [""]
 
 
+def test_a_pull_under_way_ends_when_the_model_changes_and_the_next_compares_anew(
+    site: Site, start_decode: Decode
+) -> None:
+    """Sessions with what was compared before finish their pulls, and get no more."""
+    prefill, decode = site.prefill(), start_decode()
+    finish = threading.Event()
+    names = [f"old{number}" for number in range(6)]  # two more than there are lanes
+    for number in range(1, 5):
+        site.fabric.inject(number, Fault(until=finish, fails=False))
+    for name in names:
+        submit(decode.service, an_order(name, prefill.prefill(name, THEIRS), ((4, 5, 6, 7, 9),)))
+    until(lambda: site.fabric.reads == 4)
+    assert decode.service.execute(Orders(model_changes=1)) == []
+    assert [end.cause for end in decode.run(an_order("r", prefill.prefill("r", THEIRS), OURS))["r"]] == [""]
+    finish.set()
+    ends = decode.wait(len(names))
+    assert [ends[name][0].cause for name in names] == [""] * len(names)
+
+
 def test_params_with_a_wrong_address_do_not_divert_other_pulls_from_that_engine(
     site: Site, start_decode: Decode
 ) -> None:

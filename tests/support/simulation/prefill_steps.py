@@ -91,7 +91,7 @@ class PrefillSteps:
         if self._announcer.transfer_id(request.request_id):
             begun = self.engine.service.transfers.begun(transfer_id)
             assert begun is not None
-            lease_id = begun.lease_id
+            lease_id = begun.prompt.lease_id
             self.engine.promise_begins(transfer_id, lease_id)
         self.jobs[request.request_id] = PromptJob(request, prompt, lease_id)
 

@@ -1,0 +1,117 @@
+"""What a request's prompt is, so that both engines can tell whether they mean the same: tokens, adapter, images.
+
+Digests of adapters are taken when vLLM loads them, or with the first request that names one: what is in an adapter's
+directory later is not what vLLM computes with.
+"""
+
+import hashlib
+import json
+import os
+from typing import TYPE_CHECKING, Any
+
+from pd_connector.params import PromptIdentity, prompt_digest
+from pd_connector.tensor_files import model_directory, tensors_digest, weight_files
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.lora.request import LoRARequest
+    from vllm.v1.request import Request
+
+#: Columns of an embedded prompt that are hashed, of each token.
+_EMBEDDED = 32
+#: What of an adapter's configuration vLLM computes with.
+_ADAPTER_KEYS = ("r", "lora_alpha", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern")
+
+
+class Prompts:
+    """Identifies the prompts of an engine's requests. Belongs to the scheduler's thread."""
+
+    def __init__(self, vllm_config: "VllmConfig | None" = None, model_check: str = "config") -> None:
+        """Know no adapter yet.
+
+        Args:
+            vllm_config: of the engine; None if its requests have no images.
+            model_check: the setting; adapters are compared by what they hold if it is "weights".
+        """
+        self._hashing = _media_hashing(vllm_config)
+        self._reads_adapters = model_check == "weights"
+        self._adapters: dict[int, str] = {}  # digests, by vLLM's number of the adapter
+
+    def identify(self, request: "Request") -> PromptIdentity:
+        """Return what tells a request's prompt from others. Reads an adapter's files if no request has named it yet."""
+        adapter: LoRARequest | None = request.lora_request
+        extra = [f"lora:{adapter.lora_name}"] if adapter is not None else []
+        if (embedded := getattr(request, "prompt_embeds", None)) is not None:
+            extra.append(f"embeds:{_embeddings_digest(embedded)}")
+        return PromptIdentity(
+            tokens=request.num_prompt_tokens,
+            digest=prompt_digest(request.prompt_token_ids, tuple(extra)),
+            adapter=str(adapter.lora_name) if adapter is not None else "",
+            adapter_digest=self._adapter_digest(adapter) if adapter is not None else "",
+            media_digest=self._media_digest(request),
+        )
+
+    def loaded(self, adapter: "LoRARequest") -> bool:
+        """Note that vLLM has loaded an adapter right now; return whether in the place of another of its number.
+
+        Without ``load_inplace``, vLLM keeps what it has loaded of that number before.
+        """
+        replaces = adapter.load_inplace and self._adapters.pop(adapter.lora_int_id, None) is not None
+        self._adapter_digest(adapter)
+        return replaces
+
+    def _adapter_digest(self, adapter: "LoRARequest") -> str:
+        """Return the digest of what an adapter held when it was first seen; empty if unknown, or not to be compared."""
+        if (known := self._adapters.get(adapter.lora_int_id)) is not None:
+            return known
+        found = _adapter_digest(adapter.lora_path) if self._reads_adapters else ""
+        self._adapters[adapter.lora_int_id] = found
+        return found
+
+    def _media_digest(self, request: "Request") -> str:
+        """Return what tells the images, sounds and videos of a prompt from others; empty if it has none, or cannot.
+
+        Before the colon is how vLLM hashes them on this engine: elsewhere, the same may have another hash.
+        """
+        if not (self._hashing and request.mm_features):
+            return ""
+        features = [
+            (each.modality, each.identifier, each.mm_position.offset, each.mm_position.length)
+            for each in request.mm_features
+        ]
+        return f"{self._hashing}:{_digest(features)}"
+
+
+def _media_hashing(vllm_config: "VllmConfig | None") -> str:
+    """Return a digest of how vLLM names what is no text in a prompt; empty if the names do not tell the contents."""
+    model: Any = getattr(vllm_config, "model_config", None)
+    media = getattr(model, "multimodal_config", None)
+    if vllm_config is None or media is None:
+        return ""
+    if not (media.mm_processor_cache_gb or vllm_config.cache_config.enable_prefix_caching):
+        return ""  # vLLM then numbers them
+    from vllm.version import __version__  # noqa: PLC0415  only for models that have such prompts
+
+    algorithm = getattr(media, "mm_hasher_algorithm", os.environ.get("VLLM_MM_HASHER_ALGORITHM", ""))
+    return _digest([__version__, model.model, str(algorithm)])
+
+
+def _adapter_digest(path: str) -> str:
+    """Return a digest of an adapter's tensors and of how they are to be applied; empty if there are no safetensors."""
+    directory = model_directory(path)
+    tensors = tensors_digest(weight_files(directory)) if directory is not None else ""
+    if directory is None or not tensors:
+        return ""
+    file = directory / "adapter_config.json"
+    config = json.loads(file.read_text()) if file.is_file() else {}
+    return _digest([tensors, {key: config.get(key) for key in _ADAPTER_KEYS}])
+
+
+def _embeddings_digest(embedded: Any) -> str:
+    """Return a digest of a part of each token's embedding. ``embedded``: a tensor of shape [tokens, hidden size]."""
+    part = embedded[:, :_EMBEDDED].float().contiguous().cpu().numpy()
+    return hashlib.blake2b(part.tobytes(), digest_size=8).hexdigest()
+
+
+def _digest(content: Any) -> str:
+    return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=8).hexdigest()
