@@ -1,4 +1,4 @@
-"""What is checked when an engine starts, and when its workers are known: settings that cannot work or change nothing."""
+"""What is checked at the start of an engine, and when its workers are known: what cannot work, or changes nothing."""
 
 import logging
 from collections.abc import Sequence

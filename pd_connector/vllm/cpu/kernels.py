@@ -20,6 +20,7 @@ def attention_layers(vllm_config: Any) -> dict[CacheShape, "CpuKernels"]:
     Raises:
         LookupError: the model has no attention layer with a KV cache.
     """
+    _ask_for_tiles()
     layers: dict[CacheShape, CpuKernels] = {}
     for layer in get_layers_from_vllm_config(vllm_config, AttentionLayerBase).values():
         spec = layer.get_kv_cache_spec(vllm_config)
@@ -32,6 +33,15 @@ def attention_layers(vllm_config: Any) -> dict[CacheShape, "CpuKernels"]:
     if not layers:
         raise LookupError("the worker has no attention layer with a KV cache")
     return layers
+
+
+def _ask_for_tiles() -> None:
+    """Have Linux let this process use AMX, which ends whoever has not asked. Does nothing where there is none.
+
+    vLLM's kernels take for granted that a matrix product of oneDNN has asked before, as in a model it has.
+    """
+    if torch.cpu._is_amx_tile_supported():
+        torch.cpu._init_amx()
 
 
 class CpuKernels:
