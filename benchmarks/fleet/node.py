@@ -53,6 +53,7 @@ class Job:
     bytes: int = 0
     pulled_tokens: int = 0
     kv_transfer_params: Any = None
+    status: object = None  # never that of a request which has blocks, and of which the connector is not told
 
     @property
     def request_id(self) -> str:

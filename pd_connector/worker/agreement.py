@@ -97,7 +97,7 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
+class Disagreement:
     """Where what two engines computed differs by more than rounding explains."""
 
     layer: str
@@ -168,7 +168,7 @@ def _halves(rows: UInt8Array, block_tokens: int) -> tuple[UInt8Array, UInt8Array
     return first, second
 
 
-def compare(samples: Sequence[Sample]) -> Difference | None:
+def compare(samples: Sequence[Sample]) -> Disagreement | None:
     """Return the difference of the lowest layer that differs by more than rounding explains; None if there is none.
 
     Samples without tokens or heads prove nothing and are passed over.
@@ -207,7 +207,7 @@ class _Errors:
         return None if self._scaled is None else _factor(*self._scaled, self.of(0.5))
 
 
-def _difference(sample: Sample, errors: _Errors, before: float | None) -> Difference | None:
+def _difference(sample: Sample, errors: _Errors, before: float | None) -> Disagreement | None:
     allowed = _TOLERANCES[sample.format]
     if sample.depth == 0:
         checks = [(0.5, allowed.first), (0.9, allowed.first_most)]
@@ -218,7 +218,7 @@ def _difference(sample: Sample, errors: _Errors, before: float | None) -> Differ
     for share, limit in checks:
         if (error := errors.of(share)) > limit:
             tokens = len(sample.computed)
-            return Difference(sample.layer, sample.part, error, limit, tokens, sample.format, errors.factor())
+            return Disagreement(sample.layer, sample.part, error, limit, tokens, sample.format, errors.factor())
     return None
 
 

@@ -62,7 +62,6 @@ SPOILT_PARAMS = [
     Case("a block of no cache", _with(remote_block_ids=[[10**6] * 7]), "params", ("1000000",)),
     Case("too few blocks", lambda params: params["remote_block_ids"][0].pop(), "params", ("6", "7")),
     Case("too many groups", lambda params: params["remote_block_ids"].append([1]), "params", ("2",)),
-    Case("unknown engine", _with(remote_engine_id="nobody"), "refused", ("nobody",)),
     Case("two blocks exchanged", lambda params: params["remote_block_ids"][0].reverse(), "lease", ("altered",)),
     Case("unknown lease", _with(lease_id="nothing"), "lease", ("nothing",)),
     Case("closed port", lambda params: params.update(remote_port=_closed_port()), "unreachable", ("127.0.0.1",)),
@@ -99,6 +98,20 @@ class TestSpoiltParams:
         assert_failed_pull(pair, prompt, spoilt, case.cause, case.logged)
         end_lease(params)
         assert_serves(pair, seed)
+
+    def test_of_an_engine_that_nobody_knows_nothing_is_used(self, pair: Pair) -> None:
+        """It is not proven: the prompt is computed here, and what is pulled beside that fails."""
+        seed = f"unknown engine {pair.decode.spec.name}"
+        prompt = make_prompt(PROMPT_TOKENS, seed)
+        params = pair.prefill.client.prefill(prompt)
+        mark = pair.decode.log_size
+        with pair.traffic() as traffic:
+            pair.assert_right(pair.decode_leg(prompt, params | {"remote_engine_id": "nobody"}), prompt)
+            end_lease(params)
+        assert traffic.decode is not None
+        assert traffic.decode.value("vllm:pd_canaries_total", outcome="failed") == 1
+        assert traffic.pulled("pulls") == 0
+        assert "prefill engine nobody is not proven" in pair.decode.log_since(mark)
 
     def test_a_longer_prompt_than_the_prefilled_one_is_refused(self, pair: Pair) -> None:
         seed = f"longer {pair.decode.spec.name}"

@@ -20,7 +20,7 @@ from tests.support.waiting import until
 @pytest.mark.parametrize("ttl_s", [0.1, 30.0])
 def test_an_idle_engine_sleeps_while_it_has_leases_and_is_woken_when_one_ends(start: StartEngine, ttl_s: float) -> None:
     """Awake it would step a thousand times a second, and on few cores keep the pull that it waits for from running."""
-    p, d = start("kv_producer", lease_ttl_s=ttl_s), start("kv_consumer")
+    p, d = start("kv_producer", lease_ttl_s=ttl_s, claim_timeout_s=ttl_s), start("kv_consumer")
     core = EngineCoreUnderConstruction(p.scheduler, p.cache_manager)
     params = p.prefill("r", [3, 1, 6])[1]
     assert not p.scheduler.has_pending_push_work()

@@ -163,7 +163,7 @@ def test_a_late_sibling_is_computed_on_the_decode_engine(start: StartEngine) -> 
 def test_a_request_whose_lease_is_known_to_have_ended_fails_without_a_read(
     start: StartEngine, fabric: InProcessFabric, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    p, d = start("kv_producer", lease_ttl_s=0.3), start("kv_consumer")
+    p, d = start("kv_producer", lease_ttl_s=0.3, claim_timeout_s=0.3), start("kv_consumer")
     monkeypatch.setattr(logging.getLogger("pd_connector"), "propagate", True)
     request = FakeRequest("r", a_prompt(70), p.prefill("r", [3, 1, 6])[1])
     d.scheduler.on_new_request(request)
@@ -185,14 +185,14 @@ def test_a_request_whose_lease_is_known_to_have_ended_fails_without_a_read(
 
 
 def test_an_expired_lease_frees_the_blocks_of_the_prefill_engine(start: StartEngine) -> None:
-    p = start("kv_producer", lease_ttl_s=0.1)
+    p = start("kv_producer", lease_ttl_s=0.1, claim_timeout_s=0.1)
     p.prefill("r", [3, 1, 6])
     assert p.held == [1, 3, 6]
     p.steps_until(lambda _: not p.held)
 
 
 def test_blocks_of_ended_leases_are_free_before_blocks_are_looked_for(start: StartEngine) -> None:
-    p = start("kv_producer", lease_ttl_s=0.1)
+    p = start("kv_producer", lease_ttl_s=0.1, claim_timeout_s=0.1)
     p.prefill("r", [3, 1, 6])
     request = FakeRequest("next", a_prompt(70))
     until(lambda: p.scheduler.get_num_new_matched_tokens(request, 0) == (0, False) and not p.held)

@@ -21,7 +21,7 @@ with warnings.catch_warnings():
     from vllm.model_executor.layers.rotary_embedding import get_rope
 
 from layout.geometry import Plane
-from pd_connector.worker.agreement import Difference, Sample, cache_format, compare, plane_samples
+from pd_connector.worker.agreement import Disagreement, Sample, cache_format, compare, plane_samples
 from transfer.local_copy.values import PlaneValues
 
 Numbers = npt.NDArray[np.float64]
@@ -75,14 +75,14 @@ class Model:
             for layer in reversed(range(len(computed))) for i, part in enumerate("kv")
         ]  # fmt: skip
 
-    def compare(self, fault: Callable[[Numbers], Numbers | None]) -> Difference | None:
+    def compare(self, fault: Callable[[Numbers], Numbers | None]) -> Disagreement | None:
         """Compare two sound engines, one of which then has ``fault``: values that it changes, or new ones."""
         pulled = self.computed()
         changed = fault(pulled)
         return compare(self.samples(self.computed(), pulled if changed is None else changed))
 
 
-def found(difference: Difference | None) -> Difference:
+def found(difference: Disagreement | None) -> Disagreement:
     assert difference is not None
     return difference
 

@@ -57,7 +57,7 @@ def test_a_release_that_was_not_valid_says_which_lease_and_why(reason: str) -> N
     cause, words = verdict(ORDER, answered(Released(False, reason)))
     assert cause == "lease"
     assert words.startswith(f"lease {REMOTE.lease_id} ")
-    assert len({verdict(ORDER, answered(Released(False, other)))[1] for other in [*InvalidReason, "later"]}) == 9
+    assert len({verdict(ORDER, answered(Released(False, other)))[1] for other in [*InvalidReason, "later"]}) == 10
     assert isinstance(reason, InvalidReason) or reason in words
 
 

@@ -378,7 +378,7 @@ class EngineSim:
             kv_connector_module_path="pd_connector",
             kv_role=role,
             kv_load_failure_policy=policy,
-            kv_connector_extra_config={"host": HOST, **settings},
+            kv_connector_extra_config={"host": HOST, "canary": "off", **settings},
         )
         spec = FullAttentionSpec(block_size=_BLOCK_TOKENS, num_kv_heads=4, head_size=16, dtype=torch.float32)
         caches = KVCacheConfig(blocks, [], [KVCacheGroupSpec(["layer"], spec)])
