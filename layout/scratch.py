@@ -1,6 +1,6 @@
 """Scratch: some blocks of a worker's caches once more, dense, in memory that belongs to nobody's cache.
 
-    [plane 0: block 1, block 2, ..][plane 1: block 1, block 2, ..]..      a block: [layer][head][token][content]
+    [plane 0: block 1, block 2, ..][plane 1: block 1, block 2, ..]..
 
 What is read to such blocks is planned as for any other geometry. Block 0, which stands for a hole, has no memory.
 """
@@ -53,18 +53,28 @@ def _plane_bytes(plane: Plane, group: CacheGroup, blocks: int) -> int:
 
 
 def _dense(plane: Plane, group: CacheGroup, blocks: int, address: int) -> Plane:
+    """Return the plane of scratch blocks, whose axes inside a block are in the order of ``plane``'s strides.
+
+    A prefill engine's are often in the same order, and runs are then long.
+    """
     ratio = group.block_tokens // plane.block_tokens
-    token_stride = plane.content * plane.item_size
-    head_stride = plane.block_tokens * token_stride
-    layer_stride = plane.heads * head_stride
-    block_stride = len(plane.layers) * layer_stride
+    axes = {
+        "content": (plane.content_stride, plane.content),
+        "token": (plane.token_stride, plane.block_tokens),
+        "head": (plane.head_stride, plane.heads),
+        "layer": (plane.layer_stride, len(plane.layers)),
+    }
+    strides, size = {}, plane.item_size
+    for name in sorted(axes, key=lambda axis: axes[axis][0] if axes[axis][1] > 1 else 0):
+        strides[name] = size
+        size *= axes[name][1]
     return replace(
         plane,
         blocks=(blocks + 1) * ratio,
-        address=address - ratio * block_stride,
-        layer_stride=layer_stride,
-        block_stride=block_stride,
-        head_stride=head_stride,
-        token_stride=token_stride,
-        content_stride=plane.item_size,
+        address=address - ratio * size,
+        block_stride=size,
+        layer_stride=strides["layer"],
+        head_stride=strides["head"],
+        token_stride=strides["token"],
+        content_stride=strides["content"],
     )
