@@ -117,7 +117,8 @@ class Pair:
             return {name: int(count) for name, count in counts.items() if count}
 
         for attempt in range(attempts):
-            prompt = make_prompt(97, ("acquainted", self.name, attempt, time.monotonic()))  # not in a prefix cache
+            tokens = 2 * self.decode.spec.block_size + 33
+            prompt = make_prompt(tokens, ("acquainted", self.name, attempt, time.monotonic()))  # in no prefix cache
             before = came_to()
             self.decode_leg(prompt, self.prefill.client.prefill(prompt, model=model), model=model)
             until(lambda before=before: came_to() != before)  # type: ignore[misc]
