@@ -1,5 +1,6 @@
 """Servers with https, whose certificates a CA of their own has signed."""
 
+import shutil
 import ssl
 import subprocess
 from collections.abc import Callable
@@ -15,6 +16,8 @@ from tests.support.examples.served_proxy import ProxySetup
 @pytest.fixture(scope="module")
 def authority(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, ssl.SSLContext]:
     """The certificate of a CA, and what a server on the loopback address needs that it knows."""
+    if shutil.which("openssl") is None:
+        pytest.skip("openssl is not installed")
     folder = tmp_path_factory.mktemp("tls")
 
     def openssl(*words: str) -> None:
