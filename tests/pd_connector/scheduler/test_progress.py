@@ -62,7 +62,8 @@ class Deployment(RuleBasedStateMachine):
         for role, number in zip(roles, blocks, strict=False):
             self.engines.append(
                 EngineSim(
-                    self.world, role, number, policy, lease_ttl_s=TTL_S, queue_timeout_s=QUEUE_TIMEOUT_S,
+                    self.world, role, number, policy, lease_ttl_s=TTL_S, claim_timeout_s=TTL_S,
+                    queue_timeout_s=QUEUE_TIMEOUT_S,
                     max_leased_fraction=fraction, transfer_timeout_s=TRANSFER_TIMEOUT_S, max_pulls_ahead=3,
                     **changes,
                 )
