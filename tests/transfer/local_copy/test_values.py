@@ -13,35 +13,15 @@ from hypothesis import strategies as st
 from layout.copies import Int64Array
 from layout.geometry import CacheGroup, Plane
 from layout.plan import BlockTable, PlanError
-from tests.support.layout.oracle import LAYOUTS, WHOLE_HEADS, Engine, Extra, Held, Items, Model, Rank, Table, build
+from tests.support.layout.oracle import LAYOUTS, WHOLE_HEADS, Engine, Extra, Items, Model, Rank, Table
+from tests.support.layout.ranks import a_rank, planes_of, reader_of
 from tests.support.layout.strategies import engines, models, thorough
 from transfer.local_copy import values
-from transfer.local_copy.checksums import BlockReader, ReadableBlocks, in_place
+from transfer.local_copy.checksums import ReadableBlocks, in_place
 from transfer.local_copy.device_reader import DeviceReader
 from transfer.local_copy.values import PlaneValues, read_values
 
 TOKENS = 75  # fill no number of blocks
-BASE = 1 << 44
-
-
-def a_rank(model: Model, engine: Engine, seed: int = 0) -> Rank:
-    return build(model, engine, seed, BASE)[-1]
-
-
-def reader_of(rank: Rank) -> BlockReader:
-    """A rank's addresses are of a space of its own; its memory lies elsewhere."""
-    shift = rank.memory.ctypes.data - rank.base
-
-    def read(plane: Plane, blocks: Int64Array) -> ReadableBlocks:
-        return in_place(replace(plane, address=plane.address + shift), blocks)
-
-    return read
-
-
-def planes_of(rank: Rank) -> list[tuple[CacheGroup, Plane, Held]]:
-    """A rank's planes as planning sees them and as the oracle does."""
-    described = [(group, plane) for group in rank.geometry.groups for plane in group.planes]
-    return [(group, plane, held) for (group, plane), held in zip(described, rank.planes, strict=True)]
 
 
 def a_table(engine: Engine, group: int, seed: int, holes: int = 0) -> Table:
