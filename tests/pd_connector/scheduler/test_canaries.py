@@ -316,7 +316,7 @@ def test_what_compares_nothing_proves_nothing() -> None:
 # It leaves
 
 
-@pytest.mark.parametrize("how", ["aborted", "preempted"])
+@pytest.mark.parametrize("how", ["aborted", "preempted", "preempted and ended"])
 def test_after_a_canary_that_leaves_before_it_was_computed_the_next_one_serves(how: str) -> None:
     d = ProvingDecode()
     first, second = d.add("first"), d.add("second")
@@ -325,6 +325,8 @@ def test_after_a_canary_that_leaves_before_it_was_computed_the_next_one_serves(h
         d.leave(first)
     else:
         first.num_preemptions, first.num_output_tokens = 1, 1
+    if how == "preempted and ended":
+        d.leave(first)
     assert d.step().references == (CanaryReference("first"),)
     assert d.asks(second) is None, "its area is in use"
     d.report(first, samples=0)
