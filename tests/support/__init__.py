@@ -17,6 +17,7 @@ The names of vLLM that the connector uses (``tests/versions``):
 
 Layouts of KV caches (``layout/``):
     layout.oracle           a second opinion on where KV bytes are, one logical index at a time
+    layout.ranks            a rank of the oracle as what reads blocks finds it
     layout.pulls            pulls between two engines of the oracle, every byte checked
     layout.nhd              NHD caches as vllm-ascend allocates them, in tensors, and what each byte of them must be
     layout.round_trips      blocks through host memory and back, every byte checked
