@@ -23,6 +23,7 @@ from tests.support.e2e.forwarder import Forwarder
 from tests.support.e2e.pair import Pair, make_prompt, wait_until_at_rest
 from tests.support.e2e.trouble import stopped
 from tests.support.waiting import until
+from transfer.control.messages import PROTOCOL_VERSION
 
 PROMPT_TOKENS = 1500
 
@@ -203,7 +204,8 @@ def test_an_engine_that_answers_garbage_fails_its_own_pulls_only(pair: Pair) -> 
     over = threading.Event()
 
     def lie() -> None:
-        lies = [b"", b"\xc1", b"\x93\x01\x01\x80", bytes(100_000), msgspec.msgpack.encode([1, 1, {"type": "welcome"}])]
+        welcome = msgspec.msgpack.encode([PROTOCOL_VERSION, 1, {"type": "welcome"}])
+        lies = [b"", b"\xc1", b"\x93\x01\x01\x80", bytes(100_000), welcome]
         while not over.is_set():
             if liar.poll(50):
                 sender, *_ = liar.recv_multipart()

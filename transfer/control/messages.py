@@ -86,7 +86,9 @@ import msgspec
 
 from layout.geometry import ModelIdentity, WorkerGeometry
 
-PROTOCOL_VERSION = 1
+#: Changes with what a peer of another version would get wrong. From 2 on, identities tell what a model was built with,
+#: prefill engines are proven, and a lease may have to be located before it is read.
+PROTOCOL_VERSION = 2
 
 #: Replies above this size are dropped unread. The largest message is a welcome: a few hundred bytes per layer and rank.
 MAX_FRAME_BYTES = 16 * 1024 * 1024
@@ -388,7 +390,8 @@ def _decode(frame: bytes, bodies: msgspec.msgpack.Decoder[Any], max_bytes: int) 
         )
     if envelope.version != PROTOCOL_VERSION:
         raise MalformedMessage(
-            f"protocol version {envelope.version}; this side speaks {PROTOCOL_VERSION}",
+            f"protocol version {envelope.version}; this side speaks {PROTOCOL_VERSION}: run the same version of "
+            "pd-connector on both",
             code=ErrorCode.VERSION,
             message_id=envelope.message_id,
         )
