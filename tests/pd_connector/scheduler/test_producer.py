@@ -117,13 +117,13 @@ def test_what_two_models_have_computed_is_not_leased(start: Start) -> None:
         FakeRequest(name, a_prompt(70), {"do_remote_decode": True}, status=DONE) for name in ("half", "whole")
     )
     for request in (half, whole):
-        engine.role.add(request)  # type: ignore[arg-type]
+        engine.role.add(request)
     half.num_computed_tokens = 32
     engine.role.model_changed()
     assert engine.role._service.engine_id != before
     engine.tables |= {"half": [3, 1, 6], "whole": [2, 4, 5]}
-    assert engine.role.finish(half, ([3, 1, 6],)) is None  # type: ignore[arg-type]
-    assert engine.role.finish(whole, ([2, 4, 5],)) is not None  # type: ignore[arg-type]
+    assert engine.role.finish(half, ([3, 1, 6],)) is None
+    assert engine.role.finish(whole, ([2, 4, 5],)) is not None
     assert engine.prefill("half", [3, 1, 6]) is not None
 
 

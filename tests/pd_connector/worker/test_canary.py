@@ -1,6 +1,6 @@
 """A worker's canaries: what is pulled is compared with what was computed, and nothing else is touched."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -172,17 +172,22 @@ def test_a_pull_that_fails_says_why_and_what_comes_later_is_ignored(site: Site) 
     assert each.role.take_report().canaries == {}
 
 
-def test_a_change_of_the_model_ends_what_was_known_of_peers(site: Site) -> None:
+def test_a_change_of_the_model_ends_what_was_known_of_peers(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its digest of weights is of what is no longer served; P may have started anew with the new ones."""
     p, each = site.prefill(), checked(site, site.decode()[0])
     each.worker.rank.fill(tables(OURS))
-    known: list[Orders] = []
+    known: list[int] = []
     execute = each.role._pulls.execute
-    each.role._pulls.execute = lambda orders: (known.append(orders), execute(orders))[1]  # type: ignore[method-assign]
+
+    def noted(orders: Orders) -> Sequence[str]:
+        known.append(orders.model_changes)
+        return execute(orders)
+
+    monkeypatch.setattr(each.role._pulls, "execute", noted)
     each.role.execute(Orders(model_changes=1))
     each.role.execute(Orders(canaries=(canary_order(p),), references=(COMPUTED,)))
     assert each.end().samples
-    assert [orders.model_changes for orders in known] == [1, 0]
+    assert known == [1, 0]
 
 
 def test_what_drafts_tokens_is_not_compared(site: Site) -> None:
