@@ -39,19 +39,6 @@ class Copies:
         return int(self.sizes.sum())
 
 
-@dataclass(frozen=True, slots=True)
-class MemoryRuns:
-    """Runs of memory: ``sizes[i]`` bytes from ``addresses[i]`` on. Arrays of shape [n], int64."""
-
-    addresses: Int64Array
-    sizes: Int64Array
-
-    def __len__(self) -> int:
-        return len(self.sizes)
-
-
-NO_RUNS = MemoryRuns(np.empty(0, np.int64), np.empty(0, np.int64))
-
 EMPTY = Copies(np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0, np.int64))
 
 

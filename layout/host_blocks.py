@@ -17,7 +17,7 @@ from typing import NoReturn
 import numpy as np
 import numpy.typing as npt
 
-from layout.copies import EMPTY, NO_RUNS, Copies, Int64Array, MemoryRuns, concatenate
+from layout.copies import EMPTY, Copies, Int64Array, concatenate
 from layout.geometry import CacheGroup, Plane, Region, WorkerGeometry
 
 SLOT_ALIGNMENT = 64  # bytes: whole cache lines are copied fastest, see transfer.local_copy.reshape
@@ -102,37 +102,6 @@ class HostLayout:
                 if len(pairs)
             ]
         )
-
-    def whole(self, pool: Region, slots: Ids) -> MemoryRuns:
-        """Return the memory of ``slots``, neighbours as one run.
-
-        Raises:
-            IndexError: a slot does not exist.
-        """
-        ids = np.unique(np.asarray(slots, np.int64))
-        _check_ids(ids, self.slots_in(pool.size), "host slot")
-        if not ids.size:
-            return NO_RUNS
-        first = np.concatenate(([0], np.flatnonzero(np.diff(ids) != 1) + 1))
-        counts = np.diff(np.concatenate((first, [len(ids)])))
-        return MemoryRuns(pool.address + ids[first] * self.slot_bytes, counts * self.slot_bytes)
-
-    def rests(self, pool: Region, groups: Ids, slots: Ids) -> MemoryRuns:
-        """Return what a block of cache group ``groups[i]`` leaves of ``slots[i]`` that a larger block would fill.
-
-        Nothing of slots that their blocks fill as far as any block does.
-
-        Raises:
-            IndexError: a group or slot does not exist.
-        """
-        group_ids, slot_ids = np.asarray(groups, np.int64), np.asarray(slots, np.int64)
-        _check_ids(group_ids, len(self.groups), "cache group")
-        _check_ids(slot_ids, self.slots_in(pool.size), "host slot")
-        filled = np.array([runs.block_bytes for runs in self.groups], np.int64)
-        left = (int(filled.max(initial=0)) - filled)[group_ids]
-        some = left > 0
-        addresses = pool.address + slot_ids * self.slot_bytes + filled[group_ids]
-        return MemoryRuns(addresses[some], left[some])
 
     def _loads_of_group(self, group: int, pool: Region, blocks: Int64Array, slots: Int64Array) -> Copies:
         runs = self.groups[group]

@@ -154,18 +154,6 @@ class ConnectorConfig(BaseModel):
         description="When blocks are copied to host memory. eager: as soon as they are computed; lazy: when vLLM is "
         "about to evict them, which copies less but may come too late for some.",
     )
-    host_scrub: bool = Field(
-        default=False,
-        description="Zero slots of host memory (cpu_bytes_to_use) whose contents cannot be found any more, so that "
-        "those who can read it (host_transfers) find only what is live. Workers do that beside the model, before "
-        "the next store.",
-    )
-    host_huge_pages: bool = Field(
-        default=False,
-        description="Ask the kernel for transparent huge pages for host memory (cpu_bytes_to_use), which is then "
-        "allocated at start. Not on NPU. The log says how many the kernel has given; it gives none where "
-        "/sys/kernel/mm/transparent_hugepage/enabled is never.",
-    )
     host_transfers: bool = Field(
         default=False,
         description="Let decode engines read a prefill engine's host memory (cpu_bytes_to_use), which is registered "
@@ -246,16 +234,6 @@ class ConnectorConfig(BaseModel):
     def _check_host_memory(self) -> Self:
         if self.cpu_bytes_to_use:
             return self
-        if self.host_scrub:
-            raise ValueError(
-                "host_scrub = True: cpu_bytes_to_use is 0, so there is no host memory to zero; set cpu_bytes_to_use, "
-                "or host_scrub to false"
-            )
-        if self.host_huge_pages:
-            raise ValueError(
-                "host_huge_pages = True: cpu_bytes_to_use is 0, so there is no host memory to lie in huge pages; set "
-                "cpu_bytes_to_use, or host_huge_pages to false"
-            )
         if self.host_transfers:
             raise ValueError(
                 "host_transfers = True: cpu_bytes_to_use is 0, so there is no host memory to read from; set "

@@ -136,14 +136,6 @@ class StoreOrder:
     moves: BlockMoves
 
 
-@dataclass(frozen=True, eq=False)
-class ScrubOrder:
-    """Zero slots of host memory, before any other order of this step writes to them."""
-
-    scrub_id: int
-    slots: Int64Array  # of the host pool
-
-
 @dataclass(frozen=True)
 class StoreEnds:
     """How a store ended on the ranks that have reported it."""
@@ -243,7 +235,6 @@ class Orders:
     refusals: tuple[RefuseOrder, ...] = ()
     loads: tuple[LoadOrder, ...] = ()
     stores: tuple[StoreOrder, ...] = ()
-    scrubs: tuple[ScrubOrder, ...] = ()  # carried out first
     checksums: tuple[ChecksumOrder, ...] = ()
     #: Numbers of this step, ascending over steps: at most one, if somebody waits for what it computes. Every worker
     #: returns it in the report of the same step, ``Report.steps``.
@@ -289,7 +280,6 @@ class Report:
     steps: Mapping[int, int] = field(
         default_factory=dict
     )  # number of ranks that have computed each step that was asked
-    scrubs: Mapping[int, int] = field(default_factory=dict)  # number of ranks that have ended each order to zero
 
     def __bool__(self) -> bool:
         return any(getattr(self, each.name) for each in fields(self))
@@ -299,12 +289,9 @@ class Report:
         landings = _sums(self.landings, other.landings)
         canaries = _sums(self.canaries, other.canaries)
         handshakes = {**self.handshakes, **other.handshakes}
-        steps, scrubs = (
-            dict(Counter(ours) + Counter(theirs))
-            for ours, theirs in ((self.steps, other.steps), (self.scrubs, other.scrubs))
-        )
+        steps = dict(Counter(self.steps) + Counter(other.steps))
         checksums, failed = self.checksums + other.checksums, self.failed | other.failed
-        return Report(stores, landings, canaries, checksums, handshakes, failed, steps, scrubs)
+        return Report(stores, landings, canaries, checksums, handshakes, failed, steps)
 
 
 def _sums(ours: Mapping[_Name, _Ends], theirs: Mapping[_Name, _Ends]) -> dict[_Name, _Ends]:

@@ -60,7 +60,6 @@ COUNTERS = {
     "prompt, counted on every rank.",
     "host_tokens": "Prompt tokens whose KV cache was loaded from host memory.",
     "host_blocks": "Blocks stored in host memory.",
-    "host_blocks_scrubbed": "Slots of host memory that were zeroed (host_scrub).",
 }
 LABELLED = {
     "pull_failures": ("cause", "Pulls that failed, by cause."),

@@ -8,9 +8,8 @@ Usable on its own, together with ``layout``. Public packages and modules, each i
     local_copy  work on bytes in local memory: ``reshape``, ``reshape_torch`` for a device, ``checksums``
     memory      host memory: plain, pinned, or lent out in slots
     numa        the NUMA node of memory: named, and asked for
-    huge_pages  transparent huge pages: whether the kernel gives any, and how many it has given
     peers       addresses of peers, and which of them may be contacted
     errors      exceptions that all parts share
 """
 
-__all__ = ["batch_copy", "control", "engine", "errors", "huge_pages", "local_copy", "memory", "numa", "peers"]
+__all__ = ["batch_copy", "control", "engine", "errors", "local_copy", "memory", "numa", "peers"]

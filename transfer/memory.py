@@ -6,37 +6,27 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from layout.geometry import Region
-from transfer import huge_pages, numa
+from transfer import numa
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """What host memory is asked for besides its size. Nothing of it is promised."""
-
-    node: int | None = None  # the NUMA node that its pages come from, as long as that has any; None: the kernel decides
-    huge_pages: bool = False
-
-    def refused(self, error: OSError) -> None:
-        """Log that the node was not asked for, and why: the memory is good all the same."""
-        logger.warning("host memory is not placed on NUMA node %d: %s", self.node, error.strerror or error)
-
-
-ANYWHERE = Placement()
+def warn_of_node(node: int, error: OSError) -> None:
+    """Log that memory was not asked for on a NUMA node, and why: it is good all the same."""
+    logger.warning("host memory is not placed on NUMA node %d: %s", node, error.strerror or error)
 
 
 class HostMemory:
     """A page-aligned range of host memory that lives as long as this object. Pages are allocated on first write."""
 
-    def __init__(self, size: int, placement: Placement = ANYWHERE) -> None:
-        """Reserve ``size`` bytes, and ask the kernel for what ``placement`` says. What it refuses is logged.
+    def __init__(self, size: int, node: int | None = None) -> None:
+        """Reserve ``size`` bytes, of NUMA node ``node`` as long as that has any; None: the kernel decides.
+
+        What the kernel refuses is logged.
 
         Raises:
             ValueError: ``size`` is not positive.
@@ -44,12 +34,12 @@ class HostMemory:
         if size <= 0:
             raise ValueError(f"the size of host memory must be positive, not {size} bytes")
         # An array, not the mmap itself: the pages then live until the last array over them is gone.
-        self._pages = _huge_pages(size) if placement.huge_pages else np.frombuffer(mmap.mmap(-1, size), np.uint8)
-        if placement.node is not None:
+        self._pages = np.frombuffer(mmap.mmap(-1, size), np.uint8)
+        if node is not None:
             try:
-                numa.prefer(self.region, placement.node)
+                numa.prefer(self.region, node)
             except OSError as error:
-                placement.refused(error)
+                warn_of_node(node, error)
 
     @property
     def region(self) -> Region:
@@ -59,24 +49,6 @@ class HostMemory:
     def allocate(self) -> None:
         """Let the system allocate all pages now, so that no later write waits for it. Overwrites nothing but zeros."""
         self._pages[:: mmap.PAGESIZE] |= 0
-
-
-def _huge_pages(size: int) -> npt.NDArray[np.uint8]:
-    """Return ``size`` bytes from a border of huge pages on, for which the kernel is asked for huge pages.
-
-    The mapping is private: shared memory follows another setting of the kernel, which is off nearly everywhere. Forked
-    children do not get it, because a write by this process would otherwise move a page away from under a device.
-    """
-    page = huge_pages.page_bytes()
-    pages = mmap.mmap(-1, size + page, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    pages.madvise(mmap.MADV_DONTFORK)
-    try:
-        pages.madvise(mmap.MADV_HUGEPAGE)
-    except OSError as error:  # a kernel without transparent huge pages
-        logger.warning("the kernel refuses huge pages for host memory: %s", error)
-    whole = np.frombuffer(pages, np.uint8)
-    first = -whole.ctypes.data % page
-    return whole[first : first + size]
 
 
 class PinnedMemory:

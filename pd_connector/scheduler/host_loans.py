@@ -62,10 +62,6 @@ class HostLoans:
         hosts = tuple(host if host is not None else next(free) for host in copies)
         return CopyLoan(hosts, tuple(number for number, host in enumerate(copies) if host is None))
 
-    def zero_first(self, hosts: HeldBlocks) -> None:
-        """Have host blocks zeroed before what they were just lent for arrives in them, if slots are scrubbed."""
-        self._pool.forgotten.zero_first(hosts)
-
     def has_room(self, blocks: HeldBlocks) -> bool:
         """Return whether host blocks could be lent now for copies of all of these device blocks."""
         free = self._pool.free

@@ -247,7 +247,6 @@ class Landings(SchedulerRole):
         self._fell_back.pop(request.request_id, None)
         hit, block_ids = self._lay_out(prepared)
         self._orders.append(self._consumer.start_landing(request, block_ids, tokens))
-        self._tier.loans.zero_first(self._partly_filled(hit))
         self._under_way[request.request_id] = _Landing(request, hit, tokens.start, LandingEnds(0))
 
     def _give_up(self) -> None:
@@ -268,12 +267,6 @@ class Landings(SchedulerRole):
             block_ids.append((*[0] * numbers.start, *prepared.ids[own]))
         first = prepared.computed_tokens
         return HostHit(first, prepared.tokens.stop - first, tuple(groups)), tuple(block_ids)
-
-    def _partly_filled(self, hit: HostHit) -> "tuple[KVCacheBlock, ...]":
-        """Return the last block of each cache group in which tokens end before the block does."""
-        end = hit.first_token + hit.tokens
-        groups = zip(self._groups, hit.groups, strict=True)
-        return tuple(blocks[-1] for kept, blocks in groups if end % kept.block_tokens and not blocks[-1].is_null)
 
     def _fall_back(self, request: "Request", needed: int) -> None:
         reason = Fallback.TOO_LARGE if needed > self._tier.slots else Fallback.FULL

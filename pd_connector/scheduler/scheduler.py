@@ -16,7 +16,6 @@ from pd_connector.scheduler.consumer import Consumer
 from pd_connector.scheduler.drain import Drain
 from pd_connector.scheduler.external_loads import ExternalLoads
 from pd_connector.scheduler.host_log import HostLog
-from pd_connector.scheduler.host_scrub import HostScrub, portion_slots
 from pd_connector.scheduler.host_tier import HostTier
 from pd_connector.scheduler.landings import Landings
 from pd_connector.scheduler.lease_moves import LeaseMoves
@@ -309,10 +308,8 @@ class ConnectorScheduler:
         if self._role.consumes:
             check_secrets(in_order, self._secret)
         if self._config.cpu_bytes_to_use and not any(isinstance(role, HostTier) for role in self._roles):
-            tier, scrub = self._open_host_tier(in_order)
+            tier = self._open_host_tier(in_order)
             self._roles.insert(1, tier)
-            if scrub is not None:
-                self._roles.append(scrub)
             if self._moves is not None and self._prompt_slots is not None:
                 self._check_holds_a_prompt(tier, "host_transfers = True", "host_transfers to false")
                 self._moves.use(tier, len(in_order))
@@ -412,18 +409,14 @@ class ConnectorScheduler:
             renewals, subscriptions, ahead, completions, self._retentions, layers, self._canaries, self._prompts
         )
 
-    def _open_host_tier(self, handshakes: Sequence[WorkerHandshake]) -> tuple[HostTier, HostScrub | None]:
-        """Return the role of host memory, and the one that has its slots zeroed, if they are to be."""
+    def _open_host_tier(self, handshakes: Sequence[WorkerHandshake]) -> HostTier:
         mode, manager = self._config.cpu_store, self._blocks.manager
         slots, device_blocks = min(handshake.host_slots for handshake in handshakes), manager.kv_cache_config.num_blocks
         # At most half of the device's blocks: storing them all would not be lazy.
         most = min(
             max_blocks_per_step(self._vllm_config, [kept.block_tokens for kept in self._retentions]), device_blocks // 2
         )
-        scrubs = self._config.host_scrub
-        pool = HostBlockPool(
-            self._vllm_config, manager, slots, most if mode == "lazy" else 0, remembers_forgotten=scrubs
-        )
+        pool = HostBlockPool(self._vllm_config, manager, slots, most if mode == "lazy" else 0)
         logger.info("PDConnector: host memory keeps up to %d blocks (%s), the device %d", slots, mode, device_blocks)
         if mode == "eager" and slots <= device_blocks:
             logger.warning(
@@ -431,9 +424,7 @@ class ConnectorScheduler:
                 "the device holds too, so it will be of little use. Set cpu_bytes_to_use to several times the size of "
                 "the device's KV cache, or cpu_store to lazy"
             )
-        largest = max(handshake.geometry.block_bytes for handshake in handshakes)
-        scrub = HostScrub(pool.forgotten, len(handshakes), portion_slots(largest)) if scrubs else None
-        return HostTier(pool, len(handshakes), mode), scrub
+        return HostTier(pool, len(handshakes), mode)
 
     def _make_landings(self, tier: HostTier, consumer: Consumer, ranks: int) -> Landings:
         """Return what pulls to host memory.

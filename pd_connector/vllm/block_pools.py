@@ -13,7 +13,6 @@ from vllm.v1.core.kv_cache_utils import get_group_id, make_block_hash_with_group
 
 from pd_connector.vllm.block_events import BlockEvents
 from pd_connector.vllm.device_blocks import HeldBlocks
-from pd_connector.vllm.forgotten_slots import ForgottenSlots
 from pd_connector.vllm.release import current
 from pd_connector.vllm.requests import computes_whole_prompt
 
@@ -105,13 +104,10 @@ class HostBlockPool:
         device: "KVCacheManager",
         slots: int,
         lookahead: int = 0,
-        *,
-        remembers_forgotten: bool = False,
     ) -> None:
         """Create an empty pool of ``slots`` host blocks beside the blocks that ``device`` manages.
 
         ``lookahead``: how many of the blocks that vLLM evicts next ``eviction_candidates`` covers; 0 if it is not used.
-        ``remembers_forgotten``: whether somebody zeroes the slots in ``forgotten``.
 
         Raises:
             ValueError: vLLM's prefix caching is off.
@@ -127,7 +123,6 @@ class HostBlockPool:
         # No deeper than the pool: otherwise storing some of the blocks would evict others, and so on forever.
         self._cursor = self._release.free_queue_cursor(device.block_pool, min(lookahead, slots)) if lookahead else None
         self.slots = slots
-        self.forgotten = ForgottenSlots(kept=remembers_forgotten)
         #: Indices of the cache groups whose blocks can be found by their contents.
         self.groups: tuple[int, ...] = self._release.cacheable_groups(device)
         self.block_tokens: tuple[int, ...] = self._release.block_tokens(self._coordinator)
@@ -187,7 +182,6 @@ class HostBlockPool:
     def unpin(self, blocks: HeldBlocks) -> None:
         """Give references back. The first blocks of a prompt are evicted last."""
         self._pool.free_blocks(reversed(blocks))
-        self.forgotten.given_back(blocks)
 
     def copies_of(self, blocks: HeldBlocks) -> "list[KVCacheBlock | None]":
         """Return the host blocks that hold what device blocks do; None for one of which none can be found."""
@@ -200,9 +194,7 @@ class HostBlockPool:
         Raises:
             ValueError: fewer slots are free.
         """
-        taken = tuple(self._pool.get_new_blocks(number)) if number else ()
-        self.forgotten.taken(taken)
-        return taken
+        return tuple(self._pool.get_new_blocks(number)) if number else ()
 
     def publish_copies(self, copies: "Iterable[tuple[KVCacheBlock, KVCacheBlock]]") -> None:
         """Make host blocks findable that hold what device blocks do, each if that one can be found and no copy can."""
@@ -240,9 +232,7 @@ class HostBlockPool:
 
     def evict_all(self) -> None:
         """Make all blocks impossible to find, those in use included."""
-        found = [block for block in self._pool.blocks if block.block_hash is not None]
-        self._pool.evict_blocks({int(block.block_id) for block in found})
-        self.forgotten.given_back(found)
+        self._pool.evict_blocks({int(block.block_id) for block in self._pool.blocks if block.block_hash is not None})
         if self._cursor is not None:
             self._cursor.reset()
         self._events.forget()

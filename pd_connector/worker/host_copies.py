@@ -9,11 +9,11 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from layout.copies import Copies, Int64Array, MemoryRuns
+from layout.copies import Copies
 from layout.geometry import Region
 from layout.host_blocks import HostLayout
 from layout.regions import RegionTable
-from pd_connector.orders import LoadOrder, ScrubOrder, StoreEnds, StoreOrder
+from pd_connector.orders import LoadOrder, StoreEnds, StoreOrder
 from transfer.batch_copy.base import BatchCopier, CopyBounds, CopyFailed, DeviceEvent, Handle
 
 
@@ -39,22 +39,8 @@ class _InFlight:
     started: float
 
 
-class ZeroingFence:
-    """Passed when memory has been zeroed. What never was, because the copier is closed, is never passed."""
-
-    def __init__(self, handle: Handle) -> None:
-        self._handle = handle
-
-    def passed(self) -> bool:
-        """Implement ``Fence``."""
-        try:
-            return self._handle.query()
-        except CopyFailed:
-            return False
-
-
 class HostCopies:
-    """Owns the copies in flight between the device and this rank's slots of host memory, and what zeroes slots."""
+    """Owns the copies in flight between the device and this rank's slots of host memory."""
 
     def __init__(
         self,
@@ -77,8 +63,6 @@ class HostCopies:
         self._load_bounds, self._store_bounds = CopyBounds(caches, slots), CopyBounds(slots, caches)
         self._loads: dict[str, _InFlight] = {}
         self._stores: dict[int, _InFlight] = {}
-        self._scrubs: dict[int, Handle] = {}
-        self._last_zeroing: Handle | None = None  # whatever is zeroed before it has ended before it
         self._ended_loads: dict[str, CopyEnd] = {}
         self._ended_stores: dict[int, tuple[CopyEnd, StoreEnds]] = {}
 
@@ -104,34 +88,6 @@ class HostCopies:
             self._ended_stores[order.store_id] = submitted, StoreEnds(1, failed=True)
         else:
             self._stores[order.store_id] = submitted
-
-    def scrub(self, order: ScrubOrder) -> None:
-        """Start to zero slots, before whatever is stored later; ``take_scrubs`` reports the end.
-
-        Nothing may be copying to or from them.
-        """
-        assert order.scrub_id not in self._scrubs, f"slots are being zeroed by order {order.scrub_id}"
-        self._scrubs[order.scrub_id] = self._zero(self._layout.whole(self._pool, order.slots))
-
-    def scrub_rests(self, groups: Int64Array, slots: Int64Array) -> None:
-        """Start to zero what blocks of these cache groups leave of their slots, and larger blocks may have filled."""
-        if len(rests := self._layout.rests(self._pool, groups, slots)):
-            self._zero(rests)
-
-    def take_scrubs(self) -> list[int]:
-        """Return the orders to zero slots that have ended since the last call.
-
-        Raises:
-            CopyFailed: slots could not be zeroed.
-        """
-        ended = [scrub_id for scrub_id, handle in self._scrubs.items() if handle.query()]
-        for scrub_id in ended:
-            del self._scrubs[scrub_id]
-        return ended
-
-    def zeroing_fence(self) -> ZeroingFence | None:
-        """Return a fence behind all that is to be zeroed; None if all of it is done. Implements ``RaiseFence``."""
-        return None if self._last_zeroing is None else ZeroingFence(self._last_zeroing)
 
     def take_loads(self) -> dict[str, CopyEnd]:
         """Return the loads that have ended since the last call, by request id.
@@ -181,10 +137,6 @@ class HostCopies:
         """Raise AssertionError unless the books balance."""
         assert not self._loads.keys() & self._ended_loads.keys(), "a load is under way and ended at once"
         assert not self._stores.keys() & self._ended_stores.keys(), "a store is under way and ended at once"
-
-    def _zero(self, runs: MemoryRuns) -> Handle:
-        self._last_zeroing = self._store_copier.zero(runs)
-        return self._last_zeroing
 
     def _submit(
         self, describe: Callable[..., Copies], copier: BatchCopier, order: LoadOrder | StoreOrder

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 
 from layout.geometry import Region
-from transfer import huge_pages, numa
-from transfer.memory import Placement
+from transfer import numa
 
 logger = logging.getLogger(__name__)
 
@@ -41,12 +40,10 @@ def near_node(device: torch.device, system: Path = Path("/")) -> NearNode:
     return _of_processors(os.sched_getaffinity(0), system)
 
 
-def log_placement(region: Region, near: NearNode, placement: Placement) -> None:
-    """Log where the memory lies and why, and warn if huge pages were asked for and the kernel gives none."""
-    said = [_nodes_said(region, placement), near.why]
-    if placement.huge_pages:
-        said.append(_huge_pages_said(region))
-    logger.info("PDConnector: this worker's host memory of %d bytes: %s", region.size, "; ".join(said))
+def log_placement(region: Region, near: NearNode) -> None:
+    """Log where the memory lies and why."""
+    said = _nodes_said(region, near.node)
+    logger.info("PDConnector: this worker's host memory of %d bytes: %s; %s", region.size, said, near.why)
 
 
 def _of_gpu(properties: Any, device: torch.device, system: Path) -> NearNode:
@@ -89,8 +86,8 @@ def _numbers(text: str) -> set[int]:
     return numbers
 
 
-def _nodes_said(region: Region, placement: Placement) -> str:
-    wanted = "no NUMA node is preferred" if placement.node is None else f"NUMA node {placement.node} is preferred"
+def _nodes_said(region: Region, node: int | None) -> str:
+    wanted = "no NUMA node is preferred" if node is None else f"NUMA node {node} is preferred"
     try:
         nodes = numa.nodes_of(region)
     except OSError as error:
@@ -99,19 +96,3 @@ def _nodes_said(region: Region, placement: Placement) -> str:
         return f"{wanted}, no page is allocated yet"
     lie = ", ".join(f"{pages} on node {node}" for node, pages in nodes.most_common())
     return f"{wanted}, of {nodes.total()} pages that were looked at lie {lie}"
-
-
-def _huge_pages_said(region: Region) -> str:
-    """Return how much lies in huge pages; warn if that is nothing because the kernel is set so."""
-    mode = huge_pages.mode()
-    if mode not in ("always", "madvise"):
-        logger.warning(
-            "PDConnector: host_huge_pages = True, but the kernel gives no huge pages: "
-            "/sys/kernel/mm/transparent_hugepage/enabled is %s. Have the machine's owner set it to madvise, or set "
-            "host_huge_pages to false", f"'{mode}'" if mode else "not there",
-        )  # fmt: skip
-    try:
-        given = huge_pages.given(region)
-    except (OSError, ValueError) as error:
-        return f"how much lies in huge pages is not known ({error})"
-    return f"{given} bytes ({given / region.size:.0%}) in huge pages"

@@ -22,8 +22,7 @@ from pd_connector.worker.machine_memory import MachineMemory, machine_memory
 from pd_connector.worker.roles import WorkerRole
 from transfer.batch_copy.backends import Backend, open_copier, pinned_memory
 from transfer.batch_copy.base import BatchCopier, CopierStartError, CopyFailed, DeviceEvent, Direction
-from transfer.local_copy.zeroing import warm_up
-from transfer.memory import PinnedMemory, Placement
+from transfer.memory import PinnedMemory
 
 logger = logging.getLogger(__name__)
 
@@ -104,53 +103,37 @@ class LoadEnd:
 class HostPool(WorkerRole):
     """Owns a worker's part of the host blocks: its memory, and the copies to and from it."""
 
-    def __init__(
-        self, copies: HostCopies, memory: PinnedMemory, slots: int, stats: StatsRecorder, *, scrubs: bool = False
-    ) -> None:
-        """Take over ``memory``. ``scrubs``: whether a block leaves nothing of another one in its slot."""
+    def __init__(self, copies: HostCopies, memory: PinnedMemory, slots: int, stats: StatsRecorder) -> None:
+        """Take over ``memory``."""
         self.copies = copies
-        self._scrubs = scrubs
         self.slots = slots
         self._memory = memory
         self._stats = stats
 
     @classmethod
     def open(
-        cls,
-        quota: HostQuota,
-        geometry: WorkerGeometry,
-        tensors: Sequence[torch.Tensor],
-        stats: StatsRecorder,
-        *,
-        huge_pages: bool = False,
-        scrubs: bool = False,
+        cls, quota: HostQuota, geometry: WorkerGeometry, tensors: Sequence[torch.Tensor], stats: StatsRecorder
     ) -> "HostPool":
         """Pin a worker's memory and start its copiers. ``tensors`` are the worker's caches, all on one device.
 
         Raises:
-            ConfigError: the quota is too small or too large, the caches cannot be kept in host memory, huge pages
-                cannot be asked for, or the device refuses copies.
+            ConfigError: the quota is too small or too large, the caches cannot be kept in host memory, or the device
+                refuses copies.
         """
         device = tensors[0].device
         if device.type not in _BACKENDS:
             raise ConfigError(f"cpu_bytes_to_use: KV caches on {device} cannot be kept in host memory; set it to 0")
         backend, number = _BACKENDS[device.type], device.index or 0
-        if huge_pages and backend is Backend.ACL:
-            raise ConfigError(
-                "host_huge_pages = True: on an NPU the driver allocates pinned memory, and chooses its pages itself "
-                "(aclrtMallocHost); set it to false"
-            )
         try:
             layout = host_layout(geometry)
         except ValueError as error:
             raise ConfigError(f"cpu_bytes_to_use: {error}; set it to 0") from error
         slots = quota.slots(layout)
-        quota.check_fits(machine_memory(), at_once=huge_pages or backend is not Backend.HOST)
+        quota.check_fits(machine_memory(), at_once=backend is not Backend.HOST)
         near, record_event = near_node(device), _event_recorder(device)
-        placement = Placement(near.node, huge_pages)
         try:
             with ExitStack() as opened:
-                memory = pinned_memory(backend, slots * layout.slot_bytes, number, placement)
+                memory = pinned_memory(backend, slots * layout.slot_bytes, number, near.node)
                 opened.callback(memory.close)
                 stores = opened.enter_context(open_copier(backend, Direction.DEVICE_TO_HOST, number))
                 loads = opened.enter_context(open_copier(backend, Direction.HOST_TO_DEVICE, number))
@@ -164,11 +147,9 @@ class HostPool(WorkerRole):
             slots, layout.slot_bytes, memory.region.size / 2**30, backend.value,
             ", ".join(f"{len(runs)} runs" for runs in layout.groups),
         )  # fmt: skip
-        log_placement(memory.region, near, placement)
-        if scrubs:
-            warm_up()
+        log_placement(memory.region, near)
         copies = HostCopies(layout, memory.region, stores, loads, record_event)
-        return cls(copies, memory, slots, stats, scrubs=scrubs)
+        return cls(copies, memory, slots, stats)
 
     @property
     def region(self) -> Region:
@@ -184,11 +165,7 @@ class HostPool(WorkerRole):
         return slot_geometry(device, self.copies.layout, self.region)
 
     def execute(self, orders: Orders) -> list[str]:
-        """Start the stores and loads, behind what is to be zeroed; return the request ids of the loads."""
-        for scrub in orders.scrubs:
-            self.copies.scrub(scrub)
-        if self._scrubs:
-            self._scrub_rests(orders)
+        """Start the stores and loads; return the request ids of the loads."""
         for store in orders.stores:
             self.copies.store(store)
         for load in orders.loads:
@@ -204,16 +181,11 @@ class HostPool(WorkerRole):
         return [LoadEnd(request_id, copied) for request_id, copied in self.copies.take_loads().items()]
 
     def take_report(self) -> Report:
-        """Return the stores, and the orders to zero slots, that have ended since the last call.
-
-        Raises:
-            CopyFailed: slots could not be zeroed.
-        """
+        """Return the stores that have ended since the last call."""
         ended = self.copies.take_stores()
         for copied, _ in ended.values():
             self._count_store(copied)
-        scrubs = dict.fromkeys(self.copies.take_scrubs(), 1)
-        return Report({store_id: ends for store_id, (_, ends) in ended.items()}, scrubs=scrubs)
+        return Report({store_id: ends for store_id, (_, ends) in ended.items()})
 
     def settle(self) -> None:
         """Wait until no copy touches the caches. Their ends are reported as usual, and the memory is kept.
@@ -231,15 +203,6 @@ class HostPool(WorkerRole):
     def check_integrity(self) -> None:
         """Raise AssertionError unless the books balance."""
         self.copies.check_integrity()
-
-    def _scrub_rests(self, orders: Orders) -> None:
-        """Zero what this step's blocks will leave of their slots."""
-        for store in orders.stores:
-            self.copies.scrub_rests(store.moves.groups, store.moves.slots)
-        for order in orders.landings:
-            for group, table in enumerate(order.local_block_ids):
-                slots = np.array([block_id - 1 for block_id in table if block_id], np.int64)
-                self.copies.scrub_rests(np.full(len(slots), group, np.int64), slots)
 
     def _count_store(self, copied: CopyEnd) -> None:
         if copied.failure:

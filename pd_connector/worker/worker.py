@@ -366,10 +366,7 @@ class ConnectorWorker:
             self._roles.append(self._landings(context, self._host, self._landing_reads))
 
     def _landings(self, context: PullContext, host: HostPool, reads: RemoteReader) -> LandingPulls:
-        """Return what pulls to host memory: nothing of the device takes part, so no pull waits for it.
-
-        A pull waits until what is to be zeroed has been: it may be its own slots.
-        """
+        """Return what pulls to host memory: nothing of the device takes part, so no pull waits for it."""
         config = self._config
         try:
             geometry = host_block_geometry(context.local, host_layout(context.local), host.region)
@@ -383,7 +380,7 @@ class ConnectorWorker:
             client=client,
             reads=reads,
             verifier=verifier,
-            raise_fence=host.copies.zeroing_fence,
+            raise_fence=no_fence,
         )
         return LandingPulls(Pulls(context, config.peer_idle_s, self._stats), self._stats)
 
@@ -399,14 +396,7 @@ class ConnectorWorker:
             raise ConfigError(f"cpu_bytes_to_use: rank {ranks.index} holds no KV cache; set it to 0")
         workers_here = workers_on_this_machine(self._vllm_config)
         quota = HostQuota(self._config.cpu_bytes_to_use, ranks.world_size, workers_here)
-        return HostPool.open(
-            quota,
-            geometry,
-            tensors,
-            self._stats,
-            huge_pages=self._config.host_huge_pages,
-            scrubs=self._config.host_scrub,
-        )
+        return HostPool.open(quota, geometry, tensors, self._stats)
 
     def _cache_checksums(self, caches: "_RegisteredCaches") -> CacheChecksums:
         in_place_reads = caches.on_host or not caches.tensors

@@ -14,9 +14,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from layout.copies import Copies, MemoryRuns
+from layout.copies import Copies
 from layout.geometry import CacheGroup, Plane, Region, WorkerGeometry
-from layout.host_blocks import BlockRuns, HostLayout, host_layout
+from layout.host_blocks import host_layout
 from tests.support.layout.oracle import LAYOUTS, WHOLE_HEADS, Engine, Model, build
 from tests.support.layout.round_trips import (
     SLOTS,
@@ -457,41 +457,3 @@ def test_a_geometry_is_refused_if_and_only_if_a_byte_has_two_owners(
             host_layout(geometry)
     else:
         assert host_layout(geometry).groups[0].block_bytes == sum(size for _, _, size in views)
-
-
-# What is zeroed
-
-
-def runs_of(runs: MemoryRuns) -> list[tuple[int, int]]:
-    return list(zip(runs.addresses.tolist(), runs.sizes.tolist(), strict=True))
-
-
-def test_whole_slots_are_runs_and_neighbours_are_one() -> None:
-    layout = host_layout(build(Model(2, (4, 4), 2, ((0, 1),), (0,)), Engine(), 1, 1 << 40)[0].geometry)
-    pool, size = Region(1 << 20, 9 * layout.slot_bytes), layout.slot_bytes
-    assert runs_of(layout.whole(pool, [5, 1, 0, 2, 8])) == [
-        (pool.address, 3 * size),
-        (pool.address + 5 * size, size),
-        (pool.address + 8 * size, size),
-    ]
-    assert runs_of(layout.whole(pool, [])) == []
-    with pytest.raises(IndexError, match="host slot 9 does not exist"):
-        layout.whole(pool, [9])
-
-
-def test_what_a_smaller_block_leaves_of_its_slot_is_as_much_as_a_larger_one_fills() -> None:
-    layout = HostLayout(
-        192,
-        tuple(BlockRuns(9, *(np.array([value]) for value in (0, size, size, 0))) for size in (130, 50, 130)),
-        (),
-    )
-    pool = Region(1 << 20, 3 * 192)
-    assert runs_of(layout.rests(pool, [0, 1, 2, 1], [0, 1, 2, 0])) == [
-        (pool.address + 192 + 50, 80),
-        (pool.address + 50, 80),
-    ]
-    assert runs_of(layout.rests(pool, [], [])) == []
-    with pytest.raises(IndexError, match="host slot 3 does not exist"):
-        layout.rests(pool, [1], [3])
-    with pytest.raises(IndexError, match="cache group 3 does not exist"):
-        layout.rests(pool, [3], [1])

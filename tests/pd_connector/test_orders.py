@@ -19,7 +19,6 @@ from pd_connector.orders import (
     Orders,
     RefuseOrder,
     Report,
-    ScrubOrder,
     StoreEnds,
     StoreOrder,
     WorkerHandshake,
@@ -69,14 +68,6 @@ def test_reports_are_added_up_whatever_the_order_of_the_ranks(reports: list[Repo
             assert store_id not in total.stores
 
 
-def test_ranks_that_have_zeroed_slots_are_counted() -> None:
-    one, other = Report(scrubs={1: 1, 2: 1}), Report(steps={1: 1}, scrubs={2: 1})
-    assert (one + other).scrubs == {1: 1, 2: 2}
-    assert (one + other).steps == {1: 1}
-    arrived = pickle.loads(pickle.dumps(Orders(scrubs=(ScrubOrder(4, np.array([3, 1])),))))
-    assert (arrived.scrubs[0].scrub_id, arrived.scrubs[0].slots.tolist()) == (4, [3, 1])
-
-
 def test_adding_up_changes_neither_report() -> None:
     one, other = Report({1: StoreEnds(1)}), Report({1: StoreEnds(1, failed=True), 2: StoreEnds(1)})
     assert (one + other).stores[1] == StoreEnds(2, failed=True)
@@ -99,7 +90,7 @@ def test_handshakes_of_several_ranks_are_those_of_one_report() -> None:
         Report({1: StoreEnds(1)}),
         Report(checksums=(ChecksumReport("lease", 0, None),)),
         Report(handshakes={(0, 0): HANDSHAKES[0]}),
-        Report(scrubs={3: 1}),
+        Report(steps={3: 1}),
     ],
 )
 def test_a_report_of_either_kind_is_passed_on(report: Report) -> None:

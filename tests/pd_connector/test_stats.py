@@ -225,7 +225,6 @@ def test_the_exported_names_are_these(exported: tuple[ConnectorPromMetrics, _Unr
         "vllm:pd_leases_in_host",
         "vllm:pd_host_tokens",
         "vllm:pd_host_blocks",
-        "vllm:pd_host_blocks_scrubbed",
         "vllm:pd_host_bytes",
         "vllm:pd_host_failures",
         "vllm:pd_host_copy_seconds",

@@ -13,7 +13,7 @@ import pytest
 from layout.geometry import Region
 from tests.support.waiting import WAIT_S, holds_for
 from transfer import numa
-from transfer.memory import HostMemory, Placement, SlotPool
+from transfer.memory import HostMemory, SlotPool
 
 
 def pool_of(size: int, slots: int) -> SlotPool:
@@ -160,16 +160,8 @@ def test_less_than_a_page_a_slot_is_refused_with_the_values() -> None:
 # Where memory lies
 
 
-def test_huge_pages_are_asked_for_memory_that_is_written_from_end_to_end() -> None:
-    memory = HostMemory(3 * mmap.PAGESIZE + 5, Placement(huge_pages=True))
-    ctypes.memset(memory.region.address, 7, memory.region.size)
-    memory.allocate()
-    assert ctypes.string_at(memory.region.end - 2, 2) == bytes([7, 7])
-    assert memory.region.size == 3 * mmap.PAGESIZE + 5
-
-
 def test_a_node_that_is_refused_is_logged_once_and_the_memory_is_good(caplog: pytest.LogCaptureFixture) -> None:
-    memory = HostMemory(mmap.PAGESIZE, Placement(node=1023))
+    memory = HostMemory(mmap.PAGESIZE, node=1023)
     ctypes.memset(memory.region.address, 7, memory.region.size)
     [line] = [record.getMessage() for record in caplog.records]
     assert re.match(r"host memory is not placed on NUMA node 1023: mbind: \w+", line), line
@@ -180,15 +172,4 @@ def test_memory_without_a_wish_asks_for_nothing(monkeypatch: pytest.MonkeyPatch)
         raise AssertionError("a node was asked for")
 
     monkeypatch.setattr(numa, "prefer", asked)
-    HostMemory(mmap.PAGESIZE, Placement(huge_pages=True))
     HostMemory(mmap.PAGESIZE)
-
-
-def test_huge_pages_are_not_there_in_a_child_that_is_forked() -> None:
-    """Otherwise a page that a device reads would become the child's when this process writes to it."""
-    memory = HostMemory(mmap.PAGESIZE, Placement(huge_pages=True))
-    memory.allocate()
-    with open("/proc/self/smaps") as lines:
-        mappings = re.findall(r"^([0-9a-f]+)-([0-9a-f]+) .*?^VmFlags: ([^\n]*)", lines.read(), re.MULTILINE | re.DOTALL)
-    [flags] = [flags for start, end, flags in mappings if int(start, 16) <= memory.region.address < int(end, 16)]
-    assert "dc" in flags.split(), "a child gets a copy"

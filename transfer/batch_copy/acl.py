@@ -24,7 +24,7 @@ from transfer.batch_copy import acl_abi as abi
 from transfer.batch_copy.base import CopierStartError, Direction
 from transfer.batch_copy.device import CopyRuntime, Explanation, Refusal
 from transfer.batch_copy.single import acl_copies
-from transfer.memory import ANYWHERE, PinnedMemory, Placement
+from transfer.memory import PinnedMemory, warn_of_node
 
 logger = logging.getLogger(__name__)
 
@@ -135,26 +135,24 @@ class AclRuntime(CopyRuntime):
         said = (latest() or b"").decode(errors="replace").strip() if latest is not None else ""
         return Explanation(name, f"{meaning}. The runtime says: {said}" if said else meaning)
 
-    def pinned(self, size: int, placement: Placement = ANYWHERE) -> PinnedMemory:
+    def pinned(self, size: int, node: int | None = None) -> PinnedMemory:
         """Allocate ``size`` bytes of pinned, page-aligned host memory. A device must be set in the calling thread.
 
         The runtime allocates the pages in this call, so the node is asked for on behalf of the calling thread.
 
         Raises:
-            ValueError: ``size`` is not positive, or huge pages are asked for: the runtime chooses its pages.
+            ValueError: ``size`` is not positive.
             CopierStartError: the runtime refused.
         """
         if size <= 0:
             raise ValueError(f"the size of pinned memory must be positive, not {size} bytes")
-        if placement.huge_pages:
-            raise ValueError("aclrtMallocHost chooses its pages itself: huge pages cannot be asked for")
         start = ctypes.c_void_p()
-        with ExitStack() as node:
-            if placement.node is not None:
+        with ExitStack() as preference:
+            if node is not None:
                 try:
-                    node.enter_context(numa.preferring(placement.node))
+                    preference.enter_context(numa.preferring(node))
                 except OSError as refusal:
-                    placement.refused(refusal)
+                    warn_of_node(node, refusal)
             code = self._functions["aclrtMallocHost"](ctypes.byref(start), size + mmap.PAGESIZE)
         if code != abi.SUCCESS or start.value is None:
             error = self.explain(code)

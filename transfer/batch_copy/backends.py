@@ -12,7 +12,7 @@ from transfer.batch_copy.cuda import CudaRuntime
 from transfer.batch_copy.device import DeviceBackend
 from transfer.batch_copy.host import HostBackend
 from transfer.batch_copy.streams import DeviceStream
-from transfer.memory import ANYWHERE, HostMemory, PinnedMemory, Placement
+from transfer.memory import HostMemory, PinnedMemory
 
 
 class Backend(Enum):
@@ -39,22 +39,20 @@ def open_copier(backend: Backend, direction: Direction, device: int = 0) -> Batc
     return ThreadedCopier(DeviceBackend(runtime, DeviceStream(platform, device), direction), name)
 
 
-def pinned_memory(backend: Backend, size: int, device: int = 0, placement: Placement = ANYWHERE) -> PinnedMemory:
+def pinned_memory(backend: Backend, size: int, device: int = 0, node: int | None = None) -> PinnedMemory:
     """Allocate ``size`` bytes of page-aligned host memory that ``backend`` copies from and to at full speed.
 
     The device must be current in the calling thread, as it is once torch has used it there. Pages are allocated before
-    this returns, but with ``Backend.HOST`` only huge ones are.
+    this returns, but not with ``Backend.HOST``. ``node``: see ``HostMemory``.
 
     Raises:
-        ValueError: ``size`` is not positive, or ``placement`` asks ``Backend.ACL`` for huge pages.
+        ValueError: ``size`` is not positive.
         CopierStartError: a library is missing, or the driver cannot pin this much.
     """
     if backend is Backend.HOST:
-        memory = HostMemory(size, placement)
-        if placement.huge_pages:
-            memory.allocate()
+        memory = HostMemory(size, node)
         return PinnedMemory(memory.region, lambda: None, owner=memory)
-    return _runtime(backend, device).pinned(size, placement)
+    return _runtime(backend, device).pinned(size, node)
 
 
 def _runtime(backend: Backend, device: int) -> AclRuntime | CudaRuntime:

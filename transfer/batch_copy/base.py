@@ -26,7 +26,7 @@ from enum import Enum
 from threading import Event as ThreadEvent
 from typing import Protocol, Self
 
-from layout.copies import Copies, MemoryRuns
+from layout.copies import Copies
 from layout.regions import RegionTable
 from transfer.errors import TransferError
 
@@ -206,17 +206,6 @@ class BatchCopier(ABC):
 
         Raises:
             ValueError: a size is negative. Nothing was started.
-            CopyFailed: the copier is closed.
-        """
-
-    @abstractmethod
-    def zero(self, runs: MemoryRuns) -> Handle:
-        """Zero host memory: after the batches that were submitted before have started, before later ones start.
-
-        It has no place in the device's stream. So no batch may be copying to or from these bytes, or have been
-        submitted to do so. The handle is that of a batch.
-
-        Raises:
             CopyFailed: the copier is closed.
         """
 

@@ -1,7 +1,6 @@
 """The copier: a queue of batches, and the thread that hands them to a backend one after another.
 
-It zeroes host memory itself, in its turn. Knows nothing of devices. A failure on the thread goes to the handle of its
-batch and never ends the thread.
+Knows nothing of devices. A failure on the thread goes to the handle of its batch and never ends the thread.
 """
 
 import logging
@@ -9,7 +8,7 @@ import threading
 from dataclasses import dataclass
 from queue import SimpleQueue
 
-from layout.copies import Copies, MemoryRuns
+from layout.copies import Copies
 from transfer.batch_copy.base import (
     BatchCopier,
     CopierStartError,
@@ -20,14 +19,13 @@ from transfer.batch_copy.base import (
     Handle,
     Pauses,
 )
-from transfer.local_copy.zeroing import zero_runs
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    work: Copies | MemoryRuns  # what is copied, or zeroed
+    copies: Copies
     after: DeviceEvent | Handle | None
     handle: Handle
     within: CopyBounds | None = None
@@ -62,11 +60,12 @@ class ThreadedCopier(BatchCopier):
         if len(copies) and int(copies.sizes.min()) < 0:
             index = int(copies.sizes.argmin())
             raise ValueError(f"copy {index} of {len(copies)} has a negative size: {int(copies.sizes[index])} bytes")
-        return self._put(copies, after, within)
-
-    def zero(self, runs: MemoryRuns) -> Handle:
-        """See ``BatchCopier``."""
-        return self._put(runs, None)
+        handle = Handle()
+        with self._submitting:
+            if self._closing.is_set():
+                raise CopyFailed("the copier is closed; nothing was copied", settled=True)
+            self._batches.put(_Batch(copies, after, handle, within))
+        return handle
 
     def close(self) -> None:
         """See ``BatchCopier``."""
@@ -75,16 +74,6 @@ class ThreadedCopier(BatchCopier):
                 self._closing.set()
                 self._batches.put(None)
         self._thread.join()
-
-    def _put(
-        self, work: Copies | MemoryRuns, after: DeviceEvent | Handle | None, within: CopyBounds | None = None
-    ) -> Handle:
-        handle = Handle()
-        with self._submitting:
-            if self._closing.is_set():
-                raise CopyFailed("the copier is closed; nothing was copied", settled=True)
-            self._batches.put(_Batch(work, after, handle, within))
-        return handle
 
     def _run(self) -> None:
         try:
@@ -105,13 +94,9 @@ class ThreadedCopier(BatchCopier):
     def _begin(self, batch: _Batch) -> None:
         try:
             after = self._device_event(batch.after)
-            if isinstance(batch.work, MemoryRuns):
-                zero_runs(batch.work)
-                batch.handle.begun(None)
-            else:
-                if batch.within is not None:
-                    batch.within.check(batch.work)
-                batch.handle.begun(self._backend.start(batch.work, after))
+            if batch.within is not None:
+                batch.within.check(batch.copies)
+            batch.handle.begun(self._backend.start(batch.copies, after))
         except CopyFailed as failure:
             batch.handle.failed(failure)
         except BaseException as error:  # whatever it is: otherwise the handle would never end

@@ -18,7 +18,7 @@ from transfer.batch_copy import cuda_abi as abi
 from transfer.batch_copy.base import CopierStartError, Direction
 from transfer.batch_copy.device import CopyRuntime, Explanation, Refusal
 from transfer.batch_copy.single import cuda_copies
-from transfer.memory import ANYWHERE, HostMemory, PinnedMemory, Placement
+from transfer.memory import HostMemory, PinnedMemory
 
 logger = logging.getLogger(__name__)
 
@@ -116,7 +116,7 @@ class CudaRuntime(CopyRuntime):
         meaning = said[1] or "unknown to this driver"
         return Explanation(said[0] or "unnamed CUDA error", f"{meaning}: {advice}" if advice else meaning)
 
-    def pinned(self, size: int, placement: Placement = ANYWHERE) -> PinnedMemory:
+    def pinned(self, size: int, node: int | None = None) -> PinnedMemory:
         """Allocate ``size`` bytes of pinned, page-aligned host memory. A device must be set in the calling thread.
 
         Pins with ``cuMemHostRegister``, as ``cudaHostRegister`` does: exactly ``size`` bytes, while torch's pinned
@@ -126,7 +126,7 @@ class CudaRuntime(CopyRuntime):
             ValueError: ``size`` is not positive.
             CopierStartError: the driver refused.
         """
-        memory = HostMemory(size, placement)
+        memory = HostMemory(size, node)
         address = memory.region.address
         code = self._functions["cuMemHostRegister_v2"](address, size, abi.MEM_HOST_REGISTER_PORTABLE)
         if code != abi.SUCCESS:

@@ -14,7 +14,6 @@ checked that
     I7  what can be found is there on every rank                                   (``host_machine``)
     I8  nothing is found after a reset                                             (``host_machine``)
     I9  the books balance; in the end all references have been given back          (here)
-    I10 with host_scrub, what nobody uses or can find is zeroed, and nothing else  (``host_machine``)
 """
 
 import itertools
@@ -72,7 +71,6 @@ class HostMemory(RuleBasedStateMachine):
         ahead=st.booleans(),
         device_blocks=st.sampled_from([6, 8, 11]),
         slots=st.sampled_from([2, 5, 9]),
-        scrubs=st.booleans(),
         recomputes=st.booleans(),
         served=st.lists(st.tuples(ANY, st.integers(4, 21)), min_size=1, max_size=4),
     )
@@ -83,7 +81,6 @@ class HostMemory(RuleBasedStateMachine):
         ahead: bool,
         device_blocks: int,
         slots: int,
-        scrubs: bool,
         recomputes: bool,
         served: list[tuple[int, int]],
     ) -> None:
@@ -97,7 +94,6 @@ class HostMemory(RuleBasedStateMachine):
             lookahead=6,
             ahead=ahead,
             events=ahead,
-            scrubs=scrubs,
             recomputes=recomputes,
         )
         self.engine = HostTierEngine(setup)

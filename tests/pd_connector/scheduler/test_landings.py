@@ -4,7 +4,6 @@ import pytest
 
 from pd_connector.orders import Cause, LandingEnds, Report
 from pd_connector.scheduler import step_share
-from pd_connector.scheduler.host_scrub import HostScrub
 from tests.support.host_tier.decoding import LandingEngine
 
 TOKENS, NEEDED = 41, 3
@@ -112,17 +111,6 @@ def test_slots_are_told_as_lent_until_the_prompt_that_has_landed_there_is_loaded
     assert engine.lent == 0
 
 
-@pytest.mark.parametrize("tokens", [TOKENS, 49])
-def test_a_block_that_will_not_be_full_is_zeroed_with_the_order_that_writes_to_it(tokens: int) -> None:
-    engine = LandingEngine(scrubs=True)
-    scrub = HostScrub(engine.pool.forgotten, 2, 8)
-    engine.arrive("r", tokens=tokens)
-    assert engine.landings.must_land(engine.requests["r"], 0)
-    (order,) = engine.landings.step_orders({}).landings
-    zeroed = [slot + 1 for each in scrub.step_orders({}).scrubs for slot in each.slots.tolist()]
-    assert zeroed == ([order.local_block_ids[0][-1]] if (tokens - 1) % 16 else [])
-
-
 class TestInPortions:
     """A step of the engine that decodes deals with two blocks, and prompts have five."""
 
@@ -207,23 +195,6 @@ class TestInPortions:
         for role in engine.roles:
             role.reset()
         assert engine.pool.references() == {}
-
-
-@pytest.mark.parametrize("failed", [False, True])
-def test_slots_that_hold_nothing_to_be_found_are_zeroed_when_a_landing_is_over(failed: bool) -> None:
-    """All of one that has failed; of one that was loaded, the tail of the prompt."""
-    engine = LandingEngine(scrubs=True)
-    scrub = HostScrub(engine.pool.forgotten, 1, 8)
-    engine.arrive("r")
-    assert engine.ask("r") is None
-    scrub.step_orders({})
-    scrub.settled(set(), set(), Report(scrubs={0: 1}))
-    engine.end_landing("r", failed=failed)
-    if not failed:
-        engine.give_blocks("r", *(engine.ask("r") or (0, 0)))
-        assert not scrub.wants_step
-        engine.end_load("r")
-    assert [len(each.slots) for each in scrub.step_orders({}).scrubs] == [NEEDED if failed else 1]
 
 
 def test_what_the_device_holds_by_then_is_not_loaded() -> None:

@@ -15,7 +15,6 @@ from pd_connector.orders import CanaryRoom, Cause, Orders, RefuseOrder, Report, 
 from pd_connector.scheduler.canaries import Canaries
 from pd_connector.scheduler.consumer import Consumer
 from pd_connector.scheduler.external_loads import ExternalLoads
-from pd_connector.scheduler.host_scrub import PORTION_SLOTS, HostScrub
 from pd_connector.scheduler.host_tier import HostTier
 from pd_connector.scheduler.producer import Producer
 from pd_connector.scheduler.request_admission import RequestAdmission
@@ -304,23 +303,6 @@ def test_an_engine_that_only_pulls_does_not_wait_for_its_workers(side_of: Open) 
     side = side_of("kv_consumer")
     side.add(REQUEST)
     assert side.missing_tokens(REQUEST, 0) == 0
-    assert not side.wants_step()
-
-
-def test_slots_are_zeroed_only_if_the_setting_says_so_a_portion_at_a_time(side_of: Open) -> None:
-    side = side_of("kv_both", **HOST, host_scrub=True)
-    side.bind_cache_manager(make_manager(Setup()))
-    side.set_workers({(0, 0): a_handshake(0, 0, 9), (0, 1): a_handshake(1, 0, 9)})
-    assert kinds(side) == [HostTier, Producer, RequestAdmission, Consumer, HostScrub]
-    _, tier, *_, scrub = side._roles
-    assert isinstance(tier, HostTier)
-    assert isinstance(scrub, HostScrub)
-    assert (scrub._portion, scrub._ranks) == (PORTION_SLOTS, 2), "a block of these workers has no byte"
-    tier._pool.unpin(tier._pool.take(2))
-    assert side.wants_step()
-    (order,) = side.step_orders({}).scrubs
-    assert len(order.slots) == 2
-    side.settled(set(), set(), Report(scrubs={order.scrub_id: 2}))
     assert not side.wants_step()
 
 

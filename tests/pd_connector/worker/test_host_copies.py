@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from layout.copies import Copies
 from layout.geometry import Region
 from layout.host_blocks import HostLayout, host_layout
-from pd_connector.orders import BlockMoves, LoadOrder, ScrubOrder, StoreEnds, StoreOrder
+from pd_connector.orders import BlockMoves, LoadOrder, StoreEnds, StoreOrder
 from pd_connector.worker.host_copies import CopyEnd, HostCopies, UnsettledLoadError, _InFlight, _poll
 from tests.support.connector.engines import placed
 from tests.support.devices.fake_cuda import FakeEvent
@@ -421,64 +421,3 @@ def test_settling_a_copy_that_may_still_run_fails() -> None:
         worker.load("r", (0, 1, 0))
         with pytest.raises(CopyFailed, match="the device is gone"):
             worker.copies.settle()
-
-
-# What is zeroed
-
-
-def slots_of(worker: Worker) -> Bytes:
-    return worker.memory[GUARD:-GUARD].reshape(SLOTS, -1)
-
-
-def scrubbed(worker: Worker, scrub_id: int) -> None:
-    assert until(worker.copies.take_scrubs) == [scrub_id]
-    assert worker.copies.zeroing_fence() is None or worker.copies.zeroing_fence().passed()  # type: ignore[union-attr]
-
-
-def test_slots_are_zeroed_and_no_others() -> None:
-    worker = Worker()
-    assert worker.copies.zeroing_fence() is None
-    worker.copies.scrub(ScrubOrder(3, np.array([4, 1])))
-    scrubbed(worker, 3)
-    assert [bool(slot.any()) for slot in slots_of(worker)] == [slot not in (1, 4) for slot in range(SLOTS)]
-    assert (worker.memory[:GUARD] == 7).all()
-    assert (worker.memory[-GUARD:] == 7).all()
-    assert worker.copies.take_scrubs() == [], "an end is reported twice"
-    worker.close()
-
-
-def test_what_is_stored_later_is_not_zeroed_and_a_fence_waits_for_the_zeroing() -> None:
-    backend = Faulty()
-    worker = Worker(stores=ThreadedCopier(backend, "copier under test"))
-    worker.store(0, (0, 1, 0))  # holds the thread up
-    worker.copies.scrub(ScrubOrder(0, np.array([2])))
-    fence = worker.copies.zeroing_fence()
-    assert fence is not None
-    worker.store(1, (0, 3, 2))
-    holds_for(lambda: not fence.passed() and not worker.copies.take_scrubs(), 0.02)
-    backend.may_start.set()
-    until(fence.passed)
-    scrubbed(worker, 0)
-    ends: dict[int, object] = {}
-    until(lambda: len(ends) == 2 or bool(ends.update(worker.copies.take_stores())))
-    worker.device.memory[:] = 0
-    worker.load("r", (0, 3, 2))
-    worker.loaded("r")
-    assert all(part.any() for part in worker.bytes_of(0, 3)), "what was stored has been zeroed"
-    worker.close()
-
-
-def test_a_fence_before_what_is_never_zeroed_is_never_passed() -> None:
-    backend = Faulty()
-    worker = Worker(stores=ThreadedCopier(backend, "copier under test"))
-    worker.store(0, (0, 1, 0))
-    worker.copies.scrub(ScrubOrder(0, np.array([2])))
-    fence = worker.copies.zeroing_fence()
-    assert fence is not None
-    closing = threading.Thread(target=worker.close)
-    closing.start()
-    until(worker.copies._store_copier._closing.is_set)  # type: ignore[attr-defined]  # of a threaded copier
-    backend.may_start.set()
-    closing.join()
-    assert not fence.passed()
-    assert slots_of(worker)[2].all()

@@ -12,8 +12,7 @@ import torch
 from pd_connector.worker.host_placement import NearNode, log_placement, near_node
 from tests.support.memory import Memory
 from tests.support.numa import needs_a_choice, online
-from transfer import huge_pages, numa
-from transfer.memory import HostMemory, Placement
+from transfer import numa
 
 GPU, CPU = torch.device("cuda", 1), torch.device("cpu")
 PLACE = SimpleNamespace(pci_domain_id=1, pci_bus_id=0x3B, pci_device_id=2)
@@ -109,8 +108,8 @@ def test_this_machine_is_read() -> None:
 # The line
 
 
-def line_of(caplog: pytest.LogCaptureFixture, level: int = logging.INFO) -> str:
-    [line] = [record.getMessage() for record in caplog.records if record.levelno == level]
+def line_of(caplog: pytest.LogCaptureFixture) -> str:
+    [line] = [record.getMessage() for record in caplog.records if record.levelno == logging.INFO]
     return line
 
 
@@ -123,7 +122,7 @@ def _all_lines(caplog: pytest.LogCaptureFixture) -> None:
 def test_the_line_says_where_pages_lie_and_why(caplog: pytest.LogCaptureFixture) -> None:
     memory = Memory(100 * 4096)
     memory.view[:] = 1
-    log_placement(memory.region, NearNode(online(), "because"), Placement(online()))
+    log_placement(memory.region, NearNode(online(), "because"))
     assert line_of(caplog) == (
         f"PDConnector: this worker's host memory of 409600 bytes: NUMA node {online()} is preferred, of 100 pages that "
         f"were looked at lie 100 on node {online()}; because"
@@ -133,7 +132,7 @@ def test_the_line_says_where_pages_lie_and_why(caplog: pytest.LogCaptureFixture)
 @needs_a_choice
 def test_the_line_promises_nothing_of_pages_that_are_not_there(caplog: pytest.LogCaptureFixture) -> None:
     memory = Memory(4096)
-    log_placement(memory.region, NearNode(None, "because"), Placement())
+    log_placement(memory.region, NearNode(None, "because"))
     assert line_of(caplog).endswith(": no NUMA node is preferred, no page is allocated yet; because")
 
 
@@ -145,29 +144,5 @@ def test_a_system_that_does_not_tell_where_pages_lie_costs_a_word(
 
     monkeypatch.setattr(numa, "nodes_of", refuse)
     memory = Memory(4096)
-    log_placement(memory.region, NearNode(1, "because"), Placement(1))
+    log_placement(memory.region, NearNode(1, "because"))
     assert "where the pages lie is not known (move_pages: Operation not permitted); because" in line_of(caplog)
-
-
-@pytest.mark.skipif(huge_pages.mode() not in ("always", "madvise"), reason="this machine gives no huge pages")
-def test_the_line_says_how_much_lies_in_huge_pages(caplog: pytest.LogCaptureFixture) -> None:
-    wish, size = Placement(huge_pages=True), 2 * huge_pages.page_bytes()
-    memory = HostMemory(size, wish)
-    memory.allocate()
-    log_placement(memory.region, NearNode(None, "because"), wish)
-    assert line_of(caplog).endswith(f"; because; {size} bytes (100%) in huge pages")
-
-
-@pytest.mark.parametrize(("mode", "said"), [("never", "'never'"), ("", "not there")])
-def test_a_kernel_that_gives_none_is_warned_of_with_the_way_out(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, mode: str, said: str
-) -> None:
-    monkeypatch.setattr(huge_pages, "mode", lambda: mode)
-    memory = Memory(4096)
-    memory.view[:] = 1
-    log_placement(memory.region, NearNode(None, "because"), Placement(huge_pages=True))
-    warning = line_of(caplog, logging.WARNING)
-    assert "host_huge_pages = True, but the kernel gives no huge pages" in warning
-    assert f"/sys/kernel/mm/transparent_hugepage/enabled is {said}." in warning
-    assert "set host_huge_pages to false" in warning
-    assert "0 bytes (0%) in huge pages" in line_of(caplog)

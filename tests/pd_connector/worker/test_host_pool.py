@@ -1,6 +1,5 @@
 """A worker's share of host memory: what is refused, what the refusal advises, and what is opened."""
 
-import ctypes
 import mmap
 import re
 import threading
@@ -8,14 +7,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 
 from layout.geometry import WorkerGeometry
 from layout.host_blocks import host_layout
 from pd_connector.config import ConfigError
-from pd_connector.orders import BlockMoves, LoadOrder, Orders, PullOrder, ScrubOrder, StoreEnds, StoreOrder
+from pd_connector.orders import BlockMoves, LoadOrder, StoreOrder
 from pd_connector.stats import StatsRecorder
 from pd_connector.worker import host_pool
 from pd_connector.worker.host_placement import NearNode
@@ -224,34 +222,9 @@ def test_where_memory_is_taken_as_it_is_pinned_other_workers_may_have_theirs(
 # Where its memory lies
 
 
-def test_huge_pages_are_refused_where_the_driver_allocates(
-    rank: Rank, geometry: WorkerGeometry, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(host_pool._BACKENDS, "cpu", Backend.ACL)
-    with pytest.raises(ConfigError, match=r"host_huge_pages = True: on an NPU .*; set it to false"):
-        HostPool.open(
-            HostQuota(AVAILABLE, 1, 1), geometry, [torch.from_numpy(rank.memory)], StatsRecorder(), huge_pages=True
-        )
-
-
-def test_huge_pages_are_taken_at_once_so_other_workers_may_have_theirs(
-    rank: Rank, geometry: WorkerGeometry, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(host_pool, "machine_memory", lambda: MachineMemory(AVAILABLE, AVAILABLE // 2))
-    share, tensors = HostQuota(AVAILABLE, 2, 2), [torch.from_numpy(rank.memory)]
-    with pytest.raises(ConfigError, match="would be taken"):
-        HostPool.open(share, geometry, tensors, StatsRecorder())
-    HostPool.open(share, geometry, tensors, StatsRecorder(), huge_pages=True).join()
-
-
 @needs_a_choice
-@pytest.mark.parametrize("with_huge_pages", [False, True])
 def test_its_memory_prefers_the_node_that_is_near_and_a_line_says_so(
-    rank: Rank,
-    geometry: WorkerGeometry,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    with_huge_pages: bool,
+    rank: Rank, geometry: WorkerGeometry, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
     asked: list[torch.device] = []
@@ -262,70 +235,9 @@ def test_its_memory_prefers_the_node_that_is_near_and_a_line_says_so(
 
     monkeypatch.setattr(host_pool, "near_node", near)
     tensors = [torch.from_numpy(rank.memory)]
-    pool = HostPool.open(HostQuota(AVAILABLE, 1, 1), geometry, tensors, StatsRecorder(), huge_pages=with_huge_pages)
+    pool = HostPool.open(HostQuota(AVAILABLE, 1, 1), geometry, tensors, StatsRecorder())
     with closing(pool):
         assert asked == [tensors[0].device]
-        if not with_huge_pages:  # a mapping begins before the first huge page
-            assert policy(pool.region) == f"prefer:{online()}"
+        assert policy(pool.region) == f"prefer:{online()}"
         assert f"NUMA node {online()} is preferred" in caplog.text
         assert "it is near" in caplog.text
-        assert ("in huge pages" in caplog.text) == with_huge_pages
-
-
-# What is zeroed
-
-
-TWO_SIZES = Model(2, (4, 4), 2, ((0, 2, 3), (1,)), (0, 8))
-
-
-@pytest.mark.parametrize("scrubs", [False, True])
-@pytest.mark.parametrize("lands", [False, True])
-def test_a_smaller_block_leaves_nothing_of_a_larger_one_in_its_slot(scrubs: bool, lands: bool) -> None:
-    rank = placed(build(TWO_SIZES, Engine(), 1, 1 << 40))[0]
-    layout = host_layout(rank.geometry)
-    large, small = (runs.block_bytes for runs in layout.groups)
-    assert small < large
-    quota, tensors = HostQuota(4 * layout.slot_bytes, 1, 1), [torch.from_numpy(rank.memory)]
-    with closing(HostPool.open(quota, rank.geometry, tensors, StatsRecorder(), scrubs=scrubs)) as pool:
-        address = pool.region.address + 2 * layout.slot_bytes
-        ctypes.memset(pool.region.address, 7, pool.region.size)
-        if lands:
-            table = ((), (0, 0, 3))  # a hole, a block that host memory holds, and slot 2
-            order = PullOrder("r", None, table, 0, 1, "p")  # type: ignore[arg-type]  # of whom is not asked here
-            pool.execute(Orders(landings=(order,)))
-        else:
-            pool.execute(Orders(stores=(StoreOrder(0, BlockMoves.of([(1, 3, 2)])),)))
-            until(lambda: bool(pool.take_report()))
-        fence = pool.copies.zeroing_fence()
-        until(lambda: fence is None or fence.passed())
-        rest = ctypes.string_at(address + small, large - small)
-        assert rest == bytes([0 if scrubs else 7]) * (large - small)
-        around = (pool.region.address, 2 * layout.slot_bytes), (address + layout.slot_bytes, layout.slot_bytes)
-        assert all(set(ctypes.string_at(*where)) == {7} for where in around), "other slots are zeroed"
-        if lands:
-            assert set(ctypes.string_at(address, small)) == {7}, "what arrives meanwhile is zeroed"
-
-
-def test_slots_are_zeroed_before_the_stores_of_the_same_step_and_the_end_is_reported(
-    rank: Rank, geometry: WorkerGeometry, slot_bytes: int
-) -> None:
-    with closing(open_pool(rank, geometry, HostQuota(4 * slot_bytes, 1, 1))) as pool:
-        ctypes.memset(pool.region.address, 7, pool.region.size)
-        store = StoreOrder(5, BlockMoves.of([(0, 1, 2)]))
-        pool.execute(Orders(stores=(store,), scrubs=(ScrubOrder(9, np.array([2, 0])),)))
-        ended: dict[str, object] = {}
-
-        def have_ended() -> bool:
-            report = pool.take_report()
-            ended.update({f"store {number}": ends for number, ends in report.stores.items()})
-            ended.update({f"scrub {number}": ranks for number, ranks in report.scrubs.items()})
-            return len(ended) > 1
-
-        until(have_ended)
-        assert ended == {"store 5": StoreEnds(1), "scrub 9": 1}
-        zero, other, stored, _ = (
-            ctypes.string_at(pool.region.address + slot * slot_bytes, slot_bytes) for slot in range(4)
-        )
-        assert set(zero) == {0}
-        assert set(other) == {7}
-        assert len(set(stored)) > 2, "what was stored is zeroed"

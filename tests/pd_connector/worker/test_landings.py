@@ -1,24 +1,17 @@
 """Pulls to host memory on a worker: real reads into host slots, and from there to the device, byte by byte."""
 
-import threading
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
-from pd_connector.orders import LandingEnds, Orders, ScrubOrder
-from pd_connector.worker.host_copies import HostCopies
+from pd_connector.orders import LandingEnds, Orders
 from tests.support.connector.engines import DECODE, OURS, PREFILL, THEIRS, Site, an_order
 from tests.support.connector.landing import LANDING_SLOTS, HostMemory
 from tests.support.connector.moving import IN_HOST, MovingEngine
 from tests.support.engine.in_process import Fault
 from tests.support.layout.oracle import Engine
-from tests.support.memory import whole_copy
-from tests.support.waiting import WAIT_S, holds_for
-from transfer.batch_copy.backends import Backend, open_copier
-from transfer.batch_copy.base import Direction
 
 HOST_BLOCKS = (7, 1, 8, 2, 5)  # slot s is block s + 1
 
@@ -60,43 +53,6 @@ def test_host_memory_is_pulled_to_host_memory(hosts: list[HostMemory], site: Sit
     assert counts["pull_bytes_from_host"] == counts["landed_bytes"] > 0
     host.load(0, OURS[0], HOST_BLOCKS)
     assert host.worker.holds([(OURS, 0, 69)], remote)
-
-
-def test_a_landing_waits_until_its_slots_are_zeroed_and_leaves_nothing_beside_its_tokens(site: Site) -> None:
-    """The last block has tokens that the prompt does not: what another prompt has left there is gone."""
-    worker = site.decode(DECODE)[0]
-    store_gate, gate_passed = np.zeros(1, np.uint8), threading.Event()
-
-    class Gate:
-        """An event of the device that a store waits for, which holds the thread up."""
-
-        def query(self) -> bool:
-            return gate_passed.is_set()
-
-        def synchronize(self) -> None:
-            assert gate_passed.wait(WAIT_S)
-
-    with (
-        open_copier(Backend.HOST, Direction.DEVICE_TO_HOST) as stores,
-        open_copier(Backend.HOST, Direction.HOST_TO_DEVICE) as loads,
-    ):
-        host = site.add(HostMemory(worker, lambda layout, pool: HostCopies(layout, pool, stores, loads, lambda: None)))
-        with closing(host):
-            host.memory[:] = 7
-            stores.submit(whole_copy(store_gate, np.ones(1, np.uint8)), after=Gate())
-            slots = [block - 1 for block in HOST_BLOCKS]
-            assert host.copies is not None
-            host.copies.scrub(ScrubOrder(0, np.array(slots)))
-            prefill = site.prefill()
-            host.landings.execute(Orders(landings=(an_order("r", prefill.prefill("r", THEIRS), (HOST_BLOCKS,)),)))
-            holds_for(lambda: not host.landings.take_report() and (host.memory == 7).all(), 0.1)
-            gate_passed.set()
-            assert host.end() == LandingEnds(1)
-            rows = host.memory.reshape(LANDING_SLOTS, -1)
-            host.load(0, OURS[0], HOST_BLOCKS)
-            assert host.worker.holds([(OURS, 0, 69)], PREFILL), "what has landed is zeroed"
-            assert not (rows[slots[-1]] == 7).all()
-            assert (rows[slots[-1]] == 0).any(), "the last block has tokens of another prompt"
 
 
 def test_a_landing_that_fails_is_reported_as_failed(hosts: list[HostMemory], site: Site) -> None:

@@ -29,7 +29,6 @@ from pd_connector.worker.roles import PartEnd, WorkerRole
 from pd_connector.worker.worker import ConnectorWorker
 from tests.support.connector.vllm_engine import BLOCK_TOKENS, CACHES, LAYERS, a_config
 from tests.support.engine.in_process import InProcessEngine, InProcessFabric
-from transfer import huge_pages
 from transfer.engine.base import EngineStartError
 
 Calls = list[tuple[str, str]]
@@ -212,25 +211,6 @@ def test_host_memory_is_registered_and_shown_only_if_settings_say_so_and_nothing
     known = {*handshake.geometry.regions} | ({host.region} if is_registered else set())
     assert known <= registered
     assert [region.size for region in registered - known] == [settings["staging_bytes"]] * buffers
-
-
-@pytest.mark.skipif(huge_pages.mode() not in ("always", "madvise"), reason="this machine gives no huge pages")
-@pytest.mark.parametrize("is_asked", [False, True])
-def test_host_memory_lies_in_huge_pages_only_if_the_setting_says_so(worker_of: Open, is_asked: bool) -> None:
-    worker = worker_of("kv_both", registered=True, cpu_bytes_to_use=64 << 20, host_huge_pages=is_asked)
-    host = worker.side._roles[0]
-    assert isinstance(host, HostPool)
-    assert bool(huge_pages.given(host.region)) == is_asked
-
-
-@pytest.mark.parametrize("is_asked", [False, True])
-def test_slots_are_zeroed_as_the_setting_says_and_landings_wait_for_that(worker_of: Open, is_asked: bool) -> None:
-    worker = worker_of("kv_both", registered=True, cpu_bytes_to_use=64 << 20, pull_to="host", host_scrub=is_asked)
-    host, landings = worker.side._roles[0], worker.side._roles[-1]
-    assert isinstance(host, HostPool)
-    assert isinstance(landings, LandingPulls)
-    assert host._scrubs == is_asked
-    assert landings._pulls._context.raise_fence == host.copies.zeroing_fence
 
 
 @pytest.mark.parametrize("settings", [{"host_transfers": True}, {"pull_to": "host"}, {"pull_to": "auto"}])

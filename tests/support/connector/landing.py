@@ -1,6 +1,6 @@
 """A decode worker's host memory, into which it really pulls."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -10,7 +10,6 @@ from layout.geometry import Region
 from layout.host_blocks import HostLayout, host_layout
 from pd_connector.orders import LandingEnds, Report
 from pd_connector.stats import StatsRecorder
-from pd_connector.worker.host_copies import HostCopies
 from pd_connector.worker.landings import LandingPulls, host_block_geometry
 from pd_connector.worker.pulls import Pulls
 from pd_connector.worker.remote_reader import RemoteReader
@@ -25,13 +24,7 @@ LANDING_SLOTS = 8
 class HostMemory:
     """A worker's host pool, into which it pulls."""
 
-    def __init__(
-        self,
-        worker: DecodeWorker,
-        make_copies: Callable[[HostLayout, Region], HostCopies] | None = None,
-        slots: int = LANDING_SLOTS,
-    ) -> None:
-        """``make_copies``: of what zeroes slots, for which landings then wait."""
+    def __init__(self, worker: DecodeWorker, slots: int = LANDING_SLOTS) -> None:
         self.worker = worker
         self.layout: HostLayout = host_layout(worker.rank.geometry)
         self.memory: Bytes = np.zeros(slots * self.layout.slot_bytes, np.uint8)
@@ -39,10 +32,7 @@ class HostMemory:
         reads = RemoteReader.with_staging(CostModel.of_protocol("tcp"), (self.region,), 1 << 20)
         worker.engine.register((self.region, *reads.regions))
         local = host_block_geometry(worker.rank.geometry, self.layout, self.region)
-        self.copies = None if make_copies is None else make_copies(self.layout, self.region)
         context = replace(worker.context(), local=local, reads=reads)
-        if self.copies is not None:
-            context = replace(context, raise_fence=self.copies.zeroing_fence)
         self.stats = StatsRecorder()
         self.landings = LandingPulls(Pulls(context, 600.0, self.stats), self.stats)
 

@@ -385,7 +385,7 @@ CHAOS_HOST = Deployment(
                     decode("recompute", "LBHNC"),
                     block_size=2 * BLOCK_SIZE, options=(*_CHAOS_OPTIONS, ("transfer_timeout_s", 5.0)),
                 ),
-                ("pull_to", "host"), ("host_scrub", True),
+                ("pull_to", "host"),
             ),
         ),
     ),

@@ -37,11 +37,10 @@ class LandingEngine:
         slots: int = 7,
         device_blocks: int = 100,
         *,
-        scrubs: bool = False,
         groups: tuple[tuple[int, int], ...] = ((16, 0),),
     ) -> None:
         """``groups``: block tokens and window, or 0, of each cache group."""
-        self.setup = Setup(groups, 40, slots, ranks=2, scrubs=scrubs)
+        self.setup = Setup(groups, 40, slots, ranks=2)
         self.kept = [Retention(tokens, window) for tokens, window in groups]
         self.pool = make_pool(self.setup, make_manager(self.setup))
         self.tier = HostTier(self.pool, self.setup.ranks)

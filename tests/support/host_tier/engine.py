@@ -14,7 +14,6 @@ from vllm.v1.request import RequestStatus
 
 from pd_connector.orders import LoadOrder, Orders
 from pd_connector.scheduler.external_loads import ExternalLoads
-from pd_connector.scheduler.host_scrub import HostScrub
 from pd_connector.scheduler.host_tier import HostTier
 from pd_connector.stats import StatsRecorder, nothing
 from pd_connector.vllm import release
@@ -36,11 +35,7 @@ class HostTierEngine:
         self.pool = make_pool(setup, self.manager)
         self.tier = HostTier(self.pool, setup.ranks, setup.mode)
         self.external = ExternalLoads(self.blocks, setup.sizes, steps_in_flight=2)
-        self.scrub = HostScrub(self.pool.forgotten, setup.ranks, portion=2)
         self.ranks = [HostTierRank(setup.device_blocks, setup.slots, max(setup.sizes)) for _ in range(setup.ranks)]
-        if setup.scrubs:  # what has never been written to is zero
-            for rank in self.ranks:
-                rank.host = [[0] * max(setup.sizes) for _ in range(setup.slots)]
         self.jobs: list[Job] = []
         self.running: list[Job] = []
         self.steps: list[Step] = []  # planned, their output not taken
@@ -175,9 +170,6 @@ class HostTierEngine:
         """The ranks run the oldest step that was planned, and begin what it orders."""
         step = next(step for step in self.steps if not step.executed)
         step.executed = True
-        for rank in self.ranks:
-            for order in step.scrubs:
-                rank.scrub(order)
         for rank, copies in zip(self.ranks, step.copies, strict=True):
             for copy in copies:
                 rank.start(copy)
@@ -216,9 +208,9 @@ class HostTierEngine:
             self._order([])
             self.run_all()
             self.end_copies()
-            if not (self.tier.wants_step or self.scrub.wants_step or any(rank.under_way for rank in self.ranks)):
+            if not (self.tier.wants_step or any(rank.under_way for rank in self.ranks)):
                 break
-        assert not any(role.wants_step for role in (self.tier, self.scrub)), "the engine never comes to rest"
+        assert not self.tier.wants_step, "the engine never comes to rest"
         self._order([])
         self.run_all()
 
@@ -268,9 +260,6 @@ class HostTierEngine:
     def check(self) -> None:
         self.external.check_integrity()
         self.tier.check_integrity()
-        self.scrub.check_integrity()
-        if self.setup.scrubs:
-            self._check_scrubbed()
         for block in self.pool._pool.blocks:
             if block.block_hash is not None:
                 group, contents = self.wanted_of(block.block_hash)
@@ -290,16 +279,6 @@ class HostTierEngine:
         assert self.pool.references().keys() == self.tier._quarantined_slots, "slots are in use for ever"
         assert not self.tier._offers
         assert not self.tier._requests
-
-    def _check_scrubbed(self) -> None:
-        """What is neither in use, nor to be found, nor about to be zeroed holds nothing."""
-        ordered = [slot for step in self.steps if not step.executed for each in step.scrubs for slot in each.slots]
-        for block in self.pool._pool.blocks:
-            slot = block.block_id - 1
-            is_live = block.is_null or block.ref_cnt or block.block_hash is not None
-            if not (is_live or slot in ordered or slot in self.pool.forgotten._slots):
-                for rank in self.ranks:
-                    assert not any(rank.host[slot]), f"I10: slot {slot} holds what nobody can find any more"
 
     def wanted_of(self, key: Any) -> tuple[int, Contents]:
         """The cache group of a key, and what a block of it holds."""
@@ -369,7 +348,7 @@ class HostTierEngine:
         assert self.external.step_orders(scheduled) == Orders()
         orders = self.tier.step_orders(scheduled)
         assert orders == Orders(loads=orders.loads, stores=orders.stores)
-        step = Step([[] for _ in self.ranks], works, self.scrub.step_orders({}).scrubs)
+        step = Step([[] for _ in self.ranks], works)
         for load in orders.loads:
             copy = load, self._wanted_of_load(load)
             for copies in step.copies:
@@ -465,7 +444,6 @@ class HostTierEngine:
                 job.request.num_computed_tokens = 0
         self.external.settled(done, failed, step.report)
         self.tier.settled(done, failed, step.report)
-        self.scrub.settled(done, failed, step.report)
         for job in jobs:
             if job.state is State.GONE:
                 del self._reported[job.request_id]

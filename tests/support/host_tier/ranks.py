@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from pd_connector.orders import BlockMoves, LoadOrder, Report, ScrubOrder, StoreEnds, StoreOrder
+from pd_connector.orders import BlockMoves, LoadOrder, Report, StoreEnds, StoreOrder
 from pd_connector.worker.roles import Arrivals
 
 Contents = tuple[int, ...]
@@ -81,7 +81,6 @@ class HostTierRank:
         self.runaway: set[int] = set()  # slots that the device never stops writing to
         self._arrivals = Arrivals()
         self._stores: dict[int, StoreEnds] = {}
-        self._scrubs: dict[int, int] = {}
 
     def noise(self) -> list[int]:
         return [next(self._noise) for _ in range(self._block_tokens)]
@@ -97,15 +96,6 @@ class HostTierRank:
             for block in copy.blocks:
                 self.device[block] = self.noise()
         self.under_way.append(copy)
-
-    def scrub(self, order: ScrubOrder) -> None:
-        """Slots are zeroed, at once. Nobody uses them."""
-        users = [copy.order for copy in self.under_way if set(copy.slots) & set(order.slots.tolist())]
-        assert not users, f"slots {order.slots.tolist()} are zeroed while they are in use: {users}"
-        assert not self.runaway & set(order.slots.tolist()), "a slot that was lost is used again"
-        for slot in order.slots.tolist():
-            self.host[slot] = [0] * self._block_tokens
-        self._scrubs[order.scrub_id] = 1
 
     def abandon_stores(self) -> None:
         """What is being stored is of no use any more; the copies go on to the end."""
@@ -147,8 +137,7 @@ class HostTierRank:
         self._arrivals.check_integrity()
         finished, failed = self._arrivals.take()
         stores, self._stores = self._stores, {}
-        scrubs, self._scrubs = self._scrubs, {}
-        return RankReport(finished, failed, Report(stores, scrubs=scrubs))
+        return RankReport(finished, failed, Report(stores))
 
     def _check_start(self, copy: Copy) -> None:
         for blocks in (copy.blocks, copy.slots):

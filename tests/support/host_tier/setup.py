@@ -20,7 +20,7 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
 from vllm.v1.request import Request
 
-from pd_connector.orders import Report, ScrubOrder
+from pd_connector.orders import Report
 from pd_connector.scheduler.host_tier import StoreMode
 from pd_connector.vllm.block_pools import HostBlockPool
 from pd_connector.vllm.release import current
@@ -51,7 +51,6 @@ class Setup:
     lookahead: int = 4
     ahead: bool = False  # a step is planned before the output of the one before it has come
     events: bool = False
-    scrubs: bool = False
     recomputes: bool = True  # what a sibling of MultiConnector has failed to load, whose requests fail otherwise
 
     @property
@@ -97,7 +96,7 @@ def make_manager(setup: Setup) -> KVCacheManager:
 
 def make_pool(setup: Setup, manager: KVCacheManager) -> HostBlockPool:
     lookahead = setup.lookahead if setup.mode == "lazy" else 0
-    return HostBlockPool(CONFIG, manager, setup.slots, lookahead, remembers_forgotten=setup.scrubs)
+    return HostBlockPool(CONFIG, manager, setup.slots, lookahead)
 
 
 @cache
@@ -153,7 +152,6 @@ class Work:
 class Step:
     copies: list[list[Copy]]  # for each rank
     works: list[Work]
-    scrubs: tuple[ScrubOrder, ...] = ()
     finished: dict[str, int] = field(default_factory=dict)
     failed: set[str] = field(default_factory=set)
     report: Report = field(default_factory=Report)

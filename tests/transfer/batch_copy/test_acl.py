@@ -15,7 +15,6 @@ from tests.support.numa import needs_a_choice, online, policy
 from transfer.batch_copy import acl_abi
 from transfer.batch_copy.acl import AclRuntime
 from transfer.batch_copy.base import CopierStartError
-from transfer.memory import Placement
 
 
 def test_the_destination_comes_first_in_a_batchs_attribute() -> None:
@@ -61,7 +60,7 @@ class Allocator:
 @needs_a_choice
 def test_the_runtime_allocates_on_a_thread_that_prefers_the_node() -> None:
     allocator = Allocator()
-    allocator.runtime.pinned(mmap.PAGESIZE, Placement(node=online())).close()
+    allocator.runtime.pinned(mmap.PAGESIZE, node=online()).close()
     assert allocator.preferred == [f"prefer:{online()}"]
     assert policy(allocator.memory.region) == "default", "the thread still prefers it"
     allocator.runtime.pinned(mmap.PAGESIZE).close()
@@ -71,14 +70,7 @@ def test_the_runtime_allocates_on_a_thread_that_prefers_the_node() -> None:
 
 def test_a_node_that_is_refused_costs_one_line_and_no_memory(caplog: pytest.LogCaptureFixture) -> None:
     allocator = Allocator()
-    allocator.runtime.pinned(mmap.PAGESIZE, Placement(node=1023)).close()
+    allocator.runtime.pinned(mmap.PAGESIZE, node=1023).close()
     assert allocator.preferred == ["default"]
     [line] = [record.getMessage() for record in caplog.records]
     assert line.startswith("host memory is not placed on NUMA node 1023: set_mempolicy: ")
-
-
-def test_huge_pages_cannot_be_asked_of_the_runtime() -> None:
-    allocator = Allocator()
-    with pytest.raises(ValueError, match="aclrtMallocHost chooses its pages itself"):
-        allocator.runtime.pinned(mmap.PAGESIZE, Placement(huge_pages=True))
-    assert not allocator.preferred

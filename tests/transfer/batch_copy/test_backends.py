@@ -6,10 +6,8 @@ import sys
 
 import pytest
 
-from transfer import huge_pages
 from transfer.batch_copy.backends import Backend, open_copier, pinned_memory
 from transfer.batch_copy.base import CopierStartError, Direction
-from transfer.memory import Placement
 
 
 def is_installed(library: str) -> bool:
@@ -51,14 +49,6 @@ def test_host_memory_is_whole_pages_and_needs_no_device() -> None:
     assert memory.region.address % 4096 == 0
     ctypes.memset(memory.region.address, 1, memory.region.size)
     memory.close()
-    memory.close()
-
-
-@pytest.mark.skipif(huge_pages.mode() not in ("always", "madvise"), reason="this machine gives no huge pages")
-def test_huge_pages_are_there_before_the_memory_is_handed_out() -> None:
-    size = 2 * huge_pages.page_bytes()
-    memory = pinned_memory(Backend.HOST, size, 0, Placement(huge_pages=True))
-    assert huge_pages.given(memory.region) == size
     memory.close()
 
 

@@ -21,7 +21,6 @@ from tests.support.waiting import WAIT_S
 from transfer.batch_copy import cuda_abi
 from transfer.batch_copy.base import CopierStartError, CopyFailed, Direction
 from transfer.batch_copy.cuda import CudaRuntime
-from transfer.memory import Placement
 
 LOAD, STORE, WITHIN = Direction.HOST_TO_DEVICE, Direction.DEVICE_TO_HOST, Direction.DEVICE_TO_DEVICE
 
@@ -285,7 +284,7 @@ def test_pinned_memory_prefers_its_node_before_the_driver_pins_it(
         return int(pin(address, size, flags))
 
     monkeypatch.setitem(cuda.runtime._functions, "cuMemHostRegister_v2", pinning)
-    memory = cuda.runtime.pinned(100_000, Placement(online(), huge_pages=True))
+    memory = cuda.runtime.pinned(100_000, online())
     assert preferred == [f"prefer:{online()}"]
     assert cuda.driver.pinned_ranges == {memory.region.address: 100_000}
     memory.close()

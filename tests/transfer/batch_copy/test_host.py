@@ -8,11 +8,11 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from layout.copies import EMPTY, Copies, MemoryRuns
+from layout.copies import EMPTY, Copies
 from tests.support.memory import noise, shuffled_copies, whole_copy
 from tests.support.waiting import WAIT_S
 from transfer.batch_copy.backends import Backend, open_copier
-from transfer.batch_copy.base import BatchCopier, CopyFailed, Direction
+from transfer.batch_copy.base import BatchCopier, Direction
 
 
 @pytest.fixture
@@ -94,36 +94,6 @@ def test_python_goes_on_while_bytes_move(copier: BatchCopier) -> None:
         np.full(times, target.ctypes.data), np.full(times, source.ctypes.data), np.full(times, source.nbytes)
     )
     handle, turns = copier.submit(copies), 0
-    while not handle.query():
-        turns += 1
-    assert turns > 1000
-
-
-def test_memory_is_zeroed_in_its_turn(copier: BatchCopier) -> None:
-    """What was stored before is gone, what is stored later is there, however many there are."""
-    source, target = noise(1 << 20), np.zeros((16, 1 << 20), np.uint8)
-    for row in target:
-        copier.submit(whole_copy(row, source))
-        zeroing = copier.zero(MemoryRuns(np.array([row.ctypes.data]), np.array([row.nbytes])))
-        last = copier.submit(whole_copy(row[:1000], source[:1000]))
-    last.wait(WAIT_S)
-    assert zeroing.query()
-    np.testing.assert_array_equal(target[:, :1000], np.tile(source[:1000], (16, 1)))
-    assert not target[:, 1000:].any()
-
-
-def test_nothing_is_zeroed_by_a_copier_that_is_closed() -> None:
-    memory = noise(64)
-    copier = open_copier(Backend.HOST, Direction.DEVICE_TO_HOST)
-    copier.close()
-    with pytest.raises(CopyFailed, match="closed"):
-        copier.zero(MemoryRuns(np.array([memory.ctypes.data]), np.array([64])))
-    assert memory.all()
-
-
-def test_python_goes_on_while_memory_is_zeroed(copier: BatchCopier) -> None:
-    memory = np.zeros(1 << 20, np.uint8)
-    handle, turns = copier.zero(MemoryRuns(np.full(800, memory.ctypes.data), np.full(800, memory.nbytes))), 0
     while not handle.query():
         turns += 1
     assert turns > 1000
