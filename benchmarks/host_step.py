@@ -274,7 +274,7 @@ def landing(clock: Clock, tokens: int, scheduled: Mapping[str, int], prompts: in
         start_landing=lambda request, block_ids, wanted: None,
         end_landing=lambda request_id, failed: None,
     )
-    landings = Landings("host", engine.tier, consumer, engine.blocks, [Retention(BLOCK_TOKENS)], 1)
+    landings = Landings("always", engine.tier, consumer, engine.blocks, [Retention(BLOCK_TOKENS)], 1)
     begin: list[float] = []
     end: list[float] = []
     leave: list[float] = []

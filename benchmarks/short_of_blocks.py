@@ -5,9 +5,9 @@ after they are computed; and, with ``host_transfers``, how long three times as m
 a lease.
 
 Decode: 16 requests at once at a decode server whose device holds two of them, whose prompts are computed: with
-``pull_to`` auto and device, in turns, and all answers must be equal. The same with answers that outgrow the device, so
-that vLLM preempts requests; also without host memory, out of which they come back. Then one request at a time where
-there is room, also at a second server with device: what differs between those two is what one server differs from
+``host_transfers`` auto and off, in turns, and all answers must be equal. The same with answers that outgrow the device,
+so that vLLM preempts requests; also without host memory, out of which they come back. Then one request at a time where
+there is room, also at a second server with off: what differs between those two is what one server differs from
 another.
 ``--bytes-per-s`` models a slow network, for which requests wait; on loopback hardly any does. ``--parts`` chooses.
 """
@@ -35,9 +35,9 @@ FREE_WITHIN_S = 2.0
 
 DECODE_TOKENS = 900
 SPARE_BLOCKS = 4
-PLACES = ("device", "auto")
+PLACES = ("off", "auto")
 WITHOUT = "without"  # host memory
-AGAIN = "device again"
+AGAIN = "off again"
 PARTS = ("prefill", "bursts", "growth", "room")
 
 
@@ -47,7 +47,7 @@ class Load:
 
     answer_tokens: int
     room_tokens: int
-    servers: tuple[str, ...] = PLACES  # by ``pull_to``, or ``WITHOUT``
+    servers: tuple[str, ...] = PLACES  # by ``host_transfers``, or ``WITHOUT``
 
     @property
     def blocks(self) -> int:
@@ -74,9 +74,9 @@ def leased_share(pair: Pair) -> float:
     return counted(pair.prefill, "vllm:pd_leased_blocks") / PREFILL_BLOCKS
 
 
-def prefills(host_transfers: bool) -> dict[str, float]:
+def prefills(moves: bool) -> dict[str, float]:
     """Measure a prefill server whose leases nobody reads."""
-    options = {"cpu_bytes_to_use": HOST_BYTES, "host_transfers": host_transfers}
+    options = {"cpu_bytes_to_use": HOST_BYTES, "host_transfers": "auto" if moves else "off"}
     side = Side(cache_bytes=PREFILL_BLOCKS * BLOCK_BYTES, longest=2048, options=options)
     wanted = {"do_remote_decode": True}
     with running(side, Side()) as (pair,):
@@ -85,7 +85,7 @@ def prefills(host_transfers: bool) -> dict[str, float]:
         lease(pair, AT_ONCE, wanted)
         time.sleep(FREE_WITHIN_S)
         share = leased_share(pair)
-        if not host_transfers:  # more would wait for the leases to expire
+        if not moves:  # more would wait for the leases to expire
             return {"leased_share": share}
         leased_s = lease(pair, 3 * AT_ONCE, wanted)
     return {"leased_share": share, "plain_s": plain_s, "leased_s": leased_s, "rate": plain_s / leased_s}
@@ -109,7 +109,7 @@ def bursts(load: Load, rounds: int, bytes_per_s: float) -> dict[str, dict[str, f
     """Measure decode servers whose device has room for two of the load, and whose host memory, if any, for all."""
     decodes = [
         Side(cache_bytes=load.blocks * BLOCK_BYTES, longest=1088,
-             options={} if name == WITHOUT else {"cpu_bytes_to_use": HOST_BYTES, "pull_to": name})
+             options={} if name == WITHOUT else {"cpu_bytes_to_use": HOST_BYTES, "host_transfers": name})
         for name in load.servers
     ]  # fmt: skip
     taken: dict[str, list[float]] = {name: [] for name in load.servers}
@@ -133,7 +133,7 @@ def with_room(repeats: int, bytes_per_s: float) -> dict[str, float]:
     """Return the median milliseconds of a decode leg of one token where the device has room, by server."""
     taken: dict[str, list[float]] = {name: [] for name in (*PLACES, AGAIN)}
     sides = [
-        Side(options={"cpu_bytes_to_use": HOST_BYTES, "pull_to": "auto" if name == "auto" else "device"})
+        Side(options={"cpu_bytes_to_use": HOST_BYTES, "host_transfers": "auto" if name == "auto" else "off"})
         for name in taken
     ]
     with running(Side(), *sides, bytes_per_s=bytes_per_s) as pairs:
@@ -149,7 +149,7 @@ def with_room(repeats: int, bytes_per_s: float) -> dict[str, float]:
 
 def measure_prefill() -> dict[str, Any]:
     """Measure and print what becomes of leases that nobody reads."""
-    moving, staying = prefills(host_transfers=True), prefills(host_transfers=False)
+    moving, staying = prefills(moves=True), prefills(moves=False)
     print(
         f"{AT_ONCE} prompts of {LEASED_TOKENS} tokens that nobody comes for; the prefill server's device holds as many"
     )
@@ -160,7 +160,7 @@ def measure_prefill() -> dict[str, Any]:
 
 
 def measure_bursts(load: Load, rounds: int, bytes_per_s: float) -> dict[str, Any]:
-    """Measure and print what a full decode server answers, by ``pull_to``."""
+    """Measure and print what a full decode server answers, by ``host_transfers``."""
     by_place = bursts(load, rounds, bytes_per_s)
     auto = by_place["auto"]["per_minute"]
     ratios = {name: auto / of["per_minute"] for name, of in by_place.items() if name != "auto"}
@@ -169,22 +169,22 @@ def measure_bursts(load: Load, rounds: int, bytes_per_s: float) -> dict[str, Any
         f"decode server whose device has room for two with {load.room_tokens}"
     )
     for name, of in by_place.items():
-        server = "without host memory" if name == WITHOUT else f"pull_to {name}"
+        server = "without host memory" if name == WITHOUT else f"host_transfers {name}"
         print(f"  {server:19} {of['per_minute']:7.1f} answers a minute, {of['preemptions']:.0f} preemptions")
     for name, ratio in ratios.items():
         print(f"  auto / {name}: {ratio:.2f} times as many")
     without = {"ratio_without": ratios[WITHOUT]} if WITHOUT in ratios else {}
-    return {"by_place": by_place, "ratio": ratios["device"], **without}
+    return {"by_place": by_place, "ratio": ratios["off"], **without}
 
 
 def measure_room(repeats: int, bytes_per_s: float) -> dict[str, Any]:
-    """Measure and print what ``pull_to`` costs where the device has room."""
+    """Measure and print what ``host_transfers`` costs where the device has room."""
     single = with_room(repeats, bytes_per_s)
-    device = (single["device"] + single[AGAIN]) / 2
-    ratio, noise = single["auto"] / device, max(single["device"], single[AGAIN]) / min(single["device"], single[AGAIN])
+    device = (single["off"] + single[AGAIN]) / 2
+    ratio, noise = single["auto"] / device, max(single["off"], single[AGAIN]) / min(single["off"], single[AGAIN])
     print(
-        f"a request that finds room: {device:.1f} ms with device, {ratio:.3f} times as long with auto; "
-        f"two servers with device differ by {noise - 1:.1%}"
+        f"a request that finds room: {device:.1f} ms with off, {ratio:.3f} times as long with auto; "
+        f"two servers with off differ by {noise - 1:.1%}"
     )
     return {"room_ms": single, "room_ratio": ratio, "room_noise": noise - 1}
 

@@ -4,7 +4,7 @@
 #
 #   examples/run_pd_cuda.sh Qwen/Qwen3-8B --max-model-len 8192
 #   PREFILL_DEVICES=0,1 DECODE_DEVICES=2,3 examples/run_pd_cuda.sh Qwen/Qwen3-32B --tensor-parallel-size 2
-#   CONNECTOR_CONFIG='{"protocol": "tcp"}' examples/run_pd_cuda.sh Qwen/Qwen3-8B     # no RDMA network card
+#   CONNECTOR_CONFIG='{"protocol": "tcp"}' examples/run_pd_cuda.sh Qwen/Qwen3-8B     # not over RDMA
 #
 # Environment variables of this script; run_pd.sh, below, has the others:
 #   PREFILL_DEVICES=0 DECODE_DEVICES=1   CUDA_VISIBLE_DEVICES of P and of D

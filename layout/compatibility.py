@@ -90,7 +90,7 @@ def check_transports(local: WorkerGeometry, remotes: Iterable[WorkerGeometry]) -
             raise IncompatibleCachesError(
                 f"the transfer engine's protocol is {local.transport!r} here and {remote.transport!r} on the remote "
                 f"engine (TP rank {remote.tp_rank}, PP rank {remote.pp_rank}); start both with the same protocol in "
-                "kv_connector_extra_config"
+                "kv_connector_extra_config: auto takes what suits each machine, and tcp works on all but NPUs"
             )
 
 

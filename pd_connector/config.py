@@ -1,22 +1,66 @@
 """The connector's settings: the keys of ``kv_connector_extra_config``, typed and validated.
 
-Every key has a default. An unknown key or an invalid value stops the start; the error names the nearest valid key, or
-the value and the rule it breaks.
+Every key has a default. An unknown key or an invalid value stops the start; the error names the nearest valid key, what
+took the place of an old one, or the value and the rule it breaks.
 """
 
 import difflib
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from pd_connector.old_settings import OLD_SETTINGS
 from transfer.peers import AllowedPeers
 
 Seconds = Annotated[float, Field(ge=0.1, le=86400, allow_inf_nan=False)]
 Port = Annotated[int, Field(ge=0, le=65535)]
+HostTransfers = Literal["off", "auto", "always"]
 
 
 class ConfigError(ValueError):
     """A setting in ``kv_connector_extra_config`` is unknown or invalid."""
+
+
+class Tuning(BaseModel):
+    """How bytes are read, in numbers: for those who measure. The defaults suit the transport."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    staging_bytes: Annotated[int, Field(ge=0)] = Field(
+        default=128 * 1024 * 1024,
+        description="Size of each decode worker's staging buffer, through which scattered bytes are read in fewer, "
+        "wider reads; 0 reads everything directly into place. The buffer is host memory on CPU, where its benefit was "
+        "measured; on CUDA and NPU it is device memory, on top of what vLLM allocates, and pulls may take as much "
+        "again while they copy. With host_transfers, each worker has a second one of this size, for pulls to host "
+        "memory: host memory on all platforms, on top of cpu_bytes_to_use.",
+    )
+    descriptors_per_call: Annotated[int, Field(ge=1, le=65536)] | None = Field(
+        default=None,
+        description="Number of descriptors passed to the transfer engine in one call. Default: 256 for tcp (measured) "
+        "and rdma, 1024 for ascend (from their source).",
+    )
+    max_descriptors_in_flight: Annotated[int, Field(ge=1, le=65536)] | None = Field(
+        default=None,
+        description="Maximum number of descriptors in flight to one peer. Default: 1024 for tcp, whose transport "
+        "breaks above that; 2048 for rdma and ascend (from their source).",
+    )
+    longest_poll_us: Annotated[float, Field(ge=1, le=100_000, allow_inf_nan=False)] | None = Field(
+        default=None,
+        description="Longest sleep between two looks at a read that is under way, in microseconds. Shorter ones take "
+        "processor time from the transfer engine's threads, longer ones leave the wire idle when a read lasts no "
+        "longer. Default: 500 for tcp (measured), 200 for rdma, 1000 for ascend (from their source).",
+    )
+    descriptor_cost_us: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = Field(
+        default=None,
+        description="Cost of a descriptor in the transfer engine, in microseconds, used to plan reads and to bound "
+        "what is in flight. Default: 12 for tcp (measured), 2 for rdma, 5 for ascend (estimates).",
+    )
+    byte_cost_ns: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = Field(
+        default=None,
+        description="Cost of a byte, in nanoseconds, used to plan reads and to bound what is in flight. Default: 0.75 "
+        "for tcp (measured), 0.04 for rdma and ascend (estimates).",
+    )
 
 
 class ConnectorConfig(BaseModel):
@@ -45,7 +89,9 @@ class ConnectorConfig(BaseModel):
         "engine's data-parallel index is added to it. 0 tells nobody. Set port, too: such routers ask only once.",
     )
     protocol: Literal["auto", "tcp", "rdma", "ascend"] = Field(
-        default="auto", description="Transport of the transfer engine. auto: tcp on CPU, rdma on CUDA, ascend on NPU."
+        default="auto",
+        description="Transport of the transfer engine, the same on prefill and decode engines. auto: rdma on CUDA, or "
+        "tcp with a warning if the machine has no RDMA device and devices names none; ascend on NPU; tcp on CPU.",
     )
     devices: str = Field(
         default="", description="Network devices for rdma, comma-separated; empty lets the transfer engine choose."
@@ -66,43 +112,12 @@ class ConnectorConfig(BaseModel):
         "engine about it, which comes when the request has passed that server's API process; lease_ttl_s, if that is "
         "longer.",
     )
-    max_lease_age_s: Seconds = Field(
-        default=600.0,
-        description="How long a prefill engine keeps a finished prompt's blocks at most, however often the lease is "
-        "renewed.",
-    )
-    max_leased_fraction: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] | None = Field(
-        default=None,
-        description="Share of a prefill engine's KV blocks that leases may hold. Above it, the oldest lease that is "
-        "not being read gives way to requests that wait for blocks. An engine that also decodes (kv_both) lets no new "
-        "prompt for others exceed it. Default: 0.5 for kv_both, else 1.",
-    )
     queue_timeout_s: Seconds = Field(
         default=120.0,
         description="How long a decode engine keeps a prompt leased while its request waits for blocks of its own, and "
-        "how long a prompt that it follows (transfer_id) may wait in a prefill engine's queue, or get no further "
-        "there. Then it gives the prompt up, and the request fails or computes it, by kv_load_failure_policy.",
-    )
-    transfer_timeout_s: Seconds = Field(
-        default=30.0,
-        description="How long a decode engine waits for a prefill engine to receive the other leg of a request whose "
-        "legs were sent at once (transfer_id), and to say so. Then the request fails or computes its prompt, by "
+        "how long it waits for a prefill engine to receive a prompt that it follows (transfer_id), to begin with it, "
+        "and to get further. Then it gives the prompt up, and the request fails or computes it, by "
         "kv_load_failure_policy.",
-    )
-    max_pulls_ahead: Annotated[int, Field(ge=1, le=65536)] = Field(
-        default=16,
-        description="For how many prompts that prefill engines are still computing a decode engine pulls at a time. "
-        "Each holds the blocks of its whole prompt meanwhile.",
-    )
-    max_ahead_fraction: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] = Field(
-        default=0.5,
-        description="Share of a decode engine's KV blocks that such prompts may hold. A prompt that would exceed it is "
-        "pulled when it has been computed, or when others have been.",
-    )
-    handshake_timeout_s: Seconds = Field(
-        default=10.0,
-        description="How long a decode engine waits for a prefill engine to answer a message, or for a connection to "
-        "one of its workers.",
     )
     pull_timeout_s: Seconds = Field(
         default=60.0,
@@ -110,39 +125,10 @@ class ConnectorConfig(BaseModel):
         "engine computes the prompt, the time begins anew whenever more of it is computed or read than ever before; "
         "so a prompt that it preempts and starts over again and again is given up.",
     )
-    descriptors_per_call: Annotated[int, Field(ge=1, le=65536)] | None = Field(
-        default=None,
-        description="Number of descriptors passed to the transfer engine in one call. Default: 256 for tcp (measured) "
-        "and rdma, 1024 for ascend (from their source).",
-    )
-    max_descriptors_in_flight: Annotated[int, Field(ge=1, le=65536)] | None = Field(
-        default=None,
-        description="Maximum number of descriptors in flight to one peer. Default: 1024 for tcp, whose transport "
-        "breaks above that; 2048 for rdma and ascend (from their source).",
-    )
-    longest_poll_us: Annotated[float, Field(ge=1, le=100_000, allow_inf_nan=False)] | None = Field(
-        default=None,
-        description="Longest sleep between two looks at a read that is under way, in microseconds. Shorter ones take "
-        "processor time from the transfer engine's threads, longer ones leave the wire idle when a read lasts no "
-        "longer. Default: 500 for tcp (measured), 200 for rdma, 1000 for ascend (from their source).",
-    )
-    staging_bytes: Annotated[int, Field(ge=0)] = Field(
-        default=128 * 1024 * 1024,
-        description="Size of each decode worker's staging buffer, through which scattered bytes are read in fewer, "
-        "wider reads; 0 reads everything directly into place. The buffer is host memory on CPU, where its benefit was "
-        "measured; on CUDA and NPU it is device memory, on top of what vLLM allocates, and pulls may take as much "
-        "again while they copy. With pull_to other than device, each worker has a second one of this size, for pulls "
-        "to host memory: host memory on all platforms, on top of cpu_bytes_to_use.",
-    )
-    descriptor_cost_us: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = Field(
-        default=None,
-        description="Cost of a descriptor in the transfer engine, in microseconds, used to plan reads and to bound "
-        "what is in flight. Default: 12 for tcp (measured), 2 for rdma, 5 for ascend (estimates).",
-    )
-    byte_cost_ns: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = Field(
-        default=None,
-        description="Cost of a byte, in nanoseconds, used to plan reads and to bound what is in flight. Default: 0.75 "
-        "for tcp (measured), 0.04 for rdma and ascend (estimates).",
+    tuning: Tuning = Field(
+        default=Tuning(),
+        description="An object of numbers by which bytes are read, for those who measure: "
+        + ", ".join(Tuning.model_fields),
     )
     cpu_bytes_to_use: Annotated[int, Field(ge=0)] = Field(
         default=0,
@@ -154,33 +140,21 @@ class ConnectorConfig(BaseModel):
         description="When blocks are copied to host memory. eager: as soon as they are computed; lazy: when vLLM is "
         "about to evict them, which copies less but may come too late for some.",
     )
-    host_transfers: bool = Field(
-        default=False,
-        description="Let decode engines read a prefill engine's host memory (cpu_bytes_to_use), which is registered "
-        "with the transfer engine. Leases that nobody reads yet then move there and free the device's blocks, when "
-        "requests wait for blocks or leases exceed move_leases_above; and decode engines that follow a prompt read "
-        "what the prefill engine finds there without waiting until it is loaded.",
-    )
-    move_leases_above: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] = Field(
-        default=0.1,
-        description="Share of a prefill engine's KV blocks above which leases that nobody reads yet move to host "
-        "memory, the oldest first. Needs host_transfers.",
-    )
-    pull_to: Literal["device", "host", "auto"] = Field(
-        default="device",
-        description="Where a decode engine pulls prompts to. device: its KV cache, once vLLM has blocks for them; "
-        "host: its host memory (cpu_bytes_to_use) at once, from which they are loaded when vLLM has blocks, so that no "
-        "prefill engine waits for this engine's device; auto: the device if it has the blocks, else host memory. Host "
-        "memory is then registered with the transfer engine.",
+    host_transfers: HostTransfers = Field(
+        default="off",
+        description="Whether transfers may begin and end in host memory (cpu_bytes_to_use), which is then registered "
+        "with the transfer engine. auto: a prefill engine lets others read it, leases that nobody reads yet move there "
+        "and free the device's blocks, when requests wait for blocks or leases hold more than a tenth of them, and "
+        "decode engines that follow a prompt read what the prefill engine finds there without waiting until it is "
+        "loaded; a decode engine pulls a prompt there if its device has no blocks for it. always: the same, but a "
+        "decode engine pulls every prompt there, at once, from which it is loaded when vLLM has blocks, so that no "
+        "prefill engine waits for this engine's device. off: none of it.",
     )
     drain_timeout_s: Annotated[float, Field(ge=0, le=86400, allow_inf_nan=False)] = Field(
         default=5.0,
         description="How long a prefill engine that was told to stop (SIGTERM) stays up after its last request, for "
         "decode engines that have yet to read from it. vLLM allows this only with --shutdown-timeout, and it ends 3 s "
         "before that timeout.",
-    )
-    peer_idle_s: Seconds = Field(
-        default=600.0, description="How long a connection to a prefill engine stays open without a pull."
     )
     model_check: Literal["weights", "config", "off"] = Field(
         default="weights",
@@ -222,27 +196,11 @@ class ConnectorConfig(BaseModel):
         return self.canary or ("warn" if self.model_check == "off" else "refuse")
 
     @model_validator(mode="after")
-    def _check_moves(self) -> Self:
-        if "move_leases_above" in self.model_fields_set and not self.host_transfers:
-            raise ValueError(
-                f"move_leases_above = {self.move_leases_above}: leases move to host memory only with host_transfers; "
-                "set that to true, or leave move_leases_above out"
-            )
-        return self
-
-    @model_validator(mode="after")
     def _check_host_memory(self) -> Self:
-        if self.cpu_bytes_to_use:
-            return self
-        if self.host_transfers:
+        if self.host_transfers != "off" and not self.cpu_bytes_to_use:
             raise ValueError(
-                "host_transfers = True: cpu_bytes_to_use is 0, so there is no host memory to read from; set "
-                "cpu_bytes_to_use, or host_transfers to false"
-            )
-        if self.pull_to != "device":
-            raise ValueError(
-                f"pull_to = {self.pull_to!r}: cpu_bytes_to_use is 0, so there is no host memory to pull to; set "
-                "cpu_bytes_to_use, or pull_to to 'device'"
+                f"host_transfers = {self.host_transfers!r}: cpu_bytes_to_use is 0, so there is no host memory for "
+                "transfers; set cpu_bytes_to_use, or host_transfers to 'off'"
             )
         return self
 
@@ -257,13 +215,14 @@ def parse_config(extra_config: dict[str, Any]) -> ConnectorConfig:
     """Return the validated settings of ``kv_connector_extra_config``.
 
     Raises:
-        ConfigError: a key is unknown (names the nearest valid one), or a value is invalid (names it and the rule).
+        ConfigError: a key is unknown (names the nearest valid one, or what took its place), or a value is invalid
+            (names it and the rule).
     """
     try:
         return ConnectorConfig.model_validate(extra_config)
     except ValidationError as error:
         problems = [
-            _explain(str(item["loc"][0]), item["type"], item["msg"], item["input"])
+            _explain([str(key) for key in item["loc"]], item["type"], item["msg"], item["input"])
             if item["loc"]
             else item["msg"].removeprefix("Value error, ")
             for item in error.errors()
@@ -271,10 +230,17 @@ def parse_config(extra_config: dict[str, Any]) -> ConnectorConfig:
         raise ConfigError("kv_connector_extra_config: " + "; ".join(problems)) from None
 
 
-def _explain(key: str, kind: str, message: str, value: Any) -> str:
+def _explain(loc: Sequence[str], kind: str, message: str, value: Any) -> str:
+    model: type[BaseModel] = Tuning if len(loc) > 1 and loc[0] == "tuning" else ConnectorConfig
+    prefix = "" if model is ConnectorConfig else "tuning."
+    key = loc[1] if prefix else loc[0]
     if kind != "extra_forbidden":
-        meaning = ConnectorConfig.model_fields[key].description or ""
-        return f"{key} = {value!r}: {message[0].lower()}{message[1:]} ({meaning.split('. ')[0].rstrip('.')})"
-    valid = list(ConnectorConfig.model_fields)
+        meaning = model.model_fields[key].description or ""
+        rule = f"{message[0].lower()}{message[1:]} ({meaning.split('. ')[0].rstrip('.')})"
+        return f"{prefix}{key} = {value!r}: {rule}"
+    if not prefix and key in OLD_SETTINGS:
+        return f"{key} is no setting any more: {OLD_SETTINGS[key]}"
+    valid = list(model.model_fields)
     near = difflib.get_close_matches(key, valid, n=1)
-    return f"unknown key {key!r}" + (f", did you mean {near[0]!r}?" if near else f"; valid keys are {', '.join(valid)}")
+    hint = f", did you mean {prefix + near[0]!r}?" if near else f"; valid keys are {', '.join(valid)}"
+    return f"unknown key {prefix + key!r}{hint}"

@@ -51,7 +51,7 @@ COUNTERS = {
     "pulls": "Pulls that succeeded, counted on every rank.",
     "pull_bytes": "Bytes of KV cache pulled.",
     "pull_bytes_from_host": "Bytes of them that were read in the prefill engine's host memory (host_transfers).",
-    "landed_bytes": "Bytes of KV cache pulled to this engine's host memory (pull_to).",
+    "landed_bytes": "Bytes of KV cache pulled to this engine's host memory (host_transfers).",
     "pull_descriptors": "Descriptors read by pulls.",
     "pull_tokens": "Prompt tokens whose KV cache was pulled, counted on every rank.",
     "pulls_ahead": "Pulls that succeeded and had begun before the prompt was computed, counted on every rank.",

@@ -10,6 +10,7 @@ from benchmarks.fleet.constants import Constants
 from benchmarks.fleet.sharing import Pool, Sharing
 from benchmarks.fleet.traces import BLOCK_TOKENS, Arrival
 from pd_connector.config import ConnectorConfig
+from pd_connector.engine_limits import ENGINE_LIMITS
 
 Legs = Literal["in turn", "together"]
 _DEFAULTS = ConnectorConfig()
@@ -18,15 +19,15 @@ POLL_S = 0.02  # of an engine on which requests wait for blocks and nothing runs
 
 @dataclass(frozen=True)
 class Settings:
-    """Of the connector, as its configuration has them by default, and of vLLM."""
+    """Settings and limits of the connector, by default as it has them, and settings of vLLM."""
 
     legs: Legs = "together"
     lease_ttl_s: float = _DEFAULTS.lease_ttl_s
-    max_lease_age_s: float = _DEFAULTS.max_lease_age_s
+    max_lease_age_s: float = ENGINE_LIMITS.max_lease_age_s
     max_leased_fraction: float = 1.0
     queue_timeout_s: float = _DEFAULTS.queue_timeout_s
-    max_pulls_ahead: int = _DEFAULTS.max_pulls_ahead
-    max_ahead_fraction: float = _DEFAULTS.max_ahead_fraction
+    max_pulls_ahead: int = ENGINE_LIMITS.max_pulls_ahead
+    max_ahead_fraction: float = ENGINE_LIMITS.max_ahead_fraction
     max_requests: int = 256  # that run on an engine at once
     prefix_cache: bool = True
     host_blocks: int = 0  # at each engine, of the modelled rule of ``host_memory``

@@ -23,11 +23,11 @@ from transfer.engine.base import EngineStartError
 from transfer.engine.identity import IdentityMemory
 from transfer.engine.mooncake import (
     IDENTITY_BYTES,
-    INFINIBAND_DEVICES,
     PROTOCOLS,
     MooncakeEngine,
     MooncakeOptions,
 )
+from transfer.engine.rdma import INFINIBAND_DEVICES
 from transfer.memory import HostMemory
 from transfer.peers import is_own_address
 
@@ -158,6 +158,9 @@ class Machine:
         accelerators = _accelerators()
         text = f"RDMA: {', '.join(nics) or 'none'}; accelerators: {', '.join(accelerators) or 'none'}"
         values = {"rdma": nics, "accelerators": accelerators}
+        if self._config.protocol == "auto" and self._protocol == "tcp" and accelerators:
+            text += "; protocol auto takes tcp here, which is slower, and peers must use tcp, too"
+            return Verdict(text, values, Outcome.WARN)
         down = [nic for nic in nics if "ACTIVE" not in nic]
         if self._protocol == "rdma" and down:
             return Verdict(f"{text}; ports that are not active move nothing", values, Outcome.WARN)

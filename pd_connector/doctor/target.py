@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from layout.geometry import WorkerGeometry
 from pd_connector.config import ConnectorConfig
 from pd_connector.doctor.decode import at
+from pd_connector.engine_limits import ENGINE_LIMITS
 from transfer.control.client import ControlClient
 from transfer.control.messages import Welcome
 from transfer.memory import HostMemory
@@ -55,8 +56,8 @@ class PullTarget:
             engine = self._engine
             self.local = at(local, self.region.address, engine.address, config.protocol, engine.identity)
             cost = read_cost(config)
-            if config.staging_bytes:
-                reads = RemoteReader.with_staging(cost, self.local.regions, config.staging_bytes)
+            if config.tuning.staging_bytes:
+                reads = RemoteReader.with_staging(cost, self.local.regions, config.tuning.staging_bytes)
             else:
                 reads = RemoteReader(cost, self.local.regions)
             engine.register((self.region, *reads.regions))
@@ -69,7 +70,7 @@ class PullTarget:
                 reader=0,
                 readers=1,
                 reads=reads,
-                handshake_timeout_s=config.handshake_timeout_s,
+                handshake_timeout_s=ENGINE_LIMITS.handshake_timeout_s,
                 pull_timeout_s=config.pull_timeout_s,
                 verifier=Verifier(CacheChecksums(self.local), client) if welcome.verify else None,
             )

@@ -29,6 +29,7 @@ from pd_connector.doctor.decode import Sizes, at, decode_geometry, imagined_bloc
 from pd_connector.doctor.findings import Check, CheckFailed, CheckSkipped, Outcome, Verdict
 from pd_connector.doctor.http import HttpServer
 from pd_connector.doctor.target import Pulled, PullTarget
+from pd_connector.engine_limits import ENGINE_LIMITS
 from pd_connector.orders import PullOrder
 from pd_connector.params import ParamsError, RemotePrefill, parse_remote_prefill
 from pd_connector.secret import load_keys
@@ -239,7 +240,7 @@ class Visit:
             ]
             copies = Copies(one[0], one[1], np.array([size], np.int64))
             for _ in range(_SMALL_READS):
-                seconds.append(_timed(lambda: peer.link(rank).read(copies, self._config.handshake_timeout_s)))  # noqa: B023
+                seconds.append(_timed(lambda: peer.link(rank).read(copies, ENGINE_LIMITS.handshake_timeout_s)))  # noqa: B023
         median, worst = statistics.median(seconds), max(seconds)
         text = (
             f"ranks {sorted(peer.plans)} of {len(workers)} connected in {1e3 * connect_s:.1f} ms; {_SMALL_BYTES} bytes "
@@ -290,7 +291,7 @@ class Visit:
             pull.run(lambda _: peer)
         except PullFailed as error:
             pull.fail(error)
-        end = ends.get(timeout=self._config.pull_timeout_s + self._config.handshake_timeout_s)
+        end = ends.get(timeout=self._config.pull_timeout_s + ENGINE_LIMITS.handshake_timeout_s)
         if not isinstance(end, PullEnd):
             raise CheckFailed(f"{end.end.cause}: {end.end.reason}; its reads have not settled")
         if end.cause:
@@ -341,7 +342,8 @@ class Visit:
         ours = tables_of(local_blocks(local, remote_ids, sizes))
         theirs = tables_of(remote_ids)
         # The slot of the staging buffer that a read of one rank is lent.
-        slot = Region(1 << 46, self._config.staging_bytes // SLOTS) if self._config.staging_bytes else None
+        staging_bytes = self._config.tuning.staging_bytes
+        slot = Region(1 << 46, staging_bytes // SLOTS) if staging_bytes else None
         found = _Prediction()
         for rank, plan in self._plans.items():
             copies = plan.instantiate(ours, theirs, 0, end_token)
@@ -360,7 +362,7 @@ class Visit:
 
     def _ask(self, remote: RemotePrefill, message: Request) -> Reply:
         client = _known(self._client)
-        timeout_s = self._config.handshake_timeout_s
+        timeout_s = ENGINE_LIMITS.handshake_timeout_s
         try:
             return client.request(remote.remote_host, remote.remote_port, message, timeout_s).result()
         except TransferError as error:

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-PullTo = Literal["device", "host", "auto"]
+LandingMode = Literal["auto", "always"]  # if the device has no room, or each that may
 
 #: Landings at a time. Others wait until one of them ends; the pull timeout counts from the order on.
 _MAX_UNDER_WAY = 16
@@ -82,7 +82,7 @@ class Landings(SchedulerRole):
 
     def __init__(
         self,
-        pull_to: PullTo,
+        mode: LandingMode,
         tier: HostTier,
         consumer: Consumer,
         device: DeviceBlocks,
@@ -90,7 +90,7 @@ class Landings(SchedulerRole):
         ranks: int,
     ) -> None:
         """Start with none. ``groups``: what vLLM keeps of a request in every cache group; ``ranks``: of the engine."""
-        self._pull_to = pull_to
+        self._mode = mode
         self._tier = tier
         self._consumer = consumer
         self._device = device
@@ -117,7 +117,7 @@ class Landings(SchedulerRole):
         if request.request_id in self._had_no_room:
             self._had_no_room.remove(request.request_id)
             return False
-        if not self._consumer.may_land(request) or (self._pull_to == "auto" and self._has_room(request)):
+        if not self._consumer.may_land(request) or (self._mode == "auto" and self._has_room(request)):
             return False
         if self._preparing is not None or self._share <= 0 or len(self._under_way) >= _MAX_UNDER_WAY:
             return True

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pd_connector.config import ConnectorConfig
+from pd_connector.engine_limits import ENGINE_LIMITS, EngineLimits
 from pd_connector.orders import Cause, Destinations, Orders, Report, WorkerHandshake, WorkerRanks
 from pd_connector.params import is_decode_leg, is_malformed, is_prefill_leg, unusable_keys
 from pd_connector.scheduler.canaries import Canaries, NoCanaries
@@ -17,7 +18,7 @@ from pd_connector.scheduler.drain import Drain
 from pd_connector.scheduler.external_loads import ExternalLoads
 from pd_connector.scheduler.host_log import HostLog
 from pd_connector.scheduler.host_tier import HostTier
-from pd_connector.scheduler.landings import Landings
+from pd_connector.scheduler.landings import LandingMode, Landings
 from pd_connector.scheduler.lease_moves import LeaseMoves
 from pd_connector.scheduler.lease_service import LeaseService
 from pd_connector.scheduler.leases import LeaseTable
@@ -80,10 +81,12 @@ class ConnectorScheduler:
         config: ConnectorConfig,
         stats: StatsRecorder,
         clock: Callable[[], float] = time.monotonic,
+        limits: EngineLimits = ENGINE_LIMITS,
     ) -> None:
         """Start the roles that the configuration names. ``clock`` is a monotonic clock, in seconds."""
         self._vllm_config = vllm_config
         self._config = config
+        self._limits = limits
         self._stats = stats
         self._clock = clock
         self._role = EngineRole.of(vllm_config)
@@ -114,7 +117,7 @@ class ConnectorScheduler:
         self._spans = lease_spans(vllm_config)
         on_end = None if self._spans is None else self._spans.ended
         leases: LeaseTable[Leased] = LeaseTable(
-            config.lease_ttl_s, clock, config.max_lease_age_s, on_end, config.claim_timeout_s
+            config.lease_ttl_s, clock, limits.max_lease_age_s, on_end, config.claim_timeout_s
         )
         self._host_log = HostLog(leases, clock)
         self._admission: RequestAdmission | None = None  # None if nobody has to wait but as vLLM says
@@ -310,13 +313,14 @@ class ConnectorScheduler:
         if self._config.cpu_bytes_to_use and not any(isinstance(role, HostTier) for role in self._roles):
             tier = self._open_host_tier(in_order)
             self._roles.insert(1, tier)
+            if (mode := self._config.host_transfers) != "off":
+                self._check_holds_a_prompt(tier)
+                if self._consumer is not None:
+                    self._landings = self._make_landings(mode, tier, self._consumer, len(in_order))
+                    self._roles.insert(1, self._landings)
             if self._moves is not None and self._prompt_slots is not None:
-                self._check_holds_a_prompt(tier, "host_transfers = True", "host_transfers to false")
                 self._moves.use(tier, len(in_order))
                 self._prompt_slots.use(tier)
-            if self._consumer is not None and self._config.pull_to != "device":
-                self._landings = self._make_landings(tier, self._consumer, len(in_order))
-                self._roles.insert(1, self._landings)
             for request in self._early.values():
                 tier.add(request)
         self._early.clear()
@@ -343,10 +347,10 @@ class ConnectorScheduler:
             leases, model, tp_size, self._engine.wake, verify=config.verify, max_model_len=max_model_len(vllm_config),
             spans=self._spans, prompts=self._prompts, writes_late=drafts_late(vllm_config),
         )  # fmt: skip
-        if config.host_transfers:
+        if config.host_transfers != "off":
             self._prompt_slots = PromptSlots()
             self._moves = LeaseMoves(
-                leases, service.checksums, self._blocks, lambda: admission.wants_blocks, config.move_leases_above,
+                leases, service.checksums, self._blocks, lambda: admission.wants_blocks, self._limits.move_leases_above,
                 self._clock,
             )  # fmt: skip
         # The engines of a data-parallel deployment may share a host.
@@ -380,7 +384,7 @@ class ConnectorScheduler:
         return Bootstrap(self._config.host or host_address(), producer.port, engine_ranks(self._vllm_config), port)
 
     def _make_admission(self, leases: LeaseTable[Leased], consumer: Consumer | None) -> RequestAdmission:
-        fraction = self._config.max_leased_fraction or (1.0 if consumer is None else 0.5)
+        fraction = self._limits.leased_fraction(consumes=consumer is not None)
         limits = AdmissionLimits(fraction, self._config.lease_ttl_s, self._config.queue_timeout_s)
         loaded_first = release.current().serves_loaded_first
         return RequestAdmission(
@@ -395,13 +399,15 @@ class ConnectorScheduler:
         return Canaries(self._blocks, self._retentions, is_spoilt, refuses=mode == "refuse", clock=self._clock)
 
     def _make_consumer(self, keys: ControlKeys | None, kv_cache_config: "KVCacheConfig") -> Consumer:
-        config = self._config
-        client = ControlClient(keys=keys, allowed=AllowedPeers(config.allowed_peers))
-        renewals = Renewals(client, config.handshake_timeout_s, config.queue_timeout_s, self._clock)
-        limits = FollowLimits(config.handshake_timeout_s, config.transfer_timeout_s, config.queue_timeout_s)
-        subscriptions = Subscriptions(client, renewals, limits, self._clock, self._engine.wake)
-        completions = Completions(client, config.handshake_timeout_s, self._engine, self._clock)
-        bounds = AheadLimits(config.max_pulls_ahead, config.max_ahead_fraction)
+        limits, queue_s = self._limits, self._config.queue_timeout_s
+        message_s = limits.handshake_timeout_s
+        client = ControlClient(keys=keys, allowed=AllowedPeers(self._config.allowed_peers))
+        renewals = Renewals(client, message_s, queue_s, self._clock)
+        subscriptions = Subscriptions(
+            client, renewals, FollowLimits(message_s, queue_s), self._clock, self._engine.wake
+        )
+        completions = Completions(client, message_s, self._engine, self._clock)
+        bounds = AheadLimits(limits.max_pulls_ahead, limits.max_ahead_fraction)
         ahead = PullsAhead(bounds, self._blocks, self._retentions)
         renewals.start()
         layers = [group.layer_names for group in kv_cache_config.kv_cache_groups]  # of the first pipeline stage
@@ -426,23 +432,15 @@ class ConnectorScheduler:
             )
         return HostTier(pool, len(handshakes), mode)
 
-    def _make_landings(self, tier: HostTier, consumer: Consumer, ranks: int) -> Landings:
-        """Return what pulls to host memory.
-
-        Raises:
-            ConfigError: host memory cannot hold a prompt of the greatest length.
-        """
-        pull_to = self._config.pull_to
-        self._check_holds_a_prompt(tier, f"pull_to = {pull_to!r}", "pull_to to 'device'")
+    def _make_landings(self, mode: LandingMode, tier: HostTier, consumer: Consumer, ranks: int) -> Landings:
         logger.info(
-            "PDConnector: prompts are pulled to host memory%s, and loaded from there (pull_to = %s)",
-            " if the device has no room for them" if pull_to == "auto" else "", pull_to,
+            "PDConnector: prompts are pulled to host memory%s, and loaded from there (host_transfers = %s)",
+            " if the device has no room for them" if mode == "auto" else "", mode,
         )  # fmt: skip
-        return Landings(pull_to, tier, consumer, self._blocks, self._retentions, ranks)
+        return Landings(mode, tier, consumer, self._blocks, self._retentions, ranks)
 
-    def _check_holds_a_prompt(self, tier: HostTier, setting: str, way_out: str) -> None:
-        longest = max_model_len(self._vllm_config)
-        check_holds_a_prompt(tier.slots, self._retentions, longest, self._config.cpu_bytes_to_use, setting, way_out)
+    def _check_holds_a_prompt(self, tier: HostTier) -> None:
+        check_holds_a_prompt(tier.slots, self._retentions, max_model_len(self._vllm_config), self._config)
 
     def _remove_malformed(self, request: "Request") -> None:
         """Take away params that are no JSON object: vLLM's scheduler reads them as one, and would end the engine."""

@@ -1,6 +1,5 @@
-"""What is checked at the start of an engine, and when its workers are known: what cannot work, or changes nothing."""
+"""What is checked at the start of an engine, and when its workers are known: what cannot work."""
 
-import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -13,25 +12,13 @@ from pd_connector.vllm.engine_config import EngineRole, check_one_engine_per_url
 if TYPE_CHECKING:
     from pd_connector.vllm.types import VllmConfig
 
-logger = logging.getLogger(__name__)
-
 
 def check_settings(config: ConnectorConfig, role: EngineRole, vllm_config: "VllmConfig") -> None:
-    """Raise ConfigError if settings ask for what this engine cannot do; warn of those that change nothing in it."""
+    """Raise ConfigError if settings ask for what this engine cannot do."""
     if config.cpu_bytes_to_use:
         check_prefix_caching(vllm_config)
     if config.bootstrap_port and role.produces:
         check_one_engine_per_url(vllm_config)
-    if config.host_transfers and not role.produces:
-        logger.warning(
-            "PDConnector: host_transfers = True has no effect with kv_role kv_consumer, whose memory nobody reads: "
-            "set it on the engines that prefill, or to false"
-        )
-    if config.pull_to != "device" and not role.consumes:
-        logger.warning(
-            "PDConnector: pull_to = %r has no effect with kv_role kv_producer, which pulls nothing: set it on the "
-            "engines that decode, or to 'device'", config.pull_to,
-        )  # fmt: skip
 
 
 def check_secrets(handshakes: Sequence[WorkerHandshake], secret: str) -> None:
@@ -49,24 +36,21 @@ def check_secrets(handshakes: Sequence[WorkerHandshake], secret: str) -> None:
             )
 
 
-def check_holds_a_prompt(
-    slots: int, groups: Sequence[Retention], longest: int, cpu_bytes: int, setting: str, way_out: str
-) -> None:
-    """Raise ConfigError if host memory cannot hold a prompt of the greatest length, which a setting needs.
+def check_holds_a_prompt(slots: int, groups: Sequence[Retention], longest: int, config: ConnectorConfig) -> None:
+    """Raise ConfigError if host memory cannot hold a prompt of the greatest length, which transfers there need.
 
     Args:
         slots: blocks that host memory holds.
         groups: what vLLM keeps of a request in every cache group.
         longest: tokens of the longest prompt.
-        cpu_bytes: size of host memory, of all workers.
-        setting: that needs it, for the message.
-        way_out: what to set otherwise.
+        config: the settings, for the size of host memory of all workers.
     """
     needed = blocks_for(groups, longest)
     if needed > slots:
         # Workers round their number of slots down, so a slot takes them no more than its share of all bytes.
-        enough = -(-cpu_bytes * needed // slots)
+        enough = -(-config.cpu_bytes_to_use * needed // slots)
         raise ConfigError(
-            f"{setting}: host memory of {slots} blocks cannot hold one prompt of max_model_len = {longest} "
-            f"tokens, which takes {needed}; set cpu_bytes_to_use to at least {enough}, or {way_out}"
+            f"host_transfers = {config.host_transfers!r}: host memory of {slots} blocks cannot hold one prompt of "
+            f"max_model_len = {longest} tokens, which takes {needed}; set cpu_bytes_to_use to at least {enough}, or "
+            "host_transfers to 'off'"
         )

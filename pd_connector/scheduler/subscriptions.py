@@ -4,9 +4,8 @@ A prefill engine answers when there is more to say, or when it has been waited f
 by the next question, until the prompt is complete, its request has ended, or nobody here waits for it any longer. From
 the moment a prompt is complete, its lease is renewed, whether or not vLLM's scheduler has time for its request.
 
-Nobody waits for ever: for a transfer that the prefill engine does not know, ``transfer_timeout_s``; for one that it
-keeps in its queue, does not go on with, or starts over again and again, ``queue_timeout_s``. Then it is cancelled
-there.
+Nobody waits for ever for a transfer that the prefill engine does not know, keeps in its queue, does not go on with, or
+starts over again and again: after ``queue_timeout_s`` without progress, it is cancelled there.
 """
 
 import logging
@@ -38,8 +37,7 @@ class FollowLimits:
     """How long to wait for what, in seconds."""
 
     message_s: float  # an answer, beyond the time for which the prefill engine may keep the question
-    transfer_s: float  # the prefill engine to know the transfer
-    queue_s: float  # the prefill engine to begin with it, or to get further than before
+    queue_s: float  # the prefill engine to know the transfer, to begin with it, or to get further than before
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +117,7 @@ class Subscriptions:
 
     def follow(self, request_id: str, transfer: RemoteTransfer) -> None:
         """Follow a request's prompt from now on."""
-        give_up_at = self._clock() + self._limits.transfer_s
+        give_up_at = self._clock() + self._limits.queue_s
         subscription = _Subscription(request_id, transfer, transfer.remote_engine_id, give_up_at)
         with self._lock:
             self._followed[request_id] = subscription
@@ -197,9 +195,9 @@ class Subscriptions:
                     assert subscription.progress is not None, "nothing is known of a prompt that is being computed"
 
     def _ask(self, subscription: _Subscription) -> None:
-        limits, is_unknown = self._limits, subscription.state is TransferState.UNKNOWN
+        limits = self._limits
         # Long before it is given up, so that an engine that does not answer is known from one that has no news.
-        wait_s = min(_WAIT_S, (limits.transfer_s if is_unknown else limits.queue_s) / 4)
+        wait_s = min(_WAIT_S, limits.queue_s / 4)
         with self._lock:
             question = subscription.question(wait_s)
             subscription.asked_at = self._clock()
@@ -281,15 +279,15 @@ class Subscriptions:
         if subscription.state is TransferState.UNKNOWN and not subscription.was_answered:
             return TransferFailed(
                 Cause.UNREACHABLE,
-                f"{label} is unknown: the prefill engine has not answered for {limits.transfer_s:g} s "
-                "(transfer_timeout_s). Check that it runs, and that its control port can be reached from here",
+                f"{label} is unknown: the prefill engine has not answered for {limits.queue_s:g} s "
+                "(queue_timeout_s). Check that it runs, and that its control port can be reached from here",
             )
         if subscription.state is TransferState.UNKNOWN:
             return TransferFailed(
                 Cause.TRANSFER,
-                f"{label} did not begin within {limits.transfer_s:g} s (transfer_timeout_s): the prefill engine has "
+                f"{label} did not begin within {limits.queue_s:g} s (queue_timeout_s): the prefill engine has "
                 "received no request with this transfer_id. The router must send it the other leg with the same "
-                "transfer_id; if that takes longer, raise transfer_timeout_s",
+                "transfer_id; if that takes longer, raise queue_timeout_s",
             )
         if subscription.state is TransferState.QUEUED and not subscription.attempt:
             return TransferFailed(

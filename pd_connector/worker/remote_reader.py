@@ -49,7 +49,7 @@ AREAS_PER_WINDOW = 4
 RANGE_S = 1e-3
 
 #: If the device has no memory left for the staging buffer.
-_WAY_OUT = "lower gpu_memory_utilization or staging_bytes (0 reads everything directly into place)"
+_WAY_OUT = "lower gpu_memory_utilization or tuning.staging_bytes (0 reads everything directly into place)"
 
 
 class Copier(Protocol):

@@ -1,29 +1,40 @@
 """The transfer engine of a worker, as the settings ask for it."""
 
+import logging
 from dataclasses import replace
 
 from layout.cost import CostModel
 from pd_connector.config import ConfigError, ConnectorConfig
+from pd_connector.engine_limits import ENGINE_LIMITS
 from pd_connector.vllm.platform import default_protocol, host_address
 from pd_connector.worker.device_memory import DeviceIdentityMemory
 from transfer.engine.base import TransferEngine
 from transfer.engine.mooncake import IDENTITY_BYTES, MooncakeEngine, MooncakeOptions
+from transfer.engine.rdma import has_rdma_device
 from transfer.peers import is_own_address
+
+logger = logging.getLogger(__name__)
 
 
 def read_cost(config: ConnectorConfig) -> CostModel:
     """Return what reads cost: what is set, else what suits the protocol."""
-    cost = CostModel.of_protocol(transport(config))
-    if config.descriptor_cost_us is not None:
-        cost = replace(cost, alpha=config.descriptor_cost_us * 1e-6)
-    if config.byte_cost_ns is not None:
-        cost = replace(cost, beta=config.byte_cost_ns * 1e-9)
+    cost, tuning = CostModel.of_protocol(transport(config)), config.tuning
+    if tuning.descriptor_cost_us is not None:
+        cost = replace(cost, alpha=tuning.descriptor_cost_us * 1e-6)
+    if tuning.byte_cost_ns is not None:
+        cost = replace(cost, beta=tuning.byte_cost_ns * 1e-9)
     return cost
 
 
 def transport(config: ConnectorConfig) -> str:
-    """Return the protocol of the transfer engine: the setting, or the platform's default."""
-    return default_protocol() if config.protocol == "auto" else config.protocol
+    """Return the protocol of the transfer engine: the setting, or what suits the platform and this machine.
+
+    A device that is named is meant: without it, the engine does not start.
+    """
+    if config.protocol != "auto":
+        return config.protocol
+    suited = default_protocol()
+    return "tcp" if suited == "rdma" and not (config.devices or has_rdma_device()) else suited
 
 
 def _own_host(config: ConnectorConfig) -> str:
@@ -44,17 +55,28 @@ def _own_host(config: ConnectorConfig) -> str:
     return host
 
 
-def open_engine(config: ConnectorConfig, *, is_read: bool) -> TransferEngine:
-    """Return a Mooncake engine. ``is_read``: whether peers read this worker's memory."""
-    protocol = transport(config)
+def open_engine(
+    config: ConnectorConfig, *, is_read: bool, connect_timeout_s: float = ENGINE_LIMITS.handshake_timeout_s
+) -> TransferEngine:
+    """Return a Mooncake engine, which waits ``connect_timeout_s`` for a peer.
+
+    ``is_read``: whether peers read this worker's memory.
+    """
+    protocol, tuning = transport(config), config.tuning
+    if protocol != default_protocol() and config.protocol == "auto":
+        logger.warning(
+            "PDConnector: this machine has no RDMA device, so KV cache is read over tcp, which is slower, and peers "
+            "must use tcp, too. Pass the devices into the container, or set protocol to 'tcp' on prefill and decode "
+            "engines to silence this"
+        )
     options = MooncakeOptions(
         host=_own_host(config) if is_read else config.host or host_address(),
         protocol=protocol,
         devices=config.devices,
-        descriptors_per_call=config.descriptors_per_call,
-        max_descriptors_in_flight=config.max_descriptors_in_flight,
-        longest_pause_s=None if config.longest_poll_us is None else config.longest_poll_us * 1e-6,
-        connect_timeout_s=config.handshake_timeout_s,
+        descriptors_per_call=tuning.descriptors_per_call,
+        max_descriptors_in_flight=tuning.max_descriptors_in_flight,
+        longest_pause_s=None if tuning.longest_poll_us is None else tuning.longest_poll_us * 1e-6,
+        connect_timeout_s=connect_timeout_s,
         cost=read_cost(config),
     )
     # Over HCCS, peers cannot read host memory.

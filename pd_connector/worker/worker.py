@@ -13,6 +13,7 @@ from layout.geometry import ModelIdentity, Region, WorkerGeometry
 from layout.host_blocks import host_layout
 from layout.host_slots import SlotPlaneError
 from pd_connector.config import ConfigError, ConnectorConfig
+from pd_connector.engine_limits import ENGINE_LIMITS, EngineLimits
 from pd_connector.orders import Orders, Report, WorkerHandshake, WorkerRanks
 from pd_connector.secret import load_keys
 from pd_connector.stats import StatsRecorder
@@ -60,13 +61,17 @@ class ConnectorWorker:
         config: ConnectorConfig,
         stats: StatsRecorder,
         make_engine: Callable[[ConnectorConfig], TransferEngine] | None = None,
+        limits: EngineLimits = ENGINE_LIMITS,
     ) -> None:
         self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config
         self._config = config
+        self._limits = limits
         self._stats = stats
         self._role = EngineRole.of(vllm_config)
-        self._make_engine = make_engine or partial(open_engine, is_read=self._role.produces)
+        self._make_engine = make_engine or partial(
+            open_engine, is_read=self._role.produces, connect_timeout_s=limits.handshake_timeout_s
+        )
         self._keys = load_keys(config.secret_file)
         self._allowed = AllowedPeers(config.allowed_peers)
         self._engine: TransferEngine | None = None
@@ -90,7 +95,7 @@ class ConnectorWorker:
             UnsupportedError: a cache is not an attention cache.
             RuntimeError, NotImplementedError: the order that CPU kernels use in a block cannot be determined.
             EngineStartError: the transfer engine does not start, or refuses the memory.
-            ConfigError, ValueError, MemoryError: staging_bytes is too little, or more than the device has.
+            ConfigError, ValueError, MemoryError: tuning.staging_bytes is too little, or more than the device has.
             ConfigError: cpu_bytes_to_use is too little, more than the machine has, or impossible with these caches.
         """
         config, ranks, tensors = self._config, worker_ranks(), all_tensors(kv_caches)
@@ -278,15 +283,14 @@ class ConnectorWorker:
         try:
             return host.geometry(geometry)
         except ValueError as error:
-            raise ConfigError(f"host_transfers = True: {error}; set it to false") from error
+            raise ConfigError(f"host_transfers = {self._config.host_transfers!r}: {error}; set it to 'off'") from error
 
     def _check_host_transport(self) -> None:
         """Raise ConfigError if transfers are to begin or end in host memory, and the transport cannot do that."""
-        asked = ["host_transfers = True"] * self._shows_host + [f"pull_to = {self._config.pull_to!r}"] * self._lands
-        if asked and transport(self._config) == "ascend":
+        if self._uses_host and transport(self._config) == "ascend":
             raise ConfigError(
-                f"{' and '.join(asked)}: over the Ascend transport (HCCS) no transfer begins or ends in host memory; "
-                "set host_transfers to false and pull_to to 'device', or protocol to tcp or rdma"
+                f"host_transfers = {self._config.host_transfers!r}: over the Ascend transport (HCCS) no transfer "
+                "begins or ends in host memory; set it to 'off', or protocol to tcp or rdma"
             )
 
     def _register_host(self, engine: TransferEngine) -> None:
@@ -294,37 +298,39 @@ class ConnectorWorker:
 
         Raises:
             EngineStartError: the transfer engine refuses it.
-            ConfigError: staging_bytes is too little.
+            ConfigError: tuning.staging_bytes is too little.
         """
-        if self._host is None or not (self._shows_host or self._lands):
+        if self._host is None or not self._uses_host:
             return
         region = self._host.region
         staging: tuple[Region, ...] = ()
         if self._lands:
             self._landing_reads = _host_reader(self._config, (region,))
             staging = self._landing_reads.regions
-        settings = ["host_transfers"] * self._shows_host + ["pull_to"] * self._lands
         try:
             engine.register((region, *staging))
         except EngineStartError as error:
             raise EngineStartError(
-                f"{' and '.join(settings)}: the transfer engine refuses the {region.size} bytes of this worker's host "
-                f"memory, which must be registered in one piece: {error}. Allow the process to lock more memory "
-                "(ulimit -l), set cpu_bytes_to_use to less, or host_transfers to false and pull_to to 'device'"
+                f"host_transfers: the transfer engine refuses the {region.size} bytes of this worker's host memory, "
+                f"which must be registered in one piece: {error}. Allow the process to lock more memory (ulimit -l), "
+                "set cpu_bytes_to_use to less, or host_transfers to 'off'"
             ) from error
-        logger.info(
-            "PDConnector: registered the %d bytes of this worker's host memory (%s)", region.size, ", ".join(settings)
-        )
+        logger.info("PDConnector: registered the %d bytes of this worker's host memory (host_transfers)", region.size)
+
+    @property
+    def _uses_host(self) -> bool:
+        """Whether transfers begin or end in this worker's host memory."""
+        return self._config.host_transfers != "off"
 
     @property
     def _shows_host(self) -> bool:
-        """Whether peers may read this worker's host memory."""
-        return self._role.produces and self._config.host_transfers
+        """Whether peers may read it."""
+        return self._role.produces and self._uses_host
 
     @property
     def _lands(self) -> bool:
-        """Whether prompts are pulled to host memory."""
-        return self._role.consumes and self._config.pull_to != "device"
+        """Whether prompts are pulled there."""
+        return self._role.consumes and self._uses_host
 
     @property
     def _tries_canaries(self) -> bool:
@@ -349,7 +355,7 @@ class ConnectorWorker:
             reader=ranks.index,
             readers=ranks.world_size,
             reads=reads,
-            handshake_timeout_s=config.handshake_timeout_s,
+            handshake_timeout_s=self._limits.handshake_timeout_s,
             pull_timeout_s=config.pull_timeout_s,
             verifier=Verifier(checksums, client) if checksums is not None else None,
             raise_fence=self._fences(caches),
@@ -357,7 +363,7 @@ class ConnectorWorker:
             trace=pull_spans(self._vllm_config, ranks.index),
             max_model_len=max_model_len(self._vllm_config),
         )
-        self._roles.append(Pulls(context, config.peer_idle_s, self._stats))
+        self._roles.append(Pulls(context, self._limits.peer_idle_s, self._stats))
         if self._tries_canaries:
             own = replace(context, client=ControlClient(keys=self._keys, allowed=self._allowed))
             cost = read_cost(config)
@@ -371,7 +377,9 @@ class ConnectorWorker:
         try:
             geometry = host_block_geometry(context.local, host_layout(context.local), host.region)
         except SlotPlaneError as error:
-            raise ConfigError(f"pull_to = {config.pull_to!r}: {error}; or set pull_to to 'device'") from error
+            raise ConfigError(
+                f"host_transfers = {config.host_transfers!r}: {error}; or set host_transfers to 'off'"
+            ) from error
         client = ControlClient(keys=self._keys, allowed=self._allowed)
         verifier = Verifier(CacheChecksums(geometry, in_place), client) if config.verify else None
         context = replace(
@@ -382,7 +390,7 @@ class ConnectorWorker:
             verifier=verifier,
             raise_fence=no_fence,
         )
-        return LandingPulls(Pulls(context, config.peer_idle_s, self._stats), self._stats)
+        return LandingPulls(Pulls(context, self._limits.peer_idle_s, self._stats), self._stats)
 
     def _fences(self, caches: "_RegisteredCaches") -> RaiseFence:
         """Return what raises the fences of pulls; none are needed if vLLM defers the reuse of freed blocks enough."""
@@ -430,22 +438,23 @@ class _RegisteredCaches:
 def _remote_reader(
     config: ConnectorConfig, geometry: WorkerGeometry, tensors: Sequence[torch.Tensor], *, on_host: bool
 ) -> RemoteReader:
-    cost = read_cost(config)
-    if not (config.staging_bytes and tensors):
+    cost, staging_bytes = read_cost(config), config.tuning.staging_bytes
+    if not (staging_bytes and tensors):
         return RemoteReader(cost, geometry.regions)
     if not on_host:
-        return RemoteReader.with_device_staging(cost, geometry.regions, config.staging_bytes, tensors)
+        return RemoteReader.with_device_staging(cost, geometry.regions, staging_bytes, tensors)
     try:
-        return RemoteReader.with_staging(cost, geometry.regions, config.staging_bytes)
+        return RemoteReader.with_staging(cost, geometry.regions, staging_bytes)
     except ValueError as error:
-        raise ConfigError(f"staging_bytes = {config.staging_bytes}: {error}; 0 turns staging off") from error
+        raise ConfigError(f"tuning.staging_bytes = {staging_bytes}: {error}; 0 turns staging off") from error
 
 
 def _host_reader(config: ConnectorConfig, pool: tuple[Region, ...]) -> RemoteReader:
     """Return what reads to host memory, which the host reshapes, whatever the device is."""
-    if not config.staging_bytes:
+    staging_bytes = config.tuning.staging_bytes
+    if not staging_bytes:
         return RemoteReader(read_cost(config), pool)
     try:
-        return RemoteReader.with_staging(read_cost(config), pool, config.staging_bytes)
+        return RemoteReader.with_staging(read_cost(config), pool, staging_bytes)
     except ValueError as error:
-        raise ConfigError(f"staging_bytes = {config.staging_bytes}: {error}; 0 turns staging off") from error
+        raise ConfigError(f"tuning.staging_bytes = {staging_bytes}: {error}; 0 turns staging off") from error

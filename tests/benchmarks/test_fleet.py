@@ -223,7 +223,7 @@ class TestLeases:
         assert [each.failed for each in outcomes].count("") == 1
         assert {each.failed for each in outcomes} == {"", "queue"}
 
-    def test_no_more_is_pulled_ahead_than_the_setting_says(self) -> None:
+    def test_no_more_is_pulled_ahead_than_the_limit_says(self) -> None:
         arrivals = equal(6, 0.0, 2048, 1)
         one, many = (
             simulate(arrivals, CONSTANTS, Settings(max_pulls_ahead=number), 6, 1).outcomes for number in (1, 6)

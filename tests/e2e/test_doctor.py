@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from pd_connector.config import ConnectorConfig
+from pd_connector.config import ConnectorConfig, Tuning
 from pd_connector.doctor.findings import Examination, Outcome
 from pd_connector.doctor.http import HttpServer
 from pd_connector.doctor.visit import Visit, Wishes
@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.doctor]
 @on(BHLNC)
 @pytest.mark.parametrize("server", ["P1", "P2"], indirect=True)
 def test_a_prefill_server_is_visited(server: Server) -> None:
-    config = ConnectorConfig(host="127.0.0.1", protocol="tcp", staging_bytes=1 << 20, handshake_timeout_s=40.0)
+    config = ConnectorConfig(host="127.0.0.1", protocol="tcp", tuning=Tuning(staging_bytes=1 << 20))
     wishes = Wishes(tokens=500, pull_bytes=200_000)
     visit, report = (
         Visit(HttpServer(server.client.base_url, None, 60.0), config, "127.0.0.1", "tcp", wishes),
@@ -48,7 +48,7 @@ def test_a_prefill_server_is_visited(server: Server) -> None:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("server", ["BHLNC"], indirect=True)
 def test_the_command_visits_a_server_with_a_secret_and_compares_checksums(server: Server) -> None:
-    config = {"host": "127.0.0.1", "protocol": "tcp", "staging_bytes": 1 << 20, "handshake_timeout_s": 40.0}
+    config = {"host": "127.0.0.1", "protocol": "tcp", "tuning": {"staging_bytes": 1 << 20}}
     visit = ("--peer", server.client.base_url, "--config", json.dumps(config), "--pull-bytes", "200000", "--json")
     done = subprocess.run(
         [sys.executable, "-m", "pd_connector.doctor", *visit],

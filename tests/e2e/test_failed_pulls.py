@@ -15,9 +15,10 @@ from typing import Any
 import pytest
 import zmq
 
+from pd_connector.engine_limits import ENGINE_LIMITS
 from tests.support.e2e.client import KVTransferParams
 from tests.support.e2e.cluster import BLOCK_SIZE, Cluster, Server
-from tests.support.e2e.deployments import FAULTS, HANDSHAKE_TIMEOUT_S, OTHER_MODELS
+from tests.support.e2e.deployments import FAULTS, OTHER_MODELS
 from tests.support.e2e.pair import Pair, assert_failed_pull, end_lease, make_prompt
 
 PROMPT_TOKENS = 200
@@ -156,7 +157,7 @@ class TestSpoiltParams:
         pair.prefill.signal(signal.SIGSTOP, "EngineCore")
         with ThreadPoolExecutor(1) as pool:
             try:
-                completion = pool.submit(pair.decode_leg, prompt, spoilt).result(3 * HANDSHAKE_TIMEOUT_S)
+                completion = pool.submit(pair.decode_leg, prompt, spoilt).result(3 * ENGINE_LIMITS.handshake_timeout_s)
             finally:
                 pair.prefill.signal(signal.SIGCONT, "EngineCore")
         if pair.decode.spec.load_failure_policy == "recompute":

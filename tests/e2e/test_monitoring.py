@@ -26,13 +26,13 @@ _HOST = ("cpu_bytes_to_use", 64 << 20)
 WATCHED = Deployment(
     "watched",
     (
-        ("P", ServerSpec("kv_producer", options=(_HOST, ("lease_ttl_s", 20.0), ("host_transfers", True)))),
+        ("P", ServerSpec("kv_producer", options=(_HOST, ("lease_ttl_s", 20.0), ("host_transfers", "auto")))),
         (
             "D",
             ServerSpec(
                 "kv_consumer",
                 load_failure_policy="recompute",
-                options=(_HOST, ("handshake_timeout_s", 10.0), ("pull_to", "auto")),
+                options=(_HOST, ("host_transfers", "auto")),
             ),
         ),
     ),

@@ -134,7 +134,7 @@ class TestFailedPulls:
 
     @on(("installed", "other"))
     def test_a_pull_from_a_port_where_nobody_answers_ends(self, pair: Pair) -> None:
-        """With one policy only: it takes the whole ``handshake_timeout_s``."""
+        """With one policy only: it takes the whole time that P has to answer."""
         assert_fails_and_serves_on(pair, _closed_port, "unreachable", "127.0.0.1")
 
     @on(*BOTH_POLICIES)

@@ -28,7 +28,8 @@ def test_a_transport_that_differs_is_named_with_both_values_and_the_rank() -> No
     remotes = [worker_with("rdma"), worker_with("tcp", tp_rank=1)]
     with pytest.raises(
         IncompatibleCachesError,
-        match=r"protocol is 'rdma' here and 'tcp' on the remote engine \(TP rank 1, PP rank 0\)",
+        match=r"protocol is 'rdma' here and 'tcp' on the remote engine \(TP rank 1, PP rank 0\); start both "
+        "with the same protocol .*: auto takes what suits each machine",
     ):
         check_transports(worker_with("rdma"), remotes)
 

@@ -1,11 +1,25 @@
-"""The settings: every key has a default, and whatever cannot be meant is refused with the way out."""
+"""The settings: every key has a default, and whatever cannot be meant is refused with the way out.
+
+Covers: pd_connector.old_settings.
+"""
 
 import math
+import re
 from typing import Any
 
 import pytest
 
-from pd_connector.config import ConfigError, ConnectorConfig, parse_config
+from pd_connector.config import ConfigError, ConnectorConfig, Tuning, parse_config
+from pd_connector.old_settings import OLD_SETTINGS
+
+TUNING_DEFAULTS = {
+    "staging_bytes": 128 * 1024 * 1024,
+    "descriptors_per_call": None,
+    "max_descriptors_in_flight": None,
+    "longest_poll_us": None,
+    "descriptor_cost_us": None,
+    "byte_cost_ns": None,
+}
 
 DEFAULTS = {
     "host": None,
@@ -16,27 +30,13 @@ DEFAULTS = {
     "cross_layer_blocks": True,
     "lease_ttl_s": 30.0,
     "claim_timeout_s": 120.0,
-    "max_lease_age_s": 600.0,
-    "max_leased_fraction": None,
     "queue_timeout_s": 120.0,
-    "transfer_timeout_s": 30.0,
-    "max_pulls_ahead": 16,
-    "max_ahead_fraction": 0.5,
-    "handshake_timeout_s": 10.0,
     "pull_timeout_s": 60.0,
-    "descriptors_per_call": None,
-    "max_descriptors_in_flight": None,
-    "longest_poll_us": None,
-    "staging_bytes": 128 * 1024 * 1024,
-    "descriptor_cost_us": None,
-    "byte_cost_ns": None,
+    "tuning": TUNING_DEFAULTS,
     "cpu_bytes_to_use": 0,
     "cpu_store": "eager",
-    "host_transfers": False,
-    "move_leases_above": 0.1,
-    "pull_to": "device",
+    "host_transfers": "off",
     "drain_timeout_s": 5.0,
-    "peer_idle_s": 600.0,
     "model_check": "weights",
     "canary": None,
     "verify": False,
@@ -44,7 +44,7 @@ DEFAULTS = {
     "allowed_peers": None,
 }
 
-ACCEPTED = [
+ACCEPTED: list[tuple[str, Any]] = [
     ("host", "10.0.0.5"),
     ("host", None),
     ("port", 65535),
@@ -56,29 +56,13 @@ ACCEPTED = [
     ("cross_layer_blocks", False),
     ("lease_ttl_s", 0.5),
     ("claim_timeout_s", 300),
-    ("max_lease_age_s", 60),
-    ("max_leased_fraction", 1),
     ("queue_timeout_s", 0.5),
-    ("transfer_timeout_s", 5),
-    ("max_pulls_ahead", 1),
-    ("max_ahead_fraction", 1.0),
-    ("handshake_timeout_s", 3),
     ("pull_timeout_s", 120),
-    ("descriptors_per_call", 1),
-    ("descriptors_per_call", 65536),
-    ("max_descriptors_in_flight", 65536),
-    ("staging_bytes", 0),
-    ("longest_poll_us", 50),
-    ("descriptor_cost_us", 3.5),
-    ("byte_cost_ns", 0),
     ("cpu_bytes_to_use", 32 * 1024**3),
     ("cpu_store", "lazy"),
-    ("host_transfers", False),
-    ("move_leases_above", 0),
-    ("move_leases_above", 1.0),
-    ("pull_to", "device"),
+    ("host_transfers", "off"),
+    ("tuning", {}),
     ("drain_timeout_s", 0),
-    ("peer_idle_s", 1.5),
     ("model_check", "config"),
     ("model_check", "off"),
     ("canary", "warn"),
@@ -88,25 +72,23 @@ ACCEPTED = [
     ("allowed_peers", ["10.0.0.5", "10.1.0.0/16", "fd00::/8", "prefill.internal"]),
 ]
 
-REFUSED = [
+ACCEPTED_TUNING: list[tuple[str, Any]] = [
+    ("descriptors_per_call", 1),
+    ("descriptors_per_call", 65536),
+    ("max_descriptors_in_flight", 65536),
+    ("staging_bytes", 0),
+    ("longest_poll_us", 50),
+    ("descriptor_cost_us", 3.5),
+    ("byte_cost_ns", 0),
+]
+
+REFUSED: list[tuple[str, Any]] = [
     ("claim_timeout_s", 0),
-    ("max_lease_age_s", 0),
-    ("max_leased_fraction", 0),
-    ("max_leased_fraction", 1.1),
     ("queue_timeout_s", math.inf),
-    ("transfer_timeout_s", 0),
-    ("max_pulls_ahead", 0),
-    ("max_ahead_fraction", 0.0),
-    ("max_ahead_fraction", 1.5),
     ("bootstrap_port", 65536),
     ("bootstrap_port", "8998"),
     ("host", ""),
     ("host", 7),
-    ("staging_bytes", -1),
-    ("longest_poll_us", 0.5),
-    ("longest_poll_us", 200_000),
-    ("descriptor_cost_us", -0.1),
-    ("byte_cost_ns", math.inf),
     ("port", -1),
     ("port", 65536),
     ("port", "8998"),
@@ -121,25 +103,19 @@ REFUSED = [
     ("lease_ttl_s", math.nan),
     ("lease_ttl_s", "30"),
     ("lease_ttl_s", True),
-    ("handshake_timeout_s", math.inf),
     ("pull_timeout_s", 0.0),
     ("pull_timeout_s", math.inf),
-    ("descriptors_per_call", 0),
-    ("descriptors_per_call", 65537),
-    ("descriptors_per_call", 2.5),
-    ("max_descriptors_in_flight", 65537),
     ("cpu_bytes_to_use", -1),
     ("cpu_bytes_to_use", "32 GiB"),
     ("cpu_bytes_to_use", 1.5e9),
     ("cpu_bytes_to_use", math.nan),
     ("cpu_bytes_to_use", True),
     ("cpu_store", "always"),
-    ("host_transfers", 1),
-    ("move_leases_above", 1.1),
-    ("move_leases_above", math.nan),
-    ("pull_to", "disk"),
+    ("host_transfers", True),
+    ("host_transfers", "host"),
+    ("tuning", 7),
+    ("tuning", None),
     ("drain_timeout_s", -0.5),
-    ("peer_idle_s", 0),
     ("model_check", False),
     ("model_check", "none"),
     ("canary", True),
@@ -155,6 +131,18 @@ REFUSED = [
     ("allowed_peers", ["http://prefill"]),
 ]
 
+REFUSED_TUNING: list[tuple[str, Any]] = [
+    ("staging_bytes", -1),
+    ("longest_poll_us", 0.5),
+    ("longest_poll_us", 200_000),
+    ("descriptor_cost_us", -0.1),
+    ("byte_cost_ns", math.inf),
+    ("descriptors_per_call", 0),
+    ("descriptors_per_call", 65537),
+    ("descriptors_per_call", 2.5),
+    ("max_descriptors_in_flight", 65537),
+]
+
 
 def test_without_settings_every_key_has_its_default() -> None:
     assert parse_config({}).model_dump() == DEFAULTS
@@ -162,36 +150,26 @@ def test_without_settings_every_key_has_its_default() -> None:
 
 def test_every_key_has_a_valid_and_a_wrong_value_here() -> None:
     assert {key for key, _ in ACCEPTED} == {key for key, _ in REFUSED} == set(ConnectorConfig.model_fields)
+    assert {key for key, _ in ACCEPTED_TUNING} == {key for key, _ in REFUSED_TUNING} == set(Tuning.model_fields)
 
 
-#: What a key needs besides, to be taken.
-NEEDED = {"move_leases_above": {"host_transfers": True, "cpu_bytes_to_use": 1 << 30}}
+@pytest.mark.parametrize(("key", "value"), ACCEPTED_TUNING)
+def test_a_valid_number_of_tuning_is_taken(key: str, value: Any) -> None:
+    tuned = {"tuning": TUNING_DEFAULTS | {key: value}}
+    assert parse_config({"tuning": {key: value}}).model_dump() == DEFAULTS | tuned
 
 
 @pytest.mark.parametrize(("key", "value"), ACCEPTED)
 def test_a_valid_value_is_taken(key: str, value: Any) -> None:
-    settings = NEEDED.get(key, {}) | {key: value}
-    assert parse_config(settings).model_dump() == DEFAULTS | settings
+    assert parse_config({key: value}).model_dump() == DEFAULTS | ({key: value} if key != "tuning" else {})
 
 
-@pytest.mark.parametrize("value", [0.0, 0.1, 0.5])
-@pytest.mark.parametrize("others", [{}, {"host_transfers": False}, {"cpu_bytes_to_use": 1 << 30}])
-def test_a_share_above_which_leases_move_is_refused_where_they_cannot(value: float, others: dict[str, Any]) -> None:
-    words = f"move_leases_above = {value}: leases move .* only with host_transfers; set that to true, or leave .* out"
-    with pytest.raises(ConfigError, match=words):
-        parse_config(others | {"move_leases_above": value})
-
-
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ({"host_transfers": True}, "host_transfers = True: cpu_bytes_to_use is 0"),
-        ({"pull_to": "host"}, "pull_to = 'host': cpu_bytes_to_use is 0"),
-        ({"pull_to": "auto"}, "pull_to = 'auto': cpu_bytes_to_use is 0"),
-    ],
-)
-def test_what_needs_host_memory_is_refused_without_it(settings: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
+@pytest.mark.parametrize("value", ["auto", "always"])
+def test_transfers_in_host_memory_are_refused_without_it(value: str) -> None:
+    settings = {"host_transfers": value}
+    with pytest.raises(
+        ConfigError, match=f"host_transfers = '{value}': cpu_bytes_to_use is 0.*or host_transfers to 'off'"
+    ):
         parse_config(settings)
     with_memory = settings | {"cpu_bytes_to_use": 1 << 30}
     assert parse_config(with_memory).model_dump() == DEFAULTS | with_memory
@@ -204,12 +182,20 @@ def test_a_wrong_value_is_refused_naming_key_and_value(key: str, value: Any) -> 
     assert f"kv_connector_extra_config: {key} = {value!r}: " in str(refusal.value)
 
 
+@pytest.mark.parametrize(("key", "value"), REFUSED_TUNING)
+def test_a_wrong_number_of_tuning_is_refused_by_its_dotted_name(key: str, value: Any) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        parse_config({"tuning": {key: value}})
+    assert f"kv_connector_extra_config: tuning.{key} = {value!r}: " in str(refusal.value)
+
+
 @pytest.mark.parametrize(
     ("key", "value", "rule"),
     [
         ("lease_ttl_s", 0, "greater than or equal to 0.1"),
         ("port", 65536, "less than or equal to 65535"),
-        ("max_descriptors_in_flight", 65537, "less than or equal to 65536"),
+        ("tuning", {"max_descriptors_in_flight": 65537}, "less than or equal to 65536"),
+        ("tuning", {"byte_cost_ns": -1}, r"tuning.byte_cost_ns = -1: .* \(Cost of a byte, in nanoseconds, used"),
         ("protocol", "roce", "'auto', 'tcp', 'rdma' or 'ascend'"),
         ("cpu_bytes_to_use", "8GiB", r"valid integer \(Host memory, in bytes, of all workers of this engine"),
     ],
@@ -226,6 +212,23 @@ def test_the_refusal_of_a_value_names_the_rule(key: str, value: Any, rule: str) 
 def test_an_unknown_key_is_refused_with_the_nearest_valid_one(key: str, nearest: str) -> None:
     with pytest.raises(ConfigError, match=f"unknown key '{key}', did you mean '{nearest}'"):
         parse_config({key: 1})
+
+
+def test_an_unknown_number_of_tuning_is_refused_with_the_nearest_valid_one() -> None:
+    with pytest.raises(ConfigError, match=r"unknown key 'tuning.byte_cost', did you mean 'tuning.byte_cost_ns'"):
+        parse_config({"tuning": {"byte_cost": 1}})
+
+
+@pytest.mark.parametrize("key", OLD_SETTINGS)
+def test_an_old_key_is_refused_with_what_took_its_place_or_why_nothing_did(key: str) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        parse_config({key: 1})
+    said = str(refusal.value)
+    assert f"kv_connector_extra_config: {key} is no setting any more: " in said
+    taken = re.search(r"(\w+) took its place: ", said)
+    assert taken is not None
+    assert taken[1] == "nothing" or taken[1] in ConnectorConfig.model_fields
+    assert key not in ConnectorConfig.model_fields
 
 
 def test_an_unknown_key_like_no_other_is_refused_with_all_valid_ones() -> None:
@@ -247,4 +250,5 @@ def test_settings_cannot_be_changed_later() -> None:
 
 
 def test_every_key_is_documented() -> None:
-    assert all(field.description for field in ConnectorConfig.model_fields.values())
+    for model in (ConnectorConfig, Tuning):
+        assert all(field.description for field in model.model_fields.values())

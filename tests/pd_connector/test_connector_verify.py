@@ -81,7 +81,7 @@ def test_what_lands_in_host_memory_is_verified_as_well(
 ) -> None:
     p = start("kv_producer", verify=True)
     monkeypatch.setattr(logging.getLogger("pd_connector"), "propagate", True)
-    settings: dict[str, Any] = {"cpu_bytes_to_use": 64 << 20, "pull_to": "host", "verify": True}
+    settings: dict[str, Any] = {"cpu_bytes_to_use": 64 << 20, "host_transfers": "always", "verify": True}
     config = a_config(model, "kv_consumer", **settings)
     worker = ConnectorWorker(config, CACHES, parse_config(settings), StatsRecorder(), lambda _: InProcessEngine(fabric))
     worker.register_caches({name: torch.rand(8, 2, BLOCK_TOKENS, 128) for name in LAYERS})

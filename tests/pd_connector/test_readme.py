@@ -4,7 +4,7 @@ import json
 import re
 from pathlib import Path
 
-from pd_connector.config import ConnectorConfig
+from pd_connector.config import ConnectorConfig, Tuning
 from pd_connector.orders import Cause
 from pd_connector.stats import LABELS, metric_names
 
@@ -17,9 +17,16 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").g
 def test_the_settings_table_is_the_configuration() -> None:
     rows = re.findall(r"^\| `(\w+)` \| `(.*?)` \| (.*) \|$", SETTINGS, re.MULTILINE)
     fields = [
-        (name, json.dumps(field.default), field.description) for name, field in ConnectorConfig.model_fields.items()
+        (name, json.dumps(field.default), field.description)
+        for name, field in ConnectorConfig.model_fields.items()
+        if name != "tuning"
     ]
     assert rows == fields
+
+
+def test_what_can_be_tuned_is_named_beside_the_table() -> None:
+    (named,) = re.findall(r"^`tuning` is an object .*?\n\n", SETTINGS, re.MULTILINE | re.DOTALL)
+    assert set(re.findall(r"`(\w+)`", named)) >= set(Tuning.model_fields)
 
 
 def test_every_make_target_named_exists() -> None:

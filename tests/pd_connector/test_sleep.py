@@ -220,22 +220,22 @@ def test_what_has_arrived_but_was_not_reported_is_lost_with_the_memory(start: St
     assert d.results.failed_recving == {"r"}
 
 
-@pytest.mark.parametrize("pull_to", ["device", "host"])
+@pytest.mark.parametrize("transfers", ["off", "always"])
 def test_what_is_ordered_while_it_sleeps_fails_and_holds_nobody_up(
-    start: StartEngine, model: Path, fabric: InProcessFabric, pull_to: str
+    start: StartEngine, model: Path, fabric: InProcessFabric, transfers: str
 ) -> None:
     """vLLM schedules nothing meanwhile. An order that comes all the same must not make its request wait for ever."""
-    settings: dict[str, Any] = {"cpu_bytes_to_use": 64 << 20, "pull_to": pull_to}
+    settings: dict[str, Any] = {"cpu_bytes_to_use": 64 << 20, "host_transfers": transfers}
     config = a_config(model, "kv_consumer", **settings)
     worker = ConnectorWorker(config, CACHES, parse_config(settings), StatsRecorder(), lambda _: InProcessEngine(fabric))
     worker.register_caches({name: torch.rand(8, 2, BLOCK_TOKENS, 128) for name in LAYERS})
     worker.unregister_caches()
     remote = parse_remote_prefill(start("kv_producer").prefill("r", THEIRS)[1])
     pull = an_order("r", remote, (tuple(OURS),))
-    worker.execute(Orders(landings=(pull,)) if pull_to == "host" else Orders(pulls=(pull,)))
+    worker.execute(Orders(landings=(pull,)) if transfers == "always" else Orders(pulls=(pull,)))
     finished, failed = worker.take_results()
     landings = dict(worker.take_report().landings)
-    if pull_to == "host":
+    if transfers == "always":
         assert (finished, landings) == (set(), {"r": LandingEnds(1, failed=True)})
     else:
         assert (finished, failed, landings) == ({"r"}, {"r"}, {})
@@ -251,7 +251,7 @@ def test_with_mooncake_a_pull_fails_while_p_sleeps_and_succeeds_when_both_have_w
 ) -> None:
     options = MooncakeOptions("127.0.0.1", progress_timeout_s=2.0, connect_timeout_s=2.0)
     monkeypatch.setattr(worker_module, "open_engine", lambda config, **_: MooncakeEngine(options))
-    settings = {"protocol": "tcp", "handshake_timeout_s": 5.0}
+    settings = {"protocol": "tcp"}
     p, d = start("kv_producer", **settings), start("kv_consumer", **settings)
     assert_pulls_right(p, d, "before")
     params = p.prefill("asleep", THEIRS)[1]

@@ -20,7 +20,6 @@ import weakref
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 
@@ -43,11 +42,11 @@ from transfer.engine.mooncake_limits import LIMITS, Limits
 from transfer.engine.mooncake_native import NativeEngine, NativeOptions, check_open_files, split_address
 from transfer.engine.mooncake_read import MooncakeRead
 from transfer.engine.mooncake_settling import Leftover, Settling
+from transfer.engine.rdma import INFINIBAND_DEVICES, has_rdma_device
 from transfer.engine.window import Window
 from transfer.memory import SlotPool
 
 PROTOCOLS = ("tcp", "rdma", "ascend")
-INFINIBAND_DEVICES = Path("/sys/class/infiniband")
 
 #: Links that can read a peer's identity at once. Each needs memory for that, which is registered.
 _IDENTITY_READS = 256
@@ -162,7 +161,7 @@ class MooncakeEngine(TransferEngine):
             options: see there.
             identities: ``IDENTITY_BYTES`` of memory that peers can read by this transport; None: host memory.
         """
-        if options.protocol == "rdma" and not (INFINIBAND_DEVICES.is_dir() and any(INFINIBAND_DEVICES.iterdir())):
+        if options.protocol == "rdma" and not has_rdma_device():
             raise EngineStartError(
                 f"protocol is 'rdma', but this machine has no RDMA device in {INFINIBAND_DEVICES}: pass the devices "
                 "into the container, or use protocol 'tcp'"

@@ -19,7 +19,7 @@ from tests.support.process import free_port
 from tests.support.sources import ROOT
 
 COMMAND = [sys.executable, "-m", "pd_connector.doctor"]
-CONFIG = ["--config", '{"host": "127.0.0.1", "staging_bytes": 1048576, "handshake_timeout_s": 20}']
+CONFIG = ["--config", '{"host": "127.0.0.1", "tuning": {"staging_bytes": 1048576}}']
 
 
 def doctor(*arguments: str) -> "subprocess.CompletedProcess[str]":

@@ -77,6 +77,17 @@ def test_a_port_that_is_down_is_a_warning_where_rdma_is_used(monkeypatch: pytest
     assert machine("tcp").devices().outcome is Outcome.OK
 
 
+@pytest.mark.parametrize(("protocol", "outcome"), [("auto", Outcome.WARN), ("tcp", Outcome.OK)])
+def test_tcp_beside_an_accelerator_is_a_warning_unless_it_is_meant(
+    monkeypatch: pytest.MonkeyPatch, protocol: str, outcome: Outcome
+) -> None:
+    monkeypatch.setattr("pd_connector.doctor.machine._accelerators", lambda: ["H200"])
+    config = ConnectorConfig.model_validate({"protocol": protocol})
+    verdict = Machine(config, "127.0.0.1", "tcp", lambda *_: STARTED).devices()
+    assert verdict.outcome is outcome
+    assert ("protocol auto takes tcp here" in verdict.text) == (outcome is Outcome.WARN)
+
+
 def test_rdma_wants_to_lock_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (64 * 1024, 64 * 1024))
     with pytest.raises(CheckFailed, match=r"lock limit 64 KiB: RDMA locks all memory.*ulimit -l unlimited"):

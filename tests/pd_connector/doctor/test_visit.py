@@ -25,7 +25,7 @@ SMALL = Wishes(pull_bytes=1 << 20)
 
 
 def settings(**config: object) -> ConnectorConfig:
-    return ConnectorConfig.model_validate({"handshake_timeout_s": 5.0, "staging_bytes": 1 << 20} | config)
+    return ConnectorConfig.model_validate({"tuning": {"staging_bytes": 1 << 20}} | config)
 
 
 def secret(path: Path, text: str) -> str:
@@ -217,7 +217,7 @@ def killed_when(dies: Callable[[str], bool]) -> type[HttpServer]:
 def test_a_p_that_dies(question: str, fails: str, said: str) -> None:
     with serve_apart(settings(), HOST, "tcp") as address:
         server = killed_when(lambda asked: asked == question)
-        report = visit_to(address, server=server, handshake_timeout_s=2.0, pull_timeout_s=10.0)
+        report = visit_to(address, server=server, pull_timeout_s=10.0)
     name, text = only_failure(report)
     assert name == fails
     assert said in text

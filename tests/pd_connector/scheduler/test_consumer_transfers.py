@@ -7,7 +7,7 @@ import pytest
 
 from pd_connector.orders import Orders
 from pd_connector.params import parse_remote_prefill
-from tests.support.connector.consumers import QUEUE_TIMEOUT_S, TRANSFER_TIMEOUT_S
+from tests.support.connector.consumers import QUEUE_TIMEOUT_S
 from tests.support.connector.decode_scheduler import BLOCKS, Decode, a_decode_engine, unreachable
 from tests.support.connector.followed_answers import (
     QUEUED,
@@ -154,7 +154,7 @@ def test_nothing_is_pulled_if_all_is_here(decode: Decode) -> None:
 @pytest.mark.parametrize(
     ("answers", "wait_s", "cause", "reason"),
     [
-        ([UNKNOWN], TRANSFER_TIMEOUT_S, "transfer", "transfer T at 10.0.0.5:8998 did not begin within 30 s"),
+        ([UNKNOWN], QUEUE_TIMEOUT_S, "transfer", "transfer T at 10.0.0.5:8998 did not begin within 120 s"),
         ([QUEUED], QUEUE_TIMEOUT_S, "queue", "in the prefill engine's queue"),
         ([ended("its client has left")], 0, "transfer", "its client has left"),
         ([computing(16), ended("it was aborted")], 0, "transfer", "it was aborted"),

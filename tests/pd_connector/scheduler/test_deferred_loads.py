@@ -16,7 +16,7 @@ from tests.support.simulation.vllm_schedulers import ClientRequest, EngineSim, W
 pytestmark = since((0, 33), "loads that it defers")
 
 TOKENS, OUTPUTS = 100, 3
-SETTINGS: dict[str, Any] = {"lease_ttl_s": 3.0, "queue_timeout_s": 12.0, "transfer_timeout_s": 5.0}
+SETTINGS: dict[str, Any] = {"lease_ttl_s": 3.0, "queue_timeout_s": 12.0}
 
 
 class DeferringEngine(EngineSim):
@@ -150,7 +150,7 @@ def test_what_host_memory_holds_is_kept_until_each_request_loads_it(world: World
 
 @pytest.mark.parametrize("kind", ["pulled", "loaded", "landed"])
 def test_a_request_that_leaves_before_its_load_begins_holds_nothing(world: World, kind: str) -> None:
-    settings = {"slots": 60, **({"pull_to": "host"} if kind == "landed" else {})} if kind != "pulled" else {}
+    settings = {"slots": 60, **({"host_transfers": "always"} if kind == "landed" else {})} if kind != "pulled" else {}
     prefill, decode = EngineSim(world, "kv_producer", 200, **SETTINGS), a_busy_engine(world, **settings)
     asked = ClientRequest("r", a_prompt(0), OUTPUTS, decode)
     if kind == "loaded":
@@ -172,7 +172,7 @@ def test_a_request_that_leaves_before_its_load_begins_holds_nothing(world: World
 
 @pytest.mark.parametrize("kind", ["loaded", "landed"])
 def test_a_reset_fails_while_a_load_is_deferred_and_the_load_goes_on(world: World, kind: str) -> None:
-    decode = a_busy_engine(world, slots=60, **({"pull_to": "host"} if kind == "landed" else {}))
+    decode = a_busy_engine(world, slots=60, **({"host_transfers": "always"} if kind == "landed" else {}))
     asked = ClientRequest("r", a_prompt(0), OUTPUTS)
     if kind == "loaded":
         fill_host_memory(world, decode, [asked.tokens])

@@ -123,9 +123,9 @@ def test_it_says_what_landings_came_to(lines: Callable[[], list[str]]) -> None:
 @pytest.mark.parametrize(
     ("kv_role", "settings", "parts"),
     [
-        ("kv_producer", {"host_transfers": True}, ["leases have moved"]),
-        ("kv_consumer", {"pull_to": "auto"}, ["prompts have landed"]),
-        ("kv_both", {"host_transfers": True, "pull_to": "host"}, ["leases have moved", "prompts have landed"]),
+        ("kv_producer", {"host_transfers": "auto"}, ["leases have moved"]),
+        ("kv_consumer", {"host_transfers": "auto"}, ["prompts have landed"]),
+        ("kv_both", {"host_transfers": "always"}, ["leases have moved", "prompts have landed"]),
         ("kv_both", {}, []),
     ],
 )

@@ -13,6 +13,7 @@ from vllm.lora.request import LoRARequest
 
 from layout.geometry import WorkerGeometry
 from pd_connector.config import ConnectorConfig
+from pd_connector.engine_limits import ENGINE_LIMITS
 from pd_connector.params import (
     PromptIdentity,
     RemotePrefill,
@@ -237,7 +238,7 @@ def test_a_request_that_waits_a_minute_for_its_engine_and_one_in_its_queue_keeps
     with closing(Endpoint(unclaimed_s=config.claim_timeout_s)) as endpoint:
         remote = endpoint.grant("r")
         endpoint.clock.advance(60.0)
-        renewals = Renewals(ControlClient(), config.handshake_timeout_s, config.queue_timeout_s, endpoint.clock)
+        renewals = Renewals(ControlClient(), ENGINE_LIMITS.handshake_timeout_s, config.queue_timeout_s, endpoint.clock)
         with closing(renewals):
             renewals.keep("r", remote)
             for _ in range(6):

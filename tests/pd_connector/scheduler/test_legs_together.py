@@ -12,8 +12,8 @@ import pytest
 from pd_connector.scheduler.consumer import Consumer
 from tests.support.simulation.vllm_schedulers import ClientRequest, EngineSim, World
 
-TRANSFER_TIMEOUT_S = 5.0
-SETTINGS: dict[str, Any] = {"transfer_timeout_s": TRANSFER_TIMEOUT_S, "lease_ttl_s": 3.0, "queue_timeout_s": 12.0}
+QUEUE_TIMEOUT_S = 12.0
+SETTINGS: dict[str, Any] = {"lease_ttl_s": 3.0, "queue_timeout_s": QUEUE_TIMEOUT_S}
 
 
 @pytest.fixture
@@ -93,7 +93,7 @@ def test_a_transfer_that_nobody_sends_to_the_prefill_engine_ends_in_time(world: 
     decode = EngineSim(world, "kv_consumer", 100, policy, **SETTINGS)
     _, ours = legs(0, 400, decode)
     decode.ask_by_name(ours, prefill)
-    world.run(within_s=TRANSFER_TIMEOUT_S + 1)
+    world.run(within_s=QUEUE_TIMEOUT_S + 1)
     assert ours.ended == ("finished" if policy == "recompute" else "failed")
     assert decode.computed == ({"transfer": 1} if policy == "recompute" else {})
     assert_at_rest(world, prefill, decode)
@@ -103,7 +103,7 @@ def test_a_prefill_leg_that_comes_after_its_decode_leg_has_given_up_holds_nothin
     prefill, decode = a_pair(world)
     theirs, ours = legs(0, 400, decode)
     decode.ask_by_name(ours, prefill)
-    world.run(within_s=TRANSFER_TIMEOUT_S + 1)
+    world.run(within_s=QUEUE_TIMEOUT_S + 1)
     prefill.ask(theirs)
     world.run(within_s=5)
     for _ in range(3):
@@ -171,7 +171,7 @@ def test_several_choices_of_a_request_are_pulled_once(world: World) -> None:
     assert decode.computed == {}
 
 
-def test_no_more_prompts_are_pulled_ahead_than_the_setting_says(world: World) -> None:
+def test_no_more_prompts_are_pulled_ahead_than_the_limit_says(world: World) -> None:
     prefill, decode = a_pair(world, max_pulls_ahead=1)
     asked = [send(number, 300, prefill, decode) for number in range(6)]
     while any(each.ended == "" for each in asked):

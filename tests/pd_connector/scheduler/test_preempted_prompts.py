@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from pd_connector.config import HostTransfers
 from pd_connector.scheduler.host_tier import StoreMode
-from pd_connector.scheduler.landings import PullTo
 from tests.support.simulation.vllm_schedulers import ClientRequest, EngineSim, World
 
 PROMPT, OUTPUTS, REQUESTS, BLOCK_TOKENS = 100, 100, 5, 16
@@ -40,11 +40,13 @@ def served_by_few_blocks(world: World, **host_memory: object) -> tuple[EngineSim
 
 
 @pytest.mark.parametrize(("store", "lost"), [("eager", 1), ("lazy", 2)])
-@pytest.mark.parametrize("pull_to", ["device", "host"])
-def test_only_what_fills_no_block_is_computed_again(world: World, pull_to: PullTo, store: StoreMode, lost: int) -> None:
+@pytest.mark.parametrize("transfers", ["off", "always"])
+def test_only_what_fills_no_block_is_computed_again(
+    world: World, transfers: HostTransfers, store: StoreMode, lost: int
+) -> None:
     """Of lazy stores, what the step that preempts takes at once is lost too. ``lost``: blocks of each, at most."""
-    decode, preemptions = served_by_few_blocks(world, slots=100, pull_to=pull_to, cpu_store=store)
-    assert decode.counts["landed"] == (REQUESTS if pull_to == "host" else 0)
+    decode, preemptions = served_by_few_blocks(world, slots=100, host_transfers=transfers, cpu_store=store)
+    assert decode.counts["landed"] == (REQUESTS if transfers == "always" else 0)
     assert preemptions > 0
     assert decode.computed_tokens - REQUESTS * OUTPUTS < lost * BLOCK_TOKENS * preemptions
 

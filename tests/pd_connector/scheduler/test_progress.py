@@ -16,7 +16,6 @@ _T = TypeVar("_T")
 
 TTL_S = 3.0
 QUEUE_TIMEOUT_S = 12.0
-TRANSFER_TIMEOUT_S = 4.0
 LONGEST_READ_S = 4.0
 WHICH = st.integers(0, 5)  # of a few; more are none
 #: With as few slots as vLLM's longest prompt takes, or more.
@@ -24,13 +23,12 @@ HOST_MEMORY = st.fixed_dictionaries(
     {
         "slots": st.sampled_from([32, 60]),
         "cpu_store": st.sampled_from(["eager", "lazy"]),
-        "host_transfers": st.booleans(),
-        "pull_to": st.sampled_from(["device", "host", "auto"]),
+        "host_transfers": st.sampled_from(["off", "auto", "always"]),
     }
 )
 #: A lease is read, given up, or gives way; and what takes the longest may begin last. Before that, a transfer is given
 #: up that nobody brings, or that waits in a queue.
-ENOUGH_S = TTL_S + QUEUE_TIMEOUT_S + LONGEST_READ_S + TRANSFER_TIMEOUT_S + QUEUE_TIMEOUT_S + 5.0
+ENOUGH_S = TTL_S + LONGEST_READ_S + 3 * QUEUE_TIMEOUT_S + 5.0
 #: Where there are blocks for one at a time, each of the others may be read first.
 EACH_S = LONGEST_READ_S
 
@@ -64,7 +62,7 @@ class Deployment(RuleBasedStateMachine):
                 EngineSim(
                     self.world, role, number, policy, lease_ttl_s=TTL_S, claim_timeout_s=TTL_S,
                     queue_timeout_s=QUEUE_TIMEOUT_S,
-                    max_leased_fraction=fraction, transfer_timeout_s=TRANSFER_TIMEOUT_S, max_pulls_ahead=3,
+                    max_leased_fraction=fraction, max_pulls_ahead=3,
                     **changes,
                 )
             )  # fmt: skip

@@ -17,6 +17,7 @@ from pd_connector.scheduler.consumer import Consumer
 from pd_connector.scheduler.external_loads import ExternalLoads
 from pd_connector.scheduler.host_tier import HostTier
 from pd_connector.scheduler.producer import Producer
+from pd_connector.scheduler.pulls_ahead import AheadLimits
 from pd_connector.scheduler.request_admission import RequestAdmission
 from pd_connector.scheduler.roles import SchedulerRole
 from pd_connector.scheduler.scheduler import ConnectorScheduler
@@ -153,6 +154,20 @@ def test_an_engine_takes_up_what_its_kv_role_says(
     side_of: Open, kv_role: str, expected: list[type[SchedulerRole]]
 ) -> None:
     assert kinds(side_of(kv_role)) == expected
+
+
+@pytest.mark.parametrize(
+    ("kv_role", "fraction"), [("kv_producer", 1.0), ("kv_both", 0.5)], ids=["all blocks", "half of the blocks"]
+)
+def test_an_engine_keeps_the_limits_that_are_no_settings(side_of: Open, kv_role: str, fraction: float) -> None:
+    side = side_of(kv_role, **HOST, host_transfers="auto")
+    assert side._admission is not None
+    assert side._moves is not None
+    assert side._admission._leases._max_age_s == 600.0
+    assert side._admission._limits.leased_fraction == fraction
+    assert side._moves._most_leased == 0.1
+    if (consumer := side._consumer) is not None:
+        assert consumer._ahead._limits == AheadLimits(16, 0.5)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 Covers: pd_connector.scheduler.scheduler, pd_connector.scheduler.start_checks.
 """
 
-import logging
 import re
 from collections.abc import Callable
 from typing import Any
@@ -40,78 +39,36 @@ def start(side_of: Open) -> Callable[..., None]:
     return start
 
 
-TOO_SMALL = [
-    ("kv_producer", {"host_transfers": True}, "host_transfers = True", "host_transfers to false"),
-    ("kv_consumer", {"pull_to": "host"}, "pull_to = 'host'", "pull_to to 'device'"),
-    ("kv_consumer", {"pull_to": "auto"}, "pull_to = 'auto'", "pull_to to 'device'"),
-]
+TOO_SMALL = [("kv_producer", "auto"), ("kv_consumer", "auto"), ("kv_consumer", "always"), ("kv_both", "auto")]
 
 
 @pytest.mark.parametrize("slots", range(1, PROMPT_BLOCKS))
 @pytest.mark.parametrize("over", [0, RANKS * SLOT_BYTES - 1])
-@pytest.mark.parametrize(("kv_role", "settings", "named", "way_out"), TOO_SMALL)
+@pytest.mark.parametrize(("kv_role", "transfers"), TOO_SMALL)
 def test_host_memory_that_cannot_hold_one_prompt_is_refused_and_the_size_that_the_error_names_is_enough(
-    start: Callable[..., None],
-    kv_role: str,
-    settings: dict[str, Any],
-    named: str,
-    way_out: str,
-    over: int,
-    slots: int,
+    start: Callable[..., None], kv_role: str, transfers: str, over: int, slots: int
 ) -> None:
     """``over``: bytes that are there and hold no further slot."""
     longest = (PROMPT_BLOCKS - 1) * BLOCK_TOKENS + 1
     words = (
-        f"^{named}: host memory of {slots} blocks cannot hold one prompt of max_model_len = {longest} tokens, which "
-        rf"takes {PROMPT_BLOCKS}; set cpu_bytes_to_use to at least (\d+), or {way_out}$"
+        f"^host_transfers = '{transfers}': host memory of {slots} blocks cannot hold one prompt of "
+        rf"max_model_len = {longest} tokens, which takes {PROMPT_BLOCKS}; "
+        r"set cpu_bytes_to_use to at least (\d+), or host_transfers to 'off'$"
     )
     with pytest.raises(ConfigError, match=words) as refusal:
-        start(kv_role, slots * RANKS * SLOT_BYTES + over, **settings)
+        start(kv_role, slots * RANKS * SLOT_BYTES + over, host_transfers=transfers)
     named_size = re.search(words, str(refusal.value))
     assert named_size is not None
-    start(kv_role, int(named_size[1]), **settings)
+    start(kv_role, int(named_size[1]), host_transfers=transfers)
 
 
-@pytest.mark.parametrize(("kv_role", "settings", "named", "way_out"), TOO_SMALL)
+@pytest.mark.parametrize(("kv_role", "transfers"), TOO_SMALL)
 def test_host_memory_for_one_prompt_of_the_greatest_length_is_enough(
-    start: Callable[..., None], kv_role: str, settings: dict[str, Any], named: str, way_out: str
+    start: Callable[..., None], kv_role: str, transfers: str
 ) -> None:
-    start(kv_role, PROMPT_BLOCKS * RANKS * SLOT_BYTES, **settings)
+    start(kv_role, PROMPT_BLOCKS * RANKS * SLOT_BYTES, host_transfers=transfers)
 
 
 @pytest.mark.parametrize("kv_role", ["kv_consumer", "kv_producer", "kv_both"])
 def test_host_memory_that_takes_part_in_no_transfer_may_be_small(start: Callable[..., None], kv_role: str) -> None:
     start(kv_role, RANKS * SLOT_BYTES)
-
-
-IDLE = "PDConnector: host_transfers = True has no effect with kv_role kv_consumer"
-NO_PULL = "PDConnector: pull_to = 'auto' has no effect with kv_role kv_producer"
-
-
-@pytest.mark.parametrize(
-    ("kv_role", "settings", "warnings"),
-    [
-        ("kv_consumer", {"host_transfers": True}, [IDLE]),
-        ("kv_consumer", {"host_transfers": True, "pull_to": "auto"}, [IDLE]),
-        ("kv_producer", {"pull_to": "auto"}, [NO_PULL]),
-        ("kv_producer", {"host_transfers": True, "pull_to": "auto"}, [NO_PULL]),
-        ("kv_producer", {"host_transfers": True}, []),
-        ("kv_consumer", {"pull_to": "auto"}, []),
-        ("kv_both", {"host_transfers": True, "pull_to": "auto"}, []),
-        ("kv_producer", {}, []),
-        ("kv_consumer", {}, []),
-    ],
-)
-def test_a_setting_that_changes_nothing_in_an_engine_of_its_role_is_named_in_one_warning(
-    side_of: Open,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-    kv_role: str,
-    settings: dict[str, Any],
-    warnings: list[str],
-) -> None:
-    monkeypatch.setattr(logging.getLogger("pd_connector"), "propagate", True)
-    side_of(kv_role, cpu_bytes_to_use=1 << 20, **settings)
-    said = [record.getMessage() for record in caplog.records if "has no effect" in record.getMessage()]
-    assert [message[: len(expected)] for message, expected in zip(said, warnings, strict=True)] == warnings
-    assert all("set it on the engines that" in message and " or to " in message for message in said)

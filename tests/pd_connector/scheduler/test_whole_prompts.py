@@ -14,7 +14,7 @@ from tests.support.simulation.vllm_schedulers import ClientRequest, EngineSim, W
 
 TOKENS, OUTPUTS = 200, 3
 PROMPT = [position % 500 for position in range(TOKENS)]
-SETTINGS: dict[str, Any] = {"lease_ttl_s": 30.0, "transfer_timeout_s": 5.0}
+SETTINGS: dict[str, Any] = {"lease_ttl_s": 30.0, "queue_timeout_s": 5.0}
 
 #: What asks for it. ``echo`` with ``logprobs`` sets the first; the last two are what a client may say against it.
 ASKED = pytest.mark.parametrize(
@@ -146,9 +146,9 @@ def test_nothing_is_loaded_from_host_memory(world: World, sampling: dict[str, An
     assert_computed_whole(decode, asked)
 
 
-@pytest.mark.parametrize("pull_to", ["host", "auto"])
-def test_nothing_lands_in_host_memory(world: World, pull_to: str) -> None:
-    prefill, decode = a_pair(world, slots=60, pull_to=pull_to)
+@pytest.mark.parametrize("host_transfers", ["always", "auto"])
+def test_nothing_lands_in_host_memory(world: World, host_transfers: str) -> None:
+    prefill, decode = a_pair(world, slots=60, host_transfers=host_transfers)
     asked = ask(prefill, decode, {"prompt_logprobs": 1})
     world.run(within_s=2)
     assert_computed_whole(decode, asked)

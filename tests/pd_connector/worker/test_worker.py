@@ -30,6 +30,7 @@ from pd_connector.worker.worker import ConnectorWorker
 from tests.support.connector.vllm_engine import BLOCK_TOKENS, CACHES, LAYERS, a_config
 from tests.support.engine.in_process import InProcessEngine, InProcessFabric
 from transfer.engine.base import EngineStartError
+from transfer.engine.mooncake import MooncakeOptions
 
 Calls = list[tuple[str, str]]
 
@@ -146,8 +147,8 @@ def worker_of(model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Open]:
         ("kv_producer", {"verify": True}, [LeaseChecksums]),
         ("kv_consumer", {"verify": True}, [Pulls]),
         ("kv_both", {"verify": True, "cpu_bytes_to_use": 64 << 20}, [HostPool, LeaseChecksums, Pulls]),
-        ("kv_consumer", {"pull_to": "auto", "cpu_bytes_to_use": 64 << 20}, [HostPool, Pulls, LandingPulls]),
-        ("kv_producer", {"pull_to": "host", "cpu_bytes_to_use": 64 << 20}, [HostPool]),
+        ("kv_consumer", {"host_transfers": "auto", "cpu_bytes_to_use": 64 << 20}, [HostPool, Pulls, LandingPulls]),
+        ("kv_producer", {"host_transfers": "always", "cpu_bytes_to_use": 64 << 20}, [HostPool]),
         ("kv_producer", {"canary": "refuse"}, []),
         ("kv_consumer", {"canary": "refuse"}, [Pulls, CanaryPulls]),
         ("kv_both", {"canary": None}, [Pulls, CanaryPulls]),
@@ -188,19 +189,19 @@ def test_what_a_worker_tells_peers_is_known_once_its_caches_are(worker_of: Open)
     ("kv_role", "settings", "is_shown", "is_registered", "buffers"),
     [
         ("kv_producer", {}, False, False, 0),
-        ("kv_producer", {"host_transfers": True}, True, True, 0),
-        ("kv_producer", {"pull_to": "host"}, False, False, 0),
-        ("kv_consumer", {"host_transfers": True}, False, False, 1),
-        ("kv_consumer", {"pull_to": "host"}, False, True, 2),
-        ("kv_consumer", {"pull_to": "host", "staging_bytes": 0}, False, True, 0),
-        ("kv_both", {"host_transfers": True}, True, True, 1),
-        ("kv_both", {"host_transfers": True, "pull_to": "auto"}, True, True, 2),
+        ("kv_producer", {"host_transfers": "auto"}, True, True, 0),
+        ("kv_producer", {"host_transfers": "always"}, True, True, 0),
+        ("kv_consumer", {}, False, False, 1),
+        ("kv_consumer", {"host_transfers": "always"}, False, True, 2),
+        ("kv_consumer", {"host_transfers": "always", "tuning": {"staging_bytes": 0}}, False, True, 0),
+        ("kv_both", {}, False, False, 1),
+        ("kv_both", {"host_transfers": "auto"}, True, True, 2),
     ],
 )
 def test_host_memory_is_registered_and_shown_only_if_settings_say_so_and_nothing_else_but_caches_and_staging_buffers(
     worker_of: Open, kv_role: str, settings: dict[str, Any], is_shown: bool, is_registered: bool, buffers: int
 ) -> None:
-    settings = {"staging_bytes": 8 << 20, **settings}
+    settings = {"tuning": {"staging_bytes": 8 << 20}, **settings}
     worker = worker_of(kv_role, registered=True, cpu_bytes_to_use=64 << 20, **settings)
     handshake, host = worker.side.handshake(), worker.side._roles[0]
     assert handshake is not None
@@ -210,28 +211,30 @@ def test_host_memory_is_registered_and_shown_only_if_settings_say_so_and_nothing
     registered = {*worker.engine.memory.table.regions}
     known = {*handshake.geometry.regions} | ({host.region} if is_registered else set())
     assert known <= registered
-    assert [region.size for region in registered - known] == [settings["staging_bytes"]] * buffers
+    assert [region.size for region in registered - known] == [settings["tuning"]["staging_bytes"]] * buffers
 
 
-@pytest.mark.parametrize("settings", [{"host_transfers": True}, {"pull_to": "host"}, {"pull_to": "auto"}])
-def test_a_transport_that_cannot_use_host_memory_is_refused(worker_of: Open, settings: dict[str, Any]) -> None:
-    worker = worker_of("kv_both", cpu_bytes_to_use=64 << 20, protocol="ascend", **settings)
-    (key,) = settings
-    with pytest.raises(ConfigError, match=f"{key} = .*over the Ascend transport.*protocol to tcp or rdma"):
+@pytest.mark.parametrize("kv_role", ["kv_producer", "kv_consumer"])
+@pytest.mark.parametrize("transfers", ["auto", "always"])
+def test_a_transport_that_cannot_use_host_memory_is_refused(worker_of: Open, kv_role: str, transfers: str) -> None:
+    worker = worker_of(kv_role, cpu_bytes_to_use=64 << 20, protocol="ascend", host_transfers=transfers)
+    with pytest.raises(
+        ConfigError, match=f"host_transfers = '{transfers}': over the Ascend transport.*protocol to tcp or rdma"
+    ):
         worker.side.register_caches({name: torch.zeros(8, 2, BLOCK_TOKENS, 128) for name in LAYERS})
 
 
 @pytest.mark.parametrize(
-    ("kv_role", "settings", "named"),
+    ("kv_role", "settings"),
     [
-        ("kv_producer", {"host_transfers": True}, "host_transfers"),
-        ("kv_consumer", {"pull_to": "auto"}, "pull_to"),
-        ("kv_consumer", {"pull_to": "host", "staging_bytes": 0}, "pull_to"),
-        ("kv_both", {"host_transfers": True, "pull_to": "host"}, "host_transfers and pull_to"),
+        ("kv_producer", {"host_transfers": "auto"}),
+        ("kv_consumer", {"host_transfers": "auto"}),
+        ("kv_consumer", {"host_transfers": "always", "tuning": {"staging_bytes": 0}}),
+        ("kv_both", {"host_transfers": "always"}),
     ],
 )
 def test_host_memory_that_the_engine_refuses_ends_the_start_with_the_way_out(
-    worker_of: Open, kv_role: str, settings: dict[str, Any], named: str
+    worker_of: Open, kv_role: str, settings: dict[str, Any]
 ) -> None:
     worker = worker_of(kv_role, cpu_bytes_to_use=64 << 20, **settings)
     register, calls = worker.engine.register, list[Sequence[Region]]()
@@ -247,9 +250,9 @@ def test_host_memory_that_the_engine_refuses_ends_the_start_with_the_way_out(
         worker.side.register_caches({name: torch.zeros(8, 2, BLOCK_TOKENS, 128) for name in LAYERS})
     host = calls[1][0]
     assert str(refusal.value) == (
-        f"{named}: the transfer engine refuses the {host.size} bytes of this worker's host memory, which must be "
-        "registered in one piece: the NIC takes no more. Allow the process to lock more memory (ulimit -l), set "
-        "cpu_bytes_to_use to less, or host_transfers to false and pull_to to 'device'"
+        f"host_transfers: the transfer engine refuses the {host.size} bytes of this worker's host memory, which must "
+        "be registered in one piece: the NIC takes no more. Allow the process to lock more memory (ulimit -l), set "
+        "cpu_bytes_to_use to less, or host_transfers to 'off'"
     )
     assert 0 < host.size <= 64 << 20
 
@@ -273,8 +276,8 @@ def test_prices_of_the_user_take_the_place_of_the_protocols(worker_of: Open) -> 
         return cost.alpha, cost.beta
 
     alpha, beta = prices()
-    assert prices(descriptor_cost_us=77.0) == pytest.approx((77e-6, beta))
-    assert prices(byte_cost_ns=3.0) == pytest.approx((alpha, 3e-9))
+    assert prices(tuning={"descriptor_cost_us": 77.0}) == pytest.approx((77e-6, beta))
+    assert prices(tuning={"byte_cost_ns": 3.0}) == pytest.approx((alpha, 3e-9))
 
 
 def test_a_role_that_does_nothing_holds_nobody_up() -> None:
@@ -385,6 +388,65 @@ def test_the_books_of_all_roles_are_checked(worker_of: Open) -> None:
     worker.with_roles("host", "pulls")
     worker.side.check_integrity()
     assert worker.calls == [("host", "check"), ("pulls", "check")]
+
+
+# Limits
+
+
+def test_a_worker_keeps_the_limits_that_are_no_settings(worker_of: Open) -> None:
+    transfers = {"host_transfers": "auto", "cpu_bytes_to_use": 64 << 20}
+    _, pulls, landings = worker_of("kv_consumer", registered=True, **transfers).side._roles
+    assert isinstance(pulls, Pulls)
+    assert isinstance(landings, LandingPulls)
+    for each in (pulls, landings._pulls):
+        assert (each._peer_idle_s, each._context.handshake_timeout_s) == (600.0, 10.0)
+
+
+# Its transport
+
+
+@pytest.fixture
+def options(monkeypatch: pytest.MonkeyPatch) -> Callable[..., MooncakeOptions]:
+    """The options with which an engine would start, on devices of a type."""
+
+    def open_on(device: str, **settings: Any) -> MooncakeOptions:
+        made: list[MooncakeOptions] = []
+        monkeypatch.setattr(transfer_engine, "default_protocol", lambda: {"cuda": "rdma"}.get(device, "tcp"))
+        monkeypatch.setattr(transfer_engine, "MooncakeEngine", lambda options, _: made.append(options))
+        transfer_engine.open_engine(parse_config({"host": "127.0.0.1", **settings}), is_read=True)
+        (found,) = made
+        return found
+
+    return open_on
+
+
+@pytest.mark.parametrize(
+    ("device", "has_rdma", "settings", "protocol", "warns"),
+    [
+        ("cuda", True, {}, "rdma", False),
+        ("cuda", False, {}, "tcp", True),
+        ("cuda", False, {"protocol": "tcp"}, "tcp", False),
+        ("cuda", False, {"protocol": "rdma"}, "rdma", False),
+        ("cuda", False, {"devices": "mlx5_0"}, "rdma", False),
+        ("cpu", False, {}, "tcp", False),
+    ],
+)
+def test_without_an_rdma_device_cuda_takes_tcp_with_a_warning_unless_rdma_is_asked_for(
+    options: Callable[..., MooncakeOptions], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+    device: str, has_rdma: bool, settings: dict[str, Any], protocol: str, warns: bool,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(logging.getLogger("pd_connector"), "propagate", True)
+    monkeypatch.setattr(transfer_engine, "has_rdma_device", lambda: has_rdma)
+    opened = options(device, **settings)
+    assert (opened.protocol, opened.connect_timeout_s) == (protocol, 10.0)
+    assert ("this machine has no RDMA device" in caplog.text) == warns
+
+
+def test_numbers_of_the_user_are_passed_on(options: Callable[..., MooncakeOptions]) -> None:
+    tuning = {"descriptors_per_call": 5, "max_descriptors_in_flight": 50, "longest_poll_us": 70.0}
+    limits = options("cpu", tuning=tuning).limits
+    assert (limits.per_call, limits.in_flight) == (5, 50)
+    assert limits.longest_pause_s == pytest.approx(70e-6)
 
 
 # Its address

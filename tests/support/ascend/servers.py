@@ -248,11 +248,15 @@ _P_SMALL = on_npu(prefill(tensor_parallel=2), device_blocks=20, host_blocks=64)
 HOST_TRANSFERS = Deployment(
     "host transfers",
     (
-        ("P", _unverified(replace(_P_SMALL, options=(*_P_SMALL.options, ("host_transfers", True))))),
+        ("P", _unverified(replace(_P_SMALL, options=(*_P_SMALL.options, ("host_transfers", "auto"))))),
         (
             "D",
             _unverified(
-                replace(_D, variables=(*_D.variables, *D_FAULTS.variables), options=(*_D.options, ("pull_to", "host")))
+                replace(
+                    _D,
+                    variables=(*_D.variables, *D_FAULTS.variables),
+                    options=(*_D.options, ("host_transfers", "always")),
+                )
             ),
         ),
     ),

@@ -14,7 +14,6 @@ from pd_connector.vllm.engine_core import EngineLoop
 from transfer.control.client import ControlClient
 
 MESSAGE_TIMEOUT_S = 10.0
-TRANSFER_TIMEOUT_S = 30.0
 QUEUE_TIMEOUT_S = 120.0
 
 
@@ -61,7 +60,7 @@ def consumer_parts(
 ) -> ConsumerParts:
     """The parts of a consumer that sends its messages with ``client``; nothing has been started."""
     renewals = Renewals(client, MESSAGE_TIMEOUT_S, QUEUE_TIMEOUT_S, clock)
-    follow_limits = FollowLimits(MESSAGE_TIMEOUT_S, TRANSFER_TIMEOUT_S, QUEUE_TIMEOUT_S)
+    follow_limits = FollowLimits(MESSAGE_TIMEOUT_S, QUEUE_TIMEOUT_S)
     loop = engine or EngineLoop()
     subscriptions = Subscriptions(client, renewals, follow_limits, clock, loop.wake)
     completions = Completions(client, MESSAGE_TIMEOUT_S, loop, clock)

@@ -12,11 +12,9 @@ from tests.support.process import free_ports
 
 #: Short enough for a test to wait for an expiry, long against everything that a request does on a busy machine.
 LEASE_TTL_S = 20.0
-#: Short enough for a test to wait for a peer that does not answer.
-HANDSHAKE_TIMEOUT_S = 4.0
 _PULL_TIMEOUT_S = 20.0
-#: Where no test waits for them: four servers on two cores can keep each other from running for ten seconds.
-PATIENT = (("handshake_timeout_s", 40.0), ("pull_timeout_s", 60.0))
+#: Where no test waits for it: four servers on two cores can keep each other from running for ten seconds.
+PATIENT = (("pull_timeout_s", 60.0),)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +52,7 @@ def decode(
     patient: bool = False,
 ) -> ServerSpec:
     """A decode server."""
-    options = (("handshake_timeout_s", HANDSHAKE_TIMEOUT_S), ("pull_timeout_s", _PULL_TIMEOUT_S))
-    options = PATIENT if patient else options
+    options = PATIENT if patient else (("pull_timeout_s", _PULL_TIMEOUT_S),)
     return ServerSpec("kv_consumer", DEFAULT_MODEL, layout, tensor_parallel, dtype, policy, options=options)
 
 
@@ -205,7 +202,7 @@ HOST_TIER = Deployment(
 MOVING_LEASES = Deployment(
     "moving leases",
     (
-        ("P", _with_host_memory(prefill(layout="LBHNC"), ("host_transfers", True), ("verify", True))),
+        ("P", _with_host_memory(prefill(layout="LBHNC"), ("host_transfers", "auto"), ("verify", True))),
         ("D", replace(decode(layout="BHLNC", patient=True), options=(*PATIENT, ("verify", True)))),
     ),
     slow=True,
@@ -218,14 +215,14 @@ LANDINGS = Deployment(
     "landings",
     (
         ("P", prefill(layout="LBHNC")),
-        ("D auto", _with_host_memory(decode(layout="BHLNC", patient=True), ("pull_to", "auto"), _LANDING_HOST)),
+        ("D auto", _with_host_memory(decode(layout="BHLNC", patient=True), ("host_transfers", "auto"), _LANDING_HOST)),
         (
             "D host",
-            _with_host_memory(decode(layout="LBHNC", tensor_parallel=2, patient=True), ("pull_to", "host")),
+            _with_host_memory(decode(layout="LBHNC", tensor_parallel=2, patient=True), ("host_transfers", "always")),
         ),
         (
             "B",  # both roles, with blocks for eleven of the prompts that it is given at once
-            _with_host_memory(peer(layout="LBHNC"), ("host_transfers", True), ("pull_to", "auto"), _LANDING_HOST),
+            _with_host_memory(peer(layout="LBHNC"), ("host_transfers", "auto"), _LANDING_HOST),
         ),
     ),
     slow=True,
@@ -237,10 +234,11 @@ def _windowed(tensor_parallel: int, *options: tuple[str, object]) -> ServerSpec:
     return _with_host_memory(spec, *options, ("verify", True), device_blocks=_WINDOWED_BLOCKS)
 
 
-_MOVES_AT_ONCE = (("host_transfers", True), ("move_leases_above", 0.0))
-#: Both at once with windows: every lease moves as soon as nobody reads it, and every prompt lands.
+#: Both at once with windows: leases move when nobody reads them, and every prompt lands.
 HOST_WINDOWS = Deployment(
-    "host windows", (("P", _windowed(1, *_MOVES_AT_ONCE)), ("D", _windowed(2, ("pull_to", "host")))), slow=True
+    "host windows",
+    (("P", _windowed(1, ("host_transfers", "auto"))), ("D", _windowed(2, ("host_transfers", "always")))),
+    slow=True,
 )
 
 #: This connector is a child of vLLM's MultiConnector, before the other child or behind it.
@@ -252,8 +250,9 @@ MULTI_CONNECTOR = Deployment(
     ),
 )
 
-#: In which a decode server of ``LEGS`` wants to hear of a transfer; short enough for a test to wait for it.
-LEGS_TRANSFER_TIMEOUT_S = 3.0
+#: In which a decode server of ``LEGS`` wants to hear of a transfer, and that a prompt gets further than before: long
+#: enough for those in the queue of the prefill server, short enough for a test to wait for it.
+LEGS_QUEUE_TIMEOUT_S = 30.0
 
 
 def bootstrap_port(spec: ServerSpec) -> int:
@@ -276,8 +275,8 @@ LEGS = Deployment(
             "P",
             replace(_in_chunks(prefill(), "--no-scheduler-reserve-full-isl"), kv_cache_bytes=180 * _BLOCK_BYTES),
         ),
-        ("D fail", _in_chunks(decode("fail"), transfer_timeout_s=LEGS_TRANSFER_TIMEOUT_S)),
-        ("D recompute", _in_chunks(decode("recompute"), transfer_timeout_s=LEGS_TRANSFER_TIMEOUT_S)),
+        ("D fail", _in_chunks(decode("fail"), queue_timeout_s=LEGS_QUEUE_TIMEOUT_S)),
+        ("D recompute", _in_chunks(decode("recompute"), queue_timeout_s=LEGS_QUEUE_TIMEOUT_S)),
     ),
     slow=True,
 )
@@ -330,12 +329,12 @@ MLA_LEGS = Deployment(
 )
 
 #: The same with host memory at both ends, of which D reads P's, and device caches too small for what is asked of them.
-#: One prompt takes most of D's, so that prompts that are pulled ahead may have all of it.
+#: A prompt that takes more than half of D's is pulled when it is complete.
 HOST_LEGS = Deployment(
     "host legs",
     (
-        ("P", _in_chunks(_HOST_P, host_transfers=True)),
-        ("D", _in_chunks(_with_host_memory(decode(layout="BHLNC", patient=True)), max_ahead_fraction=1.0)),
+        ("P", _in_chunks(_HOST_P, host_transfers="auto")),
+        ("D", _in_chunks(_with_host_memory(decode(layout="BHLNC", patient=True)))),
     ),
     slow=True,
 )
@@ -343,6 +342,8 @@ HOST_LEGS = Deployment(
 CHAOS_LEASE_TTL_S = 10.0
 CHAOS_PULL_TIMEOUT_S = 20.0
 _CHAOS_OPTIONS = (*_leases(CHAOS_LEASE_TTL_S), ("pull_timeout_s", CHAOS_PULL_TIMEOUT_S))
+#: For a decode server that may wait for a leg that never comes.
+_CHAOS_PATIENCE = (*_CHAOS_OPTIONS, ("queue_timeout_s", CHAOS_PULL_TIMEOUT_S))
 
 #: What processes do that die, stop and come back, with either failure policy.
 CHAOS = Deployment(
@@ -359,8 +360,8 @@ CHAOS_LEGS = Deployment(
     "chaos legs",
     (
         ("P", replace(_in_chunks(prefill()), options=_CHAOS_OPTIONS)),
-        ("D fail", _in_chunks(replace(decode("fail"), options=_CHAOS_OPTIONS), transfer_timeout_s=5.0)),
-        ("D recompute", _in_chunks(replace(decode("recompute"), options=_CHAOS_OPTIONS), transfer_timeout_s=5.0)),
+        ("D fail", _in_chunks(replace(decode("fail"), options=_CHAOS_PATIENCE))),
+        ("D recompute", _in_chunks(replace(decode("recompute"), options=_CHAOS_PATIENCE))),
     ),
     slow=True,
 )
@@ -370,22 +371,19 @@ CHAOS_LEGS = Deployment(
 CHAOS_HOST = Deployment(
     "chaos host",
     (
-        ("P", _in_chunks(_with_host_memory(replace(prefill(), options=_CHAOS_OPTIONS), ("host_transfers", True)))),
+        ("P", _in_chunks(_with_host_memory(replace(prefill(), options=_CHAOS_OPTIONS), ("host_transfers", "auto")))),
         (
             "D auto fail",
             _with_host_memory(
-                replace(decode("fail"), options=(*_CHAOS_OPTIONS, ("transfer_timeout_s", 5.0))),
-                ("pull_to", "auto"), _LANDING_HOST,
+                replace(decode("fail"), options=_CHAOS_PATIENCE),
+                ("host_transfers", "auto"), _LANDING_HOST,
             ),
         ),
         (
             "D host recompute",
             _with_host_memory(
-                replace(
-                    decode("recompute", "LBHNC"),
-                    block_size=2 * BLOCK_SIZE, options=(*_CHAOS_OPTIONS, ("transfer_timeout_s", 5.0)),
-                ),
-                ("pull_to", "host"),
+                replace(decode("recompute", "LBHNC"), block_size=2 * BLOCK_SIZE, options=_CHAOS_PATIENCE),
+                ("host_transfers", "always"),
             ),
         ),
     ),
@@ -408,10 +406,10 @@ def _decode_at_points(policy: LoadFailurePolicy, *options: tuple[str, object], r
 def _prefill_at_points(*options: tuple[str, object], ranks: int = 1) -> ServerSpec:
     """It stores what it is about to evict, so that what a lease holds is copied when the lease moves."""
     spec = _at_points(prefill(tensor_parallel=ranks))
-    return _with_host_memory(spec, ("host_transfers", True), ("cpu_store", "lazy"), *options)
+    return _with_host_memory(spec, ("host_transfers", "auto"), ("cpu_store", "lazy"), *options)
 
 
-_AUTO = (_LANDING_HOST, ("pull_to", "auto"))
+_AUTO = (_LANDING_HOST, ("host_transfers", "auto"))
 #: Processes that die and stop at chosen points of a landing, and of the move of a lease. P comes back on its port.
 POINTS = Deployment(
     "points",
@@ -430,7 +428,7 @@ POINTS_OF_RANKS = Deployment(
     "points of ranks",
     (
         ("P", _prefill_at_points(ranks=2)),
-        ("D", _decode_at_points("fail", _LANDING_HOST, ("pull_to", "host"), ranks=2)),
+        ("D", _decode_at_points("fail", _LANDING_HOST, ("host_transfers", "always"), ranks=2)),
     ),
     slow=True,
 )
@@ -445,8 +443,8 @@ def drained_at_points(drain_timeout_s: float) -> ServerSpec:
 def _in_trouble(layout: Layout, tensor_parallel: int, policy: LoadFailurePolicy) -> ServerSpec:
     """A server of both roles, whose leases move and to which prompts land."""
     spec = _with_host_memory(peer(layout=layout, tensor_parallel=tensor_parallel, policy=policy))
-    times = {"pull_timeout_s": 2 * CHAOS_PULL_TIMEOUT_S, "transfer_timeout_s": 10.0}
-    return _in_chunks(spec, host_transfers=True, pull_to="auto", **times)
+    times = {"pull_timeout_s": 2 * CHAOS_PULL_TIMEOUT_S, "queue_timeout_s": 2 * CHAOS_PULL_TIMEOUT_S}
+    return _in_chunks(spec, host_transfers="auto", **times)
 
 
 #: The same between servers of both roles that are unequal in tensor parallel size and layout. A copy to host memory has

@@ -9,7 +9,7 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from pd_connector.orders import LandingEnds, LoadOrder, PullOrder, Report
 from pd_connector.scheduler.consumer import Consumer
 from pd_connector.scheduler.host_tier import HostTier
-from pd_connector.scheduler.landings import Landings, PullTo
+from pd_connector.scheduler.landings import LandingMode, Landings
 from pd_connector.stats import StatsRecorder, nothing
 from pd_connector.vllm.cache_specs import Retention
 from tests.support.connector.consumers import CountedBlocks, consumer_parts, layers_of
@@ -33,7 +33,7 @@ class LandingEngine:
 
     def __init__(
         self,
-        pull_to: PullTo = "host",
+        mode: LandingMode = "always",
         slots: int = 7,
         device_blocks: int = 100,
         *,
@@ -46,7 +46,7 @@ class LandingEngine:
         self.tier = HostTier(self.pool, self.setup.ranks)
         self.device = CountedBlocks(device_blocks)
         self.consumer = Consumer(*consumer_parts(RecordingClient(), ManualClock(), self.kept, self.device))
-        self.landings = Landings(pull_to, self.tier, self.consumer, self.device, self.kept, self.setup.ranks)
+        self.landings = Landings(mode, self.tier, self.consumer, self.device, self.kept, self.setup.ranks)
         self.roles = (self.landings, self.tier, self.consumer)
         self.requests: dict[str, Any] = {}
         self.under_way: list[str] = []

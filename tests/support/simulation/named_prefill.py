@@ -73,7 +73,7 @@ REACH_TOKENS = 32  # the sliding window of the second cache group, if there is o
 _NOTHING = -1  # in the place of a stamp
 
 #: How many slots there are is told by the workers.
-_HOST_MEMORY: dict[str, Any] = {"cpu_bytes_to_use": 1 << 20, "host_transfers": True}
+_HOST_MEMORY: dict[str, Any] = {"cpu_bytes_to_use": 1 << 20, "host_transfers": "auto"}
 
 init_none_hash(sha256_cbor)
 _hasher = get_request_block_hasher(PAGE_TOKENS, sha256_cbor)

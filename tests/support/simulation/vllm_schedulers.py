@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cache, partial
 from pathlib import Path
 from tempfile import mkdtemp
@@ -33,6 +33,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from layout.geometry import CacheGroup, WorkerGeometry
+from pd_connector.engine_limits import EngineLimits
 from pd_connector.orders import PullOrder, Report, WorkerHandshake
 from pd_connector.scheduler.consumer import Consumer
 from pd_connector.scheduler.host_tier import HostTier
@@ -216,7 +217,10 @@ class EngineSim:
         slots: int = 0,
         **settings: Any,
     ) -> None:
-        """Start an engine whose host memory has so many ``slots``, in blocks; with 0, it has none."""
+        """Start an engine whose host memory has so many ``slots``, in blocks; with 0, it has none.
+
+        ``settings``: of the connector, or ``EngineLimits`` of it.
+        """
         self.world = world
         self._scheduling = scheduling
         self.slots = slots
@@ -234,7 +238,7 @@ class EngineSim:
         self.computed_of: Counter[str] = Counter()  # tokens, by request id
         self.computed: Counter[str] = Counter()  # prompts that were computed instead of pulled, by cause
         patch.object(self.side._stats, "count", self._count).start()
-        self.opens_host = bool(settings.get("host_transfers"))
+        self.opens_host = self.produces and settings.get("host_transfers", "off") != "off"
         handshake = WorkerHandshake(_WORKER, slots, _WORKER if self.opens_host else None)
         connector.set_xfer_handshake_metadata_pp_aware({(0, 0): HandshakeMetadata(handshake)})
         if self.side._role.produces:
@@ -373,6 +377,9 @@ class EngineSim:
         config.cache_config.num_gpu_blocks = blocks
         config.scheduler_config = copy(config.scheduler_config)
         config.scheduler_config.policy = self._scheduling
+        bounds = {each.name for each in fields(EngineLimits)}
+        limits = EngineLimits(**{name: value for name, value in settings.items() if name in bounds})
+        settings = {name: value for name, value in settings.items() if name not in bounds}
         config.kv_transfer_config = KVTransferConfig(
             kv_connector="PDConnector",
             kv_connector_module_path="pd_connector",
@@ -385,7 +392,7 @@ class EngineSim:
         with ExitStack() as patches:
             world, clock = self.world, self.world.clock
             for target, new in (
-                ("pd_connector.connector.ConnectorScheduler", partial(ConnectorScheduler, clock=clock)),
+                ("pd_connector.connector.ConnectorScheduler", partial(ConnectorScheduler, clock=clock, limits=limits)),
                 ("pd_connector.scheduler.scheduler.ControlClient", lambda **_: _Client(world)),
                 ("pd_connector.scheduler.producer.ControlServer", partial(_Server, world)),
             ):

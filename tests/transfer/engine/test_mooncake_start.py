@@ -1,6 +1,6 @@
 """Options, limits, environment and start-up errors of the Mooncake engine.
 
-Covers: transfer.engine.mooncake_limits.
+Covers: transfer.engine.rdma, transfer.engine.mooncake_limits.
 """
 
 import importlib
@@ -14,7 +14,7 @@ import pytest
 from layout.copies import Copies
 from layout.cost import CostModel
 from tests.support.memory import Memory, even_copies
-from transfer.engine import mooncake, mooncake_native
+from transfer.engine import mooncake_native, rdma
 from transfer.engine.base import EngineStartError, ReadFailed
 from transfer.engine.mooncake import PROTOCOLS, MooncakeEngine, MooncakeOptions
 from transfer.engine.mooncake_limits import LIMITS
@@ -156,7 +156,7 @@ def test_links_have_engines_of_their_own_on_tcp_only() -> None:
 
 
 def test_rdma_without_a_device_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(mooncake, "INFINIBAND_DEVICES", tmp_path)
+    monkeypatch.setattr(rdma, "INFINIBAND_DEVICES", tmp_path)
     with pytest.raises(EngineStartError, match=r"no RDMA device.*use protocol 'tcp'"):
         MooncakeEngine(MooncakeOptions("127.0.0.1", protocol="rdma"))
 
