@@ -65,7 +65,7 @@ def test_memory_on_a_device_is_two_mebibytes_aligned_at_both_ends(device_bytes: 
 
 def test_a_device_without_room_for_the_buffer_says_what_to_change() -> None:
     cache = torch.zeros(64)
-    with pytest.raises(MemoryError, match=r"cpu has no \d+ bytes left .* staging_bytes \(0 reads everything"):
+    with pytest.raises(MemoryError, match=r"cpu has no \d+ bytes left .* tuning.staging_bytes \(0 reads everything"):
         RemoteReader.with_device_staging(TCP, (Region(cache.data_ptr(), 256),), 1 << 60, [cache])
 
 

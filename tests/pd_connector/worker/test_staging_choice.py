@@ -32,9 +32,9 @@ def staged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Staged:
     (tmp_path / "config.json").write_text(json.dumps({"hidden_size": 128}))
     monkeypatch.setattr(worker_half, "worker_ranks", lambda: Ranks(0, 1, 0, 1))
 
-    def start(role: str, *, on_host: bool, **extra: Any) -> list[Region]:
+    def start(role: str, *, on_host: bool, **tuning: Any) -> list[Region]:
         monkeypatch.setattr(worker_half, "caches_are_host_memory", lambda: on_host)
-        settings = {"host": "127.0.0.1", "protocol": "tcp", "model_check": "off", "canary": "off", **extra}
+        settings = {"host": "127.0.0.1", "protocol": "tcp", "model_check": "off", "canary": "off", "tuning": tuning}
         engine = InProcessEngine(InProcessFabric())
         caches = {name: torch.zeros(8, 2, BLOCK_TOKENS, 128) for name in LAYERS}
         half = ConnectorWorker(
