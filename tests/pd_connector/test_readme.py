@@ -7,7 +7,7 @@ import json
 import re
 from pathlib import Path
 
-from pd_connector.config import ConnectorConfig
+from pd_connector.config import ConnectorConfig, parse_config
 from pd_connector.stats import LABELS, metric_names
 
 ROOT = Path(__file__).parents[2]
@@ -27,6 +27,35 @@ def of_part(page: str, heading: str) -> list[str]:
 def test_every_setting_is_listed_with_its_default() -> None:
     rows = re.findall(r"^- `(\w+)` \(`(.*?)`\): \S", SETTINGS, re.MULTILINE)
     assert rows == [(name, json.dumps(field.default)) for name, field in ConnectorConfig.model_fields.items()]
+
+
+def test_readme_is_a_front_door() -> None:
+    """Short, with the way to a first pull on its first page."""
+    readme = (ROOT / "README.md").read_text()
+    assert len(readme.split()) <= 900
+    first_page = "\n".join(readme.splitlines()[:60])
+    for step in (
+        "pip install",
+        "pd-doctor",
+        "vllm serve",
+        "pd-proxy",
+        "curl",
+        "vllm:pd_pulls_total",
+        "docs/security.md",
+    ):
+        assert step in first_page
+
+
+def test_engines_start_with_what_the_pages_say() -> None:
+    commands = 0
+    for page in PAGES:
+        for written in re.findall(r"--kv-transfer-config '({\s*\"[^']*})'", page.read_text()):
+            if "..." not in written:
+                config = json.loads(written)
+                assert config["kv_role"] in {"kv_producer", "kv_consumer", "kv_both"}, page
+                parse_config(config.get("kv_connector_extra_config", {}))
+                commands += 1
+    assert commands > 4
 
 
 def test_every_make_target_named_exists() -> None:
