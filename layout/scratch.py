@@ -44,7 +44,12 @@ def scratch_geometry(geometry: WorkerGeometry, memory: Region, blocks: Sequence[
 
 def blocks_of_tokens(geometry: WorkerGeometry, tokens: int) -> Iterator[int]:
     """Yield for each cache group how many blocks hold ``tokens`` neighbouring tokens, wherever they begin."""
-    return (-(-tokens // group.block_tokens) + 1 for group in geometry.groups)
+    return (blocks_holding(tokens, group.block_tokens) for group in geometry.groups)
+
+
+def blocks_holding(tokens: int, block_tokens: int) -> int:
+    """Return how many blocks of ``block_tokens`` hold ``tokens`` neighbouring tokens, wherever they begin."""
+    return -(-tokens // block_tokens) + 1
 
 
 def _plane_bytes(plane: Plane, group: CacheGroup, blocks: int) -> int:

@@ -35,7 +35,6 @@ MANY = 100  # leases of a long renewal
 PROMPT_TOKENS, BLOCK_TOKENS, LAYERS, WORKERS = 8192, 32, 80, 8
 ASKED = 300  # to time an answer
 _RECEIVE_MS = 30_000
-_NO_LIMITS = ServerLimits(requests_per_s=1e9, burst=1e9)
 _CONTENTS, _TRANSFER = "contents", "transfer"
 
 
@@ -48,7 +47,7 @@ def serve(pipe: Connection, leases: int) -> None:
     service.transfers.announce(_TRANSFER, PROMPT_TOKENS // 2, [list(range(PROMPT_TOKENS // 2 // BLOCK_TOKENS))])
     for number in range(leases):
         table.grant(lease_id(number), None, _CONTENTS)
-    server = ControlServer(service, HOST, limits=_NO_LIMITS)
+    server = ControlServer(service, HOST, limits=ServerLimits(unread_bytes=1 << 30))
     server.start()
     pipe.send((server.port, service.engine_id))
     while pipe.recv():

@@ -27,12 +27,10 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from pd_connector.config import ConfigError
 from pd_connector.scheduler.roles import SchedulerRole
-from transfer.control.limits import ThrottledWarnings, TokenBuckets
 
 logger = logging.getLogger(__name__)
 
 #: A router asks once a start. The numbers leave room for many behind one address.
-_REQUESTS_PER_S, _REQUESTS_AT_ONCE = 5.0, 50.0
 _CONNECTIONS = 128
 _CONNECTION_S = 5.0  # of a connection's whole life
 
@@ -65,8 +63,6 @@ class Bootstrap(SchedulerRole):
         self._answer: dict[str, Any] = {"0": {"engine_id": label, "worker_addr": workers}}
         self._listener = _listen(host, bootstrap_port)
         self.port = int(self._listener.getsockname()[1])
-        self._buckets = TokenBuckets(_REQUESTS_PER_S, _REQUESTS_AT_ONCE)
-        self._warnings = ThrottledWarnings(logger, _WARNING_INTERVAL_S)
         self._closing = False
         self._server = uvicorn.Server(
             uvicorn.Config(
@@ -102,11 +98,7 @@ class Bootstrap(SchedulerRole):
             logger.exception("PDConnector: the HTTP server at bootstrap_port %d has died", self.port)
 
     async def _query(self, request: Request) -> JSONResponse:
-        host = request.client.host if request.client is not None else ""
-        if self._buckets.take(host):
-            return JSONResponse(self._answer)
-        self._warnings.warn("rate", f"PDConnector: {host} asks for the control channel too often")
-        return JSONResponse({"error": "too many requests of this host: ask once, and keep the answer"}, 429)
+        return JSONResponse(self._answer)
 
 
 class _Connection(H11Protocol):

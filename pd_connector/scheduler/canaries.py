@@ -22,10 +22,11 @@ import math
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from layout.scratch import blocks_holding
 from pd_connector.orders import CanaryEnds, CanaryReference, CanaryRoom, Cause, Orders, PullOrder, Report
 from pd_connector.params import RemotePrefill
 from pd_connector.scheduler.roles import SchedulerRole
@@ -52,8 +53,19 @@ _MAX_VERDICTS = 4096
 #: Failures of a canary's pull that say something of the prefill engine, and not of the request alone.
 _OF_THE_ENGINE = frozenset({Cause.UNREACHABLE, Cause.DENIED, Cause.REFUSED, Cause.INCOMPATIBLE})
 
-#: A prefill engine's id, and the adapter: empty for the model itself.
-_Key = tuple[str, str]
+
+@dataclass(frozen=True, slots=True)
+class _Key:
+    """What a verdict is of. Params come from clients: a wrong address decides nothing about who is at the right one."""
+
+    engine_id: str
+    host: str
+    port: int
+    adapter: str  # empty for the model itself
+
+    def __str__(self) -> str:
+        engine = f"prefill engine {self.engine_id} at {self.host}:{self.port}"
+        return f"{engine} with adapter {self.adapter}" if self.adapter else engine
 
 
 class Standing(enum.Enum):
@@ -81,14 +93,30 @@ class NoCanaries(SchedulerRole):
         return Standing.PROVEN
 
     def tokens(self, request: "Request", computed_tokens: int) -> range | None:
-        """Return which tokens a request would prove an untried engine with; None if it has too few.
+        """Return which tokens a request would prove an untried engine with; None if it has too few, or nobody has room.
 
         ``computed_tokens``: those that it does not compute here.
         """
         return None
 
-    def begin(self, request: "Request", remote: RemotePrefill, tokens: range) -> None:
-        """Make a request the canary of an untried engine: it was given its first blocks, and will be computed here."""
+    def begin(
+        self,
+        request: "Request",
+        remote: RemotePrefill,
+        tokens: range,
+        computed_tokens: int,
+        *,
+        is_same_prompt: bool = True,
+    ) -> None:
+        """Make a request the canary of an untried engine: it was given its first blocks, and will be computed here.
+
+        Args:
+            request: to be computed here.
+            remote: what the engine holds of its prompt.
+            tokens: as the method of this name returned.
+            computed_tokens: as that method was given.
+            is_same_prompt: whether it is known that the engine has computed the same prompt, images included.
+        """
         raise AssertionError("every engine is proven")
 
     def take_ended(self) -> list[str]:
@@ -101,9 +129,9 @@ class NoCanaries(SchedulerRole):
         return frozenset()
 
     @property
-    def waiting(self) -> int:
-        """Number of requests that wait for a verdict."""
-        return 0
+    def waiting(self) -> Collection[str]:
+        """The requests that wait for a verdict."""
+        return ()
 
 
 @dataclass(slots=True)
@@ -113,9 +141,11 @@ class _Canary:
     request: "Request"
     key: _Key
     tokens: range
+    found: int  # tokens at the begin of the prompt that were here already
     area: int
     preemptions: int  # of the request, when it began
     ends: CanaryEnds
+    is_same_prompt: bool
     held: "tuple[KVCacheBlock, ...] | None" = None
     has_left: bool = False  # what was computed here is lost, so nothing is proven
 
@@ -127,12 +157,22 @@ class Canaries(NoCanaries):
         self,
         blocks: DeviceBlocks,
         groups: Sequence[Retention],
+        is_spoilt: "Callable[[Request], bool]" = lambda request: False,
         *,
         refuses: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Start without verdicts. Unless it ``refuses``, engines that differ are only warned of."""
+        """Start without verdicts.
+
+        Args:
+            blocks: of the device.
+            groups: what each cache group keeps.
+            is_spoilt: whether what a request has computed comes of what another connector failed to load.
+            refuses: nothing is pulled from engines that differ; they are only warned of if this is False.
+            clock: in seconds.
+        """
         self._blocks = blocks
+        self._is_spoilt = is_spoilt
         self._groups = groups
         self._refuses = refuses
         self._clock = clock
@@ -172,26 +212,41 @@ class Canaries(NoCanaries):
         if now - since < _PATIENCE_S:
             return standing
         del self._waits[request.request_id]
+        proving = next((each.request.request_id for each in self._under_way.values() if each.key == key), "of before")
         return Rejection(
             Cause.CANARY,
-            f"{_name(key)} is not proven yet: the first prompt from there is computed here as well, and for "
-            f"{_PATIENCE_S:.0f} s there was no verdict",
+            f"{key} is not proven yet: request {proving} is computed here and pulled from there as well, and for "
+            f"{_PATIENCE_S:.0f} s there was no verdict. Send the request again; what has become of {proving} is in "
+            "this log",
         )
 
     def tokens(self, request: "Request", computed_tokens: int) -> range | None:
-        """Return the last tokens of a prompt that are computed here, whole blocks from the first; None if too few."""
-        if self._room is None:
+        """Return the last tokens of a prompt that are computed here, whole blocks from the first.
+
+        None if they do not fill a block, or other engines are being proven in all the scratch memory.
+        """
+        if self._room is None or not self._free:
             return None
         end = request.num_prompt_tokens - 1
         first = -(-max(computed_tokens, end - self._room.tokens) // self._border) * self._border
-        return range(first, end) if end + 1 - first >= self._border else None
+        return range(first, end) if end - first >= self._border else None
 
-    def begin(self, request: "Request", remote: RemotePrefill, tokens: range) -> None:
+    def begin(
+        self,
+        request: "Request",
+        remote: RemotePrefill,
+        tokens: range,
+        computed_tokens: int,
+        *,
+        is_same_prompt: bool = True,
+    ) -> None:
         """Order the pull of ``tokens`` into scratch memory."""
         key = _key(request, remote)
-        assert self._standing(key, self._clock()) is Standing.UNTRIED, "the engine is tried, or there is no room"
+        assert self._standing(key, self._clock()) is Standing.UNTRIED, "the engine is tried"
         area = self._free.pop()
-        canary = _Canary(request, key, tokens, area, request.num_preemptions, CanaryEnds(0))
+        canary = _Canary(
+            request, key, tokens, computed_tokens, area, request.num_preemptions, CanaryEnds(0), is_same_prompt
+        )
         self._under_way[request.request_id] = canary
         block_ids = tuple(self._area(kept, area, tokens) for kept in self._groups)
         self._orders.append(
@@ -199,7 +254,7 @@ class Canaries(NoCanaries):
         )
         logger.info(
             "PDConnector: %s is not proven yet: request %s is computed here, and tokens %d to %d of it are pulled as "
-            "well, to be compared", _name(key), request.request_id, tokens.start, tokens.stop - 1,
+            "well, to be compared", key, request.request_id, tokens.start, tokens.stop - 1,
         )  # fmt: skip
 
     def take_ended(self) -> list[str]:
@@ -213,16 +268,21 @@ class Canaries(NoCanaries):
         return frozenset(self._under_way) | frozenset(self._ended)
 
     @property
-    def waiting(self) -> int:
-        """Number of requests that wait for a verdict."""
-        return len(self._waits)
+    def waiting(self) -> Collection[str]:
+        """The requests that wait for a verdict."""
+        return self._waits.keys()
 
     def step_orders(self, scheduled: Mapping[str, int]) -> Orders:
         """Return the canaries since the last step, and what has been computed of earlier ones."""
-        for canary in self._under_way.values():
-            if self._is_open(canary) and canary.request.num_preemptions != canary.preemptions:
+        new = {order.request_id for order in self._orders}
+        for request_id, canary in self._under_way.items():
+            if not self._is_open(canary):
+                continue
+            # What another connector brings was not computed here, and may even come from the engine in question.
+            is_brought = request_id in new and canary.request.num_computed_tokens > canary.found
+            if is_brought or not self._is_sound(canary):
                 self._leave(canary)
-            elif self._is_open(canary) and canary.request.num_output_tokens:
+            elif canary.request.num_output_tokens:
                 self._refer(canary)
         orders = Orders(canaries=tuple(self._orders), references=tuple(self._references))
         self._orders, self._references, self._tells = [], [], False
@@ -247,7 +307,7 @@ class Canaries(NoCanaries):
         canary = self._under_way.get(request.request_id)
         if canary is None or not self._is_open(canary):
             return
-        if request.num_output_tokens and request.num_preemptions == canary.preemptions:
+        if request.num_output_tokens and self._is_sound(canary):
             self._refer(canary)
         else:
             self._leave(canary)
@@ -302,15 +362,14 @@ class Canaries(NoCanaries):
             if now < verdict.until:
                 return verdict
             del self._verdicts[key]
-        if not self._free or any(canary.key == key for canary in self._under_way.values()):
-            return Standing.AWAITED
-        return Standing.UNTRIED
+        is_tried = any(canary.key == key for canary in self._under_way.values())
+        return Standing.AWAITED if is_tried else Standing.UNTRIED
 
     def _area(self, kept: Retention, area: int, tokens: range) -> tuple[int, ...]:
         """Return the block table of a cache group in an area of the scratch memory, as far as the tokens are kept."""
         assert self._room is not None, "no worker is known"
         size = kept.block_tokens
-        of_area = -(-self._room.tokens // size) + 1  # as ``layout.scratch.blocks_of_tokens``
+        of_area = blocks_holding(self._room.tokens, size)
         first, end = tokens.start // size, -(-tokens.stop // size)
         needed = max(first, kept.first_needed(tokens.stop + 1) // size)
         base = 1 + area * of_area - first
@@ -320,6 +379,10 @@ class Canaries(NoCanaries):
     def _is_open(canary: _Canary) -> bool:
         """Return whether the workers have not been told yet what is to be compared."""
         return canary.held is None and not canary.has_left
+
+    def _is_sound(self, canary: _Canary) -> bool:
+        """Return whether what the request has computed so far is there, and right."""
+        return canary.request.num_preemptions == canary.preemptions and not self._is_spoilt(canary.request)
 
     def _refer(self, canary: _Canary) -> None:
         """Have what was computed compared: a token was sampled, so the whole prompt is in its blocks, on every rank."""
@@ -349,12 +412,22 @@ class Canaries(NoCanaries):
         self._ended.append(request_id)
         self._tells = True
         self._release(canary)
-        ends, name = canary.ends, _name(canary.key)
-        if ends.failure:
+        ends, name = canary.ends, canary.key
+        if ends.difference and not canary.has_left and not canary.is_same_prompt:
+            self._counts["failed"] += 1
+            logger.warning(
+                "PDConnector: %s is not proven: what was pulled of request %s differs from what was computed here "
+                "(%s), and its images or embeddings may differ as well. The next prompt from there tries again", name,
+                request_id, ends.difference,
+            )  # fmt: skip
+        elif ends.difference and not canary.has_left:  # of any rank: one whose pull has failed proves nothing
+            self._counts["differs"] += 1
+            self._decide(canary.key, self._refuse(name, request_id, ends.difference))
+        elif ends.failure:
             self._counts["failed"] += 1
             logger.error(
-                "PDConnector: %s is not proven: request %s could not be pulled beside being computed here: %s", name,
-                request_id, ends.failure,
+                "PDConnector: %s is not proven: request %s could not be pulled beside being computed here, on which "
+                "its answer does not depend: %s", name, request_id, ends.failure,
             )  # fmt: skip
             if ends.cause in _OF_THE_ENGINE:
                 until = math.inf if ends.cause is Cause.INCOMPATIBLE else self._clock() + _RETRY_S
@@ -363,10 +436,10 @@ class Canaries(NoCanaries):
             self._counts["left"] += 1
         elif not ends.samples:
             self._counts["failed"] += 1
-            logger.error("PDConnector: %s is not proven: no token of request %s could be compared", name, request_id)
-        elif ends.difference:
-            self._counts["differs"] += 1
-            self._decide(canary.key, self._refuse(name, request_id, ends.difference))
+            logger.info(
+                "PDConnector: %s is not proven: of request %s, no token that is here was pulled from there. The next "
+                "prompt from there tries again", name, request_id,
+            )  # fmt: skip
         else:
             self._counts["proven"] += 1
             self._decide(canary.key, None)
@@ -375,7 +448,7 @@ class Canaries(NoCanaries):
                 "here, in %d parts of layers", name, len(canary.tokens), request_id, ends.samples,
             )  # fmt: skip
 
-    def _refuse(self, name: str, request_id: str, difference: str) -> Rejection | None:
+    def _refuse(self, name: _Key, request_id: str, difference: str) -> Rejection | None:
         """Return the verdict on an engine that differs."""
         found = f"{name} computes other keys and values than this engine: {difference}"
         way_out = "serve the same weights, adapters, --max-model-len and vLLM release on both sides"
@@ -397,9 +470,4 @@ class Canaries(NoCanaries):
 
 
 def _key(request: "Request", remote: RemotePrefill) -> _Key:
-    return remote.remote_engine_id, adapter(request)
-
-
-def _name(key: _Key) -> str:
-    engine_id, of_adapter = key
-    return f"prefill engine {engine_id}" + (f" with adapter {of_adapter}" if of_adapter else "")
+    return _Key(remote.remote_engine_id, remote.remote_host, remote.remote_port, adapter(request))

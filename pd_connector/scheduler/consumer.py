@@ -104,7 +104,7 @@ class Consumer(SchedulerRole):
         self._landing: dict[str, Pulling] = {}  # pulls to host memory: their requests wait, without blocks
         self._proving: dict[str, Pulling] = {}  # pulls of canaries: nobody waits for them
         self._used = SingleUse()  # by the requests that are announced, wait, pull or prove, except followers
-        self._failed: dict[str, str] = {}  # requests whose pulls have failed; why they will compute their prompts
+        self._failed: dict[str, str] = {}  # requests that will compute their prompts for another reason; which
         self._computed: dict[str, int] = {}  # tokens held here when vLLM last asked, by request
         self._computed_here: Counter[str] = Counter()  # prompts, by cause, since the last update of the statistics
         self._pulls: list[PullOrder] = []
@@ -163,7 +163,6 @@ class Consumer(SchedulerRole):
         if isinstance(entry, Follower):
             return 0
         if isinstance(entry, RemotePrefill) and self._is_useless(request, entry, computed_tokens):
-            return 0
             return 0
         wanted: int = request.num_prompt_tokens - 1
         return max(wanted - computed_tokens, 0)
@@ -260,11 +259,14 @@ class Consumer(SchedulerRole):
     @property
     def waiting(self) -> int:
         """Number of requests that only wait for blocks for what they pull, not for a prefill engine or a verdict."""
-        return len(self._waiting) - self._canaries.waiting
+        return len(self._waiting.keys() - self._canaries.waiting)
 
     @property
     def waiting_for_prefill(self) -> int:
-        """Number of requests, if each of them waits for a prefill engine whose news wake this one; else 0."""
+        """Number of requests, if each of them waits for a prefill engine whose news wake this one; else 0.
+
+        One that waits for a verdict counts: the canary's steps wake this engine.
+        """
         if self._waiting or self._landing or len(self._pulling) != len(self._completions):
             return 0
         return len(self._announced) + len(self._pulling)
@@ -396,7 +398,8 @@ class Consumer(SchedulerRole):
         del self._waiting[request.request_id]
         self._proving[request.request_id] = Pulling(entry)
         self._renewals.start_reading(request.request_id)
-        self._canaries.begin(request, entry, tokens)
+        is_same = self._prompts.are_equal(request, entry)
+        self._canaries.begin(request, entry, tokens, computed_tokens, is_same_prompt=is_same)
         return True
 
     @staticmethod

@@ -90,6 +90,8 @@ class Producer(SchedulerRole):
         )
         self._workers = 0
         self._legs: dict[str, VllmRequest] = {}  # requests that other engines are to decode
+        self._outdated: set[str] = set()  # those of them that another model has begun to compute
+        self._cache_is_outdated = False  # vLLM may still find what another model has computed
         service.notify = self._server.changed
         self._server.start()
         self._refusals_taken: Counter[str] = Counter()
@@ -168,6 +170,7 @@ class Producer(SchedulerRole):
         """
         self._legs.pop(request.request_id, None)
         answer = self._grant(request, block_ids) if self._is_to_be_leased(request, block_ids) else None
+        self._outdated.discard(request.request_id)
         self._announcer.finish(request, is_granted=answer is not None)
         return answer
 
@@ -204,12 +207,20 @@ class Producer(SchedulerRole):
         self.free_blocks()
 
     def reset(self) -> bool:
-        """End every lease."""
+        """End every lease. If the model has changed, become another engine: what it computes from now on is of one."""
         self.release_device_blocks()
+        if self._cache_is_outdated:
+            self._begin_anew()
+        self._cache_is_outdated = False
         return True
 
     def model_changed(self) -> None:
-        """Become another engine, so that decode engines prove it again."""
+        """Become another engine, so that decode engines prove it again. What is half computed is not leased."""
+        self._outdated |= {each.request_id for each in self._legs.values() if each.num_computed_tokens}
+        self._cache_is_outdated = True
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
         known_as = self._service.engine_id
         self._service.model_changed()
         logger.info("PDConnector: prefill engine %s is now %s", known_as, self._service.engine_id)
@@ -226,12 +237,13 @@ class Producer(SchedulerRole):
         """Raise AssertionError unless the books balance and, until ``close``, both threads run."""
         self._service.check_integrity()
         self._announcer.check_integrity()
+        assert self._outdated <= self._legs.keys(), "a request is remembered that has left"
         assert self._closing.is_set() or self._expiry.is_alive(), "the expiry thread has died"
 
     def _is_to_be_leased(self, request: "VllmRequest", block_ids: Sequence[Sequence[int]]) -> bool:
         is_computed = prefill_is_complete(request) and any(block_ids)
         is_wanted = not self._announcer.is_unwanted(request.request_id)
-        is_right = not self._external.is_spoilt(request)
+        is_right = not self._external.is_spoilt(request) and request.request_id not in self._outdated
         return is_prefill_leg(request.kv_transfer_params) and is_computed and is_wanted and is_right
 
     def _grant(self, request: "VllmRequest", block_ids: Sequence[Sequence[int]]) -> dict[str, Any]:

@@ -394,7 +394,8 @@ class ConnectorScheduler:
         mode = self._config.canary_mode
         if mode == "off" or not self._role.consumes:
             return NoCanaries()
-        return Canaries(self._blocks, self._retentions, refuses=mode == "refuse", clock=self._clock)
+        is_spoilt = self._external.is_spoilt
+        return Canaries(self._blocks, self._retentions, is_spoilt, refuses=mode == "refuse", clock=self._clock)
 
     def _make_consumer(self, keys: ControlKeys | None, kv_cache_config: "KVCacheConfig") -> Consumer:
         config = self._config

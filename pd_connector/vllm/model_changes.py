@@ -66,7 +66,7 @@ def _adapters_told(
     def add_lora(lora_request: "LoRARequest") -> Any:
         added = call(lora_request)
         if adapter_loaded(lora_request):
-            changed(f"loading LoRA adapter {lora_request.lora_name!r} in place")
+            changed(f"loading LoRA adapter {lora_request.lora_name!r} in the place of another")
         return added
 
     return add_lora

@@ -9,7 +9,7 @@ import json
 import os
 from typing import TYPE_CHECKING, Any
 
-from pd_connector.params import PromptIdentity, prompt_digest
+from pd_connector.params import PromptIdentity, RemotePrefill, prompt_digest
 from pd_connector.tensor_files import model_directory, tensors_digest, weight_files
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ class Prompts:
         self._hashing = _media_hashing(vllm_config)
         self._reads_adapters = model_check == "weights"
         self._adapters: dict[int, str] = {}  # digests, by vLLM's number of the adapter
+        self._places: dict[str, tuple[int, str]] = {}  # vLLM's number and the path of each adapter, by name
 
     def identify(self, request: "Request") -> PromptIdentity:
         """Return what tells a request's prompt from others. Reads an adapter's files if no request has named it yet."""
@@ -51,17 +52,34 @@ class Prompts:
             media_digest=self._media_digest(request),
         )
 
-    def loaded(self, adapter: "LoRARequest") -> bool:
-        """Note that vLLM has loaded an adapter right now; return whether in the place of another of its number.
+    def are_equal(self, request: "Request", remote: RemotePrefill) -> bool:
+        """Return whether a prompt that ``check_prompt`` has not refused is known to be the prefilled one.
 
-        Without ``load_inplace``, vLLM keeps what it has loaded of that number before.
+        Images and the like are not compared where the two engines name them differently, and only a part of embeddings
+        is.
         """
-        replaces = adapter.load_inplace and self._adapters.pop(adapter.lora_int_id, None) is not None
+        if getattr(request, "prompt_embeds", None) is not None:
+            return False
+        media = self._media_digest(request)
+        return media == remote.media_digest if media else not getattr(request, "mm_features", None)
+
+    def loaded(self, adapter: "LoRARequest") -> bool:
+        """Note that vLLM has loaded an adapter right now; return whether in the place of another of its name.
+
+        vLLM gives one that was unloaded before a new number. Without ``load_inplace``, it keeps what it has loaded of a
+        number before.
+        """
+        place = (adapter.lora_int_id, adapter.lora_path)
+        replaces = self._places.get(adapter.lora_name, place) != place
+        if adapter.load_inplace and self._adapters.pop(adapter.lora_int_id, None) is not None:
+            replaces = True
+        self._places[adapter.lora_name] = place
         self._adapter_digest(adapter)
         return replaces
 
     def _adapter_digest(self, adapter: "LoRARequest") -> str:
         """Return the digest of what an adapter held when it was first seen; empty if unknown, or not to be compared."""
+        self._places.setdefault(adapter.lora_name, (adapter.lora_int_id, adapter.lora_path))
         if (known := self._adapters.get(adapter.lora_int_id)) is not None:
             return known
         found = _adapter_digest(adapter.lora_path) if self._reads_adapters else ""

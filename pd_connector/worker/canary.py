@@ -164,8 +164,8 @@ class CanaryPulls(WorkerRole):
         """Start pulls, and take what was computed of others. No request waits for either."""
         for order in orders.canaries:
             self._open[order.request_id] = _Canary(order)
-        if orders.canaries:
-            self._pulls.execute(Orders(pulls=orders.canaries))
+        if orders.canaries or orders.model_changes:
+            self._pulls.execute(Orders(pulls=orders.canaries, model_changes=orders.model_changes))
         for reference in orders.references:
             if (canary := self._open.get(reference.request_id)) is not None:  # its pull has not failed here
                 canary.reference = reference

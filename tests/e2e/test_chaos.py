@@ -1,7 +1,7 @@
 """Processes that die, stop, come back or lie, at every stage of a pull: no wrong token, no stuck request, no leak.
 
 Answers are compared with what the decode server computes by itself; block pools and leases of both sides must be empty
-at the end, by vLLM's own metrics. Times are reported at the end: the figures of docs/reliability.md.
+at the end, by vLLM's own metrics. Times are reported at the end.
 """
 
 import socket

@@ -1,6 +1,6 @@
 """Many requests: while things go wrong at random, and for so long that whatever grows has grown.
 
-Figures are reported at the end: those of docs/reliability.md.
+Figures are reported at the end.
 """
 
 import contextlib

@@ -267,7 +267,6 @@ def test_pulls_are_exported_as_zero_before_the_first(exported: tuple[ConnectorPr
         ("landing_fallbacks", "full"),
         ("lease_moves", "read"),
         ("lease_blocks_moved", "present"),
-        ("control_refusals", "rate"),
     ],
 )
 def test_what_can_be_counted_by_a_label_is_exported_as_zero_before_it_happens(

@@ -5,7 +5,6 @@ that libzmq would keep.
 """
 
 import time
-from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -22,7 +21,7 @@ from transfer.control.connections import (
     over_limit,
 )
 from transfer.control.keys import ControlKeys
-from transfer.control.limits import REFUSED_S, ServerLimits, ThrottledWarnings
+from transfer.control.limits import ServerLimits, ThrottledWarnings
 from transfer.control.polling import SocketMonitor
 
 _EVENTS = (
@@ -35,15 +34,14 @@ _EVENTS = (
 _ZAP_ENDPOINT = "inproc://zeromq.zap.01"  # where libzmq asks, see ZeroMQ's RFC 27
 _MECHANISM_MISMATCH = zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH
 _SECRET_MISMATCH = (zmq.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC, zmq.PROTOCOL_ERROR_ZMTP_KEY_EXCHANGE)
-_DROPS_TO_CUT = 100  # messages of one connection dropped between two checks; then it is cut and its host refused
 
 
 class AdmissionCounters(msgspec.Struct, frozen=True):
     """Connections since the start, and now."""
 
     connections: int = 0  # open now
-    connections_refused: int = 0  # above the limit in total or per host, or from a host that has just flooded us
-    connections_cut: int = 0  # for flooding us: with messages, or with bytes that we have not read
+    connections_refused: int = 0  # above the limit
+    connections_cut: int = 0  # for a message of too many frames, or too many bytes that we have not read
     authentication_failures: int = 0  # the secrets differ, or only one side has one
     #: Other failed handshakes: not ZeroMQ, too slow, or left early, as do clients that notice a different secret first.
     handshake_failures: int = 0
@@ -53,7 +51,6 @@ class AdmissionCounters(msgspec.Struct, frozen=True):
 class _Connection:
     host: str  # empty if it was gone before we looked
     unread: UnreadBytes = field(default_factory=UnreadBytes)
-    dropped: int = 0  # messages above the rate since the last check
     is_cut: bool = False  # but libzmq has not noticed yet
 
 
@@ -75,8 +72,6 @@ class Admission:
         self._limits = limits
         self._warnings = warnings
         self._connections: dict[int, _Connection] = {}  # by libzmq's descriptor
-        self._by_host: Counter[str] = Counter()
-        self._refused_until: dict[str, float] = {}  # by host that has flooded us; monotonic seconds
         self._failure: str | None = None  # of the handshake of the connection that the next event is about
         self._check_at = 0.0
         self._zap: zmq.Socket[bytes] | None = None
@@ -110,7 +105,6 @@ class Admission:
         now = time.monotonic()
         if now >= self._check_at:
             self._check_at = now + CHECK_INTERVAL_S
-            self._refused_until = {host: until for host, until in self._refused_until.items() if until > now}
             self._cut_over_unread_limit()
 
     def message_received(self, frames: Sequence[zmq.Frame]) -> None:
@@ -119,30 +113,14 @@ class Admission:
         if connection is not None:
             connection.unread.read += sum(map(len, frames)) + FRAME_OVERHEAD_BYTES * len(frames)
 
-    def message_dropped(self, frame: zmq.Frame) -> None:
-        """Record that a message above its host's rate, of which ``frame`` is one, was dropped."""
-        descriptor = _descriptor(frame)
-        connection = self._connections.get(descriptor)
-        if connection is not None:
-            connection.dropped += 1
-            if connection.dropped == _DROPS_TO_CUT:  # dropping messages takes time, too
-                self._cut(descriptor, "it keeps sending above its host's rate")
-
     def cut_sender(self, frame: zmq.Frame, reason: str) -> None:
         """Cut the connection that sent ``frame``, a part of a message that no well-behaved client sends."""
         descriptor = _descriptor(frame)
         if descriptor in self._connections:
             self._cut(descriptor, reason)
 
-    def refuse(self, host: str, for_s: float) -> None:
-        """Refuse connections from a host for ``for_s`` seconds, or longer if an earlier call said so."""
-        until = time.monotonic() + for_s
-        self._refused_until[host] = max(until, self._refused_until.get(host, 0.0))
-
     def check_integrity(self) -> None:
-        """Raise AssertionError unless the counts agree with the known connections."""
-        hosts = Counter(connection.host for connection in self._connections.values())
-        assert hosts == self._by_host, "the connections per host are counted wrong"
+        """Raise AssertionError unless the count agrees with the known connections."""
         assert self.counters.connections == len(self._connections), "the counter of connections is wrong"
 
     def unwatch(self) -> None:
@@ -160,24 +138,17 @@ class Admission:
         with connection_of(descriptor, local_port=self.port) as connection:
             if connection is not None:
                 host = connection.host
-                self._refuse_above_limits(connection)
+                self._refuse_above_limit(connection)
         self._connections[descriptor] = _Connection(host)
-        self._by_host[host] += 1
         self._count(connections=len(self._connections))
 
-    def _refuse_above_limits(self, connection: Connection) -> None:
-        limits, host = self._limits, connection.host
-        if self._by_host[host] >= limits.max_connections_per_host:
-            reason = f"it already has {limits.max_connections_per_host}, the maximum per host"
-        elif len(self._connections) >= limits.max_connections:
-            reason = f"there are already {limits.max_connections}, the maximum in total"
-        elif time.monotonic() < self._refused_until.get(host, 0.0):
-            reason = "it has just flooded this engine"
-        else:
+    def _refuse_above_limit(self, connection: Connection) -> None:
+        if len(self._connections) < self._limits.max_connections:
             return
         connection.abort()
         self._count(connections_refused=self.counters.connections_refused + 1)
-        self._warnings.warn("connections", f"refused a control connection from {host}: {reason}")
+        reason = f"there are already {self._limits.max_connections}, the maximum"
+        self._warnings.warn("connections", f"refused a control connection from {connection.host}: {reason}")
 
     def _disconnected(self, descriptor: int) -> None:
         host = self._forget(descriptor) or "an unknown address"
@@ -194,9 +165,6 @@ class Admission:
         gone = self._connections.pop(descriptor, None)
         if gone is None:
             return ""
-        self._by_host[gone.host] -= 1
-        if not self._by_host[gone.host]:
-            del self._by_host[gone.host]
         self._count(connections=len(self._connections))
         return gone.host
 
@@ -222,12 +190,11 @@ class Admission:
     def _cut_over_unread_limit(self) -> None:
         """Cut the connections that have sent too many bytes that were not read as complete messages."""
         unread = {descriptor: self._unread_bytes(descriptor) for descriptor in self._connections}
-        for descriptor, held in over_limit(unread, self._limits.unread_bytes, self._limits.total_unread_bytes):
+        for descriptor, held in over_limit(unread, self._limits.unread_bytes):
             self._cut(descriptor, f"it sent {held} bytes without a complete message, or faster than they are read")
 
     def _cut(self, descriptor: int, reason: str) -> None:
         known = self._connections[descriptor]
-        self.refuse(known.host, REFUSED_S)
         with connection_of(descriptor, local_port=self.port) as connection:
             if connection is not None:
                 connection.abort()
@@ -239,7 +206,6 @@ class Admission:
     def _unread_bytes(self, descriptor: int) -> int:
         """Return the bytes that a connection has sent and that were not read as complete messages."""
         known = self._connections[descriptor]
-        known.dropped = 0
         with connection_of(descriptor, local_port=self.port) as connection:
             return 0 if connection is None else known.unread.update(connection.bytes_received)
 

@@ -56,11 +56,11 @@ class UnreadBytes:
         return received - self._read_until
 
 
-def over_limit(unread: Mapping[_Key, int], each: int, total: int) -> Iterator[tuple[_Key, int]]:
-    """Yield the keys and bytes to drop so that none of the rest exceeds ``each`` and their sum does not ``total``."""
+def over_limit(unread: Mapping[_Key, int], most: int) -> Iterator[tuple[_Key, int]]:
+    """Yield the keys and bytes to drop, the largest first, so that the sum of the rest does not exceed ``most``."""
     left = sum(unread.values())
     for key, held in sorted(unread.items(), key=lambda item: -item[1]):
-        if held <= each and left <= total:
+        if left <= most:
             return
         left -= held
         yield key, held

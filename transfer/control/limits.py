@@ -1,11 +1,7 @@
-"""Limits on what peers may make an engine do: what a server grants them, and how often warnings are logged.
-
-Numbers, and how to measure against them. Opens no sockets.
-"""
+"""Limits on what peers may make an engine do: what a server grants them, and how often warnings are logged."""
 
 import logging
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import msgspec
@@ -17,26 +13,15 @@ MAX_ID_CHARACTERS = 128  # of an engine, lease or pull id, or a digest: some are
 MAX_READERS = 65_536  # per lease
 MAX_BORDERS = 4096  # per request for checksums
 MAX_SUMS = 2**18  # per reply to it
-REFUSED_S = 1.0  # how long a server refuses connections from a host that has flooded it
 
 
 class ServerLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """What a control server grants its peers. A host is an IP address, which engines behind one NAT share.
-
-    The defaults leave room for 256 decode workers behind one address that all say hello at once: each gets its welcome,
-    of up to 2 MB, within 10 s.
-    """
+    """What a control server grants its peers, all together."""
 
     max_connections: int = 4096
-    max_connections_per_host: int = 1024
-    requests_per_s: float = 5000.0  # per host, on average
-    burst: float = 10_000.0  # requests of one host at once
-    bytes_per_request: int = 4096  # a longer request counts as several
-    reply_bytes_per_request: int = 16_384  # a longer reply counts as several requests
-    # What a connection may send that is not read as complete messages. 2 bytes on the wire, as a frame, may take 64 of
-    # memory.
-    unread_bytes: int = 4 * 1024 * 1024
-    total_unread_bytes: int = 64 * 1024 * 1024
+    # What they may have sent that is not read as complete messages. 2 bytes on the wire, as a frame, may take 64 of
+    # memory. 64 decode engines that all renew a thousand leases at once stay far below.
+    unread_bytes: int = 8 * 1024 * 1024
 
 
 def exceeded_limit(request: Request) -> str:
@@ -66,45 +51,6 @@ def exceeded_limit(request: Request) -> str:
     if longest > MAX_ID_CHARACTERS:
         return f"an id of {longest} characters; at most {MAX_ID_CHARACTERS} are accepted"
     return ""
-
-
-class TokenBuckets:
-    """Holds a token bucket for each host: how much it may still request. Belongs to one thread.
-
-    Keeps only buckets that are not full, so its size is bounded by the requests of the last ``burst / rate`` seconds.
-    """
-
-    def __init__(self, rate: float, burst: float, clock: Callable[[], float] = time.monotonic) -> None:
-        """Refill each bucket with ``rate`` tokens a second, up to ``burst``."""
-        self._rate = rate
-        self._burst = burst
-        self._clock = clock
-        self._full_at: dict[str, float] = {}  # when a host's bucket will be full again; no entry: it is full
-        self._sweep_at = 0.0
-
-    def __len__(self) -> int:
-        return len(self._full_at)
-
-    def take(self, host: str) -> bool:
-        """Take one token of ``host``. If it has none left, take nothing and return False."""
-        now = self._clock()
-        self._sweep(now)
-        full_at = max(self._full_at.get(host, now), now)
-        if (full_at - now) * self._rate > self._burst - 0.5:  # half a token is missing: tolerates rounding errors
-            return False
-        self._full_at[host] = full_at + 1 / self._rate
-        return True
-
-    def charge(self, host: str, tokens: int) -> None:
-        """Take ``tokens`` for work that is already done; the bucket may fall below empty."""
-        if tokens:
-            now = self._clock()
-            self._full_at[host] = max(self._full_at.get(host, now), now) + tokens / self._rate
-
-    def _sweep(self, now: float) -> None:
-        if now >= self._sweep_at:
-            self._full_at = {host: full_at for host, full_at in self._full_at.items() if full_at > now}
-            self._sweep_at = now + self._burst / self._rate
 
 
 @dataclass(slots=True)

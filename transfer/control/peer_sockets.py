@@ -18,7 +18,6 @@ import zmq
 from transfer.control.connections import CHECK_INTERVAL_S, FRAMES_READ, UnreadBytes, connection_of, over_limit, receive
 from transfer.control.errors import AuthenticationFailed, TooManyPeers
 from transfer.control.keys import ControlKeys
-from transfer.control.limits import REFUSED_S
 from transfer.control.messages import MAX_FRAME_BYTES, MalformedMessage
 from transfer.control.polling import SocketMonitor
 from transfer.errors import PeerNotAllowed, TransferError
@@ -27,8 +26,7 @@ from transfer.peers import Address, AllowedPeers, parse_ip, resolve
 _QUEUED_FRAMES = 64  # per peer and direction, in libzmq
 _SOCKETS_PER_PEER = 3  # its own and the two ends of its monitor
 # What a peer may send without completing a reply. 2 bytes on the wire, as a frame, may take 64 bytes of memory.
-_UNREAD_BYTES = MAX_FRAME_BYTES + 4 * 1024 * 1024
-_TOTAL_UNREAD_BYTES = 64 * 1024 * 1024
+_UNREAD_BYTES = 2 * MAX_FRAME_BYTES
 
 _EVENTS = (
     zmq.EVENT_CONNECTED
@@ -40,10 +38,10 @@ _EVENTS = (
 )
 _MECHANISM_MISMATCH = zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH
 # A server closes the connection of a client with a different secret without an error, and may do so before its error
-# reaches a client without a secret. But so do machines that are starting, servers with too many connections, and
-# servers that refuse a host for a while. So a mismatch is assumed only after this many handshakes over this long.
+# reaches a client without a secret. But so do machines that are starting and servers with too many connections. So a
+# mismatch is assumed only after this many handshakes over this long.
 _ENDED_HANDSHAKES = 3
-_SECRET_MISMATCH_S = 2 * REFUSED_S
+_SECRET_MISMATCH_S = 2.0
 _ENDED_BY_PEER = (errno.ECONNRESET, errno.EPIPE)  # EAGAIN is our own HANDSHAKE_IVL: the peer sent nothing at all
 _KEYS_HINT = "give both engines the same secret (secret_file or PD_CONNECTOR_SECRET)"
 
@@ -243,7 +241,7 @@ class PeerPool:
         connected = {peer.address: peer for peer in self._peers.values() if peer.descriptor >= 0}
         self.check_at = now + CHECK_INTERVAL_S if connected else math.inf
         unread = {address: _unread_bytes(peer) for address, peer in connected.items()}
-        for address, held in over_limit(unread, _UNREAD_BYTES, _TOTAL_UNREAD_BYTES):
+        for address, held in over_limit(unread, _UNREAD_BYTES):
             connected[address].failure = f"it sent {held} bytes without a complete reply"
             yield connected[address]
 

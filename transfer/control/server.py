@@ -17,7 +17,7 @@ from transfer.control.admission import Admission, AdmissionCounters
 from transfer.control.connections import FRAMES_READ, receive
 from transfer.control.errors import ControlStartError
 from transfer.control.keys import ControlKeys
-from transfer.control.limits import ServerLimits, ThrottledWarnings, TokenBuckets, exceeded_limit
+from transfer.control.limits import ServerLimits, ThrottledWarnings, exceeded_limit
 from transfer.control.messages import (
     MAX_FRAME_BYTES,
     MAX_REQUEST_BYTES,
@@ -42,7 +42,6 @@ logger = logging.getLogger(__name__)
 _READ_BYTES = 2 * MAX_REQUEST_BYTES
 _MESSAGES_PER_TURN = 256  # between two checks of whether to stop
 _PAUSE_AFTER_FAULT_S = 0.05
-_MAX_HOST_TIME_SHARE = 0.05  # of the server's time that one host may take with endless messages
 _BACKLOG = 1024  # connections that arrive at once, as after a restart
 _HANDSHAKE_S = 5.0  # closes a connection that has not finished its handshake by then
 _UNREAD_REPLIES_S = 15.0  # closes a connection whose peer has read no bytes for this long
@@ -67,7 +66,7 @@ class ControlHandler(Protocol):
 
 
 class ServerCounters(msgspec.Struct, frozen=True):
-    """Messages since the start, by outcome. Every message counts in exactly one of the first seven fields."""
+    """Messages since the start, by outcome. Every message counts in exactly one of the first six fields."""
 
     requests: int = 0  # well-formed and passed to the handler, including repetitions
     malformed: int = 0  # not a request of this protocol
@@ -75,7 +74,6 @@ class ServerCounters(msgspec.Struct, frozen=True):
     wrong_version: int = 0
     wrong_frames: int = 0  # not exactly one frame
     over_limits: int = 0  # well-formed, but above one of the maximums in ``limits``
-    rate_limited: int = 0  # dropped without decoding, because its host sends too much
     handler_failures: int = 0  # requests whose handler raised, or whose reply could not be encoded
     replies_dropped: int = 0  # the peer has left, or does not read its replies
     admission: AdmissionCounters = AdmissionCounters()
@@ -87,7 +85,6 @@ class ServerCounters(msgspec.Struct, frozen=True):
             "authentication": self.admission.authentication_failures,
             "handshake": self.admission.handshake_failures,
             "connections": self.admission.connections_refused + self.admission.connections_cut,
-            "rate": self.rate_limited,
             "malformed": self.malformed + self.oversized + self.wrong_version + self.wrong_frames + self.over_limits,
         }
 
@@ -129,7 +126,6 @@ class ControlServer:
         self._handler = handler
         self._keys = keys
         self._limits = limits or ServerLimits()
-        self._buckets = TokenBuckets(self._limits.requests_per_s, self._limits.burst)
         self._admission: Admission | None = None
         self._host = host
         self._port = port
@@ -279,38 +275,25 @@ class ControlServer:
             if frames[-1].more:
                 self._drop_endless(socket, admission, frames[-1])
                 continue
-            sender = _sender(frames[0])
-            if not self._buckets.take(sender):
-                self._count(rate_limited=self._counters.rate_limited + 1)
-                admission.message_dropped(frames[0])
-                rate = f"one host may send {self._limits.requests_per_s:g} a second; it will ask again"
-                self._warnings.warn("rate", f"dropped a control message from {sender}: {rate}")
-                continue
-            self._buckets.charge(sender, sum(map(len, frames)) // self._limits.bytes_per_request)
-            answer = self._answer(peer.bytes, frames, sender)
+            answer = self._answer(peer.bytes, frames, _sender(frames[0]))
             if answer is not None:
-                self._buckets.charge(sender, len(answer) // self._limits.reply_bytes_per_request)
                 self._send(socket, peer.bytes, answer)
 
     def _serve_waiting(self, socket: zmq.Socket[bytes]) -> None:
         """Answer the requests that have waited for what is there now, or for long enough."""
         for waiting in self._waiting.take_changed():
-            answer = self._ask_handler(waiting.peer, waiting.message_id, waiting.request, waiting.sender, waiting)
+            answer = self._ask_handler(waiting.peer, waiting.message_id, waiting.request, waiting)
             if answer is not None:
-                self._buckets.charge(waiting.sender, 1 + len(answer) // self._limits.reply_bytes_per_request)
                 self._send(socket, waiting.peer, answer)
         for waiting in self._waiting.take_late(time.monotonic()):
             self._send(socket, waiting.peer, encode(waiting.message_id, waiting.reply))
 
     def _drop_endless(self, socket: zmq.Socket[bytes], admission: Admission, frame: zmq.Frame) -> None:
         """Cut the connection that sent an endless message, and read the remaining frames, which block all others."""
-        sender = _sender(frame)
         self._count(wrong_frames=self._counters.wrong_frames + 1)
         admission.cut_sender(frame, f"it sent a message of {FRAMES_READ} or more frames; a message is one frame")
-        started = time.monotonic()
         while frame.more:
             frame = socket.recv(zmq.NOBLOCK, copy=False)
-        admission.refuse(sender, (time.monotonic() - started) / _MAX_HOST_TIME_SHARE)
 
     def _send(self, socket: zmq.Socket[bytes], peer: bytes, answer: bytes) -> None:
         try:
@@ -334,7 +317,7 @@ class ControlServer:
         if reason := exceeded_limit(request):
             return self._refuse("over_limits", sender, message_id, ErrorCode.MALFORMED, reason)
         self._count(requests=self._counters.requests + 1)
-        return self._ask_handler(peer, message_id, request, sender)
+        return self._ask_handler(peer, message_id, request)
 
     def _refuse(self, cause: str, sender: str, message_id: int, code: ErrorCode, reason: str) -> bytes | None:
         """Count the refusal in the counter named ``cause``, and return the error to send if there is a message id."""
@@ -343,7 +326,7 @@ class ControlServer:
         return encode(message_id, Error(code, reason)) if message_id else None
 
     def _ask_handler(
-        self, peer: bytes, message_id: int, request: Request, sender: str, before: WaitingRequest | None = None
+        self, peer: bytes, message_id: int, request: Request, before: WaitingRequest | None = None
     ) -> bytes | None:
         """Return the handler's answer as a frame; None if it has none yet, as it had not ``before``."""
         kind = str(request.__struct_config__.tag)
@@ -351,7 +334,7 @@ class ControlServer:
             reply = self._handler.handle(request)
             if isinstance(reply, NotYet):
                 due_at = before.due_at if before is not None else time.monotonic() + reply.wait_s
-                waiting = WaitingRequest(peer, message_id, request, sender, reply.topic, due_at, reply.reply)
+                waiting = WaitingRequest(peer, message_id, request, reply.topic, due_at, reply.reply)
                 if reply.wait_s > 0 and self._waiting.add(waiting):
                     return None
                 reply = reply.reply

@@ -6,16 +6,13 @@ Each waits for a topic to change, and gets a reply that says so little when it h
 import heapq
 import threading
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from dataclasses import dataclass
 
 from transfer.control.messages import Reply, Request
 
 #: Of all peers together. Further ones are answered at once, with what there is.
 MAX_WAITING = 16_384
-
-#: Of one host, which engines behind one NAT share, so that it leaves room for others.
-MAX_WAITING_PER_HOST = 8192
 
 _MOST_STALE = 1024  # times that are kept of requests that have been answered, besides as many as are waiting
 
@@ -36,7 +33,6 @@ class WaitingRequest:
     peer: bytes  # the connection
     message_id: int
     request: Request
-    sender: str  # its address
     topic: str
     due_at: float  # on ``time.monotonic``: when ``reply`` is sent
     reply: Reply
@@ -49,7 +45,6 @@ class WaitingRequests:
         self._by_topic: dict[str, dict[tuple[bytes, int], WaitingRequest]] = defaultdict(dict)
         self._due: list[tuple[float, bytes, int, str]] = []  # a heap; entries of requests that have left are skipped
         self._number = 0
-        self._by_host: Counter[str] = Counter()
         self._lock = threading.Lock()  # guards what follows
         self._changed: dict[str, None] = {}  # an ordered set
 
@@ -57,16 +52,15 @@ class WaitingRequests:
         return self._number
 
     def add(self, waiting: WaitingRequest) -> bool:
-        """Hold a request, in place of its own repetition; return False if there are too many, or of its host."""
+        """Hold a request, in place of its own repetition; return False if there are too many."""
         key = (waiting.peer, waiting.message_id)
         held = self._by_topic.get(waiting.topic, {}).get(key)
         if held is not None:  # it was sent again: the first time counts
             return True
-        if self._number >= MAX_WAITING or self._by_host[waiting.sender] >= MAX_WAITING_PER_HOST:
+        if self._number >= MAX_WAITING:
             return False
         self._by_topic[waiting.topic][key] = waiting
         self._number += 1
-        self._by_host[waiting.sender] += 1
         if len(self._due) > 2 * self._number + _MOST_STALE:
             self._due = [
                 (each.due_at, *key, topic) for topic, held in self._by_topic.items() for key, each in held.items()
@@ -90,7 +84,7 @@ class WaitingRequests:
         taken: list[WaitingRequest] = []
         for topic in topics:
             taken += self._by_topic.pop(topic, {}).values()
-        self._discount(taken)
+        self._number -= len(taken)
         return taken
 
     def take_late(self, now: float) -> list[WaitingRequest]:
@@ -104,7 +98,7 @@ class WaitingRequests:
                 taken.append(held.pop((peer, message_id)))
                 if not held:
                     del self._by_topic[topic]
-        self._discount(taken)
+        self._number -= len(taken)
         return taken
 
     @property
@@ -120,15 +114,5 @@ class WaitingRequests:
             (waiting.due_at, *key, topic) for topic, each in self._by_topic.items() for key, waiting in each.items()
         }
         assert len(held) == self._number, "requests are miscounted"
-        senders = Counter(each.sender for waiting in self._by_topic.values() for each in waiting.values())
-        assert senders == self._by_host, "requests of a host are miscounted"
-        assert all(self._by_host.values()), "a host is remembered that waits for nothing"
         assert held <= set(self._due), "a request waits for ever"
         assert all(self._by_topic.values()), "a topic is remembered for which nobody waits"
-
-    def _discount(self, taken: list[WaitingRequest]) -> None:
-        self._number -= len(taken)
-        for waiting in taken:
-            self._by_host[waiting.sender] -= 1
-            if not self._by_host[waiting.sender]:
-                del self._by_host[waiting.sender]

@@ -17,7 +17,6 @@ from pd_connector.vllm import engine_config
 from pd_connector.vllm.engine_config import UnsupportedError
 from tests.support.connector.vllm_engine import StartEngine
 from tests.support.waiting import until
-from transfer.control.limits import TokenBuckets
 
 Serve = Callable[..., Bootstrap]
 
@@ -84,17 +83,6 @@ def test_a_port_in_use_is_named_with_the_way_out() -> None:
         port = other.getsockname()[1]
         with pytest.raises(ConfigError, match=f"bootstrap_port = {port}: cannot listen there.*free port"):
             Bootstrap("127.0.0.1", 4711, (1, 1), port)
-
-
-def test_a_host_that_asks_without_end_is_put_off(
-    serve: Serve, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(logging.getLogger("pd_connector"), "propagate", True)
-    server = serve()
-    server._buckets = TokenBuckets(0.001, 3.0)
-    assert [ask(server).status_code for _ in range(6)] == [200, 200, 200, 429, 429, 429]
-    assert "ask once" in ask(server).json()["error"]
-    assert sum("too often" in line for line in caplog.messages) == 1
 
 
 def test_a_connection_that_says_nothing_is_ended(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:

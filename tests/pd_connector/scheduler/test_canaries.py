@@ -1,5 +1,6 @@
 """Canaries of a decode engine's scheduler half: who is one, who waits for it, and what its end means for others."""
 
+import itertools
 import logging
 from types import SimpleNamespace
 from typing import Any
@@ -13,9 +14,7 @@ from pd_connector.stats import ComputedHere
 from pd_connector.vllm.cache_specs import Retention
 from pd_connector.vllm.device_blocks import DeviceBlocks
 from tests.support.connector.proving import PROVING_BLOCKS, PROVING_RANKS, ProvingDecode
-from tests.support.connector.requests import (
-    FakeRequest,
-)
+from tests.support.connector.requests import FakeRequest, a_remote
 
 # A canary
 
@@ -101,13 +100,14 @@ def test_two_canaries_at_a_time_have_areas_of_their_own() -> None:
     first, second = (d.becomes_canary(d.add(name, engine=name)) for name in ("a", "b"))
     areas = [set(order.local_block_ids[0]) - {0} for order in (first, second)]
     assert not areas[0] & areas[1]
-    third = d.add("c", engine="c")
-    assert d.asks(third) is None, "there is no room"
+    assert d.schedules(d.add("c", engine="c")) == 0, "it does not wait for what other engines are proven with"
+    assert d.step() == Orders()
+    assert d.counted() == {f"prompts_computed:{ComputedHere.UNPROVEN}": 1}
     d.report(FakeRequest("a", None), failure="gone", cause=Cause.READ)
-    assert d.becomes_canary(third)
+    assert d.becomes_canary(d.add("d", engine="c"))
 
 
-@pytest.mark.parametrize(("tokens", "computed"), [(15, 0), (70, 64), (70, 55), (33, 20)])
+@pytest.mark.parametrize(("tokens", "computed"), [(16, 0), (70, 64), (70, 55), (33, 20)])
 def test_a_prompt_of_which_no_whole_block_is_computed_here_proves_nothing_and_is_computed(
     tokens: int, computed: int
 ) -> None:
@@ -135,6 +135,57 @@ def test_a_request_whose_lease_is_lost_is_none() -> None:
     assert d.step().refusals[0].cause is Cause.QUEUE
 
 
+@pytest.mark.parametrize("unknown", [{"mm_features": ["an image"]}, {"prompt_embeds": "of another model"}])
+def test_a_prompt_that_may_be_another_one_there_can_prove_and_not_refuse(
+    unknown: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    d = ProvingDecode()
+    first, second = d.add("first"), d.add("second")
+    for request, (name, value) in itertools.product((first, second), unknown.items()):
+        setattr(request, name, value)
+    d.proves(first, difference="layer 'l0', part 'k'")
+    assert "its images or embeddings may differ as well" in caplog.text
+    d.proves(second)
+    assert d.counted() == {"canaries:failed": 1, "canaries:proven": 1}
+    assert d.schedules(d.add("third")) == 69
+
+
+def test_what_another_connector_brings_is_not_compared() -> None:
+    """It may come from the engine that is to be proven, or be wrong."""
+    d = ProvingDecode()
+    first = d.add("first")
+    assert d.schedules(first, computed=16) == 0
+    first.num_computed_tokens = 64
+    orders = d.step()
+    assert len(orders.canaries) == 1, "a pull is what releases the lease"
+    assert orders.references == (CanaryReference("first"),)
+    d.report(first, samples=0)
+    assert d.counted() == {"canaries:left": 1}
+
+
+def test_what_was_found_here_is_not_taken_for_what_another_connector_brings() -> None:
+    d = ProvingDecode()
+    first = d.add("first")
+    first.num_computed_tokens = 32
+    d.becomes_canary(first, computed=32)
+    first.num_computed_tokens = 70
+    assert len(d.computes(first).block_ids) == 1
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_what_comes_of_a_load_that_has_failed_is_not_compared(ends: bool) -> None:
+    d = ProvingDecode()
+    first = d.add("first")
+    d.becomes_canary(first)
+    d.spoilt.add("first")
+    first.num_output_tokens = 1
+    if ends:
+        d.leave(first)
+    assert d.step().references == (CanaryReference("first"),)
+    d.report(first, samples=0)
+    assert d.counted() == {"canaries:left": 1}
+
+
 # Adapters
 
 
@@ -154,7 +205,7 @@ def test_an_adapter_from_another_path_is_another_one() -> None:
     d = ProvingDecode()
     request = d.add("adapted")
     request.lora_request = SimpleNamespace(lora_name="tone", lora_path="/adapters/tone")
-    d.canaries.begin(request, a_remote_of("P"), range(69))
+    d.canaries.begin(request, a_remote_of("P"), range(69), 0)
     request.num_output_tokens = 1
     d.tables["adapted"] = PROVING_BLOCKS
     d.canaries.step_orders({})
@@ -166,7 +217,7 @@ def test_an_adapter_from_another_path_is_another_one() -> None:
 
 
 def a_remote_of(engine: str) -> Any:
-    return SimpleNamespace(remote_engine_id=engine)
+    return a_remote([0] * 70, remote_engine_id=engine)
 
 
 # Who waits
@@ -181,6 +232,33 @@ def test_others_wait_for_the_verdict_without_blocks_and_then_pull() -> None:
     d.computes(first)
     d.report(first)
     assert d.schedules(second) == 69
+
+
+def test_who_waits_for_another_engines_verdict_does_not_hide_who_waits_for_blocks() -> None:
+    d = ProvingDecode()
+    d.proves(d.add("first"))
+    d.becomes_canary(d.add("other", engine="Q"))
+    named, waits = d.add("named", engine="Q"), d.add("waits")
+    assert d.asks(named) is None
+    del d.consumer._waiting["named"]  # one that is followed is not among them, and waits for a verdict as well
+    assert d.asks(waits) == 69
+    assert d.consumer.waiting == 1
+
+
+def test_what_is_at_another_address_decides_nothing_about_an_engine() -> None:
+    """Params come from clients."""
+    d = ProvingDecode()
+    wrong = d.add("wrong", remote_host="10.9.9.9")
+    d.becomes_canary(wrong)
+    right = d.add("right")
+    d.becomes_canary(right)
+    d.report(wrong, failure="head_size is 64 here and 32 there", cause=Cause.INCOMPATIBLE, samples=0)
+    d.computes(right)
+    d.report(right)
+    assert d.schedules(d.add("second")) == 69
+    assert len(d.step().pulls) == 1
+    assert d.schedules(d.add("wrong-too", remote_host="10.9.9.9")) == 69
+    assert d.step().refusals[0].cause is Cause.INCOMPATIBLE
 
 
 def test_a_prompt_from_another_engine_does_not_wait() -> None:
@@ -200,7 +278,8 @@ def test_who_has_waited_ten_seconds_goes_by_policy() -> None:
     assert d.schedules(second) == 69
     (refusal,) = d.step().refusals
     assert refusal.cause is Cause.CANARY
-    assert "for 10 s there was no verdict" in refusal.reason
+    assert "request first is computed here and pulled from there as well" in refusal.reason
+    assert "for 10 s there was no verdict. Send the request again" in refusal.reason
     assert d.client.cancelled() == ["lease-of-second"]
 
 
@@ -214,10 +293,12 @@ def test_nothing_lands_that_is_not_proven() -> None:
     assert d.consumer.may_land(second)
 
 
-def test_before_workers_are_known_requests_wait() -> None:
+def test_before_workers_are_known_nothing_is_proven() -> None:
     d = ProvingDecode()
-    d.canaries = Canaries(DeviceBlocks(), [Retention(16)], clock=d.clock)
-    assert d.canaries.look(d.add("first"), a_remote_of("P")) is Standing.AWAITED
+    canaries = Canaries(DeviceBlocks(), [Retention(16)], clock=d.clock)
+    first = d.add("first")
+    assert canaries.look(first, a_remote_of("P")) is Standing.UNTRIED
+    assert canaries.tokens(first, 0) is None
 
 
 # What it comes to
@@ -227,7 +308,9 @@ def test_an_engine_that_differs_is_refused_for_good_and_everybody_is_told(caplog
     d = ProvingDecode()
     with caplog.at_level(logging.ERROR):
         d.proves(d.add("first"), difference="layer 'l0', part 'k': 1.28 times")
-    assert "prefill engine P computes other keys and values than this engine: layer 'l0', part 'k'" in caplog.text
+    assert (
+        "prefill engine P at 10.0.0.5:8998 computes other keys and values than this engine: layer 'l0'" in caplog.text
+    )
     assert "set canary to warn or off" in caplog.text
     d.clock.advance(1e6)
     for name in ("second", "third"):
@@ -247,6 +330,18 @@ def test_a_difference_on_one_rank_is_enough() -> None:
     d.computes(first)
     d.settle(Report(canaries={"first": CanaryEnds(1, samples=4)}))
     d.settle(Report(canaries={"first": CanaryEnds(1, samples=4, difference="layer 'l1'")}))
+    assert isinstance(d.canaries.look(first, a_remote_of("P")), Rejection)
+
+
+@pytest.mark.parametrize("fails_first", [False, True])
+def test_a_difference_on_one_rank_counts_though_the_pull_of_another_has_failed(fails_first: bool) -> None:
+    d = ProvingDecode()
+    first = d.add("first")
+    d.becomes_canary(first)
+    d.computes(first)
+    ends = [CanaryEnds(1, samples=4, difference="layer 'l1'"), CanaryEnds(1, cause=Cause.READ, failure="no")]
+    for end in ends[::-1] if fails_first else ends:
+        d.settle(Report(canaries={"first": end}))
     assert isinstance(d.canaries.look(first, a_remote_of("P")), Rejection)
 
 

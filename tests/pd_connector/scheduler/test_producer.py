@@ -110,6 +110,35 @@ def test_what_was_not_computed_for_another_engine_is_not_leased(start: Start, ch
     assert engine.held == []
 
 
+def test_what_two_models_have_computed_is_not_leased(start: Start) -> None:
+    engine = start()
+    before = engine.role._service.engine_id
+    half, whole = (
+        FakeRequest(name, a_prompt(70), {"do_remote_decode": True}, status=DONE) for name in ("half", "whole")
+    )
+    for request in (half, whole):
+        engine.role.add(request)
+    half.num_computed_tokens = 32
+    engine.role.model_changed()
+    assert engine.role._service.engine_id != before
+    engine.tables |= {"half": [3, 1, 6], "whole": [2, 4, 5]}
+    assert engine.role.finish(half, ([3, 1, 6],)) is None
+    assert engine.role.finish(whole, ([2, 4, 5],)) is not None
+    assert engine.prefill("half", [3, 1, 6]) is not None
+
+
+def test_once_vllm_finds_nothing_of_another_model_decode_engines_prove_this_one_again(start: Start) -> None:
+    """Until then, prompts may have begun with what the old one has computed."""
+    engine = start()
+    ids = [engine.role._service.engine_id]
+    for change in (engine.role.reset, engine.role.model_changed, engine.role.reset, engine.role.reset):
+        change()
+        ids.append(engine.role._service.engine_id)
+    assert ids[0] == ids[1]
+    assert len({*ids[1:4]}) == 3
+    assert ids[3] == ids[4]
+
+
 def test_the_engine_is_woken_when_a_lease_expires_though_no_message_comes(start: Start) -> None:
     """The scheduler of an idle engine sleeps: somebody has to wake it when blocks can be freed."""
     engine = start(ttl_s=0.5)

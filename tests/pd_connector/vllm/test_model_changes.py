@@ -85,7 +85,7 @@ def test_an_adapter_that_replaces_another_is_told_by_its_name(core: Core, change
     assert core.add_lora(LoRARequest("french", 1, "/french"))
     assert changes == []
     assert core.add_lora(LoRARequest("french", 2, "/french"))
-    assert changes == ["loading LoRA adapter 'french' in place"]
+    assert changes == ["loading LoRA adapter 'french' in the place of another"]
     assert len(core.model_executor.told) == 2
 
 

@@ -136,6 +136,19 @@ def test_an_adapter_is_what_it_held_when_it_was_loaded(tmp_path: Path) -> None:
     assert known.identify(with_adapter(path)).adapter_digest not in {before.adapter_digest, ""}
 
 
+@pytest.mark.parametrize("check", ["weights", "off"])
+def test_an_adapter_that_is_loaded_under_a_known_name_takes_the_place_of_another(tmp_path: Path, check: str) -> None:
+    """vLLM unloads the old one first, and numbers the new one anew; its path may be the old one's."""
+    known, path = Prompts(None, check), str(an_adapter(tmp_path / "a"))
+    assert not known.loaded(LoRARequest("french", 1, path))
+    assert not known.loaded(LoRARequest("german", 2, path))
+    assert not known.loaded(LoRARequest("french", 1, path)), "another process of the API has loaded it as well"
+    assert known.loaded(LoRARequest("french", 3, path))
+    assert known.loaded(LoRARequest("french", 4, str(an_adapter(tmp_path / "b"))))
+    known.identify(with_adapter(tmp_path / "a", number=5, name="of the command line"))
+    assert known.loaded(LoRARequest("of the command line", 6, path))
+
+
 @pytest.mark.parametrize("check", ["config", "off"])
 def test_adapters_are_compared_by_name_where_weights_are_not_compared(tmp_path: Path, check: str) -> None:
     theirs = prompts().identify(with_adapter(an_adapter(tmp_path / "p", seed=1)))

@@ -1,6 +1,6 @@
 """A worker's canaries: what is pulled is compared with what was computed, and nothing else is touched."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -170,6 +170,24 @@ def test_a_pull_that_fails_says_why_and_what_comes_later_is_ignored(site: Site) 
     each.role.execute(Orders(references=(COMPUTED,)))
     each.role.check_integrity()
     assert each.role.take_report().canaries == {}
+
+
+def test_a_change_of_the_model_ends_what_was_known_of_peers(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its digest of weights is of what is no longer served; P may have started anew with the new ones."""
+    p, each = site.prefill(), checked(site, site.decode()[0])
+    each.worker.rank.fill(tables(OURS))
+    known: list[int] = []
+    execute = each.role._pulls.execute
+
+    def noted(orders: Orders) -> Sequence[str]:
+        known.append(orders.model_changes)
+        return execute(orders)
+
+    monkeypatch.setattr(each.role._pulls, "execute", noted)
+    each.role.execute(Orders(model_changes=1))
+    each.role.execute(Orders(canaries=(canary_order(p),), references=(COMPUTED,)))
+    assert each.end().samples
+    assert known == [1, 0]
 
 
 def test_what_drafts_tokens_is_not_compared(site: Site) -> None:

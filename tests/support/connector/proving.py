@@ -36,6 +36,7 @@ class ProvingDecode:
     retention: Retention = _WHOLE
     room: CanaryRoom = _ROOM
     ranks: int = PROVING_RANKS
+    spoilt: set[str] = field(default_factory=set)  # requests that another connector's load has failed
     clock: ManualClock = field(default_factory=ManualClock)
     client: RecordingClient = field(default_factory=RecordingClient)
     tables: dict[str, list[int]] = field(default_factory=dict)
@@ -44,7 +45,10 @@ class ProvingDecode:
         self.pool = BlockPool(64, enable_caching=True, hash_block_size=16)
         blocks = DeviceBlocks()
         blocks.bind(cache_manager(self.pool, self.tables))
-        self.canaries = Canaries(blocks, [self.retention], refuses=self.refuses, clock=self.clock)
+        self.canaries = Canaries(
+            blocks, [self.retention], lambda request: request.request_id in self.spoilt,
+            refuses=self.refuses, clock=self.clock,
+        )  # fmt: skip
         self.parts = consumer_parts(self.client, self.clock, [self.retention])
         self.consumer = Consumer(*self.parts, self.canaries)
         handshakes: Any = [SimpleNamespace(canary=self.room)] * self.ranks

@@ -159,7 +159,7 @@ class Network:
         reply = self.serve(request)
         if isinstance(reply, NotYet):
             due_at = self.clock.now + reply.wait_s if due_at is None else due_at
-            waiting = WaitingRequest(peer, message_id, request, HOST, reply.topic, due_at, reply.reply)
+            waiting = WaitingRequest(peer, message_id, request, reply.topic, due_at, reply.reply)
             if reply.wait_s > 0 and self.waiting.add(waiting):
                 return
             reply = reply.reply

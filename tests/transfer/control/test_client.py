@@ -284,8 +284,8 @@ def test_a_peer_that_answers_with_a_message_of_a_million_frames_is_given_up(
 
 
 @pytest.mark.parametrize(
-    ("peers", "each", "in_all", "ended"),
-    [(1, 4 * MIB, 64 * MIB, 1), (8, 64 * MIB, 25 * MIB, 4)],
+    ("peers", "most", "ended"),
+    [(1, 4 * MIB, 1), (8, 25 * MIB, 4)],
     ids=["of one peer", "of all together"],
 )
 def test_replies_that_have_no_end_are_ended(
@@ -293,12 +293,10 @@ def test_replies_that_have_no_end_are_ended(
     server: ControlServer,
     monkeypatch: pytest.MonkeyPatch,
     peers: int,
-    each: int,
-    in_all: int,
+    most: int,
     ended: int,
 ) -> None:
-    monkeypatch.setattr(peers_module, "_UNREAD_BYTES", each)
-    monkeypatch.setattr(peers_module, "_TOTAL_UNREAD_BYTES", in_all)
+    monkeypatch.setattr(peers_module, "_UNREAD_BYTES", most)
     with contextlib.ExitStack() as stack:
         listeners = [stack.enter_context(socket.create_server((HERE, 0))) for _ in range(peers)]
         asked = [client.request(HERE, listener.getsockname()[1], RELEASE, 60) for listener in listeners]

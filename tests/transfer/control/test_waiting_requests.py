@@ -32,7 +32,7 @@ NOTHING_NEW = Followed("engine", TransferState.UNKNOWN)
 
 
 def waiting(topic: str, message_id: int = 1, due_at: float = 100.0, peer: bytes = b"peer") -> WaitingRequest:
-    return WaitingRequest(peer, message_id, FOLLOW, "10.0.0.7", topic, due_at, NOTHING_NEW)
+    return WaitingRequest(peer, message_id, FOLLOW, topic, due_at, NOTHING_NEW)
 
 
 def test_what_waits_for_a_topic_is_taken_once_it_has_changed() -> None:
@@ -104,20 +104,6 @@ def test_no_more_wait_than_may(monkeypatch: pytest.MonkeyPatch) -> None:
     assert held.add(waiting("a", 2)), "a repetition waits already"
     held.changed("a")
     held.take_changed()
-    assert held.add(waiting("a", 7))
-
-
-def test_one_host_does_not_take_all_the_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(waiting_requests, "MAX_WAITING_PER_HOST", 2)
-    held = WaitingRequests()
-    assert [held.add(waiting("a", number)) for number in range(1, 4)] == [True, True, False]
-    other = WaitingRequest(b"other", 1, FOLLOW, "10.0.0.8", "b", 5.0, NOTHING_NEW)
-    assert held.add(other)
-    held.check_integrity()
-    assert held.take_late(6.0) == [other]
-    held.changed("a")
-    held.take_changed()
-    held.check_integrity()
     assert held.add(waiting("a", 7))
 
 
