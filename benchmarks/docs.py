@@ -32,7 +32,6 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "where two servers do not fit": tables.trouble,
     "vLLM's load generator": tables.serving,
     "transfers": tables.transfers,
-    "the simulation and real servers": tables.fleet_validation,
     "decode engines a prefill engine": tables.fleet_split,
     "pulls chunk by chunk": tables.fleet_chunks,
     "host memory at both ends": tables.fleet_host_memory,

@@ -95,19 +95,6 @@ def transfers() -> str:
     return _table(["what", "measured"], rows)
 
 
-def fleet_validation() -> str:
-    """Return what real servers took, and by how much the simulation differs."""
-    rows = []
-    for case, found in _figures("fleet_validation")["cases"].items():
-        real, off = found["real"], found["deviation"]
-        rows.append([
-            case, f"{real['first_token_s']['p50']:.2f}", f"{off['first_token']:+z.0%}", f"{real['total_s']['p50']:.2f}",
-            f"{off['total']:+z.0%}", f"{real['requests_per_s']:.2f}", f"{off['requests_per_s']:+z.0%}",
-        ])  # fmt: skip
-    head = ["trace", "first token, s", "simulated", "total, s", "simulated", "requests/s", "simulated"]
-    return _table(head, rows)
-
-
 def fleet_split() -> str:
     """Return how many decode engines a prefill engine feeds, by the length of the answers."""
     rows = [
