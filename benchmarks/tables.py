@@ -66,7 +66,8 @@ def trouble() -> str:
         cells = []
         for name in ("ours", "mooncake", "nixl"):
             found = connectors[name]
-            counts = [f"{found[outcome]} {outcome}" for outcome in ("right", "wrong", "errors") if found[outcome]]
+            words = {"right": "right", "wrong": "wrong", "errors": "errors" if found["errors"] > 1 else "error"}
+            counts = [f"{found[outcome]} {word}" for outcome, word in words.items() if found[outcome]]
             cells.append(f"{', '.join(counts)}, {found['longest_s']:g} s")
         rows.append([event, *cells])
     return _table(["what happens", "pd-connector", "MooncakeConnector", "NixlConnector"], rows)
