@@ -107,8 +107,8 @@ class Completions:
                     await send({"type": "http.response.body", "body": piece, "more_body": True})
                     piece = await d.content.readany()
                 await anyio.lowlevel.checkpoint()  # an early end may be about to be told
-                if (fault := d.content.exception()) is not None:
-                    raise fault
+                if (end := d.content.exception()) is not None:
+                    raise end
                 await send({"type": "http.response.body"})
             except FAULTS as fault:  # without its end: the client sees that the answer is cut short
                 logging.warning("%s broke off: %r", d.url, fault)

@@ -84,8 +84,7 @@ class Response(aiohttp.ClientResponse):
             raise
         if lost is not None and self.connection is not None:  # else the answer is whole, and its connection given back
             lost.add_done_callback(self._tell)
-            # A connection that is kept would keep every answer that came over it.
-            self.connection.add_callback(lambda: lost.remove_done_callback(self._tell))
+            self.connection.add_callback(self._forget)
         return self
 
     def check_whole(self) -> None:
@@ -98,6 +97,11 @@ class Response(aiohttp.ClientResponse):
             self._tell(self._lost)
         if (problem := self.content.exception()) is not None:
             raise problem
+
+    def _forget(self) -> None:
+        """Leave nothing of this answer at its connection, which may be kept."""
+        if self._lost is not None:
+            self._lost.remove_done_callback(self._tell)
 
     def _tell(self, lost: asyncio.Future[None]) -> None:
         """Tell who reads the body that the connection has been closed before all of it was here."""

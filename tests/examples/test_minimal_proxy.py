@@ -3,6 +3,7 @@
 import asyncio
 import json
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -36,6 +37,7 @@ from tests.support.examples.harness import (
     full_backlog,
     unused_url,
 )
+from tests.support.sources import ROOT
 from tests.support.waiting import until
 
 FILE = Path(minimal_proxy.__file__)
@@ -56,7 +58,8 @@ class Running(ProxyProcess):
     """A router's process and a client of it."""
 
     def __init__(self, prefill: str, decode: str, **variables: str) -> None:
-        super().__init__([str(FILE), "--prefill", prefill, "--decode", decode], **variables)
+        arguments = [str(FILE), "--prefill", prefill, "--decode", decode]
+        super().__init__(arguments, (sys.executable,), ROOT, **variables)
         self.http = httpx.Client(base_url=self.url, timeout=60, trust_env=False)
 
     def kill(self) -> None:
