@@ -14,6 +14,10 @@ TRANSFERS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("a prompt followed by name, on P's scheduler, one of 16", "{:.0f} us a step", ("named_prompts:named/16/each_us",)),
     ("first token with `--first-token prefill`, beside P alone", "{:.2f} times", ("first_token:1000/ratio",)),
     (
+        "the proxy's processor time for a request, both legs, 1,000 at once", "{:.1f} ms, in turn {:.1f}",
+        ("proxy:together/1000/cpu_ms", "proxy:in-turn/1000/cpu_ms"),
+    ),
+    (
         "layers together, TP 2 to 1, beside one contiguous read", "{:.1f} times",
         ("unequal:BHLNC, TP 2 to 1, scattered, planned/ratio",),
     ),

@@ -68,6 +68,7 @@ Real vllm-ascend on simulated NPUs (``tests/ascend_sim``):
     ascend.host_kernels.absent_modules  modules that only vllm-ascend's container images have
 
 The connector (``pd_connector/``):
+    connector.idle          what a connector beside ours in MultiConnector begins with: it moves nothing
     connector.greeting      a connector to put beside ours in MultiConnector: it has a handshake and statistics
     connector.loading_sibling  a connector to put there that loads prompts while a step computes
     connector.requests      requests as vLLM hands them over, params of a prefill, a control client that sends nothing
