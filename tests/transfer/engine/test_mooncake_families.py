@@ -45,16 +45,18 @@ def read_in_a_process(
     return done.stdout.strip()
 
 
-@pytest.mark.parametrize("own_engine", [True, False], ids=["an engine a link", "one engine"])
+@pytest.mark.parametrize(
+    "own_engine", [pytest.param(True, marks=pytest.mark.slow), False], ids=["an engine a link", "one engine"]
+)
 @pytest.mark.parametrize(
     ("reader", "reads_ipv6", "peer", "serves_ipv6"),
     [
         (IPV4, "1", IPV6, None),
         (IPV6, None, IPV4, "0"),
-        (IPV6, None, IPV4, "1"),
+        pytest.param(IPV6, None, IPV4, "1", marks=pytest.mark.slow),
         (IPV4, "1", IPV4, "0"),
-        (IPV4, "0", IPV4, "1"),
-        (IPV6, None, IPV6, None),
+        pytest.param(IPV4, "0", IPV4, "1", marks=pytest.mark.slow),
+        pytest.param(IPV6, None, IPV6, None, marks=pytest.mark.slow),
         (IPV4, "1", "localhost", "0"),
     ],
 )
