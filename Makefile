@@ -55,6 +55,8 @@ check: lint types  ## lint, types and the fast tests of the packages: about 3 mi
 
 # Two processes, each with whole files. Not for real servers, which have the machine to themselves.
 BY_TWO := -n 2 --dist loadfile
+# Where tests with real servers are: without ARGS, nothing else is collected for them.
+SERVERS = $(if $(ARGS),,tests/e2e $(shell grep -rl --include='test_*.py' '^@pytest.mark.e2e' tests))
 # ARGS may choose tests of one kind only; pytest then ends with 5 for the other.
 OTHERS_CHOSEN := [ $$? = $(if $(ARGS),5,none) ]
 
@@ -65,13 +67,13 @@ lint: $(STAMPS)/installed
 types: $(STAMPS)/installed
 	@$(BIN)/mypy
 
-test: lint types  ## lint, types and all tests but the slow ones
+test: lint types  ## lint, types and all tests but those marked slow (test-all runs these): 15 minutes
 	@$(BIN)/python -m pytest $(BY_TWO) -m 'not e2e and not slow' $(ARGS) || $(OTHERS_CHOSEN)
-	@$(BIN)/python -m pytest -m 'e2e and not slow' $(ARGS) || $(OTHERS_CHOSEN)
+	@$(BIN)/python -m pytest -m 'e2e and not slow' $(SERVERS) $(ARGS) || $(OTHERS_CHOSEN)
 
-test-all: lint types  ## lint, types and all tests
+test-all: lint types  ## lint, types and all tests, also those marked slow: hours
 	@$(BIN)/python -m pytest $(BY_TWO) -m 'not e2e' $(ARGS) || $(OTHERS_CHOSEN)
-	@$(BIN)/python -m pytest -m e2e $(ARGS) || $(OTHERS_CHOSEN)
+	@$(BIN)/python -m pytest -m e2e $(SERVERS) $(ARGS) || $(OTHERS_CHOSEN)
 
 test-npu-sim: $(NPU_SIM)/installed  ## tests on a simulated Ascend device under the real torch_npu, in .venv-npu-sim
 	@PD_CONNECTOR_NPU_SIM=1 $(NPU_SIM)/bin/python -m pytest tests/npu_sim $(ARGS)

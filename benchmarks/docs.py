@@ -1,23 +1,46 @@
-"""Figures in README and docs, held to the results' files: ``python -m benchmarks.docs`` writes them anew.
+"""What README and docs have from the code and from the results' files: ``python -m benchmarks.docs`` writes it anew.
 
-A figure is followed by a comment that says where it comes from: the result's name, a colon, and the place in its
-``figures``, names between slashes. A percentage is written for a share.
+Whole tables and lists stand between two lines, of which the first one names them. ``TABLES`` has what makes them.
+
+    <!-- generated: transfers -->
+    | what | measured |
+    <!-- generated: end -->
+
+A figure in prose may be followed by a comment that says where it comes from: the result's name, a colon, and the place
+in its ``figures``, names between slashes. A percentage is written for a share. It keeps as many decimals as it has.
 
     16<!--legs:handover/3500/together_ms--> ms, 12%<!--legs:total_2000_tokens/1/longer-->
 
-A figure keeps its form: as many decimals as it has in the page.
+Figures without one are few, and a test compares them: ``tests/benchmarks/test_docs.py``.
 """
 
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from benchmarks import record
+from benchmarks import record, reference, tables
+
+#: What makes the tables between ``generated`` lines, by name.
+TABLES: Mapping[str, Callable[[], str]] = {
+    "settings": reference.settings,
+    "metrics of decode engines": reference.metrics_of_decode,
+    "metrics of prefill engines": reference.metrics_of_prefill,
+    "metrics of host memory": reference.metrics_of_host_memory,
+    "beside vLLM's connectors": tables.peers,
+    "where two servers do not fit": tables.trouble,
+    "vLLM's load generator": tables.serving,
+    "transfers": tables.transfers,
+    "decode engines a prefill engine": tables.fleet_split,
+    "pulls chunk by chunk": tables.fleet_chunks,
+    "host memory at both ends": tables.fleet_host_memory,
+    "control messages": tables.fleet_control,
+}
 
 _MARKED = re.compile(r"(?P<number>-?[\d,]*\d(?:\.\d+)?)(?P<percent>%?)<!--(?P<name>\w+):(?P<place>[^>]+?)-->")
+_TABLE = re.compile(r"(?P<begin>^<!-- generated: (?P<name>.+?) -->\n)(?P<table>.*?)(?P<end>^<!-- generated: end -->$)",
+                    re.MULTILINE | re.DOTALL)  # fmt: skip
 _MEASURED = re.compile(r"python -m benchmarks|<!--\w+:")
 _LOOSE = re.compile(r"(?<![\w.,])[\d,]*\d(?:\.\d+)?\s?(?:ms|us|µs|GB/s|MB/s|%)(?!\w)")
 
@@ -52,37 +75,45 @@ def figures(text: str) -> Iterator[Figure]:
 
 
 def unmarked(text: str) -> list[str]:
-    """Return the figures without a mark in paragraphs and tables that say that a benchmark measured them."""
-    blocks = [block for block in re.split(r"\n\s*\n", text) if _MEASURED.search(block)]
+    """Return the plain figures in paragraphs and tables that say that a benchmark measured them."""
+    blocks = [block for block in re.split(r"\n\s*\n", _TABLE.sub("", text)) if _MEASURED.search(block)]
     return [loose for block in blocks for loose in _LOOSE.findall(_MARKED.sub("", block))]
 
 
 def written(text: str) -> str:
-    """Return a page with the figures of the results' files."""
+    """Return a page with the tables and the marked figures of the code and of the results' files.
+
+    Raises:
+        LookupError: there is no such table, result or figure; the message says which.
+    """
+    text = _TABLE.sub(lambda match: match["begin"] + _table(match["name"]) + "\n" + match["end"], text)
     return _MARKED.sub(lambda match: _wanted(match) + match[0][match[0].index("<!--") :], text)
 
 
+def form(text: str, place: str) -> str:
+    """Return a plain figure (``29 ms``) as the result has it at a place (``legs:handover/7000/together_ms``)."""
+    number, blank, unit = text.partition(" ")
+    match = _MARKED.fullmatch(f"{number}<!--{place}-->")
+    if not match:
+        raise LookupError(f"{text!r} is no figure, or {place!r} no place")
+    return _wanted(match) + blank + unit
+
+
+def _table(name: str) -> str:
+    if name not in TABLES:
+        raise LookupError(f"there is no table {name!r}; there are {', '.join(TABLES)}")
+    return TABLES[name]()
+
+
 def _wanted(match: re.Match[str]) -> str:
-    value = _value(match["name"], match["place"])
+    value = record.figure(f"{match['name']}:{match['place']}")
     value = 100 * value if match["percent"] else value
     decimals = len(match["number"].partition(".")[2])
     return f"{value:z,.{decimals}f}{match['percent']}"
 
 
-def _value(name: str, place: str) -> float:
-    try:
-        value: Any = record.read(name)["figures"]
-    except FileNotFoundError:
-        raise LookupError(f"there is no benchmarks/results/{name}.json: make bench ARGS={name}") from None
-    for step in place.split("/"):
-        if not isinstance(value, dict) or step not in value:
-            raise LookupError(f"benchmarks/results/{name}.json has no figure {place!r}: there is no {step!r}")
-        value = value[step]
-    return float(value)
-
-
 def main() -> None:
-    """Write the figures of all pages anew."""
+    """Write the tables and the figures of all pages anew."""
     for page in pages():
         text = page.read_text()
         try:

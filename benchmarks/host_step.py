@@ -20,7 +20,7 @@ import gc
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
@@ -43,7 +43,6 @@ from pd_connector.scheduler.host_tier import HostTier, StoreMode
 from pd_connector.scheduler.landings import Landings
 from pd_connector.scheduler.lease_moves import LeaseMoves
 from pd_connector.scheduler.leases import LeaseTable
-from pd_connector.scheduler.step_share import blocks_a_step
 from pd_connector.vllm.block_pools import HostBlockPool, HostBlocks, Leased
 from pd_connector.vllm.cache_specs import Retention
 from pd_connector.vllm.device_blocks import DeviceBlocks
@@ -60,27 +59,10 @@ PREFILL_TOKENS = 8 * STEP_TOKENS  # a prompt of 512 blocks a step
 RUNNING = (1, 8, 32, 64, 128, 256)
 DECODE_MS, HAND_OVER_MS, DESCRIPTORS = 0.3, 1.0, 10_240
 MODES: tuple[StoreMode, ...] = ("eager", "lazy")
-MOVES = ((64, 16), (1, 512), (32, 256))  # leases at once, and blocks of each
+MOVED_BLOCKS = (256, 8192)  # of a lease that moves, and of a prompt that lands
 Clock = Callable[[], float]  # seconds
 
 LAYERS, RUN_BYTES = 32, 8 << 10  # a layer's block of 16 tokens, one KV head of 128, K and V in bfloat16
-
-
-@dataclass(frozen=True)
-class Step:
-    """What happens besides in the steps in which leases move and prompts land."""
-
-    scheduled: Mapping[str, int]  # tokens
-    are_awaited: bool = False  # requests wait for the blocks of leases
-
-
-_DECODE = {f"decoding {number}": 1 for number in range(64)}
-STEPS = {
-    "idle": Step({}),
-    "decode": Step(_DECODE),
-    "awaited": Step(_DECODE, are_awaited=True),
-    "prefill": Step({"prefilling": STEP_TOKENS}),
-}
 
 
 @dataclass
@@ -226,45 +208,38 @@ def leaving(clock: Clock, blocks: int, requests: int = 16) -> tuple[list[float],
     return tier, vllm
 
 
-def moving(clock: Clock, leases: int, blocks: int, step: Step, rounds: int = 16) -> tuple[list[float], list[float]]:
-    """Milliseconds of every step that begins moves of leases of so many blocks, and of every one that ends some."""
+def moving(clock: Clock, blocks: int, rounds: int = 16) -> tuple[list[float], list[float]]:
+    """Milliseconds of every step that begins the move of a lease of so many blocks, and of every one that ends one."""
     engine = Engine("eager", clock)
     engine.fill_memory()
     seconds = itertools.count()
     table: LeaseTable[Leased] = LeaseTable(1e9, lambda: float(next(seconds)))  # no lease is too young to move
     checksums = ChecksumTable(table.still_valid, enabled=False)
-    moves = LeaseMoves(table, checksums, engine.blocks, lambda: step.are_awaited, 0.0)
+    moves = LeaseMoves(table, checksums, engine.blocks, lambda: False, 0.0)
     moves.use(engine.tier, 1)
     order, end = [], []
     for number in range(rounds):
-        for _ in range(leases):
-            request = engine.new_request(blocks * BLOCK_TOKENS - 1)
-            assert engine.manager.allocate_slots(request, request.num_tokens) is not None, "the device is full"
-            held = engine.blocks.hold(request.request_id)
-            engine.manager.free(request)
-            table.grant(request.request_id, held, "", (tuple(block.block_id for block in held),))
-        ended: dict[int, int] = {}  # blocks, by store
-        while moves.is_due() or sum(ended.values()) < leases * blocks:
-            begun = clock()
-            stores = moves.step_orders(step.scheduled).stores
-            order.append(1e3 * (clock() - begun))
-            ended |= {store.store_id: len(store.moves) for store in stores}
+        request = engine.new_request(blocks * BLOCK_TOKENS - 1)
+        assert engine.manager.allocate_slots(request, request.num_tokens) is not None, "the device is full"
+        held = engine.blocks.hold(request.request_id)
+        engine.manager.free(request)
+        table.grant(request.request_id, held, "", (tuple(block.block_id for block in held),))
         begun = clock()
-        moves.settled(set(), set(), Report({store_id: StoreEnds(1) for store_id in ended}))
+        (store,) = moves.step_orders({}).stores
+        order.append(1e3 * (clock() - begun))
+        assert len(store.moves) == blocks
+        begun = clock()
+        moves.settled(set(), set(), Report({store.store_id: StoreEnds(1)}))
         end.append(1e3 * (clock() - begun))
-        while moves.frees_blocks_soon:
-            begun = clock()
-            moves.step_orders(step.scheduled)
-            end.append(1e3 * (clock() - begun))
-        assert table.in_host_memory == leases, f"{leases - table.in_host_memory} leases of round {number} stay"
+        assert table.in_host_memory == 1, f"the lease of round {number} stays"
         table.cancel_all()
         for each in table.collect():
-            assert isinstance(each, HostBlocks), f"a lease of round {number} has not moved"
+            assert isinstance(each, HostBlocks), f"the lease of round {number} has not moved"
             moves.release(each)
     return order, end
 
 
-def landing(clock: Clock, tokens: int, scheduled: Mapping[str, int], prompts: int = 64) -> tuple[list[float], ...]:
+def landing(clock: Clock, blocks: int, prompts: int = 16) -> tuple[list[float], ...]:
     """Milliseconds of every step that begins a landing of a prompt, publishes it, and gives its slots back."""
     engine = Engine("eager", clock)
     engine.fill_memory()
@@ -279,32 +254,20 @@ def landing(clock: Clock, tokens: int, scheduled: Mapping[str, int], prompts: in
     end: list[float] = []
     leave: list[float] = []
 
-    def timed(samples: list[float], *work: Callable[[], object]) -> None:
+    def timed(samples: list[float], work: Callable[[], object]) -> None:
         begun = clock()
-        for each in work:
-            each()
+        work()
         samples.append(1e3 * (clock() - begun))
 
-    def step() -> None:
-        landings.step_orders(scheduled)
-        engine.tier.step_orders(scheduled)
-
     for _ in range(prompts):
-        step()
-        request = engine.new_request(tokens)
+        request = engine.new_request(blocks * BLOCK_TOKENS - 1)
         engine.tier.add(request)
         timed(begin, partial(landings.must_land, request, 0))
-        while not landings.under_way:
-            timed(begin, step)
-        step()
+        assert landings.under_way
+        landings.step_orders({})
         ended = Report(landings={request.request_id: LandingEnds(1)})
         timed(end, partial(landings.settled, set(), set(), ended))
-        while engine.tier.wants_step:
-            timed(end, step)
-        step()
         timed(leave, partial(engine.tier.finish, request, ()))
-        while engine.tier.wants_step:
-            timed(leave, step)
     return begin, end, leave
 
 
@@ -312,28 +275,18 @@ def transfers(clock: Clock) -> dict[str, Any]:
     """Print what moves and landings take of a step, and return medians in milliseconds."""
     figures: dict[str, Any] = {"moves": {}, "landings": {}}
     print(
-        "\nscheduler's thread, ms of each step with leases that move to host memory: to order copies, and to let go of"
+        "\nscheduler's thread, ms of a step with a lease that moves to host memory: to order copies, and to let go of"
     )
     print("the device's blocks, median and worst; and with a prompt that is pulled there: to lend it slots, to publish")
     print("it, and to give its slots back")
-    for kind, of in STEPS.items():
-        figures["moves"][kind] = {}
-        print(f"  {kind}: {blocks_a_step(of.scheduled, [BLOCK_TOKENS], are_awaited=of.are_awaited)} blocks a step")
-        for leases, blocks in MOVES:
-            order, ended = moving(clock, leases, blocks, of)
-            print(f"    {leases:2} leases of {blocks:3} blocks   {spread(order)}   {spread(ended)}")
-            figures["moves"][kind][f"{leases}x{blocks}"] = {
-                "order_ms": statistics.median(order),
-                "end_ms": statistics.median(ended),
-            }
-        if of.are_awaited:
-            continue  # nobody waits so for what lands
-        figures["landings"][kind] = {}
-        for tokens in (STEP_TOKENS // 8, STEP_TOKENS):
-            parts = landing(clock, tokens, of.scheduled)
-            print(f"    a prompt of {tokens:,} tokens     {'   '.join(map(spread, parts))}")
-            names = ("begin_ms", "publish_ms", "give_back_ms")
-            figures["landings"][kind][str(tokens)] = dict(zip(names, map(statistics.median, parts), strict=True))
+    for blocks in MOVED_BLOCKS:
+        order, ended = moving(clock, blocks)
+        print(f"  a lease of {blocks:5,} blocks    {spread(order)}   {spread(ended)}")
+        figures["moves"][str(blocks)] = {"order_ms": statistics.median(order), "end_ms": statistics.median(ended)}
+        parts = landing(clock, blocks)
+        print(f"  a prompt of {blocks:5,} blocks   {'   '.join(map(spread, parts))}")
+        names = ("begin_ms", "publish_ms", "give_back_ms")
+        figures["landings"][str(blocks)] = dict(zip(names, map(statistics.median, parts), strict=True))
     return figures
 
 

@@ -116,6 +116,24 @@ def read(name: str) -> dict[str, Any]:
     return result
 
 
+def figure(place: str) -> float:
+    """Return one figure: the result's name, a colon, and where it stands in ``figures``, names between slashes.
+
+    Raises:
+        LookupError: there is no such result, or no such figure in it; the message says how to make it.
+    """
+    name, _, steps = place.partition(":")
+    try:
+        value: Any = read(name)["figures"]
+    except FileNotFoundError:
+        raise LookupError(f"there is no benchmarks/results/{name}.json: make bench ARGS={name}") from None
+    for step in steps.split("/"):
+        if not isinstance(value, dict) or step not in value:
+            raise LookupError(f"benchmarks/results/{name}.json has no figure {steps!r}: there is no {step!r}")
+        value = value[step]
+    return float(value)
+
+
 class _Tee(io.TextIOBase):
     """Writes to a stream, and keeps what it has written."""
 

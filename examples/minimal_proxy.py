@@ -7,17 +7,20 @@ request with that, fetches it, and answers the client. In turn: pd-proxy sends D
 """
 
 import argparse
+import asyncio
 import json
 import logging
 import resource
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from typing import Any
 
 import aiohttp
 import anyio
 import uvicorn
+from aiohttp.http_exceptions import HttpProcessingError
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -30,7 +33,8 @@ FOR_P: dict[str, Any] = {"max_tokens": 1, "max_completion_tokens": 1, "n": 1, "i
 FOR_P |= {"kv_transfer_params": {"do_remote_decode": True, "do_remote_prefill": False}}
 #: Could end the text all the same, or is refused beside one token. All else may be a part of the prompt, and stays.
 NOT_FOR_P = {"stream_options", "min_tokens", "stop", "stop_token_ids", "repetition_detection", "best_of"}
-FAULTS = (aiohttp.ClientError, TimeoutError)  # of a server: it cannot be reached, breaks off, or is silent
+#: Of a server: it cannot be reached, breaks off, answers what is not HTTP, or is silent.
+FAULTS = (aiohttp.ClientError, HttpProcessingError, TimeoutError)
 
 
 def is_one_prompt(body: dict[str, Any]) -> bool:
@@ -39,6 +43,13 @@ def is_one_prompt(body: dict[str, Any]) -> bool:
     prompts = isinstance(prompt, list) and len(prompt) != 1 and not all(isinstance(token, int) for token in prompt)
     computed = body.get("prompt_embeds") or body.get("echo") or body.get("prompt_logprobs") is not None
     return not (prompts or body.get("use_beam_search") or computed or 0 in limits)
+
+
+def tell_early_end(answer: aiohttp.ClientResponse, lost: asyncio.Future[None]) -> None:
+    """Tell a reader that the connection is lost: aiohttp does not if what came was not HTTP, or the end is a reset."""
+    has_end = any(name in answer.headers for name in ("content-length", "transfer-encoding"))
+    if ((lost.exception() and not has_end) or not answer.content.is_eof()) and answer.content.exception() is None:
+        answer.content.set_exception(aiohttp.ClientPayloadError("the answer is cut short"))
 
 
 class Completions:
@@ -69,7 +80,8 @@ class Completions:
 
     async def _ask(self, request: Request, content: bytes, send: Send) -> Response | None:
         known, path = {"x-request-id": uuid.uuid4().hex, **request.headers}, request.url.path
-        headers = {name: known[name] for name in known.keys() & {"x-request-id", "authorization"}}
+        passed = known.keys() & {"x-request-id", "authorization"}
+        headers = {name: "".join(filter(str.isprintable, known[name])) for name in passed}  # aiohttp takes no others
         try:
             body: dict[str, Any] = json.loads(content) | {}
         except (ValueError, TypeError, RecursionError) as fault:
@@ -94,6 +106,9 @@ class Completions:
                 while piece:
                     await send({"type": "http.response.body", "body": piece, "more_body": True})
                     piece = await d.content.readany()
+                await anyio.lowlevel.checkpoint()  # an early end may be about to be told
+                if (end := d.content.exception()) is not None:
+                    raise end
                 await send({"type": "http.response.body"})
             except FAULTS as fault:  # without its end: the client sees that the answer is cut short
                 logging.warning("%s broke off: %r", d.url, fault)
@@ -103,6 +118,9 @@ class Completions:
     async def _sent(self, url: str, body: Any, headers: dict[str, str]) -> AsyncIterator[aiohttp.ClientResponse]:
         try:
             async with self._http.post(url, data=json.dumps(body), headers=headers, allow_redirects=False) as answer:
+                protocol = answer.connection and answer.connection.protocol
+                if protocol is not None and (lost := protocol.closed) is not None:
+                    lost.add_done_callback(partial(tell_early_end, answer))
                 yield answer
         except FAULTS as fault:
             logging.warning("%s failed: %r", url, fault)

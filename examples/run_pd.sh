@@ -141,7 +141,7 @@ print(*[name for name in sys.argv[1:] if find_spec(name) is None])' aiohttp anyi
 
 start() { # NAME COMMAND...
     # A process group of its own, by which all that it starts can be ended. Not a session of its own: Linux may schedule
-    # those as groups, in which vLLM's busy waiting starves its other threads (README.md, "autogroup").
+    # those as groups, in which vLLM's busy waiting starves its other threads (docs/deploy.md, "autogroup").
     set -m
     "${@:2}" </dev/null >"$LOG_DIR/$1.log" 2>&1 &
     set +m

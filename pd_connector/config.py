@@ -29,37 +29,34 @@ class Tuning(BaseModel):
 
     staging_bytes: Annotated[int, Field(ge=0)] = Field(
         default=128 * 1024 * 1024,
-        description="Size of each decode worker's staging buffer, through which scattered bytes are read in fewer, "
-        "wider reads; 0 reads everything directly into place. The buffer is host memory on CPU, where its benefit was "
-        "measured; on CUDA and NPU it is device memory, on top of what vLLM allocates, and pulls may take as much "
-        "again while they copy. With host_transfers, each worker has a second one of this size, for pulls to host "
-        "memory: host memory on all platforms, on top of cpu_bytes_to_use.",
+        description="Size of each decode worker's staging buffer, through which scattered bytes are read in "
+        "fewer reads; 0 turns it off. On CUDA and NPU it is device memory beside vLLM's, and pulls "
+        "may take as much again. With host_transfers there is a second one, in host memory.",
     )
     descriptors_per_call: Annotated[int, Field(ge=1, le=65536)] | None = Field(
         default=None,
-        description="Number of descriptors passed to the transfer engine in one call. Default: 256 for tcp (measured) "
-        "and rdma, 1024 for ascend (from their source).",
+        description="Descriptors passed to the transfer engine in one call. Default: 256 for tcp and rdma, 1024 "
+        "for ascend.",
     )
     max_descriptors_in_flight: Annotated[int, Field(ge=1, le=65536)] | None = Field(
         default=None,
-        description="Maximum number of descriptors in flight to one peer. Default: 1024 for tcp, whose transport "
-        "breaks above that; 2048 for rdma and ascend (from their source).",
+        description="Descriptors in flight to one peer at most. Default: 1024 for tcp, whose transport breaks "
+        "above that, else 2048.",
     )
     longest_poll_us: Annotated[float, Field(ge=1, le=100_000, allow_inf_nan=False)] | None = Field(
         default=None,
-        description="Longest sleep between two looks at a read that is under way, in microseconds. Shorter ones take "
-        "processor time from the transfer engine's threads, longer ones leave the wire idle when a read lasts no "
-        "longer. Default: 500 for tcp (measured), 200 for rdma, 1000 for ascend (from their source).",
+        description="Longest sleep between two looks at a read, in microseconds. Default: 500 for tcp, 200 for "
+        "rdma, 1000 for ascend.",
     )
     descriptor_cost_us: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = Field(
         default=None,
-        description="Cost of a descriptor in the transfer engine, in microseconds, used to plan reads and to bound "
-        "what is in flight. Default: 12 for tcp (measured), 2 for rdma, 5 for ascend (estimates).",
+        description="Cost of a descriptor, in microseconds, by which reads are planned. Default: 12 for tcp "
+        "(measured), 2 for rdma, 5 for ascend (estimates).",
     )
     byte_cost_ns: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = Field(
         default=None,
-        description="Cost of a byte, in nanoseconds, used to plan reads and to bound what is in flight. Default: 0.75 "
-        "for tcp (measured), 0.04 for rdma and ascend (estimates).",
+        description="Cost of a byte, in nanoseconds, by which reads are planned. Default: 0.75 for tcp "
+        "(measured), else 0.04 (an estimate).",
     )
 
 
@@ -71,59 +68,54 @@ class ConnectorConfig(BaseModel):
     host: str | None = Field(
         default=None,
         min_length=1,
-        description="Address at which other machines reach this one, for the control channel and the transfer engine. "
-        "On engines that prefill it must be an address of the machine itself. If an engine's workers run on several "
-        "machines, leave it unset and set VLLM_HOST_IP on each. Default: vLLM's own choice (VLLM_HOST_IP, else the "
-        "address of the default route). Prefill and decode engines of different address families reach each other over "
-        "TCP if the decode engine's machine has an IPv6 address.",
+        description="Address at which other machines reach this one; on engines that prefill, one of the "
+        "machine's own. Leave it unset, and set VLLM_HOST_IP on each machine, if workers run on "
+        "several. Default: VLLM_HOST_IP, else that of the default route.",
     )
     port: Port = Field(
         default=0,
-        description="Port of a prefill engine's control channel, to which the engine's data-parallel index is added; "
-        "0 lets the system choose a free port.",
+        description="Port of a prefill engine's control channel, plus the engine's data-parallel index; 0 lets "
+        "the system choose.",
     )
     bootstrap_port: Port = Field(
         default=0,
-        description="Port at which a prefill engine tells routers by HTTP (GET /query) where its control channel is, "
-        "as vLLM's MooncakeConnector does, for routers that send both legs at once by that connector's contract; the "
-        "engine's data-parallel index is added to it. 0 tells nobody. Set port, too: such routers ask only once.",
+        description="Port at which a prefill engine answers GET /query with its control channel's address, plus "
+        "the data-parallel index, for routers of MooncakeConnector's contract; 0 is off. Set port, "
+        "too.",
     )
     protocol: Literal["auto", "tcp", "rdma", "ascend"] = Field(
         default="auto",
-        description="Transport of the transfer engine, the same on prefill and decode engines. auto: rdma on CUDA, or "
-        "tcp with a warning if the machine has no RDMA device and devices names none; ascend on NPU; tcp on CPU.",
+        description="Transport of the transfer engine, the same on both sides. auto: rdma on CUDA, but tcp with "
+        "a warning if there is no RDMA device and devices names none; ascend on NPU; tcp on CPU.",
     )
     devices: str = Field(
         default="", description="Network devices for rdma, comma-separated; empty lets the transfer engine choose."
     )
     cross_layer_blocks: bool = Field(
         default=True,
-        description="Keep all layers of a block together in memory where the attention backend allows it, so that a "
-        "block is one transfer.",
+        description="Keep all layers of a block together where the attention backend allows it, so that a block "
+        "is one transfer.",
     )
     lease_ttl_s: Seconds = Field(
         default=30.0,
-        description="How long a prefill engine keeps a finished prompt's blocks after each word of the decode engine "
-        "about it.",
+        description="How long a prefill engine keeps a finished prompt's blocks after a decode engine's last "
+        "word about it.",
     )
     claim_timeout_s: Seconds = Field(
         default=120.0,
-        description="How long a prefill engine keeps a finished prompt's blocks before the first word of a decode "
-        "engine about it, which comes when the request has passed that server's API process; lease_ttl_s, if that is "
-        "longer.",
+        description="How long a prefill engine keeps a finished prompt's blocks before a decode engine's first "
+        "word about it; lease_ttl_s, if that is longer.",
     )
     queue_timeout_s: Seconds = Field(
         default=120.0,
-        description="How long a decode engine keeps a prompt leased while its request waits for blocks of its own, and "
-        "how long it waits for a prefill engine to receive a prompt that it follows (transfer_id), to begin with it, "
-        "and to get further. Then it gives the prompt up, and the request fails or computes it, by "
-        "kv_load_failure_policy.",
+        description="How long a decode engine keeps a lease while its request waits for blocks, and how long a "
+        "prompt that it follows may not reach the prefill engine, or stand still there. Then "
+        "kv_load_failure_policy decides.",
     )
     pull_timeout_s: Seconds = Field(
         default=60.0,
-        description="How long a pull may take, including its time in the queue, before it fails. While the prefill "
-        "engine computes the prompt, the time begins anew whenever more of it is computed or read than ever before; "
-        "so a prompt that it preempts and starts over again and again is given up.",
+        description="How long a pull may take, its time in the queue included. While the prompt is computed, "
+        "the time begins anew with every progress beyond what was computed or read before.",
     )
     tuning: Tuning = Field(
         default=Tuning(),
@@ -132,62 +124,58 @@ class ConnectorConfig(BaseModel):
     )
     cpu_bytes_to_use: Annotated[int, Field(ge=0)] = Field(
         default=0,
-        description="Host memory, in bytes, of all workers of this engine together, for KV blocks that the device "
-        "evicts; 0 keeps none. They are copied back instead of computed again. Needs vLLM's prefix caching.",
+        description="Host memory, in bytes, of all workers of this engine together, for KV blocks; 0 keeps "
+        "none. Needs vLLM's prefix caching.",
     )
     cpu_store: Literal["eager", "lazy"] = Field(
         default="eager",
-        description="When blocks are copied to host memory. eager: as soon as they are computed; lazy: when vLLM is "
-        "about to evict them, which copies less but may come too late for some.",
+        description="When blocks are copied to host memory. eager: when they are computed; lazy: when vLLM is "
+        "about to evict them, which copies less and may come too late for some.",
     )
     host_transfers: HostTransfers = Field(
         default="off",
-        description="Whether transfers may begin and end in host memory (cpu_bytes_to_use), which is then registered "
-        "with the transfer engine. auto: a prefill engine lets others read it, leases that nobody reads yet move there "
-        "and free the device's blocks, when requests wait for blocks or leases hold more than a tenth of them, and "
-        "decode engines that follow a prompt read what the prefill engine finds there without waiting until it is "
-        "loaded; a decode engine pulls a prompt there if its device has no blocks for it. always: the same, but a "
-        "decode engine pulls every prompt there, at once, from which it is loaded when vLLM has blocks, so that no "
-        "prefill engine waits for this engine's device. off: none of it.",
+        description="Whether transfers begin and end in host memory. auto: leases that nobody reads yet move to "
+        "that of a prefill engine when requests wait for blocks or leases hold more than a tenth of "
+        "them, and prompts found there are read while they are loaded; a decode engine pulls there "
+        "what its device has no blocks for. always: the same, but it pulls every prompt there, at "
+        "once, to be loaded when vLLM has blocks.",
     )
     drain_timeout_s: Annotated[float, Field(ge=0, le=86400, allow_inf_nan=False)] = Field(
         default=5.0,
-        description="How long a prefill engine that was told to stop (SIGTERM) stays up after its last request, for "
-        "decode engines that have yet to read from it. vLLM allows this only with --shutdown-timeout, and it ends 3 s "
+        description="How long a prefill engine that was told to stop (SIGTERM) stays up after its last request, "
+        "for decode engines that have yet to read. It needs --shutdown-timeout, and it ends 3 s "
         "before that timeout.",
     )
     model_check: Literal["weights", "config", "off"] = Field(
         default="weights",
-        description="What must be equal on both sides besides the shape of the caches. weights: the model's "
-        "configuration, what the loaded model computes with (rotary tables, scales), and some bytes of every tensor of "
-        "the model and of LoRA adapters, if they are safetensors; config: the same without tensors; off: none of it, "
-        "for models known to produce the same KV cache from different files, such as differently quantized ones.",
+        description="What must be equal on both sides besides the caches' shape. weights: the model's "
+        "configuration, what it computes with (rotary tables, scales), and some bytes of every "
+        "tensor of it and of LoRA adapters, in safetensors; config: the same without tensors; off: "
+        "none of it.",
     )
     canary: Literal["refuse", "warn", "off"] | None = Field(
         default=None,
-        description="Whether a decode engine proves each prefill engine, and each adapter on it, before it uses what "
-        "that computes: it computes the first prompt of a block or more itself, pulls its last 512 tokens at most as "
-        "well, and compares the two, layer by layer. refuse: nothing is pulled from one whose keys and values differ; "
-        "warn: the log says so, and they are used; off: nothing is compared. Default: refuse, with model_check off "
-        "warn.",
+        description="Whether a decode engine proves each prefill engine, and each adapter on it: it computes "
+        "the first prompt of a block or more itself, pulls its last 512 tokens as well, and "
+        "compares them by layer. refuse: nothing is pulled from one that differs; warn: the log "
+        "says so; off: nothing is compared. Default: refuse, with model_check off warn.",
     )
     verify: bool = Field(
         default=False,
-        description="Compare checksums in every pull, to commission a new setup. Prefill workers take them of leased "
-        "blocks, decode workers of what arrived, and a pull fails if they differ. A decode engine that verifies needs "
-        "prefill engines that do too.",
+        description="Compare checksums in every pull, to commission a new setup. A pull fails if they differ. A "
+        "decode engine that verifies needs prefill engines that do too.",
     )
     secret_file: str | None = Field(
         default=None,
         min_length=1,
-        description="File with the secret that all engines of a deployment share; it turns on authentication and "
-        "encryption of the control channel. It must hold at least 16 bytes and have mode 600. Default: the environment "
-        "variable PD_CONNECTOR_SECRET, else no authentication.",
+        description="File with the secret that all engines share, which authenticates and encrypts the control "
+        "channel: 16 bytes or more, mode 600. Default: PD_CONNECTOR_SECRET in the environment, else "
+        "none.",
     )
     allowed_peers: Annotated[list[str], Field(min_length=1)] | None = Field(
         default=None,
-        description="Prefill engines that a decode engine may contact: IP addresses, networks such as 10.1.0.0/16, or "
-        "host names. Default: whichever a request names.",
+        description="Prefill engines that a decode engine may contact: IP addresses, networks such as "
+        "10.1.0.0/16, host names. Default: whichever a request names.",
     )
 
     @property

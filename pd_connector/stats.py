@@ -54,10 +54,10 @@ COUNTERS = {
     "landed_bytes": "Bytes of KV cache pulled to this engine's host memory (host_transfers).",
     "pull_descriptors": "Descriptors read by pulls.",
     "pull_tokens": "Prompt tokens whose KV cache was pulled, counted on every rank.",
-    "pulls_ahead": "Pulls that succeeded and had begun before the prompt was computed, counted on every rank.",
+    "pulls_ahead": "Pulls of them that had begun before the prompt was computed.",
     "pull_bytes_ahead": "Bytes of them that were pulled before the prompt was computed.",
-    "pull_restarts": "How often pulls read from the beginning again, because the prefill engine had preempted the "
-    "prompt, counted on every rank.",
+    "pull_restarts": "Pulls, on every rank, that read from the beginning again because the prefill engine had "
+    "preempted the prompt.",
     "host_tokens": "Prompt tokens whose KV cache was loaded from host memory.",
     "host_blocks": "Blocks stored in host memory.",
 }
@@ -81,8 +81,8 @@ LABELLED = {
     ),
     "canaries": (
         "outcome",
-        "Prompts that were computed here and pulled as well, to prove a prefill engine, by outcome: proven, differs, "
-        "failed (it could not be pulled), left (the request was aborted or preempted).",
+        "Prompts that were computed here and pulled as well, by outcome: proven, differs, failed (not pulled), left "
+        "(aborted or preempted).",
     ),
     "landing_fallbacks": (
         "reason",
@@ -108,8 +108,8 @@ LABELS: dict[str, tuple[str, ...]] = {
 
 GAUGES = {
     "transfers_waiting": "Decode legs that wait for a prefill engine to compute the prompt of their transfer_id.",
-    "peers_refused": "Prefill engines, each counted once for each adapter, from which nothing is pulled because they "
-    "compute other keys and values than this engine (canary).",
+    "peers_refused": "Prefill engines, once for each adapter, from which nothing is pulled because their keys and "
+    "values differ (canary).",
     "prompts_ahead": "Prompts that are being pulled, and were not yet computed when their pull was ordered.",
     "landings_under_way": "Prompts that are being pulled to host memory.",
     "leases_active": "Leases of this prefill engine that have not ended.",
@@ -117,8 +117,8 @@ GAUGES = {
     "leases_in_host": "Those of them that have moved to host memory.",
     "leased_blocks": "KV blocks that leases hold, each counted once.",
     "host_blocks_cached": "Blocks in host memory that prefix lookups can find.",
-    "host_blocks_lent": "Slots of host memory that are held by leases, and by prompts that land there, wait for blocks "
-    "or are being loaded, each counted once. They are not evicted.",
+    "host_blocks_lent": "Slots of host memory that cannot be evicted: of leases, and of prompts that land there, wait "
+    "for blocks or are being loaded.",
     "host_blocks_capacity": "Capacity of host memory, in blocks.",
 }
 #: Gauges of which each rank has its own number. The largest is exported: a block is in use if it is on any rank.

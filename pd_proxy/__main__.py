@@ -189,8 +189,9 @@ def _parser() -> argparse.ArgumentParser:
         "--without-prefill",
         choices=list(WithoutPrefill),
         default=defaults.without_prefill,
-        help="what becomes of requests while no prefill server can be reached, or all that got one failed. fail: the "
-        "client gets an error. decode: a decode server computes the prompt itself (default %(default)s)",
+        help="what becomes of a request if no prefill server can be reached, or the only one that took it failed. "
+        "fail: the client gets an error. decode: a decode server computes the prompt itself. It is an error either way "
+        "if two prefill servers failed it, or one was silent for longer than --request-timeout (default %(default)s)",
     )
     parser.add_argument(
         "--api-key",

@@ -115,8 +115,6 @@ async def while_connected(receive: Receive, client: Client, work: Coroutine[Any,
             left = True
             group.cancel_scope.cancel()
 
-    # Cancelled through a scope and not through the task: the HTTP client closes idle connections of other requests
-    # on the way and shields that from a scope's cancellation only.
     async with anyio.create_task_group() as group:
         group.start_soon(watch)
         try:

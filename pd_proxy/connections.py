@@ -1,16 +1,20 @@
 """The HTTP connections to the servers: how they are opened, kept, and looked at before they are used again.
 
-A request that a server has not taken is sent once more. It has not taken one that was to go over a connection which it
-had closed before, or which it resets without a byte of an answer: a server that has read a whole request and then ends,
-by whatever way, closes the connection in order. So a prompt that kills a server is not sent to it again.
+A request that a server has not taken is sent again, twice at most. It has not taken one that was to go over a
+connection which it had closed before, or which it resets without a byte of an answer, within 2 s after the request was
+sent: a server that has read a whole request and then ends, by whatever way, closes the connection in order. So a prompt
+that kills a server is not sent to it again. A later reset proves nothing: load balancers and NAT reset connections that
+have been silent for too long, also of a request that is being served. Nor does any other error of a connection.
 """
 
 import asyncio
+import errno
 import logging
 import resource
 import select
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+import weakref
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from io import BytesIO
 from types import TracebackType
 from typing import Any, Self
@@ -18,6 +22,7 @@ from typing import Any, Self
 import aiohttp
 import anyio
 
+from pd_proxy import headers as passed
 from pd_proxy.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -27,15 +32,85 @@ HeaderList = list[tuple[str, str]]
 
 #: Idle connections are given up before vLLM's HTTP server gives them up (5 s).
 _IDLE_CONNECTION_S = 2.0
-#: In so many parts a time limit for a connection passes: a loop that is held up loses one.
+#: In so many parts a time limit passes: a loop that is held up loses one.
 _TICKS = 10
 #: How often a request that was not taken is sent. One that was reset has met a server that was just closing.
 _ATTEMPTS = 3
+#: Until so long after it was sent, a reset proves that a request was not read.
+_PROOF_S = 2.0
+#: Errors that are resets. None: aiohttp could not write all of the request, because the connection was closed.
+_RESETS = (errno.ECONNRESET, errno.EPIPE, None)
 #: Sockets of one request: the client's, and one for each leg.
 _REQUEST_FILES = 3
 #: For which number of requests at once the limit of open files should do.
 _ENOUGH_REQUESTS = 1000
 _CLOSED = select.POLLRDHUP | select.POLLHUP | select.POLLERR
+
+
+class ClosedAtOnce(aiohttp.ClientConnectionResetError):
+    """A server has closed a new connection before anything was sent over it."""
+
+
+class Response(aiohttp.ClientResponse):
+    """An answer whose reader is told of every end that comes too early.
+
+    aiohttp does not tell it of two: of bytes that are not HTTP, after which nothing comes and no time limit runs; and
+    of a reset, where the end of the connection is the end of the body.
+    """
+
+    _lost: asyncio.Future[None] | None = None  # done when the connection is closed
+
+    async def start(self, connection: "aiohttp.connector.Connection") -> Self:
+        """Read the head. aiohttp calls this when it has sent the request.
+
+        Raises:
+            aiohttp.ClientConnectionResetError: the server has not taken the request.
+            aiohttp.ClientError: there is no answer, for another reason.
+        """
+        proof = True
+
+        def end_proof() -> None:
+            nonlocal proof
+            proof = False
+
+        assert connection.protocol is not None
+        self._lost = lost = connection.protocol.closed
+        try:
+            with _after(_PROOF_S, end_proof):
+                await super().start(connection)
+        except aiohttp.ClientOSError as error:
+            if proof and error.errno in _RESETS:
+                raise aiohttp.ClientConnectionResetError(*error.args) from error
+            raise
+        if lost is not None and self.connection is not None:  # else the answer is whole, and its connection given back
+            lost.add_done_callback(self._tell)
+            self.connection.add_callback(self._forget)
+        return self
+
+    def check_whole(self) -> None:
+        """Raise unless a body that has been read to its end is all of the answer.
+
+        Raises:
+            aiohttp.ClientPayloadError: it is not.
+        """
+        if self._lost is not None and self._lost.done():
+            self._tell(self._lost)
+        if (problem := self.content.exception()) is not None:
+            raise problem
+
+    def _forget(self) -> None:
+        """Leave nothing of this answer at its connection, which may be kept."""
+        if self._lost is not None:
+            self._lost.remove_done_callback(self._tell)
+
+    def _tell(self, lost: asyncio.Future[None]) -> None:
+        """Tell who reads the body that the connection has been closed before all of it was here."""
+        if self.content.exception() is not None:
+            return
+        if not self.content.is_eof():
+            self.content.set_exception(aiohttp.ClientPayloadError("the answer goes on with what is not HTTP"))
+        elif _reset_of(lost) and not any(name in self.headers for name in ("content-length", "transfer-encoding")):
+            self.content.set_exception(aiohttp.ClientPayloadError("the connection was reset inside the answer"))
 
 
 class Connections:
@@ -55,6 +130,7 @@ class Connections:
                 self._connect_timeout_s, limit=0, keepalive_timeout=_IDLE_CONNECTION_S, ssl=self._tls or True
             ),
             timeout=aiohttp.ClientTimeout(sock_read=self._answer_timeout_s),
+            response_class=Response,
             cookie_jar=aiohttp.DummyCookieJar(),
             auto_decompress=False,
             skip_auto_headers=("User-Agent", "Accept"),
@@ -67,29 +143,30 @@ class Connections:
         assert self._session is not None
         await self._session.close()
 
-    async def send(self, method: str, url: str, headers: HeaderList, content: bytes | None) -> aiohttp.ClientResponse:
+    async def send(self, method: str, url: str, headers: HeaderList, content: bytes | None) -> Response:
         """Send a request; return when the answer's head is here. Close the answer.
 
         Raises:
-            aiohttp.ClientError: there is no answer.
+            ClosedAtOnce: the server closes new connections at once.
+            aiohttp.ClientError: there is no answer, for another reason.
             TimeoutError: the server does not take the connection (``aiohttp.ConnectionTimeoutError``), or is silent.
         """
         assert self._session is not None
         left = _ATTEMPTS
-        # aiohttp writes UTF-8, and has no way to write other bytes than these.
-        as_text = [(name, value.encode("latin-1").decode("utf-8", "replace")) for name, value in headers]
+        as_text = [(name, passed.as_text(value)) for name, value in headers]
         # aiohttp's own limit begins when the request is sent: a server might not read it.
         with anyio.fail_after(self._answer_timeout_s):
             while True:
                 left -= 1
                 body = None if content is None else BytesIO(content)
                 try:
-                    return await self._session.request(method, url, headers=as_text, data=body, allow_redirects=False)
-                except aiohttp.ClientConnectorError:
-                    raise
-                except (aiohttp.ClientOSError, aiohttp.ClientConnectionResetError):
+                    answer = await self._session.request(method, url, headers=as_text, data=body, allow_redirects=False)
+                except aiohttp.ClientConnectionResetError:
                     if not left:
                         raise
+                else:
+                    assert isinstance(answer, Response)
+                    return answer
 
     async def is_well(self, url: str, timeout_s: float) -> bool:
         """Return whether a page answers 200 within so many seconds."""
@@ -108,6 +185,7 @@ class _Connector(aiohttp.TCPConnector):
     def __init__(self, timeout_s: float, **options: Any) -> None:
         super().__init__(**options)
         self._timeout_s = timeout_s
+        self._used = weakref.WeakSet[Any]()  # protocols of connections that have been handed out
 
     async def connect(
         self, req: aiohttp.ClientRequest, traces: "list[aiohttp.tracing.Trace]", timeout: aiohttp.ClientTimeout
@@ -115,8 +193,25 @@ class _Connector(aiohttp.TCPConnector):
         async with _turning_for(self._timeout_s):
             # The event loop may not have seen the end of an idle connection: while it is busy, it sees nothing.
             while _is_closed(connection := await super().connect(req, traces, timeout)):
+                is_new = connection.protocol not in self._used
                 connection.close()
+                if is_new:
+                    raise ClosedAtOnce(errno.ECONNRESET, "closed before anything was sent")
+            self._prepare(connection)
             return connection
+
+    def _prepare(self, connection: "aiohttp.connector.Connection") -> None:
+        """Have it known how the connection ends, and no socket kept of one that is closed."""
+        protocol, transport = connection.protocol, connection.transport
+        assert protocol is not None
+        assert transport is not None
+        # A transport that is closed waits until all is written, which a server that does not read leaves undone.
+        connection.add_callback(lambda: transport.abort() if transport.get_write_buffer_size() else None)
+        if protocol not in self._used:
+            self._used.add(protocol)
+            # Made on the first look, which has to come before the end; and an exception that nobody looks at is logged.
+            if (lost := protocol.closed) is not None:
+                lost.add_done_callback(_reset_of)
 
 
 @asynccontextmanager
@@ -128,6 +223,14 @@ async def _turning_for(seconds: float) -> AsyncIterator[None]:
     Raises:
         TimeoutError: they are over.
     """
+    async with asyncio.timeout(None) as limit:
+        with _after(seconds, lambda: limit.reschedule(asyncio.get_running_loop().time())):
+            yield
+
+
+@contextmanager
+def _after(seconds: float, action: Callable[[], None]) -> Iterator[None]:
+    """Call a function when the event loop has turned for so many seconds, unless what is done inside has ended."""
     loop = asyncio.get_running_loop()
     timer: asyncio.TimerHandle | None = None
 
@@ -136,15 +239,19 @@ async def _turning_for(seconds: float) -> AsyncIterator[None]:
         if left:
             timer = loop.call_later(seconds / _TICKS, tick, left - 1)  # from now on, however late it is
         else:
-            limit.reschedule(loop.time())
+            action()
 
-    async with asyncio.timeout(None) as limit:
-        tick(_TICKS)
-        try:
-            yield
-        finally:
-            assert timer is not None
-            timer.cancel()
+    tick(_TICKS)
+    try:
+        yield
+    finally:
+        assert timer is not None
+        timer.cancel()
+
+
+def _reset_of(lost: asyncio.Future[None]) -> BaseException | None:
+    """Return the error that has ended a connection, None if it was closed in order."""
+    return None if lost.cancelled() else lost.exception()
 
 
 def _is_closed(connection: "aiohttp.connector.Connection") -> bool:

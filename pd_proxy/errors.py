@@ -42,19 +42,25 @@ class LegFailed(Exception):  # noqa: N818  named after the event
         self.told = f"a {leg} server {what}"  # for clients
 
 
+#: vLLM's finish reasons. Anything else is what a server wrote, and not for clients.
+_FINISH_REASONS = ("stop", "length", "abort", "error", "repetition")
+
+
 class NothingHandedOver(LegFailed):
     """The prefill server answered well, without ``kv_transfer_params``."""
 
-    def __init__(self, url: str, finish_reason: str) -> None:
-        """``finish_reason``: of the answer, in quotes; empty if it has none."""
-        super().__init__(
-            HTTPStatus.BAD_GATEWAY,
-            "prefill",
-            url,
-            f"returned no kv_transfer_params (finish reason {finish_reason or 'missing'}, expected 'length')",
-            "is it started with --kv-transfer-config and a kv_role of kv_producer or kv_both?",
-        )
-        self.text_ended = finish_reason == "'stop'"  # with its one token
+    def __init__(self, url: str, finish_reason: object) -> None:
+        """``finish_reason``: whatever the answer has in its place; None if it has none."""
+        detail = "is it started with --kv-transfer-config and a kv_role of kv_producer or kv_both?"
+        if finish_reason is None:
+            shown = "missing"
+        elif finish_reason in _FINISH_REASONS:
+            shown = f"'{finish_reason}'"
+        else:
+            shown, detail = "unknown", f"the reason is {repr(finish_reason)[:500]}; {detail}"
+        what = f"returned no kv_transfer_params (finish reason {shown}, expected 'length')"
+        super().__init__(HTTPStatus.BAD_GATEWAY, "prefill", url, what, detail)
+        self.text_ended = finish_reason == "stop"  # with its one token
 
 
 class LegRefused(Exception):  # noqa: N818

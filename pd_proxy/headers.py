@@ -27,6 +27,9 @@ _HOP_BY_HOP = frozenset(
 _OWN_REQUEST = frozenset({"host", "content-length", "content-type", REQUEST_ID, "x-data-parallel-rank"})
 _OWN_RESPONSE = frozenset({"date", "server", REQUEST_ID})
 
+#: Control characters, which stand in no header (RFC 9110, section 5.5), though some HTTP servers let them pass.
+_CONTROLS = re.compile(r"[\x00-\x08\x0a-\x1f\x7f]")
+
 _USABLE_ID = re.compile(r"[\x21-\x7e]{1,256}")
 
 
@@ -59,6 +62,14 @@ def to_server(headers: Headers, identity: str, api_key: str | None, *, relayed: 
     encodings = headers.get("accept-encoding", "identity") if relayed else "identity"
     kept += [("accept-encoding", encodings), ("content-type", "application/json"), (REQUEST_ID, identity)]
     return kept if api_key is None else [*kept, ("authorization", f"Bearer {api_key}")]
+
+
+def as_text(value: str) -> str:
+    """Return a header's value, a character for each byte, as text that is to be written in UTF-8.
+
+    What is not UTF-8, and control characters, are replaced by U+FFFD.
+    """
+    return _CONTROLS.sub("\ufffd", value.encode("latin-1").decode("utf-8", "replace"))
 
 
 def to_client(raw: Iterable[tuple[bytes, bytes]], identity: str) -> list[tuple[bytes, bytes]]:

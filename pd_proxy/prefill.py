@@ -68,7 +68,7 @@ def checked_answer(url: str, text: bytes) -> Body:
     transfer = answer.get("kv_transfer_params") if isinstance(answer, dict) else None
     if not isinstance(transfer, dict) or not transfer:
         reason = _finish_reason(answer)
-        if reason == "'abort'":
+        if reason == "abort":
             raise LegFailed(
                 HTTPStatus.SERVICE_UNAVAILABLE,
                 "prefill",
@@ -81,11 +81,11 @@ def checked_answer(url: str, text: bytes) -> Body:
     return dict(answer)
 
 
-def _finish_reason(answer: Any) -> str:
+def _finish_reason(answer: Any) -> Any:
     try:
-        return repr(answer["choices"][0]["finish_reason"])
+        return answer["choices"][0]["finish_reason"]
     except (KeyError, IndexError, TypeError):
-        return ""
+        return None
 
 
 def _refuse(answer: Answer, text: bytes, identity: str) -> NoReturn:

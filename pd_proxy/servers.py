@@ -17,8 +17,9 @@ from enum import StrEnum
 from http import HTTPStatus
 
 import aiohttp
+from aiohttp.http_exceptions import HttpProcessingError
 
-from pd_proxy.connections import Connections, HeaderList
+from pd_proxy.connections import ClosedAtOnce, Connections, HeaderList, Response
 from pd_proxy.errors import LegFailed, Retry
 
 logger = logging.getLogger(__name__)
@@ -44,7 +45,7 @@ class Server:
 class Answer:
     """A server's answer: status and headers are there, the body is still to be read."""
 
-    def __init__(self, leg: Leg, server: Server, response: aiohttp.ClientResponse) -> None:
+    def __init__(self, leg: Leg, server: Server, response: Response) -> None:
         self._leg = leg
         self._server = server
         self._response = response
@@ -71,7 +72,9 @@ class Answer:
         try:
             async for piece in self._response.content.iter_any():
                 yield piece
-        except (aiohttp.ClientError, TimeoutError) as error:
+            self._response.check_whole()
+        # Without its C extension, aiohttp raises the second one for what is not HTTP.
+        except (aiohttp.ClientError, HttpProcessingError, TimeoutError) as error:
             raise _failed(self._leg, self._server, error) from error
 
 
@@ -154,7 +157,7 @@ class Servers:
 
     async def _send(
         self, server: Server, method: str, path: str, headers: HeaderList, content: bytes | None
-    ) -> aiohttp.ClientResponse:
+    ) -> Response:
         try:
             response = await self._connections.send(method, server.url + path, headers, content)
         except (aiohttp.ClientError, TimeoutError) as error:
@@ -167,7 +170,7 @@ class Servers:
         return response
 
 
-def _failed(leg: Leg, server: Server, error: aiohttp.ClientError | TimeoutError) -> LegFailed:
+def _failed(leg: Leg, server: Server, error: aiohttp.ClientError | HttpProcessingError | TimeoutError) -> LegFailed:
     status, detail, retry = HTTPStatus.BAD_GATEWAY, str(error) or type(error).__name__, Retry.NO
     match error:
         case aiohttp.ConnectionTimeoutError():
@@ -178,11 +181,16 @@ def _failed(leg: Leg, server: Server, error: aiohttp.ClientError | TimeoutError)
         case aiohttp.ClientConnectorError() if error.errno in (errno.EMFILE, errno.ENFILE):
             status, detail = HTTPStatus.SERVICE_UNAVAILABLE, ""
             what = "was not asked: this proxy has as many files and sockets open as it may (ulimit -n)"
+        case aiohttp.ClientConnectorError() if error.errno == errno.EADDRNOTAVAIL:
+            status, what = HTTPStatus.SERVICE_UNAVAILABLE, "was not asked: this proxy's machine has no port free for it"
+            detail = "see net.ipv4.ip_local_port_range; or the machine has no address of the server's family"
         case aiohttp.ClientConnectorCertificateError():
             what, retry = "has a certificate that cannot be verified", Retry.FREELY
             detail = f"{error.certificate_error}. If its CA is your own, name it with --ca-file"
         case aiohttp.ClientConnectorError():
             what, detail, retry = "cannot be reached", error.strerror or detail, Retry.FREELY
+        case ClosedAtOnce():
+            what, detail, retry = "closes new connections at once", "", Retry.FREELY
         case _:
             what, retry = "broke off", Retry.ONCE
     return LegFailed(status, leg, server.url, what, detail, retry)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.thorough  # collects as a run of its own
+pytestmark = pytest.mark.slow  # collects as a run of its own; every run of tests/e2e looks at the tests there
 
 ROOT = Path(__file__).parents[1]
 #: Collects what its arguments name, and prints the markers of each test.

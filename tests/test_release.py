@@ -1,4 +1,4 @@
-"""Version, changelog, the ranges of pyproject.toml, the environments of the tests and README.md agree.
+"""Version, changelog, the ranges of pyproject.toml, the environments of the tests and the pages agree.
 
 The releases of vLLM that they are about are those of ``pd_connector.vllm.release.TESTED``.
 """
@@ -17,7 +17,7 @@ from tests.support.sources import ROOT
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 VERSION = Version(PROJECT["project"]["version"])
 CHANGELOG = (ROOT / "CHANGELOG.md").read_text()
-README = (ROOT / "README.md").read_text()
+README, DEPLOY, SUPPORT = ((ROOT / page).read_text() for page in ("README.md", "docs/deploy.md", "docs/support.md"))
 MAKEFILE = (ROOT / "Makefile").read_text()
 
 
@@ -66,7 +66,7 @@ def test_cudas_range_is_the_tested_releases_that_serve_it(extra: str) -> None:
     assert f"{major}.{newest + 1}.0" not in taken
     first = min(minor for _, minor in TESTED if f"0.{minor}.0" in taken)
     assert f"0.{first - 1}.9" not in taken
-    assert f"# vllm 0.{first} to 0.{newest} and" in README
+    assert f"# vllm 0.{first} to 0.{newest} and" in DEPLOY
 
 
 def test_npus_range_is_tested_releases() -> None:
@@ -74,7 +74,7 @@ def test_npus_range_is_tested_releases() -> None:
     for tested in ("0.23.0.post1", "0.30.0rc2"):
         assert taken.contains(tested, prereleases=True)
         assert Version(tested).release[:2] in TESTED
-        assert f"vllm-ascend {tested}" in README
+        assert f"vllm-ascend {tested}" in SUPPORT
     assert not taken.contains("0.23.0rc1", prereleases=True)
     assert "0.31.0" not in taken
 
@@ -89,7 +89,9 @@ def test_the_tests_have_an_environment_for_every_release() -> None:
     tried = [*releases.split(), *unbuilt.split(), ".".join(pinned.version.split(".")[:2])]
     assert sorted(tried) == [f"{major}.{minor}" for major, minor in TESTED]
     for name in tried:
-        assert re.search(rf"^\| CPU, .*\b{re.escape(name)}\b", README, re.MULTILINE), f"README.md has no row for {name}"
+        assert re.search(rf"^\| CPU, .*\b{re.escape(name)}\b", SUPPORT, re.MULTILINE), (
+            f"docs/support.md has no row for {name}"
+        )
 
 
 def test_the_oldest_python_is_the_same_everywhere() -> None:

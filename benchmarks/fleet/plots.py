@@ -85,28 +85,30 @@ def _host_memory(host: Figures, caption: str, path: Path) -> Path:
 
 def _control(control: Figures, caption: str, path: Path) -> Path:
     """How busy one P's control server is, by how many engines ask it."""
-    figure, (axis,) = _panels(1)
+    figure, (axis,) = _panels(1, width=7.2)
     labels = {
         "each": f"each sends {control['each']['requests_per_s']:g} requests/s",
         "shared": f"all together send {control['shared']['requests_per_s']:g} requests/s",
     }
     for colour, (key, label) in zip(COLOURS, labels.items(), strict=False):
-        busy = control[key]["busy"]
-        axis.plot([int(each) for each in busy], [100 * each for each in busy.values()], color=colour, marker="o",
-                  markersize=4, label=label)  # fmt: skip
+        busy = {int(engines): 100 * share for engines, share in control[key]["busy"].items()}
+        axis.plot(list(busy), list(busy.values()), color=colour, marker="o", markersize=4)
+        place = max(busy), busy[max(busy)]
+        axis.annotate(label, place, xytext=(-10, 6), textcoords="offset points", ha="right", color=colour, fontsize=8)
     axis.axhline(100, color="#555555", linewidth=0.8)
     axis.set_xscale("log")
     axis.set_yscale("log")
+    axis.xaxis.set_major_formatter("{x:,.0f}")
+    axis.yaxis.set_major_formatter("{x:g}%")
+    axis.set_title("How much of the time P's control server is busy", loc="left", fontsize=9)
     axis.set_xlabel(f"decode engines of {control['workers']} workers that pull from one P")
-    axis.set_ylabel("% of its time that P's control server is busy")
-    axis.legend(fontsize=8, frameon=False)
     return _save(figure, f"costs of messages measured: {caption}", path)
 
 
-def _panels(count: int) -> tuple[Any, list[Any]]:
+def _panels(count: int, width: float = 4.4) -> tuple[Any, list[Any]]:
     from matplotlib import pyplot as plt  # noqa: PLC0415
 
-    figure, axes = plt.subplots(1, count, figsize=(4.4 * count, 3.4), squeeze=False)
+    figure, axes = plt.subplots(1, count, figsize=(width * count, 3.4), squeeze=False)
     for axis in axes[0]:
         axis.grid(alpha=0.3)
     return figure, list(axes[0])
@@ -116,7 +118,7 @@ def _save(figure: Any, caption: str, path: Path) -> Path:
     from matplotlib import pyplot as plt  # noqa: PLC0415
 
     figure.tight_layout(rect=(0, 0.06, 1, 1))
-    figure.text(0.5, 0.02, caption, ha="center", fontsize=7, color="#555555")
+    figure.text(0.02, 0.02, caption, fontsize=7, color="#555555")
     figure.savefig(path, format="svg", metadata={"Date": None, "Creator": None})
     plt.close(figure)
     return path

@@ -39,27 +39,51 @@ def draw(result: Mapping[str, Any], directory: Path, name: str = "peers") -> lis
 
 
 def _handover(rows: Sequence[Row], layout: str, caption: str, path: Path) -> Path:
-    """From P's answer to D's first token, by the length of the prompt: a panel for each pair of sizes."""
+    """From P's answer to D's first token by the prompt's length, at TP 1 to 1 or the sizes with the most lengths."""
     from matplotlib import pyplot as plt  # noqa: PLC0415
 
-    sizes = list(dict.fromkeys((row["prefill_tp"], row["decode_tp"]) for row in rows))
-    figure, axes = plt.subplots(1, len(sizes), figsize=(3.2 * len(sizes), 3.8), sharey=True, squeeze=False)
-    for axis, (prefill_tp, decode_tp) in zip(axes[0], sizes, strict=True):
-        here = [row for row in rows if (row["prefill_tp"], row["decode_tp"]) == (prefill_tp, decode_tp)]
-        for (connector, legs), (label, colour, marker, line) in WAYS.items():
-            points = [row for row in here if (row["connector"], row["legs"]) == (connector, legs)]
-            if points:
-                axis.plot(
-                    [row["prompt_tokens"] for row in points], [row["handover_ms"]["p50"] for row in points],
-                    label=label, color=colour, marker=marker, linestyle=line, markersize=4,
-                )  # fmt: skip
-        axis.set_title(f"TP {prefill_tp} to {decode_tp}", fontsize=9)
-        axis.set_xlabel("tokens of the prompt")
-        axis.set_xlim(left=0)
-        axis.grid(alpha=0.3)
-    axes[0][0].set_ylim(bottom=min(0.0, *(row["handover_ms"]["p50"] for row in rows)))
-    axes[0][0].set_ylabel("ms from P's answer\nto D's first token,\nless what one token takes at D")
-    return _save(figure, f"{layout}: {caption}", path)
+    lengths: dict[tuple[int, int], set[int]] = {}
+    for row in rows:
+        lengths.setdefault((row["prefill_tp"], row["decode_tp"]), set()).add(row["prompt_tokens"])
+    prefill_tp, decode_tp = (1, 1) if (1, 1) in lengths else max(lengths, key=lambda sizes: len(lengths[sizes]))
+    figure, axis = plt.subplots(figsize=(7.2, 3.8))
+    ends = []
+    for (connector, legs), (label, colour, marker, line) in WAYS.items():
+        way = (prefill_tp, decode_tp, connector, legs)
+        mine = [row for row in rows if (row["prefill_tp"], row["decode_tp"], row["connector"], row["legs"]) == way]
+        if mine:
+            tokens, medians = [row["prompt_tokens"] for row in mine], [row["handover_ms"]["p50"] for row in mine]
+            axis.plot(tokens, medians, color=colour, marker=marker, linestyle=line, markersize=4)
+            ends.append((medians[-1], tokens[-1], label, colour))
+    most = max(row["handover_ms"]["p50"] for row in rows)
+    axis.set_xlim(left=0)
+    axis.set_xticks([0, *sorted(lengths[prefill_tp, decode_tp])])
+    axis.xaxis.set_major_formatter("{x:,.0f}")
+    axis.set_ylim(min(0.0, *(row["handover_ms"]["p50"] for row in rows)), 1.08 * most)
+    _label_ends(axis, ends, gap=0.065 * most)
+    axis.set_title("Handover time", loc="left", fontsize=12, fontweight="bold", pad=22)
+    subtitle = "ms from P's answer to D's first token, less what one token takes at D; medians"
+    axis.text(0, 1.03, subtitle, transform=axis.transAxes, fontsize=8, color="#555555")
+    axis.set_xlabel("tokens of the prompt")
+    axis.grid(alpha=0.3)
+    figure.subplots_adjust(left=0.07, right=0.72, top=0.83, bottom=0.18)
+    return _write(figure, f"TP {prefill_tp} to {decode_tp}, {layout}: {caption}", path)
+
+
+def _label_ends(axis: Any, ends: Sequence[tuple[float, float, str, str]], gap: float) -> None:
+    """Write the name of each line behind its last point, above its neighbour's where they would meet.
+
+    A line that ends before the others has failed from there on.
+    """
+    right = max(at for _, at, _, _ in ends)
+    lowest = float("-inf")
+    for height, at, label, colour in sorted(ends):
+        style = {"textcoords": "offset points", "color": colour, "fontsize": 8, "annotation_clip": False}
+        if at < right:
+            axis.annotate(f"{label};\nlonger ones failed", (at, height), xytext=(-8, 4), ha="right", **style)
+        else:
+            lowest = max(height, lowest + gap)
+            axis.annotate(label, (at, lowest), xytext=(9, 0), va="center", **style)
 
 
 def _at_once(rows: Sequence[Row], layout: str, caption: str, path: Path) -> Path:
@@ -87,8 +111,6 @@ def _at_once(rows: Sequence[Row], layout: str, caption: str, path: Path) -> Path
 
 
 def _save(figure: Any, caption: str, path: Path) -> Path:
-    from matplotlib import pyplot as plt  # noqa: PLC0415
-
     labelled: dict[str, Any] = {}  # of all panels: a way may be missing in one
     for axis in figure.axes:
         for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
@@ -96,7 +118,13 @@ def _save(figure: Any, caption: str, path: Path) -> Path:
     figure.tight_layout(rect=(0, 0.2, 1, 1))
     place = {"loc": "lower center", "bbox_to_anchor": (0.5, 0.05)}
     figure.legend(labelled.values(), labelled.keys(), ncols=2, fontsize=8, frameon=False, **place)
-    figure.text(0.5, 0.02, caption, ha="center", fontsize=7, color="#555555")
+    return _write(figure, caption, path)
+
+
+def _write(figure: Any, caption: str, path: Path) -> Path:
+    from matplotlib import pyplot as plt  # noqa: PLC0415
+
+    figure.text(0.02, 0.02, caption, fontsize=7, color="#555555")
     figure.savefig(path, format="svg", metadata={"Date": None, "Creator": None})
     plt.close(figure)
     return path

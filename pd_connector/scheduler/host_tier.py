@@ -24,7 +24,6 @@ from pd_connector.orders import BlockMoves, LoadOrder, Orders, Report, StoreEnds
 from pd_connector.scheduler.host_loans import HostLoans
 from pd_connector.scheduler.landed_prompts import LandedPrompt, LandedPrompts
 from pd_connector.scheduler.roles import SchedulerRole
-from pd_connector.scheduler.step_share import blocks_a_step
 from pd_connector.stats import StatsRecorder
 from pd_connector.vllm.block_pools import BlockKeys, Candidate, HostBlockPool, HostHit, Store, request_blocks, slot_of
 from pd_connector.vllm.requests import waits_for_tokens
@@ -117,7 +116,6 @@ class HostTier(SchedulerRole):
         """
         if (landed := self._landed.tokens(request, computed_tokens)) is not None:
             return landed
-        self._landed.publish_for(request)
         offer = self._offers.get(request.request_id)
         if offer is not None and offer.hit.first_token == computed_tokens and not self._has_grown(request, offer):
             return offer.hit.tokens
@@ -207,7 +205,6 @@ class HostTier(SchedulerRole):
 
     def hit(self, request: "Request", computed_tokens: int) -> HostHit | None:
         """Return what host memory holds of a request beyond ``computed_tokens``. It is not pinned."""
-        self._landed.publish_for(request)
         return self._pool.find(request, computed_tokens)
 
     def landed(self, request: "Request", hit: HostHit, first_token: int) -> None:
@@ -223,14 +220,13 @@ class HostTier(SchedulerRole):
     def step_orders(self, scheduled: Mapping[str, int]) -> Orders:
         """Return the loads, and at most one store, which covers all blocks that earlier steps have computed."""
         self._choose_stores(scheduled)
-        self._landed.use(blocks_a_step(scheduled, self._pool.block_tokens))
         loads, self._ordered_loads = tuple(self._ordered_loads), []
         return Orders(loads=loads, stores=self._order_store())
 
     @property
     def wants_step(self) -> bool:
         """Whether the engine must step even without requests, to order stores and to learn of their end."""
-        return bool(self._chosen or self._ready or self._jobs) or self._landed.wants_step
+        return bool(self._chosen or self._ready or self._jobs)
 
     @property
     def frees_blocks_soon(self) -> bool:

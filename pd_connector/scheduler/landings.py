@@ -6,8 +6,7 @@ A request that vLLM asks about passes through these states, each at most once:
         |                               |                '--- a rank has failed ---> refused, as a pull that fails
         '--- room on the device         '--- no slots ---> pulled to the device
 
-Slots are lent to one prompt after the other, a share of them in each step (see ``step_share``). While a prompt lands,
-its request owns no block of the device, and vLLM goes on with others. The slots belong to the
+While a prompt lands, its request owns no block of the device, and vLLM goes on with others. The slots belong to the
 landing until every rank has ended its read: also if the request leaves, or the cache is reset, meanwhile. A rank whose
 read has failed reports it only when nothing writes to the slots any more.
 
@@ -17,23 +16,21 @@ Everything runs on the scheduler's thread.
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Literal
 
 from pd_connector.orders import LandingEnds, Orders, PullOrder, Report
-from pd_connector.scheduler import step_share
 from pd_connector.scheduler.consumer import Consumer
 from pd_connector.scheduler.host_tier import HostTier
 from pd_connector.scheduler.roles import SchedulerRole
-from pd_connector.scheduler.step_share import blocks_a_step
 from pd_connector.stats import StatsRecorder
 from pd_connector.vllm.block_pools import HostHit
 from pd_connector.vllm.cache_specs import Retention, blocks_for
-from pd_connector.vllm.device_blocks import DeviceBlocks
+from pd_connector.vllm.device_blocks import DeviceBlocks, HeldBlocks
 
 if TYPE_CHECKING:
-    from pd_connector.vllm.types import KVCacheBlock, Request
+    from pd_connector.vllm.types import Request
 
 logger = logging.getLogger(__name__)
 
@@ -59,24 +56,6 @@ class _Landing:
     is_wanted: bool = True  # the request has not left, and the contents are valid
 
 
-@dataclass(slots=True)
-class _Preparation:
-    """A landing to be, for which slots are lent."""
-
-    request: "Request"
-    computed_tokens: int  # that the device holds
-    tokens: range  # those to pull
-    held: HostHit | None  # what host memory holds between the two, lent
-    tables: "Sequence[tuple[range, int]]"  # by cache group, see ``_numbers``
-    slots: "list[KVCacheBlock]" = field(default_factory=list)  # lent so far
-    ids: list[int] = field(default_factory=list)  # of those blocks
-
-    @property
-    def lacks(self) -> int:
-        """Number of slots that it needs, and has not."""
-        return sum(len(numbers) for numbers, _ in self.tables) - len(self.slots)
-
-
 class Landings(SchedulerRole):
     """Owns the landings under way, whose slots the host tier lends it."""
 
@@ -96,9 +75,6 @@ class Landings(SchedulerRole):
         self._device = device
         self._groups = groups
         self._ranks = ranks
-        self._preparing: _Preparation | None = None
-        self._share = step_share.MOST_BLOCKS  # of slots to lend, in this step
-        self._had_no_room: set[str] = set()  # requests that are to be told so when they are next asked about
         self._under_way: dict[str, _Landing] = {}
         self._orders: list[PullOrder] = []
         self._fell_back: dict[str, Fallback] = {}  # by request
@@ -112,21 +88,16 @@ class Landings(SchedulerRole):
 
         ``computed_tokens``: those that the device holds already.
         """
-        if request.request_id in self._under_way or self._prepares(request):
+        if request.request_id in self._under_way:
             return True
-        if request.request_id in self._had_no_room:
-            self._had_no_room.remove(request.request_id)
-            return False
         if not self._consumer.may_land(request) or (self._mode == "auto" and self._has_room(request)):
             return False
-        if self._preparing is not None or self._share <= 0 or len(self._under_way) >= _MAX_UNDER_WAY:
+        if len(self._under_way) >= _MAX_UNDER_WAY:
             return True
         return self._start(request, computed_tokens)
 
     def step_orders(self, scheduled: Mapping[str, int]) -> Orders:
         """Return the landings since the last step."""
-        self._share = blocks_a_step(scheduled, self._tier.block_tokens)
-        self._go_on()
         orders, self._orders = tuple(self._orders), []
         return Orders(landings=orders)
 
@@ -145,17 +116,14 @@ class Landings(SchedulerRole):
     def finish(self, request: "Request", block_ids: Sequence[Sequence[int]]) -> None:
         """Forget a request. Its landing goes on to the end, for nobody."""
         self._fell_back.pop(request.request_id, None)
-        self._had_no_room.discard(request.request_id)
-        if self._prepares(request):
-            self._give_up()
         landing = self._under_way.get(request.request_id)
         if landing is not None:
             landing.is_wanted = False
 
     @property
     def wants_step(self) -> bool:
-        """Whether the engine must step even without requests, to begin landings, and to learn how they end."""
-        return bool(self._under_way) or self._preparing is not None
+        """Whether the engine must step even without requests, to learn how landings end."""
+        return bool(self._under_way)
 
     @property
     def under_way(self) -> int:
@@ -176,8 +144,6 @@ class Landings(SchedulerRole):
 
     def reset(self) -> bool:
         """Make what is landing impossible to use: it is no longer valid. Its request computes its prompt."""
-        if self._preparing is not None:  # with what host memory held; it begins anew
-            self._give_up()
         for landing in self._under_way.values():
             landing.is_wanted = False
         return True
@@ -186,10 +152,6 @@ class Landings(SchedulerRole):
         """Raise AssertionError unless the books balance."""
         assert all(landing.ends.ranks < self._ranks for landing in self._under_way.values()), "one should have ended"
         hits = [each.hit.blocks for each in self._under_way.values()]
-        if (preparing := self._preparing) is not None:
-            hits.append(_lent(preparing))
-            assert preparing.lacks, "a landing should have begun"
-            assert preparing.request.request_id not in self._under_way, "a prompt would land twice"
         assert self._tier.loans.are_lent(hits), "slots that prompts are pulled to are not lent"
         assert self._under_way.keys() == self._consumer.landing, "the pulls that land are not the landings"
 
@@ -199,74 +161,40 @@ class Landings(SchedulerRole):
         return self._device.free >= blocks_for(self._groups, request.num_tokens) + spare
 
     def _start(self, request: "Request", computed_tokens: int) -> bool:
-        """Begin to lend slots for what is missing; return False if the request is to go on without."""
+        """Order a landing of what is missing; return False if the request is to go on without."""
         end = request.num_prompt_tokens - 1
         held = self._tier.hit(request, computed_tokens)
         first = computed_tokens + (held.tokens if held is not None else 0)
         if first >= end:
             return False
         tables = [_numbers(kept, first, end) for kept in self._groups]
-        preparation = _Preparation(request, computed_tokens, range(first, end), held, tables)
-        needed = preparation.lacks
-        if self._tier.loans.lend(_lent(preparation), 0, beside=needed) is None:
+        needed = sum(len(numbers) for numbers, _ in tables)
+        slots = self._tier.loans.lend(held.blocks if held is not None else (), needed)
+        if slots is None:
             self._fall_back(request, needed)
             return False
-        self._preparing = preparation
-        self._go_on()
+        self._fell_back.pop(request.request_id, None)
+        hit, block_ids = self._lay_out(range(computed_tokens, end), held, tables, slots)
+        self._orders.append(self._consumer.start_landing(request, block_ids, range(first, end)))
+        self._under_way[request.request_id] = _Landing(request, hit, first, LandingEnds(0))
         return True
 
-    def _prepares(self, request: "Request") -> bool:
-        return self._preparing is not None and self._preparing.request is request
+    def _lay_out(
+        self, tokens: range, held: HostHit | None, tables: Sequence[tuple[range, int]], slots: HeldBlocks
+    ) -> tuple[HostHit, tuple[tuple[int, ...], ...]]:
+        """Return what a request will find of ``tokens`` in host memory, and the table of each cache group to pull into.
 
-    def _go_on(self) -> None:
-        """Lend slots for the next landing, as far as this step's share goes, and begin it when it has all."""
-        preparing = self._preparing
-        if preparing is None:
-            return
-        number = min(preparing.lacks, self._share)
-        taken = self._tier.loans.lend((), number)
-        if taken is None:  # something else has taken the slots meanwhile
-            self._had_no_room.add(preparing.request.request_id)
-            self._fall_back(preparing.request, preparing.lacks)
-            self._give_up()
-            return
-        self._share -= number
-        preparing.slots.extend(taken)
-        preparing.ids.extend([int(block.block_id) for block in taken])
-        if preparing.lacks:
-            return
-        if not self._consumer.may_land(preparing.request):  # its lease is lost, for example
-            self._give_up()
-            return
-        self._preparing = None
-        self._begin(preparing)
-
-    def _begin(self, prepared: _Preparation) -> None:
-        """Order a landing whose slots are lent."""
-        request, tokens = prepared.request, prepared.tokens
-        self._fell_back.pop(request.request_id, None)
-        hit, block_ids = self._lay_out(prepared)
-        self._orders.append(self._consumer.start_landing(request, block_ids, tokens))
-        self._under_way[request.request_id] = _Landing(request, hit, tokens.start, LandingEnds(0))
-
-    def _give_up(self) -> None:
-        """Give back what was lent for the next landing."""
-        assert self._preparing is not None, "no landing is about to begin"
-        preparing, self._preparing = self._preparing, None
-        self._tier.loans.take_back(_lent(preparing))
-
-    def _lay_out(self, prepared: _Preparation) -> tuple[HostHit, tuple[tuple[int, ...], ...]]:
-        """Return what a request will find in host memory, and the block table of each cache group to pull into."""
-        null, taken = self._tier.null_block, 0
+        ``held``: what is there. ``tables``: by cache group, see ``_numbers``, of what is not. ``slots``: lent for that.
+        """
+        null, ids, taken = self._tier.null_block, [int(block.block_id) for block in slots], 0
         groups, block_ids = [], []
-        for group, (numbers, holes) in enumerate(prepared.tables):
+        for group, (numbers, holes) in enumerate(tables):
             own = slice(taken, taken + len(numbers))
             taken = own.stop
-            before = prepared.held.groups[group] if prepared.held is not None else ()
-            groups.append((*before, *[null] * holes, *prepared.slots[own]))
-            block_ids.append((*[0] * numbers.start, *prepared.ids[own]))
-        first = prepared.computed_tokens
-        return HostHit(first, prepared.tokens.stop - first, tuple(groups)), tuple(block_ids)
+            before = held.groups[group] if held is not None else ()
+            groups.append((*before, *[null] * holes, *slots[own]))
+            block_ids.append((*[0] * numbers.start, *ids[own]))
+        return HostHit(tokens.start, len(tokens), tuple(groups)), tuple(block_ids)
 
     def _fall_back(self, request: "Request", needed: int) -> None:
         reason = Fallback.TOO_LARGE if needed > self._tier.slots else Fallback.FULL
@@ -294,9 +222,3 @@ def _numbers(kept: Retention, first: int, end: int) -> tuple[range, int]:
     first_block, end_block = first // size, -(-end // size)
     needed = min(max(kept.first_token(end) // size, first_block), end_block)
     return range(needed, end_block), needed - first_block
-
-
-def _lent(preparation: _Preparation) -> "tuple[KVCacheBlock, ...]":
-    """Return all host blocks that are lent for a landing to be."""
-    held = preparation.held.blocks if preparation.held is not None else ()
-    return (*held, *preparation.slots)

@@ -9,25 +9,23 @@ memory holds already are not copied: the lease takes references to their slots. 
 its device blocks, so that they do not change. Whether a reader has come is asked when the copy has ended
 (``LeaseTable.move``), in one step with the move. Everything runs on the scheduler's thread, but for ``is_due``.
 
-Leases are as large as prompts, and many copies may end at once. So a step begins moves of its share of blocks only (see
-``step_share``), and lets go of as many; a lease that has more moves over several steps.
+A step begins moves of a bounded number of blocks, and of a whole lease at least: a lease is as large as a prompt, and
+many may be due at once.
 """
 
 import logging
 import math
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from pd_connector.orders import Orders, Report, StoreEnds, StoreOrder
-from pd_connector.scheduler import step_share
 from pd_connector.scheduler.checksum_table import ChecksumTable
 from pd_connector.scheduler.host_tier import HostTier
 from pd_connector.scheduler.leases import LeaseTable, MovableLease
-from pd_connector.scheduler.moving_lease import MovingLease, Portion, block_moves, device_blocks
+from pd_connector.scheduler.moving_lease import MovingLease, block_moves, device_blocks
 from pd_connector.scheduler.roles import SchedulerRole
-from pd_connector.scheduler.step_share import blocks_a_step
 from pd_connector.stats import StatsRecorder
 from pd_connector.vllm.block_pools import HostBlocks, Leased
 from pd_connector.vllm.device_blocks import DeviceBlocks
@@ -41,6 +39,8 @@ _GRACE_S = 0.25
 _REST_S = 0.5
 #: Leases that are looked at in one step, which must not take long; and while the oldest of them may all be too large.
 _CHOSEN_AT_ONCE = 16
+#: Blocks after which a step begins no further move: a tenth of a millisecond for a hundred.
+_BLOCKS_AT_ONCE = 256
 _CHOSEN_WHILE_FULL = 64
 _LOG_INTERVAL_S = 10.0
 
@@ -49,7 +49,7 @@ _LOG_INTERVAL_S = 10.0
 class _Copy:
     """What one store copies. If it fails, all of these leases stay."""
 
-    portions: tuple[Portion, ...]
+    moves: tuple[MovingLease, ...]
     ends: StoreEnds = field(default_factory=lambda: StoreEnds(0))
 
 
@@ -84,12 +84,7 @@ class LeaseMoves(SchedulerRole):
         self._tier: HostTier | None = None
         self._ranks = 1
         self._moves: dict[str, MovingLease] = {}  # under way, by lease
-        self._lending: MovingLease | None = None  # the one that has no host blocks yet for all of its blocks
         self._copies: dict[int, _Copy] = {}  # under way, by the id of their store
-        self._arrived: deque[MovingLease] = deque()  # of those under way, whose copies all ranks have reported
-        self._leaving: MovingLease | None = None  # has moved, or stays, and has blocks to let go of
-        self._may_let_go = step_share.MOST_BLOCKS  # of blocks, in this step
-        self._hurries = False
         self._next_store = -1
         self._rests_until = 0.0
         self._too_large = math.inf  # until then, leases of so many blocks and more stay where they are
@@ -106,29 +101,18 @@ class LeaseMoves(SchedulerRole):
     def release(self, held: HostBlocks) -> None:
         """Give back the slots of a lease that has ended."""
         assert self._tier is not None, "a lease has moved to host memory that nobody knows"
-        if self._leaving is not None:
-            self._leaving.has_ended(held)
         self._tier.loans.take_back(held.blocks)
-
-    def hurry(self) -> None:
-        """Move as much in the next step as if nothing ran: a request that runs waits for the blocks."""
-        self._hurries = True
 
     def is_due(self) -> bool:
         """Return whether leases are to be moved now. Any thread."""
         return self._tier is not None and any(True for _ in self._chosen())
 
     def step_orders(self, scheduled: Mapping[str, int]) -> Orders:
-        """End moves that earlier steps have left, choose leases, and order the copies of their blocks."""
-        if self._tier is None:
-            return Orders()
-        are_awaited, self._hurries = self._hurries or self._is_short(), False
-        most = self._may_let_go = blocks_a_step(scheduled, self._tier.block_tokens, are_awaited=are_awaited)
-        self._end_arrived()
-        return Orders(stores=self._order(self._tier, most))
+        """Choose leases, and order the copies of their blocks."""
+        return Orders() if self._tier is None else Orders(stores=self._order(self._tier))
 
     def settled(self, request_ids: set[str], failed: set[str], report: Report) -> None:
-        """End the moves whose copies all ranks have reported, as far as this step may."""
+        """End the moves whose copies all ranks have reported."""
         for store_id, ends in report.stores.items():
             if (copy := self._copies.get(store_id)) is None:
                 continue
@@ -138,22 +122,18 @@ class LeaseMoves(SchedulerRole):
             del self._copies[store_id]
             if copy.ends.failed:
                 self._rest(0)
-            for portion in copy.portions:
-                portion.lease.end_copy(portion, copy.ends)
-                if portion.lease.stays and portion.lease is self._lending:
-                    self._lending = None
-                self._note_arrival(portion.lease)
-        self._end_arrived()
+            for move in copy.moves:
+                self._end(move, copy.ends)
 
     @property
     def wants_step(self) -> bool:
         """Whether the engine must step to order copies, or to learn of their end."""
-        return bool(self._moves) or self._leaving is not None or self.is_due()
+        return bool(self._moves) or self.is_due()
 
     @property
     def frees_blocks_soon(self) -> bool:
         """Whether leases are on their way off the device."""
-        return any(move.leaves_device for move in self._under_way())
+        return bool(self._moves)
 
     def update_stats(self, stats: StatsRecorder) -> None:
         """Record which leases have moved and why, which have not, and how many lie in host memory."""
@@ -168,35 +148,18 @@ class LeaseMoves(SchedulerRole):
         self._copied = self._present = 0
         stats.gauge("leases_in_host", self._leases.in_host_memory)
 
-    def release_device_blocks(self) -> None:
-        """Let go of all that leases have left on the device; it is no longer valid, and neither are its copies."""
-        if self._leaving is not None:
-            self._leaving.forget_copies()
-            self._leaving.let_go(self._blocks, len(self._leaving.blocks))
-            self._leaving = None
-
-    def reset(self) -> bool:
-        """Make sure that nothing is found any more of what is moving: leases have ended, and so will their moves."""
-        self.release_device_blocks()
-        return True
-
     def check_integrity(self) -> None:
         """Raise AssertionError unless the books balance."""
         assert all(copy.ends.ranks < self._ranks for copy in self._copies.values()), "a copy should have ended"
-        assert all(move.has_arrived for move in self._arrived), "a move is to end before its copy has"
-        waiting = {id(move) for move in self._arrived}
-        waiting |= {id(portion.lease) for copy in self._copies.values() for portion in copy.portions}
-        waiting |= {id(self._lending)}
-        assert all(id(move) in waiting for move in self._moves.values()), "a move would never end"
-        assert self._lending is None or self._lending.lease_id in self._moves, "a move has begun that is not under way"
-        assert self._leaving is None or not self._leaving.is_done, "a move should have ended"
+        waiting = {move.lease_id for copy in self._copies.values() for move in copy.moves}
+        assert waiting == self._moves.keys(), "a move would never end"
 
     def _chosen(self) -> Iterator[tuple[MovableLease[Leased], str]]:
         """Yield the leases to move now, and why: the oldest first, until leases hold no more than their share."""
         is_short = self._is_short()
         above = self._blocks.leased - self._most_leased * self._blocks.total
         if not is_short:
-            above -= sum(move.leaves_device for move in self._under_way())
+            above -= sum(len(move.blocks) for move in self._moves.copy().values())
             if above <= 0:
                 return
         too_large = self._least_too_large
@@ -208,11 +171,6 @@ class LeaseMoves(SchedulerRole):
             above -= blocks
             if not is_short and above <= 0:
                 return
-
-    def _under_way(self) -> tuple[MovingLease, ...]:
-        """Return the moves that have begun, and not let go of everything."""
-        leaving = self._leaving
-        return (*self._moves.copy().values(), *((leaving,) if leaving is not None else ()))
 
     @property
     def _least_too_large(self) -> float:
@@ -226,58 +184,32 @@ class LeaseMoves(SchedulerRole):
             self._rests_until, self._too_large = now + _REST_S, math.inf
         self._too_large = min(self._too_large, blocks)
 
-    def _order(self, tier: HostTier, most: int) -> tuple[StoreOrder, ...]:
-        """Begin or go on with moves of at most so many blocks; return the copies of those that host memory lacks."""
-        if self._lending is not None and not self._leases.can_move(self._lending.lease_id):
-            self._give_up_lending(self._why_not(self._lending))
-        portions: list[Portion] = []
-        others = self._candidates(tier)
-        while most > 0 and (move := self._lending or next(others, None)) is not None:
-            if tier.is_storing(move.next_blocks(most)):
-                if move is self._lending:
-                    break
+    def _order(self, tier: HostTier) -> tuple[StoreOrder, ...]:
+        """Begin moves; return the copies of those blocks that host memory lacks."""
+        begun: list[MovingLease] = []
+        blocks = 0
+        for lease, why in self._chosen():
+            held = device_blocks(lease)
+            if len(held) >= self._least_too_large or tier.is_storing(held):
                 continue
-            self._lending = self._moves[move.lease_id] = move
-            portion = move.lend(most)
-            if portion is None:  # something else has taken the slots since the move began
-                self._stays(len(move.blocks), tier.slots)
-                self._give_up_lending("full")
+            loan = tier.loans.lend_for_copies(held)
+            if loan is None:
+                self._events["full"] += 1
+                self._stays(len(held), tier.slots)
                 continue
-            most -= portion.blocks
-            if portion.new:
-                portions.append(portion)
-            if move.is_lent:
-                self._lending = None
-                self._note_arrival(move)
-        if not portions:
+            begun.append(MovingLease(lease, why, loan))
+            if (blocks := blocks + len(held)) >= _BLOCKS_AT_ONCE:
+                break
+        copied = tuple(move for move in begun if move.copied)
+        self._moves |= {move.lease_id: move for move in copied}
+        for move in begun:
+            if not move.copied:
+                self._end(move, StoreEnds(self._ranks))
+        if not copied:
             return ()
         store_id, self._next_store = self._next_store, self._next_store - 1
-        self._copies[store_id] = _Copy(tuple(portions))
-        return (StoreOrder(store_id, block_moves(portions)),)
-
-    def _candidates(self, tier: HostTier) -> Iterator[MovingLease]:
-        """Yield the leases that are to move now and have room in host memory."""
-        for lease, why in self._chosen():
-            blocks = device_blocks(lease)
-            if len(blocks) >= self._least_too_large:
-                continue
-            if tier.loans.has_room(blocks):
-                yield MovingLease(lease, why, tier.loans)
-            else:
-                self._events["full"] += 1
-                self._stays(len(blocks), tier.slots)
-
-    def _give_up_lending(self, event: str) -> None:
-        """Let the lease stay of which not all blocks have begun to move."""
-        assert self._lending is not None, "no move is at its beginning"
-        move, self._lending = self._lending, None
-        move.stay(event)
-        self._note_arrival(move)
-
-    def _note_arrival(self, move: MovingLease) -> None:
-        """Have a move ended if it can be. Called whenever one of its copies has ended, and when none is to follow."""
-        if move.has_arrived:
-            self._arrived.append(move)
+        self._copies[store_id] = _Copy(copied)
+        return (StoreOrder(store_id, block_moves(copied)),)
 
     def _stays(self, blocks: int, slots: int) -> None:
         """Note that a lease of so many blocks finds no room in host memory of so many slots."""
@@ -289,30 +221,15 @@ class LeaseMoves(SchedulerRole):
             "Raise cpu_bytes_to_use",
         )
 
-    def _end_arrived(self) -> None:
-        """End moves whose copies have arrived, until this step has let go of enough blocks."""
-        while self._may_let_go > 0:
-            if self._leaving is None:
-                if not self._arrived:
-                    break
-                self._leaving = self._arrived.popleft()
-                self._end(self._leaving)
-            self._may_let_go -= self._leaving.let_go(self._blocks, self._may_let_go)
-            if self._leaving.is_done:
-                self._leaving = None
-
-    def _end(self, move: MovingLease) -> None:
-        """Let a lease point to host memory, if its blocks have arrived there and nobody reads it on the device."""
-        del self._moves[move.lease_id]
-        if not move.stays:
-            held, slots = move.host_blocks()
-            if self._leases.move(move.lease_id, held, slots) is not None:
-                move.has_moved(held)
-                self._copied += move.copied
-                self._present += len(move.blocks) - move.copied
-            else:
-                move.stay(self._why_not(move))
-        self._events[move.event] += 1
-
-    def _why_not(self, move: MovingLease) -> str:
-        return "read" if self._leases.still_valid([move.lease_id]) else "ended"
+    def _end(self, move: MovingLease, ends: StoreEnds) -> None:
+        """End a move whose copies have ended, or that needed none."""
+        assert self._tier is not None, "a lease has moved to host memory that nobody knows"
+        self._moves.pop(move.lease_id, None)
+        if move.end(self._leases, self._blocks, self._tier.loans, ends):
+            self._copied += move.copied
+            self._present += len(move.blocks) - move.copied
+            self._events[move.why] += 1
+        elif ends.failed:
+            self._events["failed"] += 1
+        else:
+            self._events["read" if self._leases.still_valid([move.lease_id]) else "ended"] += 1

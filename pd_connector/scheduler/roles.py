@@ -59,9 +59,6 @@ class SchedulerRole:
         """Whether it is better to wait a few steps for blocks than to preempt a request for them."""
         return False
 
-    def hurry(self) -> None:
-        """Note that a request that runs waits for the blocks that are free soon."""
-
     def loaded_tokens(self, request: "Request") -> int:
         """Return how many of the tokens that a request waits for come from host memory."""
         return 0

@@ -221,11 +221,7 @@ class ConnectorScheduler:
 
     def frees_blocks_soon(self) -> bool:
         """Return whether it is better to wait a few steps for blocks than to preempt a request. Then it waits."""
-        is_soon = any(role.frees_blocks_soon for role in self._roles)
-        if is_soon:
-            for role in self._roles:
-                role.hurry()
-        return is_soon
+        return any(role.frees_blocks_soon for role in self._roles)
 
     def settled(self, request_ids: set[str], failed: set[str], report: Report) -> None:
         """Note that requests have ended their wait on all ranks, some as ``failed``, and what else ranks ``report``."""

@@ -212,8 +212,8 @@ class HostBlockPool:
         """The block that stands for those that nobody needs."""
         return self._pool.null_block
 
-    def publish_landed(self, request: "Request", hit: HostHit, first_token: int) -> Iterator[None]:
-        """Make the full blocks of a hit findable that hold tokens from ``first_token`` on, one with each step.
+    def publish_landed(self, request: "Request", hit: HostHit, first_token: int) -> None:
+        """Make the full blocks of a hit findable that hold tokens from ``first_token`` on.
 
         Their bytes have arrived, and somebody has references to them until they are published.
         """
@@ -228,7 +228,6 @@ class HostBlockPool:
                     self._release.make_findable(self._pool, key, host, (number + 1) * size)
                     if self._with_events:
                         self._pool.kv_event_queue.append(self._events.stored(request, group, number))
-                yield
 
     def evict_all(self) -> None:
         """Make all blocks impossible to find, those in use included."""

@@ -52,7 +52,7 @@ class TestOneRank(Pulls):
     def test_a_block_that_changes_under_its_lease_fails_the_pull_and_is_named(self, pair: Pair) -> None:
         prompt = make_prompt(700, (pair.name, "overwritten"))
         params = pair.prefill.client.prefill(prompt)
-        wait_until_summed(params)
+        wait_until_summed(pair.prefill, params)
         overwrite_block(pair.prefill, params, group=0, entry=2)
         place = f"tokens {2 * NPU_BLOCK_SIZE} to"
         assert_failed_pull(pair, prompt, params, "checksum", ("what has arrived differ", place))

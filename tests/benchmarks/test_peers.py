@@ -138,17 +138,21 @@ def test_a_page_can_name_any_row_of_the_results(tmp_path: Path, monkeypatch: pyt
 
 class TestPlots:
     def cases(self) -> list[dict[str, Any]]:
-        """A way that is missing at the first pair of sizes, and bursts."""
+        """Two pairs of sizes, a way that fails with longer prompts, and bursts."""
         first = replace(CASE, prefill_tp=2)
         nixl = replace(CASE, connector="nixl")
-        return rows([sample(0.01, case=case) for case in (first, CASE, nixl, replace(CASE, at_once=8))])
+        long = replace(CASE, prompt_tokens=2000)
+        return rows([sample(0.01, case=case) for case in (first, CASE, nixl, long, replace(CASE, at_once=8))])
 
-    def test_the_legend_has_the_ways_of_all_panels_and_the_axis_what_is_subtracted(self, tmp_path: Path) -> None:
+    def test_equal_sizes_are_drawn_with_a_name_at_each_line_and_what_is_subtracted(self, tmp_path: Path) -> None:
         handover, at_once = plots.draw(result(self.cases()), tmp_path)
         assert (handover.name, at_once.name) == ("peers-handover-BHLNC.svg", "peers-at-once-BHLNC.svg")
         drawn = handover.read_text()
-        assert "pd-connector, in turn" in drawn
-        assert "vLLM's NIXL, in turn" in drawn
+        assert "TP 1 to 1, BHLNC: " in drawn
+        assert "Handover time" in drawn
+        assert "pd-connector, in turn<" in drawn
+        assert "vLLM's NIXL, in turn;<" in drawn
+        assert "longer ones failed" in drawn
         assert "less what one token takes at D" in drawn
 
     def test_bursts_alone_are_drawn_and_nothing_without_rows(self, tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ def test_a_control_port_that_is_taken_is_named(cluster: Cluster) -> None:
             cluster.start([ServerSpec("kv_producer", options=(("port", port),))])
 
 
+@pytest.mark.slow
 def test_a_bootstrap_port_that_is_taken_is_named_with_its_setting(cluster: Cluster) -> None:
     with socket.socket() as holder:
         holder.bind(("127.0.0.1", 0))
@@ -27,6 +28,7 @@ def test_a_bootstrap_port_that_is_taken_is_named_with_its_setting(cluster: Clust
             cluster.start([ServerSpec("kv_producer", options=(("bootstrap_port", port),))])
 
 
+@pytest.mark.slow
 def test_an_unknown_protocol_is_named_with_the_known_ones(cluster: Cluster) -> None:
     with pytest.raises(RuntimeError, match=r"protocol = 'tpc': .*'tcp', 'rdma' or 'ascend'"):
         cluster.start([ServerSpec("kv_consumer", options=(("protocol", "tpc"),))])

@@ -46,7 +46,7 @@ def test_a_prefill_server_is_visited(server: Server) -> None:
 
 @on(MIXED)
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("server", ["BHLNC"], indirect=True)
+@pytest.mark.parametrize("server", ["TP2"], indirect=True)
 def test_the_command_visits_a_server_with_a_secret_and_compares_checksums(server: Server) -> None:
     config = {"host": "127.0.0.1", "protocol": "tcp", "tuning": {"staging_bytes": 1 << 20}}
     visit = ("--peer", server.client.base_url, "--config", json.dumps(config), "--pull-bytes", "200000", "--json")

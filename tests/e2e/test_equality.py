@@ -3,27 +3,28 @@
 Every test also proves by the decode server's counters that the prompt was pulled and not computed there.
 """
 
-import itertools
-
 import pytest
 
+from tests.support.e2e.choice import on_pairs, pairs
 from tests.support.e2e.client import LOGPROB_TOLERANCE
 from tests.support.e2e.cluster import BLOCK_SIZE
 from tests.support.e2e.corruption import overwrite_block
-from tests.support.e2e.deployments import BHLNC, BLHNC, LBHNC, on
+from tests.support.e2e.deployments import BHLNC, BLHNC, FAULTS, LBHNC, MIXED
 from tests.support.e2e.pair import Pair, assert_same_output, make_prompt
 
 EQUAL_SIZES = [("P1", "D1"), ("P2", "D2")]
 UNEQUAL_SIZES = [("P2", "D1"), ("P1", "D2")]
+EQUAL_LAYOUTS = (LBHNC, BLHNC, BHLNC)
+IN_EQUAL_LAYOUTS = [one for each in EQUAL_LAYOUTS for one in pairs(each, EQUAL_SIZES)]
 
-pytestmark = [pytest.mark.equality, on(LBHNC, BLHNC, BHLNC)]
+pytestmark = pytest.mark.equality
 
 
-@pytest.mark.parametrize(
-    ("pair", "tokens"),
-    [*itertools.product(EQUAL_SIZES, (2, 31, 32, 33, 1000)), *itertools.product(UNEQUAL_SIZES, (33, 1000))],
-    indirect=["pair"],
-    ids=lambda value: "-".join(value) if isinstance(value, tuple) else str(value),
+@on_pairs(
+    pairs(MIXED, [("TP2", "TP1"), ("TP1", "TP2")], (2, 33, 64, 1000)),
+    *(pairs(each, EQUAL_SIZES, (2, 31, 32, 33, 1000)) for each in EQUAL_LAYOUTS),
+    *(pairs(each, UNEQUAL_SIZES, (33, 1000)) for each in EQUAL_LAYOUTS),
+    value="tokens",
 )
 def test_a_pulled_prompt_gives_the_same_output(pair: Pair, tokens: int) -> None:
     traffic = pair.assert_pulls_right(make_prompt(tokens, (tokens, pair.name)))
@@ -33,12 +34,12 @@ def test_a_pulled_prompt_gives_the_same_output(pair: Pair, tokens: int) -> None:
         assert traffic.pulled("pull_descriptors") < 4 * blocks * pair.decode_ranks
 
 
-@pytest.mark.parametrize("pair", EQUAL_SIZES + UNEQUAL_SIZES, indirect=True, ids="-".join)
+@on_pairs(*(pairs(each, EQUAL_SIZES + UNEQUAL_SIZES) for each in EQUAL_LAYOUTS))
 def test_sixteen_concurrent_prompts_give_the_same_outputs(pair: Pair) -> None:
     pair.assert_concurrent_pulls_right(16)
 
 
-@pytest.mark.parametrize("pair", EQUAL_SIZES, indirect=True, ids="-".join)
+@on_pairs(pairs(MIXED, [("TP1", "TP2")]), IN_EQUAL_LAYOUTS)
 class TestPrefixHits:
     def test_only_blocks_that_the_decode_server_does_not_hold_are_pulled(self, pair: Pair) -> None:
         pair.assert_pulls_the_rest(make_prompt(200, (pair.name, "partial hit")), computed_before=100)
@@ -80,7 +81,7 @@ class TestPrefixHits:
         pair.assert_right(completion, prompt)
 
 
-@pytest.mark.parametrize("pair", EQUAL_SIZES, indirect=True, ids="-".join)
+@on_pairs(pairs(FAULTS, [("P", "D fail")]), IN_EQUAL_LAYOUTS)
 class TestTheComparisonCanFail:
     """What the equality tests look at does change when a block is wrong. A salt keeps the wrong blocks apart."""
 

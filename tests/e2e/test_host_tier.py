@@ -1,7 +1,7 @@
 """What the device evicts comes back from host memory, on prefill and on decode servers, and the answers stay the same.
 
-P and D store blocks as they are computed; W, whose model has layers with a sliding window, when it is about to evict
-them. The device caches hold about 80 blocks, of which one prompt here takes up to 63.
+Servers whose model has layers with a sliding window store blocks when they are about to evict them; others as they are
+computed. The device caches of most hold about 80 blocks, of which one prompt here takes up to 63.
 """
 
 import random
@@ -12,26 +12,34 @@ import msgspec
 import pytest
 import zmq
 
+from tests.support.e2e.choice import on_pairs, on_servers, pairs
 from tests.support.e2e.cluster import BLOCK_SIZE, Cluster, Server, ServerSpec
-from tests.support.e2e.deployments import EVENTS_ENDPOINT, HOST_TIER, on
+from tests.support.e2e.deployments import EVENTS_ENDPOINT, HOST_TIER, MIXED, SLIDING_WINDOW
 from tests.support.e2e.host_memory import evict, whole_blocks
-from tests.support.e2e.pair import Pair, assert_same_output, make_prompt, wait_until_at_rest
+from tests.support.e2e.pair import (
+    Pair,
+    assert_same_output,
+    control_keys,
+    end_lease,
+    make_prompt,
+    wait_until_at_rest,
+)
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.host_tier
-on_host_tier = on(HOST_TIER)
-every_server = pytest.mark.parametrize("server", ["P", "D", "W"], indirect=True)
-storing_at_once = pytest.mark.parametrize("server", ["P", "D"], indirect=True)
-p_and_d = pytest.mark.parametrize("pair", [("P", "D")], indirect=True, ids="-".join)
+_OF_HOST_TIER = ((HOST_TIER, "P"), (HOST_TIER, "D"), (HOST_TIER, "W"))
+every_server = on_servers((MIXED, "TP2"), *_OF_HOST_TIER)
+every_fast_server = on_servers((MIXED, "TP1"), *_OF_HOST_TIER)  # for long answers, which take two workers long
+#: Of which one has windows.
+every_server_and_windows = on_servers((MIXED, "TP2"), (SLIDING_WINDOW, "TP1"), *_OF_HOST_TIER)
 
 
 def host_metric(server: Server, name: str, **labels: str) -> int:
     return int(server.client.metrics().value(f"vllm:pd_{name}", **labels))
 
 
-@on_host_tier
-@every_server
 class TestComingBack:
+    @every_server_and_windows
     def test_an_evicted_prompt_is_loaded_and_not_computed(self, server: Server) -> None:
         prompt = make_prompt(1000, (server.log.stem, "evicted"))
         first = server.client.complete(prompt)
@@ -45,6 +53,7 @@ class TestComingBack:
         assert_same_output(again, first)
         assert_same_output(again, server.client.compute(prompt))
 
+    @every_server
     def test_a_prompt_on_the_device_is_not_loaded(self, server: Server) -> None:
         prompt = make_prompt(500, (server.log.stem, "on the device"))
         server.client.complete(prompt, 1)
@@ -54,6 +63,7 @@ class TestComingBack:
         assert counted.prompt_tokens("local_cache_hit") == whole_blocks(499)
         assert counted.value("vllm:pd_host_tokens_total") == 0
 
+    @every_fast_server
     def test_a_conversation_of_many_turns_gives_the_answers_that_it_gives_without(self, server: Server) -> None:
         """Four conversations in turn, together larger than the device cache but not than host memory."""
         dice = random.Random(f"{server.log.stem} conversations")
@@ -68,6 +78,7 @@ class TestComingBack:
         assert counted.value("vllm:pd_host_tokens_total") > 4 * 300
         assert counted.value("vllm:pd_host_failures_total") == 0
 
+    @every_fast_server
     def test_preempted_requests_give_the_answers_that_they_give_alone(self, server: Server) -> None:
         prompts = [make_prompt(300, (server.log.stem, "preempted", number)) for number in range(8)]
         before = server.client.metrics()
@@ -76,9 +87,12 @@ class TestComingBack:
         counted = server.client.metrics().since(before)
         assert counted.value("vllm:num_preemptions_total") > 0
         assert counted.value("vllm:pd_host_tokens_total") > 0, "what was preempted was thrown away"
-        for prompt, completion in zip(prompts, together, strict=True):
-            assert_same_output(completion, server.client.compute(prompt, 250))
+        with ThreadPoolExecutor(3) as pool:  # for which the device has room
+            alone = list(pool.map(lambda prompt: server.client.compute(prompt, 250), prompts))
+        for one, other in zip(together, alone, strict=True):
+            assert_same_output(one, other)
 
+    @every_server_and_windows
     def test_clients_that_leave_while_blocks_are_loaded_leave_nothing_behind(self, server: Server) -> None:
         prompts = [make_prompt(1200, (server.log.stem, "abandoned", number)) for number in range(3)]
         for prompt in prompts:
@@ -89,17 +103,20 @@ class TestComingBack:
         wait_until_at_rest(server)
         assert_same_output(server.client.complete(prompts[0]), server.client.compute(prompts[0]))
 
+    @every_server
     def test_host_memory_holds_no_more_than_it_was_given(self, server: Server) -> None:
         for number in range(6):
             server.client.complete(make_prompt(60 * BLOCK_SIZE, (server.log.stem, "many", number)), 1)
         wait_until_at_rest(server)
         assert 0 < host_metric(server, "host_blocks_cached") <= host_metric(server, "host_blocks_capacity")
 
-    def test_nothing_comes_back_after_a_reset(self, server: Server) -> None:
+    @every_server
+    def test_nothing_comes_back_after_a_reset(self, server: Server, acquainted: set[tuple[int, ...]]) -> None:
         prompt = make_prompt(400, (server.log.stem, "reset"))
         server.client.complete(prompt)
         evict(server, "reset")
         until(server.client.reset_prefix_cache, "the prefix cache is reset")
+        acquainted.clear()  # its weights may be others now: it proves again where it pulls from
         wait_until_at_rest(server)
         before = server.client.metrics()
         server.client.complete(prompt)
@@ -108,8 +125,7 @@ class TestComingBack:
         assert counted.value("vllm:pd_host_tokens_total") == 0
 
 
-@on_host_tier
-@storing_at_once
+@on_servers((MIXED, "TP2"), (HOST_TIER, "P"), (HOST_TIER, "D"))
 class TestStoringAtOnce:
     def test_what_is_computed_is_stored_by_the_time_the_server_rests(self, server: Server) -> None:
         stored = host_metric(server, "host_blocks_total")
@@ -130,8 +146,7 @@ class TestStoringAtOnce:
         assert_same_output(again, first)
 
 
-@on_host_tier
-@p_and_d
+@on_pairs(pairs(MIXED, [("TP1", "TP2")]), pairs(HOST_TIER, [("P", "D")]))
 class TestPrefillAndDecode:
     def test_a_prompt_comes_from_the_device_host_memory_and_the_prefill_server(self, pair: Pair) -> None:
         prompt = make_prompt(1900, (pair.name, "three sources"))
@@ -173,7 +188,7 @@ class TestPrefillAndDecode:
         evict(pair.prefill, "loaded and pulled")
         with pair.traffic() as traffic:
             completion = pair.disaggregate(prompt)
-        assert traffic.loaded("prefill") == whole_blocks(1200)
+        assert traffic.loaded("prefill") == whole_blocks(1200, pair.prefill.spec.block_size)
         assert traffic.pulled("pull_tokens") == 1499 * pair.decode_ranks
         pair.assert_right(completion, prompt)
 
@@ -193,7 +208,7 @@ class TestPrefillAndDecode:
         assert "lease" in pair.decode.log_since()
         wait_until_at_rest(pair.decode)
         assert_same_output(pair.decode.client.complete(prompt), pair.decode.client.compute(prompt))
-        wait_until_at_rest(pair.prefill)  # the lease that nobody wants expires
+        end_lease(params, control_keys(pair.prefill))
 
 
 @pytest.fixture
@@ -208,14 +223,14 @@ def events() -> Iterator["zmq.Socket[bytes]"]:
     context.destroy(linger=0)
 
 
-@on_host_tier
-@pytest.mark.parametrize("server", ["P"], indirect=True)
+@on_servers((MIXED, "TP1"), (HOST_TIER, "P"))
 def test_routers_are_told_what_is_in_host_memory(server: Server, events: "zmq.Socket[bytes]") -> None:
     stored: dict[tuple[int, ...], object] = {}
     for number in range(20):  # until the subscription has reached P
-        prompt = make_prompt(2 * BLOCK_SIZE + 1, (server.log.stem, "events", number))
+        size = server.spec.block_size
+        prompt = make_prompt(2 * size + 1, (server.log.stem, "events", number))
         server.client.complete(prompt, 1)
-        wanted = {tuple(prompt[:BLOCK_SIZE]), tuple(prompt[BLOCK_SIZE : 2 * BLOCK_SIZE])}
+        wanted = {tuple(prompt[:size]), tuple(prompt[size : 2 * size])}
         while events.poll(1000) and not wanted <= stored.keys():
             _, _, payload = events.recv_multipart()
             for event in msgspec.msgpack.decode(payload)[1]:
@@ -226,6 +241,7 @@ def test_routers_are_told_what_is_in_host_memory(server: Server, events: "zmq.So
     pytest.fail(f"no event named the blocks in host memory; {len(stored)} others were named")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("option", "says"),
     [

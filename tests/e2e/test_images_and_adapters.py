@@ -7,6 +7,7 @@ import itertools
 
 import pytest
 
+from tests.support.e2e.choice import rarely
 from tests.support.e2e.client import LOGPROB_TOLERANCE, MODEL_NAME, Chat
 from tests.support.e2e.cluster import BLOCK_SIZE
 from tests.support.e2e.corruption import overwrite_block
@@ -51,8 +52,15 @@ def assert_all_differ(pair: Pair, prompts: list[Chat]) -> None:
 
 @pytest.mark.images
 class TestImages:
-    @pytest.mark.parametrize("images", [(ONE,), ALL_IMAGES], ids=len)
-    @pytest.mark.parametrize("characters", [8, 300])
+    @pytest.mark.parametrize(
+        ("images", "characters"),
+        [
+            pytest.param((ONE,), 8, marks=pytest.mark.slow, id="1-8"),
+            pytest.param((ONE,), 300, marks=pytest.mark.slow, id="1-300"),
+            pytest.param(ALL_IMAGES, 8, marks=pytest.mark.slow, id="6-8"),
+            pytest.param(ALL_IMAGES, 300, id="6-300"),
+        ],
+    )
     def test_a_pulled_prompt_gives_the_same_output(
         self, pair: Pair, images: tuple[Image, ...], characters: int
     ) -> None:
@@ -70,6 +78,7 @@ class TestImages:
         for image in ALL_IMAGES[2:]:
             assert_pulls_right(pair, Chat((image, text)))
 
+    @pytest.mark.slow
     def test_what_follows_a_prompt_that_the_decode_server_holds_is_pulled(self, pair: Pair) -> None:
         before = about(ONE, OTHER, seed="partial hit")
         pair.assert_pulls_behind(before, Chat((*before.parts, OTHER, "and more")))
@@ -83,7 +92,7 @@ class TestImages:
         assert wrong.status == 200, wrong.body
         assert wrong.logprob_difference(pair.decode.client.compute(prompt)) > 5 * LOGPROB_TOLERANCE
 
-    @pytest.mark.parametrize("decode_first_s", [0.3, -0.3])
+    @pytest.mark.parametrize("decode_first_s", [0.3, rarely(-0.3)])
     def test_both_legs_at_once_give_the_same_output(self, pair: Pair, decode_first_s: float) -> None:
         prompt = about(*ALL_IMAGES, seed=("legs", decode_first_s), characters=1000)
         Router(pair).assert_right(prompt, decode_first_s=decode_first_s)
@@ -95,7 +104,9 @@ class TestAdapters:
         kinds = itertools.product(MODELS, ((), (ONE,)))
         assert_all_differ(pair, [about(*images, seed="adapters", model=model) for model, images in kinds])
 
-    @pytest.mark.parametrize("images", [(), (ONE,)], ids=["text", "image"])
+    @pytest.mark.parametrize(
+        "images", [pytest.param((), marks=pytest.mark.slow, id="text"), pytest.param((ONE,), id="image")]
+    )
     def test_the_same_prompt_is_pulled_for_each_adapter_and_gives_its_output(
         self, pair: Pair, images: tuple[Image, ...]
     ) -> None:
@@ -115,7 +126,7 @@ class TestAdapters:
 
 @pytest.mark.drafts
 class TestDrafts:
-    @pytest.mark.parametrize("model", MODELS[:2])
+    @pytest.mark.parametrize("model", [rarely(MODEL_NAME), ADAPTERS[0]])
     def test_the_answer_to_a_pulled_prompt_is_that_of_a_server_that_does_not_draft(
         self, pair: Pair, model: str
     ) -> None:

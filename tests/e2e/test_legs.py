@@ -12,12 +12,14 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from tests.support.e2e.choice import on_pairs, pairs
 from tests.support.e2e.cluster import BLOCK_SIZE
 from tests.support.e2e.deployments import (
     BHLNC,
     HOST_LEGS,
     LEGS,
     LEGS_QUEUE_TIMEOUT_S,
+    MIXED,
     MLA_LEGS,
     UNEQUAL_LEGS,
     WINDOW_LEGS,
@@ -69,14 +71,14 @@ def assert_serves(router: Router) -> None:
     router.assert_right(make_prompt(600, ("next", time.monotonic())))
 
 
-def leave_p(router: Router, attempt: int) -> bool:
+def leave_p(router: Router, tokens: int, attempt: int) -> bool:
     """The client of the prefill leg leaves while P computes, with P's engine stopped in between.
 
     The engine may have been too fast to be stopped, and then the transfer is complete: tells whether D was told that
     it ended.
     """
     pair, name = router.pair, uuid.uuid4().hex
-    prompt, before = make_prompt(LONGEST, ("left on P", pair.name, attempt)), router.transfers()
+    prompt, before = make_prompt(tokens, ("left on P", pair.name, attempt)), router.transfers()
     with ThreadPoolExecutor(1) as clients:
         decode = clients.submit(pair.decode_leg, prompt, router.decode_params(name))
         with pair.prefill.client.leaving(prompt, 1, kv_transfer_params=router.prefill_params(name)):
@@ -92,16 +94,16 @@ def leave_p(router: Router, attempt: int) -> bool:
     return True
 
 
-def assert_fails_when_p_is_left(router: Router) -> None:
+def assert_fails_when_p_is_left(router: Router, tokens: int) -> None:
     """The client of the prefill leg leaves while P computes: D is told at once, and both go on serving."""
-    assert any(leave_p(router, attempt) for attempt in range(5))
+    assert any(leave_p(router, tokens, attempt) for attempt in range(5))
     assert_serves(router)
 
 
-def pulls_ahead(router: Router, prompt_of: object, decode_first_s: float) -> bool:
-    """A prompt of two chunks gives the right output; tells whether D, which may have been slow, pulled ahead of P."""
-    traffic = router.assert_right(make_prompt(3500, prompt_of), decode_first_s=decode_first_s)
-    return traffic.pulled("pulls_ahead") == 1
+def pulls_ahead(router: Router, tokens: int, prompt_of: object, decode_first_s: float) -> bool:
+    """A prompt gives the right output; tells whether D, which may have been slow, pulled ahead of P."""
+    traffic = router.assert_right(make_prompt(tokens, prompt_of), decode_first_s=decode_first_s)
+    return traffic.pulled("pulls_ahead") == router.pair.decode_ranks
 
 
 def assert_pulled_ahead(router: Router, traffic: Traffic) -> None:
@@ -110,17 +112,20 @@ def assert_pulled_ahead(router: Router, traffic: Traffic) -> None:
     assert 0 < traffic.pulled("pull_bytes_ahead") < traffic.pulled("pull_bytes")
 
 
-@on(BHLNC)
-@pytest.mark.parametrize("pair", [("P1", "D1")], indirect=True, ids="-".join)
-class TestInLargeChunks:
-    """On the servers of other tests, which take two steps for a long prompt."""
+@on_pairs(pairs(MIXED, [("TP1", "TP2")], (1200,)), pairs(BHLNC, [("P1", "D1")], (3500,)), value="tokens")
+class TestOnServersOfOtherTests:
+    """Unequal ones, and some that take two steps for a long prompt."""
 
     @pytest.mark.parametrize("decode_first_s", [0.2, -0.02])
-    def test_a_prompt_gives_the_same_output_whichever_leg_is_first(self, router: Router, decode_first_s: float) -> None:
-        assert any(pulls_ahead(router, (decode_first_s, attempt), decode_first_s) for attempt in range(3))
+    def test_a_prompt_gives_the_same_output_whichever_leg_is_first(
+        self, router: Router, tokens: int, decode_first_s: float
+    ) -> None:
+        assert any(pulls_ahead(router, tokens, (decode_first_s, attempt), decode_first_s) for attempt in range(3))
 
-    def test_a_client_that_leaves_p_fails_d_at_once_and_the_next_request_is_served(self, router: Router) -> None:
-        assert_fails_when_p_is_left(router)
+    def test_a_client_that_leaves_p_fails_d_at_once_and_the_next_request_is_served(
+        self, router: Router, tokens: int
+    ) -> None:
+        assert_fails_when_p_is_left(router, tokens)
 
 
 @pytest.mark.usefixtures("quiet")
@@ -201,7 +206,7 @@ class TestWhatGoesWrong:
         assert_serves(router)
 
     def test_a_prompt_that_its_client_leaves_on_p_fails_on_d_at_once(self, router: Router) -> None:
-        assert_fails_when_p_is_left(router)
+        assert_fails_when_p_is_left(router, LONGEST)
 
     def test_a_client_that_leaves_d_frees_both_sides(self, router: Router) -> None:
         pair, name = router.pair, uuid.uuid4().hex

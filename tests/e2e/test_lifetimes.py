@@ -9,17 +9,19 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tests.support.e2e.deployments import BHLNC, BLHNC, LBHNC, LEASE_TTL_S, on
+from tests.support.e2e.choice import on_pairs, pairs
+from tests.support.e2e.deployments import BHLNC, BLHNC, LBHNC, LEASE_TTL_S, MIXED
 from tests.support.e2e.pair import Pair, make_prompt
 from tests.support.waiting import until
 
 pytestmark = [
     pytest.mark.lifetimes,
-    on(LBHNC, BLHNC, BHLNC),
-    pytest.mark.parametrize("pair", [("P1", "D1"), ("P2", "D2")], indirect=True, ids="-".join),
+    on_pairs(
+        pairs(MIXED, [("TP2", "TP1")]), *(pairs(each, [("P1", "D1"), ("P2", "D2")]) for each in (LBHNC, BLHNC, BHLNC))
+    ),
 ]
 
-LONG = 3000
+LONG = 2000
 
 
 def test_a_request_that_leaves_during_prefill_holds_nothing(pair: Pair) -> None:
@@ -74,7 +76,7 @@ def test_requests_that_leave_while_decoding_hold_nothing(pair: Pair) -> None:
 
     def leave_after_three_tokens(prompt: list[int]) -> None:
         params = pair.prefill.client.prefill(prompt)
-        with pair.decode.client.stream(prompt, 2000, kv_transfer_params=params) as tokens:
+        with pair.decode.client.stream(prompt, 1500, kv_transfer_params=params) as tokens:
             for _ in range(3):
                 next(tokens)
 

@@ -5,10 +5,10 @@ import pytest
 from tests.support.e2e.architectures import VOCABULARY
 from tests.support.e2e.client import LOGPROB_TOLERANCE
 from tests.support.e2e.cluster import BLOCK_SIZE, Server
-from tests.support.e2e.deployments import BHLNC, MLA, ONE_KV_HEAD, SLIDING_WINDOW, on
+from tests.support.e2e.deployments import MIXED, MLA, ONE_KV_HEAD, SLIDING_WINDOW, on
 from tests.support.e2e.pair import make_prompt
 
-pytestmark = [pytest.mark.equality, on(BHLNC, SLIDING_WINDOW, MLA, ONE_KV_HEAD)]
+pytestmark = [pytest.mark.equality, on(MIXED, SLIDING_WINDOW, MLA, ONE_KV_HEAD)]
 
 #: Prompts of other architectures take longer to compute: every eighth block of them is changed, the first included.
 STEP = {"qwen3": 1, "gemma3": 8, "deepseek_v2": 8}

@@ -4,17 +4,18 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from tests.support.e2e.choice import on_servers
 from tests.support.e2e.client import Completion
 from tests.support.e2e.cluster import Server
-from tests.support.e2e.deployments import HOST_TIER, on
+from tests.support.e2e.deployments import HOST_TIER, MIXED
 from tests.support.e2e.pair import make_prompt
 
-pytestmark = [pytest.mark.pressure, on(HOST_TIER)]
+pytestmark = pytest.mark.pressure
 
 BURST = 24
 
 
-@pytest.mark.parametrize("server", ["W"], indirect=True)
+@on_servers((MIXED, "TP1"), (HOST_TIER, "W"))
 def test_a_burst_on_a_server_of_both_roles_is_answered_without_losing_a_lease(server: Server) -> None:
     """Its leases would fill the device, and their readers wait behind prompts that find no block."""
 
@@ -34,11 +35,12 @@ def test_a_burst_on_a_server_of_both_roles_is_answered_without_losing_a_lease(se
     assert after.value("vllm:pd_leased_blocks") == after.value("vllm:pd_leases_active") == 0
 
 
-@pytest.mark.parametrize("server", ["P", "W"], indirect=True)
-def test_a_reset_ends_the_leases_that_are_alive(server: Server) -> None:
+@on_servers((MIXED, "TP2"), (HOST_TIER, "P"), (HOST_TIER, "W"))
+def test_a_reset_ends_the_leases_that_are_alive(server: Server, acquainted: set[tuple[int, ...]]) -> None:
     prompt = make_prompt(300, ("reset", server.log.stem))
     before = server.client.metrics().value("vllm:pd_leases_total", event="cancelled")
     server.client.prefill(prompt)
     assert server.client.reset_prefix_cache()
+    acquainted.clear()  # its weights may be others now: it proves again where it pulls from
     server.client.complete(prompt, 1)  # the books come with a step
     assert server.client.metrics().value("vllm:pd_leases_total", event="cancelled") == before + 1

@@ -15,8 +15,9 @@ import pytest
 from pd_connector.vllm.release import release_of
 from tests.support.e2e.client import KVTransferParams
 from tests.support.e2e.cluster import BLOCK_SIZE, Server
-from tests.support.e2e.deployments import Deployment, release_pair, release_windows
+from tests.support.e2e.deployments import Deployment
 from tests.support.e2e.pair import Pair, assert_failed_pull, assert_same_output, end_lease, make_prompt
+from tests.support.e2e.release_servers import release_pair, release_windows
 from tests.support.process import free_ports
 from tests.support.releases import OTHERS, interpreter
 from tests.support.waiting import until

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -36,6 +37,7 @@ from tests.support.examples.harness import (
     full_backlog,
     unused_url,
 )
+from tests.support.sources import ROOT
 from tests.support.waiting import until
 
 FILE = Path(minimal_proxy.__file__)
@@ -55,8 +57,9 @@ REQUEST = b'{"model": "tiny", "prompt": "a", "stream": true}'
 class Running(ProxyProcess):
     """A router's process and a client of it."""
 
-    def __init__(self, prefill: str, decode: str) -> None:
-        super().__init__([str(FILE), "--prefill", prefill, "--decode", decode])
+    def __init__(self, prefill: str, decode: str, **variables: str) -> None:
+        arguments = [str(FILE), "--prefill", prefill, "--decode", decode]
+        super().__init__(arguments, (sys.executable,), ROOT, **variables)
         self.http = httpx.Client(base_url=self.url, timeout=60, trust_env=False)
 
     def kill(self) -> None:
@@ -109,7 +112,7 @@ def message(response: httpx.Response) -> str:
 
 def test_the_file_can_be_read_in_five_minutes() -> None:
     lines = FILE.read_text().splitlines()
-    assert len(lines) <= 135
+    assert len(lines) <= 155
     assert max(map(len, lines)) <= 120
     assert "pd_proxy" not in FILE.read_text()
 
@@ -321,12 +324,18 @@ async def breaks_a_stream(_: Received, wire: Wire) -> None:
     wire.drop()
 
 
+async def resets_an_endless_stream(_: Received, wire: Wire) -> None:
+    await wire.raw(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nConnection: close\r\n\r\ndata: 1\n\n")
+    await asyncio.sleep(0.1)  # a reset takes what nobody has read
+    wire.reset()
+
+
 async def breaks_a_whole_answer(_: Received, wire: Wire) -> None:
     await wire.raw(b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\ndata: 1\n\n")
     wire.drop()
 
 
-@pytest.mark.parametrize("script", [breaks_a_stream, breaks_a_whole_answer])
+@pytest.mark.parametrize("script", [breaks_a_stream, breaks_a_whole_answer, resets_an_endless_stream])
 def test_an_answer_that_breaks_off_never_looks_complete(bed: Bed, script: Script) -> None:
     bed.d.script = script
     with bed.proxy.http.stream("POST", "/v1/completions", json=BODY) as response:
@@ -335,6 +344,44 @@ def test_an_answer_that_breaks_off_never_looks_complete(bed: Bed, script: Script
         with pytest.raises(httpx.RemoteProtocolError):
             next(pieces)
     until(lambda: f"{bed.d.url}/v1/completions broke off" in bed.proxy.log)
+
+
+async def goes_on_with_no_http(received: Received, wire: Wire) -> None:
+    await wire.head()
+    await wire.chunk(b"data: 1\n\n")
+    await asyncio.sleep(0.1)  # the reader has the beginning, then
+    await wire.raw(b"no size\r\n")
+    await stalls(received, wire)
+
+
+@pytest.mark.parametrize("without_extensions", ["", "1"])
+def test_bytes_that_are_not_http_end_an_answer(servers: FakeServers, without_extensions: str) -> None:
+    p, d = servers.start(prefills), servers.start(goes_on_with_no_http)
+    with Running(p.url, d.url, AIOHTTP_NO_EXTENSIONS=without_extensions) as proxy:
+        with proxy.http.stream("POST", "/v1/completions", json=BODY) as response:
+            pieces = response.iter_raw()
+            assert next(pieces) == b"data: 1\n\n"
+            with pytest.raises(httpx.RemoteProtocolError):
+                next(pieces)
+        p.script = goes_on_with_no_http
+        assert proxy.complete().status_code == 502
+        assert "Traceback" not in proxy.log
+
+
+@pytest.fixture(scope="module")
+def lenient(servers: FakeServers, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """A router whose HTTP server (uvicorn's own in Python) lets control bytes pass."""
+    directory = tmp_path_factory.mktemp("no_httptools")
+    (directory / "httptools.py").write_text("raise ImportError")
+    with Running(servers.start(prefills).url, servers.start(decodes).url, PYTHONPATH=str(directory)) as proxy:
+        yield proxy
+
+
+@pytest.mark.parametrize("value", [b"a\x01b", b"a\x7fb", "Gr\u00fc\u00dfe".encode(), b"Gr\xfc\xdfe"])
+@pytest.mark.parametrize("name", ["Authorization", "X-Request-Id"])
+def test_a_header_with_odd_bytes_does_no_harm(lenient: Running, name: str, value: bytes) -> None:
+    raw = [(b"Content-Type", b"application/json"), (name.encode(), value)]
+    assert lenient.http.post("/v1/completions", json=BODY, headers=raw).status_code == 200
 
 
 @pytest.mark.parametrize("leg", ["p", "d"])

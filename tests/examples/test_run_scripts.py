@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,8 @@ from tests.support.waiting import until
 SCRIPTS = [ROOT / "examples" / f"run_pd_{platform}.sh" for platform in PLATFORMS]
 DEVICES = {"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
 Start = Callable[..., Run]
+#: The values of a case that is left out of most runs: each takes seconds.
+slow = partial(pytest.param, marks=pytest.mark.slow)
 
 
 def ports() -> dict[str, str]:
@@ -211,7 +214,7 @@ def test_a_port_that_is_taken_is_named(start: Start, name: str) -> None:
 # Life and end
 
 
-@pytest.mark.parametrize("platform", PLATFORMS)
+@pytest.mark.parametrize("platform", [one if one == "cuda" else slow(one) for one in PLATFORMS])
 def test_all_three_serve_and_ctrl_c_ends_them(start: Start, machine: Machine, platform: str) -> None:
     run = start(platform, "model")
     run.wait_until_all_serve()
@@ -234,10 +237,12 @@ def test_all_three_serve_and_ctrl_c_ends_them(start: Start, machine: Machine, pl
     ("variables", "told"),
     [
         ({}, "D has proven P: both compute the same keys and values"),
-        ({"VLLM_API_KEY": "a-key"}, "D has proven P"),
+        slow({"VLLM_API_KEY": "a-key"}, "D has proven P"),
         ({"FAKE_CANARY": "differs"}, "D has NOT proven P, which computes other keys and values: see {logs}/decode.log"),
-        ({"FAKE_CANARY": "left"}, "D has not proven P with the first prompt (left); the next"),
-        ({"FAKE_PREFILL": "short"}, "D will prove P with the first prompt of a block or more; the one of this script"),
+        slow({"FAKE_CANARY": "left"}, "D has not proven P with the first prompt (left); the next"),
+        slow(
+            {"FAKE_PREFILL": "short"}, "D will prove P with the first prompt of a block or more; the one of this script"
+        ),
         ({"CONNECTOR_CONFIG": '{"canary": "off"}'}, ""),
     ],
     ids=str,
@@ -256,7 +261,7 @@ def test_d_proves_p_before_anything_else_and_what_came_out_is_said(
         assert (on_d["prompt"], on_d["max_tokens"]) == (body["prompt"], 1)
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), slow(signal.SIGHUP, 129)])
 def test_other_signals_end_them_too(start: Start, number: signal.Signals, status: int) -> None:
     run = start("cuda", "model")
     run.wait_until_all_serve()
@@ -272,7 +277,7 @@ def test_ctrl_c_ends_them_while_they_load(start: Start, machine: Machine) -> Non
     assert run.processes() == []
 
 
-@pytest.mark.parametrize("leg", ["prefill", "decode"])
+@pytest.mark.parametrize("leg", ["prefill", slow("decode")])
 def test_a_server_that_cannot_start_stops_the_others(start: Start, leg: str) -> None:
     run = start("cuda", "model", **{f"FAKE_{leg.upper()}": "fails"})
     assert run.wait() == 1
@@ -281,7 +286,7 @@ def test_a_server_that_cannot_start_stops_the_others(start: Start, leg: str) -> 
     assert run.processes() == []
 
 
-@pytest.mark.parametrize("leg", ["prefill", "decode"])
+@pytest.mark.parametrize("leg", [slow("prefill"), "decode"])
 def test_a_server_that_dies_later_stops_the_others(start: Start, machine: Machine, leg: str) -> None:
     run = start("npu", "model")
     run.wait_until_all_serve()
@@ -322,6 +327,7 @@ def test_the_servers_are_process_groups_of_one_session(start: Start, machine: Ma
 
 
 @pytest.mark.e2e
+@pytest.mark.slow
 @pytest.mark.scripts
 def test_d_pulls_from_p_on_cpu(tmp_path: Path) -> None:
     from tests.support.e2e.models import DEFAULT_MODEL, write_model  # noqa: PLC0415  imports what only vLLM brings

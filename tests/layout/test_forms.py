@@ -1,6 +1,7 @@
 """The forms that a cache can have: K and V, MLA's parts, scales, kernel blocks, storages, windows, tables, layers.
 
-Each test varies one form exhaustively over the layouts; all of them at once are generated in ``test_matrix``.
+Each test varies one form exhaustively over the layouts, of whose pairs most are slow; all forms at once are generated
+in ``test_matrix``.
 ``pull`` compares all of the memory of every rank.
 """
 
@@ -11,17 +12,17 @@ from itertools import product
 import pytest
 
 from layout.compatibility import IncompatibleCachesError
+from tests.support.layout.layout_pairs import layout_pairs
 from tests.support.layout.oracle import LAYOUTS, WHOLE_HEADS, Engine, Extra, Model, Table
 from tests.support.layout.pulls import Request, plain, pull, table
 
-LAYOUT_PAIRS = [*product(LAYOUTS, LAYOUTS)]
 GQA = Model(4, (2, 2), 2, ((0, 1),), (0,))
 UNEQUAL = replace(GQA, contents=(3, 2))
 SCALES = (Extra("k_scale", 1, 4), Extra("v_scale", 1, 4))
 INDEXER = (Extra("indexer", 5, 1, shared=True), Extra("indexer_scale", 1, 4, shared=True))
 HYBRID = Model(2, (2, 1), 2, ((0, 2), (1, 3)), (0, 40))
 
-every_layout_pair = pytest.mark.parametrize(("here", "there"), LAYOUT_PAIRS)
+every_layout_pair = pytest.mark.parametrize(("here", "there"), layout_pairs())
 every_layout = pytest.mark.parametrize("layout", LAYOUTS)
 
 

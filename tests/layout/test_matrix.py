@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from layout.compatibility import IncompatibleCachesError
+from tests.support.layout.layout_pairs import layout_pairs
 from tests.support.layout.oracle import LAYOUTS, WHOLE_HEADS, Engine, Model
 from tests.support.layout.pulls import plain, pull
 from tests.support.layout.strategies import (
@@ -58,7 +59,7 @@ def test_every_pair_of_tensor_and_pipeline_sizes(
         cases["parallel sizes"] += 1
 
 
-@pytest.mark.parametrize(("local_layout", "remote_layout"), LAYOUT_PAIRS)
+@pytest.mark.parametrize(("local_layout", "remote_layout"), layout_pairs())
 def test_every_pair_of_block_sizes_in_every_pair_of_layouts(
     local_layout: str, remote_layout: str, cases: Counter[str]
 ) -> None:
@@ -71,7 +72,7 @@ def test_every_pair_of_block_sizes_in_every_pair_of_layouts(
         cases["block sizes"] += 1
 
 
-@pytest.mark.parametrize(("local_layout", "remote_layout"), LAYOUT_PAIRS)
+@pytest.mark.parametrize(("local_layout", "remote_layout"), layout_pairs())
 def test_every_pair_of_layouts_between_sizes_of_which_neither_divides_the_other(
     local_layout: str, remote_layout: str, cases: Counter[str]
 ) -> None:
@@ -114,7 +115,7 @@ def _one_case(
     pull(model, local, remote, request, cuts=random.Random(data.draw(st.integers(0, 99), "cuts")))
 
 
-@pytest.mark.parametrize(("local", "remote"), LAYOUT_PAIRS)
+@pytest.mark.parametrize(("local", "remote"), layout_pairs())
 @thorough
 @given(data=st.data())
 def test_every_byte_arrives_between_any_two_layouts(
@@ -148,7 +149,7 @@ def test_the_unequal_parts_of_mla_arrive_from_one_of_the_replicas(
     cases["mla"] += 1
 
 
-@pytest.mark.parametrize(("local", "remote"), LAYOUT_PAIRS)
+@pytest.mark.parametrize(("local", "remote"), layout_pairs())
 @thorough
 @given(data=st.data())
 def test_layers_with_unequal_heads_arrive_and_those_of_a_draft_as_far_as_they_are_there(

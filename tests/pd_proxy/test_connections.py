@@ -1,6 +1,8 @@
 """Connections to servers: bursts, connections that a server closes, and limits of the proxy's own."""
 
 import asyncio
+import errno
+import gc
 import json
 import resource
 import socket
@@ -8,14 +10,18 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+import weakref
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
+import uvloop
 
-from pd_proxy.connections import Connections
+from pd_proxy import connections
+from pd_proxy.connections import Connections, Response
 from pd_proxy.settings import Settings
 from tests.support.examples.fake_servers import (
     FakeServer,
@@ -28,10 +34,12 @@ from tests.support.examples.fake_servers import (
     prefills,
     prefills_by_name,
     resets,
+    stalls,
 )
 from tests.support.examples.harness import ProxyProcess, ask_at_once
 from tests.support.examples.served_proxy import ProxySetup
 from tests.support.sources import ROOT
+from tests.support.waiting import until
 
 ANSWER = {"choices": [{"text": " the answer"}]}
 
@@ -106,6 +114,107 @@ def test_a_request_that_was_reset_before_any_answer_is_sent_again(
     assert server.bodies[0] == server.bodies[1]
 
 
+async def resets_late(_: Received, wire: Wire) -> None:
+    await asyncio.sleep(0.5)
+    wire.reset()
+
+
+def test_a_late_reset_is_no_proof_that_a_request_was_not_read(
+    setup: ProxySetup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A load balancer resets what has been silent for too long."""
+    monkeypatch.setattr("pd_proxy.connections._PROOF_S", 0.01)
+    server = setup.server(resets_late)
+
+    async def scenario() -> None:
+        async with connected(server.url) as post:
+            with pytest.raises(aiohttp.ClientOSError):
+                await post()
+
+    asyncio.run(scenario())
+    assert len(server.received) == 1
+
+
+@pytest.mark.parametrize(
+    ("number", "times"),
+    [(errno.ECONNRESET, 3), (errno.EPIPE, 3), (None, 3), (errno.ETIMEDOUT, 1), (errno.EHOSTUNREACH, 1)],
+)
+def test_only_a_reset_is_a_proof(
+    monkeypatch: pytest.MonkeyPatch, d: FakeServer, number: int | None, times: int
+) -> None:
+    tried = 0
+
+    async def start(*_: object) -> None:
+        nonlocal tried
+        tried += 1
+        raise aiohttp.ClientOSError(number, "whatever")
+
+    monkeypatch.setattr(aiohttp.ClientResponse, "start", start)
+
+    async def scenario() -> None:
+        async with connected(d.url) as post:
+            with pytest.raises(aiohttp.ClientConnectionError):
+                await post()
+
+    asyncio.run(scenario())
+    assert tried == times
+
+
+@contextmanager
+def closes_what_it_takes() -> Iterator[tuple[str, list[int]]]:
+    """The URL of a port that closes each connection, as a tunnel without an end does; and a number for each."""
+    taken: list[int] = []
+
+    def serve() -> None:
+        with suppress(OSError):
+            while True:
+                listener.accept()[0].close()
+                taken.append(1)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=serve)
+        thread.start()
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}", taken
+        listener.shutdown(socket.SHUT_RDWR)
+        thread.join()
+
+
+def test_a_port_that_closes_new_connections_is_tried_three_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    is_closed = connections._is_closed
+
+    def after_a_while(connection: Any) -> bool:
+        until(lambda: is_closed(connection))  # it is about to be
+        return True
+
+    monkeypatch.setattr(connections, "_is_closed", after_a_while)
+
+    async def scenario(url: str) -> None:
+        async with connected(url) as post:
+            with pytest.raises(connections.ClosedAtOnce):
+                await post()
+
+    with closes_what_it_takes() as (url, taken):
+        asyncio.run(scenario(url))
+        assert len(taken) == 3
+
+
+def test_a_decode_server_that_takes_nothing_is_followed_by_another(
+    setup: ProxySetup, p: FakeServer, d: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_closed = connections._is_closed
+
+    with closes_what_it_takes() as (url, _):
+        port = int(url.rpartition(":")[2])
+
+        def after_a_while(connection: Any) -> bool:
+            if connection._key.port == port:
+                until(lambda: is_closed(connection))
+            return is_closed(connection)
+
+        monkeypatch.setattr(connections, "_is_closed", after_a_while)
+        assert setup.proxy([p], [url, d]).complete().json() == ANSWER
+
+
 async def begins_and_resets(_: Received, wire: Wire) -> None:
     await wire.head()
     wire.reset()
@@ -133,6 +242,96 @@ def test_a_server_that_does_not_read_a_request_is_silent() -> None:
                     await post(b'"' + b"a" * (32 << 20) + b'"')
 
     asyncio.run(scenario())
+
+
+def test_no_socket_is_left_of_a_server_that_stops_reading() -> None:
+    def sockets() -> int:
+        return sum(one.readlink().name.startswith("socket:") for one in Path("/proc/self/fd").iterdir() if one.exists())
+
+    async def scenario(url: str) -> None:
+        async with connected(url, request_timeout_s=0.2) as post:
+            before = sockets()
+            for _ in range(3):
+                with pytest.raises(TimeoutError):
+                    await post(b"a" * (16 << 20))
+            for _ in range(10):
+                await asyncio.sleep(0)  # sockets are closed in the next turns of the loop
+            assert sockets() == before
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        for run in (asyncio.run, uvloop.run):
+            run(scenario(f"http://127.0.0.1:{listener.getsockname()[1]}"))
+
+
+# Answers that end too early
+
+
+@pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
+@pytest.mark.parametrize(
+    ("head", "ending", "told"),
+    [
+        (b"Transfer-Encoding: chunked", b"no size\r\n", "what is not HTTP"),
+        (b"Connection: close", b"", "reset inside"),
+    ],
+)
+def test_the_reader_of_an_answer_is_told_of_its_early_end(
+    setup: ProxySetup, run: Callable[[Any], None], head: bytes, ending: bytes, told: str
+) -> None:
+    gate = threading.Event()
+
+    async def begins_and_ends(received: Received, wire: Wire) -> None:
+        await wire.raw(b"HTTP/1.1 200 Whatever\r\n" + head + b"\r\n\r\n3\r\nabc\r\n")
+        await opened(gate)
+        if not ending:
+            wire.reset()
+        await wire.raw(ending)
+        await stalls(received, wire)
+
+    server = setup.server(begins_and_ends)
+
+    async def scenario() -> None:
+        async with Connections(Settings(prefill=(server.url,), decode=(server.url,))) as connections:
+            response = await connections.send("POST", server.url, [], b"{}")
+            assert b"abc" in await response.content.readany()
+            gate.set()
+            with pytest.raises(aiohttp.ClientPayloadError, match=told):
+                await read_on(response)
+            response.close()
+
+    run(scenario())
+
+
+async def read_on(response: Response) -> None:
+    while await response.content.readany():
+        pass
+    response.check_whole()
+
+
+def test_a_connection_that_is_kept_keeps_no_answers(d: FakeServer) -> None:
+    gates: list[threading.Event] = []
+
+    async def answers_when_the_head_is_read(_: Received, wire: Wire) -> None:
+        await wire.head()
+        await opened(gates[-1])
+        await wire.end()
+
+    d.script = answers_when_the_head_is_read
+
+    async def scenario() -> None:
+        async with Connections(Settings(prefill=(d.url,), decode=(d.url,))) as connections:
+            answers = []
+            for _ in range(3):
+                gates.append(threading.Event())
+                response = await connections.send("POST", f"{d.url}/v1/completions", [], b"{}")
+                gates[-1].set()
+                await read_on(response)
+                answers.append(weakref.ref(response))
+            del response
+            gc.collect()
+            assert [answer() for answer in answers] == [None] * 3
+
+    asyncio.run(scenario())
+    assert len(d.received) == 3
 
 
 # Limits of the proxy's own
@@ -164,6 +363,23 @@ def test_the_limit_of_open_files_is_raised_and_a_low_one_said(hard: int, told: s
     assert int(ended.stdout) == hard
     assert told in ended.stderr
     assert bool(ended.stderr) is bool(told)
+
+
+def test_a_proxy_without_ports_blames_no_server(
+    setup: ProxySetup,
+    p: FakeServer,
+    d: FakeServer,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def start_connection(*_: object, **__: object) -> None:
+        raise OSError(errno.EADDRNOTAVAIL, "Cannot assign requested address")
+
+    monkeypatch.setattr("aiohttp.connector.aiohappyeyeballs.start_connection", start_connection)
+    response = setup.proxy([p], [d]).complete()
+    assert response.status_code == 503
+    assert "was not asked: this proxy's machine has no port free for it" in response.text
+    assert "tried last" not in caplog.text
 
 
 def test_a_proxy_without_sockets_blames_no_server(p: FakeServer, d: FakeServer) -> None:

@@ -1,5 +1,6 @@
 """What the client is told when its request, P or D is at fault."""
 
+import asyncio
 from collections.abc import Callable
 from typing import Any
 
@@ -7,7 +8,7 @@ import httpx
 import pytest
 
 from tests.support.examples.fake_servers import FakeServer, Received, Script, Wire, answers, drops, prefills, stalls
-from tests.support.examples.harness import RawClient
+from tests.support.examples.harness import ProxyProcess, RawClient, ask_at_once
 from tests.support.examples.served_proxy import Proxy, ProxySetup
 from tests.support.waiting import until
 
@@ -62,6 +63,7 @@ def test_an_unknown_route_is_refused_in_the_same_shape(proxy: Proxy, method: str
 NOTHING_HANDED_OVER = (
     "returned no kv_transfer_params (finish reason {}, expected 'length')|: is it started with --kv-transfer-config"
 )
+REASON = b'{"choices": [{"finish_reason": {"see": "h"}}]}'
 GIVEN_UP = b'{"choices": [{"text": "", "finish_reason": "abort"}], "kv_transfer_params": null}'
 
 
@@ -85,6 +87,12 @@ def test_an_error_of_the_prefill_server_is_the_clients_answer(
         (answers(307, b"", Location="http://elsewhere"), 502, "answered with status 307|"),
         (answers(200, b'{"kv_transfer_params": null}'), 502, NOTHING_HANDED_OVER.format("missing")),
         (answers(200, b'{"choices": [{"finish_reason": "stop"}]}'), 502, NOTHING_HANDED_OVER.format("'stop'")),
+        (answers(200, b'{"choices": [{"finish_reason": null}]}'), 502, NOTHING_HANDED_OVER.format("missing")),
+        (
+            answers(200, REASON),
+            502,
+            NOTHING_HANDED_OVER.format("unknown").replace("|: ", "|: the reason is {'see': 'h'}; "),
+        ),
         (answers(200, GIVEN_UP), 503, "gave the request up (finish reason 'abort')|: is it told to stop?"),
         (answers(200, b'{"kv_transfer_params": {}}'), 502, NOTHING_HANDED_OVER.format("missing")),
         (answers(200, b"[]"), 502, NOTHING_HANDED_OVER.format("missing")),
@@ -92,7 +100,21 @@ def test_an_error_of_the_prefill_server_is_the_clients_answer(
         (drops, 502, "broke off|: "),
         (stalls, 504, "was silent for longer than the time limit|"),
     ],
-    ids=["text", "odd status", "redirect", "null", "stopped", "given up", "empty", "array", "html", "drops", "stalls"],
+    ids=[
+        "text",
+        "odd status",
+        "redirect",
+        "null",
+        "stopped",
+        "no reason",
+        "odd reason",
+        "given up",
+        "empty",
+        "array",
+        "html",
+        "drops",
+        "stalls",
+    ],
 )
 def test_a_useless_answer_of_the_prefill_server_names_the_leg_to_the_client_and_all_else_in_the_log(
     setup: ProxySetup,
@@ -199,6 +221,33 @@ async def breaks_a_stream(_: Received, wire: Wire) -> None:
     wire.drop()
 
 
+async def resets_a_stream_without_length(_: Received, wire: Wire) -> None:
+    await wire.raw(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nConnection: close\r\n\r\ndata: 1\n\n")
+    await asyncio.sleep(0.1)  # a reset takes what nobody has read
+    wire.reset()
+
+
+def goes_on_with(content: bytes) -> Script:
+    """Begin a stream, and go on with what is not HTTP."""
+
+    async def script(received: Received, wire: Wire) -> None:
+        await wire.head()
+        await wire.chunk(b"data: 1\n\n")
+        await asyncio.sleep(0.1)  # the reader has the beginning, then
+        await wire.raw(content)
+        await stalls(received, wire)
+
+    return script
+
+
+NOT_HTTP = {
+    "size": goes_on_with(b"no size\r\n"),
+    "line end": goes_on_with(b"3\r\nabcXX"),
+    "another head": goes_on_with(b"HTTP/1.1 500 Whatever\r\n\r\n"),
+    "trailer": goes_on_with(b"0\r\nno trailer\r\n\r\n"),
+}
+
+
 async def stalls_a_stream(received: Received, wire: Wire) -> None:
     await wire.head()
     await wire.chunk(b"data: 1\n\n")
@@ -211,7 +260,11 @@ async def breaks_a_whole_answer(_: Received, wire: Wire) -> None:
 
 
 @pytest.mark.parametrize("http", ["auto", "h11"])
-@pytest.mark.parametrize("script", [breaks_a_stream, stalls_a_stream])
+@pytest.mark.parametrize(
+    "script",
+    [breaks_a_stream, stalls_a_stream, resets_a_stream_without_length, *NOT_HTTP.values()],
+    ids=["breaks", "stalls", "resets", *NOT_HTTP],
+)
 def test_an_answer_that_breaks_off_never_looks_complete(
     setup: ProxySetup, p: FakeServer, d: FakeServer, access_lines: Callable[[int], list[str]], script: Script, http: Any
 ) -> None:
@@ -222,9 +275,22 @@ def test_an_answer_that_breaks_off_never_looks_complete(
         pieces = response.iter_raw()
         assert next(pieces) == b"data: 1\n\n"
         with pytest.raises(httpx.RemoteProtocolError):
-            next(pieces)
+            list(pieces)
     assert f"problem: decode server {d.url}" in access_lines(1)[0]
     assert "pd_proxy_broken_off_total 1" in proxy.http.get("/metrics").text
+
+
+@pytest.mark.parametrize("without_extensions", ["", "1"])
+@pytest.mark.parametrize("leg", ["prefill", "decode"])
+def test_bytes_that_are_not_http_end_an_answer(p: FakeServer, d: FakeServer, leg: str, without_extensions: str) -> None:
+    (p if leg == "prefill" else d).script = NOT_HTTP["size"]
+    arguments = ["-m", "pd_proxy", "--prefill", p.url, "--decode", d.url]
+    with ProxyProcess(arguments, AIOHTTP_NO_EXTENSIONS=without_extensions) as proxy:
+        (answer,) = ask_at_once(proxy.address[1], ["a"])
+        assert not answer.endswith(b"0\r\n\r\n")
+        until(lambda: f"problem: {leg} server" in proxy.log)
+        assert "broke off" in proxy.log
+        assert "Traceback" not in proxy.log
 
 
 def test_a_whole_answer_that_breaks_off_is_an_error(setup: ProxySetup, p: FakeServer, d: FakeServer) -> None:

@@ -93,6 +93,13 @@ def test_a_request_that_kills_prefill_servers_is_kept_from_decode_servers(setup:
     assert d.received == []
 
 
+def test_a_prefill_server_that_is_silent_is_a_timeout(setup: ProxySetup, p: FakeServer, d: FakeServer) -> None:
+    p.script = stalls
+    proxy = setup.proxy([p], [d], without_prefill="decode", request_timeout_s=0.5)
+    assert proxy.complete().status_code == 504
+    assert d.received == []
+
+
 @pytest.mark.parametrize("script", [answers(400, b'{"error": {}}'), answers(200, b"{}")], ids=["400", "no params"])
 def test_what_is_wrong_with_a_request_or_a_configuration_is_told_all_the_same(
     setup: ProxySetup, p: FakeServer, d: FakeServer, script: Script

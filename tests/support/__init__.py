@@ -20,6 +20,7 @@ Layouts of KV caches (``layout/``):
     layout.ranks            a rank of the oracle as what reads blocks finds it
     layout.pulls            pulls between two engines of the oracle, every byte checked
     layout.nhd              NHD caches as vllm-ascend allocates them, in tensors, and what each byte of them must be
+    layout.layout_pairs     every pair of layouts as parameters of tests, most of them slow
     layout.round_trips      blocks through host memory and back, every byte checked
     layout.strategies       hypothesis strategies that draw models, engines and requests
 
@@ -68,6 +69,7 @@ Real vllm-ascend on simulated NPUs (``tests/ascend_sim``):
     ascend.host_kernels.absent_modules  modules that only vllm-ascend's container images have
 
 The connector (``pd_connector/``):
+    connector.idle          what a connector beside ours in MultiConnector begins with: it moves nothing
     connector.greeting      a connector to put beside ours in MultiConnector: it has a handshake and statistics
     connector.loading_sibling  a connector to put there that loads prompts while a step computes
     connector.requests      requests as vLLM hands them over, params of a prefill, a control client that sends nothing
@@ -116,6 +118,8 @@ Real servers (``tests/e2e``):
     e2e.images              images for prompts, as clients send them
     e2e.cluster             vLLM servers on this machine: started together, watched, ended, measured
     e2e.deployments         the sets of servers that tests share
+    e2e.release_servers     such sets with servers of other vLLM releases
+    e2e.choice              which pairs of servers a test runs on, and which of them by default
     e2e.images_and_adapters  servers of a model that reads images and has LoRA adapters, and prompts for them
     e2e.gates               places in the workers of a server at which a test has them stop
     e2e.gated_connector     the connector with such places

@@ -205,7 +205,7 @@ class NativeEngine:
         self._port = int(self._engine.get_rpc_port())
         #: Whether it can reach IPv6 addresses. The first engine of a process decides for all.
         self.speaks_ipv6 = self._listens_for_ipv6()
-        self._names: dict[str, str] = {}  # of peers, as this engine can resolve them, by address
+        self._names: dict[str, str] = {}  # of peers since the last probe, as this engine can resolve them, by address
         self._open_segment = find_open_segment()
         #: Whether the counters of batches can be read, see ``mooncake_batches``; None until the first batch.
         self.counts: bool | None = None
@@ -225,13 +225,16 @@ class NativeEngine:
         )
 
     def other_family(self, address: str) -> str:
-        """Return a sentence about the address families of a peer and of this engine, empty if they are the same."""
-        theirs, ours = ("IPv6" if ":" in host else "IPv4" for host in (split_address(address)[0], self._options.host))
-        if theirs == ours:
+        """Return a sentence about the address families of a peer and of this engine, empty if they do not differ.
+
+        Host names have no family.
+        """
+        theirs, ours = parse_ip(split_address(address)[0]), parse_ip(self._options.host)
+        if theirs is None or ours is None or theirs.version == ours.version:
             return ""
         return (
-            f". It announces an address of {theirs}, and the host here is {self._options.host} ({ours}): let the "
-            "setting host name addresses of one family on both sides"
+            f". It announces an address of IPv{theirs.version}, and the host here is {ours} (IPv{ours.version}): "
+            "let the setting host name addresses of one family on both sides"
         )
 
     def register(self, regions: Sequence[Region]) -> None:
@@ -251,7 +254,11 @@ class NativeEngine:
                 )
 
     def probe(self, address: str) -> bool:
-        """Return whether the peer answers. Blocks up to 60 s; ``interrupt`` ends it. Releases the GIL."""
+        """Return whether the peer answers. Blocks up to 60 s; ``interrupt`` ends it. Releases the GIL.
+
+        The peer's host name is looked up anew: it may have come back at another address.
+        """
+        self._names.pop(address, None)
         return bool(self._engine.send_probe(self._name(address)) == 0)
 
     def exchange_metadata(self, address: str) -> bool:
@@ -331,13 +338,14 @@ class NativeEngine:
         """Return a peer's address as this engine can resolve it: with IPv6, it looks for IPv6 addresses only."""
         if not self.speaks_ipv6:
             return address
-        if address not in self._names:
+        name = self._names.get(address)
+        if name is None:
             host, port = split_address(address)
             with suppress(OSError):  # a name without an address is Mooncake's to refuse
                 host = resolve(host)
             is_ipv4 = isinstance(parse_ip(host), IPv4Address)
-            self._names[address] = str(Address(_MAPPED + host if is_ipv4 else host, port))
-        return self._names[address]
+            name = self._names[address] = str(Address(_MAPPED + host if is_ipv4 else host, port))
+        return name
 
     def _shorten_accept(self) -> None:
         for listener in _own_sockets(listening_port=self._port):

@@ -221,7 +221,7 @@ sys.exit(demo.main([]))
     ("number", "status"),
     [
         (signal.SIGINT, 130),
-        (signal.SIGTERM, 143),
+        pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow),
         (signal.SIGKILL, -9),  # no chance to clean up: the guards do
     ],
 )

@@ -46,7 +46,7 @@ def test_bad_arguments(arguments: list[str], said: str, capsys: pytest.CaptureFi
     assert said in capsys.readouterr().err
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_two_doctors() -> None:
     """One listens, the other examines this machine and visits it."""
     listening = subprocess.Popen([*COMMAND, *CONFIG, "--listen"], cwd=ROOT, stdout=subprocess.PIPE, text=True)
@@ -70,7 +70,7 @@ def test_two_doctors() -> None:
     assert found["vllm"]["outcome"] == found["torch"]["outcome"] == found["mooncake"]["outcome"] == "ok"
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="no sockets for both families here")
 def test_doctors_of_two_address_families() -> None:
     """One listens at an IPv6 address; visitors with an IPv4 address speak both, or only that."""
@@ -98,7 +98,7 @@ def test_doctors_of_two_address_families() -> None:
     assert "that is an IPv6 address, and the transfer engine here speaks IPv4 only" in json.dumps(ipv4["peer: link"])
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_failure_is_a_line_and_an_exit_status() -> None:
     done = doctor("--peer", f"127.0.0.1:{free_port()}")
     assert done.returncode == 1

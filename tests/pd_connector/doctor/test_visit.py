@@ -209,8 +209,8 @@ def killed_when(dies: Callable[[str], bool]) -> type[HttpServer]:
 @pytest.mark.parametrize(
     ("question", "fails", "said"),
     [
-        ("/v1/models", "lease", "does not answer"),
-        ("/v1/completions 8", "handshake", "did not answer 'hello'"),
+        pytest.param("/v1/models", "lease", "does not answer", marks=pytest.mark.slow),
+        pytest.param("/v1/completions 8", "handshake", "did not answer 'hello'", marks=pytest.mark.slow),
         ("/v1/completions 32", "pull", ""),
     ],
 )

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from pd_connector.config import parse_config
-from pd_connector.scheduler import step_share
 from pd_connector.scheduler.scheduler import ConnectorScheduler
 from pd_connector.stats import StatsRecorder
 from tests.support.connector.vllm_engine import CACHES, a_config
@@ -47,11 +46,3 @@ def side_of(model: Path) -> Iterator[Callable[..., ConnectorScheduler]]:
     for side in made:
         side.shutdown()
     assert set(threading.enumerate()) <= before
-
-
-@pytest.fixture(params=[False, True], ids=["at once", "in portions"])
-def few_at_a_time(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether a step deals with fewer blocks than a lease or a prompt has."""
-    if request.param:
-        monkeypatch.setattr(step_share, "MOST_BLOCKS", 2)
-        monkeypatch.setattr(step_share, "LEAST_BLOCKS", 1)

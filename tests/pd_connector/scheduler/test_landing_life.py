@@ -91,7 +91,6 @@ class Course:
         self.engine.settle()
 
 
-@pytest.mark.usefixtures("few_at_a_time")
 @pytest.mark.parametrize("groups", GROUPS.values(), ids=GROUPS)
 @settings(max_examples=200, deadline=None, derandomize=True, database=None, suppress_health_check=[*HealthCheck])
 @given(st.lists(st.tuples(st.sampled_from(ACTIONS), st.integers(0, 11)), min_size=30, max_size=60))

@@ -3,7 +3,6 @@
 import pytest
 
 from pd_connector.orders import Cause, LandingEnds, Report
-from pd_connector.scheduler import step_share
 from tests.support.host_tier.decoding import LandingEngine
 
 TOKENS, NEEDED = 41, 3
@@ -109,92 +108,6 @@ def test_slots_are_told_as_lent_until_the_prompt_that_has_landed_there_is_loaded
     assert engine.lent == TOKENS // 16, "a hit is kept for the request that is about to be given blocks"
     engine.leave("again")
     assert engine.lent == 0
-
-
-class TestInPortions:
-    """A step of the engine that decodes deals with two blocks, and prompts have five."""
-
-    LONG = 5 * 16 + 1
-
-    @pytest.fixture(autouse=True)
-    def two_at_a_time(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(step_share, "LEAST_BLOCKS", 2)
-
-    def prepared(self, steps: int = 1, slots: int = 12) -> LandingEngine:
-        """An engine that has begun to lend slots for a prompt, and may lend no more in this step."""
-        engine = LandingEngine(slots=slots)
-        engine.step(1)
-        engine.arrive("r", tokens=self.LONG)
-        for number in range(steps):
-            if number:
-                engine.step(1)
-            assert engine.landings.must_land(engine.requests["r"], 0)
-            engine.check()
-        return engine
-
-    def test_a_step_lends_so_many_slots_and_the_landing_begins_with_the_last(self) -> None:
-        engine = self.prepared()
-        lent: list[int] = []
-        while not engine.under_way and len(lent) < 9:
-            assert engine.landings.wants_step
-            lent.append(len(engine.pool.references()))
-            engine.step(1)
-            engine.check()
-        assert lent == [2, 4]
-        assert len(engine.landing("r").local_block_ids[0]) == 5
-
-    def test_the_landings_that_begin_in_a_step_share_its_slots(self) -> None:
-        engine = LandingEngine(slots=12)
-        engine.step(1)
-        for number, name in enumerate(("a", "b")):
-            assert engine.landings.must_land(engine.arrive(name, seed=number, tokens=33), 0)
-        assert len(engine.pool.references()) == 2, "the second one takes slots of the next step"
-        engine.step(1)
-        assert engine.landings.must_land(engine.requests["b"], 0)
-        assert len(engine.pool.references()) == 4
-
-    def test_one_prompt_after_the_other_has_slots_lent(self) -> None:
-        engine = self.prepared()
-        other = engine.arrive("other", seed=1, tokens=self.LONG)
-        assert engine.landings.must_land(other, 0)
-        assert len(engine.pool.references()) == 2
-        for _ in range(8):
-            engine.step(1)
-            engine.landings.must_land(other, 0)
-        assert sorted(engine.under_way) == ["other", "r"]
-
-    def test_a_request_that_leaves_before_it_lands_leaves_no_slot_behind(self) -> None:
-        engine = self.prepared()
-        engine.leave("r")
-        engine.check()
-        assert engine.pool.references() == {}
-        engine.step(1)
-        assert engine.under_way == []
-
-    def test_a_request_whose_lease_is_lost_meanwhile_does_not_land(self) -> None:
-        engine = self.prepared(2)
-        engine.consumer.may_land = lambda request: False  # type: ignore[method-assign]
-        engine.step(1)
-        assert (engine.under_way, engine.pool.references()) == ([], {})
-        assert not engine.landings.must_land(engine.requests["r"], 0)
-
-    def test_slots_that_something_else_takes_meanwhile_are_missed_once_and_the_prompt_goes_to_the_device(self) -> None:
-        engine = self.prepared(slots=6)
-        taken = engine.tier.loans.lend((), 3)
-        assert taken is not None
-        engine.step(1)
-        engine.check()
-        assert len(engine.pool.references()) == 3, "what was lent is given back"
-        engine.tier.loans.take_back(taken)
-        assert engine.ask("r") == (0, self.LONG - 1)
-        assert engine.counted()["landing_fallbacks:full"] == 1
-        assert engine.ask("r") is None, "the next time there is room"
-
-    def test_after_a_reset_a_prompt_begins_anew(self) -> None:
-        engine = self.prepared()
-        for role in engine.roles:
-            role.reset()
-        assert engine.pool.references() == {}
 
 
 def test_what_the_device_holds_by_then_is_not_loaded() -> None:

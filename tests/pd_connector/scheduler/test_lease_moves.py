@@ -8,8 +8,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pd_connector.orders import StoreEnds
-from pd_connector.scheduler import lease_moves, step_share
-from tests.support.host_tier.leasing import BLOCKS, CONTENTS, SETUP, TOKENS, TTL_S, LeasingEngine
+from pd_connector.scheduler import lease_moves
+from tests.support.host_tier.leasing import BLOCKS, CONTENTS, SETUP, TTL_S, LeasingEngine
 from transfer.control.messages import InvalidReason, Place
 
 
@@ -135,60 +135,24 @@ def test_of_leases_that_have_no_room_a_step_tries_the_first_only() -> None:
     assert (engine.ordered, engine.counted()["lease_moves:full"]) == ([2 * BLOCKS], 1)
 
 
-@pytest.fixture(params=[0, 1], ids=["nothing runs", "requests decode"])
-def tokens(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    """What the engine's steps compute. If that is nothing, they move at most four blocks, else two."""
-    monkeypatch.setattr(step_share, "MOST_BLOCKS", BLOCKS + 1)
-    monkeypatch.setattr(step_share, "LEAST_BLOCKS", BLOCKS - 1)
-    return int(request.param)
-
-
-@pytest.mark.parametrize(("computed", "moved"), [(1, 2), (2 * 4, 2), (3 * 4, 3), (100, 4), (0, 4)])
-def test_a_step_may_move_as_many_blocks_as_it_fills(computed: int, moved: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_share, "MOST_BLOCKS", 4)
-    monkeypatch.setattr(step_share, "LEAST_BLOCKS", 2)
-    engine = LeasingEngine(slots=15)
-    engine.prefill("lease", 0, tokens=10 * 4)
-    engine.clock.advance(0.3)
-    engine.step(computed)
-    assert engine.ordered == [moved]
-
-
-def test_what_requests_wait_for_moves_as_if_nothing_ran(tokens: int) -> None:
-    engine = LeasingEngine(slots=15)
-    engine.prefill("lease", 0, tokens=12 * 4)
-    engine.is_short = True
-    engine.step(tokens)
-    engine.is_short = False
-    engine.step(tokens)
-    engine.moves.hurry()
-    engine.step(tokens)
-    engine.step(tokens)
-    assert engine.ordered == ([4, 2, 4, 2] if tokens else [4, 4, 4])
-
-
-def test_a_step_moves_only_so_many_blocks_and_the_next_ones_do_the_rest(tokens: int) -> None:
+def test_a_step_begins_moves_of_so_many_blocks_and_the_next_ones_of_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lease_moves, "_BLOCKS_AT_ONCE", BLOCKS + 1)
     engine = LeasingEngine(slots=5 * BLOCKS)
     for number in range(5):
         assert engine.prefill(f"lease{number}", number)
     engine.clock.advance(0.3)
-    while engine.moves.is_due() or sum(engine.ordered) < 5 * BLOCKS:
-        engine.step(tokens)
-    assert engine.ordered == ([2] * 7 + [1] if tokens else [4, 4, 4, 3])
-
-    engine.report({store: StoreEnds(SETUP.ranks) for store in engine.under_way})  # all in one step, that of the last
-    leased = [engine.blocks.leased]
-    while engine.moves.wants_step and len(leased) < 20:
-        assert engine.moves.frees_blocks_soon, "leases hold the device's blocks which are about to be free"
-        engine.step(tokens)
-        leased.append(engine.blocks.leased)
-    assert leased == ([13, 11, 9, 7, 5, 3, 1, 0] if tokens else [11, 7, 3, 0])
-    assert engine.leases.in_host_memory == 5
+    while engine.moves.is_due():
+        engine.step()
+    assert engine.ordered == [2 * BLOCKS, 2 * BLOCKS, BLOCKS], "leases are whole"
+    assert engine.moves.frees_blocks_soon, "leases hold the device's blocks which are about to be free"
+    engine.report({store: StoreEnds(SETUP.ranks) for store in engine.under_way})
+    assert (engine.leases.in_host_memory, engine.blocks.leased) == (5, 0)
+    assert not engine.moves.frees_blocks_soon
     for number in range(5):
         assert engine.read(f"lease{number}") == engine.right(f"lease{number}")
 
 
-def test_a_step_begins_no_more_moves_without_copies_than_others(tokens: int) -> None:
+def test_leases_of_which_host_memory_has_all_blocks_move_at_once() -> None:
     engine = LeasingEngine(slots=5 * BLOCKS)
     engine.is_short = True
     engine.prefill("stored", 0, tokens=8)  # full blocks only
@@ -196,100 +160,18 @@ def test_a_step_begins_no_more_moves_without_copies_than_others(tokens: int) -> 
     engine.end_store(engine.under_way[0])
     for name in ("a", "b", "c"):
         engine.prefill(name, 0, tokens=8)
-    engine.is_short = False
-    engine.clock.advance(0.3)
-    moved: list[int] = []
-    while engine.leases.in_host_memory < 4 and len(moved) < 9:
-        engine.step(tokens)
-        moved.append(engine.leases.in_host_memory)
-    engine.step(tokens)
+    engine.step()
     assert engine.ordered == [2], "what host memory has is copied again"
-    assert moved == ([1, 2, 3, 4] if tokens else [1, 3, 4])
-    assert engine.blocks.leased == 0
+    assert (engine.leases.in_host_memory, engine.blocks.leased) == (4, 0)
 
 
-def test_a_reader_that_comes_before_all_blocks_are_ordered_keeps_the_lease_on_the_device(tokens: int) -> None:
-    engine = LeasingEngine(slots=8 * BLOCKS)
-    engine.prefill("lease", 0, tokens=2 * TOKENS)
-    engine.clock.advance(0.3)
-    engine.step(tokens)
-    ordered = sum(engine.ordered)
-    engine.read("lease")
-    engine.step(tokens)
-    assert sum(engine.ordered) == ordered, "copies are ordered of a lease that stays"
-    for store in [*engine.under_way]:
-        engine.end_store(store)
-    while engine.moves.wants_step:
-        engine.step(tokens)
-    assert (engine.pool.references(), engine.counted()["lease_moves:read"]) == ({}, 1)
-
-
-def test_of_a_lease_whose_copies_fail_in_part_all_slots_are_given_back_but_those_that_may_be_written(
-    tokens: int,
-) -> None:
-    engine = LeasingEngine(slots=8 * BLOCKS)
-    engine.prefill("lease", 0, tokens=2 * TOKENS)
-    engine.clock.advance(0.3)
-    engine.step(tokens)
-    engine.step(tokens)
-    first, second = engine.under_way
-    engine.end_store(second, failed=True, unsettled=True)
-    engine.step(tokens)
-    assert engine.under_way == [first], "no more is copied of a lease that stays"
-    assert len(engine.pool.references()) == sum(engine.ordered[:2]), "the first copy may still be written"
-    engine.end_store(first)
-    for _ in range(3):
-        engine.step(tokens)
-    assert len(engine.pool.references()) == engine.ordered[1]
-    assert engine.read("lease") == engine.right("lease")
-
-
-def moved_in_part(tokens: int) -> LeasingEngine:
-    """An engine with a lease of five blocks that has moved, and has let go of some of those on the device."""
-    engine = LeasingEngine(slots=8 * BLOCKS)
-    engine.prefill("lease", 0, tokens=2 * TOKENS)
-    engine.clock.advance(0.3)
-    while sum(engine.ordered) < 5:
-        engine.step(tokens)
-    engine.report({store: StoreEnds(SETUP.ranks) for store in engine.under_way})
-    assert 0 < engine.blocks.leased < 5
-    return engine
-
-
-def test_a_lease_that_ends_when_part_of_it_has_left_the_device_leaves_nothing_behind(tokens: int) -> None:
-    engine = moved_in_part(tokens)
-    engine.release("lease")
-    engine.collect()
-    assert engine.pool.cached == 5, "nothing of what was copied is lost"
-    engine.step(tokens)
-    engine.step(tokens)
-    assert (engine.blocks.leased, engine.pool.references()) == (0, {})
-
-
-def test_what_has_moved_in_part_is_not_found_after_the_caches_were_reset(tokens: int) -> None:
-    engine = moved_in_part(tokens)
+def test_what_has_moved_is_not_found_after_the_caches_were_reset() -> None:
+    engine = moved()
+    engine.end_store(engine.under_way[0])
+    assert engine.pool.cached == BLOCKS - 1, "the last one is not full"
     engine.reset()
-    for _ in range(3):
-        engine.step(tokens)
+    engine.collect()
     assert (engine.blocks.leased, engine.pool.references(), engine.pool.cached) == (0, {}, 0)
-
-
-def test_a_move_that_is_to_end_in_the_next_step_comes_to_nothing_if_a_reader_comes_first(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    engine = LeasingEngine(slots=2 * BLOCKS)
-    engine.is_short = True
-    for number in range(2):
-        engine.prefill(f"lease{number}", number)
-        engine.step()
-    monkeypatch.setattr(step_share, "MOST_BLOCKS", BLOCKS)
-    engine.step()
-    engine.report({store: StoreEnds(SETUP.ranks) for store in engine.under_way})
-    engine.release("lease1")
-    engine.step()
-    assert (engine.leases.in_host_memory, engine.counted()["lease_moves:ended"]) == (1, 1)
-    assert engine.blocks.leased == 0
-    assert len(engine.pool.references()) == BLOCKS, "the slots of the other one are given back"
 
 
 def test_a_lease_too_large_for_host_memory_holds_up_no_smaller_ones(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -427,7 +309,6 @@ class Course:
         return self.unasked.setdefault(name, engine.on_device(name))
 
 
-@pytest.mark.usefixtures("few_at_a_time")
 @pytest.mark.parametrize("groups", GROUPS.values(), ids=GROUPS)
 @settings(max_examples=200, deadline=None, derandomize=True, database=None, suppress_health_check=[*HealthCheck])
 @given(st.lists(st.tuples(st.sampled_from(ACTIONS), st.integers(0, 11)), max_size=80))

@@ -86,9 +86,6 @@ class Recorded(SchedulerRole):
     def frees_blocks_soon(self) -> bool:
         return self.frees_soon
 
-    def hurry(self) -> None:
-        self.note("hurry")
-
     def loaded_tokens(self, request: Any) -> int:
         return self.takes
 
@@ -386,7 +383,7 @@ def test_one_role_is_enough_to_want_a_step_or_to_wait_for_blocks(
     assert calls == []
     roles[number].wants, roles[number].frees_soon = False, True
     assert (side.wants_step(), side.frees_blocks_soon()) == (False, True)
-    assert calls == [("host", "hurry"), ("pulls", "hurry")], "a request waits, and nobody knows"
+    assert calls == []
 
 
 @pytest.mark.usefixtures("roles")

@@ -30,6 +30,8 @@ from transfer.local_copy.reshape_torch import TensorCopier
 ASCEND = CostModel.of_protocol("ascend")
 HUGE_PAGE = 2 << 20
 PAIRS = [(2, 1), (1, 2), (4, 2)]
+#: Every form, every pair and either number of layers. The other cases are slow.
+ALWAYS = {("paired", 4, 2, 1), ("apart", 4, 1, 2), ("cross_layer", 4, 4, 2), ("cross_layer", 32, 2, 1)}
 #: One operator more than are counted here brings the row numbers to a device.
 MOST_OPERATORS = 6 - 1
 
@@ -68,9 +70,13 @@ def scattered(blocks: int, count: int) -> Tables:
     return Tables(list(range(2 * count - 2, -1, -2)), list(range(1, 2 * count, 2)), 0, count * 128)
 
 
-@pytest.mark.parametrize(("prefill", "decode"), PAIRS)
-@pytest.mark.parametrize("layers", [4, 32])
-@pytest.mark.parametrize("form", NHD_FORMS)
+@pytest.mark.parametrize(
+    ("form", "layers", "prefill", "decode"),
+    [
+        pytest.param(*case, marks=() if case in ALWAYS else pytest.mark.slow)
+        for case in ((form, layers, *sizes) for form in NHD_FORMS for layers in (4, 32) for sizes in PAIRS)
+    ],
+)
 def test_a_block_takes_few_reads_and_a_window_few_operators(form: str, layers: int, prefill: int, decode: int) -> None:
     blocks = 4 if layers == 4 else 2
     local, remotes = pair(NhdModel(layers), form, prefill, decode, 2 * blocks)

@@ -34,7 +34,13 @@ def staged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Staged:
 
     def start(role: str, *, on_host: bool, **tuning: Any) -> list[Region]:
         monkeypatch.setattr(worker_half, "caches_are_host_memory", lambda: on_host)
-        settings = {"host": "127.0.0.1", "protocol": "tcp", "model_check": "off", "canary": "off", "tuning": tuning}
+        settings: dict[str, Any] = {
+            "host": "127.0.0.1",
+            "protocol": "tcp",
+            "model_check": "off",
+            "canary": "off",
+            "tuning": tuning,
+        }
         engine = InProcessEngine(InProcessFabric())
         caches = {name: torch.zeros(8, 2, BLOCK_TOKENS, 128) for name in LAYERS}
         half = ConnectorWorker(

@@ -9,13 +9,10 @@ from typing import Any
 
 from prometheus_client import Counter
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorBase_V1,
-    KVConnectorHandshakeMetadata,
-    KVConnectorMetadata,
-    SupportsHMA,
-)
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata, KVConnectorMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+
+from tests.support.connector.idle import IdleConnector
 
 
 @dataclass(frozen=True)
@@ -23,10 +20,6 @@ class Greeting(KVConnectorHandshakeMetadata):  # type: ignore[misc]  # vLLM is u
     """The handshake of one worker."""
 
     words: str
-
-
-class NoOrders(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is untyped here
-    """What a worker is told in a step: nothing."""
 
 
 class GreetingStats(KVConnectorStats):  # type: ignore[misc]  # vLLM is untyped here
@@ -64,7 +57,7 @@ class GreetingMetrics(KVConnectorPromMetrics):  # type: ignore[misc]  # vLLM is 
         self._steps[engine_idx].inc(transfer_stats_data["steps"])
 
 
-class GreetingConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vLLM is untyped here
+class GreetingConnector(IdleConnector):
     """Says hello and counts steps."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
@@ -104,30 +97,6 @@ class GreetingConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
         per_engine_labelvalues: dict[int, list[object]],
     ) -> GreetingMetrics:
         return GreetingMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-
-    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
-        return 0, False
-
-    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None: ...
-
-    def build_connector_meta(self, scheduler_output: Any) -> NoOrders:
-        return NoOrders()
-
-    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        return False, None
-
-    def request_finished_all_groups(
-        self, request: Any, block_ids: tuple[list[int], ...]
-    ) -> tuple[bool, dict[str, Any] | None]:
-        return False, None
-
-    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None: ...
-
-    def wait_for_layer_load(self, layer_name: str) -> None: ...
-
-    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None: ...
-
-    def wait_for_save(self) -> None: ...
 
 
 if "GreetingConnector" not in KVConnectorFactory._registry:

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata, SupportsHMA
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+
+from tests.support.connector.idle import IdleConnector
 
 
 @dataclass(frozen=True)
@@ -26,7 +28,7 @@ class SiblingOrders(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is untyp
     loads: list[SiblingLoad]
 
 
-class LoadingSibling(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vLLM is untyped here
+class LoadingSibling(IdleConnector):
     """Holds the beginnings of the prompts that the test names, and returns ``(n, False)`` for them."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
@@ -48,19 +50,6 @@ class LoadingSibling(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
     def build_connector_meta(self, scheduler_output: Any) -> SiblingOrders:
         loads, self._loads = self._loads, []
         return SiblingOrders(loads)
-
-    def request_finished_all_groups(
-        self, request: Any, block_ids: tuple[list[int], ...]
-    ) -> tuple[bool, dict[str, Any] | None]:
-        return False, None
-
-    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None: ...
-
-    def wait_for_layer_load(self, layer_name: str) -> None: ...
-
-    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None: ...
-
-    def wait_for_save(self) -> None: ...
 
 
 if "LoadingSibling" not in KVConnectorFactory._registry:

@@ -11,24 +11,22 @@ import numpy as np
 from layout.geometry import Plane, WorkerGeometry
 from tests.support.e2e.client import KVTransferParams
 from tests.support.e2e.cluster import Server
+from tests.support.e2e.pair import control_keys
 from tests.support.waiting import until
 from transfer.control.client import ControlClient
 from transfer.control.keys import ControlKeys
 from transfer.control.messages import Checksummed, Checksums, Hello, NoChecksums, Welcome
 
 
-def overwrite_block(
-    server: Server, params: KVTransferParams, group: int, entry: int, keys: ControlKeys | None = None
-) -> None:
+def overwrite_block(server: Server, params: KVTransferParams, group: int, entry: int) -> None:
     """Fill a block of a finished prefill with random float32 numbers, in all layers and on all ranks.
 
-    ``group`` and ``entry``: the cache group, and the place in its table in ``params["remote_block_ids"]``. ``keys`` are
-    those of the control channel.
+    ``group`` and ``entry``: the cache group, and the place in its table in ``params["remote_block_ids"]``.
     """
     block = params["remote_block_ids"][group][entry]
     assert block, "the server holds no such block"
     random = np.random.default_rng(block)
-    for worker in _workers(params, keys):
+    for worker in _workers(params, control_keys(server)):
         caches = worker.groups[group]
         with Path(f"/proc/{server.worker_process(worker.tp_rank)}/mem").open("r+b", buffering=0) as memory:
             for plane in caches.planes:
@@ -37,19 +35,21 @@ def overwrite_block(
                     memory.write(random.normal(size=size // 4).astype(np.float32).tobytes())
 
 
-def wait_until_summed(params: KVTransferParams, keys: ControlKeys | None = None) -> None:
-    """Wait until a server that verifies has the checksums of a finished prefill, by its one worker."""
-    client = ControlClient(keys=keys)
-    asked = Checksums(params["remote_engine_id"], params["lease_id"], 0, 0, (0, params["remote_num_tokens"]))
+def wait_until_summed(server: Server, params: KVTransferParams) -> None:
+    """Wait until a server that verifies has the checksums of a finished prefill, by all its workers."""
+    client = ControlClient(keys=control_keys(server))
+    borders = (0, params["remote_num_tokens"])
 
-    def summed() -> bool:
+    def summed(worker: int) -> bool:
+        asked = Checksums(params["remote_engine_id"], params["lease_id"], worker, 0, borders)
         reply = client.request(params["remote_host"], params["remote_port"], asked, 10.0).result()
         assert isinstance(reply, Checksummed)
         assert reply.reason in {"", NoChecksums.PENDING}
         return not reply.reason
 
     try:
-        until(summed, "the blocks that are leased have checksums")
+        for worker in range(server.spec.tensor_parallel):
+            until(lambda worker=worker: summed(worker), "the blocks that are leased have checksums")  # type: ignore[misc]
     finally:
         client.close()
 

@@ -5,6 +5,7 @@ import os
 from dataclasses import dataclass, replace
 
 import pytest
+from _pytest.mark.structures import ParameterSet
 
 from tests.support.e2e.cluster import BLOCK_SIZE, Layout, LoadFailurePolicy, ServerSpec
 from tests.support.e2e.models import DEFAULT_MODEL, ModelSpec
@@ -25,10 +26,13 @@ class Deployment:
     servers: tuple[tuple[str, ServerSpec], ...]
     slow: bool = False
 
+    def __str__(self) -> str:
+        return self.name
 
-def on(*deployments: Deployment) -> pytest.MarkDecorator:
+
+def on(*deployments: Deployment | ParameterSet) -> pytest.MarkDecorator:
     """The test runs on each of the deployments."""
-    return pytest.mark.parametrize("deployment", deployments, indirect=True, ids=lambda one: one.name)
+    return pytest.mark.parametrize("deployment", deployments, indirect=True, ids=str)
 
 
 def prefill(
@@ -70,7 +74,7 @@ def peer(
     )
 
 
-def _both_sizes(layout: Layout, slow: bool = False) -> Deployment:
+def _both_sizes(layout: Layout) -> Deployment:
     """Both roles in one physical layout, at tensor parallel size 1 and 2."""
     return Deployment(
         layout,
@@ -80,26 +84,18 @@ def _both_sizes(layout: Layout, slow: bool = False) -> Deployment:
             ("P2", prefill(layout=layout, tensor_parallel=2)),
             ("D2", decode(layout=layout, tensor_parallel=2, patient=True)),
         ),
-        slow,
+        slow=True,
     )
 
 
 LBHNC = _both_sizes("LBHNC")
-BLHNC = _both_sizes("BLHNC", slow=True)  # between the other two in everything
+BLHNC = _both_sizes("BLHNC")
 BHLNC = _both_sizes("BHLNC")
 
-#: A decode server of each failure policy, a right prefill server and one whose KV blocks mean something else.
-FAULTS = Deployment(
-    "faults",
-    (
-        ("P", prefill()),
-        ("P bfloat16", prefill(dtype="bfloat16")),
-        ("D fail", decode("fail")),
-        ("D recompute", decode("recompute")),
-    ),
-)
+#: A prefill server, and a decode server of each failure policy.
+FAULTS = Deployment("faults", (("P", prefill()), ("D fail", decode("fail")), ("D recompute", decode("recompute"))))
 
-#: One right decode server and prefill servers of models that look alike.
+#: One right decode server, prefill servers of models that look alike, and one whose KV blocks mean something else.
 OTHER_MODELS = Deployment(
     "other models",
     (
@@ -107,6 +103,7 @@ OTHER_MODELS = Deployment(
         ("P layers", prefill(ModelSpec(layers=3))),
         ("P kv_heads", prefill(ModelSpec(kv_heads=2))),
         ("P weights", prefill(ModelSpec(seed=21))),
+        ("P bfloat16", prefill(dtype="bfloat16")),
     ),
     slow=True,
 )
@@ -121,21 +118,22 @@ HALF_PRECISION = Deployment(
 SECRET = "a secret of the end-to-end tests"
 
 
-def _careful(layout: Layout, block_size: int = BLOCK_SIZE) -> ServerSpec:
+def _careful(layout: Layout, block_size: int = BLOCK_SIZE, tensor_parallel: int = 1) -> ServerSpec:
     """A server of both roles with a secret, which verifies what it pulls."""
-    server = peer(layout=layout, block_size=block_size)
+    server = peer(layout=layout, block_size=block_size, tensor_parallel=tensor_parallel)
     return replace(server, secret=SECRET, options=(*server.options, ("verify", True)))
 
 
 #: The two physical layouts that differ most, and two block sizes. Their control channels are encrypted, every pull is
 #: verified.
-MIXED = Deployment(
-    "mixed",
+THREE_FORMS = Deployment(
+    "forms",
     (
         ("LBHNC", _careful("LBHNC")),
         ("BHLNC", _careful("BHLNC")),
         ("BHLNC 64", _careful("BHLNC", 64)),
     ),
+    slow=True,
 )
 
 #: Tensor parallel sizes up to one rank for every KV head. Seven workers: slow on two cores.
@@ -150,51 +148,90 @@ def _two_sizes(name: str, model: ModelSpec, slow: bool = False) -> Deployment:
 
 #: Both ranks of TP2 hold the model's only KV head.
 ONE_KV_HEAD = _two_sizes("one KV head", ModelSpec(kv_heads=1), slow=True)
-#: Three KV cache groups: two of layers that keep a window, one of layers that keep all tokens.
-SLIDING_WINDOW = _two_sizes("sliding window", ModelSpec(layers=6, architecture="gemma3"))
 #: One latent vector a token, the same on all ranks; blocks of 16 tokens, no prefix cache.
 MLA = _two_sizes("MLA", ModelSpec(architecture="deepseek_v2"))
 
 #: Blocks of the default model that the servers below keep on the device and in host memory, in all their workers.
 DEVICE_BLOCKS, HOST_BLOCKS = 80, 256
-_BLOCK_BYTES = 4 * 4 * BLOCK_SIZE * 2 * 32 * 4  # layers, KV heads, tokens, K and V, head size, float32
-_HOST = ("cpu_bytes_to_use", HOST_BLOCKS * _BLOCK_BYTES)
-_WINDOWED_BLOCKS = 110  # with windows, where vLLM counts a whole prompt for each of the three cache groups
-_SHORT = ("--max-model-len", "2048")  # vLLM wants a device cache for one prompt at least
+KV_BLOCK_BYTES = 4 * 4 * BLOCK_SIZE * 2 * 32 * 4  # layers, KV heads, tokens, K and V, head size, float32
+_HOST = ("cpu_bytes_to_use", HOST_BLOCKS * KV_BLOCK_BYTES)
+WINDOWED_BLOCKS = 110  # with windows, where vLLM counts a whole prompt for each of the three cache groups
+SHORT = ("--max-model-len", "2048")  # vLLM wants a device cache for one prompt at least
 
 #: Where P publishes its KV cache events: a name of Linux, not a file.
 EVENTS_ENDPOINT = f"ipc://@pd-connector-events-{os.getpid()}"
 _EVENTS = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": EVENTS_ENDPOINT}
 
 
-def _with_host_memory(spec: ServerSpec, *options: tuple[str, object], device_blocks: int = DEVICE_BLOCKS) -> ServerSpec:
+def with_host_memory(spec: ServerSpec, *options: tuple[str, object], device_blocks: int = DEVICE_BLOCKS) -> ServerSpec:
     """The server with a device cache of ``device_blocks`` of the default model's blocks, and host memory for more."""
     return replace(
         spec,
-        kv_cache_bytes=device_blocks * _BLOCK_BYTES // spec.tensor_parallel,
-        arguments=_SHORT,
+        kv_cache_bytes=device_blocks * KV_BLOCK_BYTES // spec.tensor_parallel,
+        arguments=SHORT,
         variables=(("VLLM_SERVER_DEV_MODE", "1"),),
         options=(*spec.options, _HOST, *options),
     )
 
 
-_HOST_P = _with_host_memory(prefill(layout="LBHNC"))
+_PUBLISHING = ("--kv-events-config", json.dumps(_EVENTS))
+
+
+def _in_chunks(spec: ServerSpec, *arguments: str, **changes: object) -> ServerSpec:
+    """A server that computes prompts in chunks of 256 tokens, and so takes a dozen steps for a long one."""
+    options = (*spec.options, *changes.items())
+    arguments = (*spec.arguments, "--max-num-batched-tokens", "256", *arguments)
+    return replace(spec, arguments=arguments, options=options)
+
+
+def _careful_with_host_memory(layout: Layout, block_size: int, tensor_parallel: int, *arguments: str) -> ServerSpec:
+    """Such a server that also has host memory, and a device cache for one long prompt, which it computes in chunks."""
+    return _in_chunks(with_host_memory(_careful(layout, block_size, tensor_parallel)), *arguments)
+
+
+#: Servers that differ in all that may differ, with everything on that a deployment may have: most tests are on these.
+MIXED = Deployment(
+    "mixed",
+    (
+        ("TP2", _careful_with_host_memory("BHLNC", BLOCK_SIZE, 2)),
+        ("TP1", _careful_with_host_memory("LBHNC", 2 * BLOCK_SIZE, 1, *_PUBLISHING)),
+    ),
+)
+
+_HOST_P = with_host_memory(prefill(layout="LBHNC"))
 
 #: Device caches too small for what is asked of them, and host memory for the rest. D has two workers; W has cache
 #: groups with a sliding window, and stores what it is about to evict.
 HOST_TIER = Deployment(
     "host tier",
     (
-        ("P", replace(_HOST_P, arguments=(*_HOST_P.arguments, "--kv-events-config", json.dumps(_EVENTS)))),
-        ("D", _with_host_memory(decode(layout="BHLNC", tensor_parallel=2, patient=True))),
+        ("P", replace(_HOST_P, arguments=(*_HOST_P.arguments, *_PUBLISHING))),
+        ("D", with_host_memory(decode(layout="BHLNC", tensor_parallel=2, patient=True))),
         (
             "W",
-            _with_host_memory(
+            with_host_memory(
                 peer(ModelSpec(layers=6, architecture="gemma3"), None),
                 ("cpu_store", "lazy"),
-                device_blocks=_WINDOWED_BLOCKS,
+                device_blocks=WINDOWED_BLOCKS,
             ),
         ),
+    ),
+    slow=True,
+)
+
+_THREE_GROUPS = peer(ModelSpec(layers=6, architecture="gemma3"), None)
+#: Three KV cache groups: two of layers that keep a window, one of layers that keep all tokens. TP1 stores in host
+#: memory what it is about to evict, from a device cache that has room for prompts of any length.
+SLIDING_WINDOW = Deployment(
+    "sliding window",
+    (
+        (
+            "TP1",
+            replace(
+                with_host_memory(_THREE_GROUPS, ("cpu_store", "lazy"), device_blocks=2 * WINDOWED_BLOCKS), arguments=()
+            ),
+        ),
+        ("TP2", replace(_THREE_GROUPS, tensor_parallel=2, load_failure_policy="recompute")),
     ),
 )
 
@@ -202,27 +239,27 @@ HOST_TIER = Deployment(
 MOVING_LEASES = Deployment(
     "moving leases",
     (
-        ("P", _with_host_memory(prefill(layout="LBHNC"), ("host_transfers", "auto"), ("verify", True))),
+        ("P", with_host_memory(prefill(layout="LBHNC"), ("host_transfers", "auto"), ("verify", True))),
         ("D", replace(decode(layout="BHLNC", patient=True), options=(*PATIENT, ("verify", True)))),
     ),
     slow=True,
 )
 
-_LANDING_HOST = ("cpu_bytes_to_use", 4 * HOST_BLOCKS * _BLOCK_BYTES)
+_LANDING_HOST = ("cpu_bytes_to_use", 4 * HOST_BLOCKS * KV_BLOCK_BYTES)
 
 #: Prompts that find no room on a decode server's device land in its host memory, or all of them do.
 LANDINGS = Deployment(
     "landings",
     (
         ("P", prefill(layout="LBHNC")),
-        ("D auto", _with_host_memory(decode(layout="BHLNC", patient=True), ("host_transfers", "auto"), _LANDING_HOST)),
+        ("D auto", with_host_memory(decode(layout="BHLNC", patient=True), ("host_transfers", "auto"), _LANDING_HOST)),
         (
             "D host",
-            _with_host_memory(decode(layout="LBHNC", tensor_parallel=2, patient=True), ("host_transfers", "always")),
+            with_host_memory(decode(layout="LBHNC", tensor_parallel=2, patient=True), ("host_transfers", "always")),
         ),
         (
             "B",  # both roles, with blocks for eleven of the prompts that it is given at once
-            _with_host_memory(peer(layout="LBHNC"), ("host_transfers", "auto"), _LANDING_HOST),
+            with_host_memory(peer(layout="LBHNC"), ("host_transfers", "auto"), _LANDING_HOST),
         ),
     ),
     slow=True,
@@ -231,7 +268,7 @@ LANDINGS = Deployment(
 
 def _windowed(tensor_parallel: int, *options: tuple[str, object]) -> ServerSpec:
     spec = peer(ModelSpec(layers=6, architecture="gemma3"), None, tensor_parallel=tensor_parallel)
-    return _with_host_memory(spec, *options, ("verify", True), device_blocks=_WINDOWED_BLOCKS)
+    return with_host_memory(spec, *options, ("verify", True), device_blocks=WINDOWED_BLOCKS)
 
 
 #: Both at once with windows: leases move when nobody reads them, and every prompt lands.
@@ -245,9 +282,10 @@ HOST_WINDOWS = Deployment(
 MULTI_CONNECTOR = Deployment(
     "MultiConnector",
     (
-        ("first", replace(_with_host_memory(peer()), beside_greeting="first")),
-        ("last", replace(_with_host_memory(peer()), beside_greeting="last")),
+        ("first", replace(with_host_memory(peer()), beside_greeting="first")),
+        ("last", replace(with_host_memory(peer()), beside_greeting="last")),
     ),
+    slow=True,
 )
 
 #: In which a decode server of ``LEGS`` wants to hear of a transfer, and that a prompt gets further than before: long
@@ -260,20 +298,13 @@ def bootstrap_port(spec: ServerSpec) -> int:
     return int(str(dict(spec.options)["bootstrap_port"]))
 
 
-def _in_chunks(spec: ServerSpec, *arguments: str, **changes: object) -> ServerSpec:
-    """A server that computes prompts in chunks of 256 tokens, and so takes a dozen steps for a long one."""
-    options = (*spec.options, *changes.items())
-    arguments = (*spec.arguments, "--max-num-batched-tokens", "256", *arguments)
-    return replace(spec, arguments=arguments, options=options)
-
-
 #: Both legs of a request at once. The first prefill server has blocks for two long prompts.
 LEGS = Deployment(
     "legs",
     (
         (
             "P",
-            replace(_in_chunks(prefill(), "--no-scheduler-reserve-full-isl"), kv_cache_bytes=180 * _BLOCK_BYTES),
+            replace(_in_chunks(prefill(), "--no-scheduler-reserve-full-isl"), kv_cache_bytes=180 * KV_BLOCK_BYTES),
         ),
         ("D fail", _in_chunks(decode("fail"), queue_timeout_s=LEGS_QUEUE_TIMEOUT_S)),
         ("D recompute", _in_chunks(decode("recompute"), queue_timeout_s=LEGS_QUEUE_TIMEOUT_S)),
@@ -334,7 +365,7 @@ HOST_LEGS = Deployment(
     "host legs",
     (
         ("P", _in_chunks(_HOST_P, host_transfers="auto")),
-        ("D", _in_chunks(_with_host_memory(decode(layout="BHLNC", patient=True)))),
+        ("D", _in_chunks(with_host_memory(decode(layout="BHLNC", patient=True)))),
     ),
     slow=True,
 )
@@ -371,17 +402,17 @@ CHAOS_LEGS = Deployment(
 CHAOS_HOST = Deployment(
     "chaos host",
     (
-        ("P", _in_chunks(_with_host_memory(replace(prefill(), options=_CHAOS_OPTIONS), ("host_transfers", "auto")))),
+        ("P", _in_chunks(with_host_memory(replace(prefill(), options=_CHAOS_OPTIONS), ("host_transfers", "auto")))),
         (
             "D auto fail",
-            _with_host_memory(
+            with_host_memory(
                 replace(decode("fail"), options=_CHAOS_PATIENCE),
                 ("host_transfers", "auto"), _LANDING_HOST,
             ),
         ),
         (
             "D host recompute",
-            _with_host_memory(
+            with_host_memory(
                 replace(decode("recompute", "LBHNC"), block_size=2 * BLOCK_SIZE, options=_CHAOS_PATIENCE),
                 ("host_transfers", "always"),
             ),
@@ -400,13 +431,13 @@ def _at_points(spec: ServerSpec, *options: tuple[str, object]) -> ServerSpec:
 
 def _decode_at_points(policy: LoadFailurePolicy, *options: tuple[str, object], ranks: int = 1) -> ServerSpec:
     spec = _at_points(decode(policy, tensor_parallel=ranks), *options)
-    return replace(spec, kv_cache_bytes=_POINT_BLOCKS * _BLOCK_BYTES // ranks, arguments=("--max-model-len", "1024"))
+    return replace(spec, kv_cache_bytes=_POINT_BLOCKS * KV_BLOCK_BYTES // ranks, arguments=("--max-model-len", "1024"))
 
 
 def _prefill_at_points(*options: tuple[str, object], ranks: int = 1) -> ServerSpec:
     """It stores what it is about to evict, so that what a lease holds is copied when the lease moves."""
     spec = _at_points(prefill(tensor_parallel=ranks))
-    return _with_host_memory(spec, ("host_transfers", "auto"), ("cpu_store", "lazy"), *options)
+    return with_host_memory(spec, ("host_transfers", "auto"), ("cpu_store", "lazy"), *options)
 
 
 _AUTO = (_LANDING_HOST, ("host_transfers", "auto"))
@@ -442,7 +473,7 @@ def drained_at_points(drain_timeout_s: float) -> ServerSpec:
 
 def _in_trouble(layout: Layout, tensor_parallel: int, policy: LoadFailurePolicy) -> ServerSpec:
     """A server of both roles, whose leases move and to which prompts land."""
-    spec = _with_host_memory(peer(layout=layout, tensor_parallel=tensor_parallel, policy=policy))
+    spec = with_host_memory(peer(layout=layout, tensor_parallel=tensor_parallel, policy=policy))
     times = {"pull_timeout_s": 2 * CHAOS_PULL_TIMEOUT_S, "queue_timeout_s": 2 * CHAOS_PULL_TIMEOUT_S}
     return _in_chunks(spec, host_transfers="auto", **times)
 
@@ -454,45 +485,3 @@ CHAOS_HOST_RANKS = Deployment(
     (("TP1", _in_trouble("LBHNC", 1, "fail")), ("TP2", _in_trouble("BHLNC", 2, "recompute"))),
     slow=True,
 )
-
-
-def release_pair(release: str) -> Deployment:
-    """Servers of both roles: of another vLLM release, one of each policy, and of the one that the tests run on.
-
-    All have host memory. The one with the policy to fail stores in it what it is about to evict.
-    """
-    from tests.support.releases import WITH_LAYOUTS, interpreter  # noqa: PLC0415  imports torch
-
-    python = str(interpreter(release))
-    recomputing = _with_host_memory(peer(policy="recompute"))
-    layout = recomputing.layout if release in WITH_LAYOUTS else None
-    failing = _with_host_memory(peer(layout=None), ("cpu_store", "lazy"))
-    return Deployment(
-        f"vLLM {release}",
-        (
-            ("other", replace(recomputing, python=python, layout=layout)),
-            ("other fail", replace(failing, python=python)),
-            ("installed", recomputing),
-        ),
-        slow=True,
-    )
-
-
-def release_windows(release: str) -> Deployment:
-    """Servers as in ``release_pair``, without host memory, of a model with three KV cache groups.
-
-    Of releases on which these are served as on the installed one, there is one server.
-    """
-    from tests.support.releases import WITH_LAYOUTS, interpreter  # noqa: PLC0415  imports torch
-
-    model = ModelSpec(layers=6, architecture="gemma3")
-    installed = replace(
-        peer(model, None, policy="recompute"),
-        kv_cache_bytes=_WINDOWED_BLOCKS * _BLOCK_BYTES,
-        arguments=_SHORT,
-        variables=(("VLLM_SERVER_DEV_MODE", "1"),),
-    )
-    other = replace(installed, python=str(interpreter(release)))
-    failing = [] if release in WITH_LAYOUTS else [("other fail", replace(other, load_failure_policy="fail"))]
-    servers = (("other", other), *failing, ("installed", installed))
-    return Deployment(f"vLLM {release}, windows", servers, slow=True)

@@ -7,18 +7,20 @@ from tests.support.e2e.cluster import BLOCK_SIZE, Server
 from tests.support.e2e.pair import make_prompt
 from tests.support.waiting import until
 
+_LONGEST = 40 * BLOCK_SIZE  # of the prompts that evict others
 
-def whole_blocks(tokens: int) -> int:
+
+def whole_blocks(tokens: int, block_size: int = BLOCK_SIZE) -> int:
     """Of so many tokens, those that fill blocks."""
-    return tokens // BLOCK_SIZE * BLOCK_SIZE
+    return tokens // block_size * block_size
 
 
 def evict(server: Server, seed: object, blocks: int | None = None) -> None:
     """Compute prompts that take ``blocks`` blocks of the device which hold something else, or all of them."""
     left = server.client.cache_blocks() if blocks is None else blocks
     while left > 1:
-        taken = min(left, 40)
-        server.client.complete(make_prompt(taken * BLOCK_SIZE - 1, (server.log.stem, seed, left)), 1)
+        taken = min(left, _LONGEST // server.spec.block_size)
+        server.client.complete(make_prompt(taken * server.spec.block_size - 1, (server.log.stem, seed, left)), 1)
         left -= taken
 
 

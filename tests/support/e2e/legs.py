@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from tests.support.e2e.client import AnyPrompt, Completion, KVTransferParams
-from tests.support.e2e.pair import Pair, Traffic, end_lease, make_prompt
+from tests.support.e2e.pair import Pair, Traffic, control_keys, end_lease, make_prompt
 from tests.support.waiting import until
 
 
@@ -25,7 +25,7 @@ class Router:
     def __init__(self, pair: Pair) -> None:
         self.pair = pair
         params = pair.prefill.client.prefill(make_prompt(40, ("where", pair.name, time.monotonic())))
-        end_lease(params)
+        end_lease(params, control_keys(pair.prefill))
         self._control = {name: params[name] for name in ("remote_host", "remote_port")}
 
     def prefill_params(self, name: str) -> KVTransferParams:

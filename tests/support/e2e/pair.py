@@ -25,6 +25,7 @@ from tests.support.e2e.client import (
 from tests.support.e2e.cluster import Server
 from tests.support.waiting import until
 from transfer.control.client import ControlClient
+from transfer.control.keys import ControlKeys
 from transfer.control.messages import Cancel
 
 AT_REST_TIMEOUT_S = 40.0
@@ -277,9 +278,14 @@ def assert_failed_pull(
         assert any(word in line for line in log.splitlines() if "PDConnector" in line), f"{word!r} is not in:\n{log}"
 
 
-def end_lease(params: KVTransferParams) -> None:
+def control_keys(server: Server) -> ControlKeys | None:
+    """The keys of a server's control channel; None where it has no secret."""
+    return ControlKeys.derive(server.spec.secret.encode()) if server.spec.secret else None
+
+
+def end_lease(params: KVTransferParams, keys: ControlKeys | None = None) -> None:
     """Do what a decode server cannot do that does not know the lease: cancel it instead of waiting for its expiry."""
-    client = ControlClient()
+    client = ControlClient(keys=keys)
     cancel = Cancel(params["remote_engine_id"], (params["lease_id"],))
     client.request(params["remote_host"], params["remote_port"], cancel, 10.0).result()
     client.close()

@@ -140,6 +140,8 @@ class FakeServer:
     async def stop(self) -> None:
         assert self._server is not None
         self._server.close()
+        for _ in range(10):  # a connection that was just taken has its task a few turns later
+            await asyncio.sleep(0)
         for task in self._connections:
             task.cancel()
         await asyncio.gather(*self._connections, return_exceptions=True)

@@ -84,7 +84,7 @@ class LandingEngine:
         return loaded, self.consumer.missing_tokens(request, computed + loaded)
 
     def step(self, tokens: int = 0) -> None:
-        """Begin landings, and go on with what takes several steps. ``tokens``: what the step computes."""
+        """Begin landings. ``tokens``: what the step computes."""
         scheduled = {"a request": tokens} if tokens else {}
         for order in self.landings.step_orders(scheduled).landings:
             self.begin_landing(order)

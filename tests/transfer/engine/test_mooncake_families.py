@@ -7,6 +7,8 @@ import json
 import socket
 import subprocess
 import sys
+from contextlib import suppress
+from unittest.mock import patch
 
 import pytest
 
@@ -14,6 +16,7 @@ from layout.geometry import Identity, Region
 from tests.support.engine.peer_process import PeerProcess, environment_with
 from tests.support.memory import Memory, even_copies, noise
 from tests.support.waiting import WAIT_S
+from transfer.engine import mooncake_native
 from transfer.engine.base import ReadFailed
 from transfer.engine.mooncake import MooncakeEngine, MooncakeOptions
 
@@ -23,11 +26,16 @@ SIZE, SEED = 1 << 20, 1
 IPV4, IPV6 = "127.0.0.1", "::1"
 
 
-def read_in_a_process(host: str, ipv6: str | None, peer: PeerProcess, *, own_engine: bool = True) -> str:
-    """Why the peer's memory cannot be read by an engine at ``host``, empty if it was."""
+def read_in_a_process(
+    host: str, ipv6: str | None, peer: PeerProcess, *, own_engine: bool = True, elsewhere: str = ""
+) -> str:
+    """Why the peer's memory cannot be read by an engine at ``host``, empty if it was.
+
+    ``elsewhere``: the address, of nobody, that the peer's name has when the engine looks for it the first time.
+    """
     what = {
-        "host": host, "own_engine": own_engine, "address": peer.address, "start": peer.region.address,
-        "identity": peer.identity.address, "nonce": peer.identity.nonce.hex(),
+        "host": host, "own_engine": own_engine, "elsewhere": elsewhere, "address": peer.address,
+        "start": peer.region.address, "identity": peer.identity.address, "nonce": peer.identity.nonce.hex(),
     }  # fmt: skip
     done = subprocess.run(
         [sys.executable, "-m", __name__, json.dumps(what)],
@@ -37,16 +45,18 @@ def read_in_a_process(host: str, ipv6: str | None, peer: PeerProcess, *, own_eng
     return done.stdout.strip()
 
 
-@pytest.mark.parametrize("own_engine", [True, False], ids=["an engine a link", "one engine"])
+@pytest.mark.parametrize(
+    "own_engine", [pytest.param(True, marks=pytest.mark.slow), False], ids=["an engine a link", "one engine"]
+)
 @pytest.mark.parametrize(
     ("reader", "reads_ipv6", "peer", "serves_ipv6"),
     [
         (IPV4, "1", IPV6, None),
         (IPV6, None, IPV4, "0"),
-        (IPV6, None, IPV4, "1"),
+        pytest.param(IPV6, None, IPV4, "1", marks=pytest.mark.slow),
         (IPV4, "1", IPV4, "0"),
-        (IPV4, "0", IPV4, "1"),
-        (IPV6, None, IPV6, None),
+        pytest.param(IPV4, "0", IPV4, "1", marks=pytest.mark.slow),
+        pytest.param(IPV6, None, IPV6, None, marks=pytest.mark.slow),
         (IPV4, "1", "localhost", "0"),
     ],
 )
@@ -55,6 +65,19 @@ def test_engines_of_any_two_families_reach_each_other(
 ) -> None:
     with PeerProcess(SIZE, SEED, host=peer, ipv6=serves_ipv6) as process:
         assert read_in_a_process(reader, reads_ipv6, process, own_engine=own_engine) == ""
+
+
+def test_a_peer_that_comes_back_at_another_address_is_found_by_its_name() -> None:
+    with PeerProcess(SIZE, SEED, host="localhost", ipv6="0") as process:
+        assert read_in_a_process(IPV4, "1", process, own_engine=False, elsewhere="255.255.255.255") == ""
+
+
+def test_a_host_name_is_said_to_be_of_no_family() -> None:
+    with PeerProcess(SIZE, SEED, host="localhost") as process:
+        process.kill()
+        why = read_in_a_process(IPV6, None, process)
+    assert f"cannot reach the transfer engine at {process.address}" in why
+    assert "It announces" not in why
 
 
 def test_an_engine_that_speaks_ipv4_only_refuses_an_ipv6_peer_by_name() -> None:
@@ -82,6 +105,10 @@ def main() -> None:
     source = Region(what["start"], SIZE)
     identity = Identity(what["identity"], bytes.fromhex(what["nonce"]))
     try:
+        if what["elsewhere"]:
+            with patch.object(mooncake_native, "resolve", return_value=what["elsewhere"]), suppress(ReadFailed):
+                engine.open(what["address"], [source], identity)
+                sys.exit("the peer is found where it is not")
         link = engine.open(what["address"], [source], identity)
         link.read(even_copies(destination.region, source, 16, SIZE // 16), WAIT_S)
         assert (destination.view == noise(SIZE, SEED)).all(), "other bytes have arrived"
