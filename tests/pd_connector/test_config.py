@@ -195,7 +195,7 @@ def test_a_wrong_number_of_tuning_is_refused_by_its_dotted_name(key: str, value:
         ("lease_ttl_s", 0, "greater than or equal to 0.1"),
         ("port", 65536, "less than or equal to 65535"),
         ("tuning", {"max_descriptors_in_flight": 65537}, "less than or equal to 65536"),
-        ("tuning", {"byte_cost_ns": -1}, r"tuning.byte_cost_ns = -1: .* \(Cost of a byte, in nanoseconds, used"),
+        ("tuning", {"byte_cost_ns": -1}, r"tuning.byte_cost_ns = -1: .* \(Cost of a byte, in nanoseconds, by"),
         ("protocol", "roce", "'auto', 'tcp', 'rdma' or 'ascend'"),
         ("cpu_bytes_to_use", "8GiB", r"valid integer \(Host memory, in bytes, of all workers of this engine"),
     ],
