@@ -1,13 +1,13 @@
 """Access to vLLM's engine core: to wake it, to let it rest, and to learn that it was told to stop.
 
-vLLM gives connectors no access to it. Only here, the engine core under construction is found by walking up the stack.
+vLLM gives connectors no access to it: ``callers`` says how it is found.
 """
 
-import sys
 import weakref
 from collections.abc import Callable
-from types import FrameType
 from typing import TYPE_CHECKING
+
+from pd_connector.vllm.callers import callers
 
 if TYPE_CHECKING:
     from vllm.v1.engine.core import EngineCore, EngineCoreProc
@@ -68,10 +68,4 @@ def core_under_construction() -> "EngineCore | None":
     """Return the engine core that is constructing its scheduler, further up the stack; None if there is none."""
     from vllm.v1.engine.core import EngineCore  # noqa: PLC0415  imports most of vLLM
 
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
-        core = frame.f_locals.get("self")
-        if isinstance(core, EngineCore):
-            return core
-        frame = frame.f_back
-    return None
+    return next((each for each in callers() if isinstance(each, EngineCore)), None)

@@ -1,18 +1,16 @@
 """Reads off a loaded model what its layers compute with: rotary tables, scales, and what options of the engine decide.
 
-vLLM gives connectors no access to the model. While it hands over the KV caches, the model runner is found by walking up
-the stack.
+vLLM gives connectors no access to the model: ``callers`` says how its runner is found.
 """
 
 import logging
-import sys
 from collections.abc import Iterable, Iterator
-from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
 from layout.layer_numbers import ROTARY, ROTARY_POSITIONS, TEMPERATURE, LayerNumbers, merged
+from pd_connector.vllm.callers import callers
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -122,11 +120,6 @@ def _modules_around(model: torch.nn.Module | None, layer: str) -> Iterator[torch
 
 def _loaded_model() -> torch.nn.Module | None:
     """Return the model of the runner that is handing over its KV caches; None if there is none on the stack."""
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
-        get_model = getattr(frame.f_locals.get("self"), "get_model", None)
-        if get_model is not None:
-            model = get_model()
-            return model if isinstance(model, torch.nn.Module) else None
-        frame = frame.f_back
-    return None
+    runner: Any = next((each for each in callers() if hasattr(each, "get_model")), None)
+    model = runner.get_model() if runner is not None else None
+    return model if isinstance(model, torch.nn.Module) else None
