@@ -57,8 +57,8 @@ def evict(server: Server, seed: object) -> None:
         left -= 40
 
 
-def _unknown_engine(params: KVTransferParams) -> None:
-    params["remote_engine_id"] = "nobody"
+def _blocks_of_no_cache(params: KVTransferParams) -> None:
+    params["remote_block_ids"] = [[10**6] * len(table) for table in params["remote_block_ids"]]
 
 
 def _closed_port(params: KVTransferParams) -> None:
@@ -68,7 +68,7 @@ def _closed_port(params: KVTransferParams) -> None:
 #: Ways in which a pull fails: what is done to its params, the cause that is counted, and what the log names.
 FAILURES: list[tuple[Callable[[KVTransferParams], object], str, str]] = [
     (end_lease, "lease", "lease"),
-    (_unknown_engine, "refused", "nobody"),
+    (_blocks_of_no_cache, "params", "1000000"),
 ]
 each_failure = pytest.mark.parametrize(("spoil", "cause", "logged"), FAILURES, ids=[cause for _, cause, _ in FAILURES])
 
