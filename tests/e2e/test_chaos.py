@@ -181,6 +181,9 @@ def test_lost_control_messages_cost_time_but_nothing_else(pair: Pair) -> None:
     params = [pair.prefill.client.prefill(prompt) for prompt in prompts]
     forwarder = Forwarder(params[0]["remote_host"], params[0]["remote_port"])
     try:
+        proof = make_prompt(300, ("proof", pair.name))  # of the engine at this address
+        pair.decode_leg(proof, pair.prefill.client.prefill(proof) | {"remote_port": forwarder.port})
+        pair.wait_until_at_rest()
         forwarder.lose(0.33)
         through: list[KVTransferParams] = [{**one, "remote_port": forwarder.port} for one in params]
         with ThreadPoolExecutor(4) as pool:

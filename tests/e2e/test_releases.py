@@ -61,10 +61,6 @@ def _blocks_of_no_cache(params: KVTransferParams) -> None:
     params["remote_block_ids"] = [[10**6] * len(table) for table in params["remote_block_ids"]]
 
 
-def _closed_port(params: KVTransferParams) -> None:
-    (params["remote_port"],) = free_ports(1)
-
-
 #: Ways in which a pull fails: what is done to its params, the cause that is counted, and what the log names.
 FAILURES: list[tuple[Callable[[KVTransferParams], object], str, str]] = [
     (end_lease, "lease", "lease"),
@@ -135,8 +131,16 @@ class TestFailedPulls:
 
     @on(("installed", "other"))
     def test_a_pull_from_a_port_where_nobody_answers_ends(self, pair: Pair) -> None:
-        """With one policy only: it takes the whole time that P has to answer."""
-        assert_fails_and_serves_on(pair, _closed_port, "unreachable", "127.0.0.1")
+        """It is a canary, which takes the whole time that P has to answer; its request waits for nothing."""
+        prompt = make_prompt(200, (pair.name, "nobody answers"))
+        params = pair.prefill.client.prefill(prompt)
+        (port,) = free_ports(1)
+        with pair.traffic() as traffic:
+            pair.assert_right(pair.decode_leg(prompt, params | {"remote_port": port}), prompt)
+            end_lease(params)
+        assert traffic.decode is not None
+        assert traffic.decode.value("vllm:pd_canaries_total", outcome="failed") == 1
+        pair.assert_right(pair.disaggregate(prompt, cache_salt="again"), prompt)
 
     @on(*BOTH_POLICIES)
     def test_a_running_request_that_shares_blocks_with_the_failed_one_goes_on(self, pair: Pair) -> None:
