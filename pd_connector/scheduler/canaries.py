@@ -92,32 +92,16 @@ class NoCanaries(SchedulerRole):
         """Return what is known of the prefill engine that holds a request's prompt."""
         return Standing.PROVEN
 
-    def tokens(self, request: "Request", computed_tokens: int) -> range | None:
-        """Return which tokens a request would prove an untried engine with; None if it has too few, or nobody has room.
-
-        ``computed_tokens``: those that it does not compute here.
-        """
-        return None
-
-    def begin(
-        self,
-        request: "Request",
-        remote: RemotePrefill,
-        tokens: range,
-        computed_tokens: int,
-        *,
-        is_same_prompt: bool = True,
-    ) -> None:
-        """Make a request the canary of an untried engine: it was given its first blocks, and will be computed here.
+    def begin(self, request: "Request", remote: RemotePrefill, computed_tokens: int, *, is_same_prompt: bool) -> bool:
+        """Make a request the canary of an untried engine, if it can be one; return whether it is.
 
         Args:
-            request: to be computed here.
+            request: it was given its first blocks, and will be computed here.
             remote: what the engine holds of its prompt.
-            tokens: as the method of this name returned.
-            computed_tokens: as that method was given.
+            computed_tokens: at the begin of its prompt, which are here already.
             is_same_prompt: whether it is known that the engine has computed the same prompt, images included.
         """
-        raise AssertionError("every engine is proven")
+        return False
 
     def take_ended(self) -> list[str]:
         """Return the requests of the canaries that have ended since the last call: their leases are not needed."""
@@ -220,29 +204,15 @@ class Canaries(NoCanaries):
             "this log",
         )
 
-    def tokens(self, request: "Request", computed_tokens: int) -> range | None:
-        """Return the last tokens of a prompt that are computed here, whole blocks from the first.
+    def begin(self, request: "Request", remote: RemotePrefill, computed_tokens: int, *, is_same_prompt: bool) -> bool:
+        """Order the pull of the last tokens that a request computes here into scratch memory.
 
-        None if they do not fill a block, or other engines are being proven in all the scratch memory.
+        Not if they do not fill a block, or if other engines are being proven in all of that memory.
         """
-        if self._room is None or not self._free:
-            return None
-        end = request.num_prompt_tokens - 1
-        first = -(-max(computed_tokens, end - self._room.tokens) // self._border) * self._border
-        return range(first, end) if end - first >= self._border else None
-
-    def begin(
-        self,
-        request: "Request",
-        remote: RemotePrefill,
-        tokens: range,
-        computed_tokens: int,
-        *,
-        is_same_prompt: bool = True,
-    ) -> None:
-        """Order the pull of ``tokens`` into scratch memory."""
-        key = _key(request, remote)
+        key, tokens = _key(request, remote), self._tokens(request, computed_tokens)
         assert self._standing(key, self._clock()) is Standing.UNTRIED, "the engine is tried"
+        if tokens is None or not self._free:
+            return False
         area = self._free.pop()
         canary = _Canary(
             request, key, tokens, computed_tokens, area, request.num_preemptions, CanaryEnds(0), is_same_prompt
@@ -256,6 +226,7 @@ class Canaries(NoCanaries):
             "PDConnector: %s is not proven yet: request %s is computed here, and tokens %d to %d of it are pulled as "
             "well, to be compared", key, request.request_id, tokens.start, tokens.stop - 1,
         )  # fmt: skip
+        return True
 
     def take_ended(self) -> list[str]:
         """Return the requests of the canaries that have ended since the last call."""
@@ -364,6 +335,14 @@ class Canaries(NoCanaries):
             del self._verdicts[key]
         is_tried = any(canary.key == key for canary in self._under_way.values())
         return Standing.AWAITED if is_tried else Standing.UNTRIED
+
+    def _tokens(self, request: "Request", computed_tokens: int) -> range | None:
+        """Return the last tokens of a prompt that are computed here, whole blocks from the first; None if too few."""
+        if self._room is None:
+            return None
+        end = request.num_prompt_tokens - 1
+        first = -(-max(computed_tokens, end - self._room.tokens) // self._border) * self._border
+        return range(first, end) if end - first >= self._border else None
 
     def _area(self, kept: Retention, area: int, tokens: range) -> tuple[int, ...]:
         """Return the block table of a cache group in an area of the scratch memory, as far as the tokens are kept."""

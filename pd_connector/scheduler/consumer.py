@@ -392,14 +392,12 @@ class Consumer(SchedulerRole):
             return False
         if self._needed.lacking(entry, computed_tokens):
             return False
-        tokens = self._canaries.tokens(request, computed_tokens)
-        if tokens is None:
+        is_same = self._prompts.are_equal(request, entry)
+        if not self._canaries.begin(request, entry, computed_tokens, is_same_prompt=is_same):
             return False
         del self._waiting[request.request_id]
         self._proving[request.request_id] = Pulling(entry)
         self._renewals.start_reading(request.request_id)
-        is_same = self._prompts.are_equal(request, entry)
-        self._canaries.begin(request, entry, tokens, computed_tokens, is_same_prompt=is_same)
         return True
 
     @staticmethod

@@ -39,7 +39,7 @@ _GRACE_S = 0.25
 _REST_S = 0.5
 #: Leases that are looked at in one step, which must not take long; and while the oldest of them may all be too large.
 _CHOSEN_AT_ONCE = 16
-#: Blocks after which a step begins no further move: a tenth of a millisecond for a hundred.
+#: Blocks after which a step begins no further move: these take it 0.7 ms (``benchmarks.host_step``).
 _BLOCKS_AT_ONCE = 256
 _CHOSEN_WHILE_FULL = 64
 _LOG_INTERVAL_S = 10.0

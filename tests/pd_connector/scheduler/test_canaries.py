@@ -205,7 +205,7 @@ def test_an_adapter_from_another_path_is_another_one() -> None:
     d = ProvingDecode()
     request = d.add("adapted")
     request.lora_request = SimpleNamespace(lora_name="tone", lora_path="/adapters/tone")
-    d.canaries.begin(request, a_remote_of("P"), range(69), 0)
+    assert d.canaries.begin(request, a_remote_of("P"), 0, is_same_prompt=True)
     request.num_output_tokens = 1
     d.tables["adapted"] = PROVING_BLOCKS
     d.canaries.step_orders({})
@@ -298,7 +298,7 @@ def test_before_workers_are_known_nothing_is_proven() -> None:
     canaries = Canaries(DeviceBlocks(), [Retention(16)], clock=d.clock)
     first = d.add("first")
     assert canaries.look(first, a_remote_of("P")) is Standing.UNTRIED
-    assert canaries.tokens(first, 0) is None
+    assert not canaries.begin(first, a_remote_of("P"), 0, is_same_prompt=True)
 
 
 # What it comes to
