@@ -12,6 +12,7 @@ import pytest
 from layout.geometry import WorkerGeometry
 from pd_connector.config import ConfigError
 from pd_connector.orders import WorkerHandshake
+from pd_connector.scheduler.producer import Producer
 from pd_connector.scheduler.scheduler import ConnectorScheduler
 from tests.support.connector.vllm_engine import BLOCK_TOKENS
 from tests.support.host_tier.setup import Setup, make_manager
@@ -72,3 +73,18 @@ def test_host_memory_for_one_prompt_of_the_greatest_length_is_enough(
 @pytest.mark.parametrize("kv_role", ["kv_consumer", "kv_producer", "kv_both"])
 def test_host_memory_that_takes_part_in_no_transfer_may_be_small(start: Callable[..., None], kv_role: str) -> None:
     start(kv_role, RANKS * SLOT_BYTES)
+
+
+@pytest.mark.parametrize("role", ["kv_producer", "kv_both"])
+def test_no_lease_lasts_for_ever_however_often_it_is_renewed(
+    side_of: Callable[..., ConnectorScheduler], role: str
+) -> None:
+    (producer,) = [each for each in side_of(role)._roles if isinstance(each, Producer)]
+    leases, now = producer._leases, [0.0]
+    leases._clock = lambda: now[0]
+    leases.grant("lease", (), "", ())
+    for _ in range(70):
+        now[0] += 10.0
+        leases.renew(["lease"])
+    assert not leases.still_valid(["lease"])
+    assert leases.take_events()["expired"] == 1
