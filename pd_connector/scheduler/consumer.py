@@ -44,7 +44,19 @@ from pd_connector.params import (
 from pd_connector.progress import Progress
 from pd_connector.scheduler.canaries import NoCanaries, Rejection, Standing
 from pd_connector.scheduler.completions import Completions
-from pd_connector.scheduler.decode_legs import Announced, Entry, Follower, Pulling, Refused
+from pd_connector.scheduler.decode_legs import (
+    Announced,
+    Computed,
+    Entry,
+    Follower,
+    Landing,
+    Legs,
+    Proving,
+    Pulling,
+    Refused,
+    Waiting,
+    lease,
+)
 from pd_connector.scheduler.needed_blocks import NeededBlocks
 from pd_connector.scheduler.pulls_ahead import PullsAhead
 from pd_connector.scheduler.renewals import Renewals
@@ -98,14 +110,8 @@ class Consumer(SchedulerRole):
         self._subscriptions = subscriptions
         self._ahead = ahead
         self._completions = completions
-        self._announced: dict[str, Announced] = {}
-        self._waiting: dict[str, Entry] = {}
-        self._pulling: dict[str, Pulling] = {}
-        self._landing: dict[str, Pulling] = {}  # pulls to host memory: their requests wait, without blocks
-        self._proving: dict[str, Pulling] = {}  # pulls of canaries: nobody waits for them
-        self._used = SingleUse()  # by the requests that are announced, wait, pull or prove, except followers
-        self._failed: dict[str, str] = {}  # requests that will compute their prompts for another reason; which
-        self._computed: dict[str, int] = {}  # tokens held here when vLLM last asked, by request
+        self._legs = Legs()
+        self._used = SingleUse()  # by the legs that are announced, wait, pull or prove, except followers
         self._computed_here: Counter[str] = Counter()  # prompts, by cause, since the last update of the statistics
         self._pulls: list[PullOrder] = []
         self._refusals: list[RefuseOrder] = []
@@ -123,7 +129,7 @@ class Consumer(SchedulerRole):
         """
         if not (is_decode_leg(request.kv_transfer_params) or is_malformed(request.kv_transfer_params)):
             return
-        if any(request.request_id in known for known in self._known):
+        if request.request_id in self._legs:
             logger.error("PDConnector: request %s came twice; the second one is ignored", request.request_id)
             return
         prompt = None
@@ -137,18 +143,20 @@ class Consumer(SchedulerRole):
         except ParamsError as error:
             self._refuse(request.request_id, Refused(str(error)))
         if computes_whole_prompt(request):
-            entry = self._let_go_of(request.request_id)
-            self._failed[request.request_id] = entry.cause if isinstance(entry, Refused) else ComputedHere.PROMPT
+            entry = self._give_up(request.request_id)
+            cause = entry.cause if isinstance(entry, Refused) else ComputedHere.PROMPT
+            self._legs.put(request.request_id, Computed(cause))
 
     def must_wait(self, request: "Request") -> bool:
         """Return whether a prefill engine or another request has to go on first with what this one needs."""
-        entry = self._waiting.get(request.request_id)
-        if isinstance(entry, Follower):
-            return self._used.is_in_use(entry.key)
-        if isinstance(entry, RemotePrefill):
-            return self._must_wait_for_verdict(request, entry)
-        announced = self._announced.get(request.request_id)
-        return announced is not None and self._must_wait_for_other_leg(request, announced)
+        match self._legs.get(request.request_id):
+            case Waiting(Follower(key)):
+                return self._used.is_in_use(key)
+            case Waiting(RemotePrefill() as remote):
+                return self._must_wait_for_verdict(request, remote)
+            case Announced() as leg:
+                return self._must_wait_for_other_leg(request, leg)
+        return False
 
     def missing_tokens(self, request: "Request", computed_tokens: int) -> int:
         """Return how many prompt tokens to pull beyond the ``computed_tokens`` that are here already.
@@ -156,29 +164,31 @@ class Consumer(SchedulerRole):
         The last prompt token is always computed here, because its output is the first token to sample.
         """
         self._ahead.asked(request)
-        entry = self._waiting.get(request.request_id)
-        if entry is None and request.request_id not in self._announced:
+        leg = self._legs.get(request.request_id)
+        if not isinstance(leg, Announced | Waiting):
             return 0
-        self._computed[request.request_id] = computed_tokens
-        if isinstance(entry, Follower):
-            return 0
-        if isinstance(entry, RemotePrefill) and self._is_useless(request, entry, computed_tokens):
-            return 0
+        leg.computed_tokens = computed_tokens
+        match leg:
+            case Waiting(Follower()):
+                return 0
+            case Waiting(RemotePrefill() as remote) if self._is_useless(request, remote, computed_tokens):
+                return 0
         wanted: int = request.num_prompt_tokens - 1
         return max(wanted - computed_tokens, 0)
 
     def allocated(self, request: "Request", blocks: "KVCacheBlocks", external_tokens: int) -> int:
         """Order the pull of ``external_tokens`` tokens into the request's blocks, or cancel the lease if it is 0."""
         self._ahead.given()
-        request_id = request.request_id
-        if (why := self._failed.pop(request_id, None)) is not None:
-            self._computed_here[why] += 1
-        if request_id not in self._waiting and request_id not in self._announced:
+        leg = self._legs.get(request.request_id)
+        if isinstance(leg, Computed):
+            self._computed_here[leg.cause] += 1
+            self._legs.drop(request.request_id)
+        if not isinstance(leg, Announced | Waiting):
             return 0
-        first = self._computed.pop(request_id, 0)
+        first = leg.computed_tokens
         if external_tokens:
-            self._start_pull(request, block_ids_by_group(blocks), range(first, first + external_tokens))
-        elif not self._is_canary(request, first):
+            self._start_pull(request, leg, block_ids_by_group(blocks), range(first, first + external_tokens))
+        elif not self._is_canary(request, leg):
             self._compute_here(request, first)
         return external_tokens
 
@@ -192,26 +202,27 @@ class Consumer(SchedulerRole):
 
     def may_land(self, request: "Request") -> bool:
         """Return whether a request's prompt can be pulled now without blocks of the device."""
-        entry = self._waiting.get(request.request_id)
-        if not isinstance(entry, RemotePrefill) or self._renewals.lost(request.request_id) is not None:
-            return False
-        return not self._is_useless(request, entry)
+        match self._legs.get(request.request_id):
+            case Waiting(RemotePrefill() as remote) if self._renewals.lost(request.request_id) is None:
+                return not self._is_useless(request, remote)
+        return False
 
     def start_landing(self, request: "Request", block_ids: tuple[tuple[int, ...], ...], tokens: range) -> PullOrder:
         """Return the order to pull a request's ``tokens`` to host memory. The request may land, see ``may_land``."""
-        entry = self._waiting.pop(request.request_id)
-        assert isinstance(entry, RemotePrefill), "only what is leased can land"
-        self._computed.pop(request.request_id, None)
-        self._landing[request.request_id] = Pulling(entry)
+        leg = self._legs.get(request.request_id)
+        remote = leg.entry if isinstance(leg, Waiting) else None
+        assert isinstance(remote, RemotePrefill), "only what is leased can land"
+        self._legs.put(request.request_id, Landing(remote))
         self._renewals.start_reading(request.request_id)
         return PullOrder(
-            request.request_id, entry, block_ids, tokens.start, tokens.stop, uuid.uuid4().hex,
+            request.request_id, remote, block_ids, tokens.start, tokens.stop, uuid.uuid4().hex,
             traceparent=traceparent(request),
         )  # fmt: skip
 
     def end_landing(self, request_id: str, *, failed: bool) -> None:
         """Forget a pull to host memory that all ranks have ended. The request of one that has failed is refused."""
-        landing = self._landing.pop(request_id)
+        landing = self._legs.get(request_id)
+        assert isinstance(landing, Landing), "a pull that is not under way has ended"
         self._let_go(request_id)
         if failed and not landing.has_left:
             self._refuse(request_id, Refused("it could not be brought to host memory", Cause.LANDING))
@@ -219,20 +230,21 @@ class Consumer(SchedulerRole):
     @property
     def landing(self) -> set[str]:
         """The requests whose prompts are being pulled to host memory, those that have left included."""
-        return set(self._landing)
+        return {request_id for request_id, leg in self._legs.items() if isinstance(leg, Landing)}
 
     def settled(self, request_ids: set[str], failed: set[str], report: Report) -> None:
         """Forget the pulls that all ranks have reported. The ranks have released the leases."""
         for request_id in self._canaries.take_ended():
-            del self._proving[request_id]
             self._let_go(request_id)
-        for request_id in request_ids & self._pulling.keys():
-            pull = self._pulling.pop(request_id)
+        for request_id in request_ids:
+            pull = self._legs.get(request_id)
+            if not isinstance(pull, Pulling):
+                continue
             self._ahead.end(request_id)
             self._completions.forget(request_id)
             self._let_go(request_id)
             if request_id in failed and not pull.has_left:
-                self._failed[request_id] = pull.refused_for or ComputedHere.PULL
+                self._legs.put(request_id, Computed(pull.refused_for or ComputedHere.PULL))
 
     def finish(self, request: "Request", block_ids: Sequence[Sequence[int]]) -> None:
         """Forget a request that has not started to pull, and cancel its lease. Workers release the leases of pulls.
@@ -241,25 +253,27 @@ class Consumer(SchedulerRole):
         at once that nothing more will come, and its blocks are free soon.
         """
         request_id = request.request_id
-        self._failed.pop(request_id, None)
-        self._computed.pop(request_id, None)
-        if request_id in self._announced or request_id in self._waiting:
-            self._let_go_of(request_id)
-        elif (landing := self._landing.get(request_id)) is not None:
-            landing.has_left = True
-        elif (pull := self._pulling.get(request_id)) is not None:
-            pull.has_left = True
-            if request_id in self._ahead and isinstance(pull.entry, RemotePrefill):
-                self._renewals.cancel(pull.entry)
+        match self._legs.get(request_id):
+            case Announced() | Waiting():
+                self._give_up(request_id)
+            case Computed():
+                self._legs.drop(request_id)
+            case Landing() as landing:
+                landing.has_left = True
+            case Pulling() as pull:
+                pull.has_left = True
+                if request_id in self._ahead and isinstance(pull.entry, RemotePrefill):
+                    self._renewals.cancel(pull.entry)
 
     def awaits_blocks(self, request: "Request") -> bool:
         """Return whether a request has yet to be given blocks for what it pulls."""
-        return any(request.request_id in known for known in (self._waiting, self._announced, self._landing))
+        return isinstance(self._legs.get(request.request_id), Announced | Waiting | Landing)
 
     @property
     def waiting(self) -> int:
         """Number of requests that only wait for blocks for what they pull, not for a prefill engine or a verdict."""
-        return len(self._waiting.keys() - self._canaries.waiting)
+        for_verdicts = (self._legs.get(request_id) for request_id in self._canaries.waiting)
+        return self._legs.number(Waiting) - sum(isinstance(leg, Waiting) for leg in for_verdicts)
 
     @property
     def waiting_for_prefill(self) -> int:
@@ -267,13 +281,13 @@ class Consumer(SchedulerRole):
 
         One that waits for a verdict counts: the canary's steps wake this engine.
         """
-        if self._waiting or self._landing or len(self._pulling) != len(self._completions):
+        if self._legs.number(Waiting, Landing) or self._legs.number(Pulling) != len(self._completions):
             return 0
-        return len(self._announced) + len(self._pulling)
+        return self._legs.number(Announced, Pulling)
 
     def update_stats(self, stats: StatsRecorder) -> None:
         """Record how many requests wait for prefill engines, and which prompts were computed here."""
-        stats.gauge("transfers_waiting", len(self._announced))
+        stats.gauge("transfers_waiting", self._legs.number(Announced))
         stats.gauge("prompts_ahead", len(self._ahead))
         for cause, number in self._computed_here.items():
             stats.count("prompts_computed", number, cause)
@@ -286,12 +300,11 @@ class Consumer(SchedulerRole):
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless the books balance."""
-        announced, waiting = self._announced.keys(), self._waiting.keys()
-        assert len(frozenset[str]().union(*self._known)) == sum(map(len, self._known)), "one is in two states"
-        assert self._proving.keys() == self._canaries.request_ids, "the canaries under way are not those of requests"
-        pulls = self._pulling | self._landing | self._proving
-        entries = self._waiting | {request_id: pull.entry for request_id, pull in pulls.items()}
-        leased = {request_id for request_id, entry in entries.items() if isinstance(entry, RemotePrefill)}
+        announced = {request_id for request_id, leg in self._legs.items() if isinstance(leg, Announced)}
+        proving = {request_id for request_id, leg in self._legs.items() if isinstance(leg, Proving)}
+        leased = {request_id for request_id, leg in self._legs.items() if lease(leg) is not None}
+        held = {request_id for request_id, leg in self._legs.items() if not isinstance(leg, Computed)}
+        assert proving == self._canaries.request_ids, "the canaries under way are not those of requests"
         renewed = self._renewals.request_ids
         assert leased <= renewed <= leased | announced, (
             "leases are renewed for other requests than those that need them"
@@ -299,16 +312,11 @@ class Consumer(SchedulerRole):
         assert announced == self._subscriptions.request_ids, (
             "other transfers are followed than those that are announced"
         )
-        assert self._computed.keys() <= waiting | announced, "a request that was asked about does not wait any longer"
-        assert leased | announced <= self._used.request_ids <= entries.keys() | announced, "a lease in use is nobody's"
+        assert leased | announced <= self._used.request_ids <= held, "a lease in use is nobody's"
         self._used.check_integrity()
         self._ahead.check_integrity()
         self._subscriptions.check_integrity()
         self._renewals.check_integrity()
-
-    @property
-    def _known(self) -> tuple[Mapping[str, object], ...]:
-        return self._announced, self._waiting, self._landing, self._pulling, self._proving
 
     def _take_up(self, request_id: str, asked: RemotePrefill | RemoteTransfer, prompt: PromptIdentity | None) -> None:
         """Note a decode leg with good params.
@@ -328,14 +336,14 @@ class Consumer(SchedulerRole):
                     f"{of.digest or 'unknown'}), and this one has {prompt.tokens} ({prompt.digest or 'unknown'}): each "
                     "request needs a transfer_id of its own"
                 )
-            self._waiting[request_id] = Follower(key)
+            self._legs.put(request_id, Waiting(Follower(key)))
             return
         self._used.take(request_id, key, prompt)
         if isinstance(asked, RemotePrefill):
-            self._waiting[request_id] = asked
+            self._legs.put(request_id, Waiting(asked))
             self._renewals.keep(request_id, asked)
         else:
-            self._announced[request_id] = Announced(asked, prompt)
+            self._legs.put(request_id, Announced(asked, prompt))
             self._subscriptions.follow(request_id, asked)
 
     def _must_wait_for_other_leg(self, request: "Request", announced: Announced) -> bool:
@@ -347,19 +355,16 @@ class Consumer(SchedulerRole):
         if isinstance(found, Progress) and not announced.is_checked:
             found = self._checked(found, announced)
         if isinstance(found, TransferFailed):
-            del self._announced[request_id]
             self._subscriptions.end(request_id)
             self._renewals.drop(request_id)
             self._refuse(request_id, Refused(found.reason, found.cause))
             return False
         if found.is_complete:
-            del self._announced[request_id]
             self._subscriptions.end(request_id)
-            self._waiting[request_id] = found.remote
+            self._legs.put(request_id, Waiting(found.remote))
             return self._must_wait_for_verdict(request, found.remote)
         if (standing := self._canaries.look(request, found.remote)) is not Standing.PROVEN:
             if isinstance(standing, Rejection):
-                del self._announced[request_id]
                 self._subscriptions.abandon(request_id)
                 self._refuse(request_id, Refused(standing.reason, standing.cause))
             return not isinstance(standing, Rejection)  # a canary is of a prompt that is complete
@@ -385,18 +390,17 @@ class Consumer(SchedulerRole):
         lost = self._renewals.lost(request.request_id) is not None
         return not lost and self._canaries.look(request, remote) is Standing.UNTRIED
 
-    def _is_canary(self, request: "Request", computed_tokens: int) -> bool:
+    def _is_canary(self, request: "Request", leg: Announced | Waiting) -> bool:
         """Return whether a request that is computed here proves its prefill engine; begin that."""
-        entry = self._waiting.get(request.request_id)
-        if not isinstance(entry, RemotePrefill) or not self._is_untried(request, entry):
+        remote, computed_tokens = lease(leg), leg.computed_tokens
+        if remote is None or not self._is_untried(request, remote):
             return False
-        if self._needed.lacking(entry, computed_tokens):
+        if self._needed.lacking(remote, computed_tokens):
             return False
-        is_same = self._prompts.are_equal(request, entry)
-        if not self._canaries.begin(request, entry, computed_tokens, is_same_prompt=is_same):
+        is_same = self._prompts.are_equal(request, remote)
+        if not self._canaries.begin(request, remote, computed_tokens, is_same_prompt=is_same):
             return False
-        del self._waiting[request.request_id]
-        self._proving[request.request_id] = Pulling(entry)
+        self._legs.put(request.request_id, Proving(remote))
         self._renewals.start_reading(request.request_id)
         return True
 
@@ -412,12 +416,14 @@ class Consumer(SchedulerRole):
 
     def _refuse(self, request_id: str, refused: Refused) -> None:
         logger.error("PDConnector: request %s cannot pull its prompt: %s", request_id, refused.reason)
-        self._waiting[request_id] = refused
+        self._legs.put(request_id, Waiting(refused))
 
-    def _start_pull(self, request: "Request", block_ids: tuple[tuple[int, ...], ...], tokens: range) -> None:
+    def _start_pull(
+        self, request: "Request", leg: Announced | Waiting, block_ids: tuple[tuple[int, ...], ...], tokens: range
+    ) -> None:
         request_id = request.request_id
         transfer_id, complete_tokens = "", 0
-        if (announced := self._announced.pop(request_id, None)) is not None:
+        if isinstance(leg, Announced):
             found = self._subscriptions.end(request_id)
             if isinstance(found, TransferFailed):
                 entry: Entry = Refused(found.reason, found.cause)
@@ -425,18 +431,18 @@ class Consumer(SchedulerRole):
                 entry = found.remote
             else:
                 entry = remote = found.remote
-                transfer_id, complete_tokens = announced.transfer.transfer_id, found.tokens
+                transfer_id, complete_tokens = leg.transfer.transfer_id, found.tokens
                 self._renewals.keep(request_id, entry)
                 self._ahead.start(request)
-                self._completions.expect(request_id, announced.transfer, remote)
+                self._completions.expect(request_id, leg.transfer, remote)
         else:
-            entry = self._waiting.pop(request_id)
+            entry = leg.entry
         assert not isinstance(entry, Follower), "a follower pulls nothing"
         if isinstance(entry, RemotePrefill) and (lost := self._renewals.lost(request_id)) is not None:
             refusal: Refused | None = Refused(lost.reason, lost.cause)
         else:
             refusal = entry if isinstance(entry, Refused) else None
-        self._pulling[request_id] = Pulling(entry, refusal.cause if refusal is not None else Cause.NONE)
+        self._legs.put(request_id, Pulling(entry, refusal.cause if refusal is not None else Cause.NONE))
         if refusal is not None:
             self._refusals.append(RefuseOrder(request_id, refusal.cause, refusal.reason, traceparent(request)))
             return
@@ -451,7 +457,7 @@ class Consumer(SchedulerRole):
     def _compute_here(self, request: "Request", computed_tokens: int) -> None:
         """Let go of what a request does not pull after all; count its prompt if more than its last token is missing."""
         request_id = request.request_id
-        entry = self._let_go_of(request_id)
+        entry = self._give_up(request_id)
         missing = request.num_prompt_tokens - 1 - computed_tokens
         if isinstance(entry, Follower):  # the last block, which is not full, is in nobody's prefix cache
             missing -= max((kept.block_tokens for kept in self._retentions), default=1) - 1
@@ -476,19 +482,22 @@ class Consumer(SchedulerRole):
                 return ComputedHere.UNPROVEN
         return ComputedHere.DECLINED
 
-    def _let_go_of(self, request_id: str) -> "Entry | Announced":
+    def _give_up(self, request_id: str) -> "Entry | Announced":
         """Forget what a request has not started to pull, and tell the prefill engine; return what it was."""
-        if (announced := self._announced.pop(request_id, None)) is not None:
+        leg = self._legs.get(request_id)
+        assert isinstance(leg, Announced | Waiting), "what is being pulled cannot be given up"
+        if isinstance(leg, Announced):
             self._subscriptions.abandon(request_id)
             self._let_go(request_id)
-            return announced
-        entry, lost = self._waiting.pop(request_id), self._renewals.lost(request_id)
+            return leg
+        lost = self._renewals.lost(request_id)
         self._let_go(request_id)
-        if isinstance(entry, RemotePrefill) and lost is None:
-            self._renewals.cancel(entry)
-        return entry
+        if isinstance(leg.entry, RemotePrefill) and lost is None:
+            self._renewals.cancel(leg.entry)
+        return leg.entry
 
     def _let_go(self, request_id: str) -> None:
-        """Stop renewing a request's lease. A request that arrives with it, or its name, from now on is too late."""
+        """Forget a leg and its lease. A request that arrives with it, or its name, from now on is too late."""
+        self._legs.drop(request_id)
         self._renewals.drop(request_id)
         self._used.let_go(request_id)

@@ -240,7 +240,7 @@ def test_who_waits_for_another_engines_verdict_does_not_hide_who_waits_for_block
     d.becomes_canary(d.add("other", engine="Q"))
     named, waits = d.add("named", engine="Q"), d.add("waits")
     assert d.asks(named) is None
-    del d.consumer._waiting["named"]  # one that is followed is not among them, and waits for a verdict as well
+    d.consumer._legs.drop("named")  # one that is followed is not among them, and waits for a verdict as well
     assert d.asks(waits) == 69
     assert d.consumer.waiting == 1
 
