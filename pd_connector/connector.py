@@ -20,7 +20,6 @@ from pd_connector.config import parse_config
 from pd_connector.orders import Orders, Report
 from pd_connector.scheduler.scheduler import ConnectorScheduler
 from pd_connector.stats import StatsRecorder
-from pd_connector.vllm import release
 from pd_connector.vllm.ascend_options import check_ascend_options, log_ascend_release
 from pd_connector.vllm.engine_config import check_supported, extra_config
 from pd_connector.vllm.layouts import wanted_layout
@@ -28,6 +27,7 @@ from pd_connector.vllm.metadata import HandshakeMetadata, ReportMetadata, StepMe
 from pd_connector.vllm.metrics import ConnectorPromMetrics, ConnectorStats
 from pd_connector.vllm.platform import share_logging
 from pd_connector.vllm.plugin import register_connector
+from pd_connector.vllm.releases import installed
 from pd_connector.worker.transfer_engine import transport
 from pd_connector.worker.worker import ConnectorWorker
 
@@ -74,7 +74,7 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA):
             ControlStartError: the control port is in use, or this build of ZeroMQ has no authentication.
         """
         share_logging()
-        release.warn_unless_tested()  # first, because such a release may not have what comes next
+        installed.warn_unless_tested()  # first, because such a release may not have what comes next
         super().__init__(vllm_config, role, kv_cache_config)
         config = parse_config(dict(extra_config(vllm_config)))
         check_supported(vllm_config)
@@ -83,9 +83,9 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler_side: ConnectorScheduler | None = None
         self._worker_side: ConnectorWorker | None = None
         if role == KVConnectorRole.SCHEDULER:
-            release.log_limits()
+            installed.log_limits()
             log_ascend_release()
-            release.current().hook()
+            installed.current().hook()
             self._scheduler_side = ConnectorScheduler(vllm_config, kv_cache_config, config, self._stats)
         else:
             self._worker_side = ConnectorWorker(vllm_config, kv_cache_config, config, self._stats)
@@ -123,7 +123,7 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA):
         if self._scheduler_side is not None:
             self._scheduler_side.update_stats()
         data = self._stats.take()
-        must_tell = self._worker_side is not None and not release.current().collects_scheduler_stats
+        must_tell = self._worker_side is not None and not installed.current().collects_scheduler_stats
         return ConnectorStats(data) if data or must_tell else None
 
     @classmethod
@@ -171,7 +171,7 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA):
 
     def bind_gpu_block_pool(self, gpu_block_pool: "BlockPool") -> None:
         """Take the manager of this engine's KV cache blocks, whose pool this is, where vLLM hands over nothing else."""
-        manager = release.current().cache_manager_of(gpu_block_pool)
+        manager = installed.current().cache_manager_of(gpu_block_pool)
         if manager is not None:
             self._scheduler.bind_cache_manager(manager)
 
@@ -226,7 +226,7 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA):
         metadata = connector_output.kv_connector_worker_meta
         self._scheduler.settled(
             set(connector_output.finished_recving or ()),
-            release.current().failed_requests(connector_output),
+            installed.current().failed_requests(connector_output),
             metadata.report if isinstance(metadata, ReportMetadata) else Report(),
         )
 
@@ -250,7 +250,7 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> "dict[CacheHitSource, int]":
         """Return how many of the tokens that a request waits for come from host memory and from another engine."""
         loaded = self._scheduler.loaded_tokens(request)
-        return release.current().cache_hit_sources(loaded, num_external_tokens - loaded)
+        return installed.current().cache_hit_sources(loaded, num_external_tokens - loaded)
 
     def has_pending_block_frees(self) -> bool:
         """Return whether blocks will be free soon, so that no request need be preempted for them."""
@@ -302,7 +302,7 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA):
     @_timed
     def get_transfer_results(self, finished_req_ids: set[str]) -> "KVConnectorTransferResults":
         """Return the requests whose wait on this rank has ended since the last call, and which of them have failed."""
-        return release.current().transfer_results(*self._worker.take_results())
+        return installed.current().transfer_results(*self._worker.take_results())
 
     @_timed
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:

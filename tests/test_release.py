@@ -1,6 +1,6 @@
 """Version, changelog, the ranges of pyproject.toml, the environments of the tests and the pages agree.
 
-The releases of vLLM that they are about are those of ``pd_connector.vllm.release.TESTED``.
+The releases of vLLM that they are about are those of ``pd_connector.vllm.releases.installed.TESTED``.
 """
 
 import re
@@ -11,7 +11,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from pd_connector.vllm.release import TESTED, release_of
+from pd_connector.vllm.releases.installed import TESTED, release_of
 from tests.support.sources import ROOT
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())

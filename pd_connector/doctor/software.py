@@ -10,7 +10,7 @@ from packaging.requirements import Requirement
 from packaging.version import InvalidVersion, Version
 
 from pd_connector.doctor.findings import Check, CheckFailed, Outcome, Verdict
-from pd_connector.vllm.release import TESTED, TESTED_ASCEND, tested_releases
+from pd_connector.vllm.releases.installed import TESTED, TESTED_ASCEND, tested_releases
 
 Installed = Callable[[str], str | None]
 

@@ -33,7 +33,6 @@ from pd_connector.scheduler.subscriptions import FollowLimits, Subscriptions
 from pd_connector.scheduler.workers import Workers
 from pd_connector.secret import load_keys
 from pd_connector.stats import ComputedHere, StatsRecorder
-from pd_connector.vllm import release
 from pd_connector.vllm.block_pools import HostBlockPool, Leased
 from pd_connector.vllm.cache_groups import retentions
 from pd_connector.vllm.device_blocks import DeviceBlocks
@@ -53,6 +52,7 @@ from pd_connector.vllm.model_changes import watch_model
 from pd_connector.vllm.model_identity import model_identity
 from pd_connector.vllm.platform import host_address
 from pd_connector.vllm.prompts import Prompts
+from pd_connector.vllm.releases import installed
 from pd_connector.vllm.requests import block_ids_to_fill
 from pd_connector.vllm.tracing import lease_spans
 from transfer.control.client import ControlClient
@@ -92,8 +92,8 @@ class ConnectorScheduler:
         self._role = EngineRole.of(vllm_config)
         self._retentions = retentions(kv_cache_config)
         warn_if_not_hooked(vllm_config)
-        if release.current().declares_layouts:
-            log_layout(vllm_config, release.current().layout_of(kv_cache_config))
+        if installed.current().declares_layouts:
+            log_layout(vllm_config, installed.current().layout_of(kv_cache_config))
         self._blocks = DeviceBlocks()
         self._engine = EngineLoop()
         self._workers = Workers(math.prod(engine_ranks(vllm_config)))
@@ -129,7 +129,7 @@ class ConnectorScheduler:
                 self._roles.append(self._moves)
             if config.bootstrap_port:
                 self._roles.append(self._make_bootstrap(producer))
-        elif not release.current().serves_loaded_first:
+        elif not installed.current().serves_loaded_first:
             self._admission = self._make_admission(leases, None)
             self._roles.append(self._admission)
         if consumer is not None:
@@ -185,7 +185,7 @@ class ConnectorScheduler:
 
     def allocated(self, request: "Request", blocks: "KVCacheBlocks", external_tokens: int) -> None:
         """Start loading and pulling into the blocks that a request was given."""
-        if external_tokens and not release.current().fails_by_request:
+        if external_tokens and not installed.current().fails_by_request:
             self._destinations.append(Destinations(request.request_id, block_ids_to_fill(blocks)))
         if external_tokens and self._admission is not None:
             self._admission.awaits_tokens(request)
@@ -382,7 +382,7 @@ class ConnectorScheduler:
     def _make_admission(self, leases: LeaseTable[Leased], consumer: Consumer | None) -> RequestAdmission:
         fraction = self._limits.leased_fraction(consumes=consumer is not None)
         limits = AdmissionLimits(fraction, self._config.lease_ttl_s, self._config.queue_timeout_s)
-        loaded_first = release.current().serves_loaded_first
+        loaded_first = installed.current().serves_loaded_first
         return RequestAdmission(
             limits, self._blocks, leases, self._retentions, consumer, self._clock, loaded_first=loaded_first
         )

@@ -9,9 +9,9 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 from pd_connector.vllm.engine_config import UnsupportedError
-from pd_connector.vllm.layouts import CONNECTOR
+from pd_connector.vllm.layout_switch import CONNECTOR
 from pd_connector.vllm.platform import device_type
-from pd_connector.vllm.release import TESTED_ASCEND
+from pd_connector.vllm.releases.installed import TESTED_ASCEND
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -17,7 +17,7 @@ from vllm.v1.core.kv_cache_utils import (
     maybe_convert_block_hash,
 )
 
-from pd_connector.vllm.release import VllmRelease
+from pd_connector.vllm.releases.newest import VllmRelease
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_events import KVCacheEvent

@@ -13,7 +13,7 @@ from vllm.v1.core.kv_cache_utils import get_group_id, make_block_hash_with_group
 
 from pd_connector.vllm.block_events import BlockEvents
 from pd_connector.vllm.device_blocks import HeldBlocks
-from pd_connector.vllm.release import current
+from pd_connector.vllm.releases.installed import current
 from pd_connector.vllm.requests import computes_whole_prompt
 
 if TYPE_CHECKING:

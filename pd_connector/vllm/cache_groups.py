@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from pd_connector.vllm.cache_specs import LayerSpec, Retention, check_served, layer_spec, retention
 from pd_connector.vllm.cpu.head_order import HeadOrder, find_order
-from pd_connector.vllm.release import current, tested_releases
+from pd_connector.vllm.releases.installed import current, tested_releases
 
 if TYPE_CHECKING:
     import torch

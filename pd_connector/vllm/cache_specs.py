@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pd_connector.vllm.engine_config import UnsupportedError, engine_ranks
-from pd_connector.vllm.release import current
+from pd_connector.vllm.releases.installed import current
 
 if TYPE_CHECKING:
     import torch
@@ -161,7 +161,7 @@ def _is_mla(spec: Any) -> bool:
 def _parts(vllm_config: "VllmConfig", spec: Any) -> tuple[tuple[str, int], ...]:
     """Return the parts of a token's content: K and V, or MLA's latent vector and rotary key."""
     if not _is_mla(spec):
-        return ("k", int(spec.head_size)), ("v", int(spec.head_size_v))
+        return ("k", int(spec.head_size)), ("v", int(getattr(spec, "head_size_v", spec.head_size)))
     model = vllm_config.model_config.hf_text_config
     latent, rope = getattr(model, "kv_lora_rank", None), getattr(model, "qk_rope_head_dim", None)
     return (("mla_latent", int(latent)), ("mla_rope", int(rope))) if latent and rope else ()

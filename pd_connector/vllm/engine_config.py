@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pd_connector.vllm.release import current
+from pd_connector.vllm.releases.installed import current
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -1,28 +1,22 @@
 """The KV cache layouts that keep all layers of a block together, and when the connector asks vLLM for one.
 
 vLLM resolves the layout from what the user, the connector and the attention backends ask for. On the CPU platform,
-``cpu.layouts`` makes the workers offer more; on the NPU platform, ``npu.allocation`` lays the caches out. This module
-must stay cheap to import: no torch or vllm at module level.
+``cpu.cpu_layouts`` makes the workers offer more; on the NPU platform, ``npu.allocation`` lays the caches out. This
+module must stay cheap to import: no torch or vllm at module level.
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pd_connector.vllm.release import current
+from pd_connector.vllm.cpu import cpu_layouts
+from pd_connector.vllm.layout_switch import BLOCK_OUTER, SWITCH, cross_layer_blocks
+from pd_connector.vllm.npu import allocation
+from pd_connector.vllm.releases.installed import current
 
 #: A child of vLLM's logger, so that vLLM's handlers and level apply.
 logger = logging.getLogger(f"vllm.{__name__}")
-
-CONNECTOR = "PDConnector"
-CONNECTOR_MODULE = "pd_connector"
-
-#: The key in ``kv_connector_extra_config`` that turns this on or off.
-SWITCH = "cross_layer_blocks"
-
-#: Best first. BHLNC keeps a head slice of a block contiguous over all layers, so that one descriptor can move it.
-BLOCK_OUTER = ("BHLNC", "BLHNC")
 
 
 @dataclass(frozen=True)
@@ -49,9 +43,6 @@ def warn_if_not_hooked(vllm_config: Any) -> None:
     Depends on no call that only some releases make, unlike ``wanted_layout``.
     """
     from vllm.platforms import current_platform  # noqa: PLC0415
-
-    from pd_connector.vllm.cpu import layouts as cpu_layouts  # noqa: PLC0415  these import this module
-    from pd_connector.vllm.npu import allocation  # noqa: PLC0415
 
     if not cross_layer_blocks(vllm_config):
         return
@@ -101,33 +92,6 @@ def _workers_allocate() -> bool:
     from vllm.platforms import current_platform  # noqa: PLC0415
 
     return getattr(current_platform, "device_type", "") == "npu"
-
-
-def cross_layer_blocks(vllm_config: Any) -> bool:
-    """Return whether ``cross_layer_blocks`` is on for this connector, alone or inside a MultiConnector."""
-    transfer = vllm_config.kv_transfer_config
-    if transfer is None:
-        return False
-    extra = transfer.kv_connector_extra_config or {}
-    if transfer.kv_connector == "MultiConnector":
-        children = [child for child in extra.get("connectors", ()) if isinstance(child, Mapping)]
-        return any(
-            _is_ours(child.get("kv_connector"), child.get("kv_connector_module_path"))
-            and _switched_on(child.get("kv_connector_extra_config") or {})
-            for child in children
-        )
-    return _is_ours(transfer.kv_connector, transfer.kv_connector_module_path) and _switched_on(extra)
-
-
-def _is_ours(connector: str | None, module_path: str | None) -> bool:
-    """Return whether a configured connector is this one: by its module, or by the name that the plugin registers."""
-    if module_path:
-        return module_path.partition(".")[0] == CONNECTOR_MODULE
-    return connector == CONNECTOR
-
-
-def _switched_on(extra: Mapping[str, Any]) -> bool:
-    return extra.get(SWITCH, True) is True
 
 
 def _first_declared(vllm_config: Any) -> _Wish:

@@ -5,8 +5,8 @@ This module must stay cheap to import: no torch or vllm at module level.
 
 import logging
 
-from pd_connector.vllm.cpu import layouts
-from pd_connector.vllm.layouts import CONNECTOR, CONNECTOR_MODULE
+from pd_connector.vllm.cpu import cpu_layouts
+from pd_connector.vllm.layout_switch import CONNECTOR, CONNECTOR_MODULE
 from pd_connector.vllm.npu import allocation
 
 #: A child of vLLM's logger, so that vLLM's handlers and level apply.
@@ -16,7 +16,7 @@ logger = logging.getLogger(f"vllm.{__name__}")
 def register() -> None:
     """Do all that the connector needs in a process of vLLM: the entry point of ``vllm.general_plugins``. Idempotent."""
     register_connector()
-    layouts.register()
+    cpu_layouts.register()
     allocation.register()
 
 

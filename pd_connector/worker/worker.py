@@ -17,7 +17,6 @@ from pd_connector.engine_limits import ENGINE_LIMITS, EngineLimits
 from pd_connector.orders import Orders, Report, WorkerHandshake, WorkerRanks
 from pd_connector.secret import load_keys
 from pd_connector.stats import StatsRecorder
-from pd_connector.vllm import release
 from pd_connector.vllm.cache_groups import Ranks, cache_groups, with_head_orders
 from pd_connector.vllm.engine_config import EngineRole, drafts_late, engine_name, max_model_len
 from pd_connector.vllm.model_identity import model_identity
@@ -26,6 +25,7 @@ from pd_connector.vllm.platform import (
     worker_ranks,
     workers_on_this_machine,
 )
+from pd_connector.vllm.releases import installed
 from pd_connector.vllm.tracing import pull_spans
 from pd_connector.worker.caches import Cache, all_tensors, describe_caches
 from pd_connector.worker.canary import canary_pulls, canary_room
@@ -394,7 +394,7 @@ class ConnectorWorker:
 
     def _fences(self, caches: "_RegisteredCaches") -> RaiseFence:
         """Return what raises the fences of pulls; none are needed if vLLM defers the reuse of freed blocks enough."""
-        is_deferred = release.current().defers_block_reuse and not drafts_late(self._vllm_config)
+        is_deferred = installed.current().defers_block_reuse and not drafts_late(self._vllm_config)
         if is_deferred or not caches.tensors:
             return no_fence
         return fences(caches.tensors[0].device)

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import psutil
 import pytest
 
-from pd_connector.vllm.release import release_of
+from pd_connector.vllm.releases.installed import release_of
 from tests.support.e2e.client import KVTransferParams
 from tests.support.e2e.cluster import BLOCK_SIZE, Server
 from tests.support.e2e.deployments import Deployment

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from pd_connector.vllm.release import TESTED, VllmRelease, release_of
+from pd_connector.vllm.releases.installed import TESTED, release_of
+from pd_connector.vllm.releases.newest import VllmRelease
 from tests.support.sources import modules
 from tests.support.vllm_names.table import Fact, Names, NameTable, UnknownNameError, read_tables
 from tests.support.vllm_names.uses import CONNECTOR_BASES, Missing, ModuleUses, compare_methods
@@ -40,7 +41,7 @@ ASKED_BY = {
 #: What is run only on releases on which connectors ask for layouts, by the start of its name.
 ABOUT_LAYOUTS = (
     "pd_connector.vllm.cpu.kernels.",
-    "pd_connector.vllm.cpu.layouts.",
+    "pd_connector.vllm.cpu.cpu_layouts.",
     "pd_connector.vllm.layouts._first_declared",
 )
 

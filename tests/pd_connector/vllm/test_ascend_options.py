@@ -9,7 +9,7 @@ import pytest
 from pd_connector.vllm import ascend_options
 from pd_connector.vllm.ascend_options import log_ascend_release, unsupported_sibling
 from pd_connector.vllm.ascend_options import unsupported_ascend_option as unsupported
-from pd_connector.vllm.release import TESTED_ASCEND
+from pd_connector.vllm.releases.installed import TESTED_ASCEND
 
 
 @pytest.fixture(autouse=True)

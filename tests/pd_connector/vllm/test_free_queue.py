@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock, make_block_hash_with_group_id
 
-from pd_connector.vllm import release
+from pd_connector.vllm.releases import installed
 from tests.support.releases import INSTALLED
 
 #: Whether vLLM also puts blocks that hold nothing at the end of the queue, not only in front.
@@ -20,7 +20,7 @@ class Bench:
 
     def __init__(self, blocks: int, depth: int) -> None:
         self.pool = BlockPool(blocks + 1, True, 16)
-        self.front = release.current().free_queue_cursor(self.pool, depth)
+        self.front = installed.current().free_queue_cursor(self.pool, depth)
         self.contents = 0
         self.give_back(self.take(blocks))
 
@@ -36,7 +36,7 @@ class Bench:
             if block.block_hash is None and not empty:
                 self.contents += 1
                 key = make_block_hash_with_group_id(BlockHash(self.contents.to_bytes(8, "big")), 0)
-                release.current().make_findable(self.pool, key, block, 16)
+                installed.current().make_findable(self.pool, key, block, 16)
         if APPENDS_EMPTY and not behind:
             self.pool.free_blocks([block for block in blocks if block.block_hash is not None])
             self.pool.free_blocks([block for block in blocks if block.block_hash is None], prepend=True)

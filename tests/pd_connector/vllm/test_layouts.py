@@ -1,4 +1,7 @@
-"""Which layout the connector asks vLLM for: the best that the platform's backends declare."""
+"""Which layout the connector asks vLLM for: the best that the platform's backends declare.
+
+Covers: pd_connector.vllm.layout_switch.
+"""
 
 import logging
 import re

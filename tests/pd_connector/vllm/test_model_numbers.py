@@ -15,6 +15,7 @@ from layout.compatibility import IncompatibleCachesError, check_models
 from layout.geometry import ModelIdentity
 from layout.layer_numbers import ROTARY, TEMPERATURE, LayerNumbers
 from pd_connector.vllm.model_numbers import layer_numbers
+from tests.support.releases import since
 
 HEAD_SIZE = 96
 LAYER = "model.layers.{}.self_attn.attn"
@@ -119,6 +120,7 @@ def test_longrope_is_compared_by_the_factors_that_max_model_len_has_chosen() -> 
     check_models(identity(long), identity(with_rope(rope(131072, **LONGROPE))))
 
 
+@since((0, 30), "these parameters of YaRN")
 @pytest.mark.parametrize("other", [{"mscale": 1.0, "mscale_all_dim": 1.0}, {"attention_factor": 1.0}])
 def test_yarn_is_compared_by_the_factor_that_the_release_gives_it(other: dict[str, Any]) -> None:
     """vLLM 0.23 leaves these parameters out, and multiplies by what the length asks for."""

@@ -17,7 +17,7 @@ with warnings.catch_warnings():
 
 from pd_connector.connector import PDConnector
 from pd_connector.vllm import plugin
-from pd_connector.vllm.cpu import layouts
+from pd_connector.vllm.cpu import cpu_layouts
 from tests.support.sources import ROOT
 
 
@@ -61,5 +61,5 @@ def test_whoever_loads_the_class_has_the_name() -> None:
 def test_vllm_is_pointed_to_the_plugin_by_the_name_that_messages_tell() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     ((name, target),) = project["entry-points"]["vllm.general_plugins"].items()
-    assert name == layouts.PLUGIN
+    assert name == cpu_layouts.PLUGIN
     assert EntryPoint(name, target, "vllm.general_plugins").load() is plugin.register

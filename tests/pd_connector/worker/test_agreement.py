@@ -22,6 +22,7 @@ with warnings.catch_warnings():
 
 from layout.geometry import Plane
 from pd_connector.worker.agreement import Disagreement, Sample, cache_format, compare, plane_samples
+from tests.support.releases import since
 from transfer.local_copy.values import PlaneValues
 
 Numbers = npt.NDArray[np.float64]
@@ -165,6 +166,7 @@ def test_other_factors_of_longrope_are_noticed(tokens: int) -> None:
     assert (difference.layer, difference.part, difference.factor) == ("layers.0", "k", None)
 
 
+@since((0, 30), "that parameter of YaRN")
 def test_another_magnitude_of_yarn_is_noticed_and_named() -> None:
     yarn = {"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 8192}
     one, other = a_rope(yarn), a_rope(yarn | {"attention_factor": 1.0})

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from pd_connector.orders import Cause, Orders
-from pd_connector.vllm import release
 from pd_connector.vllm.metadata import StepMetadata
+from pd_connector.vllm.releases import installed
 from pd_connector.worker import worker as worker_module
 from pd_connector.worker.device_fence import RaiseFence, StepEnds, fences, no_fence
 from pd_connector.worker.pulls import Pulls
@@ -225,7 +225,7 @@ def test_pulls_wait_for_drafts_into_blocks_that_vllm_has_freed(
     monkeypatch.setattr(worker_module, "drafts_late", lambda config: drafts)
     work = Work()
     monkeypatch.setattr(worker_module, "fences", lambda device: work.raise_fence)
-    monkeypatch.setattr(release.current(), "defers_block_reuse", True)
+    monkeypatch.setattr(installed.current(), "defers_block_reuse", True)
     side = start(role).worker._worker
     (pulls,) = (each for each in side._roles if isinstance(each, Pulls))
     assert pulls._context.raise_fence == (work.raise_fence if drafts else no_fence)

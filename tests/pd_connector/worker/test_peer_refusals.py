@@ -236,7 +236,8 @@ def test_a_pull_with_wrong_params_does_not_hurt_the_next_one(site: Site) -> None
     session = site.session(worker, first)
     session.submit(an_order("r1", first, OURS, remote_block_ids=((1,),)))
     session.submit(an_order("r2", second, OURS))
-    assert [worker.next_end().cause, worker.next_end().cause] == ["params", ""]
+    ends = worker.next_end(), worker.next_end()
+    assert {end.request_id: end.cause for end in ends} == {"r1": "params", "r2": ""}
 
 
 def test_an_address_that_cannot_be_one_fails_the_pull(site: Site) -> None:

@@ -7,8 +7,8 @@ import msgspec
 from vllm.v1.outputs import KVConnectorOutput
 
 from pd_connector.orders import Report
-from pd_connector.vllm import release_023
 from pd_connector.vllm.metadata import ReportMetadata
+from pd_connector.vllm.releases import release_023
 from tests.support.releases import INSTALLED
 
 #: Whether vLLM is told which requests have failed; until 0.30 it is told which blocks have.

@@ -16,8 +16,8 @@ from pd_connector.orders import LoadOrder, Orders
 from pd_connector.scheduler.external_loads import ExternalLoads
 from pd_connector.scheduler.host_tier import HostTier
 from pd_connector.stats import StatsRecorder, nothing
-from pd_connector.vllm import release
 from pd_connector.vllm.device_blocks import DeviceBlocks
+from pd_connector.vllm.releases import installed
 from tests.support.host_tier.ranks import Contents, Copy, End, HostTierRank, PullOrder, contents_of
 from tests.support.host_tier.setup import Job, Setup, State, Step, Work, make_manager, make_pool, make_request
 from tests.support.host_tier.sibling import load_from_sibling, take_back
@@ -63,7 +63,7 @@ class HostTierEngine:
         job = Job(make_request(self.setup, request_id, tokens[: len(tokens) - outputs], outputs), tokens)
         hashes = make_request(self.setup, "all of it", tokens).block_hashes
         for group, size in enumerate(self.setup.sizes):
-            for number, value in enumerate(release.current().block_hashes(hashes, self.setup.hash_tokens, size)):
+            for number, value in enumerate(installed.current().block_hashes(hashes, self.setup.hash_tokens, size)):
                 prefix = tokens[: (number + 1) * size]
                 self._prefixes[make_block_hash_with_group_id(value, group)] = group, number, prefix
         self.jobs.append(job)

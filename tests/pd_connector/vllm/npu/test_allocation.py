@@ -20,12 +20,13 @@ from layout.sharding import choose_sources
 from pd_connector.config import ConnectorConfig
 from pd_connector.scheduler.scheduler import ConnectorScheduler
 from pd_connector.stats import StatsRecorder
-from pd_connector.vllm import layouts, release
+from pd_connector.vllm import layouts
 from pd_connector.vllm.cache_groups import GroupSpec, Ranks
 from pd_connector.vllm.npu import allocation
-from pd_connector.vllm.release import VllmRelease
-from pd_connector.vllm.release_023 import Release023
-from pd_connector.vllm.release_030 import Release030
+from pd_connector.vllm.releases import installed
+from pd_connector.vllm.releases.newest import VllmRelease
+from pd_connector.vllm.releases.release_023 import Release023
+from pd_connector.vllm.releases.release_030 import Release030
 from pd_connector.worker.caches import describe_caches
 from tests.support.connector.tensors import stated_of
 from tests.support.connector.vllm_engine import CACHES, a_config
@@ -321,8 +322,8 @@ def test_a_start_on_023_names_a_plugin_that_was_not_loaded(
 ) -> None:
     """Its connectors cannot ask for layouts, so the warning must not depend on that."""
     on_npu(monkeypatch)
-    monkeypatch.setattr(release, "current", Release023)
     monkeypatch.setattr(layouts, "current", Release023)
+    monkeypatch.setattr(installed, "current", Release023)
     config = a_config(model)
     for switch, warned in ((False, 0), (True, 1)):
         config.kv_transfer_config.kv_connector_extra_config["cross_layer_blocks"] = switch

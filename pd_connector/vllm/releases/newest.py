@@ -1,15 +1,11 @@
-"""Differences between the vLLM releases that the connector supports, behind one interface.
+"""vLLM 0.32 and 0.33, and the interface behind which the supported releases differ.
 
-``VllmRelease`` is vLLM 0.32 and 0.33. Releases that differ get a subclass in a module of their own, ``release_031`` for
-example, and a line in ``release_of``. vLLM's names are imported where they are used, because other releases may not
-have them.
+vLLM's names are imported where they are used, because other releases may not have them.
 """
 
-import logging
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -24,17 +20,6 @@ if TYPE_CHECKING:
 
     from pd_connector.vllm.cpu.head_order import Write
     from pd_connector.vllm.free_queue import FreeQueueCursor
-
-#: A child of vLLM's logger, so that vLLM's handlers and level apply.
-logger = logging.getLogger(f"vllm.{__name__}")
-
-#: The first two numbers of a release: (0, 32) is vLLM 0.32 with all its patch releases.
-Version: TypeAlias = tuple[int, int]
-
-#: The releases that the connector is tested with, oldest first.
-TESTED: tuple[Version, ...] = ((0, 23), (0, 30), (0, 31), (0, 32), (0, 33))
-#: Those of vllm-ascend, on a simulated device.
-TESTED_ASCEND = ("0.23.0.post1", "0.30.0rc2")
 
 
 class VllmRelease:
@@ -223,54 +208,3 @@ class VllmRelease:
 
         default = vllm_config.cache_config.DEFAULT_BLOCK_SIZE
         return int(current_platform._preferred_block_size_for_backends(list(backends), default, vllm_config))
-
-
-@cache
-def current() -> VllmRelease:
-    """Return the installed release."""
-    return release_of(installed_version())
-
-
-def release_of(version: Version | None) -> VllmRelease:
-    """Return the release of a version, or the one nearest to it; the newest if the version is not known."""
-    from pd_connector.vllm.release_023 import Release023  # noqa: PLC0415  these import this module
-    from pd_connector.vllm.release_030 import Release030  # noqa: PLC0415
-    from pd_connector.vllm.release_031 import Release031  # noqa: PLC0415
-
-    if version is None or version >= (0, 32):
-        return VllmRelease()
-    if version >= (0, 30):
-        return Release031() if version >= (0, 31) else Release030()
-    return Release023()
-
-
-def installed_version() -> Version | None:
-    """Return the version of the installed vLLM; None if its build does not know it: 0.0, or 0.1 without git's tags."""
-    from vllm.version import __version_tuple__  # noqa: PLC0415
-
-    major, minor = __version_tuple__[:2]
-    return (int(major), int(minor)) if (major, minor) not in {(0, 0), (0, 1)} else None
-
-
-def tested_releases() -> str:
-    """Return the releases that the connector is tested with, in words."""
-    return ", ".join(f"{major}.{minor}" for major, minor in TESTED)
-
-
-def warn_unless_tested() -> None:
-    """Log a warning if the connector is not tested with the installed release."""
-    from vllm.version import __version__  # noqa: PLC0415
-
-    if installed_version() not in TESTED:
-        logger.warning(
-            "PDConnector: vLLM %s is not among the releases that this connector is tested with: %s. If it fails, "
-            "install one of these", __version__, tested_releases(),
-        )  # fmt: skip
-
-
-def log_limits() -> None:
-    """Log what the installed release cannot give."""
-    from vllm.version import __version__  # noqa: PLC0415
-
-    for limit in current().limits:
-        logger.info("PDConnector: vLLM %s: %s", __version__, limit)

@@ -14,8 +14,8 @@ import logging
 import time
 from typing import Any
 
-from pd_connector.vllm.layouts import BLOCK_OUTER, SWITCH, cross_layer_blocks
-from pd_connector.vllm.release import current
+from pd_connector.vllm.layout_switch import BLOCK_OUTER, SWITCH, cross_layer_blocks
+from pd_connector.vllm.releases.installed import current
 
 #: A child of vLLM's logger, so that vLLM's handlers and level apply.
 logger = logging.getLogger(f"vllm.{__name__}")

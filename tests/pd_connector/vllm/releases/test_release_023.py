@@ -14,9 +14,10 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
 from pd_connector.scheduler.scheduler import ConnectorScheduler
-from pd_connector.vllm import engine_config, release_023
+from pd_connector.vllm import engine_config
 from pd_connector.vllm.engine_config import UnsupportedError, check_supported
-from pd_connector.vllm.release_023 import MixedQueueCursor, Release023
+from pd_connector.vllm.releases import release_023
+from pd_connector.vllm.releases.release_023 import MixedQueueCursor, Release023
 from pd_connector.vllm.requests import block_ids_to_fill
 from tests.support.host_tier.setup import Setup, make_manager, make_pool, make_request
 from tests.support.releases import INSTALLED

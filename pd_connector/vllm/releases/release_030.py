@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from pd_connector.vllm.release_031 import Release031
+from pd_connector.vllm.releases.release_031 import Release031
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

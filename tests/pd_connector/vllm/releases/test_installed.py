@@ -1,6 +1,7 @@
 """vLLM releases behind the interface of the connector: the installed one answers with the objects of vLLM.
 
-Covers: pd_connector.vllm.release_030, pd_connector.vllm.release_031.
+Covers: pd_connector.vllm.releases.newest, pd_connector.vllm.releases.release_030,
+pd_connector.vllm.releases.release_031.
 """
 
 import logging
@@ -8,10 +9,11 @@ import logging
 import pytest
 from vllm.distributed.kv_events import BlockStored
 
-from pd_connector.vllm import release
-from pd_connector.vllm.release_023 import Release023
-from pd_connector.vllm.release_030 import Release030
-from pd_connector.vllm.release_031 import Release031
+from pd_connector.vllm.releases import installed as installed_release
+from pd_connector.vllm.releases.newest import VllmRelease
+from pd_connector.vllm.releases.release_023 import Release023
+from pd_connector.vllm.releases.release_030 import Release030
+from pd_connector.vllm.releases.release_031 import Release031
 from tests.support.host_tier.setup import CONFIG, Setup, make_manager, make_request
 from tests.support.releases import INSTALLED, since
 
@@ -20,35 +22,40 @@ SETUP = Setup(groups=((4, 0), (8, 12)), device_blocks=12, events=True)
 
 
 @pytest.fixture
-def installed() -> release.VllmRelease:
-    return release.current()
+def installed() -> VllmRelease:
+    return installed_release.current()
 
 
 SERVED = {
     (0, 23): Release023,
     (0, 30): Release030,
     (0, 31): Release031,
-    (0, 32): release.VllmRelease,
-    (0, 33): release.VllmRelease,
+    (0, 32): VllmRelease,
+    (0, 33): VllmRelease,
 }
 
 
-def test_the_release_that_the_tests_run_on_is_served(installed: release.VllmRelease) -> None:
+def test_the_release_that_the_tests_run_on_is_served(installed: VllmRelease) -> None:
     assert type(installed) is SERVED[INSTALLED]
 
 
 def test_every_tested_release_has_its_differences() -> None:
-    assert {version: type(release.release_of(version)) for version in release.TESTED} == SERVED
+    assert {version: type(installed_release.release_of(version)) for version in installed_release.TESTED} == SERVED
 
 
 @pytest.mark.parametrize(
     ("version", "nearest"),
-    [((0, 20), Release023), ((0, 34), release.VllmRelease), ((1, 0), release.VllmRelease), (None, release.VllmRelease)],
+    [
+        ((0, 20), Release023),
+        ((0, 34), VllmRelease),
+        ((1, 0), VllmRelease),
+        (None, VllmRelease),
+    ],
 )
 def test_other_releases_are_taken_for_the_nearest(
-    version: release.Version | None, nearest: type[release.VllmRelease]
+    version: installed_release.Version | None, nearest: type[VllmRelease]
 ) -> None:
-    assert type(release.release_of(version)) is nearest
+    assert type(installed_release.release_of(version)) is nearest
 
 
 @pytest.mark.parametrize("numbers", [(0, 0, "dev"), (0, 1, "dev1", "g0123abc")])
@@ -56,7 +63,7 @@ def test_a_build_that_does_not_know_its_version_is_taken_for_the_newest(
     numbers: tuple[object, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("vllm.version.__version_tuple__", numbers)
-    assert release.installed_version() is None
+    assert installed_release.installed_version() is None
 
 
 @pytest.mark.parametrize(
@@ -68,18 +75,18 @@ def test_a_start_on_another_release_warns_of_it(
     numbers = (0, 0, version) if version == "dev" else tuple(int(number) for number in version.split("."))
     monkeypatch.setattr("vllm.version.__version__", version)
     monkeypatch.setattr("vllm.version.__version_tuple__", numbers)
-    release.warn_unless_tested()
+    installed_release.warn_unless_tested()
     told = [record.getMessage() for record in log.records if record.levelno == logging.WARNING]
     assert [version in line and "0.30, 0.31, 0.32, 0.33" in line for line in told] == [True] * warned
 
 
-@pytest.mark.parametrize("of", [Release023(), Release030(), Release031(), release.VllmRelease()])
+@pytest.mark.parametrize("of", [Release023(), Release030(), Release031(), VllmRelease()])
 def test_what_a_release_cannot_give_is_said_at_start(
-    of: release.VllmRelease, monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture
+    of: VllmRelease, monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(release, "current", lambda: of)
-    monkeypatch.setattr(release, "installed_version", lambda: release.TESTED[-1])
-    release.log_limits()
+    monkeypatch.setattr(installed_release, "current", lambda: of)
+    monkeypatch.setattr(installed_release, "installed_version", lambda: installed_release.TESTED[-1])
+    installed_release.log_limits()
     told = [record.getMessage() for record in log.records]
     assert len(told) == len(of.limits)
     assert all(line.endswith(limit) for line, limit in zip(told, of.limits, strict=True))
@@ -93,7 +100,7 @@ def test_everything_that_vllm_023_cannot_give_is_among_its_limits() -> None:
 
 
 @since((0, 30), "results that name the requests that failed")
-def test_arrivals_are_told_in_vllms_words(installed: release.VllmRelease) -> None:
+def test_arrivals_are_told_in_vllms_words(installed: VllmRelease) -> None:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults  # noqa: PLC0415
 
     told = installed.transfer_results({"a", "b"}, {"b"})
@@ -106,7 +113,7 @@ def test_arrivals_are_told_in_vllms_words(installed: release.VllmRelease) -> Non
     [(32, 100, {"HOST": 32, "P2P": 100}), (0, 100, {"P2P": 100}), (32, 0, {"HOST": 32}), (0, 0, {})],
 )
 def test_tokens_are_counted_by_where_they_came_from(
-    installed: release.VllmRelease, loaded: int, pulled: int, sources: dict[str, int]
+    installed: VllmRelease, loaded: int, pulled: int, sources: dict[str, int]
 ) -> None:
     from vllm.v1.metrics.cache_hit_source import CacheHitSource  # noqa: PLC0415  earlier releases do not have it
 
@@ -115,7 +122,7 @@ def test_tokens_are_counted_by_where_they_came_from(
     }
 
 
-def test_host_blocks_are_vllms_own_for_the_same_groups(installed: release.VllmRelease) -> None:
+def test_host_blocks_are_vllms_own_for_the_same_groups(installed: VllmRelease) -> None:
     device = make_manager(SETUP)
     host = installed.host_coordinator(CONFIG, device, slots=7)
     assert host.block_pool.num_gpu_blocks == 8  # and the null block
@@ -128,7 +135,7 @@ def test_host_blocks_are_vllms_own_for_the_same_groups(installed: release.VllmRe
 
 @pytest.mark.parametrize("events", [True, False])
 def test_host_blocks_tell_events_where_the_devices_do_and_name_their_medium(
-    installed: release.VllmRelease, events: bool
+    installed: VllmRelease, events: bool
 ) -> None:
     setup = Setup(events=events)
     host = installed.host_coordinator(CONFIG, make_manager(setup), slots=7)
@@ -142,7 +149,7 @@ def test_host_blocks_tell_events_where_the_devices_do_and_name_their_medium(
     assert [event.medium for event in told] == (["CPU"] if events else [])
 
 
-def test_of_what_is_computed_whole_blocks_are_cached(installed: release.VllmRelease) -> None:
+def test_of_what_is_computed_whole_blocks_are_cached(installed: VllmRelease) -> None:
     host = installed.host_coordinator(CONFIG, make_manager(SETUP), slots=7)
     assert [installed.cacheable_tokens(host, computed, 0) for computed in (0, 8, 15, 16)] == [0, 8, 8, 16]
 
@@ -150,7 +157,7 @@ def test_of_what_is_computed_whole_blocks_are_cached(installed: release.VllmRele
 @pytest.mark.parametrize("setup", [SETUP, Setup()], ids=["two groups", "one group"])
 @pytest.mark.parametrize(("drafts", "reprefillable"), [(False, 0), (True, 0), (True, 3)])
 def test_as_many_tokens_count_as_cached_as_vllm_caches(
-    installed: release.VllmRelease, setup: Setup, drafts: bool, reprefillable: int, monkeypatch: pytest.MonkeyPatch
+    installed: VllmRelease, setup: Setup, drafts: bool, reprefillable: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     host = installed.host_coordinator(CONFIG, make_manager(setup), slots=7)
     host.num_reprefillable_tokens = reprefillable
@@ -165,7 +172,7 @@ def test_as_many_tokens_count_as_cached_as_vllm_caches(
         assert cached == [installed.cacheable_tokens(host, computed, group) for group in range(len(setup.groups))]
 
 
-def test_hashes_of_larger_blocks_are_made_of_those_of_smaller_ones(installed: release.VllmRelease) -> None:
+def test_hashes_of_larger_blocks_are_made_of_those_of_smaller_ones(installed: VllmRelease) -> None:
     prompt = list(range(20))
     whole, other = (
         make_request(SETUP, "r", tokens).block_hashes for tokens in (prompt, [*prompt[:9], 99, *prompt[10:]])

@@ -21,7 +21,7 @@ with warnings.catch_warnings():
     from vllm.v1.kv_cache_interface import KVCacheLayout
     from vllm.v1.worker.worker_base import WorkerBase
 
-from pd_connector.vllm.cpu import layouts
+from pd_connector.vllm.cpu import cpu_layouts
 from pd_connector.vllm.layouts import wanted_layout, warn_if_not_hooked
 from tests.support.connector.cpu_layers import OUR_CONNECTOR, Layer, a_shape, asked, cpu_only, layers_config
 
@@ -90,12 +90,12 @@ def test_a_backend_that_is_not_known_keeps_its_own_layouts(log: pytest.LogCaptur
 
 def test_registering_twice_hooks_once() -> None:
     before = WorkerBase.get_supported_kv_cache_layouts
-    layouts.register()
+    cpu_layouts.register()
     assert WorkerBase.get_supported_kv_cache_layouts is before
 
 
 def test_importing_the_plugin_loads_neither_torch_nor_vllm() -> None:
-    code = "import pd_connector.vllm.cpu.layouts, sys; print(sorted({'torch', 'vllm', 'numpy'} & set(sys.modules)))"
+    code = "import pd_connector.vllm.cpu.cpu_layouts, sys; print(sorted({'torch', 'vllm', 'numpy'} & set(sys.modules)))"
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
 
 
@@ -119,7 +119,7 @@ def test_a_worker_that_is_asked_otherwise_is_left_alone(
 ) -> None:
     config = layers_config(OUR_CONNECTOR)
     monkeypatch.delattr(WorkerBase, "get_supported_kv_cache_layouts")
-    layouts.register()
+    cpu_layouts.register()
     assert log.text == ""  # whoever does not use the connector need not know
     warn_if_not_hooked(config)
     assert "get_supported_kv_cache_layouts" in log.text

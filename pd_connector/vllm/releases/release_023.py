@@ -11,7 +11,7 @@ from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 from pd_connector.vllm.free_queue import FreeQueueCursor
-from pd_connector.vllm.release_030 import Release030
+from pd_connector.vllm.releases.release_030 import Release030
 
 if TYPE_CHECKING:
     import torch

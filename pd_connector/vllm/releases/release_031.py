@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from pd_connector.vllm.release import VllmRelease
+from pd_connector.vllm.releases.newest import VllmRelease
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
