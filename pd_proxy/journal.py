@@ -56,6 +56,14 @@ class Record:
         return ""
 
     @property
+    def first_token_s(self) -> float | None:
+        """From when it came in to the first token of its stream, P's or D's. None for no stream and for a failure."""
+        if not self.streams or self.failure:
+            return None
+        began, took = (self.prefill_at, self.prefill_s) if self.first_token else (self.decode_at, self.first_byte_s)
+        return None if began is None or took is None else began + took - self.started
+
+    @property
     def handover_s(self) -> float | None:
         """From P's whole answer, which is its last token, to the first byte of D's; 0.0 where D's came before.
 

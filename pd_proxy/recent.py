@@ -4,6 +4,7 @@ What is kept of a request is when its legs began and ended, which servers had it
 a client asked or was answered, but the request id.
 """
 
+import math
 import time
 from collections import deque
 from dataclasses import dataclass
@@ -13,6 +14,9 @@ from pd_proxy.journal import Record
 #: How many requests are kept when they have ended, and for how long.
 MAX_ENDED = 400
 KEPT_S = 900.0
+#: How far the figures on top of the page look back, and over how many requests at most.
+MINUTE_S = 60.0
+MAX_COUNTED = 3000
 #: How many of the requests under way are shown, the oldest ones.
 MAX_UNDER_WAY = 100
 
@@ -50,14 +54,40 @@ class Ended:
     glimpse: Glimpse
 
 
+@dataclass(frozen=True, slots=True)
+class LastMinute:
+    """The requests that ended in the last minute, in figures. What none of them can tell is None."""
+
+    window_s: float  # less than a minute for a proxy that is younger, or has ended MAX_COUNTED requests in less
+    requests: int
+    requests_per_s: float | None
+    streams: int  # those with a time to first token
+    first_token_p50_s: float | None
+    first_token_p95_s: float | None
+    handover_p50_s: float | None
+    failures: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Outcome:
+    """What is counted of a request."""
+
+    ended: float  # monotonic seconds
+    first_token_s: float | None
+    handover_s: float | None
+    failed: bool
+
+
 class Recent:
     """Keeps the requests of the last minutes. It follows the journal."""
 
     def __init__(self) -> None:
+        self._started = time.monotonic()
         self._begun = 0
         self._places = 0
         self._under_way: dict[Record, int] = {}  # to its number; the oldest first
         self._ended: deque[Ended] = deque(maxlen=MAX_ENDED)
+        self._outcomes: deque[_Outcome] = deque(maxlen=MAX_COUNTED)
 
     def begin(self, record: Record) -> None:
         """A request has come in."""
@@ -69,6 +99,8 @@ class Recent:
         number = self._under_way.pop(record)
         self._places += 1
         self._ended.append(Ended(self._places, _glimpse(record, number)))
+        ended, failed = record.ended or time.monotonic(), bool(record.failure)
+        self._outcomes.append(_Outcome(ended, record.first_token_s, record.handover_s, failed))
 
     def count_under_way(self) -> int:
         """Return how many requests are under way, shown or not."""
@@ -83,6 +115,29 @@ class Recent:
         """Return the requests that ended behind this place and within the last minutes, in that order."""
         oldest = time.time() - KEPT_S
         return [one for one in self._ended if one.place > place and one.glimpse.at + (one.glimpse.ended or 0) >= oldest]
+
+    def last_minute(self, now: float) -> LastMinute:
+        """Return the figures of the minute before ``now``, in monotonic seconds."""
+        counted = [one for one in self._outcomes if one.ended > now - MINUTE_S]
+        begun = counted[0].ended if len(counted) == MAX_COUNTED else max(self._started, now - MINUTE_S)
+        window_s = max(1.0, now - begun)
+        first_tokens = sorted(one.first_token_s for one in counted if one.first_token_s is not None)
+        handovers = sorted(one.handover_s for one in counted if one.handover_s is not None)
+        return LastMinute(
+            window_s=window_s,
+            requests=len(counted),
+            requests_per_s=len(counted) / window_s if counted else None,
+            streams=len(first_tokens),
+            first_token_p50_s=_percentile(first_tokens, 50),
+            first_token_p95_s=_percentile(first_tokens, 95),
+            handover_p50_s=_percentile(handovers, 50),
+            failures=sum(one.failed for one in counted) if counted else None,
+        )
+
+
+def _percentile(ordered: list[float], percent: int) -> float | None:
+    """Return the smallest value that so many percent of them do not exceed."""
+    return ordered[math.ceil(percent * len(ordered) / 100) - 1] if ordered else None
 
 
 def _glimpse(record: Record, number: int) -> Glimpse:

@@ -21,7 +21,7 @@ from starlette.types import Receive, Scope, Send
 from pd_proxy.control import ControlAddresses
 from pd_proxy.errors import error_response
 from pd_proxy.recent import KEPT_S, MAX_ENDED, Recent
-from pd_proxy.servers import Leg, Servers
+from pd_proxy.servers import Leg, Server, Servers
 
 #: How often a page that is open hears of changes.
 _INTERVAL_S = 1.0
@@ -84,6 +84,7 @@ class StatusPage:
             "from_start": place == 0,
             "kept_s": KEPT_S,
             "max_ended": MAX_ENDED,
+            "last_minute": asdict(self._recent.last_minute(time.monotonic())),
             "servers": [one for servers in self._legs for one in self._servers(servers)],
             "under_way_count": self._recent.count_under_way(),
             "under_way": [asdict(one) for one in self._recent.under_way()],
@@ -92,7 +93,6 @@ class StatusPage:
         return state, ended[-1].place if ended else place
 
     def _servers(self, servers: Servers) -> list[dict[str, Any]]:
-        now = time.monotonic()
         shown = []
         for one in servers.members:
             address = self._control.of(one.url) if servers.leg == Leg.PREFILL else None
@@ -101,11 +101,20 @@ class StatusPage:
                     "leg": servers.leg,
                     "url": one.url,
                     "in_flight": one.in_flight,
-                    "refused": one.skip_until > now,
+                    "state": _state_of(one),
                     "control": "" if address is None else f"{address.host}:{address.port}",
                 }
             )
         return shown
+
+
+def _state_of(server: Server) -> str:
+    """Return what the proxy's last requests have told of a server, in a word for the page."""
+    if not server.last_chosen:
+        return "unknown"
+    if not server.skip_until:
+        return "serves"
+    return "refused" if server.skip_until > time.monotonic() else "unsure"
 
 
 class _Events(StreamingResponse):

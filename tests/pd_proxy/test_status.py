@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,7 +14,7 @@ from starlette.types import Message
 from pd_proxy import recent, status
 from pd_proxy.control import ControlAddresses
 from pd_proxy.journal import Record
-from pd_proxy.recent import MAX_ENDED, Recent
+from pd_proxy.recent import MAX_COUNTED, MAX_ENDED, Recent
 from pd_proxy.status import MAX_PAGES, StatusPage
 from tests.support.examples.fake_servers import (
     FakeServer,
@@ -90,7 +91,7 @@ def test_a_request_is_shown_with_its_servers_and_times(proxy: Proxy, p: FakeServ
         "leg": "prefill",
         "url": p.url,
         "in_flight": 0,
-        "refused": False,
+        "state": "serves",
         "control": "::1:4711",
     }
     assert servers["decode", d.url]["control"] == ""
@@ -221,3 +222,114 @@ def test_an_open_page_has_to_come_back(proxy: Proxy, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(status, "_CONNECTION_S", 0.01)
     with news(proxy) as events:
         assert len(list(events)) == 1
+
+
+def test_what_a_server_last_did_is_its_state(setup: ProxySetup, p: FakeServer, d: FakeServer, closed_port: str) -> None:
+    def states(proxy: Proxy) -> list[str]:
+        return [one["state"] for one in state(proxy)["servers"]]
+
+    proxy = setup.proxy([closed_port, p], [d], skip_s=60, status_page=True)
+    assert states(proxy) == ["unknown", "unknown", "unknown"]
+    proxy.complete()
+    assert states(proxy) == ["refused", "serves", "serves"]
+    proxy = setup.proxy([closed_port], [d], skip_s=1e-9, status_page=True)  # it may be back at once
+    proxy.complete()
+    assert states(proxy) == ["unsure", "unknown"]
+    setup.server(prefills_by_name, port=int(closed_port.rsplit(":", 1)[1]))
+    proxy.complete()
+    assert states(proxy) == ["serves", "serves"]
+
+
+def end(kept: Recent, ended: float, *, prefill_s: float = 0.1, handover_s: float = 0.0, **facts: Any) -> None:
+    """Let a stream with both legs at once end at this moment, ten seconds after it came in."""
+    record = Record("/v1/completions")
+    kept.begin(record)
+    record.started = ended - 10
+    record.streams, record.legs, record.status = True, "together", 200
+    record.prefill_at = record.decode_at = record.started + 1
+    record.prefill_s, record.first_byte_s = prefill_s, prefill_s + handover_s
+    record.ended = ended
+    for name, value in facts.items():
+        setattr(record, name, value)
+    kept.end(record)
+
+
+def test_the_last_minute_in_figures() -> None:
+    kept = Recent()
+    now = time.monotonic() + 1000
+    end(kept, now - 61, prefill_s=9, handover_s=9)
+    for n in range(1, 21):
+        end(kept, now - 61 + 2 * n, prefill_s=n / 10, handover_s=n / 100)
+    end(kept, now - 3, prefill_s=9, streams=False)
+    end(kept, now - 2, prefill_s=9, problem="the client left")
+    end(kept, now - 1, prefill_s=9, status=500)
+    found = kept.last_minute(now)
+    assert (found.window_s, found.requests, found.streams, found.failures) == (60, 23, 20, 2)
+    assert found.requests_per_s == pytest.approx(23 / 60)
+    assert found.first_token_p50_s == pytest.approx(1 + 1 + 0.1)  # it came in a second before its legs began
+    assert found.first_token_p95_s == pytest.approx(1 + 1.9 + 0.19)
+    assert found.handover_p50_s == pytest.approx(0.1)
+
+
+def test_a_first_token_may_be_p_s_and_needs_no_p() -> None:
+    kept = Recent()
+    now = time.monotonic() + 1000
+    end(kept, now, prefill_s=2, handover_s=3, first_token=True)
+    assert kept.last_minute(now).first_token_p50_s == pytest.approx(1 + 2)
+    kept = Recent()
+    end(kept, now, legs="", prefill_at=None, first_byte_s=4)
+    found = kept.last_minute(now)
+    assert found.first_token_p50_s == pytest.approx(1 + 4)
+    assert found.handover_p50_s is None
+
+
+def test_a_minute_without_requests_has_no_figures() -> None:
+    kept = Recent()
+    now = time.monotonic() + 1000
+    end(kept, now - 61, status=500)
+    found = kept.last_minute(now)
+    assert (found.requests, found.requests_per_s, found.failures) == (0, None, None)
+    assert (found.first_token_p50_s, found.first_token_p95_s, found.handover_p50_s) == (None, None, None)
+
+
+def test_the_minute_of_a_young_or_a_busy_proxy_is_shorter() -> None:
+    kept = Recent()
+    now = time.monotonic()
+    for _ in range(4):
+        end(kept, now)
+    assert kept.last_minute(now + 8).requests_per_s == pytest.approx(4 / 8, rel=0.05)
+    now += 1000
+    for n in range(2 * MAX_COUNTED):
+        end(kept, now + n / 1000)
+    found = kept.last_minute(now + 2 * MAX_COUNTED / 1000)
+    assert (found.requests, found.streams) == (MAX_COUNTED, MAX_COUNTED)
+    assert found.window_s == pytest.approx(MAX_COUNTED / 1000)
+    assert found.requests_per_s == pytest.approx(1000)
+
+
+async def streams(_: Received, wire: Wire) -> None:
+    await wire.head()
+    await wire.chunk(b'data: {"choices": [{"text": " a"}]}\n\n')
+    await wire.end()
+
+
+def test_the_figures_are_those_of_the_requests_that_are_shown(proxy: Proxy, p: FakeServer, d: FakeServer) -> None:
+    assert state(proxy)["last_minute"]["requests_per_s"] is None
+    p.script = prefills_by_name
+    proxy.complete()  # in one piece: no time to first token
+    d.script = streams
+    for _ in range(2):
+        proxy.complete(stream=True)
+    d.script = answers(500, b"{}")
+    proxy.complete(stream=True)
+    until(lambda: len(state(proxy)["ended"]) == 4)
+    shown = state(proxy)
+    first, second = shown["ended"][1:3]
+    found = shown["last_minute"]
+    assert (found["requests"], found["streams"], found["failures"]) == (4, 2, 1)
+    assert found["requests_per_s"] == pytest.approx(4 / found["window_s"])
+    lowest, highest = sorted([first["first_byte"], second["first_byte"]])
+    assert found["first_token_p50_s"] == pytest.approx(lowest)
+    assert found["first_token_p95_s"] == pytest.approx(highest)
+    handovers = [max(0.0, one["first_byte"] - one["prefill_ended"]) for one in (first, second)]
+    assert found["handover_p50_s"] == pytest.approx(min(handovers), abs=1e-6)

@@ -22,6 +22,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(400), needs_chromium]
 PICTURE = "PD_CONNECTOR_SCREENSHOT"
 
 MARKUP = "<img/src=x/onerror=document.title=1>"
+#: What the page shows where there is nothing to show.
+NONE = "\N{EN DASH}"
 
 
 @pytest.fixture
@@ -44,6 +46,12 @@ def rows(browser: Browser, body: str) -> list[str]:
     return found
 
 
+def figures(browser: Browser) -> list[str]:
+    """The figures on top of the page."""
+    found: list[str] = browser.evaluate("[...document.querySelectorAll('#strip .figure')].map((one) => one.innerText)")
+    return found
+
+
 def test_requests_come_and_go_while_the_page_is_open(
     browser: Browser, proxy: Proxy, p: FakeServer, d: FakeServer
 ) -> None:
@@ -53,12 +61,17 @@ def test_requests_come_and_go_while_the_page_is_open(
         ["prefill", p.url, "0"],
         ["decode", d.url, "0"],
     ]
+    assert [row.split("\t")[3] for row in rows(browser, "servers")] == ["not asked yet", "not asked yet"]
     assert rows(browser, "ended") == rows(browser, "failures") == []
+    assert figures(browser) == [NONE] * 5
 
     proxy.http.post("/v1/completions", json={"prompt": "a"}, headers={"X-Request-Id": "the-first"})
     until(lambda: len(rows(browser, "ended")) == 1)
     assert "the-first" in rows(browser, "ended")[0]
     assert "ms" in rows(browser, "ended")[0]
+    assert float(figures(browser)[0]) > 0
+    assert figures(browser)[1:] == [NONE, NONE, NONE, "0"]  # it was no stream
+    assert browser.evaluate("document.querySelectorAll('#servers .dot.serves').length") == 2
     assert browser.evaluate("document.querySelectorAll('#ended rect.a').length") == 1
     assert browser.evaluate("document.querySelectorAll('#over-time circle').length") == 1
     until(lambda: "both at once" in rows(browser, "servers")[0])
@@ -91,7 +104,32 @@ def test_a_failure_is_a_sentence_and_nothing_is_taken_for_markup(browser: Browse
     assert browser.evaluate("document.querySelectorAll('img').length") == 0
     assert browser.evaluate("document.title") == "pd-proxy status"
     assert browser.evaluate("document.querySelectorAll('#ended rect.f').length") > 0
+    assert figures(browser)[4] == "1"
     assert browser.errors == []
+
+
+def test_an_id_that_the_proxy_made_is_shortened_and_one_of_a_client_is_not(browser: Browser, proxy: Proxy) -> None:
+    made = proxy.complete().headers["X-Request-Id"]
+    theirs = "chatcmpl-" + "7" * 30
+    proxy.http.post("/v1/completions", json={"prompt": "a"}, headers={"X-Request-Id": theirs})
+    browser.open(f"{proxy.url}/status")
+    until(lambda: len(rows(browser, "ended")) == 2)
+    shown = browser.evaluate(
+        "[...document.querySelectorAll('#ended .id span')].map((one) => [one.innerText, one.title])"
+    )
+    assert shown == [[theirs, theirs], [made[:8], made]]
+
+
+@pytest.mark.parametrize("width", [1200, 800, 320])
+def test_nothing_is_wider_than_the_window(browser: Browser, proxy: Proxy, d: FakeServer, width: int) -> None:
+    d.script = answers(500, b"{}")
+    proxy.complete(stream=True)
+    browser.resize(width, 900)
+    browser.open(f"{proxy.url}/status")
+    until(lambda: rows(browser, "failures"))
+    assert browser.evaluate("document.documentElement.scrollWidth") == width
+    wide = "[...document.querySelectorAll('#strip, #strip *')].filter((one) => one.scrollWidth > one.clientWidth + 1)"
+    assert browser.evaluate(f"{wide}.map((one) => one.innerText)") == []
 
 
 def test_a_page_comes_back_to_a_proxy_that_has_restarted(browser: Browser, setup: ProxySetup, d: FakeServer) -> None:

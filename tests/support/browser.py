@@ -64,6 +64,10 @@ class Browser:
         """Go to a page; what is there before it has loaded, ``until`` has to find out."""
         self._call("Page.navigate", url=url)
 
+    def resize(self, width: int, height: int) -> None:
+        """Give the page another size, also one that no window can have."""
+        self._call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
+
     def evaluate(self, expression: str) -> Any:
         """The value of an expression in the page."""
         answer = self._call("Runtime.evaluate", expression=expression, returnByValue=True)
