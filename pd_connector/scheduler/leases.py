@@ -18,7 +18,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import islice, repeat
+from itertools import islice, repeat, takewhile
 from typing import Generic, TypeVar
 
 from pd_connector.orders import LeaseEnd
@@ -291,13 +291,9 @@ class LeaseTable(Generic[Held]):
             besides: those that are not to be returned.
         """
         with self._expired() as now:
-            found: list[MovableLease[Held]] = []
-            for lease_id, lease in self._may_move.items():
-                if now - lease.granted_at < min_age_s or len(found) == most:
-                    break
-                if lease_id not in besides and lease.can_move(now):
-                    found.append(MovableLease(lease_id, lease.held, lease.tables))
-            return found
+            old = takewhile(lambda each: now - each[1].granted_at >= min_age_s, self._may_move.items())
+            movable = ((each, lease) for each, lease in old if each not in besides and lease.can_move(now))
+            return [MovableLease(each, lease.held, lease.tables) for each, lease in islice(movable, most)]
 
     def can_move(self, lease_id: str) -> bool:
         """Return whether ``move`` would move a lease now."""
@@ -390,8 +386,7 @@ class LeaseTable(Generic[Held]):
     def take_events(self) -> dict[str, int]:
         """Return how many leases were granted and ended since the last call, by event."""
         with self._lock:
-            events = dict(self._events)
-            self._events.clear()
+            events, self._events = dict(self._events), Counter()
             return events
 
     @property
@@ -428,13 +423,11 @@ class LeaseTable(Generic[Held]):
             now = self._clock()
             could = {lease_id for lease_id, lease in self._active.items() if lease.can_move(now)}
             assert could <= self._may_move.keys() <= self._active.keys(), "a lease that could move would not be found"
-            for leases, of in (
-                (self._active, "granted_at"),
-                (self._by_renewal, "renewed_until"),
-                (self._unclaimed, "renewed_until"),
-            ):
-                times = [getattr(lease, of) for lease in leases.values()]
-                assert times == sorted(times), f"leases are not in the order of {of}"
+            ages = [lease.granted_at for lease in self._active.values()]
+            assert ages == sorted(ages), "leases are not in the order of their grants"
+            for leases in (self._by_renewal, self._unclaimed):
+                times = [lease.renewed_until for lease in leases.values()]
+                assert times == sorted(times), "a lease would not be seen to expire in time"
             for lease_id, lease in self._active.items():
                 done = lease.readers
                 assert not done.count or len(done.valid) < done.count, f"{lease_id} should have ended"

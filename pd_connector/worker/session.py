@@ -49,17 +49,6 @@ class _Lane:
         self.peer: Peer | None = None  # the prefill engine with links of this lane
         self.epoch = 0  # of the handshake that ``peer`` is known by
 
-    def follow(self, known: Peer, epoch: int) -> Peer:
-        """Return the prefill engine with links of this lane, which closes those by an earlier handshake than ``epoch``.
-
-        ``known``: what that handshake returned.
-        """
-        if self.epoch != epoch:
-            self.disconnect()
-        if self.peer is None:
-            self.peer, self.epoch = known.with_own_links(), epoch
-        return self.peer
-
     def disconnect(self) -> None:
         """Close all links."""
         peer, self.peer = self.peer, None
@@ -151,7 +140,6 @@ class PeerSession:
             assert longs < max(LANES, 2), "long pulls have all lanes"
             assert self._meeting is None or self._must_meet, "a lane shakes hands once more"
             assert self._meeting is None or self._meeting in self._lanes.values(), "nobody shakes hands"
-            assert all(lane.linked_epoch <= self._epoch for lane in self._lanes.values()), "a lane knows too much"
             alive = bool(self._lanes) and all(lane.thread.is_alive() for lane in self._lanes.values())
             assert self._closing.is_set() or alive, "a thread of the session has died"
 
@@ -338,11 +326,15 @@ class PeerSession:
         return self._linked(lane)
 
     def _linked(self, lane: _Lane) -> Peer:
-        """Return the prefill engine by the last handshake, with links of ``lane``."""
+        """Return the prefill engine by the last handshake, with links of ``lane``. Closes those by an earlier one."""
         with self._changed:
             known, epoch = self._peer, self._epoch
         assert known is not None, "nobody has shaken hands"
-        return lane.follow(known, epoch)
+        if lane.epoch != epoch:
+            lane.disconnect()
+        if lane.peer is None:
+            lane.peer, lane.epoch = known.with_own_links(), epoch
+        return lane.peer
 
     def _end_meeting(self, lane: _Lane, met: Peer | None = None) -> None:
         """Let other lanes take pulls, with what the handshake has returned or, if it is None, to try another."""
