@@ -15,10 +15,11 @@ holds nothing, because the request itself holds the blocks, and it neither expir
 import math
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import islice, repeat
-from typing import Generic, TypeVar, cast
+from itertools import islice, repeat, takewhile
+from typing import Generic, TypeVar
 
 from pd_connector.orders import LeaseEnd
 from transfer.control.messages import InvalidReason, Located, Place, Released
@@ -46,30 +47,78 @@ class MovableLease(Generic[Held]):
 
 
 @dataclass(slots=True)
-class _Lease(Generic[Held]):
-    held: Held | None  # None while it grows
+class _Readers:
+    """The readers of a lease that are done. Each may have several pulls."""
+
+    count: int = 0  # as the first release said; 0 before it
+    valid: dict[int, set[str]] = field(default_factory=dict)  # by reader that is done: its valid pulls
+
+    def refuse(self, reader: int, readers: int, pull_id: str) -> InvalidReason | None:
+        """Return why a release cannot count, None if it can."""
+        if self.count not in (0, readers) or not 0 <= reader < readers:
+            return InvalidReason.READERS
+        pulls = self.valid.get(reader, ())
+        return InvalidReason.RELEASED if pull_id not in pulls and len(pulls) >= _MAX_PULLS else None
+
+
+@dataclass(slots=True)
+class _Growing:
+    """A lease before it is granted."""
+
+    is_claimed: bool = False  # a reader has asked for it
+    is_being_read: bool = False  # as the reader has announced
+    readers: _Readers = field(default_factory=_Readers)
+
+    def invalid(self, contents: str, place: str) -> InvalidReason | None:
+        """Return why what was read is not valid: what the lease will hold is not known yet."""
+        return InvalidReason.CONTENTS
+
+
+@dataclass(slots=True)
+class _Granted(Generic[Held]):
+    """A lease proper."""
+
+    held: Held
     contents: str
     granted_at: float
-    expires_at: float
-    renewed_until: float = math.inf  # when it expires, unless it is too old before
+    too_old_at: float  # then it expires, although it is renewed
+    renewed_until: float
+    tables: Tables  # of its blocks on the device; none if it must stay there
+    readers: _Readers
+    is_written: bool  # the device has written all of it
+    must_be_located: bool  # it was granted before that, and its reader does not know when
     read_until: float = -math.inf  # as the reader has announced
-    tables: Tables = ()  # of its blocks on the device; none if it must stay there
     slots: Mapping[int, int] | None = None  # of host memory, by its blocks on the device before, if it lies there
-    is_claimed: bool = False  # a reader has asked for it
     is_located: bool = False  # a reader was told where it lies
-    is_written: bool = True  # the device has written all of it
-    must_be_located: bool = False  # it was granted before that, and its reader does not know when
-    readers: int = 0  # as the first release said; 0 before it
-    released_by: dict[int, set[str]] = field(default_factory=dict)  # by reader that is done: its valid pulls
+
+    @property
+    def expires_at(self) -> float:
+        return min(self.renewed_until, self.too_old_at)
+
+    @property
+    def place(self) -> Place:
+        return Place.DEVICE if self.slots is None else Place.HOST
+
+    def can_move(self, now: float) -> bool:
+        """Return whether nobody reads the lease, and it may lie elsewhere."""
+        is_read = self.is_located or self.read_until > now or bool(self.readers.valid)
+        return bool(self.tables) and self.slots is None and self.is_written and not is_read
+
+    def invalid(self, contents: str, place: str) -> InvalidReason | None:
+        """Return why what was read at ``place`` is not valid, None if it is."""
+        if contents != self.contents:
+            return InvalidReason.CONTENTS
+        if self.must_be_located and not self.is_located:
+            return InvalidReason.EARLY
+        return None if place == self.place else InvalidReason.MOVED
 
 
 @dataclass(frozen=True, slots=True)
 class _PastLease:
     end: LeaseEnd
-    contents: str
+    contents: str | None  # None if it was not granted
     place: Place
-    readers: int
-    released: frozenset[tuple[int, str]]  # (reader, pull id) of every valid release
+    readers: _Readers
     forget_at: float
 
 
@@ -107,12 +156,12 @@ class LeaseTable(Generic[Held]):
         # In the order of their grants, so that the first is too old first; those that a reader has asked for in that of
         # their renewals, and the others in that of their grants, so that the first expires first. Nothing is
         # searched: there may be thousands, and every message looks for expired ones.
-        self._active: OrderedDict[str, _Lease[Held]] = OrderedDict()
-        self._by_renewal: OrderedDict[str, _Lease[Held]] = OrderedDict()
-        self._unclaimed: OrderedDict[str, _Lease[Held]] = OrderedDict()
+        self._active: OrderedDict[str, _Granted[Held]] = OrderedDict()
+        self._by_renewal: OrderedDict[str, _Granted[Held]] = OrderedDict()
+        self._unclaimed: OrderedDict[str, _Granted[Held]] = OrderedDict()
         #: In the order of their grants: those on the device that may lie elsewhere, and nobody has asked about.
-        self._may_move: OrderedDict[str, _Lease[Held]] = OrderedDict()
-        self._growing: dict[str, _Lease[Held]] = {}
+        self._may_move: OrderedDict[str, _Granted[Held]] = OrderedDict()
+        self._growing: dict[str, _Growing] = {}
         self._past: OrderedDict[str, _PastLease] = OrderedDict()  # in the order of their ends
         self._ended: list[Held] = []  # what leases held that have ended since the last ``collect``
         self._in_host_memory = 0  # leases that have moved, and not ended
@@ -126,7 +175,7 @@ class LeaseTable(Generic[Held]):
         """
         with self._lock:
             self._check_new(lease_id)
-            self._growing[lease_id] = _Lease(None, "", self._clock(), math.inf)
+            self._growing[lease_id] = _Growing()
 
     def grant(self, lease_id: str, held: Held, contents: str, tables: Tables = (), *, is_written: bool = True) -> bool:
         """Grant a lease over ``held``, which must stay unchanged until ``collect`` returns it.
@@ -142,23 +191,22 @@ class LeaseTable(Generic[Held]):
             ValueError: the id was granted before.
         """
         with self._lock:
-            now = self._clock()
-            lease = self._growing.pop(lease_id, None)
-            if lease is None and (past := self._past.get(lease_id)) is not None and not past.contents:
-                self._ended.append(held)
-                return False
-            if lease is None:
+            begun = self._growing.pop(lease_id, None)
+            if begun is None:
+                if (past := self._past.get(lease_id)) is not None and past.contents is None:
+                    self._ended.append(held)
+                    return False
                 self._check_new(lease_id)
-                lease = _Lease(None, "", now, math.inf, must_be_located=not is_written)
-            lease.is_written = is_written
-            lease.held, lease.contents, lease.granted_at, lease.tables = held, contents, now, tables
-            self._active[lease_id] = lease
-            if lease.is_claimed or self.unclaimed_s == self.ttl_s:
+            growing, now = begun or _Growing(), self._clock()
+            self._active[lease_id] = lease = _Granted(
+                held, contents, now, now + self._max_age_s, now + self.unclaimed_s, tables, growing.readers,
+                is_written=is_written, must_be_located=begun is None and not is_written,
+            )  # fmt: skip
+            if growing.is_claimed or self.unclaimed_s == self.ttl_s:
                 self._claim(lease_id, lease, now)
             else:
-                self._extend(lease, now, self.unclaimed_s)
                 self._unclaimed[lease_id] = lease
-            if lease.read_until == math.inf:
+            if growing.is_being_read:
                 lease.read_until = lease.expires_at
             if tables:
                 self._may_move[lease_id] = lease
@@ -201,34 +249,30 @@ class LeaseTable(Generic[Held]):
         being_read = frozenset(reading)
         renewed: list[str] = []
         for first in range(0, len(lease_ids), _RENEWED_AT_ONCE):
-            with self._lock:
-                now = self._clock()
-                self._expire(now)
+            with self._expired() as now:
                 for lease_id in lease_ids[first : first + _RENEWED_AT_ONCE]:
-                    lease = self._active.get(lease_id)
                     if (growing := self._growing.get(lease_id)) is not None:
                         growing.is_claimed = True
-                        growing.read_until = math.inf if lease_id in being_read else growing.read_until
-                        renewed.append(lease_id)
-                    elif lease is not None:
+                        growing.is_being_read |= lease_id in being_read
+                    elif (lease := self._active.get(lease_id)) is not None:
                         self._claim(lease_id, lease, now)
                         if lease_id in being_read:
                             lease.read_until = lease.expires_at
-                        renewed.append(lease_id)
+                    else:
+                        continue
+                    renewed.append(lease_id)
         return tuple(renewed)
 
     def locate(self, lease_id: str) -> Located:
         """Return where a lease lies, and keep it there until it ends. A lease that grows lies on the device."""
-        with self._lock:
-            now = self._clock()
-            self._expire(now)
+        with self._expired() as now:
             if lease_id in self._growing:
                 return Located(Place.DEVICE)
             lease = self._active.get(lease_id)
             if lease is None:
                 past = self._past.get(lease_id)
                 return Located(reason=InvalidReason.UNKNOWN if past is None else InvalidReason(past.end.value))
-            if not lease.is_claimed:
+            if lease_id in self._unclaimed:
                 self._claim(lease_id, lease, now)
             lease.is_located = True
             self._may_move.pop(lease_id, None)
@@ -246,24 +290,16 @@ class LeaseTable(Generic[Held]):
             most: how many at most.
             besides: those that are not to be returned.
         """
-        with self._lock:
-            now = self._clock()
-            self._expire(now)
-            found: list[MovableLease[Held]] = []
-            for lease_id, lease in self._may_move.items():
-                if now - lease.granted_at < min_age_s or len(found) == most:
-                    break
-                if lease_id not in besides and _can_move(lease, now):
-                    found.append(MovableLease(lease_id, cast("Held", lease.held), lease.tables))
-            return found
+        with self._expired() as now:
+            old = takewhile(lambda each: now - each[1].granted_at >= min_age_s, self._may_move.items())
+            movable = ((each, lease) for each, lease in old if each not in besides and lease.can_move(now))
+            return [MovableLease(each, lease.held, lease.tables) for each, lease in islice(movable, most)]
 
     def can_move(self, lease_id: str) -> bool:
         """Return whether ``move`` would move a lease now."""
-        with self._lock:
-            now = self._clock()
-            self._expire(now)
+        with self._expired() as now:
             lease = self._active.get(lease_id)
-            return lease is not None and _can_move(lease, now)
+            return lease is not None and lease.can_move(now)
 
     def move(self, lease_id: str, held: Held, slots: Mapping[int, int]) -> Held | None:
         """Let a lease hold something else, which holds the same bytes in host memory.
@@ -274,13 +310,11 @@ class LeaseTable(Generic[Held]):
             What it held before, which is the caller's now; None if the lease has ended, or a reader has come meanwhile.
             Then nothing has changed, and ``held`` is still the caller's.
         """
-        with self._lock:
-            now = self._clock()
-            self._expire(now)
+        with self._expired() as now:
             lease = self._active.get(lease_id)
-            if lease is None or not _can_move(lease, now):
+            if lease is None or not lease.can_move(now):
                 return None
-            before, lease.held, lease.slots = cast("Held", lease.held), held, slots
+            before, lease.held, lease.slots = lease.held, held, slots
             self._in_host_memory += 1
             del self._may_move[lease_id]
             return before
@@ -296,50 +330,36 @@ class LeaseTable(Generic[Held]):
             the lease the blocks may have changed while it read. A reader that has read something else than the lease
             holds, or elsewhere than where it lies, counts as done, but what it read is not valid.
         """
-        with self._lock:
-            self._expire(self._clock())
+        with self._expired():
             lease = self._active.get(lease_id) or self._growing.get(lease_id)
             if lease is None:
                 return self._release_past(lease_id, reader, readers, pull_id, contents, place)
-            if lease.readers not in (0, readers) or not 0 <= reader < readers:
-                return Released(False, InvalidReason.READERS)
-            lease.readers = readers
-            pulls = lease.released_by.setdefault(reader, set())
-            if pull_id not in pulls and len(pulls) >= _MAX_PULLS:
-                return Released(False, InvalidReason.RELEASED)
-            is_read = lease_id in self._active and contents == lease.contents
-            is_early = lease.must_be_located and not lease.is_located
-            valid = is_read and place == _place(lease) and not is_early
-            if valid:
-                pulls.add(pull_id)
-            if len(lease.released_by) == readers:
+            done = lease.readers
+            if (refused := done.refuse(reader, readers, pull_id)) is not None:
+                return Released(False, refused)
+            invalid = lease.invalid(contents, place)
+            done.count = readers
+            done.valid.setdefault(reader, set()).update(() if invalid else (pull_id,))
+            if len(done.valid) == readers:
                 self._end(lease_id, LeaseEnd.RELEASED)
-            if valid:
-                return Released(True)
-            if is_read and is_early:
-                return Released(False, InvalidReason.EARLY)
-            return Released(False, InvalidReason.MOVED if is_read else InvalidReason.CONTENTS)
+            return Released(True) if invalid is None else Released(False, invalid)
 
     def cancel(self, lease_ids: Iterable[str]) -> None:
         """End leases immediately. Unknown and ended ones are ignored."""
-        with self._lock:
-            self._expire(self._clock())
+        with self._expired():
             for lease_id in lease_ids:
                 if lease_id in self._active or lease_id in self._growing:
                     self._end(lease_id, LeaseEnd.CANCELLED)
 
     def cancel_all(self) -> None:
         """End every lease that is granted immediately."""
-        with self._lock:
-            self._expire(self._clock())
+        with self._expired():
             for lease_id in list(self._active):
                 self._end(lease_id, LeaseEnd.CANCELLED)
 
     def revoke_oldest(self) -> float | None:
         """End the oldest lease on the device that is not being read; return its age in seconds, or None."""
-        with self._lock:
-            now = self._clock()
-            self._expire(now)
+        with self._expired() as now:
             for lease_id, lease in self._active.items():
                 if lease.read_until <= now and lease.slots is None:
                     self._end(lease_id, LeaseEnd.REVOKED)
@@ -348,30 +368,25 @@ class LeaseTable(Generic[Held]):
 
     def still_valid(self, lease_ids: Iterable[str]) -> frozenset[str]:
         """Return those of the leases that have not ended, without renewing them. Those that grow are among them."""
-        with self._lock:
-            self._expire(self._clock())
+        with self._expired():
             return frozenset(each for each in lease_ids if each in self._active or each in self._growing)
 
     def collect(self) -> tuple[Held, ...]:
         """Return what the leases held that have ended since the last call, each exactly once."""
-        with self._lock:
-            self._expire(self._clock())
-            ended = tuple(self._ended)
-            self._ended.clear()
+        with self._expired():
+            ended, self._ended = tuple(self._ended), []
             return ended
 
     @property
     def has_ended(self) -> bool:
         """Whether ``collect`` would return something."""
-        with self._lock:
-            self._expire(self._clock())
+        with self._expired():
             return bool(self._ended)
 
     def take_events(self) -> dict[str, int]:
         """Return how many leases were granted and ended since the last call, by event."""
         with self._lock:
-            events = dict(self._events)
-            self._events.clear()
+            events, self._events = dict(self._events), Counter()
             return events
 
     @property
@@ -397,28 +412,25 @@ class LeaseTable(Generic[Held]):
         with self._lock:
             assert not self._active.keys() & self._past.keys(), "a lease is active and past at once"
             assert not self._growing.keys() & (self._active.keys() | self._past.keys()), "a lease grows and does not"
-            assert all(lease.held is None for lease in self._growing.values()), "a lease that grows holds something"
             ended = {id(held) for held in self._ended}
             assert len(ended) == len(self._ended), "something would be freed twice"
             assert not ended & {id(lease.held) for lease in self._active.values()}, "something is held and to be freed"
             assert not self._by_renewal.keys() & self._unclaimed.keys(), "a lease is claimed and is not"
             seen = self._by_renewal.keys() | self._unclaimed.keys()
             assert self._active.keys() == seen, "a lease would not be seen to expire"
-            assert all(lease.is_claimed for lease in self._by_renewal.values()), "a lease expires early"
             moved = sum(lease.slots is not None for lease in self._active.values())
             assert self._in_host_memory == moved, "leases in host memory are miscounted"
             now = self._clock()
-            could = {lease_id for lease_id, lease in self._active.items() if _can_move(lease, now)}
+            could = {lease_id for lease_id, lease in self._active.items() if lease.can_move(now)}
             assert could <= self._may_move.keys() <= self._active.keys(), "a lease that could move would not be found"
-            for leases, of in (
-                (self._active, "granted_at"),
-                (self._by_renewal, "renewed_until"),
-                (self._unclaimed, "renewed_until"),
-            ):
-                times = [getattr(lease, of) for lease in leases.values()]
-                assert times == sorted(times), f"leases are not in the order of {of}"
+            ages = [lease.granted_at for lease in self._active.values()]
+            assert ages == sorted(ages), "leases are not in the order of their grants"
+            for leases in (self._by_renewal, self._unclaimed):
+                times = [lease.renewed_until for lease in leases.values()]
+                assert times == sorted(times), "a lease would not be seen to expire in time"
             for lease_id, lease in self._active.items():
-                assert not lease.readers or len(lease.released_by) < lease.readers, f"{lease_id} should have ended"
+                done = lease.readers
+                assert not done.count or len(done.valid) < done.count, f"{lease_id} should have ended"
                 assert lease.slots is None or lease.tables, f"{lease_id} has moved and must not"
 
     def _check_new(self, lease_id: str) -> None:
@@ -432,56 +444,45 @@ class LeaseTable(Generic[Held]):
         past = self._past.get(lease_id)
         if past is None:
             return Released(False, InvalidReason.UNKNOWN)
-        if past.contents and past.contents != contents:  # it has none if it ended before it was granted
+        if past.contents not in (None, contents):
             return Released(False, InvalidReason.CONTENTS)
         if place != past.place:
             return Released(False, InvalidReason.MOVED)
-        if readers == past.readers and (reader, pull_id) in past.released:
+        if readers == past.readers.count and pull_id in past.readers.valid.get(reader, ()):
             return Released(True)
         return Released(False, InvalidReason(past.end.value))
 
-    def _expire(self, now: float) -> None:
-        """End expired leases, and forget those that ended long ago."""
-        for leases in (self._by_renewal, self._unclaimed, self._active):
-            while leases and (first := next(iter(leases.items())))[1].expires_at <= now:
-                self._end(first[0], LeaseEnd.EXPIRED)
-        while self._past and next(iter(self._past.values())).forget_at <= now:
-            self._past.popitem(last=False)
+    @contextmanager
+    def _expired(self) -> Iterator[float]:
+        """Hold the lock once what is due has expired; the value is the time. What ended long ago is forgotten."""
+        with self._lock:
+            now = self._clock()
+            for leases in (self._by_renewal, self._unclaimed, self._active):
+                while leases and (first := next(iter(leases.items())))[1].expires_at <= now:
+                    self._end(first[0], LeaseEnd.EXPIRED)
+            while self._past and next(iter(self._past.values())).forget_at <= now:
+                self._past.popitem(last=False)
+            yield now
 
-    def _claim(self, lease_id: str, lease: _Lease[Held], now: float) -> None:
-        lease.is_claimed = True
-        self._extend(lease, now, self.ttl_s)
+    def _claim(self, lease_id: str, lease: _Granted[Held], now: float) -> None:
+        lease.renewed_until = now + self.ttl_s
         self._unclaimed.pop(lease_id, None)
         self._by_renewal[lease_id] = lease
         self._by_renewal.move_to_end(lease_id)
 
-    def _extend(self, lease: _Lease[Held], now: float, seconds: float) -> None:
-        lease.renewed_until = now + seconds
-        lease.expires_at = min(lease.renewed_until, lease.granted_at + self._max_age_s)
-
     def _end(self, lease_id: str, how: LeaseEnd) -> None:
-        grew = self._growing.pop(lease_id, None)
-        lease = grew or self._active.pop(lease_id)
+        # Repeated messages should arrive within this time. Later ones are answered with "unknown", which is safe.
+        forget_at = self._clock() + 2 * self.ttl_s
+        if (growing := self._growing.pop(lease_id, None)) is not None:  # what was not granted is not counted
+            self._past[lease_id] = _PastLease(how, None, Place.DEVICE, growing.readers, forget_at)
+            return
+        lease = self._active.pop(lease_id)
         self._by_renewal.pop(lease_id, None)
         self._unclaimed.pop(lease_id, None)
         self._may_move.pop(lease_id, None)
         self._in_host_memory -= lease.slots is not None
-        # Repeated messages should arrive within this time. Later ones are answered with "unknown", which is safe.
-        forget_at = self._clock() + 2 * self.ttl_s
-        released = frozenset((reader, pull) for reader, pulls in lease.released_by.items() for pull in pulls)
-        self._past[lease_id] = _PastLease(how, lease.contents, _place(lease), lease.readers, released, forget_at)
-        if grew is None:  # what was not granted is not counted
-            self._ended.append(cast("Held", lease.held))
-            self._events[how.value] += 1
-            if self._on_end is not None:
-                self._on_end(lease_id, how)
-
-
-def _can_move(lease: _Lease[Held], now: float) -> bool:
-    """Return whether nobody reads a lease, and it may lie elsewhere."""
-    is_read = lease.is_located or lease.read_until > now or bool(lease.released_by)
-    return bool(lease.tables) and lease.slots is None and lease.is_written and not is_read
-
-
-def _place(lease: _Lease[Held]) -> Place:
-    return Place.DEVICE if lease.slots is None else Place.HOST
+        self._past[lease_id] = _PastLease(how, lease.contents, lease.place, lease.readers, forget_at)
+        self._ended.append(lease.held)
+        self._events[how.value] += 1
+        if self._on_end is not None:
+            self._on_end(lease_id, how)

@@ -44,35 +44,16 @@ class _Lane:
 
     def __init__(self, number: int, work: Callable[["_Lane"], None], name: str) -> None:
         self.number = number
-        self.is_meeting = False  # it shakes hands, and no other lane takes a pull meanwhile
-        self.known: Peer | None = None  # what the session's handshake had returned when the lane last asked
-        self.linked_to: Peer | None = None  # the same if links to all its ranks were open; the session's lock guards it
+        self.linked_epoch = 0  # of the links, if all were open when the lane last asked; the session's lock guards it
         self.thread = threading.Thread(target=work, args=(self,), name=name, daemon=True)
-        self._linked: Peer | None = None  # a prefill engine with links of this lane
-        self._links_are_of: Peer | None = None  # what was known when they were opened
-
-    def meet(self, peer: Peer) -> None:
-        """Use a peer that was just met, and the links that the handshake has opened."""
-        self.known = self._links_are_of = self._linked = peer
-
-    def peer(self) -> Peer:
-        """Return the prefill engine that is known, with links of this lane."""
-        assert self.known is not None, "the lane has not shaken hands"
-        if self._links_are_of is not self.known:
-            self.disconnect()
-        if self._linked is None:
-            self._linked, self._links_are_of = self.known.with_own_links(), self.known
-        return self._linked
-
-    def all_links_are_of(self) -> Peer | None:
-        """Return what was known when the links were opened; None if one is missing."""
-        return self._links_are_of if self._linked is not None and self._linked.is_linked else None
+        self.peer: Peer | None = None  # the prefill engine with links of this lane
+        self.epoch = 0  # of the handshake that ``peer`` is known by
 
     def disconnect(self) -> None:
         """Close all links."""
-        linked, self._linked = self._linked, None
-        if linked is not None:
-            linked.close()
+        peer, self.peer = self.peer, None
+        if peer is not None:
+            peer.close()
 
 
 class PeerSession:
@@ -106,7 +87,9 @@ class PeerSession:
         self._rests_until = 0.0  # no lane is opened before
         self._threads: list[threading.Thread] = []  # of all lanes, also of some that have ended
         self._peer: Peer | None = None  # what the last handshake returned
-        self._is_meeting = False
+        self._epoch = 0  # its number
+        self._must_meet = True  # the next pull begins with a handshake
+        self._meeting: _Lane | None = None  # it shakes hands, and no other lane takes a pull meanwhile
         with self._changed:
             self._open_lane()
 
@@ -155,7 +138,8 @@ class PeerSession:
             assert self._running.keys() <= self._lanes.keys() - self._idle, "a pull has a lane that does not run it"
             longs = sum(not self._is_short(tokens) for tokens in self._running.values())
             assert longs < max(LANES, 2), "long pulls have all lanes"
-            assert self._is_meeting == any(lane.is_meeting for lane in self._lanes.values()), "nobody shakes hands"
+            assert self._meeting is None or self._must_meet, "a lane shakes hands once more"
+            assert self._meeting is None or self._meeting in self._lanes.values(), "nobody shakes hands"
             alive = bool(self._lanes) and all(lane.thread.is_alive() for lane in self._lanes.values())
             assert self._closing.is_set() or alive, "a thread of the session has died"
 
@@ -163,7 +147,7 @@ class PeerSession:
 
     def _open_spare_lane(self) -> None:
         """Open a lane, unless one is idle or being opened, or there can be no more, or nobody has been met yet."""
-        if self._peer is None or self._idle or self._opening or len(self._lanes) >= LANES or self._closing.is_set():
+        if self._must_meet or self._idle or self._opening or len(self._lanes) >= LANES or self._closing.is_set():
             return
         if time.monotonic() >= self._rests_until:
             self._open_lane()
@@ -171,7 +155,6 @@ class PeerSession:
     def _open_lane(self) -> None:
         number = min(set(range(LANES)) - self._lanes.keys())
         lane = _Lane(number, self._run, f"pd-pull-{self._address.engine_id[:8]}")
-        lane.known = self._peer
         try:
             lane.thread.start()  # it waits for the lock
         except RuntimeError:  # the system has no thread left
@@ -179,7 +162,7 @@ class PeerSession:
                 raise
             self._rest("there is no thread for it")
             return
-        self._opening = None if lane.known is None else lane
+        self._opening = None if self._must_meet else lane
         self._lanes[number] = lane
         self._threads = [thread for thread in self._threads if thread.is_alive()] + [lane.thread]
 
@@ -189,18 +172,18 @@ class PeerSession:
 
     def _can_take(self, lane: _Lane) -> bool:
         """Return whether ``lane`` takes the next pull: the first that is idle, so that the last ones can end."""
-        return not self._is_meeting and lane.number == min(self._idle) and self._next_pull() is not None
+        return self._meeting is None and lane.number == min(self._idle) and self._next_pull() is not None
 
     def _should_open_links(self, lane: _Lane) -> bool:
         """Return whether ``lane`` lacks links while another lane can run the pulls, or will when it has ended one."""
-        if self._peer is None or lane.linked_to is self._peer:
+        if self._must_meet or lane.linked_epoch == self._epoch:
             return False
-        return any(other.linked_to is self._peer for other in self._lanes.values())
+        return any(other.linked_epoch == self._epoch for other in self._lanes.values())
 
     def _await_turn(self, lane: _Lane) -> bool:
         """Wait until ``lane`` has something to do; return False if it is to end."""
         self._running.pop(lane.number, None)
-        lane.linked_to = lane.all_links_are_of()
+        lane.linked_epoch = lane.epoch if lane.peer is not None and lane.peer.is_linked else 0
         self._opening = None if self._opening is lane else self._opening
         self._idle.add(lane.number)
         self._changed.notify_all()  # whether this lane has links matters to the others
@@ -225,7 +208,7 @@ class PeerSession:
 
     def _run(self, lane: _Lane) -> None:
         try:
-            if lane.known is None or self._open_links(lane):
+            if self._peer is None or self._open_links(lane):
                 while (pull := self._take(lane)) is not None:
                     answer = self._run_safely(lane, pull)
                     if answer is not None:
@@ -241,7 +224,7 @@ class PeerSession:
         """Open what links a lane lacks; return whether it goes on, which the last lane does anyway."""
         reason = ""
         try:
-            peer = lane.peer()
+            peer = self._linked(lane)
             for rank in peer.plans:
                 peer.link(rank)
         except Exception as error:  # whatever it is: the other lanes carry on, and find out
@@ -261,9 +244,8 @@ class PeerSession:
             with self._changed:
                 if not self._await_turn(lane):
                     return None
-                lane.known = self._peer
                 if not self._should_open_links(lane):
-                    lane.is_meeting = self._is_meeting = self._peer is None
+                    self._meeting = lane if self._must_meet else None
                     self._open_spare_lane()
                     pull = self._next_pull()
                     assert pull is not None, "a lane has its turn and no pull"
@@ -337,26 +319,38 @@ class PeerSession:
         Raises:
             PullFailed: as ``connect_peer``.
         """
-        if lane.is_meeting:
+        if self._meeting is lane:
             lane.disconnect()
-            lane.meet(connect_peer(self._context, self._address, deadline))
-            self._end_meeting(lane)
-        return lane.peer()
+            lane.peer = connect_peer(self._context, self._address, deadline)
+            self._end_meeting(lane, lane.peer)
+        return self._linked(lane)
 
-    def _end_meeting(self, lane: _Lane) -> None:
-        """Let other lanes take pulls, with what the handshake has returned or to try another."""
+    def _linked(self, lane: _Lane) -> Peer:
+        """Return the prefill engine by the last handshake, with links of ``lane``. Closes those by an earlier one."""
         with self._changed:
-            if lane.is_meeting:
-                lane.is_meeting = self._is_meeting = False
-                self._peer = lane.linked_to = lane.known
+            known, epoch = self._peer, self._epoch
+        assert known is not None, "nobody has shaken hands"
+        if lane.epoch != epoch:
+            lane.disconnect()
+        if lane.peer is None:
+            lane.peer, lane.epoch = known.with_own_links(), epoch
+        return lane.peer
+
+    def _end_meeting(self, lane: _Lane, met: Peer | None = None) -> None:
+        """Let other lanes take pulls, with what the handshake has returned or, if it is None, to try another."""
+        with self._changed:
+            if self._meeting is lane:
+                self._meeting = None
+                if met is not None:
+                    self._peer, self._epoch, self._must_meet = met, self._epoch + 1, False
+                    lane.epoch = lane.linked_epoch = self._epoch
                 self._open_spare_lane()
                 self._changed.notify_all()
 
     def _forget(self, lane: _Lane) -> None:
         """Close the lane's links. The next pull starts with a handshake; those under way keep what they know."""
         with self._changed:
-            if self._peer is lane.known:
-                self._peer = None
+            self._must_meet |= lane.epoch == self._epoch
         lane.disconnect()
 
     def _fail_queued(self, error: PullFailed) -> None:

@@ -1,4 +1,4 @@
-"""The transfer engine over Mooncake: which engine a link uses, how a batch is submitted, and when it has settled.
+"""The transfer engine over Mooncake: its options, the memory that peers reach, and which kind of links it has.
 
 On TCP the engine that peers reach is passive: it holds the registered memory and reads nothing. Every link has its own
 Mooncake engine, with no memory registered. A peer that hangs, breaks its connection or restarts then harms only its own
@@ -6,42 +6,30 @@ link, and deleting that engine is the only way with Mooncake to be sure that no 
 memory must be registered with the engine that reads into it, and connections are expensive. There all links share one
 engine, and a failed read has settled once Mooncake's own counters say that each of its descriptors is final.
 
-``mooncake_read`` runs one read, ``mooncake_batches`` knows how far a batch is, ``mooncake_settling`` watches what
-failed reads leave behind, ``mooncake_native`` holds the calls into the library, ``batches`` checks a batch, ``window``
-shares among reads what may be in flight.
+``mooncake_links`` has both kinds of links, ``mooncake_read`` runs one read, ``mooncake_batches`` knows how far a batch
+is, ``mooncake_settling`` watches what failed reads leave behind, ``mooncake_native`` holds the calls into the library,
+``batches`` checks a batch, ``window`` shares among reads what may be in flight.
 """
 
 import difflib
 import mmap
 import os
 import threading
-import time
 import weakref
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
-import numpy as np
-
-from layout.copies import Copies
 from layout.cost import CostModel
 from layout.geometry import Identity, Region
 from layout.regions import RegionTable, describe_region
-from transfer.engine.base import EngineStartError, Link, ReadFailed, TransferEngine
-from transfer.engine.batches import RegisteredMemory, check_copies, split_large
-from transfer.engine.identity import (
-    NONCE_BYTES,
-    HostIdentityMemory,
-    IdentityMemory,
-    OwnIdentity,
-    check_identity,
-    wrong_identity,
-)
-from transfer.engine.mooncake_batches import ReadBatch, State, submit
+from transfer.engine.base import EngineStartError, ReadFailed, TransferEngine
+from transfer.engine.batches import RegisteredMemory
+from transfer.engine.identity import HostIdentityMemory, IdentityMemory, OwnIdentity, check_identity
 from transfer.engine.mooncake_limits import LIMITS, Limits
-from transfer.engine.mooncake_native import NativeEngine, NativeOptions, check_open_files, split_address
-from transfer.engine.mooncake_read import MooncakeRead
-from transfer.engine.mooncake_settling import Leftover, Settling
+from transfer.engine.mooncake_links import MooncakeLink, OwnEngineLink, SharedEngineLink
+from transfer.engine.mooncake_native import NativeEngine, NativeOptions, split_address
+from transfer.engine.mooncake_settling import Settling
 from transfer.engine.rdma import INFINIBAND_DEVICES, has_rdma_device
 from transfer.engine.window import Window
 from transfer.memory import SlotPool
@@ -55,14 +43,9 @@ _IDENTITY_READS = 256
 IDENTITY_BYTES = (1 + _IDENTITY_READS) * mmap.PAGESIZE
 
 _ASYNC = "ASCEND_USE_ASYNC_TRANSFER"
-_ANOTHER = "another process answers"
 
 #: Held by the engine of this process on Ascend: CANN's engine under it belongs to the process and its device.
 _ASCEND_ENGINE = threading.Lock()
-
-#: How long a failed read waits for what it has in flight before it counts as unsettled: a peer that refuses a
-#: descriptor, or has just died, lets the others end within that time.
-_PATIENCE_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,32 +154,37 @@ class MooncakeEngine(TransferEngine):
                 f"{_ASYNC} is set (to {asked!r}; any value turns it on), but asynchronous transfers count as ended "
                 "before their connection is, so bytes may land later than is known: unset it"
             )
-        self._options = options
+        self.options = options
         self._lock = threading.Lock()
         self.memory = RegisteredMemory()
         self._links: set[MooncakeLink] = set()
         self._windows: weakref.WeakValueDictionary[str, Window] = weakref.WeakValueDictionary()
         self._closed = False
         self.identities = identities or HostIdentityMemory(IDENTITY_BYTES)
-        self._check_regions([self.identities.region])
+        pages = self.identities.region
+        self._check_regions([pages])
         with ExitStack() as undo:
             if options.protocol == "ascend":
-                undo.callback(_take_process().release)
-            self._native = NativeEngine(options.native)
-            undo.callback(self._native.delete)
-            self.settling = Settling(self._native)
-            self._address = self._native.address
+                if not _ASCEND_ENGINE.acquire(blocking=False):
+                    raise EngineStartError(
+                        "this process has a transfer engine with protocol 'ascend' already, and can have only one: "
+                        "configure one PDConnector in MultiConnector, not several"
+                    )
+                undo.callback(_ASCEND_ENGINE.release)
+            self.native = NativeEngine(options.native)
+            undo.callback(self.native.delete)
+            self.settling = Settling(self.native)
             self._own = OwnIdentity(self.identities)
-            pages = self.identities.region
+            self._link_kind: type[MooncakeLink] = OwnEngineLink if options.isolated else SharedEngineLink
             scratch = Region(pages.address + mmap.PAGESIZE, _IDENTITY_READS * mmap.PAGESIZE)
             self.scratch = SlotPool(scratch, _IDENTITY_READS, self.identities)
-            self._native.register([self._own.region if options.isolated else pages])
+            self.native.register([pages if self._link_kind.reads_with_shared else self._own.region])
             self._release = undo.pop_all()
 
     @property
     def address(self) -> str:
         """Where peers reach this engine."""
-        return self._address
+        return self.native.address
 
     @property
     def identity(self) -> Identity:
@@ -206,7 +194,7 @@ class MooncakeEngine(TransferEngine):
     def register(self, regions: Sequence[Region]) -> None:
         """See the contract. Registers all ``regions`` or none. Holds the GIL, so use it at start-up only."""
         self._check_regions([self.identities.region, *self.memory.table.regions, *regions])
-        self.memory.add(regions, self._native.register)
+        self.memory.add(regions, self.native.register)
 
     def _check_regions(self, regions: Sequence[Region]) -> None:
         """Raise unless the transport can register all of ``regions`` together.
@@ -214,7 +202,7 @@ class MooncakeEngine(TransferEngine):
         Raises:
             EngineStartError: naming the value, the rule, and the way out.
         """
-        limits, protocol = self._options.limits, self._options.protocol
+        limits, protocol = self.options.limits, self.options.protocol
         for region in regions:
             if past := region.address % limits.alignment:
                 raise EngineStartError(
@@ -231,7 +219,7 @@ class MooncakeEngine(TransferEngine):
                 "layers each"
             )
 
-    def open(self, address: str, regions: Sequence[Region], identity: Identity | None = None) -> "MooncakeLink":
+    def open(self, address: str, regions: Sequence[Region], identity: Identity | None = None) -> MooncakeLink:
         """See the contract. The identity is read now, so that the first real read finds a warm link.
 
         On a shared engine, a peer is neither opened nor read while earlier reads from it have failed and not settled.
@@ -244,32 +232,25 @@ class MooncakeEngine(TransferEngine):
             raise ReadFailed(f"cannot open a link to {address}: {error}", settled=True) from error
         if identity is not None:
             check_identity(identity, address)
-        self.check_settled(address)
+        self.settling.check(address)
         with self._lock:
             if self._closed:
-                raise ReadFailed(f"transfer engine {self._address} is closed", settled=True)
-            limits = self._options.limits
+                raise ReadFailed(f"transfer engine {self.address} is closed", settled=True)
+            limits = self.options.limits
             window = self._windows.setdefault(address, Window(limits.in_flight, limits.in_flight_s))
-            link = MooncakeLink(self, self._options, address, peer, identity, window)
+            link = self._link_kind(self, address, peer, identity, window)
             self._links.add(link)  # so that ``close`` waits for it
         try:
-            link.connect(None if self._options.isolated else self._native)
+            link.connect()
         except BaseException:
             link.close()
             raise
         with self._lock:
             if self._closed:
-                raise ReadFailed(f"transfer engine {self._address} was closed while it opened {address}", settled=True)
+                raise ReadFailed(f"transfer engine {self.address} was closed while it opened {address}", settled=True)
         return link
 
-    def check_settled(self, address: str) -> None:
-        """Raise ReadFailed if reads from the peer at ``address`` have failed and not settled."""
-        if self.settling.is_waiting_for(address):
-            raise ReadFailed(
-                f"{address} is not opened or read now: earlier reads from it have failed and not settled", settled=True
-            )
-
-    def forget(self, link: "MooncakeLink") -> None:
+    def forget(self, link: MooncakeLink) -> None:
         """Remove a link that has closed."""
         with self._lock:
             self._links.discard(link)
@@ -294,201 +275,3 @@ class MooncakeEngine(TransferEngine):
         with self._lock:
             self._release.close()  # deletes the engine
         self.settling.engine_deleted()
-
-
-def _take_process() -> threading.Lock:
-    """Return the lock of this process's one engine on Ascend, taken.
-
-    Raises:
-        EngineStartError: there is one already.
-    """
-    if not _ASCEND_ENGINE.acquire(blocking=False):
-        raise EngineStartError(
-            "this process has a transfer engine with protocol 'ascend' already, and can have only one: configure one "
-            "PDConnector in MultiConnector, not several"
-        )
-    return _ASCEND_ENGINE
-
-
-class MooncakeLink(Link):
-    """A link to one peer. One thread at a time may ``connect`` or ``read``; any may ``close``, which ends both."""
-
-    def __init__(
-        self,
-        engine: MooncakeEngine,
-        options: MooncakeOptions,
-        address: str,
-        peer: RegionTable,
-        identity: Identity | None,
-        window: Window,
-    ) -> None:
-        self.address = address  # of the peer
-        self.window = window  # what is in flight to the peer
-        self._engine = engine
-        self._options = options
-        self._limits = options.limits
-        self._native: NativeEngine | None = None  # none before it is connected
-        self._peer = peer
-        self._identity = identity
-        self._busy = threading.Lock()  # held while it connects or reads, and by close when it ends the engine
-        self._closing = threading.Event()
-        self._closed = False
-        self._broken = ""  # why reads are refused, "" if they are not
-        self._unsettled: list[
-            ReadBatch
-        ] = []  # of a failed read, if the engine is its own; they still occupy the window
-        self._leftovers: list[Leftover] = []  # of failed reads, if the engine is shared
-
-    def connect(self, shared: NativeEngine | None) -> None:
-        """Wait for the peer's first answer, up to the connect timeout, and find out whether it is the right one.
-
-        Args:
-            shared: the engine to read with; None if the link is to have its own.
-
-        Raises:
-            ReadFailed: the peer did not answer, or is another (always settled: only scratch memory was written).
-        """
-        with self._busy:
-            if self._closing.is_set():
-                raise ReadFailed(f"the transfer engine was closed while it opened {self.address}", settled=True)
-            try:
-                if shared is None:
-                    check_open_files()
-                self._native = native = shared or NativeEngine(self._options.native)
-            except EngineStartError as error:
-                raise ReadFailed(f"cannot open a link to {self.address}: {error}", settled=True) from error
-            if refusal := native.refusal(self.address):
-                raise ReadFailed(f"cannot open a link to {self.address}: {refusal}", settled=True)
-            self._await_answer(native)
-
-    def _await_answer(self, native: NativeEngine) -> None:
-        started = time.monotonic()
-        answers: list[str] = []
-        # Mooncake's first calls to a peer take no timeout, so another thread makes them.
-        thread = threading.Thread(target=lambda: answers.append(self._meet(native)), name="pd-connect", daemon=True)
-        thread.start()
-        deadline = started + self._options.connect_timeout_s
-        while thread.is_alive() and time.monotonic() < deadline and not self._closing.is_set():
-            thread.join(min(0.05, max(deadline - time.monotonic(), 0.0)))
-        if thread.is_alive():
-            answers.append("closed here" if self._closing.is_set() else "accepts connections but does not answer")
-        while thread.is_alive():
-            self._closing.set()
-            native.interrupt(self.address)
-            thread.join(0.05)
-        reason = answers[0] if answers else "the call to it failed"
-        if reason == _ANOTHER:
-            raise wrong_identity(self.address)
-        if reason:
-            raise ReadFailed(
-                f"cannot reach the transfer engine at {self.address} ({time.monotonic() - started:.3f} s): {reason}; "
-                "check that its process is running and that no firewall blocks its ports for this machine"
-                f"{native.other_family(self.address)}",
-                settled=True,
-            )
-
-    def _meet(self, native: NativeEngine) -> str:
-        """Make the first calls to the peer. Returns why it cannot be read, empty if it can."""
-        if not self._options.isolated or self._identity is None:
-            if not (native.probe(self.address) and native.exchange_metadata(self.address)):
-                return "it refused the connection"
-            if self._identity is None:
-                return ""
-        nonce = self._read_nonce(native, self._identity, self._options.connect_timeout_s)
-        if nonce is None:
-            return "it refused the connection or the read"
-        return "" if nonce == self._identity.nonce else _ANOTHER
-
-    def _read_nonce(self, native: NativeEngine, identity: Identity, timeout_s: float) -> bytes | None:
-        """Read the peer's number where ``identity`` says that it lies; None if that fails."""
-        deadline = time.monotonic() + timeout_s
-        with ExitStack() as borrowing:
-            scratch = borrowing.enter_context(self._engine.scratch.borrow())
-            if scratch is None:
-                return None
-            descriptor = (np.array([value], np.int64) for value in (scratch, identity.address, NONCE_BYTES))
-            batch = submit(native, self.address, Copies(*descriptor))
-            if batch is None:
-                return None
-            while not (state := batch.look()).is_final and not self._closing.is_set() and time.monotonic() < deadline:
-                time.sleep(self._limits.shortest_pause_s)
-            if not state.is_final:
-                self._broken = "broken by an identity that could not be read"
-                if self._options.isolated:
-                    native.delete()
-                else:
-                    self._engine.settling.add(Leftover(self.address, [batch], borrowing.pop_all().close))
-            return self._engine.identities.read(scratch, NONCE_BYTES) if state is State.DONE else None
-
-    def prove(self, timeout_s: float) -> None:
-        """See the contract. Afterwards, a link that was not proven refuses to read."""
-        if self._identity is None:
-            return
-        with self._busy:
-            if self._closing.is_set() or self._broken or self._native is None:
-                raise ReadFailed(f"the link to {self.address} is {self._broken or 'closed'}", settled=True)
-            nonce = self._read_nonce(self._native, self._identity, timeout_s)
-            if nonce == self._identity.nonce:
-                return
-            self._broken = "broken: its peer could not be proven to be the right one"
-            if nonce is not None:
-                raise wrong_identity(self.address)
-            raise ReadFailed(
-                f"the transfer engine at {self.address} did not say within {timeout_s:.1f} s who it is, after it had "
-                "been read",
-                settled=True,
-            )
-
-    def read(self, copies: Copies, timeout_s: float, later_bytes: int = 0) -> None:
-        """See the contract. After an unsettled failure the link refuses to read."""
-        with self._busy:
-            if self._closing.is_set() or self._broken or self._native is None:
-                raise ReadFailed(f"the link to {self.address} is {self._broken or 'closed'}", settled=True)
-            self._engine.check_settled(self.address)
-            check_copies(copies, self._engine.memory.table, self._peer, self.address)
-            copies = split_large(copies, self._limits.piece_bytes)
-            costs = self._options.costs
-            reading = MooncakeRead(self._native, self.address, copies, self._limits, costs, self.window, later_bytes)
-            try:
-                reading.run(timeout_s, self._closing.is_set)
-            except ReadFailed as error:
-                if error.settled or self._options.isolated or not reading.settle(_PATIENCE_S, self._closing.is_set):
-                    raise
-                raise ReadFailed(str(error), settled=True) from error
-            finally:
-                if reading.in_flight:
-                    self._broken = "broken by a read that failed and must be closed first"
-                    self._keep(reading.in_flight)
-
-    def _keep(self, batches: list[ReadBatch]) -> None:
-        """Keep what a failed read has left in flight, until it is final or the link's own engine is deleted."""
-        if self._options.isolated:
-            self._unsettled = batches
-            return
-        count = sum(batch.descriptors for batch in batches)
-        leftover = Leftover(self.address, batches, lambda: self.window.release_abandoned(count))
-        self._leftovers.append(leftover)
-        self._engine.settling.add(leftover)
-
-    def close(self) -> None:
-        """See the contract. Takes milliseconds. If the link has its own engine, it has settled after that."""
-        self._closing.set()
-        while not self._busy.acquire(timeout=0.05):
-            if self._native is not None and not self._options.isolated:
-                self._native.interrupt(self.address)  # a submission may be stuck in a call to the peer
-        try:
-            if self._closed:
-                return
-            if self._options.isolated and self._native is not None:
-                self._native.delete()
-            self.window.release_abandoned(sum(batch.descriptors for batch in self._unsettled))
-            self._unsettled = []
-            self._closed = True
-        finally:
-            self._busy.release()
-        self._engine.forget(self)
-
-    @property
-    def settled(self) -> bool:
-        """See the contract."""
-        return not self._unsettled and all(leftover.settled for leftover in self._leftovers)

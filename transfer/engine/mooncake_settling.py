@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
+from transfer.engine.base import ReadFailed
 from transfer.engine.mooncake_batches import ReadBatch
 from transfer.engine.mooncake_native import NativeEngine
 
@@ -74,10 +75,12 @@ class Settling:
                 thread.start()  # it waits for the lock before it ends
                 self._thread = thread
 
-    def is_waiting_for(self, address: str) -> bool:
-        """Return whether reads from the peer at ``address`` have failed and not settled."""
+    def check(self, address: str) -> None:
+        """Raise ReadFailed if reads from the peer at ``address`` have failed and not settled."""
         with self._lock:
-            return any(leftover.address == address for leftover in self._leftovers)
+            if any(leftover.address == address for leftover in self._leftovers):
+                reason = f"{address} is not opened or read now: earlier reads from it have failed and not settled"
+                raise ReadFailed(reason, settled=True)
 
     def stop(self) -> None:
         """Stop the thread and wait for it. What has not settled stays so until ``engine_deleted``."""

@@ -87,7 +87,7 @@ def read(peer: str) -> None:
     except ReadFailed as refused:
         impostor = str(refused)
     engine.check_integrity()
-    found = {"equal": bool((arrived == expected).all()), "counts": engine._native.counts, "impostor": impostor}
+    found = {"equal": bool((arrived == expected).all()), "counts": engine.native.counts, "impostor": impostor}
     engine.close()
     print(json.dumps(found), flush=True)  # noqa: T201  its result
 

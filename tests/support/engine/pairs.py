@@ -31,7 +31,7 @@ def mooncake_engines(engine_per_link: bool | None = None, counts: bool | None = 
     """``counts``: whether batches are told by their counters; None lets the first one show."""
     while True:
         engine = MooncakeEngine(MooncakeOptions("127.0.0.1", engine_per_link=engine_per_link, progress_timeout_s=1.0))
-        engine._native.counts = counts
+        engine.native.counts = counts
         yield engine
 
 

@@ -21,7 +21,8 @@ from layout.geometry import Identity, Region
 from tests.support.memory import Memory, even_copies, noise
 from tests.support.waiting import until
 from transfer.engine.base import ReadFailed
-from transfer.engine.mooncake import MooncakeEngine, MooncakeLink, MooncakeOptions
+from transfer.engine.mooncake import MooncakeEngine, MooncakeOptions
+from transfer.engine.mooncake_links import MooncakeLink
 from transfer.memory import HostMemory
 
 MIB = 1 << 20

@@ -333,7 +333,7 @@ def test_closing_a_link_does_not_stop_other_python_threads(engine: MooncakeEngin
 def test_registration_that_fails_half_way_takes_nothing(engine: MooncakeEngine, destination: Memory) -> None:
     good, stranger = Memory(4096), Memory(8192)
     # Behind the engine's back, so that the second of two regions meets Mooncake's own refusal.
-    engine._native.register([Region(stranger.region.address, 4096)])
+    engine.native.register([Region(stranger.region.address, 4096)])
     with pytest.raises(EngineStartError, match=r"overlaps memory that is registered already \(code -7\)"):
         engine.register([good.region, stranger.region])
     engine.register([good.region])

@@ -20,8 +20,9 @@ from tests.support.engine.strange_peers import SilentPeer, forwarded
 from tests.support.memory import Memory, even_copies, noise
 from tests.support.waiting import WAIT_S, until
 from transfer.engine.base import ReadFailed
-from transfer.engine.mooncake import MooncakeEngine, MooncakeLink, MooncakeOptions
+from transfer.engine.mooncake import MooncakeEngine, MooncakeOptions
 from transfer.engine.mooncake_batches import ReadBatch, State
+from transfer.engine.mooncake_links import MooncakeLink
 from transfer.engine.mooncake_native import NativeEngine, find_open_segment
 from transfer.engine.mooncake_settling import Leftover, Settling
 
@@ -251,7 +252,8 @@ def test_bytes_of_a_process_that_took_the_data_port_of_another_are_noticed(
     shared: MooncakeEngine, destination: Memory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both have memory at the same addresses, so that reading succeeds: without the proof nobody would know."""
-    monkeypatch.setattr("transfer.engine.mooncake._PATIENCE_S", WAIT_S)  # reads over lost connections settle in between
+    # Reads over lost connections settle in between.
+    monkeypatch.setattr("transfer.engine.mooncake_links._PATIENCE_S", WAIT_S)
     with PeerProcess(MIB, 5, FIXED) as first, PeerProcess(MIB, 6, FIXED) as second:
         link = shared.open(first.address, [first.region], first.identity)
         batch = even_copies(destination.region, first.region, 1, 16384)
