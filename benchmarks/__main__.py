@@ -10,25 +10,19 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks import (
-    batch_copy,
-    beside,
-    first_pull,
     first_token,
-    host_blocks,
     host_memory,
     host_step,
     legs,
+    micro,
     multi_turn,
-    named_prompts,
     planning,
     proxy,
     pull,
     record,
-    reshape,
     serving,
     short_of_blocks,
     unequal,
-    waiting,
 )
 
 
@@ -47,24 +41,18 @@ class Benchmark:
 
 #: By the names of their results' files.
 BENCHMARKS: Mapping[str, Benchmark] = {
-    "batch_copy": Benchmark(batch_copy.main),
-    "host_blocks": Benchmark(host_blocks.main),
     "host_memory": Benchmark(host_memory.main),
     "host_step": Benchmark(host_step.main),
+    "micro": Benchmark(micro.main),
     "planning": Benchmark(planning.main),
     "pull": Benchmark(pull.main),
     "pull_verified": Benchmark(pull.main, ("--verify", "--rounds", "15")),
-    "beside": Benchmark(beside.main),
-    "first_pull": Benchmark(first_pull.main),
-    "reshape": Benchmark(reshape.main),
     "unequal": Benchmark(unequal.main),
     "short_of_blocks": Benchmark(short_of_blocks.main, ("--repeats", "41")),
     "short_of_blocks_slow_network": Benchmark(
         short_of_blocks.main, ("--parts", "bursts", "growth", "--bytes-per-s", "5e7")
     ),
     "short_of_blocks_slower_network": Benchmark(short_of_blocks.main, ("--parts", "bursts", "--bytes-per-s", "2.5e7")),
-    "waiting": Benchmark(waiting.main),
-    "named_prompts": Benchmark(named_prompts.main),
     "legs": Benchmark(legs.main),
     "legs_slow_network": Benchmark(legs.main, ("--bytes-per-s", "2e8", "--lengths", "512", "2000", "3500")),
     "first_token": Benchmark(first_token.main),

@@ -19,12 +19,13 @@ from typing import Any
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
+from benchmarks.peers.servers import NAME
 from examples.quickstart.servers import Server, Servers, free_ports
 
 ROOT = Path(__file__).resolve().parents[1]
 DIRECTORY = ROOT / ".cache" / "benchmarks"
-HOST, NAME = "127.0.0.1", "benchmark"
-READY_TIMEOUT_S, REQUEST_TIMEOUT_S = 240.0, 120.0
+HOST = "127.0.0.1"
+READY_TIMEOUT_S, REQUEST_TIMEOUT_S = 600.0, 120.0
 #: vLLM closes idle connections after 5 s, at the moment perhaps when a request is sent.
 CONNECTIONS = httpx.Limits(max_connections=64, keepalive_expiry=2)
 LAYERS, KV_HEADS, HEAD_SIZE, VOCABULARY = 24, 4, 32, 512

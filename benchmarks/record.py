@@ -76,21 +76,6 @@ def write(name: str, words: Sequence[str], figures: Figures, printed: str = "", 
         "seconds": round(seconds), "machine": machine(), "versions": versions(), "figures": _rounded(figures),
         "printed": printed.splitlines(),
     }  # fmt: skip
-    return _save(name, result)
-
-
-def rewrite(name: str, words: Sequence[str], figures: Figures, printed: str = "") -> Path:
-    """Write figures that were worked out anew from what a result's file has measured; return its path.
-
-    The file still says when, where and with what it was measured, and which commit has worked out the figures, how.
-    ``printed``: what it has printed instead; nothing leaves what stands there.
-    """
-    again = {"command": " ".join(["python", "-m", *words]), "commit": _commit()}
-    result = read(name) | {"again": again, "figures": _rounded(figures)}
-    return _save(name, result | ({"printed": printed.splitlines()} if printed else {}))
-
-
-def _save(name: str, result: Mapping[str, Any]) -> Path:
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.json"
     path.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")

@@ -11,7 +11,6 @@ WAYS = {
 }  # fmt: skip
 #: What is said of transfers that no other table has: what it is, the form of what was measured, and where that stands.
 TRANSFERS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
-    ("a prompt followed by name, on P's scheduler, one of 16", "{:.0f} us a step", ("named_prompts:named/16/each_us",)),
     ("first token with `--first-token prefill`, beside P alone", "{:.2f} times", ("first_token:1000/ratio",)),
     (
         "the proxy's processor time for a request, both legs, 1,000 at once", "{:.1f} ms, in turn {:.1f}",
@@ -33,10 +32,6 @@ TRANSFERS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     (
         "the same with layers apart, nothing adjacent", "{:.1f} ms",
         ("planning:LBHNC 131072 tokens TP 2 to 1 fragmented/sum_ms",),
-    ),
-    (
-        "putting two ranks' heads together, 4 MiB", "{:.0%} of memcpy's rate",
-        ("reshape:copied/4 MiB/merge of 2 ranks/share",),
     ),
 )  # fmt: skip
 
@@ -124,20 +119,20 @@ def fleet_chunks() -> str:
 
 
 def fleet_host_memory() -> str:
-    """Return how long the largest burst takes, with host memory and without."""
-    links = _figures("fleet")["host_memory"]["links"]
-    most = max((size for ways in links.values() for size in ways["device only"]), key=int)
+    """Return how long a burst of requests takes, with host memory and without."""
+    found = _figures("fleet")["host_memory"]
     rows = [
         [
             f"{link} Gb/s",
             *(
-                f"{ways['device only'][most][key]:.0f} / {ways['host memory'][most][key]:.0f}"
+                f"{ways['device only'][key]:.0f} / {ways['host memory'][key]:.0f}"
                 for key in ("prefilled_s", "seconds", "failed")
             ),
         ]
-        for link, ways in links.items()
+        for link, ways in found["links"].items()
     ]
-    return _table([f"{most} at once, device only / host memory", "computed, s", "answered, s", "failed"], rows)
+    head = [f"{found['requests']} at once, device only / host memory", "computed, s", "answered, s", "failed"]
+    return _table(head, rows)
 
 
 def fleet_control() -> str:

@@ -1,8 +1,7 @@
 """Simulates fleets of prefill and decode engines: ``python -m benchmarks.fleet COMMAND``.
 
 calibrate   measures the simulator's constants on one real P and one real D, and the control server's messages
-validate    runs a trace on real servers (1P1D, 2P2D) and simulated
-again       fits the constants to what ``calibrate`` measured, and simulates what ``validate`` ran: for another model
+validate    runs a trace on one real P and one real D, and simulated
 plot        answers questions beyond this machine, and draws the answers
 run         simulates a trace of yours (``--trace FILE``, in the Mooncake paper's format) on x P and y D
 """
@@ -11,7 +10,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -20,46 +19,35 @@ from benchmarks import record
 from benchmarks.fleet import calibrate, constants, plots, scenarios, validate
 from benchmarks.fleet.node import Settings
 from benchmarks.fleet.simulation import simulate, summary
-from benchmarks.fleet.traces import SAMPLE, TraceError, read
+from benchmarks.fleet.traces import TraceError, read
 from examples.quickstart.servers import ServerFailed
 
 VALIDATED = "fleet_validation"  # the results' file of ``validate``
 
 
 def _calibrate(arguments: argparse.Namespace, words: Sequence[str]) -> None:
-    start = time.monotonic()
-    with record.kept_output() as output:
-        figures = calibrate.calibrate(arguments.repeats)
-        print(json.dumps(figures, indent=1))
-    record.write(constants.MEASURED, words, figures, output.kept, seconds=time.monotonic() - start)
+    _record(constants.MEASURED, words, lambda: calibrate.calibrate(arguments.repeats))
 
 
 def _validate(arguments: argparse.Namespace, words: Sequence[str]) -> None:
-    start = time.monotonic()
-    with record.kept_output() as output:
-
-        def keep(figures: dict[str, Any]) -> None:
-            record.write(VALIDATED, words, figures, output.kept, seconds=time.monotonic() - start)
-
-        plan = validate.Plan(arguments.requests, arguments.times, arguments.burst, arguments.bursts, arguments.seed)
-        validate.validate(constants.measured(), plan, keep)
-
-
-def _again(_: argparse.Namespace, words: Sequence[str]) -> None:
-    fitted = calibrate.refit(record.read(constants.MEASURED)["figures"])
-    record.rewrite(constants.MEASURED, words, fitted)
-    with record.kept_output() as output:
-        compared = validate.compare_again(record.read(VALIDATED)["figures"], constants.measured())
-    record.rewrite(VALIDATED, words, compared, output.kept)
+    _record(VALIDATED, words, lambda: validate.validate(constants.measured(), arguments.times))
 
 
 def _plot(_: argparse.Namespace, words: Sequence[str]) -> None:
+    calibration = record.read(constants.MEASURED)
+    path = _record("fleet", words, lambda: scenarios.answers(calibration["figures"]["control"]))
+    for plot in plots.draw(record.read("fleet")["figures"], calibration, path.parent):
+        print(f"wrote {plot}")
+
+
+def _record(name: str, words: Sequence[str], measure: Callable[[], dict[str, Any]]) -> Path:
+    """Write what is measured to a results' file, and return its path."""
     start = time.monotonic()
     with record.kept_output() as output:
-        figures = scenarios.answers(record.read(constants.MEASURED)["figures"]["control"])
-    path = record.write("fleet", words, figures, output.kept, seconds=time.monotonic() - start)
-    for plot in plots.draw(record.read("fleet"), path.parent):
-        print(f"wrote {plot.relative_to(record.ROOT)}")
+        figures = measure()
+    path = record.write(name, words, figures, output.kept, seconds=time.monotonic() - start)
+    print(f"wrote {path}")
+    return path
 
 
 def _run(arguments: argparse.Namespace, _: Sequence[str]) -> None:
@@ -81,18 +69,12 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     command.add_argument("--repeats", type=int, default=5, help="of each measurement")
     command.set_defaults(command=_calibrate)
     command = commands.add_parser("validate")
-    command.add_argument("--requests", type=int, default=24, help="that come paced")
-    command.add_argument("--times", type=int, default=3, help="that they do")
-    command.add_argument("--burst", type=int, default=24, help="of them, that come at once")
-    command.add_argument("--bursts", type=int, default=3, help="of these")
-    command.add_argument("--seed", type=int, default=7, help="of the trace")
+    command.add_argument("--times", type=int, default=5, help="that real servers get each trace")
     command.set_defaults(command=_validate)
-    command = commands.add_parser("again")
-    command.set_defaults(command=_again)
     command = commands.add_parser("plot")
     command.set_defaults(command=_plot)
     command = commands.add_parser("run")
-    command.add_argument("--trace", type=Path, default=SAMPLE)
+    command.add_argument("--trace", type=Path, required=True)
     command.add_argument("--prefills", type=int, default=1)
     command.add_argument("--decodes", type=int, default=1)
     command.add_argument("--legs", choices=("in turn", "together"), default="together")

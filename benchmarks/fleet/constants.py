@@ -1,6 +1,6 @@
 """What engines and transfers cost, as data: measured by ``calibrate``, or assumed for what is not here.
 
-Seconds are those of an engine that has all that it wants of its machine.
+Seconds are those of an engine that has a machine of its own.
 """
 
 from collections.abc import Iterable
@@ -71,29 +71,7 @@ class PullCosts(msgspec.Struct, frozen=True):
 
     fixed_s: float  # whatever it reads: planning, and D's steps that begin and end it
     message_s: float  # a control message and its answer
-    descriptor_s: float
     byte_s: float
-
-    def read_s(self, descriptors: int, size: int) -> float:
-        """Return how long the reads of a pull take."""
-        return self.descriptor_s * descriptors + self.byte_s * size
-
-
-class SharedMachine(msgspec.Struct, frozen=True):
-    """A machine on which all engines run, and how many of its cores each thing wants.
-
-    If more cores are wanted than there are, all that is done slows down, and ``decode`` by more than the rest.
-    """
-
-    cores: float
-    idle: float  # an engine that has nothing to do: its processes ask whether there is something
-    # The rest is besides that.
-    prefill: float  # a step of P, with the rest of its server and the client
-    decode: float  # a step of D, likewise
-    decode_request: float  # for each request in it: its token goes through the server to the client
-    decode_weight: float  # how much of its speed a step of D keeps, beside one of P
-    waiting: float  # a D that waits for P: its engine steps all the time
-    pull: float  # the reading of a pull, at both ends
 
 
 class Constants(msgspec.Struct, frozen=True):
@@ -103,7 +81,6 @@ class Constants(msgspec.Struct, frozen=True):
     engine: EngineCosts
     pull: PullCosts
     chunk_tokens: int  # of all prompts in a step together
-    shared: SharedMachine | None = None  # None: each engine has a machine of its own
     protocol: str = "tcp"  # of the transfer engine: its prices decide which ranges are worth reading
 
     def prompt_s(self, tokens: int) -> float:
@@ -139,11 +116,6 @@ def linked(constants: Constants, gigabits_per_s: float) -> Constants:
     """Return constants with links of that rate, which one pull alone can fill."""
     pull = msgspec.structs.replace(constants.pull, byte_s=8 / (gigabits_per_s * 1e9))
     return msgspec.structs.replace(constants, pull=pull)
-
-
-def apart(constants: Constants) -> Constants:
-    """Return constants with a machine for each engine."""
-    return msgspec.structs.replace(constants, shared=None)
 
 
 def with_blocks(constants: Constants, blocks: int) -> Constants:

@@ -1,20 +1,18 @@
 """What a control message costs the real server, and how many engines one P's server has time for.
 
 The cost is the processor time of a process that does nothing but serve: a ``ControlServer`` with the connector's
-``LeaseService``, and as many connections as there are engines. The rest is arithmetic and a queue: messages come by
-chance at the rate at which so many engines send them, and one thread answers them in turn.
+``LeaseService``, and as many connections as there are engines. The rest is arithmetic: how many messages engines send.
 """
 
 import multiprocessing
 import resource
 import statistics
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from typing import Any
 
-import numpy as np
-import simpy
 import zmq
 
 from layout.geometry import CacheGroup, ModelIdentity, Plane, Region, WorkerGeometry
@@ -79,21 +77,28 @@ def kinds(engine_id: str) -> Mapping[str, Callable[[int], Request]]:
     }
 
 
-def measure(connections: int = CONNECTIONS, rounds: int = ROUNDS) -> dict[str, Any]:
-    """Return the microseconds of processor time of each kind of message, and the milliseconds until an answer."""
-    _raise_limits(4 * connections)
+@contextmanager
+def serving(leases: int) -> Iterator[tuple[Connection, int, str]]:
+    """Run ``serve`` in a process of its own; yield its pipe, its port and its engine id."""
     ours, theirs = multiprocessing.Pipe()
-    process = multiprocessing.get_context("spawn").Process(target=serve, args=(theirs, connections * (rounds + 1)))
+    process = multiprocessing.get_context("spawn").Process(target=serve, args=(theirs, leases))
     process.start()
     try:
         port, engine_id = ours.recv()
-        round_trip_s = _round_trip_s(port, engine_id)
-        cost_us = {
-            name: 1e6 * _cost_s(ours, port, make, connections, rounds) for name, make in kinds(engine_id).items()
-        }
+        yield ours, port, engine_id
     finally:
         ours.send(False)
         process.join(30)
+
+
+def measure(connections: int = CONNECTIONS, rounds: int = ROUNDS) -> dict[str, Any]:
+    """Return the microseconds of processor time of each kind of message, and the milliseconds until an answer."""
+    _raise_limits(4 * connections)
+    with serving(connections * (rounds + 1)) as (pipe, port, engine_id):
+        round_trip_s = _round_trip_s(port, engine_id)
+        cost_us = {
+            name: 1e6 * _cost_s(pipe, port, make, connections, rounds) for name, make in kinds(engine_id).items()
+        }
     return {"connections": connections, "cost_us": cost_us, "round_trip_ms": 1e3 * round_trip_s,
             "leases_of_a_long_renewal": MANY, "workers_in_a_welcome": WORKERS}  # fmt: skip
 
@@ -150,56 +155,15 @@ def _used(pipe: Connection) -> tuple[float, int]:
     return float(seconds), int(requests)
 
 
-class Load:
-    """What one decode engine asks of one prefill engine's control server.
+def busy(requests_per_s: float, chunks: int, cost_us: Mapping[str, float], ttl_s: float = 30.0) -> float:
+    """Return the share of its time that P's server spends on one D of ``WORKERS`` workers that asks so much of it.
 
     A lease is renewed three times in its time to live, together with all others that the engine has there. A request
     whose legs go at once is followed once by D's scheduler, and by each worker once for each chunk; each releases it.
     """
-
-    def __init__(self, requests_per_s: float, workers: int, chunks: int, ttl_s: float = 30.0) -> None:
-        self.requests_per_s = requests_per_s
-        self._per_s = {
-            "renew_many": 3 / ttl_s,
-            "follow": requests_per_s * (1 + workers * chunks),
-            "release": requests_per_s * workers,
-        }
-
-    @property
-    def messages_per_s(self) -> Mapping[str, float]:
-        """By kind."""
-        return self._per_s
-
-    def busy(self, cost_us: Mapping[str, float]) -> float:
-        """Return the share of its time that the server spends on one such engine."""
-        return sum(per_s * cost_us[kind] * 1e-6 for kind, per_s in self._per_s.items())
-
-
-def saturation(load: Load, cost_us: Mapping[str, float]) -> float:
-    """Return the number of engines at which the server has no time left."""
-    return 1 / load.busy(cost_us)
-
-
-def delays_s(load: Load, engines: int, cost_us: Mapping[str, float], seconds: float, seed: int) -> list[float]:
-    """Return how long each message waits for its answer, over some simulated seconds. Without the network."""
-    env = simpy.Environment()
-    server = simpy.Resource(env)
-    chance = np.random.default_rng(seed)
-    waited: list[float] = []
-
-    def message(cost_s: float) -> Generator[simpy.Event, Any, None]:
-        begun = env.now
-        with server.request() as turn:
-            yield turn
-            yield env.timeout(cost_s)
-        waited.append(env.now - begun)
-
-    def sender(per_s: float, cost_s: float) -> Generator[simpy.Event, Any, None]:
-        while True:
-            yield env.timeout(float(chance.exponential(1 / per_s)))
-            env.process(message(cost_s))
-
-    for kind, per_s in load.messages_per_s.items():
-        env.process(sender(per_s * engines, cost_us[kind] * 1e-6))
-    env.run(until=seconds)
-    return waited
+    per_s = {
+        "renew_many": 3 / ttl_s,
+        "follow": requests_per_s * (1 + WORKERS * chunks),
+        "release": requests_per_s * WORKERS,
+    }
+    return sum(number * cost_us[kind] * 1e-6 for kind, number in per_s.items())

@@ -11,12 +11,11 @@ from typing import Any, cast
 import simpy
 from simpy.resources.resource import PriorityRequest
 
-from benchmarks.fleet.host_memory import HostMemory
-from benchmarks.fleet.memory import Holding, Memory
-from benchmarks.fleet.node import POLL_S, Job, Machine, Settings, Sleeper, blocks_of, blocks_per_id
+from benchmarks.fleet.constants import Constants
+from benchmarks.fleet.links import Link, Links
+from benchmarks.fleet.memory import Holding, HostMemory, Memory
+from benchmarks.fleet.node import POLL_S, Job, Settings, Sleeper, blocks_of, blocks_per_id
 from benchmarks.fleet.prefill import Prefill
-from benchmarks.fleet.pulls import PullPlanner
-from benchmarks.fleet.sharing import Pool
 from benchmarks.fleet.traces import BLOCK_TOKENS
 from layout.cost import CostModel
 from pd_connector.params import RemotePrefill
@@ -71,14 +70,12 @@ class Decode:
     """One D."""
 
     def __init__(
-        self, machine: Machine, number: int, settings: Settings, prefills: list[Prefill], planner: PullPlanner
+        self, env: simpy.Environment, constants: Constants, settings: Settings, prefills: list[Prefill], links: Links
     ) -> None:
-        self.number = number
         self.in_flight = 0  # requests, as a router counts them
         self.last_chosen = 0
-        self.link = Pool(1.0)
-        self._machine, self._settings, self._env = machine, settings, machine.env
-        self._constants, self._planner = machine.constants, planner
+        self.link = Link()
+        self._env, self._constants, self._settings, self._links = env, constants, settings, links
         cache = self._constants.cache
         self.memory = Memory(cache.blocks, blocks_per_id(self._constants, settings))
         self.host = HostMemory(settings.host_blocks)
@@ -100,13 +97,13 @@ class Decode:
 
     def serve(self, job: Job, prefill: Prefill) -> Generator[simpy.Event, Any, None]:
         """Pull a prompt and answer it."""
-        yield self._machine.serve(self._constants.engine.request_s / 2)
+        yield self._env.timeout(self._constants.engine.request_s / 2)
         leg = Leg(job, prefill, self._env)
         job.watchers.append(self._sleeper.wake)
         self._waiting.append(leg)
         self._sleeper.wake()
         yield leg.done
-        yield self._machine.serve(self._constants.engine.request_s / 2)
+        yield self._env.timeout(self._constants.engine.request_s / 2)
         job.ended_s = self._env.now
 
     def check_integrity(self) -> None:
@@ -128,23 +125,14 @@ class Decode:
             self._admit_landed()
             self._admit()
             if not self._running:
-                yield from self._idle()
+                yield self._sleeper.sleep(POLL_S if self._waiting or self._landed else None)
                 continue
             batch, began = list(self._running), self._env.now
             contexts = (leg.job.num_tokens + leg.job.generated for leg in batch)
-            yield self._machine.decode(self._constants.engine.decode_s(contexts), len(batch))
+            yield self._env.timeout(self._constants.engine.decode_s(contexts))
             self.busy_s += self._env.now - began
             for leg in batch:
                 self._generated(leg)
-
-    def _idle(self) -> Generator[simpy.Event, Any, None]:
-        """Wait for something to do. vLLM's engine steps all the time meanwhile, if there are requests."""
-        waits = bool(self._waiting or self._landed or self._pulling)
-        if waits:
-            self._machine.wait()
-        yield self._sleeper.sleep(POLL_S if self._waiting or self._landed else None)
-        if waits:
-            self._machine.wait_no_more()
 
     def _generated(self, leg: Leg) -> None:
         job = leg.job
@@ -226,7 +214,7 @@ class Decode:
                 yield from self._read(leg, read, end)
                 read = end
         job.watchers.remove(news.wake)
-        yield self._machine.serve(self._constants.pull.fixed_s)
+        yield self._env.timeout(self._constants.pull.fixed_s)
         yield self._env.timeout(self._constants.pull.message_s)
         self._confirm(leg)
 
@@ -237,11 +225,12 @@ class Decode:
         return min(job.told, last) // block * block - read >= max(self._least_tokens, 1)
 
     def _read(self, leg: Leg, first: int, end: int) -> Generator[simpy.Event, Any, None]:
-        planned = self._planner.planned(first, end)
-        seconds = self._constants.pull.read_s(planned.descriptors, planned.bytes)
-        yield self._machine.pull(seconds, leg.prefill.link, self.link)
-        leg.job.descriptors += planned.descriptors
-        leg.job.bytes += planned.bytes
+        """Read whole blocks, of which all layers lie together."""
+        cache = self._constants.cache
+        size = (blocks_of(end, self._constants) - first // cache.block_tokens) * cache.block_bytes
+        yield self._links.read(self._constants.pull.byte_s * size, leg.prefill.link, self.link)
+        leg.job.reads += 1
+        leg.job.bytes += size
         leg.job.pulled_tokens += end - first
 
     def _confirm(self, leg: Leg) -> None:

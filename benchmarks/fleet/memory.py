@@ -1,7 +1,15 @@
 """The blocks of a simulated engine: who holds them, and which prompts' beginnings can be found in them.
 
-A prompt's beginning is found by the trace's ids, each of which names so many blocks. What nobody holds is free, and can
-be found until it is evicted: first what was never used, then the longest unused, be it of an id or not, as in vLLM.
+``Memory`` is the device's; ``HostMemory`` is that of the host, of which the rule is **modelled**, not run:
+
+- P copies what is leased to host memory, from where it is read, and gives the device's blocks back at once.
+- D lets a prompt land in host memory while it has no blocks for it, and copies it to the device when it has.
+
+What is copied goes at the settings' rate, beside the steps, and costs them nothing.
+
+On the device, a prompt's beginning is found by the trace's ids, each of which names so many blocks. What nobody holds
+is free, and can be found until it is evicted: first what was never used, then the longest unused, be it of an id or
+not, as in vLLM.
 """
 
 from collections import OrderedDict
@@ -119,3 +127,26 @@ class Memory:
         if blocks:
             self._idle[key] = blocks
             self._idle_blocks += blocks
+
+
+class HostMemory:
+    """Blocks of one engine's host memory."""
+
+    def __init__(self, total: int) -> None:
+        self.total = total
+        self.free = total
+
+    def take(self, blocks: int) -> bool:
+        """Take blocks; return False, and take none, if there are too few."""
+        if blocks > self.free:
+            return False
+        self.free -= blocks
+        return True
+
+    def give_back(self, blocks: int) -> None:
+        """Take blocks back."""
+        self.free += blocks
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless the books balance."""
+        assert 0 <= self.free <= self.total, "host memory is miscounted"

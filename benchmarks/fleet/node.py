@@ -1,4 +1,4 @@
-"""What simulated P and D have in common: settings, a request's two legs, the machine that computes, host memory."""
+"""What simulated P and D have in common: settings, a request's two legs, waiting."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -7,7 +7,6 @@ from typing import Any, Literal
 import simpy
 
 from benchmarks.fleet.constants import Constants
-from benchmarks.fleet.sharing import Pool, Sharing
 from benchmarks.fleet.traces import BLOCK_TOKENS, Arrival
 from pd_connector.config import ConnectorConfig
 from pd_connector.engine_limits import ENGINE_LIMITS
@@ -30,7 +29,7 @@ class Settings:
     max_ahead_fraction: float = ENGINE_LIMITS.max_ahead_fraction
     max_requests: int = 256  # that run on an engine at once
     prefix_cache: bool = True
-    host_blocks: int = 0  # at each engine, of the modelled rule of ``host_memory``
+    host_blocks: int = 0  # at each engine, of the modelled rule of ``HostMemory``
     host_byte_s: float = 0.0  # of a copy between device and host memory
 
 
@@ -50,7 +49,7 @@ class Job:
     first_token_s: float = 0.0
     ended_s: float = 0.0
     failed: str = ""
-    descriptors: int = 0
+    reads: int = 0
     bytes: int = 0
     pulled_tokens: int = 0
     kv_transfer_params: Any = None
@@ -78,54 +77,6 @@ class Job:
         self.is_complete |= complete
         for watcher in list(self.watchers):
             watcher()
-
-
-class Machine:
-    """Computes steps: an engine's own, or one that all engines share."""
-
-    def __init__(self, env: simpy.Environment, sharing: Sharing, constants: Constants, cores: Pool | None) -> None:
-        self.env = env
-        self.sharing = sharing
-        self.constants = constants
-        self._shared = constants.shared
-        self._cores = cores
-
-    def serve(self, seconds: float) -> simpy.Event:
-        """Return an event that comes when a server has done so much for a request, beside its engine."""
-        return self._work(seconds, 1.0)
-
-    def prefill(self, seconds: float) -> simpy.Event:
-        """Return an event that comes when a step of P has been computed."""
-        return self._work(seconds, self._shared.prefill if self._shared else 0.0)
-
-    def decode(self, seconds: float, requests: int) -> simpy.Event:
-        """Return an event that comes when a step of D has been computed."""
-        if self._shared is None:
-            return self._work(seconds, 0.0)
-        wanted = self._shared.decode + self._shared.decode_request * requests
-        return self._work(seconds, wanted, self._shared.decode_weight)
-
-    def wait(self) -> None:
-        """Keep the cores busy that a D does which waits for P, until ``wait_no_more``."""
-        if self._cores is not None and self._shared:
-            self.sharing.occupy(self._cores, self._shared.waiting)
-
-    def wait_no_more(self) -> None:
-        """Give them back."""
-        if self._cores is not None and self._shared:
-            self.sharing.occupy(self._cores, -self._shared.waiting)
-
-    def _work(self, seconds: float, cores: float, weight: float = 1.0) -> simpy.Event:
-        if self._cores is None:
-            return self.env.timeout(seconds)
-        return self.sharing.work(seconds, {self._cores: cores}, weight)
-
-    def pull(self, seconds: float, source: Pool, target: Pool) -> simpy.Event:
-        """Return an event that comes when what takes so long alone has been read over two engines' links."""
-        wants = {source: 1.0, target: 1.0}
-        if self._cores is not None and self._shared:
-            wants[self._cores] = self._shared.pull
-        return self.sharing.work(seconds, wants)
 
 
 class Sleeper:

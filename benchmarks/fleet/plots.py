@@ -5,23 +5,24 @@ from pathlib import Path
 from typing import Any
 
 COLOURS = ("#0b6e4f", "#c1440e", "#3a4a8c")
-LINES = {"in turn": "--", "together": "-", "device only": "--", "host memory": "-"}
+LINES = {"in turn": "--", "together": "-"}
 Figures = Mapping[str, Any]
 
 
-def draw(result: Figures, directory: Path) -> list[Path]:
-    """Write the plots of a results' file to ``directory``, and return their paths."""
+def draw(figures: Figures, calibration: Figures, directory: Path) -> list[Path]:
+    """Write the plots of figures to ``directory``, and return their paths.
+
+    ``calibration``: the results' file of the constants.
+    """
     import matplotlib as mpl  # noqa: PLC0415
 
     mpl.use("svg")
     mpl.rcParams.update({"svg.hashsalt": "pd-connector", "svg.fonttype": "none", "font.size": 9})
     mpl.rcParams.update({"axes.spines.top": False, "axes.spines.right": False})
-    figures, caption = result["figures"], _caption(result)
+    caption = _caption(calibration)
     return [
         _split(figures["split"], caption, directory / "fleet-split.svg"),
         _chunks(figures["chunks"], caption, directory / "fleet-chunks.svg"),
-        _host_memory(figures["host_memory"], caption, directory / "fleet-host-memory.svg"),
-        _control(figures["control"], caption, directory / "fleet-control.svg"),
     ]
 
 
@@ -67,48 +68,10 @@ def _chunks(chunks: Figures, caption: str, path: Path) -> Path:
     return _save(figure, caption, path)
 
 
-def _host_memory(host: Figures, caption: str, path: Path) -> Path:
-    """When all prompts of a burst are computed, and when all are answered, by the burst's size."""
-    figure, axes = _panels(2)
-    for axis, (key, title) in zip(
-        axes, (("prefilled_s", "all prompts are computed"), ("seconds", "all are answered")), strict=True
-    ):
-        for colour, (link, ways) in zip(COLOURS, host["links"].items(), strict=True):
-            for way, rows in ways.items():
-                axis.plot([int(each) for each in rows], [row[key] for row in rows.values()], color=colour,
-                          linestyle=LINES[way], marker="o", markersize=4, label=f"{link} Gb/s, {way}")  # fmt: skip
-        axis.set_title(f"seconds until {title}", fontsize=9)
-        axis.set_xlabel("requests at once, 1P1D, assumed engines")
-    axes[0].legend(fontsize=7, frameon=False)
-    return _save(figure, f"modelled, not run: {caption}", path)
-
-
-def _control(control: Figures, caption: str, path: Path) -> Path:
-    """How busy one P's control server is, by how many engines ask it."""
-    figure, (axis,) = _panels(1, width=7.2)
-    labels = {
-        "each": f"each sends {control['each']['requests_per_s']:g} requests/s",
-        "shared": f"all together send {control['shared']['requests_per_s']:g} requests/s",
-    }
-    for colour, (key, label) in zip(COLOURS, labels.items(), strict=False):
-        busy = {int(engines): 100 * share for engines, share in control[key]["busy"].items()}
-        axis.plot(list(busy), list(busy.values()), color=colour, marker="o", markersize=4)
-        place = max(busy), busy[max(busy)]
-        axis.annotate(label, place, xytext=(-10, 6), textcoords="offset points", ha="right", color=colour, fontsize=8)
-    axis.axhline(100, color="#555555", linewidth=0.8)
-    axis.set_xscale("log")
-    axis.set_yscale("log")
-    axis.xaxis.set_major_formatter("{x:,.0f}")
-    axis.yaxis.set_major_formatter("{x:g}%")
-    axis.set_title("How much of the time P's control server is busy", loc="left", fontsize=9)
-    axis.set_xlabel(f"decode engines of {control['workers']} workers that pull from one P")
-    return _save(figure, f"costs of messages measured: {caption}", path)
-
-
-def _panels(count: int, width: float = 4.4) -> tuple[Any, list[Any]]:
+def _panels(count: int) -> tuple[Any, list[Any]]:
     from matplotlib import pyplot as plt  # noqa: PLC0415
 
-    figure, axes = plt.subplots(1, count, figsize=(width * count, 3.4), squeeze=False)
+    figure, axes = plt.subplots(1, count, figsize=(4.4 * count, 3.4), squeeze=False)
     for axis in axes[0]:
         axis.grid(alpha=0.3)
     return figure, list(axes[0])

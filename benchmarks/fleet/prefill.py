@@ -11,10 +11,10 @@ from typing import Any, cast
 
 import simpy
 
-from benchmarks.fleet.host_memory import HostMemory
-from benchmarks.fleet.memory import Holding, Memory
-from benchmarks.fleet.node import POLL_S, Job, Machine, Settings, Sleeper, blocks_of, blocks_per_id
-from benchmarks.fleet.sharing import Pool
+from benchmarks.fleet.constants import Constants
+from benchmarks.fleet.links import Link
+from benchmarks.fleet.memory import Holding, HostMemory, Memory
+from benchmarks.fleet.node import POLL_S, Job, Settings, Sleeper, blocks_of, blocks_per_id
 from benchmarks.fleet.traces import BLOCK_TOKENS
 from pd_connector.scheduler.leases import LeaseTable
 from pd_connector.scheduler.request_admission import AdmissionLimits, RequestAdmission
@@ -42,13 +42,12 @@ class _Prompt:
 class Prefill:
     """One P."""
 
-    def __init__(self, machine: Machine, number: int, settings: Settings) -> None:
+    def __init__(self, env: simpy.Environment, constants: Constants, settings: Settings, number: int) -> None:
         self.number = number
         self.in_flight = 0  # requests, as a router counts them
         self.last_chosen = 0
-        self.link = Pool(1.0)
-        self._machine, self._settings, self._env = machine, settings, machine.env
-        self._constants = machine.constants
+        self.link = Link()
+        self._env, self._constants, self._settings = env, constants, settings
         self.memory = Memory(self._constants.cache.blocks, blocks_per_id(self._constants, settings))
         self.host = HostMemory(settings.host_blocks)
         self.leases: LeaseTable[Leased] = LeaseTable(
@@ -68,13 +67,13 @@ class Prefill:
 
     def serve(self, job: Job) -> Generator[simpy.Event, Any, None]:
         """Compute a prompt, and answer."""
-        yield self._machine.serve(self._constants.engine.request_s / 2)
+        yield self._env.timeout(self._constants.engine.request_s / 2)
         job.kv_transfer_params = _FOR_D
         prompt = _Prompt(job, self._env.event())
         self._waiting.append(prompt)
         self._sleeper.wake()
         yield prompt.done
-        yield self._machine.serve(self._constants.engine.request_s / 2)
+        yield self._env.timeout(self._constants.engine.request_s / 2)
         job.prefilled_s = self._env.now
 
     def release(self, job: Job) -> str:
@@ -105,7 +104,7 @@ class Prefill:
                 continue
             costs = self._constants.engine
             began = self._env.now
-            yield self._machine.prefill(costs.prefill_s((tokens, prompt.job.computed) for prompt, tokens in chunks))
+            yield self._env.timeout(costs.prefill_s((tokens, prompt.job.computed) for prompt, tokens in chunks))
             self.busy_s += self._env.now - began
             for prompt, tokens in chunks:
                 self._computed(prompt, tokens)

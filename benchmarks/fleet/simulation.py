@@ -9,10 +9,9 @@ import simpy
 
 from benchmarks.fleet.constants import Constants
 from benchmarks.fleet.decode import Decode
-from benchmarks.fleet.node import Job, Machine, Settings, blocks_of
+from benchmarks.fleet.links import Links
+from benchmarks.fleet.node import Job, Settings, blocks_of
 from benchmarks.fleet.prefill import Prefill
-from benchmarks.fleet.pulls import PullPlanner
-from benchmarks.fleet.sharing import Pool, Sharing
 from benchmarks.fleet.traces import Arrival
 
 Engine = TypeVar("Engine", Prefill, Decode)
@@ -29,7 +28,7 @@ class Outcome:
     first_token_s: float = 0.0
     total_s: float = 0.0
     failed: str = ""
-    descriptors: int = 0
+    reads: int = 0
     bytes: int = 0
     pulled_tokens: int = 0
 
@@ -44,9 +43,6 @@ class Summary:
     total_s: dict[str, float]
     handover_s: dict[str, float]
     requests_per_s: float  # that were answered, from the first that was sent to the last that was answered
-    output_tokens_per_s: float
-    bytes: int
-    descriptors: int
 
 
 @dataclass(frozen=True)
@@ -54,28 +50,19 @@ class Ran:
     """A simulation's end."""
 
     outcomes: tuple[Outcome, ...]
-    seconds: float  # simulated
     prefill_busy: float  # share of the time in which P computed, on average
     decode_busy: float
-    link_bytes_per_s: float  # of a P, on average
 
 
 class Fleet:
     """The engines, and a router that chooses the one with the fewest requests in flight, as the proxy does."""
 
-    def __init__(
-        self, constants: Constants, settings: Settings, prefills: int, decodes: int, *, scattered: bool = False
-    ) -> None:
+    def __init__(self, constants: Constants, settings: Settings, prefills: int, decodes: int) -> None:
         self.env = simpy.Environment()
-        self.sharing = Sharing(self.env)
-        cores = None
-        if shared := constants.shared:
-            cores = Pool(shared.cores, occupied=shared.idle * (prefills + decodes))
-        machine = Machine(self.env, self.sharing, constants, cores)
-        planner = PullPlanner(constants.cache, scattered=scattered)
+        links = Links(self.env)
         self._settings, self._constants = settings, constants
-        self.prefills = [Prefill(machine, number, settings) for number in range(prefills)]
-        self.decodes = [Decode(machine, number, settings, self.prefills, planner) for number in range(decodes)]
+        self.prefills = [Prefill(self.env, constants, settings, number) for number in range(prefills)]
+        self.decodes = [Decode(self.env, constants, settings, self.prefills, links) for _ in range(decodes)]
         self._choices = 0
 
     def run(self, arrivals: Sequence[Arrival]) -> Ran:
@@ -89,10 +76,9 @@ class Fleet:
             decode.check_integrity()
         seconds = self.env.now - arrivals[0].at_s
         return Ran(
-            tuple(_outcome(job) for job in jobs), seconds,
+            tuple(_outcome(job) for job in jobs),
             sum(each.busy_s for each in self.prefills) / len(self.prefills) / seconds,
             sum(each.busy_s for each in self.decodes) / len(self.decodes) / seconds,
-            sum(job.bytes for job in jobs) / len(self.prefills) / seconds,
         )  # fmt: skip
 
     def _client(self, job: Job) -> Generator[simpy.Event, Any, None]:
@@ -134,11 +120,10 @@ class Fleet:
 
 
 def simulate(
-    arrivals: Sequence[Arrival], constants: Constants, settings: Settings, prefills: int = 1, decodes: int = 1,
-    *, scattered: bool = False,
-) -> Ran:  # fmt: skip
+    arrivals: Sequence[Arrival], constants: Constants, settings: Settings, prefills: int = 1, decodes: int = 1
+) -> Ran:
     """Run a trace on a fresh fleet. Equal arguments give equal outcomes."""
-    return Fleet(constants, settings, prefills, decodes, scattered=scattered).run(arrivals)
+    return Fleet(constants, settings, prefills, decodes).run(arrivals)
 
 
 def summary(outcomes: Sequence[Outcome]) -> Summary:
@@ -149,8 +134,7 @@ def summary(outcomes: Sequence[Outcome]) -> Summary:
         len(outcomes), len(outcomes) - len(right),
         _percentiles([each.first_token_s for each in right]), _percentiles([each.total_s for each in right]),
         _percentiles([each.first_token_s - each.prefilled_s for each in right]),
-        len(right) / (end - first), sum(each.output_tokens for each in right) / (end - first),
-        sum(each.bytes for each in outcomes), sum(each.descriptors for each in outcomes),
+        len(right) / (end - first),
     )  # fmt: skip
 
 
@@ -162,10 +146,7 @@ def _percentiles(values: Sequence[float]) -> dict[str, float]:
 
 def _outcome(job: Job) -> Outcome:
     at_s = job.arrival.at_s
-    if job.failed:
-        return Outcome(at_s, job.num_tokens, job.arrival.output_tokens, failed=job.failed, bytes=job.bytes,
-                       descriptors=job.descriptors, pulled_tokens=job.pulled_tokens)  # fmt: skip
+    ends = (0.0, 0.0, 0.0) if job.failed else (job.prefilled_s - at_s, job.first_token_s - at_s, job.ended_s - at_s)
     return Outcome(
-        at_s, job.num_tokens, job.arrival.output_tokens, job.prefilled_s - at_s, job.first_token_s - at_s,
-        job.ended_s - at_s, "", job.descriptors, job.bytes, job.pulled_tokens,
-    )  # fmt: skip
+        at_s, job.num_tokens, job.arrival.output_tokens, *ends, job.failed, job.reads, job.bytes, job.pulled_tokens
+    )

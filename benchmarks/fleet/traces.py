@@ -6,21 +6,26 @@
 which may be fewer: prompts that begin with the same ids begin with the same tokens.
 """
 
-import json
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Annotated
+
+import msgspec
 
 BLOCK_TOKENS = 512
-SAMPLE = Path(__file__).with_name("sample.jsonl")
-_KEYS = ("timestamp", "input_length", "output_length", "hash_ids")
 
 
 class TraceError(ValueError):
     """A line of a trace is not a request; the message names line, value and rule."""
+
+
+class _Line(msgspec.Struct, frozen=True):
+    timestamp: Annotated[float, msgspec.Meta(ge=0)]
+    input_length: Annotated[int, msgspec.Meta(ge=1)]
+    output_length: Annotated[int, msgspec.Meta(ge=1)]
+    hash_ids: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -72,11 +77,6 @@ def read(path: Path) -> list[Arrival]:
     return arrivals
 
 
-def write(path: Path, arrivals: Iterable[Arrival]) -> None:
-    """Write a trace."""
-    path.write_text("".join(json.dumps(_line(each)) + "\n" for each in arrivals))
-
-
 def synthetic(mix: Mix, seed: int) -> list[Arrival]:
     """Return a trace by chance; equal seeds give equal traces."""
     chance = random.Random(seed)
@@ -104,52 +104,19 @@ def faster(arrivals: Sequence[Arrival], factor: float) -> list[Arrival]:
     return [Arrival(each.at_s / factor, each.input_tokens, each.output_tokens, each.hash_ids) for each in arrivals]
 
 
-def check_order(arrivals: Sequence[Arrival]) -> None:
-    """Raise AssertionError unless the requests are in the order of their arrivals."""
-    assert all(one.at_s <= other.at_s for one, other in pairwise(arrivals)), "requests are not in order"
-
-
 def _length(chance: random.Random, median: int, spread: float) -> int:
     return round(median * chance.lognormvariate(0.0, spread)) if spread else median
 
 
-def _line(arrival: Arrival) -> dict[str, Any]:
-    return {
-        "timestamp": round(arrival.at_s * 1e3), "input_length": arrival.input_tokens,
-        "output_length": arrival.output_tokens, "hash_ids": list(arrival.hash_ids),
-    }  # fmt: skip
-
-
 def _parse(line: str, place: str) -> Arrival:
     try:
-        found = json.loads(line)
-    except ValueError as error:
-        raise TraceError(f"{place}: {line[:80]!r} is not JSON ({error}): a line is one request") from None
-    if not isinstance(found, dict):
-        raise TraceError(f"{place}: {line[:80]!r} is not an object: a line is one request with {', '.join(_KEYS)}")
-    for key in _KEYS:
-        if key not in found:
-            raise TraceError(f"{place}: {key} is missing: a request has {', '.join(_KEYS)}")
-    at_ms, tokens, output = (_number(found, key, least, place) for key, least in zip(_KEYS, (0, 1, 1), strict=False))
-    return Arrival(at_ms / 1e3, int(tokens), int(output), _ids(found["hash_ids"], int(tokens), place))
-
-
-def _number(found: dict[str, Any], key: str, least: int, place: str) -> float:
-    value = found[key]
-    kinds = (int, float) if key == "timestamp" else (int,)
-    if isinstance(value, bool) or not isinstance(value, kinds) or not least <= value < float("inf"):
-        kind = "a number" if key == "timestamp" else "a whole number"
-        raise TraceError(f"{place}: {key} = {value!r}: it must be {kind}, {least} or more")
-    return float(value)
-
-
-def _ids(value: Any, tokens: int, place: str) -> tuple[int, ...]:
-    if not isinstance(value, list) or not all(isinstance(each, int) and not isinstance(each, bool) for each in value):
-        raise TraceError(f"{place}: hash_ids = {str(value)[:80]}: it must be a list of whole numbers")
-    wanted = -(-tokens // BLOCK_TOKENS)
-    if len(value) != wanted:
+        found = msgspec.json.decode(line, type=_Line)
+    except msgspec.DecodeError as error:
+        raise TraceError(f"{place}: {line[:80]!r} is not a request: {error}") from None
+    wanted = -(-found.input_length // BLOCK_TOKENS)
+    if len(found.hash_ids) != wanted:
         raise TraceError(
-            f"{place}: hash_ids has {len(value)} ids: a prompt of {tokens} tokens has {wanted}, one for each "
-            f"{BLOCK_TOKENS} tokens or part of them"
+            f"{place}: hash_ids has {len(found.hash_ids)} ids: a prompt of {found.input_length} tokens has {wanted}, "
+            f"one for each {BLOCK_TOKENS} tokens or part of them"
         )
-    return tuple(value)
+    return Arrival(found.timestamp / 1e3, found.input_length, found.output_length, found.hash_ids)

@@ -1,4 +1,4 @@
-"""Traces in the Mooncake paper's format: what is read, what is written, and what a malformed line says."""
+"""Traces in the Mooncake paper's format: what is read, and what a malformed line says."""
 
 import json
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.fleet.traces import BLOCK_TOKENS, Arrival, Mix, TraceError, check_order, read, synthetic, write
+from benchmarks.fleet.traces import BLOCK_TOKENS, Arrival, Mix, TraceError, read, synthetic
 
 GOOD: dict[str, Any] = {"timestamp": 1500, "input_length": 700, "output_length": 32, "hash_ids": [4, 9]}
 
@@ -22,16 +22,10 @@ def test_a_line_is_a_request(tmp_path: Path) -> None:
     assert arrival.whole_ids == (4,)
 
 
-def test_what_is_written_is_read(tmp_path: Path) -> None:
-    arrivals = synthetic(Mix(50, 2.0, 1500, 40), 3)
-    write(tmp_path / "trace.jsonl", arrivals)
-    assert read(tmp_path / "trace.jsonl") == arrivals
-
-
 def test_a_generated_trace_keeps_its_bounds_and_shares_beginnings() -> None:
     mix = Mix(300, 2.0, 1500, 40, continued=0.5, longest=4000, shortest=32)
     arrivals = synthetic(mix, 5)
-    check_order(arrivals)
+    assert [each.at_s for each in arrivals] == sorted(each.at_s for each in arrivals)
     assert all(mix.shortest <= each.input_tokens <= mix.longest for each in arrivals)
     assert all(len(each.hash_ids) == -(-each.input_tokens // BLOCK_TOKENS) for each in arrivals)
     ids = [each for arrival in arrivals for each in arrival.hash_ids]
@@ -44,18 +38,15 @@ def test_a_generated_trace_keeps_its_bounds_and_shares_beginnings() -> None:
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("{", r"line 2: '\{' is not JSON .*: a line is one request"),
-        ([1], r"line 2: '\[1\]' is not an object: a line is one request with timestamp, input_length"),
-        ({**GOOD, "input_length": 0}, "line 2: input_length = 0: it must be a whole number, 1 or more"),
-        ({**GOOD, "input_length": 1.5}, "line 2: input_length = 1.5: it must be a whole number"),
-        ({**GOOD, "output_length": True}, "line 2: output_length = True: it must be a whole number"),
-        ({**GOOD, "output_length": "8"}, "line 2: output_length = '8': it must be a whole number"),
-        ({**GOOD, "timestamp": -1}, "line 2: timestamp = -1: it must be a number, 0 or more"),
+        ("{", r"line 2: '\{' is not a request: Input data was truncated"),
+        ([1], r"line 2: '\[1\]' is not a request: Expected `object`, got `array`"),
+        ({**GOOD, "input_length": 0}, r"line 2: .* is not a request: Expected `int` >= 1 - at `\$.input_length`"),
+        ({**GOOD, "output_length": "8"}, r"line 2: .*: Expected `int`, got `str` - at `\$.output_length`"),
+        ({**GOOD, "timestamp": -1}, r"line 2: .*: Expected `float` >= 0.0 - at `\$.timestamp`"),
         ({**GOOD, "timestamp": 1499}, "line 2: timestamp = 1499: it must not be less than that of .* 1500"),
-        ({**GOOD, "hash_ids": 4}, "line 2: hash_ids = 4: it must be a list of whole numbers"),
-        ({**GOOD, "hash_ids": ["4", 9]}, "line 2: hash_ids = .*: it must be a list of whole numbers"),
+        ({**GOOD, "hash_ids": ["4", 9]}, r"line 2: .*: Expected `int`, got `str` - at `\$.hash_ids\[0\]`"),
         ({**GOOD, "hash_ids": [4]}, "line 2: hash_ids has 1 ids: a prompt of 700 tokens has 2, one for each 512"),
-        ({"timestamp": 1500}, "line 2: input_length is missing: a request has timestamp, input_length"),
+        ({"timestamp": 1500}, "line 2: .*: Object missing required field `input_length`"),
     ],
 )
 def test_a_malformed_line_is_named_with_its_value_and_the_rule(tmp_path: Path, line: object, said: str) -> None:
