@@ -1,17 +1,16 @@
 """What to run on a host before it serves: ``pd-doctor``, or ``python -m pd_connector.doctor``.
 
-    pd-doctor                                  this machine: software, protocols, memory, clock, two processes
-    pd-doctor --peer HOST[:PORT]               and a running P, at its HTTP port: handshake, plan, a real pull
-    pd-doctor --listen                         answers such a doctor on another machine in P's place, without vLLM
+    pd-doctor                                  this machine: software, devices, memory, NPUs, two processes
+    pd-doctor --peer HOST[:PORT]               and a running P, at its HTTP port: handshake, and real pulls
+    pd-doctor --listen                         answers such a doctor on another machine in P's place
 
-    findings   what a check says, and how many of them make a report
+    findings   what a check says, and the report of many
     software   versions, and whether they fit each other
-    machine    the transfer engine, devices, memory and clock of this machine
-    standin    what ``--listen`` is: leases over noise, by the prefill side's own classes
-    decode     the caches that a decode engine would have for what a P describes
+    machine    address, port, devices and memory of this machine
+    npu        CANN, copies and attention operators of this machine's first NPU
+    listener   what ``--listen`` is: leases over noise, by the prefill side's own classes
     http       the two questions to a server's HTTP port
-    target     where a visit pulls to
-    visit      the checks of a P, by the decode side's own classes
+    visit      the checks of a P, which is pulled from by the decode side's own workers
 
 Nothing here is a second implementation: transfers, plans, leases and messages are those of the connector.
 """

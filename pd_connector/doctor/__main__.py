@@ -8,31 +8,22 @@ import signal
 import sys
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import closing
 
 from pd_connector.config import ConfigError, ConnectorConfig, parse_config
-from pd_connector.doctor.decode import Sizes
-from pd_connector.doctor.findings import Check, CheckFailed, CheckSkipped, Examination, Outcome, Verdict
-from pd_connector.doctor.http import BadPeerError, HttpServer, base_url
+from pd_connector.doctor import npu
+from pd_connector.doctor.findings import Examination, Outcome
+from pd_connector.doctor.http import HttpServer, base_url
+from pd_connector.doctor.listener import Listener, serve_apart
 from pd_connector.doctor.machine import Machine
-from pd_connector.doctor.software import Software
-from pd_connector.doctor.standin import Listener, serve_apart
-from pd_connector.doctor.visit import Visit, Wishes
+from pd_connector.doctor.software import Software, installed
+from pd_connector.doctor.visit import LEAST_TOKENS, Visit
 from transfer.control.errors import ControlStartError
 from transfer.engine.base import EngineStartError
 
 _KEY_VARIABLE = "VLLM_API_KEY"
 _PREFILL_TIMEOUT_S = 120.0  # for P's answer to a request; it may have others
-_LOCAL_PULL_BYTES = 48 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class LocalEnd:
-    """What an engine on this machine would take."""
-
-    host: str
-    protocol: str
-    is_guessed: bool = False  # without vLLM, which knows both
+_TOKENS = 512  # of a canary, too
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -41,74 +32,55 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     try:
-        config = _config(options.config)
-        wishes = Wishes(Sizes(options.tensor_parallel_size, options.block_size), options.tokens, options.pull_bytes)
+        asked = _config(options.config)
         url = base_url(options.peer) if options.peer else ""
-    except (ValueError, BadPeerError) as error:
+    except ValueError as error:
         parser.error(str(error))
-    if options.tokens < 2 or options.pull_bytes < 1:
-        parser.error(f"--tokens is {options.tokens} and --pull-bytes {options.pull_bytes}; at least 2 and 1 are needed")
-    place = _place(config)
+    if options.tokens < LEAST_TOKENS:
+        parser.error(f"--tokens is {options.tokens}; at least {LEAST_TOKENS} are needed")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # it logs to standard output
+    config = _as_engines_would(asked)
     if options.listen:
-        return _listen(config, place, options.port)
-    report = Examination(lambda _: None) if options.json else Examination(lambda line: _print(str(line)))
-    _examine(report, config, place, wishes)
+        return _listen(config, options.port)
+    report = Examination(lambda finding: _print(str(finding)))
+    _examine(report, config, by_auto=asked.protocol == "auto")
     if url:
         key = options.api_key if options.api_key is not None else os.environ.get(_KEY_VARIABLE) or None
-        visit = Visit(HttpServer(url, key, _PREFILL_TIMEOUT_S), config, place.host, place.protocol, wishes)
-        try:
-            report.run_chain([(f"peer: {name}" if name != "peer" else name, check) for name, check in visit.checks])
-        finally:
-            visit.close()
-    _print(report.as_json() if options.json else f"\n{report.summary()}")
+        with closing(Visit(HttpServer(url, key, _PREFILL_TIMEOUT_S), config, options.tokens)) as visit:
+            report.run_chain(visit.checks)
+    _print(f"\n{report.summary()}")
     return 0 if report.passed else 1
 
 
-def _examine(report: Examination, config: ConnectorConfig, place: LocalEnd, wishes: Wishes) -> None:
+def _examine(report: Examination, config: ConnectorConfig, *, by_auto: bool) -> None:
     """Check this machine."""
-    if place.is_guessed:
-        said = f"vLLM, which chooses host and protocol, cannot be imported; taken are {place.host} and {place.protocol}"
-        report.add("vllm's choices", Verdict(said, outcome=Outcome.WARN))
-    for name, check in (*Software().checks, *Machine(config, place.host, place.protocol).checks):
+    for name, check in (*Software().checks, *Machine(config, by_auto=by_auto).checks):
         report.run(name, check)
-    report.run("two processes", _two_processes(config, place, wishes))
+    report.run("transfer engine", lambda: _transfer_engine(config))
+    if installed("torch-npu") and report.run("npu", npu.device).outcome is Outcome.OK:
+        for name, check in npu.CHECKS:
+            report.run(name, check)
 
 
-def _two_processes(config: ConnectorConfig, place: LocalEnd, wishes: Wishes) -> Check:
-    """Return the check that another process on this machine can be read like a P."""
-
-    def check() -> Verdict:
-        if place.protocol == "ascend":
-            raise CheckSkipped(
-                "the Ascend transport does not read host memory; python -m pd_connector.vllm.npu_check checks the NPU"
-            )
-        with serve_apart(config, place.host, place.protocol) as address:
-            server = HttpServer(base_url(address), None, _PREFILL_TIMEOUT_S)
-            plain = config.model_copy(update={"allowed_peers": None})
-            larger = Wishes(Sizes(), wishes.tokens, _LOCAL_PULL_BYTES)
-            visit, inner = Visit(server, plain, place.host, place.protocol, larger), Examination()
-            try:
-                inner.run_chain([one for one in visit.checks if one[0] != "plan"])
-            finally:
-                visit.close()
-        if not inner.passed:
-            (failed,) = (line for line in inner.lines if line.verdict.outcome is Outcome.FAIL)
-            raise CheckFailed(f"{failed.name}: {failed.verdict.text}")
-        found = {line.name: line.verdict for line in inner.lines}
-        text = f"{found['link'].text}; {found['pull'].text}"
-        return Verdict(text, {"link": found["link"].values, "pull": found["pull"].values})
-
-    return check
+def _transfer_engine(config: ConnectorConfig) -> str:
+    """Check that the transfer engine starts, and that another process on this machine can be read like a P."""
+    with serve_apart(config) as address:
+        if config.protocol == "ascend":
+            return f"ascend starts at {address}, with memory of the first NPU; it reads no host memory: none was read"
+        here = config.model_copy(update={"allowed_peers": None})
+        with closing(Visit(HttpServer(base_url(address), None, _PREFILL_TIMEOUT_S), here, _TOKENS)) as visit:
+            said = [check() for _, check in visit.checks]
+    return f"{config.protocol} reads from another process here: {said[-1]}"
 
 
-def _listen(config: ConnectorConfig, place: LocalEnd, port: int) -> int:
+def _listen(config: ConnectorConfig, port: int) -> int:
     """Serve in P's place until a signal comes."""
     stopping = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stopping.set())
     try:
-        listener = Listener(config, place.host, place.protocol, port)
-    except (EngineStartError, ControlStartError, ConfigError, OSError) as error:
+        listener = Listener(config, port)
+    except (EngineStartError, ControlStartError, ConfigError, ImportError, OSError) as error:
         _print(f"cannot listen: {error}")
         return 1
     _print(f"listening at {listener.address}; on the other machine: pd-doctor --peer {listener.address}")
@@ -117,16 +89,16 @@ def _listen(config: ConnectorConfig, place: LocalEnd, port: int) -> int:
     return 0
 
 
-def _place(config: ConnectorConfig) -> LocalEnd:
-    """Return what an engine here would take, as vLLM says; without vLLM, TCP on loopback."""
+def _as_engines_would(config: ConnectorConfig) -> ConnectorConfig:
+    """Return the settings with the host and the protocol that engines would take; without vLLM, TCP on loopback."""
     try:
         from pd_connector.vllm.platform import host_address  # noqa: PLC0415  imports vLLM: seconds
         from pd_connector.worker.transfer_engine import transport  # noqa: PLC0415
 
-        return LocalEnd(config.host or host_address(), transport(config))
-    except ImportError:
-        protocol = "tcp" if config.protocol == "auto" else config.protocol
-        return LocalEnd(config.host or "127.0.0.1", protocol, is_guessed=True)
+        host, protocol = config.host or host_address(), transport(config)
+    except ImportError:  # which is a finding of its own
+        host, protocol = config.host or "127.0.0.1", "tcp" if config.protocol == "auto" else config.protocol
+    return config.model_copy(update={"host": host, "protocol": protocol})
 
 
 def _config(text: str) -> ConnectorConfig:
@@ -151,37 +123,14 @@ def _parser() -> argparse.ArgumentParser:
         epilog="Exit status: 0 if nothing has failed, 1 if something has, 2 for bad arguments.",
         allow_abbrev=False,
     )
-    wishes = Wishes()
     add = parser.add_argument
-    add(
-        "--config",
-        default="{}",
-        metavar="JSON",
-        help="the engines' kv_connector_extra_config (host, protocol, devices, secret_file and so on)",
-    )
-    add("--json", action="store_true", help="print one JSON object instead of lines")
+    settings = "the engines' kv_connector_extra_config (host, protocol, devices, secret_file and so on)"
+    add("--config", default="{}", metavar="JSON", help=settings)
     add("--peer", metavar="HOST[:PORT]", help="HTTP address of a running prefill server, or of another --listen")
-    add(
-        "--api-key",
-        metavar="KEY",
-        help=f"the prefill server's key; prefer the environment variable {_KEY_VARIABLE}, which others cannot see",
-    )
-    add(
-        "--tokens",
-        type=int,
-        default=wishes.tokens,
-        metavar="N",
-        help="length of the prompt whose pull is predicted (default %(default)s)",
-    )
-    add(
-        "--pull-bytes",
-        type=int,
-        default=wishes.pull_bytes,
-        metavar="N",
-        help="how much is really pulled from the peer, about (default %(default)s)",
-    )
-    add("--tensor-parallel-size", type=int, default=1, metavar="N", help="of the decode engine (default %(default)s)")
-    add("--block-size", type=int, default=0, metavar="N", help="of the decode engine (default: the prefill engine's)")
+    key = f"the prefill server's key; prefer the environment variable {_KEY_VARIABLE}, which others cannot see"
+    add("--api-key", metavar="KEY", help=key)
+    length = "length of the prompts that are pulled (default %(default)s)"
+    add("--tokens", type=int, default=_TOKENS, metavar="N", help=length)
     add("--listen", action="store_true", help="answer a doctor on another machine in P's place, until Ctrl-C")
     add("--port", type=int, default=0, metavar="PORT", help="of --listen; 0, the default, for any")
     return parser

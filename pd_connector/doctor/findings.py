@@ -1,14 +1,12 @@
-"""What a check says, and a report of many: a line each, or JSON."""
+"""What a check says, and a report of many: a line each."""
 
-import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
 
 
 class Outcome(StrEnum):
-    """How a check ended, as a line begins."""
+    """How a check ended, as its line begins."""
 
     OK = "ok"
     WARN = "WARN"  # it may work, or work badly
@@ -16,76 +14,76 @@ class Outcome(StrEnum):
     SKIP = "skip"  # not checked; the text says why
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """What a check has found: a text for people, and its numbers for programs."""
-
-    text: str
-    values: dict[str, Any] = field(default_factory=dict)
-    outcome: Outcome = Outcome.OK
-
-
 class CheckFailed(Exception):  # noqa: N818  named after the event
     """What was checked will not work; the message says what was found and the way out."""
 
+    outcome = Outcome.FAIL
 
-class CheckSkipped(Exception):  # noqa: N818
+
+class CheckWarned(CheckFailed):
+    """What was checked may not work, or work badly; the message says why."""
+
+    outcome = Outcome.WARN
+
+
+class CheckSkipped(CheckFailed):
     """This cannot be checked here; the message says why."""
 
+    outcome = Outcome.SKIP
 
-Check = Callable[[], Verdict]
+
+#: Returns what was found. Raises ``CheckFailed`` or one of its kinds if that is not good; whatever else it raises is a
+#: failure, too.
+Check = Callable[[], str]
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class Finding:
     """One line of a report."""
 
     name: str
-    verdict: Verdict
+    text: str
+    outcome: Outcome = Outcome.OK
 
     def __str__(self) -> str:
-        return f"{self.verdict.outcome:<4} {self.name}: {self.verdict.text}"
+        return f"{self.outcome:<4} {self.name}: {self.text}"
 
 
 class Examination:
     """Runs checks one after another, and keeps what they have found."""
 
-    def __init__(self, write: Callable[[Line], object] = lambda _: None) -> None:
-        """``write`` is called with every line as soon as it is known."""
-        self.lines: list[Line] = []
+    def __init__(self, write: Callable[[Finding], object] = lambda _: None) -> None:
+        """``write`` is called with every finding as soon as it is known."""
+        self.findings: list[Finding] = []
         self._write = write
 
-    def run(self, name: str, check: Check) -> bool:
-        """Run a check; return whether what depends on it can be checked too."""
+    def run(self, name: str, check: Check) -> Finding:
+        """Run a check; return what it has found."""
         try:
-            verdict = check()
-        except CheckSkipped as reason:
-            verdict = Verdict(str(reason), outcome=Outcome.SKIP)
+            return self.add(Finding(name, check()))
         except CheckFailed as reason:
-            verdict = Verdict(str(reason), outcome=Outcome.FAIL)
+            return self.add(Finding(name, str(reason), reason.outcome))
         except Exception as error:  # whatever it is: the report must go on
-            verdict = Verdict(f"{type(error).__name__}: {error}", outcome=Outcome.FAIL)
-        self.add(name, verdict)
-        return verdict.outcome in (Outcome.OK, Outcome.WARN)
+            return self.add(Finding(name, f"{type(error).__name__}: {error}", Outcome.FAIL))
 
     def run_chain(self, checks: Sequence[tuple[str, Check]]) -> None:
-        """Run checks of which each needs what those before it have found; skip the rest when one has not passed."""
+        """Run checks of which each needs those before it; skip the rest when one has failed or was skipped."""
         missing = ""
         for name, check in checks:
             if missing:
-                self.add(name, Verdict(f"not checked: {missing}", outcome=Outcome.SKIP))
-            elif not self.run(name, check):
-                how = "has failed" if self.lines[-1].verdict.outcome is Outcome.FAIL else "was not checked"
-                missing = f"{name!r} {how}"
+                self.add(Finding(name, f"not checked: {missing}", Outcome.SKIP))
+            elif (outcome := self.run(name, check).outcome) in (Outcome.FAIL, Outcome.SKIP):
+                missing = f"{name!r} {'has failed' if outcome is Outcome.FAIL else 'was not checked'}"
 
-    def add(self, name: str, verdict: Verdict) -> None:
-        """Add what is known already."""
-        self.lines.append(Line(name, verdict))
-        self._write(self.lines[-1])
+    def add(self, finding: Finding) -> Finding:
+        """Add what is known already, and return it."""
+        self.findings.append(finding)
+        self._write(finding)
+        return finding
 
     def names(self, outcome: Outcome) -> list[str]:
         """Return the names of the checks that ended so."""
-        return [line.name for line in self.lines if line.verdict.outcome is outcome]
+        return [finding.name for finding in self.findings if finding.outcome is outcome]
 
     @property
     def passed(self) -> bool:
@@ -98,16 +96,3 @@ class Examination:
         if failed:
             return f"Failed: {', '.join(failed)}."
         return "Nothing has failed." + (f" Look at: {', '.join(warned)}." if warned else "")
-
-    def as_json(self) -> str:
-        """Return the report as one JSON object."""
-        checks = [
-            {
-                "name": line.name,
-                "outcome": line.verdict.outcome.lower(),
-                "text": line.verdict.text,
-                "values": line.verdict.values,
-            }
-            for line in self.lines
-        ]
-        return json.dumps({"passed": self.passed, "checks": checks}, indent=2)

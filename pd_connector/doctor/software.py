@@ -2,14 +2,13 @@
 
 import importlib
 import platform
-import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from importlib import metadata
 
 from packaging.requirements import Requirement
 from packaging.version import InvalidVersion, Version
 
-from pd_connector.doctor.findings import Check, CheckFailed, Outcome, Verdict
+from pd_connector.doctor.findings import Check, CheckFailed, CheckWarned
 from pd_connector.vllm.releases.installed import TESTED, TESTED_ASCEND, tested_releases
 
 Installed = Callable[[str], str | None]
@@ -62,71 +61,61 @@ class Software:
     @property
     def checks(self) -> list[tuple[str, Check]]:
         """All of them, none of which needs another."""
-        return [
-            ("pd-connector", self.ours),
-            ("vllm", self.vllm),
-            ("torch", self.torch),
-            ("mooncake", self.mooncake),
-        ]
+        return [("pd-connector", self.ours), ("vllm", self.vllm), ("torch", self.torch), ("mooncake", self.mooncake)]
 
-    def ours(self) -> Verdict:
+    def ours(self) -> str:
         """Check that what this project declares is there."""
         version = self._version_of(_OURS)
         if version is None:
             raise CheckFailed("is not installed, only on Python's path: run pip install . in the checkout")
-        values = {"version": version, "python": platform.python_version()}
         wrong = []
-        for line in metadata.requires(_OURS) or ():
-            requirement = Requirement(line)
-            if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
-                continue
+        for requirement in _requirements(_OURS):
             found = self._version_of(requirement.name)
             if found is None or not requirement.specifier.contains(found, prereleases=True):
                 wrong.append(f"{requirement} ({found or 'not installed'})")
         if wrong:
             raise CheckFailed(f"{version} needs {', '.join(wrong)}: run pip install {_OURS} again")
-        return Verdict(f"{version} on Python {platform.python_version()}, with all that it needs", values)
+        return f"{version} on Python {platform.python_version()}, with all that it needs"
 
-    def vllm(self) -> Verdict:
+    def vllm(self) -> str:
         """Check that there is one vLLM, of a release that the connector is tested with, and so is vllm-ascend's."""
-        found = {name: version for name in _VLLM if (version := self._version_of(name)) is not None}
+        found = self._found(_VLLM)
         if not found:
             raise CheckFailed(f"neither {' nor '.join(_VLLM)} is installed; the connector is for {tested_releases()}")
         if len(found) > 1:
             raise CheckFailed(f"{' and '.join(found)} are both installed, into one package: uninstall one of them")
         ((name, version),) = found.items()
-        ascend = self._version_of(_ASCEND)
-        text, values = f"{name} {version}", {"distribution": name, "version": version, "vllm_ascend": ascend}
+        text, ascend = f"{name} {version}", self._version_of(_ASCEND)
         if ascend is not None:
             text += f", {_ASCEND} {ascend}"
             if _release(ascend) != _release(version):
-                raise CheckFailed(f"{text}: vllm-ascend needs the vLLM of its own number, {_numbers(ascend)}")
+                raise CheckFailed(
+                    f"{text}: vllm-ascend needs the vLLM of its own number, {'.'.join(map(str, _release(ascend)))}"
+                )
         if _release(version) not in TESTED:
-            text += f", which the connector is not tested with: {tested_releases()} are"
-            return Verdict(text, values, Outcome.WARN)
+            raise CheckWarned(f"{text}, which the connector is not tested with: {tested_releases()} are")
         if ascend is not None and ascend.partition("+")[0] not in TESTED_ASCEND:
-            text += f", a release of vllm-ascend that the connector is not tested with: {', '.join(TESTED_ASCEND)} are"
-            return Verdict(text, values, Outcome.WARN)
-        return Verdict(f"{text}, a release that the connector is tested with", values)
+            tested = f"the connector is not tested with: {', '.join(TESTED_ASCEND)} are"
+            raise CheckWarned(f"{text}, a release of vllm-ascend that {tested}")
+        return f"{text}, a release that the connector is tested with"
 
-    def torch(self) -> Verdict:
+    def torch(self) -> str:
         """Check that PyTorch can be imported and is the one that vLLM asks for."""
         version = self._version_of("torch")
         if version is None:
             raise CheckFailed("is not installed; a build of vLLM brings it")
-        build = self._build()
-        text = f"{version}, built for {_builds(build)}"
-        values = {"version": version, "build": build}
-        for name in _VLLM:
-            wanted = [one for one in _requirements(name) if one.name == "torch"]
-            for requirement in wanted if self._version_of(name) is not None else ():
-                if not requirement.specifier.contains(version, prereleases=True):
-                    raise CheckFailed(f"{text}, but {name} needs {requirement}")
-        return Verdict(text, values)
+        text = f"{version}, built for {_builds(self._build())}"
+        if npu := self._version_of("torch-npu"):
+            text += f", torch-npu {npu}"
+        for name in self._found(_VLLM):
+            for wanted in _requirements(name):
+                if wanted.name == "torch" and not wanted.specifier.contains(version, prereleases=True):
+                    raise CheckFailed(f"{text}, but {name} needs {wanted}")
+        return text
 
-    def mooncake(self) -> Verdict:
+    def mooncake(self) -> str:
         """Check that there is one Mooncake, built for what PyTorch is built for."""
-        found = {name: version for name in _MOONCAKE.values() if (version := self._version_of(name)) is not None}
+        found = self._found(_MOONCAKE.values())
         if not found:
             extras = "'pd-connector[cpu]', [cuda], [cuda12] or [npu]"
             raise CheckFailed(f"no build of the Mooncake transfer engine is installed: pip install {extras}")
@@ -135,7 +124,6 @@ class Software:
         ((name, version),) = found.items()
         if Version(version) < _OLDEST_MOONCAKE:
             raise CheckFailed(f"{name} {version} is older than {_OLDEST_MOONCAKE}, which the connector needs")
-        values = {"distribution": name, "version": version}
         build = self._build() if self._version_of("torch") is not None else ""
         if build and (fitting := _MOONCAKE.get(build)) != name:
             text = f"{name} {version} beside a torch that is built for {_builds(build)}"
@@ -143,8 +131,12 @@ class Software:
             # The build without CUDA moves host memory everywhere.
             if name != _MOONCAKE["cpu"]:
                 raise CheckFailed(f"{text}; {way_out}")
-            return Verdict(f"{text}: it moves host memory only; {way_out}", values, Outcome.WARN)
-        return Verdict(f"{name} {version}", values)
+            raise CheckWarned(f"{text}: it moves host memory only; {way_out}")
+        return f"{name} {version}"
+
+    def _found(self, names: Iterable[str]) -> dict[str, str]:
+        """Return the versions of those of ``names`` that are installed."""
+        return {name: version for name in names if (version := self._version_of(name)) is not None}
 
 
 def _requirements(name: str) -> list[Requirement]:
@@ -160,13 +152,8 @@ def _builds(build: str) -> str:
     return {"cpu": "the CPU", "npu": "NPUs"}.get(build, f"CUDA {build}")
 
 
-def _release(version: str) -> tuple[int, int] | None:
+def _release(version: str) -> tuple[int, ...]:
     try:
-        major, minor, *_ = (*Version(version).release, 0)
+        return Version(version).release[:2]
     except InvalidVersion:
-        return None
-    return major, minor
-
-
-def _numbers(version: str) -> str:
-    return ".".join(re.findall(r"\d+", version)[:2])
+        return ()

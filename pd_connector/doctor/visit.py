@@ -1,306 +1,140 @@
 """The checks of a running P, in the order in which a decode engine meets it; each needs those before it.
 
-A stranger gets no lease over the control channel: leases are granted to requests. So P is sent two real ones over its
-HTTP port, as a router sends them: a short one, to learn who it is, and one whose blocks are pulled.
+A stranger gets no lease over the control channel: leases are granted to requests. So P is sent some over its HTTP port,
+as a router sends them: a short one, to learn who it is, and some whose blocks are pulled.
+
+They are pulled as a decode engine of P's own size pulls them: by a worker for each rank of P, whose caches are P's,
+but dense, of few blocks, and in this process's host memory.
 """
 
-import math
-import queue
 import random
-import statistics
-import threading
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
-import numpy as np
-
-from layout.conversion import describe_conversion, physical_order
-from layout.copies import Copies
-from layout.geometry import Region, WorkerGeometry
-from layout.plan import Plan, compile_plans
-from layout.regions import RegionTable
-from layout.sharding import choose_sources
-from layout.staging import schedule_reads
+from layout.compatibility import check_transports
+from layout.conversion import physical_order
+from layout.geometry import WorkerGeometry
+from layout.scratch import blocks_of_tokens, scratch_bytes, scratch_geometry
 from pd_connector.config import ConnectorConfig
-from pd_connector.doctor.decode import Sizes, at, decode_geometry, imagined_blocks, local_blocks, tables_of
-from pd_connector.doctor.findings import Check, CheckFailed, CheckSkipped, Outcome, Verdict
+from pd_connector.doctor.findings import Check, CheckFailed, CheckSkipped
 from pd_connector.doctor.http import HttpServer
-from pd_connector.doctor.target import Pulled, PullTarget
 from pd_connector.engine_limits import ENGINE_LIMITS
-from pd_connector.orders import PullOrder
+from pd_connector.orders import Orders, PullOrder, cause_of
 from pd_connector.params import ParamsError, RemotePrefill, parse_remote_prefill
 from pd_connector.secret import load_keys
 from transfer.control.client import ControlClient
-from transfer.control.messages import Cancel, Hello, Renew, Renewed, Reply, Request, Welcome
-from transfer.engine.base import ReadFailed
+from transfer.control.messages import Cancel, Hello, Welcome
 from transfer.errors import TransferError
+from transfer.memory import HostMemory
 from transfer.peers import AllowedPeers
 
 if TYPE_CHECKING:
-    from pd_connector.worker.peer import Peer
+    from pd_connector.worker.pull_end import PullEnd
 
-_T = TypeVar("_T")
-
+LEAST_TOKENS = 2  # of a prompt: the last one is never pulled
 _SHORT_PROMPT = 8  # tokens
-_PINGS, _PULLS, _SMALL_READS, _SMALL_BYTES = 20, 3, 50, 4096
-_LEAST_TOKENS = 2  # the last one is never pulled
-
-
-@dataclass(frozen=True, slots=True)
-class Wishes:
-    """What the visit is to find out."""
-
-    sizes: Sizes = field(default_factory=Sizes)  # of the decode engine that is imagined
-    tokens: int = 2000  # of the prompt whose pull is predicted
-    pull_bytes: int = 8 << 20  # that are really pulled, about
+_PULLS = 3
+_CANCEL_TIMEOUT_S = 2.0
+_LOOK_S = 0.001  # between two looks whether pulls have ended
 
 
 class Visit:
-    """Visits one P. Owns its control client, its engine, its memory and its leases until ``close``."""
+    """Visits one P. Owns its control client, its workers and its leases until ``close``."""
 
-    def __init__(
-        self, server: HttpServer, config: ConnectorConfig, host: str, protocol: str, wishes: Wishes | None = None
-    ) -> None:
-        """Nothing is sent yet. ``host`` and ``protocol`` are what a decode engine here would take."""
+    def __init__(self, server: HttpServer, config: ConnectorConfig, tokens: int) -> None:
+        """Send nothing yet.
+
+        Args:
+            server: P's HTTP port.
+            config: of a decode engine on this machine, with its host and protocol.
+            tokens: of a prompt that is pulled, unless P serves shorter ones only.
+        """
         self._server = server
-        self._config = config.model_copy(update={"host": host, "protocol": protocol})
-        self._protocol = protocol
-        self._wishes = wishes or Wishes()
-        self._undo = ExitStack()
-        self._client: ControlClient | None = None
-        self._leases: dict[str, RemotePrefill] = {}  # that have not ended
+        self._config = config
+        self._tokens = tokens
         self._model = ""
-        self._longest = 0  # tokens of a prompt
-        self._remote: RemotePrefill | None = None
+        self._leases: dict[str, RemotePrefill] = {}  # that have not ended
+        self._client: ControlClient | None = None
         self._welcome: Welcome | None = None
-        self._plans: dict[int, Plan] = {}
-        self._peer: Peer | None = None
-        self._pulling: PullTarget | None = None
+        self._workers: _DecodeWorkers | None = None
 
     @property
     def checks(self) -> list[tuple[str, Check]]:
         """All of them, in order."""
-        return [
-            ("peer", self.peer),
-            ("lease", self.lease),
-            ("handshake", self.handshake),
-            ("geometry", self.geometry),
-            ("conversion", self.conversion),
-            ("plan", self.plan),
-            ("link", self.link),
-            ("pull", self.pull),
-        ]
+        return [("peer", self.peer), ("peer: handshake", self.handshake), ("peer: pull", self.pull)]
 
     def close(self) -> None:
-        """Give back the leases that are left, and end everything. Idempotent."""
+        """Give back the leases that are left, and end everything."""
         for remote in list(self._leases.values()):
             self._cancel(remote)
-        self._undo.close()
+        if self._workers is not None:
+            self._workers.close()
+        if self._client is not None:
+            self._client.close()
 
-    def peer(self) -> Verdict:
-        """Ask the server which model it serves."""
-        answer = self._server.ask("/v1/models")
-        models = answer.body.get("data")
+    def peer(self) -> str:
+        """Ask the server for its model, have it prefill a short prompt, and look at what it leases."""
+        models = self._server.ask("/v1/models").get("data")
         if not isinstance(models, list) or not models or not isinstance(models[0], dict) or "id" not in models[0]:
             raise CheckFailed(f"{self._server.url}/v1/models names no model: is it a vLLM server?")
-        self._model = str(models[0]["id"])
-        longest = models[0].get("max_model_len")
-        self._longest = int(longest) - 1 if isinstance(longest, int) else self._wishes.tokens
-        text = f"{self._server.url} serves {self._model!r}, prompts of up to {self._longest} tokens"
-        if answer.clock_offset_s is not None and abs(answer.clock_offset_s) > 1:
-            text += f"; its clock is {answer.clock_offset_s:+.0f} s off ours, which only logs notice"
-        values = {"url": self._server.url, "model": self._model, "clock_offset_s": answer.clock_offset_s}
-        return Verdict(text, values)
-
-    def lease(self) -> Verdict:
-        """Have it prefill a short prompt, and look at what it leases."""
-        remote, seconds = self._prefill(min(_SHORT_PROMPT, self._longest))
-        self._remote = remote
-        text = (
-            f"engine {remote.remote_engine_id} leases for {remote.lease_ttl_s:g} s, its control channel is at "
-            f"{remote.remote_host}:{remote.remote_port}; {1e3 * seconds:.0f} ms for {remote.remote_num_tokens} tokens"
+        self._model, longest = str(models[0]["id"]), models[0].get("max_model_len")
+        if isinstance(longest, int):
+            self._tokens = max(min(self._tokens, longest - 1), LEAST_TOKENS)
+        remote = self._prefill(min(_SHORT_PROMPT, self._tokens))
+        return (
+            f"{self._server.url} serves {self._model!r}; engine {remote.remote_engine_id} leases for "
+            f"{remote.lease_ttl_s:g} s, its control channel is at {remote.remote_host}:{remote.remote_port}"
         )
-        values = {
-            "engine_id": remote.remote_engine_id,
-            "host": remote.remote_host,
-            "port": remote.remote_port,
-            "lease_ttl_s": remote.lease_ttl_s,
-        }
-        return Verdict(text, values)
 
-    def handshake(self) -> Verdict:
-        """Ask for its caches over the control channel, with this side's secret, and renew the lease some times."""
-        remote = _known(self._remote)
+    def handshake(self) -> str:
+        """Ask for its caches over the control channel, with this side's secret, and give the lease back."""
+        (remote,) = self._leases.values()
         keys = load_keys(self._config.secret_file)
-        self._client = ControlClient(keys=keys, allowed=AllowedPeers(self._config.allowed_peers))
-        self._undo.callback(self._client.close)
+        self._client = client = ControlClient(keys=keys, allowed=AllowedPeers(self._config.allowed_peers))
+        hello, timeout_s = Hello(remote.remote_engine_id), ENGINE_LIMITS.handshake_timeout_s
         began = time.perf_counter()
-        welcome = self._ask(remote, Hello(remote.remote_engine_id))
-        first_s = time.perf_counter() - began
-        assert isinstance(welcome, Welcome)
-        self._welcome = welcome
-        trips = [self._renewal_s(remote) for _ in range(_PINGS)]
-        median, worst = statistics.median(trips), max(trips)
-        self._cancel(remote)
-        text = (
-            f"{len(welcome.workers)} workers, {'authenticated and encrypted' if keys else 'without a secret'}; "
-            f"{1e3 * first_s:.1f} ms, renewals {1e3 * median:.2f} ms ({1e3 * worst:.1f} ms at the worst)"
-        )
-        values: dict[str, Any] = {"workers": len(welcome.workers), "secret": keys is not None, "verify": welcome.verify}
-        values |= {"hello_ms": round(1e3 * first_s, 3), "renewal_ms": round(1e3 * median, 3)}
-        if worst > remote.lease_ttl_s / 3:
-            raise CheckFailed(f"{text}: leases of {remote.lease_ttl_s:g} s are renewed every third of that")
-        return Verdict(text, values)
-
-    def geometry(self) -> Verdict:
-        """Say what its caches are."""
-        welcome = _known(self._welcome)
-        workers, model = welcome.workers, welcome.model
-        first = workers[0]
-        orders = sorted({physical_order(plane) for group in first.groups for plane in group.planes})
-        sizes = sorted({group.block_tokens for group in first.groups})
-        token_bytes = self._token_bytes()
-        windows = sorted({group.window for group in first.groups if group.window})
-        text = (
-            f"{model.architecture}, {model.layers} layers, KV cache {model.cache_dtype}; TP {first.tp_size}, PP "
-            f"{first.pp_size}, blocks of {'/'.join(map(str, sizes))} tokens in order {'/'.join(orders)}, "
-            f"{token_bytes:.0f} bytes a token, transport {first.transport or 'unknown'}"
-            + (f", windows of {'/'.join(map(str, windows))} tokens" if windows else "")
-        )
-        values = {
-            "architecture": model.architecture,
-            "cache_dtype": model.cache_dtype,
-            "tp": first.tp_size,
-            "pp": first.pp_size,
-            "block_tokens": sizes,
-            "orders": orders,
-            "token_bytes": token_bytes,
-            "transport": first.transport,
-        }
-        if first.transport and first.transport != self._protocol:
-            raise CheckFailed(f"{text}, and this side's is {self._protocol}: start both with the same protocol")
-        return Verdict(text, values)
-
-    def conversion(self) -> Verdict:
-        """Say what a decode engine here would convert."""
-        workers, sizes = _known(self._welcome).workers, self._wishes.sizes
         try:
-            local = decode_geometry(workers, sizes, self._wishes.tokens)
-            self._plans = compile_plans(local, workers, choose_sources(local, workers))
+            welcome = client.request(remote.remote_host, remote.remote_port, hello, timeout_s).result()
+        except TransferError as error:
+            raise CheckFailed(f"{cause_of(error)}: {error}") from error
+        milliseconds = 1e3 * (time.perf_counter() - began)
+        assert isinstance(welcome, Welcome)
+        self._cancel(remote)
+        self._welcome = welcome
+        workers = welcome.workers
+        try:
+            check_transports(replace(workers[0], transport=self._config.protocol), workers)
         except ValueError as error:
             raise CheckFailed(str(error)) from error
-        said = describe_conversion(local, workers, self._plans)
-        text = f"for rank 0 of a decode engine at TP {sizes.tensor_parallel} with the same layout: {said}"
-        return Verdict(text, {"ranks_read": sorted(self._plans), "tp": sizes.tensor_parallel})
+        secret = "without a secret" if keys is None else "authenticated and encrypted"
+        return f"{milliseconds:.1f} ms, {secret}; {welcome.model.architecture}, {_describe(workers)}"
 
-    def plan(self) -> Verdict:
-        """Predict the pull of a long prompt."""
-        workers, tokens = _known(self._welcome).workers, self._wishes.tokens
-        local = decode_geometry(workers, self._wishes.sizes, tokens)
-        local = at(local, 1 << 44, "", self._protocol, _known(workers[0].identity))
-        try:
-            remote_ids = imagined_blocks(workers, tokens)
-        except ValueError as error:
-            return Verdict(f"{error}; not predicted", outcome=Outcome.WARN)
-        predicted = self._predict(local, remote_ids, tokens - 1)
-        text = (
-            f"{tokens} tokens in blocks that follow each other: {predicted.descriptors} descriptors, "
-            f"{predicted.size / 1e6:.1f} MB, {1e3 * predicted.seconds:.1f} ms by the cost model of {self._protocol}"
-        )
-        return Verdict(text, {"tokens": tokens, **predicted.values()})
-
-    def link(self) -> Verdict:
-        """Connect to its transfer engines, and read a few bytes many times."""
-        if self._protocol == "ascend":
+    def pull(self) -> str:
+        """Have some prompts prefilled, and pull them under their leases."""
+        if self._config.protocol == "ascend":
             raise CheckSkipped("the Ascend transport reads into device memory only, and a visit pulls into host memory")
-        from pd_connector.worker.peer import PeerAddress, connect_peer  # noqa: PLC0415  needs torch
-        from pd_connector.worker.pull_end import PullFailed  # noqa: PLC0415
-
-        remote, workers = _known(self._remote), _known(self._welcome).workers
-        local = decode_geometry(workers, self._wishes.sizes, self._pull_tokens())
-        self._pulling = pulling = PullTarget(self._config, local, _known(self._welcome), _known(self._client))
-        self._undo.callback(pulling.close)
-        address = PeerAddress(remote.remote_engine_id, remote.remote_host, remote.remote_port)
-        began = time.perf_counter()
-        try:
-            deadline = time.monotonic() + self._config.pull_timeout_s
-            self._peer = peer = connect_peer(pulling.context, address, deadline)
-        except PullFailed as error:
-            raise CheckFailed(f"{error.cause}: {error}") from error
-        self._undo.callback(peer.close)
-        connect_s = time.perf_counter() - began
-        seconds = []
-        for rank in peer.plans:
-            size = min(_SMALL_BYTES, workers[rank].regions[0].size, pulling.region.size)
-            one = [
-                np.array([number], np.int64) for number in (pulling.region.address, workers[rank].regions[0].address)
-            ]
-            copies = Copies(one[0], one[1], np.array([size], np.int64))
-            for _ in range(_SMALL_READS):
-                seconds.append(_timed(lambda: peer.link(rank).read(copies, ENGINE_LIMITS.handshake_timeout_s)))  # noqa: B023
-        median, worst = statistics.median(seconds), max(seconds)
-        text = (
-            f"ranks {sorted(peer.plans)} of {len(workers)} connected in {1e3 * connect_s:.1f} ms; {_SMALL_BYTES} bytes "
-            f"in {1e6 * median:.0f} us ({1e3 * worst:.1f} ms at the worst of {len(seconds)})"
+        assert self._welcome is not None, "the checks are run in order, as long as none fails"
+        assert self._client is not None, "it was made for the handshake"
+        self._workers = workers = _DecodeWorkers(self._config, self._welcome, self._client, self._tokens)
+        pulls = []
+        for _ in range(_PULLS):
+            remote = self._prefill(self._tokens)
+            pulls.append(workers.pull(remote))
+            del self._leases[remote.lease_id]  # the pull has used it up
+        seconds = [max(end.seconds["read"] for end in ends) for ends in pulls]
+        best, ends = max(min(seconds), 1e-9), pulls[-1]
+        size, descriptors = sum(end.copied_bytes for end in ends), sum(end.descriptors for end in ends)
+        proven = "all checksums equal" if workers.compares else "contents not compared: P has verify off"
+        return (
+            f"{ends[0].tokens} tokens, {size / 1e6:.1f} MB in {descriptors} descriptors, by {len(ends)} workers: "
+            f"{size / best / 1e9:.2f} GB/s; {1e3 * best:.1f} ms the best of {_PULLS}, {1e3 * seconds[0]:.1f} the "
+            f"first; leases confirmed in {1e3 * max(end.seconds['release'] for end in ends):.1f} ms; {proven}"
         )
-        return Verdict(text, {"connect_ms": round(1e3 * connect_s, 3), "latency_us": round(1e6 * median, 1)})
 
-    def pull(self) -> Verdict:
-        """Have a prompt of some megabytes prefilled and pull it under its lease, some times."""
-        pulls = [self._pull_once() for _ in range(_PULLS)]
-        first, best = pulls[0], min(pulls, key=lambda one: one.read_s)
-        compared = _known(self._welcome).verify
-        text = (
-            f"{best.tokens} tokens, {best.size / 1e6:.1f} MB in {best.descriptors} descriptors: "
-            f"{best.bytes_per_s / 1e9:.2f} GB/s; {1e3 * best.read_s:.1f} ms the best of {_PULLS}, "
-            f"{1e3 * first.read_s:.1f} the first, {1e3 * best.predicted_s:.1f} predicted; leases confirmed in "
-            f"{1e3 * best.seconds['release']:.1f} ms; "
-            + ("all checksums equal" if compared else "contents not compared: P has verify off")
-        )
-        values: dict[str, Any] = {
-            "tokens": best.tokens,
-            "bytes": best.size,
-            "descriptors": best.descriptors,
-            "bytes_per_s": round(best.bytes_per_s),
-            "first_read_ms": round(1e3 * first.read_s, 3),
-            "predicted_ms": round(1e3 * best.predicted_s, 3),
-            "verified": compared,
-        }
-        return Verdict(text, values | {f"{phase}_ms": round(1e3 * s, 3) for phase, s in best.seconds.items()})
-
-    def _pull_once(self) -> Pulled:
-        from pd_connector.worker.pull import Pull  # noqa: PLC0415  needs torch
-        from pd_connector.worker.pull_end import PullEnd, PullFailed  # noqa: PLC0415
-
-        pulling, peer = _known(self._pulling), _known(self._peer)
-        remote, _ = self._prefill(self._pull_tokens())
-        sizes = remote.remote_block_sizes or [group.block_tokens for group in peer.workers[0].groups]
-        try:
-            ours = local_blocks(pulling.local, remote.remote_block_ids, sizes)
-        except ValueError as error:
-            raise CheckFailed(f"the lease does not fit the caches that were described: {error}") from error
-        end_token = remote.remote_num_tokens - 1
-        order = PullOrder("pd-doctor", remote, tuple(map(tuple, ours)), 0, end_token, f"pd-doctor {remote.lease_id}")
-        predicted = self._predict(pulling.local, remote.remote_block_ids, end_token)
-        ends: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        pull = Pull(pulling.context, order, ends.put, threading.Event())
-        try:
-            pull.run(lambda _: peer)
-        except PullFailed as error:
-            pull.fail(error)
-        end = ends.get(timeout=self._config.pull_timeout_s + ENGINE_LIMITS.handshake_timeout_s)
-        if not isinstance(end, PullEnd):
-            raise CheckFailed(f"{end.end.cause}: {end.end.reason}; its reads have not settled")
-        if end.cause:
-            raise CheckFailed(f"{end.cause}: {end.reason}")
-        del self._leases[remote.lease_id]  # this pull has used it up
-        return Pulled(end.tokens, end.copied_bytes, end.descriptors, end.seconds, predicted.seconds)
-
-    def _prefill(self, tokens: int) -> tuple[RemotePrefill, float]:
-        """Return the lease of a prompt of this many tokens, and how long P took for it."""
+    def _prefill(self, tokens: int) -> RemotePrefill:
+        """Return the lease of a prompt of this many tokens."""
         body = {
             "model": self._model,
             "prompt": random.choices(range(1, 100), k=tokens),  # noqa: S311  any tokens do
@@ -309,8 +143,7 @@ class Visit:
             "ignore_eos": True,
             "kv_transfer_params": {"do_remote_decode": True, "do_remote_prefill": False},
         }
-        answer = self._server.ask("/v1/completions", body)
-        params = answer.body.get("kv_transfer_params")
+        params = self._server.ask("/v1/completions", body).get("kv_transfer_params")
         if not params:
             raise CheckFailed(
                 f"{self._server.url} has answered without kv_transfer_params: it must be a vLLM server with the "
@@ -321,93 +154,111 @@ class Visit:
         except ParamsError as error:
             raise CheckFailed(str(error)) from error
         self._leases[remote.lease_id] = remote
-        return remote, answer.seconds
-
-    def _pull_tokens(self) -> int:
-        """Return how long a prompt must be for the bytes that are to be pulled."""
-        wanted = math.ceil(self._wishes.pull_bytes / max(1.0, self._token_bytes()))
-        return min(max(wanted, _LEAST_TOKENS), max(self._longest, _LEAST_TOKENS))
-
-    def _token_bytes(self) -> float:
-        """Return the bytes of a token over all layers and heads of the model."""
-        one = decode_geometry(_known(self._welcome).workers, Sizes(), 1)
-        return sum(plane.block_bytes / plane.block_tokens for group in one.groups for plane in group.planes)
-
-    def _predict(self, local: WorkerGeometry, remote_ids: Any, end_token: int) -> "_Prediction":
-        from pd_connector.worker.remote_reader import SLOTS  # noqa: PLC0415  needs torch
-        from pd_connector.worker.transfer_engine import read_cost  # noqa: PLC0415
-
-        workers = _known(self._welcome).workers
-        sizes = [group.block_tokens for group in workers[0].groups]
-        ours = tables_of(local_blocks(local, remote_ids, sizes))
-        theirs = tables_of(remote_ids)
-        # The slot of the staging buffer that a read of one rank is lent.
-        staging_bytes = self._config.tuning.staging_bytes
-        slot = Region(1 << 46, staging_bytes // SLOTS) if staging_bytes else None
-        found = _Prediction()
-        for rank, plan in self._plans.items():
-            copies = plan.instantiate(ours, theirs, 0, end_token)
-            tables = RegionTable(local.regions), RegionTable(workers[rank].regions)
-            schedule = schedule_reads(copies, read_cost(self._config), *tables, slot)
-            found += _Prediction(schedule.descriptors, schedule.wanted_bytes, schedule.predicted_s)
-        return found
-
-    def _renewal_s(self, remote: RemotePrefill) -> float:
-        began = time.perf_counter()
-        reply = self._ask(remote, Renew(remote.remote_engine_id, (remote.lease_id,)))
-        seconds = time.perf_counter() - began
-        if not isinstance(reply, Renewed) or remote.lease_id not in reply.valid:
-            raise CheckFailed(f"lease {remote.lease_id} has ended at once: P is short of blocks, or its clock jumps")
-        return seconds
-
-    def _ask(self, remote: RemotePrefill, message: Request) -> Reply:
-        client = _known(self._client)
-        timeout_s = ENGINE_LIMITS.handshake_timeout_s
-        try:
-            return client.request(remote.remote_host, remote.remote_port, message, timeout_s).result()
-        except TransferError as error:
-            raise CheckFailed(str(error)) from error
+        return remote
 
     def _cancel(self, remote: RemotePrefill) -> None:
         """Let P free the blocks of a lease now; if it does not hear of it, the lease expires."""
-        self._leases.pop(remote.lease_id, None)
+        del self._leases[remote.lease_id]
+        message = Cancel(remote.remote_engine_id, (remote.lease_id,))
         if self._client is not None:
-            message = Cancel(remote.remote_engine_id, (remote.lease_id,))
-            asked = self._client.request(remote.remote_host, remote.remote_port, message, 2.0)
+            asked = self._client.request(remote.remote_host, remote.remote_port, message, _CANCEL_TIMEOUT_S)
             asked.exception()  # waits for the answer, whatever it is
 
 
-@dataclass(frozen=True, slots=True)
-class _Prediction:
-    """What a pull would take, over all ranks that it reads from, one after another."""
+class _DecodeWorkers:
+    """The pulling part of the workers of a decode engine, each with the caches of one rank of P."""
 
-    descriptors: int = 0
-    size: int = 0
-    seconds: float = 0.0
+    def __init__(self, config: ConnectorConfig, welcome: Welcome, client: ControlClient, tokens: int) -> None:
+        """Start the transfer engine, and register memory for a prompt of ``tokens``.
 
-    def __add__(self, other: "_Prediction") -> "_Prediction":
-        return _Prediction(self.descriptors + other.descriptors, self.size + other.size, self.seconds + other.seconds)
+        Raises:
+            EngineStartError: the transfer engine does not start, or refuses the memory.
+        """
+        from pd_connector.worker.checksums import CacheChecksums  # noqa: PLC0415
+        from pd_connector.worker.peer import PullContext  # noqa: PLC0415  needs torch
+        from pd_connector.worker.pulls import Pulls  # noqa: PLC0415
+        from pd_connector.worker.remote_reader import RemoteReader  # noqa: PLC0415
+        from pd_connector.worker.transfer_engine import open_engine, read_cost  # noqa: PLC0415
+        from pd_connector.worker.verification import Verifier  # noqa: PLC0415
 
-    def values(self) -> dict[str, Any]:
-        """Return the numbers for programs."""
-        return {"descriptors": self.descriptors, "bytes": self.size, "predicted_ms": round(1e3 * self.seconds, 3)}
+        self.compares = welcome.verify or config.verify
+        self._timeout_s = config.pull_timeout_s + ENGINE_LIMITS.handshake_timeout_s
+        self._transport = config.protocol
+        self._engine = engine = open_engine(config, is_read=False)
+        self._memory: list[HostMemory] = []
+        self._workers: list[Pulls] = []
+        try:
+            caches = [self._scratch(worker, tokens) for worker in welcome.workers]
+            regions = tuple(region for geometry in caches for region in geometry.regions)
+            engine.register(regions)
+            context = PullContext(
+                local=caches[0],
+                model=welcome.model,
+                engine=engine,
+                client=client,
+                allowed=AllowedPeers(config.allowed_peers),
+                reader=0,
+                readers=len(caches),
+                reads=RemoteReader(read_cost(config), regions),
+                handshake_timeout_s=ENGINE_LIMITS.handshake_timeout_s,
+                pull_timeout_s=config.pull_timeout_s,
+            )
+            for reader, local in enumerate(caches):
+                verifier = Verifier(CacheChecksums(local), client) if self.compares else None
+                own = replace(context, local=local, reader=reader, verifier=verifier)
+                self._workers.append(Pulls(own, ENGINE_LIMITS.peer_idle_s))
+        except BaseException:
+            self.close()
+            raise
+
+    def pull(self, remote: RemotePrefill) -> "list[PullEnd]":
+        """Pull a prompt on all workers at once; return how that ended on each.
+
+        Raises:
+            CheckFailed: it failed on a worker, or has not settled in time.
+        """
+        blocks = tuple(
+            tuple(here if there else 0 for here, there in enumerate(ids, 1)) for ids in remote.remote_block_ids
+        )
+        end_token, pull_id = remote.remote_num_tokens - 1, f"pd-doctor {remote.lease_id}"
+        order = PullOrder("pd-doctor", remote, blocks, 0, end_token, pull_id)
+        for worker in self._workers:
+            worker.execute(Orders(pulls=(order,)))
+        ends: list[PullEnd] = []
+        deadline = time.monotonic() + self._timeout_s
+        while len(ends) < len(self._workers):
+            if time.monotonic() > deadline:
+                raise CheckFailed(f"its reads have not settled for {self._timeout_s:g} s")
+            time.sleep(_LOOK_S)
+            ends += [end for worker in self._workers for end in worker.take_ends()]
+        if failed := next((end for end in ends if end.cause), None):
+            raise CheckFailed(f"{failed.cause}: {failed.reason}")
+        return ends
+
+    def close(self) -> None:
+        """End reads and threads, and the control client."""
+        for worker in self._workers:
+            worker.close()
+        self._engine.close()  # which ends reads
+        for worker in self._workers:
+            worker.join()
+
+    def _scratch(self, worker: WorkerGeometry, tokens: int) -> WorkerGeometry:
+        """Return dense caches like a rank's, of so many blocks as ``tokens`` take, with this side's transfer engine."""
+        blocks, engine = list(blocks_of_tokens(worker, tokens)), self._engine
+        memory = HostMemory(max(scratch_bytes(worker, blocks), 1))
+        memory.allocate()
+        self._memory.append(memory)
+        own = replace(worker, engine_address=engine.address, transport=self._transport, identity=engine.identity)
+        return scratch_geometry(own, memory.region, blocks)
 
 
-def _known(value: _T | None) -> _T:
-    """Return what an earlier check has found."""
-    assert value is not None, "the checks are run in order, as long as none fails"
-    return value
-
-
-def _timed(call: Callable[[], object]) -> float:
-    """Return how long a read takes.
-
-    Raises:
-        CheckFailed: it fails.
-    """
-    began = time.perf_counter()
-    try:
-        call()
-    except ReadFailed as error:
-        raise CheckFailed(str(error)) from error
-    return time.perf_counter() - began
+def _describe(workers: Sequence[WorkerGeometry]) -> str:
+    """Return what the caches of a P are, for people."""
+    first = workers[0]
+    sizes = sorted({group.block_tokens for group in first.groups})
+    orders = sorted({physical_order(plane) for group in first.groups for plane in group.planes})
+    return (
+        f"TP {first.tp_size}, PP {first.pp_size}, blocks of {'/'.join(map(str, sizes))} tokens in order "
+        f"{'/'.join(orders)}, transport {first.transport or 'unknown'}"
+    )

@@ -63,7 +63,7 @@ def open_engine(
     ``is_read``: whether peers read this worker's memory.
     """
     protocol, tuning = transport(config), config.tuning
-    if protocol != default_protocol() and config.protocol == "auto":
+    if config.protocol == "auto" and protocol != default_protocol():
         logger.warning(
             "PDConnector: this machine has no RDMA device, so KV cache is read over tcp, which is slower, and peers "
             "must use tcp, too. Pass the devices into the container, or set protocol to 'tcp' on prefill and decode "

@@ -1,30 +1,32 @@
-"""The doctor as its users run it: lines, JSON, exit statuses, and two of them that talk to each other.
+"""The doctor as its users run it: lines, exit statuses, and two of them that talk to each other.
 
 Covers: pd_connector.doctor.__main__.
 """
 
-import json
 import re
 import signal
 import socket
 import subprocess
 import sys
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 
+from pd_connector.doctor import __main__ as module
+from pd_connector.doctor import npu
 from pd_connector.doctor.__main__ import main
+from pd_connector.doctor.findings import CheckFailed, CheckWarned
+from pd_connector.doctor.machine import Machine
+from pd_connector.doctor.software import Software
+from pd_connector.vllm import platform
+from pd_connector.worker import transfer_engine
 from tests.support.engine.peer_process import environment_with
 from tests.support.process import free_port
 from tests.support.sources import ROOT
 
 COMMAND = [sys.executable, "-m", "pd_connector.doctor"]
-CONFIG = ["--config", '{"host": "127.0.0.1", "tuning": {"staging_bytes": 1048576}}']
-
-
-def doctor(*arguments: str) -> "subprocess.CompletedProcess[str]":
-    command = [*COMMAND, *CONFIG, *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=250, check=False)
+CONFIG = ["--config", '{"host": "127.0.0.1"}']
 
 
 @pytest.mark.parametrize(
@@ -34,7 +36,6 @@ def doctor(*arguments: str) -> "subprocess.CompletedProcess[str]":
         (["--config", "{"], "--config is not JSON"),
         (["--config", "[]"], "--config must be a JSON object"),
         (["--config", '{"protocoll": "tcp"}'], "unknown key 'protocoll', did you mean 'protocol'?"),
-        (["--tensor-parallel-size", "0"], "tensor parallel size 0"),
         (["--tokens", "1"], "--tokens is 1"),
         (["--pull", "1"], "unrecognized arguments"),
     ],
@@ -46,64 +47,135 @@ def test_bad_arguments(arguments: list[str], said: str, capsys: pytest.CaptureFi
     assert said in capsys.readouterr().err
 
 
+@pytest.fixture
+def well(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """A machine of which nothing but what the test says is checked."""
+    monkeypatch.setattr(Software, "checks", [("vllm", lambda: "a release")])
+    monkeypatch.setattr(Machine, "checks", [])
+    monkeypatch.setattr(module, "installed", lambda _: None)
+    monkeypatch.setattr(module, "_transfer_engine", lambda config: f"{config.protocol} at {config.host}")
+    return monkeypatch
+
+
+def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, list[str]]:
+    status = main([*CONFIG, *arguments])
+    return status, capsys.readouterr().out.splitlines()
+
+
+@pytest.mark.usefixtures("well")
+def test_what_is_well_is_a_line_for_each_check(capsys: pytest.CaptureFixture[str]) -> None:
+    assert said(capsys) == (
+        0,
+        ["ok   vllm: a release", "ok   transfer engine: tcp at 127.0.0.1", "", "Nothing has failed."],
+    )
+
+
+@pytest.mark.usefixtures("well")
+def test_a_failure_is_a_line_and_an_exit_status(capsys: pytest.CaptureFixture[str]) -> None:
+    status, lines = said(capsys, "--peer", f"127.0.0.1:{free_port()}")
+    assert status == 1
+    assert re.fullmatch(r"FAIL peer: http://127\.0\.0\.1:\d+ does not answer .*", lines[2])
+    assert lines[3] == "skip peer: handshake: not checked: 'peer' has failed"
+    assert lines[-1] == "Failed: peer."
+
+
+def test_without_vllm_it_is_tcp_on_loopback(well: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def lacking() -> str:
+        raise ImportError("No module named 'vllm'")
+
+    for where, name in ((platform, "host_address"), (transfer_engine, "default_protocol")):
+        well.setattr(where, name, lacking)
+    assert main([]) == 0
+    assert "ok   transfer engine: tcp at 127.0.0.1" in capsys.readouterr().out
+
+
+def fails() -> str:
+    raise CheckFailed("107002")
+
+
+def warns() -> str:
+    raise CheckWarned("slow")
+
+
+def test_npus_are_checked_where_their_software_is(well: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    well.setattr(module, "installed", {"torch-npu": "2.10.0"}.get)
+    well.setattr(npu, "device", lambda: "2 devices")
+    well.setattr(npu, "CHECKS", (("batched copies", fails), ("cross-layer blocks", warns)))
+    status, lines = said(capsys)
+    assert status == 1
+    assert lines[2:] == [
+        "ok   npu: 2 devices",
+        "FAIL batched copies: 107002",
+        "WARN cross-layer blocks: slow",
+        "",
+        "Failed: batched copies.",
+    ]
+
+
+def test_without_a_device_nothing_else_is_asked_of_an_npu(
+    well: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    well.setattr(module, "installed", {"torch-npu": "2.10.0"}.get)
+    well.setattr(npu, "device", fails)
+    assert said(capsys)[1][2:] == ["FAIL npu: 107002", "", "Failed: npu."]
+
+
+@contextmanager
+def listening(config: str) -> Iterator[str]:
+    """A doctor that listens, in a process of its own; its address."""
+    command = [*COMMAND, "--config", config, "--listen"]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    try:
+        line = re.match(r"listening at (\S+); on the other machine: pd-doctor --peer \1$", process.stdout.readline())
+        assert line is not None
+        yield line[1]
+    finally:
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
+        process.stdout.close()
+
+
+def visited(address: str, ipv6: str | None = None) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [*COMMAND, *CONFIG, "--peer", address, "--tokens", "100"],
+        cwd=ROOT, env=environment_with(ipv6), capture_output=True, text=True, timeout=250, check=False,
+    )  # fmt: skip
+
+
 @pytest.mark.slow
 def test_two_doctors() -> None:
-    """One listens, the other examines this machine and visits it."""
-    listening = subprocess.Popen([*COMMAND, *CONFIG, "--listen"], cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    assert listening.stdout is not None
-    try:
-        said = re.match(r"listening at (\S+); on the other machine: pd-doctor --peer \1$", listening.stdout.readline())
-        assert said is not None
-        done = doctor("--json", "--peer", said[1], "--pull-bytes", "1000000")
-    finally:
-        listening.send_signal(signal.SIGTERM)
-        assert listening.wait(60) == 0
-        listening.stdout.close()
+    """One listens, the other examines this machine and visits it: with the real transfer engine, in three processes."""
+    with listening('{"host": "127.0.0.1"}') as address:
+        done = visited(address)
     assert done.returncode == 0, done.stdout + done.stderr
-    report: dict[str, Any] = json.loads(done.stdout)
-    found = {check["name"]: check for check in report["checks"]}
-    assert report["passed"] is True
-    assert found["two processes"]["outcome"] == "ok"
-    assert found["two processes"]["values"]["pull"]["verified"] is True
-    assert found["protocol tcp"]["values"] | {"register_ms": 0} == {"used": True, "starts": True, "register_ms": 0}
-    assert found["peer: pull"]["values"]["bytes"] == 1 << 20
-    assert found["vllm"]["outcome"] == found["torch"]["outcome"] == found["mooncake"]["outcome"] == "ok"
+    found = dict(line[5:].split(": ", 1) for line in done.stdout.splitlines() if line.startswith("ok   "))
+    assert found.keys() >= {"pd-connector", "vllm", "torch", "mooncake", "port", "devices", "memory"}
+    assert found["transfer engine"].startswith("tcp reads from another process here: 511 tokens, 16.8 MB in ")
+    assert found["transfer engine"].endswith("all checksums equal")
+    assert "ok   peer: pull: 99 tokens, 3.7 MB in 1 descriptors, by 1 workers: " in done.stdout
+    assert "WARN address: 127.0.0.1 is of this machine only" in done.stdout
+    assert done.stdout.splitlines()[-1] == "Nothing has failed. Look at: address."
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="no sockets for both families here")
 def test_doctors_of_two_address_families() -> None:
     """One listens at an IPv6 address; visitors with an IPv4 address speak both, or only that."""
-    listening = subprocess.Popen(
-        [*COMMAND, "--config", '{"host": "::1"}', "--listen"], cwd=ROOT, stdout=subprocess.PIPE, text=True
-    )
-    assert listening.stdout is not None
-    try:
-        said = re.match(r"listening at (\S+);", listening.stdout.readline())
-        assert said is not None
-        visits = [
-            subprocess.run(
-                [*COMMAND, *CONFIG, "--json", "--peer", said[1], "--pull-bytes", "1000000"],
-                cwd=ROOT, env=environment_with(ipv6), capture_output=True, text=True, timeout=250, check=False,
-            )
-            for ipv6 in ("1", "0")
-        ]  # fmt: skip
-    finally:
-        listening.send_signal(signal.SIGTERM)
-        assert listening.wait(60) == 0
-        listening.stdout.close()
-    both, ipv4 = ({check["name"]: check for check in json.loads(each.stdout)["checks"]} for each in visits)
-    assert both["peer: pull"]["outcome"] == "ok"
-    assert ipv4["peer: link"]["outcome"] == "fail"
-    assert "that is an IPv6 address, and the transfer engine here speaks IPv4 only" in json.dumps(ipv4["peer: link"])
+    with listening('{"host": "::1"}') as address:
+        both, ipv4 = (visited(address, ipv6).stdout for ipv6 in ("1", "0"))
+    assert "ok   peer: pull: " in both
+    assert "FAIL peer: pull: unreachable: " in ipv4
+    assert "that is an IPv6 address, and the transfer engine here speaks IPv4 only" in ipv4
 
 
 @pytest.mark.slow
-def test_a_failure_is_a_line_and_an_exit_status() -> None:
-    done = doctor("--peer", f"127.0.0.1:{free_port()}")
+def test_a_transfer_engine_that_does_not_start_is_a_failure() -> None:
+    """192.0.2.1 is of no machine."""
+    done = subprocess.run(
+        [*COMMAND, "--config", '{"host": "192.0.2.1"}'],
+        cwd=ROOT, capture_output=True, text=True, timeout=250, check=False,
+    )  # fmt: skip
     assert done.returncode == 1
-    lines = done.stdout.splitlines()
-    assert re.fullmatch(r"FAIL peer: http://127\.0\.0\.1:\d+ does not answer .*", lines[-10])
-    assert lines[-9] == "skip peer: lease: not checked: 'peer' has failed"
-    assert lines[-1] == "Failed: peer."
-    assert any(line.startswith("ok   two processes: ranks [0] of 1 connected") for line in lines)
+    assert "FAIL address: 192.0.2.1 is not an address of this machine" in done.stdout
+    assert "FAIL transfer engine: tcp does not start: ConfigError: " in done.stdout

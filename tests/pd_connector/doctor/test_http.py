@@ -7,7 +7,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from pd_connector.doctor.findings import CheckFailed
-from pd_connector.doctor.http import BadPeerError, HttpServer, base_url
+from pd_connector.doctor.http import HttpServer, base_url
 from tests.support.process import free_port
 
 
@@ -28,7 +28,7 @@ def test_addresses(peer: str, url: str) -> None:
 
 @pytest.mark.parametrize("peer", ["", ":8100", "p1:0", "p1:99999", "p1:x", "ftp://p1", "http://p1/v1"])
 def test_what_is_no_address(peer: str) -> None:
-    with pytest.raises(BadPeerError, match=r"write HOST, HOST:PORT or http://HOST:PORT of a prefill server"):
+    with pytest.raises(ValueError, match=r"write HOST, HOST:PORT or http://HOST:PORT of a prefill server"):
         base_url(peer)
 
 
@@ -64,13 +64,9 @@ def url() -> Iterator[str]:
         thread.join()
 
 
-def test_an_answer_is_read_with_its_time_and_clock(url: str) -> None:
-    answer = HttpServer(url, "k", 10.0).ask("/200/", {"a": 1})
-    assert answer.body == {"key": "Bearer k"}
-    assert 0 < answer.seconds < 10
-    assert answer.clock_offset_s is not None
-    assert abs(answer.clock_offset_s) < 5
-    assert HttpServer(url, None, 10.0).ask("/200/").body == {"key": "None"}
+def test_an_answer_is_read(url: str) -> None:
+    assert HttpServer(url, "k", 10.0).ask("/200/", {"a": 1}) == {"key": "Bearer k"}
+    assert HttpServer(url, None, 10.0).ask("/200/") == {"key": "None"}
 
 
 @pytest.mark.parametrize(

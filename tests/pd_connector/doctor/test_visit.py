@@ -1,41 +1,72 @@
-"""Visits to what stands in for a P, in this process and in another, over real Mooncake TCP: all well, and with faults.
+"""Visits to prefill engines without vLLM: real control channel, real leases, real bytes; all well, and with faults.
 
-Covers: pd_connector.doctor.standin, pd_connector.doctor.target.
+Only HTTP is left out here: ``test_listener`` has it.
 """
 
-import multiprocessing
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from pd_connector.config import ConnectorConfig
-from pd_connector.doctor.decode import Sizes
-from pd_connector.doctor.findings import CheckFailed, Examination, Outcome
-from pd_connector.doctor.http import Answer, HttpServer, base_url
-from pd_connector.doctor.standin import Listener, serve_apart
-from pd_connector.doctor.visit import Visit, Wishes
-from tests.support.process import free_port
+from pd_connector.doctor.findings import Examination, Outcome
+from pd_connector.doctor.http import HttpServer
+from pd_connector.doctor.visit import Visit
+from pd_connector.engine_limits import ENGINE_LIMITS
+from tests.support.connector.engines import MODEL, Blocks, PrefillEngine, Site
+from tests.support.engine.in_process import Fault, InProcessEngine
+from tests.support.layout.oracle import LAYOUTS, Engine, Model
+from transfer.engine.base import EngineStartError
 
-HOST = "127.0.0.1"
-IN_ORDER = ["peer", "lease", "handshake", "geometry", "conversion", "plan", "link", "pull"]
-SMALL = Wishes(pull_bytes=1 << 20)
+IN_ORDER = ["peer", "peer: handshake", "peer: pull"]
+WINDOWED = Model(kv_heads=4, contents=(8, 8), item_size=2, groups=((0, 2), (1, 3)), windows=(0, 40))
+TOKENS = 70
+#: Of the 70 tokens in each group; of a window, what has passed is not held.
+HELD: Blocks = ((5, 6, 3, 9, 2), (0, 0, 0, 4, 7))
+
+
+class Served(HttpServer):
+    """The HTTP port of a prefill engine that computes what it is asked for at once."""
+
+    def __init__(self, engine: PrefillEngine) -> None:
+        super().__init__("http://p:8000", None, 1.0)
+        self.engine = engine
+        self.answers: list[dict[str, Any]] = []
+
+    def ask(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        if body is None:
+            assert path == "/v1/models"
+            return {"data": [{"id": "tiny", "max_model_len": TOKENS + 1}]}
+        assert path == "/v1/completions"
+        assert body["model"] == "tiny"
+        tokens = len(body["prompt"])
+        groups = self.engine.ranks[0].geometry.groups
+        blocks = tuple(ids[: -(-tokens // group.block_tokens)] for ids, group in zip(HELD, groups, strict=False))
+        remote = self.engine.prefill(f"request {len(self.answers)}", blocks, tokens)
+        self.engine.hash_leased()
+        self.answers.append({"kv_transfer_params": remote.to_params()})
+        return self.answers[-1]
+
+
+@pytest.fixture
+def site(monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
+    """Where engines are, among them that of a visitor."""
+    site = Site()
+    monkeypatch.setattr(
+        "pd_connector.worker.transfer_engine.open_engine", lambda _, *, is_read: InProcessEngine(site.fabric)
+    )
+    yield site
+    site.close()
 
 
 def settings(**config: object) -> ConnectorConfig:
-    return ConnectorConfig.model_validate({"tuning": {"staging_bytes": 1 << 20}} | config)
+    return ConnectorConfig.model_validate({"host": "127.0.0.1", "protocol": "tcp"} | config)
 
 
-def secret(path: Path, text: str) -> str:
-    path.write_text(text)
-    path.chmod(0o600)
-    return str(path)
-
-
-def report_of(visit: Visit) -> Examination:
-    report = Examination()
+def report_of(server: HttpServer, tokens: int = TOKENS, **config: object) -> Examination:
+    visit, report = Visit(server, settings(**config), tokens), Examination()
     try:
         report.run_chain(visit.checks)
     finally:
@@ -43,206 +74,222 @@ def report_of(visit: Visit) -> Examination:
     return report
 
 
-def visit_to(
-    address: str, wishes: Wishes = SMALL, server: type[HttpServer] = HttpServer, **config: object
-) -> Examination:
-    return report_of(Visit(server(base_url(address), None, 20.0), settings(**config), HOST, "tcp", wishes))
-
-
 def only_failure(report: Examination) -> tuple[str, str]:
     """The name and the text of the check that has failed; those after it were skipped."""
-    failed = [line for line in report.lines if line.verdict.outcome is Outcome.FAIL]
-    assert len(failed) == 1, [str(line) for line in report.lines]
-    behind = report.lines[report.lines.index(failed[0]) + 1 :]
-    assert {line.verdict.outcome for line in behind} <= {Outcome.SKIP}
-    assert [line.name for line in report.lines] == IN_ORDER
-    return failed[0].name, failed[0].verdict.text
+    failed = [finding for finding in report.findings if finding.outcome is Outcome.FAIL]
+    assert len(failed) == 1, [str(finding) for finding in report.findings]
+    behind = report.findings[report.findings.index(failed[0]) + 1 :]
+    assert {finding.outcome for finding in behind} <= {Outcome.SKIP}
+    assert [finding.name for finding in report.findings] == IN_ORDER
+    return failed[0].name, failed[0].text
 
 
-@pytest.fixture(scope="module")
-def listener() -> Iterator[Listener]:
-    listener = Listener(settings(), HOST, "tcp", 0)
-    yield listener
-    listener.close()
+def test_all_is_well(site: Site) -> None:
+    engine = site.prefill(verify=True)
+    report = report_of(Served(engine))
+    assert [(one.name, one.outcome) for one in report.findings] == [(name, Outcome.OK) for name in IN_ORDER]
+    peer, handshake, pull = (one.text for one in report.findings)
+    assert peer.startswith("http://p:8000 serves 'tiny'; engine ")
+    assert f"its control channel is at 127.0.0.1:{engine.port}" in peer
+    assert "without a secret; LlamaForCausalLM, TP 1, PP 1, blocks of 16 tokens in order BHLNC" in handshake
+    assert pull.startswith("69 tokens, ")
+    assert " GB/s; " in pull
+    assert pull.endswith("all checksums equal")
+    assert engine.leases.active == 0
 
 
-@pytest.fixture
-def at_rest(listener: Listener) -> Iterator[Listener]:
-    """The listener, which holds no lease after the test."""
-    yield listener
-    assert listener._leases.active == 0
-    listener._service.check_integrity()
+@pytest.mark.parametrize(
+    ("engine", "model"),
+    [
+        *((Engine(layout=layout, form="views", blocks=12), MODEL) for layout in LAYOUTS),
+        (Engine(layout="BHLNC", form="packed", blocks=12), MODEL),
+        (Engine(layout="BHLNC", tp=4, blocks=12), MODEL),
+        (Engine(layout="LBHNC", form="views", tp=2, pp=3, blocks=12), MODEL),
+        (Engine(layout="BLHNC", blocks=24, kernel_blocks=2), MODEL),
+        (Engine(layout="BHLNC", blocks=12, layers_apart=True), MODEL),
+        (Engine(layout="BLHNC", blocks=12), WINDOWED),
+    ],
+    ids=str,
+)
+def test_every_rank_is_read_by_a_worker_of_its_own(site: Site, engine: Engine, model: Model) -> None:
+    p = site.prefill(engine, model=model, verify=True)
+    report = report_of(Served(p))
+    assert report.passed, [str(finding) for finding in report.findings]
+    assert f"by {engine.tp * engine.pp} workers" in report.findings[-1].text
+    assert report.findings[-1].text.endswith("all checksums equal")
+    assert p.leases.active == 0
 
 
-def test_all_is_well(at_rest: Listener) -> None:
-    report = visit_to(at_rest.address, Wishes(tokens=1000, pull_bytes=4 << 20))
-    assert [(line.name, line.verdict.outcome) for line in report.lines] == [(name, Outcome.OK) for name in IN_ORDER]
-    found = {line.name: line.verdict for line in report.lines}
-    assert found["handshake"].values["verify"] is True
-    assert found["geometry"].values["token_bytes"] == 8 * 8 * 256 * 2
-    assert "the same geometry; 524288 bytes in 1 runs" in found["conversion"].text
-    assert found["plan"].values["bytes"] == 63 * 524288  # 999 tokens, in whole blocks
-    pulled = found["pull"].values
-    assert pulled["bytes"] == 4 << 20
-    assert pulled["tokens"] == 127
-    assert pulled["verified"] is True
-    assert pulled["bytes_per_s"] > 0
-    assert pulled["release_ms"] > 0
+def test_a_shorter_prompt_is_pulled_if_it_is_wanted(site: Site) -> None:
+    assert report_of(Served(site.prefill()), tokens=20).findings[-1].text.startswith("19 tokens, ")
 
 
-def test_what_is_pulled_is_compared(at_rest: Listener) -> None:
-    """One byte of P's memory that changes after it was leased is found."""
-    region = at_rest._memory.region
-    view = np.ctypeslib.as_array((np.ctypeslib.as_ctypes_type(np.uint8) * region.size).from_address(region.address))
+def test_without_checksums_of_p_nothing_is_said_to_be_compared(site: Site) -> None:
+    text = report_of(Served(site.prefill())).findings[-1].text
+    assert text.endswith("contents not compared: P has verify off")
 
-    class Corrupting(HttpServer):
-        def ask(self, path: str, body: dict[str, Any] | None = None) -> Answer:
+
+def test_a_decode_engine_that_verifies_needs_a_p_that_does(site: Site) -> None:
+    name, text = only_failure(report_of(Served(site.prefill()), verify=True))
+    assert name == "peer: pull"
+    assert text.startswith("incompatible: ")
+    assert "verify" in text
+
+
+def test_what_is_pulled_is_compared(site: Site) -> None:
+    """Bytes of P's memory that change after they were leased are found."""
+    engine = site.prefill(verify=True)
+
+    class Corrupting(Served):
+        def ask(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
             answer = super().ask(path, body)
-            view[524288 + 1000] ^= 1  # in block 1, after the lease's checksums were taken
+            engine.ranks[0].memory[:] += 1
             return answer
 
-    name, text = only_failure(visit_to(at_rest.address, server=Corrupting))
-    assert name == "pull"
-    assert "checksum: " in text
+    name, text = only_failure(report_of(Corrupting(engine)))
+    assert name == "peer: pull"
+    assert text.startswith("checksum: ")
     assert "checksums of what has arrived differ from those of what was leased" in text
 
 
-@pytest.mark.parametrize(
-    ("sizes", "said"),
-    [
-        (Sizes(2), "TP 1 to 2"),
-        (Sizes(1, 32), "block size 16 to 32"),
-        (Sizes(4, 64), "TP 1 to 4, block size 16 to 64"),
-    ],
-)
-def test_other_decode_engines_pull_too(at_rest: Listener, sizes: Sizes, said: str) -> None:
-    report = visit_to(at_rest.address, Wishes(sizes, tokens=300, pull_bytes=1 << 20))
-    assert report.passed
-    found = {line.name: line.verdict for line in report.lines}
-    assert said in found["conversion"].text
-    assert found["pull"].values["verified"] is True
+def test_a_read_that_fails_is_named_with_its_cause(site: Site) -> None:
+    engine = site.prefill()
+    site.fabric.inject(0, Fault())
+    name, text = only_failure(report_of(Served(engine)))
+    assert name == "peer: pull"
+    assert text.startswith("read: ")
+    assert engine.leases.active == 0
 
 
-def test_a_prompt_that_p_has_no_blocks_for_is_not_predicted(at_rest: Listener) -> None:
-    report = visit_to(at_rest.address, Wishes(tokens=5000, pull_bytes=1 << 20))
-    found = {line.name: line.verdict for line in report.lines}
-    assert found["plan"].outcome is Outcome.WARN
-    assert "a prompt of 5000 tokens takes 313 blocks; the prefill engine has 129; not predicted" in found["plan"].text
-    assert found["pull"].outcome is Outcome.OK
+def test_a_data_port_that_cannot_be_reached_is_named(site: Site) -> None:
+    engine = site.prefill()
+    engine.engines[0].close()
+    name, text = only_failure(report_of(Served(engine)))
+    assert name == "peer: pull"
+    assert text.startswith("unreachable: ")
+    assert "prefill rank 0" in text
 
 
-def test_a_wrong_port() -> None:
-    name, text = only_failure(visit_to(f"{HOST}:{free_port()}"))
-    assert name == "peer"
-    assert "refused" in text
-    assert "is this its HTTP port?" in text
+def test_a_transfer_engine_that_does_not_start_is_a_failure(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise EngineStartError("no such device")
+
+    monkeypatch.setattr("pd_connector.worker.transfer_engine.open_engine", refuse)
+    assert only_failure(report_of(Served(site.prefill()))) == ("peer: pull", "EngineStartError: no such device")
 
 
-def test_a_server_without_the_connector(at_rest: Listener) -> None:
-    class Plain(HttpServer):
-        def ask(self, path: str, body: dict[str, Any] | None = None) -> Answer:
-            answer = super().ask(path, None if body is None else body | {"prompt": [1]})
-            at_rest._leases.cancel_all()
-            return Answer({**answer.body, "kv_transfer_params": None}, answer.seconds, None)
+def test_a_lease_that_ends_early_is_named(site: Site) -> None:
+    engine = site.prefill()
 
-    name, text = only_failure(visit_to(at_rest.address, server=Plain))
-    assert name == "lease"
-    assert "has answered without kv_transfer_params: it must be a vLLM server with the PDConnector" in text
+    class Hurried(Served):
+        def ask(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+            answer = super().ask(path, body)
+            if len(self.answers) > 1:
+                engine.leases.cancel_all()
+            return answer
 
-
-def test_another_transport(at_rest: Listener) -> None:
-    visit = Visit(HttpServer(base_url(at_rest.address), None, 20.0), settings(), HOST, "rdma", SMALL)
-    name, text = only_failure(report_of(visit))
-    assert name == "geometry"
-    assert "transport tcp, and this side's is rdma: start both with the same protocol" in text
+    name, text = only_failure(report_of(Hurried(engine)))
+    assert name == "peer: pull"
+    assert text.startswith("lease: ")
 
 
-def test_a_p_that_may_not_be_contacted(at_rest: Listener) -> None:
-    report = visit_to(at_rest.address, allowed_peers=["10.0.0.0/8"])
-    at_rest._leases.cancel_all()  # it may not be told to
-    name, text = only_failure(report)
-    assert name == "handshake"
+def test_a_control_port_where_nobody_answers(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = replace(ENGINE_LIMITS, handshake_timeout_s=0.3)
+    monkeypatch.setattr("pd_connector.doctor.visit.ENGINE_LIMITS", limits)
+    monkeypatch.setattr("pd_connector.doctor.visit._CANCEL_TIMEOUT_S", 0.1)
+    engine = site.prefill()
+
+    class Dying(Served):
+        def ask(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+            answer = super().ask(path, body)
+            if body is not None:
+                engine.close()
+            return answer
+
+    name, text = only_failure(report_of(Dying(engine)))
+    assert name == "peer: handshake"
+    assert text.startswith("unreachable: ")
+    assert "did not answer 'hello'" in text
+
+
+def test_another_engine_at_the_control_port_refuses_with_its_reason(site: Site) -> None:
+    engine = site.prefill()
+
+    class Restarted(Served):
+        def ask(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+            answer = super().ask(path, body)
+            return (
+                answer
+                if body is None
+                else {"kv_transfer_params": answer["kv_transfer_params"] | {"remote_engine_id": "e"}}
+            )
+
+    name, text = only_failure(report_of(Restarted(engine)))
+    engine.leases.cancel_all()
+    assert name == "peer: handshake"
+    assert text.startswith("refused: ")
+
+
+def test_another_transport(site: Site) -> None:
+    engine = site.prefill()
+    workers = tuple(replace(rank.geometry, transport="tcp") for rank in engine.ranks)
+    engine.service.set_workers(workers)
+    name, text = only_failure(report_of(Served(engine), protocol="rdma"))
+    assert name == "peer: handshake"
+    assert "protocol is 'rdma' here and 'tcp' on the remote engine" in text
+
+
+def test_over_ascend_nothing_is_pulled(site: Site) -> None:
+    report = report_of(Served(site.prefill()), protocol="ascend")
+    assert [finding.outcome for finding in report.findings] == [Outcome.OK, Outcome.OK, Outcome.SKIP]
+
+
+def test_a_p_that_may_not_be_contacted(site: Site) -> None:
+    engine = site.prefill()
+    name, text = only_failure(report_of(Served(engine), allowed_peers=["10.0.0.0/8"]))
+    engine.leases.cancel_all()  # it may not be told to
+    assert name == "peer: handshake"
+    assert text.startswith("denied: ")
     assert "may not be contacted: allowed_peers names 10.0.0.0/8" in text
 
 
-@pytest.fixture(scope="module")
-def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
-    """The address of a listener with a secret, and the secret's file."""
-    file = secret(tmp_path_factory.mktemp("secret") / "right", "0123456789abcdef")
-    listener = Listener(settings(secret_file=file), HOST, "tcp", 0)
-    yield listener.address, file
-    listener.close()
+def test_a_secret_that_cannot_be_read_is_a_failure(site: Site, tmp_path: Path) -> None:
+    engine = site.prefill()
+    name, text = only_failure(report_of(Served(engine), secret_file=str(tmp_path / "none")))
+    engine.leases.cancel_all()
+    assert name == "peer: handshake"
+    assert str(tmp_path / "none") in text
 
 
-def test_the_right_secret(guarded: tuple[str, str]) -> None:
-    address, file = guarded
-    report = visit_to(address, secret_file=file)
-    assert report.passed
-    assert "authenticated and encrypted" in {line.name: line.verdict.text for line in report.lines}["handshake"]
+class Silent(Served):
+    """A server whose answers are what the test says."""
+
+    models: Any = None
+    params: Any = None
+
+    def ask(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        return {"data": self.models} if body is None else {"kv_transfer_params": self.params}
 
 
-@pytest.mark.parametrize("ours", ["", "another secret of 16 bytes"])
-def test_a_wrong_secret(guarded: tuple[str, str], tmp_path: Path, ours: str) -> None:
-    config: dict[str, Any] = {"secret_file": secret(tmp_path / "wrong", ours)} if ours else {}
-    name, text = only_failure(visit_to(guarded[0], **config))
-    assert name == "handshake"
-    assert "secret" in text
-
-
-def killed_when(dies: Callable[[str], bool]) -> type[HttpServer]:
-    """A server whose process is killed as soon as it has answered a question for which ``dies`` says so."""
-
-    class Dying(HttpServer):
-        def ask(self, path: str, body: dict[str, Any] | None = None) -> Answer:
-            answer = super().ask(path, body)
-            if dies(path if body is None else f"{path} {len(body['prompt'])}"):
-                for process in multiprocessing.active_children():
-                    if process.name == "pd-doctor-listener":
-                        process.kill()
-                        process.join()
-            return answer
-
-    return Dying
-
-
-@pytest.mark.thorough
 @pytest.mark.parametrize(
-    ("question", "fails", "said"),
+    ("models", "params", "said"),
     [
-        pytest.param("/v1/models", "lease", "does not answer", marks=pytest.mark.slow),
-        pytest.param("/v1/completions 8", "handshake", "did not answer 'hello'", marks=pytest.mark.slow),
-        ("/v1/completions 32", "pull", ""),
+        (None, None, "/v1/models names no model: is it a vLLM server?"),
+        (
+            [{"id": "tiny"}],
+            None,
+            "has answered without kv_transfer_params: it must be a vLLM server with the PDConnector",
+        ),
+        (
+            [{"id": "tiny"}],
+            {"remote_host": "p"},
+            "kv_transfer_params are not what a PDConnector prefill engine returns",
+        ),
     ],
 )
-def test_a_p_that_dies(question: str, fails: str, said: str) -> None:
-    with serve_apart(settings(), HOST, "tcp") as address:
-        server = killed_when(lambda asked: asked == question)
-        report = visit_to(address, server=server, pull_timeout_s=10.0)
-    name, text = only_failure(report)
-    assert name == fails
+def test_a_server_that_is_no_p(site: Site, models: Any, params: Any, said: str) -> None:
+    server = Silent(site.prefill())
+    server.models, server.params = models, params
+    name, text = only_failure(report_of(server))
+    assert name == "peer"
     assert said in text
-    if fails == "pull":
-        assert text.startswith(("read: ", "unreachable: ", "unconfirmed: "))
-
-
-@pytest.mark.thorough
-def test_a_listener_that_does_not_start_is_a_finding() -> None:
-    with pytest.raises(CheckFailed, match=r"the second process did not start: .*192\.0\.2\.1"):  # noqa: SIM117
-        with serve_apart(settings(), "192.0.2.1", "tcp"):
-            pytest.fail("it cannot start there")
-
-
-def test_a_listener_refuses_what_it_does_not_serve(at_rest: Listener) -> None:
-    server = HttpServer(base_url(at_rest.address), None, 20.0)
-    leg = {"kv_transfer_params": {"do_remote_decode": True}}
-    for path, body in (
-        ("/v1/chat/completions", {"prompt": [1], **leg}),
-        ("/v1/completions", {"prompt": [1]}),
-        ("/v1/completions", {"prompt": [], **leg}),
-        ("/v1/completions", {"prompt": ["x"], **leg}),
-        ("/v1/completions", {"prompt": [1] * 4000, **leg}),
-    ):
-        with pytest.raises(CheckFailed, match="status 400"):
-            server.ask(path, body)
-    with pytest.raises(CheckFailed, match="status 404"):
-        server.ask("/metrics")

@@ -1,7 +1,8 @@
 """What stands in P's place on a machine where no engine runs yet: leases over noise, by the prefill side's own classes.
 
 ``Listener`` serves a control channel and a transfer engine as a prefill engine does, and on an HTTP port the two
-questions that the doctor asks a vLLM server. ``serve_apart`` has one in a process of its own.
+questions that the doctor asks a vLLM server. ``serve_apart`` has one in a process of its own, because a library that
+crashes takes its process with it.
 """
 
 import ctypes
@@ -12,18 +13,19 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, closing, contextmanager, suppress
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
 from layout.geometry import CacheGroup, ModelIdentity, Plane, Region, WorkerGeometry
 from pd_connector.config import ConnectorConfig
+from pd_connector.doctor import npu
 from pd_connector.doctor.findings import CheckFailed
 from pd_connector.orders import ChecksumReport
 from pd_connector.params import is_prefill_leg
@@ -32,7 +34,7 @@ from pd_connector.scheduler.leases import LeaseTable
 from pd_connector.secret import load_keys
 from pd_connector.worker.checksums import CacheChecksums
 from transfer.control.server import ControlServer
-from transfer.engine.mooncake import MooncakeEngine, MooncakeOptions
+from transfer.engine.base import TransferEngine
 from transfer.memory import HostMemory
 from transfer.peers import Address
 
@@ -45,62 +47,50 @@ _MAX_BODY_BYTES = 1 << 20
 _START_TIMEOUT_S = 120.0
 
 
-@dataclass(frozen=True)
-class _Prompt:
-    """What a lease needs of a request."""
-
-    request_id: str
-    prompt_token_ids: list[int]
-    lora_request: None = None
-    mm_features: tuple[()] = ()
-    prompt_embeds: None = None
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        """Number of tokens."""
-        return len(self.prompt_token_ids)
-
-
-class Listener:
+class Listener(ThreadingHTTPServer):
     """Leases the same noise to whoever asks. Owns its engine, its servers and its memory until ``close``."""
 
-    def __init__(self, config: ConnectorConfig, host: str, protocol: str, http_port: int) -> None:
-        """Start all of it.
+    daemon_threads = True
+
+    def __init__(self, config: ConnectorConfig, http_port: int) -> None:
+        """Start all of it. ``config`` has the host and the protocol.
 
         Raises:
-            EngineStartError, ControlStartError, ConfigError, OSError: it does not start.
+            EngineStartError, ControlStartError, ConfigError, ImportError, OSError: it does not start.
         """
+        from pd_connector.worker.transfer_engine import open_engine  # noqa: PLC0415  needs torch
+
+        self._host = host = str(config.host)
+        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         with ExitStack() as undo:
-            self._engine = MooncakeEngine(MooncakeOptions(host, protocol, config.devices))
-            undo.callback(self._engine.close)
+            engine = undo.enter_context(closing(open_engine(config, is_read=True)))
             self._memory = HostMemory(_plane(0).block_bytes * _BLOCKS)
             region = self._memory.region
             _fill(region)
-            self._engine.register([region])
+            engine.register([region])
             groups = (CacheGroup(_BLOCK_TOKENS, 0, (_plane(region.address),)),)
-            identity = self._engine.identity
-            geometry = WorkerGeometry(0, 1, 0, 1, self._engine.address, groups, (region,), protocol, identity)
+            geometry = WorkerGeometry(0, 1, 0, 1, engine.address, groups, (region,), config.protocol, engine.identity)
             self._checksums = CacheChecksums(geometry)
             self._leases: LeaseTable[str] = LeaseTable(config.lease_ttl_s, time.monotonic)
             model = ModelIdentity(MODEL_NAME, "", "", _LAYERS, _HEADS, _CONTENT // 2, "bfloat16", "bfloat16")
             self._service = LeaseService(self._leases, model, 1, verify=True)
             self._service.set_workers((geometry,))
-            self._control = ControlServer(self._service, host, config.port, keys=load_keys(config.secret_file))
-            undo.callback(self._control.close)
+            control = ControlServer(self._service, host, config.port, keys=load_keys(config.secret_file))
+            self._control = undo.enter_context(closing(control))
             self._control.start()
-            self._host = host
             self._granting = threading.Lock()
-            self._http = _Server((host, http_port), self)
-            undo.callback(self._http.server_close)
-            self._thread = threading.Thread(target=self._http.serve_forever, name="pd-doctor-http", daemon=True)
-            self._thread.start()
-            undo.callback(self._http.shutdown)
+            super().__init__((host, http_port), _Handler)
+            undo.callback(self.server_close)
+            thread = threading.Thread(target=self.serve_forever, name="pd-doctor-http", daemon=True)
+            thread.start()
+            undo.callback(thread.join)
+            undo.callback(self.shutdown)
             self._release = undo.pop_all()
 
     @property
     def address(self) -> str:
         """Where a doctor's ``--peer`` finds it."""
-        return str(Address(self._host, int(self._http.server_address[1])))
+        return str(Address(self._host, int(self.server_address[1])))
 
     def lease(self, tokens: list[int]) -> dict[str, Any]:
         """Return the ``kv_transfer_params`` of a new lease over the blocks of a prompt.
@@ -113,7 +103,10 @@ class Listener:
         blocks = list(range(1, 1 + -(-len(tokens) // _BLOCK_TOKENS)))
         with self._granting:
             self._leases.collect()
-            prompt: Any = _Prompt(uuid.uuid4().hex, tokens)
+            prompt: Any = SimpleNamespace(  # what a lease needs of a request
+                request_id=uuid.uuid4().hex, prompt_token_ids=tokens, num_prompt_tokens=len(tokens),
+                prompt_embeds=None, lora_request=None, mm_features=(),
+            )  # fmt: skip
             params = self._service.grant(prompt, [blocks], prompt.request_id, (self._host, self._control.port))
             for order in self._service.checksums.take_orders():
                 sums = self._checksums.sums(order.block_ids, 0, order.end_token, threading.Event())
@@ -123,7 +116,6 @@ class Listener:
     def close(self) -> None:
         """End all of it."""
         self._release.close()
-        self._thread.join()
 
 
 def _plane(address: int) -> Plane:
@@ -131,23 +123,12 @@ def _plane(address: int) -> Plane:
     token = _CONTENT * _ITEM_BYTES
     layer = _BLOCK_TOKENS * token
     head = _LAYERS * layer
+    layers = tuple(f"layer.{number}" for number in range(_LAYERS))
     return Plane(
-        part="kv",
-        layers=tuple(f"layer.{number}" for number in range(_LAYERS)),
-        head_start=0,
-        heads=_HEADS,
-        block_tokens=_BLOCK_TOKENS,
-        content=_CONTENT,
-        item_size=_ITEM_BYTES,
-        blocks=_BLOCKS,
-        address=address,
-        layer_stride=layer,
-        block_stride=_HEADS * head,
-        head_stride=head,
-        token_stride=token,
-        content_stride=_ITEM_BYTES,
-        total_heads=_HEADS,
-    )
+        "kv", layers, 0, _HEADS, _BLOCK_TOKENS, _CONTENT, _ITEM_BYTES, _BLOCKS, address,
+        layer_stride=layer, block_stride=_HEADS * head, head_stride=head, token_stride=token,
+        content_stride=_ITEM_BYTES, total_heads=_HEADS,
+    )  # fmt: skip
 
 
 def _fill(region: Region) -> None:
@@ -156,77 +137,66 @@ def _fill(region: Region) -> None:
     view[:] = np.frombuffer(np.random.default_rng().bytes(region.size), np.uint8)
 
 
-class _Server(ThreadingHTTPServer):
-    daemon_threads = True
-
-    def __init__(self, address: tuple[str, int], listener: Listener) -> None:
-        self.address_family = _family(address[0])
-        self.listener = listener
-        super().__init__(address, _Handler)
-
-
-def _family(host: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in host else socket.AF_INET
-
-
 class _Handler(BaseHTTPRequestHandler):
-    """Answers the doctor's questions as vLLM's server does."""
+    """Answers the doctor's two questions as vLLM's server does."""
 
-    server: _Server
+    server: Listener
     timeout = 10.0
 
     def do_GET(self) -> None:
         """Name the model."""
-        if self.path == "/v1/models":
-            model = {"id": MODEL_NAME, "object": "model", "max_model_len": _MOST_TOKENS + 1}
-            self._answer(HTTPStatus.OK, {"object": "list", "data": [model]})
-        else:
-            self._answer(HTTPStatus.NOT_FOUND, {"error": {"message": f"there is no {self.path} here"}})
+        self._answer({"object": "list", "data": [{"id": MODEL_NAME, "max_model_len": _MOST_TOKENS + 1}]})
 
     def do_POST(self) -> None:
         """Lease a prompt."""
         try:
             body = json.loads(self.rfile.read(min(int(self.headers["Content-Length"]), _MAX_BODY_BYTES)))
-            if self.path != "/v1/completions" or not is_prefill_leg(body["kv_transfer_params"]):
-                raise ValueError("only the prefill leg of /v1/completions is served here")
-            params = self.server.listener.lease([int(token) for token in body["prompt"]])
+            if not is_prefill_leg(body["kv_transfer_params"]):
+                raise ValueError("only prefill legs are served here")
+            params = self.server.lease([int(token) for token in body["prompt"]])
         except (ValueError, TypeError, KeyError) as error:
-            self._answer(HTTPStatus.BAD_REQUEST, {"error": {"message": f"{type(error).__name__}: {error}"}})
-            return
-        self._answer(HTTPStatus.OK, {"choices": [{"text": ""}], "kv_transfer_params": params})
+            self.send_error(HTTPStatus.BAD_REQUEST, explain=f"{type(error).__name__}: {error}")
+        else:
+            self._answer({"choices": [{"text": ""}], "kv_transfer_params": params})
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002  named by the base class
         """Log where everything is logged."""
         logger.info("%s " + format, self.address_string(), *args)
 
-    def _answer(self, status: HTTPStatus, body: dict[str, Any]) -> None:
+    def _answer(self, body: dict[str, Any]) -> None:
         content = json.dumps(body).encode()
-        self.send_response(status)
+        self.send_response(HTTPStatus.OK)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(content)))
         self.end_headers()
         self.wfile.write(content)
 
 
-def _serve(parent: Connection, config: ConnectorConfig, host: str, protocol: str) -> None:
+def _ascend_engine(config: ConnectorConfig) -> TransferEngine:
+    """Start a transfer engine, which registers memory of the first NPU: over Ascend, peers can read no other."""
+    from pd_connector.worker.transfer_engine import open_engine  # noqa: PLC0415  needs torch
+
+    npu.device()
+    return open_engine(config, is_read=True)
+
+
+def _serve(parent: Connection, config: ConnectorConfig) -> None:
     """Serve in this process until the other end of ``parent`` closes."""
     try:
-        listener = Listener(config, host, protocol, 0)
+        served = _ascend_engine(config) if config.protocol == "ascend" else Listener(config, 0)
     except Exception as error:  # whatever it is, the parent has to say it
         parent.send(f"{type(error).__name__}: {error}")
         return
-    try:
-        parent.send({"address": listener.address})
+    with closing(served), suppress(EOFError):
+        parent.send({"address": served.address})
         parent.recv()
-    except EOFError:
-        pass
-    finally:
-        listener.close()
 
 
 @contextmanager
-def serve_apart(config: ConnectorConfig, host: str, protocol: str) -> Iterator[str]:
+def serve_apart(config: ConnectorConfig) -> Iterator[str]:
     """Yield the address of a listener in a process of its own, on ports that the system chooses.
+
+    Over Ascend, it is that of a transfer engine alone.
 
     Raises:
         CheckFailed: it does not start.
@@ -234,16 +204,16 @@ def serve_apart(config: ConnectorConfig, host: str, protocol: str) -> Iterator[s
     context = get_context("spawn")
     ours, theirs = context.Pipe()
     config = config.model_copy(update={"port": 0})
-    process = context.Process(target=_serve, args=(theirs, config, host, protocol), name="pd-doctor-listener")
+    process = context.Process(target=_serve, args=(theirs, config), name="pd-doctor-listener")
     process.start()
     theirs.close()
     try:
         try:
             said = ours.recv() if ours.poll(_START_TIMEOUT_S) else f"nothing within {_START_TIMEOUT_S:.0f} s"
         except EOFError:
-            said = "nothing: its process has ended"
+            said = "its process has ended without a word: the library crashed"
         if not isinstance(said, dict):
-            raise CheckFailed(f"the second process did not start: {said}")
+            raise CheckFailed(f"{config.protocol} does not start: {said}")
         yield said["address"]
     finally:
         ours.close()
