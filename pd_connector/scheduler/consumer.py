@@ -43,7 +43,6 @@ from pd_connector.params import (
 )
 from pd_connector.progress import Progress
 from pd_connector.scheduler.canaries import NoCanaries, Rejection, Standing
-from pd_connector.scheduler.completions import Completions
 from pd_connector.scheduler.decode_legs import Announced, Entry, Follower, Pulling, Refused
 from pd_connector.scheduler.needed_blocks import NeededBlocks
 from pd_connector.scheduler.pulls_ahead import PullsAhead
@@ -80,7 +79,6 @@ class Consumer(SchedulerRole):
         renewals: Renewals,
         subscriptions: Subscriptions,
         ahead: PullsAhead,
-        completions: Completions,
         retentions: Sequence[Retention] = (),
         layers: Sequence[Collection[str]] = (),
         canaries: NoCanaries | None = None,
@@ -97,7 +95,6 @@ class Consumer(SchedulerRole):
         self._renewals = renewals
         self._subscriptions = subscriptions
         self._ahead = ahead
-        self._completions = completions
         self._announced: dict[str, Announced] = {}
         self._waiting: dict[str, Entry] = {}
         self._pulling: dict[str, Pulling] = {}
@@ -229,7 +226,7 @@ class Consumer(SchedulerRole):
         for request_id in request_ids & self._pulling.keys():
             pull = self._pulling.pop(request_id)
             self._ahead.end(request_id)
-            self._completions.forget(request_id)
+            self._subscriptions.forget(request_id)
             self._let_go(request_id)
             if request_id in failed and not pull.has_left:
                 self._failed[request_id] = pull.refused_for or ComputedHere.PULL
@@ -267,7 +264,7 @@ class Consumer(SchedulerRole):
 
         One that waits for a verdict counts: the canary's steps wake this engine.
         """
-        if self._waiting or self._landing or len(self._pulling) != len(self._completions):
+        if self._waiting or self._landing or self._pulling.keys() != self._subscriptions.pulled:
             return 0
         return len(self._announced) + len(self._pulling)
 
@@ -348,13 +345,13 @@ class Consumer(SchedulerRole):
             found = self._checked(found, announced)
         if isinstance(found, TransferFailed):
             del self._announced[request_id]
-            self._subscriptions.end(request_id)
+            self._subscriptions.take(request_id)
             self._renewals.drop(request_id)
             self._refuse(request_id, Refused(found.reason, found.cause))
             return False
         if found.is_complete:
             del self._announced[request_id]
-            self._subscriptions.end(request_id)
+            self._subscriptions.take(request_id)
             self._waiting[request_id] = found.remote
             return self._must_wait_for_verdict(request, found.remote)
         if (standing := self._canaries.look(request, found.remote)) is not Standing.PROVEN:
@@ -418,17 +415,16 @@ class Consumer(SchedulerRole):
         request_id = request.request_id
         transfer_id, complete_tokens = "", 0
         if (announced := self._announced.pop(request_id, None)) is not None:
-            found = self._subscriptions.end(request_id)
+            found = self._subscriptions.take(request_id)
             if isinstance(found, TransferFailed):
                 entry: Entry = Refused(found.reason, found.cause)
             elif found.is_complete:
                 entry = found.remote
             else:
-                entry = remote = found.remote
+                entry = found.remote
                 transfer_id, complete_tokens = announced.transfer.transfer_id, found.tokens
                 self._renewals.keep(request_id, entry)
                 self._ahead.start(request)
-                self._completions.expect(request_id, announced.transfer, remote)
         else:
             entry = self._waiting.pop(request_id)
         assert not isinstance(entry, Follower), "a follower pulls nothing"
