@@ -43,7 +43,6 @@ from pd_connector.params import (
 )
 from pd_connector.progress import Progress
 from pd_connector.scheduler.canaries import NoCanaries, Rejection, Standing
-from pd_connector.scheduler.completions import Completions
 from pd_connector.scheduler.decode_legs import (
     Announced,
     Computed,
@@ -92,7 +91,6 @@ class Consumer(SchedulerRole):
         renewals: Renewals,
         subscriptions: Subscriptions,
         ahead: PullsAhead,
-        completions: Completions,
         retentions: Sequence[Retention] = (),
         layers: Sequence[Collection[str]] = (),
         canaries: NoCanaries | None = None,
@@ -109,7 +107,6 @@ class Consumer(SchedulerRole):
         self._renewals = renewals
         self._subscriptions = subscriptions
         self._ahead = ahead
-        self._completions = completions
         self._legs = Legs()
         self._used = SingleUse()  # by the legs that are announced, wait, pull or prove, except followers
         self._computed_here: Counter[str] = Counter()  # prompts, by cause, since the last update of the statistics
@@ -241,7 +238,7 @@ class Consumer(SchedulerRole):
             if not isinstance(pull, Pulling):
                 continue
             self._ahead.end(request_id)
-            self._completions.forget(request_id)
+            self._subscriptions.forget(request_id)
             self._let_go(request_id)
             if request_id in failed and not pull.has_left:
                 self._legs.put(request_id, Computed(pull.refused_for or ComputedHere.PULL))
@@ -281,7 +278,7 @@ class Consumer(SchedulerRole):
 
         One that waits for a verdict counts: the canary's steps wake this engine.
         """
-        if self._legs.number(Waiting, Landing) or self._legs.number(Pulling) != len(self._completions):
+        if self._legs.number(Waiting, Landing) or self._legs.number(Pulling) != len(self._subscriptions.pulled):
             return 0
         return self._legs.number(Announced, Pulling)
 
@@ -355,12 +352,12 @@ class Consumer(SchedulerRole):
         if isinstance(found, Progress) and not announced.is_checked:
             found = self._checked(found, announced)
         if isinstance(found, TransferFailed):
-            self._subscriptions.end(request_id)
+            self._subscriptions.take(request_id)
             self._renewals.drop(request_id)
             self._refuse(request_id, Refused(found.reason, found.cause))
             return False
         if found.is_complete:
-            self._subscriptions.end(request_id)
+            self._subscriptions.take(request_id)
             self._legs.put(request_id, Waiting(found.remote))
             return self._must_wait_for_verdict(request, found.remote)
         if (standing := self._canaries.look(request, found.remote)) is not Standing.PROVEN:
@@ -424,17 +421,16 @@ class Consumer(SchedulerRole):
         request_id = request.request_id
         transfer_id, complete_tokens = "", 0
         if isinstance(leg, Announced):
-            found = self._subscriptions.end(request_id)
+            found = self._subscriptions.take(request_id)
             if isinstance(found, TransferFailed):
                 entry: Entry = Refused(found.reason, found.cause)
             elif found.is_complete:
                 entry = found.remote
             else:
-                entry = remote = found.remote
+                entry = found.remote
                 transfer_id, complete_tokens = leg.transfer.transfer_id, found.tokens
                 self._renewals.keep(request_id, entry)
                 self._ahead.start(request)
-                self._completions.expect(request_id, leg.transfer, remote)
         else:
             entry = leg.entry
         assert not isinstance(entry, Follower), "a follower pulls nothing"

@@ -15,12 +15,13 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 from pd_connector.orders import Cause
 from pd_connector.params import RemotePrefill
 from transfer.control.client import ControlClient
 from transfer.control.errors import PeerRefused
-from transfer.control.messages import MAX_REQUEST_BYTES, Cancel, ErrorCode, Renew, Renewed, Reply
+from transfer.control.messages import MAX_REQUEST_BYTES, Cancel, ErrorCode, Renew, Renewed
 
 logger = logging.getLogger(__name__)
 
@@ -235,14 +236,14 @@ class Renewals:
             future = self._client.request(host, port, Renew(engine_id, asked, among), self._message_timeout_s)
             future.add_done_callback(partial(self._take_answer, renewed[first : first + at_once], asked))
 
-    def _take_answer(self, renewed: tuple[_Kept, ...], asked: tuple[str, ...], future: "Future[Reply]") -> None:
+    def _take_answer(self, renewed: tuple[_Kept, ...], asked: tuple[str, ...], future: "Future[Renewed]") -> None:
         """Take the answer to a renewal. Runs on the control client's thread."""
         if future.cancelled():
             return
         error = future.exception()
         if error is None:
             reply = future.result()
-            if isinstance(reply, Renewed) and reply.valid != asked:  # as it mostly is; sets of thousands take long
+            if reply.valid != asked:  # as it mostly is; sets of thousands take long
                 valid = frozenset(reply.valid)
                 ended = [kept for kept in renewed if kept.remote.lease_id not in valid]
                 self._mark_lost(ended, Cause.LEASE, "it expired, was cancelled, or gave way to other requests")
@@ -285,7 +286,7 @@ class Renewals:
             self.send_due()
 
 
-def log_undelivered(future: "Future[Reply]") -> None:
+def log_undelivered(future: "Future[Any]") -> None:
     """Log that a message about a lease was not answered, if so; the lease then expires. A done-callback."""
     if not future.cancelled() and (error := future.exception()) is not None:
         logger.warning("PDConnector: a prefill engine was not told about a lease, which will expire: %s", error)

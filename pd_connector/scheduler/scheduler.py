@@ -12,7 +12,6 @@ from pd_connector.engine_limits import ENGINE_LIMITS, EngineLimits
 from pd_connector.orders import Cause, Destinations, Orders, Report, WorkerHandshake, WorkerRanks
 from pd_connector.params import is_decode_leg, is_malformed, is_prefill_leg, unusable_keys
 from pd_connector.scheduler.canaries import Canaries, NoCanaries
-from pd_connector.scheduler.completions import Completions
 from pd_connector.scheduler.consumer import Consumer
 from pd_connector.scheduler.drain import Drain
 from pd_connector.scheduler.external_loads import ExternalLoads
@@ -399,17 +398,12 @@ class ConnectorScheduler:
         message_s = limits.handshake_timeout_s
         client = ControlClient(keys=keys, allowed=AllowedPeers(self._config.allowed_peers))
         renewals = Renewals(client, message_s, queue_s, self._clock)
-        subscriptions = Subscriptions(
-            client, renewals, FollowLimits(message_s, queue_s), self._clock, self._engine.wake
-        )
-        completions = Completions(client, message_s, self._engine, self._clock)
+        subscriptions = Subscriptions(client, renewals, FollowLimits(message_s, queue_s), self._engine, self._clock)
         bounds = AheadLimits(limits.max_pulls_ahead, limits.max_ahead_fraction)
         ahead = PullsAhead(bounds, self._blocks, self._retentions)
         renewals.start()
         layers = [group.layer_names for group in kv_cache_config.kv_cache_groups]  # of the first pipeline stage
-        return Consumer(
-            renewals, subscriptions, ahead, completions, self._retentions, layers, self._canaries, self._prompts
-        )
+        return Consumer(renewals, subscriptions, ahead, self._retentions, layers, self._canaries, self._prompts)
 
     def _open_host_tier(self, handshakes: Sequence[WorkerHandshake]) -> HostTier:
         mode, manager = self._config.cpu_store, self._blocks.manager

@@ -153,7 +153,6 @@ def connect_peer(context: PullContext, address: PeerAddress, deadline: float) ->
     except TransferError as error:
         cause = cause_of(error)
         raise PullFailed(cause, str(error), is_unresponsive=cause is not Cause.REFUSED) from error
-    assert isinstance(welcome, Welcome)
     try:
         peer = _make_peer(context, welcome)
     except ValueError as error:  # IncompatibleCachesError, PlanError, or overlapping regions

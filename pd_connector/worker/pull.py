@@ -7,15 +7,16 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from layout.copies import Copies
 from layout.plan import BlockTable, PlanError
 from layout.staging import Schedule
 from pd_connector.orders import Cause, PullOrder, block_table, cause_of
+from pd_connector.progress import TransferEnded
 from pd_connector.traces import Lap, PullTrace
 from pd_connector.worker.checksums import Interrupted
-from pd_connector.worker.followed_prompt import FOLLOW_WAIT_S, FollowedPrompt, TransferEnded, is_complete
+from pd_connector.worker.followed_prompt import FOLLOW_WAIT_S, FollowedPrompt
 from pd_connector.worker.peer import Peer, PullContext
 from pd_connector.worker.pull_end import (
     PullEnd,
@@ -30,7 +31,7 @@ from pd_connector.worker.pull_end import (
 from pd_connector.worker.quarantine import HeldRead, LostPull, UnsettledPull
 from pd_connector.worker.remote_reader import SLOTS
 from transfer.batch_copy.base import Pauses
-from transfer.control.messages import Followed, Locate, Located, Place, Reply, Request
+from transfer.control.messages import Followed, Locate, Place, Release, Released, Reply, RequestFor, TransferState
 from transfer.engine.base import ReadFailed
 from transfer.errors import TransferError
 
@@ -43,6 +44,7 @@ _MIN_CONFIRM_S = 1.0
 _FOLLOW_PAUSE_S = 0.05
 
 _Result = TypeVar("_Result")
+_Reply = TypeVar("_Reply", bound=Reply)
 
 #: How a pull has ended, or that it has failed and is not settled.
 AnyEnd = PullEnd | UnsettledPull | LostPull
@@ -89,7 +91,7 @@ class Pull:
         self._context = context
         self._report = report
         self._closing = closing
-        self._answer: Future[Reply] | None = None  # to the question for more of the prompt
+        self._answer: Future[Followed] | None = None  # to the question for more of the prompt
         self._answered_at: float | None = None  # when it came
         self._may_ask_at = 0.0  # without a pause
         self._read = _Read()
@@ -112,7 +114,7 @@ class Pull:
         """Whether P still computes the prompt, as far as it has said."""
         answer = self._answer
         if answer is not None and answer.done() and not answer.cancelled() and answer.exception() is None:
-            return not is_complete(answer.result())
+            return answer.result().state != TransferState.COMPLETE
         return not self.prompt.is_complete
 
     @property
@@ -120,7 +122,7 @@ class Pull:
         """How many tokens are still to be read, whether P has computed them or not."""
         return self.order.end_token - self.prompt.read_until
 
-    def run(self, connect: Callable[[float], Peer]) -> "Future[Reply] | None":
+    def run(self, connect: Callable[[float], Peer]) -> "Future[Followed] | None":
         """Read what can be read now. Then ask P for more, or, if that was all, whether the lease was valid throughout.
 
         ``connect`` returns the prefill engine after the handshake. Its argument is a deadline on the context's clock.
@@ -159,7 +161,7 @@ class Pull:
         self.confirm()
         return None
 
-    def follow(self, *, reads_host: bool = False) -> "Future[Reply]":
+    def follow(self, *, reads_host: bool = False) -> "Future[Followed]":
         """Ask P for more of the prompt, on its device or, if that can be read, in its host memory.
 
         ``take_answer`` takes what the future brings.
@@ -176,12 +178,12 @@ class Pull:
         self._may_ask_at = self._context.clock() + _FOLLOW_PAUSE_S
         self._answered_at = None
         self._answer = self._send(
-            self.prompt.question(wait_s, reads_host=reads_host), wait_s + self._context.handshake_timeout_s
+            self.prompt.progress.question(wait_s, reads_host=reads_host), wait_s + self._context.handshake_timeout_s
         )
         self._answer.add_done_callback(self._note_answer)
         return self._answer
 
-    def _note_answer(self, _: "Future[Reply]") -> None:
+    def _note_answer(self, _: "Future[Followed]") -> None:
         self._answered_at = self._context.clock()
 
     def _end_wait(self) -> None:
@@ -200,9 +202,7 @@ class Pull:
             return
         restarts = self.prompt.restarts
         try:
-            reply = answer.result()
-            assert isinstance(reply, Followed)
-            is_news = self.prompt.take(reply)
+            is_news = self.prompt.take(answer.result())
         except TransferError as error:
             cause = cause_of(error)
             raise PullFailed(cause, str(error), is_unresponsive=cause is not Cause.REFUSED) from error
@@ -215,10 +215,10 @@ class Pull:
             self._read = _Read()
             logger.debug(
                 "PDConnector: %s begins again, with attempt %d of the prefill engine", self.order.request_id,
-                self.prompt.attempt,
+                self.prompt.progress.attempt,
             )  # fmt: skip
         if self.prompt.is_complete:
-            self.order = replace(self.order, remote=self.prompt.remote)
+            self.order = replace(self.order, remote=self.prompt.progress.remote)
 
     def confirm(self) -> None:
         """Ask P whether the lease was valid throughout. The answer ends the pull, on the control client's thread."""
@@ -233,7 +233,7 @@ class Pull:
             restarts=self.prompt.restarts,
         )
 
-        def end(answer: "Future[Reply]") -> None:
+        def end(answer: "Future[Released]") -> None:
             try:
                 self._watch.lap("release")
                 cause, reason = verdict(self.order, answer)
@@ -246,7 +246,7 @@ class Pull:
                 self._end(replace(done, seconds=self._watch.total()))
 
         timeout_s = min(self._deadline - self._context.clock(), self._context.handshake_timeout_s)
-        self._send(self._last_message(), max(timeout_s, _MIN_CONFIRM_S)).add_done_callback(end)
+        self._send(self._release_message(), max(timeout_s, _MIN_CONFIRM_S)).add_done_callback(end)
 
     def fail(self, error: PullFailed) -> None:
         """End the pull as failed, and release this reader's share of the lease unless P is unresponsive.
@@ -260,7 +260,9 @@ class Pull:
             self._answer.cancel()
         if not error.is_unresponsive:
             try:
-                self._send(self._last_message(), self._context.handshake_timeout_s)
+                is_leased = self.prompt.is_complete
+                message: RequestFor[Any] = self._release_message() if is_leased else cancel_message(self.order)
+                self._send(message, self._context.handshake_timeout_s)
             except Exception:  # the request must end whatever becomes of the message: the lease expires
                 logger.exception("PDConnector: the pull of request %s cannot be released", self.order.request_id)
         self._report_failed(error.cause, str(error))
@@ -283,23 +285,16 @@ class Pull:
             return
         logger.debug(
             "PDConnector: %s, tokens %d to %d of %d (%s)",
-            self.order.request_id, tokens.start, tokens.stop - 1, self.order.end_token, self.prompt.state,
+            self.order.request_id, tokens.start, tokens.stop - 1, self.order.end_token, self.prompt.progress.state,
         )  # fmt: skip
         self._await_device()
         schedules = self._read_batches(peer, batches)
         self._read.add(schedules, place, is_ahead=is_ahead)
-        if not is_ahead:
-            self.prompt.has_read(tokens, ())
-            return
-        if place is Place.HOST:  # whose slots stay as they are until the attempt ends, or the lease
-            self.prompt.has_read(tokens, ())
-            self._extend_deadline()
-            return
+        plans = peer.plans.values() if place is Place.DEVICE else ()  # slots stay until the attempt ends, or the lease
         span = tokens.start, tokens.stop
-        self.prompt.has_read(
-            tokens, (read for plan in peer.plans.values() for read in plan.remote_blocks(self._local, *span))
-        )
-        self._extend_deadline()
+        self.prompt.has_read(tokens, (read for plan in plans for read in plan.remote_blocks(self._local, *span)))
+        if is_ahead:
+            self._extend_deadline()
 
     def _locate(self) -> None:
         """Learn where P has the blocks. They stay there until the release.
@@ -314,7 +309,6 @@ class Pull:
         except TransferError as error:
             cause = cause_of(error)
             raise PullFailed(cause, str(error), is_unresponsive=cause is not Cause.REFUSED) from error
-        assert isinstance(reply, Located)
         if not reply.place:
             raise PullFailed(Cause.LEASE, why_ended(self.order, reply.reason))
         if reply.place == Place.DEVICE:
@@ -331,10 +325,9 @@ class Pull:
     def _plan(self, peer: Peer, tokens: range, place: Place) -> dict[int, Copies] | None:
         """Return the descriptors for each prefill rank to read from; None if P has not announced all blocks yet."""
         local, plans = self._local, peer.plans
-        remote: Sequence[BlockTable] = self.prompt.tables
+        remote: Sequence[BlockTable] = self.prompt.progress.tables
         if place is Place.HOST and peer.host_plans is not None:
-            in_host, plans = self.prompt.in_host, peer.host_plans
-            remote = self._slots if in_host is None else in_host.tables
+            plans, remote = peer.host_plans, self._slots or self.prompt.progress.host_tables
         groups = len(peer.workers[0].groups)
         if len(remote) != groups:
             raise PullFailed(
@@ -411,7 +404,7 @@ class Pull:
     def _reach(self, before: tuple[int, int, bool]) -> tuple[int, int, bool]:
         """Return how far the prompt has ever been computed and read, in tokens, and whether it is complete."""
         prompt = self.prompt
-        return max(prompt.tokens, before[0]), max(prompt.read_until, before[1]), prompt.is_complete
+        return max(prompt.progress.tokens, before[0]), max(prompt.read_until, before[1]), prompt.is_complete
 
     def _extend_deadline(self) -> None:
         """Let the pull timeout begin anew if the prompt is further than ever. One that is only started over is not."""
@@ -420,9 +413,9 @@ class Pull:
             self._reached, self._deadline = reached, self._context.clock() + self._context.pull_timeout_s
 
     def _got_no_further(self) -> PullFailed:
-        prompt, timeout_s = self.prompt, self._context.pull_timeout_s
+        prompt, timeout_s = self.prompt.progress, self._context.pull_timeout_s
         of = f"{prompt.remote.remote_num_tokens} prompt tokens"
-        if prompt.attempt > self.order.remote.remote_attempt:
+        if prompt.attempt:
             return PullFailed(
                 Cause.PREEMPTED,
                 f"the prefill engine has preempted the prompt and started it over (attempt {prompt.attempt + 1}), and "
@@ -435,13 +428,10 @@ class Pull:
             f"{str(prompt.state)!r}, {prompt.tokens} of {of} are computed",
         )
 
-    def _last_message(self) -> Request:
-        """Return what tells P that this reader needs nothing more."""
-        if self.prompt.is_complete:
-            return release_message(self.order, self._context.reader, self._context.readers, self._place)
-        return cancel_message(self.order)
+    def _release_message(self) -> Release:
+        return release_message(self.order, self._context.reader, self._context.readers, self._place)
 
-    def _send(self, message: Request, timeout_s: float) -> "Future[Reply]":
+    def _send(self, message: RequestFor[_Reply], timeout_s: float) -> "Future[_Reply]":
         remote = self.order.remote
         return self._context.client.request(remote.remote_host, remote.remote_port, message, timeout_s)
 

@@ -12,7 +12,7 @@ from pd_connector.orders import Cause, PullOrder
 from pd_connector.params import contents_digest
 from pd_connector.stats import StatsRecorder
 from pd_connector.traces import Lap
-from transfer.control.messages import Cancel, InvalidReason, Place, Release, Released, Reply
+from transfer.control.messages import Cancel, InvalidReason, Place, Release, Released
 
 
 class PullFailed(Exception):  # noqa: N818
@@ -130,7 +130,7 @@ def why_ended(order: PullOrder, reason: str) -> str:
     return f"lease {order.remote.lease_id} {_INVALID_REASONS.get(reason, f'is not valid: {reason!r}')}"
 
 
-def verdict(order: PullOrder, answer: "Future[Reply]") -> tuple[Cause, str]:
+def verdict(order: PullOrder, answer: "Future[Released]") -> tuple[Cause, str]:
     """Return the cause and reason of failure of a pull that read all bytes, given the answer to its release.
 
     The cause is ``Cause.NONE`` only if the lease is known to have been valid until after the read.
@@ -140,8 +140,6 @@ def verdict(order: PullOrder, answer: "Future[Reply]") -> tuple[Cause, str]:
     if (error := answer.exception()) is not None:
         return Cause.UNCONFIRMED, f"the release was not answered: {error}"
     reply = answer.result()
-    if not isinstance(reply, Released):
-        return Cause.UNCONFIRMED, f"the release was answered with a {type(reply).__name__}"
     if reply.valid:
         return Cause.NONE, ""
     return Cause.LEASE, why_ended(order, reply.reason)

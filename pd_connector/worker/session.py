@@ -16,7 +16,7 @@ from pd_connector.worker.checksums import Interrupted
 from pd_connector.worker.peer import Peer, PeerAddress, PullContext, connect_peer
 from pd_connector.worker.pull import AnyEnd, Pull
 from pd_connector.worker.pull_end import PullFailed
-from transfer.control.messages import Reply
+from transfer.control.messages import Followed
 
 logger = logging.getLogger(__name__)
 
@@ -271,7 +271,7 @@ class PeerSession:
     def _is_short(self, tokens: int) -> bool:
         return tokens <= max(_SHORT_TOKENS, _SHORT_SHARE * max(self._running.values(), default=0))
 
-    def _park(self, pull: Pull, answer: "Future[Reply]") -> None:
+    def _park(self, pull: Pull, answer: "Future[Followed]") -> None:
         """Queue a pull again once its question has been answered."""
         with self._changed:
             self._parked.add(pull)
@@ -286,7 +286,7 @@ class PeerSession:
                 self._open_spare_lane()  # usually there is one
                 self._changed.notify_all()
 
-    def _run_safely(self, lane: _Lane, pull: Pull) -> "Future[Reply] | None":
+    def _run_safely(self, lane: _Lane, pull: Pull) -> "Future[Followed] | None":
         """Return what the pull waits for; None if it has ended, or will without a lane."""
         try:
             return self._run_pull(lane, pull)
@@ -297,7 +297,7 @@ class PeerSession:
             self._end_meeting(lane)
         return None
 
-    def _run_pull(self, lane: _Lane, pull: Pull) -> "Future[Reply] | None":
+    def _run_pull(self, lane: _Lane, pull: Pull) -> "Future[Followed] | None":
         try:
             return pull.run(lambda deadline: self._connect(lane, deadline))
         except PullFailed as error:

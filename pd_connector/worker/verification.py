@@ -180,11 +180,9 @@ class Verifier:
             raise PullFailed(Cause.TIMEOUT, "the pull timeout was over before the checksums were there to compare with")
         try:
             answer = self._client.request(order.remote.remote_host, order.remote.remote_port, message, remaining)
-            reply = answer.result()
+            return answer.result()
         except TransferError as error:
             raise PullFailed(cause_of(error), f"what was read could not be compared: {error}") from error
-        assert isinstance(reply, Checksummed)
-        return reply
 
     def _compare(
         self,

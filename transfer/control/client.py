@@ -10,16 +10,19 @@ import time
 from concurrent.futures import Future
 from functools import partial
 from itertools import count
+from typing import Any, TypeVar
 
 from transfer.control.client_loop import Abandoned, ClientCounters, ClientLoop, Inbox, Pending
 from transfer.control.errors import BadRequest
 from transfer.control.keys import ControlKeys
-from transfer.control.messages import MAX_REQUEST_BYTES, Reply, Request, encode
+from transfer.control.messages import MAX_REQUEST_BYTES, Reply, RequestFor, encode
 from transfer.control.peer_sockets import ClientSettings
 from transfer.errors import BadAddress
 from transfer.peers import AllowedPeers, peer_address
 
 logger = logging.getLogger(__name__)
+
+_Reply = TypeVar("_Reply", bound=Reply)
 
 
 class ControlClient:
@@ -51,10 +54,10 @@ class ControlClient:
         self._thread = threading.Thread(target=self._loop.run, name="pd-control-client", daemon=True)
         self._thread.start()
 
-    def request(self, host: str, port: int, message: Request, timeout_s: float) -> Future[Reply]:
+    def request(self, host: str, port: int, message: RequestFor[_Reply], timeout_s: float) -> Future[_Reply]:
         """Send a request to ``host``:``port`` until it is answered or ``timeout_s`` seconds have passed.
 
-        The future's result is the reply that belongs to the request's type (``Welcome`` to a ``Hello``), never an
+        The future's result is the reply that the request's type names (``Welcome`` for a ``Hello``), never an
         ``Error``. A future that the caller cancels is forgotten, but the peer may have acted on the request.
 
         The future fails with:
@@ -74,7 +77,7 @@ class ControlClient:
         """
         if not 0 < timeout_s < math.inf:
             raise ValueError(f"timeout_s={timeout_s} of a control request must be positive and finite")
-        future: Future[Reply] = Future()
+        future: Future[_Reply] = Future()
         message_id = next(self._ids)
         try:
             address = peer_address(host, port)
@@ -107,12 +110,12 @@ class ControlClient:
         """What the client's thread has done so far."""
         return self._loop.counters
 
-    def _forget_if_cancelled(self, message_id: int, future: Future[Reply]) -> None:
+    def _forget_if_cancelled(self, message_id: int, future: Future[Any]) -> None:
         if future.cancelled():
             self._inbox.put(Abandoned(message_id))
 
 
-def _frame(message_id: int, message: Request) -> bytes:
+def _frame(message_id: int, message: RequestFor[Any]) -> bytes:
     kind = str(message.__struct_config__.tag)
     try:
         frame = encode(message_id, message)

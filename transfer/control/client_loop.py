@@ -13,6 +13,7 @@ import time
 from collections import deque
 from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 import zmq
@@ -38,7 +39,7 @@ from transfer.control.messages import (
     Renew,
     Renewed,
     Reply,
-    Request,
+    RequestFor,
     Welcome,
     decode_reply,
 )
@@ -83,9 +84,9 @@ class Pending:
 
     message_id: int
     address: Address
-    request: Request
+    request: RequestFor[Any]
     frame: bytes
-    future: Future[Reply]
+    future: Future[Any]
     started: float  # monotonic seconds, like all times here
     deadline: float
     attempts: int = 0

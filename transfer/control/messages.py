@@ -80,7 +80,7 @@ Only who asks for a transfer by its name may leave it empty.
 """
 
 from enum import StrEnum
-from typing import Annotated, Any
+from typing import Annotated, Any, Generic, TypeVar
 
 import msgspec
 
@@ -151,7 +151,14 @@ class NoChecksums(StrEnum):
     FAILED = "failed"  # a worker could not read its blocks; its log says why
 
 
-class Hello(msgspec.Struct, frozen=True, tag="hello"):
+_Reply_co = TypeVar("_Reply_co", bound="Reply", covariant=True)
+
+
+class RequestFor(msgspec.Struct, Generic[_Reply_co], frozen=True):
+    """A request that is answered with ``_Reply_co``, unless with an ``Error``."""
+
+
+class Hello(RequestFor["Welcome"], frozen=True, tag="hello"):
     """Ask for the geometry of all workers of an engine."""
 
     engine_id: str
@@ -171,7 +178,7 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
     max_model_len: Annotated[int, msgspec.Meta(ge=0)] = 0  # tokens of the longest prompt and answer; 0: not told
 
 
-class Renew(msgspec.Struct, frozen=True, tag="renew"):
+class Renew(RequestFor["Renewed"], frozen=True, tag="renew"):
     """Keep leases alive for another time to live, which starts on P's clock when this arrives.
 
     P may limit how often a lease is renewed, and may end one that is not being read when it is short of blocks.
@@ -188,7 +195,7 @@ class Renewed(msgspec.Struct, frozen=True, tag="renewed"):
     valid: tuple[str, ...]
 
 
-class Release(msgspec.Struct, frozen=True, tag="release"):
+class Release(RequestFor["Released"], frozen=True, tag="release"):
     """A reader has finished reading (or will not read) its share of a lease's blocks."""
 
     engine_id: str
@@ -208,7 +215,7 @@ class Released(msgspec.Struct, frozen=True, tag="released"):
     reason: Annotated[str, msgspec.Meta(max_length=64)] = ""
 
 
-class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
+class Cancel(RequestFor["Cancelled"], frozen=True, tag="cancel"):
     """End leases at once, even if somebody still reads, or before they are granted. Unknown ids are ignored."""
 
     engine_id: str  # empty, with transfer ids only: of whichever engine this is
@@ -220,7 +227,7 @@ class Cancelled(msgspec.Struct, frozen=True, tag="cancelled"):
     """The leases have ended."""
 
 
-class Follow(msgspec.Struct, frozen=True, tag="follow"):
+class Follow(RequestFor["Followed"], frozen=True, tag="follow"):
     """Ask how far a named prompt is, beyond what is known. P answers when there is more, or after ``wait_s``."""
 
     engine_id: str  # empty: of whichever engine this is
@@ -270,7 +277,7 @@ class Followed(msgspec.Struct, frozen=True, tag="followed"):
     media_digest: str = ""  # how P hashes images and other media, a colon, and those of the prompt
 
 
-class Checksums(msgspec.Struct, frozen=True, tag="checksums"):
+class Checksums(RequestFor["Checksummed"], frozen=True, tag="checksums"):
     """Ask for the checksums of a lease's blocks, as ``layout.checksums`` defines them, for runs of its tokens."""
 
     engine_id: str
@@ -290,7 +297,7 @@ class Checksummed(msgspec.Struct, frozen=True, tag="checksummed"):
     reason: Annotated[str, msgspec.Meta(max_length=64)] = ""
 
 
-class Locate(msgspec.Struct, frozen=True, tag="locate"):
+class Locate(RequestFor["Located"], frozen=True, tag="locate"):
     """Ask where the blocks of a lease lie, to read them now. They stay there until the lease ends."""
 
     engine_id: str
@@ -344,7 +351,7 @@ _replies = msgspec.msgpack.Decoder(Reply)
 _DECODE_ERRORS = (msgspec.MsgspecError, RecursionError, UnicodeDecodeError)
 
 
-def encode(message_id: int, body: Request | Reply) -> bytes:
+def encode(message_id: int, body: RequestFor[Any] | Reply) -> bytes:
     """Return the message as one frame."""
     return _encoder.encode(Envelope(PROTOCOL_VERSION, message_id, msgspec.Raw(_encoder.encode(body))))
 

@@ -13,7 +13,7 @@ from vllm.v1.kv_cache_interface import KVCacheGroupSpec
 
 from pd_connector.orders import WorkerHandshake
 from pd_connector.params import RemoteTransfer
-from pd_connector.progress import Progress, progress_of
+from pd_connector.progress import Progress
 from pd_connector.scheduler.consumer import Consumer
 from pd_connector.scheduler.lease_service import LeaseService
 from pd_connector.scheduler.leases import LeaseTable
@@ -91,7 +91,7 @@ class Prefill:
         told = self.service.handle(Follow("", "t"))
         assert isinstance(told, Followed)
         assert told.state == TransferState.COMPUTING
-        return progress_of(RemoteTransfer("t", "10.0.0.5", 8998), told, None)
+        return Progress.of_transfer(RemoteTransfer("t", "10.0.0.5", 8998)).after(told)
 
 
 def a_consumer(grouped: Grouped) -> Consumer:

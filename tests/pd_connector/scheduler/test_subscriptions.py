@@ -13,11 +13,8 @@ from pd_connector.params import RemoteTransfer
 from pd_connector.progress import Progress
 from pd_connector.scheduler.renewals import Renewals
 from pd_connector.scheduler.subscriptions import FollowLimits, Subscriptions, TransferFailed
-from tests.support.connector.consumers import (
-    MESSAGE_TIMEOUT_S,
-    QUEUE_TIMEOUT_S,
-    consumer_parts,
-)
+from pd_connector.vllm.engine_core import EngineLoop
+from tests.support.connector.consumers import MESSAGE_TIMEOUT_S, QUEUE_TIMEOUT_S, consumer_parts
 from tests.support.connector.followed_answers import QUEUED, UNKNOWN, blocks_of, complete, computing, ended
 from tests.support.connector.requests import RecordingClient
 from tests.support.waiting import ManualClock
@@ -133,7 +130,7 @@ def test_a_complete_prompt_is_not_asked_about_again_and_its_lease_is_renewed(fol
 
 def test_the_lease_of_a_complete_prompt_stays_renewed_when_it_is_not_followed_any_longer(following: Following) -> None:
     following.answer(complete())
-    found = following.subscriptions.end("r")
+    found = following.subscriptions.take("r")
     assert isinstance(found, Progress)
     assert found.is_complete
     assert following.renewals.request_ids == {"r"}
@@ -157,12 +154,12 @@ def test_a_new_attempt_that_was_not_seen_to_be_queued_counts_from_its_beginning(
     assert following.questions()[-1].tokens == 16
 
 
-def test_who_ends_between_two_attempts_gets_the_earlier_one(following: Following) -> None:
-    """vLLM has been told to allocate blocks; workers learn of the new attempt when they follow it."""
+def test_who_ends_between_two_attempts_gets_the_newer_one_of_which_nothing_is_computed(following: Following) -> None:
+    """vLLM has been told to allocate blocks; workers follow the new attempt from its beginning."""
     following.answer(computing(48), msgspec.structs.replace(QUEUED, attempt=1))
-    found = following.subscriptions.end("r")
+    found = following.subscriptions.take("r")
     assert isinstance(found, Progress)
-    assert found.remote.remote_attempt == 0
+    assert (found.remote.remote_attempt, found.remote.remote_block_ids, found.tokens) == (1, ((),), 0)
 
 
 # What fails
@@ -334,7 +331,9 @@ def test_an_answer_that_comes_after_the_end_changes_nothing(following: Following
     future = following.client.futures[0]
     following.subscriptions.abandon("r")
     assert future.cancelled()
-    following.subscriptions._take_answer(following_of(following), answered(complete()))
+    old = following_of(following)
+    old.asked = answered(complete())
+    following.subscriptions._take_answer(old, old.asked)
     assert following.renewals.request_ids == frozenset()
     assert following.open() == []
 
@@ -443,7 +442,7 @@ def test_answers_may_come_while_the_scheduler_looks_and_leaves() -> None:
         for number in range(1000):
             found = subscriptions.look(f"r{number}")
             if found is not None and number % 3:
-                subscriptions.end(f"r{number}")
+                subscriptions.take(f"r{number}")
                 parts.renewals.drop(f"r{number}")
             else:
                 subscriptions.abandon(f"r{number}")
@@ -461,7 +460,7 @@ def test_an_answer_comes_long_before_a_transfer_is_given_up(queue_s: float, wait
     """Or a prefill engine that has nothing new to say looks like one that does not answer."""
     client, clock = RecordingClient(), ManualClock()
     renewals = Renewals(client, MESSAGE_TIMEOUT_S, queue_s, clock)
-    subscriptions = Subscriptions(client, renewals, FollowLimits(MESSAGE_TIMEOUT_S, queue_s), clock)
+    subscriptions = Subscriptions(client, renewals, FollowLimits(MESSAGE_TIMEOUT_S, queue_s), EngineLoop(), clock)
     subscriptions.follow("r", TRANSFER)
     client.futures[0].set_result(QUEUED)
     asked = [message.wait_s for _, _, message in client.sent if isinstance(message, Follow)]

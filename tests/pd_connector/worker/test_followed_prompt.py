@@ -15,9 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pd_connector.orders import PullOrder
-from pd_connector.worker.followed_prompt import FollowedPrompt, TransferEnded, is_complete
+from pd_connector.progress import TransferEnded
+from pd_connector.worker.followed_prompt import FollowedPrompt
 from tests.support.connector.requests import a_prompt, a_remote
-from transfer.control.messages import Follow, Followed, Released, TransferState
+from transfer.control.messages import Follow, Followed, TransferState
 
 BLOCK = 16
 REMOTE = a_remote(a_prompt(70), remote_block_ids=((5, 6),), remote_block_sizes=(BLOCK,))
@@ -52,8 +53,8 @@ def complete(block_ids: tuple[int, ...] = TABLE, **changes: Any) -> Followed:
     return computing(70, block_ids, state=TransferState.COMPLETE, **changes)
 
 
-def state(name: str, reason: str = "") -> Followed:
-    return Followed(REMOTE.remote_engine_id, name, reason=reason)
+def state(name: str, reason: str = "", attempt: int = 0) -> Followed:
+    return Followed(REMOTE.remote_engine_id, name, attempt=attempt, reason=reason)
 
 
 def read(prompt: FollowedPrompt, tokens: range) -> None:
@@ -63,7 +64,7 @@ def read(prompt: FollowedPrompt, tokens: range) -> None:
 
 
 def ids(prompt: FollowedPrompt) -> list[int]:
-    return [int(block) for block in prompt.tables[0].block_ids]
+    return [int(block) for block in prompt.progress.tables[0].block_ids]
 
 
 # A prompt that is complete from the start
@@ -75,7 +76,7 @@ def test_a_prompt_that_is_complete_is_one_range_and_nothing_is_asked() -> None:
     assert prompt.next_range(48, 1e9) == range(16, 69)
     prompt.has_read(range(16, 69), ())
     assert prompt.next_range(48) is None
-    assert prompt.remote is REMOTE
+    assert prompt.progress.remote is REMOTE
     assert prompt.take(state(TransferState.ENDED)) is False, "whatever comes late: the lease decides"
 
 
@@ -139,10 +140,10 @@ def test_a_block_that_is_missing_is_awaited_to_the_end_or_to_the_next_attempt() 
 
 def test_the_question_says_what_is_known() -> None:
     prompt = a_followed(32)
-    assert prompt.question(2.0) == Follow("engine-p", "transfer-1", 0, 32, "computing", 2.0)
+    assert prompt.progress.question(2.0) == Follow("engine-p", "transfer-1", 0, 32, "computing", 2.0)
     prompt.take(computing(16, (4,), attempt=3))
-    prompt.take(state(TransferState.QUEUED))
-    assert prompt.question(-1.0) == Follow("engine-p", "transfer-1", 3, 16, "queued", 0.0)
+    prompt.take(state(TransferState.QUEUED, attempt=3))
+    assert prompt.progress.question(-1.0) == Follow("engine-p", "transfer-1", 3, 16, "queued", 0.0)
 
 
 # What an answer changes
@@ -151,12 +152,12 @@ def test_the_question_says_what_is_known() -> None:
 def test_tables_grow_with_the_answers() -> None:
     prompt = a_followed(32)
     assert prompt.take(computing(48, (3,), 2))
-    assert (prompt.tokens, ids(prompt)) == (48, [5, 6, 3])
+    assert (prompt.progress.tokens, ids(prompt)) == (48, [5, 6, 3])
     assert prompt.take(computing(64, (3, 9), 2))
     assert ids(prompt) == [5, 6, 3, 9]
     assert prompt.take(complete())
     assert (prompt.is_complete, ids(prompt), prompt.restarts) == (True, list(TABLE), 0)
-    assert prompt.remote == msgspec.structs.replace(REMOTE, remote_block_ids=(TABLE,))
+    assert prompt.progress.remote == msgspec.structs.replace(REMOTE, remote_block_ids=(TABLE,))
 
 
 def test_a_table_may_begin_with_the_first_answer() -> None:
@@ -181,7 +182,12 @@ def test_a_table_may_begin_with_the_first_answer() -> None:
 def test_what_is_not_new_changes_nothing(answer: Followed) -> None:
     prompt = a_followed(32)
     assert not prompt.take(answer)
-    assert (prompt.tokens, prompt.attempt, prompt.state, ids(prompt)) == (32, 0, "computing", [5, 6])
+    assert (prompt.progress.tokens, prompt.progress.attempt, prompt.progress.state, ids(prompt)) == (
+        32,
+        0,
+        "computing",
+        [5, 6],
+    )
     assert prompt.restarts == 0
 
 
@@ -191,14 +197,14 @@ def test_a_new_attempt_is_read_from_the_beginning() -> None:
     assert prompt.take(computing(32, (8, 7), attempt=1))
     assert (prompt.next_range(16), prompt.restarts, ids(prompt)) == (range(16, 32), 1, [8, 7])
     prompt.take(complete((8, 7, 6, 5, 4), attempt=1))
-    assert prompt.remote.remote_attempt == 1
-    assert prompt.remote.remote_block_ids == ((8, 7, 6, 5, 4),)
+    assert prompt.progress.remote.remote_attempt == 1
+    assert prompt.progress.remote.remote_block_ids == ((8, 7, 6, 5, 4),)
 
 
 def test_a_new_attempt_is_news_before_any_of_it_is_computed() -> None:
     prompt = a_followed(48)
     assert prompt.take(computing(0, (), attempt=1))
-    assert (prompt.next_range(1), prompt.tokens) == (None, 0)
+    assert (prompt.next_range(1), prompt.progress.tokens) == (None, 0)
 
 
 def test_a_prompt_that_is_queued_again_is_not_read_until_it_goes_on() -> None:
@@ -212,8 +218,8 @@ def test_a_prompt_that_is_queued_again_is_not_read_until_it_goes_on() -> None:
 
 @pytest.mark.parametrize(
     ("final", "again"),
-    [(TABLE, False), ((5, 6, 3, 9, 7), False), ((5, 7, 3, 9, 2), True), ((5, 0, 3, 9, 2), True), ((5,), True)],
-    ids=["same", "another to come", "another", "not held", "too short"],
+    [(TABLE, False), ((5, 6, 3, 9, 7), False), ((5, 7, 3, 9, 2), True), ((5, 0, 3, 9, 2), True)],
+    ids=["same", "another to come", "another", "not held"],
 )
 def test_blocks_that_were_read_must_be_in_the_final_table(final: tuple[int, ...], again: bool) -> None:
     prompt = a_followed(48)
@@ -233,65 +239,14 @@ def test_blocks_that_a_window_has_passed_do_not_matter_if_they_were_not_read() -
 # What cannot be
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("unknown", "the prefill engine does not know transfer id 'transfer-1', or not any longer: why"),
-        ("ended", "request with transfer id 'transfer-1' has ended before its prompt was computed: why"),
-        ("paused", "request with transfer id 'transfer-1' is 'paused', which is not known here: why"),
-    ],
-)
-def test_a_prompt_that_will_not_be_complete_ends_with_the_prefill_engines_reason(name: str, message: str) -> None:
-    with pytest.raises(TransferEnded, match=message):
-        a_followed().take(state(name, "why"))
-    with pytest.raises(TransferEnded, match=message.removesuffix(": why") + "$"):
-        a_followed().take(state(name))
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"engine_id": "other"}, "its engine is 'other', and was 'engine-p'"),
-        ({"lease_id": "other"}, "its lease is 'other', and was 'lease-1'"),
-        ({"lease_id": ""}, "its lease is '', and was 'lease-1'"),
-        ({"prompt_tokens": 71}, "its number of prompt tokens is 71, and was 70"),
-        ({"prompt_digest": "00ff"}, "its prompt digest is '00ff', and was"),
-        ({"block_sizes": (32,)}, r"its block sizes is \(32,\), and was \(16,\)"),
-        ({"block_ids": ((1,), (2,))}, "answered with 2 block tables and 1 first blocks; there must be 1 of each"),
-        ({"first_blocks": ()}, "answered with 1 block tables and 0 first blocks; there must be 1 of each"),
-        ({"first_blocks": (-1,)}, "with a block table from block -1 on; it must begin with a block"),
-        ({"first_blocks": (4,)}, "announced blocks of cache group 0 from block 4 on, but of those before only 2"),
-        ({"block_ids": ((1, -2),)}, "has announced block id -2; they are 0 to 2147483647"),
-        ({"block_ids": ((1, 2**63),)}, f"has announced block id {2**63}; they are 0 to 2147483647"),
-        ({"attempt": 1, "first_blocks": (1,)}, "from block 1 on, but of those before only 0"),
-    ],
-)
-def test_answers_about_something_else_are_refused(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(TransferEnded, match=message):
-        a_followed(32).take(msgspec.structs.replace(computing(64, (1, 2, 3, 4)), **changes))
-
-
-def test_a_final_table_must_be_whole() -> None:
-    with pytest.raises(
-        TransferEnded, match="'complete' with a block table from block 1 on; it must begin with block 0"
-    ):
-        a_followed(32).take(msgspec.structs.replace(complete(), first_blocks=(1,)))
-
-
-@pytest.mark.parametrize("untold", [{"prompt_digest": ""}, {"block_sizes": ()}])
-def test_what_is_not_told_is_not_compared(untold: dict[str, Any]) -> None:
-    assert a_followed().take(computing(64, (5, 6, 3, 9), **untold))
-
-
-def test_a_digest_and_block_sizes_that_nobody_knew_are_not_compared() -> None:
-    prompt = a_followed(32, prompt_digest="", remote_block_sizes=())
-    assert prompt.take(computing(64, (5, 6, 3, 9)))
-
-
-def test_only_a_complete_prompt_is_complete() -> None:
-    assert is_complete(complete())
-    assert not is_complete(computing(70))
-    assert not is_complete(Released(True))
+@pytest.mark.parametrize("answer", [state(TransferState.ENDED), computing(64, (1, 2, 3, 4), lease_id="other")])
+def test_what_ends_a_prompt_leaves_what_is_known_of_it(answer: Followed) -> None:
+    """As ``tests/pd_connector/test_progress.py`` says what does."""
+    prompt = a_followed(32)
+    read(prompt, range(32))
+    with pytest.raises(TransferEnded):
+        prompt.take(answer)
+    assert (prompt.progress.tokens, prompt.read_until, prompt.restarts) == (32, 32, 0)
 
 
 # A prefill engine of random fate
@@ -342,7 +297,7 @@ class Fate:
 
     def answer(self, asked: Follow) -> Followed:
         if self.state == TransferState.QUEUED:
-            return state(TransferState.QUEUED)
+            return state(TransferState.QUEUED, attempt=self.attempt)
         is_whole = self.state == TransferState.COMPLETE or asked.attempt != self.attempt
         first = 0 if is_whole else min(asked.tokens // BLOCK, len(self.table))
         return computing(
@@ -384,7 +339,7 @@ def test_what_is_confirmed_was_read_from_the_final_blocks_whatever_the_answers_w
             blocks = set()
             for token in filter(lambda token: token >= wanted_from, tokens):
                 number = token // BLOCK
-                block = int(prompt.tables[0].block_ids[number])
+                block = int(prompt.progress.tables[0].block_ids[number])
                 if block < 0:
                     assert not prompt.is_complete, "a block that is wanted is not held in the end"
                     prompt.wait_for_end()
@@ -399,7 +354,7 @@ def test_what_is_confirmed_was_read_from_the_final_blocks_whatever_the_answers_w
         read_what_can_be()
         if prompt.is_complete:
             break
-        past.append(engine.answer(prompt.question(2.0)))
+        past.append(engine.answer(prompt.progress.question(2.0)))
         answer = dice.choice(past) if dice.random() < disorder else past[-1]
         try:
             prompt.take(answer)
@@ -410,6 +365,6 @@ def test_what_is_confirmed_was_read_from_the_final_blocks_whatever_the_answers_w
         engine.step()
     assert prompt.is_complete, "the prompt was never complete"
     assert prompt.next_range(border) is None
-    assert prompt.remote.remote_block_ids == (tuple(engine.table),)
+    assert prompt.progress.remote.remote_block_ids == (tuple(engine.table),)
     final = [f"{engine.attempt}: {token}" for token in range(prompt_tokens)]
     assert ours[wanted_from:-1] == final[wanted_from:-1]

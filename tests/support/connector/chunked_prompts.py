@@ -54,7 +54,7 @@ class ChunkedPrompt:
         self.answers_at_once = False  # though there is nothing new
         self.changes: dict[str, Any] = {}  # to every answer
         self.in_host: SlotRange | None = None  # what the engine's host memory holds of this attempt
-        self._lease_id = f"lease of {transfer_id}"
+        self._lease_id = f"lease-of-{transfer_id}"
         self._waiting: list[Question] = []
         self._lock = threading.RLock()
 
@@ -157,7 +157,7 @@ class ChunkedPrompt:
 
     def answer_to(self, asked: Follow) -> Followed:
         """The answer, given what the asker knows."""
-        answer = Followed(self.prefill.service.engine_id, self.state, reason=self.reason)
+        answer = Followed(self.prefill.service.engine_id, self.state, attempt=self.attempt, reason=self.reason)
         if self.state in {TransferState.COMPUTING, TransferState.COMPLETE}:
             known = self.remote()
             is_whole = self.state == TransferState.COMPLETE or asked.attempt != self.attempt
@@ -176,6 +176,7 @@ class ChunkedPrompt:
                 tuple(ids[start:] for ids, start in zip(known.remote_block_ids, first, strict=True)),
                 first,
                 in_host=self.in_host if self._wants_slots(asked) else None,
+                layers=self.prefill.service.layers,
             )
         return msgspec.structs.replace(answer, **self.changes)
 
@@ -235,7 +236,7 @@ class FollowingClient(ControlClient):
         self.timeouts: list[float] = []  # of the questions
         self.asking: Callable[[Follow], object] = lambda question: None
 
-    def request(self, host: str, port: int, message: Request, timeout_s: float) -> "Future[Reply]":
+    def request(self, host: str, port: int, message: Any, timeout_s: float) -> "Future[Any]":
         if isinstance(message, Follow):
             self.timeouts.append(timeout_s)
             self.asking(message)

@@ -4,7 +4,6 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from pd_connector.scheduler.completions import Completions
 from pd_connector.scheduler.pulls_ahead import AheadLimits, PullsAhead
 from pd_connector.scheduler.renewals import Renewals
 from pd_connector.scheduler.subscriptions import FollowLimits, Subscriptions
@@ -40,7 +39,6 @@ class ConsumerParts(NamedTuple):
     renewals: Renewals
     subscriptions: Subscriptions
     ahead: PullsAhead
-    completions: Completions
     retentions: Sequence[Retention]
     layers: Sequence[tuple[str, ...]]
 
@@ -61,8 +59,6 @@ def consumer_parts(
     """The parts of a consumer that sends its messages with ``client``; nothing has been started."""
     renewals = Renewals(client, MESSAGE_TIMEOUT_S, QUEUE_TIMEOUT_S, clock)
     follow_limits = FollowLimits(MESSAGE_TIMEOUT_S, QUEUE_TIMEOUT_S)
-    loop = engine or EngineLoop()
-    subscriptions = Subscriptions(client, renewals, follow_limits, clock, loop.wake)
-    completions = Completions(client, MESSAGE_TIMEOUT_S, loop, clock)
+    subscriptions = Subscriptions(client, renewals, follow_limits, engine or EngineLoop(), clock)
     ahead = PullsAhead(limits, blocks or CountedBlocks(), retentions or [Retention(16)])
-    return ConsumerParts(renewals, subscriptions, ahead, completions, retentions, layers_of(len(retentions)))
+    return ConsumerParts(renewals, subscriptions, ahead, retentions, layers_of(len(retentions)))

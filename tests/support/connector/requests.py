@@ -75,7 +75,7 @@ class RecordingClient(ControlClient):
         self.futures: list[Future[Reply]] = []
         self.timeouts: list[float] = []
 
-    def request(self, host: str, port: int, message: Request, timeout_s: float) -> Future[Reply]:
+    def request(self, host: str, port: int, message: Any, timeout_s: float) -> Future[Any]:
         assert timeout_s > 0
         self.sent.append((host, port, message))
         self.timeouts.append(timeout_s)

@@ -29,7 +29,7 @@ from tests.support.connector.requests import FakeRequest, allocated
 from tests.support.simulation.network import HOST, PORT, Network, SimulatedClient
 from tests.support.simulation.prefill import TOKENS_PER_BLOCK, PrefillSim, Prompt, Stamp
 from transfer.control.errors import PeerRefused
-from transfer.control.messages import Hello, Reply
+from transfer.control.messages import Followed, Hello
 
 RANKS = 2
 PULL_TIMEOUT_S = 60.0
@@ -76,7 +76,7 @@ class PullSim:
     pull: Pull
     span: range = range(0)  # the tokens that are being read
     blocks_read: int = 0  # of them
-    question: Future[Reply] | None = None  # to which it awaits the answer
+    question: Future[Followed] | None = None  # to which it awaits the answer
 
     @property
     def is_parked(self) -> bool:
@@ -161,7 +161,7 @@ class SessionSim(PeerSession):
     def _read_blocks(self, job: PullSim, engine: PrefillSim, blocks: int) -> None:
         """Read up to so many blocks of what can be read; then ask for more, or for the confirmation."""
         prompt = job.pull.prompt
-        local, remote = job.pull.order.local_block_ids[0], prompt.tables[0].block_ids
+        local, remote = job.pull.order.local_block_ids[0], prompt.progress.tables[0].block_ids
         while blocks and (span := job.span or prompt.next_range(TOKENS_PER_BLOCK)):
             job.span, first = span, span.start // TOKENS_PER_BLOCK
             wanted = range(first, math.ceil(span.stop / TOKENS_PER_BLOCK))
@@ -186,7 +186,7 @@ class SessionSim(PeerSession):
 
     def _go_on_unnoticed(self, job: PullSim, engine: PrefillSim) -> None:
         """Let a read that is about to fail write the rest of its range later."""
-        local, remote = job.pull.order.local_block_ids[0], job.pull.prompt.tables[0].block_ids
+        local, remote = job.pull.order.local_block_ids[0], job.pull.prompt.progress.tables[0].block_ids
         span = job.span or job.pull.prompt.next_range(TOKENS_PER_BLOCK) or range(0)
         wanted = range(span.start // TOKENS_PER_BLOCK, math.ceil(span.stop / TOKENS_PER_BLOCK))
         blocks = [(local[number], int(remote[number])) for number in wanted[job.blocks_read :] if number < len(remote)]

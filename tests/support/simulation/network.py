@@ -4,6 +4,7 @@ import itertools
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import Any
 
 from tests.support.waiting import ManualClock
 from transfer.control.client import ControlClient
@@ -57,7 +58,7 @@ class SimulatedClient(ControlClient):
         self._network = network
         self._pending: dict[int, Asked] = {}
 
-    def request(self, host: str, port: int, message: Request, timeout_s: float) -> Future[Reply]:
+    def request(self, host: str, port: int, message: Any, timeout_s: float) -> Future[Any]:
         assert (host, port) == (HOST, PORT)
         assert timeout_s > 0
         message_id = next(self._network.ids)

@@ -8,7 +8,8 @@ import numpy as np
 
 from layout.plan import BlockTable
 from pd_connector.orders import PullOrder
-from pd_connector.worker.followed_prompt import FOLLOW_WAIT_S, FollowedPrompt, TransferEnded
+from pd_connector.progress import TransferEnded
+from pd_connector.worker.followed_prompt import FOLLOW_WAIT_S, FollowedPrompt
 from pd_connector.worker.pull_end import release_message
 from transfer.control.messages import Followed, Locate, Located, Place, Released, Reply, Request
 
@@ -79,10 +80,10 @@ class ScheduledPull:
                 remote = self.order.remote
                 self._question = self.peer.send(Locate(remote.remote_engine_id, remote.lease_id), _MESSAGE_TIMEOUT_S)
         elif self.prompt.is_complete and now >= self.ends_at and self._release is None:
-            order = replace(self.order, remote=self.prompt.remote)
+            order = replace(self.order, remote=self.prompt.progress.remote)
             self._release = self.peer.send(release_message(order, 0, 1, self._place), _MESSAGE_TIMEOUT_S)
         elif not self.prompt.is_complete and self._question is None:
-            question = self.prompt.question(FOLLOW_WAIT_S, reads_host=self.peer.reads_host)
+            question = self.prompt.progress.question(FOLLOW_WAIT_S, reads_host=self.peer.reads_host)
             self._question = self.peer.send(question, FOLLOW_WAIT_S + _MESSAGE_TIMEOUT_S)
 
     def _take_answer(self) -> None:
@@ -105,10 +106,9 @@ class ScheduledPull:
         while True:
             if (tokens := self.prompt.next_range(self.block_tokens)) is not None:
                 in_host = place is Place.HOST
-                (table,) = self._slots if in_host else self.prompt.tables
+                (table,) = self._slots if in_host else self.prompt.progress.tables
             elif self.peer.reads_host and (tokens := self.prompt.next_in_host(self.block_tokens)) is not None:
-                assert self.prompt.in_host is not None
-                in_host, (table,) = True, self.prompt.in_host.tables
+                in_host, (table,) = True, self.prompt.progress.host_tables
             else:
                 return
             self.was_in_host |= in_host

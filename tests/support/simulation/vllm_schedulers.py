@@ -164,7 +164,7 @@ class _Client(ControlClient):
     def __init__(self, world: World) -> None:  # no thread
         self._world = world
 
-    def request(self, host: str, port: int, message: Message, timeout_s: float) -> Future[Reply]:
+    def request(self, host: str, port: int, message: Any, timeout_s: float) -> Future[Any]:
         return self._world.request(host, port, message, timeout_s)
 
     def close(self) -> None:

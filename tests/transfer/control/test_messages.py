@@ -1,11 +1,12 @@
 """The wire format, in both directions, and what is not one of its messages."""
 
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 import pytest
 
 from tests.support.control.samples import REPLIES, REQUESTS, pack, unpack
+from transfer.control.client_loop import _REPLY_TYPE
 from transfer.control.messages import (
     MAX_FRAME_BYTES,
     MAX_REQUEST_BYTES,
@@ -33,6 +34,12 @@ def test_every_request_survives_the_wire(request_: Request) -> None:
 )
 def test_every_reply_survives_the_wire(reply: Reply) -> None:
     assert decode_reply(encode(2**63 - 1, reply)) == (2**63 - 1, reply)
+
+
+def test_a_request_is_answered_with_what_its_type_says() -> None:
+    """The client checks the one, and its callers rely on the other."""
+    said = {each: get_args(each.__orig_bases__[0])[0].__forward_arg__ for each in get_args(Request)}
+    assert said == {each: reply.__name__ for each, reply in _REPLY_TYPE.items()}
 
 
 def test_a_frame_is_version_message_id_and_a_map_with_the_type() -> None:

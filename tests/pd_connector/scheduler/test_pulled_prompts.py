@@ -1,4 +1,7 @@
-"""An engine rests while all its requests wait for prefill engines, and no longer than that."""
+"""An engine rests while all its requests wait for prefill engines, and no longer than that.
+
+Covers: pd_connector.scheduler.subscriptions.
+"""
 
 import pytest
 
@@ -100,7 +103,7 @@ def test_a_prompt_that_starts_over_is_expected_again(decode: Decode, engine: Wak
 def test_an_engine_that_answers_at_once_without_news_is_not_asked_for_ever(decode: Decode) -> None:
     pulled_ahead(decode)
     asked = len(questions(decode))
-    decode.answer(computing(32, lease_id="r"), transfer_id="r")
+    decode.client.futures[-1].set_result(computing(32, lease_id="r"))
     assert len(questions(decode)) == asked
     assert decode.consumer.waiting_for_prefill == 0
 
