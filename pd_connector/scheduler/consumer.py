@@ -155,7 +155,6 @@ class Consumer(SchedulerRole):
 
         The last prompt token is always computed here, because its output is the first token to sample.
         """
-        self._ahead.asked(request)
         entry = self._waiting.get(request.request_id)
         if entry is None and request.request_id not in self._announced:
             return 0
@@ -169,7 +168,6 @@ class Consumer(SchedulerRole):
 
     def allocated(self, request: "Request", blocks: "KVCacheBlocks", external_tokens: int) -> int:
         """Order the pull of ``external_tokens`` tokens into the request's blocks, or cancel the lease if it is 0."""
-        self._ahead.given()
         request_id = request.request_id
         if (why := self._failed.pop(request_id, None)) is not None:
             self._computed_here[why] += 1
@@ -184,7 +182,6 @@ class Consumer(SchedulerRole):
 
     def step_orders(self, scheduled: Mapping[str, int]) -> Orders:
         """Return the pulls and refusals since the last step."""
-        self._ahead.next_step()
         self._subscriptions.ask_due()
         orders = Orders(pulls=tuple(self._pulls), refusals=tuple(self._refusals))
         self._pulls, self._refusals = [], []

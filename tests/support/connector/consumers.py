@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from pd_connector.scheduler.block_demand import BlockDemand
 from pd_connector.scheduler.completions import Completions
 from pd_connector.scheduler.pulls_ahead import AheadLimits, PullsAhead
 from pd_connector.scheduler.renewals import Renewals
@@ -54,7 +55,7 @@ def consumer_parts(
     client: ControlClient,
     clock: Callable[[], float] = time.monotonic,
     retentions: Sequence[Retention] = (),
-    blocks: DeviceBlocks | None = None,
+    demand: BlockDemand | None = None,
     limits: AheadLimits = AheadLimits(16, 0.5),  # noqa: B008  frozen
     engine: EngineLoop | None = None,
 ) -> ConsumerParts:
@@ -64,5 +65,5 @@ def consumer_parts(
     loop = engine or EngineLoop()
     subscriptions = Subscriptions(client, renewals, follow_limits, clock, loop.wake)
     completions = Completions(client, MESSAGE_TIMEOUT_S, loop, clock)
-    ahead = PullsAhead(limits, blocks or CountedBlocks(), retentions or [Retention(16)])
+    ahead = PullsAhead(limits, demand or BlockDemand(CountedBlocks(), retentions or [Retention(16)]))
     return ConsumerParts(renewals, subscriptions, ahead, completions, retentions, layers_of(len(retentions)))
