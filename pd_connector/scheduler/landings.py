@@ -173,7 +173,7 @@ class Landings(SchedulerRole):
 
         ``held``: what is there. ``tables``: by cache group, see ``_numbers``, of what is not. ``slots``: lent for that.
         """
-        null, ids, taken = self._tier.null_block, [int(block.block_id) for block in slots], 0
+        null, ids, taken = self._tier.null_block, [block.block_id for block in slots], 0
         groups, block_ids = [], []
         for group, (numbers, holes) in enumerate(tables):
             own = slice(taken, taken + len(numbers))
