@@ -38,6 +38,7 @@ from vllm.v1.request import Request
 from layout.geometry import CacheGroup, Plane, Region, WorkerGeometry
 from layout.host_blocks import host_layout
 from pd_connector.orders import BlockMoves, LandingEnds, Report, StoreEnds, StoreOrder
+from pd_connector.scheduler.block_demand import BlockDemand
 from pd_connector.scheduler.checksum_table import ChecksumTable
 from pd_connector.scheduler.host_tier import HostTier, StoreMode
 from pd_connector.scheduler.landings import Landings
@@ -249,7 +250,8 @@ def landing(clock: Clock, blocks: int, prompts: int = 16) -> tuple[list[float], 
         start_landing=lambda request, block_ids, wanted: None,
         end_landing=lambda request_id, failed: None,
     )
-    landings = Landings("always", engine.tier, consumer, engine.blocks, [Retention(BLOCK_TOKENS)], 1)
+    demand = BlockDemand(engine.blocks, [Retention(BLOCK_TOKENS)])
+    landings = Landings("always", engine.tier, consumer, demand, 1)
     begin: list[float] = []
     end: list[float] = []
     leave: list[float] = []

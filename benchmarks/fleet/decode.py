@@ -19,6 +19,7 @@ from benchmarks.fleet.prefill import Prefill
 from benchmarks.fleet.traces import BLOCK_TOKENS
 from layout.cost import CostModel
 from pd_connector.params import RemotePrefill
+from pd_connector.scheduler.block_demand import BlockDemand
 from pd_connector.scheduler.pulls_ahead import AheadLimits, PullsAhead
 from pd_connector.scheduler.renewals import Renewals
 from pd_connector.vllm.cache_specs import Retention
@@ -80,7 +81,8 @@ class Decode:
         self.memory = Memory(cache.blocks, blocks_per_id(self._constants, settings))
         self.host = HostMemory(settings.host_blocks)
         limits = AheadLimits(settings.max_pulls_ahead, settings.max_ahead_fraction)
-        self._ahead = PullsAhead(limits, cast("Any", self.memory), (Retention(cache.block_tokens),))
+        self._demand = BlockDemand(cast("Any", self.memory), (Retention(cache.block_tokens),))
+        self._ahead = PullsAhead(limits, self._demand)
         self._renewals = Renewals(
             cast("Any", _Direct(prefills)), _MESSAGE_TIMEOUT_S, settings.queue_timeout_s, lambda: self._env.now
         )
@@ -153,19 +155,19 @@ class Decode:
                 continue
             if self._pulling + len(self._running) + len(self._landed) >= self._settings.max_requests:
                 break
-            self._ahead.asked(cast("Any", job))
+            self._demand.asked(cast("Any", job))
             # What has landed comes first: nobody takes the blocks that it waits for.
             leg.holding = None if self._landed else self._take(job)
             if leg.holding is None and not self._land(leg):
                 break
-            self._ahead.given()
+            self._demand.given()
             self._waiting.remove(leg)
             self._pulling += 1
             if not job.is_complete:
                 self._ahead.start(cast("Any", job))
             self._renewals.start_reading(job.request_id)
             self._env.process(self._pull(leg))
-        self._ahead.next_step()
+        self._demand.end_step()
 
     def _take(self, job: Job) -> Holding | None:
         ids = job.arrival.whole_ids[: (job.num_tokens - 1) // BLOCK_TOKENS]

@@ -16,6 +16,7 @@ from benchmarks.fleet.links import Link
 from benchmarks.fleet.memory import Holding, HostMemory, Memory
 from benchmarks.fleet.node import POLL_S, Job, Settings, Sleeper, blocks_of, blocks_per_id
 from benchmarks.fleet.traces import BLOCK_TOKENS
+from pd_connector.scheduler.block_demand import BlockDemand
 from pd_connector.scheduler.leases import LeaseTable
 from pd_connector.scheduler.request_admission import AdmissionLimits, RequestAdmission
 from pd_connector.vllm.cache_specs import Retention
@@ -55,10 +56,9 @@ class Prefill:
         )
         limits = AdmissionLimits(settings.max_leased_fraction, settings.lease_ttl_s, settings.queue_timeout_s)
         groups = (Retention(self._constants.cache.block_tokens),)
-        # It asks blocks for three numbers and requests for three; both have them.
-        self._admission = RequestAdmission(
-            limits, cast("Any", self.memory), cast("Any", self.leases), groups, clock=lambda: self._env.now
-        )
+        # Blocks are asked for three numbers and requests for three; both have them.
+        self._demand = BlockDemand(cast("Any", self.memory), groups)
+        self._admission = RequestAdmission(limits, self._demand, cast("Any", self.leases), clock=lambda: self._env.now)
         self._waiting: deque[_Prompt] = deque()
         self._running: list[_Prompt] = []
         self._sleeper = Sleeper(self._env)
@@ -98,6 +98,7 @@ class Prefill:
         while True:
             self._collect()
             chunks = self._schedule()
+            self._demand.end_step()
             self._admission.step_orders({})
             if not chunks:
                 yield self._sleeper.sleep(POLL_S if self._waiting else None)
@@ -131,12 +132,13 @@ class Prefill:
         """Give a prompt its blocks, if there are enough."""
         job = prompt.job
         request, blocks = cast("Any", job), blocks_of(job.num_tokens, self._constants)
-        self._admission.missing_tokens(request, 0)
+        self._demand.asked(request)
         # The last token of a prompt is always computed.
         ids = job.arrival.whole_ids[: (job.num_tokens - 1) // BLOCK_TOKENS]
         prompt.holding = self.memory.take(ids, blocks)
         if prompt.holding is None:
             return False
+        self._demand.given()
         self._admission.allocated(request, cast("Any", None), 0)
         job.computed = len(prompt.holding.ids) * BLOCK_TOKENS
         if self._settings.legs == "together":

@@ -160,7 +160,6 @@ class Consumer(SchedulerRole):
 
         The last prompt token is always computed here, because its output is the first token to sample.
         """
-        self._ahead.asked(request)
         leg = self._legs.get(request.request_id)
         if not isinstance(leg, Announced | Waiting):
             return 0
@@ -175,7 +174,6 @@ class Consumer(SchedulerRole):
 
     def allocated(self, request: "Request", blocks: "KVCacheBlocks", external_tokens: int) -> int:
         """Order the pull of ``external_tokens`` tokens into the request's blocks, or cancel the lease if it is 0."""
-        self._ahead.given()
         leg = self._legs.get(request.request_id)
         if isinstance(leg, Computed):
             self._computed_here[leg.cause] += 1
@@ -191,7 +189,6 @@ class Consumer(SchedulerRole):
 
     def step_orders(self, scheduled: Mapping[str, int]) -> Orders:
         """Return the pulls and refusals since the last step."""
-        self._ahead.next_step()
         self._subscriptions.ask_due()
         orders = Orders(pulls=tuple(self._pulls), refusals=tuple(self._refusals))
         self._pulls, self._refusals = [], []

@@ -6,20 +6,20 @@ The pool evicts none of them until they are given back. Everything runs on the s
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+import numpy as np
+
+from layout.copies import Int64Array
 from pd_connector.vllm.block_pools import HostBlockPool, slots_of
-from pd_connector.vllm.device_blocks import HeldBlocks
-
-if TYPE_CHECKING:
-    from pd_connector.vllm.types import KVCacheBlock
+from pd_connector.vllm.device_blocks import HeldBlocks, references
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class CopyLoan:
     """Host blocks for copies of device blocks, in their order."""
 
     hosts: HeldBlocks
+    slots: Int64Array  # of them
     new: tuple[int, ...]  # indices of those that do not hold the copy yet
 
 
@@ -29,23 +29,18 @@ class HostLoans:
     def __init__(self, pool: HostBlockPool) -> None:
         """Lend blocks of this pool."""
         self._pool = pool
-        self._lent: Counter[int] = Counter()  # references, by slot
+        self._lent = np.zeros(pool.slots, np.int64)  # references, by slot
         self._lost: set[int] = set()  # slots never used again: a failed copy may still write to them
 
-    def lend(self, held: HeldBlocks, number: int, beside: int = 0) -> "HeldBlocks | None":
+    def lend(self, held: HeldBlocks, number: int) -> "HeldBlocks | None":
         """Lend host blocks for their contents, and as many free ones beside them, which are returned.
-
-        ``beside``: how many more must be free, though they are not lent.
 
         Returns:
             None if too few are free; then nothing is lent.
         """
-        self._pool.pin(held)  # first, so that none of them is evicted for the others
-        if number + beside > self._pool.free:
-            self._pool.unpin(held)
-            return None
-        taken = self._pool.take(number)
-        self._lent.update(slots_of((*held, *taken)))
+        taken = self._take(held, number)
+        if taken is not None:
+            np.add.at(self._lent, slots_of((*held, *taken)), 1)  # contents may be lent twice
         return taken
 
     def lend_for_copies(self, blocks: HeldBlocks) -> CopyLoan | None:
@@ -54,47 +49,37 @@ class HostLoans:
         Returns:
             None if too few are free; then nothing is lent.
         """
-        copies = self._pool.copies_of(blocks)
-        taken = self.lend(tuple(host for host in copies if host is not None), copies.count(None))
+        hosts = self._pool.copies_of(blocks)
+        new = tuple(number for number, host in enumerate(hosts) if host is None)
+        taken = self._take(tuple(host for host in hosts if host is not None), len(new))
         if taken is None:
             return None
-        free = iter(taken)
-        hosts = tuple(host if host is not None else next(free) for host in copies)
-        return CopyLoan(hosts, tuple(number for number, host in enumerate(copies) if host is None))
+        for number, host in zip(new, taken, strict=True):
+            hosts[number] = host
+        slots = slots_of(hosts)
+        np.add.at(self._lent, slots, 1)
+        return CopyLoan(tuple(hosts), slots, new)
 
-    def has_room(self, blocks: HeldBlocks) -> bool:
-        """Return whether host blocks could be lent now for copies of all of these device blocks."""
-        free = self._pool.free
-        if len(blocks) <= free:
-            return True
-        copies = self._pool.copies_of(blocks)
-        return sum(host is None or not host.ref_cnt for host in copies) <= free
-
-    def publish(self, copies: "Iterable[tuple[KVCacheBlock, KVCacheBlock]]") -> None:
-        """Let the copies of device blocks be found, which have arrived in the host blocks lent for them."""
-        self._pool.publish_copies(copies)
+    def publish(self, blocks: HeldBlocks, loan: CopyLoan) -> None:
+        """Let the copies of device blocks be found that are new, and have arrived in the host blocks lent for them."""
+        hosts = loan.hosts
+        if len(loan.new) < len(hosts):
+            blocks, hosts = (tuple(each[number] for number in loan.new) for each in (blocks, hosts))
+        self._pool.publish_copies(blocks, hosts)
 
     def take_back(self, hosts: HeldBlocks, lost: Sequence[int] = ()) -> None:
         """Take host blocks back. Those with the indices ``lost`` are never used again."""
-        self.end(hosts)
+        np.subtract.at(self._lent, slots_of(hosts), 1)
         if lost:
-            self._lost.update(slots_of([hosts[number] for number in lost]))
+            self._lost.update(slots_of([hosts[number] for number in lost]).tolist())
             kept = frozenset(lost)
             hosts = tuple(host for number, host in enumerate(hosts) if number not in kept)
         self._pool.unpin(hosts)
 
-    def end(self, hosts: HeldBlocks) -> None:
-        """Count host blocks as lent no more. The caller has their references."""
-        lent = self._lent
-        for slot in slots_of(hosts):  # subtracting counters would look at all that is lent
-            if lent[slot] > 1:
-                lent[slot] -= 1
-            else:
-                del lent[slot]
-
     def are_lent(self, hosts: Iterable[HeldBlocks]) -> bool:
         """Return whether all of these loans are known."""
-        return Counter(slot for blocks in hosts for slot in slots_of(blocks)) <= self._lent
+        slots = np.concatenate([np.zeros(0, np.int64), *map(slots_of, hosts)])
+        return bool((np.bincount(slots, minlength=len(self._lent)) <= self._lent).all())
 
     @property
     def lost(self) -> int:
@@ -103,4 +88,12 @@ class HostLoans:
 
     def references(self) -> "Counter[int]":
         """Return the number of references to each slot, lent or lost."""
-        return self._lent + Counter(self._lost)
+        return references(self._lent) + Counter(self._lost)
+
+    def _take(self, held: HeldBlocks, number: int) -> "HeldBlocks | None":
+        """Take references to host blocks for their contents, and to free ones beside them; None if too few are free."""
+        self._pool.pin(held)  # first, so that none of them is evicted for the others
+        if number > self._pool.free:
+            self._pool.unpin(held)
+            return None
+        return self._pool.take(number)

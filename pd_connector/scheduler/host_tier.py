@@ -191,7 +191,7 @@ class HostTier(SchedulerRole):
 
     def is_storing(self, blocks: Iterable["KVCacheBlock"]) -> bool:
         """Return whether one of these device blocks is on its way to host memory."""
-        return bool(self._storing) and any(block.block_hash in self._storing for block in blocks)
+        return bool(self._storing) and not self._storing.keys().isdisjoint(block.block_hash for block in blocks)
 
     def loading(self, request_id: str) -> HostHit | None:
         """Return what a request is being loaded from; None if it is not."""
@@ -285,6 +285,7 @@ class HostTier(SchedulerRole):
         for blocks in in_use:
             for block in blocks:
                 expected[slot_of(block)] += 1
+        self._pool.check_integrity()
         assert self._pool.references() == expected, "slots are in use that nobody uses, or the reverse"
         assert self._storing.keys() == {store.candidate.key for store in stores}, "blocks being stored are not known"
         assert len(self._storing) == len(stores), "a block is being stored twice"

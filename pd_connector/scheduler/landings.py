@@ -21,13 +21,14 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Literal
 
 from pd_connector.orders import LandingEnds, Orders, PullOrder, Report
+from pd_connector.scheduler.block_demand import BlockDemand
 from pd_connector.scheduler.consumer import Consumer
 from pd_connector.scheduler.host_tier import HostTier
 from pd_connector.scheduler.roles import SchedulerRole
 from pd_connector.stats import StatsRecorder
 from pd_connector.vllm.block_pools import HostHit
-from pd_connector.vllm.cache_specs import Retention, blocks_for
-from pd_connector.vllm.device_blocks import DeviceBlocks, HeldBlocks
+from pd_connector.vllm.cache_specs import Retention
+from pd_connector.vllm.device_blocks import HeldBlocks
 
 if TYPE_CHECKING:
     from pd_connector.vllm.types import Request
@@ -59,21 +60,12 @@ class _Landing:
 class Landings(SchedulerRole):
     """Owns the landings under way, whose slots the host tier lends it."""
 
-    def __init__(
-        self,
-        mode: LandingMode,
-        tier: HostTier,
-        consumer: Consumer,
-        device: DeviceBlocks,
-        groups: Sequence[Retention],
-        ranks: int,
-    ) -> None:
-        """Start with none. ``groups``: what vLLM keeps of a request in every cache group; ``ranks``: of the engine."""
+    def __init__(self, mode: LandingMode, tier: HostTier, consumer: Consumer, demand: BlockDemand, ranks: int) -> None:
+        """Start with none. ``demand``: of the device's blocks; ``ranks``: of the engine."""
         self._mode = mode
         self._tier = tier
         self._consumer = consumer
-        self._device = device
-        self._groups = groups
+        self._demand = demand
         self._ranks = ranks
         self._under_way: dict[str, _Landing] = {}
         self._orders: list[PullOrder] = []
@@ -90,7 +82,7 @@ class Landings(SchedulerRole):
         """
         if request.request_id in self._under_way:
             return True
-        if not self._consumer.may_land(request) or (self._mode == "auto" and self._has_room(request)):
+        if not self._consumer.may_land(request) or (self._mode == "auto" and self._demand.has_room_for(request)):
             return False
         if len(self._under_way) >= _MAX_UNDER_WAY:
             return True
@@ -155,11 +147,6 @@ class Landings(SchedulerRole):
         assert self._tier.loans.are_lent(hits), "slots that prompts are pulled to are not lent"
         assert self._under_way.keys() == self._consumer.landing, "the pulls that land are not the landings"
 
-    def _has_room(self, request: "Request") -> bool:
-        """Return whether the device has the blocks, besides those that vLLM keeps for requests that run."""
-        spare = len(self._groups) + self._device.total // 50
-        return self._device.free >= blocks_for(self._groups, request.num_tokens) + spare
-
     def _start(self, request: "Request", computed_tokens: int) -> bool:
         """Order a landing of what is missing; return False if the request is to go on without."""
         end = request.num_prompt_tokens - 1
@@ -167,7 +154,7 @@ class Landings(SchedulerRole):
         first = computed_tokens + (held.tokens if held is not None else 0)
         if first >= end:
             return False
-        tables = [_numbers(kept, first, end) for kept in self._groups]
+        tables = [_numbers(kept, first, end) for kept in self._demand.groups]
         needed = sum(len(numbers) for numbers, _ in tables)
         slots = self._tier.loans.lend(held.blocks if held is not None else (), needed)
         if slots is None:
@@ -186,7 +173,7 @@ class Landings(SchedulerRole):
 
         ``held``: what is there. ``tables``: by cache group, see ``_numbers``, of what is not. ``slots``: lent for that.
         """
-        null, ids, taken = self._tier.null_block, [int(block.block_id) for block in slots], 0
+        null, ids, taken = self._tier.null_block, [block.block_id for block in slots], 0
         groups, block_ids = [], []
         for group, (numbers, holes) in enumerate(tables):
             own = slice(taken, taken + len(numbers))

@@ -28,7 +28,7 @@ from pd_connector.scheduler.moving_lease import MovingLease, block_moves, device
 from pd_connector.scheduler.roles import SchedulerRole
 from pd_connector.stats import StatsRecorder
 from pd_connector.vllm.block_pools import HostBlocks, Leased
-from pd_connector.vllm.device_blocks import DeviceBlocks
+from pd_connector.vllm.device_blocks import DeviceBlocks, ids_of
 from transfer.control.limits import ThrottledWarnings
 
 logger = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ _GRACE_S = 0.25
 _REST_S = 0.5
 #: Leases that are looked at in one step, which must not take long; and while the oldest of them may all be too large.
 _CHOSEN_AT_ONCE = 16
-#: Blocks after which a step begins no further move: these take it 0.7 ms (``benchmarks.host_step``).
+#: Blocks after which a step begins no further move (``benchmarks.host_step`` says how long that takes it).
 _BLOCKS_AT_ONCE = 256
 _CHOSEN_WHILE_FULL = 64
 _LOG_INTERVAL_S = 10.0
@@ -197,7 +197,7 @@ class LeaseMoves(SchedulerRole):
                 self._events["full"] += 1
                 self._stays(len(held), tier.slots)
                 continue
-            begun.append(MovingLease(lease, why, loan))
+            begun.append(MovingLease(lease, why, loan, ids_of(held)))
             if (blocks := blocks + len(held)) >= _BLOCKS_AT_ONCE:
                 break
         copied = tuple(move for move in begun if move.copied)

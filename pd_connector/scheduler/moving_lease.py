@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import repeat
 
 import numpy as np
 
@@ -10,7 +9,7 @@ from layout.copies import Int64Array
 from pd_connector.orders import BlockMoves, StoreEnds
 from pd_connector.scheduler.host_loans import CopyLoan, HostLoans
 from pd_connector.scheduler.leases import LeaseTable, MovableLease
-from pd_connector.vllm.block_pools import HostBlocks, Leased, slots_of
+from pd_connector.vllm.block_pools import HostBlocks, Leased
 from pd_connector.vllm.device_blocks import DeviceBlocks, HeldBlocks
 
 
@@ -21,6 +20,7 @@ class MovingLease:
     lease: MovableLease[Leased]
     why: str  # it moves
     loan: CopyLoan
+    ids: Int64Array  # of the blocks
 
     @property
     def lease_id(self) -> str:
@@ -49,27 +49,24 @@ class MovingLease:
             ends: of the copies. If they have failed, it stays.
         """
         blocks, hosts = self.blocks, self.loan.hosts
-        slots = dict(zip([int(block.block_id) for block in blocks], slots_of(hosts), strict=True))
+        slots = dict(zip(self.ids.tolist(), self.loan.slots.tolist(), strict=True))
         if ends.failed or leases.move(self.lease_id, HostBlocks(hosts), slots) is None:
             loans.take_back(hosts, self.loan.new if ends.unsettled else ())
             return False
-        loans.publish((blocks[number], hosts[number]) for number in self.loan.new)
+        loans.publish(blocks, self.loan)
         device.release(blocks)  # those that the prompt ends with are evicted first
         return True
 
     def copies(self) -> Int64Array:
         """Return the cache group, id and slot of the blocks to copy: [3, blocks]."""
-        blocks, hosts, new = self.blocks, self.loan.hosts, self.loan.new
-        ids = [int(blocks[number].block_id) for number in new]
-        slots = slots_of([hosts[number] for number in new])
-        if len(self.lease.tables) == 1:
-            groups = [0] * len(ids)
-        else:
-            group_of: dict[int, int] = {}
-            for group, table in enumerate(self.lease.tables):
-                group_of.update(zip(table, repeat(group)))
-            groups = [group_of[block] for block in ids]
-        return np.array([groups, ids, slots], np.int64)
+        ids, slots = self.ids, self.loan.slots
+        if self.copied < len(ids):
+            new = list(self.loan.new)
+            ids, slots = ids[new], slots[new]
+        groups = np.zeros_like(ids)
+        for group, table in enumerate(self.lease.tables[1:], start=1):
+            groups[np.isin(ids, table)] = group
+        return np.array([groups, ids, slots])
 
 
 def device_blocks(lease: MovableLease[Leased]) -> HeldBlocks:

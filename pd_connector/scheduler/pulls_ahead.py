@@ -9,12 +9,10 @@
 A pull counts until all ranks have settled it, even if its prompt is complete earlier.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pd_connector.vllm.cache_specs import Retention, blocks_for
-from pd_connector.vllm.device_blocks import DeviceBlocks
+from pd_connector.scheduler.block_demand import BlockDemand
 from pd_connector.vllm.requests import waits_for_tokens
 
 if TYPE_CHECKING:
@@ -32,22 +30,13 @@ class AheadLimits:
 class PullsAhead:
     """Knows which pulls are ahead of their prompts' computation, and whether one more may be. Owns no blocks."""
 
-    def __init__(self, limits: AheadLimits, blocks: DeviceBlocks, groups: Sequence[Retention]) -> None:
-        """Start with none.
-
-        Args:
-            limits: of all pulls ahead together.
-            blocks: of the device.
-            groups: what vLLM keeps of a request in every cache group.
-        """
+    def __init__(self, limits: AheadLimits, demand: BlockDemand) -> None:
+        """Start with none. ``limits``: of all pulls ahead together; ``demand``: of the device's blocks."""
         self._limits = limits
-        self._blocks = blocks
-        self._groups = groups
+        self._demand = demand
         self._held: dict[str, int] = {}  # blocks, by request
         self._total = 0  # of them
         self._let_in: dict[str, Request] = {}  # those for which there was room, and whose pulls have not begun
-        self._asked: Request | None = None  # the last one that is to be given blocks in this step
-        self._left_out: Request | None = None  # the one that was given none in the last step
 
     def __len__(self) -> int:
         return len(self._held)
@@ -62,14 +51,15 @@ class PullsAhead:
         self._let_in = {each.request_id: each for each in let_in}
         if len(self._held) + len(let_in) >= self._limits.pulls:
             return False
-        needed = blocks_for(self._groups, request.num_tokens)
-        total = self._total + sum(blocks_for(self._groups, each.num_tokens) for each in let_in)
-        if total + needed > self._limits.fraction * self._blocks.total:
+        demand = self._demand
+        needed = demand.blocks_of(request)
+        total = self._total + sum(map(demand.blocks_of, let_in))
+        if total + needed > self._limits.fraction * demand.blocks.total:
             return False
-        other = self._left_out
-        if other is not None and other is not request and self._is_short(blocks_for(self._groups, other.num_tokens)):
+        other = demand.left_out
+        if other is not None and other is not request and not demand.has_room_for(other):
             return False
-        if self._is_short(needed):
+        if not demand.has_room_for(request):
             return False
         self._let_in[request.request_id] = request
         return True
@@ -77,31 +67,14 @@ class PullsAhead:
     def start(self, request: "Request") -> None:
         """Count a pull ahead."""
         self._let_in.pop(request.request_id, None)
-        held = self._held[request.request_id] = blocks_for(self._groups, request.num_tokens)
+        held = self._held[request.request_id] = self._demand.blocks_of(request)
         self._total += held
 
     def end(self, request_id: str) -> None:
         """Count a pull no longer. Those that are not ahead are ignored."""
         self._total -= self._held.pop(request_id, 0)
 
-    def asked(self, request: "Request") -> None:
-        """Note that a request is to be given blocks next, whatever it needs them for."""
-        self._asked = request
-
-    def given(self) -> None:
-        """Note that it was given blocks."""
-        self._asked = None
-
-    def next_step(self) -> None:
-        """Note that a step's blocks are given out."""
-        asked, self._asked = self._asked, None
-        self._left_out = None if asked is None or waits_for_tokens(asked) else asked
-
     def check_integrity(self) -> None:
         """Raise AssertionError unless the books balance."""
         assert self._total == sum(self._held.values()), "blocks of pulls ahead are miscounted"
         assert len(self._held) <= self._limits.pulls, "too many prompts are pulled ahead"
-
-    def _is_short(self, needed: int) -> bool:
-        """Return whether fewer blocks than needed are free, besides those that vLLM keeps for requests that run."""
-        return self._blocks.free < needed + len(self._groups) + self._blocks.total // 50

@@ -24,13 +24,11 @@ from typing import TYPE_CHECKING, Any
 
 from pd_connector.orders import Orders, Report
 from pd_connector.params import is_decode_leg, is_prefill_leg
+from pd_connector.scheduler.block_demand import BlockDemand
 from pd_connector.scheduler.consumer import Consumer
 from pd_connector.scheduler.leases import LeaseTable
 from pd_connector.scheduler.roles import SchedulerRole
 from pd_connector.vllm.block_pools import Leased
-from pd_connector.vllm.cache_specs import Retention, blocks_for
-from pd_connector.vllm.device_blocks import DeviceBlocks
-from pd_connector.vllm.requests import waits_for_tokens
 from transfer.control.limits import ThrottledWarnings
 
 if TYPE_CHECKING:
@@ -57,9 +55,8 @@ class RequestAdmission(SchedulerRole):
     def __init__(
         self,
         limits: AdmissionLimits,
-        blocks: DeviceBlocks,
+        demand: BlockDemand,
         leases: LeaseTable[Leased],
-        groups: Sequence[Retention],
         consumer: Consumer | None = None,
         clock: Callable[[], float] = time.monotonic,
         *,
@@ -69,24 +66,22 @@ class RequestAdmission(SchedulerRole):
 
         Args:
             limits: of leases.
-            blocks: of the device, which counts those that are leased.
+            demand: of the device's blocks, which count those that are leased.
             leases: of this engine.
-            groups: what vLLM keeps of a request in every cache group.
             consumer: the engine's role as a decode engine, if it has it.
             clock: a monotonic clock, in seconds.
             loaded_first: whether vLLM itself gives requests whose tokens have arrived their turn before others.
         """
         self._limits = limits
-        self._blocks = blocks
+        self._demand = demand
+        self._blocks = demand.blocks
         self._leases = leases
-        self._groups = groups
         self._consumer = consumer
         self._clock = clock
         self._loaded_first = loaded_first
         self._warnings = ThrottledWarnings(logger, _LOG_INTERVAL_S)
         self._prefills: dict[str, int] = {}  # blocks of the prompts that are being computed for others, by request
         self._held_since: dict[str, float] = {}  # of requests that were told to wait
-        self._asked: Request | None = None  # the one that is to be given blocks next
         self._has_allocated = False  # whether a request was given blocks in this step
         self._loading: set[str] = set()  # requests that hold blocks into which tokens arrive
         self._arrived: dict[str, bool] = {}  # those whose tokens have; whether they have waited for a whole step since
@@ -115,19 +110,14 @@ class RequestAdmission(SchedulerRole):
                 self._held_since[request.request_id] = self._clock()
         return waits
 
-    def missing_tokens(self, request: "Request", computed_tokens: int) -> int:
-        """Note that a request is to be given blocks. Returns 0: this role brings no tokens."""
-        self._asked = request
-        return 0
-
     def allocated(self, request: "Request", blocks: "KVCacheBlocks", external_tokens: int) -> int:
         """Note that a request was given blocks. Returns 0: this role brings no tokens."""
-        self._asked = self._stalled_since = None
+        self._stalled_since = None
         self._has_allocated = True
         self._held_since.pop(request.request_id, None)
         self._drop_arrived(request)
         if _is_for_others(request):
-            self._prefills[request.request_id] = self._blocks_of(request)
+            self._prefills[request.request_id] = self._demand.blocks_of(request)
         return 0
 
     def awaits_tokens(self, request: "Request") -> None:
@@ -142,7 +132,7 @@ class RequestAdmission(SchedulerRole):
     def step_orders(self, scheduled: Mapping[str, int]) -> Orders:
         """Let a lease give way if requests wait for blocks, see above. Returns no orders."""
         needed = self._needed_blocks()
-        self._is_short = self._blocks.free < needed
+        self._is_short = needed > 0 and not self._demand.has_room(needed)
         self._wants_blocks = self._is_short or self._holds
         if not (self._is_short or self._holds):
             self._stalled_since = None
@@ -150,7 +140,7 @@ class RequestAdmission(SchedulerRole):
             self._stalled_since = self._clock()
         elif self._must_revoke(self._clock() - self._stalled_since, needed):
             self._revoke(self._clock() - self._stalled_since)
-        self._asked, self._has_allocated, self._holds, self._holds_prefills = None, False, False, False
+        self._has_allocated, self._holds, self._holds_prefills = False, False, False
         self._arrived = dict.fromkeys(self._arrived, True)
         return Orders()
 
@@ -197,22 +187,21 @@ class RequestAdmission(SchedulerRole):
             taken = self._blocks.leased + sum(self._prefills.values())
             share = self._limits.leased_fraction * self._blocks.total
             # Later ones wait too, so that short prompts do not keep a long one waiting for ever.
-            self._holds_prefills = taken > 0 and taken + self._blocks_of(request) > share
+            self._holds_prefills = taken > 0 and taken + self._demand.blocks_of(request) > share
         return self._holds_prefills
 
     def _needed_blocks(self) -> int:
-        """Return how many blocks must be free for the first request that this step has given none; 0 if there is none.
+        """Return how many blocks the first request needs that this step has given none; 0 if there is none.
 
-        vLLM keeps some blocks free for requests that run, and stops for other reasons than blocks too.
+        vLLM stops for other reasons than blocks too.
         """
-        spare = len(self._groups) + self._blocks.total // 50
-        if self._asked is not None and not waits_for_tokens(self._asked):
-            return self._blocks_of(self._asked) + spare
+        if (left_out := self._demand.left_out) is not None:
+            return self._demand.blocks_of(left_out)
         # Those whose tokens have arrived come first. Behind one that finds no block, nobody is asked.
-        return 1 + spare if any(self._arrived.values()) and not self._has_allocated else 0
+        return int(any(self._arrived.values()) and not self._has_allocated)
 
     def _must_revoke(self, stalled_s: float, needed: int) -> bool:
-        if self._blocks.free + self._blocks.leased < needed:
+        if needed and not self._demand.has_room(needed - self._blocks.leased):
             return False  # it would help nobody
         exceeds = self._is_short and self._blocks.leased > self._limits.leased_fraction * self._blocks.total
         return stalled_s >= (min(_PATIENCE_S, self._limits.stall_s) if exceeds else self._limits.stall_s)
@@ -227,10 +216,6 @@ class RequestAdmission(SchedulerRole):
                 f"{stalled_s:.0f} s for blocks, and leases hold {leased} of {self._blocks.total}. A decode engine is "
                 "overloaded, paused or gone, or this engine has too few blocks",
             )
-
-    def _blocks_of(self, request: "Request") -> int:
-        """Return how many blocks hold a request's tokens."""
-        return blocks_for(self._groups, request.num_tokens)
 
 
 def _is_for_others(request: "Request") -> bool:

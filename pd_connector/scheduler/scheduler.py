@@ -11,6 +11,7 @@ from pd_connector.config import ConnectorConfig
 from pd_connector.engine_limits import ENGINE_LIMITS, EngineLimits
 from pd_connector.orders import Cause, Destinations, Orders, Report, WorkerHandshake, WorkerRanks
 from pd_connector.params import is_decode_leg, is_malformed, is_prefill_leg, unusable_keys
+from pd_connector.scheduler.block_demand import BlockDemand
 from pd_connector.scheduler.canaries import Canaries, NoCanaries
 from pd_connector.scheduler.consumer import Consumer
 from pd_connector.scheduler.drain import Drain
@@ -94,6 +95,7 @@ class ConnectorScheduler:
         if installed.current().declares_layouts:
             log_layout(vllm_config, installed.current().layout_of(kv_cache_config))
         self._blocks = DeviceBlocks()
+        self._demand = BlockDemand(self._blocks, self._retentions)
         self._engine = EngineLoop()
         self._workers = Workers(math.prod(engine_ranks(vllm_config)))
         self._moves: LeaseMoves | None = None  # if leases may move to host memory
@@ -177,6 +179,7 @@ class ConnectorScheduler:
             return None
         for role in self._roles:
             role.free_blocks()
+        self._demand.asked(request)
         missing = 0
         for role in self._roles:
             missing += role.missing_tokens(request, computed_tokens + missing)
@@ -184,6 +187,7 @@ class ConnectorScheduler:
 
     def allocated(self, request: "Request", blocks: "KVCacheBlocks", external_tokens: int) -> None:
         """Start loading and pulling into the blocks that a request was given."""
+        self._demand.given()
         if external_tokens and not installed.current().fails_by_request:
             self._destinations.append(Destinations(request.request_id, block_ids_to_fill(blocks)))
         if external_tokens and self._admission is not None:
@@ -199,6 +203,7 @@ class ConnectorScheduler:
         """Return the orders for the workers in a step that works on ``scheduled`` tokens of each request."""
         for role in self._roles:
             role.free_blocks()
+        self._demand.end_step()
         own = Orders(destinations=tuple(self._destinations), model_changes=self._model_changes)
         self._destinations, self._model_changes = [], 0
         return sum((role.step_orders(scheduled) for role in self._roles), own)
@@ -382,9 +387,7 @@ class ConnectorScheduler:
         fraction = self._limits.leased_fraction(consumes=consumer is not None)
         limits = AdmissionLimits(fraction, self._config.lease_ttl_s, self._config.queue_timeout_s)
         loaded_first = installed.current().serves_loaded_first
-        return RequestAdmission(
-            limits, self._blocks, leases, self._retentions, consumer, self._clock, loaded_first=loaded_first
-        )
+        return RequestAdmission(limits, self._demand, leases, consumer, self._clock, loaded_first=loaded_first)
 
     def _make_canaries(self) -> NoCanaries:
         mode = self._config.canary_mode
@@ -400,7 +403,7 @@ class ConnectorScheduler:
         renewals = Renewals(client, message_s, queue_s, self._clock)
         subscriptions = Subscriptions(client, renewals, FollowLimits(message_s, queue_s), self._engine, self._clock)
         bounds = AheadLimits(limits.max_pulls_ahead, limits.max_ahead_fraction)
-        ahead = PullsAhead(bounds, self._blocks, self._retentions)
+        ahead = PullsAhead(bounds, self._demand)
         renewals.start()
         layers = [group.layer_names for group in kv_cache_config.kv_cache_groups]  # of the first pipeline stage
         return Consumer(renewals, subscriptions, ahead, self._retentions, layers, self._canaries, self._prompts)
@@ -427,7 +430,7 @@ class ConnectorScheduler:
             "PDConnector: prompts are pulled to host memory%s, and loaded from there (host_transfers = %s)",
             " if the device has no room for them" if mode == "auto" else "", mode,
         )  # fmt: skip
-        return Landings(mode, tier, consumer, self._blocks, self._retentions, ranks)
+        return Landings(mode, tier, consumer, self._demand, ranks)
 
     def _check_holds_a_prompt(self, tier: HostTier) -> None:
         check_holds_a_prompt(tier.slots, self._retentions, max_model_len(self._vllm_config), self._config)

@@ -3,27 +3,27 @@
 Reaches into vLLM's objects for what vLLM does not offer to connectors. All methods belong to the scheduler's thread.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
-from typing import TYPE_CHECKING, TypeAlias
+from itertools import chain, repeat
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import msgspec
 from vllm.v1.core.kv_cache_utils import get_group_id, make_block_hash_with_group_id
 
+from layout.copies import Int64Array
 from pd_connector.vllm.block_events import BlockEvents
-from pd_connector.vllm.device_blocks import HeldBlocks
+from pd_connector.vllm.device_blocks import HeldBlocks, ids_of
 from pd_connector.vllm.releases.installed import current
 from pd_connector.vllm.requests import computes_whole_prompt
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.distributed.kv_events import KVCacheEvent
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock
     from vllm.v1.request import Request
-
-    _Find: TypeAlias = Callable[[BlockHashWithGroupId], KVCacheBlock | None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,7 +71,6 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
 
     block: "KVCacheBlock"
     key: "BlockHashWithGroupId"
-    prefix_tokens: int | None  # length of the prefix that the key stands for, if vLLM notes it
     event: "KVCacheEvent | None"  # to be published when it is stored; None if events are off
 
     @property
@@ -95,7 +94,8 @@ class Store(msgspec.Struct, frozen=True, gc=False):
 class HostBlockPool:
     """Slots of host memory under vLLM's own block pool and coordinator: prefix hits, reference counts, LRU, events.
 
-    Slots are numbered from 0. Slot s is block s + 1, because vLLM reserves block 0 as the null block.
+    Slots are numbered from 0. Slot s is block s + 1, because vLLM reserves block 0 as the null block. No two blocks are
+    found by the same key.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class HostBlockPool:
         self._device = device
         self._release = current()
         self._coordinator = self._release.host_coordinator(vllm_config, device, slots)
-        self._pool = self._coordinator.block_pool
+        self._pool: BlockPool = self._coordinator.block_pool
         self._pool.medium = self._release.host_medium
         self._with_events = self._release.has_events(device)
         # No deeper than the pool: otherwise storing some of the blocks would evict others, and so on forever.
@@ -148,7 +148,7 @@ class HostBlockPool:
 
     def holds(self, key: "BlockHashWithGroupId") -> bool:
         """Return whether a block is in host memory."""
-        return self._find(key) is not None
+        return key in self._found
 
     def find(self, request: "Request", first_token: int, end_token: int | None = None) -> HostHit | None:
         """Return the longest run of a request's tokens from ``first_token``, a block boundary, that host memory holds.
@@ -185,8 +185,7 @@ class HostBlockPool:
 
     def copies_of(self, blocks: HeldBlocks) -> "list[KVCacheBlock | None]":
         """Return the host blocks that hold what device blocks do; None for one of which none can be found."""
-        find = self._find
-        return [None if (key := block.block_hash) is None else find(key) for block in blocks]
+        return list(map(self._found.get, [block._block_hash for block in blocks]))
 
     def take(self, number: int) -> HeldBlocks:
         """Take slots that nobody uses, with a reference to each; what they hold is evicted.
@@ -194,18 +193,24 @@ class HostBlockPool:
         Raises:
             ValueError: fewer slots are free.
         """
-        return tuple(self._pool.get_new_blocks(number)) if number else ()
+        if self._with_events or number > self.free:
+            return tuple(self._pool.get_new_blocks(number))
+        taken, found = self._pool.free_block_queue.popleft_n(number), self._found
+        for block in taken:  # the same in a third of the time
+            if (key := block._block_hash) is not None:
+                del found[key]
+                block._block_hash = None
+            block.ref_cnt = 1
+        return tuple(taken)
 
-    def publish_copies(self, copies: "Iterable[tuple[KVCacheBlock, KVCacheBlock]]") -> None:
+    def publish_copies(self, blocks: HeldBlocks, hosts: HeldBlocks) -> None:
         """Make host blocks findable that hold what device blocks do, each if that one can be found and no copy can."""
-        find, publish, prefix_tokens = self._find, self._release.make_findable, self._release.prefix_tokens
-        for block, host in copies:
-            key = block.block_hash
-            if key is None or find(key) is not None or not (self._finds_all or get_group_id(key) in self.groups):
-                continue
-            publish(self._pool, key, host, prefix_tokens(block))
-            if self._with_events and (event := self._events.recall(key)) is not None:
-                self._pool.kv_event_queue.append(event)
+        keys = [block._block_hash for block in blocks]
+        if not self._finds_all:
+            keys = [key if key is not None and get_group_id(key) in self.groups else None for key in keys]
+        published = self._publish(keys, hosts)
+        if self._with_events:
+            self._pool.kv_event_queue += [self._events.recall(keys[index]) for index in published]
 
     @property
     def null_block(self) -> "KVCacheBlock":
@@ -217,17 +222,16 @@ class HostBlockPool:
 
         Their bytes have arrived, and somebody has references to them until they are published.
         """
-        end, find = hit.first_token + hit.tokens, self._find
+        end = hit.first_token + hit.tokens
         for group in self.groups:
             size = self.block_tokens[group]
+            first, before = first_token // size, hit.first_token // size
             hashes = self._release.block_hashes(request.block_hashes, self._pool.hash_block_size, size)
-            for number in range(first_token // size, min(end // size, len(hashes))):
-                host = hit.groups[group][number - hit.first_token // size]
-                key = make_block_hash_with_group_id(hashes[number], group)
-                if not host.is_null and find(key) is None:
-                    self._release.make_findable(self._pool, key, host, (number + 1) * size)
-                    if self._with_events:
-                        self._pool.kv_event_queue.append(self._events.stored(request, group, number))
+            hosts = hit.groups[group][first - before : end // size - before][: max(len(hashes) - first, 0)]
+            keys = map(make_block_hash_with_group_id, hashes[first : first + len(hosts)], repeat(group))
+            published = self._publish(keys, hosts)
+            if self._with_events:
+                self._pool.kv_event_queue += [self._events.stored(request, group, first + index) for index in published]
 
     def evict_all(self) -> None:
         """Make all blocks impossible to find, those in use included."""
@@ -264,7 +268,7 @@ class HostBlockPool:
         """
         blocks = self._device.get_blocks(request.request_id).blocks[group][first:end]
         held = []
-        find = self._find
+        find = self._found.get
         for number, block in enumerate(blocks, start=first):
             key = block.block_hash
             host = None if key is None else find(key)
@@ -275,7 +279,7 @@ class HostBlockPool:
                 yield None
             else:
                 event = self._events.stored(request, group, number) if self._with_events else None
-                yield Candidate(block, key, self._release.prefix_tokens(block), event)
+                yield Candidate(block, key, event)
         self._mark_used(held)
 
     def block_keys(self, request: "Request") -> BlockKeys:
@@ -285,8 +289,7 @@ class HostBlockPool:
 
     def touch(self, keys: BlockKeys) -> None:
         """Mark those of the blocks that host memory holds as most recently used; the first of them is evicted last."""
-        find = self._find
-        self._mark_used([host for key in keys if (host := find(key)) is not None])
+        self._mark_used(host for host in map(self._found.get, keys) if host is not None)
 
     def eviction_candidates(self) -> list[Candidate]:
         """Return the blocks that vLLM evicts soon and host memory lacks, as far as slots are free, each block once.
@@ -296,7 +299,7 @@ class HostBlockPool:
         assert self._cursor is not None, "the pool was created without lookahead"
         held: list[KVCacheBlock] = []
         candidates: list[Candidate] = []
-        find, free = self._find, self.free
+        find, free = self._found.get, self.free
         for block in self._cursor.advance():
             key = block.block_hash
             if key is None or get_group_id(key) not in self.groups:
@@ -307,7 +310,7 @@ class HostBlockPool:
                 held.append(host)
             else:
                 event = self._events.recall(key) if self._with_events else None
-                candidates.append(Candidate(block, key, self._release.prefix_tokens(block), event))
+                candidates.append(Candidate(block, key, event))
         self._mark_used(reversed(held))  # keeps the order of eviction
         return candidates
 
@@ -336,12 +339,10 @@ class HostBlockPool:
     def publish(self, stores: Iterable[Store]) -> int:
         """Make host blocks findable, but for those that are not right; return how many. Their bytes have arrived."""
         right = [store for store in stores if store.is_right]
-        for store in right:
-            candidate = store.candidate
-            self._release.make_findable(self._pool, candidate.key, store.host, candidate.prefix_tokens)
-            if candidate.event is not None:
-                self._pool.kv_event_queue.append(candidate.event)
-        return len(right)
+        published = self._publish([store.candidate.key for store in right], [store.host for store in right])
+        events = (right[index].candidate.event for index in published)
+        self._pool.kv_event_queue += [event for event in events if event is not None]
+        return len(published)
 
     def finish_stores(self, stores: Sequence[Store], *, keep_slots: bool = False) -> None:
         """Give the references to both blocks of each store back, published or not.
@@ -373,13 +374,30 @@ class HostBlockPool:
         """Return the number of references to each slot in use."""
         return {block.block_id - 1: block.ref_cnt for block in self._pool.blocks if block.ref_cnt and not block.is_null}
 
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless every block that can be found has its key, and no other block has one."""
+        keys = {block.block_id: block.block_hash for block in self._pool.blocks if block.block_hash is not None}
+        assert keys == {block.block_id: key for key, block in self._found.items()}, "a block is found by a wrong key"
+
+    def _publish(self, keys: "Iterable[BlockHashWithGroupId | None]", hosts: "Sequence[KVCacheBlock]") -> list[int]:
+        """Let host blocks in use be found that have a key by which none is; return their indices."""
+        found, published = self._found, []
+        for index, (key, host) in enumerate(zip(keys, hosts, strict=True)):
+            if key is not None and key not in found and not host.is_null:
+                host._block_hash = key
+                found[key] = host
+                published.append(index)
+        return published
+
     @property
-    def _find(self) -> "Callable[[BlockHashWithGroupId], KVCacheBlock | None]":
-        """Returns a block by its key; None if host memory does not hold it."""
-        find: Callable[[BlockHashWithGroupId], KVCacheBlock | None] = (
-            self._pool.cached_block_hash_to_block.get_one_block
-        )
-        return find
+    def _found(self) -> "dict[Any, KVCacheBlock]":
+        """The host blocks that can be found, by key.
+
+        vLLM's own methods look up, add and drop one block at a time: most of a step in which a large lease moves. They
+        see to what does not occur here: several blocks of one key, or several keys of one block.
+        """
+        found: dict[Any, KVCacheBlock] = self._pool.cached_block_hash_to_block._cache
+        return found
 
     def _mark_used(self, held: "Iterable[KVCacheBlock]") -> None:
         """Treat blocks as if they were just loaded: what is in use on the device should not be evicted first here.
@@ -397,9 +415,9 @@ def slot_of(host: "KVCacheBlock") -> int:
     return int(host.block_id) - 1
 
 
-def slots_of(hosts: "Iterable[KVCacheBlock]") -> list[int]:
+def slots_of(hosts: "Iterable[KVCacheBlock]") -> Int64Array:
     """Return the slots of host blocks."""
-    return [int(host.block_id) - 1 for host in hosts]
+    return ids_of(hosts) - 1
 
 
 def request_blocks(blocks: "KVCacheBlocks") -> "tuple[Sequence[KVCacheBlock], ...]":

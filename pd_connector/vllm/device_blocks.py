@@ -1,8 +1,12 @@
 """References to vLLM's device blocks. All methods belong to the scheduler's thread."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+
+from layout.copies import Int64Array
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -21,8 +25,8 @@ class DeviceBlocks:
 
     def __init__(self) -> None:
         self._manager: KVCacheManager | None = None
-        self._held: set[int] = set()  # ids of the blocks to which we hold a reference
-        self._shared: Counter[int] = Counter()  # further references to blocks that several requests share, by block id
+        self._held = np.zeros(0, np.int64)  # our references to each block, by block id
+        self._leased = 0  # blocks to which there is one
 
     def bind(
         self,
@@ -40,6 +44,7 @@ class DeviceBlocks:
         Whoever pulls computes the last token of it, which may see a block more.
         """
         self._manager = kv_cache_manager
+        self._held = np.zeros(kv_cache_manager.block_pool.num_gpu_blocks, np.int64)
         coordinator = kv_cache_manager.coordinator
         remove = coordinator.remove_skipped_blocks
 
@@ -67,9 +72,9 @@ class DeviceBlocks:
         groups = self.manager.get_blocks(request_id).blocks
         held = tuple(block for blocks in groups for block in blocks if not block.is_null)
         self.manager.block_pool.touch(held)
-        ids = {int(block.block_id) for block in held}
-        self._shared.update(ids & self._held)
-        self._held |= ids
+        ids = ids_of(held)
+        self._leased += len(ids) - int(np.count_nonzero(self._held[ids]))
+        self._held[ids] += 1  # a request has no block twice
         return held
 
     def table(self, request_id: str) -> "tuple[Sequence[KVCacheBlock], ...]":
@@ -95,19 +100,15 @@ class DeviceBlocks:
 
     def release(self, held: HeldBlocks) -> None:
         """Give the references back. The last blocks of a prompt are evicted first."""
-        ids = {int(block.block_id) for block in held}
-        shared = ids & self._shared.keys()
-        self._held -= ids - shared
-        for block_id in shared:
-            self._shared[block_id] -= 1
-            if not self._shared[block_id]:
-                del self._shared[block_id]
+        ids = ids_of(held)
+        self._held[ids] -= 1
+        self._leased -= len(ids) - int(np.count_nonzero(self._held[ids]))
         self.manager.block_pool.free_blocks(reversed(held))
 
     @property
     def references(self) -> "Counter[int]":
         """Number of references to each block that is held, by block id."""
-        return Counter(self._held) + self._shared
+        return references(self._held)
 
     def are_all_in_use(self, references: "Counter[int]") -> bool:
         """Return whether nobody else uses any block, given our ``references`` by block id."""
@@ -119,7 +120,7 @@ class DeviceBlocks:
     @property
     def leased(self) -> int:
         """Number of blocks that are held, each counted once."""
-        return len(self._held)
+        return self._leased
 
     @property
     def free(self) -> int:
@@ -130,3 +131,14 @@ class DeviceBlocks:
     def total(self) -> int:
         """Number of blocks that requests can use."""
         return int(self.manager.block_pool.num_gpu_blocks) - 1  # block 0 is vLLM's null block
+
+
+def ids_of(blocks: "Iterable[KVCacheBlock]") -> Int64Array:
+    """Return the ids of blocks."""
+    return np.array([block.block_id for block in blocks], np.int64)
+
+
+def references(counts: Int64Array) -> "Counter[int]":
+    """Return the numbers that are not 0, by their index."""
+    used = np.flatnonzero(counts)
+    return Counter(dict(zip(used.tolist(), counts[used].tolist(), strict=True)))

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
     from vllm.v1.core.kv_cache_manager import KVCacheManager
-    from vllm.v1.core.kv_cache_utils import BlockHash, BlockHashWithGroupId, KVCacheBlock
+    from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
@@ -157,17 +157,6 @@ class VllmRelease:
         """Return the blocks of each cache group that hold a prefix of at most ``longest`` tokens, and its length."""
         groups, tokens, _ = coordinator.find_longest_cache_hit(hashes, longest)
         return tuple(groups), int(tokens)
-
-    def prefix_tokens(self, block: "KVCacheBlock") -> int | None:
-        """Return the length of the prefix that a block's key stands for; None if vLLM does not note it."""
-        tokens: int | None = block.block_hash_num_tokens
-        return tokens
-
-    def make_findable(
-        self, pool: "BlockPool", key: "BlockHashWithGroupId", block: "KVCacheBlock", prefix_tokens: int | None
-    ) -> None:
-        """Let a block in use be found by ``key``."""
-        pool._insert_block_hash(key, block, num_tokens=prefix_tokens)
 
     def free_queue_cursor(self, pool: "BlockPool", depth: int) -> "FreeQueueCursor":
         """Return a cursor over the first ``depth`` free blocks of ``pool``."""

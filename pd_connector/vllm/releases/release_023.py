@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
     from vllm.v1.core.kv_cache_manager import KVCacheManager
-    from vllm.v1.core.kv_cache_utils import BlockHash, BlockHashWithGroupId, KVCacheBlock
+    from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
@@ -172,17 +172,6 @@ class Release023(Release030):
         """Return the blocks of each cache group that hold a prefix of at most ``longest`` tokens, and its length."""
         groups, tokens = coordinator.find_longest_cache_hit(hashes, longest)
         return tuple(groups), int(tokens)
-
-    def prefix_tokens(self, block: "KVCacheBlock") -> int | None:
-        """Return the length of the prefix that a block's key stands for: None, because vLLM does not note it."""
-        return None
-
-    def make_findable(
-        self, pool: "BlockPool", key: "BlockHashWithGroupId", block: "KVCacheBlock", prefix_tokens: int | None
-    ) -> None:
-        """Let a block in use be found by ``key``."""
-        block.block_hash = key
-        pool.cached_block_hash_to_block.insert(key, block)
 
     def take_host_events(self, pool: "BlockPool") -> "list[KVCacheEvent]":
         """Return a host pool's KV cache events since the last call. vLLM's pools take themselves for the device's."""

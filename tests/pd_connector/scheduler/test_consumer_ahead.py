@@ -1,6 +1,6 @@
 """Which prompts are pulled while they are still being computed, who goes first, and what is counted.
 
-Covers: pd_connector.scheduler.pulls_ahead.
+Covers: pd_connector.scheduler.block_demand, pd_connector.scheduler.pulls_ahead.
 """
 
 from collections.abc import Callable, Iterator
@@ -83,10 +83,10 @@ def test_a_request_that_finds_too_few_blocks_goes_first(decode: Decode, other: s
         decode.add(first)
     decode.blocks.used = 60
     assert decode.asks(first) is not None  # vLLM looks, and has no 50 blocks
-    decode.consumer.step_orders({})
+    decode.step()
     assert decode.asks(ahead) is None
     assert decode.asks(first) is not None
-    decode.consumer.step_orders({})
+    decode.step()
     decode.blocks.used = 20  # requests have ended
     assert decode.asks(ahead) is not None
 
@@ -97,7 +97,7 @@ def test_a_request_that_got_its_blocks_holds_nobody_back(decode: Decode) -> None
     decode.add(first)
     assert decode.schedules(first)
     decode.blocks.used = 60
-    decode.consumer.step_orders({})
+    decode.step()
     assert decode.asks(ahead) == 69
 
 
@@ -108,8 +108,8 @@ def test_a_request_that_is_not_asked_about_any_longer_holds_nobody_back(decode: 
     decode.blocks.used = 60
     decode.asks(first)
     decode.leave(first)
-    decode.consumer.step_orders({})
-    decode.consumer.step_orders({})
+    decode.step()
+    decode.step()
     assert decode.asks(ahead) == 69
 
 

@@ -32,7 +32,7 @@ def test_copies_that_are_published_can_be_found_and_stay_while_they_are_lent(par
     loan = loans.lend_for_copies(blocks)
     assert loan is not None
     assert loan.new == (0, 1)
-    loans.publish(zip(blocks, loan.hosts, strict=True))
+    loans.publish(blocks, loan)
     assert pool.cached == 2
     again = loans.lend_for_copies(blocks)
     assert again is not None
@@ -51,28 +51,13 @@ def test_what_is_lent_for_its_contents_is_not_evicted_for_the_free_ones_beside_i
     blocks = on_device(manager)
     loan = loans.lend_for_copies(blocks)
     assert loan is not None
-    loans.publish(zip(blocks, loan.hosts, strict=True))
+    loans.publish(blocks, loan)
     loans.take_back(loan.hosts)
     assert loans.lend(loan.hosts, 3) is None
     taken = loans.lend(loan.hosts, 2)
     assert taken is not None
     assert not {block.block_id for block in taken} & {block.block_id for block in loan.hosts}
     assert pool.cached == 2
-
-
-def test_there_is_room_for_copies_that_others_have_in_use_already(parts: Parts) -> None:
-    manager, _, loans = parts
-    blocks = on_device(manager)
-    loan = loans.lend_for_copies(blocks)
-    assert loan is not None
-    loans.publish(zip(blocks, loan.hosts, strict=True))
-    others = on_device(manager, tokens=12, name="other", first=100)
-    assert not loans.has_room(others)
-    assert loans.has_room(others[:2])
-    assert loans.lend((), 1) is not None
-    assert not loans.has_room(others[:2])
-    assert loans.has_room((*blocks, others[0])), "two of them lie there"
-    assert loans.lend_for_copies((*blocks, others[0])) is not None
 
 
 def test_slots_to_which_a_failed_copy_may_still_write_are_never_used_again(parts: Parts) -> None:

@@ -64,6 +64,25 @@ def test_more_than_there_is_cannot_be_taken() -> None:
         bench.begun(bench.computed("r", said(12)))
 
 
+@pytest.mark.parametrize("events", [False, True])  # with events, vLLM's own method takes them
+def test_what_is_taken_was_least_recently_used_and_is_found_no_more(events: bool) -> None:
+    bench = Bench(slots=4, events=events)
+    old, new = (bench.computed(name, said(13, seed)) for name, seed in (("old", 1), ("new", 2)))
+    bench.stored(old)
+    taken = bench.pool.take(2)
+    assert [slot_of(block) for block in taken] == [3, 2]
+    assert bench.pool.references() == {3: 1, 2: 1}
+    hit = bench.pool.find(old, 0)
+    assert hit is not None
+    assert hit.tokens == 8
+    bench.pool.check_integrity()
+    bench.pool.unpin(taken)
+    bench.stored(new)
+    assert bench.pool.find(old, 0) is not None
+    assert bench.pool.cached == 4
+    bench.pool.check_integrity()
+
+
 def test_a_device_without_prefix_caching_is_refused() -> None:
     bench = Bench()
     bench.manager.enable_caching = False

@@ -36,7 +36,8 @@ class Bench:
             if block.block_hash is None and not empty:
                 self.contents += 1
                 key = make_block_hash_with_group_id(BlockHash(self.contents.to_bytes(8, "big")), 0)
-                installed.current().make_findable(self.pool, key, block, 16)
+                block._block_hash = key
+                self.pool.cached_block_hash_to_block.insert(key, block)
         if APPENDS_EMPTY and not behind:
             self.pool.free_blocks([block for block in blocks if block.block_hash is not None])
             self.pool.free_blocks([block for block in blocks if block.block_hash is None], prepend=True)

@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from pd_connector.scheduler.block_demand import BlockDemand
 from pd_connector.scheduler.pulls_ahead import AheadLimits, PullsAhead
 from pd_connector.scheduler.renewals import Renewals
 from pd_connector.scheduler.subscriptions import FollowLimits, Subscriptions
@@ -52,7 +53,7 @@ def consumer_parts(
     client: ControlClient,
     clock: Callable[[], float] = time.monotonic,
     retentions: Sequence[Retention] = (),
-    blocks: DeviceBlocks | None = None,
+    demand: BlockDemand | None = None,
     limits: AheadLimits = AheadLimits(16, 0.5),  # noqa: B008  frozen
     engine: EngineLoop | None = None,
 ) -> ConsumerParts:
@@ -60,5 +61,5 @@ def consumer_parts(
     renewals = Renewals(client, MESSAGE_TIMEOUT_S, QUEUE_TIMEOUT_S, clock)
     follow_limits = FollowLimits(MESSAGE_TIMEOUT_S, QUEUE_TIMEOUT_S)
     subscriptions = Subscriptions(client, renewals, follow_limits, engine or EngineLoop(), clock)
-    ahead = PullsAhead(limits, blocks or CountedBlocks(), retentions or [Retention(16)])
+    ahead = PullsAhead(limits, demand or BlockDemand(CountedBlocks(), retentions or [Retention(16)]))
     return ConsumerParts(renewals, subscriptions, ahead, retentions, layers_of(len(retentions)))

@@ -4,10 +4,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from pd_connector.orders import Orders, PullOrder, RefuseOrder, Report
+from pd_connector.scheduler.block_demand import BlockDemand
 from pd_connector.scheduler.consumer import Consumer
 from pd_connector.scheduler.pulls_ahead import AheadLimits
 from pd_connector.scheduler.renewals import Renewals
 from pd_connector.stats import StatsRecorder
+from pd_connector.vllm.cache_specs import Retention
 from tests.support.connector.consumers import CountedBlocks, consumer_parts
 from tests.support.connector.requests import FakeRequest, RecordingClient, allocated
 from tests.support.waiting import ManualClock
@@ -27,6 +29,7 @@ class Decode:
     client: RecordingClient
     renewals: Renewals
     clock: ManualClock
+    demand: BlockDemand
     blocks: CountedBlocks
 
     def add(self, *requests: FakeRequest) -> None:
@@ -53,9 +56,13 @@ class Decode:
         """What vLLM learns when it looks at a waiting request: None, or how many tokens will be pulled."""
         waits = self.consumer.must_wait(request)
         self.consumer.check_integrity()
-        return None if waits else self.consumer.missing_tokens(request, computed)
+        if waits:
+            return None
+        self.demand.asked(request)
+        return self.consumer.missing_tokens(request, computed)
 
     def allocates(self, request: FakeRequest, tokens: int) -> None:
+        self.demand.given()
         self.consumer.allocated(request, allocated(*BLOCKS), tokens)
         self.consumer.check_integrity()
 
@@ -66,9 +73,14 @@ class Decode:
             self.allocates(request, missing)
         return missing is not None
 
+    def step(self) -> Orders:
+        """The orders of a step."""
+        self.demand.end_step()
+        return self.consumer.step_orders({})
+
     def order(self) -> PullOrder:
         """The only order of the step."""
-        orders = self.consumer.step_orders({})
+        orders = self.step()
         (order,) = orders.pulls
         assert orders == Orders(pulls=(order,))
         return order
@@ -76,7 +88,7 @@ class Decode:
     def refusal(self, request: FakeRequest) -> RefuseOrder:
         """Why a request is refused, which is all that is ordered of it when it gets blocks."""
         assert self.schedules(request)
-        orders = self.consumer.step_orders({})
+        orders = self.step()
         (refusal,) = orders.refusals
         assert orders == Orders(refusals=(refusal,))
         assert refusal.request_id == request.request_id
@@ -104,8 +116,9 @@ class Decode:
 
 def a_decode_engine(limits: AheadLimits = LIMITS, **parts: Any) -> Decode:
     clock, client, blocks = ManualClock(), RecordingClient(), CountedBlocks(100)
-    made = consumer_parts(client, clock, blocks=blocks, limits=limits, **parts)
-    return Decode(Consumer(*made), client, made.renewals, clock, blocks)
+    demand = BlockDemand(blocks, parts.get("retentions") or [Retention(16)])
+    made = consumer_parts(client, clock, demand=demand, limits=limits, **parts)
+    return Decode(Consumer(*made), client, made.renewals, clock, demand, blocks)
 
 
 def unreachable() -> TransferError:

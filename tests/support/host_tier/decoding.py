@@ -7,6 +7,7 @@ from typing import Any
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
 from pd_connector.orders import LandingEnds, LoadOrder, PullOrder, Report
+from pd_connector.scheduler.block_demand import BlockDemand
 from pd_connector.scheduler.consumer import Consumer
 from pd_connector.scheduler.host_tier import HostTier
 from pd_connector.scheduler.landings import LandingMode, Landings
@@ -45,8 +46,9 @@ class LandingEngine:
         self.pool = make_pool(self.setup, make_manager(self.setup))
         self.tier = HostTier(self.pool, self.setup.ranks)
         self.device = CountedBlocks(device_blocks)
-        self.consumer = Consumer(*consumer_parts(RecordingClient(), ManualClock(), self.kept, self.device))
-        self.landings = Landings(mode, self.tier, self.consumer, self.device, self.kept, self.setup.ranks)
+        demand = BlockDemand(self.device, self.kept)
+        self.consumer = Consumer(*consumer_parts(RecordingClient(), ManualClock(), self.kept, demand))
+        self.landings = Landings(mode, self.tier, self.consumer, demand, self.setup.ranks)
         self.roles = (self.landings, self.tier, self.consumer)
         self.requests: dict[str, Any] = {}
         self.under_way: list[str] = []

@@ -14,6 +14,7 @@ import numpy as np
 
 from layout.geometry import CacheGroup, WorkerGeometry
 from pd_connector.orders import Cause, Orders, PullOrder, Report
+from pd_connector.scheduler.block_demand import BlockDemand
 from pd_connector.scheduler.consumer import Consumer
 from pd_connector.scheduler.pulls_ahead import AheadLimits
 from pd_connector.vllm.cache_specs import Retention
@@ -295,7 +296,9 @@ class DecodeSim:
         self.recomputes = recomputes
         self.blocks = blocks
         self.client = SimulatedClient(network)
-        parts = consumer_parts(self.client, network.clock, [Retention(TOKENS_PER_BLOCK)], FreeBlocks(self), AHEAD)
+        groups = [Retention(TOKENS_PER_BLOCK)]
+        self.demand = BlockDemand(FreeBlocks(self), groups)
+        parts = consumer_parts(self.client, network.clock, groups, self.demand, AHEAD)
         self.renewals, self.consumer = parts.renewals, Consumer(*parts)
         self.free = deque(range(1, blocks + 1))
         self.owners: dict[int, DecodeJob] = {}
@@ -314,6 +317,7 @@ class DecodeSim:
         cached = min(cached_blocks, (job.prompt.tokens - 1) // TOKENS_PER_BLOCK)
         if self.consumer.must_wait(job.request):
             return
+        self.demand.asked(job.request)
         missing = self.consumer.missing_tokens(job.request, cached * TOKENS_PER_BLOCK)
         assert not (missing and job.was_ordered), "a request that was computed here is to be pulled again"
         assert 0 <= missing < job.prompt.tokens - cached * TOKENS_PER_BLOCK or not missing
@@ -322,6 +326,7 @@ class DecodeSim:
         job.blocks = tuple(self.free.popleft() for _ in range(job.prompt.blocks))
         self.owners |= dict.fromkeys(job.blocks, job)
         self._compute(job, range(cached))
+        self.demand.given()
         self.consumer.allocated(job.request, allocated(job.blocks), missing)
         if missing:
             end = math.ceil((job.prompt.tokens - 1) / TOKENS_PER_BLOCK)
@@ -372,6 +377,7 @@ class DecodeSim:
         assert {id(job) for job in self.owners.values()} <= {id(job) for job in self.jobs.values()}
 
     def _step(self, job: DecodeJob, *, is_async: bool) -> None:
+        self.demand.end_step()
         orders = self.consumer.step_orders({})
         assert orders == Orders(pulls=orders.pulls, refusals=orders.refusals)
         ordered = [order.request_id for order in orders.pulls] + [order.request_id for order in orders.refusals]

@@ -1,0 +1,57 @@
+"""The one book of who lacks blocks of the device: what a request needs, what is free, and who was left without.
+
+vLLM looks no further than the first request that finds no blocks. It does not tell its connector of that: a request
+that it asked about, and did not give blocks before the step is over, was left out.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from pd_connector.vllm.cache_specs import Retention, blocks_for
+from pd_connector.vllm.device_blocks import DeviceBlocks
+from pd_connector.vllm.requests import waits_for_tokens
+
+if TYPE_CHECKING:
+    from pd_connector.vllm.types import Request
+
+
+class BlockDemand:
+    """Knows what requests need of the device's blocks. Owns no blocks. Belongs to the scheduler's thread."""
+
+    def __init__(self, blocks: DeviceBlocks, groups: Sequence[Retention]) -> None:
+        """Start with nobody waiting.
+
+        Args:
+            blocks: of the device.
+            groups: what vLLM keeps of a request in every cache group.
+        """
+        self.blocks = blocks
+        self.groups = groups
+        self._asked: Request | None = None  # the last one that is to be given blocks in this step
+        #: The request that was given none in the last step, though it was its turn; None if all were given theirs.
+        self.left_out: Request | None = None
+
+    def blocks_of(self, request: "Request") -> int:
+        """Return how many blocks hold a request's tokens."""
+        return blocks_for(self.groups, request.num_tokens)
+
+    def has_room(self, number: int) -> bool:
+        """Return whether so many blocks are free, besides those that vLLM keeps for requests that run."""
+        return self.blocks.free >= number + len(self.groups) + self.blocks.total // 50
+
+    def has_room_for(self, request: "Request") -> bool:
+        """Return whether so many are free as a request needs."""
+        return self.has_room(self.blocks_of(request))
+
+    def asked(self, request: "Request") -> None:
+        """Note that a request is to be given blocks next, whatever it needs them for."""
+        self._asked = request
+
+    def given(self) -> None:
+        """Note that a request was given blocks."""
+        self._asked = None
+
+    def end_step(self) -> None:
+        """Note that a step's blocks are given out. vLLM may have given the last one its own, and tell of it later."""
+        asked, self._asked = self._asked, None
+        self.left_out = None if asked is None or waits_for_tokens(asked) else asked
