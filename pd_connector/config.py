@@ -115,12 +115,12 @@ class ConnectorConfig(BaseModel):
     pull_timeout_s: Seconds = Field(
         default=60.0,
         description="How long a pull may take, its time in the queue included. While the prompt is computed, "
-        "the time begins anew with every progress beyond what was computed or read before.",
+        "all progress restarts it.",
     )
     tuning: Tuning = Field(
         default=Tuning(),
         description="An object of numbers by which bytes are read, for those who measure: "
-        + ", ".join(Tuning.model_fields),
+        f"{', '.join(Tuning.model_fields)}.",
     )
     cpu_bytes_to_use: Annotated[int, Field(ge=0)] = Field(
         default=0,
@@ -134,17 +134,15 @@ class ConnectorConfig(BaseModel):
     )
     host_transfers: HostTransfers = Field(
         default="off",
-        description="Whether transfers begin and end in host memory. auto: leases that nobody reads yet move to "
-        "that of a prefill engine when requests wait for blocks or leases hold more than a tenth of "
-        "them, and prompts found there are read while they are loaded; a decode engine pulls there "
-        "what its device has no blocks for. always: the same, but it pulls every prompt there, at "
-        "once, to be loaded when vLLM has blocks.",
+        description="Whether transfers begin and end in host memory. auto: on a prefill engine, leases that nobody "
+        "reads yet move there when requests wait for blocks or leases hold more than a tenth of them, "
+        "and prompts found there can be read there; a decode engine pulls there what its device has "
+        "no blocks for. always: the same, but it pulls every prompt there.",
     )
     drain_timeout_s: Annotated[float, Field(ge=0, le=86400, allow_inf_nan=False)] = Field(
         default=5.0,
-        description="How long a prefill engine that was told to stop (SIGTERM) stays up after its last request, "
-        "for decode engines that have yet to read. It needs --shutdown-timeout, and it ends 3 s "
-        "before that timeout.",
+        description="How long a prefill engine stays up after SIGTERM and its last request, for decode engines "
+        "that have yet to read. Needs --shutdown-timeout, and ends 3 s before it.",
     )
     model_check: Literal["weights", "config", "off"] = Field(
         default="weights",
@@ -156,14 +154,14 @@ class ConnectorConfig(BaseModel):
     canary: Literal["refuse", "warn", "off"] | None = Field(
         default=None,
         description="Whether a decode engine proves each prefill engine, and each adapter on it: it computes "
-        "the first prompt of a block or more itself, pulls its last 512 tokens as well, and "
-        "compares them by layer. refuse: nothing is pulled from one that differs; warn: the log "
-        "says so; off: nothing is compared. Default: refuse, with model_check off warn.",
+        "the first prompt itself, pulls its last tokens as well, and compares them. refuse: nothing is "
+        "pulled from one that differs; warn: the log says so; off: nothing is compared. Default: "
+        "refuse, with model_check off warn.",
     )
     verify: bool = Field(
         default=False,
-        description="Compare checksums in every pull, to commission a new setup. A pull fails if they differ. A "
-        "decode engine that verifies needs prefill engines that do too.",
+        description="Compare checksums in every pull, to commission a new setup. Where decode engines verify, "
+        "prefill engines must too.",
     )
     secret_file: str | None = Field(
         default=None,

@@ -50,22 +50,22 @@ REFUSALS = (
 COUNTERS = {
     "pulls": "Pulls that succeeded, counted on every rank.",
     "pull_bytes": "Bytes of KV cache pulled.",
-    "pull_bytes_from_host": "Bytes of them that were read in the prefill engine's host memory (host_transfers).",
+    "pull_bytes_from_host": "Bytes read in the prefill engine's host memory (host_transfers).",
     "landed_bytes": "Bytes of KV cache pulled to this engine's host memory (host_transfers).",
     "pull_descriptors": "Descriptors read by pulls.",
     "pull_tokens": "Prompt tokens whose KV cache was pulled, counted on every rank.",
-    "pulls_ahead": "Pulls of them that had begun before the prompt was computed.",
-    "pull_bytes_ahead": "Bytes of them that were pulled before the prompt was computed.",
-    "pull_restarts": "Pulls, on every rank, that read from the beginning again because the prefill engine had "
-    "preempted the prompt.",
+    "pulls_ahead": "Pulls that began before the prompt was computed.",
+    "pull_bytes_ahead": "Bytes pulled before the prompt was computed.",
+    "pull_restarts": "Pulls that began again because the prefill engine had preempted the prompt, counted on every "
+    "rank.",
     "host_tokens": "Prompt tokens whose KV cache was loaded from host memory.",
     "host_blocks": "Blocks stored in host memory.",
 }
 LABELLED = {
     "pull_failures": ("cause", "Pulls that failed, by cause."),
     "prompts_computed": ("cause", "Prompts of decode legs that this engine computed instead of pulling, by cause."),
-    "leases": ("event", "Leases of this prefill engine, by event: granted, or how they ended."),
-    "transfers": ("event", "Prompts of this prefill engine that can be followed by name, by event."),
+    "leases": ("event", "Leases by event: granted, or how they ended."),
+    "transfers": ("event", "Prompts that can be followed by name, by event."),
     "host_bytes": ("event", "Bytes copied between the device and host memory, on all ranks, by event: stored, loaded."),
     "host_failures": ("event", "Copies to or from host memory that failed on a rank, by event: store, load."),
     "lease_moves": (
@@ -112,13 +112,13 @@ GAUGES = {
     "values differ (canary).",
     "prompts_ahead": "Prompts that are being pulled, and were not yet computed when their pull was ordered.",
     "landings_under_way": "Prompts that are being pulled to host memory.",
-    "leases_active": "Leases of this prefill engine that have not ended.",
+    "leases_active": "Leases that have not ended.",
     "lease_oldest_age_seconds": "Age of the oldest lease that has not ended, in whole seconds.",
-    "leases_in_host": "Those of them that have moved to host memory.",
+    "leases_in_host": "Leases that have not ended and lie in host memory.",
     "leased_blocks": "KV blocks that leases hold, each counted once.",
     "host_blocks_cached": "Blocks in host memory that prefix lookups can find.",
-    "host_blocks_lent": "Slots of host memory that cannot be evicted: of leases, and of prompts that land there, wait "
-    "for blocks or are being loaded.",
+    "host_blocks_lent": "Slots of host memory that cannot be evicted: of leases, and of prompts that land, wait for "
+    "blocks or are being loaded.",
     "host_blocks_capacity": "Capacity of host memory, in blocks.",
 }
 #: Gauges of which each rank has its own number. The largest is exported: a block is in use if it is on any rank.
