@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.numpy import save_file
-from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
 from vllm.lora.request import LoRARequest
 from vllm.model_executor.layers import rotary_embedding
 
@@ -31,7 +31,7 @@ class Runner:
             "long_factor": [1.0 + pair for pair in range(32)],
             "original_max_position_embeddings": 4096,
         }
-        config = VllmConfig()
+        config = VllmConfig(device_config=DeviceConfig("cpu"))
         object.__setattr__(config, "model_config", SimpleNamespace(max_model_len=max_model_len))
         rotary_embedding._ROPE_DICT.clear()
         self.model = torch.nn.Module()

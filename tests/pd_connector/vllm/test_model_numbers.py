@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers import rotary_embedding
 from vllm.model_executor.layers.attention.attention import set_default_quant_scales
 from vllm.model_executor.layers.rotary_embedding import get_rope
@@ -48,7 +48,7 @@ def rope(
 ) -> Any:
     """A rotary module as a model gets it from vLLM."""
     rotary_embedding._ROPE_DICT.clear()
-    config = VllmConfig()
+    config = VllmConfig(device_config=DeviceConfig("cpu"))
     object.__setattr__(config, "model_config", SimpleNamespace(max_model_len=max_model_len))
     with set_current_vllm_config(config):
         return get_rope(HEAD_SIZE, positions, True, {"rope_theta": 1e4, **parameters}, dtype)
