@@ -26,16 +26,16 @@ from layout.host_blocks import HostLayout, host_layout
 from layout.host_slots import slot_geometry
 from pd_connector.orders import Orders, PullOrder
 from pd_connector.params import RemotePrefill
-from pd_connector.scheduler.lease_service import LeaseService
-from pd_connector.scheduler.leases import LeaseTable
-from pd_connector.worker.landings import host_block_geometry
+from pd_connector.scheduler.prefill.lease_service import LeaseService
+from pd_connector.scheduler.prefill.leases import LeaseTable
+from pd_connector.worker.host.slot_pulls import host_block_geometry
 from pd_connector.worker.peer import PullContext
 from pd_connector.worker.pulls import Pulls
 from pd_connector.worker.remote_reader import RemoteReader
 from transfer.control.client import ControlClient
 from transfer.control.server import ControlServer
+from transfer.copies.reshape.reshape import run_copies
 from transfer.engine.mooncake import MooncakeEngine, MooncakeOptions
-from transfer.local_copy.reshape import run_copies
 from transfer.memory import HostMemory
 from transfer.peers import AllowedPeers
 

@@ -39,18 +39,18 @@ from layout.geometry import CacheGroup, Plane, Region, WorkerGeometry
 from layout.host_blocks import host_layout
 from pd_connector.orders import BlockMoves, LandingEnds, Report, StoreEnds, StoreOrder
 from pd_connector.scheduler.block_demand import BlockDemand
-from pd_connector.scheduler.checksum_table import ChecksumTable
-from pd_connector.scheduler.host_tier import HostTier, StoreMode
-from pd_connector.scheduler.landings import Landings
-from pd_connector.scheduler.lease_moves import LeaseMoves
-from pd_connector.scheduler.leases import LeaseTable
+from pd_connector.scheduler.decode.landings import Landings
+from pd_connector.scheduler.host.tier import HostTier, StoreMode
+from pd_connector.scheduler.prefill.checksum_table import ChecksumTable
+from pd_connector.scheduler.prefill.lease_moves import LeaseMoves
+from pd_connector.scheduler.prefill.leases import LeaseTable
 from pd_connector.vllm.block_pools import HostBlockPool, HostBlocks, Leased
 from pd_connector.vllm.cache_specs import Retention
 from pd_connector.vllm.device_blocks import DeviceBlocks
 from pd_connector.vllm.engine_config import max_blocks_per_step
-from pd_connector.worker.host_copies import HostCopies
-from transfer.batch_copy.backends import Backend, open_copier, pinned_memory
-from transfer.batch_copy.base import Direction
+from pd_connector.worker.host.device_copies import HostCopies
+from transfer.copies.batch.backends import Backend, open_copier, pinned_memory
+from transfer.copies.batch.base import Direction
 
 BLOCK_TOKENS, STEP_TOKENS, MAX_REQUESTS = 16, 8192, 256
 BLOCKS, SLOTS = 24_576, 16_384  # of the device and of host memory

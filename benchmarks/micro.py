@@ -41,18 +41,18 @@ from layout.copies import Copies
 from layout.geometry import CacheGroup, ModelIdentity, WorkerGeometry
 from pd_connector.orders import Report, StoreEnds
 from pd_connector.params import RemotePrefill
-from pd_connector.scheduler.announcer import Announcer
-from pd_connector.scheduler.host_tier import HostTier
-from pd_connector.scheduler.lease_service import LeaseService
-from pd_connector.scheduler.leases import LeaseTable
-from pd_connector.scheduler.renewals import Renewals
+from pd_connector.scheduler.decode.renewals import Renewals
+from pd_connector.scheduler.host.tier import HostTier
+from pd_connector.scheduler.prefill.announcer import Announcer
+from pd_connector.scheduler.prefill.lease_service import LeaseService
+from pd_connector.scheduler.prefill.leases import LeaseTable
 from pd_connector.vllm.block_pools import HostBlockPool, Leased
 from pd_connector.vllm.device_blocks import DeviceBlocks
-from transfer.batch_copy.backends import Backend, open_copier, pinned_memory
-from transfer.batch_copy.base import Direction
 from transfer.control.client import ControlClient
 from transfer.control.server import ControlServer
-from transfer.local_copy.reshape import run_copies, warm_up
+from transfer.copies.batch.backends import Backend, open_copier, pinned_memory
+from transfer.copies.batch.base import Direction
+from transfer.copies.reshape.reshape import run_copies, warm_up
 
 BLOCK_TOKENS = 16
 NAMED, CHUNK_TOKENS, STEPS = 16, 512, 16  # prompts, and the chunks of each

@@ -29,9 +29,9 @@ from layout.cost import CostModel
 from layout.geometry import CacheGroup, ModelIdentity, Plane, Region, WorkerGeometry
 from pd_connector.orders import ChecksumReport, Orders, PullOrder
 from pd_connector.params import RemotePrefill
-from pd_connector.scheduler.lease_service import LeaseService
-from pd_connector.scheduler.leases import LeaseTable
-from pd_connector.worker.checksums import CacheChecksums
+from pd_connector.scheduler.prefill.lease_service import LeaseService
+from pd_connector.scheduler.prefill.leases import LeaseTable
+from pd_connector.worker.lease_checksums import CacheChecksums
 from pd_connector.worker.peer import PullContext
 from pd_connector.worker.pull_end import PullEnd
 from pd_connector.worker.pulls import Pulls

@@ -15,7 +15,7 @@ from layout.copies import Copies
 from layout.geometry import Region
 from pd_connector import PDConnector as Connector
 from pd_connector.worker.worker import ConnectorWorker
-from transfer.engine.base import Link, TransferEngine
+from transfer.engine.interface import Link, TransferEngine
 
 
 class _Network:

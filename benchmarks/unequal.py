@@ -27,7 +27,7 @@ from layout.plan import BlockTable, Plan, compile_plans
 from layout.regions import RegionTable
 from layout.sharding import choose_sources, held_heads
 from pd_connector.worker.remote_reader import RemoteReader
-from transfer.engine.base import Link
+from transfer.engine.interface import Link
 from transfer.engine.mooncake import MooncakeEngine, MooncakeOptions
 
 LAYERS, KV_HEADS, HEAD_SIZE, ITEM, BLOCK_TOKENS = 24, 4, 64, 2, 32

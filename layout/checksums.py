@@ -9,7 +9,7 @@ however many of its bits are wrong. Several wrong words cancel out only by chanc
 detect mistakes, not tampering. Sums of neighbouring runs add up to the sum of both, so a message can carry fewer.
 
 An opaque plane, which a CPU kernel packs in its own order, is summed in memory order and in whole blocks: it is only
-moved between equal packings. This module defines the sums; ``transfer.local_copy.checksums`` reads the memory.
+moved between equal packings. This module defines the sums; ``transfer.copies.checksums`` reads the memory.
 """
 
 import math

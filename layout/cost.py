@@ -49,7 +49,7 @@ class CostModel:
         return self.copy_alpha * runs + self.copy_beta * size
 
 
-# Local copies: transfer.local_copy.reshape on one core of a server CPU, memory to memory, 64-byte lines.
+# Local copies: transfer.copies.reshape.reshape on one core of a server CPU, memory to memory, 64-byte lines.
 _COPY_ALPHA, _COPY_BETA = 30e-9, 0.15e-9
 
 _DEFAULTS = {

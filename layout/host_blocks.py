@@ -20,7 +20,7 @@ import numpy.typing as npt
 from layout.copies import EMPTY, Copies, Int64Array, concatenate
 from layout.geometry import CacheGroup, Plane, Region, WorkerGeometry
 
-SLOT_ALIGNMENT = 64  # bytes: whole cache lines are copied fastest, see transfer.local_copy.reshape
+SLOT_ALIGNMENT = 64  # bytes: whole cache lines are copied fastest, see transfer.copies.reshape.reshape
 
 Ids = Sequence[int] | npt.NDArray[np.int64]
 

@@ -16,7 +16,7 @@ from layout.copies import Int64Array
 from layout.geometry import ModelIdentity, WorkerGeometry
 from layout.plan import BlockTable
 from pd_connector.params import RemotePrefill
-from transfer.control.errors import AuthenticationFailed, PeerRefused
+from transfer.control.failures import AuthenticationFailed, PeerRefused
 from transfer.errors import PeerNotAllowed, TransferError
 
 _Name = TypeVar("_Name", int, str)

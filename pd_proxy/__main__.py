@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import uvicorn
 
 from pd_proxy.app import create_app
-from pd_proxy.connections import raise_file_limit
+from pd_proxy.connection_pool import raise_file_limit
 from pd_proxy.servers import Leg
 from pd_proxy.settings import FirstTokenFrom, Legs, Settings, WithoutPrefill
 

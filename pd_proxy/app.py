@@ -15,16 +15,16 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from pd_proxy import headers as passed
-from pd_proxy.connections import Connections
+from pd_proxy.connection_pool import Connections
 from pd_proxy.control import ControlAddresses, Doubts
-from pd_proxy.errors import LegFailed, error_response
+from pd_proxy.error_answers import LegFailed, error_response
 from pd_proxy.exchange import Completions
 from pd_proxy.journal import Journal
 from pd_proxy.recent import Recent
 from pd_proxy.servers import Leg, Servers
 from pd_proxy.settings import Settings, WithoutPrefill
+from pd_proxy.spans import Tracing
 from pd_proxy.status import StatusPage
-from pd_proxy.tracing import Tracing
 from pd_proxy.upstream import Upstream
 
 #: Longest wait for cancelled requests at shutdown.

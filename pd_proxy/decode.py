@@ -9,9 +9,9 @@ from http import HTTPStatus
 import anyio.lowlevel
 
 from pd_proxy import headers as passed
-from pd_proxy.client import Client
-from pd_proxy.errors import LegFailed
+from pd_proxy.error_answers import LegFailed
 from pd_proxy.first_token import FirstToken
+from pd_proxy.http_client import Client
 from pd_proxy.parameters import Body
 from pd_proxy.servers import Answer, Server
 from pd_proxy.upstream import Upstream

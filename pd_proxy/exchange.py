@@ -7,13 +7,13 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive, Scope, Send
 
 from pd_proxy import headers as passed
-from pd_proxy.client import Client, read_body, while_connected
 from pd_proxy.decode import run_decode
-from pd_proxy.errors import LegFailed, LegRefused, RequestError
+from pd_proxy.error_answers import LegFailed, LegRefused, RequestError
+from pd_proxy.http_client import Client, read_body, while_connected
 from pd_proxy.journal import CLIENT_LEFT, Journal
 from pd_proxy.legs import TwoLegs
 from pd_proxy.parameters import Body, decode_body, undivided_reason
-from pd_proxy.tracing import Tracing
+from pd_proxy.spans import Tracing
 from pd_proxy.upstream import Upstream
 
 

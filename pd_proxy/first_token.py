@@ -18,9 +18,9 @@ from typing import Any
 
 import anyio
 
-from pd_proxy.client import Client
-from pd_proxy.errors import LegFailed
+from pd_proxy.error_answers import LegFailed
 from pd_proxy.headers import event_stream
+from pd_proxy.http_client import Client
 from pd_proxy.parameters import Body
 
 #: Which cannot change what is sampled, or how it is shown, whatever their values. Sampling is greedy, so that vLLM

@@ -9,7 +9,7 @@ from http import HTTPStatus
 from typing import Protocol
 
 from pd_proxy.settings import Legs
-from pd_proxy.tracing import RequestTrace
+from pd_proxy.spans import RequestTrace
 
 logger = logging.getLogger(__name__)
 

@@ -22,11 +22,11 @@ from http import HTTPStatus
 import anyio
 from starlette.requests import ClientDisconnect
 
-from pd_proxy.client import Client
 from pd_proxy.control import Address
 from pd_proxy.decode import at_once, run_decode
-from pd_proxy.errors import LegFailed, LegRefused, NothingHandedOver, Retry
+from pd_proxy.error_answers import LegFailed, LegRefused, NothingHandedOver, Retry
 from pd_proxy.first_token import FirstToken, may_begin
+from pd_proxy.http_client import Client
 from pd_proxy.parameters import Body, decode_body, following
 from pd_proxy.prefill import run_prefill
 from pd_proxy.servers import Server

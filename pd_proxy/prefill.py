@@ -6,8 +6,8 @@ from http import HTTPStatus
 from typing import Any, NoReturn
 
 from pd_proxy import headers as passed
-from pd_proxy.client import Client
-from pd_proxy.errors import LegFailed, LegRefused, NothingHandedOver, Retry, is_openai_error, retry_of
+from pd_proxy.error_answers import LegFailed, LegRefused, NothingHandedOver, Retry, is_openai_error, retry_of
+from pd_proxy.http_client import Client
 from pd_proxy.parameters import Body, prefill_body
 from pd_proxy.servers import Answer, Server
 from pd_proxy.upstream import Upstream

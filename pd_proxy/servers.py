@@ -19,8 +19,8 @@ from http import HTTPStatus
 import aiohttp
 from aiohttp.http_exceptions import HttpProcessingError
 
-from pd_proxy.connections import ClosedAtOnce, Connections, HeaderList, Response
-from pd_proxy.errors import LegFailed, Retry
+from pd_proxy.connection_pool import ClosedAtOnce, Connections, HeaderList, Response
+from pd_proxy.error_answers import LegFailed, Retry
 
 logger = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from pd_proxy.control import ControlAddresses
-from pd_proxy.errors import error_response
+from pd_proxy.error_answers import error_response
 from pd_proxy.recent import KEPT_S, MAX_ENDED, Recent
 from pd_proxy.servers import Leg, Server, Servers
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from starlette.datastructures import Headers
 
 from pd_proxy import headers as passed
-from pd_proxy.connections import HeaderList
+from pd_proxy.connection_pool import HeaderList
 from pd_proxy.control import ControlAddresses, Doubts
 from pd_proxy.servers import Servers
 from pd_proxy.settings import FirstTokenFrom, Legs, WithoutPrefill

@@ -37,11 +37,16 @@ RULES: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
     # layout is arithmetic: it moves no bytes and reads no memory.
     ("layout", ("torch", "ctypes", "mmap", "llvmlite", "zmq", "mooncake", "msgspec"), ()),
     # Engine and control channel are siblings, and so are the two kinds of copies.
-    ("transfer.engine", ("transfer.control", "transfer.batch_copy", "transfer.local_copy"), ()),
-    ("transfer.control", ("transfer.engine", "transfer.batch_copy", "transfer.local_copy"), ()),
-    ("transfer.batch_copy", ("transfer.engine", "transfer.control"), ()),
-    ("transfer.local_copy", ("transfer.engine", "transfer.control", "transfer.batch_copy"), ()),
-    ("transfer.peers", ("transfer.engine", "transfer.control", "transfer.batch_copy", "transfer.local_copy"), ()),
+    ("transfer.engine", ("transfer.control", "transfer.copies"), ()),
+    ("transfer.control", ("transfer.engine", "transfer.copies"), ()),
+    ("transfer.copies", ("transfer.engine", "transfer.control"), ()),
+    ("transfer.copies.reshape", ("transfer.copies.batch",), ()),
+    ("transfer.copies.checksums", ("transfer.copies.batch",), ()),
+    ("transfer.peers", ("transfer.engine", "transfer.control", "transfer.copies"), ()),
+    # Prefill and decode are siblings, and both stand on host memory.
+    ("pd_connector.scheduler.prefill", ("pd_connector.scheduler.decode",), ()),
+    ("pd_connector.scheduler.decode", ("pd_connector.scheduler.prefill",), ()),
+    ("pd_connector.scheduler.host", ("pd_connector.scheduler.prefill", "pd_connector.scheduler.decode"), ()),
     # What arrives from elsewhere is parsed by type; nothing is unpickled.
     ("layout", ("pickle", "marshal", "shelve"), ()),
     ("transfer", ("pickle", "marshal", "shelve"), ()),

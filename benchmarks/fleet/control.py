@@ -17,9 +17,9 @@ import zmq
 
 from layout.geometry import CacheGroup, ModelIdentity, Plane, Region, WorkerGeometry
 from pd_connector.params import PromptIdentity
-from pd_connector.scheduler.lease_service import LeaseService
-from pd_connector.scheduler.leases import LeaseTable
-from pd_connector.scheduler.transfers import Prompt
+from pd_connector.scheduler.prefill.lease_service import LeaseService
+from pd_connector.scheduler.prefill.leases import LeaseTable
+from pd_connector.scheduler.prefill.transfers import Prompt
 from transfer.control.client import ControlClient
 from transfer.control.limits import ServerLimits
 from transfer.control.messages import Follow, Hello, Release, Renew, Request, TransferState, encode

@@ -20,8 +20,8 @@ from benchmarks.fleet.traces import BLOCK_TOKENS
 from layout.cost import CostModel
 from pd_connector.params import RemotePrefill
 from pd_connector.scheduler.block_demand import BlockDemand
-from pd_connector.scheduler.pulls_ahead import AheadLimits, PullsAhead
-from pd_connector.scheduler.renewals import Renewals
+from pd_connector.scheduler.decode.pulls_ahead import AheadLimits, PullsAhead
+from pd_connector.scheduler.decode.renewals import Renewals
 from pd_connector.vllm.cache_specs import Retention
 from pd_connector.worker.remote_reader import RANGE_S
 from pd_connector.worker.session import LANES

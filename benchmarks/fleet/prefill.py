@@ -17,7 +17,7 @@ from benchmarks.fleet.memory import Holding, HostMemory, Memory
 from benchmarks.fleet.node import POLL_S, Job, Settings, Sleeper, blocks_of, blocks_per_id
 from benchmarks.fleet.traces import BLOCK_TOKENS
 from pd_connector.scheduler.block_demand import BlockDemand
-from pd_connector.scheduler.leases import LeaseTable
+from pd_connector.scheduler.prefill.leases import LeaseTable
 from pd_connector.scheduler.request_admission import AdmissionLimits, RequestAdmission
 from pd_connector.vllm.cache_specs import Retention
 

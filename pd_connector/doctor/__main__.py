@@ -18,8 +18,8 @@ from pd_connector.doctor.listener import Listener, serve_apart
 from pd_connector.doctor.machine import Machine
 from pd_connector.doctor.software import Software, installed
 from pd_connector.doctor.visit import LEAST_TOKENS, Visit
-from transfer.control.errors import ControlStartError
-from transfer.engine.base import EngineStartError
+from transfer.control.failures import ControlStartError
+from transfer.engine.interface import EngineStartError
 
 _KEY_VARIABLE = "VLLM_API_KEY"
 _PREFILL_TIMEOUT_S = 120.0  # for P's answer to a request; it may have others

@@ -29,12 +29,12 @@ from pd_connector.doctor import npu
 from pd_connector.doctor.findings import CheckFailed
 from pd_connector.orders import ChecksumReport
 from pd_connector.params import is_prefill_leg
-from pd_connector.scheduler.lease_service import LeaseService
-from pd_connector.scheduler.leases import LeaseTable
+from pd_connector.scheduler.prefill.lease_service import LeaseService
+from pd_connector.scheduler.prefill.leases import LeaseTable
 from pd_connector.secret import load_keys
-from pd_connector.worker.checksums import CacheChecksums
+from pd_connector.worker.lease_checksums import CacheChecksums
 from transfer.control.server import ControlServer
-from transfer.engine.base import TransferEngine
+from transfer.engine.interface import TransferEngine
 from transfer.memory import HostMemory
 from transfer.peers import Address
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from pd_connector.config import ConnectorConfig
 from pd_connector.doctor.findings import Check, CheckFailed, CheckWarned
-from pd_connector.worker.machine_memory import machine_memory
-from transfer.batch_copy.backends import Backend, pinned_memory
+from pd_connector.worker.host.machine_memory import machine_memory
+from transfer.copies.batch.backends import Backend, pinned_memory
 from transfer.engine.rdma import INFINIBAND_DEVICES
 from transfer.peers import Address, is_own_address
 

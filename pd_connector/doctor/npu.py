@@ -20,8 +20,8 @@ import numpy as np
 
 from layout.copies import Copies
 from pd_connector.doctor.findings import Check, CheckFailed
-from transfer.batch_copy import acl_abi
-from transfer.batch_copy.acl import LIBRARY
+from transfer.copies.batch import acl_abi
+from transfer.copies.batch.acl import LIBRARY
 
 #: Where CANN and the driver say their versions.
 _CANN_ROOTS = ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME")
@@ -81,9 +81,9 @@ def batched_copies() -> str:
     """Copy random bytes to the device and back in shuffled runs, and compare all of them."""
     import torch  # noqa: PLC0415  the program must say why if there is none
 
-    from transfer.batch_copy import device as module  # noqa: PLC0415
-    from transfer.batch_copy.backends import Backend, open_copier, pinned_memory  # noqa: PLC0415
-    from transfer.batch_copy.base import Direction  # noqa: PLC0415
+    from transfer.copies.batch import device as module  # noqa: PLC0415
+    from transfer.copies.batch.backends import Backend, open_copier, pinned_memory  # noqa: PLC0415
+    from transfer.copies.batch.base import Direction  # noqa: PLC0415
 
     size, random, warnings = _RUNS * _RUN_BYTES, np.random.default_rng(), BufferingHandler(_RUNS)
     buffer = torch.empty(size, dtype=torch.uint8, device="npu")
@@ -123,7 +123,7 @@ def cross_layer_blocks() -> str:
 
     from pd_connector.vllm.npu import standalone  # noqa: PLC0415
     from pd_connector.vllm.npu.cache_check import difference  # noqa: PLC0415
-    from pd_connector.vllm.npu.device_memory import DeviceMemoryWatch  # noqa: PLC0415
+    from pd_connector.vllm.npu.memory_watch import DeviceMemoryWatch  # noqa: PLC0415
 
     first = torch.device("npu", torch.npu.current_device())
     with standalone.attention_layer(first) as operators:

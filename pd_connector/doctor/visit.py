@@ -174,7 +174,7 @@ class _DecodeWorkers:
         Raises:
             EngineStartError: the transfer engine does not start, or refuses the memory.
         """
-        from pd_connector.worker.checksums import CacheChecksums  # noqa: PLC0415
+        from pd_connector.worker.lease_checksums import CacheChecksums  # noqa: PLC0415
         from pd_connector.worker.peer import PullContext  # noqa: PLC0415  needs torch
         from pd_connector.worker.pulls import Pulls  # noqa: PLC0415
         from pd_connector.worker.remote_reader import RemoteReader  # noqa: PLC0415

@@ -24,7 +24,7 @@ from itertools import chain, dropwhile, islice
 from typing import TYPE_CHECKING
 
 from pd_connector.orders import Orders, Report
-from pd_connector.scheduler.roles import SchedulerRole
+from pd_connector.scheduler.scheduler_role import SchedulerRole
 from pd_connector.vllm.device_blocks import DeviceBlocks
 from pd_connector.vllm.requests import prefill_is_complete, tokens_under_way
 

@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from pd_connector.scheduler.landings import Fallback, Landings
-from pd_connector.scheduler.lease_moves import LeaseMoves
-from pd_connector.scheduler.leases import LeaseTable
+from pd_connector.scheduler.decode.landings import Fallback, Landings
+from pd_connector.scheduler.prefill.lease_moves import LeaseMoves
+from pd_connector.scheduler.prefill.leases import LeaseTable
 
 logger = logging.getLogger(__name__)
 

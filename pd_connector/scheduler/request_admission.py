@@ -25,9 +25,9 @@ from typing import TYPE_CHECKING, Any
 from pd_connector.orders import Orders, Report
 from pd_connector.params import is_decode_leg, is_prefill_leg
 from pd_connector.scheduler.block_demand import BlockDemand
-from pd_connector.scheduler.consumer import Consumer
-from pd_connector.scheduler.leases import LeaseTable
-from pd_connector.scheduler.roles import SchedulerRole
+from pd_connector.scheduler.decode.consumer import Consumer
+from pd_connector.scheduler.prefill.leases import LeaseTable
+from pd_connector.scheduler.scheduler_role import SchedulerRole
 from pd_connector.vllm.block_pools import Leased
 from transfer.control.limits import ThrottledWarnings
 

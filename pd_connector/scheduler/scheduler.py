@@ -12,24 +12,24 @@ from pd_connector.engine_limits import ENGINE_LIMITS, EngineLimits
 from pd_connector.orders import Cause, Destinations, Orders, Report, WorkerHandshake, WorkerRanks
 from pd_connector.params import is_decode_leg, is_malformed, is_prefill_leg, unusable_keys
 from pd_connector.scheduler.block_demand import BlockDemand
-from pd_connector.scheduler.canaries import Canaries, NoCanaries
-from pd_connector.scheduler.consumer import Consumer
-from pd_connector.scheduler.drain import Drain
+from pd_connector.scheduler.decode.canaries import Canaries, NoCanaries
+from pd_connector.scheduler.decode.consumer import Consumer
+from pd_connector.scheduler.decode.landings import LandingMode, Landings
+from pd_connector.scheduler.decode.pulls_ahead import AheadLimits, PullsAhead
+from pd_connector.scheduler.decode.renewals import Renewals
+from pd_connector.scheduler.decode.subscriptions import FollowLimits, Subscriptions
 from pd_connector.scheduler.external_loads import ExternalLoads
+from pd_connector.scheduler.host.prompt_slots import PromptSlots
+from pd_connector.scheduler.host.tier import HostTier
 from pd_connector.scheduler.host_log import HostLog
-from pd_connector.scheduler.host_tier import HostTier
-from pd_connector.scheduler.landings import LandingMode, Landings
-from pd_connector.scheduler.lease_moves import LeaseMoves
-from pd_connector.scheduler.lease_service import LeaseService
-from pd_connector.scheduler.leases import LeaseTable
-from pd_connector.scheduler.producer import Producer
-from pd_connector.scheduler.prompt_slots import PromptSlots
-from pd_connector.scheduler.pulls_ahead import AheadLimits, PullsAhead
-from pd_connector.scheduler.renewals import Renewals
+from pd_connector.scheduler.prefill.drain import Drain
+from pd_connector.scheduler.prefill.lease_moves import LeaseMoves
+from pd_connector.scheduler.prefill.lease_service import LeaseService
+from pd_connector.scheduler.prefill.leases import LeaseTable
+from pd_connector.scheduler.prefill.producer import Producer
 from pd_connector.scheduler.request_admission import AdmissionLimits, RequestAdmission
-from pd_connector.scheduler.roles import SchedulerRole
+from pd_connector.scheduler.scheduler_role import SchedulerRole
 from pd_connector.scheduler.start_checks import check_holds_a_prompt, check_secrets, check_settings
-from pd_connector.scheduler.subscriptions import FollowLimits, Subscriptions
 from pd_connector.scheduler.workers import Workers
 from pd_connector.secret import load_keys
 from pd_connector.stats import ComputedHere, StatsRecorder
@@ -378,7 +378,7 @@ class ConnectorScheduler:
                 "PDConnector: bootstrap_port is set and port is not, so the control channel has another port after "
                 "every start. Routers ask for it only once, and would have to be restarted with this engine: set port"
             )
-        from pd_connector.scheduler.bootstrap import Bootstrap  # noqa: PLC0415  an HTTP server that few engines need
+        from pd_connector.scheduler.prefill.bootstrap import Bootstrap  # noqa: PLC0415  an HTTP server that few engines need
 
         port = self._config.bootstrap_port + data_parallel_index(self._vllm_config)
         return Bootstrap(self._config.host or host_address(), producer.port, engine_ranks(self._vllm_config), port)

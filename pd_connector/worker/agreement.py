@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 
 from layout.geometry import Plane
-from transfer.local_copy.values import PlaneValues, UInt8Array
+from transfer.copies.checksums.values import PlaneValues, UInt8Array
 
 FloatArray = npt.NDArray[np.float64]
 

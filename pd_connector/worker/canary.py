@@ -24,10 +24,10 @@ from pd_connector.worker.peer import PullContext
 from pd_connector.worker.pull_end import PullEnd
 from pd_connector.worker.pulls import Pulls
 from pd_connector.worker.remote_reader import RemoteReader
-from pd_connector.worker.roles import WorkerRole
-from transfer.local_copy.checksums import BlockReader, in_place
-from transfer.local_copy.device_reader import DeviceReader
-from transfer.local_copy.values import read_values
+from pd_connector.worker.worker_role import WorkerRole
+from transfer.copies.checksums.block_checksums import BlockReader, in_place
+from transfer.copies.checksums.device_reader import DeviceReader
+from transfer.copies.checksums.values import read_values
 from transfer.memory import HostMemory
 
 logger = logging.getLogger(__name__)

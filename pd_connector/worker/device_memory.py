@@ -9,7 +9,7 @@ import torch
 
 from layout.cross_layer import ALIGNMENT
 from layout.geometry import Region
-from transfer.local_copy.reshape_torch import SideStream
+from transfer.copies.reshape.reshape_torch import SideStream
 
 
 def device_memory(size: int, device: torch.device, way_out: str) -> torch.Tensor:

@@ -21,7 +21,7 @@ from pd_connector.worker.remote_reader import RemoteReader
 from pd_connector.worker.verification import Verifier
 from transfer.control.client import ControlClient
 from transfer.control.messages import Hello, Welcome
-from transfer.engine.base import Link, ReadFailed, TransferEngine
+from transfer.engine.interface import Link, ReadFailed, TransferEngine
 from transfer.errors import PeerNotAllowed, TransferError
 from transfer.peers import AllowedPeers
 

@@ -15,8 +15,8 @@ from layout.staging import Schedule
 from pd_connector.orders import Cause, PullOrder, block_table, cause_of
 from pd_connector.progress import TransferEnded
 from pd_connector.traces import Lap, PullTrace
-from pd_connector.worker.checksums import Interrupted
 from pd_connector.worker.followed_prompt import FOLLOW_WAIT_S, FollowedPrompt
+from pd_connector.worker.lease_checksums import Interrupted
 from pd_connector.worker.peer import Peer, PullContext
 from pd_connector.worker.pull_end import (
     PullEnd,
@@ -30,9 +30,9 @@ from pd_connector.worker.pull_end import (
 )
 from pd_connector.worker.quarantine import HeldRead, LostPull, UnsettledPull
 from pd_connector.worker.remote_reader import SLOTS
-from transfer.batch_copy.base import Pauses
 from transfer.control.messages import Followed, Locate, Place, Release, Released, Reply, RequestFor, TransferState
-from transfer.engine.base import ReadFailed
+from transfer.copies.batch.base import Pauses
+from transfer.engine.interface import ReadFailed
 from transfer.errors import TransferError
 
 logger = logging.getLogger(__name__)

@@ -13,8 +13,8 @@ from pd_connector.worker.peer import PeerAddress, PullContext
 from pd_connector.worker.pull import AnyEnd
 from pd_connector.worker.pull_end import PullEnd
 from pd_connector.worker.quarantine import LostPull, Quarantine, UnsettledPull, UnsettledReadError
-from pd_connector.worker.roles import WorkerRole
 from pd_connector.worker.session import PeerSession
+from pd_connector.worker.worker_role import WorkerRole
 
 logger = logging.getLogger(__name__)
 

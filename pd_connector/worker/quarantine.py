@@ -17,7 +17,7 @@ from layout.geometry import WorkerGeometry
 from pd_connector.orders import PullOrder
 from pd_connector.stats import StatsRecorder
 from pd_connector.worker.pull_end import PullEnd
-from transfer.engine.base import Link
+from transfer.engine.interface import Link
 
 logger = logging.getLogger(__name__)
 

@@ -20,11 +20,11 @@ from layout.geometry import Region
 from layout.regions import RegionTable
 from layout.staging import CopyAreas, Schedule, schedule_reads
 from pd_connector.worker.device_memory import device_memory
-from transfer.engine.base import Link, ReadFailed
+from transfer.copies.reshape import reshape
+from transfer.copies.reshape.device_views import mapped_segments
+from transfer.copies.reshape.reshape_torch import DEFAULT_TEMPORARY_BYTES, TensorCopier
 from transfer.engine.batches import check_copies
-from transfer.local_copy import reshape
-from transfer.local_copy.device_views import mapped_segments
-from transfer.local_copy.reshape_torch import DEFAULT_TEMPORARY_BYTES, TensorCopier
+from transfer.engine.interface import Link, ReadFailed
 from transfer.memory import HostMemory, SlotPool
 
 #: Reads from this many prefill ranks can be staged at once, of all pulls together. Others wait for as long as staging

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 
 from pd_connector.orders import Cause, PullOrder
-from pd_connector.worker.checksums import Interrupted
+from pd_connector.worker.lease_checksums import Interrupted
 from pd_connector.worker.peer import Peer, PeerAddress, PullContext, connect_peer
 from pd_connector.worker.pull import AnyEnd, Pull
 from pd_connector.worker.pull_end import PullFailed

@@ -8,7 +8,7 @@ from pd_connector.config import ConfigError, ConnectorConfig
 from pd_connector.engine_limits import ENGINE_LIMITS
 from pd_connector.vllm.platform import default_protocol, host_address
 from pd_connector.worker.device_memory import DeviceIdentityMemory
-from transfer.engine.base import TransferEngine
+from transfer.engine.interface import TransferEngine
 from transfer.engine.mooncake import IDENTITY_BYTES, MooncakeEngine, MooncakeOptions
 from transfer.engine.rdma import has_rdma_device
 from transfer.peers import is_own_address

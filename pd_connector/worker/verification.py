@@ -19,7 +19,7 @@ from layout.geometry import WorkerGeometry
 from layout.plan import BlockTable
 from layout.sharding import Share, Source
 from pd_connector.orders import Cause, PullOrder, block_table, cause_of
-from pd_connector.worker.checksums import CacheChecksums, Interrupted
+from pd_connector.worker.lease_checksums import CacheChecksums, Interrupted
 from pd_connector.worker.pull_end import PullFailed
 from transfer.control.client import ControlClient
 from transfer.control.messages import Checksummed, Checksums, NoChecksums

@@ -29,20 +29,20 @@ from pd_connector.vllm.releases import installed
 from pd_connector.vllm.tracing import pull_spans
 from pd_connector.worker.caches import Cache, all_tensors, describe_caches
 from pd_connector.worker.canary import canary_pulls, canary_room
-from pd_connector.worker.checksums import CacheChecksums, LeaseChecksums
 from pd_connector.worker.device_fence import RaiseFence, StepEnds, fences, no_fence
-from pd_connector.worker.host_pool import HostPool, HostQuota
-from pd_connector.worker.landings import LandingPulls, host_block_geometry
+from pd_connector.worker.host.pool import HostPool, HostQuota
+from pd_connector.worker.host.slot_pulls import LandingPulls, host_block_geometry
+from pd_connector.worker.lease_checksums import CacheChecksums, LeaseChecksums
 from pd_connector.worker.peer import PullContext
 from pd_connector.worker.pulls import Pulls
 from pd_connector.worker.remote_reader import RemoteReader
-from pd_connector.worker.roles import Arrivals, FailedBlocks, WorkerRole, fail_transfers
 from pd_connector.worker.transfer_engine import open_engine, read_cost, transport
 from pd_connector.worker.verification import Verifier
+from pd_connector.worker.worker_role import Arrivals, FailedBlocks, WorkerRole, fail_transfers
 from transfer.control.client import ControlClient
-from transfer.engine.base import EngineStartError, TransferEngine
-from transfer.local_copy.checksums import BlockReader, in_place
-from transfer.local_copy.device_reader import DeviceReader
+from transfer.copies.checksums.block_checksums import BlockReader, in_place
+from transfer.copies.checksums.device_reader import DeviceReader
+from transfer.engine.interface import EngineStartError, TransferEngine
 from transfer.peers import AllowedPeers
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ for name, check in (("npu", npu.device), *npu.CHECKS):
 """
 #: The same on a runtime without the functions for batches.
 WITHOUT_BATCHES = f"""
-from transfer.batch_copy.acl import AclRuntime
+from transfer.copies.batch.acl import AclRuntime
 AclRuntime.takes_batches = property(lambda runtime: False)
 {NPU_CHECKS}
 """

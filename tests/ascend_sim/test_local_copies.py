@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from layout.copies import Copies
 from tests.support.ascend.faults import SIDE_STREAM, Faults, RunningFaults
-from transfer.local_copy.reshape_torch import SideStream, TensorCopier
+from transfer.copies.reshape.reshape_torch import SideStream, TensorCopier
 
 source = torch.arange(8192, dtype=torch.int32, device=device)
 target = torch.zeros_like(source)
@@ -41,8 +41,8 @@ BATCHED = """
 import ctypes, os
 import numpy as np
 from layout.copies import Copies
-from transfer.batch_copy.backends import Backend, open_copier, pinned_memory
-from transfer.batch_copy.base import Direction
+from transfer.copies.batch.backends import Backend, open_copier, pinned_memory
+from transfer.copies.batch.base import Direction
 
 SIZE = 4096
 block = torch.zeros(SIZE, dtype=torch.uint8, device=device)

@@ -15,7 +15,7 @@ import ctypes, threading
 from contextlib import contextmanager
 from pathlib import Path
 from pd_connector.orders import Orders, StoreEnds
-from pd_connector.worker.host_copies import HostCopies
+from pd_connector.worker.host.device_copies import HostCopies
 from tests.support.ascend.faults import STORE, Faults, RunningFaults
 from tests.support.devices import npu_caches
 from tests.support.devices.npu_device import DeviceBytes

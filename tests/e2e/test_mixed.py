@@ -9,7 +9,7 @@ from tests.support.e2e.corruption import overwrite_block, wait_until_summed
 from tests.support.e2e.deployments import FOUR_RANKS, HALF_PRECISION, MIXED, THREE_FORMS, on
 from tests.support.e2e.pair import Pair, assert_failed_pull, make_prompt
 from transfer.control.client import ControlClient
-from transfer.control.errors import AuthenticationFailed
+from transfer.control.failures import AuthenticationFailed
 from transfer.control.messages import Hello
 
 #: bfloat16 keeps 8 bits: the same sum in another order differs in the second decimal of a logprob.

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from transfer.batch_copy import acl_abi as abi
+from transfer.copies.batch import acl_abi as abi
 
 STRUCTURES: dict[str, type[ctypes.Structure]] = {
     "aclrtMemLocation": abi.AclMemLocation,

@@ -18,8 +18,8 @@ from tests.support.devices import npu_simulator
 from tests.support.devices.npu_device import RawDevice, view
 from tests.support.memory import Bytes, one_copy, shuffled_copies
 from tests.support.waiting import WAIT_S
-from transfer.batch_copy.acl import AclRuntime
-from transfer.batch_copy.base import CopyFailed, Direction
+from transfer.copies.batch.acl import AclRuntime
+from transfer.copies.batch.base import CopyFailed, Direction
 from transfer.memory import PinnedMemory
 
 LOAD, STORE, WITHIN = Direction.HOST_TO_DEVICE, Direction.DEVICE_TO_HOST, Direction.DEVICE_TO_DEVICE
@@ -116,7 +116,7 @@ def test_the_bytes_cannot_have_come_past_the_runtime(library: Path) -> None:
     code = f"""
 import numpy as np; from pathlib import Path
 from layout.copies import Copies; from tests.support.devices.npu_device import RawDevice
-from transfer.batch_copy.backends import Backend, open_copier; from transfer.batch_copy.base import Direction
+from transfer.copies.batch.backends import Backend, open_copier; from transfer.copies.batch.base import Direction
 there, here = RawDevice(Path({str(library)!r}), 0).allocate(64), np.zeros(64, np.uint8)
 copies = Copies(*(np.array([n]) for n in (here.ctypes.data, there.address, 64)))
 copier = open_copier(Backend.HOST, Direction.DEVICE_TO_HOST)

@@ -15,12 +15,12 @@ import torch
 from tests.support.devices.npu_device import view
 from tests.support.memory import Bytes, one_copy, shuffled_copies
 from tests.support.waiting import WAIT_S
-from transfer.batch_copy.acl import AclRuntime
-from transfer.batch_copy.backends import Backend, open_copier, pinned_memory
-from transfer.batch_copy.base import BatchCopier, CopierStartError, Direction
-from transfer.batch_copy.copier import ThreadedCopier
-from transfer.batch_copy.device import DeviceBackend
-from transfer.batch_copy.streams import DeviceStream
+from transfer.copies.batch.acl import AclRuntime
+from transfer.copies.batch.backends import Backend, open_copier, pinned_memory
+from transfer.copies.batch.base import BatchCopier, CopierStartError, Direction
+from transfer.copies.batch.copier import ThreadedCopier
+from transfer.copies.batch.device import DeviceBackend
+from transfer.copies.batch.streams import DeviceStream
 from transfer.memory import PinnedMemory
 
 LOAD, STORE, WITHIN = Direction.HOST_TO_DEVICE, Direction.DEVICE_TO_HOST, Direction.DEVICE_TO_DEVICE

@@ -19,14 +19,14 @@ from layout.geometry import Region
 from layout.host_blocks import host_layout
 from pd_connector.config import ConfigError
 from pd_connector.orders import LoadOrder, StoreEnds, StoreOrder
-from pd_connector.worker.host_copies import HostCopies, UnsettledLoadError
-from pd_connector.worker.host_pool import HostPool
+from pd_connector.worker.host.device_copies import HostCopies, UnsettledLoadError
+from pd_connector.worker.host.pool import HostPool
 from tests.support.devices import npu_caches as tier
 from tests.support.devices.npu_device import DeviceBytes, held
 from tests.support.devices.npu_simulator import in_a_process
 from tests.support.waiting import WAIT_S
-from transfer.batch_copy.backends import Backend, open_copier
-from transfer.batch_copy.base import Direction
+from transfer.copies.batch.backends import Backend, open_copier
+from transfer.copies.batch.base import Direction
 
 Calls = Callable[[str], int]
 SLOTS = 6

@@ -17,13 +17,13 @@ import torch
 from pd_connector.config import ConnectorConfig
 from pd_connector.orders import LoadOrder, Orders, StoreEnds, StoreOrder
 from pd_connector.stats import StatsRecorder
-from pd_connector.worker.host_pool import HostPool
+from pd_connector.worker.host.pool import HostPool
 from pd_connector.worker.worker import ConnectorWorker
 from tests.support.devices import npu_caches as tier
 from tests.support.devices.npu_device import DeviceBytes, held
 from tests.support.memory import Bytes, noise
 from tests.support.waiting import holds_for, until
-from transfer.batch_copy.base import Direction
+from transfer.copies.batch.base import Direction
 
 MOVE = -1  # ids of moves are negative
 PLACES = ((3, 4), (4, 0), (5, 2))  # (block, slot) of the prompt that moves or has landed

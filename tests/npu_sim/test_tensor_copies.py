@@ -21,9 +21,9 @@ from layout.regions import RegionTable
 from pd_connector.worker.remote_reader import RemoteReader
 from tests.support.devices.npu_device import DeviceBytes
 from tests.support.memory import Bytes, noise
-from transfer.engine.base import Link
-from transfer.local_copy.device_views import mapped_segments
-from transfer.local_copy.reshape_torch import SideStream, TensorCopier
+from transfer.copies.reshape.device_views import mapped_segments
+from transfer.copies.reshape.reshape_torch import SideStream, TensorCopier
+from transfer.engine.interface import Link
 
 DEVICES = [torch.device("npu:0"), torch.device("npu:1")]
 HUGE_PAGE = 2 << 20

@@ -19,8 +19,8 @@ from vllm.v1.request import RequestStatus
 from layout.geometry import WorkerGeometry
 from layout.sharding import Source, choose_sources
 from pd_connector.orders import Orders
-from pd_connector.scheduler.consumer import Consumer
-from pd_connector.scheduler.host_tier import HostTier
+from pd_connector.scheduler.decode.consumer import Consumer
+from pd_connector.scheduler.host.tier import HostTier
 from pd_connector.worker import peer
 from tests.support.connector.requests import FakeRequest, a_prompt, allocated
 from tests.support.connector.vllm_calls import NAMES_FAILED_REQUESTS, Results

@@ -12,7 +12,7 @@ import torch
 from pd_connector.config import parse_config
 from pd_connector.orders import LandingEnds, Orders
 from pd_connector.params import parse_remote_prefill
-from pd_connector.scheduler.producer import Producer
+from pd_connector.scheduler.prefill.producer import Producer
 from pd_connector.stats import StatsRecorder
 from pd_connector.worker.worker import ConnectorWorker
 from tests.support.connector.engines import an_order

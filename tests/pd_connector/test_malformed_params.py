@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from vllm.v1.request import RequestStatus
 
-from pd_connector.scheduler.consumer import Consumer
+from pd_connector.scheduler.decode.consumer import Consumer
 from tests.support.connector.requests import FakeRequest, a_prompt, a_remote
 from tests.support.connector.vllm_calls import all_failed
 from tests.support.connector.vllm_engine import EngineUnderTest, StartEngine, role_of

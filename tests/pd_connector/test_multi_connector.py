@@ -15,7 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogg
 from vllm.v1.request import RequestStatus
 
 from pd_connector.connector import PDConnector
-from pd_connector.scheduler.producer import Producer
+from pd_connector.scheduler.prefill.producer import Producer
 from tests.support.connector.greeting import GreetingConnector
 from tests.support.connector.requests import FakeRequest, a_prompt
 from tests.support.connector.vllm_calls import as_sent, bind_cache_manager, take_output, wants_step

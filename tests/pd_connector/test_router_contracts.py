@@ -26,7 +26,7 @@ from pd_connector.params import (
     prompt_digest,
     unusable_keys,
 )
-from pd_connector.scheduler.bootstrap import control_label
+from pd_connector.scheduler.prefill.bootstrap import control_label
 from tests.support.connector.requests import a_prompt, a_remote
 
 PROMPT = a_prompt(70)

@@ -18,7 +18,7 @@ from pd_connector.config import parse_config
 from pd_connector.connector import PDConnector
 from pd_connector.orders import BlockMoves, LandingEnds, LoadOrder, Orders, StoreOrder
 from pd_connector.params import parse_remote_prefill
-from pd_connector.scheduler.producer import Producer
+from pd_connector.scheduler.prefill.producer import Producer
 from pd_connector.stats import StatsRecorder
 from pd_connector.vllm.engine_config import UnsupportedError
 from pd_connector.worker import worker as worker_module
@@ -37,7 +37,7 @@ from tests.support.connector.vllm_engine import (
 from tests.support.engine.in_process import Fault, InProcessEngine, InProcessFabric
 from tests.support.releases import before
 from tests.support.waiting import until
-from transfer.engine.base import EngineStartError
+from transfer.engine.interface import EngineStartError
 from transfer.engine.mooncake import MooncakeEngine, MooncakeOptions
 
 THEIRS, OURS = [3, 1, 6], [2, 7, 4]

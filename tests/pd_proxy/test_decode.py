@@ -7,10 +7,10 @@ from typing import Any
 import anyio
 import pytest
 
-from pd_proxy.client import Client
-from pd_proxy.connections import Connections
+from pd_proxy.connection_pool import Connections
 from pd_proxy.control import ControlAddresses, Doubts
 from pd_proxy.decode import run_decode
+from pd_proxy.http_client import Client
 from pd_proxy.journal import Record
 from pd_proxy.servers import Leg, Servers
 from pd_proxy.settings import FirstTokenFrom, Legs, Settings, WithoutPrefill

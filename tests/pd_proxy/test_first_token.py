@@ -11,9 +11,9 @@ import anyio
 import httpx
 import pytest
 
-from pd_proxy.client import Client
-from pd_proxy.errors import LegFailed
+from pd_proxy.error_answers import LegFailed
 from pd_proxy.first_token import FirstToken, may_begin
+from pd_proxy.http_client import Client
 from pd_proxy.journal import Record
 from tests.support.examples.fake_servers import (
     NAMED_TRANSFER,

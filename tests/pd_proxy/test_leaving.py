@@ -8,7 +8,7 @@ import pytest
 from starlette.requests import ClientDisconnect
 from starlette.types import Message
 
-from pd_proxy.client import Client, while_connected
+from pd_proxy.http_client import Client, while_connected
 from pd_proxy.journal import Record
 from tests.support.examples.fake_servers import FakeServer, Received, Wire, decodes, prefills, stalls
 from tests.support.examples.harness import RawClient

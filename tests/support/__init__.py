@@ -37,7 +37,7 @@ The control channel (``transfer/control``):
     control.zmtp            ZeroMQ's wire protocol by hand
     control.junk            messages and connections of a stranger's choice
 
-Devices (``transfer/batch_copy``, ``tests/npu_sim``):
+Devices (``transfer/copies/batch``, ``tests/npu_sim``):
     devices.fake_cuda       a CUDA driver in Python
     devices.cuda_worker     a rank's caches, its model's stream and its copies to host memory, on that driver
     devices.ascend_runner   a model runner that allocates KV caches as vllm-ascend's does

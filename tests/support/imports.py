@@ -10,7 +10,7 @@ PACKAGES = ("layout", "transfer", "pd_connector", "pd_proxy")
 #: What the wheel does not declare: engines have a build of vLLM for their platform, which brings the others.
 FROM_THE_PLATFORM = {"prometheus_client", "torch", "vllm"}
 #: What a machine without vLLM can use all the same.
-WITHOUT_VLLM = ("layout", "transfer.engine", "transfer.control", "transfer.batch_copy", "pd_connector.doctor")
+WITHOUT_VLLM = ("layout", "transfer.engine", "transfer.control", "transfer.copies.batch", "pd_connector.doctor")
 
 
 def imported_at_once(module: str) -> Iterator[str]:

@@ -13,7 +13,7 @@ from itertools import count
 from typing import Any, TypeVar
 
 from transfer.control.client_loop import Abandoned, ClientCounters, ClientLoop, Inbox, Pending
-from transfer.control.errors import BadRequest
+from transfer.control.failures import BadRequest
 from transfer.control.keys import ControlKeys
 from transfer.control.messages import MAX_REQUEST_BYTES, Reply, RequestFor, encode
 from transfer.control.peer_sockets import ClientSettings

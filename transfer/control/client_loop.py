@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 import zmq
 
-from transfer.control.errors import AuthenticationFailed, ClientClosed, PeerRefused, PeerUnreachable, TooManyPeers
+from transfer.control.failures import AuthenticationFailed, ClientClosed, PeerRefused, PeerUnreachable, TooManyPeers
 from transfer.control.keys import ControlKeys
 from transfer.control.limits import ThrottledWarnings
 from transfer.control.messages import (

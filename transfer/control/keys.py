@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import zmq
 from zmq.utils import z85
 
-from transfer.control.errors import ControlStartError
+from transfer.control.failures import ControlStartError
 
 #: Shorter secrets can be guessed, however they are stretched.
 MIN_SECRET_BYTES = 16

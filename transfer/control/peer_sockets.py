@@ -16,7 +16,7 @@ import msgspec
 import zmq
 
 from transfer.control.connections import CHECK_INTERVAL_S, FRAMES_READ, UnreadBytes, connection_of, over_limit, receive
-from transfer.control.errors import AuthenticationFailed, TooManyPeers
+from transfer.control.failures import AuthenticationFailed, TooManyPeers
 from transfer.control.keys import ControlKeys
 from transfer.control.messages import MAX_FRAME_BYTES, MalformedMessage
 from transfer.control.polling import SocketMonitor

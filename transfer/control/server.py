@@ -15,7 +15,7 @@ import zmq
 
 from transfer.control.admission import Admission, AdmissionCounters
 from transfer.control.connections import FRAMES_READ, receive
-from transfer.control.errors import ControlStartError
+from transfer.control.failures import ControlStartError
 from transfer.control.keys import ControlKeys
 from transfer.control.limits import ServerLimits, ThrottledWarnings, exceeded_limit
 from transfer.control.messages import (

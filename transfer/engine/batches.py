@@ -11,7 +11,7 @@ import numpy as np
 from layout.copies import Copies
 from layout.geometry import Region
 from layout.regions import RegionTable
-from transfer.engine.base import EngineStartError
+from transfer.engine.interface import EngineStartError
 
 
 def check_copies(copies: Copies, local: RegionTable, peer: RegionTable, peer_address: str) -> None:

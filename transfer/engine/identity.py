@@ -12,7 +12,7 @@ import secrets
 from typing import Protocol
 
 from layout.geometry import Identity, Region
-from transfer.engine.base import ReadFailed
+from transfer.engine.interface import ReadFailed
 from transfer.memory import HostMemory
 
 NONCE_BYTES = 16

@@ -23,9 +23,9 @@ from dataclasses import dataclass, replace
 from layout.cost import CostModel
 from layout.geometry import Identity, Region
 from layout.regions import RegionTable, describe_region
-from transfer.engine.base import EngineStartError, ReadFailed, TransferEngine
 from transfer.engine.batches import RegisteredMemory
 from transfer.engine.identity import HostIdentityMemory, IdentityMemory, OwnIdentity, check_identity
+from transfer.engine.interface import EngineStartError, ReadFailed, TransferEngine
 from transfer.engine.mooncake_limits import LIMITS, Limits
 from transfer.engine.mooncake_links import MooncakeLink, OwnEngineLink, SharedEngineLink
 from transfer.engine.mooncake_native import NativeEngine, NativeOptions, split_address

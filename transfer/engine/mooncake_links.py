@@ -17,9 +17,9 @@ import numpy as np
 from layout.copies import Copies
 from layout.geometry import Identity
 from layout.regions import RegionTable
-from transfer.engine.base import EngineStartError, Link, ReadFailed
 from transfer.engine.batches import check_copies, split_large
 from transfer.engine.identity import NONCE_BYTES, wrong_identity
+from transfer.engine.interface import EngineStartError, Link, ReadFailed
 from transfer.engine.mooncake_batches import State, submit
 from transfer.engine.mooncake_native import NativeEngine, check_open_files
 from transfer.engine.mooncake_read import MooncakeRead

@@ -27,7 +27,7 @@ from typing import Any
 
 from layout.geometry import Region
 from layout.regions import describe_region
-from transfer.engine.base import EngineStartError
+from transfer.engine.interface import EngineStartError
 from transfer.peers import Address, parse_ip, resolve
 
 _CODES = {-1: "invalid argument", -6: "no such device", -7: "it overlaps memory that is registered already"}

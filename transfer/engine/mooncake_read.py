@@ -17,7 +17,7 @@ import numpy as np
 
 from layout.copies import Copies
 from layout.cost import CostModel
-from transfer.engine.base import ReadFailed
+from transfer.engine.interface import ReadFailed
 from transfer.engine.mooncake_batches import ReadBatch, submit
 from transfer.engine.mooncake_limits import Limits
 from transfer.engine.mooncake_native import NativeEngine

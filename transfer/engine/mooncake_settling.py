@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-from transfer.engine.base import ReadFailed
+from transfer.engine.interface import ReadFailed
 from transfer.engine.mooncake_batches import ReadBatch
 from transfer.engine.mooncake_native import NativeEngine
 

@@ -196,7 +196,7 @@ def _form(runner: Any, kv_cache_config: Any, allocate: Callable[..., Any], resha
 def _failed_check(runner: Any, form: "CacheForm") -> str:
     """Run the attention operators of the model on caches of all layers together; return how they fail, if they do."""
     from pd_connector.vllm.npu.cache_check import difference  # noqa: PLC0415
-    from pd_connector.vllm.npu.device_memory import DeviceMemoryWatch  # noqa: PLC0415
+    from pd_connector.vllm.npu.memory_watch import DeviceMemoryWatch  # noqa: PLC0415
     from pd_connector.vllm.npu.operators import attention_operators  # noqa: PLC0415
 
     watch = DeviceMemoryWatch()

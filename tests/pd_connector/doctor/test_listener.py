@@ -19,7 +19,7 @@ from pd_connector.doctor.http import HttpServer, base_url
 from pd_connector.doctor.listener import Listener, serve_apart
 from pd_connector.doctor.visit import Visit
 from tests.support.engine.in_process import InProcessEngine, InProcessFabric
-from transfer.engine.base import EngineStartError
+from transfer.engine.interface import EngineStartError
 
 
 def settings(**config: object) -> ConnectorConfig:

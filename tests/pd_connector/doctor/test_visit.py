@@ -18,7 +18,7 @@ from pd_connector.engine_limits import ENGINE_LIMITS
 from tests.support.connector.engines import MODEL, Blocks, PrefillEngine, Site
 from tests.support.engine.in_process import Fault, InProcessEngine
 from tests.support.layout.oracle import LAYOUTS, Engine, Model
-from transfer.engine.base import EngineStartError
+from transfer.engine.interface import EngineStartError
 
 IN_ORDER = ["peer", "peer: handshake", "peer: pull"]
 WINDOWED = Model(kv_heads=4, contents=(8, 8), item_size=2, groups=((0, 2), (1, 3)), windows=(0, 40))

@@ -10,9 +10,9 @@ import pytest
 
 from layout.geometry import WorkerGeometry
 from pd_connector.orders import StoreEnds, WorkerHandshake
+from pd_connector.scheduler.decode.landings import Landings
 from pd_connector.scheduler.host_log import INTERVAL_S, HostLog
-from pd_connector.scheduler.landings import Landings
-from pd_connector.scheduler.leases import LeaseTable
+from pd_connector.scheduler.prefill.leases import LeaseTable
 from pd_connector.scheduler.scheduler import ConnectorScheduler
 from tests.support.host_tier.leasing import LeasingEngine
 from tests.support.host_tier.setup import Setup, make_manager

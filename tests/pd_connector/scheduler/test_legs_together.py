@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from pd_connector.scheduler.consumer import Consumer
+from pd_connector.scheduler.decode.consumer import Consumer
 from tests.support.simulation.vllm_schedulers import ClientRequest, EngineSim, World
 
 QUEUE_TIMEOUT_S = 12.0

@@ -10,8 +10,8 @@ import pytest
 
 from layout.geometry import CacheGroup, WorkerGeometry
 from pd_connector.orders import WorkerHandshake
-from pd_connector.scheduler.roles import SchedulerRole
 from pd_connector.scheduler.scheduler import ConnectorScheduler
+from pd_connector.scheduler.scheduler_role import SchedulerRole
 from pd_connector.vllm.engine_core import EngineLoop
 from tests.support.connector.requests import FakeRequest, a_prompt
 

@@ -1,6 +1,6 @@
 """The scheduler side: which roles it takes up, in which order they are asked, and what of their answers vLLM is told.
 
-Covers: pd_connector.scheduler.roles.
+Covers: pd_connector.scheduler.scheduler_role.
 """
 
 import dataclasses
@@ -12,15 +12,15 @@ import pytest
 
 from layout.geometry import CacheGroup, WorkerGeometry
 from pd_connector.orders import CanaryRoom, Cause, Orders, RefuseOrder, Report, WorkerHandshake
-from pd_connector.scheduler.canaries import Canaries
-from pd_connector.scheduler.consumer import Consumer
+from pd_connector.scheduler.decode.canaries import Canaries
+from pd_connector.scheduler.decode.consumer import Consumer
+from pd_connector.scheduler.decode.pulls_ahead import AheadLimits
 from pd_connector.scheduler.external_loads import ExternalLoads
-from pd_connector.scheduler.host_tier import HostTier
-from pd_connector.scheduler.producer import Producer
-from pd_connector.scheduler.pulls_ahead import AheadLimits
+from pd_connector.scheduler.host.tier import HostTier
+from pd_connector.scheduler.prefill.producer import Producer
 from pd_connector.scheduler.request_admission import RequestAdmission
-from pd_connector.scheduler.roles import SchedulerRole
 from pd_connector.scheduler.scheduler import ConnectorScheduler
+from pd_connector.scheduler.scheduler_role import SchedulerRole
 from pd_connector.stats import StatsRecorder
 from pd_connector.vllm.engine_config import UnsupportedError
 from pd_connector.vllm.releases.installed import current

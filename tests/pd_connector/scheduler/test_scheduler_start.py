@@ -12,7 +12,7 @@ import pytest
 from layout.geometry import WorkerGeometry
 from pd_connector.config import ConfigError
 from pd_connector.orders import WorkerHandshake
-from pd_connector.scheduler.producer import Producer
+from pd_connector.scheduler.prefill.producer import Producer
 from pd_connector.scheduler.scheduler import ConnectorScheduler
 from tests.support.connector.vllm_engine import BLOCK_TOKENS
 from tests.support.host_tier.setup import Setup, make_manager

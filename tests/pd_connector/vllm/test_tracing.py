@@ -16,8 +16,8 @@ from opentelemetry.trace import StatusCode, Tracer
 
 from pd_connector.orders import LeaseEnd
 from pd_connector.params import contents_digest, parse_remote_prefill
-from pd_connector.scheduler.lease_service import LeaseService
-from pd_connector.scheduler.leases import LeaseTable
+from pd_connector.scheduler.prefill.lease_service import LeaseService
+from pd_connector.scheduler.prefill.leases import LeaseTable
 from pd_connector.traces import Lap, PullTrace
 from pd_connector.vllm.requests import traceparent
 from pd_connector.vllm.tracing import LeaseSpans, PullSpans, lease_spans, pull_spans

@@ -23,7 +23,7 @@ with warnings.catch_warnings():
 from layout.geometry import Plane
 from pd_connector.worker.agreement import Disagreement, Sample, cache_format, compare, plane_samples
 from tests.support.releases import since
-from transfer.local_copy.values import PlaneValues
+from transfer.copies.checksums.values import PlaneValues
 
 Numbers = npt.NDArray[np.float64]
 LAYERS, TOKENS, HEADS, SIZE = 8, 200, 3, 32

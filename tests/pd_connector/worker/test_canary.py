@@ -66,7 +66,7 @@ def checked(site: Site, worker: DecodeWorker, form: str = "bytes") -> Checked:
 
 
 def _in_place() -> Any:
-    from transfer.local_copy.checksums import in_place  # noqa: PLC0415
+    from transfer.copies.checksums.block_checksums import in_place  # noqa: PLC0415
 
     return in_place
 

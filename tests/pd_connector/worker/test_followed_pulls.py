@@ -14,7 +14,7 @@ from layout.cost import CostModel
 from pd_connector.orders import Cause
 from pd_connector.stats import StatsRecorder
 from pd_connector.worker import remote_reader
-from pd_connector.worker.checksums import CacheChecksums
+from pd_connector.worker.lease_checksums import CacheChecksums
 from pd_connector.worker.verification import Verifier
 from tests.support.connector.chunked_prompts import TRANSFER_ID, ChunkedPrompt, follow
 from tests.support.connector.engines import (

@@ -28,7 +28,7 @@ from tests.support.connector.engines import (
 from tests.support.connector.followed_legs import ELSEWHERE, FollowedLegs, legs_of
 from tests.support.engine.in_process import Fault
 from tests.support.waiting import WAIT_S, ManualClock, holds_for, until
-from transfer.control.errors import AuthenticationFailed, PeerRefused, PeerUnreachable
+from transfer.control.failures import AuthenticationFailed, PeerRefused, PeerUnreachable
 from transfer.control.messages import Cancel, ErrorCode, TransferState
 
 UNREACHABLE = PeerUnreachable(host="127.0.0.1", port=1, request_type="follow", tried_s=12.0, attempts=3)

@@ -26,7 +26,7 @@ from tests.support.connector.scripted_pulls import (
     scripted_session,
 )
 from tests.support.waiting import WAIT_S, holds_for, until
-from transfer.engine.base import ReadFailed
+from transfer.engine.interface import ReadFailed
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ from pd_connector.worker.remote_reader import SLOTS, RemoteReader
 from tests.support.connector.nhd_pulls import LocalWire, Tables, pull_nhd
 from tests.support.layout.nhd import NHD_FORMS, Allocate, NhdEngine, NhdModel, NhdRank, on_the_cpu
 from tests.support.memory import Memory
-from transfer.local_copy.reshape_torch import TensorCopier
+from transfer.copies.reshape.reshape_torch import TensorCopier
 
 ASCEND = CostModel.of_protocol("ascend")
 HUGE_PAGE = 2 << 20

@@ -4,7 +4,7 @@ from itertools import product
 
 import pytest
 
-from pd_connector.worker.checksums import CacheChecksums
+from pd_connector.worker.lease_checksums import CacheChecksums
 from pd_connector.worker.verification import Verifier
 from tests.support.connector.engines import Site, an_order
 from tests.support.layout.oracle import Engine, Model

@@ -18,7 +18,7 @@ import pytest
 from layout.copies import Copies
 from layout.geometry import Identity, Region
 from pd_connector.orders import Cause
-from pd_connector.scheduler.leases import LeaseTable
+from pd_connector.scheduler.prefill.leases import LeaseTable
 from pd_connector.worker import session as session_module
 from pd_connector.worker.peer import Peer, PeerAddress, connect_peer
 from pd_connector.worker.pull_end import PullEnd, PullFailed
@@ -40,7 +40,7 @@ from tests.support.engine.in_process import Fault, InProcessEngine, InProcessFab
 from tests.support.layout.oracle import Engine
 from tests.support.waiting import ManualClock, holds_for, until
 from transfer.control.messages import Hello, Release, Request, decode_request
-from transfer.engine.base import ReadFailed
+from transfer.engine.interface import ReadFailed
 
 
 class RememberingEngine(InProcessEngine):

@@ -24,7 +24,7 @@ from tests.support.engine.in_process import InProcessEngine, InProcessLink
 from tests.support.layout.oracle import Model
 from tests.support.process import free_port
 from tests.support.waiting import until
-from transfer.engine.base import ReadFailed
+from transfer.engine.interface import ReadFailed
 
 # Peers of which some prompts cannot be had
 

@@ -14,7 +14,7 @@ from pd_connector.worker.pull import AnyEnd, Pull
 from pd_connector.worker.pull_end import PullEnd, PullFailed
 from tests.support.connector.requests import RecordingClient, a_prompt, a_remote
 from tests.support.waiting import ManualClock
-from transfer.control.errors import ClientClosed
+from transfer.control.failures import ClientClosed
 from transfer.control.messages import Followed, Release, Released
 
 REMOTE = a_remote(a_prompt(70))

@@ -10,7 +10,7 @@ from pd_connector.traces import Lap
 from pd_connector.worker.pull_end import Stopwatch, verdict
 from tests.support.connector.requests import a_prompt, a_remote
 from tests.support.waiting import ManualClock
-from transfer.control.errors import ClientClosed
+from transfer.control.failures import ClientClosed
 from transfer.control.messages import InvalidReason, Released
 
 REMOTE = a_remote(a_prompt(70))

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from pd_connector.orders import Cause, Orders, PullOrder, RefuseOrder, Report
-from pd_connector.scheduler.consumer import Consumer
-from pd_connector.scheduler.leases import LeaseTable
+from pd_connector.scheduler.decode.consumer import Consumer
+from pd_connector.scheduler.prefill.leases import LeaseTable
 from pd_connector.traces import PullTrace
 from pd_connector.worker import pulls as pulls_module
 from pd_connector.worker import session as session_module

@@ -25,8 +25,8 @@ from tests.support.connector.staging import TCP, TWO_RANKS, stage
 from tests.support.engine.in_process import Fault, InProcessLink
 from tests.support.layout.oracle import Model
 from tests.support.waiting import holds_for, until
-from transfer.engine.base import Link
-from transfer.local_copy.reshape import run_copies
+from transfer.copies.reshape.reshape import run_copies
+from transfer.engine.interface import Link
 from transfer.memory import HostMemory, SlotPool
 
 #: Big enough for several windows of two pages.

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from pd_connector.orders import Cause
-from pd_connector.worker.checksums import Interrupted
+from pd_connector.worker.lease_checksums import Interrupted
 from pd_connector.worker.pull_end import PullFailed
 from pd_connector.worker.quarantine import LostPull
 from tests.support.connector.scripted_pulls import ScriptedPull, ScriptedSession, raising, scripted_session

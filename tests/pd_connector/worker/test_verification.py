@@ -22,9 +22,9 @@ from layout.geometry import WorkerGeometry
 from layout.plan import compile_plans
 from layout.sharding import Source, choose_sources
 from pd_connector.orders import Cause, ChecksumOrder, ChecksumReport, PullOrder, block_table
-from pd_connector.scheduler.checksum_table import ChecksumTable
+from pd_connector.scheduler.prefill.checksum_table import ChecksumTable
 from pd_connector.worker import verification
-from pd_connector.worker.checksums import CacheChecksums, Interrupted
+from pd_connector.worker.lease_checksums import CacheChecksums, Interrupted
 from pd_connector.worker.pull_end import PullFailed
 from pd_connector.worker.verification import Verifier
 from tests.support.connector.engines import (

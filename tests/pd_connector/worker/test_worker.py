@@ -21,15 +21,15 @@ from pd_connector.vllm.cache_groups import Ranks
 from pd_connector.worker import transfer_engine
 from pd_connector.worker import worker as module
 from pd_connector.worker.canary import CanaryPulls
-from pd_connector.worker.checksums import LeaseChecksums
-from pd_connector.worker.host_pool import HostPool
-from pd_connector.worker.landings import LandingPulls
+from pd_connector.worker.host.pool import HostPool
+from pd_connector.worker.host.slot_pulls import LandingPulls
+from pd_connector.worker.lease_checksums import LeaseChecksums
 from pd_connector.worker.pulls import Pulls
-from pd_connector.worker.roles import PartEnd, WorkerRole
 from pd_connector.worker.worker import ConnectorWorker
+from pd_connector.worker.worker_role import PartEnd, WorkerRole
 from tests.support.connector.vllm_engine import BLOCK_TOKENS, CACHES, LAYERS, a_config
 from tests.support.engine.in_process import InProcessEngine, InProcessFabric
-from transfer.engine.base import EngineStartError
+from transfer.engine.interface import EngineStartError
 from transfer.engine.mooncake import MooncakeOptions
 
 Calls = list[tuple[str, str]]

@@ -89,9 +89,9 @@ class RunningFaults:
     def install(self) -> None:
         """Wrap the methods in which the connector waits."""
         from pd_connector.connector import PDConnector  # noqa: PLC0415  after vLLM's plugins have been loaded
-        from pd_connector.worker.host_copies import HostCopies  # noqa: PLC0415
+        from pd_connector.worker.host.device_copies import HostCopies  # noqa: PLC0415
         from pd_connector.worker.pull import Pull  # noqa: PLC0415
-        from transfer.local_copy.reshape_torch import SideStream  # noqa: PLC0415
+        from transfer.copies.reshape.reshape_torch import SideStream  # noqa: PLC0415
 
         for owner, name, wrap in (
             (PDConnector, "bind_connector_metadata", self._at_each_step),
@@ -131,7 +131,7 @@ class RunningFaults:
     def _taking_loads(self, take: Method) -> Method:
         @wraps(take)
         def taken(copies: Any) -> Any:
-            from pd_connector.worker.host_copies import CopyEnd  # noqa: PLC0415
+            from pd_connector.worker.host.device_copies import CopyEnd  # noqa: PLC0415
 
             if LOAD in self.now.without:
                 for request_id, copy in copies._loads.items():

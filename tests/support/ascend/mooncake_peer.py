@@ -68,7 +68,7 @@ def serve() -> None:
 
 def read(peer: str) -> None:
     """Read runs of the peer's memory in another order, prove whom they came from, and say how it went."""
-    from transfer.engine.base import ReadFailed  # noqa: PLC0415
+    from transfer.engine.interface import ReadFailed  # noqa: PLC0415
 
     address, start_of_memory, page, nonce = json.loads(peer)
     engine, memory = start()

@@ -21,7 +21,7 @@ from pd_connector.worker.remote_reader import SLOTS, RemoteReader
 from tests.support.ascend.host_kernels import dispatch
 from tests.support.connector.nhd_pulls import Tables, pull_nhd
 from tests.support.layout.nhd import NhdEngine, NhdModel, NhdRank
-from transfer.local_copy.reshape_torch import SideStream
+from transfer.copies.reshape.reshape_torch import SideStream
 
 DEVICE = torch.device("npu:0")
 _BLOCKS = 4

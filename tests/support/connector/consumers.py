@@ -5,9 +5,9 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from pd_connector.scheduler.block_demand import BlockDemand
-from pd_connector.scheduler.pulls_ahead import AheadLimits, PullsAhead
-from pd_connector.scheduler.renewals import Renewals
-from pd_connector.scheduler.subscriptions import FollowLimits, Subscriptions
+from pd_connector.scheduler.decode.pulls_ahead import AheadLimits, PullsAhead
+from pd_connector.scheduler.decode.renewals import Renewals
+from pd_connector.scheduler.decode.subscriptions import FollowLimits, Subscriptions
 from pd_connector.vllm.cache_specs import Retention
 from pd_connector.vllm.device_blocks import DeviceBlocks
 from pd_connector.vllm.engine_core import EngineLoop

@@ -5,15 +5,15 @@ from typing import Any
 
 from pd_connector.orders import Orders, PullOrder, RefuseOrder, Report
 from pd_connector.scheduler.block_demand import BlockDemand
-from pd_connector.scheduler.consumer import Consumer
-from pd_connector.scheduler.pulls_ahead import AheadLimits
-from pd_connector.scheduler.renewals import Renewals
+from pd_connector.scheduler.decode.consumer import Consumer
+from pd_connector.scheduler.decode.pulls_ahead import AheadLimits
+from pd_connector.scheduler.decode.renewals import Renewals
 from pd_connector.stats import StatsRecorder
 from pd_connector.vllm.cache_specs import Retention
 from tests.support.connector.consumers import CountedBlocks, consumer_parts
 from tests.support.connector.requests import FakeRequest, RecordingClient, allocated
 from tests.support.waiting import ManualClock
-from transfer.control.errors import PeerUnreachable
+from transfer.control.failures import PeerUnreachable
 from transfer.control.messages import Cancel, Follow, Followed
 from transfer.errors import TransferError
 

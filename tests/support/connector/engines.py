@@ -18,9 +18,9 @@ from layout.cost import CostModel
 from layout.geometry import ModelIdentity, WorkerGeometry
 from pd_connector.orders import ChecksumReport, PullOrder
 from pd_connector.params import RemotePrefill, parse_remote_prefill
-from pd_connector.scheduler.lease_service import LeaseService
-from pd_connector.scheduler.leases import LeaseTable
-from pd_connector.worker.checksums import CacheChecksums
+from pd_connector.scheduler.prefill.lease_service import LeaseService
+from pd_connector.scheduler.prefill.leases import LeaseTable
+from pd_connector.worker.lease_checksums import CacheChecksums
 from pd_connector.worker.peer import PeerAddress, PullContext
 from pd_connector.worker.pull_end import PullEnd
 from pd_connector.worker.remote_reader import RemoteReader

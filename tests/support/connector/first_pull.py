@@ -11,7 +11,7 @@ from numba.core.dispatcher import Dispatcher
 from layout import staging
 from tests.support.connector.engines import THEIRS, Site, pull_once
 from tests.support.connector.staging import TWO_RANKS, stage
-from transfer.local_copy import reshape
+from transfer.copies.reshape import reshape
 from transfer.memory import SlotPool
 
 SLOT_BYTES = 4 << 20

@@ -10,13 +10,13 @@ from layout.geometry import Region
 from layout.host_blocks import HostLayout, host_layout
 from pd_connector.orders import LandingEnds, Report
 from pd_connector.stats import StatsRecorder
-from pd_connector.worker.landings import LandingPulls, host_block_geometry
+from pd_connector.worker.host.slot_pulls import LandingPulls, host_block_geometry
 from pd_connector.worker.pulls import Pulls
 from pd_connector.worker.remote_reader import RemoteReader
 from tests.support.connector.engines import DecodeWorker
 from tests.support.memory import Bytes
 from tests.support.waiting import until
-from transfer.local_copy.reshape import run_copies
+from transfer.copies.reshape.reshape import run_copies
 
 LANDING_SLOTS = 8
 

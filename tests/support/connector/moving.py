@@ -6,11 +6,11 @@ from layout.geometry import Region
 from layout.host_blocks import HostLayout, host_layout
 from layout.host_slots import slot_geometry
 from pd_connector.params import RemotePrefill
-from pd_connector.scheduler.leases import Tables
+from pd_connector.scheduler.prefill.leases import Tables
 from tests.support.connector.engines import MODEL, PREFILL, PrefillEngine, Site
 from tests.support.layout.oracle import Engine, Model
 from tests.support.memory import Bytes
-from transfer.local_copy.reshape import run_copies
+from transfer.copies.reshape.reshape import run_copies
 
 HOST_SLOTS = 9
 #: Slots for the blocks of ``THEIRS``.

@@ -16,7 +16,7 @@ from layout.sharding import choose_sources
 from layout.staging import Schedule
 from pd_connector.worker.remote_reader import RemoteReader
 from tests.support.layout.nhd import NhdRank
-from transfer.engine.base import Link
+from transfer.engine.interface import Link
 
 #: What moves bytes on the device, or to it. Views, and memory that is only allocated, do not.
 MOVING = ("index_select", "index_copy_", "copy_", "_to_copy", "clone", "cat")

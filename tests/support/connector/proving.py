@@ -8,8 +8,8 @@ from typing import Any
 from vllm.v1.core.block_pool import BlockPool
 
 from pd_connector.orders import CanaryEnds, CanaryReference, CanaryRoom, Orders, PullOrder, Report
-from pd_connector.scheduler.canaries import Canaries
-from pd_connector.scheduler.consumer import Consumer
+from pd_connector.scheduler.decode.canaries import Canaries
+from pd_connector.scheduler.decode.consumer import Consumer
 from pd_connector.stats import StatsRecorder
 from pd_connector.vllm.cache_specs import Retention
 from pd_connector.vllm.device_blocks import DeviceBlocks

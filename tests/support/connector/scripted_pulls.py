@@ -17,7 +17,7 @@ from pd_connector.worker.quarantine import LostPull
 from pd_connector.worker.session import PeerSession
 from tests.support.connector.requests import a_prompt, a_remote
 from tests.support.waiting import WAIT_S, until
-from transfer.engine.base import ReadFailed
+from transfer.engine.interface import ReadFailed
 
 REMOTE = a_remote(a_prompt(70))
 ADDRESS = PeerAddress("engine-p", "10.0.0.5", 8998)

@@ -19,7 +19,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from vllm.v1.request import RequestStatus
 
 from pd_connector.connector import PDConnector
-from pd_connector.scheduler.roles import SchedulerRole
+from pd_connector.scheduler.scheduler_role import SchedulerRole
 from tests.support.connector.requests import FakeRequest, a_prompt, cache_manager
 from tests.support.connector.vllm_calls import Results, bind_cache_manager, results_of, take_output
 from tests.support.waiting import until

@@ -10,12 +10,12 @@ from layout.host_blocks import host_layout
 from pd_connector.orders import BlockMoves, LoadOrder, StoreOrder
 from pd_connector.vllm.cache_groups import GroupSpec, Ranks
 from pd_connector.worker.caches import describe_caches
-from pd_connector.worker.host_copies import HostCopies
+from pd_connector.worker.host.device_copies import HostCopies
 from tests.support.connector.tensors import stated_of
 from tests.support.devices.fake_cuda import CudaDevice, FakeEvent, FakeStream
 from tests.support.memory import Bytes, noise
 from tests.support.waiting import WAIT_S, until
-from transfer.batch_copy.base import Direction
+from transfer.copies.batch.base import Direction
 
 LOAD, STORE = Direction.HOST_TO_DEVICE, Direction.DEVICE_TO_HOST
 LAYERS, BLOCKS, HEADS, TOKENS, CONTENT, SLOTS = 3, 8, 2, 16, 32, 4

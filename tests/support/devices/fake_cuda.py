@@ -19,11 +19,11 @@ import numpy as np
 
 from tests.support.memory import Bytes
 from tests.support.waiting import WAIT_S
-from transfer.batch_copy.base import Direction
-from transfer.batch_copy.copier import ThreadedCopier
-from transfer.batch_copy.cuda import CudaRuntime
-from transfer.batch_copy.device import DeviceBackend
-from transfer.batch_copy.streams import DeviceStream
+from transfer.copies.batch.base import Direction
+from transfer.copies.batch.copier import ThreadedCopier
+from transfer.copies.batch.cuda import CudaRuntime
+from transfer.copies.batch.device import DeviceBackend
+from transfer.copies.batch.streams import DeviceStream
 
 SUCCESS, INVALID_VALUE, INVALID_CONTEXT, NOT_FOUND, LAUNCH_FAILED, UNSUPPORTED = 0, 1, 201, 500, 719, 801
 NAMES = {

@@ -18,14 +18,14 @@ from pd_connector.stats import StatsRecorder
 from pd_connector.vllm.cache_groups import GroupSpec, Ranks
 from pd_connector.vllm.cache_specs import LayerSpec
 from pd_connector.worker.caches import describe_caches
-from pd_connector.worker.host_copies import CopyEnd, HostCopies
-from pd_connector.worker.host_pool import HostPool, HostQuota
+from pd_connector.worker.host.device_copies import CopyEnd, HostCopies
+from pd_connector.worker.host.pool import HostPool, HostQuota
 from tests.support.connector.tensors import stated_of
 from tests.support.devices.npu_device import DeviceBytes
 from tests.support.memory import Bytes
 from tests.support.waiting import until
-from transfer.batch_copy.backends import Backend, open_copier, pinned_memory
-from transfer.batch_copy.base import Direction
+from transfer.copies.batch.backends import Backend, open_copier, pinned_memory
+from transfer.copies.batch.base import Direction
 
 BLOCKS, TOKENS = 12, 8  # of each cache group
 

@@ -15,11 +15,11 @@ import numpy as np
 from layout.geometry import Region
 from tests.support.memory import Bytes
 from tests.support.waiting import WAIT_S
-from transfer.batch_copy.acl import AclRuntime
-from transfer.batch_copy.base import Direction
-from transfer.batch_copy.copier import ThreadedCopier
-from transfer.batch_copy.device import DeviceBackend
-from transfer.batch_copy.streams import DeviceStream
+from transfer.copies.batch.acl import AclRuntime
+from transfer.copies.batch.base import Direction
+from transfer.copies.batch.copier import ThreadedCopier
+from transfer.copies.batch.device import DeviceBackend
+from transfer.copies.batch.streams import DeviceStream
 from transfer.memory import PinnedMemory
 
 if TYPE_CHECKING:

@@ -10,10 +10,10 @@ from layout.copies import Copies
 from layout.geometry import Region
 from pd_connector import PDConnector as Connector
 from pd_connector.orders import LoadOrder, StoreOrder
-from pd_connector.worker.host_copies import HostCopies
+from pd_connector.worker.host.device_copies import HostCopies
 from pd_connector.worker.worker import ConnectorWorker
 from tests.support.e2e.gates import DIRECTORY_VARIABLE, Gates, Place
-from transfer.engine.base import Link, TransferEngine
+from transfer.engine.interface import Link, TransferEngine
 
 
 class PDConnector(Connector):

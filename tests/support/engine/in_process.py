@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from layout.copies import Copies
 from layout.geometry import Identity, Region
 from layout.regions import RegionTable
-from transfer.engine.base import Link, ReadFailed, TransferEngine
 from transfer.engine.batches import RegisteredMemory, check_copies
 from transfer.engine.identity import OwnIdentity, check_identity, wrong_identity
+from transfer.engine.interface import Link, ReadFailed, TransferEngine
 
 
 @dataclass(frozen=True, slots=True)

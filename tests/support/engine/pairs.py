@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from tests.support.engine.in_process import InProcessEngine, InProcessFabric
 from tests.support.memory import Memory
-from transfer.engine.base import TransferEngine
+from transfer.engine.interface import TransferEngine
 from transfer.engine.mooncake import MooncakeEngine, MooncakeOptions
 
 MEMORY_BYTES = 8 << 20

@@ -20,7 +20,7 @@ import psutil
 from layout.geometry import Identity, Region
 from tests.support.memory import Memory, even_copies, noise
 from tests.support.waiting import until
-from transfer.engine.base import ReadFailed
+from transfer.engine.interface import ReadFailed
 from transfer.engine.mooncake import MooncakeEngine, MooncakeOptions
 from transfer.engine.mooncake_links import MooncakeLink
 from transfer.memory import HostMemory

@@ -8,9 +8,9 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
 from pd_connector.orders import LandingEnds, LoadOrder, PullOrder, Report
 from pd_connector.scheduler.block_demand import BlockDemand
-from pd_connector.scheduler.consumer import Consumer
-from pd_connector.scheduler.host_tier import HostTier
-from pd_connector.scheduler.landings import LandingMode, Landings
+from pd_connector.scheduler.decode.consumer import Consumer
+from pd_connector.scheduler.decode.landings import LandingMode, Landings
+from pd_connector.scheduler.host.tier import HostTier
 from pd_connector.stats import StatsRecorder, nothing
 from pd_connector.vllm.cache_specs import Retention
 from tests.support.connector.consumers import CountedBlocks, consumer_parts, layers_of

@@ -14,7 +14,7 @@ from vllm.v1.request import RequestStatus
 
 from pd_connector.orders import LoadOrder, Orders
 from pd_connector.scheduler.external_loads import ExternalLoads
-from pd_connector.scheduler.host_tier import HostTier
+from pd_connector.scheduler.host.tier import HostTier
 from pd_connector.stats import StatsRecorder, nothing
 from pd_connector.vllm.device_blocks import DeviceBlocks
 from pd_connector.vllm.releases import installed

@@ -4,10 +4,10 @@ from collections import Counter
 from typing import Any
 
 from pd_connector.orders import Orders, Report, StoreEnds
-from pd_connector.scheduler.checksum_table import ChecksumTable
-from pd_connector.scheduler.host_tier import HostTier
-from pd_connector.scheduler.lease_moves import LeaseMoves
-from pd_connector.scheduler.leases import LeaseTable, Tables
+from pd_connector.scheduler.host.tier import HostTier
+from pd_connector.scheduler.prefill.checksum_table import ChecksumTable
+from pd_connector.scheduler.prefill.lease_moves import LeaseMoves
+from pd_connector.scheduler.prefill.leases import LeaseTable, Tables
 from pd_connector.stats import StatsRecorder, nothing
 from pd_connector.vllm.block_pools import HostBlocks, Leased
 from pd_connector.vllm.device_blocks import DeviceBlocks

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from pd_connector.orders import BlockMoves, LoadOrder, Report, StoreEnds, StoreOrder
-from pd_connector.worker.roles import Arrivals
+from pd_connector.worker.worker_role import Arrivals
 
 Contents = tuple[int, ...]
 

@@ -21,7 +21,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from vllm.v1.request import Request
 
 from pd_connector.orders import Report
-from pd_connector.scheduler.host_tier import StoreMode
+from pd_connector.scheduler.host.tier import StoreMode
 from pd_connector.vllm.block_pools import HostBlockPool
 from pd_connector.vllm.releases.installed import current
 from tests.support.host_tier.ranks import Copy

@@ -5,7 +5,7 @@ from dataclasses import replace
 from layout.copies import Int64Array
 from layout.geometry import CacheGroup, Plane
 from tests.support.layout.oracle import Engine, Held, Model, Rank, build
-from transfer.local_copy.checksums import BlockReader, ReadableBlocks, in_place
+from transfer.copies.checksums.block_checksums import BlockReader, ReadableBlocks, in_place
 
 BASE = 1 << 44
 

@@ -14,7 +14,7 @@ from layout.copies import Int64Array
 from layout.geometry import CacheGroup, Plane, Region, WorkerGeometry
 from layout.host_blocks import BlockRuns, HostLayout, host_layout
 from tests.support.memory import Bytes
-from transfer.local_copy.reshape import run_copies
+from transfer.copies.reshape.reshape import run_copies
 
 RoundTrip = tuple[int, int, int, int]  # cache group, block stored, slot, block loaded
 

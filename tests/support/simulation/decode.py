@@ -15,8 +15,8 @@ import numpy as np
 from layout.geometry import CacheGroup, WorkerGeometry
 from pd_connector.orders import Cause, Orders, PullOrder, Report
 from pd_connector.scheduler.block_demand import BlockDemand
-from pd_connector.scheduler.consumer import Consumer
-from pd_connector.scheduler.pulls_ahead import AheadLimits
+from pd_connector.scheduler.decode.consumer import Consumer
+from pd_connector.scheduler.decode.pulls_ahead import AheadLimits
 from pd_connector.vllm.cache_specs import Retention
 from pd_connector.vllm.device_blocks import DeviceBlocks
 from pd_connector.worker.peer import PeerAddress, PullContext
@@ -29,7 +29,7 @@ from tests.support.connector.consumers import MESSAGE_TIMEOUT_S, consumer_parts
 from tests.support.connector.requests import FakeRequest, allocated
 from tests.support.simulation.network import HOST, PORT, Network, SimulatedClient
 from tests.support.simulation.prefill import TOKENS_PER_BLOCK, PrefillSim, Prompt, Stamp
-from transfer.control.errors import PeerRefused
+from transfer.control.failures import PeerRefused
 from transfer.control.messages import Followed, Hello
 
 RANKS = 2

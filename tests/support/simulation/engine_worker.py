@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from pd_connector.orders import BlockMoves, LandingEnds, LoadOrder, Orders, PullOrder, Report, StoreEnds, StoreOrder
-from pd_connector.worker.roles import Arrivals
+from pd_connector.worker.worker_role import Arrivals
 from tests.support.simulation.scheduler_pulls import FAILED, BlockStamps, Memories, Peer, ScheduledPull
 
 _PULL_TIMEOUT_S = 20.0

@@ -41,13 +41,13 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from layout.geometry import CacheGroup, WorkerGeometry
 from pd_connector.orders import LoadOrder, Report, StoreEnds, StoreOrder, WorkerHandshake
-from pd_connector.scheduler.announcer import Announcer
-from pd_connector.scheduler.lease_service import LeaseService
-from pd_connector.scheduler.producer import Producer
+from pd_connector.scheduler.prefill.announcer import Announcer
+from pd_connector.scheduler.prefill.lease_service import LeaseService
+from pd_connector.scheduler.prefill.producer import Producer
 from pd_connector.scheduler.scheduler import ConnectorScheduler
 from pd_connector.vllm.metadata import HandshakeMetadata, ReportMetadata, StepMetadata
 from pd_connector.worker.device_fence import StepEnds
-from pd_connector.worker.roles import FailedBlocks
+from pd_connector.worker.worker_role import FailedBlocks
 from tests.support.connector.loading_sibling import LoadingSibling
 from tests.support.connector.vllm_calls import NAMES_FAILED_REQUESTS
 from tests.support.e2e.models import DEFAULT_MODEL, write_model
@@ -463,7 +463,7 @@ class NamedPrefill:
         config.parallel_config = copy(config.parallel_config)
         config.parallel_config.tensor_parallel_size = self.ranks
         with ExitStack() as patches:
-            patches.enter_context(patch("pd_connector.scheduler.producer.ControlServer", _Server))
+            patches.enter_context(patch("pd_connector.scheduler.prefill.producer.ControlServer", _Server))
             patches.enter_context(patch("pd_connector.scheduler.scheduler.drafts_late", lambda config: self._drafts))
             kind = AsyncScheduler if asynchronous else Scheduler
             return kind(config, self._caches(blocks), StructuredOutputManager(config), PAGE_TOKENS)

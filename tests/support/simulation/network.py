@@ -8,7 +8,7 @@ from typing import Any
 
 from tests.support.waiting import ManualClock
 from transfer.control.client import ControlClient
-from transfer.control.errors import PeerRefused, PeerUnreachable
+from transfer.control.failures import PeerRefused, PeerUnreachable
 from transfer.control.messages import (
     Error,
     Release,

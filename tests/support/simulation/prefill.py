@@ -8,9 +8,9 @@ from typing import Any
 
 from layout.geometry import CacheGroup, WorkerGeometry
 from pd_connector.params import contents_digest, parse_remote_prefill
-from pd_connector.scheduler.lease_service import LeaseService
-from pd_connector.scheduler.leases import LeaseTable
-from pd_connector.scheduler.transfers import Transfers
+from pd_connector.scheduler.prefill.lease_service import LeaseService
+from pd_connector.scheduler.prefill.leases import LeaseTable
+from pd_connector.scheduler.prefill.transfers import Transfers
 from tests.support.connector.engines import IDENTITY
 from tests.support.connector.requests import FakeRequest, a_prompt
 from tests.support.simulation.network import HOST, PORT

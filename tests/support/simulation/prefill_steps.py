@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-from pd_connector.scheduler.announcer import Announcer
+from pd_connector.scheduler.prefill.announcer import Announcer
 from pd_connector.vllm.device_blocks import DeviceBlocks
 from tests.support.connector.requests import FakeRequest
 from tests.support.simulation.network import Network

@@ -35,22 +35,22 @@ from vllm.v1.structured_output import StructuredOutputManager
 from layout.geometry import CacheGroup, WorkerGeometry
 from pd_connector.engine_limits import EngineLimits
 from pd_connector.orders import PullOrder, Report, WorkerHandshake
-from pd_connector.scheduler.consumer import Consumer
-from pd_connector.scheduler.host_tier import HostTier
-from pd_connector.scheduler.producer import Producer
-from pd_connector.scheduler.renewals import Renewals
-from pd_connector.scheduler.roles import SchedulerRole
+from pd_connector.scheduler.decode.consumer import Consumer
+from pd_connector.scheduler.decode.renewals import Renewals
+from pd_connector.scheduler.host.tier import HostTier
+from pd_connector.scheduler.prefill.producer import Producer
 from pd_connector.scheduler.scheduler import ConnectorScheduler
+from pd_connector.scheduler.scheduler_role import SchedulerRole
 from pd_connector.vllm.metadata import HandshakeMetadata, ReportMetadata, StepMetadata
 from pd_connector.vllm.metrics import ConnectorStats
-from pd_connector.worker.roles import FailedBlocks
+from pd_connector.worker.worker_role import FailedBlocks
 from tests.support.connector.vllm_calls import NAMES_FAILED_REQUESTS
 from tests.support.e2e.models import DEFAULT_MODEL, write_model
 from tests.support.simulation.engine_worker import EngineWorker
 from tests.support.simulation.scheduler_pulls import Peer, ScheduledPull
 from tests.support.waiting import ManualClock
 from transfer.control.client import ControlClient
-from transfer.control.errors import PeerUnreachable
+from transfer.control.failures import PeerUnreachable
 from transfer.control.messages import Reply, decode_request, encode
 from transfer.control.messages import Request as Message
 from transfer.control.server import ServerCounters
@@ -394,7 +394,7 @@ class EngineSim:
             for target, new in (
                 ("pd_connector.connector.ConnectorScheduler", partial(ConnectorScheduler, clock=clock, limits=limits)),
                 ("pd_connector.scheduler.scheduler.ControlClient", lambda **_: _Client(world)),
-                ("pd_connector.scheduler.producer.ControlServer", partial(_Server, world)),
+                ("pd_connector.scheduler.prefill.producer.ControlServer", partial(_Server, world)),
             ):
                 patches.enter_context(patch(target, new))
             patches.enter_context(patch.object(Renewals, "start"))

@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.control.samples import HELLO, WELCOME
 from transfer.control.client import ControlClient
-from transfer.control.errors import PeerUnreachable
+from transfer.control.failures import PeerUnreachable
 from transfer.control.server import ControlServer
 from transfer.errors import BadAddress, PeerNotAllowed
 from transfer.peers import AllowedPeers

@@ -15,7 +15,7 @@ from tests.support.process import free_port
 from tests.support.waiting import until
 from transfer.control import peer_sockets
 from transfer.control.client import ControlClient
-from transfer.control.errors import AuthenticationFailed, PeerUnreachable
+from transfer.control.failures import AuthenticationFailed, PeerUnreachable
 from transfer.control.keys import ControlKeys
 from transfer.control.limits import ServerLimits
 from transfer.control.messages import Cancelled, Released

@@ -1,6 +1,6 @@
 """One client, well-behaved and misbehaving peers.
 
-Covers: transfer.control.client_loop, transfer.control.errors, transfer.control.peer_sockets.
+Covers: transfer.control.client_loop, transfer.control.failures, transfer.control.peer_sockets.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ from tests.support.process import free_port
 from tests.support.waiting import until
 from transfer.control import peer_sockets as peers_module
 from transfer.control.client import ControlClient
-from transfer.control.errors import BadRequest, ClientClosed, PeerRefused, PeerUnreachable, TooManyPeers
+from transfer.control.failures import BadRequest, ClientClosed, PeerRefused, PeerUnreachable, TooManyPeers
 from transfer.control.messages import (
     MAX_REQUEST_BYTES,
     PROTOCOL_VERSION,

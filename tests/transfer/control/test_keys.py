@@ -4,7 +4,7 @@ import pytest
 import zmq
 from zmq.utils import z85
 
-from transfer.control.errors import ControlStartError
+from transfer.control.failures import ControlStartError
 from transfer.control.keys import MIN_SECRET_BYTES, ControlKeys, KeyPair
 
 SECRET = b"correct horse battery staple"

@@ -12,7 +12,7 @@ from tests.support.control.samples import HELLO, WELCOME, Handler
 from tests.support.process import OpenResources, free_port
 from tests.support.waiting import until
 from transfer.control.client import ControlClient
-from transfer.control.errors import ControlStartError
+from transfer.control.failures import ControlStartError
 from transfer.control.polling import Wakeup
 from transfer.control.server import ControlServer
 

@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.control.samples import CANCEL, HELLO, RELEASE, WELCOME, Handler
 from transfer.control.client import ControlClient
-from transfer.control.errors import ControlStartError, PeerRefused
+from transfer.control.failures import ControlStartError, PeerRefused
 from transfer.control.messages import MAX_FRAME_BYTES, Cancelled, Error, ErrorCode, Released, Reply, Request
 from transfer.control.server import ControlServer
 

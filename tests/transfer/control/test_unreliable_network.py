@@ -18,7 +18,7 @@ from tests.support.control.faulty_network import (
 from tests.support.control.samples import HELLO, RELEASE, WELCOME, Handler
 from tests.support.waiting import until
 from transfer.control.client import ControlClient
-from transfer.control.errors import PeerUnreachable
+from transfer.control.failures import PeerUnreachable
 from transfer.control.messages import Release, Released, Renew, Renewed, Reply, Request
 from transfer.control.peer_sockets import ClientSettings
 from transfer.control.server import ControlServer

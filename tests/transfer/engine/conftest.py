@@ -7,7 +7,7 @@ import pytest
 from tests.support.engine.pairs import ENGINES, MEMORY_BYTES, EnginePair
 from tests.support.engine.peer_process import SIZE, PeerProcess
 from tests.support.memory import Memory
-from transfer.engine.base import TransferEngine
+from transfer.engine.interface import TransferEngine
 
 
 @pytest.fixture(params=ENGINES)

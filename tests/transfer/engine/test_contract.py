@@ -1,6 +1,6 @@
 """What every transfer engine must do, over each of them.
 
-Covers: transfer.engine.base.
+Covers: transfer.engine.interface.
 """
 
 import threading
@@ -14,7 +14,7 @@ from layout.copies import EMPTY, Copies
 from layout.geometry import Identity, Region
 from tests.support.engine.pairs import MEMORY_BYTES, EnginePair
 from tests.support.memory import Memory, copies, even_copies
-from transfer.engine.base import EngineStartError, ReadFailed, TransferEngine
+from transfer.engine.interface import EngineStartError, ReadFailed, TransferEngine
 from transfer.errors import TransferError
 
 

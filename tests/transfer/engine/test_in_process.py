@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.engine.in_process import Fault, InProcessEngine, InProcessFabric, InProcessLink
 from tests.support.memory import Memory, even_copies
-from transfer.engine.base import ReadFailed
+from transfer.engine.interface import ReadFailed
 
 COUNT, SIZE = 8, 16
 

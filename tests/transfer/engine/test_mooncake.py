@@ -23,7 +23,7 @@ from tests.support.engine.peer_process import MIB, SIZE, PeerProcess, fail_mid_r
 from tests.support.memory import Memory, even_copies, noise
 from tests.support.process import OpenResources
 from tests.support.waiting import WAIT_S, until
-from transfer.engine.base import EngineStartError, ReadFailed
+from transfer.engine.interface import EngineStartError, ReadFailed
 from transfer.engine.mooncake import MooncakeEngine, MooncakeOptions
 from transfer.engine.mooncake_native import ENGINE_FILES
 

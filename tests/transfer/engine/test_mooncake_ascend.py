@@ -12,7 +12,7 @@ from layout.geometry import Region
 from tests.support.engine.pairs import mooncake_engines
 from tests.support.memory import Memory
 from transfer.engine import mooncake
-from transfer.engine.base import EngineStartError
+from transfer.engine.interface import EngineStartError
 from transfer.engine.mooncake import IDENTITY_BYTES, MooncakeEngine, MooncakeOptions
 from transfer.engine.mooncake_native import NativeEngine
 

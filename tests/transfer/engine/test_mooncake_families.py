@@ -17,7 +17,7 @@ from tests.support.engine.peer_process import PeerProcess, environment_with
 from tests.support.memory import Memory, even_copies, noise
 from tests.support.waiting import WAIT_S
 from transfer.engine import mooncake_native
-from transfer.engine.base import ReadFailed
+from transfer.engine.interface import ReadFailed
 from transfer.engine.mooncake import MooncakeEngine, MooncakeOptions
 
 pytestmark = pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="no sockets for both families here")

@@ -10,7 +10,7 @@ from layout.geometry import Identity, Region
 from tests.support.memory import Memory, even_copies
 from tests.support.waiting import until
 from transfer.engine import mooncake, mooncake_links, mooncake_read
-from transfer.engine.base import ReadFailed
+from transfer.engine.interface import ReadFailed
 from transfer.engine.mooncake import MooncakeEngine, MooncakeOptions
 from transfer.engine.mooncake_batches import ReadBatch, State
 from transfer.engine.mooncake_links import MooncakeLink

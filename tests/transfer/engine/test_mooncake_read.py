@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from layout.copies import Copies, concatenate
 from layout.cost import CostModel
 from transfer.engine import mooncake_read as module
-from transfer.engine.base import ReadFailed
+from transfer.engine.interface import ReadFailed
 from transfer.engine.mooncake_batches import ReadBatch, State
 from transfer.engine.mooncake_limits import LIMITS
 from transfer.engine.mooncake_read import MooncakeRead

@@ -19,7 +19,7 @@ from tests.support.engine.peer_process import MIB, SIZE, PeerProcess, fail_mid_r
 from tests.support.engine.strange_peers import SilentPeer, forwarded
 from tests.support.memory import Memory, even_copies, noise
 from tests.support.waiting import WAIT_S, until
-from transfer.engine.base import ReadFailed
+from transfer.engine.interface import ReadFailed
 from transfer.engine.mooncake import MooncakeEngine, MooncakeOptions
 from transfer.engine.mooncake_batches import ReadBatch, State
 from transfer.engine.mooncake_links import MooncakeLink

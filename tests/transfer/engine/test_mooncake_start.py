@@ -15,7 +15,7 @@ from layout.copies import Copies
 from layout.cost import CostModel
 from tests.support.memory import Memory, even_copies
 from transfer.engine import mooncake_native, rdma
-from transfer.engine.base import EngineStartError, ReadFailed
+from transfer.engine.interface import EngineStartError, ReadFailed
 from transfer.engine.mooncake import PROTOCOLS, MooncakeEngine, MooncakeOptions
 from transfer.engine.mooncake_limits import LIMITS
 from transfer.engine.mooncake_native import NativeEngine, NativeOptions, set_environment, split_address

@@ -1,0 +1,1 @@
+"""The part of a decode engine: what to pull, from whom, and when."""

@@ -1,0 +1,452 @@
+"""Canaries: prompts that prove a prefill engine, because they are computed here and pulled from it as well.
+
+Engines declare what they serve, and may still compute different keys and values: by other rotary tables, weights,
+scales or adapters. So the first prompt of a block or more that is to be pulled from a prefill engine, or with an
+adapter, that has not been tried is computed here, and its last tokens are pulled into scratch memory. What the workers
+say of the two decides whether anything of that engine is ever used:
+
+    untried --- a prompt is computed here, and pulled ---> awaited --- they agree ---> proven
+       ^                                                      |------- they differ --> refused, as long as it lives
+       |--- the request leaves, or its lease is lost ---------|
+       '--- some seconds later ------------------- out of reach, or of no use here
+
+Requests that meet an engine whose verdict is awaited wait for it, a while, without blocks. What two engines declare is
+compared at every handshake, by ``layout.compatibility``.
+
+Everything runs on the scheduler's thread.
+"""
+
+import enum
+import logging
+import math
+import time
+import uuid
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from layout.scratch import blocks_holding
+from pd_connector.orders import CanaryEnds, CanaryReference, CanaryRoom, Cause, Orders, PullOrder, Report
+from pd_connector.params import RemotePrefill
+from pd_connector.scheduler.scheduler_role import SchedulerRole
+from pd_connector.stats import StatsRecorder
+from pd_connector.vllm.cache_specs import Retention
+from pd_connector.vllm.device_blocks import DeviceBlocks
+from pd_connector.vllm.requests import adapter
+
+if TYPE_CHECKING:
+    from pd_connector.orders import WorkerHandshake
+    from pd_connector.vllm.types import KVCacheBlock, Request
+
+logger = logging.getLogger(__name__)
+
+#: How long a request waits for a verdict.
+_PATIENCE_S = 10.0
+
+#: How long nothing is pulled from an engine of which no canary could be pulled, before the next one tries.
+_RETRY_S = 10.0
+
+#: How many verdicts are remembered: more than there are prefill engines. The oldest is forgotten, and made again.
+_MAX_VERDICTS = 4096
+
+#: Failures of a canary's pull that say something of the prefill engine, and not of the request alone.
+_OF_THE_ENGINE = frozenset({Cause.UNREACHABLE, Cause.DENIED, Cause.REFUSED, Cause.INCOMPATIBLE})
+
+
+@dataclass(frozen=True, slots=True)
+class _Key:
+    """What a verdict is of. Params come from clients: a wrong address decides nothing about who is at the right one."""
+
+    engine_id: str
+    host: str
+    port: int
+    adapter: str  # empty for the model itself
+
+    def __str__(self) -> str:
+        engine = f"prefill engine {self.engine_id} at {self.host}:{self.port}"
+        return f"{engine} with adapter {self.adapter}" if self.adapter else engine
+
+
+class Standing(enum.Enum):
+    """What is known of a prefill engine from which nothing is refused."""
+
+    PROVEN = enum.auto()
+    AWAITED = enum.auto()  # wait: it is being proven
+    UNTRIED = enum.auto()
+
+
+@dataclass(frozen=True, slots=True)
+class Rejection:
+    """Why nothing is pulled from a prefill engine, and until when on the clock."""
+
+    cause: Cause
+    reason: str  # for people
+    until: float = math.inf
+
+
+class NoCanaries(SchedulerRole):
+    """Takes every prefill engine for proven."""
+
+    def look(self, request: "Request", remote: RemotePrefill) -> Standing | Rejection:
+        """Return what is known of the prefill engine that holds a request's prompt."""
+        return Standing.PROVEN
+
+    def begin(self, request: "Request", remote: RemotePrefill, computed_tokens: int, *, is_same_prompt: bool) -> bool:
+        """Make a request the canary of an untried engine, if it can be one; return whether it is.
+
+        Args:
+            request: it was given its first blocks, and will be computed here.
+            remote: what the engine holds of its prompt.
+            computed_tokens: at the begin of its prompt, which are here already.
+            is_same_prompt: whether it is known that the engine has computed the same prompt, images included.
+        """
+        return False
+
+    def take_ended(self) -> list[str]:
+        """Return the requests of the canaries that have ended since the last call: their leases are not needed."""
+        return []
+
+    @property
+    def request_ids(self) -> frozenset[str]:
+        """The requests of the canaries under way."""
+        return frozenset()
+
+    @property
+    def waiting(self) -> Collection[str]:
+        """The requests that wait for a verdict."""
+        return ()
+
+
+@dataclass(slots=True)
+class _Canary:
+    """A canary under way. ``held`` are references to what was computed; None as long as it has not been."""
+
+    request: "Request"
+    key: _Key
+    tokens: range
+    found: int  # tokens at the begin of the prompt that were here already
+    area: int
+    preemptions: int  # of the request, when it began
+    ends: CanaryEnds
+    is_same_prompt: bool
+    held: "tuple[KVCacheBlock, ...] | None" = None
+    has_left: bool = False  # what was computed here is lost, so nothing is proven
+
+
+class Canaries(NoCanaries):
+    """Owns the verdicts on prefill engines, and the canaries under way."""
+
+    def __init__(
+        self,
+        blocks: DeviceBlocks,
+        groups: Sequence[Retention],
+        is_spoilt: "Callable[[Request], bool]" = lambda request: False,
+        *,
+        refuses: bool = True,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Start without verdicts.
+
+        Args:
+            blocks: of the device.
+            groups: what each cache group keeps.
+            is_spoilt: whether what a request has computed comes of what another connector failed to load.
+            refuses: nothing is pulled from engines that differ; they are only warned of if this is False.
+            clock: in seconds.
+        """
+        self._blocks = blocks
+        self._is_spoilt = is_spoilt
+        self._groups = groups
+        self._refuses = refuses
+        self._clock = clock
+        self._border = math.lcm(*(kept.block_tokens for kept in groups))
+        self._room: CanaryRoom | None = None  # None until workers are known
+        self._ranks = 0
+        self._free: list[int] = []  # areas of the scratch memory
+        self._verdicts: dict[_Key, Rejection | None] = {}  # None if it is proven; oldest first
+        self._under_way: dict[str, _Canary] = {}  # by request
+        self._waits: dict[str, float] = {}  # since when requests wait for a verdict
+        self._orders: list[PullOrder] = []
+        self._references: list[CanaryReference] = []
+        self._ended: list[str] = []
+        self._tells = False  # in the next step, how one has ended
+        self._counts: Counter[str] = Counter()
+
+    def set_workers(self, handshakes: "Sequence[WorkerHandshake]") -> None:
+        """Take what all workers have room for. Called again when the caches are registered anew."""
+        rooms = [each.canary for each in handshakes if each.canary is not None]
+        assert len(rooms) == len(handshakes), "a worker takes no canaries, and the scheduler side gives them"
+        self._ranks = len(handshakes)
+        if self._room is None:
+            self._room = CanaryRoom(min(room.tokens for room in rooms), min(room.prompts for room in rooms))
+            self._free = list(range(self._room.prompts))[::-1]
+
+    def look(self, request: "Request", remote: RemotePrefill) -> Standing | Rejection:
+        """Return what is known of the prefill engine that holds a request's prompt.
+
+        A request that has waited for a verdict long enough is refused.
+        """
+        now, key = self._clock(), _key(request, remote)
+        standing = self._standing(key, now)
+        if standing is not Standing.AWAITED:
+            self._waits.pop(request.request_id, None)
+            return standing
+        since = self._waits.setdefault(request.request_id, now)
+        if now - since < _PATIENCE_S:
+            return standing
+        del self._waits[request.request_id]
+        proving = next((each.request.request_id for each in self._under_way.values() if each.key == key), "of before")
+        return Rejection(
+            Cause.CANARY,
+            f"{key} is not proven yet: request {proving} is computed here and pulled from there as well, and for "
+            f"{_PATIENCE_S:.0f} s there was no verdict. Send the request again; what has become of {proving} is in "
+            "this log",
+        )
+
+    def begin(self, request: "Request", remote: RemotePrefill, computed_tokens: int, *, is_same_prompt: bool) -> bool:
+        """Order the pull of the last tokens that a request computes here into scratch memory.
+
+        Not if they do not fill a block, or if other engines are being proven in all of that memory.
+        """
+        key, tokens = _key(request, remote), self._tokens(request, computed_tokens)
+        assert self._standing(key, self._clock()) is Standing.UNTRIED, "the engine is tried"
+        if tokens is None or not self._free:
+            return False
+        area = self._free.pop()
+        canary = _Canary(
+            request, key, tokens, computed_tokens, area, request.num_preemptions, CanaryEnds(0), is_same_prompt
+        )
+        self._under_way[request.request_id] = canary
+        block_ids = tuple(self._area(kept, area, tokens) for kept in self._groups)
+        self._orders.append(
+            PullOrder(request.request_id, remote, block_ids, tokens.start, tokens.stop, uuid.uuid4().hex)
+        )
+        logger.info(
+            "PDConnector: %s is not proven yet: request %s is computed here, and tokens %d to %d of it are pulled as "
+            "well, to be compared", key, request.request_id, tokens.start, tokens.stop - 1,
+        )  # fmt: skip
+        return True
+
+    def take_ended(self) -> list[str]:
+        """Return the requests of the canaries that have ended since the last call."""
+        ended, self._ended = self._ended, []
+        return ended
+
+    @property
+    def request_ids(self) -> frozenset[str]:
+        """The requests of the canaries under way."""
+        return frozenset(self._under_way) | frozenset(self._ended)
+
+    @property
+    def waiting(self) -> Collection[str]:
+        """The requests that wait for a verdict."""
+        return self._waits.keys()
+
+    def step_orders(self, scheduled: Mapping[str, int]) -> Orders:
+        """Return the canaries since the last step, and what has been computed of earlier ones."""
+        new = {order.request_id for order in self._orders}
+        for request_id, canary in self._under_way.items():
+            if not self._is_open(canary):
+                continue
+            # What another connector brings was not computed here, and may even come from the engine in question.
+            is_brought = request_id in new and canary.request.num_computed_tokens > canary.found
+            if is_brought or not self._is_sound(canary):
+                self._leave(canary)
+            elif canary.request.num_output_tokens:
+                self._refer(canary)
+        orders = Orders(canaries=tuple(self._orders), references=tuple(self._references))
+        self._orders, self._references, self._tells = [], [], False
+        return orders
+
+    def settled(self, request_ids: set[str], failed: set[str], report: Report) -> None:
+        """End the canaries that all ranks have reported."""
+        for request_id, ends in report.canaries.items():
+            canary = self._under_way.get(request_id)
+            if canary is None:
+                logger.error("PDConnector: ignored that the canary %s ended twice, which is a bug", request_id)
+                continue
+            canary.ends += ends
+            if canary.ends.ranks >= self._ranks:
+                self._end(request_id, canary)
+            elif ends.failure and self._is_open(canary):
+                self._leave(canary)  # ranks whose pull has not failed wait for what is computed here
+
+    def finish(self, request: "Request", block_ids: Sequence[Sequence[int]]) -> None:
+        """Forget a request that has ended. What was computed of a canary is kept until it has been compared."""
+        self._waits.pop(request.request_id, None)
+        canary = self._under_way.get(request.request_id)
+        if canary is None or not self._is_open(canary):
+            return
+        if request.num_output_tokens and self._is_sound(canary):
+            self._refer(canary)
+        else:
+            self._leave(canary)
+
+    @property
+    def wants_step(self) -> bool:
+        """Whether the engine must step even without requests, to order canaries, and to learn and tell how they end."""
+        return bool(self._under_way) or self._tells
+
+    def device_references(self) -> "Counter[int]":
+        """Return the number of references to each device block that is to be compared, by block id."""
+        held = (block for canary in self._under_way.values() for block in canary.held or ())
+        return Counter(int(block.block_id) for block in held)
+
+    def release_device_blocks(self) -> None:
+        """Give back all device blocks, whose contents are no longer valid: nothing under way proves anything."""
+        for canary in self._under_way.values():
+            if self._is_open(canary):
+                self._leave(canary)
+            canary.has_left = True
+            self._release(canary)
+
+    def reset(self) -> bool:
+        """Forget all verdicts: this engine computes something else from now on, for example with new weights."""
+        self.release_device_blocks()
+        self._verdicts.clear()
+        return True
+
+    def update_stats(self, stats: StatsRecorder) -> None:
+        """Record how canaries have ended, and how many engines are refused."""
+        for outcome, number in self._counts.items():
+            stats.count("canaries", number, outcome)
+        self._counts.clear()
+        refused = sum(verdict is not None and verdict.cause is Cause.CANARY for verdict in self._verdicts.values())
+        stats.gauge("peers_refused", refused)
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless the books balance."""
+        areas = [*self._free, *(canary.area for canary in self._under_way.values())]
+        assert sorted(areas) == list(range(self._room.prompts if self._room is not None else 0)), "an area is lost"
+        keys = [canary.key for canary in self._under_way.values()]
+        assert len(set(keys)) == len(keys), "an engine is being proven twice"
+        assert not self._verdicts.keys() & set(keys), "an engine is being proven that has its verdict"
+        assert all(canary.ends.ranks < self._ranks for canary in self._under_way.values()), "one should have ended"
+        assert len(self._verdicts) <= _MAX_VERDICTS, "verdicts are never forgotten"
+
+    def _standing(self, key: _Key, now: float) -> Standing | Rejection:
+        if key in self._verdicts:
+            verdict = self._verdicts[key]
+            if verdict is None:
+                return Standing.PROVEN
+            if now < verdict.until:
+                return verdict
+            del self._verdicts[key]
+        is_tried = any(canary.key == key for canary in self._under_way.values())
+        return Standing.AWAITED if is_tried else Standing.UNTRIED
+
+    def _tokens(self, request: "Request", computed_tokens: int) -> range | None:
+        """Return the last tokens of a prompt that are computed here, whole blocks from the first; None if too few."""
+        if self._room is None:
+            return None
+        end = request.num_prompt_tokens - 1
+        first = -(-max(computed_tokens, end - self._room.tokens) // self._border) * self._border
+        return range(first, end) if end - first >= self._border else None
+
+    def _area(self, kept: Retention, area: int, tokens: range) -> tuple[int, ...]:
+        """Return the block table of a cache group in an area of the scratch memory, as far as the tokens are kept."""
+        assert self._room is not None, "no worker is known"
+        size = kept.block_tokens
+        of_area = blocks_holding(self._room.tokens, size)
+        first, end = tokens.start // size, -(-tokens.stop // size)
+        needed = max(first, kept.first_needed(tokens.stop + 1) // size)
+        base = 1 + area * of_area - first
+        return (*[0] * needed, *range(base + needed, base + end))
+
+    @staticmethod
+    def _is_open(canary: _Canary) -> bool:
+        """Return whether the workers have not been told yet what is to be compared."""
+        return canary.held is None and not canary.has_left
+
+    def _is_sound(self, canary: _Canary) -> bool:
+        """Return whether what the request has computed so far is there, and right."""
+        return canary.request.num_preemptions == canary.preemptions and not self._is_spoilt(canary.request)
+
+    def _refer(self, canary: _Canary) -> None:
+        """Have what was computed compared: a token was sampled, so the whole prompt is in its blocks, on every rank."""
+        request_id, tokens = canary.request.request_id, canary.tokens
+        table, held = [], []
+        for kept, blocks in zip(self._groups, self._blocks.table(request_id), strict=True):
+            first, end = tokens.start // kept.block_tokens, -(-tokens.stop // kept.block_tokens)
+            table.append((*[0] * first, *(int(block.block_id) for block in blocks[first:end])))
+            held += [block for block in blocks[first:end] if not block.is_null]
+        canary.held = tuple(held)
+        self._blocks.manager.block_pool.touch(canary.held)
+        self._references.append(CanaryReference(request_id, tuple(table)))
+
+    def _leave(self, canary: _Canary) -> None:
+        canary.has_left = True
+        self._references.append(CanaryReference(canary.request.request_id))
+
+    def _release(self, canary: _Canary) -> None:
+        if canary.held:
+            self._blocks.manager.block_pool.free_blocks(reversed(canary.held))
+            canary.held = ()
+
+    def _end(self, request_id: str, canary: _Canary) -> None:
+        del self._under_way[request_id]
+        self._references = [each for each in self._references if each.request_id != request_id]
+        self._free.append(canary.area)
+        self._ended.append(request_id)
+        self._tells = True
+        self._release(canary)
+        ends, name = canary.ends, canary.key
+        if ends.difference and not canary.has_left and not canary.is_same_prompt:
+            self._counts["failed"] += 1
+            logger.warning(
+                "PDConnector: %s is not proven: what was pulled of request %s differs from what was computed here "
+                "(%s), and its images or embeddings may differ as well. The next prompt from there tries again", name,
+                request_id, ends.difference,
+            )  # fmt: skip
+        elif ends.difference and not canary.has_left:  # of any rank: one whose pull has failed proves nothing
+            self._counts["differs"] += 1
+            self._decide(canary.key, self._refuse(name, request_id, ends.difference))
+        elif ends.failure:
+            self._counts["failed"] += 1
+            logger.error(
+                "PDConnector: %s is not proven: request %s could not be pulled beside being computed here, on which "
+                "its answer does not depend: %s", name, request_id, ends.failure,
+            )  # fmt: skip
+            if ends.cause in _OF_THE_ENGINE:
+                until = math.inf if ends.cause is Cause.INCOMPATIBLE else self._clock() + _RETRY_S
+                self._decide(canary.key, Rejection(ends.cause, ends.failure, until))
+        elif canary.has_left:
+            self._counts["left"] += 1
+        elif not ends.samples:
+            self._counts["failed"] += 1
+            logger.info(
+                "PDConnector: %s is not proven: of request %s, no token that is here was pulled from there. The next "
+                "prompt from there tries again", name, request_id,
+            )  # fmt: skip
+        else:
+            self._counts["proven"] += 1
+            self._decide(canary.key, None)
+            logger.info(
+                "PDConnector: %s is proven: %d tokens of request %s, pulled from there, agree with what was computed "
+                "here, in %d parts of layers", name, len(canary.tokens), request_id, ends.samples,
+            )  # fmt: skip
+
+    def _refuse(self, name: _Key, request_id: str, difference: str) -> Rejection | None:
+        """Return the verdict on an engine that differs."""
+        found = f"{name} computes other keys and values than this engine: {difference}"
+        way_out = "serve the same weights, adapters, --max-model-len and vLLM release on both sides"
+        if not self._refuses:
+            logger.warning(
+                "PDConnector: %s (request %s). They are used all the same (canary = warn)", found, request_id
+            )
+            return None
+        logger.error(
+            "PDConnector: %s (request %s). Nothing is pulled from there for as long as it lives; %s, or set canary to "
+            "warn or off", found, request_id, way_out,
+        )  # fmt: skip
+        return Rejection(Cause.CANARY, f"{found}; {way_out}")
+
+    def _decide(self, key: _Key, verdict: Rejection | None) -> None:
+        self._verdicts[key] = verdict
+        if len(self._verdicts) > _MAX_VERDICTS:
+            del self._verdicts[next(iter(self._verdicts))]
+
+
+def _key(request: "Request", remote: RemotePrefill) -> _Key:
+    return _Key(remote.remote_engine_id, remote.remote_host, remote.remote_port, adapter(request))

@@ -1,0 +1,496 @@
+"""The role of a decode engine: decides what to pull, keeps the leases that it needs alive, and ends the others.
+
+A request whose prompt a prefill engine holds, or will hold, passes through these states, each at most once:
+
+    announced                                     named by its router: the prefill engine has yet to compute the prompt
+       |--- is being computed there -------.      pulled ahead, as far as ``PullsAhead`` allows
+       |--- is complete there              |
+       v                                   v
+    waiting --- blocks allocated ------> pulling --- all ranks have settled ---> (forgotten)
+       |                                   ^
+       |--- nothing is missing ------------|---> lease cancelled, computed here
+       |--- its engine is not proven -------|---> proving: computed here, and pulled as well (see ``canaries``)
+       |--- left, or needs all computed ---|---> lease cancelled at once
+       |--- params refused ----------------|     reported as failed by the workers
+       |--- lease has ended, or was given up ---' the same; an announced one does not come, or takes too long
+       '--- lease is another request's ----> waits until that one is settled, then takes what the prefix cache holds
+
+A lease is good for one pull, and so is a transfer's name. Requests that share one (vLLM turns ``n`` choices into ``n``
+requests) therefore follow the first of them, even if that has been settled before they arrive. A choice that comes
+before the first one of its request is alone: that is at another data-parallel engine. It is computed here.
+
+Everything runs on the scheduler's thread, and nothing blocks: the control client's thread resends messages to prefill
+engines until they are answered.
+"""
+
+import logging
+import uuid
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from layout.geometry import layers_by_group
+from pd_connector.orders import Cause, Orders, PullOrder, RefuseOrder, Report, WorkerHandshake
+from pd_connector.params import (
+    ParamsError,
+    PromptIdentity,
+    RemotePrefill,
+    RemoteTransfer,
+    check_prompt,
+    is_decode_leg,
+    is_malformed,
+    parse_decode_leg,
+)
+from pd_connector.progress import Progress
+from pd_connector.scheduler.decode.canaries import NoCanaries, Rejection, Standing
+from pd_connector.scheduler.decode.legs import (
+    Announced,
+    Computed,
+    Entry,
+    Follower,
+    Landing,
+    Legs,
+    Proving,
+    Pulling,
+    Refused,
+    Waiting,
+    lease,
+)
+from pd_connector.scheduler.decode.needed_blocks import NeededBlocks
+from pd_connector.scheduler.decode.pulls_ahead import PullsAhead
+from pd_connector.scheduler.decode.renewals import Renewals
+from pd_connector.scheduler.decode.single_use import Key, SingleUse
+from pd_connector.scheduler.decode.subscriptions import Subscriptions, TransferFailed
+from pd_connector.scheduler.scheduler_role import SchedulerRole
+from pd_connector.stats import ComputedHere, StatsRecorder
+from pd_connector.vllm.cache_specs import Retention
+from pd_connector.vllm.prompts import Prompts
+from pd_connector.vllm.requests import (
+    block_ids_by_group,
+    computes_whole_prompt,
+    is_later_choice,
+    is_placeholder,
+    traceparent,
+)
+from transfer.control.limits import ThrottledWarnings
+
+if TYPE_CHECKING:
+    from pd_connector.vllm.types import KVCacheBlocks, Request
+
+logger = logging.getLogger(__name__)
+
+
+_WARNING_INTERVAL_S = 60.0
+
+
+class Consumer(SchedulerRole):
+    """Owns the state of a decode engine's pulls, the renewal of leases, and what is followed at prefill engines."""
+
+    def __init__(
+        self,
+        renewals: Renewals,
+        subscriptions: Subscriptions,
+        ahead: PullsAhead,
+        retentions: Sequence[Retention] = (),
+        layers: Sequence[Collection[str]] = (),
+        canaries: NoCanaries | None = None,
+        prompts: Prompts | None = None,
+    ) -> None:
+        """``retentions`` and ``layers``: of every cache group, in vLLM's order. Until ``set_workers``, layers of a
+        pipeline stage are enough. ``canaries`` is a role of its own, asked before. ``prompts`` knows their media and
+        adapters.
+        """
+        self._prompts = prompts or Prompts()
+        self._retentions = retentions
+        self._needed = NeededBlocks(retentions, layers)
+        self._canaries = canaries or NoCanaries()
+        self._renewals = renewals
+        self._subscriptions = subscriptions
+        self._ahead = ahead
+        self._legs = Legs()
+        self._used = SingleUse()  # by the legs that are announced, wait, pull or prove, except followers
+        self._computed_here: Counter[str] = Counter()  # prompts, by cause, since the last update of the statistics
+        self._pulls: list[PullOrder] = []
+        self._refusals: list[RefuseOrder] = []
+        self._warnings = ThrottledWarnings(logger, _WARNING_INTERVAL_S)
+
+    def set_workers(self, handshakes: Sequence[WorkerHandshake]) -> None:
+        """Learn the layers of all pipeline stages."""
+        self._needed.set_layers(layers_by_group([handshake.geometry for handshake in handshakes]))
+
+    def add(self, request: "Request") -> None:
+        """Take up a request whose prompt a prefill engine holds. A second request with the same id is ignored.
+
+        One with malformed params is taken up too, and fails: somebody meant it to be pulled. The prefill engine of one
+        whose whole prompt must be computed here is told at once that nobody will read.
+        """
+        if not (is_decode_leg(request.kv_transfer_params) or is_malformed(request.kv_transfer_params)):
+            return
+        if request.request_id in self._legs:
+            logger.error("PDConnector: request %s came twice; the second one is ignored", request.request_id)
+            return
+        prompt = None
+        if not is_placeholder(request):
+            prompt = self._prompts.identify(request)
+        try:
+            asked = parse_decode_leg(request.kv_transfer_params)
+            if isinstance(asked, RemotePrefill) and prompt is not None:
+                check_prompt(asked, prompt)
+            self._take_up(request.request_id, asked, prompt)
+        except ParamsError as error:
+            self._refuse(request.request_id, Refused(str(error)))
+        if computes_whole_prompt(request):
+            entry = self._give_up(request.request_id)
+            cause = entry.cause if isinstance(entry, Refused) else ComputedHere.PROMPT
+            self._legs.put(request.request_id, Computed(cause))
+
+    def must_wait(self, request: "Request") -> bool:
+        """Return whether a prefill engine or another request has to go on first with what this one needs."""
+        match self._legs.get(request.request_id):
+            case Waiting(Follower(key)):
+                return self._used.is_in_use(key)
+            case Waiting(RemotePrefill() as remote):
+                return self._must_wait_for_verdict(request, remote)
+            case Announced() as leg:
+                return self._must_wait_for_other_leg(request, leg)
+        return False
+
+    def missing_tokens(self, request: "Request", computed_tokens: int) -> int:
+        """Return how many prompt tokens to pull beyond the ``computed_tokens`` that are here already.
+
+        The last prompt token is always computed here, because its output is the first token to sample.
+        """
+        leg = self._legs.get(request.request_id)
+        if not isinstance(leg, Announced | Waiting):
+            return 0
+        leg.computed_tokens = computed_tokens
+        match leg:
+            case Waiting(Follower()):
+                return 0
+            case Waiting(RemotePrefill() as remote) if self._is_useless(request, remote, computed_tokens):
+                return 0
+        wanted: int = request.num_prompt_tokens - 1
+        return max(wanted - computed_tokens, 0)
+
+    def allocated(self, request: "Request", blocks: "KVCacheBlocks", external_tokens: int) -> int:
+        """Order the pull of ``external_tokens`` tokens into the request's blocks, or cancel the lease if it is 0."""
+        leg = self._legs.get(request.request_id)
+        if isinstance(leg, Computed):
+            self._computed_here[leg.cause] += 1
+            self._legs.drop(request.request_id)
+        if not isinstance(leg, Announced | Waiting):
+            return 0
+        first = leg.computed_tokens
+        if external_tokens:
+            self._start_pull(request, leg, block_ids_by_group(blocks), range(first, first + external_tokens))
+        elif not self._is_canary(request, leg):
+            self._compute_here(request, first)
+        return external_tokens
+
+    def step_orders(self, scheduled: Mapping[str, int]) -> Orders:
+        """Return the pulls and refusals since the last step."""
+        self._subscriptions.ask_due()
+        orders = Orders(pulls=tuple(self._pulls), refusals=tuple(self._refusals))
+        self._pulls, self._refusals = [], []
+        return orders
+
+    def may_land(self, request: "Request") -> bool:
+        """Return whether a request's prompt can be pulled now without blocks of the device."""
+        match self._legs.get(request.request_id):
+            case Waiting(RemotePrefill() as remote) if self._renewals.lost(request.request_id) is None:
+                return not self._is_useless(request, remote)
+        return False
+
+    def start_landing(self, request: "Request", block_ids: tuple[tuple[int, ...], ...], tokens: range) -> PullOrder:
+        """Return the order to pull a request's ``tokens`` to host memory. The request may land, see ``may_land``."""
+        leg = self._legs.get(request.request_id)
+        remote = leg.entry if isinstance(leg, Waiting) else None
+        assert isinstance(remote, RemotePrefill), "only what is leased can land"
+        self._legs.put(request.request_id, Landing(remote))
+        self._renewals.start_reading(request.request_id)
+        return PullOrder(
+            request.request_id, remote, block_ids, tokens.start, tokens.stop, uuid.uuid4().hex,
+            traceparent=traceparent(request),
+        )  # fmt: skip
+
+    def end_landing(self, request_id: str, *, failed: bool) -> None:
+        """Forget a pull to host memory that all ranks have ended. The request of one that has failed is refused."""
+        landing = self._legs.get(request_id)
+        assert isinstance(landing, Landing), "a pull that is not under way has ended"
+        self._let_go(request_id)
+        if failed and not landing.has_left:
+            self._refuse(request_id, Refused("it could not be brought to host memory", Cause.LANDING))
+
+    @property
+    def landing(self) -> set[str]:
+        """The requests whose prompts are being pulled to host memory, those that have left included."""
+        return {request_id for request_id, leg in self._legs.items() if isinstance(leg, Landing)}
+
+    def settled(self, request_ids: set[str], failed: set[str], report: Report) -> None:
+        """Forget the pulls that all ranks have reported. The ranks have released the leases."""
+        for request_id in self._canaries.take_ended():
+            self._let_go(request_id)
+        for request_id in request_ids:
+            pull = self._legs.get(request_id)
+            if not isinstance(pull, Pulling):
+                continue
+            self._ahead.end(request_id)
+            self._subscriptions.forget(request_id)
+            self._let_go(request_id)
+            if request_id in failed and not pull.has_left:
+                self._legs.put(request_id, Computed(pull.refused_for or ComputedHere.PULL))
+
+    def finish(self, request: "Request", block_ids: Sequence[Sequence[int]]) -> None:
+        """Forget a request that has not started to pull, and cancel its lease. Workers release the leases of pulls.
+
+        The lease of a prompt that is still being computed is cancelled nevertheless: workers that follow it then learn
+        at once that nothing more will come, and its blocks are free soon.
+        """
+        request_id = request.request_id
+        match self._legs.get(request_id):
+            case Announced() | Waiting():
+                self._give_up(request_id)
+            case Computed():
+                self._legs.drop(request_id)
+            case Landing() as landing:
+                landing.has_left = True
+            case Pulling() as pull:
+                pull.has_left = True
+                if request_id in self._ahead and isinstance(pull.entry, RemotePrefill):
+                    self._renewals.cancel(pull.entry)
+
+    def awaits_blocks(self, request: "Request") -> bool:
+        """Return whether a request has yet to be given blocks for what it pulls."""
+        return isinstance(self._legs.get(request.request_id), Announced | Waiting | Landing)
+
+    @property
+    def waiting(self) -> int:
+        """Number of requests that only wait for blocks for what they pull, not for a prefill engine or a verdict."""
+        for_verdicts = (self._legs.get(request_id) for request_id in self._canaries.waiting)
+        return self._legs.number(Waiting) - sum(isinstance(leg, Waiting) for leg in for_verdicts)
+
+    @property
+    def waiting_for_prefill(self) -> int:
+        """Number of requests, if each of them waits for a prefill engine whose news wake this one; else 0.
+
+        One that waits for a verdict counts: the canary's steps wake this engine.
+        """
+        if self._legs.number(Waiting, Landing) or self._legs.number(Pulling) != len(self._subscriptions.pulled):
+            return 0
+        return self._legs.number(Announced, Pulling)
+
+    def update_stats(self, stats: StatsRecorder) -> None:
+        """Record how many requests wait for prefill engines, and which prompts were computed here."""
+        stats.gauge("transfers_waiting", self._legs.number(Announced))
+        stats.gauge("prompts_ahead", len(self._ahead))
+        for cause, number in self._computed_here.items():
+            stats.count("prompts_computed", number, cause)
+        self._computed_here.clear()
+
+    def close(self) -> None:
+        """Stop following transfers and renewing leases."""
+        self._subscriptions.close()
+        self._renewals.close()
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless the books balance."""
+        announced = {request_id for request_id, leg in self._legs.items() if isinstance(leg, Announced)}
+        proving = {request_id for request_id, leg in self._legs.items() if isinstance(leg, Proving)}
+        leased = {request_id for request_id, leg in self._legs.items() if lease(leg) is not None}
+        held = {request_id for request_id, leg in self._legs.items() if not isinstance(leg, Computed)}
+        assert proving == self._canaries.request_ids, "the canaries under way are not those of requests"
+        renewed = self._renewals.request_ids
+        assert leased <= renewed <= leased | announced, (
+            "leases are renewed for other requests than those that need them"
+        )
+        assert announced == self._subscriptions.request_ids, (
+            "other transfers are followed than those that are announced"
+        )
+        assert leased | announced <= self._used.request_ids <= held, "a lease in use is nobody's"
+        self._used.check_integrity()
+        self._ahead.check_integrity()
+        self._subscriptions.check_integrity()
+        self._renewals.check_integrity()
+
+    def _take_up(self, request_id: str, asked: RemotePrefill | RemoteTransfer, prompt: PromptIdentity | None) -> None:
+        """Note a decode leg with good params.
+
+        Raises:
+            ParamsError: its transfer is that of another prompt.
+        """
+        if isinstance(asked, RemotePrefill):
+            key: Key = ("lease", asked.lease_id)
+        else:
+            key = ("transfer", asked.remote_host, str(asked.remote_port), asked.transfer_id)
+        if self._used.is_known(key) or is_later_choice(request_id):
+            of = self._used.prompt(key)
+            if isinstance(asked, RemoteTransfer) and prompt is not None and of is not None and prompt != of:
+                raise ParamsError(
+                    f"{asked.label} is that of another request, whose prompt has {of.tokens} tokens (digest "
+                    f"{of.digest or 'unknown'}), and this one has {prompt.tokens} ({prompt.digest or 'unknown'}): each "
+                    "request needs a transfer_id of its own"
+                )
+            self._legs.put(request_id, Waiting(Follower(key)))
+            return
+        self._used.take(request_id, key, prompt)
+        if isinstance(asked, RemotePrefill):
+            self._legs.put(request_id, Waiting(asked))
+            self._renewals.keep(request_id, asked)
+        else:
+            self._legs.put(request_id, Announced(asked, prompt))
+            self._subscriptions.follow(request_id, asked)
+
+    def _must_wait_for_other_leg(self, request: "Request", announced: Announced) -> bool:
+        """Return whether a request cannot be pulled yet, or not ahead. It may become one that waits for blocks only."""
+        request_id = request.request_id
+        found = self._subscriptions.look(request_id)
+        if found is None:
+            return True
+        if isinstance(found, Progress) and not announced.is_checked:
+            found = self._checked(found, announced)
+        if isinstance(found, TransferFailed):
+            self._subscriptions.take(request_id)
+            self._renewals.drop(request_id)
+            self._refuse(request_id, Refused(found.reason, found.cause))
+            return False
+        if found.is_complete:
+            self._subscriptions.take(request_id)
+            self._legs.put(request_id, Waiting(found.remote))
+            return self._must_wait_for_verdict(request, found.remote)
+        if (standing := self._canaries.look(request, found.remote)) is not Standing.PROVEN:
+            if isinstance(standing, Rejection):
+                self._subscriptions.abandon(request_id)
+                self._refuse(request_id, Refused(standing.reason, standing.cause))
+            return not isinstance(standing, Rejection)  # a canary is of a prompt that is complete
+        # What will be of no use is not pulled ahead: it shows whether it is once the prompt is complete.
+        will_lack = self._needed.will_lack(found.remote, found.first_tokens)
+        return will_lack or not self._ahead.has_room(request)
+
+    def _must_wait_for_verdict(self, request: "Request", remote: RemotePrefill) -> bool:
+        """Return whether a request waits until its prefill engine is proven. If it is not to be used, refuse it."""
+        standing = self._canaries.look(request, remote)
+        if isinstance(standing, Rejection):
+            if self._renewals.lost(request.request_id) is None:
+                self._renewals.cancel(remote)
+            self._renewals.drop(request.request_id)
+            self._refuse(request.request_id, Refused(standing.reason, standing.cause))
+        return standing is Standing.AWAITED
+
+    def _is_useless(self, request: "Request", remote: RemotePrefill, computed_tokens: int = 0) -> bool:
+        """Return whether nothing is to be pulled for a request: P lacks blocks, or has yet to be proven."""
+        return self._needed.lacking(remote, computed_tokens) is not None or self._is_untried(request, remote)
+
+    def _is_untried(self, request: "Request", remote: RemotePrefill) -> bool:
+        lost = self._renewals.lost(request.request_id) is not None
+        return not lost and self._canaries.look(request, remote) is Standing.UNTRIED
+
+    def _is_canary(self, request: "Request", leg: Announced | Waiting) -> bool:
+        """Return whether a request that is computed here proves its prefill engine; begin that."""
+        remote, computed_tokens = lease(leg), leg.computed_tokens
+        if remote is None or not self._is_untried(request, remote):
+            return False
+        if self._needed.lacking(remote, computed_tokens):
+            return False
+        is_same = self._prompts.are_equal(request, remote)
+        if not self._canaries.begin(request, remote, computed_tokens, is_same_prompt=is_same):
+            return False
+        self._legs.put(request.request_id, Proving(remote))
+        self._renewals.start_reading(request.request_id)
+        return True
+
+    @staticmethod
+    def _checked(found: Progress, announced: Announced) -> Progress | TransferFailed:
+        if announced.prompt is not None:
+            try:
+                check_prompt(found.remote, announced.prompt)
+            except ParamsError as error:
+                return TransferFailed(Cause.PARAMS, f"{announced.transfer.label} is of another prompt: {error}")
+        announced.is_checked = True
+        return found
+
+    def _refuse(self, request_id: str, refused: Refused) -> None:
+        logger.error("PDConnector: request %s cannot pull its prompt: %s", request_id, refused.reason)
+        self._legs.put(request_id, Waiting(refused))
+
+    def _start_pull(
+        self, request: "Request", leg: Announced | Waiting, block_ids: tuple[tuple[int, ...], ...], tokens: range
+    ) -> None:
+        request_id = request.request_id
+        transfer_id, complete_tokens = "", 0
+        if isinstance(leg, Announced):
+            found = self._subscriptions.take(request_id)
+            if isinstance(found, TransferFailed):
+                entry: Entry = Refused(found.reason, found.cause)
+            elif found.is_complete:
+                entry = found.remote
+            else:
+                entry = found.remote
+                transfer_id, complete_tokens = leg.transfer.transfer_id, found.tokens
+                self._renewals.keep(request_id, entry)
+                self._ahead.start(request)
+        else:
+            entry = leg.entry
+        assert not isinstance(entry, Follower), "a follower pulls nothing"
+        if isinstance(entry, RemotePrefill) and (lost := self._renewals.lost(request_id)) is not None:
+            refusal: Refused | None = Refused(lost.reason, lost.cause)
+        else:
+            refusal = entry if isinstance(entry, Refused) else None
+        self._legs.put(request_id, Pulling(entry, refusal.cause if refusal is not None else Cause.NONE))
+        if refusal is not None:
+            self._refusals.append(RefuseOrder(request_id, refusal.cause, refusal.reason, traceparent(request)))
+            return
+        assert isinstance(entry, RemotePrefill)
+        self._renewals.start_reading(request_id)
+        order = PullOrder(
+            request_id, entry, block_ids, tokens.start, tokens.stop, uuid.uuid4().hex, transfer_id, complete_tokens,
+            traceparent(request),
+        )  # fmt: skip
+        self._pulls.append(order)
+
+    def _compute_here(self, request: "Request", computed_tokens: int) -> None:
+        """Let go of what a request does not pull after all; count its prompt if more than its last token is missing."""
+        request_id = request.request_id
+        entry = self._give_up(request_id)
+        missing = request.num_prompt_tokens - 1 - computed_tokens
+        if isinstance(entry, Follower):  # the last block, which is not full, is in nobody's prefix cache
+            missing -= max((kept.block_tokens for kept in self._retentions), default=1) - 1
+        if missing <= 0:
+            return
+        self._computed_here[self._why_computed(request, entry, computed_tokens)] += 1
+
+    def _why_computed(self, request: "Request", entry: "Entry | Announced", computed_tokens: int) -> str:
+        match entry:
+            case Refused():
+                return entry.cause
+            case Follower():
+                return ComputedHere.SHARED
+            case RemotePrefill() if lack := self._needed.lacking(entry, computed_tokens):
+                text = f"PDConnector: request {request.request_id} is computed here: {lack.reason}"
+                if lack.is_by_setting:
+                    self._warnings.warn("setting", text)
+                else:
+                    logger.info("%s", text)
+                return ComputedHere.WINDOW
+            case RemotePrefill() if self._is_untried(request, entry):
+                return ComputedHere.UNPROVEN
+        return ComputedHere.DECLINED
+
+    def _give_up(self, request_id: str) -> "Entry | Announced":
+        """Forget what a request has not started to pull, and tell the prefill engine; return what it was."""
+        leg = self._legs.get(request_id)
+        assert isinstance(leg, Announced | Waiting), "what is being pulled cannot be given up"
+        if isinstance(leg, Announced):
+            self._subscriptions.abandon(request_id)
+            self._let_go(request_id)
+            return leg
+        lost = self._renewals.lost(request_id)
+        self._let_go(request_id)
+        if isinstance(leg.entry, RemotePrefill) and lost is None:
+            self._renewals.cancel(leg.entry)
+        return leg.entry
+
+    def _let_go(self, request_id: str) -> None:
+        """Forget a leg and its lease. A request that arrives with it, or its name, from now on is too late."""
+        self._legs.drop(request_id)
+        self._renewals.drop(request_id)
+        self._used.let_go(request_id)

@@ -1,0 +1,211 @@
+"""Landings: prompts that are pulled into this engine's host memory, because the device has no room for them yet.
+
+A request that vLLM asks about passes through these states, each at most once:
+
+    asked about --- worth it ---> slots are lent ---> landing --- all ranks have ended ---> landed: a host hit
+        |                               |                '--- a rank has failed ---> refused, as a pull that fails
+        '--- room on the device         '--- no slots ---> pulled to the device
+
+While a prompt lands, its request owns no block of the device, and vLLM goes on with others. The slots belong to the
+landing until every rank has ended its read: also if the request leaves, or the cache is reset, meanwhile. A rank whose
+read has failed reports it only when nothing writes to the slots any more.
+
+Everything runs on the scheduler's thread.
+"""
+
+import logging
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING, Literal
+
+from pd_connector.orders import LandingEnds, Orders, PullOrder, Report
+from pd_connector.scheduler.block_demand import BlockDemand
+from pd_connector.scheduler.decode.consumer import Consumer
+from pd_connector.scheduler.host.tier import HostTier
+from pd_connector.scheduler.scheduler_role import SchedulerRole
+from pd_connector.stats import StatsRecorder
+from pd_connector.vllm.block_pools import HostHit
+from pd_connector.vllm.cache_specs import Retention
+from pd_connector.vllm.device_blocks import HeldBlocks
+
+if TYPE_CHECKING:
+    from pd_connector.vllm.types import Request
+
+logger = logging.getLogger(__name__)
+
+LandingMode = Literal["auto", "always"]  # if the device has no room, or each that may
+
+#: Landings at a time. Others wait until one of them ends; the pull timeout counts from the order on.
+_MAX_UNDER_WAY = 16
+
+
+class Fallback(StrEnum):
+    """Why a prompt was not pulled to host memory. The values are labels of the metric."""
+
+    FULL = "full"  # too few slots were free
+    TOO_LARGE = "too_large"  # all of them would not do
+
+
+@dataclass(slots=True)
+class _Landing:
+    request: "Request"
+    hit: HostHit  # what the request is given: what host memory held before, and what lands
+    first_token: int  # of those that land
+    ends: LandingEnds
+    is_wanted: bool = True  # the request has not left, and the contents are valid
+
+
+class Landings(SchedulerRole):
+    """Owns the landings under way, whose slots the host tier lends it."""
+
+    def __init__(self, mode: LandingMode, tier: HostTier, consumer: Consumer, demand: BlockDemand, ranks: int) -> None:
+        """Start with none. ``demand``: of the device's blocks; ``ranks``: of the engine."""
+        self._mode = mode
+        self._tier = tier
+        self._consumer = consumer
+        self._demand = demand
+        self._ranks = ranks
+        self._under_way: dict[str, _Landing] = {}
+        self._orders: list[PullOrder] = []
+        self._fell_back: dict[str, Fallback] = {}  # by request
+        self._counts: Counter[str] = Counter()  # landings by event, since the last update of the statistics
+        self._fallbacks: Counter[str] = Counter()
+        #: Landings by event, and prompts without one by reason, all before the last update of the statistics.
+        self.totals: Counter[str] = Counter()
+
+    def must_land(self, request: "Request", computed_tokens: int) -> bool:
+        """Return whether a request must wait for its prompt to arrive in host memory; begin that if it can be.
+
+        ``computed_tokens``: those that the device holds already.
+        """
+        if request.request_id in self._under_way:
+            return True
+        if not self._consumer.may_land(request) or (self._mode == "auto" and self._demand.has_room_for(request)):
+            return False
+        if len(self._under_way) >= _MAX_UNDER_WAY:
+            return True
+        return self._start(request, computed_tokens)
+
+    def step_orders(self, scheduled: Mapping[str, int]) -> Orders:
+        """Return the landings since the last step."""
+        orders, self._orders = tuple(self._orders), []
+        return Orders(landings=orders)
+
+    def settled(self, request_ids: set[str], failed: set[str], report: Report) -> None:
+        """End the landings that all ranks have reported."""
+        for request_id, ends in report.landings.items():
+            landing = self._under_way.get(request_id)
+            if landing is None:
+                logger.error("PDConnector: ignored that the landing of %s ended twice, which is a bug", request_id)
+                continue
+            landing.ends += ends
+            if landing.ends.ranks >= self._ranks:
+                del self._under_way[request_id]
+                self._end(landing)
+
+    def finish(self, request: "Request", block_ids: Sequence[Sequence[int]]) -> None:
+        """Forget a request. Its landing goes on to the end, for nobody."""
+        self._fell_back.pop(request.request_id, None)
+        landing = self._under_way.get(request.request_id)
+        if landing is not None:
+            landing.is_wanted = False
+
+    @property
+    def wants_step(self) -> bool:
+        """Whether the engine must step even without requests, to learn how landings end."""
+        return bool(self._under_way)
+
+    @property
+    def under_way(self) -> int:
+        """Number of landings under way."""
+        return len(self._under_way)
+
+    def update_stats(self, stats: StatsRecorder) -> None:
+        """Record how landings have ended, and why there was none."""
+        for event, number in self._counts.items():
+            stats.count("landings", number, event)
+        for reason, number in self._fallbacks.items():
+            stats.count("landing_fallbacks", number, reason)
+        self.totals.update(self._counts)
+        self.totals.update(self._fallbacks)
+        self._counts.clear()
+        self._fallbacks.clear()
+        stats.gauge("landings_under_way", self.under_way)
+
+    def reset(self) -> bool:
+        """Make what is landing impossible to use: it is no longer valid. Its request computes its prompt."""
+        for landing in self._under_way.values():
+            landing.is_wanted = False
+        return True
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless the books balance."""
+        assert all(landing.ends.ranks < self._ranks for landing in self._under_way.values()), "one should have ended"
+        hits = [each.hit.blocks for each in self._under_way.values()]
+        assert self._tier.loans.are_lent(hits), "slots that prompts are pulled to are not lent"
+        assert self._under_way.keys() == self._consumer.landing, "the pulls that land are not the landings"
+
+    def _start(self, request: "Request", computed_tokens: int) -> bool:
+        """Order a landing of what is missing; return False if the request is to go on without."""
+        end = request.num_prompt_tokens - 1
+        held = self._tier.hit(request, computed_tokens)
+        first = computed_tokens + (held.tokens if held is not None else 0)
+        if first >= end:
+            return False
+        tables = [_numbers(kept, first, end) for kept in self._demand.groups]
+        needed = sum(len(numbers) for numbers, _ in tables)
+        slots = self._tier.loans.lend(held.blocks if held is not None else (), needed)
+        if slots is None:
+            self._fall_back(request, needed)
+            return False
+        self._fell_back.pop(request.request_id, None)
+        hit, block_ids = self._lay_out(range(computed_tokens, end), held, tables, slots)
+        self._orders.append(self._consumer.start_landing(request, block_ids, range(first, end)))
+        self._under_way[request.request_id] = _Landing(request, hit, first, LandingEnds(0))
+        return True
+
+    def _lay_out(
+        self, tokens: range, held: HostHit | None, tables: Sequence[tuple[range, int]], slots: HeldBlocks
+    ) -> tuple[HostHit, tuple[tuple[int, ...], ...]]:
+        """Return what a request will find of ``tokens`` in host memory, and the table of each cache group to pull into.
+
+        ``held``: what is there. ``tables``: by cache group, see ``_numbers``, of what is not. ``slots``: lent for that.
+        """
+        null, ids, taken = self._tier.null_block, [block.block_id for block in slots], 0
+        groups, block_ids = [], []
+        for group, (numbers, holes) in enumerate(tables):
+            own = slice(taken, taken + len(numbers))
+            taken = own.stop
+            before = held.groups[group] if held is not None else ()
+            groups.append((*before, *[null] * holes, *slots[own]))
+            block_ids.append((*[0] * numbers.start, *ids[own]))
+        return HostHit(tokens.start, len(tokens), tuple(groups)), tuple(block_ids)
+
+    def _fall_back(self, request: "Request", needed: int) -> None:
+        reason = Fallback.TOO_LARGE if needed > self._tier.slots else Fallback.FULL
+        if self._fell_back.get(request.request_id) is not reason:
+            self._fell_back[request.request_id] = reason
+            self._fallbacks[reason] += 1
+
+    def _end(self, landing: _Landing) -> None:
+        request_id, is_wanted = landing.request.request_id, landing.is_wanted
+        self._consumer.end_landing(request_id, failed=landing.ends.failed)
+        if landing.ends.failed or not is_wanted:
+            self._counts["failed" if landing.ends.failed else "left"] += 1
+            self._tier.loans.take_back(landing.hit.blocks)
+        else:
+            self._counts["landed"] += 1
+            self._tier.landed(landing.request, landing.hit, landing.first_token)
+
+
+def _numbers(kept: Retention, first: int, end: int) -> tuple[range, int]:
+    """Return the numbers of the blocks that tokens ``first`` to ``end`` (exclusive) need in a cache group.
+
+    And how many blocks before those need not be held, because a sliding window has passed them at ``end``.
+    """
+    size = kept.block_tokens
+    first_block, end_block = first // size, -(-end // size)
+    needed = min(max(kept.first_token(end) // size, first_block), end_block)
+    return range(needed, end_block), needed - first_block

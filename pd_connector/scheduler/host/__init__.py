@@ -1,0 +1,1 @@
+"""The part of host memory: which blocks are stored there, found there, and lent."""

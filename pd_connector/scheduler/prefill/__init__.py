@@ -1,0 +1,1 @@
+"""The part of a prefill engine: leases, announcements, what D asks."""

@@ -1,0 +1,132 @@
+"""The client's side of one request: what it asked, what it has been sent so far, and whether it is still there.
+
+A client that leaves is noticed in every stage: the work is cancelled, which closes the connections to the servers, and
+vLLM aborts the request.
+"""
+
+import json
+from collections.abc import Coroutine
+from http import HTTPStatus
+from typing import Any, NoReturn
+
+import anyio
+from starlette.datastructures import Headers
+from starlette.requests import ClientDisconnect, Request
+from starlette.types import Message, Receive, Scope, Send
+
+from pd_proxy import headers as passed
+from pd_proxy.error_answers import RequestError, error_response
+from pd_proxy.journal import Record
+from pd_proxy.parameters import Body
+
+
+class Client:
+    """The client's side of one request: its headers, and the answer that it has been sent so far."""
+
+    def __init__(self, scope: Scope, send: Send, record: Record) -> None:
+        self.headers = Headers(scope=scope)
+        self.record = record
+        self.complete = False  # all of the answer's body is sent
+        self._send_message = send
+        self.started = False  # something has been sent
+        self._missing: int | None = None  # bytes of the body not yet sent, where its length was announced
+
+    async def start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+        """Send status and headers."""
+        self.started = True
+        self.record.status = status
+        lengths = [int(value) for name, value in headers if name == b"content-length"]
+        self._missing = lengths[0] if lengths else None
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+
+    async def send_piece(self, piece: bytes) -> None:
+        """Send a part of the body; waits while the client is slow to read."""
+        if self._missing is not None:
+            self._missing -= len(piece)
+            self.complete = self._missing == 0
+        await self._send({"type": "http.response.body", "body": piece, "more_body": True})
+
+    async def end(self) -> None:
+        """The answer is complete."""
+        self.complete = True
+        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def send_whole(self, status: int, headers: list[tuple[bytes, bytes]], content: bytes) -> None:
+        """Send a complete answer."""
+        await self.start(status, headers)
+        self.complete = True
+        await self._send({"type": "http.response.body", "body": content, "more_body": False})
+
+    async def fail(self, status: HTTPStatus, message: str) -> None:
+        """Send an error; of an answer that has begun, close the connection without its end.
+
+        The client then sees that the answer is incomplete, which a stream that just ends would hide.
+        """
+        if self.started:
+            self.record.broken_off = True
+            return  # the ASGI server closes a connection whose answer was left unfinished
+        response = error_response(status, message)
+        headers = passed.to_client(response.raw_headers, self.record.identity)
+        await self.send_whole(status, headers, bytes(response.body))
+
+    async def _send(self, message: Message) -> None:
+        try:
+            await self._send_message(message)
+        except OSError as error:  # how ASGI servers say that the client has gone
+            raise ClientDisconnect from error
+
+
+async def read_body(request: Request, max_bytes: int) -> Body:
+    """The client's JSON object.
+
+    Raises:
+        RequestError: it is too large, not JSON, or not an object.
+        ClientDisconnect: the client left before it had sent all.
+    """
+    content = bytearray()
+    async for piece in request.stream():
+        content += piece
+        if len(content) > max_bytes:
+            raise RequestError(f"the request body is larger than {max_bytes} bytes, the limit of this proxy")
+    try:
+        body = json.loads(content, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"the request body is not valid JSON: {error}") from error
+    if not isinstance(body, dict):
+        raise RequestError(f"the request body must be a JSON object, not {type(body).__name__}")
+    return body
+
+
+async def while_connected(receive: Receive, client: Client, work: Coroutine[Any, Any, None]) -> None:
+    """Run ``work`` to its end, or cancel it when the client leaves. The request's body must have been read.
+
+    Raises:
+        ClientDisconnect: the client left before it had its whole answer; ``work`` has ended.
+    """
+    failure: Exception | None = None
+    left = False
+
+    async def watch() -> None:
+        nonlocal left
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        # A client that knows the length may leave with its last byte, before the work has ended.
+        if not client.complete:
+            left = True
+            group.cancel_scope.cancel()
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(watch)
+        try:
+            await work
+        except Exception as error:  # raised below: the group would wrap it
+            failure = error
+        group.cancel_scope.cancel()
+    if left:
+        raise ClientDisconnect
+    if failure is not None:
+        raise failure
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a JSON number")

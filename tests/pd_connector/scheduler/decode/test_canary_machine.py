@@ -1,0 +1,113 @@
+"""Canaries in any order: nothing of a prefill engine that is wrong is ever pulled, and nothing is lost.
+
+Covers: pd_connector.scheduler.decode.canaries.
+"""
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from pd_connector.orders import CanaryEnds, CanaryRoom, Cause, Report
+from tests.support.connector.proving import ProvingDecode
+from tests.support.connector.requests import FakeRequest
+
+
+class CanaryMachine(RuleBasedStateMachine):
+    """Requests of three engines come, are computed, preempted, aborted and reported in any order.
+
+    Kept apart: which engines are wrong. Nothing may ever be pulled from one of them, and nothing may be lost.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.d = ProvingDecode(ranks=1, room=CanaryRoom(64, 2))
+        self.requests: dict[str, FakeRequest] = {}
+        self.waiting: set[str] = set()
+        self.running: set[str] = set()
+        self.pulls: dict[str, bool] = {}  # canaries ordered, and whether something was said of what was computed
+        self.number = 0
+
+    @initialize(wrong=st.sets(st.sampled_from("PQR")))
+    def engines(self, wrong: set[str]) -> None:
+        self.wrong = wrong
+
+    @rule(engine=st.sampled_from("PQR"), tokens=st.sampled_from([8, 40, 70]))
+    def comes(self, engine: str, tokens: int) -> None:
+        name = f"{engine}{self.number}"
+        self.number += 1
+        self.requests[name] = self.d.add(name, tokens, engine=engine)
+        self.waiting.add(name)
+
+    @precondition(lambda self: self.waiting)
+    @rule(data=st.data())
+    def is_scheduled(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(sorted(self.waiting)))
+        if self.d.schedules(self.requests[name]) is not None:
+            self.waiting.remove(name)
+            self.running.add(name)
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data(), how=st.sampled_from(["samples", "is preempted"]))
+    def goes_on(self, data: st.DataObject, how: str) -> None:
+        request = self.requests[data.draw(st.sampled_from(sorted(self.running)))]
+        if how == "samples":
+            request.num_output_tokens += 1
+        else:
+            request.num_preemptions += 1
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data())
+    def leaves(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(sorted(self.requests)))
+        self.d.leave(self.requests.pop(name))
+        self.waiting.discard(name)
+        self.running.discard(name)
+
+    @rule()
+    def step(self) -> None:
+        orders = self.d.step()
+        assert not {pull.remote.remote_engine_id for pull in orders.pulls} & self.wrong, "wrong values are used"
+        self.pulls |= {order.request_id: False for order in orders.canaries}
+        for reference in orders.references:
+            assert not self.pulls[reference.request_id], "it was told twice what was computed"
+            self.pulls[reference.request_id] = True
+
+    @precondition(lambda self: self.pulls)
+    @rule(data=st.data(), fails=st.booleans())
+    def a_worker_reports(self, data: st.DataObject, fails: bool) -> None:
+        name = data.draw(st.sampled_from(sorted(self.pulls)))
+        if fails:
+            end = CanaryEnds(1, cause=Cause.READ, failure="no")
+        elif self.pulls[name]:
+            end = CanaryEnds(1, samples=2, difference="layer 'l0'" if name[0] in self.wrong else "")
+        else:
+            return
+        del self.pulls[name]
+        self.d.settle(Report(canaries={name: end}))
+
+    @rule(seconds=st.sampled_from([0.1, 5.0, 20.0]))
+    def time_passes(self, seconds: float) -> None:
+        self.d.clock.advance(seconds)
+
+    @rule()
+    def is_reset(self) -> None:
+        self.d.canaries.reset()
+
+    @invariant()
+    def books_balance(self) -> None:
+        self.d.check()
+
+    def teardown(self) -> None:
+        for request in list(self.requests.values()):
+            self.d.leave(request)
+        self.step()
+        for name in list(self.pulls):
+            self.d.settle(Report(canaries={name: CanaryEnds(1, cause=Cause.READ, failure="no")}))
+        assert self.d.held == []
+        self.step()
+        assert not self.d.canaries.wants_step
+        assert self.d.parts.renewals.request_ids == set()
+
+
+CanaryMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40)
+TestCanaries = CanaryMachine.TestCase

@@ -1,0 +1,76 @@
+"""What can be said of the ACL backend without its runtime. Its tests are in ``tests/npu_sim``.
+
+Covers: transfer.copies.batch.acl_abi.
+"""
+
+import ctypes
+import mmap
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from tests.support.memory import Memory
+from tests.support.numa import needs_a_choice, online, policy
+from transfer.copies.batch import acl_abi
+from transfer.copies.batch.acl import AclRuntime
+from transfer.copies.batch.base import CopierStartError
+
+
+def test_the_destination_comes_first_in_a_batchs_attribute() -> None:
+    attribute = acl_abi.MemcpyBatchAttr
+    assert [attribute.dstLoc.offset, attribute.srcLoc.offset, attribute.rsv.offset] == [0, 8, 16]
+    assert (ctypes.sizeof(attribute), ctypes.sizeof(acl_abi.PtrAttributes)) == (32, 28)
+
+
+def test_a_library_that_is_not_the_runtime_is_refused() -> None:
+    with pytest.raises(
+        CopierStartError, match=r"has no aclrtMemcpyAsync, aclrtMallocHost, aclrtFreeHost: .* CANN 8\.0"
+    ):
+        AclRuntime(ctypes.CDLL("libc.so.6"), 0)
+
+
+# Where pinned memory comes from
+
+
+class Allocator:
+    """The runtime's allocator, which takes its pages on the calling thread, and nothing else of the runtime."""
+
+    def __init__(self) -> None:
+        self.memory = Memory(8 * mmap.PAGESIZE)
+        self.preferred: list[str] = []  # by the thread that has asked
+        self.freed: list[int] = []
+        library = {name: ctypes.CFUNCTYPE(ctypes.c_int)(lambda: 0) for name in acl_abi.REQUIRED}
+        word = ctypes.c_uint64
+        library["aclrtMallocHost"] = ctypes.CFUNCTYPE(ctypes.c_int, word, word)(self._allocate)
+        library["aclrtFreeHost"] = ctypes.CFUNCTYPE(ctypes.c_int, word)(self._free)
+        self.runtime = AclRuntime(cast("Any", SimpleNamespace(**library)), 0)
+
+    def _allocate(self, answer: int, size: int) -> int:
+        assert size <= self.memory.region.size
+        self.preferred.append(policy(self.memory.region))
+        ctypes.c_uint64.from_address(answer).value = self.memory.region.address
+        return acl_abi.SUCCESS
+
+    def _free(self, address: int) -> int:
+        self.freed.append(address)
+        return acl_abi.SUCCESS
+
+
+@needs_a_choice
+def test_the_runtime_allocates_on_a_thread_that_prefers_the_node() -> None:
+    allocator = Allocator()
+    allocator.runtime.pinned(mmap.PAGESIZE, node=online()).close()
+    assert allocator.preferred == [f"prefer:{online()}"]
+    assert policy(allocator.memory.region) == "default", "the thread still prefers it"
+    allocator.runtime.pinned(mmap.PAGESIZE).close()
+    assert allocator.preferred[1] == "default"
+    assert len(allocator.freed) == 2
+
+
+def test_a_node_that_is_refused_costs_one_line_and_no_memory(caplog: pytest.LogCaptureFixture) -> None:
+    allocator = Allocator()
+    allocator.runtime.pinned(mmap.PAGESIZE, node=1023).close()
+    assert allocator.preferred == ["default"]
+    [line] = [record.getMessage() for record in caplog.records]
+    assert line.startswith("host memory is not placed on NUMA node 1023: set_mempolicy: ")

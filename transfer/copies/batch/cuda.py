@@ -1,0 +1,175 @@
+"""Copies by the CUDA driver, libcuda: batches by ``cuMemcpyBatchAsync``, single copies by ``cuMemcpyAsync``.
+
+Tested against a simulated driver, and on a GPU where the tests find one.
+
+**Source access order.** A batch tells the driver how early it may read the sources. Reading in stream order is always
+correct. Reading at any time is faster on some platforms, but correct only if nothing that the stream waits for writes
+the sources. So host to device without an event is "any": the pinned host memory was complete at submission. Everything
+else is "stream": what leaves the device was just written by a kernel before the event, and a load after an event may
+follow the very copy that fills its source. Destinations are always written in stream order.
+"""
+
+import ctypes
+import logging
+from typing import Any
+
+from layout.copies import Copies
+from transfer.copies.batch import cuda_abi as abi
+from transfer.copies.batch.base import CopierStartError, Direction
+from transfer.copies.batch.device import CopyRuntime, Explanation, Refusal
+from transfer.copies.batch.single import cuda_copies
+from transfer.memory import HostMemory, PinnedMemory
+
+logger = logging.getLogger(__name__)
+
+LIBRARY = "libcuda.so.1"
+
+
+class CudaRuntime(CopyRuntime):
+    """The CUDA driver, for the device of the calling thread."""
+
+    platform = "cuda"
+    chunk = 1 << 30  # the driver sets no limit
+    batch_call = "cuMemcpyBatchAsync (drivers for CUDA 12.8 have it)"
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        """Set the prototypes of ``library``, which no other code may use with different ones.
+
+        Raises:
+            CopierStartError: a required function is missing.
+        """
+        self._functions = _bind(library)
+        self._batch = self._find_batch()
+        self._memcpy_address = ctypes.cast(self._functions["cuMemcpyAsync"], ctypes.c_void_p).value
+
+    @classmethod
+    def load(cls) -> "CudaRuntime":
+        """Load the installed driver.
+
+        Raises:
+            CopierStartError: no driver is installed, or it is too old.
+        """
+        try:
+            return cls(ctypes.CDLL(LIBRARY))
+        except OSError as error:
+            raise CopierStartError(
+                f"{LIBRARY} cannot be loaded ({error}). It is part of NVIDIA's driver; a container has it only if it "
+                "was started with access to the GPU (docker run --gpus all)"
+            ) from error
+
+    @property
+    def takes_batches(self) -> bool:
+        """See ``CopyRuntime``."""
+        return self._batch is not None
+
+    def submit_batch(self, copies: Copies, direction: Direction, stream: int, *, sources_ready: bool) -> Refusal | None:
+        """See ``CopyRuntime``."""
+        assert self._batch is not None, "asked for a batch of a driver that takes none"
+        any_time = sources_ready and direction is Direction.HOST_TO_DEVICE
+        order = abi.SRC_ACCESS_ORDER_ANY if any_time else abi.SRC_ACCESS_ORDER_STREAM
+        failed = ctypes.c_size_t(abi.NO_INDEX)
+        code = self._batch(
+            copies.destinations.ctypes.data,
+            copies.sources.ctypes.data,
+            copies.sizes.ctypes.data,
+            len(copies),
+            ctypes.byref(abi.MemcpyAttributes(srcAccessOrder=order)),
+            ctypes.byref(ctypes.c_size_t(0)),  # the attributes' first copy
+            1,
+            ctypes.byref(failed),
+            stream,
+        )
+        if code == abi.SUCCESS:
+            return None
+        return Refusal(code, None if failed.value == abi.NO_INDEX else failed.value, "cuMemcpyBatchAsync")
+
+    def submit_singly(
+        self,
+        copies: Copies,
+        direction: Direction,  # the driver knows it from the addresses
+        stream: int,
+    ) -> Refusal | None:
+        """See ``CopyRuntime``."""
+        index, code = cuda_copies(self._memcpy_address, copies.destinations, copies.sources, copies.sizes, stream)
+        return Refusal(code, index, "cuMemcpyAsync") if code != abi.SUCCESS else None
+
+    def is_unsupported(self, code: int) -> bool:
+        """See ``CopyRuntime``."""
+        return code == abi.NOT_SUPPORTED
+
+    def is_pageable(self, address: int) -> bool:
+        """See ``CopyRuntime``. The driver reports an address that it does not know as an invalid value."""
+        kind = ctypes.c_uint()
+        code = self._functions["cuPointerGetAttribute"](
+            ctypes.addressof(kind), abi.POINTER_ATTRIBUTE_MEMORY_TYPE, address
+        )
+        return bool(code == abi.INVALID_VALUE)
+
+    def explain(self, code: int) -> Explanation:
+        """See ``CopyRuntime``. Returns the driver's own text, plus advice if there is any."""
+        said = []
+        for name in ("cuGetErrorName", "cuGetErrorString"):
+            text = ctypes.c_char_p()
+            found = self._functions[name](code, ctypes.byref(text)) == abi.SUCCESS
+            said.append((text.value or b"").decode(errors="replace") if found else "")
+        advice = abi.ADVICE.get(code)
+        meaning = said[1] or "unknown to this driver"
+        return Explanation(said[0] or "unnamed CUDA error", f"{meaning}: {advice}" if advice else meaning)
+
+    def pinned(self, size: int, node: int | None = None) -> PinnedMemory:
+        """Allocate ``size`` bytes of pinned, page-aligned host memory. A device must be set in the calling thread.
+
+        Pins with ``cuMemHostRegister``, as ``cudaHostRegister`` does: exactly ``size`` bytes, while torch's pinned
+        allocator takes the next power of two.
+
+        Raises:
+            ValueError: ``size`` is not positive.
+            CopierStartError: the driver refused.
+        """
+        memory = HostMemory(size, node)
+        address = memory.region.address
+        code = self._functions["cuMemHostRegister_v2"](address, size, abi.MEM_HOST_REGISTER_PORTABLE)
+        if code != abi.SUCCESS:
+            error = self.explain(code)
+            raise CopierStartError(f"cuMemHostRegister refused {size} bytes: {code} {error.name}: {error.meaning}")
+        return PinnedMemory(memory.region, lambda: self._unpin(address), owner=memory)
+
+    def _unpin(self, address: int) -> None:
+        code = self._functions["cuMemHostUnregister"](address)
+        if code != abi.SUCCESS:
+            error = self.explain(code)
+            logger.warning("cuMemHostUnregister refused %#x: %d %s: %s", address, code, error.name, error.meaning)
+
+    def _find_batch(self) -> Any:
+        """Return ``cuMemcpyBatchAsync`` as of CUDA 12.8, whatever its symbol in this driver; None in older drivers."""
+        find = self._functions.get("cuGetProcAddress_v2")
+        if find is None:
+            return None
+        address, found = ctypes.c_void_p(), ctypes.c_int()
+        code = find(
+            b"cuMemcpyBatchAsync",
+            ctypes.byref(address),
+            abi.BATCH_VERSION,
+            abi.GET_PROC_ADDRESS_DEFAULT,
+            ctypes.byref(found),
+        )
+        if code != abi.SUCCESS or address.value is None:
+            return None
+        return ctypes.CFUNCTYPE(ctypes.c_int, *abi.BATCH_ARGUMENTS)(address.value)
+
+
+def _bind(library: ctypes.CDLL) -> dict[str, Any]:
+    """Return the library's functions by name, with their prototypes set."""
+    functions: dict[str, Any] = {}
+    for name, argument_types in abi.PROTOTYPES.items():
+        try:
+            function = getattr(library, name)
+        except AttributeError as error:
+            if name in abi.OPTIONAL:
+                continue
+            raise CopierStartError(
+                f"{LIBRARY} has no {name}: it is not NVIDIA's driver, or too old. A driver for CUDA 12 is needed"
+            ) from error
+        function.argtypes, function.restype = argument_types, ctypes.c_int
+        functions[name] = function
+    return functions

@@ -1,0 +1,181 @@
+"""What the device backends share: ordering by events, chunks, the fallback to single copies, partial failures.
+
+Uses a driver's library through ``CopyRuntime`` and a stream through ``DeviceStream``. Imports no library itself.
+"""
+
+import logging
+from abc import ABC, abstractmethod
+from typing import NamedTuple
+
+import numpy as np
+
+from layout.copies import EMPTY, Copies
+from transfer.copies.batch.base import CopyBackend, CopyFailed, DeviceEvent, Direction
+from transfer.copies.batch.streams import DeviceStream
+
+logger = logging.getLogger(__name__)
+
+
+class Refusal(NamedTuple):
+    """The driver refused a submission. The copies before the refused one are in progress."""
+
+    code: int  # the driver's error
+    position: int | None  # of the refused copy in the submission; None if the driver does not say
+    call: str  # the function that refused
+
+
+class Explanation(NamedTuple):
+    """A description of a driver's error."""
+
+    name: str  # e.g. "CUDA_ERROR_INVALID_VALUE"
+    meaning: str  # what it means and what to do about it
+
+
+class CopyRuntime(ABC):
+    """The part of a driver's library that copies need. The device must be current in the calling thread."""
+
+    platform: str  # as the user names it
+    chunk: int  # the most copies of one batch call
+    batch_call: str  # the batch call's name, and what has it
+
+    @property
+    @abstractmethod
+    def takes_batches(self) -> bool:
+        """Whether the library has a batch call. The driver may still refuse it as unsupported."""
+
+    @abstractmethod
+    def submit_batch(self, copies: Copies, direction: Direction, stream: int, *, sources_ready: bool) -> Refusal | None:
+        """Submit at most ``chunk`` copies in one call; return None if all were taken.
+
+        ``sources_ready``: the stream waits for nothing that writes the sources.
+        """
+
+    @abstractmethod
+    def submit_singly(self, copies: Copies, direction: Direction, stream: int) -> Refusal | None:
+        """Submit any number of copies with one call each; return None if all were taken."""
+
+    @abstractmethod
+    def is_unsupported(self, code: int) -> bool:
+        """Return whether an error of ``submit_batch`` means that driver or chip supports no batches at all."""
+
+    @abstractmethod
+    def is_pageable(self, address: int) -> bool:
+        """Return whether ``address`` is host memory that the driver does not know as pinned."""
+
+    @abstractmethod
+    def explain(self, code: int) -> Explanation:
+        """Return the name and meaning of an error of this library."""
+
+
+class DeviceBackend(CopyBackend):
+    """Copies in one direction on one stream of a device."""
+
+    def __init__(self, runtime: CopyRuntime, stream: DeviceStream, direction: Direction) -> None:
+        """Log a warning if the library has no batch call. Whether the driver takes one, the first copies show."""
+        self._runtime = runtime
+        self._stream = stream
+        self._direction = direction
+        # No driver supports batches within one device.
+        self._batches = runtime.takes_batches and direction is not Direction.DEVICE_TO_DEVICE
+        self._warned = direction is Direction.DEVICE_TO_DEVICE  # there is no host memory to warn about
+        if not runtime.takes_batches and direction is not Direction.DEVICE_TO_DEVICE:
+            logger.warning(
+                "%s, %s: the installed library has no %s. Every copy is submitted on its own, which takes longer per "
+                "block",
+                runtime.platform, direction.value, runtime.batch_call,
+            )  # fmt: skip
+
+    def enter_thread(self) -> None:
+        """Make the device current, which runtimes keep per thread, and compile the loop of single copies."""
+        self._stream.enter_thread()
+        self._runtime.submit_singly(EMPTY, self._direction, self._stream.handle())
+
+    def start(self, copies: Copies, after: DeviceEvent | None) -> DeviceEvent:
+        """Submit everything after ``after``. On a partial failure, waits for what was submitted before it raises."""
+        copies = _as_c_arrays(copies)
+        self._warn_if_pageable(copies)
+        try:
+            if after is not None:
+                self._stream.wait_event(after)
+            submitted = 0
+            while submitted < len(copies):
+                submitted += self._submit_from(submitted, copies, sources_ready=after is None)
+            end = self._stream.record_event()
+            self._stream.handle()  # flush: the record must have left torch's queue before anyone queries the event
+        except CopyFailed:
+            raise
+        except Exception as error:  # of the stream: torch raises RuntimeError
+            raise self._failure_after_sync(f"the stream failed: {error}") from error
+        return end
+
+    def drain(self) -> None:
+        """Wait for the stream."""
+        self._stream.synchronize()
+
+    def _submit_from(self, first: int, copies: Copies, *, sources_ready: bool) -> int:
+        """Submit the next copies, in one call if the driver supports it, and return how many."""
+        part, refusal = copies[first:], None
+        if self._batches:
+            part = copies[first : first + self._runtime.chunk]
+            refusal = self._runtime.submit_batch(
+                part, self._direction, self._stream.handle(), sources_ready=sources_ready
+            )
+            if refusal is not None and self._runtime.is_unsupported(refusal.code):
+                self._disable_batches(refusal)
+        if not self._batches:  # copies that a refused batch has begun are repeated: the same bytes, in stream order
+            refusal = self._runtime.submit_singly(part, self._direction, self._stream.handle())
+        if refusal is not None:
+            raise self._refused(refusal, first, copies)
+        return len(part)
+
+    def _disable_batches(self, refusal: Refusal) -> None:
+        self._batches = False
+        logger.warning(
+            "%s: %s is not supported by this driver or chip (%d %s). From now on every copy is submitted on its own, "
+            "which takes longer per block; a newer driver may support batches",
+            self._runtime.platform, refusal.call, refusal.code, self._runtime.explain(refusal.code).name,
+        )  # fmt: skip
+
+    def _refused(self, refusal: Refusal, first: int, copies: Copies) -> CopyFailed:
+        error = self._runtime.explain(refusal.code)
+        if refusal.position is not None and first + refusal.position < len(copies):
+            i = first + refusal.position
+            which = (
+                f"copy {i} of {len(copies)} ({copies.sizes[i]} bytes from {copies.sources[i]:#x} "
+                f"to {copies.destinations[i]:#x})"
+            )
+        else:
+            which = f"one of the copies from number {first} of {len(copies)} on"
+        reason = (
+            f"{self._runtime.platform}, {self._direction.value}: {refusal.call} refused {which}: "
+            f"{refusal.code} {error.name}: {error.meaning}"
+        )
+        return self._failure_after_sync(reason, refusal.code, error.name)
+
+    def _failure_after_sync(self, reason: str, code: int | None = None, name: str = "") -> CopyFailed:
+        """Wait for what was submitted before a failure, so that the caller may reuse its memory; return the error."""
+        try:
+            self._stream.synchronize()
+        except Exception as error:
+            reason += f". Waiting for the copies already submitted failed as well, so it may still write: {error}"
+            return CopyFailed(reason, settled=False, code=code, name=name)
+        return CopyFailed(reason, settled=True, code=code, name=name)
+
+    def _warn_if_pageable(self, copies: Copies) -> None:
+        if self._warned or not len(copies):
+            return
+        host = copies.sources if self._direction is Direction.HOST_TO_DEVICE else copies.destinations
+        if self._runtime.is_pageable(int(host[0])):
+            self._warned = True
+            logger.warning(
+                "%s, %s: the host memory at %#x is not pinned, so the driver blocks during each of its copies. Use "
+                "transfer.copies.batch.backends.pinned_memory",
+                self._runtime.platform, self._direction.value, int(host[0]),
+            )  # fmt: skip
+
+
+def _as_c_arrays(copies: Copies) -> Copies:
+    """Return the copies as contiguous arrays for C, without empty ones, which drivers refuse."""
+    if len(copies) and not int(copies.sizes.min()):
+        copies = copies[copies.sizes > 0]
+    return Copies(*(np.ascontiguousarray(a, np.int64) for a in (copies.destinations, copies.sources, copies.sizes)))

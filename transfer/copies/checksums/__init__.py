@@ -1,0 +1,1 @@
+"""Reads what a cache holds: checksums of blocks, and values of tokens."""

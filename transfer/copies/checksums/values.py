@@ -1,0 +1,74 @@
+"""Reads what caches hold of a request's tokens, in logical order, so that two caches can be compared by value.
+
+Does not know what the bytes mean, and compares nothing.
+"""
+
+import ctypes
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from layout.geometry import Plane
+from layout.plan import BlockTable
+from transfer.copies.checksums.block_checksums import CHUNK_BYTES, BlockReader, ReadableBlocks, in_place, kernel_blocks
+
+UInt8Array = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PlaneValues:
+    """What a plane holds of consecutive tokens of a request.
+
+    Of an opaque plane, a token's row is its share of the block in the order of memory: no token's own content, but at
+    the same place in every plane of the same packing.
+    """
+
+    first_token: int
+    data: UInt8Array  # [layers, tokens, heads, content * item_size]; 0 where a token is not held
+    held: npt.NDArray[np.bool_]  # [tokens]
+
+
+def read_values(
+    plane: Plane, group_tokens: int, table: BlockTable, first_token: int, end_token: int, read: BlockReader = in_place
+) -> PlaneValues:
+    """Return what ``plane`` holds of the tokens ``first_token`` to ``end_token`` (exclusive) of a request.
+
+    Tokens in holes of ``table``, whose blocks have ``group_tokens`` tokens, are not held. Neither are those of an
+    opaque plane's blocks that the range cuts: where in such a block its tokens are, only the kernel knows.
+
+    Raises:
+        PlanError: the table has no entry for a token, or the plane lacks a block.
+    """
+    size = plane.block_tokens
+    begin, end = (
+        (-(-first_token // size), end_token // size) if plane.packing else (first_token // size, -(-end_token // size))
+    )
+    starts = np.arange(begin, max(begin, end), dtype=np.int64) * size
+    blocks = kernel_blocks(plane, group_tokens, table, starts)
+    starts, blocks = starts[blocks >= 0], blocks[blocks >= 0]
+    tokens = max(0, end_token - first_token)
+    values = PlaneValues(
+        first_token,
+        np.zeros((len(plane.layers), tokens, plane.heads, plane.content * plane.item_size), np.uint8),
+        np.zeros(tokens, np.bool_),
+    )
+    step = max(1, CHUNK_BYTES // max(1, plane.block_bytes))
+    for chunk in range(0, len(blocks), step):
+        rows = _rows(read(plane, blocks[chunk : chunk + step]))
+        for number, start in enumerate(starts[chunk : chunk + step].tolist()):
+            low, high = max(start, first_token), min(start + size, end_token)
+            wanted = slice(low - first_token, high - first_token)
+            values.data[:, wanted] = rows[:, number, low - start : high - start]
+            values.held[wanted] = True
+    return values
+
+
+def _rows(view: ReadableBlocks) -> UInt8Array:
+    """Return a copy of the blocks: [layers, blocks, tokens, heads, content * item_size]."""
+    plane, blocks = view.plane, np.asarray(view.blocks, np.int64)
+    shape = (len(plane.layers), plane.blocks, plane.block_tokens, plane.heads, plane.content, plane.item_size)
+    strides = (plane.layer_stride, plane.block_stride, plane.token_stride, plane.head_stride, plane.content_stride, 1)
+    first = np.ctypeslib.as_array((ctypes.c_uint8 * plane.item_size).from_address(plane.address))
+    items = np.lib.stride_tricks.as_strided(first, shape, strides, writeable=False)
+    return items[:, blocks].reshape(shape[0], len(blocks), *shape[2:4], plane.content * plane.item_size)

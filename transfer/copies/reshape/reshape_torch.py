@@ -1,0 +1,248 @@
+"""Copies bytes between tensors: what ``transfer.copies.reshape.reshape`` does, for memory that only a device can reach.
+
+Moves bytes with tensor operators, the runs of all layers together. ``layout.plan`` and ``layout.staging`` decide which
+bytes go where. Must not decide what is copied, and must not know caches, pulls or engines.
+
+Source and destination are viewed as rows of one width that divides all runs; a run becomes row numbers:
+
+    runs      [4 rows from 8 to 2] [2 rows from 0 to 9]
+    sources      8  9 10 11           0  1         gathered by index_select, then
+    destinations 2  3  4  5           9 10         scattered by index_copy_
+
+So a call takes a few operators, whatever the number of runs: one brings the row numbers to the device, one gathers, and
+one scatters into each view of ``device_views`` that is written to. Sources that follow each other
+need no gathering, as when whole blocks of several ranks are merged.
+
+Rows are integers, so that no bit pattern counts as NaN. According to the documentation and sources of CANN's operator
+library (aclnnIndexSelect, aclnnInplaceIndexCopy) for Atlas A2 and A3, both operators take int32, int16 and int8 rows
+and int64 indices; int32 runs on the vector cores, while the much slower AI CPU scatters narrower rows; on dimension 0
+of a contiguous tensor only the named rows are touched. So widths that are multiples of four bytes, which nearly all
+are, use int32.
+
+Tested with CPU tensors, on a simulated Ascend device with its operators replaced, and on one whose operators run on the
+host. Not run on hardware.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+from layout.copies import Copies, Int64Array
+from layout.geometry import Region
+from layout.regions import RegionTable
+from transfer.copies.reshape.device_views import DeviceViews, Storage
+from transfer.copies.reshape.rows import RowNumbers, Rows, Runs, follow_each_other, stretches, widest_rows
+
+#: A run of at least this size is copied by its own call.
+LARGE_BYTES = 1 << 20
+#: Device memory that a call may use at once, unless told otherwise.
+DEFAULT_TEMPORARY_BYTES = 16 << 20
+#: Up to this many runs are copied by a call each, because building indices would not pay off.
+_FEW_RUNS = 4
+_INDEX_BYTES = 16  # per row: its source and its destination
+
+_ROW_DTYPES = {4: torch.int32, 2: torch.int16, 1: torch.int8}
+
+
+class SideStream:
+    """Owns a device stream beside the model's, for ``torch.cuda`` and ``torch.npu`` alike. Does nothing on the CPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._module: Any = None
+        self._stream: Any = None
+        if device.type != "cpu":
+            self._module = torch.get_device_module(device)
+            self._stream = self._module.Stream(device)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Submit to this stream inside a ``with`` block; the work is done when the block is left, also by an exception.
+
+        Waits for an event behind that work, not for what other threads submit later. Sets the device of the calling
+        thread, because on an NPU a thread has none by default.
+        """
+        if self._module is None:
+            yield
+            return
+        self._module.set_device(self._device)
+        try:
+            with self._module.stream(self._stream):
+                yield
+        finally:
+            self._stream.record_event().synchronize()
+
+
+class TensorCopier:
+    """Copies runs of bytes between the storages of some tensors, on their device.
+
+    Several threads may call it at once. Each call returns when its own bytes are in place. The calls share a stream, so
+    a call may also wait for the bytes of others.
+    """
+
+    def __init__(
+        self,
+        *sides: Iterable[torch.Tensor],
+        segments: Sequence[Region] = (),
+        temporary_bytes: int = DEFAULT_TEMPORARY_BYTES,
+        view_bytes: int = 1 << 31,
+    ) -> None:
+        """Keep the storages of all tensors alive, and copy between them.
+
+        Args:
+            sides: tensors of any shape and dtype, all on one device. A tensor stands for its whole storage.
+            segments: memory of the device that is mapped without a hole. One operator writes to all storages of a side
+                that are neighbours in a segment.
+            temporary_bytes: device memory that a call may use at once. One row, of less than ``LARGE_BYTES``, must fit.
+            view_bytes: the most bytes that an operator gets to see (plus ``LARGE_BYTES``), because the operators of
+                some devices may count in 32 bits.
+
+        Raises:
+            ValueError: the tensors are on several devices or there are none, storages or segments overlap partly, or a
+                storage has a private format of its device.
+        """
+        storages = _storages(sides)
+        self._memory = [storage.memory for storage in storages]
+        devices = {memory.device for memory in self._memory}
+        if len(devices) != 1:
+            raise ValueError(f"tensors must be on one device, not on {sorted(map(str, devices)) or 'none'}")
+        self._device = devices.pop()
+        self._table = RegionTable([storage.region for storage in storages])
+        self._views = DeviceViews(storages, segments, view_bytes, LARGE_BYTES)
+        self._stream = SideStream(self._device)
+        self._temporary_bytes = temporary_bytes
+
+    @property
+    def view_starts(self) -> Int64Array:
+        """Addresses, ascending: one operator writes to the memory from one of them up to the next. Shape [views]."""
+        return self._views.starts
+
+    def __call__(self, copies: Copies) -> None:
+        """Copy every run. When this returns, the bytes are in place, also for other streams and engines.
+
+        No destination byte may be written twice or be a source. This is not checked.
+
+        Raises:
+            ValueError: a size is negative, or a run leaves the storages. Nothing was copied.
+        """
+        copies = self._checked(copies)
+        if not len(copies):
+            return
+        with torch.inference_mode(), self._stream.running():
+            large = copies.sizes >= LARGE_BYTES
+            self._copy_one_by_one(copies[large])
+            copies = copies[~large]
+            while len(copies) > _FEW_RUNS:  # each round copies at least half of the bytes left
+                rows, fit = widest_rows(Runs.of(copies, self.view_starts), len(self.view_starts))
+                self._copy_rows(rows)
+                copies = copies[~fit]
+            self._copy_one_by_one(copies)
+
+    def _checked(self, copies: Copies) -> Copies:
+        """Return the runs that are not empty; raise unless all lie in the storages."""
+        if len(copies) and int(copies.sizes.min()) < 0:
+            index = int(copies.sizes.argmin())
+            raise ValueError(f"copy {index} of {len(copies)} has a negative size: {int(copies.sizes[index])} bytes")
+        copies = copies[copies.sizes > 0]
+        for what, addresses in (("destination", copies.destinations), ("source", copies.sources)):
+            outside = self._table.outside(addresses, copies.sizes)
+            if outside.any():
+                index = int(outside.argmax())
+                raise ValueError(
+                    f"the {what} of non-empty copy {index} of {len(copies)}, {int(copies.sizes[index])} bytes at "
+                    f"{int(addresses[index]):#x}, does not lie in one of the {len(self._memory)} storages"
+                )
+        return copies
+
+    def _copy_one_by_one(self, copies: Copies) -> None:
+        columns = (copies.destinations, copies.sources, copies.sizes)
+        for target, origin, size in zip(*(column.tolist() for column in columns), strict=True):
+            self._bytes(target, size).copy_(self._bytes(origin, size))
+
+    def _bytes(self, address: int, size: int) -> torch.Tensor:
+        storage = int(np.searchsorted(self._table.starts, address, side="right")) - 1
+        first = address - int(self._table.starts[storage])
+        return self._memory[storage][first : first + size]
+
+    def _copy_rows(self, rows: Rows) -> None:
+        dtype = self._row_dtype(rows)
+        for part in rows.parts(max(1, self._temporary_bytes // (rows.width + _INDEX_BYTES))):
+            index = self._on_device(np.stack((part.target.row, part.origin.row)))
+            for begin, end in stretches(part.origin.view):
+                read = self._row_view(part.origin, begin, rows.width, dtype)
+                writes = [
+                    (begin + first, begin + last, self._row_view(part.target, begin + first, rows.width, dtype))
+                    for first, last in stretches(part.target.view[begin:end])
+                ]
+                source = _following(read, part.origin.row[begin:end], [target for _, _, target in writes])
+                if source is None:
+                    source = read.index_select(0, index[1, begin:end])
+                for first, last, target in writes:
+                    target.index_copy_(0, index[0, first:last], source[first - begin : last - begin])
+
+    def _row_dtype(self, rows: Rows) -> torch.dtype:
+        """Return the widest integers that suit the width of rows and the addresses of all views that they are in."""
+        item = math.gcd(rows.width, max(_ROW_DTYPES))
+        for end in (rows.target, rows.origin):
+            for number in np.flatnonzero(np.bincount(end.view)).tolist():
+                view, phase = self._views.views[number], int(end.phases[number])
+                item = math.gcd(item, view.data_ptr() + phase, view.storage_offset() + phase)
+        return _ROW_DTYPES[item]
+
+    def _row_view(self, end: RowNumbers, index: int, width: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return the view that row ``index`` is in. Shape [rows, integers]."""
+        number = int(end.view[index])
+        view, phase = self._views.views[number], int(end.phases[number])
+        whole = view[phase : phase + (view.numel() - phase) // width * width]
+        return whole.view(dtype).view(-1, width // dtype.itemsize)
+
+    def _on_device(self, index: Int64Array) -> torch.Tensor:
+        memory = torch.from_numpy(index)
+        if self._device.type == "cpu":
+            return memory
+        # From pinned memory, because from other memory the calling thread would wait for the stream.
+        return memory.pin_memory().to(self._device, non_blocking=True)
+
+
+def _following(read: torch.Tensor, rows: Int64Array, writes: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """Return ``rows`` of ``read`` without a copy, if they follow each other and lie apart from what is written."""
+    if not follow_each_other(rows):
+        return None
+    source = read[int(rows[0]) : int(rows[-1]) + 1]
+    start, end = _range(source)
+    apart = all(end <= first or last <= start for first, last in map(_range, writes))
+    return source if apart else None
+
+
+def _range(memory: torch.Tensor) -> tuple[int, int]:
+    return memory.data_ptr(), memory.data_ptr() + memory.numel() * memory.element_size()
+
+
+def _storages(sides: Sequence[Iterable[torch.Tensor]]) -> list[Storage]:
+    """Return each storage as bytes, by address, leaving out storages that lie inside another."""
+    storages = [Storage(_all_bytes(tensor), side) for side, tensors in enumerate(sides) for tensor in tensors]
+    storages.sort(key=lambda storage: (storage.region.address, -storage.region.size))
+    outermost: list[Storage] = []
+    end = 0  # of the memory seen so far
+    for storage in storages:
+        if storage.region.size and storage.region.end > end:
+            outermost.append(storage)
+            end = storage.region.end
+    return outermost
+
+
+def _all_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the whole storage of a tensor as bytes. Shape [bytes], uint8."""
+    storage = tensor.untyped_storage()
+    # By views, which leave the device library's metadata of the storage alone (set_ would not).
+    memory = tensor.as_strided((storage.nbytes() // tensor.element_size(),), (1,), 0).view(torch.uint8)
+    if memory.data_ptr() != storage.data_ptr():
+        raise ValueError(
+            f"a tensor of shape {tuple(tensor.shape)} on {tensor.device} has a private format of its device, which "
+            "cannot be viewed as bytes"
+        )
+    return memory
