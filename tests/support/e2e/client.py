@@ -78,6 +78,7 @@ class Client:
         limits = httpx.Limits(max_connections=64, keepalive_expiry=2)  # vLLM closes idle ones after 5 s
         self._http = httpx.Client(base_url=base_url, timeout=REQUEST_TIMEOUT_S, limits=limits)
         self._salts = itertools.count()
+        self.resets = 0
 
     def close(self) -> None:
         """Close the connections."""
@@ -159,6 +160,7 @@ class Client:
         """
         response = self._http.post("/reset_prefix_cache", params={"reset_external": "true"})
         assert response.status_code == 200, response.text
+        self.resets += 1
         return bool(response.json()["success"]) if response.content else True
 
     def is_healthy(self) -> bool:

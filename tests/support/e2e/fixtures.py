@@ -68,7 +68,7 @@ def server(request: pytest.FixtureRequest, servers: dict[str, Server]) -> Iterat
 
 @pytest.fixture(scope="session")
 def acquainted() -> set[tuple[int, ...]]:
-    """The processes of the pairs of servers that have met."""
+    """The processes of the pairs of servers that have met, and how often the second was reset: it forgets whom it met."""
     return set()
 
 
@@ -79,7 +79,7 @@ def pair(
     """The prefill and decode server that the test names. After it both must be healthy and hold nothing."""
     prefill, decode = request.param
     pair = Pair(servers[prefill], servers[decode])
-    processes = (pair.prefill.process.pid, pair.decode.process.pid)
+    processes = (pair.prefill.process.pid, pair.decode.process.pid, pair.decode.client.resets)
     if processes not in acquainted:
         pair.get_acquainted()
         acquainted.add(processes)
