@@ -68,7 +68,7 @@ def server(request: pytest.FixtureRequest, servers: dict[str, Server]) -> Iterat
 
 @pytest.fixture(scope="session")
 def acquainted() -> set[tuple[int, ...]]:
-    """The processes of the pairs of servers that have met, and how often the second was reset: it forgets whom it met."""
+    """The processes of the pairs that have met, and how often the second was reset: then it forgets whom it met."""
     return set()
 
 
