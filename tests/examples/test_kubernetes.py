@@ -203,7 +203,7 @@ def test_p_has_time_to_drain_before_vllm_and_kubernetes_kill_it() -> None:
     shutdown_s = int(P.option("--shutdown-timeout"))
     drain_s = connector(P).drain_timeout_s
     assert drain_s == 20  # not the default: what is written there is what is meant
-    assert "it ends 3 s before that" in (ConnectorConfig.model_fields["drain_timeout_s"].description or "")
+    assert "ends 3 s before it" in (ConnectorConfig.model_fields["drain_timeout_s"].description or "")
     assert shutdown_s > drain_s + 3
     assert P.pod["terminationGracePeriodSeconds"] >= P.pre_stop_s + shutdown_s + 10
 

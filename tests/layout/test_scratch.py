@@ -1,5 +1,6 @@
 """Scratch blocks: each element of each block has bytes of its own inside the memory, and pulls arrive there."""
 
+from collections.abc import Sequence
 from math import prod
 
 import numpy as np
@@ -65,6 +66,22 @@ def test_every_byte_of_every_block_has_a_place_of_its_own(
         assert len(np.unique(addresses)) == len(addresses)
         assert memory.address <= addresses.min()
         assert addresses.max() < memory.end
+
+
+@pytest.mark.parametrize("layout", ["BHLNC", "BLHNC", "BLNHC"])
+@pytest.mark.parametrize("form", ["fused", "views"])
+def test_a_block_whose_planes_alternate_is_the_same_bytes_in_a_row(layout: str, form: str) -> None:
+    """So that it is read in one descriptor, and not token by token."""
+    (rank,) = build(Model(4, (6, 6), 2, ((0, 1, 2),), (0,)), Engine(layout=layout, form=form), seed=1, base=1 << 40)
+    geometry = rank.geometry
+    (ours,), (theirs,) = geometry.groups, scratch_of(geometry, [3]).groups
+
+    def of_block(planes: Sequence[Plane], number: int) -> Int64Array:
+        addresses = np.concatenate([elements(plane, range(number, number + 1)) for plane in planes])
+        return addresses - addresses.min()
+
+    assert (of_block(theirs.planes, 1) == of_block(ours.planes, 0)).all()
+    assert of_block(theirs.planes, 2).max() + 1 == sum(plane.block_bytes for plane in theirs.planes)
 
 
 def test_a_hole_has_no_memory() -> None:
