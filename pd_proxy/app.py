@@ -16,7 +16,7 @@ from starlette.routing import Route
 
 from pd_proxy import headers as passed
 from pd_proxy.connection_pool import Connections
-from pd_proxy.control import ControlAddresses, Doubts
+from pd_proxy.control import CircuitBreaker, ControlAddresses
 from pd_proxy.error_answers import LegFailed, error_response
 from pd_proxy.exchange import Completions
 from pd_proxy.journal import Journal
@@ -39,7 +39,7 @@ def create_app(settings: Settings) -> Starlette:
     recent = Recent() if settings.status_page else None
     journal = Journal(recent)
     pages = _Pages(prefill, decode, journal, settings)
-    control, doubts = ControlAddresses(), Doubts()
+    control, breaker = ControlAddresses(), CircuitBreaker()
     tracing = Tracing(settings.traces_endpoint)
     status = [] if recent is None else StatusPage((prefill, decode), control, recent).routes
 
@@ -50,7 +50,7 @@ def create_app(settings: Settings) -> Starlette:
             prefill,
             decode,
             control,
-            doubts,
+            breaker,
             legs=settings.legs,
             first_token=settings.first_token,
             without_prefill=settings.without_prefill,

@@ -80,7 +80,7 @@ class _Failed:
     request_id: str
 
 
-class Doubts:
+class CircuitBreaker:
     """The decode servers that seem unable to follow a transfer by its name.
 
     Nothing that a decode server answers says whether its connector can, or what else was the matter. One that fails a

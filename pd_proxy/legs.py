@@ -111,7 +111,7 @@ class TwoLegs:
         """Serve the request with one prefill server; return how that failed, if it did."""
         address = self._upstream.control.of(server.url) if self._upstream.legs == Legs.TOGETHER else None
         next_decode = self._upstream.decode.in_order()[0].url
-        if address is not None and not self._upstream.doubts.go_in_turn(next_decode, server.url):
+        if address is not None and not self._upstream.breaker.go_in_turn(next_decode, server.url):
             return await self._together(server, address)
         self._record.legs = Legs.IN_TURN
         try:
@@ -217,17 +217,17 @@ class TwoLegs:
         )
 
     def _after_news_of(self, prefill: _Prefill, server: Server, address: Address) -> Callable[[int], Awaitable[None]]:
-        doubts = self._upstream.doubts
+        breaker = self._upstream.breaker
 
         async def wait(status: int) -> None:
             if status == HTTPStatus.OK:
-                doubts.served_at_once(self._record.decode_url, server.url)
+                breaker.served_at_once(self._record.decode_url, server.url)
             if status >= HTTPStatus.INTERNAL_SERVER_ERROR:
                 await _last_news(prefill)
                 if prefill.moved is None:  # after P's answer, which tells the address anew
                     self._upstream.control.forget(server.url)  # it may be what D could not use
                 if not prefill.ends_decoding:  # P is not the reason
-                    doubts.failed_at_once(self._record.decode_url, server.url, address, self._record.identity)
+                    breaker.failed_at_once(self._record.decode_url, server.url, address, self._record.identity)
 
         return wait
 
@@ -235,7 +235,7 @@ class TwoLegs:
         async def note(status: int) -> None:
             if status == HTTPStatus.OK:
                 address = self._upstream.control.of(server.url)
-                self._upstream.doubts.served_in_turn(self._record.decode_url, server.url, address)
+                self._upstream.breaker.served_in_turn(self._record.decode_url, server.url, address)
 
         return note
 

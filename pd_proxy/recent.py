@@ -25,7 +25,7 @@ _LONGEST_FAILURE = 300
 
 
 @dataclass(frozen=True, slots=True)
-class Glimpse:
+class RequestSummary:
     """A request at one moment. Times are seconds since it came in, or None while it has not come to that."""
 
     number: int  # in the order in which requests came in
@@ -51,7 +51,7 @@ class Ended:
     """A request that is over, with its place in the order in which requests ended."""
 
     place: int
-    glimpse: Glimpse
+    summary: RequestSummary
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ class Recent:
         """A request is over."""
         number = self._under_way.pop(record)
         self._places += 1
-        self._ended.append(Ended(self._places, _glimpse(record, number)))
+        self._ended.append(Ended(self._places, _summary(record, number)))
         ended, failed = record.ended or time.monotonic(), bool(record.failure)
         self._outcomes.append(_Outcome(ended, record.first_token_s, record.handover_s, failed))
 
@@ -106,15 +106,15 @@ class Recent:
         """Return how many requests are under way, shown or not."""
         return len(self._under_way)
 
-    def under_way(self) -> list[Glimpse]:
+    def under_way(self) -> list[RequestSummary]:
         """Return the requests under way, the oldest first."""
         shown = list(self._under_way.items())[:MAX_UNDER_WAY]
-        return [_glimpse(record, number) for record, number in shown]
+        return [_summary(record, number) for record, number in shown]
 
     def ended_after(self, place: int) -> list[Ended]:
         """Return the requests that ended behind this place and within the last minutes, in that order."""
         oldest = time.time() - KEPT_S
-        return [one for one in self._ended if one.place > place and one.glimpse.at + (one.glimpse.ended or 0) >= oldest]
+        return [one for one in self._ended if one.place > place and one.summary.at + (one.summary.ended or 0) >= oldest]
 
     def last_minute(self, now: float) -> LastMinute:
         """Return the figures of the minute before ``now``, in monotonic seconds."""
@@ -140,14 +140,14 @@ def _percentile(ordered: list[float], percent: int) -> float | None:
     return ordered[math.ceil(percent * len(ordered) / 100) - 1] if ordered else None
 
 
-def _glimpse(record: Record, number: int) -> Glimpse:
+def _summary(record: Record, number: int) -> RequestSummary:
     def since(moment: float | None) -> float | None:
         return None if moment is None else moment - record.started
 
     def after(began: float | None, seconds: float | None) -> float | None:
         return None if began is None or seconds is None else began - record.started + seconds
 
-    return Glimpse(
+    return RequestSummary(
         number=number,
         identity=record.identity[:_LONGEST_ID],
         path=record.path,

@@ -6,7 +6,7 @@ from starlette.datastructures import Headers
 
 from pd_proxy import headers as passed
 from pd_proxy.connection_pool import HeaderList
-from pd_proxy.control import ControlAddresses, Doubts
+from pd_proxy.control import CircuitBreaker, ControlAddresses
 from pd_proxy.servers import Servers
 from pd_proxy.settings import FirstTokenFrom, Legs, WithoutPrefill
 
@@ -20,7 +20,7 @@ class Upstream:
     prefill: Servers
     decode: Servers
     control: ControlAddresses
-    doubts: Doubts
+    breaker: CircuitBreaker
     legs: Legs
     first_token: FirstTokenFrom
     without_prefill: WithoutPrefill

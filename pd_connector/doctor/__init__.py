@@ -4,13 +4,13 @@
     pd-doctor --peer HOST[:PORT]               and a running P, at its HTTP port: handshake, and real pulls
     pd-doctor --listen                         answers such a doctor on another machine in P's place
 
-    findings   what a check says, and the report of many
-    software   versions, and whether they fit each other
-    machine    address, port, devices and memory of this machine
-    npu        CANN, copies and attention operators of this machine's first NPU
-    listener   what ``--listen`` is: leases over noise, by the prefill side's own classes
-    http       the two questions to a server's HTTP port
-    visit      the checks of a P, which is pulled from by the decode side's own workers
+    findings    what a check says, and the report of many
+    software    versions, and whether they fit each other
+    machine     address, port, devices and memory of this machine
+    npu         CANN, copies and attention operators of this machine's first NPU
+    listener    what ``--listen`` is: leases over noise, by the prefill side's own classes
+    http        the two questions to a server's HTTP port
+    peer_check  the checks of a P, which is pulled from by the decode side's own workers
 
 Nothing here is a second implementation: transfers, plans, leases and messages are those of the connector.
 """

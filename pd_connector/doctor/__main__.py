@@ -16,8 +16,8 @@ from pd_connector.doctor.findings import Examination, Outcome
 from pd_connector.doctor.http import HttpServer, base_url
 from pd_connector.doctor.listener import Listener, serve_apart
 from pd_connector.doctor.machine import Machine
+from pd_connector.doctor.peer_check import LEAST_TOKENS, PeerCheck
 from pd_connector.doctor.software import Software, installed
-from pd_connector.doctor.visit import LEAST_TOKENS, Visit
 from transfer.control.failures import ControlStartError
 from transfer.engine.interface import EngineStartError
 
@@ -46,8 +46,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _examine(report, config, by_auto=asked.protocol == "auto")
     if url:
         key = options.api_key if options.api_key is not None else os.environ.get(_KEY_VARIABLE) or None
-        with closing(Visit(HttpServer(url, key, _PREFILL_TIMEOUT_S), config, options.tokens)) as visit:
-            report.run_chain(visit.checks)
+        with closing(PeerCheck(HttpServer(url, key, _PREFILL_TIMEOUT_S), config, options.tokens)) as peer_check:
+            report.run_chain(peer_check.checks)
     _print(f"\n{report.summary()}")
     return 0 if report.passed else 1
 
@@ -68,8 +68,8 @@ def _transfer_engine(config: ConnectorConfig) -> str:
         if config.protocol == "ascend":
             return f"ascend starts at {address}, with memory of the first NPU; it reads no host memory: none was read"
         here = config.model_copy(update={"allowed_peers": None})
-        with closing(Visit(HttpServer(base_url(address), None, _PREFILL_TIMEOUT_S), here, _TOKENS)) as visit:
-            said = [check() for _, check in visit.checks]
+        with closing(PeerCheck(HttpServer(base_url(address), None, _PREFILL_TIMEOUT_S), here, _TOKENS)) as peer_check:
+            said = [check() for _, check in peer_check.checks]
     return f"{config.protocol} reads from another process here: {said[-1]}"
 
 

@@ -20,7 +20,7 @@ logger = logging.getLogger(f"vllm.{__name__}")
 
 
 @dataclass(frozen=True)
-class _Wish:
+class _LayoutChoice:
     """The layout to ask vLLM for, if any, and why."""
 
     layout: str | None
@@ -34,7 +34,7 @@ def wanted_layout(vllm_config: Any) -> str | None:
     and on some platforms. None on the CPU platform too: there the workers rank the layouts that they have checked, so
     none that fails is asked for.
     """
-    return _wish(vllm_config).layout if current().declares_layouts else None
+    return _choice(vllm_config).layout if current().declares_layouts else None
 
 
 def warn_if_not_hooked(vllm_config: Any) -> None:
@@ -56,12 +56,12 @@ def log_layout(vllm_config: Any, chosen: str | None) -> None:
     """Log in one line the KV cache layout that vLLM has ``chosen``, and why."""
     import vllm.envs  # noqa: PLC0415
 
-    wish = _wish(vllm_config)
-    reason = wish.reason
+    choice = _choice(vllm_config)
+    reason = choice.reason
     if requested := vllm.envs.VLLM_KV_CACHE_LAYOUT:
         reason = f"VLLM_KV_CACHE_LAYOUT is {requested}"
-    elif wish.layout is not None and wish.layout != chosen:
-        reason = f"{wish.layout} was asked for ({wish.reason}), and vLLM could not use it"
+    elif choice.layout is not None and choice.layout != chosen:
+        reason = f"{choice.layout} was asked for ({choice.reason}), and vLLM could not use it"
     if _workers_allocate():
         logger.info("PDConnector: the workers lay out their KV caches: %s", reason)
         return
@@ -69,22 +69,22 @@ def log_layout(vllm_config: Any, chosen: str | None) -> None:
     logger.info("PDConnector: the KV cache layout %s %s: %s", chosen, effect, reason)
 
 
-def _wish(vllm_config: Any) -> _Wish:
+def _choice(vllm_config: Any) -> _LayoutChoice:
     from vllm.platforms import current_platform  # noqa: PLC0415
 
     if not cross_layer_blocks(vllm_config):
-        return _Wish(None, f"{SWITCH} is false, or this connector was not found in kv_transfer_config")
+        return _LayoutChoice(None, f"{SWITCH} is false, or this connector was not found in kv_transfer_config")
     if current_platform.is_cpu():
-        return _Wish(None, "the best that the workers offer, whose log says why")
+        return _LayoutChoice(None, "the best that the workers offer, whose log says why")
     if _workers_allocate():
-        return _Wish(None, "their log says whether all layers of a block are together")
+        return _LayoutChoice(None, "their log says whether all layers of a block are together")
     if not current_platform.is_cuda():
-        return _Wish(None, "the attention backends of this platform do not declare their layouts")
+        return _LayoutChoice(None, "the attention backends of this platform do not declare their layouts")
     try:
         return _first_declared(vllm_config)
     except Exception as error:
         logger.warning("PDConnector: cross-layer KV blocks are off: cannot tell the backends' layouts: %s", error)
-        return _Wish(None, f"the layouts of the attention backends cannot be told ({error})")
+        return _LayoutChoice(None, f"the layouts of the attention backends cannot be told ({error})")
 
 
 def _workers_allocate() -> bool:
@@ -94,7 +94,7 @@ def _workers_allocate() -> bool:
     return getattr(current_platform, "device_type", "") == "npu"
 
 
-def _first_declared(vllm_config: Any) -> _Wish:
+def _first_declared(vllm_config: Any) -> _LayoutChoice:
     """Return the best block-outer layout that all attention backends of the model declare."""
     from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends  # noqa: PLC0415
     from vllm.v1.attention.backends.utils import get_supported_kv_cache_layouts  # noqa: PLC0415
@@ -104,7 +104,9 @@ def _first_declared(vllm_config: Any) -> _Wish:
     for backend in backends:
         if not _takes_whole_blocks(backend, block_tokens):
             # vLLM splits blocks for such a kernel, but refuses to do so in a block-outer layout.
-            return _Wish(None, f"kernels of {backend.get_name()} do not take whole blocks of {block_tokens} tokens")
+            return _LayoutChoice(
+                None, f"kernels of {backend.get_name()} do not take whole blocks of {block_tokens} tokens"
+            )
     names = ", ".join(backend.get_name() for backend in backends)
     declared = {layout.name for layout in get_supported_kv_cache_layouts(backends)}
     # vLLM accepts BHLNC only if the caches of all layers have the same shape.
@@ -116,8 +118,8 @@ def _first_declared(vllm_config: Any) -> _Wish:
     candidates = BLOCK_OUTER if one_shape else ("BLHNC",)
     for name in candidates:
         if name in declared:
-            return _Wish(name, f"{names} takes it, in blocks of {block_tokens} tokens")
-    return _Wish(None, f"{names} takes {', '.join(sorted(declared))} only")
+            return _LayoutChoice(name, f"{names} takes it, in blocks of {block_tokens} tokens")
+    return _LayoutChoice(None, f"{names} takes {', '.join(sorted(declared))} only")
 
 
 def _block_tokens(vllm_config: Any, backends: Sequence[Any]) -> int:

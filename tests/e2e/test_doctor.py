@@ -10,7 +10,7 @@ import pytest
 from pd_connector.config import ConnectorConfig
 from pd_connector.doctor.findings import Examination, Outcome
 from pd_connector.doctor.http import HttpServer
-from pd_connector.doctor.visit import Visit
+from pd_connector.doctor.peer_check import PeerCheck
 from tests.support.e2e.cluster import BLOCK_SIZE, Server
 from tests.support.e2e.deployments import BHLNC, MIXED, SECRET, on
 
@@ -21,11 +21,11 @@ pytestmark = [pytest.mark.e2e, pytest.mark.doctor]
 @pytest.mark.parametrize("server", ["P1", "P2"], indirect=True)
 def test_a_prefill_server_is_visited(server: Server) -> None:
     config = ConnectorConfig(host="127.0.0.1", protocol="tcp")
-    visit, report = Visit(HttpServer(server.client.base_url, None, 60.0), config, 200), Examination()
+    peer_check, report = PeerCheck(HttpServer(server.client.base_url, None, 60.0), config, 200), Examination()
     try:
-        report.run_chain(visit.checks)
+        report.run_chain(peer_check.checks)
     finally:
-        visit.close()
+        peer_check.close()
     assert [str(finding) for finding in report.findings if finding.outcome is not Outcome.OK] == []
     _, handshake, pull = (finding.text for finding in report.findings)
     spec = server.spec
@@ -40,9 +40,9 @@ def test_a_prefill_server_is_visited(server: Server) -> None:
 @pytest.mark.parametrize("server", ["TP2"], indirect=True)
 def test_the_command_visits_a_server_with_a_secret_and_compares_checksums(server: Server) -> None:
     config = {"host": "127.0.0.1", "protocol": "tcp"}
-    visit = ("--peer", server.client.base_url, "--config", json.dumps(config), "--tokens", "200")
+    peer_check = ("--peer", server.client.base_url, "--config", json.dumps(config), "--tokens", "200")
     done = subprocess.run(
-        [sys.executable, "-m", "pd_connector.doctor", *visit],
+        [sys.executable, "-m", "pd_connector.doctor", *peer_check],
         env=os.environ | {"PD_CONNECTOR_SECRET": SECRET},
         capture_output=True,
         text=True,

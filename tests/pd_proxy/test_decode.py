@@ -8,7 +8,7 @@ import anyio
 import pytest
 
 from pd_proxy.connection_pool import Connections
-from pd_proxy.control import ControlAddresses, Doubts
+from pd_proxy.control import CircuitBreaker, ControlAddresses
 from pd_proxy.decode import run_decode
 from pd_proxy.http_client import Client
 from pd_proxy.journal import Record
@@ -37,7 +37,7 @@ def test_who_cancels_it_while_the_client_has_nothing_can_be_sure_that_it_gets_no
                 servers,
                 servers,
                 ControlAddresses(),
-                Doubts(),
+                CircuitBreaker(),
                 Legs.TOGETHER,
                 FirstTokenFrom.DECODE,
                 WithoutPrefill.FAIL,

@@ -17,7 +17,7 @@ from pd_connector.doctor import npu
 from pd_connector.doctor.findings import CheckFailed, Examination, Outcome
 from pd_connector.doctor.http import HttpServer, base_url
 from pd_connector.doctor.listener import Listener, serve_apart
-from pd_connector.doctor.visit import Visit
+from pd_connector.doctor.peer_check import PeerCheck
 from tests.support.engine.in_process import InProcessEngine, InProcessFabric
 from transfer.engine.interface import EngineStartError
 
@@ -53,11 +53,11 @@ def listening() -> Iterator[Callable[..., Listener]]:
 
 
 def visited(address: str, **config: object) -> Examination:
-    visit, report = Visit(HttpServer(base_url(address), None, 20.0), settings(**config), 100), Examination()
+    peer_check, report = PeerCheck(HttpServer(base_url(address), None, 20.0), settings(**config), 100), Examination()
     try:
-        report.run_chain(visit.checks)
+        report.run_chain(peer_check.checks)
     finally:
-        visit.close()
+        peer_check.close()
     return report
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from pd_proxy.control import Address, Doubts
+from pd_proxy.control import Address, CircuitBreaker
 from tests.support.examples.fake_servers import (
     NAMED_TRANSFER,
     FakeServer,
@@ -96,30 +96,30 @@ def test_what_the_prefill_server_has_caused_is_not_put_down_to_the_decode_server
 
 
 def test_an_address_that_was_wrong_is_not_put_down_to_the_decode_server() -> None:
-    doubts = Doubts()
+    breaker = CircuitBreaker()
     for _ in range(3):
-        doubts.failed_at_once("d", "p", AT, "id")
-        assert doubts.go_in_turn("d", "p")
-        doubts.served_in_turn("d", "p", Address(NAMED_TRANSFER["remote_host"], 17))
-        assert not doubts.go_in_turn("d", "p")
+        breaker.failed_at_once("d", "p", AT, "id")
+        assert breaker.go_in_turn("d", "p")
+        breaker.served_in_turn("d", "p", Address(NAMED_TRANSFER["remote_host"], 17))
+        assert not breaker.go_in_turn("d", "p")
 
 
 def test_a_decode_server_is_tried_again_after_a_while() -> None:
     clock = ManualClock()
-    doubts = Doubts(clock)
+    breaker = CircuitBreaker(clock)
     for _ in range(2):
-        assert not doubts.go_in_turn("d", "another p")
-        doubts.failed_at_once("d", "p", AT, "id")
-        doubts.served_in_turn("d", "p", AT)
-    assert doubts.go_in_turn("d", "another p")
+        assert not breaker.go_in_turn("d", "another p")
+        breaker.failed_at_once("d", "p", AT, "id")
+        breaker.served_in_turn("d", "p", AT)
+    assert breaker.go_in_turn("d", "another p")
     clock.advance(301)
-    assert not doubts.go_in_turn("d", "p")
+    assert not breaker.go_in_turn("d", "p")
 
 
 def test_one_that_serves_both_legs_at_once_is_not_doubted_any_more() -> None:
-    doubts = Doubts()
+    breaker = CircuitBreaker()
     for _ in range(3):
-        doubts.failed_at_once("d", "p", AT, "id")
-        doubts.served_in_turn("d", "p", AT)
-        doubts.served_at_once("d", "p")
-        assert not doubts.go_in_turn("d", "p")
+        breaker.failed_at_once("d", "p", AT, "id")
+        breaker.served_in_turn("d", "p", AT)
+        breaker.served_at_once("d", "p")
+        assert not breaker.go_in_turn("d", "p")

@@ -40,8 +40,8 @@ _CANCEL_TIMEOUT_S = 2.0
 _LOOK_S = 0.001  # between two looks whether pulls have ended
 
 
-class Visit:
-    """Visits one P. Owns its control client, its workers and its leases until ``close``."""
+class PeerCheck:
+    """Checks one P. Owns its control client, its workers and its leases until ``close``."""
 
     def __init__(self, server: HttpServer, config: ConnectorConfig, tokens: int) -> None:
         """Send nothing yet.
@@ -114,7 +114,9 @@ class Visit:
     def pull(self) -> str:
         """Have some prompts prefilled, and pull them under their leases."""
         if self._config.protocol == "ascend":
-            raise CheckSkipped("the Ascend transport reads into device memory only, and a visit pulls into host memory")
+            raise CheckSkipped(
+                "the Ascend transport reads into device memory only, and the doctor pulls into host memory"
+            )
         assert self._welcome is not None, "the checks are run in order, as long as none fails"
         assert self._client is not None, "it was made for the handshake"
         self._workers = workers = _DecodeWorkers(self._config, self._welcome, self._client, self._tokens)

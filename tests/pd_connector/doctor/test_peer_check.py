@@ -13,7 +13,7 @@ import pytest
 from pd_connector.config import ConnectorConfig
 from pd_connector.doctor.findings import Examination, Outcome
 from pd_connector.doctor.http import HttpServer
-from pd_connector.doctor.visit import Visit
+from pd_connector.doctor.peer_check import PeerCheck
 from pd_connector.engine_limits import ENGINE_LIMITS
 from tests.support.connector.engines import MODEL, Blocks, PrefillEngine, Site
 from tests.support.engine.in_process import Fault, InProcessEngine
@@ -66,11 +66,11 @@ def settings(**config: object) -> ConnectorConfig:
 
 
 def report_of(server: HttpServer, tokens: int = TOKENS, **config: object) -> Examination:
-    visit, report = Visit(server, settings(**config), tokens), Examination()
+    peer_check, report = PeerCheck(server, settings(**config), tokens), Examination()
     try:
-        report.run_chain(visit.checks)
+        report.run_chain(peer_check.checks)
     finally:
-        visit.close()
+        peer_check.close()
     return report
 
 
@@ -195,8 +195,8 @@ def test_a_lease_that_ends_early_is_named(site: Site) -> None:
 
 def test_a_control_port_where_nobody_answers(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     limits = replace(ENGINE_LIMITS, handshake_timeout_s=0.3)
-    monkeypatch.setattr("pd_connector.doctor.visit.ENGINE_LIMITS", limits)
-    monkeypatch.setattr("pd_connector.doctor.visit._CANCEL_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("pd_connector.doctor.peer_check.ENGINE_LIMITS", limits)
+    monkeypatch.setattr("pd_connector.doctor.peer_check._CANCEL_TIMEOUT_S", 0.1)
     engine = site.prefill()
 
     class Dying(Served):
