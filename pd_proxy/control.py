@@ -90,7 +90,7 @@ class CircuitBreaker:
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        """Doubt none. ``clock`` is a monotonic clock, in seconds."""
+        """Trust every server. ``clock`` is a monotonic clock, in seconds."""
         self._clock = clock
         # By decode and prefill server.
         self._failed: dict[tuple[str, str], _Failed] = {}  # with both legs at once, the last time
@@ -102,7 +102,7 @@ class CircuitBreaker:
         self._failed[decode, prefill] = _Failed(address, request_id)
 
     def served_at_once(self, decode: str, prefill: str) -> None:
-        """Note that it served one that way: there is nothing to doubt."""
+        """Note that it served one that way: it can."""
         self._failed.pop((decode, prefill), None)
         self._before.pop((decode, prefill), None)
 
