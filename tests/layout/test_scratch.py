@@ -78,7 +78,8 @@ def test_a_block_whose_planes_alternate_is_the_same_bytes_in_a_row(layout: str, 
 
     def of_block(planes: Sequence[Plane], number: int) -> Int64Array:
         addresses = np.concatenate([elements(plane, range(number, number + 1)) for plane in planes])
-        return addresses - addresses.min()
+        addresses -= addresses.min()
+        return addresses
 
     assert (of_block(theirs.planes, 1) == of_block(ours.planes, 0)).all()
     assert of_block(theirs.planes, 2).max() + 1 == sum(plane.block_bytes for plane in theirs.planes)
