@@ -111,12 +111,11 @@ class TestComingBack:
         assert 0 < host_metric(server, "host_blocks_cached") <= host_metric(server, "host_blocks_capacity")
 
     @every_server
-    def test_nothing_comes_back_after_a_reset(self, server: Server, acquainted: set[tuple[int, ...]]) -> None:
+    def test_nothing_comes_back_after_a_reset(self, server: Server) -> None:
         prompt = make_prompt(400, (server.log.stem, "reset"))
         server.client.complete(prompt)
         evict(server, "reset")
         until(server.client.reset_prefix_cache, "the prefix cache is reset")
-        acquainted.clear()  # its weights may be others now: it proves again where it pulls from
         wait_until_at_rest(server)
         before = server.client.metrics()
         server.client.complete(prompt)

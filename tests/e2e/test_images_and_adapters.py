@@ -12,6 +12,7 @@ from tests.support.e2e.client import LOGPROB_TOLERANCE, MODEL_NAME, Chat
 from tests.support.e2e.cluster import BLOCK_SIZE
 from tests.support.e2e.corruption import overwrite_block
 from tests.support.e2e.deployments import on
+from tests.support.e2e.fixtures import Acquaintance, meet
 from tests.support.e2e.images import Image, make_image
 from tests.support.e2e.images_and_adapters import ADAPTERS, IMAGES_AND_ADAPTERS, about
 from tests.support.e2e.legs import Router
@@ -28,13 +29,10 @@ pytestmark = [
 
 
 @pytest.fixture(autouse=True)
-def proven(pair: Pair, acquainted: set[tuple[int, ...]]) -> None:
+def proven(pair: Pair, acquainted: set[Acquaintance]) -> None:
     """D pulls for each adapter."""
-    for number, model in enumerate(ADAPTERS):
-        met = (pair.prefill.process.pid, pair.decode.process.pid, number)
-        if met not in acquainted:
-            pair.get_acquainted(model)
-            acquainted.add(met)
+    for model in ADAPTERS:
+        meet(pair, acquainted, model)
 
 
 def assert_pulls_right(pair: Pair, prompt: Chat) -> None:

@@ -6,9 +6,11 @@ imports all of ``__all__``.
 
 from collections.abc import Generator, Iterator
 from pathlib import Path
+from typing import TypeAlias
 
 import pytest
 
+from tests.support.e2e.client import MODEL_NAME
 from tests.support.e2e.cluster import Cluster, Server, tail
 from tests.support.e2e.deployments import Deployment
 from tests.support.e2e.pair import Pair, wait_until_at_rest
@@ -24,6 +26,9 @@ __all__ = [
     "server",
     "servers",
 ]
+
+#: The processes of P and D, how often D has been reset, after which it forgets whom it met, and the model's name.
+Acquaintance: TypeAlias = tuple[int, int, int, str]
 
 _LOG_MARKS = pytest.StashKey[dict[Path, int]]()
 _FIGURES = pytest.StashKey[list[str]]()
@@ -67,22 +72,25 @@ def server(request: pytest.FixtureRequest, servers: dict[str, Server]) -> Iterat
 
 
 @pytest.fixture(scope="session")
-def acquainted() -> set[tuple[int, ...]]:
-    """The processes of the pairs that have met, and how often the second was reset: then it forgets whom it met."""
+def acquainted() -> set[Acquaintance]:
+    """The pairs of servers that have met."""
     return set()
 
 
+def meet(pair: Pair, acquainted: set[Acquaintance], model: str = MODEL_NAME) -> None:
+    """Have D meet P, for requests that name ``model``, unless they have met and D has not been reset since."""
+    met = pair.prefill.process.pid, pair.decode.process.pid, pair.decode.client.resets, model
+    if met not in acquainted:
+        pair.get_acquainted(model)
+        acquainted.add(met)
+
+
 @pytest.fixture
-def pair(
-    request: pytest.FixtureRequest, servers: dict[str, Server], acquainted: set[tuple[int, ...]]
-) -> Iterator[Pair]:
+def pair(request: pytest.FixtureRequest, servers: dict[str, Server], acquainted: set[Acquaintance]) -> Iterator[Pair]:
     """The prefill and decode server that the test names. After it both must be healthy and hold nothing."""
     prefill, decode = request.param
     pair = Pair(servers[prefill], servers[decode])
-    processes = (pair.prefill.process.pid, pair.decode.process.pid, pair.decode.client.resets)
-    if processes not in acquainted:
-        pair.get_acquainted()
-        acquainted.add(processes)
+    meet(pair, acquainted)
     yield pair
     for server in (pair.prefill, pair.decode):
         assert server.client.is_healthy(), f"the test has ended {server.spec.name}"
