@@ -14,7 +14,7 @@ from tests.support.sources import ROOT
 
 EXAMPLES = ROOT / "examples"
 PROXY = ROOT / "pd_proxy"
-TRACING = PROXY / "tracing.py"
+TRACING = PROXY / "spans.py"
 QUICKSTART = EXAMPLES / "quickstart"
 #: What every build of vLLM brings; the demonstration makes its model with it.
 WITH_VLLM = {"torch", "transformers"}
