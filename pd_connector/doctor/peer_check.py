@@ -100,7 +100,6 @@ class PeerCheck:
         except TransferError as error:
             raise CheckFailed(f"{cause_of(error)}: {error}") from error
         milliseconds = 1e3 * (time.perf_counter() - began)
-        assert isinstance(welcome, Welcome)
         self._cancel(remote)
         self._welcome = welcome
         workers = welcome.workers
