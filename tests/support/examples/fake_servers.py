@@ -139,9 +139,13 @@ class FakeServer:
 
     async def stop(self) -> None:
         assert self._server is not None
-        self._server.close()
-        for _ in range(10):  # a connection that was just taken has its task a few turns later
+        for listening in self._server.sockets:
+            asyncio.get_running_loop().remove_reader(listening.fileno())
+        # A connection that was just taken has its task a few turns later, and none if its server is closed by then:
+        # asyncio would drop it without closing it.
+        for _ in range(10):
             await asyncio.sleep(0)
+        self._server.close()
         for task in self._connections:
             task.cancel()
         await asyncio.gather(*self._connections, return_exceptions=True)
