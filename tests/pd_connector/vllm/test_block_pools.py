@@ -11,6 +11,7 @@ from vllm.v1.request import Request
 from pd_connector.vllm.block_pools import HostBlockPool, Store, request_blocks, slot_of
 from tests.support.host_tier.cases import EVERYTHING, engine_of, said, with_memory_of
 from tests.support.host_tier.setup import CONFIG, Setup, make_manager, make_pool, make_request
+from tests.support.releases import INSTALLED
 
 HYBRID = ((4, 0), (4, 6))
 
@@ -78,8 +79,9 @@ def test_what_is_taken_was_least_recently_used_and_is_found_no_more(events: bool
     bench.pool.check_integrity()
     bench.pool.unpin(taken)
     bench.stored(new)
-    assert bench.pool.find(old, 0) is not None
-    assert bench.pool.cached == 4
+    if INSTALLED >= (0, 30):  # which takes empty blocks before others
+        assert bench.pool.find(old, 0) is not None
+        assert bench.pool.cached == 4
     bench.pool.check_integrity()
 
 
