@@ -15,6 +15,7 @@ Public modules:
     staging         fewer, wider reads into a buffer, and the copies out of it
     host_blocks     where a block lies in host memory
     host_slots      host memory as a cache that can be read from and into
+    states          which states of a request a block table has
     scratch         a few blocks of a cache once more, in memory of their own
     cross_layer     buffers that hold all layers of a block together
     checksums       checksums of cached tokens, comparable across any two geometries
@@ -36,4 +37,5 @@ __all__ = [
     "scratch",
     "sharding",
     "staging",
+    "states",
 ]

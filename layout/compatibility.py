@@ -43,6 +43,8 @@ _HINTS = {
     ),
 }
 
+_STATE_DTYPE = ": start both with the same --mamba-cache-dtype, --mamba-ssm-cache-dtype and --dtype"
+
 _ON_THE_FLY = (
     "finds the scales of its quantised KV cache on the fly (--calculate-kv-scales), by the first prompt that it "
     "computes, so that no two engines have the same. Serve a checkpoint that has scales, or start both engines without "
@@ -100,12 +102,13 @@ def check_planes(local: Plane, remote: Plane) -> None:
     Raises:
         IncompatibleCachesError: names the field and both values.
     """
-    for field in ("content", "item_size", "packing"):
+    for field in ("content", "item_size", "dtype", "packing"):
         ours, theirs = getattr(local, field), getattr(remote, field)
         if ours != theirs:
             raise IncompatibleCachesError(
                 f"KV cache field {field!r} of part {local.part!r}, layer {local.layers[0]!r} is {ours!r} here and "
                 f"{theirs!r} on the remote engine; it must be equal on both"
+                + (_STATE_DTYPE if field in ("item_size", "dtype") and local.dtype else "")
             )
     if local.total_heads and remote.total_heads and local.total_heads != remote.total_heads:
         raise IncompatibleCachesError(
@@ -132,6 +135,25 @@ def check_windows(local: CacheGroup, remote: CacheGroup, layers: Iterable[str]) 
                 f"attention of layer {layer!r} sees {_span(ours)} here and {_span(theirs)} on the remote engine; it "
                 "must be equal on both"
             )
+
+
+def check_states(local: CacheGroup, remote: CacheGroup, here: Plane, there: Plane) -> None:
+    """Raise unless both planes hold tokens, or both hold states of as many rows.
+
+    Raises:
+        IncompatibleCachesError: names the part, a layer and both values.
+    """
+    what = f"part {here.part!r} of layer {here.layers[0]!r}"
+    if local.states != remote.states:
+        ours, theirs = ("states" if group.states else "tokens" for group in (local, remote))
+        raise IncompatibleCachesError(
+            f"{what} holds {ours} here and {theirs} on the remote engine: they serve different models"
+        )
+    if local.states and here.block_tokens != there.block_tokens:
+        raise IncompatibleCachesError(
+            f"{what} has {here.block_tokens} rows here and {there.block_tokens} on the remote engine: the two models' "
+            "convolutions see different numbers of tokens"
+        )
 
 
 def _span(window: int) -> str:

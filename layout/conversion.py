@@ -29,7 +29,9 @@ def describe_conversion(local: WorkerGeometry, remotes: Sequence[WorkerGeometry]
     changes = [f"{name} {remote} to {ours}" for name, remote, ours in compared if remote != ours]
     runs = sum(plan.runs for plan in plans.values())
     size = sum(plan.run_bytes for plan in plans.values())
-    cut = f"{size} bytes in {runs} runs for each {_units(plans)} tokens"
+    cut = f"{size} bytes in {runs} runs for each {_units(plans)} tokens" if runs else "no tokens"
+    if states := sum(plan.state_runs for plan in plans.values()):
+        cut += f", {sum(plan.state_bytes for plan in plans.values())} bytes in {states} runs for each state"
     return f"{', '.join(changes) or 'the same geometry'}; {cut}, before neighbours are joined{_lacking(local, remotes)}"
 
 

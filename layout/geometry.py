@@ -1,5 +1,8 @@
 """A worker's paged KV cache as data: strided planes over (layer, block, head, token, content).
 
+Some caches hold no tokens but states: what a recurrent layer (Mamba, gated delta net, short convolution) knows after
+some number of tokens. A block holds one, and the token axis has the rows of a state.
+
 Whatever differs between engines (tensor parallelism, physical layout, K and V fused or apart) is a value in these
 classes, so planning never branches on the name of a layout. Offsets, strides and sizes are in bytes unless a name says
 otherwise. This module reads no tensor and no memory.
@@ -42,7 +45,7 @@ class Plane:
     layers: tuple[str, ...]  # layer names, in the order of the layer axis
     head_start: int  # first global KV head held
     heads: int  # KV heads held
-    block_tokens: int  # tokens in a block
+    block_tokens: int  # tokens in a block; of a state, its rows: the last inputs of a convolution, or 1
     content: int  # items of one (head, token)
     item_size: int  # bytes of one item
     blocks: int  # blocks held
@@ -55,6 +58,7 @@ class Plane:
     packing: str = ""
     total_heads: int = 0  # KV heads of these layers over all ranks; 0 if unknown
     optional: bool = False  # layers that the remote engine may be without, as those that only draft tokens
+    dtype: str = ""  # of an item of a state, by torch's name; empty if the engine's settings tell
 
     @property
     def head_end(self) -> int:
@@ -73,6 +77,9 @@ class CacheGroup:
 
     ``window`` and ``chunk`` say what the cache manager keeps of a request: the tokens of a sliding window, or of the
     last chunk. Both are 0 if it keeps all. What attention sees is the layer's, and may be less.
+
+    If the group holds ``states``, entry i of a block table has the state after ``(i + 1) * block_tokens`` tokens, or
+    after all tokens if these are fewer. What drafts need lies in entries behind that one.
     """
 
     block_tokens: int
@@ -81,6 +88,11 @@ class CacheGroup:
     chunk: int = 0
     #: By layer, as far as known: the tokens that attention sees, the token itself included; 0: all.
     seen_tokens: dict[str, int] = field(default_factory=dict)
+    states: bool = False
+
+    def rows(self, plane: Plane) -> int:
+        """Return how many indices of a plane's token axis a block of the block table has."""
+        return plane.block_tokens if self.states else self.block_tokens
 
     @property
     def layers(self) -> frozenset[str]:

@@ -177,12 +177,12 @@ def _block_runs(group: CacheGroup, where: str) -> BlockRuns:
 
 def _kernel_blocks_per_block(plane: Plane, group: CacheGroup, where: str) -> int:
     """Return the number of kernel blocks of ``plane`` in one block of the group's block table."""
-    if group.block_tokens % plane.block_tokens:
+    if group.rows(plane) % plane.block_tokens:
         raise ValueError(
             f"{where}: kernel blocks of {plane.block_tokens} tokens (part {plane.part!r}) do not divide blocks of "
             f"{group.block_tokens} tokens"
         )
-    return group.block_tokens // plane.block_tokens
+    return group.rows(plane) // plane.block_tokens
 
 
 def _pieces(group: CacheGroup, ratios: Sequence[int], blocks: int, where: str) -> _Spans:

@@ -58,8 +58,8 @@ class _Place:
 def _slot_planes(group: CacheGroup, runs: BlockRuns, address: int, slots: int, slot_bytes: int) -> tuple[Plane, ...]:
     planes: list[Plane] = []
     for plane in group.planes:
-        places = [_place(plane, layer, group.block_tokens, runs) for layer in range(len(plane.layers))]
-        whole = replace(plane, block_tokens=group.block_tokens, blocks=slots, block_stride=slot_bytes)
+        places = [_place(plane, layer, group.rows(plane), runs) for layer in range(len(plane.layers))]
+        whole = replace(plane, block_tokens=group.rows(plane), blocks=slots, block_stride=slot_bytes)
         for first, end in _even_parts(places):
             place = places[first]
             step = places[first + 1].offset - place.offset if end - first > 1 else 0

@@ -8,7 +8,7 @@ dimensions that are contiguous on both sides. Instantiating adds the block addre
                   unit addresses (+) offsets            ->  descriptors
 
 A *unit* is the largest number of tokens that no block border cuts on either side: the greatest common divisor of the
-two block sizes.
+two block sizes. Of states it is one state, and ``layout.states`` says which are read.
 """
 
 from collections import defaultdict
@@ -19,10 +19,11 @@ from math import gcd
 import numpy as np
 import numpy.typing as npt
 
-from layout.compatibility import check_planes, check_windows
+from layout.compatibility import check_planes, check_states, check_windows
 from layout.copies import Copies, Int64Array, concatenate
-from layout.geometry import Plane, WorkerGeometry
+from layout.geometry import CacheGroup, Plane, WorkerGeometry
 from layout.sharding import Share, Source
+from layout.states import state_entries
 
 
 class PlanError(ValueError):
@@ -31,7 +32,7 @@ class PlanError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class _UnitAddressing:
-    """Where the units of one side's plane lie."""
+    """Where the units of one side's plane lie. Of states, a block is a unit, and tokens are entries of the table."""
 
     group: int
     address: int  # of the first unit of block 0
@@ -40,6 +41,7 @@ class _UnitAddressing:
     block_tokens: int  # tokens in a kernel block; divides group_tokens
     block_stride: int
     token_stride: int
+    state_tokens: int = 0  # tokens between the states of two blocks; 0 if blocks hold tokens
 
     def unit_addresses(self, block_ids: Int64Array, first_block: int, tokens: Int64Array) -> Int64Array:
         """Return the addresses of the units that start at ``tokens``; ``block_ids[0]`` is block ``first_block``."""
@@ -96,7 +98,8 @@ class BlockTable:
 class Plan:
     """The compiled reads of one local rank from one remote rank."""
 
-    patterns: tuple[_RunPattern, ...]
+    patterns: tuple[_RunPattern, ...]  # of tokens
+    states: tuple[_RunPattern, ...] = ()
 
     @property
     def unit_tokens(self) -> tuple[int, ...]:
@@ -117,6 +120,42 @@ class Plan:
     def token_bytes(self) -> float:
         """Bytes that a token takes on average, if no block is a hole."""
         return sum(int(pattern.sizes.sum()) / pattern.unit_tokens for pattern in self.patterns)
+
+    @property
+    def state_runs(self) -> int:
+        """Number of runs in one state of every layer."""
+        return sum(len(pattern.sizes) for pattern in self.states)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes in one state of every layer."""
+        return sum(int(pattern.sizes.sum()) for pattern in self.states)
+
+    def instantiate_states(self, local: Sequence[BlockTable], remote: Sequence[BlockTable], tokens: int) -> Copies:
+        """Return the descriptors for the states of a request of ``tokens`` tokens that both sides' tables have.
+
+        The tables, one per cache group, begin with block 0.
+
+        Raises:
+            PlanError: a table has no state after all tokens, or a block id does not exist on its side.
+        """
+        return concatenate(
+            [
+                _instantiate_states(each, local[each.local.group], remote[each.remote.group], tokens)
+                for each in self.states
+            ]
+        )
+
+    def lacking_states(
+        self, local: Sequence[BlockTable], remote: Sequence[BlockTable], tokens: int
+    ) -> set[tuple[int, int]]:
+        """Return the local cache groups and entries of their tables whose states the remote side does not have."""
+        lacking = set()
+        for each in self.states:
+            ours = state_entries(local[each.local.group].block_ids, each.local.state_tokens, tokens)
+            theirs = state_entries(remote[each.remote.group].block_ids, each.remote.state_tokens, tokens)
+            lacking |= {(each.local.group, entry) for after, entry in ours.items() if after not in theirs}
+        return lacking
 
     def instantiate(
         self, local: Sequence[BlockTable], remote: Sequence[BlockTable], first_token: int, end_token: int
@@ -179,7 +218,12 @@ def compile_plans(
         for plane_index, plane in enumerate(group.planes):
             read = len(layers[group_index, plane_index]) if plane.optional else len(plane.layers)
             _check_coverage(plane, read, by_plane[group_index, plane_index])
-    return {remote: Plan(_join_patterns(of_remote)) for remote, of_remote in patterns.items()}
+    return {remote: _plan(_join_patterns(of_remote)) for remote, of_remote in patterns.items()}
+
+
+def _plan(patterns: Sequence[_RunPattern]) -> Plan:
+    of_tokens = tuple(pattern for pattern in patterns if not pattern.local.state_tokens)
+    return Plan(of_tokens, tuple(pattern for pattern in patterns if pattern.local.state_tokens))
 
 
 def merge_adjacent(
@@ -204,15 +248,16 @@ def _compile(local: WorkerGeometry, remote: WorkerGeometry, share: Share) -> _Ru
     to, source = ours.planes[share.local_plane], theirs.planes[share.remote_plane]
     check_planes(to, source)
     check_windows(ours, theirs, share.layers)
+    check_states(ours, theirs, to, source)
     unit = gcd(to.block_tokens, source.block_tokens)
     run, local_offsets, remote_offsets = _fuse(to.item_size, _dimensions(to, source, share, unit))
     runs = merge_adjacent(local_offsets, remote_offsets, np.full(local_offsets.shape, run, np.int64))
-    local_side = _addressing(to, share.local_group, ours.block_tokens)
-    remote_side = _addressing(source, share.remote_group, theirs.block_tokens)
-    return _RunPattern(local_side, remote_side, unit, *runs)
+    local_side = _addressing(to, share.local_group, ours)
+    remote_side = _addressing(source, share.remote_group, theirs)
+    return _RunPattern(local_side, remote_side, 1 if ours.states else unit, *runs)
 
 
-def _join_patterns(patterns: Iterable[_RunPattern]) -> tuple[_RunPattern, ...]:
+def _join_patterns(patterns: Iterable[_RunPattern]) -> Sequence[_RunPattern]:
     """Return the same bytes in fewer patterns: join those whose runs continue each other, as K and V often do."""
     moving: dict[tuple[_UnitAddressing, _UnitAddressing, int], list[_RunPattern]] = defaultdict(list)
     for pattern in patterns:
@@ -239,12 +284,15 @@ def _join_touching(patterns: Sequence[_RunPattern]) -> Iterator[_RunPattern]:
         yield replace(first, local_offsets=runs[0], remote_offsets=runs[1], sizes=runs[2])
 
 
-def _addressing(plane: Plane, group: int, group_tokens: int) -> _UnitAddressing:
+def _addressing(plane: Plane, number: int, group: CacheGroup) -> _UnitAddressing:
+    if group.states:
+        return _UnitAddressing(number, plane.address, plane.blocks, 1, 1, plane.block_stride, 0, group.block_tokens)
+    group_tokens = group.block_tokens
     if group_tokens % plane.block_tokens:
         raise PlanError(f"kernel blocks of {plane.block_tokens} tokens do not divide blocks of {group_tokens} tokens")
     blocks = plane.blocks * plane.block_tokens // group_tokens
     return _UnitAddressing(
-        group, plane.address, blocks, group_tokens, plane.block_tokens, plane.block_stride, plane.token_stride
+        number, plane.address, blocks, group_tokens, plane.block_tokens, plane.block_stride, plane.token_stride
     )
 
 
@@ -295,7 +343,8 @@ def _check_coverage(plane: Plane, layers: int, patterns: Iterable[_RunPattern]) 
     block_bytes = plane.block_bytes // len(plane.layers) * layers
     offsets, sizes = [], []
     for pattern in patterns:
-        units = np.arange(0, plane.block_tokens, pattern.unit_tokens, dtype=np.int64) * plane.token_stride
+        in_block = 1 if pattern.local.state_tokens else plane.block_tokens // pattern.unit_tokens
+        units = np.arange(in_block, dtype=np.int64) * (pattern.unit_tokens * plane.token_stride)
         offsets.append(np.add.outer(units, pattern.local_offsets).ravel())
         sizes.append(np.tile(pattern.sizes, len(units)))
     starts = np.concatenate(offsets) if offsets else np.empty(0, np.int64)
@@ -321,6 +370,24 @@ def _instantiate(
     to = pattern.local.unit_addresses(local.block_ids, local.first_block, tokens)
     source = pattern.remote.unit_addresses(remote.block_ids, remote.first_block, tokens)
     return _spread(pattern, to, source)
+
+
+def _instantiate_states(pattern: _RunPattern, local: BlockTable, remote: BlockTable, tokens: int) -> Copies:
+    ours = _states_of(pattern.local, local, tokens, "local")
+    theirs = _states_of(pattern.remote, remote, tokens, "remote")
+    both = sorted(ours.keys() & theirs.keys())
+    to, source = (np.array([held[position] for position in both], np.int64) for held in (ours, theirs))
+    return _spread(pattern, to, source)
+
+
+def _states_of(side: _UnitAddressing, table: BlockTable, tokens: int, name: str) -> dict[int, int]:
+    """Return the addresses of the states that a table has, by the number of tokens after which each is."""
+    entries = state_entries(table.block_ids, side.state_tokens, tokens)
+    if tokens not in entries:
+        raise PlanError(f"the {name} block table has no state after {tokens} tokens, only after {sorted(entries)}")
+    held = np.array(list(entries.values()), np.int64)
+    _ids_at(table, held, side, name)
+    return dict(zip(entries, side.unit_addresses(table.block_ids, table.first_block, held).tolist(), strict=True))
 
 
 def _wanted_tokens(pattern: _RunPattern, local: BlockTable, first_token: int, end_token: int) -> Int64Array:

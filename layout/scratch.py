@@ -13,6 +13,8 @@ from itertools import pairwise
 from layout.geometry import CacheGroup, Plane, Region, WorkerGeometry
 
 _ALIGNMENT = 64  # bytes: whole cache lines
+#: States of a prompt in each cache group that holds states.
+STATES = 2
 
 
 def scratch_bytes(geometry: WorkerGeometry, blocks: Sequence[int]) -> int:
@@ -45,8 +47,11 @@ def scratch_geometry(geometry: WorkerGeometry, memory: Region, blocks: Sequence[
 
 
 def blocks_of_tokens(geometry: WorkerGeometry, tokens: int) -> Iterator[int]:
-    """Yield for each cache group how many blocks hold ``tokens`` neighbouring tokens, wherever they begin."""
-    return (blocks_holding(tokens, group.block_tokens) for group in geometry.groups)
+    """Yield for each cache group how many blocks hold ``tokens`` neighbouring tokens, wherever they begin.
+
+    Of states: that after all tokens, and one before.
+    """
+    return (STATES if group.states else blocks_holding(tokens, group.block_tokens) for group in geometry.groups)
 
 
 def blocks_holding(tokens: int, block_tokens: int) -> int:
@@ -70,7 +75,7 @@ def _alternate(planes: Sequence[Plane]) -> bool:
 
 
 def _bytes(planes: Sequence[Plane], group: CacheGroup, blocks: int) -> int:
-    size = blocks * group.block_tokens // planes[0].block_tokens * sum(plane.block_bytes for plane in planes)
+    size = blocks * group.rows(planes[0]) // planes[0].block_tokens * sum(plane.block_bytes for plane in planes)
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
@@ -80,7 +85,7 @@ def _dense(planes: Sequence[Plane], group: CacheGroup, blocks: int, address: int
     A prefill engine's are often in the same order, and runs are then long.
     """
     plane = planes[0]
-    ratio = group.block_tokens // plane.block_tokens
+    ratio = group.rows(plane) // plane.block_tokens
     axes = {
         "content": (plane.content_stride, plane.content),
         "token": (plane.token_stride, plane.block_tokens),

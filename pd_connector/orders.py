@@ -280,6 +280,8 @@ class Report:
     steps: Mapping[int, int] = field(
         default_factory=dict
     )  # number of ranks that have computed each step that was asked
+    #: Requests whose pull has brought all but some states that the prefill engine does not have.
+    lacking_states: frozenset[str] = frozenset()
 
     def __bool__(self) -> bool:
         return any(getattr(self, each.name) for each in fields(self))
@@ -291,7 +293,8 @@ class Report:
         handshakes = {**self.handshakes, **other.handshakes}
         steps = dict(Counter(self.steps) + Counter(other.steps))
         checksums, failed = self.checksums + other.checksums, self.failed | other.failed
-        return Report(stores, landings, canaries, checksums, handshakes, failed, steps)
+        lacking = self.lacking_states | other.lacking_states
+        return Report(stores, landings, canaries, checksums, handshakes, failed, steps, lacking)
 
 
 def _sums(ours: Mapping[_Name, _Ends], theirs: Mapping[_Name, _Ends]) -> dict[_Name, _Ends]:

@@ -63,6 +63,8 @@ class RemotePrefill(msgspec.Struct, frozen=True):
     media_digest: Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{1,64}:[0-9a-f]{1,64})?\Z")] = ""
     remote_request_id: str = ""  # for routers
     tp_size: int = 0  # for routers
+    #: For routers: the prompt's last token was left to the decode engine, so the answer's token is none of the text.
+    prompt_is_cut: bool = False
 
     def to_params(self) -> dict[str, Any]:
         """Return the JSON-ready form that the prefill engine answers with."""

@@ -141,8 +141,9 @@ class Progress:
         tables = self._joined(answer)
         if tokens > answer.prompt_tokens:
             self._refuse(f"with {tokens} complete tokens of {answer.prompt_tokens}")
+        held = tokens - 1 if state is TransferState.COMPLETE else tokens  # the last one may be left to this engine
         for group, (ids, size) in enumerate(zip(tables, answer.block_sizes, strict=True)):
-            if len(ids) < -(-tokens // size):
+            if len(ids) < -(-held // size):
                 self._refuse(
                     f"with {tokens} complete tokens, and cache group {group} has {len(ids)} blocks of {size} tokens "
                     "for them: some are missing"

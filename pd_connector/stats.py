@@ -22,7 +22,7 @@ class ComputedHere(StrEnum):
     """Why a decode engine computed a prompt, besides the causes for which the scheduler side refuses a pull."""
 
     PULL = "pull"  # its pull failed; ``pull_failures`` says why
-    WINDOW = "window"  # the prefill engine no longer has the first block that attention to a window or chunk needs
+    WINDOW = "window"  # the prefill engine lacks the first block of a window or chunk, or a recurrent layer's state
     SHARED = "shared"  # another request has its lease or transfer, and too little of the prompt is in this prefix cache
     UNPROVEN = "unproven"  # its prefill engine is not proven yet, and this prompt is too short or there is no room
     PROMPT = "prompt"  # its answer comes of computing the prompt, as with prompt_logprobs

@@ -99,11 +99,15 @@ class FirstToken:
     async def send(self, answer: Body) -> None:
         """Begin the client's answer with the text of P's token, unless D has begun it.
 
-        A token may have no text yet: it is a part of a character. That is left to D.
+        A token may have no text yet: it is a part of a character. That is left to D. So is a prompt of which P has left
+        the last token to D: its answer's token is none of the text.
         """
         try:
             text = answer["choices"][0]["text"]
         except (KeyError, IndexError, TypeError):
+            return
+        params = answer.get("kv_transfer_params")
+        if isinstance(params, dict) and params.get("prompt_is_cut"):
             return
         if self._client.started or not isinstance(text, str) or not text:
             return

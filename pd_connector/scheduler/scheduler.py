@@ -12,6 +12,7 @@ from pd_connector.engine_limits import ENGINE_LIMITS, EngineLimits
 from pd_connector.orders import Cause, Destinations, Orders, Report, WorkerHandshake, WorkerRanks
 from pd_connector.params import is_decode_leg, is_malformed, is_prefill_leg, unusable_keys
 from pd_connector.scheduler.block_demand import BlockDemand
+from pd_connector.scheduler.decode.border_states import BorderStates
 from pd_connector.scheduler.decode.canaries import Canaries, NoCanaries
 from pd_connector.scheduler.decode.consumer import Consumer
 from pd_connector.scheduler.decode.landings import LandingMode, Landings
@@ -25,11 +26,17 @@ from pd_connector.scheduler.host_log import HostLog
 from pd_connector.scheduler.prefill.drain import Drain
 from pd_connector.scheduler.prefill.lease_moves import LeaseMoves
 from pd_connector.scheduler.prefill.lease_service import LeaseService
+from pd_connector.scheduler.prefill.leased_states import LeasedStates
 from pd_connector.scheduler.prefill.leases import LeaseTable
 from pd_connector.scheduler.prefill.producer import Producer
 from pd_connector.scheduler.request_admission import AdmissionLimits, RequestAdmission
 from pd_connector.scheduler.scheduler_role import SchedulerRole
-from pd_connector.scheduler.start_checks import check_holds_a_prompt, check_secrets, check_settings
+from pd_connector.scheduler.start_checks import (
+    check_holds_a_prompt,
+    check_prefix_unit,
+    check_secrets,
+    check_settings,
+)
 from pd_connector.scheduler.workers import Workers
 from pd_connector.secret import load_keys
 from pd_connector.stats import ComputedHere, StatsRecorder
@@ -53,7 +60,7 @@ from pd_connector.vllm.model_identity import model_identity
 from pd_connector.vllm.platform import host_address
 from pd_connector.vllm.prompts import Prompts
 from pd_connector.vllm.releases import installed
-from pd_connector.vllm.requests import block_ids_to_fill
+from pd_connector.vllm.requests import block_ids_to_fill, computes_whole_prompt
 from pd_connector.vllm.tracing import lease_spans
 from transfer.control.client import ControlClient
 from transfer.control.keys import ControlKeys
@@ -91,6 +98,8 @@ class ConnectorScheduler:
         self._clock = clock
         self._role = EngineRole.of(vllm_config)
         self._retentions = retentions(kv_cache_config)
+        #: Whether prefill legs leave the last token to the other engine, which needs the state before it.
+        self._cuts_prompts = self._role.produces and any(kept.states for kept in self._retentions)
         warn_if_not_hooked(vllm_config)
         if installed.current().declares_layouts:
             log_layout(vllm_config, installed.current().layout_of(kv_cache_config))
@@ -105,7 +114,7 @@ class ConnectorScheduler:
         self._model_changes = 0  # since the last step
         self._failed: set[str] = set()  # requests that have failed on a rank, and wait for others
         self._warnings = ThrottledWarnings(logger, _LOG_INTERVAL_S)
-        check_settings(config, self._role, vllm_config)
+        check_settings(config, self._role, vllm_config, self._retentions)
         keys = load_keys(config.secret_file)
         self._secret = keys.fingerprint if keys is not None else ""
         self._external = self._make_external_loads()
@@ -139,6 +148,8 @@ class ConnectorScheduler:
     def bind_cache_manager(self, kv_cache_manager: "KVCacheManager") -> None:
         """Take the manager of the engine's blocks. Called while the engine core constructs its scheduler."""
         self._blocks.bind(kv_cache_manager, self._release_device_blocks, self._tokens_to_pull)
+        if self._blocks.finds_prefixes:
+            check_prefix_unit(self._blocks.hash_tokens, self._retentions)
         self._engine.find()
         watch_model(self.model_changed, self._prompts.loaded)
 
@@ -161,6 +172,12 @@ class ConnectorScheduler:
             self._warn_wrong_role(request, "do_remote_decode", "kv_producer")
         elif keys := unusable_keys(params):
             self._warn_unusable(request, keys)
+        if (
+            self._cuts_prompts
+            and is_prefill_leg(params)
+            and not (is_decode_leg(params) or computes_whole_prompt(request))
+        ):
+            self._prompts.cut(request, self._blocks.hash_tokens)
         if self._waits_for_workers:
             self._early[request.request_id] = request
         for role in self._roles:
@@ -240,6 +257,7 @@ class ConnectorScheduler:
         """Forget a request that has ended; return the ``kv_transfer_params`` of its response, if any."""
         self._early.pop(request.request_id, None)
         answers = [role.finish(request, block_ids) for role in self._roles]
+        self._prompts.forget(request.request_id)
         return next((params for params in answers if params is not None), None)
 
     def take_events(self) -> "list[KVCacheEvent]":
@@ -369,6 +387,7 @@ class ConnectorScheduler:
             self._moves,
             self._prompt_slots,
             self._external,
+            LeasedStates(self._blocks, self._retentions, self._prompts),
             drafts_late=drafts_late(vllm_config),
         )
 
@@ -391,6 +410,8 @@ class ConnectorScheduler:
 
     def _make_canaries(self) -> NoCanaries:
         mode = self._config.canary_mode
+        if all(kept.states for kept in self._retentions):
+            return NoCanaries()  # there are no keys and values to compare
         if mode == "off" or not self._role.consumes:
             return NoCanaries()
         is_spoilt = self._external.is_spoilt
@@ -406,7 +427,11 @@ class ConnectorScheduler:
         ahead = PullsAhead(bounds, self._demand)
         renewals.start()
         layers = [group.layer_names for group in kv_cache_config.kv_cache_groups]  # of the first pipeline stage
-        return Consumer(renewals, subscriptions, ahead, self._retentions, layers, self._canaries, self._prompts)
+        has_states = any(kept.states for kept in self._retentions)
+        borders = BorderStates(self._blocks, self._retentions) if has_states else None
+        return Consumer(
+            renewals, subscriptions, ahead, self._retentions, layers, self._canaries, self._prompts, borders
+        )
 
     def _open_host_tier(self, handshakes: Sequence[WorkerHandshake]) -> HostTier:
         mode, manager = self._config.cpu_store, self._blocks.manager

@@ -13,12 +13,37 @@ if TYPE_CHECKING:
     from pd_connector.vllm.types import VllmConfig
 
 
-def check_settings(config: ConnectorConfig, role: EngineRole, vllm_config: "VllmConfig") -> None:
-    """Raise ConfigError if settings ask for what this engine cannot do."""
+def check_settings(
+    config: ConnectorConfig, role: EngineRole, vllm_config: "VllmConfig", groups: Sequence[Retention]
+) -> None:
+    """Raise ConfigError if settings ask for what this engine cannot do.
+
+    ``groups``: what vLLM keeps of a request in every cache group.
+    """
+    if config.cpu_bytes_to_use and any(kept.states for kept in groups):
+        raise ConfigError(
+            "cpu_bytes_to_use: some layers of this model keep states instead of keys and values, which PDConnector "
+            "does not keep in host memory yet; set it to 0"
+        )
     if config.cpu_bytes_to_use:
         check_prefix_caching(vllm_config)
     if config.bootstrap_port and role.produces:
         check_one_engine_per_url(vllm_config)
+
+
+def check_prefix_unit(unit: int, groups: Sequence[Retention]) -> None:
+    """Raise ConfigError if vLLM finds prefixes of a model with states that end inside a block.
+
+    Args:
+        unit: tokens of which vLLM makes a hash.
+        groups: what vLLM keeps of a request in every cache group.
+    """
+    sizes = {kept.block_tokens for kept in groups if kept.states}
+    if sizes and unit < min(sizes):
+        raise ConfigError(
+            f"prefix_match_unit = {unit}: vLLM then finds prefixes that end inside a block of {min(sizes)} tokens, "
+            f"from which PDConnector cannot pull on; leave it out, or set it to {min(sizes)}"
+        )
 
 
 def check_secrets(handshakes: Sequence[WorkerHandshake], secret: str) -> None:

@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from pd_connector.vllm.cache_specs import LayerSpec, Retention, check_served, layer_spec, retention
+from pd_connector.vllm.cache_specs import LayerSpec, Retention, check_served, is_state, layer_spec, retention
 from pd_connector.vllm.cpu.head_order import HeadOrder, find_order
 from pd_connector.vllm.releases.installed import current, tested_releases
+from pd_connector.vllm.state_specs import StateSpec, state_spec
 
 if TYPE_CHECKING:
     import torch
@@ -54,6 +55,9 @@ class GroupSpec:
     chunk: int = 0  # tokens of a chunk, the last of which is kept of a request; 0: no chunks
     #: By layer, as far as known: the tokens that attention sees; 0: all.
     seen_tokens: Mapping[str, int] = field(default_factory=dict)
+    holds_states: bool = False
+    #: What vLLM states of each layer's states, by layer, in the place of ``layers``.
+    states: Mapping[str, StateSpec] = field(default_factory=dict)
 
 
 def cache_groups(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> tuple[GroupSpec, ...]:
@@ -68,10 +72,12 @@ def cache_groups(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") ->
     for group in kv_cache_config.kv_cache_groups:
         spec, by_layer = group.kv_cache_spec, _specs_by_layer(group)
         kept = retention(next(iter(by_layer.values())))
-        layers = {
-            name: layer_spec(vllm_config, name, by_layer[name], one_precision=one_precision)
-            for name in group.layer_names
-        }
+        layers, states = {}, {}
+        for name in group.layer_names:
+            if kept.states:
+                states[name] = state_spec(vllm_config, name, by_layer[name])
+            else:
+                layers[name] = layer_spec(vllm_config, name, by_layer[name], one_precision=one_precision)
         blocks = int(kv_cache_config.num_blocks)
         groups.append(
             GroupSpec(
@@ -83,6 +89,8 @@ def cache_groups(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") ->
                 heads_first=heads_first,
                 chunk=kept.chunk,
                 seen_tokens=_seen_tokens(vllm_config, by_layer, group.layer_names),
+                holds_states=kept.states,
+                states=states,
             )
         )
     return tuple(groups)
@@ -98,7 +106,7 @@ def _seen_tokens(vllm_config: "VllmConfig", specs: Mapping[str, Any], layers: Se
     for name in layers:
         spec = specs[name]
         stated = int(getattr(spec, "sliding_window", None) or 0)
-        if getattr(spec, "attention_chunk_size", None):
+        if is_state(spec) or getattr(spec, "attention_chunk_size", None):
             continue  # some of the layers see chunks
         if not stated or retention(spec).window:
             seen[name] = stated
@@ -138,7 +146,7 @@ def with_head_orders(
     Raises:
         RuntimeError, NotImplementedError: as ``head_order``.
     """
-    if not on_cpu or vllm_config.model_config.use_mla:
+    if not on_cpu or group.holds_states or vllm_config.model_config.use_mla:
         return group
     forms = {name: (*caches[name].shape[-2:], caches[name].dtype) for name in group.layer_names}
     found = {

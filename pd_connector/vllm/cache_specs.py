@@ -1,7 +1,8 @@
 """Which of vLLM's KV cache specifications the connector serves, and what they state of a layer's cache.
 
 A whitelist: a block of these holds the keys and values of its own tokens, whatever else the request has done, and a
-request's block table has them in order. vLLM's classes are known by name, because releases and platforms have others.
+request's block table has them in order; or it holds a state (``state_specs``). vLLM's classes are known by name,
+because releases and platforms have others.
 """
 
 import re
@@ -26,8 +27,11 @@ SERVED = (
     "ChunkedLocalAttentionSpec",
     "MLAAttentionSpec",
     "SlidingWindowMLASpec",
+    "MambaSpec",
     "AscendMLAAttentionSpec",
 )
+#: How vLLM keeps states that the connector knows: one of each request, or also those at the borders of blocks.
+_STATE_MODES = ("none", "align")
 
 #: What is known of others, for the message.
 _OTHERS = {
@@ -37,7 +41,6 @@ _OTHERS = {
     "HiddenStateCacheSpec": "hidden states, not keys and values",
     "HiSparseHotSpec": "a copy of blocks that are in host memory",
     "HiSparseResidentSpec": "a copy of blocks that are in host memory",
-    "MambaSpec": "the state of a request, not keys and values of its tokens",
     "RSWASpec": "a window of generated tokens beside the whole prompt",
     "SinkFullAttentionSpec": "sink tokens at fixed blocks, beside those of requests",
 }
@@ -64,9 +67,15 @@ class Retention:
     block_tokens: int
     window: int = 0  # tokens that a token sees of a sliding window, itself included, and that drafts keep; 0: all
     chunk: int = 0  # tokens of a chunk of chunked local attention, which sees no other chunk; 0: no chunks
+    states: bool = False  # a block holds a state: that after all tokens is needed, and no other
 
     def first_token(self, computed: int) -> int:
-        """Return the first token whose keys and values the next one needs after ``computed`` tokens."""
+        """Return the first token whose keys and values the next one needs after ``computed`` tokens.
+
+        Of states, the last one, whose block holds the state.
+        """
+        if self.states:
+            return max(computed - 1, 0)
         if self.chunk:
             return computed // self.chunk * self.chunk
         return max(computed + 1 - self.window, 0) if self.window else 0
@@ -78,7 +87,7 @@ class Retention:
 
 def retention_in(group: "CacheGroup") -> Retention:
     """Return what vLLM keeps of a request in a worker's cache group."""
-    return Retention(group.block_tokens, group.window, group.chunk)
+    return Retention(group.block_tokens, group.window, group.chunk, group.states)
 
 
 def blocks_for(groups: Iterable[Retention], tokens: int) -> int:
@@ -95,6 +104,9 @@ def check_served(group: "KVCacheGroupSpec", spec: Any, layer: str) -> None:
     kind = type(spec).__name__
     if kind not in SERVED:
         _refuse(layer, kind, f"which holds {_OTHERS[kind]}" if kind in _OTHERS else "which it does not know")
+    if is_state(spec):
+        _check_states(spec, layer)
+        return
     states = getattr(spec, "tokens_per_state", getattr(spec, "compress_ratio", 1))
     if states != 1:
         _refuse(layer, kind, f"which is compressed: it keeps one state for {states} tokens")
@@ -114,10 +126,28 @@ def check_served(group: "KVCacheGroupSpec", spec: Any, layer: str) -> None:
         )
 
 
+def is_state(spec: Any) -> bool:
+    """Return whether blocks of ``spec`` hold states, not tokens."""
+    return type(spec).__name__ == "MambaSpec"
+
+
+def _check_states(spec: Any, layer: str) -> None:
+    if not current().serves_states:
+        _refuse(layer, "MambaSpec", "which holds states of requests: served with vLLM 0.30 and later only")
+    if spec.mamba_cache_mode not in _STATE_MODES:
+        known = " and ".join(_STATE_MODES)
+        _refuse(
+            layer,
+            "MambaSpec",
+            f"in mamba_cache_mode {spec.mamba_cache_mode!r}; known are {known}",
+            "choose one of these with --mamba-cache-mode, or leave it out",
+        )
+
+
 def _refuse(layer: str, kind: str, what: str, way_out: str = "serve this model without PDConnector") -> None:
     raise UnsupportedError(
-        f"the KV cache of layer {layer!r} is a {kind}, {what}. PDConnector serves {', '.join(SERVED[:-1])} caches with "
-        f"the keys and values of each token; {way_out}"
+        f"the KV cache of layer {layer!r} is a {kind}, {what}. PDConnector serves {', '.join(SERVED[:-1])} caches; "
+        f"{way_out}"
     )
 
 
@@ -147,6 +177,8 @@ def retention(spec: Any) -> Retention:
     A window or chunk of a full attention cache is only one of the kernels: vLLM keeps all blocks.
     """
     kind, tokens = type(spec).__name__, int(spec.block_size)
+    if is_state(spec):
+        return Retention(tokens, states=True)
     if kind == "ChunkedLocalAttentionSpec":
         return Retention(tokens, chunk=int(spec.attention_chunk_size))
     if kind in {"SlidingWindowSpec", "SlidingWindowMLASpec"}:
@@ -204,22 +236,22 @@ def _stated_heads(model: Any) -> Iterator[int]:
     """Yield every number of KV heads that a model's configuration mentions."""
     yield int(model.get_total_num_kv_heads())
     config = model.hf_text_config.to_dict()
-    yield from _numbers_under(_HEADS_KEY, config)
+    yield from numbers_under(_HEADS_KEY, config)
     query_heads = config.get("num_attention_heads")
     if isinstance(query_heads, int):
         yield from (
-            query_heads // shared for shared in _numbers_under(re.compile(_QUERY_HEADS_OF_ONE), config) if shared
+            query_heads // shared for shared in numbers_under(re.compile(_QUERY_HEADS_OF_ONE), config) if shared
         )
 
 
-def _numbers_under(name: re.Pattern[str], value: Any, *, named: bool = False) -> Iterator[int]:
+def numbers_under(name: re.Pattern[str], value: Any, *, named: bool = False) -> Iterator[int]:
     """Yield the integers in ``value`` below a key that ``name`` is found in; all of them if ``named``."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
-            yield from _numbers_under(name, inner, named=named or bool(name.search(str(key))))
+            yield from numbers_under(name, inner, named=named or bool(name.search(str(key))))
     elif isinstance(value, list | tuple):
         for inner in value:
-            yield from _numbers_under(name, inner, named=named)
+            yield from numbers_under(name, inner, named=named)
     elif named and isinstance(value, int) and not isinstance(value, bool):
         yield value
 

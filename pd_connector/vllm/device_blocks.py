@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 from layout.copies import Int64Array
+from pd_connector.vllm.releases.installed import current
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
+    from vllm.v1.request import Request
 
 #: Blocks of a request to which references are held, in block table order.
 HeldBlocks: TypeAlias = "tuple[KVCacheBlock, ...]"
@@ -67,10 +69,57 @@ class DeviceBlocks:
         assert self._manager is not None, "vLLM has not handed over its cache manager"
         return self._manager
 
-    def hold(self, request_id: str) -> HeldBlocks:
-        """Take references to all blocks that a request has now, and return the blocks."""
+    def found_states(self, request: "Request", group: int, block_tokens: int) -> "dict[int, KVCacheBlock]":
+        """Return the blocks with states of a request's prompt that its tokens are found by.
+
+        By entry: that of entry i is the state after the tokens of i + 1 blocks, if these are not more than the prompt.
+        """
+        pool = self.manager.block_pool
+        if not self.manager.enable_caching:
+            return {}
+        hashes = current().block_hashes(request.block_hashes, pool.hash_block_size, block_tokens)
+        entries = range(min(request.num_prompt_tokens // block_tokens, len(hashes)))
+        found = ((entry, pool.get_cached_block(hashes[entry], [group])) for entry in entries)
+        return {entry: blocks[0] for entry, blocks in found if blocks}
+
+    @property
+    def finds_prefixes(self) -> bool:
+        """Whether vLLM finds blocks by their contents."""
+        return bool(self.manager.enable_caching)
+
+    def has_spare(self, number: int) -> bool:
+        """Return whether so many blocks are free, and some more for requests that run."""
+        return self.free >= number + self.total // 20
+
+    def take(self, number: int) -> HeldBlocks:
+        """Take blocks that nobody uses, with a reference to each; what they hold is evicted.
+
+        Raises:
+            ValueError: fewer are free.
+        """
+        return tuple(self.manager.block_pool.get_new_blocks(number))
+
+    def give_back(self, blocks: HeldBlocks) -> None:
+        """Give back blocks that were taken."""
+        self.manager.block_pool.free_blocks(blocks)
+
+    def publish_state(
+        self, request: "Request", group: int, entry: int, block_tokens: int, block: "KVCacheBlock"
+    ) -> None:
+        """Let a block be found as the state after the tokens of a request's first ``entry`` + 1 blocks."""
+        pool = self.manager.block_pool
+        if entry in self.found_states(request, group, block_tokens):
+            return
+        table = [pool.null_block] * entry + [block]
+        pool.cache_full_blocks(
+            request=request, blocks=table, num_cached_blocks=entry, num_full_blocks=entry + 1,
+            block_size=block_tokens, kv_cache_group_id=group,
+        )  # fmt: skip
+
+    def hold(self, request_id: str, others: HeldBlocks = ()) -> HeldBlocks:
+        """Take references to all blocks that a request has now, and to ``others``, and return the blocks."""
         groups = self.manager.get_blocks(request_id).blocks
-        held = tuple(block for blocks in groups for block in blocks if not block.is_null)
+        held = (*(block for blocks in groups for block in blocks if not block.is_null), *others)
         self.manager.block_pool.touch(held)
         ids = ids_of(held)
         self._leased += len(ids) - int(np.count_nonzero(self._held[ids]))
@@ -92,6 +141,11 @@ class DeviceBlocks:
             [int(block.block_id) for block in blocks[first : -(-tokens // size)]]
             for blocks, first, size in zip(self.table(request_id), known, block_tokens, strict=True)
         )
+
+    @property
+    def hash_tokens(self) -> int:
+        """Number of tokens of a block that vLLM hashes."""
+        return int(self.manager.block_pool.hash_block_size)
 
     def forget(self, block_ids: Set[int]) -> None:
         """Let no request find these blocks any more, whoever uses them."""

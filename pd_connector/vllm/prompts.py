@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from pd_connector.params import PromptIdentity, RemotePrefill, prompt_digest
 from pd_connector.tensor_files import model_directory, tensors_digest, weight_files
+from pd_connector.vllm.requests import leave_last_token
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -37,9 +38,15 @@ class Prompts:
         self._reads_adapters = model_check == "weights"
         self._adapters: dict[int, str] = {}  # digests, by vLLM's number of the adapter
         self._places: dict[str, tuple[int, str]] = {}  # vLLM's number and the path of each adapter, by name
+        self._whole: dict[str, PromptIdentity] = {}  # of requests whose prompts were cut, by request
 
     def identify(self, request: "Request") -> PromptIdentity:
-        """Return what tells a request's prompt from others. Reads an adapter's files if no request has named it yet."""
+        """Return what tells a request's prompt from others. Reads an adapter's files if no request has named it yet.
+
+        Of a prompt that was cut, the whole prompt counts.
+        """
+        if (whole := self._whole.get(request.request_id)) is not None:
+            return whole
         adapter: LoRARequest | None = request.lora_request
         extra = [f"lora:{adapter.lora_name}"] if adapter is not None else []
         if (embedded := getattr(request, "prompt_embeds", None)) is not None:
@@ -51,6 +58,20 @@ class Prompts:
             adapter_digest=self._adapter_digest(adapter) if adapter is not None else "",
             media_digest=self._media_digest(request),
         )
+
+    def cut(self, request: "Request", hash_tokens: int) -> None:
+        """Leave the last token of a prompt to the engine that decodes, if possible; see ``leave_last_token``."""
+        whole = self.identify(request)
+        if leave_last_token(request, hash_tokens):
+            self._whole[request.request_id] = whole
+
+    def is_cut(self, request_id: str) -> bool:
+        """Return whether a request computes all tokens of its prompt but the last."""
+        return request_id in self._whole
+
+    def forget(self, request_id: str) -> None:
+        """Forget a request that has ended."""
+        self._whole.pop(request_id, None)
 
     def are_equal(self, request: "Request", remote: RemotePrefill) -> bool:
         """Return whether a prompt that ``check_prompt`` has not refused is known to be the prefilled one.

@@ -44,6 +44,30 @@ def computes_whole_prompt(request: "Request") -> bool:
     return bool(request.skip_reading_prefix_cache) or any(each is not None for each in asked)
 
 
+def leave_last_token(request: "Request", hash_tokens: int) -> bool:
+    """Take the last token off the prompt of a request that has just come, whose answer then has one token.
+
+    Returns False, and changes nothing, if there is no other token, or if the last one is of an image or the like.
+
+    ``hash_tokens``: tokens of the blocks that vLLM hashes.
+    """
+    tokens = request.num_prompt_tokens
+    media = (each.mm_position for each in getattr(request, "mm_features", None) or ())
+    if tokens < 2 or request.num_computed_tokens or any(each.offset + each.length >= tokens for each in media):
+        return False
+    if request.prompt_token_ids is not None:
+        del request.prompt_token_ids[-1:]
+    if getattr(request, "prompt_is_token_ids", None) is not None:
+        del request.prompt_is_token_ids[-1:]
+    if request.prompt_embeds is not None:
+        request.prompt_embeds = request.prompt_embeds[:-1]
+    del request._all_token_ids[-1:]
+    request.num_prompt_tokens = tokens - 1
+    request.max_tokens = 1
+    del request.block_hashes[(tokens - 1) // hash_tokens :]
+    return True
+
+
 def prefill_is_complete(request: "Request") -> bool:
     """Return whether a finished request has sampled a token, so that its whole prompt is in the cache."""
     from vllm.v1.request import RequestStatus  # noqa: PLC0415  the doctor grants leases without vLLM

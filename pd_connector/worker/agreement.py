@@ -160,6 +160,20 @@ def plane_samples(
             yield Sample(layer, depths[layer], part, form, here, there)
 
 
+def state_samples(
+    plane: Plane, depths: Mapping[str, int], computed: PlaneValues, pulled: PlaneValues
+) -> Iterator[Sample]:
+    """Yield a sample for each layer of a plane of states, of one state: each head of each row counts as a token.
+
+    The arguments are those of ``plane_samples``. The format is that of the plane.
+    """
+    form = _FORMATS.get(getattr(torch, plane.dtype, None), "bytes")
+    for number, layer in enumerate(plane.layers):
+        ours, theirs = (each.data[number] for each in (computed, pulled))
+        shape = (-1, 1, ours.shape[-1])
+        yield Sample(layer, depths[layer], plane.part, form, ours.reshape(shape), theirs.reshape(shape))
+
+
 def _halves(rows: UInt8Array, block_tokens: int) -> tuple[UInt8Array, UInt8Array]:
     """Return the first and the second half of each whole block of each head in ``rows`` [tokens, heads, bytes]."""
     _, heads, size = rows.shape

@@ -3,6 +3,7 @@
 Knows torch tensors and vLLM's shapes; decides nothing about transfers.
 """
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
@@ -15,6 +16,7 @@ from layout.sharding import held_heads
 from pd_connector.vllm.cache_groups import GroupSpec, Ranks
 from pd_connector.vllm.cache_specs import LayerSpec
 from pd_connector.vllm.cpu.head_order import HeadOrder
+from pd_connector.vllm.state_specs import RECURRENCE, StatePart, StateSpec
 
 #: What a model runner passes for a layer: one tensor, or one for each part.
 Cache: TypeAlias = torch.Tensor | Sequence[torch.Tensor]
@@ -26,13 +28,16 @@ class UnknownCacheError(ValueError):
 
 @dataclass(frozen=True)
 class _PartView:
-    """A part of a layer's cache, of logical shape [blocks, heads, tokens, content]."""
+    """A part of a layer's cache, of logical shape [blocks, heads, tokens, content]; of states, rows are the tokens."""
 
     part: str
     layer: str
     tensor: torch.Tensor
-    spec: LayerSpec
+    total_heads: int
+    optional: bool
     packing: str = ""
+    is_replicated: bool = False  # every rank holds all heads
+    dtype: str = ""  # see ``Plane``
 
     @property
     def address(self) -> int:
@@ -40,9 +45,9 @@ class _PartView:
 
     @property
     def form(self) -> tuple[object, ...]:
-        tensor, spec = self.tensor, self.spec
+        tensor = self.tensor
         memory = tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype
-        return self.part, self.packing, spec.total_heads, spec.optional, *memory
+        return self.part, self.packing, self.total_heads, self.optional, *memory
 
 
 def describe_caches(
@@ -69,49 +74,105 @@ def describe_caches(
 def _describe_group(kv_caches: Mapping[str, Cache], group: GroupSpec, ranks: Ranks) -> CacheGroup:
     views = [view for name in group.layer_names for view in _part_views(name, kv_caches[name], group)]
     planes = tuple(_plane(run, ranks) for run in _evenly_spaced(views))
-    return CacheGroup(group.block_tokens, group.window, planes, group.chunk, dict(group.seen_tokens))
+    seen = dict(group.seen_tokens)
+    return CacheGroup(group.block_tokens, group.window, planes, group.chunk, seen, states=group.holds_states)
 
 
 def _part_views(layer: str, cache: Cache, group: GroupSpec) -> list[_PartView]:
     """Return the logical parts of a layer's cache, each with its strides in memory."""
+    if group.holds_states:
+        return _state_views(layer, cache, group)
     spec, order = group.layers[layer], group.orders.get(layer)
+
+    def view(part: str, tensor: torch.Tensor, packing: str = "") -> _PartView:
+        return _PartView(part, layer, tensor, spec.total_heads, spec.optional, packing)
+
     if not isinstance(cache, torch.Tensor):
         _check_tensors(layer, cache, group)
         names = [name for name, _ in spec.parts] + [f"part{number}" for number in range(len(spec.parts), len(cache))]
         views = zip(names, cache, strict=True)
         return [
-            _PartView(name, layer, tensor if _token_axis(tensor, spec, group) == 2 else tensor.transpose(1, 2), spec)
+            view(name, tensor if _token_axis(tensor, spec, group) == 2 else tensor.transpose(1, 2))
             for name, tensor in views
         ]
     _check_form(layer, cache, group)
     if order is not None:
-        return _ordered_views(layer, cache, order, spec)
+        return [view(*part) for part in _ordered_views(layer, cache, order)]
     if spec.packing:
         _check_dense(layer, cache)
     items = [content for _, content in spec.parts]
     if spec.packing or sum(items) != cache.shape[3]:
-        return [_PartView("kv", layer, cache, spec, spec.packing)]
+        return [view("kv", cache, spec.packing)]
     slices = zip(spec.parts, cache.split(items, dim=3), strict=True)
-    return [_PartView(name, layer, tensor, spec) for (name, _), tensor in slices]
+    return [view(name, tensor) for (name, _), tensor in slices]
 
 
-def _ordered_views(layer: str, cache: torch.Tensor, order: HeadOrder, spec: LayerSpec) -> list[_PartView]:
-    """Return K and V as a CPU kernel puts them into each head's block, or the whole, opaque block."""
+def _state_views(layer: str, cache: Cache, group: GroupSpec) -> list[_PartView]:
+    """Return the parts of a layer's states."""
+    spec = group.states[layer]
+    tensors = _state_tensors(layer, cache, spec, group.blocks)
+    return [
+        _PartView(
+            part.name,
+            layer,
+            _rows_of_heads(tensors[part.tensor], part, is_column_first=spec.is_column_first),
+            part.total_heads,
+            spec.optional,
+            is_replicated=spec.is_replicated,
+            dtype=str(spec.dtypes[part.tensor]).removeprefix("torch."),
+        )
+        for part in spec.parts
+    ]
+
+
+def _state_tensors(layer: str, cache: Cache, spec: StateSpec, blocks: int) -> list[torch.Tensor]:
+    """Return the tensors of a layer's states, [blocks, *shape]: as they are passed, or out of pages of bytes."""
+    if not isinstance(cache, torch.Tensor):
+        tensors = list(cache)
+    else:
+        tensors, offset = [], 0
+        is_page = cache.dim() == 4 and tuple(cache.shape[1:]) == (1, 1, spec.content_bytes)
+        for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True) if is_page and cache.dtype == torch.int8 else ():
+            size = math.prod(shape) * dtype.itemsize
+            tensors.append(cache[:, 0, 0, offset : offset + size].view(dtype).unflatten(1, shape))
+            offset += size
+    forms = [(tuple(tensor.shape), tensor.dtype) for tensor in tensors]
+    expected = [((blocks, *shape), dtype) for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True)]
+    if forms != expected:
+        given = tensors_of(cache)
+        raise UnknownCacheError(
+            f"the states of layer {layer!r} are {[(tuple(each.shape), each.dtype) for each in given]}; expected "
+            f"{expected}, or one tensor ({blocks}, 1, 1, {spec.content_bytes}) of int8"
+        )
+    return tensors
+
+
+def _rows_of_heads(tensor: torch.Tensor, part: StatePart, *, is_column_first: bool) -> torch.Tensor:
+    """Return a part of a state's tensor as [blocks, heads, rows, content]."""
+    columns = slice(part.first_column, part.first_column + part.heads * part.content)
+    if part.name == RECURRENCE:
+        return tensor.flatten(1).unflatten(1, (part.heads, 1, part.content))
+    if is_column_first:
+        return tensor[:, columns, : part.rows].unflatten(1, (part.heads, part.content)).transpose(2, 3)
+    return tensor[:, : part.rows, columns].unflatten(2, (part.heads, part.content)).transpose(1, 2)
+
+
+def _ordered_views(layer: str, cache: torch.Tensor, order: HeadOrder) -> list[tuple[str, torch.Tensor, str]]:
+    """Return K and V as a CPU kernel puts them into each head's block, or the whole, opaque block, with its packing."""
     blocks, heads, tokens, content = cache.shape
     block_stride, head_stride = cache.stride()[:2]
     _check_dense(layer, cache)
     if order.key is None or order.value is None:
-        return [_PartView("kv", layer, cache, spec, order.packing)]
+        return [("kv", cache, order.packing)]
     return [
-        _PartView(
+        (
             name,
-            layer,
             cache.as_strided(
                 (blocks, heads, tokens, content // 2),
                 (block_stride, head_stride, part.token_stride, part.content_stride),
                 cache.storage_offset() + part.offset,
             ),
-            spec,
+            "",
         )
         for name, part in (("k", order.key), ("v", order.value))
     ]
@@ -215,8 +276,8 @@ def _plane(run: list[_PartView], ranks: Ranks) -> Plane:
     blocks, heads, tokens, content = first.tensor.shape
     item = first.tensor.element_size()
     block_stride, head_stride, token_stride, content_stride = (stride * item for stride in first.tensor.stride())
-    total_heads = first.spec.total_heads
-    head_start, _ = held_heads(total_heads, ranks.tp_size, ranks.tp_rank)
+    total_heads = first.total_heads
+    head_start = 0 if first.is_replicated else held_heads(total_heads, ranks.tp_size, ranks.tp_rank)[0]
     return Plane(
         part=first.part,
         layers=tuple(view.layer for view in run),
@@ -234,7 +295,8 @@ def _plane(run: list[_PartView], ranks: Ranks) -> Plane:
         content_stride=content_stride,
         packing=first.packing,
         total_heads=total_heads,
-        optional=first.spec.optional,
+        optional=first.optional,
+        dtype=first.dtype,
     )
 
 

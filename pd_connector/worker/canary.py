@@ -6,17 +6,19 @@ No request of vLLM waits for that, so how it ends goes to the scheduler side wit
 import logging
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 import torch
 
 from layout.cost import CostModel
 from layout.geometry import Plane, Region, WorkerGeometry
+from layout.plan import BlockTable
 from layout.scratch import blocks_of_tokens, scratch_bytes, scratch_geometry
 from pd_connector.orders import CanaryEnds, CanaryReference, CanaryRoom, Cause, Orders, PullOrder, Report, block_table
-from pd_connector.worker.agreement import Sample, cache_format, compare, plane_samples
+from pd_connector.worker.agreement import Sample, cache_format, compare, plane_samples, state_samples
 from pd_connector.worker.caches import Cache
 from pd_connector.worker.device_fence import no_fence
 from pd_connector.worker.device_memory import device_memory
@@ -44,7 +46,7 @@ def canary_room(geometry: WorkerGeometry) -> CanaryRoom:
 
     At least two blocks of every cache group: one of them is whole wherever the tokens begin.
     """
-    least = 2 * math.lcm(*(group.block_tokens for group in geometry.groups))
+    least = 2 * math.lcm(*(group.block_tokens for group in geometry.groups if not group.states))
     tokens = max(_TOKENS, least)
     while tokens > least and _bytes(geometry, tokens) > _MOST_BYTES:
         tokens = max(tokens // 2, least)
@@ -95,9 +97,11 @@ class Comparison:
         names = sorted({name for group in caches.groups for name in group.layers})
         self._depths = {name: _depth(name, number) for number, name in enumerate(names)}
 
-    def __call__(self, pulled: PullOrder, computed: CanaryReference) -> CanaryEnds:
-        """Return whether the two agree. Neither may change meanwhile."""
-        samples = self._samples(pulled, computed)
+    def __call__(
+        self, pulled: PullOrder, computed: CanaryReference, lacking_states: Container[tuple[int, int]] = ()
+    ) -> CanaryEnds:
+        """Return whether the two agree. Neither may change meanwhile. ``lacking_states``: see ``PullEnd``."""
+        samples = self._samples(pulled, computed) + self._states(pulled, computed, lacking_states)
         difference = compare(samples)
         compared = sum(bool(sample.computed.size) for sample in samples)
         return CanaryEnds(1, samples=compared, difference="" if difference is None else str(difference))
@@ -107,13 +111,33 @@ class Comparison:
         groups = zip(self._caches.groups, self._scratch.geometry.groups, strict=True)
         for number, (ours, theirs) in enumerate(groups):
             here, there = block_table(computed.block_ids[number]), block_table(pulled.local_block_ids[number])
-            for cache, scratch in zip(ours.planes, theirs.planes, strict=True):
+            for cache, scratch in zip(ours.planes, theirs.planes, strict=True) if not ours.states else ():
                 if cache.optional:  # what drafts tokens: it may not be there, and no answer depends on it
                     continue
                 tokens = pulled.first_token, pulled.end_token
                 values = read_values(cache, ours.block_tokens, here, *tokens, self._read)
                 others = read_values(scratch, theirs.block_tokens, there, *tokens, self._scratch.read)
                 samples += plane_samples(cache, self._formats[cache], self._depths, values, others)
+        return samples
+
+    def _states(
+        self, pulled: PullOrder, computed: CanaryReference, lacking: Container[tuple[int, int]]
+    ) -> list[Sample]:
+        """Return the states that both have, at borders of blocks: a running state is after other tokens by now."""
+        samples: list[Sample] = []
+        for number, (ours, theirs) in enumerate(zip(self._caches.groups, self._scratch.geometry.groups, strict=True)):
+            if not ours.states:
+                continue
+            for entry, (here, there) in enumerate(
+                zip(computed.block_ids[number], pulled.local_block_ids[number], strict=False)
+            ):
+                if not (here and there) or (number, entry) in lacking:
+                    continue
+                for cache, scratch in zip(ours.planes, theirs.planes, strict=True):
+                    rows = cache.block_tokens
+                    values = read_values(cache, rows, BlockTable.of([here]), 0, rows, self._read)
+                    others = read_values(scratch, rows, BlockTable.of([there]), 0, rows, self._scratch.read)
+                    samples += state_samples(cache, self._depths, values, others)
         return samples
 
 
@@ -142,6 +166,10 @@ def plane_formats(geometry: WorkerGeometry, kv_caches: Mapping[str, Cache], cach
     return formats
 
 
+#: Arguments: what was pulled, what was computed, and the states that could not be pulled.
+Compares: TypeAlias = Callable[[PullOrder, CanaryReference, frozenset[tuple[int, int]]], CanaryEnds]
+
+
 @dataclass(slots=True)
 class _Canary:
     order: PullOrder
@@ -153,7 +181,7 @@ class _Canary:
 class CanaryPulls(WorkerRole):
     """Owns the canaries of a worker. ``pulls`` are made with the geometry of the scratch memory."""
 
-    def __init__(self, pulls: Pulls, compares: Callable[[PullOrder, CanaryReference], CanaryEnds]) -> None:
+    def __init__(self, pulls: Pulls, compares: Compares) -> None:
         """``compares`` is called on a thread of this role, one canary at a time."""
         self._pulls = pulls
         self._compares = compares
@@ -200,7 +228,8 @@ class CanaryPulls(WorkerRole):
             return None
         if not canary.reference.block_ids:
             return CanaryEnds(1)
-        canary.verdict = self._thread.submit(self._compares, canary.order, canary.reference)
+        lacking = canary.end.lacking_states
+        canary.verdict = self._thread.submit(self._compares, canary.order, canary.reference, lacking)
         return None
 
     def _verdict(self, canary: _Canary) -> CanaryEnds:

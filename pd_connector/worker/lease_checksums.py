@@ -13,7 +13,14 @@ from layout.copies import Int64Array
 from layout.geometry import Plane, WorkerGeometry
 from pd_connector.orders import ChecksumOrder, ChecksumReport, Orders, Report, block_table
 from pd_connector.worker.worker_role import WorkerRole
-from transfer.copies.checksums.block_checksums import BlockReader, ReadableBlocks, in_place, sum_plane, warm_up
+from transfer.copies.checksums.block_checksums import (
+    BlockReader,
+    ReadableBlocks,
+    in_place,
+    sum_plane,
+    sum_states,
+    warm_up,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +42,8 @@ class CacheChecksums:
     ) -> tuple[tuple[PlaneSums, ...], ...]:
         """Return the checksums of a request's tokens ``first_token`` to ``end_token`` (exclusive), by group and plane.
 
+        Of a group of states, those of all that its block table has, an entry counting as a token.
+
         Raises:
             PlanError: as ``sum_plane``.
             Interrupted: ``closing`` is set.
@@ -47,7 +56,9 @@ class CacheChecksums:
 
         return tuple(
             tuple(
-                sum_plane(plane, group.block_tokens, block_table(ids), first_token, end_token, read)
+                sum_states(plane, block_table(ids), read)
+                if group.states
+                else sum_plane(plane, group.block_tokens, block_table(ids), first_token, end_token, read)
                 for plane in group.planes
             )
             for group, ids in zip(self.geometry.groups, block_ids, strict=True)

@@ -101,6 +101,11 @@ class Peer:
         self._links: dict[int, Link] = {}
 
     @property
+    def has_states(self) -> bool:
+        """Whether some layers keep states instead of tokens."""
+        return any(plan.states for plan in self.plans.values())
+
+    @property
     def is_linked(self) -> bool:
         """Whether links to all ranks that are read from are open."""
         return self._links.keys() >= self.plans.keys()

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, TypeVar
 
-from layout.copies import Copies
+from layout.copies import EMPTY, Copies, concatenate
 from layout.plan import BlockTable, PlanError
 from layout.staging import Schedule
 from pd_connector.orders import Cause, PullOrder, block_table, cause_of
@@ -95,6 +95,8 @@ class Pull:
         self._answered_at: float | None = None  # when it came
         self._may_ask_at = 0.0  # without a pause
         self._read = _Read()
+        self._states_are_read = False
+        self._lacking_states: list[set[tuple[int, int]]] = []  # on each prefill rank
         self._place = Place.DEVICE  # where P has said that the blocks are
         self._slots: list[BlockTable] = []  # of P's host memory, if they are there
         self._held: list[HeldRead] = []
@@ -155,6 +157,8 @@ class Pull:
                 break
         if not self.prompt.is_complete:
             return self.follow(reads_host=reads_host)
+        if not self._states_are_read and peer.has_states:
+            self._read_range(peer, range(self.order.end_token, self.order.end_token), self._place)
         if self._context.verifier is not None:
             self._context.verifier.verify(self.order, peer.workers, peer.sources, self._deadline, self._closing)
             self._watch.lap("verify")
@@ -231,6 +235,7 @@ class Pull:
             is_ahead=bool(self.order.transfer_id),
             ahead_bytes=self._read.ahead_bytes,
             restarts=self.prompt.restarts,
+            lacking_states=frozenset[tuple[int, int]]().union(*self._lacking_states),
         )
 
         def end(answer: "Future[Released]") -> None:
@@ -290,6 +295,8 @@ class Pull:
         self._await_device()
         schedules = self._read_batches(peer, batches)
         self._read.add(schedules, place, is_ahead=is_ahead)
+        if not tokens:
+            return
         plans = peer.plans.values() if place is Place.DEVICE else ()  # slots stay until the attempt ends, or the lease
         span = tokens.start, tokens.stop
         self.prompt.has_read(tokens, (read for plan in plans for read in plan.remote_blocks(self._local, *span)))
@@ -334,11 +341,21 @@ class Pull:
                 Cause.PARAMS,
                 f"remote_block_ids holds {len(remote)} block tables; the prefill engine has {groups} cache groups",
             )
+        end_token = self.order.end_token
+        reads_states = self.prompt.is_complete and tokens.stop == end_token  # with the last tokens
+
+        def descriptors(rank: int) -> Copies:
+            of_tokens = plans[rank].instantiate(local, remote, tokens.start, tokens.stop) if tokens else EMPTY
+            if not (reads_states and plans[rank].states):
+                return of_tokens
+            return concatenate([of_tokens, plans[rank].instantiate_states(local, remote, end_token)])
+
         try:
-            return for_each_rank(
-                lambda rank: plans[rank].instantiate(local, remote, tokens.start, tokens.stop),
-                list(plans),
-            )
+            batches = for_each_rank(descriptors, list(plans))
+            self._states_are_read = reads_states
+            if reads_states:
+                self._lacking_states = [plan.lacking_states(local, remote, end_token) for plan in plans.values()]
+            return {rank: copies for rank, copies in batches.items() if len(copies)}
         except PlanError as error:
             if not self.prompt.is_complete:
                 return None

@@ -38,6 +38,8 @@ class PullEnd:
     is_ahead: bool = False  # whether it began before the prefill engine had computed the prompt
     ahead_bytes: int = 0  # of ``copied_bytes``: read before the prompt was computed
     restarts: int = 0  # how many times what had been read came to nothing
+    #: Of what was ordered, the states that the prefill engine does not have: cache groups and entries of their tables.
+    lacking_states: frozenset[tuple[int, int]] = frozenset()
     seconds: dict[str, float] = field(default_factory=dict)  # by phase
 
     @property

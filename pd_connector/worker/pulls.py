@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
-from pd_connector.orders import Cause, Orders, PullOrder, RefuseOrder
+from pd_connector.orders import Cause, Orders, PullOrder, RefuseOrder, Report
 from pd_connector.stats import StatsRecorder
 from pd_connector.traces import PullTrace
 from pd_connector.worker.peer import PeerAddress, PullContext
@@ -50,6 +50,7 @@ class Pulls(WorkerRole):
         self._retired: list[PeerSession] = []  # that finish their pulls, and get no more
         self._closing: list[PeerSession] = []
         self._outstanding: set[str] = set()
+        self._lacking_states: set[str] = set()  # requests, since the last report
 
     def execute(self, orders: Orders) -> list[str]:
         """Start the pulls, and fail the requests that cannot be pulled."""
@@ -81,7 +82,14 @@ class Pulls(WorkerRole):
             else:
                 ends.append(end)
         ends += self._quarantine.take_settled()
-        return [end for end in ends if self._is_outstanding(end)]
+        ends = [end for end in ends if self._is_outstanding(end)]
+        self._lacking_states |= {end.request_id for end in ends if end.lacking_states}
+        return ends
+
+    def take_report(self) -> Report:
+        """Return the pulls that have ended without all states that were ordered."""
+        lacking, self._lacking_states = frozenset(self._lacking_states), set()
+        return Report(lacking_states=lacking)
 
     def _is_outstanding(self, end: PullEnd) -> bool:
         if end.request_id in self._outstanding:

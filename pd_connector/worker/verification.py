@@ -15,9 +15,10 @@ import numpy.typing as npt
 
 from layout.checksums import PlaneSums, UInt64Array, run_tokens
 from layout.compatibility import IncompatibleCachesError
-from layout.geometry import WorkerGeometry
+from layout.geometry import CacheGroup, WorkerGeometry
 from layout.plan import BlockTable
 from layout.sharding import Share, Source
+from layout.states import state_entries
 from pd_connector.orders import Cause, PullOrder, block_table, cause_of
 from pd_connector.worker.lease_checksums import CacheChecksums, Interrupted
 from pd_connector.worker.pull_end import PullFailed
@@ -38,8 +39,9 @@ class _Query:
 
     source: int  # index of the rank
     shares: tuple[Share, ...]  # what was read from it, all of one cache group on either side
-    borders: tuple[int, ...]  # of the token ranges
+    borders: tuple[int, ...]  # of the token ranges; of a state, its entry in the table there, and the next
     wanted: npt.NDArray[np.bool_]  # [borders - 1]: which ranges were pulled; the others are holes
+    state: tuple[int, int] | None = None  # its entry in the table here, and after how many tokens it is
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +86,8 @@ class Verifier:
         for source in sources:
             for share in source.shares:
                 ours = self._checksums.geometry.groups[share.local_group]
+                if ours.states:
+                    continue
                 run = run_tokens(workers[source.remote].groups[share.remote_group].planes[share.remote_plane])
                 if ours.block_tokens % run:
                     raise IncompatibleCachesError(
@@ -137,6 +141,9 @@ class Verifier:
                 by_group[share.local_group, share.remote_group].append(share)
             for (ours, theirs), shares in by_group.items():
                 remote = workers[source.remote].groups[theirs]
+                if local[ours].states:
+                    yield from _of_states(order, source.remote, shares, local[ours], remote)
+                    continue
                 runs = (run_tokens(local[ours].planes[share.local_plane]) for share in shares)
                 step = math.lcm(*runs, *(run_tokens(remote.planes[share.remote_plane]) for share in shares))
                 numbers = sum(len(plane.layers) * plane.heads for plane in remote.planes)
@@ -196,7 +203,11 @@ class Verifier:
         for share in query.shares:
             local = self._checksums.geometry.groups[share.local_group].planes[share.local_plane]
             remote = workers[query.source].groups[share.remote_group].planes[share.remote_plane]
-            here = ours[share.local_group][share.local_plane].between(query.borders)
+            borders = query.borders
+            if query.state is not None:
+                entry, after = query.state
+                borders, tokens = (entry, entry + 1), [(0, after)]
+            here = ours[share.local_group][share.local_plane].between(borders)
             here = _select(here, share, local.layers, local.head_start)[query.wanted]
             there = _select(theirs[share.remote_plane], share, remote.layers, remote.head_start)[query.wanted]
             yield (
@@ -214,6 +225,22 @@ class Verifier:
                 ],
                 here.size,
             )
+
+
+def _of_states(
+    order: PullOrder, source: int, shares: Sequence[Share], local: CacheGroup, remote: CacheGroup
+) -> Iterator[_Query]:
+    """Yield a query for each state that was pulled: that both tables have."""
+    here, there = (
+        state_entries(block_table(ids[group]).block_ids, size, order.end_token)
+        for ids, group, size in (
+            (order.local_block_ids, shares[0].local_group, local.block_tokens),
+            (order.remote.remote_block_ids, shares[0].remote_group, remote.block_tokens),
+        )
+    )
+    for tokens in here.keys() & there.keys():
+        entry = there[tokens]
+        yield _Query(source, tuple(shares), (entry, entry + 1), np.ones(1, np.bool_), (here[tokens], tokens))
 
 
 def _token_ranges(

@@ -119,6 +119,7 @@ WRONG = [
     ("remote_layers", [["a layer"]]),
     ("remote_layers", [["x" * 257]]),
     ("tp_size", "1"),
+    ("prompt_is_cut", "no"),
     ("lease_id", ""),
     ("lease_id", 9),
     ("lease_ttl_s", 0),

@@ -143,6 +143,19 @@ def test_an_event_with_that_text_alone_is_left_out_and_all_else_is_as_d_sent_it(
     assert continued(" gr", STREAM) == STREAM.removeprefix(event(" gr"))
 
 
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_a_token_behind_a_prompt_that_was_cut_is_none_of_the_text(is_cut: bool) -> None:
+    async def nowhere(_: object) -> None:
+        pass
+
+    async def scenario() -> bool:
+        token = FirstToken(Client({"type": "http", "headers": []}, nowhere, Record("/")))
+        await token.send({"choices": [{"text": " gr"}], "kv_transfer_params": {"prompt_is_cut": is_cut}})
+        return await token.is_sent()
+
+    assert asyncio.run(scenario()) is not is_cut
+
+
 def test_d_goes_on_only_behind_it_though_the_client_is_slow_to_take_it() -> None:
     async def scenario() -> None:
         order: list[str] = []

@@ -78,6 +78,8 @@ The connector (``pd_connector/``):
     connector.followed_answers  what a prefill engine answers of a named prompt, and decode legs that name it
     connector.consumers     the parts of a decode engine's scheduler half, with the test's own client and clock
     connector.kept_blocks   the cache groups that vLLM makes of layers, and the blocks that it keeps in each
+    connector.prompts_with_states  vLLM's books of blocks for prompts of a model with states
+    connector.state_caches  states of recurrent layers, byte by byte
     connector.proving       a decode engine's scheduler half that proves where it pulls from
     connector.decode_scheduler  a decode engine's scheduler half, and a scripted prefill engine that it asks
     connector.followed_legs  both legs of a prompt at once: who computes it, and a worker that follows it
@@ -115,6 +117,8 @@ Simulations of many engines (``test_state_machine``, ``test_progress``) and of o
 Real servers (``tests/e2e``):
     e2e.architectures       architectures of the test models: configurations and random weights
     e2e.models              a tiny model, whose output depends on every block of its prompt, as a directory
+    e2e.hybrid_deployments  sets of their servers
+    e2e.hybrids             models of which some layers keep states
     e2e.images              images for prompts, as clients send them
     e2e.cluster             vLLM servers on this machine: started together, watched, ended, measured
     e2e.deployments         the sets of servers that tests share

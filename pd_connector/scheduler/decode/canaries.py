@@ -26,7 +26,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from layout.scratch import blocks_holding
+from layout.scratch import STATES, blocks_holding
+from layout.states import running_entry
 from pd_connector.orders import CanaryEnds, CanaryReference, CanaryRoom, Cause, Orders, PullOrder, Report
 from pd_connector.params import RemotePrefill
 from pd_connector.scheduler.scheduler_role import SchedulerRole
@@ -160,7 +161,7 @@ class Canaries(NoCanaries):
         self._groups = groups
         self._refuses = refuses
         self._clock = clock
-        self._border = math.lcm(*(kept.block_tokens for kept in groups))
+        self._border = math.lcm(*(kept.block_tokens for kept in groups if not kept.states))
         self._room: CanaryRoom | None = None  # None until workers are known
         self._ranks = 0
         self._free: list[int] = []  # areas of the scratch memory
@@ -348,6 +349,10 @@ class Canaries(NoCanaries):
         """Return the block table of a cache group in an area of the scratch memory, as far as the tokens are kept."""
         assert self._room is not None, "no worker is known"
         size = kept.block_tokens
+        if kept.states:
+            running, border = running_entry(tokens.stop, size), tokens.stop // size - 1
+            ids = dict.fromkeys((border,), 2 + area * STATES) | {running: 1 + area * STATES}
+            return tuple(ids.get(entry, 0) for entry in range(running + 1))
         of_area = blocks_holding(self._room.tokens, size)
         first, end = tokens.start // size, -(-tokens.stop // size)
         needed = max(first, kept.first_needed(tokens.stop + 1) // size)
@@ -366,8 +371,14 @@ class Canaries(NoCanaries):
     def _refer(self, canary: _Canary) -> None:
         """Have what was computed compared: a token was sampled, so the whole prompt is in its blocks, on every rank."""
         request_id, tokens = canary.request.request_id, canary.tokens
-        table, held = [], []
-        for kept, blocks in zip(self._groups, self._blocks.table(request_id), strict=True):
+        table, held = list[tuple[int, ...]](), []
+        for group, (kept, blocks) in enumerate(zip(self._groups, self._blocks.table(request_id), strict=True)):
+            if kept.states:  # the running one goes on with every token
+                border = tokens.stop // kept.block_tokens - 1
+                state = self._blocks.found_states(canary.request, group, kept.block_tokens).get(border)
+                table.append(() if state is None else (*[0] * border, int(state.block_id)))
+                held += [] if state is None else [state]
+                continue
             first, end = tokens.start // kept.block_tokens, -(-tokens.stop // kept.block_tokens)
             table.append((*[0] * first, *(int(block.block_id) for block in blocks[first:end])))
             held += [block for block in blocks[first:end] if not block.is_null]

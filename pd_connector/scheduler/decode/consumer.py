@@ -42,6 +42,7 @@ from pd_connector.params import (
     parse_decode_leg,
 )
 from pd_connector.progress import Progress
+from pd_connector.scheduler.decode.border_states import BorderStates
 from pd_connector.scheduler.decode.canaries import NoCanaries, Rejection, Standing
 from pd_connector.scheduler.decode.legs import (
     Announced,
@@ -64,6 +65,7 @@ from pd_connector.scheduler.decode.subscriptions import Subscriptions, TransferF
 from pd_connector.scheduler.scheduler_role import SchedulerRole
 from pd_connector.stats import ComputedHere, StatsRecorder
 from pd_connector.vllm.cache_specs import Retention
+from pd_connector.vllm.device_blocks import DeviceBlocks
 from pd_connector.vllm.prompts import Prompts
 from pd_connector.vllm.requests import (
     block_ids_by_group,
@@ -78,7 +80,6 @@ if TYPE_CHECKING:
     from pd_connector.vllm.types import KVCacheBlocks, Request
 
 logger = logging.getLogger(__name__)
-
 
 _WARNING_INTERVAL_S = 60.0
 
@@ -95,11 +96,12 @@ class Consumer(SchedulerRole):
         layers: Sequence[Collection[str]] = (),
         canaries: NoCanaries | None = None,
         prompts: Prompts | None = None,
+        borders: BorderStates | None = None,
     ) -> None:
         """``retentions`` and ``layers``: of every cache group, in vLLM's order. Until ``set_workers``, layers of a
-        pipeline stage are enough. ``canaries`` is a role of its own, asked before. ``prompts`` knows their media and
-        adapters.
+        pipeline stage are enough. ``canaries`` is a role of its own, asked before. ``prompts`` knows media, adapters.
         """
+        self._borders = borders or BorderStates(DeviceBlocks(), ())
         self._prompts = prompts or Prompts()
         self._retentions = retentions
         self._needed = NeededBlocks(retentions, layers)
@@ -224,12 +226,16 @@ class Consumer(SchedulerRole):
     @property
     def landing(self) -> set[str]:
         """The requests whose prompts are being pulled to host memory, those that have left included."""
-        return {request_id for request_id, leg in self._legs.items() if isinstance(leg, Landing)}
+        return self._requests(Landing)
+
+    def _requests(self, kind: type) -> set[str]:
+        return {request_id for request_id, leg in self._legs.items() if isinstance(leg, kind)}
 
     def settled(self, request_ids: set[str], failed: set[str], report: Report) -> None:
         """Forget the pulls that all ranks have reported. The ranks have released the leases."""
         for request_id in self._canaries.take_ended():
             self._let_go(request_id)
+        self._borders.lack(report.lacking_states)
         for request_id in request_ids:
             pull = self._legs.get(request_id)
             if not isinstance(pull, Pulling):
@@ -237,6 +243,7 @@ class Consumer(SchedulerRole):
             self._ahead.end(request_id)
             self._subscriptions.forget(request_id)
             self._let_go(request_id)
+            self._borders.end(request_id, is_right=request_id not in failed and not pull.has_left)
             if request_id in failed and not pull.has_left:
                 self._legs.put(request_id, Computed(pull.refused_for or ComputedHere.PULL))
 
@@ -287,6 +294,10 @@ class Consumer(SchedulerRole):
             stats.count("prompts_computed", number, cause)
         self._computed_here.clear()
 
+    def model_changed(self) -> None:
+        """Let nobody find states that are being pulled: another model has computed them."""
+        self._borders.forget_model()
+
     def close(self) -> None:
         """Stop following transfers and renewing leases."""
         self._subscriptions.close()
@@ -294,11 +305,10 @@ class Consumer(SchedulerRole):
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless the books balance."""
-        announced = {request_id for request_id, leg in self._legs.items() if isinstance(leg, Announced)}
-        proving = {request_id for request_id, leg in self._legs.items() if isinstance(leg, Proving)}
+        announced = self._requests(Announced)
         leased = {request_id for request_id, leg in self._legs.items() if lease(leg) is not None}
         held = {request_id for request_id, leg in self._legs.items() if not isinstance(leg, Computed)}
-        assert proving == self._canaries.request_ids, "the canaries under way are not those of requests"
+        assert self._requests(Proving) == self._canaries.request_ids, "the canaries under way are not those of requests"
         renewed = self._renewals.request_ids
         assert leased <= renewed <= leased | announced, (
             "leases are renewed for other requests than those that need them"
@@ -307,6 +317,7 @@ class Consumer(SchedulerRole):
             "other transfers are followed than those that are announced"
         )
         assert leased | announced <= self._used.request_ids <= held, "a lease in use is nobody's"
+        assert self._borders.request_ids <= self._requests(Pulling), "blocks for states are lost"
         self._used.check_integrity()
         self._ahead.check_integrity()
         self._subscriptions.check_integrity()
@@ -347,7 +358,9 @@ class Consumer(SchedulerRole):
         if found is None:
             return True
         if isinstance(found, Progress) and not announced.is_checked:
-            found = self._checked(found, announced)
+            announced.is_checked = True
+            if reason := announced.mismatch(found.remote):
+                found = TransferFailed(Cause.PARAMS, reason)
         if isinstance(found, TransferFailed):
             self._subscriptions.take(request_id)
             self._renewals.drop(request_id)
@@ -398,16 +411,6 @@ class Consumer(SchedulerRole):
         self._renewals.start_reading(request.request_id)
         return True
 
-    @staticmethod
-    def _checked(found: Progress, announced: Announced) -> Progress | TransferFailed:
-        if announced.prompt is not None:
-            try:
-                check_prompt(found.remote, announced.prompt)
-            except ParamsError as error:
-                return TransferFailed(Cause.PARAMS, f"{announced.transfer.label} is of another prompt: {error}")
-        announced.is_checked = True
-        return found
-
     def _refuse(self, request_id: str, refused: Refused) -> None:
         logger.error("PDConnector: request %s cannot pull its prompt: %s", request_id, refused.reason)
         self._legs.put(request_id, Waiting(refused))
@@ -441,6 +444,7 @@ class Consumer(SchedulerRole):
             return
         assert isinstance(entry, RemotePrefill)
         self._renewals.start_reading(request_id)
+        block_ids = self._borders.add(request, block_ids, tokens)
         order = PullOrder(
             request_id, entry, block_ids, tokens.start, tokens.stop, uuid.uuid4().hex, transfer_id, complete_tokens,
             traceparent(request),

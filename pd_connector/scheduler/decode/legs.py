@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from pd_connector.orders import Cause
-from pd_connector.params import PromptIdentity, RemotePrefill, RemoteTransfer
+from pd_connector.params import ParamsError, PromptIdentity, RemotePrefill, RemoteTransfer, check_prompt
 from pd_connector.scheduler.decode.single_use import Key
 
 
@@ -34,8 +34,17 @@ class Announced:
 
     transfer: RemoteTransfer
     prompt: PromptIdentity | None  # None if it need not be compared
-    is_checked: bool = False  # the prompt is that of the other leg
+    is_checked: bool = False  # whether the prompt was compared with that of the other leg
     computed_tokens: int = 0  # held here when vLLM last asked
+
+    def mismatch(self, remote: RemotePrefill) -> str:
+        """Return in what the prompt of the other leg differs, for people; empty if it does not, as far as is known."""
+        try:
+            if self.prompt is not None:
+                check_prompt(remote, self.prompt)
+        except ParamsError as error:
+            return f"{self.transfer.label} is of another prompt: {error}"
+        return ""
 
 
 @dataclass(slots=True)

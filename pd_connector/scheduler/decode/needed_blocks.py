@@ -9,6 +9,7 @@ Numbers and names only: no threads, no sockets, no blocks.
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
+from layout.states import running_entry
 from pd_connector.params import RemotePrefill
 from pd_connector.vllm.cache_specs import Retention
 
@@ -45,6 +46,11 @@ class NeededBlocks:
         """
         for group, there, size in self._pairs(remote):
             kept, ids = self._groups[group], remote.remote_block_ids[there]
+            if kept.states:
+                entry = running_entry(max(remote.remote_num_tokens - 1, 1), size)
+                if remote.remote_num_tokens > 1 and not any(ids[entry : entry + 1]):
+                    return self._describe_state(group, remote)
+                continue
             needed = max(kept.first_needed(remote.remote_num_tokens), computed_tokens // size * size)
             if needed // size < len(ids) and not ids[needed // size]:
                 return self._describe(group, remote, there, needed)
@@ -59,7 +65,9 @@ class NeededBlocks:
             return False
         tokens = remote.remote_num_tokens
         return any(
-            self._groups[group].first_needed(tokens) < first_tokens[there] for group, there, _ in self._pairs(remote)
+            self._groups[group].first_needed(tokens) < first_tokens[there]
+            for group, there, _ in self._pairs(remote)
+            if not self._groups[group].states  # which come at the end
         )
 
     def _pairs(self, remote: RemotePrefill) -> Iterator[tuple[int, int, int]]:
@@ -82,6 +90,15 @@ class NeededBlocks:
                 for ours in map(frozenset, self._layers.values())
             )
         return self._known[theirs]
+
+    def _describe_state(self, group: int, remote: RemotePrefill) -> LackingBlocks:
+        tokens = remote.remote_num_tokens
+        layer = min(self._layers.get(group, ("its layers",)))
+        return LackingBlocks(
+            f"the prefill engine has no state of layer {layer!r} after {tokens - 1} of {tokens} tokens: it could not "
+            "leave the last token to this engine, as with an image at the end of a prompt",
+            is_by_setting=False,
+        )
 
     def _describe(self, group: int, remote: RemotePrefill, there: int, needed: int) -> LackingBlocks:
         names = remote.remote_layers

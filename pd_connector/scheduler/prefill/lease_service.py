@@ -151,6 +151,10 @@ class LeaseService(Generic[Held]):
                 self.leases.withdraw(lease_id)
         return is_open
 
+    def prompt_tokens(self, request: "VllmRequest") -> int:
+        """Return the number of tokens of a request's prompt, the last one included if it is left to another engine."""
+        return int(request.num_prompt_tokens) + self._prompts.is_cut(request.request_id)
+
     def grant(
         self,
         request: "VllmRequest",
@@ -184,11 +188,12 @@ class LeaseService(Generic[Held]):
             remote_host=host,
             remote_port=port,
             remote_block_ids=tuple(tuple(ids) for ids in block_ids),
-            remote_num_tokens=request.num_prompt_tokens,
+            remote_num_tokens=prompt.tokens,
             remote_block_sizes=self.block_tokens,
             remote_layers=self.layers,
             remote_attempt=begun.attempt if begun is not None else 0,
             tp_size=self._tp_size,
+            prompt_is_cut=self._prompts.is_cut(request.request_id),
             lease_id=begun.prompt.lease_id if begun is not None else uuid.uuid4().hex,
             lease_ttl_s=self.leases.ttl_s,
             prompt_digest=prompt.digest,
@@ -196,7 +201,7 @@ class LeaseService(Generic[Held]):
             media_digest=prompt.media_digest,
         )
         if self._spans is not None:
-            self._spans.granted(remote.lease_id, traceparent(request), request.request_id, request.num_prompt_tokens)
+            self._spans.granted(remote.lease_id, traceparent(request), request.request_id, prompt.tokens)
         tables = remote.remote_block_ids if may_move and self._host_workers else ()
         is_valid = self.leases.grant(
             remote.lease_id, blocks, contents_digest(remote), tables if begun is None else (), is_written=is_written

@@ -14,10 +14,11 @@ from pd_connector.scheduler.prefill.announcer import Announcer
 from pd_connector.scheduler.prefill.drain import Drain
 from pd_connector.scheduler.prefill.lease_moves import LeaseMoves
 from pd_connector.scheduler.prefill.lease_service import LeaseService
+from pd_connector.scheduler.prefill.leased_states import LeasedStates
 from pd_connector.scheduler.scheduler_role import SchedulerRole
 from pd_connector.stats import StatsRecorder
 from pd_connector.vllm.block_pools import BlocksAndSlots, HostBlocks, Leased
-from pd_connector.vllm.device_blocks import DeviceBlocks
+from pd_connector.vllm.device_blocks import DeviceBlocks, HeldBlocks
 from pd_connector.vllm.engine_core import EngineLoop
 from pd_connector.vllm.model_identity import of_engine
 from pd_connector.vllm.requests import prefill_is_complete
@@ -54,6 +55,7 @@ class Producer(SchedulerRole):
         moves: LeaseMoves | None = None,
         slots: PromptSlots | None = None,
         external: ExternalLoads | None = None,
+        states: LeasedStates | None = None,
         *,
         drafts_late: bool = False,
     ) -> None:
@@ -71,6 +73,7 @@ class Producer(SchedulerRole):
             moves: moves leases to host memory; None if they stay on the device.
             slots: lent to prompts that are loaded from host memory; None if peers cannot read it.
             external: knows what other connectors load; None if there are none.
+            states: makes the block tables of leases; None if no cache holds states.
             drafts_late: whether a step may have ended for vLLM before it has written all layers.
 
         Raises:
@@ -82,6 +85,7 @@ class Producer(SchedulerRole):
         self._engine = engine
         self._drain = drain
         self._moves = moves
+        self._states = states
         self._server = ControlServer(service, host, port, keys=keys)
         self._slots = slots
         self._external = external or ExternalLoads(blocks, (), steps_in_flight)
@@ -131,7 +135,9 @@ class Producer(SchedulerRole):
     def tokens_to_pull(self, request_id: str) -> int | None:
         """Return how many tokens will be pulled of a request that has just ended; None if it is not to be leased."""
         request = self._legs.get(request_id)
-        return request.num_prompt_tokens - 1 if request is not None and prefill_is_complete(request) else None
+        if request is None or not prefill_is_complete(request):
+            return None
+        return self._service.prompt_tokens(request) - 1
 
     def allocated(self, request: "VllmRequest", blocks: "KVCacheBlocks", external_tokens: int) -> int:
         """Bring nothing; note that a prompt may be loaded from host memory now."""
@@ -247,7 +253,10 @@ class Producer(SchedulerRole):
         return is_prefill_leg(request.kv_transfer_params) and is_computed and is_wanted and is_right
 
     def _grant(self, request: "VllmRequest", block_ids: Sequence[Sequence[int]]) -> dict[str, Any]:
-        blocks = self._blocks.hold(request.request_id)
+        others: HeldBlocks = ()
+        if self._states is not None:
+            block_ids, others = self._states.tables(request, block_ids)
+        blocks = self._blocks.hold(request.request_id, others)
         hosts = self._slots.hand_over(request.request_id) if self._slots is not None else ()
         held: Leased = BlocksAndSlots(blocks, hosts) if hosts else blocks
         transfer_id = self._announcer.transfer_id(request.request_id)

@@ -38,6 +38,8 @@ class VllmRelease:
     declares_layouts = True
     #: Whether vLLM collects the scheduler side's statistics in steps in which workers have none.
     collects_scheduler_stats = True
+    #: Whether states of recurrent layers are served: earlier releases lay them out in another way.
+    serves_states = True
     #: Whether the scheduler gives requests whose tokens have been loaded their turn before it looks at others.
     serves_loaded_first = True
 

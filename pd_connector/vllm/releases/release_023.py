@@ -45,6 +45,7 @@ class Release023(Release030):
     )
     fails_by_request = False
     defers_block_reuse = False
+    serves_states = False
     declares_layouts = False
     collects_scheduler_stats = False
     devices = ("cpu", "npu")

@@ -85,10 +85,10 @@ def test_a_stage_without_layers_of_a_group_states_nothing_of_them() -> None:
 
 
 @pytest.mark.parametrize("layers", [["model.layers.3.mixer"], []])
-def test_a_cache_that_is_not_of_attention_is_refused_by_layer_and_kind(layers: list[str]) -> None:
-    mamba = MambaSpec(block_size=16, shapes=((4, 4),), dtypes=(torch.float32,))
+def test_states_in_a_mode_that_is_not_known_are_refused_by_layer_and_kind(layers: list[str]) -> None:
+    mamba = MambaSpec(block_size=16, shapes=((4, 4),), dtypes=(torch.float32,), mamba_cache_mode="all")
     named = "'model.layers.3.mixer'" if layers else "'layers of another pipeline stage'"
-    with pytest.raises(UnsupportedError, match=f"KV cache of layer {named} is a MambaSpec, which holds the state"):
+    with pytest.raises(UnsupportedError, match=f"KV cache of layer {named} is a MambaSpec, in mamba_cache_mode"):
         stated_groups((["a"], FULL), (layers, mamba))
 
 

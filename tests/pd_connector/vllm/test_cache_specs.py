@@ -65,7 +65,7 @@ def test_caches_of_blocks_with_the_keys_and_values_of_their_tokens_are_served(sp
         (HiddenStateCacheSpec(**LATENT), "hidden states"),
         (HiSparseHotSpec(block_size=16, page_size=64, blocks_per_request=2), "in host memory"),
         (HiSparseResidentSpec(block_size=16, page_size=64), "in host memory"),
-        (MambaSpec(block_size=16, shapes=((4, 4),), dtypes=(torch.float32,)), "the state of a request"),
+        (MambaSpec(block_size=16, shapes=((4, 4),), dtypes=(torch.float32,), mamba_cache_mode="all"), "none and align"),
         (RSWASpec(**SIZES, rswa_window=64), "a window of generated tokens"),
         (SinkFullAttentionSpec(**SIZES, sink_len=16), "sink tokens"),
         (type("NewSpec", (FullAttentionSpec,), {})(**SIZES), "which it does not know"),

@@ -4,8 +4,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256_cbor
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.engine.parallel_sampling import ParentRequest
 from vllm.v1.request import Request, RequestStatus
 
@@ -14,10 +17,15 @@ from pd_connector.vllm.requests import (
     computes_whole_prompt,
     is_later_choice,
     is_placeholder,
+    leave_last_token,
     prefill_is_complete,
 )
 
 PROMPT = [5, 6, 7]
+#: vLLM hashes every two tokens in these tests.
+HASHED = 2
+
+init_none_hash(sha256_cbor)
 
 
 def a_request(**options: Any) -> Request:
@@ -77,3 +85,45 @@ def test_the_choices_of_a_request_are_told_apart() -> None:
 def test_block_tables_are_those_of_all_groups_the_null_block_too() -> None:
     blocks: Any = SimpleNamespace(get_block_ids=lambda: ([3, 1], [0, 0, 8], []))
     assert block_ids_by_group(blocks) == ((3, 1), (0, 0, 8), ())
+
+
+def a_hashed_request(tokens: int, max_tokens: int = 9, **options: Any) -> Request:
+    hasher = get_request_block_hasher(HASHED, sha256_cbor)
+    return Request(
+        "r", list(range(tokens)), SamplingParams(max_tokens=max_tokens), None, block_hasher=hasher, **options
+    )
+
+
+@pytest.mark.parametrize("tokens", [2, 3, 8, 9])
+def test_a_prompt_without_its_last_token_is_what_a_shorter_one_is(tokens: int) -> None:
+    request, shorter = a_hashed_request(tokens), a_hashed_request(tokens - 1, 1)
+    assert leave_last_token(request, HASHED)
+    names = ("num_prompt_tokens", "num_tokens", "max_tokens", "prompt_token_ids", "block_hashes")
+    assert [getattr(request, name) for name in names] == [getattr(shorter, name) for name in names]
+    for each in (request, shorter):
+        each.append_output_token_ids(77)
+    assert list(request.all_token_ids) == list(shorter.all_token_ids)
+    assert request.block_hashes == shorter.block_hashes
+
+
+def test_embeddings_of_a_prompt_are_cut_as_well() -> None:
+    embedded = torch.arange(12.0).view(4, 3)
+    request = Request("r", None, SamplingParams(max_tokens=1), None, prompt_embeds=embedded)
+    assert leave_last_token(request, HASHED)
+    assert (request.num_prompt_tokens, request.num_tokens) == (3, 3)
+    assert torch.equal(request.prompt_embeds, embedded[:3])
+
+
+def test_a_prompt_that_cannot_do_without_its_last_token_stays_whole() -> None:
+    image = SimpleNamespace(mm_position=SimpleNamespace(offset=2, length=3))
+    computed = a_hashed_request(5)
+    computed.num_computed_tokens = 1
+    with_image = a_hashed_request(5)
+    with_image.mm_features = [image]
+    for request in (a_hashed_request(1), with_image, computed):
+        before = request.num_prompt_tokens
+        assert not leave_last_token(request, HASHED)
+        assert (request.num_prompt_tokens, request.num_tokens, request.max_tokens) == (before, before, 9)
+    behind = a_hashed_request(6)
+    behind.mm_features = [image]
+    assert leave_last_token(behind, HASHED)

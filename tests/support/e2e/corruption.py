@@ -17,6 +17,9 @@ from transfer.control.client import ControlClient
 from transfer.control.keys import ControlKeys
 from transfer.control.messages import Checksummed, Checksums, Hello, NoChecksums, Welcome
 
+#: The top byte of a float of some hundreds.
+_LARGE = b"\x44"
+
 
 def overwrite_block(server: Server, params: KVTransferParams, group: int, entry: int) -> None:
     """Fill a block of a finished prefill with random float32 numbers, in all layers and on all ranks.
@@ -30,9 +33,23 @@ def overwrite_block(server: Server, params: KVTransferParams, group: int, entry:
         caches = worker.groups[group]
         with Path(f"/proc/{server.worker_process(worker.tp_rank)}/mem").open("r+b", buffering=0) as memory:
             for plane in caches.planes:
-                for start, size in _heads(plane, block, caches.block_tokens // plane.block_tokens):
+                for start, size in _heads(plane, block, caches.rows(plane) // plane.block_tokens):
                     memory.seek(start)
                     memory.write(random.normal(size=size // 4).astype(np.float32).tobytes())
+
+
+def spoil_number(server: Server, params: KVTransferParams, part: str) -> None:
+    """Make the first number of a part of the last state, or of the last block, of a finished prefill a large one.
+
+    Of the first layer that has the part, on all ranks, of which some may hold the same.
+    """
+    for worker in _workers(params, control_keys(server)):
+        planes = [(number, plane) for number, group in enumerate(worker.groups) for plane in group.planes]
+        group, plane = next((number, plane) for number, plane in planes if plane.part == part)
+        block = params["remote_block_ids"][group][-1] * (worker.groups[group].rows(plane) // plane.block_tokens)
+        with Path(f"/proc/{server.worker_process(worker.tp_rank)}/mem").open("r+b", buffering=0) as memory:
+            memory.seek(plane.address + block * plane.block_stride + plane.item_size - 1)
+            memory.write(_LARGE)
 
 
 def wait_until_summed(server: Server, params: KVTransferParams) -> None:

@@ -39,10 +39,10 @@ def prefill(
     model: ModelSpec = DEFAULT_MODEL, layout: Layout = "BHLNC", tensor_parallel: int = 1, dtype: str = "float32"
 ) -> ServerSpec:
     """A prefill server."""
-    return ServerSpec("kv_producer", model, layout, tensor_parallel, dtype, options=_leases(LEASE_TTL_S))
+    return ServerSpec("kv_producer", model, layout, tensor_parallel, dtype, options=leases(LEASE_TTL_S))
 
 
-def _leases(seconds: float) -> tuple[tuple[str, object], ...]:
+def leases(seconds: float) -> tuple[tuple[str, object], ...]:
     """P keeps blocks for so long, whether a decode engine has asked for them or not."""
     return (("lease_ttl_s", seconds), ("claim_timeout_s", seconds))
 
@@ -68,7 +68,7 @@ def peer(
     policy: LoadFailurePolicy = "fail",
 ) -> ServerSpec:
     """A server of both roles: two of them that differ are pulled from in both directions."""
-    options = (*_leases(LEASE_TTL_S), *PATIENT)
+    options = (*leases(LEASE_TTL_S), *PATIENT)
     return ServerSpec(
         "kv_both", model, layout, tensor_parallel, load_failure_policy=policy, block_size=block_size, options=options
     )
@@ -91,6 +91,7 @@ def _both_sizes(layout: Layout) -> Deployment:
 LBHNC = _both_sizes("LBHNC")
 BLHNC = _both_sizes("BLHNC")
 BHLNC = _both_sizes("BHLNC")
+
 
 #: A prefill server, and a decode server of each failure policy.
 FAULTS = Deployment("faults", (("P", prefill()), ("D fail", decode("fail")), ("D recompute", decode("recompute"))))
@@ -372,7 +373,7 @@ HOST_LEGS = Deployment(
 
 CHAOS_LEASE_TTL_S = 10.0
 CHAOS_PULL_TIMEOUT_S = 20.0
-_CHAOS_OPTIONS = (*_leases(CHAOS_LEASE_TTL_S), ("pull_timeout_s", CHAOS_PULL_TIMEOUT_S))
+_CHAOS_OPTIONS = (*leases(CHAOS_LEASE_TTL_S), ("pull_timeout_s", CHAOS_PULL_TIMEOUT_S))
 #: For a decode server that may wait for a leg that never comes.
 _CHAOS_PATIENCE = (*_CHAOS_OPTIONS, ("queue_timeout_s", CHAOS_PULL_TIMEOUT_S))
 
@@ -467,7 +468,7 @@ POINTS_OF_RANKS = Deployment(
 
 def drained_at_points(drain_timeout_s: float) -> ServerSpec:
     """A prefill server for those of ``POINTS``, whose leases last until it has been told to stop and has stayed."""
-    spec = _prefill_at_points(("drain_timeout_s", drain_timeout_s), *_leases(4 * drain_timeout_s))
+    spec = _prefill_at_points(("drain_timeout_s", drain_timeout_s), *leases(4 * drain_timeout_s))
     return replace(spec, arguments=(*spec.arguments, "--shutdown-timeout", "60"))
 
 

@@ -25,6 +25,7 @@ from tests.support.e2e.architectures import (
     Weights,
     shared_config,
 )
+from tests.support.e2e.hybrids import write_hybrid
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +37,19 @@ class ModelSpec:
     seed: int = 20
     architecture: Name = "qwen3"
     adapters: tuple[str, ...] = ()  # LoRA adapters, by name; other names are other weights
+    hybrid: str = ""  # one of ``hybrids.CONFIGS`` in the place of an architecture
 
     @property
     def name(self) -> str:
         """For directories, log files and messages."""
         return "-".join(
-            (self.architecture, f"{self.layers}layers", f"{self.kv_heads}heads", f"seed{self.seed}", *self.adapters)
+            (
+                self.hybrid or self.architecture,
+                f"{self.layers}layers",
+                f"{self.kv_heads}heads",
+                f"seed{self.seed}",
+                *self.adapters,
+            )
         )
 
     @property
@@ -66,6 +74,10 @@ ADAPTER_RANK = 8
 def write_model(directory: Path, spec: ModelSpec) -> Path:
     """Write configuration, weights (float32) and tokenizer to ``directory``, which must not exist; returns it."""
     directory.mkdir(parents=True)
+    if spec.hybrid:
+        write_hybrid(directory, spec.hybrid, shared_config(spec.layers, spec.kv_heads), spec.seed)
+        _write_tokenizer(directory, ())
+        return directory
     own = ARCHITECTURES[spec.architecture].config(spec.layers, spec.kv_heads)
     (directory / "config.json").write_text(json.dumps(shared_config(spec.layers, spec.kv_heads) | own))
     save_file(_weights(spec), directory / "model.safetensors", metadata={"format": "pt"})

@@ -69,6 +69,21 @@ def sum_plane(
     return PlaneSums(run, first_run, np.cumsum(sums, axis=0, dtype=np.uint64))
 
 
+def sum_states(plane: Plane, table: BlockTable, read: BlockReader = in_place) -> PlaneSums:
+    """Return the checksums of the states in the blocks of ``table``, a run for each entry; holes count as 0.
+
+    The sum of a state does not depend on its entry. Releases the GIL while it sums.
+
+    Raises:
+        PlanError: the plane lacks a block.
+    """
+    sums = np.zeros((len(table.block_ids) + 1, len(plane.layers), plane.heads), np.uint64)
+    for entry in np.flatnonzero(table.block_ids >= 0).tolist():
+        one = BlockTable.of(table.block_ids[entry : entry + 1])
+        sums[1 + entry] = sum_plane(plane, plane.block_tokens, one, 0, plane.block_tokens, read).totals[-1]
+    return PlaneSums(1, 0, np.cumsum(sums, axis=0, dtype=np.uint64))
+
+
 def warm_up(planes: Sequence[Plane]) -> None:
     """Compile the loops of ``sum_plane`` for such planes, which takes a second or two, so that no pull waits for it."""
     nothing = np.empty(0, np.int64)

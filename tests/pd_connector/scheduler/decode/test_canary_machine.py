@@ -25,6 +25,7 @@ class CanaryMachine(RuleBasedStateMachine):
         self.waiting: set[str] = set()
         self.running: set[str] = set()
         self.pulls: dict[str, bool] = {}  # canaries ordered, and whether something was said of what was computed
+        self.pulling: set[str] = set()  # requests whose prompts are being pulled for good
         self.number = 0
 
     @initialize(wrong=st.sets(st.sampled_from("PQR")))
@@ -67,6 +68,7 @@ class CanaryMachine(RuleBasedStateMachine):
     def step(self) -> None:
         orders = self.d.step()
         assert not {pull.remote.remote_engine_id for pull in orders.pulls} & self.wrong, "wrong values are used"
+        self.pulling |= {pull.request_id for pull in orders.pulls}
         self.pulls |= {order.request_id: False for order in orders.canaries}
         for reference in orders.references:
             assert not self.pulls[reference.request_id], "it was told twice what was computed"
@@ -103,6 +105,7 @@ class CanaryMachine(RuleBasedStateMachine):
         self.step()
         for name in list(self.pulls):
             self.d.settle(Report(canaries={name: CanaryEnds(1, cause=Cause.READ, failure="no")}))
+        self.d.consumer.settled(self.pulling, set(), Report())
         assert self.d.held == []
         self.step()
         assert not self.d.canaries.wants_step

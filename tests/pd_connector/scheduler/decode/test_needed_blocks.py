@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -158,3 +159,24 @@ def test_layers_that_clients_invent_are_not_kept_for_ever(monkeypatch: pytest.Mo
     for number in range(10):
         needed.lacking(held_by([Group(FULL, (f"x{number}",)), Group(FULL, ("y",))], 20))
         assert len(needed._known) <= 4
+
+
+@pytest.mark.parametrize("tokens", [2, 33, 34, 97, 100])
+def test_of_states_the_one_before_the_last_token_is_needed_wherever_borders_are(tokens: int) -> None:
+    """Blocks are of 48 tokens here, of 32 there, or of one size for all tokens."""
+    ours = needed_by([Group(Retention(48, states=True), LAYERS)])
+    for size in (32, 4096):
+        theirs = [Group(Retention(size, states=True), LAYERS)]
+        remote = held_by(theirs, tokens)
+        table = (*[0] * ((tokens - 2) // size), 7)
+        held = msgspec.structs.replace(remote, remote_block_ids=(table,), remote_layers=(LAYERS,))
+        assert ours.lacking(held) is None
+        assert not ours.will_lack(held, [theirs[0].kept.first_needed(tokens)])
+        lacks = ours.lacking(msgspec.structs.replace(held, remote_block_ids=((*table[:-1], 0),)))
+        assert lacks is not None
+        assert f"no state of layer 'layers.0' after {tokens - 1} of {tokens} tokens" in lacks.reason
+
+
+def test_of_a_prompt_of_one_token_no_state_is_needed() -> None:
+    remote = msgspec.structs.replace(held_by([Group(FULL, LAYERS)], 1), remote_block_ids=((0,),))
+    assert needed_by([Group(Retention(16, states=True), LAYERS)]).lacking(remote) is None

@@ -1,0 +1,58 @@
+"""Which states of a canary are compared: those at the last border that it passed on both sides."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from layout.scratch import STATES
+from pd_connector.orders import CanaryRoom, Report
+from pd_connector.scheduler.decode.canaries import Canaries
+from tests.support.connector.prompts_with_states import BLOCK, StateEngine
+from tests.support.connector.requests import a_prompt, a_remote
+from tests.support.releases import INSTALLED, module_needs
+
+if INSTALLED < (0, 30):
+    module_needs((0, 30), "states of recurrent layers")
+
+
+@pytest.mark.parametrize(("tokens", "border"), [(22, 20), (21, 20), (9, 8)])
+def test_the_state_at_the_last_border_is_pulled_and_compared(tokens: int, border: int) -> None:
+    engine = StateEngine()
+    canaries = Canaries(engine.blocks, engine.retentions)
+    workers: Any = [SimpleNamespace(canary=CanaryRoom(64, 2))]
+    canaries.set_workers(workers)
+    request, free = engine.request("r", tokens), engine.blocks.free
+    assert canaries.begin(request, a_remote(a_prompt(tokens)), 0, is_same_prompt=True)
+    (order,) = canaries.step_orders({}).canaries
+    running, entry = (tokens - 2) // BLOCK, border // BLOCK - 1
+    for table in order.local_block_ids[1:]:
+        assert [number for number, block in enumerate(table) if block] == sorted({entry, running})
+        assert all(block <= 2 * STATES for block in table)
+    engine.compute(request)
+    request.append_output_token_ids(1)
+    (reference,) = canaries.step_orders({}).references
+    for group in (1, 2):
+        state = engine.blocks.found_states(request, group, BLOCK)[entry]
+        assert reference.block_ids[group] == (*[0] * entry, state.block_id)
+        assert state.ref_cnt
+    engine.manager.free(request)
+    canaries.finish(request, ())
+    canaries.release_device_blocks()
+    canaries.settled(set(), set(), Report())
+    assert engine.blocks.free == free
+
+
+def test_without_borders_no_state_is_compared() -> None:
+    engine = StateEngine("none")
+    canaries = Canaries(engine.blocks, engine.retentions)
+    workers: Any = [SimpleNamespace(canary=CanaryRoom(64, 1))]
+    canaries.set_workers(workers)
+    request = engine.request("r", 22)
+    assert canaries.begin(request, a_remote(a_prompt(22)), 0, is_same_prompt=True)
+    (order,) = canaries.step_orders({}).canaries
+    assert order.local_block_ids[1:] == ((1,), (1,))
+    engine.compute(request)
+    request.append_output_token_ids(1)
+    (reference,) = canaries.step_orders({}).references
+    assert reference.block_ids[1:] == ((), ())

@@ -1,0 +1,65 @@
+"""What a lease holds of a prompt's states: the one before the last token, and those at borders of blocks."""
+
+import pytest
+
+from pd_connector.scheduler.prefill.leased_states import LeasedStates
+from tests.support.connector.prompts_with_states import BLOCK, StateEngine
+from tests.support.releases import INSTALLED, module_needs
+
+if INSTALLED < (0, 30):
+    module_needs((0, 30), "states of recurrent layers")
+
+
+def leased(engine: StateEngine) -> LeasedStates:
+    return LeasedStates(engine.blocks, engine.retentions, engine.prompts)
+
+
+@pytest.mark.parametrize("tokens", [2, BLOCK, BLOCK + 1, BLOCK + 2, 2 * BLOCK + 1, 23])
+def test_the_state_before_the_last_token_is_leased(tokens: int) -> None:
+    """Also where the prompt but its last token ends at the border of a block."""
+    for mode in ("align", "none"):
+        engine = StateEngine(mode)
+        request = engine.request("r", tokens, is_cut=True)
+        engine.compute(request)
+        own = engine.tables(request)
+        tables, _ = leased(engine).tables(request, own)
+        running = (tokens - 2) // engine.retentions[1].block_tokens
+        assert tables[0] == own[0]
+        assert [table[-1] for table in tables[1:]] == [own[1][running], own[2][running]]
+        assert all(len(table) == running + 1 for table in tables[1:])
+        assert 0 not in {table[-1] for table in tables[1:]}
+
+
+def test_states_at_borders_are_leased_that_the_request_no_longer_has() -> None:
+    engine = StateEngine()
+    request = engine.request("r", 22, is_cut=True)
+    engine.compute(request, until=(8, 16))
+    own = engine.tables(request)
+    tables, others = leased(engine).tables(request, own)
+    found = engine.blocks.found_states(request, 1, BLOCK)
+    assert sorted(found) == [1, 3, 4]  # after 8, 16 and 20 tokens
+    assert [bool(block) for block in tables[1]] == [False, True, False, True, True, True]
+    assert {block.block_id for block in others} == {block for table in tables[1:] for block in table if block} - {
+        block for table in own for block in table
+    }
+    held = engine.blocks.hold("r", others)
+    engine.manager.free(request)
+    assert all(engine.manager.block_pool.blocks[block].ref_cnt == 1 for table in tables for block in table if block)
+    engine.blocks.release(held)
+
+
+def test_a_prompt_that_was_not_cut_has_no_such_state() -> None:
+    engine = StateEngine("none")
+    request = engine.request("r", 22)
+    engine.compute(request)
+    tables, _ = leased(engine).tables(request, engine.tables(request))
+    assert tables[1:] == [[0], [0]]
+
+
+def test_nor_has_one_whose_request_went_on() -> None:
+    engine = StateEngine("none")
+    request = engine.request("r", 22, is_cut=True)
+    engine.compute(request)
+    request.num_computed_tokens += 1
+    tables, _ = leased(engine).tables(request, engine.tables(request))
+    assert tables[1:] == [[0], [0]]

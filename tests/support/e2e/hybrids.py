@@ -1,0 +1,72 @@
+"""Models of which some layers keep states instead of keys and values, small and random, saved by transformers.
+
+Convolutions get wide weights, as everything else does: with transformers' own, states would hardly matter.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+#: Deviation of a convolution's weights.
+_CONVOLUTION = 0.3
+
+#: What differs from ``architectures.shared_config``, by the name that tests use.
+CONFIGS: Mapping[str, dict[str, Any]] = {
+    # Mamba2, one group of B and C for all heads.
+    "granite": {
+        "model_type": "granitemoehybrid",
+        "shared_intermediate_size": 512,
+        "num_local_experts": 0,
+        "num_experts_per_tok": 0,
+        "layer_types": ["mamba", "mamba", "attention", "mamba"],
+        "mamba_n_heads": 16,
+        "mamba_n_groups": 1,
+        "mamba_d_state": 32,
+        "mamba_d_head": 32,
+        "mamba_d_conv": 4,
+        "mamba_expand": 2,
+        "mamba_chunk_size": 64,
+        "position_embedding_type": "nope",
+    },
+    # Gated delta net.
+    "qwen3_next": {
+        "model_type": "qwen3_next",
+        "head_dim": 32,
+        "linear_num_key_heads": 4,
+        "linear_num_value_heads": 8,
+        "linear_key_head_dim": 64,
+        "linear_value_head_dim": 64,
+        "linear_conv_kernel_dim": 4,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 128,
+        "shared_expert_intermediate_size": 128,
+        "mlp_only_layers": [],
+        "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"],
+    },
+    # Short convolutions.
+    "lfm2": {
+        "model_type": "lfm2",
+        "conv_dim": 256,
+        "conv_L_cache": 4,
+        "block_dim": 256,
+        "block_multiple_of": 256,
+        "block_ffn_dim_multiplier": 1.0,
+        "layer_types": ["conv", "conv", "full_attention", "conv"],
+    },
+}
+
+
+def write_hybrid(directory: Path, name: str, shared: Mapping[str, object], seed: int) -> None:
+    """Write configuration and weights (float32) of the hybrid ``name`` to ``directory``."""
+    import torch  # noqa: PLC0415  the servers' processes have what they need
+    from transformers import AutoConfig, AutoModelForCausalLM  # noqa: PLC0415
+
+    own = dict(CONFIGS[name])
+    config = AutoConfig.for_model(own.pop("model_type"), **{**shared, **own})
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    for parameter_name, parameter in model.named_parameters():
+        if "conv" in parameter_name and parameter_name.endswith("weight"):
+            torch.nn.init.normal_(parameter, std=_CONVOLUTION)
+    model.save_pretrained(directory)
