@@ -98,8 +98,7 @@ class ConnectorScheduler:
         self._clock = clock
         self._role = EngineRole.of(vllm_config)
         self._retentions = retentions(kv_cache_config)
-        #: Whether prefill legs leave the last token to the other engine, which needs the state before it.
-        self._cuts_prompts = self._role.produces and any(kept.states for kept in self._retentions)
+        self._has_states = any(kept.states for kept in self._retentions)
         warn_if_not_hooked(vllm_config)
         if installed.current().declares_layouts:
             log_layout(vllm_config, installed.current().layout_of(kv_cache_config))
@@ -114,7 +113,7 @@ class ConnectorScheduler:
         self._model_changes = 0  # since the last step
         self._failed: set[str] = set()  # requests that have failed on a rank, and wait for others
         self._warnings = ThrottledWarnings(logger, _LOG_INTERVAL_S)
-        check_settings(config, self._role, vllm_config, self._retentions)
+        check_settings(config, self._role, vllm_config)
         keys = load_keys(config.secret_file)
         self._secret = keys.fingerprint if keys is not None else ""
         self._external = self._make_external_loads()
@@ -148,7 +147,7 @@ class ConnectorScheduler:
     def bind_cache_manager(self, kv_cache_manager: "KVCacheManager") -> None:
         """Take the manager of the engine's blocks. Called while the engine core constructs its scheduler."""
         self._blocks.bind(kv_cache_manager, self._release_device_blocks, self._tokens_to_pull)
-        if self._blocks.finds_prefixes:
+        if self._has_states and self._blocks.finds_prefixes:
             check_prefix_unit(self._blocks.hash_tokens, self._retentions)
         self._engine.find()
         watch_model(self.model_changed, self._prompts.loaded)
@@ -172,12 +171,8 @@ class ConnectorScheduler:
             self._warn_wrong_role(request, "do_remote_decode", "kv_producer")
         elif keys := unusable_keys(params):
             self._warn_unusable(request, keys)
-        if (
-            self._cuts_prompts
-            and is_prefill_leg(params)
-            and not (is_decode_leg(params) or computes_whole_prompt(request))
-        ):
-            self._prompts.cut(request, self._blocks.hash_tokens)
+        if self._has_states and self._role.produces:
+            self._leave_last_token(request)
         if self._waits_for_workers:
             self._early[request.request_id] = request
         for role in self._roles:
@@ -427,8 +422,7 @@ class ConnectorScheduler:
         ahead = PullsAhead(bounds, self._demand)
         renewals.start()
         layers = [group.layer_names for group in kv_cache_config.kv_cache_groups]  # of the first pipeline stage
-        has_states = any(kept.states for kept in self._retentions)
-        borders = BorderStates(self._blocks, self._retentions) if has_states else None
+        borders = BorderStates(self._blocks, self._retentions) if self._has_states else None
         return Consumer(
             renewals, subscriptions, ahead, self._retentions, layers, self._canaries, self._prompts, borders
         )
@@ -459,6 +453,12 @@ class ConnectorScheduler:
 
     def _check_holds_a_prompt(self, tier: HostTier) -> None:
         check_holds_a_prompt(tier.slots, self._retentions, max_model_len(self._vllm_config), self._config)
+
+    def _leave_last_token(self, request: "Request") -> None:
+        """Have a prefill leg leave its last token to the other engine, which needs the state before it."""
+        params = request.kv_transfer_params
+        if is_prefill_leg(params) and not (is_decode_leg(params) or computes_whole_prompt(request)):
+            self._prompts.cut(request, self._blocks.hash_tokens)
 
     def _remove_malformed(self, request: "Request") -> None:
         """Take away params that are no JSON object: vLLM's scheduler reads them as one, and would end the engine."""

@@ -13,18 +13,8 @@ if TYPE_CHECKING:
     from pd_connector.vllm.types import VllmConfig
 
 
-def check_settings(
-    config: ConnectorConfig, role: EngineRole, vllm_config: "VllmConfig", groups: Sequence[Retention]
-) -> None:
-    """Raise ConfigError if settings ask for what this engine cannot do.
-
-    ``groups``: what vLLM keeps of a request in every cache group.
-    """
-    if config.cpu_bytes_to_use and any(kept.states for kept in groups):
-        raise ConfigError(
-            "cpu_bytes_to_use: some layers of this model keep states instead of keys and values, which PDConnector "
-            "does not keep in host memory yet; set it to 0"
-        )
+def check_settings(config: ConnectorConfig, role: EngineRole, vllm_config: "VllmConfig") -> None:
+    """Raise ConfigError if settings ask for what this engine cannot do."""
     if config.cpu_bytes_to_use:
         check_prefix_caching(vllm_config)
     if config.bootstrap_port and role.produces:

@@ -1,7 +1,7 @@
 """References to vLLM's device blocks. All methods belong to the scheduler's thread."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Container, Iterable, Sequence, Set
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -116,10 +116,14 @@ class DeviceBlocks:
             block_size=block_tokens, kv_cache_group_id=group,
         )  # fmt: skip
 
-    def hold(self, request_id: str, others: HeldBlocks = ()) -> HeldBlocks:
-        """Take references to all blocks that a request has now, and to ``others``, and return the blocks."""
-        groups = self.manager.get_blocks(request_id).blocks
-        held = (*(block for blocks in groups for block in blocks if not block.is_null), *others)
+    def hold(self, request_id: str, without: Container[int] = (), others: HeldBlocks = ()) -> HeldBlocks:
+        """Take references to all blocks that a request has now, and return them.
+
+        Not to those of the cache groups ``without``, but to ``others``.
+        """
+        groups = enumerate(self.manager.get_blocks(request_id).blocks)
+        own = (block for group, blocks in groups if group not in without for block in blocks if not block.is_null)
+        held = (*own, *others)
         self.manager.block_pool.touch(held)
         ids = ids_of(held)
         self._leased += len(ids) - int(np.count_nonzero(self._held[ids]))

@@ -29,28 +29,30 @@ class LeasedStates:
         self._groups = groups
         self._prompts = prompts
 
-    def tables(self, request: "Request", block_ids: BlockTables) -> tuple[BlockTables, HeldBlocks]:
-        """Return the block tables of a request that has computed its prompt, and the blocks that are not among its own.
-
-        Entry i of a table of states holds the state after the tokens of i + 1 blocks, the last one that after all
-        tokens; 0 marks one that is not held.
+    def hold(self, request: "Request", block_ids: BlockTables) -> tuple[BlockTables, HeldBlocks]:
+        """Take references to what is leased of a request that has computed its prompt.
 
         ``block_ids``: of the request, by cache group.
+
+        Returns:
+            The block tables of the lease, and the blocks. Entry i of a table of states holds the state after the tokens
+            of i + 1 blocks, the last one that after all tokens; 0 marks one that is not held.
         """
-        if not any(kept.states for kept in self._groups):
-            return block_ids, ()
-        tokens = request.num_prompt_tokens
-        has_state = self._prompts.is_cut(request.request_id) and request.num_computed_tokens == tokens
-        tables, found = [], dict[int, "KVCacheBlock"]()
-        for group, (kept, ids) in enumerate(zip(self._groups, block_ids, strict=True)):
-            if not kept.states:
-                tables.append(ids)
-                continue
-            last = running_entry(tokens, kept.block_tokens)
-            table = [0] * last + [ids[last] if has_state else 0]  # other entries may be on their way to be reused
-            for entry, block in self._blocks.found_states(request, group, kept.block_tokens).items():
-                if not table[entry]:
-                    table[entry], found[block.block_id] = block.block_id, block
-            tables.append(table)
-        own = {block_id for ids in block_ids for block_id in ids}
-        return tables, tuple(block for block_id, block in found.items() if block_id not in own)
+        states = [group for group, kept in enumerate(self._groups) if kept.states]
+        tables = list(block_ids)
+        found: list[KVCacheBlock] = []
+        for group in states:
+            in_group = self._states(request, group)
+            last = running_entry(request.num_prompt_tokens, self._groups[group].block_tokens)
+            tables[group] = [in_group[entry].block_id if entry in in_group else 0 for entry in range(last + 1)]
+            found += in_group.values()
+        return tables, self._blocks.hold(request.request_id, states, tuple(found))
+
+    def _states(self, request: "Request", group: int) -> "dict[int, KVCacheBlock]":
+        """Return the blocks with a request's states, by entry. Others of its own may be on their way to be reused."""
+        tokens, size = request.num_prompt_tokens, self._groups[group].block_tokens
+        states = self._blocks.found_states(request, group, size)
+        if self._prompts.is_cut(request.request_id) and request.num_computed_tokens == tokens:
+            entry = running_entry(tokens, size)
+            states[entry] = self._blocks.table(request.request_id)[group][entry]
+        return states

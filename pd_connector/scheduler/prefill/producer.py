@@ -18,7 +18,7 @@ from pd_connector.scheduler.prefill.leased_states import LeasedStates
 from pd_connector.scheduler.scheduler_role import SchedulerRole
 from pd_connector.stats import StatsRecorder
 from pd_connector.vllm.block_pools import BlocksAndSlots, HostBlocks, Leased
-from pd_connector.vllm.device_blocks import DeviceBlocks, HeldBlocks
+from pd_connector.vllm.device_blocks import DeviceBlocks
 from pd_connector.vllm.engine_core import EngineLoop
 from pd_connector.vllm.model_identity import of_engine
 from pd_connector.vllm.requests import prefill_is_complete
@@ -253,10 +253,10 @@ class Producer(SchedulerRole):
         return is_prefill_leg(request.kv_transfer_params) and is_computed and is_wanted and is_right
 
     def _grant(self, request: "VllmRequest", block_ids: Sequence[Sequence[int]]) -> dict[str, Any]:
-        others: HeldBlocks = ()
         if self._states is not None:
-            block_ids, others = self._states.tables(request, block_ids)
-        blocks = self._blocks.hold(request.request_id, others)
+            block_ids, blocks = self._states.hold(request, block_ids)
+        else:
+            blocks = self._blocks.hold(request.request_id)
         hosts = self._slots.hand_over(request.request_id) if self._slots is not None else ()
         held: Leased = BlocksAndSlots(blocks, hosts) if hosts else blocks
         transfer_id = self._announcer.transfer_id(request.request_id)

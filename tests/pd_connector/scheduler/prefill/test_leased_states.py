@@ -22,7 +22,7 @@ def test_the_state_before_the_last_token_is_leased(tokens: int) -> None:
         request = engine.request("r", tokens, is_cut=True)
         engine.compute(request)
         own = engine.tables(request)
-        tables, _ = leased(engine).tables(request, own)
+        tables, _ = leased(engine).hold(request, own)
         running = (tokens - 2) // engine.retentions[1].block_tokens
         assert tables[0] == own[0]
         assert [table[-1] for table in tables[1:]] == [own[1][running], own[2][running]]
@@ -35,14 +35,11 @@ def test_states_at_borders_are_leased_that_the_request_no_longer_has() -> None:
     request = engine.request("r", 22, is_cut=True)
     engine.compute(request, until=(8, 16))
     own = engine.tables(request)
-    tables, others = leased(engine).tables(request, own)
+    tables, held = leased(engine).hold(request, own)
     found = engine.blocks.found_states(request, 1, BLOCK)
     assert sorted(found) == [1, 3, 4]  # after 8, 16 and 20 tokens
     assert [bool(block) for block in tables[1]] == [False, True, False, True, True, True]
-    assert {block.block_id for block in others} == {block for table in tables[1:] for block in table if block} - {
-        block for table in own for block in table
-    }
-    held = engine.blocks.hold("r", others)
+    assert {block.block_id for block in held} == {block for table in tables for block in table if block}
     engine.manager.free(request)
     assert all(engine.manager.block_pool.blocks[block].ref_cnt == 1 for table in tables for block in table if block)
     engine.blocks.release(held)
@@ -52,7 +49,7 @@ def test_a_prompt_that_was_not_cut_has_no_such_state() -> None:
     engine = StateEngine("none")
     request = engine.request("r", 22)
     engine.compute(request)
-    tables, _ = leased(engine).tables(request, engine.tables(request))
+    tables, _ = leased(engine).hold(request, engine.tables(request))
     assert tables[1:] == [[0], [0]]
 
 
@@ -61,5 +58,5 @@ def test_nor_has_one_whose_request_went_on() -> None:
     request = engine.request("r", 22, is_cut=True)
     engine.compute(request)
     request.num_computed_tokens += 1
-    tables, _ = leased(engine).tables(request, engine.tables(request))
+    tables, _ = leased(engine).hold(request, engine.tables(request))
     assert tables[1:] == [[0], [0]]
