@@ -22,6 +22,7 @@ from benchmarks import (
     record,
     serving,
     short_of_blocks,
+    states,
     unequal,
 )
 
@@ -48,6 +49,7 @@ BENCHMARKS: Mapping[str, Benchmark] = {
     "pull": Benchmark(pull.main),
     "pull_verified": Benchmark(pull.main, ("--verify", "--rounds", "15")),
     "unequal": Benchmark(unequal.main),
+    "states": Benchmark(states.main),
     "short_of_blocks": Benchmark(short_of_blocks.main, ("--repeats", "41")),
     "short_of_blocks_slow_network": Benchmark(
         short_of_blocks.main, ("--parts", "bursts", "growth", "--bytes-per-s", "5e7")

@@ -7,13 +7,23 @@ step of its own: the same bits at equal tensor parallel sizes, and up to roundin
 import pytest
 
 from tests.support.e2e.client import LOGPROB_TOLERANCE
-from tests.support.e2e.corruption import spoil_number
+from tests.support.e2e.corruption import spoil_number, wait_until_summed
 from tests.support.e2e.deployments import on
-from tests.support.e2e.hybrid_deployments import GRANITE, GRANITE_STEP, QWEN3_NEXT, QWEN3_NEXT_BLOCK
+from tests.support.e2e.host_memory import evict
+from tests.support.e2e.hybrid_deployments import (
+    GRANITE,
+    GRANITE_STEP,
+    OTHER_HYBRIDS,
+    QWEN3_NEXT,
+    QWEN3_NEXT_BLOCK,
+    QWEN3_NEXT_TRANSFERS,
+)
 from tests.support.e2e.legs import Router
-from tests.support.e2e.pair import Pair, make_prompt
+from tests.support.e2e.pair import Pair, assert_failed_pull, control_keys, end_lease, make_prompt
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.cache_kinds
+_OTHER_TOLERANCE = 5e-3
 SAME, FEWER, MORE = ("P1", "D1"), ("P2", "D1"), ("P1", "D2")
 
 
@@ -103,3 +113,68 @@ class TestStatesAtBorders:
         prompt = make_prompt(2 * QWEN3_NEXT_BLOCK + 1, (pair.name, "twice"))
         pair.prefill.client.complete(prompt)
         assert_same_bits(pair, prompt)
+
+    def test_an_evicted_prompt_comes_back_with_the_state_at_its_last_border(self, pair: Pair) -> None:
+        for server, tokens in ((pair.prefill, 2 * QWEN3_NEXT_BLOCK), (pair.decode, 3 * QWEN3_NEXT_BLOCK)):
+            prompt = make_prompt(tokens + 1, (pair.name, "evicted"))
+            server.client.complete(prompt)
+            evict(server, "evicted")
+            before = server.client.metrics()
+            again = server.client.complete(prompt)
+            counted = server.client.metrics().since(before)
+            assert counted.value("vllm:pd_host_tokens_total") == tokens
+            reference = server.client.compute(prompt, len(again.tokens))
+            assert (again.tokens, again.logprobs) == (reference.tokens, reference.logprobs)
+
+    def test_a_wrong_number_in_a_state_fails_the_pull(self, pair: Pair) -> None:
+        prompt = make_prompt(700, (pair.name, "spoilt"))
+        params = pair.prefill.client.prefill(prompt)
+        wait_until_summed(pair.prefill, params)
+        spoil_number(pair.prefill, params, "state")
+        assert_failed_pull(pair, prompt, params, "checksum", ("part 'state'", "checksums of what has arrived differ"))
+
+
+@on(QWEN3_NEXT_TRANSFERS)
+@pairs(("P", "D"))
+class TestStatesInHostMemory:
+    """D pulls every prompt to host memory first; leases move there when P is short of blocks."""
+
+    def test_every_bit_is_the_same(self, pair: Pair) -> None:
+        with pair.traffic() as traffic:
+            assert_same_bits(pair, make_prompt(3 * QWEN3_NEXT_BLOCK + 1, (pair.name, "bits")))
+        assert traffic.loaded() == 3 * QWEN3_NEXT_BLOCK
+
+    def test_a_state_that_has_moved_is_read_in_host_memory(self, pair: Pair) -> None:
+        prompts = [make_prompt(3 * QWEN3_NEXT_BLOCK + 1, (pair.name, "moved", number)) for number in range(8)]
+        prompt, params, *others = prompts[0], *map(pair.prefill.client.prefill, prompts)
+        until(lambda: pair.prefill.client.metrics().value("vllm:pd_leases_in_host") > 0, "a lease has moved")
+        for other in others:
+            end_lease(other, control_keys(pair.prefill))
+        before = pair.decode.client.metrics()
+        completion = pair.decode_leg(prompt, params)
+        counted = pair.decode.client.metrics().since(before)
+        assert counted.value("vllm:pd_pull_bytes_from_host_total") > 0
+        reference = pair.decode.client.compute(prompt, len(completion.tokens))
+        assert (completion.tokens, completion.logprobs) == (reference.tokens, reference.logprobs)
+
+
+@on(*OTHER_HYBRIDS)
+@pairs(("P", "D"))
+class TestOtherModels:
+    """Kernels compute the last token in another way where it is alone, which some models make more of than others."""
+
+    @pytest.mark.parametrize("tokens", [2, 300, 1000])
+    def test_orders_of_a_convolution_may_differ(self, pair: Pair, tokens: int) -> None:
+        prompt = make_prompt(tokens, (tokens, pair.name))
+        _, completion = pair.assert_pulls_all(prompt)
+        reference = pair.decode.client.compute(prompt, len(completion.tokens))
+        assert completion.tokens == reference.tokens
+        assert completion.logprob_difference(reference) < _OTHER_TOLERANCE
+
+    def test_one_wrong_number_in_a_convolution_changes_the_output(self, pair: Pair) -> None:
+        prompt = make_prompt(300, (pair.name, "spoilt"))
+        right = pair.decode.client.compute(prompt)
+        params = pair.prefill.client.prefill(prompt)
+        spoil_number(pair.prefill, params, "conv_x")
+        wrong = pair.decode_leg(prompt, params)
+        assert wrong.logprob_difference(right) > 2 * _OTHER_TOLERANCE

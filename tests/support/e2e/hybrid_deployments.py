@@ -1,5 +1,7 @@
 """Sets of servers of models with states, as ``deployments`` has them of others."""
 
+from dataclasses import replace
+
 from tests.support.e2e.cluster import Role, ServerSpec
 from tests.support.e2e.deployments import LEASE_TTL_S, PATIENT, Deployment, leases
 from tests.support.e2e.models import ModelSpec
@@ -13,9 +15,6 @@ def _hybrid(
         role, ModelSpec(hybrid=name), None, tensor_parallel, dtype, block_size=block_size,
         options=(*leases(LEASE_TTL_S), *PATIENT), arguments=("--max-num-batched-tokens", str(step), *arguments),
     )  # fmt: skip
-
-
-_ROLES: tuple[tuple[str, Role], ...] = (("P", "kv_producer"), ("D", "kv_consumer"))
 
 
 def _granite(role: Role, tensor_parallel: int, *arguments: str) -> ServerSpec:
@@ -38,12 +37,47 @@ GRANITE = Deployment(
 
 #: vLLM makes these blocks as large as a state.
 QWEN3_NEXT_BLOCK = 288
-#: States at the borders of blocks, so that prefixes are found. Its kernels know bfloat16 only.
+
+
+def _qwen3_next(role: Role, *options: tuple[str, object]) -> ServerSpec:
+    """Finds prefixes. Its kernels know bfloat16 only. The device holds a dozen prompts."""
+    spec = _hybrid(
+        role, "qwen3_next", 1, QWEN3_NEXT_BLOCK, "--enable-prefix-caching", "--num-gpu-blocks-override", "90",
+        dtype="bfloat16", block_size=QWEN3_NEXT_BLOCK,
+    )  # fmt: skip
+    return replace(spec, options=(*spec.options, ("cpu_bytes_to_use", 64 << 20), *options))
+
+
+#: States at the borders of blocks, also in host memory, and checksums of every pull.
 QWEN3_NEXT = Deployment(
     "qwen3_next",
-    tuple(
-        (name, _hybrid(role, "qwen3_next", 1, QWEN3_NEXT_BLOCK, "--enable-prefix-caching", dtype="bfloat16",
-                       block_size=QWEN3_NEXT_BLOCK))
-        for name, role in _ROLES
+    (("P", _qwen3_next("kv_producer", ("verify", True))), ("D", _qwen3_next("kv_consumer", ("verify", True)))),
+)
+
+#: Prompts that land in host memory, and leases that move there as soon as they are granted.
+QWEN3_NEXT_TRANSFERS = Deployment(
+    "qwen3_next transfers",
+    (
+        ("P", _qwen3_next("kv_producer", ("verify", True), ("host_transfers", "auto"))),
+        ("D", _qwen3_next("kv_consumer", ("verify", True), ("host_transfers", "always"))),
     ),
-)  # fmt: skip
+    slow=True,
+)
+
+
+def _other(name: str, *arguments: str, block_size: int = 96) -> Deployment:
+    """Keeps columns of a convolution together on P, and its rows on D."""
+
+    def server(role: Role, order: str) -> ServerSpec:
+        spec = _hybrid(role, name, 1, 512, *arguments, block_size=block_size)
+        return replace(spec, variables=(("VLLM_SSM_CONV_STATE_LAYOUT", order),))
+
+    return Deployment(name, (("P", server("kv_producer", "DS")), ("D", server("kv_consumer", "SD"))), slow=True)
+
+
+OTHER_HYBRIDS = (
+    _other("granite", "--no-enable-prefix-caching"),
+    _other("falcon_h1", "--no-enable-prefix-caching"),
+    _other("nemotron_h", "--no-enable-prefix-caching"),
+    _other("lfm2", "--enable-prefix-caching"),
+)

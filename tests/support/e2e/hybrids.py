@@ -44,6 +44,29 @@ CONFIGS: Mapping[str, dict[str, Any]] = {
         "mlp_only_layers": [],
         "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"],
     },
+    # Mamba2 and attention in every layer.
+    "falcon_h1": {
+        "model_type": "falcon_h1",
+        "mamba_d_ssm": 512,
+        "mamba_n_heads": 16,
+        "mamba_d_head": 32,
+        "mamba_n_groups": 1,
+        "mamba_d_state": 32,
+        "mamba_d_conv": 4,
+        "mamba_chunk_size": 64,
+    },
+    # Mamba2 with several groups.
+    "nemotron_h": {
+        "model_type": "nemotron_h",
+        "layers_block_type": ["linear_attention", "full_attention", "mlp", "linear_attention"],
+        "head_dim": 32,
+        "mamba_num_heads": 16,
+        "mamba_head_dim": 32,
+        "n_groups": 4,
+        "ssm_state_size": 32,
+        "conv_kernel": 4,
+        "chunk_size": 64,
+    },
     # Short convolutions.
     "lfm2": {
         "model_type": "lfm2",
