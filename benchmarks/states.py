@@ -156,10 +156,10 @@ def _measure(remotes: list[WorkerGeometry], decode: int, rounds: int) -> dict[st
         assert (view == expected(name)).all(), f"wrong bytes of {name}"
     seconds: dict[str, list[float]] = {"pull": [], "contiguous": []}
     for _ in range(rounds):
-        for name, run in (("pull", pull), ("contiguous", contiguous)):
+        for way, run in (("pull", pull), ("contiguous", contiguous)):
             start = time.perf_counter()
             run()
-            seconds[name].append(time.perf_counter() - start)
+            seconds[way].append(time.perf_counter() - start)
     engine.close()
     took, base = statistics.median(seconds["pull"]), statistics.median(seconds["contiguous"])
     return {"descriptors": descriptors, "ms": 1e3 * took, "ratio": took / base}

@@ -13,6 +13,7 @@ from tests.support.e2e.host_memory import evict
 from tests.support.e2e.hybrid_deployments import (
     GRANITE,
     GRANITE_STEP,
+    GRANITE_TO_TWO,
     OTHER_HYBRIDS,
     QWEN3_NEXT,
     QWEN3_NEXT_BLOCK,
@@ -37,11 +38,18 @@ def assert_same_bits(pair: Pair, prompt: list[int]) -> None:
     assert (completion.tokens, completion.logprobs) == (reference.tokens, reference.logprobs)
 
 
+@on(GRANITE_TO_TWO)
+@pairs(MORE, ("P2", "D2"))
+@pytest.mark.parametrize("tokens", [2, 33, 97, 1000])
+def test_states_of_more_ranks(pair: Pair, tokens: int) -> None:
+    pair.assert_pulls_right(make_prompt(tokens, (tokens, pair.name)))
+
+
 @on(GRANITE)
 class TestOneStateOfARequest:
     """At pairs of tensor parallel sizes."""
 
-    @pairs(SAME, FEWER, MORE, ("P2", "D2"))
+    @pairs(SAME, FEWER)
     @pytest.mark.parametrize("tokens", [2, 33, 97, 1000])
     def test_a_pulled_prompt_gives_the_same_output(self, pair: Pair, tokens: int) -> None:
         pair.assert_pulls_right(make_prompt(tokens, (tokens, pair.name)))
@@ -50,7 +58,7 @@ class TestOneStateOfARequest:
     def test_every_bit_is_the_same(self, pair: Pair) -> None:
         assert_same_bits(pair, make_prompt(3 * GRANITE_STEP + 1, (pair.name, "bits")))
 
-    @pairs(FEWER, MORE)
+    @pairs(FEWER)
     def test_both_legs_at_once(self, pair: Pair) -> None:
         Router(pair).assert_right(make_prompt(1000, (pair.name, "legs")), decode_first_s=0.3)
 

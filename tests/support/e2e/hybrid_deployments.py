@@ -27,13 +27,9 @@ GRANITE_STEP = 333
 #: One state of each request.
 GRANITE = Deployment(
     "granite",
-    (
-        ("P1", _granite("kv_producer", 1)),
-        ("D1", _granite("kv_consumer", 1)),
-        ("P2", _granite("kv_producer", 2)),
-        ("D2", _granite("kv_consumer", 2)),
-    ),
+    (("P1", _granite("kv_producer", 1)), ("D1", _granite("kv_consumer", 1)), ("P2", _granite("kv_producer", 2))),
 )
+GRANITE_TO_TWO = Deployment("granite to TP 2", (*GRANITE.servers[::2], ("D2", _granite("kv_consumer", 2))), slow=True)
 
 #: vLLM makes these blocks as large as a state.
 QWEN3_NEXT_BLOCK = 288
