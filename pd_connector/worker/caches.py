@@ -136,6 +136,7 @@ def _state_tensors(layer: str, cache: Cache, spec: StateSpec, blocks: int) -> li
             size = math.prod(shape) * dtype.itemsize
             tensors.append(cache[:, 0, 0, offset : offset + size].view(dtype).unflatten(1, shape))
             offset += size
+    tensors = [tensor[:blocks] for tensor in tensors]  # of a device that has room for more than others
     forms = [(tuple(tensor.shape), tensor.dtype) for tensor in tensors]
     expected = [((blocks, *shape), dtype) for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True)]
     if forms != expected:

@@ -80,6 +80,7 @@ The connector (``pd_connector/``):
     connector.kept_blocks   the cache groups that vLLM makes of layers, and the blocks that it keeps in each
     connector.prompts_with_states  vLLM's books of blocks for prompts of a model with states
     connector.state_caches  states of recurrent layers, byte by byte
+    connector.state_pulls   pulls of them
     connector.proving       a decode engine's scheduler half that proves where it pulls from
     connector.decode_scheduler  a decode engine's scheduler half, and a scripted prefill engine that it asks
     connector.followed_legs  both legs of a prompt at once: who computes it, and a worker that follows it

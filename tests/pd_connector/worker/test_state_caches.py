@@ -19,62 +19,22 @@ if INSTALLED < (0, 30):
 from dataclasses import replace
 
 from layout.compatibility import IncompatibleCachesError
-from layout.plan import BlockTable, Plan, PlanError, compile_plans
+from layout.plan import BlockTable, PlanError, compile_plans
 from layout.sharding import choose_sources
 from pd_connector.orders import CanaryEnds, CanaryReference
 from pd_connector.worker.canary import Comparison, Scratch
-from tests.support.connector.state_caches import GDN, MAMBA2, MODELS, StateLayout, StateModel, StateRank, fill, ranks
+from tests.support.connector.state_caches import GDN, MAMBA2, MODELS, StateLayout, fill, ranks, state_views
+from tests.support.connector.state_pulls import STATE_TOKENS, pull_states, state_plans, state_table
 from transfer.copies.checksums.block_checksums import in_place, sum_states
 
-TOKENS = 100
 SIZES = (1, 2, 3, 4, 6, 8)
 BASIC = StateLayout()
-
-
-def plans(local: StateRank, remotes: list[StateRank]) -> dict[int, Plan]:
-    theirs = [remote.geometry for remote in remotes]
-    return compile_plans(local.geometry, theirs, choose_sources(local.geometry, theirs))
-
-
-def pull(
-    model: StateModel, local: StateLayout, remote: StateLayout, monkeypatch: Any,
-    ours: dict[int, int] | None = None, theirs: dict[int, int] | None = None,
-) -> int:  # fmt: skip
-    """Read states into every rank and check every byte of it; return the number of descriptors.
-
-    ``ours`` and ``theirs``: by the number of tokens, in which block each state is.
-    """
-    ours, theirs = ours or {TOKENS: 2}, theirs or {TOKENS: 4}
-    senders, readers = ranks(model, remote, monkeypatch), ranks(model, local, monkeypatch)
-    fill(senders, theirs, model)
-    descriptors = 0
-    for reader in readers:
-        expected, writers = reader.memory.copy(), np.zeros(len(reader.memory), np.int64)
-        for tokens in ours.keys() & theirs.keys():
-            places, values = reader.bytes_of(ours[tokens], model.state(tokens))
-            expected[places] = values
-            writers[places] += 1
-        for source, plan in plans(reader, senders).items():
-            copies = plan.instantiate_states([table(ours, local)], [table(theirs, remote)], TOKENS)
-            reader.receive(copies, senders[source])
-            descriptors += len(copies.sizes)
-        assert np.array_equal(reader.memory, expected)
-        assert np.array_equal(reader.writers, writers)
-    return descriptors
-
-
-def table(blocks: dict[int, int], engine: StateLayout) -> BlockTable:
-    """A block table with a state in each of ``blocks``."""
-    ids = [-1] * -(-TOKENS // engine.block_tokens)
-    for tokens, block in blocks.items():
-        ids[-(-tokens // engine.block_tokens) - 1] = block
-    return BlockTable.of(ids)
 
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize(("local", "remote"), list(product(SIZES, SIZES)))
 def test_every_pair_of_tensor_parallel_sizes(name: str, local: int, remote: int, monkeypatch: Any) -> None:
-    pull(MODELS[name], StateLayout(tp=local), StateLayout(tp=remote), monkeypatch)
+    pull_states(MODELS[name], StateLayout(tp=local), StateLayout(tp=remote), monkeypatch)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -82,8 +42,8 @@ def test_every_pair_of_tensor_parallel_sizes(name: str, local: int, remote: int,
 @pytest.mark.parametrize("sizes", [(1, 1), (3, 2), (2, 4)])
 def test_both_orders_of_a_convolution(name: str, local: bool, sizes: tuple[int, int], monkeypatch: Any) -> None:
     here = StateLayout(tp=sizes[0], is_column_first=local, padding=64, blocks_outermost=True)
-    there = StateLayout(tp=sizes[1], is_column_first=not local, views=True)
-    pull(MODELS[name], here, there, monkeypatch)
+    there = StateLayout(tp=sizes[1], is_column_first=not local, views=state_views)
+    pull_states(MODELS[name], here, there, monkeypatch)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -91,52 +51,56 @@ def test_both_orders_of_a_convolution(name: str, local: bool, sizes: tuple[int, 
 def test_rows_for_drafts_are_left_as_they_are(name: str, column_first: bool, monkeypatch: Any) -> None:
     here = StateLayout(tp=2, drafts=3, is_column_first=column_first)
     there = StateLayout(tp=3, drafts=1, is_column_first=column_first)
-    pull(MODELS[name], here, there, monkeypatch)
-    pull(MODELS[name], there, replace(here, drafts=0), monkeypatch)
+    pull_states(MODELS[name], here, there, monkeypatch)
+    pull_states(MODELS[name], there, replace(here, drafts=0), monkeypatch)
 
 
 def test_states_are_found_by_the_number_of_their_tokens(monkeypatch: Any) -> None:
     here, there = StateLayout(tp=2, block_tokens=32), StateLayout(tp=3, block_tokens=16)
-    pull(MAMBA2, here, there, monkeypatch, {64: 1, 96: 3, TOKENS: 2}, {48: 5, 64: 4, 80: 1, 96: 0, TOKENS: 2})
-    pull(MAMBA2, here, there, monkeypatch, {32: 1, 64: 3, TOKENS: 2}, {48: 5, 64: 4, TOKENS: 2})
+    pull_states(
+        MAMBA2, here, there, monkeypatch, {64: 1, 96: 3, STATE_TOKENS: 2}, {48: 5, 64: 4, 80: 1, 96: 0, STATE_TOKENS: 2}
+    )
+    pull_states(MAMBA2, here, there, monkeypatch, {32: 1, 64: 3, STATE_TOKENS: 2}, {48: 5, 64: 4, STATE_TOKENS: 2})
 
 
 def test_one_block_for_all_tokens_beside_blocks_by_position(monkeypatch: Any) -> None:
     one, many = StateLayout(block_tokens=4096), StateLayout(tp=2, block_tokens=16)
-    pull(MAMBA2, one, many, monkeypatch, {TOKENS: 3}, {64: 1, TOKENS: 2})
-    pull(MAMBA2, many, one, monkeypatch, {TOKENS: 2}, {TOKENS: 3})
+    pull_states(MAMBA2, one, many, monkeypatch, {STATE_TOKENS: 3}, {64: 1, STATE_TOKENS: 2})
+    pull_states(MAMBA2, many, one, monkeypatch, {STATE_TOKENS: 2}, {STATE_TOKENS: 3})
 
 
 def test_equal_engines_read_a_state_in_one_run(monkeypatch: Any) -> None:
-    assert pull(MAMBA2, BASIC, BASIC, monkeypatch) == MAMBA2.layers
+    assert pull_states(MAMBA2, BASIC, BASIC, monkeypatch) == MAMBA2.layers
     together = StateLayout(blocks_outermost=True)
-    assert pull(replace(GDN, conv_dtype=GDN.dtype), together, together, monkeypatch) <= GDN.layers
+    assert pull_states(replace(GDN, conv_dtype=GDN.dtype), together, together, monkeypatch) <= GDN.layers
 
 
 @pytest.mark.parametrize("column_first", [False, True])
 def test_a_state_is_one_run_for_each_part_row_layer_and_rank(column_first: bool, monkeypatch: Any) -> None:
     here, there = (StateLayout(tp=tp, is_column_first=column_first) for tp in (1, 2))
     parts = 3 if column_first else 3 * 3  # rows lie apart if they are outside
-    assert pull(GDN, here, there, monkeypatch) <= 2 * GDN.layers * (parts + 1)
+    assert pull_states(GDN, here, there, monkeypatch) <= 2 * GDN.layers * (parts + 1)
 
 
 def test_a_state_that_is_needed_and_not_there(monkeypatch: Any) -> None:
     with pytest.raises(PlanError, match=r"the remote block table has no state after 100 tokens, only after \[32\]"):
-        pull(MAMBA2, BASIC, BASIC, monkeypatch, theirs={32: 1})
+        pull_states(MAMBA2, BASIC, BASIC, monkeypatch, theirs={32: 1})
     with pytest.raises(PlanError, match="the local block table has no state after 100 tokens"):
-        pull(MAMBA2, BASIC, BASIC, monkeypatch, ours={32: 1})
-    (plan,) = plans(ranks(MAMBA2, BASIC, monkeypatch)[0], ranks(MAMBA2, BASIC, monkeypatch)).values()
+        pull_states(MAMBA2, BASIC, BASIC, monkeypatch, ours={32: 1})
+    (plan,) = state_plans(ranks(MAMBA2, BASIC, monkeypatch)[0], ranks(MAMBA2, BASIC, monkeypatch)).values()
     with pytest.raises(PlanError, match="remote block id 6 does not exist: the cache has 6 blocks"):
-        plan.instantiate_states([table({TOKENS: 1}, BASIC)], [table({TOKENS: 6}, BASIC)], TOKENS)
+        plan.instantiate_states(
+            [state_table({STATE_TOKENS: 1}, BASIC)], [state_table({STATE_TOKENS: 6}, BASIC)], STATE_TOKENS
+        )
 
 
 def test_other_states_are_refused(monkeypatch: Any) -> None:
     here = ranks(MAMBA2, BASIC, monkeypatch)[0]
     wider = replace(MAMBA2, dtype=MAMBA2.conv_dtype)
     with pytest.raises(IncompatibleCachesError, match=r"'item_size' of part 'state'.* is 4 here and 2 on the remote"):
-        plans(here, ranks(wider, BASIC, monkeypatch))
+        state_plans(here, ranks(wider, BASIC, monkeypatch))
     with pytest.raises(IncompatibleCachesError, match="holds no KV cache part 'conv_x'"):
-        plans(here, ranks(GDN, BASIC, monkeypatch))
+        state_plans(here, ranks(GDN, BASIC, monkeypatch))
 
 
 def test_checksums_of_a_state_are_the_same_in_any_order_and_entry(monkeypatch: Any) -> None:
@@ -144,7 +108,7 @@ def test_checksums_of_a_state_are_the_same_in_any_order_and_entry(monkeypatch: A
     sums: list[dict[tuple[str, str, int], int]] = []
     for layout, entry in ((StateLayout(tp=2), 0), (StateLayout(tp=3, is_column_first=True), 3)):
         engine = ranks(GDN, layout, monkeypatch)
-        fill(engine, {TOKENS: 2}, GDN)
+        fill(engine, {STATE_TOKENS: 2}, GDN)
         found: dict[tuple[str, str, int], int] = {}
         for rank in engine:
             for plane in rank.geometry.groups[0].planes:
@@ -168,8 +132,8 @@ class TestComparison:
         numbers[:] = np.random.default_rng(3).normal(size=len(numbers))
         scratch = Scratch.allocate(rank.geometry, None)
         plan = compile_plans(scratch.geometry, [rank.geometry], choose_sources(scratch.geometry, [rank.geometry]))[0]
-        pulled = table({TOKENS: 1}, BASIC)
-        copies = plan.instantiate_states([pulled], [table({TOKENS: 4}, BASIC)], TOKENS)
+        pulled = state_table({STATE_TOKENS: 1}, BASIC)
+        copies = plan.instantiate_states([pulled], [state_table({STATE_TOKENS: 4}, BASIC)], STATE_TOKENS)
         for to, source, size in zip(
             *map(np.ndarray.tolist, (copies.destinations, copies.sources, copies.sizes)), strict=True
         ):
@@ -180,7 +144,7 @@ class TestComparison:
                 values = np.ctypeslib.as_array(first)
                 values *= factor
         comparison = Comparison(rank.geometry, in_place, scratch, {})
-        order: Any = SimpleNamespace(local_block_ids=((0, 0, 0, 1),), first_token=0, end_token=TOKENS)
+        order: Any = SimpleNamespace(local_block_ids=((0, 0, 0, 1),), first_token=0, end_token=STATE_TOKENS)
         computed = CanaryReference("r", ((0, 0, 0, 4),))
         return comparison(order, computed, {(0, 3)} if lacking else ())
 

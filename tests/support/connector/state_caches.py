@@ -5,9 +5,9 @@ recurrence [heads, columns]. A rank's pages are put together from its heads as v
 planes.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +24,8 @@ from pd_connector.worker.caches import describe_caches
 from tests.support.connector.stated import model_config, stated_groups
 
 StateBytes = npt.NDArray[np.uint8]
+Pages: TypeAlias = torch.Tensor
+Views = Callable[[Pages, Sequence[tuple[int, ...]], Sequence[torch.dtype], int], Sequence[torch.Tensor]]
 STATE_BLOCKS = 6
 KERNEL = 4  # inputs that a convolution sees, the present one included
 
@@ -90,6 +92,18 @@ MODELS = {
 }
 
 
+def state_views(
+    pages: Pages, shapes: Sequence[tuple[int, ...]], dtypes: Sequence[torch.dtype], page_bytes: int
+) -> tuple[torch.Tensor, ...]:
+    """A tensor for each part of a state."""
+    views, offset = [], 0
+    for (_, *shape), dtype in zip(shapes, dtypes, strict=True):
+        size = int(np.prod(shape)) * dtype.itemsize
+        views.append(pages[:, offset : offset + size].view(dtype).unflatten(1, shape))
+        offset += size
+    return tuple(views)
+
+
 @dataclass(frozen=True)
 class StateLayout:
     """How an engine keeps states."""
@@ -100,7 +114,8 @@ class StateLayout:
     block_tokens: int = 32
     padding: int = 0  # bytes behind each state
     blocks_outermost: bool = False  # all layers of a block together
-    views: bool = False  # passes a tensor for each part, as vllm-ascend does
+    #: Passes a tensor for each part, as vllm-ascend does: made of a layer's pages [blocks, bytes] and a page's bytes.
+    views: Views | None = None
 
 
 class StateRank:
@@ -134,16 +149,14 @@ class StateRank:
         caches = {name: pages[number, :, None, None, :content] for number, name in enumerate(names)}
         config = model_config(engine.tp, text={"conv_kernel": KERNEL, "n_groups": dict_of(model).get("b", 1)})
         groups = stated_groups((names, spec), blocks=STATE_BLOCKS, config=config)
-        given: Any = {name: self._views(cache) for name, cache in caches.items()} if engine.views else caches
+        given: Any = caches
+        if (views := engine.views) is not None:
+            of = [(STATE_BLOCKS, *shape) for shape in self.shapes]
+            given = {
+                name: views(pages[number], of, self.dtypes, int(pages.stride(1))) for number, name in enumerate(names)
+            }
         self.geometry: WorkerGeometry = describe_caches(given, groups, Ranks(rank, engine.tp, 0, 1), f"host:{rank}")
         self.base = int(whole.data_ptr())
-
-    def _views(self, page: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        views, offset = [], 0
-        for shape, dtype, size in zip(self.shapes, self.dtypes, self._sizes, strict=True):
-            views.append(page[:, 0, 0, offset : offset + size].view(dtype).unflatten(1, shape))
-            offset += size
-        return tuple(views)
 
     def bytes_of(self, block: int, state: dict[str, StateBytes]) -> tuple[npt.NDArray[np.int64], StateBytes]:
         """Where in the memory every byte of a state is, if it lies in ``block``, and the bytes."""
