@@ -11,7 +11,7 @@ Everything runs on the scheduler's thread.
 
 import logging
 from collections import Counter, deque
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING
@@ -198,6 +198,24 @@ class Announcer:
         """Whether the engine must step to learn that leases are written."""
         return bool(self._unwritten)
 
+    def being_written(self, scheduled: Iterable[str] = (), *, besides: "Request") -> set[int] | None:
+        """Return the ids of the blocks that steps under way may write, besides those that a request has now.
+
+        ``scheduled``: the requests of a step that is being scheduled. None if nobody knows.
+        """
+        if any(step.has_lost for step in self._recent):
+            return None
+        ids = set(self._unproven()).union(*(step.left for step in self._recent))
+        for request_id in {*scheduled, *(each for step in self._recent for each in step.scheduled)}:
+            request = self._requests.get(request_id)
+            if request is None:
+                continue
+            if request.num_preemptions and self._under_way(request):
+                return None  # into blocks that it has lost, perhaps, and others have found
+            if request is not besides:
+                ids |= self._unwritten_blocks(request)
+        return ids
+
     def finish(self, request: "Request", *, is_granted: bool) -> None:
         """Forget a request. Without a lease, those who follow its prompt are told how it ended."""
         self._leave(request)
@@ -311,29 +329,10 @@ class Announcer:
         Its blocks may be another request's too, and then a step under way may still write the last of them.
         """
         request = named.request
-        if not held or self._drafts_late or any(step.has_lost for step in self._recent):
+        unfinished = None if self._drafts_late else self.being_written(scheduled, besides=request)
+        if not held or unfinished is None:
             return 0
-        ours, settled = self._blocks.table(request.request_id), held
-        if left := self._unproven().union(*(step.left for step in self._recent)):
-            settled = self._tokens_before(ours, settled, left)
-        for request_id in {*scheduled, *(each for step in self._recent for each in step.scheduled)}:
-            other = self._requests.get(request_id)
-            if other is None:
-                continue
-            under_way = self._under_way(other)
-            if under_way and other.num_preemptions:
-                return 0  # into blocks that it has lost, perhaps, and others have found
-            written = max(other.num_computed_tokens - under_way, 0)
-            if other is request or written >= settled:
-                continue
-            theirs = self._blocks.table(request_id)
-            for size, our_blocks, their_blocks in zip(self._service.block_tokens, ours, theirs, strict=True):
-                last = min(-(-settled // size), len(our_blocks), len(their_blocks))
-                for number in range(written // size, last):
-                    if our_blocks[number] is their_blocks[number] and not our_blocks[number].is_null:
-                        settled = min(settled, number * size)
-                        break
-        return settled
+        return self._tokens_before(self._blocks.table(request.request_id), held, unfinished)
 
     def _tokens_before(self, table: "Sequence[Sequence[KVCacheBlock]]", tokens: int, blocks: Container[int]) -> int:
         """Return how many of the first ``tokens`` tokens come before any of ``blocks`` in a table."""
@@ -352,10 +351,14 @@ class Announcer:
     def _leave(self, request: "Request") -> None:
         """Forget a request that has ended, but not the blocks that steps under way may still write."""
         known = self._requests.pop(request.request_id, None)
-        if known is None or not self._recent or not (under_way := self._under_way(request)):
+        if known is None or not self._recent or not self._under_way(request):
             return
         newest = self._recent[-1]  # the last to be forgotten
         newest.has_lost |= request.num_preemptions > 0
-        written = max(request.num_computed_tokens - under_way, 0)
-        for size, blocks in zip(self._service.block_tokens, self._blocks.table(request.request_id), strict=True):
-            newest.left.update(block.block_id for block in blocks[written // size :])
+        newest.left |= self._unwritten_blocks(request)
+
+    def _unwritten_blocks(self, request: "Request") -> set[int]:
+        """Return the ids of the blocks that steps under way may write for a request."""
+        written = max(request.num_computed_tokens - self._under_way(request), 0)
+        tables = zip(self._service.block_tokens, self._blocks.table(request.request_id), strict=True)
+        return {block.block_id for size, blocks in tables for block in islice(blocks, written // size, None)}

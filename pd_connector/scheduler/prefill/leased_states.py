@@ -6,7 +6,7 @@ So the prompt was cut when its request came. One that was not cut, or whose requ
 Belongs to the scheduler's thread.
 """
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import TYPE_CHECKING
 
 from layout.states import running_entry
@@ -29,10 +29,16 @@ class LeasedStates:
         self._groups = groups
         self._prompts = prompts
 
-    def hold(self, request: "Request", block_ids: BlockTables) -> tuple[BlockTables, HeldBlocks]:
+    def hold(
+        self, request: "Request", block_ids: BlockTables, unfinished: Container[int] | None = ()
+    ) -> tuple[BlockTables, HeldBlocks]:
         """Take references to what is leased of a request that has computed its prompt.
 
-        ``block_ids``: of the request, by cache group.
+        Args:
+            request: the request.
+            block_ids: of the request, by cache group.
+            unfinished: blocks that steps under way may write for other requests, which vLLM lets everyone find. None if
+                nobody knows which.
 
         Returns:
             The block tables of the lease, and the blocks. Entry i of a table of states holds the state after the tokens
@@ -42,16 +48,17 @@ class LeasedStates:
         tables = list(block_ids)
         found: list[KVCacheBlock] = []
         for group in states:
-            in_group = self._states(request, group)
+            in_group = self._states(request, group, unfinished)
             last = running_entry(request.num_prompt_tokens, self._groups[group].block_tokens)
             tables[group] = [in_group[entry].block_id if entry in in_group else 0 for entry in range(last + 1)]
             found += in_group.values()
         return tables, self._blocks.hold(request.request_id, states, tuple(found))
 
-    def _states(self, request: "Request", group: int) -> "dict[int, KVCacheBlock]":
+    def _states(self, request: "Request", group: int, unfinished: Container[int] | None) -> "dict[int, KVCacheBlock]":
         """Return the blocks with a request's states, by entry. Others of its own may be on their way to be reused."""
         tokens, size = request.num_prompt_tokens, self._groups[group].block_tokens
-        states = self._blocks.found_states(request, group, size)
+        found = {} if unfinished is None else self._blocks.found_states(request, group, size)
+        states = {entry: block for entry, block in found.items() if block.block_id not in (unfinished or ())}
         if self._prompts.is_cut(request.request_id) and request.num_computed_tokens == tokens:
             entry = running_entry(tokens, size)
             states[entry] = self._blocks.table(request.request_id)[group][entry]

@@ -254,7 +254,8 @@ class Producer(SchedulerRole):
 
     def _grant(self, request: "VllmRequest", block_ids: Sequence[Sequence[int]]) -> dict[str, Any]:
         if self._states is not None:
-            block_ids, blocks = self._states.hold(request, block_ids)
+            unfinished = self._announcer.being_written(besides=request)
+            block_ids, blocks = self._states.hold(request, block_ids, unfinished)
         else:
             blocks = self._blocks.hold(request.request_id)
         hosts = self._slots.hand_over(request.request_id) if self._slots is not None else ()

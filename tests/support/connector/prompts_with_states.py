@@ -38,9 +38,16 @@ class StateEngine:
         self.blocks, self.prompts = DeviceBlocks(), Prompts()
         self.blocks.bind(self.manager)
 
-    def request(self, name: str, tokens: int, *, is_cut: bool = False) -> Request:
-        """A request for a prompt that every longer one begins with."""
-        request = make_request(self._setup, name, range(1, tokens + 1))
+    def request(
+        self, name: str, tokens: int, *, is_cut: bool = False, differs: tuple[int, int] | None = None
+    ) -> Request:
+        """A request for a prompt that every longer one begins with.
+
+        ``differs``: after how many tokens the prompt is another one, and its number.
+        """
+        shared, number = differs or (tokens, 0)
+        prompt = [each if each <= shared else each + 1000 * number for each in range(1, tokens + 1)]
+        request = make_request(self._setup, name, prompt)
         if is_cut:
             self.prompts.cut(request, self.blocks.hash_tokens)
         return request

@@ -60,3 +60,23 @@ def test_nor_has_one_whose_request_went_on() -> None:
     request.num_computed_tokens += 1
     tables, _ = leased(engine).hold(request, engine.tables(request))
     assert tables[1:] == [[0], [0]]
+
+
+def test_a_state_is_not_leased_that_a_step_under_way_computes_for_another_request() -> None:
+    """vLLM lets it be found when it schedules the step."""
+    engine = StateEngine()
+    request, other = engine.request("r", 14, is_cut=True), engine.request("other", 6)
+    engine.compute(request, until=(8,))
+    engine.compute(other)
+    own = engine.tables(request)
+    unfinished = {engine.blocks.found_states(request, group, BLOCK)[0].block_id for group in (1, 2)}
+    assert unfinished <= {block for table in engine.tables(other) for block in table}
+
+    def held(unfinished: set[int] | None) -> list[bool]:
+        tables, blocks = leased(engine).hold(request, own, unfinished)
+        engine.blocks.release(blocks)
+        return [bool(block) for block in tables[1]]
+
+    assert held(set()) == [True, True, True, True]
+    assert held(unfinished) == [False, True, True, True]
+    assert held(None) == [False, False, False, True]
