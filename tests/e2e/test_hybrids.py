@@ -7,7 +7,7 @@ step of its own: the same bits at equal tensor parallel sizes, and up to roundin
 import pytest
 
 from tests.support.e2e.client import LOGPROB_TOLERANCE
-from tests.support.e2e.corruption import spoil_number, wait_until_summed
+from tests.support.e2e.corruption import spoil_numbers, wait_until_summed
 from tests.support.e2e.deployments import on
 from tests.support.e2e.host_memory import evict
 from tests.support.e2e.hybrid_deployments import (
@@ -68,12 +68,12 @@ class TestOneStateOfARequest:
 
     @pairs(FEWER)
     @pytest.mark.parametrize("part", ["state", "conv_b", "v"])
-    def test_one_wrong_number_changes_the_output(self, pair: Pair, part: str) -> None:
+    def test_wrong_numbers_change_the_output(self, pair: Pair, part: str) -> None:
         """In every kind of cache: none of them is moved in vain."""
         prompt = make_prompt(300, (pair.name, "spoilt", part))
         right = pair.decode.client.compute(prompt)
         params = pair.prefill.client.prefill(prompt)
-        spoil_number(pair.prefill, params, part)
+        spoil_numbers(pair.prefill, params, part)
         wrong = pair.decode_leg(prompt, params)
         assert wrong.status == 200, wrong.body
         assert wrong.logprob_difference(right) > 5 * LOGPROB_TOLERANCE
@@ -138,7 +138,7 @@ class TestStatesAtBorders:
         prompt = make_prompt(700, (pair.name, "spoilt"))
         params = pair.prefill.client.prefill(prompt)
         wait_until_summed(pair.prefill, params)
-        spoil_number(pair.prefill, params, "state")
+        spoil_numbers(pair.prefill, params, "state")
         assert_failed_pull(pair, prompt, params, "checksum", ("part 'state'", "checksums of what has arrived differ"))
 
 
@@ -179,10 +179,10 @@ class TestOtherModels:
         assert completion.tokens == reference.tokens
         assert completion.logprob_difference(reference) < _OTHER_TOLERANCE
 
-    def test_one_wrong_number_in_a_convolution_changes_the_output(self, pair: Pair) -> None:
+    def test_wrong_numbers_in_a_convolution_change_the_output(self, pair: Pair) -> None:
         prompt = make_prompt(300, (pair.name, "spoilt"))
         right = pair.decode.client.compute(prompt)
         params = pair.prefill.client.prefill(prompt)
-        spoil_number(pair.prefill, params, "conv_x")
+        spoil_numbers(pair.prefill, params, "conv_x")
         wrong = pair.decode_leg(prompt, params)
         assert wrong.logprob_difference(right) > 2 * _OTHER_TOLERANCE

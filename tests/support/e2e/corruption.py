@@ -38,18 +38,23 @@ def overwrite_block(server: Server, params: KVTransferParams, group: int, entry:
                     memory.write(random.normal(size=size // 4).astype(np.float32).tobytes())
 
 
-def spoil_number(server: Server, params: KVTransferParams, part: str) -> None:
-    """Make the first number of a part of the last state, or of the last block, of a finished prefill a large one.
+def spoil_numbers(server: Server, params: KVTransferParams, part: str) -> None:
+    """Make the first number of every row of the last state, or of every token of the last block, a large one.
 
-    Of the first layer that has the part, on all ranks, of which some may hold the same.
+    Of a finished prefill, in the first layer that has the part, on all ranks, of which some may hold the same. Of one
+    token it would not do: attention may pass over it.
     """
     for worker in _workers(params, control_keys(server)):
         planes = [(number, plane) for number, group in enumerate(worker.groups) for plane in group.planes]
         group, plane = next((number, plane) for number, plane in planes if plane.part == part)
-        block = params["remote_block_ids"][group][-1] * (worker.groups[group].rows(plane) // plane.block_tokens)
+        kernel_blocks = worker.groups[group].rows(plane) // plane.block_tokens
+        first = params["remote_block_ids"][group][-1] * kernel_blocks
         with Path(f"/proc/{server.worker_process(worker.tp_rank)}/mem").open("r+b", buffering=0) as memory:
-            memory.seek(plane.address + block * plane.block_stride + plane.item_size - 1)
-            memory.write(_LARGE)
+            for block in range(first, first + kernel_blocks):
+                for row in range(plane.block_tokens):
+                    number = plane.address + block * plane.block_stride + row * plane.token_stride
+                    memory.seek(number + plane.item_size - 1)
+                    memory.write(_LARGE)
 
 
 def wait_until_summed(server: Server, params: KVTransferParams) -> None:
