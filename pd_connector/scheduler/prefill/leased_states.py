@@ -6,7 +6,7 @@ So the prompt was cut when its request came. One that was not cut, or whose requ
 Belongs to the scheduler's thread.
 """
 
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import TYPE_CHECKING
 
 from layout.states import running_entry
@@ -30,15 +30,15 @@ class LeasedStates:
         self._prompts = prompts
 
     def hold(
-        self, request: "Request", block_ids: BlockTables, unfinished: Container[int] | None = ()
+        self, request: "Request", block_ids: BlockTables, unfinished: Callable[[], Container[int] | None] = tuple
     ) -> tuple[BlockTables, HeldBlocks]:
         """Take references to what is leased of a request that has computed its prompt.
 
         Args:
             request: the request.
             block_ids: of the request, by cache group.
-            unfinished: blocks that steps under way may write for other requests, which vLLM lets everyone find. None if
-                nobody knows which.
+            unfinished: returns the blocks that steps under way may write for other requests, and that vLLM lets
+                everyone find; None if nobody knows which. Asked only of a model with states.
 
         Returns:
             The block tables of the lease, and the blocks. Entry i of a table of states holds the state after the tokens
@@ -47,18 +47,21 @@ class LeasedStates:
         states = [group for group, kept in enumerate(self._groups) if kept.states]
         tables = list(block_ids)
         found: list[KVCacheBlock] = []
+        left_out = unfinished() if states else ()
         for group in states:
-            in_group = self._states(request, group, unfinished)
+            in_group = self._states(request, group, left_out)
             last = running_entry(request.num_prompt_tokens, self._groups[group].block_tokens)
             tables[group] = [in_group[entry].block_id if entry in in_group else 0 for entry in range(last + 1)]
             found += in_group.values()
         return tables, self._blocks.hold(request.request_id, states, tuple(found))
 
-    def _states(self, request: "Request", group: int, unfinished: Container[int] | None) -> "dict[int, KVCacheBlock]":
+    def _states(self, request: "Request", group: int, left_out: Container[int] | None) -> "dict[int, KVCacheBlock]":
         """Return the blocks with a request's states, by entry. Others of its own may be on their way to be reused."""
         tokens, size = request.num_prompt_tokens, self._groups[group].block_tokens
-        found = {} if unfinished is None else self._blocks.found_states(request, group, size)
-        states = {entry: block for entry, block in found.items() if block.block_id not in (unfinished or ())}
+        states: dict[int, KVCacheBlock] = {}
+        if left_out is not None:
+            found = self._blocks.found_states(request, group, size)
+            states = {entry: block for entry, block in found.items() if block.block_id not in left_out}
         if self._prompts.is_cut(request.request_id) and request.num_computed_tokens == tokens:
             entry = running_entry(tokens, size)
             states[entry] = self._blocks.table(request.request_id)[group][entry]

@@ -4,6 +4,7 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pd_connector.orders import Orders, Report, WorkerHandshake
@@ -21,6 +22,7 @@ from pd_connector.vllm.block_pools import BlocksAndSlots, HostBlocks, Leased
 from pd_connector.vllm.device_blocks import DeviceBlocks
 from pd_connector.vllm.engine_core import EngineLoop
 from pd_connector.vllm.model_identity import of_engine
+from pd_connector.vllm.prompts import Prompts
 from pd_connector.vllm.requests import prefill_is_complete
 from transfer.control.keys import ControlKeys
 from transfer.control.server import ControlServer
@@ -73,7 +75,7 @@ class Producer(SchedulerRole):
             moves: moves leases to host memory; None if they stay on the device.
             slots: lent to prompts that are loaded from host memory; None if peers cannot read it.
             external: knows what other connectors load; None if there are none.
-            states: makes the block tables of leases; None if no cache holds states.
+            states: chooses what a lease holds of states; None if no cache has any.
             drafts_late: whether a step may have ended for vLLM before it has written all layers.
 
         Raises:
@@ -85,7 +87,7 @@ class Producer(SchedulerRole):
         self._engine = engine
         self._drain = drain
         self._moves = moves
-        self._states = states
+        self._states = states or LeasedStates(blocks, (), Prompts())
         self._server = ControlServer(service, host, port, keys=keys)
         self._slots = slots
         self._external = external or ExternalLoads(blocks, (), steps_in_flight)
@@ -253,11 +255,8 @@ class Producer(SchedulerRole):
         return is_prefill_leg(request.kv_transfer_params) and is_computed and is_wanted and is_right
 
     def _grant(self, request: "VllmRequest", block_ids: Sequence[Sequence[int]]) -> dict[str, Any]:
-        if self._states is not None:
-            unfinished = self._announcer.being_written(besides=request)
-            block_ids, blocks = self._states.hold(request, block_ids, unfinished)
-        else:
-            blocks = self._blocks.hold(request.request_id)
+        unfinished = partial(self._announcer.being_written, besides=request)
+        block_ids, blocks = self._states.hold(request, block_ids, unfinished)
         hosts = self._slots.hand_over(request.request_id) if self._slots is not None else ()
         held: Leased = BlocksAndSlots(blocks, hosts) if hosts else blocks
         transfer_id = self._announcer.transfer_id(request.request_id)

@@ -1,8 +1,19 @@
 """What a lease holds of a prompt's states: the one before the last token, and those at borders of blocks."""
 
-import pytest
+import time
 
+import pytest
+from vllm.v1.request import RequestStatus
+
+from layout.geometry import CacheGroup, WorkerGeometry
+from pd_connector.scheduler.prefill.drain import Drain
+from pd_connector.scheduler.prefill.lease_service import LeaseService
 from pd_connector.scheduler.prefill.leased_states import LeasedStates
+from pd_connector.scheduler.prefill.leases import LeaseTable
+from pd_connector.scheduler.prefill.producer import Producer
+from pd_connector.vllm.block_pools import Leased
+from pd_connector.vllm.engine_core import EngineLoop
+from tests.support.connector.engines import IDENTITY
 from tests.support.connector.prompts_with_states import BLOCK, StateEngine
 from tests.support.releases import INSTALLED, module_needs
 
@@ -73,10 +84,33 @@ def test_a_state_is_not_leased_that_a_step_under_way_computes_for_another_reques
     assert unfinished <= {block for table in engine.tables(other) for block in table}
 
     def held(unfinished: set[int] | None) -> list[bool]:
-        tables, blocks = leased(engine).hold(request, own, unfinished)
+        tables, blocks = leased(engine).hold(request, own, lambda: unfinished)
         engine.blocks.release(blocks)
         return [bool(block) for block in tables[1]]
 
     assert held(set()) == [True, True, True, True]
     assert held(unfinished) == [False, True, True, True]
     assert held(None) == [False, False, False, True]
+
+
+def test_the_role_leases_no_state_that_its_engine_is_to_compute_for_another_request() -> None:
+    engine, loop = StateEngine(), EngineLoop()
+    groups = tuple(CacheGroup(BLOCK, 0, (), states=kept.states) for kept in engine.retentions)
+    leases: LeaseTable[Leased] = LeaseTable(30.0, time.monotonic)
+    service = LeaseService(leases, IDENTITY, 1, prompts=engine.prompts)
+    service.set_workers((WorkerGeometry(0, 1, 0, 1, "host:1", groups, ()),))
+    drain = Drain(5.0, 60.0, loop.is_stopping)
+    role = Producer(service, "127.0.0.1", 0, engine.blocks, loop, drain, states=leased(engine))
+    request, other = engine.request("r", 14, is_cut=True), engine.request("other", 6)
+    request.kv_transfer_params = {"do_remote_decode": True}
+    role.add(request)
+    role.add(other)
+    engine.compute(request, until=(8,))
+    request.status = RequestStatus.FINISHED_LENGTH_CAPPED
+    engine.compute(other)
+    role.step_orders({"other": 6})
+    other.num_in_flight_tokens = 6
+    params = role.finish(request, engine.tables(request))
+    role.close()
+    assert params is not None
+    assert [bool(block) for block in params["remote_block_ids"][1]] == [False, True, True, True]

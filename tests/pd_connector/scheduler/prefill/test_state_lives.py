@@ -1,6 +1,7 @@
 """Leases of a model with states, in any order of steps, preemptions and ends, against what the device has written."""
 
 from dataclasses import dataclass, field
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -135,7 +136,7 @@ class StateLives(RuleBasedStateMachine):
 
     def lease(self, job: _Job) -> None:
         request, tokens = job.request, job.request.num_prompt_tokens
-        unfinished = self.announcer.being_written(besides=request)
+        unfinished = partial(self.announcer.being_written, besides=request)
         tables, held = self.leased.hold(request, self.engine.tables(request), unfinished)
         promised = {
             block: content(group, job.prompt, min((entry + 1) * BLOCK, tokens))
