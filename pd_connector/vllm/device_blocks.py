@@ -70,17 +70,24 @@ class DeviceBlocks:
         return self._manager
 
     def found_states(self, request: "Request", group: int, block_tokens: int) -> "dict[int, KVCacheBlock]":
-        """Return the blocks with states of a request's prompt that its tokens are found by.
+        """Return the blocks with states of a request's prompt that its tokens are found by, by entry."""
+        entries = range(request.num_prompt_tokens // block_tokens)
+        found = ((entry, self.found_state(request, group, entry, block_tokens)) for entry in entries)
+        return {entry: block for entry, block in found if block is not None}
 
-        By entry: that of entry i is the state after the tokens of i + 1 blocks, if these are not more than the prompt.
+    def found_state(self, request: "Request", group: int, entry: int, block_tokens: int) -> "KVCacheBlock | None":
+        """Return the block that the state after the tokens of a prompt's first ``entry`` + 1 blocks is found in.
+
+        None if it is not found, or if the prompt has fewer tokens.
         """
         pool = self.manager.block_pool
         if not self.manager.enable_caching:
-            return {}
+            return None
         hashes = current().block_hashes(request.block_hashes, pool.hash_block_size, block_tokens)
-        entries = range(min(request.num_prompt_tokens // block_tokens, len(hashes)))
-        found = ((entry, pool.get_cached_block(hashes[entry], [group])) for entry in entries)
-        return {entry: blocks[0] for entry, blocks in found if blocks}
+        if not 0 <= entry < min(request.num_prompt_tokens // block_tokens, len(hashes)):
+            return None
+        blocks = pool.get_cached_block(hashes[entry], [group])
+        return blocks[0] if blocks else None
 
     @property
     def finds_prefixes(self) -> bool:
@@ -108,7 +115,7 @@ class DeviceBlocks:
     ) -> None:
         """Let a block be found as the state after the tokens of a request's first ``entry`` + 1 blocks."""
         pool = self.manager.block_pool
-        if entry in self.found_states(request, group, block_tokens):
+        if self.found_state(request, group, entry, block_tokens) is not None:
             return
         table = [pool.null_block] * entry + [block]
         pool.cache_full_blocks(

@@ -49,8 +49,9 @@ class BorderStates:
         wanted = {}
         for group, size in self._groups.items():
             entry = tokens.stop // size - 1
-            is_found = entry in self._blocks.found_states(request, group, size)
-            if (entry + 1) * size > tokens.start and not (is_found or block_ids[group][entry]):
+            if (entry + 1) * size <= tokens.start or block_ids[group][entry]:
+                continue
+            if self._blocks.found_state(request, group, entry, size) is None:
                 wanted[group] = entry
         if not wanted or not self._blocks.finds_prefixes or not self._blocks.has_spare(len(wanted)):
             return block_ids

@@ -375,7 +375,7 @@ class Canaries(NoCanaries):
         for group, (kept, blocks) in enumerate(zip(self._groups, self._blocks.table(request_id), strict=True)):
             if kept.states:  # the running one goes on with every token
                 border = tokens.stop // kept.block_tokens - 1
-                state = self._blocks.found_states(canary.request, group, kept.block_tokens).get(border)
+                state = self._blocks.found_state(canary.request, group, border, kept.block_tokens)
                 table.append(() if state is None else (*[0] * border, int(state.block_id)))
                 held += [] if state is None else [state]
                 continue
