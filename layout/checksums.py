@@ -9,7 +9,8 @@ however many of its bits are wrong. Several wrong words cancel out only by chanc
 detect mistakes, not tampering. Sums of neighbouring runs add up to the sum of both, so a message can carry fewer.
 
 An opaque plane, which a CPU kernel packs in its own order, is summed in memory order and in whole blocks: it is only
-moved between equal packings. This module defines the sums; ``transfer.copies.checksums`` reads the memory.
+moved between equal packings. Of a compressed plane, rows count in the place of tokens. This module defines the sums;
+``transfer.copies.checksums`` reads the memory.
 """
 
 import math
@@ -50,7 +51,8 @@ class PlaneSums:
 
 def run_tokens(plane: Plane) -> int:
     """Return the number of tokens in a run: the whole block of an opaque plane, else a divisor of the block size."""
-    return plane.block_tokens if plane.packing else math.gcd(plane.block_tokens, RUN_TOKENS)
+    rows = math.gcd(plane.block_tokens, max(1, RUN_TOKENS // plane.tokens_per_row))
+    return (plane.block_tokens if plane.packing else rows) * plane.tokens_per_row
 
 
 def word_bytes(plane: Plane) -> int:

@@ -1,7 +1,8 @@
 """A worker's paged KV cache as data: strided planes over (layer, block, head, token, content).
 
 Some caches hold no tokens but states: what a recurrent layer (Mamba, gated delta net, short convolution) knows after
-some number of tokens. A block holds one, and the token axis has the rows of a state.
+some number of tokens. A block holds one, and the token axis has the rows of a state. Others are compressed: a row of
+the token axis stands for several tokens.
 
 Whatever differs between engines (tensor parallelism, physical layout, K and V fused or apart) is a value in these
 classes, so planning never branches on the name of a layout. Offsets, strides and sizes are in bytes unless a name says
@@ -10,8 +11,12 @@ otherwise. This module reads no tensor and no memory.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import gcd, lcm
 
 from layout.layer_numbers import LayerNumbers
+
+#: Pulls of a compressed cache begin at multiples of so many tokens, or of its blocks if these are smaller.
+_COMPRESSED_UNIT_TOKENS = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +37,8 @@ class Plane:
     """One strided array over (layer, block, head, token, content) of a worker's cache.
 
     The item (l, b, h, t, c) starts at ``address + l*layer_stride + b*block_stride + h*head_stride + t*token_stride +
-    c*content_stride``, where l counts ``layers``, h counts from ``head_start``, and c counts items of ``item_size``
-    bytes.
+    c*content_stride``, where l counts ``layers``, h counts from ``head_start``, t counts rows of ``tokens_per_row``
+    tokens, and c counts items of ``item_size`` bytes.
 
     A plane whose ``packing`` is not empty is opaque inside one (layer, block, head): the kernel that writes it orders
     tokens and content in its own way. Its token and content strides describe one dense run (``content_stride ==
@@ -45,7 +50,7 @@ class Plane:
     layers: tuple[str, ...]  # layer names, in the order of the layer axis
     head_start: int  # first global KV head held
     heads: int  # KV heads held
-    block_tokens: int  # tokens in a block; of a state, its rows: the last inputs of a convolution, or 1
+    block_tokens: int  # rows in a block: tokens; of a state, the last inputs of a convolution, or 1
     content: int  # items of one (head, token)
     item_size: int  # bytes of one item
     blocks: int  # blocks held
@@ -59,6 +64,7 @@ class Plane:
     total_heads: int = 0  # KV heads of these layers over all ranks; 0 if unknown
     optional: bool = False  # layers that the remote engine may be without, as those that only draft tokens
     dtype: str = ""  # of an item of a state, by torch's name; empty if the engine's settings tell
+    tokens_per_row: int = 1  # that a row of a compressed cache stands for
 
     @property
     def head_end(self) -> int:
@@ -91,8 +97,17 @@ class CacheGroup:
     states: bool = False
 
     def rows(self, plane: Plane) -> int:
-        """Return how many indices of a plane's token axis a block of the block table has."""
-        return plane.block_tokens if self.states else self.block_tokens
+        """Return how many rows of a plane a block of the block table has."""
+        return plane.block_tokens if self.states else self.block_tokens // plane.tokens_per_row
+
+    @property
+    def unit_tokens(self) -> int:
+        """Tokens at whose multiples a pull of the group between equal block sizes may begin."""
+        if any(plane.tokens_per_row == 1 or plane.packing for plane in self.planes):
+            return self.block_tokens
+        return lcm(
+            *(unit_rows(plane.block_tokens, plane.tokens_per_row) * plane.tokens_per_row for plane in self.planes)
+        )
 
     @property
     def layers(self) -> frozenset[str]:
@@ -126,6 +141,14 @@ class WorkerGeometry:
     def block_bytes(self) -> int:
         """Total bytes of one block of every group, over the layers and heads held here."""
         return sum(plane.block_bytes for group in self.groups for plane in group.planes)
+
+
+def unit_rows(rows: int, tokens_per_row: int) -> int:
+    """Return into how many rows a pull may cut ``rows`` that no border of blocks cuts, if they are not opaque.
+
+    Blocks of a compressed cache have so many tokens that pulls may begin inside.
+    """
+    return rows if tokens_per_row == 1 else gcd(rows, max(1, _COMPRESSED_UNIT_TOKENS // tokens_per_row))
 
 
 def layers_by_group(workers: Sequence[WorkerGeometry]) -> tuple[frozenset[str], ...]:

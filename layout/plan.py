@@ -8,7 +8,8 @@ dimensions that are contiguous on both sides. Instantiating adds the block addre
                   unit addresses (+) offsets            ->  descriptors
 
 A *unit* is the largest number of tokens that no block border cuts on either side: the greatest common divisor of the
-two block sizes. Of states it is one state, and ``layout.states`` says which are read.
+two block sizes. Of states it is one state, and ``layout.states`` says which are read. Of a compressed cache, whose
+blocks have thousands of tokens, it is a part of that, so that pulls may begin inside a block.
 """
 
 from collections import defaultdict
@@ -21,7 +22,7 @@ import numpy.typing as npt
 
 from layout.compatibility import check_planes, check_states, check_windows
 from layout.copies import Copies, Int64Array, concatenate
-from layout.geometry import CacheGroup, Plane, WorkerGeometry
+from layout.geometry import CacheGroup, Plane, WorkerGeometry, unit_rows
 from layout.sharding import Share, Source
 from layout.states import state_entries
 
@@ -40,7 +41,8 @@ class _UnitAddressing:
     group_tokens: int  # tokens in a manager block
     block_tokens: int  # tokens in a kernel block; divides group_tokens
     block_stride: int
-    token_stride: int
+    row_stride: int
+    row_tokens: int = 1  # tokens of a row
     state_tokens: int = 0  # tokens between the states of two blocks; 0 if blocks hold tokens
 
     def unit_addresses(self, block_ids: Int64Array, first_block: int, tokens: Int64Array) -> Int64Array:
@@ -48,7 +50,8 @@ class _UnitAddressing:
         manager = block_ids[tokens // self.group_tokens - first_block]
         inside = tokens % self.group_tokens
         kernel = manager * (self.group_tokens // self.block_tokens) + inside // self.block_tokens
-        return self.address + kernel * self.block_stride + (inside % self.block_tokens) * self.token_stride
+        row = inside % self.block_tokens // self.row_tokens
+        return self.address + kernel * self.block_stride + row * self.row_stride
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +75,7 @@ class _RunPattern:
         """A key: patterns with equal keys are a constant distance apart on both sides, in all units."""
         whole = self.unit_tokens == self.local.block_tokens == self.remote.block_tokens
         local, remote = (
-            replace(side, address=0, token_stride=0 if whole else side.token_stride)
-            for side in (self.local, self.remote)
+            replace(side, address=0, row_stride=0 if whole else side.row_stride) for side in (self.local, self.remote)
         )
         return local, remote, self.unit_tokens
 
@@ -249,12 +251,14 @@ def _compile(local: WorkerGeometry, remote: WorkerGeometry, share: Share) -> _Ru
     check_planes(to, source)
     check_windows(ours, theirs, share.layers)
     check_states(ours, theirs, to, source)
-    unit = gcd(to.block_tokens, source.block_tokens)
-    run, local_offsets, remote_offsets = _fuse(to.item_size, _dimensions(to, source, share, unit))
+    rows = gcd(to.block_tokens, source.block_tokens)
+    if not to.packing:
+        rows = unit_rows(rows, to.tokens_per_row)
+    run, local_offsets, remote_offsets = _fuse(to.item_size, _dimensions(to, source, share, rows))
     runs = merge_adjacent(local_offsets, remote_offsets, np.full(local_offsets.shape, run, np.int64))
     local_side = _addressing(to, share.local_group, ours)
     remote_side = _addressing(source, share.remote_group, theirs)
-    return _RunPattern(local_side, remote_side, 1 if ours.states else unit, *runs)
+    return _RunPattern(local_side, remote_side, 1 if ours.states else rows * to.tokens_per_row, *runs)
 
 
 def _join_patterns(patterns: Iterable[_RunPattern]) -> Sequence[_RunPattern]:
@@ -286,30 +290,31 @@ def _join_touching(patterns: Sequence[_RunPattern]) -> Iterator[_RunPattern]:
 
 def _addressing(plane: Plane, number: int, group: CacheGroup) -> _UnitAddressing:
     if group.states:
-        return _UnitAddressing(number, plane.address, plane.blocks, 1, 1, plane.block_stride, 0, group.block_tokens)
-    group_tokens = group.block_tokens
-    if group_tokens % plane.block_tokens:
-        raise PlanError(f"kernel blocks of {plane.block_tokens} tokens do not divide blocks of {group_tokens} tokens")
-    blocks = plane.blocks * plane.block_tokens // group_tokens
+        return _UnitAddressing(number, plane.address, plane.blocks, 1, 1, plane.block_stride, 0, 1, group.block_tokens)
+    group_tokens, block_tokens = group.block_tokens, plane.block_tokens * plane.tokens_per_row
+    if group_tokens % block_tokens:
+        raise PlanError(f"kernel blocks of {block_tokens} tokens do not divide blocks of {group_tokens} tokens")
+    blocks = plane.blocks * block_tokens // group_tokens
     return _UnitAddressing(
-        number, plane.address, blocks, group_tokens, plane.block_tokens, plane.block_stride, plane.token_stride
-    )
+        number, plane.address, blocks, group_tokens, block_tokens, plane.block_stride, plane.token_stride,
+        plane.tokens_per_row,
+    )  # fmt: skip
 
 
 _Dimension = tuple[Int64Array, Int64Array]  # local and remote offsets of each index
 
 
-def _dimensions(to: Plane, source: Plane, share: Share, unit: int) -> list[_Dimension]:
+def _dimensions(to: Plane, source: Plane, share: Share, unit_rows: int) -> list[_Dimension]:
     """Return the offsets of a share's logical indices inside a unit, by dimension."""
     local_layers = np.array([to.layers.index(name) for name in share.layers], np.int64)
     remote_layers = np.array([source.layers.index(name) for name in share.layers], np.int64)
     heads = np.arange(share.head_start, share.head_end, dtype=np.int64)
-    tokens = np.arange(unit, dtype=np.int64)
+    rows = np.arange(unit_rows, dtype=np.int64)
     content = np.arange(to.content, dtype=np.int64)
     return [
         (local_layers * to.layer_stride, remote_layers * source.layer_stride),
         ((heads - to.head_start) * to.head_stride, (heads - source.head_start) * source.head_stride),
-        (tokens * to.token_stride, tokens * source.token_stride),
+        (rows * to.token_stride, rows * source.token_stride),
         (content * to.content_stride, content * source.content_stride),
     ]
 
@@ -343,8 +348,9 @@ def _check_coverage(plane: Plane, layers: int, patterns: Iterable[_RunPattern]) 
     block_bytes = plane.block_bytes // len(plane.layers) * layers
     offsets, sizes = [], []
     for pattern in patterns:
-        in_block = 1 if pattern.local.state_tokens else plane.block_tokens // pattern.unit_tokens
-        units = np.arange(in_block, dtype=np.int64) * (pattern.unit_tokens * plane.token_stride)
+        rows = pattern.unit_tokens // plane.tokens_per_row
+        in_block = 1 if pattern.local.state_tokens else plane.block_tokens // rows
+        units = np.arange(in_block, dtype=np.int64) * (rows * plane.token_stride)
         offsets.append(np.add.outer(units, pattern.local_offsets).ravel())
         sizes.append(np.tile(pattern.sizes, len(units)))
     starts = np.concatenate(offsets) if offsets else np.empty(0, np.int64)

@@ -47,11 +47,14 @@ def scratch_geometry(geometry: WorkerGeometry, memory: Region, blocks: Sequence[
 
 
 def blocks_of_tokens(geometry: WorkerGeometry, tokens: int) -> Iterator[int]:
-    """Yield for each cache group how many blocks hold ``tokens`` neighbouring tokens, wherever they begin.
+    """Yield for each cache group how many blocks hold what it keeps of ``tokens`` neighbouring tokens.
 
-    Of states: that after all tokens, and one before.
+    Wherever they begin. Of states: that after all tokens, and one before.
     """
-    return (STATES if group.states else blocks_holding(tokens, group.block_tokens) for group in geometry.groups)
+    return (
+        STATES if group.states else blocks_holding(min(tokens, group.window or tokens), group.block_tokens)
+        for group in geometry.groups
+    )
 
 
 def blocks_holding(tokens: int, block_tokens: int) -> int:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from pd_connector.config import ConfigError, ConnectorConfig
 from pd_connector.orders import WorkerHandshake
 from pd_connector.secret import ENVIRONMENT
-from pd_connector.vllm.cache_specs import Retention, blocks_for
+from pd_connector.vllm.cache_specs import RING_TOKENS, Retention, blocks_for
 from pd_connector.vllm.engine_config import EngineRole, check_one_engine_per_url, check_prefix_caching
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ def check_prefix_unit(unit: int, groups: Sequence[Retention]) -> None:
         unit: tokens of which vLLM makes a hash.
         groups: what vLLM keeps of a request in every cache group.
     """
-    sizes = {kept.block_tokens for kept in groups if kept.states}
+    sizes = {kept.block_tokens for kept in groups if kept.states and kept.block_tokens != RING_TOKENS}
     if sizes and unit < min(sizes):
         raise ConfigError(
             f"prefix_match_unit = {unit}: vLLM then finds prefixes that end inside a block of {min(sizes)} tokens, "

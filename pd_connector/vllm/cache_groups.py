@@ -7,7 +7,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from pd_connector.vllm.cache_specs import LayerSpec, Retention, check_served, is_state, layer_spec, retention
+from pd_connector.vllm.cache_specs import (
+    LayerSpec,
+    Retention,
+    check_served,
+    group_retention,
+    is_state,
+    layer_spec,
+    retention,
+)
 from pd_connector.vllm.cpu.head_order import HeadOrder, find_order
 from pd_connector.vllm.releases.installed import current, tested_releases
 from pd_connector.vllm.state_specs import StateSpec, state_spec
@@ -70,8 +78,8 @@ def cache_groups(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") ->
     layout = current().layout_of(kv_cache_config) or ""
     heads_first = "H" in layout and layout.index("H") < layout.index("N")
     for group in kv_cache_config.kv_cache_groups:
-        spec, by_layer = group.kv_cache_spec, _specs_by_layer(group)
-        kept = retention(next(iter(by_layer.values())))
+        by_layer = _specs_by_layer(group)
+        kept = group_retention(by_layer.values())
         layers, states = {}, {}
         for name in group.layer_names:
             if kept.states:
@@ -82,7 +90,7 @@ def cache_groups(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") ->
         groups.append(
             GroupSpec(
                 tuple(group.layer_names),
-                int(spec.block_size),
+                kept.block_tokens,
                 kept.window,
                 blocks,
                 layers,
@@ -121,7 +129,7 @@ def retentions(kv_cache_config: "KVCacheConfig") -> tuple[Retention, ...]:
     Raises:
         UnsupportedError: as ``cache_groups``.
     """
-    return tuple(retention(next(iter(_specs_by_layer(group).values()))) for group in kv_cache_config.kv_cache_groups)
+    return tuple(group_retention(_specs_by_layer(group).values()) for group in kv_cache_config.kv_cache_groups)
 
 
 def _specs_by_layer(group: "KVCacheGroupSpec") -> Mapping[str, Any]:

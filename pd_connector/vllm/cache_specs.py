@@ -1,15 +1,16 @@
 """Which of vLLM's KV cache specifications the connector serves, and what they state of a layer's cache.
 
 A whitelist: a block of these holds the keys and values of its own tokens, whatever else the request has done, and a
-request's block table has them in order; or it holds a state (``state_specs``). vLLM's classes are known by name,
-because releases and platforms have others.
+request's block table has them in order; or it holds a state (``state_specs``), or a ring of a request's last tokens.
+vLLM's classes are known by name, because releases and platforms have others.
 """
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from layout.geometry import unit_rows
 from pd_connector.vllm.engine_config import UnsupportedError, engine_ranks
 from pd_connector.vllm.releases.installed import current
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
     from layout.geometry import CacheGroup
 
-#: The kinds of cache that are served. The last is vllm-ascend's, which takes the place of ``MLAAttentionSpec`` there.
+#: The kinds of cache that are served.
 SERVED = (
     "FullAttentionSpec",
     "SlidingWindowSpec",
@@ -28,14 +29,28 @@ SERVED = (
     "MLAAttentionSpec",
     "SlidingWindowMLASpec",
     "MambaSpec",
-    "AscendMLAAttentionSpec",
+    "CircularBufferSpec",
 )
+#: Those of vllm-ascend, which passes a tensor for each part of a token's content.
+SERVED_ON_ASCEND = (
+    "AscendMLAAttentionSpec",
+    "AscendSlidingWindowMLASpec",
+    "AscendSFAIndexerCacheSpec",
+    "AscendCircularBufferSpec",
+    "AscendIndexerKPoolTailSpec",
+)
+#: One block for each request, in which its last tokens have rows by their position, as a ring.
+_RINGS = ("CircularBufferSpec", "AscendCircularBufferSpec", "AscendIndexerKPoolTailSpec")
+_SLIDING = ("SlidingWindowSpec", "SlidingWindowMLASpec", "AscendSlidingWindowMLASpec")
+#: The block size of a ring: more tokens than any request has.
+RING_TOKENS = 1 << 40
+#: Items of a quantised latent vector that share a scale.
+_TILE = 128
 #: How vLLM keeps states that the connector knows: one of each request, or also those at the borders of blocks.
 _STATE_MODES = ("none", "align")
 
 #: What is known of others, for the message.
 _OTHERS = {
-    "CircularBufferSpec": "one circular buffer for each request, not blocks of tokens",
     "CrossAttentionSpec": "states of the encoder, not of the prompt's tokens",
     "EncoderOnlyAttentionSpec": "nothing that outlives a step",
     "HiddenStateCacheSpec": "hidden states, not keys and values",
@@ -52,12 +67,16 @@ class LayerSpec:
 
     heads: int  # KV heads that this worker holds
     total_heads: int  # KV heads over all tensor-parallel ranks
-    token_bytes: int  # of one (head, token)
+    token_bytes: int  # of one (head, row)
     page_bytes: int  # of one block, with padding
     dtype: "torch.dtype"
     parts: tuple[tuple[str, int], ...] = ()  # name and number of items of each part of a token's content, in order
     packing: str = ""  # see ``layout.geometry.Plane``
     optional: bool = False  # need not be pulled
+    tokens_per_row: int = 1
+    #: Parts that lie in one tensor of bytes, in order: name, dtype and number of items of each.
+    packed_parts: "tuple[tuple[str, torch.dtype, int], ...]" = ()
+    is_by_part: bool = False  # passed as a tensor [blocks, rows, heads, content] for each part
 
 
 @dataclass(frozen=True)
@@ -68,6 +87,12 @@ class Retention:
     window: int = 0  # tokens that a token sees of a sliding window, itself included, and that drafts keep; 0: all
     chunk: int = 0  # tokens of a chunk of chunked local attention, which sees no other chunk; 0: no chunks
     states: bool = False  # a block holds a state: that after all tokens is needed, and no other
+    tokens_per_row: int = 1  # of all caches of the group; 1 if they differ
+
+    @property
+    def unit_tokens(self) -> int:
+        """Tokens at whose multiples a pull may begin."""
+        return unit_rows(self.block_tokens // self.tokens_per_row, self.tokens_per_row) * self.tokens_per_row
 
     def first_token(self, computed: int) -> int:
         """Return the first token whose keys and values the next one needs after ``computed`` tokens.
@@ -102,14 +127,18 @@ def check_served(group: "KVCacheGroupSpec", spec: Any, layer: str) -> None:
         UnsupportedError: naming the layer, what its cache holds, and the way out.
     """
     kind = type(spec).__name__
-    if kind not in SERVED:
+    if kind not in SERVED + SERVED_ON_ASCEND:
         _refuse(layer, kind, f"which holds {_OTHERS[kind]}" if kind in _OTHERS else "which it does not know")
+    if is_ring(spec):
+        return
     if is_state(spec):
         _check_states(spec, layer)
         return
-    states = getattr(spec, "tokens_per_state", getattr(spec, "compress_ratio", 1))
-    if states != 1:
-        _refuse(layer, kind, f"which is compressed: it keeps one state for {states} tokens")
+    tokens = _tokens_per_row(spec)
+    if not isinstance(tokens, int) or tokens < 1 or int(spec.block_size) % tokens:
+        _refuse(
+            layer, kind, f"whose blocks of {spec.block_size} tokens have no whole number of rows of {tokens} tokens"
+        )
     if getattr(spec, "bounded_replay", False):
         _refuse(layer, kind, "whose window is computed again after a prefix hit instead of being kept (bounded_replay)")
     if getattr(group, "host_resident", False) or not getattr(group, "enable_kv_transfer", True):
@@ -128,7 +157,20 @@ def check_served(group: "KVCacheGroupSpec", spec: Any, layer: str) -> None:
 
 def is_state(spec: Any) -> bool:
     """Return whether blocks of ``spec`` hold states, not tokens."""
-    return type(spec).__name__ == "MambaSpec"
+    return type(spec).__name__ == "MambaSpec" or is_ring(spec)
+
+
+def is_ring(spec: Any) -> bool:
+    """Return whether ``spec`` keeps one block of a request, with rows of its last tokens.
+
+    What a ring holds after some tokens is a state: it cannot be taken back by more tokens than it has spare rows.
+    """
+    return type(spec).__name__ in _RINGS
+
+
+def _tokens_per_row(spec: Any) -> Any:
+    """Return how many tokens a row stands for, of releases that call it so or otherwise."""
+    return getattr(spec, "tokens_per_state", getattr(spec, "compress_ratio", 1))
 
 
 def _check_states(spec: Any, layer: str) -> None:
@@ -146,8 +188,7 @@ def _check_states(spec: Any, layer: str) -> None:
 
 def _refuse(layer: str, kind: str, what: str, way_out: str = "serve this model without PDConnector") -> None:
     raise UnsupportedError(
-        f"the KV cache of layer {layer!r} is a {kind}, {what}. PDConnector serves {', '.join(SERVED[:-1])} caches; "
-        f"{way_out}"
+        f"the KV cache of layer {layer!r} is a {kind}, {what}. PDConnector serves {', '.join(SERVED)} caches; {way_out}"
     )
 
 
@@ -168,42 +209,87 @@ def layer_spec(vllm_config: "VllmConfig", name: str, spec: Any, *, one_precision
         parts=_parts(vllm_config, spec) if packed_bytes is None else (),
         packing=_packing(spec),
         optional=one_precision and _may_be_missing(vllm_config, name),
+        tokens_per_row=int(_tokens_per_row(spec)),
+        packed_parts=_packed_parts(vllm_config, spec),
+        is_by_part=_is_of_ascend(spec),
     )
 
 
+def group_retention(specs: Iterable[Any]) -> Retention:
+    """Return what vLLM keeps of a request in a group of layers of served ``specs``."""
+    first, *others = map(retention, specs)
+    alike = all(each.tokens_per_row == first.tokens_per_row for each in others)
+    return first if alike else replace(first, tokens_per_row=1)
+
+
 def retention(spec: Any) -> Retention:
-    """Return what vLLM keeps of a request in a group of layers of a served ``spec``.
+    """Return what vLLM keeps of a request in layers of a served ``spec``.
 
     A window or chunk of a full attention cache is only one of the kernels: vLLM keeps all blocks.
     """
     kind, tokens = type(spec).__name__, int(spec.block_size)
     if is_state(spec):
-        return Retention(tokens, states=True)
+        return Retention(RING_TOKENS if is_ring(spec) else tokens, states=True)
     if kind == "ChunkedLocalAttentionSpec":
         return Retention(tokens, chunk=int(spec.attention_chunk_size))
-    if kind in {"SlidingWindowSpec", "SlidingWindowMLASpec"}:
-        return Retention(tokens, window=int(spec.sliding_window) + int(getattr(spec, "extra_retained_tokens", 0)))
-    return Retention(tokens)
+    window = int(spec.sliding_window) + int(getattr(spec, "extra_retained_tokens", 0)) if kind in _SLIDING else 0
+    return Retention(tokens, window, tokens_per_row=1 if _packing(spec) else int(_tokens_per_row(spec)))
 
 
 def _is_mla(spec: Any) -> bool:
-    return "MLA" in type(spec).__name__
+    return any("MLA" in kind.__name__ for kind in type(spec).__mro__)
+
+
+def _is_of_ascend(spec: Any) -> bool:
+    return type(spec).__name__ in SERVED_ON_ASCEND
 
 
 def _parts(vllm_config: "VllmConfig", spec: Any) -> tuple[tuple[str, int], ...]:
     """Return the parts of a token's content: K and V, or MLA's latent vector and rotary key."""
     if not _is_mla(spec):
         return ("k", int(spec.head_size)), ("v", int(getattr(spec, "head_size_v", spec.head_size)))
+    if type(spec).__name__ == "AscendSFAIndexerCacheSpec":
+        return (("index", int(spec.head_size)),)
+    latent, rope = _mla_sizes(vllm_config)
+    is_split = bool(latent and rope and latent + rope == int(spec.head_size))
+    return (("mla_latent", latent), ("mla_rope", rope)) if is_split else ()
+
+
+def _mla_sizes(vllm_config: "VllmConfig") -> tuple[int, int]:
+    """Return the items of a latent vector and of a rotary key, 0 if the model has none."""
     model = vllm_config.model_config.hf_text_config
-    latent, rope = getattr(model, "kv_lora_rank", None), getattr(model, "qk_rope_head_dim", None)
-    return (("mla_latent", int(latent)), ("mla_rope", int(rope))) if latent and rope else ()
+    return int(getattr(model, "kv_lora_rank", None) or 0), int(getattr(model, "qk_rope_head_dim", None) or 0)
+
+
+def _packed_parts(vllm_config: "VllmConfig", spec: Any) -> "tuple[tuple[str, torch.dtype, int], ...]":
+    """Return what a row of vllm-ascend's quantised MLA cache holds.
+
+    The latent vector in a byte an item, the rotary key, and a scale for each ``_TILE`` items of the latent vector.
+    Source: ``get_sfa_qsfa_packed_head_dim`` in ``vllm_ascend.attention.utils``.
+    """
+    if not getattr(spec, "cache_sparse_sfa_c8", False):
+        return ()
+    import torch  # noqa: PLC0415
+
+    latent, rope = _mla_sizes(vllm_config)
+    scales = latent // _TILE
+    parts = (
+        ("mla_latent", spec.dtype, latent),
+        ("mla_rope", torch.bfloat16, rope),
+        ("mla_scale", torch.float32, scales),
+    )
+    size = sum(int(dtype.itemsize) * items for _, dtype, items in parts)
+    return tuple(part for part in parts if part[2]) if size == int(spec.head_size) * int(spec.dtype.itemsize) else ()
 
 
 def _packing(spec: Any) -> str:
     """Return a name for a block's inner order, if the strides of its tensor do not tell where each token is.
 
     A sparse indexer's block, and any of DeepSeek V4's, has the values of all tokens first and then their scales.
+    vllm-ascend passes a tensor for each.
     """
+    if _is_of_ascend(spec):
+        return ""
     if str(getattr(getattr(spec, "cache_role", ""), "value", "")) == "indexer":
         return "sparse_indexer"
     return str(getattr(spec, "model_version", None) or "")

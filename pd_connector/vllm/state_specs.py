@@ -12,6 +12,8 @@ each over tensor-parallel ranks by what its columns are of, and states the shape
 
 Source: ``MambaStateShapeCalculator`` and the layers of ``vllm.model_executor.layers.mamba``. The convolution's tensor
 is [rows, columns], or [columns, rows] with VLLM_SSM_CONV_STATE_LAYOUT=DS.
+
+A ring is a state in which nothing belongs to heads: every rank holds all of it.
 """
 
 import re
@@ -20,7 +22,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from pd_connector.vllm.cache_specs import numbers_under
+from pd_connector.vllm.cache_specs import is_ring, numbers_under
 from pd_connector.vllm.engine_config import UnsupportedError, engine_ranks
 
 if TYPE_CHECKING:
@@ -68,11 +70,13 @@ class StateSpec:
 
 
 def state_spec(vllm_config: "VllmConfig", layer: str, spec: Any) -> StateSpec:
-    """Return what a ``MambaSpec`` states of the states of ``layer``.
+    """Return what a ``MambaSpec``, or the specification of a ring, states of the states of ``layer``.
 
     Raises:
         UnsupportedError: its type or its shapes are not known; names both.
     """
+    if is_ring(spec):
+        return _ring(spec)
     from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first  # noqa: PLC0415
 
     shapes = tuple(tuple(int(size) for size in shape) for shape in spec.shapes)
@@ -99,6 +103,13 @@ def state_spec(vllm_config: "VllmConfig", layer: str, spec: Any) -> StateSpec:
     return StateSpec(
         tuple(parts), shapes, tuple(spec.dtypes), int(spec.page_size_bytes), is_column_first, is_replicated
     )
+
+
+def _ring(spec: Any) -> StateSpec:
+    page = int(getattr(spec, "unpadded_page_size_bytes", spec.page_size_bytes))
+    items = page // int(spec.dtype.itemsize)
+    part = StatePart(RECURRENCE, 0, 1, 1, 1, items, 0)
+    return StateSpec((part,), ((items,),), (spec.dtype,), int(spec.page_size_bytes), False, True)
 
 
 def state_types(specs: Iterable[Any]) -> str:

@@ -38,6 +38,7 @@ class _PartView:
     packing: str = ""
     is_replicated: bool = False  # every rank holds all heads
     dtype: str = ""  # see ``Plane``
+    tokens_per_row: int = 1
 
     @property
     def address(self) -> int:
@@ -47,7 +48,7 @@ class _PartView:
     def form(self) -> tuple[object, ...]:
         tensor = self.tensor
         memory = tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype
-        return self.part, self.packing, self.total_heads, self.optional, *memory
+        return self.part, self.packing, self.total_heads, self.optional, self.dtype, self.tokens_per_row, *memory
 
 
 def describe_caches(
@@ -57,8 +58,9 @@ def describe_caches(
 
     Args:
         kv_caches: by layer name, a tensor [blocks, heads, tokens, content] with any strides, as in vLLM 0.29 and later,
-            or a tensor [blocks, tokens, heads, content] for each part, as in vllm-ascend. Layers that share another
-            layer's cache may be included, and are ignored.
+            or a tensor [blocks, tokens, heads, content] for each part, as in vllm-ascend. Of a compressed cache, the
+            token axis has a row for several tokens. Layers that share another layer's cache may be included, and are
+            ignored.
         groups: vLLM's cache groups.
         ranks: of this worker.
         engine_address: address of this worker's transfer engine.
@@ -84,17 +86,21 @@ def _part_views(layer: str, cache: Cache, group: GroupSpec) -> list[_PartView]:
         return _state_views(layer, cache, group)
     spec, order = group.layers[layer], group.orders.get(layer)
 
-    def view(part: str, tensor: torch.Tensor, packing: str = "") -> _PartView:
-        return _PartView(part, layer, tensor, spec.total_heads, spec.optional, packing)
+    def view(part: str, tensor: torch.Tensor, packing: str = "", dtype: str = "") -> _PartView:
+        per_row = spec.tokens_per_row
+        return _PartView(part, layer, tensor, spec.total_heads, spec.optional, packing, False, dtype, per_row)
 
-    if not isinstance(cache, torch.Tensor):
-        _check_tensors(layer, cache, group)
-        names = [name for name, _ in spec.parts] + [f"part{number}" for number in range(len(spec.parts), len(cache))]
-        views = zip(names, cache, strict=True)
-        return [
-            view(name, tensor if _token_axis(tensor, spec, group) == 2 else tensor.transpose(1, 2))
-            for name, tensor in views
+    if spec.is_by_part or not isinstance(cache, torch.Tensor):
+        tensors = _by_part(cache)
+        _check_tensors(layer, tensors, group)
+        names = [name for name, _ in spec.parts] + [f"part{number}" for number in range(len(spec.parts), len(tensors))]
+        parts = [
+            (name, tensor if _token_axis(tensor, spec, group) == 2 else tensor.transpose(1, 2))
+            for name, tensor in zip(names, tensors, strict=True)
         ]
+        if spec.packed_parts and len(parts) == 1:
+            return [view(part, each, dtype=dtype) for part, each, dtype in _packed_views(parts[0][1], spec)]
+        return [view(*part) for part in parts]
     _check_form(layer, cache, group)
     if order is not None:
         return [view(*part) for part in _ordered_views(layer, cache, order)]
@@ -105,6 +111,36 @@ def _part_views(layer: str, cache: Cache, group: GroupSpec) -> list[_PartView]:
         return [view("kv", cache, spec.packing)]
     slices = zip(spec.parts, cache.split(items, dim=3), strict=True)
     return [view(name, tensor) for (name, _), tensor in slices]
+
+
+def _by_part(cache: Cache) -> list[torch.Tensor]:
+    """Return the tensors of a layer's parts, [blocks, rows, heads, content], that have bytes of their own.
+
+    Others are of parts that a model lacks, or, on some devices, views of the others together. An indexer's tensor may
+    be [blocks, rows, content].
+    """
+    parts: list[torch.Tensor] = []
+    for tensor in tensors_of(cache):
+        if not isinstance(tensor, torch.Tensor):
+            parts.append(tensor)  # refused later, by name
+        elif tensor.numel() and not any(_spans(tensor, part) for part in parts):
+            parts.append(tensor.unsqueeze(2) if tensor.dim() == 3 else tensor)
+    return parts
+
+
+def _spans(tensor: torch.Tensor, part: torch.Tensor) -> bool:
+    """Return whether ``tensor`` is a view of a part and more."""
+    return bool(tensor.data_ptr() == part.data_ptr() and tensor.shape[-1] > part.shape[-1])
+
+
+def _packed_views(rows: torch.Tensor, spec: LayerSpec) -> Iterable[tuple[str, torch.Tensor, str]]:
+    """Yield the parts of rows of bytes [blocks, heads, rows, bytes]: name, items, and dtype."""
+    first = 0
+    for name, dtype, items in spec.packed_parts:
+        end = first + items * dtype.itemsize // rows.element_size()
+        part = rows[..., first:end]
+        yield name, part if dtype == rows.dtype else part.view(dtype), str(dtype).removeprefix("torch.")
+        first = end
 
 
 def _state_views(layer: str, cache: Cache, group: GroupSpec) -> list[_PartView]:
@@ -127,7 +163,11 @@ def _state_views(layer: str, cache: Cache, group: GroupSpec) -> list[_PartView]:
 
 def _state_tensors(layer: str, cache: Cache, spec: StateSpec, blocks: int) -> list[torch.Tensor]:
     """Return the tensors of a layer's states, [blocks, *shape]: as they are passed, or out of pages of bytes."""
-    if not isinstance(cache, torch.Tensor):
+    given = tensors_of(cache)
+    is_ring = spec.shapes == ((spec.parts[0].content,),)
+    if is_ring and len(given) == 1 and given[0].dtype == spec.dtypes[0]:
+        tensors = [given[0].view(len(given[0]), -1)]
+    elif not isinstance(cache, torch.Tensor):
         tensors = list(cache)
     else:
         tensors, offset = [], 0
@@ -140,7 +180,6 @@ def _state_tensors(layer: str, cache: Cache, spec: StateSpec, blocks: int) -> li
     forms = [(tuple(tensor.shape), tensor.dtype) for tensor in tensors]
     expected = [((blocks, *shape), dtype) for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True)]
     if forms != expected:
-        given = tensors_of(cache)
         raise UnknownCacheError(
             f"the states of layer {layer!r} are {[(tuple(each.shape), each.dtype) for each in given]}; expected "
             f"{expected}, or one tensor ({blocks}, 1, 1, {spec.content_bytes}) of int8"
@@ -191,14 +230,15 @@ def _check_dense(layer: str, cache: torch.Tensor) -> None:
 def _check_form(layer: str, tensor: torch.Tensor, group: GroupSpec) -> None:
     """Raise unless a layer's tensor is [blocks, heads, tokens, content] with the numbers that vLLM states."""
     spec = group.layers[layer]
-    fits = tensor.dim() == 4 and _holds_blocks(tensor, 2, group)
+    fits = tensor.dim() == 4 and _holds_blocks(tensor, 2, spec, group)
     if not (fits and tensor.shape[1] == spec.heads and _token_bytes(tensor) == spec.token_bytes) or (
         tensor.dtype != spec.dtype
     ):
         raise UnknownCacheError(
             f"KV cache of layer {layer!r} has shape {tuple(tensor.shape)}, strides {tensor.stride()}, {tensor.dtype}; "
             f"expected [blocks, heads, tokens, content] of {group.blocks} blocks of {group.block_tokens} tokens (or as "
-            f"many smaller ones as these make), {spec.heads} heads of {spec.token_bytes} bytes a token, {spec.dtype}"
+            f"many smaller ones as these make){_of_rows(spec)}, {spec.heads} heads of {spec.token_bytes} bytes a "
+            f"token, {spec.dtype}"
         )
 
 
@@ -223,9 +263,10 @@ def _check_tensors(layer: str, tensors: Sequence[torch.Tensor], group: GroupSpec
             raise UnknownCacheError(
                 f"KV cache of layer {layer!r} has a part of {got}; expected [blocks, tokens, heads, content] or "
                 f"[blocks, heads, tokens, content] of {group.blocks} blocks of {group.block_tokens} tokens (or as many "
-                f"smaller ones as these make), {spec.heads} heads{items}"
+                f"smaller ones as these make){_of_rows(spec)}, {spec.heads} heads{items}"
             )
-    block_bytes = sum(_token_bytes(tensor) for tensor in tensors) * spec.heads * group.block_tokens
+    rows = group.block_tokens // spec.tokens_per_row
+    block_bytes = sum(_token_bytes(tensor) for tensor in tensors) * spec.heads * rows
     if block_bytes > spec.page_bytes:
         raise UnknownCacheError(
             f"KV cache of layer {layer!r} has {len(tensors)} tensors with {block_bytes} bytes of each block; vLLM "
@@ -233,18 +274,24 @@ def _check_tensors(layer: str, tensors: Sequence[torch.Tensor], group: GroupSpec
         )
 
 
+def _of_rows(spec: LayerSpec) -> str:
+    return f" in rows of {spec.tokens_per_row} tokens" if spec.tokens_per_row > 1 else ""
+
+
 def _token_axis(tensor: torch.Tensor, spec: LayerSpec, group: GroupSpec) -> int:
     """Return which axis of a part's tensor the tokens are, 1 or 2; the heads are the other. 0 if neither can be.
 
     Of a block with as many heads as tokens, vLLM's layout says it.
     """
-    axes = [axis for axis in (1, 2) if _holds_blocks(tensor, axis, group) and tensor.shape[3 - axis] == spec.heads]
+    axes = [
+        axis for axis in (1, 2) if _holds_blocks(tensor, axis, spec, group) and tensor.shape[3 - axis] == spec.heads
+    ]
     return axes[-1 if group.heads_first else 0] if axes else 0
 
 
-def _holds_blocks(tensor: torch.Tensor, axis: int, group: GroupSpec) -> bool:
-    """Return whether a tensor whose ``axis`` is the tokens of a kernel block holds all blocks of vLLM's pool."""
-    tokens = int(tensor.shape[axis])
+def _holds_blocks(tensor: torch.Tensor, axis: int, spec: LayerSpec, group: GroupSpec) -> bool:
+    """Return whether a tensor whose ``axis`` is the rows of a kernel block holds all blocks of vLLM's pool."""
+    tokens = int(tensor.shape[axis]) * spec.tokens_per_row
     return (
         group.block_tokens % max(tokens, 1) == 0 and int(tensor.shape[0]) * tokens == group.blocks * group.block_tokens
     )
@@ -298,6 +345,7 @@ def _plane(run: list[_PartView], ranks: Ranks) -> Plane:
         total_heads=total_heads,
         optional=first.optional,
         dtype=first.dtype,
+        tokens_per_row=first.tokens_per_row,
     )
 
 

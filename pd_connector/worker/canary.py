@@ -44,9 +44,9 @@ _IDLE_S = 0.0
 def canary_room(geometry: WorkerGeometry) -> CanaryRoom:
     """Return how long canaries are on a worker with these caches, and how many it has room for at a time.
 
-    At least two blocks of every cache group: one of them is whole wherever the tokens begin.
+    At least two blocks of every cache group, or units: one of them is whole wherever the tokens begin.
     """
-    least = 2 * math.lcm(*(group.block_tokens for group in geometry.groups if not group.states))
+    least = 2 * math.lcm(*(group.unit_tokens for group in geometry.groups if not group.states))
     tokens = max(_TOKENS, least)
     while tokens > least and _bytes(geometry, tokens) > _MOST_BYTES:
         tokens = max(tokens // 2, least)
@@ -162,7 +162,8 @@ def plane_formats(geometry: WorkerGeometry, kv_caches: Mapping[str, Cache], cach
             tensors = [cache] if isinstance(cache, torch.Tensor) else list(cache)
             starts = [tensor for tensor in tensors if tensor.data_ptr() <= plane.address]
             tensor = max(starts or tensors, key=lambda each: int(each.data_ptr()))
-            formats[plane] = cache_format(tensor.dtype, cache_dtype, plane.packing)
+            dtype = getattr(torch, plane.dtype) if plane.dtype else tensor.dtype
+            formats[plane] = cache_format(dtype, cache_dtype, plane.packing)
     return formats
 
 

@@ -161,7 +161,7 @@ class Canaries(NoCanaries):
         self._groups = groups
         self._refuses = refuses
         self._clock = clock
-        self._border = math.lcm(*(kept.block_tokens for kept in groups if not kept.states))
+        self._border = math.lcm(*(kept.unit_tokens for kept in groups if not kept.states))
         self._room: CanaryRoom | None = None  # None until workers are known
         self._ranks = 0
         self._free: list[int] = []  # areas of the scratch memory
@@ -353,11 +353,11 @@ class Canaries(NoCanaries):
             running, border = running_entry(tokens.stop, size), tokens.stop // size - 1
             ids = dict.fromkeys((border,), 2 + area * STATES) | {running: 1 + area * STATES}
             return tuple(ids.get(entry, 0) for entry in range(running + 1))
-        of_area = blocks_holding(self._room.tokens, size)
+        of_area = blocks_holding(min(self._room.tokens, kept.window or self._room.tokens), size)
         first, end = tokens.start // size, -(-tokens.stop // size)
         needed = max(first, kept.first_needed(tokens.stop + 1) // size)
-        base = 1 + area * of_area - first
-        return (*[0] * needed, *range(base + needed, base + end))
+        base = 1 + area * of_area
+        return (*[0] * needed, *range(base, base + end - needed))
 
     @staticmethod
     def _is_open(canary: _Canary) -> bool:

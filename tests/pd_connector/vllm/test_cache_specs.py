@@ -52,7 +52,10 @@ def check(spec: Any, **group: Any) -> None:
     check_served(KVCacheGroupSpec(["l"], spec, **group), spec, "l")
 
 
-@pytest.mark.parametrize("spec", [FULL, MLA, WINDOWED, WINDOWED_MLA, CHUNKED])
+@pytest.mark.parametrize(
+    "spec",
+    [FULL, MLA, WINDOWED, WINDOWED_MLA, CHUNKED, replace(MLA, tokens_per_state=4), CircularBufferSpec(**SIZES)],
+)
 def test_caches_of_blocks_with_the_keys_and_values_of_their_tokens_are_served(spec: Any) -> None:
     check(spec)
 
@@ -60,7 +63,6 @@ def test_caches_of_blocks_with_the_keys_and_values_of_their_tokens_are_served(sp
 @pytest.mark.parametrize(
     ("spec", "why"),
     [
-        (CircularBufferSpec(**SIZES), "one circular buffer for each request"),
         (CrossAttentionSpec(**SIZES), "states of the encoder"),
         (HiddenStateCacheSpec(**LATENT), "hidden states"),
         (HiSparseHotSpec(block_size=16, page_size=64, blocks_per_request=2), "in host memory"),
@@ -69,8 +71,8 @@ def test_caches_of_blocks_with_the_keys_and_values_of_their_tokens_are_served(sp
         (RSWASpec(**SIZES, rswa_window=64), "a window of generated tokens"),
         (SinkFullAttentionSpec(**SIZES, sink_len=16), "sink tokens"),
         (type("NewSpec", (FullAttentionSpec,), {})(**SIZES), "which it does not know"),
-        (replace(MLA, tokens_per_state=4), "compressed: it keeps one state for 4 tokens"),
-        (replace(FULL, tokens_per_state=Fraction(1, 4)), "one state for 1/4 tokens"),
+        (replace(MLA, tokens_per_state=6), "blocks of 16 tokens have no whole number of rows of 6 tokens"),
+        (replace(FULL, tokens_per_state=Fraction(1, 4)), "no whole number of rows of 1/4 tokens"),
         pytest.param(
             *(replace(WINDOWED_MLA, **({"bounded_replay": True} if INSTALLED >= (0, 31) else {})), "bounded_replay"),
             marks=since((0, 31), "windows that are computed again"),

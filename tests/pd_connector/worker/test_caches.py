@@ -13,6 +13,7 @@ if INSTALLED < (0, 30):
     module_needs((0, 30), "one tensor for a layer's K and V in every layout")
 import torch
 from vllm.v1.kv_cache_interface import (
+    CircularBufferSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
@@ -27,9 +28,9 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.worker.utils import allocate_kv_cache
 
 from layout.geometry import Plane, Region, WorkerGeometry
+from layout.states import running_entry
 from pd_connector.vllm.cache_groups import GroupSpec, Ranks
 from pd_connector.vllm.cpu.head_order import HeadOrder, StridedPart
-from pd_connector.vllm.engine_config import UnsupportedError
 from pd_connector.worker.caches import UnknownCacheError, describe_caches
 from tests.support.connector.stated import model_config, stated_groups
 from tests.support.connector.tensors import stated_of
@@ -222,14 +223,19 @@ def test_the_padding_of_a_page_lies_between_blocks_and_belongs_to_none(layout: s
     assert geometry.block_bytes == 2 * spec.page_size_bytes
 
 
-def test_a_compressed_cache_is_refused_as_vllm_allocates_it_whatever_is_known_of_it() -> None:
-    """Four tokens to a state: a block has a quarter of its tokens' rows, which are not smaller blocks."""
+@pytest.mark.parametrize("layout", ["LBNHC", "BLHNC"])
+def test_the_rows_of_a_compressed_cache_are_not_its_tokens(layout: str) -> None:
+    """Four tokens to a row: a block has a quarter of its tokens' rows, which are not smaller blocks."""
     token_by_token = MLAAttentionSpec(block_size=TOKENS, num_kv_heads=1, head_size=576, dtype=torch.bfloat16)
     groups = [Group(("l0", "l1"), replace(token_by_token, tokens_per_state=4))]
-    caches = allocate("BLHNC", groups)
+    caches = allocate(layout, groups)
     assert caches["l0"].shape == (BLOCKS, 1, TOKENS // 4, 576)
-    with pytest.raises(UnsupportedError, match="'l0' is a MLAAttentionSpec, which is compressed"):
-        describe(caches, groups, kv_heads=1)
+    geometry = describe(caches, groups, kv_heads=1)
+    (group,) = geometry.groups
+    (plane,) = group.planes
+    assert (group.block_tokens, plane.block_tokens, plane.tokens_per_row, group.rows(plane)) == (TOKENS, 4, 4, 4)
+    for number, name in enumerate(plane.layers):
+        check_layer(plane, number, caches[name], geometry.regions)
     with pytest.raises(UnknownCacheError, match=r"'l0' has shape .* of 5 blocks of 16 tokens"):
         describe(caches, [Group(("l0", "l1"), token_by_token)], kv_heads=1)
 
@@ -242,6 +248,19 @@ def test_a_sparse_indexers_block_is_opaque() -> None:
     groups = [Group(("l0", "l1"), spec)]
     (plane,) = describe(allocate("LBNHC", groups), groups, kv_heads=1).groups[0].planes
     assert (plane.part, plane.packing, plane.content, plane.token_stride) == ("kv", "sparse_indexer", 132, 132)
+
+
+@pytest.mark.parametrize("layout", ["LBNHC", "BLHNC"])
+def test_a_ring_is_one_state_of_a_request(layout: str) -> None:
+    groups = [Group(("l0", "l1"), CircularBufferSpec(block_size=8, num_kv_heads=1, head_size=4, dtype=torch.float32))]
+    caches = allocate(layout, groups)
+    geometry = describe(caches, groups, kv_heads=1)
+    (group,) = geometry.groups
+    (plane,) = group.planes
+    assert group.states
+    assert running_entry(1_000_000, group.block_tokens) == 0
+    for number, name in enumerate(plane.layers):
+        check_layer(plane, number, caches[name].reshape(BLOCKS, 1, 1, -1), geometry.regions)
 
 
 def test_a_view_that_does_not_start_with_its_storage_keeps_its_own_address() -> None:

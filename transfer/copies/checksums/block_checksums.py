@@ -4,7 +4,7 @@ Does not keep, compare or send them.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -47,8 +47,9 @@ def sum_plane(
 ) -> PlaneSums:
     """Return the checksums of the tokens ``first_token`` to ``end_token`` (exclusive) of a request.
 
-    Only tokens before ``end_token`` count in the last run, except that an opaque plane is summed in whole blocks. Runs
-    in holes of ``table``, whose blocks have ``group_tokens`` tokens, count as 0. Releases the GIL while it sums.
+    Only tokens before ``end_token`` count in the last run, except that an opaque plane is summed in whole blocks, and a
+    compressed one in whole rows. Runs in holes of ``table``, whose blocks have ``group_tokens`` tokens, count as 0.
+    Releases the GIL while it sums.
 
     Raises:
         PlanError: ``first_token`` does not start a run, the table has no entry for a token, or the plane lacks a block.
@@ -56,6 +57,10 @@ def sum_plane(
     run = run_tokens(plane)
     if first_token % run:
         raise PlanError(f"checksums cover runs of {run} tokens and cannot start at token {first_token}")
+    if (tokens := plane.tokens_per_row) > 1:
+        first, end = first_token // tokens, -(-end_token // tokens)
+        of_rows = sum_plane(replace(plane, tokens_per_row=1), group_tokens // tokens, table, first, end, read)
+        return replace(of_rows, run_tokens=run)
     end = -(-end_token // run) * run if plane.packing else end_token
     first_run = first_token // run
     sums = np.zeros((-(-end // run) - first_run + 1, len(plane.layers), plane.heads), np.uint64)

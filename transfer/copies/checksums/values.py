@@ -4,7 +4,7 @@ Does not know what the bytes mean, and compares nothing.
 """
 
 import ctypes
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -35,11 +35,16 @@ def read_values(
     """Return what ``plane`` holds of the tokens ``first_token`` to ``end_token`` (exclusive) of a request.
 
     Tokens in holes of ``table``, whose blocks have ``group_tokens`` tokens, are not held. Neither are those of an
-    opaque plane's blocks that the range cuts: where in such a block its tokens are, only the kernel knows.
+    opaque plane's blocks that the range cuts: where in such a block its tokens are, only the kernel knows. Of a
+    compressed plane, the result has the rows of which all tokens are in the range in the place of tokens.
 
     Raises:
         PlanError: the table has no entry for a token, or the plane lacks a block.
     """
+    if (tokens_per_row := plane.tokens_per_row) > 1:
+        first, end = -(-first_token // tokens_per_row), end_token // tokens_per_row
+        plane, group_tokens = replace(plane, tokens_per_row=1), group_tokens // tokens_per_row
+        return read_values(plane, group_tokens, table, first, max(first, end), read)
     size = plane.block_tokens
     begin, end = (
         (-(-first_token // size), end_token // size) if plane.packing else (first_token // size, -(-end_token // size))

@@ -92,7 +92,7 @@ def test_of_a_long_prompt_the_last_tokens_are_compared() -> None:
 def test_what_a_window_has_passed_is_neither_pulled_nor_compared() -> None:
     d = ProvingDecode(retention=Retention(16, window=20))
     order = d.becomes_canary(d.add("first"))
-    assert order.local_block_ids == ((0, 0, 0, 4, 5),)
+    assert order.local_block_ids == ((0, 0, 0, 1, 2),)
 
 
 def test_two_canaries_at_a_time_have_areas_of_their_own() -> None:

@@ -1,0 +1,80 @@
+"""Compressed caches, whose rows stand for several tokens: every byte, by an oracle that knows rows only."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from layout.compatibility import IncompatibleCachesError
+from layout.geometry import WorkerGeometry
+from tests.support.layout.oracle import LAYOUTS, Engine, Model, Rank, build
+from tests.support.layout.pulls import LOCAL_BASE, REMOTE_BASE, Request, in_order, plain, plans_of
+from tests.support.layout.strategies import FORMS, engines, models, requests, thorough
+
+
+def compressed(rank: Rank, tokens_per_row: int) -> WorkerGeometry:
+    """The cache of a rank as if each of its tokens were a row of several."""
+    groups = tuple(
+        replace(
+            group,
+            block_tokens=group.block_tokens * tokens_per_row,
+            planes=tuple(replace(plane, tokens_per_row=tokens_per_row) for plane in group.planes),
+        )
+        for group in rank.geometry.groups
+    )
+    return replace(rank.geometry, groups=groups)
+
+
+def pull_rows(
+    model: Model, sides: tuple[Engine, Engine], request: Request, ratio: int, lacking_tokens: int
+) -> set[int]:
+    """Pull a request of rows, the last of which lacks some tokens, and check every byte; return the units in rows."""
+    local, remote = sides
+    ours, theirs = build(model, local, 1, LOCAL_BASE), build(model, remote, 2, REMOTE_BASE)
+    for rank in theirs:
+        rank.fill(request.remote)
+    there = [compressed(rank, ratio) for rank in theirs]
+    units = set[int]()
+    for rank in ours:
+        before, plans = rank.memory.copy(), plans_of(compressed(rank, ratio), there)
+        tokens = request.first_token * ratio, request.end_token * ratio - lacking_tokens
+        for source, plan in plans.items():
+            tables = in_order(request.local, rank), in_order(request.remote, theirs[source])
+            rank.receive(plan.instantiate(*tables, *tokens), theirs[source])
+            assert not any(unit % ratio for unit in plan.unit_tokens)
+            units |= {unit // ratio for unit in plan.unit_tokens}
+        (unit,) = units if len(units) == 1 else (1,)
+        end = -(-request.end_token // unit) * unit
+        rows = [
+            [row for row in range(request.first_token, end) if table.id_at(row, local.tokens_of(group)) >= 0]
+            for group, table in enumerate(request.local)
+        ]
+        rank.check(before, request.local, rows, set())
+    return units
+
+
+@thorough
+@given(data=st.data())
+def test_rows_arrive_whatever_the_layouts_and_sizes(data: st.DataObject) -> None:
+    model = replace(data.draw(models()), groups=((0, 1, 2, 3),), windows=(0,))
+    forms, layout = data.draw(st.sampled_from(FORMS), "forms"), st.sampled_from(LAYOUTS)
+    local, remote = (data.draw(engines(model, data.draw(layout), form)) for form in forms)
+    ratio = data.draw(st.sampled_from([2, 4, 128]), "tokens of a row")
+    request = data.draw(requests(model, local, remote), "request")
+    pull_rows(model, (local, remote), request, ratio, data.draw(st.integers(0, ratio - 1), "lacking"))
+
+
+@pytest.mark.parametrize(("ratio", "unit"), [(1, 64), (4, 64), (8, 64), (16, 32), (128, 4), (512, 1), (1024, 1)])
+def test_a_pull_may_begin_inside_a_block(ratio: int, unit: int) -> None:
+    """Blocks of 64 rows of 128 tokens would else be 8,192 tokens that are pulled or not at all."""
+    model, engine = Model(1, (4, 4), 2, ((0, 1),), (0,)), Engine("LBNHC", block_tokens=64, blocks=4)
+    request = plain(150, engine, engine)
+    assert pull_rows(model, (engine, engine), replace(request, first_token=unit), ratio, 0) == {unit}
+
+
+def test_other_numbers_of_tokens_in_a_row_are_refused_with_both() -> None:
+    model, engine = Model(1, (4, 4), 2, ((0, 1),), (0,)), Engine("LBNHC", block_tokens=64, blocks=4)
+    (rank,) = build(model, engine, 1, LOCAL_BASE)
+    with pytest.raises(IncompatibleCachesError, match=r"'tokens_per_row' .* is 4 here and 128 on the remote engine"):
+        plans_of(compressed(rank, 4), [compressed(rank, 128)])
