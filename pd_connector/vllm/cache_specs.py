@@ -42,8 +42,8 @@ SERVED_ON_ASCEND = (
 #: One block for each request, in which its last tokens have rows by their position, as a ring.
 _RINGS = ("CircularBufferSpec", "AscendCircularBufferSpec", "AscendIndexerKPoolTailSpec")
 _SLIDING = ("SlidingWindowSpec", "SlidingWindowMLASpec", "AscendSlidingWindowMLASpec")
-#: The block size of a ring: more tokens than any request has.
-RING_TOKENS = 1 << 40
+#: The block size of a ring: more tokens than any request has, and the largest that params can name.
+RING_TOKENS = (1 << 31) - 1
 #: Items of a quantised latent vector that share a scale.
 _TILE = 128
 #: How vLLM keeps states that the connector knows: one of each request, or also those at the borders of blocks.

@@ -81,10 +81,10 @@ class DeviceBlocks:
         None if it is not found, or if the prompt has fewer tokens.
         """
         pool = self.manager.block_pool
-        if not self.manager.enable_caching:
+        if not (self.manager.enable_caching and 0 <= entry < request.num_prompt_tokens // block_tokens):
             return None
         hashes = current().block_hashes(request.block_hashes, pool.hash_block_size, block_tokens)
-        if not 0 <= entry < min(request.num_prompt_tokens // block_tokens, len(hashes)):
+        if entry >= len(hashes):
             return None
         blocks = pool.get_cached_block(hashes[entry], [group])
         return blocks[0] if blocks else None

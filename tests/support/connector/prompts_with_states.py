@@ -5,7 +5,13 @@ from typing import Any
 
 import torch
 from vllm.v1.core.kv_cache_manager import KVCacheManager
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec
+from vllm.v1.kv_cache_interface import (
+    CircularBufferSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MambaSpec,
+)
 from vllm.v1.request import Request
 
 from pd_connector.vllm.cache_groups import retentions
@@ -18,20 +24,22 @@ BLOCK = 4
 
 
 class StateEngine:
-    """Blocks of one group with keys and values and two with states, in vLLM's mode "none" or "align"."""
+    """Blocks of one group with keys and values and two with states, in vLLM's mode "none" or "align", or with rings."""
 
     def __init__(self, mode: str = "align", blocks: int = 40) -> None:
-        size = BLOCK if mode == "align" else MAX_TOKENS
+        size = MAX_TOKENS if mode == "none" else BLOCK
         full = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32)
-        state = MambaSpec(
-            block_size=size, shapes=((3, 8), (2, 4, 2)), dtypes=(torch.float32,) * 2, mamba_cache_mode=mode,
-            page_size_padded=full.page_size_bytes,
-        )  # fmt: skip
+        state: Any = CircularBufferSpec(block_size=BLOCK, num_kv_heads=1, head_size=4, dtype=torch.float32)
+        if mode != "ring":
+            state = MambaSpec(
+                block_size=size, shapes=((3, 8), (2, 4, 2)), dtypes=(torch.float32,) * 2, mamba_cache_mode=mode,
+                page_size_padded=full.page_size_bytes,
+            )  # fmt: skip
         groups = [KVCacheGroupSpec([f"layer {number}"], spec) for number, spec in enumerate((full, state, state))]
         config = KVCacheConfig(blocks, [], groups)
         self.manager = KVCacheManager(
             config, max_model_len=MAX_TOKENS, scheduler_block_size=size, hash_block_size=size,
-            max_in_flight_tokens=MAX_TOKENS, enable_caching=mode == "align",
+            max_in_flight_tokens=MAX_TOKENS, enable_caching=mode != "none",
         )  # fmt: skip
         self._setup = Setup(groups=((size, 0),))
         self.retentions: tuple[Retention, ...] = retentions(config)

@@ -49,7 +49,8 @@ def test_nothing_is_pulled_beside_if_the_prompt_ends_at_a_border() -> None:
 
 
 def test_nor_without_prefixes_nor_below_a_border_nor_without_room() -> None:
-    for engine, tokens in ((StateEngine("none"), TOKENS), (StateEngine(), BLOCK), (StateEngine(blocks=10), TOKENS)):
+    cases = (StateEngine("none"), TOKENS), (StateEngine("ring"), TOKENS), (StateEngine(), BLOCK)
+    for engine, tokens in (*cases, (StateEngine(blocks=10), TOKENS)):
         request = engine.request("r", tokens)
         own = engine.pull(request)
         assert BorderStates(engine.blocks, engine.retentions).add(request, own, range(tokens - 1)) == own

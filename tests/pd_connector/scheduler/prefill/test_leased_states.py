@@ -28,7 +28,7 @@ def leased(engine: StateEngine) -> LeasedStates:
 @pytest.mark.parametrize("tokens", [2, BLOCK, BLOCK + 1, BLOCK + 2, 2 * BLOCK + 1, 23])
 def test_the_state_before_the_last_token_is_leased(tokens: int) -> None:
     """Also where the prompt but its last token ends at the border of a block."""
-    for mode in ("align", "none"):
+    for mode in ("align", "none", "ring"):
         engine = StateEngine(mode)
         request = engine.request("r", tokens, is_cut=True)
         engine.compute(request)
