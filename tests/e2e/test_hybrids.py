@@ -4,14 +4,18 @@ The last prompt token is left to the decode server. So its answers are those of 
 step of its own: the same bits at equal tensor parallel sizes, and up to rounding otherwise.
 """
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 
 from tests.support.e2e.client import LOGPROB_TOLERANCE
+from tests.support.e2e.cluster import Cluster
 from tests.support.e2e.corruption import spoil_numbers, wait_until_summed
 from tests.support.e2e.deployments import on
 from tests.support.e2e.host_memory import evict
 from tests.support.e2e.hybrid_deployments import (
     GRANITE,
+    GRANITE_SHORT_OF_BLOCKS,
     GRANITE_STEP,
     GRANITE_TO_TWO,
     OTHER_HYBRIDS,
@@ -20,7 +24,15 @@ from tests.support.e2e.hybrid_deployments import (
     QWEN3_NEXT_TRANSFERS,
 )
 from tests.support.e2e.legs import Router
-from tests.support.e2e.pair import Pair, assert_failed_pull, control_keys, end_lease, make_prompt
+from tests.support.e2e.pair import (
+    Pair,
+    assert_failed_pull,
+    assert_same_output,
+    control_keys,
+    end_lease,
+    make_prompt,
+)
+from tests.support.e2e.trouble import stopped
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.cache_kinds
@@ -93,6 +105,55 @@ class TestOneStateOfARequest:
         with pair.traffic() as traffic:
             pair.assert_right(pair.disaggregate(prompt, 1), prompt)
         assert (traffic.pulled("pulls"), traffic.leases("granted"), traffic.leases("cancelled")) == (0, 1, 1)
+
+
+@on(GRANITE_SHORT_OF_BLOCKS)
+@pairs(("P", "D"))
+class TestTrouble:
+    def test_prompts_that_the_decode_server_preempts(self, pair: Pair) -> None:
+        """It has no state of theirs any more, and computes them again."""
+        prompts = [make_prompt(300, (pair.name, "preempted on D", number)) for number in range(8)]
+        before = pair.decode.client.metrics()
+        with ThreadPoolExecutor(len(prompts)) as clients:
+            together = list(clients.map(lambda prompt: pair.disaggregate(prompt, 250), prompts))
+        assert pair.decode.client.metrics().since(before).value("vllm:num_preemptions_total") > 0
+        for prompt, completion in zip(prompts, together, strict=True):
+            assert_same_output(completion, pair.decode.client.compute(prompt, 250))
+
+    def test_prompts_that_the_prefill_server_preempts(self, pair: Pair) -> None:
+        """A request that it answers itself grows until there is no room beside it."""
+        client, router = pair.prefill.client, Router(pair)
+        before, right = client.metrics(), 0
+        with ThreadPoolExecutor(3) as clients:
+            own = clients.submit(client.complete, make_prompt(700, (pair.name, "P's own")), 1100)
+            until(lambda: client.metrics().value("vllm:num_requests_running") == 1)
+            while not own.done():
+                prompts = [make_prompt(2500, (pair.name, "preempted on P", right + number)) for number in range(2)]
+                for prompt, legs in zip(prompts, clients.map(router.send, prompts), strict=True):
+                    pair.assert_right(legs.decode, prompt)
+                    right += 1
+        assert own.result().status == 200
+        assert client.metrics().since(before).value("vllm:num_preemptions_total") > 0
+
+    def test_a_client_that_leaves_during_the_pull_leaves_nothing_behind(self, pair: Pair) -> None:
+        pair.get_acquainted()
+        prompt = make_prompt(1000, (pair.name, "left"))
+        params = pair.prefill.client.prefill(prompt)
+        with stopped(pair.prefill):
+            assert pair.decode.client.abandon(prompt, 2.0, kv_transfer_params=params)
+        pair.wait_until_at_rest()
+        pair.assert_pulls_right(make_prompt(1000, (pair.name, "after that")))
+
+    def test_a_prefill_server_that_dies(self, pair: Pair, cluster: Cluster) -> None:
+        pair.get_acquainted()
+        prompt = make_prompt(1000, (pair.name, "dies"))
+        params = pair.prefill.client.prefill(prompt)
+        pair.prefill.kill()
+        completion = pair.decode_leg(prompt, params)
+        assert completion.status == 500, completion.body
+        cluster.restart(pair.prefill)
+        pair.get_acquainted()
+        pair.assert_pulls_right(prompt)
 
 
 @on(QWEN3_NEXT)

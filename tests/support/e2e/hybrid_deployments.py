@@ -31,6 +31,17 @@ GRANITE = Deployment(
 )
 GRANITE_TO_TWO = Deployment("granite to TP 2", (*GRANITE.servers[::2], ("D2", _granite("kv_consumer", 2))), slow=True)
 
+FEW = "--num-gpu-blocks-override", "48"
+#: The same on devices that hold few requests. P takes many steps for a prompt.
+GRANITE_SHORT_OF_BLOCKS = Deployment(
+    "granite, few blocks",
+    (
+        ("P", _granite("kv_producer", 1, *FEW, "--max-num-batched-tokens", "64")),
+        ("D", _granite("kv_consumer", 1, *FEW)),
+    ),
+    slow=True,
+)
+
 #: vLLM makes these blocks as large as a state.
 QWEN3_NEXT_BLOCK = 288
 
