@@ -36,7 +36,7 @@ from pd_connector.worker.lease_checksums import CacheChecksums, LeaseChecksums
 from pd_connector.worker.peer import PullContext
 from pd_connector.worker.pulls import Pulls
 from pd_connector.worker.remote_reader import RemoteReader
-from pd_connector.worker.transfer_engine import open_engine, read_cost, transport
+from pd_connector.worker.transfer_engine import lender, open_engine, read_cost, transport
 from pd_connector.worker.verification import Verifier
 from pd_connector.worker.worker_role import Arrivals, FailedBlocks, WorkerRole, fail_transfers
 from transfer.control.client import ControlClient
@@ -70,7 +70,10 @@ class ConnectorWorker:
         self._stats = stats
         self._role = EngineRole.of(vllm_config)
         self._make_engine = make_engine or partial(
-            open_engine, is_read=self._role.produces, connect_timeout_s=limits.handshake_timeout_s
+            open_engine,
+            is_read=self._role.produces,
+            connect_timeout_s=limits.handshake_timeout_s,
+            lend=lender(config),
         )
         self._keys = load_keys(config.secret_file)
         self._allowed = AllowedPeers(config.allowed_peers)
