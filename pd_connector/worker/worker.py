@@ -12,13 +12,13 @@ import torch
 from layout.geometry import ModelIdentity, Region, WorkerGeometry
 from layout.host_blocks import host_layout
 from layout.host_slots import SlotPlaneError
-from pd_connector.config import ConfigError, ConnectorConfig
+from pd_connector.config import ConfigError, ConnectorConfig, recipe_keys
 from pd_connector.engine_limits import ENGINE_LIMITS, EngineLimits
 from pd_connector.orders import Orders, Report, WorkerHandshake, WorkerRanks
 from pd_connector.secret import load_keys
 from pd_connector.stats import StatsRecorder
 from pd_connector.vllm.cache_groups import Ranks, cache_groups, with_head_orders
-from pd_connector.vllm.engine_config import EngineRole, drafts_late, engine_name, max_model_len
+from pd_connector.vllm.engine_config import EngineRole, drafts_late, engine_name, extra_config, max_model_len
 from pd_connector.vllm.model_identity import model_identity
 from pd_connector.vllm.platform import (
     caches_are_host_memory,
@@ -365,6 +365,7 @@ class ConnectorWorker:
             replica_turn=zlib.crc32(engine_name(self._vllm_config).encode()),
             trace=pull_spans(self._vllm_config, ranks.index),
             max_model_len=max_model_len(self._vllm_config),
+            stated=recipe_keys(extra_config(self._vllm_config)).prefill,
         )
         self._roles.append(Pulls(context, self._limits.peer_idle_s, self._stats))
         if self._tries_canaries:
