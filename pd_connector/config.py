@@ -76,8 +76,8 @@ class ConnectorConfig(BaseModel):
     )
     port: Port = Field(
         default=0,
-        description="Port of a prefill engine's control channel, plus the engine's data-parallel index; 0 lets "
-        "the system choose.",
+        description="Port of a prefill engine's control channel, plus the engine's data-parallel index; 0 takes the "
+        "kv_port of --kv-transfer-config, if that is given, or lets the system choose.",
     )
     bootstrap_port: Port = Field(
         default=0,

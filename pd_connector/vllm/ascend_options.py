@@ -19,9 +19,11 @@ if TYPE_CHECKING:
 #: A child of vLLM's logger, so that vLLM's handlers and level apply.
 logger = logging.getLogger(f"vllm.{__name__}")
 
-#: Types of KV caches that are whole where connectors see them. Scales of int8 and fp8 that are made for a token are in
-#: its row or in its page; others come with the weights.
-_CACHES = frozenset({"auto", "float16", "half", "bfloat16", "float32", "float", "int8", "fp8", "fp8_e4m3"})
+_PLAIN_CACHES = frozenset({"auto", "float16", "half", "bfloat16", "float32", "float"})
+
+#: Quantised KV caches of vllm-ascend 0.30 that are whole where connectors see them: scales made for a token lie
+#: in its row or in its page, and others come with the weights. 0.23 has none by these names.
+_QUANTISED_CACHES = frozenset({"int8", "fp8", "fp8_e4m3"})
 
 #: Options in ``additional_config`` that change what a KV cache holds or how it is laid out.
 _CACHE_OPTIONS: Mapping[str, str] = {
@@ -138,17 +140,17 @@ def _reasons(vllm_config: "VllmConfig") -> Iterator[str]:
             "sparse_kv_offload_config.enabled: it keeps KV caches in host memory of its own, where this connector does "
             "not see them; start without it (cpu_bytes_to_use gives host memory here)"
         )
-    indexer = str(getattr(getattr(vllm_config, "attention_config", None), "indexer_kv_dtype", "auto"))
-    if indexer not in _INDEXERS:
+    indexer = getattr(getattr(vllm_config, "attention_config", None), "indexer_kv_dtype", None)  # since vLLM 0.30
+    if indexer is not None and str(indexer) not in _INDEXERS:
         yield (
             f"attention_config.indexer_kv_dtype = {indexer}: this connector does not know how vllm-ascend keeps such a "
             "cache of the sparse indexer; use auto, bf16, int8 or fp8"
         )
     dtype = str(vllm_config.cache_config.cache_dtype)
-    if dtype not in _CACHES:
+    if dtype not in _PLAIN_CACHES | (_QUANTISED_CACHES if indexer is not None else frozenset()):
         yield (
             f"kv_cache_dtype = {dtype}: this connector does not know how vllm-ascend keeps such KV caches and their "
-            "scales; use auto, float16, bfloat16, int8 or fp8"
+            "scales; use auto, float16 or bfloat16, or with vllm-ascend 0.30 int8 or fp8"
         )
     if getattr(vllm_config.quant_config, "enable_c8_quant", False) is True:
         yield (

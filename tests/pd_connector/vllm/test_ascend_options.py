@@ -53,6 +53,8 @@ def test_what_is_usual_is_served() -> None:
         assert unsupported(configured(dtype=dtype)) == ""
     without_types = vars(configured()) | {"attention_config": SimpleNamespace()}  # as in vLLM 0.23
     assert unsupported(SimpleNamespace(**without_types)) == ""
+    without_types["cache_config"] = SimpleNamespace(cache_dtype="fp8")
+    assert unsupported(SimpleNamespace(**without_types)).startswith("kv_cache_dtype = fp8: ")
 
 
 @pytest.mark.parametrize(
@@ -74,7 +76,10 @@ def test_what_is_usual_is_served() -> None:
             configured(sparse_kv_offload_config={"enabled": True, "topk_buffer_size": 4096}),
             r"sparse_kv_offload_config.enabled: .* host memory of its own.*; start without it",
         ),
-        (configured(dtype="mxfp8"), "kv_cache_dtype = mxfp8: .*scales; use auto, float16, bfloat16, int8 or fp8"),
+        (
+            configured(dtype="mxfp8"),
+            "kv_cache_dtype = mxfp8: .*scales; use auto, float16 or bfloat16, or with .* int8 or fp8",
+        ),
         (configured(c8=True), "enable_c8_quant: .*scales.*; serve a checkpoint without C8"),
     ],
 )

@@ -15,10 +15,10 @@ from tests.support.ascend.servers import NPU_BLOCK_SIZE
 
 PROMPTS, TOKENS, ANSWER = 4, 3 * NPU_BLOCK_SIZE - 16, 64
 #: Three prompts fit, and none of their answers, which begin another block each.
-BLOCKS = 3 * 3 + 1
+DEVICE_BLOCKS = 3 * 3 + 1
 
 
-def answers(engine: Any, prompts: list[list[int]]) -> list[tuple[list[int], str, str | None]]:
+def answers_of(engine: Any, prompts: list[list[int]]) -> list[tuple[list[int], str, str | None]]:
     """Return the tokens of each prompt's answer, and why it ended."""
     from vllm import SamplingParams  # noqa: PLC0415
 
@@ -35,7 +35,7 @@ def main(model: str, host_bytes: int) -> None:
         model,
         transfer={"kv_role": "kv_consumer", "kv_connector_extra_config": extra | {"cpu_bytes_to_use": host_bytes}},
         additional_config={"recompute_scheduler_enable": True},
-        num_gpu_blocks_override=BLOCKS,
+        num_gpu_blocks_override=DEVICE_BLOCKS,
     )
     scheduler = engine.llm_engine.engine_core.engine_core.scheduler
     back: list[int] = []  # tokens that requests find in host memory when they come back
@@ -48,13 +48,13 @@ def main(model: str, host_bytes: int) -> None:
 
     scheduler.connector.update_state_after_alloc = note
     prompts = [[(7 * number + 13 * place) % 250 + 3 for place in range(TOKENS)] for number in range(PROMPTS)]
-    together = answers(engine, prompts)
+    together = answers_of(engine, prompts)
     found = {
         "scheduler": [each.__name__ for each in type(scheduler).__mro__],
         "back": len(back),
         "loaded": sum(back),
         "together": together,
-        "alone": [answers(engine, [prompt])[0] for prompt in prompts],
+        "alone": [answers_of(engine, [prompt])[0] for prompt in prompts],
     }
     print("FOUND", json.dumps(found))  # noqa: T201  its result
 
