@@ -5,15 +5,17 @@ took the place of an old one, or the value and the rule it breaks.
 """
 
 import difflib
-from collections.abc import Sequence
-from typing import Annotated, Any, Literal, Self
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from pd_connector.old_settings import OLD_SETTINGS
+from pd_connector.recipe_keys import RecipeKeys
 from transfer.peers import AllowedPeers
 
 Seconds = Annotated[float, Field(ge=0.1, le=86400, allow_inf_nan=False)]
+M = TypeVar("M", bound=BaseModel)
 Port = Annotated[int, Field(ge=0, le=65535)]
 HostTransfers = Literal["off", "auto", "always"]
 
@@ -74,8 +76,8 @@ class ConnectorConfig(BaseModel):
     )
     port: Port = Field(
         default=0,
-        description="Port of a prefill engine's control channel, plus the engine's data-parallel index; 0 lets "
-        "the system choose.",
+        description="Port of a prefill engine's control channel, plus the engine's data-parallel index; 0 takes the "
+        "kv_port of --kv-transfer-config, if that is given, or lets the system choose.",
     )
     bootstrap_port: Port = Field(
         default=0,
@@ -204,8 +206,24 @@ def parse_config(extra_config: dict[str, Any]) -> ConnectorConfig:
         ConfigError: a key is unknown (names the nearest valid one, or what took its place), or a value is invalid
             (names it and the rule).
     """
+    recipe_keys(extra_config)
+    return _validated(
+        ConnectorConfig, {key: extra_config[key] for key in extra_config.keys() - RecipeKeys.model_fields}
+    )
+
+
+def recipe_keys(extra_config: Mapping[str, Any]) -> RecipeKeys:
+    """Return what a recipe of vllm-ascend says of its engines in ``kv_connector_extra_config``.
+
+    Raises:
+        ConfigError: a value is invalid.
+    """
+    return _validated(RecipeKeys, {key: extra_config[key] for key in extra_config.keys() & RecipeKeys.model_fields})
+
+
+def _validated(model: type[M], values: Mapping[str, Any]) -> M:
     try:
-        return ConnectorConfig.model_validate(extra_config)
+        return model.model_validate(values)
     except ValidationError as error:
         problems = [
             _explain([str(key) for key in item["loc"]], item["type"], item["msg"], item["input"])
@@ -217,6 +235,8 @@ def parse_config(extra_config: dict[str, Any]) -> ConnectorConfig:
 
 
 def _explain(loc: Sequence[str], kind: str, message: str, value: Any) -> str:
+    if loc[0] in RecipeKeys.model_fields:
+        return f"{'.'.join(loc)} = {value!r}: {message[0].lower()}{message[1:]}"
     model: type[BaseModel] = Tuning if len(loc) > 1 and loc[0] == "tuning" else ConnectorConfig
     prefix = "" if model is ConnectorConfig else "tuning."
     key = loc[1] if prefix else loc[0]

@@ -252,6 +252,16 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA):
         loaded = self._scheduler.loaded_tokens(request)
         return installed.current().cache_hit_sources(loaded, num_external_tokens - loaded)
 
+    def update_state_before_preempt(
+        self, request: "Request", block_ids: tuple[list[int], ...], num_computed_tokens: int
+    ) -> bool:
+        """Return True: the request may be preempted as vLLM does it, and comes back here.
+
+        Called by vllm-ascend's recompute scheduler, which otherwise ends the request for its router to send again. What
+        can be kept of it is kept as with any preemption: by vLLM's prefix cache, and by host memory.
+        """
+        return True
+
     def has_pending_block_frees(self) -> bool:
         """Return whether blocks will be free soon, so that no request need be preempted for them."""
         return self._scheduler.frees_blocks_soon()

@@ -48,6 +48,7 @@ from pd_connector.vllm.engine_config import (
     data_parallel_index,
     drafts_late,
     engine_ranks,
+    kv_port,
     max_blocks_per_step,
     max_model_len,
     steps_in_flight,
@@ -346,6 +347,11 @@ class ConnectorScheduler:
         needs = self._role.produces or self._config.cpu_bytes_to_use > 0 or isinstance(self._canaries, Canaries)
         return needs and not self._workers.known
 
+    @property
+    def _port(self) -> int:
+        """The control port of the first data-parallel engine; 0 lets the system choose."""
+        return self._config.port or kv_port(self._vllm_config)
+
     def _make_external_loads(self) -> ExternalLoads:
         block_tokens = [kept.block_tokens for kept in self._retentions]
         return ExternalLoads(self._blocks, block_tokens, steps_in_flight(self._vllm_config))
@@ -367,7 +373,7 @@ class ConnectorScheduler:
                 self._clock,
             )  # fmt: skip
         # The engines of a data-parallel deployment may share a host.
-        port = config.port and config.port + data_parallel_index(vllm_config)
+        port = self._port and self._port + data_parallel_index(vllm_config)
         drain = Drain(config.drain_timeout_s, stop_timeout_s(vllm_config), self._engine.is_stopping)
         in_flight = steps_in_flight(vllm_config)
         return Producer(
@@ -387,7 +393,7 @@ class ConnectorScheduler:
         )
 
     def _make_bootstrap(self, producer: Producer) -> SchedulerRole:
-        if not self._config.port:
+        if not self._port:
             logger.warning(
                 "PDConnector: bootstrap_port is set and port is not, so the control channel has another port after "
                 "every start. Routers ask for it only once, and would have to be restarted with this engine: set port"

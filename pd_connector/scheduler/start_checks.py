@@ -1,24 +1,47 @@
 """What is checked at the start of an engine, and when its workers are known: what cannot work."""
 
+import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from pd_connector.config import ConfigError, ConnectorConfig
+from pd_connector.config import ConfigError, ConnectorConfig, recipe_keys
 from pd_connector.orders import WorkerHandshake
 from pd_connector.secret import ENVIRONMENT
 from pd_connector.vllm.cache_specs import RING_TOKENS, Retention, blocks_for
-from pd_connector.vllm.engine_config import EngineRole, check_one_engine_per_url, check_prefix_caching
+from pd_connector.vllm.engine_config import (
+    EngineRole,
+    check_one_engine_per_url,
+    check_prefix_caching,
+    extra_config,
+    found_sizes,
+)
 
 if TYPE_CHECKING:
     from pd_connector.vllm.types import VllmConfig
 
+logger = logging.getLogger(__name__)
+
 
 def check_settings(config: ConnectorConfig, role: EngineRole, vllm_config: "VllmConfig") -> None:
-    """Raise ConfigError if settings ask for what this engine cannot do."""
+    """Raise ConfigError if settings ask for what this engine cannot do; warn if a recipe's keys contradict it."""
     if config.cpu_bytes_to_use:
         check_prefix_caching(vllm_config)
     if config.bootstrap_port and role.produces:
         check_one_engine_per_url(vllm_config)
+    _warn_of_contradictions(role, vllm_config)
+
+
+def _warn_of_contradictions(role: EngineRole, vllm_config: "VllmConfig") -> None:
+    """Log a warning if a recipe's keys say of this engine what it is not. An engine of both kinds could be either."""
+    if role.produces == role.consumes:
+        return
+    keys = recipe_keys(extra_config(vllm_config))
+    name, stated = ("prefill", keys.prefill) if role.produces else ("decode", keys.decode)
+    if wrong := stated.contradictions(found_sizes(vllm_config)):
+        logger.warning(
+            "PDConnector: %s in kv_connector_extra_config says of this engine: %s. PDConnector goes by what it finds; "
+            "check the command line, or correct the key", name, wrong,
+        )  # fmt: skip
 
 
 def check_prefix_unit(unit: int, groups: Sequence[Retention]) -> None:

@@ -19,8 +19,11 @@ if TYPE_CHECKING:
 #: A child of vLLM's logger, so that vLLM's handlers and level apply.
 logger = logging.getLogger(f"vllm.{__name__}")
 
-#: Types of KV caches that hold what they say. vllm-ascend keeps scales of the others where no connector sees them.
 _PLAIN_CACHES = frozenset({"auto", "float16", "half", "bfloat16", "float32", "float"})
+
+#: Quantised KV caches of vllm-ascend 0.30 that are whole where connectors see them: scales made for a token lie
+#: in its row or in its page, and others come with the weights. 0.23 has none by these names.
+_QUANTISED_CACHES = frozenset({"int8", "fp8", "fp8_e4m3"})
 
 #: Options in ``additional_config`` that change what a KV cache holds or how it is laid out.
 _CACHE_OPTIONS: Mapping[str, str] = {
@@ -30,15 +33,22 @@ _CACHE_OPTIONS: Mapping[str, str] = {
     ),
     **dict.fromkeys(
         ("enable_sparse_sfa_c8", "enable_sparse_sfa_turboquant", "enable_sparse_li_c8", "enable_sparse_li_c4"),
-        "it quantises caches, and keeps the scales where this connector does not see them",
+        "vllm-ascend 0.23 quantises caches by it in a form that this connector does not know, and 0.30 by "
+        "kv_cache_dtype and attention_config.indexer_kv_dtype",
     ),
 }
 
-#: Types of the sparse indexer's cache that hold what they say; "auto" is one of them for what is served.
-_PLAIN_INDEXERS = frozenset({"auto", "bf16"})
+#: Types of the sparse indexer's cache whose scales, if it has any, are a tensor beside it or in its page.
+_INDEXERS = frozenset({"auto", "bf16", "int8", "fp8"})
+
+#: vllm-ascend's pool of KV blocks. Its worker takes the process's transfer engine, which ``shared_engine`` takes too.
+ASCEND_STORE = "AscendStoreConnector"
+
+#: Sizes in ``finegrained_tp_config`` above 1 with which a preempted request must not be computed again.
+_OFFLOADED_ONLY = ("oproj_tensor_parallel_size", "mlp_tensor_parallel_size")
 
 _OWN_CONNECTORS = (
-    "AscendStoreConnector", "LMCacheAscendConnector", "Mooncake", "OffloadingConnector", "PreemptOffloadConnector",
+    "LMCacheAscendConnector", "Mooncake", "OffloadingConnector", "PreemptOffloadConnector",
     "RecomputeCPUOffloadConnector", "SfaRemoteD2HConnector", "SimpleCPUOffloadConnector", "UCMConnector",
 )  # fmt: skip
 
@@ -68,18 +78,30 @@ def unsupported_sibling(vllm_config: "VllmConfig | None") -> str:
     Args:
         vllm_config: the engine's own, not the one that MultiConnector makes for a child; None if it is not known.
     """
-    transfer = vllm_config.kv_transfer_config if vllm_config is not None else None
-    if transfer is None or transfer.kv_connector != "MultiConnector" or device_type() != "npu":
-        return ""
-    children = (transfer.kv_connector_extra_config or {}).get("connectors", ())
-    names = [str(child.get("kv_connector")) for child in children if isinstance(child, Mapping)]
-    for name in names:
+    for name in _children(vllm_config):
         if name != CONNECTOR and name.startswith(_OWN_CONNECTORS):
             return (
                 f"{name} beside PDConnector: a process on an NPU can have one transfer engine and one owner of host "
-                f"memory; take {name} out of MultiConnector's connectors (cpu_bytes_to_use gives host memory here)"
+                f"memory; take {name} out of MultiConnector's connectors (cpu_bytes_to_use gives host memory here, "
+                f"{ASCEND_STORE} may stay)"
             )
     return ""
+
+
+def has_ascend_store() -> bool:
+    """Return whether vllm-ascend's pool of KV blocks is beside the connector that is being made."""
+    from vllm.config import get_current_vllm_config_or_none  # noqa: PLC0415  as above
+
+    return ASCEND_STORE in _children(get_current_vllm_config_or_none())
+
+
+def _children(vllm_config: "VllmConfig | None") -> list[str]:
+    """Return the names of the connectors in vLLM's MultiConnector on an NPU; empty if there is none."""
+    transfer = vllm_config.kv_transfer_config if vllm_config is not None else None
+    if transfer is None or transfer.kv_connector != "MultiConnector" or device_type() != "npu":
+        return []
+    children = (transfer.kv_connector_extra_config or {}).get("connectors", ())
+    return [str(child.get("kv_connector")) for child in children if isinstance(child, Mapping)]
 
 
 def log_ascend_release() -> None:
@@ -100,12 +122,15 @@ def log_ascend_release() -> None:
 def _reasons(vllm_config: "VllmConfig") -> Iterator[str]:
     given = vllm_config.additional_config
     options: Mapping[str, Any] = given if isinstance(given, Mapping) else {}
-    scheduler = str(vllm_config.scheduler_config.scheduler_cls)
-    if "recompute_scheduler" in scheduler:
-        yield (
-            "recompute_scheduler_enable: vllm-ascend's recompute scheduler ends a preempted request with a part of its "
-            "answer, for its own router to send again; without it vLLM continues such requests. Turn it off"
-        )
+    sizes = options.get("finegrained_tp_config")
+    if "recompute_scheduler" in str(vllm_config.scheduler_config.scheduler_cls) and isinstance(sizes, Mapping):
+        for name in _OFFLOADED_ONLY:
+            if int(sizes.get(name) or 0) > 1:
+                yield (
+                    f"finegrained_tp_config.{name} = {sizes[name]}: vllm-ascend's recompute scheduler then needs "
+                    "PreemptOffloadConnector, because a preempted request must not be computed again, as it is with "
+                    "PDConnector; leave it out, or set it to 1"
+                )
     for name, effect in _CACHE_OPTIONS.items():
         if options.get(name):
             yield f"{name}: {effect}; start without it"
@@ -115,17 +140,17 @@ def _reasons(vllm_config: "VllmConfig") -> Iterator[str]:
             "sparse_kv_offload_config.enabled: it keeps KV caches in host memory of its own, where this connector does "
             "not see them; start without it (cpu_bytes_to_use gives host memory here)"
         )
-    indexer = str(getattr(getattr(vllm_config, "attention_config", None), "indexer_kv_dtype", "auto"))
-    if indexer not in _PLAIN_INDEXERS:
+    indexer = getattr(getattr(vllm_config, "attention_config", None), "indexer_kv_dtype", None)  # since vLLM 0.30
+    if indexer is not None and str(indexer) not in _INDEXERS:
         yield (
-            f"attention_config.indexer_kv_dtype = {indexer}: vllm-ascend quantises the cache of the sparse indexer, "
-            "and keeps the scales where this connector does not see them; use auto or bf16"
+            f"attention_config.indexer_kv_dtype = {indexer}: this connector does not know how vllm-ascend keeps such a "
+            "cache of the sparse indexer; use auto, bf16, int8 or fp8"
         )
     dtype = str(vllm_config.cache_config.cache_dtype)
-    if dtype not in _PLAIN_CACHES:
+    if dtype not in _PLAIN_CACHES | (_QUANTISED_CACHES if indexer is not None else frozenset()):
         yield (
-            f"kv_cache_dtype = {dtype}: vllm-ascend keeps the scales of quantised KV caches where this connector does "
-            "not see them; use auto, float16 or bfloat16"
+            f"kv_cache_dtype = {dtype}: this connector does not know how vllm-ascend keeps such KV caches and their "
+            "scales; use auto, float16 or bfloat16, or with vllm-ascend 0.30 int8 or fp8"
         )
     if getattr(vllm_config.quant_config, "enable_c8_quant", False) is True:
         yield (

@@ -34,6 +34,27 @@ def extra_config(vllm_config: "VllmConfig") -> Mapping[str, Any]:
     return dict(vllm_config.kv_transfer_config.kv_connector_extra_config)
 
 
+def kv_port(vllm_config: "VllmConfig") -> int:
+    """Return the ``kv_port`` that the user has given beside ``kv_connector_extra_config``; 0 if none, or vLLM's own."""
+    transfer = vllm_config.kv_transfer_config
+    given = int(transfer.kv_port)
+    return 0 if given == type(transfer).kv_port else given
+
+
+def found_sizes(vllm_config: "VllmConfig") -> dict[str, object]:
+    """Return this engine's sizes by the names that recipes of vllm-ascend have for them; None: not known."""
+    from vllm import envs  # noqa: PLC0415  reads the environment
+
+    tp_size, pp_size = engine_ranks(vllm_config)
+    dp_size = vllm_config.parallel_config.data_parallel_size
+    return {
+        "dp_size": dp_size if dp_size > 1 else None,  # vLLM sets it to 1 where each engine has a URL of its own
+        "tp_size": tp_size,
+        "pp_size": pp_size,
+        "pp_layer_partition": envs.VLLM_PP_LAYER_PARTITION,
+    }
+
+
 def check_supported(vllm_config: "VllmConfig") -> None:
     """Raise if context parallelism or the return of routed experts is on, or sleep mode where vLLM does not tell of it.
 

@@ -14,6 +14,7 @@ from layout.plan import Plan, compile_plans
 from layout.regions import RegionTable
 from layout.sharding import Source, choose_sources
 from pd_connector.orders import Cause, cause_of
+from pd_connector.recipe_keys import EngineSizes
 from pd_connector.traces import TracePull
 from pd_connector.worker.device_fence import RaiseFence, no_fence
 from pd_connector.worker.pull_end import PullFailed
@@ -43,6 +44,7 @@ class PullContext:
     handshake_timeout_s: float
     pull_timeout_s: float
     max_model_len: int = 0  # of this engine; 0: unknown
+    stated: EngineSizes | None = None  # what this engine's settings say of prefill engines
     replica_turn: int = 0  # see ``layout.sharding.choose_sources``
     verifier: Verifier | None = None  # compares the checksums of every pull
     #: What a pull waits for before it writes: the model's stream may still write to blocks that vLLM has freed.
@@ -175,6 +177,7 @@ def connect_peer(context: PullContext, address: PeerAddress, deadline: float) ->
     )  # fmt: skip
     if context.reader == 0:
         _warn_of_shorter_prompts(context.max_model_len, welcome.max_model_len, address)
+        _warn_of_contradictions(context.stated or EngineSizes(), welcome.workers[0], address)
     return peer
 
 
@@ -186,6 +189,15 @@ def _warn_of_shorter_prompts(here: int, there: int, address: PeerAddress) -> Non
             "tokens or more, and clients read the error of their prefill leg (at exactly %d tokens: 'max_tokens must "
             "be at least 1, got 0'). Start both with the same --max-model-len, or let the router send such prompts "
             "here alone", address, there, here, there, there,
+        )  # fmt: skip
+
+
+def _warn_of_contradictions(stated: EngineSizes, rank: WorkerGeometry, address: PeerAddress) -> None:
+    """Log a warning if a recipe's keys say of a prefill engine what it is not."""
+    if wrong := stated.contradictions({"tp_size": rank.tp_size, "pp_size": rank.pp_size}):
+        logger.warning(
+            "PDConnector: prefill in kv_connector_extra_config says of %s: %s. PDConnector goes by what it finds; "
+            "check the command lines, or correct the key", address, wrong,
         )  # fmt: skip
 
 

@@ -6,6 +6,8 @@ from dataclasses import replace
 from layout.cost import CostModel
 from pd_connector.config import ConfigError, ConnectorConfig
 from pd_connector.engine_limits import ENGINE_LIMITS
+from pd_connector.vllm.ascend_options import ASCEND_STORE
+from pd_connector.vllm.npu.lent_engine import LendEngine, lent_engine
 from pd_connector.vllm.platform import default_protocol, host_address
 from pd_connector.worker.device_memory import DeviceIdentityMemory
 from transfer.engine.interface import TransferEngine
@@ -55,12 +57,33 @@ def _own_host(config: ConnectorConfig) -> str:
     return host
 
 
+def lender(config: ConnectorConfig) -> LendEngine | None:
+    """Return what lends this worker its engine, None if it has its own. Call it while the connector is made.
+
+    Raises:
+        ConfigError: peers would know the engine by another address than that of the setting.
+    """
+    lend = lent_engine() if transport(config) == "ascend" else None
+    if lend is not None and config.host not in (None, host_address()):
+        raise ConfigError(
+            f"host = {config.host!r}: the transfer engine is shared with {ASCEND_STORE}, which starts it at "
+            f"{host_address()} (VLLM_HOST_IP, or that of the default route); leave host unset, and set VLLM_HOST_IP"
+        )
+    return lend
+
+
 def open_engine(
-    config: ConnectorConfig, *, is_read: bool, connect_timeout_s: float = ENGINE_LIMITS.handshake_timeout_s
+    config: ConnectorConfig,
+    *,
+    is_read: bool,
+    connect_timeout_s: float = ENGINE_LIMITS.handshake_timeout_s,
+    lend: LendEngine | None = None,
 ) -> TransferEngine:
     """Return a Mooncake engine, which waits ``connect_timeout_s`` for a peer.
 
-    ``is_read``: whether peers read this worker's memory.
+    Args:
+        is_read: whether peers read this worker's memory.
+        lend: as ``lender`` returns it.
     """
     protocol, tuning = transport(config), config.tuning
     if config.protocol == "auto" and protocol != default_protocol():
@@ -80,4 +103,4 @@ def open_engine(
         cost=read_cost(config),
     )
     # Over HCCS, peers cannot read host memory.
-    return MooncakeEngine(options, DeviceIdentityMemory.on_npu(IDENTITY_BYTES) if protocol == "ascend" else None)
+    return MooncakeEngine(options, DeviceIdentityMemory.on_npu(IDENTITY_BYTES) if protocol == "ascend" else None, lend)

@@ -12,13 +12,13 @@ import torch
 from layout.geometry import ModelIdentity, Region, WorkerGeometry
 from layout.host_blocks import host_layout
 from layout.host_slots import SlotPlaneError
-from pd_connector.config import ConfigError, ConnectorConfig
+from pd_connector.config import ConfigError, ConnectorConfig, recipe_keys
 from pd_connector.engine_limits import ENGINE_LIMITS, EngineLimits
 from pd_connector.orders import Orders, Report, WorkerHandshake, WorkerRanks
 from pd_connector.secret import load_keys
 from pd_connector.stats import StatsRecorder
 from pd_connector.vllm.cache_groups import Ranks, cache_groups, with_head_orders
-from pd_connector.vllm.engine_config import EngineRole, drafts_late, engine_name, max_model_len
+from pd_connector.vllm.engine_config import EngineRole, drafts_late, engine_name, extra_config, max_model_len
 from pd_connector.vllm.model_identity import model_identity
 from pd_connector.vllm.platform import (
     caches_are_host_memory,
@@ -36,7 +36,7 @@ from pd_connector.worker.lease_checksums import CacheChecksums, LeaseChecksums
 from pd_connector.worker.peer import PullContext
 from pd_connector.worker.pulls import Pulls
 from pd_connector.worker.remote_reader import RemoteReader
-from pd_connector.worker.transfer_engine import open_engine, read_cost, transport
+from pd_connector.worker.transfer_engine import lender, open_engine, read_cost, transport
 from pd_connector.worker.verification import Verifier
 from pd_connector.worker.worker_role import Arrivals, FailedBlocks, WorkerRole, fail_transfers
 from transfer.control.client import ControlClient
@@ -70,7 +70,10 @@ class ConnectorWorker:
         self._stats = stats
         self._role = EngineRole.of(vllm_config)
         self._make_engine = make_engine or partial(
-            open_engine, is_read=self._role.produces, connect_timeout_s=limits.handshake_timeout_s
+            open_engine,
+            is_read=self._role.produces,
+            connect_timeout_s=limits.handshake_timeout_s,
+            lend=lender(config),
         )
         self._keys = load_keys(config.secret_file)
         self._allowed = AllowedPeers(config.allowed_peers)
@@ -362,6 +365,7 @@ class ConnectorWorker:
             replica_turn=zlib.crc32(engine_name(self._vllm_config).encode()),
             trace=pull_spans(self._vllm_config, ranks.index),
             max_model_len=max_model_len(self._vllm_config),
+            stated=recipe_keys(extra_config(self._vllm_config)).prefill,
         )
         self._roles.append(Pulls(context, self._limits.peer_idle_s, self._stats))
         if self._tries_canaries:

@@ -31,14 +31,23 @@ def environment(tmp_path: Path) -> dict[str, str]:
     }
 
 
-def test_device_memory_is_read_and_the_peer_proves_who_it_is(environment: dict[str, str]) -> None:
+@pytest.mark.parametrize(
+    "pool_registers", [(), ("before",), ("after",)], ids=["alone", "behind a pool", "before a pool"]
+)
+def test_device_memory_is_read_and_the_peer_proves_who_it_is(
+    environment: dict[str, str], pool_registers: tuple[str, ...]
+) -> None:
+    """Also by the engine that vllm-ascend's pool of KV blocks uses: the memory is registered once, whoever is first."""
     serving = subprocess.Popen(
-        [*COMMAND, "serve"],
+        [*COMMAND, "serve", *pool_registers],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, cwd=ROOT_OF_PROJECT,
     )  # fmt: skip
     assert serving.stdout is not None
     try:
         peer = next(line.removeprefix("PEER ") for line in serving.stdout if line.startswith("PEER "))
+        (published,) = Path(environment["SIMADXL_DIR"]).iterdir()
+        starts = [line.split()[0] for line in published.read_text().splitlines()[1:]]
+        assert starts.count(str(json.loads(peer)[1])) == 1
         done = subprocess.run(
             [*COMMAND, "read", peer],
             capture_output=True, text=True, timeout=120, check=False, env=environment, cwd=ROOT_OF_PROJECT,

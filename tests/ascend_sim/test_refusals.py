@@ -22,16 +22,11 @@ IN_MULTI_CONNECTOR = {
     ("model", "arguments", "says"),
     [
         (
-            DEFAULT_MODEL,
-            {"additional_config": {"recompute_scheduler_enable": True}, "transfer": {"kv_role": "kv_consumer"}},
-            "recompute_scheduler_enable: vllm-ascend's",
-        ),
-        (
             DEEPSEEK_V2,
             {"additional_config": {"enable_kv_nz": True}, "transfer": {"kv_role": "kv_consumer"}},
             "enable_kv_nz: it keeps KV caches in a private format",
         ),
-        (DEEPSEEK_V2, {"kv_cache_dtype": "fp8_e4m3"}, "kv_cache_dtype = fp8_e4m3: vllm-ascend keeps the scales"),
+        (DEEPSEEK_V2, {"kv_cache_dtype": "fp8_e5m2"}, "kv_cache_dtype = fp8_e5m2: this connector does not know"),
         (DEFAULT_MODEL, {"transfer": IN_MULTI_CONNECTOR}, "MooncakeConnectorV1 beside PDConnector: a process on"),
         (
             DEEPSEEK_V2,
@@ -44,7 +39,7 @@ IN_MULTI_CONNECTOR = {
             "decode_context_parallel_size = 2: PDConnector does not support context parallelism; set it to 1",
         ),
     ],
-    ids=["recompute scheduler", "private format", "quantised cache", "own connector", "context parallelism"],
+    ids=["private format", "quantised cache", "own connector", "context parallelism"],
 )
 def test_a_start_that_cannot_be_right_is_refused_by_name(
     tmp_path: Path, model: ModelSpec, arguments: dict[str, Any], says: str

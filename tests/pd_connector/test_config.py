@@ -1,6 +1,6 @@
 """The settings: every key has a default, and whatever cannot be meant is refused with the way out.
 
-Covers: pd_connector.old_settings.
+Covers: pd_connector.old_settings, pd_connector.recipe_keys.
 """
 
 import math
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from pd_connector.config import ConfigError, ConnectorConfig, Tuning, parse_config
+from pd_connector.config import ConfigError, ConnectorConfig, Tuning, parse_config, recipe_keys
 from pd_connector.old_settings import OLD_SETTINGS
 
 TUNING_DEFAULTS = {
@@ -146,6 +146,37 @@ REFUSED_TUNING: list[tuple[str, Any]] = [
 
 def test_without_settings_every_key_has_its_default() -> None:
     assert parse_config({}).model_dump() == DEFAULTS
+
+
+#: Of recipes for vllm-ascend's own connectors.
+RECIPE = {
+    "use_ascend_direct": True,
+    "ascend_local_comm_res_path": "/etc/hixlep",
+    "prefill": {"dp_size": 1, "pp_size": 2, "tp_size": 16, "pp_layer_partition": "41,37"},
+    "decode": {"dp_size": 16, "tp_size": 2},
+}
+
+
+def test_a_recipes_keys_are_understood_beside_the_settings_and_are_none() -> None:
+    assert parse_config(RECIPE | {"verify": True}).model_dump() == DEFAULTS | {"verify": True}
+    keys = recipe_keys(RECIPE)
+    assert keys.prefill.tp_size == 16
+    assert keys.decode.pp_size is None
+    assert keys.model_dump(exclude_unset=True) == RECIPE
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "says"),
+    [
+        ("prefill", {"tp_size": 0}, r"prefill.tp_size = 0: .* greater than or equal to 1"),
+        ("decode", {"tp": 4}, r"decode.tp = 4: extra inputs are not permitted"),
+        ("decode", 4, r"decode = 4: .* dictionary"),
+        ("use_ascend_direct", "maybe", r"use_ascend_direct = 'maybe': .* boolean"),
+    ],
+)
+def test_a_recipes_key_with_a_wrong_value_is_refused(key: str, value: Any, says: str) -> None:
+    with pytest.raises(ConfigError, match=f"kv_connector_extra_config: {says}"):
+        parse_config({key: value})
 
 
 def test_every_key_has_a_valid_and_a_wrong_value_here() -> None:

@@ -60,6 +60,25 @@ def test_a_prompt_is_computed_on_one_engine_and_used_on_the_other(start: StartEn
     assert not p.scheduler.has_pending_push_work()
 
 
+def test_a_recipes_keys_change_nothing_but_a_warning(
+    start: StartEngine, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = {"use_ascend_direct": True, "prefill": {"tp_size": 4, "pp_size": 1}, "decode": {"tp_size": 1}}
+    p, d = start("kv_producer"), start("kv_consumer", **recipe)
+    monkeypatch.setattr(logging.getLogger("pd_connector"), "propagate", True)
+    d.allocate(FakeRequest("r", a_prompt(70), p.prefill("r", [3, 1, 6])[1]), [2, 7, 4])
+    d.steps_until(lambda results: results.finished_recving)
+    assert d.results == Results(finished_recving={"r"})
+    assert caplog.text.count("tp_size 4 (found: 1)") == 1
+
+
+@pytest.mark.parametrize("role", ["kv_consumer", "kv_both"])
+def test_a_request_may_be_preempted_whatever_its_blocks(start: StartEngine, role: str) -> None:
+    """vllm-ascend's recompute scheduler asks."""
+    connector = start(role).scheduler
+    assert connector.update_state_before_preempt(FakeRequest("r", a_prompt(70), None), ([1, 2],), 40) is True
+
+
 def test_both_sides_count_what_happened(start: StartEngine) -> None:
     p, d = start("kv_producer"), start("kv_consumer")
     d.allocate(FakeRequest("r", a_prompt(70), p.prefill("r", [3, 1, 6])[1]), [2, 7, 4])

@@ -50,6 +50,7 @@ Real vllm-ascend on simulated NPUs (``tests/ascend_sim``):
     ascend.cuda_stubs       stand-ins for the libraries of CUDA that PyTorch's build is linked with
     ascend.kernel_build     compiles the simulated runtime and the host kernels, where they are out of date
     ascend.paths            where things are in that environment
+    ascend.preempted_requests  requests that take blocks from each other under vllm-ascend's recompute scheduler
     ascend.servers          the sets of servers that tests share
     ascend.engine_process   an engine without an API server, started in a process of its own
     ascend.device_process   code in a process of its own with simulated devices

@@ -16,9 +16,10 @@ import mmap
 import os
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from typing import Any
 
 from layout.cost import CostModel
 from layout.geometry import Identity, Region
@@ -137,12 +138,18 @@ class MooncakeEngine(TransferEngine):
         EngineStartError: Mooncake is not installed, or does not start with these options.
     """
 
-    def __init__(self, options: MooncakeOptions, identities: IdentityMemory | None = None) -> None:
+    def __init__(
+        self,
+        options: MooncakeOptions,
+        identities: IdentityMemory | None = None,
+        lend: Callable[[str], Any] | None = None,
+    ) -> None:
         """Start the engine.
 
         Args:
             options: see there.
             identities: ``IDENTITY_BYTES`` of memory that peers can read by this transport; None: host memory.
+            lend: as of ``NativeEngine``; None: the engine is nobody else's.
         """
         if options.protocol == "rdma" and not has_rdma_device():
             raise EngineStartError(
@@ -171,7 +178,7 @@ class MooncakeEngine(TransferEngine):
                         "configure one PDConnector in MultiConnector, not several"
                     )
                 undo.callback(_ASCEND_ENGINE.release)
-            self.native = NativeEngine(options.native)
+            self.native = NativeEngine(options.native, lend)
             undo.callback(self.native.delete)
             self.settling = Settling(self.native)
             self._own = OwnIdentity(self.identities)

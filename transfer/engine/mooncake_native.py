@@ -181,19 +181,28 @@ def check_open_files() -> None:
 class NativeEngine:
     """Owns the only reference to a Mooncake engine: after ``delete`` it is gone, with its threads and sockets.
 
+    Unless it is lent: then it lives as long as its lender, and so does what is registered.
+
     Raises:
         EngineStartError: Mooncake is not installed or does not start.
     """
 
-    def __init__(self, options: NativeOptions) -> None:
+    def __init__(self, options: NativeOptions, lend: Callable[[str], Any] | None = None) -> None:
+        """Start an engine. ``lend`` returns one that is known by this host, and that others use too."""
         self._options = options
-        self._engine: Any = load(options)()
+        self._is_lent = lend is not None
+        new = load(options)  # also sets the environment
+        try:
+            self._engine: Any = new() if lend is None else lend(options.host)
+        except RuntimeError as error:
+            raise EngineStartError(f"the transfer engine that is to be shared does not start: {error}") from error
         try:
             # Kept open: where batches are looked at, a lack of file descriptors must not make one unreadable.
             self._memory = os.open("/proc/self/mem", os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
             raise EngineStartError(f"cannot read this process's memory, by which reads are watched: {error}") from error
-        code = self._engine.initialize(options.host, "P2PHANDSHAKE", options.protocol, options.devices)
+        known = (options.host, "P2PHANDSHAKE", options.protocol, options.devices)
+        code = 0 if self._is_lent else self._engine.initialize(*known)
         if code != 0:
             self._engine = None
             os.close(self._memory)
@@ -319,11 +328,15 @@ class NativeEngine:
                     continue  # the connection has ended
 
     def delete(self) -> None:
-        """Delete the engine, which writes nothing after that. No other call may be running. Idempotent."""
+        """Delete the engine, which writes nothing after that. No other call may be running. Idempotent.
+
+        One that is lent is only let go of.
+        """
         if self._engine is not None:
             # This only saves time, and it fails without a free file descriptor: delete the engine in any case.
             with suppress(OSError):
-                self._shorten_accept()
+                if not self._is_lent:
+                    self._shorten_accept()
             self._engine = None
             os.close(self._memory)
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
+from vllm.config import KVTransferConfig
 
 from layout.geometry import CacheGroup, WorkerGeometry
 from pd_connector.orders import CanaryRoom, Cause, Orders, RefuseOrder, Report, WorkerHandshake
@@ -259,6 +260,37 @@ def test_engines_of_one_deployment_on_one_host_have_ports_in_a_row(side_of: Open
     _, producer, _ = side_of("kv_producer", be_the_third, port=port - 2)._roles
     assert isinstance(producer, Producer)
     assert producer.port == port
+
+
+@pytest.mark.parametrize("given", [int, str])
+def test_without_port_the_control_port_is_what_a_recipe_has_beside_the_settings(
+    side_of: Open, given: Callable[[int], int | str]
+) -> None:
+    """As ``--kv-transfer-config`` has it, and with the data-parallel index."""
+    port, other = free_port(), free_port()
+
+    def be_the_third(config: Any) -> None:
+        config.parallel_config.data_parallel_index = 2
+        transfer = config.kv_transfer_config
+        config.kv_transfer_config = KVTransferConfig(
+            kv_connector="PDConnector",
+            kv_role="kv_producer",
+            kv_port=given(port - 2),
+            kv_connector_extra_config=transfer.kv_connector_extra_config,
+        )
+
+    _, producer, _ = side_of("kv_producer", be_the_third)._roles
+    assert isinstance(producer, Producer)
+    assert producer.port == port
+    _, producer, _ = side_of("kv_producer", be_the_third, port=other - 2)._roles
+    assert isinstance(producer, Producer)
+    assert producer.port == other, "port goes first"
+
+
+def test_the_default_of_kv_port_is_nobodys_choice(side_of: Open) -> None:
+    _, producer, _ = side_of("kv_producer")._roles
+    assert isinstance(producer, Producer)
+    assert producer.port != KVTransferConfig(kv_connector="PDConnector", kv_role="kv_both").kv_port
 
 
 def test_workers_are_known_stage_by_stage(side: ConnectorScheduler, roles: list[Recorded], calls: Calls) -> None:

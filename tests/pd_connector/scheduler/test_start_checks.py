@@ -1,10 +1,15 @@
-"""What is refused at the start of an engine whose model keeps states."""
+"""What is refused at the start of an engine whose model keeps states, and what recipes say that is not so."""
+
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from pd_connector.config import ConfigError
-from pd_connector.scheduler.start_checks import check_prefix_unit
+from pd_connector.config import ConfigError, parse_config
+from pd_connector.scheduler.start_checks import check_prefix_unit, check_settings
 from pd_connector.vllm.cache_specs import Retention
+from pd_connector.vllm.engine_config import EngineRole
+from tests.support.connector.vllm_engine import a_config
 
 TOKENS, STATES = Retention(96), Retention(96, states=True)
 
@@ -14,3 +19,42 @@ def test_prefixes_of_a_model_with_states_end_at_borders_of_blocks() -> None:
     check_prefix_unit(32, [TOKENS])
     with pytest.raises(ConfigError, match=r"prefix_match_unit = 32: .* a block of 96 tokens.* set it to 96"):
         check_prefix_unit(32, [TOKENS, STATES])
+
+
+def engine(role: str, *, tp: int, pp: int, dp: int = 1, **stated: Any) -> Any:
+    config = a_config(Path("model"), role, **stated)
+    parallel = config.parallel_config
+    parallel.tensor_parallel_size, parallel.pipeline_parallel_size, parallel.data_parallel_size = tp, pp, dp
+    return config
+
+
+GLM: dict[str, Any] = {
+    "prefill": {"dp_size": 1, "pp_size": 2, "tp_size": 16, "pp_layer_partition": "41,37"},
+    "decode": {"dp_size": 8, "tp_size": 4},
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "partition", "says"),
+    [
+        (engine("kv_producer", tp=16, pp=2, **GLM), "41, 37", ""),
+        (engine("kv_producer", tp=16, pp=2, **GLM), None, ""),
+        (engine("kv_producer", tp=8, pp=2, **GLM), None, "prefill in .*: tp_size 16 (found: 8). PDConnector goes"),
+        (engine("kv_producer", tp=16, pp=2, **GLM), "40,38", "prefill .*: pp_layer_partition 41,37 (found: 40,38)."),
+        (engine("kv_consumer", tp=4, pp=1, **GLM), None, ""),
+        (engine("kv_consumer", tp=4, pp=1, dp=4, **GLM), None, "decode in .*: dp_size 8 (found: 4)."),
+        (engine("kv_both", tp=1, pp=1, **GLM), None, ""),
+        (engine("kv_producer", tp=1, pp=1), None, ""),
+    ],
+)
+def test_what_a_recipe_says_of_an_engine_and_is_not_so_is_one_warning(
+    config: Any, partition: str | None, says: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("vllm.envs.VLLM_PP_LAYER_PARTITION", partition, raising=False)
+    settings = parse_config(config.kv_transfer_config.kv_connector_extra_config)
+    check_settings(settings, EngineRole.of(config), config)
+    assert len(caplog.messages) == bool(says)
+    for message, expected in zip(caplog.messages, [says] if says else [], strict=True):
+        begin, end = expected.split(".*", 1)
+        assert message.startswith(f"PDConnector: {begin}")
+        assert end in message

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from pd_connector.vllm import ascend_options
-from pd_connector.vllm.ascend_options import log_ascend_release, unsupported_sibling
+from pd_connector.vllm.ascend_options import has_ascend_store, log_ascend_release, unsupported_sibling
 from pd_connector.vllm.ascend_options import unsupported_ascend_option as unsupported
 from pd_connector.vllm.releases.installed import TESTED_ASCEND
 
@@ -34,6 +34,9 @@ def configured(
     )
 
 
+RECOMPUTE = "vllm_ascend.core.recompute_scheduler.AsyncRecomputeScheduler"
+
+
 def in_multi_connector(*names: str) -> Any:
     children = [{"kv_connector": name} for name in names]
     transfer = SimpleNamespace(kv_connector="MultiConnector", kv_connector_extra_config={"connectors": children})
@@ -44,30 +47,39 @@ def test_what_is_usual_is_served() -> None:
     assert unsupported(configured()) == ""
     assert unsupported(configured(dtype="bfloat16", enable_cpu_binding=True)) == ""
     assert unsupported(SimpleNamespace(**{**vars(configured()), "additional_config": None, "quant_config": None})) == ""
-    assert unsupported(configured(indexer="bf16")) == ""
+    for dtype in ("bf16", "int8", "fp8"):
+        assert unsupported(configured(indexer=dtype)) == ""
+    for dtype in ("int8", "fp8", "fp8_e4m3"):
+        assert unsupported(configured(dtype=dtype)) == ""
     without_types = vars(configured()) | {"attention_config": SimpleNamespace()}  # as in vLLM 0.23
     assert unsupported(SimpleNamespace(**without_types)) == ""
+    without_types["cache_config"] = SimpleNamespace(cache_dtype="fp8")
+    assert unsupported(SimpleNamespace(**without_types)).startswith("kv_cache_dtype = fp8: ")
 
 
 @pytest.mark.parametrize(
     ("config", "says"),
     [
         (
-            configured(scheduler="vllm_ascend.core.recompute_scheduler.AsyncRecomputeScheduler"),
-            "recompute_scheduler_enable: .* Turn it off",
+            configured(scheduler=RECOMPUTE, finegrained_tp_config={"oproj_tensor_parallel_size": 2}),
+            "finegrained_tp_config.oproj_tensor_parallel_size = 2: .* PreemptOffloadConnector, .* set it to 1",
+        ),
+        (
+            configured(scheduler=RECOMPUTE, finegrained_tp_config={"mlp_tensor_parallel_size": 8}),
+            "finegrained_tp_config.mlp_tensor_parallel_size = 8: .* PreemptOffloadConnector, .* set it to 1",
         ),
         (configured(enable_kv_nz=True), "enable_kv_nz: it keeps KV caches in a private format .*; start without it"),
-        (configured(enable_sparse_sfa_c8=True), "enable_sparse_sfa_c8: .*scales.*; start without it"),
-        *(
-            (configured(indexer=dtype), f"attention_config.indexer_kv_dtype = {dtype}: .*scales.*; use auto or bf16")
-            for dtype in ("fp8", "int8", "mxfp4")
-        ),
+        (configured(enable_sparse_sfa_c8=True), "enable_sparse_sfa_c8: .* does not know, .*; start without it"),
+        (configured(indexer="mxfp4"), "attention_config.indexer_kv_dtype = mxfp4: .* use auto, bf16, int8 or fp8"),
         (configured(enable_hamming_sparse=True), "enable_hamming_sparse: .* hashes .*; start without it"),
         (
             configured(sparse_kv_offload_config={"enabled": True, "topk_buffer_size": 4096}),
             r"sparse_kv_offload_config.enabled: .* host memory of its own.*; start without it",
         ),
-        (configured(dtype="int8"), "kv_cache_dtype = int8: .*scales.*; use auto, float16 or bfloat16"),
+        (
+            configured(dtype="mxfp8"),
+            "kv_cache_dtype = mxfp8: .*scales; use auto, float16 or bfloat16, or with .* int8 or fp8",
+        ),
         (configured(c8=True), "enable_c8_quant: .*scales.*; serve a checkpoint without C8"),
     ],
 )
@@ -80,15 +92,35 @@ def test_an_option_that_is_off_is_no_reason() -> None:
     assert unsupported(configured(sparse_kv_offload_config={"enabled": False})) == ""
 
 
-@pytest.mark.parametrize("name", ["MooncakeConnectorV1", "MooncakeLayerwiseConnector", "AscendStoreConnector"])
+def test_the_recompute_scheduler_may_be_on_unless_it_may_not_compute_again() -> None:
+    assert unsupported(configured(scheduler=RECOMPUTE)) == ""
+    sizes = {"lmhead_tensor_parallel_size": 16, "oproj_tensor_parallel_size": 1, "mlp_tensor_parallel_size": 0}
+    assert unsupported(configured(scheduler=RECOMPUTE, finegrained_tp_config=sizes)) == ""
+    assert unsupported(configured(finegrained_tp_config={"mlp_tensor_parallel_size": 2})) == ""
+
+
+@pytest.mark.parametrize(
+    "name", ["MooncakeConnectorV1", "MooncakeLayerwiseConnector", "MooncakeConnectorStoreV1", "PreemptOffloadConnector"]
+)
 def test_a_connector_of_vllm_ascend_beside_this_one_is_named(name: str) -> None:
     assert unsupported_sibling(in_multi_connector("PDConnector", name)).startswith(f"{name} beside PDConnector: ")
 
 
 def test_other_connectors_may_be_beside_this_one() -> None:
     assert unsupported_sibling(in_multi_connector("PDConnector", "GreetingConnector")) == ""
+    assert unsupported_sibling(in_multi_connector("AscendStoreConnector", "PDConnector")) == ""
     assert unsupported_sibling(SimpleNamespace(kv_transfer_config=None)) == ""
     assert unsupported_sibling(None) == ""
+
+
+@pytest.mark.parametrize(
+    ("names", "there"), [(("PDConnector", "AscendStoreConnector"), True), (("PDConnector", "GreetingConnector"), False)]
+)
+def test_the_pool_of_vllm_ascend_is_seen_beside_this_connector(
+    names: tuple[str, ...], there: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vllm.config.get_current_vllm_config_or_none", lambda: in_multi_connector(*names))
+    assert has_ascend_store() is there
 
 
 def test_nothing_of_it_concerns_other_platforms(monkeypatch: pytest.MonkeyPatch) -> None:

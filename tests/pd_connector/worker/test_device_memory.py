@@ -51,7 +51,8 @@ def test_identities_are_in_device_memory_on_ascend_only(
     monkeypatch.setattr(DeviceIdentityMemory, "on_npu", lambda size: DeviceIdentityMemory(size, CPU))
     monkeypatch.setattr(transfer_engine, "MooncakeEngine", lambda *arguments: made.append(arguments))
     transfer_engine.open_engine(parse_config({"protocol": protocol, "host": "127.0.0.1"}), is_read=False)
-    [(options, identities)] = made
+    [(options, identities, lend)] = made
+    assert lend is None
     assert isinstance(options, MooncakeOptions)
     assert options.protocol == protocol
     assert isinstance(identities, DeviceIdentityMemory) is on_device

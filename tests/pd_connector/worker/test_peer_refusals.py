@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from pd_connector.recipe_keys import EngineSizes
 from tests.support.connector.engines import (
     DECODE,
     IDENTITY,
@@ -48,6 +49,20 @@ def test_a_prefill_engine_that_takes_shorter_prompts_only_is_warned_of_at_the_fi
         )
         assert "max_tokens must be at least 1, got 0" in said[0]
         assert "Start both with the same --max-model-len" in said[0]
+
+
+@pytest.mark.parametrize(("stated", "says"), [(EngineSizes(tp_size=2, pp_size=1), ""), (EngineSizes(tp_size=8), "8")])
+def test_a_prefill_engine_that_is_not_what_a_recipe_says_is_warned_of_once(
+    site: Site, caplog: pytest.LogCaptureFixture, stated: EngineSizes, says: str
+) -> None:
+    prefill, workers = site.prefill(replace(PREFILL, tp=2)), site.decode()
+    for number, worker in enumerate(workers):
+        remote = prefill.prefill(f"r{number}", THEIRS)
+        site.session(worker, remote, stated=stated).submit(an_order(f"r{number}", remote, OURS))
+        assert worker.next_end().cause == ""
+    said = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert len(said) == bool(says)
+    assert not says or f"at 127.0.0.1:{prefill.port}: tp_size 8 (found: 2). PDConnector goes by what it" in said[0]
 
 
 # Peers that cannot be used

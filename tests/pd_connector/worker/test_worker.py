@@ -412,7 +412,7 @@ def options(monkeypatch: pytest.MonkeyPatch) -> Callable[..., MooncakeOptions]:
     def open_on(device: str, **settings: Any) -> MooncakeOptions:
         made: list[MooncakeOptions] = []
         monkeypatch.setattr(transfer_engine, "default_protocol", lambda: {"cuda": "rdma"}.get(device, "tcp"))
-        monkeypatch.setattr(transfer_engine, "MooncakeEngine", lambda options, _: made.append(options))
+        monkeypatch.setattr(transfer_engine, "MooncakeEngine", lambda options, *_: made.append(options))
         transfer_engine.open_engine(parse_config({"host": "127.0.0.1", **settings}), is_read=True)
         (found,) = made
         return found

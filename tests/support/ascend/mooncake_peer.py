@@ -1,11 +1,12 @@
 """Mooncake's wheel for NPUs, between two processes on simulated NPUs: one to be read from, and one that reads.
 
-    python -m tests.support.ascend.mooncake_peer serve
+    python -m tests.support.ascend.mooncake_peer serve [before | after]
     python -m tests.support.ascend.mooncake_peer read PEER
 
 Below Mooncake's transport for Ascend is a stand-in for CANN's ADXL (``adxl/adxl.cpp``); ``build_adxl`` compiles it. A
-process that serves prints ``PEER`` and how to reach it, and lives until its standard input ends. One that reads prints
-what it found, as JSON.
+process that serves prints ``PEER`` and how to reach it, and lives until its standard input ends. With ``before`` or
+``after``, it shares vllm-ascend's engine with a pool, which registers the same memory before or after it does. One that
+reads prints what it found, as JSON.
 """
 
 import json
@@ -37,8 +38,11 @@ def contents() -> "np.ndarray[Any, np.dtype[np.uint8]]":
     return np.asarray(np.arange(SERVED_BYTES) % 251, np.uint8)
 
 
-def start() -> tuple[Any, Any]:
-    """Return an engine on the first NPU, and device memory of ``SERVED_BYTES`` bytes that it has registered."""
+def start(pool_registers: str = "") -> tuple[Any, Any]:
+    """Return an engine on the first NPU, and device memory of ``SERVED_BYTES`` bytes that it has registered.
+
+    ``pool_registers``: "before" or "after", as in the module's description; "" for an engine of its own.
+    """
     import torch  # noqa: PLC0415  in the process that was started for it only
 
     from pd_connector.worker.device_memory import DeviceIdentityMemory, device_memory  # noqa: PLC0415
@@ -46,17 +50,40 @@ def start() -> tuple[Any, Any]:
 
     torch.npu.set_device(0)
     options = MooncakeOptions("127.0.0.1", protocol="ascend")
-    engine = MooncakeEngine(options, DeviceIdentityMemory.on_npu(IDENTITY_BYTES))
     memory = device_memory(SERVED_BYTES, torch.device("npu", 0), "take less")
+    lend = _lender() if pool_registers else None
+    if pool_registers == "before":
+        _register_as_the_pool(memory)
+    engine = MooncakeEngine(options, DeviceIdentityMemory.on_npu(IDENTITY_BYTES), lend)
     engine.register([Region(memory.data_ptr(), SERVED_BYTES)])
+    if pool_registers == "after":
+        _register_as_the_pool(memory)
     return engine, memory
 
 
-def serve() -> None:
+def _lender() -> Any:
+    """Return what lends vllm-ascend's engine beside its pool."""
+    from unittest.mock import patch  # noqa: PLC0415
+
+    from pd_connector.vllm.npu import lent_engine  # noqa: PLC0415
+
+    with patch.object(lent_engine, "has_ascend_store", lambda: True):
+        return lent_engine.lent_engine()
+
+
+def _register_as_the_pool(memory: Any) -> None:
+    """What the pool's ``MooncakeBackend.register_buffer`` does."""
+    from vllm_ascend.distributed.kv_transfer.utils.mooncake_transfer_engine import global_te  # noqa: PLC0415
+
+    global_te.get_transfer_engine("127.0.0.1", device_name=None)
+    global_te.register_buffer([memory.data_ptr()], [SERVED_BYTES])
+
+
+def serve(pool_registers: str = "") -> None:
     """Let others read ``contents``."""
     import torch  # noqa: PLC0415
 
-    engine, memory = start()
+    engine, memory = start(pool_registers)
     memory.copy_(torch.from_numpy(contents()))
     torch.npu.synchronize()
     identity = engine.identity
@@ -94,6 +121,6 @@ def read(peer: str) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1] == "serve":
-        serve()
+        serve(*sys.argv[2:])
     else:
         read(sys.argv[2])
