@@ -92,6 +92,7 @@ def engine_config(engine: RecipeSide, models: TinyModels) -> "VllmConfig":
         model=str(models.target),
         skip_tokenizer_init=True,
         load_format="dummy",
+        language_model_only=True,  # what reads images has no KV cache
         kv_transfer_config=_understood(engine.transfer_config()),
         num_gpu_blocks_override=BLOCKS,
         **arguments,

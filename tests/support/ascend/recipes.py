@@ -17,6 +17,8 @@ Hardware: TypeAlias = Literal["A2", "A3", "A5"]
 
 RECIPES = ROOT_OF_PROJECT / "tests" / "ascend_sim" / "recipes"
 _SWITCHES = {"on": True, "off": False}
+#: Options that pages have at the top of ``additional_config``, where vllm-ascend refuses them, and where it reads them.
+_MISPLACED = {"fuse_muls_add": "ascend_compilation_config"}
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,7 @@ class RecipeSide:
             "max_model_len": int(given["max_model_len"]),
             "max_num_seqs": int(given["max_num_seqs"]),
             "max_num_batched_tokens": int(given["max_num_batched_tokens"]),
-            "additional_config": dict(given.get("additional_config") or {}),
+            "additional_config": _corrected(given.get("additional_config") or {}),
         }
         same = ("block_size", "kv_cache_dtype", "cp_kv_cache_interleave_size", "dtype", "hf_overrides")
         arguments |= {name: given[name] for name in same if name in given}
@@ -102,6 +104,15 @@ class RecipeSide:
         Also as the child of a MultiConnector; its siblings stay as they are.
         """
         return _with_our_connector(self.options["kv_transfer"])
+
+
+def _corrected(additional: dict[str, Any]) -> dict[str, Any]:
+    """Put misplaced options where vllm-ascend reads them; without, its start ends there, whatever the connector."""
+    corrected = {name: value for name, value in additional.items() if name not in _MISPLACED}
+    for name, section in _MISPLACED.items():
+        if name in additional:
+            corrected[section] = dict(corrected.get(section) or {}) | {name: additional[name]}
+    return corrected
 
 
 def _with_our_connector(given: dict[str, Any]) -> dict[str, Any]:
