@@ -83,7 +83,7 @@ def _qwen3_vl_moe(layers: int) -> Config:
     text = _qwen3_moe(layers) | {"model_type": "qwen3_vl_moe_text", "norm_topk_prob": True}
     text["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [24, 20, 20]}
     vision = {
-        "model_type": "qwen3_vl_moe", "depth": 1, "hidden_size": 64, "num_heads": 8, "intermediate_size": 64,
+        "model_type": "qwen3_vl_moe", "depth": 1, "hidden_size": 64, "num_heads": 16, "intermediate_size": 64,
         "out_hidden_size": _HIDDEN, "patch_size": 16, "spatial_merge_size": 2, "temporal_patch_size": 2,
         "deepstack_visual_indexes": [],
     }  # fmt: skip
@@ -158,7 +158,7 @@ def _glm_moe_dsa(layers: int) -> Config:
 
 def _minimax_m3(layers: int) -> Config:
     sparse = [0] + [1] * (layers - 1)
-    return _shared("MiniMaxM3SparseForCausalLM", "minimax_m3", layers) | {
+    text = _shared("MiniMaxM3SparseForCausalLM", "minimax_m3", layers) | {
         "num_attention_heads": 64, "num_key_value_heads": 4, "head_dim": 128, "rotary_dim": 64,
         "dense_intermediate_size": 512, "shared_intermediate_size": 128, "num_local_experts": _EXPERTS,
         "moe_layer_freq": sparse, "hidden_act": "swigluoai",
@@ -168,6 +168,11 @@ def _minimax_m3(layers: int) -> Config:
             "sparse_score_type": "max", "sparse_init_block": 0, "sparse_local_block": 1,
             "sparse_attention_freq": sparse,
         },
+    }  # fmt: skip
+    vision = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 1, "intermediate_size": 64}
+    return {
+        "architectures": ["MiniMaxM3SparseForConditionalGeneration"], "model_type": "minimax_m3_vl",
+        "text_config": text, "vision_config": vision, "torch_dtype": "bfloat16",
     }  # fmt: skip
 
 
@@ -186,7 +191,7 @@ def _qwen3_5(layers: int, *, experts: bool) -> Config:
     if experts:
         text["num_experts"] = _EXPERTS
     vision = {
-        "model_type": kind, "depth": 1, "hidden_size": 64, "num_heads": 8, "intermediate_size": 64,
+        "model_type": kind, "depth": 1, "hidden_size": 64, "num_heads": 16, "intermediate_size": 64,
         "out_hidden_size": _HIDDEN, "patch_size": 16, "spatial_merge_size": 2, "temporal_patch_size": 2,
         "deepstack_visual_indexes": [],
     }  # fmt: skip
@@ -213,7 +218,8 @@ def _deepseek_v4(layers: int) -> Config:
         "num_hash_layers": 1, "norm_topk_prob": True, "routed_scaling_factor": 1.5, "scoring_func": "sqrtsoftplus",
         "topk_method": "noaux_tc", "hc_mult": 4, "hc_eps": 1e-6, "hc_sinkhorn_iters": 20, "swiglu_limit": 10.0,
         "num_nextn_predict_layers": 1, "dspark_markov_rank": 16, "dspark_block_size": 6,
-        "dspark_target_layer_ids": [1, 2], "dspark_num_mtp_layers": 3, "n_mtp_layers": 3, "n_group": 1,
+        "dspark_target_layer_ids": [1, 2], "dspark_num_mtp_layers": 3, "dspark_n_routed_experts": _EXPERTS,
+        "n_mtp_layers": 3, "n_group": 1,
         "topk_group": 1,
     } | _INDEXER  # fmt: skip
 
@@ -284,7 +290,7 @@ def _eagle3(recipe: Recipe) -> Config:
     """Attention by head, or MLA, which Kimi's drafts are published with as well."""
     own = {"draft_vocab_size": _VOCABULARY}
     if recipe.name.startswith("kimi-k26"):
-        return _mla("Eagle3DeepseekV2ForCausalLM", "deepseek_v3", 1) | own
+        return _mla("Eagle3DeepseekV2ForCausalLM", "deepseek_v2", 1) | own
     heads = 64 if recipe.name.startswith("kimi") else 8
     return _shared("LlamaForCausalLMEagle3", "llama", 1) | {
         "num_attention_heads": 64, "num_key_value_heads": heads, "head_dim": 128,

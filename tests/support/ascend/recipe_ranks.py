@@ -47,11 +47,9 @@ def make_ranks(recipe: Recipe, side: Side, directory: Path) -> Iterator[RankCach
     _inspect_models_here()
     engine = recipe.side(side)
     models = write_models(directory / side, recipe, engine)
-    os.environ.update(engine.environment)
-    os.environ["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"  # than the tiny model's embeddings reach
-    os.environ.pop("VLLM_PP_LAYER_PARTITION", None)
-    if models.partition:
-        os.environ["VLLM_PP_LAYER_PARTITION"] = models.partition
+    partition = {"VLLM_PP_LAYER_PARTITION": models.partition} if models.partition else {}
+    # The tiny models' embeddings do not reach as far as a recipe's prompts.
+    _become_environment(engine.environment | partition | {"VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1"})
     firsts = [Worker(engine_config(engine, models), 0, pp_rank) for pp_rank in range(engine.pp)]
     plans = _plan(firsts)
     for pp_rank, first in enumerate(firsts):
@@ -119,3 +117,14 @@ def _inspect_models_here() -> None:
         return registry._ModelInfo.from_model_cls(model.load_model_cls())
 
     registry._LazyRegisteredModel.inspect_model_cls = inspect  # type: ignore[method-assign]
+
+
+_set_by_us: set[str] = set()
+
+
+def _become_environment(variables: dict[str, str]) -> None:
+    """Set the variables of an engine, and unset those of the engine before."""
+    for name in _set_by_us:
+        os.environ.pop(name, None)
+    _set_by_us.update(variables)
+    os.environ.update(variables)
