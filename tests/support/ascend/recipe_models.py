@@ -19,7 +19,8 @@ _HIDDEN = 256
 _EXPERTS = 64
 #: Of two pipeline stages: the first has more layers, wherever the recipe's has.
 _STAGES = {(30, 30): (3, 3), (41, 37): (5, 3), (42, 36): (5, 3)}
-_LAYERS = 4
+#: Without stages, where 4 layers would have too few of each kind.
+_LAYERS = {"deepseek_v4": 7, "deepseek_v41": 6, "qwen3_5": 8, "qwen3_5_moe": 8, "glm5_next": 8}
 
 
 @dataclass(frozen=True)
@@ -33,8 +34,9 @@ class TinyModels:
 
 def write_models(directory: Path, recipe: Recipe, side: RecipeSide) -> TinyModels:
     """Write what a recipe's side serves to a directory."""
-    stages = _STAGES[recipe.p.partition] if recipe.p.partition else (_LAYERS,)
-    target = _write(directory / "target", _MODELS[family_of(recipe)](sum(stages)))
+    family = family_of(recipe)
+    stages = _STAGES[recipe.p.partition] if recipe.p.partition else (_LAYERS.get(family, 4),)
+    target = _write(directory / "target", _MODELS[family](sum(stages)))
     draft = None
     if side.draft.get("method") == "eagle3":
         draft = _write(directory / "draft", _eagle3(recipe))
@@ -169,7 +171,12 @@ def _minimax_m3(layers: int) -> Config:
             "sparse_attention_freq": sparse,
         },
     }  # fmt: skip
-    vision = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 1, "intermediate_size": 64}
+    vision = {
+        "hidden_size": 256, "num_attention_heads": 4, "num_hidden_layers": 1, "intermediate_size": 64,
+        "img_token_compression_config": {"spatial_merge_size": 2, "temporal_patch_size": 2}, "layer_norm_eps": 1e-6,
+        "num_channels": 3, "patch_size": 14, "image_size": 56, "hidden_act": "gelu", "attention_dropout": 0.0,
+        "rope_theta": 10000.0,
+    }  # fmt: skip
     return {
         "architectures": ["MiniMaxM3SparseForConditionalGeneration"], "model_type": "minimax_m3_vl",
         "text_config": text, "vision_config": vision, "torch_dtype": "bfloat16",
@@ -244,7 +251,7 @@ def _deepseek_v41(layers: int) -> Config:
         "engram_layer_ids": [], "candidate_source_layer_id": 1, "candidate_topk_blocks": 8,
         "candidate_block_size": 64,
     }  # fmt: skip
-    text = _deepseek_v4(layers) | own | {"model_type": "deepseek_v41_text"}
+    text = _deepseek_v4(layers) | own | {"model_type": "deepseek_v41_text", "num_nextn_predict_layers": 3}
     return {
         "architectures": ["DeepseekV41ForCausalLM"], "model_type": "deepseek_v41", "text_config": text,
         "vision_config": {}, "torch_dtype": "bfloat16",

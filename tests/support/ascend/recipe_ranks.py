@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm.config import VllmConfig
+from vllm.config import vllm as config_module
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.models import registry
 from vllm.v1.attention.backends.utils import record_kv_cache_layout, resolve_kv_cache_layout
@@ -45,6 +46,7 @@ class RankCaches:
 def make_ranks(recipe: Recipe, side: Side, directory: Path) -> Iterator[RankCaches]:
     """Make the caches of an engine's ranks, one rank after another, TP ranks of the first pipeline stage first."""
     _inspect_models_here()
+    config_module.HAS_TRITON = True  # which the second model runner's kernels need, none of which is called
     engine = recipe.side(side)
     models = write_models(directory / side, recipe, engine)
     partition = {"VLLM_PP_LAYER_PARTITION": models.partition} if models.partition else {}

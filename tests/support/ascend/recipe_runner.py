@@ -16,7 +16,7 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.platforms import current_platform
 from vllm.utils.torch_utils import kv_cache_dtype_str_to_dtype, set_default_torch_dtype
-from vllm.v1.attention.backend import AttentionBackend
+from vllm.v1.attention.backend import AttentionBackend, AttentionMetadataBuilder
 from vllm.v1.attention.backends.utils import get_supported_kv_cache_layouts
 from vllm.v1.worker.utils import prepare_kernel_block_sizes
 from vllm_ascend.ascend_config import get_ascend_config, init_ascend_config
@@ -47,7 +47,7 @@ class Worker:
         with set_current_vllm_config(vllm_config), set_default_torch_dtype(vllm_config.model_config.dtype):
             self.model = self._make_model()
             current_platform.update_block_size_for_backend(vllm_config)
-            self.runner = self._make_runner()
+            self.runner = _SecondRunner(vllm_config) if vllm_config.use_v2_model_runner else self._make_runner()
 
     def specs(self) -> "dict[str, KVCacheSpec]":
         """What the runner states of each layer's cache."""
@@ -67,15 +67,12 @@ class Worker:
 
     def allocate(self, kv_cache_config: "KVCacheConfig") -> dict[str, Any]:
         """Make the caches of a plan, as the runner hands them over to a connector."""
-        runner = self.runner
-        runner.kv_cache_config = kv_cache_config
         with set_current_vllm_config(self.vllm_config), _without_builders(self.layers()):
-            runner.maybe_add_kv_sharing_layers_to_kv_cache_groups(kv_cache_config)
-            runner.initialize_attn_backend(kv_cache_config)
-            runner.use_hybrid_blocks = len(runner.attn_groups) > 1
-            sizes = prepare_kernel_block_sizes(kv_cache_config, runner.attn_groups)
-            runner.kernel_block_sizes = sizes
-            caches: dict[str, Any] = runner.initialize_kv_cache_tensors(kv_cache_config, kernel_block_sizes=sizes)
+            caches: dict[str, Any] = (
+                self.runner.allocate(kv_cache_config)
+                if isinstance(self.runner, _SecondRunner)
+                else _allocate(self.runner, kv_cache_config)
+            )
         return caches
 
     def _make_model(self) -> list[torch.nn.Module]:
@@ -125,11 +122,44 @@ class Worker:
         return runner
 
 
-class _NoBuilder:
+def _allocate(runner: Any, kv_cache_config: "KVCacheConfig") -> Any:
+    """Make caches as the runner's ``initialize_kv_cache`` does it."""
+    runner.kv_cache_config = kv_cache_config
+    runner.maybe_add_kv_sharing_layers_to_kv_cache_groups(kv_cache_config)
+    runner.initialize_attn_backend(kv_cache_config)
+    runner.use_hybrid_blocks = len(runner.attn_groups) > 1
+    sizes = prepare_kernel_block_sizes(kv_cache_config, runner.attn_groups)
+    runner.kernel_block_sizes = sizes
+    return runner.initialize_kv_cache_tensors(kv_cache_config, kernel_block_sizes=sizes)
+
+
+class _SecondRunner:
+    """What vLLM's second model runner does for KV caches, by the functions that vllm-ascend puts in place of vLLM's."""
+
+    def __init__(self, vllm_config: "VllmConfig") -> None:
+        from vllm.v1.worker.gpu import model_runner  # noqa: PLC0415  patched by then
+
+        self._vllm_config, self._functions = vllm_config, model_runner
+
+    def get_kv_cache_spec(self) -> "dict[str, KVCacheSpec]":
+        specs: dict[str, KVCacheSpec] = self._functions.get_kv_cache_spec(self._vllm_config)
+        return specs
+
+    def allocate(self, kv_cache_config: "KVCacheConfig") -> Any:
+        device = torch.device("npu:0")
+        _, _, sizes = self._functions.init_attn_backend(kv_cache_config, self._vllm_config, device)
+        context = self._vllm_config.compilation_config.static_forward_context
+        return self._functions.init_kv_cache(context, kv_cache_config, device, sizes, self._vllm_config)
+
+
+class _NoBuilder(AttentionMetadataBuilder[Any]):
     """In the place of what prepares an attention backend's steps."""
 
     def __init__(self, *_: Any) -> None:
         pass
+
+    def build(self, *_: Any, **__: Any) -> None:
+        raise AssertionError("there are no steps")
 
 
 @contextlib.contextmanager

@@ -62,7 +62,7 @@ class RecipeSide:
         return {
             name: value
             for name, value in self.options["env"].items()
-            if name.startswith("VLLM_") and name not in {"VLLM_HOST_IP", "VLLM_PP_LAYER_PARTITION"}
+            if name.startswith(("VLLM_", "DYNAMIC_EPLB")) and name not in {"VLLM_HOST_IP", "VLLM_PP_LAYER_PARTITION"}
         }
 
     def engine_arguments(self) -> dict[str, Any]:
@@ -94,8 +94,6 @@ class RecipeSide:
             arguments["disable_hybrid_kv_cache_manager"] = False
         if "compilation_config" in given:
             arguments["compilation_config"] = dict(given["compilation_config"])
-        if "--engram-config" in (flags := given.get("other_flags") or {}):
-            arguments["engram_config"] = flags["--engram-config"]
         return arguments
 
     def transfer_config(self) -> dict[str, Any]:
