@@ -20,7 +20,11 @@ _EXPERTS = 64
 #: Of two pipeline stages: the first has more layers, wherever the recipe's has.
 _STAGES = {(30, 30): (3, 3), (41, 37): (5, 3), (42, 36): (5, 3)}
 #: Without stages, where 4 layers would have too few of each kind.
-_LAYERS = {"deepseek_v4": 7, "deepseek_v41": 6, "qwen3_5": 8, "qwen3_5_moe": 8, "glm5_next": 8}
+_LAYERS = {"deepseek_v4": 7, "deepseek_v41": 9, "qwen3_5": 8, "qwen3_5_moe": 8, "glm5_next": 8}
+
+
+#: Where a prompt takes more blocks, all cache groups together.
+_BLOCKS = {"deepseek_v4": 160, "deepseek_v41": 64, "glm5_next": 32}
 
 
 @dataclass(frozen=True)
@@ -30,6 +34,7 @@ class TinyModels:
     target: Path
     draft: Path | None  # of a draft that is a model of its own
     partition: str  # layers of each pipeline stage, as ``VLLM_PP_LAYER_PARTITION``; empty without
+    blocks: int  # of vLLM's pool on every rank: enough for a test's prompt
 
 
 def write_models(directory: Path, recipe: Recipe, side: RecipeSide) -> TinyModels:
@@ -40,7 +45,8 @@ def write_models(directory: Path, recipe: Recipe, side: RecipeSide) -> TinyModel
     draft = None
     if side.draft.get("method") == "eagle3":
         draft = _write(directory / "draft", _eagle3(recipe))
-    return TinyModels(target, draft, ",".join(map(str, stages)) if side.pp > 1 else "")
+    partition = ",".join(map(str, stages)) if side.pp > 1 else ""
+    return TinyModels(target, draft, partition, _BLOCKS.get(family, 16))
 
 
 def family_of(recipe: Recipe) -> str:
@@ -247,7 +253,7 @@ def _glm5_next(layers: int) -> Config:
 
 def _deepseek_v41(layers: int) -> Config:
     own = {
-        "compress_ratios": [0, *([2] * (layers - 1))], "kv_source_layer_ids": [1, 3], "index_source_layer_ids": [1, 3],
+        "compress_ratios": [0, *([2] * (layers - 1))], "kv_source_layer_ids": [1, 4, 7], "index_source_layer_ids": [1, 4, 7],
         "engram_layer_ids": [], "candidate_source_layer_id": 1, "candidate_topk_blocks": 8,
         "candidate_block_size": 64,
     }  # fmt: skip

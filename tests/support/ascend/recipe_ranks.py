@@ -16,6 +16,8 @@ from vllm.config import VllmConfig
 from vllm.config import vllm as config_module
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.models import registry
+from vllm.platforms import current_platform
+from vllm.plugins import load_general_plugins
 from vllm.v1.attention.backends.utils import record_kv_cache_layout, resolve_kv_cache_layout
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
@@ -26,8 +28,6 @@ from tests.support.ascend.recipe_models import TinyModels, write_models
 from tests.support.ascend.recipe_runner import Worker
 from tests.support.ascend.recipes import Recipe, RecipeSide, Side
 
-#: Blocks of vLLM's pool on every rank.
-BLOCKS = 12
 #: Bytes that a device is said to have for caches.
 _ROOM = 1 << 40
 
@@ -45,6 +45,8 @@ class RankCaches:
 
 def make_ranks(recipe: Recipe, side: Side, directory: Path) -> Iterator[RankCaches]:
     """Make the caches of an engine's ranks, one rank after another, TP ranks of the first pipeline stage first."""
+    load_general_plugins()
+    current_platform.pre_register_and_update()
     _inspect_models_here()
     config_module.HAS_TRITON = True  # which the second model runner's kernels need, none of which is called
     engine = recipe.side(side)
@@ -94,7 +96,7 @@ def engine_config(engine: RecipeSide, models: TinyModels) -> "VllmConfig":
         load_format="dummy",
         language_model_only=True,  # what reads images has no KV cache
         kv_transfer_config=_understood(engine.transfer_config()),
-        num_gpu_blocks_override=BLOCKS,
+        num_gpu_blocks_override=models.blocks,
         **arguments,
     ).create_engine_config()
 
