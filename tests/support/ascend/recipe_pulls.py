@@ -1,0 +1,66 @@
+"""A recipe's prompt from every rank of P into every rank of D, of which every byte is checked."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from layout.geometry import WorkerGeometry
+from layout.plan import compile_plans
+from layout.sharding import choose_sources
+from pd_connector.vllm.cache_groups import Ranks, cache_groups
+from pd_connector.worker.caches import describe_caches
+from tests.support.ascend.recipe_memory import RankMemory, differences
+from tests.support.ascend.recipe_oracle import Prompt, block_tables, prompt_tokens
+from tests.support.ascend.recipe_ranks import RankCaches, make_ranks
+from tests.support.ascend.recipes import Recipe
+
+
+@dataclass(frozen=True)
+class Pulled:
+    """What was done, for those who read it."""
+
+    tokens: int
+    descriptors: int
+    bytes: int
+
+
+def describe(rank: RankCaches) -> WorkerGeometry:
+    """A rank's caches as the connector describes them."""
+    parallel = rank.vllm_config.parallel_config
+    tp_size, pp_size = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+    ranks = Ranks(rank.tp_rank, tp_size, rank.pp_rank, pp_size)
+    groups = cache_groups(rank.vllm_config, rank.kv_cache_config)
+    return describe_caches(rank.kv_caches, groups, ranks, f"host:{ranks.index}")
+
+
+def pull_prompt(recipe: Recipe, directory: Path) -> Pulled:
+    """Make both engines, fill P with a prompt and D with noise, read it as the connector plans it, and check D."""
+    senders = list(make_ranks(recipe, "P", directory))
+    memories = [RankMemory(rank.kv_caches) for rank in senders]
+    theirs = [describe(rank) for rank in senders]
+    known = frozenset(layer for rank in senders for layer in rank.kv_caches)
+    tokens = descriptors = moved = 0
+    sent: Prompt | None = None
+    for reader in make_ranks(recipe, "D", directory):
+        if sent is None:
+            tokens = prompt_tokens([senders[0], reader])
+            sent = Prompt(tokens, block_tables(senders[0], tokens, seed=1))
+            for number, (rank, memory) in enumerate(zip(senders, memories, strict=True)):
+                memory.fill_with_noise(number)
+                sent.write(rank, memory)
+        wanted = Prompt(tokens, block_tables(reader, tokens, seed=2))
+        memory = RankMemory(reader.kv_caches)
+        memory.fill_with_noise(1000 + reader.tp_rank)
+        expected = memory.copy()
+        due = wanted.write(reader, expected, known)
+        ours, arrived = describe(reader), 0
+        for source, plan in compile_plans(ours, theirs, choose_sources(ours, theirs)).items():
+            for copies in (
+                plan.instantiate(wanted.tables, sent.tables, 0, tokens),
+                plan.instantiate_states(wanted.tables, sent.tables, tokens),
+            ):
+                memory.receive(copies, [memories[source]])
+                descriptors, arrived = descriptors + len(copies), arrived + copies.total_bytes
+        assert not (wrong := differences(memory, expected)), f"D's rank {reader.tp_rank}: {wrong}"
+        assert arrived == due, f"D's rank {reader.tp_rank}: {arrived} bytes for {due}"
+        moved += arrived
+    return Pulled(tokens, descriptors, moved)

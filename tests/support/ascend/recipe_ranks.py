@@ -1,0 +1,134 @@
+"""The KV caches of each rank of a recipe's engine, made by vllm-ascend's own code, without weights or a step.
+
+Everything between the options and the tensors is real: vLLM's configuration, vllm-ascend's model on the meta device
+(whose layers state their caches), its model runner's ``get_kv_cache_spec``, the planner that vllm-ascend has put in the
+place of vLLM's, and the runner's allocation.
+"""
+
+import copy
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vllm.config import VllmConfig
+from vllm.config import vllm as config_module
+from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.models import registry
+from vllm.platforms import current_platform
+from vllm.plugins import load_general_plugins
+from vllm.v1.attention.backends.utils import record_kv_cache_layout, resolve_kv_cache_layout
+from vllm.v1.core import kv_cache_utils
+from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
+
+from pd_connector.config import ConfigError, parse_config
+from tests.support.ascend.recipe_models import TinyModels, write_models
+from tests.support.ascend.recipe_runner import Worker
+from tests.support.ascend.recipes import Recipe, RecipeSide, Side
+
+#: Bytes that a device is said to have for caches.
+_ROOM = 1 << 40
+
+
+@dataclass(frozen=True)
+class RankCaches:
+    """What a worker hands over to a connector."""
+
+    vllm_config: VllmConfig
+    kv_cache_config: KVCacheConfig
+    kv_caches: dict[str, Any]
+    tp_rank: int
+    pp_rank: int
+
+
+def make_ranks(recipe: Recipe, side: Side, directory: Path) -> Iterator[RankCaches]:
+    """Make the caches of an engine's ranks, one rank after another, TP ranks of the first pipeline stage first."""
+    load_general_plugins()
+    current_platform.pre_register_and_update()
+    _inspect_models_here()
+    config_module.HAS_TRITON = True  # which the second model runner's kernels need, none of which is called
+    engine = recipe.side(side)
+    models = write_models(directory / side, recipe, engine)
+    partition = {"VLLM_PP_LAYER_PARTITION": models.partition} if models.partition else {}
+    # The tiny models' embeddings do not reach as far as a recipe's prompts.
+    _become_environment(engine.environment | partition | {"VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1"})
+    firsts = [Worker(engine_config(engine, models), 0, pp_rank) for pp_rank in range(engine.pp)]
+    plans = _plan(firsts)
+    for pp_rank, first in enumerate(firsts):
+        for tp_rank in range(engine.tp):
+            worker = Worker(engine_config(engine, models), tp_rank, pp_rank)
+            assert worker.specs() == first.specs(), "the ranks of a stage state other caches"
+            plan = copy.deepcopy(plans[pp_rank])
+            record_kv_cache_layout(worker.vllm_config.cache_config, plan.kv_cache_layout)
+            yield RankCaches(worker.vllm_config, plan, worker.allocate(plan), tp_rank, pp_rank)
+
+
+def _plan(workers: list[Worker]) -> list[KVCacheConfig]:
+    """Plan the caches of each pipeline stage as vLLM's engine core does."""
+    config = workers[0].vllm_config
+    register_all_kvcache_specs(config)
+    specs: list[dict[str, KVCacheSpec]] = [worker.specs() for worker in workers]
+    layouts = [worker.layouts() for worker in workers]
+    layout = resolve_kv_cache_layout(config, layouts, [spec for each in specs for spec in each.values()])
+    for worker in workers:
+        record_kv_cache_layout(worker.vllm_config.cache_config, layout.name)
+    # The pool is far too small for a prompt of max_model_len.
+    kv_cache_utils._check_enough_kv_cache_memory = lambda *_: None  # type: ignore[assignment]
+    plans: list[KVCacheConfig] = kv_cache_utils.get_kv_cache_configs(config, specs, [_ROOM] * len(workers))
+    for plan in plans:
+        plan.kv_cache_layout = layout.name
+    return plans
+
+
+def engine_config(engine: RecipeSide, models: TinyModels) -> "VllmConfig":
+    """vLLM's configuration of a recipe's engine."""
+    from vllm.engine.arg_utils import EngineArgs  # noqa: PLC0415
+
+    arguments = engine.engine_arguments()
+    draft = engine.draft
+    if draft:
+        arguments["speculative_config"] = draft | ({"model": str(models.draft)} if models.draft else {})
+    return EngineArgs(
+        model=str(models.target),
+        skip_tokenizer_init=True,
+        load_format="dummy",
+        language_model_only=True,  # what reads images has no KV cache
+        kv_transfer_config=_understood(engine.transfer_config()),
+        num_gpu_blocks_override=models.blocks,
+        **arguments,
+    ).create_engine_config()
+
+
+def _understood(transfer: dict[str, Any]) -> dict[str, Any]:
+    """Leave out what this project's connector stops at while vLLM makes its configuration."""
+    extra = dict(transfer["kv_connector_extra_config"])
+    if "connectors" in extra:
+        extra["connectors"] = [_understood(child) for child in extra["connectors"]]
+    elif transfer["kv_connector"] == "PDConnector":
+        try:
+            parse_config(extra)
+        except ConfigError:
+            extra = {}
+    return transfer | {"kv_connector_extra_config": extra}
+
+
+def _inspect_models_here() -> None:
+    """Have vLLM look at the classes of models in this process, which is fresh, and not in one of its own for each."""
+
+    def inspect(model: Any) -> Any:
+        return registry._ModelInfo.from_model_cls(model.load_model_cls())
+
+    registry._LazyRegisteredModel.inspect_model_cls = inspect  # type: ignore[method-assign]
+
+
+_set_by_us: set[str] = set()
+
+
+def _become_environment(variables: dict[str, str]) -> None:
+    """Set the variables of an engine, and unset those of the engine before."""
+    for name in _set_by_us:
+        os.environ.pop(name, None)
+    _set_by_us.update(variables)
+    os.environ.update(variables)
