@@ -11,6 +11,7 @@ otherwise. This module reads no tensor and no memory.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from layout.context_parallel import WHOLE, TokenSplit
 from layout.layer_numbers import LayerNumbers
 
 
@@ -45,7 +46,7 @@ class Plane:
     layers: tuple[str, ...]  # layer names, in the order of the layer axis
     head_start: int  # first global KV head held
     heads: int  # KV heads held
-    block_tokens: int  # tokens in a block; of a state, its rows: the last inputs of a convolution, or 1
+    block_tokens: int  # tokens held in a block; of a state, its rows: the last inputs of a convolution, or 1
     content: int  # items of one (head, token)
     item_size: int  # bytes of one item
     blocks: int  # blocks held
@@ -59,6 +60,7 @@ class Plane:
     total_heads: int = 0  # KV heads of these layers over all ranks; 0 if unknown
     optional: bool = False  # layers that the remote engine may be without, as those that only draft tokens
     dtype: str = ""  # of an item of a state, by torch's name; empty if the engine's settings tell
+    tokens: TokenSplit = WHOLE  # which tokens of a request are held, if ranks share them
 
     @property
     def head_end(self) -> int:
@@ -80,6 +82,9 @@ class CacheGroup:
 
     If the group holds ``states``, entry i of a block table has the state after ``(i + 1) * block_tokens`` tokens, or
     after all tokens if these are fewer. What drafts need lies in entries behind that one.
+
+    Where ranks share the tokens of a request (context parallelism), a block of the block table has ``block_tokens`` on
+    all of them together. A plane in the same group that every rank holds whole has all of these.
     """
 
     block_tokens: int
@@ -92,7 +97,7 @@ class CacheGroup:
 
     def rows(self, plane: Plane) -> int:
         """Return how many indices of a plane's token axis a block of the block table has."""
-        return plane.block_tokens if self.states else self.block_tokens
+        return plane.block_tokens if self.states else self.block_tokens // plane.tokens.ranks
 
     @property
     def layers(self) -> frozenset[str]:
@@ -121,6 +126,8 @@ class WorkerGeometry:
     regions: tuple[Region, ...]  # all memory that peers may read
     transport: str = ""  # of the transfer engine, e.g. "rdma"; empty if unknown
     identity: Identity | None = None  # of its transfer engine; None as long as it has not started
+    pcp_rank: int = 0  # among the workers that share a prompt's computation
+    pcp_size: int = 1
 
     @property
     def block_bytes(self) -> int:
