@@ -8,7 +8,6 @@ from dataclasses import replace
 from itertools import product
 from math import lcm
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -21,12 +20,10 @@ from tests.support.layout.shared_tokens import (
     GQA,
     INDEXED,
     MLA,
-    NumpyTriton,
     Part,
     Side,
     execute,
     ranks_of,
-    slots_by_vllm,
 )
 
 #: Tensor parallel and context parallel sizes.
@@ -236,25 +233,6 @@ splits = st.builds(
     st.integers(1, 6),
     st.integers(0, 5),
 )
-
-
-@given(splits, st.integers(1, 4), st.data())
-def test_tokens_lie_where_vllm_writes_them(split: TokenSplit, runs: int, data: st.DataObject) -> None:
-    from vllm.v1.worker import block_table  # noqa: PLC0415  imports torch
-
-    rows = split.interleave * runs
-    block_ids = data.draw(st.permutations(range(7)))
-    tokens = np.arange(rows * split.ranks * len(block_ids))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(block_table, "tl", NumpyTriton())
-        form = split.interleave, split.ranks, split.rank
-        slots = np.array([*slots_by_vllm(block_table, tokens.tolist(), block_ids, rows, form)])
-    held = split.holds(tokens)
-    np.testing.assert_array_equal(held, slots >= 0)
-    places = split.before(tokens[held])
-    np.testing.assert_array_equal(slots[held], np.array(block_ids)[places // rows] * rows + places % rows)
-    np.testing.assert_array_equal(split.tokens_at(places), tokens[held])
-    np.testing.assert_array_equal(split.before(tokens), np.concatenate([[0], np.cumsum(held)[:-1]]))
 
 
 @given(splits, splits)

@@ -5,10 +5,9 @@ import ``layout.plan``, ``layout.sharding`` or ``layout.context_parallel``, exce
 """
 
 import ctypes
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import product
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -178,68 +177,3 @@ def execute(copies: Copies) -> None:
         *(each.tolist() for each in (copies.destinations, copies.sources, copies.sizes)), strict=True
     ):
         ctypes.memmove(to, source, size)
-
-
-def slots_by_vllm(
-    module: Any, positions: Sequence[int], block_ids: Sequence[int], rows: int, split: tuple[int, int, int]
-) -> Iterator[int]:
-    """The slots of vLLM's own kernel for a request's tokens, whose source runs on numpy arrays here.
-
-    Args:
-        module: ``vllm.v1.worker.block_table``, whose ``tl`` is ``NumpyTriton``.
-        positions: of the tokens.
-        block_ids: of the request.
-        rows: block size.
-        split: interleave, ranks and rank.
-    """
-    interleave, size, rank = split
-    slots = np.full(len(positions), -2, np.int64)
-    module.tl.program = 0
-    module.ComputeSlotMappingKernel.kernel(
-        len(positions), len(positions), Pointer(np.array([0, len(positions)])), Pointer(np.array(positions)),
-        Pointer(np.array(block_ids)), len(block_ids), Pointer(slots), rows, size, rank, interleave, -1, 1024,
-    )  # fmt: skip
-    yield from slots.tolist()
-
-
-class _Loaded(np.ndarray[Any, Any]):
-    def to(self, _: object) -> "_Loaded":
-        return self
-
-
-@dataclass(frozen=True)
-class Pointer:
-    """A Triton pointer, or several: elements of an array."""
-
-    array: npt.NDArray[np.int64]
-    at: Any = 0
-
-    def __add__(self, offset: Any) -> "Pointer":
-        return Pointer(self.array, self.at + offset)
-
-
-class NumpyTriton:
-    """What vLLM's slot mapping uses of ``triton.language``."""
-
-    int64, constexpr = np.int64, int
-    program = 0
-
-    def program_id(self, _: int) -> int:
-        return self.program
-
-    def num_programs(self, _: int) -> int:
-        return 2  # one request, and the padding
-
-    def arange(self, start: int, end: int) -> npt.NDArray[np.int64]:
-        return np.arange(start, end)
-
-    def load(self, pointer: Pointer, mask: Any = True, other: int = 0) -> _Loaded:
-        at, wanted = np.broadcast_arrays(pointer.at, mask)
-        values = np.where(wanted, pointer.array[np.where(wanted, at, 0)], other)
-        return np.asarray(values).view(_Loaded)
-
-    def store(self, pointer: Pointer, values: Any, mask: Any) -> None:
-        pointer.array[pointer.at[mask]] = np.broadcast_to(values, mask.shape)[mask]
-
-    def where(self, condition: Any, one: Any, other: Any) -> npt.NDArray[np.int64]:
-        return np.where(condition, one, other)
