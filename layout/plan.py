@@ -83,7 +83,6 @@ class _RunPattern:
     def moves_with(self) -> tuple[_UnitAddressing, _UnitAddressing, int, int, int]:
         """A key: patterns with equal keys are a constant distance apart on both sides, in all units."""
         whole = self.unit_tokens == self.local.block_tokens == self.remote.block_tokens
-        whole &= self.local.split.ranks == self.remote.split.ranks == 1
         local, remote = (
             replace(side, address=0, token_stride=0 if whole else side.token_stride)
             for side in (self.local, self.remote)

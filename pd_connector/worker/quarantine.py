@@ -134,7 +134,7 @@ class Quarantine:
         held = len(_blocks(pull for since, pull in self._pulls if now - since > PATIENCE_S))
         total = max(  # of vLLM's blocks, which may be several kernel blocks each
             (
-                plane.blocks * plane.block_tokens // group.block_tokens
+                plane.blocks * plane.block_tokens // group.rows(plane)
                 for group in self._geometry.groups
                 for plane in group.planes
             ),
