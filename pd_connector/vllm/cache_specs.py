@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pd_connector.vllm.engine_config import UnsupportedError, engine_ranks
+from pd_connector.vllm.engine_config import UnsupportedError, context_parallel, engine_ranks
 from pd_connector.vllm.releases.installed import current
 
 if TYPE_CHECKING:
@@ -58,6 +58,8 @@ class LayerSpec:
     parts: tuple[tuple[str, int], ...] = ()  # name and number of items of each part of a token's content, in order
     packing: str = ""  # see ``layout.geometry.Plane``
     optional: bool = False  # need not be pulled
+    token_ranks: int = 1  # ranks that share the tokens of a request; 1: each has all
+    token_interleave: int = 1  # tokens in a row that one of them has
 
 
 @dataclass(frozen=True)
@@ -126,6 +128,25 @@ def check_served(group: "KVCacheGroupSpec", spec: Any, layer: str) -> None:
         )
 
 
+def token_ranks(vllm_config: "VllmConfig", spec: Any, layer: str) -> int:
+    """Return how many ranks share the tokens of a block of vLLM's cache manager (context parallelism).
+
+    Raises:
+        UnsupportedError: they share those of a window, of which nobody knows what vLLM keeps.
+    """
+    ranks, _ = context_parallel(vllm_config)
+    if ranks == 1 or is_state(spec) or not getattr(spec, "dcp_sharded", True):
+        return 1
+    if (kept := retention(spec)).window or kept.chunk:
+        _refuse(
+            layer,
+            type(spec).__name__,
+            f"of which ranks would share a window (decode_context_parallel_size = {ranks})",
+            "set decode_context_parallel_size to 1",
+        )
+    return ranks
+
+
 def is_state(spec: Any) -> bool:
     """Return whether blocks of ``spec`` hold states, not tokens."""
     return type(spec).__name__ == "MambaSpec"
@@ -157,6 +178,9 @@ def layer_spec(vllm_config: "VllmConfig", name: str, spec: Any, *, one_precision
     ``one_precision``: all caches of the engine have the same dtype and quantization.
     """
     packed_bytes = getattr(spec, "state_content_bytes", None)
+    # vllm-ascend's sparse indexer has all tokens on every rank, though its block table is one of shared tokens.
+    has_all = getattr(spec, "sfa_dcp_replicated_indexer_size", 1) > 1
+    ranks = 1 if has_all else token_ranks(vllm_config, spec, name)
     # vLLM 0.23 gives MLA's latent vectors a V of their size, which they do not have.
     items = int(spec.head_size) + (0 if _is_mla(spec) else int(getattr(spec, "head_size_v", spec.head_size)))
     return LayerSpec(
@@ -168,15 +192,17 @@ def layer_spec(vllm_config: "VllmConfig", name: str, spec: Any, *, one_precision
         parts=_parts(vllm_config, spec) if packed_bytes is None else (),
         packing=_packing(spec),
         optional=one_precision and _may_be_missing(vllm_config, name),
+        token_ranks=ranks,
+        token_interleave=int(vllm_config.parallel_config.cp_kv_cache_interleave_size) if ranks > 1 else 1,
     )
 
 
-def retention(spec: Any) -> Retention:
-    """Return what vLLM keeps of a request in a group of layers of a served ``spec``.
+def retention(spec: Any, ranks: int = 1) -> Retention:
+    """Return what vLLM keeps of a request in a group of layers of a served ``spec``, whose tokens ``ranks`` share.
 
     A window or chunk of a full attention cache is only one of the kernels: vLLM keeps all blocks.
     """
-    kind, tokens = type(spec).__name__, int(spec.block_size)
+    kind, tokens = type(spec).__name__, int(spec.block_size) * ranks
     if is_state(spec):
         return Retention(tokens, states=True)
     if kind == "ChunkedLocalAttentionSpec":

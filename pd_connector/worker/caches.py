@@ -11,6 +11,7 @@ from typing import TypeAlias
 
 import torch
 
+from layout.context_parallel import WHOLE, TokenSplit
 from layout.geometry import CacheGroup, Plane, Region, WorkerGeometry
 from layout.sharding import held_heads
 from pd_connector.vllm.cache_groups import GroupSpec, Ranks
@@ -38,6 +39,8 @@ class _PartView:
     packing: str = ""
     is_replicated: bool = False  # every rank holds all heads
     dtype: str = ""  # see ``Plane``
+    token_ranks: int = 1
+    token_interleave: int = 1
 
     @property
     def address(self) -> int:
@@ -47,7 +50,7 @@ class _PartView:
     def form(self) -> tuple[object, ...]:
         tensor = self.tensor
         memory = tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype
-        return self.part, self.packing, self.total_heads, self.optional, *memory
+        return self.part, self.packing, self.total_heads, self.optional, self.token_ranks, *memory
 
 
 def describe_caches(
@@ -68,7 +71,9 @@ def describe_caches(
     """
     described = tuple(_describe_group(kv_caches, group, ranks) for group in groups)
     used = [tensor for group in groups for name in group.layer_names for tensor in tensors_of(kv_caches[name])]
-    return WorkerGeometry(**asdict(ranks), engine_address=engine_address, groups=described, regions=_regions(used))
+    place = asdict(ranks)
+    del place["dcp_rank"]  # the planes tell
+    return WorkerGeometry(**place, engine_address=engine_address, groups=described, regions=_regions(used))
 
 
 def _describe_group(kv_caches: Mapping[str, Cache], group: GroupSpec, ranks: Ranks) -> CacheGroup:
@@ -85,7 +90,10 @@ def _part_views(layer: str, cache: Cache, group: GroupSpec) -> list[_PartView]:
     spec, order = group.layers[layer], group.orders.get(layer)
 
     def view(part: str, tensor: torch.Tensor, packing: str = "") -> _PartView:
-        return _PartView(part, layer, tensor, spec.total_heads, spec.optional, packing)
+        return _PartView(
+            part, layer, tensor, spec.total_heads, spec.optional, packing,
+            token_ranks=spec.token_ranks, token_interleave=spec.token_interleave,
+        )  # fmt: skip
 
     if not isinstance(cache, torch.Tensor):
         _check_tensors(layer, cache, group)
@@ -191,13 +199,13 @@ def _check_dense(layer: str, cache: torch.Tensor) -> None:
 def _check_form(layer: str, tensor: torch.Tensor, group: GroupSpec) -> None:
     """Raise unless a layer's tensor is [blocks, heads, tokens, content] with the numbers that vLLM states."""
     spec = group.layers[layer]
-    fits = tensor.dim() == 4 and _holds_blocks(tensor, 2, group)
+    fits = tensor.dim() == 4 and _holds_blocks(tensor, 2, spec, group)
     if not (fits and tensor.shape[1] == spec.heads and _token_bytes(tensor) == spec.token_bytes) or (
         tensor.dtype != spec.dtype
     ):
         raise UnknownCacheError(
             f"KV cache of layer {layer!r} has shape {tuple(tensor.shape)}, strides {tensor.stride()}, {tensor.dtype}; "
-            f"expected [blocks, heads, tokens, content] of {group.blocks} blocks of {group.block_tokens} tokens (or as "
+            f"expected [blocks, heads, tokens, content] of {group.blocks} blocks of {_rows(spec, group)} tokens (or as "
             f"many smaller ones as these make), {spec.heads} heads of {spec.token_bytes} bytes a token, {spec.dtype}"
         )
 
@@ -222,10 +230,10 @@ def _check_tensors(layer: str, tensors: Sequence[torch.Tensor], group: GroupSpec
             items = f", {content} items a token" if content is not None else ""
             raise UnknownCacheError(
                 f"KV cache of layer {layer!r} has a part of {got}; expected [blocks, tokens, heads, content] or "
-                f"[blocks, heads, tokens, content] of {group.blocks} blocks of {group.block_tokens} tokens (or as many "
+                f"[blocks, heads, tokens, content] of {group.blocks} blocks of {_rows(spec, group)} tokens (or as many "
                 f"smaller ones as these make), {spec.heads} heads{items}"
             )
-    block_bytes = sum(_token_bytes(tensor) for tensor in tensors) * spec.heads * group.block_tokens
+    block_bytes = sum(_token_bytes(tensor) for tensor in tensors) * spec.heads * _rows(spec, group)
     if block_bytes > spec.page_bytes:
         raise UnknownCacheError(
             f"KV cache of layer {layer!r} has {len(tensors)} tensors with {block_bytes} bytes of each block; vLLM "
@@ -238,16 +246,21 @@ def _token_axis(tensor: torch.Tensor, spec: LayerSpec, group: GroupSpec) -> int:
 
     Of a block with as many heads as tokens, vLLM's layout says it.
     """
-    axes = [axis for axis in (1, 2) if _holds_blocks(tensor, axis, group) and tensor.shape[3 - axis] == spec.heads]
+    axes = [
+        axis for axis in (1, 2) if _holds_blocks(tensor, axis, spec, group) and tensor.shape[3 - axis] == spec.heads
+    ]
     return axes[-1 if group.heads_first else 0] if axes else 0
 
 
-def _holds_blocks(tensor: torch.Tensor, axis: int, group: GroupSpec) -> bool:
+def _rows(spec: LayerSpec, group: GroupSpec) -> int:
+    """Return how many tokens of a block a layer's tensors have on this rank."""
+    return group.block_tokens // spec.token_ranks
+
+
+def _holds_blocks(tensor: torch.Tensor, axis: int, spec: LayerSpec, group: GroupSpec) -> bool:
     """Return whether a tensor whose ``axis`` is the tokens of a kernel block holds all blocks of vLLM's pool."""
-    tokens = int(tensor.shape[axis])
-    return (
-        group.block_tokens % max(tokens, 1) == 0 and int(tensor.shape[0]) * tokens == group.blocks * group.block_tokens
-    )
+    tokens, rows = int(tensor.shape[axis]), _rows(spec, group)
+    return rows % max(tokens, 1) == 0 and int(tensor.shape[0]) * tokens == group.blocks * rows
 
 
 def _token_bytes(tensor: torch.Tensor) -> int:
@@ -298,6 +311,9 @@ def _plane(run: list[_PartView], ranks: Ranks) -> Plane:
         total_heads=total_heads,
         optional=first.optional,
         dtype=first.dtype,
+        tokens=TokenSplit(first.token_interleave, first.token_ranks, ranks.dcp_rank)
+        if first.token_ranks > 1
+        else WHOLE,
     )
 
 
