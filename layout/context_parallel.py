@@ -27,6 +27,10 @@ class TokenSplit:
     ranks: int = 1
     rank: int = 0
 
+    def __post_init__(self) -> None:
+        if self.interleave < 1 or not 0 <= self.rank < self.ranks:
+            raise ValueError(f"rank {self.rank} of {self.ranks} cannot hold {self.interleave} tokens in a row")
+
     @property
     def period(self) -> int:
         """Number of tokens after which it is the same rank's turn again."""
@@ -51,6 +55,9 @@ class TokenSplit:
         return np.asarray(turns * self.period + self.rank * self.interleave + inside, np.int64)
 
 
+#: What is looked at token by token: more than any engines' sizes need.
+_LONGEST_PERIOD = 1 << 22
+
 #: Every rank holds all tokens.
 WHOLE = TokenSplit()
 
@@ -70,7 +77,7 @@ def unit_of(here: TokenSplit, here_rows: int, there: TokenSplit, there_rows: int
     What a rank holds of a unit is neighbouring rows of one kernel block. ``here_rows`` and ``there_rows``: rows of one.
     """
     unit = math.gcd(_uncut(here, here_rows), _uncut(there, there_rows))
-    return unit, math.lcm(unit, here.period, there.period) // unit
+    return unit, _common_period(unit, here, there) // unit
 
 
 def _uncut(split: TokenSplit, rows: int) -> int:
@@ -89,8 +96,19 @@ def shared_tokens(here: TokenSplit, there: TokenSplit, unit: int, phases: int) -
         yield SharedTokens(phase, here.before(mine) - here.before(start), there.before(mine) - there.before(start))
 
 
+def _common_period(unit: int, here: TokenSplit, there: TokenSplit) -> int:
+    period = math.lcm(unit, here.period, there.period)
+    if period > _LONGEST_PERIOD:
+        raise ValueError(
+            f"{here.ranks} ranks share tokens in runs of {here.interleave} here, and {there.ranks} in runs of "
+            f"{there.interleave} on the remote engine: what both hold recurs after {period} tokens, of at most "
+            f"{_LONGEST_PERIOD}; choose sizes of which one divides the other"
+        )
+    return period
+
+
 @cache
 def share_tokens(here: TokenSplit, there: TokenSplit) -> bool:
     """Return whether there are tokens that two ranks both hold."""
-    tokens = np.arange(math.lcm(here.period, there.period), dtype=np.int64)
+    tokens = np.arange(_common_period(1, here, there), dtype=np.int64)
     return bool((here.holds(tokens) & there.holds(tokens)).any())

@@ -97,7 +97,7 @@ class VllmRelease:
             use_eagle=device.use_eagle,
             enable_caching=True,
             enable_kv_cache_events=self.has_events(device),
-            dcp_world_size=int(getattr(vllm_config.parallel_config, "decode_context_parallel_size", 1)),
+            dcp_world_size=max(manager.dcp_world_size for manager in device.coordinator.single_type_managers),
             pcp_world_size=1,
             scheduler_block_size=device.coordinator.scheduler_block_size,
             hash_block_size=device.block_pool.hash_block_size,
