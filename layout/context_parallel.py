@@ -11,7 +11,7 @@ of all ranks, so for ``ranks`` times as many tokens.
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -26,10 +26,6 @@ class TokenSplit:
     interleave: int = 1
     ranks: int = 1
     rank: int = 0
-
-    def __post_init__(self) -> None:
-        if self.interleave < 1 or not 0 <= self.rank < self.ranks:
-            raise ValueError(f"rank {self.rank} of {self.ranks} cannot hold {self.interleave} tokens in a row")
 
     @property
     def period(self) -> int:
@@ -97,6 +93,9 @@ def shared_tokens(here: TokenSplit, there: TokenSplit, unit: int, phases: int) -
 
 
 def _common_period(unit: int, here: TokenSplit, there: TokenSplit) -> int:
+    for split in (here, there):
+        if split.interleave < 1 or not 0 <= split.rank < split.ranks:
+            raise ValueError(f"rank {split.rank} of {split.ranks} cannot hold {split.interleave} tokens in a row")
     period = math.lcm(unit, here.period, there.period)
     if period > _LONGEST_PERIOD:
         raise ValueError(
@@ -107,7 +106,7 @@ def _common_period(unit: int, here: TokenSplit, there: TokenSplit) -> int:
     return period
 
 
-@cache
+@lru_cache(maxsize=4096)  # peers state them
 def share_tokens(here: TokenSplit, there: TokenSplit) -> bool:
     """Return whether there are tokens that two ranks both hold."""
     tokens = np.arange(_common_period(1, here, there), dtype=np.int64)

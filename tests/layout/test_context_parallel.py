@@ -227,13 +227,13 @@ def test_a_pull_that_begins_inside_a_unit_is_refused() -> None:
 @pytest.mark.parametrize("split", [(0, 2, 0), (1, 0, 0), (1, 2, 2), (1, 2, -1), (-8, 2, 0)])
 def test_a_split_that_cannot_be_is_refused(split: tuple[int, int, int]) -> None:
     with pytest.raises(ValueError, match=f"rank {split[2]} of {split[1]} cannot hold {split[0]} tokens in a row"):
-        TokenSplit(*split)
+        share_tokens(TokenSplit(), TokenSplit(*split))
 
 
 def test_what_a_peer_states_takes_no_more_memory_than_sizes_of_engines_need() -> None:
     here, there = TokenSplit(65_536, 64), TokenSplit(65_535, 63)
     for ask in (lambda: share_tokens(here, there), lambda: unit_of(here, 65_536, there, 65_535)):
-        with pytest.raises(ValueError, match="recurs after .* choose sizes of which one divides the other"):
+        with pytest.raises(ValueError, match=r"recurs after .* choose sizes of which one divides the other"):
             ask()
 
 
