@@ -24,17 +24,17 @@ from pd_connector.worker.lease_checksums import CacheChecksums
 from pd_connector.worker.pull_end import PullFailed
 from pd_connector.worker.verification import Verifier
 from tests.support.connector.requests import a_prompt, a_remote
-from tests.support.layout.shared_tokens import INDEXED, MLA, SharedRank, Side, execute, ranks_of
+from tests.support.layout.shared_tokens import INDEXED, LATENT, Shared, SharedRank, execute, ranks_of
 from transfer.control.client import ControlClient
 from transfer.copies.checksums.block_checksums import sum_plane
 from transfer.copies.checksums.values import read_values
 
 IDS = (5, 2, 4, 1)
 #: A rank that holds all tokens, with blocks of as many.
-ALONE = Side(rows=64, blocks=6)
+ALONE = Shared(rows=64, blocks=6)
 
 
-def filled(side: Side) -> list[SharedRank]:
+def filled(side: Shared) -> list[SharedRank]:
     ranks = ranks_of(INDEXED, replace(side, blocks=6))
     for rank in ranks:
         rank.write(rank.caches, IDS, range(len(IDS) * side.block_tokens))
@@ -43,7 +43,7 @@ def filled(side: Side) -> list[SharedRank]:
 
 @pytest.mark.parametrize("interleave", [1, 4, 16])
 def test_the_sums_of_ranks_that_share_tokens_add_up_to_those_of_one_that_has_all(interleave: int) -> None:
-    side, borders = Side(4, 4, interleave, rows=16), [64, 128, 192, 203]
+    side, borders = Shared(4, 4, interleave, rows=16), [64, 128, 192, 203]
     (alone,) = filled(ALONE)
     for number, plane in enumerate(alone.geometry.groups[0].planes):
         whole = sum_plane(plane, 64, BlockTable.of(IDS), 64, 203).between(borders)
@@ -57,7 +57,7 @@ def test_the_sums_of_ranks_that_share_tokens_add_up_to_those_of_one_that_has_all
 
 @pytest.mark.parametrize("interleave", [1, 4, 16])
 def test_values_are_at_their_tokens(interleave: int) -> None:
-    (alone,), shared = filled(ALONE), filled(Side(4, 4, interleave, rows=16))
+    (alone,), shared = filled(ALONE), filled(Shared(4, 4, interleave, rows=16))
     for rank in shared:
         for ours, all_of in zip(rank.geometry.groups[0].planes, alone.geometry.groups[0].planes, strict=True):
             values = read_values(ours, 64, BlockTable.of(IDS), 30, 203)
@@ -70,7 +70,7 @@ def test_values_are_at_their_tokens(interleave: int) -> None:
 
 def test_scratch_memory_has_the_same_tokens() -> None:
     """So that a prompt of a canary is pulled to it, and compared, as to the cache."""
-    (alone,), rank = filled(ALONE), filled(Side(4, 4, 4, rows=16))[2]
+    (alone,), rank = filled(ALONE), filled(Shared(4, 4, 4, rows=16))[2]
     memory = np.zeros(scratch_bytes(rank.geometry, [4]), np.uint8)
     scratch = scratch_geometry(rank.geometry, Region(int(memory.ctypes.data), memory.size), [4])
     plans = compile_plans(scratch, [alone.geometry], choose_sources(scratch, [alone.geometry]))
@@ -97,14 +97,14 @@ class BookClient(ControlClient):
         return answer
 
 
-def verify(local: Side, remote: Side, spoil: Sequence[int] = ()) -> tuple[int, list[str]]:
+def verify(local: Shared, remote: Shared, spoil: Sequence[int] = ()) -> tuple[int, list[str]]:
     """Pull a prompt into every rank and compare; return the bytes that were spoilt, and what was found.
 
     ``spoil``: numbers of items of each cache that change after they have arrived.
     """
     end = 3 * max(local.block_tokens, remote.block_tokens) - 5
     need = [tuple(range(1, 1 + -(-end // side.block_tokens))) for side in (local, remote)]
-    theirs = ranks_of(MLA, replace(remote, blocks=len(need[1]) + 1))
+    theirs = ranks_of(LATENT, replace(remote, blocks=len(need[1]) + 1))
     for rank in theirs:
         rank.write(rank.caches, need[1], range(len(need[1]) * remote.block_tokens))
     remotes = [rank.geometry for rank in theirs]
@@ -116,7 +116,7 @@ def verify(local: Side, remote: Side, spoil: Sequence[int] = ()) -> tuple[int, l
         sums = CacheChecksums(geometry).sums([need[1]], 0, end, threading.Event())
         book.add(ChecksumReport(prefilled.lease_id, number, sums))
     found, spoilt = [], 0
-    for rank in ranks_of(MLA, replace(local, blocks=len(need[0]) + 1)):
+    for rank in ranks_of(LATENT, replace(local, blocks=len(need[0]) + 1)):
         sources = choose_sources(rank.geometry, remotes)
         for plan in compile_plans(rank.geometry, remotes, sources).values():
             execute(plan.instantiate([BlockTable.of(need[0])], [BlockTable.of(need[1])], 0, end))
@@ -137,18 +137,18 @@ def verify(local: Side, remote: Side, spoil: Sequence[int] = ()) -> tuple[int, l
 
 
 PAIRS = [
-    (Side(4, 4, 1, 16), Side(4, 4, 1, 16)),
-    (Side(4, 4, 1, 32), Side(4, 4, 1, 16)),
-    (Side(4, 4, 16, 32), Side(4, 4, 16, 16)),
-    (Side(3, 3, 16, 16), Side(2, 2, 16, 16)),
-    (Side(1, 1, 1, 16), Side(4, 4, 32, 32)),
-    (Side(4, 4, 32, 32), Side(1, 1, 1, 16)),
-    (Side(4, 2, 16, 16), Side(4, 4, 16, 48)),
+    (Shared(4, 4, 1, 16), Shared(4, 4, 1, 16)),
+    (Shared(4, 4, 1, 32), Shared(4, 4, 1, 16)),
+    (Shared(4, 4, 16, 32), Shared(4, 4, 16, 16)),
+    (Shared(3, 3, 16, 16), Shared(2, 2, 16, 16)),
+    (Shared(1, 1, 1, 16), Shared(4, 4, 32, 32)),
+    (Shared(4, 4, 32, 32), Shared(1, 1, 1, 16)),
+    (Shared(4, 2, 16, 16), Shared(4, 4, 16, 48)),
 ]
 
 
 @pytest.mark.parametrize(("local", "remote"), PAIRS)
-def test_what_arrives_is_what_was_leased_and_one_wrong_item_is_found(local: Side, remote: Side) -> None:
+def test_what_arrives_is_what_was_leased_and_one_wrong_item_is_found(local: Shared, remote: Shared) -> None:
     assert verify(local, remote) == (0, [])
     for place in (local.rows * 4 + 5, local.rows * 9 + 2):
         spoilt, found = verify(local, remote, [place])
@@ -160,4 +160,4 @@ def test_what_arrives_is_what_was_leased_and_one_wrong_item_is_found(local: Side
 def test_checksums_over_tokens_of_several_ranks_are_refused() -> None:
     message = "a checksum is of 16 tokens, .* runs of 1 tokens on 2 ranks here and of 16 on 4 on the remote engine"
     with pytest.raises(IncompatibleCachesError, match=message):
-        verify(Side(2, 2, 1, 16), Side(4, 4, 16, 16))
+        verify(Shared(2, 2, 1, 16), Shared(4, 4, 16, 16))

@@ -16,12 +16,12 @@ from layout.context_parallel import TokenSplit
 from layout.copies import Copies
 from layout.geometry import CacheGroup, Plane, WorkerGeometry
 
-Items = npt.NDArray[np.uint32]
+Words = npt.NDArray[np.uint32]
 _AXES = "LBHNC"
 
 
 @dataclass(frozen=True)
-class Part:
+class Cached:
     """What is cached of each token: ``content`` items for each of ``heads`` over all ranks."""
 
     name: str
@@ -31,13 +31,13 @@ class Part:
     packing: str = ""
 
 
-GQA = (Part("k", 2, 3), Part("v", 2, 3))
-MLA = (Part("mla_latent", 1, 4), Part("mla_rope", 1, 2))
-INDEXED = (*MLA, Part("index", 1, 3, replicated=True))
+GROUPED = (Cached("k", 2, 3), Cached("v", 2, 3))
+LATENT = (Cached("mla_latent", 1, 4), Cached("mla_rope", 1, 2))
+INDEXED = (*LATENT, Cached("index", 1, 3, replicated=True))
 
 
 @dataclass(frozen=True)
-class Side:
+class Shared:
     """How one engine keeps its caches."""
 
     tp: int = 1
@@ -61,7 +61,7 @@ class Side:
         return int(np.argwhere(groups == pcp_rank * self.tp + tp_rank)[0][1])
 
 
-def slot_of(token: int, block_ids: Sequence[int], side: Side, dcp_rank: int, *, replicated: bool) -> int:
+def slot_of(token: int, block_ids: Sequence[int], side: Shared, dcp_rank: int, *, replicated: bool) -> int:
     """The row of a rank's cache that a token is written to, counted over all blocks; -1 if another rank keeps it."""
     block, inside = divmod(token, side.block_tokens)
     rows = side.block_tokens if replicated else side.rows
@@ -83,12 +83,12 @@ def value_of(part: int, layer: int, head: int, token: int, content: int) -> int:
 class SharedRank:
     """One worker."""
 
-    parts: tuple[Part, ...]
-    side: Side
+    parts: tuple[Cached, ...]
+    side: Shared
     tp_rank: int
     pcp_rank: int = 0
     layers: int = 2
-    caches: list[Items] = field(default_factory=list)  # of each part, in the order of axes of ``_AXES``
+    caches: list[Words] = field(default_factory=list)  # of each part, in the order of axes of ``_AXES``
 
     def __post_init__(self) -> None:
         self.dcp_rank = self.side.dcp_rank(self.pcp_rank, self.tp_rank)
@@ -102,7 +102,7 @@ class SharedRank:
             memory = noise.integers(0, 1 << 32, [sizes[axis] for axis in self.side.order], np.uint32)
             self.caches.append(memory.transpose([self.side.order.index(axis) for axis in _AXES]))
 
-    def heads(self, part: Part) -> range:
+    def heads(self, part: Cached) -> range:
         """The heads of a rank: an equal share, or one that an equal run of ranks has."""
         tp = self.side.tp
         if part.heads >= tp:
@@ -119,7 +119,7 @@ class SharedRank:
             pcp_rank=self.pcp_rank, pcp_size=self.side.pcp,
         )  # fmt: skip
 
-    def _plane(self, part: Part, cache: Items) -> Plane:
+    def _plane(self, part: Cached, cache: Words) -> Plane:
         shared = self.side.dcp > 1 and not part.replicated
         return Plane(
             part=part.name,
@@ -141,7 +141,7 @@ class SharedRank:
             tokens=TokenSplit(self.side.interleave, self.side.dcp, self.dcp_rank) if shared else TokenSplit(),
         )
 
-    def write(self, caches: Sequence[Items], block_ids: Sequence[int], tokens: range) -> int:
+    def write(self, caches: Sequence[Words], block_ids: Sequence[int], tokens: range) -> int:
         """Write what this rank keeps of ``tokens`` into ``caches``; return the number of items."""
         written = 0
         for number, (part, cache) in enumerate(zip(self.parts, caches, strict=True)):
@@ -156,7 +156,7 @@ class SharedRank:
                     written += len(values)
         return written
 
-    def check(self, before: Sequence[Items], block_ids: Sequence[int], tokens: range, copied_bytes: int) -> None:
+    def check(self, before: Sequence[Words], block_ids: Sequence[int], tokens: range, copied_bytes: int) -> None:
         """Assert that ``tokens`` have arrived, each byte once, and that nothing else has changed since ``before``."""
         expected = [cache.copy() for cache in before]
         written = self.write(expected, block_ids, tokens)
@@ -166,7 +166,7 @@ class SharedRank:
         assert copied_bytes == 4 * written, "some bytes were written twice, or none had to be"
 
 
-def ranks_of(parts: tuple[Part, ...], side: Side) -> list[SharedRank]:
+def ranks_of(parts: tuple[Cached, ...], side: Shared) -> list[SharedRank]:
     """All workers of an engine."""
     return [SharedRank(parts, side, tp, pcp) for pcp, tp in product(range(side.pcp), range(side.tp))]
 
