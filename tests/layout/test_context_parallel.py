@@ -17,8 +17,8 @@ from layout.context_parallel import TokenSplit, share_tokens, unit_of
 from layout.plan import BlockTable, PlanError, compile_plans
 from layout.sharding import choose_sources
 from tests.support.layout.shared_tokens import (
-    GROUPED,
     INDEXED,
+    KEYS_VALUES,
     LATENT,
     Cached,
     Shared,
@@ -99,7 +99,7 @@ def test_every_byte_of_grouped_heads_arrives_between_any_two_sizes(
     here: tuple[int, int], there: tuple[int, int], interleave: tuple[int, int]
 ) -> None:
     local, remote = Shared(*here, interleave[0]), Shared(*there, interleave[1], order="BHLNC")
-    pull(GROUPED, local, remote, 0, common(local, remote))
+    pull(KEYS_VALUES, local, remote, 0, common(local, remote))
 
 
 @pytest.mark.parametrize("parts", [LATENT, INDEXED], ids=["mla", "replicated indexer"])

@@ -31,7 +31,7 @@ class Cached:
     packing: str = ""
 
 
-GROUPED = (Cached("k", 2, 3), Cached("v", 2, 3))
+KEYS_VALUES = (Cached("k", 2, 3), Cached("v", 2, 3))
 LATENT = (Cached("mla_latent", 1, 4), Cached("mla_rope", 1, 2))
 INDEXED = (*LATENT, Cached("index", 1, 3, replicated=True))
 
