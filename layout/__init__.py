@@ -7,6 +7,7 @@ Public modules:
     layer_numbers   what a loaded model's layers compute with, and how two engines' are compared
     regions         registered memory, and the check that addresses lie in it
     copies          descriptor arrays: which bytes go where
+    context_parallel  which tokens of a request lie on which rank, where ranks share them
     sharding        which rank holds which heads and layers, and which ranks it reads them from
     compatibility   what two engines must agree on
     plan            how blocks of one rank become blocks of another, as descriptors
@@ -24,6 +25,7 @@ Public modules:
 __all__ = [
     "checksums",
     "compatibility",
+    "context_parallel",
     "conversion",
     "copies",
     "cost",

@@ -8,6 +8,9 @@ An item of more than four bytes counts as several words. All weights are odd, so
 however many of its bits are wrong. Several wrong words cancel out only by chance. The weights are public: checksums
 detect mistakes, not tampering. Sums of neighbouring runs add up to the sum of both, so a message can carry fewer.
 
+Where ranks share a request's tokens (``layout.context_parallel``), a plane's runs are of the tokens that it holds, so
+that a run may have gaps, and the sums of ranks that hold other tokens add up, too.
+
 An opaque plane, which a CPU kernel packs in its own order, is summed in memory order and in whole blocks: it is only
 moved between equal packings. Of a compressed plane, rows count in the place of tokens. This module defines the sums;
 ``transfer.copies.checksums`` reads the memory.
@@ -21,6 +24,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from layout.context_parallel import WHOLE, TokenSplit
 from layout.geometry import Plane
 
 UInt64Array = npt.NDArray[np.uint64]
@@ -33,19 +37,20 @@ _MAX_WORD_BYTES = 4  # the product of two such words fits 64 bits, so no bit of 
 
 @dataclass(frozen=True, slots=True)
 class PlaneSums:
-    """Checksums of a range of tokens of one plane."""
+    """Checksums of a range of tokens of one plane, in runs of tokens that it holds."""
 
     run_tokens: int
     first_run: int
     totals: UInt64Array  # [runs + 1, layers, heads]: the sum of all runs before each; blocks not held count as 0
+    split: TokenSplit = WHOLE  # which tokens are held
 
     def between(self, borders: Sequence[int]) -> UInt64Array:
         """Return the sums of the runs that begin between neighbouring ``borders``. Shape [borders - 1, layers, heads].
 
         ``borders`` are token numbers in ascending order. Runs that were not summed count as 0.
         """
-        tokens = np.asarray(borders, np.int64)
-        runs = np.clip(-(-tokens // self.run_tokens) - self.first_run, 0, len(self.totals) - 1)
+        places = self.split.before(np.asarray(borders, np.int64))
+        runs = np.clip(-(-places // self.run_tokens) - self.first_run, 0, len(self.totals) - 1)
         return np.asarray(self.totals[runs[1:]] - self.totals[runs[:-1]], np.uint64)
 
 

@@ -120,6 +120,14 @@ def check_planes(local: Plane, remote: Plane) -> None:
             f"block size is {local.block_tokens} tokens here and {remote.block_tokens} on the remote engine, and the "
             f"kernels' packing {local.packing!r} cannot be cut by token; start both with the same --block-size"
         )
+    uneven = [side for side in (local, remote) if side.tokens.ranks > 1 and side.tokens.interleave % side.block_tokens]
+    if local.packing and local.tokens != remote.tokens and uneven:
+        raise IncompatibleCachesError(
+            f"ranks of an engine share a prompt in runs of {uneven[0].tokens.interleave} tokens, and the kernels' "
+            f"packing {local.packing!r} cannot be cut by token; start both with the same "
+            "--decode-context-parallel-size and --cp-kv-cache-interleave-size, or both with "
+            f"--cp-kv-cache-interleave-size {local.block_tokens}"
+        )
 
 
 def check_windows(local: CacheGroup, remote: CacheGroup, layers: Iterable[str]) -> None:

@@ -23,6 +23,7 @@ def describe_conversion(local: WorkerGeometry, remotes: Sequence[WorkerGeometry]
     compared = [
         ("TP", there[0].tp_size, local.tp_size),
         ("PP", there[0].pp_size, local.pp_size),
+        ("ranks that share tokens", _sharing_ranks(there), _sharing_ranks(here)),
         ("block size", _block_sizes(there), _block_sizes(here)),
         ("order", *_orders(there, here)),
     ]
@@ -48,6 +49,10 @@ def _block_sizes(workers: Sequence[WorkerGeometry]) -> str:
     return "/".join(map(str, sorted(sizes)))
 
 
+def _sharing_ranks(workers: Sequence[WorkerGeometry]) -> int:
+    return max(plane.tokens.ranks for worker in workers for group in worker.groups for plane in group.planes)
+
+
 def _orders(*sides: Sequence[WorkerGeometry]) -> tuple[str, ...]:
     """Return the physical orders of each side, without the layer axis if some plane has a single layer."""
     planes = [[plane for worker in side for group in worker.groups for plane in group.planes] for side in sides]
@@ -68,4 +73,4 @@ def physical_order(plane: Plane) -> str:
 
 
 def _units(plans: Mapping[int, Plan]) -> str:
-    return "/".join(dict.fromkeys(str(unit) for plan in plans.values() for unit in plan.unit_tokens))
+    return "/".join(dict.fromkeys(str(unit) for plan in plans.values() for unit in plan.period_tokens))

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import gcd, lcm
 
+from layout.context_parallel import WHOLE, TokenSplit
 from layout.layer_numbers import LayerNumbers
 
 #: Pulls of a compressed cache begin at multiples of so many tokens, or of its blocks if these are smaller.
@@ -50,7 +51,7 @@ class Plane:
     layers: tuple[str, ...]  # layer names, in the order of the layer axis
     head_start: int  # first global KV head held
     heads: int  # KV heads held
-    block_tokens: int  # rows in a block: tokens; of a state, the last inputs of a convolution, or 1
+    block_tokens: int  # rows held in a block: tokens; of a state, the last inputs of a convolution, or 1
     content: int  # items of one (head, token)
     item_size: int  # bytes of one item
     blocks: int  # blocks held
@@ -65,6 +66,7 @@ class Plane:
     optional: bool = False  # layers that the remote engine may be without, as those that only draft tokens
     dtype: str = ""  # of an item of a state, by torch's name; empty if the engine's settings tell
     tokens_per_row: int = 1  # that a row of a compressed cache stands for
+    tokens: TokenSplit = WHOLE  # which tokens of a request are held, if ranks share them
 
     @property
     def head_end(self) -> int:
@@ -86,6 +88,9 @@ class CacheGroup:
 
     If the group holds ``states``, entry i of a block table has the state after ``(i + 1) * block_tokens`` tokens, or
     after all tokens if these are fewer. What drafts need lies in entries behind that one.
+
+    Where ranks share the tokens of a request (context parallelism), a block of the block table has ``block_tokens`` on
+    all of them together. A plane in the same group that every rank holds whole has all of these.
     """
 
     block_tokens: int
@@ -98,7 +103,9 @@ class CacheGroup:
 
     def rows(self, plane: Plane) -> int:
         """Return how many rows of a plane a block of the block table has."""
-        return plane.block_tokens if self.states else self.block_tokens // plane.tokens_per_row
+        if self.states:
+            return plane.block_tokens
+        return self.block_tokens // (plane.tokens_per_row * plane.tokens.ranks)
 
     @property
     def unit_tokens(self) -> int:
@@ -136,6 +143,8 @@ class WorkerGeometry:
     regions: tuple[Region, ...]  # all memory that peers may read
     transport: str = ""  # of the transfer engine, e.g. "rdma"; empty if unknown
     identity: Identity | None = None  # of its transfer engine; None as long as it has not started
+    pcp_rank: int = 0  # among the workers that share a prompt's computation
+    pcp_size: int = 1
 
     @property
     def block_bytes(self) -> int:

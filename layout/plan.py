@@ -9,18 +9,21 @@ dimensions that are contiguous on both sides. Instantiating adds the block addre
 
 A *unit* is the largest number of tokens that no block border cuts on either side: the greatest common divisor of the
 two block sizes. Of states it is one state, and ``layout.states`` says which are read. Of a compressed cache, whose
-blocks have thousands of tokens, it is a part of that, so that pulls may begin inside a block.
+blocks have thousands of tokens, it is a part of that, so that pulls may begin inside a block. Where ranks share a
+request's tokens (``layout.context_parallel``), a unit has those of all ranks, and its runs are of what both sides hold
+of them.
 """
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from math import gcd
+from math import lcm
 
 import numpy as np
 import numpy.typing as npt
 
 from layout.compatibility import check_planes, check_states, check_windows
+from layout.context_parallel import WHOLE, SharedTokens, TokenSplit, shared_tokens, unit_of
 from layout.copies import Copies, Int64Array, concatenate
 from layout.geometry import CacheGroup, Plane, WorkerGeometry, unit_rows
 from layout.sharding import Share, Source
@@ -39,19 +42,21 @@ class _UnitAddressing:
     address: int  # of the first unit of block 0
     blocks: int  # manager blocks held; block ids refer to these
     group_tokens: int  # tokens in a manager block
-    block_tokens: int  # tokens in a kernel block; divides group_tokens
+    block_rows: int  # held in a kernel block; divides those held in a manager block
     block_stride: int
     row_stride: int
     row_tokens: int = 1  # tokens of a row
     state_tokens: int = 0  # tokens between the states of two blocks; 0 if blocks hold tokens
+    split: TokenSplit = WHOLE
 
     def unit_addresses(self, block_ids: Int64Array, first_block: int, tokens: Int64Array) -> Int64Array:
         """Return the addresses of the units that start at ``tokens``; ``block_ids[0]`` is block ``first_block``."""
         manager = block_ids[tokens // self.group_tokens - first_block]
-        inside = tokens % self.group_tokens
-        kernel = manager * (self.group_tokens // self.block_tokens) + inside // self.block_tokens
-        row = inside % self.block_tokens // self.row_tokens
-        return self.address + kernel * self.block_stride + row * self.row_stride
+        held = self.group_tokens // self.split.ranks // self.row_tokens
+        inside = self.split.before(tokens) // self.row_tokens - tokens // self.group_tokens * held
+        kernel = manager * (held // self.block_rows) + inside // self.block_rows
+        rows = inside % self.block_rows
+        return np.asarray(self.address + kernel * self.block_stride + rows * self.row_stride, np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +69,13 @@ class _RunPattern:
     local_offsets: Int64Array
     remote_offsets: Int64Array
     sizes: Int64Array
+    phase: int = 0  # the first unit that has these runs
+    phases: int = 1  # after how many units the next one has them
+
+    @property
+    def period_tokens(self) -> int:
+        """Number of tokens from one unit that has these runs to the next."""
+        return self.unit_tokens * self.phases
 
     @property
     def joins_units(self) -> int:
@@ -71,13 +83,17 @@ class _RunPattern:
         return int(self.sizes[0]) if (self.sizes == self.sizes[0]).all() else 0
 
     @property
-    def moves_with(self) -> tuple[_UnitAddressing, _UnitAddressing, int]:
+    def moves_with(self) -> tuple[_UnitAddressing, _UnitAddressing, int, int, int]:
         """A key: patterns with equal keys are a constant distance apart on both sides, in all units."""
-        whole = self.unit_tokens == self.local.block_tokens == self.remote.block_tokens
+        whole = (
+            self.unit_tokens
+            == self.local.block_rows * self.local.row_tokens
+            == self.remote.block_rows * self.remote.row_tokens
+        )
         local, remote = (
             replace(side, address=0, row_stride=0 if whole else side.row_stride) for side in (self.local, self.remote)
         )
-        return local, remote, self.unit_tokens
+        return local, remote, self.unit_tokens, self.phase, self.phases
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +125,11 @@ class Plan:
         return tuple(sorted({pattern.unit_tokens for pattern in self.patterns}))
 
     @property
+    def period_tokens(self) -> tuple[int, ...]:
+        """The distinct numbers of tokens in which each pattern's runs are read once, in ascending order."""
+        return tuple(sorted({pattern.period_tokens for pattern in self.patterns}))
+
+    @property
     def runs(self) -> int:
         """Number of runs in one unit of every pattern."""
         return sum(len(pattern.sizes) for pattern in self.patterns)
@@ -121,7 +142,7 @@ class Plan:
     @property
     def token_bytes(self) -> float:
         """Bytes that a token takes on average, if no block is a hole."""
-        return sum(int(pattern.sizes.sum()) / pattern.unit_tokens for pattern in self.patterns)
+        return sum(int(pattern.sizes.sum()) / pattern.period_tokens for pattern in self.patterns)
 
     @property
     def state_runs(self) -> int:
@@ -187,12 +208,12 @@ class Plan:
         Raises:
             PlanError: as ``instantiate``, as far as the local side is concerned.
         """
-        units = {(each.local.group, each.remote.group): each for each in self.patterns}
-        read = []
-        for pattern in units.values():
-            tokens = _wanted_tokens(pattern, local[pattern.local.group], first_token, end_token)
-            read.append((pattern.remote.group, np.unique(tokens // pattern.remote.group_tokens)))
-        return read
+        units = {(each.local.group, each.remote.group, each.phase, each.phases): each for each in self.patterns}
+        read: dict[tuple[int, int], list[Int64Array]] = defaultdict(list)
+        for (ours, theirs, *_), pattern in units.items():
+            tokens = _wanted_tokens(pattern, local[ours], first_token, end_token)
+            read[ours, theirs].append(tokens // pattern.remote.group_tokens)
+        return [(theirs, np.unique(np.concatenate(numbers))) for (_, theirs), numbers in read.items()]
 
 
 def compile_plans(
@@ -212,9 +233,9 @@ def compile_plans(
     layers: dict[tuple[int, int], set[str]] = defaultdict(set)
     for source in sources:
         for share in source.shares:
-            pattern = _compile(local, remotes[source.remote], share)
-            patterns[source.remote].append(pattern)
-            by_plane[share.local_group, share.local_plane].append(pattern)
+            compiled = [*_compile(local, remotes[source.remote], share)]
+            patterns[source.remote] += compiled
+            by_plane[share.local_group, share.local_plane] += compiled
             layers[share.local_group, share.local_plane].update(share.layers)
     for group_index, group in enumerate(local.groups):
         for plane_index, plane in enumerate(group.planes):
@@ -245,25 +266,27 @@ def _apart(local: Int64Array, remote: Int64Array, sizes: Int64Array) -> npt.NDAr
     return np.asarray(~continues, np.bool_)
 
 
-def _compile(local: WorkerGeometry, remote: WorkerGeometry, share: Share) -> _RunPattern:
+def _compile(local: WorkerGeometry, remote: WorkerGeometry, share: Share) -> Iterator[_RunPattern]:
     ours, theirs = local.groups[share.local_group], remote.groups[share.remote_group]
     to, source = ours.planes[share.local_plane], theirs.planes[share.remote_plane]
     check_planes(to, source)
     check_windows(ours, theirs, share.layers)
     check_states(ours, theirs, to, source)
-    rows = gcd(to.block_tokens, source.block_tokens)
-    if not to.packing:
-        rows = unit_rows(rows, to.tokens_per_row)
-    run, local_offsets, remote_offsets = _fuse(to.item_size, _dimensions(to, source, share, rows))
-    runs = merge_adjacent(local_offsets, remote_offsets, np.full(local_offsets.shape, run, np.int64))
     local_side = _addressing(to, share.local_group, ours)
     remote_side = _addressing(source, share.remote_group, theirs)
-    return _RunPattern(local_side, remote_side, 1 if ours.states else rows * to.tokens_per_row, *runs)
+    unit, phases = unit_of(to.tokens, to.block_tokens, source.tokens, source.block_tokens)
+    if not to.packing:
+        unit = unit_rows(unit, to.tokens_per_row)
+    for shared in shared_tokens(to.tokens, source.tokens, unit, phases):
+        run, local_offsets, remote_offsets = _fuse(to.item_size, _dimensions(to, source, share, shared))
+        runs = merge_adjacent(local_offsets, remote_offsets, np.full(local_offsets.shape, run, np.int64))
+        unit_tokens = 1 if ours.states else unit * to.tokens_per_row
+        yield _RunPattern(local_side, remote_side, unit_tokens, *runs, shared.phase, phases)
 
 
 def _join_patterns(patterns: Iterable[_RunPattern]) -> Sequence[_RunPattern]:
     """Return the same bytes in fewer patterns: join those whose runs continue each other, as K and V often do."""
-    moving: dict[tuple[_UnitAddressing, _UnitAddressing, int], list[_RunPattern]] = defaultdict(list)
+    moving: dict[tuple[object, ...], list[_RunPattern]] = defaultdict(list)
     for pattern in patterns:
         moving[pattern.moves_with].append(pattern)
     return tuple(joined for together in moving.values() for joined in _join_touching(together))
@@ -290,31 +313,31 @@ def _join_touching(patterns: Sequence[_RunPattern]) -> Iterator[_RunPattern]:
 
 def _addressing(plane: Plane, number: int, group: CacheGroup) -> _UnitAddressing:
     if group.states:
-        return _UnitAddressing(number, plane.address, plane.blocks, 1, 1, plane.block_stride, 0, 1, group.block_tokens)
-    group_tokens, block_tokens = group.block_tokens, plane.block_tokens * plane.tokens_per_row
-    if group_tokens % block_tokens:
-        raise PlanError(f"kernel blocks of {block_tokens} tokens do not divide blocks of {group_tokens} tokens")
-    blocks = plane.blocks * block_tokens // group_tokens
+        return _UnitAddressing(
+            number, plane.address, plane.blocks, 1, 1, plane.block_stride, 0, state_tokens=group.block_tokens
+        )
+    rows = group.rows(plane)
+    if rows % plane.block_tokens:
+        raise PlanError(f"kernel blocks of {plane.block_tokens} tokens do not divide blocks of {rows} tokens")
     return _UnitAddressing(
-        number, plane.address, blocks, group_tokens, block_tokens, plane.block_stride, plane.token_stride,
-        plane.tokens_per_row,
+        number, plane.address, plane.blocks * plane.block_tokens // rows, group.block_tokens, plane.block_tokens,
+        plane.block_stride, plane.token_stride, plane.tokens_per_row, split=plane.tokens,
     )  # fmt: skip
 
 
 _Dimension = tuple[Int64Array, Int64Array]  # local and remote offsets of each index
 
 
-def _dimensions(to: Plane, source: Plane, share: Share, unit_rows: int) -> list[_Dimension]:
+def _dimensions(to: Plane, source: Plane, share: Share, shared: SharedTokens) -> list[_Dimension]:
     """Return the offsets of a share's logical indices inside a unit, by dimension."""
     local_layers = np.array([to.layers.index(name) for name in share.layers], np.int64)
     remote_layers = np.array([source.layers.index(name) for name in share.layers], np.int64)
     heads = np.arange(share.head_start, share.head_end, dtype=np.int64)
-    rows = np.arange(unit_rows, dtype=np.int64)
     content = np.arange(to.content, dtype=np.int64)
     return [
         (local_layers * to.layer_stride, remote_layers * source.layer_stride),
         ((heads - to.head_start) * to.head_stride, (heads - source.head_start) * source.head_stride),
-        (rows * to.token_stride, rows * source.token_stride),
+        (shared.here * to.token_stride, shared.there * source.token_stride),
         (content * to.content_stride, content * source.content_stride),
     ]
 
@@ -343,14 +366,25 @@ def _continues(dimension: _Dimension, run: int) -> bool:
     return np.array_equal(dimension[0], steps) and np.array_equal(dimension[1], steps)
 
 
-def _check_coverage(plane: Plane, layers: int, patterns: Iterable[_RunPattern]) -> None:
-    """Raise unless the patterns write every byte of ``layers`` layers of a block of ``plane`` exactly once."""
-    block_bytes = plane.block_bytes // len(plane.layers) * layers
+#: Between kernel blocks whose coverage is checked together: more bytes than one of them spans.
+_FAR = 1 << 48
+
+
+def _check_coverage(plane: Plane, layers: int, patterns: Sequence[_RunPattern]) -> None:
+    """Raise unless the patterns write every byte of ``layers`` layers of ``plane`` exactly once.
+
+    In one block; where ranks share tokens, in as many as are read before all begins again.
+    """
+    block_tokens = plane.block_tokens * plane.tokens_per_row * plane.tokens.ranks
+    tokens = lcm(block_tokens, *(pattern.period_tokens for pattern in patterns))
+    blocks = tokens // block_tokens
+    block_bytes = plane.block_bytes // len(plane.layers) * layers * blocks
     offsets, sizes = [], []
     for pattern in patterns:
-        rows = pattern.unit_tokens // plane.tokens_per_row
-        in_block = 1 if pattern.local.state_tokens else plane.block_tokens // rows
-        units = np.arange(in_block, dtype=np.int64) * (rows * plane.token_stride)
+        end = 1 if pattern.local.state_tokens else tokens
+        starts = np.arange(pattern.phase * pattern.unit_tokens, end, pattern.period_tokens, dtype=np.int64)
+        block, row = np.divmod(plane.tokens.before(starts) // plane.tokens_per_row, plane.block_tokens)
+        units = block * _FAR + row * plane.token_stride
         offsets.append(np.add.outer(units, pattern.local_offsets).ravel())
         sizes.append(np.tile(pattern.sizes, len(units)))
     starts = np.concatenate(offsets) if offsets else np.empty(0, np.int64)
@@ -401,7 +435,8 @@ def _wanted_tokens(pattern: _RunPattern, local: BlockTable, first_token: int, en
     unit = pattern.unit_tokens
     if first_token % unit:
         raise PlanError(f"a pull must start at a multiple of {unit} tokens, not at token {first_token}")
-    tokens = np.arange(first_token, end_token, unit, dtype=np.int64)
+    first_token += (pattern.phase - first_token // unit) % pattern.phases * unit
+    tokens = np.arange(first_token, end_token, pattern.period_tokens, dtype=np.int64)
     return np.asarray(tokens[_ids_at(local, tokens, pattern.local, "local") >= 0], np.int64)
 
 

@@ -3,11 +3,13 @@
 Pure functions over geometry. Releases are counted by reader, so the two sides need not agree on the result.
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from layout.compatibility import UNEQUAL_TOTALS, IncompatibleCachesError
+from layout.context_parallel import WHOLE, TokenSplit, share_tokens
 from layout.geometry import Plane, WorkerGeometry
 
 
@@ -33,7 +35,7 @@ def held_heads(kv_heads: int, tp_size: int, tp_rank: int) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The layers and heads of one local plane that are read from one remote plane."""
+    """The layers and heads of one local plane that are read from one remote plane: the tokens that both hold."""
 
     local_group: int
     local_plane: int
@@ -61,18 +63,19 @@ class _Holder:
     plane: int
     head_start: int
     head_end: int
+    tokens: TokenSplit
 
 
 def choose_sources(local: WorkerGeometry, remotes: Sequence[WorkerGeometry], turn: int = 0) -> tuple[Source, ...]:
-    """Choose the remote ranks that ``local`` reads from, and what from each: every (layer, head) exactly once.
+    """Choose the remote ranks that ``local`` reads from, and what from each: every (layer, head, token) exactly once.
 
     Optional layers that no remote rank holds are not read.
 
-    Where several remote ranks hold the same head, local ranks take turns, so that the replicas share the load. This
+    Where several remote ranks hold the same, local ranks take turns, so that the replicas share the load. This
     engine's ranks start counting at ``turn``: give engines different numbers to spread their load in the same way.
 
     Raises:
-        IncompatibleCachesError: no remote rank holds a layer or head that is needed here.
+        IncompatibleCachesError: no remote rank holds a layer, head or token that is needed here.
     """
     holders = _holders(remotes)
     remote_layers = {layer for _, layer in holders}
@@ -83,7 +86,7 @@ def choose_sources(local: WorkerGeometry, remotes: Sequence[WorkerGeometry], tur
                 if plane.optional and layer not in remote_layers:
                     continue
                 candidates = holders.get((plane.part, layer), [])
-                for holder, start, end in _cover(plane, candidates, turn + local.tp_rank):
+                for holder, start, end in _cover_tokens(plane, layer, candidates, turn, local.tp_rank):
                     if holder is None:
                         raise IncompatibleCachesError(_missing_message(plane, layer, start, remotes))
                     key = (holder.remote, group_index, plane_index, holder.group, holder.plane, start, end)
@@ -102,9 +105,26 @@ def _holders(remotes: Sequence[WorkerGeometry]) -> dict[tuple[str, str], list[_H
         for group_index, group in enumerate(worker.groups):
             for plane_index, plane in enumerate(group.planes):
                 for layer in plane.layers:
-                    holder = _Holder(remote, group_index, plane_index, plane.head_start, plane.head_end)
+                    place = remote, group_index, plane_index
+                    holder = _Holder(*place, plane.head_start, plane.head_end, plane.tokens)
                     found[plane.part, layer].append(holder)
     return found
+
+
+def _cover_tokens(
+    plane: Plane, layer: str, candidates: list[_Holder], turn: int, tp_rank: int
+) -> Iterator[tuple[_Holder | None, int, int]]:
+    """Yield what ``_cover`` does, for each set of ranks that holds other tokens of those that the plane has."""
+    splits = {replace(holder.tokens, rank=0) for holder in candidates}
+    if len(splits) > 1:
+        raise IncompatibleCachesError(
+            f"the remote engine's ranks share the tokens of layer {layer!r} in several ways: {sorted(map(str, splits))}"
+        )
+    for split in splits or {WHOLE}:
+        turn += tp_rank // math.gcd(plane.tokens.ranks, split.ranks)  # only ranks that read the same take turns
+        for rank in range(split.ranks):
+            if share_tokens(plane.tokens, replace(split, rank=rank)):
+                yield from _cover(plane, [each for each in candidates if each.tokens.rank == rank], turn)
 
 
 def _cover(plane: Plane, candidates: list[_Holder], turn: int) -> Iterator[tuple[_Holder | None, int, int]]:
@@ -135,8 +155,8 @@ def _missing_message(plane: Plane, layer: str, head: int, remotes: Sequence[Work
     if any(other.part == plane.part for other in planes):
         total = max(other.total_heads for other in planes)
         return (
-            f"{missing}, only for other heads, {total} over all ranks ({plane.total_heads} here); both engines must "
-            f"serve the same model. {UNEQUAL_TOTALS}"
+            f"{missing}, only for other heads or tokens, {total} heads over all ranks ({plane.total_heads} here); both "
+            f"engines must serve the same model. {UNEQUAL_TOTALS}"
         )
     return (
         f"{missing}; of this layer it holds {', '.join(sorted({_describe_part(other) for other in planes}))}. Both "

@@ -262,7 +262,7 @@ class WorkerHandshake:
     model: ModelIdentity | None = None  # as this worker has loaded it; None if that is not known
 
 
-#: A worker's place: its pipeline-parallel and its tensor-parallel rank.
+#: A worker's place: its pipeline-parallel rank, and its number in that stage.
 WorkerRanks = tuple[int, int]
 
 

@@ -1,7 +1,6 @@
 """The scheduler side of the connector: passes the calls of vLLM's scheduler to the engine's roles."""
 
 import logging
-import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -32,6 +31,7 @@ from pd_connector.scheduler.prefill.producer import Producer
 from pd_connector.scheduler.request_admission import AdmissionLimits, RequestAdmission
 from pd_connector.scheduler.scheduler_role import SchedulerRole
 from pd_connector.scheduler.start_checks import (
+    check_block_sizes,
     check_holds_a_prompt,
     check_prefix_unit,
     check_secrets,
@@ -45,6 +45,7 @@ from pd_connector.vllm.cache_groups import retentions
 from pd_connector.vllm.device_blocks import DeviceBlocks
 from pd_connector.vllm.engine_config import (
     EngineRole,
+    context_parallel,
     data_parallel_index,
     drafts_late,
     engine_ranks,
@@ -53,6 +54,7 @@ from pd_connector.vllm.engine_config import (
     max_model_len,
     steps_in_flight,
     stop_timeout_s,
+    workers_of,
 )
 from pd_connector.vllm.engine_core import EngineLoop
 from pd_connector.vllm.layouts import log_layout, warn_if_not_hooked
@@ -98,7 +100,7 @@ class ConnectorScheduler:
         self._stats = stats
         self._clock = clock
         self._role = EngineRole.of(vllm_config)
-        self._retentions = retentions(kv_cache_config)
+        self._retentions = retentions(vllm_config, kv_cache_config)
         self._has_states = any(kept.states for kept in self._retentions)
         warn_if_not_hooked(vllm_config)
         if installed.current().declares_layouts:
@@ -106,7 +108,7 @@ class ConnectorScheduler:
         self._blocks = DeviceBlocks()
         self._demand = BlockDemand(self._blocks, self._retentions)
         self._engine = EngineLoop()
-        self._workers = Workers(math.prod(engine_ranks(vllm_config)))
+        self._workers = Workers(workers_of(vllm_config))
         self._moves: LeaseMoves | None = None  # if leases may move to host memory
         self._prompt_slots: PromptSlots | None = None  # the same
         self._early: dict[str, Request] = {}  # requests that came before all workers were known
@@ -150,6 +152,8 @@ class ConnectorScheduler:
         self._blocks.bind(kv_cache_manager, self._release_device_blocks, self._tokens_to_pull)
         if self._has_states and self._blocks.finds_prefixes:
             check_prefix_unit(self._blocks.hash_tokens, self._retentions)
+        if context_parallel(self._vllm_config)[0] > 1:
+            check_block_sizes(self._blocks.block_tokens, self._retentions)
         self._engine.find()
         watch_model(self.model_changed, self._prompts.loaded)
 

@@ -59,6 +59,22 @@ def check_prefix_unit(unit: int, groups: Sequence[Retention]) -> None:
         )
 
 
+def check_block_sizes(sizes: Sequence[int], groups: Sequence[Retention]) -> None:
+    """Raise ConfigError unless blocks have as many tokens for vLLM as this connector takes them to have.
+
+    Args:
+        sizes: tokens of a block of vLLM's cache manager, in every cache group.
+        groups: what vLLM keeps of a request in every cache group.
+    """
+    taken = tuple(kept.block_tokens for kept in groups)
+    if tuple(sizes) != taken:
+        raise ConfigError(
+            f"with context parallelism, this vLLM has blocks of {tuple(sizes)} tokens in its cache groups, which "
+            f"PDConnector takes for {taken}: it does not know which ranks share the tokens of which layers; set "
+            "decode_context_parallel_size to 1"
+        )
+
+
 def check_secrets(handshakes: Sequence[WorkerHandshake], secret: str) -> None:
     """Raise ConfigError unless every worker has this process's secret: with another, all its pulls would fail.
 

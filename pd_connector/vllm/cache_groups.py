@@ -11,10 +11,10 @@ from pd_connector.vllm.cache_specs import (
     LayerSpec,
     Retention,
     check_served,
-    group_retention,
     is_state,
     layer_spec,
     retention,
+    token_ranks,
 )
 from pd_connector.vllm.cpu.head_order import HeadOrder, find_order
 from pd_connector.vllm.releases.installed import current, tested_releases
@@ -34,16 +34,19 @@ class Ranks:
     tp_size: int
     pp_rank: int
     pp_size: int
+    pcp_rank: int = 0  # among those that share the computation of a prompt
+    pcp_size: int = 1
+    dcp_rank: int = 0  # among those that share the tokens of a cache
 
     @property
     def index(self) -> int:
         """This worker's index, 0 <= index < world_size."""
-        return self.pp_rank * self.tp_size + self.tp_rank
+        return (self.pp_rank * self.pcp_size + self.pcp_rank) * self.tp_size + self.tp_rank
 
     @property
     def world_size(self) -> int:
         """Number of workers of the engine."""
-        return self.tp_size * self.pp_size
+        return self.tp_size * self.pcp_size * self.pp_size
 
 
 @dataclass(frozen=True)
@@ -51,7 +54,7 @@ class GroupSpec:
     """A KV cache group as vLLM's cache manager sees it."""
 
     layer_names: tuple[str, ...]
-    block_tokens: int
+    block_tokens: int  # of all ranks together that share the tokens of a request
     window: int  # tokens of a sliding window, which are kept of a request; 0: all are, unless there are chunks
     blocks: int  # in vLLM's pool
     #: What vLLM states of each layer's cache, by layer.
@@ -79,7 +82,7 @@ def cache_groups(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") ->
     heads_first = "H" in layout and layout.index("H") < layout.index("N")
     for group in kv_cache_config.kv_cache_groups:
         by_layer = _specs_by_layer(group)
-        kept = group_retention(by_layer.values())
+        kept = _kept(vllm_config, by_layer)
         layers, states = {}, {}
         for name in group.layer_names:
             if kept.states:
@@ -123,13 +126,21 @@ def _seen_tokens(vllm_config: "VllmConfig", specs: Mapping[str, Any], layers: Se
     return seen
 
 
-def retentions(kv_cache_config: "KVCacheConfig") -> tuple[Retention, ...]:
+def retentions(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> tuple[Retention, ...]:
     """Return what vLLM keeps of a request in each KV cache group, in vLLM's order.
 
     Raises:
         UnsupportedError: as ``cache_groups``.
     """
-    return tuple(group_retention(_specs_by_layer(group).values()) for group in kv_cache_config.kv_cache_groups)
+    return tuple(_kept(vllm_config, _specs_by_layer(group)) for group in kv_cache_config.kv_cache_groups)
+
+
+def _kept(vllm_config: "VllmConfig", specs: Mapping[str, Any]) -> Retention:
+    """Return what vLLM keeps of a request in a group of layers."""
+    ranks = max(token_ranks(vllm_config, spec, name) for name, spec in specs.items())
+    first, *others = (retention(spec, ranks) for spec in specs.values())
+    alike = all(each.tokens_per_row == first.tokens_per_row for each in others)
+    return first if alike else replace(first, tokens_per_row=1)
 
 
 def _specs_by_layer(group: "KVCacheGroupSpec") -> Mapping[str, Any]:

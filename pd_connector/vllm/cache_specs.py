@@ -7,11 +7,11 @@ vLLM's classes are known by name, because releases and platforms have others.
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from layout.geometry import unit_rows
-from pd_connector.vllm.engine_config import UnsupportedError, engine_ranks
+from pd_connector.vllm.engine_config import UnsupportedError, context_parallel, engine_ranks
 from pd_connector.vllm.releases.installed import current
 
 if TYPE_CHECKING:
@@ -77,6 +77,8 @@ class LayerSpec:
     #: Parts that lie in one tensor of bytes, in order: name, dtype and number of items of each.
     packed_parts: "tuple[tuple[str, torch.dtype, int], ...]" = ()
     is_by_part: bool = False  # passed as a tensor [blocks, rows, heads, content] for each part
+    token_ranks: int = 1  # ranks that share the tokens of a request; 1: each has all
+    token_interleave: int = 1  # tokens in a row that one of them has
 
 
 @dataclass(frozen=True)
@@ -155,6 +157,26 @@ def check_served(group: "KVCacheGroupSpec", spec: Any, layer: str) -> None:
         )
 
 
+def token_ranks(vllm_config: "VllmConfig", spec: Any, layer: str) -> int:
+    """Return how many ranks share the tokens of a block of vLLM's cache manager (context parallelism).
+
+    Raises:
+        UnsupportedError: they share those of a window, of which nobody knows what vLLM keeps.
+    """
+    ranks, _ = context_parallel(vllm_config)
+    is_whole = not getattr(spec, "dcp_sharded", True) or getattr(spec, "sfa_dcp_replicated_indexer_size", 1) > 1
+    if ranks == 1 or is_state(spec) or is_whole:
+        return 1
+    if (kept := retention(spec)).window or kept.chunk:
+        _refuse(
+            layer,
+            type(spec).__name__,
+            f"of which ranks would share a window (decode_context_parallel_size = {ranks})",
+            "set decode_context_parallel_size to 1",
+        )
+    return ranks
+
+
 def is_state(spec: Any) -> bool:
     """Return whether blocks of ``spec`` hold states, not tokens."""
     return type(spec).__name__ == "MambaSpec" or is_ring(spec)
@@ -198,6 +220,9 @@ def layer_spec(vllm_config: "VllmConfig", name: str, spec: Any, *, one_precision
     ``one_precision``: all caches of the engine have the same dtype and quantization.
     """
     packed_bytes = getattr(spec, "state_content_bytes", None)
+    # vllm-ascend's sparse indexer has all tokens on every rank, though its block table is one of shared tokens.
+    has_all = getattr(spec, "sfa_dcp_replicated_indexer_size", 1) > 1
+    ranks = 1 if has_all else token_ranks(vllm_config, spec, name)
     # vLLM 0.23 gives MLA's latent vectors a V of their size, which they do not have.
     items = int(spec.head_size) + (0 if _is_mla(spec) else int(getattr(spec, "head_size_v", spec.head_size)))
     return LayerSpec(
@@ -212,22 +237,17 @@ def layer_spec(vllm_config: "VllmConfig", name: str, spec: Any, *, one_precision
         tokens_per_row=int(_tokens_per_row(spec)),
         packed_parts=_packed_parts(vllm_config, spec),
         is_by_part=_is_of_ascend(spec),
+        token_ranks=ranks,
+        token_interleave=int(vllm_config.parallel_config.cp_kv_cache_interleave_size) if ranks > 1 else 1,
     )
 
 
-def group_retention(specs: Iterable[Any]) -> Retention:
-    """Return what vLLM keeps of a request in a group of layers of served ``specs``."""
-    first, *others = map(retention, specs)
-    alike = all(each.tokens_per_row == first.tokens_per_row for each in others)
-    return first if alike else replace(first, tokens_per_row=1)
-
-
-def retention(spec: Any) -> Retention:
-    """Return what vLLM keeps of a request in layers of a served ``spec``.
+def retention(spec: Any, ranks: int = 1) -> Retention:
+    """Return what vLLM keeps of a request in layers of a served ``spec``, whose tokens ``ranks`` share.
 
     A window or chunk of a full attention cache is only one of the kernels: vLLM keeps all blocks.
     """
-    kind, tokens = type(spec).__name__, int(spec.block_size)
+    kind, tokens = type(spec).__name__, int(spec.block_size) * ranks
     if is_state(spec):
         return Retention(RING_TOKENS if is_ring(spec) else tokens, states=True)
     if kind == "ChunkedLocalAttentionSpec":

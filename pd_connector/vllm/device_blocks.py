@@ -154,6 +154,11 @@ class DeviceBlocks:
         )
 
     @property
+    def block_tokens(self) -> tuple[int, ...]:
+        """Block size of each cache group, in tokens."""
+        return current().block_tokens(self.manager.coordinator)
+
+    @property
     def hash_tokens(self) -> int:
         """Number of tokens of a block that vLLM hashes."""
         return int(self.manager.block_pool.hash_block_size)

@@ -1,5 +1,6 @@
 """What the connector reads from vLLM's configuration, and checks of what it cannot serve."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -56,7 +57,7 @@ def found_sizes(vllm_config: "VllmConfig") -> dict[str, object]:
 
 
 def check_supported(vllm_config: "VllmConfig") -> None:
-    """Raise if context parallelism or the return of routed experts is on, or sleep mode where vLLM does not tell of it.
+    """Raise if the return of routed experts is on, or sleep mode or context parallelism where they are not served.
 
     Raises:
         UnsupportedError: naming the setting and the way out.
@@ -81,11 +82,26 @@ def check_supported(vllm_config: "VllmConfig") -> None:
             f"device {device}: with this vLLM, PDConnector serves {' and '.join(served)} only, because it does not "
             "know how the KV caches of other devices are laid out; use vLLM 0.30 or later"
         )
-    parallel = vllm_config.parallel_config
-    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
-        size = getattr(parallel, name, 1)
-        if size != 1:
-            raise UnsupportedError(f"{name} = {size}: PDConnector does not support context parallelism; set it to 1")
+    _check_context_parallel(vllm_config, device)
+
+
+def _check_context_parallel(vllm_config: "VllmConfig", device: str) -> None:
+    """Raise if context parallelism is on where vLLM has none, or in a way that is not served."""
+    decode, prefill = context_parallel(vllm_config)
+    if decode == prefill == 1:
+        return
+    what = f"decode_context_parallel_size = {decode}" if decode > 1 else f"prefill_context_parallel_size = {prefill}"
+    if device == "cpu":
+        raise UnsupportedError(f"{what}: vLLM's CPU attention kernels have no context parallelism; set it to 1")
+    if not current().serves_context_parallel:
+        raise UnsupportedError(
+            f"{what}: with this vLLM, PDConnector serves no context parallelism; set it to 1, or use vLLM 0.30 or later"
+        )
+    if prefill > 1 and vllm_config.kv_transfer_config.is_kv_consumer:
+        raise UnsupportedError(
+            f"prefill_context_parallel_size = {prefill}: PDConnector serves ranks that share the computation of "
+            "prompts on prefill engines only; start with kv_role kv_producer, or set it to 1"
+        )
 
 
 def check_prefix_caching(vllm_config: "VllmConfig") -> None:
@@ -155,6 +171,18 @@ def stop_timeout_s(vllm_config: "VllmConfig") -> float:
 def max_model_len(vllm_config: "VllmConfig") -> int:
     """Return how many tokens a request may have, prompt and answer together."""
     return int(vllm_config.model_config.max_model_len)
+
+
+def context_parallel(vllm_config: "VllmConfig") -> tuple[int, int]:
+    """Return among how many ranks an engine shares the tokens of a cache, and the computation of a prompt."""
+    parallel = vllm_config.parallel_config
+    decode, prefill = (int(getattr(parallel, f"{name}_context_parallel_size", 1)) for name in ("decode", "prefill"))
+    return decode, prefill
+
+
+def workers_of(vllm_config: "VllmConfig") -> int:
+    """Return how many workers the engine has. Those that share a cache's tokens are tensor-parallel ones, too."""
+    return math.prod(engine_ranks(vllm_config)) * context_parallel(vllm_config)[1]
 
 
 def engine_ranks(vllm_config: "VllmConfig") -> tuple[int, int]:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from pd_connector.vllm.cache_groups import Ranks
+from pd_connector.vllm.engine_config import context_parallel
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -26,10 +27,14 @@ def share_logging() -> None:
 
 def worker_ranks() -> Ranks:
     """Return the ranks of this worker process, whose process groups must exist."""
-    from vllm.distributed.parallel_state import get_pp_group, get_tp_group  # noqa: PLC0415  exists only in workers
+    from vllm.distributed import parallel_state  # noqa: PLC0415  exists only in workers
 
-    tp, pp = get_tp_group(), get_pp_group()
-    return Ranks(tp.rank_in_group, tp.world_size, pp.rank_in_group, pp.world_size)
+    tp, pp = parallel_state.get_tp_group(), parallel_state.get_pp_group()
+    pcp, dcp = parallel_state.get_pcp_group(), parallel_state.get_dcp_group()
+    return Ranks(
+        tp.rank_in_group, tp.world_size, pp.rank_in_group, pp.world_size, pcp.rank_in_group, pcp.world_size,
+        dcp.rank_in_group,
+    )  # fmt: skip
 
 
 def workers_on_this_machine(vllm_config: "VllmConfig") -> int:
@@ -43,8 +48,12 @@ def workers_on_this_machine(vllm_config: "VllmConfig") -> int:
     from vllm.distributed.parallel_state import get_pp_group, get_tp_group  # noqa: PLC0415  exists only in workers
 
     here = _BOOT_ID.read_text()
-    stages = _gather(_gather(here, get_tp_group()), get_pp_group())
-    return sum(machine == here for stage in stages for machine in stage)
+    stage = _gather(here, get_tp_group())
+    if context_parallel(vllm_config)[1] > 1:
+        from vllm.distributed.parallel_state import get_pcp_group  # noqa: PLC0415  exists only in workers
+
+        stage = [machine for shared in _gather(stage, get_pcp_group()) for machine in shared]
+    return sum(machine == here for stage in _gather(stage, get_pp_group()) for machine in stage)
 
 
 def _gather(value: T, group: Any) -> list[T]:

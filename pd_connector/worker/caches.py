@@ -11,6 +11,7 @@ from typing import TypeAlias
 
 import torch
 
+from layout.context_parallel import WHOLE, TokenSplit
 from layout.geometry import CacheGroup, Plane, Region, WorkerGeometry
 from layout.sharding import held_heads
 from pd_connector.vllm.cache_groups import GroupSpec, Ranks
@@ -39,6 +40,8 @@ class _PartView:
     is_replicated: bool = False  # every rank holds all heads
     dtype: str = ""  # see ``Plane``
     tokens_per_row: int = 1
+    token_ranks: int = 1
+    token_interleave: int = 1
 
     @property
     def address(self) -> int:
@@ -48,7 +51,8 @@ class _PartView:
     def form(self) -> tuple[object, ...]:
         tensor = self.tensor
         memory = tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype
-        return self.part, self.packing, self.total_heads, self.optional, self.dtype, self.tokens_per_row, *memory
+        divided = self.tokens_per_row, self.token_ranks
+        return self.part, self.packing, self.total_heads, self.optional, self.dtype, *divided, *memory
 
 
 def describe_caches(
@@ -70,7 +74,9 @@ def describe_caches(
     """
     described = tuple(_describe_group(kv_caches, group, ranks) for group in groups)
     used = [tensor for group in groups for name in group.layer_names for tensor in tensors_of(kv_caches[name])]
-    return WorkerGeometry(**asdict(ranks), engine_address=engine_address, groups=described, regions=_regions(used))
+    place = asdict(ranks)
+    del place["dcp_rank"]  # the planes tell
+    return WorkerGeometry(**place, engine_address=engine_address, groups=described, regions=_regions(used))
 
 
 def _describe_group(kv_caches: Mapping[str, Cache], group: GroupSpec, ranks: Ranks) -> CacheGroup:
@@ -87,8 +93,10 @@ def _part_views(layer: str, cache: Cache, group: GroupSpec) -> list[_PartView]:
     spec, order = group.layers[layer], group.orders.get(layer)
 
     def view(part: str, tensor: torch.Tensor, packing: str = "", dtype: str = "") -> _PartView:
-        per_row = spec.tokens_per_row
-        return _PartView(part, layer, tensor, spec.total_heads, spec.optional, packing, False, dtype, per_row)
+        return _PartView(
+            part, layer, tensor, spec.total_heads, spec.optional, packing, dtype=dtype,
+            tokens_per_row=spec.tokens_per_row, token_ranks=spec.token_ranks, token_interleave=spec.token_interleave,
+        )  # fmt: skip
 
     if spec.is_by_part or not isinstance(cache, torch.Tensor):
         tensors = _by_part(cache)
@@ -236,7 +244,7 @@ def _check_form(layer: str, tensor: torch.Tensor, group: GroupSpec) -> None:
     ):
         raise UnknownCacheError(
             f"KV cache of layer {layer!r} has shape {tuple(tensor.shape)}, strides {tensor.stride()}, {tensor.dtype}; "
-            f"expected [blocks, heads, tokens, content] of {group.blocks} blocks of {group.block_tokens} tokens (or as "
+            f"expected [blocks, heads, tokens, content] of {group.blocks} blocks of {_rows(spec, group)} tokens (or as "
             f"many smaller ones as these make){_of_rows(spec)}, {spec.heads} heads of {spec.token_bytes} bytes a "
             f"token, {spec.dtype}"
         )
@@ -262,11 +270,10 @@ def _check_tensors(layer: str, tensors: Sequence[torch.Tensor], group: GroupSpec
             items = f", {content} items a token" if content is not None else ""
             raise UnknownCacheError(
                 f"KV cache of layer {layer!r} has a part of {got}; expected [blocks, tokens, heads, content] or "
-                f"[blocks, heads, tokens, content] of {group.blocks} blocks of {group.block_tokens} tokens (or as many "
+                f"[blocks, heads, tokens, content] of {group.blocks} blocks of {_rows(spec, group)} tokens (or as many "
                 f"smaller ones as these make){_of_rows(spec)}, {spec.heads} heads{items}"
             )
-    rows = group.block_tokens // spec.tokens_per_row
-    block_bytes = sum(_token_bytes(tensor) for tensor in tensors) * spec.heads * rows
+    block_bytes = sum(_token_bytes(tensor) for tensor in tensors) * spec.heads * _rows(spec, group)
     if block_bytes > spec.page_bytes:
         raise UnknownCacheError(
             f"KV cache of layer {layer!r} has {len(tensors)} tensors with {block_bytes} bytes of each block; vLLM "
@@ -275,7 +282,7 @@ def _check_tensors(layer: str, tensors: Sequence[torch.Tensor], group: GroupSpec
 
 
 def _of_rows(spec: LayerSpec) -> str:
-    return f" in rows of {spec.tokens_per_row} tokens" if spec.tokens_per_row > 1 else ""
+    return f", each a row of {spec.tokens_per_row} tokens" if spec.tokens_per_row > 1 else ""
 
 
 def _token_axis(tensor: torch.Tensor, spec: LayerSpec, group: GroupSpec) -> int:
@@ -289,12 +296,15 @@ def _token_axis(tensor: torch.Tensor, spec: LayerSpec, group: GroupSpec) -> int:
     return axes[-1 if group.heads_first else 0] if axes else 0
 
 
+def _rows(spec: LayerSpec, group: GroupSpec) -> int:
+    """Return how many rows of a block a layer's tensors have on this rank."""
+    return group.block_tokens // (spec.token_ranks * spec.tokens_per_row)
+
+
 def _holds_blocks(tensor: torch.Tensor, axis: int, spec: LayerSpec, group: GroupSpec) -> bool:
     """Return whether a tensor whose ``axis`` is the rows of a kernel block holds all blocks of vLLM's pool."""
-    tokens = int(tensor.shape[axis]) * spec.tokens_per_row
-    return (
-        group.block_tokens % max(tokens, 1) == 0 and int(tensor.shape[0]) * tokens == group.blocks * group.block_tokens
-    )
+    rows, of_block = int(tensor.shape[axis]), _rows(spec, group)
+    return of_block % max(rows, 1) == 0 and int(tensor.shape[0]) * rows == group.blocks * of_block
 
 
 def _token_bytes(tensor: torch.Tensor) -> int:
@@ -346,6 +356,9 @@ def _plane(run: list[_PartView], ranks: Ranks) -> Plane:
         optional=first.optional,
         dtype=first.dtype,
         tokens_per_row=first.tokens_per_row,
+        tokens=TokenSplit(first.token_interleave, first.token_ranks, ranks.dcp_rank)
+        if first.token_ranks > 1
+        else WHOLE,
     )
 
 

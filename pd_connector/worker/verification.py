@@ -15,7 +15,8 @@ import numpy.typing as npt
 
 from layout.checksums import PlaneSums, UInt64Array, run_tokens
 from layout.compatibility import IncompatibleCachesError
-from layout.geometry import CacheGroup, WorkerGeometry
+from layout.context_parallel import TokenSplit
+from layout.geometry import CacheGroup, Plane, WorkerGeometry
 from layout.plan import BlockTable
 from layout.sharding import Share, Source
 from layout.states import state_entries
@@ -38,7 +39,7 @@ class _Query:
     """The checksums to request from a prefill rank for one of its cache groups."""
 
     source: int  # index of the rank
-    shares: tuple[Share, ...]  # what was read from it, all of one cache group on either side
+    shares: tuple[Share, ...]  # what was read from it, all of one cache group and one split of tokens on either side
     borders: tuple[int, ...]  # of the token ranges; of a state, its entry in the table there, and the next
     wanted: npt.NDArray[np.bool_]  # [borders - 1]: which ranges were pulled; the others are holes
     state: tuple[int, int] | None = None  # its entry in the table here, and after how many tokens it is
@@ -88,10 +89,14 @@ class Verifier:
                 ours = self._checksums.geometry.groups[share.local_group]
                 if ours.states:
                     continue
-                run = run_tokens(workers[source.remote].groups[share.remote_group].planes[share.remote_plane])
-                if ours.block_tokens % run:
+                here = ours.planes[share.local_plane]
+                there = workers[source.remote].groups[share.remote_group].planes[share.remote_plane]
+                run = run_tokens(there)
+                if here.tokens != there.tokens:
+                    _check_shared_runs(here, there)
+                elif ours.rows(here) % run:
                     raise IncompatibleCachesError(
-                        f"block size is {ours.block_tokens} tokens here, which is not a multiple of {run} tokens, over "
+                        f"block size is {ours.rows(here)} tokens here, which is not a multiple of {run} tokens, over "
                         "which the remote engine takes each checksum: choose such a block size, or set "
                         '"verify": false on this engine'
                     )
@@ -136,10 +141,12 @@ class Verifier:
     ) -> Iterator[_Query]:
         local = self._checksums.geometry.groups
         for source in sources:
-            by_group: dict[tuple[int, int], list[Share]] = defaultdict(list)
+            by_group: dict[tuple[int, int, TokenSplit, TokenSplit], list[Share]] = defaultdict(list)
             for share in source.shares:
-                by_group[share.local_group, share.remote_group].append(share)
-            for (ours, theirs), shares in by_group.items():
+                here, there = local[share.local_group], workers[source.remote].groups[share.remote_group]
+                splits = here.planes[share.local_plane].tokens, there.planes[share.remote_plane].tokens
+                by_group[share.local_group, share.remote_group, *splits].append(share)
+            for (ours, theirs, *both), shares in by_group.items():
                 remote = workers[source.remote].groups[theirs]
                 if local[ours].states:
                     yield from _of_states(order, source.remote, shares, local[ours], remote)
@@ -150,9 +157,15 @@ class Verifier:
                 table = block_table(order.local_block_ids[ours])
                 count = max(1, min(_SUMS_PER_ANSWER // numbers, _RANGES_PER_ANSWER))
                 tokens = order.first_token, order.end_token
-                borders, wanted = _token_ranges(table, local[ours].block_tokens, tokens, step, count)
-                if wanted.any():
-                    yield _Query(source.remote, tuple(shares), borders, wanted)
+                if both[0] != both[1]:
+                    units = [_shared_run(*_planes(share, local[ours], remote)) for share in shares]
+                    ranges = _shared_ranges(table, local[ours].block_tokens, tokens, math.gcd(*units), both, count)
+                else:
+                    step = math.lcm(step, both[0].interleave) * both[0].ranks
+                    ranges = iter([_token_ranges(table, local[ours].block_tokens, tokens, step, count)])
+                for borders, wanted in ranges:
+                    if wanted.any():
+                        yield _Query(source.remote, tuple(shares), borders, wanted)
 
     def _fetch(
         self,
@@ -241,6 +254,46 @@ def _of_states(
     for tokens in here.keys() & there.keys():
         entry = there[tokens]
         yield _Query(source, tuple(shares), (entry, entry + 1), np.ones(1, np.bool_), (here[tokens], tokens))
+
+
+def _planes(share: Share, local: CacheGroup, remote: CacheGroup) -> tuple[Plane, Plane]:
+    return local.planes[share.local_plane], remote.planes[share.remote_plane]
+
+
+def _shared_run(here: Plane, there: Plane) -> int:
+    """Return a number of tokens such that of any of its multiples on, a rank holds all of so many tokens, or none."""
+    shared = [plane.tokens.interleave for plane in (here, there) if plane.tokens.ranks > 1]
+    return math.gcd(here.block_tokens, there.block_tokens, *shared)
+
+
+def _check_shared_runs(here: Plane, there: Plane) -> None:
+    """Raise unless the tokens of each checksum lie on one rank, of either engine. They share tokens in unequal ways."""
+    run = math.lcm(run_tokens(here), run_tokens(there))
+    if _shared_run(here, there) % run:
+        raise IncompatibleCachesError(
+            f"a checksum is of {run} tokens, and ranks share a prompt in runs of {here.tokens.interleave} tokens on "
+            f"{here.tokens.ranks} ranks here and of {there.tokens.interleave} on {there.tokens.ranks} on the remote "
+            "engine: choose a --cp-kv-cache-interleave-size that is a multiple, or equal context parallel sizes, or "
+            'set "verify": false on this engine'
+        )
+
+
+def _shared_ranges(
+    table: BlockTable, block_tokens: int, tokens: tuple[int, int], run: int, splits: Sequence[TokenSplit], count: int
+) -> Iterator[tuple[tuple[int, ...], npt.NDArray[np.bool_]]]:
+    """Yield the ranges of ``tokens`` that both of two ranks hold, at most ``count`` at once, as ``_token_ranges``.
+
+    Each holds all or none of ``run`` tokens.
+    """
+    starts = np.arange(*tokens, run, dtype=np.int64)
+    held = table.block_ids[starts // block_tokens - table.first_block] >= 0
+    for split in splits:
+        held &= split.holds(starts)
+    changes = np.flatnonzero(np.diff(held, prepend=False, append=False))
+    edges = np.append(starts, tokens[1])[changes]
+    for first in range(0, len(edges), 2 * count):
+        borders = edges[first : first + 2 * count]
+        yield tuple(borders.tolist()), np.arange(len(borders) - 1) % 2 == 0
 
 
 def _token_ranges(

@@ -193,8 +193,11 @@ class ConnectorWorker:
     def handshake(self) -> WorkerHandshake | None:
         """Return this worker's caches, for the scheduler side to describe to peers; None before ``register_caches``.
 
-        The caller passes it on. Without this call, the next report has it.
+        The caller passes it on. Without this call, the next report has it, and also where workers share the computation
+        of a prompt: vLLM has one place for the handshakes of them all.
         """
+        if self._handshake is not None and self._handshake.geometry.pcp_size > 1:
+            return None
         self._unsent = {}
         return self._handshake
 
@@ -269,7 +272,8 @@ class ConnectorWorker:
     def _announce(self, handshake: WorkerHandshake) -> None:
         """Have the handshake passed on to the scheduler side, by vLLM or by the next report."""
         self._handshake = handshake
-        self._unsent = {(handshake.geometry.pp_rank, handshake.geometry.tp_rank): handshake}
+        place = handshake.geometry
+        self._unsent = {(place.pp_rank, place.pcp_rank * place.tp_size + place.tp_rank): handshake}
 
     def _register(self, engine: TransferEngine, caches: "_RegisteredCaches") -> RemoteReader | None:
         """Register the memory of the caches, and what reads need; return what carries reads out, if there are any."""

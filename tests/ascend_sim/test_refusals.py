@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.support.ascend.engine_process import TRANSFER_CONFIG, output_of_start
-from tests.support.ascend.servers import DEEPSEEK_V2, NPU_BLOCK_SIZE
+from tests.support.ascend.servers import DEEPSEEK_V2
 from tests.support.e2e.models import DEFAULT_MODEL, ModelSpec, write_model
 
 BESIDE = [TRANSFER_CONFIG, {"kv_connector": "MooncakeConnectorV1", "kv_role": "kv_both"}]
@@ -28,18 +28,8 @@ IN_MULTI_CONNECTOR = {
         ),
         (DEEPSEEK_V2, {"kv_cache_dtype": "fp8_e5m2"}, "kv_cache_dtype = fp8_e5m2: this connector does not know"),
         (DEFAULT_MODEL, {"transfer": IN_MULTI_CONNECTOR}, "MooncakeConnectorV1 beside PDConnector: a process on"),
-        (
-            DEEPSEEK_V2,
-            {
-                "devices": 2,
-                "tensor_parallel_size": 2,
-                "decode_context_parallel_size": 2,
-                "cp_kv_cache_interleave_size": NPU_BLOCK_SIZE,
-            },
-            "decode_context_parallel_size = 2: PDConnector does not support context parallelism; set it to 1",
-        ),
     ],
-    ids=["private format", "quantised cache", "own connector", "context parallelism"],
+    ids=["private format", "quantised cache", "own connector"],
 )
 def test_a_start_that_cannot_be_right_is_refused_by_name(
     tmp_path: Path, model: ModelSpec, arguments: dict[str, Any], says: str

@@ -8,6 +8,7 @@ import logging
 import subprocess
 import sys
 import threading
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,13 +20,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
     SupportsHMA,
 )
+from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import CrossAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MLAAttentionSpec
 
 import pd_connector
 from pd_connector.aliases import NixlConnector
 from pd_connector.config import ConfigError
 from pd_connector.connector import PDConnector
-from pd_connector.vllm import ascend_options
+from pd_connector.vllm import ascend_options, engine_config
 from pd_connector.vllm.engine_config import UnsupportedError
 from tests.support.connector.requests import a_decode_request
 from tests.support.connector.vllm_engine import CACHES, SPEC, a_config, transfer_config
@@ -89,11 +91,33 @@ def test_an_unknown_setting_is_refused_by_the_constructor(model: Path, role: KVC
 
 
 @pytest.mark.parametrize("name", ["decode_context_parallel_size", "prefill_context_parallel_size"])
-def test_context_parallelism_is_refused_by_the_constructor(model: Path, name: str) -> None:
+def test_context_parallelism_is_refused_where_vllm_has_none(model: Path, name: str) -> None:
     config = a_config(model)
     setattr(config.parallel_config, name, 2)
-    with pytest.raises(UnsupportedError, match=f"{name} = 2: .* set it to 1"):
+    with pytest.raises(UnsupportedError, match=f"{name} = 2: vLLM's CPU attention .* set it to 1"):
         PDConnector(config, KVConnectorRole.SCHEDULER, CACHES)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "role", "message"),
+    [
+        ((2, 1), "kv_both", ""),
+        ((1, 2), "kv_producer", ""),
+        ((2, 2), "kv_producer", ""),
+        ((1, 2), "kv_both", "prefill_context_parallel_size = 2: .* on prefill engines only; start with kv_role"),
+    ],
+)
+def test_context_parallelism_is_served_on_devices(
+    model: Path, sizes: tuple[int, int], role: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(type(current_platform), "device_type", "npu")
+    config = a_config(model, role)
+    parallel = config.parallel_config
+    parallel.decode_context_parallel_size, parallel.prefill_context_parallel_size = sizes
+    if INSTALLED < (0, 30):
+        message = "use vLLM 0.30 or later"
+    with pytest.raises(UnsupportedError, match=message) if message else nullcontext():
+        engine_config.check_supported(config)
 
 
 @pytest.fixture

@@ -20,6 +20,7 @@ Layouts of KV caches (``layout/``):
     layout.ranks            a rank of the oracle as what reads blocks finds it
     layout.pulls            pulls between two engines of the oracle, every byte checked
     layout.nhd              NHD caches as vllm-ascend allocates them, in tensors, and what each byte of them must be
+    layout.shared_tokens    engines whose ranks share the tokens of a request, as memory
     layout.layout_pairs     every pair of layouts as parameters of tests, most of them slow
     layout.round_trips      blocks through host memory and back, every byte checked
     layout.strategies       hypothesis strategies that draw models, engines and requests
@@ -86,6 +87,7 @@ The connector (``pd_connector/``):
     connector.decode_scheduler  a decode engine's scheduler half, and a scripted prefill engine that it asks
     connector.followed_legs  both legs of a prompt at once: who computes it, and a worker that follows it
     connector.scripted_pulls  a session with a prefill engine whose pulls and handshakes do what the test says
+    connector.slot_mapping  vLLM's own slot mapping, without a device
     connector.staging       a staging buffer for a decode worker, and a prefill engine of which pulls are staged
     connector.landing       a decode worker's host memory, into which it really pulls
     connector.moving        prefill engines whose leases lie in host memory, byte by byte

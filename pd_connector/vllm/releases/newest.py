@@ -40,6 +40,8 @@ class VllmRelease:
     collects_scheduler_stats = True
     #: Whether states of recurrent layers are served: earlier releases lay them out in another way.
     serves_states = True
+    #: Whether context parallelism is served: earlier releases share tokens among prefill ranks, too.
+    serves_context_parallel = True
     #: Whether the scheduler gives requests whose tokens have been loaded their turn before it looks at others.
     serves_loaded_first = True
 
@@ -95,7 +97,7 @@ class VllmRelease:
             use_eagle=device.use_eagle,
             enable_caching=True,
             enable_kv_cache_events=self.has_events(device),
-            dcp_world_size=1,
+            dcp_world_size=max(manager.dcp_world_size for manager in device.coordinator.single_type_managers),
             pcp_world_size=1,
             scheduler_block_size=device.coordinator.scheduler_block_size,
             hash_block_size=device.block_pool.hash_block_size,

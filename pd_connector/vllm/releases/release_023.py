@@ -46,6 +46,7 @@ class Release023(Release030):
     fails_by_request = False
     defers_block_reuse = False
     serves_states = False
+    serves_context_parallel = False
     declares_layouts = False
     collects_scheduler_stats = False
     devices = ("cpu", "npu")

@@ -1,4 +1,7 @@
-"""What is refused at the start of an engine whose model keeps states, and what recipes say that is not so."""
+"""What is refused at the start of an engine whose model keeps states, or whose ranks share tokens.
+
+And what recipes say that is not so.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -6,7 +9,7 @@ from typing import Any
 import pytest
 
 from pd_connector.config import ConfigError, parse_config
-from pd_connector.scheduler.start_checks import check_prefix_unit, check_settings
+from pd_connector.scheduler.start_checks import check_block_sizes, check_prefix_unit, check_settings
 from pd_connector.vllm.cache_specs import Retention
 from pd_connector.vllm.engine_config import EngineRole
 from tests.support.connector.vllm_engine import a_config
@@ -58,3 +61,10 @@ def test_what_a_recipe_says_of_an_engine_and_is_not_so_is_one_warning(
         begin, end = expected.split(".*", 1)
         assert message.startswith(f"PDConnector: {begin}")
         assert end in message
+
+
+def test_blocks_of_shared_tokens_have_as_many_as_vllm_takes_them_to_have() -> None:
+    check_block_sizes((96, 96), [TOKENS, STATES])
+    message = r"blocks of \(48, 96\) tokens in its cache groups, which PDConnector takes for \(96, 96\)"
+    with pytest.raises(ConfigError, match=message):
+        check_block_sizes((48, 96), [TOKENS, STATES])

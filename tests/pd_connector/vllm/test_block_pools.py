@@ -1,5 +1,6 @@
 """Host blocks in vLLM's own pool: what is found, taken, published, told."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 from vllm.v1.request import Request
 
 from pd_connector.vllm.block_pools import HostBlockPool, Store, request_blocks, slot_of
+from pd_connector.vllm.device_blocks import DeviceBlocks
 from tests.support.host_tier.cases import EVERYTHING, engine_of, said, with_memory_of
 from tests.support.host_tier.setup import CONFIG, Setup, make_manager, make_pool, make_request
 from tests.support.releases import INSTALLED
@@ -480,3 +482,17 @@ def test_the_pools_configuration_is_taken_from_the_device() -> None:
     assert engine.pool.slots == 5
     assert isinstance(engine.pool._coordinator, type(engine.manager.coordinator))
     assert HostBlockPool(CONFIG, engine.manager, 1).free == 1
+
+
+@pytest.mark.skipif(INSTALLED < (0, 30), reason="context parallelism is served from 0.30 on")
+def test_slots_have_the_tokens_of_a_block_that_ranks_share() -> None:
+    setup = Setup(groups=((4, 0),))
+    manager = make_manager(setup, token_ranks=2)
+    pool = make_pool(setup, manager)
+    blocks = DeviceBlocks()
+    blocks.bind(manager)
+    assert pool.block_tokens == blocks.block_tokens == (8,)
+    request = make_request(replace(setup, groups=((8, 0),)), "r", range(20))
+    held = manager.allocate_slots(request, 20)
+    assert held is not None
+    assert [len(group) for group in held.blocks] == [3]

@@ -1,5 +1,7 @@
 """vLLM's cache groups as plain data: which layers share a block table, and what a token's content consists of."""
 
+from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +19,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from pd_connector.vllm import cache_groups as module
+from pd_connector.vllm import cache_specs
 from pd_connector.vllm.cache_groups import GroupSpec, Ranks, cache_groups, retentions, with_head_orders
 from pd_connector.vllm.cache_specs import LayerSpec, Retention
 from pd_connector.vllm.cpu.head_order import HeadOrder
@@ -64,7 +67,9 @@ def test_a_window_is_the_layers_and_what_is_kept_is_the_groups(hybrid: bool) -> 
     assert {layer: seen for group in found for layer, seen in group.seen_tokens.items()} == {"a": 40, "b": 0, "c": 40}
     kept = {layer: group.window for group in found for layer in group.layer_names}
     assert kept == ({"a": 40, "b": 0, "c": 40} if hybrid else {"a": 0, "b": 0, "c": 0})
-    assert [group.window for group in found] == [each.window for each in retentions(KVCacheConfig(8, [], groups))]
+    assert [group.window for group in found] == [
+        each.window for each in retentions(config, KVCacheConfig(8, [], groups))
+    ]
 
 
 def test_a_window_that_only_a_layer_knows_is_not_told_if_the_layer_does_not() -> None:
@@ -111,13 +116,78 @@ def test_the_layout_says_whether_heads_come_before_tokens(layout: str | None, he
 def test_what_is_kept_is_told_for_each_group() -> None:
     specs = UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs={"b": WINDOWED})
     config = KVCacheConfig(8, [], [KVCacheGroupSpec(["a"], FULL), KVCacheGroupSpec(["b"], specs)])
-    assert retentions(config) == (Retention(32), Retention(16, window=100))
+    assert retentions(model_config(), config) == (Retention(32), Retention(16, window=100))
 
 
 def test_workers_are_numbered_stage_by_stage() -> None:
     ranks = [Ranks(tp, 2, pp, 3) for pp in range(3) for tp in range(2)]
     assert [rank.index for rank in ranks] == list(range(6))
     assert {rank.world_size for rank in ranks} == {6}
+
+
+def test_workers_that_share_the_computation_of_prompts_are_numbered_as_vllm_does() -> None:
+    ranks = [Ranks(tp, 2, pp, 2, pcp, 3) for pp in range(2) for pcp in range(3) for tp in range(2)]
+    assert [rank.index for rank in ranks] == list(range(12))
+    assert {rank.world_size for rank in ranks} == {12}
+
+
+# Where ranks share the tokens of a request
+
+SHARED: dict[str, Any] = {"decode_context_parallel_size": 4, "cp_kv_cache_interleave_size": 8}
+LATENT = MLAAttentionSpec(block_size=16, num_kv_heads=1, head_size=576, dtype=torch.bfloat16)
+STATE = MambaSpec(block_size=64, shapes=((4, 8),), dtypes=(torch.float32,), mamba_type="mamba2")
+
+
+class Indexer(MLAAttentionSpec):  # type: ignore[misc]
+    """As vllm-ascend's, which keeps all tokens on every rank."""
+
+    sfa_dcp_replicated_indexer_size = 4
+
+
+def shared_groups(*groups: tuple[Sequence[str], Any]) -> tuple[GroupSpec, ...]:
+    return stated_groups(*groups, config=model_config(8, 1, **SHARED))
+
+
+@pytest.mark.skipif(INSTALLED < (0, 30), reason="not served before")
+def test_a_block_stands_for_the_tokens_of_all_ranks_as_vllm_counts_them() -> None:
+    from vllm.v1.core.kv_cache_utils import resolve_dcp_kv_block_size  # noqa: PLC0415
+
+    full, latent = shared_groups((["a"], FULL), (["b"], LATENT))
+    assert (full.block_tokens, latent.block_tokens) == (128, 64)
+    assert [resolve_dcp_kv_block_size(spec, 4) for spec in (FULL, LATENT)] == [128, 64]
+    shared = {(spec.token_ranks, spec.token_interleave) for each in (full, latent) for spec in each.layers.values()}
+    assert shared == {(4, 8)}
+    config = KVCacheConfig(8, [], [KVCacheGroupSpec(["a"], FULL), KVCacheGroupSpec(["b"], LATENT)])
+    assert retentions(model_config(8, 1, **SHARED), config) == (Retention(128), Retention(64))
+
+
+@pytest.mark.skipif(INSTALLED < (0, 30), reason="not served before")
+def test_an_indexer_that_every_rank_has_is_in_a_group_of_shared_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache_specs, "SERVED", (*cache_specs.SERVED, "Indexer"))
+    indexer = Indexer(block_size=16, num_kv_heads=1, head_size=128, dtype=torch.bfloat16)
+    specs = UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs={"a": LATENT, "a.indexer": indexer})
+    (group,) = shared_groups((["a", "a.indexer"], specs))
+    assert group.block_tokens == 64
+    assert {name: spec.token_ranks for name, spec in group.layers.items()} == {"a": 4, "a.indexer": 1}
+
+
+@pytest.mark.skipif(INSTALLED < (0, 32), reason="vLLM shares the tokens of every attention layer")
+def test_a_draft_whose_tokens_are_not_shared_has_blocks_of_its_own() -> None:
+    (group,) = shared_groups((["a"], replace(FULL, dcp_sharded=False)))
+    assert (group.block_tokens, group.layers["a"].token_ranks) == (32, 1)
+
+
+@pytest.mark.skipif(INSTALLED < (0, 30), reason="not served before")
+def test_states_are_on_every_rank() -> None:
+    config = KVCacheConfig(8, [], [KVCacheGroupSpec(["a"], STATE)])
+    assert retentions(model_config(8, 1, **SHARED), config) == (Retention(64, states=True),)
+
+
+@pytest.mark.skipif(INSTALLED < (0, 30), reason="not served before")
+def test_a_window_whose_tokens_would_be_shared_is_refused() -> None:
+    message = r"'b' is a SlidingWindowSpec, of which ranks would share .*size = 4.* set decode_context_parallel_size"
+    with pytest.raises(UnsupportedError, match=message):
+        shared_groups((["b"], WINDOWED))
 
 
 # How the CPU's kernels order a block

@@ -38,7 +38,11 @@ def test_the_packages_log_where_vllm_does_at_its_level(vllm_logger: logging.Logg
 def test_a_workers_ranks_are_those_of_its_process_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parallel_state, "get_tp_group", lambda: SimpleNamespace(rank_in_group=2, world_size=4))
     monkeypatch.setattr(parallel_state, "get_pp_group", lambda: SimpleNamespace(rank_in_group=1, world_size=3))
-    assert platform.worker_ranks() == Ranks(2, 4, 1, 3)
+    monkeypatch.setattr(parallel_state, "get_pcp_group", lambda: SimpleNamespace(rank_in_group=1, world_size=2))
+    monkeypatch.setattr(parallel_state, "get_dcp_group", lambda: SimpleNamespace(rank_in_group=5, world_size=8))
+    ranks = platform.worker_ranks()
+    assert ranks == Ranks(2, 4, 1, 3, 1, 2, 5)
+    assert (ranks.index, ranks.world_size) == ((1 * 2 + 1) * 4 + 2, 24)
 
 
 def a_config(**parallel: Any) -> Any:
@@ -100,3 +104,16 @@ def test_transport_and_memory_follow_from_the_devices(
     assert platform.device_type() == device
     assert platform.default_protocol() == protocol
     assert platform.caches_are_host_memory() == on_host
+
+
+def test_with_ray_workers_that_share_the_computation_of_prompts_count_too(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "boot_id").write_text("this")
+    monkeypatch.setattr(platform, "_BOOT_ID", tmp_path / "boot_id")
+    monkeypatch.setattr(parallel_state, "get_tp_group", lambda: ["this"])
+    monkeypatch.setattr(parallel_state, "get_pcp_group", lambda: [["this"], ["that"]])
+    monkeypatch.setattr(parallel_state, "get_pp_group", lambda: [["this", "that"], ["this", "this"]])
+    monkeypatch.setattr(platform, "_gather", lambda _, group: group)
+    config = a_config(use_ray=True, prefill_context_parallel_size=2)
+    assert platform.workers_on_this_machine(config) == 3

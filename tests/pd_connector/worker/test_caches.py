@@ -27,6 +27,7 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.worker.utils import allocate_kv_cache
 
+from layout.context_parallel import TokenSplit
 from layout.geometry import Plane, Region, WorkerGeometry
 from layout.states import running_entry
 from pd_connector.vllm.cache_groups import GroupSpec, Ranks
@@ -103,6 +104,32 @@ def check_layer(plane: Plane, number: int, cache: torch.Tensor, regions: Sequenc
         block, head, token, content = index
         assert address == cache[block, head, token, content].data_ptr()
         assert any(region.address <= address <= region.end - plane.item_size for region in regions)
+
+
+def test_ranks_that_share_tokens_have_blocks_of_their_share() -> None:
+    spec = MLAAttentionSpec(block_size=TOKENS, num_kv_heads=1, head_size=8, dtype=torch.bfloat16)
+    caches = allocate("LBHNC", [Group(("l0", "l1"), spec)])
+    config = model_config(8, 1, decode_context_parallel_size=4, cp_kv_cache_interleave_size=8)
+    stated = stated_groups((["l0", "l1"], spec), blocks=BLOCKS, config=config)
+    geometry = describe_caches(caches, stated, Ranks(6, 8, 0, 1, 1, 2, dcp_rank=2), "")
+    check_addresses(geometry, caches)
+    (group,) = geometry.groups
+    (plane,) = group.planes
+    assert (geometry.pcp_rank, geometry.pcp_size, group.block_tokens, group.rows(plane)) == (1, 2, 64, TOKENS)
+    assert plane.tokens == TokenSplit(8, 4, 2)
+
+
+def test_a_cache_of_all_tokens_where_ranks_share_them_is_refused() -> None:
+    config = model_config(8, 1, decode_context_parallel_size=4, cp_kv_cache_interleave_size=8)
+    spec = attention(1)
+    (group,) = stated_groups((["l0"], spec), blocks=BLOCKS, config=config)
+    whole = {"l0": torch.zeros(4 * BLOCKS, 1, TOKENS, 16, dtype=torch.bfloat16)}
+    with pytest.raises(UnknownCacheError, match=f"{BLOCKS} blocks of {TOKENS} tokens"):
+        describe_caches(whole, [group], ALONE, "")
+    every = {"l0": replace(group.layers["l0"], token_ranks=1)}
+    geometry = describe_caches(whole, [replace(group, layers=every)], ALONE, "")
+    plane = geometry.groups[0].planes[0]
+    assert (plane.blocks, geometry.groups[0].rows(plane), plane.tokens) == (4 * BLOCKS, 4 * TOKENS, TokenSplit())
 
 
 ONE_GROUP = [Group(("l0", "l1", "l2"), attention())]

@@ -171,6 +171,16 @@ def test_a_worker_that_takes_canaries_says_what_it_has_room_for(
     assert handshake.canary == (CanaryRoom(512, 4) if tells else None)
 
 
+def test_workers_that_share_the_computation_of_prompts_tell_by_a_report_alone(
+    worker_of: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM has one place for the handshakes of all that have the same tensor parallel rank."""
+    monkeypatch.setattr(module, "worker_ranks", lambda: Ranks(1, 2, 0, 1, 1, 2))
+    worker = worker_of("kv_producer", registered=True)
+    assert worker.side.handshake() is None
+    assert [*worker.side.take_report().handshakes] == [(0, 3)]
+
+
 def test_what_a_worker_tells_peers_is_known_once_its_caches_are(worker_of: Open) -> None:
     assert worker_of("kv_both").side.handshake() is None
     worker = worker_of("kv_both", registered=True, cpu_bytes_to_use=64 << 20)

@@ -197,7 +197,12 @@ def _values(name: str, rows: tuple[int, int], heads: tuple[int, int], size: int)
         np.arange(first, first + number, dtype=np.uint64).reshape(shape)
         for (first, number), shape in ((rows, (-1, 1, 1)), (heads, (-1, 1)), ((0, size), (-1,)))
     )
-    mixed = (row << np.uint64(34)) + (head << np.uint64(24)) + place + (np.uint64(zlib.crc32(name.encode())) << np.uint64(20))
+    mixed = (
+        (row << np.uint64(34))
+        + (head << np.uint64(24))
+        + place
+        + (np.uint64(zlib.crc32(name.encode())) << np.uint64(20))
+    )
     mixed = (mixed + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
     return ((mixed ^ (mixed >> np.uint64(29))) >> np.uint64(40)).astype(np.uint8)
 

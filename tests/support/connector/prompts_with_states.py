@@ -18,6 +18,7 @@ from pd_connector.vllm.cache_groups import retentions
 from pd_connector.vllm.cache_specs import Retention
 from pd_connector.vllm.device_blocks import DeviceBlocks
 from pd_connector.vllm.prompts import Prompts
+from tests.support.connector.stated import model_config
 from tests.support.host_tier.setup import MAX_TOKENS, Setup, make_request
 
 BLOCK = 4
@@ -42,7 +43,7 @@ class StateEngine:
             max_in_flight_tokens=MAX_TOKENS, enable_caching=mode != "none",
         )  # fmt: skip
         self._setup = Setup(groups=((size, 0),))
-        self.retentions: tuple[Retention, ...] = retentions(config)
+        self.retentions: tuple[Retention, ...] = retentions(model_config(), config)
         self.blocks, self.prompts = DeviceBlocks(), Prompts()
         self.blocks.bind(self.manager)
 

@@ -17,6 +17,7 @@ def model_config(
     sampling: str = "greedy",
     layers: int = 8,
     text: Mapping[str, Any] = MappingProxyType({}),
+    **parallel: int,
 ) -> Any:
     """As much of vLLM's configuration as tells what a layer's cache is; ``text``: of the model's own."""
 
@@ -32,7 +33,7 @@ def model_config(
     return SimpleNamespace(
         model_config=model(kv_heads, text),
         speculative_config=draft if draft_heads else None,
-        parallel_config=SimpleNamespace(tensor_parallel_size=tp_size, pipeline_parallel_size=1),
+        parallel_config=SimpleNamespace(tensor_parallel_size=tp_size, pipeline_parallel_size=1, **parallel),
     )
 
 

@@ -76,7 +76,8 @@ class Setup:
         assert loaded == found * size, f"{found} blocks are in host memory, and {loaded} tokens are offered"
 
 
-def make_manager(setup: Setup) -> KVCacheManager:
+def make_manager(setup: Setup, token_ranks: int = 1) -> KVCacheManager:
+    """``token_ranks``: share the tokens of a block (context parallelism)."""
     specs: list[Any] = []
     for tokens, window in setup.groups:
         common = {"block_size": tokens, "num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
@@ -87,8 +88,9 @@ def make_manager(setup: Setup) -> KVCacheManager:
     return KVCacheManager(
         KVCacheConfig(setup.device_blocks, [], groups),
         max_model_len=MAX_TOKENS,
-        scheduler_block_size=math.lcm(*setup.sizes),
-        hash_block_size=setup.hash_tokens,
+        scheduler_block_size=token_ranks * math.lcm(*setup.sizes),
+        hash_block_size=token_ranks * setup.hash_tokens,
+        dcp_world_size=token_ranks,
         enable_kv_cache_events=setup.events,
         **{in_flight: MAX_TOKENS},
     )

@@ -55,23 +55,24 @@ def sum_plane(
         PlanError: ``first_token`` does not start a run, the table has no entry for a token, or the plane lacks a block.
     """
     run = run_tokens(plane)
-    if first_token % run:
+    first, end = plane.tokens.before(np.array([first_token, end_token])).tolist()
+    if first % run:
         raise PlanError(f"checksums cover runs of {run} tokens and cannot start at token {first_token}")
-    if (tokens := plane.tokens_per_row) > 1:
-        first, end = first_token // tokens, -(-end_token // tokens)
-        of_rows = sum_plane(replace(plane, tokens_per_row=1), group_tokens // tokens, table, first, end, read)
+    if (of_row := plane.tokens_per_row) > 1:
+        begin, end = first_token // of_row, -(-end_token // of_row)
+        of_rows = sum_plane(replace(plane, tokens_per_row=1), group_tokens // of_row, table, begin, end, read)
         return replace(of_rows, run_tokens=run)
-    end = -(-end_token // run) * run if plane.packing else end_token
-    first_run = first_token // run
+    end = -(-end // run) * run if plane.packing else end
+    first_run = first // run
     sums = np.zeros((-(-end // run) - first_run + 1, len(plane.layers), plane.heads), np.uint64)
-    starts = np.arange(first_token // plane.block_tokens * plane.block_tokens, end, plane.block_tokens, dtype=np.int64)
+    starts = np.arange(first // plane.block_tokens * plane.block_tokens, end, plane.block_tokens, dtype=np.int64)
     blocks = kernel_blocks(plane, group_tokens, table, starts)
     starts, blocks = starts[blocks >= 0], blocks[blocks >= 0]
     step = max(1, CHUNK_BYTES // max(1, plane.block_bytes))
     for chunk in range(0, len(blocks), step):
         view = read(plane, blocks[chunk : chunk + step])
-        _add(view, starts[chunk : chunk + step], (first_token, end), first_run, sums[1:])
-    return PlaneSums(run, first_run, np.cumsum(sums, axis=0, dtype=np.uint64))
+        _add(view, starts[chunk : chunk + step], (first, end), first_run, sums[1:])
+    return PlaneSums(run, first_run, np.cumsum(sums, axis=0, dtype=np.uint64), plane.tokens)
 
 
 def sum_states(plane: Plane, table: BlockTable, read: BlockReader = in_place) -> PlaneSums:
@@ -97,15 +98,19 @@ def warm_up(planes: Sequence[Plane]) -> None:
 
 
 def kernel_blocks(plane: Plane, group_tokens: int, table: BlockTable, starts: Int64Array) -> Int64Array:
-    """Return the plane's blocks that begin at the tokens ``starts``, -1 where the table has a hole."""
-    entries = starts // group_tokens - table.first_block
+    """Return the plane's blocks that begin at ``starts``, -1 where the table has a hole.
+
+    Starts are places among the tokens that the plane holds: these tokens, if it holds all.
+    """
+    rows = group_tokens // plane.tokens.ranks
+    entries = starts // rows - table.first_block
     if len(entries) and not (entries[0] >= 0 and entries[-1] < len(table.block_ids)):
         raise PlanError(
-            f"a block table of {len(table.block_ids)} blocks of {group_tokens} tokens has none for tokens "
+            f"a block table of {len(table.block_ids)} blocks of {rows} tokens has none for tokens "
             f"{int(starts[0])} to {int(starts[-1])}"
         )
     ids = table.block_ids[entries]
-    blocks = ids * (group_tokens // plane.block_tokens) + starts % group_tokens // plane.block_tokens
+    blocks = ids * (rows // plane.block_tokens) + starts % rows // plane.block_tokens
     blocks = np.where(ids < 0, -1, blocks)
     if len(blocks) and int(blocks.max()) >= plane.blocks:
         raise PlanError(f"block {int(blocks.max())} does not exist: part {plane.part!r} has {plane.blocks} blocks")
@@ -113,7 +118,7 @@ def kernel_blocks(plane: Plane, group_tokens: int, table: BlockTable, starts: In
 
 
 def _add(view: ReadableBlocks, starts: Int64Array, window: tuple[int, int], first_run: int, sums: UInt64Array) -> None:
-    """Add the tokens of ``window`` in these blocks to ``sums``. Block i begins at token ``starts[i]``."""
+    """Add the tokens of ``window`` in these blocks to ``sums``. Block i begins at place ``starts[i]``."""
     plane, word = view.plane, word_bytes(view.plane)
     words = plane.item_size // word
     items_apart = plane.block_tokens > 1 and plane.content > 1 and plane.content_stride > plane.token_stride
@@ -122,6 +127,7 @@ def _add(view: ReadableBlocks, starts: Int64Array, window: tuple[int, int], firs
         plane.address,
         strides,
         (plane.block_tokens, words, run_tokens(plane), first_run, int(items_apart)),
+        (plane.tokens.interleave, plane.tokens.ranks, plane.tokens.rank),
         window,
         np.ascontiguousarray(view.blocks, np.int64),
         np.ascontiguousarray(starts, np.int64),
@@ -145,14 +151,20 @@ def _kernel(word_size: int) -> Any:
     by_token, by_item = (_compile(make(intrinsic(emit), word_size)) for make in (_by_token, _by_item))
 
     def add_blocks(
-        address: Any, strides: Any, form: Any, window: Any, blocks: Any, starts: Any, weights: Any, sums: Any
-    ) -> None:
+        address: Any, strides: Any, form: Any, split: Any, window: Any, blocks: Any, starts: Any, weights: Any,
+        sums: Any,
+    ) -> None:  # fmt: skip
         layer_stride, block_stride, head_stride, token_stride, item_stride = strides
         block_tokens, words, run, first_run, items_apart = form
-        totals = np.empty(block_tokens, np.uint64)
+        interleave, ranks, rank = split
+        totals, token_weights = np.empty(block_tokens, np.uint64), np.empty(block_tokens, np.uint64)
         for number in range(blocks.size):
             start = starts[number]
             begin, end = max(window[0] - start, 0), min(window[1] - start, block_tokens)
+            for inside in range(begin, end):
+                turn, rest = divmod(start + inside, interleave)
+                token = (turn * ranks + rank) * interleave + rest if ranks > 1 else start + inside
+                token_weights[inside] = _compiled_mix(np.uint64(token)) | np.uint64(1)
             for layer in range(sums.shape[1]):
                 for head in range(sums.shape[2]):
                     place = address + layer * layer_stride + blocks[number] * block_stride + head * head_stride
@@ -160,9 +172,8 @@ def _kernel(word_size: int) -> Any:
                         by_item(place, token_stride, item_stride, words, begin, end, weights, totals)
                     else:
                         by_token(place, token_stride, item_stride, words, begin, end, weights, totals)
-                    for token in range(start + begin, start + end):
-                        weight = _compiled_mix(np.uint64(token)) | np.uint64(1)
-                        sums[token // run - first_run, layer, head] += totals[token - start] * weight
+                    for inside in range(begin, end):
+                        sums[(start + inside) // run - first_run, layer, head] += totals[inside] * token_weights[inside]
 
     return _compile(add_blocks)
 

@@ -46,9 +46,8 @@ def read_values(
         plane, group_tokens = replace(plane, tokens_per_row=1), group_tokens // tokens_per_row
         return read_values(plane, group_tokens, table, first, max(first, end), read)
     size = plane.block_tokens
-    begin, end = (
-        (-(-first_token // size), end_token // size) if plane.packing else (first_token // size, -(-end_token // size))
-    )
+    first, last = plane.tokens.before(np.array([first_token, end_token])).tolist()
+    begin, end = (-(-first // size), last // size) if plane.packing else (first // size, -(-last // size))
     starts = np.arange(begin, max(begin, end), dtype=np.int64) * size
     blocks = kernel_blocks(plane, group_tokens, table, starts)
     starts, blocks = starts[blocks >= 0], blocks[blocks >= 0]
@@ -62,8 +61,8 @@ def read_values(
     for chunk in range(0, len(blocks), step):
         rows = _rows(read(plane, blocks[chunk : chunk + step]))
         for number, start in enumerate(starts[chunk : chunk + step].tolist()):
-            low, high = max(start, first_token), min(start + size, end_token)
-            wanted = slice(low - first_token, high - first_token)
+            low, high = max(start, first), min(start + size, last)
+            wanted = plane.tokens.tokens_at(np.arange(low, high)) - first_token
             values.data[:, wanted] = rows[:, number, low - start : high - start]
             values.held[wanted] = True
     return values
