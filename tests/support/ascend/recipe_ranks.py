@@ -43,8 +43,13 @@ class RankCaches:
     pp_rank: int
 
 
-def make_ranks(recipe: Recipe, side: Side, directory: Path) -> Iterator[RankCaches]:
-    """Make the caches of an engine's ranks, one rank after another, TP ranks of the first pipeline stage first."""
+def make_ranks(
+    recipe: Recipe, side: Side, directory: Path, *, first_of_stage: bool = False
+) -> Iterator[RankCaches]:
+    """Make the caches of an engine's ranks, one rank after another, TP ranks of the first pipeline stage first.
+
+    ``first_of_stage``: only of the first rank of each pipeline stage.
+    """
     load_general_plugins()
     current_platform.pre_register_and_update()
     _inspect_models_here()
@@ -57,7 +62,7 @@ def make_ranks(recipe: Recipe, side: Side, directory: Path) -> Iterator[RankCach
     firsts = [Worker(engine_config(engine, models), 0, pp_rank) for pp_rank in range(engine.pp)]
     plans = _plan(firsts)
     for pp_rank, first in enumerate(firsts):
-        for tp_rank in range(engine.tp):
+        for tp_rank in range(1 if first_of_stage else engine.tp):
             worker = Worker(engine_config(engine, models), tp_rank, pp_rank)
             assert worker.specs() == first.specs(), "the ranks of a stage state other caches"
             plan = copy.deepcopy(plans[pp_rank])

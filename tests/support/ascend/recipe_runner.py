@@ -73,6 +73,7 @@ class Worker:
                 if isinstance(self.runner, _SecondRunner)
                 else _allocate(self.runner, kv_cache_config)
             )
+        torch.npu.synchronize()  # what clears them is queued
         return caches
 
     def _make_model(self) -> list[torch.nn.Module]:

@@ -1,7 +1,7 @@
 """The prefill/decode recipes of vllm-ascend's model pages: what they start, and the options that vLLM takes of it.
 
 ``tests/ascend_sim/recipes`` has a file for each. Everything in one is as the page has it, in other words: an option
-that a page does not set is absent.
+that a page does not set is absent. What a page gets wrong is corrected here.
 """
 
 import json
@@ -19,6 +19,9 @@ RECIPES = ROOT_OF_PROJECT / "tests" / "ascend_sim" / "recipes"
 _SWITCHES = {"on": True, "off": False}
 #: Options that pages have at the top of ``additional_config``, where vllm-ascend refuses them, and where it reads them.
 _MISPLACED = {"fuse_muls_add": "ascend_compilation_config"}
+
+#: Options of P that a page leaves out, by recipe: P's caches and D's would have different types.
+_FORGOTTEN = {"glm52-a3": {"kv_cache_dtype": "int8"}}
 
 
 @dataclass(frozen=True)
@@ -131,7 +134,7 @@ class Recipe:
     name: str
     model: str
     hardware: Hardware
-    forms: str  # of its caches, in the letters of ``recipe_forms``
+    forms: dict[Side, list[str]]  # of each side's caches, in the letters of ``recipe_forms``
     p: RecipeSide
     d: RecipeSide
 
@@ -144,6 +147,7 @@ def load_recipe(path: Path) -> Recipe:
     """Read a recipe from its file."""
     given = json.loads(path.read_text())
     hardware: Hardware = "A5" if "950" in given["hardware"] else "A2" if " A2 " in given["hardware"] else "A3"
+    given["P"] |= _FORGOTTEN.get(given["id"], {})
     p, d = RecipeSide("P", given["P"]), RecipeSide("D", given["D"])
     return Recipe(given["id"], given["model"], hardware, given["forms"], p, d)
 
@@ -151,3 +155,13 @@ def load_recipe(path: Path) -> Recipe:
 def all_recipes() -> dict[str, Recipe]:
     """All recipes, by name."""
     return {path.stem: load_recipe(path) for path in sorted(RECIPES.glob("*.json"))}
+
+
+def our_settings(side: RecipeSide) -> dict[str, Any]:
+    """The ``kv_connector_extra_config`` that this project's connector is given."""
+    transfer = side.transfer_config()
+    given = transfer["kv_connector_extra_config"]
+    for child in given.get("connectors", [transfer]):
+        if child["kv_connector"] == "PDConnector":
+            return dict(child["kv_connector_extra_config"])
+    raise AssertionError("no connector of this project")
