@@ -34,37 +34,28 @@ def forms_of(rank: RankCaches) -> set[str]:
     config, found = rank.kv_cache_config, set()
     for group in config.kv_cache_groups:
         for layer, spec in specs_by_layer(group).items():
-            form = _form(spec)
+            form = _form(spec, _version_of(rank))
             _check_shapes(rank, form, layer, spec)
             if not _is_draft(rank, layer):
                 found.add(form)
     return found
 
 
-def _form(spec: Any) -> str:
-    kind, version = type(spec).__name__, getattr(spec, "model_version", None)
-    plain = "(fp8)" if spec_dtype(spec) == torch.float8_e4m3fn else ""
-    match kind:
-        case _ if version in _VERSIONS:
-            return _VERSIONS[version]
-        case "FullAttentionSpec":
-            return f"G{plain}"
-        case "AscendMLAAttentionSpec":
-            return "P" if spec.cache_sparse_sfa_c8 else "M" if spec.tokens_per_state == 1 else "K"
-        case "AscendSFAIndexerCacheSpec":
-            return "I+s" if spec.scale_dim else f"I{plain}"
-        case "AscendIndexerKPoolTailSpec":
-            return "T"
-        case "MambaSpec":
-            return "S"
-        case "CircularBufferSpec" | "AscendCircularBufferSpec":
-            return "V41"
-    return kind
+def _version_of(rank: RankCaches) -> str:
+    """The letters of all caches of a model that is DeepSeek V4 or V4.1; empty of others."""
+    return _VERSIONS.get(rank.vllm_config.model_config.hf_config.model_type, "")
 
 
-def spec_dtype(spec: Any) -> Any:
-    """The data type that a specification states, if it states one."""
-    return getattr(spec, "dtype", None)
+def _form(spec: Any, version: str) -> str:
+    kind = type(spec).__name__
+    if version and kind != "FullAttentionSpec":
+        return version
+    plain = "(fp8)" if getattr(spec, "dtype", None) == torch.float8_e4m3fn else ""
+    if kind == "AscendMLAAttentionSpec":
+        return "P" if spec.cache_sparse_sfa_c8 else "M" if spec.tokens_per_state == 1 else "K"
+    if kind == "AscendSFAIndexerCacheSpec":
+        return "I+s" if spec.scale_dim else f"I{plain}"
+    return {"FullAttentionSpec": f"G{plain}", "AscendIndexerKPoolTailSpec": "T", "MambaSpec": "S"}.get(kind, kind)
 
 
 def _check_shapes(rank: RankCaches, form: str, layer: str, spec: Any) -> None:

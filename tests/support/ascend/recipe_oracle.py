@@ -56,7 +56,7 @@ def prompt_tokens(engines: Sequence[RankCaches]) -> int:
         if kind_of(spec) in {"tokens", "window"}
     ]
     common = int(np.lcm.reduce(sizes))
-    return common * max(1, -(-3 * min(sizes) // common))
+    return common * max(1, -(-3 * int(min(sizes)) // common))
 
 
 def block_tables(rank: RankCaches, tokens: int, seed: int) -> list[BlockTable]:
@@ -176,16 +176,16 @@ def _first_head(rank: RankCaches, layer: str, spec: Any) -> int:
     if type(spec).__name__ != "FullAttentionSpec":
         return 0  # one, on every rank
     total, tp = _total_heads(rank, layer), rank.vllm_config.parallel_config.tensor_parallel_size
-    return rank.tp_rank * (total // tp) if total >= tp else rank.tp_rank // (tp // total)
+    return int(rank.tp_rank * (total // tp) if total >= tp else rank.tp_rank // (tp // total))
 
 
 def _total_heads(rank: RankCaches, layer: str) -> int:
     config = rank.vllm_config
     speculative = config.speculative_config
     number = re.search(r"\blayers\.(\d+)\b", layer)
-    if speculative is not None and speculative.method == "eagle3" and number is not None:
-        if int(number[1]) >= config.model_config.get_total_num_hidden_layers():
-            return int(speculative.draft_model_config.hf_config.num_key_value_heads)
+    is_beyond = number is not None and int(number[1]) >= config.model_config.get_total_num_hidden_layers()
+    if speculative is not None and speculative.method == "eagle3" and is_beyond:
+        return int(speculative.draft_model_config.hf_config.num_key_value_heads)
     return int(config.model_config.hf_text_config.num_key_value_heads)
 
 

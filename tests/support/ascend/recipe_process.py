@@ -38,8 +38,7 @@ class RecipeProcess:
     def __init__(self, hardware: Hardware) -> None:
         answers, theirs = os.pipe()
         self._answers = os.fdopen(answers)
-        self._log = tempfile.TemporaryFile()
-        # The model's files and its device's memory are read by this process's forks only.
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115  closed by ``close``
         environment = {**os.environ, **dict(simulated_environment())}
         self._process = subprocess.Popen(
             [sys.executable, "-W", "ignore", "-c", _START, hardware, str(theirs)],

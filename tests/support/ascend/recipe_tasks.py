@@ -21,10 +21,11 @@ SIDES: tuple[Side, ...] = ("P", "D")
 
 def forms(recipe: Recipe, directory: Path) -> dict[str, list[str]]:
     """The forms of the caches on each side."""
-    return {
-        side: sorted(set().union(*(forms_of(rank) for rank in make_ranks(recipe, side, directory, first_of_stage=True))))
-        for side in SIDES
-    }
+    found: dict[str, list[str]] = {}
+    for side in SIDES:
+        ranks = make_ranks(recipe, side, directory, first_of_stage=True)
+        found[side] = sorted(set().union(*map(forms_of, ranks)))
+    return found
 
 
 def options(recipe: Recipe, directory: Path) -> None:

@@ -20,6 +20,9 @@ _SWITCHES = {"on": True, "off": False}
 #: Options that pages have at the top of ``additional_config``, where vllm-ascend refuses them, and where it reads them.
 _MISPLACED = {"fuse_muls_add": "ascend_compilation_config"}
 
+_TRANSFER_OPTIONS = (
+    "kv_connector", "kv_role", "kv_port", "engine_id", "kv_load_failure_policy", "kv_buffer_device",
+)  # fmt: skip
 #: Options of P that a page leaves out, by recipe: P's caches and D's would have different types.
 _FORGOTTEN = {"glm52-a3": {"kv_cache_dtype": "int8"}}
 
@@ -117,8 +120,7 @@ def _corrected(additional: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_our_connector(given: dict[str, Any]) -> dict[str, Any]:
-    known = {name: given[name] for name in ("kv_connector", "kv_role", "kv_port", "engine_id") if name in given}
-    known |= {name: given[name] for name in ("kv_load_failure_policy", "kv_buffer_device") if name in given}
+    known: dict[str, Any] = {name: given[name] for name in _TRANSFER_OPTIONS if name in given}
     extra = dict(given.get("extra_config") or {})
     if given["kv_connector"] == "MultiConnector":
         extra["connectors"] = [_with_our_connector(child) for child in given["children"]]
