@@ -254,8 +254,8 @@ def _glm5_next(layers: int) -> Config:
 def _deepseek_v41(layers: int) -> Config:
     own = {
         "compress_ratios": [0, *([2] * (layers - 1))], "kv_source_layer_ids": [1, 4, 7],
-        "index_source_layer_ids": [1, 4, 7], "engram_layer_ids": [], "candidate_source_layer_id": 1, "candidate_topk_blocks": 8,
-        "candidate_block_size": 64,
+        "index_source_layer_ids": [1, 4, 7], "engram_layer_ids": [], "candidate_source_layer_id": 1,
+        "candidate_topk_blocks": 8, "candidate_block_size": 64,
     }  # fmt: skip
     text = _deepseek_v4(layers) | own | {"model_type": "deepseek_v41_text", "num_nextn_predict_layers": 3}
     return {
