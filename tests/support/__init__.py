@@ -59,6 +59,17 @@ Real vllm-ascend on simulated NPUs (``tests/ascend_sim``):
     ascend.reference        what Transformers answers on the CPU
     ascend.mooncake_peer    Mooncake's wheel for NPUs between two processes, on a stand-in for CANN's ADXL
     ascend.faulty_operators  an engine whose attention operators treat caches of all layers together wrongly
+    ascend.recipes          vllm-ascend's prefill/decode recipes, and the options that vLLM takes of them
+    ascend.recipe_models    tiny configurations of what they serve
+    ascend.recipe_groups    a process that stands for any rank of their engines
+    ascend.recipe_runner    a worker's layers and model runner, as far as KV caches need them
+    ascend.recipe_ranks     the KV caches of each rank, by vllm-ascend's own code
+    ascend.recipe_forms     the forms of these caches, by letters, and the shapes of their tensors
+    ascend.recipe_memory    a rank's device memory as bytes
+    ascend.recipe_oracle    a second opinion on what a prompt's bytes are, and where each rank keeps them
+    ascend.recipe_pulls     a prompt from every rank of P into every rank of D, every byte checked
+    ascend.recipe_tasks     what tests ask of a recipe's engines
+    ascend.recipe_process   processes in which that is done, one for each generation of devices
     ascend.transposes       a program that pulls between NHD caches, on the simulated device itself
     ascend.host_kernels.plugin          lets every process of vLLM load the rest; native/ has the C++ part
     ascend.host_kernels.dispatch        lets operators of the device run on the host

@@ -46,6 +46,11 @@ class RankMemory:
         other._live = {address: memory.copy() for address, memory in self._live.items()}
         return other
 
+    def clear(self) -> None:
+        """Zeros everywhere."""
+        for memory in self:
+            memory[:] = 0
+
     def view(self, tensor: torch.Tensor) -> Bytes:
         """A tensor's elements, with a last axis for the bytes of each."""
         start, item = tensor.untyped_storage().data_ptr(), tensor.element_size()

@@ -18,7 +18,7 @@ _HIDDEN = 256
 #: Divided by every TP x DP of the recipes.
 _EXPERTS = 64
 #: Of two pipeline stages: the first has more layers, wherever the recipe's has.
-_STAGES = {(30, 30): (3, 3), (41, 37): (5, 3), (42, 36): (5, 3)}
+_STAGES: dict[tuple[int, ...], tuple[int, ...]] = {(30, 30): (3, 3), (41, 37): (5, 3), (42, 36): (5, 3)}
 #: Without stages, where 4 layers would have too few of each kind.
 _LAYERS = {"deepseek_v4": 7, "deepseek_v41": 9, "qwen3_5": 8, "qwen3_5_moe": 8, "glm5_next": 8}
 
@@ -226,7 +226,7 @@ def _deepseek_v4(layers: int) -> Config:
     return _shared("DeepseekV4ForCausalLM", "deepseek_v4", layers) | {
         "num_attention_heads": 64, "num_key_value_heads": 1, "head_dim": 512, "qk_rope_head_dim": 64,
         "q_lora_rank": 64, "o_lora_rank": 64, "o_groups": 16, "sliding_window": 128,
-        "compress_ratios": [0, 0, *([4, 128] * layers)][:layers] + [0], "compress_rope_theta": 160000.0,
+        "compress_ratios": [*[0, 0, *([4, 128] * layers)][:layers], 0], "compress_rope_theta": 160000.0,
         "rope_theta": 10000.0, "rope_scaling": rope, "n_routed_experts": _EXPERTS, "n_shared_experts": 1,
         "num_hash_layers": 1, "norm_topk_prob": True, "routed_scaling_factor": 1.5, "scoring_func": "sqrtsoftplus",
         "topk_method": "noaux_tc", "hc_mult": 4, "hc_eps": 1e-6, "hc_sinkhorn_iters": 20, "swiglu_limit": 10.0,
@@ -253,9 +253,9 @@ def _glm5_next(layers: int) -> Config:
 
 def _deepseek_v41(layers: int) -> Config:
     own = {
-        "compress_ratios": [0, *([2] * (layers - 1))], "kv_source_layer_ids": [1, 4, 7], "index_source_layer_ids": [1, 4, 7],
-        "engram_layer_ids": [], "candidate_source_layer_id": 1, "candidate_topk_blocks": 8,
-        "candidate_block_size": 64,
+        "compress_ratios": [0, *([2] * (layers - 1))], "kv_source_layer_ids": [1, 4, 7],
+        "index_source_layer_ids": [1, 4, 7], "engram_layer_ids": [], "candidate_source_layer_id": 1,
+        "candidate_topk_blocks": 8, "candidate_block_size": 64,
     }  # fmt: skip
     text = _deepseek_v4(layers) | own | {"model_type": "deepseek_v41_text", "num_nextn_predict_layers": 3}
     return {

@@ -56,7 +56,7 @@ def prompt_tokens(engines: Sequence[RankCaches]) -> int:
         if kind_of(spec) in {"tokens", "window"}
     ]
     common = int(np.lcm.reduce(sizes))
-    return common * max(1, -(-3 * min(sizes) // common))
+    return common * max(1, -(-3 * int(min(sizes)) // common))
 
 
 def block_tables(rank: RankCaches, tokens: int, seed: int) -> list[BlockTable]:
@@ -93,28 +93,26 @@ class Prompt:
         ``layers``: only of these.
         """
         written = 0
-        for table, group in zip(self.tables, rank.kv_cache_config.kv_cache_groups, strict=True):
-            for layer, spec in specs_by_layer(group).items():
-                if layers is None or layer in layers:
-                    tensors = tensors_of(rank.kv_caches[layer])
-                    written += _write_layer(rank, memory, layer, spec, tensors, table)
+        for place, value in self.places(rank, memory, layers):
+            place[...] = value
+            written += value.size
         return written
 
-
-def _write_layer(
-    rank: RankCaches, memory: RankMemory, layer: str, spec: Any, tensors: list[torch.Tensor], table: BlockTable
-) -> int:
-    if kind_of(spec) == "state":
-        places = _state_places(rank, memory, layer, tensors, int(table.block_ids[-1]))
-    elif kind_of(spec) == "ring":
-        places = _ring_places(memory, layer, tensors, int(table.block_ids[0]))
-    else:
-        places = _row_places(rank, memory, layer, spec, tensors, table)
-    written = 0
-    for place, value in places:
-        place[...] = value
-        written += value.size
-    return written
+    def places(
+        self, rank: RankCaches, memory: RankMemory, layers: frozenset[str] | None = None
+    ) -> Iterator[tuple[Bytes, Bytes]]:
+        """Yield the places of the prompt's bytes of a rank in ``memory``, and the bytes."""
+        for table, group in zip(self.tables, rank.kv_cache_config.kv_cache_groups, strict=True):
+            for layer, spec in specs_by_layer(group).items():
+                if layers is not None and layer not in layers:
+                    continue
+                tensors = tensors_of(rank.kv_caches[layer])
+                if kind_of(spec) == "state":
+                    yield from _state_places(rank, memory, layer, tensors, int(table.block_ids[-1]))
+                elif kind_of(spec) == "ring":
+                    yield from _ring_places(memory, layer, tensors, int(table.block_ids[0]))
+                else:
+                    yield from _row_places(rank, memory, layer, spec, tensors, table)
 
 
 def _row_places(
@@ -178,16 +176,16 @@ def _first_head(rank: RankCaches, layer: str, spec: Any) -> int:
     if type(spec).__name__ != "FullAttentionSpec":
         return 0  # one, on every rank
     total, tp = _total_heads(rank, layer), rank.vllm_config.parallel_config.tensor_parallel_size
-    return rank.tp_rank * (total // tp) if total >= tp else rank.tp_rank // (tp // total)
+    return int(rank.tp_rank * (total // tp) if total >= tp else rank.tp_rank // (tp // total))
 
 
 def _total_heads(rank: RankCaches, layer: str) -> int:
     config = rank.vllm_config
     speculative = config.speculative_config
     number = re.search(r"\blayers\.(\d+)\b", layer)
-    if speculative is not None and speculative.method == "eagle3" and number is not None:
-        if int(number[1]) >= config.model_config.get_total_num_hidden_layers():
-            return int(speculative.draft_model_config.hf_config.num_key_value_heads)
+    is_beyond = number is not None and int(number[1]) >= config.model_config.get_total_num_hidden_layers()
+    if speculative is not None and speculative.method == "eagle3" and is_beyond:
+        return int(speculative.draft_model_config.hf_config.num_key_value_heads)
     return int(config.model_config.hf_text_config.num_key_value_heads)
 
 
@@ -197,12 +195,8 @@ def _values(name: str, rows: tuple[int, int], heads: tuple[int, int], size: int)
         np.arange(first, first + number, dtype=np.uint64).reshape(shape)
         for (first, number), shape in ((rows, (-1, 1, 1)), (heads, (-1, 1)), ((0, size), (-1,)))
     )
-    mixed = (
-        (row << np.uint64(34))
-        + (head << np.uint64(24))
-        + place
-        + (np.uint64(zlib.crc32(name.encode())) << np.uint64(20))
-    )
+    number = (row << np.uint64(34)) + (head << np.uint64(24)) + place
+    mixed = number + (np.uint64(zlib.crc32(name.encode())) << np.uint64(20))
     mixed = (mixed + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
     return ((mixed ^ (mixed >> np.uint64(29))) >> np.uint64(40)).astype(np.uint8)
 

@@ -43,8 +43,11 @@ class RankCaches:
     pp_rank: int
 
 
-def make_ranks(recipe: Recipe, side: Side, directory: Path) -> Iterator[RankCaches]:
-    """Make the caches of an engine's ranks, one rank after another, TP ranks of the first pipeline stage first."""
+def make_ranks(recipe: Recipe, side: Side, directory: Path, *, first_of_stage: bool = False) -> Iterator[RankCaches]:
+    """Make the caches of an engine's ranks, one rank after another, TP ranks of the first pipeline stage first.
+
+    ``first_of_stage``: only of the first rank of each pipeline stage.
+    """
     load_general_plugins()
     current_platform.pre_register_and_update()
     _inspect_models_here()
@@ -57,7 +60,7 @@ def make_ranks(recipe: Recipe, side: Side, directory: Path) -> Iterator[RankCach
     firsts = [Worker(engine_config(engine, models), 0, pp_rank) for pp_rank in range(engine.pp)]
     plans = _plan(firsts)
     for pp_rank, first in enumerate(firsts):
-        for tp_rank in range(engine.tp):
+        for tp_rank in range(1 if first_of_stage else engine.tp):
             worker = Worker(engine_config(engine, models), tp_rank, pp_rank)
             assert worker.specs() == first.specs(), "the ranks of a stage state other caches"
             plan = copy.deepcopy(plans[pp_rank])
@@ -75,17 +78,15 @@ def _plan(workers: list[Worker]) -> list[KVCacheConfig]:
     for worker in workers:
         record_kv_cache_layout(worker.vllm_config.cache_config, layout.name)
     # The pool is far too small for a prompt of max_model_len.
-    kv_cache_utils._check_enough_kv_cache_memory = lambda *_: None  # type: ignore[assignment]
+    kv_cache_utils._check_enough_kv_cache_memory = lambda *_: None
     plans: list[KVCacheConfig] = kv_cache_utils.get_kv_cache_configs(config, specs, [_ROOM] * len(workers))
     for plan in plans:
         plan.kv_cache_layout = layout.name
     return plans
 
 
-def engine_config(engine: RecipeSide, models: TinyModels) -> "VllmConfig":
+def engine_config(engine: RecipeSide, models: TinyModels) -> VllmConfig:
     """vLLM's configuration of a recipe's engine."""
-    from vllm.engine.arg_utils import EngineArgs  # noqa: PLC0415
-
     arguments = engine.engine_arguments()
     draft = engine.draft
     if draft:
@@ -120,7 +121,7 @@ def _inspect_models_here() -> None:
     def inspect(model: Any) -> Any:
         return registry._ModelInfo.from_model_cls(model.load_model_cls())
 
-    registry._LazyRegisteredModel.inspect_model_cls = inspect  # type: ignore[method-assign]
+    registry._LazyRegisteredModel.inspect_model_cls = inspect
 
 
 _set_by_us: set[str] = set()

@@ -20,6 +20,7 @@ from vllm.v1.attention.backend import AttentionBackend, AttentionMetadataBuilder
 from vllm.v1.attention.backends.utils import get_supported_kv_cache_layouts
 from vllm.v1.worker.utils import prepare_kernel_block_sizes
 from vllm_ascend.ascend_config import get_ascend_config, init_ascend_config
+from vllm_ascend.ops import rotary_embedding
 from vllm_ascend.ops.fused_moe import fused_moe
 from vllm_ascend.spec_decode.eagle_proposer import AscendEagleProposer
 from vllm_ascend.utils import adapt_patch, enable_sfa, enable_sfa_dcp_replicated_indexer, register_ascend_customop
@@ -44,6 +45,8 @@ class Worker:
         register_ascend_customop(vllm_config)
         init_ascend_config(vllm_config)
         fused_moe.setup_moe_comm_method = lambda _: None  # experts that never talk to each other
+        # Tables of the first rotary embedding, which cannot be made of one without columns, and no step reads.
+        rotary_embedding._record_cos_and_sin_cache_interleaved = lambda *_: None
         with set_current_vllm_config(vllm_config), set_default_torch_dtype(vllm_config.model_config.dtype):
             self.model = self._make_model()
             current_platform.update_block_size_for_backend(vllm_config)
@@ -73,6 +76,7 @@ class Worker:
                 if isinstance(self.runner, _SecondRunner)
                 else _allocate(self.runner, kv_cache_config)
             )
+        torch.npu.synchronize()  # what clears them is queued
         return caches
 
     def _make_model(self) -> list[torch.nn.Module]:
@@ -152,7 +156,7 @@ class _SecondRunner:
         return self._functions.init_kv_cache(context, kv_cache_config, device, sizes, self._vllm_config)
 
 
-class _NoBuilder(AttentionMetadataBuilder[Any]):
+class _NoBuilder(AttentionMetadataBuilder):  # type: ignore[misc]  # vLLM is not typed here
     """In the place of what prepares an attention backend's steps."""
 
     def __init__(self, *_: Any) -> None:
@@ -168,7 +172,7 @@ def _without_builders(layers: dict[str, Any]) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for backend in backends:
             own = backend.__dict__.get("get_builder_cls")
-            backend.get_builder_cls = staticmethod(lambda: _NoBuilder)  # type: ignore[method-assign, assignment]
+            backend.get_builder_cls = staticmethod(lambda: _NoBuilder)
             stack.callback(_put_back, backend, own)
         yield
 
@@ -177,4 +181,4 @@ def _put_back(backend: type[AttentionBackend], own: Any) -> None:
     if own is None:
         del backend.get_builder_cls
     else:
-        backend.get_builder_cls = own  # type: ignore[method-assign]
+        backend.get_builder_cls = own

@@ -1,7 +1,7 @@
 """The prefill/decode recipes of vllm-ascend's model pages: what they start, and the options that vLLM takes of it.
 
 ``tests/ascend_sim/recipes`` has a file for each. Everything in one is as the page has it, in other words: an option
-that a page does not set is absent.
+that a page does not set is absent. What a page gets wrong is corrected here.
 """
 
 import json
@@ -19,6 +19,12 @@ RECIPES = ROOT_OF_PROJECT / "tests" / "ascend_sim" / "recipes"
 _SWITCHES = {"on": True, "off": False}
 #: Options that pages have at the top of ``additional_config``, where vllm-ascend refuses them, and where it reads them.
 _MISPLACED = {"fuse_muls_add": "ascend_compilation_config"}
+
+_TRANSFER_OPTIONS = (
+    "kv_connector", "kv_role", "kv_port", "engine_id", "kv_load_failure_policy", "kv_buffer_device",
+)  # fmt: skip
+#: Options of P that a page leaves out, by recipe: P's caches and D's would have different types.
+_FORGOTTEN = {"glm52-a3": {"kv_cache_dtype": "int8"}}
 
 
 @dataclass(frozen=True)
@@ -114,8 +120,7 @@ def _corrected(additional: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_our_connector(given: dict[str, Any]) -> dict[str, Any]:
-    known = {name: given[name] for name in ("kv_connector", "kv_role", "kv_port", "engine_id") if name in given}
-    known |= {name: given[name] for name in ("kv_load_failure_policy", "kv_buffer_device") if name in given}
+    known: dict[str, Any] = {name: given[name] for name in _TRANSFER_OPTIONS if name in given}
     extra = dict(given.get("extra_config") or {})
     if given["kv_connector"] == "MultiConnector":
         extra["connectors"] = [_with_our_connector(child) for child in given["children"]]
@@ -131,7 +136,7 @@ class Recipe:
     name: str
     model: str
     hardware: Hardware
-    forms: str  # of its caches, in the letters of ``recipe_forms``
+    forms: dict[Side, list[str]]  # of each side's caches, in the letters of ``recipe_forms``
     p: RecipeSide
     d: RecipeSide
 
@@ -144,6 +149,7 @@ def load_recipe(path: Path) -> Recipe:
     """Read a recipe from its file."""
     given = json.loads(path.read_text())
     hardware: Hardware = "A5" if "950" in given["hardware"] else "A2" if " A2 " in given["hardware"] else "A3"
+    given["P"] |= _FORGOTTEN.get(given["id"], {})
     p, d = RecipeSide("P", given["P"]), RecipeSide("D", given["D"])
     return Recipe(given["id"], given["model"], hardware, given["forms"], p, d)
 
@@ -151,3 +157,13 @@ def load_recipe(path: Path) -> Recipe:
 def all_recipes() -> dict[str, Recipe]:
     """All recipes, by name."""
     return {path.stem: load_recipe(path) for path in sorted(RECIPES.glob("*.json"))}
+
+
+def our_settings(side: RecipeSide) -> dict[str, Any]:
+    """The ``kv_connector_extra_config`` that this project's connector is given."""
+    transfer = side.transfer_config()
+    given = transfer["kv_connector_extra_config"]
+    for child in given.get("connectors", [transfer]):
+        if child["kv_connector"] == "PDConnector":
+            return dict(child["kv_connector_extra_config"])
+    raise AssertionError("no connector of this project")

@@ -1,0 +1,70 @@
+"""What is asked of a recipe's engines, in a process of their own (``recipe_process``); all returns are JSON."""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from vllm.config import set_current_vllm_config
+
+from pd_connector.config import parse_config
+from pd_connector.vllm.ascend_options import check_ascend_options
+from pd_connector.vllm.engine_config import check_supported
+from tests.support.ascend.recipe_forms import forms_of
+from tests.support.ascend.recipe_memory import RankMemory
+from tests.support.ascend.recipe_oracle import Prompt, block_tables, prompt_tokens
+from tests.support.ascend.recipe_pulls import describe, pull_prompt
+from tests.support.ascend.recipe_ranks import make_ranks
+from tests.support.ascend.recipes import Recipe, Side, our_settings
+
+SIDES: tuple[Side, ...] = ("P", "D")
+
+
+def forms(recipe: Recipe, directory: Path) -> dict[str, list[str]]:
+    """The forms of the caches on each side."""
+    found: dict[str, list[str]] = {}
+    for side in SIDES:
+        ranks = make_ranks(recipe, side, directory, first_of_stage=True)
+        found[side] = sorted(set().union(*map(forms_of, ranks)))
+    return found
+
+
+def options(recipe: Recipe, directory: Path) -> None:
+    """Let the connector check the options of both sides, as its constructor does."""
+    for side in SIDES:
+        parse_config(our_settings(recipe.side(side)))
+        rank = next(make_ranks(recipe, side, directory, first_of_stage=True))
+        with set_current_vllm_config(rank.vllm_config):
+            check_supported(rank.vllm_config)
+            check_ascend_options(rank.vllm_config)
+
+
+def descriptions(recipe: Recipe, directory: Path) -> dict[str, int]:
+    """Describe the caches of each stage's first rank; returns the planes of each side."""
+    return {
+        side: sum(
+            len(group.planes)
+            for rank in make_ranks(recipe, side, directory, first_of_stage=True)
+            for group in describe(rank).groups
+        )
+        for side in SIDES
+    }
+
+
+def pull(recipe: Recipe, directory: Path) -> dict[str, int]:
+    """Pull a prompt from every rank of P into every rank of D; every byte is checked."""
+    return asdict(pull_prompt(recipe, directory))
+
+
+def own_places(recipe: Recipe, directory: Path) -> dict[str, Any]:
+    """Assert that the oracle gives no two bytes of a prompt one place; returns the bytes of each side's first rank."""
+    found: dict[str, Any] = {}
+    for side in SIDES:
+        for rank in make_ranks(recipe, side, directory, first_of_stage=True):
+            tokens = prompt_tokens([rank])
+            prompt, memory = Prompt(tokens, block_tables(rank, tokens, seed=1)), RankMemory(rank.kv_caches)
+            memory.clear()
+            for place, _ in prompt.places(rank, memory):
+                assert not place.any(), f"{recipe.name} {side}: a byte of the prompt where another is"
+                place[...] = 1
+            found.setdefault(side, sum(int(each.sum(dtype="int64")) for each in memory))
+    return found
