@@ -15,6 +15,8 @@ import pytest
 
 from layout.compatibility import IncompatibleCachesError
 from layout.geometry import Region
+from layout.host_blocks import host_layout
+from layout.host_slots import slot_geometry
 from layout.plan import BlockTable, compile_plans
 from layout.scratch import scratch_bytes, scratch_geometry
 from layout.sharding import choose_sources
@@ -82,6 +84,21 @@ def test_scratch_memory_has_the_same_tokens() -> None:
         np.testing.assert_array_equal(cached.data, pulled.data)
 
 
+def test_a_slot_of_host_memory_has_a_ranks_share_of_a_block() -> None:
+    (alone,), rank = filled(ALONE), filled(Shared(4, 4, 4, rows=16))[1]
+    layout = host_layout(rank.geometry)
+    memory = np.zeros(5 * layout.slot_bytes, np.uint8)
+    slots = slot_geometry(rank.geometry, layout, Region(int(memory.ctypes.data), memory.size))
+    plans = compile_plans(slots, [alone.geometry], choose_sources(slots, [alone.geometry]))
+    execute(plans[0].instantiate([BlockTable.of([3, 1, 2, 4])], [BlockTable.of(IDS)], 0, 256))
+    for plane in rank.geometry.groups[0].planes:
+        cached = read_values(plane, 64, BlockTable.of(IDS), 0, 200)
+        held = [each for each in slots.groups[0].planes if each.part == plane.part]
+        loaded = [read_values(each, 64, BlockTable.of([3, 1, 2, 4]), 0, 200) for each in held]
+        np.testing.assert_array_equal(cached.held, loaded[0].held)
+        np.testing.assert_array_equal(cached.data, np.concatenate([each.data for each in loaded]))
+
+
 # Pulls that are compared
 
 
@@ -139,6 +156,7 @@ def verify(local: Shared, remote: Shared, spoil: Sequence[int] = ()) -> tuple[in
 PAIRS = [
     (Shared(4, 4, 1, 16), Shared(4, 4, 1, 16)),
     (Shared(4, 4, 1, 32), Shared(4, 4, 1, 16)),
+    (Shared(4, 4, 1, 16), Shared(4, 4, 1, 8)),
     (Shared(4, 4, 16, 32), Shared(4, 4, 16, 16)),
     (Shared(3, 3, 16, 16), Shared(2, 2, 16, 16)),
     (Shared(1, 1, 1, 16), Shared(4, 4, 32, 32)),
