@@ -22,6 +22,7 @@ from layout.scratch import scratch_bytes, scratch_geometry
 from layout.sharding import choose_sources
 from pd_connector.orders import ChecksumOrder, ChecksumReport, PullOrder
 from pd_connector.scheduler.prefill.checksum_table import ChecksumTable
+from pd_connector.worker import verification
 from pd_connector.worker.lease_checksums import CacheChecksums
 from pd_connector.worker.pull_end import PullFailed
 from pd_connector.worker.verification import Verifier
@@ -173,6 +174,14 @@ def test_what_arrives_is_what_was_leased_and_one_wrong_item_is_found(local: Shar
         assert spoilt
         assert len(found) == local.tp
         assert "1 of" in found[0] or "2 of" in found[0]
+
+
+def test_many_ranges_are_asked_for_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verification, "_RANGES_PER_ANSWER", 2)
+    assert verify(*PAIRS[4]) == (0, [])
+    spoilt, found = verify(*PAIRS[4], [PAIRS[4][0].rows * 4 + 5])
+    assert spoilt
+    assert len(found) == 3
 
 
 def test_checksums_over_tokens_of_several_ranks_are_refused() -> None:
