@@ -15,11 +15,14 @@ import pytest
 
 from layout.compatibility import IncompatibleCachesError
 from layout.geometry import Region
+from layout.host_blocks import host_layout
+from layout.host_slots import slot_geometry
 from layout.plan import BlockTable, compile_plans
 from layout.scratch import scratch_bytes, scratch_geometry
 from layout.sharding import choose_sources
 from pd_connector.orders import ChecksumOrder, ChecksumReport, PullOrder
 from pd_connector.scheduler.prefill.checksum_table import ChecksumTable
+from pd_connector.worker import verification
 from pd_connector.worker.lease_checksums import CacheChecksums
 from pd_connector.worker.pull_end import PullFailed
 from pd_connector.worker.verification import Verifier
@@ -82,6 +85,21 @@ def test_scratch_memory_has_the_same_tokens() -> None:
         np.testing.assert_array_equal(cached.data, pulled.data)
 
 
+def test_a_slot_of_host_memory_has_a_ranks_share_of_a_block() -> None:
+    (alone,), rank = filled(ALONE), filled(Shared(4, 4, 4, rows=16))[1]
+    layout = host_layout(rank.geometry)
+    memory = np.zeros(5 * layout.slot_bytes, np.uint8)
+    slots = slot_geometry(rank.geometry, layout, Region(int(memory.ctypes.data), memory.size))
+    plans = compile_plans(slots, [alone.geometry], choose_sources(slots, [alone.geometry]))
+    execute(plans[0].instantiate([BlockTable.of([3, 1, 2, 4])], [BlockTable.of(IDS)], 0, 256))
+    for plane in rank.geometry.groups[0].planes:
+        cached = read_values(plane, 64, BlockTable.of(IDS), 0, 200)
+        held = [each for each in slots.groups[0].planes if each.part == plane.part]
+        loaded = [read_values(each, 64, BlockTable.of([3, 1, 2, 4]), 0, 200) for each in held]
+        np.testing.assert_array_equal(cached.held, loaded[0].held)
+        np.testing.assert_array_equal(cached.data, np.concatenate([each.data for each in loaded]))
+
+
 # Pulls that are compared
 
 
@@ -139,6 +157,7 @@ def verify(local: Shared, remote: Shared, spoil: Sequence[int] = ()) -> tuple[in
 PAIRS = [
     (Shared(4, 4, 1, 16), Shared(4, 4, 1, 16)),
     (Shared(4, 4, 1, 32), Shared(4, 4, 1, 16)),
+    (Shared(4, 4, 1, 16), Shared(4, 4, 1, 8)),
     (Shared(4, 4, 16, 32), Shared(4, 4, 16, 16)),
     (Shared(3, 3, 16, 16), Shared(2, 2, 16, 16)),
     (Shared(1, 1, 1, 16), Shared(4, 4, 32, 32)),
@@ -155,6 +174,14 @@ def test_what_arrives_is_what_was_leased_and_one_wrong_item_is_found(local: Shar
         assert spoilt
         assert len(found) == local.tp
         assert "1 of" in found[0] or "2 of" in found[0]
+
+
+def test_many_ranges_are_asked_for_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verification, "_RANGES_PER_ANSWER", 2)
+    assert verify(*PAIRS[4]) == (0, [])
+    spoilt, found = verify(*PAIRS[4], [PAIRS[4][0].rows * 4 + 5])
+    assert spoilt
+    assert len(found) == 3
 
 
 def test_checksums_over_tokens_of_several_ranks_are_refused() -> None:
