@@ -23,6 +23,7 @@ class RankMemory:
     """All allocations behind a rank's caches, from their first byte to their last: also where no layer is."""
 
     def __init__(self, kv_caches: Mapping[str, Any]) -> None:
+        torch.npu.synchronize()  # the device has yet to clear what was allocated
         storages = [tensor.untyped_storage() for cache in kv_caches.values() for tensor in tensors_of(cache)]
         self._live = {
             storage.data_ptr(): np.ctypeslib.as_array(

@@ -2,7 +2,6 @@
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from vllm.config import set_current_vllm_config
 
@@ -12,42 +11,30 @@ from pd_connector.vllm.engine_config import check_supported
 from tests.support.ascend.recipe_forms import forms_of
 from tests.support.ascend.recipe_memory import RankMemory
 from tests.support.ascend.recipe_oracle import Prompt, block_tables, prompt_tokens
-from tests.support.ascend.recipe_pulls import describe, pull_prompt
-from tests.support.ascend.recipe_ranks import make_ranks
+from tests.support.ascend.recipe_pulls import pull_prompt
+from tests.support.ascend.recipe_ranks import RankCaches, make_ranks
 from tests.support.ascend.recipes import Recipe, Side, our_settings
 
 SIDES: tuple[Side, ...] = ("P", "D")
 
 
-def forms(recipe: Recipe, directory: Path) -> dict[str, list[str]]:
-    """The forms of the caches on each side."""
+def engines(recipe: Recipe, directory: Path) -> dict[str, list[str]]:
+    """Make both engines with the recipe's options, which the connector checks as its constructor does.
+
+    Asserts that the oracle gives no two bytes of a prompt one place. Returns the forms of the caches on each side.
+    """
     found: dict[str, list[str]] = {}
     for side in SIDES:
-        ranks = make_ranks(recipe, side, directory, first_of_stage=True)
-        found[side] = sorted(set().union(*map(forms_of, ranks)))
-    return found
-
-
-def options(recipe: Recipe, directory: Path) -> None:
-    """Let the connector check the options of both sides, as its constructor does."""
-    for side in SIDES:
         parse_config(our_settings(recipe.side(side)))
-        rank = next(make_ranks(recipe, side, directory, first_of_stage=True))
-        with set_current_vllm_config(rank.vllm_config):
-            check_supported(rank.vllm_config)
-            check_ascend_options(rank.vllm_config)
-
-
-def descriptions(recipe: Recipe, directory: Path) -> dict[str, int]:
-    """Describe the caches of each stage's first rank; returns the planes of each side."""
-    return {
-        side: sum(
-            len(group.planes)
-            for rank in make_ranks(recipe, side, directory, first_of_stage=True)
-            for group in describe(rank).groups
-        )
-        for side in SIDES
-    }
+        forms = set[str]()
+        for rank in make_ranks(recipe, side, directory, first_of_stage=True):
+            with set_current_vllm_config(rank.vllm_config):
+                check_supported(rank.vllm_config)
+                check_ascend_options(rank.vllm_config)
+            _check_places(rank)
+            forms |= set(forms_of(rank))
+        found[side] = sorted(forms)
+    return found
 
 
 def pull(recipe: Recipe, directory: Path) -> dict[str, int]:
@@ -55,16 +42,10 @@ def pull(recipe: Recipe, directory: Path) -> dict[str, int]:
     return asdict(pull_prompt(recipe, directory))
 
 
-def own_places(recipe: Recipe, directory: Path) -> dict[str, Any]:
-    """Assert that the oracle gives no two bytes of a prompt one place; returns the bytes of each side's first rank."""
-    found: dict[str, Any] = {}
-    for side in SIDES:
-        for rank in make_ranks(recipe, side, directory, first_of_stage=True):
-            tokens = prompt_tokens([rank])
-            prompt, memory = Prompt(tokens, block_tables(rank, tokens, seed=1)), RankMemory(rank.kv_caches)
-            memory.clear()
-            for place, _ in prompt.places(rank, memory):
-                assert not place.any(), f"{recipe.name} {side}: a byte of the prompt where another is"
-                place[...] = 1
-            found.setdefault(side, sum(int(each.sum(dtype="int64")) for each in memory))
-    return found
+def _check_places(rank: RankCaches) -> None:
+    tokens = prompt_tokens([rank])
+    prompt, memory = Prompt(tokens, block_tables(rank, tokens, seed=1)), RankMemory(rank.kv_caches)
+    memory.clear()
+    for place, _ in prompt.places(rank, memory):
+        assert not place.any(), "a byte of the prompt where another is"
+        place[...] = 1
