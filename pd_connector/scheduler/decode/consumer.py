@@ -457,7 +457,7 @@ class Consumer(SchedulerRole):
         entry = self._give_up(request_id)
         missing = request.num_prompt_tokens - 1 - computed_tokens
         if isinstance(entry, Follower):  # the last block, which is not full, is in nobody's prefix cache
-            missing -= max((kept.block_tokens for kept in self._retentions), default=1) - 1
+            missing -= max((kept.block_tokens for kept in self._retentions if not kept.states), default=1) - 1
         if missing <= 0:
             return
         self._computed_here[self._why_computed(request, entry, computed_tokens)] += 1

@@ -6,10 +6,12 @@ from pathlib import Path
 from layout.geometry import WorkerGeometry
 from layout.plan import compile_plans
 from layout.sharding import choose_sources
+from pd_connector.orders import block_table
 from pd_connector.vllm.cache_groups import Ranks, cache_groups
 from pd_connector.worker.caches import describe_caches
+from tests.support.ascend.recipe_books import Books, remote_prefill
 from tests.support.ascend.recipe_memory import RankMemory, differences
-from tests.support.ascend.recipe_oracle import Prompt, block_tables, prompt_tokens
+from tests.support.ascend.recipe_oracle import Prompt, prompt_tokens
 from tests.support.ascend.recipe_ranks import RankCaches, make_ranks
 from tests.support.ascend.recipes import Recipe
 
@@ -27,27 +29,33 @@ def describe(rank: RankCaches) -> WorkerGeometry:
     """A rank's caches as the connector describes them."""
     parallel = rank.vllm_config.parallel_config
     tp_size, pp_size = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
-    ranks = Ranks(rank.tp_rank, tp_size, rank.pp_rank, pp_size)
+    dcp_rank = rank.tp_rank % parallel.decode_context_parallel_size
+    ranks = Ranks(rank.tp_rank, tp_size, rank.pp_rank, pp_size, dcp_rank=dcp_rank)
     groups = cache_groups(rank.vllm_config, rank.kv_cache_config)
     return describe_caches(rank.kv_caches, groups, ranks, f"host:{ranks.index}")
 
 
 def pull_prompt(recipe: Recipe, directory: Path) -> Pulled:
-    """Make both engines, fill P with a prompt and D with noise, read it as the connector plans it, and check D."""
+    """Make both engines, fill P with a prompt and D with noise, read it as the connector plans it, and check D.
+
+    P leases the prompt and D is given blocks for it by vLLM's own cache managers. The prompt has one token more than
+    what is pulled, which fills whole blocks.
+    """
     senders = list(make_ranks(recipe, "P", directory))
     memories = [RankMemory(rank.kv_caches) for rank in senders]
     theirs = [describe(rank) for rank in senders]
     known = frozenset(layer for rank in senders for layer in rank.kv_caches)
     tokens = descriptors = moved = 0
-    sent: Prompt | None = None
+    sent = wanted = None
     for reader in make_ranks(recipe, "D", directory):
-        if sent is None:
+        if sent is None or wanted is None:
             tokens = prompt_tokens([senders[0], reader])
-            sent = Prompt(tokens, block_tables(senders[0], tokens, seed=1))
+            remote = remote_prefill(Books(senders[0], tokens + 1), tokens + 1)
+            sent = Prompt(tokens, [block_table(ids) for ids in remote.remote_block_ids])
+            wanted = Prompt(tokens, Books(reader, tokens + 1).receive(remote))
             for number, (rank, memory) in enumerate(zip(senders, memories, strict=True)):
                 memory.fill_with_noise(number)
                 sent.write(rank, memory)
-        wanted = Prompt(tokens, block_tables(reader, tokens, seed=2))
         memory = RankMemory(reader.kv_caches)
         memory.fill_with_noise(1000 + reader.tp_rank)
         expected = memory.copy()
