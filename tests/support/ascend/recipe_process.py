@@ -77,6 +77,7 @@ class RecipeProcess:
 def serve(answers: int) -> None:
     """Do the tasks that standard input names, line by line, until it ends."""
     tasks, recipes = importlib.import_module(_TASKS), all_recipes()
+    tasks.prepare()
     for line in sys.stdin:
         task, name = line.split()
         if child := os.fork():

@@ -1,9 +1,13 @@
 """What is asked of a recipe's engines, in a process of their own (``recipe_process``); all returns are JSON."""
 
+import importlib
 from dataclasses import asdict
 from pathlib import Path
 
 from vllm.config import set_current_vllm_config
+from vllm.platforms import current_platform
+from vllm.plugins import load_general_plugins
+from vllm_ascend.utils import adapt_patch
 
 from pd_connector.config import parse_config
 from pd_connector.vllm.ascend_options import check_ascend_options
@@ -16,6 +20,14 @@ from tests.support.ascend.recipe_ranks import RankCaches, make_ranks
 from tests.support.ascend.recipes import Recipe, Side, our_settings
 
 SIDES: tuple[Side, ...] = ("P", "D")
+
+
+def prepare() -> None:
+    """Import and patch what every task needs, before the process is forked; must not use the device."""
+    load_general_plugins()
+    current_platform.pre_register_and_update()
+    adapt_patch()
+    importlib.import_module("vllm_ascend.worker.model_runner_v1")
 
 
 def engines(recipe: Recipe, directory: Path) -> dict[str, list[str]]:
