@@ -196,6 +196,7 @@ class CanaryRoom:
 
     tokens: int  # of a prompt, at most
     prompts: int  # at a time
+    border: int  # tokens at whose multiples one begins
 
 
 @dataclass(frozen=True)

@@ -137,10 +137,8 @@ def retentions(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> t
 
 def _kept(vllm_config: "VllmConfig", specs: Mapping[str, Any]) -> Retention:
     """Return what vLLM keeps of a request in a group of layers."""
-    ranks = max(token_ranks(vllm_config, spec, name) for name, spec in specs.items())
-    first, *others = (retention(spec, ranks) for spec in specs.values())
-    alike = all(each.tokens_per_row == first.tokens_per_row for each in others)
-    return first if alike else replace(first, tokens_per_row=1)
+    name, spec = next(iter(specs.items()))
+    return retention(spec, token_ranks(vllm_config, spec, name))
 
 
 def _specs_by_layer(group: "KVCacheGroupSpec") -> Mapping[str, Any]:

@@ -10,7 +10,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from layout.geometry import unit_rows
 from pd_connector.vllm.engine_config import UnsupportedError, context_parallel, engine_ranks
 from pd_connector.vllm.releases.installed import current
 
@@ -89,12 +88,6 @@ class Retention:
     window: int = 0  # tokens that a token sees of a sliding window, itself included, and that drafts keep; 0: all
     chunk: int = 0  # tokens of a chunk of chunked local attention, which sees no other chunk; 0: no chunks
     states: bool = False  # a block holds a state: that after all tokens is needed, and no other
-    tokens_per_row: int = 1  # of all caches of the group; 1 if they differ
-
-    @property
-    def unit_tokens(self) -> int:
-        """Tokens at whose multiples a pull may begin."""
-        return unit_rows(self.block_tokens // self.tokens_per_row, self.tokens_per_row) * self.tokens_per_row
 
     def first_token(self, computed: int) -> int:
         """Return the first token whose keys and values the next one needs after ``computed`` tokens.
@@ -164,8 +157,7 @@ def token_ranks(vllm_config: "VllmConfig", spec: Any, layer: str) -> int:
         UnsupportedError: they share those of a window, of which nobody knows what vLLM keeps.
     """
     ranks, _ = context_parallel(vllm_config)
-    is_whole = not getattr(spec, "dcp_sharded", True) or getattr(spec, "sfa_dcp_replicated_indexer_size", 1) > 1
-    if ranks == 1 or is_state(spec) or is_whole:
+    if ranks == 1 or is_state(spec) or not getattr(spec, "dcp_sharded", True):
         return 1
     if (kept := retention(spec)).window or kept.chunk:
         _refuse(
@@ -253,7 +245,7 @@ def retention(spec: Any, ranks: int = 1) -> Retention:
     if kind == "ChunkedLocalAttentionSpec":
         return Retention(tokens, chunk=int(spec.attention_chunk_size))
     window = int(spec.sliding_window) + int(getattr(spec, "extra_retained_tokens", 0)) if kind in _SLIDING else 0
-    return Retention(tokens, window, tokens_per_row=1 if _packing(spec) else int(_tokens_per_row(spec)))
+    return Retention(tokens, window)
 
 
 def _is_mla(spec: Any) -> bool:

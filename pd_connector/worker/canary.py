@@ -46,11 +46,12 @@ def canary_room(geometry: WorkerGeometry) -> CanaryRoom:
 
     At least two blocks of every cache group, or units: one of them is whole wherever the tokens begin.
     """
-    least = 2 * math.lcm(*(group.unit_tokens for group in geometry.groups if not group.states))
+    border = math.lcm(*(group.unit_tokens for group in geometry.groups if not group.states))
+    least = 2 * border
     tokens = max(_TOKENS, least)
     while tokens > least and _bytes(geometry, tokens) > _MOST_BYTES:
         tokens = max(tokens // 2, least)
-    return CanaryRoom(tokens, max(1, min(_PROMPTS, _MOST_BYTES // max(_bytes(geometry, tokens), 1))))
+    return CanaryRoom(tokens, max(1, min(_PROMPTS, _MOST_BYTES // max(_bytes(geometry, tokens), 1))), border)
 
 
 def _bytes(geometry: WorkerGeometry, tokens: int) -> int:

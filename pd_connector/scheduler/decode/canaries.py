@@ -161,7 +161,6 @@ class Canaries(NoCanaries):
         self._groups = groups
         self._refuses = refuses
         self._clock = clock
-        self._border = math.lcm(*(kept.unit_tokens for kept in groups if not kept.states))
         self._room: CanaryRoom | None = None  # None until workers are known
         self._ranks = 0
         self._free: list[int] = []  # areas of the scratch memory
@@ -180,7 +179,8 @@ class Canaries(NoCanaries):
         assert len(rooms) == len(handshakes), "a worker takes no canaries, and the scheduler side gives them"
         self._ranks = len(handshakes)
         if self._room is None:
-            self._room = CanaryRoom(min(room.tokens for room in rooms), min(room.prompts for room in rooms))
+            tokens, prompts = min(room.tokens for room in rooms), min(room.prompts for room in rooms)
+            self._room = CanaryRoom(tokens, prompts, math.lcm(*(room.border for room in rooms)))
             self._free = list(range(self._room.prompts))[::-1]
 
     def look(self, request: "Request", remote: RemotePrefill) -> Standing | Rejection:
@@ -342,8 +342,9 @@ class Canaries(NoCanaries):
         if self._room is None:
             return None
         end = request.num_prompt_tokens - 1
-        first = -(-max(computed_tokens, end - self._room.tokens) // self._border) * self._border
-        return range(first, end) if end - first >= self._border else None
+        border = self._room.border
+        first = -(-max(computed_tokens, end - self._room.tokens) // border) * border
+        return range(first, end) if end - first >= border else None
 
     def _area(self, kept: Retention, area: int, tokens: range) -> tuple[int, ...]:
         """Return the block table of a cache group in an area of the scratch memory, as far as the tokens are kept."""

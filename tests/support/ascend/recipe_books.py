@@ -9,7 +9,12 @@ from typing import Any
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256_cbor
 from vllm.v1.core.kv_cache_manager import KVCacheManager
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash, resolve_kv_cache_block_sizes
+from vllm.v1.core.kv_cache_utils import (
+    generate_scheduler_kv_cache_config,
+    get_request_block_hasher,
+    init_none_hash,
+    resolve_kv_cache_block_sizes,
+)
 from vllm.v1.request import Request
 
 from layout.plan import BlockTable
@@ -30,7 +35,7 @@ class Books:
 
     def __init__(self, rank: RankCaches, tokens: int) -> None:
         """``rank``: any of the first pipeline stage."""
-        config, plan = rank.vllm_config, rank.kv_cache_config
+        config, plan = rank.vllm_config, generate_scheduler_kv_cache_config([rank.kv_cache_config])
         block, hashed = resolve_kv_cache_block_sizes(plan, config)
         self.layers = [frozenset(group.layer_names) for group in plan.kv_cache_groups]
         self.retentions = retentions(config, plan)

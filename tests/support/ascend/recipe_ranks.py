@@ -23,7 +23,6 @@ from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 
-from pd_connector.config import ConfigError, parse_config
 from tests.support.ascend.recipe_models import TinyModels, write_models
 from tests.support.ascend.recipe_runner import Worker
 from tests.support.ascend.recipes import Recipe, RecipeSide, Side
@@ -96,23 +95,10 @@ def engine_config(engine: RecipeSide, models: TinyModels) -> VllmConfig:
         skip_tokenizer_init=True,
         load_format="dummy",
         language_model_only=True,  # what reads images has no KV cache
-        kv_transfer_config=_understood(engine.transfer_config()),
+        kv_transfer_config=engine.transfer_config(),
         num_gpu_blocks_override=models.blocks,
         **arguments,
     ).create_engine_config()
-
-
-def _understood(transfer: dict[str, Any]) -> dict[str, Any]:
-    """Leave out what this project's connector stops at while vLLM makes its configuration."""
-    extra = dict(transfer["kv_connector_extra_config"])
-    if "connectors" in extra:
-        extra["connectors"] = [_understood(child) for child in extra["connectors"]]
-    elif transfer["kv_connector"] == "PDConnector":
-        try:
-            parse_config(extra)
-        except ConfigError:
-            extra = {}
-    return transfer | {"kv_connector_extra_config": extra}
 
 
 def _inspect_models_here() -> None:

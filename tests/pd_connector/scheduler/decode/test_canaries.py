@@ -96,7 +96,7 @@ def test_what_a_window_has_passed_is_neither_pulled_nor_compared() -> None:
 
 
 def test_two_canaries_at_a_time_have_areas_of_their_own() -> None:
-    d = ProvingDecode(room=CanaryRoom(64, 2))
+    d = ProvingDecode(room=CanaryRoom(64, 2, 16))
     first, second = (d.becomes_canary(d.add(name, engine=name)) for name in ("a", "b"))
     areas = [set(order.local_block_ids[0]) - {0} for order in (first, second)]
     assert not areas[0] & areas[1]

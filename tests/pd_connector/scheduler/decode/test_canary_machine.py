@@ -20,7 +20,7 @@ class CanaryMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.d = ProvingDecode(ranks=1, room=CanaryRoom(64, 2))
+        self.d = ProvingDecode(ranks=1, room=CanaryRoom(64, 2, 16))
         self.requests: dict[str, FakeRequest] = {}
         self.waiting: set[str] = set()
         self.running: set[str] = set()

@@ -20,7 +20,7 @@ if INSTALLED < (0, 30):
 def test_the_state_at_the_last_border_is_pulled_and_compared(tokens: int, border: int) -> None:
     engine = StateEngine()
     canaries = Canaries(engine.blocks, engine.retentions)
-    workers: Any = [SimpleNamespace(canary=CanaryRoom(64, 2))]
+    workers: Any = [SimpleNamespace(canary=CanaryRoom(64, 2, BLOCK))]
     canaries.set_workers(workers)
     request, free = engine.request("r", tokens), engine.blocks.free
     assert canaries.begin(request, a_remote(a_prompt(tokens)), 0, is_same_prompt=True)
@@ -46,7 +46,7 @@ def test_the_state_at_the_last_border_is_pulled_and_compared(tokens: int, border
 def test_without_borders_no_state_is_compared() -> None:
     engine = StateEngine("none")
     canaries = Canaries(engine.blocks, engine.retentions)
-    workers: Any = [SimpleNamespace(canary=CanaryRoom(64, 1))]
+    workers: Any = [SimpleNamespace(canary=CanaryRoom(64, 1, BLOCK))]
     canaries.set_workers(workers)
     request = engine.request("r", 22)
     assert canaries.begin(request, a_remote(a_prompt(22)), 0, is_same_prompt=True)
