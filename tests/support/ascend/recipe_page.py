@@ -1,0 +1,59 @@
+"""The table of docs/npu_recipes.md, made of the recipes' files; run as a program, it writes it."""
+
+from collections.abc import Iterator
+
+from tests.support.ascend.paths import ROOT_OF_PROJECT
+from tests.support.ascend.recipes import Recipe, RecipeSide, all_recipes
+
+PAGE = ROOT_OF_PROJECT / "docs" / "npu_recipes.md"
+BEGIN, END = "<!-- generated: recipes -->\n", "<!-- generated: end -->"
+#: Forms of caches with which servers on simulated devices give right tokens: ``test_pulls`` and ``test_cache_kinds``.
+_TOKENS = (["G"], ["M"])
+#: What the page of a recipe lacks, whichever the connector.
+_ALSO = {"glm52-a3": "P: `--kv-cache-dtype int8`"}
+_MOVED = "`fuse_muls_add` into `ascend_compilation_config`"
+
+
+def table() -> str:
+    """The table: a row for each recipe."""
+    head = "| recipe | model | P > D | caches | in the place of | change also | bytes | tokens |"
+    rows = sorted(map(_row, all_recipes().values()))
+    return "\n".join((head, "| --- " * 8 + "|", *rows, ""))
+
+
+def written(page: str) -> str:
+    """A page with the table as it should be."""
+    before, rest = page.split(BEGIN)
+    return before + BEGIN + table() + END + rest.split(END, 1)[1]
+
+
+def _row(recipe: Recipe) -> str:
+    caches = " ".join(recipe.forms["P"]) if recipe.forms["P"] == recipe.forms["D"] else str(recipe.forms)
+    tokens = "✓" if recipe.forms["P"] in _TOKENS else ""
+    also = ", ".join(_also(recipe))
+    cells = recipe.name, recipe.model, f"{_shape(recipe.p)} > {_shape(recipe.d)}", caches, _replaced(recipe), also
+    return f"| {' | '.join(cells)} | ✓ | {tokens} |"
+
+
+def _shape(side: RecipeSide) -> str:
+    stages = f" PP{side.pp} ({','.join(map(str, side.partition))})" if side.pp > 1 else ""
+    return f"TP{side.tp}{stages}" + (f" DCP{side.dcp}" if side.dcp > 1 else "")
+
+
+def _replaced(recipe: Recipe) -> str:
+    """The connector whose name is exchanged, and what stays beside it."""
+    given = recipe.p.options["kv_transfer"]
+    names = [child["kv_connector"] for child in given.get("children", ())] or [given["kv_connector"]]
+    ours = next(name for name in names if name.startswith("Mooncake"))
+    return " + ".join([ours, *(name for name in names if name != ours)])
+
+
+def _also(recipe: Recipe) -> Iterator[str]:
+    if recipe.name in _ALSO:
+        yield _ALSO[recipe.name]
+    if any("fuse_muls_add" in (side.options.get("additional_config") or {}) for side in (recipe.p, recipe.d)):
+        yield _MOVED
+
+
+if __name__ == "__main__":
+    PAGE.write_text(written(PAGE.read_text()))
