@@ -47,11 +47,11 @@ def run() -> Iterator[Run]:
 
 @pytest.mark.parametrize("recipe", EACH)
 def test_the_options_are_accepted_and_make_the_forms_that_the_recipe_names(run: Run, recipe: Recipe) -> None:
-    assert run("engines", recipe) == recipe.forms
+    assert run("make_engines", recipe) == recipe.forms
 
 
 @pytest.mark.parametrize("recipe", EACH)
 def test_a_prompt_arrives_byte_by_byte(run: Run, recipe: Recipe) -> None:
     """On every rank of D, from those of P, and nothing else of D's memory changes."""
-    pulled = run("pull", recipe)
+    pulled = run("pull_bytes", recipe)
     assert pulled["bytes"] > 0, pulled

@@ -1,7 +1,4 @@
-"""Ranks that share the tokens of a request: which token lies where, and every byte between any two such engines.
-
-Covers: layout.context_parallel.
-"""
+"""Ranks that share the tokens of a request: which token lies where, and every byte between any two such engines."""
 
 import random
 from dataclasses import replace

@@ -2,15 +2,13 @@
 
 import ctypes
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from layout.copies import Copies
-
-Bytes: TypeAlias = npt.NDArray[np.uint8]
+from tests.support.memory import Bytes
 
 
 def tensors_of(cache: Any) -> list[torch.Tensor]:

@@ -20,8 +20,9 @@ import numpy as np
 import torch
 
 from layout.plan import BlockTable
-from tests.support.ascend.recipe_memory import Bytes, RankMemory, tensors_of
+from tests.support.ascend.recipe_memory import RankMemory, tensors_of
 from tests.support.ascend.recipe_ranks import RankCaches
+from tests.support.memory import Bytes
 
 _RINGS = ("CircularBufferSpec", "AscendCircularBufferSpec", "AscendIndexerKPoolTailSpec")
 _WINDOWS = ("AscendSlidingWindowMLASpec", "SlidingWindowSpec", "SlidingWindowMLASpec")
@@ -81,7 +82,7 @@ def block_tables(rank: RankCaches, tokens: int, seed: int) -> list[BlockTable]:
 
 
 @dataclass(frozen=True)
-class Prompt:
+class RecipePrompt:
     """A request of so many tokens, by the blocks that an engine keeps it in."""
 
     tokens: int

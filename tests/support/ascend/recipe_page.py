@@ -14,7 +14,7 @@ _ALSO = {"glm52-a3": "P: `--kv-cache-dtype int8`"}
 _MOVED = "`fuse_muls_add` into `ascend_compilation_config`"
 
 
-def table() -> str:
+def recipe_table() -> str:
     """The table: a row for each recipe."""
     head = "| recipe | model | P > D | caches | in the place of | change also | bytes | tokens |"
     rows = sorted(map(_row, all_recipes().values()))
@@ -24,7 +24,7 @@ def table() -> str:
 def written(page: str) -> str:
     """A page with the table as it should be."""
     before, rest = page.split(BEGIN)
-    return before + BEGIN + table() + END + rest.split(END, 1)[1]
+    return before + BEGIN + recipe_table() + END + rest.split(END, 1)[1]
 
 
 def _row(recipe: Recipe) -> str:

@@ -25,8 +25,8 @@ build = sys.modules["vllm_ascend._build_info"] = types.ModuleType("vllm_ascend._
 build.__device_type__ = sys.argv[1]
 from tests.support.ascend.host_kernels import plugin
 plugin.register()
-from tests.support.ascend.recipe_process import serve
-serve(int(sys.argv[2]))
+from tests.support.ascend.recipe_process import serve_tasks
+serve_tasks(int(sys.argv[2]))
 """
 _TASKS = "tests.support.ascend.recipe_tasks"
 _TASK_TIMEOUT_S = 600.0
@@ -74,7 +74,7 @@ class RecipeProcess:
         return self._log.read().decode(errors="replace")[-4000:]
 
 
-def serve(answers: int) -> None:
+def serve_tasks(answers: int) -> None:
     """Do the tasks that standard input names, line by line, until it ends."""
     tasks, recipes = importlib.import_module(_TASKS), all_recipes()
     tasks.prepare()

@@ -11,7 +11,7 @@ from pd_connector.vllm.cache_groups import Ranks, cache_groups
 from pd_connector.worker.caches import describe_caches
 from tests.support.ascend.recipe_books import Books, remote_prefill
 from tests.support.ascend.recipe_memory import RankMemory, differences
-from tests.support.ascend.recipe_oracle import Prompt, prompt_tokens
+from tests.support.ascend.recipe_oracle import RecipePrompt, prompt_tokens
 from tests.support.ascend.recipe_ranks import RankCaches, make_ranks
 from tests.support.ascend.recipes import Recipe
 
@@ -51,8 +51,8 @@ def pull_prompt(recipe: Recipe, directory: Path) -> Pulled:
         if sent is None or wanted is None:
             tokens = prompt_tokens([senders[0], reader])
             remote = remote_prefill(Books(senders[0], tokens + 1), tokens + 1)
-            sent = Prompt(tokens, [block_table(ids) for ids in remote.remote_block_ids])
-            wanted = Prompt(tokens, Books(reader, tokens + 1).receive(remote))
+            sent = RecipePrompt(tokens, [block_table(ids) for ids in remote.remote_block_ids])
+            wanted = RecipePrompt(tokens, Books(reader, tokens + 1).receive(remote))
             for number, (rank, memory) in enumerate(zip(senders, memories, strict=True)):
                 memory.fill_with_noise(number)
                 sent.write(rank, memory)

@@ -25,7 +25,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 
 from tests.support.ascend.recipe_models import TinyModels, write_models
 from tests.support.ascend.recipe_runner import Worker
-from tests.support.ascend.recipes import Recipe, RecipeSide, Side
+from tests.support.ascend.recipes import EngineSide, Recipe, RecipeSide
 
 #: Bytes that a device is said to have for caches.
 _ROOM = 1 << 40
@@ -42,7 +42,9 @@ class RankCaches:
     pp_rank: int
 
 
-def make_ranks(recipe: Recipe, side: Side, directory: Path, *, first_of_stage: bool = False) -> Iterator[RankCaches]:
+def make_ranks(
+    recipe: Recipe, side: EngineSide, directory: Path, *, first_of_stage: bool = False
+) -> Iterator[RankCaches]:
     """Make the caches of an engine's ranks, one rank after another, TP ranks of the first pipeline stage first.
 
     ``first_of_stage``: only of the first rank of each pipeline stage.

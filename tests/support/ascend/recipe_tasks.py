@@ -14,12 +14,12 @@ from pd_connector.vllm.ascend_options import check_ascend_options
 from pd_connector.vllm.engine_config import check_supported
 from tests.support.ascend.recipe_forms import forms_of
 from tests.support.ascend.recipe_memory import RankMemory
-from tests.support.ascend.recipe_oracle import Prompt, block_tables, prompt_tokens
+from tests.support.ascend.recipe_oracle import RecipePrompt, block_tables, prompt_tokens
 from tests.support.ascend.recipe_pulls import pull_prompt
 from tests.support.ascend.recipe_ranks import RankCaches, make_ranks
-from tests.support.ascend.recipes import Recipe, Side, our_settings
+from tests.support.ascend.recipes import EngineSide, Recipe, our_settings
 
-SIDES: tuple[Side, ...] = ("P", "D")
+SIDES: tuple[EngineSide, ...] = ("P", "D")
 
 
 def prepare() -> None:
@@ -30,7 +30,7 @@ def prepare() -> None:
     importlib.import_module("vllm_ascend.worker.model_runner_v1")
 
 
-def engines(recipe: Recipe, directory: Path) -> dict[str, list[str]]:
+def make_engines(recipe: Recipe, directory: Path) -> dict[str, list[str]]:
     """Make both engines with the recipe's options, which the connector checks as its constructor does.
 
     Asserts that the oracle gives no two bytes of a prompt one place. Returns the forms of the caches on each side.
@@ -49,14 +49,14 @@ def engines(recipe: Recipe, directory: Path) -> dict[str, list[str]]:
     return found
 
 
-def pull(recipe: Recipe, directory: Path) -> dict[str, int]:
+def pull_bytes(recipe: Recipe, directory: Path) -> dict[str, int]:
     """Pull a prompt from every rank of P into every rank of D; every byte is checked."""
     return asdict(pull_prompt(recipe, directory))
 
 
 def _check_places(rank: RankCaches) -> None:
     tokens = prompt_tokens([rank])
-    prompt, memory = Prompt(tokens, block_tables(rank, tokens, seed=1)), RankMemory(rank.kv_caches)
+    prompt, memory = RecipePrompt(tokens, block_tables(rank, tokens, seed=1)), RankMemory(rank.kv_caches)
     memory.clear()
     for place, _ in prompt.places(rank, memory):
         assert not place.any(), "a byte of the prompt where another is"

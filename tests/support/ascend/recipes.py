@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeAlias
 
 from tests.support.ascend.paths import ROOT_OF_PROJECT
 
-Side: TypeAlias = Literal["P", "D"]
+EngineSide: TypeAlias = Literal["P", "D"]
 #: A generation of devices, in vllm-ascend's words: a process has one, from its first import of vllm-ascend.
 Hardware: TypeAlias = Literal["A2", "A3", "A5"]
 
@@ -31,7 +31,7 @@ _FORGOTTEN = {"glm52-a3": {"kv_cache_dtype": "int8"}}
 class RecipeSide:
     """One engine of a recipe."""
 
-    side: Side
+    side: EngineSide
     options: dict[str, Any]
 
     @property
@@ -136,11 +136,11 @@ class Recipe:
     name: str
     model: str
     hardware: Hardware
-    forms: dict[Side, list[str]]  # of each side's caches, in the letters of ``recipe_forms``
+    forms: dict[EngineSide, list[str]]  # of each side's caches, in the letters of ``recipe_forms``
     p: RecipeSide
     d: RecipeSide
 
-    def side(self, side: Side) -> RecipeSide:
+    def side(self, side: EngineSide) -> RecipeSide:
         """One of its engines."""
         return self.p if side == "P" else self.d
 
