@@ -61,13 +61,17 @@ def _handover(row: Mapping[str, Any] | None) -> str:
 def trouble() -> str:
     """Return what came of requests where two servers do not fit, and where P dies, with the longest of them."""
     rows = []
-    for event, connectors in _figures("peers")["trouble"].items():
+    for event, connectors in (_figures("peers")["trouble"] | _figures("peers_hybrid")["trouble"]).items():
         cells = []
         for name in ("ours", "mooncake", "nixl"):
-            found = connectors[name]
+            found = connectors.get(name, {})
+            if "requests" not in found:
+                cells.append("does not start")
+                continue
             words = {"right": "right", "wrong": "wrong", "errors": "errors" if found["errors"] > 1 else "error"}
             counts = [f"{found[outcome]} {word}" for outcome, word in words.items() if found[outcome]]
-            cells.append(f"{', '.join(counts)}, {found['longest_s']:g} s")
+            handover = f", handover {_handover(found)} ms" if "handover_ms" in found else ""
+            cells.append(f"{', '.join(counts)}, {found['longest_s']:g} s{handover}")
         rows.append([event, *cells])
     return _table(["what happens", "pd-connector", "MooncakeConnector", "NixlConnector"], rows)
 

@@ -1,4 +1,7 @@
-"""Measures this connector beside vLLM's own: ``make bench-peers``. Writes peers.json, a table and plots."""
+"""Measures this connector beside vLLM's own: ``make bench-peers``. Writes peers.json, a table and plots.
+
+Hybrids have a file of their own: ``--parts hybrid`` measures them anew, and leaves the others as they are.
+"""
 
 import argparse
 import json
@@ -16,13 +19,13 @@ from benchmarks.peers.rounds import Plan, Round, Rounds
 from benchmarks.peers.sending import FIRST_TIMEOUT_S, Router
 from benchmarks.peers.servers import Fleet
 from benchmarks.peers.summary import Sample
-from benchmarks.peers.trouble import BLOCK_SIZES, KILLED, TYPES, Situation, Trouble
+from benchmarks.peers.trouble import BLOCK_SIZES, HYBRIDS, KILLED, TYPES, Situation, Trouble
 
 DIRECTORY = record.ROOT / ".cache" / "peers"
 #: A short chat: ``benchmarks.multi_turn`` measures a longer one.
 CHAT = ("--conversations", "3", "--turns", "3", "--document-tokens", "400", "--answer-tokens", "8", "--also", "plain")
-CHAT_STARTS, CHAT_S, TROUBLE_S = 3, 30.0, 30.0  # what they take beside the starts
-PARTS = ("rounds", "killed", "misfits", "chat")
+CHAT_STARTS, CHAT_S, TROUBLE_S, HYBRID_S = 3, 30.0, 30.0, 60.0  # what they take beside the starts
+PARTS = ("rounds", "killed", "misfits", "hybrid", "chat")
 
 
 def parse(words: list[str] | None) -> argparse.Namespace:
@@ -31,7 +34,7 @@ def parse(words: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--lengths", type=int, nargs="+", default=Plan.lengths, help="tokens of a prompt")
     parser.add_argument("--repeats", type=int, default=Plan.repeats, help="prompts of each length, at most")
-    parser.add_argument("--budget-s", type=float, default=900.0, help="in which all should be done: it limits repeats")
+    parser.add_argument("--budget-s", type=float, default=1100.0, help="in which all should be done: it limits repeats")
     parser.add_argument("--bursts", type=int, default=Plan.bursts, help="of eight requests at once, at most")
     parser.add_argument("--rounds", type=Round.named, nargs="+", default=Plan.rounds, metavar="LAYOUT/P-D",
                         help="layouts, and P's and D's tensor parallel sizes")  # fmt: skip
@@ -97,15 +100,17 @@ def main(words: list[str] | None = None) -> None:
     DIRECTORY.mkdir(parents=True, exist_ok=True)
     for old in (*DIRECTORY.glob("*.log"), *DIRECTORY.glob("*.jsonl")):
         old.unlink()
-    results = Results(arguments.name, ["benchmarks.peers", *(sys.argv[1:] if words is None else words)])
+    command = ["benchmarks.peers", *(sys.argv[1:] if words is None else words)]
+    results, of_hybrids = Results(arguments.name, command), Results(f"{arguments.name}_hybrid", command)
     try:
-        measure(plan, arguments, results)
+        measure(plan, arguments, results, of_hybrids)
         if "chat" in arguments.parts:
             results.say("a chat of several turns, with host memory and without")
             with results.part("chat"):
                 results.figures["chat"] = chat()
     finally:
         results.show()
+        of_hybrids.show()
 
 
 def chat() -> dict[str, Any]:
@@ -121,32 +126,35 @@ def in_order(plan: Plan, parts: Sequence[str]) -> list[Round | Situation]:
     rounds = list(plan.rounds) if "rounds" in parts else []
     alike = next((number for number, each in enumerate(rounds, 1) if each.shapes == KILLED.shapes), len(rounds))
     kept = [situation for situation, part in ((KILLED, "killed"), (BLOCK_SIZES, "misfits")) if part in parts]
-    return [*rounds[:alike], *kept, *rounds[alike:], *([TYPES] if "misfits" in parts else [])]
+    others = [*([TYPES] if "misfits" in parts else []), *(HYBRIDS if "hybrid" in parts else [])]
+    return [*rounds[:alike], *kept, *rounds[alike:], *others]
 
 
 def budget(plan: Plan, arguments: argparse.Namespace) -> Budget:
     """Return the time of a run, of which what is not for the rounds is set aside."""
     steps = in_order(plan, arguments.parts)
-    killed, misfits, talk = (part in arguments.parts for part in ("killed", "misfits", "chat"))
+    killed, misfits, hybrid, talk = (part in arguments.parts for part in ("killed", "misfits", "hybrid", "chat"))
     count = starts((each.shapes for each in steps), len(plan.connectors))
     count += len(plan.connectors) * killed + CHAT_STARTS * talk
-    return Budget(arguments.budget_s, count, CHAT_S * talk + TROUBLE_S * (killed or misfits))
+    return Budget(arguments.budget_s, count, CHAT_S * talk + TROUBLE_S * (killed or misfits) + HYBRID_S * hybrid)
 
 
-def measure(plan: Plan, arguments: argparse.Namespace, results: Results) -> None:
+def measure(plan: Plan, arguments: argparse.Namespace, results: Results, of_hybrids: Results) -> None:
     """Measure all parts that need pairs of servers."""
-    chance, happened = random.Random(arguments.seed), results.figures["trouble"]
-    router, patient = Router(), Router(FIRST_TIMEOUT_S)
-    with Fleet(model.make(DIRECTORY / "model"), DIRECTORY, arguments.threads) as fleet:
+    chance, router, patient = random.Random(arguments.seed), Router(), Router(FIRST_TIMEOUT_S)
+    models = {name: model.make(DIRECTORY / name, name) for name in model.CONFIGS}
+    with Fleet(models, DIRECTORY, arguments.threads) as fleet:
         rounds = Rounds(fleet, router, plan, chance, budget(plan, arguments), patient)
         trouble = Trouble(fleet, rounds, chance, plan.connectors)
         for step in in_order(plan, arguments.parts):
-            with results.part(step.name):
+            into = of_hybrids if step in HYBRIDS else results
+            with into.part(step.name):
                 if isinstance(step, Round):
                     samples = list(rounds.run(plan.rounds.index(step), results.say))
                     results.measured(samples, rounds.failures)
                 else:
-                    happened |= trouble.killed(results.say) if step is KILLED else trouble.misfit(step, results.say)
+                    happened = trouble.killed(into.say) if step is KILLED else trouble.misfit(step, into.say)
+                    into.figures["trouble"] |= happened
         trouble.close()
     router.close()
     patient.close()

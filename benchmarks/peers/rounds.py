@@ -211,11 +211,11 @@ class Rounds:
                 pair = pairs[connector.key]
                 if reason := self.introduce(connector, pair):
                     self._failed(measured, {connector.key: reason})
-                least_s = self._one_token_s(pair)
+                least_s = self.one_token_s(pair)
                 ways += [Way(connector, legs, pair, least_s) for legs in connector.legs]
         return ways + ([Way(None, "in turn", ways[0].pair, 0.0)] if ways else [])
 
-    def _one_token_s(self, pair: Pair) -> float:
+    def one_token_s(self, pair: Pair) -> float:
         """Return the median of what a request of one token takes at the decode server."""
         answers = [
             self._router.alone(pair.decode_url, a_prompt(self._chance, 1), 1, self.salt())

@@ -16,6 +16,7 @@ from typing import Literal, Self
 import psutil
 
 from benchmarks.peers.connectors import HOST, TRANSFERS, Connector, Pair, Ports
+from benchmarks.peers.model import Model
 from examples.quickstart.servers import Server, ServerFailed, free_ports
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -40,6 +41,7 @@ class Shape:
     layout: Layout = "LBHNC"
     block_tokens: int = 32
     dtype: str = "float32"
+    model: Model = "attention"
 
 
 @dataclass(frozen=True)
@@ -67,8 +69,8 @@ class Fleet:
     (SIGSTOP), also those that are ready while others still start.
     """
 
-    def __init__(self, model: Path, directory: Path, threads: int) -> None:
-        self._model, self._directory, self._threads = model, directory, threads
+    def __init__(self, models: Mapping[Model, Path], directory: Path, threads: int) -> None:
+        self._models, self._directory, self._threads = models, directory, threads
         self._started: dict[tuple[str, Side], Started] = {}
         self._ports: dict[str, Ports] = {}
         self._stopped: set[tuple[str, Side]] = set()
@@ -168,6 +170,7 @@ class Fleet:
         environment = {
             "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "OMP_NUM_THREADS": str(self._threads), "VLLM_KV_CACHE_LAYOUT": shape.layout,
+            "VLLM_SSM_CONV_STATE_LAYOUT": "DS",  # NIXL serves no other
             TRANSFERS: str(self._transfers(connector)),
         } | connector.environment(self._ports[connector.key], side == "prefill")  # fmt: skip
         server = Server(
@@ -179,13 +182,15 @@ class Fleet:
 
     def _command(self, connector: Connector, side: Side, shape: Shape, port: int) -> list[str]:
         options: Mapping[str, object] = {
-            "model": self._model, "served-model-name": NAME, "host": HOST, "port": port, "dtype": shape.dtype,
-            "block-size": shape.block_tokens, "kv-cache-memory-bytes": CACHE_BYTES,
+            "model": self._models[shape.model], "served-model-name": NAME, "host": HOST, "port": port,
+            "dtype": shape.dtype, "block-size": shape.block_tokens, "kv-cache-memory-bytes": CACHE_BYTES,
             "tensor-parallel-size": shape.tensor_parallel, "max-model-len": LONGEST_TOKENS,
             "max-num-batched-tokens": CHUNK_TOKENS,
             "kv-transfer-config": json.dumps(connector.transfer_config(ROLES[side])),
         }  # fmt: skip
         words = [str(word) for option, value in options.items() for word in (f"--{option}", value)]
+        # On CPU, vLLM's Mamba2 computes no states at the borders of blocks, by which prefixes of hybrids are found.
+        words += ["--no-enable-prefix-caching"] if shape.model == "hybrid" else []
         return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--enforce-eager",
                 "--skip-tokenizer-init", *words]  # fmt: skip
 

@@ -34,7 +34,10 @@ def markdown(result: Mapping[str, Any]) -> str:
             _failures(figures["failures"], labels),
         ]
     if figures.get("trouble"):
-        parts += ["## Where two servers do not fit, and where P dies", _trouble(figures["trouble"], labels)]
+        parts += [
+            "## Where two servers do not fit, where P dies, and hybrid models",
+            _trouble(figures["trouble"], labels),
+        ]
     if figures.get("chat"):
         parts += ["## A chat of several turns", _chat(figures["chat"])]
     return "\n\n".join(parts) + "\n"
@@ -80,10 +83,12 @@ def _failures(failures: Mapping[str, Mapping[str, str]], labels: Mapping[str, st
 
 
 def _trouble(cases: Mapping[str, Mapping[str, Row]], labels: Mapping[str, str]) -> str:
-    return _table(("case", "connector", "requests", "right", "wrong", "errors", "longest", "the first error"), (
+    columns = ("case", "connector", "requests", "right", "wrong", "errors", "longest", "handover", "the first error")
+    return _table(columns, (
         (case, labels[connector], row.get("requests", "did not start"), row.get("right", ""),
          f"**{row['wrong']}**" if row.get("wrong") else row.get("wrong", ""), row.get("errors", ""),
-         f"{row['longest_s']} s" if "longest_s" in row else "", f"`{_short(row['error'])}`" if "error" in row else "")
+         f"{row['longest_s']} s" if "longest_s" in row else "", _times(row, "handover_ms"),
+         f"`{_short(row['error'])}`" if "error" in row else "")
         for case, rows in cases.items() for connector, row in rows.items()
     ))  # fmt: skip
 

@@ -1,16 +1,17 @@
-"""What happens where two servers do not fit, and when the prefill server dies: answers, errors, and after how long."""
+"""What happens where two servers do not fit, when the prefill server dies, and to hybrids: answers, errors, times."""
 
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from benchmarks.peers.connectors import Connector, Pair
 from benchmarks.peers.rounds import ANSWER_TOKENS, Rounds
 from benchmarks.peers.sending import NO_ANSWER, Answer, Router, a_prompt, failed
 from benchmarks.peers.servers import Fleet, Shape
+from benchmarks.peers.summary import percentiles
 
-REQUESTS, TOKENS, TIMEOUT_S = 3, 500, 15.0
+REQUESTS, WARM_REQUESTS, TOKENS, TIMEOUT_S = 3, 12, 500, 15.0
 Outcomes = dict[str, dict[str, Any]]
 
 
@@ -33,6 +34,12 @@ BLOCK_SIZES = Situation(
     "block size 32 to 64", Shape(), Shape(block_tokens=64)
 )  # keeps the prefill servers of ``KILLED``
 TYPES = Situation("float16 to bfloat16", Shape(dtype="float16"), Shape(dtype="bfloat16"))
+#: In blocks that hold a state at both sizes.
+_HYBRID = Shape(block_tokens=96, model="hybrid")
+HYBRIDS = (
+    Situation("hybrid, TP 1 to 1", _HYBRID, _HYBRID),
+    Situation("hybrid, TP 1 to 2", _HYBRID, replace(_HYBRID, tensor_parallel=2)),
+)
 
 
 class Trouble:
@@ -51,7 +58,7 @@ class Trouble:
         say(f"{misfit.name}: starting servers")
         pairs = self._rounds.become(self._compared, misfit.prefill, misfit.decode)
         say(f"{misfit.name}: asking")
-        return {misfit.name: self._outcomes(pairs)}
+        return {misfit.name: self._outcomes(pairs, self._warm if misfit in HYBRIDS else self._cold)}
 
     def killed(self, say: Callable[[str], None]) -> dict[str, Outcomes]:
         """Return what comes of a decode leg whose P was killed, and of requests after P is back.
@@ -69,21 +76,32 @@ class Trouble:
             died[connector.key] = outcome([self._left_alone(connector, pair)])
         say("the killed prefill servers start again")
         back = self._fleet.restart_prefill(alive)
-        return {"P killed": died, "after P's restart": self._outcomes(back)}
+        return {"P killed": died, "after P's restart": self._outcomes(back, self._cold)}
 
-    def _outcomes(self, pairs: Mapping[str, Pair]) -> Outcomes:
-        """Return what comes of a few requests of each connector; of those whose servers do not run, why."""
+    def _outcomes(self, pairs: Mapping[str, Pair], of: Callable[[Connector, Pair], dict[str, Any]]) -> Outcomes:
+        """Return what comes of each connector's requests; of those whose servers do not run, why."""
         outcomes: Outcomes = {key: {"error": reason} for key, reason in self._fleet.failures.items()}
         for connector in self._compared:
             if connector.key in pairs:
-                outcomes[connector.key] = outcome(self._several(connector, pairs[connector.key]))
+                outcomes[connector.key] = of(connector, pairs[connector.key])
         return outcomes
 
-    def _several(self, connector: Connector, pair: Pair) -> list[tuple[Answer, tuple[int, ...]]]:
-        """Send a few requests, and no more after one that has timed out."""
+    def _cold(self, connector: Connector, pair: Pair) -> dict[str, Any]:
+        """Return what comes of the first few requests."""
+        return outcome(self._several(connector, pair, REQUESTS))
+
+    def _warm(self, connector: Connector, pair: Pair) -> dict[str, Any]:
+        """Return what comes of more requests after the first ones, with their handover times."""
+        reason = self._rounds.introduce(connector, pair)
+        least_s = self._rounds.one_token_s(pair)
+        row = outcome(self._several(connector, pair, WARM_REQUESTS), least_s)
+        return row | ({"error": reason} if reason else {})
+
+    def _several(self, connector: Connector, pair: Pair, requests: int) -> list[tuple[Answer, tuple[int, ...]]]:
+        """Send some requests, and no more after one that has timed out."""
         answers: list[tuple[Answer, tuple[int, ...]]] = []
         self._fleet.attend(pair)
-        while len(answers) < REQUESTS and not any(answer.timed_out for answer, _ in answers):
+        while len(answers) < requests and not any(answer.timed_out for answer, _ in answers):
             answers.append(self._asked(connector, pair))
         return answers
 
@@ -109,12 +127,19 @@ class Trouble:
         return answer, right.tokens
 
 
-def outcome(answers: Sequence[tuple[Answer, tuple[int, ...]]]) -> dict[str, Any]:
-    """Return a row of the results, of answers with what is right."""
+def outcome(answers: Sequence[tuple[Answer, tuple[int, ...]]], least_s: float | None = None) -> dict[str, Any]:
+    """Return a row of the results, of answers with what is right.
+
+    With handover times where it is known what a request of one token takes at the decode server.
+    """
     errors = [answer.error for answer, _ in answers if answer.error]
     wrong = sum(not answer.error and answer.tokens != right for answer, right in answers)
     row: dict[str, Any] = {
         "requests": len(answers), "right": len(answers) - len(errors) - wrong, "wrong": wrong, "errors": len(errors),
         "longest_s": round(max((answer.total_s for answer, _ in answers), default=0.0), 2),
     }  # fmt: skip
+    if least_s is not None and len(answers) > len(errors):
+        row["handover_ms"] = percentiles(
+            answer.first_token_s - answer.prefilled_s - least_s for answer, _ in answers if not answer.error
+        )
     return row | ({"error": errors[0]} if errors else {})

@@ -1,5 +1,6 @@
 """What the comparison with other connectors makes of its samples, and the table that it writes."""
 
+import json
 import random
 import re
 import sys
@@ -11,9 +12,9 @@ from typing import Any, get_args
 import psutil
 import pytest
 
-from benchmarks import docs, record
+from benchmarks import docs, record, tables
 from benchmarks.peers import __main__ as main
-from benchmarks.peers import plots, summary, table
+from benchmarks.peers import model, plots, summary, table
 from benchmarks.peers.budget import Budget, starts
 from benchmarks.peers.connectors import ALL, HOST, MOONCAKE, NIXL, OURS, Connector, Pair, Ports
 from benchmarks.peers.counters import Moved, moved_since
@@ -21,7 +22,7 @@ from benchmarks.peers.rounds import LEFT_OUT, Plan, Round, Rounds
 from benchmarks.peers.sending import Answer, RefusedError, Router
 from benchmarks.peers.servers import Fleet, Shape, Side, Started
 from benchmarks.peers.summary import Case, Sample, by_name, rows
-from benchmarks.peers.trouble import BLOCK_SIZES, TYPES, Trouble, outcome
+from benchmarks.peers.trouble import BLOCK_SIZES, HYBRIDS, TYPES, Trouble, outcome
 from examples.quickstart.servers import Server
 from tests.support.waiting import until
 
@@ -109,8 +110,10 @@ class TestTable:
 
     def test_wrong_answers_between_servers_that_do_not_fit_stand_out(self) -> None:
         row = {"requests": 3, "right": 0, "wrong": 3, "errors": 0, "longest_s": 0.5}
-        text = table.markdown(result([], {"block size 32 to 64": {"nixl": row}}))
-        assert "| block size 32 to 64 | vLLM's NixlConnector | 3 | 0 | **3** | 0 | 0.5 s |  |" in text
+        timed = row | {"handover_ms": {"p50": 7, "p90": 8, "p99": 9}}
+        text = table.markdown(result([], {"block size 32 to 64": {"nixl": row, "ours": timed}}))
+        assert "| block size 32 to 64 | vLLM's NixlConnector | 3 | 0 | **3** | 0 | 0.5 s |  |  |" in text
+        assert "| block size 32 to 64 | pd-connector | 3 | 0 | **3** | 0 | 0.5 s | 7 / 8 / 9 |  |" in text
 
     def test_what_did_not_start_and_a_chat_that_failed_are_said(self) -> None:
         of = result([])
@@ -183,7 +186,7 @@ class TestBudget:
 
 class TestFleet:
     def test_idle_servers_are_stopped_and_end_all_the_same(self, tmp_path: Path) -> None:
-        fleet, pairs = Fleet(tmp_path, tmp_path, 1), {}
+        fleet, pairs = Fleet({}, tmp_path, 1), {}
         for connector in (OURS, NIXL):
             started = [self.started(connector, side, tmp_path) for side in SIDES]
             fleet._started |= {(connector.key, one.side): one for one in started}
@@ -224,7 +227,7 @@ class TestOrder:
     def test_what_happens_to_fitting_servers_follows_their_round(self) -> None:
         names = [step.name for step in main.in_order(Plan(), main.PARTS)]
         assert names == ["LBHNC/2-1", "LBHNC/1-1", "killed", "block size 32 to 64", "LBHNC/1-2", "BHLNC/1-1",
-                         "float16 to bfloat16"]  # fmt: skip
+                         "float16 to bfloat16", "hybrid, TP 1 to 1", "hybrid, TP 1 to 2"]  # fmt: skip
 
     def test_parts_may_be_left_out(self) -> None:
         assert [step.name for step in main.in_order(Plan(), ["killed"])] == ["killed"]
@@ -234,6 +237,21 @@ class TestOrder:
 
 def quiet(_what: str) -> None:
     """Say nothing."""
+
+
+class TestModels:
+    def test_a_hybrid_of_one_group_is_made_once(self, tmp_path: Path) -> None:
+        directory = model.make(tmp_path / "hybrid", "hybrid")
+        made = {path: path.stat().st_mtime_ns for path in directory.iterdir()}
+        assert json.loads((directory / "config.json").read_text())["mamba_n_groups"] == 1
+        assert {path: path.stat().st_mtime_ns for path in model.make(directory, "hybrid").iterdir()} == made
+
+    def test_its_servers_find_no_prefixes(self, tmp_path: Path) -> None:
+        models: dict[model.Model, Path] = {"attention": tmp_path / "attention", "hybrid": tmp_path / "hybrid"}
+        fleet = Fleet(models, tmp_path, 1)
+        words = {name: fleet._command(OURS, "prefill", Shape(model=name), 1) for name in models}
+        assert all(str(models[name]) in words[name] for name in models)
+        assert [name for name in models if "--no-enable-prefix-caching" in words[name]] == ["hybrid"]
 
 
 class Slow:
@@ -351,6 +369,18 @@ class TestTrouble:
         assert (after["ours"]["requests"], after["ours"]["right"]) == (3, 3)
         assert (after["nixl"]["requests"], after["nixl"]["errors"]) == (1, 1), "no more after one that timed out"
 
+    def test_hybrids_are_asked_more_often_once_they_are_warm(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        router, patient = Slow(), Slow()
+        monkeypatch.setattr("benchmarks.peers.trouble.Router", lambda _: router)
+        rounds = Rounds(Servers(), router, Plan(), random.Random(1), Budget(0, 0, 0), patient)  # type: ignore[arg-type]
+        trouble = Trouble(Servers(), rounds, random.Random(1), ALL)  # type: ignore[arg-type]
+        found = trouble.misfit(HYBRIDS[0], quiet)["hybrid, TP 1 to 1"]
+        assert (found["mooncake"]["right"], router.asked.count("mooncake")) == (12, 12)
+        assert patient.asked.count("mooncake") == len(MOONCAKE.legs)
+        assert found["mooncake"]["handover_ms"]["p50"] == pytest.approx(0), "1 ms, which a request of one token takes"
+        assert found["ours"]["error"] == "the first request: P: HTTP 500: no"
+        assert "handover_ms" not in found["nixl"]
+
 
 def test_what_a_contract_lacks_is_an_answer_s_error() -> None:
     pair = Pair("http://p", "http://d", Ports(1, 2), record.ROOT)
@@ -359,13 +389,38 @@ def test_what_a_contract_lacks_is_an_answer_s_error() -> None:
     assert not answer.timed_out
 
 
+def test_hybrids_have_a_file_of_their_own_and_a_row_beside_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("record.RESULTS", "record.ROOT", "peers.__main__.DIRECTORY"):
+        monkeypatch.setattr(f"benchmarks.{name}", tmp_path)
+    monkeypatch.setattr(record, "versions", lambda: {"vllm": "0"})
+    row = {"requests": 2, "right": 1, "wrong": 1, "errors": 0, "longest_s": 0.5}
+    record.write(
+        "peers", ["benchmarks.peers"], {"trouble": {"P killed": dict.fromkeys(("ours", "mooncake", "nixl"), row)}}
+    )
+    before = (tmp_path / "peers.json").read_text()
+
+    def measures(_plan: object, _arguments: object, _results: object, of_hybrids: main.Results) -> None:
+        with of_hybrids.part("hybrid, TP 1 to 2"):
+            timed = row | {"handover_ms": {"p50": 7, "p90": 8, "p99": 9}}
+            of_hybrids.figures["trouble"] = {"hybrid, TP 1 to 2": {"ours": timed, "nixl": {"error": "no"}}}
+
+    monkeypatch.setattr(main, "measure", measures)
+    main.main(["--parts", "hybrid"])
+    assert (tmp_path / "peers.json").read_text() == before
+    killed, hybrid = tables.trouble().splitlines()[2:]
+    assert killed == "| P killed | 1 right, 1 wrong, 0.5 s | 1 right, 1 wrong, 0.5 s | 1 right, 1 wrong, 0.5 s |"
+    assert hybrid == "| hybrid, TP 1 to 2 | 1 right, 1 wrong, 0.5 s, handover 7 ms | does not start | does not start |"
+
+
 def test_a_failing_part_costs_nothing_of_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(record, "RESULTS", tmp_path)
     monkeypatch.setattr(record, "ROOT", tmp_path)
     monkeypatch.setattr(main, "DIRECTORY", tmp_path)
     monkeypatch.setattr(record, "versions", lambda: {"vllm": "0"})
 
-    def fails(_plan: object, _arguments: object, results: main.Results) -> None:
+    def fails(_plan: object, _arguments: object, results: main.Results, _hybrids: object) -> None:
         with results.part("LBHNC/1-1"):
             results.measured([sample(0.01)], {})
         raise RuntimeError("the second round")
@@ -384,6 +439,10 @@ def test_a_chat_that_ends_the_program_is_an_error_in_the_figures(monkeypatch: py
 
     monkeypatch.setattr("benchmarks.multi_turn.main", ends)
     assert main.chat() == {"error": "a server ended"}
+
+
+def test_the_table_of_hybrids_is_that_of_the_figures() -> None:
+    assert (record.RESULTS / "peers_hybrid.md").read_text() == table.markdown(record.read("peers_hybrid"))
 
 
 def test_table_and_plots_in_the_results_are_those_of_the_figures(tmp_path: Path) -> None:
