@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
+from tests.support.ascend.paths import recipe_proxy
 from tests.support.ascend.servers import ONE_RANK
 from tests.support.e2e.client import MODEL_NAME
 from tests.support.e2e.deployments import on
@@ -21,16 +22,20 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(params=["examples.minimal_proxy", "pd_proxy"])
+def command(router: str, pair: Pair, port: int) -> list[str]:
+    p, d = pair.prefill.client.base_url, pair.decode.client.base_url
+    if router == "recipes":
+        hosts = f"--prefiller-hosts 127.0.0.1 --decoder-hosts 127.0.0.1 --host 127.0.0.1 --port {port}"
+        ports = ("--prefiller-ports", p.rpartition(":")[2], "--decoder-ports", d.rpartition(":")[2])
+        return [sys.executable, str(recipe_proxy()), *hosts.split(), *ports]
+    return [sys.executable, "-m", router, "--port", str(port), "--prefill", p, "--decode", d]
+
+
+@pytest.fixture(params=["examples.minimal_proxy", "pd_proxy", "recipes"])
 def router(request: pytest.FixtureRequest, pair: Pair) -> Iterator[str]:
-    """The address of a router in front of both servers."""
+    """The address of a router in front of both servers: one of this project's, or that of vllm-ascend's recipes."""
     port = free_port()
-    process = subprocess.Popen(
-        [
-            *(sys.executable, "-m", request.param, "--port", str(port)),
-            *("--prefill", pair.prefill.client.base_url, "--decode", pair.decode.client.base_url),
-        ]
-    )
+    process = subprocess.Popen(command(request.param, pair, port))
     address = f"http://127.0.0.1:{port}"
     try:
         until(lambda: answers(address), "the router answers")

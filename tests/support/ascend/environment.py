@@ -18,6 +18,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import tempfile
 import time
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ from tests.support.ascend.paths import (
     cuda_stubs_directory,
     mooncake_npu_directory,
     operator_schemas,
+    recipe_proxy,
 )
 
 _HERE = Path(__file__).parent
@@ -47,6 +49,7 @@ version = "{version}"
 [tool.setuptools]
 packages = []
 """
+_PROXY = "/examples/disaggregated_prefill_v1/load_balance_proxy_server_example.py"
 _TOOLS = ("gcc", "g++", "readelf", "nm")
 
 
@@ -129,6 +132,11 @@ class EnvironmentMaker:
                 "write(*map(pathlib.Path, sys.argv[1:]))",
                 str(distribution), str(operator_schemas(self._prefix)),
             )  # fmt: skip
+            with tarfile.open(distribution) as archive:
+                (name,) = (each for each in archive.getnames() if each.endswith(_PROXY))
+                file = archive.extractfile(name)
+                assert file is not None
+                recipe_proxy(self._prefix).write_bytes(file.read())
             self._pip("install", "--no-build-isolation", str(distribution), **variables)
 
     def _install_named_distributions(self) -> None:

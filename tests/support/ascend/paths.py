@@ -37,6 +37,11 @@ def kernel_library() -> Path:
     return kernel_directory() / "host_kernels.so"
 
 
+def recipe_proxy(prefix: Path = Path(sys.prefix)) -> Path:
+    """The proxy of vllm-ascend's recipes, one of its examples."""
+    return prefix / "load_balance_proxy_server_example.py"
+
+
 def operator_schemas(prefix: Path = Path(sys.prefix)) -> Path:
     """The schemas of vllm-ascend's own operators, one a line."""
     return kernel_directory(prefix) / "operators.txt"
