@@ -2,6 +2,8 @@
 
 import ast
 import re
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -13,6 +15,39 @@ from tests.support.waiting import ManualClock, holds_for, until
 
 SUPPORT = Path(__file__).parent / "support"
 FILES = sorted(SUPPORT.rglob("*.py"))
+#: Tests on pairs of servers that are none, which are only counted.
+ON_PAIRS = """
+import pytest
+from tests.support.e2e.choice import on_pairs, pairs
+from tests.support.e2e.deployments import FAULTS, MIXED
+from tests.support.e2e.fixtures import deployed, deployment
+
+class Cluster:
+    running = 0
+
+    def start(self, specs):
+        print("started a deployment")
+        assert not self.running
+        self.running = len(list(specs))
+        return range(self.running)
+
+    def stop(self, servers):
+        self.running -= len(servers)
+
+@pytest.fixture(scope="session")
+def cluster():
+    return Cluster()
+
+@pytest.fixture
+def pair(request, deployment):
+    return request.param
+
+@on_pairs(
+    pairs(MIXED, [("TP1", "TP2"), ("TP2", "TP1")], (2, 33)), pairs(FAULTS, [("P", "D fail")], (2, 33)), value="tokens"
+)
+def test_a_pair(pair, tokens):
+    pass
+"""
 
 
 def module_of(file: Path) -> str:
@@ -79,3 +114,11 @@ def test_a_manual_clock_moves_when_it_is_told_to() -> None:
 
 def test_free_ports_are_all_different() -> None:
     assert len(set(free_ports(20))) == 20
+
+
+def test_tests_on_pairs_share_the_servers_of_a_deployment(tmp_path: Path) -> None:
+    (tmp_path / "test_pairs.py").write_text(ON_PAIRS)
+    command = [sys.executable, "-m", "pytest", "-s", "-p", "no:cacheprovider", "--rootdir", tmp_path, tmp_path]
+    ran = subprocess.run(command, cwd=SUPPORT.parents[1], capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert ran.stdout.count("started a deployment") == 2

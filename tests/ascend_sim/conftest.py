@@ -12,6 +12,7 @@ from tests.support.ascend.paths import ascend_release
 from tests.support.e2e.fixtures import (  # noqa: F401  pytest finds fixtures and hooks here
     acquainted,
     cluster,
+    deployed,
     deployment,
     figures,
     pair,

@@ -8,6 +8,7 @@ from tests.support.e2e.deployments import Deployment
 from tests.support.e2e.fixtures import (  # noqa: F401  pytest finds fixtures and hooks here
     acquainted,
     cluster,
+    deployed,
     deployment,
     figures,
     pair,

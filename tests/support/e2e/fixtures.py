@@ -18,6 +18,7 @@ from tests.support.e2e.pair import Pair, wait_until_at_rest
 __all__ = [
     "acquainted",
     "cluster",
+    "deployed",
     "deployment",
     "figures",
     "pair",
@@ -43,13 +44,27 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 
 @pytest.fixture(scope="session")
-def deployment(request: pytest.FixtureRequest, cluster: Cluster) -> Iterator[dict[str, Server]]:
-    """The servers of a ``Deployment``, by name."""
+def deployed() -> dict[Deployment, dict[str, Server]]:
+    """The servers of the deployment that runs, by name; no two run at the same time."""
+    return {}
+
+
+@pytest.fixture(scope="session")
+def deployment(
+    request: pytest.FixtureRequest, cluster: Cluster, deployed: dict[Deployment, dict[str, Server]]
+) -> dict[str, Server]:
+    """The servers of a ``Deployment``, by name. They run until a test wants those of another one.
+
+    pytest ends this fixture with each test whose mark has parameters of narrower fixtures, too (``on_pairs``).
+    """
     wanted: Deployment = request.param
-    names = [name for name, _ in wanted.servers]
-    servers = cluster.start(spec for _, spec in wanted.servers)
-    yield dict(zip(names, servers, strict=True))
-    cluster.stop(servers)
+    if wanted not in deployed:
+        for servers in deployed.values():
+            cluster.stop(servers.values())
+        deployed.clear()
+        started = cluster.start(spec for _, spec in wanted.servers)
+        deployed[wanted] = dict(zip((name for name, _ in wanted.servers), started, strict=True))
+    return deployed[wanted]
 
 
 @pytest.fixture
