@@ -17,9 +17,9 @@ from tests.support.e2e.client import KVTransferParams
 from tests.support.e2e.cluster import BLOCK_SIZE, Server
 from tests.support.e2e.deployments import Deployment
 from tests.support.e2e.pair import Pair, assert_failed_pull, assert_same_output, end_lease, make_prompt
-from tests.support.e2e.release_servers import release_pair, release_windows
+from tests.support.e2e.release_servers import release_hybrids, release_pair, release_windows
 from tests.support.process import free_ports
-from tests.support.releases import OTHERS, interpreter
+from tests.support.releases import OTHERS, WITH_LAYOUTS, interpreter
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.releases
@@ -335,3 +335,11 @@ class TestSlidingWindowsByBlocks:
             for prompt, right in zip(prompts, expected, strict=True):
                 assert_same_output(pair.disaggregate(prompt), right)
                 pair.decode.client.complete(make_prompt(200 * (turn + 1), (pair.name, "others", turn)), 1)
+
+
+@each(release_hybrids, *WITH_LAYOUTS)
+class TestHybrids:
+    @on(*DIRECTIONS)
+    @pytest.mark.parametrize("tokens", [2, 97, 1000])
+    def test_states_give_the_same_output(self, pair: Pair, tokens: int) -> None:
+        pair.assert_pulls_right(make_prompt(tokens, (tokens, pair.name)))

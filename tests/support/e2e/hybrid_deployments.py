@@ -17,7 +17,8 @@ def _hybrid(
     )  # fmt: skip
 
 
-def _granite(role: Role, tensor_parallel: int, *arguments: str) -> ServerSpec:
+def granite_server(role: Role, tensor_parallel: int, *arguments: str) -> ServerSpec:
+    """A server that keeps one state of each request."""
     options = ("--no-enable-prefix-caching", *arguments)
     return _hybrid(role, "granite", tensor_parallel, GRANITE_STEP, *options, block_size=96)
 
@@ -27,17 +28,23 @@ GRANITE_STEP = 333
 #: One state of each request.
 GRANITE = Deployment(
     "granite",
-    (("P1", _granite("kv_producer", 1)), ("D1", _granite("kv_consumer", 1)), ("P2", _granite("kv_producer", 2))),
+    (
+        ("P1", granite_server("kv_producer", 1)),
+        ("D1", granite_server("kv_consumer", 1)),
+        ("P2", granite_server("kv_producer", 2)),
+    ),
 )
-GRANITE_TO_TWO = Deployment("granite to TP 2", (*GRANITE.servers[::2], ("D2", _granite("kv_consumer", 2))), slow=True)
+GRANITE_TO_TWO = Deployment(
+    "granite to TP 2", (*GRANITE.servers[::2], ("D2", granite_server("kv_consumer", 2))), slow=True
+)
 
 FEW = "--num-gpu-blocks-override", "48"
 #: The same on devices that hold few requests. P takes many steps for a prompt.
 GRANITE_SHORT_OF_BLOCKS = Deployment(
     "granite, few blocks",
     (
-        ("P", _granite("kv_producer", 1, *FEW, "--max-num-batched-tokens", "64")),
-        ("D", _granite("kv_consumer", 1, *FEW)),
+        ("P", granite_server("kv_producer", 1, *FEW, "--max-num-batched-tokens", "64")),
+        ("D", granite_server("kv_consumer", 1, *FEW)),
     ),
     slow=True,
 )

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from tests.support.e2e.deployments import KV_BLOCK_BYTES, SHORT, WINDOWED_BLOCKS, Deployment, peer, with_host_memory
+from tests.support.e2e.hybrid_deployments import granite_server
 from tests.support.e2e.models import ModelSpec
 
 
@@ -46,3 +47,12 @@ def release_windows(release: str) -> Deployment:
     failing = [] if release in WITH_LAYOUTS else [("other fail", replace(other, load_failure_policy="fail"))]
     servers = (("other", other), *failing, ("installed", installed))
     return Deployment(f"vLLM {release}, windows", servers, slow=True)
+
+
+def release_hybrids(release: str) -> Deployment:
+    """A server of another vLLM release and one of the installed one, of both roles, of a model with states."""
+    from tests.support.releases import interpreter  # noqa: PLC0415  imports torch
+
+    installed = granite_server("kv_both", 1)
+    servers = ("other", replace(installed, python=str(interpreter(release)))), ("installed", installed)
+    return Deployment(f"vLLM {release}, hybrid", servers, slow=True)
