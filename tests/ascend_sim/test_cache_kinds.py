@@ -1,11 +1,17 @@
-"""Models whose caches are of other kinds, between tensor parallel sizes 1 and 2: windows, and one latent vector."""
+"""Models whose caches are of other kinds, between tensor parallel sizes 1 and 2.
+
+Windows, one latent vector a token, and the same beside the key of an indexer.
+"""
 
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tests.support.ascend.servers import NPU_BLOCK_SIZE, NPU_MLA, NPU_SLIDING_WINDOW
-from tests.support.e2e.client import Completion
+from tests.support.ascend.paths import ascend_release
+from tests.support.ascend.servers import NPU_BLOCK_SIZE, NPU_INDEXER, NPU_MLA, NPU_SLIDING_WINDOW
+from tests.support.e2e.architectures import SELECTED
+from tests.support.e2e.client import LOGPROB_TOLERANCE, Completion
+from tests.support.e2e.corruption import spoil_numbers
 from tests.support.e2e.deployments import on
 from tests.support.e2e.pair import Pair, make_prompt
 
@@ -59,3 +65,28 @@ class TestLatentVectors:
             completions = list(clients.map(pair.disaggregate, prompts))
         for completion, one in zip(completions, expected, strict=True):
             assert_close(completion, one)
+
+
+@pytest.mark.skipif(ascend_release() == "0.23", reason="vllm-ascend 0.23 calls other operators for it")
+@on(NPU_INDEXER)
+@both_ways
+class TestIndexers:
+    """Sparse attention is computed in the model's own type. Longer prompts than what is selected need right keys."""
+
+    @pytest.mark.parametrize("tokens", [2, NPU_BLOCK_SIZE + 1, SELECTED + 500])
+    def test_a_pulled_prompt_gives_the_same_output(self, pair: Pair, tokens: int) -> None:
+        pair.assert_pulls_right(make_prompt(tokens, (tokens, pair.name)))
+
+    def test_concurrent_prompts_give_the_same_outputs(self, pair: Pair) -> None:
+        pair.assert_all_pull_right([make_prompt(tokens, (tokens, pair.name, "all")) for tokens in (40, 300, 2200)])
+
+    @pytest.mark.parametrize("part", ["mla_latent", "mla_rope", "index"])
+    def test_wrong_numbers_change_the_output(self, pair: Pair, part: str) -> None:
+        """In every part of the cache: none is moved in vain. The last block is whole, and so is all of it wrong."""
+        prompt = make_prompt(SELECTED + 5 * NPU_BLOCK_SIZE, (pair.name, "spoilt", part))
+        right = pair.decode.client.compute(prompt)
+        params = pair.prefill.client.prefill(prompt)
+        spoil_numbers(pair.prefill, params, part)
+        wrong = pair.decode_leg(prompt, params)
+        assert wrong.status == 200, wrong.body
+        assert wrong.logprob_difference(right) > 5 * LOGPROB_TOLERANCE

@@ -150,3 +150,63 @@ for read, name in ((gather, "seq_offset"), (load, "seq_starts")):
         assert torch.equal(out.cpu(), torch.cat((cache[2, 6:], cache[0, :28], cache[3, :40])))
 """
     )
+
+
+@pytest.mark.skipif(ascend_release() == "0.23", reason="vllm-ascend 0.23 calls other operators for it")
+def test_sparse_attention_is_that_over_each_querys_best_tokens() -> None:
+    """Of two requests in pages that are no neighbours, one of which has fewer tokens than are selected."""
+    on_device(
+        """
+import torch_npu, vllm_ascend.vllm_ascend_C
+heads, latent, rotary, index, count = 4, 32, 16, 24, 64
+caches = [torch.randn(6, 128, 1, size) for size in (latent, rotary, index)]
+table, before, lengths = [[4, 0, 2], [5, 1, 3]], (290, 10), (300, 50)
+new = [length - start for length, start in zip(lengths, before)]
+tokens = sum(new)
+query, rope = torch.randn(tokens, heads, latent), torch.randn(tokens, heads, rotary)
+index_query, weights = torch.randn(tokens, 3, index), torch.randn(tokens, 3)
+on = lambda tensor: tensor.to(device)
+whole = lambda numbers: torch.tensor(numbers, dtype=torch.int32).to(device)
+where = dict(block_table=whole(table), actual_seq_lengths_query=whole([new[0], tokens]), layout_query="TND")
+
+selected, _ = torch_npu.npu_lightning_indexer(
+    query=on(index_query), key=on(caches[2]), weights=on(weights), actual_seq_lengths_key=whole(lengths),
+    layout_key="PA_BSND", sparse_count=count, sparse_mode=3, **where)
+out, _, _ = torch.ops._C_ascend.npu_sparse_flash_attention(
+    query=on(query), key=on(caches[0]), value=on(caches[0]), sparse_indices=selected, scale_value=0.3,
+    sparse_block_size=1, actual_seq_lengths_kv=whole(lengths), query_rope=on(rope), key_rope=on(caches[1]),
+    layout_kv="PA_BSND", sparse_mode=3, attention_mode=2, **where)
+assert selected.shape == (tokens, 1, count) and selected.dtype == torch.int32
+selected, out = selected.cpu(), out.cpu()
+
+row = 0
+for request, (start, length) in enumerate(zip(before, lengths)):
+    latents, turned, keys = (cache[table[request]].flatten(0, 2)[:length] for cache in caches)
+    for position in range(start, length):
+        seen = range(position + 1)
+        score = sum(w * (keys[: position + 1] @ q).relu() for q, w in zip(index_query[row], weights[row]))
+        chosen = [t for t in selected[row, 0].tolist() if t >= 0]
+        assert len(set(chosen)) == min(count, len(seen)) and set(selected[row, 0].tolist()) <= {-1, *seen}
+        torch.testing.assert_close(score[chosen], score.sort(descending=True).values[:count])
+        logits = 0.3 * (query[row] @ latents[chosen].T + rope[row] @ turned[chosen].T)
+        torch.testing.assert_close(out[row], logits.softmax(-1) @ latents[chosen], rtol=1e-4, atol=1e-5)
+        row += 1
+assert row == tokens
+"""
+    )
+
+
+def test_rows_of_a_cache_are_written_where_their_indices_are_not_negative() -> None:
+    on_device(
+        """
+import torch_npu, vllm_ascend.vllm_ascend_C
+updates, indices = torch.randn(3, 8), torch.tensor([[5], [-1], [2]], dtype=torch.int32)
+expected = torch.zeros(7, 8)
+expected[[5, 2]] = updates[[0, 2]]
+writes = [torch_npu.npu_scatter_nd_update_, getattr(torch.ops._C_ascend, "npu_scatter_nd_update_sk", None)]
+for write in filter(None, writes):
+    rows = torch.zeros(7, 8, device=device)
+    write(rows, indices.to(device), updates.to(device))
+    assert torch.equal(rows.cpu(), expected)
+"""
+    )

@@ -8,7 +8,7 @@ from tests.support.ascend.recipes import Recipe, RecipeSide, all_recipes
 PAGE = ROOT_OF_PROJECT / "docs" / "npu_recipes.md"
 BEGIN, END = "<!-- generated: recipes -->\n", "<!-- generated: end -->"
 #: Forms of caches with which servers on simulated devices give right tokens: ``test_pulls`` and ``test_cache_kinds``.
-_TOKENS = (["G"], ["M"])
+_TOKENS = (["G"], ["M"], ["I", "M"])
 #: What the page of a recipe lacks, whichever the connector.
 _ALSO = {"glm52-a3": "P: `--kv-cache-dtype int8`"}
 _MOVED = "`fuse_muls_add` into `ascend_compilation_config`"

@@ -12,6 +12,7 @@ from pathlib import Path
 from tests.support.ascend.faults import FaultSwitch
 from tests.support.ascend.kernel_build import library_path
 from tests.support.ascend.paths import ROOT_OF_PROJECT, mooncake_npu_directory, vllm_cache_directory
+from tests.support.e2e.architectures import MAX_POSITIONS
 from tests.support.e2e.cluster import START_TIMEOUT_S, ServerSpec
 from tests.support.e2e.deployments import PATIENT, Deployment, peer, prefill
 from tests.support.e2e.models import DEFAULT_MODEL, ModelSpec
@@ -24,6 +25,9 @@ STEP_TOKENS = 512
 LONGEST = 2048
 GEMMA3 = ModelSpec(layers=6, architecture="gemma3")
 DEEPSEEK_V2 = ModelSpec(architecture="deepseek_v2")
+DEEPSEEK_V32 = ModelSpec(layers=3, architecture="deepseek_v32")
+#: Numbers that models with one latent vector for all heads keep of a token in each layer, the indexer's key among them.
+_LATENT_NUMBERS = {"deepseek_v2": 576, "deepseek_v32": 576 + 128}
 
 _LEASE_TTL_S = 30.0
 _OPTIONS = (("protocol", "tcp"), ("verify", True), ("lease_ttl_s", _LEASE_TTL_S), *PATIENT)
@@ -44,13 +48,13 @@ def simulated_environment(devices: int = 1) -> tuple[tuple[str, str], ...]:
 
 def block_bytes(model: ModelSpec) -> int:
     """Bytes of a block of that model in all layers and on all ranks, as vllm-ascend counts them."""
-    per_token = 576 if model.architecture == "deepseek_v2" else 2 * model.kv_heads * 32
+    per_token = _LATENT_NUMBERS.get(model.architecture, 2 * model.kv_heads * 32)
     return model.layers * per_token * NPU_BLOCK_SIZE * 4
 
 
 def worker_block_bytes(spec: ServerSpec) -> int:
     """Bytes of a block on one worker: of its own heads, or of a latent vector, which all workers hold."""
-    ranks = 1 if spec.model.architecture == "deepseek_v2" else spec.tensor_parallel
+    ranks = 1 if spec.model.architecture in _LATENT_NUMBERS else spec.tensor_parallel
     return block_bytes(spec.model) // ranks
 
 
@@ -179,6 +183,18 @@ NPU_SLIDING_WINDOW = Deployment(
 
 #: One latent vector a token, the same on all ranks.
 NPU_MLA = Deployment("MLA", (("TP1", on_npu(_peer(DEEPSEEK_V2))), ("TP2", on_npu(_peer(DEEPSEEK_V2, 2)))))
+
+#: For prompts that are longer than what an indexer selects.
+_LONG = ("--max-model-len", str(MAX_POSITIONS))
+
+
+def _indexing(tensor_parallel: int = 1) -> ServerSpec:
+    return _unverified(on_npu(replace(_peer(DEEPSEEK_V32, tensor_parallel), arguments=_LONG), device_blocks=96))
+
+
+#: One latent vector a token, and a key by which an indexer selects the tokens that are attended to, the same on all
+#: ranks. Nothing is verified, so that wrong bytes come to use.
+NPU_INDEXER = Deployment("indexer", (("TP1", _indexing()), ("TP2", _indexing(2))))
 
 #: Stores what it is about to evict, from layers with and without a sliding window. Host memory has room for what
 #: the test computes, up to 27 blocks of each of 15 prompts: else the first one, which is stored first, would give way.

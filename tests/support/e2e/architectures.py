@@ -1,7 +1,8 @@
 """The architectures that the test models have: configurations and random weights, in the names of checkpoints.
 
 Each keeps another kind of KV cache: keys and values of every head and token (Qwen3), the same for some layers and only
-a window of it for the others (Gemma3), one latent vector a token for all heads (DeepSeek-V2), keys that are rotated by
+a window of it for the others (Gemma3), one latent vector a token for all heads (DeepSeek-V2), the same beside a key by
+which an indexer selects the tokens that are attended to (DeepSeek-V3.2, which no CPU serves), keys that are rotated by
 other factors where long contexts are served (Phi-3). Idefics3 is Llama that reads images, too; they can be prepared
 without torchvision. The weights are wide and the attention is sharp; ``models`` says why.
 """
@@ -35,6 +36,13 @@ ROPE_SIZE = 64
 NOPE_SIZE = 128
 VALUE_SIZE = 128
 
+#: Tokens that DeepSeek-V3.2's indexer selects: what vllm-ascend asks of it, whatever a configuration says.
+SELECTED = 2048
+#: The indexer's heads, its keys' size, which is the only one that NPUs know, and the rank of all queries.
+_INDEX_HEADS = 8
+_INDEX_SIZE = 128
+_QUERY_RANK = 128
+
 #: A ``--max-model-len`` above this takes Phi-3's rotary embedding from its short to its long factors, for all tokens.
 SHORT_CONTEXT = 256
 
@@ -51,7 +59,7 @@ IMAGE_TOKENS = (IMAGE_SIZE // _PATCH_SIZE // _PATCHES_A_TOKEN) ** 2 + 3
 _IMAGE_TOKEN = "<image>"
 _IMAGE_MARKS = ("<fake_token_around_image>", "<global-img>", "<end_of_utterance>", _IMAGE_TOKEN)
 
-Name = Literal["qwen3", "gemma3", "deepseek_v2", "phi3", "idefics3"]
+Name = Literal["qwen3", "gemma3", "deepseek_v2", "deepseek_v32", "phi3", "idefics3"]
 Matrix = npt.NDArray[np.float32]
 Weights = dict[str, Matrix]
 #: A random matrix of (rows, columns) with the deviation ``INITIALIZER_RANGE``.
@@ -202,6 +210,34 @@ def _deepseek_v2_layer(draw: Draw, kv_heads: int) -> Weights:
     }
 
 
+def _deepseek_v32_config(layers: int, kv_heads: int) -> dict[str, object]:
+    return _deepseek_v2_config(layers, kv_heads) | {
+        "architectures": ["DeepseekV32ForCausalLM"],
+        "model_type": "deepseek_v32",
+        "q_lora_rank": _QUERY_RANK,
+        "index_topk": SELECTED,
+        "index_n_heads": _INDEX_HEADS,
+        "index_head_dim": _INDEX_SIZE,
+    }
+
+
+def _deepseek_v32_layer(draw: Draw, kv_heads: int) -> Weights:
+    """DeepSeek-V2's, with queries through a vector of lower rank that is normalised, and an indexer."""
+    layer = _deepseek_v2_layer(draw, kv_heads)
+    queries = layer.pop("self_attn.q_proj.weight")[:, :_QUERY_RANK] * np.float32(math.sqrt(HIDDEN / _QUERY_RANK))
+    return {
+        **layer,
+        "self_attn.q_a_proj.weight": draw(_QUERY_RANK, HIDDEN),
+        "self_attn.q_a_layernorm.weight": _constant(_QUERY_RANK),
+        "self_attn.q_b_proj.weight": queries,
+        "self_attn.indexer.wq_b.weight": draw(_INDEX_HEADS * _INDEX_SIZE, _QUERY_RANK),
+        "self_attn.indexer.wk.weight": draw(_INDEX_SIZE, HIDDEN),
+        "self_attn.indexer.k_norm.weight": _constant(_INDEX_SIZE),
+        "self_attn.indexer.k_norm.bias": _constant(_INDEX_SIZE, 0.0),
+        "self_attn.indexer.weights_proj.weight": draw(_INDEX_HEADS, HIDDEN),
+    }
+
+
 def _phi3_config(layers: int, kv_heads: int) -> dict[str, object]:
     halves = HEAD_SIZE // 2
     return {
@@ -319,6 +355,7 @@ ARCHITECTURES: Mapping[Name, Architecture] = {
     "deepseek_v2": Architecture(
         _deepseek_v2_config, _deepseek_v2_layer, cpu_arguments=("--attention-backend", "CPU_MLA")
     ),
+    "deepseek_v32": Architecture(_deepseek_v32_config, _deepseek_v32_layer),
     "idefics3": Architecture(
         _idefics3_config,
         _idefics3_layer,

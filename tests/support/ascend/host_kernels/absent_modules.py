@@ -18,7 +18,11 @@ from torch import Tensor
 
 from tests.support.ascend.host_kernels.dispatch import OperatorLibrary
 from tests.support.ascend.host_kernels.norms import scaled_norm
-from tests.support.ascend.host_kernels.paged_cache import write_slots
+from tests.support.ascend.host_kernels.paged_cache import write_rows, write_slots
+from tests.support.ascend.host_kernels.sparse_attention import (
+    npu_sparse_flash_attention,
+    shapes_of_sparse_flash_attention,
+)
 from tests.support.ascend.paths import operator_schemas
 
 _OPERATORS = "vllm_ascend.vllm_ascend_C"
@@ -109,6 +113,8 @@ def _define_operators() -> Any:
         ("npu_add_rms_norm_bias", npu_add_rms_norm_bias, _shapes_of_add_rms_norm),
         ("npu_gemma_rms_norm", npu_gemma_rms_norm, _shapes_of_gemma_rms_norm),
         ("npu_scatter_pa_kv_cache", _scatter_to_heads_first, None),
+        ("npu_scatter_nd_update_sk", write_rows, None),
+        ("npu_sparse_flash_attention", npu_sparse_flash_attention, shapes_of_sparse_flash_attention),
     ):
         if name in names:
             operators.define(body, name=name, shapes=shapes)

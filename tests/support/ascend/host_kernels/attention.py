@@ -13,7 +13,7 @@ _CAUSAL = (2, 3, 4)
 _WINDOW = 4
 
 
-def _gather(cache: Tensor, table: Tensor, length: int, heads: int) -> Tensor:
+def gather(cache: Tensor, table: Tensor, length: int, heads: int) -> Tensor:
     """The first ``length`` tokens of a request, [length, heads, head size]."""
     tokens = cache.shape[1]
     count = -(-length // tokens)
@@ -65,7 +65,7 @@ def npu_fused_infer_attention_score(
         if end > start:
             if block_table is not None:
                 length = int(actual_seq_lengths_kv[request])
-                k, v = (_gather(cache, block_table[request], length, heads) for cache in (key, value))
+                k, v = (gather(cache, block_table[request], length, heads) for cache in (key, value))
             else:
                 kv_end = int((actual_seq_lengths_kv or actual_seq_lengths)[request])
                 k, v = key[kv_start:kv_end], value[kv_start:kv_end]
@@ -95,7 +95,7 @@ def npu_fused_infer_attention_score_v2(
         length = int(actual_seq_kvlen[request])
         if length:
             parts = (key, key_rope, value)
-            k, rope, v = (_gather(part.transpose(1, 2), block_table[request], length, 1) for part in parts)
+            k, rope, v = (gather(part.transpose(1, 2), block_table[request], length, 1) for part in parts)
             attended, _ = _attend(q[request : request + 1], torch.cat((k, rope), -1), v, softmax_scale, causal=False)
             out[:, request] = attended.transpose(0, 1).to(query.dtype)
     return out, torch.zeros(0)
@@ -115,7 +115,7 @@ def _npu_paged_attention(
     block_table: Tensor, context_lens: Tensor, out: Tensor, *, workspace: Tensor | None = None,
 ) -> None:  # fmt: skip
     for request, length in enumerate(context_lens.tolist()):
-        k, v = (_gather(c.flatten(2), block_table[request], length, num_kv_heads) for c in (key_cache, value_cache))
+        k, v = (gather(c.flatten(2), block_table[request], length, num_kv_heads) for c in (key_cache, value_cache))
         q = query[request : request + 1].view(1, num_heads, -1)
         rows = out.view(query.shape[0], num_heads, -1)[request : request + 1]
         rows.copy_(_attend(q, k, v, scale_value, causal=False)[0].to(out.dtype))

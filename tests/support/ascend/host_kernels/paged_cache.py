@@ -33,6 +33,20 @@ def npu_scatter_pa_kv_cache(
     write_slots(slots, ((key, key_cache), (value, value_cache)))
 
 
+@npu_operator
+def npu_scatter_nd_update_(rows: Tensor, indices: Tensor, updates: Tensor) -> Tensor:
+    """Write ``updates`` [tokens, ...] to those rows of a cache that ``indices`` [tokens, 1] say; a negative is none."""
+    write_rows(rows, indices, updates)
+    return rows
+
+
+def write_rows(rows: Tensor, indices: Tensor, updates: Tensor) -> None:
+    """The same, returning nothing, as vllm-ascend's own operator for it does."""
+    assert indices.shape == (updates.shape[0], 1), indices.shape
+    valid = indices[:, 0] >= 0
+    rows[indices[valid, 0].long()] = updates[valid].to(rows.dtype)
+
+
 def read_tokens(
     pairs: tuple[tuple[Tensor, Tensor], ...], block_tables: Tensor, lengths: Tensor, starts: Tensor | None
 ) -> None:
