@@ -118,7 +118,8 @@ def test_free_ports_are_all_different() -> None:
 
 def test_tests_on_pairs_share_the_servers_of_a_deployment(tmp_path: Path) -> None:
     (tmp_path / "test_pairs.py").write_text(ON_PAIRS)
-    command = [sys.executable, "-m", "pytest", "-s", "-p", "no:cacheprovider", "--rootdir", tmp_path, tmp_path]
+    directory = str(tmp_path)
+    command = [sys.executable, "-m", "pytest", "-s", "-p", "no:cacheprovider", "--rootdir", directory, directory]
     ran = subprocess.run(command, cwd=SUPPORT.parents[1], capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert ran.stdout.count("started a deployment") == 2

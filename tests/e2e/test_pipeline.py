@@ -20,6 +20,7 @@ from tests.support.e2e.pair import Pair, make_prompt
 from tests.support.e2e.pipeline_deployments import PIPELINE, PIPELINE_OF_TWO_RANKS
 from tests.support.e2e.trouble import stopped
 from tests.support.waiting import until
+from transfer.control.messages import TransferState
 
 FROM_STAGES, TO_STAGES, FROM_FOUR = ("PP2", "PP1"), ("PP1", "PP2"), ("TP2 PP2", "TP1")
 LONG = 2800
@@ -95,17 +96,15 @@ class TestBothLegsAtOnce:
         router.assert_right(longer, hit=whole_blocks(len(prompt) + len(first.tokens) - 1))
 
 
-@from_stages
-def test_what_the_last_stage_has_yet_to_write_is_not_read(router: Router) -> None:
-    """A prompt finds blocks of another one in the prefix cache, which the last stage, that is slow, has yet to fill.
+def begins_behind_another(router: Router, attempt: int) -> bool:
+    """A prompt finds blocks of another one in the prefix cache, which the last stage has yet to fill: it stands still.
 
     Both are there when P goes on. The other one takes all of the first step, and the prompt finds its blocks in the
-    second, which is scheduled while the first is under way.
+    second, which is scheduled while the first is under way. Tells whether it has come early enough for that.
     """
     pair, name = router.pair, uuid.uuid4().hex
-    other = make_prompt(STEP + 40, ("another prompt", pair.name))
+    other = make_prompt(STEP + 40, ("another prompt", pair.name, attempt))
     prompt = [*other, *make_prompt(100, "its own end")]
-    before = pair.prefill.client.metrics()
     with ThreadPoolExecutor(3) as clients:
         with stopped(pair.prefill, "Worker_PP1"):
             with stopped(pair.prefill, "EngineCore"):
@@ -115,12 +114,17 @@ def test_what_the_last_stage_has_yet_to_write_is_not_read(router: Router) -> Non
                 prefill = clients.submit(pair.prefill.client.complete, prompt, 1, kv_transfer_params=params)
                 decode = clients.submit(pair.decode_leg, prompt, router.decode_params(name))
                 time.sleep(0.5)
-            time.sleep(2.0)  # in which D would read what it is told of
-            assert not prefill.done()
+            time.sleep(1.0)  # in which D reads what it is told of
+            followed = router.followed(name)
         assert prefill.result(60.0).status == 200
-        completion = decode.result(60.0)
-    assert pair.prefill.client.metrics().since(before).prompt_tokens("local_cache_hit") >= STEP
-    pair.assert_right(completion, prompt)
+        pair.assert_right(decode.result(60.0), prompt)
+    assert followed.tokens == 0
+    return followed.state == TransferState.COMPUTING
+
+
+@from_stages
+def test_what_the_last_stage_has_yet_to_write_is_not_read(router: Router) -> None:
+    assert any(begins_behind_another(router, attempt) for attempt in range(5))
 
 
 @on_pairs(pairs(PIPELINE, [FROM_STAGES]))
