@@ -139,6 +139,8 @@ Real servers (``tests/e2e``):
     e2e.images              images for prompts, as clients send them
     e2e.cluster             vLLM servers on this machine: started together, watched, ended, measured
     e2e.deployments         the sets of servers that tests share
+    e2e.pipeline_deployments  such sets with servers whose layers are spread over pipeline stages
+    e2e.staged_worker       vLLM's CPU worker for a pipeline stage
     e2e.release_servers     such sets with servers of other vLLM releases
     e2e.choice              which pairs of servers a test runs on, and which of them by default
     e2e.images_and_adapters  servers of a model that reads images and has LoRA adapters, and prompts for them

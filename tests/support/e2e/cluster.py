@@ -52,6 +52,7 @@ class ServerSpec:
     load_failure_policy: LoadFailurePolicy = "fail"
     block_size: int = BLOCK_SIZE
     kv_cache_bytes: int = KV_CACHE_BYTES  # of the device, for each worker
+    stages: tuple[int, ...] = ()  # of pipeline parallelism, by their layers; empty for one stage
     arguments: tuple[str, ...] = ()  # more of vLLM's own
     variables: tuple[tuple[str, str], ...] = ()  # of the environment
     options: tuple[tuple[str, object], ...] = ()
@@ -68,10 +69,16 @@ class ServerSpec:
     @property
     def name(self) -> str:
         """For log files and messages."""
+        size = f"tp{self.tensor_parallel}" + (f"-pp{len(self.stages)}" if self.stages else "")
         return (
-            f"{self.role}-{self.model.name}-{self.layout or 'own'}-tp{self.tensor_parallel}-{self.dtype}"
+            f"{self.role}-{self.model.name}-{self.layout or 'own'}-{size}-{self.dtype}"
             f"-{self.load_failure_policy}-{self.block_size}"
         )
+
+    @property
+    def ranks(self) -> int:
+        """How many workers the server has."""
+        return self.tensor_parallel * max(len(self.stages), 1)
 
     def command(self, model: Path, port: int) -> list[str]:
         """The command line that serves the model in the directory ``model``."""
@@ -95,11 +102,17 @@ class ServerSpec:
             *("--enforce-eager", "--block-size", str(self.block_size)),
             *("--kv-cache-memory-bytes", str(self.kv_cache_bytes)),
             *("--tensor-parallel-size", str(self.tensor_parallel)),
+            *(self._stage_arguments if self.stages else ()),
             *(self.model.cpu_arguments if self.platform == "cpu" else ()),
             *self.model.adapter_arguments(model),
             *self.arguments,
             *("--kv-transfer-config", json.dumps(connector)),
         ]
+
+    @property
+    def _stage_arguments(self) -> tuple[str, ...]:
+        worker = "tests.support.e2e.staged_worker.StagedWorker"
+        return ("--pipeline-parallel-size", str(len(self.stages)), "--worker-cls", worker)
 
     def _in_multi_connector(self, ours: dict[str, object]) -> dict[str, object]:
         """MultiConnector with this connector, by its registered name alone, and another one."""
@@ -129,7 +142,11 @@ class ServerSpec:
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "VLLM_NO_USAGE_STATS": "1",
         }
-        wanted = {"VLLM_KV_CACHE_LAYOUT": self.layout, "PD_CONNECTOR_SECRET": self.secret}
+        wanted = {
+            "VLLM_KV_CACHE_LAYOUT": self.layout,
+            "VLLM_PP_LAYER_PARTITION": ",".join(map(str, self.stages)),
+            "PD_CONNECTOR_SECRET": self.secret,
+        }
         return environment | {name: value for name, value in wanted.items() if value} | dict(self.variables)
 
 

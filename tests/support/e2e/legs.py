@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from tests.support.e2e.client import AnyPrompt, Completion, KVTransferParams
 from tests.support.e2e.pair import Pair, Traffic, control_keys, end_lease, make_prompt
 from tests.support.waiting import until
+from transfer.control.client import ControlClient
+from transfer.control.messages import Follow, Followed
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +28,7 @@ class Router:
         self.pair = pair
         params = pair.prefill.client.prefill(make_prompt(40, ("where", pair.name, time.monotonic())))
         end_lease(params, control_keys(pair.prefill))
-        self._control = {name: params[name] for name in ("remote_host", "remote_port")}
+        self._host, self._port = params["remote_host"], params["remote_port"]
 
     def prefill_params(self, name: str) -> KVTransferParams:
         """Return what the prefill leg of a transfer carries."""
@@ -34,7 +36,8 @@ class Router:
 
     def decode_params(self, name: str, **changes: object) -> KVTransferParams:
         """Return what the decode leg of a transfer carries."""
-        return {"do_remote_decode": False, "do_remote_prefill": True, "transfer_id": name, **self._control, **changes}
+        control = {"remote_host": self._host, "remote_port": self._port}
+        return {"do_remote_decode": False, "do_remote_prefill": True, "transfer_id": name, **control, **changes}
 
     def send(
         self,
@@ -87,6 +90,14 @@ class Router:
             lambda: counted() >= number,
             lambda: f"{number:g} transfers {' or '.join(events)}: {self.transfers()}, before {dict(since)}",
         )
+
+    def followed(self, name: str) -> Followed:
+        """Return what P tells of a transfer to who knows nothing of it."""
+        client = ControlClient(keys=control_keys(self.pair.prefill))
+        try:
+            return client.request(self._host, self._port, Follow("", name), 10.0).result()
+        finally:
+            client.close()
 
     def transfers(self) -> dict[str, float]:
         """Return P's count of transfers by name, by event."""

@@ -89,7 +89,7 @@ class Pair:
     @property
     def decode_ranks(self) -> int:
         """The ranks of the decode server: its pull counters are sums over them."""
-        return self.decode.spec.tensor_parallel
+        return self.decode.spec.ranks
 
     @property
     def name(self) -> str:
@@ -99,7 +99,7 @@ class Pair:
     @property
     def is_parallel(self) -> bool:
         """Whether either server has more than one worker."""
-        return max(self.prefill.spec.tensor_parallel, self.decode.spec.tensor_parallel) > 1
+        return max(self.prefill.spec.ranks, self.decode.spec.ranks) > 1
 
     def get_acquainted(self, model: str = MODEL_NAME, attempts: int = 4) -> None:
         """Have D meet P, which takes a prompt that is computed there and pulled as well: P is then proven, or refused.
