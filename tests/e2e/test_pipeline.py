@@ -114,7 +114,7 @@ def begins_behind_another(router: Router, attempt: int) -> bool:
                 prefill = clients.submit(pair.prefill.client.complete, prompt, 1, kv_transfer_params=params)
                 decode = clients.submit(pair.decode_leg, prompt, router.decode_params(name))
                 time.sleep(0.5)
-            time.sleep(1.0)  # in which D reads what it is told of
+            time.sleep(1.0)  # in which P begins the second step; D could not read from a process that stands still
             followed = router.followed(name)
         assert prefill.result(60.0).status == 200
         pair.assert_right(decode.result(60.0), prompt)
