@@ -150,7 +150,7 @@ def test_a_release_of_vllm_ascend_that_is_not_tested_is_warned_of_by_the_engine_
     assert any("vllm-ascend 0.27.0 is not among the releases" in message for message in caplog.messages)
 
 
-COMPRESSED: dict[str, Any] = {"tokens_per_state" if INSTALLED >= (0, 30) else "compress_ratio": 4}
+COMPRESSED: dict[str, Any] = {"tokens_per_state" if INSTALLED >= (0, 30) else "compress_ratio": 5}
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,7 @@ def test_a_recipes_keys_change_nothing_but_a_warning(
     d.allocate(FakeRequest("r", a_prompt(70), p.prefill("r", [3, 1, 6])[1]), [2, 7, 4])
     d.steps_until(lambda results: results.finished_recving)
     assert d.results == Results(finished_recving={"r"})
-    assert caplog.text.count("tp_size 4 (found: 1)") == 1
+    assert "tp_size 4 (found: 1)" in caplog.text
 
 
 @pytest.mark.parametrize("role", ["kv_consumer", "kv_both"])

@@ -1,6 +1,6 @@
 """What walks the tokens of a cache is right where ranks share them: checksums, values, and the comparison of pulls.
 
-Covers: layout.checksums, transfer.copies.checksums.
+Covers: layout.checksums.
 """
 
 import threading
@@ -50,7 +50,8 @@ def test_the_sums_of_ranks_that_share_tokens_add_up_to_those_of_one_that_has_all
     (alone,) = filled(ALONE)
     for number, plane in enumerate(alone.geometry.groups[0].planes):
         whole = sum_plane(plane, 64, BlockTable.of(IDS), 64, 203).between(borders)
-        planes = [rank.geometry.groups[0].planes[number] for rank in filled(side)]
+        shared = filled(side)  # owns the memory
+        planes = [rank.geometry.groups[0].planes[number] for rank in shared]
         parts = [sum_plane(each, 64, BlockTable.of(IDS), 64, 203).between(borders) for each in planes]
         np.testing.assert_array_equal(
             parts[0] if plane.part == "index" else np.sum(parts, axis=0, dtype=np.uint64), whole

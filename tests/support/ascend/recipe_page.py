@@ -6,7 +6,7 @@ from tests.support.ascend.paths import ROOT_OF_PROJECT
 from tests.support.ascend.recipes import Recipe, RecipeSide, all_recipes
 
 PAGE = ROOT_OF_PROJECT / "docs" / "npu_recipes.md"
-BEGIN, END = "<!-- generated: recipes -->\n", "<!-- generated: end -->"
+BEGIN, END = "<!-- recipes -->\n", "<!-- end of recipes -->"
 #: Forms of caches with which servers on simulated devices give right tokens: ``test_pulls`` and ``test_cache_kinds``.
 _TOKENS = (["G"], ["M"], ["I", "M"])
 #: What the page of a recipe lacks, whichever the connector.

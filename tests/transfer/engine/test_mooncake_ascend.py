@@ -39,7 +39,7 @@ def native(monkeypatch: pytest.MonkeyPatch) -> MagicMock:
     """What stands in for the library's engine, of which there may be several one after the other."""
     engine: MagicMock = create_autospec(NativeEngine, instance=True)
     engine.address = "127.0.0.1:15000"
-    monkeypatch.setattr(mooncake, "NativeEngine", lambda options: engine)
+    monkeypatch.setattr(mooncake, "NativeEngine", lambda options, lend: engine)
     return engine
 
 

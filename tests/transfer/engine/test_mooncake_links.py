@@ -46,7 +46,7 @@ class World:
         self.engine.register([self.memory.region])
         self.link: MooncakeLink = self.engine.open(PEER, [THEIRS], IDENTITY)
 
-    def start(self, options: object) -> MagicMock:
+    def start(self, options: object, lend: object = None) -> MagicMock:
         native: MagicMock = create_autospec(NativeEngine, instance=True)
         native.address, native.refusal.return_value, native.counts = "127.0.0.1:15000", "", True
         self.natives.append(native)
