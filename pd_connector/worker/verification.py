@@ -91,12 +91,12 @@ class Verifier:
                     continue
                 here = ours.planes[share.local_plane]
                 there = workers[source.remote].groups[share.remote_group].planes[share.remote_plane]
-                run = run_tokens(there)
+                run, held = run_tokens(there), ours.block_tokens // here.tokens.ranks
                 if here.tokens != there.tokens:
                     _check_shared_runs(here, there)
-                elif ours.rows(here) % run:
+                elif held % run:
                     raise IncompatibleCachesError(
-                        f"block size is {ours.rows(here)} tokens here, which is not a multiple of {run} tokens, over "
+                        f"block size is {held} tokens here, which is not a multiple of {run} tokens, over "
                         "which the remote engine takes each checksum: choose such a block size, or set "
                         '"verify": false on this engine'
                     )

@@ -7,23 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from layout.compatibility import IncompatibleCachesError
-from layout.geometry import WorkerGeometry
-from tests.support.layout.oracle import LAYOUTS, Engine, Model, Rank, build
+from tests.support.layout.oracle import LAYOUTS, Engine, Model, build
 from tests.support.layout.pulls import LOCAL_BASE, REMOTE_BASE, Request, in_order, plain, plans_of
+from tests.support.layout.ranks import compressed
 from tests.support.layout.strategies import FORMS, engines, models, requests, thorough
-
-
-def compressed(rank: Rank, tokens_per_row: int) -> WorkerGeometry:
-    """The cache of a rank as if each of its tokens were a row of several."""
-    groups = tuple(
-        replace(
-            group,
-            block_tokens=group.block_tokens * tokens_per_row,
-            planes=tuple(replace(plane, tokens_per_row=tokens_per_row) for plane in group.planes),
-        )
-        for group in rank.geometry.groups
-    )
-    return replace(rank.geometry, groups=groups)
 
 
 def pull_rows(

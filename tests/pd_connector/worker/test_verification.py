@@ -44,6 +44,7 @@ from tests.support.connector.engines import (
 from tests.support.connector.requests import a_prompt, a_remote
 from tests.support.control.faulty_network import Direction, FaultyNetwork, chaos
 from tests.support.layout.oracle import LAYOUTS, WHOLE_HEADS, Engine, Held, Model, Rank, build
+from tests.support.layout.ranks import a_rank, compressed, reader_of
 from tests.support.layout.strategies import FORMS, WINDOW_TOKENS, engines, models, thorough
 from tests.support.waiting import until
 from transfer.control.client import ControlClient
@@ -449,3 +450,11 @@ def test_the_answer_comes_before_the_release(site: Site) -> None:
         site.session(worker, order.remote, **verifying(worker)).submit(order)
         assert worker.next_end().cause == ""
     assert list(dict.fromkeys(seen)) == ["hello", "checksums", "release"]
+
+
+def test_a_block_of_a_compressed_cache_has_whole_runs_however_few_its_rows_are() -> None:
+    rank = a_rank(Model(1, (4, 4), 2, ((0, 1),), (0,)), Engine("LBNHC", block_tokens=32, blocks=4))
+    geometry = compressed(rank, 128)
+    nobody: Any = None
+    verifier = Verifier(CacheChecksums(geometry, reader_of(rank)), nobody)
+    verifier.check_peer(True, [geometry], choose_sources(geometry, [geometry]))

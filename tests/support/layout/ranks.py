@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from layout.copies import Int64Array
-from layout.geometry import CacheGroup, Plane
+from layout.geometry import CacheGroup, Plane, WorkerGeometry
 from tests.support.layout.oracle import Engine, Held, Model, Rank, build
 from transfer.copies.checksums.block_checksums import BlockReader, ReadableBlocks, in_place
 
@@ -28,3 +28,16 @@ def planes_of(rank: Rank) -> list[tuple[CacheGroup, Plane, Held]]:
     """A rank's planes as planning sees them and as the oracle does."""
     described = [(group, plane) for group in rank.geometry.groups for plane in group.planes]
     return [(group, plane, held) for (group, plane), held in zip(described, rank.planes, strict=True)]
+
+
+def compressed(rank: Rank, tokens_per_row: int) -> WorkerGeometry:
+    """The cache of a rank as if each of its tokens were a row of several."""
+    groups = tuple(
+        replace(
+            group,
+            block_tokens=group.block_tokens * tokens_per_row,
+            planes=tuple(replace(plane, tokens_per_row=tokens_per_row) for plane in group.planes),
+        )
+        for group in rank.geometry.groups
+    )
+    return replace(rank.geometry, groups=groups)
