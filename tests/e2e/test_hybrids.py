@@ -8,9 +8,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tests.support.e2e.client import LOGPROB_TOLERANCE
 from tests.support.e2e.cluster import Cluster
-from tests.support.e2e.corruption import spoil_numbers, wait_until_summed
+from tests.support.e2e.corruption import (
+    assert_wrong_numbers_change_the_answer,
+    spoil_numbers,
+    wait_until_summed,
+)
 from tests.support.e2e.deployments import on
 from tests.support.e2e.host_memory import evict
 from tests.support.e2e.hybrid_deployments import (
@@ -82,13 +85,7 @@ class TestOneStateOfARequest:
     @pytest.mark.parametrize("part", ["state", "conv_b", "v"])
     def test_wrong_numbers_change_the_output(self, pair: Pair, part: str) -> None:
         """In every kind of cache: none of them is moved in vain."""
-        prompt = make_prompt(300, (pair.name, "spoilt", part))
-        right = pair.decode.client.compute(prompt)
-        params = pair.prefill.client.prefill(prompt)
-        spoil_numbers(pair.prefill, params, part)
-        wrong = pair.decode_leg(prompt, params)
-        assert wrong.status == 200, wrong.body
-        assert wrong.logprob_difference(right) > 5 * LOGPROB_TOLERANCE
+        assert_wrong_numbers_change_the_answer(pair, make_prompt(300, (pair.name, "spoilt", part)), part)
 
     @pairs(FEWER)
     def test_the_prefill_server_does_not_go_on_though_it_is_asked_to(self, pair: Pair) -> None:

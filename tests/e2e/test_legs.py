@@ -35,7 +35,6 @@ from tests.support.e2e.pair import (
     make_prompt,
     wait_until_at_rest,
 )
-from tests.support.waiting import until
 
 LONG = 2800
 #: Of what a server takes, with room for the answer.
@@ -171,18 +170,9 @@ class TestEquality:
 
     def test_prompts_that_p_preempts_give_the_same_outputs(self, router: Router) -> None:
         """Two requests that P answers itself leave too few blocks for any of them, until they end."""
-        client, before = router.pair.prefill.client, router.transfers()
         prompts = [make_prompt(LONG, ("preempted", number)) for number in range(4)]
         own = [make_prompt(1500, ("P's own", number)) for number in range(2)]
-        with ThreadPoolExecutor(len(own) + len(prompts)) as clients:
-            answered = [clients.submit(client.complete, prompt, 500) for prompt in own]
-            until(lambda: client.metrics().value("vllm:num_requests_running") == len(own))
-            answers = list(clients.map(router.send, prompts))
-        assert [each.result().status for each in answered] == [200, 200]
-        for prompt, legs in zip(prompts, answers, strict=True):
-            router.pair.assert_right(legs.decode, prompt)
-        router.wait_for("complete", number=4, since=before)
-        assert router.transfers().get("restarted", 0.0) > before.get("restarted", 0.0)
+        router.assert_right_though_preempted(prompts, own)
 
 
 @pytest.mark.usefixtures("quiet")

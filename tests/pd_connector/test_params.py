@@ -22,6 +22,7 @@ from pd_connector.params import (
     prompt_digest,
     unusable_keys,
 )
+from pd_connector.vllm.cache_specs import RING_TOKENS
 from tests.support.connector.requests import a_prompt, a_remote
 
 PROMPT = a_prompt(70)
@@ -56,6 +57,12 @@ def test_the_answer_has_the_keys_that_existing_routers_relay() -> None:
         "remote_block_sizes",
         "tp_size",
     }
+
+
+def test_params_can_name_the_block_size_of_a_ring() -> None:
+    sizes = (RING_TOKENS,) * len(REMOTE.remote_block_ids)
+    remote = msgspec.structs.replace(REMOTE, remote_block_sizes=sizes)
+    assert parse_remote_prefill(remote.to_params()).remote_block_sizes == sizes
 
 
 @pytest.mark.parametrize("params", [[], [1], "do_remote_prefill", 0, 1.5, True, ["do_remote_prefill"]])

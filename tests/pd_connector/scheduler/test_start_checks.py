@@ -10,7 +10,7 @@ import pytest
 
 from pd_connector.config import ConfigError, parse_config
 from pd_connector.scheduler.start_checks import check_block_sizes, check_prefix_unit, check_settings
-from pd_connector.vllm.cache_specs import Retention
+from pd_connector.vllm.cache_specs import RING_TOKENS, Retention
 from pd_connector.vllm.engine_config import EngineRole
 from tests.support.connector.vllm_engine import a_config
 
@@ -22,6 +22,10 @@ def test_prefixes_of_a_model_with_states_end_at_borders_of_blocks() -> None:
     check_prefix_unit(32, [TOKENS])
     with pytest.raises(ConfigError, match=r"prefix_match_unit = 32: .* a block of 96 tokens.* set it to 96"):
         check_prefix_unit(32, [TOKENS, STATES])
+
+
+def test_a_ring_has_no_borders_at_which_prefixes_end() -> None:
+    check_prefix_unit(32, [TOKENS, Retention(RING_TOKENS, states=True)])
 
 
 def engine(role: str, *, tp: int, pp: int, dp: int = 1, **stated: Any) -> Any:

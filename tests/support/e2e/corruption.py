@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 
 from layout.geometry import Plane, WorkerGeometry
-from tests.support.e2e.client import KVTransferParams
+from tests.support.e2e.client import LOGPROB_TOLERANCE, KVTransferParams
 from tests.support.e2e.cluster import Server
-from tests.support.e2e.pair import control_keys
+from tests.support.e2e.pair import Pair, control_keys
 from tests.support.waiting import until
 from transfer.control.client import ControlClient
 from transfer.control.keys import ControlKeys
@@ -55,6 +55,16 @@ def spoil_numbers(server: Server, params: KVTransferParams, part: str) -> None:
                     number = plane.address + block * plane.block_stride + row * plane.token_stride
                     memory.seek(number + plane.item_size - 1)
                     memory.write(_LARGE)
+
+
+def assert_wrong_numbers_change_the_answer(pair: Pair, prompt: list[int], part: str) -> None:
+    """Spoil a part of what P holds of a prompt; D's answer must be another one."""
+    right = pair.decode.client.compute(prompt)
+    params = pair.prefill.client.prefill(prompt)
+    spoil_numbers(pair.prefill, params, part)
+    wrong = pair.decode_leg(prompt, params)
+    assert wrong.status == 200, wrong.body
+    assert wrong.logprob_difference(right) > 5 * LOGPROB_TOLERANCE
 
 
 def wait_until_summed(server: Server, params: KVTransferParams) -> None:

@@ -2,7 +2,7 @@
 
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -65,6 +65,19 @@ class Router:
         with ThreadPoolExecutor(2) as threads:
             legs = threads.submit(prefill), threads.submit(decode)
             return Legs(legs[0].result(), legs[1].result())
+
+    def assert_right_though_preempted(self, prompts: Sequence[list[int]], own: Sequence[list[int]]) -> None:
+        """Prompts that P preempts, because of its ``own`` long answers, are started over and give the right outputs."""
+        client, before = self.pair.prefill.client, self.transfers()
+        with ThreadPoolExecutor(len(own) + len(prompts)) as clients:
+            answered = [clients.submit(client.complete, prompt, 500) for prompt in own]
+            until(lambda: client.metrics().value("vllm:num_requests_running") == len(own))
+            answers = list(clients.map(self.send, prompts))
+        assert [each.result().status for each in answered] == [200] * len(own)
+        for prompt, legs in zip(prompts, answers, strict=True):
+            self.pair.assert_right(legs.decode, prompt)
+        self.wait_for("complete", number=len(prompts), since=before)
+        assert self.transfers().get("restarted", 0.0) > before.get("restarted", 0.0)
 
     def assert_right(self, prompt: AnyPrompt, *, decode_first_s: float = 0.0, hit: int = 0) -> Traffic:
         """A prompt of which the decode server holds ``hit`` tokens is pulled, and gives the right output."""

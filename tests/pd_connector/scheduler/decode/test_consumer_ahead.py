@@ -198,9 +198,12 @@ def test_what_vllm_does_not_take_is_counted(decode: Decode) -> None:
     assert Cancel("", (), ("T",)) in decode.cancels()
 
 
+@pytest.mark.parametrize("kept", [[Retention(16)], [Retention(16), Retention(4096, states=True)]], ids=str)
 @pytest.mark.parametrize(("cached", "number"), [(69, 0), (64, 0), (48, 1), (0, 1)])
-def test_a_follower_is_counted_if_more_is_computed_than_the_last_block(cached: int, number: int) -> None:
-    decode = a_decode_engine(retentions=[Retention(16)])
+def test_a_follower_is_counted_if_more_is_computed_than_the_last_block(
+    cached: int, number: int, kept: list[Retention]
+) -> None:
+    decode = a_decode_engine(retentions=kept)
     first, second = a_decode_request("first"), a_decode_request("second")
     decode.add(first, second)
     decode.schedules(first)
