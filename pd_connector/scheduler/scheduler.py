@@ -101,7 +101,7 @@ class ConnectorScheduler:
         self._clock = clock
         self._role = EngineRole.of(vllm_config)
         self._retentions = retentions(vllm_config, kv_cache_config)
-        self._has_states = any(kept.states for kept in self._retentions)
+        self._states = [group for group, kept in enumerate(self._retentions) if kept.states]
         warn_if_not_hooked(vllm_config)
         if installed.current().declares_layouts:
             log_layout(vllm_config, installed.current().layout_of(kv_cache_config))
@@ -150,7 +150,7 @@ class ConnectorScheduler:
     def bind_cache_manager(self, kv_cache_manager: "KVCacheManager") -> None:
         """Take the manager of the engine's blocks. Called while the engine core constructs its scheduler."""
         self._blocks.bind(kv_cache_manager, self._release_device_blocks, self._tokens_to_pull)
-        if self._has_states and self._blocks.finds_prefixes:
+        if self._states and self._blocks.finds_prefixes:
             check_prefix_unit(self._blocks.hash_tokens, self._retentions)
         if context_parallel(self._vllm_config)[0] > 1:
             check_block_sizes(self._blocks.block_tokens, self._retentions)
@@ -176,7 +176,7 @@ class ConnectorScheduler:
             self._warn_wrong_role(request, "do_remote_decode", "kv_producer")
         elif keys := unusable_keys(params):
             self._warn_unusable(request, keys)
-        if self._has_states and self._role.produces:
+        if self._states and self._role.produces:
             self._leave_last_token(request)
         if self._waits_for_workers:
             self._early[request.request_id] = request
@@ -207,6 +207,8 @@ class ConnectorScheduler:
         self._demand.given()
         if external_tokens and not installed.current().fails_by_request:
             self._destinations.append(Destinations(request.request_id, block_ids_to_fill(blocks)))
+        if external_tokens and self._states:
+            self._blocks.leave_unzeroed(request.request_id, self._states)
         if external_tokens and self._admission is not None:
             self._admission.awaits_tokens(request)
         for role in self._roles:
@@ -432,7 +434,7 @@ class ConnectorScheduler:
         ahead = PullsAhead(bounds, self._demand)
         renewals.start()
         layers = [group.layer_names for group in kv_cache_config.kv_cache_groups]  # of the first pipeline stage
-        borders = BorderStates(self._blocks, self._retentions) if self._has_states else None
+        borders = BorderStates(self._blocks, self._retentions) if self._states else None
         return Consumer(
             renewals, subscriptions, ahead, self._retentions, layers, self._canaries, self._prompts, borders
         )

@@ -137,6 +137,10 @@ class DeviceBlocks:
         self._held[ids] += 1  # a request has no block twice
         return held
 
+    def leave_unzeroed(self, request_id: str, groups: Sequence[int]) -> None:
+        """Have vLLM not zero what a request was given in ``groups`` in this step: something else writes there."""
+        current().leave_unzeroed(self.manager.coordinator, request_id, groups)
+
     def table(self, request_id: str) -> "tuple[Sequence[KVCacheBlock], ...]":
         """Return the blocks that a request has now, by cache group, in block table order."""
         return tuple(self.manager.get_blocks(request_id).blocks)

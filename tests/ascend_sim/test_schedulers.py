@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from tests.support.ascend import preempted_requests
+from tests.support.ascend.device_process import on_device
 from tests.support.ascend.engine_process import output_of, output_of_start
+from tests.support.ascend.paths import ascend_release
 from tests.support.ascend.servers import BALANCE, block_bytes
 from tests.support.e2e.deployments import on
 from tests.support.e2e.models import DEFAULT_MODEL, write_model
@@ -49,3 +51,62 @@ def test_the_recompute_scheduler_lets_preempted_requests_come_back(tmp_path: Pat
     assert bool(found["loaded"]) is bool(host_blocks)
     assert found["together"] == found["alone"]
     assert all(end == ["length", None] for _, *end in found["together"])
+
+
+@pytest.mark.skipif(ascend_release() == "0.23", reason="vllm-ascend 0.23 has no ring")
+def test_a_ring_into_which_a_prompt_is_pulled_is_not_zeroed() -> None:
+    """Behind a prefix that D has, vLLM 0.30 would zero it: the ring has its place at the first tokens."""
+    on_device("""
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256_cbor
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.request import Request
+from vllm_ascend.core.kv_cache_interface import AscendIndexerKPoolTailSpec, register_ascend_kv_cache_specs
+from pd_connector.vllm.device_blocks import DeviceBlocks
+
+register_all_kvcache_specs(None)
+register_ascend_kv_cache_specs()
+full = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=8, dtype=torch.bfloat16)
+tail = AscendIndexerKPoolTailSpec(
+    block_size=4, num_kv_heads=1, head_size=8, dtype=torch.float32, sliding_window=4, compress_ratio=4
+)
+groups = [KVCacheGroupSpec(["layer"], full), KVCacheGroupSpec(["ring"], tail)]
+config = KVCacheConfig(num_blocks=64, kv_cache_tensors=[], kv_cache_groups=groups)
+assert config.needs_kv_cache_zeroing
+manager = KVCacheManager(
+    config, max_model_len=1024, scheduler_block_size=16, hash_block_size=16, max_in_flight_tokens=1024,
+    enable_caching=True,
+)
+blocks = DeviceBlocks()
+blocks.bind(manager)
+init_none_hash(sha256_cbor)
+hasher = get_request_block_hasher(16, sha256_cbor)
+
+def request(name, tokens):
+    made = Request(name, list(range(tokens)), SamplingParams(max_tokens=1), None, block_hasher=hasher)
+    made.num_in_flight_tokens = 0
+    return made
+
+first = request("first", 33)
+manager.new_step_starts()
+assert manager.allocate_slots(first, 33)
+manager.free(first)
+manager.take_new_block_ids()
+
+second = request("second", 65)
+manager.new_step_starts()
+found, tokens = manager.get_computed_blocks(second)[:2]
+assert tokens == 32, tokens
+assert manager.allocate_slots(
+    second, 0, num_new_computed_tokens=tokens, new_computed_blocks=found, num_external_computed_tokens=32,
+    delay_cache_blocks=True,
+)
+own = manager.get_block_ids("second")
+left_out = manager.get_zeroing_block_ids_in_range("second", tokens, 64)
+assert left_out == own[0][2:4], "vLLM leaves the ring out by itself"
+blocks.leave_unzeroed("second", [1])
+assert set(manager.take_new_block_ids()) - set(left_out) == set(), own
+""")

@@ -144,6 +144,9 @@ class VllmRelease:
         """Return the block size of each cache group, in tokens."""
         return tuple(int(manager.block_size) for manager in coordinator.single_type_managers)
 
+    def leave_unzeroed(self, coordinator: "KVCacheCoordinator", request_id: str, groups: Sequence[int]) -> None:
+        """Have vLLM not zero what it has just given a request in ``groups``: it asks the connector for these."""
+
     def cacheable_tokens(self, coordinator: "KVCacheCoordinator", computed: int, group: int) -> int:
         """Return how many of a request's ``computed`` tokens vLLM caches in a group."""
         return int(coordinator.get_num_cacheable_tokens(computed, group))

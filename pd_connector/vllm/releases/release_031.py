@@ -1,5 +1,6 @@
 """vLLM 0.31: where it differs from 0.32."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from pd_connector.vllm.releases.newest import VllmRelease
@@ -17,6 +18,16 @@ class Release031(VllmRelease):
         "a pause that waits for requests does not wait for pulls under way, and cannot clear the caches meanwhile "
         "(since 0.32 it waits)",
     )
+
+    def leave_unzeroed(self, coordinator: "KVCacheCoordinator", request_id: str, groups: Sequence[int]) -> None:
+        """Have vLLM not zero what it has just given a request in ``groups``.
+
+        vLLM itself takes out the blocks at the places of the tokens that a connector brings. A ring's only block is at
+        the first place, whatever tokens it holds.
+        """
+        for manager in (coordinator.single_type_managers[group] for group in groups):
+            given = {block.block_id for block in manager.req_to_blocks[request_id]}
+            manager.new_block_ids = [block_id for block_id in manager.new_block_ids if block_id not in given]
 
     def cacheable_tokens(self, coordinator: "KVCacheCoordinator", computed: int, group: int) -> int:
         """Return how many of a request's ``computed`` tokens vLLM caches in a group, as ``cache_blocks`` does."""

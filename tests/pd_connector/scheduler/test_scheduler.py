@@ -395,6 +395,17 @@ def test_each_role_takes_its_part_of_the_tokens_that_were_found_room_for(
     assert side.loaded_tokens(REQUEST) == 49
 
 
+@pytest.mark.parametrize(("tokens", "expected"), [(49, [("r", [1])]), (0, [])])
+def test_vllm_is_to_zero_no_state_that_is_pulled(
+    side: ConnectorScheduler, monkeypatch: pytest.MonkeyPatch, tokens: int, expected: list[tuple[str, list[int]]]
+) -> None:
+    left: list[tuple[str, list[int]]] = []
+    monkeypatch.setattr(side, "_states", [1])
+    monkeypatch.setattr(side._blocks, "leave_unzeroed", lambda request, groups: left.append((request, groups)))
+    side.allocated(REQUEST, allocated([1, 2, 3, 4]), tokens)
+    assert left == expected
+
+
 # Steps
 
 
