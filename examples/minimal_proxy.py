@@ -42,7 +42,8 @@ def is_one_prompt(body: dict[str, Any]) -> bool:
     prompt, limits = body.get("prompt"), (body.get("max_tokens"), body.get("max_completion_tokens"))
     prompts = isinstance(prompt, list) and len(prompt) != 1 and not all(isinstance(token, int) for token in prompt)
     computed = body.get("prompt_embeds") or body.get("echo") or body.get("prompt_logprobs") is not None
-    return not (prompts or body.get("use_beam_search") or computed or 0 in limits)
+    apart = body.get("truncate_prompt_tokens") == -1  # P, which is to give one token, would cut elsewhere
+    return not (prompts or body.get("use_beam_search") or computed or apart or 0 in limits)
 
 
 def tell_early_end(answer: aiohttp.ClientResponse, lost: asyncio.Future[None]) -> None:

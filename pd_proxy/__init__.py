@@ -1,4 +1,4 @@
-"""An OpenAI-compatible proxy in front of prefill servers (P) and decode servers (D).
+"""A proxy for the APIs of vLLM in front of prefill servers (P) and decode servers (D).
 
 It knows nothing about KV caches or connectors and imports none of this project's packages. What it does is what every
 router for P/D disaggregation has to do: send a request to P for one token, take ``kv_transfer_params`` from the answer,

@@ -104,6 +104,7 @@ def parse(arguments: Sequence[str] | None = None) -> tuple[Settings, Server]:
             legs=Legs(options.legs),
             first_token=FirstTokenFrom(options.first_token),
             without_prefill=WithoutPrefill(options.without_prefill),
+            relay=tuple(options.relay),
             connect_timeout_s=options.connect_timeout,
             request_timeout_s=options.request_timeout,
             status_page=options.status_page,
@@ -157,7 +158,7 @@ def _parser() -> argparse.ArgumentParser:
     defaults = Settings(prefill=("http://localhost",), decode=("http://localhost",))
     parser = argparse.ArgumentParser(
         prog="python -m pd_proxy",
-        description="OpenAI-compatible proxy in front of vLLM prefill and decode servers.",
+        description="Proxy in front of vLLM prefill and decode servers.",
         allow_abbrev=False,
     )
     for leg in Leg:
@@ -192,6 +193,14 @@ def _parser() -> argparse.ArgumentParser:
         help="what becomes of a request if no prefill server can be reached, or the only one that took it failed. "
         "fail: the client gets an error. decode: a decode server computes the prompt itself. It is an error either way "
         "if two prefill servers failed it, or one was silent for longer than --request-timeout (default %(default)s)",
+    )
+    parser.add_argument(
+        "--relay",
+        action="append",
+        default=[],
+        metavar="PATH",
+        help="send requests for PATH to a decode server as they are, beside those that the proxy knows to generate "
+        "nothing; repeatable. Whoever reaches the proxy can then use it: name no administrative path (default: none)",
     )
     parser.add_argument(
         "--api-key",

@@ -14,13 +14,15 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
-from pd_proxy import headers as passed
+from pd_proxy import apis
+from pd_proxy.apis import Api
 from pd_proxy.connection_pool import Connections
 from pd_proxy.control import CircuitBreaker, ControlAddresses
-from pd_proxy.error_answers import LegFailed, error_response
-from pd_proxy.exchange import Completions
+from pd_proxy.error_answers import error_response
+from pd_proxy.exchange import Generation
 from pd_proxy.journal import Journal
 from pd_proxy.recent import Recent
+from pd_proxy.relay import RELAYED, STORED, Relay
 from pd_proxy.servers import Leg, Servers
 from pd_proxy.settings import Settings, WithoutPrefill
 from pd_proxy.spans import Tracing
@@ -43,10 +45,9 @@ def create_app(settings: Settings) -> Starlette:
     tracing = Tracing(settings.traces_endpoint)
     status = [] if recent is None else StatusPage((prefill, decode), control, recent).routes
 
-    def completions(path: str, *, chat: bool) -> Route:
+    def generation(api: Api) -> Route:
         upstream = Upstream(
-            path,
-            chat,
+            api,
             prefill,
             decode,
             control,
@@ -56,7 +57,12 @@ def create_app(settings: Settings) -> Starlette:
             without_prefill=settings.without_prefill,
             api_key=settings.api_key,
         )
-        return Route(path, Completions(upstream, journal, tracing, settings.max_body_bytes), methods=["POST"])
+        return Route(api.path, Generation(upstream, journal, tracing, settings.max_body_bytes), methods=["POST"])
+
+    def relayed(path: str) -> Route:
+        limit, key = settings.max_body_bytes, settings.api_key
+        relay = Relay(path, decode, journal, tracing, api_key=key, max_body_bytes=limit)
+        return Route(path, relay, methods=["GET", "POST"])
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
@@ -70,9 +76,8 @@ def create_app(settings: Settings) -> Starlette:
 
     return Starlette(
         routes=[
-            completions("/v1/completions", chat=False),
-            completions("/v1/chat/completions", chat=True),
-            Route("/v1/models", pages.models),
+            *map(generation, apis.ALL),
+            *map(relayed, (*RELAYED, *STORED, *settings.relay)),
             Route("/health", pages.health),
             Route("/healthcheck", pages.healthcheck),
             Route("/metrics", pages.metrics),
@@ -91,7 +96,6 @@ class _Pages:
         self._decode = decode
         self._journal = journal
         self._health_timeout_s = settings.connect_timeout_s
-        self._api_key = settings.api_key
         self._without_prefill = settings.without_prefill
 
     async def health(self, _: Request) -> Response:
@@ -111,19 +115,6 @@ class _Pages:
         instances = {"prefill_instances": len(self._prefill.members), "decode_instances": len(self._decode.members)}
         return JSONResponse({"status": "ok"} | instances)
 
-    async def models(self, request: Request) -> Response:
-        """The model list of a decode server."""
-        identity = passed.request_id(request.headers, {})
-        headers = passed.to_server(request.headers, identity, self._api_key, relayed=True)
-        try:
-            async with self._decode.request("GET", "/v1/models", headers) as answer:
-                content = await answer.read()
-        except LegFailed as error:
-            return error_response(error.status, error.told)
-        response = Response(content, status_code=answer.status)
-        response.raw_headers = passed.to_client(answer.raw_headers, identity)
-        return response
-
     async def metrics(self, _: Request) -> Response:
         """The proxy's own counters, for Prometheus."""
         in_flight = [
@@ -136,7 +127,9 @@ class _Pages:
 
 def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    status = HTTPStatus(error.status_code)
-    response = error_response(status, f"{request.method} {request.url.path}: {error.detail}")
+    status, detail = HTTPStatus(error.status_code), error.detail
+    if status == HTTPStatus.NOT_FOUND:
+        detail = "the proxy does not serve this path; started with --relay PATH, it sends it to a decode server"
+    response = error_response(status, f"{request.method} {request.url.path}: {detail}")
     response.headers.update(error.headers or {})
     return response

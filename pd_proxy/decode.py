@@ -9,13 +9,16 @@ from http import HTTPStatus
 import anyio.lowlevel
 
 from pd_proxy import headers as passed
+from pd_proxy.apis import Api, Body
 from pd_proxy.error_answers import LegFailed
 from pd_proxy.first_token import FirstToken
 from pd_proxy.http_client import Client
-from pd_proxy.parameters import Body
 from pd_proxy.servers import Answer, Server
 from pd_proxy.upstream import Upstream
-from pd_proxy.usage import Details, corrected
+from pd_proxy.usage import Details, corrected, corrected_whole
+
+#: Events that are the end of a stream which vLLM could not compute.
+_FAILED = (b"error", b"response.failed")
 
 
 async def at_once(_: int) -> None:
@@ -56,55 +59,55 @@ async def run_decode(
 
     with record.trace.leg("decode") as leg:
         async with (
-            upstream.decode.request("POST", upstream.path, leg.applied_to(headers), content, chosen=note) as answer,
+            upstream.decode.request("POST", upstream.api.path, leg.applied_to(headers), content, chosen=note) as answer,
             aclosing(answer.pieces()) as pieces,
         ):
-            # vLLM sends status 200 before it has computed anything. Held back until the first byte of the
-            # body, so that a D that dies before it is an error for the client and not an empty success.
-            first = await anext(pieces, b"")
+            # vLLM sends status 200, and the beginning of some streams, before it has computed anything. Held back until
+            # there is more, so that a D that dies before is an error for the client and not an empty success.
+            begun, first = await _begun(pieces, upstream.api.preludes)
             record.first_byte_s = time.monotonic() - started
             leg.note("first byte")
-            leg.answered(_status(answer, first))
-            await _pass_on(client, answer, first, pieces, may_answer, first_token, details)
+            status = _status(answer, first)
+            leg.answered(status)
+            await may_answer(status)
+            # Who cancels this leg in favour of another answer looks whether the client has got a part of this one.
+            await anyio.lowlevel.checkpoint_if_cancelled()
+            if status != answer.status:
+                record.problem = f"decode server {answer.url} began its stream with an error of status {status}"
+            await _pass_on(client, answer, _with(begun + first, pieces), upstream.api, first_token, details)
     await client.end()
 
 
 async def _pass_on(
     client: Client,
     answer: Answer,
-    first: bytes,
-    pieces: AsyncIterator[bytes],
-    may_answer: Callable[[int], Awaitable[None]],
+    whole: AsyncIterator[bytes],
+    api: Api,
     first_token: FirstToken | None,
     details: Details | None,
 ) -> None:
-    """Send the client what D answers: ``first`` and the pieces behind it."""
-    status = _status(answer, first)
-    await may_answer(status)
-    # Who cancels this leg in favour of another answer looks whether the client has got a part of this one.
-    await anyio.lowlevel.checkpoint_if_cancelled()
-    if status != answer.status:
-        client.record.problem = f"decode server {answer.url} began its stream with an error of status {status}"
-    whole = _with(first, pieces)
+    """Send the client what D answers."""
     if first_token is not None and await first_token.is_sent():
         if answer.status != HTTPStatus.OK:
             what = f"answered with status {answer.status}"
-            raise LegFailed(HTTPStatus.BAD_GATEWAY, "decode", answer.url, what, repr(first[:500]))
+            shown = await anext(whole, b"")
+            raise LegFailed(HTTPStatus.BAD_GATEWAY, "decode", answer.url, what, repr(shown[:500]))
         rest = first_token.continued(answer.url, whole)
-        async for piece in rest if details is None else corrected(rest, details):
+        async for piece in rest if details is None else corrected(rest, api.figures, details):
             await client.send_piece(piece)
     elif details is None or not _may_be_corrected(answer):
-        await _relay(client, answer, whole)
+        await relay(client, answer, whole)
     elif not answer.has_length:
-        await _relay(client, answer, corrected(whole, details))
+        await relay(client, answer, corrected(whole, api.figures, details))
     else:
-        content = b"".join([piece async for piece in corrected(whole, details)])
+        content = await corrected_whole(b"".join([piece async for piece in whole]), api.figures, details)
         headers = passed.to_client(answer.raw_headers, client.record.identity)
         await client.start(answer.status, passed.with_length(headers, len(content)))
         await client.send_piece(content)
 
 
-async def _relay(client: Client, answer: Answer, pieces: AsyncIterator[bytes]) -> None:
+async def relay(client: Client, answer: Answer, pieces: AsyncIterator[bytes]) -> None:
+    """Send the client an answer as it comes."""
     await client.start(answer.status, passed.to_client(answer.raw_headers, client.record.identity))
     async for piece in pieces:
         await client.send_piece(piece)
@@ -115,12 +118,36 @@ def _may_be_corrected(answer: Answer) -> bool:
     return answer.status == HTTPStatus.OK and not answer.is_encoded
 
 
+async def _begun(pieces: AsyncIterator[bytes], preludes: tuple[bytes, ...]) -> tuple[bytes, bytes]:
+    """Return the beginning of an answer in two parts: events that are ``preludes``, and what is there behind them."""
+    begun, rest = b"", await anext(pieces, b"")
+    while preludes:
+        event, end, behind = rest.partition(b"\n\n")
+        if not (rest.startswith(b"event: ") and _name(event) in preludes):
+            break
+        if end:
+            begun, rest = begun + event + end, behind
+        if not end or not rest:
+            more = await anext(pieces, b"")
+            if not more:
+                break
+            rest += more
+    return begun, rest
+
+
+def _name(event: bytes) -> bytes:
+    return event.removeprefix(b"event: ").partition(b"\n")[0]
+
+
 def _status(answer: Answer, first: bytes) -> int:
     """Return an answer's status; that of an error with which a stream begins, because vLLM has said 200 by then."""
-    if answer.status != HTTPStatus.OK or not first.startswith(b'data: {"error"'):
+    _, named, data = first.partition(b"data: ") if _name(first) in _FAILED else (b"", b"", b"")
+    if not named and first.startswith(b'data: {"error"'):
+        data = first.removeprefix(b"data: ")
+    if answer.status != HTTPStatus.OK or not data:
         return answer.status
     try:
-        return int(json.loads(first.removeprefix(b"data: ").partition(b"\n\n")[0])["error"]["code"])
+        return int(json.loads(data.partition(b"\n\n")[0])["error"]["code"])
     except (ValueError, KeyError, TypeError):
         return HTTPStatus.INTERNAL_SERVER_ERROR
 

@@ -1,4 +1,4 @@
-"""What can go wrong on the way through the proxy, and how a client is told: always in OpenAI's error shape."""
+"""What can go wrong on the way through the proxy, and how a client is told: in the error shape of its API."""
 
 import json
 from enum import Enum, auto
@@ -13,6 +13,26 @@ class Retry(Enum):
     NO = auto()  # another would fail as well, or time is up
     ONCE = auto()  # the request may have been the reason, so that it must not go round
     FREELY = auto()  # the server has not seen the request
+
+
+class ErrorShape(Enum):
+    """Whose form the error answers of an API have."""
+
+    OPENAI = auto()
+    ANTHROPIC = auto()
+
+
+#: Anthropic's names of errors; all others are its ``api_error``.
+_ANTHROPIC_TYPES = {
+    HTTPStatus.BAD_REQUEST: "invalid_request_error",
+    HTTPStatus.UNAUTHORIZED: "authentication_error",
+    HTTPStatus.FORBIDDEN: "permission_error",
+    HTTPStatus.NOT_FOUND: "not_found_error",
+    HTTPStatus.REQUEST_ENTITY_TOO_LARGE: "request_too_large",
+    HTTPStatus.TOO_MANY_REQUESTS: "rate_limit_error",
+    HTTPStatus.SERVICE_UNAVAILABLE: "overloaded_error",
+    HTTPStatus.GATEWAY_TIMEOUT: "timeout_error",
+}
 
 
 class RequestError(Exception):
@@ -79,15 +99,18 @@ def retry_of(status: int) -> Retry:
     return Retry.ONCE if status >= HTTPStatus.INTERNAL_SERVER_ERROR else Retry.NO
 
 
-def error_response(status: HTTPStatus, message: str) -> Response:
-    """An error of the proxy's own, in the shape that vLLM uses: the code is the HTTP status."""
+def error_response(status: HTTPStatus, message: str, shape: ErrorShape = ErrorShape.OPENAI) -> Response:
+    """An error of the proxy's own, in the shape that vLLM uses for an API; in OpenAI's, the code is the HTTP status."""
+    if shape is ErrorShape.ANTHROPIC:
+        kind = _ANTHROPIC_TYPES.get(status, "api_error")
+        return JSONResponse({"type": "error", "error": {"type": kind, "message": message}}, status_code=status.value)
     kind = "".join(status.phrase.title().split()) + ("Error" if "Error" not in status.phrase.title() else "")
     error = {"message": message, "type": kind, "param": None, "code": status.value}
     return JSONResponse({"error": error}, status_code=status.value)
 
 
-def is_openai_error(content: bytes) -> bool:
-    """Whether a body is a JSON object with an ``error`` member, as OpenAI clients expect."""
+def is_error(content: bytes) -> bool:
+    """Whether a body is a JSON object with an ``error`` member, as the clients of all APIs expect."""
     try:
         body = json.loads(content)
     except (ValueError, RecursionError):

@@ -1,36 +1,41 @@
 """One client's request on its way: read, sent to the servers, answered, logged."""
 
 import asyncio
+from abc import ABC, abstractmethod
 from http import HTTPStatus
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive, Scope, Send
 
 from pd_proxy import headers as passed
+from pd_proxy.apis import KEPT
 from pd_proxy.decode import run_decode
-from pd_proxy.error_answers import LegFailed, LegRefused, RequestError
-from pd_proxy.http_client import Client, read_body, while_connected
+from pd_proxy.error_answers import ErrorShape, LegFailed, LegRefused, RequestError
+from pd_proxy.http_client import Client, json_object, read_content, while_connected
 from pd_proxy.journal import CLIENT_LEFT, Journal
 from pd_proxy.legs import TwoLegs
-from pd_proxy.parameters import Body, decode_body, undivided_reason
+from pd_proxy.parameters import decode_body, undivided_reason
 from pd_proxy.spans import Tracing
 from pd_proxy.upstream import Upstream
 
 
-class Completions:
-    """The ASGI endpoint of one completions path."""
+class Exchange(ABC):
+    """The ASGI endpoint of one path."""
 
-    def __init__(self, upstream: Upstream, journal: Journal, tracing: Tracing, max_body_bytes: int) -> None:
-        self._upstream = upstream
+    generates = True
+
+    def __init__(self, path: str, errors: ErrorShape, journal: Journal, tracing: Tracing, max_body_bytes: int) -> None:
+        self._path = path
+        self._errors = errors
         self._journal = journal
         self._tracing = tracing
         self._max_body_bytes = max_body_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request to its end; log it, however it ends."""
-        record = self._journal.open(self._upstream.path)
-        client = Client(scope, send, record)
-        record.trace = self._tracing.request(self._upstream.path, client.headers)
+        record = self._journal.open(self._path, generates=self.generates)
+        client = Client(scope, send, record, self._errors)
+        record.trace = self._tracing.request(self._path, client.headers)
         try:
             await self._receive_and_serve(Request(scope, receive), client)
         except ClientDisconnect:
@@ -59,26 +64,13 @@ class Completions:
 
     async def _receive_and_serve(self, request: Request, client: Client) -> None:
         record = client.record
+        record.identity = passed.request_id(client.headers, {})
         try:
-            body = await read_body(request, self._max_body_bytes)
+            work = self._serve(request, client, await read_content(request, self._max_body_bytes))
+            await while_connected(request.receive, client, work)
         except RequestError as error:
-            record.identity = passed.request_id(client.headers, {})
             record.problem = str(error)
             await client.fail(HTTPStatus.BAD_REQUEST, str(error))
-            return
-        record.identity = passed.request_id(client.headers, body)
-        record.streams = body.get("stream") is True
-        await while_connected(request.receive, client, self._serve(body, client))
-
-    async def _serve(self, body: Body, client: Client) -> None:
-        record = client.record
-        try:
-            reason = undivided_reason(body, chat=self._upstream.chat)
-            if reason is None:
-                await TwoLegs(self._upstream, body, client).serve()
-            else:
-                record.undivided = reason
-                await run_decode(self._upstream, client, decode_body(body, None))
         except LegRefused as error:
             record.problem = "the prefill server refused"
             record.cause = f"prefill server {record.prefill_url} refused with status {error.status}"
@@ -86,3 +78,37 @@ class Completions:
         except LegFailed as error:
             record.problem, record.cause = str(error), error.cause
             await client.fail(error.status, error.told)
+
+    @abstractmethod
+    async def _serve(self, request: Request, client: Client, content: bytes) -> None:
+        """Answer a request with this body.
+
+        Raises:
+            RequestError: it cannot be used.
+            LegFailed, LegRefused: no server served it.
+        """
+
+
+class Generation(Exchange):
+    """The endpoint of one API that generates."""
+
+    def __init__(self, upstream: Upstream, journal: Journal, tracing: Tracing, max_body_bytes: int) -> None:
+        super().__init__(upstream.api.path, upstream.api.errors, journal, tracing, max_body_bytes)
+        self._upstream = upstream
+
+    async def _serve(self, request: Request, client: Client, content: bytes) -> None:
+        record, body = client.record, json_object(content)
+        record.identity = passed.request_id(client.headers, body)
+        record.streams = body.get("stream") is True
+        reason = undivided_reason(self._upstream.api, body)
+        if reason is None:
+            await TwoLegs(self._upstream, body, client).serve()
+            return
+        record.undivided = reason
+        if reason in KEPT and len(self._upstream.decode.members) > 1:
+            raise RequestError(
+                f"the request needs the decode server that keeps responses ({reason}), and this proxy has "
+                f"{len(self._upstream.decode.members)}; send the whole conversation as input, without "
+                "previous_response_id and background"
+            )
+        await run_decode(self._upstream, client, decode_body(self._upstream.api, body, None))

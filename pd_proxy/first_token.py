@@ -18,10 +18,10 @@ from typing import Any
 
 import anyio
 
+from pd_proxy.apis import Body
 from pd_proxy.error_answers import LegFailed
 from pd_proxy.headers import event_stream
 from pd_proxy.http_client import Client
-from pd_proxy.parameters import Body
 
 #: Which cannot change what is sampled, or how it is shown, whatever their values. Sampling is greedy, so that vLLM
 #: ignores ``top_p`` and its like.
@@ -73,9 +73,9 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 
 
-def may_begin(body: Body, *, chat: bool) -> bool:
-    """Return whether P's token is the first of D's answer, by what the client asked for."""
-    if chat or body.get("stream") is not True:
+def may_begin(body: Body) -> bool:
+    """Return whether P's token is the first of D's answer, by what the client asked for in a completion."""
+    if body.get("stream") is not True:
         return False
     temperature, limit = body.get("temperature"), body.get("max_tokens")
     if isinstance(temperature, bool) or temperature not in (0, 0.0):

@@ -15,19 +15,20 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import Message, Receive, Scope, Send
 
 from pd_proxy import headers as passed
-from pd_proxy.error_answers import RequestError, error_response
+from pd_proxy.apis import Body
+from pd_proxy.error_answers import ErrorShape, RequestError, error_response
 from pd_proxy.journal import Record
-from pd_proxy.parameters import Body
 
 
 class Client:
     """The client's side of one request: its headers, and the answer that it has been sent so far."""
 
-    def __init__(self, scope: Scope, send: Send, record: Record) -> None:
+    def __init__(self, scope: Scope, send: Send, record: Record, errors: ErrorShape = ErrorShape.OPENAI) -> None:
         self.headers = Headers(scope=scope)
         self.record = record
         self.complete = False  # all of the answer's body is sent
         self._send_message = send
+        self._errors = errors
         self.started = False  # something has been sent
         self._missing: int | None = None  # bytes of the body not yet sent, where its length was announced
 
@@ -65,7 +66,7 @@ class Client:
         if self.started:
             self.record.broken_off = True
             return  # the ASGI server closes a connection whose answer was left unfinished
-        response = error_response(status, message)
+        response = error_response(status, message, self._errors)
         headers = passed.to_client(response.raw_headers, self.record.identity)
         await self.send_whole(status, headers, bytes(response.body))
 
@@ -76,11 +77,11 @@ class Client:
             raise ClientDisconnect from error
 
 
-async def read_body(request: Request, max_bytes: int) -> Body:
-    """The client's JSON object.
+async def read_content(request: Request, max_bytes: int) -> bytes:
+    """The client's body as it came.
 
     Raises:
-        RequestError: it is too large, not JSON, or not an object.
+        RequestError: it is too large.
         ClientDisconnect: the client left before it had sent all.
     """
     content = bytearray()
@@ -88,6 +89,15 @@ async def read_body(request: Request, max_bytes: int) -> Body:
         content += piece
         if len(content) > max_bytes:
             raise RequestError(f"the request body is larger than {max_bytes} bytes, the limit of this proxy")
+    return bytes(content)
+
+
+def json_object(content: bytes) -> Body:
+    """The JSON object that a body is.
+
+    Raises:
+        RequestError: it is not JSON, or not an object.
+    """
     try:
         body = json.loads(content, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:

@@ -23,8 +23,9 @@ CLIENT_LEFT = 499
 class Record:
     """One request, filled in on its way. Times are monotonic seconds, durations seconds."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, *, generates: bool = True) -> None:
         self.path = path
+        self.generates = generates  # an answer, token by token
         self.identity = "-"
         self.status = 0  # as sent to the client, or CLIENT_LEFT
         self.streams = False  # whether the client has asked for a stream
@@ -127,12 +128,12 @@ class Journal:
         self._handover_s = dict.fromkeys(map(str, Legs), 0.0)  # by how the legs were sent
         self._handovers: Counter[str] = Counter()
 
-    def open(self, path: str) -> Record:
-        """A request has come in. Its record must be closed."""
+    def open(self, path: str, *, generates: bool = True) -> Record:
+        """A request has come in. Its record must be closed. Those that generate nothing are not followed."""
         self._open += 1
         self._none_open.clear()
-        record = Record(path)
-        if self._follower is not None:
+        record = Record(path, generates=generates)
+        if self._follower is not None and generates:
             self._follower.begin(record)
         return record
 
@@ -143,7 +144,7 @@ class Journal:
     def close(self, record: Record) -> None:
         """The request is over: log it and count it."""
         record.ended = time.monotonic()
-        if self._follower is not None:
+        if self._follower is not None and record.generates:
             self._follower.end(record)
         self._open -= 1
         if not self._open:

@@ -22,12 +22,13 @@ from http import HTTPStatus
 import anyio
 from starlette.requests import ClientDisconnect
 
+from pd_proxy.apis import COMPLETIONS, Body
 from pd_proxy.control import Address
 from pd_proxy.decode import at_once, run_decode
 from pd_proxy.error_answers import LegFailed, LegRefused, NothingHandedOver, Retry
 from pd_proxy.first_token import FirstToken, may_begin
 from pd_proxy.http_client import Client
-from pd_proxy.parameters import Body, decode_body, following
+from pd_proxy.parameters import decode_body, following
 from pd_proxy.prefill import run_prefill
 from pd_proxy.servers import Server
 from pd_proxy.settings import FirstTokenFrom, Legs, WithoutPrefill
@@ -71,7 +72,7 @@ class TwoLegs:
         self._body = body
         self._client = client
         self._record = client.record
-        wanted = upstream.first_token == FirstTokenFrom.PREFILL and may_begin(body, chat=upstream.chat)
+        wanted = upstream.first_token == FirstTokenFrom.PREFILL and upstream.api is COMPLETIONS and may_begin(body)
         self._first_token = FirstToken(client) if wanted else None
 
     async def serve(self) -> None:
@@ -129,18 +130,18 @@ class TwoLegs:
         self._record.legs = Legs.IN_TURN
         if self._first_token is not None:
             await self._first_token.send(answer)
-        told = PromptDetails.of(answer)
+        told = self._upstream.api.figures.of(answer)
 
         async def details() -> PromptDetails:
             return told
 
-        body = decode_body(self._body, answer["kv_transfer_params"])
+        body = decode_body(self._upstream.api, self._body, answer["kv_transfer_params"])
         await self._run_decode(body, details, self._noting_in_turn(server))
 
     async def _alone(self, reason: str) -> None:
         """Have a decode server compute the prompt, because no prefill server has handed it over."""
         self._record.legs, self._record.undivided = "", reason
-        await self._run_decode(decode_body(self._body, None), None)
+        await self._run_decode(decode_body(self._upstream.api, self._body, None), None)
 
     async def _together(self, server: Server, address: Address) -> Failure | None:
         self._record.legs = Legs.TOGETHER
@@ -151,7 +152,8 @@ class TwoLegs:
             group.start_soon(self._prefill_beside, server, address, transfer_id, prefill, decoding)
             try:
                 with decoding:
-                    body = decode_body(self._body, following(transfer_id, address.host, address.port))
+                    named = following(transfer_id, address.host, address.port)
+                    body = decode_body(self._upstream.api, self._body, named)
                     await self._run_decode(body, _details_of(prefill), self._after_news_of(prefill, server, address))
                     if self._record.status == HTTPStatus.OK:
                         await _last_news(prefill)
@@ -177,7 +179,7 @@ class TwoLegs:
         """Run the prefill leg, and end the decode leg where that is no use any more."""
         try:
             answer = await self._run_prefill(server, transfer_id)
-            prefill.details = PromptDetails.of(answer)
+            prefill.details = self._upstream.api.figures.of(answer)
             if self._upstream.control.of(server.url) != address:
                 prefill.moved = answer
             elif self._first_token is not None:
@@ -197,8 +199,9 @@ class TwoLegs:
             logger.warning("prefill server %s failed (%s) after D had answered", server.url, prefill.failure)
 
     def _text_ended(self, failure: Failure) -> bool:
-        """Return whether a prefill leg handed nothing over because its token, meant for the client, ends the text."""
-        return self._first_token is not None and isinstance(failure, NothingHandedOver) and failure.text_ended
+        """Return whether a prefill leg handed nothing over because its token ends the text, as it may."""
+        may_end = self._first_token is not None or self._upstream.api.may_end_at_once
+        return may_end and isinstance(failure, NothingHandedOver) and failure.text_ended
 
     async def _run_prefill(self, server: Server, transfer_id: str | None = None) -> Body:
         used = self._first_token is not None

@@ -26,12 +26,16 @@ The prefill leg computes the KV cache of the prompt, samples one token and throw
 | structured_outputs; response_format (completions) | removed | no grammar needs to be compiled for it; they never reach the prompt |
 | thinking_token_budget | removed | it shapes output only |
 | logprobs, top_logprobs, logprob_token_ids, return_*, routed_experts_prompt_start, stream_interval, echo, skip_special_tokens, spaces_between_special_tokens | removed | they shape the answer only |
-| kv_transfer_params | asks for the transfer | a client's own is dropped on both legs: it could make D read from a host of the client's choice. So is one in vllm_xargs, which vLLM (0.23 to 0.33) copies to where it looks for them; there is no third way by which its completions take them |
+| kv_transfer_params | asks for the transfer | a client's own is dropped on both legs: it could make D read from a host of the client's choice. So is one in vllm_xargs, which vLLM (0.23 to 0.33) copies to where it looks for them, and one in sampling_params.extra_args of /inference/v1/generate; there is no other way by which it takes them |
+
+The table is of completions and chat completions; ``apis`` has what other APIs call by other names.
 
 The decode leg gets the client's body, with ``kv_transfer_params`` from the prefill leg, or with those that follow it by
 its name. Not every request is one prompt
 whose KV cache D can take over; ``undivided_reason`` names the others, which D computes by itself:
 
+- A prompt that is cut to what the output leaves of the context (``truncate_prompt_tokens`` -1; ``truncation`` of
+  responses): until 0.31, vLLM would cut P's prompt, which has an output of one token, elsewhere.
 - Several prompts, or embeddings for a prompt: one ``kv_transfer_params`` belongs to one prompt of tokens.
 - Beam search: vLLM leaves ``kv_transfer_params`` out of the requests that it makes of the beams.
 - Log-probabilities of the prompt (``prompt_logprobs``; ``echo`` with logprobs): they come from computing the prompt, so
@@ -42,9 +46,7 @@ Several choices (``n``) take both legs, and P computes one token for all of them
 on D, with a copy of the same ``kv_transfer_params``: the connector pulls for the first and lets the others follow it.
 """  # noqa: E501  the table's rows
 
-from typing import Any
-
-Body = dict[str, Any]
+from pd_proxy.apis import CUT, Api, Body
 
 _TRANSFER = "kv_transfer_params"
 
@@ -100,24 +102,22 @@ _REMOVED = frozenset(
 )
 
 
-def prefill_body(body: Body, transfer_id: str | None = None, *, chat: bool, used: bool = False) -> Body:
+def prefill_body(api: Api, body: Body, transfer_id: str | None = None, *, used: bool = False) -> Body:
     """Return the prefill leg's body: the same prompt, one token, and the wish to hand over the KV cache.
 
     Args:
+        api: of the request.
         body: of the client.
         transfer_id: by which a decode server asks for the KV cache; None if it is told afterwards.
-        chat: whether the body is of a chat completion.
         used: whether the one token is for the client, so that it may end the text where the client's request lets it.
     """
-    removed = _REMOVED if chat else _REMOVED | {"response_format"}
-    kept = {name: value for name, value in without_transfer(body).items() if name not in removed}
-    one_token: Body = {"max_tokens": 1, "n": 1, "stream": False, "ignore_eos": True, "temperature": 0.0}
-    if chat:
-        one_token["max_completion_tokens"] = 1
-    if used:
-        del one_token["ignore_eos"]
+    removed = _REMOVED | api.also_removed
+    kept = {name: value for name, value in without_transfer(api, body).items() if name not in removed}
+    forced = {name: value for name, value in api.one_token.items() if not (used and name == "ignore_eos")}
+    sampling = {name: value for name, value in api.parameters(kept).items() if name not in removed} | forced
     named = {} if transfer_id is None else {"transfer_id": transfer_id}
-    return kept | one_token | {_TRANSFER: REMOTE_DECODE | named}
+    shaped = kept | {api.sampling: sampling} if api.sampling else sampling
+    return shaped | {"stream": False, _TRANSFER: REMOTE_DECODE | named}
 
 
 def following(transfer_id: str, host: str, port: int) -> Body:
@@ -137,54 +137,58 @@ def following(transfer_id: str, host: str, port: int) -> Body:
     }
 
 
-def decode_body(body: Body, transfer: Body | None) -> Body:
+def decode_body(api: Api, body: Body, transfer: Body | None) -> Body:
     """The decode leg's body. Without ``transfer`` D computes the prompt itself."""
-    kept = without_transfer(body)
+    kept = without_transfer(api, body)
     return kept if transfer is None else kept | {_TRANSFER: transfer}
 
 
-def without_transfer(body: Body) -> Body:
+def without_transfer(api: Api | None, body: Body) -> Body:
     """Return a client's body without ``kv_transfer_params``, wherever vLLM would take them from."""
     kept = {name: value for name, value in body.items() if name != _TRANSFER}
-    extra = kept.get("vllm_xargs")
-    if isinstance(extra, dict) and _TRANSFER in extra:
-        kept["vllm_xargs"] = {name: value for name, value in extra.items() if name != _TRANSFER}
+    _drop_from(kept, "vllm_xargs")
+    if api is not None and api.sampling and isinstance(sampling := kept.get(api.sampling), dict):
+        kept[api.sampling] = sampling = dict(sampling)
+        _drop_from(sampling, "extra_args")
     return kept
 
 
-def undivided_reason(body: Body, *, chat: bool) -> str | None:
+def undivided_reason(api: Api, body: Body) -> str | None:
     """Why a request goes to D alone, or None where it takes both legs.
 
     Values of a wrong type count as unusual: D alone judges them.
     """
-    reason = None if chat else _prompt_reason(body)
+    reason = api.undivided(body)
     if reason is not None:
         return reason
-    if not _is_number_of_choices(body.get("n")):
+    if body.get("truncate_prompt_tokens") == -1:
+        return CUT
+    return _sampling_reason(api.parameters(body), chat=api.is_chat)
+
+
+def _sampling_reason(parameters: Body, *, chat: bool) -> str | None:
+    if not _is_number_of_choices(parameters.get("n")):
         return "an invalid number of samples"
-    if body.get("use_beam_search"):
+    if parameters.get("use_beam_search"):
         return "beam search"
-    if _wants_prompt_logprobs(body, chat=chat):
+    if _wants_prompt_logprobs(parameters, chat=chat):
         return "prompt log-probabilities"
-    if 0 in (body.get("max_tokens"), body.get("max_completion_tokens")):
+    if 0 in (parameters.get("max_tokens"), parameters.get("max_completion_tokens")):
         return "no tokens to generate"
     return None
+
+
+def _drop_from(body: Body, member: str) -> None:
+    extra = body.get(member)
+    if isinstance(extra, dict) and _TRANSFER in extra:
+        body[member] = {name: value for name, value in extra.items() if name != _TRANSFER}
 
 
 def _is_number_of_choices(n: object) -> bool:
     return n is None or (isinstance(n, int) and not isinstance(n, bool) and n >= 1)
 
 
-def _prompt_reason(body: Body) -> str | None:
-    if body.get("prompt_embeds"):
-        return "prompt embeddings"
-    prompt = body.get("prompt")
-    if isinstance(prompt, list) and len(prompt) != 1 and not all(isinstance(item, int) for item in prompt):
-        return "several prompts"
-    return None
-
-
-def _wants_prompt_logprobs(body: Body, *, chat: bool) -> bool:
-    if body.get("prompt_logprobs") is not None:
+def _wants_prompt_logprobs(parameters: Body, *, chat: bool) -> bool:
+    if parameters.get("prompt_logprobs") is not None:
         return True
-    return bool(body.get("echo")) and (chat or body.get("logprobs") is not None)
+    return bool(parameters.get("echo")) and (chat or parameters.get("logprobs") is not None)

@@ -3,12 +3,13 @@
 import json
 import time
 from http import HTTPStatus
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from pd_proxy import headers as passed
-from pd_proxy.error_answers import LegFailed, LegRefused, NothingHandedOver, Retry, is_openai_error, retry_of
+from pd_proxy.apis import Api, Body
+from pd_proxy.error_answers import LegFailed, LegRefused, NothingHandedOver, Retry, is_error, retry_of
 from pd_proxy.http_client import Client
-from pd_proxy.parameters import Body, prefill_body
+from pd_proxy.parameters import prefill_body
 from pd_proxy.servers import Answer, Server
 from pd_proxy.upstream import Upstream
 
@@ -35,18 +36,18 @@ async def run_prefill(
     record.prefill_url = server.url
     started = time.monotonic()
     record.prefill_s, record.prefill_at = None, started
-    content = json.dumps(prefill_body(body, transfer_id, chat=upstream.chat, used=used)).encode()
+    content = json.dumps(prefill_body(upstream.api, body, transfer_id, used=used)).encode()
     headers = upstream.headers(client.headers, record.identity, relayed=False)
     with record.trace.leg("prefill") as leg:
         leg.goes_to(server.url)
-        async with upstream.prefill.ask(server, "POST", upstream.path, leg.applied_to(headers), content) as answer:
+        async with upstream.prefill.ask(server, "POST", upstream.api.path, leg.applied_to(headers), content) as answer:
             text = await answer.read()
         leg.answered(answer.status)
     record.prefill_s = time.monotonic() - started
     if answer.status != HTTPStatus.OK:
         _refuse(answer, text, record.identity)
     try:
-        checked = checked_answer(answer.url, text)
+        checked = checked_answer(upstream.api, answer.url, text)
     except LegFailed:
         upstream.control.forget(answer.url)
         raise
@@ -54,7 +55,7 @@ async def run_prefill(
     return checked
 
 
-def checked_answer(url: str, text: bytes) -> Body:
+def checked_answer(api: Api, url: str, text: bytes) -> Body:
     """Return a prefill server's answer, which has ``kv_transfer_params``.
 
     Raises:
@@ -67,7 +68,7 @@ def checked_answer(url: str, text: bytes) -> Body:
         raise LegFailed(HTTPStatus.BAD_GATEWAY, "prefill", url, "answered with invalid JSON", str(error)) from error
     transfer = answer.get("kv_transfer_params") if isinstance(answer, dict) else None
     if not isinstance(transfer, dict) or not transfer:
-        reason = _finish_reason(answer)
+        reason = api.finish(answer) if isinstance(answer, dict) else None
         if reason == "abort":
             raise LegFailed(
                 HTTPStatus.SERVICE_UNAVAILABLE,
@@ -81,15 +82,8 @@ def checked_answer(url: str, text: bytes) -> Body:
     return dict(answer)
 
 
-def _finish_reason(answer: Any) -> Any:
-    try:
-        return answer["choices"][0]["finish_reason"]
-    except (KeyError, IndexError, TypeError):
-        return None
-
-
 def _refuse(answer: Answer, text: bytes, identity: str) -> NoReturn:
-    if not is_openai_error(text):
+    if not is_error(text):
         shown = text[:500].decode("utf-8", "replace")
         known = answer.status >= 400 and answer.status in HTTPStatus.__members__.values()
         status = HTTPStatus(answer.status) if known else HTTPStatus.BAD_GATEWAY

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from urllib.parse import urlsplit
 
+_USABLE_PATH = re.compile(r"/[A-Za-z0-9._~/-]+")
 _USABLE_KEY = re.compile(r"[\x21-\x7e]+")
 
 
@@ -38,8 +39,8 @@ class Settings:
 
     Raises:
         ValueError: a leg has no server, a server is named twice or is not an ``http(s)://host[:port]`` URL, a limit is
-            not positive, there are no certificates of CAs where they should be, or the API key cannot stand in a
-            header. The key itself is in no message.
+            not positive, a path to relay is none, there are no certificates of CAs where they should be, or the API key
+            cannot stand in a header. The key itself is in no message.
     """
 
     prefill: tuple[str, ...]  # base URLs of the prefill servers, without /v1
@@ -47,6 +48,7 @@ class Settings:
     legs: Legs = Legs.TOGETHER
     first_token: FirstTokenFrom = FirstTokenFrom.DECODE
     without_prefill: WithoutPrefill = WithoutPrefill.FAIL
+    relay: tuple[str, ...] = ()  # paths that go to a decode server as they are, beside those that generate nothing
     connect_timeout_s: float = 5.0  # longest wait for a TCP connection to a server
     request_timeout_s: float = 600.0  # longest silence of a server: to its answer, and between two pieces of it
     skip_s: float = 5.0  # how long a server that refused a connection is tried last
@@ -91,6 +93,7 @@ class Settings:
             value = getattr(self, name)
             if not (value > 0 and math.isfinite(value)):
                 raise ValueError(f"{name} is {value}; it must be a positive number")
+        _check_paths(self.relay)
         self.tls()
         if self.traces_endpoint is not None and urlsplit(self.traces_endpoint).scheme not in ("http", "https"):
             raise ValueError(
@@ -99,6 +102,12 @@ class Settings:
             )
         if self.api_key is not None and not _USABLE_KEY.fullmatch(self.api_key):
             raise ValueError("the API key is empty or has characters other than ASCII letters, digits and punctuation")
+
+
+def _check_paths(paths: tuple[str, ...]) -> None:
+    for path in paths:
+        if not _USABLE_PATH.fullmatch(path) or not {".", ".."}.isdisjoint(path.split("/")):
+            raise ValueError(f"the path to relay is {path!r}; write it as in a URL, such as /tokenizer_info")
 
 
 def _check_url(leg: str, url: str) -> None:

@@ -1,10 +1,11 @@
-"""What the requests of one path need of the servers behind the proxy."""
+"""What the requests of one API need of the servers behind the proxy."""
 
 from dataclasses import dataclass
 
 from starlette.datastructures import Headers
 
 from pd_proxy import headers as passed
+from pd_proxy.apis import Api
 from pd_proxy.connection_pool import HeaderList
 from pd_proxy.control import CircuitBreaker, ControlAddresses
 from pd_proxy.servers import Servers
@@ -13,10 +14,9 @@ from pd_proxy.settings import FirstTokenFrom, Legs, WithoutPrefill
 
 @dataclass(frozen=True, slots=True)
 class Upstream:
-    """The servers of both legs, and how they are asked. The objects in it are shared by all requests and paths."""
+    """The servers of both legs, and how they are asked. The objects in it are shared by all requests and APIs."""
 
-    path: str
-    chat: bool
+    api: Api
     prefill: Servers
     decode: Servers
     control: ControlAddresses

@@ -4,17 +4,15 @@ D has taken the whole prompt over from P. vLLM counts that as cached, unless the
 say what P had cached: they do if the legs go in turn and P's vLLM is 0.31 or newer, and cannot if D gets its leg
 together with P. What a single server would have said is what P says, which has computed the rest of the prompt.
 
-Only the one JSON object ``prompt_tokens_details`` is replaced; every other byte of an answer passes as it came.
+Only the JSON object with these figures is replaced; every other byte of an answer passes as it came.
 """
 
 import json
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
-#: Up to the value, if that is an object. Inside of a string, the quotes would stand behind backslashes.
-_KEY = re.compile(rb'"prompt_tokens_details"\s*:\s*(?=\{)')
 _OBJECT = re.compile(rb"\{(?:[^{}]|\{[^{}]*\})*\}")
 _LONGEST_KEY = 64  # bytes of the key and the spaces that it is looked for in
 _LONGEST_OBJECT = 4096  # more is nothing that vLLM sends
@@ -22,42 +20,80 @@ _LONGEST_OBJECT = 4096  # more is nothing that vLLM sends
 
 @dataclass(frozen=True, slots=True)
 class PromptDetails:
-    """A prefill server's figures of one prompt, under vLLM's names; None where it did not tell."""
+    """A prefill server's figures of one prompt, in tokens; None where it did not tell."""
 
-    cached_tokens: int | None = None
-    created_cache_tokens: int | None = None
+    cached: int | None = None
+    created: int | None = None
 
-    @classmethod
-    def of(cls, answer: dict[str, Any]) -> "PromptDetails":
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """What an API calls the figures of a prompt in its answers."""
+
+    member: str  # of the JSON object that has them
+    cached: str = "cached_tokens"
+    created: str = "created_cache_tokens"
+    turns: str = ""  # the list of the cached tokens of each turn, if there is one
+    others: str = ""  # all other tokens of the prompt, if the figures add up to it
+
+    def of(self, answer: dict[str, Any]) -> PromptDetails:
         """Return what a prefill server's answer tells."""
-        usage = answer.get("usage")
-        details = usage.get("prompt_tokens_details") if isinstance(usage, dict) else None
-        told = details if isinstance(details, dict) else {}
+        told = self.told(answer)
         transfer = answer.get("kv_transfer_params")
         cached = _count(transfer.get("remote_prefill_cached_tokens")) if isinstance(transfer, dict) else None
         if cached is None:
-            cached = _count(told.get("cached_tokens"))
-        return cls(cached, _count(told.get("created_cache_tokens")))
+            cached = _count(told.get(self.cached))
+        return PromptDetails(cached, _count(told.get(self.created)))
 
-    def instead_of(self, told: dict[str, Any]) -> dict[str, Any]:
+    def told(self, answer: dict[str, Any]) -> dict[str, Any]:
+        """Return the figures of a whole answer as they stand there; nothing if there are none."""
+        usage = answer.get("usage")
+        found = usage.get(self.member) if isinstance(usage, dict) and self.member != "usage" else usage
+        return found if isinstance(found, dict) else {}
+
+    def key(self) -> re.Pattern[bytes]:
+        """Return what stands before the figures. Inside of a string, the quotes would stand behind backslashes."""
+        return re.compile(rb'"%b"\s*:\s*(?=\{)' % self.member.encode())
+
+    def replaced(self, raw: bytes, details: PromptDetails) -> bytes:
         """Return a decode server's figures with the prefill server's in their places, null where they are unknown."""
-        return told | {name: value for name, value in asdict(self).items() if name in told}
+        try:
+            told = json.loads(raw)
+        except ValueError:  # nothing that vLLM sends
+            return raw
+        known = {self.cached: details.cached, self.created: details.created}
+        changed = told | {name: value for name, value in known.items() if name in told}
+        if self.turns and len(told.get(self.turns) or ()) == 1:
+            changed[self.turns] = [details.cached or 0]
+        if self.others and changed != told:
+            whole = sum(_count(told.get(name)) or 0 for name in (self.others, *known))
+            changed[self.others] = max(0, whole - sum(_count(changed.get(name)) or 0 for name in known))
+        return raw if changed == told else json.dumps(changed, separators=(",", ":")).encode()
 
+
+#: Of completions and chat completions.
+CHAT_DETAILS = Figures("prompt_tokens_details")
+RESPONSES_DETAILS = Figures("input_tokens_details", turns="cached_tokens_per_turn")
+ANTHROPIC = Figures(
+    "usage", cached="cache_read_input_tokens", created="cache_creation_input_tokens", others="input_tokens"
+)
 
 Details = Callable[[], Awaitable[PromptDetails]]
 
 
-async def corrected(pieces: AsyncIterator[bytes], details: Details) -> AsyncIterator[bytes]:
+async def corrected(pieces: AsyncIterator[bytes], figures: Figures, details: Details) -> AsyncIterator[bytes]:
     """Yield an answer as it comes, with P's figures in it. No byte waits for the next but those of D's figures.
 
     Args:
-        pieces: of D's answer, JSON or a stream of JSON events.
+        pieces: of D's answer, a stream of JSON events.
+        figures: of its API.
         details: waits for P's figures; called when D's have come.
     """
+    key = figures.key()
     context, rest = b"", b""  # the end of what has been passed on; an object that is not whole yet
     async for piece in pieces:
         passed, rest = b"", rest + piece
-        while found := _KEY.search(context + rest):  # never in the context alone: it ends before an object
+        while found := key.search(context + rest):  # never in the context alone: it ends before an object
             start = found.end() - len(context)
             passed += rest[:start]
             context, rest = (context + rest[:start])[-_LONGEST_KEY:], rest[start:]
@@ -65,7 +101,7 @@ async def corrected(pieces: AsyncIterator[bytes], details: Details) -> AsyncIter
             if whole is None and len(rest) <= _LONGEST_OBJECT:
                 break
             size = whole.end() if whole else 1
-            passed += _replaced(rest[:size], await details()) if whole else rest[:size]
+            passed += figures.replaced(rest[:size], await details()) if whole else rest[:size]
             context, rest = b"", rest[size:]
         else:
             passed += rest
@@ -76,12 +112,24 @@ async def corrected(pieces: AsyncIterator[bytes], details: Details) -> AsyncIter
         yield rest
 
 
-def _replaced(raw: bytes, details: PromptDetails) -> bytes:
+async def corrected_whole(content: bytes, figures: Figures, details: Details) -> bytes:
+    """Return a whole answer with P's figures in it. What only looks like figures, in a tool's arguments say, stays."""
     try:
-        told = json.loads(raw)
-    except ValueError:  # nothing that vLLM sends
-        return raw
-    return json.dumps(details.instead_of(told), separators=(",", ":")).encode()
+        told = figures.told(json.loads(content))
+    except (ValueError, AttributeError, RecursionError):  # nothing that vLLM sends
+        return content
+    for before in reversed(list(figures.key().finditer(content))):
+        found = _OBJECT.match(content, before.end())
+        if found is not None and _is(found[0], told):
+            return content[: found.start()] + figures.replaced(found[0], await details()) + content[found.end() :]
+    return content
+
+
+def _is(raw: bytes, told: dict[str, Any]) -> bool:
+    try:
+        return bool(json.loads(raw) == told)
+    except ValueError:
+        return False
 
 
 def _count(value: object) -> int | None:

@@ -4,9 +4,11 @@ Prompts of different tests begin with different text, so that none finds another
 """
 
 import itertools
+from collections.abc import Iterator
 
 import pytest
 
+from tests.support.e2e.api_clients import ApiClient
 from tests.support.e2e.choice import rarely
 from tests.support.e2e.client import LOGPROB_TOLERANCE, MODEL_NAME, Chat
 from tests.support.e2e.cluster import BLOCK_SIZE
@@ -16,7 +18,8 @@ from tests.support.e2e.fixtures import Acquaintance, meet
 from tests.support.e2e.images import Image, make_image
 from tests.support.e2e.images_and_adapters import ADAPTERS, IMAGES_AND_ADAPTERS, about
 from tests.support.e2e.legs import Router
-from tests.support.e2e.pair import Pair, assert_failed_pull, assert_same_output, end_lease, make_text
+from tests.support.e2e.pair import Pair, assert_failed_pull, assert_same_output, end_lease, make_prompt, make_text
+from tests.support.examples.harness import ProxyProcess
 
 ALL_IMAGES = tuple(make_image(seed) for seed in range(6))
 ONE, OTHER = ALL_IMAGES[:2]
@@ -138,3 +141,36 @@ class TestDrafts:
         if model in ADAPTERS:  # whose answers repeat themselves
             assert traffic.decode.value("vllm:spec_decode_num_accepted_tokens_total") > 0
         assert "vllm:spec_decode_num_drafts" not in pair.prefill.client.metrics().families
+
+
+@pytest.mark.routers
+class TestApis:
+    """The proxy in front of the pair: both legs in turn, then, as it knows P's control address, at once."""
+
+    @pytest.fixture
+    def proxy(self, pair: Pair) -> Iterator[str]:
+        urls = pair.prefill.client.base_url, pair.decode.client.base_url
+        with ProxyProcess(["-m", "pd_proxy", "--prefill", urls[0], "--decode", urls[1]]) as process:
+            yield process.url
+
+    @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+    @pytest.mark.parametrize("api", ["responses", "messages"])
+    def test_a_chat_is_pulled_and_answered_as_p_alone_does(
+        self, pair: Pair, proxy: str, api: str, stream: bool
+    ) -> None:
+        for legs in ("in turn", "at once"):
+            prompt = about(ONE, seed=("api", api, legs, stream), model=ADAPTERS[stream])
+            with pair.traffic() as traffic:
+                text = getattr(ApiClient(proxy), api)(prompt, stream=stream)
+            assert traffic.pulled("pulls") == 1
+            assert text == getattr(ApiClient(pair.prefill.client.base_url), api)(prompt, stream=False)
+            assert len(text) >= 16, "a token has at least a character"
+
+    def test_tokens_are_pulled_and_answered_as_p_alone_does(self, pair: Pair, proxy: str) -> None:
+        for legs, stream in (("in turn", False), ("at once", True)):
+            prompt = make_prompt(100, ("tokens in, tokens out", legs))
+            with pair.traffic() as traffic:
+                answer = ApiClient(proxy).generate(prompt, stream=stream)
+            assert traffic.pulled("pulls") == 1
+            assert answer == ApiClient(pair.prefill.client.base_url).generate(prompt, stream=False)
+            assert len(answer) == 16

@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from examples import minimal_proxy
-from pd_proxy import parameters
+from pd_proxy import apis, parameters
 from tests.support.examples.fake_servers import (
     TRANSFER,
     FakeServer,
@@ -198,13 +198,16 @@ def test_a_clients_own_transfer_reaches_no_server(bed: Bed) -> None:
         {"prompt": "a", "echo": True, "logprobs": 0},
         {"prompt": "a", "echo": False, "logprobs": 5},
         {"prompt": "a", "max_tokens": 0},
+        {"prompt": "a", "truncate_prompt_tokens": -1},
+        {"prompt": "a", "truncate_prompt_tokens": 9},
         {"messages": [], "max_completion_tokens": 0},
         {"messages": [], "logprobs": True, "top_logprobs": 3},
     ],
     ids=str,
 )
 def test_it_divides_what_the_full_proxy_divides(body: dict[str, Any]) -> None:
-    assert minimal_proxy.is_one_prompt(body) is (parameters.undivided_reason(body, chat="messages" in body) is None)
+    api = apis.CHAT if "messages" in body else apis.COMPLETIONS
+    assert minimal_proxy.is_one_prompt(body) is (parameters.undivided_reason(api, body) is None)
 
 
 def test_headers_that_concern_the_servers_reach_both(bed: Bed) -> None:

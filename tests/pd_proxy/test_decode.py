@@ -7,6 +7,7 @@ from typing import Any
 import anyio
 import pytest
 
+from pd_proxy.apis import COMPLETIONS
 from pd_proxy.connection_pool import Connections
 from pd_proxy.control import CircuitBreaker, ControlAddresses
 from pd_proxy.decode import run_decode
@@ -32,8 +33,7 @@ def test_who_cancels_it_while_the_client_has_nothing_can_be_sure_that_it_gets_no
         async with Connections(Settings(prefill=(d.url,), decode=(d.url,))) as connections:
             servers = Servers(Leg.DECODE, [d.url], connections, 1.0)
             upstream = Upstream(
-                "/",
-                False,
+                COMPLETIONS,
                 servers,
                 servers,
                 ControlAddresses(),

@@ -69,7 +69,7 @@ def text_of(stream: bytes) -> str:
     ids=str,
 )
 def test_a_greedy_streamed_completion_may_begin_with_ps_token(changed: dict[str, Any]) -> None:
-    assert may_begin(GREEDY | changed, chat=False)
+    assert may_begin(GREEDY | changed)
 
 
 @pytest.mark.parametrize(
@@ -110,11 +110,16 @@ def test_a_greedy_streamed_completion_may_begin_with_ps_token(changed: dict[str,
 )
 def test_whatever_could_shape_or_end_it_keeps_it_with_d(changed: dict[str, Any]) -> None:
     allowed = changed == {"stream_options": []}  # as good as none
-    assert may_begin(GREEDY | changed, chat=False) is allowed
+    assert may_begin(GREEDY | changed) is allowed
 
 
-def test_chats_begin_with_d() -> None:
-    assert not may_begin({"messages": [], "stream": True, "temperature": 0}, chat=True)
+def test_chats_begin_with_d(setup: ProxySetup, p: FakeServer, d: FakeServer) -> None:
+    """Whatever P's answer looks like."""
+    p.script = answers(200, json.dumps({"choices": [{"text": " P"}], "kv_transfer_params": NAMED_TRANSFER}).encode())
+    proxy = setup.proxy([p], [d], first_token="prefill")
+    body = {"messages": [], "stream": True, "temperature": 0}
+    assert b" P" not in proxy.http.post("/v1/chat/completions", json=body).content
+    assert p.bodies[0]["ignore_eos"] is True
 
 
 # How D goes on

@@ -5,10 +5,11 @@ from typing import Any
 
 import pytest
 
+from pd_proxy.apis import CHAT, COMPLETIONS
 from pd_proxy.parameters import decode_body, prefill_body, undivided_reason
 
-CHAT: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}
-TEXT: dict[str, Any] = {"model": "tiny", "prompt": "hello"}
+A_CHAT: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}
+A_TEXT: dict[str, Any] = {"model": "tiny", "prompt": "hello"}
 
 REACHES_THE_PROMPT: dict[str, Any] = {
     "tools": [{"type": "function", "function": {"name": "look_up", "parameters": {"type": "object"}}}],
@@ -68,33 +69,34 @@ BREAKS_OR_CHANGES_ONE_TOKEN: dict[str, Any] = {
 
 
 def test_the_prefill_leg_keeps_all_that_can_reach_the_prompt() -> None:
-    sent = prefill_body(CHAT | REACHES_THE_PROMPT, chat=True)
-    assert {name: sent[name] for name in CHAT | REACHES_THE_PROMPT} == CHAT | REACHES_THE_PROMPT
+    sent = prefill_body(CHAT, A_CHAT | REACHES_THE_PROMPT)
+    assert {name: sent[name] for name in A_CHAT | REACHES_THE_PROMPT} == A_CHAT | REACHES_THE_PROMPT
 
 
 def test_the_prefill_leg_loses_all_that_could_break_or_shape_its_one_token() -> None:
-    sent = prefill_body(CHAT | BREAKS_OR_CHANGES_ONE_TOKEN, chat=True)
+    sent = prefill_body(CHAT, A_CHAT | BREAKS_OR_CHANGES_ONE_TOKEN)
     assert sent.keys() & BREAKS_OR_CHANGES_ONE_TOKEN.keys() == set()
 
 
 @pytest.mark.parametrize("chat", [True, False])
 def test_the_prefill_leg_asks_for_one_token_in_one_piece_that_cannot_end_early(chat: bool) -> None:
     wishes = {"max_tokens": 500, "n": 1, "stream": True, "ignore_eos": False, "temperature": 1.7}
-    sent = prefill_body((CHAT if chat else TEXT) | wishes, chat=chat)
+    sent = prefill_body(CHAT if chat else COMPLETIONS, (A_CHAT if chat else A_TEXT) | wishes)
     assert [sent[name] for name in wishes] == [1, 1, False, True, 0.0]
 
 
 def test_both_limits_of_a_chat_are_one_since_the_newer_wins() -> None:
-    assert prefill_body(CHAT | {"max_completion_tokens": 900}, chat=True)["max_completion_tokens"] == 1
-    assert "max_completion_tokens" not in prefill_body(TEXT, chat=False)
+    assert prefill_body(CHAT, A_CHAT | {"max_completion_tokens": 900})["max_completion_tokens"] == 1
+    assert "max_completion_tokens" not in prefill_body(COMPLETIONS, A_TEXT)
 
 
 def test_a_text_completion_needs_no_grammar_on_the_prefill_leg() -> None:
-    assert "response_format" not in prefill_body(TEXT | {"response_format": {"type": "json_object"}}, chat=False)
+    assert "response_format" not in prefill_body(COMPLETIONS, A_TEXT | {"response_format": {"type": "json_object"}})
 
 
 def test_the_prefill_leg_asks_for_a_transfer_whatever_the_client_wrote() -> None:
-    sent = prefill_body(TEXT | {"kv_transfer_params": {"do_remote_prefill": True, "remote_host": "evil"}}, chat=False)
+    own = {"kv_transfer_params": {"do_remote_prefill": True, "remote_host": "evil"}}
+    sent = prefill_body(COMPLETIONS, A_TEXT | own)
     assert sent["kv_transfer_params"] == {
         "do_remote_decode": True,
         "do_remote_prefill": False,
@@ -106,22 +108,23 @@ def test_the_prefill_leg_asks_for_a_transfer_whatever_the_client_wrote() -> None
 
 
 def test_the_decode_leg_is_the_clients_body_with_the_transfer() -> None:
-    body = CHAT | REACHES_THE_PROMPT | BREAKS_OR_CHANGES_ONE_TOKEN | {"stream": True, "max_tokens": 9}
+    body = A_CHAT | REACHES_THE_PROMPT | BREAKS_OR_CHANGES_ONE_TOKEN | {"stream": True, "max_tokens": 9}
     transfer = {"remote_host": "10.0.0.1", "anything": [1, {"else": None}]}
-    assert decode_body(body, transfer) == body | {"kv_transfer_params": transfer}
+    assert decode_body(COMPLETIONS, body, transfer) == body | {"kv_transfer_params": transfer}
 
 
 def test_a_clients_own_transfer_reaches_no_decode_server() -> None:
-    assert decode_body(TEXT | {"kv_transfer_params": {"remote_host": "evil"}}, None) == TEXT
+    assert decode_body(COMPLETIONS, A_TEXT | {"kv_transfer_params": {"remote_host": "evil"}}, None) == A_TEXT
 
 
 @pytest.mark.parametrize("value", ["x", ["a", 1], {"do_remote_prefill": True, "remote_host": "evil"}], ids=str)
 @pytest.mark.parametrize("chat", [True, False])
 def test_a_clients_own_transfer_among_the_extra_arguments_reaches_no_server(chat: bool, value: object) -> None:
-    body = (CHAT if chat else TEXT) | {"vllm_xargs": {"kv_transfer_params": value, "mine": 1}}
-    for sent in (decode_body(body, None), decode_body(body, {"b": 2}), prefill_body(body, chat=chat)):
+    api = CHAT if chat else COMPLETIONS
+    body = (A_CHAT if chat else A_TEXT) | {"vllm_xargs": {"kv_transfer_params": value, "mine": 1}}
+    for sent in (decode_body(api, body, None), decode_body(api, body, {"b": 2}), prefill_body(api, body)):
         assert sent["vllm_xargs"] == {"mine": 1}
-    assert decode_body(body | {"vllm_xargs": "not an object"}, None)["vllm_xargs"] == "not an object"
+    assert decode_body(COMPLETIONS, body | {"vllm_xargs": "not an object"}, None)["vllm_xargs"] == "not an object"
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # in what vLLM imports
@@ -134,26 +137,26 @@ def test_vllm_takes_a_transfer_from_no_other_place_in_a_clients_body(chat: bool)
     kind = ChatCompletionRequest if chat else CompletionRequest
     inner = {"kv_transfer_params": {"do_remote_prefill": True}}
     extra = {"vllm_xargs": {"kv_transfer_params": "x"}}
-    taken = kind.model_validate((CHAT if chat else TEXT) | copy.deepcopy(extra)).to_sampling_params(9, {})
+    taken = kind.model_validate((A_CHAT if chat else A_TEXT) | copy.deepcopy(extra)).to_sampling_params(9, {})
     assert taken.extra_args == extra["vllm_xargs"], "nothing would have to be dropped there"
-    body = (CHAT if chat else TEXT) | inner | extra
+    body = (A_CHAT if chat else A_TEXT) | inner | extra
     for name in ("extra_args", "extra_body", "sampling_params", "metadata", "kv_hints"):
         body[name] = inner | {"vllm_xargs": inner, "extra_args": inner}
-    sampling = kind.model_validate(decode_body(body, None)).to_sampling_params(9, {})
+    sampling = kind.model_validate(decode_body(COMPLETIONS, body, None)).to_sampling_params(9, {})
     assert not sampling.extra_args
 
 
 def test_the_clients_body_is_not_changed() -> None:
-    body = CHAT | {"stream": True, "kv_transfer_params": {"a": 1}, "vllm_xargs": {"kv_transfer_params": "x"}}
+    body = A_CHAT | {"stream": True, "kv_transfer_params": {"a": 1}, "vllm_xargs": {"kv_transfer_params": "x"}}
     before = copy.deepcopy(body)
-    prefill_body(body, chat=True)
-    decode_body(body, {"b": 2})
+    prefill_body(CHAT, body)
+    decode_body(COMPLETIONS, body, {"b": 2})
     assert body == before
 
 
 @pytest.mark.parametrize("prompt", ["text", ["one text"], [1, 2, 3], [[1, 2, 3]], [7], [[7]]], ids=str)
 def test_one_prompt_in_any_form_takes_both_legs(prompt: object) -> None:
-    assert undivided_reason({"prompt": prompt}, chat=False) is None
+    assert undivided_reason(COMPLETIONS, {"prompt": prompt}) is None
 
 
 @pytest.mark.parametrize(
@@ -169,16 +172,17 @@ def test_one_prompt_in_any_form_takes_both_legs(prompt: object) -> None:
         ({"prompt": "a", "prompt_logprobs": 0}, "prompt log-probabilities"),
         ({"prompt": "a", "echo": True, "logprobs": 0}, "prompt log-probabilities"),
         ({"prompt": "a", "echo": True, "max_tokens": 0}, "no tokens to generate"),
+        ({"prompt": "a", "truncate_prompt_tokens": -1}, "a prompt cut to what the output leaves"),
     ],
     ids=str,
 )
 def test_what_is_not_one_prompt_to_hand_over_goes_to_decode_alone(body: dict[str, Any], reason: str) -> None:
-    assert undivided_reason(body, chat=False) == reason
+    assert undivided_reason(COMPLETIONS, body) == reason
 
 
 @pytest.mark.parametrize("body", [{"echo": True}, {"n": None}, {"n": 2}, {"logprobs": 5}, {"prompt_logprobs": None}])
 def test_usual_parameters_do_not_keep_a_request_from_both_legs(body: dict[str, Any]) -> None:
-    assert undivided_reason(TEXT | body, chat=False) is None
+    assert undivided_reason(COMPLETIONS, A_TEXT | body) is None
 
 
 @pytest.mark.parametrize(
@@ -194,4 +198,4 @@ def test_usual_parameters_do_not_keep_a_request_from_both_legs(body: dict[str, A
     ids=str,
 )
 def test_chat_has_its_own_reasons(body: dict[str, Any], reason: str | None) -> None:
-    assert undivided_reason(CHAT | body, chat=True) == reason
+    assert undivided_reason(CHAT, A_CHAT | body) == reason

@@ -109,6 +109,12 @@ def test_a_request_under_way_is_shown_and_moves_to_those_that_ended(proxy: Proxy
     assert state(proxy)["under_way_count"] == 0
 
 
+def test_what_generates_nothing_is_not_shown(proxy: Proxy) -> None:
+    assert proxy.http.get("/v1/models").status_code == 200
+    proxy.http.post("/v1/completions", json={"prompt": "a"}, headers={"X-Request-Id": "my-id"})
+    assert [one["identity"] for one in until(lambda: state(proxy)["ended"])] == ["my-id"]
+
+
 def test_an_open_page_hears_of_each_request_once(proxy: Proxy) -> None:
     with news(proxy) as events:
         seen, first = next(events)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pd_proxy.usage import PromptDetails, corrected
+from pd_proxy.usage import CHAT_DETAILS, PromptDetails, corrected
 from tests.support.examples.fake_servers import NAMED_TRANSFER, FakeServer, Received, Script, Wire, opened
 from tests.support.examples.served_proxy import ProxySetup
 from tests.support.waiting import until
@@ -42,7 +42,7 @@ def through(pieces: list[bytes], details: PromptDetails) -> list[bytes]:
         return details
 
     async def run() -> list[bytes]:
-        return [piece async for piece in corrected(sent(), told)]
+        return [piece async for piece in corrected(sent(), CHAT_DETAILS, told)]
 
     return asyncio.run(run())
 
@@ -72,7 +72,7 @@ async def decodes_with_figures(received: Received, wire: Wire) -> None:
 def test_an_answer_gets_ps_figures_wherever_it_is_cut(content: bytes) -> None:
     wanted = right(content, "64")
     for cut in range(1, len(content)):
-        pieces = through([content[:cut], content[cut:]], PromptDetails(cached_tokens=64))
+        pieces = through([content[:cut], content[cut:]], PromptDetails(cached=64))
         assert b"".join(pieces) == wanted
     assert b"".join(through([bytes([one]) for one in content], PromptDetails(64))) == wanted
 

@@ -16,7 +16,8 @@ _NGRAM_DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_
 
 def _reads_images(spec: ServerSpec, adapters: tuple[str, ...], *arguments: str) -> ServerSpec:
     model = ModelSpec(architecture="idefics3", adapters=adapters)
-    return replace(spec, model=model, layout=None, arguments=(*spec.arguments, *arguments))
+    more = ("--enable-scale-out", *arguments)  # serves /inference/v1/generate
+    return replace(spec, model=model, layout=None, arguments=(*spec.arguments, *more))
 
 
 _DRAFTING = _reads_images(decode(patient=True), ADAPTERS[::-1], "--speculative-config", json.dumps(_NGRAM_DRAFTS))

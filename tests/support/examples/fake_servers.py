@@ -39,7 +39,8 @@ class Received:
         self.method = method
         self.path = path
         self.headers = headers
-        self.body: Any = json.loads(content) if content else None
+        self.content = content
+        self.body: Any = json.loads(content) if content[:1] in (b"{", b"[") else None
         self.left = threading.Event()  # the peer closed the connection before the answer was complete
 
 

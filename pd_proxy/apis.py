@@ -1,0 +1,136 @@
+"""vLLM's APIs that generate, as a table of where each has what the proxy reads and changes. No HTTP.
+
+| path | the prompt is computed for one token by | differs in |
+|---|---|---|
+| /v1/completions | max_tokens 1 | P's token may be the first of the answer |
+| /v1/chat/completions | max_tokens 1, max_completion_tokens 1 | response_format reaches the prompt |
+| /v1/responses | max_output_tokens 1, store and background false | the stream begins before anything is computed |
+| /v1/messages | max_tokens 1 | no parameter keeps the one token from ending the text; errors in Anthropic's shape |
+| /inference/v1/generate | sampling_params.max_tokens 1 | sampling parameters have an object of their own |
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from pd_proxy.error_answers import ErrorShape
+from pd_proxy.usage import ANTHROPIC, CHAT_DETAILS, RESPONSES_DETAILS, Figures
+
+Body = dict[str, Any]
+
+#: Tools that vLLM itself may run, and ask the model again with their results.
+_RUN_BY_SERVERS = frozenset({"web_search_preview", "code_interpreter", "container", "mcp"})
+#: A first token that ends the text would end a prefill leg with finish reason ``stop``.
+_TO_ITS_END: Body = {"ignore_eos": True}
+_ONE_SAMPLE: Body = {"max_tokens": 1, "n": 1, "temperature": 0.0} | _TO_ITS_END
+
+
+_EARLIER, _BACKGROUND = "an earlier response", "in the background"
+CUT = "a prompt cut to what the output leaves"
+#: Why only the decode server that keeps a response can serve a request.
+KEPT = frozenset({_EARLIER, _BACKGROUND})
+
+
+def _no_reason(_: Body) -> None:
+    return None
+
+
+def _first_choice(answer: Body) -> object:
+    try:
+        return answer["choices"][0]["finish_reason"]
+    except (KeyError, IndexError, TypeError):
+        return None
+
+
+def _response_status(answer: Body) -> object:
+    status = answer.get("status")
+    return {"completed": "stop", "incomplete": "length", "cancelled": "abort"}.get(str(status), status)
+
+
+def _message_stop(answer: Body) -> object:
+    """A message that was given up has no reason."""
+    reason = answer.get("stop_reason")
+    return {"end_turn": "stop", "max_tokens": "length", "None": "abort"}.get(str(reason), reason)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Api:
+    """One API of vLLM: where its requests and answers have what matters for two legs. Each is equal to itself alone."""
+
+    path: str
+    one_token: Body  # has a request compute its prompt and one token
+    undivided: Callable[[Body], str | None] = _no_reason  # why D serves a request alone, for reasons of this API's own
+    sampling: str = ""  # the member that has the sampling parameters; empty if the body itself has them
+    is_chat: bool = False
+    finish: Callable[[Body], object] = _first_choice  # vLLM's reason why an answer ended; None if it tells none
+    figures: Figures = CHAT_DETAILS  # of the prompt, in an answer
+    preludes: tuple[bytes, ...] = ()  # events of a stream that tell nothing of what is computed
+    errors: ErrorShape = ErrorShape.OPENAI
+    also_removed: frozenset[str] = field(default=frozenset())  # from the prefill leg, beside what all APIs share
+
+    @property
+    def may_end_at_once(self) -> bool:
+        """Whether a prefill leg's token may end the text, because nothing forbids it."""
+        return "ignore_eos" not in self.one_token
+
+    def parameters(self, body: Body) -> Body:
+        """Return a request's sampling parameters."""
+        found = body.get(self.sampling, {}) if self.sampling else body
+        return found if isinstance(found, dict) else {}
+
+
+def _texts(body: Body) -> str | None:
+    if body.get("prompt_embeds"):
+        return "prompt embeddings"
+    prompt = body.get("prompt")
+    if isinstance(prompt, list) and len(prompt) != 1 and not all(isinstance(item, int) for item in prompt):
+        return "several prompts"
+    return None
+
+
+def _responses(body: Body) -> str | None:
+    """D alone may know an earlier response, keeps what runs in the background, and calls tools again and again."""
+    if body.get("previous_response_id"):
+        return _EARLIER
+    if body.get("background"):
+        return _BACKGROUND
+    tools = body.get("tools")
+    kinds = [tool.get("type") for tool in tools if isinstance(tool, dict)] if isinstance(tools, list) else []
+    if any(isinstance(kind, str) and kind in _RUN_BY_SERVERS for kind in kinds):
+        return "tools that a server runs"
+    if body.get("truncation") not in (None, "disabled"):
+        return CUT
+    return None
+
+
+COMPLETIONS = Api(
+    "/v1/completions",
+    _ONE_SAMPLE,
+    undivided=_texts,
+    also_removed=frozenset({"response_format"}),
+)
+CHAT = Api(
+    "/v1/chat/completions",
+    _ONE_SAMPLE | {"max_completion_tokens": 1},
+    is_chat=True,
+)
+RESPONSES = Api(
+    "/v1/responses",
+    {"max_output_tokens": 1, "temperature": 0.0, "store": False, "background": False} | _TO_ITS_END,
+    undivided=_responses,
+    finish=_response_status,
+    figures=RESPONSES_DETAILS,
+    preludes=(b"response.created", b"response.in_progress"),
+    also_removed=frozenset({"include"}),
+)
+MESSAGES = Api(
+    "/v1/messages",
+    {"max_tokens": 1, "temperature": 0.0},
+    finish=_message_stop,
+    figures=ANTHROPIC,
+    errors=ErrorShape.ANTHROPIC,
+    also_removed=frozenset({"stop_sequences"}),
+)
+GENERATE = Api("/inference/v1/generate", _ONE_SAMPLE, sampling="sampling_params")
+
+ALL = (COMPLETIONS, CHAT, RESPONSES, MESSAGES, GENERATE)

@@ -1,0 +1,101 @@
+"""Requests that generate nothing: one decode server answers them, and the proxy passes both ways on."""
+
+import json
+from urllib.parse import quote
+
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+
+from pd_proxy import headers as passed
+from pd_proxy.decode import relay
+from pd_proxy.error_answers import ErrorShape, RequestError
+from pd_proxy.exchange import Exchange
+from pd_proxy.http_client import Client
+from pd_proxy.journal import Journal
+from pd_proxy.parameters import without_transfer
+from pd_proxy.servers import Servers
+from pd_proxy.spans import Tracing
+
+#: vLLM's paths that go to one decode server. Its administrative ones do not go through the proxy.
+RELAYED = (
+    "/v1/models",
+    "/version",
+    "/ping",
+    "/tokenize",
+    "/detokenize",
+    "/v1/messages/count_tokens",
+    "/v1/chat/completions/batch",
+    "/v1/embeddings",
+    "/v2/embed",
+    "/pooling",
+    "/classify",
+    "/score",
+    "/v1/score",
+    "/rerank",
+    "/v1/rerank",
+    "/v2/rerank",
+    "/v1/audio/transcriptions",
+    "/v1/audio/translations",
+)
+#: Of responses that a decode server keeps.
+STORED = ("/v1/responses/{response_id}", "/v1/responses/{response_id}/cancel")
+
+
+class Relay(Exchange):
+    """The endpoint of a path that one decode server answers as it does without a proxy."""
+
+    generates = False
+
+    def __init__(
+        self,
+        path: str,
+        decode: Servers,
+        journal: Journal,
+        tracing: Tracing,
+        *,
+        api_key: str | None,
+        max_body_bytes: int,
+    ) -> None:
+        errors = ErrorShape.ANTHROPIC if path.startswith("/v1/messages") else ErrorShape.OPENAI
+        super().__init__(path, errors, journal, tracing, max_body_bytes)
+        self._decode = decode
+        self._api_key = api_key
+
+    async def _serve(self, request: Request, client: Client, content: bytes) -> None:
+        if self._path in STORED and len(self._decode.members) > 1:
+            raise RequestError(
+                f"the response is kept by one of {len(self._decode.members)} decode servers, and this proxy does not "
+                "know by which; ask the decode server itself"
+            )
+        record = client.record
+        path = self._path.format(**{name: _segment(value) for name, value in request.path_params.items()})
+        query = request.scope["query_string"].decode("latin-1")
+        headers = passed.to_server(client.headers, record.identity, self._api_key, relayed=True)
+        kind = client.headers.get("content-type", "")
+        headers = [(name, kind if name == "content-type" else value) for name, value in headers]
+        sent = _without_transfer(content) if content else None
+        with record.trace.leg("decode") as leg:
+            target = f"{path}?{query}" if query else path
+            async with self._decode.request(request.method, target, leg.applied_to(headers), sent) as answer:
+                record.decode_url = answer.url
+                leg.goes_to(answer.url)
+                leg.answered(answer.status)
+                await relay(client, answer, answer.pieces())
+        await client.end()
+
+
+def _segment(value: str) -> str:
+    if value in (".", ".."):
+        raise HTTPException(404)
+    return quote(value, safe="")
+
+
+def _without_transfer(content: bytes) -> bytes:
+    """Return a body without ``kv_transfer_params``; as it came if it has none, or is no JSON object."""
+    try:
+        body = json.loads(content)
+    except (ValueError, RecursionError):
+        return content
+    if not isinstance(body, dict) or (kept := without_transfer(None, body)) == body:
+        return content
+    return json.dumps(kept).encode()
