@@ -14,6 +14,7 @@ import pytest
 from tests.support.e2e.client import Completion
 from tests.support.e2e.cluster import Cluster, Server
 from tests.support.e2e.deployments import POINTS, POINTS_OF_RANKS, drained_at_points, on
+from tests.support.e2e.fixtures import Acquaintance, meet
 from tests.support.e2e.host_memory import metrics_after_a_step
 from tests.support.e2e.pair import Pair, end_lease
 from tests.support.e2e.points import LONG_S, SHORT_S, Incident, Scene
@@ -266,13 +267,15 @@ def leaving(cluster: Cluster) -> Iterator[Server]:
 @on(POINTS)
 @pytest.mark.parametrize("pair", [("P", "D auto fail")], indirect=True, ids="-".join)
 def test_a_prefill_server_that_is_told_to_stop_waits_for_a_landing_and_for_a_lease_that_has_moved(
-    pair: Pair, leaving: Server
+    pair: Pair, leaving: Server, acquainted: set[Acquaintance]
 ) -> None:
     stopping = Pair(leaving, pair.decode)
+    meet(stopping, acquainted)
     with Scene(pair, "filler") as scene, Scene(stopping, "drain") as drained:
         unread = drained.prompt("unread")
+        others = moved(leaving)
         params = leaving.client.prefill(unread)
-        until(lambda: moved(leaving) == 1, "the lease has moved")
+        until(lambda: moved(leaving) > others, "the lease has moved")
         filler = scene.fill_decode()
         pair.decode.gates.close("landing")
         drained.disaggregate("landing")

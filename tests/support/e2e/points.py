@@ -59,6 +59,7 @@ class Sent:
     answer: "Future[Completion | None]"  # None if the server has died
     #: Whether it cannot succeed after an incident that is not short, because it needs its lease to the end.
     is_lost: bool = True
+    is_answered: bool = False  # before the incident
     may_be_late: bool = False  # it reads only when another has given up P, whose stop may be over by then
 
 
@@ -119,7 +120,7 @@ class Scene:
         answer = sent.answer.result(ENDS_WITHIN_S)
         assert answer is not None
         assert answer.status == 200, answer.body
-        sent.is_lost = False
+        sent.is_lost, sent.is_answered = False, True
 
     def open(self) -> None:
         """Hold nothing any more."""
@@ -162,7 +163,7 @@ class Scene:
         """
         recomputes = self.pair.decode.spec.load_failure_policy == "recompute"
         for sent, answer in zip(self.sent, answers, strict=True):
-            if incident.ends_decode:
+            if incident.ends_decode and not sent.is_answered:
                 assert answer is None or answer.status == 500, f"{answer.status} from a server that has died"
                 continue
             assert answer is not None, "the connection has ended"
