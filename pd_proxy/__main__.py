@@ -16,7 +16,7 @@ import uvicorn
 from pd_proxy.app import create_app
 from pd_proxy.connection_pool import raise_file_limit
 from pd_proxy.servers import Leg
-from pd_proxy.settings import FirstTokenFrom, Legs, Settings, WithoutPrefill
+from pd_proxy.settings import AUTO, FirstTokenFrom, Legs, Settings, WithoutPrefill
 
 logger = logging.getLogger(__name__)
 
@@ -104,6 +104,7 @@ def parse(arguments: Sequence[str] | None = None) -> tuple[Settings, Server]:
             legs=Legs(options.legs),
             first_token=FirstTokenFrom(options.first_token),
             without_prefill=WithoutPrefill(options.without_prefill),
+            prefill_from=options.prefill_from,
             relay=tuple(options.relay),
             connect_timeout_s=options.connect_timeout,
             request_timeout_s=options.request_timeout,
@@ -195,6 +196,15 @@ def _parser() -> argparse.ArgumentParser:
         "if two prefill servers failed it, or one was silent for longer than --request-timeout (default %(default)s)",
     )
     parser.add_argument(
+        "--prefill-from",
+        type=_tokens_or_auto,
+        default=defaults.prefill_from,
+        metavar=f"TOKENS|{AUTO}",
+        help="prompts of fewer tokens are computed by a decode server, without the detour over a prefill server. auto: "
+        "only prompts of at most 512 tokens, where that has been sooner, and at most a tenth of all prompt tokens, "
+        "because it delays the streams of the decode server (default %(default)s: all take the detour)",
+    )
+    parser.add_argument(
         "--relay",
         action="append",
         default=[],
@@ -248,6 +258,13 @@ def _parser() -> argparse.ArgumentParser:
         help="how long requests may go on after Ctrl-C or SIGTERM (default %(default)s)",
     )
     return parser
+
+
+def _tokens_or_auto(text: str) -> int | str:
+    try:
+        return AUTO if text == AUTO else int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a number of tokens nor {AUTO}") from None
 
 
 def _add_servers(parser: argparse.ArgumentParser, leg: Leg) -> None:

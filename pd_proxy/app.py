@@ -18,6 +18,7 @@ from pd_proxy import apis
 from pd_proxy.apis import Api
 from pd_proxy.connection_pool import Connections
 from pd_proxy.control import CircuitBreaker, ControlAddresses
+from pd_proxy.detour import Detour
 from pd_proxy.error_answers import error_response
 from pd_proxy.exchange import Generation
 from pd_proxy.journal import Journal
@@ -41,7 +42,7 @@ def create_app(settings: Settings) -> Starlette:
     recent = Recent() if settings.status_page else None
     journal = Journal(recent)
     pages = _Pages(prefill, decode, journal, settings)
-    control, breaker = ControlAddresses(), CircuitBreaker()
+    control, breaker, detour = ControlAddresses(), CircuitBreaker(), Detour(settings.prefill_from)
     tracing = Tracing(settings.traces_endpoint)
     status = [] if recent is None else StatusPage((prefill, decode), control, recent).routes
 
@@ -55,6 +56,7 @@ def create_app(settings: Settings) -> Starlette:
             legs=settings.legs,
             first_token=settings.first_token,
             without_prefill=settings.without_prefill,
+            detour=detour,
             api_key=settings.api_key,
         )
         return Route(api.path, Generation(upstream, journal, tracing, settings.max_body_bytes), methods=["POST"])

@@ -8,8 +8,9 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive, Scope, Send
 
 from pd_proxy import headers as passed
-from pd_proxy.apis import KEPT
+from pd_proxy.apis import KEPT, Body
 from pd_proxy.decode import run_decode
+from pd_proxy.detour import PromptSize
 from pd_proxy.error_answers import ErrorShape, LegFailed, LegRefused, RequestError
 from pd_proxy.http_client import Client, json_object, read_content, while_connected
 from pd_proxy.journal import CLIENT_LEFT, Journal
@@ -100,10 +101,23 @@ class Generation(Exchange):
         record, body = client.record, json_object(content)
         record.identity = passed.request_id(client.headers, body)
         record.streams = body.get("stream") is True
-        reason = undivided_reason(self._upstream.api, body)
+        reason, size = undivided_reason(self._upstream.api, body), PromptSize.of(body)
+        could_be = reason is None
+        reason = reason or self._upstream.detour.reason_against(size)
         if reason is None:
             await TwoLegs(self._upstream, body, client).serve()
-            return
+        else:
+            await self._alone(body, client, reason)
+        if could_be:
+            # A prompt that D has computed for want of a P was late for other reasons.
+            first_token_s = record.first_token_s if reason or record.legs else None
+            self._upstream.detour.learn(
+                size, record.prompt_tokens, alone=reason is not None, first_token_s=first_token_s
+            )
+
+    async def _alone(self, body: Body, client: Client, reason: str) -> None:
+        """Have a decode server serve the whole request."""
+        record = client.record
         record.undivided = reason
         if reason in KEPT and len(self._upstream.decode.members) > 1:
             raise RequestError(

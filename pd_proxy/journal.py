@@ -33,6 +33,7 @@ class Record:
         self.prefill_retries = 0  # prefill servers that took the request and failed, so that another one got it
         self.first_token = False  # whether the answer began with P's
         self.first_token_differs = False  # D's was another one, so that the answer was broken off
+        self.prompt_tokens: int | None = None  # by the prefill server's usage
         self.undivided = ""  # why there was no prefill leg
         self.prefill_url = ""
         self.decode_url = ""

@@ -51,6 +51,7 @@ async def run_prefill(
     except LegFailed:
         upstream.control.forget(answer.url)
         raise
+    record.prompt_tokens = upstream.api.figures.prompt_tokens(checked)
     upstream.control.learn(answer.url, checked["kv_transfer_params"])
     return checked
 

@@ -8,6 +8,9 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from urllib.parse import urlsplit
 
+#: D computes short prompts by itself where that is sooner.
+AUTO = "auto"
+
 _USABLE_PATH = re.compile(r"/[A-Za-z0-9._~/-]+")
 _USABLE_KEY = re.compile(r"[\x21-\x7e]+")
 
@@ -39,8 +42,8 @@ class Settings:
 
     Raises:
         ValueError: a leg has no server, a server is named twice or is not an ``http(s)://host[:port]`` URL, a limit is
-            not positive, a path to relay is none, there are no certificates of CAs where they should be, or the API key
-            cannot stand in a header. The key itself is in no message.
+            not positive, the shortest prompt for P is no number, a path to relay is none, there are no certificates of
+            CAs where they should be, or the API key cannot stand in a header. The key itself is in no message.
     """
 
     prefill: tuple[str, ...]  # base URLs of the prefill servers, without /v1
@@ -48,6 +51,7 @@ class Settings:
     legs: Legs = Legs.TOGETHER
     first_token: FirstTokenFrom = FirstTokenFrom.DECODE
     without_prefill: WithoutPrefill = WithoutPrefill.FAIL
+    prefill_from: int | str = 0  # tokens of the shortest prompt that takes the detour over P, or AUTO
     relay: tuple[str, ...] = ()  # paths that go to a decode server as they are, beside those that generate nothing
     connect_timeout_s: float = 5.0  # longest wait for a TCP connection to a server
     request_timeout_s: float = 600.0  # longest silence of a server: to its answer, and between two pieces of it
@@ -94,6 +98,10 @@ class Settings:
             if not (value > 0 and math.isfinite(value)):
                 raise ValueError(f"{name} is {value}; it must be a positive number")
         _check_paths(self.relay)
+        if self.prefill_from != AUTO and not (isinstance(self.prefill_from, int) and self.prefill_from >= 0):
+            raise ValueError(
+                f"--prefill-from is {self.prefill_from!r}; write a number of tokens, 0 for all, or {AUTO!r}"
+            )
         self.tls()
         if self.traces_endpoint is not None and urlsplit(self.traces_endpoint).scheme not in ("http", "https"):
             raise ValueError(

@@ -8,6 +8,7 @@ from pd_proxy import headers as passed
 from pd_proxy.apis import Api
 from pd_proxy.connection_pool import HeaderList
 from pd_proxy.control import CircuitBreaker, ControlAddresses
+from pd_proxy.detour import Detour
 from pd_proxy.servers import Servers
 from pd_proxy.settings import FirstTokenFrom, Legs, WithoutPrefill
 
@@ -24,6 +25,7 @@ class Upstream:
     legs: Legs
     first_token: FirstTokenFrom
     without_prefill: WithoutPrefill
+    detour: Detour
     api_key: str | None
 
     def headers(self, of_client: Headers, identity: str, *, relayed: bool) -> HeaderList:

@@ -34,6 +34,7 @@ class Figures:
     cached: str = "cached_tokens"
     created: str = "created_cache_tokens"
     turns: str = ""  # the list of the cached tokens of each turn, if there is one
+    whole: str = "prompt_tokens"  # all tokens of the prompt, beside the figures
     others: str = ""  # all other tokens of the prompt, if the figures add up to it
 
     def of(self, answer: dict[str, Any]) -> PromptDetails:
@@ -44,6 +45,16 @@ class Figures:
         if cached is None:
             cached = _count(told.get(self.cached))
         return PromptDetails(cached, _count(told.get(self.created)))
+
+    def prompt_tokens(self, answer: dict[str, Any]) -> int | None:
+        """Return how many tokens the prompt of a whole answer has; None if it does not tell."""
+        usage = answer.get("usage")
+        if not isinstance(usage, dict):
+            return None
+        if self.others:
+            known = [_count(usage.get(name)) for name in (self.others, self.cached, self.created)]
+            return None if known[0] is None else sum(each or 0 for each in known)
+        return _count(usage.get(self.whole))
 
     def told(self, answer: dict[str, Any]) -> dict[str, Any]:
         """Return the figures of a whole answer as they stand there; nothing if there are none."""
@@ -73,7 +84,7 @@ class Figures:
 
 #: Of completions and chat completions.
 CHAT_DETAILS = Figures("prompt_tokens_details")
-RESPONSES_DETAILS = Figures("input_tokens_details", turns="cached_tokens_per_turn")
+RESPONSES_DETAILS = Figures("input_tokens_details", turns="cached_tokens_per_turn", whole="input_tokens")
 ANTHROPIC = Figures(
     "usage", cached="cache_read_input_tokens", created="cache_creation_input_tokens", others="input_tokens"
 )

@@ -11,6 +11,7 @@ from pd_proxy.apis import COMPLETIONS
 from pd_proxy.connection_pool import Connections
 from pd_proxy.control import CircuitBreaker, ControlAddresses
 from pd_proxy.decode import run_decode
+from pd_proxy.detour import Detour
 from pd_proxy.http_client import Client
 from pd_proxy.journal import Record
 from pd_proxy.servers import Leg, Servers
@@ -41,6 +42,7 @@ def test_who_cancels_it_while_the_client_has_nothing_can_be_sure_that_it_gets_no
                 Legs.TOGETHER,
                 FirstTokenFrom.DECODE,
                 WithoutPrefill.FAIL,
+                Detour(0),
                 None,
             )
             client = Client({"type": "http", "headers": []}, send, Record("/"))

@@ -1,0 +1,147 @@
+"""Which prompts D computes by itself though they could take the detour over P."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from pd_proxy.detour import COMPARED, SHORT, SOONER, Detour, PromptSize
+from pd_proxy.settings import AUTO
+from tests.support.examples.fake_servers import FakeServer, Received, Wire
+from tests.support.examples.served_proxy import ProxySetup
+from tests.support.waiting import until
+
+
+def of_tokens(number: int) -> PromptSize:
+    return PromptSize(number, 0)
+
+
+# Lengths
+
+
+@pytest.mark.parametrize(
+    ("body", "ids", "characters"),
+    [
+        ({"prompt": "four", "max_tokens": 900}, 0, 4),
+        ({"prompt": [1, 2, 3]}, 3, 0),
+        ({"prompt": [[1, 2, 3]]}, 3, 0),
+        ({"token_ids": [7, 8], "sampling_params": {"stop_token_ids": []}}, 2, 0),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "hello"}]}]}, 0, 13),
+        ({"input": "ab", "instructions": "cd", "tools": [{"name": "e"}]}, 0, 5),
+        ({"prompt": None, "model": "tiny", "user": "me", "cache_salt": "s", "request_id": "r"}, 0, 0),
+    ],
+    ids=str,
+)
+def test_texts_and_token_ids_of_a_body_count(body: dict[str, Any], ids: int, characters: int) -> None:
+    assert PromptSize.of(body) == PromptSize(ids, characters)
+
+
+def test_how_many_characters_a_token_has_is_learnt() -> None:
+    detour = Detour(100)
+    text = PromptSize(0, 250)
+    assert detour.reason_against(text) == SHORT  # 62 tokens of four characters
+    for _ in range(100):
+        detour.learn(PromptSize(0, 200), 100, alone=False, first_token_s=None)
+    assert detour.reason_against(text) is None  # 125 of two
+    for tokens in (3, 2000):  # an image that is no text, and a prompt that a server has added to
+        for _ in range(100):
+            detour.learn(PromptSize(0, 200), tokens, alone=False, first_token_s=None)
+    assert detour.reason_against(text) is None
+
+
+# A fixed length
+
+
+def test_a_number_is_that_of_the_shortest_prompt_that_takes_the_detour() -> None:
+    assert [Detour(64).reason_against(of_tokens(number)) for number in (1, 63, 64, 900)] == [SHORT, SHORT, None, None]
+    assert Detour(0).reason_against(of_tokens(0)) is None
+
+
+# auto
+
+
+def served(detour: Detour, tokens: int, took: Callable[[bool], float], number: int) -> list[str | None]:
+    """So many prompts of one length, each behind a long one, so that a tenth of all tokens is no limit."""
+    reasons = []
+    for _ in range(number):
+        detour.reason_against(of_tokens(20_000))
+        reasons.append(detour.reason_against(of_tokens(tokens)))
+        alone = reasons[-1] is not None
+        detour.learn(of_tokens(tokens), tokens, alone=alone, first_token_s=took(alone))
+    return reasons
+
+
+def test_both_ways_are_tried_and_the_sooner_one_is_taken() -> None:
+    sooner_alone = served(Detour(AUTO), 100, lambda alone: 0.1 if alone else 0.2, 200)
+    assert sooner_alone.count(COMPARED) == 5
+    assert sooner_alone.count(SOONER) >= 180
+    later_alone = served(Detour(AUTO), 100, lambda alone: 0.2 if alone else 0.1, 200)
+    assert later_alone.count(SOONER) == 0
+    assert 5 <= later_alone.count(COMPARED) <= 15
+    assert later_alone[:10].count(COMPARED) == 5
+
+
+def test_a_change_is_noticed() -> None:
+    detour = Detour(AUTO)
+    assert served(detour, 100, lambda alone: 0.1 if alone else 0.2, 205)[-1] == SOONER
+    assert served(detour, 100, lambda alone: 0.3 if alone else 0.2, 205)[-1] is None
+    assert SOONER in served(detour, 100, lambda alone: 0.1 if alone else 0.2, 600)[-15:]
+
+
+def test_each_length_is_judged_by_itself_and_long_prompts_always_take_the_detour() -> None:
+    detour = Detour(AUTO)
+    served(detour, 300, lambda alone: 0.4 if alone else 0.2, 60)
+    assert set(served(detour, 60, lambda alone: 0.1 if alone else 0.2, 60)) == {None, COMPARED, SOONER}
+    assert set(served(detour, 513, lambda _: 0.1, 60)) == {None}
+
+
+@pytest.mark.parametrize("tokens", [32, 512])
+def test_d_computes_no_more_than_a_tenth_of_all_tokens(tokens: int) -> None:
+    detour, alone = Detour(AUTO), 0
+    for number in range(1, 2000):
+        if (reason := detour.reason_against(of_tokens(tokens))) is not None:
+            alone += 1
+        detour.learn(of_tokens(tokens), tokens, alone=reason is not None, first_token_s=0.1 if reason else 0.2)
+        assert alone <= 0.1 * number
+    assert alone >= 190
+
+
+def test_what_is_no_stream_teaches_nothing() -> None:
+    detour = Detour(AUTO)
+    for _ in range(50):
+        detour.reason_against(of_tokens(20_000))
+        assert detour.reason_against(of_tokens(100)) is None
+        detour.learn(of_tokens(100), 100, alone=False, first_token_s=None)
+
+
+# In the proxy
+
+
+def test_short_prompts_are_ds_alone_and_counted(
+    setup: ProxySetup, p: FakeServer, d: FakeServer, access_lines: Callable[[int], list[str]]
+) -> None:
+    proxy = setup.proxy([p], [d], prefill_from=64)
+    proxy.complete(prompt=[1] * 63)
+    assert (p.received, d.bodies) == ([], [{"model": "tiny", "prompt": [1] * 63}])
+    proxy.complete(prompt=[1] * 64)
+    assert (len(p.received), len(d.received)) == (1, 2)
+    assert "not disaggregated: a short prompt" in access_lines(2)[0]
+    assert 'pd_proxy_not_disaggregated_total{reason="a short prompt"} 1' in proxy.http.get("/metrics").text
+
+
+def test_auto_learns_from_streams(setup: ProxySetup, p: FakeServer, d: FakeServer) -> None:
+    async def streams(received: Received, wire: Wire) -> None:
+        if received.path.startswith("/v1"):
+            await wire.head()
+            await wire.chunk(b"data: [DONE]\n\n")
+            await wire.end()
+
+    d.script = streams
+    proxy = setup.proxy([p], [d], prefill_from=AUTO)
+    proxy.complete(prompt=[1] * 20_000)  # makes room for some short ones
+    for _ in range(40):
+        proxy.complete(prompt=[1] * 50, stream=True)
+    reasons = 'pd_proxy_not_disaggregated_total{reason="a short prompt, '
+    counted = [line for line in until(lambda: proxy.http.get("/metrics").text).splitlines() if line.startswith(reasons)]
+    assert sum(int(line.rsplit(" ", 1)[1]) for line in counted) == len(d.received) - len(p.received)
+    assert len(d.received) - len(p.received) >= 5
