@@ -138,6 +138,7 @@ Real servers (``tests/e2e``):
     e2e.models              a tiny model, whose output depends on every block of its prompt, as a directory
     e2e.hybrid_deployments  sets of their servers
     e2e.hybrids             models of which some layers keep states
+    e2e.hosts               network namespaces as hosts of their own at a switch
     e2e.images              images for prompts, as clients send them
     e2e.cluster             vLLM servers on this machine: started together, watched, ended, measured
     e2e.deployments         the sets of servers that tests share

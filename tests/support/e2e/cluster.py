@@ -22,6 +22,7 @@ from typing import Literal
 
 from tests.support.e2e.client import MODEL_NAME, Client
 from tests.support.e2e.gates import DIRECTORY_VARIABLE, Gates
+from tests.support.e2e.hosts import Hosts
 from tests.support.e2e.models import DEFAULT_MODEL, ModelSpec, write_model
 from tests.support.process import free_ports
 
@@ -65,6 +66,13 @@ class ServerSpec:
     #: Whether ``vllm serve`` starts it, which wants a distribution of that name, and not its API server's module.
     by_command: bool = False
     start_timeout_s: float = START_TIMEOUT_S
+    #: The number of the host that it runs on, see ``hosts``, where it finds its address by itself; 0: this machine.
+    host: int = 0
+
+    @property
+    def address(self) -> str:
+        """Where others reach it."""
+        return Hosts.address(self.host) if self.host else "127.0.0.1"
 
     @property
     def name(self) -> str:
@@ -87,7 +95,7 @@ class ServerSpec:
             "kv_connector_module_path": "tests.support.e2e.gated_connector" if self.is_gated else "pd_connector",
             "kv_role": self.role,
             "kv_load_failure_policy": self.load_failure_policy,
-            "kv_connector_extra_config": {"host": "127.0.0.1", **dict(self.options)},
+            "kv_connector_extra_config": ({} if self.host else {"host": "127.0.0.1"}) | dict(self.options),
         }
         if self.beside_greeting:
             connector = self._in_multi_connector(connector)
@@ -98,7 +106,7 @@ class ServerSpec:
         )
         return [
             *(self.python, "-m", *start, "--served-model-name", MODEL_NAME, "--dtype", self.dtype),
-            *("--host", "127.0.0.1", "--port", str(port)),
+            *("--host", self.address, "--port", str(port)),
             *("--enforce-eager", "--block-size", str(self.block_size)),
             *("--kv-cache-memory-bytes", str(self.kv_cache_bytes)),
             *("--tensor-parallel-size", str(self.tensor_parallel)),
@@ -170,7 +178,7 @@ class Server:
     def revive(self, process: subprocess.Popen[bytes]) -> None:
         """Take over a new process in the place of one that has ended."""
         self.process = process
-        self.client = Client(f"http://127.0.0.1:{self.port}")
+        self.client = Client(f"http://{self.spec.address}:{self.port}")
         self._guard = _spawn_guard(process.pid)
 
     @property
@@ -259,6 +267,7 @@ class Cluster:
         self._models: dict[ModelSpec, Path] = {}
         self._servers: list[Server] = []
         self._started = 0
+        self.hosts = Hosts()
 
     def start(self, specs: Iterable[ServerSpec]) -> list[Server]:
         """Start servers at the same time; returns them in the order of ``specs``, all of them ready to serve.
@@ -280,7 +289,7 @@ class Cluster:
     def restart(self, server: Server) -> None:
         """Start a server that has ended again: the same specification, the same port, the same log file."""
         server.stop()
-        server.revive(_spawn(server.spec, server.model, server.port, server.log, "ab"))
+        server.revive(self._spawn(server.spec, server.model, server.port, server.log, "ab"))
         _wait_until_ready(server, time.monotonic() + server.spec.start_timeout_s)
 
     def stop(self, servers: Iterable[Server]) -> None:
@@ -296,6 +305,7 @@ class Cluster:
     def close(self) -> None:
         """Stop every server that still runs."""
         self.stop(list(self._servers))
+        self.hosts.close()
 
     @property
     def servers(self) -> tuple[Server, ...]:
@@ -306,26 +316,28 @@ class Cluster:
         self._started += 1
         model = self._model(spec.model)
         path = self._directory / f"{self._started:02}-{spec.name}.log"
-        server = Server(spec, model, port, path, _spawn(spec, model, port, path, "wb"))
+        server = Server(spec, model, port, path, self._spawn(spec, model, port, path, "wb"))
         self._servers.append(server)
         return server
+
+    def _spawn(
+        self, spec: ServerSpec, model: Path, port: int, log: Path, mode: Literal["wb", "ab"]
+    ) -> subprocess.Popen[bytes]:
+        where = self.hosts.prefix(spec.host) if spec.host else []
+        with log.open(mode) as file:
+            return subprocess.Popen(
+                where + spec.command(model, port),
+                env=spec.environment() | {DIRECTORY_VARIABLE: str(_gates_directory(log))},
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                process_group=0,
+            )
 
     def _model(self, spec: ModelSpec) -> Path:
         if spec not in self._models:
             self._models[spec] = write_model(self._directory / spec.name, spec)
         return self._models[spec]
-
-
-def _spawn(spec: ServerSpec, model: Path, port: int, log: Path, mode: Literal["wb", "ab"]) -> subprocess.Popen[bytes]:
-    with log.open(mode) as file:
-        return subprocess.Popen(
-            spec.command(model, port),
-            env=spec.environment() | {DIRECTORY_VARIABLE: str(_gates_directory(log))},
-            stdin=subprocess.DEVNULL,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            process_group=0,
-        )
 
 
 def _gates_directory(log: Path) -> Path:

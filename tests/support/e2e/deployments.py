@@ -96,6 +96,9 @@ BHLNC = _both_sizes("BHLNC")
 #: A prefill server, and a decode server of each failure policy.
 FAULTS = Deployment("faults", (("P", prefill()), ("D fail", decode("fail")), ("D recompute", decode("recompute"))))
 
+#: Each on a host of its own, and finds its address by itself.
+HOSTS = Deployment("hosts", (("P", replace(prefill(), host=1)), ("D", replace(decode(), host=2))))
+
 #: One right decode server, prefill servers of models that look alike, and one whose KV blocks mean something else.
 OTHER_MODELS = Deployment(
     "other models",

@@ -1,0 +1,124 @@
+"""Hosts of their own on this machine: network namespaces at a switch, with addresses, ports and a loopback each.
+
+Where servers run in two of them, everything between them goes over the switch, which can part them, slow them down, or
+refuse them.
+This machine is at the switch as well, so that tests and routers reach all hosts whatever is between these.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+#: Of RFC 2544, for tests of networks: nobody routes them. Another one in each process.
+_NETWORK = f"198.18.{os.getpid() % 256}"
+_THIS_MACHINE = f"{_NETWORK}.254"
+_LONGEST_NAME = 15  # of a network device
+
+
+def why_not() -> str:
+    """Return why no hosts can be made here; empty if they can."""
+    for tool, package in (("ip", "iproute2"), ("bridge", "iproute2"), ("tc", "iproute2")):
+        if shutil.which(tool) is None:
+            return f"{tool} is missing (Debian: apt-get install {package})"
+    if os.geteuid() != 0:
+        return "only root can make network namespaces"
+    made = subprocess.run(["ip", "netns", "add", _name("try")], capture_output=True, text=True, check=False)
+    subprocess.run(["ip", "netns", "del", _name("try")], capture_output=True, check=False)
+    return made.stderr.strip()
+
+
+class Hosts:
+    """Makes hosts when they are asked for, and removes them. They are numbered from 1."""
+
+    def __init__(self) -> None:
+        self._made: set[int] = set()
+
+    @staticmethod
+    def address(number: int) -> str:
+        """Return the address of a host."""
+        return f"{_NETWORK}.{number}"
+
+    def prefix(self, number: int) -> list[str]:
+        """Return what a command begins with that runs on a host, which is made if it is not there."""
+        if number not in self._made:
+            self._make(number)
+        return ["ip", "netns", "exec", _name(f"h{number}")]
+
+    @contextmanager
+    def parted(self, *numbers: int) -> Iterator[None]:
+        """No packet passes between these hosts. All reach this machine."""
+        for number in numbers:
+            _run("bridge", "link", "set", "dev", _name(f"p{number}"), "isolated", "on")
+        try:
+            yield
+        finally:
+            for number in numbers:
+                _run("bridge", "link", "set", "dev", _name(f"p{number}"), "isolated", "off")
+
+    @contextmanager
+    def refusing(self, number: int, other: int) -> Iterator[None]:
+        """A host has no route to another one, and is told so at once."""
+        route = ["ip", "netns", "exec", _name(f"h{number}"), "ip", "route"]
+        _run(*route, "add", "unreachable", f"{self.address(other)}/32")
+        try:
+            yield
+        finally:
+            _run(*route, "del", "unreachable", f"{self.address(other)}/32")
+
+    @contextmanager
+    def slowed(self, number: int, rate: str) -> Iterator[None]:
+        """What a host is sent comes no faster: "200mbit", say."""
+        device = _name(f"p{number}")
+        _run("tc", "qdisc", "add", "dev", device, "root", "tbf", "rate", rate, "burst", "256kb", "latency", "50ms")
+        try:
+            yield
+        finally:
+            _run("tc", "qdisc", "del", "dev", device, "root")
+
+    def close(self) -> None:
+        """Remove all. Idempotent."""
+        for number in self._made:
+            with suppress(subprocess.CalledProcessError):
+                _run("ip", "netns", "del", _name(f"h{number}"))  # its cable goes with it
+        if self._made:
+            with suppress(subprocess.CalledProcessError):
+                _run("ip", "link", "del", _name("sw"))
+        self._made.clear()
+
+    def _make(self, number: int) -> None:
+        if not self._made:
+            _remove_those_of_ended_processes()
+            _run("ip", "link", "add", _name("sw"), "type", "bridge")
+            _run("ip", "address", "add", f"{_THIS_MACHINE}/24", "dev", _name("sw"))
+            _run("ip", "link", "set", _name("sw"), "up")
+        self._made.add(number)
+        space, port = _name(f"h{number}"), _name(f"p{number}")
+        _run("ip", "netns", "add", space)
+        _run("ip", "link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", space)
+        _run("ip", "link", "set", port, "master", _name("sw"), "up")
+        inside = ("ip", "netns", "exec", space, "ip")
+        _run(*inside, "link", "set", "lo", "up")
+        _run(*inside, "address", "add", f"{self.address(number)}/24", "dev", "eth0")
+        _run(*inside, "link", "set", "eth0", "up")
+        _run(*inside, "route", "add", "default", "via", _THIS_MACHINE)
+
+
+def _remove_those_of_ended_processes() -> None:
+    """They are left where a process was killed."""
+    for kind, names in (("netns", ("h", "try")), ("link", ("sw", "p"))):
+        listed = subprocess.run(["ip", "-o", kind], capture_output=True, text=True, check=True).stdout
+        for name, process in re.findall(rf"\b(pd(\d+)(?:{'|'.join(names)})\d*)\b", listed):
+            if not os.path.exists(f"/proc/{process}"):
+                subprocess.run(["ip", kind, "del", name], capture_output=True, check=False)
+
+
+def _name(what: str) -> str:
+    """Return the name of one of this process's devices and namespaces."""
+    return f"pd{os.getpid()}{what}"[-_LONGEST_NAME:]
+
+
+def _run(*command: str) -> None:
+    subprocess.run(command, check=True, capture_output=True, text=True)
