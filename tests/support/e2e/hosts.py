@@ -25,9 +25,15 @@ def why_not() -> str:
             return f"{tool} is missing (Debian: apt-get install {package})"
     if os.geteuid() != 0:
         return "only root can make network namespaces"
-    made = subprocess.run(["ip", "netns", "add", _name("try")], capture_output=True, text=True, check=False)
-    subprocess.run(["ip", "netns", "del", _name("try")], capture_output=True, check=False)
-    return made.stderr.strip()
+    hosts = Hosts()
+    try:
+        hosts.prefix(1)
+        with hosts.parted(1), hosts.slowed(1, "1gbit"):
+            return ""
+    except subprocess.CalledProcessError as error:
+        return f"{' '.join(error.cmd)}: {error.stderr.strip()}"
+    finally:
+        hosts.close()
 
 
 class Hosts:
@@ -108,7 +114,7 @@ class Hosts:
 
 def _remove_those_of_ended_processes() -> None:
     """They are left where a process was killed."""
-    for kind, names in (("netns", ("h", "try")), ("link", ("sw", "p"))):
+    for kind, names in (("netns", ("h",)), ("link", ("sw", "p"))):
         listed = subprocess.run(["ip", "-o", kind], capture_output=True, text=True, check=True).stdout
         for name, process in re.findall(rf"\b(pd(\d+)(?:{'|'.join(names)})\d*)\b", listed):
             if not os.path.exists(f"/proc/{process}"):
