@@ -209,8 +209,8 @@ def _parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="PATH",
-        help="send requests for PATH to a decode server as they are, beside those that the proxy knows to generate "
-        "nothing; repeatable. Whoever reaches the proxy can then use it: name no administrative path (default: none)",
+        help="send requests for PATH to a decode server as they are, beside those that the proxy knows and does not "
+        "divide; repeatable. Whoever reaches the proxy can then use it: name no administrative path (default: none)",
     )
     parser.add_argument(
         "--api-key",

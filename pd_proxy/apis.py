@@ -10,7 +10,7 @@
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from pd_proxy.error_answers import ErrorShape
@@ -35,6 +35,10 @@ def _no_reason(_: Body) -> None:
     return None
 
 
+def _nothing(_: Body) -> frozenset[str]:
+    return frozenset()
+
+
 def _first_choice(answer: Body) -> object:
     try:
         return answer["choices"][0]["finish_reason"]
@@ -43,7 +47,10 @@ def _first_choice(answer: Body) -> object:
 
 
 def _response_status(answer: Body) -> object:
-    status = answer.get("status")
+    """An answer that was given up may call itself completed, but has no token, which P's leg always has."""
+    status, usage = answer.get("status"), answer.get("usage")
+    if isinstance(usage, dict) and usage.get("output_tokens") == 0:
+        return "abort"
     return {"completed": "stop", "incomplete": "length", "cancelled": "abort"}.get(str(status), status)
 
 
@@ -66,7 +73,7 @@ class Api:
     figures: Figures = CHAT_DETAILS  # of the prompt, in an answer
     preludes: tuple[bytes, ...] = ()  # events of a stream that tell nothing of what is computed
     errors: ErrorShape = ErrorShape.OPENAI
-    also_removed: frozenset[str] = field(default=frozenset())  # from the prefill leg, beside what all APIs share
+    dropped: Callable[[Body], frozenset[str]] = _nothing  # from the prefill leg, beside what it loses in all APIs
 
     @property
     def may_end_at_once(self) -> bool:
@@ -103,11 +110,24 @@ def _responses(body: Body) -> str | None:
     return None
 
 
+def _messages(body: Body) -> str | None:
+    """Of a call of a forced tool, one token is no JSON: some of vLLM's parsers fail on it."""
+    choice = body.get("tool_choice")
+    return "a forced tool" if isinstance(choice, dict) and choice.get("type") == "tool" else None
+
+
+def _of_messages(body: Body) -> frozenset[str]:
+    """Thinking that is enabled sets a budget of the output only, for which a P may lack the parser."""
+    thinking = body.get("thinking")
+    limits = isinstance(thinking, dict) and thinking.get("type") == "enabled"
+    return frozenset({"stop_sequences", "thinking"} if limits else {"stop_sequences"})
+
+
 COMPLETIONS = Api(
     "/v1/completions",
     _ONE_SAMPLE,
     undivided=_texts,
-    also_removed=frozenset({"response_format"}),
+    dropped=lambda _: frozenset({"response_format"}),
 )
 CHAT = Api(
     "/v1/chat/completions",
@@ -121,7 +141,7 @@ RESPONSES = Api(
     finish=_response_status,
     figures=RESPONSES_DETAILS,
     preludes=(b"response.created", b"response.in_progress"),
-    also_removed=frozenset({"include"}),
+    dropped=lambda _: frozenset({"include"}),
 )
 MESSAGES = Api(
     "/v1/messages",
@@ -129,7 +149,8 @@ MESSAGES = Api(
     finish=_message_stop,
     figures=ANTHROPIC,
     errors=ErrorShape.ANTHROPIC,
-    also_removed=frozenset({"stop_sequences"}),
+    undivided=_messages,
+    dropped=_of_messages,
 )
 GENERATE = Api("/inference/v1/generate", _ONE_SAMPLE, sampling="sampling_params")
 

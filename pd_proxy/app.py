@@ -61,10 +61,10 @@ def create_app(settings: Settings) -> Starlette:
         )
         return Route(api.path, Generation(upstream, journal, tracing, settings.max_body_bytes), methods=["POST"])
 
-    def relayed(path: str) -> Route:
+    def relayed(path: str, *methods: str) -> Route:
         limit, key = settings.max_body_bytes, settings.api_key
         relay = Relay(path, decode, journal, tracing, api_key=key, max_body_bytes=limit)
-        return Route(path, relay, methods=["GET", "POST"])
+        return Route(path, relay, methods=methods or ["GET", "POST"])
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
@@ -79,7 +79,8 @@ def create_app(settings: Settings) -> Starlette:
     return Starlette(
         routes=[
             *map(generation, apis.ALL),
-            *map(relayed, (*RELAYED, *STORED, *settings.relay)),
+            *map(relayed, (*RELAYED, *settings.relay)),
+            *(relayed(path, method) for path, method in STORED.items()),
             Route("/health", pages.health),
             Route("/healthcheck", pages.healthcheck),
             Route("/metrics", pages.metrics),

@@ -64,7 +64,12 @@ async def run_decode(
         ):
             # vLLM sends status 200, and the beginning of some streams, before it has computed anything. Held back until
             # there is more, so that a D that dies before is an error for the client and not an empty success.
-            begun, first = await _begun(pieces, upstream.api.preludes)
+            try:
+                begun, first = await _begun(pieces, upstream.api.preludes)
+            except LegFailed as failure:
+                if upstream.api.preludes:  # vLLM has no event there that tells of a failure, and breaks off
+                    await may_answer(failure.status)
+                raise
             record.first_byte_s = time.monotonic() - started
             leg.note("first byte")
             status = _status(answer, first)
@@ -120,18 +125,16 @@ def _may_be_corrected(answer: Answer) -> bool:
 
 async def _begun(pieces: AsyncIterator[bytes], preludes: tuple[bytes, ...]) -> tuple[bytes, bytes]:
     """Return the beginning of an answer in two parts: events that are ``preludes``, and what is there behind them."""
+    lines = [b"event: " + name + b"\n" for name in preludes]
     begun, rest = b"", await anext(pieces, b"")
-    while preludes:
+    while any(rest.startswith(line[: len(rest)]) for line in lines):
         event, end, behind = rest.partition(b"\n\n")
-        if not (rest.startswith(b"event: ") and _name(event) in preludes):
-            break
         if end:
             begun, rest = begun + event + end, behind
-        if not end or not rest:
-            more = await anext(pieces, b"")
-            if not more:
-                break
+        elif more := await anext(pieces, b""):
             rest += more
+        else:
+            break
     return begun, rest
 
 

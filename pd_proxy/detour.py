@@ -11,7 +11,6 @@ P's answers tell how many tokens a prompt had.
 import statistics
 from collections import deque
 from dataclasses import dataclass
-from typing import Any
 
 from pd_proxy.apis import Body
 from pd_proxy.settings import AUTO
@@ -19,9 +18,14 @@ from pd_proxy.settings import AUTO
 #: Why a decode server computes a prompt that could take the detour.
 SHORT, SOONER, COMPARED = "a short prompt", "a short prompt, sooner so", "a short prompt, to compare"
 
-_NO_PROMPT = frozenset({"model", "user", "cache_salt", "request_id", "session_id"})
+#: What of a body can be its prompt, in any API; and members of parts that are no text.
+_PROMPT = frozenset(
+    {"prompt", "suffix", "messages", "system", "input", "instructions", "tools", "documents", "token_ids"}
+)
+_MEDIA = frozenset({"image_url", "video_url", "audio_url", "input_audio", "image_embeds", "source", "file_id"})
 _LONGEST = 512  # tokens of a prompt that ``auto`` gives to D alone
 _SHARE = 0.1  # of all prompt tokens, at most, that ``auto`` gives to D alone
+_MOST_CREDIT = 4096  # tokens of this share that were not used: of a night with long prompts, say
 _SAMPLES = 24  # first-token times that are kept, of each way and length
 _ENOUGH = 5  # of them to judge by
 _EVERY = 20  # which request of a length takes the way that seems slower, so that a change is seen
@@ -34,12 +38,28 @@ class PromptSize:
     """How long a request's prompt is, as far as its body shows."""
 
     ids: int  # tokens given as numbers
-    characters: int  # of all texts in the body; an image counts with those of its URL
+    characters: int  # of all texts in the prompt
+    has_media: bool = False  # images, say, of which nothing here tells how many tokens they have
 
     @classmethod
     def of(cls, body: Body) -> "PromptSize":
         """Return the size of a request's prompt."""
-        return cls(*_size({name: value for name, value in body.items() if name not in _NO_PROMPT}))
+        ids = characters = 0
+        values = [value for name, value in body.items() if name in _PROMPT]
+        while values:
+            value = values.pop()
+            if isinstance(value, str):
+                characters += len(value)
+            elif isinstance(value, dict):
+                if not _MEDIA.isdisjoint(value):
+                    return cls(ids, characters, has_media=True)
+                values += value.values()
+            elif isinstance(value, list):
+                if value and isinstance(value[0], int):
+                    ids += len(value)
+                else:
+                    values += value
+        return cls(ids, characters)
 
 
 class Detour:
@@ -49,18 +69,25 @@ class Detour:
         """``prefill_from``: tokens of the shortest prompt that takes the detour, or ``AUTO``."""
         self._from = prefill_from
         self._characters = 4.0  # of a token
-        self._tokens = 0.0  # of all prompts, and of those that D has computed alone
-        self._alone = 0.0
+        self._credit = 0.0  # tokens that D may compute alone
         self._ways: dict[int, _Ways] = {}
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether any prompt could do without the detour."""
+        return self._from != 0
 
     def reason_against(self, size: PromptSize) -> str | None:
         """Return why a decode server is to compute a prompt by itself; None if it takes the detour."""
+        if size.has_media:
+            return None
         tokens = self._tokens_of(size)
         if self._from != AUTO:
             return SHORT if tokens < int(self._from) else None
-        reason = self._auto(tokens)
-        self._tokens += tokens
-        self._alone += tokens if reason else 0
+        if tokens > min(_LONGEST, self._credit):
+            return None
+        reason = self._ways.setdefault(_class_of(tokens), _Ways()).choice()
+        self._credit -= tokens if reason else 0
         return reason
 
     def learn(self, size: PromptSize, tokens: int | None, *, alone: bool, first_token_s: float | None) -> None:
@@ -72,6 +99,10 @@ class Detour:
             alone: whether D computed it by itself.
             first_token_s: how long the client waited for the first token; None if that is not known.
         """
+        if tokens is not None and not alone:
+            self._credit = min(self._credit + tokens * _SHARE / (1 - _SHARE), _MOST_CREDIT)
+        if size.has_media:
+            return
         guess = self._tokens_of(size)
         if tokens is not None and tokens > size.ids and _LEAST <= size.characters / (tokens - size.ids) <= _MOST:
             self._characters += _WEIGHT * (size.characters / (tokens - size.ids) - self._characters)
@@ -80,11 +111,6 @@ class Detour:
 
     def _tokens_of(self, size: PromptSize) -> float:
         return size.ids + size.characters / self._characters
-
-    def _auto(self, tokens: float) -> str | None:
-        if tokens > _LONGEST or self._alone + tokens > _SHARE * (self._tokens + tokens):
-            return None
-        return self._ways.setdefault(_class_of(tokens), _Ways()).choice()
 
 
 class _Ways:
@@ -113,18 +139,3 @@ class _Ways:
 def _class_of(tokens: float) -> int:
     """Return a number that prompts of about the same length share."""
     return max(int(tokens), 32).bit_length()
-
-
-def _size(value: Any) -> tuple[int, int]:
-    """Return how many token ids and how many characters of text a JSON value has: lists of numbers are of ids."""
-    if isinstance(value, str):
-        return 0, len(value)
-    if isinstance(value, dict):
-        value = list(value.values())
-    elif isinstance(value, list) and value and isinstance(value[0], int):
-        return len(value), 0
-    ids = characters = 0
-    for each in value if isinstance(value, list) else ():
-        more, text = _size(each)
-        ids, characters = ids + more, characters + text
-    return ids, characters

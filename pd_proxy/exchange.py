@@ -69,9 +69,10 @@ class Exchange(ABC):
         try:
             work = self._serve(request, client, await read_content(request, self._max_body_bytes))
             await while_connected(request.receive, client, work)
-        except RequestError as error:
-            record.problem = str(error)
-            await client.fail(HTTPStatus.BAD_REQUEST, str(error))
+        except (RequestError, RecursionError) as error:
+            told = str(error) if isinstance(error, RequestError) else "the request body is nested too deeply"
+            record.problem = told
+            await client.fail(HTTPStatus.BAD_REQUEST, told)
         except LegRefused as error:
             record.problem = "the prefill server refused"
             record.cause = f"prefill server {record.prefill_url} refused with status {error.status}"
@@ -101,19 +102,18 @@ class Generation(Exchange):
         record, body = client.record, json_object(content)
         record.identity = passed.request_id(client.headers, body)
         record.streams = body.get("stream") is True
-        reason, size = undivided_reason(self._upstream.api, body), PromptSize.of(body)
-        could_be = reason is None
-        reason = reason or self._upstream.detour.reason_against(size)
+        reason, detour = undivided_reason(self._upstream.api, body), self._upstream.detour
+        size = PromptSize.of(body) if detour.is_asked and reason is None else None
+        if size is not None:
+            reason = detour.reason_against(size)
         if reason is None:
             await TwoLegs(self._upstream, body, client).serve()
         else:
             await self._alone(body, client, reason)
-        if could_be:
+        if size is not None:
             # A prompt that D has computed for want of a P was late for other reasons.
             first_token_s = record.first_token_s if reason or record.legs else None
-            self._upstream.detour.learn(
-                size, record.prompt_tokens, alone=reason is not None, first_token_s=first_token_s
-            )
+            detour.learn(size, record.prompt_tokens, alone=reason is not None, first_token_s=first_token_s)
 
     async def _alone(self, body: Body, client: Client, reason: str) -> None:
         """Have a decode server serve the whole request."""

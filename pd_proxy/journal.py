@@ -130,7 +130,7 @@ class Journal:
         self._handovers: Counter[str] = Counter()
 
     def open(self, path: str, *, generates: bool = True) -> Record:
-        """A request has come in. Its record must be closed. Those that generate nothing are not followed."""
+        """A request has come in. Its record must be closed. Those that are not divided are not followed."""
         self._open += 1
         self._none_open.clear()
         record = Record(path, generates=generates)

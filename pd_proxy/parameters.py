@@ -26,7 +26,7 @@ The prefill leg computes the KV cache of the prompt, samples one token and throw
 | structured_outputs; response_format (completions) | removed | no grammar needs to be compiled for it; they never reach the prompt |
 | thinking_token_budget | removed | it shapes output only |
 | logprobs, top_logprobs, logprob_token_ids, return_*, routed_experts_prompt_start, stream_interval, echo, skip_special_tokens, spaces_between_special_tokens | removed | they shape the answer only |
-| kv_transfer_params | asks for the transfer | a client's own is dropped on both legs: it could make D read from a host of the client's choice. So is one in vllm_xargs, which vLLM (0.23 to 0.33) copies to where it looks for them, and one in sampling_params.extra_args of /inference/v1/generate; there is no other way by which it takes them |
+| kv_transfer_params | asks for the transfer | a client's own is dropped on both legs: it could make D read from a host of the client's choice. So is one in vllm_xargs, which vLLM (0.23 to 0.33) copies to where it looks for them, and one in sampling_params.extra_args of /inference/v1/generate; there is no other way by which it takes them. Forms with `vllm_xargs` are refused |
 
 The table is of completions and chat completions; ``apis`` has what other APIs call by other names.
 
@@ -111,7 +111,7 @@ def prefill_body(api: Api, body: Body, transfer_id: str | None = None, *, used: 
         transfer_id: by which a decode server asks for the KV cache; None if it is told afterwards.
         used: whether the one token is for the client, so that it may end the text where the client's request lets it.
     """
-    removed = _REMOVED | api.also_removed
+    removed = _REMOVED | api.dropped(body)
     kept = {name: value for name, value in without_transfer(api, body).items() if name not in removed}
     forced = {name: value for name, value in api.one_token.items() if not (used and name == "ignore_eos")}
     sampling = {name: value for name, value in api.parameters(kept).items() if name not in removed} | forced
@@ -173,7 +173,7 @@ def _sampling_reason(parameters: Body, *, chat: bool) -> str | None:
         return "beam search"
     if _wants_prompt_logprobs(parameters, chat=chat):
         return "prompt log-probabilities"
-    if 0 in (parameters.get("max_tokens"), parameters.get("max_completion_tokens")):
+    if 0 in (parameters.get(limit) for limit in ("max_tokens", "max_completion_tokens", "max_output_tokens")):
         return "no tokens to generate"
     return None
 
@@ -189,6 +189,8 @@ def _is_number_of_choices(n: object) -> bool:
 
 
 def _wants_prompt_logprobs(parameters: Body, *, chat: bool) -> bool:
-    if parameters.get("prompt_logprobs") is not None:
+    if any(parameters.get(name) is not None for name in ("prompt_logprobs", "prompt_logprob_token_ids")):
+        return True
+    if parameters.get("skip_reading_prefix_cache"):
         return True
     return bool(parameters.get("echo")) and (chat or parameters.get("logprobs") is not None)

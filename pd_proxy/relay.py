@@ -1,9 +1,9 @@
-"""Requests that generate nothing: one decode server answers them, and the proxy passes both ways on."""
+"""Requests that are not divided: one decode server answers them, and the proxy passes both ways on."""
 
 import json
+from http import HTTPStatus
 from urllib.parse import quote
 
-from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
 from pd_proxy import headers as passed
@@ -38,7 +38,9 @@ RELAYED = (
     "/v1/audio/translations",
 )
 #: Of responses that a decode server keeps.
-STORED = ("/v1/responses/{response_id}", "/v1/responses/{response_id}/cancel")
+STORED = {"/v1/responses/{response_id}": "GET", "/v1/responses/{response_id}/cancel": "POST"}
+#: vLLM reads no other bodies but JSON.
+_FORMS = ("multipart/", "application/x-www-form-urlencoded")
 
 
 class Relay(Exchange):
@@ -68,12 +70,15 @@ class Relay(Exchange):
                 "know by which; ask the decode server itself"
             )
         record = client.record
-        path = self._path.format(**{name: _segment(value) for name, value in request.path_params.items()})
+        if not {".", ".."}.isdisjoint(request.path_params.values()):
+            await client.fail(HTTPStatus.NOT_FOUND, "there is no such path")
+            return
+        path = self._path.format(**{name: quote(value, safe="") for name, value in request.path_params.items()})
         query = request.scope["query_string"].decode("latin-1")
         headers = passed.to_server(client.headers, record.identity, self._api_key, relayed=True)
         kind = client.headers.get("content-type", "")
         headers = [(name, kind if name == "content-type" else value) for name, value in headers]
-        sent = _without_transfer(content) if content else None
+        sent = _without_transfer(content, kind) if content else None
         with record.trace.leg("decode") as leg:
             target = f"{path}?{query}" if query else path
             async with self._decode.request(request.method, target, leg.applied_to(headers), sent) as answer:
@@ -84,18 +89,20 @@ class Relay(Exchange):
         await client.end()
 
 
-def _segment(value: str) -> str:
-    if value in (".", ".."):
-        raise HTTPException(404)
-    return quote(value, safe="")
+def _without_transfer(content: bytes, kind: str) -> bytes:
+    """Return a body without ``kv_transfer_params``; as it came if it has none.
 
-
-def _without_transfer(content: bytes) -> bytes:
-    """Return a body without ``kv_transfer_params``; as it came if it has none, or is no JSON object."""
+    Raises:
+        RequestError: the body is no JSON, or a form with vLLM's extra arguments, which may have them.
+    """
+    if kind.lower().startswith(_FORMS):
+        if b"vllm_xargs" in content:
+            raise RequestError("vllm_xargs are not passed on in forms: they may have kv_transfer_params")
+        return content
     try:
         body = json.loads(content)
-    except (ValueError, RecursionError):
-        return content
+    except ValueError as error:
+        raise RequestError(f"the request body is not valid JSON: {error}") from error
     if not isinstance(body, dict) or (kept := without_transfer(None, body)) == body:
         return content
     return json.dumps(kept).encode()

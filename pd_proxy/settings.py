@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 AUTO = "auto"
 
 _USABLE_PATH = re.compile(r"/[A-Za-z0-9._~/-]+")
+_OWN_PATHS = frozenset({"/health", "/healthcheck", "/metrics", "/status", "/status/events"})
 _USABLE_KEY = re.compile(r"[\x21-\x7e]+")
 
 
@@ -52,7 +53,7 @@ class Settings:
     first_token: FirstTokenFrom = FirstTokenFrom.DECODE
     without_prefill: WithoutPrefill = WithoutPrefill.FAIL
     prefill_from: int | str = 0  # tokens of the shortest prompt that takes the detour over P, or AUTO
-    relay: tuple[str, ...] = ()  # paths that go to a decode server as they are, beside those that generate nothing
+    relay: tuple[str, ...] = ()  # paths that go to a decode server as they are, beside those that the proxy knows
     connect_timeout_s: float = 5.0  # longest wait for a TCP connection to a server
     request_timeout_s: float = 600.0  # longest silence of a server: to its answer, and between two pieces of it
     skip_s: float = 5.0  # how long a server that refused a connection is tried last
@@ -116,6 +117,8 @@ def _check_paths(paths: tuple[str, ...]) -> None:
     for path in paths:
         if not _USABLE_PATH.fullmatch(path) or not {".", ".."}.isdisjoint(path.split("/")):
             raise ValueError(f"the path to relay is {path!r}; write it as in a URL, such as /tokenizer_info")
+        if path in _OWN_PATHS:
+            raise ValueError(f"the path to relay is {path!r}, which the proxy serves itself")
 
 
 def _check_url(leg: str, url: str) -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 _OBJECT = re.compile(rb"\{(?:[^{}]|\{[^{}]*\})*\}")
-_LONGEST_KEY = 64  # bytes of the key and the spaces that it is looked for in
+_LONGEST_KEY = 128  # bytes of the key and the spaces that it is looked for in
 _LONGEST_OBJECT = 4096  # more is nothing that vLLM sends
 
 
@@ -31,6 +31,7 @@ class Figures:
     """What an API calls the figures of a prompt in its answers."""
 
     member: str  # of the JSON object that has them
+    before: str = ""  # a regular expression of what stands before the member, where its name alone is not enough
     cached: str = "cached_tokens"
     created: str = "created_cache_tokens"
     turns: str = ""  # the list of the cached tokens of each turn, if there is one
@@ -64,7 +65,7 @@ class Figures:
 
     def key(self) -> re.Pattern[bytes]:
         """Return what stands before the figures. Inside of a string, the quotes would stand behind backslashes."""
-        return re.compile(rb'"%b"\s*:\s*(?=\{)' % self.member.encode())
+        return re.compile(rb'%b"%b"\s*:\s*(?=\{)' % (self.before.encode(), self.member.encode()))
 
     def replaced(self, raw: bytes, details: PromptDetails) -> bytes:
         """Return a decode server's figures with the prefill server's in their places, null where they are unknown."""
@@ -74,7 +75,7 @@ class Figures:
             return raw
         known = {self.cached: details.cached, self.created: details.created}
         changed = told | {name: value for name, value in known.items() if name in told}
-        if self.turns and len(told.get(self.turns) or ()) == 1:
+        if isinstance(turns := told.get(self.turns), list) and len(turns) == 1:
             changed[self.turns] = [details.cached or 0]
         if self.others and changed != told:
             whole = sum(_count(told.get(name)) or 0 for name in (self.others, *known))
@@ -84,7 +85,11 @@ class Figures:
 
 #: Of completions and chat completions.
 CHAT_DETAILS = Figures("prompt_tokens_details")
-RESPONSES_DETAILS = Figures("input_tokens_details", turns="cached_tokens_per_turn", whole="input_tokens")
+#: Its streams begin with what was asked, and schemas of tools may have members of the same name.
+RESPONSES_DETAILS = Figures(
+    "input_tokens_details", before=r'"usage"\s*:\s*\{\s*"input_tokens"\s*:\s*\d+\s*,\s*',
+    created="cache_write_tokens", turns="cached_tokens_per_turn", whole="input_tokens",
+)  # fmt: skip
 ANTHROPIC = Figures(
     "usage", cached="cache_read_input_tokens", created="cache_creation_input_tokens", others="input_tokens"
 )

@@ -1,5 +1,6 @@
 """APIs beside OpenAI's completions: what each leg is sent, what the client gets, in each API's own form."""
 
+import asyncio
 import copy
 import json
 from typing import Any
@@ -79,7 +80,7 @@ def test_a_request_is_prefilled_then_decoded(proxy: Proxy, p: FakeServer, d: Fak
             },
             MESSAGE | {
                 "stream": False, "max_tokens": 1, "temperature": 0.0, "system": "be kind",
-                "thinking": {"type": "enabled", "budget_tokens": 1024}, "tool_choice": {"type": "any"},
+                "tool_choice": {"type": "any"},
             },
         ),
         (
@@ -149,7 +150,11 @@ def test_a_clients_own_transfer_reaches_no_server(api: Api) -> None:
         (RESPONSES, {"tools": [{"type": ["mcp"]}, 3]}, None),
         (RESPONSES, {"tools": 3, "truncation": "disabled", "store": True}, None),
         (RESPONSES, {"truncation": "auto"}, "a prompt cut to what the output leaves"),
-        (MESSAGES, {"tools": [{"name": "f", "input_schema": {}}]}, None),
+        (RESPONSES, {"max_output_tokens": 0}, "no tokens to generate"),
+        (MESSAGES, {"tools": [{"name": "f", "input_schema": {}}], "tool_choice": {"type": "any"}}, None),
+        (MESSAGES, {"tool_choice": {"type": "tool", "name": "f"}}, "a forced tool"),
+        (GENERATE, {"sampling_params": {"prompt_logprob_token_ids": [1]}}, "prompt log-probabilities"),
+        (GENERATE, {"sampling_params": {"skip_reading_prefix_cache": True}}, "prompt log-probabilities"),
         (GENERATE, {"sampling_params": {"n": 4}}, None),
         (GENERATE, {"sampling_params": {"n": "4"}}, "an invalid number of samples"),
         (GENERATE, {"sampling_params": {"prompt_logprobs": 1}}, "prompt log-probabilities"),
@@ -212,7 +217,13 @@ def test_a_prefill_that_ends_with_its_token_is_ds_alone_where_nothing_forbids_it
 
 
 @pytest.mark.parametrize(
-    ("api", "answer"), [(MESSAGES, {"stop_reason": None}), (RESPONSES, {"status": "cancelled"})], ids=shown
+    ("api", "answer"),
+    [
+        (MESSAGES, {"stop_reason": None}),
+        (RESPONSES, {"status": "cancelled"}),
+        (RESPONSES, {"status": "completed", "usage": {"output_tokens": 0}}),
+    ],
+    ids=shown,
 )
 def test_a_prefill_that_was_given_up_goes_to_another(
     setup: ProxySetup, p: FakeServer, d: FakeServer, api: Api, answer: dict[str, Any]
@@ -237,26 +248,59 @@ def test_a_stream_arrives_as_it_was(setup: ProxySetup, p: FakeServer, pieces: li
         assert (response.status_code, response.content) == (200, b"".join(pieces))
 
 
-def test_a_d_that_dies_behind_the_prelude_is_an_error_and_no_stream(setup: ProxySetup, p: FakeServer) -> None:
+async def breaks_off(_: Received, wire: Wire) -> None:
+    """As vLLM does when it cannot compute a response: it has no event that says so."""
+    await wire.head()
+    await wire.chunk(b"".join(CREATED))
+    wire.drop()
+
+
+@pytest.mark.parametrize("cut", [1, 4, 15, 40])
+def test_a_d_that_dies_behind_the_prelude_is_an_error_and_no_stream(setup: ProxySetup, p: FakeServer, cut: int) -> None:
+    """Wherever the pieces of the prelude end."""
+
     async def dies(_: Received, wire: Wire) -> None:
         await wire.head()
-        await wire.chunk(b"".join(CREATED))
+        await wire.chunk(CREATED[0] + CREATED[1][:cut])
+        await asyncio.sleep(0.05)
+        await wire.chunk(CREATED[1][cut:])
         wire.drop()
 
     response = setup.proxy([p], [setup.server(dies)]).http.post("/v1/responses", json=RESPONSE | {"stream": True})
     assert (response.status_code, response.json()["error"]["message"]) == (502, "a decode server broke off")
 
 
+def test_a_d_that_asked_the_wrong_address_for_a_response_is_asked_again(setup: ProxySetup, p: FakeServer) -> None:
+    """P has moved: D, which got its leg together with P, breaks its stream off before P has answered."""
+    moved = NAMED_TRANSFER | {"remote_port": NAMED_TRANSFER["remote_port"] + 1}
+    p.script = answers(200, json.dumps({"kv_transfer_params": NAMED_TRANSFER}).encode())
+    d = setup.server(answers(200, b"{}"))
+    proxy = setup.proxy([p], [d])
+    proxy.http.post("/v1/responses", json=RESPONSE)
+
+    async def answers_late(_: Received, wire: Wire) -> None:
+        await asyncio.sleep(0.3)
+        await wire.json(200, {"kv_transfer_params": moved})
+
+    async def knows_the_new_address(received: Received, wire: Wire) -> None:
+        right = received.body["kv_transfer_params"]["remote_port"] == moved["remote_port"]
+        await (streams(CREATED + TEXT) if right else breaks_off)(received, wire)
+
+    p.script, d.script = answers_late, knows_the_new_address
+    response = proxy.http.post("/v1/responses", json=RESPONSE | {"stream": True})
+    assert (response.status_code, response.content) == (200, b"".join(CREATED + TEXT))
+
+
 @pytest.mark.parametrize("api", [RESPONSES, MESSAGES], ids=shown)
 def test_a_d_that_fails_for_want_of_p_does_not_hide_ps_refusal(setup: ProxySetup, p: FakeServer, api: Api) -> None:
     """Both legs at once: D's stream has begun, as vLLM's does, and fails because P has."""
     p.script = answers(200, json.dumps({"kv_transfer_params": NAMED_TRANSFER}).encode())
-    failed = events(("error" if api is MESSAGES else "response.failed", {"error": {"message": "the pull failed"}}))
+    failed = streams(events(("error", {"error": {"message": "the pull failed"}}))) if api is MESSAGES else breaks_off
     d = setup.server(answers(200, b"{}"))
     proxy = setup.proxy([p], [d])
     assert proxy.http.post(api.path, json=BODIES[api]).status_code == 200  # tells P's control address
     refusal = b'{"error":{"message":"too long","code":400}}'
-    p.script, d.script = answers(400, refusal), streams((CREATED if api is RESPONSES else []) + failed)
+    p.script, d.script = answers(400, refusal), failed
     response = proxy.http.post(api.path, json=BODIES[api] | {"stream": True})
     assert (response.status_code, response.content) == (400, refusal)
 
@@ -298,6 +342,24 @@ def test_the_client_gets_ps_figures(
 
 
 @pytest.mark.parametrize(
+    "schema",
+    [
+        {"input_tokens_details": {"cached_tokens_per_turn": 5}},
+        {"properties": {"input_tokens_details": {"cached_tokens": {"type": "integer"}}}},
+        {"input_tokens_details": {"type": "object", "properties": {"cached_tokens": {"type": "integer"}}}},
+    ],
+    ids=str,
+)
+def test_what_a_stream_of_responses_echoes_is_not_touched(
+    setup: ProxySetup, p: FakeServer, schema: dict[str, Any]
+) -> None:
+    echo = events(("response.created", {"response": {"tools": [{"type": "function", "parameters": schema}]}}))
+    proxy = setup.proxy([p], [setup.server(streams(echo + TEXT))])
+    response = proxy.http.post("/v1/responses", json=RESPONSE | {"stream": True})
+    assert response.content == b"".join(echo + TEXT)
+
+
+@pytest.mark.parametrize(
     ("api", "answer"),
     [
         (RESPONSES, {"usage": {"input_tokens_details": {"cached_tokens": 32}}}),
@@ -311,7 +373,7 @@ def test_p_tells_its_figures_in_the_form_of_the_api(api: Api, answer: dict[str, 
     assert api.figures.of({"usage": None}).cached is None
 
 
-# What generates nothing
+# What is not divided
 
 
 @pytest.mark.parametrize(
@@ -346,7 +408,26 @@ def test_what_is_relayed_has_no_transfer_of_a_client(proxy: Proxy, d: FakeServer
 
 
 @pytest.mark.parametrize(
-    "path", ["/pause", "/v1/responses/..", "/v1/responses/a/b", "/v1/responses/..%2Fpause", "/mine"]
+    ("kind", "content"),
+    [
+        ("application/json", b'{"kv_transfer_params": {}, "x": ' + 1200 * b"[" + 1200 * b"]" + b', "x": 1}'),
+        ("application/json", b'{"x": '),
+        (
+            "multipart/form-data; boundary=b",
+            b'--b\r\nContent-Disposition: form-data; name="vllm_xargs"\r\n\r\n{}\r\n--b--',
+        ),
+    ],
+    ids=["deep", "broken", "form"],
+)
+def test_what_could_hide_a_transfer_is_not_relayed(proxy: Proxy, d: FakeServer, kind: str, content: bytes) -> None:
+    path = "/v1/audio/transcriptions" if kind.startswith("multipart") else "/v1/chat/completions/batch"
+    response = proxy.http.post(path, content=content, headers={"Content-Type": kind})
+    assert (response.status_code, d.received) == (400, [])
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/pause", "/v1/responses/render", "/v1/responses/..", "/v1/responses/a/b", "/v1/responses/..%2Fpause", "/mine"],
 )
 def test_other_paths_reach_no_server_and_say_how_they_would(proxy: Proxy, d: FakeServer, path: str) -> None:
     response = proxy.http.post(f"{proxy.url}{path}") if ".." not in path else proxy.http.get(path)

@@ -1,5 +1,6 @@
 """Which prompts D computes by itself though they could take the detour over P."""
 
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -7,7 +8,7 @@ import pytest
 
 from pd_proxy.detour import COMPARED, SHORT, SOONER, Detour, PromptSize
 from pd_proxy.settings import AUTO
-from tests.support.examples.fake_servers import FakeServer, Received, Wire
+from tests.support.examples.fake_servers import TRANSFER, FakeServer, Received, Wire, answers
 from tests.support.examples.served_proxy import ProxySetup
 from tests.support.waiting import until
 
@@ -25,15 +26,34 @@ def of_tokens(number: int) -> PromptSize:
         ({"prompt": "four", "max_tokens": 900}, 0, 4),
         ({"prompt": [1, 2, 3]}, 3, 0),
         ({"prompt": [[1, 2, 3]]}, 3, 0),
-        ({"token_ids": [7, 8], "sampling_params": {"stop_token_ids": []}}, 2, 0),
+        ({"token_ids": [7, 8], "allowed_token_ids": [1, 2], "sampling_params": {"stop_token_ids": [1]}}, 2, 0),
         ({"messages": [{"role": "user", "content": [{"type": "text", "text": "hello"}]}]}, 0, 13),
         ({"input": "ab", "instructions": "cd", "tools": [{"name": "e"}]}, 0, 5),
         ({"prompt": None, "model": "tiny", "user": "me", "cache_salt": "s", "request_id": "r"}, 0, 0),
+        ({"messages": [1.5, [{"content": 7}], None]}, 0, 0),
     ],
     ids=str,
 )
 def test_texts_and_token_ids_of_a_body_count(body: dict[str, Any], ids: int, characters: int) -> None:
     assert PromptSize.of(body) == PromptSize(ids, characters)
+
+
+def test_a_prompt_with_an_image_takes_the_detour_and_teaches_nothing() -> None:
+    image = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}]}
+    size = PromptSize.of({"messages": [image]})
+    assert size.has_media
+    assert [Detour(way).reason_against(size) for way in (900, AUTO)] == [None, None]
+    detour = Detour(100)
+    for _ in range(100):
+        detour.learn(size, 2, alone=False, first_token_s=None)
+    assert detour.reason_against(PromptSize(0, 250)) == SHORT
+
+
+def test_a_deep_prompt_is_measured() -> None:
+    deep: Any = "text"
+    for _ in range(5000):
+        deep = [deep]
+    assert PromptSize.of({"input": deep}) == PromptSize(0, 4)
 
 
 def test_how_many_characters_a_token_has_is_learnt() -> None:
@@ -64,7 +84,7 @@ def served(detour: Detour, tokens: int, took: Callable[[bool], float], number: i
     """So many prompts of one length, each behind a long one, so that a tenth of all tokens is no limit."""
     reasons = []
     for _ in range(number):
-        detour.reason_against(of_tokens(20_000))
+        detour.learn(of_tokens(20_000), 20_000, alone=False, first_token_s=None)
         reasons.append(detour.reason_against(of_tokens(tokens)))
         alone = reasons[-1] is not None
         detour.learn(of_tokens(tokens), tokens, alone=alone, first_token_s=took(alone))
@@ -99,17 +119,37 @@ def test_each_length_is_judged_by_itself_and_long_prompts_always_take_the_detour
 def test_d_computes_no_more_than_a_tenth_of_all_tokens(tokens: int) -> None:
     detour, alone = Detour(AUTO), 0
     for number in range(1, 2000):
-        if (reason := detour.reason_against(of_tokens(tokens))) is not None:
-            alone += 1
-        detour.learn(of_tokens(tokens), tokens, alone=reason is not None, first_token_s=0.1 if reason else 0.2)
+        reason = detour.reason_against(of_tokens(tokens))
+        alone += reason is not None
+        known = None if reason else tokens  # by P
+        detour.learn(of_tokens(tokens), known, alone=reason is not None, first_token_s=0.1 if reason else 0.2)
         assert alone <= 0.1 * number
-    assert alone >= 190
+    assert alone >= 180
+
+
+def test_a_share_that_was_not_used_does_not_pile_up() -> None:
+    detour = Detour(AUTO)
+    for _ in range(1000):
+        detour.learn(of_tokens(20_000), 20_000, alone=False, first_token_s=None)
+    for _ in range(5):
+        detour.learn(of_tokens(100), 100, alone=False, first_token_s=0.2)
+        detour.learn(of_tokens(100), None, alone=True, first_token_s=0.1)
+    assert sum(detour.reason_against(of_tokens(100)) is not None for _ in range(1000)) <= 41
+
+
+def test_a_prompt_that_p_refuses_adds_nothing_to_the_share() -> None:
+    detour = Detour(AUTO)
+    for _ in range(100):
+        assert detour.reason_against(PromptSize(0, 60_000_000)) is None
+        detour.learn(PromptSize(0, 60_000_000), None, alone=False, first_token_s=None)
+        assert detour.reason_against(of_tokens(40)) is None
+        detour.learn(of_tokens(40), None, alone=False, first_token_s=0.2)
 
 
 def test_what_is_no_stream_teaches_nothing() -> None:
     detour = Detour(AUTO)
     for _ in range(50):
-        detour.reason_against(of_tokens(20_000))
+        detour.learn(of_tokens(20_000), 20_000, alone=False, first_token_s=None)
         assert detour.reason_against(of_tokens(100)) is None
         detour.learn(of_tokens(100), 100, alone=False, first_token_s=None)
 
@@ -136,9 +176,9 @@ def test_auto_learns_from_streams(setup: ProxySetup, p: FakeServer, d: FakeServe
             await wire.chunk(b"data: [DONE]\n\n")
             await wire.end()
 
+    p.script = answers(200, json.dumps({"kv_transfer_params": TRANSFER, "usage": {"prompt_tokens": 9000}}).encode())
     d.script = streams
     proxy = setup.proxy([p], [d], prefill_from=AUTO)
-    proxy.complete(prompt=[1] * 20_000)  # makes room for some short ones
     for _ in range(40):
         proxy.complete(prompt=[1] * 50, stream=True)
     reasons = 'pd_proxy_not_disaggregated_total{reason="a short prompt, '

@@ -74,6 +74,7 @@ def test_models_without_a_decode_server_are_an_error(setup: ProxySetup, p: FakeS
         ({"without_prefill": "D"}, "'D' is not a valid WithoutPrefill"),
         ({"relay": ("tokenizer_info",)}, "the path to relay is 'tokenizer_info'"),
         ({"relay": ("/a/../pause",)}, "the path to relay is '/a/../pause'"),
+        ({"relay": ("/metrics",)}, "'/metrics', which the proxy serves itself"),
         ({"relay": ("/{path}",)}, "the path to relay is '/{path}'"),
         ({"connect_timeout_s": 0.0}, "connect_timeout_s is 0.0"),
         ({"request_timeout_s": float("nan")}, "request_timeout_s is nan"),
