@@ -194,7 +194,7 @@ class ClientLoop:
                 while (item := self._inbox.take()) is not None:
                     self._take(item)
                 self._fire_timers()
-                for peer in self._peers.over_unread_limit():
+                for peer in self._peers.lost():
                     self._give_up_peer(peer, peer.failure)
                 self._peers.close_idle()
         except Exception:

@@ -21,8 +21,9 @@ FRAMES_READ = 16
 _RESET = struct.pack("ii", 1, 0)  # for SO_LINGER
 FRAME_OVERHEAD_BYTES = 64  # a frame's header, encrypted or not, takes fewer
 _KEEPALIVE_BYTES = 64  # an idle connection may send this much between two checks
-_BYTES_RECEIVED = struct.Struct("=Q")  # tcpi_bytes_received in Linux's struct tcp_info, since 4.1
-_BYTES_RECEIVED_AT = 128
+# In Linux's struct tcp_info, since 4.1: tcpi_unacked, tcpi_bytes_acked, tcpi_bytes_received.
+_SEGMENTS, _BYTES = struct.Struct("=I"), struct.Struct("=Q")
+_UNACKNOWLEDGED_AT, _BYTES_ACKNOWLEDGED_AT, _BYTES_RECEIVED_AT = 24, 120, 128
 _DISCARD_CHUNK_BYTES = 1 << 16
 
 _Key = TypeVar("_Key", bound=Hashable)
@@ -85,10 +86,25 @@ class Connection:
     @property
     def bytes_received(self) -> int:
         """Bytes received since the connection was made; 0 if the system does not tell."""
-        info = self._socket.getsockopt(sockets.IPPROTO_TCP, sockets.TCP_INFO, 256)
-        if len(info) < _BYTES_RECEIVED_AT + _BYTES_RECEIVED.size:
+        info = self._info
+        if len(info) < _BYTES_RECEIVED_AT + _BYTES.size:
             return 0
-        return int(_BYTES_RECEIVED.unpack_from(info, _BYTES_RECEIVED_AT)[0])
+        return int(_BYTES.unpack_from(info, _BYTES_RECEIVED_AT)[0])
+
+    @property
+    def bytes_acknowledged(self) -> int | None:
+        """Bytes that the peer's system has acknowledged; None if nothing is outstanding, or the system does not tell.
+
+        A process that is stopped or busy does not matter: its system acknowledges.
+        """
+        info = self._info
+        if len(info) < _BYTES_RECEIVED_AT or not _SEGMENTS.unpack_from(info, _UNACKNOWLEDGED_AT)[0]:
+            return None
+        return int(_BYTES.unpack_from(info, _BYTES_ACKNOWLEDGED_AT)[0])
+
+    @property
+    def _info(self) -> bytes:
+        return self._socket.getsockopt(sockets.IPPROTO_TCP, sockets.TCP_INFO, 256)
 
 
 @contextmanager

@@ -60,6 +60,9 @@ class ClientSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_resolvers: int = 16  # concurrent look-ups of host names; numeric hosts need none
     heartbeat_s: float = 3.0  # how often a connection is probed; after three silent intervals it is made again
     connect_timeout_s: float = 3.0
+    #: How long a peer with requests pending may be without a connection, or its system without acknowledging anything.
+    #: That of a process that is stopped or busy does both.
+    silent_s: float = 4.0
     linger_s: float = 0.1  # how long close lets the last requests leave
     log_interval_s: float = 60.0  # at most one warning per cause in this time
     close_timeout_s: float = 5.0  # how long close waits for the thread, which gives look-ups half of that time
@@ -86,6 +89,8 @@ class PeerSocket:
     monitor: SocketMonitor | None = None
     descriptor: int = -1  # libzmq's, of the connection; -1 while there is none
     unread: UnreadBytes = field(default_factory=UnreadBytes)  # of that connection
+    acknowledged: int | None = None  # bytes, when more were outstanding at the last check
+    silent_checks: int = 0  # in a row, without a connection or an acknowledgement
     ended_handshakes: int = 0  # in a row, ended by the peer
     ended_since: float = math.inf  # monotonic seconds: when the first of these ended
     has_connected: bool = False  # a handshake has succeeded, so a later failure does not mean a different secret
@@ -119,7 +124,7 @@ class PeerPool:
         self.opened = 0  # sockets made
         self.closed = 0
         self.sweep_at = math.inf  # monotonic seconds: when to call close_idle next
-        self.check_at = math.inf  # monotonic seconds: when to call over_unread_limit next
+        self.check_at = math.inf  # monotonic seconds: when to call lost next
         self._settings = settings
         self._keys = keys
         self._allowed = allowed
@@ -162,6 +167,7 @@ class PeerPool:
             PeerNotAllowed: the host may not be contacted.
             zmq.ZMQError: the operating system provides no socket.
         """
+        self.check_at = min(self.check_at, time.monotonic() + CHECK_INTERVAL_S)
         peer = self._peers.get(address)
         if peer is not None:
             return peer
@@ -233,14 +239,25 @@ class PeerPool:
             raise MalformedMessage(f"{len(frames)} frames; a message is one frame")
         return frames[0].bytes
 
-    def over_unread_limit(self) -> Iterator[PeerSocket]:
-        """Yield peers that send too many bytes without a complete reply, ``failure`` set. Cheap if called too early."""
+    def lost(self) -> Iterator[PeerSocket]:
+        """Yield peers that send too many bytes without a complete reply, or cannot be reached, ``failure`` set.
+
+        Cheap if called too early.
+        """
         now = time.monotonic()
         if now < self.check_at:
             return
         connected = {peer.address: peer for peer in self._peers.values() if peer.descriptor >= 0}
-        self.check_at = now + CHECK_INTERVAL_S if connected else math.inf
-        unread = {address: _unread_bytes(peer) for address, peer in connected.items()}
+        waiting = [peer for peer in self._peers.values() if peer.unanswered and peer.socket is not None]
+        self.check_at = now + CHECK_INTERVAL_S if connected or waiting else math.inf
+        for peer in waiting:
+            peer.silent_checks = peer.silent_checks + 1 if _is_silent(peer) else 0
+            # Not by a clock: this process may have been stopped.
+            if peer.silent_checks * CHECK_INTERVAL_S >= self._settings.silent_s:
+                what = "its system acknowledges nothing" if peer.descriptor >= 0 else "there is no connection"
+                peer.failure = f"{what}, for {self._settings.silent_s:g} s: is its network cut, or the port closed?"
+                yield peer
+        unread = {address: _unread_bytes(peer) for address, peer in connected.items() if not peer.failure}
         for address, held in over_limit(unread, _UNREAD_BYTES):
             connected[address].failure = f"it sent {held} bytes without a complete reply"
             yield connected[address]
@@ -381,6 +398,16 @@ class PeerPool:
         )
         self._resolvers[host] = thread
         thread.start()
+
+
+def _is_silent(peer: PeerSocket) -> bool:
+    """Return whether a peer has no connection, or has acknowledged nothing since the last check though it should."""
+    if peer.descriptor < 0:
+        return True
+    with connection_of(peer.descriptor, remote_port=peer.address.port) as connection:
+        before, now = peer.acknowledged, None if connection is None else connection.bytes_acknowledged
+    peer.acknowledged = now
+    return now is not None and now == before
 
 
 def _unread_bytes(peer: PeerSocket) -> int:

@@ -1,7 +1,6 @@
 """Hosts of their own on this machine: network namespaces at a switch, with addresses, ports and a loopback each.
 
-Where servers run in two of them, everything between them goes over the switch, which can part them, slow them down, or
-refuse them.
+Where servers run in two of them, everything between them goes over the switch, which can part them or slow them down.
 This machine is at the switch as well, so that tests and routers reach all hosts whatever is between these.
 """
 
@@ -65,14 +64,14 @@ class Hosts:
                 _run("bridge", "link", "set", "dev", _name(f"p{number}"), "isolated", "off")
 
     @contextmanager
-    def refusing(self, number: int, other: int) -> Iterator[None]:
-        """A host has no route to another one, and is told so at once."""
-        route = ["ip", "netns", "exec", _name(f"h{number}"), "ip", "route"]
-        _run(*route, "add", "unreachable", f"{self.address(other)}/32")
+    def unplugged(self, number: int) -> Iterator[None]:
+        """No packet reaches or leaves a host."""
+        device = _name(f"p{number}")
+        _run("ip", "link", "set", device, "nomaster")
         try:
             yield
         finally:
-            _run(*route, "del", "unreachable", f"{self.address(other)}/32")
+            _run("ip", "link", "set", device, "master", _name("sw"))
 
     @contextmanager
     def slowed(self, number: int, rate: str) -> Iterator[None]:
@@ -88,7 +87,9 @@ class Hosts:
         """Remove all. Idempotent."""
         for number in self._made:
             with suppress(subprocess.CalledProcessError):
-                _run("ip", "netns", "del", _name(f"h{number}"))  # its cable goes with it
+                _run("ip", "link", "del", _name(f"p{number}"))  # the system takes its time with those of a namespace
+            with suppress(subprocess.CalledProcessError):
+                _run("ip", "netns", "del", _name(f"h{number}"))
         if self._made:
             with suppress(subprocess.CalledProcessError):
                 _run("ip", "link", "del", _name("sw"))

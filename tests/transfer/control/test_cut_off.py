@@ -1,0 +1,98 @@
+"""A peer that cannot be reached is given up soon; one whose process is slow or stopped is not."""
+
+import contextlib
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.control.samples import HELLO
+from tests.support.e2e.hosts import Hosts, why_not
+from tests.support.process import free_ports
+from tests.support.waiting import until
+from transfer.control.client import ControlClient
+from transfer.control.failures import PeerUnreachable
+from transfer.control.peer_sockets import ClientSettings
+
+ROOT = Path(__file__).parents[3]
+HERE = "127.0.0.1"
+PATIENCE_S = 30.0
+SERVER = """
+import sys
+from tests.support.control.samples import Handler
+from transfer.control.server import ControlServer
+
+server = ControlServer(Handler(), sys.argv[1])
+server.start()
+print(server.port, flush=True)
+sys.stdin.read()
+server.close()
+"""
+
+
+@pytest.fixture
+def client() -> Iterator[ControlClient]:
+    with contextlib.closing(ControlClient(ClientSettings(silent_s=1.0))) as client:
+        yield client
+        client.close()
+        client.check_integrity()
+
+
+@contextlib.contextmanager
+def server(address: str, where: list[str]) -> Iterator[tuple["subprocess.Popen[str]", int]]:
+    with subprocess.Popen(
+        [*where, sys.executable, "-c", SERVER, address],
+        cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    ) as process:  # fmt: skip
+        assert process.stdout is not None
+        try:
+            yield process, int(process.stdout.readline())
+        finally:
+            process.kill()
+
+
+def fails_within(client: ControlClient, host: str, port: int, seconds: float) -> str:
+    """What a request's failure says, which comes long before its time is up."""
+    began = time.monotonic()
+    with pytest.raises(PeerUnreachable) as failure:
+        client.request(host, port, HELLO, PATIENCE_S).result()
+    assert 0.75 <= time.monotonic() - began < seconds
+    return str(failure.value)
+
+
+def test_a_port_that_nobody_listens_on_is_given_up(client: ControlClient) -> None:
+    assert "there is no connection, for 1 s" in fails_within(client, HERE, free_ports(1)[0], 5.0)
+
+
+@pytest.mark.parametrize("is_known", [False, True], ids=["first contact", "connected"])
+def test_a_process_that_is_stopped_is_waited_for(client: ControlClient, is_known: bool) -> None:
+    with server(HERE, []) as (process, port):
+        if is_known:
+            client.request(HERE, port, HELLO, PATIENCE_S).result()
+        process.send_signal(signal.SIGSTOP)
+        asked = client.request(HERE, port, HELLO, PATIENCE_S)
+        time.sleep(3.0)
+        assert not asked.done()
+        process.send_signal(signal.SIGCONT)
+        asked.result()
+
+
+@pytest.mark.skipif(bool(why_not()), reason=why_not())
+def test_a_network_that_is_cut_is_noticed_and_forgotten_when_it_is_back(client: ControlClient) -> None:
+    def answers() -> bool:
+        with contextlib.suppress(PeerUnreachable):  # the system may have yet to find its neighbour again
+            client.request(host, port, HELLO, PATIENCE_S).result()
+            return True
+        return False
+
+    host = Hosts.address(1)
+    with contextlib.closing(Hosts()) as hosts, server(host, hosts.prefix(1)) as (_, port):
+        until(answers)
+        with hosts.unplugged(1):
+            assert "its system acknowledges nothing, for 1 s" in fails_within(client, host, port, 5.0)
+            assert "there is no connection, for 1 s" in fails_within(client, host, port, 5.0)
+        until(answers)
