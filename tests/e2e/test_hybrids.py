@@ -18,6 +18,7 @@ from tests.support.e2e.deployments import on
 from tests.support.e2e.host_memory import evict
 from tests.support.e2e.hybrid_deployments import (
     GRANITE,
+    GRANITE_ODD,
     GRANITE_SHORT_OF_BLOCKS,
     GRANITE_STEP,
     GRANITE_TO_TWO,
@@ -57,6 +58,13 @@ def assert_same_bits(pair: Pair, prompt: list[int]) -> None:
 @pairs(MORE, ("P2", "D2"))
 @pytest.mark.parametrize("tokens", [2, 33, 97, 1000])
 def test_states_of_more_ranks(pair: Pair, tokens: int) -> None:
+    pair.assert_pulls_right(make_prompt(tokens, (tokens, pair.name)))
+
+
+@on(GRANITE_ODD)
+@pairs(("P3", "D1"), ("P3", "D2"))
+@pytest.mark.parametrize("tokens", [2, 97, 1000])
+def test_states_of_three_ranks(pair: Pair, tokens: int) -> None:
     pair.assert_pulls_right(make_prompt(tokens, (tokens, pair.name)))
 
 

@@ -17,10 +17,10 @@ def _hybrid(
     )  # fmt: skip
 
 
-def granite_server(role: Role, tensor_parallel: int, *arguments: str) -> ServerSpec:
+def granite_server(role: Role, tensor_parallel: int, *arguments: str, name: str = "granite") -> ServerSpec:
     """A server that keeps one state of each request."""
     options = ("--no-enable-prefix-caching", *arguments)
-    return _hybrid(role, "granite", tensor_parallel, GRANITE_STEP, *options, block_size=96)
+    return _hybrid(role, name, tensor_parallel, GRANITE_STEP, *options, block_size=96)
 
 
 #: So a prompt of a multiple of it and one is computed in equal parts where it is pulled and where it is not.
@@ -36,6 +36,17 @@ GRANITE = Deployment(
 )
 GRANITE_TO_TWO = Deployment(
     "granite to TP 2", (*GRANITE.servers[::2], ("D2", granite_server("kv_consumer", 2))), slow=True
+)
+
+#: Sizes of which neither divides the other.
+GRANITE_ODD = Deployment(
+    "granite, three ranks",
+    (
+        ("P3", granite_server("kv_producer", 3, name="granite_6")),
+        ("D1", granite_server("kv_consumer", 1, name="granite_6")),
+        ("D2", granite_server("kv_consumer", 2, name="granite_6")),
+    ),
+    slow=True,
 )
 
 FEW = "--num-gpu-blocks-override", "48"

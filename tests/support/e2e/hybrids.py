@@ -28,6 +28,25 @@ CONFIGS: Mapping[str, dict[str, Any]] = {
         "mamba_chunk_size": 64,
         "position_embedding_type": "nope",
     },
+    # The same for three ranks, and for two.
+    "granite_6": {
+        "model_type": "granitemoehybrid",
+        "hidden_size": 384,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 6,
+        "shared_intermediate_size": 768,
+        "num_local_experts": 0,
+        "num_experts_per_tok": 0,
+        "layer_types": ["mamba", "mamba", "attention", "mamba"],
+        "mamba_n_heads": 24,
+        "mamba_n_groups": 1,
+        "mamba_d_state": 32,
+        "mamba_d_head": 32,
+        "mamba_d_conv": 4,
+        "mamba_expand": 2,
+        "mamba_chunk_size": 64,
+        "position_embedding_type": "nope",
+    },
     # Gated delta net.
     "qwen3_next": {
         "model_type": "qwen3_next",
