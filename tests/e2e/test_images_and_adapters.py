@@ -166,6 +166,19 @@ class TestApis:
             assert text == getattr(ApiClient(pair.prefill.client.base_url), api)(prompt, stream=False)
             assert len(text) >= 16, "a token has at least a character"
 
+    def test_answers_by_a_schema_and_their_log_probabilities_are_those_of_p_alone(self, pair: Pair, proxy: str) -> None:
+        asked, own = ApiClient(proxy, 40), ApiClient(pair.prefill.client.base_url, 40)
+        for legs in ("in turn", "at once"):
+            with pair.traffic() as traffic:
+                response = asked.structured_response(about(seed=("schema", legs)))
+                text, logprobs = asked.structured_chat(about(seed=("schema of a chat", legs)))
+            assert traffic.pulled("pulls") == 2
+            assert response == own.structured_response(about(seed=("schema", legs)))
+            assert "numbers" in response
+            same, expected = own.structured_chat(about(seed=("schema of a chat", legs)))
+            assert (text, len(logprobs)) == (same, len(expected))
+            assert logprobs == pytest.approx(expected, abs=LOGPROB_TOLERANCE)
+
     def test_tokens_are_pulled_and_answered_as_p_alone_does(self, pair: Pair, proxy: str) -> None:
         for legs, stream in (("in turn", False), ("at once", True)):
             prompt = make_prompt(100, ("tokens in, tokens out", legs))

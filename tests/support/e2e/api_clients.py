@@ -1,7 +1,7 @@
 """APIs beside OpenAI's completions, asked by the clients that their users have."""
 
 import json
-from typing import Any
+from typing import Any, cast
 
 import anthropic
 import httpx
@@ -11,6 +11,11 @@ from tests.support.e2e.client import MODEL_NAME, Chat
 from tests.support.e2e.images import Image
 
 _NO_KEY = "none"
+_SCHEMA = {
+    "type": "object",
+    "properties": {"numbers": {"type": "array", "items": {"type": "integer"}, "minItems": 8}},
+    "required": ["numbers"],
+}
 
 
 class ApiClient:
@@ -39,6 +44,27 @@ class ApiClient:
         assert (events[0].type, events[-1].type) == ("response.created", "response.completed")
         return "".join(event.delta for event in events if event.type == "response.output_text.delta")
 
+    def structured_response(self, prompt: Chat) -> str:
+        """Return the beginning of the JSON that OpenAI's client gets of /v1/responses, by a schema."""
+        wanted = {"format": {"type": "json_schema", "name": "numbers", "schema": _SCHEMA}}
+        with openai.OpenAI(base_url=f"{self._url}/v1", api_key=_NO_KEY, max_retries=0) as client:
+            answer = client.responses.create(
+                model=prompt.model, input=_text(prompt), temperature=0.0, max_output_tokens=self._tokens,
+                text=cast("Any", wanted),
+            )  # fmt: skip
+        return str(answer.output_text)
+
+    def structured_chat(self, prompt: Chat) -> tuple[str, list[float]]:
+        """Return the beginning of the JSON that OpenAI's client gets of a chat, by a schema, with log-probabilities."""
+        wanted = {"type": "json_schema", "json_schema": {"name": "numbers", "schema": _SCHEMA}}
+        with openai.OpenAI(base_url=f"{self._url}/v1", api_key=_NO_KEY, max_retries=0) as client:
+            (choice,) = client.chat.completions.create(
+                model=prompt.model, messages=[{"role": "user", "content": _text(prompt)}], temperature=0.0,
+                max_completion_tokens=self._tokens, logprobs=True, top_logprobs=2, response_format=cast("Any", wanted),
+            ).choices  # fmt: skip
+        assert choice.logprobs is not None
+        return str(choice.message.content), [step.logprob for step in choice.logprobs.content or ()]
+
     def messages(self, prompt: Chat, *, stream: bool) -> str:
         """Return the text that Anthropic's client gets of /v1/messages."""
         content = [_block(part) for part in prompt.parts]
@@ -64,6 +90,10 @@ class ApiClient:
         assert lines.pop() == "[DONE]", response.text
         choices = [choice for line in lines for choice in json.loads(line)["choices"]]
         return [int(token) for choice in choices for token in choice["token_ids"]]
+
+
+def _text(prompt: Chat) -> str:
+    return "".join(part for part in prompt.parts if isinstance(part, str))
 
 
 def _block(part: str | Image) -> dict[str, Any]:
