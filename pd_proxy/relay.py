@@ -39,7 +39,7 @@ RELAYED = (
 )
 #: Of responses that a decode server keeps.
 STORED = {"/v1/responses/{response_id}": "GET", "/v1/responses/{response_id}/cancel": "POST"}
-#: vLLM reads no other bodies but JSON.
+#: Bodies that are no JSON: for transcriptions, say.
 _FORMS = ("multipart/", "application/x-www-form-urlencoded")
 
 
