@@ -31,6 +31,7 @@ CONFIGS: Mapping[str, dict[str, Any]] = {
     # The same for three ranks, and for two.
     "granite_6": {
         "model_type": "granitemoehybrid",
+        "vocab_size": 576,  # of which vLLM gives each rank as much
         "hidden_size": 384,
         "num_attention_heads": 6,
         "num_key_value_heads": 6,
