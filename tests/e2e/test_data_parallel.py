@@ -6,9 +6,10 @@ from contextlib import closing
 
 import pytest
 
+from tests.support.e2e.apart_deployments import DATA_PARALLEL
 from tests.support.e2e.client import Client
 from tests.support.e2e.cluster import Server
-from tests.support.e2e.deployments import DATA_PARALLEL, on
+from tests.support.e2e.deployments import on
 from tests.support.e2e.pair import assert_same_output, make_prompt, wait_until_at_rest
 from tests.support.examples.harness import ProxyProcess
 

@@ -8,9 +8,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from tests.support.e2e.apart_deployments import HOSTS
 from tests.support.e2e.choice import rarely
 from tests.support.e2e.cluster import Cluster
-from tests.support.e2e.deployments import HOSTS, on
+from tests.support.e2e.deployments import on
 from tests.support.e2e.hosts import Hosts, why_not
 from tests.support.e2e.legs import Router
 from tests.support.e2e.pair import Pair, make_prompt

@@ -133,6 +133,7 @@ Simulations of many engines (``test_state_machine``, ``test_progress``) and of o
     host_tier.cases         short cuts for tests of one case at a time
 
 Real servers (``tests/e2e``):
+    e2e.apart_deployments   sets of servers on hosts of their own, and of data-parallel ones
     e2e.api_clients         responses, messages and tokens, asked by the clients that their users have
     e2e.architectures       architectures of the test models: configurations and random weights
     e2e.models              a tiny model, whose output depends on every block of its prompt, as a directory

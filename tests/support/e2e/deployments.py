@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import pytest
 from _pytest.mark.structures import ParameterSet
 
-from tests.support.e2e.cluster import BLOCK_SIZE, START_TIMEOUT_S, Layout, LoadFailurePolicy, ServerSpec
+from tests.support.e2e.cluster import BLOCK_SIZE, Layout, LoadFailurePolicy, ServerSpec
 from tests.support.e2e.models import DEFAULT_MODEL, ModelSpec
 from tests.support.process import free_ports
 
@@ -95,19 +95,6 @@ BHLNC = _both_sizes("BHLNC")
 
 #: A prefill server, and a decode server of each failure policy.
 FAULTS = Deployment("faults", (("P", prefill()), ("D fail", decode("fail")), ("D recompute", decode("recompute"))))
-
-#: Each on a host of its own, and finds its address by itself.
-HOSTS = Deployment("hosts", (("P", replace(prefill(), host=1)), ("D", replace(decode(), host=2))))
-
-#: Two engines behind each URL, which vLLM balances.
-DATA_PARALLEL = Deployment(
-    "data parallel",
-    tuple(
-        (name, replace(spec, arguments=("--data-parallel-size", "2"), start_timeout_s=2 * START_TIMEOUT_S))
-        for name, spec in (("P", prefill()), ("D", decode(patient=True)))
-    ),
-    slow=True,
-)
 
 #: One right decode server, prefill servers of models that look alike, and one whose KV blocks mean something else.
 OTHER_MODELS = Deployment(

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.support.control.samples import HELLO
@@ -74,6 +75,8 @@ def test_a_process_that_is_stopped_is_waited_for(client: ControlClient, is_known
         if is_known:
             client.request(HERE, port, HELLO, PATIENCE_S).result()
         process.send_signal(signal.SIGSTOP)
+        until(lambda: psutil.Process(process.pid).status() == psutil.STATUS_STOPPED)
+        time.sleep(0.2)  # its other threads stop as soon as they run
         asked = client.request(HERE, port, HELLO, PATIENCE_S)
         time.sleep(3.0)
         assert not asked.done()
