@@ -53,6 +53,7 @@ def test_the_recompute_scheduler_lets_preempted_requests_come_back(tmp_path: Pat
     assert all(end == ["length", None] for _, *end in found["together"])
 
 
+@pytest.mark.ascend_short
 @pytest.mark.skipif(ascend_release() == "0.23", reason="vllm-ascend 0.23 has no ring")
 def test_a_ring_into_which_a_prompt_is_pulled_is_not_zeroed() -> None:
     """Behind a prefix that D has, vLLM 0.30 would zero it: the ring has its place at the first tokens."""
