@@ -24,7 +24,6 @@ _RUN_BY_SERVERS = frozenset({"web_search_preview", "code_interpreter", "containe
 _TO_ITS_END: Body = {"ignore_eos": True}
 _ONE_SAMPLE: Body = {"max_tokens": 1, "n": 1, "temperature": 0.0} | _TO_ITS_END
 
-
 _EARLIER, _BACKGROUND = "an earlier response", "in the background"
 CUT = "a prompt cut to what the output leaves"
 #: Why only the decode server that keeps a response can serve a request.

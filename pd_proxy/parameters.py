@@ -173,6 +173,8 @@ def _sampling_reason(parameters: Body, *, chat: bool) -> str | None:
         return "beam search"
     if _wants_prompt_logprobs(parameters, chat=chat):
         return "prompt log-probabilities"
+    if parameters.get("skip_reading_prefix_cache"):
+        return "a prompt that reads no cache"
     if 0 in (parameters.get(limit) for limit in ("max_tokens", "max_completion_tokens", "max_output_tokens")):
         return "no tokens to generate"
     return None
@@ -190,7 +192,5 @@ def _is_number_of_choices(n: object) -> bool:
 
 def _wants_prompt_logprobs(parameters: Body, *, chat: bool) -> bool:
     if any(parameters.get(name) is not None for name in ("prompt_logprobs", "prompt_logprob_token_ids")):
-        return True
-    if parameters.get("skip_reading_prefix_cache"):
         return True
     return bool(parameters.get("echo")) and (chat or parameters.get("logprobs") is not None)

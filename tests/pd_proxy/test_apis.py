@@ -154,7 +154,7 @@ def test_a_clients_own_transfer_reaches_no_server(api: Api) -> None:
         (MESSAGES, {"tools": [{"name": "f", "input_schema": {}}], "tool_choice": {"type": "any"}}, None),
         (MESSAGES, {"tool_choice": {"type": "tool", "name": "f"}}, "a forced tool"),
         (GENERATE, {"sampling_params": {"prompt_logprob_token_ids": [1]}}, "prompt log-probabilities"),
-        (GENERATE, {"sampling_params": {"skip_reading_prefix_cache": True}}, "prompt log-probabilities"),
+        (GENERATE, {"sampling_params": {"skip_reading_prefix_cache": True}}, "a prompt that reads no cache"),
         (GENERATE, {"sampling_params": {"n": 4}}, None),
         (GENERATE, {"sampling_params": {"n": "4"}}, "an invalid number of samples"),
         (GENERATE, {"sampling_params": {"prompt_logprobs": 1}}, "prompt log-probabilities"),

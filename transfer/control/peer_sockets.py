@@ -247,20 +247,23 @@ class PeerPool:
         now = time.monotonic()
         if now < self.check_at:
             return
-        connected = {peer.address: peer for peer in self._peers.values() if peer.descriptor >= 0}
-        waiting = [peer for peer in self._peers.values() if peer.unanswered and peer.socket is not None]
-        self.check_at = now + CHECK_INTERVAL_S if connected or waiting else math.inf
-        for peer in waiting:
-            peer.silent_checks = peer.silent_checks + 1 if _is_silent(peer) else 0
+        peers = list(self._peers.values())
+        self.check_at = (
+            now + CHECK_INTERVAL_S if any(peer.descriptor >= 0 or _waits(peer) for peer in peers) else math.inf
+        )
+        unread: dict[Address, int] = {}
+        for peer in peers:
+            is_silent, unread[peer.address] = _look_at(peer)
+            peer.silent_checks = peer.silent_checks + 1 if is_silent and _waits(peer) else 0
             # Not by a clock: this process may have been stopped.
             if peer.silent_checks * CHECK_INTERVAL_S >= self._settings.silent_s:
                 what = "its system acknowledges nothing" if peer.descriptor >= 0 else "there is no connection"
                 peer.failure = f"{what}, for {self._settings.silent_s:g} s: is its network cut, or the port closed?"
+                del unread[peer.address]
                 yield peer
-        unread = {address: _unread_bytes(peer) for address, peer in connected.items() if not peer.failure}
         for address, held in over_limit(unread, _UNREAD_BYTES):
-            connected[address].failure = f"it sent {held} bytes without a complete reply"
-            yield connected[address]
+            self._peers[address].failure = f"it sent {held} bytes without a complete reply"
+            yield self._peers[address]
 
     def close_idle(self) -> None:
         """Drop the peers that were not used for ``idle_s``. Cheap if called too early."""
@@ -400,19 +403,24 @@ class PeerPool:
         thread.start()
 
 
-def _is_silent(peer: PeerSocket) -> bool:
-    """Return whether a peer has no connection, or has acknowledged nothing since the last check though it should."""
+def _waits(peer: PeerSocket) -> bool:
+    """Return whether requests wait for a peer whose host is known."""
+    return bool(peer.unanswered) and peer.socket is not None
+
+
+def _look_at(peer: PeerSocket) -> tuple[bool, int]:
+    """Return whether a peer is silent, and how many bytes it has sent that are no part of a complete reply.
+
+    It is silent without a connection, or if it has acknowledged nothing since the last check though it should.
+    """
     if peer.descriptor < 0:
-        return True
+        return True, 0
     with connection_of(peer.descriptor, remote_port=peer.address.port) as connection:
-        before, now = peer.acknowledged, None if connection is None else connection.bytes_acknowledged
-    peer.acknowledged = now
-    return now is not None and now == before
-
-
-def _unread_bytes(peer: PeerSocket) -> int:
-    with connection_of(peer.descriptor, remote_port=peer.address.port) as connection:
-        return 0 if connection is None else peer.unread.update(connection.bytes_received)
+        if connection is None:
+            return False, 0
+        before, peer.acknowledged = peer.acknowledged, connection.bytes_acknowledged
+        is_silent = peer.acknowledged is not None and peer.acknowledged == before
+        return is_silent, peer.unread.update(connection.bytes_received)
 
 
 def _look_up(host: str, allowed: AllowedPeers, report: Callable[[Resolved], object]) -> None:

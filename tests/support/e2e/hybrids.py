@@ -10,43 +10,35 @@ from typing import Any
 #: Deviation of a convolution's weights.
 _CONVOLUTION = 0.3
 
+#: Mamba2, one group of B and C for all heads.
+_GRANITE: dict[str, Any] = {
+    "model_type": "granitemoehybrid",
+    "shared_intermediate_size": 512,
+    "num_local_experts": 0,
+    "num_experts_per_tok": 0,
+    "layer_types": ["mamba", "mamba", "attention", "mamba"],
+    "mamba_n_heads": 16,
+    "mamba_n_groups": 1,
+    "mamba_d_state": 32,
+    "mamba_d_head": 32,
+    "mamba_d_conv": 4,
+    "mamba_expand": 2,
+    "mamba_chunk_size": 64,
+    "position_embedding_type": "nope",
+}
+
 #: What differs from ``architectures.shared_config``, by the name that tests use.
 CONFIGS: Mapping[str, dict[str, Any]] = {
-    # Mamba2, one group of B and C for all heads.
-    "granite": {
-        "model_type": "granitemoehybrid",
-        "shared_intermediate_size": 512,
-        "num_local_experts": 0,
-        "num_experts_per_tok": 0,
-        "layer_types": ["mamba", "mamba", "attention", "mamba"],
-        "mamba_n_heads": 16,
-        "mamba_n_groups": 1,
-        "mamba_d_state": 32,
-        "mamba_d_head": 32,
-        "mamba_d_conv": 4,
-        "mamba_expand": 2,
-        "mamba_chunk_size": 64,
-        "position_embedding_type": "nope",
-    },
-    # The same for three ranks, and for two.
-    "granite_6": {
-        "model_type": "granitemoehybrid",
-        "vocab_size": 576,  # of which vLLM gives each rank as much
+    "granite": _GRANITE,
+    # The same for three ranks, and for two. vLLM gives each rank as much of the vocabulary.
+    "granite_6": _GRANITE
+    | {
+        "vocab_size": 576,
         "hidden_size": 384,
         "num_attention_heads": 6,
         "num_key_value_heads": 6,
         "shared_intermediate_size": 768,
-        "num_local_experts": 0,
-        "num_experts_per_tok": 0,
-        "layer_types": ["mamba", "mamba", "attention", "mamba"],
         "mamba_n_heads": 24,
-        "mamba_n_groups": 1,
-        "mamba_d_state": 32,
-        "mamba_d_head": 32,
-        "mamba_d_conv": 4,
-        "mamba_expand": 2,
-        "mamba_chunk_size": 64,
-        "position_embedding_type": "nope",
     },
     # Gated delta net.
     "qwen3_next": {
