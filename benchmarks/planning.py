@@ -21,7 +21,7 @@ from layout.plan import BlockTable, Plan, compile_plans
 from layout.regions import RegionTable
 from layout.sharding import choose_sources, held_heads
 from layout.staging import Schedule, schedule_reads, warm_up
-from pd_connector.worker.pull import for_each_rank
+from pd_connector.worker.remote_reader import for_each_rank
 
 LAYERS = 80
 KV_HEADS = 8

@@ -15,7 +15,7 @@ from layout.copies import Copies
 from layout.geometry import Region
 from pd_connector import PDConnector as Connector
 from pd_connector.worker.worker import ConnectorWorker
-from transfer.engine.interface import Link, TransferEngine
+from transfer.engine.interface import GivenUp, Link, TransferEngine, never
 
 
 class _Network:
@@ -40,9 +40,9 @@ class _SlowLink:
     def __init__(self, link: Link, network: _Network) -> None:
         self._link, self._network = link, network
 
-    def read(self, copies: Copies, timeout_s: float, later_bytes: int = 0) -> None:
+    def read(self, copies: Copies, timeout_s: float, later_bytes: int = 0, given_up: GivenUp = never) -> None:
         """Read, and wait for the rest of the time."""
-        self._link.read(copies, timeout_s, later_bytes)
+        self._link.read(copies, timeout_s, later_bytes, given_up)
         self._network.carry(copies.total_bytes)
 
     def __getattr__(self, name: str) -> Any:

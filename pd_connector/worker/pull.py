@@ -4,7 +4,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, TypeVar
@@ -18,6 +18,7 @@ from pd_connector.traces import Lap, PullTrace
 from pd_connector.worker.followed_prompt import FOLLOW_WAIT_S, FollowedPrompt
 from pd_connector.worker.lease_checksums import Interrupted
 from pd_connector.worker.peer import Peer, PullContext
+from pd_connector.worker.peer_watch import PeerWatch
 from pd_connector.worker.pull_end import (
     PullEnd,
     PullFailed,
@@ -29,7 +30,7 @@ from pd_connector.worker.pull_end import (
     why_ended,
 )
 from pd_connector.worker.quarantine import HeldRead, LostPull, UnsettledPull
-from pd_connector.worker.remote_reader import SLOTS
+from pd_connector.worker.remote_reader import for_each_rank
 from transfer.control.messages import Followed, Locate, Place, Release, Released, Reply, RequestFor, TransferState
 from transfer.copies.batch.base import Pauses
 from transfer.engine.interface import ReadFailed
@@ -43,7 +44,6 @@ _MIN_CONFIRM_S = 1.0
 #: Pause before P is asked again, if it has answered at once though there was nothing new: it may serve too many.
 _FOLLOW_PAUSE_S = 0.05
 
-_Result = TypeVar("_Result")
 _Reply = TypeVar("_Reply", bound=Reply)
 
 #: How a pull has ended, or that it has failed and is not settled.
@@ -397,16 +397,17 @@ class Pull:
             raise PullFailed(
                 Cause.TIMEOUT, f"the pull timeout of {self._context.pull_timeout_s} s was over before the read"
             )
-        link, reads = peer.link(rank), self._context.reads
+        link, context, reads = peer.link(rank), self._context, self._context.reads
         held = HeldRead(link)
         self._held.append(held)  # first: whatever happens from here on, nothing is reused before it has settled
         schedule = held.keep(reads.planned(copies, peer.regions[rank]))
         if logger.isEnabledFor(logging.DEBUG):
             logger.debug("PDConnector: %s, prefill rank %d: %s", self.order.request_id, rank, schedule.describe())
         try:
-            copying_s = reads.carry_out(link, schedule, self._deadline - self._context.clock())
-            in_place = self._context.clock()
-            link.prove(max(self._deadline - self._context.clock(), _MIN_CONFIRM_S))
+            with PeerWatch(context.client, self.order.remote, context.pull_timeout_s, context.clock) as given_up:
+                copying_s = reads.carry_out(link, schedule, self._deadline - context.clock(), given_up)
+            in_place = context.clock()
+            link.prove(max(self._deadline - context.clock(), _MIN_CONFIRM_S))
         except ValueError as error:
             raise PullFailed(Cause.PARAMS, f"prefill rank {rank}: {error}") from error
         except BaseException as error:
@@ -489,12 +490,3 @@ class Pull:
             self._context.trace(trace)
         except Exception:  # the request must end whatever becomes of its trace
             logger.exception("PDConnector: the pull of request %s cannot be traced", self.order.request_id)
-
-
-def for_each_rank(work: Callable[[int], _Result], ranks: Sequence[int]) -> dict[int, _Result]:
-    """Return the results of ``work`` for all ranks once all have ended; runs as many at once as can be staged."""
-    if len(ranks) <= 1:
-        return {rank: work(rank) for rank in ranks}
-    with ThreadPoolExecutor(min(len(ranks), SLOTS), "pd-rank") as threads:
-        results = {rank: threads.submit(work, rank) for rank in ranks}
-    return {rank: result.result() for rank, result in results.items()}

@@ -5,11 +5,11 @@
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 
@@ -24,7 +24,7 @@ from transfer.copies.reshape import reshape
 from transfer.copies.reshape.device_views import mapped_segments
 from transfer.copies.reshape.reshape_torch import DEFAULT_TEMPORARY_BYTES, TensorCopier
 from transfer.engine.batches import check_copies
-from transfer.engine.interface import Link, ReadFailed
+from transfer.engine.interface import GivenUp, Link, ReadFailed, never
 from transfer.memory import HostMemory, SlotPool
 
 #: Reads from this many prefill ranks can be staged at once, of all pulls together. Others wait for as long as staging
@@ -33,6 +33,8 @@ SLOTS = 8
 
 #: Bound of that wait, which a shutdown does not end.
 _LONGEST_WAIT_S = 1.0
+
+_Result = TypeVar("_Result")
 
 #: Seconds that the host needs for each run that a device copies, to number its rows: measured on one core. The device's
 #: own time is unknown; its bytes are assumed to cost as much as the CPU's. A window's few operators are left out.
@@ -156,10 +158,10 @@ class RemoteReader:
         schedule = schedule_reads(copies, self._cost, self._local, remote, any_slot, self._areas)
         return schedule.direct_s - schedule.predicted_s
 
-    def carry_out(self, link: Link, schedule: Schedule, timeout_s: float) -> float:
+    def carry_out(self, link: Link, schedule: Schedule, timeout_s: float, given_up: GivenUp = never) -> float:
         """Read and copy everything; return when all bytes are in place.
 
-        The bytes of a window are copied while the next window is read.
+        The bytes of a window are copied while the next window is read. ``given_up``: see ``Link.read``.
 
         Returns:
             Seconds from the end of the last read to that of the last copy; 0 if nothing goes through staging.
@@ -174,7 +176,7 @@ class RemoteReader:
         check_copies(schedule.copies, self._local, self._staging_table, "the staging buffer")
         later_bytes = schedule.staged_bytes
         if len(schedule.direct):
-            link.read(schedule.direct, timeout_s, later_bytes)
+            link.read(schedule.direct, timeout_s, later_bytes, given_up)
         if not len(schedule.reads):
             return 0.0
         with ThreadPoolExecutor(1, "pd-copies") as copier:
@@ -186,9 +188,18 @@ class RemoteReader:
                 if remaining <= 0:
                     raise ReadFailed(f"not all windows were read within {timeout_s:.1f} s", settled=True)
                 later_bytes -= window.reads.total_bytes
-                link.read(window.reads, remaining, later_bytes)
+                link.read(window.reads, remaining, later_bytes, given_up)
                 copying.append(copier.submit(self._copy, window.copies))
             all_read = time.monotonic()
             for copies in copying:
                 copies.result()
         return time.monotonic() - all_read
+
+
+def for_each_rank(work: Callable[[int], _Result], ranks: Sequence[int]) -> dict[int, _Result]:
+    """Return the results of ``work`` for all ranks once all have ended; runs as many at once as can be staged."""
+    if len(ranks) <= 1:
+        return {rank: work(rank) for rank in ranks}
+    with ThreadPoolExecutor(min(len(ranks), SLOTS), "pd-rank") as threads:
+        results = {rank: threads.submit(work, rank) for rank in ranks}
+    return {rank: result.result() for rank, result in results.items()}

@@ -23,7 +23,7 @@ from tests.support.devices.npu_device import DeviceBytes
 from tests.support.memory import Bytes, noise
 from transfer.copies.reshape.device_views import mapped_segments
 from transfer.copies.reshape.reshape_torch import SideStream, TensorCopier
-from transfer.engine.interface import Link
+from transfer.engine.interface import GivenUp, Link, never
 
 DEVICES = [torch.device("npu:0"), torch.device("npu:1")]
 HUGE_PAGE = 2 << 20
@@ -234,7 +234,7 @@ class Wire(Link):
         self.peer = peer
         self.reads: list[Copies] = []
 
-    def read(self, copies: Copies, timeout_s: float, later_bytes: int = 0) -> None:
+    def read(self, copies: Copies, timeout_s: float, later_bytes: int = 0, given_up: GivenUp = never) -> None:
         self.reads.append(copies)
         columns = (column.tolist() for column in (copies.destinations, copies.sources, copies.sizes))
         for to, start, size in zip(*columns, strict=True):

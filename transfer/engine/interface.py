@@ -13,11 +13,19 @@ different peers never wait for each other where the transport allows it (TCP doe
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from layout.copies import Copies
 from layout.geometry import Identity, Region
 from transfer.errors import TransferError
+
+#: Returns why a read is to end before its time, empty if it is not.
+GivenUp = Callable[[], str]
+
+
+def never() -> str:
+    """Let a read take its time."""
+    return ""
 
 
 class EngineStartError(TransferError):
@@ -36,7 +44,7 @@ class Link(ABC):
     """A connection to one peer's engine, through which its registered memory is read."""
 
     @abstractmethod
-    def read(self, copies: Copies, timeout_s: float, later_bytes: int = 0) -> None:
+    def read(self, copies: Copies, timeout_s: float, later_bytes: int = 0, given_up: GivenUp = never) -> None:
         """Read every descriptor: sources in the peer's memory, destinations in this process.
 
         Returns when all bytes have landed. The batch may have any length; the engine splits it as its transport needs.
@@ -46,9 +54,10 @@ class Link(ABC):
             copies: the descriptors.
             timeout_s: see below.
             later_bytes: what the caller will read over this link after this batch, for the same purpose.
+            given_up: asked often while it reads, on the same thread; the read fails once it returns a reason.
 
         Raises:
-            ReadFailed: not all bytes landed within ``timeout_s`` seconds, or the peer refused or is gone.
+            ReadFailed: not all bytes landed within ``timeout_s`` seconds, the peer refused or is gone, or was given up.
             ValueError: a size is not positive, or a descriptor lies outside the memory that this side or the peer
                 registered. Nothing was read.
         """

@@ -19,7 +19,7 @@ from layout.geometry import Identity
 from layout.regions import RegionTable
 from transfer.engine.batches import check_copies, split_large
 from transfer.engine.identity import NONCE_BYTES, wrong_identity
-from transfer.engine.interface import EngineStartError, Link, ReadFailed
+from transfer.engine.interface import EngineStartError, GivenUp, Link, ReadFailed, never
 from transfer.engine.mooncake_batches import State, submit
 from transfer.engine.mooncake_native import NativeEngine, check_open_files
 from transfer.engine.mooncake_read import MooncakeRead
@@ -171,7 +171,7 @@ class MooncakeLink(Link):
                 settled=True,
             )
 
-    def read(self, copies: Copies, timeout_s: float, later_bytes: int = 0) -> None:
+    def read(self, copies: Copies, timeout_s: float, later_bytes: int = 0, given_up: GivenUp = never) -> None:
         """See the contract. After an unsettled failure the link refuses to read."""
         with self._busy:
             self._check_usable()
@@ -181,7 +181,7 @@ class MooncakeLink(Link):
             costs = self._options.costs
             reading = MooncakeRead(self._native, self.address, copies, self._limits, costs, self.window, later_bytes)
             try:
-                reading.run(timeout_s, self._closing.is_set)
+                reading.run(timeout_s, lambda: "the link was closed" if self._closing.is_set() else given_up())
             except ReadFailed as error:
                 if error.settled or not self._settles(reading):
                     raise

@@ -17,7 +17,7 @@ import numpy as np
 
 from layout.copies import Copies
 from layout.cost import CostModel
-from transfer.engine.interface import ReadFailed
+from transfer.engine.interface import GivenUp, ReadFailed
 from transfer.engine.mooncake_batches import ReadBatch, submit
 from transfer.engine.mooncake_limits import Limits
 from transfer.engine.mooncake_native import NativeEngine
@@ -66,7 +66,7 @@ class MooncakeRead:
         """The batches that Mooncake may still be writing. They occupy the window."""
         return [call.batch for call in self._calls]
 
-    def run(self, timeout_s: float, closing: Callable[[], bool]) -> None:
+    def run(self, timeout_s: float, given_up: GivenUp) -> None:
         """Submit calls and collect them until all descriptors have landed.
 
         Measured against Mooncake's blocking call, which spins on a core (median of 20, 2 cores, 47 x 737 KB), polling
@@ -77,11 +77,11 @@ class MooncakeRead:
             ReadFailed: settled if nothing is ``in_flight``.
         """
         try:
-            self._run(self._started + timeout_s, timeout_s, closing)
+            self._run(self._started + timeout_s, timeout_s, given_up)
         finally:
             self._window.leave(self._flow)
 
-    def _run(self, deadline: float, timeout_s: float, closing: Callable[[], bool]) -> None:
+    def _run(self, deadline: float, timeout_s: float, given_up: GivenUp) -> None:
         looked, pause_s = self._started, 0.0
         while self._calls or self._submitted < len(self._copies):
             self._submit_what_fits()
@@ -91,8 +91,8 @@ class MooncakeRead:
             looked, pause_s = now, 0.0
             if collected:
                 continue
-            if closing():
-                self._fail("the link was closed")
+            if reason := given_up():
+                self._fail(reason)
             if now >= deadline:
                 self._fail(f"it did not finish within {timeout_s:.3f} s")
             pause_s = self._limits.pause_s(now - self._started)

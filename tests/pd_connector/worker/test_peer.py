@@ -40,7 +40,7 @@ from tests.support.engine.in_process import Fault, InProcessEngine, InProcessFab
 from tests.support.layout.oracle import Engine
 from tests.support.waiting import ManualClock, holds_for, until
 from transfer.control.messages import Hello, Release, Request, decode_request
-from transfer.engine.interface import ReadFailed
+from transfer.engine.interface import GivenUp, ReadFailed
 
 
 class RememberingEngine(InProcessEngine):
@@ -278,9 +278,9 @@ def test_no_late_byte_lands_when_one_rank_fails_and_another_surprises(
     prefill, (worker,) = site.prefill(replace(PREFILL, tp=2)), site.decode()
     read, late = InProcessLink.read, []
 
-    def surprise(link: InProcessLink, copies: Copies, timeout_s: float, later_bytes: int = 0) -> None:
+    def surprise(link: InProcessLink, copies: Copies, timeout_s: float, later_bytes: int, given_up: GivenUp) -> None:
         try:
-            read(link, copies, timeout_s, later_bytes)
+            read(link, copies, timeout_s, later_bytes, given_up)
         except ReadFailed as error:
             if error.settled:
                 raise

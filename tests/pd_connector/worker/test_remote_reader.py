@@ -26,7 +26,7 @@ from tests.support.engine.in_process import Fault, InProcessLink
 from tests.support.layout.oracle import Model
 from tests.support.waiting import holds_for, until
 from transfer.copies.reshape.reshape import run_copies
-from transfer.engine.interface import Link
+from transfer.engine.interface import GivenUp, Link, never
 from transfer.memory import HostMemory, SlotPool
 
 #: Big enough for several windows of two pages.
@@ -218,9 +218,9 @@ def test_each_read_says_what_the_pull_reads_later_from_the_same_rank(
     said: dict[InProcessLink, list[tuple[int, int]]] = {}
     read = InProcessLink.read
 
-    def recorded(link: InProcessLink, copies: Copies, timeout_s: float, later_bytes: int = 0) -> None:
+    def recorded(link: InProcessLink, copies: Copies, timeout_s: float, later_bytes: int, given_up: GivenUp) -> None:
         said.setdefault(link, []).append((copies.total_bytes, later_bytes))
-        read(link, copies, timeout_s, later_bytes)
+        read(link, copies, timeout_s, later_bytes, given_up)
 
     monkeypatch.setattr(InProcessLink, "read", recorded)
     assert pull_once(site, prefill.prefill("r", THEIRS), worker).cause == ""
@@ -234,7 +234,7 @@ def test_each_read_says_what_the_pull_reads_later_from_the_same_rank(
 class NoLink(Link):
     """Fails the test that reads through it."""
 
-    def read(self, copies: Copies, timeout_s: float, later_bytes: int = 0) -> None:
+    def read(self, copies: Copies, timeout_s: float, later_bytes: int = 0, given_up: GivenUp = never) -> None:
         pytest.fail(f"{len(copies)} descriptors were read within {timeout_s} s")
 
     def prove(self, timeout_s: float) -> None:

@@ -16,7 +16,7 @@ from layout.sharding import choose_sources
 from layout.staging import Schedule
 from pd_connector.worker.remote_reader import RemoteReader
 from tests.support.layout.nhd import NhdRank
-from transfer.engine.interface import Link
+from transfer.engine.interface import GivenUp, Link, never
 
 #: What moves bytes on the device, or to it. Views, and memory that is only allocated, do not.
 MOVING = ("index_select", "index_copy_", "copy_", "_to_copy", "clone", "cat")
@@ -45,7 +45,7 @@ class LocalWire(Link):
         self._before = before
         self.batches: list[Copies] = []
 
-    def read(self, copies: Copies, timeout_s: float, later_bytes: int = 0) -> None:
+    def read(self, copies: Copies, timeout_s: float, later_bytes: int = 0, given_up: GivenUp = never) -> None:
         self._before(copies)
         self.batches.append(copies)
         columns = (column.tolist() for column in (copies.destinations, copies.sources, copies.sizes))

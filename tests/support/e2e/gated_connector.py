@@ -13,7 +13,7 @@ from pd_connector.orders import LoadOrder, StoreOrder
 from pd_connector.worker.host.device_copies import HostCopies
 from pd_connector.worker.worker import ConnectorWorker
 from tests.support.e2e.gates import DIRECTORY_VARIABLE, Gates, Place
-from transfer.engine.interface import Link, TransferEngine
+from transfer.engine.interface import GivenUp, Link, TransferEngine, never
 
 
 class PDConnector(Connector):
@@ -42,13 +42,13 @@ class _GatedLink:
     def __init__(self, link: Link, gates: Gates, lands: Callable[[Copies], bool]) -> None:
         self._link, self._gates, self._lands = link, gates, lands
 
-    def read(self, copies: Copies, timeout_s: float, later_bytes: int = 0) -> None:
+    def read(self, copies: Copies, timeout_s: float, later_bytes: int = 0, given_up: GivenUp = never) -> None:
         lands = self._lands(copies)
         half = -(-len(copies) // 2)
-        self._link.read(copies[:half], timeout_s, later_bytes)
+        self._link.read(copies[:half], timeout_s, later_bytes, given_up)
         self._gates.pass_through("landing" if lands else "pulling")
         if half < len(copies):
-            self._link.read(copies[half:], timeout_s, later_bytes)
+            self._link.read(copies[half:], timeout_s, later_bytes, given_up)
         if lands:
             self._gates.pass_through("unconfirmed")
 

@@ -7,6 +7,7 @@ nobody comes to rely on one. Nothing here may know Mooncake.
 import ctypes
 import random
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,7 +16,7 @@ from layout.geometry import Identity, Region
 from layout.regions import RegionTable
 from transfer.engine.batches import RegisteredMemory, check_copies
 from transfer.engine.identity import OwnIdentity, check_identity, wrong_identity
-from transfer.engine.interface import Link, ReadFailed, TransferEngine
+from transfer.engine.interface import GivenUp, Link, ReadFailed, TransferEngine, never
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +209,7 @@ class InProcessLink(Link):
         self.peer_address = address
         self.closed = False
 
-    def read(self, copies: Copies, timeout_s: float, later_bytes: int = 0) -> None:
+    def read(self, copies: Copies, timeout_s: float, later_bytes: int = 0, given_up: GivenUp = never) -> None:
         """See the contract. After an unsettled failure the link refuses to read until it is closed."""
         if self.closed or self._broken:
             state = "closed" if self.closed else "broken by a read that failed and must be closed first"
@@ -218,8 +219,11 @@ class InProcessLink(Link):
         copies, fault = self._fabric.begin_read(copies)
         self._fabric.copy_unless_closed(self, copies[: fault.landed])
         rest = copies[fault.landed :]
-        if fault.until is not None and not fault.until.wait(timeout_s):
-            self._fail(rest, f"it did not finish within {timeout_s:.3f} s", settled=False)
+        deadline = time.monotonic() + timeout_s
+        while fault.until is not None and not fault.until.wait(min(0.01, timeout_s)):
+            reason = f"it did not finish within {timeout_s:.3f} s" if time.monotonic() >= deadline else given_up()
+            if reason:
+                self._fail(rest, reason, settled=False)
         if fault.fails:
             self._fail(rest, "a fault was injected", settled=fault.settled)
         self._fabric.copy_unless_closed(self, rest)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from layout.copies import Copies, concatenate
 from layout.cost import CostModel
 from transfer.engine import mooncake_read as module
-from transfer.engine.interface import ReadFailed
+from transfer.engine.interface import ReadFailed, never
 from transfer.engine.mooncake_batches import ReadBatch, State
 from transfer.engine.mooncake_limits import LIMITS
 from transfer.engine.mooncake_read import MooncakeRead
@@ -81,7 +81,7 @@ def batch_of(sizes: list[int]) -> Copies:
 def test_calls_hold_all_descriptors_in_order_and_are_never_too_much(sizes: list[int], looks: int) -> None:
     with pytest.MonkeyPatch.context() as monkeypatch:
         wire, copies = Wire(monkeypatch, looks), batch_of(sizes)
-        wire.read(copies).run(60.0, lambda: False)
+        wire.read(copies).run(60.0, never)
         made = concatenate([call.part for call in wire.calls])
         for name in ("destinations", "sources", "sizes"):
             assert np.array_equal(getattr(made, name), getattr(copies, name))
@@ -98,26 +98,26 @@ def test_a_first_call_leaves_most_descriptors_to_later_ones_and_these_leave_some
     """Whatever time may be in flight."""
     wire = Wire(monkeypatch)
     wire.window = Window(200, 60.0)
-    wire.read(batch_of([1] * 350)).run(60.0, lambda: False)
+    wire.read(batch_of([1] * 350)).run(60.0, never)
     assert [len(call.part) for call in wire.calls] == [50, 75, 75, 75, 75]
     assert wire.window.most_in_flight == 150
 
 
 def test_the_next_call_is_in_flight_before_the_one_before_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     wire = Wire(monkeypatch)
-    wire.read(batch_of([500_000] * 40)).run(60.0, lambda: False)
+    wire.read(batch_of([500_000] * 40)).run(60.0, never)
     assert wire.most_s > 0.9 * wire.window.call_s * 2 - COST.read_s(1, 500_000)
 
 
 def test_a_descriptor_that_is_longer_than_a_call_is_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
     wire = Wire(monkeypatch)
-    wire.read(batch_of([9_000_000, 1, 9_000_000])).run(60.0, lambda: False)
+    wire.read(batch_of([9_000_000, 1, 9_000_000])).run(60.0, never)
     assert [len(call.part) for call in wire.calls] == [1, 1, 1]
 
 
 def test_what_is_left_counts_what_the_caller_reads_later(monkeypatch: pytest.MonkeyPatch) -> None:
     wire = Wire(monkeypatch)
-    wire.read(batch_of([400_000] * 12), later_bytes=5_000_000).run(60.0, lambda: False)
+    wire.read(batch_of([400_000] * 12), later_bytes=5_000_000).run(60.0, never)
     whole_s = COST.read_s(12, 12 * 400_000)
     assert wire.left_s[0] == pytest.approx(whole_s + 5e-3)
     assert wire.left_s == sorted(wire.left_s, reverse=True)
@@ -129,13 +129,20 @@ def test_a_failed_read_leaves_its_time_to_others_and_keeps_its_descriptors(monke
     wire.fails = True
     reading = wire.read(batch_of([500_000] * 40))
     with pytest.raises(ReadFailed, match="Mooncake reported an error") as failure:
-        reading.run(60.0, lambda: False)
+        reading.run(60.0, never)
     assert not failure.value.settled
     assert not wire.window._flows
     assert wire.window.in_flight == sum(batch.descriptors for batch in reading.in_flight) > 0
     wire.fails = False
     assert reading.settle(60.0, lambda: False)
     assert wire.window.in_flight == 0
+
+
+def test_a_read_that_is_given_up_says_why_and_has_not_settled(monkeypatch: pytest.MonkeyPatch) -> None:
+    reading = Wire(monkeypatch, looks=1000).read(batch_of([500_000] * 4))
+    with pytest.raises(ReadFailed, match=r"failed in call 1 .*: its engine is gone; the whole read is") as failure:
+        reading.run(60.0, lambda: "its engine is gone")
+    assert not failure.value.settled
 
 
 def test_a_read_that_looks_late_has_more_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,5 +156,5 @@ def test_a_read_that_looks_late_has_more_in_flight(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr("transfer.engine.mooncake_read.time.sleep", sleep)
     monkeypatch.setattr("transfer.engine.mooncake_read.time.monotonic", lambda: now[0])
-    wire.read(batch_of([1000])).run(60.0, lambda: False)
+    wire.read(batch_of([1000])).run(60.0, never)
     assert late == pytest.approx([0.0, 0.005, 0.005])
