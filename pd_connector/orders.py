@@ -154,9 +154,11 @@ class LandingEnds:
 
     ranks: int
     failed: bool = False
+    lacks_states: bool = False  # the prefill engine did not have all states that were ordered
 
     def __add__(self, other: "LandingEnds") -> "LandingEnds":
-        return LandingEnds(self.ranks + other.ranks, self.failed or other.failed)
+        ranks, failed = self.ranks + other.ranks, self.failed or other.failed
+        return LandingEnds(ranks, failed, self.lacks_states or other.lacks_states)
 
 
 @dataclass(frozen=True)

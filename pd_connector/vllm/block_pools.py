@@ -233,6 +233,16 @@ class HostBlockPool:
             if self._with_events:
                 self._pool.kv_event_queue += [self._events.stored(request, group, first + index) for index in published]
 
+    def publish_state(self, request: "Request", group: int, entry: int, host: "KVCacheBlock") -> None:
+        """Make a host block findable as the state after the tokens of a request's first ``entry`` + 1 blocks."""
+        size = self.block_tokens[group]
+        hashes = self._release.block_hashes(request.block_hashes, self._pool.hash_block_size, size)
+        if entry >= len(hashes):
+            return
+        published = self._publish([make_block_hash_with_group_id(hashes[entry], group)], [host])
+        if self._with_events and published:
+            self._pool.kv_event_queue.append(self._events.stored(request, group, entry))
+
     def evict_all(self) -> None:
         """Make all blocks impossible to find, those in use included."""
         self._pool.evict_blocks({int(block.block_id) for block in self._pool.blocks if block.block_hash is not None})

@@ -6,6 +6,9 @@ A request that vLLM asks about passes through these states, each at most once:
         |                               |                '--- a rank has failed ---> refused, as a pull that fails
         '--- room on the device         '--- no slots ---> pulled to the device
 
+The states at the last border of blocks land as well, if there are slots for them: only there a longer prompt finds its
+beginning (see ``border_states``). Its request does not load them.
+
 While a prompt lands, its request owns no block of the device, and vLLM goes on with others. The slots belong to the
 landing until every rank has ended its read: also if the request leaves, or the cache is reset, meanwhile. A rank whose
 read has failed reports it only when nothing writes to the slots any more.
@@ -31,7 +34,7 @@ from pd_connector.vllm.cache_specs import Retention
 from pd_connector.vllm.device_blocks import HeldBlocks
 
 if TYPE_CHECKING:
-    from pd_connector.vllm.types import Request
+    from pd_connector.vllm.types import KVCacheBlock, Request
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +57,13 @@ class _Landing:
     hit: HostHit  # what the request is given: what host memory held before, and what lands
     first_token: int  # of those that land
     ends: LandingEnds
+    borders: "dict[int, tuple[int, KVCacheBlock]]"  # by cache group: entry of the table, and the slot of its state
     is_wanted: bool = True  # the request has not left, and the contents are valid
+
+    @property
+    def border_blocks(self) -> HeldBlocks:
+        """The slots for states at borders."""
+        return tuple(block for _, block in self.borders.values())
 
 
 class Landings(SchedulerRole):
@@ -143,8 +152,8 @@ class Landings(SchedulerRole):
     def check_integrity(self) -> None:
         """Raise AssertionError unless the books balance."""
         assert all(landing.ends.ranks < self._ranks for landing in self._under_way.values()), "one should have ended"
-        hits = [each.hit.blocks for each in self._under_way.values()]
-        assert self._tier.loans.are_lent(hits), "slots that prompts are pulled to are not lent"
+        lent = [each.hit.blocks + each.border_blocks for each in self._under_way.values()]
+        assert self._tier.loans.are_lent(lent), "slots that prompts are pulled to are not lent"
         assert self._under_way.keys() == self._consumer.landing, "the pulls that land are not the landings"
 
     def _start(self, request: "Request", computed_tokens: int) -> bool:
@@ -156,19 +165,40 @@ class Landings(SchedulerRole):
             return False
         tables = [_numbers(kept, first, end) for kept in self._demand.groups]
         needed = sum(len(numbers) for numbers, _ in tables)
-        slots = self._tier.loans.lend(held.blocks if held is not None else (), needed)
+        borders = self._borders(range(first, end), tables)
+        before = held.blocks if held is not None else ()
+        slots = self._tier.loans.lend(before, needed + len(borders))
+        if slots is None and borders:
+            borders, slots = {}, self._tier.loans.lend(before, needed)
         if slots is None:
             self._fall_back(request, needed)
             return False
         self._fell_back.pop(request.request_id, None)
-        hit, block_ids = self._lay_out(range(computed_tokens, end), held, tables, slots)
-        self._orders.append(self._consumer.start_landing(request, block_ids, range(first, end)))
-        self._under_way[request.request_id] = _Landing(request, hit, first, LandingEnds(0))
+        hit, block_ids = self._lay_out(range(computed_tokens, end), held, tables, slots[:needed])
+        for_borders = dict(zip(borders, slots[needed:], strict=True))
+        for group, block in for_borders.items():
+            block_ids[group][borders[group]] = block.block_id
+        order = self._consumer.start_landing(request, tuple(map(tuple, block_ids)), range(first, end))
+        self._orders.append(order)
+        states = {group: (borders[group], block) for group, block in for_borders.items()}
+        self._under_way[request.request_id] = _Landing(request, hit, first, LandingEnds(0), states)
         return True
+
+    def _borders(self, tokens: range, tables: Sequence[tuple[range, int]]) -> dict[int, int]:
+        """Return by cache group the entry of the last border in ``tokens`` whose state is not that after all of them.
+
+        ``tables``: what is needed of each group, see ``_numbers``.
+        """
+        borders = {}
+        for group, (kept, (numbers, _)) in enumerate(zip(self._demand.groups, tables, strict=True)):
+            entry = tokens.stop // kept.block_tokens - 1
+            if kept.states and (entry + 1) * kept.block_tokens > tokens.start and entry not in numbers:
+                borders[group] = entry
+        return borders
 
     def _lay_out(
         self, tokens: range, held: HostHit | None, tables: Sequence[tuple[range, int]], slots: HeldBlocks
-    ) -> tuple[HostHit, tuple[tuple[int, ...], ...]]:
+    ) -> tuple[HostHit, list[list[int]]]:
         """Return what a request will find of ``tokens`` in host memory, and the table of each cache group to pull into.
 
         ``held``: what is there. ``tables``: by cache group, see ``_numbers``, of what is not. ``slots``: lent for that.
@@ -180,8 +210,8 @@ class Landings(SchedulerRole):
             taken = own.stop
             before = held.groups[group] if held is not None else ()
             groups.append((*before, *[null] * holes, *slots[own]))
-            block_ids.append((*[0] * numbers.start, *ids[own]))
-        return HostHit(tokens.start, len(tokens), tuple(groups)), tuple(block_ids)
+            block_ids.append([*[0] * numbers.start, *ids[own]])
+        return HostHit(tokens.start, len(tokens), tuple(groups)), block_ids
 
     def _fall_back(self, request: "Request", needed: int) -> None:
         reason = Fallback.TOO_LARGE if needed > self._tier.slots else Fallback.FULL
@@ -197,7 +227,9 @@ class Landings(SchedulerRole):
             self._tier.loans.take_back(landing.hit.blocks)
         else:
             self._counts["landed"] += 1
-            self._tier.landed(landing.request, landing.hit, landing.first_token)
+            borders = {} if landing.ends.lacks_states else landing.borders
+            self._tier.landed(landing.request, landing.hit, landing.first_token, borders)
+        self._tier.loans.take_back(landing.border_blocks)
 
 
 def _numbers(kept: Retention, first: int, end: int) -> tuple[range, int]:

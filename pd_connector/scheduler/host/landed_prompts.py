@@ -7,15 +7,18 @@ Its full blocks are published when it lands, so that other requests find them. E
 thread.
 """
 
-from collections.abc import Container
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from pd_connector.scheduler.host.loans import HostLoans
 from pd_connector.vllm.block_pools import HostBlockPool, HostHit
 
 if TYPE_CHECKING:
-    from pd_connector.vllm.types import Request
+    from pd_connector.vllm.types import KVCacheBlock, Request
+
+#: By cache group of states: an entry of a request's block table, and the host block with the state after it.
+BorderBlocks: TypeAlias = "Mapping[int, tuple[int, KVCacheBlock]]"
 
 
 @dataclass(slots=True, eq=False)
@@ -36,12 +39,15 @@ class LandedPrompts:
         self._loans = loans
         self._waiting: dict[str, LandedPrompt] = {}  # by the request that waits for blocks
 
-    def add(self, request: "Request", hit: HostHit, first_token: int) -> None:
+    def add(self, request: "Request", hit: HostHit, first_token: int, borders: BorderBlocks) -> None:
         """Keep what has landed for a request in blocks that were lent, and let others find it as well.
 
-        ``first_token``: of those that have landed; before, host memory held the hit already.
+        ``first_token``: of those that have landed; before, host memory held the hit already. ``borders``: states that
+        only others need.
         """
         self._pool.publish_landed(request, hit, first_token)
+        for group, (entry, host) in borders.items():
+            self._pool.publish_state(request, group, entry, host)
         self._waiting[request.request_id] = LandedPrompt(request, hit, hit.first_token)
 
     def tokens(self, request: "Request", computed_tokens: int) -> int | None:

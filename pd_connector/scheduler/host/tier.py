@@ -21,7 +21,7 @@ from itertools import chain, islice
 from typing import TYPE_CHECKING, Literal
 
 from pd_connector.orders import BlockMoves, LoadOrder, Orders, Report, StoreEnds, StoreOrder
-from pd_connector.scheduler.host.landed_prompts import LandedPrompt, LandedPrompts
+from pd_connector.scheduler.host.landed_prompts import BorderBlocks, LandedPrompt, LandedPrompts
 from pd_connector.scheduler.host.loans import HostLoans
 from pd_connector.scheduler.scheduler_role import SchedulerRole
 from pd_connector.stats import StatsRecorder
@@ -207,13 +207,10 @@ class HostTier(SchedulerRole):
         """Return what host memory holds of a request beyond ``computed_tokens``. It is not pinned."""
         return self._pool.find(request, computed_tokens)
 
-    def landed(self, request: "Request", hit: HostHit, first_token: int) -> None:
-        """Offer a request what has landed for it in blocks that were lent, and let others find it as well.
-
-        ``first_token``: of those that have landed; before, host memory held the hit already.
-        """
+    def landed(self, request: "Request", hit: HostHit, first_token: int, borders: BorderBlocks) -> None:
+        """Offer a request what has landed for it in blocks that were lent: see ``LandedPrompts.add``."""
         self._withdraw(request.request_id)  # what it was offered before, which the hit covers
-        self._landed.add(request, hit, first_token)
+        self._landed.add(request, hit, first_token, borders)
 
     # Steps
 

@@ -55,7 +55,7 @@ class LandingPulls(WorkerRole):
             if end.failure:
                 logger.error("PDConnector: request %s: not brought to host memory: %s", end.request_id, end.failure)
             self._outstanding.discard(end.request_id)
-            landings[end.request_id] = LandingEnds(1, failed=bool(end.failure))
+            landings[end.request_id] = LandingEnds(1, bool(end.failure), bool(end.lacking_states))
         return Report(landings=landings)
 
     def abandoned(self) -> Report:

@@ -3,10 +3,15 @@
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from pd_connector.orders import LandingEnds, Orders
+from pd_connector.stats import StatsRecorder
+from pd_connector.worker.host.slot_pulls import LandingPulls
+from pd_connector.worker.pull_end import PullEnd
 from tests.support.connector.engines import DECODE, OURS, PREFILL, THEIRS, Site, an_order
 from tests.support.connector.landing import LANDING_SLOTS, HostMemory
 from tests.support.connector.moving import IN_HOST, MovingEngine
@@ -70,3 +75,10 @@ def test_landings_that_have_not_ended_when_the_engine_sleeps_have_failed(hosts: 
     host.close()
     assert host.landings.abandoned().landings == {"r": LandingEnds(1, failed=True)}
     assert not host.landings.abandoned()
+
+
+def test_a_landing_of_which_the_prefill_engine_lacks_a_state_says_so() -> None:
+    ended: Any = SimpleNamespace(take_ends=lambda: [PullEnd("r", lacking_states=frozenset({(1, 4)})), PullEnd("s")])
+    ends = LandingPulls(ended, StatsRecorder()).take_report().landings
+    assert ends == {"r": LandingEnds(1, lacks_states=True), "s": LandingEnds(1)}
+    assert ends["s"] + ends["r"] + ends["s"] == LandingEnds(3, lacks_states=True)

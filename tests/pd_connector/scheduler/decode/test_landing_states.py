@@ -1,0 +1,150 @@
+"""States in prompts that land in host memory: that of the prompt, and that of its last border, for longer prompts."""
+
+from typing import Any
+
+import pytest
+
+from pd_connector.orders import LandingEnds, PullOrder, Report
+from pd_connector.scheduler.block_demand import BlockDemand
+from pd_connector.scheduler.decode.consumer import Consumer
+from pd_connector.scheduler.decode.landings import Landings
+from pd_connector.scheduler.host.tier import HostTier
+from pd_connector.vllm.block_pools import HostBlockPool
+from tests.support.connector.consumers import consumer_parts, layers_of
+from tests.support.connector.prompts_with_states import BLOCK, StateEngine
+from tests.support.connector.requests import RecordingClient, a_remote
+from tests.support.host_tier.setup import CONFIG
+from tests.support.releases import INSTALLED, module_needs
+from tests.support.waiting import ManualClock
+
+if INSTALLED < (0, 30):
+    module_needs((0, 30), "states of recurrent layers")
+
+TOKENS = 22  # of which 21 land: six blocks of keys and values, and the last border is after 20
+NEEDED = 6 + 2
+RANKS = 2
+
+
+class LandingOfStates:
+    """A decode engine with two groups of states, whose prompts land in host memory."""
+
+    def __init__(self, slots: int = 20) -> None:
+        self.engine = StateEngine()
+        self.pool = HostBlockPool(CONFIG, self.engine.manager, slots)
+        self.tier = HostTier(self.pool, RANKS)
+        kept = self.engine.retentions
+        demand = BlockDemand(self.engine.blocks, kept)
+        self.consumer = Consumer(*consumer_parts(RecordingClient(), ManualClock(), kept, demand))
+        self.landings = Landings("always", self.tier, self.consumer, demand, RANKS)
+        self.roles = (self.landings, self.tier, self.consumer)
+
+    def arrive(self, name: str, tokens: int) -> Any:
+        request = self.engine.request(name, tokens)
+        blocks = tuple(range(1, -(-tokens // BLOCK) + 1))
+        request.kv_transfer_params = a_remote(
+            list(request.prompt_token_ids or ()), lease_id=f"lease-of-{name}", remote_block_ids=(blocks,) * 3,
+            remote_block_sizes=(BLOCK,) * 3, remote_layers=layers_of(3),
+        ).to_params()  # fmt: skip
+        for role in self.roles:
+            role.add(request)
+        return request
+
+    def land(self, request: Any) -> PullOrder:
+        assert self.landings.must_land(request, 0)
+        (order,) = self.landings.step_orders({}).landings
+        return order
+
+    def end(self, request: Any, *, failed: bool = False, lacks_states: bool = False) -> None:
+        """All ranks report. The last one has something to say, if any has."""
+        for is_last in (False, True):
+            ends = LandingEnds(1, failed and is_last, lacks_states and is_last)
+            for role in self.roles:
+                role.settled(set(), set(), Report(landings={request.request_id: ends}))
+            self.check()
+
+    def leave(self, request: Any) -> None:
+        for role in self.roles:
+            role.finish(request, ())
+        self.check()
+
+    def check(self) -> None:
+        for role in self.roles:
+            role.check_integrity()
+
+
+def entries(order: PullOrder) -> list[list[int]]:
+    """Of each block table, the entries that are pulled."""
+    return [[entry for entry, block in enumerate(table) if block] for table in order.local_block_ids]
+
+
+@pytest.mark.parametrize("fault", ["", "failed", "lacks_states", "has_left"])
+def test_the_state_of_the_last_border_lands_for_longer_prompts(fault: str) -> None:
+    engine = LandingOfStates()
+    request = engine.arrive("r", TOKENS)
+    order = engine.land(request)
+    assert entries(order) == [[0, 1, 2, 3, 4, 5], [4, 5], [4, 5]]
+    slots = [block for table in order.local_block_ids for block in table if block]
+    assert len({*slots}) == len(slots) == NEEDED + 2
+    engine.check()
+    if fault == "has_left":
+        engine.leave(request)
+    engine.end(request, failed=fault == "failed", lacks_states=fault == "lacks_states")
+    if fault in ("", "lacks_states"):
+        assert engine.tier.missing_tokens(request, 0) == TOKENS - 1
+    if fault != "has_left":
+        engine.leave(request)
+    assert engine.pool.used == 0
+    longer = engine.engine.request("longer", TOKENS + 9)
+    assert engine.tier.missing_tokens(longer, 0) == (0 if fault else 20)
+
+
+def test_what_a_longer_prompt_finds_there_is_the_border_and_never_the_running_state() -> None:
+    engine = LandingOfStates()
+    request = engine.arrive("r", TOKENS)
+    order = engine.land(request)
+    engine.end(request)
+    hit = engine.tier.hit(engine.engine.request("longer", TOKENS + 9), 0)
+    assert hit is not None
+    for group in (1, 2):
+        assert [block.block_id for block in hit.groups[group] if not block.is_null] == [order.local_block_ids[group][4]]
+
+
+def test_its_request_is_loaded_without_the_border() -> None:
+    engine = LandingOfStates()
+    request = engine.arrive("r", TOKENS)
+    order = engine.land(request)
+    engine.end(request)
+    tokens = engine.tier.missing_tokens(request, 0)
+    engine.engine.pull(request)
+    blocks = engine.engine.manager.get_blocks("r")
+    assert engine.tier.allocated(request, blocks, tokens) == tokens
+    (load,) = engine.tier.step_orders({}).loads
+    table = order.local_block_ids
+    assert load.moves.slots.tolist() == [block - 1 for block in (*table[0], table[1][5], table[2][5])]
+    assert load.moves.groups.tolist() == [0] * 6 + [1, 2]
+
+
+def test_without_slots_for_borders_the_prompt_lands_alone() -> None:
+    engine = LandingOfStates(slots=NEEDED + 1)
+    order = engine.land(engine.arrive("r", TOKENS))
+    assert entries(order) == [[0, 1, 2, 3, 4, 5], [5], [5]]
+    engine.check()
+
+
+@pytest.mark.parametrize("tokens", [5 * BLOCK + 1, BLOCK])
+def test_a_prompt_that_ends_at_a_border_or_before_the_first_has_no_other(tokens: int) -> None:
+    engine = LandingOfStates()
+    order = engine.land(engine.arrive("r", tokens))
+    last = -(-(tokens - 1) // BLOCK) - 1
+    assert entries(order)[1:] == [[last], [last]]
+
+
+def test_a_border_that_host_memory_has_is_not_pulled_again() -> None:
+    engine = LandingOfStates()
+    first = engine.arrive("r", TOKENS)
+    engine.land(first)
+    engine.end(first)
+    again = engine.arrive("again", TOKENS + 1)
+    order = engine.land(again)
+    assert order.first_token == 20
+    assert entries(order)[1:] == [[5], [5]]
