@@ -57,6 +57,7 @@ BENCHMARKS: Mapping[str, Benchmark] = {
     "short_of_blocks_slower_network": Benchmark(short_of_blocks.main, ("--parts", "bursts", "--bytes-per-s", "2.5e7")),
     "legs": Benchmark(legs.main),
     "legs_slow_network": Benchmark(legs.main, ("--bytes-per-s", "2e8", "--lengths", "512", "2000", "3500")),
+    "legs_hybrid": Benchmark(legs.main, ("--hybrid", "--lengths", "64", "500", "3500")),
     "first_token": Benchmark(first_token.main),
     "proxy": Benchmark(proxy.main),
     "multi_turn": Benchmark(multi_turn.main),

@@ -7,6 +7,7 @@ whatever else the machine does hits both alike.
 Handover: from the prefill server's answer to the decode server's first token, less what a request of one token takes
 there. Total: from the client's request to the last of its tokens; which way goes first alternates. Last: the longest
 connector calls of both servers, from their start to the end of the run. ``--bytes-per-s`` models a slow network.
+``--hybrid`` serves a model with states, which D reads when P has computed all of the prompt.
 """
 
 import argparse
@@ -20,10 +21,10 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from benchmarks.pair import (
+    ATTENTION,
     DIRECTORY,
-    HEAD_SIZE,
-    KV_HEADS,
-    LAYERS,
+    HYBRID,
+    Model,
     Pair,
     Side,
     Times,
@@ -60,7 +61,9 @@ def one_token(pair: Pair) -> Send:
     return send
 
 
-def handovers(pair: Pair, lengths: Sequence[int], repeats: int, bytes_per_s: float) -> dict[str, dict[str, float]]:
+def handovers(
+    pair: Pair, model: Model, lengths: Sequence[int], repeats: int, bytes_per_s: float
+) -> dict[str, dict[str, float]]:
     """Print the handover by the length of the prompt, and return it.
 
     What a request of one token takes is measured in the same turns: after the same pauses and with the same caches.
@@ -72,7 +75,7 @@ def handovers(pair: Pair, lengths: Sequence[int], repeats: int, bytes_per_s: flo
         f"{'ratio':>6} {'hidden':>7}"
     )
     for tokens in lengths:
-        size = tokens * LAYERS * KV_HEADS * HEAD_SIZE * 2 * 4
+        size = model.cache_bytes(tokens)
         times = take_turns((pair.in_turn, one_token(pair), pair.together), tokens, 1, repeats)
         least = statistics.median(each.ended for each in times.pop(1))
         turn, both = ([(each.ended - each.prefilled - least) * 1e3 for each in taken] for taken in times)
@@ -141,11 +144,15 @@ def main(words: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--bytes-per-s", type=float, default=0.0, help="of the network; 0: as it is")
     parser.add_argument("--threads", type=int, default=1, help="of each server's kernels (1)")
+    parser.add_argument("--hybrid", action="store_true")
     arguments = parser.parse_args(words)
+    model = HYBRID if arguments.hybrid else ATTENTION
     random.seed(os.urandom(8))
     try:
-        with running(Side(), Side(), threads=arguments.threads, bytes_per_s=arguments.bytes_per_s) as (pair,):
-            by_length = handovers(pair, arguments.lengths, arguments.repeats, arguments.bytes_per_s)
+        rate = arguments.bytes_per_s
+        side = Side(longest=model.longest)
+        with running(side, side, threads=arguments.threads, bytes_per_s=rate, model=model) as (pair,):
+            by_length = handovers(pair, model, arguments.lengths, arguments.repeats, rate)
             by_number = totals(pair, 2000, 16, arguments.repeats)
             return {"handover": by_length, "total_2000_tokens": by_number, "longest_call_ms": longest_calls(pair)}
     except ServerFailed as error:

@@ -1,7 +1,7 @@
 """A prefill server and decode servers on CPU for benchmarks, and requests of two legs.
 
-The model is random and has 24 layers (1 KiB of cache for each layer and token). Prompts are computed in chunks of 512
-tokens.
+The models are random. One has 24 layers (1 KiB of cache for each layer and token), the other is the hybrid of the
+benchmarks beside peers: one such layer, and three with states. Prompts are computed in chunks of 512 tokens.
 """
 
 import json
@@ -19,6 +19,7 @@ from typing import Any
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
+from benchmarks.peers.model import make
 from benchmarks.peers.servers import NAME
 from examples.quickstart.servers import Server, Servers, free_ports
 
@@ -36,6 +37,26 @@ MODEL = {
     "head_dim": HEAD_SIZE, "max_position_embeddings": LONGEST, "rms_norm_eps": 1e-6, "tie_word_embeddings": False,
     "torch_dtype": "float32", "bos_token_id": 0, "eos_token_id": 1,
 }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Model:
+    """What servers serve, and how they are told."""
+
+    token_bytes: int  # of cache
+    state_bytes: int  # of a request
+    block_tokens: int
+    longest: int  # tokens of a request
+    words: tuple[str, ...]  # for vLLM
+
+    def cache_bytes(self, tokens: int) -> int:
+        """Return what a prompt's cache takes."""
+        return tokens * self.token_bytes + self.state_bytes
+
+
+ATTENTION = Model(LAYERS * KV_HEADS * HEAD_SIZE * 2 * 4, 0, BLOCK_TOKENS, LONGEST, ("--load-format", "dummy"))
+#: vLLM makes its blocks as large as a state. On CPU it finds no prefixes of such layers.
+HYBRID = Model(KV_HEADS * HEAD_SIZE * 2 * 4, 3 * 72448, 96, 4096, ("--no-enable-prefix-caching",))
 
 
 @dataclass(frozen=True)
@@ -101,7 +122,9 @@ class Pair:
 
 
 @contextmanager
-def running(prefill: Side, *decodes: Side, threads: int = 1, bytes_per_s: float = 0.0) -> Iterator[tuple[Pair, ...]]:
+def running(
+    prefill: Side, *decodes: Side, threads: int = 1, bytes_per_s: float = 0.0, model: Model = ATTENTION
+) -> Iterator[tuple[Pair, ...]]:
     """Yield the prefill server with each of the decode servers, ready; they end with the context.
 
     Args:
@@ -109,12 +132,17 @@ def running(prefill: Side, *decodes: Side, threads: int = 1, bytes_per_s: float 
         decodes: servers.
         threads: of each server's kernels.
         bytes_per_s: of a network that is modelled; 0 for none.
+        model: that they serve.
 
     Raises:
         ServerFailed: one of them did not start.
     """
-    (DIRECTORY / "model").mkdir(parents=True, exist_ok=True)
-    (DIRECTORY / "model" / "config.json").write_text(json.dumps(MODEL))
+    if model is HYBRID:
+        directory = make(DIRECTORY / "hybrid", "hybrid")
+    else:
+        directory = DIRECTORY / "model"
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / "config.json").write_text(json.dumps(MODEL))
     environment = {
         "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "OMP_NUM_THREADS": str(threads), "PD_BENCHMARK_BYTES_PER_S": str(bytes_per_s),
@@ -126,7 +154,8 @@ def running(prefill: Side, *decodes: Side, threads: int = 1, bytes_per_s: float 
         for number, ((role, side), port) in enumerate(zip(sides, free_ports(len(sides), HOST), strict=True)):
             own = environment | ({"VLLM_KV_CACHE_LAYOUT": side.layout} if side.layout else {})
             log, url = DIRECTORY / f"{number}-{role}.log", f"http://{HOST}:{port}"
-            command = _command(module, role, side, port)
+            command = [*_command(module, role, side, port), "--model", str(directory), *model.words]
+            command += ["--block-size", str(model.block_tokens)]
             started.append(
                 servers.start(Server(f"{role} {number}", command, url=url, log=log, environment=own, cwd=ROOT))
             )
@@ -163,8 +192,8 @@ def _command(module: str, role: str, side: Side, port: int) -> list[str]:
     connector = {"kv_connector": "PDConnector", "kv_connector_module_path": module, "kv_role": role,
                  "kv_connector_extra_config": {"host": HOST, **side.options}}  # fmt: skip
     options: dict[str, object] = {
-        "model": DIRECTORY / "model", "served-model-name": NAME, "host": HOST, "port": port, "dtype": "float32",
-        "load-format": "dummy", "block-size": BLOCK_TOKENS, "kv-cache-memory-bytes": side.cache_bytes,
+        "served-model-name": NAME, "host": HOST, "port": port, "dtype": "float32",
+        "kv-cache-memory-bytes": side.cache_bytes,
         "max-model-len": side.longest, "max-num-batched-tokens": CHUNK, "kv-transfer-config": json.dumps(connector),
     }  # fmt: skip
     words = [str(word) for option, value in options.items() for word in (f"--{option}", value)]

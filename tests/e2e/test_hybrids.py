@@ -18,6 +18,8 @@ from tests.support.e2e.deployments import on
 from tests.support.e2e.host_memory import evict
 from tests.support.e2e.hybrid_deployments import (
     GRANITE,
+    GRANITE_BLOCK,
+    GRANITE_BORDERS,
     GRANITE_ODD,
     GRANITE_SHORT_OF_BLOCKS,
     GRANITE_STEP,
@@ -110,6 +112,35 @@ class TestOneStateOfARequest:
         with pair.traffic() as traffic:
             pair.assert_right(pair.disaggregate(prompt, 1), prompt)
         assert (traffic.pulled("pulls"), traffic.leases("granted"), traffic.leases("cancelled")) == (0, 1, 1)
+
+
+@on(GRANITE_BORDERS)
+@pairs(SAME, FEWER)
+class TestBordersOfMamba2:
+    def test_the_next_turn_pulls_only_what_is_new(self, pair: Pair) -> None:
+        turn = make_prompt(10 * GRANITE_BLOCK, (pair.name, "turns"))
+        pair.disaggregate(turn[:700])
+        with pair.traffic() as traffic:
+            completion = pair.disaggregate(turn)
+        assert_same_output(completion, pair.decode.client.compute(turn, len(completion.tokens)))
+        held = 700 // GRANITE_BLOCK * GRANITE_BLOCK
+        assert traffic.source("local_cache_hit") == held
+        assert traffic.source("external_kv_transfer") == len(turn) - 1 - held
+        assert traffic.prefill is not None
+        assert traffic.prefill.prompt_tokens("local_cache_hit") == held
+
+    def test_both_legs_at_once_behind_a_prefix(self, pair: Pair) -> None:
+        turn, router = make_prompt(10 * GRANITE_BLOCK, (pair.name, "legs")), Router(pair)
+        router.assert_right(turn[:500], decode_first_s=0.3)
+        router.assert_right(turn, decode_first_s=0.3, hit=500 // GRANITE_BLOCK * GRANITE_BLOCK)
+
+    @pytest.mark.parametrize("part", ["state", "conv_c"])
+    def test_wrong_numbers_change_the_output(self, pair: Pair, part: str) -> None:
+        prompt = make_prompt(3 * GRANITE_BLOCK + 1, (pair.name, "spoilt", part))
+        params = pair.prefill.client.prefill(prompt)
+        wait_until_summed(pair.prefill, params)
+        spoil_numbers(pair.prefill, params, part)
+        assert_failed_pull(pair, prompt, params, "checksum", (f"part '{part}'", "checksums of what has arrived differ"))
 
 
 @on(GRANITE_SHORT_OF_BLOCKS)
@@ -217,6 +248,15 @@ class TestStatesInHostMemory:
         with pair.traffic() as traffic:
             assert_same_bits(pair, make_prompt(3 * QWEN3_NEXT_BLOCK + 1, (pair.name, "bits")))
         assert traffic.loaded() == 3 * QWEN3_NEXT_BLOCK
+
+    def test_the_next_turn_pulls_only_what_is_new(self, pair: Pair) -> None:
+        """The state at the last border has landed, too."""
+        turn = make_prompt(4 * QWEN3_NEXT_BLOCK + 1, (pair.name, "turns"))
+        pair.disaggregate(turn[:700])
+        with pair.traffic() as traffic:
+            assert_same_bits(pair, turn)
+        assert traffic.pulled("pull_tokens") == len(turn) - 1 - 2 * QWEN3_NEXT_BLOCK
+        assert traffic.loaded() == len(turn) - 1
 
     def test_a_state_that_has_moved_is_read_in_host_memory(self, pair: Pair) -> None:
         prompts = [make_prompt(3 * QWEN3_NEXT_BLOCK + 1, (pair.name, "moved", number)) for number in range(8)]

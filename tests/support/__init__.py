@@ -145,6 +145,7 @@ Real servers (``tests/e2e``):
     e2e.deployments         the sets of servers that tests share
     e2e.pipeline_deployments  such sets with servers whose layers are spread over pipeline stages
     e2e.staged_worker       vLLM's CPU worker for a pipeline stage
+    e2e.bordered_worker     vLLM's CPU worker for Mamba2 layers that find prefixes
     e2e.release_servers     such sets with servers of other vLLM releases
     e2e.choice              which pairs of servers a test runs on, and which of them by default
     e2e.images_and_adapters  servers of a model that reads images and has LoRA adapters, and prompts for them

@@ -198,8 +198,9 @@ class Server:
         return self.log.stat().st_size
 
     def processes(self, title: str) -> list[int]:
-        """The ids of the server's processes whose command line contains ``title``, e.g. "EngineCore" or "Worker"."""
-        return [pid for pid, command in _group_members(self.process.pid) if title in command]
+        """The ids of the server's processes that vLLM calls ``title``, e.g. "EngineCore" or "Worker"; all if empty."""
+        known_as = f"VLLM::{title}" if title else ""
+        return [pid for pid, command in _group_members(self.process.pid) if known_as in command]
 
     def worker_process(self, tp_rank: int) -> int:
         """The id of the process that a worker's model runs in: on an NPU, a single worker's is the engine core's."""

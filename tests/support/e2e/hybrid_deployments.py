@@ -49,6 +49,29 @@ GRANITE_ODD = Deployment(
     slow=True,
 )
 
+#: vLLM makes these blocks as large as a state, at both sizes.
+GRANITE_BLOCK = 96
+
+
+def _granite_with_borders(role: Role, tensor_parallel: int) -> ServerSpec:
+    """Finds prefixes."""
+    worker = "tests.support.e2e.bordered_worker.BorderedWorker"
+    arguments = "--enable-prefix-caching", "--worker-cls", worker
+    spec = _hybrid(role, "granite", tensor_parallel, 4 * GRANITE_BLOCK, *arguments, block_size=GRANITE_BLOCK)
+    return replace(spec, options=(*spec.options, ("verify", True)))
+
+
+#: States at the borders of blocks, at pairs of tensor parallel sizes.
+GRANITE_BORDERS = Deployment(
+    "granite, borders",
+    (
+        ("P1", _granite_with_borders("kv_producer", 1)),
+        ("D1", _granite_with_borders("kv_consumer", 1)),
+        ("P2", _granite_with_borders("kv_producer", 2)),
+    ),
+    slow=True,
+)
+
 FEW = "--num-gpu-blocks-override", "48"
 #: The same on devices that hold few requests. P takes many steps for a prompt.
 GRANITE_SHORT_OF_BLOCKS = Deployment(
