@@ -3,6 +3,7 @@
 ``layout.staging`` decides which bytes go which way; this module executes its schedules.
 """
 
+import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +23,7 @@ from layout.staging import CopyAreas, Schedule, schedule_reads
 from pd_connector.worker.device_memory import device_memory
 from transfer.copies.reshape import reshape
 from transfer.copies.reshape.device_views import mapped_segments
+from transfer.copies.reshape.reshape_kernel import KernelCopier, KernelUnusable
 from transfer.copies.reshape.reshape_torch import DEFAULT_TEMPORARY_BYTES, TensorCopier
 from transfer.engine.batches import check_copies
 from transfer.engine.interface import GivenUp, Link, ReadFailed, never
@@ -34,11 +36,16 @@ SLOTS = 8
 #: Bound of that wait, which a shutdown does not end.
 _LONGEST_WAIT_S = 1.0
 
+logger = logging.getLogger(__name__)
+
 _Result = TypeVar("_Result")
 
 #: Seconds that the host needs for each run that a device copies, to number its rows: measured on one core. The device's
 #: own time is unknown; its bytes are assumed to cost as much as the CPU's. A window's few operators are left out.
 _DEVICE_COPY_ALPHA = 0.1e-6
+
+#: The same where a kernel copies, for which the host lists the runs: measured on one core.
+_KERNEL_COPY_ALPHA = 6e-9
 
 #: A window copies to at most this many areas of device memory, each of which takes an operator. With the row numbers'
 #: way to the device and the gathering, this makes at most six operators a window.
@@ -108,13 +115,17 @@ class RemoteReader:
     ) -> "RemoteReader":
         """Return a reader for ``caches`` that only their device can reach, which holds the buffer and copies.
 
+        On CUDA by a kernel, if that proves itself; otherwise by operators.
+
         Raises:
             ValueError: as ``with_staging`` and ``TensorCopier``.
             MemoryError: the device has no ``staging_bytes`` left.
         """
-        cost = replace(cost, copy_alpha=_DEVICE_COPY_ALPHA)
         buffer = device_memory(staging_bytes, caches[0].device, _WAY_OUT)
         pool = SlotPool(Region(buffer.data_ptr(), buffer.numel()), SLOTS, buffer)
+        if _has_kernel(buffer.device) and (kernel := _kernel_copier(caches, buffer)) is not None:
+            return cls(replace(cost, copy_alpha=_KERNEL_COPY_ALPHA), local_regions, pool, kernel)
+        cost = replace(cost, copy_alpha=_DEVICE_COPY_ALPHA)
         # A window is half a slot, and its row numbers are no larger than its rows: so it is copied in one round.
         temporary_bytes = max(pool.slot_bytes, DEFAULT_TEMPORARY_BYTES)
         segments = mapped_segments(buffer.device)
@@ -194,6 +205,19 @@ class RemoteReader:
             for copies in copying:
                 copies.result()
         return time.monotonic() - all_read
+
+
+def _has_kernel(device: torch.device) -> bool:
+    """Return whether a kernel may copy on a device. Triton's for NPUs has not been tried."""
+    return bool(device.type == "cuda")
+
+
+def _kernel_copier(caches: Sequence[torch.Tensor], buffer: torch.Tensor) -> Copier | None:
+    try:
+        return KernelCopier(caches, [buffer])
+    except KernelUnusable as error:
+        logger.warning("PDConnector: caches are reshaped by operators, which is slower than by a kernel: %s", error)
+        return None
 
 
 def for_each_rank(work: Callable[[int], _Result], ranks: Sequence[int]) -> dict[int, _Result]:

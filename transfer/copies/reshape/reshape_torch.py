@@ -33,9 +33,9 @@ import torch
 
 from layout.copies import Copies, Int64Array
 from layout.geometry import Region
-from layout.regions import RegionTable
-from transfer.copies.reshape.device_views import DeviceViews, Storage
+from transfer.copies.reshape.device_views import DeviceViews
 from transfer.copies.reshape.rows import RowNumbers, Rows, Runs, follow_each_other, stretches, widest_rows
+from transfer.copies.reshape.storages import StorageTable
 
 #: A run of at least this size is copied by its own call.
 LARGE_BYTES = 1 << 20
@@ -76,6 +76,14 @@ class SideStream:
         finally:
             self._stream.record_event().synchronize()
 
+    def upload(self, numbers: Int64Array) -> torch.Tensor:
+        """Return the numbers on the device. On this stream they are there for what is submitted next."""
+        memory = torch.from_numpy(numbers)
+        if self._module is None:
+            return memory
+        # From pinned memory, because from other memory the calling thread would wait for the stream.
+        return memory.pin_memory().to(self._device, non_blocking=True)
+
 
 class TensorCopier:
     """Copies runs of bytes between the storages of some tensors, on their device.
@@ -105,15 +113,9 @@ class TensorCopier:
             ValueError: the tensors are on several devices or there are none, storages or segments overlap partly, or a
                 storage has a private format of its device.
         """
-        storages = _storages(sides)
-        self._memory = [storage.memory for storage in storages]
-        devices = {memory.device for memory in self._memory}
-        if len(devices) != 1:
-            raise ValueError(f"tensors must be on one device, not on {sorted(map(str, devices)) or 'none'}")
-        self._device = devices.pop()
-        self._table = RegionTable([storage.region for storage in storages])
-        self._views = DeviceViews(storages, segments, view_bytes, LARGE_BYTES)
-        self._stream = SideStream(self._device)
+        self._storages = StorageTable(sides)
+        self._views = DeviceViews(self._storages.storages, segments, view_bytes, LARGE_BYTES)
+        self._stream = SideStream(self._storages.device)
         self._temporary_bytes = temporary_bytes
 
     @property
@@ -129,7 +131,7 @@ class TensorCopier:
         Raises:
             ValueError: a size is negative, or a run leaves the storages. Nothing was copied.
         """
-        copies = self._checked(copies)
+        copies = self._storages.checked(copies)
         if not len(copies):
             return
         with torch.inference_mode(), self._stream.running():
@@ -142,36 +144,15 @@ class TensorCopier:
                 copies = copies[~fit]
             self._copy_one_by_one(copies)
 
-    def _checked(self, copies: Copies) -> Copies:
-        """Return the runs that are not empty; raise unless all lie in the storages."""
-        if len(copies) and int(copies.sizes.min()) < 0:
-            index = int(copies.sizes.argmin())
-            raise ValueError(f"copy {index} of {len(copies)} has a negative size: {int(copies.sizes[index])} bytes")
-        copies = copies[copies.sizes > 0]
-        for what, addresses in (("destination", copies.destinations), ("source", copies.sources)):
-            outside = self._table.outside(addresses, copies.sizes)
-            if outside.any():
-                index = int(outside.argmax())
-                raise ValueError(
-                    f"the {what} of non-empty copy {index} of {len(copies)}, {int(copies.sizes[index])} bytes at "
-                    f"{int(addresses[index]):#x}, does not lie in one of the {len(self._memory)} storages"
-                )
-        return copies
-
     def _copy_one_by_one(self, copies: Copies) -> None:
         columns = (copies.destinations, copies.sources, copies.sizes)
         for target, origin, size in zip(*(column.tolist() for column in columns), strict=True):
-            self._bytes(target, size).copy_(self._bytes(origin, size))
-
-    def _bytes(self, address: int, size: int) -> torch.Tensor:
-        storage = int(np.searchsorted(self._table.starts, address, side="right")) - 1
-        first = address - int(self._table.starts[storage])
-        return self._memory[storage][first : first + size]
+            self._storages.bytes_at(target, size).copy_(self._storages.bytes_at(origin, size))
 
     def _copy_rows(self, rows: Rows) -> None:
         dtype = self._row_dtype(rows)
         for part in rows.parts(max(1, self._temporary_bytes // (rows.width + _INDEX_BYTES))):
-            index = self._on_device(np.stack((part.target.row, part.origin.row)))
+            index = self._stream.upload(np.stack((part.target.row, part.origin.row)))
             for begin, end in stretches(part.origin.view):
                 read = self._row_view(part.origin, begin, rows.width, dtype)
                 writes = [
@@ -200,13 +181,6 @@ class TensorCopier:
         whole = view[phase : phase + (view.numel() - phase) // width * width]
         return whole.view(dtype).view(-1, width // dtype.itemsize)
 
-    def _on_device(self, index: Int64Array) -> torch.Tensor:
-        memory = torch.from_numpy(index)
-        if self._device.type == "cpu":
-            return memory
-        # From pinned memory, because from other memory the calling thread would wait for the stream.
-        return memory.pin_memory().to(self._device, non_blocking=True)
-
 
 def _following(read: torch.Tensor, rows: Int64Array, writes: Sequence[torch.Tensor]) -> torch.Tensor | None:
     """Return ``rows`` of ``read`` without a copy, if they follow each other and lie apart from what is written."""
@@ -220,29 +194,3 @@ def _following(read: torch.Tensor, rows: Int64Array, writes: Sequence[torch.Tens
 
 def _range(memory: torch.Tensor) -> tuple[int, int]:
     return memory.data_ptr(), memory.data_ptr() + memory.numel() * memory.element_size()
-
-
-def _storages(sides: Sequence[Iterable[torch.Tensor]]) -> list[Storage]:
-    """Return each storage as bytes, by address, leaving out storages that lie inside another."""
-    storages = [Storage(_all_bytes(tensor), side) for side, tensors in enumerate(sides) for tensor in tensors]
-    storages.sort(key=lambda storage: (storage.region.address, -storage.region.size))
-    outermost: list[Storage] = []
-    end = 0  # of the memory seen so far
-    for storage in storages:
-        if storage.region.size and storage.region.end > end:
-            outermost.append(storage)
-            end = storage.region.end
-    return outermost
-
-
-def _all_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the whole storage of a tensor as bytes. Shape [bytes], uint8."""
-    storage = tensor.untyped_storage()
-    # By views, which leave the device library's metadata of the storage alone (set_ would not).
-    memory = tensor.as_strided((storage.nbytes() // tensor.element_size(),), (1,), 0).view(torch.uint8)
-    if memory.data_ptr() != storage.data_ptr():
-        raise ValueError(
-            f"a tensor of shape {tuple(tensor.shape)} on {tensor.device} has a private format of its device, which "
-            "cannot be viewed as bytes"
-        )
-    return memory

@@ -5,8 +5,7 @@ On CPU tensors, where the operators are the same and only the stream is missing.
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -19,27 +18,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from layout.copies import EMPTY, Copies
 from layout.geometry import Region
+from tests.support.devices.run_batches import DTYPES, Batch, Run, address, batches, copies_of, part_of
 from tests.support.memory import Bytes, noise
 from transfer.copies.reshape.reshape_torch import LARGE_BYTES, SideStream, TensorCopier
 
-Run = tuple[int, int, int]  # destination, source, bytes
-
 CPU = torch.device("cpu")
-DTYPES = (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int8, torch.bool, torch.float64)
-
-
-def copies_of(runs: Sequence[Run]) -> Copies:
-    return Copies(*(np.array([run[i] for run in runs], np.int64) for i in range(3)))
-
-
-def part_of(memory: Bytes, dtype: torch.dtype, start: int, stop: int) -> torch.Tensor:
-    """A tensor of some items of ``memory``, which all lies in its storage."""
-    items = torch.from_numpy(memory[: len(memory) // dtype.itemsize * dtype.itemsize]).view(dtype)
-    return items[start:stop]
-
-
-def address(memory: Bytes) -> int:
-    return int(memory.ctypes.data)
 
 
 class Operators(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
@@ -63,33 +46,6 @@ class Operators(TorchDispatchMode):  # type: ignore[misc]  # torch is not follow
     @property
     def moving(self) -> dict[str, int]:
         return {name: self.calls[name] for name in ("index_select", "index_copy_", "copy_") if self.calls[name]}
-
-
-@dataclass
-class Batch:
-    """Runs between memories by number: (memory, offset) of both sides, and the size."""
-
-    runs: list[tuple[int, int, int, int]] = field(default_factory=list)  # target, its offset, source offset, bytes
-    target_bytes: list[int] = field(default_factory=list)
-    source_bytes: int = 0
-
-
-@st.composite
-def batches(draw: st.DrawFn) -> Batch:
-    """Runs that are mostly whole rows of one width on some grid, some of them cut, and some of other widths."""
-    batch = Batch()
-    width = draw(st.sampled_from([1, 2, 3, 4, 6, 16, 36, 64, 100]))
-    for target in range(draw(st.integers(1, 3))):
-        end = draw(st.integers(0, 9))
-        for _ in range(draw(st.integers(0, 14))):
-            size = width * draw(st.integers(0, 3)) if draw(st.integers(0, 5)) else draw(st.integers(0, 70))
-            batch.runs.append((target, end, batch.source_bytes, size))
-            end += size + width * draw(st.integers(0, 2)) + draw(st.sampled_from([0, 0, 0, 0, 1, 2, 4]))
-            batch.source_bytes += size + draw(st.sampled_from([0, 0, 0, width, 4, 5]))
-        batch.target_bytes.append(end + 8)
-    batch.runs = draw(st.permutations(batch.runs))
-    batch.source_bytes += 8
-    return batch
 
 
 @settings(deadline=None)
