@@ -38,8 +38,11 @@ with warnings.catch_warnings():
 
 @pytest.fixture(autouse=True)
 def _loggers_as_they_were() -> Iterator[None]:
-    loggers = [logging.getLogger(package) for package in ("layout", "transfer", "pd_connector")]
+    loggers = [logging.getLogger(package) for package in ("layout", "transfer", "pd_connector", "vllm")]
     before = [(logger.handlers, logger.level, logger.propagate) for logger in loggers]
+    # vLLM sets its logger up on import or later, by its release. The connector's follow it, and caplog hears the root.
+    loggers[-1].handlers, loggers[-1].propagate = [], True
+    loggers[-1].setLevel(logging.INFO)
     yield
     for logger, (handlers, level, propagate) in zip(loggers, before, strict=True):
         logger.handlers, logger.propagate = handlers, propagate

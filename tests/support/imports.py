@@ -8,7 +8,7 @@ from tests.support.sources import source_file, source_tree
 
 PACKAGES = ("layout", "transfer", "pd_connector", "pd_proxy")
 #: What the wheel does not declare: engines have a build of vLLM for their platform, which brings the others.
-FROM_THE_PLATFORM = {"prometheus_client", "torch", "vllm"}
+FROM_THE_PLATFORM = {"prometheus_client", "torch", "triton", "vllm"}
 #: What a machine without vLLM can use all the same.
 WITHOUT_VLLM = ("layout", "transfer.engine", "transfer.control", "transfer.copies.batch", "pd_connector.doctor")
 

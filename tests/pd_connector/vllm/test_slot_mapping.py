@@ -9,6 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from vllm.v1.worker import block_table
 
+from tests.support.releases import INSTALLED, module_needs
+
+if INSTALLED < (0, 30):
+    module_needs((0, 30), "context parallelism that is served")
+
 from layout.context_parallel import TokenSplit
 from tests.support.connector.slot_mapping import NumpyTriton, slots_by_vllm
 

@@ -13,6 +13,9 @@ from transfer.copies.reshape.reshape_kernel import KernelCopier
 
 triton: Any = pytest.importorskip("triton")
 
+#: Triton 3.6's interpreter reads scalars in a way that numpy warns of.
+pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning")
+
 LAYERS, BLOCKS = 4, 4
 HALF_BYTES = 256 << 10
 

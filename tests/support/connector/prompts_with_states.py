@@ -5,13 +5,7 @@ from typing import Any
 
 import torch
 from vllm.v1.core.kv_cache_manager import KVCacheManager
-from vllm.v1.kv_cache_interface import (
-    CircularBufferSpec,
-    FullAttentionSpec,
-    KVCacheConfig,
-    KVCacheGroupSpec,
-    MambaSpec,
-)
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec
 from vllm.v1.request import Request
 
 from pd_connector.vllm.cache_groups import retentions
@@ -30,8 +24,11 @@ class StateEngine:
     def __init__(self, mode: str = "align", blocks: int = 40) -> None:
         size = MAX_TOKENS if mode == "none" else BLOCK
         full = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32)
-        state: Any = CircularBufferSpec(block_size=BLOCK, num_kv_heads=1, head_size=4, dtype=torch.float32)
-        if mode != "ring":
+        if mode == "ring":
+            from vllm.v1.kv_cache_interface import CircularBufferSpec  # noqa: PLC0415  vLLM 0.23 has none
+
+            state: Any = CircularBufferSpec(block_size=BLOCK, num_kv_heads=1, head_size=4, dtype=torch.float32)
+        else:
             state = MambaSpec(
                 block_size=size, shapes=((3, 8), (2, 4, 2)), dtypes=(torch.float32,) * 2, mamba_cache_mode=mode,
                 page_size_padded=full.page_size_bytes,

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any
 
 import numpy as np
@@ -23,9 +24,15 @@ def slots_by_vllm(
     interleave, size, rank = split
     slots = np.full(len(positions), -2, np.int64)
     kernel: Any = block_table.ComputeSlotMappingKernel.kernel
+    by_name = {
+        "KV_CACHE_BLOCK_SIZE": rows, "TOTAL_CP_WORLD_SIZE": size, "TOTAL_CP_RANK": rank, "BLOCK_SIZE": 1024,
+        "CP_KV_CACHE_INTERLEAVE_SIZE": interleave, "PAD_ID": -1, "slot_mapping_ptr": Pointer(slots),
+    }  # fmt: skip
+    if "BLOCKS_PER_KV_BLOCK" in signature(kernel).parameters:  # before 0.32
+        by_name |= {"block_size": rows, "BLOCKS_PER_KV_BLOCK": 1}
     kernel(
         len(positions), len(positions), Pointer(np.array([0, len(positions)])), Pointer(np.array(positions)),
-        Pointer(np.array(block_ids)), len(block_ids), Pointer(slots), rows, size, rank, interleave, -1, 1024,
+        Pointer(np.array(block_ids)), len(block_ids), **by_name,
     )  # fmt: skip
     return slots
 

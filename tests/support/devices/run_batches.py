@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from layout.copies import Copies
 from tests.support.memory import Bytes
 
-Run = tuple[int, int, int]  # destination, source, bytes
+ByteRun = tuple[int, int, int]  # destination, source, bytes
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int8, torch.bool, torch.float64)
 
 
-def copies_of(runs: Sequence[Run]) -> Copies:
+def copies_of(runs: Sequence[ByteRun]) -> Copies:
     return Copies(*(np.array([run[i] for run in runs], np.int64) for i in range(3)))
 
 

@@ -1,4 +1,7 @@
-"""Copies by the kernel: every byte of every run and nothing beside it, run by Triton's interpreter on the CPU."""
+"""Copies by the kernel: every byte of every run and nothing beside it, run by Triton's interpreter on the CPU.
+
+Covers: transfer.copies.reshape.run_kernel, transfer.copies.reshape.storages.
+"""
 
 import importlib
 from collections.abc import Iterator
@@ -17,6 +20,9 @@ from transfer.copies.reshape import reshape_kernel
 from transfer.copies.reshape.reshape_kernel import PIECE_BYTES, KernelCopier, KernelUnusable
 
 triton: Any = pytest.importorskip("triton")
+
+#: Triton 3.6's interpreter reads scalars in a way that numpy warns of.
+pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning")
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from layout.copies import EMPTY, Copies
 from layout.geometry import Region
-from tests.support.devices.run_batches import DTYPES, Batch, Run, address, batches, copies_of, part_of
+from tests.support.devices.run_batches import DTYPES, Batch, ByteRun, address, batches, copies_of, part_of
 from tests.support.memory import Bytes, noise
 from transfer.copies.reshape.reshape_torch import LARGE_BYTES, SideStream, TensorCopier
 
@@ -83,7 +83,7 @@ def test_what_is_not_a_number_keeps_its_bits(dtype: torch.dtype) -> None:
     np.testing.assert_array_equal(target, source)
 
 
-def heads_of_all_layers(target: Bytes, source: Bytes, head: int, cut: int = 0, apart: int = 1) -> list[Run]:
+def heads_of_all_layers(target: Bytes, source: Bytes, head: int, cut: int = 0, apart: int = 1) -> list[ByteRun]:
     """One head of 4 layers x 8 blocks, which lie apart in the cache; of every ``apart`` heads of the source, the first.
 
     The last is cut.
@@ -263,7 +263,7 @@ def test_threads_copy_at_once() -> None:
     ],
 )
 def test_a_run_that_leaves_the_memory_is_refused_before_anything_is_copied(
-    run: Callable[[int, int], Run], message: str
+    run: Callable[[int, int], ByteRun], message: str
 ) -> None:
     memory = noise(1024)
     source, target = memory[64:128], np.zeros(64, np.uint8)
