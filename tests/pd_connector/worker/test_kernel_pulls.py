@@ -1,28 +1,23 @@
 """Pulls that are reshaped by the kernel, run by Triton's interpreter, with the CPU taken for a device."""
 
-from typing import Any
-
 import pytest
 
 from layout.cost import CostModel
 from pd_connector.worker import remote_reader
 from pd_connector.worker.remote_reader import SLOTS, RemoteReader
 from tests.support.connector.nhd_pulls import Tables, pull_nhd
+from tests.support.devices.interpreted_kernel import interpreted
 from tests.support.layout.nhd import NHD_FORMS, NhdEngine, NhdModel, NhdRank
 from transfer.copies.reshape.reshape_kernel import KernelCopier
 
-triton: Any = pytest.importorskip("triton")
-
-#: Triton 3.6's interpreter reads scalars in a way that numpy warns of.
-pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning")
+pytestmark = interpreted
 
 LAYERS, BLOCKS = 4, 4
 HALF_BYTES = 256 << 10
 
 
 @pytest.fixture(autouse=True)
-def interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton.knobs.runtime, "interpret", True)
+def taken_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote_reader, "_has_kernel", lambda device: True)
 
 

@@ -4,7 +4,6 @@ Covers: transfer.copies.reshape.run_kernel, transfer.copies.reshape.storages.
 """
 
 import importlib
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -14,22 +13,13 @@ from hypothesis import given, settings
 
 from layout.copies import EMPTY
 from pd_connector.worker import remote_reader
+from tests.support.devices.interpreted_kernel import interpreted, triton
 from tests.support.devices.run_batches import Batch, address, batches, copies_of, part_of
 from tests.support.memory import Bytes, noise
 from transfer.copies.reshape import reshape_kernel
 from transfer.copies.reshape.reshape_kernel import PIECE_BYTES, KernelCopier, KernelUnusable
 
-triton: Any = pytest.importorskip("triton")
-
-#: Triton 3.6's interpreter reads scalars in a way that numpy warns of.
-pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def interpreter() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(triton.knobs.runtime, "interpret", True)  # read when the kernel's module is imported
-        yield
+pytestmark = interpreted
 
 
 class Launches:
