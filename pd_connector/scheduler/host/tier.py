@@ -88,7 +88,7 @@ class HostTier(SchedulerRole):
         self._offers: dict[str, _Offer] = {}  # their blocks are pinned
         self._loads: dict[str, _Load] = {}  # under way
         self._landed = LandedPrompts(pool, self.loans)
-        self._load_failed: set[str] = set()  # requests that therefore compute their tokens
+        self._has_failed: set[str] = set()  # requests whose load or pull has: they compute their tokens
         self._jobs: dict[int, _StoreJob] = {}  # under way
         self._storing: dict[object, None] = {}  # keys of all blocks chosen or being stored; an ordered set
         self._chosen: list[Store] = []  # to be ordered in the next step: this step still computes them
@@ -121,7 +121,7 @@ class HostTier(SchedulerRole):
             return offer.hit.tokens
         for request_id in self._offers.keys() - self._accepted():  # vLLM had no blocks, and will ask about it again
             self._withdraw(request_id)
-        if request.request_id in self._load_failed:
+        if request.request_id in self._has_failed:
             return 0
         hit = self._pool.find(request, computed_tokens)
         if hit is None:
@@ -167,7 +167,7 @@ class HostTier(SchedulerRole):
     def finish(self, request: "Request", block_ids: Sequence[Sequence[int]]) -> None:
         """Forget a request. Its load, if any, goes on; in eager mode, its full blocks not stored yet are stored."""
         self._withdraw(request.request_id)
-        self._load_failed.discard(request.request_id)
+        self._has_failed.discard(request.request_id)
         progress = self._requests.pop(request.request_id, None)
         if progress is not None and self._pool.remembers_tokens:
             self._remember_tokens(progress, 0)
@@ -289,7 +289,7 @@ class HostTier(SchedulerRole):
         device_blocks = [store.candidate.block for store in self._stores_of_device_blocks()]
         assert all(block.ref_cnt > 0 for block in device_blocks), "a block is being stored and free at once"
         assert all(job.ends.ranks < self._ranks for job in self._jobs.values()), "a store should have ended"
-        assert self._load_failed <= self._requests.keys(), "a request that has finished is remembered"
+        assert self._has_failed <= self._requests.keys(), "a request that has finished is remembered"
         self._landed.check_integrity()
         landed = self._landed.request_ids
         assert not self._offers.keys() & landed, "a request is offered two hits"
@@ -317,8 +317,11 @@ class HostTier(SchedulerRole):
         return not offer.goes_on and self._pool.holds_next(request, offer.hit)
 
     def _end_loads(self, request_ids: Iterable[str], failed: set[str]) -> None:
-        """Unpin what these requests have loaded. Those whose load failed compute their tokens."""
-        self._load_failed |= failed & self._loads.keys() & self._requests.keys()
+        """Unpin what these requests have loaded. Those that have ``failed``, be it by a pull, compute their tokens.
+
+        Until they run, vLLM counts all blocks that they need as others': without room for both, no load would begin.
+        """
+        self._has_failed |= failed & self._requests.keys()
         for request_id in request_ids:
             load = self._loads.pop(request_id, None)
             if load is not None:
