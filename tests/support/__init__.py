@@ -124,11 +124,13 @@ Simulations of many engines (``test_state_machine``, ``test_progress``) and of o
     simulation.named_prefill  a prefill engine whose prompts are followed by name: vLLM's schedulers, our scheduler side
     simulation.prefill_works  what the steps of that engine are to compute, token by token
     simulation.scheduler_pulls  a pull as a worker makes it, in steps
+    simulation.state_groups  states of recurrent layers in the engines of ``vllm_schedulers``, each block checked
     simulation.engine_worker  a worker's device and host memory, token by token, and what is under way to them
     simulation.vllm_schedulers  engines around vLLM's own schedulers and our scheduler side, with such workers
     host_tier.engine        an engine around ``HostTier``: vLLM's cache manager, its scheduler in short, its ranks
     host_tier.sibling       a connector beside ours that loads while a step of that engine computes, or fails to
     host_tier.ranks         what the device blocks and host slots of a rank hold, and the copies between them
+    host_tier.state_steps  states at borders of blocks in such an engine
     host_tier.setup         what such an engine is made of: cache manager, pool of host blocks, requests, steps
     host_tier.decoding      the roles of a decode engine to whose host memory prompts are pulled, slot by slot
     host_tier.leasing       the roles of a prefill engine whose leases may move, with every byte that is copied

@@ -8,6 +8,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from tests.support.releases import INSTALLED
+from tests.support.simulation.state_groups import StateMode
 from tests.support.simulation.vllm_schedulers import ClientRequest, EngineSim, World
 
 pytestmark = pytest.mark.thorough  # half a minute
@@ -37,6 +39,7 @@ class Deployment(RuleBasedStateMachine):
     """Engines with both roles and with one, requests among them, and what operators and networks do to them."""
 
     with_host_memory: ClassVar[bool] = False
+    states: ClassVar[StateMode] = ""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,12 +59,15 @@ class Deployment(RuleBasedStateMachine):
     def start(
         self, roles: list[str], blocks: list[int], policy: str, fraction: float | None, host_memory: dict[str, Any]
     ) -> None:
-        changes = host_memory if self.with_host_memory else {}
+        changes = dict(host_memory) if self.with_host_memory else {}
+        more = 6 if self.states else 0  # for states of the longest prompt
+        if changes:
+            changes["slots"] += more
         for role, number in zip(roles, blocks, strict=False):
             self.engines.append(
                 EngineSim(
-                    self.world, role, number, policy, lease_ttl_s=TTL_S, claim_timeout_s=TTL_S,
-                    queue_timeout_s=QUEUE_TIMEOUT_S,
+                    self.world, role, number + more, policy, states=self.states,
+                    lease_ttl_s=TTL_S, claim_timeout_s=TTL_S, queue_timeout_s=QUEUE_TIMEOUT_S,
                     max_leased_fraction=fraction, max_pulls_ahead=3,
                     **changes,
                 )
@@ -194,7 +200,33 @@ class DeploymentWithHostMemory(Deployment):
     with_host_memory = True
 
 
-TestDeployment: Any = Deployment.TestCase
-TestDeployment.settings = settings(max_examples=80, stateful_step_count=25, deadline=None)
-TestDeploymentWithHostMemory: Any = DeploymentWithHostMemory.TestCase
-TestDeploymentWithHostMemory.settings = settings(max_examples=80, stateful_step_count=25, deadline=None)
+class DeploymentWithStates(Deployment):
+    """The same of a model with states, of which vLLM keeps one a request."""
+
+    states = "none"
+
+
+class DeploymentWithBorderStates(Deployment):
+    """The same where vLLM also keeps states at borders of blocks, by which it finds prefixes."""
+
+    states = "align"
+
+
+class DeploymentWithBorderStatesInHostMemory(DeploymentWithBorderStates):
+    """And where those come to host memory and back, with leases and landings as without states."""
+
+    with_host_memory = True
+
+
+def _test_of(machine: type[Deployment], examples: int = 80) -> Any:
+    test: Any = machine.TestCase
+    test.settings = settings(max_examples=examples, stateful_step_count=25, deadline=None)
+    return test
+
+
+TestDeployment = _test_of(Deployment)
+TestDeploymentWithHostMemory = _test_of(DeploymentWithHostMemory)
+if INSTALLED >= (0, 30):  # states of recurrent layers
+    TestDeploymentWithStates = _test_of(DeploymentWithStates, 40)
+    TestDeploymentWithBorderStates = _test_of(DeploymentWithBorderStates, 60)
+    TestDeploymentWithBorderStatesInHostMemory = _test_of(DeploymentWithBorderStatesInHostMemory, 30)

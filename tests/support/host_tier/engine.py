@@ -21,6 +21,7 @@ from pd_connector.vllm.releases import installed
 from tests.support.host_tier.ranks import Contents, Copy, End, HostTierRank, PullOrder, contents_of
 from tests.support.host_tier.setup import Job, Setup, State, Step, Work, make_manager, make_pool, make_request
 from tests.support.host_tier.sibling import load_from_sibling, take_back
+from tests.support.host_tier.state_steps import compute_state, end_of_step
 from tests.support.releases import INSTALLED
 
 
@@ -89,7 +90,9 @@ class HostTierEngine:
             return load_from_sibling(self, job, hit, local, budget, fails=fate == "a sibling fails")
         pulls = pulls and not job.was_pulled and not request.num_output_tokens
         external = (request.num_prompt_tokens - 1 - local if pulls else loaded) if fate != "declined" else 0
-        new = 0 if external else min(budget, request.num_tokens - local)
+        new = 0 if external else self._fit(request, local, budget)
+        if not (new or external):
+            return None
         blocks = manager.allocate_slots(
             request,
             new,
@@ -154,6 +157,8 @@ class HostTierEngine:
 
     def plan(self, budget: int = 8, *, pulls: bool = False, fate: str = "") -> None:
         """One call of the scheduler: what runs comes first, then what waits."""
+        if self.setup.state_tokens:
+            self.manager.new_step_starts()
         works, preempted = self._plan_running(budget)
         budget -= sum(work.end - work.first for work in works)
         for job in [] if preempted else self.in_state(State.READY, State.LOADING, State.WAITING):
@@ -262,9 +267,9 @@ class HostTierEngine:
         self.tier.check_integrity()
         for block in self.pool._pool.blocks:
             if block.block_hash is not None:
-                group, contents = self.wanted_of(block.block_hash)
+                _, contents = self.wanted_of(block.block_hash)
                 for rank in self.ranks:
-                    held = rank.host[block.block_id - 1][: self.setup.sizes[group]]
+                    held = rank.host[block.block_id - 1][: len(contents)]
                     assert held == list(contents), "I7: a slot can be found that does not hold its block on every rank"
 
     def check_at_rest(self) -> None:
@@ -283,7 +288,7 @@ class HostTierEngine:
     def wanted_of(self, key: Any) -> tuple[int, Contents]:
         """The cache group of a key, and what a block of it holds."""
         group, number, prefix = self._prefixes[key]
-        return group, contents_of(self._weights, group, prefix)[number * self.setup.sizes[group] :]
+        return group, self.setup.held_in(group, number, contents_of(self._weights, group, prefix))
 
     # The scheduler's parts
 
@@ -296,26 +301,31 @@ class HostTierEngine:
             left = request.num_tokens + request.num_output_placeholders - request.num_computed_tokens
             if request.num_output_placeholders and request.num_computed_tokens + 1 >= len(job.tokens):
                 left = 0
-            if left > 0:
-                while self.manager.allocate_slots(request, min(budget, left)) is None:
+            if new := self._fit(request, request.num_computed_tokens, min(budget, left)):
+                while self.manager.allocate_slots(request, new) is None:
                     if self.tier.frees_blocks_soon:
                         return works, preempted
                     self.preempt(self.running[-1])
                     preempted = True
                     if job.state is State.WAITING:
                         return works, preempted
-                works.append(self._work(job, min(budget, left)))
-                budget -= min(budget, left)
+                works.append(self._work(job, new))
+                budget -= new
             planned += 1
         return works, preempted
 
     def _resume(self, job: Job, budget: int) -> Work | None:
-        new = min(budget, job.request.num_tokens - job.request.num_computed_tokens)
-        if self.manager.allocate_slots(job.request, new) is None:
+        new = self._fit(job.request, job.request.num_computed_tokens, budget)
+        if not new or self.manager.allocate_slots(job.request, new) is None:
             return None
         self.external.allocated(job.request, self.manager.get_blocks(job.request_id), 0)
         assert self.tier.allocated(job.request, self.manager.get_blocks(job.request_id), 0) == 0
         return self.run(job, new)
+
+    def _fit(self, request: Any, first: int, most: int) -> int:
+        """How many of ``most`` tokens from ``first`` on a step computes."""
+        waiting = request.num_tokens + request.num_output_placeholders - first
+        return end_of_step(self.setup, request, first, first + min(most, waiting)) - first
 
     def run(self, job: Job, new: int) -> Work:
         """A request that has its blocks runs, for ``new`` tokens at first."""
@@ -380,7 +390,7 @@ class HostTierEngine:
             for number in range(first // size, len(table)):
                 if table[number]:
                     blocks.append(table[number])
-                    wanted.append(contents[number * size : (number + 1) * size])
+                    wanted.append(self.setup.held_in(group, number, contents))
         self._pulls.append((PullOrder(job.request_id, tuple(blocks)), tuple(wanted)))
 
     def _wanted_of_load(self, order: LoadOrder) -> tuple[Contents, ...]:
@@ -391,7 +401,7 @@ class HostTierEngine:
             size = self.setup.sizes[group]
             number = tables[group].index(block)
             contents = contents_of(self._weights, group, job.tokens[: (number + 1) * size])
-            wanted.append(contents[number * size :])
+            wanted.append(self.setup.held_in(group, number, contents))
             assert self.manager.block_pool.blocks[block].ref_cnt == 1, "a load writes to a block that others use"
         return tuple(wanted)
 
@@ -404,6 +414,9 @@ class HostTierEngine:
         for group, (size, window) in enumerate(self.setup.groups):
             contents = contents_of(self._weights, group, work.job.tokens[: work.end])
             table = work.tables[group]
+            if self.setup.holds_states(group):
+                compute_state(rank, work, group, size, contents)
+                continue
             for token in work.sibling:
                 if table[token // size]:
                     value = rank.noise()[0] if work.fails else contents[token]
@@ -440,7 +453,7 @@ class HostTierEngine:
         jobs = [job for job in self.jobs if job.request_id in done]
         for job in jobs:
             if job.request_id in failed and job.state is State.LOADING:
-                job.load_failed |= self.tier.loaded_tokens(job.request) > 0
+                job.has_failed = True
                 job.request.num_computed_tokens = 0
         self.external.settled(done, failed, step.report)
         self.tier.settled(done, failed, step.report)

@@ -17,17 +17,24 @@ from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256_cbor
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash, make_block_hash_with_group_id
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+)
 from vllm.v1.request import Request
 
 from pd_connector.orders import Report
 from pd_connector.scheduler.host.tier import StoreMode
 from pd_connector.vllm.block_pools import HostBlockPool
 from pd_connector.vllm.releases.installed import current
-from tests.support.host_tier.ranks import Copy
+from tests.support.host_tier.ranks import Contents, Copy
 from tests.support.releases import INSTALLED
 
 MAX_TOKENS = 64
+STATES = -1  # in the place of a window: the group holds states at borders of blocks (vLLM's mode "align")
 
 #: What a host pool reads of vLLM's configuration, in the names of all releases.
 CONFIG: Any = SimpleNamespace(
@@ -41,7 +48,7 @@ init_none_hash(sha256_cbor)
 
 @dataclass(frozen=True)
 class Setup:
-    """A model's cache groups as (block tokens, window or 0), and how its engine is run."""
+    """A model's cache groups as (block tokens, window or 0 or ``STATES``), and how its engine is run."""
 
     groups: tuple[tuple[int, int], ...] = ((4, 0),)
     device_blocks: int = 12
@@ -59,15 +66,30 @@ class Setup:
         return tuple(tokens for tokens, _ in self.groups)
 
     @property
+    def state_tokens(self) -> int:
+        """Tokens between two borders at which states are kept; 0 if none are."""
+        return next((tokens for tokens, window in self.groups if window == STATES), 0)
+
+    def holds_states(self, group: int) -> bool:
+        """Whether a block of a cache group holds a state."""
+        return self.groups[group][1] == STATES
+
+    def held_in(self, group: int, number: int, contents: Contents) -> Contents:
+        """What block ``number`` of a cache group holds of ``contents``, which has something for each token."""
+        size = self.sizes[group]
+        tokens = contents[number * size : (number + 1) * size]
+        return tokens[-1:] if self.holds_states(group) else tokens
+
+    @property
     def hash_tokens(self) -> int:
         """Tokens of which block hashes are made."""
         return math.gcd(*self.sizes)
 
     def check_offer(self, pool: HostBlockPool, job: "Job", local: int, loaded: int) -> None:
         """Raise AssertionError if a request with ``local`` tokens on the device is offered others than there are."""
-        assert loaded == 0 or not job.load_failed, "what has failed to load is offered again"
+        assert loaded == 0 or not job.has_failed, "who has waited in vain is to wait again"
         assert local + loaded < job.request.num_tokens, "no token is left to compute"
-        if len(self.groups) > 1 or self.groups[0][1] or job.load_failed:
+        if len(self.groups) > 1 or self.groups[0][1] or job.has_failed:
             return
         size = self.sizes[0]
         keys = [make_block_hash_with_group_id(value, 0) for value in job.request.block_hashes[local // size :]]
@@ -78,10 +100,7 @@ class Setup:
 
 def make_manager(setup: Setup, token_ranks: int = 1) -> KVCacheManager:
     """``token_ranks``: share the tokens of a block (context parallelism)."""
-    specs: list[Any] = []
-    for tokens, window in setup.groups:
-        common = {"block_size": tokens, "num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
-        specs.append(SlidingWindowSpec(sliding_window=window, **common) if window else FullAttentionSpec(**common))
+    specs = [_spec(tokens, window) for tokens, window in setup.groups]
     groups = [KVCacheGroupSpec([f"layer {number}"], spec) for number, spec in enumerate(specs)]
     current().hook()  # what vLLM does when it makes a scheduler
     in_flight = "max_in_flight_tokens" if INSTALLED >= (0, 30) else "max_num_batched_tokens"
@@ -94,6 +113,15 @@ def make_manager(setup: Setup, token_ranks: int = 1) -> KVCacheManager:
         enable_kv_cache_events=setup.events,
         **{in_flight: MAX_TOKENS},
     )
+
+
+def _spec(tokens: int, window: int) -> Any:
+    common = {"block_size": tokens, "num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
+    full = FullAttentionSpec(**common)
+    if window == STATES:
+        shapes: dict[str, Any] = {"shapes": ((3, 8), (2, 4, 2)), "dtypes": (torch.float32,) * 2}
+        return MambaSpec(block_size=tokens, mamba_cache_mode="align", page_size_padded=full.page_size_bytes, **shapes)
+    return SlidingWindowSpec(sliding_window=window, **common) if window else full
 
 
 def make_pool(setup: Setup, manager: KVCacheManager) -> HostBlockPool:
@@ -128,7 +156,7 @@ class Job:
     request: Request
     tokens: tuple[int, ...]
     state: State = State.WAITING
-    load_failed: bool = False
+    has_failed: bool = False  # it has waited for a load or a pull in vain
     was_pulled: bool = False
 
     @property

@@ -87,7 +87,8 @@ class EngineWorker:
         pulls, landings = self._end_pulls(now), self._end_landings(now)
         done, failed = self._arrivals.take()
         ends = {pull.order.request_id: LandingEnds(1, failed=not pull.has_succeeded) for pull in landings}
-        return Ends(done, failed, [*pulls, *landings], Report(stores, ends))
+        lacking = frozenset(pull.order.request_id for pull in pulls if pull.lacks_states)
+        return Ends(done, failed, [*pulls, *landings], Report(stores, ends, lacking_states=lacking))
 
     def compute(self, table: list[int], stamps: list[int], first: int, end: int) -> int | None:
         """Write tokens ``first`` to ``end`` of a prompt; return the first one before them that is not there, if any."""

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from layout.plan import BlockTable
-from pd_connector.orders import PullOrder
+from layout.states import state_entries
+from pd_connector.orders import PullOrder, block_table
 from pd_connector.progress import TransferEnded
 from pd_connector.worker.followed_prompt import FOLLOW_WAIT_S, FollowedPrompt
 from pd_connector.worker.pull_end import release_message
@@ -18,6 +19,11 @@ _MESSAGE_TIMEOUT_S = 5.0
 Send = Callable[[Request, float], Future[Reply]]
 BlockStamps = dict[tuple[int, int], int]  # by block and offset: the hash of the prompt up to the token that is there
 FAILED = -1  # no prompt's hash, for practical purposes
+
+
+def state_stamp(group: int, prompt: int) -> int:
+    """What a cache group holds as a state of a prompt, whose hash up to a token is given."""
+    return hash((group, prompt))
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +58,7 @@ class ScheduledPull:
     has_succeeded: bool = False
     was_ahead: bool = False  # it has read something before the prompt was complete
     was_in_host: bool = False  # it has read something in the prefill engine's host memory
+    lacks_states: bool = False  # the prefill engine does not have all those at borders
     _place: Place | None = None  # where the lease lies, of a prompt that was complete from the start
     _slots: list[BlockTable] = field(default_factory=list)
     _question: Future[Reply] | None = None
@@ -80,6 +87,9 @@ class ScheduledPull:
                 remote = self.order.remote
                 self._question = self.peer.send(Locate(remote.remote_engine_id, remote.lease_id), _MESSAGE_TIMEOUT_S)
         elif self.prompt.is_complete and now >= self.ends_at and self._release is None:
+            if not self._read_states(self._place):
+                self._end(succeeded=False)
+                return
             order = replace(self.order, remote=self.prompt.progress.remote)
             self._release = self.peer.send(release_message(order, 0, 1, self._place), _MESSAGE_TIMEOUT_S)
         elif not self.prompt.is_complete and self._question is None:
@@ -106,9 +116,9 @@ class ScheduledPull:
         while True:
             if (tokens := self.prompt.next_range(self.block_tokens)) is not None:
                 in_host = place is Place.HOST
-                (table,) = self._slots if in_host else self.prompt.progress.tables
+                table = (self._slots if in_host else self.prompt.progress.tables)[0]
             elif self.peer.reads_host and (tokens := self.prompt.next_in_host(self.block_tokens)) is not None:
-                in_host, (table,) = True, self.prompt.progress.host_tables
+                in_host, table = True, self.prompt.progress.host_tables[0]
             else:
                 return
             self.was_in_host |= in_host
@@ -122,6 +132,27 @@ class ScheduledPull:
             stamp = source.get((int(table.block_ids[block - table.first_block]), offset), FAILED)
             self.read[self.order.local_block_ids[0][block], offset] = stamp
         self.was_ahead |= not self.prompt.is_complete
+
+    def _read_states(self, place: Place) -> bool:
+        """Read the states that both sides' tables have, as late as may be; return whether the last one is among them.
+
+        With as many tokens in a block on either side.
+        """
+        in_host, remote = place is Place.HOST, self.prompt.progress.remote
+        source = self.peer.memories.host if in_host else self.peer.memories.device
+        tables = self._slots if in_host else self.prompt.progress.tables
+        for group, size in enumerate(remote.remote_block_sizes):
+            if not group:
+                continue  # keys and values
+            local = block_table(self.order.local_block_ids[group]).block_ids
+            ours, theirs = (state_entries(ids, size, self.order.end_token) for ids in (local, tables[group].block_ids))
+            if self.order.end_token not in ours.keys() & theirs.keys():
+                return False
+            self.lacks_states |= not ours.keys() <= theirs.keys()
+            for tokens in ours.keys() & theirs.keys():
+                stamp = source.get((int(tables[group].block_ids[theirs[tokens]]), 0), FAILED)
+                self.read[int(local[ours[tokens]]), 0] = stamp
+        return True
 
     def _end(self, *, succeeded: bool) -> None:
         self.has_ended, self.has_succeeded = True, succeeded

@@ -17,7 +17,6 @@ from tempfile import mkdtemp
 from typing import Any, Literal
 from unittest.mock import patch
 
-import torch
 import vllm.platforms
 from vllm.config import KVTransferConfig, VllmConfig
 from vllm.engine.arg_utils import EngineArgs
@@ -27,12 +26,10 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from layout.geometry import CacheGroup, WorkerGeometry
 from pd_connector.engine_limits import EngineLimits
 from pd_connector.orders import PullOrder, Report, WorkerHandshake
 from pd_connector.scheduler.decode.consumer import Consumer
@@ -48,6 +45,7 @@ from tests.support.connector.vllm_calls import NAMES_FAILED_REQUESTS
 from tests.support.e2e.models import DEFAULT_MODEL, write_model
 from tests.support.simulation.engine_worker import EngineWorker
 from tests.support.simulation.scheduler_pulls import Peer, ScheduledPull
+from tests.support.simulation.state_groups import StateMode, States, caches, worker_with
 from tests.support.waiting import ManualClock
 from transfer.control.client import ControlClient
 from transfer.control.failures import PeerUnreachable
@@ -59,7 +57,7 @@ from transfer.control.waiting_requests import NotYet
 _BLOCK_TOKENS = 16
 HOST = "127.0.0.1"
 OUTPUT_TOKEN = 7
-_WORKER = WorkerGeometry(0, 1, 0, 1, "127.0.0.1:15000", (CacheGroup(_BLOCK_TOKENS, 0, ()),), ())
+_LONGEST = 512  # tokens of a request
 
 init_none_hash(sha256_cbor)
 _hasher = get_request_block_hasher(_BLOCK_TOKENS, sha256_cbor)
@@ -69,7 +67,7 @@ _hasher = get_request_block_hasher(_BLOCK_TOKENS, sha256_cbor)
 def _config() -> VllmConfig:
     model = write_model(Path(mkdtemp()) / "model", DEFAULT_MODEL)
     arguments = EngineArgs(
-        model=str(model), dtype="float32", max_model_len=512, max_num_batched_tokens=256, max_num_seqs=16,
+        model=str(model), dtype="float32", max_model_len=_LONGEST, max_num_batched_tokens=256, max_num_seqs=16,
         block_size=16, enforce_eager=True, enable_prefix_caching=True,
     )  # fmt: skip
     # A vLLM without its compiled parts has no platform.
@@ -215,9 +213,12 @@ class EngineSim:
         pull_s: float = 0.1,
         scheduling: Literal["fcfs", "priority"] = "fcfs",
         slots: int = 0,
+        states: StateMode = "",
         **settings: Any,
     ) -> None:
         """Start an engine whose host memory has so many ``slots``, in blocks; with 0, it has none.
+
+        ``states``: how the model's states are kept, if it has any.
 
         ``settings``: of the connector, or ``EngineLimits`` of it.
         """
@@ -230,8 +231,10 @@ class EngineSim:
         self.requests: dict[str, tuple[ClientRequest, Request]] = {}
         self.counts: Counter[str] = Counter()
         self.worker = EngineWorker(_BLOCK_TOKENS, pull_s)
+        self._mode, self._caches = states, caches(_BLOCK_TOKENS, _LONGEST, blocks, states)
+        self._states = States(self._caches)
         self._failures = FailedBlocks()
-        self.scheduler = self._make_scheduler(role, blocks, policy, settings)
+        self.scheduler = self._make_scheduler(role, policy, settings)
         connector: Any = self.scheduler.connector
         self.side: ConnectorScheduler = connector._scheduler
         self.computed_tokens = 0
@@ -239,7 +242,8 @@ class EngineSim:
         self.computed: Counter[str] = Counter()  # prompts that were computed instead of pulled, by cause
         patch.object(self.side._stats, "count", self._count).start()
         self.opens_host = self.produces and settings.get("host_transfers", "off") != "off"
-        handshake = WorkerHandshake(_WORKER, slots, _WORKER if self.opens_host else None)
+        worker = worker_with(self._caches)
+        handshake = WorkerHandshake(worker, slots, worker if self.opens_host else None)
         connector.set_xfer_handshake_metadata_pp_aware({(0, 0): HandshakeMetadata(handshake)})
         if self.side._role.produces:
             producer = self.role_of(Producer)
@@ -302,7 +306,9 @@ class EngineSim:
             **asked.sampling,
         )
         request_id = f"{asked.name}-{'p' if asked.decodes_on else 'd'}{asked.choice}"
-        request = Request(request_id, list(asked.tokens), sampling, None, priority=asked.priority, block_hasher=_hasher)
+        hasher = _hasher if self._mode != "none" else None
+        request = Request(request_id, list(asked.tokens), sampling, None, priority=asked.priority, block_hasher=hasher)
+        self._states.note(request, list(_stamps(asked.tokens))[1:], _BLOCK_TOKENS)
         self.requests[request_id] = asked, request
         self.scheduler.add_request(request)
 
@@ -336,6 +342,7 @@ class EngineSim:
         metadata = output.kv_connector_metadata
         assert isinstance(metadata, StepMetadata)
         self._failures.expect(metadata.orders.destinations)
+        self._states.check_destinations(self.scheduler.kv_cache_manager.block_pool, metadata.orders.pulls)
         self.counts.update(str(order.cause) for order in metadata.orders.refusals)
         self.worker.start(metadata.orders, self.world.clock.now, self._peer_of)
         ends = self.worker.take_ends(self.world.clock.now)
@@ -353,6 +360,9 @@ class EngineSim:
                 if each.finish_reason is not None:
                     self._finish(each.request_id, str(each.finish_reason), each.kv_transfer_params)
         self.side.check_integrity()
+        self._states.check_found(self.scheduler.kv_cache_manager.block_pool, self.worker.memories.device)
+        if (tier := self.role_of(HostTier)) is not None:
+            self._states.check_found(tier._pool._pool, self.worker.memories.host, in_slots=True)
 
     def _connector_output(self, done: set[str], failed: set[str], report: Report) -> KVConnectorOutput:
         """What the workers tell: requests that have failed, or, before vLLM 0.30, blocks that have."""
@@ -371,10 +381,13 @@ class EngineSim:
             kv_connector_worker_meta=ReportMetadata(report),
         )
 
-    def _make_scheduler(self, role: str, blocks: int, policy: str, settings: dict[str, Any]) -> Scheduler:
+    def _make_scheduler(self, role: str, policy: str, settings: dict[str, Any]) -> Scheduler:
         config = copy(_config())
         config.cache_config = copy(config.cache_config)
-        config.cache_config.num_gpu_blocks = blocks
+        config.cache_config.num_gpu_blocks = self._caches.num_blocks
+        if self._mode:
+            config.cache_config.mamba_cache_mode = self._mode
+            config.cache_config.enable_prefix_caching = self._mode == "align"
         config.scheduler_config = copy(config.scheduler_config)
         config.scheduler_config.policy = self._scheduling
         bounds = {each.name for each in fields(EngineLimits)}
@@ -387,8 +400,6 @@ class EngineSim:
             kv_load_failure_policy=policy,
             kv_connector_extra_config={"host": HOST, "canary": "off", **settings},
         )
-        spec = FullAttentionSpec(block_size=_BLOCK_TOKENS, num_kv_heads=4, head_size=16, dtype=torch.float32)
-        caches = KVCacheConfig(blocks, [], [KVCacheGroupSpec(["layer"], spec)])
         with ExitStack() as patches:
             world, clock = self.world, self.world.clock
             for target, new in (
@@ -398,7 +409,8 @@ class EngineSim:
             ):
                 patches.enter_context(patch(target, new))
             patches.enter_context(patch.object(Renewals, "start"))
-            return Scheduler(config, caches, StructuredOutputManager(config), _BLOCK_TOKENS)
+            block_tokens = _LONGEST if self._mode == "none" else _BLOCK_TOKENS  # as vLLM's engine core chooses them
+            return Scheduler(config, self._caches, StructuredOutputManager(config), block_tokens)
 
     def _peer_of(self, order: PullOrder) -> Peer:
         port = order.remote.remote_port
@@ -411,6 +423,8 @@ class EngineSim:
                 self.counts["pulls failed"] += 1
                 continue
             self.counts["pulled"] += 1
+            if pull.lacks_states:
+                self.counts["lacked states"] += 1
             if pull.was_ahead:
                 self.counts["pulled ahead"] += 1
             if pull.was_in_host:
@@ -425,12 +439,14 @@ class EngineSim:
         sampled = []
         for request_id, number in output.num_scheduled_tokens.items():
             request: Request = self.scheduler.requests[request_id]
-            (table,) = self.scheduler.kv_cache_manager.get_block_ids(request_id)
+            tables = self.scheduler.kv_cache_manager.get_block_ids(request_id)
             end = request.num_computed_tokens
             self.computed_of[request_id] += number
             stamps = list(_stamps(list(request.all_token_ids)))[1:]
-            wrong = self.worker.compute(table, stamps, end - number, end)
+            wrong = self.worker.compute(tables[0], stamps, end - number, end)
             assert wrong is None, f"{request_id} reads another prompt's keys: token {wrong} of {end - number}"
+            self._states.note(request, stamps, _BLOCK_TOKENS)
+            self._states.compute(self.worker.memories.device, tables, stamps, end - number, end)
             sampled.append([OUTPUT_TOKEN] if end >= request.num_tokens else [])
         return ModelRunnerOutput(ids, {each: index for index, each in enumerate(ids)}, sampled)
 

@@ -7,9 +7,10 @@ checked that
 
     I1  no step and no copy touches a block or a slot that a copy is using        (``host_ranks``)
     I2  what a copy reads is there when it begins, and still there when it ends    (``host_ranks``)
-    I3  attention reads what was computed for exactly these tokens before it      (``host_machine``)
+    I3  attention reads what was computed for exactly these tokens before it, and a step goes on from the state after
+        them                                                                      (``host_machine``)
     I4  a load names only blocks that its request has, and alone                   (``host_machine``)
-    I5  what has failed to load is not offered again                               (``host_machine``)
+    I5  who has waited for a load or a pull in vain does not wait again            (``host_machine``)
     I6  a slot that a device may still write to is not used again                  (``host_ranks``)
     I7  what can be found is there on every rank                                   (``host_machine``)
     I8  nothing is found after a reset                                             (``host_machine``)
@@ -35,7 +36,7 @@ from pd_connector.orders import StoreOrder
 from pd_connector.scheduler.host.tier import StoreMode
 from tests.support.host_tier.engine import HostTierEngine
 from tests.support.host_tier.ranks import Copy, End, HostTierRank
-from tests.support.host_tier.setup import Job, Setup, State
+from tests.support.host_tier.setup import STATES, Job, Setup, State
 
 MODELS = {
     "full attention": ((4, 0),),
@@ -43,6 +44,8 @@ MODELS = {
     "full attention and a window": ((4, 0), (4, 6)),
     "full attention and two windows": ((4, 0), (4, 5), (4, 9)),
     "blocks of two sizes": ((8, 0), (4, 7)),
+    "full attention and states": ((4, 0), (4, STATES)),
+    "full attention, a window and states": ((4, 0), (4, 6), (4, STATES)),
 }
 pytestmark = pytest.mark.usefixtures("no_log")
 

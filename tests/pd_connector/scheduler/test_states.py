@@ -1,0 +1,48 @@
+"""Prompts of a model with states are pulled, by vLLM's own schedulers: in turn, or while they are computed."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.support.releases import INSTALLED, module_needs
+from tests.support.simulation.vllm_schedulers import ClientRequest, EngineSim, World
+
+if INSTALLED < (0, 30):
+    module_needs((0, 30), "states of recurrent layers")
+
+TOKENS, OUTPUTS = 100, 3
+BORDER = 96  # the last one of what is pulled
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    world = World()
+    yield world
+    world.close()
+
+
+def pull(world: World, mode: Any, *, at_once: bool) -> EngineSim:
+    """The engine that has pulled and decoded a prompt."""
+    prefill, decode = (EngineSim(world, role, 40, states=mode) for role in ("kv_producer", "kv_consumer"))
+    prompt = list(range(TOKENS))
+    if at_once:
+        decode.ask_by_name(ClientRequest("r", prompt, OUTPUTS), prefill)
+    prefill.ask(ClientRequest("r", prompt, OUTPUTS, decode, transfer_id="r" if at_once else ""))
+    world.run(10.0)
+    return decode
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+@pytest.mark.parametrize("mode", ["none", "align"])
+def test_all_but_the_last_token_is_pulled(world: World, mode: str, at_once: bool) -> None:
+    decode = pull(world, mode, at_once=at_once)
+    assert decode.counts["pulled"] == 1
+    assert decode.computed_tokens == OUTPUTS  # the last token of the prompt, and of the output all but the last
+
+
+def test_a_longer_prompt_goes_on_from_the_border_that_was_pulled_beside(world: World) -> None:
+    decode = pull(world, "align", at_once=False)
+    decode.ask(ClientRequest("longer", list(range(TOKENS + 20)), 1))
+    world.run(10.0)
+    assert decode.computed_of["longer-d"] == TOKENS + 20 - BORDER

@@ -1,0 +1,91 @@
+"""States of recurrent layers in ``vllm_schedulers``: cache groups of vLLM's own, and what each block of them must hold.
+
+A state is the hash of its cache group and of the prompt up to the token after which it is, where the first token of its
+block would be. A step goes on from the state after the tokens before to that after its own last token.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_utils import get_block_hash, get_group_id
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec
+from vllm.v1.request import Request
+
+from layout.geometry import CacheGroup, Plane, WorkerGeometry
+from pd_connector.orders import PullOrder
+from tests.support.simulation.scheduler_pulls import BlockStamps, state_stamp
+
+#: vLLM's ways to keep states: one of each request, or also those at borders of blocks. Empty: the model has none.
+StateMode = Literal["", "none", "align"]
+
+_GROUPS = 2  # with states
+
+
+def caches(block_tokens: int, longest: int, blocks: int, mode: StateMode) -> KVCacheConfig:
+    """A group with keys and values and, in a ``mode``, further ones with states, of requests of ``longest`` tokens."""
+    full = FullAttentionSpec(block_size=block_tokens, num_kv_heads=4, head_size=16, dtype=torch.float32)
+    groups = [KVCacheGroupSpec(["layer"], full)]
+    if mode:
+        shapes: dict[str, Any] = {"shapes": ((3, 8), (2, 4, 2)), "dtypes": (torch.float32,) * 2}
+        state = MambaSpec(
+            block_size=block_tokens if mode == "align" else longest, mamba_cache_mode=mode,
+            page_size_padded=full.page_size_bytes, **shapes,
+        )  # fmt: skip
+        groups += [KVCacheGroupSpec([f"state{number}"], state) for number in range(_GROUPS)]
+    return KVCacheConfig(blocks, [], groups)
+
+
+def worker_with(config: KVCacheConfig) -> WorkerGeometry:
+    """What the only worker of an engine with these caches tells of them."""
+    groups = []
+    for group in config.kv_cache_groups:
+        plane = Plane("kv", tuple(group.layer_names), 0, 1, 1, 1, 1, config.num_blocks, 0, 1, 1, 1, 1, 1)
+        holds_states = isinstance(group.kv_cache_spec, MambaSpec)
+        groups.append(CacheGroup(int(group.kv_cache_spec.block_size), 0, (plane,), states=holds_states))
+    return WorkerGeometry(0, 1, 0, 1, "127.0.0.1:15000", tuple(groups), ())
+
+
+class States:
+    """Steps that compute states, and checks of whatever is to hold one. For one engine."""
+
+    def __init__(self, config: KVCacheConfig) -> None:
+        specs = [group.kv_cache_spec for group in config.kv_cache_groups]
+        self._sizes = {number: int(spec.block_size) for number, spec in enumerate(specs) if isinstance(spec, MambaSpec)}
+        self._hashed: dict[bytes, int] = {}  # by hash of a block, the prompt up to its last token
+
+    def note(self, request: Request, stamps: Sequence[int], hash_tokens: int) -> None:
+        """Note what the blocks of a request are found by. ``stamps``: of its prompt up to each token."""
+        for number, value in enumerate(request.block_hashes if self._sizes else ()):
+            self._hashed[bytes(value)] = stamps[(number + 1) * hash_tokens - 1]
+
+    def compute(
+        self, memory: BlockStamps, tables: Sequence[Sequence[int]], stamps: Sequence[int], first: int, end: int
+    ) -> None:
+        """Go on from the state after ``first`` tokens, which must be there, to that after ``end``."""
+        for group, size in self._sizes.items():
+            if first:
+                held = memory.get((tables[group][(first - 1) // size], 0))
+                right = state_stamp(group, stamps[first - 1])
+                assert held == right, f"a step begins with another state of cache group {group} than after {first}"
+            memory[tables[group][(end - 1) // size], 0] = state_stamp(group, stamps[end - 1])
+
+    def check_found(self, pool: BlockPool, memory: BlockStamps, in_slots: bool = False) -> None:
+        """Raise AssertionError if a block can be found as a state that it does not hold."""
+        for block in pool.blocks if self._sizes else ():
+            key = block.block_hash
+            if key is None or get_group_id(key) not in self._sizes:
+                continue
+            place = block.block_id - 1 if in_slots else block.block_id
+            right = state_stamp(get_group_id(key), self._hashed[bytes(get_block_hash(key))])
+            assert memory.get((place, 0)) == right, f"block {block.block_id} is found as a state that it does not hold"
+
+    def check_destinations(self, pool: BlockPool, pulls: Sequence[PullOrder]) -> None:
+        """Raise AssertionError if a pull of states is to write where others may read, or to nobody's block."""
+        for order in pulls:
+            for group in self._sizes:
+                for number in filter(None, order.local_block_ids[group]):
+                    block = pool.blocks[number]
+                    is_its_own = block.ref_cnt == 1 and block.block_hash is None
+                    assert is_its_own, f"I5: the state of {order.request_id} is pulled into block {number}, not its own"
