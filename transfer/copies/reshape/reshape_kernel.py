@@ -51,7 +51,8 @@ class KernelCopier:
             language: Any = importlib.import_module("triton.language")
             self._kernel: Any = importlib.import_module("transfer.copies.reshape.run_kernel").copy_runs
             self._words = {8: language.int64, 4: language.int32, 1: language.int8}
-            self._try()
+            with torch.inference_mode():
+                self._try()
             self(EMPTY)  # compiles what looks at the runs
         except Exception as error:
             raise KernelUnusable(f"{type(error).__name__}: {error}") from error
@@ -93,8 +94,10 @@ class KernelCopier:
             KernelUnusable: not all bytes are what they should be.
         """
         half = 1 << 15
-        memory = torch.randint(0, 256, (2 * half,), dtype=torch.uint8, device=self._storages.device)
-        base, expected = int(memory.data_ptr()), memory.clone()
+        with self._stream.running():  # both are there before the kernel runs
+            memory = torch.randint(0, 256, (2 * half,), dtype=torch.uint8, device=self._storages.device)
+            expected = memory.clone()
+        base = int(memory.data_ptr())
         for width in _WORD_BYTES:
             for size in (width, 100 * width, 600 * width):
                 origins = np.arange(width, half - size, max(size + 8 * width, half // 16), dtype=np.int64)
