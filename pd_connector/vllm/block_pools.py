@@ -241,7 +241,7 @@ class HostBlockPool:
             return
         published = self._publish([make_block_hash_with_group_id(hashes[entry], group)], [host])
         if self._with_events and published:
-            self._pool.kv_event_queue.append(self._events.stored(request, group, entry))
+            self._pool.kv_event_queue += [self._events.stored(request, group, entry)]
 
     def evict_all(self) -> None:
         """Make all blocks impossible to find, those in use included."""

@@ -26,7 +26,7 @@ from pd_connector.vllm.cpu.head_order import HeadOrder
 from pd_connector.vllm.engine_config import UnsupportedError
 from tests.support.connector.kept_blocks import groups_by_vllm
 from tests.support.connector.stated import model_config, stated_groups
-from tests.support.releases import INSTALLED
+from tests.support.releases import INSTALLED, since
 
 SIZES: dict[str, Any] = {"num_kv_heads": 2, "head_size": 64, "dtype": torch.bfloat16}
 FULL = FullAttentionSpec(block_size=32, **SIZES)
@@ -89,6 +89,7 @@ def test_a_stage_without_layers_of_a_group_states_nothing_of_them() -> None:
     assert (group.layer_names, group.layers) == ((), {})
 
 
+@since((0, 30), "states of recurrent layers")
 @pytest.mark.parametrize("layers", [["model.layers.3.mixer"], []])
 def test_states_in_a_mode_that_is_not_known_are_refused_by_layer_and_kind(layers: list[str]) -> None:
     mamba = MambaSpec(block_size=16, shapes=((4, 4),), dtypes=(torch.float32,), mamba_cache_mode="all")

@@ -32,6 +32,7 @@ class ConsumerLife(RuleBasedStateMachine):
         self.numbers = itertools.count()
         self.renewed_at: dict[str, float] = {}  # of every lease that must be kept alive, by request id
         self.waits_since: dict[str, float] = {}  # of those whose requests have no blocks
+        self.in_use: set[str] = set()  # leases of requests that have neither settled nor left, given up or not
         self.given_up: set[str] = set()
         self.cancelled: list[str] = []
         self.ordered: list[str] = []
@@ -44,6 +45,7 @@ class ConsumerLife(RuleBasedStateMachine):
         request = a_decode_request(request_id, tokens, lease_id=request_id)
         if good:
             self.renewed_at[request_id] = self.waits_since[request_id] = self.clock.now
+            self.in_use.add(request_id)
         else:
             assert request.kv_transfer_params is not None
             del request.kv_transfer_params["lease_id"]
@@ -66,7 +68,7 @@ class ConsumerLife(RuleBasedStateMachine):
         missing = self.consumer.missing_tokens(request, 16 * computed)
         if (lease_id := self.following.get(request.request_id)) is not None:
             assert missing == 0
-            return self.allocate_follower(request, waits, in_use=lease_id in self.renewed_at)
+            return self.allocate_follower(request, waits, in_use=lease_id in self.in_use)
         assert not waits
         assert missing == max(0, request.num_prompt_tokens - 1 - 16 * computed)
         self.consumer.allocated(request, allocated(*BLOCKS), missing)
@@ -90,6 +92,7 @@ class ConsumerLife(RuleBasedStateMachine):
     def settle(self, request: FakeRequest) -> None:
         self.consumer.settled({request.request_id}, set(), Report())
         self.renewed_at.pop(request.request_id, None)
+        self.in_use.discard(request.request_id)
 
     @rule(request=consumes(waiting))
     def leave_early(self, request: FakeRequest) -> None:
@@ -122,6 +125,7 @@ class ConsumerLife(RuleBasedStateMachine):
         assert all(self.clock.now < at + TTL_S / 3 for at in self.renewed_at.values())
 
     def lets_go(self, request: FakeRequest) -> None:
+        self.in_use.discard(request.request_id)
         self.waits_since.pop(request.request_id, None)
         if self.renewed_at.pop(request.request_id, None) is not None:
             self.cancelled.append(request.request_id)
