@@ -71,6 +71,7 @@ class KernelCopier:
         are_right, pieces, bits, longest = _look(*runs, table.starts, table.ends, PIECE_BYTES)
         if not are_right:
             self._storages.checked(copies)
+            raise AssertionError("a run leaves the storages, or has a negative size, and nobody says which")
         if pieces:
             self._copy(runs, pieces, next(width for width in _WORD_BYTES if not bits % width), longest)
 
