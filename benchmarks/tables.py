@@ -26,6 +26,14 @@ TRANSFERS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ),
     ("layers apart, TP 1 to 2", "{:.1f} times", ("unequal:LBHNC, TP 1 to 2, scattered, planned/ratio",)),
     (
+        "65 MiB of a hybrid's states, beside one contiguous read", "{:.2f} times, TP 2 to 1 {:.2f}, 1 to 2 {:.2f}",
+        ("states:TP 1 to 1/ratio", "states:TP 2 to 1/ratio", "states:TP 1 to 2/ratio"),
+    ),
+    (
+        "handover of a hybrid, both legs at once, 64 and 3,500 tokens", "{:.0f} and {:.0f} ms",
+        ("legs_hybrid:handover/64/together_ms", "legs_hybrid:handover/3500/together_ms"),
+    ),
+    (
         "a plan for 131,072 tokens, TP 2 to 1, layers together", "{:.1f} ms",
         ("planning:BHLNC 131072 tokens TP 2 to 1 fragmented/sum_ms",),
     ),
