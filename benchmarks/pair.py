@@ -9,7 +9,7 @@ import random
 import sys
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -43,6 +43,7 @@ MODEL = {
 class Model:
     """What servers serve, and how they are told."""
 
+    make: Callable[[], Path]  # write it where it is not there yet; its directory
     token_bytes: int  # of cache
     state_bytes: int  # of a request
     block_tokens: int
@@ -54,9 +55,25 @@ class Model:
         return tokens * self.token_bytes + self.state_bytes
 
 
-ATTENTION = Model(LAYERS * KV_HEADS * HEAD_SIZE * 2 * 4, 0, BLOCK_TOKENS, LONGEST, ("--load-format", "dummy"))
+def _without_weights() -> Path:
+    directory = DIRECTORY / "model"
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(MODEL))
+    return directory
+
+
+ATTENTION = Model(
+    _without_weights, LAYERS * KV_HEADS * HEAD_SIZE * 2 * 4, 0, BLOCK_TOKENS, LONGEST, ("--load-format", "dummy")
+)
 #: vLLM makes its blocks as large as a state. On CPU it finds no prefixes of such layers.
-HYBRID = Model(KV_HEADS * HEAD_SIZE * 2 * 4, 3 * 72448, 96, 4096, ("--no-enable-prefix-caching",))
+HYBRID = Model(
+    lambda: make(DIRECTORY / "hybrid", "hybrid"),
+    KV_HEADS * HEAD_SIZE * 2 * 4,
+    3 * 72448,
+    96,
+    4096,
+    ("--no-enable-prefix-caching",),
+)
 
 
 @dataclass(frozen=True)
@@ -137,12 +154,7 @@ def running(
     Raises:
         ServerFailed: one of them did not start.
     """
-    if model is HYBRID:
-        directory = make(DIRECTORY / "hybrid", "hybrid")
-    else:
-        directory = DIRECTORY / "model"
-        directory.mkdir(parents=True, exist_ok=True)
-        (directory / "config.json").write_text(json.dumps(MODEL))
+    served = ["--model", str(model.make()), "--block-size", str(model.block_tokens), *model.words]
     environment = {
         "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "OMP_NUM_THREADS": str(threads), "PD_BENCHMARK_BYTES_PER_S": str(bytes_per_s),
@@ -154,8 +166,7 @@ def running(
         for number, ((role, side), port) in enumerate(zip(sides, free_ports(len(sides), HOST), strict=True)):
             own = environment | ({"VLLM_KV_CACHE_LAYOUT": side.layout} if side.layout else {})
             log, url = DIRECTORY / f"{number}-{role}.log", f"http://{HOST}:{port}"
-            command = [*_command(module, role, side, port), "--model", str(directory), *model.words]
-            command += ["--block-size", str(model.block_tokens)]
+            command = [*_command(module, role, side, port), *served]
             started.append(
                 servers.start(Server(f"{role} {number}", command, url=url, log=log, environment=own, cwd=ROOT))
             )

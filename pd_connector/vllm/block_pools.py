@@ -226,22 +226,16 @@ class HostBlockPool:
         for group in self.groups:
             size = self.block_tokens[group]
             first, before = first_token // size, hit.first_token // size
-            hashes = self._release.block_hashes(request.block_hashes, self._pool.hash_block_size, size)
-            hosts = hit.groups[group][first - before : end // size - before][: max(len(hashes) - first, 0)]
-            keys = map(make_block_hash_with_group_id, hashes[first : first + len(hosts)], repeat(group))
-            published = self._publish(keys, hosts)
-            if self._with_events:
-                self._pool.kv_event_queue += [self._events.stored(request, group, first + index) for index in published]
+            self.publish_at(request, group, first, hit.groups[group][first - before : end // size - before])
 
-    def publish_state(self, request: "Request", group: int, entry: int, host: "KVCacheBlock") -> None:
-        """Make a host block findable as the state after the tokens of a request's first ``entry`` + 1 blocks."""
-        size = self.block_tokens[group]
-        hashes = self._release.block_hashes(request.block_hashes, self._pool.hash_block_size, size)
-        if entry >= len(hashes):
-            return
-        published = self._publish([make_block_hash_with_group_id(hashes[entry], group)], [host])
-        if self._with_events and published:
-            self._pool.kv_event_queue += [self._events.stored(request, group, entry)]
+    def publish_at(self, request: "Request", group: int, first: int, hosts: HeldBlocks) -> None:
+        """Make host blocks findable as those of a request's table from entry ``first`` on, as far as these are full."""
+        hashes = self._release.block_hashes(request.block_hashes, self._pool.hash_block_size, self.block_tokens[group])
+        hosts = hosts[: max(len(hashes) - first, 0)]
+        keys = map(make_block_hash_with_group_id, hashes[first : first + len(hosts)], repeat(group))
+        published = self._publish(keys, hosts)
+        if self._with_events:
+            self._pool.kv_event_queue += [self._events.stored(request, group, first + index) for index in published]
 
     def evict_all(self) -> None:
         """Make all blocks impossible to find, those in use included."""

@@ -104,6 +104,11 @@ class Retention:
         """Return the first token of the blocks that computing the last of ``prompt_tokens`` tokens needs."""
         return self.first_token(prompt_tokens - 1) // self.block_tokens * self.block_tokens
 
+    def border_entry(self, tokens: range) -> int | None:
+        """Return the entry of a table with the state at the last border of blocks behind one of ``tokens``, if any."""
+        entry = tokens.stop // self.block_tokens - 1
+        return entry if self.states and (entry + 1) * self.block_tokens > tokens.start else None
+
 
 def retention_in(group: "CacheGroup") -> Retention:
     """Return what vLLM keeps of a request in a worker's cache group."""

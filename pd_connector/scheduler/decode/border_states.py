@@ -38,7 +38,7 @@ class BorderStates:
     def __init__(self, blocks: DeviceBlocks, groups: Sequence[Retention]) -> None:
         """``groups``: what vLLM keeps of a request in every cache group."""
         self._blocks = blocks
-        self._groups = {number: kept.block_tokens for number, kept in enumerate(groups) if kept.states}
+        self._groups = {number: kept for number, kept in enumerate(groups) if kept.states}
         self._pulled: dict[str, _Border] = {}  # by request
 
     def add(self, request: "Request", block_ids: BlockTables, tokens: range) -> BlockTables:
@@ -47,11 +47,11 @@ class BorderStates:
         Not if there is no room, if this engine finds no prefixes, or if it has the states.
         """
         wanted = {}
-        for group, size in self._groups.items():
-            entry = tokens.stop // size - 1
-            if (entry + 1) * size <= tokens.start or block_ids[group][entry]:
+        for group, kept in self._groups.items():
+            entry = kept.border_entry(tokens)
+            if entry is None or block_ids[group][entry]:
                 continue
-            if self._blocks.found_state(request, group, entry, size) is None:
+            if self._blocks.found_state(request, group, entry, kept.block_tokens) is None:
                 wanted[group] = entry
         if not wanted or not self._blocks.finds_prefixes or not self._blocks.has_spare(len(wanted)):
             return block_ids
@@ -76,7 +76,7 @@ class BorderStates:
             return
         for group, (entry, block) in border.entries.items():
             if is_right and border.is_right:
-                self._blocks.publish_state(border.request, group, entry, self._groups[group], block)
+                self._blocks.publish_state(border.request, group, entry, self._groups[group].block_tokens, block)
         self._blocks.give_back(tuple(block for _, block in border.entries.values()))
 
     def forget_model(self) -> None:

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Literal
 from pd_connector.orders import LandingEnds, Orders, PullOrder, Report
 from pd_connector.scheduler.block_demand import BlockDemand
 from pd_connector.scheduler.decode.consumer import Consumer
+from pd_connector.scheduler.host.landed_prompts import BorderBlocks
 from pd_connector.scheduler.host.tier import HostTier
 from pd_connector.scheduler.scheduler_role import SchedulerRole
 from pd_connector.stats import StatsRecorder
@@ -34,7 +35,7 @@ from pd_connector.vllm.cache_specs import Retention
 from pd_connector.vllm.device_blocks import HeldBlocks
 
 if TYPE_CHECKING:
-    from pd_connector.vllm.types import KVCacheBlock, Request
+    from pd_connector.vllm.types import Request
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +58,7 @@ class _Landing:
     hit: HostHit  # what the request is given: what host memory held before, and what lands
     first_token: int  # of those that land
     ends: LandingEnds
-    borders: "dict[int, tuple[int, KVCacheBlock]]"  # by cache group: entry of the table, and the slot of its state
+    borders: BorderBlocks
     is_wanted: bool = True  # the request has not left, and the contents are valid
 
     @property
@@ -175,12 +176,11 @@ class Landings(SchedulerRole):
             return False
         self._fell_back.pop(request.request_id, None)
         hit, block_ids = self._lay_out(range(computed_tokens, end), held, tables, slots[:needed])
-        for_borders = dict(zip(borders, slots[needed:], strict=True))
-        for group, block in for_borders.items():
-            block_ids[group][borders[group]] = block.block_id
+        states = {group: (entry, slot) for (group, entry), slot in zip(borders.items(), slots[needed:], strict=True)}
+        for group, (entry, slot) in states.items():
+            block_ids[group][entry] = slot.block_id
         order = self._consumer.start_landing(request, tuple(map(tuple, block_ids)), range(first, end))
         self._orders.append(order)
-        states = {group: (borders[group], block) for group, block in for_borders.items()}
         self._under_way[request.request_id] = _Landing(request, hit, first, LandingEnds(0), states)
         return True
 
@@ -191,8 +191,7 @@ class Landings(SchedulerRole):
         """
         borders = {}
         for group, (kept, (numbers, _)) in enumerate(zip(self._demand.groups, tables, strict=True)):
-            entry = tokens.stop // kept.block_tokens - 1
-            if kept.states and (entry + 1) * kept.block_tokens > tokens.start and entry not in numbers:
+            if (entry := kept.border_entry(tokens)) is not None and entry not in numbers:
                 borders[group] = entry
         return borders
 

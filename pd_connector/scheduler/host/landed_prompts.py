@@ -47,7 +47,7 @@ class LandedPrompts:
         """
         self._pool.publish_landed(request, hit, first_token)
         for group, (entry, host) in borders.items():
-            self._pool.publish_state(request, group, entry, host)
+            self._pool.publish_at(request, group, entry, (host,))
         self._waiting[request.request_id] = LandedPrompt(request, hit, hit.first_token)
 
     def tokens(self, request: "Request", computed_tokens: int) -> int | None:
