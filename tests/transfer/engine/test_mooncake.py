@@ -252,6 +252,23 @@ def test_closing_ends_a_read_that_is_under_way(
     assert "the link was closed" in str(failures[0])
 
 
+def test_a_read_whose_caller_gives_up_ends_then_and_settles_with_the_link(
+    engine: MooncakeEngine, victim: PeerProcess, destination: Memory
+) -> None:
+    link = engine.open(victim.address, [victim.region], victim.identity)
+    victim.stop()
+    began = time.monotonic()
+    with pytest.raises(ReadFailed, match=r"failed in call .*: its network is cut; the whole read is") as failure:
+        link.read(
+            even_copies(destination.region, victim.region, 4, 4096), 60,
+            given_up=lambda: "its network is cut" if time.monotonic() > began + 0.3 else "",
+        )  # fmt: skip
+    assert time.monotonic() - began < 5  # Mooncake's own limit is not reached
+    assert not failure.value.settled
+    link.close()
+    assert link.settled
+
+
 def test_close_leaves_no_thread_and_no_file_behind(peer: PeerProcess, destination: Memory) -> None:
     gc.collect()
     before = OpenResources.now()
