@@ -37,7 +37,7 @@ from vllm.v1.request import Request
 
 from layout.geometry import CacheGroup, Plane, Region, WorkerGeometry
 from layout.host_blocks import host_layout
-from pd_connector.orders import BlockMoves, LandingEnds, Report, StoreEnds, StoreOrder
+from pd_connector.orders import BlockMoves, RankEnds, Report, StoreEnds, StoreOrder
 from pd_connector.scheduler.block_demand import BlockDemand
 from pd_connector.scheduler.decode.landings import Landings
 from pd_connector.scheduler.host.tier import HostTier, StoreMode
@@ -267,7 +267,7 @@ def landing(clock: Clock, blocks: int, prompts: int = 16) -> tuple[list[float], 
         timed(begin, partial(landings.must_land, request, 0))
         assert landings.under_way
         landings.step_orders({})
-        ended = Report(landings={request.request_id: LandingEnds(1)})
+        ended = Report(landings={request.request_id: RankEnds(1)})
         timed(end, partial(landings.settled, set(), set(), ended))
         timed(leave, partial(engine.tier.finish, request, ()))
     return begin, end, leave

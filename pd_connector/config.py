@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from pd_connector.old_settings import OLD_SETTINGS
 from pd_connector.recipe_keys import RecipeKeys
-from transfer.peers import AllowedPeers
+from transfer.peers import AllowedPeers, parse_address
 
 Seconds = Annotated[float, Field(ge=0.1, le=86400, allow_inf_nan=False)]
 M = TypeVar("M", bound=BaseModel)
@@ -141,6 +141,18 @@ class ConnectorConfig(BaseModel):
         "and prompts found there can be read there; a decode engine pulls there what its device has "
         "no blocks for. always: the same, but it pulls every prompt there.",
     )
+    serve_prefixes: bool = Field(
+        default=False,
+        description="Whether other engines may look for the beginnings of their prompts in this engine's caches, and "
+        "pull them from here. On a decode engine this opens a control channel, as on one that prefills "
+        "(port). Needs vLLM's prefix caching.",
+    )
+    peers: Annotated[list[str], Field(max_length=16)] | None = Field(
+        default=None,
+        description="Engines with serve_prefixes, as host:port of their control channels. Each is asked for what this "
+        "engine's caches lack of a prompt that it is to compute. Needs vLLM's prefix caching. An empty "
+        "list asks only the engine that a request's prefixes_at names. Default: nobody is asked.",
+    )
     drain_timeout_s: Annotated[float, Field(ge=0, le=86400, allow_inf_nan=False)] = Field(
         default=5.0,
         description="How long a prefill engine stays up after SIGTERM and its last request, for decode engines "
@@ -191,6 +203,13 @@ class ConnectorConfig(BaseModel):
                 "transfers; set cpu_bytes_to_use, or host_transfers to 'off'"
             )
         return self
+
+    @field_validator("peers")
+    @classmethod
+    def _check_addresses(cls, peers: list[str] | None) -> list[str] | None:
+        for peer in peers or ():
+            parse_address(peer)
+        return peers
 
     @field_validator("allowed_peers")
     @classmethod

@@ -20,7 +20,7 @@ from transfer.control.failures import AuthenticationFailed, PeerRefused
 from transfer.errors import PeerNotAllowed, TransferError
 
 _Name = TypeVar("_Name", int, str)
-_Ends = TypeVar("_Ends", "StoreEnds", "LandingEnds", "CanaryEnds")
+_Ends = TypeVar("_Ends", "StoreEnds", "RankEnds", "CanaryEnds")
 
 
 def block_table(block_ids: Sequence[int]) -> BlockTable:
@@ -149,16 +149,16 @@ class StoreEnds:
 
 
 @dataclass(frozen=True)
-class LandingEnds:
-    """How a pull to host memory ended on the ranks that have reported it: nothing writes to its slots there."""
+class RankEnds:
+    """How a pull for which no request waits ended on the ranks that have reported it: nothing writes there any more."""
 
     ranks: int
     failed: bool = False
     lacks_states: bool = False  # the prefill engine did not have all states that were ordered
 
-    def __add__(self, other: "LandingEnds") -> "LandingEnds":
+    def __add__(self, other: "RankEnds") -> "RankEnds":
         ranks, failed = self.ranks + other.ranks, self.failed or other.failed
-        return LandingEnds(ranks, failed, self.lacks_states or other.lacks_states)
+        return RankEnds(ranks, failed, self.lacks_states or other.lacks_states)
 
 
 @dataclass(frozen=True)
@@ -233,6 +233,8 @@ class Orders:
 
     pulls: tuple[PullOrder, ...] = ()
     landings: tuple[PullOrder, ...] = ()  # to host memory: blocks are the host pool's, slot s is block s + 1
+    #: To blocks of the device that no request has. ``request_id`` is that of the lease.
+    prefixes: tuple[PullOrder, ...] = ()
     canaries: tuple[PullOrder, ...] = ()  # to scratch memory, whose blocks these are
     references: tuple[CanaryReference, ...] = ()  # of canaries that were ordered before, each once
     refusals: tuple[RefuseOrder, ...] = ()
@@ -274,7 +276,8 @@ class Report:
     """What workers report to the scheduler side in a step, besides the requests that vLLM waits for."""
 
     stores: Mapping[int, StoreEnds] = field(default_factory=dict)  # by store id
-    landings: Mapping[str, LandingEnds] = field(default_factory=dict)  # by request id
+    landings: Mapping[str, RankEnds] = field(default_factory=dict)  # by request id
+    prefixes: Mapping[str, RankEnds] = field(default_factory=dict)  # by the ids in their orders
     canaries: Mapping[str, CanaryEnds] = field(default_factory=dict)  # by request id
     checksums: tuple[ChecksumReport, ...] = ()
     handshakes: Mapping[WorkerRanks, WorkerHandshake] = field(default_factory=dict)  # that vLLM does not pass on
@@ -292,12 +295,13 @@ class Report:
     def __add__(self, other: "Report") -> "Report":
         stores = _sums(self.stores, other.stores)
         landings = _sums(self.landings, other.landings)
+        prefixes = _sums(self.prefixes, other.prefixes)
         canaries = _sums(self.canaries, other.canaries)
         handshakes = {**self.handshakes, **other.handshakes}
         steps = dict(Counter(self.steps) + Counter(other.steps))
         checksums, failed = self.checksums + other.checksums, self.failed | other.failed
         lacking = self.lacking_states | other.lacking_states
-        return Report(stores, landings, canaries, checksums, handshakes, failed, steps, lacking)
+        return Report(stores, landings, prefixes, canaries, checksums, handshakes, failed, steps, lacking)
 
 
 def _sums(ours: Mapping[_Name, _Ends], theirs: Mapping[_Name, _Ends]) -> dict[_Name, _Ends]:

@@ -11,6 +11,9 @@ from typing import Annotated, Any
 
 import msgspec
 
+from transfer.errors import BadAddress
+from transfer.peers import Address, parse_address
+
 # These values come from clients and appear in messages and logs, so they are bounded and printable.
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=128, pattern=r"^[\x21-\x7e]+\Z")]
 Host = Annotated[str, msgspec.Meta(min_length=1, max_length=255, pattern=r"^[A-Za-z0-9._:%\[\]-]+\Z")]
@@ -101,6 +104,21 @@ def is_decode_leg(params: object) -> bool:
     return isinstance(params, dict) and bool(params.get("do_remote_prefill"))
 
 
+def prefixes_at(params: object) -> Address | None:
+    """Return the engine whose caches hold the beginning of a prompt, as a router says; None if it does not.
+
+    Raises:
+        ParamsError: ``prefixes_at`` is not ``host:port``.
+    """
+    hint = params.get("prefixes_at") if isinstance(params, dict) else None
+    if hint is None:
+        return None
+    try:
+        return parse_address(hint if isinstance(hint, str) else repr(hint))
+    except BadAddress as error:
+        raise ParamsError(f"prefixes_at: {error}. Pass on what an engine with serve_prefixes has answered") from None
+
+
 def prefill_transfer_id(params: object) -> str:
     """Return the name that a router gave a prefill leg; empty if it gave none.
 
@@ -169,7 +187,7 @@ def unusable_keys(params: object) -> tuple[str, ...]:
     """
     if not isinstance(params, dict):
         return ()
-    given = [str(key) for key, value in params.items() if value is not None]
+    given = [str(key) for key, value in params.items() if value is not None and key != "prefixes_at"]
     return () if any(key in given for key in ("do_remote_decode", "do_remote_prefill")) else tuple(given)
 
 

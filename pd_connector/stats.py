@@ -58,6 +58,9 @@ COUNTERS = {
     "pull_bytes_ahead": "Bytes pulled before the prompt was computed.",
     "pull_restarts": "Pulls that began again because the prefill engine had preempted the prompt, counted on every "
     "rank.",
+    "prefix_tokens": "Prompt tokens whose KV cache was pulled from an engine that held them, before the rest was "
+    "computed (peers).",
+    "prefix_bytes": "Bytes of KV cache pulled so, on all ranks.",
     "host_tokens": "Prompt tokens whose KV cache was loaded from host memory.",
     "host_blocks": "Blocks stored in host memory.",
 }
@@ -88,6 +91,16 @@ LABELLED = {
         "reason",
         "Prompts that were to be pulled to host memory and were not, by reason: full, too_large.",
     ),
+    "prefixes": (
+        "event",
+        "Prompts for whose beginnings other engines were asked, by event: asked, and what came of it: pulled, nothing "
+        "(nobody held enough), late (computing would have been faster), full (too few blocks were free), unproven, "
+        "failed.",
+    ),
+    "prefixes_served": (
+        "event",
+        "Questions of other engines for prefixes that may be here, by event: found (and leased), nothing, refused.",
+    ),
     "control_refusals": ("cause", "Connections and messages that the control channel refused, by cause."),
 }
 #: Label values. A counter that appeared with its first event would hide that event from rate() and alerts.
@@ -103,6 +116,8 @@ LABELS: dict[str, tuple[str, ...]] = {
     "landings": ("landed", "failed", "left"),
     "canaries": ("proven", "differs", "failed", "left"),
     "landing_fallbacks": ("full", "too_large"),
+    "prefixes": ("asked", "pulled", "nothing", "late", "full", "unproven", "failed"),
+    "prefixes_served": ("found", "nothing", "refused"),
     "control_refusals": tuple(ServerCounters().refusals),
 }
 

@@ -57,6 +57,18 @@ def peer_address(host: object, port: object) -> Address:
     return Address(checked, _port(port, lowest=1))
 
 
+def parse_address(text: str) -> Address:
+    """Return the checked address of a peer that is written as ``host:port``, an IPv6 address in brackets.
+
+    Raises:
+        BadAddress: it is not; the message says what is wrong with it.
+    """
+    host, colon, port = text.rpartition(":")
+    if not (colon and port.isascii() and port.isdecimal()) or (":" in host and not host.startswith("[")):
+        raise BadAddress(f"control address {text[:300]!r} is not host:port, with an IPv6 address in brackets")
+    return peer_address(host, int(port))
+
+
 def listen_address(host: object, port: object) -> Address:
     """Return the checked address to bind; port 0 lets the OS choose, ``0.0.0.0`` and ``::`` mean every interface.
 

@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 from pd_connector.config import ConnectorConfig
 from pd_connector.engine_limits import ENGINE_LIMITS, EngineLimits
-from pd_connector.orders import Cause, Destinations, Orders, Report, WorkerHandshake, WorkerRanks
-from pd_connector.params import is_decode_leg, is_malformed, is_prefill_leg, unusable_keys
+from pd_connector.orders import Destinations, Orders, Report, WorkerHandshake, WorkerRanks
+from pd_connector.params import is_decode_leg, is_prefill_leg
 from pd_connector.scheduler.block_demand import BlockDemand
 from pd_connector.scheduler.decode.border_states import BorderStates
 from pd_connector.scheduler.decode.canaries import Canaries, NoCanaries
 from pd_connector.scheduler.decode.consumer import Consumer
 from pd_connector.scheduler.decode.landings import LandingMode, Landings
+from pd_connector.scheduler.decode.peer_prefixes import PeerPrefixes
 from pd_connector.scheduler.decode.pulls_ahead import AheadLimits, PullsAhead
 from pd_connector.scheduler.decode.renewals import Renewals
 from pd_connector.scheduler.decode.subscriptions import FollowLimits, Subscriptions
@@ -27,8 +28,10 @@ from pd_connector.scheduler.prefill.lease_moves import LeaseMoves
 from pd_connector.scheduler.prefill.lease_service import LeaseService
 from pd_connector.scheduler.prefill.leased_states import LeasedStates
 from pd_connector.scheduler.prefill.leases import LeaseTable
+from pd_connector.scheduler.prefill.prefix_service import PrefixSource
 from pd_connector.scheduler.prefill.producer import Producer
 from pd_connector.scheduler.request_admission import AdmissionLimits, RequestAdmission
+from pd_connector.scheduler.request_params import RequestParams
 from pd_connector.scheduler.scheduler_role import SchedulerRole
 from pd_connector.scheduler.start_checks import (
     check_block_sizes,
@@ -39,7 +42,8 @@ from pd_connector.scheduler.start_checks import (
 )
 from pd_connector.scheduler.workers import Workers
 from pd_connector.secret import load_keys
-from pd_connector.stats import ComputedHere, StatsRecorder
+from pd_connector.stats import StatsRecorder
+from pd_connector.vllm.block_hashes import BlockHashes
 from pd_connector.vllm.block_pools import HostBlockPool, Leased
 from pd_connector.vllm.cache_groups import retentions
 from pd_connector.vllm.device_blocks import DeviceBlocks
@@ -67,18 +71,15 @@ from pd_connector.vllm.requests import block_ids_to_fill, computes_whole_prompt
 from pd_connector.vllm.tracing import lease_spans
 from transfer.control.client import ControlClient
 from transfer.control.keys import ControlKeys
-from transfer.control.limits import ThrottledWarnings
-from transfer.peers import AllowedPeers
+from transfer.peers import AllowedPeers, parse_address
 
 if TYPE_CHECKING:
     from pd_connector.vllm.types import KVCacheBlocks, KVCacheConfig, KVCacheEvent, KVCacheManager, Request, VllmConfig
 
 logger = logging.getLogger(__name__)
 
-_LOG_INTERVAL_S = 10.0
 # News and new requests end a rest. A pull that fails on a worker is noticed when it is over.
 _REST_S = 0.05
-_MAX_NAMED_KEYS = 10  # of a request's params, in a warning
 
 
 class ConnectorScheduler:
@@ -99,7 +100,9 @@ class ConnectorScheduler:
         self._limits = limits
         self._stats = stats
         self._clock = clock
-        self._role = EngineRole.of(vllm_config)
+        self._role = EngineRole.of(
+            vllm_config, serves_prefixes=config.serve_prefixes, asks_peers=config.peers is not None
+        )
         self._retentions = retentions(vllm_config, kv_cache_config)
         self._states = [group for group, kept in enumerate(self._retentions) if kept.states]
         warn_if_not_hooked(vllm_config)
@@ -115,8 +118,8 @@ class ConnectorScheduler:
         self._destinations: list[Destinations] = []  # for the next step, if vLLM is told of failures by block ids
         self._model_changes = 0  # since the last step
         self._failed: set[str] = set()  # requests that have failed on a rank, and wait for others
-        self._warnings = ThrottledWarnings(logger, _LOG_INTERVAL_S)
-        check_settings(config, self._role, vllm_config)
+        self._params = RequestParams(self._role, stats)
+        check_settings(config, self._role, vllm_config, has_states=bool(self._states))
         keys = load_keys(config.secret_file)
         self._secret = keys.fingerprint if keys is not None else ""
         self._external = self._make_external_loads()
@@ -125,7 +128,8 @@ class ConnectorScheduler:
         self._landings: Landings | None = None  # None until workers are known, or if all is pulled to the device
         self._canaries = self._make_canaries()
         self._prompts = Prompts(vllm_config, config.model_check)
-        self._consumer = consumer = self._make_consumer(keys, kv_cache_config) if self._role.consumes else None
+        self._hashes = BlockHashes(vllm_config)
+        self._consumer = self._make_consumer(keys, kv_cache_config) if self._role.consumes else None
         self._spans = lease_spans(vllm_config)
         on_end = None if self._spans is None else self._spans.ended
         leases: LeaseTable[Leased] = LeaseTable(
@@ -133,19 +137,26 @@ class ConnectorScheduler:
         )
         self._host_log = HostLog(leases, clock)
         self._admission: RequestAdmission | None = None  # None if nobody has to wait but as vLLM says
-        if self._role.produces:
+        self._peer_prefixes = self._make_peer_prefixes(keys) if config.peers is not None else None
+        self._add_roles(leases, keys)
+
+    def _add_roles(self, leases: LeaseTable[Leased], keys: ControlKeys | None) -> None:
+        """Start what serves other engines, and list the roles."""
+        consumer = self._consumer
+        if self._role.is_read:
             self._admission = self._make_admission(leases, consumer)
             producer = self._make_producer(leases, keys, self._admission)
             self._roles += [producer, self._admission]
             if self._moves is not None:
                 self._roles.append(self._moves)
-            if config.bootstrap_port:
+            if self._config.bootstrap_port and self._role.produces:
                 self._roles.append(self._make_bootstrap(producer))
         elif not installed.current().serves_loaded_first:
             self._admission = self._make_admission(leases, None)
             self._roles.append(self._admission)
-        if consumer is not None:
-            self._roles += [consumer] if type(self._canaries) is NoCanaries else [self._canaries, consumer]
+        if type(self._canaries) is not NoCanaries:
+            self._roles.append(self._canaries)
+        self._roles += [role for role in (consumer, self._peer_prefixes) if role is not None]
 
     def bind_cache_manager(self, kv_cache_manager: "KVCacheManager") -> None:
         """Take the manager of the engine's blocks. Called while the engine core constructs its scheduler."""
@@ -168,22 +179,14 @@ class ConnectorScheduler:
 
     def add(self, request: "Request") -> None:
         """Take up a new request."""
-        params = request.kv_transfer_params
-        if is_decode_leg(params) and not self._role.consumes:
-            self._warn_wrong_role(request, "do_remote_prefill", "kv_consumer")
-            self._stats.count("prompts_computed", label=ComputedHere.ROLE)
-        elif is_prefill_leg(params) and not is_decode_leg(params) and not self._role.produces:
-            self._warn_wrong_role(request, "do_remote_decode", "kv_producer")
-        elif keys := unusable_keys(params):
-            self._warn_unusable(request, keys)
+        self._params.check(request)
         if self._states and self._role.produces:
             self._leave_last_token(request)
         if self._waits_for_workers:
             self._early[request.request_id] = request
         for role in self._roles:
             role.add(request)
-        if is_malformed(params):
-            self._remove_malformed(request)
+        self._params.remove_malformed(request)
 
     def missing_tokens(self, request: "Request", computed_tokens: int) -> int | None:
         """Return how many tokens beyond ``computed_tokens`` will be loaded or pulled; None if not known yet."""
@@ -193,6 +196,8 @@ class ConnectorScheduler:
             if role.must_wait(request):
                 return None
         if self._landings is not None and self._landings.must_land(request, computed_tokens):
+            return None
+        if self._peer_prefixes is not None and self._peer_prefixes.must_wait_for(request, computed_tokens):
             return None
         for role in self._roles:
             role.free_blocks()
@@ -328,7 +333,7 @@ class ConnectorScheduler:
         in_order = self._workers.add(handshakes)
         if not in_order:
             return
-        if self._role.consumes:
+        if self._role.reads:
             check_secrets(in_order, self._secret)
         if self._config.cpu_bytes_to_use and not any(isinstance(role, HostTier) for role in self._roles):
             tier = self._open_host_tier(in_order)
@@ -350,7 +355,7 @@ class ConnectorScheduler:
     @property
     def _waits_for_workers(self) -> bool:
         """Whether a role needs handshakes of workers that have not arrived. They come with the next step's report."""
-        needs = self._role.produces or self._config.cpu_bytes_to_use > 0 or isinstance(self._canaries, Canaries)
+        needs = self._role.is_read or self._config.cpu_bytes_to_use > 0 or isinstance(self._canaries, Canaries)
         return needs and not self._workers.known
 
     @property
@@ -372,7 +377,7 @@ class ConnectorScheduler:
             leases, model, tp_size, self._engine.wake, verify=config.verify, max_model_len=max_model_len(vllm_config),
             spans=self._spans, prompts=self._prompts, writes_late=drafts_late(vllm_config),
         )  # fmt: skip
-        if config.host_transfers != "off":
+        if config.host_transfers != "off" and self._role.produces:
             self._prompt_slots = PromptSlots()
             self._moves = LeaseMoves(
                 leases, service.checksums, self._blocks, lambda: admission.wants_blocks, self._limits.move_leases_above,
@@ -395,6 +400,7 @@ class ConnectorScheduler:
             self._prompt_slots,
             self._external,
             LeasedStates(self._blocks, self._retentions, self._prompts),
+            self._prefix_source,
             drafts_late=drafts_late(vllm_config),
         )
 
@@ -419,7 +425,7 @@ class ConnectorScheduler:
         mode = self._config.canary_mode
         if all(kept.states for kept in self._retentions):
             return NoCanaries()  # there are no keys and values to compare
-        if mode == "off" or not self._role.consumes:
+        if mode == "off" or not self._role.reads:
             return NoCanaries()
         is_spoilt = self._external.is_spoilt
         return Canaries(self._blocks, self._retentions, is_spoilt, refuses=mode == "refuse", clock=self._clock)
@@ -437,6 +443,26 @@ class ConnectorScheduler:
         borders = BorderStates(self._blocks, self._retentions) if self._states else None
         return Consumer(
             renewals, subscriptions, ahead, self._retentions, layers, self._canaries, self._prompts, borders
+        )
+
+    @property
+    def _prefix_source(self) -> PrefixSource | None:
+        if not self._config.serve_prefixes or self._states:
+            return None
+        return PrefixSource(self._hashes, self._retentions)
+
+    def _make_peer_prefixes(self, keys: ControlKeys | None) -> PeerPrefixes | None:
+        if self._states:
+            return None
+        client = ControlClient(keys=keys, allowed=AllowedPeers(self._config.allowed_peers))
+        peers = [parse_address(peer) for peer in self._config.peers or ()]
+
+        def held_in_host(request: "Request", computed_tokens: int) -> int:
+            hits = (role.hit(request, computed_tokens) for role in self._roles if isinstance(role, HostTier))
+            return next((hit.tokens for hit in hits if hit is not None), 0)
+
+        return PeerPrefixes(
+            peers, client, self._blocks, self._retentions, self._hashes, self._canaries, held_in_host, self._clock
         )
 
     def _open_host_tier(self, handshakes: Sequence[WorkerHandshake]) -> HostTier:
@@ -471,29 +497,3 @@ class ConnectorScheduler:
         params = request.kv_transfer_params
         if is_prefill_leg(params) and not (is_decode_leg(params) or computes_whole_prompt(request)):
             self._prompts.cut(request, self._blocks.hash_tokens)
-
-    def _remove_malformed(self, request: "Request") -> None:
-        """Take away params that are no JSON object: vLLM's scheduler reads them as one, and would end the engine."""
-        if not self._role.consumes:  # otherwise the consumer has refused the request
-            logger.error(
-                "PDConnector: request %s is served without a transfer: its kv_transfer_params must be a JSON object, "
-                "not %.100r", request.request_id, request.kv_transfer_params,
-            )  # fmt: skip
-            self._stats.count("prompts_computed", label=Cause.PARAMS)
-        request.kv_transfer_params = None
-
-    def _warn_unusable(self, request: "Request", keys: Sequence[str]) -> None:
-        self._stats.count("prompts_computed", label=ComputedHere.UNUSABLE)
-        named = ", ".join(repr(key)[:60] for key in keys[:_MAX_NAMED_KEYS])
-        self._warnings.warn(
-            "unusable",
-            f"PDConnector: request {request.request_id} is served without a transfer: its kv_transfer_params have "
-            f"neither do_remote_prefill nor do_remote_decode, but {named}: "
-            "the router speaks a contract that PDConnector does not",
-        )
-
-    def _warn_wrong_role(self, request: "Request", key: str, role: str) -> None:
-        logger.warning(
-            "PDConnector: request %s asks for %s, which needs kv_role %s or kv_both; it is served without a transfer",
-            request.request_id, key, role,
-        )  # fmt: skip

@@ -22,10 +22,17 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def check_settings(config: ConnectorConfig, role: EngineRole, vllm_config: "VllmConfig") -> None:
+def check_settings(
+    config: ConnectorConfig, role: EngineRole, vllm_config: "VllmConfig", *, has_states: bool = False
+) -> None:
     """Raise ConfigError if settings ask for what this engine cannot do; warn if a recipe's keys contradict it."""
-    if config.cpu_bytes_to_use:
+    if config.cpu_bytes_to_use or config.serve_prefixes or config.peers is not None:
         check_prefix_caching(vllm_config)
+    if (config.serve_prefixes or config.peers is not None) and has_states:
+        logger.warning(
+            "PDConnector: serve_prefixes and peers have no effect: prefixes of models whose layers keep states (Mamba, "
+            "gated delta net and such) are not shared between engines"
+        )
     if config.bootstrap_port and role.produces:
         check_one_engine_per_url(vllm_config)
     _warn_of_contradictions(role, vllm_config)

@@ -104,6 +104,15 @@ class Retention:
         """Return the first token of the blocks that computing the last of ``prompt_tokens`` tokens needs."""
         return self.first_token(prompt_tokens - 1) // self.block_tokens * self.block_tokens
 
+    def needed_blocks(self, first: int, end: int) -> tuple[range, int]:
+        """Return the numbers of the blocks that tokens ``first`` to ``end`` (exclusive) need.
+
+        And how many blocks before those need not be held, because a sliding window has passed them at ``end``.
+        """
+        first_block, end_block = first // self.block_tokens, -(-end // self.block_tokens)
+        needed = min(max(self.first_token(end) // self.block_tokens, first_block), end_block)
+        return range(needed, end_block), needed - first_block
+
     def border_entry(self, tokens: range) -> int | None:
         """Return the entry of a table with the state at the last border of blocks behind one of ``tokens``, if any."""
         entry = tokens.stop // self.block_tokens - 1

@@ -1,7 +1,8 @@
 """References to vLLM's device blocks. All methods belong to the scheduler's thread."""
 
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Sequence, Set
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence, Set
+from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -11,7 +12,7 @@ from pd_connector.vllm.releases.installed import current
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
-    from vllm.v1.core.kv_cache_utils import KVCacheBlock
+    from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock
     from vllm.v1.request import Request
 
 #: Blocks of a request to which references are held, in block table order.
@@ -107,21 +108,15 @@ class DeviceBlocks:
         return tuple(self.manager.block_pool.get_new_blocks(number))
 
     def give_back(self, blocks: HeldBlocks) -> None:
-        """Give back blocks that were taken."""
-        self.manager.block_pool.free_blocks(blocks)
+        """Give back blocks that were taken. If they can be found, the last of them are evicted first."""
+        self.manager.block_pool.free_blocks(reversed(blocks))
 
     def publish_state(
         self, request: "Request", group: int, entry: int, block_tokens: int, block: "KVCacheBlock"
     ) -> None:
         """Let a block be found as the state after the tokens of a request's first ``entry`` + 1 blocks."""
-        pool = self.manager.block_pool
-        if self.found_state(request, group, entry, block_tokens) is not None:
-            return
-        table = [pool.null_block] * entry + [block]
-        pool.cache_full_blocks(
-            request=request, blocks=table, num_cached_blocks=entry, num_full_blocks=entry + 1,
-            block_size=block_tokens, kv_cache_group_id=group,
-        )  # fmt: skip
+        if self.found_state(request, group, entry, block_tokens) is None:
+            self.publish(request, group, entry, (block,), block_tokens)
 
     def hold(self, request_id: str, without: Container[int] = (), others: HeldBlocks = ()) -> HeldBlocks:
         """Take references to all blocks that a request has now, and return them.
@@ -131,11 +126,44 @@ class DeviceBlocks:
         groups = enumerate(self.manager.get_blocks(request_id).blocks)
         own = (block for group, blocks in groups if group not in without for block in blocks if not block.is_null)
         held = (*own, *others)
-        self.manager.block_pool.touch(held)
-        ids = ids_of(held)
-        self._leased += len(ids) - int(np.count_nonzero(self._held[ids]))
-        self._held[ids] += 1  # a request has no block twice
+        self.keep(held)
         return held
+
+    def keep(self, blocks: HeldBlocks) -> None:
+        """Take a reference to each of some blocks, of which none comes twice."""
+        self.manager.block_pool.touch(blocks)
+        ids = ids_of(blocks)
+        self._leased += len(ids) - int(np.count_nonzero(self._held[ids]))
+        self._held[ids] += 1
+
+    def longest_prefix(self, hashes: "Sequence[BlockHash]") -> "tuple[tuple[Sequence[KVCacheBlock], ...], int]":
+        """Return the blocks that hold the longest prefix of some tokens, by cache group, and its length in tokens.
+
+        Null blocks stand for those that the token behind it does not need. ``hashes``: as vLLM makes them of the
+        tokens, one for each ``hash_tokens``.
+        """
+        return current().longest_hit(self.manager.coordinator, hashes, len(hashes) * self.hash_tokens)
+
+    def may_hold(self, hashes: "Sequence[BlockHash]", tokens: int, groups: Mapping[int, int]) -> bool:
+        """Return whether a prefix of ``tokens`` tokens or more may be found; a look, on any thread.
+
+        ``groups``: block sizes, in tokens, of the cache groups that keep every token.
+        """
+        pool = self.manager.block_pool
+        for group, size in groups.items():
+            wanted = current().block_hashes(hashes, pool.hash_block_size, size)
+            entry = -(-tokens // size) - 1
+            if not 0 <= entry < len(wanted) or not pool.get_cached_block(wanted[entry], [group]):
+                return False
+        return True
+
+    def publish(self, request: "Request", group: int, first: int, blocks: HeldBlocks, block_tokens: int) -> None:
+        """Let blocks be found as those of a request's table from entry ``first`` on, whose tokens they hold."""
+        pool = self.manager.block_pool
+        pool.cache_full_blocks(
+            request=request, blocks=[pool.null_block] * first + list(blocks), num_cached_blocks=first,
+            num_full_blocks=first + len(blocks), block_size=block_tokens, kv_cache_group_id=group,
+        )  # fmt: skip
 
     def leave_unzeroed(self, request_id: str, groups: Sequence[int]) -> None:
         """Have vLLM not zero what a request was given in ``groups`` in this step: something else writes there."""
@@ -205,6 +233,21 @@ class DeviceBlocks:
     def total(self) -> int:
         """Number of blocks that requests can use."""
         return int(self.manager.block_pool.num_gpu_blocks) - 1  # block 0 is vLLM's null block
+
+
+def tokens_before(
+    table: "Sequence[Sequence[KVCacheBlock]]", block_tokens: Sequence[int], tokens: int, unfinished: Container[int]
+) -> int:
+    """Return how many of the first ``tokens`` tokens come before any of the ``unfinished`` blocks in a table.
+
+    ``block_tokens``: block size of each of its cache groups, in tokens.
+    """
+    for size, group in zip(block_tokens, table, strict=True):
+        for number, block in enumerate(islice(group, -(-tokens // size))):
+            if block.block_id in unfinished and not block.is_null:
+                tokens = min(tokens, number * size)
+                break
+    return tokens
 
 
 def ids_of(blocks: "Iterable[KVCacheBlock]") -> Int64Array:

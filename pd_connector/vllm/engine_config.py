@@ -22,12 +22,21 @@ class EngineRole:
     produces: bool  # prefills for other engines
     consumes: bool  # pulls what other engines prefilled
     recomputes: bool  # computes a request whose blocks failed to arrive; otherwise the request fails
+    is_read: bool  # other engines read its caches: it prefills for them, or serves prefixes
+    reads: bool  # it reads those of others: it pulls prompts, or prefixes
 
     @classmethod
-    def of(cls, vllm_config: "VllmConfig") -> "EngineRole":
-        """Return the role that the user gave this engine."""
+    def of(cls, vllm_config: "VllmConfig", *, serves_prefixes: bool = False, asks_peers: bool = False) -> "EngineRole":
+        """Return the role that the user gave this engine, with the settings of prefixes."""
         transfer = vllm_config.kv_transfer_config
-        return cls(transfer.is_kv_producer, transfer.is_kv_consumer, transfer.kv_load_failure_policy == "recompute")
+        produces, consumes = transfer.is_kv_producer, transfer.is_kv_consumer
+        return cls(
+            produces,
+            consumes,
+            transfer.kv_load_failure_policy == "recompute",
+            is_read=produces or serves_prefixes,
+            reads=consumes or asks_peers,
+        )
 
 
 def extra_config(vllm_config: "VllmConfig") -> Mapping[str, Any]:
@@ -112,8 +121,8 @@ def check_prefix_caching(vllm_config: "VllmConfig") -> None:
     """
     if not vllm_config.cache_config.enable_prefix_caching:
         raise UnsupportedError(
-            "cpu_bytes_to_use: host memory finds blocks by vLLM's prefix caching, which is off (by "
-            "--no-enable-prefix-caching, or because this model or platform has none); set cpu_bytes_to_use to 0"
+            "cpu_bytes_to_use, serve_prefixes, peers: blocks are found by vLLM's prefix caching, which is off (by "
+            "--no-enable-prefix-caching, or because this model or platform has none); leave these settings out"
         )
 
 

@@ -3,8 +3,17 @@
 from vllm.config import VllmConfig
 from vllm.distributed.kv_events import KVCacheEvent
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
-from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.request import Request
 
-__all__ = ["KVCacheBlock", "KVCacheBlocks", "KVCacheConfig", "KVCacheEvent", "KVCacheManager", "Request", "VllmConfig"]
+__all__ = [
+    "BlockHash",
+    "KVCacheBlock",
+    "KVCacheBlocks",
+    "KVCacheConfig",
+    "KVCacheEvent",
+    "KVCacheManager",
+    "Request",
+    "VllmConfig",
+]

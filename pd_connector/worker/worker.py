@@ -37,6 +37,7 @@ from pd_connector.worker.peer import PullContext
 from pd_connector.worker.pulls import Pulls
 from pd_connector.worker.remote_reader import RemoteReader
 from pd_connector.worker.transfer_engine import lender, open_engine, read_cost, transport
+from pd_connector.worker.unawaited_pulls import PrefixPulls
 from pd_connector.worker.verification import Verifier
 from pd_connector.worker.worker_role import Arrivals, FailedBlocks, WorkerRole, fail_transfers
 from transfer.control.client import ControlClient
@@ -68,10 +69,12 @@ class ConnectorWorker:
         self._config = config
         self._limits = limits
         self._stats = stats
-        self._role = EngineRole.of(vllm_config)
+        self._role = EngineRole.of(
+            vllm_config, serves_prefixes=config.serve_prefixes, asks_peers=config.peers is not None
+        )
         self._make_engine = make_engine or partial(
             open_engine,
-            is_read=self._role.produces,
+            is_read=self._role.is_read,
             connect_timeout_s=limits.handshake_timeout_s,
             lend=lender(config),
         )
@@ -278,7 +281,7 @@ class ConnectorWorker:
     def _register(self, engine: TransferEngine, caches: "_RegisteredCaches") -> RemoteReader | None:
         """Register the memory of the caches, and what reads need; return what carries reads out, if there are any."""
         reads = None
-        if self._role.consumes:
+        if self._role.reads:
             reads = _remote_reader(self._config, caches.geometry, caches.tensors, on_host=caches.on_host)
         engine.register((*caches.geometry.regions, *(reads.regions if reads is not None else ())))
         return reads
@@ -341,13 +344,13 @@ class ConnectorWorker:
 
     @property
     def _tries_canaries(self) -> bool:
-        return self._role.consumes and self._config.canary_mode != "off"
+        return self._role.reads and self._config.canary_mode != "off"
 
     def _start_roles(self, engine: TransferEngine, caches: "_RegisteredCaches", reads: RemoteReader | None) -> None:
         config, ranks = self._config, caches.ranks
         self._roles = [self._host] if self._host is not None else []
         checksums = self._cache_checksums(caches) if config.verify else None
-        if checksums is not None and self._role.produces:
+        if checksums is not None and self._role.is_read:
             self._roles.append(LeaseChecksums(checksums, ranks.index))
         if reads is None:
             return
@@ -371,13 +374,23 @@ class ConnectorWorker:
             max_model_len=max_model_len(self._vllm_config),
             stated=recipe_keys(extra_config(self._vllm_config)).prefill,
         )
-        self._roles.append(Pulls(context, self._limits.peer_idle_s, self._stats))
+        of_prefixes = context
+        if self._role.consumes:
+            self._roles.append(Pulls(context, self._limits.peer_idle_s, self._stats))
+            of_prefixes = self._with_own_client(context, checksums) if config.peers is not None else context
+        if config.peers is not None:
+            self._roles.append(PrefixPulls(Pulls(of_prefixes, self._limits.peer_idle_s, self._stats), self._stats))
         if self._tries_canaries:
             own = replace(context, client=ControlClient(keys=self._keys, allowed=self._allowed))
             cost = read_cost(config)
             self._roles.append(canary_pulls(own, caches.by_layer, caches.tensors, cost, on_host=caches.on_host))
         if self._host is not None and self._landing_reads is not None:
             self._roles.append(self._landings(context, self._host, self._landing_reads))
+
+    def _with_own_client(self, context: PullContext, checksums: CacheChecksums | None) -> PullContext:
+        """Return the same for other pulls, which have a control client of their own: whoever ends closes it."""
+        client = ControlClient(keys=self._keys, allowed=self._allowed)
+        return replace(context, client=client, verifier=Verifier(checksums, client) if checksums is not None else None)
 
     def _landings(self, context: PullContext, host: HostPool, reads: RemoteReader) -> LandingPulls:
         """Return what pulls to host memory: nothing of the device takes part, so no pull waits for it."""

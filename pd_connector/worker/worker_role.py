@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Protocol
 
-from pd_connector.orders import CanaryEnds, Cause, Destinations, LandingEnds, Orders, Report
+from pd_connector.orders import CanaryEnds, Cause, Destinations, Orders, RankEnds, Report
 from pd_connector.stats import StatsRecorder
 
 logger = logging.getLogger(__name__)
@@ -106,6 +106,7 @@ def fail_transfers(orders: Orders, arrivals: Arrivals) -> Report:
     """End what waits for transfers that nobody can carry out, as the engine sleeps; return what ended for nobody."""
     waiting = [pull.request_id for pull in orders.pulls] + [refusal.request_id for refusal in orders.refusals]
     landing = [pull.request_id for pull in orders.landings]
+    prefixes = [pull.request_id for pull in orders.prefixes]
     if waiting or landing:
         logger.error("PDConnector: request %s: not pulled: the engine sleeps", ", ".join(waiting + landing))
     for request_id in waiting:
@@ -113,7 +114,8 @@ def fail_transfers(orders: Orders, arrivals: Arrivals) -> Report:
         arrivals.settle(request_id, failed=True)
     asleep = CanaryEnds(1, cause=Cause.INTERNAL, failure="the engine sleeps")
     return Report(
-        landings={request_id: LandingEnds(1, failed=True) for request_id in landing},
+        landings={request_id: RankEnds(1, failed=True) for request_id in landing},
+        prefixes={find_id: RankEnds(1, failed=True) for find_id in prefixes},
         canaries={order.request_id: asleep for order in orders.canaries},
     )
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from pd_connector.config import parse_config
-from pd_connector.orders import LandingEnds, Orders
+from pd_connector.orders import Orders, RankEnds
 from pd_connector.params import parse_remote_prefill
 from pd_connector.scheduler.prefill.producer import Producer
 from pd_connector.stats import StatsRecorder
@@ -96,7 +96,7 @@ def test_what_lands_in_host_memory_is_verified_as_well(
     if changes:
         p.caches["l1"][1, 1, 0, 0] += 1
     worker.execute(Orders(landings=(an_order("r", remote, ((2, 7, 4),)),)))
-    ends: dict[str, LandingEnds] = {}
+    ends: dict[str, RankEnds] = {}
 
     def landed() -> bool:
         ends.update(worker.take_report().landings)
@@ -104,7 +104,7 @@ def test_what_lands_in_host_memory_is_verified_as_well(
 
     until(landed)
     worker.shutdown()
-    assert ends == {"r": LandingEnds(1, failed=changes)}
+    assert ends == {"r": RankEnds(1, failed=changes)}
     assert ("checksums of what has arrived differ" in caplog.text) == changes
 
 

@@ -1,6 +1,6 @@
 """Whatever a client sends as ``kv_transfer_params`` is the problem of its own request, never of the engine.
 
-Covers: pd_connector.params.
+Covers: pd_connector.params, pd_connector.scheduler.request_params.
 """
 
 import logging

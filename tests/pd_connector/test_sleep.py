@@ -16,7 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
 from pd_connector.config import parse_config
 from pd_connector.connector import PDConnector
-from pd_connector.orders import BlockMoves, LandingEnds, LoadOrder, Orders, StoreOrder
+from pd_connector.orders import BlockMoves, LoadOrder, Orders, RankEnds, StoreOrder
 from pd_connector.params import parse_remote_prefill
 from pd_connector.scheduler.prefill.producer import Producer
 from pd_connector.stats import StatsRecorder
@@ -236,7 +236,7 @@ def test_what_is_ordered_while_it_sleeps_fails_and_holds_nobody_up(
     finished, failed = worker.take_results()
     landings = dict(worker.take_report().landings)
     if transfers == "always":
-        assert (finished, landings) == (set(), {"r": LandingEnds(1, failed=True)})
+        assert (finished, landings) == (set(), {"r": RankEnds(1, failed=True)})
     else:
         assert (finished, failed, landings) == ({"r"}, {"r"}, {})
     worker.check_integrity()

@@ -28,8 +28,10 @@ from transfer.control.messages import (
     Checksums,
     Error,
     ErrorCode,
+    Find,
     Follow,
     Followed,
+    Found,
     Hello,
     Locate,
     Located,
@@ -58,6 +60,7 @@ _REPLY_TYPE: dict[type, type] = {
     Follow: Followed,
     Checksums: Checksummed,
     Locate: Located,
+    Find: Found,
 }
 _REPLIES_PER_TURN = 64  # of one peer, before the other peers get their turn
 

@@ -6,13 +6,14 @@ from dataclasses import dataclass
 
 import msgspec
 
-from transfer.control.messages import Cancel, Checksums, Follow, Locate, Release, Renew, Request
+from transfer.control.messages import Cancel, Checksums, Find, Follow, Hello, Locate, Release, Renew, Request
 
 MAX_LEASE_IDS = 20_000  # per message, because they are looked up in one go
 MAX_ID_CHARACTERS = 128  # of an engine, lease or pull id, or a digest: some are kept for a while
 MAX_READERS = 65_536  # per lease
 MAX_BORDERS = 4096  # per request for checksums
 MAX_SUMS = 2**18  # per reply to it
+MAX_HASHES = 16_384  # of a prompt's blocks, per question for its beginning
 
 
 class ServerLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -26,6 +27,15 @@ class ServerLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 def exceeded_limit(request: Request) -> str:
     """Return the limit that a well-formed request exceeds, as a text for its sender; empty if it exceeds none."""
+    if isinstance(request, Find):
+        number = len(request.hashes)
+        too_many = f"{number} hashes; at most {MAX_HASHES} are accepted: ask for fewer blocks"
+        return too_many if number > MAX_HASHES else _too_long(request.engine_id, request.find_id, request.hashing)
+    return _exceeded_by_lease(request)
+
+
+def _exceeded_by_lease(request: Hello | Renew | Release | Cancel | Follow | Checksums | Locate) -> str:
+    """Return the same for a message about an engine or leases."""
     ids = [request.engine_id]
     match request:
         case Renew(lease_ids=lease_ids) | Cancel(lease_ids=lease_ids):
@@ -47,6 +57,10 @@ def exceeded_limit(request: Request) -> str:
             if len(borders) > MAX_BORDERS:
                 return f"{len(borders)} borders; at most {MAX_BORDERS} are accepted: split the message"
             ids.append(request.lease_id)
+    return _too_long(*ids)
+
+
+def _too_long(*ids: str) -> str:
     longest = max(map(len, ids))
     if longest > MAX_ID_CHARACTERS:
         return f"an id of {longest} characters; at most {MAX_ID_CHARACTERS} are accepted"

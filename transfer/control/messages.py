@@ -57,6 +57,14 @@ A prompt that P finds in its host memory is copied to the device before P comput
 need not wait for the copy: if it says so (``host_tokens``), the answer names the slots, which stay as they are for as
 long as the attempt and the lease that it becomes.
 
+An engine may also look for the beginning of a prompt in another engine's caches, whatever that one has computed it for.
+Blocks are named by the hashes that vLLM's prefix cache finds them by, which both must make alike. What is found is
+leased, and read and released like a prompt:
+
+    any scheduler                              another engine's scheduler process
+       | find {find_id, hashes} ---------------> |   of the prompt's blocks, from the first one on
+       | <---- found {lease_id, blocks, tokens}  |   with the end of its step; a repetition gets the same answer
+
 If both sides verify (a setting, for commissioning), P's workers take checksums of blocks as soon as they are leased. A
 D worker asks for them between its read and its release, and compares them with those of what has arrived:
 
@@ -76,7 +84,7 @@ comes or the timeout expires. Messages may be lost, repeated, late or reordered.
 Errors. A request that cannot be served is answered with ``error``, whose ``code`` is one of ``ErrorCode``. A frame that
 is not a well-formed message is counted and dropped, or answered with ``error`` if its ``message_id`` is readable. Every
 request carries the engine id that the client expects: a restarted engine has a new id and answers ``unknown_engine``.
-Only who asks for a transfer by its name may leave it empty.
+Only who asks for a transfer by its name, or for a prefix, may leave it empty.
 """
 
 from enum import StrEnum
@@ -314,6 +322,34 @@ class Located(msgspec.Struct, frozen=True, tag="located"):
     reason: Annotated[str, msgspec.Meta(max_length=64)] = ""
 
 
+class Find(RequestFor["Found"], frozen=True, tag="find"):
+    """Ask for a lease over the longest beginning of a prompt whose blocks this engine holds on its device."""
+
+    engine_id: str  # empty: of whichever engine this is
+    find_id: str  # of this question
+    hashing: str  # how the hashes are made, which the engine must do alike
+    hash_tokens: Annotated[int, msgspec.Meta(ge=1, lt=2**31)]  # of which there is a hash each
+    #: Of consecutive blocks of the prompt from its first token on; each is of all tokens up to its block's end.
+    hashes: tuple[Annotated[bytes, msgspec.Meta(min_length=1, max_length=64)], ...]
+    least_tokens: Annotated[int, msgspec.Meta(ge=0, lt=2**31)] = 0  # fewer are of no use, and not leased
+    unit_tokens: Annotated[int, msgspec.Meta(ge=1, lt=2**31)] = 1  # nor what is no multiple of this
+
+
+class Found(msgspec.Struct, frozen=True, tag="found"):
+    """What the engine holds of a prompt: without a lease id nothing, or ``reason`` says why it cannot tell."""
+
+    engine_id: str
+    hashing: str = ""  # of the engine
+    hash_tokens: Annotated[int, msgspec.Meta(ge=0, lt=2**31)] = 0  # of the engine: who asks may hash anew
+    reason: Annotated[str, msgspec.Meta(max_length=512)] = ""  # for people
+    lease_id: str = ""
+    lease_ttl_s: float = 0.0
+    tokens: Annotated[int, msgspec.Meta(ge=0)] = 0
+    block_ids: tuple[tuple[int, ...], ...] = ()  # by cache group; 0 marks a block that is not held
+    block_sizes: tuple[int, ...] = ()  # of each cache group, in tokens
+    layers: tuple[tuple[str, ...], ...] = ()  # as in ``Followed``
+
+
 class Error(msgspec.Struct, frozen=True, tag="error"):
     """The request was not served."""
 
@@ -321,8 +357,8 @@ class Error(msgspec.Struct, frozen=True, tag="error"):
     message: str  # human-readable: names the values and the rule
 
 
-Request = Hello | Renew | Release | Cancel | Follow | Checksums | Locate
-Reply = Welcome | Renewed | Released | Cancelled | Followed | Checksummed | Located | Error
+Request = Hello | Renew | Release | Cancel | Follow | Checksums | Locate | Find
+Reply = Welcome | Renewed | Released | Cancelled | Followed | Checksummed | Located | Found | Error
 
 
 class Envelope(msgspec.Struct, frozen=True, array_like=True):

@@ -93,7 +93,15 @@ class NoCanaries(SchedulerRole):
         """Return what is known of the prefill engine that holds a request's prompt."""
         return Standing.PROVEN
 
-    def begin(self, request: "Request", remote: RemotePrefill, computed_tokens: int, *, is_same_prompt: bool) -> bool:
+    def begin(
+        self,
+        request: "Request",
+        remote: RemotePrefill,
+        computed_tokens: int,
+        *,
+        is_same_prompt: bool,
+        is_decode_leg: bool = True,
+    ) -> bool:
         """Make a request the canary of an untried engine, if it can be one; return whether it is.
 
         Args:
@@ -101,16 +109,17 @@ class NoCanaries(SchedulerRole):
             remote: what the engine holds of its prompt.
             computed_tokens: at the begin of its prompt, which are here already.
             is_same_prompt: whether it is known that the engine has computed the same prompt, images included.
+            is_decode_leg: whether somebody keeps its lease alive until ``take_ended`` returns it.
         """
         return False
 
     def take_ended(self) -> list[str]:
-        """Return the requests of the canaries that have ended since the last call: their leases are not needed."""
+        """Return the decode legs whose canaries have ended since the last call: their leases are not needed."""
         return []
 
     @property
     def request_ids(self) -> frozenset[str]:
-        """The requests of the canaries under way."""
+        """The decode legs that are canaries, until ``take_ended`` returns them."""
         return frozenset()
 
     @property
@@ -131,6 +140,7 @@ class _Canary:
     preemptions: int  # of the request, when it began
     ends: CanaryEnds
     is_same_prompt: bool
+    is_decode_leg: bool
     held: "tuple[KVCacheBlock, ...] | None" = None
     has_left: bool = False  # what was computed here is lost, so nothing is proven
 
@@ -205,19 +215,28 @@ class Canaries(NoCanaries):
             "this log",
         )
 
-    def begin(self, request: "Request", remote: RemotePrefill, computed_tokens: int, *, is_same_prompt: bool) -> bool:
+    def begin(
+        self,
+        request: "Request",
+        remote: RemotePrefill,
+        computed_tokens: int,
+        *,
+        is_same_prompt: bool,
+        is_decode_leg: bool = True,
+    ) -> bool:
         """Order the pull of the last tokens that a request computes here into scratch memory.
 
         Not if they do not fill a block, or if other engines are being proven in all of that memory.
         """
-        key, tokens = _key(request, remote), self._tokens(request, computed_tokens)
+        key, tokens = _key(request, remote), self._tokens(request, remote, computed_tokens)
         assert self._standing(key, self._clock()) is Standing.UNTRIED, "the engine is tried"
         if tokens is None or not self._free:
             return False
         area = self._free.pop()
         canary = _Canary(
-            request, key, tokens, computed_tokens, area, request.num_preemptions, CanaryEnds(0), is_same_prompt
-        )
+            request, key, tokens, computed_tokens, area, request.num_preemptions, CanaryEnds(0), is_same_prompt,
+            is_decode_leg,
+        )  # fmt: skip
         self._under_way[request.request_id] = canary
         block_ids = tuple(self._area(kept, area, tokens) for kept in self._groups)
         self._orders.append(
@@ -230,14 +249,15 @@ class Canaries(NoCanaries):
         return True
 
     def take_ended(self) -> list[str]:
-        """Return the requests of the canaries that have ended since the last call."""
+        """Return the decode legs whose canaries have ended since the last call."""
         ended, self._ended = self._ended, []
         return ended
 
     @property
     def request_ids(self) -> frozenset[str]:
-        """The requests of the canaries under way."""
-        return frozenset(self._under_way) | frozenset(self._ended)
+        """The decode legs that are canaries, until ``take_ended`` returns them."""
+        legs = (request_id for request_id, canary in self._under_way.items() if canary.is_decode_leg)
+        return frozenset(legs) | frozenset(self._ended)
 
     @property
     def waiting(self) -> Collection[str]:
@@ -337,11 +357,11 @@ class Canaries(NoCanaries):
         is_tried = any(canary.key == key for canary in self._under_way.values())
         return Standing.AWAITED if is_tried else Standing.UNTRIED
 
-    def _tokens(self, request: "Request", computed_tokens: int) -> range | None:
-        """Return the last tokens of a prompt that are computed here, whole blocks from the first; None if too few."""
+    def _tokens(self, request: "Request", remote: RemotePrefill, computed_tokens: int) -> range | None:
+        """Return the last tokens of a prompt that both compute, in whole blocks from the first; None if too few."""
         if self._room is None:
             return None
-        end = request.num_prompt_tokens - 1
+        end = min(request.num_prompt_tokens, remote.remote_num_tokens) - 1
         border = self._room.border
         first = -(-max(computed_tokens, end - self._room.tokens) // border) * border
         return range(first, end) if end - first >= border else None
@@ -400,7 +420,7 @@ class Canaries(NoCanaries):
         del self._under_way[request_id]
         self._references = [each for each in self._references if each.request_id != request_id]
         self._free.append(canary.area)
-        self._ended.append(request_id)
+        self._ended += [request_id] if canary.is_decode_leg else []
         self._tells = True
         self._release(canary)
         ends, name = canary.ends, canary.key

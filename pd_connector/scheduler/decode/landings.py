@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Literal
 
-from pd_connector.orders import LandingEnds, Orders, PullOrder, Report
+from pd_connector.orders import Orders, PullOrder, RankEnds, Report
 from pd_connector.scheduler.block_demand import BlockDemand
 from pd_connector.scheduler.decode.consumer import Consumer
 from pd_connector.scheduler.host.landed_prompts import BorderBlocks
@@ -31,7 +31,6 @@ from pd_connector.scheduler.host.tier import HostTier
 from pd_connector.scheduler.scheduler_role import SchedulerRole
 from pd_connector.stats import StatsRecorder
 from pd_connector.vllm.block_pools import HostHit
-from pd_connector.vllm.cache_specs import Retention
 from pd_connector.vllm.device_blocks import HeldBlocks
 
 if TYPE_CHECKING:
@@ -57,7 +56,7 @@ class _Landing:
     request: "Request"
     hit: HostHit  # what the request is given: what host memory held before, and what lands
     first_token: int  # of those that land
-    ends: LandingEnds
+    ends: RankEnds
     borders: BorderBlocks
     is_wanted: bool = True  # the request has not left, and the contents are valid
 
@@ -164,7 +163,7 @@ class Landings(SchedulerRole):
         first = computed_tokens + (held.tokens if held is not None else 0)
         if first >= end:
             return False
-        tables = [_numbers(kept, first, end) for kept in self._demand.groups]
+        tables = [kept.needed_blocks(first, end) for kept in self._demand.groups]
         needed = sum(len(numbers) for numbers, _ in tables)
         borders = self._borders(range(first, end), tables)
         before = held.blocks if held is not None else ()
@@ -181,13 +180,13 @@ class Landings(SchedulerRole):
             block_ids[group][entry] = slot.block_id
         order = self._consumer.start_landing(request, tuple(map(tuple, block_ids)), range(first, end))
         self._orders.append(order)
-        self._under_way[request.request_id] = _Landing(request, hit, first, LandingEnds(0), states)
+        self._under_way[request.request_id] = _Landing(request, hit, first, RankEnds(0), states)
         return True
 
     def _borders(self, tokens: range, tables: Sequence[tuple[range, int]]) -> dict[int, int]:
         """Return by cache group the entry of the last border in ``tokens`` whose state is not that after all of them.
 
-        ``tables``: what is needed of each group, see ``_numbers``.
+        ``tables``: what is needed of each group, see ``Retention.needed_blocks``.
         """
         borders = {}
         for group, (kept, (numbers, _)) in enumerate(zip(self._demand.groups, tables, strict=True)):
@@ -200,7 +199,8 @@ class Landings(SchedulerRole):
     ) -> tuple[HostHit, list[list[int]]]:
         """Return what a request will find of ``tokens`` in host memory, and the table of each cache group to pull into.
 
-        ``held``: what is there. ``tables``: by cache group, see ``_numbers``, of what is not. ``slots``: lent for that.
+        ``held``: what is there. ``tables``: by cache group, of what is not, see ``Retention.needed_blocks``. ``slots``:
+        lent for that.
         """
         null, ids, taken = self._tier.null_block, [block.block_id for block in slots], 0
         groups, block_ids = [], []
@@ -229,14 +229,3 @@ class Landings(SchedulerRole):
             borders = {} if landing.ends.lacks_states else landing.borders
             self._tier.landed(landing.request, landing.hit, landing.first_token, borders)
         self._tier.loans.take_back(landing.border_blocks)
-
-
-def _numbers(kept: Retention, first: int, end: int) -> tuple[range, int]:
-    """Return the numbers of the blocks that tokens ``first`` to ``end`` (exclusive) need in a cache group.
-
-    And how many blocks before those need not be held, because a sliding window has passed them at ``end``.
-    """
-    size = kept.block_tokens
-    first_block, end_block = first // size, -(-end // size)
-    needed = min(max(kept.first_token(end) // size, first_block), end_block)
-    return range(needed, end_block), needed - first_block

@@ -11,7 +11,7 @@ Everything runs on the scheduler's thread.
 
 import logging
 from collections import Counter, deque
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING
@@ -20,11 +20,11 @@ from pd_connector.params import ParamsError, is_decode_leg, is_prefill_leg, pref
 from pd_connector.scheduler.host.prompt_slots import PromptSlots
 from pd_connector.scheduler.prefill.lease_service import LeaseService
 from pd_connector.vllm.block_pools import Leased
-from pd_connector.vllm.device_blocks import DeviceBlocks
+from pd_connector.vllm.device_blocks import DeviceBlocks, tokens_before
 from pd_connector.vllm.requests import tokens_under_way
 
 if TYPE_CHECKING:
-    from pd_connector.vllm.types import KVCacheBlock, Request
+    from pd_connector.vllm.types import Request
 
 logger = logging.getLogger(__name__)
 
@@ -189,6 +189,11 @@ class Announcer:
         step = self._last_steps.get(request_id)
         return step if step in self._steps else None
 
+    @property
+    def newest_unreported(self) -> int | None:
+        """The newest step, if steps may still write to blocks after their results; None if none may."""
+        return max(self._steps, default=None) if self._drafts_late else None
+
     def await_step(self, number: int, lease_id: str) -> None:
         """Let a lease be read when a step has been reported, which has not been yet."""
         self._unwritten.setdefault(number, []).append(lease_id)
@@ -198,7 +203,7 @@ class Announcer:
         """Whether the engine must step to learn that leases are written."""
         return bool(self._unwritten)
 
-    def being_written(self, scheduled: Iterable[str] = (), *, besides: "Request") -> set[int] | None:
+    def being_written(self, scheduled: Iterable[str] = (), *, besides: "Request | None" = None) -> set[int] | None:
         """Return the ids of the blocks that steps under way may write, besides those that a request has now.
 
         ``scheduled``: the requests of a step that is being scheduled. None if nobody knows.
@@ -332,16 +337,8 @@ class Announcer:
         unfinished = None if self._drafts_late else self.being_written(scheduled, besides=request)
         if not held or unfinished is None:
             return 0
-        return self._tokens_before(self._blocks.table(request.request_id), held, unfinished)
-
-    def _tokens_before(self, table: "Sequence[Sequence[KVCacheBlock]]", tokens: int, blocks: Container[int]) -> int:
-        """Return how many of the first ``tokens`` tokens come before any of ``blocks`` in a table."""
-        for size, group in zip(self._service.block_tokens, table, strict=True):
-            for number, block in enumerate(islice(group, -(-tokens // size))):
-                if block.block_id in blocks and not block.is_null:
-                    tokens = min(tokens, number * size)
-                    break
-        return tokens
+        table = self._blocks.table(request.request_id)
+        return tokens_before(table, self._service.block_tokens, held, unfinished)
 
     def _under_way(self, request: "Request") -> int:
         """Return how many tokens of a request steps may be working on, besides the one that is being scheduled."""

@@ -13,6 +13,7 @@ from pd_connector.orders import ChecksumOrder, LeaseEnd
 from pd_connector.params import RemotePrefill, contents_digest
 from pd_connector.scheduler.prefill.checksum_table import ChecksumTable
 from pd_connector.scheduler.prefill.leases import Held, LeaseTable, Tables
+from pd_connector.scheduler.prefill.prefix_service import PrefixService
 from pd_connector.scheduler.prefill.transfers import Prompt, Transfers
 from pd_connector.vllm.cache_specs import retention_in
 from pd_connector.vllm.prompts import Prompts
@@ -24,7 +25,9 @@ from transfer.control.messages import (
     Checksums,
     Error,
     ErrorCode,
+    Find,
     Follow,
+    Found,
     Hello,
     Locate,
     Release,
@@ -54,7 +57,7 @@ class _Granted:
     transfer_id: str  # empty if nobody can have followed the prompt
     tables: Tables  # none if it must stay where it is
     block_ids: Tables
-    tokens: int  # of the prompt
+    tokens: int  # of the prompt, the last of which is not read
 
 
 class LeaseService(Generic[Held]):
@@ -95,6 +98,8 @@ class LeaseService(Generic[Held]):
         self.transfers = Transfers(leases.ttl_s, remembered_s=leases.unclaimed_s)
         #: Called on any thread with the ids of transfers of which there is news.
         self.notify: Callable[..., None] = lambda *transfer_ids: None
+        #: Answers questions for prefixes; None if this engine serves none.
+        self.prefixes: PrefixService | None = None
         self._leases_ended = leases_ended
         self._spans = spans
         self._prompts = prompts or Prompts()
@@ -218,6 +223,28 @@ class LeaseService(Generic[Held]):
             self._unwritten[remote.lease_id] = granted
         return remote.to_params()
 
+    def lend(
+        self, blocks: Held, block_ids: Tables, tokens: int, address: tuple[str, int], *, is_written: bool
+    ) -> RemotePrefill:
+        """Grant a lease over the first ``tokens`` tokens of a prompt that another engine has found in the caches here.
+
+        For that engine, they are a prompt of one more, which it computes. The other arguments are those of ``grant``.
+        The lease stays on the device.
+        """
+        host, port = address
+        remote = RemotePrefill(
+            remote_engine_id=self.engine_id, remote_host=host, remote_port=port, remote_block_ids=block_ids,
+            remote_num_tokens=tokens + 1, lease_id=uuid.uuid4().hex, lease_ttl_s=self.leases.ttl_s, prompt_digest="",
+            remote_block_sizes=self.block_tokens, remote_layers=self.layers,
+        )  # fmt: skip
+        self.leases.grant(remote.lease_id, blocks, contents_digest(remote), is_written=is_written)
+        granted = _Granted(remote.lease_id, "", (), block_ids, tokens + 1)
+        if is_written:
+            self._complete(granted)
+        else:
+            self._unwritten[remote.lease_id] = granted
+        return remote
+
     def written(self, lease_id: str) -> None:
         """Let a lease be read that was granted before all of it was written. On the scheduler's thread."""
         granted = self._unwritten.pop(lease_id)
@@ -267,10 +294,12 @@ class LeaseService(Generic[Held]):
     def _begin_anew(self, reason: str) -> None:
         self.engine_id = uuid.uuid4().hex  # first, so that nobody gets what is new by the old id
         self.leases.cancel_all()
+        if self.prefixes is not None:
+            self.prefixes.forget()
         self.end_transfers(self.transfers.open_leases, reason)
 
     def _answer(self, request: Request) -> Reply | NotYet:
-        is_by_name = isinstance(request, Follow) or (isinstance(request, Cancel) and not request.lease_ids)
+        is_by_name = isinstance(request, Follow | Find) or (isinstance(request, Cancel) and not request.lease_ids)
         if request.engine_id != self.engine_id and not (is_by_name and not request.engine_id):
             return Error(
                 ErrorCode.UNKNOWN_ENGINE,
@@ -280,13 +309,20 @@ class LeaseService(Generic[Held]):
         match request:
             case Hello():
                 return self._answer_hello()
-            case Follow():
-                return self.transfers.answer(self.engine_id, request) if self._workers else _STARTING
+            case Follow() | Find():
+                return self._answer_by_name(request) if self._workers else _STARTING
             case Checksums():
                 return self.checksums.answer(request)
             case Locate():
                 return self._locate(request.lease_id)
         return self._answer_about_leases(request)
+
+    def _answer_by_name(self, request: Follow | Find) -> Reply | NotYet:
+        if isinstance(request, Follow):
+            return self.transfers.answer(self.engine_id, request)
+        if self.prefixes is None:
+            return Found(self.engine_id, reason="serve_prefixes is not set there")
+        return self.prefixes.ask(request, self.engine_id)
 
     def _locate(self, lease_id: str) -> Reply | NotYet:
         if self.leases.is_unwritten(lease_id):

@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pd_connector.orders import Orders, Report, WorkerHandshake
-from pd_connector.params import is_prefill_leg
+from pd_connector.params import RemotePrefill, is_decode_leg, is_prefill_leg
 from pd_connector.scheduler.external_loads import ExternalLoads
 from pd_connector.scheduler.host.prompt_slots import PromptSlots
 from pd_connector.scheduler.prefill.announcer import Announcer
@@ -16,16 +16,18 @@ from pd_connector.scheduler.prefill.drain import Drain
 from pd_connector.scheduler.prefill.lease_moves import LeaseMoves
 from pd_connector.scheduler.prefill.lease_service import LeaseService
 from pd_connector.scheduler.prefill.leased_states import LeasedStates
+from pd_connector.scheduler.prefill.prefix_service import PrefixService, PrefixSource
 from pd_connector.scheduler.scheduler_role import SchedulerRole
 from pd_connector.stats import StatsRecorder
 from pd_connector.vllm.block_pools import BlocksAndSlots, HostBlocks, Leased
-from pd_connector.vllm.device_blocks import DeviceBlocks
+from pd_connector.vllm.device_blocks import DeviceBlocks, HeldBlocks
 from pd_connector.vllm.engine_core import EngineLoop
 from pd_connector.vllm.model_identity import of_engine
 from pd_connector.vllm.prompts import Prompts
 from pd_connector.vllm.requests import prefill_is_complete
 from transfer.control.keys import ControlKeys
 from transfer.control.server import ControlServer
+from transfer.peers import Address
 
 if TYPE_CHECKING:
     from pd_connector.vllm.types import KVCacheBlocks
@@ -58,6 +60,7 @@ class Producer(SchedulerRole):
         slots: PromptSlots | None = None,
         external: ExternalLoads | None = None,
         states: LeasedStates | None = None,
+        prefixes: PrefixSource | None = None,
         *,
         drafts_late: bool = False,
     ) -> None:
@@ -76,6 +79,7 @@ class Producer(SchedulerRole):
             slots: lent to prompts that are loaded from host memory; None if peers cannot read it.
             external: knows what other connectors load; None if there are none.
             states: chooses what a lease holds of states; None if no cache has any.
+            prefixes: how other engines find prefixes here; None if they may not.
             drafts_late: whether a step may have ended for vLLM before it has written all layers.
 
         Raises:
@@ -99,6 +103,10 @@ class Producer(SchedulerRole):
         self._outdated: set[str] = set()  # those of them that another model has begun to compute
         self._cache_is_outdated = False  # vLLM may still find what another model has computed
         service.notify = self._server.changed
+        if prefixes is not None:
+            service.prefixes = PrefixService(
+                blocks, prefixes, self._announcer.being_written, self._lend, engine.wake, self._server.changed
+            )
         self._server.start()
         self._refusals_taken: Counter[str] = Counter()
         self._closing = threading.Event()
@@ -162,7 +170,10 @@ class Producer(SchedulerRole):
     def step_orders(self, scheduled: Mapping[str, int]) -> Orders:
         """Return the leases whose checksums are to be taken, and the step's number if it is to be reported."""
         self._drain.must_stay(self._leases.active, busy=bool(scheduled))
-        return Orders(checksums=self._service.checksums.take_orders(), steps=self._announcer.schedule(scheduled))
+        steps = self._announcer.schedule(scheduled)
+        if self._prefixes is not None:
+            self._prefixes.serve(self._service.engine_id)
+        return Orders(checksums=self._service.checksums.take_orders(), steps=steps)
 
     def settled(self, request_ids: set[str], failed: set[str], report: Report) -> None:
         """Store the checksums that workers have reported, and announce what their steps have computed."""
@@ -174,12 +185,15 @@ class Producer(SchedulerRole):
         """Grant a lease over a finished prompt's blocks, to which it holds references of its own.
 
         Returns:
-            The ``kv_transfer_params`` of the response; None if there is nothing to pull.
+            The ``kv_transfer_params`` of the response: what to pull, or, of a decode leg, where the conversation can be
+            found when it goes on; None if there is neither.
         """
         self._legs.pop(request.request_id, None)
         answer = self._grant(request, block_ids) if self._is_to_be_leased(request, block_ids) else None
         self._outdated.discard(request.request_id)
         self._announcer.finish(request, is_granted=answer is not None)
+        if answer is None and self._prefixes is not None and is_decode_leg(request.kv_transfer_params):
+            return {"prefixes_at": str(Address(self._host, self.port))}
         return answer
 
     @property
@@ -187,6 +201,8 @@ class Producer(SchedulerRole):
         """Whether there is something to free, to take checksums of or to be written, or leases to stay up for."""
         active = self._leases.active
         if self._drain.must_stay(active) or self._service.checksums.wants_step or self._announcer.wants_step:
+            return True
+        if self._prefixes is not None and self._prefixes.is_asked:
             return True
         # An engine that cannot be woken must keep stepping.
         return self._leases.has_ended or (active > 0 and not self._engine.can_be_woken)
@@ -200,6 +216,8 @@ class Producer(SchedulerRole):
             stats.count("leases", number, event)
         for event, number in self._announcer.take_events().items():
             stats.count("transfers", number, event)
+        for event, number in self._prefixes.take_events().items() if self._prefixes is not None else ():
+            stats.count("prefixes_served", number, event)
         refusals = Counter(self._server.counters.refusals)
         for cause, number in (refusals - self._refusals_taken).items():
             stats.count("control_refusals", number, cause)
@@ -245,6 +263,8 @@ class Producer(SchedulerRole):
         """Raise AssertionError unless the books balance and, until ``close``, both threads run."""
         self._service.check_integrity()
         self._announcer.check_integrity()
+        if self._prefixes is not None:
+            self._prefixes.check_integrity()
         assert self._outdated <= self._legs.keys(), "a request is remembered that has left"
         assert self._closing.is_set() or self._expiry.is_alive(), "the expiry thread has died"
 
@@ -268,6 +288,19 @@ class Producer(SchedulerRole):
         if step is not None:
             self._announcer.await_step(step, params["lease_id"])
         return params
+
+    def _lend(self, held: HeldBlocks, block_ids: tuple[tuple[int, ...], ...], tokens: int) -> RemotePrefill:
+        """Grant a lease over blocks that another engine has found."""
+        self._blocks.keep(held)
+        step = self._announcer.newest_unreported
+        remote = self._service.lend(held, block_ids, tokens, (self._host, self.port), is_written=step is None)
+        if step is not None:
+            self._announcer.await_step(step, remote.lease_id)
+        return remote
+
+    @property
+    def _prefixes(self) -> PrefixService | None:
+        return self._service.prefixes
 
     def _watch_expiry(self) -> None:
         while not self._closing.wait(min(_EXPIRY_INTERVAL_S, self._leases.ttl_s / 4)):

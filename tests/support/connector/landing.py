@@ -8,7 +8,7 @@ import numpy as np
 from layout.cost import CostModel
 from layout.geometry import Region
 from layout.host_blocks import HostLayout, host_layout
-from pd_connector.orders import LandingEnds, Report
+from pd_connector.orders import RankEnds, Report
 from pd_connector.stats import StatsRecorder
 from pd_connector.worker.host.slot_pulls import LandingPulls, host_block_geometry
 from pd_connector.worker.pulls import Pulls
@@ -36,7 +36,7 @@ class HostMemory:
         self.stats = StatsRecorder()
         self.landings = LandingPulls(Pulls(context, 600.0, self.stats), self.stats)
 
-    def end(self) -> LandingEnds:
+    def end(self) -> RankEnds:
         reports: list[Report] = []
 
         def has_ended() -> bool:

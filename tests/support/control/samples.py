@@ -12,8 +12,10 @@ from transfer.control.messages import (
     Cancelled,
     Checksummed,
     Checksums,
+    Find,
     Follow,
     Followed,
+    Found,
     Hello,
     InvalidReason,
     Locate,
@@ -77,9 +79,11 @@ FOLLOWED = Followed(
 CHECKSUMS = Checksums(ENGINE, "lease-1", 1, 0, (0, 16, 69))
 LOCATE = Locate(ENGINE, "lease-1")
 LOCATED = Located(Place.HOST, ((3, -1, 7), (0, 2)))
+FIND = Find("", "find-1", "sha256:00ff", 16, (b"\x00\xff" * 16, b"\x01" * 32), 17)
+FOUND = Found(ENGINE, "sha256:00ff", 16, "", "lease-2", 30.0, 32, ((7, 8), (0, 9)), (16, 16), (("a",), ("b",)))
 WELCOME = Welcome(ENGINE, SERVED_MODEL, (geometry(0), geometry(1)))
 
-REQUESTS: tuple[Request, ...] = (HELLO, RENEW, RELEASE, CANCEL, FOLLOW, CHECKSUMS, LOCATE)
+REQUESTS: tuple[Request, ...] = (HELLO, RENEW, RELEASE, CANCEL, FOLLOW, CHECKSUMS, LOCATE, FIND)
 REPLIES: tuple[Reply, ...] = (
     WELCOME,
     Renewed(("lease-1",)),
@@ -88,6 +92,7 @@ REPLIES: tuple[Reply, ...] = (
     FOLLOWED,
     Checksummed((0, 7, 2**64 - 1)),
     LOCATED,
+    FOUND,
 )
 
 
@@ -115,8 +120,8 @@ class Handler:
                 return Released(True)
             case Cancel():
                 return Cancelled()
-            case Follow():
-                return FOLLOWED
+            case Follow() | Find():
+                return FOLLOWED if isinstance(request, Follow) else FOUND
             case Checksums() | Locate():
                 return Checksummed((1,) * (len(request.borders) - 1)) if isinstance(request, Checksums) else LOCATED
 

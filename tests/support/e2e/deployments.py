@@ -120,9 +120,12 @@ SECRET = "a secret of the end-to-end tests"
 
 
 def _careful(layout: Layout, block_size: int = BLOCK_SIZE, tensor_parallel: int = 1) -> ServerSpec:
-    """A server of both roles with a secret, which verifies what it pulls."""
+    """A server of both roles with a secret, which verifies what it pulls, and serves and finds prefixes if it is told
+    where.
+    """
     server = peer(layout=layout, block_size=block_size, tensor_parallel=tensor_parallel)
-    return replace(server, secret=SECRET, options=(*server.options, ("verify", True)))
+    options = (*server.options, ("verify", True), ("serve_prefixes", True), ("peers", ()))
+    return replace(server, secret=SECRET, options=options)
 
 
 #: The two physical layouts that differ most, and two block sizes. Their control channels are encrypted, every pull is

@@ -6,7 +6,7 @@ from typing import Any
 
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
-from pd_connector.orders import LandingEnds, LoadOrder, PullOrder, Report
+from pd_connector.orders import LoadOrder, PullOrder, RankEnds, Report
 from pd_connector.scheduler.block_demand import BlockDemand
 from pd_connector.scheduler.decode.consumer import Consumer
 from pd_connector.scheduler.decode.landings import LandingMode, Landings
@@ -159,7 +159,7 @@ class LandingEngine:
             if not failed:
                 self.host[slot] = SlotContents(seed, group, number, tokens)
         for rank in range(self.setup.ranks):
-            report = Report(landings={name: LandingEnds(1, failed=failed and rank == 0)})
+            report = Report(landings={name: RankEnds(1, failed=failed and rank == 0)})
             for role in self.roles:
                 role.settled(set(), set(), report)
 

@@ -8,7 +8,7 @@ import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from pd_connector.orders import BlockMoves, LandingEnds, LoadOrder, Orders, PullOrder, Report, StoreEnds, StoreOrder
+from pd_connector.orders import BlockMoves, LoadOrder, Orders, PullOrder, RankEnds, Report, StoreEnds, StoreOrder
 from pd_connector.worker.worker_role import Arrivals
 from tests.support.simulation.scheduler_pulls import FAILED, BlockStamps, Memories, Peer, ScheduledPull
 
@@ -46,6 +46,7 @@ class EngineWorker:
         self.memories = Memories({}, {})
         self.pulls: dict[str, ScheduledPull] = {}
         self.landings: dict[str, ScheduledPull] = {}
+        self.prefixes: dict[str, ScheduledPull] = {}
         self._copies: list[_Copy] = []
         self._refused: set[str] = set()
         self._arrivals = Arrivals()
@@ -63,6 +64,8 @@ class EngineWorker:
             self._arrivals.expect(order.request_id)
         for order in orders.landings:
             self.landings[order.request_id] = self._pull(order, now, peer_of)
+        for order in orders.prefixes:
+            self.prefixes[order.request_id] = self._pull(order, now, peer_of)
         copies: tuple[LoadOrder | StoreOrder, ...] = (*orders.loads, *orders.stores)
         self._copies += [_Copy(copy, now + self.copy_s, self._read(copy)) for copy in copies]
         for copy in copies:
@@ -84,11 +87,11 @@ class EngineWorker:
             self._arrivals.settle(request_id, failed=True)
         self._refused.clear()
         stores = self._end_copies(now)
-        pulls, landings = self._end_pulls(now), self._end_landings(now)
+        pulls, landings, prefixes = self._end_pulls(now), self._end_landings(now), self._end_prefixes(now)
         done, failed = self._arrivals.take()
-        ends = {pull.order.request_id: LandingEnds(1, failed=not pull.has_succeeded) for pull in landings}
         lacking = frozenset(pull.order.request_id for pull in pulls if pull.lacks_states)
-        return Ends(done, failed, [*pulls, *landings], Report(stores, ends, lacking_states=lacking))
+        report = Report(stores, _rank_ends(landings), _rank_ends(prefixes), lacking_states=lacking)
+        return Ends(done, failed, [*pulls, *landings], report)
 
     def compute(self, table: list[int], stamps: list[int], first: int, end: int) -> int | None:
         """Write tokens ``first`` to ``end`` of a prompt; return the first one before them that is not there, if any."""
@@ -112,6 +115,12 @@ class EngineWorker:
         ended = _ended(self.landings, now)
         for pull in ended:  # into blocks of the host pool, which are numbered from 1
             self.memories.host.update({(block - 1, offset): stamp for (block, offset), stamp in pull.read.items()})
+        return ended
+
+    def _end_prefixes(self, now: float) -> list[ScheduledPull]:
+        ended = _ended(self.prefixes, now)
+        for pull in ended:
+            self.memories.device.update(pull.read)
         return ended
 
     def _end_copies(self, now: float) -> dict[int, StoreEnds]:
@@ -142,6 +151,10 @@ class EngineWorker:
 
     def _places(self, blocks: Iterable[int]) -> list[tuple[int, int]]:
         return [(int(block), offset) for block in blocks for offset in range(self._block_tokens)]
+
+
+def _rank_ends(pulls: Iterable[ScheduledPull]) -> dict[str, RankEnds]:
+    return {pull.order.request_id: RankEnds(1, failed=not pull.has_succeeded) for pull in pulls}
 
 
 def _ended(pulls: dict[str, ScheduledPull], now: float) -> list[ScheduledPull]:

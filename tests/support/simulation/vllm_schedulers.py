@@ -117,7 +117,8 @@ class World:
                 continue
             engine = self.engines.get(each.port)
             is_reached = engine is not None and not engine.is_cut
-            reply = engine.service.handle(each.message) if engine is not None and is_reached else None
+            answers = engine is not None and is_reached and engine.service is not None
+            reply = engine.service.handle(each.message) if engine is not None and answers else None
             if isinstance(reply, NotYet):
                 reply = reply.reply if self.clock.now >= each.sent_at + reply.wait_s else None
             if reply is not None:
@@ -245,16 +246,19 @@ class EngineSim:
         worker = worker_with(self._caches)
         handshake = WorkerHandshake(worker, slots, worker if self.opens_host else None)
         connector.set_xfer_handshake_metadata_pp_aware({(0, 0): HandshakeMetadata(handshake)})
-        if self.side._role.produces:
+        if self.side._role.is_read:
             producer = self.role_of(Producer)
-            self.service, self.port = producer._service, producer.port
+            self.service: Any = producer._service
+            self.port = producer.port
         else:
-            self.port = world.port()
+            self.service, self.port = None, world.port()
         world.engines[self.port] = self
 
     def _count(self, name: str, number: int = 1, label: str = "") -> None:
         if name == "prompts_computed":
             self.computed[label] += number
+        if name in {"prefixes", "prefixes_served"}:
+            self.counts[f"{name}: {label}"] += number
 
     @property
     def produces(self) -> bool:

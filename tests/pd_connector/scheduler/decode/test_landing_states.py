@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from pd_connector.orders import LandingEnds, PullOrder, Report
+from pd_connector.orders import PullOrder, RankEnds, Report
 from pd_connector.scheduler.block_demand import BlockDemand
 from pd_connector.scheduler.decode.consumer import Consumer
 from pd_connector.scheduler.decode.landings import Landings
@@ -57,7 +57,7 @@ class LandingOfStates:
     def end(self, request: Any, *, failed: bool = False, lacks_states: bool = False) -> None:
         """All ranks report. The last one has something to say, if any has."""
         for is_last in (False, True):
-            ends = LandingEnds(1, failed and is_last, lacks_states and is_last)
+            ends = RankEnds(1, failed and is_last, lacks_states and is_last)
             for role in self.roles:
                 role.settled(set(), set(), Report(landings={request.request_id: ends}))
             self.check()

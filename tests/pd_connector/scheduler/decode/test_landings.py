@@ -2,7 +2,7 @@
 
 import pytest
 
-from pd_connector.orders import Cause, LandingEnds, Report
+from pd_connector.orders import Cause, RankEnds, Report
 from tests.support.host_tier.decoding import LandingEngine
 
 TOKENS, NEEDED = 41, 3
@@ -259,7 +259,7 @@ def test_a_landing_ends_with_its_last_rank_and_fails_with_any(failing: int | Non
     for rank in range(2):
         assert engine.ask("r") is None, "a rank still writes"
         assert engine.pool.references(), "its slots are somebody else's"
-        report = Report(landings={"r": LandingEnds(1, failed=rank == failing)})
+        report = Report(landings={"r": RankEnds(1, failed=rank == failing)})
         for role in engine.roles:
             role.settled(set(), set(), report)
         engine.check()

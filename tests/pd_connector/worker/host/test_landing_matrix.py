@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from pd_connector.orders import LandingEnds, Orders
+from pd_connector.orders import Orders, RankEnds
 from tests.support.connector.engines import MODEL, OURS, PREFILL, THEIRS, Blocks, Site, an_order
 from tests.support.connector.landing import HostMemory
 from tests.support.connector.moving import IN_HOST, MovingEngine
@@ -89,7 +89,7 @@ def test_what_lands_and_is_loaded_is_what_was_computed(site: Site, case: Case, p
             for group, (ours, landed) in enumerate(pairs):
                 host.store(group, ours, landed)  # what the prompt leaves of its last block stays as it was
             host.landings.execute(Orders(landings=(an_order("r", lease, case.landed),)))
-            assert host.end() == LandingEnds(1)
+            assert host.end() == RankEnds(1)
             assert worker.untouched, "a landing writes to the device"
             counts = (host.stats.take() or {})["counts"]
             assert counts.get("pull_bytes_from_host", 0) == (counts["landed_bytes"] if place == "host" else 0)

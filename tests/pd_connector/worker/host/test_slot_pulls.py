@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pd_connector.orders import LandingEnds, Orders
+from pd_connector.orders import Orders, RankEnds
 from pd_connector.stats import StatsRecorder
 from pd_connector.worker.host.slot_pulls import LandingPulls
 from pd_connector.worker.pull_end import PullEnd
@@ -35,7 +35,7 @@ def test_what_lands_and_is_loaded_is_what_a_pull_brings(hosts: list[HostMemory],
     prefill = site.prefill(remote)
     order = an_order("r", prefill.prefill("r", THEIRS), (HOST_BLOCKS,))
     assert host.landings.execute(Orders(landings=(order,))) == []
-    assert host.end() == LandingEnds(1)
+    assert host.end() == RankEnds(1)
     assert host.worker.untouched, "a landing writes to the device"
     counts = (host.stats.take() or {})["counts"]
     assert counts["landed_bytes"] == counts["pull_bytes"] > 0
@@ -53,7 +53,7 @@ def test_host_memory_is_pulled_to_host_memory(hosts: list[HostMemory], site: Sit
     lease = moving.prefill.prefill("r", THEIRS)
     moving.move(lease, THEIRS, IN_HOST)
     host.landings.execute(Orders(landings=(an_order("r", lease, (HOST_BLOCKS,)),)))
-    assert host.end() == LandingEnds(1)
+    assert host.end() == RankEnds(1)
     counts = (host.stats.take() or {})["counts"]
     assert counts["pull_bytes_from_host"] == counts["landed_bytes"] > 0
     host.load(0, OURS[0], HOST_BLOCKS)
@@ -65,7 +65,7 @@ def test_a_landing_that_fails_is_reported_as_failed(hosts: list[HostMemory], sit
     prefill = site.prefill()
     site.fabric.inject(1, Fault())
     host.landings.execute(Orders(landings=(an_order("r", prefill.prefill("r", THEIRS), (HOST_BLOCKS,)),)))
-    assert host.end() == LandingEnds(1, failed=True)
+    assert host.end() == RankEnds(1, failed=True)
 
 
 def test_landings_that_have_not_ended_when_the_engine_sleeps_have_failed(hosts: list[HostMemory], site: Site) -> None:
@@ -73,12 +73,12 @@ def test_landings_that_have_not_ended_when_the_engine_sleeps_have_failed(hosts: 
     prefill = site.prefill()
     host.landings.execute(Orders(landings=(an_order("r", prefill.prefill("r", THEIRS), (HOST_BLOCKS,)),)))
     host.close()
-    assert host.landings.abandoned().landings == {"r": LandingEnds(1, failed=True)}
+    assert host.landings.abandoned().landings == {"r": RankEnds(1, failed=True)}
     assert not host.landings.abandoned()
 
 
 def test_a_landing_of_which_the_prefill_engine_lacks_a_state_says_so() -> None:
     ended: Any = SimpleNamespace(take_ends=lambda: [PullEnd("r", lacking_states=frozenset({(1, 4)})), PullEnd("s")])
     ends = LandingPulls(ended, StatsRecorder()).take_report().landings
-    assert ends == {"r": LandingEnds(1, lacks_states=True), "s": LandingEnds(1)}
-    assert ends["s"] + ends["r"] + ends["s"] == LandingEnds(3, lacks_states=True)
+    assert ends == {"r": RankEnds(1, lacks_states=True), "s": RankEnds(1)}
+    assert ends["s"] + ends["r"] + ends["s"] == RankEnds(3, lacks_states=True)

@@ -1,0 +1,448 @@
+"""Prefixes that other engines hold: found and pulled before a prompt is computed here.
+
+A request that computes its prompt here passes through these states, each at most once:
+
+    asked about --- enough is missing ---> asking --- a peer holds more ---> pulling --- all ranks have ---> found here
+        |                                    |--- nobody does                   '--- a rank has failed ---> computed
+        |                                    |--- that peer is untried ----> computed, as its canary (see ``canaries``)
+        '--- the same is being pulled -------'--- it takes longer than computing would
+
+The pull goes to blocks that no request has. When they are complete they can be found by their contents, and are in
+nobody's use: a request then has a prefix hit as any other. So a pull that fails, comes late or is for a request that
+has left costs nothing but the wait, and no failure policy is involved.
+
+Everything runs on the scheduler's thread, but the control client's.
+"""
+
+import logging
+import math
+import time
+import uuid
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from pd_connector.orders import Orders, PullOrder, RankEnds, Report, WorkerHandshake
+from pd_connector.params import ParamsError, RemotePrefill, check_groups, is_decode_leg, prefixes_at
+from pd_connector.scheduler.decode.canaries import NoCanaries, Standing
+from pd_connector.scheduler.decode.compute_rate import ComputeRate
+from pd_connector.scheduler.scheduler_role import SchedulerRole
+from pd_connector.stats import StatsRecorder
+from pd_connector.vllm.block_hashes import BlockHashes
+from pd_connector.vllm.cache_specs import Retention
+from pd_connector.vllm.device_blocks import DeviceBlocks, HeldBlocks
+from pd_connector.vllm.requests import computes_whole_prompt
+from transfer.control.client import ControlClient
+from transfer.control.limits import MAX_HASHES, ThrottledWarnings
+from transfer.control.messages import Cancel, Find, Found
+from transfer.errors import TransferError
+from transfer.peers import Address
+
+if TYPE_CHECKING:
+    from pd_connector.vllm.types import Request
+
+logger = logging.getLogger(__name__)
+
+#: Fewer missing tokens than this are computed sooner than asked for.
+_LEAST_TOKENS = 128
+_MESSAGE_S = 2.0
+#: Requests that are asked for, or wait for a pull, at a time; others wait until one of them goes on.
+_MAX_UNDER_WAY = 16
+#: For which a peer is not asked after it has not answered.
+_SILENCE_S = 10.0
+_LOG_INTERVAL_S = 60.0
+
+
+@dataclass(slots=True)
+class _Asking:
+    """A request whose peers have been asked."""
+
+    request: "Request"
+    first: int  # tokens that the device holds already
+    least: int  # what a peer must hold at least, in tokens from the beginning
+    key: bytes  # hash of the first block that is missing
+    give_up_at: float
+    asked: dict[Address, Future[Found]]
+    hash_tokens: dict[Address, int] = field(default_factory=dict)  # of the hashes that each was sent
+
+
+@dataclass(slots=True)
+class _Pulling:
+    """A prefix on its way. Its request may have left, or not wait any longer."""
+
+    request: "Request"
+    peer: Address
+    first: int
+    end: int
+    key: bytes
+    give_up_at: float
+    blocks: "Mapping[int, tuple[int, HeldBlocks]]"  # by cache group: the first entry of the table, and what is there
+    ends: RankEnds
+    is_wanted: bool = True  # its contents are valid
+
+
+class PeerPrefixes(SchedulerRole):
+    """Owns the questions for prefixes, and the blocks to which prefixes are being pulled."""
+
+    def __init__(
+        self,
+        peers: Sequence[Address],
+        client: ControlClient,
+        blocks: DeviceBlocks,
+        groups: Sequence[Retention],
+        hashes: BlockHashes,
+        canaries: NoCanaries,
+        held_in_host: "Callable[[Request, int], int]" = lambda request, computed_tokens: 0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Start with nothing asked.
+
+        Args:
+            peers: asked for every prompt.
+            client: sends the messages; closed with this.
+            blocks: of the device.
+            groups: what vLLM keeps of a request in every cache group; none of states.
+            hashes: name the blocks.
+            canaries: prove peers.
+            held_in_host: returns how many tokens behind those on the device host memory holds.
+            clock: monotonic, in seconds.
+        """
+        self._peers = tuple(peers)
+        self._client = client
+        self._blocks = blocks
+        self._groups = groups
+        self._hashes = hashes
+        self._canaries = canaries
+        self._held_in_host = held_in_host
+        self._clock = clock
+        self._ranks = 0
+        self._rate = ComputeRate(clock)
+        self._asking: dict[str, _Asking] = {}  # by request
+        self._pulling: dict[str, _Pulling] = {}  # by lease
+        self._waiting: dict[str, _Pulling] = {}  # for the same, by request
+        self._begun: dict[bytes, _Asking | _Pulling] = {}  # every one of them, by the first block that is missing
+        self._to_prove: dict[str, tuple[RemotePrefill, int]] = {}  # by request: an untried peer, and tokens held here
+        self._asked: set[str] = set()  # requests that are not asked for again
+        self._silent_until: dict[Address, float] = {}
+        self._peer_hash_tokens: dict[Address, int] = {}
+        self._orders: list[PullOrder] = []
+        self._counts: Counter[str] = Counter()
+        self._tokens = 0
+        self._warnings = ThrottledWarnings(logger, _LOG_INTERVAL_S)
+
+    def set_workers(self, handshakes: Sequence[WorkerHandshake]) -> None:
+        """Learn the number of ranks."""
+        self._ranks = len(handshakes)
+
+    def must_wait_for(self, request: "Request", computed_tokens: int) -> bool:
+        """Return whether a request must wait for what peers hold of its prompt; ask them, if they have not been.
+
+        ``computed_tokens``: those that the device holds already.
+        """
+        request_id = request.request_id
+        if (asking := self._asking.get(request_id)) is not None:
+            return self._must_wait_for_answers(asking)
+        if (pulling := self._waiting.get(request_id)) is not None:
+            if self._clock() < pulling.give_up_at:
+                return True
+            del self._waiting[request_id]
+        if request_id in self._asked or not self._ranks:
+            return False
+        return self._begin(request, computed_tokens)
+
+    def allocated(self, request: "Request", blocks: object, external_tokens: int) -> int:
+        """Bring nothing. A request that is computed here may prove the peer that holds its prefix."""
+        remote, computed = self._to_prove.pop(request.request_id, (None, 0))
+        if remote is None:
+            return 0
+        is_canary = self._canaries.look(request, remote) is Standing.UNTRIED and self._canaries.begin(
+            request, remote, computed, is_same_prompt=True, is_decode_leg=False
+        )
+        if not is_canary:
+            self._cancel(remote)
+        return 0
+
+    def step_orders(self, scheduled: Mapping[str, int]) -> Orders:
+        """Return the pulls since the last step."""
+        self._rate.step(sum(scheduled.values()))
+        orders, self._orders = tuple(self._orders), []
+        return Orders(prefixes=orders)
+
+    def settled(self, request_ids: set[str], failed: set[str], report: Report) -> None:
+        """End the pulls that all ranks have reported."""
+        for lease_id, ends in report.prefixes.items():
+            pulling = self._pulling.get(lease_id)
+            if pulling is None:
+                logger.error("PDConnector: ignored that the pull of prefix %s ended twice, which is a bug", lease_id)
+                continue
+            pulling.ends += ends
+            if pulling.ends.ranks >= self._ranks:
+                del self._pulling[lease_id]
+                self._waiting.pop(pulling.request.request_id, None)
+                self._forget_key(pulling)
+                self._end(pulling)
+
+    def finish(self, request: "Request", block_ids: Sequence[Sequence[int]]) -> None:
+        """Forget a request. A pull for it goes on: others may find the prefix."""
+        request_id = request.request_id
+        self._asked.discard(request_id)
+        self._waiting.pop(request_id, None)
+        if (asking := self._asking.pop(request_id, None)) is not None:
+            self._forget_key(asking)
+            self._abandon(asking)
+        if (untried := self._to_prove.pop(request_id, None)) is not None:
+            self._cancel(untried[0])
+
+    @property
+    def wants_step(self) -> bool:
+        """Whether the engine must step even without requests, to learn how pulls end."""
+        return bool(self._pulling)
+
+    def update_stats(self, stats: StatsRecorder) -> None:
+        """Record what was asked for, and what came of it."""
+        for event, number in self._counts.items():
+            stats.count("prefixes", number, event)
+        stats.count("prefix_tokens", self._tokens)
+        self._counts.clear()
+        self._tokens = 0
+
+    def reset(self) -> bool:
+        """Make what is being pulled impossible to find: it is no longer valid."""
+        for pulling in self._pulling.values():
+            pulling.is_wanted = False
+        return True
+
+    def close(self) -> None:
+        """Stop asking. Leases of peers expire."""
+        self._client.close()
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless the books balance."""
+        assert self._asking.keys() <= self._asked, "a request is being asked for that may be asked for again"
+        assert all(pulling.ends.ranks < self._ranks for pulling in self._pulling.values()), "one should have ended"
+        taken = [block.block_id for pulling in self._pulling.values() for block in _blocks_of(pulling)]
+        assert len(set(taken)) == len(taken), "two prefixes are pulled to one block"
+        under_way = {id(each) for each in (*self._asking.values(), *self._pulling.values())}
+        assert {id(each) for each in self._begun.values()} <= under_way, "what has ended is waited for"
+        assert {id(each) for each in self._waiting.values()} <= under_way, "the same, by its request"
+
+    # Asking
+
+    @cached_property
+    def _unit(self) -> int:
+        """Of how many tokens what is pulled is a multiple: it is found in whole blocks of all groups."""
+        return math.lcm(self._blocks.hash_tokens, *(kept.block_tokens for kept in self._groups))
+
+    def _begin(self, request: "Request", computed_tokens: int) -> bool:
+        """Ask the peers for what a request lacks; return whether it is to wait."""
+        params = request.kv_transfer_params
+        missing = request.num_prompt_tokens - 1 - computed_tokens
+        if missing < _LEAST_TOKENS or is_decode_leg(params) or computes_whole_prompt(request):
+            return False
+        own_tokens = self._blocks.hash_tokens
+        hashes = self._hashes.of_prompt(request, own_tokens, own_tokens)
+        number = computed_tokens // own_tokens
+        if number >= len(hashes):
+            return False
+        key = bytes(hashes[number])
+        if (same := self._begun.get(key)) is not None:
+            return self._clock() < same.give_up_at
+        if len(self._asking) + len(self._waiting) >= _MAX_UNDER_WAY:
+            return True
+        in_host = self._held_in_host(request, computed_tokens)
+        least = computed_tokens + in_host + _LEAST_TOKENS
+        peers = self._peers_for(params)
+        if least >= request.num_prompt_tokens or not peers:
+            return False
+        asking = _Asking(
+            request, computed_tokens, least, key, self._clock() + self._rate.seconds_for(missing - in_host), {}
+        )
+        self._asked.add(request.request_id)
+        for peer in peers:
+            self._ask(asking, peer, self._peer_hash_tokens.get(peer, own_tokens))
+        self._asking[request.request_id] = self._begun[key] = asking
+        self._counts["asked"] += 1
+        return True
+
+    def _forget_key(self, begun: "_Asking | _Pulling") -> None:
+        if self._begun.get(begun.key) is begun:
+            del self._begun[begun.key]
+
+    def _peers_for(self, params: object) -> list[Address]:
+        """Return the peers to ask for a request with these ``kv_transfer_params``: the one that it names alone, if any.
+
+        Not those that have just not answered.
+        """
+        try:
+            named = prefixes_at(params)
+        except ParamsError as error:
+            self._warnings.warn("hint", f"PDConnector: {error}. The prompt is computed here")
+            return []
+        now = self._clock()
+        peers = self._peers if named is None else (named,)
+        return [peer for peer in peers if self._silent_until.get(peer, -math.inf) <= now]
+
+    def _ask(self, asking: _Asking, peer: Address, hash_tokens: int) -> None:
+        hashes = self._hashes.of_prompt(asking.request, hash_tokens, self._blocks.hash_tokens)[:MAX_HASHES]
+        # One token at least is computed here, because its output is the next one.
+        whole = hashes[: (asking.request.num_prompt_tokens - 1) // hash_tokens]
+        named = tuple(bytes(each) for each in whole)
+        find = Find("", uuid.uuid4().hex, self._hashes.hashing, hash_tokens, named, asking.least, self._unit)
+        asking.hash_tokens[peer] = hash_tokens
+        asking.asked[peer] = self._client.request(peer.host, peer.port, find, _MESSAGE_S)
+
+    def _must_wait_for_answers(self, asking: _Asking) -> bool:
+        """Return whether answers are still to come; if not, go on with the best of them."""
+        is_late = self._clock() >= asking.give_up_at
+        if not is_late and not all(answer.done() for answer in asking.asked.values()):
+            return True
+        if not is_late and self._asks_again(asking):
+            return True
+        del self._asking[asking.request.request_id]
+        self._forget_key(asking)
+        offers = self._offers(asking)
+        best = max(offers, key=lambda offer: offer.remote_num_tokens, default=None)
+        for offer in offers:
+            if offer is not best:
+                self._cancel(offer)
+        if best is None or best.remote_num_tokens <= asking.least:
+            self._counts["late" if is_late else "nothing"] += 1
+            if best is not None:
+                self._cancel(best)
+            return False
+        return self._use(asking, best)
+
+    def _asks_again(self, asking: _Asking) -> bool:
+        """Ask those again that have blocks of another size, with hashes of these; return whether there are any."""
+        others = {}
+        for peer, answer in asking.asked.items():
+            found = answer.result() if answer.exception() is None else None
+            if found is not None and found.hash_tokens not in {0, asking.hash_tokens[peer]}:
+                others[peer] = found.hash_tokens
+        for peer, hash_tokens in others.items():
+            if self._peer_hash_tokens.get(peer) == hash_tokens:
+                return False  # it has said something else before
+            self._peer_hash_tokens[peer] = hash_tokens
+            self._ask(asking, peer, hash_tokens)
+        return bool(others)
+
+    def _offers(self, asking: _Asking) -> list[RemotePrefill]:
+        """Return what was answered that is of use, and note who has not answered."""
+        offers = []
+        for peer, answer in asking.asked.items():
+            if not answer.done():
+                answer.add_done_callback(partial(self._decline, peer))
+                self._silent_until[peer] = self._clock() + _SILENCE_S
+                continue
+            try:
+                found = answer.result()
+                self._silent_until.pop(peer, None)
+                if found.reason:
+                    self._warnings.warn("reason", f"PDConnector: engine at {peer} serves no prefix: {found.reason}")
+                if found.lease_id:
+                    offers.append(_remote(found, peer, self._unit))
+            except TransferError as error:
+                self._silent_until[peer] = self._clock() + _SILENCE_S
+                self._warnings.warn("silent", f"PDConnector: engine at {peer} was asked for a prefix: {error}")
+            except ParamsError as error:
+                self._warnings.warn("invalid", f"PDConnector: engine at {peer} was asked for a prefix: {error}")
+        return offers
+
+    def _abandon(self, asking: _Asking) -> None:
+        """Let go of what peers offer, or will offer, for a request that has left."""
+        for peer, answer in asking.asked.items():
+            answer.add_done_callback(partial(self._decline, peer))
+
+    def _decline(self, peer: Address, answer: Future[Found]) -> None:
+        """End the lease of an answer that nobody waits for. On any thread."""
+        if answer.cancelled() or answer.exception() is not None:
+            return
+        found = answer.result()
+        if found.lease_id:
+            self._client.request(peer.host, peer.port, Cancel(found.engine_id, (found.lease_id,)), _MESSAGE_S)
+
+    def _cancel(self, remote: RemotePrefill) -> None:
+        message = Cancel(remote.remote_engine_id, (remote.lease_id,))
+        self._client.request(remote.remote_host, remote.remote_port, message, _MESSAGE_S)
+
+    # Pulling
+
+    def _use(self, asking: _Asking, remote: RemotePrefill) -> bool:
+        """Pull what a peer offers, if it is proven; return whether the request is to wait for that."""
+        request = asking.request
+        standing = self._canaries.look(request, remote)
+        if standing is Standing.UNTRIED:
+            self._counts["unproven"] += 1
+            self._to_prove[request.request_id] = remote, asking.first
+            return False
+        end = remote.remote_num_tokens - 1
+        tables = [kept.needed_blocks(asking.first, end) for kept in self._groups]
+        number = sum(len(numbers) for numbers, _ in tables)
+        if standing is not Standing.PROVEN or not self._blocks.has_spare(number):
+            self._counts["unproven" if standing is not Standing.PROVEN else "full"] += 1
+            self._cancel(remote)
+            return False
+        taken = self._blocks.take(number)
+        blocks, block_ids, used = {}, [], 0
+        for group, (numbers, _) in enumerate(tables):
+            own = taken[used : used + len(numbers)]
+            used += len(numbers)
+            blocks[group] = (numbers.start, own)
+            block_ids.append((*[0] * numbers.start, *(int(block.block_id) for block in own)))
+        lease_id = remote.lease_id
+        self._orders.append(PullOrder(lease_id, remote, tuple(block_ids), asking.first, end, uuid.uuid4().hex))
+        pulling = _Pulling(
+            request, Address(remote.remote_host, remote.remote_port), asking.first, end, asking.key, asking.give_up_at,
+            blocks, RankEnds(0),
+        )  # fmt: skip
+        self._pulling[lease_id] = self._waiting[request.request_id] = self._begun[asking.key] = pulling
+        return True
+
+    def _end(self, pulling: _Pulling) -> None:
+        """Let what has arrived be found, if it is all there, and give the blocks back."""
+        if pulling.ends.failed or not pulling.is_wanted:
+            self._counts["failed"] += 1
+            self._silent_until[pulling.peer] = self._clock() + _SILENCE_S
+        else:
+            for group, (first, blocks) in pulling.blocks.items():
+                self._blocks.publish(pulling.request, group, first, blocks, self._groups[group].block_tokens)
+            self._counts["pulled"] += 1
+            self._tokens += pulling.end - pulling.first
+        self._blocks.give_back(_blocks_of(pulling))
+
+
+def _blocks_of(pulling: _Pulling) -> HeldBlocks:
+    return tuple(block for _, blocks in pulling.blocks.values() for block in blocks)
+
+
+def _remote(found: Found, peer: Address, unit_tokens: int) -> RemotePrefill:
+    """Return what was found as it is pulled.
+
+    Raises:
+        ParamsError: the answer is not valid, or of tokens that do not end with a block here.
+    """
+    if found.tokens % unit_tokens:
+        raise ParamsError(f"it offers {found.tokens} tokens, which is no multiple of {unit_tokens}")
+    held = {
+        "remote_engine_id": found.engine_id,
+        "remote_host": peer.host,
+        "remote_port": peer.port,
+        "remote_block_ids": found.block_ids,
+        "remote_num_tokens": found.tokens + 1,  # the last one is computed here
+        "remote_block_sizes": found.block_sizes,
+        "remote_layers": found.layers,
+        "lease_id": found.lease_id,
+        "lease_ttl_s": found.lease_ttl_s,
+        "prompt_digest": "",
+    }
+    try:
+        remote = msgspec.convert(held, RemotePrefill)
+    except msgspec.ValidationError as error:
+        raise ParamsError(f"its answer is invalid: {error}") from None
+    check_groups(remote)
+    return remote

@@ -1,0 +1,196 @@
+"""Finds the beginnings of other engines' prompts in this engine's caches, and leases them.
+
+A question comes on the control channel's thread and is answered on the scheduler's, which knows the caches:
+
+    asked --- the engine is woken, and ends a step ---> answered: a lease, or why there is none
+                                                           '--- a repetition gets the same answer, for a while
+
+What a step under way still writes is not offered.
+"""
+
+import logging
+import threading
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from pd_connector.params import RemotePrefill
+from pd_connector.vllm.block_hashes import BlockHashes
+from pd_connector.vllm.cache_specs import Retention
+from pd_connector.vllm.device_blocks import DeviceBlocks, HeldBlocks, tokens_before
+from transfer.control.messages import Find, Found
+from transfer.control.waiting_requests import NotYet
+
+if TYPE_CHECKING:
+    from pd_connector.vllm.types import BlockHash, KVCacheBlock
+
+logger = logging.getLogger(__name__)
+
+#: Share of the blocks that stay free of leases over prefixes: of an engine that decodes, requests grow into them.
+_SPARE = 0.1
+#: For which a question waits for a step. Whoever asks computes its prompt long before.
+_WAIT_S = 1.0
+#: Questions at a time; more are not answered. Each costs the scheduler up to a millisecond.
+_MAX_ASKED = 64
+#: Answers that are remembered, for messages that come again: more than can be on their way.
+_MAX_ANSWERS = 256
+
+#: Grants a lease over blocks: their ids by cache group, 0 for those that are not held, and the tokens that they hold.
+Lend = Callable[[HeldBlocks, tuple[tuple[int, ...], ...], int], RemotePrefill]
+
+
+@dataclass(frozen=True)
+class PrefixSource:
+    """How prefixes are named and kept on an engine."""
+
+    hashes: BlockHashes
+    groups: Sequence[Retention]  # what vLLM keeps of a request in every cache group
+
+    @property
+    def whole_groups(self) -> dict[int, int]:
+        """Block sizes of the cache groups that keep every token, in tokens."""
+        every = enumerate(self.groups)
+        return {group: kept.block_tokens for group, kept in every if not (kept.window or kept.chunk or kept.states)}
+
+
+class PrefixService:
+    """Owns the questions that have not been answered, and the last answers."""
+
+    def __init__(
+        self,
+        blocks: DeviceBlocks,
+        source: PrefixSource,
+        being_written: Callable[[], set[int] | None],
+        lend: Lend,
+        wake: Callable[[], None],
+        notify: Callable[[str], None],
+    ) -> None:
+        """Start without questions.
+
+        Args:
+            blocks: of the device.
+            source: what is known of them.
+            being_written: returns the ids of the blocks that steps under way may write, None if nobody knows. They are
+                asked when a step has been scheduled.
+            lend: grants a lease.
+            wake: wakes the engine, on any thread.
+            notify: has the question of an id answered, on any thread.
+        """
+        self._blocks = blocks
+        self._hashes = source.hashes
+        self._whole = source.whole_groups
+        self._being_written = being_written
+        self._lend = lend
+        self._wake = wake
+        self._notify = notify
+        self._lock = threading.Lock()
+        self._asked: dict[str, Find] = {}
+        self._answers: OrderedDict[str, Found] = OrderedDict()
+        self._events: Counter[str] = Counter()
+
+    def ask(self, find: Find, engine_id: str) -> Found | NotYet:
+        """Return the answer to a question, or that there is none yet. On the control channel's thread.
+
+        What needs no lease is answered at once: a step may take long.
+        """
+        own = Found(engine_id, self._hashes.hashing, self._blocks.hash_tokens)
+        if find.hashing != own.hashing:
+            return msgspec.structs.replace(
+                own,
+                reason=f"it names blocks otherwise ({own.hashing}, not {find.hashing}): start all engines with the "
+                "same --prefix-caching-hash-algo and the same PYTHONHASHSEED",
+            )
+        if find.hash_tokens != own.hash_tokens or not self._may_hold(find):
+            return own
+        nothing = msgspec.structs.replace(own, reason="it is busy")
+        with self._lock:
+            if (answer := self._answers.get(find.find_id)) is not None:
+                return answer
+            if find.find_id not in self._asked:
+                if len(self._asked) >= _MAX_ASKED:
+                    return nothing
+                self._asked[find.find_id] = find
+        self._wake()
+        return NotYet(find.find_id, _WAIT_S, nothing)
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether a question has not been answered."""
+        return bool(self._asked)
+
+    def serve(self, engine_id: str) -> None:
+        """Answer all questions. On the scheduler's thread, when a step has been scheduled."""
+        if not self._asked:
+            return
+        with self._lock:
+            asked = list(self._asked.values())
+        for find in asked:
+            found = self._answer(find, engine_id)
+            self._events["found" if found.lease_id else "refused" if found.reason else "nothing"] += 1
+            with self._lock:
+                self._answers[find.find_id] = found
+                if len(self._answers) > _MAX_ANSWERS:
+                    self._answers.popitem(last=False)
+                del self._asked[find.find_id]
+            self._notify(find.find_id)
+
+    def forget(self) -> None:
+        """Forget all answers: their leases have ended."""
+        with self._lock:
+            self._answers.clear()
+
+    def take_events(self) -> Counter[str]:
+        """Return how many questions were answered since the last call, by what was found."""
+        events, self._events = self._events, Counter()
+        return events
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless the books balance."""
+        with self._lock:
+            assert not self._asked.keys() & self._answers.keys(), "a question is answered and open"
+            assert len(self._answers) <= _MAX_ANSWERS, "answers are never forgotten"
+
+    def _answer(self, find: Find, engine_id: str) -> Found:
+        own = Found(engine_id, self._hashes.hashing, self._blocks.hash_tokens)
+        table, tokens = self._prefix(find.hashes, find.unit_tokens)
+        if tokens < max(find.least_tokens, 1):
+            return own
+        ids = tuple(tuple(0 if block.is_null else int(block.block_id) for block in group) for group in table)
+        held = tuple(block for group in table for block in group if not block.is_null)
+        if self._blocks.free - len(held) < _SPARE * self._blocks.total:
+            return msgspec.structs.replace(own, reason="it is short of blocks")
+        remote = self._lend(held, ids, tokens)
+        return msgspec.structs.replace(
+            own,
+            lease_id=remote.lease_id,
+            lease_ttl_s=remote.lease_ttl_s,
+            tokens=tokens,
+            block_ids=ids,
+            block_sizes=remote.remote_block_sizes,
+            layers=remote.remote_layers,
+        )
+
+    def _may_hold(self, find: Find) -> bool:
+        return self._blocks.may_hold(find.hashes, max(find.least_tokens, 1), self._whole)
+
+    def _prefix(
+        self, hashes: "tuple[BlockHash, ...]", unit_tokens: int
+    ) -> "tuple[tuple[tuple[KVCacheBlock, ...], ...], int]":
+        """Return the blocks of the longest prefix that is complete, by cache group, and its length in tokens.
+
+        That is a multiple of ``unit_tokens``. A shorter prefix may need other blocks: windows move.
+        """
+        unfinished = self._being_written()
+        if unfinished is None:
+            return (), 0
+        while hashes:
+            table, tokens = self._blocks.longest_prefix(hashes)
+            whole = tuple(tuple(group) for group in table)
+            complete = tokens_before(whole, self._blocks.block_tokens, tokens, unfinished) // unit_tokens * unit_tokens
+            if complete == tokens:
+                return whole, tokens
+            hashes = hashes[: complete // self._blocks.hash_tokens]
+        return (), 0

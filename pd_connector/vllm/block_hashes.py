@@ -1,0 +1,65 @@
+"""How vLLM names the contents of blocks, so that two engines can tell whether they hold the same tokens.
+
+A hash is of a block's tokens, of all before them, and of what else shapes them (adapter, images, salt). Engines make
+the same hashes of the same tokens if they were started with one hash function, and with one seed: vLLM before 0.32
+draws one at every start unless PYTHONHASHSEED is set.
+"""
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.kv_cache_utils import BlockHash
+    from vllm.v1.request import Request
+
+#: Tokens whose hash shows how an engine makes hashes.
+_PROBE = tuple(range(16))
+
+
+class BlockHashes:
+    """Makes the hashes of requests' prompts. Belongs to the scheduler's thread."""
+
+    def __init__(self, vllm_config: "VllmConfig") -> None:
+        """Make none yet: vLLM chooses its seed after its connectors have started."""
+        self._vllm_config = vllm_config
+
+    @cached_property
+    def hashing(self) -> str:
+        """How this engine makes hashes: two engines with equal ones name equal tokens alike."""
+        from vllm.v1.core.kv_cache_utils import hash_block_tokens  # noqa: PLC0415  imports most of vLLM
+
+        algorithm = self._vllm_config.cache_config.prefix_caching_hash_algo
+        return f"{algorithm}:{hash_block_tokens(self._function, None, _PROBE, None).hex()[:32]}"
+
+    def of_prompt(self, request: "Request", hash_tokens: int, own_tokens: int) -> "Sequence[BlockHash]":
+        """Return the hashes of a prompt's full blocks of ``hash_tokens`` tokens.
+
+        ``own_tokens``: of which vLLM has made hashes here, which need not be made again.
+        """
+        full = request.num_prompt_tokens // hash_tokens
+        if hash_tokens == own_tokens:
+            made: Sequence[BlockHash] = request.block_hashes[:full]
+            return made
+        from vllm.v1.core.kv_cache_utils import get_request_block_hasher  # noqa: PLC0415  as above
+
+        hashes: Sequence[BlockHash] = get_request_block_hasher(hash_tokens, self._function)(_Unhashed(request))
+        return hashes[:full]
+
+    @cached_property
+    def _function(self) -> Any:
+        from vllm.utils.hashing import get_hash_fn_by_name  # noqa: PLC0415  as above
+
+        return get_hash_fn_by_name(self._vllm_config.cache_config.prefix_caching_hash_algo)
+
+
+class _Unhashed:
+    """A request as vLLM's hasher sees it before it has hashed any of its blocks."""
+
+    def __init__(self, request: "Request") -> None:
+        self._request = request
+        self.block_hashes: list[Any] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._request, name)

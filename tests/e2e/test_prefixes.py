@@ -1,0 +1,35 @@
+"""A conversation goes on at another server, which pulls what the first one holds of it instead of computing it."""
+
+import pytest
+
+from tests.support.e2e.choice import on_pairs, pairs
+from tests.support.e2e.deployments import MIXED
+from tests.support.e2e.pair import Pair, assert_same_output, make_prompt
+
+pytestmark = [pytest.mark.equality]
+
+TURN, ANSWER = 500, 70
+
+
+def address(pair: Pair) -> str:
+    """Of the control channel of the server that holds a conversation."""
+    params = pair.prefill.client.prefill(make_prompt(3, "where"))
+    return f"{params['remote_host']}:{params['remote_port']}"
+
+
+@on_pairs(pairs(MIXED, [("TP2", "TP1"), ("TP1", "TP2")]))
+def test_what_was_decoded_is_pulled_in_the_next_turn(pair: Pair) -> None:
+    hint = {"prefixes_at": address(pair)}
+    first = make_prompt(TURN, ("conversation", pair.name))
+    answer = pair.prefill.client.complete(first, ANSWER)
+    second = [*first, *answer.tokens, *make_prompt(20, "question")]
+    with pair.traffic() as traffic:
+        completion = pair.decode.client.complete(second, kv_transfer_params=hint)
+    unit = max(pair.prefill.spec.block_size, pair.decode.spec.block_size)
+    held = (len(first) + len(answer.tokens) - 1) // unit * unit
+    assert traffic.decode is not None
+    assert traffic.source("local_compute") == len(second) - held
+    assert traffic.pulled("prefix_tokens") == held
+    assert (traffic.leases("granted"), traffic.leases("released")) == (1, 1)
+    assert traffic.failures() == 0
+    assert_same_output(completion, pair.decode.client.compute(second))

@@ -1,0 +1,310 @@
+"""Prefixes that another engine holds are found and pulled before a prompt is computed: vLLM's own schedulers."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from pd_connector.orders import Cause, Orders, PullOrder
+from pd_connector.params import RemotePrefill
+from pd_connector.scheduler.decode.canaries import NoCanaries, Rejection, Standing
+from pd_connector.scheduler.decode.peer_prefixes import PeerPrefixes
+from tests.support.simulation.engine_worker import PeerOf
+from tests.support.simulation.vllm_schedulers import HOST, ClientRequest, EngineSim, World
+
+BLOCK, TURN, OUTPUTS = 16, 200, 40
+FIRST = list(range(TURN))
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    world = World()
+    yield world
+    world.close()
+
+
+def server(world: World, role: str = "kv_consumer", blocks: int = 60, **settings: Any) -> EngineSim:
+    return EngineSim(world, role, blocks, serve_prefixes=True, **settings)
+
+
+def asker(world: World, *servers: EngineSim, role: str = "kv_producer", blocks: int = 60, **settings: Any) -> EngineSim:
+    return EngineSim(world, role, blocks, peers=[f"{HOST}:{each.port}" for each in servers], **settings)
+
+
+def compute(
+    world: World, engine: EngineSim, tokens: list[int], outputs: int = 1, **params: Any
+) -> tuple[int, list[int]]:
+    """How many tokens an engine computes of a request, and all tokens of prompt and answer."""
+    request = ClientRequest(f"r{len(engine.computed_of)}", tokens, outputs)
+    engine.ask(request, params or None)
+    (name,) = [each for each in engine.requests if each.startswith(request.name)]
+    _, known = engine.requests[name]
+    world.run(20.0)
+    assert request.ended == "finished"
+    return engine.computed_of[name], list(known.all_token_ids)
+
+
+def test_an_engine_pulls_what_another_has_computed_and_computes_the_rest(world: World) -> None:
+    holder = server(world)
+    finder = asker(world, holder)
+    _, conversation = compute(world, holder, FIRST, OUTPUTS)
+    computed, _ = compute(world, finder, [*conversation, *range(500, 520)])
+    held = (len(conversation) - 1) // BLOCK * BLOCK  # the last token was never computed
+    assert computed == len(conversation) + 20 - held
+    assert finder.counts["prefixes: pulled"] == holder.counts["prefixes_served: found"] == 1
+    world.run(1.0)
+    assert holder.leases == 0
+    assert finder.blocks_in_use == holder.blocks_in_use == 0
+
+
+def test_what_this_engine_holds_is_not_pulled(world: World) -> None:
+    holder = server(world)
+    finder = asker(world, holder)
+    compute(world, finder, FIRST)
+    compute(world, holder, [*FIRST, *[3] * TURN])
+    order = watch_orders(finder)
+    computed, _ = compute(world, finder, [*FIRST, *[3] * TURN, 4])
+    held, found = TURN // BLOCK * BLOCK, 2 * TURN // BLOCK * BLOCK
+    assert computed == 2 * TURN + 1 - found
+    assert [(each.first_token, each.end_token) for each in order] == [(held, found)]
+
+
+def test_what_is_too_little_is_computed(world: World) -> None:
+    holder = server(world)
+    finder = asker(world, holder)
+    compute(world, holder, FIRST[:120])
+    computed, _ = compute(world, finder, FIRST)
+    assert computed == TURN
+    assert finder.counts["prefixes: nothing"] == finder.counts["prefixes: asked"] == 1
+    assert not holder.leases
+
+
+def test_two_requests_with_one_prefix_pull_it_once(world: World) -> None:
+    holder = server(world)
+    finder = asker(world, holder)
+    compute(world, holder, FIRST)
+    requests = [ClientRequest(name, [*FIRST, number], 1) for number, name in enumerate("ab")]
+    for request in requests:
+        finder.ask(request)
+    world.run(20.0)
+    assert finder.counts["prefixes: pulled"] == finder.counts["prefixes: asked"] == 1
+    assert finder.computed_of["a-d"] == finder.computed_of["b-d"] == TURN + 1 - TURN // BLOCK * BLOCK
+
+
+def test_the_engine_that_holds_most_is_pulled_from_and_the_others_keep_nothing(world: World) -> None:
+    less, more = server(world), server(world, "kv_producer")
+    finder = asker(world, less, more)
+    compute(world, less, FIRST)
+    compute(world, more, [*FIRST, *[3] * TURN])
+    computed, _ = compute(world, finder, [*FIRST, *[3] * TURN, 4])
+    assert computed == 2 * TURN + 1 - 2 * TURN // BLOCK * BLOCK
+    world.run(1.0)
+    assert not less.leases
+    assert not more.leases
+
+
+def test_a_request_names_the_engine_that_is_asked_alone(world: World) -> None:
+    named, listed = server(world), server(world)
+    finder = asker(world, listed)
+    compute(world, named, FIRST)
+    computed, _ = compute(world, finder, [*FIRST, 1], prefixes_at=f"{HOST}:{named.port}")
+    assert computed == TURN + 1 - TURN // BLOCK * BLOCK
+    assert not listed.counts
+
+
+@pytest.mark.parametrize("hint", ["here", 7, f"{HOST}:0", "[::1", ""])
+def test_a_hint_that_is_no_address_costs_nothing(world: World, hint: object, caplog: pytest.LogCaptureFixture) -> None:
+    finder = asker(world)
+    computed, _ = compute(world, finder, FIRST, prefixes_at=hint)
+    assert computed == TURN
+    assert "prefixes_at" in caplog.text
+    assert not finder.computed, "it is no request of an unknown contract"
+
+
+def test_an_engine_without_the_setting_says_so(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    silent = EngineSim(world, "kv_producer", 60)
+    finder = asker(world, silent)
+    compute(world, silent, FIRST)
+    computed, _ = compute(world, finder, FIRST)
+    assert computed == TURN
+    assert "serve_prefixes" in caplog.text
+
+
+def test_an_engine_that_names_blocks_otherwise_says_so(
+    world: World, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    holder = server(world)
+    finder = asker(world, holder)
+    monkeypatch.setitem(vars(holder.side._hashes), "hashing", "sha256:another")
+    compute(world, holder, FIRST)
+    computed, _ = compute(world, finder, FIRST)
+    assert computed == TURN
+    assert "PYTHONHASHSEED" in caplog.text
+
+
+def test_what_a_step_under_way_writes_is_not_offered(world: World) -> None:
+    """vLLM lets it be found when it is scheduled."""
+    holder = server(world)
+    finder = asker(world, holder)
+    holder.ask(ClientRequest("first", FIRST, 1))
+    begun = holder.begin_step()
+    assert begun is not None
+    finder.ask(ClientRequest("second", [*FIRST, 1], 1))
+    for _ in range(3):
+        finder.step()
+        world.deliver()
+        assert holder.begin_step() is None or not holder.leases
+    holder.end_step(*begun)
+    world.run(20.0)
+
+
+@pytest.mark.parametrize("leaves", ["asking", "pulling"])
+def test_a_request_that_leaves_keeps_nothing(world: World, leaves: str) -> None:
+    holder = server(world)
+    finder = asker(world, holder)
+    compute(world, holder, FIRST)
+    finder.ask(ClientRequest("r", [*FIRST, 1], 1))
+    prefixes = finder.role_of(PeerPrefixes)
+    while not (prefixes._asking if leaves == "asking" else finder.worker.prefixes):
+        world.step(0.01)
+    finder.abort("r-d")
+    world.run(5.0)
+    for _ in range(20):
+        world.step()
+    assert not holder.leases
+    assert finder.blocks_in_use == holder.blocks_in_use == 0
+
+
+def test_what_is_pulled_while_the_cache_is_reset_is_not_found(world: World) -> None:
+    holder = server(world)
+    finder = asker(world, holder)
+    compute(world, holder, FIRST)
+    finder.ask(ClientRequest("r", [*FIRST, 1], 1))
+    while not finder.worker.prefixes:
+        world.step(0.01)
+    finder.side.reset()
+    world.run(5.0)
+    assert finder.computed_of["r-d"] == TURN + 1
+    assert finder.counts["prefixes: failed"] == 1
+
+
+def test_what_does_not_arrive_is_computed_and_not_found(world: World) -> None:
+    holder = server(world)
+    finder = asker(world, holder)
+    compute(world, holder, FIRST)
+    finder.ask(ClientRequest("r", [*FIRST, 1], 1))
+    while not finder.worker.prefixes:
+        world.step(0.01)
+    holder.side.model_changed("a test")  # its leases end
+    world.run(5.0)
+    assert finder.computed_of["r-d"] == TURN + 1
+    assert finder.counts["prefixes: failed"] == 1
+    assert not finder.blocks_in_use
+
+
+def test_what_is_lent_is_not_evicted_before_it_is_read(world: World) -> None:
+    holder = server(world, blocks=40)
+    finder = asker(world, holder, pull_s=3.0)
+    compute(world, holder, FIRST)
+    finder.ask(ClientRequest("r", [*FIRST, 1], 1))
+    while not finder.worker.prefixes:
+        world.step(0.01)
+    finder.abort("r-d")  # so that it is the pulled blocks that are found
+    for number in range(3):  # all of them take all other blocks
+        holder.ask(ClientRequest(f"other {number}", [*range(300 + number, 700 + number)], 1))
+    world.run(30.0)
+    for _ in range(80):
+        world.step()
+    assert finder.counts["prefixes: pulled"] == 1
+    computed, _ = compute(world, finder, [*FIRST, 2])
+    assert computed == TURN + 1 - TURN // BLOCK * BLOCK
+
+
+def test_a_holder_that_is_short_of_blocks_lends_none(world: World) -> None:
+    holder = server(world, blocks=27)
+    finder = asker(world, holder)
+    compute(world, holder, FIRST)
+    holder.ask(ClientRequest("running", [*range(300, 515)], 60))
+    world.step()
+    world.step()
+    finder.ask(ClientRequest("r", [*FIRST, 1], 1))
+    world.run(60.0)
+    assert finder.computed_of["r-d"] == TURN + 1
+    assert not holder.counts["prefixes_served: found"]
+
+
+def test_nobody_waits_long_for_an_engine_that_does_not_answer(world: World) -> None:
+    holder = server(world)
+    finder = asker(world, holder)
+    compute(world, holder, FIRST)
+    holder.is_cut = True
+    begun = world.clock.now
+    computed, _ = compute(world, finder, FIRST)
+    assert computed == TURN
+    assert world.clock.now - begun < 2.0
+    assert finder.counts["prefixes: late"] == 1
+    holder.is_cut = False
+    compute(world, finder, [*range(300, 300 + TURN)])
+    assert finder.counts["prefixes: asked"] == 1, "it is not asked again so soon"
+
+
+def test_decode_legs_and_prompts_that_must_be_computed_are_not_asked_for(world: World) -> None:
+    holder = server(world)
+    finder = asker(world, holder, role="kv_both")
+    compute(world, holder, FIRST)
+    finder.ask(ClientRequest("r", FIRST, 1, sampling={"prompt_logprobs": 1}))
+    world.run(20.0)
+    assert not finder.counts
+
+
+class ScriptedCanaries(NoCanaries):
+    """Says of every engine what the test says, and remembers what is to prove it."""
+
+    def __init__(self, standing: Standing | Rejection) -> None:
+        self.standing = standing
+        self.begun: list[tuple[str, int, int]] = []  # request, tokens of the prompt there, and here already
+
+    def look(self, request: Any, remote: RemotePrefill) -> Standing | Rejection:
+        return self.standing
+
+    def begin(self, request: Any, remote: RemotePrefill, computed_tokens: int, **known: bool) -> bool:
+        assert known == {"is_same_prompt": True, "is_decode_leg": False}
+        self.begun.append((request.request_id, remote.remote_num_tokens, computed_tokens))
+        return True
+
+
+def test_the_first_prompt_that_an_engine_holds_proves_it_and_is_computed(world: World) -> None:
+    holder = server(world)
+    finder = asker(world, holder)
+    compute(world, holder, FIRST)
+    canaries = finder.role_of(PeerPrefixes)._canaries = ScriptedCanaries(Standing.UNTRIED)
+    computed, _ = compute(world, finder, [*FIRST, 1])
+    assert computed == TURN + 1
+    (begun,) = canaries.begun
+    assert begun[1:] == (TURN // BLOCK * BLOCK + 1, 0)
+    assert holder.leases == 1, "it is read, and released, by the canary"
+
+
+@pytest.mark.parametrize("standing", [Standing.AWAITED, Rejection(Cause.CANARY, "it differs")])
+def test_nothing_is_pulled_from_an_engine_that_is_not_proven(world: World, standing: Standing | Rejection) -> None:
+    holder = server(world)
+    finder = asker(world, holder)
+    compute(world, holder, FIRST)
+    finder.role_of(PeerPrefixes)._canaries = ScriptedCanaries(standing)
+    computed, _ = compute(world, finder, [*FIRST, 1])
+    assert computed == TURN + 1
+    world.run(1.0)
+    assert not holder.leases
+
+
+def watch_orders(engine: EngineSim) -> list[PullOrder]:
+    """The orders for prefixes of an engine from now on."""
+    seen: list[PullOrder] = []
+    start = engine.worker.start
+
+    def watched(orders: Orders, now: float, peer_of: PeerOf) -> None:
+        seen.extend(orders.prefixes)
+        start(orders, now, peer_of)
+
+    vars(engine.worker)["start"] = watched
+    return seen

@@ -1,0 +1,102 @@
+"""Engines that find prefixes at each other, and come, go and forget: a model-based test on vLLM's own schedulers.
+
+The simulation checks every token that a request finds in its blocks, and ``check_integrity`` after every step.
+"""
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from tests.support.simulation.vllm_schedulers import HOST, ClientRequest, EngineSim, World
+
+#: What conversations consist of: they have beginnings in common.
+PARTS = [[part] * 75 for part in range(3)]
+NAMES = "PDQ"
+
+
+class PrefixMachine(RuleBasedStateMachine):
+    """A prefill engine, a decode engine and one of both kinds, each of which asks the others."""
+
+    @initialize(blocks=st.sampled_from([34, 60]), slots=st.sampled_from([0, 60]), outputs=st.sampled_from([1, 30]))
+    def start(self, blocks: int, slots: int, outputs: int) -> None:
+        self.world, self.outputs, self.number = World(), outputs, 0
+        self.engines = {
+            name: EngineSim(
+                self.world, role, blocks, "fail", slots=slots if name == "P" else 0, serve_prefixes=True,
+                peers=[f"{HOST}:{port}" for port in (1, 2, 3) if port != own],
+            )
+            for own, (name, role) in enumerate(zip(NAMES, ("kv_producer", "kv_consumer", "kv_both"), strict=True), 1)
+        }  # fmt: skip
+        assert [engine.port for engine in self.engines.values()] == [1, 2, 3]
+        self.asked: list[ClientRequest] = []
+
+    def _request(self, parts: list[int], on: EngineSim | None = None) -> ClientRequest:
+        self.number += 1
+        tokens = [token for part in parts for token in PARTS[part]]
+        request = ClientRequest(f"r{self.number}", [*tokens, 1000 + self.number], self.outputs, on)
+        self.asked.append(request)
+        return request
+
+    @rule(name=st.sampled_from(NAMES), parts=st.lists(st.integers(0, 2), min_size=1, max_size=5))
+    def ask(self, name: str, parts: list[int]) -> None:
+        self.engines[name].ask(self._request(parts))
+
+    @rule(of=st.sampled_from("PQ"), parts=st.lists(st.integers(0, 2), min_size=1, max_size=5))
+    def ask_in_two_legs(self, of: str, parts: list[int]) -> None:
+        self.engines[of].ask(self._request(parts, self.engines["D"]))
+
+    @rule(steps=st.integers(1, 12))
+    def step(self, steps: int) -> None:
+        for _ in range(steps):
+            self.world.step()
+
+    @rule(name=st.sampled_from(NAMES))
+    def step_alone(self, name: str) -> None:
+        """The others are slow."""
+        self.engines[name].step()
+        self.world.deliver()
+
+    @rule(name=st.sampled_from(NAMES))
+    def cut_or_mend(self, name: str) -> None:
+        self.engines[name].is_cut = not self.engines[name].is_cut
+
+    @rule(name=st.sampled_from(NAMES))
+    def forget(self, name: str) -> None:
+        """vLLM resets its prefix cache, or tries to."""
+        self.engines[name].scheduler.reset_prefix_cache(reset_connector=True)
+
+    @rule(name=st.sampled_from(NAMES))
+    def change_model(self, name: str) -> None:
+        """Another model would compute other keys; here it computes the same, so that what is found can be checked."""
+        self.engines[name].side.model_changed("a test")
+
+    @precondition(lambda self: any(engine.requests for engine in self.engines.values()))
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        waiting = [(name, each) for name, engine in self.engines.items() for each in engine.requests]
+        name, request_id = data.draw(st.sampled_from(waiting))
+        self.engines[name].abort(request_id)
+
+    @invariant()
+    def books_balance(self) -> None:
+        for engine in getattr(self, "engines", {}).values():
+            engine.side.check_integrity()
+
+    def teardown(self) -> None:
+        if not hasattr(self, "world"):
+            return
+        for engine in self.engines.values():
+            engine.is_cut = False
+        self.world.run_to_the_end(60.0, 10.0)
+        ended = {request.ended for request in self.asked}
+        self.world.clock.advance(200.0)  # leases that nobody took expire
+        for _ in range(30):
+            self.world.step()
+        for engine in self.engines.values():
+            assert engine.leases == engine.blocks_in_use == 0, engine.state
+        self.world.close()
+        assert ended <= {"finished", "aborted", "failed"}
+
+
+PrefixMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+TestPrefixes = PrefixMachine.TestCase

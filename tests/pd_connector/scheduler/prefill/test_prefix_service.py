@@ -1,0 +1,150 @@
+"""Questions for prefixes on their way from the control channel to the scheduler and back."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+
+from pd_connector.scheduler.prefill.prefix_service import PrefixService, PrefixSource
+from pd_connector.vllm.cache_specs import Retention
+from tests.support.connector.requests import a_prompt, a_remote
+from transfer.control.messages import Find, Found
+from transfer.control.waiting_requests import NotYet
+
+BLOCK, ENGINE = 16, "engine"
+
+
+class FakeBlocks:
+    """Blocks 1 to 8 in a row: the hash of each is its number. Of 100."""
+
+    hash_tokens, block_tokens, total = BLOCK, (BLOCK,), 100
+
+    def __init__(self) -> None:
+        self.held, self.free = 8, 60
+
+    def may_hold(self, hashes: Any, tokens: int, groups: Any) -> bool:
+        return bool(groups) and -(-tokens // BLOCK) <= min(self.held, len(hashes))
+
+    def longest_prefix(self, hashes: Any) -> tuple[tuple[tuple[Any, ...], ...], int]:
+        found = [SimpleNamespace(block_id=number[0], is_null=False) for number in hashes[: self.held]]
+        return (tuple(found),), len(found) * BLOCK
+
+
+class Asked:
+    """A service, and what it has done."""
+
+    def __init__(self) -> None:
+        self.blocks, self.unfinished, self.woken, self.told, self.lent = FakeBlocks(), set[int](), 0, list[str](), 0
+        hashes: Any = SimpleNamespace(hashing="alike")
+        self.known = True
+        blocks: Any = self.blocks
+        self.service = PrefixService(
+            blocks, PrefixSource(hashes, [Retention(BLOCK)]), lambda: self.unfinished if self.known else None,
+            self.lend, self.wake, self.told.append,
+        )  # fmt: skip
+
+    def wake(self) -> None:
+        self.woken += 1
+
+    def lend(self, held: Any, block_ids: Any, tokens: int) -> Any:
+        self.lent += 1
+        remote = a_remote(a_prompt(tokens + 1), lease_id=f"lease-{self.lent}", remote_block_ids=block_ids)
+        return msgspec.structs.replace(remote, remote_block_sizes=(BLOCK,))
+
+    def ask(self, find: Find) -> Found:
+        """The answer, at once or with the next step."""
+        answer = self.service.ask(find, ENGINE)
+        if isinstance(answer, NotYet):
+            assert answer.topic == find.find_id
+            self.service.serve(ENGINE)
+            answer = self.service.ask(find, ENGINE)  # as the server does when it is told
+        self.service.check_integrity()
+        assert isinstance(answer, Found)
+        return answer
+
+
+def find(blocks: int = 6, **changes: Any) -> Find:
+    base = Find("", "find-1", "alike", BLOCK, tuple(bytes([number]) for number in range(1, blocks + 1)))
+    return msgspec.structs.replace(base, **changes)
+
+
+@pytest.fixture
+def asked() -> Asked:
+    return Asked()
+
+
+def test_what_is_found_is_leased_once_however_often_it_is_asked_for(asked: Asked) -> None:
+    first, again = asked.ask(find()), asked.ask(find())
+    assert first == again
+    assert (first.lease_id, first.tokens, first.block_ids) == ("lease-1", 6 * BLOCK, ((1, 2, 3, 4, 5, 6),))
+    assert asked.lent == asked.woken == 1
+    assert asked.told == ["find-1"]
+    assert asked.service.take_events() == {"found": 1}
+
+
+def test_two_questions_are_two_leases(asked: Asked) -> None:
+    assert asked.ask(find()).lease_id != asked.ask(find(find_id="find-2")).lease_id
+
+
+@pytest.mark.parametrize(("unit", "tokens"), [(16, 96), (32, 96), (64, 64), (80, 80), (128, 0)])
+def test_it_ends_where_a_block_ends_on_the_other_engine(asked: Asked, unit: int, tokens: int) -> None:
+    assert asked.ask(find(unit_tokens=unit)).tokens == tokens
+
+
+@pytest.mark.parametrize(("unit", "tokens"), [(1, 48), (32, 32)])
+def test_what_is_being_written_is_not_offered_nor_what_comes_behind(asked: Asked, unit: int, tokens: int) -> None:
+    asked.unfinished.add(4)
+    assert asked.ask(find(unit_tokens=unit)).tokens == tokens
+
+
+def test_nothing_is_offered_while_nobody_knows_what_is_being_written(asked: Asked) -> None:
+    asked.known = False
+    assert not asked.ask(find()).lease_id
+
+
+@pytest.mark.parametrize("changes", [{"least_tokens": 129}, {"hash_tokens": 32}, {"hashing": "otherwise"}])
+def test_what_needs_no_lease_is_answered_without_a_step(asked: Asked, changes: dict[str, Any]) -> None:
+    answer = asked.service.ask(find(9, **changes), ENGINE)
+    assert isinstance(answer, Found)
+    assert not answer.lease_id
+    assert (answer.hash_tokens, asked.woken) == (BLOCK, 0)
+    assert bool(answer.reason) == ("hashing" in changes)
+
+
+def test_too_little_is_not_leased(asked: Asked) -> None:
+    asked.unfinished.add(4)
+    assert not asked.ask(find(least_tokens=64)).lease_id
+    assert asked.lent == 0
+
+
+def test_an_engine_that_would_be_short_of_blocks_lends_none(asked: Asked) -> None:
+    asked.blocks.free = 15
+    assert "short of blocks" in asked.ask(find()).reason
+    asked.blocks.free = 16
+    assert asked.ask(find(find_id="find-2")).lease_id
+
+
+def test_more_questions_than_a_step_may_take_are_answered_at_once(asked: Asked) -> None:
+    answers = [asked.service.ask(find(find_id=f"find-{number}"), ENGINE) for number in range(70)]
+    assert sum(isinstance(answer, NotYet) for answer in answers) == 64
+    assert asked.service.is_asked
+    asked.service.serve(ENGINE)
+    assert not asked.service.is_asked
+    assert asked.lent == 64
+
+
+def test_answers_are_forgotten_with_their_leases_and_when_there_are_many(asked: Asked) -> None:
+    for number in range(300):
+        asked.ask(find(find_id=f"find-{number}"))
+    assert asked.ask(find(find_id="find-0")).lease_id == "lease-301"
+    before = asked.ask(find(find_id="find-0"))
+    asked.service.forget()
+    assert asked.ask(find(find_id="find-0")) != before
+
+
+def test_groups_that_keep_a_window_say_nothing_of_what_may_be_found() -> None:
+    hashes: Any = None
+    kept = [Retention(16), Retention(32, window=64), Retention(16, chunk=128), replace(Retention(64), states=True)]
+    assert PrefixSource(hashes, kept).whole_groups == {0: 16}

@@ -1,0 +1,70 @@
+"""Pulls of prefixes on a worker: real reads into blocks of the device, and ends that go to the scheduler side."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from pd_connector.orders import Orders, RankEnds, Report
+from pd_connector.stats import StatsRecorder
+from pd_connector.worker.pulls import Pulls
+from pd_connector.worker.unawaited_pulls import PrefixPulls
+from tests.support.connector.engines import OURS, PREFILL, THEIRS, DecodeWorker, Site, an_order
+from tests.support.engine.in_process import Fault
+from tests.support.waiting import until
+
+
+class Puller:
+    """A worker that pulls prefixes."""
+
+    def __init__(self, worker: DecodeWorker) -> None:
+        self.worker, self.stats = worker, StatsRecorder()
+        self.prefixes = PrefixPulls(Pulls(worker.context(), 600.0, self.stats), self.stats)
+
+    def end(self) -> Report:
+        reports: list[Report] = []
+
+        def has_ended() -> bool:
+            reports.append(self.prefixes.take_report())
+            return bool(reports[-1].prefixes)
+
+        until(has_ended)
+        return reports[-1]
+
+    def close(self) -> None:
+        self.prefixes.close()
+        self.prefixes.join()
+
+
+@pytest.fixture
+def puller(site: Site) -> Iterator[Puller]:
+    puller = Puller(site.decode()[0])
+    yield puller
+    puller.close()
+    puller.prefixes.check_ended()
+    puller.prefixes.check_integrity()
+
+
+def test_a_prefix_is_pulled_and_no_request_waits_for_it(puller: Puller, site: Site) -> None:
+    lease = site.prefill(PREFILL).prefill("lease", THEIRS)
+    assert puller.prefixes.execute(Orders(prefixes=(an_order("lease", lease, OURS),))) == []
+    assert puller.end().prefixes == {"lease": RankEnds(1)}
+    assert puller.worker.holds([(OURS, 0, 69)], PREFILL)
+    counts = (puller.stats.take() or {})["counts"]
+    assert set(counts) == {"prefix_bytes"}, "it is no pull that a request depends on"
+
+
+def test_one_that_fails_is_reported_and_not_counted_as_a_failed_pull(
+    puller: Puller, site: Site, caplog: pytest.LogCaptureFixture
+) -> None:
+    lease = site.prefill(PREFILL).prefill("lease", THEIRS)
+    site.fabric.inject(1, Fault())
+    puller.prefixes.execute(Orders(prefixes=(an_order("lease", lease, OURS),)))
+    assert puller.end().prefixes == {"lease": RankEnds(1, failed=True)}
+    assert "so it is computed" in caplog.text
+    assert puller.stats.take() is None
+
+
+def test_pulls_for_others_are_left_to_others(puller: Puller, site: Site) -> None:
+    order = an_order("lease", site.prefill(PREFILL).prefill("lease", THEIRS), OURS)
+    puller.prefixes.execute(Orders(pulls=(order,), landings=(order,)))
+    assert not puller.prefixes.abandoned()
