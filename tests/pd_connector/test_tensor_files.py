@@ -24,7 +24,7 @@ def digest(directory: Path, tensors: dict[str, np.ndarray[Any, Any]]) -> str:
     return tensors_digest(weight_files(directory))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES[::9], NAMES[1], NAMES[-1]])  # q, k and v
 def test_any_tensor_that_differs_is_noticed(tmp_path: Path, name: str) -> None:
     """Merging an adapter adds a product of two small matrices to some of the tensors."""
     ours = weights()

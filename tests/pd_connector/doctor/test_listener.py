@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import threading
 from collections.abc import Callable, Iterator
+from http.server import ThreadingHTTPServer
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,6 +35,13 @@ def fabric(monkeypatch: pytest.MonkeyPatch) -> InProcessFabric:
         "pd_connector.worker.transfer_engine.open_engine", lambda _, *, is_read: InProcessEngine(fabric)
     )
     return fabric
+
+
+@pytest.fixture(autouse=True)
+def _close_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By default, an HTTP server looks every half second whether it is to end."""
+    serve = ThreadingHTTPServer.serve_forever
+    monkeypatch.setattr(ThreadingHTTPServer, "serve_forever", lambda server: serve(server, 0.01))
 
 
 @pytest.fixture

@@ -1,7 +1,6 @@
 """The plugin: the connector has a name in vLLM, and CPU workers are hooked."""
 
 import logging
-import subprocess
 import sys
 import tomllib
 import warnings
@@ -15,6 +14,7 @@ with warnings.catch_warnings():
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
     from vllm.v1.worker.worker_base import WorkerBase
 
+import pd_connector.connector
 from pd_connector.connector import PDConnector
 from pd_connector.vllm import plugin
 from pd_connector.vllm.cpu import cpu_layouts
@@ -46,16 +46,14 @@ def test_a_name_that_another_package_has_taken_stays_with_it(caplog: pytest.LogC
     assert KVConnectorFactory.get_connector_class_by_name("PDConnector").__name__ == "OrderedDict"
 
 
-def test_whoever_loads_the_class_has_the_name() -> None:
+def test_whoever_loads_the_class_has_the_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """MultiConnector looks names up in the API server, where VLLM_PLUGINS may have left this plugin out."""
-    script = (
-        "import warnings; warnings.simplefilter('ignore')\n"
-        "from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory\n"
-        "from pd_connector import PDConnector\n"
-        "print(KVConnectorFactory.get_connector_class_by_name('PDConnector') is PDConnector)"
-    )
-    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120)
-    assert ran.stdout.strip().splitlines()[-1] == "True"
+    monkeypatch.setattr(pd_connector, "connector", pd_connector.connector)  # the import puts another one there
+    monkeypatch.delitem(sys.modules, "pd_connector.connector")
+    assert "PDConnector" not in KVConnectorFactory._registry
+    loaded = pd_connector.PDConnector
+    assert loaded is not PDConnector
+    assert KVConnectorFactory.get_connector_class_by_name("PDConnector") is loaded
 
 
 def test_vllm_is_pointed_to_the_plugin_by_the_name_that_messages_tell() -> None:

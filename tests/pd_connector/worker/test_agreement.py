@@ -7,6 +7,7 @@ rotary embeddings are vLLM's own.
 import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -178,8 +179,7 @@ def test_another_magnitude_of_yarn_is_noticed_and_named() -> None:
 
 
 @pytest.mark.parametrize("form", FORMATS)
-@pytest.mark.parametrize("part", ["k", "v"])
-@pytest.mark.parametrize("layers", [range(LAYERS), [7], [LAYERS - 1]])
+@pytest.mark.parametrize(("part", "layers"), [("k", range(LAYERS)), ("v", range(LAYERS)), ("k", [7]), ("v", [7])])
 def test_other_weights_are_noticed_in_one_deep_layer_too(form: str, part: str, layers: Sequence[int]) -> None:
     model = Model(form)
 
@@ -243,9 +243,14 @@ FAULTS: dict[str, Callable[[Numbers], Numbers]] = {
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("form", FORMATS)
-@pytest.mark.parametrize("layer", [0, 5])
+@pytest.mark.parametrize(
+    ("fault", "form", "layer"),
+    [
+        *product(FAULTS, ["bfloat16"], [5]),
+        *product(FAULTS, ["fp8_e4m3"], [0]),
+        *product(["tokens moved by one", "infinite"], ["float32", "float16", "fp8_e5m2"], [0, 5]),
+    ],
+)
 def test_a_fault_is_noticed(fault: str, form: str, layer: int) -> None:
     model = Model(form)
     model.values[:, 0, :, :, ::16] -= 60.0

@@ -201,13 +201,15 @@ def test_who_asks_for_what_has_been_forgotten_is_told_at_once(desk: Desk) -> Non
     assert desk.told(0, 20, COMPUTING) == Followed("engine", TransferState.UNKNOWN)
 
 
-def test_the_past_is_bounded(desk: Desk) -> None:
-    for number in range(3000):
+def test_the_past_is_bounded(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfers, "_MAX_PAST", 20)
+    for number in range(30):
         desk.open(f"t{number}")
         desk.transfers.end(f"t{number}", "aborted")
-    assert len(desk.transfers._past) == 2048
-    assert isinstance(desk.ask(transfer_id="t2999"), Followed)
-    assert isinstance(desk.ask(transfer_id="t0"), NotYet)
+        desk.transfers.check_integrity()
+    assert [*desk.transfers._past] == [f"t{number}" for number in range(10, 30)]
+    assert isinstance(desk.ask(transfer_id="t29"), Followed)
+    assert isinstance(desk.ask(transfer_id="t9"), NotYet)
 
 
 def test_the_blocks_of_past_prompts_are_bounded(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
