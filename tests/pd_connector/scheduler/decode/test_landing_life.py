@@ -91,16 +91,33 @@ class Course:
         self.engine.settle()
 
 
-@pytest.mark.parametrize("groups", GROUPS.values(), ids=GROUPS)
-@settings(max_examples=200, deadline=None, derandomize=True, database=None, suppress_health_check=[*HealthCheck])
-@given(st.lists(st.tuples(st.sampled_from(ACTIONS), st.integers(0, 11)), min_size=30, max_size=60))
-def test_what_lands_is_what_is_loaded_and_no_slot_is_lost_whatever_happens(
-    groups: tuple[tuple[int, int], ...], actions: list[tuple[str, int]]
-) -> None:
-    course = Course(groups)
-    for number, (action, choice) in enumerate(actions):
-        course.act(number, action, choice)
+def run(groups: tuple[tuple[int, int], ...], examples: int) -> None:
+    @settings(
+        max_examples=examples, deadline=None, derandomize=True, database=None, suppress_health_check=[*HealthCheck]
+    )
+    @given(st.lists(st.tuples(st.sampled_from(ACTIONS), st.integers(0, 11)), min_size=30, max_size=60))
+    def check(actions: list[tuple[str, int]]) -> None:
+        course = Course(groups)
+        for number, (action, choice) in enumerate(actions):
+            course.act(number, action, choice)
+            course.engine.check()
+        course.end_all()
         course.engine.check()
-    course.end_all()
-    course.engine.check()
-    assert course.engine.pool.references() == {}
+        assert course.engine.pool.references() == {}
+
+    check()
+
+
+every_group = pytest.mark.parametrize("groups", GROUPS.values(), ids=GROUPS)
+
+
+@every_group
+def test_what_lands_is_what_is_loaded_and_no_slot_is_lost_whatever_happens(groups: tuple[tuple[int, int], ...]) -> None:
+    run(groups, 60)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@every_group
+def test_what_lands_is_what_is_loaded_in_many_more_runs(groups: tuple[tuple[int, int], ...]) -> None:
+    run(groups, 1000)

@@ -247,7 +247,7 @@ def run(model: str, examples: int) -> None:
 
 @pytest.mark.parametrize("model", MODELS)
 def test_never_a_wrong_byte_and_nothing_kept_for_ever(model: str) -> None:
-    run(model, 50)
+    run(model, 25)
 
 
 @pytest.mark.slow
