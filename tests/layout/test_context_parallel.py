@@ -1,11 +1,14 @@
 """Ranks that share the tokens of a request: which token lies where, and every byte between any two such engines."""
 
 import random
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from math import lcm
 
 import pytest
+from _pytest.mark.structures import ParameterSet
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -27,6 +30,23 @@ from tests.support.layout.shared_tokens import (
 MLA_SIZES = [(1, 1), (2, 1), (2, 2), (4, 2), (4, 4), (6, 3), (8, 4), (5, 5), (16, 16)]
 GQA_SIZES = [(1, 1), (2, 1), (4, 2), (6, 3), (8, 4), (8, 2)]
 ORDERS = ["LBHNC", "BLHNC", "LBNHC", "BHLNC"]
+#: Context parallel sizes, and rows of a block. The pairs of them that are not slow.
+RANKS = [(1, 4), (4, 1), (2, 4), (3, 2), (2, 3), (4, 4)]
+ROWS = [(4, 8), (8, 4), (12, 8), (8, 12)]
+UNEQUAL = {
+    *(((1, 4), (4, 8)), ((1, 4), (12, 8)), ((4, 1), (8, 12)), ((4, 1), (8, 4)), ((2, 4), (12, 8))),
+    *(((3, 2), (8, 4)), ((2, 3), (8, 12)), ((4, 4), (4, 8))),
+}
+slow = partial(pytest.param, marks=pytest.mark.slow)
+
+
+def pairs_of(sizes: Sequence[tuple[int, int]]) -> list[ParameterSet]:
+    """All pairs of sizes, as parameters: each size on either side with itself and some others, the other pairs slow."""
+    apart = (0, 1, len(sizes) // 2)  # in the list
+    return [
+        (pytest.param if (j - i) % len(sizes) in apart else slow)(here, there)
+        for (i, here), (j, there) in product(enumerate(sizes), repeat=2)
+    ]
 
 
 def blocks_for(tokens: int, side: Shared) -> int:
@@ -74,7 +94,7 @@ def common(here: Shared, there: Shared) -> int:
 
 
 @pytest.mark.parametrize("interleave", [1, 8])
-@pytest.mark.parametrize(("here", "there"), [*product(MLA_SIZES, MLA_SIZES)], ids=str)
+@pytest.mark.parametrize(("here", "there"), pairs_of(MLA_SIZES), ids=str)
 def test_every_byte_of_mla_arrives_between_any_two_sizes(
     here: tuple[int, int], there: tuple[int, int], interleave: int
 ) -> None:
@@ -91,7 +111,7 @@ def test_every_byte_of_mla_arrives_between_any_two_sizes(
 
 
 @pytest.mark.parametrize("interleave", [(1, 1), (1, 8), (8, 2), (8, 8)], ids=str)
-@pytest.mark.parametrize(("here", "there"), [*product(GQA_SIZES, GQA_SIZES)], ids=str)
+@pytest.mark.parametrize(("here", "there"), pairs_of(GQA_SIZES), ids=str)
 def test_every_byte_of_grouped_heads_arrives_between_any_two_sizes(
     here: tuple[int, int], there: tuple[int, int], interleave: tuple[int, int]
 ) -> None:
@@ -99,17 +119,16 @@ def test_every_byte_of_grouped_heads_arrives_between_any_two_sizes(
     pull(KEYS_VALUES, local, remote, 0, common(local, remote))
 
 
-@pytest.mark.parametrize("parts", [LATENT, INDEXED], ids=["mla", "replicated indexer"])
-@pytest.mark.parametrize("rows", [(4, 8), (8, 4), (12, 8), (8, 12)], ids=str)
-@pytest.mark.parametrize("sizes", [(1, 4), (4, 1), (2, 4), (3, 2), (2, 3), (4, 4)], ids=str)
-def test_every_byte_arrives_between_blocks_of_unequal_sizes(
-    sizes: tuple[int, int], rows: tuple[int, int], parts: tuple[Cached, ...]
-) -> None:
+@pytest.mark.parametrize(
+    ("sizes", "rows"), [(pytest.param if case in UNEQUAL else slow)(*case) for case in product(RANKS, ROWS)], ids=str
+)
+def test_every_byte_arrives_between_blocks_of_unequal_sizes(sizes: tuple[int, int], rows: tuple[int, int]) -> None:
+    """Those of MLA, and those of an indexer that all ranks hold."""
     for interleaves in product(*([1, size // 2, size] for size in rows)):
         local, remote = (
             Shared(size, size, interleave, row) for size, interleave, row in zip(sizes, interleaves, rows, strict=True)
         )
-        pull(parts, local, remote, 0, common(local, remote))
+        pull(INDEXED, local, remote, 0, common(local, remote))
 
 
 @settings(max_examples=60, deadline=None)

@@ -88,8 +88,7 @@ def test_a_block_takes_few_reads_and_a_window_few_operators(form: str, layers: i
         assert all(calls["copy_"] == 0 for calls in read.operators)
 
 
-@pytest.mark.parametrize("blocks", [1, 2, 12])
-@pytest.mark.parametrize("layers", [1, 4, 12])
+@pytest.mark.parametrize(("layers", "blocks"), [(1, 1), (1, 12), (4, 2), (12, 12)])
 @pytest.mark.parametrize("form", NHD_FORMS)
 def test_in_one_segment_all_layers_of_a_window_are_one_scatter(
     joined: Allocate, form: str, layers: int, blocks: int
@@ -207,9 +206,7 @@ def in_a_segment() -> Allocate:
     return allocate
 
 
-@settings(deadline=None, max_examples=150)
-@given(pulls(), st.sampled_from([1, 3, 64]), st.integers(1, 4))
-def test_any_two_engines(drawn: tuple[NhdRank, list[NhdRank], Tables, bool], pages: int, areas: int) -> None:
+def check_pull(drawn: tuple[NhdRank, list[NhdRank], Tables, bool], pages: int, areas: int) -> None:
     local, remotes, tables, segmented = drawn
     regions = local.geometry().regions
     whole = Region(regions[0].address, regions[-1].end - regions[0].address)
@@ -224,3 +221,17 @@ def test_any_two_engines(drawn: tuple[NhdRank, list[NhdRank], Tables, bool], pag
         for window in read.schedule.windows():
             written = np.searchsorted(starts, window.copies.destinations, side="right")
             assert len(np.unique(written)) <= areas
+
+
+def check_pulls(examples: int) -> None:
+    drawn = given(pulls(), st.sampled_from([1, 3, 64]), st.integers(1, 4))
+    settings(deadline=None, max_examples=examples)(drawn(check_pull))()
+
+
+def test_any_two_engines() -> None:
+    check_pulls(50)
+
+
+@pytest.mark.slow
+def test_any_two_engines_in_many_more_pairs() -> None:
+    check_pulls(1000)

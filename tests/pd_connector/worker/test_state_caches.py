@@ -29,10 +29,15 @@ from transfer.copies.checksums.block_checksums import in_place, sum_states
 
 SIZES = (1, 2, 3, 4, 6, 8)
 BASIC = StateLayout()
+#: Equal sizes, sizes of which one divides the other, and others, each size on either side. The other pairs are slow.
+ALWAYS = {(1, 1), (3, 3), (1, 4), (4, 1), (2, 8), (8, 2), (2, 3), (3, 2), (6, 4), (4, 6), (8, 6), (3, 8)}
+pairs_of_sizes = [
+    pytest.param(*pair, marks=() if pair in ALWAYS else pytest.mark.slow) for pair in product(SIZES, SIZES)
+]
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize(("local", "remote"), list(product(SIZES, SIZES)))
+@pytest.mark.parametrize(("local", "remote"), pairs_of_sizes)
 def test_every_pair_of_tensor_parallel_sizes(name: str, local: int, remote: int, monkeypatch: Any) -> None:
     pull_states(MODELS[name], StateLayout(tp=local), StateLayout(tp=remote), monkeypatch)
 

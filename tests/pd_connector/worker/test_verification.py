@@ -45,7 +45,7 @@ from tests.support.connector.requests import a_prompt, a_remote
 from tests.support.control.faulty_network import Direction, FaultyNetwork, chaos
 from tests.support.layout.oracle import LAYOUTS, WHOLE_HEADS, Engine, Held, Model, Rank, build
 from tests.support.layout.ranks import a_rank, compressed, reader_of
-from tests.support.layout.strategies import FORMS, WINDOW_TOKENS, engines, models, thorough
+from tests.support.layout.strategies import FORMS, WINDOW_TOKENS, engines, few, models
 from tests.support.waiting import until
 from transfer.control.client import ControlClient
 from transfer.control.messages import Checksummed, Checksums, decode_request
@@ -200,7 +200,7 @@ def assert_named(transfer: Transfer, rank: Rank, held: Held, place: tuple[int, i
 
 
 @pytest.mark.parametrize("here", LAYOUTS)
-@thorough
+@few
 @given(data=st.data())
 def test_checksums_are_equal_between_any_two_forms_and_one_wrong_byte_is_named(here: str, data: st.DataObject) -> None:
     model = data.draw(models((1, 2, 4)))
@@ -212,7 +212,7 @@ def test_checksums_are_equal_between_any_two_forms_and_one_wrong_byte_is_named(h
 
 @pytest.mark.parametrize("here", WHOLE_HEADS)
 @pytest.mark.parametrize("form", ["packed", "transposed"])
-@thorough
+@few
 @given(data=st.data())
 def test_so_they_are_where_a_kernel_orders_a_block(here: str, form: str, data: st.DataObject) -> None:
     model = data.draw(models((1, 2, 4)))
@@ -222,7 +222,7 @@ def test_so_they_are_where_a_kernel_orders_a_block(here: str, form: str, data: s
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@thorough
+@few
 @given(data=st.data())
 def test_what_was_overwritten_under_its_lease_is_found(layout: str, data: st.DataObject) -> None:
     model = Model(4, (3, 2), 2, ((0, 2), (1,)), (0, WINDOW_TOKENS))

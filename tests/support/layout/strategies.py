@@ -23,6 +23,8 @@ thorough = settings(
     database=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
+#: For tests of which each example takes long.
+few = settings(thorough, max_examples=6)
 
 
 def tp_sizes(kv_heads: int) -> list[int]:
