@@ -24,12 +24,11 @@ def digest(directory: Path, tensors: dict[str, np.ndarray[Any, Any]]) -> str:
     return tensors_digest(weight_files(directory))
 
 
-@pytest.mark.parametrize("name", [*NAMES[::9], NAMES[1], NAMES[-1]])  # q, k and v
-def test_any_tensor_that_differs_is_noticed(tmp_path: Path, name: str) -> None:
+def test_any_tensor_that_differs_is_noticed(tmp_path: Path) -> None:
     """Merging an adapter adds a product of two small matrices to some of the tensors."""
     ours = weights()
-    theirs = {**ours, name: ours[name] + 0.001}
-    assert digest(tmp_path, ours) != digest(tmp_path, theirs)
+    digests = [digest(tmp_path, {**ours, name: ours[name] + 0.001}) for name in NAMES]
+    assert len({digest(tmp_path, ours), *digests}) == 1 + len(NAMES)
 
 
 def test_a_single_number_is_noticed(tmp_path: Path) -> None:

@@ -248,7 +248,7 @@ FAULTS: dict[str, Callable[[Numbers], Numbers]] = {
     [
         *product(FAULTS, ["bfloat16"], [5]),
         *product(FAULTS, ["fp8_e4m3"], [0]),
-        *product(["tokens moved by one", "infinite"], ["float32", "float16", "fp8_e5m2"], [0, 5]),
+        *product(["tokens moved by one", "nothing arrived", "infinite"], ["float32", "float16", "fp8_e5m2"], [0, 5]),
     ],
 )
 def test_a_fault_is_noticed(fault: str, form: str, layer: int) -> None:
