@@ -6,13 +6,20 @@ from typing import Any, ClassVar, TypeVar
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from tests.support.releases import INSTALLED
 from tests.support.simulation.state_groups import StateMode
 from tests.support.simulation.vllm_schedulers import ClientRequest, EngineSim, World
 
-pytestmark = pytest.mark.thorough  # half a minute
+pytestmark = pytest.mark.thorough
 
 _T = TypeVar("_T")
 
@@ -218,15 +225,28 @@ class DeploymentWithBorderStatesInHostMemory(DeploymentWithBorderStates):
     with_host_memory = True
 
 
-def _test_of(machine: type[Deployment], examples: int = 80) -> Any:
-    test: Any = machine.TestCase
-    test.settings = settings(max_examples=examples, stateful_step_count=25, deadline=None)
-    return test
-
-
-TestDeployment = _test_of(Deployment)
-TestDeploymentWithHostMemory = _test_of(DeploymentWithHostMemory)
+#: How many examples of each are made in every run.
+EXAMPLES: dict[type[Deployment], int] = {Deployment: 35, DeploymentWithHostMemory: 35}
 if INSTALLED >= (0, 30):  # states of recurrent layers
-    TestDeploymentWithStates = _test_of(DeploymentWithStates, 40)
-    TestDeploymentWithBorderStates = _test_of(DeploymentWithBorderStates, 60)
-    TestDeploymentWithBorderStatesInHostMemory = _test_of(DeploymentWithBorderStatesInHostMemory, 30)
+    EXAMPLES |= {
+        DeploymentWithStates: 15,
+        DeploymentWithBorderStates: 20,
+        DeploymentWithBorderStatesInHostMemory: 15,
+    }
+every_machine = pytest.mark.parametrize("machine", EXAMPLES, ids=lambda machine: machine.__name__)
+
+
+def run(machine: type[Deployment], examples: int) -> None:
+    run_state_machine_as_test(machine, settings=settings(max_examples=examples, stateful_step_count=25, deadline=None))
+
+
+@every_machine
+def test_every_request_ends_in_time(machine: type[Deployment]) -> None:
+    run(machine, EXAMPLES[machine])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@every_machine
+def test_every_request_ends_in_time_in_many_more_runs(machine: type[Deployment]) -> None:
+    run(machine, 10 * EXAMPLES[machine])
