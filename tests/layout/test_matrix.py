@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from itertools import product
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from layout.compatibility import IncompatibleCachesError
@@ -33,25 +33,46 @@ from tests.support.layout.strategies import (
 )
 
 LAYOUT_PAIRS = (*product(LAYOUTS, LAYOUTS),)
+LAYOUT_PAIR = st.sampled_from(LAYOUT_PAIRS)
+every_layout_pair = pytest.mark.parametrize("layouts", LAYOUT_PAIRS, ids="-".join)
+#: Each example has layouts of its own, and engines: those of a parametrized test are the same for every pair.
+any_layouts = settings(thorough, max_examples=48)
 
 
 # Exhaustive: who holds what, and in blocks of what size.
 
 
-def tensor_and_pipeline_sizes() -> Iterator[tuple[int, int, int]]:
+def tensor_parallel_sizes() -> Iterator[tuple[int, int, int]]:
     for kv_heads in KV_HEADS:
         for local_tp, remote_tp in product(tp_sizes(kv_heads), repeat=2):
             yield kv_heads, local_tp, remote_tp
 
 
+every_tensor_parallel_pair = pytest.mark.parametrize(("kv_heads", "local_tp", "remote_tp"), [*tensor_parallel_sizes()])
+
+
 @pytest.mark.thorough
-@pytest.mark.parametrize(("kv_heads", "local_tp", "remote_tp"), [*tensor_and_pipeline_sizes()])
+@every_tensor_parallel_pair
+def test_every_pair_of_tensor_parallel_sizes(kv_heads: int, local_tp: int, remote_tp: int, cases: Counter[str]) -> None:
+    """The pipeline parallel sizes take turns, two of the nine pairs at a time."""
+    first = 2 * (local_tp + remote_tp)
+    _pull_between_sizes(kv_heads, local_tp, remote_tp, {first % 9, (first + 4) % 9}, cases)
+
+
+@pytest.mark.slow
+@every_tensor_parallel_pair
 def test_every_pair_of_tensor_and_pipeline_sizes(
     kv_heads: int, local_tp: int, remote_tp: int, cases: Counter[str]
 ) -> None:
+    _pull_between_sizes(kv_heads, local_tp, remote_tp, {*range(9)}, cases)
+
+
+def _pull_between_sizes(kv_heads: int, local_tp: int, remote_tp: int, pipelines: set[int], cases: Counter[str]) -> None:
     """Two tokens of four layers; the layouts take turns, so that each meets many pairs of sizes."""
     model = Model(kv_heads, (1, 1), 1, ((0, 1, 2, 3),), (0,))
     for number, (local_pp, remote_pp) in enumerate(product(PP_SIZES, repeat=2)):
+        if number not in pipelines:
+            continue
         layouts = LAYOUT_PAIRS[(kv_heads * 5 + local_tp * 11 + remote_tp * 7 + number * 13) % len(LAYOUT_PAIRS)]
         local = Engine(layouts[0], tp=local_tp, pp=local_pp, blocks=2)
         remote = Engine(layouts[1], tp=remote_tp, pp=remote_pp, blocks=2)
@@ -115,46 +136,79 @@ def _one_case(
     pull(model, local, remote, request, cuts=random.Random(data.draw(st.integers(0, 99), "cuts")))
 
 
-@pytest.mark.parametrize(("local", "remote"), layout_pairs())
-@thorough
-@given(data=st.data())
-def test_every_byte_arrives_between_any_two_layouts(
-    local: str, remote: str, data: st.DataObject, cases: Counter[str]
-) -> None:
+def _strided(data: st.DataObject, layouts: tuple[str, str], cases: Counter[str]) -> None:
     forms = data.draw(st.sampled_from(FORMS))
-    _one_case(data, data.draw(models()), (local, remote), forms)
+    _one_case(data, data.draw(models()), layouts, forms)
     cases["strided"] += 1
 
 
-@pytest.mark.parametrize(("local", "remote"), [*product(WHOLE_HEADS, WHOLE_HEADS)])
+@any_layouts
+@given(layouts=LAYOUT_PAIR, data=st.data())
+def test_every_byte_arrives_between_any_two_layouts(
+    layouts: tuple[str, str], data: st.DataObject, cases: Counter[str]
+) -> None:
+    _strided(data, layouts, cases)
+
+
+@pytest.mark.slow
+@every_layout_pair
 @thorough
 @given(data=st.data())
-def test_heads_packed_by_the_kernel_arrive_whole(
-    local: str, remote: str, data: st.DataObject, cases: Counter[str]
+def test_every_byte_arrives_between_every_two_layouts(
+    layouts: tuple[str, str], data: st.DataObject, cases: Counter[str]
 ) -> None:
+    _strided(data, layouts, cases)
+
+
+def _packed(data: st.DataObject, layouts: tuple[str, str], cases: Counter[str]) -> None:
     kernel_tokens = data.draw(st.sampled_from([16, 32]))
-    _one_case(data, data.draw(models()), (local, remote), ("packed", "packed"), kernel_tokens)
+    _one_case(data, data.draw(models()), layouts, ("packed", "packed"), kernel_tokens)
     cases["packed"] += 1
 
 
-@pytest.mark.parametrize("local", LAYOUTS)
+@any_layouts
+@given(layouts=st.tuples(*2 * [st.sampled_from(WHOLE_HEADS)]), data=st.data())
+def test_heads_packed_by_the_kernel_arrive_whole(
+    layouts: tuple[str, str], data: st.DataObject, cases: Counter[str]
+) -> None:
+    _packed(data, layouts, cases)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layouts", [*product(WHOLE_HEADS, WHOLE_HEADS)], ids="-".join)
 @thorough
 @given(data=st.data())
-def test_the_unequal_parts_of_mla_arrive_from_one_of_the_replicas(
-    local: str, data: st.DataObject, cases: Counter[str]
+def test_heads_packed_by_the_kernel_arrive_whole_in_every_two_layouts(
+    layouts: tuple[str, str], data: st.DataObject, cases: Counter[str]
 ) -> None:
+    _packed(data, layouts, cases)
+
+
+def _mla(data: st.DataObject, layouts: tuple[str, str], cases: Counter[str]) -> None:
     extras = data.draw(st.sampled_from([(), (INDEXER,), (INDEXER, SCALE)]))
-    model = Model(1, (8, 1), 2, ((0, 1, 2),), (0,), extras)
-    _one_case(data, model, (local, data.draw(st.sampled_from(LAYOUTS))), ("apart", "apart"))
+    _one_case(data, Model(1, (8, 1), 2, ((0, 1, 2),), (0,), extras), layouts, ("apart", "apart"))
     cases["mla"] += 1
 
 
-@pytest.mark.parametrize(("local", "remote"), layout_pairs())
+@settings(any_layouts, max_examples=24)
+@given(layouts=LAYOUT_PAIR, data=st.data())
+def test_the_unequal_parts_of_mla_arrive_from_one_of_the_replicas(
+    layouts: tuple[str, str], data: st.DataObject, cases: Counter[str]
+) -> None:
+    _mla(data, layouts, cases)
+
+
+@pytest.mark.slow
+@every_layout_pair
 @thorough
 @given(data=st.data())
-def test_layers_with_unequal_heads_arrive_and_those_of_a_draft_as_far_as_they_are_there(
-    local: str, remote: str, data: st.DataObject, cases: Counter[str]
+def test_the_unequal_parts_of_mla_arrive_between_every_two_layouts(
+    layouts: tuple[str, str], data: st.DataObject, cases: Counter[str]
 ) -> None:
+    _mla(data, layouts, cases)
+
+
+def _unequal_heads(data: st.DataObject, layouts: tuple[str, str], cases: Counter[str]) -> None:
     """Layers 2 and 3 draft. Either side may have both, the first, or none of them."""
     other_heads = tuple(enumerate(data.draw(st.permutations([8, 4, 4, 2]), "heads")))
     ours, theirs = (
@@ -162,7 +216,25 @@ def test_layers_with_unequal_heads_arrive_and_those_of_a_draft_as_far_as_they_ar
         for layers in data.draw(st.tuples(*2 * [st.sampled_from([2, 3, 4])]), "layers")
     )
     forms = data.draw(st.sampled_from(FORMS))
-    here = data.draw(engines(ours, local, forms[0]), "local")
-    there = data.draw(engines(theirs, remote, forms[1]), "remote")
+    here = data.draw(engines(ours, layouts[0], forms[0]), "local")
+    there = data.draw(engines(theirs, layouts[1], forms[1]), "remote")
     pull(ours, here, there, data.draw(requests(ours, here, there), "request"), theirs)
     cases["unequal heads and drafts"] += 1
+
+
+@any_layouts
+@given(layouts=LAYOUT_PAIR, data=st.data())
+def test_layers_with_unequal_heads_arrive_and_those_of_a_draft_as_far_as_they_are_there(
+    layouts: tuple[str, str], data: st.DataObject, cases: Counter[str]
+) -> None:
+    _unequal_heads(data, layouts, cases)
+
+
+@pytest.mark.slow
+@every_layout_pair
+@thorough
+@given(data=st.data())
+def test_layers_with_unequal_heads_arrive_between_every_two_layouts(
+    layouts: tuple[str, str], data: st.DataObject, cases: Counter[str]
+) -> None:
+    _unequal_heads(data, layouts, cases)
