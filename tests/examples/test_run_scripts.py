@@ -214,6 +214,15 @@ def test_a_port_that_is_taken_is_named(start: Start, name: str) -> None:
 # Life and end
 
 
+def assert_one_session(run: Run, servers: list[int]) -> None:
+    """They are process groups of one session.
+
+    Linux may schedule sessions as groups: with one each, vLLM's busy waiting would starve its own other threads.
+    """
+    assert {os.getsid(pid) for pid in servers} == {os.getsid(run.process.pid)}
+    assert len({os.getpgid(pid) for pid in (*servers, run.process.pid)}) == 3
+
+
 @pytest.mark.parametrize("platform", [one if one == "cuda" else slow(one) for one in PLATFORMS])
 def test_all_three_serve_and_ctrl_c_ends_them(start: Start, machine: Machine, platform: str) -> None:
     run = start(platform, "model")
@@ -222,6 +231,8 @@ def test_all_three_serve_and_ctrl_c_ends_them(start: Start, machine: Machine, pl
     url = shlex.split(line)[1]
     assert httpx.get(url.removesuffix("/v1/completions") + "/health", trust_env=False).status_code == 200
     assert machine.variables["LOG_DIR"] in run.output
+    assert "D has proven P: both compute the same keys and values" in run.output.partition("All three serve")[0]
+    assert_one_session(run, [machine.seen(leg)["pid"] for leg in ("prefill", "decode")])
     for leg, device in (("prefill", "0"), ("decode", "1")):
         seen = machine.seen(leg)
         assert seen["variables"]["PYTHONPATH"].split(":")[0] == str(ROOT)
@@ -236,7 +247,7 @@ def test_all_three_serve_and_ctrl_c_ends_them(start: Start, machine: Machine, pl
 @pytest.mark.parametrize(
     ("variables", "told"),
     [
-        ({}, "D has proven P: both compute the same keys and values"),
+        slow({}, "D has proven P: both compute the same keys and values"),  # as where all three serve
         slow({"VLLM_API_KEY": "a-key"}, "D has proven P"),
         ({"FAKE_CANARY": "differs"}, "D has NOT proven P, which computes other keys and values: see {logs}/decode.log"),
         slow({"FAKE_CANARY": "left"}, "D has not proven P with the first prompt (left); the next"),
@@ -315,15 +326,6 @@ def test_a_server_that_is_deaf_is_killed_after_the_time_to_stop(start: Start) ->
     run.wait_until_all_serve()
     assert run.press(signal.SIGINT) == 130
     assert run.processes() == []
-
-
-def test_the_servers_are_process_groups_of_one_session(start: Start, machine: Machine) -> None:
-    """Linux may schedule sessions as groups: with one each, vLLM's busy waiting would starve its own other threads."""
-    run = start("cpu", "model")
-    run.wait_until_all_serve()
-    servers = [machine.seen(leg)["pid"] for leg in ("prefill", "decode")]
-    assert {os.getsid(pid) for pid in servers} == {os.getsid(run.process.pid)}
-    assert len({os.getpgid(pid) for pid in (*servers, run.process.pid)}) == 3
 
 
 @pytest.mark.e2e
