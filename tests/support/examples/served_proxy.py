@@ -1,18 +1,38 @@
 """The proxy under test, in front of fake servers, all on real sockets."""
 
+import asyncio
 import socket
 import ssl
 import threading
 from contextlib import ExitStack
+from types import SimpleNamespace
 from typing import Any, Literal
+from unittest.mock import patch
 
 import httpx
 import uvicorn
+import uvicorn.server
 
 from pd_proxy import Settings, create_app
 from tests.support.examples.fake_servers import FakeServer, Script
 from tests.support.examples.harness import FakeServers
 from tests.support.waiting import until
+
+
+async def _sleep_shortly(_seconds: float) -> None:
+    await asyncio.sleep(0.005)
+
+
+class _QuickServer(uvicorn.Server):
+    """Looks often whether it is to end, and whether it has: most tests would wait longer for that than for answers."""
+
+    async def main_loop(self) -> None:
+        while not await self.on_tick(0):
+            await _sleep_shortly(0.1)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        with patch.object(uvicorn.server, "asyncio", SimpleNamespace(**vars(asyncio) | {"sleep": _sleep_shortly})):
+            await super().shutdown(sockets)
 
 
 class Proxy:
@@ -31,7 +51,7 @@ class Proxy:
             server_header=False,
             timeout_graceful_shutdown=1,
         )
-        self._server = uvicorn.Server(config)
+        self._server = _QuickServer(config)
         self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [self._socket]}, name="proxy")
         self._thread.start()
         until(lambda: self._server.started)
