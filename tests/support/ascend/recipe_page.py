@@ -15,10 +15,13 @@ _MOVED = "`fuse_muls_add` into `ascend_compilation_config`"
 
 
 def recipe_table() -> str:
-    """The table: a row for each recipe."""
-    head = "| recipe | model | P > D | caches | in the place of | change also | bytes | tokens |"
-    rows = sorted(map(_row, all_recipes().values()))
-    return "\n".join((head, "| --- " * 8 + "|", *rows, ""))
+    """The table: a row for each recipe, or for those that differ in their names only."""
+    head = "| recipe | model | P > D | caches | change also | tokens |"
+    names: dict[str, list[str]] = {}
+    for recipe in sorted(all_recipes().values(), key=lambda recipe: recipe.name):
+        names.setdefault(_cells(recipe), []).append(recipe.name)
+    rows = (f"| {', '.join(alike)} | {cells} |" for cells, alike in names.items())
+    return "\n".join((head, "| --- " * 6 + "|", *rows, ""))
 
 
 def written(page: str) -> str:
@@ -27,25 +30,17 @@ def written(page: str) -> str:
     return before + BEGIN + recipe_table() + END + rest.split(END, 1)[1]
 
 
-def _row(recipe: Recipe) -> str:
+def _cells(recipe: Recipe) -> str:
+    """A row but for its name."""
     caches = " ".join(recipe.forms["P"]) if recipe.forms["P"] == recipe.forms["D"] else str(recipe.forms)
     tokens = "✓" if recipe.forms["P"] in _TOKENS else ""
     also = ", ".join(_also(recipe))
-    cells = recipe.name, recipe.model, f"{_shape(recipe.p)} > {_shape(recipe.d)}", caches, _replaced(recipe), also
-    return f"| {' | '.join(cells)} | ✓ | {tokens} |"
+    return " | ".join((recipe.model, f"{_shape(recipe.p)} > {_shape(recipe.d)}", caches, also, tokens))
 
 
 def _shape(side: RecipeSide) -> str:
     stages = f" PP{side.pp} ({','.join(map(str, side.partition))})" if side.pp > 1 else ""
     return f"TP{side.tp}{stages}" + (f" DCP{side.dcp}" if side.dcp > 1 else "")
-
-
-def _replaced(recipe: Recipe) -> str:
-    """The connector whose name is exchanged, and what stays beside it."""
-    given = recipe.p.options["kv_transfer"]
-    names = [child["kv_connector"] for child in given.get("children", ())] or [given["kv_connector"]]
-    ours = next(name for name in names if name.startswith("Mooncake"))
-    return " + ".join([ours, *(name for name in names if name != ours)])
 
 
 def _also(recipe: Recipe) -> Iterator[str]:
