@@ -136,10 +136,9 @@ class ConnectorConfig(BaseModel):
     )
     host_transfers: HostTransfers = Field(
         default="off",
-        description="Whether transfers begin and end in host memory. auto: on a prefill engine, leases that nobody "
-        "reads yet move there when requests wait for blocks or leases hold more than a tenth of them, "
-        "and prompts found there can be read there; a decode engine pulls there what its device has "
-        "no blocks for. always: the same, but it pulls every prompt there.",
+        description="Whether transfers begin and end in host memory. auto: leases that nobody reads yet move there "
+        "when blocks are short, prompts found there are read there, and a decode engine pulls there what its "
+        "device has no blocks for. always: the same, but it pulls every prompt there.",
     )
     serve_prefixes: bool = Field(
         default=False,
@@ -161,16 +160,14 @@ class ConnectorConfig(BaseModel):
     model_check: Literal["weights", "config", "off"] = Field(
         default="weights",
         description="What must be equal on both sides besides the caches' shape. weights: the model's "
-        "configuration, what it computes with (rotary tables, scales), and some bytes of every "
-        "tensor of it and of LoRA adapters, in safetensors; config: the same without tensors; off: "
-        "none of it.",
+        "configuration, rotary tables and scales, and some bytes of every tensor, also of LoRA adapters, in "
+        "safetensors; config: the same without tensors; off: nothing.",
     )
     canary: Literal["refuse", "warn", "off"] | None = Field(
         default=None,
-        description="Whether a decode engine proves each prefill engine, and each adapter on it: it computes "
-        "the first prompt itself, pulls its last tokens as well, and compares them. refuse: nothing is "
-        "pulled from one that differs; warn: the log says so; off: nothing is compared. Default: "
-        "refuse, with model_check off warn.",
+        description="Whether a decode engine proves each prefill engine, and each adapter on it, by its first "
+        "prompt. refuse: nothing is pulled from one that differs; warn: the log says so; off: nothing is compared. "
+        "Default: refuse, with model_check off warn.",
     )
     verify: bool = Field(
         default=False,
@@ -180,9 +177,8 @@ class ConnectorConfig(BaseModel):
     secret_file: str | None = Field(
         default=None,
         min_length=1,
-        description="File with the secret that all engines share, which authenticates and encrypts the control "
-        "channel: 16 bytes or more, mode 600. Default: PD_CONNECTOR_SECRET in the environment, else "
-        "none.",
+        description="File with the secret that all engines share, for the control channel: 16 bytes or more, mode 600. "
+        "Default: PD_CONNECTOR_SECRET in the environment, else none.",
     )
     allowed_peers: Annotated[list[str], Field(min_length=1)] | None = Field(
         default=None,
