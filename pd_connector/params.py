@@ -119,6 +119,14 @@ def prefixes_at(params: object) -> Address | None:
         raise ParamsError(f"prefixes_at: {error}. Pass on what an engine with serve_prefixes has answered") from None
 
 
+def wants_prefixes_at(params: object) -> bool:
+    """Return whether a decode leg's router wants to know where the conversation can be found when it goes on.
+
+    It sends the key, with null or anything else: who does not know it must not pass this engine's address to clients.
+    """
+    return is_decode_leg(params) and isinstance(params, dict) and "prefixes_at" in params
+
+
 def prefill_transfer_id(params: object) -> str:
     """Return the name that a router gave a prefill leg; empty if it gave none.
 

@@ -120,7 +120,7 @@ def test_the_list_is_read() -> None:
 
 
 HERE = "`tests/test_conformance.py::test_the_list_is_read`"
-MACHINE = "`tests/pd_connector/scheduler/test_progress.py::TestDeployment`"
+MACHINE = "`tests/pd_connector/scheduler/decode/test_canary_machine.py::TestCanaries`"
 METHOD = "`tests/e2e/test_equality.py::TestPrefixHits::test_a_prompt_of_one_token_is_not_pulled`"
 GOOD = f"# A page\n\n## A. One\n\n- **A1. It fails.** Not here.\n  - {HERE}\n"
 

@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pd_connector.orders import Orders, Report, WorkerHandshake
-from pd_connector.params import RemotePrefill, is_decode_leg, is_prefill_leg
+from pd_connector.params import RemotePrefill, is_prefill_leg, wants_prefixes_at
 from pd_connector.scheduler.external_loads import ExternalLoads
 from pd_connector.scheduler.host.prompt_slots import PromptSlots
 from pd_connector.scheduler.prefill.announcer import Announcer
@@ -185,14 +185,14 @@ class Producer(SchedulerRole):
         """Grant a lease over a finished prompt's blocks, to which it holds references of its own.
 
         Returns:
-            The ``kv_transfer_params`` of the response: what to pull, or, of a decode leg, where the conversation can be
-            found when it goes on; None if there is neither.
+            The ``kv_transfer_params`` of the response: what to pull, or where a conversation can be found when it goes
+            on, of a decode leg that wants to know; None if there is neither.
         """
         self._legs.pop(request.request_id, None)
         answer = self._grant(request, block_ids) if self._is_to_be_leased(request, block_ids) else None
         self._outdated.discard(request.request_id)
         self._announcer.finish(request, is_granted=answer is not None)
-        if answer is None and self._prefixes is not None and is_decode_leg(request.kv_transfer_params):
+        if answer is None and self._prefixes is not None and wants_prefixes_at(request.kv_transfer_params):
             return {"prefixes_at": str(Address(self._host, self.port))}
         return answer
 

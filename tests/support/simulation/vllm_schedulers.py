@@ -231,6 +231,7 @@ class EngineSim:
         self.is_cut = self.is_paused = False
         self.requests: dict[str, tuple[ClientRequest, Request]] = {}
         self.counts: Counter[str] = Counter()
+        self.answers: dict[str, dict[str, Any] | None] = {}  # the kv_transfer_params of each request that has ended
         self.worker = EngineWorker(_BLOCK_TOKENS, pull_s)
         self._mode, self._caches = states, caches(_BLOCK_TOKENS, _LONGEST, blocks, states)
         self._states = States(self._caches)
@@ -456,6 +457,7 @@ class EngineSim:
 
     def _finish(self, request_id: str, reason: str, params: dict[str, Any] | None) -> None:
         asked, _ = self.requests.pop(request_id, (None, None))
+        self.answers[request_id] = params
         if asked is None:
             return
         if asked.decodes_on is not None and not asked.transfer_id and reason == "length":

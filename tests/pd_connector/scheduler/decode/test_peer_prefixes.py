@@ -112,6 +112,16 @@ def test_a_request_names_the_engine_that_is_asked_alone(world: World) -> None:
     assert not listed.counts
 
 
+@pytest.mark.parametrize("asks", [True, False])
+def test_a_decode_leg_is_told_where_its_conversation_can_be_found_if_it_asks(world: World, asks: bool) -> None:
+    prefill, decode = EngineSim(world, "kv_producer", 60), server(world)
+    request = ClientRequest("r", FIRST, 1)
+    decode.ask_by_name(request, prefill, **({"prefixes_at": None} if asks else {}))
+    prefill.ask(ClientRequest("r", FIRST, 1, decode, transfer_id="r"))
+    world.run(20.0)
+    assert decode.answers == {"r-d": {"prefixes_at": f"{HOST}:{decode.port}"} if asks else None}
+
+
 @pytest.mark.parametrize("hint", ["here", 7, f"{HOST}:0", "[::1", ""])
 def test_a_hint_that_is_no_address_costs_nothing(world: World, hint: object, caplog: pytest.LogCaptureFixture) -> None:
     finder = asker(world)
