@@ -190,12 +190,19 @@ def _prove(pair: Pair) -> None:
         RuntimeError: the prefill server is not proven in time, for example because it computes something else.
     """
     pair.in_turn(a_prompt(4 * BLOCK_TOKENS), 1)
+    prove(pair.decode, pair.prefill)
+
+
+def prove(by: str, other: str) -> None:
+    """Wait until a server has proven another one, of which it has a prompt to compute and to pull.
+
+    Raises:
+        RuntimeError: it has not in time, for example because the other one computes something else.
+    """
     deadline = time.monotonic() + READY_TIMEOUT_S
-    while not sum(
-        value for labels, value in _samples(pair.decode, "vllm:pd_canaries_total") if labels["outcome"] == "proven"
-    ):
+    while not sum(value for labels, value in _samples(by, "vllm:pd_canaries_total") if labels["outcome"] == "proven"):
         if time.monotonic() > deadline:
-            raise RuntimeError(f"{pair.decode} has not proven {pair.prefill}; its log in {DIRECTORY} says why")
+            raise RuntimeError(f"{by} has not proven {other}; its log in {DIRECTORY} says why")
         time.sleep(0.1)
 
 
@@ -217,9 +224,9 @@ def a_prompt(tokens: int) -> list[int]:
     return [random.randrange(2, VOCABULARY) for _ in range(tokens)]
 
 
-def counted(url: str, name: str) -> float:
-    """Return a counter or gauge of a server, summed over its labels."""
-    return sum(value for _, value in _samples(url, name))
+def counted(url: str, name: str, **labels: str) -> float:
+    """Return a counter or gauge of a server, summed over all of its labels but these."""
+    return sum(value for own, value in _samples(url, name) if labels.items() <= own.items())
 
 
 def longest_calls_ms(url: str) -> dict[str, float]:

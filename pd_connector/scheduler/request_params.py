@@ -28,13 +28,14 @@ class RequestParams:
         self._warnings = ThrottledWarnings(logger, _LOG_INTERVAL_S)
 
     def check(self, request: "Request") -> None:
-        """Log and count what a new request asks for and will not get."""
+        """Log and count what a new request asks for and will not get; take it away where it might be got."""
         params = request.kv_transfer_params
         if is_decode_leg(params) and not self._role.consumes:
             self._warn_wrong_role(request, "do_remote_prefill", "kv_consumer")
             self._stats.count("prompts_computed", label=ComputedHere.ROLE)
         elif is_prefill_leg(params) and not is_decode_leg(params) and not self._role.produces:
             self._warn_wrong_role(request, "do_remote_decode", "kv_producer")
+            request.kv_transfer_params = None  # an engine that only serves prefixes could lease it all the same
         elif keys := unusable_keys(params):
             self._stats.count("prompts_computed", label=ComputedHere.UNUSABLE)
             named = ", ".join(repr(key)[:60] for key in keys[:_MAX_NAMED_KEYS])

@@ -26,8 +26,14 @@ def check_settings(
     config: ConnectorConfig, role: EngineRole, vllm_config: "VllmConfig", *, has_states: bool = False
 ) -> None:
     """Raise ConfigError if settings ask for what this engine cannot do; warn if a recipe's keys contradict it."""
-    if config.cpu_bytes_to_use or config.serve_prefixes or config.peers is not None:
-        check_prefix_caching(vllm_config)
+    needed_by = {
+        "cpu_bytes_to_use": config.cpu_bytes_to_use > 0,
+        "serve_prefixes": config.serve_prefixes,
+        "peers": config.peers is not None,
+    }
+    for setting, is_set in needed_by.items():
+        if is_set:
+            check_prefix_caching(vllm_config, setting)
     if (config.serve_prefixes or config.peers is not None) and has_states:
         logger.warning(
             "PDConnector: serve_prefixes and peers have no effect: prefixes of models whose layers keep states (Mamba, "

@@ -113,16 +113,16 @@ def _check_context_parallel(vllm_config: "VllmConfig", device: str) -> None:
         )
 
 
-def check_prefix_caching(vllm_config: "VllmConfig") -> None:
-    """Raise unless prefix caching is on.
+def check_prefix_caching(vllm_config: "VllmConfig", setting: str) -> None:
+    """Raise unless prefix caching is on, which a ``setting`` of the connector needs.
 
     Raises:
         UnsupportedError: naming the reason and the way out.
     """
     if not vllm_config.cache_config.enable_prefix_caching:
         raise UnsupportedError(
-            "cpu_bytes_to_use, serve_prefixes, peers: blocks are found by vLLM's prefix caching, which is off (by "
-            "--no-enable-prefix-caching, or because this model or platform has none); leave these settings out"
+            f"{setting}: blocks are found by vLLM's prefix caching, which is off (by --no-enable-prefix-caching, or "
+            "because this model or platform has none); leave the setting out"
         )
 
 

@@ -244,12 +244,13 @@ def test_host_memory_is_asked_first_and_has_what_all_workers_have(side_of: Open)
     side.check_integrity()
 
 
-def test_host_memory_without_prefix_caching_is_refused_at_once(side_of: Open) -> None:
+@pytest.mark.parametrize("settings", [HOST, {"serve_prefixes": True}, {"peers": []}], ids=lambda each: next(iter(each)))
+def test_what_needs_prefix_caching_is_refused_at_once_without(side_of: Open, settings: dict[str, Any]) -> None:
     def switch_off(config: Any) -> None:
         config.cache_config.enable_prefix_caching = False
 
-    with pytest.raises(UnsupportedError, match=r"cpu_bytes_to_use: .* prefix caching, which is off"):
-        side_of("kv_both", switch_off, **HOST)
+    with pytest.raises(UnsupportedError, match=rf"{next(iter(settings))}: .* prefix caching, which is off"):
+        side_of("kv_both", switch_off, **settings)
 
 
 def test_engines_of_one_deployment_on_one_host_have_ports_in_a_row(side_of: Open) -> None:

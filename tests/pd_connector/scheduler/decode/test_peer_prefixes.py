@@ -112,6 +112,16 @@ def test_a_request_names_the_engine_that_is_asked_alone(world: World) -> None:
     assert not listed.counts
 
 
+def test_serving_prefixes_makes_no_prefill_engine_of_a_decode_engine(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    holder = server(world)
+    compute(world, holder, FIRST, do_remote_decode=True)
+    assert "needs kv_role kv_producer or kv_both" in caplog.text
+    assert holder.answers == {"r0-d": None}
+    assert not holder.leases
+
+
 @pytest.mark.parametrize("asks", [True, False])
 def test_a_decode_leg_is_told_where_its_conversation_can_be_found_if_it_asks(world: World, asks: bool) -> None:
     prefill, decode = EngineSim(world, "kv_producer", 60), server(world)
