@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -29,7 +30,9 @@ def test_a_prefill_server_is_visited(server: Server) -> None:
     assert [str(finding) for finding in report.findings if finding.outcome is not Outcome.OK] == []
     _, handshake, pull = (finding.text for finding in report.findings)
     spec = server.spec
-    assert f"TP {spec.tensor_parallel}, PP 1, blocks of {BLOCK_SIZE} tokens in order {spec.layout}" in handshake
+    # On CPUs whose kernels pack K, its order is told before that of V.
+    order = rf"TP {spec.tensor_parallel}, PP 1, blocks of {BLOCK_SIZE} tokens in order (BHLCN/)?{spec.layout}"
+    assert re.search(order, handshake)
     assert pull.startswith("199 tokens, ")
     assert f"by {spec.tensor_parallel} workers" in pull
     assert pull.endswith("contents not compared: P has verify off")
