@@ -11,7 +11,7 @@ import pytest
 from tests.support.e2e.client import MODEL_NAME
 from tests.support.e2e.cluster import Cluster, Server
 from tests.support.e2e.deployments import decode, prefill
-from tests.support.e2e.pair import make_prompt
+from tests.support.e2e.pair import Pair, make_prompt
 from tests.support.examples.harness import ProxyProcess
 from tests.support.otlp import CollectedSpan, Collector
 from tests.support.waiting import until
@@ -39,6 +39,7 @@ def traced(cluster: Cluster, collector: Collector) -> Iterator[tuple[Server, Ser
         replace(decode("recompute", tensor_parallel=2), arguments=arguments, variables=VARIABLES),
     ]
     servers = cluster.start(specs)
+    Pair(*servers).get_acquainted()  # so that the traces' prompts are pulled
     yield servers[0], servers[1]
     cluster.stop(servers)
 
