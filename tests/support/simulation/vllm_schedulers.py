@@ -272,8 +272,12 @@ class EngineSim:
     @property
     def pulling(self) -> bool:
         """Whether vLLM keeps blocks for a request whose pull goes on, or that has not run since its pull has ended."""
-        arrived = any(request.status is RequestStatus.WAITING_FOR_REMOTE_KVS for _, request in self.requests.values())
-        return arrived or self.worker.is_busy
+        has_arrived = (
+            request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+            or (request.status is RequestStatus.WAITING and request.num_computed_tokens > 0)
+            for _, request in self.requests.values()
+        )
+        return any(has_arrived) or self.worker.is_busy
 
     @property
     def blocks_in_use(self) -> int:
