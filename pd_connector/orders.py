@@ -233,7 +233,7 @@ class Orders:
 
     pulls: tuple[PullOrder, ...] = ()
     landings: tuple[PullOrder, ...] = ()  # to host memory: blocks are the host pool's, slot s is block s + 1
-    #: To blocks of the device that no request has. ``request_id`` is that of the lease.
+    #: To blocks of the device that no request has. ``request_id`` is that of the pull.
     prefixes: tuple[PullOrder, ...] = ()
     canaries: tuple[PullOrder, ...] = ()  # to scratch memory, whose blocks these are
     references: tuple[CanaryReference, ...] = ()  # of canaries that were ordered before, each once

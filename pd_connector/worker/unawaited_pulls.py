@@ -1,6 +1,7 @@
 """Pulls for which no request of vLLM waits: their ends go to the scheduler side with the reports."""
 
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 
 from pd_connector.orders import Orders, PullOrder, RankEnds, Report
@@ -12,7 +13,7 @@ from pd_connector.worker.worker_role import WorkerRole
 logger = logging.getLogger(__name__)
 
 
-class UnawaitedPulls(WorkerRole):
+class UnawaitedPulls(WorkerRole, ABC):
     """Owns such pulls of one kind, and what carries them out."""
 
     def __init__(self, pulls: Pulls, stats: StatsRecorder) -> None:
@@ -21,18 +22,18 @@ class UnawaitedPulls(WorkerRole):
         self._outstanding: set[str] = set()
 
     @staticmethod
+    @abstractmethod
     def ordered(orders: Orders) -> tuple[PullOrder, ...]:
         """Return the pulls of this kind among a step's orders."""
-        raise NotImplementedError
 
     @staticmethod
+    @abstractmethod
     def reported(ends: Mapping[str, RankEnds]) -> Report:
         """Return a report of how pulls of this kind have ended."""
-        raise NotImplementedError
 
+    @abstractmethod
     def note(self, end: PullEnd) -> None:
         """Count a pull that has ended, and log if it has failed."""
-        raise NotImplementedError
 
     def execute(self, orders: Orders) -> list[str]:
         """Start the pulls. No request waits for them here."""

@@ -123,7 +123,7 @@ class PeerPrefixes(SchedulerRole):
         self._ranks = 0
         self._rate = ComputeRate(clock)
         self._asking: dict[str, _Asking] = {}  # by request
-        self._pulling: dict[str, _Pulling] = {}  # by lease
+        self._pulling: dict[str, _Pulling] = {}  # by the id of the pull
         self._waiting: dict[str, _Pulling] = {}  # for the same, by request
         self._begun: dict[bytes, _Asking | _Pulling] = {}  # every one of them, by the first block that is missing
         self._to_prove: dict[str, tuple[RemotePrefill, int]] = {}  # by request: an untried peer, and tokens held here
@@ -175,14 +175,14 @@ class PeerPrefixes(SchedulerRole):
 
     def settled(self, request_ids: set[str], failed: set[str], report: Report) -> None:
         """End the pulls that all ranks have reported."""
-        for lease_id, ends in report.prefixes.items():
-            pulling = self._pulling.get(lease_id)
+        for pull_id, ends in report.prefixes.items():
+            pulling = self._pulling.get(pull_id)
             if pulling is None:
-                logger.error("PDConnector: ignored that the pull of prefix %s ended twice, which is a bug", lease_id)
+                logger.error("PDConnector: ignored that the pull of prefix %s ended twice, which is a bug", pull_id)
                 continue
             pulling.ends += ends
             if pulling.ends.ranks >= self._ranks:
-                del self._pulling[lease_id]
+                del self._pulling[pull_id]
                 self._waiting.pop(pulling.request.request_id, None)
                 self._forget_key(pulling)
                 self._end(pulling)
@@ -245,24 +245,22 @@ class PeerPrefixes(SchedulerRole):
         if missing < _LEAST_TOKENS or is_decode_leg(params) or computes_whole_prompt(request):
             return False
         own_tokens = self._blocks.hash_tokens
-        hashes = self._hashes.of_prompt(request, own_tokens, own_tokens)
-        number = computed_tokens // own_tokens
-        if number >= len(hashes):
+        number, peers = computed_tokens // own_tokens, self._peers_for(params)
+        if number >= request.num_prompt_tokens // own_tokens or not peers:
             return False
-        key = bytes(hashes[number])
+        key = bytes(request.block_hashes[number])
         if (same := self._begun.get(key)) is not None:
             return self._clock() < same.give_up_at
         if len(self._asking) + len(self._waiting) >= _MAX_UNDER_WAY:
             return True
+        self._asked.add(request.request_id)
         in_host = self._held_in_host(request, computed_tokens)
         least = computed_tokens + in_host + _LEAST_TOKENS
-        peers = self._peers_for(params)
-        if least >= request.num_prompt_tokens or not peers:
+        if least >= request.num_prompt_tokens:
             return False
         asking = _Asking(
             request, computed_tokens, least, key, self._clock() + self._rate.seconds_for(missing - in_host), {}
         )
-        self._asked.add(request.request_id)
         for peer in peers:
             self._ask(asking, peer, self._peer_hash_tokens.get(peer, own_tokens))
         self._asking[request.request_id] = self._begun[key] = asking
@@ -322,11 +320,10 @@ class PeerPrefixes(SchedulerRole):
         others = {}
         for peer, answer in asking.asked.items():
             found = answer.result() if answer.exception() is None else None
-            if found is not None and found.hash_tokens not in {0, asking.hash_tokens[peer]}:
-                others[peer] = found.hash_tokens
+            if found is None or found.hash_tokens in {0, asking.hash_tokens[peer], self._peer_hash_tokens.get(peer)}:
+                continue  # one that says now this, now that is asked once for each
+            others[peer] = found.hash_tokens
         for peer, hash_tokens in others.items():
-            if self._peer_hash_tokens.get(peer) == hash_tokens:
-                return False  # it has said something else before
             self._peer_hash_tokens[peer] = hash_tokens
             self._ask(asking, peer, hash_tokens)
         return bool(others)
@@ -394,20 +391,21 @@ class PeerPrefixes(SchedulerRole):
             used += len(numbers)
             blocks[group] = (numbers.start, own)
             block_ids.append((*[0] * numbers.start, *(int(block.block_id) for block in own)))
-        lease_id = remote.lease_id
-        self._orders.append(PullOrder(lease_id, remote, tuple(block_ids), asking.first, end, uuid.uuid4().hex))
+        pull_id = uuid.uuid4().hex  # a lease id is a peer's word, and may come twice
+        self._orders.append(PullOrder(pull_id, remote, tuple(block_ids), asking.first, end, pull_id))
         pulling = _Pulling(
             request, Address(remote.remote_host, remote.remote_port), asking.first, end, asking.key, asking.give_up_at,
             blocks, RankEnds(0),
         )  # fmt: skip
-        self._pulling[lease_id] = self._waiting[request.request_id] = self._begun[asking.key] = pulling
+        self._pulling[pull_id] = self._waiting[request.request_id] = self._begun[asking.key] = pulling
         return True
 
     def _end(self, pulling: _Pulling) -> None:
         """Let what has arrived be found, if it is all there, and give the blocks back."""
         if pulling.ends.failed or not pulling.is_wanted:
             self._counts["failed"] += 1
-            self._silent_until[pulling.peer] = self._clock() + _SILENCE_S
+            if pulling.ends.failed:
+                self._silent_until[pulling.peer] = self._clock() + _SILENCE_S
         else:
             for group, (first, blocks) in pulling.blocks.items():
                 self._blocks.publish(pulling.request, group, first, blocks, self._groups[group].block_tokens)

@@ -103,12 +103,12 @@ class PrefixService:
                 reason=f"it names blocks otherwise ({own.hashing}, not {find.hashing}): start all engines with the "
                 "same --prefix-caching-hash-algo and the same PYTHONHASHSEED",
             )
-        if find.hash_tokens != own.hash_tokens or not self._may_hold(find):
-            return own
         nothing = msgspec.structs.replace(own, reason="it is busy")
         with self._lock:
             if (answer := self._answers.get(find.find_id)) is not None:
                 return answer
+            if find.hash_tokens != own.hash_tokens or not self._may_hold(find):
+                return own
             if find.find_id not in self._asked:
                 if len(self._asked) >= _MAX_ASKED:
                     return nothing

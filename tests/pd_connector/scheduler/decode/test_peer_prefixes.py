@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import pytest
 
 from pd_connector.orders import Cause, Orders, PullOrder
@@ -11,9 +12,11 @@ from pd_connector.scheduler.decode.canaries import NoCanaries, Rejection, Standi
 from pd_connector.scheduler.decode.peer_prefixes import PeerPrefixes
 from tests.support.simulation.engine_worker import PeerOf
 from tests.support.simulation.vllm_schedulers import HOST, ClientRequest, EngineSim, World
+from transfer.control.messages import Found
 
 BLOCK, TURN, OUTPUTS = 16, 200, 40
 FIRST = list(range(TURN))
+SECOND = list(range(TURN, 2 * TURN))
 
 
 @pytest.fixture
@@ -246,6 +249,28 @@ def test_what_is_lent_is_not_evicted_before_it_is_read(world: World) -> None:
         assert not holder.leases or all(pool.blocks[block].ref_cnt for block in lent)
     compute(world, finder, [1, 2])
     assert finder.counts["prefixes: pulled"] == 1
+
+
+def test_a_holder_that_lends_everything_under_one_name_loses_no_block_of_ours(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    holder = server(world)
+    finder = asker(world, holder)
+    hold(world, holder, FIRST)
+    hold(world, holder, SECOND)
+    handle = holder.service.handle
+
+    def with_one_name(message: Any) -> Any:
+        reply = handle(message)
+        return msgspec.structs.replace(reply, lease_id="one") if isinstance(reply, Found) and reply.lease_id else reply
+
+    monkeypatch.setattr(holder.service, "handle", with_one_name)
+    for name, tokens in (("a", FIRST), ("b", SECOND)):
+        finder.ask(ClientRequest(name, [*tokens, 1], 1))
+    world.run(60.0)
+    for _ in range(20):
+        world.step()
+    assert finder.blocks_in_use == 0
 
 
 def test_a_holder_that_is_short_of_blocks_lends_none(world: World) -> None:

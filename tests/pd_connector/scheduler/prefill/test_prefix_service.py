@@ -84,6 +84,12 @@ def test_what_is_found_is_leased_once_however_often_it_is_asked_for(asked: Asked
     assert asked.service.take_events() == {"found": 1}
 
 
+def test_a_repetition_gets_its_lease_though_the_blocks_are_gone(asked: Asked) -> None:
+    first = asked.ask(find(least_tokens=32))
+    asked.blocks.held = 0
+    assert asked.service.ask(find(least_tokens=32), ENGINE) == first
+
+
 def test_two_questions_are_two_leases(asked: Asked) -> None:
     assert asked.ask(find()).lease_id != asked.ask(find(find_id="find-2")).lease_id
 
