@@ -72,6 +72,16 @@ def test_the_lease_is_renewed_until_the_canary_has_ended() -> None:
     assert d.client.cancelled() == [], "the workers have released it"
 
 
+def test_of_a_prefix_only_what_the_other_engine_holds_is_compared_and_nobody_keeps_its_lease() -> None:
+    d = ProvingDecode()
+    prompt = list(range(70))
+    request, held = FakeRequest("prefix", prompt), a_remote(prompt, remote_num_tokens=49)
+    assert d.canaries.begin(request, held, 0, is_same_prompt=True, is_decode_leg=False)
+    (order,) = d.canaries.step_orders({}).canaries
+    assert (order.first_token, order.end_token) == (0, 48)
+    assert not d.canaries.request_ids
+
+
 def test_only_what_is_computed_here_is_compared() -> None:
     d = ProvingDecode()
     first = d.add("first")

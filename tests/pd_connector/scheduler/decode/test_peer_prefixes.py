@@ -12,7 +12,7 @@ from pd_connector.scheduler.decode.canaries import NoCanaries, Rejection, Standi
 from pd_connector.scheduler.decode.peer_prefixes import PeerPrefixes
 from tests.support.simulation.engine_worker import PeerOf
 from tests.support.simulation.vllm_schedulers import HOST, ClientRequest, EngineSim, World
-from transfer.control.messages import Found
+from transfer.control.messages import Find, Found
 
 BLOCK, TURN, OUTPUTS = 16, 200, 40
 FIRST = list(range(TURN))
@@ -271,6 +271,38 @@ def test_a_holder_that_lends_everything_under_one_name_loses_no_block_of_ours(
     for _ in range(20):
         world.step()
     assert finder.blocks_in_use == 0
+
+
+def test_an_engine_with_other_blocks_is_asked_again_by_hashes_of_these(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That what is found is right is shown with servers, whose blocks differ."""
+    holder = server(world)
+    finder = asker(world, holder)
+    asked: list[Find] = []
+
+    def with_small_blocks(message: Any) -> Any:
+        asked.append(message)
+        return Found("engine", message.hashing, 8)
+
+    monkeypatch.setattr(holder.service, "handle", with_small_blocks)
+    for name, tokens in (("a", FIRST), ("b", SECOND)):
+        finder.ask(ClientRequest(name, tokens, 1))
+        world.run(20.0)
+    assert [find.hash_tokens for find in asked] == [16, 8, 8], "what is known of it is remembered"
+    assert [len(find.hashes) for find in asked] == [(TURN - 1) // 16, (TURN - 1) // 8, (TURN - 1) // 8]
+
+
+def test_sixteen_requests_are_asked_for_at_a_time(world: World) -> None:
+    holder = server(world)
+    finder = asker(world, holder, blocks=400)
+    holder.is_cut = True
+    for number in range(20):
+        finder.ask(ClientRequest(f"r{number}", [*range(number, number + 150)], 1))
+    for _ in range(3):
+        world.step(0.01)
+    assert len(finder.role_of(PeerPrefixes)._asking) == 16
+    world.run(60.0)
 
 
 def test_a_holder_that_is_short_of_blocks_lends_none(world: World) -> None:
