@@ -8,7 +8,9 @@ from tests.support.e2e.pair import Pair, assert_same_output, make_prompt
 
 pytestmark = [pytest.mark.equality]
 
-TURN, ANSWER = 500, 70
+TURN, ANSWER = 1300, 70
+#: A prefix is waited for no longer than computing it takes. The first pull from an engine takes longer.
+ATTEMPTS = 5
 
 
 def address(pair: Pair) -> str:
@@ -17,10 +19,9 @@ def address(pair: Pair) -> str:
     return f"{params['remote_host']}:{params['remote_port']}"
 
 
-@on_pairs(pairs(MIXED, [("TP2", "TP1"), ("TP1", "TP2")]))
-def test_what_was_decoded_is_pulled_in_the_next_turn(pair: Pair) -> None:
-    hint = {"prefixes_at": address(pair)}
-    first = make_prompt(TURN, ("conversation", pair.name))
+def goes_on_elsewhere(pair: Pair, hint: dict[str, str], attempt: int) -> bool:
+    """Check a conversation that goes on at D; return whether D pulled what P holds of it before it had computed it."""
+    first = make_prompt(TURN, ("conversation", pair.name, attempt))
     answer = pair.prefill.client.complete(first, ANSWER)
     second = [*first, *answer.tokens, *make_prompt(20, "question")]
     with pair.traffic() as traffic:
@@ -28,8 +29,17 @@ def test_what_was_decoded_is_pulled_in_the_next_turn(pair: Pair) -> None:
     unit = max(pair.prefill.spec.block_size, pair.decode.spec.block_size)
     held = (len(first) + len(answer.tokens) - 1) // unit * unit
     assert traffic.decode is not None
-    assert traffic.source("local_compute") == len(second) - held
-    assert traffic.pulled("prefix_tokens") == held
-    assert (traffic.leases("granted"), traffic.leases("released")) == (1, 1)
+    computed = traffic.source("local_compute")
+    assert computed in {len(second) - held, len(second)}
+    if computed < len(second):
+        assert traffic.pulled("prefix_tokens") == held
+    assert traffic.leases("granted") == traffic.leases("released") <= 1
     assert traffic.failures() == 0
     assert_same_output(completion, pair.decode.client.compute(second))
+    return computed < len(second)
+
+
+@on_pairs(pairs(MIXED, [("TP2", "TP1"), ("TP1", "TP2")]))
+def test_what_was_decoded_is_pulled_in_the_next_turn(pair: Pair) -> None:
+    hint = {"prefixes_at": address(pair)}
+    assert any(goes_on_elsewhere(pair, hint, attempt) for attempt in range(ATTEMPTS))

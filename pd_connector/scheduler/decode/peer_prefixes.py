@@ -97,6 +97,7 @@ class PeerPrefixes(SchedulerRole):
         groups: Sequence[Retention],
         hashes: BlockHashes,
         canaries: NoCanaries,
+        steps_in_flight: int,
         held_in_host: "Callable[[Request, int], int]" = lambda request, computed_tokens: 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -109,6 +110,7 @@ class PeerPrefixes(SchedulerRole):
             groups: what vLLM keeps of a request in every cache group; none of states.
             hashes: name the blocks.
             canaries: prove peers.
+            steps_in_flight: how many steps are scheduled at most before the first of them has ended.
             held_in_host: returns how many tokens behind those on the device host memory holds.
             clock: monotonic, in seconds.
         """
@@ -121,7 +123,7 @@ class PeerPrefixes(SchedulerRole):
         self._held_in_host = held_in_host
         self._clock = clock
         self._ranks = 0
-        self._rate = ComputeRate(clock)
+        self._rate = ComputeRate(steps_in_flight, clock)
         self._asking: dict[str, _Asking] = {}  # by request
         self._pulling: dict[str, _Pulling] = {}  # by the id of the pull
         self._waiting: dict[str, _Pulling] = {}  # for the same, by request
@@ -169,7 +171,7 @@ class PeerPrefixes(SchedulerRole):
 
     def step_orders(self, scheduled: Mapping[str, int]) -> Orders:
         """Return the pulls since the last step."""
-        self._rate.step(sum(scheduled.values()))
+        self._rate.step(scheduled)
         orders, self._orders = tuple(self._orders), []
         return Orders(prefixes=orders)
 
@@ -190,6 +192,8 @@ class PeerPrefixes(SchedulerRole):
     def finish(self, request: "Request", block_ids: Sequence[Sequence[int]]) -> None:
         """Forget a request. A pull for it goes on: others may find the prefix."""
         request_id = request.request_id
+        if request.num_output_tokens:
+            self._rate.answered(request_id)
         self._asked.discard(request_id)
         self._waiting.pop(request_id, None)
         if (asking := self._asking.pop(request_id, None)) is not None:
