@@ -6,6 +6,7 @@ own spans of the request's two legs.
 """
 
 import logging
+import secrets
 import threading
 import time
 from collections.abc import Callable
@@ -107,7 +108,26 @@ def _tracer(vllm_config: "VllmConfig") -> "Tracer | None":
     from opentelemetry import trace  # noqa: PLC0415  free when off
 
     logger.info("PDConnector: pulls and leases are traced, for requests with a traceparent")
-    return trace.get_tracer("pd_connector")
+    tracer = trace.get_tracer("pd_connector")
+    _use_own_ids(tracer)
+    return tracer
+
+
+def _use_own_ids(tracer: "Tracer") -> None:
+    """Have a tracer draw span ids from the system's randomness.
+
+    OpenTelemetry draws them from Python's own generator. vLLM seeds that alike in all workers of all engines, so that
+    spans of different ranks would have the same id.
+    """
+    from opentelemetry.sdk import trace  # noqa: PLC0415  free when off
+    from opentelemetry.sdk.trace.id_generator import RandomIdGenerator  # noqa: PLC0415
+
+    class SystemIdGenerator(RandomIdGenerator):
+        def generate_span_id(self) -> int:
+            return secrets.randbits(64) or 1  # 0 is none
+
+    if isinstance(tracer, trace.Tracer):
+        tracer.id_generator = SystemIdGenerator()
 
 
 def _begin(tracer: "Tracer", name: str, parent: str, start_ns: int, attributes: dict[str, Any]) -> "Span":

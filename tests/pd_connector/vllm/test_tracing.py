@@ -3,6 +3,7 @@
 Covers: pd_connector.traces.
 """
 
+import random
 import sys
 import time
 from types import SimpleNamespace
@@ -111,6 +112,19 @@ def test_a_request_without_a_trace_has_no_spans() -> None:
     assert traceparent(request) == ""
     request.trace_headers = {"traceparent": HEADER}
     assert traceparent(request) == HEADER
+
+
+def test_ranks_that_seed_python_alike_write_spans_of_different_ids(monkeypatch: pytest.MonkeyPatch) -> None:
+    traced = Traced()
+    monkeypatch.setattr("opentelemetry.trace.get_tracer", lambda name: traced.tracer)
+    config: Any = SimpleNamespace(observability_config=SimpleNamespace(otlp_traces_endpoint="http://collector"))
+    for rank in range(2):
+        random.seed(0)
+        write = pull_spans(config, rank)
+        assert write is not None
+        write(a_pull())
+    ids = [span.context.span_id for span in traced.spans()]
+    assert len(set(ids)) == len(ids) == 6
 
 
 def test_nothing_of_opentelemetry_is_imported_while_tracing_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
