@@ -137,8 +137,8 @@ class ConnectorConfig(BaseModel):
     host_transfers: HostTransfers = Field(
         default="off",
         description="Whether transfers begin and end in host memory. auto: leases that nobody reads yet move there "
-        "when blocks are short, prompts found there are read there, and a decode engine pulls there what its "
-        "device has no blocks for. always: the same, but it pulls every prompt there.",
+        "when blocks are short, prompts and prefixes found there are read there, and a decode engine pulls there what "
+        "its device has no blocks for. always: the same, but it pulls every prompt there.",
     )
     serve_prefixes: bool = Field(
         default=False,

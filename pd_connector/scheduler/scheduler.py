@@ -377,7 +377,7 @@ class ConnectorScheduler:
             leases, model, tp_size, self._engine.wake, verify=config.verify, max_model_len=max_model_len(vllm_config),
             spans=self._spans, prompts=self._prompts, writes_late=drafts_late(vllm_config),
         )  # fmt: skip
-        if config.host_transfers != "off" and self._role.produces:
+        if config.host_transfers != "off":
             self._prompt_slots = PromptSlots()
             self._moves = LeaseMoves(
                 leases, service.checksums, self._blocks, lambda: admission.wants_blocks, self._limits.move_leases_above,

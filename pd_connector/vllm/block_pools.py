@@ -3,7 +3,7 @@
 Reaches into vLLM's objects for what vLLM does not offer to connectors. All methods belong to the scheduler's thread.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, repeat
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -13,7 +13,7 @@ from vllm.v1.core.kv_cache_utils import get_group_id, make_block_hash_with_group
 
 from layout.copies import Int64Array
 from pd_connector.vllm.block_events import BlockEvents
-from pd_connector.vllm.device_blocks import HeldBlocks, ids_of
+from pd_connector.vllm.device_blocks import HeldBlocks, ids_of, may_hold
 from pd_connector.vllm.releases.installed import current
 from pd_connector.vllm.requests import computes_whole_prompt
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from vllm.distributed.kv_events import KVCacheEvent
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
-    from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock
+    from vllm.v1.core.kv_cache_utils import BlockHash, BlockHashWithGroupId, KVCacheBlock
     from vllm.v1.request import Request
 
 
@@ -163,6 +163,14 @@ class HostBlockPool:
             return None
         groups, tokens = self._release.longest_hit(self._coordinator, hashes, longest)
         return HostHit(first_token, tokens, tuple(map(tuple, groups))) if tokens else None
+
+    def longest_prefix(self, hashes: "Sequence[BlockHash]") -> "tuple[tuple[Sequence[KVCacheBlock], ...], int]":
+        """Return what ``DeviceBlocks.longest_prefix`` does, of host memory."""
+        return self._release.longest_hit(self._coordinator, hashes, len(hashes) * self._pool.hash_block_size)
+
+    def may_hold(self, hashes: "Sequence[BlockHash]", tokens: int, groups: Mapping[int, int]) -> bool:
+        """Return what ``DeviceBlocks.may_hold`` does, of host memory; a look, on any thread."""
+        return may_hold(self._pool, hashes, tokens, groups)
 
     def holds_next(self, request: "Request", hit: HostHit) -> bool:
         """Return whether host memory holds the blocks right after a hit, in all cache groups."""

@@ -11,6 +11,7 @@ from layout.copies import Int64Array
 from pd_connector.vllm.releases.installed import current
 
 if TYPE_CHECKING:
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock
     from vllm.v1.request import Request
@@ -95,9 +96,9 @@ class DeviceBlocks:
         """Whether vLLM finds blocks by their contents."""
         return bool(self.manager.enable_caching)
 
-    def has_spare(self, number: int) -> bool:
-        """Return whether so many blocks are free, and some more for requests that run."""
-        return self.free >= number + self.total // 20
+    def has_spare(self, number: int, share: float = 0.05) -> bool:
+        """Return whether so many blocks are free, and a ``share`` of all beside them, into which requests grow."""
+        return self.free - number >= share * self.total
 
     def take(self, number: int) -> HeldBlocks:
         """Take blocks that nobody uses, with a reference to each; what they hold is evicted.
@@ -149,13 +150,7 @@ class DeviceBlocks:
 
         ``groups``: block sizes, in tokens, of the cache groups that keep every token.
         """
-        pool = self.manager.block_pool
-        for group, size in groups.items():
-            wanted = current().block_hashes(hashes, pool.hash_block_size, size)
-            entry = -(-tokens // size) - 1
-            if not 0 <= entry < len(wanted) or not pool.get_cached_block(wanted[entry], [group]):
-                return False
-        return True
+        return may_hold(self.manager.block_pool, hashes, tokens, groups)
 
     def publish(self, request: "Request", group: int, first: int, blocks: HeldBlocks, block_tokens: int) -> None:
         """Let blocks be found as those of a request's table from entry ``first`` on, whose tokens they hold."""
@@ -233,6 +228,16 @@ class DeviceBlocks:
     def total(self) -> int:
         """Number of blocks that requests can use."""
         return int(self.manager.block_pool.num_gpu_blocks) - 1  # block 0 is vLLM's null block
+
+
+def may_hold(pool: "BlockPool", hashes: "Sequence[BlockHash]", tokens: int, groups: Mapping[int, int]) -> bool:
+    """Return whether a prefix of ``tokens`` tokens or more may be found in a pool: see ``DeviceBlocks.may_hold``."""
+    for group, size in groups.items():
+        wanted = current().block_hashes(hashes, pool.hash_block_size, size)
+        entry = -(-tokens // size) - 1
+        if not 0 <= entry < len(wanted) or not pool.get_cached_block(wanted[entry], [group]):
+            return False
+    return True
 
 
 def tokens_before(

@@ -335,7 +335,7 @@ class ConnectorWorker:
     @property
     def _shows_host(self) -> bool:
         """Whether peers may read it."""
-        return self._role.produces and self._uses_host
+        return self._role.is_read and self._uses_host
 
     @property
     def _lands(self) -> bool:

@@ -3,7 +3,8 @@
 import pytest
 
 from tests.support.e2e.choice import on_pairs, pairs
-from tests.support.e2e.deployments import MIXED
+from tests.support.e2e.deployments import LANDINGS, MIXED
+from tests.support.e2e.host_memory import evict, wait_until_nothing_is_lent
 from tests.support.e2e.pair import Pair, assert_same_output, make_prompt
 
 pytestmark = [pytest.mark.equality]
@@ -19,11 +20,17 @@ def address(pair: Pair) -> str:
     return f"{params['remote_host']}:{params['remote_port']}"
 
 
-def goes_on_elsewhere(pair: Pair, hint: dict[str, str], attempt: int) -> bool:
-    """Check a conversation that goes on at D; return whether D pulled what P holds of it before it had computed it."""
+def goes_on_elsewhere(pair: Pair, attempt: int, *, in_host: bool = False) -> bool:
+    """Check a conversation that goes on at D; return whether D pulled what P holds of it before it had computed it.
+
+    ``in_host``: P's device has forgotten it.
+    """
+    hint = {"prefixes_at": address(pair)}
     first = make_prompt(TURN, ("conversation", pair.name, attempt))
     answer = pair.prefill.client.complete(first, ANSWER)
     second = [*first, *answer.tokens, *make_prompt(20, "question")]
+    if in_host:
+        evict(pair.prefill, ("prefixes", attempt))
     with pair.traffic() as traffic:
         completion = pair.decode.client.complete(second, kv_transfer_params=hint)
     unit = max(pair.prefill.spec.block_size, pair.decode.spec.block_size)
@@ -33,6 +40,7 @@ def goes_on_elsewhere(pair: Pair, hint: dict[str, str], attempt: int) -> bool:
     assert computed in {len(second) - held, len(second)}
     if computed < len(second):
         assert traffic.pulled("prefix_tokens") == held
+        assert (traffic.pulled("pull_bytes_from_host") > 0) == in_host
     assert traffic.leases("granted") == traffic.leases("released") <= 1
     assert traffic.failures() == 0
     assert_same_output(completion, pair.decode.client.compute(second))
@@ -41,5 +49,10 @@ def goes_on_elsewhere(pair: Pair, hint: dict[str, str], attempt: int) -> bool:
 
 @on_pairs(pairs(MIXED, [("TP2", "TP1"), ("TP1", "TP2")]))
 def test_what_was_decoded_is_pulled_in_the_next_turn(pair: Pair) -> None:
-    hint = {"prefixes_at": address(pair)}
-    assert any(goes_on_elsewhere(pair, hint, attempt) for attempt in range(ATTEMPTS))
+    assert any(goes_on_elsewhere(pair, attempt) for attempt in range(ATTEMPTS))
+
+
+@on_pairs(pairs(LANDINGS, [("B", "D auto")]))
+def test_what_only_host_memory_holds_is_pulled_from_there(pair: Pair) -> None:
+    assert any(goes_on_elsewhere(pair, attempt, in_host=True) for attempt in range(ATTEMPTS))
+    wait_until_nothing_is_lent(pair.prefill)

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from pd_connector.orders import Orders, Report, StoreEnds, StoreOrder
+from pd_connector.scheduler.host.loans import HostLoans
 from pd_connector.scheduler.host.tier import HostTier
 from pd_connector.scheduler.prefill.checksum_table import ChecksumTable
 from pd_connector.scheduler.prefill.leases import LeaseTable, MovableLease
@@ -98,10 +99,15 @@ class LeaseMoves(SchedulerRole):
         """Move leases to this host memory from now on, of an engine with so many workers."""
         self._tier, self._ranks = tier, ranks
 
+    @property
+    def loans(self) -> HostLoans:
+        """Of the host memory that leases move to."""
+        assert self._tier is not None, "a lease lies in host memory that nobody knows"
+        return self._tier.loans
+
     def release(self, held: HostBlocks) -> None:
         """Give back the slots of a lease that has ended."""
-        assert self._tier is not None, "a lease has moved to host memory that nobody knows"
-        self._tier.loans.take_back(held.blocks)
+        self.loans.take_back(held.blocks)
 
     def is_due(self) -> bool:
         """Return whether leases are to be moved now. Any thread."""

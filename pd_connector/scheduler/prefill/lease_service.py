@@ -4,7 +4,7 @@ Leases, ids and answers only: no threads, no sockets, no blocks. ``Producer`` pu
 """
 
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Generic
 
@@ -224,12 +224,20 @@ class LeaseService(Generic[Held]):
         return remote.to_params()
 
     def lend(
-        self, blocks: Held, block_ids: Tables, tokens: int, address: tuple[str, int], *, is_written: bool
+        self,
+        blocks: Held,
+        block_ids: Tables,
+        tokens: int,
+        address: tuple[str, int],
+        slots: Mapping[int, int] | None = None,
+        *,
+        is_written: bool,
     ) -> RemotePrefill:
         """Grant a lease over the first ``tokens`` tokens of a prompt that another engine has found in the caches here.
 
-        For that engine, they are a prompt of one more, which it computes. The other arguments are those of ``grant``.
-        The lease stays on the device.
+        For that engine, they are a prompt of one more, which it computes. The lease lies in the ``slots`` of host
+        memory, by ``block_ids``, or on the device if there are none, and stays there. No checksums are taken of slots.
+        The other arguments are those of ``grant``.
         """
         host, port = address
         remote = RemotePrefill(
@@ -237,12 +245,13 @@ class LeaseService(Generic[Held]):
             remote_num_tokens=tokens + 1, lease_id=uuid.uuid4().hex, lease_ttl_s=self.leases.ttl_s, prompt_digest="",
             remote_block_sizes=self.block_tokens, remote_layers=self.layers,
         )  # fmt: skip
-        self.leases.grant(remote.lease_id, blocks, contents_digest(remote), is_written=is_written)
+        tables = block_ids if slots is not None else ()
+        self.leases.grant(remote.lease_id, blocks, contents_digest(remote), tables, slots, is_written=is_written)
         granted = _Granted(remote.lease_id, "", (), block_ids, tokens + 1)
-        if is_written:
-            self._complete(granted)
-        else:
+        if not is_written:
             self._unwritten[remote.lease_id] = granted
+        elif slots is None:
+            self._complete(granted)
         return remote
 
     def written(self, lease_id: str) -> None:

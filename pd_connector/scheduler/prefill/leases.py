@@ -177,12 +177,21 @@ class LeaseTable(Generic[Held]):
             self._check_new(lease_id)
             self._growing[lease_id] = _Growing()
 
-    def grant(self, lease_id: str, held: Held, contents: str, tables: Tables = (), *, is_written: bool = True) -> bool:
+    def grant(
+        self,
+        lease_id: str,
+        held: Held,
+        contents: str,
+        tables: Tables = (),
+        slots: Mapping[int, int] | None = None,
+        *,
+        is_written: bool = True,
+    ) -> bool:
         """Grant a lease over ``held``, which must stay unchanged until ``collect`` returns it.
 
         Readers must name ``contents`` as what they have read, see ``contents_digest``. With ``tables``, its block ids
-        by cache group, the lease may move. Unless it ``is_written`` on the device, it is not located or moved before
-        ``written``.
+        by cache group, the lease may move. With ``slots`` of host memory, by those ids, it lies there from the first.
+        Unless it ``is_written`` on the device, it is not located or moved before ``written``.
 
         Returns:
             False if the lease had begun, and has ended since. Then ``collect`` returns ``held`` at once.
@@ -200,7 +209,7 @@ class LeaseTable(Generic[Held]):
             growing, now = begun or _Growing(), self._clock()
             self._active[lease_id] = lease = _Granted(
                 held, contents, now, now + self._max_age_s, now + self.unclaimed_s, tables, growing.readers,
-                is_written=is_written, must_be_located=begun is None and not is_written,
+                is_written=is_written, must_be_located=begun is None and not is_written, slots=slots,
             )  # fmt: skip
             if growing.is_claimed or self.unclaimed_s == self.ttl_s:
                 self._claim(lease_id, lease, now)
@@ -208,7 +217,9 @@ class LeaseTable(Generic[Held]):
                 self._unclaimed[lease_id] = lease
             if growing.is_being_read:
                 lease.read_until = lease.expires_at
-            if tables:
+            if slots is not None:
+                self._in_host_memory += 1
+            elif tables:
                 self._may_move[lease_id] = lease
             self._events["granted"] += 1
             return True
@@ -397,7 +408,7 @@ class LeaseTable(Generic[Held]):
 
     @property
     def in_host_memory(self) -> int:
-        """Number of leases that have moved, and not ended."""
+        """Number of leases that lie there, and have not ended."""
         with self._lock:
             return self._in_host_memory
 

@@ -5,15 +5,16 @@ A question comes on the control channel's thread and is answered on the schedule
     asked --- the engine is woken, and ends a step ---> answered: a lease, or why there is none
                                                            '--- a repetition gets the same answer, for a while
 
-What a step under way still writes is not offered.
+It lies on the device or, if that has more of it, in host memory as a whole. What a step under way still writes is not
+offered.
 """
 
 import logging
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
@@ -25,6 +26,7 @@ from transfer.control.messages import Find, Found
 from transfer.control.waiting_requests import NotYet
 
 if TYPE_CHECKING:
+    from pd_connector.scheduler.host.loans import HostLoans
     from pd_connector.vllm.types import BlockHash, KVCacheBlock
 
 logger = logging.getLogger(__name__)
@@ -40,6 +42,32 @@ _MAX_ANSWERS = 256
 
 #: Grants a lease over blocks: their ids by cache group, 0 for those that are not held, and the tokens that they hold.
 Lend = Callable[[HeldBlocks, tuple[tuple[int, ...], ...], int], RemotePrefill]
+
+
+class _Cache(Protocol):
+    """The device's blocks, or host memory's."""
+
+    def longest_prefix(self, hashes: "Sequence[BlockHash]") -> "tuple[tuple[Sequence[KVCacheBlock], ...], int]": ...
+
+    def has_spare(self, number: int, share: float) -> bool: ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Prefix:
+    """What one cache holds of some tokens."""
+
+    cache: _Cache
+    lend: Lend
+    table: "tuple[tuple[KVCacheBlock, ...], ...]"  # by cache group
+    tokens: int
+
+    @property
+    def blocks(self) -> HeldBlocks:
+        return tuple(block for group in self.table for block in group if not block.is_null)
+
+    @property
+    def ids(self) -> tuple[tuple[int, ...], ...]:
+        return tuple(tuple(0 if block.is_null else int(block.block_id) for block in group) for group in self.table)
 
 
 @dataclass(frozen=True)
@@ -84,12 +112,18 @@ class PrefixService:
         self._whole = source.whole_groups
         self._being_written = being_written
         self._lend = lend
+        self._host: HostLoans | None = None
+        self._lend_in_host = lend  # until there is host memory
         self._wake = wake
         self._notify = notify
         self._lock = threading.Lock()
         self._asked: dict[str, Find] = {}
         self._answers: OrderedDict[str, Found] = OrderedDict()
         self._events: Counter[str] = Counter()
+
+    def use_host(self, host: "HostLoans", lend: Lend) -> None:
+        """Look in host memory as well from now on. ``lend`` grants leases over its blocks."""
+        self._lend_in_host, self._host = lend, host
 
     def ask(self, find: Find, engine_id: str) -> Found | NotYet:
         """Return the answer to a question, or that there is none yet. On the control channel's thread.
@@ -155,42 +189,46 @@ class PrefixService:
 
     def _answer(self, find: Find, engine_id: str) -> Found:
         own = Found(engine_id, self._hashes.hashing, self._blocks.hash_tokens)
-        table, tokens = self._prefix(find.hashes, find.unit_tokens)
-        if tokens < max(find.least_tokens, 1):
-            return own
-        ids = tuple(tuple(0 if block.is_null else int(block.block_id) for block in group) for group in table)
-        held = tuple(block for group in table for block in group if not block.is_null)
-        if self._blocks.free - len(held) < _SPARE * self._blocks.total:
-            return msgspec.structs.replace(own, reason="it is short of blocks")
-        remote = self._lend(held, ids, tokens)
+        found = [each for each in self._prefixes(find) if each.tokens >= max(find.least_tokens, 1)]
+        offers = [each for each in found if each.cache.has_spare(len(each.blocks), _SPARE)]
+        if not offers:
+            return msgspec.structs.replace(own, reason="it is short of blocks") if found else own
+        best = max(offers, key=lambda each: each.tokens)  # the device before host memory
+        remote = best.lend(best.blocks, best.ids, best.tokens)
         return msgspec.structs.replace(
             own,
             lease_id=remote.lease_id,
             lease_ttl_s=remote.lease_ttl_s,
-            tokens=tokens,
-            block_ids=ids,
+            tokens=best.tokens,
+            block_ids=best.ids,
             block_sizes=remote.remote_block_sizes,
             layers=remote.remote_layers,
         )
 
     def _may_hold(self, find: Find) -> bool:
-        return self._blocks.may_hold(find.hashes, max(find.least_tokens, 1), self._whole)
+        wanted = find.hashes, max(find.least_tokens, 1), self._whole
+        return self._blocks.may_hold(*wanted) or (self._host is not None and self._host.may_hold(*wanted))
 
-    def _prefix(
-        self, hashes: "tuple[BlockHash, ...]", unit_tokens: int
-    ) -> "tuple[tuple[tuple[KVCacheBlock, ...], ...], int]":
-        """Return the blocks of the longest prefix that is complete, by cache group, and its length in tokens.
-
-        That is a multiple of ``unit_tokens``. A shorter prefix may need other blocks: windows move.
-        """
+    def _prefixes(self, find: Find) -> "Iterator[_Prefix]":
+        """Yield what each cache holds of the tokens in question that nobody writes any more."""
         unfinished = self._being_written()
-        if unfinished is None:
-            return (), 0
+        if unfinished is not None:
+            yield self._prefix(find, self._blocks, unfinished, self._lend)
+        if self._host is not None:
+            yield self._prefix(find, self._host, frozenset(), self._lend_in_host)
+
+    def _prefix(self, find: Find, cache: _Cache, unfinished: Container[int], lend: Lend) -> "_Prefix":
+        """Return the longest prefix that is complete, of a multiple of ``find.unit_tokens`` tokens.
+
+        A shorter prefix may need other blocks: windows move.
+        """
+        hashes = find.hashes
         while hashes:
-            table, tokens = self._blocks.longest_prefix(hashes)
+            table, tokens = cache.longest_prefix(hashes)
             whole = tuple(tuple(group) for group in table)
-            complete = tokens_before(whole, self._blocks.block_tokens, tokens, unfinished) // unit_tokens * unit_tokens
+            complete = tokens_before(whole, self._blocks.block_tokens, tokens, unfinished)
+            complete -= complete % find.unit_tokens
             if complete == tokens:
-                return whole, tokens
+                return _Prefix(cache, lend, whole, tokens)
             hashes = hashes[: complete // self._blocks.hash_tokens]
-        return (), 0
+        return _Prefix(cache, lend, (), 0)

@@ -19,7 +19,7 @@ from pd_connector.scheduler.prefill.leased_states import LeasedStates
 from pd_connector.scheduler.prefill.prefix_service import PrefixService, PrefixSource
 from pd_connector.scheduler.scheduler_role import SchedulerRole
 from pd_connector.stats import StatsRecorder
-from pd_connector.vllm.block_pools import BlocksAndSlots, HostBlocks, Leased
+from pd_connector.vllm.block_pools import BlocksAndSlots, HostBlocks, Leased, slot_of
 from pd_connector.vllm.device_blocks import DeviceBlocks, HeldBlocks
 from pd_connector.vllm.engine_core import EngineLoop
 from pd_connector.vllm.model_identity import of_engine
@@ -130,6 +130,8 @@ class Producer(SchedulerRole):
         models = [handshake.model for handshake in handshakes if handshake.model is not None]
         geometries = tuple(handshake.geometry for handshake in handshakes)
         self._service.set_workers(geometries, host, of_engine(models) if models else None)
+        if self._prefixes is not None and self._moves is not None and host and not self._service.checksums.enabled:
+            self._prefixes.use_host(self._moves.loans, self._lend_in_host)
         if self._service.engine_id != known_as:
             logger.info(
                 "PDConnector: the KV caches are registered anew, so prefill engine %s is now %s",
@@ -297,6 +299,14 @@ class Producer(SchedulerRole):
         if step is not None:
             self._announcer.await_step(step, remote.lease_id)
         return remote
+
+    def _lend_in_host(self, held: HeldBlocks, block_ids: tuple[tuple[int, ...], ...], tokens: int) -> RemotePrefill:
+        """Grant a lease over blocks of host memory that another engine has found. Ids are those of the host pool."""
+        assert self._moves is not None, "blocks were found in host memory that nobody knows"
+        self._moves.loans.lend(held, 0)
+        slots = {int(block.block_id): slot_of(block) for block in held}
+        address = self._host, self.port
+        return self._service.lend(HostBlocks(held), block_ids, tokens, address, slots, is_written=True)
 
     @property
     def _prefixes(self) -> PrefixService | None:

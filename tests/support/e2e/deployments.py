@@ -256,14 +256,19 @@ LANDINGS = Deployment(
     "landings",
     (
         ("P", prefill(layout="LBHNC")),
-        ("D auto", with_host_memory(decode(layout="BHLNC", patient=True), ("host_transfers", "auto"), _LANDING_HOST)),
+        (
+            "D auto",
+            with_host_memory(
+                decode(layout="BHLNC", patient=True), ("host_transfers", "auto"), ("peers", ()), _LANDING_HOST
+            ),
+        ),
         (
             "D host",
             with_host_memory(decode(layout="LBHNC", tensor_parallel=2, patient=True), ("host_transfers", "always")),
         ),
         (
             "B",  # both roles, with blocks for eleven of the prompts that it is given at once
-            with_host_memory(peer(layout="LBHNC"), ("host_transfers", "auto"), _LANDING_HOST),
+            with_host_memory(peer(layout="LBHNC"), ("host_transfers", "auto"), ("serve_prefixes", True), _LANDING_HOST),
         ),
     ),
     slow=True,

@@ -243,7 +243,7 @@ class EngineSim:
         self.computed_of: Counter[str] = Counter()  # tokens, by request id
         self.computed: Counter[str] = Counter()  # prompts that were computed instead of pulled, by cause
         patch.object(self.side._stats, "count", self._count).start()
-        self.opens_host = self.produces and settings.get("host_transfers", "off") != "off"
+        self.opens_host = self.side._role.is_read and settings.get("host_transfers", "off") != "off"
         worker = worker_with(self._caches)
         handshake = WorkerHandshake(worker, slots, worker if self.opens_host else None)
         connector.set_xfer_handshake_metadata_pp_aware({(0, 0): HandshakeMetadata(handshake)})

@@ -12,7 +12,7 @@ from pd_connector.scheduler.decode.canaries import NoCanaries, Rejection, Standi
 from pd_connector.scheduler.decode.peer_prefixes import PeerPrefixes
 from tests.support.simulation.engine_worker import PeerOf
 from tests.support.simulation.vllm_schedulers import HOST, ClientRequest, EngineSim, World
-from transfer.control.messages import Find, Found
+from transfer.control.messages import Find, Found, Located
 
 BLOCK, TURN, OUTPUTS = 16, 200, 40
 FIRST = list(range(TURN))
@@ -55,6 +55,13 @@ def hold(world: World, engine: EngineSim, tokens: list[int]) -> None:
     compute(world, engine, [1000, 1001], 3)
 
 
+def evict(world: World, engine: EngineSim) -> None:
+    """Others take all blocks of the device."""
+    for part in range(2):
+        compute(world, engine, [2000 + part] * 440)
+    world.run(1.0)
+
+
 def test_an_engine_pulls_what_another_has_computed_and_computes_the_rest(world: World) -> None:
     holder = server(world)
     finder = asker(world, holder)
@@ -78,6 +85,60 @@ def test_what_this_engine_holds_is_not_pulled(world: World) -> None:
     held, found = TURN // BLOCK * BLOCK, 2 * TURN // BLOCK * BLOCK
     assert computed == 2 * TURN + 1 - found
     assert [(each.first_token, each.end_token) for each in order] == [(held, found)]
+
+
+@pytest.mark.parametrize("role", ["kv_producer", "kv_consumer"])
+def test_what_only_host_memory_holds_is_pulled_from_there(world: World, role: str) -> None:
+    holder = server(world, role, 30, slots=200, host_transfers="auto")
+    finder = asker(world, holder)
+    hold(world, holder, FIRST)
+    evict(world, holder)
+    computed, _ = compute(world, finder, [*FIRST, 1])
+    assert computed == TURN + 1 - TURN // BLOCK * BLOCK
+    assert finder.counts["prefixes: pulled"] == 1
+    world.run(1.0)
+    assert holder.leases == holder.slots_in_use == holder.blocks_in_use == 0
+
+
+def test_the_device_is_read_where_host_memory_holds_no_more(world: World) -> None:
+    holder = server(world, blocks=30, slots=200, host_transfers="auto")
+    finder = asker(world, holder)
+    hold(world, holder, FIRST)
+    places = watch_places(holder)
+    compute(world, finder, [*FIRST, 1])
+    assert places == ["device"]
+    evict(world, holder)
+    compute(world, asker(world, holder), [*FIRST, 1])
+    assert places == ["device", "host"]
+
+
+@pytest.mark.parametrize("settings", [{}, {"host_transfers": "auto", "verify": True}])
+def test_host_memory_that_cannot_be_read_or_has_no_checksums_is_not_lent(
+    world: World, settings: dict[str, Any]
+) -> None:
+    holder = server(world, blocks=30, slots=200, **settings)
+    finder = asker(world, holder)
+    hold(world, holder, FIRST)
+    evict(world, holder)
+    computed, _ = compute(world, finder, [*FIRST, 1])
+    assert computed == TURN + 1
+    assert finder.counts["prefixes: nothing"] == 1
+
+
+def test_host_memory_that_is_forgotten_while_it_is_lent_fails_the_pull_and_nothing_else(world: World) -> None:
+    holder = server(world, blocks=30, slots=200, host_transfers="auto")
+    finder = asker(world, holder, pull_s=0.5)
+    hold(world, holder, FIRST)
+    evict(world, holder)
+    request = ClientRequest("late", [*FIRST, 1], 1)
+    finder.ask(request)
+    while not holder.leases:
+        world.step()
+    holder.scheduler.reset_prefix_cache(reset_connector=True)
+    world.run(20.0)
+    assert request.ended == "finished"
+    assert finder.computed_of["late-d"] == TURN + 1
+    assert holder.leases == holder.slots_in_use == 0
 
 
 def test_what_is_too_little_is_computed(world: World) -> None:
@@ -393,3 +454,17 @@ def watch_orders(engine: EngineSim) -> list[PullOrder]:
 
     vars(engine.worker)["start"] = watched
     return seen
+
+
+def watch_places(engine: EngineSim) -> list[str]:
+    """Where other engines have read this one, from now on."""
+    places: list[str] = []
+    locate = engine.service.leases.locate
+
+    def watched(lease_id: str) -> Located:
+        located: Located = locate(lease_id)
+        places.append(located.place)
+        return located
+
+    engine.service.leases.locate = watched
+    return places

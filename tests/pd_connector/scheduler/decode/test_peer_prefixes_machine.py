@@ -3,7 +3,9 @@
 The simulation checks every token that a request finds in its blocks, and ``check_integrity`` after every step.
 """
 
-from hypothesis import settings
+from typing import Any
+
+from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -17,13 +19,21 @@ NAMES = "PDQ"
 class PrefixMachine(RuleBasedStateMachine):
     """A prefill engine, a decode engine and one of both kinds, each of which asks the others."""
 
-    @initialize(blocks=st.sampled_from([34, 60]), slots=st.sampled_from([0, 60]), outputs=st.sampled_from([1, 30]))
-    def start(self, blocks: int, slots: int, outputs: int) -> None:
+    @initialize(
+        blocks=st.sampled_from([34, 60]),
+        slots=st.sampled_from([0, 60, 100]),
+        hosts=st.sampled_from(["P", "PD", "PDQ"]),
+        transfers=st.sampled_from(["off", "auto"]),
+        outputs=st.sampled_from([1, 30]),
+    )
+    def start(self, blocks: int, slots: int, hosts: str, transfers: str, outputs: int) -> None:
         self.world, self.outputs, self.number = World(), outputs, 0
+        settings: dict[str, Any] = {"host_transfers": transfers}
         self.engines = {
             name: EngineSim(
-                self.world, role, blocks, "fail", slots=slots if name == "P" else 0, serve_prefixes=True,
+                self.world, role, blocks, "fail", slots=slots if name in hosts else 0, serve_prefixes=True,
                 peers=[f"{HOST}:{port}" for port in (1, 2, 3) if port != own],
+                **(settings if slots and name in hosts else {}),
             )
             for own, (name, role) in enumerate(zip(NAMES, ("kv_producer", "kv_consumer", "kv_both"), strict=True), 1)
         }  # fmt: skip
@@ -89,14 +99,15 @@ class PrefixMachine(RuleBasedStateMachine):
             engine.is_cut = False
         self.world.run_to_the_end(60.0, 10.0)
         ended = {request.ended for request in self.asked}
-        self.world.clock.advance(200.0)  # leases that nobody took expire
-        for _ in range(30):
-            self.world.step()
+        for pause_s in (0.0, 200.0):  # late questions are answered, and leases that nobody took expire
+            self.world.clock.advance(pause_s)
+            for _ in range(30):
+                self.world.step()
         for engine in self.engines.values():
-            assert engine.leases == engine.blocks_in_use == 0, engine.state
+            assert engine.leases == engine.blocks_in_use == engine.slots_in_use == 0, engine.state
         self.world.close()
         assert ended <= {"finished", "aborted", "failed"}
 
 
-PrefixMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+PrefixMachine.TestCase.settings = hypothesis_settings(max_examples=40, stateful_step_count=40, deadline=None)
 TestPrefixes = PrefixMachine.TestCase

@@ -100,6 +100,15 @@ class LeaseLife(RuleBasedStateMachine):
         promise.grant(self.clock.now, tables, is_written=is_written)
         return lease_id
 
+    @rule(target=leases)
+    def grant_in_host_memory(self) -> str:
+        number = next(self.numbers)
+        lease_id, tables = f"lease {number}", ((number,),)
+        self.table.grant(lease_id, lease_id, CONTENTS, tables, {number: 7})
+        self.promises[lease_id] = promise = _Promise(lease_id, place=Place.HOST)
+        promise.grant(self.clock.now, tables, is_written=True)
+        return lease_id
+
     @rule(lease_id=leases, is_written=st.booleans())
     def grant_what_grows(self, lease_id: str, *, is_written: bool) -> None:
         promise, tables = self.promises[lease_id], ((int(lease_id.removeprefix("lease ")),),)

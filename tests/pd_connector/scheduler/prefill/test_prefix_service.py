@@ -24,6 +24,9 @@ class FakeBlocks:
     def __init__(self) -> None:
         self.held, self.free = 8, 60
 
+    def has_spare(self, number: int, share: float) -> bool:
+        return self.free - number >= share * self.total
+
     def may_hold(self, hashes: Any, tokens: int, groups: Any) -> bool:
         return bool(groups) and -(-tokens // BLOCK) <= min(self.held, len(hashes))
 
