@@ -135,6 +135,39 @@ def test_an_engine_that_would_be_short_of_blocks_lends_none(asked: Asked) -> Non
     assert asked.ask(find(find_id="find-2")).lease_id
 
 
+@pytest.mark.parametrize(
+    ("on_device", "in_host", "free_in_host", "lender", "tokens"),
+    [
+        (8, 8, 60, "device", 6 * BLOCK),
+        (4, 6, 60, "host", 6 * BLOCK),
+        (4, 6, 15, "device", 4 * BLOCK),
+        (0, 6, 16, "host", 6 * BLOCK),
+        (0, 6, 15, "", 0),
+    ],
+)
+def test_host_memory_lends_where_it_holds_more_and_has_room(
+    asked: Asked, on_device: int, in_host: int, free_in_host: int, lender: str, tokens: int
+) -> None:
+    host, lent = FakeBlocks(), list[str]()
+    asked.blocks.held, host.held, host.free = on_device, in_host, free_in_host
+
+    def lend(held: Any, block_ids: Any, tokens: int) -> Any:
+        lent.append("host")
+        return asked.lend(held, block_ids, tokens)
+
+    loans: Any = host
+    asked.service.use_host(loans, lend)
+    assert asked.ask(find()).tokens == tokens
+    assert (lent or ["device"] * asked.lent or [""]) == [lender]
+
+
+def test_host_memory_lends_though_nobody_knows_what_the_device_is_writing(asked: Asked) -> None:
+    host: Any = FakeBlocks()
+    asked.known = False
+    asked.service.use_host(host, asked.lend)
+    assert asked.ask(find()).tokens == 6 * BLOCK
+
+
 def test_more_questions_than_a_step_may_take_are_answered_at_once(asked: Asked) -> None:
     answers = [asked.service.ask(find(find_id=f"find-{number}"), ENGINE) for number in range(70)]
     assert sum(isinstance(answer, NotYet) for answer in answers) == 64
