@@ -430,6 +430,21 @@ CHAOS_HOST = Deployment(
     slow=True,
 )  # fmt: skip
 
+_CHAOS_PEER = (*_CHAOS_PATIENCE, ("host_transfers", "auto"))
+
+#: P finds in D's caches what D has decoded. Neither device has room for what is asked of it at once.
+CHAOS_PREFIXES = Deployment(
+    "chaos prefixes",
+    (
+        ("P", with_host_memory(replace(prefill(), options=(*_CHAOS_PEER, ("peers", ()))))),
+        (
+            "D",
+            with_host_memory(replace(decode("recompute"), options=(*_CHAOS_PEER, ("serve_prefixes", True)))),
+        ),
+    ),
+    slow=True,
+)
+
 _POINT_BLOCKS = 40  # of the device of a decode server: for one prompt of the tests of chosen points
 
 
