@@ -1,6 +1,6 @@
 """Conversations whose prefixes P pulls from D, while both die and stop: no wrong token, no request that does not end.
 
-Neither device has room for all of them, so that much of what D is asked for lies in its host memory.
+Neither device has room for all of them: P forgets them, and much of what D is asked for lies in its host memory.
 """
 
 import random
@@ -53,7 +53,7 @@ def turn(trouble: Trouble, prompt: list[int], hint: str | None) -> Completion | 
 def talk(trouble: Trouble, number: int) -> Chat:
     """A conversation to its end. A turn that fails is asked again, as a client would."""
     chance, chat = random.Random(number), Chat()
-    history, hint = make_prompt(chance.randrange(300, 1000), ("chaos prefixes", number)), None
+    history, hint = make_prompt(chance.randrange(500, 1300), ("chaos prefixes", number)), None
     while len(chat.turns) < TURNS:
         prompt = [*history, *make_prompt(chance.randrange(5, 100), (number, len(chat.turns)))]
         trouble.wait_for_servers()
@@ -87,8 +87,8 @@ def test_conversations_in_trouble(pair: Pair, cluster: Cluster, figures: list[st
     )
     assert trouble.caused["killed prefill"] == trouble.caused["killed decode"] == 1
     assert set(ended) <= {"killed"}
-    assert tokens > 0
     assert max(chat.longest_s for chat in chats) < 100.0
     for chat in chats:
         for prompt, answer in chat.turns:
             pair.assert_right(answer, prompt)
+    assert tokens > 0
