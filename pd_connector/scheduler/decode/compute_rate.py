@@ -17,7 +17,7 @@ class _Step:
     """A step that may still be under way."""
 
     tokens: int
-    prompts: frozenset[str]  # requests of which it computes enough to say when it has ended
+    prompts: frozenset[str]  # requests of which it computes a large part of the prompt, or what follows one
     scheduled_at: float
 
 
@@ -43,7 +43,12 @@ class ComputeRate:
 
     def step(self, scheduled: Mapping[str, int]) -> None:
         """Note that a step is scheduled that computes so many tokens of each request."""
-        prompts = frozenset(request_id for request_id, tokens in scheduled.items() if tokens >= _LEAST_TOKENS)
+        before = self._steps[-1].prompts if self._steps else ()
+        prompts = frozenset(
+            request_id
+            for request_id, tokens in scheduled.items()
+            if tokens >= _LEAST_TOKENS or (tokens > 1 and request_id in before)
+        )
         self._steps.append(_Step(sum(scheduled.values()), prompts, self._clock()))
         if len(self._steps) > self._in_flight:
             self._end(1)
@@ -63,10 +68,13 @@ class ComputeRate:
     def _end(self, number: int) -> None:
         """Note that the first ``number`` steps have ended."""
         ended = [self._steps.popleft() for _ in range(number)]
-        now = self._clock()
-        took, self._free_at = now - max(self._free_at, ended[0].scheduled_at), now
+        now, free_at = self._clock(), self._free_at
+        self._free_at = now
         tokens = sum(step.tokens for step in ended)
-        if tokens < _LEAST_TOKENS or took <= 0:
+        if tokens < _LEAST_TOKENS:
+            return
+        took = now - max(free_at, next(step.scheduled_at for step in ended if step.tokens))
+        if took <= 0:
             return
         new = tokens / took
         self._per_second = max(new, (1 - _WEIGHT) * self._per_second + _WEIGHT * new)

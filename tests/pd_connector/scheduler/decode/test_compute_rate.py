@@ -42,8 +42,8 @@ def test_a_prompt_of_several_steps_has_taken_all_of_them() -> None:
     rate.step({"a": 1000})
     rate.step({"a": 1000})
     clock.advance(2.0)
-    rate.step({"a": 500})
-    clock.advance(0.5)
+    rate.step({"a": 100})
+    clock.advance(0.1)
     rate.answered("a")
     assert rate.seconds_for(1000) == pytest.approx(1.0)
 

@@ -141,6 +141,21 @@ def test_host_memory_that_is_forgotten_while_it_is_lent_fails_the_pull_and_nothi
     assert holder.leases == holder.slots_in_use == 0
 
 
+def test_an_engine_that_pauses_between_prompts_knows_how_fast_it_computes_them(world: World) -> None:
+    finder = asker(world, server(world))
+    end_step = finder.end_step
+
+    def computed(output: Any, result: Any) -> None:
+        world.clock.advance(0.1)
+        end_step(output, result)
+
+    vars(finder)["end_step"] = computed
+    for part in range(3):
+        compute(world, finder, [3000 + part] * 256)
+        world.clock.advance(60.0)
+    assert finder.role_of(PeerPrefixes)._rate.seconds_for(2560) == pytest.approx(1.0, rel=0.05)
+
+
 def test_what_is_too_little_is_computed(world: World) -> None:
     holder = server(world)
     finder = asker(world, holder)
