@@ -462,9 +462,8 @@ class ConnectorScheduler:
             return next((hit.tokens for hit in hits if hit is not None), 0)
 
         return PeerPrefixes(
-            peers, client, self._blocks, self._retentions, self._hashes, self._canaries,
-            steps_in_flight(self._vllm_config), held_in_host, self._clock,
-        )  # fmt: skip
+            peers, client, self._blocks, self._retentions, self._hashes, self._canaries, held_in_host, self._clock
+        )
 
     def _open_host_tier(self, handshakes: Sequence[WorkerHandshake]) -> HostTier:
         mode, manager = self._config.cpu_store, self._blocks.manager

@@ -16,8 +16,9 @@ import pytest
 
 from tests.support.e2e.client import Completion
 from tests.support.e2e.cluster import Cluster
-from tests.support.e2e.deployments import CHAOS_PREFIXES, on
+from tests.support.e2e.deployments import on
 from tests.support.e2e.pair import Pair, make_prompt
+from tests.support.e2e.prefix_deployments import CHAOS_PREFIXES
 from tests.support.e2e.trouble import Side, Trouble
 from tests.support.waiting import until
 

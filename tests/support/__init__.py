@@ -148,6 +148,7 @@ Real servers (``tests/e2e``):
     e2e.cluster             vLLM servers on this machine: started together, watched, ended, measured
     e2e.deployments         the sets of servers that tests share
     e2e.pipeline_deployments  such sets with servers whose layers are spread over pipeline stages
+    e2e.prefix_deployments  such a set with servers that pull prefixes from each other, and die
     e2e.staged_worker       vLLM's CPU worker for a pipeline stage
     e2e.bordered_worker     vLLM's CPU worker for Mamba2 layers that find prefixes
     e2e.release_servers     such sets with servers of other vLLM releases

@@ -97,7 +97,6 @@ class PeerPrefixes(SchedulerRole):
         groups: Sequence[Retention],
         hashes: BlockHashes,
         canaries: NoCanaries,
-        steps_in_flight: int,
         held_in_host: "Callable[[Request, int], int]" = lambda request, computed_tokens: 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -110,7 +109,6 @@ class PeerPrefixes(SchedulerRole):
             groups: what vLLM keeps of a request in every cache group; none of states.
             hashes: name the blocks.
             canaries: prove peers.
-            steps_in_flight: how many steps are scheduled at most before the first of them has ended.
             held_in_host: returns how many tokens behind those on the device host memory holds.
             clock: monotonic, in seconds.
         """
@@ -123,7 +121,8 @@ class PeerPrefixes(SchedulerRole):
         self._held_in_host = held_in_host
         self._clock = clock
         self._ranks = 0
-        self._rate = ComputeRate(steps_in_flight, clock)
+        self._rate = ComputeRate(clock)
+        self._computing: dict[str, Request] = {}  # requests without a first token, by id
         self._asking: dict[str, _Asking] = {}  # by request
         self._pulling: dict[str, _Pulling] = {}  # by the id of the pull
         self._waiting: dict[str, _Pulling] = {}  # for the same, by request
@@ -159,6 +158,8 @@ class PeerPrefixes(SchedulerRole):
 
     def allocated(self, request: "Request", blocks: object, external_tokens: int) -> int:
         """Bring nothing. A request that is computed here may prove the peer that holds its prefix."""
+        if not request.num_output_tokens:
+            self._computing[request.request_id] = request
         remote, computed = self._to_prove.pop(request.request_id, (None, 0))
         if remote is None:
             return 0
@@ -171,6 +172,9 @@ class PeerPrefixes(SchedulerRole):
 
     def step_orders(self, scheduled: Mapping[str, int]) -> Orders:
         """Return the pulls since the last step."""
+        for request_id in [each for each, request in self._computing.items() if request.num_output_tokens]:
+            self._rate.answered(request_id)
+            del self._computing[request_id]
         self._rate.step(scheduled)
         orders, self._orders = tuple(self._orders), []
         return Orders(prefixes=orders)
@@ -194,6 +198,8 @@ class PeerPrefixes(SchedulerRole):
         request_id = request.request_id
         if request.num_output_tokens:
             self._rate.answered(request_id)
+        self._rate.forget(request_id)
+        self._computing.pop(request_id, None)
         self._asked.discard(request_id)
         self._waiting.pop(request_id, None)
         if (asking := self._asking.pop(request_id, None)) is not None:

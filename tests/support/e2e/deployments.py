@@ -430,31 +430,6 @@ CHAOS_HOST = Deployment(
     slow=True,
 )  # fmt: skip
 
-#: P, which forgets soon, finds in D's device and host memory what both have computed. Neither device has room for what
-#: is asked of it at once.
-CHAOS_PREFIXES = Deployment(
-    "chaos prefixes",
-    (
-        (
-            "P",
-            replace(
-                prefill(),
-                kv_cache_bytes=DEVICE_BLOCKS * KV_BLOCK_BYTES,
-                arguments=SHORT,
-                options=(*_CHAOS_OPTIONS, ("peers", ())),
-            ),
-        ),
-        (
-            "D",
-            with_host_memory(
-                replace(decode("recompute"), options=_CHAOS_PATIENCE),
-                ("host_transfers", "auto"), ("serve_prefixes", True),
-            ),
-        ),
-    ),
-    slow=True,
-)  # fmt: skip
-
 _POINT_BLOCKS = 40  # of the device of a decode server: for one prompt of the tests of chosen points
 
 
