@@ -196,10 +196,9 @@ class PeerPrefixes(SchedulerRole):
     def finish(self, request: "Request", block_ids: Sequence[Sequence[int]]) -> None:
         """Forget a request. A pull for it goes on: others may find the prefix."""
         request_id = request.request_id
-        if request.num_output_tokens:
+        if self._computing.pop(request_id, None) is not None and request.num_output_tokens:
             self._rate.answered(request_id)
-        self._rate.forget(request_id)
-        self._computing.pop(request_id, None)
+        self._rate.forget(request_id)  # one that was preempted is computed again behind its first token
         self._asked.discard(request_id)
         self._waiting.pop(request_id, None)
         if (asking := self._asking.pop(request_id, None)) is not None:

@@ -1,6 +1,7 @@
 """Prefixes that another engine holds are found and pulled before a prompt is computed: vLLM's own schedulers."""
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -154,6 +155,16 @@ def test_an_engine_that_pauses_between_prompts_knows_how_fast_it_computes_them(w
         compute(world, finder, [3000 + part] * 256)
         world.clock.advance(60.0)
     assert finder.role_of(PeerPrefixes)._rate.seconds_for(2560) == pytest.approx(1.0, rel=0.05)
+
+
+def test_a_request_that_is_computed_again_behind_its_first_token_says_nothing_of_the_pace(world: World) -> None:
+    peers = asker(world).role_of(PeerPrefixes)
+    request: Any = SimpleNamespace(request_id="preempted", num_output_tokens=1)
+    peers.allocated(request, None, 0)
+    peers.step_orders({"preempted": 400})
+    world.clock.advance(5.0)
+    peers.finish(request, ())
+    assert peers._rate.seconds_for(10_000) == 1.0  # as if nothing had been computed
 
 
 def test_what_is_too_little_is_computed(world: World) -> None:
