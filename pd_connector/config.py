@@ -18,6 +18,8 @@ Seconds = Annotated[float, Field(ge=0.1, le=86400, allow_inf_nan=False)]
 M = TypeVar("M", bound=BaseModel)
 Port = Annotated[int, Field(ge=0, le=65535)]
 HostTransfers = Literal["off", "auto", "always"]
+#: In ``peers``: whoever has read the beginning of a prompt.
+READERS = "readers"
 
 
 class ConfigError(ValueError):
@@ -148,9 +150,10 @@ class ConnectorConfig(BaseModel):
     )
     peers: Annotated[list[str], Field(max_length=16)] | None = Field(
         default=None,
-        description="Engines with serve_prefixes, as host:port of their control channels. Each is asked for what this "
-        "engine's caches lack of a prompt that it is to compute. Needs vLLM's prefix caching. An empty "
-        "list asks only the engine that a request's prefixes_at names. Default: nobody is asked.",
+        description="Engines with serve_prefixes that are asked for what this engine's caches lack of a prompt that "
+        "it is to compute: host:port of their control channels, or readers, which is the engine that has pulled the "
+        "beginning of the prompt from here. Needs vLLM's prefix caching. An empty list asks only the engine "
+        "that a request's prefixes_at names. Default: nobody is asked.",
     )
     drain_timeout_s: Annotated[float, Field(ge=0, le=86400, allow_inf_nan=False)] = Field(
         default=5.0,
@@ -204,7 +207,8 @@ class ConnectorConfig(BaseModel):
     @classmethod
     def _check_addresses(cls, peers: list[str] | None) -> list[str] | None:
         for peer in peers or ():
-            parse_address(peer)
+            if peer != READERS:
+                parse_address(peer)
         return peers
 
     @field_validator("allowed_peers")

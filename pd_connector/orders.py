@@ -5,7 +5,7 @@ Holds plain frozen data only, which can be sent between processes. Imports no vL
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from typing import TypeVar
 
@@ -89,6 +89,7 @@ class PullOrder:
     transfer_id: str = ""
     complete_tokens: int = 0
     traceparent: str = ""  # of the request's trace; empty if it has none, or tracing is off
+    prefixes_at: str = ""  # where this engine serves prefixes, which P is told; empty if it serves none
 
 
 @dataclass(frozen=True)
@@ -251,6 +252,14 @@ class Orders:
 
     def __add__(self, other: "Orders") -> "Orders":
         return Orders(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(Orders)))
+
+    def served_at(self, prefixes_at: str) -> "Orders":
+        """Return these orders, whose pulls of whole prompts tell P where this engine serves prefixes."""
+        pulls, landings, canaries = (
+            tuple(replace(order, prefixes_at=prefixes_at) for order in orders)
+            for orders in (self.pulls, self.landings, self.canaries)
+        )
+        return replace(self, pulls=pulls, landings=landings, canaries=canaries)
 
 
 @dataclass(frozen=True)

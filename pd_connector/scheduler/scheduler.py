@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from pd_connector.config import ConnectorConfig
+from pd_connector.config import READERS, ConnectorConfig
 from pd_connector.engine_limits import ENGINE_LIMITS, EngineLimits
 from pd_connector.orders import Destinations, Orders, Report, WorkerHandshake, WorkerRanks
 from pd_connector.params import is_decode_leg, is_prefill_leg
@@ -30,6 +30,7 @@ from pd_connector.scheduler.prefill.leased_states import LeasedStates
 from pd_connector.scheduler.prefill.leases import LeaseTable
 from pd_connector.scheduler.prefill.prefix_service import PrefixSource
 from pd_connector.scheduler.prefill.producer import Producer
+from pd_connector.scheduler.readers import Readers
 from pd_connector.scheduler.request_admission import AdmissionLimits, RequestAdmission
 from pd_connector.scheduler.request_params import RequestParams
 from pd_connector.scheduler.scheduler_role import SchedulerRole
@@ -117,6 +118,7 @@ class ConnectorScheduler:
         self._early: dict[str, Request] = {}  # requests that came before all workers were known
         self._destinations: list[Destinations] = []  # for the next step, if vLLM is told of failures by block ids
         self._model_changes = 0  # since the last step
+        self._prefixes_at = ""  # where peers find prefixes here
         self._failed: set[str] = set()  # requests that have failed on a rank, and wait for others
         self._params = RequestParams(self._role, stats)
         check_settings(config, self._role, vllm_config, has_states=bool(self._states))
@@ -129,6 +131,7 @@ class ConnectorScheduler:
         self._canaries = self._make_canaries()
         self._prompts = Prompts(vllm_config, config.model_check)
         self._hashes = BlockHashes(vllm_config)
+        self._readers = Readers() if READERS in (config.peers or ()) and self._role.produces else None
         self._consumer = self._make_consumer(keys, kv_cache_config) if self._role.consumes else None
         self._spans = lease_spans(vllm_config)
         on_end = None if self._spans is None else self._spans.ended
@@ -146,6 +149,7 @@ class ConnectorScheduler:
         if self._role.is_read:
             self._admission = self._make_admission(leases, consumer)
             producer = self._make_producer(leases, keys, self._admission)
+            self._prefixes_at = producer.serves_prefixes_at
             self._roles += [producer, self._admission]
             if self._moves is not None:
                 self._roles.append(self._moves)
@@ -230,7 +234,8 @@ class ConnectorScheduler:
         self._demand.end_step()
         own = Orders(destinations=tuple(self._destinations), model_changes=self._model_changes)
         self._destinations, self._model_changes = [], 0
-        return sum((role.step_orders(scheduled) for role in self._roles), own)
+        orders = sum((role.step_orders(scheduled) for role in self._roles), own)
+        return orders.served_at(self._prefixes_at) if self._prefixes_at else orders
 
     def rest(self) -> None:
         """Wait a little if nothing can happen here before a prefill engine has news. For a step that has no work.
@@ -377,6 +382,7 @@ class ConnectorScheduler:
             leases, model, tp_size, self._engine.wake, verify=config.verify, max_model_len=max_model_len(vllm_config),
             spans=self._spans, prompts=self._prompts, writes_late=drafts_late(vllm_config),
         )  # fmt: skip
+        service.readers = self._readers
         if config.host_transfers != "off":
             self._prompt_slots = PromptSlots()
             self._moves = LeaseMoves(
@@ -388,21 +394,11 @@ class ConnectorScheduler:
         drain = Drain(config.drain_timeout_s, stop_timeout_s(vllm_config), self._engine.is_stopping)
         in_flight = steps_in_flight(vllm_config)
         return Producer(
-            service,
-            config.host or host_address(),
-            port,
-            self._blocks,
-            self._engine,
-            drain,
-            keys,
-            in_flight,
-            self._moves,
-            self._prompt_slots,
-            self._external,
-            LeasedStates(self._blocks, self._retentions, self._prompts),
-            self._prefix_source,
+            service, config.host or host_address(), port, self._blocks, self._engine, drain, keys, in_flight,
+            self._moves, self._prompt_slots, self._external,
+            LeasedStates(self._blocks, self._retentions, self._prompts), self._prefix_source,
             drafts_late=drafts_late(vllm_config),
-        )
+        )  # fmt: skip
 
     def _make_bootstrap(self, producer: Producer) -> SchedulerRole:
         if not self._port:
@@ -455,15 +451,16 @@ class ConnectorScheduler:
         if self._states:
             return None
         client = ControlClient(keys=keys, allowed=AllowedPeers(self._config.allowed_peers))
-        peers = [parse_address(peer) for peer in self._config.peers or ()]
+        peers = [parse_address(peer) for peer in self._config.peers or () if peer != READERS]
 
         def held_in_host(request: "Request", computed_tokens: int) -> int:
             hits = (role.hit(request, computed_tokens) for role in self._roles if isinstance(role, HostTier))
             return next((hit.tokens for hit in hits if hit is not None), 0)
 
         return PeerPrefixes(
-            peers, client, self._blocks, self._retentions, self._hashes, self._canaries, held_in_host, self._clock
-        )
+            peers, client, self._blocks, self._retentions, self._hashes, self._canaries, held_in_host, self._clock,
+            self._readers,
+        )  # fmt: skip
 
     def _open_host_tier(self, handshakes: Sequence[WorkerHandshake]) -> HostTier:
         mode, manager = self._config.cpu_store, self._blocks.manager

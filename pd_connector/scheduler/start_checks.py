@@ -4,7 +4,7 @@ import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from pd_connector.config import ConfigError, ConnectorConfig, recipe_keys
+from pd_connector.config import READERS, ConfigError, ConnectorConfig, recipe_keys
 from pd_connector.orders import WorkerHandshake
 from pd_connector.secret import ENVIRONMENT
 from pd_connector.vllm.cache_specs import RING_TOKENS, Retention, blocks_for
@@ -38,6 +38,11 @@ def check_settings(
         logger.warning(
             "PDConnector: serve_prefixes and peers have no effect: prefixes of models whose layers keep states (Mamba, "
             "gated delta net and such) are not shared between engines"
+        )
+    if READERS in (config.peers or ()) and not role.produces:
+        raise ConfigError(
+            f"peers has {READERS!r}: only an engine that prefills for others (kv_role kv_producer or kv_both) has "
+            "readers; name engines as host:port"
         )
     if config.bootstrap_port and role.produces:
         check_one_engine_per_url(vllm_config)

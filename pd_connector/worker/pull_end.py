@@ -107,8 +107,9 @@ def release_message(order: PullOrder, reader: int, readers: int, place: str = Pl
     """Return the message that ``reader`` sends when all reads of the pull have settled, successful or not."""
     remote = order.remote
     return Release(
-        remote.remote_engine_id, remote.lease_id, reader, readers, order.pull_id, contents_digest(remote), place
-    )
+        remote.remote_engine_id, remote.lease_id, reader, readers, order.pull_id, contents_digest(remote), place,
+        order.prefixes_at,
+    )  # fmt: skip
 
 
 _INVALID_REASONS: dict[str, str] = {

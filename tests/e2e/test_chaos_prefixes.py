@@ -1,6 +1,7 @@
 """Conversations whose prefixes P pulls from D, while both die and stop: no wrong token, no request that does not end.
 
-Neither device has room for all of them: P forgets them, and much of what D is asked for lies in its host memory.
+Neither device has room for all of them: P forgets them, and much of what D is asked for lies in its host memory. Nobody
+tells P whom to ask: it remembers who has read a conversation.
 """
 
 import random
@@ -9,7 +10,6 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
 
 import httpx
 import pytest
@@ -38,35 +38,31 @@ class Chat:
     longest_s: float = 0.0
 
 
-def turn(trouble: Trouble, prompt: list[int], hint: str | None) -> Completion | None:
+def turn(trouble: Trouble, prompt: list[int]) -> Completion | None:
     """Both legs of a request in turn; None if a server was killed meanwhile."""
     pair = trouble.router.pair
-    for_p: dict[str, Any] = {"do_remote_decode": True, **({"prefixes_at": hint} if hint else {})}
     with suppress(httpx.HTTPError, RuntimeError):
-        prefilled = pair.prefill.client.complete(prompt, 1, kv_transfer_params=for_p)
+        prefilled = pair.prefill.client.complete(prompt, 1, kv_transfer_params={"do_remote_decode": True})
         if prefilled.status != 200:
             return prefilled
-        for_d = {**(prefilled.kv_transfer_params or {}), "prefixes_at": None}
-        return pair.decode_leg(prompt, for_d, ANSWER)
+        return pair.decode_leg(prompt, prefilled.kv_transfer_params or {}, ANSWER)
     return None
 
 
 def talk(trouble: Trouble, number: int) -> Chat:
     """A conversation to its end. A turn that fails is asked again, as a client would."""
     chance, chat = random.Random(number), Chat()
-    history, hint = make_prompt(chance.randrange(500, 1300), ("chaos prefixes", number)), None
+    history = make_prompt(chance.randrange(500, 1300), ("chaos prefixes", number))
     while len(chat.turns) < TURNS:
         prompt = [*history, *make_prompt(chance.randrange(5, 100), (number, len(chat.turns)))]
         trouble.wait_for_servers()
         began = time.monotonic()
-        answer = turn(trouble, prompt, hint)
+        answer = turn(trouble, prompt)
         chat.longest_s = max(chat.longest_s, time.monotonic() - began)
         if answer is None or answer.status != 200:
             chat.other_ends["killed" if answer is None else str(answer.status)] += 1
             assert chat.other_ends.total() < ATTEMPTS, f"chat {number}: {chat.other_ends}"
             continue
-        hint = (answer.kv_transfer_params or {}).get("prefixes_at")
-        assert hint, "D has not said where the conversation can be found"
         chat.turns.append((prompt, answer))
         history = [*prompt, *answer.tokens]
     return chat

@@ -213,6 +213,8 @@ class Release(RequestFor["Released"], frozen=True, tag="release"):
     pull_id: str  # of the finished read: tells a repeated release from the release of a second read
     contents: str  # digest of what was read; must equal the one that P computed when it granted the lease
     place: str = "device"  # one of ``Place``: where it was read, which must be where the lease lies
+    #: Control channel of the reader's engine, host:port, which answers ``Find``; empty if it serves no prefixes.
+    prefixes_at: Annotated[str, msgspec.Meta(max_length=300)] = ""
 
 
 class Released(msgspec.Struct, frozen=True, tag="released"):

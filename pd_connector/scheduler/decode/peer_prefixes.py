@@ -31,6 +31,7 @@ from pd_connector.orders import Orders, PullOrder, RankEnds, Report, WorkerHands
 from pd_connector.params import ParamsError, RemotePrefill, check_groups, is_decode_leg, prefixes_at
 from pd_connector.scheduler.decode.canaries import NoCanaries, Standing
 from pd_connector.scheduler.decode.compute_rate import ComputeRate
+from pd_connector.scheduler.readers import Readers
 from pd_connector.scheduler.scheduler_role import SchedulerRole
 from pd_connector.stats import StatsRecorder
 from pd_connector.vllm.block_hashes import BlockHashes
@@ -99,6 +100,7 @@ class PeerPrefixes(SchedulerRole):
         canaries: NoCanaries,
         held_in_host: "Callable[[Request, int], int]" = lambda request, computed_tokens: 0,
         clock: Callable[[], float] = time.monotonic,
+        readers: Readers | None = None,
     ) -> None:
         """Start with nothing asked.
 
@@ -111,7 +113,9 @@ class PeerPrefixes(SchedulerRole):
             canaries: prove peers.
             held_in_host: returns how many tokens behind those on the device host memory holds.
             clock: monotonic, in seconds.
+            readers: know who has read the beginning of a prompt here; None if they are not to be asked.
         """
+        self._readers = readers
         self._peers = tuple(peers)
         self._client = client
         self._blocks = blocks
@@ -254,7 +258,7 @@ class PeerPrefixes(SchedulerRole):
         if missing < _LEAST_TOKENS or is_decode_leg(params) or computes_whole_prompt(request):
             return False
         own_tokens = self._blocks.hash_tokens
-        number, peers = computed_tokens // own_tokens, self._peers_for(params)
+        number, peers = computed_tokens // own_tokens, self._peers_for(request)
         if number >= request.num_prompt_tokens // own_tokens or not peers:
             return False
         key = bytes(request.block_hashes[number])
@@ -280,18 +284,19 @@ class PeerPrefixes(SchedulerRole):
         if self._begun.get(begun.key) is begun:
             del self._begun[begun.key]
 
-    def _peers_for(self, params: object) -> list[Address]:
-        """Return the peers to ask for a request with these ``kv_transfer_params``: the one that it names alone, if any.
+    def _peers_for(self, request: "Request") -> list[Address]:
+        """Return the peers to ask for a request: the one that it names alone, if any.
 
         Not those that have just not answered.
         """
         try:
-            named = prefixes_at(params)
+            named = prefixes_at(request.kv_transfer_params)
         except ParamsError as error:
             self._warnings.warn("hint", f"PDConnector: {error}. The prompt is computed here")
             return []
         now = self._clock()
-        peers = self._peers if named is None else (named,)
+        reader = self._readers.reader_of(request.block_hashes) if self._readers and named is None else None
+        peers = (named,) if named else dict.fromkeys((*([reader] if reader else []), *self._peers))
         return [peer for peer in peers if self._silent_until.get(peer, -math.inf) <= now]
 
     def _ask(self, asking: _Asking, peer: Address, hash_tokens: int) -> None:

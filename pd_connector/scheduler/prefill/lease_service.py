@@ -15,6 +15,7 @@ from pd_connector.scheduler.prefill.checksum_table import ChecksumTable
 from pd_connector.scheduler.prefill.leases import Held, LeaseTable, Tables
 from pd_connector.scheduler.prefill.prefix_service import PrefixService
 from pd_connector.scheduler.prefill.transfers import Prompt, Transfers
+from pd_connector.scheduler.readers import Readers
 from pd_connector.vllm.cache_specs import retention_in
 from pd_connector.vllm.prompts import Prompts
 from pd_connector.vllm.requests import traceparent
@@ -98,6 +99,7 @@ class LeaseService(Generic[Held]):
         self.transfers = Transfers(leases.ttl_s, remembered_s=leases.unclaimed_s)
         #: Called on any thread with the ids of transfers of which there is news.
         self.notify: Callable[..., None] = lambda *transfer_ids: None
+        self.readers: Readers | None = None  # None if nobody asks for them
         #: Answers questions for prefixes; None if this engine serves none.
         self.prefixes: PrefixService | None = None
         self._leases_ended = leases_ended
@@ -207,6 +209,8 @@ class LeaseService(Generic[Held]):
         )
         if self._spans is not None:
             self._spans.granted(remote.lease_id, traceparent(request), request.request_id, prompt.tokens)
+        if self.readers is not None:
+            self.readers.leased(remote.lease_id, request.block_hashes)
         tables = remote.remote_block_ids if may_move and self._host_workers else ()
         is_valid = self.leases.grant(
             remote.lease_id, blocks, contents_digest(remote), tables if begun is None else (), is_written=is_written
@@ -343,6 +347,8 @@ class LeaseService(Generic[Held]):
             case Renew(lease_ids=lease_ids, reading=reading):
                 return Renewed(self.leases.renew(lease_ids, reading))
             case Release():
+                if self.readers is not None and request.prefixes_at:
+                    self.readers.read(request.lease_id, request.prefixes_at)
                 return self.leases.release(
                     request.lease_id,
                     request.reader,

@@ -122,6 +122,11 @@ class Producer(SchedulerRole):
         """Port of the control channel."""
         return self._server.port
 
+    @property
+    def serves_prefixes_at(self) -> str:
+        """Where other engines find prefixes here, ``host:port``; empty if they may not."""
+        return str(Address(self._host, self.port)) if self._prefixes is not None else ""
+
     def set_workers(self, handshakes: Sequence[WorkerHandshake]) -> None:
         """Announce the workers' caches to peers."""
         known_as, self._workers = self._service.engine_id, len(handshakes)
@@ -195,7 +200,7 @@ class Producer(SchedulerRole):
         self._outdated.discard(request.request_id)
         self._announcer.finish(request, is_granted=answer is not None)
         if answer is None and self._prefixes is not None and wants_prefixes_at(request.kv_transfer_params):
-            return {"prefixes_at": str(Address(self._host, self.port))}
+            return {"prefixes_at": self.serves_prefixes_at}
         return answer
 
     @property

@@ -28,7 +28,7 @@ CHAOS_PREFIXES = Deployment(
                 prefill(),
                 kv_cache_bytes=DEVICE_BLOCKS * KV_BLOCK_BYTES,
                 arguments=SHORT,
-                options=(*_TIMES, ("peers", ())),
+                options=(*_TIMES, ("peers", ("readers",))),
             ),
         ),
         (
