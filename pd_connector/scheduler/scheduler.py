@@ -380,9 +380,8 @@ class ConnectorScheduler:
         tp_size, _ = engine_ranks(vllm_config)
         service = LeaseService(
             leases, model, tp_size, self._engine.wake, verify=config.verify, max_model_len=max_model_len(vllm_config),
-            spans=self._spans, prompts=self._prompts, writes_late=drafts_late(vllm_config),
+            spans=self._spans, prompts=self._prompts, writes_late=drafts_late(vllm_config), readers=self._readers,
         )  # fmt: skip
-        service.readers = self._readers
         if config.host_transfers != "off":
             self._prompt_slots = PromptSlots()
             self._moves = LeaseMoves(

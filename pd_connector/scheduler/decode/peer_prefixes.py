@@ -255,11 +255,14 @@ class PeerPrefixes(SchedulerRole):
         """Ask the peers for what a request lacks; return whether it is to wait."""
         params = request.kv_transfer_params
         missing = request.num_prompt_tokens - 1 - computed_tokens
-        if missing < _LEAST_TOKENS or is_decode_leg(params) or computes_whole_prompt(request):
-            return False
         own_tokens = self._blocks.hash_tokens
-        number, peers = computed_tokens // own_tokens, self._peers_for(request)
-        if number >= request.num_prompt_tokens // own_tokens or not peers:
+        number = computed_tokens // own_tokens
+        is_little = missing < _LEAST_TOKENS or number >= request.num_prompt_tokens // own_tokens
+        if is_little or is_decode_leg(params) or computes_whole_prompt(request):
+            return False
+        peers = self._peers_for(request)
+        if not peers:
+            self._asked.add(request.request_id)  # to look for a reader takes long for a long prompt: once
             return False
         key = bytes(request.block_hashes[number])
         if (same := self._begun.get(key)) is not None:

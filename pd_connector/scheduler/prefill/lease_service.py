@@ -76,6 +76,7 @@ class LeaseService(Generic[Held]):
         spans: LeaseSpans | None = None,
         writes_late: bool = False,
         prompts: Prompts | None = None,
+        readers: Readers | None = None,
     ) -> None:
         """Create the service of an engine whose workers are not known yet.
 
@@ -89,8 +90,10 @@ class LeaseService(Generic[Held]):
             spans: is told of every lease that is granted; None if tracing is off.
             writes_late: whether leases may be granted before all that they hold is written.
             prompts: knows their media and adapters; None if these are not to be compared.
+            readers: remember who has read what; None if nobody asks them.
         """
         self._writes_late = writes_late
+        self._readers = readers
         self._unwritten: dict[str, _Granted] = {}  # by lease; of the scheduler's thread
         # A new process is a new engine whatever its configured name, because its memory has other contents.
         self.engine_id = uuid.uuid4().hex
@@ -99,7 +102,6 @@ class LeaseService(Generic[Held]):
         self.transfers = Transfers(leases.ttl_s, remembered_s=leases.unclaimed_s)
         #: Called on any thread with the ids of transfers of which there is news.
         self.notify: Callable[..., None] = lambda *transfer_ids: None
-        self.readers: Readers | None = None  # None if nobody asks for them
         #: Answers questions for prefixes; None if this engine serves none.
         self.prefixes: PrefixService | None = None
         self._leases_ended = leases_ended
@@ -209,8 +211,8 @@ class LeaseService(Generic[Held]):
         )
         if self._spans is not None:
             self._spans.granted(remote.lease_id, traceparent(request), request.request_id, prompt.tokens)
-        if self.readers is not None:
-            self.readers.leased(remote.lease_id, request.block_hashes)
+        if self._readers is not None:
+            self._readers.leased(remote.lease_id, request.block_hashes)
         tables = remote.remote_block_ids if may_move and self._host_workers else ()
         is_valid = self.leases.grant(
             remote.lease_id, blocks, contents_digest(remote), tables if begun is None else (), is_written=is_written
@@ -347,8 +349,8 @@ class LeaseService(Generic[Held]):
             case Renew(lease_ids=lease_ids, reading=reading):
                 return Renewed(self.leases.renew(lease_ids, reading))
             case Release():
-                if self.readers is not None and request.prefixes_at:
-                    self.readers.read(request.lease_id, request.prefixes_at)
+                if self._readers is not None and request.prefixes_at:
+                    self._readers.read(request.lease_id, request.prefixes_at)
                 return self.leases.release(
                     request.lease_id,
                     request.reader,

@@ -1,9 +1,13 @@
 """Who has read a prompt is known when the conversation goes on."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
+from pd_connector.config import ConfigError
+from pd_connector.orders import Orders, PullOrder
+from pd_connector.scheduler.decode.peer_prefixes import PeerPrefixes
 from pd_connector.scheduler.readers import Readers
 from tests.support.simulation.vllm_schedulers import ClientRequest, EngineSim, World
 from transfer.peers import Address
@@ -102,10 +106,7 @@ def take_turn(world: World, prefill: EngineSim, decode: EngineSim, tokens: list[
 
 
 def test_an_engine_asks_who_has_read_the_beginning_of_a_conversation(world: World) -> None:
-    readers = [
-        EngineSim(world, "kv_consumer", 60, serve_prefixes=True),
-        EngineSim(world, "kv_consumer", 60, serve_prefixes=True),
-    ]
+    readers = [EngineSim(world, "kv_consumer", 60, serve_prefixes=True) for _ in range(2)]
     prefill = EngineSim(world, "kv_producer", 60, peers=["readers"])
     for number, decode in enumerate(readers):
         computed, conversation = take_turn(world, prefill, decode, [tokens + number for tokens in FIRST])
@@ -125,3 +126,30 @@ def test_one_that_serves_no_prefixes_is_not_asked(world: World) -> None:
     _, conversation = take_turn(world, prefill, decode, FIRST)
     take_turn(world, prefill, decode, [*conversation, *range(500, 520)])
     assert not prefill.counts["prefixes: asked"]
+
+
+def test_a_reader_is_looked_for_once_a_request(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    prefill = EngineSim(world, "kv_producer", 60, peers=["readers"])
+    looked: list[int] = []
+    monkeypatch.setattr(Readers, "reader_of", lambda _, of_prompt: looked.append(len(of_prompt)))
+    request = ClientRequest("r", FIRST, 1)
+    prefill.ask(request)
+    _, waiting = prefill.requests["r-d"]
+    peers = prefill.role_of(PeerPrefixes)
+    assert not any(peers.must_wait_for(waiting, 0) for _ in range(3))
+    world.run(1.0)
+    assert request.ended == "finished"
+    assert looked == [len(FIRST) // BLOCK]
+
+
+def test_an_engine_that_nobody_reads_has_no_readers_to_ask(world: World) -> None:
+    with pytest.raises(ConfigError, match="only an engine that prefills for others"):
+        EngineSim(world, "kv_consumer", 60, peers=["readers"])
+
+
+@pytest.mark.parametrize("kind", ["pulls", "landings", "canaries"])
+def test_whatever_reads_a_prompt_tells_where_its_engine_serves_prefixes(kind: str) -> None:
+    remote: Any = None
+    ordered: dict[str, Any] = {kind: (PullOrder("r", remote, ((1,),), 0, 15, "pull"),)}
+    orders = Orders(**ordered).served_at(str(READER))
+    assert [order.prefixes_at for order in getattr(orders, kind)] == [str(READER)]
