@@ -123,7 +123,7 @@ def test_a_prefill_engine_that_is_gone_fails_the_parked_pulls_with_the_first_tha
     for number, prompt in enumerate(prompts):
         prompt.compute(32)
         session.submit(prompt.order(f"r{number}", prompt.blocks))
-    until(lambda: all(prompt.waiting == 1 for prompt in prompts))
+    until(lambda: len(session._parked) == len(prompts))  # a pull is parked just after it has asked
     session.check_integrity()
     prompts[3].fail_all(UNREACHABLE)
     ends = [worker.next_end() for _ in prompts]

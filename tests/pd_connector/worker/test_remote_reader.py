@@ -95,7 +95,7 @@ def test_copies_that_follow_the_last_read_are_a_phase_of_their_own(site: Site) -
     staged = pull_once(site, prefill.prefill("staged", THEIRS), worker)
     assert (direct.cause, staged.cause) == ("", "")
     assert "reshape" not in direct.seconds
-    assert staged.seconds["reshape"] >= 0.1
+    assert staged.seconds["reshape"] >= 0.05, "less by what is copied before the reader looks at the clock"
     assert staged.seconds["total"] >= staged.seconds["read"] + staged.seconds["reshape"]
 
 
