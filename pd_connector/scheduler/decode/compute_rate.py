@@ -1,5 +1,6 @@
 """How fast this engine computes prompts, as its answers show: the measure of what is worth waiting for."""
 
+import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -62,6 +63,10 @@ class ComputeRate:
     def forget(self, request_id: str) -> None:
         """Note that a request has left. Unknown ones are ignored."""
         self._prompts.pop(request_id, None)
+
+    def tokens_in(self, seconds: float) -> float:
+        """Return how many tokens are computed in ``seconds``, about; infinity if that is not known."""
+        return seconds * self._per_second if self._per_second else math.inf
 
     def seconds_for(self, tokens: int) -> float:
         """Return how long computing ``tokens`` takes, about: between 0.05 and 10 s, and 1 s if that is not known."""

@@ -1,5 +1,7 @@
 """How long a prompt takes to compute, judged by the prompts that this engine has computed."""
 
+import math
+
 import pytest
 
 from pd_connector.scheduler.decode.compute_rate import ComputeRate
@@ -18,6 +20,7 @@ def rate(clock: ManualClock) -> ComputeRate:
 
 def test_without_a_prompt_nothing_is_known(rate: ComputeRate) -> None:
     assert rate.seconds_for(10_000) == 1.0
+    assert rate.tokens_in(0.02) == math.inf
 
 
 def test_steps_that_are_scheduled_before_those_ahead_have_ended_are_not_taken_for_fast_ones(
@@ -42,6 +45,7 @@ def test_pauses_between_prompts_are_no_part_of_them(rate: ComputeRate, clock: Ma
         rate.answered(f"{number}")
         clock.advance(60.0)
     assert rate.seconds_for(4000) == pytest.approx(1.0)
+    assert rate.tokens_in(0.02) == pytest.approx(80)
 
 
 def test_the_last_part_of_a_prompt_counts_though_it_is_small(rate: ComputeRate, clock: ManualClock) -> None:

@@ -167,13 +167,17 @@ def test_a_request_that_is_computed_again_behind_its_first_token_says_nothing_of
     assert peers._rate.seconds_for(10_000) == 1.0  # as if nothing had been computed
 
 
-def test_what_is_too_little_is_computed(world: World) -> None:
+@pytest.mark.parametrize(("step_s", "pulled"), [(0.05, 0), (1.0, 112)], ids=["fast", "slow"])
+def test_what_is_computed_at_once_is_not_asked_for(world: World, step_s: float, pulled: int) -> None:
     holder = server(world)
     finder = asker(world, holder)
+    finder.ask(ClientRequest("to be timed", [3] * 400, 1))
+    world.run(20.0, step_s)
     hold(world, holder, FIRST[:120])
     computed, _ = compute(world, finder, FIRST)
-    assert computed == TURN
-    assert finder.counts["prefixes: nothing"] == finder.counts["prefixes: asked"] == 1
+    assert computed == TURN - pulled
+    assert (finder.counts["prefixes: asked"], finder.counts["prefixes: pulled"]) == (2, bool(pulled))
+    world.run(1.0)
     assert not holder.leases
 
 
