@@ -3,7 +3,6 @@
 import json
 from typing import Any, cast
 
-import anthropic
 import httpx
 import openai
 
@@ -67,6 +66,8 @@ class ApiClient:
 
     def messages(self, prompt: Chat, *, stream: bool) -> str:
         """Return the text that Anthropic's client gets of /v1/messages."""
+        import anthropic  # noqa: PLC0415  seconds, which every collection of tests would take
+
         content = [_block(part) for part in prompt.parts]
         asked: dict[str, Any] = {
             "model": prompt.model, "messages": [{"role": "user", "content": content}], "max_tokens": self._tokens,
