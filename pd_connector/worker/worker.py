@@ -414,8 +414,12 @@ class ConnectorWorker:
         return LandingPulls(Pulls(context, self._limits.peer_idle_s, self._stats), self._stats)
 
     def _fences(self, caches: "_RegisteredCaches") -> RaiseFence:
-        """Return what raises the fences of pulls; none are needed if vLLM defers the reuse of freed blocks enough."""
-        is_deferred = installed.current().defers_block_reuse and not drafts_late(self._vllm_config)
+        """Return what raises the fences of pulls; none are needed if vLLM defers the reuse of freed blocks enough.
+
+        It does so only on engines that decode for others. A prefill engine pulls prefixes.
+        """
+        defers = self._role.consumes and installed.current().defers_block_reuse
+        is_deferred = defers and not drafts_late(self._vllm_config)
         if is_deferred or not caches.tensors:
             return no_fence
         return fences(caches.tensors[0].device)

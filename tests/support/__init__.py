@@ -125,6 +125,7 @@ Simulations of many engines (``test_state_machine``, ``test_progress``) and of o
     simulation.prefill_works  what the steps of that engine are to compute, token by token
     simulation.scheduler_pulls  a pull as a worker makes it, in steps
     simulation.state_groups  states of recurrent layers in the engines of ``vllm_schedulers``, each block checked
+    simulation.prefix_engines  engines of ``vllm_schedulers`` that find prefixes at each other
     simulation.engine_worker  a worker's device and host memory, token by token, and what is under way to them
     simulation.vllm_schedulers  engines around vLLM's own schedulers and our scheduler side, with such workers
     host_tier.engine        an engine around ``HostTier``: vLLM's cache manager, its scheduler in short, its ranks

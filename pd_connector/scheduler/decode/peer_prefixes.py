@@ -269,7 +269,9 @@ class PeerPrefixes(SchedulerRole):
         key = bytes(request.block_hashes[number])
         if (same := self._begun.get(key)) is not None:
             return self._clock() < same.give_up_at
-        if len(self._asking) + len(self._waiting) >= _MAX_UNDER_WAY:
+        # Not those that are late: vLLM may leave them aside for long, because of their adapters for example.
+        under_way: list[_Asking | _Pulling] = [*self._asking.values(), *self._waiting.values()]
+        if sum(self._clock() < each.give_up_at for each in under_way) >= _MAX_UNDER_WAY:
             return True
         self._asked.add(request.request_id)
         in_host = self._held_in_host(request, computed_tokens)
@@ -292,7 +294,7 @@ class PeerPrefixes(SchedulerRole):
     def _peers_for(self, request: "Request") -> list[Address]:
         """Return the peers to ask for a request: the one that it names alone, if any.
 
-        Not those that have just not answered.
+        Not those that have just not answered, or of which a pull is late: it still has its blocks.
         """
         try:
             named = prefixes_at(request.kv_transfer_params)
@@ -302,7 +304,8 @@ class PeerPrefixes(SchedulerRole):
         now = self._clock()
         reader = self._readers.reader_of(request.block_hashes) if self._readers and named is None else None
         peers = (named,) if named else dict.fromkeys((*([reader] if reader else []), *self._peers))
-        return [peer for peer in peers if self._silent_until.get(peer, -math.inf) <= now]
+        late = {pulling.peer for pulling in self._pulling.values() if now >= pulling.give_up_at}
+        return [peer for peer in peers if peer not in late and self._silent_until.get(peer, -math.inf) <= now]
 
     def _ask(self, asking: _Asking, peer: Address, hash_tokens: int) -> None:
         hashes = self._hashes.of_prompt(asking.request, hash_tokens, self._blocks.hash_tokens)[:MAX_HASHES]
@@ -361,12 +364,13 @@ class PeerPrefixes(SchedulerRole):
                 if found.reason:
                     self._warnings.warn("reason", f"PDConnector: engine at {peer} serves no prefix: {found.reason}")
                 if found.lease_id:
-                    offers.append(_remote(found, peer, self._unit))
+                    offers.append(_remote(found, peer, self._unit, asking.request.num_prompt_tokens - 1))
             except TransferError as error:
                 self._silent_until[peer] = self._clock() + _SILENCE_S
                 self._warnings.warn("silent", f"PDConnector: engine at {peer} was asked for a prefix: {error}")
             except ParamsError as error:
                 self._warnings.warn("invalid", f"PDConnector: engine at {peer} was asked for a prefix: {error}")
+                self._decline(peer, answer)
         return offers
 
     def _abandon(self, asking: _Asking) -> None:
@@ -437,12 +441,15 @@ def _blocks_of(pulling: _Pulling) -> HeldBlocks:
     return tuple(block for _, blocks in pulling.blocks.values() for block in blocks)
 
 
-def _remote(found: Found, peer: Address, unit_tokens: int) -> RemotePrefill:
+def _remote(found: Found, peer: Address, unit_tokens: int, most_tokens: int) -> RemotePrefill:
     """Return what was found as it is pulled.
 
     Raises:
-        ParamsError: the answer is not valid, or of tokens that do not end with a block here.
+        ParamsError: the answer is not valid, or of more tokens than were asked for, or of tokens that do not end with a
+            block here.
     """
+    if found.tokens > most_tokens:
+        raise ParamsError(f"it offers {found.tokens} tokens, where {most_tokens} were asked for")
     if found.tokens % unit_tokens:
         raise ParamsError(f"it offers {found.tokens} tokens, which is no multiple of {unit_tokens}")
     held = {

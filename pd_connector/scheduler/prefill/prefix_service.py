@@ -11,6 +11,7 @@ offered.
 
 import logging
 import threading
+import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
@@ -35,6 +36,9 @@ logger = logging.getLogger(__name__)
 _SPARE = 0.1
 #: For which a question waits for a step. Whoever asks computes its prompt long before.
 _WAIT_S = 1.0
+#: After which a question is not served any more: whoever asks may have been told by then that there is no answer, and
+#: nobody would end the lease.
+_SERVED_S = 0.8
 #: Questions at a time; more are not answered. Each costs the scheduler up to a millisecond.
 _MAX_ASKED = 64
 #: Answers that are remembered, for messages that come again: more than can be on their way.
@@ -95,6 +99,7 @@ class PrefixService:
         lend: Lend,
         wake: Callable[[], None],
         notify: Callable[[str], None],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Start without questions.
 
@@ -106,7 +111,9 @@ class PrefixService:
             lend: grants a lease.
             wake: wakes the engine, on any thread.
             notify: has the question of an id answered, on any thread.
+            clock: monotonic, in seconds.
         """
+        self._clock = clock
         self._blocks = blocks
         self._hashes = source.hashes
         self._whole = source.whole_groups
@@ -117,7 +124,7 @@ class PrefixService:
         self._wake = wake
         self._notify = notify
         self._lock = threading.Lock()
-        self._asked: dict[str, Find] = {}
+        self._asked: dict[str, tuple[Find, float]] = {}  # and when it came
         self._answers: OrderedDict[str, Found] = OrderedDict()
         self._events: Counter[str] = Counter()
 
@@ -137,7 +144,7 @@ class PrefixService:
                 reason=f"it names blocks otherwise ({own.hashing}, not {find.hashing}): start all engines with the "
                 "same --prefix-caching-hash-algo and the same PYTHONHASHSEED",
             )
-        nothing = msgspec.structs.replace(own, reason="it is busy")
+        nothing = _busy(own)
         with self._lock:
             if (answer := self._answers.get(find.find_id)) is not None:
                 return answer
@@ -146,7 +153,7 @@ class PrefixService:
             if find.find_id not in self._asked:
                 if len(self._asked) >= _MAX_ASKED:
                     return nothing
-                self._asked[find.find_id] = find
+                self._asked[find.find_id] = find, self._clock()
         self._wake()
         return NotYet(find.find_id, _WAIT_S, nothing)
 
@@ -161,8 +168,8 @@ class PrefixService:
             return
         with self._lock:
             asked = list(self._asked.values())
-        for find in asked:
-            found = self._answer(find, engine_id)
+        for find, since in asked:
+            found = self._answer(find, engine_id, is_late=self._clock() - since >= _SERVED_S)
             self._events["found" if found.lease_id else "refused" if found.reason else "nothing"] += 1
             with self._lock:
                 self._answers[find.find_id] = found
@@ -187,8 +194,10 @@ class PrefixService:
             assert not self._asked.keys() & self._answers.keys(), "a question is answered and open"
             assert len(self._answers) <= _MAX_ANSWERS, "answers are never forgotten"
 
-    def _answer(self, find: Find, engine_id: str) -> Found:
+    def _answer(self, find: Find, engine_id: str, *, is_late: bool) -> Found:
         own = Found(engine_id, self._hashes.hashing, self._blocks.hash_tokens)
+        if is_late:
+            return _busy(own)
         found = [each for each in self._prefixes(find) if each.tokens >= max(find.least_tokens, 1)]
         offers = [each for each in found if each.cache.has_spare(len(each.blocks), _SPARE)]
         if not offers:
@@ -232,3 +241,7 @@ class PrefixService:
                 return _Prefix(cache, lend, whole, tokens)
             hashes = hashes[: complete // self._blocks.hash_tokens]
         return _Prefix(cache, lend, (), 0)
+
+
+def _busy(own: Found) -> Found:
+    return msgspec.structs.replace(own, reason="it is busy")

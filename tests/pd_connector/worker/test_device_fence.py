@@ -4,20 +4,24 @@ Nor is a step that drafts reported before the device has done it. There is no de
 """
 
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
+from pd_connector.connector import PDConnector
 from pd_connector.orders import Cause, Orders
 from pd_connector.vllm.metadata import StepMetadata
 from pd_connector.vllm.releases import installed
 from pd_connector.worker import worker as worker_module
 from pd_connector.worker.device_fence import RaiseFence, StepEnds, fences, no_fence
 from pd_connector.worker.pulls import Pulls
+from pd_connector.worker.unawaited_pulls import PrefixPulls
 from tests.support.connector.engines import OURS, THEIRS, DecodeWorker, Site, an_order
-from tests.support.connector.vllm_engine import StartEngine
+from tests.support.connector.vllm_engine import BLOCK_TOKENS, CACHES, LAYERS, StartEngine, a_config
 from tests.support.waiting import WAIT_S, holds_for, until
 
 
@@ -64,13 +68,13 @@ def test_a_fence_is_raised_when_the_pull_is_ordered_and_not_when_its_turn_comes(
 
 def test_a_device_that_does_not_end_its_work_in_time_fails_the_pull_before_it_writes(site: Site) -> None:
     (worker,), work = site.decode(), Work()
-    worker.pull_timeout_s = 0.5
+    worker.pull_timeout_s = 1.0
     prefill = site.prefill()
     remote = prefill.prefill("r", THEIRS)
     site.session(worker, remote, raise_fence=work.raise_fence).submit(an_order("r", remote, OURS))
     end = worker.next_end()
     assert end.cause == Cause.TIMEOUT
-    assert "the pull timeout of 0.5 s was over before the device had done the work" in end.reason
+    assert "the pull timeout of 1.0 s was over before the device had done the work" in end.reason
     assert worker.untouched
     until(lambda: prefill.leases.active == 0)
 
@@ -216,19 +220,27 @@ def test_a_worker_reports_a_step_that_drafts_when_its_device_has_done_it(
     assert step() == {}
 
 
+@pytest.mark.usefixtures("fabric")
 @pytest.mark.parametrize("drafts", [False, True])
-@pytest.mark.parametrize("role", ["kv_consumer", "kv_both"])
-def test_pulls_wait_for_drafts_into_blocks_that_vllm_has_freed(
-    start: StartEngine, monkeypatch: pytest.MonkeyPatch, drafts: bool, role: str
+@pytest.mark.parametrize("role", ["kv_consumer", "kv_both", "kv_producer"])
+def test_pulls_wait_for_what_may_still_be_written_to_blocks_that_vllm_has_freed(
+    model: Path, monkeypatch: pytest.MonkeyPatch, drafts: bool, role: str
 ) -> None:
-    """VLLM defers the reuse of a block until the results of the last step that used it."""
+    """VLLM defers the reuse of a block until the results of the last step that used it, except on prefill engines."""
     monkeypatch.setattr(worker_module, "drafts_late", lambda config: drafts)
     work = Work()
     monkeypatch.setattr(worker_module, "fences", lambda device: work.raise_fence)
     monkeypatch.setattr(installed.current(), "defers_block_reuse", True)
-    side = start(role).worker._worker
-    (pulls,) = (each for each in side._roles if isinstance(each, Pulls))
-    assert pulls._context.raise_fence == (work.raise_fence if drafts else no_fence)
+    worker = PDConnector(a_config(model, role, peers=[]), KVConnectorRole.WORKER, CACHES)
+    worker.register_kv_caches({name: torch.rand(8, 2, BLOCK_TOKENS, 128) for name in LAYERS})
+    side = worker._worker
+    (prefixes,) = (each for each in side._roles if isinstance(each, PrefixPulls))
+    pulls = [each for each in side._roles if isinstance(each, Pulls)]
+    assert len(pulls) == (role != "kv_producer")
+    waits = drafts or role == "kv_producer"
+    for each in (*pulls, prefixes._pulls):
+        assert each._context.raise_fence == (work.raise_fence if waits else no_fence)
+    worker.shutdown()
 
 
 def test_a_pull_from_a_prefill_engine_that_drafts_begins_when_the_lease_is_written(site: Site) -> None:
@@ -245,7 +257,7 @@ def test_a_pull_from_a_prefill_engine_that_drafts_begins_when_the_lease_is_writt
 
 def test_a_lease_that_is_not_written_in_time_fails_the_pull_by_name(site: Site) -> None:
     (worker,), prefill = site.decode(), site.prefill(writes_late=True)
-    worker.handshake_timeout_s = 1.5
+    worker.handshake_timeout_s = 3.0
     remote = prefill.prefill("r", THEIRS, is_written=False)
     site.session(worker, remote).submit(an_order("r", remote, OURS))
     end = worker.next_end()

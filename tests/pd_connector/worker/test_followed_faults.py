@@ -102,7 +102,7 @@ def test_a_prefill_engine_that_has_restarted_refuses_and_the_pull_fails(start: C
 
 
 def test_a_prefill_engine_that_falls_silent_fails_the_pull(start: Callable[..., FarLegs]) -> None:
-    legs = start(handshake_timeout_s=0.3)
+    legs = start(handshake_timeout_s=1.0)
     legs.prompt.compute(32)
     legs.submit()
     until(legs.asked(tokens=32))
@@ -113,7 +113,7 @@ def test_a_prefill_engine_that_falls_silent_fails_the_pull(start: Callable[..., 
 
 
 def test_a_pull_of_a_prefill_engine_that_computes_nothing_more_ends_in_time(start: Callable[..., FarLegs]) -> None:
-    legs = start(pull_timeout_s=0.5)
+    legs = start(pull_timeout_s=1.0)
     legs.prompt.compute(32)
     legs.submit()
     end = legs.worker.next_end()

@@ -141,13 +141,13 @@ def test_links_that_another_pull_uses_are_not_closed_by_a_surprise(world: Script
     until(lambda: len(world.ends) == 1)
     world.submit("c")  # shakes hands anew
     until(lambda: len(world.ends) == 2)
+    until(lambda: [other.closed for other in world.others] == [True])
     assert [peer.closed for peer in world.peers] == [False, False]
-    assert [other.closed for other in world.others] == [True]
     world.go_on.set()
     assert sorted(world.ended()) == [("a", ""), ("b", Cause.INTERNAL), ("c", "")]
     world.submit("d")  # on the first lane, which belonged to the first handshake
     assert world.ended()[3:] == [("d", "")]
-    assert [peer.closed for peer in world.peers] == [True, False]
+    until(lambda: [peer.closed for peer in world.peers] == [True, False])
 
 
 @two_lanes
@@ -194,8 +194,8 @@ def test_a_lane_that_cannot_open_its_lost_links_again_leaves_the_pulls_to_one_th
     until(lambda: tries and world.session.idle)
     world.submit("b", "c")
     assert world.ended()[-3:] == [("lost", Cause.READ), ("b", ""), ("c", "")]
+    until(lambda: world.peers[0].closed)
     assert (tries, list(world.session._lanes)) == ([1], [1])
-    assert world.peers[0].closed
     world.opening, world.session._rests_until = tries.append, 0.0
     world.submit("d")
     until(lambda: is_ready(world, 2))
@@ -258,7 +258,12 @@ def test_pulls_fail_and_do_not_wait_when_no_lane_can_open_its_links(world: Scrip
 def test_the_last_lane_stays_whichever_it_is(world: ScriptedSession, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_LANE_IDLE_S", 0.01)
     monkeypatch.setattr(module, "_REST_S", WAIT_S)
-    world.scripts |= {"a": connects_and_waits, "b": connects_and_waits, "lost": losing_a_link}
+
+    def losing_in_the_end(pull: ScriptedPull) -> None:
+        assert world.go_on.wait(WAIT_S)
+        losing_a_link(pull)
+
+    world.scripts |= {"a": connects_and_waits, "b": connects_and_waits, "lost": losing_in_the_end}
     world.submit("a", "b", "lost")
     until(lambda: len(world.session._lanes) == 3 and len(world.began) == 3)
 
@@ -457,7 +462,7 @@ def test_the_shortest_of_those_that_wait_is_next(world: ScriptedSession) -> None
     world.scripts["short"] = world.scripts["middle"] = world.scripts["long"] = connects_and_waits
     world.go_on.set()
     world.ended()
-    assert world.began[2:] == ["short", "middle", "long"]
+    assert world.began.index("long") == 4, "two lanes may take the others at once"
 
 
 @two_lanes

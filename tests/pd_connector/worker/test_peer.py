@@ -317,9 +317,9 @@ def test_the_pull_after_a_failed_read_succeeds_on_a_new_link(site: Site, settled
 def test_a_read_that_hangs_is_given_up_at_the_pull_timeout(site: Site) -> None:
     prefill, (worker,) = site.prefill(), site.decode()
     worker.pull_timeout_s = 1.0
-    site.fabric.inject(1, Fault(until=threading.Event(), landed=1))
+    site.fabric.inject(1, Fault(until=(pause := threading.Event()), landed=1))
     first, second = prefill.prefill("r1", THEIRS), prefill.prefill("r2", THEIRS)
-    session = site.session(worker, first)
+    session = site.session(worker, first, settle=lambda end: (worker.ends.put(end), pause.wait(0.2)))  # type: ignore[func-returns-value]
     session.submit(an_order("r1", first, OURS))
     session.submit(an_order("r2", second, OURS))
     ends = [worker.next_end(), worker.next_end()]

@@ -173,7 +173,7 @@ def test_a_request_that_leaves_early_frees_the_blocks_of_the_prefill_engine(site
 
 
 def test_a_dead_engine_does_not_delay_the_pulls_from_another(site: Site, start_decode: Decode) -> None:
-    prefill, decode = site.prefill(), start_decode(handshake_timeout_s=1.0)
+    prefill, decode = site.prefill(), start_decode(handshake_timeout_s=3.0)
     dead = an_order("dead", prefill.prefill("dead", THEIRS), OURS, remote_engine_id="d", remote_port=free_port())
     submit(decode.service, dead)
     time.sleep(0.02)  # its thread is in the handshake by now
@@ -215,7 +215,7 @@ def test_a_pull_under_way_ends_when_the_model_changes_and_the_next_compares_anew
 def test_params_with_a_wrong_address_do_not_divert_other_pulls_from_that_engine(
     site: Site, start_decode: Decode
 ) -> None:
-    prefill, decode = site.prefill(), start_decode(handshake_timeout_s=1.0)
+    prefill, decode = site.prefill(), start_decode(handshake_timeout_s=3.0)
     wrong = an_order("wrong", prefill.prefill("wrong", THEIRS), OURS, remote_port=free_port())
     ends = decode.run(wrong, an_order("right", prefill.prefill("right", THEIRS), OURS))
     assert [end.cause for end in ends["wrong"]] == ["unreachable"]
@@ -274,7 +274,8 @@ def test_a_session_with_a_pull_under_way_is_not_idle(site: Site, start_decode: D
     finish = threading.Event()
     site.fabric.inject(1, Fault(until=finish, fails=False))
     submit(decode.service, an_order("slow", slow.prefill("slow", THEIRS), ((4, 5, 6, 7, 9),)))
-    time.sleep(0.05)
+    until(lambda: site.fabric.reads == 1)
+    time.sleep(0.02)
     decode.run(an_order("r", other.prefill("r", THEIRS), OURS))
     submit(decode.service, an_order("behind", slow.prefill("behind", THEIRS), OURS))
     assert len(engines_pulled_from()) == 2

@@ -353,7 +353,7 @@ def test_a_pull_waits_for_checksums_that_are_still_being_taken(site: Site) -> No
 
 def test_a_pull_waits_no_longer_than_the_pull_timeout(site: Site) -> None:
     prefill, (worker,) = site.prefill(verify=True), site.decode()
-    worker.pull_timeout_s = 0.3
+    worker.pull_timeout_s = 1.0
     remote = prefill.prefill("r", THEIRS)
     site.session(worker, remote, **verifying(worker)).submit(an_order("r", remote, OURS))
     end = worker.next_end()

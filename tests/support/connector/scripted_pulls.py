@@ -126,8 +126,8 @@ class ScriptedSession:
         pull.end_well()
 
     def ended(self) -> list[tuple[str, Cause]]:
-        """How all that was submitted has ended, awaited."""
-        until(lambda: self.session.idle)
+        """How all that was submitted has ended, awaited; all lanes are free again."""
+        until(lambda: self.session.idle and not self.session._running)
         self.session.check_integrity()
         return [(end.request_id, end.cause) for end in self.ends if isinstance(end, PullEnd)]
 

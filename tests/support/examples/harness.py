@@ -16,15 +16,14 @@ from pathlib import Path
 from typing import IO, Protocol, Self
 
 from tests.support.examples.fake_servers import FakeServer, Loop, PrefillLegs, Script
+from tests.support.process import free_port
 from tests.support.sources import ROOT
 from tests.support.waiting import until
 
 
 def unused_url() -> str:
     """The URL of a port that nobody listens on."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-    return f"http://127.0.0.1:{port}"
+    return f"http://127.0.0.1:{free_port()}"
 
 
 @contextmanager

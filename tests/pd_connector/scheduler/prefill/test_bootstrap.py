@@ -16,6 +16,7 @@ from pd_connector.scheduler.prefill.bootstrap import Bootstrap
 from pd_connector.vllm import engine_config
 from pd_connector.vllm.engine_config import UnsupportedError
 from tests.support.connector.vllm_engine import StartEngine
+from tests.support.process import free_port
 from tests.support.waiting import until
 
 Serve = Callable[..., Bootstrap]
@@ -118,11 +119,6 @@ def test_it_ends_at_once_though_somebody_is_connected(serve: Serve) -> None:
 
 
 # The engine
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
 
 
 def test_a_prefill_engine_tells_where_its_control_channel_is(start: StartEngine) -> None:

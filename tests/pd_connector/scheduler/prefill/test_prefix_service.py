@@ -10,6 +10,7 @@ import pytest
 from pd_connector.scheduler.prefill.prefix_service import PrefixService, PrefixSource
 from pd_connector.vllm.cache_specs import Retention
 from tests.support.connector.requests import a_prompt, a_remote
+from tests.support.waiting import ManualClock
 from transfer.control.messages import Find, Found
 from transfer.control.waiting_requests import NotYet
 
@@ -41,11 +42,11 @@ class Asked:
     def __init__(self) -> None:
         self.blocks, self.unfinished, self.woken, self.told, self.lent = FakeBlocks(), set[int](), 0, list[str](), 0
         hashes: Any = SimpleNamespace(hashing="alike")
-        self.known = True
+        self.known, self.clock = True, ManualClock()
         blocks: Any = self.blocks
         self.service = PrefixService(
             blocks, PrefixSource(hashes, [Retention(BLOCK)]), lambda: self.unfinished if self.known else None,
-            self.lend, self.wake, self.told.append,
+            self.lend, self.wake, self.told.append, self.clock,
         )  # fmt: skip
 
     def wake(self) -> None:
@@ -85,6 +86,20 @@ def test_what_is_found_is_leased_once_however_often_it_is_asked_for(asked: Asked
     assert asked.lent == asked.woken == 1
     assert asked.told == ["find-1"]
     assert asked.service.take_events() == {"found": 1}
+
+
+@pytest.mark.parametrize(("step_s", "lent"), [(0.7, 1), (0.9, 0), (5.0, 0)])
+def test_a_question_is_not_served_when_its_asker_has_been_told_that_nobody_answers(
+    asked: Asked, step_s: float, lent: int
+) -> None:
+    """He would not end the lease."""
+    assert isinstance(asked.service.ask(find(), ENGINE), NotYet)
+    asked.clock.advance(step_s)
+    asked.service.serve(ENGINE)
+    answer = asked.service.ask(find(), ENGINE)
+    assert isinstance(answer, Found)
+    assert (asked.lent, answer.reason) == (lent, "" if lent else "it is busy")
+    asked.service.check_integrity()
 
 
 def test_a_repetition_gets_its_lease_though_the_blocks_are_gone(asked: Asked) -> None:

@@ -141,7 +141,7 @@ def test_once_vllm_finds_nothing_of_another_model_decode_engines_prove_this_one_
 
 def test_the_engine_is_woken_when_a_lease_expires_though_no_message_comes(start: Start) -> None:
     """The scheduler of an idle engine sleeps: somebody has to wake it when blocks can be freed."""
-    engine = start(ttl_s=0.5)
+    engine = start(ttl_s=1.0)
     engine.prefill("r", [3, 1, 6])
     assert not engine.loop.woken.is_set()
     assert not engine.role.wants_step

@@ -354,6 +354,7 @@ def test_closing_awaits_what_is_under_way_and_fails_what_has_not_begun() -> None
     until(lambda: backend.started == 1)
     closer = threading.Thread(target=worker.close)
     closer.start()
+    until(copier._closing.is_set)
     holds_for(closer.is_alive, 0.05)
     backend.may_start.set()
     closer.join(WAIT_S)

@@ -112,6 +112,7 @@ def test_batches_begin_in_the_order_of_their_submission(backend: Backend, copier
 def test_a_batch_is_done_when_its_event_is_reached(backend: Backend, copier: ThreadedCopier) -> None:
     backend.end = Event()
     handle = copier.submit(EMPTY)
+    assert handle._begun.wait(WAIT_S)
     with pytest.raises(TimeoutError, match=r"not done after 0\.01 s; it continues"):
         handle.wait(0.01)
     assert not handle.query()

@@ -1,0 +1,80 @@
+"""Peers that are late or offer too much, and requests left aside: what that costs the engine that asks for prefixes."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import pytest
+
+from pd_connector.scheduler.decode.peer_prefixes import PeerPrefixes
+from tests.support.simulation.prefix_engines import FIRST, TURN, asker, compute, hold, server
+from tests.support.simulation.vllm_schedulers import ClientRequest, World
+from transfer.control.messages import Find, Found
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    world = World()
+    yield world
+    world.close()
+
+
+def test_an_engine_whose_pull_is_late_is_not_asked_again_before_that_has_ended(world: World) -> None:
+    """Each late pull has blocks, which nobody would count."""
+    holder = server(world)
+    finder = asker(world, holder, blocks=100, pull_s=8.0)
+    hold(world, holder, FIRST)
+    hold(world, holder, [tokens + 300 for tokens in FIRST])
+    computed, _ = compute(world, finder, [*FIRST, 1])
+    assert (computed, finder.counts["prefixes: asked"]) == (TURN + 1, 1)
+    compute(world, finder, [*(tokens + 300 for tokens in FIRST), 1])
+    assert finder.counts["prefixes: asked"] == 1
+    for _ in range(200):
+        world.step()
+    assert finder.blocks_in_use == 0
+    compute(world, finder, [*range(900, 900 + TURN)])
+    assert finder.counts["prefixes: asked"] == 2
+
+
+def test_requests_that_vllm_leaves_aside_do_not_keep_others_from_asking(world: World) -> None:
+    """It may, because of their adapters, or admission does."""
+    holder = server(world)
+    finder = asker(world, holder, blocks=400)
+    peers = finder.role_of(PeerPrefixes)
+    holder.is_cut = True
+    for number in range(17):
+        finder.ask(ClientRequest(f"r{number}", [*range(number, number + 150)], 1))
+    requests = [finder.requests[f"r{number}-d"][1] for number in range(17)]
+    assert all(peers.must_wait_for(request, 0) for request in requests)
+    assert len(peers._asking) == 16
+    world.clock.advance(1.5)  # and vLLM has asked for none of them
+    holder.is_cut = False
+    peers._silent_until.clear()
+    assert peers.must_wait_for(requests[16], 0)
+    assert len(peers._asking) == 17
+    world.run(60.0)
+
+
+@pytest.mark.parametrize("too_many", [1, 1000])
+def test_an_offer_of_more_than_was_asked_for_is_declined(
+    world: World, too_many: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    holder = server(world)
+    finder = asker(world, holder)
+    hold(world, holder, FIRST)
+    assert holder.service.prefixes is not None
+    ask = holder.service.prefixes.ask
+
+    def exaggerated(find: Find, engine_id: str) -> Any:
+        answer = ask(find, engine_id)
+        if not isinstance(answer, Found) or not answer.lease_id:
+            return answer
+        blocks = answer.tokens // 16 + too_many
+        return msgspec.structs.replace(answer, tokens=blocks * 16, block_ids=((*answer.block_ids[0], *[1] * too_many),))
+
+    vars(holder.service.prefixes)["ask"] = exaggerated
+    computed, _ = compute(world, finder, FIRST)
+    assert computed == TURN
+    assert f"where {TURN - 1} were asked for" in caplog.text
+    world.run(1.0)
+    assert not holder.leases

@@ -1,0 +1,74 @@
+"""Engines that find prefixes at each other, on vLLM's own schedulers: how tests start, ask and watch them."""
+
+from typing import Any
+
+from pd_connector.orders import Orders, PullOrder
+from tests.support.simulation.engine_worker import PeerOf
+from tests.support.simulation.vllm_schedulers import HOST, ClientRequest, EngineSim, World
+from transfer.control.messages import Located
+
+BLOCK, TURN = 16, 200
+FIRST = list(range(TURN))
+
+
+def server(world: World, role: str = "kv_consumer", blocks: int = 60, **settings: Any) -> EngineSim:
+    return EngineSim(world, role, blocks, serve_prefixes=True, **settings)
+
+
+def asker(world: World, *servers: EngineSim, role: str = "kv_producer", blocks: int = 60, **settings: Any) -> EngineSim:
+    return EngineSim(world, role, blocks, peers=[f"{HOST}:{each.port}" for each in servers], **settings)
+
+
+def compute(
+    world: World, engine: EngineSim, tokens: list[int], outputs: int = 1, **params: Any
+) -> tuple[int, list[int]]:
+    """How many tokens an engine computes of a request, and all tokens of prompt and answer."""
+    request = ClientRequest(f"r{len(engine.computed_of)}", tokens, outputs)
+    engine.ask(request, params or None)
+    (name,) = [each for each in engine.requests if each.startswith(request.name)]
+    _, known = engine.requests[name]
+    world.run(20.0)
+    assert request.ended == "finished"
+    return engine.computed_of[name], list(known.all_token_ids)
+
+
+def hold(world: World, engine: EngineSim, tokens: list[int]) -> None:
+    """An engine computes a prompt, and takes some steps more: where vLLM does not count what is under way (0.23), the
+    last steps may be.
+    """
+    compute(world, engine, tokens)
+    compute(world, engine, [1000, 1001], 3)
+
+
+def evict(world: World, engine: EngineSim) -> None:
+    """Others take all blocks of the device."""
+    for part in range(2):
+        compute(world, engine, [2000 + part] * 440)
+    world.run(1.0)
+
+
+def watch_orders(engine: EngineSim) -> list[PullOrder]:
+    """The orders for prefixes of an engine from now on."""
+    seen: list[PullOrder] = []
+    start = engine.worker.start
+
+    def watched(orders: Orders, now: float, peer_of: PeerOf) -> None:
+        seen.extend(orders.prefixes)
+        start(orders, now, peer_of)
+
+    vars(engine.worker)["start"] = watched
+    return seen
+
+
+def watch_places(engine: EngineSim) -> list[str]:
+    """Where other engines have read this one, from now on."""
+    places: list[str] = []
+    locate = engine.service.leases.locate
+
+    def watched(lease_id: str) -> Located:
+        located: Located = locate(lease_id)
+        places.append(located.place)
+        return located
+
+    engine.service.leases.locate = watched
+    return places
