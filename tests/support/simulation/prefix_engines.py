@@ -11,7 +11,7 @@ BLOCK, TURN = 16, 200
 FIRST = list(range(TURN))
 
 
-def server(world: World, role: str = "kv_consumer", blocks: int = 60, **settings: Any) -> EngineSim:
+def a_holder(world: World, role: str = "kv_consumer", blocks: int = 60, **settings: Any) -> EngineSim:
     return EngineSim(world, role, blocks, serve_prefixes=True, **settings)
 
 
@@ -40,7 +40,7 @@ def hold(world: World, engine: EngineSim, tokens: list[int]) -> None:
     compute(world, engine, [1000, 1001], 3)
 
 
-def evict(world: World, engine: EngineSim) -> None:
+def take_all_blocks(world: World, engine: EngineSim) -> None:
     """Others take all blocks of the device."""
     for part in range(2):
         compute(world, engine, [2000 + part] * 440)

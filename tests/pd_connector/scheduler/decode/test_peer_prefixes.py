@@ -15,11 +15,11 @@ from tests.support.simulation.prefix_engines import (
     BLOCK,
     FIRST,
     TURN,
+    a_holder,
     asker,
     compute,
-    evict,
     hold,
-    server,
+    take_all_blocks,
     watch_orders,
     watch_places,
 )
@@ -38,7 +38,7 @@ def world() -> Iterator[World]:
 
 
 def test_an_engine_pulls_what_another_has_computed_and_computes_the_rest(world: World) -> None:
-    holder = server(world)
+    holder = a_holder(world)
     finder = asker(world, holder)
     _, conversation = compute(world, holder, FIRST, OUTPUTS)
     computed, _ = compute(world, finder, [*conversation, *range(500, 520)])
@@ -51,7 +51,7 @@ def test_an_engine_pulls_what_another_has_computed_and_computes_the_rest(world: 
 
 
 def test_what_this_engine_holds_is_not_pulled(world: World) -> None:
-    holder = server(world)
+    holder = a_holder(world)
     finder = asker(world, holder)
     compute(world, finder, FIRST)
     hold(world, holder, [*FIRST, *[3] * TURN])
@@ -64,10 +64,10 @@ def test_what_this_engine_holds_is_not_pulled(world: World) -> None:
 
 @pytest.mark.parametrize("role", ["kv_producer", "kv_consumer"])
 def test_what_only_host_memory_holds_is_pulled_from_there(world: World, role: str) -> None:
-    holder = server(world, role, 30, slots=200, host_transfers="auto")
+    holder = a_holder(world, role, 30, slots=200, host_transfers="auto")
     finder = asker(world, holder)
     hold(world, holder, FIRST)
-    evict(world, holder)
+    take_all_blocks(world, holder)
     computed, _ = compute(world, finder, [*FIRST, 1])
     assert computed == TURN + 1 - TURN // BLOCK * BLOCK
     assert finder.counts["prefixes: pulled"] == 1
@@ -76,13 +76,13 @@ def test_what_only_host_memory_holds_is_pulled_from_there(world: World, role: st
 
 
 def test_the_device_is_read_where_host_memory_holds_no_more(world: World) -> None:
-    holder = server(world, blocks=30, slots=200, host_transfers="auto")
+    holder = a_holder(world, blocks=30, slots=200, host_transfers="auto")
     finder = asker(world, holder)
     hold(world, holder, FIRST)
     places = watch_places(holder)
     compute(world, finder, [*FIRST, 1])
     assert places == ["device"]
-    evict(world, holder)
+    take_all_blocks(world, holder)
     compute(world, asker(world, holder), [*FIRST, 1])
     assert places == ["device", "host"]
 
@@ -91,20 +91,20 @@ def test_the_device_is_read_where_host_memory_holds_no_more(world: World) -> Non
 def test_host_memory_that_cannot_be_read_or_has_no_checksums_is_not_lent(
     world: World, settings: dict[str, Any]
 ) -> None:
-    holder = server(world, blocks=30, slots=200, **settings)
+    holder = a_holder(world, blocks=30, slots=200, **settings)
     finder = asker(world, holder)
     hold(world, holder, FIRST)
-    evict(world, holder)
+    take_all_blocks(world, holder)
     computed, _ = compute(world, finder, [*FIRST, 1])
     assert computed == TURN + 1
     assert finder.counts["prefixes: nothing"] == 1
 
 
 def test_host_memory_that_is_forgotten_while_it_is_lent_fails_the_pull_and_nothing_else(world: World) -> None:
-    holder = server(world, blocks=30, slots=200, host_transfers="auto")
+    holder = a_holder(world, blocks=30, slots=200, host_transfers="auto")
     finder = asker(world, holder, pull_s=0.5)
     hold(world, holder, FIRST)
-    evict(world, holder)
+    take_all_blocks(world, holder)
     request = ClientRequest("late", [*FIRST, 1], 1)
     finder.ask(request)
     while not holder.leases:
@@ -117,7 +117,7 @@ def test_host_memory_that_is_forgotten_while_it_is_lent_fails_the_pull_and_nothi
 
 
 def test_an_engine_that_pauses_between_prompts_knows_how_fast_it_computes_them(world: World) -> None:
-    finder = asker(world, server(world))
+    finder = asker(world, a_holder(world))
     end_step = finder.end_step
 
     def computed(output: Any, result: Any) -> None:
@@ -143,7 +143,7 @@ def test_a_request_that_is_computed_again_behind_its_first_token_says_nothing_of
 
 @pytest.mark.parametrize(("step_s", "pulled"), [(0.05, 0), (1.0, 112)], ids=["fast", "slow"])
 def test_what_is_computed_at_once_is_not_asked_for(world: World, step_s: float, pulled: int) -> None:
-    holder = server(world)
+    holder = a_holder(world)
     finder = asker(world, holder)
     finder.ask(ClientRequest("to be timed", [3] * 400, 1))
     world.run(20.0, step_s)
@@ -156,7 +156,7 @@ def test_what_is_computed_at_once_is_not_asked_for(world: World, step_s: float, 
 
 
 def test_two_requests_with_one_prefix_pull_it_once(world: World) -> None:
-    holder = server(world)
+    holder = a_holder(world)
     finder = asker(world, holder)
     hold(world, holder, FIRST)
     requests = [ClientRequest(name, [*FIRST, number], 1) for number, name in enumerate("ab")]
@@ -168,7 +168,7 @@ def test_two_requests_with_one_prefix_pull_it_once(world: World) -> None:
 
 
 def test_the_engine_that_holds_most_is_pulled_from_and_the_others_keep_nothing(world: World) -> None:
-    less, more = server(world), server(world, "kv_producer")
+    less, more = a_holder(world), a_holder(world, "kv_producer")
     finder = asker(world, less, more)
     hold(world, less, FIRST)
     hold(world, more, [*FIRST, *[3] * TURN])
@@ -180,7 +180,7 @@ def test_the_engine_that_holds_most_is_pulled_from_and_the_others_keep_nothing(w
 
 
 def test_a_request_names_the_engine_that_is_asked_alone(world: World) -> None:
-    named, listed = server(world), server(world)
+    named, listed = a_holder(world), a_holder(world)
     finder = asker(world, listed)
     hold(world, named, FIRST)
     computed, _ = compute(world, finder, [*FIRST, 1], prefixes_at=f"{HOST}:{named.port}")
@@ -191,7 +191,7 @@ def test_a_request_names_the_engine_that_is_asked_alone(world: World) -> None:
 def test_serving_prefixes_makes_no_prefill_engine_of_a_decode_engine(
     world: World, caplog: pytest.LogCaptureFixture
 ) -> None:
-    holder = server(world)
+    holder = a_holder(world)
     compute(world, holder, FIRST, do_remote_decode=True)
     assert "needs kv_role kv_producer or kv_both" in caplog.text
     assert holder.answers == {"r0-d": None}
@@ -200,7 +200,7 @@ def test_serving_prefixes_makes_no_prefill_engine_of_a_decode_engine(
 
 @pytest.mark.parametrize("asks", [True, False])
 def test_a_decode_leg_is_told_where_its_conversation_can_be_found_if_it_asks(world: World, asks: bool) -> None:
-    prefill, decode = EngineSim(world, "kv_producer", 60), server(world)
+    prefill, decode = EngineSim(world, "kv_producer", 60), a_holder(world)
     request = ClientRequest("r", FIRST, 1)
     decode.ask_by_name(request, prefill, **({"prefixes_at": None} if asks else {}))
     prefill.ask(ClientRequest("r", FIRST, 1, decode, transfer_id="r"))
@@ -229,7 +229,7 @@ def test_an_engine_without_the_setting_says_so(world: World, caplog: pytest.LogC
 def test_an_engine_that_names_blocks_otherwise_says_so(
     world: World, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    holder = server(world)
+    holder = a_holder(world)
     finder = asker(world, holder)
     monkeypatch.setitem(vars(holder.side._hashes), "hashing", "sha256:another")
     hold(world, holder, FIRST)
@@ -240,7 +240,7 @@ def test_an_engine_that_names_blocks_otherwise_says_so(
 
 def test_what_a_step_under_way_writes_is_not_offered(world: World) -> None:
     """vLLM lets it be found when it is scheduled."""
-    holder = server(world)
+    holder = a_holder(world)
     finder = asker(world, holder)
     holder.ask(ClientRequest("first", FIRST, 1))
     begun = holder.begin_step()
@@ -256,7 +256,7 @@ def test_what_a_step_under_way_writes_is_not_offered(world: World) -> None:
 
 @pytest.mark.parametrize("leaves", ["asking", "pulling"])
 def test_a_request_that_leaves_keeps_nothing(world: World, leaves: str) -> None:
-    holder = server(world)
+    holder = a_holder(world)
     finder = asker(world, holder)
     hold(world, holder, FIRST)
     finder.ask(ClientRequest("r", [*FIRST, 1], 1))
@@ -272,7 +272,7 @@ def test_a_request_that_leaves_keeps_nothing(world: World, leaves: str) -> None:
 
 
 def test_what_is_pulled_while_the_cache_is_reset_is_not_found(world: World) -> None:
-    holder = server(world)
+    holder = a_holder(world)
     finder = asker(world, holder)
     hold(world, holder, FIRST)
     finder.ask(ClientRequest("r", [*FIRST, 1], 1))
@@ -285,7 +285,7 @@ def test_what_is_pulled_while_the_cache_is_reset_is_not_found(world: World) -> N
 
 
 def test_what_does_not_arrive_is_computed_and_not_found(world: World) -> None:
-    holder = server(world)
+    holder = a_holder(world)
     finder = asker(world, holder)
     hold(world, holder, FIRST)
     finder.ask(ClientRequest("r", [*FIRST, 1], 1))
@@ -299,7 +299,7 @@ def test_what_does_not_arrive_is_computed_and_not_found(world: World) -> None:
 
 
 def test_what_is_lent_is_not_evicted_before_it_is_read(world: World) -> None:
-    holder = server(world, blocks=40)
+    holder = a_holder(world, blocks=40)
     finder = asker(world, holder, pull_s=3.0)
     hold(world, holder, FIRST)
     orders = watch_orders(finder)
@@ -319,7 +319,7 @@ def test_what_is_lent_is_not_evicted_before_it_is_read(world: World) -> None:
 def test_a_holder_that_lends_everything_under_one_name_loses_no_block_of_ours(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    holder = server(world)
+    holder = a_holder(world)
     finder = asker(world, holder)
     hold(world, holder, FIRST)
     hold(world, holder, SECOND)
@@ -342,7 +342,7 @@ def test_an_engine_with_other_blocks_is_asked_again_by_hashes_of_these(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """That what is found is right is shown with servers, whose blocks differ."""
-    holder = server(world)
+    holder = a_holder(world)
     finder = asker(world, holder)
     asked: list[Find] = []
 
@@ -359,7 +359,7 @@ def test_an_engine_with_other_blocks_is_asked_again_by_hashes_of_these(
 
 
 def test_sixteen_requests_are_asked_for_at_a_time(world: World) -> None:
-    holder = server(world)
+    holder = a_holder(world)
     finder = asker(world, holder, blocks=400)
     holder.is_cut = True
     for number in range(20):
@@ -371,7 +371,7 @@ def test_sixteen_requests_are_asked_for_at_a_time(world: World) -> None:
 
 
 def test_a_holder_that_is_short_of_blocks_lends_none(world: World) -> None:
-    holder = server(world, blocks=27)
+    holder = a_holder(world, blocks=27)
     finder = asker(world, holder)
     hold(world, holder, FIRST)
     holder.ask(ClientRequest("running", [*range(300, 515)], 60))
@@ -384,7 +384,7 @@ def test_a_holder_that_is_short_of_blocks_lends_none(world: World) -> None:
 
 
 def test_nobody_waits_long_for_an_engine_that_does_not_answer(world: World) -> None:
-    holder = server(world)
+    holder = a_holder(world)
     finder = asker(world, holder)
     hold(world, holder, FIRST)
     holder.is_cut = True
@@ -399,7 +399,7 @@ def test_nobody_waits_long_for_an_engine_that_does_not_answer(world: World) -> N
 
 
 def test_decode_legs_and_prompts_that_must_be_computed_are_not_asked_for(world: World) -> None:
-    holder = server(world)
+    holder = a_holder(world)
     finder = asker(world, holder, role="kv_both")
     hold(world, holder, FIRST)
     finder.ask(ClientRequest("r", FIRST, 1, sampling={"prompt_logprobs": 1}))
@@ -424,7 +424,7 @@ class ScriptedCanaries(NoCanaries):
 
 
 def test_the_first_prompt_that_an_engine_holds_proves_it_and_is_computed(world: World) -> None:
-    holder = server(world)
+    holder = a_holder(world)
     finder = asker(world, holder)
     hold(world, holder, FIRST)
     canaries = finder.role_of(PeerPrefixes)._canaries = ScriptedCanaries(Standing.UNTRIED)
@@ -437,7 +437,7 @@ def test_the_first_prompt_that_an_engine_holds_proves_it_and_is_computed(world: 
 
 @pytest.mark.parametrize("standing", [Standing.AWAITED, Rejection(Cause.CANARY, "it differs")])
 def test_nothing_is_pulled_from_an_engine_that_is_not_proven(world: World, standing: Standing | Rejection) -> None:
-    holder = server(world)
+    holder = a_holder(world)
     finder = asker(world, holder)
     hold(world, holder, FIRST)
     finder.role_of(PeerPrefixes)._canaries = ScriptedCanaries(standing)

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from pd_connector.scheduler.decode.peer_prefixes import PeerPrefixes
-from tests.support.simulation.prefix_engines import FIRST, TURN, asker, compute, hold, server
+from tests.support.simulation.prefix_engines import FIRST, TURN, a_holder, asker, compute, hold
 from tests.support.simulation.vllm_schedulers import ClientRequest, World
 from transfer.control.messages import Find, Found
 
@@ -21,7 +21,7 @@ def world() -> Iterator[World]:
 
 def test_an_engine_whose_pull_is_late_is_not_asked_again_before_that_has_ended(world: World) -> None:
     """Each late pull has blocks, which nobody would count."""
-    holder = server(world)
+    holder = a_holder(world)
     finder = asker(world, holder, blocks=100, pull_s=8.0)
     hold(world, holder, FIRST)
     hold(world, holder, [tokens + 300 for tokens in FIRST])
@@ -38,7 +38,7 @@ def test_an_engine_whose_pull_is_late_is_not_asked_again_before_that_has_ended(w
 
 def test_requests_that_vllm_leaves_aside_do_not_keep_others_from_asking(world: World) -> None:
     """It may, because of their adapters, or admission does."""
-    holder = server(world)
+    holder = a_holder(world)
     finder = asker(world, holder, blocks=400)
     peers = finder.role_of(PeerPrefixes)
     holder.is_cut = True
@@ -59,7 +59,7 @@ def test_requests_that_vllm_leaves_aside_do_not_keep_others_from_asking(world: W
 def test_an_offer_of_more_than_was_asked_for_is_declined(
     world: World, too_many: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    holder = server(world)
+    holder = a_holder(world)
     finder = asker(world, holder)
     hold(world, holder, FIRST)
     assert holder.service.prefixes is not None
