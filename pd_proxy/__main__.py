@@ -29,6 +29,11 @@ _DEFAULT_HOST = "localhost"
 _DEFAULT_PORTS = {Leg.PREFILL: 8100, Leg.DECODE: 8200}
 
 
+#: How long a client's idle connection stays open. Load balancers keep theirs for a minute, and answer 502 where they
+#: send a request while it is being closed here.
+_KEEP_ALIVE_S = 75
+
+
 @dataclass(frozen=True, slots=True)
 class Server:
     """Where to listen, and how to end."""
@@ -54,6 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         access_log=False,
         log_config=None,
         server_header=False,
+        timeout_keep_alive=_KEEP_ALIVE_S,
         timeout_graceful_shutdown=server.shutdown_timeout_s,
     )
     running = uvicorn.Server(config)

@@ -8,7 +8,9 @@ from collections.abc import Iterator
 
 import httpx
 import pytest
+import uvicorn
 
+import pd_proxy.__main__
 from tests.support.examples.fake_servers import FakeServer, Received, Wire, opened, stalls
 from tests.support.examples.harness import ProxyProcess
 from tests.support.sources import ROOT
@@ -68,6 +70,20 @@ def test_a_stream_may_go_on_for_the_shutdown_timeout(p: FakeServer, d: FakeServe
         gate.set()
         assert list(pieces) == [b"data: 2\n\n"]
         assert process.wait() == -signal.SIGTERM
+
+
+def test_idle_connections_stay_open_for_longer_than_load_balancers_keep_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
+    configs: list[uvicorn.Config] = []
+
+    def run(server: uvicorn.Server, sockets: object) -> None:
+        configs.append(server.config)
+        server.started = True
+
+    monkeypatch.setattr(uvicorn.Server, "run", run)
+    for of_the_process in ("raise_file_limit", "_look_for_garbage_seldom"):
+        monkeypatch.setattr(pd_proxy.__main__, of_the_process, lambda: None)
+    pd_proxy.__main__.main(["--prefill", "http://p", "--decode", "http://d"])
+    assert [config.timeout_keep_alive > 60 for config in configs] == [True]
 
 
 def test_arguments_that_cannot_work_are_explained() -> None:
