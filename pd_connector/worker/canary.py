@@ -302,4 +302,6 @@ def canary_pulls(
     scratch_context = replace(
         context, local=scratch.geometry, reads=reads, verifier=None, raise_fence=no_fence, trace=None
     )
-    return CanaryPulls(Pulls(scratch_context, _IDLE_S), Comparison(caches, read, scratch, formats))
+    # A canary may have nearly all scratch memory. That it lacks some for as long as a read may last harms nobody.
+    pulls = Pulls(scratch_context, _IDLE_S, max_quarantined=1.0)
+    return CanaryPulls(pulls, Comparison(caches, read, scratch, formats))

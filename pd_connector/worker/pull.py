@@ -307,14 +307,17 @@ class Pull:
         """Learn where P has the blocks. They stay there until the release.
 
         Raises:
-            PullFailed: the lease has ended, or P does not answer, or with slots for other blocks.
+            PullFailed: the lease has ended, or P does not answer, or with slots for other blocks, or it is too late.
         """
-        remote = self.order.remote
-        timeout_s = min(self._context.handshake_timeout_s, max(self._deadline - self._context.clock(), 0.001))
+        remote, longest_s = self.order.remote, self._context.handshake_timeout_s
+        left_s = self._time_to_read()
         try:
+            timeout_s = min(max(left_s, _MIN_CONFIRM_S), longest_s)
             reply = self._send(Locate(remote.remote_engine_id, remote.lease_id), timeout_s).result()
         except TransferError as error:
             cause = cause_of(error)
+            if cause is Cause.UNREACHABLE and left_s < longest_s:  # which says nothing of P: the other pulls go on
+                raise PullFailed(Cause.TIMEOUT, str(error)) from error
             raise PullFailed(cause, str(error), is_unresponsive=cause is not Cause.REFUSED) from error
         if not reply.place:
             raise PullFailed(Cause.LEASE, why_ended(self.order, reply.reason))
@@ -328,6 +331,14 @@ class Pull:
                 f"{list(map(len, remote.remote_block_ids))} entries",
             )
         self._place, self._slots = Place.HOST, [BlockTable.of(slots) for slots in reply.slots]
+
+    def _time_to_read(self) -> float:
+        """Return the seconds that are left; raise PullFailed if none are."""
+        left_s = self._deadline - self._context.clock()
+        if left_s <= 0:
+            reason = f"the pull timeout of {self._context.pull_timeout_s} s was over before the read"
+            raise PullFailed(Cause.TIMEOUT, reason)
+        return left_s
 
     def _plan(self, peer: Peer, tokens: range, place: Place) -> dict[int, Copies] | None:
         """Return the descriptors for each prefill rank to read from; None if P has not announced all blocks yet."""
@@ -393,10 +404,7 @@ class Pull:
         return [read.schedule for read in reads]
 
     def _read_from(self, peer: Peer, rank: int, copies: Copies) -> RankRead:
-        if self._deadline <= self._context.clock():
-            raise PullFailed(
-                Cause.TIMEOUT, f"the pull timeout of {self._context.pull_timeout_s} s was over before the read"
-            )
+        self._time_to_read()
         link, context, reads = peer.link(rank), self._context, self._context.reads
         held = HeldRead(link)
         self._held.append(held)  # first: whatever happens from here on, nothing is reused before it has settled

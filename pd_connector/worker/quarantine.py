@@ -83,8 +83,14 @@ class Quarantine:
     """Holds the pulls whose reads have not settled. Belongs to the thread on which vLLM calls the connector."""
 
     def __init__(
-        self, geometry: WorkerGeometry, stats: StatsRecorder, clock: Callable[[], float] = time.monotonic
+        self,
+        geometry: WorkerGeometry,
+        stats: StatsRecorder,
+        clock: Callable[[], float] = time.monotonic,
+        max_share: float = MAX_SHARE,
     ) -> None:
+        """Start empty. ``max_share``: of the blocks of ``geometry`` that may be held for long."""
+        self._max_share = max_share
         self._geometry = geometry
         self._stats = stats
         self._clock = clock
@@ -140,11 +146,11 @@ class Quarantine:
             ),
             default=0,
         )
-        if held > MAX_SHARE * total:
+        if held > self._max_share * total:
             raise UnsettledReadError(
                 f"{held} of {total} KV blocks are held by reads that have not settled for {PATIENCE_S:.0f} s, and at "
-                f"most {MAX_SHARE:.0%} may be; the worker ends, to serve again when it is started anew. The oldest "
-                f"failed because: {oldest.end.reason}"
+                f"most {self._max_share:.0%} may be; the worker ends, to serve again when it is started anew. The "
+                f"oldest failed because: {oldest.end.reason}"
             )
 
     def check_integrity(self) -> None:

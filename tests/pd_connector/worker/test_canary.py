@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
+from unittest.mock import create_autospec
 
 import numpy as np
 import pytest
@@ -11,13 +12,16 @@ import torch
 from layout.cost import CostModel
 from layout.scratch import blocks_of_tokens, scratch_bytes
 from pd_connector.orders import CanaryEnds, CanaryReference, Cause, Orders, PullOrder
+from pd_connector.worker import quarantine
 from pd_connector.worker.canary import CanaryPulls, Comparison, Scratch, canary_pulls, canary_room, plane_formats
 from pd_connector.worker.device_fence import no_fence
+from pd_connector.worker.pull_end import PullEnd
 from pd_connector.worker.pulls import Pulls
+from pd_connector.worker.quarantine import HeldRead, UnsettledPull, UnsettledReadError
 from pd_connector.worker.remote_reader import RemoteReader
 from tests.support.connector.engines import MODEL, OURS, THEIRS, DecodeWorker, PrefillEngine, Site, an_order, tables
 from tests.support.layout.oracle import Engine, build
-from tests.support.waiting import until
+from tests.support.waiting import ManualClock, until
 
 TOKENS = range(16, 69)
 #: Its blocks in scratch memory: the first is not asked for.
@@ -275,9 +279,32 @@ def test_the_format_of_a_plane_is_that_of_its_tensor() -> None:
 
 
 def test_the_role_registers_its_memory(site: Site) -> None:
-    worker = site.decode()[0]
-    names = sorted(worker.rank.geometry.groups[0].layers)
-    caches = {name: torch.zeros(2, dtype=torch.bfloat16) for name in names}
-    role = canary_pulls(worker.context(), caches, [*caches.values()], CostModel.of_protocol("tcp"), on_host=True)
+    role = role_of(site.decode()[0])
     role.close()
     role.join()
+
+
+def test_a_canary_that_does_not_settle_may_hold_all_scratch_memory_for_as_long_as_a_read_may_last(site: Site) -> None:
+    (worker,), clock = site.decode(), ManualClock()
+    role = role_of(worker, clock=clock)
+    geometry = role._pulls._context.local
+    every_block = (tuple(range(1, geometry.groups[0].planes[0].blocks)),)
+    order = an_order("r", site.prefill().prefill("r", THEIRS), every_block)
+    read = create_autospec(HeldRead, instance=True)
+    read.release.return_value = False
+    role._pulls._quarantine.add(UnsettledPull(order, PullEnd("r", Cause.READ, "as told"), [read]))
+    clock.advance(quarantine.MAX_AGE_S)
+    assert not role._pulls.take_ends()
+    clock.advance(1.0)
+    with pytest.raises(UnsettledReadError, match="have not settled for 121 s"):
+        role._pulls.take_ends()
+    role.close()
+    role.join()
+
+
+def role_of(worker: DecodeWorker, **changes: Any) -> CanaryPulls:
+    """The role of canaries as a worker starts it."""
+    names = sorted(worker.rank.geometry.groups[0].layers)
+    caches = {name: torch.zeros(2, dtype=torch.bfloat16) for name in names}
+    context = replace(worker.context(), **changes)
+    return canary_pulls(context, caches, [*caches.values()], CostModel.of_protocol("tcp"), on_host=True)

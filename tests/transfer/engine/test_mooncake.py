@@ -5,6 +5,7 @@ Covers: transfer.engine.mooncake_native.
 
 import gc
 import os
+import re
 import resource
 import socket
 import threading
@@ -45,7 +46,8 @@ def test_a_peer_that_stops_fails_the_read_in_time_and_no_byte_lands_after_close(
     link = engine.open(victim.address, [victim.region], victim.identity)
     failure = fail_mid_read(link, victim, destination, "stopped")
     assert not failure.settled
-    assert "did not finish within 1.000 s" in str(failure)
+    # On a busy machine, Mooncake may give the first call up in that moment.
+    assert re.search(r"did not finish within 1\.000 s|after 1\.\d* s: Mooncake reported an error", str(failure))
     link.close()
     destination.view[:] = 0
     victim.go_on()
