@@ -396,7 +396,7 @@ class ConnectorScheduler:
             service, config.host or host_address(), port, self._blocks, self._engine, drain, keys, in_flight,
             self._moves, self._prompt_slots, self._external,
             LeasedStates(self._blocks, self._retentions, self._prompts), self._prefix_source,
-            drafts_late=drafts_late(vllm_config),
+            drafts_late=drafts_late(vllm_config), wants_blocks=lambda: admission.wants_blocks,
         )  # fmt: skip
 
     def _make_bootstrap(self, producer: Producer) -> SchedulerRole:

@@ -100,6 +100,8 @@ class PrefixService:
         wake: Callable[[], None],
         notify: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
+        *,
+        wants_blocks: Callable[[], bool],
     ) -> None:
         """Start without questions.
 
@@ -112,7 +114,10 @@ class PrefixService:
             wake: wakes the engine, on any thread.
             notify: has the question of an id answered, on any thread.
             clock: monotonic, in seconds.
+            wants_blocks: returns whether requests wait for blocks of the device. Then it lends none: who waits for
+                leases to end would wait for ever.
         """
+        self._wants_blocks = wants_blocks
         self._clock = clock
         self._blocks = blocks
         self._hashes = source.hashes
@@ -199,7 +204,12 @@ class PrefixService:
         if is_late:
             return _busy(own)
         found = [each for each in self._prefixes(find) if each.tokens >= max(find.least_tokens, 1)]
-        offers = [each for each in found if each.cache.has_spare(len(each.blocks), _SPARE)]
+        is_short = self._wants_blocks()
+        offers = [
+            each
+            for each in found
+            if each.cache.has_spare(len(each.blocks), _SPARE) and not (is_short and each.cache is self._blocks)
+        ]
         if not offers:
             return msgspec.structs.replace(own, reason="it is short of blocks") if found else own
         best = max(offers, key=lambda each: each.tokens)  # the device before host memory

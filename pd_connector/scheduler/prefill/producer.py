@@ -3,7 +3,7 @@
 import logging
 import threading
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -63,6 +63,7 @@ class Producer(SchedulerRole):
         prefixes: PrefixSource | None = None,
         *,
         drafts_late: bool = False,
+        wants_blocks: Callable[[], bool] = lambda: False,
     ) -> None:
         """Bind the control channel and start answering.
 
@@ -81,6 +82,7 @@ class Producer(SchedulerRole):
             states: chooses what a lease holds of states; None if no cache has any.
             prefixes: how other engines find prefixes here; None if they may not.
             drafts_late: whether a step may have ended for vLLM before it has written all layers.
+            wants_blocks: returns whether requests wait for blocks of the device.
 
         Raises:
             ControlStartError: host and port cannot be bound.
@@ -105,8 +107,9 @@ class Producer(SchedulerRole):
         service.notify = self._server.changed
         if prefixes is not None:
             service.prefixes = PrefixService(
-                blocks, prefixes, self._announcer.being_written, self._lend, engine.wake, self._server.changed
-            )
+                blocks, prefixes, self._announcer.being_written, self._lend, engine.wake, self._server.changed,
+                wants_blocks=wants_blocks,
+            )  # fmt: skip
         self._server.start()
         self._refusals_taken: Counter[str] = Counter()
         self._closing = threading.Event()

@@ -9,6 +9,8 @@ from vllm.v1.request import RequestStatus
 
 from pd_connector.scheduler.request_admission import RequestAdmission
 from tests.support.simulation.vllm_schedulers import ClientRequest, EngineSim, World
+from transfer.control.messages import Find, Found
+from transfer.control.waiting_requests import NotYet
 
 TTL_S = 30.0  # the default
 QUEUE_TIMEOUT_S = 120.0  # the default
@@ -98,6 +100,42 @@ def test_a_prompt_larger_than_the_leases_share_is_served(world: World) -> None:
     asked = burst(3, 400, [engine], [engine])
     world.run(within_s=4 * TTL_S)
     assert ends(asked) == {"finished": 3}
+
+
+def test_prefixes_that_peers_keep_asking_for_do_not_keep_prompts_for_others_waiting(world: World) -> None:
+    """Each of their leases ends soon, but another has begun by then."""
+    engine, decode = EngineSim(world, "kv_both", blocks=64, serve_prefixes=True), EngineSim(world, "kv_consumer", 64)
+    engine.ask(ClientRequest("popular", list(range(200)), 5))
+    (popular,) = engine.requests.values()
+    hashes = tuple(bytes(each) for each in popular[1].block_hashes)
+    world.run(20.0)
+    prefixes = engine.service.prefixes
+    assert prefixes is not None
+    held: list[str] = []
+
+    def ask(number: int) -> None:
+        """Hold the prefix until it is asked for again."""
+        question = Find("", str(number), prefixes._hashes.hashing, engine.side._blocks.hash_tokens, hashes)
+        answer = prefixes.ask(question, engine.service.engine_id)
+        world.step()
+        if isinstance(answer, NotYet):
+            answer = prefixes.ask(question, engine.service.engine_id)
+        engine.service.leases.cancel(held)
+        held[:] = [answer.lease_id] if isinstance(answer, Found) and answer.lease_id else []
+
+    ask(0)
+    assert engine.leases == 1
+    asked = ClientRequest("for another", [7] * 500, 1, decode)
+    engine.ask(asked)
+    for number in range(1, 400):
+        ask(number)
+        if number % 20 == 0:
+            engine.ask(ClientRequest(f"plain{number}", [number] * 30, 2))
+        if asked.ended:
+            break
+    assert asked.ended == "finished"
+    engine.service.leases.cancel(held)
+    world.run(30.0)
 
 
 def test_a_request_that_pulls_nothing_is_not_starved_by_those_that_do(world: World) -> None:

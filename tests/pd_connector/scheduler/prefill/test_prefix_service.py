@@ -42,11 +42,11 @@ class Asked:
     def __init__(self) -> None:
         self.blocks, self.unfinished, self.woken, self.told, self.lent = FakeBlocks(), set[int](), 0, list[str](), 0
         hashes: Any = SimpleNamespace(hashing="alike")
-        self.known, self.clock = True, ManualClock()
+        self.known, self.is_short, self.clock = True, False, ManualClock()
         blocks: Any = self.blocks
         self.service = PrefixService(
             blocks, PrefixSource(hashes, [Retention(BLOCK)]), lambda: self.unfinished if self.known else None,
-            self.lend, self.wake, self.told.append, self.clock,
+            self.lend, self.wake, self.told.append, self.clock, wants_blocks=lambda: self.is_short,
         )  # fmt: skip
 
     def wake(self) -> None:
@@ -86,6 +86,12 @@ def test_what_is_found_is_leased_once_however_often_it_is_asked_for(asked: Asked
     assert asked.lent == asked.woken == 1
     assert asked.told == ["find-1"]
     assert asked.service.take_events() == {"found": 1}
+
+
+def test_no_block_is_lent_that_requests_wait_for(asked: Asked) -> None:
+    asked.is_short = True
+    assert asked.ask(find()).reason == "it is short of blocks"
+    assert not asked.lent
 
 
 @pytest.mark.parametrize(("step_s", "lent"), [(0.7, 1), (0.9, 0), (5.0, 0)])
