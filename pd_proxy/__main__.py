@@ -28,7 +28,6 @@ _NAMES = {Leg.PREFILL: "prefiller", Leg.DECODE: "decoder"}
 _DEFAULT_HOST = "localhost"
 _DEFAULT_PORTS = {Leg.PREFILL: 8100, Leg.DECODE: 8200}
 
-
 #: How long a client's idle connection stays open. Load balancers keep theirs for a minute, and answer 502 where they
 #: send a request while it is being closed here.
 _KEEP_ALIVE_S = 75

@@ -13,7 +13,8 @@ engines with leases of each other. These rules prevent that:
   first request that finds no blocks, and such requests hold theirs.
 
 Nobody waits for ever by these rules. The second one holds a request back for a bounded time. By the first one it waits
-for leases that are read, given up (``queue_timeout_s`` of the decode engine), or give way.
+for leases that are read, given up (``queue_timeout_s`` of the decode engine), or give way; meanwhile, no prefixes are
+lent (``wants_blocks``).
 """
 
 import logging
