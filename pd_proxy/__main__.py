@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 import uvicorn
+from starlette.applications import Starlette
 
 from pd_proxy.app import create_app
 from pd_proxy.connection_pool import raise_file_limit
@@ -32,6 +33,11 @@ _DEFAULT_PORTS = {Leg.PREFILL: 8100, Leg.DECODE: 8200}
 #: send a request while it is being closed here.
 _KEEP_ALIVE_S = 75
 
+#: The parser of requests, whatever else is installed. httptools loses the body of a request that offers another
+#: protocol (``Upgrade: h2c``), as Java's HttpClient does in each, and sends chunks to clients of HTTP/1.0.
+_PARSER = "h11"
+_MOST_HEADER_BYTES = 1 << 16
+
 
 @dataclass(frozen=True, slots=True)
 class Server:
@@ -51,21 +57,29 @@ def main(arguments: Sequence[str] | None = None) -> None:
     _look_for_garbage_seldom()
     if settings.api_key is not None:
         logger.info("the API key goes to the servers in the place of clients' Authorization; clients are not checked")
-    config = uvicorn.Config(
+    config = uvicorn_config(app, server)
+    running = uvicorn.Server(config)
+    with suppress(KeyboardInterrupt):
+        running.run(_listeners(server, config.backlog))
+    if not running.started:
+        sys.exit(1)
+
+
+def uvicorn_config(app: Starlette, server: Server) -> uvicorn.Config:
+    """How uvicorn serves the proxy."""
+    return uvicorn.Config(
         app,
         host=server.host,
         port=server.port,
+        http=_PARSER,
+        h11_max_incomplete_event_size=_MOST_HEADER_BYTES,
+        lifespan="on",
         access_log=False,
         log_config=None,
         server_header=False,
         timeout_keep_alive=_KEEP_ALIVE_S,
         timeout_graceful_shutdown=server.shutdown_timeout_s,
     )
-    running = uvicorn.Server(config)
-    with suppress(KeyboardInterrupt):
-        running.run(_listeners(server, config.backlog))
-    if not running.started:
-        sys.exit(1)
 
 
 def _listeners(server: Server, backlog: int) -> list[socket.socket] | None:

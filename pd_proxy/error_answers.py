@@ -6,6 +6,9 @@ from http import HTTPStatus
 
 from starlette.responses import JSONResponse, Response
 
+#: Ends each event of a stream.
+EVENT_END = b"\n\n"
+
 
 class Retry(Enum):
     """Whether another server may get a request that one has failed."""
@@ -107,6 +110,12 @@ def error_response(status: HTTPStatus, message: str, shape: ErrorShape = ErrorSh
     kind = "".join(status.phrase.title().split()) + ("Error" if "Error" not in status.phrase.title() else "")
     error = {"message": message, "type": kind, "param": None, "code": status.value}
     return JSONResponse({"error": error}, status_code=status.value)
+
+
+def error_event(status: HTTPStatus, message: str, shape: ErrorShape = ErrorShape.OPENAI) -> bytes:
+    """An error of the proxy's own as an event of a stream that has begun, as vLLM tells of its own there."""
+    named = b"event: error\n" if shape is ErrorShape.ANTHROPIC else b""
+    return b"%sdata: %s%s" % (named, bytes(error_response(status, message, shape).body), EVENT_END)
 
 
 def is_error(content: bytes) -> bool:

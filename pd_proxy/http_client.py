@@ -16,8 +16,12 @@ from starlette.types import Message, Receive, Scope, Send
 
 from pd_proxy import headers as passed
 from pd_proxy.apis import Body
-from pd_proxy.error_answers import ErrorShape, RequestError, error_response
+from pd_proxy.error_answers import EVENT_END, ErrorShape, RequestError, error_event, error_response
 from pd_proxy.journal import Record
+
+#: A client that has sent more than its request is not read from, and so not seen to leave, until the server is asked
+#: again whether it is there.
+_LOOK_AGAIN_S = 5.0
 
 
 class Client:
@@ -31,6 +35,8 @@ class Client:
         self._errors = errors
         self.started = False  # something has been sent
         self._missing: int | None = None  # bytes of the body not yet sent, where its length was announced
+        self._sends_events = False  # the answer is a stream of events, not encoded
+        self._last = EVENT_END  # bytes of the body
 
     async def start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         """Send status and headers."""
@@ -38,6 +44,9 @@ class Client:
         self.record.status = status
         lengths = [int(value) for name, value in headers if name == b"content-length"]
         self._missing = lengths[0] if lengths else None
+        kinds = [value for name, value in headers if name == b"content-type"]
+        encoded = any(name == b"content-encoding" for name, _ in headers)
+        self._sends_events = not encoded and kinds[:1] != [] and kinds[0].startswith(b"text/event-stream")
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
 
     async def send_piece(self, piece: bytes) -> None:
@@ -45,6 +54,7 @@ class Client:
         if self._missing is not None:
             self._missing -= len(piece)
             self.complete = self._missing == 0
+        self._last = (self._last + piece[-len(EVENT_END) :])[-len(EVENT_END) :]
         await self._send({"type": "http.response.body", "body": piece, "more_body": True})
 
     async def end(self) -> None:
@@ -61,10 +71,14 @@ class Client:
     async def fail(self, status: HTTPStatus, message: str) -> None:
         """Send an error; of an answer that has begun, close the connection without its end.
 
-        The client then sees that the answer is incomplete, which a stream that just ends would hide.
+        The client then sees that the answer is incomplete, which a stream that just ends would hide. A stream's last
+        event tells the reason, unless one is left half sent.
         """
         if self.started:
             self.record.broken_off = True
+            if self._sends_events and self._last == EVENT_END:
+                event = error_event(status, message, self._errors)
+                await self._send({"type": "http.response.body", "body": event, "more_body": True})
             return  # the ASGI server closes a connection whose answer was left unfinished
         response = error_response(status, message, self._errors)
         headers = passed.to_client(response.raw_headers, self.record.identity)
@@ -118,8 +132,10 @@ async def while_connected(receive: Receive, client: Client, work: Coroutine[Any,
 
     async def watch() -> None:
         nonlocal left
-        while (await receive())["type"] != "http.disconnect":
-            pass
+        gone = False
+        while not gone:
+            with anyio.move_on_after(_LOOK_AGAIN_S):
+                gone = (await receive())["type"] == "http.disconnect"
         # A client that knows the length may leave with its last byte, before the work has ended.
         if not client.complete:
             left = True

@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Callable
-from typing import Any
 
 import httpx
 import pytest
@@ -259,17 +258,16 @@ async def breaks_a_whole_answer(_: Received, wire: Wire) -> None:
     wire.drop()
 
 
-@pytest.mark.parametrize("http", ["auto", "h11"])
 @pytest.mark.parametrize(
     "script",
     [breaks_a_stream, stalls_a_stream, resets_a_stream_without_length, *NOT_HTTP.values()],
     ids=["breaks", "stalls", "resets", *NOT_HTTP],
 )
 def test_an_answer_that_breaks_off_never_looks_complete(
-    setup: ProxySetup, p: FakeServer, d: FakeServer, access_lines: Callable[[int], list[str]], script: Script, http: Any
+    setup: ProxySetup, p: FakeServer, d: FakeServer, access_lines: Callable[[int], list[str]], script: Script
 ) -> None:
     d.script = script
-    proxy = setup.proxy([p], [d], http=http, request_timeout_s=1 if script is stalls_a_stream else 60)
+    proxy = setup.proxy([p], [d], request_timeout_s=1 if script is stalls_a_stream else 60)
     with proxy.http.stream("POST", "/v1/completions", json={"prompt": "a"}) as response:
         assert response.status_code == 200
         pieces = response.iter_raw()
@@ -278,6 +276,45 @@ def test_an_answer_that_breaks_off_never_looks_complete(
             list(pieces)
     assert f"problem: decode server {d.url}" in access_lines(1)[0]
     assert "pd_proxy_broken_off_total 1" in proxy.http.get("/metrics").text
+
+
+TOLD = {
+    "/v1/completions": b'data: {"error":{"message":"a decode server broke off","type":"BadGatewayError","param":null,'
+    b'"code":502}}\n\n',
+    "/v1/messages": b'event: error\ndata: {"type":"error","error":{"type":"api_error",'
+    b'"message":"a decode server broke off"}}\n\n',
+}
+
+
+@pytest.mark.parametrize("version", [b"1.1", b"1.0"])
+@pytest.mark.parametrize("path", TOLD)
+@pytest.mark.parametrize(
+    ("piece", "kind", "is_told"),
+    [
+        (b"data: 1\n\n", "text/event-stream; charset=utf-8", True),
+        (b"data: 1\n\ndata", "text/event-stream", False),
+        (b"data: 1\n\n", "application/json", False),
+    ],
+)
+def test_a_stream_that_breaks_off_tells_why_where_an_event_may_stand(
+    proxy: Proxy, d: FakeServer, piece: bytes, kind: str, is_told: bool, path: str, version: bytes
+) -> None:
+    """HTTP/1.0 has no other way to tell a stream that breaks off from one that is complete."""
+
+    async def breaks(_: Received, wire: Wire) -> None:
+        await wire.head(200, {"Content-Type": kind})
+        await wire.chunk(piece[:-1])
+        await wire.chunk(piece[-1:])
+        await asyncio.sleep(0.1)  # the reader has the beginning, then
+        wire.drop()
+
+    d.script = breaks
+    body = b'{"model": "tiny", "prompt": "a", "messages": [], "max_tokens": 5, "stream": true}'
+    head = b"POST %s HTTP/%s\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % (path.encode(), version, len(body))
+    answer = RawClient(proxy, head, body).receive_all()
+    assert (TOLD[path] in answer) == is_told
+    assert answer.count(b"error") == (TOLD[path].count(b"error") if is_told else 0)
+    assert not answer.endswith(b"0\r\n\r\n")
 
 
 @pytest.mark.parametrize("without_extensions", ["", "1"])
@@ -300,12 +337,8 @@ def test_a_whole_answer_that_breaks_off_is_an_error(setup: ProxySetup, p: FakeSe
     assert message(response) == "a decode server broke off"
 
 
-@pytest.mark.parametrize("http", ["auto", "h11"])
-def test_a_whole_answer_of_d_alone_that_breaks_off_never_looks_complete(
-    setup: ProxySetup, p: FakeServer, d: FakeServer, http: Any
-) -> None:
+def test_a_whole_answer_of_d_alone_that_breaks_off_never_looks_complete(proxy: Proxy, d: FakeServer) -> None:
     d.script = breaks_a_whole_answer
-    proxy = setup.proxy([p], [d], http=http)
     with proxy.http.stream("POST", "/v1/completions", json={"prompt": ["a", "b"]}) as response:
         assert response.status_code == 200
         with pytest.raises(httpx.RemoteProtocolError):

@@ -292,6 +292,7 @@ def assert_broken_off(proxy: Proxy, d: FakeServer, script: Script) -> None:
         pieces = response.iter_raw()
         assert text_of(next(pieces)) == " gr"
         gate.set()
+        assert b'data: {"error":{"message":"a decode server ' in next(pieces)
         with pytest.raises(httpx.RemoteProtocolError):
             next(pieces)
 

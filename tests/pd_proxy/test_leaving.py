@@ -8,6 +8,7 @@ import pytest
 from starlette.requests import ClientDisconnect
 from starlette.types import Message
 
+import pd_proxy.http_client
 from pd_proxy.http_client import Client, while_connected
 from pd_proxy.journal import Record
 from tests.support.examples.fake_servers import FakeServer, Received, Wire, decodes, prefills, stalls
@@ -84,6 +85,20 @@ def test_in_the_middle_of_the_answer(
     client.leave()
     assert received.left.wait(30)
     assert "status=499" in access_lines(1)[0]
+    settled(proxy, p, d)
+
+
+def test_when_it_has_sent_more_than_its_request(
+    monkeypatch: pytest.MonkeyPatch, proxy: Proxy, p: FakeServer, d: FakeServer
+) -> None:
+    """Such as the next one, before it has the answer: the server reads no further until it is asked again."""
+    monkeypatch.setattr(pd_proxy.http_client, "_LOOK_AGAIN_S", 0.2)
+    p.script = stalls
+    client = RawClient.completing(proxy, REQUEST)
+    received = p.wait()
+    client.send(b"POST /v1/completions HTTP/1.1\r\n")
+    client.leave()
+    assert received.left.wait(30)
     settled(proxy, p, d)
 
 

@@ -79,6 +79,9 @@ class RawClient:
         head = b"POST /v1/completions HTTP/1.1\r\nHost: proxy\r\nContent-Length: %d\r\n\r\n" % len(content)
         return cls(proxy, head, content)
 
+    def send(self, content: bytes) -> None:
+        self._socket.sendall(content)
+
     def receive_until(self, wanted: bytes) -> bytes:
         got = b""
         while wanted not in got:
@@ -86,6 +89,10 @@ class RawClient:
             assert piece, f"the connection ended before {wanted!r}: {got!r}"
             got += piece
         return got
+
+    def receive_all(self) -> bytes:
+        with self._socket:
+            return b"".join(iter(lambda: self._socket.recv(65536), b""))
 
     def leave(self) -> None:
         self._socket.close()

@@ -6,7 +6,7 @@ import ssl
 import threading
 from contextlib import ExitStack
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any
 from unittest.mock import patch
 
 import httpx
@@ -14,6 +14,7 @@ import uvicorn
 import uvicorn.server
 
 from pd_proxy import Settings, create_app
+from pd_proxy.__main__ import Server, uvicorn_config
 from tests.support.examples.fake_servers import FakeServer, Script
 from tests.support.examples.harness import FakeServers
 from tests.support.waiting import until
@@ -38,20 +39,11 @@ class _QuickServer(uvicorn.Server):
 class Proxy:
     """The proxy, served by uvicorn in a thread."""
 
-    def __init__(self, settings: Settings, http: Literal["auto", "h11"], port: int = 0) -> None:
+    def __init__(self, settings: Settings, port: int = 0) -> None:
         self._socket = socket.create_server(("127.0.0.1", port))
         self.address: tuple[str, int] = self._socket.getsockname()
         self.url = f"http://127.0.0.1:{self.address[1]}"
-        config = uvicorn.Config(
-            create_app(settings),
-            http=http,
-            lifespan="on",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            timeout_graceful_shutdown=1,
-        )
-        self._server = _QuickServer(config)
+        self._server = _QuickServer(uvicorn_config(create_app(settings), Server(shutdown_timeout_s=1)))
         self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [self._socket]}, name="proxy")
         self._thread.start()
         until(lambda: self._server.started)
@@ -92,12 +84,11 @@ class ProxySetup:
         prefill: list[FakeServer | str],
         decode: list[FakeServer | str],
         *,
-        http: Literal["auto", "h11"] = "auto",
         port: int = 0,
         **options: Any,
     ) -> Proxy:
         settings = Settings(prefill=_urls(prefill), decode=_urls(decode), **options)
-        proxy = Proxy(settings, http, port)
+        proxy = Proxy(settings, port)
         self._stack.callback(proxy.close)
         return proxy
 
