@@ -49,6 +49,11 @@ class _UnitAddressing:
     state_tokens: int = 0  # tokens between the states of two blocks; 0 if blocks hold tokens
     split: TokenSplit = WHOLE
 
+    @property
+    def block_span(self) -> int:
+        """Tokens from the first of a kernel block to that of the next, those of other ranks included."""
+        return self.block_rows * self.row_tokens * self.split.ranks
+
     def unit_addresses(self, block_ids: Int64Array, first_block: int, tokens: Int64Array) -> Int64Array:
         """Return the addresses of the units that start at ``tokens``; ``block_ids[0]`` is block ``first_block``."""
         manager = block_ids[tokens // self.group_tokens - first_block]
@@ -85,11 +90,8 @@ class _RunPattern:
     @property
     def moves_with(self) -> tuple[_UnitAddressing, _UnitAddressing, int, int, int]:
         """A key: patterns with equal keys are a constant distance apart on both sides, in all units."""
-        whole = (
-            self.unit_tokens
-            == self.local.block_rows * self.local.row_tokens
-            == self.remote.block_rows * self.remote.row_tokens
-        )
+        # Every unit begins with a kernel block on both sides: how far apart rows are does not matter.
+        whole = self.unit_tokens == self.local.block_span == self.remote.block_span
         local, remote = (
             replace(side, address=0, row_stride=0 if whole else side.row_stride) for side in (self.local, self.remote)
         )

@@ -135,6 +135,7 @@ def test_every_byte_arrives_between_blocks_of_unequal_sizes(sizes: tuple[int, in
 @given(st.data())
 def test_any_ranges_of_any_engines_arrive(data: st.DataObject) -> None:
     sides = []
+    packed = data.draw(st.booleans())
     for name in ("local", "remote"):
         dcp = data.draw(st.sampled_from([1, 2, 3, 4, 5]), name)
         kernel_blocks = data.draw(st.sampled_from([1, 2]))
@@ -143,12 +144,23 @@ def test_any_ranges_of_any_engines_arrive(data: st.DataObject) -> None:
         order = data.draw(st.sampled_from(ORDERS))
         pcp = data.draw(st.sampled_from([1, 2])) if name == "remote" and dcp in (1, 2) else 1
         tp = dcp // pcp if dcp > 1 else 2
-        sides.append(Shared(max(tp, 1), dcp, interleave, rows, kernel_blocks, pcp, order))
+        sides.append(Shared(max(tp, 1), dcp, interleave, rows, kernel_blocks, pcp, order, packed))
     local, remote = sides
     blocks = data.draw(st.integers(1, 3))
     first = local.block_tokens * remote.block_tokens * data.draw(st.integers(0, 1))
     end = first + blocks * common(local, remote)
-    pull(data.draw(st.sampled_from([LATENT, INDEXED])), local, remote, first, end, data.draw(st.integers(0, 1)))
+    parts = LATENT if packed else data.draw(st.sampled_from([LATENT, INDEXED]))
+    pull(parts, local, remote, first, end, data.draw(st.integers(0, 1)))
+
+
+@pytest.mark.parametrize("interleave", [1, 4, 8])
+@pytest.mark.parametrize("dcp", [(1, 2), (2, 1), (2, 4), (2, 2), (3, 3)], ids=str)
+def test_parts_that_lie_together_in_a_block_and_have_tokens_of_unequal_sizes_arrive(
+    dcp: tuple[int, int], interleave: int
+) -> None:
+    """They begin equally far apart in all blocks, but not at all tokens, where a unit begins inside a block."""
+    local, remote = (Shared(size, size, interleave, packed=True) for size in dcp)
+    pull(LATENT, local, remote, 0, 2 * common(local, remote))
 
 
 @pytest.mark.parametrize("interleave", [1, 8])

@@ -47,6 +47,7 @@ class Shared:
     kernel_blocks: int = 1  # kernel blocks in these
     pcp: int = 1
     order: str = "LBHNC"
+    packed: bool = False  # all that a rank keeps of a block lies together, part by part; no part may be replicated
     blocks: int = 0  # set by ``for_tokens``
 
     @property
@@ -93,6 +94,9 @@ class SharedRank:
     def __post_init__(self) -> None:
         self.dcp_rank = self.side.dcp_rank(self.pcp_rank, self.tp_rank)
         noise = np.random.default_rng(self.tp_rank + 100 * self.pcp_rank)
+        if self.side.packed:
+            self._pack(noise)
+            return
         for part in self.parts:
             rows = self.side.rows // self.side.kernel_blocks
             kernel_blocks = self.side.blocks * self.side.kernel_blocks * (self.side.dcp if part.replicated else 1)
@@ -101,6 +105,14 @@ class SharedRank:
             )
             memory = noise.integers(0, 1 << 32, [sizes[axis] for axis in self.side.order], np.uint32)
             self.caches.append(memory.transpose([self.side.order.index(axis) for axis in _AXES]))
+
+    def _pack(self, noise: np.random.Generator) -> None:
+        rows, number = self.side.rows // self.side.kernel_blocks, self.side.blocks * self.side.kernel_blocks
+        shapes = [(self.layers, len(self.heads(part)), rows, part.content) for part in self.parts]
+        sizes = [int(np.prod(shape)) for shape in shapes]
+        memory = noise.integers(0, 1 << 32, [number, sum(sizes)], np.uint32)
+        for shape, size, end in zip(shapes, sizes, np.cumsum(sizes).tolist(), strict=True):
+            self.caches.append(memory[:, end - size : end].reshape(number, *shape).transpose([1, 0, 2, 3, 4]))
 
     def heads(self, part: Cached) -> range:
         """The heads of a rank: an equal share, or one that an equal run of ranks has."""
