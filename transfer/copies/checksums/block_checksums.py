@@ -54,24 +54,30 @@ def sum_plane(
     Raises:
         PlanError: ``first_token`` does not start a run, the table has no entry for a token, or the plane lacks a block.
     """
-    run = run_tokens(plane)
+    run, of_row = run_tokens(plane), plane.tokens_per_row
     first, end = plane.tokens.before(np.array([first_token, end_token])).tolist()
     if first % run:
         raise PlanError(f"checksums cover runs of {run} tokens and cannot start at token {first_token}")
-    if (of_row := plane.tokens_per_row) > 1:
-        begin, end = first_token // of_row, -(-end_token // of_row)
-        of_rows = sum_plane(replace(plane, tokens_per_row=1), group_tokens // of_row, table, begin, end, read)
-        return replace(of_rows, run_tokens=run)
+    rows = replace(plane, tokens_per_row=1)
+    sums = _sum_rows(rows, group_tokens // of_row, table, (first // of_row, -(-end // of_row)), run // of_row, read)
+    return replace(sums, run_tokens=run)
+
+
+def _sum_rows(
+    plane: Plane, group_rows: int, table: BlockTable, window: tuple[int, int], run: int, read: BlockReader
+) -> PlaneSums:
+    """Return the sums of a window of rows, the first of which begins a run, in runs of so many rows."""
+    first, end = window
     end = -(-end // run) * run if plane.packing else end
     first_run = first // run
     sums = np.zeros((-(-end // run) - first_run + 1, len(plane.layers), plane.heads), np.uint64)
     starts = np.arange(first // plane.block_tokens * plane.block_tokens, end, plane.block_tokens, dtype=np.int64)
-    blocks = kernel_blocks(plane, group_tokens, table, starts)
+    blocks = kernel_blocks(plane, group_rows, table, starts)
     starts, blocks = starts[blocks >= 0], blocks[blocks >= 0]
     step = max(1, CHUNK_BYTES // max(1, plane.block_bytes))
     for chunk in range(0, len(blocks), step):
         view = read(plane, blocks[chunk : chunk + step])
-        _add(view, starts[chunk : chunk + step], (first, end), first_run, sums[1:])
+        _add(view, starts[chunk : chunk + step], (first, end), (run, first_run), sums[1:])
     return PlaneSums(run, first_run, np.cumsum(sums, axis=0, dtype=np.uint64), plane.tokens)
 
 
@@ -94,7 +100,7 @@ def warm_up(planes: Sequence[Plane]) -> None:
     """Compile the loops of ``sum_plane`` for such planes, which takes a second or two, so that no pull waits for it."""
     nothing = np.empty(0, np.int64)
     for plane in {word_bytes(plane): plane for plane in planes}.values():
-        _add(ReadableBlocks(plane, nothing), nothing, (0, 0), 0, np.zeros((1, 1, 1), np.uint64))
+        _add(ReadableBlocks(plane, nothing), nothing, (0, 0), (1, 0), np.zeros((1, 1, 1), np.uint64))
 
 
 def kernel_blocks(plane: Plane, group_tokens: int, table: BlockTable, starts: Int64Array) -> Int64Array:
@@ -117,8 +123,13 @@ def kernel_blocks(plane: Plane, group_tokens: int, table: BlockTable, starts: In
     return blocks
 
 
-def _add(view: ReadableBlocks, starts: Int64Array, window: tuple[int, int], first_run: int, sums: UInt64Array) -> None:
-    """Add the tokens of ``window`` in these blocks to ``sums``. Block i begins at place ``starts[i]``."""
+def _add(
+    view: ReadableBlocks, starts: Int64Array, window: tuple[int, int], runs: tuple[int, int], sums: UInt64Array
+) -> None:
+    """Add the rows of ``window`` in these blocks to ``sums``. Block i begins at place ``starts[i]``.
+
+    ``runs``: rows of a run, and the number of the run that is the first of ``sums``.
+    """
     plane, word = view.plane, word_bytes(view.plane)
     words = plane.item_size // word
     items_apart = plane.block_tokens > 1 and plane.content > 1 and plane.content_stride > plane.token_stride
@@ -126,7 +137,7 @@ def _add(view: ReadableBlocks, starts: Int64Array, window: tuple[int, int], firs
     _kernels[word](
         plane.address,
         strides,
-        (plane.block_tokens, words, run_tokens(plane), first_run, int(items_apart)),
+        (plane.block_tokens, words, *runs, int(items_apart)),
         (plane.tokens.interleave, plane.tokens.ranks, plane.tokens.rank),
         window,
         np.ascontiguousarray(view.blocks, np.int64),

@@ -238,6 +238,35 @@ def test_a_run_is_16_tokens_or_what_divides_a_block_and_them(plane: Plane) -> No
     assert [run_tokens(replace(plane, block_tokens=size)) for size in (16, 48, 24, 20, 4)] == [16, 16, 8, 4, 4]
 
 
+@pytest.mark.parametrize(("of_row", "first"), [(4, 0), (4, 16 * 4), (128, 8 * 128)])
+def test_a_changed_row_of_a_compressed_cache_is_seen_at_its_tokens_and_nowhere_else(
+    memory: Items, of_row: int, first: int
+) -> None:
+    """However many rows a block has. Equal rows have equal sums, wherever blocks begin."""
+    rows = 128
+    ends = {plane_rows: dense_plane(memory, rows // plane_rows, plane_rows, 4, 2) for plane_rows in (8, 32, 64, 128)}
+    run = max(run_tokens(replace(each, tokens_per_row=of_row)) for each in ends.values())
+    borders = range(first, rows * of_row + 1, max(run, 8 * of_row))
+
+    def sums(plane_rows: int) -> list[int]:
+        plane = replace(ends[plane_rows], tokens_per_row=of_row)
+        table = BlockTable.of(range(plane.blocks))
+        found = sum_plane(plane, plane_rows * of_row, table, first, rows * of_row)
+        return found.between(borders).ravel().tolist()
+
+    before = {each: sums(each) for each in ends}
+    assert len({tuple(each) for each in before.values()}) == 1
+    assert 0 not in before[8]
+    for row in range(first // of_row, rows, 5):
+        memory.reshape(rows, 8)[row, 3] ^= 255
+        for each in ends:
+            changed = [
+                number for number, pair in enumerate(zip(before[each], sums(each), strict=True)) if len({*pair}) > 1
+            ]
+            assert changed == [(row * of_row - first) // borders.step]
+        memory.reshape(rows, 8)[row, 3] ^= 255
+
+
 def test_memory_is_read_in_pieces(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = sum_plane(plane, 32, BlockTable.of([3, 1, 0, 2]), 0, 128)
     monkeypatch.setattr(checksums, "CHUNK_BYTES", 3 * plane.block_bytes)
