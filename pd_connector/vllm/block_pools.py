@@ -127,6 +127,7 @@ class HostBlockPool:
         self.groups: tuple[int, ...] = self._release.cacheable_groups(device)
         self.block_tokens: tuple[int, ...] = self._release.block_tokens(self._coordinator)
         self._finds_all = len(self.groups) == len(self.block_tokens)
+        self._names_parts = self._release.names_parts and max(self.block_tokens) > self._pool.hash_block_size
         self._events = BlockEvents(device, self._pool, self._release, self.block_tokens)
 
     # What is in host memory
@@ -193,7 +194,7 @@ class HostBlockPool:
 
     def copies_of(self, blocks: HeldBlocks) -> "list[KVCacheBlock | None]":
         """Return the host blocks that hold what device blocks do; None for one of which none can be found."""
-        return list(map(self._found.get, [block._block_hash for block in blocks]))
+        return list(map(self._found.get, self._keys(blocks)))
 
     def take(self, number: int) -> HeldBlocks:
         """Take slots that nobody uses, with a reference to each; what they hold is evicted.
@@ -213,7 +214,7 @@ class HostBlockPool:
 
     def publish_copies(self, blocks: HeldBlocks, hosts: HeldBlocks) -> None:
         """Make host blocks findable that hold what device blocks do, each if that one can be found and no copy can."""
-        keys = [block._block_hash for block in blocks]
+        keys = self._keys(blocks)
         if not self._finds_all:
             keys = [key if key is not None and get_group_id(key) in self.groups else None for key in keys]
         published = self._publish(keys, hosts)
@@ -313,7 +314,7 @@ class HostBlockPool:
         candidates: list[Candidate] = []
         find, free = self._found.get, self.free
         for block in self._cursor.advance():
-            key = block.block_hash
+            (key,) = self._keys((block,))
             if key is None or get_group_id(key) not in self.groups:
                 continue
             if len(held) + len(candidates) == free:
@@ -390,6 +391,20 @@ class HostBlockPool:
         """Raise AssertionError unless every block that can be found has its key, and no other block has one."""
         keys = {block.block_id: block.block_hash for block in self._pool.blocks if block.block_hash is not None}
         assert keys == {block.block_id: key for key, block in self._found.items()}, "a block is found by a wrong key"
+
+    def _keys(self, blocks: "Sequence[KVCacheBlock]") -> "list[BlockHashWithGroupId | None]":
+        """Return the keys of device blocks that stand for all that they hold.
+
+        Where hashes are of fewer tokens than a block, vLLM names a prompt's last block by a part of its tokens.
+        """
+        keys = [block._block_hash for block in blocks]
+        if not self._names_parts:
+            return keys
+        sizes, ends = self.block_tokens, map(self._release.named_tokens, blocks)
+        return [
+            None if key is None or end is None or end % sizes[get_group_id(key)] else key
+            for key, end in zip(keys, ends, strict=True)
+        ]
 
     def _publish(self, keys: "Iterable[BlockHashWithGroupId | None]", hosts: "Sequence[KVCacheBlock]") -> list[int]:
         """Let host blocks in use be found that have a key by which none is; return their indices."""

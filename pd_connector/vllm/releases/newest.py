@@ -44,6 +44,8 @@ class VllmRelease:
     serves_context_parallel = True
     #: Whether the scheduler gives requests whose tokens have been loaded their turn before it looks at others.
     serves_loaded_first = True
+    #: Whether a block that is not full may have a key, of a part of its tokens.
+    names_parts = True
 
     def hook(self) -> None:
         """Add to vLLM's scheduler classes what the connector needs, and they lack: nothing. Idempotent.
@@ -146,6 +148,10 @@ class VllmRelease:
 
     def leave_unzeroed(self, coordinator: "KVCacheCoordinator", request_id: str, groups: Sequence[int]) -> None:
         """Have vLLM not zero what it has just given a request in ``groups``: it asks the connector for these."""
+
+    def named_tokens(self, block: "KVCacheBlock") -> int | None:
+        """Return how many tokens of a request the key of one of its blocks names; None if it has none."""
+        return block.block_hash_num_tokens  # type: ignore[no-any-return]  # vLLM is untyped here
 
     def cacheable_tokens(self, coordinator: "KVCacheCoordinator", computed: int, group: int) -> int:
         """Return how many of a request's ``computed`` tokens vLLM caches in a group."""

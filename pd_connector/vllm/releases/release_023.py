@@ -49,12 +49,17 @@ class Release023(Release030):
     serves_context_parallel = False
     declares_layouts = False
     collects_scheduler_stats = False
+    names_parts = False
     devices = ("cpu", "npu")
 
     @property
     def host_medium(self) -> str:
         """The name of host memory in KV cache events."""
         return "CPU"
+
+    def named_tokens(self, block: "KVCacheBlock") -> int | None:
+        """Return None: only full blocks have keys, and ``names_parts`` is False."""
+        return None
 
     def hook(self) -> None:
         """Add to vLLM's scheduler classes what the connector needs, and they lack. Idempotent."""

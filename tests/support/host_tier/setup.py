@@ -98,19 +98,30 @@ class Setup:
         assert loaded == found * size, f"{found} blocks are in host memory, and {loaded} tokens are offered"
 
 
-def make_manager(setup: Setup, token_ranks: int = 1) -> KVCacheManager:
-    """``token_ranks``: share the tokens of a block (context parallelism)."""
+def make_manager(
+    setup: Setup, token_ranks: int = 1, *, drafts: bool = False, hash_tokens: int | None = None
+) -> KVCacheManager:
+    """vLLM's manager of the device's blocks.
+
+    Args:
+        setup: the groups and their blocks.
+        token_ranks: that share the tokens of a block (context parallelism).
+        drafts: whether the first group is that of drafts, too.
+        hash_tokens: of which block hashes are made; None for those of the smallest block.
+    """
     specs = [_spec(tokens, window) for tokens, window in setup.groups]
     groups = [KVCacheGroupSpec([f"layer {number}"], spec) for number, spec in enumerate(specs)]
+    groups[0].is_eagle_group = drafts
     current().hook()  # what vLLM does when it makes a scheduler
     in_flight = "max_in_flight_tokens" if INSTALLED >= (0, 30) else "max_num_batched_tokens"
     return KVCacheManager(
         KVCacheConfig(setup.device_blocks, [], groups),
         max_model_len=MAX_TOKENS,
         scheduler_block_size=token_ranks * math.lcm(*setup.sizes),
-        hash_block_size=token_ranks * setup.hash_tokens,
+        hash_block_size=hash_tokens or token_ranks * setup.hash_tokens,
         dcp_world_size=token_ranks,
         enable_kv_cache_events=setup.events,
+        use_eagle=drafts,
         **{in_flight: MAX_TOKENS},
     )
 

@@ -8,6 +8,7 @@ Unpacked wheels are taken as well. Needs nothing but Python.
 """
 
 import argparse
+from glob import glob
 from pathlib import Path
 
 from tests.support.sources import ROOT, modules
@@ -25,9 +26,10 @@ def main() -> None:
     releases = {}
     for argument in parser.parse_args().wheels:
         release, _, wheel = argument.partition("=")
-        if not Path(wheel).exists():
-            parser.error(f"{argument}: there is no file {wheel!r}; give RELEASE=WHEEL, with a downloaded wheel")
-        releases[release] = Sources(Path(wheel))
+        found = glob(wheel)  # shells expand no pattern behind an equals sign
+        if len(found) != 1:
+            parser.error(f"{argument}: {len(found)} files are {wheel!r}; give RELEASE=WHEEL, with a downloaded wheel")
+        releases[release] = Sources(Path(found[0]))
     asked: dict[str, Fact | None] = {}
     for sources in releases.values():
         recorder = AskedNames(sources, {})
