@@ -52,8 +52,7 @@ def leave_last_token(request: "Request", hash_tokens: int) -> bool:
     ``hash_tokens``: tokens of the blocks that vLLM hashes.
     """
     tokens = request.num_prompt_tokens
-    media = (each.mm_position for each in getattr(request, "mm_features", None) or ())
-    if tokens < 2 or request.num_computed_tokens or any(each.offset + each.length >= tokens for each in media):
+    if tokens < 2 or request.num_computed_tokens or ends_with_media(request):
         return False
     if request.prompt_token_ids is not None:
         del request.prompt_token_ids[-1:]
@@ -66,6 +65,12 @@ def leave_last_token(request: "Request", hash_tokens: int) -> bool:
     request.max_tokens = 1
     del request.block_hashes[(tokens - 1) // hash_tokens :]
     return True
+
+
+def ends_with_media(request: "Request") -> bool:
+    """Return whether the last token of a prompt is of an image or the like, so that it cannot be left to another."""
+    media = (each.mm_position for each in getattr(request, "mm_features", None) or ())
+    return any(each.offset + each.length >= request.num_prompt_tokens for each in media)
 
 
 def prefill_is_complete(request: "Request") -> bool:

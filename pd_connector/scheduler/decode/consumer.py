@@ -70,6 +70,7 @@ from pd_connector.vllm.prompts import Prompts
 from pd_connector.vllm.requests import (
     block_ids_by_group,
     computes_whole_prompt,
+    ends_with_media,
     is_later_choice,
     is_placeholder,
     traceparent,
@@ -376,7 +377,7 @@ class Consumer(SchedulerRole):
                 self._refuse(request_id, Refused(standing.reason, standing.cause))
             return not isinstance(standing, Rejection)  # a canary is of a prompt that is complete
         # What will be of no use is not pulled ahead: it shows whether it is once the prompt is complete.
-        will_lack = self._needed.will_lack(found.remote, found.first_tokens)
+        will_lack = self._needed.will_lack(found.remote, found.first_tokens, is_cut=not ends_with_media(request))
         return will_lack or not self._ahead.has_room(request)
 
     def _must_wait_for_verdict(self, request: "Request", remote: RemotePrefill) -> bool:
@@ -434,10 +435,9 @@ class Consumer(SchedulerRole):
         else:
             entry = leg.entry
         assert not isinstance(entry, Follower), "a follower pulls nothing"
+        refusal = entry if isinstance(entry, Refused) else None
         if isinstance(entry, RemotePrefill) and (lost := self._renewals.lost(request_id)) is not None:
-            refusal: Refused | None = Refused(lost.reason, lost.cause)
-        else:
-            refusal = entry if isinstance(entry, Refused) else None
+            refusal = Refused(lost.reason, lost.cause)
         self._legs.put(request_id, Pulling(entry, refusal.cause if refusal is not None else Cause.NONE))
         if refusal is not None:
             self._refusals.append(RefuseOrder(request_id, refusal.cause, refusal.reason, traceparent(request)))

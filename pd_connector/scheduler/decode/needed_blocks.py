@@ -56,11 +56,16 @@ class NeededBlocks:
                 return self._describe(group, remote, there, needed)
         return None
 
-    def will_lack(self, remote: RemotePrefill, first_tokens: Sequence[int]) -> bool:
+    def will_lack(self, remote: RemotePrefill, first_tokens: Sequence[int], *, is_cut: bool = True) -> bool:
         """Return whether the prefill engine will lack such blocks once it has computed the prompt.
 
-        ``first_tokens``: of what it will hold then, by its cache groups; empty if it has not said.
+        Args:
+            remote: the prompt.
+            first_tokens: of what it will hold then, by its cache groups; empty if it has not said.
+            is_cut: whether it leaves the last token of a prompt to this engine where layers keep states.
         """
+        if not is_cut and any(kept.states for kept in self._groups):
+            return True  # but for a prompt of which it keeps the state at a border
         if not first_tokens:
             return False
         tokens = remote.remote_num_tokens

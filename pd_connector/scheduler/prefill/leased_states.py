@@ -1,7 +1,8 @@
 """What a lease holds of a prompt's states: that after all tokens but the last, and those that a prefix hit would find.
 
 Whoever decodes computes the last token, so the state before it is needed, and a state cannot be taken back by a token.
-So the prompt was cut when its request came. One that was not cut, or whose request went on, has no such state.
+So the prompt was cut when its request came. One that was not cut, or whose request went on, has no such state, unless
+it is that of a border. States behind it are not leased: a reader would take them for it.
 
 Belongs to the scheduler's thread.
 """
@@ -58,11 +59,15 @@ class LeasedStates:
     def _states(self, request: "Request", group: int, left_out: Container[int] | None) -> "dict[int, KVCacheBlock]":
         """Return the blocks with a request's states, by entry. Others of its own may be on their way to be reused."""
         tokens, size = request.num_prompt_tokens, self._groups[group].block_tokens
+        is_cut = self._prompts.is_cut(request.request_id)
+        borders = (tokens if is_cut else tokens - 1) // size
         states: dict[int, KVCacheBlock] = {}
         if left_out is not None:
             found = self._blocks.found_states(request, group, size)
-            states = {entry: block for entry, block in found.items() if block.block_id not in left_out}
-        if self._prompts.is_cut(request.request_id) and request.num_computed_tokens == tokens:
+            states = {
+                entry: block for entry, block in found.items() if entry < borders and block.block_id not in left_out
+            }
+        if is_cut and request.num_computed_tokens == tokens:
             entry = running_entry(tokens, size)
             states[entry] = self._blocks.table(request.request_id)[group][entry]
         return states

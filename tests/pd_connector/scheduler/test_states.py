@@ -41,6 +41,30 @@ def test_all_but_the_last_token_is_pulled(world: World, mode: str, at_once: bool
     assert decode.computed_tokens == OUTPUTS  # the last token of the prompt, and of the output all but the last
 
 
+@pytest.mark.parametrize("at_once", [False, True])
+@pytest.mark.parametrize(
+    ("mode", "tokens", "is_pulled"),
+    [("none", TOKENS, False), ("align", TOKENS, False), ("align", BORDER, False), ("align", BORDER + 1, True)],
+)
+def test_a_prompt_that_ends_with_an_image_is_pulled_only_if_its_state_is_that_of_a_border(
+    world: World, mode: Any, tokens: int, is_pulled: bool, at_once: bool
+) -> None:
+    """Its last token cannot be left to another engine. That its last border is held, too, misleads nobody."""
+    prefill, decode = (EngineSim(world, role, 60, "fail", states=mode) for role in ("kv_producer", "kv_consumer"))
+    prompt = list(range(tokens))
+    prefill.ask(ClientRequest("longer", list(range(tokens + 10)), 1))
+    world.run(10.0)
+    client = ClientRequest("r", prompt, OUTPUTS, image=8)
+    if at_once:
+        decode.ask_by_name(client, prefill)
+    transfer_id = "r" if at_once else ""
+    prefill.ask(ClientRequest("r", prompt, OUTPUTS, decode, transfer_id=transfer_id, image=8))
+    world.run(10.0)
+    assert decode.counts["pulls failed"] == 0
+    assert decode.counts["pulled"] == is_pulled
+    assert decode.computed_tokens == OUTPUTS + (0 if is_pulled else tokens - 1)
+
+
 def test_a_longer_prompt_goes_on_from_the_border_that_was_pulled_beside(world: World) -> None:
     decode = pull(world, "align", at_once=False)
     decode.ask(ClientRequest("longer", list(range(TOKENS + 20)), 1))

@@ -20,6 +20,7 @@ from unittest.mock import patch
 import vllm.platforms
 from vllm.config import KVTransferConfig, VllmConfig
 from vllm.engine.arg_utils import EngineArgs
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256_cbor
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -199,7 +200,14 @@ class ClientRequest:
     transfer_id: str = ""  # of a prefill leg whose decode leg is sent at the same time
     choice: str = ""  # which of several answers to the same request
     sampling: dict[str, Any] = field(default_factory=dict)  # further parameters of vLLM's
+    image: int = 0  # the last so many tokens are an image's
     ended: str = ""  # how: "finished", "failed", "aborted"
+
+
+class _Request(Request):  # type: ignore[misc]  # vLLM is untyped here
+    """A request that may have an image, and no encoder for it."""
+
+    has_encoder_inputs = False
 
 
 class EngineSim:
@@ -316,7 +324,10 @@ class EngineSim:
         )
         request_id = f"{asked.name}-{'p' if asked.decodes_on else 'd'}{asked.choice}"
         hasher = _hasher if self._mode != "none" else None
-        request = Request(request_id, list(asked.tokens), sampling, None, priority=asked.priority, block_hasher=hasher)
+        request = _Request(request_id, list(asked.tokens), sampling, None, priority=asked.priority, block_hasher=hasher)
+        if asked.image:
+            place = PlaceholderRange(offset=len(asked.tokens) - asked.image, length=asked.image)
+            request.mm_features = [MultiModalFeatureSpec(None, "image", "a picture", place)]
         self._states.note(request, list(_stamps(asked.tokens))[1:], _BLOCK_TOKENS)
         self.requests[request_id] = asked, request
         self.scheduler.add_request(request)

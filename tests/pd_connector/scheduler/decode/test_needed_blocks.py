@@ -98,7 +98,7 @@ def test_what_will_be_lacking_is_known_before(ours: list[Group], theirs: list[Gr
     needed = needed_by(ours)
     if needed.lacking(remote) is not None:
         assert needed.will_lack(remote, first_tokens)
-    assert not needed.will_lack(remote, ())
+    assert not needed.will_lack(remote, (), is_cut=False)
 
 
 FULL, WINDOWED = Retention(16), Retention(16, window=40)
@@ -172,6 +172,7 @@ def test_of_states_the_one_before_the_last_token_is_needed_wherever_borders_are(
         held = msgspec.structs.replace(remote, remote_block_ids=(table,), remote_layers=(LAYERS,))
         assert ours.lacking(held) is None
         assert not ours.will_lack(held, [theirs[0].kept.first_needed(tokens)])
+        assert ours.will_lack(held, (), is_cut=False)
         lacks = ours.lacking(msgspec.structs.replace(held, remote_block_ids=((*table[:-1], 0),)))
         assert lacks is not None
         assert f"no state of layer 'layers.0' after {tokens - 1} of {tokens} tokens" in lacks.reason

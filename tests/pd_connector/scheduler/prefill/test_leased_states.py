@@ -64,6 +64,17 @@ def test_a_prompt_that_was_not_cut_has_no_such_state() -> None:
     assert tables[1:] == [[0], [0]]
 
 
+@pytest.mark.parametrize(("tokens", "borders"), [(23, 5), (24, 5), (25, 6)])
+def test_states_behind_the_one_that_a_reader_needs_are_not_leased(tokens: int, borders: int) -> None:
+    """Of a prompt that was not cut, which a longer one has computed up to the border at its end."""
+    engine = StateEngine()
+    engine.compute(engine.request("longer", 33), until=(4, 8, 12, 16, 20, 24))
+    request = engine.request("r", tokens)
+    engine.compute(request)
+    tables, _ = leased(engine).hold(request, engine.tables(request))
+    assert [bool(block) for block in tables[1]] == [number < borders for number in range((tokens - 1) // BLOCK + 1)]
+
+
 def test_nor_has_one_whose_request_went_on() -> None:
     engine = StateEngine("none")
     request = engine.request("r", 22, is_cut=True)
