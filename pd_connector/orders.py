@@ -67,11 +67,16 @@ class Cause(StrEnum):
         return self in {Cause.UNREACHABLE, Cause.DENIED}
 
 
-def cause_of(error: TransferError) -> Cause:
-    """Return the cause of a pull's failure, given the error that a message to its prefill engine ended with."""
+def cause_of(error: TransferError, *, had_time: bool = True) -> Cause:
+    """Return the cause of a pull's failure, given the error that a message to its prefill engine ended with.
+
+    ``had_time``: whether the engine could have answered. If not, its silence says nothing of it: other pulls go on.
+    """
     if isinstance(error, PeerRefused):
         return Cause.REFUSED
-    return Cause.DENIED if isinstance(error, AuthenticationFailed | PeerNotAllowed) else Cause.UNREACHABLE
+    if isinstance(error, AuthenticationFailed | PeerNotAllowed):
+        return Cause.DENIED
+    return Cause.UNREACHABLE if had_time else Cause.TIMEOUT
 
 
 @dataclass(frozen=True)

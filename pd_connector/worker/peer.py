@@ -13,11 +13,11 @@ from layout.geometry import ModelIdentity, WorkerGeometry
 from layout.plan import Plan, compile_plans
 from layout.regions import RegionTable
 from layout.sharding import Source, choose_sources
-from pd_connector.orders import Cause, cause_of
+from pd_connector.orders import Cause
 from pd_connector.recipe_keys import EngineSizes
 from pd_connector.traces import TracePull
 from pd_connector.worker.device_fence import RaiseFence, no_fence
-from pd_connector.worker.pull_end import PullFailed
+from pd_connector.worker.pull_end import MIN_ANSWER_S, PullFailed
 from pd_connector.worker.remote_reader import RemoteReader
 from pd_connector.worker.verification import Verifier
 from transfer.control.client import ControlClient
@@ -119,11 +119,13 @@ class Peer:
         return other
 
     def link(self, rank: int) -> Link:
-        """Return the link to a rank, and open it if there is none.
+        """Return the link to a rank, and open it if there is none that the network can be expected to know.
 
         Raises:
             PullFailed: the rank's transfer engine cannot be reached, or may not be contacted.
         """
+        if rank in self._links and self._links[rank].is_stale:
+            self.drop_link(rank)
         if rank not in self._links:
             worker = self.workers[rank]
             try:
@@ -154,12 +156,12 @@ def connect_peer(context: PullContext, address: PeerAddress, deadline: float) ->
     Raises:
         PullFailed: the engine does not answer, is another one, or has caches that cannot be used here.
     """
-    timeout = min(context.handshake_timeout_s, max(deadline - context.clock(), 0.001))
+    left_s, longest_s = deadline - context.clock(), context.handshake_timeout_s
+    timeout_s = min(max(left_s, MIN_ANSWER_S), longest_s)
     try:
-        welcome = context.client.request(address.host, address.port, Hello(address.engine_id), timeout).result()
+        welcome = context.client.request(address.host, address.port, Hello(address.engine_id), timeout_s).result()
     except TransferError as error:
-        cause = cause_of(error)
-        raise PullFailed(cause, str(error), is_unresponsive=cause is not Cause.REFUSED) from error
+        raise PullFailed.unanswered(error, had_time=left_s >= longest_s) from error
     try:
         peer = _make_peer(context, welcome)
     except ValueError as error:  # IncompatibleCachesError, PlanError, or overlapping regions

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from layout.copies import EMPTY, Copies, concatenate
 from layout.plan import BlockTable, PlanError
 from layout.staging import Schedule
-from pd_connector.orders import Cause, PullOrder, block_table, cause_of
+from pd_connector.orders import Cause, PullOrder, block_table
 from pd_connector.progress import TransferEnded
 from pd_connector.traces import Lap, PullTrace
 from pd_connector.worker.followed_prompt import FOLLOW_WAIT_S, FollowedPrompt
@@ -20,6 +20,7 @@ from pd_connector.worker.lease_checksums import Interrupted
 from pd_connector.worker.peer import Peer, PullContext
 from pd_connector.worker.peer_watch import PeerWatch
 from pd_connector.worker.pull_end import (
+    MIN_ANSWER_S,
     PullEnd,
     PullFailed,
     RankRead,
@@ -37,9 +38,6 @@ from transfer.engine.interface import ReadFailed
 from transfer.errors import TransferError
 
 logger = logging.getLogger(__name__)
-
-#: Minimum time for P's answer, even after the deadline: bytes that were read should not be wasted for a round trip.
-_MIN_CONFIRM_S = 1.0
 
 #: Pause before P is asked again, if it has answered at once though there was nothing new: it may serve too many.
 _FOLLOW_PAUSE_S = 0.05
@@ -208,8 +206,7 @@ class Pull:
         try:
             is_news = self.prompt.take(answer.result())
         except TransferError as error:
-            cause = cause_of(error)
-            raise PullFailed(cause, str(error), is_unresponsive=cause is not Cause.REFUSED) from error
+            raise PullFailed.unanswered(error, had_time=True) from error
         except TransferEnded as error:
             raise PullFailed(Cause.TRANSFER, str(error)) from error
         if is_news:
@@ -251,7 +248,7 @@ class Pull:
                 self._end(replace(done, seconds=self._watch.total()))
 
         timeout_s = min(self._deadline - self._context.clock(), self._context.handshake_timeout_s)
-        self._send(self._release_message(), max(timeout_s, _MIN_CONFIRM_S)).add_done_callback(end)
+        self._send(self._release_message(), max(timeout_s, MIN_ANSWER_S)).add_done_callback(end)
 
     def fail(self, error: PullFailed) -> None:
         """End the pull as failed, and release this reader's share of the lease unless P is unresponsive.
@@ -312,13 +309,10 @@ class Pull:
         remote, longest_s = self.order.remote, self._context.handshake_timeout_s
         left_s = self._time_to_read()
         try:
-            timeout_s = min(max(left_s, _MIN_CONFIRM_S), longest_s)
+            timeout_s = min(max(left_s, MIN_ANSWER_S), longest_s)
             reply = self._send(Locate(remote.remote_engine_id, remote.lease_id), timeout_s).result()
         except TransferError as error:
-            cause = cause_of(error)
-            if cause is Cause.UNREACHABLE and left_s < longest_s:  # which says nothing of P: the other pulls go on
-                raise PullFailed(Cause.TIMEOUT, str(error)) from error
-            raise PullFailed(cause, str(error), is_unresponsive=cause is not Cause.REFUSED) from error
+            raise PullFailed.unanswered(error, had_time=left_s >= longest_s) from error
         if not reply.place:
             raise PullFailed(Cause.LEASE, why_ended(self.order, reply.reason))
         if reply.place == Place.DEVICE:
@@ -415,7 +409,7 @@ class Pull:
             with PeerWatch(context.client, self.order.remote, context.pull_timeout_s, context.clock) as given_up:
                 copying_s = reads.carry_out(link, schedule, self._deadline - context.clock(), given_up)
             in_place = context.clock()
-            link.prove(max(self._deadline - context.clock(), _MIN_CONFIRM_S))
+            link.prove(max(self._deadline - context.clock(), MIN_ANSWER_S))
         except ValueError as error:
             raise PullFailed(Cause.PARAMS, f"prefill rank {rank}: {error}") from error
         except BaseException as error:

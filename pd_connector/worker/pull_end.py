@@ -8,11 +8,15 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from layout.staging import Schedule
-from pd_connector.orders import Cause, PullOrder
+from pd_connector.orders import Cause, PullOrder, cause_of
 from pd_connector.params import contents_digest
 from pd_connector.stats import StatsRecorder
 from pd_connector.traces import Lap
 from transfer.control.messages import Cancel, InvalidReason, Place, Release, Released
+from transfer.errors import TransferError
+
+#: Minimum time for P's answer, even after the deadline: bytes that were read should not be wasted for a round trip.
+MIN_ANSWER_S = 1.0
 
 
 class PullFailed(Exception):  # noqa: N818
@@ -22,6 +26,12 @@ class PullFailed(Exception):  # noqa: N818
         super().__init__(reason)
         self.cause = cause
         self.is_unresponsive = is_unresponsive  # on the control channel, or denies access to it: a release is useless
+
+    @classmethod
+    def unanswered(cls, error: TransferError, *, had_time: bool) -> "PullFailed":
+        """Return the failure of a pull whose message to P ended with ``error``; ``had_time`` as for ``cause_of``."""
+        cause = cause_of(error, had_time=had_time)
+        return cls(cause, str(error), is_unresponsive=cause not in (Cause.REFUSED, Cause.TIMEOUT))
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,10 @@ from layout.geometry import CacheGroup, Plane, WorkerGeometry
 from layout.plan import BlockTable
 from layout.sharding import Share, Source
 from layout.states import state_entries
+from pd_connector.engine_limits import ENGINE_LIMITS
 from pd_connector.orders import Cause, PullOrder, block_table, cause_of
 from pd_connector.worker.lease_checksums import CacheChecksums, Interrupted
-from pd_connector.worker.pull_end import PullFailed
+from pd_connector.worker.pull_end import MIN_ANSWER_S, PullFailed
 from transfer.control.client import ControlClient
 from transfer.control.messages import Checksummed, Checksums, NoChecksums
 from transfer.errors import TransferError
@@ -195,14 +196,16 @@ class Verifier:
         return _by_plane(query, workers, reply)
 
     def _request(self, order: PullOrder, message: Checksums, deadline: float) -> Checksummed:
-        remaining = deadline - time.monotonic()
+        remaining, longest_s = deadline - time.monotonic(), ENGINE_LIMITS.handshake_timeout_s
         if remaining <= 0:
             raise PullFailed(Cause.TIMEOUT, "the pull timeout was over before the checksums were there to compare with")
         try:
-            answer = self._client.request(order.remote.remote_host, order.remote.remote_port, message, remaining)
+            timeout_s = max(remaining, MIN_ANSWER_S)
+            answer = self._client.request(order.remote.remote_host, order.remote.remote_port, message, timeout_s)
             return answer.result()
         except TransferError as error:
-            raise PullFailed(cause_of(error), f"what was read could not be compared: {error}") from error
+            cause = cause_of(error, had_time=remaining >= longest_s)
+            raise PullFailed(cause, f"what was read could not be compared: {error}") from error
 
     def _compare(
         self,

@@ -169,7 +169,9 @@ class PeerPool:
         """
         self.check_at = min(self.check_at, time.monotonic() + CHECK_INTERVAL_S)
         peer = self._peers.get(address)
-        if peer is not None:
+        if peer is not None and _may_have_moved(peer):
+            self.drop(peer)
+        elif peer is not None:
             return peer
         host = address.host
         look_up = parse_ip(host) is None or self._allowed.needs_lookup(host)
@@ -399,13 +401,23 @@ class PeerPool:
         thread = threading.Thread(
             target=_look_up, args=(host, self._allowed, self._report), name=f"pd-control-look-up-{host}", daemon=True
         )
+        try:
+            thread.start()
+        except RuntimeError as error:  # the system has no thread left
+            raise TooManyPeers(f"{host} cannot be looked up now: {error}") from error
         self._resolvers[host] = thread
-        thread.start()
 
 
 def _waits(peer: PeerSocket) -> bool:
     """Return whether requests wait for a peer whose host is known."""
     return bool(peer.unanswered) and peer.socket is not None
+
+
+def _may_have_moved(peer: PeerSocket) -> bool:
+    """Return whether a peer has lost its connection, and its name may have another address by now."""
+    return (
+        peer.socket is not None and peer.descriptor < 0 and not peer.unanswered and parse_ip(peer.address.host) is None
+    )
 
 
 def _look_at(peer: PeerSocket) -> tuple[bool, int]:

@@ -79,6 +79,11 @@ class Link(ABC):
         """
 
     @property
+    def is_stale(self) -> bool:
+        """Whether the link was idle for so long that the network may drop what is sent over it: open another one."""
+        return False
+
+    @property
     @abstractmethod
     def settled(self) -> bool:
         """Whether no read of the link writes any more. Once true of a closed link, true for ever. Any thread; cheap."""

@@ -35,6 +35,10 @@ _ANOTHER = "another process answers"
 #: descriptor, or has just died, lets the others end within that time.
 _PATIENCE_S = 1.0
 
+#: For how long a TCP connection may be idle. Firewalls and load balancers between machines forget one after 4 minutes
+#: or more, some without a word, and Mooncake keeps none alive: a read over such a connection only times out.
+_MOST_IDLE_S = 180.0
+
 
 class MooncakeLink(Link):
     """A link to one peer. One thread at a time may ``connect`` or ``read``; any may ``close``, which ends both."""
@@ -56,6 +60,7 @@ class MooncakeLink(Link):
         self._identity = identity
         self._busy = threading.Lock()  # held while it connects or reads, and by close when it ends the engine
         self._closing = threading.Event()
+        self._used_at = time.monotonic()  # when the peer was last waited for
         self._broken = ""  # why reads are refused, "" if they are not
         self._leftovers: list[Leftover] = []  # of failed reads
         self._at_end: deque[Callable[[], None]] = deque()  # called by ``close``, in that order
@@ -160,6 +165,7 @@ class MooncakeLink(Link):
         with self._busy:
             self._check_usable()
             nonce = self._read_nonce(self._native, self._identity, timeout_s)
+            self._used_at = time.monotonic()
             if nonce == self._identity.nonce:
                 return
             self._broken = "broken: its peer could not be proven to be the right one"
@@ -187,6 +193,7 @@ class MooncakeLink(Link):
                     raise
                 raise ReadFailed(str(error), settled=True) from error
             finally:
+                self._used_at = time.monotonic()
                 if reading.in_flight:
                     self._broken = "broken by a read that failed and must be closed first"
                     count = sum(batch.descriptors for batch in reading.in_flight)
@@ -223,6 +230,11 @@ class OwnEngineLink(MooncakeLink):
     """
 
     reads_with_shared = False
+
+    @property
+    def is_stale(self) -> bool:
+        """See the contract."""
+        return time.monotonic() - self._used_at > _MOST_IDLE_S
 
     def _start(self) -> NativeEngine:
         check_open_files()

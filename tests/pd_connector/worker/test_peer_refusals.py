@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from pd_connector.recipe_keys import EngineSizes
+from pd_connector.worker import session as sessions
 from tests.support.connector.engines import (
     DECODE,
     IDENTITY,
@@ -63,6 +64,28 @@ def test_a_prefill_engine_that_is_not_what_a_recipe_says_is_warned_of_once(
     said = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert len(said) == bool(says)
     assert not says or f"at 127.0.0.1:{prefill.port}: tp_size 8 (found: 2). PDConnector goes by what it" in said[0]
+
+
+# Links that cannot be used
+
+
+def test_a_link_that_the_network_may_have_forgotten_is_opened_anew_before_it_is_read_over(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sessions, "LANES", 1)
+    prefill, (worker,) = site.prefill(), site.decode()
+    remotes = [prefill.prefill(f"r{number}", THEIRS) for number in range(3)]
+    session = site.session(worker, remotes[0])
+    links: list[set[InProcessLink]] = []
+    for number, remote in enumerate(remotes):
+        session.submit(an_order(f"r{number}", remote, OURS))
+        assert worker.next_end().cause == ""
+        links.append(set(worker.engine._links))
+        for link in links[-1] if number else ():
+            link.is_forgotten = True
+    assert links[0] == links[1]
+    assert len(links[2] - links[1]) == 1
+    assert [link.closed for link in (*links[1], *(links[2] - links[1]))] == [True, False]
 
 
 # Peers that cannot be used

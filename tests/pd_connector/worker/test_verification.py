@@ -48,6 +48,7 @@ from tests.support.layout.ranks import a_rank, compressed, reader_of
 from tests.support.layout.strategies import FORMS, WINDOW_TOKENS, engines, few, models
 from tests.support.waiting import until
 from transfer.control.client import ControlClient
+from transfer.control.failures import PeerUnreachable
 from transfer.control.messages import Checksummed, Checksums, decode_request
 
 
@@ -431,6 +432,28 @@ def test_an_engine_that_shuts_down_sums_nothing_more() -> None:
         verifier.verify(
             transfer.order, transfer.workers, transfer.sources(transfer.ours[0]), time.monotonic() + 5, closing
         )
+
+
+@pytest.mark.parametrize(("left_s", "cause"), [(0.5, Cause.TIMEOUT), (60.0, Cause.UNREACHABLE)])
+def test_who_had_no_time_to_answer_is_not_unreachable(
+    monkeypatch: pytest.MonkeyPatch, left_s: float, cause: Cause
+) -> None:
+    """Else one pull that comes late would fail all others from the same P."""
+    transfer, waited = whole(40, DECODE, PREFILL), list[float]()
+
+    def request(host: str, port: int, message: Any, timeout_s: float) -> Future[Any]:
+        waited.append(timeout_s)
+        answer: Future[Any] = Future()
+        answer.set_exception(PeerUnreachable(host=host, port=port, request_type="c", tried_s=timeout_s, attempts=1))
+        return answer
+
+    monkeypatch.setattr(transfer.client, "request", request)
+    (rank, *_), closing = transfer.ours, threading.Event()
+    verifier = Verifier(CacheChecksums(rank.geometry), transfer.client)
+    with pytest.raises(PullFailed) as failed:
+        verifier.verify(transfer.order, transfer.workers, transfer.sources(rank), time.monotonic() + left_s, closing)
+    assert failed.value.cause is cause
+    assert waited == [pytest.approx(max(left_s, 1.0), abs=1.0)]
 
 
 def test_the_answer_comes_before_the_release(site: Site) -> None:

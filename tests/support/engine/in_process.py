@@ -208,6 +208,12 @@ class InProcessLink(Link):
         self._broken = False
         self.peer_address = address
         self.closed = False
+        self.is_forgotten = False  # by the network, which nobody is told
+
+    @property
+    def is_stale(self) -> bool:
+        """See the contract."""
+        return self.is_forgotten
 
     def read(self, copies: Copies, timeout_s: float, later_bytes: int = 0, given_up: GivenUp = never) -> None:
         """See the contract. After an unsettled failure the link refuses to read until it is closed."""

@@ -190,6 +190,48 @@ def test_a_peer_that_comes_up_late_is_reached(client: ControlClient, handler: Ha
     server.close()
 
 
+def test_a_peer_that_comes_back_at_another_address_under_its_name_is_found_at_once(
+    monkeypatch: pytest.MonkeyPatch, client: ControlClient, handler: Handler
+) -> None:
+    """While nobody asks it, libzmq tries the old address again and again."""
+    address, looked_up = HERE, list[str]()
+
+    def resolve(name: str) -> str:
+        looked_up.append(name)
+        return address
+
+    monkeypatch.setattr(peers_module, "resolve", resolve)
+    first = ControlServer(handler, HERE)
+    first.start()
+    for _ in range(2):
+        assert client.request("p.example", first.port, HELLO, 10).result() == WELCOME
+    assert looked_up == ["p.example"]
+    first.close()
+    address = "127.0.0.2"
+    (peer,) = client._loop._peers._peers.values()
+    until(lambda: peer.descriptor < 0)
+    with contextlib.closing(ControlServer(handler, address, first.port)) as second:
+        second.start()
+        assert client.request("p.example", first.port, HELLO, 2).result() == WELCOME
+
+
+def test_a_look_up_for_which_there_is_no_thread_fails_alone(
+    monkeypatch: pytest.MonkeyPatch, client: ControlClient, server: ControlServer
+) -> None:
+    start, refused = threading.Thread.start, list[str]()
+
+    def without_one(thread: threading.Thread) -> None:
+        if "look-up" in thread.name and not refused:
+            refused.append(thread.name)
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", without_one)
+    with pytest.raises(TooManyPeers, match="localhost cannot be looked up now: can't start new thread"):
+        client.request("localhost", server.port, HELLO, 10).result()
+    assert client.request("localhost", server.port, HELLO, 10).result() == WELCOME
+
+
 def test_dead_peers_do_not_delay_a_live_one(client: ControlClient, server: ControlServer) -> None:
     client.request(HERE, server.port, HELLO, 5).result()
     with socket.create_server((HERE, 0)) as silent, raw_router() as (_, deaf_port):

@@ -1,6 +1,8 @@
 """Both kinds of links over Mooncake: when what a failed read or proof leaves behind ends. No byte is moved."""
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from unittest.mock import MagicMock, create_autospec
 
 import pytest
@@ -102,6 +104,27 @@ def test_what_a_link_writes_identities_to_is_registered_if_it_reads_with_the_eng
         [Region(own.engine.identity.address, 4096)],
         [Region(shared.engine.identity.address, 4096 + shared.engine.scratch.region.size)],
     ]
+
+
+def test_a_link_with_its_own_engine_is_stale_if_it_was_idle_for_long(
+    own: World, shared: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over TCP, that is: no firewall forgets what RDMA and Ascend know of a peer."""
+    assert (own.link.is_stale, shared.link.is_stale) == (False, False)
+    monkeypatch.setattr(mooncake_links, "_MOST_IDLE_S", 0.01)
+    time.sleep(0.02)
+    assert (own.link.is_stale, shared.link.is_stale) == (True, False)
+    monkeypatch.setattr(mooncake_links, "_MOST_IDLE_S", 30.0)
+    uses: list[Callable[[], None]] = [
+        lambda: own.link.read(even_copies(own.memory.region, THEIRS, 4, 4096), 1.0),
+        lambda: own.link.prove(0.01),
+    ]
+    for use in uses:
+        own.link._used_at -= 60.0
+        assert own.link.is_stale
+        with suppress(ReadFailed):
+            use()
+        assert not own.link.is_stale
 
 
 def test_a_failed_read_over_an_own_engine_settles_after_that_is_deleted(own: World) -> None:
