@@ -1,9 +1,12 @@
 """One client's request on its way: read, sent to the servers, answered, logged."""
 
 import asyncio
+import traceback
 from abc import ABC, abstractmethod
+from contextlib import suppress
 from http import HTTPStatus
 
+import anyio
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive, Scope, Send
 
@@ -18,6 +21,9 @@ from pd_proxy.legs import TwoLegs
 from pd_proxy.parameters import decode_body, undivided_reason
 from pd_proxy.spans import Tracing
 from pd_proxy.upstream import Upstream
+
+#: Longest wait for a client to take the reason why its stream is broken off at shutdown.
+_LAST_WORD_S = 0.5
 
 
 class Exchange(ABC):
@@ -47,6 +53,9 @@ class Exchange(ABC):
             record.status = record.status or HTTPStatus.INTERNAL_SERVER_ERROR
             record.broken_off = True
             record.problem = "the proxy is shutting down"
+            with anyio.move_on_after(_LAST_WORD_S, shield=True), suppress(ClientDisconnect):
+                if client.started and not client.complete:
+                    await client.fail(HTTPStatus.SERVICE_UNAVAILABLE, record.problem)
         except Exception as error:
             record.status = HTTPStatus.INTERNAL_SERVER_ERROR
             record.problem = repr(error)
@@ -70,14 +79,17 @@ class Exchange(ABC):
             work = self._serve(request, client, await read_content(request, self._max_body_bytes))
             await while_connected(request.receive, client, work)
         except (RequestError, RecursionError) as error:
+            _let_go_of_bodies(error)
             told = str(error) if isinstance(error, RequestError) else "the request body is nested too deeply"
             record.problem = told
             await client.fail(HTTPStatus.BAD_REQUEST, told)
         except LegRefused as error:
+            _let_go_of_bodies(error)
             record.problem = "the prefill server refused"
             record.cause = f"prefill server {record.prefill_url} refused with status {error.status}"
             await client.send_whole(error.status, error.headers, error.content)
         except LegFailed as error:
+            _let_go_of_bodies(error)
             record.problem, record.cause = str(error), error.cause
             await client.fail(error.status, error.told)
 
@@ -126,3 +138,13 @@ class Generation(Exchange):
                 "previous_response_id and background"
             )
         await run_decode(self._upstream, client, decode_body(self._upstream.api, body, None))
+
+
+def _let_go_of_bodies(error: BaseException | None) -> None:
+    """Clear the frames through which an error has come.
+
+    They hold the request's bodies, and some the error itself: the collector of such circles seldom runs here.
+    """
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__

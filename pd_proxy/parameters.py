@@ -102,6 +102,10 @@ _REMOVED = frozenset(
 )
 
 
+#: Which, if a request has none, a server takes from its model: what is harmless there need not be its default.
+_DEFAULTED = frozenset({"presence_penalty", "frequency_penalty", "repetition_penalty", "skip_special_tokens"})
+
+
 def prefill_body(api: Api, body: Body, transfer_id: str | None = None, *, used: bool = False) -> Body:
     """Return the prefill leg's body: the same prompt, one token, and the wish to hand over the KV cache.
 
@@ -109,9 +113,10 @@ def prefill_body(api: Api, body: Body, transfer_id: str | None = None, *, used: 
         api: of the request.
         body: of the client.
         transfer_id: by which a decode server asks for the KV cache; None if it is told afterwards.
-        used: whether the one token is for the client, so that it may end the text where the client's request lets it.
+        used: whether the one token is for the client, so that it may end the text where the client's request lets it,
+            and is sampled as the client's request says.
     """
-    removed = _REMOVED | api.dropped(body)
+    removed = _REMOVED - (_DEFAULTED if used else frozenset()) | api.dropped(body)
     kept = {name: value for name, value in without_transfer(api, body).items() if name not in removed}
     forced = {name: value for name, value in api.one_token.items() if not (used and name == "ignore_eos")}
     sampling = {name: value for name, value in api.parameters(kept).items() if name not in removed} | forced

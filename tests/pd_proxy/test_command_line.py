@@ -40,6 +40,7 @@ def test_it_serves_and_a_signal_ends_it_though_a_stream_is_open(running: ProxyPr
         pieces = response.iter_raw()
         assert next(pieces) == b"data: 1\n\n"
         running.end(signal.SIGTERM)
+        assert b'{"error":{"message":"the proxy is shutting down",' in next(pieces)
         with pytest.raises(httpx.RemoteProtocolError):
             next(pieces)
     assert d.wait(2).left.wait(30)

@@ -325,6 +325,16 @@ def test_d_is_asked_for_the_whole_text_and_p_ends_it_where_the_client_would(
     assert [body["max_tokens"] for body in d.bodies] == [5, 5]
 
 
+def test_ps_token_is_sampled_by_what_the_client_says_and_not_by_what_the_model_has_instead(
+    proxy: Proxy, p: FakeServer, d: FakeServer
+) -> None:
+    neutral = {"repetition_penalty": 1.0, "presence_penalty": 0, "frequency_penalty": 0, "skip_special_tokens": True}
+    ask(proxy, **neutral)
+    until(lambda: p.bodies and d.bodies)  # an answer may be D's own, if that is faster
+    assert neutral.items() <= p.bodies[0].items()
+    assert neutral.items() <= d.bodies[0].items()
+
+
 def test_a_request_that_may_not_begin_so_is_ds_alone(proxy: Proxy, p: FakeServer, d: FakeServer) -> None:
     assert ask(proxy, temperature=1) == " grün dich"
     assert p.bodies[0]["ignore_eos"] is True
