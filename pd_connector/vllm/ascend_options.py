@@ -44,6 +44,9 @@ _INDEXERS = frozenset({"auto", "bf16", "int8", "fp8"})
 #: vllm-ascend's pool of KV blocks. Its worker takes the process's transfer engine, which ``shared_engine`` takes too.
 ASCEND_STORE = "AscendStoreConnector"
 
+#: A setting of its layer by layer mode.
+_SHARED_BUFFERS = "layerwise_num_shared_buffers"
+
 #: Sizes in ``finegrained_tp_config`` above 1 with which a preempted request must not be computed again.
 _OFFLOADED_ONLY = ("oproj_tensor_parallel_size", "mlp_tensor_parallel_size")
 
@@ -78,30 +81,56 @@ def unsupported_sibling(vllm_config: "VllmConfig | None") -> str:
     Args:
         vllm_config: the engine's own, not the one that MultiConnector makes for a child; None if it is not known.
     """
-    for name in _children(vllm_config):
+    for name, options in _children(vllm_config):
         if name != CONNECTOR and name.startswith(_OWN_CONNECTORS):
             return (
                 f"{name} beside PDConnector: a process on an NPU can have one transfer engine and one owner of host "
                 f"memory; take {name} out of MultiConnector's connectors (cpu_bytes_to_use gives host memory here, "
                 f"{ASCEND_STORE} may stay)"
             )
+        if name == ASCEND_STORE and options.get("use_layerwise") and (buffers := options.get(_SHARED_BUFFERS)):
+            return (
+                f"{_SHARED_BUFFERS} = {buffers} of {ASCEND_STORE}: its layers take turns in so many buffers, so only "
+                f"the last of them is there when PDConnector reads; leave {_SHARED_BUFFERS} out"
+            )
     return ""
+
+
+def check_computes_prompts(vllm_config: "VllmConfig") -> None:
+    """Raise if vllm-ascend has dropped the weights with which a loaded model computes prompts.
+
+    Raises:
+        UnsupportedError: naming the layer and the ways out.
+    """
+    for name, layer in vllm_config.compilation_config.static_forward_context.items():
+        impl: Any = getattr(layer, "impl", None)  # other implementations compute prompts without these weights
+        if type(impl).__name__ == "AscendMLAImpl" and getattr(getattr(impl, "q_proj", None), "weight", impl) is None:
+            raise UnsupportedError(
+                f"enable_mlapo: vllm-ascend has dropped weights of {name} with which prompts are computed, as it does "
+                "on decode engines of at most 1024 max_num_batched_tokens. PDConnector has an engine compute the first "
+                "prompt of each prefill engine (canary), preempted ones, and those whose pull fails: it would end. Add "
+                "'mlapo_keep_prefill_weights': true to additional_config, which takes memory, or 'enable_mlapo': false"
+            )
 
 
 def has_ascend_store() -> bool:
     """Return whether vllm-ascend's pool of KV blocks is beside the connector that is being made."""
     from vllm.config import get_current_vllm_config_or_none  # noqa: PLC0415  as above
 
-    return ASCEND_STORE in _children(get_current_vllm_config_or_none())
+    return ASCEND_STORE in dict(_children(get_current_vllm_config_or_none()))
 
 
-def _children(vllm_config: "VllmConfig | None") -> list[str]:
-    """Return the names of the connectors in vLLM's MultiConnector on an NPU; empty if there is none."""
+def _children(vllm_config: "VllmConfig | None") -> list[tuple[str, Mapping[str, Any]]]:
+    """Return names and settings of the connectors in vLLM's MultiConnector on an NPU; empty if there is none."""
     transfer = vllm_config.kv_transfer_config if vllm_config is not None else None
     if transfer is None or transfer.kv_connector != "MultiConnector" or device_type() != "npu":
         return []
     children = (transfer.kv_connector_extra_config or {}).get("connectors", ())
-    return [str(child.get("kv_connector")) for child in children if isinstance(child, Mapping)]
+    return [
+        (str(child.get("kv_connector")), child.get("kv_connector_extra_config") or {})
+        for child in children
+        if isinstance(child, Mapping)
+    ]
 
 
 def log_ascend_release() -> None:

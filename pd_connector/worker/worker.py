@@ -17,6 +17,7 @@ from pd_connector.engine_limits import ENGINE_LIMITS, EngineLimits
 from pd_connector.orders import Orders, Report, WorkerHandshake, WorkerRanks
 from pd_connector.secret import load_keys
 from pd_connector.stats import StatsRecorder
+from pd_connector.vllm.ascend_options import check_computes_prompts
 from pd_connector.vllm.cache_groups import Ranks, cache_groups, with_head_orders
 from pd_connector.vllm.engine_config import EngineRole, drafts_late, engine_name, extra_config, max_model_len
 from pd_connector.vllm.model_identity import model_identity
@@ -98,12 +99,13 @@ class ConnectorWorker:
 
         Raises:
             UnknownCacheError: a cache cannot be described.
-            UnsupportedError: a cache is not an attention cache.
+            UnsupportedError: a cache is not an attention cache, or the engine cannot compute prompts.
             RuntimeError, NotImplementedError: the order that CPU kernels use in a block cannot be determined.
             EngineStartError: the transfer engine does not start, or refuses the memory.
             ConfigError, ValueError, MemoryError: tuning.staging_bytes is too little, or more than the device has.
             ConfigError: cpu_bytes_to_use is too little, more than the machine has, or impossible with these caches.
         """
+        check_computes_prompts(self._vllm_config)
         config, ranks, tensors = self._config, worker_ranks(), all_tensors(kv_caches)
         on_host = caches_are_host_memory()
         # A pull is good only if it is on every rank, so one may compare the weights for all.

@@ -7,8 +7,14 @@ from typing import Any
 import pytest
 
 from pd_connector.vllm import ascend_options
-from pd_connector.vllm.ascend_options import has_ascend_store, log_ascend_release, unsupported_sibling
+from pd_connector.vllm.ascend_options import (
+    check_computes_prompts,
+    has_ascend_store,
+    log_ascend_release,
+    unsupported_sibling,
+)
 from pd_connector.vllm.ascend_options import unsupported_ascend_option as unsupported
+from pd_connector.vllm.engine_config import UnsupportedError
 from pd_connector.vllm.releases.installed import TESTED_ASCEND
 
 
@@ -37,8 +43,9 @@ def configured(
 RECOMPUTE = "vllm_ascend.core.recompute_scheduler.AsyncRecomputeScheduler"
 
 
-def in_multi_connector(*names: str) -> Any:
-    children = [{"kv_connector": name} for name in names]
+def in_multi_connector(*names: str, **settings: object) -> Any:
+    """``settings``: of each of the connectors."""
+    children = [{"kv_connector": name, "kv_connector_extra_config": settings} for name in names]
     transfer = SimpleNamespace(kv_connector="MultiConnector", kv_connector_extra_config={"connectors": children})
     return SimpleNamespace(kv_transfer_config=transfer)
 
@@ -139,3 +146,27 @@ def test_another_release_is_warned_of(
     if warns:
         assert f"vllm-ascend {installed} is not among the releases" in log.messages[0]
         assert ", ".join(TESTED_ASCEND) in log.messages[0]
+
+
+def test_a_pool_whose_layers_take_turns_in_buffers_is_refused() -> None:
+    """A layer by layer mode alone shares nothing."""
+    children = ("PDConnector", "AscendStoreConnector")
+    assert unsupported_sibling(in_multi_connector(*children, use_layerwise=True)) == ""
+    assert unsupported_sibling(in_multi_connector(*children, layerwise_num_shared_buffers=2)) == ""
+    told = unsupported_sibling(in_multi_connector(*children, use_layerwise=True, layerwise_num_shared_buffers=2))
+    assert told.startswith("layerwise_num_shared_buffers = 2 of AscendStoreConnector: ")
+    assert told.endswith("leave layerwise_num_shared_buffers out")
+
+
+def a_model(impl: str, weight: object) -> Any:
+    """A loaded model with one layer of attention."""
+    layer = SimpleNamespace(impl=type(impl, (), {"q_proj": SimpleNamespace(weight=weight)})())
+    context = {"layers.0.attn": layer, "layers.0.mlp": SimpleNamespace()}
+    return SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=context))
+
+
+def test_a_decode_engine_that_has_dropped_the_weights_for_prompts_is_refused() -> None:
+    check_computes_prompts(a_model("AscendMLAImpl", object()))
+    check_computes_prompts(a_model("AscendSFAImpl", None))  # computes prompts with others
+    with pytest.raises(UnsupportedError, match=r"layers\.0\.attn .*'mlapo_keep_prefill_weights': true"):
+        check_computes_prompts(a_model("AscendMLAImpl", None))

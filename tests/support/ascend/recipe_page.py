@@ -10,7 +10,11 @@ BEGIN, END = "<!-- recipes -->\n", "<!-- end of recipes -->"
 #: Forms of caches with which servers on simulated devices give right tokens: ``test_pulls`` and ``test_cache_kinds``.
 _TOKENS = (["G"], ["M"], ["I", "M"])
 #: What the page of a recipe lacks, whichever the connector.
-_ALSO = {"glm52-a3": "P: `--kv-cache-dtype int8`"}
+_KEPT = "D: `mlapo_keep_prefill_weights` into `additional_config`"
+_ALSO = {
+    "glm52-a3": "P: `--kv-cache-dtype int8`",
+    **dict.fromkeys(("dsv31-a3", "kimi-k25-a3", "kimi-k26-a3"), _KEPT),
+}
 _MOVED = "`fuse_muls_add` into `ascend_compilation_config`"
 
 
