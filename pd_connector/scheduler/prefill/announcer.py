@@ -10,6 +10,7 @@ Everything runs on the scheduler's thread.
 """
 
 import logging
+import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from pd_connector.params import ParamsError, is_decode_leg, is_prefill_leg, pref
 from pd_connector.scheduler.host.prompt_slots import PromptSlots
 from pd_connector.scheduler.prefill.lease_service import LeaseService
 from pd_connector.vllm.block_pools import Leased
+from pd_connector.vllm.cache_specs import RING_TOKENS
 from pd_connector.vllm.device_blocks import DeviceBlocks, tokens_before
 from pd_connector.vllm.requests import tokens_under_way
 
@@ -331,14 +333,16 @@ class Announcer:
     def _settled_tokens(self, named: _Named, scheduled: Mapping[str, int], held: int) -> int:
         """Return how many of the first ``held`` tokens of a prompt are complete on the device before its first step.
 
-        Its blocks may be another request's too, and then a step under way may still write the last of them.
+        Its blocks may be another request's too, and then a step under way may still write the last of them. If what
+        vLLM has found ends inside a block, that is a copy of another's, which the step itself is yet to make.
         """
         request = named.request
         unfinished = None if self._drafts_late else self.being_written(scheduled, besides=request)
         if not held or unfinished is None:
             return 0
-        table = self._blocks.table(request.request_id)
-        return tokens_before(table, self._service.block_tokens, held, unfinished)
+        sizes = self._service.block_tokens
+        held -= held % math.lcm(*(size for size in sizes if size != RING_TOKENS))
+        return tokens_before(self._blocks.table(request.request_id), sizes, held, unfinished)
 
     def _under_way(self, request: "Request") -> int:
         """Return how many tokens of a request steps may be working on, besides the one that is being scheduled."""
