@@ -17,6 +17,7 @@ Public modules:
     host_blocks     where a block lies in host memory
     host_slots      host memory as a cache that can be read from and into
     states          which states of a request a block table has
+    tails           which rows of a request's last blocks a pull leaves as they are
     scratch         a few blocks of a cache once more, in memory of their own
     cross_layer     buffers that hold all layers of a block together
     checksums       checksums of cached tokens, comparable across any two geometries
@@ -40,4 +41,5 @@ __all__ = [
     "sharding",
     "staging",
     "states",
+    "tails",
 ]

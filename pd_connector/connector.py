@@ -197,7 +197,10 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler.add(request)
 
     def get_loaded_kv_cache_group_ids(self, request: "Request") -> tuple[int, ...]:
-        """Return all cache groups: pulls and loads write a request's new blocks in each, so vLLM must not zero them."""
+        """Return all cache groups: pulls and loads fill a request's new blocks in each, so vLLM must not zero them.
+
+        What a pull leaves of the last ones, workers clear.
+        """
         return tuple(self._kv_cache_config.transfer_group_ids)
 
     @_timed

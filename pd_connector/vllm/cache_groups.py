@@ -71,6 +71,11 @@ class GroupSpec:
     states: Mapping[str, StateSpec] = field(default_factory=dict)
 
 
+def needs_zeroing(kv_cache_config: "KVCacheConfig") -> bool:
+    """Return whether kernels may take what an earlier use has left in a block for numbers, so that vLLM zeroes it."""
+    return bool(kv_cache_config.needs_kv_cache_zeroing)
+
+
 def cache_groups(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> tuple[GroupSpec, ...]:
     """Return the KV cache groups in vLLM's order.
 

@@ -22,7 +22,7 @@ from pd_connector.worker.agreement import Sample, cache_format, compare, plane_s
 from pd_connector.worker.caches import Cache
 from pd_connector.worker.device_fence import no_fence
 from pd_connector.worker.device_memory import device_memory
-from pd_connector.worker.peer import PullContext
+from pd_connector.worker.peer import PullContext, keep_tails
 from pd_connector.worker.pull_end import PullEnd
 from pd_connector.worker.pulls import Pulls
 from pd_connector.worker.remote_reader import RemoteReader
@@ -300,8 +300,9 @@ def canary_pulls(
     # Whatever is scattered is read descriptor by descriptor: it is little, and read once in an engine's life.
     reads = RemoteReader(cost, scratch.geometry.regions)
     scratch_context = replace(
-        context, local=scratch.geometry, reads=reads, verifier=None, raise_fence=no_fence, trace=None
-    )
+        context, local=scratch.geometry, reads=reads, verifier=None, raise_fence=no_fence, clear_tails=keep_tails,
+        trace=None,
+    )  # fmt: skip
     # A canary may have nearly all scratch memory. That it lacks some for as long as a read may last harms nobody.
     pulls = Pulls(scratch_context, _IDLE_S, max_quarantined=1.0)
     return CanaryPulls(pulls, Comparison(caches, read, scratch, formats))

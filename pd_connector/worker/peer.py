@@ -6,11 +6,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from layout.compatibility import check_models, check_transports
 from layout.conversion import describe_conversion
 from layout.geometry import ModelIdentity, WorkerGeometry
-from layout.plan import Plan, compile_plans
+from layout.plan import BlockTable, Plan, compile_plans
 from layout.regions import RegionTable
 from layout.sharding import Source, choose_sources
 from pd_connector.orders import Cause
@@ -27,6 +28,14 @@ from transfer.errors import PeerNotAllowed, TransferError
 from transfer.peers import AllowedPeers
 
 logger = logging.getLogger(__name__)
+
+
+#: Is given the block tables of a request here, by cache group, and one past the last token that is pulled.
+ClearTails: TypeAlias = Callable[[Sequence[BlockTable], int], None]
+
+
+def keep_tails(_tables: Sequence[BlockTable], _end_token: int) -> None:
+    """Leave what a pull does not write as it is: nothing reads it before it is written."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +58,8 @@ class PullContext:
     verifier: Verifier | None = None  # compares the checksums of every pull
     #: What a pull waits for before it writes: the model's stream may still write to blocks that vLLM has freed.
     raise_fence: RaiseFence = no_fence
+    #: Clears what a pull leaves of its last blocks, given their tables and its last token.
+    clear_tails: ClearTails = keep_tails
     trace: TracePull | None = None  # gets every pull of a request that has a trace; None if tracing is off
     clock: Callable[[], float] = time.monotonic
 

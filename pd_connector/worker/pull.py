@@ -100,6 +100,7 @@ class Pull:
         self._held: list[HeldRead] = []
         self._has_ended = False
         self._fence = context.raise_fence()
+        self._tails_are_clear = False
         self._laps: list[Lap] | None = [] if context.trace is not None and order.traceparent else None
         self._watch = Stopwatch(context.clock, self._laps)
         self._deadline = self._watch.started + context.pull_timeout_s
@@ -290,6 +291,9 @@ class Pull:
             self.order.request_id, tokens.start, tokens.stop - 1, self.order.end_token, self.prompt.progress.state,
         )  # fmt: skip
         self._await_device()
+        if not self._tails_are_clear:  # before the first read, which may write some of them
+            self._context.clear_tails(self._local, self.order.end_token)
+            self._tails_are_clear = True
         schedules = self._read_batches(peer, batches)
         self._read.add(schedules, place, is_ahead=is_ahead)
         if not tokens:

@@ -18,7 +18,7 @@ from pd_connector.orders import Orders, Report, WorkerHandshake, WorkerRanks
 from pd_connector.secret import load_keys
 from pd_connector.stats import StatsRecorder
 from pd_connector.vllm.ascend_options import check_computes_prompts
-from pd_connector.vllm.cache_groups import Ranks, cache_groups, with_head_orders
+from pd_connector.vllm.cache_groups import Ranks, cache_groups, needs_zeroing, with_head_orders
 from pd_connector.vllm.engine_config import EngineRole, drafts_late, engine_name, extra_config, max_model_len
 from pd_connector.vllm.model_identity import model_identity
 from pd_connector.vllm.platform import (
@@ -34,7 +34,7 @@ from pd_connector.worker.device_fence import RaiseFence, StepEnds, fences, no_fe
 from pd_connector.worker.host.pool import HostPool, HostQuota
 from pd_connector.worker.host.slot_pulls import LandingPulls, host_block_geometry
 from pd_connector.worker.lease_checksums import CacheChecksums, LeaseChecksums
-from pd_connector.worker.peer import PullContext
+from pd_connector.worker.peer import ClearTails, PullContext, keep_tails
 from pd_connector.worker.pulls import Pulls
 from pd_connector.worker.remote_reader import RemoteReader
 from pd_connector.worker.transfer_engine import lender, open_engine, read_cost, transport
@@ -44,6 +44,7 @@ from pd_connector.worker.worker_role import Arrivals, FailedBlocks, WorkerRole, 
 from transfer.control.client import ControlClient
 from transfer.copies.checksums.block_checksums import BlockReader, in_place
 from transfer.copies.checksums.device_reader import DeviceReader
+from transfer.copies.clearing import TailCleaner, host_tensor
 from transfer.engine.interface import EngineStartError, TransferEngine
 from transfer.peers import AllowedPeers
 
@@ -371,6 +372,7 @@ class ConnectorWorker:
             pull_timeout_s=config.pull_timeout_s,
             verifier=Verifier(checksums, client) if checksums is not None else None,
             raise_fence=self._fences(caches),
+            clear_tails=self._cleaner(caches.geometry, caches.tensors),
             replica_turn=zlib.crc32(engine_name(self._vllm_config).encode()),
             trace=pull_spans(self._vllm_config, ranks.index),
             max_model_len=max_model_len(self._vllm_config),
@@ -412,6 +414,7 @@ class ConnectorWorker:
             reads=reads,
             verifier=verifier,
             raise_fence=no_fence,
+            clear_tails=self._cleaner(geometry, [host_tensor(host.region)]),
         )
         return LandingPulls(Pulls(context, self._limits.peer_idle_s, self._stats), self._stats)
 
@@ -425,6 +428,10 @@ class ConnectorWorker:
         if is_deferred or not caches.tensors:
             return no_fence
         return fences(caches.tensors[0].device)
+
+    def _cleaner(self, geometry: WorkerGeometry, tensors: Sequence[torch.Tensor]) -> ClearTails:
+        """Return what clears the rows that pulls leave, if vLLM zeroes blocks; it leaves that to who fills them."""
+        return TailCleaner(geometry, tensors) if needs_zeroing(self._kv_cache_config) and tensors else keep_tails
 
     def _open_host_pool(self, geometry: WorkerGeometry, tensors: Sequence[torch.Tensor], ranks: Ranks) -> HostPool:
         if not tensors:

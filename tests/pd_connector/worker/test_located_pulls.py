@@ -1,18 +1,23 @@
-"""How long a pull asks where P has its blocks, and what it makes of silence."""
+"""What comes before a pull's first read: it asks where P has its blocks, and clears what it leaves of its own."""
 
 import threading
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
+from layout.plan import BlockTable
 from pd_connector.orders import Cause
 from pd_connector.worker.pull import Pull
 from pd_connector.worker.pull_end import PullFailed
-from tests.support.connector.engines import OURS, THEIRS, Site, an_order
+from tests.support.connector.engines import DECODE, OURS, PREFILL, THEIRS, Site, an_order
+from tests.support.layout.oracle import Table
 from tests.support.waiting import ManualClock
 from transfer.control.failures import PeerUnreachable
+from transfer.copies.clearing import TailCleaner
 
 
 class SilentClient:
@@ -28,6 +33,29 @@ class SilentClient:
             PeerUnreachable(host=host, port=port, request_type="locate", tried_s=timeout_s, attempts=1)
         )
         return answer
+
+
+def test_what_a_pull_leaves_of_its_last_block_is_cleared_before_it_reads(site: Site) -> None:
+    """One of four kernel blocks of each side's second block is read."""
+    engines = [replace(engine, block_tokens=64, kernel_blocks=4, blocks=4) for engine in (PREFILL, DECODE)]
+    prefill, (worker,) = site.prefill(engines[0]), site.decode(engines[1])
+    remote = prefill.prefill("r", ((1, 3),))
+    cleaner = TailCleaner(worker.rank.geometry, [torch.from_numpy(worker.rank.memory)])
+    untouched: list[bool] = []
+
+    def clear(tables: Sequence[BlockTable], end_token: int) -> None:
+        untouched.append(worker.untouched)
+        cleaner(tables, end_token)
+
+    site.session(worker, remote, clear_tails=clear).submit(an_order("r", remote, ((2, 1),), 0, 69))
+    assert worker.next_end().cause == ""
+    assert untouched == [True]
+    for held in worker.rank.planes:
+        behind = worker.rank.positions(held, Table(0, (2, 1)), range(80, 128))
+        assert worker.before[behind].any()
+        assert not worker.rank.memory[behind].any()
+        worker.before[behind] = 0
+    assert worker.holds([(((2, 1),), 0, 69)], engines[0])
 
 
 @pytest.mark.parametrize(

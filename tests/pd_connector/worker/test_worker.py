@@ -8,10 +8,11 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
+from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from layout.geometry import Region
 from pd_connector.config import ConfigError, parse_config
@@ -136,6 +137,18 @@ def worker_of(model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Open]:
 
 
 # Roles
+
+
+@pytest.mark.parametrize("needs", [False, True])
+def test_pulls_to_where_vllm_zeroes_blocks_clear_what_they_leave(
+    worker_of: Open, monkeypatch: pytest.MonkeyPatch, needs: bool
+) -> None:
+    monkeypatch.setattr(KVCacheConfig, "needs_kv_cache_zeroing", needs)
+    worker = worker_of("kv_consumer", registered=True, host_transfers="auto", cpu_bytes_to_use=64 << 20, canary=None)
+    _, pulls, canaries, landings = cast("list[Any]", worker.side._roles)
+    contexts = [each._context for each in (pulls, landings._pulls, canaries._pulls)]
+    cleaned = [getattr(context.clear_tails, "_geometry", None) for context in contexts]
+    assert cleaned == ([contexts[0].local, contexts[1].local, None] if needs else [None] * 3)
 
 
 @pytest.mark.parametrize(
