@@ -29,7 +29,8 @@ _HINTS = {
         "different releases of transformers: then serve it from a directory, or set model_check to off"
     ),
     "weights_digest": (
-        "the two engines serve different weights of one architecture, or their connectors are of different versions"
+        "the two engines serve different weights of one architecture, or their connectors are of different versions; "
+        "if one reads the same weights from files of another form, set model_check to config"
     ),
     "cache_dtype": "start both with the same --kv-cache-dtype and --dtype",
     "model_dtype": "start both with the same --dtype",

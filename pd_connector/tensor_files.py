@@ -52,10 +52,16 @@ def model_directory(name: str, revision: str | None = None) -> Path | None:
         return None
 
 
-def weight_files(directory: Path) -> tuple[Path, ...]:
-    """Return a directory's safetensors files: those that its index names, or all. Empty if it has none."""
-    files = sorted(directory.glob("*.safetensors"))
-    index = directory / "model.safetensors.index.json"
+def weight_files(directory: Path, load_format: str = "auto") -> tuple[Path, ...]:
+    """Return a directory's safetensors files: those that its index names, or all. Empty if it has none.
+
+    A directory may have a model's tensors twice: in Mistral's own files, which vLLM takes if it may choose, and others.
+
+    ``load_format``: vLLM's name of how it loads them.
+    """
+    files = sorted(directory.glob("consolidated*.safetensors")) if load_format in ("auto", "mistral") else []
+    index = directory / f"{'consolidated' if files else 'model'}.safetensors.index.json"
+    files = files or sorted(directory.glob("*.safetensors"))
     if not (files and index.is_file()):
         return tuple(files)
     named = set(json.loads(index.read_text()).get("weight_map", {}).values())

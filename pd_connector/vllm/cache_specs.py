@@ -271,9 +271,13 @@ def _is_of_ascend(spec: Any) -> bool:
 
 
 def _parts(vllm_config: "VllmConfig", spec: Any) -> tuple[tuple[str, int], ...]:
-    """Return the parts of a token's content: K and V, or MLA's latent vector and rotary key."""
+    """Return the parts of a token's content: K and V, or MLA's latent vector and rotary key.
+
+    Some layers, of Inkling for one, keep all that they have of a token as K, and state a V of no items.
+    """
     if not _is_mla(spec):
-        return ("k", int(spec.head_size)), ("v", int(getattr(spec, "head_size_v", spec.head_size)))
+        parts = ("k", int(spec.head_size)), ("v", int(getattr(spec, "head_size_v", spec.head_size)))
+        return tuple(part for part in parts if part[1])
     if type(spec).__name__ == "AscendSFAIndexerCacheSpec":
         return (("index", int(spec.head_size)),)
     latent, rope = _mla_sizes(vllm_config)

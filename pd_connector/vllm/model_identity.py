@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 
+#: Formats of files whose tensors are those of ranks: an engine of another size has others of the same model.
+_CUT_BY_RANK = frozenset({"sharded_state", "runai_streamer_sharded"})
+
+
 def model_identity(
     vllm_config: "VllmConfig", check: str, layers: Iterable[str] = (), *, reads_weights: bool = True
 ) -> ModelIdentity:
@@ -31,7 +35,9 @@ def model_identity(
     directory = model_directory(model.model, model.revision)
     model_dtype = str(model.dtype).removeprefix("torch.")
     cache_dtype = str(vllm_config.cache_config.cache_dtype)
-    weights = weight_files(directory) if directory and reads_weights and check == "weights" else ()
+    form = str(vllm_config.load_config.load_format)
+    is_read = reads_weights and check == "weights" and form not in _CUT_BY_RANK
+    weights = weight_files(directory, form) if directory and is_read else ()
     return ModelIdentity(
         architecture=str(model.architecture),
         config_digest="" if check == "off" else _config_digest(model, directory),

@@ -176,7 +176,8 @@ class Canaries(NoCanaries):
         self._free: list[int] = []  # areas of the scratch memory
         self._verdicts: dict[_Key, Rejection | None] = {}  # None if it is proven; oldest first
         self._under_way: dict[str, _Canary] = {}  # by request
-        self._waits: dict[str, float] = {}  # since when requests wait for a verdict
+        #: By request that waits for a verdict: since when nothing was computed of its canary, and of how many tokens.
+        self._waits: dict[str, tuple[float, int]] = {}
         self._orders: list[PullOrder] = []
         self._references: list[CanaryReference] = []
         self._ended: list[str] = []
@@ -196,23 +197,27 @@ class Canaries(NoCanaries):
     def look(self, request: "Request", remote: RemotePrefill) -> Standing | Rejection:
         """Return what is known of the prefill engine that holds a request's prompt.
 
-        A request that has waited for a verdict long enough is refused.
+        A request that has waited for a verdict long enough, while its canary made no progress, is refused.
         """
         now, key = self._clock(), _key(request, remote)
         standing = self._standing(key, now)
         if standing is not Standing.AWAITED:
             self._waits.pop(request.request_id, None)
             return standing
-        since = self._waits.setdefault(request.request_id, now)
+        proving = next((each.request for each in self._under_way.values() if each.key == key), None)
+        computed = proving.num_computed_tokens if proving is not None else 0
+        since, known = self._waits.get(request.request_id, (now, computed))
+        since = since if known == computed else now  # a long prompt takes long
+        self._waits[request.request_id] = since, computed
         if now - since < _PATIENCE_S:
             return standing
         del self._waits[request.request_id]
-        proving = next((each.request.request_id for each in self._under_way.values() if each.key == key), "of before")
+        name = proving.request_id if proving is not None else "of before"
         return Rejection(
             Cause.CANARY,
-            f"{key} is not proven yet: request {proving} is computed here and pulled from there as well, and for "
-            f"{_PATIENCE_S:.0f} s there was no verdict. Send the request again; what has become of {proving} is in "
-            "this log",
+            f"{key} is not proven yet: request {name} is computed here and pulled from there as well, and for "
+            f"{_PATIENCE_S:.0f} s nothing was computed of it, and there was no verdict. Send the request again; what "
+            f"has become of {name} is in this log",
         )
 
     def begin(

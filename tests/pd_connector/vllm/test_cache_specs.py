@@ -94,6 +94,11 @@ def test_blocks_of_another_pool_than_the_devices_are_refused(group: Mapping[str,
 # What is stated of a layer
 
 
+def test_a_layer_that_states_no_values_has_keys_only() -> None:
+    """As Inkling's, which keep four streams of a token as keys."""
+    assert layer_spec(model_config(), "l", replace(FULL, head_size_v=0)).parts == (("k", FULL.head_size),)
+
+
 def test_keys_and_values_of_unequal_sizes_are_both_stated() -> None:
     stated = layer_spec(model_config(), "l", replace(FULL, head_size_v=16))
     assert stated == LayerSpec(2, 2, 160, 16 * 2 * 160, torch.bfloat16, (("k", 64), ("v", 16)))

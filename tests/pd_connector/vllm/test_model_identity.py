@@ -141,3 +141,25 @@ def test_the_cache_has_the_models_dtype_unless_it_is_said_otherwise(directory: P
 
 def test_a_latent_cache_has_one_head(directory: Path) -> None:
     assert identity(directory, use_mla=True).kv_heads == 1
+
+
+@pytest.mark.parametrize(("load_format", "is_read"), [("auto", True), ("sharded_state", False)])
+def test_files_that_are_cut_by_rank_are_not_compared(directory: Path, load_format: str, is_read: bool) -> None:
+    """Engines of two sizes have other files of one model."""
+    config = a_config(directory)
+    config.load_config.load_format = load_format
+    assert bool(model_identity(config, "weights").weights_digest) is is_read
+
+
+def test_of_a_model_that_lies_there_twice_the_files_are_read_that_vllm_loads(tmp_path: Path) -> None:
+    own, both = write(tmp_path / "own"), write(tmp_path / "both")
+    (own / "model.safetensors").rename(own / "consolidated.safetensors")
+    save_file({"of.another.format": np.zeros(4)}, both / "model-00001.safetensors")
+    (both / "model.safetensors").rename(both / "consolidated.safetensors")
+    (both / "model.safetensors.index.json").write_text(
+        '{"weight_map": {"of.another.format": "model-00001.safetensors"}}'
+    )
+    assert identity(both) == identity(own)
+    config = a_config(both)
+    config.load_config.load_format = "safetensors"
+    assert model_identity(config, "weights").weights_digest not in ("", identity(own).weights_digest)

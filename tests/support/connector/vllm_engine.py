@@ -58,6 +58,7 @@ def a_config(model: Path, role: str = "kv_both", policy: str = "fail", **extra: 
         ),
         cache_config=SimpleNamespace(cache_dtype="auto"),
         compilation_config=SimpleNamespace(static_forward_context={}),
+        load_config=SimpleNamespace(load_format="auto"),
         observability_config=SimpleNamespace(otlp_traces_endpoint=None),
         shutdown_timeout=60,
         speculative_config=None,

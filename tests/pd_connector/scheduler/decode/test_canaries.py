@@ -277,6 +277,21 @@ def test_a_prompt_from_another_engine_does_not_wait() -> None:
     assert d.becomes_canary(d.add("other", engine="Q"))
 
 
+def test_as_long_as_the_canary_is_computed_others_wait() -> None:
+    """A long prompt takes more than ten seconds."""
+    d = ProvingDecode()
+    first, second = d.add("first"), d.add("second")
+    d.becomes_canary(first)
+    for _ in range(5):
+        assert d.asks(second) is None
+        d.clock.advance(9.9)
+        first.num_computed_tokens += 1
+    assert d.asks(second) is None
+    d.clock.advance(10.1)
+    assert d.schedules(second) == 69
+    assert [refusal.cause for refusal in d.step().refusals] == [Cause.CANARY]
+
+
 def test_who_has_waited_ten_seconds_goes_by_policy() -> None:
     d = ProvingDecode()
     d.becomes_canary(d.add("first"))
@@ -289,7 +304,7 @@ def test_who_has_waited_ten_seconds_goes_by_policy() -> None:
     (refusal,) = d.step().refusals
     assert refusal.cause is Cause.CANARY
     assert "request first is computed here and pulled from there as well" in refusal.reason
-    assert "for 10 s there was no verdict. Send the request again" in refusal.reason
+    assert "for 10 s nothing was computed of it, and there was no verdict. Send the request again" in refusal.reason
     assert d.client.cancelled() == ["lease-of-second"]
 
 
