@@ -21,7 +21,7 @@ from pd_connector.orders import Orders, Report
 from pd_connector.scheduler.scheduler import ConnectorScheduler
 from pd_connector.stats import StatsRecorder
 from pd_connector.vllm.ascend_options import check_ascend_options, log_ascend_release
-from pd_connector.vllm.engine_config import check_supported, extra_config
+from pd_connector.vllm.engine_config import check_outer_config, check_supported, extra_config
 from pd_connector.vllm.layouts import wanted_layout
 from pd_connector.vllm.metadata import HandshakeMetadata, ReportMetadata, StepMetadata
 from pd_connector.vllm.metrics import ConnectorPromMetrics, ConnectorStats
@@ -78,6 +78,7 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         config = parse_config(dict(extra_config(vllm_config)))
         check_supported(vllm_config)
+        check_outer_config(vllm_config)
         check_ascend_options(vllm_config)
         self._stats = StatsRecorder()
         self._scheduler_side: ConnectorScheduler | None = None

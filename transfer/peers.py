@@ -100,9 +100,14 @@ def resolve(host: str) -> str:
 
 
 def is_own_address(host: str) -> bool:
-    """Return whether ``host``, an address or a name, is an address of this machine. Looks names up in DNS."""
+    """Return whether peers reach this machine at ``host``, an address or a name. Looks names up in DNS.
+
+    vLLM's own choice is 0.0.0.0 where there is no default route.
+    """
     try:
         ip = resolve(host)
+        if ipaddress.ip_address(ip.partition("%")[0]).is_unspecified:
+            return False
         with socket.socket(socket.AF_INET6 if ":" in ip else socket.AF_INET, socket.SOCK_STREAM) as trial:
             trial.bind((ip, 0))
     except OSError:

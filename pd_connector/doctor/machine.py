@@ -1,6 +1,7 @@
 """What this machine gives the connector: an address, a port, devices, and memory to lock."""
 
 import importlib
+import re
 import resource
 import socket
 import time
@@ -15,6 +16,8 @@ from transfer.peers import Address, is_own_address
 
 _MIB = 1 << 20
 _PINNED_BYTES = 64 * _MIB  # for a check
+_STATUS = Path("/proc/self/status")
+_CAP_IPC_LOCK = 14
 
 
 class Machine:
@@ -75,12 +78,18 @@ class Machine:
         if wanted > free:
             raise CheckFailed(f"cpu_bytes_to_use is {wanted} bytes, and {free} are available on this machine")
         text = f"{free // _MIB} MiB available, lock limit {limit}"
-        if self._config.protocol == "rdma" and soft != resource.RLIM_INFINITY:
+        if self._config.protocol == "rdma" and soft != resource.RLIM_INFINITY and not _may_lock_all(_STATUS):
             raise CheckFailed(
                 f"{text}: RDMA locks all memory that it registers. Raise it with `ulimit -l unlimited`, LimitMEMLOCK= "
-                "of the service, or --ulimit memlock=-1 of the container"
+                "of the service, --ulimit memlock=-1 of the container, or the capability IPC_LOCK"
             )
         return f"{text}; {_pin()}"
+
+
+def _may_lock_all(status: Path) -> bool:
+    """Return whether this process has CAP_IPC_LOCK (capabilities(7)): the limit does not bind it."""
+    effective = re.search(r"^CapEff:\s*([0-9a-f]+)$", _word(status), re.MULTILINE)
+    return effective is not None and bool(int(effective[1], 16) >> _CAP_IPC_LOCK & 1)
 
 
 def rdma_devices(root: Path = INFINIBAND_DEVICES) -> list[str]:

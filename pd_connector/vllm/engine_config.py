@@ -33,7 +33,7 @@ class EngineRole:
         return cls(
             produces,
             consumes,
-            transfer.kv_load_failure_policy == "recompute",
+            _outer(vllm_config).kv_load_failure_policy == "recompute",
             is_read=produces or serves_prefixes,
             reads=consumes or asks_peers,
         )
@@ -63,6 +63,37 @@ def found_sizes(vllm_config: "VllmConfig") -> dict[str, object]:
         "pp_size": pp_size,
         "pp_layer_partition": envs.VLLM_PP_LAYER_PARTITION,
     }
+
+
+def _outer(vllm_config: "VllmConfig") -> Any:
+    """Return the ``kv_transfer_config`` by which vLLM goes, which is MultiConnector's own if this one is inside it.
+
+    Known to workers only; elsewhere this connector's.
+    """
+    from vllm.config import get_current_vllm_config_or_none  # noqa: PLC0415  heavy
+
+    current_config = get_current_vllm_config_or_none()
+    outer = current_config.kv_transfer_config if current_config is not None else None
+    return outer or vllm_config.kv_transfer_config
+
+
+def check_outer_config(vllm_config: "VllmConfig") -> None:
+    """Raise if MultiConnector's own role or policy is another than this connector's inside it, where that matters.
+
+    Raises:
+        UnsupportedError: naming both values.
+    """
+    ours, outer = vllm_config.kv_transfer_config, _outer(vllm_config)
+    if ours.is_kv_consumer and not outer.is_kv_consumer:
+        raise UnsupportedError(
+            f"kv_role = {ours.kv_role} of PDConnector, inside a MultiConnector of kv_role = {outer.kv_role}: vLLM goes "
+            "by the outer one, and lets blocks be written too early; set the outer kv_role to kv_both or kv_consumer"
+        )
+    if ours.kv_load_failure_policy == "recompute" != outer.kv_load_failure_policy:
+        raise UnsupportedError(
+            "kv_load_failure_policy = recompute of PDConnector, inside a MultiConnector of kv_load_failure_policy = "
+            f"{outer.kv_load_failure_policy}: vLLM goes by the outer one; set it there"
+        )
 
 
 def check_supported(vllm_config: "VllmConfig") -> None:

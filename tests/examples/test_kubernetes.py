@@ -23,6 +23,7 @@ from tests.support.examples.manifests import (
     may_connect,
     selects,
 )
+from tests.support.sources import ROOT
 
 #: The first one with port ranges in network policies, and the newest that the validator knows.
 VERSIONS = ("1.25", ".".join(kubernetes_validate.latest_version().split(".")[:2]))
@@ -281,6 +282,8 @@ def test_the_secret_is_made_from_a_file_that_is_not_under_version_control() -> N
     assert generator == {"name": "pd-connector", "files": ["secret"]}
     assert not (DIRECTORY / "secret").exists()
     assert "/secret" in (DIRECTORY / ".gitignore").read_text().splitlines()
+    for file, line in (("MANIFEST.in", "exclude {}"), (".dockerignore", "{}")):  # whoever packs or copies asks no git
+        assert line.format("examples/kubernetes/secret") in (ROOT / file).read_text().splitlines()
 
 
 @WORKLOADS

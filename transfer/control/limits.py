@@ -30,7 +30,11 @@ def exceeded_limit(request: Request) -> str:
     if isinstance(request, Find):
         number = len(request.hashes)
         too_many = f"{number} hashes; at most {MAX_HASHES} are accepted: ask for fewer blocks"
-        return too_many if number > MAX_HASHES else _too_long(request.engine_id, request.find_id, request.hashing)
+        if number > MAX_HASHES:
+            return too_many
+        if len(set(request.hashes)) < number:  # else one block would be lent several times over in one lease
+            return "a hash comes twice; those of one prompt's blocks are all different"
+        return _too_long(request.engine_id, request.find_id, request.hashing)
     return _exceeded_by_lease(request)
 
 

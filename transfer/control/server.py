@@ -48,7 +48,7 @@ _UNREAD_REPLIES_S = 15.0  # closes a connection whose peer has read no bytes for
 
 _BIND_HINTS = {
     errno.EADDRINUSE: "another process holds the port: choose a different one, or 0 to let the OS choose",
-    errno.EADDRNOTAVAIL: "the host is not an address of this machine: use one that is, or 0.0.0.0 for all",
+    errno.EADDRNOTAVAIL: "the host is not an address of this machine: use one that is",
     errno.EACCES: "this user may not bind the port: choose one above 1023, or 0 to let the OS choose",
 }
 

@@ -35,7 +35,6 @@ _CONNECTIONS = 128
 _CONNECTION_S = 5.0  # of a connection's whole life
 
 _CLOSE_S = 5.0
-_WARNING_INTERVAL_S = 60.0
 
 
 def control_label(host: str, port: int) -> str:

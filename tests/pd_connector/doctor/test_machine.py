@@ -26,6 +26,12 @@ def test_nothing_fails_on_this_machine() -> None:
     assert "MiB available" in found["memory"]
 
 
+@pytest.mark.parametrize("host", ["0.0.0.0", "::"])  # vLLM's own choice, where there is no default route
+def test_an_address_to_listen_on_is_none_to_be_reached_at(host: str) -> None:
+    with pytest.raises(CheckFailed, match="set host, or VLLM_HOST_IP, to that of a network interface"):
+        machine(host=host).address()
+
+
 def test_the_address_must_be_of_this_machine() -> None:
     with pytest.raises(CheckFailed, match=r"192\.0\.2\.1 is not an address of this machine"):
         machine(host=ELSEWHERE).address()
@@ -72,8 +78,17 @@ def test_tcp_beside_an_accelerator_is_a_warning_unless_it_is_meant(monkeypatch: 
     assert machine("rdma", by_auto=True).devices().endswith("accelerators: H200")
 
 
-def test_rdma_wants_to_lock_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rdma_wants_to_lock_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    status = tmp_path / "status"
+    monkeypatch.setattr("pd_connector.doctor.machine._STATUS", status)
     monkeypatch.setattr(resource, "getrlimit", lambda _: (64 * 1024, 64 * 1024))
+    for capabilities in ("", "CapInh:\tffffffffffffffff\nCapEff:\t00000000a80425fb\nCapBnd:\tffffffffffffffff\n"):
+        status.write_text(capabilities)
+        with pytest.raises(CheckFailed, match="or the capability IPC_LOCK"):
+            machine("rdma").memory()
+    status.write_text("Name:\tpd-doctor\nCapEff:\t0000000000004000\n")  # which a pod can be given, and a limit cannot
+    assert "lock limit 64 KiB" in machine("rdma").memory()
+    status.unlink()
     with pytest.raises(CheckFailed, match=r"lock limit 64 KiB: RDMA locks all memory.*ulimit -l unlimited"):
         machine("rdma").memory()
     assert "lock limit 64 KiB" in machine("tcp").memory()

@@ -1,12 +1,22 @@
 """What is read from vLLM's configuration, where no test of a whole connector shows it."""
 
+from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import vllm.platforms
 
-from pd_connector.vllm.engine_config import UnsupportedError, check_one_engine_per_url, drafts_late, max_blocks_per_step
+from pd_connector.vllm.engine_config import (
+    EngineRole,
+    UnsupportedError,
+    check_one_engine_per_url,
+    check_outer_config,
+    drafts_late,
+    max_blocks_per_step,
+)
+from tests.support.connector.vllm_engine import a_config
 
 
 @pytest.mark.parametrize(
@@ -57,3 +67,32 @@ def test_drafts_are_late_where_a_draft_model_runs_behind_the_calls_that_launch_i
     monkeypatch.setattr(vllm.platforms.current_platform, "device_type", device)
     config: Any = SimpleNamespace(speculative_config=SimpleNamespace(method=method) if method else None)
     assert drafts_late(config) is is_late
+
+
+@pytest.mark.parametrize(
+    ("ours", "outer", "why"),
+    [
+        (("kv_consumer", "fail"), ("kv_both", "fail"), ""),
+        (("kv_consumer", "fail"), ("kv_consumer", "recompute"), ""),
+        (("kv_producer", "fail"), ("kv_both", "fail"), ""),
+        (("kv_both", "fail"), ("kv_producer", "fail"), "kv_role = kv_both of PDConnector, inside .* kv_producer"),
+        (("kv_consumer", "recompute"), ("kv_both", "fail"), "kv_load_failure_policy = recompute of .* = fail"),
+    ],
+)
+def test_inside_multi_connector_the_outer_role_and_policy_count(
+    model: Path, monkeypatch: pytest.MonkeyPatch, ours: tuple[str, str], outer: tuple[str, str], why: str
+) -> None:
+    config = a_config(model, *ours)
+    monkeypatch.setattr("vllm.config.get_current_vllm_config_or_none", lambda: a_config(model, *outer))
+    assert EngineRole.of(config).recomputes == (outer[1] == "recompute")
+    with pytest.raises(UnsupportedError, match=why) if why else nullcontext():
+        check_outer_config(config)
+
+
+def test_an_engine_whose_outer_configuration_is_not_known_goes_by_its_own(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vllm.config.get_current_vllm_config_or_none", lambda: None)
+    config = a_config(model, "kv_consumer", "recompute")
+    check_outer_config(config)
+    assert EngineRole.of(config).recomputes

@@ -14,7 +14,7 @@ from transfer.control.limits import (
     ThrottledWarnings,
     exceeded_limit,
 )
-from transfer.control.messages import Cancel, Checksums, Hello, Release, Renew, Request
+from transfer.control.messages import Cancel, Checksums, Find, Hello, Release, Renew, Request
 
 logger = logging.getLogger("test")
 
@@ -40,6 +40,7 @@ LONG = "x" * (MAX_ID_CHARACTERS + 1)
         (Release(ENGINE, "lease", 0, MAX_READERS + 1, "pull", "c"), "65537 readers"),
         (Checksums(ENGINE, LONG, 0, 0, (0, 16)), "an id of 129"),
         (Checksums(ENGINE, "lease", 0, 0, (0,) * (MAX_BORDERS + 1)), "4097 borders; at most 4096"),
+        (Find("", "find", "sha256:00ff", 16, (b"a", b"b", b"a"), 17), "a hash comes twice"),
     ],
 )
 def test_what_is_above_a_limit_is_named(request_: Request, words: str) -> None:
