@@ -69,13 +69,25 @@ def test_how_tensors_are_spread_over_files_does_not_count(tmp_path: Path) -> Non
 
 
 def test_files_that_the_index_does_not_name_do_not_count(tmp_path: Path) -> None:
-    """vLLM does not load them: a model may lie there twice, in the form of its maker as well."""
+    """vLLM does not load them."""
     whole = digest(tmp_path, weights())
-    save_file(weights(seed=1), tmp_path / "consolidated.safetensors")
+    save_file(weights(seed=1), tmp_path / "other.safetensors")
     assert tensors_digest(weight_files(tmp_path)) != whole
     index = {"weight_map": dict.fromkeys(NAMES, "model.safetensors")}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     assert tensors_digest(weight_files(tmp_path)) == whole
+
+
+@pytest.mark.parametrize(("load_format", "of_its_maker"), [("auto", True), ("mistral", True), ("safetensors", False)])
+def test_of_a_model_in_two_forms_the_one_counts_that_vllm_loads(
+    tmp_path: Path, load_format: str, of_its_maker: bool
+) -> None:
+    """As Mistral's, which lie there in the form of their maker as well."""
+    whole = digest(tmp_path, weights())
+    save_file(weights(seed=1), tmp_path / "consolidated.safetensors")
+    index = {"weight_map": dict.fromkeys(NAMES, "model.safetensors")}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert (tensors_digest(weight_files(tmp_path, load_format)) != whole) is of_its_maker
 
 
 def test_nothing_to_read_is_not_compared(tmp_path: Path) -> None:
