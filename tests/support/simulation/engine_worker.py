@@ -154,7 +154,10 @@ class EngineWorker:
 
 
 def _rank_ends(pulls: Iterable[ScheduledPull]) -> dict[str, RankEnds]:
-    return {pull.order.request_id: RankEnds(1, failed=not pull.has_succeeded) for pull in pulls}
+    return {
+        pull.order.request_id: RankEnds(1, failed=not pull.has_succeeded, lacks_states=pull.lacks_states)
+        for pull in pulls
+    }
 
 
 def _ended(pulls: dict[str, ScheduledPull], now: float) -> list[ScheduledPull]:
