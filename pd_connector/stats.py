@@ -124,7 +124,7 @@ LABELS: dict[str, tuple[str, ...]] = {
 GAUGES = {
     "transfers_waiting": "Decode legs that wait for a prefill engine to compute the prompt of their transfer_id.",
     "peers_refused": "Prefill engines, once for each adapter, from which nothing is pulled because their keys and "
-    "values differ (canary).",
+    "values differ (canary), also if they have ended since.",
     "prompts_ahead": "Prompts that are being pulled, and were not yet computed when their pull was ordered.",
     "landings_under_way": "Prompts that are being pulled to host memory.",
     "leases_active": "Leases that have not ended.",
@@ -169,6 +169,7 @@ class StatsRecorder:
         self._seconds: dict[str, list[float]] = {}
         self._gauges: dict[str, float] = {}
         self._new_gauges: dict[str, float] = {}
+        self._shares: dict[str, dict[object, float]] = {}
         self._longest_calls: dict[str, float] = {}
         self._new_longest: dict[str, float] = {}
 
@@ -186,10 +187,15 @@ class StatsRecorder:
         if self._gauges.get(name) != number:
             self._gauges[name] = self._new_gauges[name] = number
 
-    def gauge_of_rank(self, name: str, number: float) -> None:
-        """Set a gauge of this rank. It is reported again as long as it is not 0, so that the ranks can be compared."""
-        if number or self._gauges.get(name):
-            self._gauges[name] = self._new_gauges[name] = number
+    def gauge_of_rank(self, name: str, number: float, owner: object = None) -> None:
+        """Set an owner's share of a gauge of this rank, which is the sum of them.
+
+        It is reported again as long as it is not 0, so that the ranks can be compared.
+        """
+        shares = self._shares.setdefault(name, {})
+        shares[owner] = number
+        if (total := sum(shares.values())) or self._gauges.get(name):
+            self._gauges[name] = self._new_gauges[name] = total
 
     @contextmanager
     def timed(self, call: str) -> Iterator[None]:

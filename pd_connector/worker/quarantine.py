@@ -122,7 +122,7 @@ class Quarantine:
             else:
                 held.append((since, pull))
         self._pulls = held
-        self._stats.gauge_of_rank("quarantined_blocks", len(_blocks(pull for _, pull in held)))
+        self._stats.gauge_of_rank("quarantined_blocks", len(_blocks(pull for _, pull in held)), self)
         self._check_bounds()
         return ends
 

@@ -74,6 +74,17 @@ def test_a_gauge_of_a_rank_is_reported_as_long_as_it_is_not_zero() -> None:
     assert reported == [None, 5, 5, 0, None]
 
 
+def test_a_gauge_of_a_rank_is_the_sum_of_its_owners() -> None:
+    recorder = StatsRecorder()
+    reported = []
+    for one, other in ((40, 0), (40, 7), (0, 7), (0, 0), (0, 0)):
+        recorder.gauge_of_rank("quarantined_blocks", one, "landings")
+        recorder.gauge_of_rank("quarantined_blocks", other, "pulls")
+        report = recorder.take()
+        reported.append(report["gauges"]["quarantined_blocks"] if report else None)
+    assert reported == [40, 47, 7, 0, None]
+
+
 @pytest.mark.parametrize("numbers", [(5, 3), (3, 5), (5, 0), (0, 5)])
 def test_of_a_gauge_of_ranks_the_largest_counts(numbers: tuple[int, int]) -> None:
     one, other = (ConnectorStats({**nothing(), "gauges": {"quarantined_blocks": number}}) for number in numbers)
