@@ -363,7 +363,7 @@ class Consumer(SchedulerRole):
             if reason := announced.mismatch(found.remote):
                 found = TransferFailed(Cause.PARAMS, reason)
         if isinstance(found, TransferFailed):
-            self._subscriptions.take(request_id)
+            self._subscriptions.forget(request_id)
             self._renewals.drop(request_id)
             self._refuse(request_id, Refused(found.reason, found.cause))
             return False

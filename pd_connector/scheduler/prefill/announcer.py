@@ -59,6 +59,7 @@ class _Step:
     """A step that may be under way."""
 
     scheduled: Mapping[str, int]  # tokens of each request
+    preemptions: Mapping[str, int]  # of those of them that had been preempted when it was scheduled
     #: Blocks of requests that have ended since, which it or an older step may still write.
     left: set[int] = field(default_factory=set)
     has_lost: bool = False  # whether there are others of which nobody knows
@@ -102,6 +103,7 @@ class Announcer:
         self._begun: dict[str, _Named] = {}  # those of them that have blocks
         self._unwanted: set[str] = set()  # requests whose transfers were cancelled before they came
         self._recent: deque[_Step] = deque(maxlen=steps_in_flight)  # oldest first
+        self._most_under_way = steps_in_flight - 1  # when the oldest of them ends
         self._steps: dict[int, tuple[_Computed, ...]] = {}  # that are to be reported, oldest first
         self._reports: Counter[int] = Counter()  # ranks that have, by step
         self._next_step = 0
@@ -160,7 +162,7 @@ class Announcer:
         awaited = tuple(self._schedule(self._named[each], scheduled) for each in scheduled if each in self._named)
         self._tell_news()
         if scheduled:
-            self._recent.append(_Step(scheduled))
+            self._recent.append(_Step(scheduled, self._preemptions(scheduled)))
         if not (awaited or (self._drafts_late and scheduled)):
             return ()
         self._next_step += 1
@@ -222,6 +224,21 @@ class Announcer:
             if request is not besides:
                 ids |= self._unwritten_blocks(request)
         return ids
+
+    def may_lack_tokens(self, request: "Request") -> bool:
+        """Return whether steps under way have yet to compute a prompt whose request has ended with a token.
+
+        The token may be of a step that was under way when vLLM preempted the request, which has other blocks since and
+        is being computed again. Before 0.30 vLLM takes it, and so does vllm-ascend's balance scheduler.
+        """
+        if not request.num_preemptions:
+            return False
+        known = tokens_under_way(request)
+        if known is not None:
+            return bool(request.num_computed_tokens - known < request.num_prompt_tokens)
+        request_id, newest = request.request_id, reversed(self._recent)
+        steps = [step for step in islice(newest, self._most_under_way) if request_id in step.scheduled]
+        return any(step.preemptions.get(request_id, 0) < request.num_preemptions for step in steps)
 
     def finish(self, request: "Request", *, is_granted: bool) -> None:
         """Forget a request. Without a lease, those who follow its prompt are told how it ended."""
@@ -343,6 +360,11 @@ class Announcer:
         sizes = self._service.block_tokens
         held -= held % math.lcm(*(size for size in sizes if size != RING_TOKENS))
         return tokens_before(self._blocks.table(request.request_id), sizes, held, unfinished)
+
+    def _preemptions(self, scheduled: Iterable[str]) -> dict[str, int]:
+        """Return how often vLLM has preempted each of the requests of a step, without those that it has not."""
+        known = (self._requests.get(request_id) for request_id in scheduled)
+        return {each.request_id: each.num_preemptions for each in known if each is not None and each.num_preemptions}
 
     def _under_way(self, request: "Request") -> int:
         """Return how many tokens of a request steps may be working on, besides the one that is being scheduled."""

@@ -282,6 +282,7 @@ class Producer(SchedulerRole):
         is_computed = prefill_is_complete(request) and any(block_ids)
         is_wanted = not self._announcer.is_unwanted(request.request_id)
         is_right = not self._external.is_spoilt(request) and request.request_id not in self._outdated
+        is_right = is_right and not self._announcer.may_lack_tokens(request)
         return is_prefill_leg(request.kv_transfer_params) and is_computed and is_wanted and is_right
 
     def _grant(self, request: "VllmRequest", block_ids: Sequence[Sequence[int]]) -> dict[str, Any]:
