@@ -88,6 +88,7 @@ class Bench:
         self._pipe, other = mp.Pipe()
         self._process = mp.get_context("spawn").Process(target=serve, args=(other, self._blocks, tokens), daemon=True)
         self._process.start()
+        other.close()  # so that its end is an error here
         self._pipe.recv()
         self._engine, self._client = MooncakeEngine(MooncakeOptions(HOST)), ControlClient()
         self._memory = _Memory(self._blocks, self._engine)

@@ -161,7 +161,7 @@ def running(
     }  # fmt: skip
     module = "benchmarks.slow_network" if bytes_per_s else "pd_connector"
     sides = [("kv_producer", prefill), *(("kv_consumer", decode) for decode in decodes)]
-    with Servers() as servers, httpx.Client(timeout=REQUEST_TIMEOUT_S, limits=CONNECTIONS) as http:
+    with Servers() as servers, httpx.Client(timeout=REQUEST_TIMEOUT_S, limits=CONNECTIONS, trust_env=False) as http:
         started = []
         for number, ((role, side), port) in enumerate(zip(sides, free_ports(len(sides), HOST), strict=True)):
             own = environment | ({"VLLM_KV_CACHE_LAYOUT": side.layout} if side.layout else {})

@@ -78,10 +78,12 @@ def process(*words: str) -> Iterator[tuple[str, int]]:
                 raise RuntimeError(f"{words} has ended")
             # Its log is read to its end by nobody who costs processor time here.
             with subprocess.Popen(["cat"], stdin=running.stderr, stdout=subprocess.DEVNULL) as reader:
-                yield found[1], running.pid
-                running.terminate()
-                running.wait()
-                reader.wait()
+                try:
+                    yield found[1], running.pid
+                finally:
+                    running.terminate()
+                    running.wait()
+                    reader.wait()
         finally:
             running.kill()
 
@@ -111,9 +113,9 @@ async def burst(port: int, requests: int) -> list[str]:
 def measure(way: str, requests: int, options: argparse.Namespace) -> dict[str, float]:
     """Return what bursts of so many requests cost a new proxy."""
     with ExitStack() as stack:
+        each = ["--events", str(options.events), "--wait-s", str(options.wait_s)]
         servers = [
-            stack.enter_context(process("benchmarks.proxy", "--serve", leg, "--events", str(options.events)))
-            for leg in ("prefill", "decode")
+            stack.enter_context(process("benchmarks.proxy", "--serve", leg, *each)) for leg in ("prefill", "decode")
         ]
         legs = ["--prefill", servers[0][0], "--decode", servers[1][0], "--legs", way]
         url, pid = stack.enter_context(process("pd_proxy", "--port", "0", *legs))

@@ -193,6 +193,7 @@ class Bench:
         arguments = other, self._blocks, tokens, packed
         self._process = mp.get_context("spawn").Process(target=serve, args=arguments, daemon=True)
         self._process.start()
+        other.close()  # so that its end is an error here
         self._address, self._remote, remote_size = self._pipe.recv()
         self._puller = Puller(self._blocks, packed)
         self._link = self._puller.engine.open(self._address, [Region(self._remote, remote_size)])

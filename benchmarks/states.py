@@ -112,6 +112,7 @@ def main(words: Sequence[str] | None = None) -> dict[str, Any]:
     pipe, other = mp.Pipe()
     process = mp.get_context("spawn").Process(target=serve, args=(other,), daemon=True)
     process.start()
+    other.close()  # so that its end is an error here
     workers: dict[int, list[WorkerGeometry]] = pipe.recv()
     print(f"\nstates of {LAYERS} layers, {LAYERS * page_bytes(1) / 2**20:.1f} MiB, median of {arguments.rounds}")
     figures = {f"TP {p} to {d}": _measure(workers[p], d, arguments.rounds) for p, d in PAIRS}

@@ -154,6 +154,7 @@ def main(words: Sequence[str] | None = None) -> dict[str, Any]:
     pipe, other = mp.Pipe()
     process = mp.get_context("spawn").Process(target=serve, args=(other, blocks), daemon=True)
     process.start()
+    other.close()  # so that its end is an error here
     workers: dict[tuple[Layout, int], list[WorkerGeometry]] = pipe.recv()
     random = np.random.default_rng(3)
     print(f"\n{arguments.tokens} tokens, {LAYERS} layers, {KV_HEADS} KV heads, median of {arguments.rounds}")

@@ -9,7 +9,7 @@ import resource
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -83,11 +83,13 @@ def serving(leases: int) -> Iterator[tuple[Connection, int, str]]:
     ours, theirs = multiprocessing.Pipe()
     process = multiprocessing.get_context("spawn").Process(target=serve, args=(theirs, leases))
     process.start()
+    theirs.close()  # so that its end is an error here
     try:
         port, engine_id = ours.recv()
         yield ours, port, engine_id
     finally:
-        ours.send(False)
+        with suppress(OSError):
+            ours.send(False)
         process.join(30)
 
 

@@ -40,6 +40,7 @@ from pd_connector.scheduler.start_checks import (
     check_prefix_unit,
     check_secrets,
     check_settings,
+    unshared_prefixes,
 )
 from pd_connector.scheduler.workers import Workers
 from pd_connector.secret import load_keys
@@ -121,7 +122,8 @@ class ConnectorScheduler:
         self._prefixes_at = ""  # where peers find prefixes here
         self._failed: set[str] = set()  # requests that have failed on a rank, and wait for others
         self._params = RequestParams(self._role, stats)
-        check_settings(config, self._role, vllm_config, has_states=bool(self._states))
+        self._unshared = unshared_prefixes(vllm_config, self._retentions)
+        check_settings(config, self._role, vllm_config, unshared=self._unshared)
         keys = load_keys(config.secret_file)
         self._secret = keys.fingerprint if keys is not None else ""
         self._external = self._make_external_loads()
@@ -442,12 +444,12 @@ class ConnectorScheduler:
 
     @property
     def _prefix_source(self) -> PrefixSource | None:
-        if not self._config.serve_prefixes or self._states:
+        if not self._config.serve_prefixes or self._unshared:
             return None
         return PrefixSource(self._hashes, self._retentions)
 
     def _make_peer_prefixes(self, keys: ControlKeys | None) -> PeerPrefixes | None:
-        if self._states:
+        if self._unshared:
             return None
         client = ControlClient(keys=keys, allowed=AllowedPeers(self._config.allowed_peers))
         peers = [parse_address(peer) for peer in self._config.peers or () if peer != READERS]

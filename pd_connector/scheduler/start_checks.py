@@ -12,6 +12,7 @@ from pd_connector.vllm.engine_config import (
     EngineRole,
     check_one_engine_per_url,
     check_prefix_caching,
+    drafts_keep_caches,
     extra_config,
     found_sizes,
 )
@@ -22,10 +23,24 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def check_settings(
-    config: ConnectorConfig, role: EngineRole, vllm_config: "VllmConfig", *, has_states: bool = False
-) -> None:
-    """Raise ConfigError if settings ask for what this engine cannot do; warn if a recipe's keys contradict it."""
+def unshared_prefixes(vllm_config: "VllmConfig", retentions: Sequence[Retention]) -> str:
+    """Return why this engine neither lends prefixes nor finds them at others; empty if it does."""
+    if any(kept.states for kept in retentions):
+        return (
+            "prefixes of models whose layers keep states (Mamba, gated delta net and such) are not shared between "
+            "engines"
+        )
+    if drafts_keep_caches(vllm_config) and any(kept.window for kept in retentions):
+        # vLLM leaves the last block of a hit to the draft, and then looks for a window that ends before that block.
+        return "with drafts and sliding windows, vLLM would not find a prefix that was pulled"
+    return ""
+
+
+def check_settings(config: ConnectorConfig, role: EngineRole, vllm_config: "VllmConfig", *, unshared: str = "") -> None:
+    """Raise ConfigError if settings ask for what this engine cannot do; warn if a recipe's keys contradict it.
+
+    ``unshared``: see ``unshared_prefixes``.
+    """
     needed_by = {
         "cpu_bytes_to_use": config.cpu_bytes_to_use > 0,
         "serve_prefixes": config.serve_prefixes,
@@ -34,11 +49,8 @@ def check_settings(
     for setting, is_set in needed_by.items():
         if is_set:
             check_prefix_caching(vllm_config, setting)
-    if (config.serve_prefixes or config.peers is not None) and has_states:
-        logger.warning(
-            "PDConnector: serve_prefixes and peers have no effect: prefixes of models whose layers keep states (Mamba, "
-            "gated delta net and such) are not shared between engines"
-        )
+    if (config.serve_prefixes or config.peers is not None) and unshared:
+        logger.warning("PDConnector: serve_prefixes and peers have no effect: %s", unshared)
     if READERS in (config.peers or ()) and not role.produces:
         raise ConfigError(
             f"peers has {READERS!r}: only an engine that prefills for others (kv_role kv_producer or kv_both) has "

@@ -198,9 +198,13 @@ def drafts_late(vllm_config: "VllmConfig") -> bool:
     """
     from vllm.platforms import current_platform  # noqa: PLC0415  resolves the platform on first use
 
+    return drafts_keep_caches(vllm_config) and str(current_platform.device_type) != "cpu"
+
+
+def drafts_keep_caches(vllm_config: "VllmConfig") -> bool:
+    """Return whether an engine drafts by layers that keep KV caches."""
     speculative = vllm_config.speculative_config
-    has_caches = speculative is not None and speculative.method not in _WITHOUT_CACHES
-    return has_caches and str(current_platform.device_type) != "cpu"
+    return speculative is not None and speculative.method not in _WITHOUT_CACHES
 
 
 def stop_timeout_s(vllm_config: "VllmConfig") -> float:

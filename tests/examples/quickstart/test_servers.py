@@ -106,6 +106,12 @@ def test_a_server_may_tidy_up_before_it_ends(bed: Bed) -> None:
     assert server.log_tail(lines=1) == "tidied up"
 
 
+def test_a_server_here_is_not_asked_through_the_proxy_of_a_network(bed: Bed, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    with bed.server() as server:
+        eventually(server.ready)
+
+
 def test_a_server_that_ignores_sigterm_is_killed(bed: Bed, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("examples.quickstart.servers._GRACE_S", 0.2)
     with Servers() as servers:

@@ -79,9 +79,20 @@ def test_a_failure_is_a_line_and_an_exit_status(capsys: pytest.CaptureFixture[st
     assert lines[-1] == "Failed: peer."
 
 
-def test_without_vllm_it_is_tcp_on_loopback(well: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "error",
+    [
+        ImportError("No module named 'vllm'"),
+        RuntimeError("Failed to load the backend extension: torch_npu"),
+        OSError("libcudart.so.13: cannot open shared object file"),
+    ],
+    ids=["no vLLM", "torch_npu without CANN", "torch without a library"],
+)
+def test_without_vllm_it_is_tcp_on_loopback(
+    error: Exception, well: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def lacking() -> str:
-        raise ImportError("No module named 'vllm'")
+        raise error
 
     for where, name in ((platform, "host_address"), (transfer_engine, "default_protocol")):
         well.setattr(where, name, lacking)

@@ -4,17 +4,23 @@ And what recipes say that is not so.
 """
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from pd_connector.config import ConfigError, parse_config
-from pd_connector.scheduler.start_checks import check_block_sizes, check_prefix_unit, check_settings
+from pd_connector.scheduler.start_checks import (
+    check_block_sizes,
+    check_prefix_unit,
+    check_settings,
+    unshared_prefixes,
+)
 from pd_connector.vllm.cache_specs import RING_TOKENS, Retention
 from pd_connector.vllm.engine_config import EngineRole
 from tests.support.connector.vllm_engine import a_config
 
-TOKENS, STATES = Retention(96), Retention(96, states=True)
+TOKENS, STATES, WINDOW = Retention(96), Retention(96, states=True), Retention(96, 512)
 
 
 def test_prefixes_of_a_model_with_states_end_at_borders_of_blocks() -> None:
@@ -26,6 +32,30 @@ def test_prefixes_of_a_model_with_states_end_at_borders_of_blocks() -> None:
 
 def test_a_ring_has_no_borders_at_which_prefixes_end() -> None:
     check_prefix_unit(32, [TOKENS, Retention(RING_TOKENS, states=True)])
+
+
+@pytest.mark.parametrize(
+    ("groups", "drafts", "reason"),
+    [
+        ([TOKENS], "eagle", ""),
+        ([TOKENS, WINDOW], "", ""),
+        ([TOKENS, WINDOW], "ngram", ""),
+        ([TOKENS, WINDOW], "eagle", "drafts and sliding windows"),
+        ([TOKENS, STATES], "", "keep states"),
+    ],
+    ids=["drafts", "windows", "windows and n-grams", "windows and drafts", "states"],
+)
+def test_prefixes_that_vllm_would_not_find_are_not_shared(
+    groups: list[Retention], drafts: str, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = a_config(Path("model"), "kv_both")
+    made.cache_config.enable_prefix_caching = True
+    made.speculative_config = SimpleNamespace(method=drafts) if drafts else None
+    unshared = unshared_prefixes(made, groups)
+    assert (reason in unshared) if reason else not unshared
+    config = parse_config({"peers": ["p:1"]})
+    check_settings(config, EngineRole.of(made, asks_peers=True), made, unshared=unshared)
+    assert ("serve_prefixes and peers have no effect" in caplog.text) is bool(reason)
 
 
 def engine(role: str, *, tp: int, pp: int, dp: int = 1, **stated: Any) -> Any:

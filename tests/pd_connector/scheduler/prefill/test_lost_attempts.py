@@ -22,7 +22,7 @@ PROMPT = 80
 
 
 def test_a_prompt_that_is_to_be_computed_again_is_not_leased(start_prefill: StartPrefill) -> None:
-    """The harness compares with memory what is leased. Three steps are under way, as in a pipeline of so many stages."""
+    """The harness compares with memory what is leased. Three steps are under way, as in a pipeline of three stages."""
     with patch("pd_connector.scheduler.scheduler.steps_in_flight", lambda config: 5):
         engine = start_prefill(blocks=10, chunk_tokens=32)
     engine.ask("read soon", a_prompt(32))
@@ -77,11 +77,11 @@ def take_steps(announcer: Announcer, request: FakeRequest, *steps: Mapping[str, 
 def test_an_attempt_is_told_from_the_one_before(announcer: Announcer, counted: bool, between: int, lacks: bool) -> None:
     """As long as a step of the earlier one may be under way."""
     made = (Counted if counted else FakeRequest)("r", [0] * PROMPT)
-    announcer.add(made)  # type: ignore[arg-type]  # as much of one as it looks at
+    announcer.add(made)
     take_steps(announcer, made, {"r": PROMPT})
-    assert not announcer.may_lack_tokens(made)  # type: ignore[arg-type]
+    assert not announcer.may_lack_tokens(made)
     made.num_preemptions, made.num_computed_tokens = 1, 0
     take_steps(announcer, made, *[{"other": 1}] * between, {"r": PROMPT})
     if isinstance(made, Counted):
         made.num_in_flight_tokens = PROMPT if lacks else 0
-    assert announcer.may_lack_tokens(made) is lacks  # type: ignore[arg-type]
+    assert announcer.may_lack_tokens(made) is lacks
