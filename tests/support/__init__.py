@@ -155,6 +155,7 @@ Real servers (``tests/e2e``):
     e2e.release_servers     such sets with servers of other vLLM releases
     e2e.choice              which pairs of servers a test runs on, and which of them by default
     e2e.images_and_adapters  servers of a model that reads images and has LoRA adapters, and prompts for them
+    e2e.forked_server       vLLM's API server, whose other processes are forked from it, on CPU
     e2e.gates               places in the workers of a server at which a test has them stop
     e2e.gated_connector     the connector with such places
     e2e.host_memory         what tests of servers with host memory have in common

@@ -63,7 +63,8 @@ class ServerSpec:
     beside_greeting: Literal["", "first", "last"] = ""
     is_gated: bool = False  # whether its workers stop where a test has closed a gate, see ``gates``
     platform: Platform = "cpu"
-    #: Whether ``vllm serve`` starts it, which wants a distribution of that name, and not its API server's module.
+    #: Whether ``vllm serve`` starts it, which wants a distribution of that name, and spawns its processes as it does for
+    #: users. Else the API server's module does, and has them forked, unless it is on CPU and a host of its own.
     by_command: bool = False
     start_timeout_s: float = START_TIMEOUT_S
     #: The number of the host that it runs on, see ``hosts``, where it finds its address by itself; 0: this machine.
@@ -99,10 +100,10 @@ class ServerSpec:
         }
         if self.beside_greeting:
             connector = self._in_multi_connector(connector)
+        is_forked = self.platform == "cpu" and not self.host
+        module = "tests.support.e2e.forked_server" if is_forked else "vllm.entrypoints.openai.api_server"
         start = (
-            ("vllm.entrypoints.cli.main", "serve", str(model))
-            if self.by_command
-            else ("vllm.entrypoints.openai.api_server", "--model", str(model))
+            ("vllm.entrypoints.cli.main", "serve", str(model)) if self.by_command else (module, "--model", str(model))
         )
         return [
             *(self.python, "-m", *start, "--served-model-name", MODEL_NAME, "--dtype", self.dtype),
