@@ -1,7 +1,7 @@
 """vLLM's API server, whose engine core and workers are forked from it: ``python -m tests.support.e2e.forked_server``.
 
-On CPU vLLM spawns them, and each imports vLLM for itself: two thirds of a start. It forks them on other
-platforms, where no device is initialized, and its code for that is used here. The arguments are those of the module.
+On CPU vLLM spawns them, and each imports vLLM for itself: two thirds of a start. On other platforms it forks them, and
+its code for that is used here. The arguments are those of vLLM's module.
 """
 
 import multiprocessing
