@@ -63,8 +63,8 @@ class ServerSpec:
     beside_greeting: Literal["", "first", "last"] = ""
     is_gated: bool = False  # whether its workers stop where a test has closed a gate, see ``gates``
     platform: Platform = "cpu"
-    #: Whether ``vllm serve`` starts it, as for users: it wants a distribution of that name. Else the API server's module
-    #: does, and on CPU, but not on a host of its own, it forks its processes instead of spawning them.
+    #: Whether ``vllm serve`` starts it, as for users: it wants a distribution of that name. Else the API server's
+    #: module does, and on CPU, but not on a host of its own, it forks its processes instead of spawning them.
     by_command: bool = False
     start_timeout_s: float = START_TIMEOUT_S
     #: The number of the host that it runs on, see ``hosts``, where it finds its address by itself; 0: this machine.
