@@ -73,7 +73,8 @@ def describe_caches(
         UnknownCacheError: a cache does not have this form, or its tensors are not what vLLM states of it.
     """
     described = tuple(_describe_group(kv_caches, group, ranks) for group in groups)
-    used = [tensor for group in groups for name in group.layer_names for tensor in tensors_of(kv_caches[name])]
+    named = [tensor for group in groups for name in group.layer_names for tensor in tensors_of(kv_caches[name])]
+    used = [tensor for tensor in named if tensor.numel()]  # those of parts that a model lacks have no address
     place = asdict(ranks)
     del place["dcp_rank"]  # the planes tell
     return WorkerGeometry(**place, engine_address=engine_address, groups=described, regions=_regions(used))

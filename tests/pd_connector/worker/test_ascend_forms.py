@@ -17,7 +17,7 @@ if INSTALLED < (0, 30):
 import torch
 from vllm.v1.kv_cache_interface import MLAAttentionSpec
 
-from layout.geometry import Plane
+from layout.geometry import Plane, Region
 from pd_connector.vllm.cache_groups import Ranks
 from pd_connector.worker.caches import UnknownCacheError, describe_caches
 from pd_connector.worker.canary import plane_formats
@@ -82,3 +82,14 @@ def test_views_without_bytes_of_their_own_are_left_out() -> None:
     planes, _ = planes_of([keys, keys[..., :0], scales, whole], spec)
     assert [(plane.content, plane.block_tokens, plane.tokens_per_row) for plane in planes] == [(128, 4, 4), (1, 4, 4)]
     assert {plane.block_stride for plane in planes} == {520}
+
+
+def test_an_empty_tensor_of_a_part_that_the_model_lacks_is_nowhere() -> None:
+    """GLM-5.3-Flash has no rotary key: its tensor is an empty view of the latent vectors', without an address."""
+    spec = AscendMLAAttentionSpec(**SIZES, head_size=512, dtype=torch.bfloat16)
+    latent = torch.zeros(BLOCKS, TOKENS, 1, 512, dtype=torch.bfloat16)
+    cache = (latent, latent[..., :0])
+    assert not cache[1].data_ptr()
+    groups = stated_groups((["l0"], spec), blocks=BLOCKS, config=model_config(2, 1, text={"kv_lora_rank": 512}))
+    geometry = describe_caches({"l0": cache}, groups, Ranks(1, 2, 0, 1), "a")
+    assert geometry.regions == (Region(latent.data_ptr(), latent.nbytes),)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from layout.geometry import WorkerGeometry
 from layout.plan import compile_plans
+from layout.regions import RegionTable
 from layout.sharding import choose_sources
 from pd_connector.orders import block_table
 from pd_connector.vllm.cache_groups import Ranks, cache_groups
@@ -32,7 +33,9 @@ def describe(rank: RankCaches) -> WorkerGeometry:
     dcp_rank = rank.tp_rank % parallel.decode_context_parallel_size
     ranks = Ranks(rank.tp_rank, tp_size, rank.pp_rank, pp_size, dcp_rank=dcp_rank)
     groups = cache_groups(rank.vllm_config, rank.kv_cache_config)
-    return describe_caches(rank.kv_caches, groups, ranks, f"host:{ranks.index}")
+    geometry = describe_caches(rank.kv_caches, groups, ranks, f"host:{ranks.index}")
+    RegionTable(geometry.regions)  # as whoever registers them
+    return geometry
 
 
 def pull_prompt(recipe: Recipe, directory: Path) -> Pulled:

@@ -12,7 +12,7 @@ import torch
 from layout.copies import Copies, Int64Array
 from layout.geometry import Plane
 from transfer.copies.checksums.block_checksums import ReadableBlocks
-from transfer.copies.reshape.reshape_torch import TensorCopier
+from transfer.copies.reshape.reshape_torch import SideStream, TensorCopier
 
 
 class DeviceReader:
@@ -21,6 +21,7 @@ class DeviceReader:
     def __init__(self, caches: Sequence[torch.Tensor]) -> None:
         """Read from ``caches``, which hold all planes that will be read, on one device."""
         self._caches = tuple(caches)
+        self._stream = SideStream(self._caches[0].device)
 
     def __call__(self, plane: Plane, blocks: Int64Array) -> ReadableBlocks:
         """Return a copy of the blocks: head by head, or whole if a token's heads lie closer together than tokens.
@@ -51,10 +52,14 @@ class DeviceReader:
 
     def _gather(self, starts: Int64Array, size: int) -> torch.Tensor:
         """Return ``size`` bytes from each address, one after the other, in host memory."""
-        buffer = torch.empty(len(starts) * size, dtype=torch.uint8, device=self._caches[0].device)
+        # Not of the memory that torch has for the model's stream: kernels that are queued there may yet use it, though
+        # its tensors are gone. What this stream had it for before is done when the block is left.
+        with self._stream.running():
+            buffer = torch.empty(len(starts) * size, dtype=torch.uint8, device=self._caches[0].device)
         to = np.arange(len(starts), dtype=np.int64) * size + buffer.data_ptr()
         TensorCopier([*self._caches, buffer])(Copies(to, starts, np.full(len(starts), size, np.int64)))
-        return buffer.cpu()
+        with self._stream.running():
+            return buffer.cpu()
 
 
 def _starts(plane: Plane, blocks: Int64Array, heads: int) -> Int64Array:
