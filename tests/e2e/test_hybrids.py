@@ -225,7 +225,7 @@ class TestStatesAtBorders:
             server.client.complete(prompt)
             # Prompts of a block: vLLM keeps the states after it too, which take more of the device than the block.
             for number in range(server.client.cache_blocks() // BLOCKS_OF_A_BORDER + 1):
-                server.client.complete(make_prompt(QWEN3_NEXT_BLOCK, (pair.name, "other", number)), 1)
+                server.client.complete(make_prompt(QWEN3_NEXT_BLOCK + 1, (pair.name, "other", number)), 1)
             before = server.client.metrics()
             again = server.client.complete(prompt)
             counted = server.client.metrics().since(before)

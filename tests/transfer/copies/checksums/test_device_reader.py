@@ -1,4 +1,7 @@
-"""On which stream the copy of blocks is made that a device hands to the host. What is in it: ``test_lease_checksums``."""
+"""On which stream the copy of blocks is made that a device hands to the host.
+
+What is in it: ``test_lease_checksums``.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
