@@ -1,8 +1,8 @@
 """How vLLM names the contents of blocks, so that two engines can tell whether they hold the same tokens.
 
 A hash is of a block's tokens, of all before them, and of what else shapes them (adapter, images, salt). Engines make
-the same hashes of the same tokens if they were started with one hash function, and with one seed: vLLM 0.23 draws one at
-every start unless PYTHONHASHSEED is set, and later releases do so for xxhash.
+the same hashes of the same tokens if they were started with one hash function, and with one seed: vLLM 0.23 draws one
+at every start unless PYTHONHASHSEED is set, and later releases do so for xxhash.
 """
 
 from collections.abc import Sequence
