@@ -120,11 +120,11 @@ class TestSpoiltParams:
     def test_of_an_engine_that_nobody_knows_nothing_is_used(self, pair: Pair, spoil: Mutation, named: str) -> None:
         """It is not proven: the prompt is computed here, and what is pulled beside that fails."""
         prompt = make_prompt(PROMPT_TOKENS, f"unknown engine {named} {pair.decode.spec.name}")
-        params = pair.prefill.client.prefill(prompt)
-        spoilt = copy.deepcopy(params)
-        spoil(spoilt)
         mark = pair.decode.log_size
         with pair.traffic() as traffic:
+            params = pair.prefill.client.prefill(prompt)
+            spoilt = copy.deepcopy(params)
+            spoil(spoilt)
             pair.assert_right(pair.decode_leg(prompt, spoilt), prompt)
             end_lease(params)
         assert traffic.decode is not None

@@ -93,8 +93,17 @@ BLHNC = _both_sizes("BLHNC")
 BHLNC = _both_sizes("BHLNC")
 
 
-#: A prefill server, and a decode server of each failure policy.
-FAULTS = Deployment("faults", (("P", prefill()), ("D fail", decode("fail")), ("D recompute", decode("recompute"))))
+KV_BLOCK_BYTES = 4 * 4 * BLOCK_SIZE * 2 * 32 * 4  # layers, KV heads, tokens, K and V, head size, float32
+
+#: A prefill server, whose blocks can all be overwritten in seconds, and a decode server of each failure policy.
+FAULTS = Deployment(
+    "faults",
+    (
+        ("P", replace(prefill(), kv_cache_bytes=160 * KV_BLOCK_BYTES)),
+        ("D fail", decode("fail")),
+        ("D recompute", decode("recompute")),
+    ),
+)
 
 #: One right decode server, prefill servers of models that look alike, and one whose KV blocks mean something else.
 OTHER_MODELS = Deployment(
@@ -157,7 +166,6 @@ MLA = _two_sizes("MLA", ModelSpec(architecture="deepseek_v2"))
 
 #: Blocks of the default model that the servers below keep on the device and in host memory, in all their workers.
 DEVICE_BLOCKS, HOST_BLOCKS = 80, 256
-KV_BLOCK_BYTES = 4 * 4 * BLOCK_SIZE * 2 * 32 * 4  # layers, KV heads, tokens, K and V, head size, float32
 _HOST = ("cpu_bytes_to_use", HOST_BLOCKS * KV_BLOCK_BYTES)
 WINDOWED_BLOCKS = 110  # with windows, where vLLM counts a whole prompt for each of the three cache groups
 SHORT = ("--max-model-len", "2048")  # vLLM wants a device cache for one prompt at least
