@@ -5,7 +5,7 @@ import pytest
 from tests.support.e2e.choice import on_pairs, pairs
 from tests.support.e2e.deployments import LANDINGS, MIXED
 from tests.support.e2e.host_memory import evict, wait_until_nothing_is_lent
-from tests.support.e2e.pair import Pair, assert_same_output, make_prompt
+from tests.support.e2e.pair import Pair, assert_same_output, control_keys, end_lease, make_prompt
 
 pytestmark = [pytest.mark.equality]
 
@@ -17,6 +17,7 @@ ATTEMPTS = 5
 def address(pair: Pair) -> str:
     """Of the control channel of the server that holds a conversation."""
     params = pair.prefill.client.prefill(make_prompt(3, "where"))
+    end_lease(params, control_keys(pair.prefill))
     return f"{params['remote_host']}:{params['remote_port']}"
 
 
