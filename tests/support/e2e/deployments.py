@@ -96,14 +96,8 @@ BHLNC = _both_sizes("BHLNC")
 KV_BLOCK_BYTES = 4 * 4 * BLOCK_SIZE * 2 * 32 * 4  # layers, KV heads, tokens, K and V, head size, float32
 
 #: A prefill server, whose blocks can all be overwritten in seconds, and a decode server of each failure policy.
-FAULTS = Deployment(
-    "faults",
-    (
-        ("P", replace(prefill(), kv_cache_bytes=160 * KV_BLOCK_BYTES)),
-        ("D fail", decode("fail")),
-        ("D recompute", decode("recompute")),
-    ),
-)
+_FEW_BLOCKS = replace(prefill(), kv_cache_bytes=160 * KV_BLOCK_BYTES)
+FAULTS = Deployment("faults", (("P", _FEW_BLOCKS), ("D fail", decode("fail")), ("D recompute", decode("recompute"))))
 
 #: One right decode server, prefill servers of models that look alike, and one whose KV blocks mean something else.
 OTHER_MODELS = Deployment(
