@@ -96,7 +96,7 @@ def _as_engines_would(config: ConnectorConfig) -> ConnectorConfig:
         from pd_connector.worker.transfer_engine import transport  # noqa: PLC0415
 
         host, protocol = config.host or host_address(), transport(config)
-    except Exception:
+    except Exception:  # with whatever torch cannot be imported: a finding of its own
         host, protocol = config.host or "127.0.0.1", "tcp" if config.protocol == "auto" else config.protocol
     return config.model_copy(update={"host": host, "protocol": protocol})
 
