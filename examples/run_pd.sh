@@ -27,6 +27,7 @@
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 : "${PROXY_HOST:=127.0.0.1}" "${PROXY_PORT:=8000}" "${PREFILL_PORT:=8100}" "${DECODE_PORT:=8200}"
+[[ $PROXY_HOST == *:* ]] && proxy_url="http://[$PROXY_HOST]:$PROXY_PORT" || proxy_url="http://$PROXY_HOST:$PROXY_PORT"
 : "${PREFILL_ARGS:=}" "${DECODE_ARGS:=}" "${CONNECTOR_CONFIG:="{}"}" "${LOAD_FAILURE_POLICY:=recompute}"
 : "${READY_TIMEOUT:=600}" "${STOP_TIMEOUT:=15}" "${LOG_DIR:=$root/.cache/run_pd}" "${PYTHON:=python3}" "${DRY_RUN:=}"
 
@@ -77,7 +78,7 @@ run_pd() { # MODEL [ARGUMENT...]
     start proxy "${proxy[@]}"
     wait_ready prefill "http://127.0.0.1:$PREFILL_PORT"
     wait_ready decode "http://127.0.0.1:$DECODE_PORT"
-    wait_ready proxy "http://$PROXY_HOST:$PROXY_PORT"
+    wait_ready proxy "$proxy_url"
     prove
     tell_what_next
     while check_running; do
@@ -164,7 +165,7 @@ prove() { # says whether D has found that P computes the same keys and values, w
     local prompt asked outcome='' log=$LOG_DIR/decode.log deadline=$((SECONDS + 30))
     prompt=$(head -c 2300 "$root/LICENSE" | tr -cs '[:alpha:]' ' ')
     # In the background, so that a signal and the end of a server are noticed. The proxy adds the API key.
-    curl --noproxy '*' -sf -m 31 -o /dev/null "http://$PROXY_HOST:$PROXY_PORT/v1/completions" \
+    curl --noproxy '*' -sf -m 31 -o /dev/null "$proxy_url/v1/completions" \
         -H 'Content-Type: application/json' -d "{\"prompt\": \"$prompt\", \"max_tokens\": 1}" &
     asked=$!
     while [[ -z $outcome ]] && ((SECONDS < deadline)); do
@@ -208,7 +209,7 @@ $(tail -n 30 "$LOG_DIR/$1.log" | sed 's/^/  /')"
 tell_what_next() {
     local body='{"prompt": "San Francisco is a", "max_tokens": 16}'
     say "All three serve; try
-  curl http://$PROXY_HOST:$PROXY_PORT/v1/completions -H 'Content-Type: application/json' -d '$body'
+  curl $proxy_url/v1/completions -H 'Content-Type: application/json' -d '$body'
 and see what D has pulled from P:
   curl -s http://127.0.0.1:$DECODE_PORT/metrics | grep ^vllm:pd_pull
 Ctrl-C ends all three."

@@ -307,6 +307,12 @@ def test_a_server_that_dies_later_stops_the_others(start: Start, machine: Machin
     assert run.processes() == []
 
 
+def test_the_proxy_may_listen_at_an_ipv6_address(start: Start) -> None:
+    run = start("cuda", "model", PROXY_HOST="::1")
+    run.wait_until_all_serve()
+    assert "  curl http://[::1]:" in run.output
+
+
 def test_a_proxy_that_cannot_start_stops_the_servers(start: Start) -> None:
     run = start("cuda", "model", PROXY_HOST="192.0.2.1")  # nobody's
     assert run.wait() == 1
