@@ -4,6 +4,7 @@ Read from vLLM's configuration and from package metadata. Must not import vllm_a
 """
 
 import logging
+import sys
 from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
@@ -49,6 +50,12 @@ _SHARED_BUFFERS = "layerwise_num_shared_buffers"
 
 #: Sizes in ``finegrained_tp_config`` above 1 with which a preempted request must not be computed again.
 _OFFLOADED_ONLY = ("oproj_tensor_parallel_size", "mlp_tensor_parallel_size")
+
+#: Why a decode engine must be able to compute prompts.
+_COMPUTES = (
+    "PDConnector has an engine compute the first prompt of each prefill engine (canary), preempted ones, and those "
+    "whose pull fails"
+)
 
 _OWN_CONNECTORS = (
     "LMCacheAscendConnector", "Mooncake", "OffloadingConnector", "PreemptOffloadConnector",
@@ -97,20 +104,53 @@ def unsupported_sibling(vllm_config: "VllmConfig | None") -> str:
 
 
 def check_computes_prompts(vllm_config: "VllmConfig") -> None:
-    """Raise if vllm-ascend has dropped the weights with which a loaded model computes prompts.
+    """Raise if a loaded model of vllm-ascend cannot compute prompts.
+
+    It may have dropped the weights for that, or its data-parallel ranks would wait for each other.
 
     Raises:
-        UnsupportedError: naming the layer and the ways out.
+        UnsupportedError: naming the layer or the option, and the ways out.
     """
+    if reason := _ranks_apart(vllm_config):
+        raise UnsupportedError(reason)
     for name, layer in vllm_config.compilation_config.static_forward_context.items():
         impl: Any = getattr(layer, "impl", None)  # other implementations compute prompts without these weights
         if type(impl).__name__ == "AscendMLAImpl" and getattr(getattr(impl, "q_proj", None), "weight", impl) is None:
             raise UnsupportedError(
                 f"enable_mlapo: vllm-ascend has dropped weights of {name} with which prompts are computed, as it does "
-                "on decode engines of at most 1024 max_num_batched_tokens. PDConnector has an engine compute the first "
-                "prompt of each prefill engine (canary), preempted ones, and those whose pull fails: it would end. Add "
+                f"on decode engines of at most 1024 max_num_batched_tokens. {_COMPUTES}: it would end. Add "
                 "'mlapo_keep_prefill_weights': true to additional_config, which takes memory, or 'enable_mlapo': false"
             )
+
+
+def _ranks_apart(vllm_config: "VllmConfig") -> str:
+    """Return why data-parallel ranks would wait for each other while one computes a prompt, and the ways out.
+
+    Where vllm-ascend expects that decode engines compute no prompts, its ranks do not tell each other how many tokens
+    they work on. Each chooses by its own number how experts communicate, and those that choose otherwise do not meet.
+    """
+    loaded: list[Any] = [sys.modules.get(f"vllm_ascend.{name}") for name in ("utils", "ascend_forward_context")]
+    utils, context = loaded
+    asks_nobody = getattr(utils, "should_skip_allreduce_across_dp_group", None)
+    choose = getattr(context, "select_moe_comm_method", None)
+    if vllm_config.parallel_config.data_parallel_size <= 1 or asks_nobody is None or choose is None:
+        return ""
+    most = vllm_config.scheduler_config.max_num_batched_tokens
+    try:
+        ways = [getattr(way, "name", "none") for way in (choose(1, vllm_config), choose(most, vllm_config))]
+        if ways[0] == ways[1] or not asks_nobody(vllm_config):
+            return ""
+        fits = context.get_mc2_tokens_capacity()
+    except Exception as error:  # these are vllm-ascend's own, of which a release may have others
+        logger.warning("PDConnector: cannot tell whether data-parallel ranks go on beside a prompt: %r", error)
+        return ""
+    return (
+        f"recompute_scheduler_enable: with it, vllm-ascend's data-parallel ranks choose by themselves how experts "
+        f"communicate: {ways[0]}, and {ways[1]} where one computes a prompt of more than {fits} tokens a step. "
+        f"{_COMPUTES}: all ranks would stand still. Add 'enable_prefill_mc2': true to additional_config "
+        f"(HCCL_BUFFSIZE may have to grow), set max_num_batched_tokens ({most}) to {fits}, or leave "
+        "recompute_scheduler_enable out"
+    )
 
 
 def has_ascend_store() -> bool:

@@ -55,3 +55,23 @@ def test_a_prompt_arrives_byte_by_byte(run: Run, recipe: Recipe) -> None:
     """On every rank of D, from those of P, and nothing else of D's memory changes."""
     pulled = run("pull_bytes", recipe)
     assert pulled["bytes"] > 0, pulled
+
+
+#: Those whose decode engines wait for ever as printed (dsv31-950: without cann_ops_transformer, as here). The page of
+#: recipes names the option that they lack.
+STAND_STILL = ("dsv31-950", "dsv31-a3", "dsv4-flash-a3-dspark", "dsv4-pro-a3-dspark", "dsv41-flash-a3", "kimi-k25-a3")
+DATA_PARALLEL = [
+    pytest.param(recipe, id=name, marks=[pytest.mark.ascend_short] if name in ("dsv31-a3", "glm5-a3") else [])
+    for name, recipe in RECIPES.items()
+    if int(recipe.d.options["data_parallel"]) > 1
+]
+
+
+@pytest.mark.parametrize("recipe", DATA_PARALLEL)
+def test_data_parallel_ranks_that_would_not_meet_are_refused(run: Run, recipe: Recipe) -> None:
+    """By vllm-ascend's own choice of how experts communicate. There is one process, and no step."""
+    refusal = run("ranks_that_compute", recipe)
+    assert bool(refusal) is (recipe.name in STAND_STILL), refusal
+    if refusal:
+        assert "MC2, and ALLTOALL where one computes a prompt" in refusal
+        assert run("ranks_that_compute_alike", recipe) == ""

@@ -1,6 +1,8 @@
 """What of vllm-ascend cannot be served is refused by name with the way out; nothing of it concerns other platforms."""
 
+import logging
 import re
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -158,11 +160,15 @@ def test_a_pool_whose_layers_take_turns_in_buffers_is_refused() -> None:
     assert told.endswith("leave layerwise_num_shared_buffers out")
 
 
-def a_model(impl: str, weight: object) -> Any:
-    """A loaded model with one layer of attention."""
+def a_model(impl: str, weight: object, data_parallel: int = 1) -> Any:
+    """A loaded model with one layer of attention, which works on up to 256 tokens a step."""
     layer = SimpleNamespace(impl=type(impl, (), {"q_proj": SimpleNamespace(weight=weight)})())
     context = {"layers.0.attn": layer, "layers.0.mlp": SimpleNamespace()}
-    return SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=context))
+    return SimpleNamespace(
+        compilation_config=SimpleNamespace(static_forward_context=context),
+        parallel_config=SimpleNamespace(data_parallel_size=data_parallel),
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=256),
+    )
 
 
 def test_a_decode_engine_that_has_dropped_the_weights_for_prompts_is_refused() -> None:
@@ -170,3 +176,40 @@ def test_a_decode_engine_that_has_dropped_the_weights_for_prompts_is_refused() -
     check_computes_prompts(a_model("AscendSFAImpl", None))  # computes prompts with others
     with pytest.raises(UnsupportedError, match=r"layers\.0\.attn .*'mlapo_keep_prefill_weights': true"):
         check_computes_prompts(a_model("AscendMLAImpl", None))
+
+
+@pytest.mark.parametrize(
+    ("data_parallel", "capacity", "asks", "stands_still"),
+    [(1, 64, False, False), (8, 256, False, False), (8, 64, True, False), (8, 64, False, True)],
+    ids=["one rank", "prompts fit", "ranks ask each other", "ranks choose for themselves"],
+)
+def test_data_parallel_ranks_that_do_not_meet_while_one_computes_a_prompt_are_refused(
+    data_parallel: int, capacity: int, asks: bool, stands_still: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vllm-ascend's own choice: ``tests/ascend_sim/test_recipes.py``."""
+    ways = {False: SimpleNamespace(name="ALLTOALL"), True: SimpleNamespace(name="MC2")}
+    utils = SimpleNamespace(should_skip_allreduce_across_dp_group=lambda config: not asks)
+    context = SimpleNamespace(
+        select_moe_comm_method=lambda tokens, config: ways[tokens <= capacity],
+        get_mc2_tokens_capacity=lambda: capacity,
+    )
+    monkeypatch.setitem(sys.modules, "vllm_ascend.utils", utils)
+    monkeypatch.setitem(sys.modules, "vllm_ascend.ascend_forward_context", context)
+    engine = a_model("AscendMLAImpl", object(), data_parallel)
+    if not stands_still:
+        check_computes_prompts(engine)
+        return
+    with pytest.raises(UnsupportedError, match=r"than 64 tokens a step.*'enable_prefill_mc2': true .* \(256\) to 64"):
+        check_computes_prompts(engine)
+
+
+def test_another_release_s_functions_do_not_end_an_engine(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    utils = SimpleNamespace(should_skip_allreduce_across_dp_group=lambda config: True)
+    context = SimpleNamespace(select_moe_comm_method=lambda tokens: None)
+    monkeypatch.setitem(sys.modules, "vllm_ascend.utils", utils)
+    monkeypatch.setitem(sys.modules, "vllm_ascend.ascend_forward_context", context)
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    check_computes_prompts(a_model("AscendMLAImpl", object(), 8))
+    assert "cannot tell whether data-parallel ranks go on beside a prompt" in caplog.text

@@ -1,17 +1,21 @@
 """What is asked of a recipe's engines, in a process of their own (``recipe_process``); all returns are JSON."""
 
 import importlib
-from dataclasses import asdict
+from collections.abc import Mapping
+from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 from vllm.config import set_current_vllm_config
 from vllm.platforms import current_platform
 from vllm.plugins import load_general_plugins
+from vllm_ascend import ascend_forward_context, utils
 from vllm_ascend.utils import adapt_patch
 
 from pd_connector.config import parse_config
-from pd_connector.vllm.ascend_options import check_ascend_options
-from pd_connector.vllm.engine_config import check_supported
+from pd_connector.vllm.ascend_options import check_ascend_options, check_computes_prompts
+from pd_connector.vllm.engine_config import UnsupportedError, check_supported
 from tests.support.ascend.recipe_forms import forms_of
 from tests.support.ascend.recipe_memory import RankMemory
 from tests.support.ascend.recipe_oracle import RecipePrompt, block_tables, prompt_tokens
@@ -47,6 +51,40 @@ def make_engines(recipe: Recipe, directory: Path) -> dict[str, list[str]]:
             forms |= set(forms_of(rank))
         found[side] = sorted(forms)
     return found
+
+
+def ranks_that_compute(recipe: Recipe, directory: Path) -> str:
+    """Why D's data-parallel ranks would wait for each other while one computes a prompt; empty if they would not."""
+    return _refusal(recipe, directory)
+
+
+def ranks_that_compute_alike(recipe: Recipe, directory: Path) -> str:
+    """The same with the option that the connector names."""
+    return _refusal(_with_option(recipe, {"enable_prefill_mc2": True}), directory)
+
+
+def _with_option(recipe: Recipe, more: Mapping[str, Any]) -> Recipe:
+    given = recipe.d.options
+    return replace(
+        recipe,
+        d=replace(recipe.d, options={**given, "additional_config": {**(given.get("additional_config") or {}), **more}}),
+    )
+
+
+def _refusal(recipe: Recipe, directory: Path) -> str:
+    """What the connector says of a loaded model, with the numbers that vllm-ascend's model runner has set before."""
+    config = next(make_ranks(recipe, "D", directory, first_of_stage=True)).vllm_config
+    experts = SimpleNamespace(world_size=config.parallel_config.world_size_across_dp)
+    ascend_forward_context.get_ep_group = lambda: experts  # there is one process
+    drafts = config.speculative_config.num_speculative_tokens if config.speculative_config else 0
+    with set_current_vllm_config(config):
+        ascend_forward_context.set_mc2_tokens_capacity(config, config.scheduler_config.max_num_seqs, 1 + drafts)
+        utils.set_potential_max_tokens(config)
+        try:
+            check_computes_prompts(config)
+        except UnsupportedError as error:
+            return str(error)
+    return ""
 
 
 def pull_bytes(recipe: Recipe, directory: Path) -> dict[str, int]:
