@@ -23,6 +23,7 @@ from pd_connector.vllm.engine_config import EngineRole, drafts_late, engine_name
 from pd_connector.vllm.model_identity import model_identity
 from pd_connector.vllm.platform import (
     caches_are_host_memory,
+    device_type,
     worker_ranks,
     workers_on_this_machine,
 )
@@ -421,10 +422,12 @@ class ConnectorWorker:
     def _fences(self, caches: "_RegisteredCaches") -> RaiseFence:
         """Return what raises the fences of pulls; none are needed if vLLM defers the reuse of freed blocks enough.
 
-        It does so only on engines that decode for others. A prefill engine pulls prefixes.
+        It does so only on engines that decode for others. A prefill engine pulls prefixes. Some of vllm-ascend's
+        schedulers have blocks zeroed into which a pull is to write.
         """
         defers = self._role.consumes and installed.current().defers_block_reuse
-        is_deferred = defers and not drafts_late(self._vllm_config)
+        zeroes = device_type() == "npu" and needs_zeroing(self._kv_cache_config)
+        is_deferred = defers and not (zeroes or drafts_late(self._vllm_config))
         if is_deferred or not caches.tensors:
             return no_fence
         return fences(caches.tensors[0].device)
