@@ -39,6 +39,8 @@ _TOKENS, _PROMPTS, _MOST_BYTES = 512, 4, 64 << 20
 
 #: How long a connection for canaries stays open without one.
 _IDLE_S = 0.0
+_OF_DRAFTS = frozenset({"mtp", "draft_model"})  # parts of the names of a draft's layers
+_BEHIND_ALL = 1 << 20  # layers that no model has
 
 
 def canary_room(geometry: WorkerGeometry) -> CanaryRoom:
@@ -143,9 +145,13 @@ class Comparison:
 
 
 def _depth(layer: str, otherwise: int) -> int:
-    """Return the place of a layer in the model, which vLLM writes into its name: "model.layers.3.self_attn.attn"."""
+    """Return the place of a layer in the model, which vLLM writes into its name: "model.layers.3.self_attn.attn".
+
+    A draft with a prefix of its own, such as "mtp.0.", is computed from the last layer, and comes behind it.
+    """
     number = re.search(r"\.(\d+)\.", layer)
-    return int(number.group(1)) if number else otherwise
+    place = int(number.group(1)) if number else otherwise
+    return place if _OF_DRAFTS.isdisjoint(layer.split(".")) else place + _BEHIND_ALL
 
 
 def plane_formats(geometry: WorkerGeometry, kv_caches: Mapping[str, Cache], cache_dtype: str) -> dict[Plane, str]:

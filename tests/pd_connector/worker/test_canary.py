@@ -12,7 +12,7 @@ import torch
 from layout.cost import CostModel
 from layout.scratch import blocks_of_tokens, scratch_bytes
 from pd_connector.orders import CanaryEnds, CanaryReference, Cause, Orders, PullOrder
-from pd_connector.worker import quarantine
+from pd_connector.worker import canary, quarantine
 from pd_connector.worker.canary import CanaryPulls, Comparison, Scratch, canary_pulls, canary_room, plane_formats
 from pd_connector.worker.device_fence import no_fence
 from pd_connector.worker.pull_end import PullEnd
@@ -208,6 +208,13 @@ def test_what_drafts_tokens_is_not_compared(site: Site) -> None:
     each.role.execute(Orders(canaries=(canary_order(p),)))
     each.role.execute(Orders(references=(COMPUTED,)))
     assert each.end().difference == ""
+
+
+def test_a_draft_is_compared_behind_the_layers_from_which_it_is_computed() -> None:
+    """Each layer is allowed more than those before it were wrong by."""
+    own = ["model.layers.0.self_attn.attn", "model.layers.60.self_attn.attn"]
+    drafts = ["mtp.0.self_attn.swa_cache", "language_model.mtp.layers.0.self_attn", "draft_model.layers.1.self_attn"]
+    assert sorted([*drafts, *own], key=lambda name: canary._depth(name, 0))[:2] == own
 
 
 def test_a_comparison_that_cannot_be_made_is_a_failure(site: Site) -> None:
