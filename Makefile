@@ -50,7 +50,7 @@ setup: $(STAMPS)/installed  ## install everything into .venv
 demo: $(STAMPS)/demo  ## prefill on one vLLM server, decode on another, compare the answers
 	@$(BIN)/python -m examples.quickstart $(ARGS)
 
-check: lint types  ## lint, types and the fast tests of the packages: about 3 minutes
+check: lint types  ## lint, types and the fast tests of the packages: 3 to 5 minutes
 	@$(BIN)/python -m pytest $(BY_TWO) -m 'not e2e and not slow and not thorough' tests/test_*.py tests/benchmarks tests/layout tests/transfer tests/pd_connector $(ARGS)
 
 # Two processes, each with whole files. Not for real servers, which have the machine to themselves.
