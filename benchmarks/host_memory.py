@@ -7,7 +7,6 @@ cost. Then the copy by which what has landed is loaded.
 """
 
 import argparse
-import multiprocessing as mp
 import statistics
 import time
 from collections.abc import Sequence
@@ -19,6 +18,7 @@ from typing import Any, cast
 import msgspec
 import numpy as np
 
+from benchmarks.apart import start_apart
 from benchmarks.pull import BLOCK_TOKENS, HOST, MODEL, Measured, Request, block_bytes, geometry
 from layout.cost import CostModel
 from layout.geometry import Region, WorkerGeometry
@@ -85,10 +85,7 @@ class Bench:
         self.tokens, self._needed = tokens, -(-tokens // BLOCK_TOKENS)
         self.bytes = self._needed * block_bytes()
         self._blocks = 3 * self._needed
-        self._pipe, other = mp.Pipe()
-        self._process = mp.get_context("spawn").Process(target=serve, args=(other, self._blocks, tokens), daemon=True)
-        self._process.start()
-        other.close()  # so that its end is an error here
+        self._pipe, self._process = start_apart(serve, self._blocks, tokens)
         self._pipe.recv()
         self._engine, self._client = MooncakeEngine(MooncakeOptions(HOST)), ControlClient()
         self._memory = _Memory(self._blocks, self._engine)

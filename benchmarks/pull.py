@@ -11,7 +11,6 @@ V; else as those with AMX do, packed.
 """
 
 import argparse
-import multiprocessing as mp
 import statistics
 import threading
 import time
@@ -24,6 +23,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from benchmarks.apart import start_apart
 from layout.copies import Copies
 from layout.cost import CostModel
 from layout.geometry import CacheGroup, ModelIdentity, Plane, Region, WorkerGeometry
@@ -189,11 +189,7 @@ class Bench:
         self.needed = -(-tokens // BLOCK_TOKENS)
         self.size = self.needed * block_bytes()
         self._blocks = 3 * self.needed
-        self._pipe, other = mp.Pipe()
-        arguments = other, self._blocks, tokens, packed
-        self._process = mp.get_context("spawn").Process(target=serve, args=arguments, daemon=True)
-        self._process.start()
-        other.close()  # so that its end is an error here
+        self._pipe, self._process = start_apart(serve, self._blocks, tokens, packed)
         self._address, self._remote, remote_size = self._pipe.recv()
         self._puller = Puller(self._blocks, packed)
         self._link = self._puller.engine.open(self._address, [Region(self._remote, remote_size)])

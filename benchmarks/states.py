@@ -7,7 +7,6 @@ compared before.
 """
 
 import argparse
-import multiprocessing as mp
 import statistics
 import time
 from collections.abc import Iterator, Sequence
@@ -17,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.apart import start_apart
 from benchmarks.unequal import HOST, Memory
 from layout.copies import Copies
 from layout.cost import CostModel
@@ -109,10 +109,7 @@ def main(words: Sequence[str] | None = None) -> dict[str, Any]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=20)
     arguments = parser.parse_args(words)
-    pipe, other = mp.Pipe()
-    process = mp.get_context("spawn").Process(target=serve, args=(other,), daemon=True)
-    process.start()
-    other.close()  # so that its end is an error here
+    pipe, process = start_apart(serve)
     workers: dict[int, list[WorkerGeometry]] = pipe.recv()
     print(f"\nstates of {LAYERS} layers, {LAYERS * page_bytes(1) / 2**20:.1f} MiB, median of {arguments.rounds}")
     figures = {f"TP {p} to {d}": _measure(workers[p], d, arguments.rounds) for p, d in PAIRS}

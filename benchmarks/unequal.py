@@ -8,7 +8,6 @@ round.
 """
 
 import argparse
-import multiprocessing as mp
 import statistics
 import time
 from collections.abc import Sequence
@@ -20,6 +19,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from benchmarks.apart import start_apart
 from layout.copies import Copies
 from layout.cost import CostModel
 from layout.geometry import CacheGroup, Plane, Region, WorkerGeometry
@@ -151,10 +151,7 @@ def main(words: Sequence[str] | None = None) -> dict[str, Any]:
     arguments = parser.parse_args(words)
     needed = -(-arguments.tokens // BLOCK_TOKENS)
     blocks = 2 * needed
-    pipe, other = mp.Pipe()
-    process = mp.get_context("spawn").Process(target=serve, args=(other, blocks), daemon=True)
-    process.start()
-    other.close()  # so that its end is an error here
+    pipe, process = start_apart(serve, blocks)
     workers: dict[tuple[Layout, int], list[WorkerGeometry]] = pipe.recv()
     random = np.random.default_rng(3)
     print(f"\n{arguments.tokens} tokens, {LAYERS} layers, {KV_HEADS} KV heads, median of {arguments.rounds}")

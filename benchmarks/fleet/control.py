@@ -4,7 +4,6 @@ The cost is the processor time of a process that does nothing but serve: a ``Con
 ``LeaseService``, and as many connections as there are engines. The rest is arithmetic: how many messages engines send.
 """
 
-import multiprocessing
 import resource
 import statistics
 import time
@@ -15,6 +14,7 @@ from typing import Any
 
 import zmq
 
+from benchmarks.apart import start_apart
 from layout.geometry import CacheGroup, ModelIdentity, Plane, Region, WorkerGeometry
 from pd_connector.params import PromptIdentity
 from pd_connector.scheduler.prefill.lease_service import LeaseService
@@ -80,10 +80,7 @@ def kinds(engine_id: str) -> Mapping[str, Callable[[int], Request]]:
 @contextmanager
 def serving(leases: int) -> Iterator[tuple[Connection, int, str]]:
     """Run ``serve`` in a process of its own; yield its pipe, its port and its engine id."""
-    ours, theirs = multiprocessing.Pipe()
-    process = multiprocessing.get_context("spawn").Process(target=serve, args=(theirs, leases))
-    process.start()
-    theirs.close()  # so that its end is an error here
+    ours, process = start_apart(serve, leases)
     try:
         port, engine_id = ours.recv()
         yield ours, port, engine_id

@@ -281,8 +281,8 @@ class Producer(SchedulerRole):
     def _is_to_be_leased(self, request: "VllmRequest", block_ids: Sequence[Sequence[int]]) -> bool:
         is_computed = prefill_is_complete(request) and any(block_ids)
         is_wanted = not self._announcer.is_unwanted(request.request_id)
-        is_right = not self._external.is_spoilt(request) and request.request_id not in self._outdated
-        is_right = is_right and not self._announcer.may_lack_tokens(request)
+        is_spoilt = self._external.is_spoilt(request) or request.request_id in self._outdated
+        is_right = not (is_spoilt or self._announcer.may_lack_tokens(request))
         return is_prefill_leg(request.kv_transfer_params) and is_computed and is_wanted and is_right
 
     def _grant(self, request: "VllmRequest", block_ids: Sequence[Sequence[int]]) -> dict[str, Any]:

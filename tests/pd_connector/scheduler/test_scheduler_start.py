@@ -88,3 +88,13 @@ def test_no_lease_lasts_for_ever_however_often_it_is_renewed(
         leases.renew(["lease"])
     assert not leases.still_valid(["lease"])
     assert leases.take_events()["expired"] == 1
+
+
+@pytest.mark.parametrize("reason", ["", "as told"], ids=["shared", "unshared"])
+def test_prefixes_that_are_not_shared_are_neither_lent_nor_asked_for(
+    side_of: Open, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pd_connector.scheduler.scheduler.unshared_prefixes", lambda config, groups: reason)
+    side = side_of("kv_both", serve_prefixes=True, peers=["127.0.0.1:1"])
+    producer = next(role for role in side._roles if isinstance(role, Producer))
+    assert (side._peer_prefixes is None, not producer.serves_prefixes_at) == (bool(reason), bool(reason))

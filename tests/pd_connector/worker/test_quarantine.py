@@ -233,6 +233,20 @@ def test_the_share_in_quarantine_is_of_vllms_blocks_not_of_those_of_the_kernels(
         quarantine.take_settled()
 
 
+def test_what_several_hold_on_a_rank_is_counted_together(world: LateWorld) -> None:
+    """Pulls, landings and prefixes have a quarantine each, and one recorder."""
+    stats, local = StatsRecorder(), world.worker.context().local
+    held, empty = Quarantine(local, stats), Quarantine(local, stats)
+    order = an_order("r", world.prefill.prefill("r", ((5, 6),), tokens=33), ((1, 2),), 0, 32)
+    read = create_autospec(HeldRead, instance=True)
+    read.release.return_value = False
+    held.add(UnsettledPull(order, PullEnd("r", Cause.READ, "as told"), [read]))
+    assert held.take_settled() == empty.take_settled() == []
+    taken = stats.take()
+    assert taken is not None
+    assert taken["gauges"] == {"quarantined_blocks": 2}
+
+
 def test_closing_the_engine_settles_what_is_in_quarantine(world: LateWorld) -> None:
     world.fabric.inject(1, Fault(settled=False))
     world.submit(0)

@@ -64,7 +64,8 @@ class ServerSpec:
     is_gated: bool = False  # whether its workers stop where a test has closed a gate, see ``gates``
     platform: Platform = "cpu"
     #: Whether ``vllm serve`` starts it, as for users: it wants a distribution of that name. Else the API server's
-    #: module does, and on CPU, but not on a host of its own, it forks its processes instead of spawning them.
+    #: module does, and on CPU it forks its processes instead of spawning them, unless the server has another vLLM or a
+    #: host of its own.
     by_command: bool = False
     start_timeout_s: float = START_TIMEOUT_S
     #: The number of the host that it runs on, see ``hosts``, where it finds its address by itself; 0: this machine.
@@ -100,7 +101,7 @@ class ServerSpec:
         }
         if self.beside_greeting:
             connector = self._in_multi_connector(connector)
-        is_forked = self.platform == "cpu" and not self.host
+        is_forked = self.platform == "cpu" and not self.host and self.python == sys.executable
         module = "tests.support.e2e.forked_server" if is_forked else "vllm.entrypoints.openai.api_server"
         start = (
             ("vllm.entrypoints.cli.main", "serve", str(model)) if self.by_command else (module, "--model", str(model))

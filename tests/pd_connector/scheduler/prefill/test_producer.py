@@ -110,6 +110,13 @@ def test_what_was_not_computed_for_another_engine_is_not_leased(start: Start, ch
     assert engine.held == []
 
 
+def test_what_is_being_computed_again_is_not_leased_for_a_token_from_before(start: Start) -> None:
+    engine = start()
+    again: dict[str, Any] = {"num_preemptions": 1, "num_computed_tokens": 70, "num_in_flight_tokens": 22}
+    assert engine.prefill("r", [3, 1, 6], **again) is None
+    assert engine.prefill("s", [3, 1, 6], **{**again, "num_in_flight_tokens": 0}) is not None
+
+
 def test_what_two_models_have_computed_is_not_leased(start: Start) -> None:
     engine = start()
     before = engine.role._service.engine_id
