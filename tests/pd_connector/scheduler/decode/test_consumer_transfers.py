@@ -7,6 +7,7 @@ import pytest
 
 from pd_connector.orders import Orders
 from pd_connector.params import parse_remote_prefill
+from pd_connector.vllm.engine_core import EngineLoop
 from tests.support.connector.consumers import QUEUE_TIMEOUT_S
 from tests.support.connector.decode_scheduler import BLOCKS, Decode, a_decode_engine, unreachable
 from tests.support.connector.followed_answers import (
@@ -189,6 +190,21 @@ def test_a_prompt_of_another_request_is_left_to_it(decode: Decode) -> None:
     decode.refusal(request)
     decode.settle(request)
     assert decode.cancels() == []
+
+
+def test_a_prompt_of_another_request_is_not_followed_to_its_end(
+    decode: Decode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would count among the pulls by which an engine that can be woken decides whether to rest."""
+    monkeypatch.setattr(EngineLoop, "can_be_woken", True)
+    request = a_named_request("r")
+    decode.add(request)
+    decode.answer(computing(16, prompt_digest="00ff"))
+    assert not decode.consumer.must_wait(request)
+    assert decode.consumer._subscriptions.pulled == frozenset()
+    assert decode.consumer._subscriptions.request_ids == frozenset()
+    decode.refusal(request)
+    decode.settle(request)
 
 
 @pytest.mark.parametrize("answer", [ended("aborted"), unreachable()])
