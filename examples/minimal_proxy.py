@@ -1,9 +1,10 @@
 """A router for prefill/decode disaggregation in one file, to read and to copy.
 
-    python examples/minimal_proxy.py --prefill http://P:8100 --decode http://D:8200
+    python examples/minimal_proxy.py --prefill http://P:8100 --decode http://D:8200 [--control P:8998]
 
 P computes the prompt and one token, and answers where its KV cache lies (``kv_transfer_params``). D gets the client's
-request with that, fetches it, and answers the client. In turn: pd-proxy sends D its leg together with P's.
+request with that, fetches it, and answers the client. With P's control channel (its setting ``port``), both get their
+legs at once, under a name: D fetches each chunk of the prompt while P computes the next.
 """
 
 import argparse
@@ -12,15 +13,15 @@ import json
 import logging
 import resource
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager, suppress
-from functools import partial
 from typing import Any
 
 import aiohttp
 import anyio
 import uvicorn
 from aiohttp.http_exceptions import HttpProcessingError
+from anyio.abc import TaskGroup
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -28,9 +29,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-#: Exactly one token (of a text that ends before it, P hands nothing over), and the KV cache kept for another engine.
+#: Exactly one token: of a text that ends before it, P hands nothing over.
 FOR_P: dict[str, Any] = {"max_tokens": 1, "max_completion_tokens": 1, "n": 1, "ignore_eos": True, "stream": False}
-FOR_P |= {"kv_transfer_params": {"do_remote_decode": True, "do_remote_prefill": False}}
 #: Could end the text all the same, or is refused beside one token. All else may be a part of the prompt, and stays.
 NOT_FOR_P = {"stream_options", "min_tokens", "stop", "stop_token_ids", "repetition_detection", "best_of"}
 #: Of a server: it cannot be reached, breaks off, answers what is not HTTP, or is silent.
@@ -56,31 +56,32 @@ def tell_early_end(answer: aiohttp.ClientResponse, lost: asyncio.Future[None]) -
 class Completions:
     """The ASGI endpoint of the paths that P and D serve together."""
 
-    def __init__(self, http: aiohttp.ClientSession, prefill: str, decode: str) -> None:
-        self._http, self._prefill, self._decode = http, prefill.rstrip("/"), decode.rstrip("/")
+    def __init__(self, http: aiohttp.ClientSession, prefill: str, decode: str, control: str | None) -> None:
+        self._http, self._prefill, self._decode, self._control = http, prefill.rstrip("/"), decode.rstrip("/"), control
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request, or drop it when the client leaves: vLLM aborts what loses its connection."""
         request = Request(scope, receive)
+        request.state.begun = False  # to answer
         with suppress(ClientDisconnect):
             content = await request.body()
             async with anyio.create_task_group() as work:
-                work.start_soon(self._answer, request, content, send, work.cancel_scope)
+                work.start_soon(self._told, self._ask(request, content, send, work), request, send, work)
                 await receive()  # a request that has been read has one thing left to tell: the client is gone
                 work.cancel_scope.cancel()
 
-    async def _answer(self, request: Request, content: bytes, send: Send, work: anyio.CancelScope) -> None:
+    async def _told(self, asked: Awaitable[Any], request: Request, send: Send, work: TaskGroup) -> None:
         try:
-            answer = await self._ask(request, content, send)
+            await asked
         except HTTPException as fault:
-            told = {"message": fault.detail, "type": "ProxyError", "param": None, "code": fault.status_code}
-            answer = JSONResponse({"error": told}, fault.status_code)
-        if answer is not None:
-            await answer(request.scope, request.receive, send)
-        work.cancel()
+            if not request.state.begun:
+                told = {"message": fault.detail, "type": "ProxyError", "param": None, "code": fault.status_code}
+                by_p = fault.headers and Response(fault.detail, fault.status_code, fault.headers)
+                await (by_p or JSONResponse({"error": told}, fault.status_code))(request.scope, request.receive, send)
+                work.cancel_scope.cancel()
 
-    async def _ask(self, request: Request, content: bytes, send: Send) -> Response | None:
-        known, path = {"x-request-id": uuid.uuid4().hex, **request.headers}, request.url.path
+    async def _ask(self, request: Request, content: bytes, send: Send, work: TaskGroup) -> None:
+        known = {"x-request-id": uuid.uuid4().hex, **request.headers}
         passed = known.keys() & {"x-request-id", "authorization"}
         headers = {name: "".join(filter(str.isprintable, known[name])) for name in passed}  # aiohttp takes no others
         try:
@@ -90,18 +91,33 @@ class Completions:
         for place in (one for one in (body, body.get("vllm_xargs")) if isinstance(one, dict)):  # vLLM looks into both
             place.pop("kv_transfer_params", None)  # a client's own would make D connect to hosts of its choice
         if is_one_prompt(body):
-            for_p = {name: body[name] for name in body.keys() - NOT_FOR_P} | FOR_P
-            async with self._sent(self._prefill + path, for_p, headers) as p:
-                text = await p.read()
-            if p.status != 200:
-                return Response(text, p.status, media_type=p.headers.get("content-type"))
-            try:
-                body["kv_transfer_params"] = json.loads(text)["kv_transfer_params"] | {}
-            except (ValueError, TypeError, KeyError) as fault:
-                raise HTTPException(502, "no kv_transfer_params from P: is its kv_role kv_producer?") from fault
-        async with self._sent(self._decode + path, body, headers) as d:
+            name = {"transfer_id": uuid.uuid4().hex} if self._control else {}
+            for_p = {key: body[key] for key in body.keys() - NOT_FOR_P} | FOR_P
+            for_p["kv_transfer_params"] = {"do_remote_decode": True} | name
+            leg = self._prefill_leg(request, for_p, headers)
+            if self._control:
+                work.start_soon(self._told, leg, request, send, work)
+                body["kv_transfer_params"] = {"do_remote_prefill": True, "remote_engine_id": f"@{self._control}"} | name
+            else:
+                body["kv_transfer_params"] = await leg
+        await self._decode_leg(request, body, headers, send)
+        work.cancel_scope.cancel()
+
+    async def _prefill_leg(self, request: Request, body: Any, headers: dict[str, str]) -> Any:
+        async with self._sent(self._prefill + request.url.path, body, headers) as p:
+            text = (await p.read()).decode(errors="replace")
+        if p.status != 200:
+            raise HTTPException(p.status, text, {"content-type": p.headers.get("content-type", "text/plain")})
+        try:
+            return json.loads(text)["kv_transfer_params"] | {}
+        except (ValueError, TypeError, KeyError) as fault:
+            raise HTTPException(502, "no kv_transfer_params from P: is its kv_role kv_producer?") from fault
+
+    async def _decode_leg(self, request: Request, body: Any, headers: dict[str, str], send: Send) -> None:
+        async with self._sent(self._decode + request.url.path, body, headers) as d:
             piece = await d.content.readany()  # vLLM says 200 before it computes: passed on when there is a byte
             kind = d.headers.get("content-type", "application/json").encode()
+            request.state.begun = True
             await send({"type": "http.response.start", "status": d.status, "headers": [(b"content-type", kind)]})
             try:
                 while piece:
@@ -113,7 +129,6 @@ class Completions:
                 await send({"type": "http.response.body"})
             except FAULTS as fault:  # without its end: the client sees that the answer is cut short
                 logging.warning("%s broke off: %r", d.url, fault)
-        return None
 
     @asynccontextmanager
     async def _sent(self, url: str, body: Any, headers: dict[str, str]) -> AsyncIterator[aiohttp.ClientResponse]:
@@ -121,7 +136,7 @@ class Completions:
             async with self._http.post(url, data=json.dumps(body), headers=headers, allow_redirects=False) as answer:
                 protocol = answer.connection and answer.connection.protocol
                 if protocol is not None and (lost := protocol.closed) is not None:
-                    lost.add_done_callback(partial(tell_early_end, answer))
+                    lost.add_done_callback(lambda lost: tell_early_end(answer, lost))
                 yield answer
         except FAULTS as fault:
             logging.warning("%s failed: %r", url, fault)
@@ -131,19 +146,20 @@ class Completions:
 
 async def _main() -> None:
     parser = argparse.ArgumentParser(description="One prefill and one decode server behind one OpenAI-compatible port.")
-    parser.add_argument("--prefill", required=True, metavar="URL")
-    parser.add_argument("--decode", required=True, metavar="URL")
+    for role in ("--prefill", "--decode"):
+        parser.add_argument(role, required=True, metavar="URL")
+    parser.add_argument("--control", metavar="HOST:PORT", help="P's control channel: both legs are sent at once")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)
     options = parser.parse_args()
-    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a request under way takes up to three sockets
+    # A request under way takes up to three sockets.
+    resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
     # Any number of connections, and a new one for each leg: vLLM closes idle ones, and one may be used just then.
     connector = aiohttp.TCPConnector(limit=0, force_close=True)
     timeout = aiohttp.ClientTimeout(sock_connect=10, sock_read=600)
     plain = {"content-type": "application/json", "accept-encoding": "identity"}
     async with aiohttp.ClientSession(connector=connector, timeout=timeout, headers=plain) as http:
-        endpoint = Completions(http, options.prefill, options.decode)
+        endpoint = Completions(http, options.prefill, options.decode, options.control)
         routes = [Route(f"/v1/{name}", endpoint, methods=["POST"]) for name in ("completions", "chat/completions")]
         config = uvicorn.Config(Starlette(routes=routes), options.host, options.port, timeout_graceful_shutdown=2)
         await uvicorn.Server(config).serve()

@@ -27,6 +27,7 @@ from tests.support.e2e.deployments import ROUTED, bootstrap_port, on
 from tests.support.e2e.pair import Pair, Traffic, make_prompt, wait_until_at_rest
 from tests.support.e2e.router_bodies import AT_ONCE_D, AT_ONCE_P, IN_TURN
 from tests.support.examples.harness import ProxyProcess
+from tests.support.examples.minimal import MinimalProxy
 from tests.support.process import free_ports
 from tests.support.waiting import until
 
@@ -189,6 +190,23 @@ class TestProxy:
     @staticmethod
     def _wait_until_computing(server: Server) -> None:
         until(lambda: server.client.metrics().value("vllm:num_requests_running") > 0)
+
+
+@pytest.mark.parametrize("at_once", [False, True], ids=["in turn", "at once"])
+def test_the_shortest_proxy_gives_the_same_output(pulls: Pair, at_once: bool) -> None:
+    p, prompt = pulls.prefill, make_prompt(LONG, ("the shortest proxy", at_once))
+    control = ["--control", f"127.0.0.1:{dict(p.spec.options)['port']}"] if at_once else []
+    pulls.get_acquainted()
+    with (
+        MinimalProxy(p.client.base_url, pulls.decode.client.base_url, *control) as proxy,
+        closing(Client(proxy.url)) as client,
+        pulls.traffic() as traffic,
+    ):
+        completion = client.complete(prompt)
+    assert traffic.source("external_kv_transfer") == len(prompt) - 1
+    assert traffic.pulled("pulls_ahead") == at_once
+    assert (traffic.failures(), traffic.leases("granted"), traffic.leases("released")) == (0, 1, 1)
+    pulls.assert_right(completion, prompt)
 
 
 class TestReplayedRouters:

@@ -3,11 +3,9 @@
 import asyncio
 import json
 import signal
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,6 @@ from examples import minimal_proxy
 from pd_proxy import apis, parameters
 from tests.support.examples.fake_servers import (
     TRANSFER,
-    FakeServer,
     Received,
     Script,
     Wire,
@@ -29,54 +26,21 @@ from tests.support.examples.fake_servers import (
     prefills,
     stalls,
 )
-from tests.support.examples.harness import (
-    FakeServers,
-    ProxyProcess,
-    RawClient,
-    ask_at_once,
-    full_backlog,
-    unused_url,
-)
-from tests.support.sources import ROOT
+from tests.support.examples.harness import FakeServers, RawClient, ask_at_once, full_backlog, unused_url
+from tests.support.examples.minimal import BODY, Bed, MinimalProxy
 from tests.support.waiting import until
 
 FILE = Path(minimal_proxy.__file__)
 PATHS = ("/v1/completions", "/v1/chat/completions")
-BODY: dict[str, Any] = {"model": "tiny", "prompt": "a question"}
 ASKED_OF_P: dict[str, Any] = {
     "max_tokens": 1,
     "max_completion_tokens": 1,
     "n": 1,
     "ignore_eos": True,
     "stream": False,
-    "kv_transfer_params": {"do_remote_decode": True, "do_remote_prefill": False},
+    "kv_transfer_params": {"do_remote_decode": True},
 }
 REQUEST = b'{"model": "tiny", "prompt": "a", "stream": true}'
-
-
-class Running(ProxyProcess):
-    """A router's process and a client of it."""
-
-    def __init__(self, prefill: str, decode: str, **variables: str) -> None:
-        arguments = [str(FILE), "--prefill", prefill, "--decode", decode]
-        super().__init__(arguments, (sys.executable,), ROOT, **variables)
-        self.http = httpx.Client(base_url=self.url, timeout=60, trust_env=False)
-
-    def kill(self) -> None:
-        self.http.close()
-        super().kill()
-
-    def complete(self, **body: Any) -> httpx.Response:
-        return self.http.post("/v1/completions", json=BODY | body)
-
-
-@dataclass(frozen=True)
-class Bed:
-    """A router in front of one P and one D."""
-
-    p: FakeServer
-    d: FakeServer
-    proxy: Running
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +52,7 @@ def servers() -> Iterator[FakeServers]:
 @pytest.fixture(scope="module")
 def shared_bed(servers: FakeServers) -> Iterator[Bed]:
     p, d = servers.start(prefills), servers.start(decodes)
-    with Running(p.url + "/", d.url) as proxy:
+    with MinimalProxy(p.url + "/", d.url) as proxy:
         yield Bed(p, d, proxy)
 
 
@@ -112,7 +76,7 @@ def message(response: httpx.Response) -> str:
 
 def test_the_file_can_be_read_in_five_minutes() -> None:
     lines = FILE.read_text().splitlines()
-    assert len(lines) <= 155
+    assert len(lines) <= 170
     assert max(map(len, lines)) <= 120
     assert "pd_proxy" not in FILE.read_text()
 
@@ -360,7 +324,7 @@ async def goes_on_with_no_http(received: Received, wire: Wire) -> None:
 @pytest.mark.parametrize("without_extensions", ["", "1"])
 def test_bytes_that_are_not_http_end_an_answer(servers: FakeServers, without_extensions: str) -> None:
     p, d = servers.start(prefills), servers.start(goes_on_with_no_http)
-    with Running(p.url, d.url, AIOHTTP_NO_EXTENSIONS=without_extensions) as proxy:
+    with MinimalProxy(p.url, d.url, AIOHTTP_NO_EXTENSIONS=without_extensions) as proxy:
         with proxy.http.stream("POST", "/v1/completions", json=BODY) as response:
             pieces = response.iter_raw()
             assert next(pieces) == b"data: 1\n\n"
@@ -372,17 +336,17 @@ def test_bytes_that_are_not_http_end_an_answer(servers: FakeServers, without_ext
 
 
 @pytest.fixture(scope="module")
-def lenient(servers: FakeServers, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+def lenient(servers: FakeServers, tmp_path_factory: pytest.TempPathFactory) -> Iterator[MinimalProxy]:
     """A router whose HTTP server (uvicorn's own in Python) lets control bytes pass."""
     directory = tmp_path_factory.mktemp("no_httptools")
     (directory / "httptools.py").write_text("raise ImportError")
-    with Running(servers.start(prefills).url, servers.start(decodes).url, PYTHONPATH=str(directory)) as proxy:
+    with MinimalProxy(servers.start(prefills).url, servers.start(decodes).url, PYTHONPATH=str(directory)) as proxy:
         yield proxy
 
 
 @pytest.mark.parametrize("value", [b"a\x01b", b"a\x7fb", "Gr\u00fc\u00dfe".encode(), b"Gr\xfc\xdfe"])
 @pytest.mark.parametrize("name", ["Authorization", "X-Request-Id"])
-def test_a_header_with_odd_bytes_does_no_harm(lenient: Running, name: str, value: bytes) -> None:
+def test_a_header_with_odd_bytes_does_no_harm(lenient: MinimalProxy, name: str, value: bytes) -> None:
     raw = [(b"Content-Type", b"application/json"), (name.encode(), value)]
     assert lenient.http.post("/v1/completions", json=BODY, headers=raw).status_code == 200
 
@@ -391,14 +355,14 @@ def test_a_header_with_odd_bytes_does_no_harm(lenient: Running, name: str, value
 def test_a_server_that_cannot_be_reached_is_an_error(servers: FakeServers, leg: str) -> None:
     nowhere = unused_url()
     p, d = (nowhere, servers.start(decodes).url) if leg == "p" else (servers.start(prefills).url, nowhere)
-    with Running(p, d) as proxy:
+    with MinimalProxy(p, d) as proxy:
         response = proxy.complete()
     assert response.status_code == 502
     assert message(response) == "a server failed: ClientConnectorError"
 
 
 def test_a_server_that_takes_no_connection_is_a_timeout(bed: Bed) -> None:
-    with full_backlog() as url, Running(url, bed.d.url) as proxy:
+    with full_backlog() as url, MinimalProxy(url, bed.d.url) as proxy:
         response = proxy.complete()
     assert response.status_code == 504
     assert message(response) == "a server failed: ConnectionTimeoutError"
@@ -475,7 +439,7 @@ def test_1000_requests_are_under_way_at_once(bed: Bed) -> None:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_it_though_a_stream_is_open(servers: FakeServers, number: signal.Signals) -> None:
     p, d = servers.start(prefills), servers.start(answers_a_little)
-    with Running(p.url, d.url) as proxy:
+    with MinimalProxy(p.url, d.url) as proxy:
         with proxy.http.stream("POST", "/v1/completions", json=BODY) as response:
             pieces = response.iter_raw()
             assert next(pieces) == b"data: 1\n\n"

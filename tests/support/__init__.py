@@ -179,6 +179,7 @@ Examples (``examples/``):
     otlp                    a collector of OpenTelemetry traces
     examples.harness        owners of fake servers, clients that leave, processes of a proxy
     examples.fake_servers   small HTTP servers in the place of vLLM, which misbehave on request
+    examples.minimal        the router in one file as a process, between two of them
     examples.served_proxy   the full proxy in front of such servers, in this process
     examples.run_scripts    runs ``run_pd_*.sh``, and knows every process that they have started
     examples.manifests      the manifests for Kubernetes, and the questions that tests ask of them
