@@ -11,6 +11,7 @@ V; else as those with AMX do, packed.
 """
 
 import argparse
+import os
 import statistics
 import threading
 import time
@@ -248,6 +249,7 @@ def main(words: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--verify", action="store_true", help="pulls with and without checksums, in turn")
     arguments = parser.parse_args(words)
+    os.environ.setdefault("MC_USE_IPV6", "0")  # with IPv6, Mooncake's own call does not resolve IPv4 addresses
     bench = Bench(arguments.tokens, packed=not arguments.verify)
     warm_up, measured = Measured(), Measured()
     for round_number in range(-3, arguments.rounds):
