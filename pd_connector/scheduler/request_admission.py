@@ -9,8 +9,8 @@ engines with leases of each other. These rules prevent that:
 - While a request waits for blocks, requests that pull go first: they end leases. (Only if the engine also decodes.)
 - When requests wait for blocks and leases exceed their share, or nothing was given blocks for a lease's time to live,
   the oldest lease that is not being read gives way, one in each step until a request gets its blocks.
-- Requests whose tokens have arrived go before all others where vLLM does not see to it. It looks no further than the
-  first request that finds no blocks, and such requests hold theirs.
+- Requests whose tokens have arrived go before those that lack blocks where vLLM does not see to it. It looks no further
+  than the first request that finds no blocks, and such requests hold theirs.
 
 Nobody waits for ever by these rules. The second one holds a request back for a bounded time. By the first one it waits
 for leases that are read, given up (``queue_timeout_s`` of the decode engine), or give way; meanwhile, no prefixes are
@@ -169,7 +169,13 @@ class RequestAdmission(SchedulerRole):
         self._failed.discard(request.request_id)
 
     def _must_let_pass(self, request: "Request") -> bool:
-        """Return whether requests are behind this one that have waited for a whole step since their tokens arrived."""
+        """Return whether requests are behind this one that have waited for a whole step since their tokens arrived.
+
+        Not of one that finds blocks: vLLM goes on behind it. Some schedulers leave one that has arrived aside for long,
+        for other reasons: because of its adapter, or to balance the ranks.
+        """
+        if self._demand.has_room_for(request):
+            return False
         overdue = {request_id for request_id, waited in self._arrived.items() if waited}
         return bool(overdue - self._failed if request.request_id in self._failed else overdue)
 

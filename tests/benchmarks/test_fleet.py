@@ -332,6 +332,7 @@ def test_a_p_that_is_told_nothing_sleeps() -> None:
     assert fleet.env.now < 0.2
 
 
+@pytest.mark.thorough
 def test_the_plots_in_the_results_are_those_of_the_figures(tmp_path: Path) -> None:
     drawn = {
         path.name: path.read_text()

@@ -41,6 +41,7 @@ def pull_rows(
     return units
 
 
+@pytest.mark.thorough
 @thorough
 @given(data=st.data())
 def test_rows_arrive_whatever_the_layouts_and_sizes(data: st.DataObject) -> None:

@@ -115,6 +115,7 @@ def test_two_layers_two_blocks_two_heads_two_tokens_two_items(order: str) -> Non
 few = st.sampled_from([1, 2, 2, 3])
 
 
+@pytest.mark.thorough
 @settings(max_examples=150, deadline=None, derandomize=True, database=None)
 @given(
     order=st.sampled_from(ORDERS),

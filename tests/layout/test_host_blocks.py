@@ -90,6 +90,7 @@ def trips(draw: st.DrawFn) -> tuple[Device, list[RoundTrip]]:
     return device, draw_pairs(draw, device.geometry)
 
 
+@pytest.mark.thorough
 @settings(max_examples=300, deadline=None, derandomize=True, database=None, suppress_health_check=[*HealthCheck])
 @given(trips(), st.integers(0, 9))
 def test_a_block_comes_back_from_its_slot_into_any_other_block(trip: tuple[Device, list[RoundTrip]], seed: int) -> None:

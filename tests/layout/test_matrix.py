@@ -142,6 +142,7 @@ def _strided(data: st.DataObject, layouts: tuple[str, str], cases: Counter[str])
     cases["strided"] += 1
 
 
+@pytest.mark.thorough
 @any_layouts
 @given(layouts=LAYOUT_PAIR, data=st.data())
 def test_every_byte_arrives_between_any_two_layouts(
@@ -166,6 +167,7 @@ def _packed(data: st.DataObject, layouts: tuple[str, str], cases: Counter[str]) 
     cases["packed"] += 1
 
 
+@pytest.mark.thorough
 @any_layouts
 @given(layouts=st.tuples(*2 * [st.sampled_from(WHOLE_HEADS)]), data=st.data())
 def test_heads_packed_by_the_kernel_arrive_whole(
@@ -190,6 +192,7 @@ def _mla(data: st.DataObject, layouts: tuple[str, str], cases: Counter[str]) -> 
     cases["mla"] += 1
 
 
+@pytest.mark.thorough
 @settings(any_layouts, max_examples=24)
 @given(layouts=LAYOUT_PAIR, data=st.data())
 def test_the_unequal_parts_of_mla_arrive_from_one_of_the_replicas(
@@ -222,6 +225,7 @@ def _unequal_heads(data: st.DataObject, layouts: tuple[str, str], cases: Counter
     cases["unequal heads and drafts"] += 1
 
 
+@pytest.mark.thorough
 @any_layouts
 @given(layouts=LAYOUT_PAIR, data=st.data())
 def test_layers_with_unequal_heads_arrive_and_those_of_a_draft_as_far_as_they_are_there(

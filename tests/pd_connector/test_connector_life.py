@@ -17,6 +17,7 @@ from tests.support.waiting import until
 # Idle
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("ttl_s", [1.0, 30.0])
 def test_an_idle_engine_sleeps_while_it_has_leases_and_is_woken_when_one_ends(start: StartEngine, ttl_s: float) -> None:
     """Awake it would step a thousand times a second, and on few cores keep the pull that it waits for from running."""

@@ -64,6 +64,7 @@ def serve(engine: EngineUnderTest, request: Any) -> None:
     del engine.tables[request.request_id]
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("no_log")
 @pytest.mark.parametrize("role", ["kv_producer", "kv_consumer", "kv_both"])
 def test_no_params_whatever_end_the_engine(start: StartEngine, role: str) -> None:

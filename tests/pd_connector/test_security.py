@@ -50,6 +50,7 @@ def pull(p: EngineUnderTest, d: EngineUnderTest) -> bool:
     return not d.results.failed_recving
 
 
+@pytest.mark.thorough
 def test_engines_with_the_same_secret_work_and_never_show_it(
     start: StartEngine,
     tmp_path: Path,
@@ -63,6 +64,7 @@ def test_engines_with_the_same_secret_work_and_never_show_it(
     assert SECRET not in log.text
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("p_secret", "d_secret", "cause"),
     [
@@ -113,6 +115,7 @@ def test_a_secret_file_that_cannot_be_used_stops_the_start(
         PDConnector(a_config(model, secret_file=str(path)), role, CACHES)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("secret", [None, SECRET], ids=["without a secret", "with a secret"])
 def test_pulls_go_on_while_strangers_talk_to_the_control_port(
     start: StartEngine,

@@ -50,6 +50,7 @@ def test_slots_are_aligned_disjoint_and_inside_the_region() -> None:
     pool.check_integrity()
 
 
+@pytest.mark.thorough
 def test_a_pool_keeps_its_memory_and_touches_none_of_it() -> None:
     class Owner:
         """Stands for a device's memory, which would fault if it were touched."""

@@ -311,8 +311,12 @@ class Canaries(NoCanaries):
 
     @property
     def wants_step(self) -> bool:
-        """Whether the engine must step even without requests, to order canaries, and to learn and tell how they end."""
-        return bool(self._under_way) or self._tells
+        """Whether the engine must step even without requests, to learn and tell how canaries end.
+
+        Not as long as one is computed, which is up to vLLM: an engine that pauses keeps its request, and waits for
+        whatever wants steps.
+        """
+        return self._tells or not all(map(self._is_open, self._under_way.values()))
 
     def device_references(self) -> "Counter[int]":
         """Return the number of references to each device block that is to be compared, by block id."""

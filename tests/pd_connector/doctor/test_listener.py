@@ -90,6 +90,7 @@ def test_the_right_secret(listening: Callable[..., Listener], tmp_path: Path) ->
     assert "authenticated and encrypted" in report.findings[1].text
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("ours", ["", "another secret of 16 bytes"])
 def test_a_wrong_secret(listening: Callable[..., Listener], tmp_path: Path, ours: str) -> None:
     listener = listening(secret_file=secret(tmp_path / "right", "0123456789abcdef"))

@@ -134,6 +134,7 @@ def test_what_has_computed_from_a_failed_load_in_the_next_step_is_not_leased(
     assert engine.state("u")[0] is COMPLETE
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("policy", ["fail", "recompute"])
 @pytest.mark.parametrize("who", ["both", "the second stays", "nobody stays"])
 @pytest.mark.parametrize("asynchronous", [False, True])

@@ -87,6 +87,7 @@ def test_the_legs_may_come_in_any_order(world: World, first: str, steps: int) ->
     assert_at_rest(world, prefill, decode)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
 def test_a_transfer_that_nobody_sends_to_the_prefill_engine_ends_in_time(world: World, policy: str) -> None:
     prefill = EngineSim(world, "kv_producer", 100, **SETTINGS)
@@ -111,6 +112,7 @@ def test_a_prefill_leg_that_comes_after_its_decode_leg_has_given_up_holds_nothin
     assert prefill.blocks_in_use == 0
 
 
+@pytest.mark.thorough
 def test_prompts_that_are_preempted_are_pulled_again(world: World) -> None:
     """Two prompts that decode on the prefill engine take the last block that the first named one needs."""
     prefill, decode = a_pair(world, prefill_blocks=56)
@@ -127,6 +129,7 @@ def test_prompts_that_are_preempted_are_pulled_again(world: World) -> None:
     assert_at_rest(world, prefill, decode)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("steps", [1, 2, 3, 4])
 def test_a_prompt_that_is_aborted_on_the_prefill_engine_does_not_hold_up_the_decode_engine(
     world: World, steps: int
@@ -143,6 +146,7 @@ def test_a_prompt_that_is_aborted_on_the_prefill_engine_does_not_hold_up_the_dec
     assert_at_rest(world, prefill, decode)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("steps", [0, 1, 2, 3, 4, 6])
 def test_a_client_that_leaves_the_decode_engine_frees_both(world: World, steps: int) -> None:
     prefill, decode = a_pair(world)
@@ -232,6 +236,7 @@ def test_an_engine_may_be_both_ends_of_a_transfer(world: World) -> None:
     assert ends(asked) == {"finished": 3}
 
 
+@pytest.mark.thorough
 def test_two_engines_with_both_roles_that_serve_each_other_do_not_lock(world: World) -> None:
     a, b = (EngineSim(world, "kv_both", 64, **SETTINGS) for _ in range(2))
     asked = [send(number, 100 + 40 * (number % 8), *((a, b) if number % 2 else (b, a))) for number in range(30)]

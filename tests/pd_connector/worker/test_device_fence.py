@@ -260,6 +260,7 @@ def test_a_pull_from_a_prefill_engine_that_drafts_begins_when_the_lease_is_writt
     assert worker.holds([(OURS, 0, 69)])
 
 
+@pytest.mark.thorough
 def test_a_lease_that_is_not_written_in_time_fails_the_pull_by_name(site: Site) -> None:
     (worker,), prefill = site.decode(), site.prefill(writes_late=True)
     worker.handshake_timeout_s = 3.0

@@ -67,6 +67,7 @@ def start(site: Site) -> Iterator[Callable[..., FarLegs]]:
         yield started
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("seed", range(6))
 def test_every_byte_arrives_once_whatever_becomes_of_the_messages(start: Callable[..., FarLegs], seed: int) -> None:
     legs, dice = start(handshake_timeout_s=20.0), random.Random(seed)

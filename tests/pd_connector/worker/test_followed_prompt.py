@@ -310,6 +310,7 @@ class Fate:
         )
 
 
+@pytest.mark.thorough
 @settings(max_examples=400, deadline=None)
 @given(
     seed=st.integers(0, 2**32),

@@ -21,6 +21,7 @@ def taken_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote_reader, "_has_kernel", lambda device: True)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("sizes", [(2, 1), (1, 2)], ids=str)
 @pytest.mark.parametrize("form", NHD_FORMS)
 def test_every_byte_is_in_place(form: str, sizes: tuple[int, int]) -> None:

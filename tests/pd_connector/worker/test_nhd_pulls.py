@@ -228,6 +228,7 @@ def check_pulls(examples: int) -> None:
     settings(deadline=None, max_examples=examples)(drawn(check_pull))()
 
 
+@pytest.mark.thorough
 def test_any_two_engines() -> None:
     check_pulls(50)
 

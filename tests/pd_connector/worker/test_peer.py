@@ -66,8 +66,7 @@ def one_lane(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_pull_brings_exactly_its_bytes_and_releases_the_lease(site: Site) -> None:
     prefill, (worker,) = site.prefill(), site.decode()
-    remote = prefill.prefill("r", THEIRS)
-    end = pull_once(site, remote, worker)
+    end = pull_once(site, prefill.prefill("r", THEIRS), worker)
     assert (end.cause, end.reason, end.tokens) == ("", "", 69)
     assert end.copied_bytes == 80 * MODEL.layers * MODEL.kv_heads * sum(MODEL.contents) * MODEL.item_size
     assert end.descriptors > 0
@@ -463,6 +462,7 @@ def test_a_release_under_way_when_the_client_closes_is_not_taken_for_an_answer(s
 # Exactly once
 
 
+@pytest.mark.thorough
 def test_every_pull_is_settled_exactly_once_whatever_fails(site: Site) -> None:
     """A mix of ends over one session: each is reported once, and only those that succeeded changed their blocks."""
     prefill, (worker,) = site.prefill(), site.decode()

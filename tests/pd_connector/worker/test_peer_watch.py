@@ -80,6 +80,7 @@ def test_a_question_without_an_answer_is_forgotten_with_the_read() -> None:
     assert watched.client.futures[0].cancelled()
 
 
+@pytest.mark.thorough
 def test_a_pull_that_waits_for_bytes_ends_soon_after_its_engine_is_gone(site: Site) -> None:
     prefill, (worker,) = site.prefill(), site.decode()
     worker.client.close()

@@ -172,6 +172,7 @@ def test_a_request_that_leaves_early_frees_the_blocks_of_the_prefill_engine(site
         until(lambda: prefill.leases.collect() == ("r",))
 
 
+@pytest.mark.thorough
 def test_a_dead_engine_does_not_delay_the_pulls_from_another(site: Site, start_decode: Decode) -> None:
     prefill, decode = site.prefill(), start_decode(handshake_timeout_s=3.0)
     dead = an_order("dead", prefill.prefill("dead", THEIRS), OURS, remote_engine_id="d", remote_port=free_port())
@@ -212,6 +213,7 @@ def test_a_pull_under_way_ends_when_the_model_changes_and_the_next_compares_anew
     assert [ends[name][0].cause for name in names] == [""] * len(names)
 
 
+@pytest.mark.thorough
 def test_params_with_a_wrong_address_do_not_divert_other_pulls_from_that_engine(
     site: Site, start_decode: Decode
 ) -> None:

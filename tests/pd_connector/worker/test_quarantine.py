@@ -103,6 +103,7 @@ def world() -> Iterator[LateWorld]:
 FAULTS = st.one_of(st.none(), st.builds(Fault, settled=st.booleans(), landed=st.integers(0, 3)))
 
 
+@pytest.mark.thorough
 @settings(max_examples=40, deadline=None)
 @given(
     faults=st.lists(FAULTS, min_size=8, max_size=8),
@@ -282,6 +283,7 @@ STEPS: dict[str, tuple[object, str]] = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("fault", [None, Fault(), Fault(settled=False)], ids=["no fault", "settled", "unsettled"])
 @pytest.mark.parametrize("step", STEPS)
 def test_whatever_raises_no_request_waits_for_ever(

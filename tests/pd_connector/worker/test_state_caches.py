@@ -108,6 +108,7 @@ def test_other_states_are_refused(monkeypatch: Any) -> None:
         state_plans(here, ranks(GDN, BASIC, monkeypatch))
 
 
+@pytest.mark.thorough
 def test_checksums_of_a_state_are_the_same_in_any_order_and_entry(monkeypatch: Any) -> None:
     """Head by head, on whatever ranks."""
     sums: list[dict[tuple[str, str, int], int]] = []

@@ -250,6 +250,7 @@ def whole(tokens: int, local: Engine, remote: Engine) -> Transfer:
     return Transfer.of(MODEL, local, remote, (0, tokens), ((ids[0],), (ids[1],)))
 
 
+@pytest.mark.thorough
 def test_a_long_prompt_is_compared_in_longer_stretches() -> None:
     engine = Engine("BHLNC", block_tokens=64, blocks=800)
     transfer = whole(50_000, engine, engine)
@@ -306,6 +307,7 @@ def verifying(worker: DecodeWorker) -> dict[str, Verifier]:
     return {"verifier": Verifier(CacheChecksums(worker.rank.geometry), worker.client)}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(1, 1), (1, 2), (4, 2), (2, 8)])
 def test_a_verified_pull_ends_as_any_other_and_is_timed(site: Site, prefill_tp: int, decode_tp: int) -> None:
     prefill = site.prefill(Engine(PREFILL.layout, tp=prefill_tp, blocks=12), verify=True)

@@ -119,8 +119,7 @@ def worker_of(model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Open]:
     def make(role: str, policy: str = "fail", *, registered: bool = False, **extra: Any) -> Worker:
         settings = {"host": "127.0.0.1", "protocol": "tcp", "canary": "off", **extra}
         config = a_config(model, role, policy, **settings)
-        stats, calls = StatsRecorder(), Calls()
-        engine = Engine(calls)
+        stats, engine = StatsRecorder(), Engine(calls := Calls())
         worker = Worker(
             ConnectorWorker(config, CACHES, parse_config(settings), stats, lambda _: engine), stats, engine, calls
         )
@@ -139,6 +138,7 @@ def worker_of(model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Open]:
 # Roles
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("needs", [False, True])
 def test_pulls_to_where_vllm_zeroes_blocks_clear_what_they_leave(
     worker_of: Open, monkeypatch: pytest.MonkeyPatch, needs: bool

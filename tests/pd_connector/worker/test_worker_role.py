@@ -17,6 +17,7 @@ EVENTS = st.one_of(
 )
 
 
+@pytest.mark.thorough
 @settings(max_examples=300)
 @given(events=st.lists(EVENTS, max_size=40))
 def test_every_request_is_reported_once_after_its_last_part(events: list[tuple[str, str, int]]) -> None:

@@ -109,6 +109,7 @@ def test_all_connections_together_may_not_bring_too_much_either(start: Start, cl
         assert server.counters.admission.connections_cut == 2, "what is left is within the limit"
 
 
+@pytest.mark.thorough
 def test_a_message_of_a_million_frames_costs_its_connection(
     start: Start, client: ControlClient, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -186,6 +187,7 @@ def test_a_descriptor_that_is_not_the_servers_is_never_touched(start: Start) -> 
         each.close()
 
 
+@pytest.mark.thorough
 def test_a_fault_of_our_own_while_a_client_is_admitted_keeps_no_other_client_out(
     start: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

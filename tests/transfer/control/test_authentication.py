@@ -71,6 +71,7 @@ UNEQUAL = [
 ]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("p", "d", "cause"), UNEQUAL)
 def test_unequal_secrets_are_refused_within_seconds_and_the_cause_is_named(
     start: Start, connect: Connect, handler: Handler, p: ControlKeys | None, d: ControlKeys | None, cause: str
@@ -86,6 +87,7 @@ def test_unequal_secrets_are_refused_within_seconds_and_the_cause_is_named(
     until(lambda: server.counters.admission.connections == 0)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("p", "d", "cause"), UNEQUAL)
 def test_all_requests_that_wait_for_a_peer_fail_with_its_authentication(
     start: Start, connect: Connect, p: ControlKeys | None, d: ControlKeys | None, cause: str
@@ -97,6 +99,7 @@ def test_all_requests_that_wait_for_a_peer_fail_with_its_authentication(
             future.result()
 
 
+@pytest.mark.thorough
 def test_the_log_of_the_prefill_engine_names_the_peer_once(
     start: Start, connect: Connect, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -109,6 +112,7 @@ def test_the_log_of_the_prefill_engine_names_the_peer_once(
     assert "its secret differs from this engine's" in record.message
 
 
+@pytest.mark.thorough
 def test_a_peer_that_gets_the_right_secret_is_reached_by_the_next_request(start: Start, connect: Connect) -> None:
     server, client = start(OTHERS), connect(KEYS)
     with pytest.raises(AuthenticationFailed):

@@ -69,6 +69,7 @@ def test_a_port_that_nobody_listens_on_is_given_up(client: ControlClient) -> Non
     assert "there is no connection, for 1 s" in fails_within(client, HERE, free_ports(1)[0], 5.0)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("is_known", [False, True], ids=["first contact", "connected"])
 def test_a_process_that_is_stopped_is_waited_for(client: ControlClient, is_known: bool) -> None:
     with server(HERE, []) as (process, port):
@@ -84,6 +85,7 @@ def test_a_process_that_is_stopped_is_waited_for(client: ControlClient, is_known
         asked.result()
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(bool(why_not()), reason=why_not())
 def test_a_network_that_is_cut_is_noticed_and_forgotten_when_it_is_back(client: ControlClient) -> None:
     def answers() -> bool:

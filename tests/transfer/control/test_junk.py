@@ -105,6 +105,7 @@ def test_bad_messages_are_counted_and_a_real_client_is_served_all_the_while(
     assert len(caplog.records) <= 5, "one line a cause"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("frames", [4_000, MANY])
 @pytest.mark.parametrize("keys", [None, KEYS], ids=["without a secret", "with a secret"])
 def test_bad_bytes_end_their_own_connection_at_most(

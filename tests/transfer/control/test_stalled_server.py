@@ -80,6 +80,7 @@ def assert_serves(server: "subprocess.Popen[str]", port: int) -> None:
     assert server.wait(10.0) == 0
 
 
+@pytest.mark.thorough
 def test_clients_that_have_left_while_it_stood_still_do_not_end_the_process(stalled: "subprocess.Popen[str]") -> None:
     port = port_of(stalled)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()

@@ -1,6 +1,7 @@
 """The checks and cuts that a batch passes before it is submitted."""
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -13,6 +14,7 @@ def batch(*runs: tuple[int, int, int]) -> Copies:
     return Copies(table[:, 0], table[:, 1], table[:, 2])
 
 
+@pytest.mark.thorough
 @given(st.lists(st.integers(1, 50), max_size=10), st.integers(1, 20))
 def test_pieces_cover_the_same_bytes_once(sizes: list[int], piece: int) -> None:
     whole = batch(*((1000 * i, 7000 + 1000 * i, size) for i, size in enumerate(sizes)))

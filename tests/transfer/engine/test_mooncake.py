@@ -271,6 +271,7 @@ def test_a_read_whose_caller_gives_up_ends_then_and_settles_with_the_link(
     assert link.settled
 
 
+@pytest.mark.thorough
 def test_close_leaves_no_thread_and_no_file_behind(peer: PeerProcess, destination: Memory) -> None:
     gc.collect()
     before = OpenResources.now()

@@ -45,6 +45,7 @@ def read_in_a_process(
     return done.stdout.strip()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "own_engine", [pytest.param(True, marks=pytest.mark.slow), False], ids=["an engine a link", "one engine"]
 )
@@ -67,11 +68,13 @@ def test_engines_of_any_two_families_reach_each_other(
         assert read_in_a_process(reader, reads_ipv6, process, own_engine=own_engine) == ""
 
 
+@pytest.mark.thorough
 def test_a_peer_that_comes_back_at_another_address_is_found_by_its_name() -> None:
     with PeerProcess(SIZE, SEED, host="localhost", ipv6="0") as process:
         assert read_in_a_process(IPV4, "1", process, own_engine=False, elsewhere="255.255.255.255") == ""
 
 
+@pytest.mark.thorough
 def test_a_host_name_is_said_to_be_of_no_family() -> None:
     with PeerProcess(SIZE, SEED, host="localhost") as process:
         process.kill()
@@ -80,6 +83,7 @@ def test_a_host_name_is_said_to_be_of_no_family() -> None:
     assert "It announces" not in why
 
 
+@pytest.mark.thorough
 def test_an_engine_that_speaks_ipv4_only_refuses_an_ipv6_peer_by_name() -> None:
     with PeerProcess(SIZE, SEED, host=IPV6) as process:
         why = read_in_a_process(IPV4, "0", process)

@@ -44,6 +44,7 @@ def shared(destination: Memory) -> Iterator[MooncakeEngine]:
     engine.check_integrity()
 
 
+@pytest.mark.thorough
 def test_a_shared_link_that_is_closed_settles_when_its_last_byte_has_landed(
     shared: MooncakeEngine, victim: PeerProcess, destination: Memory
 ) -> None:
@@ -62,6 +63,7 @@ def test_a_shared_link_that_is_closed_settles_when_its_last_byte_has_landed(
     assert not destination.view.any()
 
 
+@pytest.mark.thorough
 def test_a_peer_whose_reads_have_not_settled_is_not_opened_and_afterwards_it_is(
     shared: MooncakeEngine, victim: PeerProcess, destination: Memory
 ) -> None:
@@ -78,6 +80,7 @@ def test_a_peer_whose_reads_have_not_settled_is_not_opened_and_afterwards_it_is(
     )
 
 
+@pytest.mark.thorough
 def test_a_peer_whose_reads_have_not_settled_is_not_read_over_other_links_and_afterwards_it_is(
     shared: MooncakeEngine, victim: PeerProcess, destination: Memory
 ) -> None:
@@ -147,6 +150,7 @@ def test_leftovers_are_watched_by_another_thread_if_one_could_not_start_or_has_d
     assert all(leftover.settled for leftover in leftovers)
 
 
+@pytest.mark.thorough
 def test_closing_a_shared_engine_settles_its_links_and_no_byte_lands_after_it(
     shared: MooncakeEngine, victim: PeerProcess, destination: Memory
 ) -> None:
@@ -161,6 +165,7 @@ def test_closing_a_shared_engine_settles_its_links_and_no_byte_lands_after_it(
     assert not destination.view.any()
 
 
+@pytest.mark.thorough
 def test_reads_from_others_go_on_beside_one_that_has_not_settled(
     shared: MooncakeEngine, peer: PeerProcess, victim: PeerProcess, destination: Memory
 ) -> None:
@@ -248,6 +253,7 @@ def test_the_tested_build_has_the_way_around_the_lock() -> None:
 FIXED = 0x6F0000000000  # an address at which no process of the tests has memory
 
 
+@pytest.mark.thorough
 def test_bytes_of_a_process_that_took_the_data_port_of_another_are_noticed(
     shared: MooncakeEngine, destination: Memory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -281,6 +287,7 @@ def _is_read(link: MooncakeLink, batch: Copies) -> bool:
     return True
 
 
+@pytest.mark.thorough
 def test_a_process_that_took_the_address_of_another_is_not_opened(shared: MooncakeEngine) -> None:
     with PeerProcess(MIB, 5, FIXED) as first, PeerProcess(MIB, 6, FIXED) as second:
         with pytest.raises(ReadFailed, match="another process than the one that was announced answers"):

@@ -245,6 +245,7 @@ def run(model: str, examples: int) -> None:
     run_state_machine_as_test(machine, settings=settings(max_examples=examples, stateful_step_count=40, deadline=None))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("model", MODELS)
 def test_never_a_wrong_byte_and_nothing_kept_for_ever(model: str) -> None:
     run(model, 25)

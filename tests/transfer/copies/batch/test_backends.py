@@ -32,6 +32,7 @@ def test_a_missing_library_is_named_with_a_way_to_get_it(backend: Backend, libra
         assert way_out in str(caught.value)
 
 
+@pytest.mark.thorough
 def test_nothing_of_a_device_is_loaded_by_the_import() -> None:
     code = (
         "import transfer.copies.batch.backends, sys\n"

@@ -79,6 +79,7 @@ def a_table(engine: Engine, group: int, seed: int, holes: int = 0) -> Table:
     return Table(0, (-1,) * holes + tuple(ids.tolist()[holes:]))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("layout", LAYOUTS)
 @thorough
 @given(data=st.data())

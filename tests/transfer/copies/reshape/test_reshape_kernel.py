@@ -42,6 +42,7 @@ def copier_of(*memories: Bytes) -> tuple[KernelCopier, Launches]:
     return copier, Launches(copier)
 
 
+@pytest.mark.thorough
 @settings(deadline=None, max_examples=60)
 @given(batches())
 def test_random_runs_equal_slices_in_numpy(batch: Batch) -> None:

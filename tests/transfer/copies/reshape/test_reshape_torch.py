@@ -48,6 +48,7 @@ class Operators(TorchDispatchMode):  # type: ignore[misc]  # torch is not follow
         return {name: self.calls[name] for name in ("index_select", "index_copy_", "copy_") if self.calls[name]}
 
 
+@pytest.mark.thorough
 @settings(deadline=None)
 @given(
     batches(),
