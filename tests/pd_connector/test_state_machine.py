@@ -15,7 +15,7 @@ the prompt step by step, and may preempt or abort it meanwhile. After every step
     I8  no scheduler waits for an answer                              (``simulation.network``)
     I9  prompts that are still computed hold a share of the blocks    (``simulation.decode``)
 
-Host blocks (I7) have a test of their own, ``scheduler/test_host_machine.py``.
+Host blocks (I7) have a test of their own, ``scheduler/host/test_host_machine.py``.
 """
 
 import itertools
