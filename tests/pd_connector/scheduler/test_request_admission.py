@@ -7,7 +7,9 @@ from typing import Any, Literal
 import pytest
 from vllm.v1.request import RequestStatus
 
-from pd_connector.scheduler.request_admission import RequestAdmission
+from pd_connector.orders import Report
+from pd_connector.scheduler.request_admission import AdmissionLimits, RequestAdmission
+from tests.support.connector.requests import FakeRequest
 from tests.support.simulation.vllm_schedulers import ClientRequest, EngineSim, World
 from transfer.control.messages import Find, Found
 from transfer.control.waiting_requests import NotYet
@@ -312,3 +314,18 @@ def test_a_reset_that_fails_for_another_reason_ends_no_lease(world: World) -> No
     assert engine.leases == 1
     world.run(within_s=60)
     assert ends(asked) == {"finished": 2}
+
+
+def test_only_what_finds_no_blocks_lets_those_pass_whose_tokens_have_arrived(world: World) -> None:
+    """A scheduler may leave one that has arrived aside for long: because of its adapter, or to balance ranks."""
+    engine = EngineSim(world, "kv_both", blocks=64)
+    demand, leases = engine.role_of(RequestAdmission)._demand, engine.service.leases
+    admission = RequestAdmission(AdmissionLimits(0.5, TTL_S, TTL_S), demand, leases, loaded_first=False)
+    sizes = {"arrived": 16, "small": 16, "large": 2000}
+    arrived, small, large = (FakeRequest(name, list(range(tokens))) for name, tokens in sizes.items())
+    admission.awaits_tokens(arrived)
+    admission.settled({"arrived"}, set(), Report())
+    admission.step_orders({})
+    assert [admission.must_wait(each) for each in (small, large)] == [False, True]
+    admission.finish(arrived, ())
+    assert not admission.must_wait(large)
