@@ -138,6 +138,18 @@ print(*[name for name in sys.argv[1:] if find_spec(name) is None])' aiohttp anyi
     [[ -z $missing ]] ||
         die 2 "$PYTHON has no $missing: run pip install '.[$extra,proxy]' in $root, or name another PYTHON"
     mkdir -p "$LOG_DIR" || die 2 "the logs need a directory that can be written: choose one with LOG_DIR"
+    # A server binds its port before it loads, and listens afterwards: until then, a second one could take it.
+    hold "$LOG_DIR/lock" LOG_DIR
+    for name in PROXY_PORT PREFILL_PORT DECODE_PORT; do
+        hold "${TMPDIR:-/tmp}/run_pd.$UID.${!name}" "$name"
+    done
+}
+
+hold() { # FILE NAME: ends if another run, or one of its servers, holds a file; else this one does until all have ended
+    local lock
+    command -v flock >/dev/null || return 0
+    exec {lock}>"$1" || die 2 "$1 cannot be written"
+    flock -n "$lock" || die 2 "another run of this script uses this $2 already (${!2}); choose another one"
 }
 
 start() { # NAME COMMAND...

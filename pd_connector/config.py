@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from pd_connector.old_settings import OLD_SETTINGS
 from pd_connector.recipe_keys import RecipeKeys
-from transfer.peers import AllowedPeers, parse_address
+from transfer.peers import AllowedPeers, listen_address, parse_address
 
 Seconds = Annotated[float, Field(ge=0.1, le=86400, allow_inf_nan=False)]
 M = TypeVar("M", bound=BaseModel)
@@ -31,7 +31,7 @@ class Tuning(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
-    staging_bytes: Annotated[int, Field(ge=0)] = Field(
+    staging_bytes: Annotated[int, Field(ge=0, le=1 << 40)] = Field(
         default=128 * 1024 * 1024,
         description="Size of each decode worker's staging buffer, through which scattered bytes are read in "
         "fewer reads; 0 turns it off. On CUDA and NPU it is device memory beside vLLM's, and pulls "
@@ -202,6 +202,11 @@ class ConnectorConfig(BaseModel):
                 "transfers; set cpu_bytes_to_use, or host_transfers to 'off'"
             )
         return self
+
+    @field_validator("host")
+    @classmethod
+    def _check_host(cls, host: str | None) -> str | None:
+        return None if host is None else listen_address(host, 0).host
 
     @field_validator("peers")
     @classmethod

@@ -23,6 +23,7 @@ logger = logging.getLogger(__name__)
 
 #: vLLM's own name for its servers' key. Not OPENAI_API_KEY: that one is often the key of another service.
 _KEY_VARIABLE = "VLLM_API_KEY"
+_MAX_PORT = 65535
 
 #: How vLLM's example proxies call a server of a leg, and what they take where only hosts or only ports are given.
 _NAMES = {Leg.PREFILL: "prefiller", Leg.DECODE: "decoder"}
@@ -135,6 +136,8 @@ def parse(arguments: Sequence[str] | None = None) -> tuple[Settings, Server]:
         )
     except ValueError as error:
         parser.error(str(error))
+    if not 0 <= options.port <= _MAX_PORT:  # the socket would take the rest of a division by 65536
+        parser.error(f"--port is {options.port}; it must be in 0..{_MAX_PORT}")
     if options.shutdown_timeout < 0:
         parser.error(f"--shutdown-timeout is {options.shutdown_timeout}; it must be 0 or more seconds")
     return settings, Server(options.host, options.port, options.shutdown_timeout)

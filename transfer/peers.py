@@ -115,6 +115,18 @@ def is_own_address(host: str) -> bool:
     return True
 
 
+def loopback_of(host: str) -> str:
+    """Return the loopback address that this machine takes a name for; empty if it is another, or no name.
+
+    Debian has the machine's own name in /etc/hosts, as 127.0.1.1.
+
+    Raises:
+        OSError: the name has no address.
+    """
+    ip = host if host == "localhost" or parse_ip(host) is not None else resolve(host)
+    return ip if ip != host and ipaddress.ip_address(ip.partition("%")[0]).is_loopback else ""
+
+
 def _host(host: object) -> str:
     if not isinstance(host, str):
         raise BadAddress(f"control host {host!r} is not a string")

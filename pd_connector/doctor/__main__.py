@@ -13,13 +13,14 @@ from contextlib import closing
 from pd_connector.config import ConfigError, ConnectorConfig, parse_config
 from pd_connector.doctor import npu
 from pd_connector.doctor.findings import Examination, Outcome
-from pd_connector.doctor.http import HttpServer, base_url
+from pd_connector.doctor.http import HttpServer, base_url, usable_key
 from pd_connector.doctor.listener import Listener, serve_apart
 from pd_connector.doctor.machine import Machine
 from pd_connector.doctor.peer_check import LEAST_TOKENS, PeerCheck
 from pd_connector.doctor.software import Software, installed
 from transfer.control.failures import ControlStartError
 from transfer.engine.interface import EngineStartError
+from transfer.peers import MAX_PORT
 
 _KEY_VARIABLE = "VLLM_API_KEY"
 _PREFILL_TIMEOUT_S = 120.0  # for P's answer to a request; it may have others
@@ -27,15 +28,29 @@ _TOKENS = 512  # of a canary, too
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the checks; return 0 if nothing has failed, 1 if something has. Bad arguments leave with 2."""
+    """Run the checks; return 0 if nothing has failed, 1 if something has, 130 after Ctrl-C.
+
+    Bad arguments leave with 2.
+    """
+    try:
+        return _run(arguments)
+    except KeyboardInterrupt:
+        _print("\ninterrupted")
+        return 130
+
+
+def _run(arguments: Sequence[str] | None) -> int:
     parser = _parser()
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     try:
         asked = _config(options.config)
         url = base_url(options.peer) if options.peer else ""
+        key = usable_key(options.api_key if options.api_key is not None else os.environ.get(_KEY_VARIABLE) or None)
     except ValueError as error:
         parser.error(str(error))
+    if not 0 <= options.port <= MAX_PORT:
+        parser.error(f"--port is {options.port}; it must be in 0..{MAX_PORT}")
     if options.tokens < LEAST_TOKENS:
         parser.error(f"--tokens is {options.tokens}; at least {LEAST_TOKENS} are needed")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # it logs to standard output
@@ -45,7 +60,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     report = Examination(lambda finding: _print(str(finding)))
     _examine(report, config, by_auto=asked.protocol == "auto")
     if url:
-        key = options.api_key if options.api_key is not None else os.environ.get(_KEY_VARIABLE) or None
         with closing(PeerCheck(HttpServer(url, key, _PREFILL_TIMEOUT_S), config, options.tokens)) as peer_check:
             report.run_chain(peer_check.checks)
     _print(f"\n{report.summary()}")

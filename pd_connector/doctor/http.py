@@ -2,6 +2,7 @@
 
 import http.client
 import json
+import re
 import urllib.error
 import urllib.request
 from typing import Any
@@ -13,6 +14,8 @@ from pd_connector.doctor.findings import CheckFailed
 DEFAULT_PORT = 8000
 _SCHEMES = {"http": 80, "https": 443}
 _MAX_TEXT = 300  # characters of an error's body that are shown
+#: What a header can carry: a key that was read from a file may end with its line.
+_USABLE_KEY = re.compile(r"[\x21-\x7e]+")
 
 
 def base_url(peer: str) -> str:
@@ -31,6 +34,17 @@ def base_url(peer: str) -> str:
         raise ValueError(f"--peer is {peer!r}; write HOST, HOST:PORT or http://HOST:PORT of a prefill server")
     host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
     return f"{parts.scheme}://{host}:{port or (_SCHEMES[parts.scheme] if is_url else DEFAULT_PORT)}"
+
+
+def usable_key(key: str | None) -> str | None:
+    """Return an API key, if there is one.
+
+    Raises:
+        ValueError: no header can carry it.
+    """
+    if key is not None and not _USABLE_KEY.fullmatch(key):
+        raise ValueError("the API key has blanks, line ends or characters beyond ASCII, which no header can carry")
+    return key
 
 
 class HttpServer:
@@ -54,7 +68,7 @@ class HttpServer:
         request = urllib.request.Request(self.url + path, data, self._headers)  # noqa: S310  the scheme is checked
         try:
             with self._opener.open(request, timeout=self._timeout_s) as answer:
-                parsed = json.loads(answer.read())
+                parsed = _json(answer.read())
         except urllib.error.HTTPError as error:
             raise CheckFailed(_refused(self.url + path, error)) from error
         except (OSError, http.client.HTTPException) as error:
@@ -62,11 +76,17 @@ class HttpServer:
             raise CheckFailed(
                 f"{self.url} does not answer ({reason}): is the prefill server up, and is this its HTTP port?"
             ) from error
-        except ValueError:
-            parsed = None
         if not isinstance(parsed, dict):
             raise CheckFailed(f"{self.url}{path} answers with no JSON object: is it a vLLM server?")
         return parsed
+
+
+def _json(text: bytes) -> Any:
+    """Return what a text says, None if it is no JSON."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return None
 
 
 def _refused(url: str, error: urllib.error.HTTPError) -> str:

@@ -12,7 +12,7 @@ from pd_connector.doctor.findings import Check, CheckFailed, CheckWarned
 from pd_connector.worker.host.machine_memory import machine_memory
 from transfer.copies.batch.backends import Backend, pinned_memory
 from transfer.engine.rdma import INFINIBAND_DEVICES
-from transfer.peers import Address, is_own_address
+from transfer.peers import Address, is_own_address, loopback_of
 
 _MIB = 1 << 20
 _PINNED_BYTES = 64 * _MIB  # for a check
@@ -41,8 +41,10 @@ class Machine:
                 f"{self._host} is not an address of this machine, so nobody can read a prefill engine's memory there: "
                 "set host, or VLLM_HOST_IP, to that of a network interface"
             )
-        if self._host.startswith("127.") or self._host == "::1":
-            raise CheckWarned(f"{self._host} is of this machine only: set host, or VLLM_HOST_IP, for peers on others")
+        loopback = loopback_of(self._host)
+        if loopback or self._host in ("localhost", "::1") or self._host.startswith("127."):
+            name = f"{self._host} ({loopback} in /etc/hosts)" if loopback else self._host
+            raise CheckWarned(f"{name} is of this machine only: set host, or VLLM_HOST_IP, for peers on others")
         return f"{self._host} is an address of this machine"
 
     def port(self) -> str:

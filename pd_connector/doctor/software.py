@@ -8,7 +8,7 @@ from importlib import metadata
 from packaging.requirements import Requirement
 from packaging.version import InvalidVersion, Version
 
-from pd_connector.doctor.findings import Check, CheckFailed, CheckWarned
+from pd_connector.doctor.findings import Check, CheckFailed, CheckSkipped, CheckWarned
 from pd_connector.vllm.releases.installed import TESTED, TESTED_ASCEND, tested_releases
 
 Installed = Callable[[str], str | None]
@@ -124,7 +124,10 @@ class Software:
         ((name, version),) = found.items()
         if Version(version) < _OLDEST_MOONCAKE:
             raise CheckFailed(f"{name} {version} is older than {_OLDEST_MOONCAKE}, which the connector needs")
-        build = self._build() if self._version_of("torch") is not None else ""
+        try:
+            build = self._build() if self._version_of("torch") is not None else ""
+        except CheckFailed:
+            raise CheckSkipped(f"{name} {version}: not compared with torch, which cannot be imported") from None
         if build and (fitting := _MOONCAKE.get(build)) != name:
             text = f"{name} {version} beside a torch that is built for {_builds(build)}"
             way_out = f"{fitting} is its build" if fitting else "there is no build of Mooncake for that"

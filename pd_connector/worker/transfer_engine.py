@@ -13,7 +13,7 @@ from pd_connector.worker.device_memory import DeviceIdentityMemory
 from transfer.engine.interface import TransferEngine
 from transfer.engine.mooncake import IDENTITY_BYTES, MooncakeEngine, MooncakeOptions
 from transfer.engine.rdma import has_rdma_device
-from transfer.peers import is_own_address
+from transfer.peers import is_own_address, loopback_of
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +54,11 @@ def _own_host(config: ConnectorConfig) -> str:
             "host unset and set VLLM_HOST_IP on each. An address that is only translated to this machine (NAT) cannot "
             "work, because the system chooses the transfer engine's ports"
         )
+    if loopback := loopback_of(host):
+        logger.warning(
+            "PDConnector: host = %r is %s on this machine (/etc/hosts), so it is reached from this machine only; for "
+            "peers on others, set it to the address of a network interface", host, loopback,
+        )  # fmt: skip
     return host
 
 

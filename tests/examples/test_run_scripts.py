@@ -288,6 +288,23 @@ def test_ctrl_c_ends_them_while_they_load(start: Start, machine: Machine) -> Non
     assert run.processes() == []
 
 
+@pytest.mark.parametrize("name", ["LOG_DIR", "PREFILL_PORT"])
+def test_another_run_is_told_what_the_first_one_uses_though_its_servers_do_not_listen_yet(
+    start: Start, machine: Machine, tmp_path: Path, name: str
+) -> None:
+    taken = ports() | {"LOG_DIR": str(tmp_path / "logs")}
+    first = start("cuda", "model", FAKE_PREFILL="loading", **taken)
+    until(lambda: "starting P, D and the proxy" in first.output)
+    others = ports() | {"LOG_DIR": str(tmp_path / "other logs")} | {name: taken[name]}
+    with Run("cuda", "model", output=tmp_path / "second", variables=machine.variables | others) as second:
+        assert second.wait() == 2
+        assert f"error: another run of this script uses this {name} already ({taken[name]}); choose" in second.output
+    assert first.press(signal.SIGINT) == 130
+    assert first.processes() == []
+    with Run("cuda", "model", output=tmp_path / "third", variables=machine.variables | taken) as third:
+        third.wait_until_all_serve()
+
+
 @pytest.mark.parametrize("leg", ["prefill", slow("decode")])
 def test_a_server_that_cannot_start_stops_the_others(start: Start, leg: str) -> None:
     run = start("cuda", "model", **{f"FAKE_{leg.upper()}": "fails"})

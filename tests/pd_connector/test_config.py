@@ -93,6 +93,9 @@ REFUSED: list[tuple[str, Any]] = [
     ("bootstrap_port", 65536),
     ("bootstrap_port", "8998"),
     ("host", ""),
+    ("host", "10.0.0.5:8998"),
+    ("host", "http://10.0.0.5"),
+    ("host", "10.0.0.5 "),
     ("host", 7),
     ("port", -1),
     ("port", 65536),
@@ -146,6 +149,7 @@ REFUSED: list[tuple[str, Any]] = [
 
 REFUSED_TUNING: list[tuple[str, Any]] = [
     ("staging_bytes", -1),
+    ("staging_bytes", 1 << 41),
     ("longest_poll_us", 0.5),
     ("longest_poll_us", 200_000),
     ("descriptor_cost_us", -0.1),
@@ -159,6 +163,10 @@ REFUSED_TUNING: list[tuple[str, Any]] = [
 
 def test_without_settings_every_key_has_its_default() -> None:
     assert parse_config({}).model_dump() == DEFAULTS
+
+
+def test_an_ipv6_host_may_have_brackets() -> None:
+    assert parse_config({"host": "[fd00::5]"}).host == parse_config({"host": "fd00::5"}).host == "fd00::5"
 
 
 #: Of recipes for vllm-ascend's own connectors.

@@ -85,6 +85,8 @@ def test_decode_servers_may_be_named_as_in_vllm() -> None:
         (["--prefiller-hosts", "a", "a"], "a prefill server is named twice: http://a:8100, http://a:8100"),
         (["--prefiller", "http://a:1"], "unrecognized arguments: --prefiller http://a:1"),
         (["--prefill", "http://a:1", "--shutdown-timeout", "-1"], "--shutdown-timeout is -1; it must be 0 or more"),
+        (["--prefill", "http://a:1", "--port", "99999"], "--port is 99999; it must be in 0..65535"),
+        (["--prefill", "http://a:1", "--port", "-1"], "--port is -1; it must be in 0..65535"),
     ],
     ids=str,
 )

@@ -37,6 +37,8 @@ CONFIG = ["--config", '{"host": "127.0.0.1"}']
         (["--config", "[]"], "--config must be a JSON object"),
         (["--config", '{"protocoll": "tcp"}'], "unknown key 'protocoll', did you mean 'protocol'?"),
         (["--tokens", "1"], "--tokens is 1"),
+        (["--listen", "--port", "65536"], "--port is 65536; it must be in 0..65535"),
+        (["--peer", "P", "--api-key", "key\n"], "the API key has blanks, line ends"),
         (["--pull", "1"], "unrecognized arguments"),
     ],
 )

@@ -7,7 +7,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from pd_connector.doctor.findings import CheckFailed
-from pd_connector.doctor.http import HttpServer, base_url
+from pd_connector.doctor.http import HttpServer, base_url, usable_key
 from tests.support.process import free_port
 
 
@@ -82,6 +82,12 @@ def test_bad_answers(url: str, path: str, said: str) -> None:
     with pytest.raises(CheckFailed, match=r".") as failure:
         HttpServer(url, None, 10.0).ask(path)
     assert str(failure.value).endswith(said) or said in str(failure.value)
+
+
+@pytest.mark.parametrize("key", ["key\r", "key\n", "a key", "kéy", ""])
+def test_a_key_that_no_header_carries_is_refused(key: str) -> None:
+    with pytest.raises(ValueError, match="which no header can carry"):
+        usable_key(key)
 
 
 def test_nobody_there() -> None:

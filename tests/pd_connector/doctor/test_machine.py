@@ -39,6 +39,14 @@ def test_the_address_must_be_of_this_machine() -> None:
         machine().address()
 
 
+def test_a_name_that_means_loopback_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Debian's /etc/hosts has the machine's name for 127.0.1.1: P would listen there, and be looked up elsewhere."""
+    found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", 0))]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+    with pytest.raises(CheckWarned, match=r"^debian \(127\.0\.1\.1 in /etc/hosts\) is of this machine only"):
+        machine(host="debian").address()
+
+
 def test_a_port_that_is_taken_is_a_warning() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

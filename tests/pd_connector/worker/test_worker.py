@@ -1,7 +1,4 @@
-"""The worker side: which roles it takes up, how they are asked, what a request waits for, and how all of it ends.
-
-Covers: pd_connector.worker.transfer_engine.
-"""
+"""The worker side: which roles it takes up, how they are asked, what a request waits for, and how all of it ends."""
 
 import logging
 import threading
@@ -19,7 +16,6 @@ from pd_connector.config import ConfigError, parse_config
 from pd_connector.orders import CanaryRoom, ChecksumReport, Orders, Report
 from pd_connector.stats import StatsRecorder
 from pd_connector.vllm.cache_groups import Ranks
-from pd_connector.worker import transfer_engine
 from pd_connector.worker import worker as module
 from pd_connector.worker.canary import CanaryPulls
 from pd_connector.worker.host.pool import HostPool
@@ -31,7 +27,6 @@ from pd_connector.worker.worker_role import PartEnd, WorkerRole
 from tests.support.connector.vllm_engine import BLOCK_TOKENS, CACHES, LAYERS, a_config
 from tests.support.engine.in_process import InProcessEngine, InProcessFabric
 from transfer.engine.interface import EngineStartError
-from transfer.engine.mooncake import MooncakeOptions
 
 Calls = list[tuple[str, str]]
 
@@ -423,78 +418,3 @@ def test_a_worker_keeps_the_limits_that_are_no_settings(worker_of: Open) -> None
     assert isinstance(landings, LandingPulls)
     for each in (pulls, landings._pulls):
         assert (each._peer_idle_s, each._context.handshake_timeout_s) == (600.0, 10.0)
-
-
-# Its transport
-
-
-@pytest.fixture
-def options(monkeypatch: pytest.MonkeyPatch) -> Callable[..., MooncakeOptions]:
-    """The options with which an engine would start, on devices of a type."""
-
-    def open_on(device: str, **settings: Any) -> MooncakeOptions:
-        made: list[MooncakeOptions] = []
-        monkeypatch.setattr(transfer_engine, "default_protocol", lambda: {"cuda": "rdma"}.get(device, "tcp"))
-        monkeypatch.setattr(transfer_engine, "MooncakeEngine", lambda options, *_: made.append(options))
-        transfer_engine.open_engine(parse_config({"host": "127.0.0.1", **settings}), is_read=True)
-        (found,) = made
-        return found
-
-    return open_on
-
-
-@pytest.mark.parametrize(
-    ("device", "has_rdma", "settings", "protocol", "warns"),
-    [
-        ("cuda", True, {}, "rdma", False),
-        ("cuda", False, {}, "tcp", True),
-        ("cuda", False, {"protocol": "tcp"}, "tcp", False),
-        ("cuda", False, {"protocol": "rdma"}, "rdma", False),
-        ("cuda", False, {"devices": "mlx5_0"}, "rdma", False),
-        ("cpu", False, {}, "tcp", False),
-    ],
-)
-def test_without_an_rdma_device_cuda_takes_tcp_with_a_warning_unless_rdma_is_asked_for(
-    options: Callable[..., MooncakeOptions], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
-    device: str, has_rdma: bool, settings: dict[str, Any], protocol: str, warns: bool,
-) -> None:  # fmt: skip
-    monkeypatch.setattr(logging.getLogger("pd_connector"), "propagate", True)
-    monkeypatch.setattr(transfer_engine, "has_rdma_device", lambda: has_rdma)
-    opened = options(device, **settings)
-    assert (opened.protocol, opened.connect_timeout_s) == (protocol, 10.0)
-    assert ("this machine has no RDMA device" in caplog.text) == warns
-
-
-def test_numbers_of_the_user_are_passed_on(options: Callable[..., MooncakeOptions]) -> None:
-    tuning = {"descriptors_per_call": 5, "max_descriptors_in_flight": 50, "longest_poll_us": 70.0}
-    limits = options("cpu", tuning=tuning).limits
-    assert (limits.per_call, limits.in_flight) == (5, 50)
-    assert limits.longest_pause_s == pytest.approx(70e-6)
-
-
-# Its address
-
-
-@pytest.mark.parametrize("host", ["203.0.113.7", "2001:db8::7", "no-such-host.invalid"])
-def test_a_host_that_is_not_this_machines_is_refused(host: str) -> None:
-    with pytest.raises(ConfigError, match=rf"^host = '{host}' is not an address of this machine.*VLLM_HOST_IP on each"):
-        transfer_engine.open_engine(parse_config({"host": host, "protocol": "tcp"}), is_read=True)
-
-
-def test_a_host_of_vllms_choice_that_is_not_this_machines_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transfer_engine, "host_address", lambda: "203.0.113.7")
-    with pytest.raises(ConfigError, match=r"^vLLM's own choice of host \(VLLM_HOST_IP\) = '203.0.113.7' is not"):
-        transfer_engine.open_engine(parse_config({"protocol": "tcp"}), is_read=True)
-
-
-def test_where_peers_read_nothing_the_host_may_be_another_name_of_this_machine() -> None:
-    """A decode worker behind an address that is translated, say."""
-    engine = transfer_engine.open_engine(parse_config({"host": "192.0.2.1", "protocol": "tcp"}), is_read=False)
-    engine.close()
-
-
-@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
-def test_a_host_of_this_machine_is_where_peers_read(host: str) -> None:
-    engine = transfer_engine.open_engine(parse_config({"host": host, "protocol": "tcp"}), is_read=True)
-    assert engine.address.startswith(f"{host}:")
-    engine.close()
