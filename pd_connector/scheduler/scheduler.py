@@ -123,7 +123,7 @@ class ConnectorScheduler:
         self._failed: set[str] = set()  # requests that have failed on a rank, and wait for others
         self._params = RequestParams(self._role, stats)
         self._unshared = unshared_prefixes(vllm_config, self._retentions)
-        check_settings(config, self._role, vllm_config, unshared=self._unshared)
+        check_settings(config, self._role, vllm_config, self._retentions, unshared=self._unshared)
         keys = load_keys(config.secret_file)
         self._secret = keys.fingerprint if keys is not None else ""
         self._external = self._make_external_loads()

@@ -12,6 +12,7 @@ from pd_connector.vllm.engine_config import (
     EngineRole,
     check_one_engine_per_url,
     check_prefix_caching,
+    context_parallel,
     drafts_keep_caches,
     extra_config,
     found_sizes,
@@ -25,21 +26,34 @@ logger = logging.getLogger(__name__)
 
 def unshared_prefixes(vllm_config: "VllmConfig", retentions: Sequence[Retention]) -> str:
     """Return why this engine neither lends prefixes nor finds them at others; empty if it does."""
-    if any(kept.states for kept in retentions):
-        return (
-            "prefixes of models whose layers keep states (Mamba, gated delta net and such) are not shared between "
-            "engines"
-        )
-    if drafts_keep_caches(vllm_config) and any(kept.window for kept in retentions):
-        # vLLM leaves the last block of a hit to the draft, and then looks for a window that ends before that block.
-        return "with drafts and sliding windows, vLLM would not find a prefix that was pulled"
+    states = [kept for kept in retentions if kept.states]
+    if any(kept.block_tokens == RING_TOKENS for kept in states):
+        return "a ring holds the last tokens of a request only, so that no prefix has one"
+    if states and context_parallel(vllm_config)[0] > 1:
+        return "with decode context parallelism, vLLM finds states inside of blocks as well"
+    if drafts_keep_caches(vllm_config) and (states or any(kept.window for kept in retentions)):
+        # vLLM leaves the last block of a hit to the draft, and then looks for a window or state that ends before it.
+        return "with drafts and sliding windows or states, vLLM would not find a prefix that was pulled"
     return ""
 
 
-def check_settings(config: ConnectorConfig, role: EngineRole, vllm_config: "VllmConfig", *, unshared: str = "") -> None:
+def lends_prompts_only(vllm_config: "VllmConfig", retentions: Sequence[Retention]) -> bool:
+    """Return whether vLLM keeps what a prefix needs at the ends of prompts only, so that answers are found nowhere."""
+    interval = getattr(vllm_config.cache_config, "prefix_cache_retention_interval", None)
+    return interval == 0 and any(kept.states or kept.window for kept in retentions)
+
+
+def check_settings(
+    config: ConnectorConfig,
+    role: EngineRole,
+    vllm_config: "VllmConfig",
+    retentions: Sequence[Retention] = (),
+    *,
+    unshared: str = "",
+) -> None:
     """Raise ConfigError if settings ask for what this engine cannot do; warn if a recipe's keys contradict it.
 
-    ``unshared``: see ``unshared_prefixes``.
+    ``retentions``: what vLLM keeps of a request in every cache group. ``unshared``: see ``unshared_prefixes``.
     """
     needed_by = {
         "cpu_bytes_to_use": config.cpu_bytes_to_use > 0,
@@ -51,6 +65,11 @@ def check_settings(config: ConnectorConfig, role: EngineRole, vllm_config: "Vllm
             check_prefix_caching(vllm_config, setting)
     if (config.serve_prefixes or config.peers is not None) and unshared:
         logger.warning("PDConnector: serve_prefixes and peers have no effect: %s", unshared)
+    elif config.serve_prefixes and lends_prompts_only(vllm_config, retentions):
+        logger.info(
+            "PDConnector: what is decoded here is not lent to peers, because vLLM keeps windows and states only at the "
+            "ends of prompts; --prefix-cache-retention-interval None keeps those of answers, too"
+        )
     if READERS in (config.peers or ()) and not role.produces:
         raise ConfigError(
             f"peers has {READERS!r}: only an engine that prefills for others (kv_role kv_producer or kv_both) has "

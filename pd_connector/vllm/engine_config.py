@@ -194,11 +194,13 @@ def max_blocks_per_step(vllm_config: "VllmConfig", block_tokens: Sequence[int]) 
 def drafts_late(vllm_config: "VllmConfig") -> bool:
     """Return whether a step's results may come before the device has written what the step drafts.
 
-    vLLM launches the draft model behind what the results wait for. On the CPU, a kernel is done when its call returns.
+    vLLM launches the draft model behind what the results wait for, and with any drafts what moves states to their
+    blocks. On the CPU, a kernel is done when its call returns.
     """
     from vllm.platforms import current_platform  # noqa: PLC0415  resolves the platform on first use
 
-    return drafts_keep_caches(vllm_config) and str(current_platform.device_type) != "cpu"
+    moves_states = vllm_config.speculative_config is not None and bool(vllm_config.model_config.is_hybrid)
+    return (moves_states or drafts_keep_caches(vllm_config)) and str(current_platform.device_type) != "cpu"
 
 
 def drafts_keep_caches(vllm_config: "VllmConfig") -> bool:

@@ -33,6 +33,7 @@ from tests.support.e2e.pair import (
     Pair,
     assert_failed_pull,
     assert_same_output,
+    control_address,
     control_keys,
     end_lease,
     make_prompt,
@@ -232,6 +233,27 @@ class TestStatesAtBorders:
             assert counted.value("vllm:pd_host_tokens_total") == tokens
             reference = server.client.compute(prompt, len(again.tokens))
             assert (again.tokens, again.logprobs) == (reference.tokens, reference.logprobs)
+
+    def test_what_was_decoded_is_pulled_by_another_server(self, pair: Pair) -> None:
+        """With the state at a border that the answer has crossed."""
+        assert any(self._goes_on_elsewhere(pair, attempt) for attempt in range(5))
+
+    @staticmethod
+    def _goes_on_elsewhere(pair: Pair, attempt: int) -> bool:
+        """Check an answer of D; return whether D pulled what P holds before it had computed it itself."""
+        first = make_prompt(2 * QWEN3_NEXT_BLOCK - 20, (pair.name, "conversation", attempt))
+        answer = pair.prefill.client.complete(first, 40)
+        second = [*first, *answer.tokens, *make_prompt(100, (pair.name, "question"))]
+        with pair.traffic() as traffic:
+            completion = pair.decode.client.complete(second, kv_transfer_params={"prefixes_at": control_address(pair)})
+        pulled = traffic.pulled("prefix_tokens")
+        assert pulled in {0, 2 * QWEN3_NEXT_BLOCK}
+        assert traffic.source("local_compute") == len(second) - pulled
+        assert traffic.failures() == 0
+        if pulled:  # P goes on from the same state; one that was computed from the prompt would have other bits
+            reference = pair.prefill.client.complete(second)
+            assert (completion.tokens, completion.logprobs) == (reference.tokens, reference.logprobs)
+        return bool(pulled)
 
     def test_a_wrong_number_in_a_state_fails_the_pull(self, pair: Pair) -> None:
         prompt = make_prompt(700, (pair.name, "spoilt"))

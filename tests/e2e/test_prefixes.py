@@ -5,7 +5,7 @@ import pytest
 from tests.support.e2e.choice import on_pairs, pairs
 from tests.support.e2e.deployments import LANDINGS, MIXED
 from tests.support.e2e.host_memory import evict, wait_until_nothing_is_lent
-from tests.support.e2e.pair import Pair, assert_same_output, control_keys, end_lease, make_prompt
+from tests.support.e2e.pair import Pair, assert_same_output, control_address, make_prompt
 
 pytestmark = [pytest.mark.equality]
 
@@ -14,19 +14,12 @@ TURN, ANSWER = 1300, 70
 ATTEMPTS = 5
 
 
-def address(pair: Pair) -> str:
-    """Of the control channel of the server that holds a conversation."""
-    params = pair.prefill.client.prefill(make_prompt(3, "where"))
-    end_lease(params, control_keys(pair.prefill))
-    return f"{params['remote_host']}:{params['remote_port']}"
-
-
 def goes_on_elsewhere(pair: Pair, attempt: int, *, in_host: bool = False) -> bool:
     """Check a conversation that goes on at D; return whether D pulled what P holds of it before it had computed it.
 
     ``in_host``: P's device has forgotten it.
     """
-    hint = {"prefixes_at": address(pair)}
+    hint = {"prefixes_at": control_address(pair)}
     first = make_prompt(TURN, ("conversation", pair.name, attempt))
     answer = pair.prefill.client.complete(first, ANSWER)
     second = [*first, *answer.tokens, *make_prompt(20, "question")]

@@ -109,7 +109,7 @@ class PeerPrefixes(SchedulerRole):
             peers: asked for every prompt.
             client: sends the messages; closed with this.
             blocks: of the device.
-            groups: what vLLM keeps of a request in every cache group; none of states.
+            groups: what vLLM keeps of a request in every cache group.
             hashes: name the blocks.
             canaries: prove peers.
             held_in_host: returns how many tokens behind those on the device host memory holds.

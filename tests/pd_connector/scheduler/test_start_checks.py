@@ -40,10 +40,22 @@ def test_a_ring_has_no_borders_at_which_prefixes_end() -> None:
         ([TOKENS], "eagle", ""),
         ([TOKENS, WINDOW], "", ""),
         ([TOKENS, WINDOW], "ngram", ""),
-        ([TOKENS, WINDOW], "eagle", "drafts and sliding windows"),
-        ([TOKENS, STATES], "", "keep states"),
+        ([TOKENS, WINDOW], "eagle", "drafts and sliding windows or states"),
+        ([TOKENS, STATES], "", ""),
+        ([TOKENS, STATES], "ngram", ""),
+        ([TOKENS, STATES], "eagle", "drafts and sliding windows or states"),
+        ([TOKENS, Retention(RING_TOKENS, states=True)], "", "a ring holds"),
     ],
-    ids=["drafts", "windows", "windows and n-grams", "windows and drafts", "states"],
+    ids=[
+        "drafts",
+        "windows",
+        "windows and n-grams",
+        "windows and drafts",
+        "states",
+        "states and n-grams",
+        "states and drafts",
+        "a ring",
+    ],
 )
 def test_prefixes_that_vllm_would_not_find_are_not_shared(
     groups: list[Retention], drafts: str, reason: str, caplog: pytest.LogCaptureFixture
@@ -56,6 +68,34 @@ def test_prefixes_that_vllm_would_not_find_are_not_shared(
     config = parse_config({"peers": ["p:1"]})
     check_settings(config, EngineRole.of(made, asks_peers=True), made, unshared=unshared)
     assert ("serve_prefixes and peers have no effect" in caplog.text) is bool(reason)
+
+
+def test_states_that_vllm_finds_inside_of_blocks_are_not_shared() -> None:
+    made = a_config(Path("model"), "kv_both")
+    made.parallel_config.decode_context_parallel_size = 2
+    assert unshared_prefixes(made, [TOKENS]) == ""
+    assert "decode context parallelism" in unshared_prefixes(made, [TOKENS, STATES])
+
+
+@pytest.mark.parametrize(
+    ("groups", "interval", "says"),
+    [
+        ([TOKENS, STATES], 0, True),
+        ([TOKENS, WINDOW], 0, True),
+        ([TOKENS, STATES], None, False),
+        ([TOKENS, STATES], 96, False),
+        ([TOKENS], 0, False),
+    ],
+)
+def test_an_engine_that_lends_prompts_only_says_how_it_lends_answers(
+    groups: list[Retention], interval: int | None, says: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = a_config(Path("model"), "kv_consumer")
+    made.cache_config.enable_prefix_caching = True
+    made.cache_config.prefix_cache_retention_interval = interval
+    caplog.set_level("INFO")
+    check_settings(parse_config({"serve_prefixes": True}), EngineRole.of(made, serves_prefixes=True), made, groups)
+    assert ("--prefix-cache-retention-interval None keeps those of answers" in caplog.text) is says
 
 
 def engine(role: str, *, tp: int, pp: int, dp: int = 1, **stated: Any) -> Any:

@@ -87,19 +87,23 @@ GRANITE_SHORT_OF_BLOCKS = Deployment(
 QWEN3_NEXT_BLOCK = 288
 
 
-def _qwen3_next(role: Role, *options: tuple[str, object]) -> ServerSpec:
+def _qwen3_next(role: Role, *options: tuple[str, object], keeps_answers: bool = False) -> ServerSpec:
     """Finds prefixes. Its kernels know bfloat16 only. The device holds a dozen prompts."""
+    retention = ("--prefix-cache-retention-interval", "None") if keeps_answers else ()
     spec = _hybrid(
         role, "qwen3_next", 1, QWEN3_NEXT_BLOCK, "--enable-prefix-caching", "--num-gpu-blocks-override", "90",
-        dtype="bfloat16", block_size=QWEN3_NEXT_BLOCK,
+        *retention, dtype="bfloat16", block_size=QWEN3_NEXT_BLOCK,
     )  # fmt: skip
     return replace(spec, options=(*spec.options, ("cpu_bytes_to_use", 64 << 20), *options))
 
 
-#: States at the borders of blocks, also in host memory, and checksums of every pull.
+#: States at the borders of blocks, also in host memory, and checksums of every pull. P lends prefixes to D.
 QWEN3_NEXT = Deployment(
     "qwen3_next",
-    (("P", _qwen3_next("kv_producer", ("verify", True))), ("D", _qwen3_next("kv_consumer", ("verify", True)))),
+    (
+        ("P", _qwen3_next("kv_producer", ("verify", True), ("serve_prefixes", True), keeps_answers=True)),
+        ("D", _qwen3_next("kv_consumer", ("verify", True), ("peers", ()))),
+    ),
 )
 
 #: Prompts that land in host memory, and leases that move there as soon as they are granted.

@@ -289,3 +289,10 @@ def end_lease(params: KVTransferParams, keys: ControlKeys | None = None) -> None
     cancel = Cancel(params["remote_engine_id"], (params["lease_id"],))
     client.request(params["remote_host"], params["remote_port"], cancel, 10.0).result()
     client.close()
+
+
+def control_address(pair: Pair) -> str:
+    """The address of the prefill server's control channel."""
+    params = pair.prefill.client.prefill(make_prompt(3, "where"))
+    end_lease(params, control_keys(pair.prefill))
+    return f"{params['remote_host']}:{params['remote_port']}"

@@ -49,8 +49,8 @@ from tests.support.simulation.scheduler_pulls import Peer, ScheduledPull
 from tests.support.simulation.state_groups import StateMode, States, caches, worker_with
 from tests.support.waiting import ManualClock
 from transfer.control.client import ControlClient
-from transfer.control.failures import PeerUnreachable
-from transfer.control.messages import Reply, decode_request, encode
+from transfer.control.failures import PeerRefused, PeerUnreachable
+from transfer.control.messages import Error, Reply, decode_request, encode
 from transfer.control.messages import Request as Message
 from transfer.control.server import ServerCounters
 from transfer.control.waiting_requests import NotYet
@@ -122,10 +122,14 @@ class World:
             reply = engine.service.handle(each.message) if engine is not None and answers else None
             if isinstance(reply, NotYet):
                 reply = reply.reply if self.clock.now >= each.sent_at + reply.wait_s else None
-            if reply is not None:
+            kind = str(each.message.__struct_config__.tag)
+            if isinstance(reply, Error):
+                each.future.set_exception(
+                    PeerRefused(host=HOST, port=each.port, request_type=kind, code=reply.code, reason=reply.message)
+                )
+            elif reply is not None:
                 each.future.set_result(reply)
             elif self.clock.now >= each.deadline:
-                kind = str(each.message.__struct_config__.tag)
                 error = PeerUnreachable(host=HOST, port=each.port, request_type=kind, tried_s=1.0, attempts=1)
                 each.future.set_exception(error)
             else:

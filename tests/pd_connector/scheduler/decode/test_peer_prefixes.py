@@ -23,10 +23,13 @@ from tests.support.simulation.prefix_engines import (
     watch_orders,
     watch_places,
 )
+from tests.support.simulation.state_groups import StateMode
 from tests.support.simulation.vllm_schedulers import HOST, ClientRequest, EngineSim, World
 from transfer.control.messages import Find, Found
 
 OUTPUTS = 40
+
+with_or_without_states = pytest.mark.parametrize("states", ["", "align"], ids=["tokens", "states"])
 SECOND = list(range(TURN, 2 * TURN))
 
 
@@ -37,9 +40,10 @@ def world() -> Iterator[World]:
     world.close()
 
 
-def test_an_engine_pulls_what_another_has_computed_and_computes_the_rest(world: World) -> None:
-    holder = a_holder(world)
-    finder = asker(world, holder)
+@with_or_without_states
+def test_an_engine_pulls_what_another_has_computed_and_computes_the_rest(world: World, states: StateMode) -> None:
+    holder = a_holder(world, states=states)
+    finder = asker(world, holder, states=states)
     _, conversation = compute(world, holder, FIRST, OUTPUTS)
     computed, _ = compute(world, finder, [*conversation, *range(500, 520)])
     held = (len(conversation) - 1) // BLOCK * BLOCK  # the last token was never computed
@@ -50,9 +54,10 @@ def test_an_engine_pulls_what_another_has_computed_and_computes_the_rest(world: 
     assert finder.blocks_in_use == holder.blocks_in_use == 0
 
 
-def test_what_this_engine_holds_is_not_pulled(world: World) -> None:
-    holder = a_holder(world)
-    finder = asker(world, holder)
+@with_or_without_states
+def test_what_this_engine_holds_is_not_pulled(world: World, states: StateMode) -> None:
+    holder = a_holder(world, states=states)
+    finder = asker(world, holder, states=states)
     compute(world, finder, FIRST)
     hold(world, holder, [*FIRST, *[3] * TURN])
     order = watch_orders(finder)
@@ -62,10 +67,11 @@ def test_what_this_engine_holds_is_not_pulled(world: World) -> None:
     assert [(each.first_token, each.end_token) for each in order] == [(held, found)]
 
 
+@with_or_without_states
 @pytest.mark.parametrize("role", ["kv_producer", "kv_consumer"])
-def test_what_only_host_memory_holds_is_pulled_from_there(world: World, role: str) -> None:
-    holder = a_holder(world, role, 30, slots=200, host_transfers="auto")
-    finder = asker(world, holder)
+def test_what_only_host_memory_holds_is_pulled_from_there(world: World, role: str, states: StateMode) -> None:
+    holder = a_holder(world, role, 40 if states else 30, slots=200, states=states, host_transfers="auto")
+    finder = asker(world, holder, states=states)
     hold(world, holder, FIRST)
     take_all_blocks(world, holder)
     computed, _ = compute(world, finder, [*FIRST, 1])

@@ -9,6 +9,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from tests.support.simulation.state_groups import StateMode
 from tests.support.simulation.vllm_schedulers import HOST, ClientRequest, EngineSim, World
 
 #: What conversations consist of: they have beginnings in common.
@@ -25,13 +26,15 @@ class PrefixMachine(RuleBasedStateMachine):
         hosts=st.sampled_from(["P", "PD", "PDQ"]),
         transfers=st.sampled_from(["off", "auto"]),
         outputs=st.sampled_from([1, 30]),
+        states=st.sampled_from(["", "align"]),
     )
-    def start(self, blocks: int, slots: int, hosts: str, transfers: str, outputs: int) -> None:
+    def start(self, blocks: int, slots: int, hosts: str, transfers: str, outputs: int, states: StateMode) -> None:
         self.world, self.outputs, self.number = World(), outputs, 0
         settings: dict[str, Any] = {"host_transfers": transfers}
         self.engines = {
             name: EngineSim(
-                self.world, role, blocks, "fail", slots=slots if name in hosts else 0, serve_prefixes=True,
+                self.world, role, blocks * (1 + bool(states)), "fail", states=states, serve_prefixes=True,
+                slots=slots if name in hosts else 0,
                 peers=[f"{HOST}:{port}" for port in (1, 2, 3) if port != own],
                 **(settings if slots and name in hosts else {}),
             )
