@@ -27,10 +27,12 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from layout.geometry import layers_by_group
 from pd_connector.orders import Orders, PullOrder, RankEnds, Report, WorkerHandshake
 from pd_connector.params import ParamsError, RemotePrefill, check_groups, is_decode_leg, prefixes_at
 from pd_connector.scheduler.decode.canaries import NoCanaries, Standing
 from pd_connector.scheduler.decode.compute_rate import ComputeRate
+from pd_connector.scheduler.decode.needed_blocks import NeededBlocks
 from pd_connector.scheduler.readers import Readers
 from pd_connector.scheduler.scheduler_role import SchedulerRole
 from pd_connector.stats import StatsRecorder
@@ -126,6 +128,7 @@ class PeerPrefixes(SchedulerRole):
         self._held_in_host = held_in_host
         self._clock = clock
         self._ranks = 0
+        self._needed = NeededBlocks(groups, ())
         self._rate = ComputeRate(clock)
         self._computing: dict[str, Request] = {}  # requests without a first token, by id
         self._asking: dict[str, _Asking] = {}  # by request
@@ -142,8 +145,9 @@ class PeerPrefixes(SchedulerRole):
         self._warnings = ThrottledWarnings(logger, _LOG_INTERVAL_S)
 
     def set_workers(self, handshakes: Sequence[WorkerHandshake]) -> None:
-        """Learn the number of ranks."""
+        """Learn the number of ranks, and the names of layers."""
         self._ranks = len(handshakes)
+        self._needed.set_layers(layers_by_group([handshake.geometry for handshake in handshakes]))
 
     def must_wait_for(self, request: "Request", computed_tokens: int) -> bool:
         """Return whether a request must wait for what peers hold of its prompt; ask them, if they have not been.
@@ -363,8 +367,13 @@ class PeerPrefixes(SchedulerRole):
                 self._silent_until.pop(peer, None)
                 if found.reason:
                     self._warnings.warn("reason", f"PDConnector: engine at {peer} serves no prefix: {found.reason}")
-                if found.lease_id:
-                    offers.append(_remote(found, peer, self._unit, asking.request.num_prompt_tokens - 1))
+                if not found.lease_id:
+                    continue
+                offer = _remote(found, peer, self._unit, asking.request.num_prompt_tokens - 1)
+                if self._needed.lacking(offer, asking.first) is None:
+                    offers.append(offer)
+                else:  # a window here reaches back further, as blocks here are larger
+                    self._cancel(offer)
             except TransferError as error:
                 self._silent_until[peer] = self._clock() + _SILENCE_S
                 self._warnings.warn("silent", f"PDConnector: engine at {peer} was asked for a prefix: {error}")

@@ -78,3 +78,26 @@ def test_an_offer_of_more_than_was_asked_for_is_declined(
     assert f"where {TURN - 1} were asked for" in caplog.text
     world.run(1.0)
     assert not holder.leases
+
+
+def test_what_lacks_a_block_that_is_needed_here_is_declined_and_the_peer_is_asked_again(world: World) -> None:
+    """Of a window, a peer with smaller blocks may hold less than a block here needs."""
+    holder = a_holder(world)
+    finder = asker(world, holder)
+    for first in (0, 300):
+        hold(world, holder, [token + first for token in FIRST])
+    prefixes = holder.service.prefixes
+    answer = prefixes._answer
+
+    def with_a_hole(*asked: Any, **named: Any) -> Found:
+        found: Found = answer(*asked, **named)
+        assert found.lease_id
+        return msgspec.structs.replace(found, block_ids=tuple((0, *ids[1:]) for ids in found.block_ids))
+
+    prefixes._answer = with_a_hole
+    assert compute(world, finder, [*FIRST, 1])[0] == TURN + 1
+    world.run(1.0)
+    assert holder.leases == 0
+    prefixes._answer = answer
+    assert compute(world, finder, [*(token + 300 for token in FIRST), 1])[0] < TURN
+    assert (finder.counts["prefixes: nothing"], finder.counts["prefixes: pulled"]) == (1, 1)
