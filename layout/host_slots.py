@@ -120,7 +120,7 @@ def _place(plane: Plane, layer: int, group_tokens: int, runs: BlockRuns) -> _Pla
         raise SlotPlaneError(
             f"part {plane.part!r} of layer {plane.layers[layer]!r} has {ratio} kernel blocks of {plane.block_tokens} "
             f"tokens in a block of {group_tokens}, whose tokens are not equally far apart in host memory; use blocks "
-            "of the size of the kernel's"
+            "of the kernel's size, which hybrids cannot: theirs are as large as a state"
         )
     return place
 
