@@ -193,7 +193,10 @@ class StatsRecorder:
         It is reported again as long as it is not 0, so that the ranks can be compared.
         """
         shares = self._shares.setdefault(name, {})
-        shares[owner] = number
+        if number:
+            shares[owner] = number
+        else:
+            shares.pop(owner, None)
         if (total := sum(shares.values())) or self._gauges.get(name):
             self._gauges[name] = self._new_gauges[name] = total
 

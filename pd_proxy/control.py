@@ -18,6 +18,8 @@ _MARK = "remote_attempt"
 
 #: How long the legs of a decode server go in turn that has failed at once, and not in turn.
 _IN_TURN_S = 300.0
+#: For which one control address must be told alone to be that of a single engine.
+_ONE_S = 300.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,16 +35,20 @@ class _Told:
     now: Address | None = None  # as last told
     before: set[Address] = field(default_factory=set)  # that have been replaced
     several: bool = False  # one that had been replaced came back
+    since: float = 0.0  # when the address was another the last time
 
 
 class ControlAddresses:
     """The control addresses of all prefill servers, by their URLs.
 
     A server whose answers name several addresses in turn is more than one engine behind one URL, such as the ranks of a
-    data-parallel deployment. It has no address here, because nobody can say which of them will take a request.
+    data-parallel deployment. It has no address here, because nobody can say which of them will take a request. Where
+    one address alone has been told for a while, it was a server that has restarted, and got a port of before.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        """Know none. ``clock`` is a monotonic clock, in seconds."""
+        self._clock = clock
         self._told: dict[str, _Told] = {}
 
     def of(self, url: str) -> Address | None:
@@ -58,7 +64,11 @@ class ControlAddresses:
             return
         told = self._told.setdefault(url, _Told())
         if address == told.now:
+            if self._clock() - told.since >= _ONE_S:
+                told.before.clear()
+                told.several = False
             return
+        told.since = self._clock()
         if address in told.before and not told.several:
             told.several = True
             logger.info("prefill server %s answers from several control addresses: its legs go in turn", url)

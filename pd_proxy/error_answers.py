@@ -1,6 +1,7 @@
 """What can go wrong on the way through the proxy, and how a client is told: in the error shape of its API."""
 
 import json
+import traceback
 from enum import Enum, auto
 from http import HTTPStatus
 
@@ -125,3 +126,13 @@ def is_error(content: bytes) -> bool:
     except (ValueError, RecursionError):
         return False
     return isinstance(body, dict) and "error" in body
+
+
+def let_go_of_bodies(error: BaseException | None) -> None:
+    """Clear the frames through which an error has come.
+
+    They hold the request's bodies, and some the error itself: the collector of such circles seldom runs here.
+    """
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__

@@ -1,7 +1,6 @@
 """One client's request on its way: read, sent to the servers, answered, logged."""
 
 import asyncio
-import traceback
 from abc import ABC, abstractmethod
 from contextlib import suppress
 from http import HTTPStatus
@@ -14,7 +13,7 @@ from pd_proxy import headers as passed
 from pd_proxy.apis import KEPT, Body
 from pd_proxy.decode import run_decode
 from pd_proxy.detour import PromptSize
-from pd_proxy.error_answers import ErrorShape, LegFailed, LegRefused, RequestError
+from pd_proxy.error_answers import ErrorShape, LegFailed, LegRefused, RequestError, let_go_of_bodies
 from pd_proxy.http_client import Client, json_object, read_content, while_connected
 from pd_proxy.journal import CLIENT_LEFT, Journal
 from pd_proxy.legs import TwoLegs
@@ -79,17 +78,17 @@ class Exchange(ABC):
             work = self._serve(request, client, await read_content(request, self._max_body_bytes))
             await while_connected(request.receive, client, work)
         except (RequestError, RecursionError) as error:
-            _let_go_of_bodies(error)
+            let_go_of_bodies(error)
             told = str(error) if isinstance(error, RequestError) else "the request body is nested too deeply"
             record.problem = told
             await client.fail(HTTPStatus.BAD_REQUEST, told)
         except LegRefused as error:
-            _let_go_of_bodies(error)
+            let_go_of_bodies(error)
             record.problem = "the prefill server refused"
             record.cause = f"prefill server {record.prefill_url} refused with status {error.status}"
             await client.send_whole(error.status, error.headers, error.content)
         except LegFailed as error:
-            _let_go_of_bodies(error)
+            let_go_of_bodies(error)
             record.problem, record.cause = str(error), error.cause
             await client.fail(error.status, error.told)
 
@@ -138,13 +137,3 @@ class Generation(Exchange):
                 "previous_response_id and background"
             )
         await run_decode(self._upstream, client, decode_body(self._upstream.api, body, None))
-
-
-def _let_go_of_bodies(error: BaseException | None) -> None:
-    """Clear the frames through which an error has come.
-
-    They hold the request's bodies, and some the error itself: the collector of such circles seldom runs here.
-    """
-    while error is not None:
-        traceback.clear_frames(error.__traceback__)
-        error = error.__cause__ or error.__context__

@@ -25,7 +25,7 @@ from starlette.requests import ClientDisconnect
 from pd_proxy.apis import COMPLETIONS, Body
 from pd_proxy.control import Address
 from pd_proxy.decode import at_once, run_decode
-from pd_proxy.error_answers import LegFailed, LegRefused, NothingHandedOver, Retry
+from pd_proxy.error_answers import LegFailed, LegRefused, NothingHandedOver, Retry, let_go_of_bodies
 from pd_proxy.first_token import FirstToken, may_begin
 from pd_proxy.http_client import Client
 from pd_proxy.parameters import decode_body, following
@@ -93,6 +93,7 @@ class TwoLegs:
             failure = await self._serve_with(server)
             if failure is None:
                 return
+            let_go_of_bodies(failure)
             if failure.retry is not Retry.NO:
                 self._upstream.control.forget(server.url)
             if failure.retry is Retry.NO or (failure.retry is Retry.ONCE and not once):
@@ -176,7 +177,7 @@ class TwoLegs:
     async def _prefill_beside(
         self, server: Server, address: Address, transfer_id: str, prefill: _Prefill, decoding: anyio.CancelScope
     ) -> None:
-        """Run the prefill leg, and end the decode leg where that is no use any more."""
+        """Run the prefill leg, and end the decode leg where that is no use any more. Only its group cancels it."""
         try:
             answer = await self._run_prefill(server, transfer_id)
             prefill.details = self._upstream.api.figures.of(answer)
@@ -192,11 +193,14 @@ class TwoLegs:
             prefill.failure = failure
         except ClientDisconnect as problem:
             prefill.problem = problem
+        except anyio.get_cancelled_exc_class():
+            return  # raised, it would be part of a circle with the request's bodies: see ``let_go_of_bodies``
         prefill.done.set()
         if prefill.problem is not None or (prefill.ends_decoding and not self._client.started):
             decoding.cancel()
         elif prefill.failure is not None:
             logger.warning("prefill server %s failed (%s) after D had answered", server.url, prefill.failure)
+            let_go_of_bodies(prefill.failure)
 
     def _text_ended(self, failure: Failure) -> bool:
         """Return whether a prefill leg handed nothing over because its token ends the text, as it may."""

@@ -1,6 +1,7 @@
 """What this machine gives the connector: an address, a port, devices, and memory to lock."""
 
 import importlib
+import os
 import re
 import resource
 import socket
@@ -18,6 +19,8 @@ _MIB = 1 << 20
 _PINNED_BYTES = 64 * _MIB  # for a check
 _STATUS = Path("/proc/self/status")
 _CAP_IPC_LOCK = 14
+#: By which NICs reach a GPU's memory; Mooncake's switch to the other way.
+_PEERMEM, _DMA_BUF = Path("/sys/module/nvidia_peermem"), "WITH_NVIDIA_PEERMEM"
 
 
 class Machine:
@@ -70,6 +73,11 @@ class Machine:
             raise CheckWarned(f"{text}; protocol auto takes tcp here, which is slower, and peers must use tcp, too")
         if self._config.protocol == "rdma" and any("ACTIVE" not in nic for nic in nics):
             raise CheckWarned(f"{text}; ports that are not active move nothing")
+        if self._config.protocol == "rdma" and devices and not (_PEERMEM.exists() or os.environ.get(_DMA_BUF) == "0"):
+            raise CheckWarned(
+                f"{text}; the kernel module nvidia-peermem is not loaded: without it, no GPU memory can be registered, "
+                f"unless {_DMA_BUF}=0 is set"
+            )
         return text
 
     def memory(self) -> str:

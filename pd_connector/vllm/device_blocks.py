@@ -235,8 +235,13 @@ def may_hold(pool: "BlockPool", hashes: "Sequence[BlockHash]", tokens: int, grou
     for group, size in groups.items():
         wanted = current().block_hashes(hashes, pool.hash_block_size, size)
         entry = -(-tokens // size) - 1
-        if not 0 <= entry < len(wanted) or not pool.get_cached_block(wanted[entry], [group]):
+        if not 0 <= entry < len(wanted):
             return False
+        try:
+            if not pool.get_cached_block(wanted[entry], [group]):
+                return False
+        except (RuntimeError, StopIteration):  # the scheduler's thread adds or drops a block of that hash
+            continue
     return True
 
 

@@ -96,17 +96,20 @@ def _workers_allocate() -> bool:
 
 def _first_declared(vllm_config: Any) -> _LayoutChoice:
     """Return the best block-outer layout that all attention backends of the model declare."""
+    from vllm.config import set_current_vllm_config  # noqa: PLC0415
     from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends  # noqa: PLC0415
     from vllm.v1.attention.backends.utils import get_supported_kv_cache_layouts  # noqa: PLC0415
 
     backends = get_current_attn_backends(vllm_config)
     block_tokens = _block_tokens(vllm_config, backends)
+    # Blocks of a hybrid are as large as a state, which the engine core learns too late.
+    blocks = "blocks of any size" if vllm_config.model_config.is_hybrid else f"whole blocks of {block_tokens} tokens"
     for backend in backends:
-        if not _takes_whole_blocks(backend, block_tokens):
+        with set_current_vllm_config(vllm_config):  # which sizes a kernel takes may depend on the model
+            sizes = backend.get_supported_kernel_block_sizes()
+        if not _takes_whole_blocks(sizes, block_tokens, of_any_size=vllm_config.model_config.is_hybrid):
             # vLLM splits blocks for such a kernel, but refuses to do so in a block-outer layout.
-            return _LayoutChoice(
-                None, f"kernels of {backend.get_name()} do not take whole blocks of {block_tokens} tokens"
-            )
+            return _LayoutChoice(None, f"kernels of {backend.get_name()} do not take {blocks}")
     names = ", ".join(backend.get_name() for backend in backends)
     declared = {layout.name for layout in get_supported_kv_cache_layouts(backends)}
     # vLLM accepts BHLNC only if the caches of all layers have the same shape.
@@ -134,10 +137,12 @@ def _block_tokens(vllm_config: Any, backends: Sequence[Any]) -> int:
     return current().preferred_block_tokens(backends, vllm_config)
 
 
-def _takes_whole_blocks(backend: Any, block_tokens: int) -> bool:
+def _takes_whole_blocks(sizes: Sequence[Any], block_tokens: int, *, of_any_size: bool) -> bool:
+    """Return whether a kernel of such ``sizes`` takes a block whole; ``of_any_size``: whatever vLLM makes of it."""
     from vllm.v1.attention.backend import MultipleOf  # noqa: PLC0415
 
-    sizes = backend.get_supported_kernel_block_sizes()
+    if of_any_size and not all(isinstance(size, MultipleOf) for size in sizes):
+        return False
     return not sizes or any(
         block_tokens % size.base == 0 if isinstance(size, MultipleOf) else block_tokens == size for size in sizes
     )

@@ -72,6 +72,19 @@ class StepEnds:
         return ended
 
 
+def landing(transport: str, device: torch.device) -> Callable[[], None]:
+    """Return what waits until a device has all bytes that a transfer engine has read into its memory.
+
+    Over TCP, Mooncake hands bytes to CUDA in pieces of 64 KiB, on the default stream. CUDA may return from so small a
+    copy before it is done, and no other stream waits for that one: not vLLM's, nor those on which pulls are reshaped
+    and compared.
+    """
+    if transport != "tcp" or device.type != "cuda":
+        return lambda: None
+    synchronize: Callable[[], None] = torch.cuda.default_stream(device).synchronize
+    return synchronize
+
+
 def fences(device: torch.device) -> RaiseFence:
     """Return what raises fences on ``device``. There are none on the CPU: its kernels end before their calls return."""
     return no_fence if device.type == "cpu" else lambda: DeviceFence(device)

@@ -119,6 +119,7 @@ class Pulls(WorkerRole):
         self._closing = [s for s in self._closing if not s.join(max(deadline - time.monotonic(), 0.0))]
         if self._closing:
             logger.warning("PDConnector: %d reads were still under way at shutdown", len(self._closing))
+        self._quarantine.close()
 
     def check_ended(self) -> None:
         """Raise RuntimeError if a session's thread still runs after ``join``: its reads may still write to blocks."""

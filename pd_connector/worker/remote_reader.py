@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import Protocol, TypeVar
+from typing import Protocol, TypeAlias, TypeVar
 
 import torch
 
@@ -68,6 +68,14 @@ class Copier(Protocol):
         """Return when all bytes are in place, visible to every thread and stream; raise if that will never be so."""
 
 
+#: Returns when the device has all bytes that its transfer engine has read.
+Land: TypeAlias = Callable[[], None]
+
+
+def nothing_to_land() -> None:
+    """Implement ``Land`` where the last call of a read returns with its last byte in place."""
+
+
 class RemoteReader:
     """Plans and executes a worker's reads. ``staging`` is None if everything is read directly into place."""
 
@@ -78,17 +86,19 @@ class RemoteReader:
         pool: SlotPool | None = None,
         copy: Copier = reshape.run_copies,
         areas: CopyAreas | None = None,
+        land: Land = nothing_to_land,
     ) -> None:
         """Compile the planning kernels, so that no pull waits for that.
 
         ``copy`` must reach both the memory of ``pool``, which is the staging buffer, and ``local_regions``. ``areas``
-        limits what it is given at once.
+        limits what it is given at once. ``land`` is called after every read.
 
         Raises:
             ValueError: local regions overlap, or one is empty.
         """
         self.staging = pool
         self._copy = copy
+        self._land = land
         self._areas = areas
         self._cost = cost
         self._local = RegionTable(local_regions)
@@ -111,7 +121,12 @@ class RemoteReader:
 
     @classmethod
     def with_device_staging(
-        cls, cost: CostModel, local_regions: tuple[Region, ...], staging_bytes: int, caches: Sequence[torch.Tensor]
+        cls,
+        cost: CostModel,
+        local_regions: tuple[Region, ...],
+        staging_bytes: int,
+        caches: Sequence[torch.Tensor],
+        land: Land = nothing_to_land,
     ) -> "RemoteReader":
         """Return a reader for ``caches`` that only their device can reach, which holds the buffer and copies.
 
@@ -124,13 +139,13 @@ class RemoteReader:
         buffer = device_memory(staging_bytes, caches[0].device, _WAY_OUT)
         pool = SlotPool(Region(buffer.data_ptr(), buffer.numel()), SLOTS, buffer)
         if _has_kernel(buffer.device) and (kernel := _kernel_copier(caches, buffer)) is not None:
-            return cls(replace(cost, copy_alpha=_KERNEL_COPY_ALPHA), local_regions, pool, kernel)
+            return cls(replace(cost, copy_alpha=_KERNEL_COPY_ALPHA), local_regions, pool, kernel, land=land)
         cost = replace(cost, copy_alpha=_DEVICE_COPY_ALPHA)
         # A window is half a slot, and its row numbers are no larger than its rows: so it is copied in one round.
         temporary_bytes = max(pool.slot_bytes, DEFAULT_TEMPORARY_BYTES)
         segments = mapped_segments(buffer.device)
         copier = TensorCopier(caches, [buffer], segments=segments, temporary_bytes=temporary_bytes)
-        return cls(cost, local_regions, pool, copier, CopyAreas(copier.view_starts, AREAS_PER_WINDOW))
+        return cls(cost, local_regions, pool, copier, CopyAreas(copier.view_starts, AREAS_PER_WINDOW), land)
 
     @property
     def least_bytes(self) -> float:
@@ -188,6 +203,7 @@ class RemoteReader:
         later_bytes = schedule.staged_bytes
         if len(schedule.direct):
             link.read(schedule.direct, timeout_s, later_bytes, given_up)
+            self._land()
         if not len(schedule.reads):
             return 0.0
         with ThreadPoolExecutor(1, "pd-copies") as copier:
@@ -200,6 +216,7 @@ class RemoteReader:
                     raise ReadFailed(f"not all windows were read within {timeout_s:.1f} s", settled=True)
                 later_bytes -= window.reads.total_bytes
                 link.read(window.reads, remaining, later_bytes, given_up)
+                self._land()
                 copying.append(copier.submit(self._copy, window.copies))
             all_read = time.monotonic()
             for copies in copying:

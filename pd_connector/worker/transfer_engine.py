@@ -93,9 +93,9 @@ def open_engine(
     protocol, tuning = transport(config), config.tuning
     if config.protocol == "auto" and protocol != default_protocol():
         logger.warning(
-            "PDConnector: this machine has no RDMA device, so KV cache is read over tcp, which is slower, and peers "
-            "must use tcp, too. Pass the devices into the container, or set protocol to 'tcp' on prefill and decode "
-            "engines to silence this"
+            "PDConnector: this machine has no RDMA device that can be opened and has an active port, so KV cache is "
+            "read over tcp, which is slower, and peers must use tcp, too. Pass the devices into the container "
+            "(/dev/infiniband), or set protocol to 'tcp' on prefill and decode engines to silence this"
         )
     options = MooncakeOptions(
         host=_own_host(config) if is_read else config.host or host_address(),

@@ -52,6 +52,7 @@ class UnawaitedPulls(WorkerRole, ABC):
             self.note(end)
             self._outstanding.discard(end.request_id)
             ends[end.request_id] = RankEnds(1, bool(end.failure), bool(end.lacking_states))
+        self._pulls.take_report()  # of what lacked states, as the ends say it here
         return self.reported(ends)
 
     def abandoned(self) -> Report:

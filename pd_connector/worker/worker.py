@@ -31,13 +31,13 @@ from pd_connector.vllm.releases import installed
 from pd_connector.vllm.tracing import pull_spans
 from pd_connector.worker.caches import Cache, all_tensors, describe_caches
 from pd_connector.worker.canary import canary_pulls, canary_room
-from pd_connector.worker.device_fence import RaiseFence, StepEnds, fences, no_fence
+from pd_connector.worker.device_fence import RaiseFence, StepEnds, fences, landing, no_fence
 from pd_connector.worker.host.pool import HostPool, HostQuota
 from pd_connector.worker.host.slot_pulls import LandingPulls, host_block_geometry
 from pd_connector.worker.lease_checksums import CacheChecksums, LeaseChecksums
 from pd_connector.worker.peer import ClearTails, PullContext, keep_tails
 from pd_connector.worker.pulls import Pulls
-from pd_connector.worker.remote_reader import RemoteReader
+from pd_connector.worker.remote_reader import RemoteReader, nothing_to_land
 from pd_connector.worker.transfer_engine import lender, open_engine, read_cost, transport
 from pd_connector.worker.unawaited_pulls import PrefixPulls
 from pd_connector.worker.verification import Verifier
@@ -476,10 +476,11 @@ def _remote_reader(
     config: ConnectorConfig, geometry: WorkerGeometry, tensors: Sequence[torch.Tensor], *, on_host: bool
 ) -> RemoteReader:
     cost, staging_bytes = read_cost(config), config.tuning.staging_bytes
+    land = landing(geometry.transport, tensors[0].device) if tensors else nothing_to_land
     if not (staging_bytes and tensors):
-        return RemoteReader(cost, geometry.regions)
+        return RemoteReader(cost, geometry.regions, land=land)
     if not on_host:
-        return RemoteReader.with_device_staging(cost, geometry.regions, staging_bytes, tensors)
+        return RemoteReader.with_device_staging(cost, geometry.regions, staging_bytes, tensors, land)
     try:
         return RemoteReader.with_staging(cost, geometry.regions, staging_bytes)
     except ValueError as error:

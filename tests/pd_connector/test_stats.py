@@ -85,6 +85,15 @@ def test_a_gauge_of_a_rank_is_the_sum_of_its_owners() -> None:
     assert reported == [40, 47, 7, 0, None]
 
 
+def test_an_owner_without_a_share_is_forgotten() -> None:
+    """Each sleep makes new ones."""
+    recorder = StatsRecorder()
+    for number in range(100):
+        recorder.gauge_of_rank("quarantined_blocks", 1, number)
+        recorder.gauge_of_rank("quarantined_blocks", 0, number)
+    assert recorder._shares == {"quarantined_blocks": {}}
+
+
 @pytest.mark.parametrize("numbers", [(5, 3), (3, 5), (5, 0), (0, 5)])
 def test_of_a_gauge_of_ranks_the_largest_counts(numbers: tuple[int, int]) -> None:
     one, other = (ConnectorStats({**nothing(), "gauges": {"quarantined_blocks": number}}) for number in numbers)

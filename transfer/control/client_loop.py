@@ -63,6 +63,8 @@ _REPLY_TYPE: dict[type, type] = {
     Find: Found,
 }
 _REPLIES_PER_TURN = 64  # of one peer, before the other peers get their turn
+#: A timer that is later: this process was stopped, or had no processor.
+_STOPPED_S = 1.0
 
 
 class ClientCounters(msgspec.Struct, frozen=True):
@@ -254,6 +256,8 @@ class ClientLoop:
 
     def _fire_timers(self) -> None:
         now = time.monotonic()
+        if self._timers and (late_s := now - self._timers[0][0]) > _STOPPED_S:
+            self._postpone(late_s)
         while self._timers and self._timers[0][0] <= now:
             _, message_id = heapq.heappop(self._timers)
             pending = self._pending.get(message_id)
@@ -266,6 +270,13 @@ class ClientLoop:
                 peer = self._peers.get(pending.address)
                 peer.unsent.append(message_id)
                 self._send_waiting(peer)
+
+    def _postpone(self, seconds: float) -> None:
+        """Do not count the time in which this process did not run: answers may have come that nobody has read yet."""
+        self._timers = [(when + seconds, message_id) for when, message_id in self._timers]  # is a heap as before
+        for pending in self._pending.values():
+            pending.deadline += seconds
+            pending.resend_at += seconds
 
     def _give_up(self, pending: Pending) -> None:
         if pending.not_ready:

@@ -31,7 +31,7 @@ from transfer.engine.mooncake_limits import LIMITS, Limits
 from transfer.engine.mooncake_links import MooncakeLink, OwnEngineLink, SharedEngineLink
 from transfer.engine.mooncake_native import NativeEngine, NativeOptions, split_address
 from transfer.engine.mooncake_settling import Settling
-from transfer.engine.rdma import INFINIBAND_DEVICES, has_rdma_device
+from transfer.engine.rdma import INFINIBAND_DEVICES, VERBS_DEVICES, has_rdma_device
 from transfer.engine.window import Window
 from transfer.memory import SlotPool
 
@@ -153,8 +153,8 @@ class MooncakeEngine(TransferEngine):
         """
         if options.protocol == "rdma" and not has_rdma_device():
             raise EngineStartError(
-                f"protocol is 'rdma', but this machine has no RDMA device in {INFINIBAND_DEVICES}: pass the devices "
-                "into the container, or use protocol 'tcp'"
+                f"protocol is 'rdma', but there is no RDMA device with an active port in {INFINIBAND_DEVICES}, or none "
+                f"that can be opened in {VERBS_DEVICES}: pass the devices into the container, or use protocol 'tcp'"
             )
         if options.protocol == "ascend" and (asked := os.environ.get(_ASYNC)) is not None:
             raise EngineStartError(

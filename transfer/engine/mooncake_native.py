@@ -30,7 +30,13 @@ from layout.regions import describe_region
 from transfer.engine.interface import EngineStartError
 from transfer.peers import Address, parse_ip, resolve
 
-_CODES = {-1: "invalid argument", -6: "no such device", -7: "it overlaps memory that is registered already"}
+_CODES = {
+    -1: "invalid argument",
+    -6: "no such device",
+    -7: "it overlaps memory that is registered already",
+    -202: "the driver refused it. A GPU's memory needs the kernel module nvidia-peermem, or WITH_NVIDIA_PEERMEM=0 in "
+    "the environment (DMA-BUF); a host's needs `ulimit -l unlimited`",
+}
 _OPEN_SEGMENT = "_ZN8mooncake14TransferEngine11openSegmentERKNSt7__cxx1112basic_stringIcSt11char_traitsIcESaIcEEE"
 _NO_SEGMENT = 2**64 - 1
 _STILL_IN_FLIGHT = -2  # for longer than MC_SLICE_TIMEOUT, which cancels nothing
@@ -79,6 +85,7 @@ def set_environment(options: NativeOptions, environment: MutableMapping[str, str
         "MC_LOG_LEVEL": "ERROR",
     }
     if options.protocol == "rdma":
+        settings["MC_FORCE_HCA"] = "1"  # otherwise Mooncake takes TCP where none of the devices can be used
         # Two of the threads that serve a NIC, its default, are enough to move bytes, but each makes blocking calls to
         # peers that fail, while all others wait. They use a core each as long as anything is in flight.
         settings["MC_WORKERS_PER_CTX"] = "4"

@@ -268,13 +268,13 @@ class LeaseService(Generic[Held]):
         self.notify(lease_id, *([granted.transfer_id] if granted.transfer_id else []))
 
     def _complete(self, granted: _Granted) -> None:
-        """Tell those who follow a prompt that it is complete, and have its checksums taken."""
+        """Have a prompt's checksums taken, and tell those who follow it that it is complete: they ask for both."""
+        # The last prompt token is computed by whoever decodes.
+        self.checksums.order(ChecksumOrder(granted.lease_id, granted.block_ids, granted.tokens - 1))
         # Those who follow the prompt may have begun to read what is on the device. That nobody does is certain only
         # when nobody can be told of it any more but as of a complete prompt.
         if granted.transfer_id and not self.transfers.complete(granted.transfer_id, granted.block_ids):
             self.leases.let_move(granted.lease_id, granted.tables)
-        # The last prompt token is computed by whoever decodes.
-        self.checksums.order(ChecksumOrder(granted.lease_id, granted.block_ids, granted.tokens - 1))
 
     def end_transfers(self, lease_ids: Sequence[str], reason: str) -> None:
         """End the transfers of these leases, unless they are complete, and tell those who follow."""

@@ -83,7 +83,18 @@ def test_tcp_beside_an_accelerator_is_a_warning_unless_it_is_meant(monkeypatch: 
     with pytest.raises(CheckWarned, match="accelerators: H200; protocol auto takes tcp here"):
         machine(by_auto=True).devices()
     assert machine().devices().endswith("accelerators: H200")
+    monkeypatch.setenv("WITH_NVIDIA_PEERMEM", "0")
     assert machine("rdma", by_auto=True).devices().endswith("accelerators: H200")
+
+
+def test_a_gpu_whose_memory_nics_cannot_reach_is_a_warning(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("pd_connector.doctor.machine.accelerators", lambda: ["H200"])
+    monkeypatch.setattr("pd_connector.doctor.machine._PEERMEM", tmp_path / "nvidia_peermem")
+    monkeypatch.delenv("WITH_NVIDIA_PEERMEM", raising=False)
+    with pytest.raises(CheckWarned, match=r"nvidia-peermem is not loaded: .* unless WITH_NVIDIA_PEERMEM=0 is set"):
+        machine("rdma").devices()
+    (tmp_path / "nvidia_peermem").mkdir()
+    assert machine("rdma").devices().endswith("accelerators: H200")
 
 
 def test_rdma_wants_to_lock_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -1,11 +1,15 @@
 """References to blocks of the device: who keeps them in use, and until when."""
 
 from collections import Counter
+from unittest.mock import create_autospec
 
+import pytest
+from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.kv_cache_utils import BlockHash
 from vllm.v1.request import Request
 
-from pd_connector.vllm.device_blocks import DeviceBlocks
+from pd_connector.vllm.device_blocks import DeviceBlocks, may_hold
 from tests.support.host_tier.cases import said
 from tests.support.host_tier.setup import Setup, make_manager, make_request
 
@@ -57,3 +61,12 @@ def test_blocks_that_requests_share_are_counted_once_and_until_the_last_has_gone
         references -= Counter(block.block_id for block in blocks)
     assert holder.leased == 0
     assert holder.free == holder.total
+
+
+@pytest.mark.parametrize("fault", [RuntimeError("dictionary changed size during iteration"), StopIteration()])
+def test_a_look_that_meets_a_change_by_the_scheduler_finds_that_it_may_be(fault: Exception) -> None:
+    """Of the same contents, in several blocks. The scheduler's thread looks again."""
+    pool = create_autospec(BlockPool, instance=True, hash_block_size=16)
+    pool.get_cached_block.side_effect = fault
+    assert may_hold(pool, [BlockHash(b"a")] * 2, 32, {0: 16})
+    assert not may_hold(pool, [BlockHash(b"a")] * 2, 33, {0: 16})

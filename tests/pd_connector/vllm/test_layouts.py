@@ -69,6 +69,7 @@ class TwoLayouts(AnyLayout):
         (AnyLayout, {"is_hybrid": True}, 64, "BLHNC"),
         (TwoLayouts, {}, 32, "BLHNC"),
         (TwoLayouts, {}, 64, None),
+        (TwoLayouts, {"is_hybrid": True}, 32, None),  # the workers make their blocks as large as a state
         (cpu_attn.CPUAttentionBackend, {}, 64, None),
     ],
 )

@@ -17,7 +17,7 @@ from pd_connector.orders import Cause, Orders
 from pd_connector.vllm.metadata import StepMetadata
 from pd_connector.vllm.releases import installed
 from pd_connector.worker import worker as worker_module
-from pd_connector.worker.device_fence import RaiseFence, StepEnds, fences, no_fence
+from pd_connector.worker.device_fence import RaiseFence, StepEnds, fences, landing, no_fence
 from pd_connector.worker.pulls import Pulls
 from pd_connector.worker.unawaited_pulls import PrefixPulls
 from tests.support.connector.engines import OURS, THEIRS, DecodeWorker, Site, an_order
@@ -270,3 +270,17 @@ def test_a_lease_that_is_not_written_in_time_fails_the_pull_by_name(site: Site) 
     assert end.cause == Cause.REFUSED
     assert "still writing the draft layers" in end.reason
     assert worker.untouched
+
+
+@pytest.mark.parametrize(("transport", "device", "waits"), [("tcp", "cuda", 1), ("rdma", "cuda", 0), ("tcp", "cpu", 0)])
+def test_what_cuda_may_still_copy_over_tcp_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch, transport: str, device: str, waits: int
+) -> None:
+    waited: list[torch.device] = []
+
+    def default_stream(of: torch.device) -> Any:
+        return SimpleNamespace(synchronize=lambda: waited.append(of))
+
+    monkeypatch.setattr(torch.cuda, "default_stream", default_stream)
+    landing(transport, torch.device(device, 0))()
+    assert waited == [torch.device("cuda", 0)] * waits

@@ -246,6 +246,10 @@ def test_what_several_hold_on_a_rank_is_counted_together(world: LateWorld) -> No
     taken = stats.take()
     assert taken is not None
     assert taken["gauges"] == {"quarantined_blocks": 2}
+    held.close()
+    taken = stats.take()
+    assert taken is not None
+    assert taken["gauges"] == {"quarantined_blocks": 0}, "nobody asks it again"
 
 
 def test_closing_the_engine_settles_what_is_in_quarantine(world: LateWorld) -> None:

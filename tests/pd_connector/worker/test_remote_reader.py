@@ -69,6 +69,25 @@ def test_a_device_without_room_for_the_buffer_says_what_to_change() -> None:
         RemoteReader.with_device_staging(TCP, (Region(cache.data_ptr(), 256),), 1 << 60, [cache])
 
 
+def test_whatever_is_read_is_on_the_device_before_it_is_copied_or_counts(site: Site) -> None:
+    steps: list[str] = []
+
+    def copy(copies: Copies) -> None:
+        steps.append("copied")
+        run_copies(copies)
+
+    prefill, (worker,) = site.prefill(TWO_RANKS), site.decode()
+    regions = worker.rank.geometry.regions
+    worker.reads = RemoteReader(TCP, regions, stage(worker, 1 << 20), copy, land=lambda: steps.append("landed"))
+    assert pull_once(site, prefill.prefill("staged", THEIRS), worker).cause == ""
+    assert steps[0] == "landed"
+    assert steps.count("landed") >= steps.count("copied") > 0
+    steps.clear()
+    worker.reads = RemoteReader(TCP, regions, land=lambda: steps.append("landed"))
+    assert pull_once(site, prefill.prefill("direct", THEIRS), worker).cause == ""
+    assert steps == ["landed"] * 2, "of each rank"
+
+
 def test_a_copy_that_fails_fails_the_pull(site: Site) -> None:
     def broken(copies: Copies) -> None:
         raise RuntimeError(f"the device lost {len(copies)} copies")

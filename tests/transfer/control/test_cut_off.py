@@ -11,13 +11,16 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.support.control.samples import HELLO
+from tests.support.control.samples import HELLO, WELCOME
 from tests.support.e2e.hosts import Hosts, why_not
 from tests.support.process import free_ports
 from tests.support.waiting import until
 from transfer.control.client import ControlClient
 from transfer.control.failures import PeerUnreachable
+from transfer.control.messages import Request
 from transfer.control.peer_sockets import ClientSettings
+from transfer.control.server import ControlServer
+from transfer.control.waiting_requests import NotYet
 
 ROOT = Path(__file__).parents[3]
 HERE = "127.0.0.1"
@@ -101,3 +104,43 @@ def test_a_network_that_is_cut_is_noticed_and_forgotten_when_it_is_back(client: 
             assert "its system acknowledges nothing, for 1 s" in fails_within(client, host, port, 5.0)
             assert "there is no connection, for 1 s" in fails_within(client, host, port, 5.0)
         until(answers)
+
+
+ASKER = """
+import sys
+from tests.support.control.samples import HELLO
+from transfer.control.client import ControlClient
+
+client = ControlClient()
+asked = [client.request(sys.argv[1], int(sys.argv[2]), HELLO, 2.0) for _ in range(200)]
+print("asked", flush=True)
+print(sum(each.exception() is None for each in asked), flush=True)
+client.close()
+"""
+
+
+class Late:
+    """Answers after a second."""
+
+    asked = 0
+
+    def handle(self, request: Request) -> NotYet:
+        self.asked += 1
+        return NotYet("topic", 1.0, WELCOME)
+
+
+@pytest.mark.thorough
+def test_a_process_that_was_stopped_itself_takes_the_answers_that_have_come_meanwhile() -> None:
+    """More of them than it reads at once."""
+    late = Late()
+    with contextlib.closing(ControlServer(late, HERE)) as there:
+        there.start()
+        command = [sys.executable, "-c", ASKER, HERE, str(there.port)]
+        with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "asked\n"
+            until(lambda: late.asked >= 200)
+            process.send_signal(signal.SIGSTOP)
+            time.sleep(4.0)
+            process.send_signal(signal.SIGCONT)
+            assert process.stdout.readline() == "200\n"

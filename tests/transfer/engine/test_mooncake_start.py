@@ -161,6 +161,31 @@ def test_rdma_without_a_device_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_p
         MooncakeEngine(MooncakeOptions("127.0.0.1", protocol="rdma"))
 
 
+@pytest.mark.parametrize(
+    ("state", "passed_in", "is_there"),
+    [("4: ACTIVE\n", True, True), ("1: DOWN\n", True, False), ("4: ACTIVE\n", False, False), ("", True, False)],
+)
+def test_an_rdma_device_must_be_active_and_passed_into_the_container(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, state: str, passed_in: bool, is_there: bool
+) -> None:
+    """A container sees all devices of its machine in sysfs."""
+    devices, verbs = tmp_path / "devices", tmp_path / "verbs"
+    (devices / "mlx5_0/ports/1").mkdir(parents=True)
+    (devices / "mlx5_0/ports/1/state").write_text(state)
+    verbs.mkdir()
+    if passed_in:
+        (verbs / "uverbs0").touch()
+    monkeypatch.setattr(rdma, "INFINIBAND_DEVICES", devices)
+    monkeypatch.setattr(rdma, "VERBS_DEVICES", verbs)
+    assert rdma.has_rdma_device() is is_there
+
+
+def test_mooncake_takes_no_other_transport_where_no_device_can_be_used() -> None:
+    environment: dict[str, str] = {}
+    set_environment(NativeOptions("10.0.0.5", "rdma", "mlx5_O", 2.5, 5.0), environment)
+    assert environment["MC_FORCE_HCA"] == "1"
+
+
 def test_the_environment_is_set_but_a_users_own_value_wins() -> None:
     environment = {"MC_TCP_STATUS_TIMEOUT_SEC": "99"}
     set_environment(NativeOptions("10.0.0.5", "tcp", "", 2.5, 5.0), environment)

@@ -1,0 +1,86 @@
+"""What a request that fails, or whose client leaves, keeps in memory: nothing of its body.
+
+Which may be images of many megabytes, and circles of objects are collected seldom in a proxy.
+"""
+
+import gc
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from types import FrameType
+
+import httpx
+import pytest
+
+from tests.support.examples.fake_servers import FakeServer, Received, Wire, answers, drops, prefills_by_name, stalls
+from tests.support.examples.harness import RawClient
+from tests.support.examples.served_proxy import Proxy, ProxySetup
+from tests.support.waiting import until
+
+IMAGE = "an image of some kilobytes, " * 4096
+CONTENT = json.dumps({"prompt": IMAGE, "stream": True}).encode()
+
+
+async def breaks_a_stream(_: Received, wire: Wire) -> None:
+    await wire.head()
+    await wire.chunk(b"data: 1\n\n")
+    wire.drop()
+
+
+@contextmanager
+def nothing_kept(proxy: Proxy, *servers: FakeServer) -> Iterator[None]:
+    """Whatever is asked inside leaves no frame of the proxy with a body, though no circle is collected."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+        until(lambda: proxy.in_flight() == 0)
+        for server in servers:
+            server.received.clear()
+        # isinstance wakes other modules' proxies.
+        frames = [each for each in gc.get_objects() if type(each) is FrameType]
+        ours = [frame for frame in frames if frame.f_globals["__name__"].startswith("pd_proxy.")]
+        assert not [value for frame in ours for value in frame.f_locals.values() if _holds(value)]
+    finally:
+        gc.enable()
+
+
+def _holds(value: object) -> bool:
+    """Whether a local variable is a body, or has its prompt."""
+    prompt = value.get("prompt") if isinstance(value, dict) else value
+    return prompt == IMAGE or (isinstance(prompt, bytes | bytearray) and IMAGE.encode() in prompt)
+
+
+@pytest.mark.parametrize("fails", ["p refuses", "p drops", "p is down", "d breaks", "d drops", "no json"])
+def test_a_failed_request(setup: ProxySetup, p: FakeServer, d: FakeServer, closed_port: str, fails: str) -> None:
+    scripts = {"p refuses": answers(400, b'{"error": {}}'), "p drops": drops}
+    p.script = scripts.get(fails, p.script)
+    d.script = {"d breaks": breaks_a_stream, "d drops": drops}.get(fails, d.script)
+    proxy = setup.proxy([closed_port if fails == "p is down" else p], [d])
+    with nothing_kept(proxy, p, d), suppress(httpx.RemoteProtocolError):
+        proxy.http.post("/v1/completions", content=CONTENT[: -1 if fails == "no json" else None])
+
+
+@pytest.mark.parametrize("legs", ["together", "in-turn"])
+def test_a_client_that_leaves_while_p_computes(setup: ProxySetup, p: FakeServer, d: FakeServer, legs: str) -> None:
+    p.script = prefills_by_name
+    proxy = setup.proxy([p], [d], legs=legs)
+    assert proxy.complete().status_code == 200  # and P's address is known
+    p.received.clear()
+    p.script = d.script = stalls
+    with nothing_kept(proxy, p, d):
+        client = RawClient.completing(proxy, CONTENT)
+        p.wait()
+        client.leave()
+
+
+def test_a_p_that_fails_beside_d_and_is_followed_by_another(setup: ProxySetup, p: FakeServer, d: FakeServer) -> None:
+    other = setup.server(prefills_by_name)
+    p.script = prefills_by_name
+    proxy = setup.proxy([p, other], [d])
+    for _ in range(2):
+        assert proxy.complete().status_code == 200
+    p.script = answers(502, b"gone")
+    with nothing_kept(proxy, p, other, d):
+        for _ in range(2):  # one of them goes to P first
+            assert proxy.http.post("/v1/completions", content=CONTENT).status_code == 200
