@@ -6,6 +6,7 @@ import pytest
 
 from pd_connector.orders import Orders, RankEnds, Report
 from pd_connector.stats import StatsRecorder
+from pd_connector.worker.pull_end import PullEnd
 from pd_connector.worker.pulls import Pulls
 from pd_connector.worker.unawaited_pulls import PrefixPulls
 from tests.support.connector.engines import OURS, PREFILL, THEIRS, DecodeWorker, Site, an_order
@@ -68,3 +69,12 @@ def test_pulls_for_others_are_left_to_others(puller: Puller, site: Site) -> None
     order = an_order("lease", site.prefill(PREFILL).prefill("lease", THEIRS), OURS)
     puller.prefixes.execute(Orders(pulls=(order,), landings=(order,)))
     assert not puller.prefixes.abandoned()
+
+
+def test_what_lacked_states_is_said_by_how_it_ended_and_remembered_nowhere(puller: Puller) -> None:
+    pulls = puller.prefixes._pulls
+    for outstanding in (pulls._outstanding, puller.prefixes._outstanding):
+        outstanding.add("prefix")
+    pulls._ended.put(PullEnd("prefix", lacking_states=frozenset({(1, 0)})))
+    assert puller.end().prefixes == {"prefix": RankEnds(1, lacks_states=True)}
+    assert not pulls._lacking_states
