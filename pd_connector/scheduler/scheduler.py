@@ -35,6 +35,7 @@ from pd_connector.scheduler.request_admission import AdmissionLimits, RequestAdm
 from pd_connector.scheduler.request_params import RequestParams
 from pd_connector.scheduler.scheduler_role import SchedulerRole
 from pd_connector.scheduler.start_checks import (
+    allow_connections,
     check_block_sizes,
     check_holds_a_prompt,
     check_prefix_unit,
@@ -124,6 +125,7 @@ class ConnectorScheduler:
         self._params = RequestParams(self._role, stats)
         self._unshared = unshared_prefixes(vllm_config, self._retentions)
         check_settings(config, self._role, vllm_config, self._retentions, unshared=self._unshared)
+        allow_connections()
         keys = load_keys(config.secret_file)
         self._secret = keys.fingerprint if keys is not None else ""
         self._external = self._make_external_loads()

@@ -1,6 +1,7 @@
 """What is checked at the start of an engine, and when its workers are known: what cannot work."""
 
 import logging
+import resource
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_FILES = 65536
+
 
 def unshared_prefixes(vllm_config: "VllmConfig", retentions: Sequence[Retention]) -> str:
     """Return why this engine neither lends prefixes nor finds them at others; empty if it does."""
@@ -41,6 +44,17 @@ def lends_prompts_only(vllm_config: "VllmConfig", retentions: Sequence[Retention
     """Return whether vLLM keeps what a prefix needs at the ends of prompts only, so that answers are found nowhere."""
     interval = getattr(vllm_config.cache_config, "prefix_cache_retention_interval", None)
     return interval == 0 and any(kept.states or kept.window for kept in retentions)
+
+
+def allow_connections() -> None:
+    """Raise this process's soft limit of open files: each worker of each peer takes some.
+
+    vLLM does that in its API server, of which an engine core on a headless node has none.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = _FILES if hard == resource.RLIM_INFINITY else min(hard, _FILES)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def check_settings(

@@ -97,7 +97,7 @@ def check_outer_config(vllm_config: "VllmConfig") -> None:
 
 
 def check_supported(vllm_config: "VllmConfig") -> None:
-    """Raise if the return of routed experts is on, or sleep mode or context parallelism where they are not served.
+    """Raise unless the connector serves sleep mode, experts, executor and context parallelism as they are set.
 
     Raises:
         UnsupportedError: naming the setting and the way out.
@@ -114,6 +114,7 @@ def check_supported(vllm_config: "VllmConfig") -> None:
             "enable_return_routed_experts: the experts of tokens that are pulled, or loaded from host memory, are not "
             "known to this engine; start without --enable-return-routed-experts, or without PDConnector"
         )
+    _check_executor(vllm_config)
     from vllm.platforms import current_platform  # noqa: PLC0415  resolves the platform on first use
 
     device, served = str(current_platform.device_type), current().devices
@@ -123,6 +124,24 @@ def check_supported(vllm_config: "VllmConfig") -> None:
             "know how the KV caches of other devices are laid out; use vLLM 0.30 or later"
         )
     _check_context_parallel(vllm_config, device)
+
+
+def _check_executor(vllm_config: "VllmConfig") -> None:
+    """Raise if the scheduler side does not hear of all workers: whatever waits for them would wait for ever."""
+    import vllm.envs  # noqa: PLC0415
+
+    parallel = vllm_config.parallel_config
+    if parallel.distributed_executor_backend == "external_launcher" and workers_of(vllm_config) > 1:
+        raise UnsupportedError(
+            "distributed_executor_backend = external_launcher: each rank has a scheduler of its own, which hears of "
+            f"one worker of {workers_of(vllm_config)}; use mp or ray, or one rank"
+        )
+    is_old_ray = parallel.use_ray and not getattr(vllm.envs, "VLLM_USE_RAY_V2_EXECUTOR_BACKEND", True)
+    if is_old_ray and parallel.pipeline_parallel_size > 1:
+        raise UnsupportedError(
+            "VLLM_USE_RAY_V2_EXECUTOR_BACKEND = 0: that executor passes on the last pipeline stage's reports only; "
+            "unset it, or set pipeline_parallel_size to 1"
+        )
 
 
 def _check_context_parallel(vllm_config: "VllmConfig", device: str) -> None:

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm import envs
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -119,6 +120,28 @@ def test_context_parallelism_is_served_on_devices(
     if INSTALLED < (0, 30):
         message = "use vLLM 0.30 or later"
     with pytest.raises(UnsupportedError, match=message) if message else nullcontext():
+        engine_config.check_supported(config)
+
+
+def test_ranks_with_a_scheduler_each_are_refused(model: Path) -> None:
+    """Each scheduler would wait for the handshakes of all workers for ever."""
+    config = a_config(model)
+    config.parallel_config.distributed_executor_backend = "external_launcher"
+    engine_config.check_supported(config)
+    config.parallel_config.tensor_parallel_size = 2
+    with pytest.raises(UnsupportedError, match=r"external_launcher: .* one worker of 2; use mp or ray, or one rank"):
+        engine_config.check_supported(config)
+
+
+@pytest.mark.parametrize(("stages", "switch", "refused"), [(2, False, True), (1, False, False), (2, True, False)])
+def test_ray_with_stages_whose_reports_it_drops_is_refused(
+    model: Path, stages: int, switch: bool, refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(envs, "VLLM_USE_RAY_V2_EXECUTOR_BACKEND", switch, raising=False)
+    config = a_config(model)
+    config.parallel_config.use_ray, config.parallel_config.pipeline_parallel_size = True, stages
+    match = "VLLM_USE_RAY_V2_EXECUTOR_BACKEND = 0: .* unset it"
+    with pytest.raises(UnsupportedError, match=match) if refused else nullcontext():
         engine_config.check_supported(config)
 
 

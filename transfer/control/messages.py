@@ -391,7 +391,17 @@ _DECODE_ERRORS = (msgspec.MsgspecError, RecursionError, UnicodeDecodeError)
 
 def encode(message_id: int, body: RequestFor[Any] | Reply) -> bytes:
     """Return the message as one frame."""
-    return _encoder.encode(Envelope(PROTOCOL_VERSION, message_id, msgspec.Raw(_encoder.encode(body))))
+    return enveloped(message_id, encode_body(body))
+
+
+def encode_body(body: RequestFor[Any] | Reply) -> msgspec.Raw:
+    """Return what a message says, for ``enveloped``."""
+    return msgspec.Raw(_encoder.encode(body))
+
+
+def enveloped(message_id: int, body: msgspec.Raw) -> bytes:
+    """Return as one frame the message whose body is encoded already."""
+    return _encoder.encode(Envelope(PROTOCOL_VERSION, message_id, body))
 
 
 def decode_request(frame: bytes) -> tuple[int, Request]:

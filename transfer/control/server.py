@@ -26,8 +26,11 @@ from transfer.control.messages import (
     MalformedMessage,
     Reply,
     Request,
+    Welcome,
     decode_request,
     encode,
+    encode_body,
+    enveloped,
     message_id_of,
 )
 from transfer.control.polling import Wakeup
@@ -135,6 +138,7 @@ class ControlServer:
         self._close_timeout_s = close_timeout_s
         self._warnings = ThrottledWarnings(logger, log_interval_s)
         self._waiting = WaitingRequests()
+        self._welcome: tuple[Welcome, msgspec.Raw] | None = None  # the last one, encoded
         self._counters = ServerCounters()  # replaced by the server's thread only
         self._address: Address | None = None
         self._stopping = threading.Event()
@@ -325,6 +329,14 @@ class ControlServer:
         self._warnings.warn(cause, f"refused a control message from {sender}: {reason!r}")
         return encode(message_id, Error(code, reason)) if message_id else None
 
+    def _encoded(self, message_id: int, reply: Reply) -> bytes:
+        """Return an answer as a frame. A welcome may take milliseconds, and all decode engines may come at once."""
+        if not isinstance(reply, Welcome):
+            return encode(message_id, reply)
+        if self._welcome is None or self._welcome[0] != reply:
+            self._welcome = reply, encode_body(reply)
+        return enveloped(message_id, self._welcome[1])
+
     def _ask_handler(
         self, peer: bytes, message_id: int, request: Request, before: WaitingRequest | None = None
     ) -> bytes | None:
@@ -338,7 +350,7 @@ class ControlServer:
                 if reply.wait_s > 0 and self._waiting.add(waiting):
                     return None
                 reply = reply.reply
-            answer = encode(message_id, reply)
+            answer = self._encoded(message_id, reply)
             if len(answer) > MAX_FRAME_BYTES:
                 raise ValueError(f"the reply has {len(answer)} bytes; a frame holds at most {MAX_FRAME_BYTES}")
         except Exception as error:  # whatever it is, the other peers must still be served

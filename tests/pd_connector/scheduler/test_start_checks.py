@@ -3,6 +3,7 @@
 And what recipes say that is not so.
 """
 
+import resource
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 
 from pd_connector.config import ConfigError, parse_config
 from pd_connector.scheduler.start_checks import (
+    allow_connections,
     check_block_sizes,
     check_prefix_unit,
     check_settings,
@@ -96,6 +98,21 @@ def test_an_engine_that_lends_prompts_only_says_how_it_lends_answers(
     caplog.set_level("INFO")
     check_settings(parse_config({"serve_prefixes": True}), EngineRole.of(made, serves_prefixes=True), made, groups)
     assert ("--prefix-cache-retention-interval None keeps those of answers" in caplog.text) is says
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "raised"),
+    [(1024, 4096, 4096), (1024, 1 << 20, 65536), (1024, -1, 65536), (100_000, 1 << 20, None), (-1, -1, None)],
+)
+def test_an_engine_core_may_have_as_many_connections_as_the_hard_limit_allows(
+    monkeypatch: pytest.MonkeyPatch, soft: int, hard: int, raised: int | None
+) -> None:
+    """On a node without an API server, which raises the soft limit, nobody else does."""
+    limits: list[tuple[int, int]] = []
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (soft, hard))
+    monkeypatch.setattr(resource, "setrlimit", lambda _, to: limits.append(to))
+    allow_connections()
+    assert limits == ([] if raised is None else [(raised, hard)])
 
 
 def engine(role: str, *, tp: int, pp: int, dp: int = 1, **stated: Any) -> Any:

@@ -55,6 +55,7 @@ def a_config(model: Path, role: str = "kv_both", policy: str = "fail", **extra: 
             decode_context_parallel_size=1,
             local_world_size=1,
             use_ray=False,
+            distributed_executor_backend="uni",
         ),
         cache_config=SimpleNamespace(cache_dtype="auto"),
         compilation_config=SimpleNamespace(static_forward_context={}),

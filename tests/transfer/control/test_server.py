@@ -5,9 +5,11 @@ import socket
 import threading
 import time
 
+import msgspec
 import pytest
 
 from tests.support.control.samples import CANCEL, HELLO, RELEASE, WELCOME, Handler
+from transfer.control import messages
 from transfer.control.client import ControlClient
 from transfer.control.failures import ControlStartError, PeerRefused
 from transfer.control.messages import MAX_FRAME_BYTES, Cancelled, Error, ErrorCode, Released, Reply, Request
@@ -175,3 +177,22 @@ def test_a_restarted_server_is_reached_again_on_the_same_port(handler: Handler, 
     assert waiting.result() == Released(True)
     assert impatient.request("127.0.0.1", first.port, HELLO, 5).result() == WELCOME
     second.close()
+
+
+def test_a_welcome_is_encoded_once_as_long_as_it_says_the_same(
+    server: ControlServer, handler: Handler, client: ControlClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may take milliseconds, and all decode engines may come at once."""
+    encoded: list[Reply] = []
+
+    def encode_body(reply: Reply) -> msgspec.Raw:
+        encoded.append(reply)
+        return messages.encode_body(reply)
+
+    monkeypatch.setattr("transfer.control.server.encode_body", encode_body)
+    other = msgspec.structs.replace(WELCOME, engine_id="another")
+    answers = [WELCOME, WELCOME, other, other, WELCOME]
+    left = [msgspec.structs.replace(answer) for answer in answers]
+    handler.answer = lambda _: left.pop(0)
+    assert [client.request("127.0.0.1", server.port, HELLO, 5).result() for _ in answers] == answers
+    assert encoded == [WELCOME, other, WELCOME]
