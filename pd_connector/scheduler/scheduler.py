@@ -168,7 +168,10 @@ class ConnectorScheduler:
 
     def bind_cache_manager(self, kv_cache_manager: "KVCacheManager") -> None:
         """Take the manager of the engine's blocks. Called while the engine core constructs its scheduler."""
-        self._blocks.bind(kv_cache_manager, self._release_device_blocks, self._tokens_to_pull)
+        forgets = any(kept.window or kept.chunk or kept.states for kept in self._retentions)
+        leasing = next((role for role in self._roles if isinstance(role, Producer) and forgets), None)
+        to_pull = None if leasing is None else leasing.tokens_to_pull
+        self._blocks.bind(kv_cache_manager, self._release_device_blocks, to_pull)
         if self._states and self._blocks.finds_prefixes:
             check_prefix_unit(self._blocks.hash_tokens, self._retentions)
         if context_parallel(self._vllm_config)[0] > 1:
@@ -318,11 +321,6 @@ class ConnectorScheduler:
         """Raise AssertionError unless the books of all roles balance."""
         for role in self._roles:
             role.check_integrity()
-
-    def _tokens_to_pull(self, request_id: str) -> int | None:
-        """Return how many tokens of a request that has just ended other engines will pull; None if none."""
-        pulled = (role.tokens_to_pull(request_id) for role in self._roles if isinstance(role, Producer))
-        return next(pulled, None)
 
     def _release_device_blocks(self) -> None:
         """Give back all device blocks, if nothing else keeps vLLM from resetting its prefix cache.

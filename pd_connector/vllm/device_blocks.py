@@ -36,27 +36,21 @@ class DeviceBlocks:
         self,
         kv_cache_manager: "KVCacheManager",
         before_reset: Callable[[], None] = lambda: None,
-        tokens_to_pull: Callable[[str], int | None] = lambda _: None,
+        tokens_to_pull: Callable[[str], int | None] | None = None,
     ) -> None:
         """Set vLLM's manager of the blocks.
 
         ``before_reset`` is called whenever vLLM is to reset its prefix cache, before it checks that no block is in use.
         vLLM itself tells its connector afterwards, and only if that was so.
 
-        ``tokens_to_pull`` returns how many tokens of a request that has just ended are to be pulled, None if none.
-        Before vLLM tells its connector of the end, it frees what a window or chunk has passed after the whole prompt.
+        ``tokens_to_pull`` returns how many tokens of a request that has just ended are to be pulled, None if none. It
+        is asked for every request in every step; None if vLLM keeps all blocks, or nothing is leased. Before vLLM tells its connector of the end, it frees what a window or chunk has passed after the whole prompt.
         Whoever pulls computes the last token of it, which may see a block more.
         """
         self._manager = kv_cache_manager
         self._held = np.zeros(kv_cache_manager.block_pool.num_gpu_blocks, np.int64)
-        coordinator = kv_cache_manager.coordinator
-        remove = coordinator.remove_skipped_blocks
-
-        def remove_unless_needed(request_id: str, computed_tokens: int, *args: Any, **named: Any) -> None:
-            wanted = tokens_to_pull(request_id)
-            remove(request_id, computed_tokens if wanted is None else min(computed_tokens, wanted), *args, **named)
-
-        coordinator.remove_skipped_blocks = remove_unless_needed
+        if tokens_to_pull is not None:
+            _keep_what_is_pulled(kv_cache_manager.coordinator, tokens_to_pull)
         reset = kv_cache_manager.reset_prefix_cache
 
         def prepared_reset() -> bool:
@@ -228,6 +222,17 @@ class DeviceBlocks:
     def total(self) -> int:
         """Number of blocks that requests can use."""
         return int(self.manager.block_pool.num_gpu_blocks) - 1  # block 0 is vLLM's null block
+
+
+def _keep_what_is_pulled(coordinator: Any, tokens_to_pull: Callable[[str], int | None]) -> None:
+    """Have vLLM free no block that the last token to be pulled still sees."""
+    remove = coordinator.remove_skipped_blocks
+
+    def remove_unless_needed(request_id: str, computed_tokens: int, *args: Any, **named: Any) -> None:
+        wanted = tokens_to_pull(request_id)
+        remove(request_id, computed_tokens if wanted is None else min(computed_tokens, wanted), *args, **named)
+
+    coordinator.remove_skipped_blocks = remove_unless_needed
 
 
 def may_hold(pool: "BlockPool", hashes: "Sequence[BlockHash]", tokens: int, groups: Mapping[int, int]) -> bool:

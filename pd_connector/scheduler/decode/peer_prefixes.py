@@ -137,6 +137,7 @@ class PeerPrefixes(SchedulerRole):
         self._begun: dict[bytes, _Asking | _Pulling] = {}  # every one of them, by the first block that is missing
         self._to_prove: dict[str, tuple[RemotePrefill, int]] = {}  # by request: an untried peer, and tokens held here
         self._asked: set[str] = set()  # requests that are not asked for again
+        self._reader: dict[str, Address | None] = {}  # who has read the beginning of a prompt here, by request
         self._silent_until: dict[Address, float] = {}
         self._peer_hash_tokens: dict[Address, int] = {}
         self._orders: list[PullOrder] = []
@@ -209,6 +210,7 @@ class PeerPrefixes(SchedulerRole):
             self._rate.answered(request_id)
         self._rate.forget(request_id)  # one that was preempted is computed again behind its first token
         self._asked.discard(request_id)
+        self._reader.pop(request_id, None)
         self._waiting.pop(request_id, None)
         if (asking := self._asking.pop(request_id, None)) is not None:
             self._forget_key(asking)
@@ -268,7 +270,7 @@ class PeerPrefixes(SchedulerRole):
             return False
         peers = self._peers_for(request)
         if not peers:
-            self._asked.add(request.request_id)  # to look for a reader takes long for a long prompt: once
+            self._asked.add(request.request_id)
             return False
         key = bytes(request.block_hashes[number])
         if (same := self._begun.get(key)) is not None:
@@ -306,10 +308,18 @@ class PeerPrefixes(SchedulerRole):
             self._warnings.warn("hint", f"PDConnector: {error}. The prompt is computed here")
             return []
         now = self._clock()
-        reader = self._readers.reader_of(request.block_hashes) if self._readers and named is None else None
+        reader = self._reader_of(request) if named is None else None
         peers = (named,) if named else dict.fromkeys((*([reader] if reader else []), *self._peers))
         late = {pulling.peer for pulling in self._pulling.values() if now >= pulling.give_up_at}
         return [peer for peer in peers if peer not in late and self._silent_until.get(peer, -math.inf) <= now]
+
+    def _reader_of(self, request: "Request") -> Address | None:
+        """Return who has read the beginning of a prompt here. To look takes long for a long one: once."""
+        if self._readers is None:
+            return None
+        if request.request_id not in self._reader:
+            self._reader[request.request_id] = self._readers.reader_of(request.block_hashes)
+        return self._reader[request.request_id]
 
     def _ask(self, asking: _Asking, peer: Address, hash_tokens: int) -> None:
         hashes = self._hashes.of_prompt(asking.request, hash_tokens, self._blocks.hash_tokens)[:MAX_HASHES]

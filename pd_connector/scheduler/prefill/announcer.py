@@ -354,8 +354,7 @@ class Announcer:
         vLLM has found ends inside a block, that is a copy of another's, which the step itself is yet to make.
         """
         request = named.request
-        unfinished = None if self._drafts_late else self.being_written(scheduled, besides=request)
-        if not held or unfinished is None:
+        if not held or self._drafts_late or (unfinished := self.being_written(scheduled, besides=request)) is None:
             return 0
         sizes = self._service.block_tokens
         held -= held % math.lcm(*(size for size in sizes if size != RING_TOKENS))

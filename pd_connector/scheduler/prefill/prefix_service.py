@@ -173,8 +173,9 @@ class PrefixService:
             return
         with self._lock:
             asked = list(self._asked.values())
+        unfinished = self._being_written()  # looks through all requests
         for find, since in asked:
-            found = self._answer(find, engine_id, is_late=self._clock() - since >= _SERVED_S)
+            found = self._answer(find, engine_id, unfinished, is_late=self._clock() - since >= _SERVED_S)
             self._events["found" if found.lease_id else "refused" if found.reason else "nothing"] += 1
             with self._lock:
                 self._answers[find.find_id] = found
@@ -199,11 +200,11 @@ class PrefixService:
             assert not self._asked.keys() & self._answers.keys(), "a question is answered and open"
             assert len(self._answers) <= _MAX_ANSWERS, "answers are never forgotten"
 
-    def _answer(self, find: Find, engine_id: str, *, is_late: bool) -> Found:
+    def _answer(self, find: Find, engine_id: str, unfinished: Container[int] | None, *, is_late: bool) -> Found:
         own = Found(engine_id, self._hashes.hashing, self._blocks.hash_tokens)
         if is_late:
             return _busy(own)
-        found = [each for each in self._prefixes(find) if each.tokens >= max(find.least_tokens, 1)]
+        found = [each for each in self._prefixes(find, unfinished) if each.tokens >= max(find.least_tokens, 1)]
         is_short = self._wants_blocks()
         offers = [
             each
@@ -228,9 +229,8 @@ class PrefixService:
         wanted = find.hashes, max(find.least_tokens, 1), self._whole
         return self._blocks.may_hold(*wanted) or (self._host is not None and self._host.may_hold(*wanted))
 
-    def _prefixes(self, find: Find) -> "Iterator[_Prefix]":
+    def _prefixes(self, find: Find, unfinished: Container[int] | None) -> "Iterator[_Prefix]":
         """Yield what each cache holds of the tokens in question that nobody writes any more."""
-        unfinished = self._being_written()
         if unfinished is not None:
             yield self._prefix(find, self._blocks, unfinished, self._lend)
         if self._host is not None:
