@@ -21,6 +21,8 @@ SHORT = (
     "qwen3-235b-a3", "dsv31-a3", "dsv32-a3", "glm5-a3", "minimax-m3-a3", "qwen35-27b-a3", "dsv4-flash-a3-mtp",
     "dsv41-flash-a3", "glm53-flash-a3",
 )  # fmt: skip
+#: Of two forms that differ most in what canaries and host memory do with them.
+SHORT_OF_WORKERS = ("qwen3-vl-235b", "dsv41-flash-a3")
 Run = Callable[[str, Recipe], Any]
 
 
@@ -55,6 +57,24 @@ def test_a_prompt_arrives_byte_by_byte(run: Run, recipe: Recipe) -> None:
     """On every rank of D, from those of P, and nothing else of D's memory changes."""
     pulled = run("pull_bytes", recipe)
     assert pulled["bytes"] > 0, pulled
+
+
+WORKERS = [
+    pytest.param(recipe, id=name, marks=[pytest.mark.ascend_short] if name in SHORT_OF_WORKERS else [])
+    for name, recipe in RECIPES.items()
+]
+
+
+@pytest.mark.parametrize("recipe", WORKERS)
+def test_workers_start_on_all_ranks_and_notice_what_is_wrong(run: Run, recipe: Recipe) -> None:
+    """They pull a verified prompt, prove the prefill engine, and keep blocks in host memory.
+
+    A byte that is not what was leased, and a layer of other values, are named.
+    """
+    worked = run("run_workers", recipe)
+    assert (worked["p_ranks"], worked["d_ranks"]) == (recipe.p.tp * recipe.p.pp, recipe.d.tp * recipe.d.pp)
+    assert worked["compared"] > 0, worked
+    assert worked["moved"] > 0, worked
 
 
 #: Those whose decode engines wait for ever as printed (dsv31-950: without cann_ops_transformer, as here). The page of

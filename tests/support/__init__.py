@@ -71,6 +71,7 @@ Real vllm-ascend on simulated NPUs (``tests/ascend_sim``):
     ascend.recipe_oracle    a second opinion on what a prompt's bytes are, and where each rank keeps them
     ascend.recipe_pulls     a prompt from every rank of P into every rank of D, every byte checked
     ascend.recipe_books     block tables of a lease and of what receives it, by vLLM's own cache managers
+    ascend.recipe_workers   the connector's workers on every rank's caches: pulls, proofs, host memory
     ascend.recipe_page      the table of docs/npu_recipes.md
     ascend.recipe_tasks     what tests ask of a recipe's engines
     ascend.recipe_process   processes in which that is done, one for each generation of devices

@@ -13,6 +13,8 @@ from vllm.plugins import load_general_plugins
 from vllm_ascend import ascend_forward_context, utils
 from vllm_ascend.utils import adapt_patch
 
+from layout import staging
+from layout.geometry import Plane
 from pd_connector.config import parse_config
 from pd_connector.vllm.ascend_options import check_ascend_options, check_computes_prompts
 from pd_connector.vllm.engine_config import UnsupportedError, check_supported
@@ -21,7 +23,10 @@ from tests.support.ascend.recipe_memory import RankMemory
 from tests.support.ascend.recipe_oracle import RecipePrompt, block_tables, prompt_tokens
 from tests.support.ascend.recipe_pulls import pull_prompt
 from tests.support.ascend.recipe_ranks import RankCaches, make_ranks
+from tests.support.ascend.recipe_workers import run_prompt
 from tests.support.ascend.recipes import EngineSide, Recipe, our_settings
+from transfer.copies.checksums import block_checksums
+from transfer.copies.reshape import reshape
 
 SIDES: tuple[EngineSide, ...] = ("P", "D")
 
@@ -32,6 +37,11 @@ def prepare() -> None:
     current_platform.pre_register_and_update()
     adapt_patch()
     importlib.import_module("vllm_ascend.worker.model_runner_v1")
+    # What every task would otherwise compile for itself.
+    staging.warm_up()
+    reshape.warm_up()
+    sizes = (1, 2, 4)  # of the words that are summed
+    block_checksums.warm_up([Plane("k", ("a",), 0, 1, 1, 1, size, 1, 0, 0, 0, 0, 0, 0) for size in sizes])
 
 
 def make_engines(recipe: Recipe, directory: Path) -> dict[str, list[str]]:
@@ -90,6 +100,11 @@ def _refusal(recipe: Recipe, directory: Path) -> str:
 def pull_bytes(recipe: Recipe, directory: Path) -> dict[str, int]:
     """Pull a prompt from every rank of P into every rank of D; every byte is checked."""
     return asdict(pull_prompt(recipe, directory))
+
+
+def run_workers(recipe: Recipe, directory: Path) -> dict[str, int]:
+    """Start the connector's workers on all ranks of both engines; what they do with the caches is checked."""
+    return asdict(run_prompt(recipe, directory))
 
 
 def _check_places(rank: RankCaches) -> None:
