@@ -44,8 +44,9 @@ class DeviceBlocks:
         vLLM itself tells its connector afterwards, and only if that was so.
 
         ``tokens_to_pull`` returns how many tokens of a request that has just ended are to be pulled, None if none. It
-        is asked for every request in every step; None if vLLM keeps all blocks, or nothing is leased. Before vLLM tells its connector of the end, it frees what a window or chunk has passed after the whole prompt.
-        Whoever pulls computes the last token of it, which may see a block more.
+        is asked for every request in every step; None if vLLM keeps all blocks, or nothing is leased. Before vLLM tells
+        its connector of the end, it frees what a window or chunk has passed after the whole prompt. Whoever pulls
+        computes the last token of it, which may see a block more.
         """
         self._manager = kv_cache_manager
         self._held = np.zeros(kv_cache_manager.block_pool.num_gpu_blocks, np.int64)
