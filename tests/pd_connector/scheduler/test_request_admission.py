@@ -329,3 +329,18 @@ def test_only_what_finds_no_blocks_lets_those_pass_whose_tokens_have_arrived(wor
     assert [admission.must_wait(each) for each in (small, large)] == [False, True]
     admission.finish(arrived, ())
     assert not admission.must_wait(large)
+
+
+def test_one_whose_tokens_have_not_come_after_all_does_not_wait_for_itself(world: World) -> None:
+    engine = EngineSim(world, "kv_both", blocks=64)
+    demand, leases = engine.role_of(RequestAdmission)._demand, engine.service.leases
+    admission = RequestAdmission(AdmissionLimits(0.5, TTL_S, TTL_S), demand, leases, loaded_first=False)
+    failed, arrived, large = (FakeRequest(name, list(range(2000))) for name in ("failed", "arrived", "large"))
+    admission.awaits_tokens(failed)
+    admission.settled({"failed"}, {"failed"}, Report())
+    admission.step_orders({})
+    assert [admission.must_wait(each) for each in (failed, large)] == [False, True]
+    admission.awaits_tokens(arrived)
+    admission.settled({"arrived"}, set(), Report())
+    admission.step_orders({})
+    assert admission.must_wait(failed)

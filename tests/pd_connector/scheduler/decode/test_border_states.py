@@ -33,6 +33,7 @@ def test_a_border_state_is_found_if_it_has_arrived_on_every_rank(is_lacking: boo
     engine.manager.free(request)
     assert engine.blocks.free == free
     is_found = not (is_lacking or has_failed)
+    assert all(bool(engine.blocks.found_states(request, group, BLOCK)) is is_found for group in (1, 2))
     assert engine.found(engine.request("longer", TOKENS + 9)) == (20 if is_found else 0)
 
 
@@ -46,6 +47,15 @@ def test_nothing_is_pulled_beside_if_the_prompt_ends_at_a_border() -> None:
     engine.arrived(request)
     engine.manager.free(request)
     assert engine.found(engine.request("longer", TOKENS + 9)) == 5 * BLOCK
+
+
+def test_a_state_that_is_here_already_is_not_pulled() -> None:
+    engine = StateEngine()
+    before, request = engine.request("before", TOKENS), engine.request("r", TOKENS)
+    engine.compute(before)
+    engine.manager.free(before)
+    tables = ((1, 2, 3, 4, 5, 6), *((0, 0, 0, 0, 0, block) for block in (7, 8)))
+    assert BorderStates(engine.blocks, engine.retentions).add(request, tables, range(TOKENS - 1)) == tables
 
 
 def test_nor_without_prefixes_nor_below_a_border_nor_without_room() -> None:

@@ -210,6 +210,21 @@ def test_auto_pulls_to_the_device_as_long_as_it_has_the_blocks(free: int, *, lan
     assert lands or engine.ask("r") == (0, TOKENS - 1)
 
 
+def test_nothing_lands_of_which_only_the_last_token_is_missing() -> None:
+    engine = LandingEngine()
+    for name in ("before", "r"):
+        engine.arrive(name, tokens=33)
+        assert engine.landings.must_land(engine.requests[name], 0) is (name == "before")
+        if name == "before":
+            engine.step()
+            engine.end_landing(name)
+            engine.give_blocks(name, *(engine.ask(name) or ()))
+            engine.end_load(name)
+    assert engine.landings.step_orders({}).landings == ()
+    assert engine.ask("r") == (32, 0)
+    engine.check()
+
+
 @pytest.mark.parametrize(("slots", "reason"), [(2, "too_large"), (4, "full")])
 def test_without_room_in_host_memory_a_prompt_is_pulled_to_the_device(slots: int, reason: str) -> None:
     engine = LandingEngine(slots=slots)
@@ -249,6 +264,17 @@ def test_the_request_of_a_landing_that_fails_is_refused_as_that_of_a_pull() -> N
     (refusal,) = engine.consumer.step_orders({}).refusals
     assert refusal.cause is Cause.LANDING
     assert engine.pool.references() == {}
+
+
+def test_nothing_is_refused_to_a_request_that_has_left_before_its_landing_fails() -> None:
+    engine = LandingEngine()
+    engine.arrive("r")
+    assert engine.ask("r") is None
+    engine.leave("r")
+    engine.end_landing("r", failed=True)
+    assert engine.consumer.waiting == 0, "nobody would ever take the refusal"
+    assert engine.pool.references() == {}
+    engine.check()
 
 
 @pytest.mark.parametrize("failing", [0, 1, None])

@@ -97,6 +97,15 @@ def test_a_pull_is_announced_soon_and_with_every_renewal(under_test: "RenewalsUn
     assert under_test.client.take_renewals() == [Renew("engine-p", ("waits", "pulled"), ("pulled",))]
 
 
+def test_a_later_pull_does_not_put_off_the_announcement_of_an_earlier_one(under_test: "RenewalsUnderTest") -> None:
+    for name in ("first", "second"):
+        under_test.keep(name)
+        under_test.renewals.start_reading(name)
+        under_test.clock.advance(0.03)
+    under_test.renewals.send_due()
+    assert under_test.client.take_renewals() == [Renew("engine-p", ("first", "second"), ("first", "second"))]
+
+
 def test_a_pull_that_ends_soon_is_not_announced(under_test: "RenewalsUnderTest") -> None:
     under_test.keep("pulled")
     under_test.keep("waits")

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pd_connector.orders import StoreEnds
+from pd_connector.orders import ChecksumOrder, ChecksumReport, StoreEnds
 from pd_connector.scheduler.prefill import lease_moves
-from tests.support.host_tier.leasing import BLOCKS, CONTENTS, SETUP, TTL_S, LeasingEngine
+from tests.support.host_tier.leasing import BLOCKS, CONTENTS, SETUP, TOKENS, TTL_S, LeasingEngine
 from transfer.control.messages import InvalidReason, Place
 
 
@@ -107,6 +107,17 @@ def test_a_copy_that_fails_leaves_the_lease_on_the_device(*, unsettled: bool) ->
     assert len(engine.pool.references()) == (BLOCKS if unsettled else 0), "slots that may still be written to are lost"
 
 
+def test_a_lease_whose_copy_has_failed_is_copied_again_after_a_while() -> None:
+    engine = moved()
+    engine.end_store(engine.under_way[0], failed=True)
+    engine.step()
+    assert engine.under_way == [], "it would be tried again and again"
+    engine.clock.advance(1.0)
+    engine.step()
+    engine.end_store(engine.under_way[0])
+    assert engine.leases.in_host_memory == 1
+
+
 def test_a_lease_that_ends_while_it_is_copied_gives_everything_back() -> None:
     engine = moved()
     engine.leases.cancel(["lease0"])
@@ -133,6 +144,33 @@ def test_host_memory_that_is_full_of_leases_takes_no_more_until_one_has_ended() 
 def test_of_leases_that_have_no_room_a_step_tries_the_first_only() -> None:
     engine = moved(prompts=5)
     assert (engine.ordered, engine.counted()["lease_moves:full"]) == ([2 * BLOCKS], 1)
+
+
+def test_a_lease_stays_until_every_rank_has_taken_its_checksums() -> None:
+    engine = LeasingEngine()
+    engine.checksums.enabled = True
+    engine.checksums.set_workers(SETUP.ranks)
+    assert engine.prefill("lease", 0)
+    engine.checksums.order(ChecksumOrder("lease", engine.tables["lease"], TOKENS - 1))
+    engine.is_short = True
+    for rank in range(SETUP.ranks):
+        engine.step()
+        assert engine.under_way == [], f"rank {rank} still reads the device"
+        engine.checksums.add(ChecksumReport("lease", rank, ()))
+    engine.step()
+    assert len(engine.under_way) == 1
+
+
+def test_leases_that_move_already_count_as_gone_from_the_device() -> None:
+    engine = LeasingEngine(most_leased=0.3)
+    for number in range(2):
+        assert engine.prefill(f"lease{number}", number)
+    assert 0 < engine.blocks.leased - 0.3 * engine.blocks.total < BLOCKS, "one of them is too much"
+    engine.clock.advance(1.0)
+    engine.step()
+    engine.step()
+    assert engine.ordered == [BLOCKS]
+    assert not engine.moves.is_due()
 
 
 def test_a_step_begins_moves_of_so_many_blocks_and_the_next_ones_of_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,8 +2,10 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import create_autospec
 
 import msgspec
 import numpy as np
@@ -25,6 +27,7 @@ from pd_connector.params import (
 from pd_connector.scheduler.decode.renewals import Renewals
 from pd_connector.scheduler.prefill.lease_service import LeaseService
 from pd_connector.scheduler.prefill.leases import LeaseTable
+from pd_connector.scheduler.prefill.prefix_service import PrefixService
 from pd_connector.vllm.prompts import Prompts
 from tests.support.connector.engines import IDENTITY
 from tests.support.connector.requests import FakeRequest, a_prompt
@@ -175,6 +178,20 @@ def test_workers_that_have_registered_their_caches_anew_are_another_engine(
     with pytest.raises(PeerRefused, match="restarted"):
         ask(client, endpoint, Hello(old))
     assert isinstance(ask(client, endpoint, Hello(endpoint.engine_id)), Welcome)
+
+
+def test_an_engine_whose_model_has_changed_is_another_one_and_does_not_claim_the_old_weights(
+    endpoint: Endpoint, client: ControlClient
+) -> None:
+    endpoint.service.set_workers((WORKER,))
+    old, lease = endpoint.engine_id, endpoint.grant("r").lease_id
+    endpoint.service.prefixes = prefixes = create_autospec(PrefixService, instance=True)
+    endpoint.service.model_changed()
+    prefixes.forget.assert_called_once_with()  # its answers name leases that have ended
+    assert endpoint.engine_id != old
+    assert not endpoint.leases.renew([lease])
+    now = ask(client, endpoint, Hello(endpoint.engine_id))
+    assert now == Welcome(endpoint.engine_id, replace(IDENTITY, weights_digest=""), (WORKER,))
 
 
 @pytest.mark.parametrize(

@@ -221,6 +221,21 @@ def test_a_lease_that_is_no_longer_read_gives_way_after_a_time_to_live(books: Bo
     assert books.table.revoke_oldest() == TTL_S
 
 
+def test_a_lease_that_is_too_old_ends_behind_one_that_was_renewed_before_it() -> None:
+    clock = ManualClock()
+    table: LeaseTable[str] = LeaseTable(TTL_S, clock, max_age_s=2 * TTL_S)
+    table.grant("old", "held by old", CONTENTS)
+    clock.advance(TTL_S - 1)
+    assert table.renew(["old"]) == ("old",)
+    clock.advance(TTL_S - 2)
+    table.grant("young", "held by young", CONTENTS)
+    clock.advance(1)
+    assert table.renew(["old"]) == ("old",)
+    clock.advance(2)
+    assert table.collect() == ("held by old",)
+    assert table.still_valid(["old", "young"]) == {"young"}
+
+
 def test_a_renewal_gives_another_time_to_live(books: Books) -> None:
     books.grant("a", "b")
     books.clock.advance(TTL_S - 1)

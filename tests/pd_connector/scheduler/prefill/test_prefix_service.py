@@ -88,6 +88,12 @@ def test_what_is_found_is_leased_once_however_often_it_is_asked_for(asked: Asked
     assert asked.service.take_events() == {"found": 1}
 
 
+@pytest.mark.parametrize(("least", "lent"), [(6 * BLOCK, 1), (6 * BLOCK + 1, 0)])
+def test_as_much_as_is_asked_for_at_least_is_enough(asked: Asked, least: int, lent: int) -> None:
+    asked.ask(find(least_tokens=least))
+    assert asked.lent == lent
+
+
 def test_no_block_is_lent_that_requests_wait_for(asked: Asked) -> None:
     asked.is_short = True
     assert asked.ask(find()).reason == "it is short of blocks"

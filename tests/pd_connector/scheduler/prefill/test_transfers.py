@@ -8,7 +8,7 @@ from pd_connector.scheduler.prefill import transfers
 from pd_connector.scheduler.prefill.transfers import Begun, Prompt, Transfers
 from pd_connector.vllm.cache_specs import Retention
 from tests.support.waiting import ManualClock
-from transfer.control.messages import Follow, Followed, TransferState
+from transfer.control.messages import Follow, Followed, SlotRange, TransferState
 from transfer.control.waiting_requests import NotYet
 
 QUEUED, COMPUTING, COMPLETE, ENDED = (
@@ -265,6 +265,33 @@ def test_a_cancel_names_the_leases_to_end(desk: Desk) -> None:
     assert desk.transfers.cancel(["a", "b", "unknown"]) == ["lease of a", "lease of b"]
     assert desk.transfers.end_of(["lease of a", "lease of b", "lease of nobody"], "cancelled") == ["a"]
     assert desk.transfers.open_leases == ("lease of c",)
+
+
+def test_slots_are_told_once_to_those_who_read_host_memory_until_the_attempt_ends(desk: Desk) -> None:
+    slots = SlotRange(0, 24, (0, 0), ((0, 1, 2, 3, 4, 5), (6, 7, 8)))
+
+    def told(host_tokens: int, attempt: int, tokens: int = 0, state: str = COMPUTING) -> Followed | NotYet:
+        return desk.transfers.answer("engine", Follow("", "t", attempt, tokens, state, 2.0, host_tokens))
+
+    desk.open()
+    for attempt in (0, 1):
+        desk.announce(0)
+        assert isinstance(told(0, attempt), NotYet)
+        assert desk.transfers.announce_slots("t", slots)
+        assert not desk.transfers.announce_slots("t", slots)
+        for host_tokens, asked_of in ((0, attempt), (23, attempt), (24, attempt - 1)):
+            answer = told(host_tokens, asked_of)
+            assert isinstance(answer, Followed)
+            assert answer.in_host == slots
+        assert isinstance(told(24, attempt), NotYet)
+        assert isinstance(told(-1, attempt), NotYet)
+        if not attempt:
+            desk.transfers.start_over("t")
+    assert desk.transfers.complete("t", ((1,), (2,)))
+    answer = told(0, 1)
+    assert isinstance(answer, Followed)
+    assert answer.in_host is None
+    assert isinstance(told(0, 1, 30, COMPLETE), NotYet)
 
 
 def test_a_prompt_may_come_before_the_block_sizes_are_known() -> None:
