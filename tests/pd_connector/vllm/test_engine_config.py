@@ -52,20 +52,22 @@ def test_routers_may_be_told_of_an_engine_with_a_url_of_its_own(size: int, index
 
 
 @pytest.mark.parametrize(
-    ("device", "method", "is_late"),
+    ("device", "method", "is_hybrid", "is_late"),
     [
-        ("cuda", "eagle", True),
-        ("npu", "mtp", True),
-        ("cuda", "ngram", False),
-        ("cuda", "", False),
-        ("cpu", "eagle", False),
+        ("cuda", "eagle", False, True),
+        ("npu", "mtp", False, True),
+        ("cuda", "ngram", False, False),
+        ("cuda", "ngram", True, True),  # its states are moved to their blocks there
+        ("cuda", "", True, False),
+        ("cpu", "eagle", True, False),
     ],
 )
 def test_drafts_are_late_where_a_draft_model_runs_behind_the_calls_that_launch_it(
-    monkeypatch: pytest.MonkeyPatch, device: str, method: str, is_late: bool
+    monkeypatch: pytest.MonkeyPatch, device: str, method: str, is_hybrid: bool, is_late: bool
 ) -> None:
     monkeypatch.setattr(vllm.platforms.current_platform, "device_type", device)
-    config: Any = SimpleNamespace(speculative_config=SimpleNamespace(method=method) if method else None)
+    speculative = SimpleNamespace(method=method) if method else None
+    config: Any = SimpleNamespace(speculative_config=speculative, model_config=SimpleNamespace(is_hybrid=is_hybrid))
     assert drafts_late(config) is is_late
 
 

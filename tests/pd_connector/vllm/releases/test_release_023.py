@@ -213,7 +213,8 @@ def test_a_device_whose_caches_are_not_known_is_refused_at_start(
     monkeypatch.setattr(engine_config, "current", Release023)
     monkeypatch.setattr(vllm.platforms, "current_platform", SimpleNamespace(device_type=device))
     config: Any = SimpleNamespace(
-        model_config=SimpleNamespace(enable_sleep_mode=False), parallel_config=SimpleNamespace()
+        model_config=SimpleNamespace(enable_sleep_mode=False),
+        parallel_config=SimpleNamespace(distributed_executor_backend="mp", use_ray=False),
     )
     if not refused:
         check_supported(config)
